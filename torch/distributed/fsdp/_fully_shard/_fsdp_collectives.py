@@ -1,0 +1,1052 @@
+"""
+What moves: the data of one unit, one step each way.
+
+- Unshard: copy-in, all-gather, copy-out (:func:`foreach_all_gather`,
+  :func:`foreach_all_gather_copy_out`).
+- Reduce: copy-in, reduce-scatter, all-reduce, and the sharded gradients out of
+  the result (:func:`foreach_reduce`), for one bucket at a time.
+
+Where things lie is planned in :mod:`_fsdp_layout`, and when they move is
+decided in :mod:`_fsdp_param_group`. The communication backends, which allocate
+the buffers and issue the collectives, stand at the top.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+from torch.distributed.device_mesh import _get_device_handle
+from torch.distributed.distributed_c10d import ReduceOp
+from torch.distributed.tensor import DTensor
+
+from ._fsdp_api import _ReduceOp, AllGather, ReduceScatter
+from ._fsdp_layout import (
+    GatherLayout,
+    padded_shard_numel,
+    plan_gather,
+    reduce_dtype_of,
+    ReduceBucket,
+    ReduceSlot,
+    storage_dtype,
+)
+from ._fsdp_param import FSDPParam, ShardedState
+
+
+# Communication backends #
+
+
+class DefaultAllocMixin:
+    """Takes every buffer from the device's caching allocator."""
+
+    def allocate(
+        self,
+        size: Sequence[int | torch.SymInt],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class ProcessGroupAllocMixin:
+    """
+    Takes buffers from the process group's own allocator where its backend has
+    one for the device, e.g. memory registered with the network.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._group = group
+
+    def allocate(
+        self,
+        size: Sequence[int | torch.SymInt],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> torch.Tensor:
+        allocator = self._group._get_backend(device)
+        if not allocator.supports_tensor_alloc(device):
+            return torch.empty(*size, dtype=dtype, device=device)
+        numel = math.prod(map(int, size))  # backends allocate 1D only
+        return allocator.allocate_tensor(numel, dtype=dtype, device=device)
+
+
+class SymmMemAllocMixin:
+    """Takes buffers from the device's symmetric-memory pool, which reuses them."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        backend: Literal["NCCL"] = "NCCL",
+        *args: Any,
+        **kwargs: Any,
+    ):
+        super().__init__(*args, **kwargs)
+        symm_mem.set_backend(backend)
+        self._group = group
+        # A rendezvous needs the group's communicator, which is created by the
+        # group's first collective
+        dist.barrier(group=group)
+
+    def allocate(
+        self,
+        size: Sequence[int | torch.SymInt],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> torch.Tensor:
+        with torch.cuda.use_mem_pool(symm_mem.get_mem_pool(device)):
+            return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _SingleAllGather(AllGather):
+    """Gathers from one tensor into one tensor."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        return dist.all_gather_single(
+            output_tensor, input_tensor, group=group, async_op=async_op
+        )
+
+
+class _SingleReduceScatter(ReduceScatter):
+    """Reduces from one tensor into one tensor."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: _ReduceOp,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        return dist.reduce_scatter_single(
+            output_tensor, input_tensor, op=op, group=group, async_op=async_op
+        )
+
+
+class DefaultAllGather(DefaultAllocMixin, _SingleAllGather):
+    pass
+
+
+class DefaultReduceScatter(DefaultAllocMixin, _SingleReduceScatter):
+    pass
+
+
+class ProcessGroupAllocAllGather(ProcessGroupAllocMixin, _SingleAllGather):
+    pass
+
+
+class ProcessGroupAllocReduceScatter(ProcessGroupAllocMixin, _SingleReduceScatter):
+    pass
+
+
+class SymmMemAllGather(SymmMemAllocMixin, _SingleAllGather):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        # The input is a part of the output, so this registers both
+        symm_mem.rendezvous(output_tensor, group=group.group_name)
+        return super().__call__(output_tensor, input_tensor, group, async_op)
+
+
+class SymmMemReduceScatter(SymmMemAllocMixin, _SingleReduceScatter):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: _ReduceOp,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        for tensor in (input_tensor, output_tensor):
+            symm_mem.rendezvous(tensor, group=group.group_name)
+        return super().__call__(output_tensor, input_tensor, group, op, async_op)
+
+
+# Operators #
+# Compiled graphs are matched and rewritten with these three. Eager training
+# uses the latter two; its copy-in is typed, see `_copy_in`.
+
+lib = torch.library.Library("fsdp", "FRAGMENT")
+
+lib.define(
+    "all_gather_copy_in(Tensor[] all_gather_inputs, Tensor all_gather_output, "
+    "SymInt[] inp_split_sizes, SymInt all_gather_input_numel, SymInt rank) "
+    "-> (Tensor, Tensor)"
+)
+lib.define(
+    "split_with_sizes_copy(Tensor all_gather_output, "
+    "SymInt[] all_gather_input_split_sizes, int dim=0, *, Tensor(a!)[] out) -> ()"
+)
+lib.define(
+    "chunk_cat(Tensor[] tensors, int dim, int num_chunks, *, Tensor(a!) out) -> ()"
+)
+
+_KERNEL_KEYS = ("CUDA", "XPU", "HPU", "CPU", "MTIA", "PrivateUse1")
+
+
+def all_gather_copy_in_meta(
+    all_gather_inputs: list[torch.Tensor],
+    all_gather_output: torch.Tensor,
+    inp_split_sizes: list[int],
+    all_gather_input_numel: int,
+    rank: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    start = rank * all_gather_input_numel
+    segment = all_gather_output.narrow(0, start, all_gather_input_numel)
+    return segment, all_gather_output
+
+
+def all_gather_copy_in_cuda(
+    all_gather_inputs: list[torch.Tensor],
+    all_gather_output: torch.Tensor,
+    inp_split_sizes: list[int],
+    all_gather_input_numel: int,
+    rank: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    start = rank * all_gather_input_numel
+    segment = all_gather_output.narrow(0, start, all_gather_input_numel)
+    with torch.no_grad():
+        slots = segment.split(inp_split_sizes)
+        torch._foreach_copy_(slots, all_gather_inputs)
+    return segment, all_gather_output
+
+
+def split_with_sizes_copy(
+    all_gather_output: torch.Tensor,
+    all_gather_input_split_sizes: list[int],
+    dim: int = 0,
+    *,
+    out: list[torch.Tensor],
+) -> None:
+    sizes = all_gather_input_split_sizes
+    torch.split_with_sizes_copy(all_gather_output, sizes, dim=dim, out=out)
+
+
+def chunk_cat(
+    tensors: list[torch.Tensor],
+    dim: int,
+    num_chunks: int,
+    out: torch.Tensor,
+) -> None:
+    torch._chunk_cat(tensors, dim, num_chunks, out=out)
+
+
+for _key in _KERNEL_KEYS:
+    lib.impl("all_gather_copy_in", all_gather_copy_in_cuda, _key)
+lib.impl("all_gather_copy_in", all_gather_copy_in_meta, "Meta")
+for _key in (*_KERNEL_KEYS, "Meta"):
+    lib.impl("split_with_sizes_copy", split_with_sizes_copy, _key)
+    lib.impl("chunk_cat", chunk_cat, _key)
+
+
+# Parameters and their plans #
+
+
+class UnitParams(list[FSDPParam]):
+    """
+    A unit's parameters, with the layout of their last all-gather, so that
+    :func:`foreach_all_gather` plans nothing anew and yet takes a plain list
+    from anyone else.
+    """
+
+    _gather_key: tuple[list, list] | None = None
+    _gather_layout: GatherLayout | None = None
+
+    def gather_layout(
+        self, dtypes: list[list[torch.dtype]], numels: list[list[int]]
+    ) -> GatherLayout:
+        """Returns the layout for these inputs: the last one, if they are as before."""
+        layout, key = self._gather_layout, (dtypes, numels)
+        if layout is None or self._gather_key != key:
+            layout = self._gather_layout = _plan_unit(dtypes, numels)
+            self._gather_key = key
+        return layout
+
+
+class BucketParams(list[FSDPParam]):
+    """A bucket's parameters in slot order, with the bucket, likewise."""
+
+    def __init__(self, params: Iterable[FSDPParam], bucket: ReduceBucket):
+        super().__init__(params)
+        self.bucket = bucket
+
+
+def _plan_unit(
+    dtypes: list[list[torch.dtype]], numels: list[list[int]], *, by_dtype: bool = True
+) -> GatherLayout:
+    return plan_gather([*chain(*dtypes)], [*chain(*numels)], by_dtype=by_dtype)
+
+
+def _copy_typed(
+    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+) -> None:
+    """
+    Copies each source into its target, casting on the way: one foreach copy
+    for each pair of dtypes, since the fused kernels take one pair at a time.
+    """
+    pairs: dict[tuple[torch.dtype, torch.dtype], tuple[list, list]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        if source.dtype == target.dtype:
+            as_stored = storage_dtype(source.dtype)
+            if as_stored != source.dtype:
+                source, target = source.view(as_stored), target.view(as_stored)
+        pair = pairs.setdefault((source.dtype, target.dtype), ([], []))
+        pair[0].append(target)
+        pair[1].append(source)
+    for same_targets, same_sources in pairs.values():
+        torch._foreach_copy_(same_targets, same_sources)
+
+
+# Unshard #
+
+
+class AllGatherResult(NamedTuple):
+    """An all-gather in flight. It owns the buffer until copy-out is ordered."""
+
+    all_gather_output: torch.Tensor  # 1D
+    all_gather_event: torch.Event | None
+    all_gather_work: dist.distributed_c10d.Work | None
+    # For each parameter, dtype and elements on one rank of each of its inputs
+    param_all_gather_input_dtypes: list[list[torch.dtype]]
+    param_all_gather_input_numels: list[list[int]]
+    # In elements of the output, in the order in which a segment holds them
+    all_gather_input_split_sizes: list[int]
+
+
+class PlannedAllGatherResult(AllGatherResult):
+    """
+    An :class:`AllGatherResult`, still of six fields to whoever unpacks it, that
+    also knows the layout of its buffer.
+    """
+
+    layout: GatherLayout
+
+
+class _GatherInputs(NamedTuple):
+    tensors: list[torch.Tensor]  # 1D, of all parameters
+    # Per parameter, of each of its inputs
+    dtypes: list[list[torch.dtype]]
+    numels: list[list[int]]
+
+
+def _get_gather_inputs(fsdp_params: list[FSDPParam]) -> _GatherInputs:
+    """
+    Collects what this rank contributes to the unit's all-gather. A plain shard
+    is taken as it is stored, to be cast by the copy-in; an extension tensor
+    gives whatever inputs its ``fsdp_pre_all_gather`` makes.
+    """
+    inputs = _GatherInputs([], [], [])
+    for fsdp_param in fsdp_params:
+        shard = _plain_shard(fsdp_param)
+        if shard is None:
+            tensors = fsdp_param.all_gather_inputs
+            dtypes = [tensor.dtype for tensor in tensors]
+            inputs.tensors.extend(tensors)
+            inputs.numels.append([tensor.numel() for tensor in tensors])
+        else:
+            dtypes = [fsdp_param.param_dtype or shard.dtype]
+            inputs.tensors.append(shard)
+            inputs.numels.append([shard.numel()])
+        inputs.dtypes.append(dtypes)
+    return inputs
+
+
+def _plain_shard(fsdp_param: FSDPParam) -> torch.Tensor | None:
+    """
+    Returns the parameter's flat local shard on its compute device and in its
+    stored dtype, or None if an extension makes the all-gather inputs.
+    """
+    if hasattr(fsdp_param._sharded_local_tensor, "fsdp_pre_all_gather"):
+        return None
+    if fsdp_param.sharded_state == ShardedState.SHARDED_POST_FORWARD:
+        return fsdp_param._sharded_post_forward_param_data
+    shard = fsdp_param._sharded_param_data
+    if fsdp_param.offload_to_cpu:
+        # Moved before it is cast: a copy that casts across devices is staged
+        # through another temporary
+        shard = shard.to(fsdp_param.device, non_blocking=True)
+    return shard
+
+
+def _copy_in(
+    segment: torch.Tensor, layout: GatherLayout, inputs: Sequence[torch.Tensor]
+) -> None:
+    """
+    Writes this rank's shards into its segment of the gather buffer in one
+    pass: each slot is viewed in its own dtype and the shard cast into it.
+    """
+    slots = chain.from_iterable(
+        region.view(segment).split(region.numels) for region in layout.regions
+    )
+    _copy_typed([*slots], [inputs[i] for i in layout.order])
+
+
+@torch.no_grad()
+def foreach_all_gather(
+    fsdp_params: list[FSDPParam],
+    group: dist.ProcessGroup,
+    async_op: bool,
+    all_gather_copy_in_stream: torch.Stream,
+    all_gather_stream: torch.Stream,
+    device: torch.device,
+    all_gather_comm: AllGather,
+) -> AllGatherResult | None:
+    """
+    Starts the one all-gather of a unit, whatever dtypes its parameters have.
+
+    Args:
+        fsdp_params: The unit's parameters, all sharded or all resharded after
+            forward.
+        group: Ranks to gather over, in the order of their segments.
+        async_op: Whether the collective returns a work to wait on, in which
+            case both streams are the current one.
+        all_gather_copy_in_stream: Where the buffer is allocated and filled.
+        all_gather_stream: Where the collective runs, after the copy-in.
+        device: Of the buffer.
+        all_gather_comm: Allocates the buffer and issues the collective.
+
+    Returns:
+        The gather in flight, for :func:`foreach_all_gather_copy_out`. Its
+        buffer is 1D, in the common dtype of all inputs or else in bytes.
+    """
+    device_handle = _get_device_handle(device.type)
+    with device_handle.stream(all_gather_copy_in_stream):
+        tensors, dtypes, numels = _get_gather_inputs(fsdp_params)
+        if isinstance(fsdp_params, UnitParams):
+            layout = fsdp_params.gather_layout(dtypes, numels)
+        else:
+            layout = _plan_unit(dtypes, numels)
+        numel = layout.segment_numel
+        output = all_gather_comm.allocate(
+            (group.size() * numel,), dtype=layout.buffer_dtype, device=device
+        )
+        segment = output.narrow(0, group.rank() * numel, numel)
+        _copy_in(segment, layout, tensors)
+        del tensors
+    all_gather_stream.wait_stream(all_gather_copy_in_stream)
+    with device_handle.stream(all_gather_stream):
+        work = all_gather_comm(
+            output_tensor=output, input_tensor=segment, group=group, async_op=async_op
+        )
+        event = all_gather_stream.record_event()
+    result = PlannedAllGatherResult(
+        output, event, work, dtypes, numels, [*layout.split_sizes]
+    )
+    result.layout = layout
+    return result
+
+
+@torch.no_grad()
+def foreach_all_gather_copy_out(
+    all_gather_result: AllGatherResult,
+    fsdp_params: list[FSDPParam],
+    group: dist.ProcessGroup,
+) -> None:
+    """
+    Waits for an all-gather and writes every parameter's all-gather outputs
+    from its buffer: one kernel over the whole buffer, and one more copy for
+    each parameter sharded on another dim than 0.
+
+    Args:
+        all_gather_result: From :func:`foreach_all_gather`, or from another
+            one whose segments hold the inputs in parameter order.
+        fsdp_params: The parameters that were gathered.
+        group: The group that they were gathered over.
+    """
+    buffer, event, work, dtypes, numels, _ = all_gather_result
+    device, world_size = buffer.device, group.size()
+    if event is not None:
+        _get_device_handle(device.type).current_stream().wait_event(event)
+    if isinstance(work, dist.distributed_c10d.Work):
+        work.wait()
+    if isinstance(all_gather_result, PlannedAllGatherResult):
+        layout = all_gather_result.layout
+    else:
+        layout = _plan_unit(dtypes, numels, by_dtype=False)
+
+    outputs: list[torch.Tensor] = []
+    interleaved: list[tuple[FSDPParam, torch.Tensor, torch.Tensor]] = []
+    for fsdp_param, param_dtypes, param_numels in zip(fsdp_params, dtypes, numels):
+        _alloc_outputs(fsdp_param, param_numels, param_dtypes, world_size, device)
+        for output in fsdp_param.all_gather_outputs:
+            if _gathers_out_of_order(fsdp_param):
+                rank_major = torch.empty_like(output)
+                interleaved.append((fsdp_param, rank_major, output))
+                output = rank_major
+            outputs.append(output)
+    _split_copy(buffer, layout, outputs, world_size)
+    for fsdp_param, rank_major, output in interleaved:
+        _interleave_shards(fsdp_param, rank_major, output, world_size)
+
+
+def _alloc_outputs(
+    fsdp_param: FSDPParam,
+    numels: list[int],
+    dtypes: list[torch.dtype],
+    world_size: int,
+    device: torch.device,
+) -> None:
+    """Makes the parameter's all-gather outputs, or gives them their storage back."""
+    fsdp_param.init_all_gather_outputs(numels, dtypes, world_size, device)
+    fsdp_param.alloc_all_gather_outputs()
+
+
+def _gathers_out_of_order(fsdp_param: FSDPParam) -> bool:
+    """
+    Whether the ranks' shards one after the other are not yet the parameter. A
+    shard resharded after forward is a flat piece of it, whatever its dim was.
+    """
+    return (
+        fsdp_param.fsdp_placement.dim != 0
+        and fsdp_param.sharded_state == ShardedState.SHARDED
+    )
+
+
+def _split_copy(
+    buffer: torch.Tensor,
+    layout: GatherLayout,
+    outputs: list[torch.Tensor],
+    world_size: int,
+) -> None:
+    """
+    Copies the columns of the gather buffer, one row a rank, to the outputs.
+    All of the buffer takes part and all in the buffer's own dtype, because the
+    fused kernel needs dense tensors of one dtype: the padding goes to a tensor
+    of its own, which nothing reads.
+    """
+    sizes = layout.split_sizes
+    columns = [
+        outputs[i].view(layout.buffer_dtype).view(world_size, size)
+        for i, size in zip(layout.order, sizes)
+    ]
+    if layout.padding_nbytes:
+        columns.append(buffer.new_empty(world_size, sizes[-1]))
+    rows = buffer.view(world_size, layout.segment_numel)
+    with _preserve_versions(columns):
+        torch.ops.fsdp.split_with_sizes_copy(rows, [*sizes], dim=1, out=columns)
+
+
+def _interleave_shards(
+    fsdp_param: FSDPParam,
+    rank_major: torch.Tensor,
+    output: torch.Tensor,
+    world_size: int,
+) -> None:
+    """
+    Puts the shards of a parameter sharded on dim ``d > 0``, which lie one
+    after the other in ``rank_major``, side by side in ``output``.
+    """
+    dim = fsdp_param.fsdp_placement.dim
+    shard_size = fsdp_param.padded_sharded_param_size
+    before, after = shard_size[:dim], shard_size[dim:]
+    by_rank = rank_major.view(world_size, *shard_size)
+    target = output.view(*before, world_size, *after)
+    with _preserve_versions([output]):
+        target.copy_(by_rank.movedim(0, dim))
+
+
+def _preserve_versions(tensors: Sequence[torch.Tensor]):
+    """
+    Keeps a write from counting as an in-place change of what autograd saved:
+    the unsharded parameter is the same value whenever it is there. Inference
+    tensors have no version to keep.
+    """
+    tracked = tuple(tensor for tensor in tensors if not tensor.is_inference())
+    return torch.autograd._unsafe_preserve_version_counter(tracked)
+
+
+@torch.no_grad()
+def unshard_single_rank(fsdp_params: list[FSDPParam], device: torch.device) -> None:
+    """
+    Unshards parameters whose only shard is this rank's: a copy from the
+    sharded parameters in place of an all-gather.
+    """
+    tensors, dtypes, numels = _get_gather_inputs(fsdp_params)
+    outputs: list[torch.Tensor] = []
+    for fsdp_param, param_dtypes, param_numels in zip(fsdp_params, dtypes, numels):
+        _alloc_outputs(fsdp_param, param_numels, param_dtypes, 1, device)
+        outputs.extend(fsdp_param.all_gather_outputs)
+    with _preserve_versions(outputs):
+        _copy_typed(outputs, tensors)
+
+
+# Reduce #
+
+
+class ReduceResult(NamedTuple):
+    """A reduction in flight: what must be kept, and until which event."""
+
+    reduce_scatter_input: torch.Tensor | None  # None if there was no new gradient
+    reduce_scatter_event: torch.Event | None
+    post_reduce_stream: torch.Stream
+    post_reduce_event: torch.Event
+    # The reduced buffer, if other streams than the one that allocated it use it
+    all_reduce_input: torch.Tensor | None
+    all_reduce_event: torch.Event | None
+    # The sum so far, if the all-reduce is put off
+    partial_reduce_output: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """Who takes part in a bucket's reduction, and how it is scaled."""
+
+    device: torch.device
+    reduce_scatter_comm: ReduceScatter
+    reduce_scatter_group: dist.ProcessGroup | None
+    reduce_scatter_stream: torch.Stream
+    all_reduce_group: dist.ProcessGroup | None
+    all_reduce_stream: torch.Stream
+    all_reduce_hook: Callable[[torch.Tensor], None] | None
+    # From `_get_gradient_divide_factors`
+    predivide_factor: float | None
+    postdivide_factor: float | None
+    reduce_scatter_op: _ReduceOp
+    all_reduce_op: _ReduceOp
+
+    @property
+    def shard_world_size(self) -> int:
+        group = self.reduce_scatter_group
+        return 1 if group is None else group.size()
+
+    @property
+    def device_handle(self) -> Any:
+        return _get_device_handle(self.device.type)
+
+
+@torch.no_grad()
+def foreach_reduce(
+    fsdp_params: list[FSDPParam],
+    unsharded_grads: list[torch.Tensor],
+    reduce_scatter_group: dist.ProcessGroup | None,
+    reduce_scatter_stream: torch.Stream,
+    reduce_scatter_comm: ReduceScatter,
+    orig_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+    device: torch.device,
+    gradient_divide_factor: float | None,
+    all_reduce_group: dist.ProcessGroup | None,  # not `None` iff HSDP or replicate
+    all_reduce_stream: torch.Stream,
+    all_reduce_grads: bool,
+    partial_reduce_output: torch.Tensor | None,
+    all_reduce_hook: Callable[[torch.Tensor], None] | None,
+    force_sum_reduction_for_comms: bool = False,
+) -> ReduceResult:
+    """
+    Reduces the gradients of one bucket, of any dtypes and in one reduce dtype,
+    and gives the results to the sharded parameters.
+
+    ``fsdp_params`` after the first ``len(unsharded_grads)`` have no new
+    gradient, only a part of ``partial_reduce_output``. ``unsharded_grads`` is
+    emptied once copied. Without ``orig_dtype`` each parameter's own is used,
+    and without ``reduce_dtype`` the gradients', which must then be the same.
+    ``all_reduce_grads=False`` stops before the all-reduce and returns the sum
+    so far (1D, laid out as ``fsdp_params``) for the next call to add.
+    """
+    bucket = _get_bucket(
+        fsdp_params, unsharded_grads, reduce_scatter_group, orig_dtype, reduce_dtype
+    )
+    factors = _get_gradient_divide_factors(
+        reduce_scatter_group,
+        all_reduce_group,
+        bucket.dtype,
+        device.type,
+        gradient_divide_factor,
+        force_sum_reduction_for_comms,
+    )
+    comm, stream = reduce_scatter_comm, reduce_scatter_stream
+    reduce_scatter = (comm, reduce_scatter_group, stream)
+    all_reduce = (all_reduce_group, all_reduce_stream, all_reduce_hook)
+    reduction = _Reduction(device, *reduce_scatter, *all_reduce, *factors)
+    is_last = all_reduce_grads or all_reduce_group is None
+    partial = partial_reduce_output
+    return _reduce(reduction, bucket, fsdp_params, unsharded_grads, partial, is_last)
+
+
+def _reduce(
+    reduction: _Reduction,
+    bucket: ReduceBucket,
+    fsdp_params: list[FSDPParam],
+    unsharded_grads: list[torch.Tensor],
+    partial: torch.Tensor | None,
+    is_last: bool,
+) -> ReduceResult:
+    reduce_input = _reduce_copy_in(reduction, bucket, fsdp_params, unsharded_grads)
+    unsharded_grads.clear()  # only now: the copy-in has been issued
+    handle, stream = reduction.device_handle, reduction.reduce_scatter_stream
+    stream.wait_stream(handle.current_stream())
+    with handle.stream(stream):
+        output = _reduce_scatter(reduction, bucket, reduce_input, partial)
+        scattered = None if reduce_input is None else stream.record_event()
+        if not is_last:
+            done = stream.record_event()
+            return ReduceResult(
+                reduce_input, scattered, stream, done, None, None, output
+            )
+    stream, shared_output = _all_reduce(reduction, output)
+    with handle.stream(stream):
+        _div_if_needed(output, reduction.postdivide_factor)
+        _give_sharded_grads(fsdp_params, bucket, output, stream)
+        done = stream.record_event()
+    shared = None if shared_output is None else done
+    return ReduceResult(
+        reduce_input, scattered, stream, done, shared_output, shared, None
+    )
+
+
+def _get_bucket(
+    fsdp_params: list[FSDPParam],
+    unsharded_grads: list[torch.Tensor],
+    group: dist.ProcessGroup | None,
+    orig_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+) -> ReduceBucket:
+    """Returns the bucket planned for these parameters, or plans one for the call."""
+    if isinstance(fsdp_params, BucketParams):
+        return fsdp_params.bucket
+    dtypes = [reduce_dtype_of(grad.dtype, reduce_dtype) for grad in unsharded_grads]
+    for dtype, fsdp_param in zip(dtypes, fsdp_params):
+        if dtype != dtypes[0]:
+            raise AssertionError(
+                "One reduction takes one reduce dtype, but the gradients of "
+                f"{fsdp_params[0]._param_fqn} and {fsdp_param._param_fqn} would be "
+                f"reduced in {dtypes[0]} and {dtype}: pass reduce_dtype, or reduce "
+                "them in two calls"
+            )
+    world_size = 1 if group is None else group.size()
+    slots = [
+        ReduceSlot(
+            i,
+            orig_dtype or fsdp_param.orig_dtype,
+            padded_shard_numel(grad.size(), world_size, fsdp_param.fsdp_placement.dim),
+        )
+        for i, (fsdp_param, grad) in enumerate(zip(fsdp_params, unsharded_grads))
+    ]
+    return ReduceBucket(dtypes[0], tuple(slots))
+
+
+def _reduce_copy_in(
+    reduction: _Reduction,
+    bucket: ReduceBucket,
+    fsdp_params: list[FSDPParam],
+    unsharded_grads: list[torch.Tensor],
+) -> torch.Tensor | None:
+    """
+    Returns the reduce-scatter's input: for each rank in turn, its shards of
+    all new gradients. None if there are none.
+    """
+    if not unsharded_grads:
+        return None
+    world_size = reduction.shard_world_size
+    shard_numel = sum(slot.shard_numel for slot in bucket.slots[: len(unsharded_grads)])
+    reduce_input = reduction.reduce_scatter_comm.allocate(
+        (world_size * shard_numel,), dtype=bucket.dtype, device=reduction.device
+    )
+    grads = _to_copyable(fsdp_params, unsharded_grads, bucket.dtype, world_size)
+    foreach_reduce_scatter_copy_in(grads, reduce_input, world_size)
+    return reduce_input
+
+
+def _to_copyable(
+    fsdp_params: list[FSDPParam],
+    grads: list[torch.Tensor],
+    dtype: torch.dtype,
+    world_size: int,
+) -> list[torch.Tensor]:
+    """
+    Returns the gradients as the fused copy-in kernel wants them: contiguous,
+    each rank's part in one piece, of one dtype which is the bucket's or which
+    the kernel casts to it (bf16 to fp32). The others, and only those, are
+    copied to one temporary first: a single gradient that is not as the kernel
+    wants would send all of them down its slow path.
+    """
+    same = all(grad.dtype == grads[0].dtype for grad in grads)
+    casts = (grads[0].dtype, dtype) == (torch.bfloat16, torch.float32)
+    wanted = grads[0].dtype if same and casts else dtype
+    dims = [fsdp_param.fsdp_placement.dim for fsdp_param in fsdp_params]
+    odd = [
+        i
+        for i, (dim, grad) in enumerate(zip(dims, grads))
+        if grad.dtype != wanted
+        or (dim != 0 and world_size > 1)
+        or not grad.is_contiguous()
+    ]
+    if not odd:
+        return grads
+    sources = [
+        _by_rank(grads[i], dims[i], world_size)
+        if dims[i] != 0 and world_size > 1
+        else grads[i]
+        for i in odd
+    ]
+    numels = [source.numel() for source in sources]
+    flat = torch.empty(sum(numels), dtype=wanted, device=grads[0].device)
+    pieces = flat.split(numels)
+    targets = [piece.view(s.size()) for piece, s in zip(pieces, sources, strict=True)]
+    _copy_typed(targets, sources)
+    copyable = list(grads)
+    for i, target in zip(odd, targets, strict=True):
+        copyable[i] = target
+    return copyable
+
+
+def _by_rank(grad: torch.Tensor, dim: int, world_size: int) -> torch.Tensor:
+    """Views a gradient sharded on ``dim`` with the rank as its leading dim."""
+    if grad.size(dim) % world_size != 0:
+        raise AssertionError(
+            f"Shard({dim}) requires even sharding: the gradient's size "
+            f"{tuple(grad.size())} does not divide by {world_size} ranks on that dim"
+        )
+    return grad.unflatten(dim, (world_size, -1)).movedim(dim, 0)
+
+
+def foreach_reduce_scatter_copy_in(
+    unsharded_grads: list[torch.Tensor],
+    reduce_scatter_input: torch.Tensor,
+    world_size: int,
+) -> None:
+    """Fills the rows of ``reduce_scatter_input`` (1D), one for each rank."""
+    row_numel = reduce_scatter_input.numel() // world_size
+    rows = reduce_scatter_input.view(world_size, row_numel)
+    torch.ops.fsdp.chunk_cat(unsharded_grads, dim=0, num_chunks=world_size, out=rows)
+
+
+def _reduce_scatter(
+    reduction: _Reduction,
+    bucket: ReduceBucket,
+    reduce_input: torch.Tensor | None,
+    partial: torch.Tensor | None,
+) -> torch.Tensor:
+    """
+    Returns this rank's sum over the shard group, with what earlier
+    microbatches left added.
+
+    That sum must be complete before the all-reduce: what were added after it
+    would be the sum of one shard group alone.
+    """
+    if reduce_input is None:
+        if partial is None:
+            raise AssertionError("Expects gradients or a partial result to reduce")
+        return partial
+    _div_if_needed(reduce_input, reduction.predivide_factor)
+    world_size = reduction.shard_world_size
+    fresh_numel = reduce_input.numel() // world_size
+    if world_size == 1 and fresh_numel == bucket.shard_numel:
+        output = reduce_input
+    else:
+        output = reduction.reduce_scatter_comm.allocate(
+            (bucket.shard_numel,), dtype=bucket.dtype, device=reduction.device
+        )
+        # Parameters with a partial result only: nothing of them is scattered
+        output[fresh_numel:].zero_()
+        fresh = output[:fresh_numel]
+        if world_size == 1:
+            fresh.copy_(reduce_input)
+        else:
+            reduction.reduce_scatter_comm(
+                output_tensor=fresh,
+                input_tensor=reduce_input,
+                group=reduction.reduce_scatter_group,  # pyrefly: ignore[bad-argument-type]
+                op=reduction.reduce_scatter_op,
+            )
+    if partial is not None:
+        output += partial
+    return output
+
+
+def _all_reduce(
+    reduction: _Reduction, output: torch.Tensor
+) -> tuple[torch.Stream, torch.Tensor | None]:
+    """
+    Reduces ``output`` over the replicas and runs the user's hook on it.
+
+    Returns:
+        The stream that ``output`` is ready in, and ``output`` itself if that
+        is another stream than the one that it was allocated in: the allocator
+        must not hand out its memory before that stream has read it.
+    """
+    has_all_reduce = reduction.all_reduce_group is not None
+    if not has_all_reduce and reduction.all_reduce_hook is None:
+        return reduction.reduce_scatter_stream, None
+    stream = reduction.all_reduce_stream
+    stream.wait_stream(reduction.reduce_scatter_stream)
+    with reduction.device_handle.stream(stream):
+        if has_all_reduce:
+            group, op = reduction.all_reduce_group, reduction.all_reduce_op
+            dist.all_reduce(output, group=group, op=op)
+        if reduction.all_reduce_hook is not None:
+            reduction.all_reduce_hook(output)
+    return stream, output
+
+
+def _give_sharded_grads(
+    fsdp_params: list[FSDPParam],
+    bucket: ReduceBucket,
+    output: torch.Tensor,
+    stream: torch.Stream,
+) -> None:
+    """
+    Casts a rank's part of the reduced bucket to the storage dtypes, flat, and
+    makes each parameter's piece of it the parameter's sharded gradient.
+    """
+    for run in bucket.runs:
+        flat = output
+        if len(bucket.runs) > 1:
+            flat = output.narrow(0, run.start_numel, run.numel)
+        # A run of several is copied even where it needs no cast: as a view it
+        # would keep the whole bucket alive as long as its gradients
+        flat = flat.to(run.orig_dtype, copy=len(bucket.runs) > 1)
+        for i in range(run.first, run.last):
+            fsdp_param = fsdp_params[i]
+            start = flat.storage_offset() + bucket.starts[i] - run.start_numel
+            sharded_grad = flat.as_strided(
+                fsdp_param.sharded_size, fsdp_param.contiguous_sharded_stride, start
+            )
+            _give_sharded_grad(fsdp_param, sharded_grad, stream)
+
+
+def _give_sharded_grad(
+    fsdp_param: FSDPParam, sharded_grad: torch.Tensor, stream: torch.Stream
+) -> None:
+    """
+    Makes ``sharded_grad`` the parameter's gradient, or adds it to the one that
+    is there, and runs the parameter's post-accumulate-grad hooks.
+    """
+    sharded_param = fsdp_param.sharded_param
+    hooks = getattr(sharded_param, "_post_accumulate_grad_hooks", None) or {}
+    present = sharded_param.grad
+    if fsdp_param.offload_to_cpu:
+        # An addition on the CPU and a hook both read the gradient at once, so
+        # only without either may its copy to the host still be under way
+        overlaps = fsdp_param.pin_memory and present is None and not hooks
+        sharded_grad = sharded_grad.to(torch.device("cpu"), non_blocking=overlaps)
+        if overlaps:
+            fsdp_param.grad_offload_event = stream.record_event()
+    if present is None:
+        sharded_param.grad = fsdp_param.to_sharded_dtensor(sharded_grad)
+    elif isinstance(present, DTensor):
+        present._local_tensor += sharded_grad
+    else:
+        raise AssertionError(
+            f"The gradient of {fsdp_param._param_fqn} must be a DTensor like its "
+            f"sharded parameter, but it is a {type(present).__name__}: do not set "
+            "the gradient of a sharded parameter to a plain tensor"
+        )
+    for hook in [*hooks.values()]:
+        hook(sharded_param)
+
+
+@dataclass(frozen=True)
+class PartialReduce:
+    """
+    What a bucket's microbatches so far sum to on this rank, reduced over the
+    shard group and not yet over the replicas, with the layout that it has.
+    """
+
+    bucket: ReduceBucket
+    output: torch.Tensor  # 1D, in the bucket's dtype
+
+    @torch.no_grad()
+    def laid_out_as(
+        self, bucket: ReduceBucket, moves: Iterable[tuple[int, int, int]]
+    ) -> torch.Tensor:
+        """
+        Returns the sums where ``bucket`` has them, zero where nothing is kept.
+        To be called in the stream that reduces, which wrote them.
+        """
+        if bucket.slots == self.bucket.slots:
+            return self.output
+        target = self.output.new_zeros(bucket.shard_numel)
+        for source_start, target_start, numel in moves:
+            piece = self.output.narrow(0, source_start, numel)
+            target.narrow(0, target_start, numel).copy_(piece)
+        return target
+
+
+def _get_gradient_divide_factors(
+    reduce_scatter_group: dist.ProcessGroup | None,
+    all_reduce_group: dist.ProcessGroup | None,
+    reduce_dtype: torch.dtype,
+    device_type: str = "",
+    factor: float | None = None,
+    force_sum_reduction_for_comms: bool = False,
+) -> tuple[float | None, float | None, _ReduceOp, _ReduceOp]:
+    """
+    Returns what the gradients are divided by before the reduce-scatter and
+    after the all-reduce (None: by nothing), and the operation of each.
+
+    Together they divide the sum over all N data-parallel ranks by ``factor``,
+    or by N if that is None:
+
+    - fp32 and bf16 have the range to hold the sum, so the collective divides
+      (AVG, or PREMUL_SUM for a custom factor) and no kernel is spent on it.
+    - Other dtypes, fp16 above all, could overflow in the sum if divided after
+      it and underflow if divided before. So they are divided by about sqrt(N)
+      before and by the rest after: the power of two f that grows from 1 while
+      it divides N and N / f > f, then N / f. Each is at most about sqrt(N)
+      away from the result's own scale. N = 8 gives 4 and 2, N = 6 gives 4 and
+      1.5.
+    - Where only sums may be used (``force_sum_reduction_for_comms``, MTIA, a
+      backend without PREMUL_SUM), it is divided after, where there is less.
+
+    A sum over one rank is no collective, so its factor is applied before.
+    """
+    shards = 1 if reduce_scatter_group is None else reduce_scatter_group.size()
+    replicas = 1 if all_reduce_group is None else all_reduce_group.size()
+    workers = shards * replicas
+    can_overflow = reduce_dtype not in (torch.float32, torch.bfloat16)
+    sums_only = force_sum_reduction_for_comms or device_type == "mtia"
+    SUM, AVG = ReduceOp.SUM, ReduceOp.AVG
+    if can_overflow:
+        before, after = _split_factor(float(workers) if factor is None else factor)
+        return before, after, SUM, SUM
+    if sums_only:
+        return None, float(workers) if factor is None else factor, SUM, SUM
+    if factor is None:
+        # Over a single rank some backends' AVG is wrong
+        one_replica = all_reduce_group is not None and replicas == 1
+        return None, None, SUM if shards == 1 else AVG, SUM if one_replica else AVG
+    if shards == 1:
+        return factor, None, SUM, SUM
+    if factor == shards:
+        return None, None, AVG, SUM
+    if not _has_premul_sum(reduce_scatter_group, device_type):
+        return None, factor, SUM, SUM
+    return None, None, ReduceOp.PREMUL_SUM(1 / factor), SUM
+
+
+def _split_factor(factor: float) -> tuple[float, float]:
+    before = 1
+    while factor % before == 0 and factor / before > before:
+        before *= 2
+    return before, factor / before
+
+
+def _has_premul_sum(group: dist.ProcessGroup | None, device_type: str) -> bool:
+    """Whether the group's backend can scale what it sums."""
+    backend = dist.get_backend_config(group)
+    return not any(name in str(backend) for name in ("gloo", "mpi", "threaded"))
+
+
+def _div_if_needed(tensor: torch.Tensor, div_factor: float | None) -> None:
+    if div_factor not in (None, 1):
+        tensor.div_(div_factor)

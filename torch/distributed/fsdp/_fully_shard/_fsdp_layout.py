@@ -1,0 +1,300 @@
+"""
+Where each parameter of a unit lies in the unit's flat communication buffers.
+
+This module only plans. It issues no operator, knows no stream and no process
+group, and its results are frozen: they are computed once and used for as many
+steps as they stay true. :mod:`_fsdp_collectives` moves data according to them
+and :mod:`_fsdp_param_group` decides when.
+
+[Note: Order of dtypes]
+Every rank must lay its bytes out alike, and must issue the collectives of its
+reduce dtypes in the same order. Both orders come from :func:`dtype_rank`, a
+fixed ranking that no process can disagree on. A set of dtypes must not be
+iterated for this: ``torch.dtype`` hashes by address, so two processes may
+iterate equal sets differently.
+
+[Note: Aligned without gaps]
+One rank's segment of the gather buffer holds its shards by dtype, widest
+element first. Every element size is a power of two, so what precedes a slot is
+a multiple of the slot's own element size, and no gap is needed inside. Only
+the segment's end is padded, to the widest element size, so that the next
+rank's segment starts aligned as well. Uniform dtypes need no padding at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, groupby
+
+import torch
+
+
+def dtype_rank(dtype: torch.dtype) -> tuple[int, str]:
+    """
+    Returns a sort key that puts wider dtypes first and is the same in every
+    process. See [Note: Order of dtypes].
+    """
+    return (-dtype.itemsize, str(dtype))
+
+
+def storage_dtype(dtype: torch.dtype) -> torch.dtype:
+    """
+    Returns the dtype under which elements of ``dtype`` are moved unchanged:
+    uint8 for the 1-byte dtypes, for which not every copy kernel and not every
+    communication backend has a name of its own, else ``dtype`` itself.
+    """
+    return torch.uint8 if dtype.itemsize == 1 else dtype
+
+
+def _starts(lengths: Iterable[int]) -> tuple[int, ...]:
+    """Returns the offset at which each of several adjacent pieces starts."""
+    return tuple(accumulate(lengths, initial=0))[:-1]
+
+
+# Gather: one buffer, one collective #
+
+
+@dataclass(frozen=True)
+class GatherRegion:
+    """A run of one rank's shards that have the same dtype."""
+
+    dtype: torch.dtype
+    # From the start of the rank's segment
+    start_nbytes: int
+    # Positions in the list of all inputs, in the order in which they lie here
+    inputs: tuple[int, ...]
+    # Elements of each input, as long as ``inputs``
+    numels: tuple[int, ...]
+
+    @cached_property
+    def nbytes(self) -> int:
+        return sum(self.numels) * self.dtype.itemsize
+
+    def view(self, segment: torch.Tensor) -> torch.Tensor:
+        """Returns this region of a rank's 1D ``segment`` in the region's dtype."""
+        if self.dtype == segment.dtype:
+            if self.start_nbytes == 0 and self.nbytes == segment.nbytes:
+                return segment
+            start = self.start_nbytes // self.dtype.itemsize
+            return segment.narrow(0, start, sum(self.numels))
+        as_bytes = segment.view(torch.uint8)
+        return as_bytes.narrow(0, self.start_nbytes, self.nbytes).view(self.dtype)
+
+
+@dataclass(frozen=True)
+class GatherLayout:
+    """
+    The all-gather buffer of a unit: the segments of all ranks one after the
+    other, each laid out as ``regions`` and then padding.
+    """
+
+    regions: tuple[GatherRegion, ...]
+    # Element type of the buffer that the collective sees: the inputs' own
+    # dtype where they have one, else uint8
+    buffer_dtype: torch.dtype
+    padding_nbytes: int
+
+    @cached_property
+    def segment_nbytes(self) -> int:
+        return sum(region.nbytes for region in self.regions) + self.padding_nbytes
+
+    @cached_property
+    def segment_numel(self) -> int:
+        """Elements of ``buffer_dtype`` in one rank's segment."""
+        return self.segment_nbytes // self.buffer_dtype.itemsize
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """Positions of the inputs in the order in which a segment holds them."""
+        return tuple(i for region in self.regions for i in region.inputs)
+
+    @cached_property
+    def split_sizes(self) -> tuple[int, ...]:
+        """
+        Elements of ``buffer_dtype`` of each input in segment order, and of the
+        padding at the end where there is any.
+        """
+        itemsize = self.buffer_dtype.itemsize
+        sizes = tuple(
+            numel * region.dtype.itemsize // itemsize
+            for region in self.regions
+            for numel in region.numels
+        )
+        padding = self.padding_nbytes // itemsize
+        return (*sizes, padding) if padding else sizes
+
+
+def plan_gather(
+    dtypes: Sequence[torch.dtype], numels: Sequence[int], *, by_dtype: bool = True
+) -> GatherLayout:
+    """
+    Lays out what one rank contributes to its unit's all-gather.
+
+    Args:
+        dtypes: What each input is gathered in.
+        numels: Elements of each input on one rank, the same on every rank.
+        by_dtype: Whether to sort by dtype, see [Note: Aligned without gaps].
+            False keeps the inputs in their order, unaligned and unpadded,
+            which only whole bytes can be copied out of.
+
+    Returns:
+        A layout that holds every input exactly once.
+    """
+    if len(dtypes) != len(numels):
+        raise ValueError(f"Got {len(dtypes)} dtypes for {len(numels)} sizes")
+    order = list(range(len(dtypes)))
+    if by_dtype:
+        order.sort(key=lambda i: dtype_rank(dtypes[i]))  # stable
+    regions: list[GatherRegion] = []
+    start_nbytes = 0
+    for dtype, run in groupby(order, key=lambda i: dtypes[i]):
+        inputs = tuple(run)
+        region = GatherRegion(
+            dtype, start_nbytes, inputs, tuple(numels[i] for i in inputs)
+        )
+        regions.append(region)
+        start_nbytes += region.nbytes
+    widest = max((dtype.itemsize for dtype in dtypes), default=1)
+    is_uniform = len(regions) <= 1
+    return GatherLayout(
+        regions=tuple(regions),
+        buffer_dtype=storage_dtype(dtypes[0]) if dtypes and is_uniform else torch.uint8,
+        padding_nbytes=-start_nbytes % widest if by_dtype else 0,
+    )
+
+
+# Reduce: one buffer and one collective for each reduce dtype #
+
+
+def reduce_dtype_of(
+    grad_dtype: torch.dtype, policy_dtype: torch.dtype | None
+) -> torch.dtype:
+    """
+    Returns the dtype in which a gradient is reduced: the policy's where it
+    sets one, else the gradient's own. The policy speaks of floating-point
+    gradients only: a complex one would lose its imaginary part.
+    """
+    if policy_dtype is not None and grad_dtype.is_floating_point:
+        return policy_dtype
+    return grad_dtype
+
+
+def padded_shard_numel(size: torch.Size, world_size: int, shard_dim: int) -> int:
+    """
+    Returns the elements of one rank's shard of a tensor of ``size``, with the
+    padding that makes all ranks' shards equal: dim 0 is rounded up to a
+    multiple of ``world_size``, the other dims are sharded evenly or not at all.
+    """
+    if shard_dim != 0:
+        return size.numel() // world_size
+    return -(-size[0] // world_size) * math.prod(size[1:])
+
+
+@dataclass(frozen=True)
+class ReduceSlot:
+    """A parameter's place in a bucket."""
+
+    # Position in the unit's list of parameters
+    param: int
+    # Storage dtype of the parameter, which the reduced gradient is cast to
+    orig_dtype: torch.dtype
+    # Elements of one rank's padded shard
+    shard_numel: int
+
+
+@dataclass(frozen=True)
+class CastRun:
+    """Adjacent slots of a bucket whose parameters have the same storage dtype."""
+
+    orig_dtype: torch.dtype
+    start_numel: int
+    numel: int
+    # Positions of the slots: ``slots[first:last]``
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class ReduceBucket:
+    """
+    The parameters whose gradients share one reduction, and where each lies in
+    a rank's shard of it. The reduction's input holds one such shard per rank.
+    """
+
+    dtype: torch.dtype
+    slots: tuple[ReduceSlot, ...]
+
+    @cached_property
+    def shard_numel(self) -> int:
+        return sum(slot.shard_numel for slot in self.slots)
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """First element of each slot in a rank's shard."""
+        return _starts(slot.shard_numel for slot in self.slots)
+
+    @cached_property
+    def runs(self) -> tuple[CastRun, ...]:
+        """What is cast to one storage dtype each, in slot order."""
+        runs: list[CastRun] = []
+        for orig_dtype, group in groupby(
+            range(len(self.slots)), key=lambda i: self.slots[i].orig_dtype
+        ):
+            members = tuple(group)
+            numel = sum(self.slots[i].shard_numel for i in members)
+            start = self.starts[members[0]]
+            runs.append(CastRun(orig_dtype, start, numel, members[0], members[-1] + 1))
+        return tuple(runs)
+
+
+def plan_buckets(
+    slots: Sequence[ReduceSlot], reduce_dtypes: Sequence[torch.dtype]
+) -> tuple[ReduceBucket, ...]:
+    """
+    Sorts parameters into one bucket for each reduce dtype, widest first. In a
+    bucket they lie by storage dtype and then in parameter order, so that each
+    storage dtype is one run and is cast at once.
+
+    Args:
+        slots: The parameters that have a gradient.
+        reduce_dtypes: The dtype in which each is reduced.
+    """
+    members: dict[torch.dtype, list[ReduceSlot]] = {}
+    for slot, reduce_dtype in zip(slots, reduce_dtypes, strict=True):
+        members.setdefault(reduce_dtype, []).append(slot)
+    return tuple(
+        ReduceBucket(dtype, tuple(sorted(members[dtype], key=_slot_rank)))
+        for dtype in sorted(members, key=dtype_rank)
+    )
+
+
+def _slot_rank(slot: ReduceSlot) -> tuple[tuple[int, str], int]:
+    return (dtype_rank(slot.orig_dtype), slot.param)
+
+
+def extend_bucket(bucket: ReduceBucket, kept: ReduceBucket) -> ReduceBucket:
+    """
+    Returns ``bucket`` with those slots of ``kept`` appended whose parameters
+    it lacks: the layout of a partial result in which an earlier microbatch
+    reduced parameters that this one gives no gradient to.
+    """
+    present = {slot.param for slot in bucket.slots}
+    missing = tuple(slot for slot in kept.slots if slot.param not in present)
+    return ReduceBucket(bucket.dtype, bucket.slots + missing) if missing else bucket
+
+
+def moves_between(
+    source: ReduceBucket, target: ReduceBucket
+) -> tuple[tuple[int, int, int], ...]:
+    """
+    Returns (start in source, start in target, elements) for each parameter of
+    ``source``, all of which ``target`` must hold.
+    """
+    starts = {slot.param: start for slot, start in zip(target.slots, target.starts)}
+    return tuple(
+        (start, starts[slot.param], slot.shard_numel)
+        for slot, start in zip(source.slots, source.starts)
+    )
