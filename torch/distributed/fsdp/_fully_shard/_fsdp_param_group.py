@@ -82,6 +82,7 @@ from ._fsdp_common import (
     TrainingState,
 )
 from ._fsdp_layout import (
+    dtype_rank,
     extend_bucket,
     moves_between,
     plan_buckets,
@@ -272,8 +273,8 @@ class FSDPParamGroup:
         # The places of this group's forwards in the shared order
         self._post_forward_indices: list[int] = []
         self._all_reduce_states: list[AllReduceState] = []
-        # Of microbatches whose all-reduce was put off, one for each bucket
-        self._partial_reduces: list[PartialReduce] = []
+        # Of microbatches whose all-reduce was put off, by reduce dtype
+        self._partial_reduces: dict[torch.dtype, PartialReduce] = {}
 
     # Initialization #
     def lazy_init(self):
@@ -385,15 +386,14 @@ class FSDPParamGroup:
             self._wait_all_gather_streams_on_event(previous.event)
             self.comm_ctx.all_gather_state = None
         is_gathered = self._gather_world_size > 1
-        if is_gathered:
-            with self._range("FSDP::all_gather_copy_out"):
-                foreach_all_gather_copy_out(
-                    result, self.fsdp_params, self._all_gather_process_group
-                )
-        else:
-            unshard_single_rank(self.fsdp_params, self.device)
-        for fsdp_param in self.fsdp_params:
-            fsdp_param.init_unsharded_param()
+        # The unsharded parameters are made once and outlive an inference mode
+        # that is on now: made as inference tensors they could never train
+        with (
+            torch.inference_mode(False)
+            if torch.is_inference_mode_enabled()
+            else contextlib.nullcontext()
+        ):
+            self._fill_unsharded_params(result, is_gathered)
         self._to_state(ShardedState.UNSHARDED)
         copy_out_event = self.device_handle.Event()
         copy_out_event.record()
@@ -404,6 +404,16 @@ class FSDPParamGroup:
             # In backward the copy-out runs beside a reduce-scatter anyway
             self._wait_all_gather_streams_on_event(copy_out_event)
         self._all_gather_result = None
+
+    def _fill_unsharded_params(self, result: AllGatherResult, is_gathered: bool):
+        if is_gathered:
+            group = self._all_gather_process_group
+            with self._range("FSDP::all_gather_copy_out"):
+                foreach_all_gather_copy_out(result, self.fsdp_params, group)
+        else:
+            unshard_single_rank(self.fsdp_params, self.device)
+        for fsdp_param in self.fsdp_params:
+            fsdp_param.init_unsharded_param()
 
     def _wait_all_gather_streams_on_event(self, event: torch.Event | None):
         ctx = self.comm_ctx
@@ -570,14 +580,11 @@ class FSDPParamGroup:
                 self._buckets.clear()
             self._buckets[pattern] = buckets
         if self._partial_reduces and self.all_reduce_grads:
-            # Reduced in an earlier microbatch and not in this one
-            dtypes = [params.bucket.dtype for params in buckets]
-            missing = [
-                ReduceBucket(partial.bucket.dtype, ())
-                for partial in self._partial_reduces
-                if partial.bucket.dtype not in dtypes
-            ]
-            buckets = buckets + [self._bucket_params(bucket) for bucket in missing]
+            # Those without a gradient now may have parts of earlier microbatches
+            fresh = [params.bucket.dtype for params in buckets]
+            kept = [dtype for dtype in self._partial_reduces if dtype not in fresh]
+            empty = [self._bucket_params(ReduceBucket(dtype, ())) for dtype in kept]
+            buckets = sorted(buckets + empty, key=lambda p: dtype_rank(p.bucket.dtype))
         return buckets
 
     def _plan_buckets(
@@ -599,10 +606,9 @@ class FSDPParamGroup:
     def _reduce_buckets(
         self, buckets: list[BucketParams], grads: list[torch.Tensor | None]
     ) -> None:
-        """Runs one reduction for each bucket, keeping what each needs until its event."""
+        """Runs each bucket's reduction and keeps what it needs until its events."""
         inputs: list[torch.Tensor] = []
         scattered: torch.Event | None = None
-        partials: list[PartialReduce] = []
         for params in buckets:
             bucket_grads: list[torch.Tensor] = []
             for slot in params.bucket.slots:
@@ -619,9 +625,8 @@ class FSDPParamGroup:
             if shared is not None:
                 self._all_reduce_states.append(AllReduceState(shared, shared_event))
             if kept is not None:
-                partials.append(PartialReduce(params.bucket, kept))
-        # Those of buckets that this microbatch did not reduce stay
-        self._partial_reduces = partials + self._partial_reduces
+                dtype = params.bucket.dtype
+                self._partial_reduces[dtype] = PartialReduce(params.bucket, kept)
         if inputs:
             state = ReduceScatterState(tuple(inputs), scattered)
             self.comm_ctx.reduce_scatter_states.append(state)
@@ -672,12 +677,9 @@ class FSDPParamGroup:
         appended.
         """
         bucket = params.bucket
-        for i, partial in enumerate(self._partial_reduces):
-            if partial.bucket.dtype == bucket.dtype:
-                break
-        else:
+        partial = self._partial_reduces.pop(bucket.dtype, None)
+        if partial is None:
             return params, None
-        del self._partial_reduces[i]
         extended = extend_bucket(bucket, partial.bucket)
         moves = moves_between(partial.bucket, extended)
         with self.device_handle.stream(self.comm_ctx.reduce_scatter_stream):
@@ -708,6 +710,10 @@ class FSDPParamGroup:
         self._wait_for_post_backward()
         self._order_gathers_after_reshard()
         self._partial_reduces.clear()
+        for fsdp_param in self.fsdp_params:
+            fsdp_param.unsharded_accumulated_grad = None
+            if hasattr(fsdp_param, "_unsharded_param"):
+                fsdp_param.unsharded_param.grad = None
         self._post_forward_indices.clear()
         self._training_state = TrainingState.IDLE
         self._to_state(ShardedState.SHARDED)
