@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal, NamedTuple
+from typing import Any, cast, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -694,22 +694,32 @@ def _reduce(
     unsharded_grads.clear()  # only now: the copy-in has been issued
     handle, stream = reduction.device_handle, reduction.reduce_scatter_stream
     stream.wait_stream(handle.current_stream())
+    is_alone = reduction.shard_world_size == 1 and partial is None and is_last
     with handle.stream(stream):
-        output = _reduce_scatter(reduction, bucket, reduce_input, partial)
-        scattered = None if reduce_input is None else stream.record_event()
-        if not is_last:
-            done = stream.record_event()
-            return ReduceResult(
-                reduce_input, scattered, stream, done, None, None, output
-            )
+        if is_alone and reduce_input is not None:
+            output = reduce_input
+            _div_if_needed(output, reduction.predivide_factor)
+        else:
+            output = _reduce_scatter(reduction, bucket, reduce_input, partial)
+        scattered = stream.record_event()
+    if not is_last:
+        kept = (None, None, output)
+        return ReduceResult(reduce_input, scattered, stream, scattered, *kept)
     stream, shared_output = _all_reduce(reduction, output)
     with handle.stream(stream):
         _div_if_needed(output, reduction.postdivide_factor)
         _give_sharded_grads(fsdp_params, bucket, output, stream)
         done = stream.record_event()
-    shared = None if shared_output is None else done
+    if output is reduce_input:
+        scattered = done  # the input is read until then
     return ReduceResult(
-        reduce_input, scattered, stream, done, shared_output, shared, None
+        reduce_input,
+        scattered,
+        stream,
+        done,
+        shared_output,
+        None if shared_output is None else done,
+        None,
     )
 
 
@@ -850,24 +860,23 @@ def _reduce_scatter(
     _div_if_needed(reduce_input, reduction.predivide_factor)
     world_size = reduction.shard_world_size
     fresh_numel = reduce_input.numel() // world_size
-    if world_size == 1 and fresh_numel == bucket.shard_numel:
-        output = reduce_input
-    else:
-        output = reduction.reduce_scatter_comm.allocate(
-            (bucket.shard_numel,), dtype=bucket.dtype, device=reduction.device
-        )
-        # Parameters with a partial result only: nothing of them is scattered
-        output[fresh_numel:].zero_()
+    output = reduction.reduce_scatter_comm.allocate(
+        (bucket.shard_numel,), dtype=bucket.dtype, device=reduction.device
+    )
+    fresh = output
+    if fresh_numel < bucket.shard_numel:
+        # The rest has a partial result only: nothing of it is scattered
         fresh = output[:fresh_numel]
-        if world_size == 1:
-            fresh.copy_(reduce_input)
-        else:
-            reduction.reduce_scatter_comm(
-                output_tensor=fresh,
-                input_tensor=reduce_input,
-                group=reduction.reduce_scatter_group,  # pyrefly: ignore[bad-argument-type]
-                op=reduction.reduce_scatter_op,
-            )
+        output[fresh_numel:].zero_()
+    if world_size == 1:
+        fresh.copy_(reduce_input)
+    else:
+        reduction.reduce_scatter_comm(
+            output_tensor=fresh,
+            input_tensor=reduce_input,
+            group=cast(dist.ProcessGroup, reduction.reduce_scatter_group),
+            op=reduction.reduce_scatter_op,
+        )
     if partial is not None:
         output += partial
     return output
