@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from ._fsdp_api import _ReduceOp, AllGather, ReduceScatter
 from ._fsdp_layout import (
     GatherLayout,
+    moves_between,
     padded_shard_numel,
     plan_gather,
     reduce_dtype_of,
@@ -974,21 +975,24 @@ class PartialReduce:
     bucket: ReduceBucket
     output: torch.Tensor  # 1D, in the bucket's dtype
 
+    @classmethod
     @torch.no_grad()
-    def laid_out_as(
-        self, bucket: ReduceBucket, moves: Iterable[tuple[int, int, int]]
-    ) -> torch.Tensor:
+    def merge(
+        cls, bucket: ReduceBucket, partials: Sequence[PartialReduce]
+    ) -> PartialReduce:
         """
-        Returns the sums where ``bucket`` has them, zero where nothing is kept.
-        To be called in the stream that reduces, which wrote them.
+        Returns what ``partials`` have of the bucket's parameters, where and in
+        the dtype that ``bucket`` has them, zero where none has any. To be
+        called in the stream that reduces, which wrote them.
         """
-        if bucket.slots == self.bucket.slots:
-            return self.output
-        target = self.output.new_zeros(bucket.shard_numel)
-        for source_start, target_start, numel in moves:
-            piece = self.output.narrow(0, source_start, numel)
-            target.narrow(0, target_start, numel).copy_(piece)
-        return target
+        output = partials[0].output.new_zeros(bucket.shard_numel, dtype=bucket.dtype)
+        for partial in partials:
+            for source_start, target_start, numel in moves_between(
+                partial.bucket, bucket
+            ):
+                piece = partial.output.narrow(0, source_start, numel)
+                output.narrow(0, target_start, numel).copy_(piece)
+        return cls(bucket, output)
 
 
 def _get_gradient_divide_factors(

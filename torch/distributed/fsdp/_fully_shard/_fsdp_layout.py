@@ -290,11 +290,12 @@ def moves_between(
     source: ReduceBucket, target: ReduceBucket
 ) -> tuple[tuple[int, int, int], ...]:
     """
-    Returns (start in source, start in target, elements) for each parameter of
-    ``source``, all of which ``target`` must hold.
+    Returns (start in source, start in target, elements) for each parameter
+    that both buckets hold.
     """
     starts = {slot.param: start for slot, start in zip(target.slots, target.starts)}
     return tuple(
         (start, starts[slot.param], slot.shard_numel)
         for slot, start in zip(source.slots, source.starts)
+        if slot.param in starts
     )

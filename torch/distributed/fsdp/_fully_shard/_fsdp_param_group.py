@@ -44,12 +44,14 @@ from typing_extensions import TypeVarTuple, Unpack
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import _get_device_handle
 from torch.distributed.fsdp._common_utils import (
     _named_parameters_with_duplicates,
     collect_grad_tensors,
     replace_grad_tensors,
 )
+from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from ._fsdp_api import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -84,7 +86,6 @@ from ._fsdp_common import (
 from ._fsdp_layout import (
     dtype_rank,
     extend_bucket,
-    moves_between,
     plan_buckets,
     reduce_dtype_of,
     ReduceBucket,
@@ -101,8 +102,8 @@ logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
 
 _GradInputs = TypeVarTuple("_GradInputs")
 
-# Gradient patterns (which parameters have one, in which dtype) whose buckets a
-# group remembers. Most groups see one or two; conditional ones see more.
+# Gradient patterns (which parameters have one, reduced in which dtype) whose
+# buckets a group remembers. Most groups see one; conditional ones see more.
 _MAX_CACHED_PATTERNS = 32
 
 
@@ -268,7 +269,7 @@ class FSDPParamGroup:
         self._all_gather_comm: AllGather = DefaultAllGather()
         self._reduce_scatter_comm: ReduceScatter = DefaultReduceScatter()
         self._state_dict_hook_handles: list[RemovableHandle] = []
-        # By the pattern of gradients, see `_get_buckets`
+        # By each parameter's reduce dtype, None without a gradient
         self._buckets: dict[tuple[torch.dtype | None, ...], list[BucketParams]] = {}
         # The places of this group's forwards in the shared order
         self._post_forward_indices: list[int] = []
@@ -535,10 +536,10 @@ class FSDPParamGroup:
             if not hasattr(fsdp_param, "_unsharded_param"):
                 pass  # has not been unsharded yet
             elif fsdp_param.unsharded_accumulated_grad is not None:
-                grad = fsdp_param.unsharded_accumulated_grad_data
+                grad = self._to_local(fsdp_param, fsdp_param.unsharded_accumulated_grad)
                 fsdp_param.unsharded_accumulated_grad = None
             elif fsdp_param.unsharded_param.grad is not None:
-                grad = fsdp_param.unsharded_grad_data
+                grad = self._to_local(fsdp_param, fsdp_param.unsharded_param.grad)
                 fsdp_param.unsharded_param.grad = None
             elif (
                 self.reduce_scatter_unused_params
@@ -547,6 +548,20 @@ class FSDPParamGroup:
                 grad = fsdp_param.unsharded_zero_grad_data
             grads.append(grad)
         return grads
+
+    def _to_local(self, fsdp_param: FSDPParam, grad: torch.Tensor) -> torch.Tensor:
+        """
+        Returns the local part of a gradient. One that still is partial over
+        another mesh, e.g. that of tensor parallelism, is summed over it first,
+        and that sum runs in the reduce dtype like all others of gradients.
+        """
+        spec = fsdp_param._unsharded_dtensor_spec
+        if spec is not None:
+            if isinstance(grad, AsyncCollectiveTensor):
+                grad = grad.wait()
+            if isinstance(grad, DTensor) and grad.placements != spec.placements:
+                grad = grad.to(reduce_dtype_of(grad.dtype, self.mp_policy.reduce_dtype))
+        return fsdp_param._get_grad_inner_tensor(grad)
 
     def _recycle_reduce_scatter_inputs(self) -> None:
         """
@@ -572,13 +587,20 @@ class FSDPParamGroup:
         Returns one list of parameters for each reduction to run, in the order
         that all ranks run them in.
         """
-        pattern = tuple(None if grad is None else grad.dtype for grad in grads)
-        buckets = self._buckets.get(pattern)
+        reduce_dtypes = tuple(
+            None
+            if grad is None
+            else reduce_dtype_of(grad.dtype, self.mp_policy.reduce_dtype)
+            for grad in grads
+        )
+        if self._partial_reduces:
+            reduce_dtypes = self._align_partial_reduces(reduce_dtypes)
+        buckets = self._buckets.get(reduce_dtypes)
         if buckets is None:
-            buckets = [self._bucket_params(b) for b in self._plan_buckets(pattern)]
             if len(self._buckets) >= _MAX_CACHED_PATTERNS:
                 self._buckets.clear()
-            self._buckets[pattern] = buckets
+            buckets = self._plan_buckets(reduce_dtypes)
+            self._buckets[reduce_dtypes] = buckets
         if self._partial_reduces and self.all_reduce_grads:
             # Those without a gradient now may have parts of earlier microbatches
             fresh = [params.bucket.dtype for params in buckets]
@@ -588,16 +610,41 @@ class FSDPParamGroup:
         return buckets
 
     def _plan_buckets(
-        self, grad_dtypes: Sequence[torch.dtype | None]
-    ) -> tuple[ReduceBucket, ...]:
-        slots, reduce_dtypes = [], []
-        for i, (fsdp_param, dtype) in enumerate(zip(self.fsdp_params, grad_dtypes)):
-            if dtype is None:
-                continue
-            shard_numel = fsdp_param.padded_sharded_param_size.numel()
-            slots.append(ReduceSlot(i, fsdp_param.orig_dtype, shard_numel))
-            reduce_dtypes.append(reduce_dtype_of(dtype, self.mp_policy.reduce_dtype))
-        return plan_buckets(slots, reduce_dtypes)
+        self, reduce_dtypes: Sequence[torch.dtype | None]
+    ) -> list[BucketParams]:
+        slots, slot_dtypes = [], []
+        for i, (fsdp_param, dtype) in enumerate(zip(self.fsdp_params, reduce_dtypes)):
+            if dtype is not None:
+                shard_numel = fsdp_param.padded_sharded_param_size.numel()
+                slots.append(ReduceSlot(i, fsdp_param.orig_dtype, shard_numel))
+                slot_dtypes.append(dtype)
+        return [self._bucket_params(b) for b in plan_buckets(slots, slot_dtypes)]
+
+    def _align_partial_reduces(
+        self, reduce_dtypes: tuple[torch.dtype | None, ...]
+    ) -> tuple[torch.dtype | None, ...]:
+        """
+        Lets a parameter whose reduce dtype has changed since a part of it was
+        kept go on in the wider of both, and returns the dtypes to reduce in.
+        """
+        aligned = list(reduce_dtypes)
+        slots, slot_dtypes, is_moved = [], [], False
+        for kept_dtype, partial in self._partial_reduces.items():
+            for slot in partial.bucket.slots:
+                fresh_dtype = reduce_dtypes[slot.param] or kept_dtype
+                dtype = torch.promote_types(kept_dtype, fresh_dtype)
+                if reduce_dtypes[slot.param] is not None:
+                    aligned[slot.param] = dtype
+                slots.append(slot)
+                slot_dtypes.append(dtype)
+                is_moved |= dtype != kept_dtype
+        if is_moved:
+            kept = [*self._partial_reduces.values()]
+            buckets = plan_buckets(slots, slot_dtypes)
+            with self.device_handle.stream(self.comm_ctx.reduce_scatter_stream):
+                merged = [PartialReduce.merge(bucket, kept) for bucket in buckets]
+            self._partial_reduces = {m.bucket.dtype: m for m in merged}
+        return tuple(aligned)
 
     def _bucket_params(self, bucket: ReduceBucket) -> BucketParams:
         members = (self.fsdp_params[slot.param] for slot in bucket.slots)
@@ -681,10 +728,10 @@ class FSDPParamGroup:
         if partial is None:
             return params, None
         extended = extend_bucket(bucket, partial.bucket)
-        moves = moves_between(partial.bucket, extended)
-        with self.device_handle.stream(self.comm_ctx.reduce_scatter_stream):
-            output = partial.laid_out_as(extended, moves)
-        return self._bucket_params(extended), output
+        if extended.slots != partial.bucket.slots:
+            with self.device_handle.stream(self.comm_ctx.reduce_scatter_stream):
+                partial = PartialReduce.merge(extended, [partial])
+        return self._bucket_params(extended), partial.output
 
     def finalize_backward(self):
         """Orders the current stream behind all that backward has started."""
