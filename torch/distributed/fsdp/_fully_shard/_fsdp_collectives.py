@@ -14,7 +14,7 @@ the buffers and issue the collectives, stand at the top.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, cast, Literal, NamedTuple
@@ -201,8 +201,6 @@ lib.define(
     "chunk_cat(Tensor[] tensors, int dim, int num_chunks, *, Tensor(a!) out) -> ()"
 )
 
-_KERNEL_KEYS = ("CUDA", "XPU", "HPU", "CPU", "MTIA", "PrivateUse1")
-
 
 def all_gather_copy_in_meta(
     all_gather_inputs: list[torch.Tensor],
@@ -251,12 +249,17 @@ def chunk_cat(
     torch._chunk_cat(tensors, dim, num_chunks, out=out)
 
 
-for _key in _KERNEL_KEYS:
-    lib.impl("all_gather_copy_in", all_gather_copy_in_cuda, _key)
-lib.impl("all_gather_copy_in", all_gather_copy_in_meta, "Meta")
-for _key in (*_KERNEL_KEYS, "Meta"):
-    lib.impl("split_with_sizes_copy", split_with_sizes_copy, _key)
-    lib.impl("chunk_cat", chunk_cat, _key)
+def _register_kernels() -> None:
+    devices = ("CUDA", "XPU", "HPU", "CPU", "MTIA", "PrivateUse1")
+    for key in devices:
+        lib.impl("all_gather_copy_in", all_gather_copy_in_cuda, key)
+    lib.impl("all_gather_copy_in", all_gather_copy_in_meta, "Meta")
+    for key in (*devices, "Meta"):
+        lib.impl("split_with_sizes_copy", split_with_sizes_copy, key)
+        lib.impl("chunk_cat", chunk_cat, key)
+
+
+_register_kernels()
 
 
 # Parameters and their plans #
@@ -264,22 +267,25 @@ for _key in (*_KERNEL_KEYS, "Meta"):
 
 class UnitParams(list[FSDPParam]):
     """
-    A unit's parameters, with the layout of their last all-gather, so that
+    A unit's parameters, with the layouts of their last all-gathers, so that
     :func:`foreach_all_gather` plans nothing anew and yet takes a plain list
     from anyone else.
     """
 
-    _gather_key: tuple[list, list] | None = None
-    _gather_layout: GatherLayout | None = None
+    def __init__(self, params: Iterable[FSDPParam] = ()):
+        super().__init__(params)
+        # One for the shards and one for those resharded after forward
+        self._layouts: dict[ShardedState, tuple[tuple, GatherLayout]] = {}
 
     def gather_layout(
         self, dtypes: list[list[torch.dtype]], numels: list[list[int]]
     ) -> GatherLayout:
         """Returns the layout for these inputs: the last one, if they are as before."""
-        layout, key = self._gather_layout, (dtypes, numels)
-        if layout is None or self._gather_key != key:
-            layout = self._gather_layout = _plan_unit(dtypes, numels)
-            self._gather_key = key
+        state, key = self[0].sharded_state, (dtypes, numels)
+        kept_key, layout = self._layouts.get(state, (None, None))
+        if layout is None or kept_key != key:
+            layout = _plan_unit(dtypes, numels)
+            self._layouts[state] = (key, layout)
         return layout
 
 
@@ -339,7 +345,7 @@ class PlannedAllGatherResult(AllGatherResult):
     also knows the layout of its buffer.
     """
 
-    layout: GatherLayout
+    layout: GatherLayout | None = None
 
 
 class _GatherInputs(NamedTuple):
@@ -440,6 +446,7 @@ def foreach_all_gather(
         output = all_gather_comm.allocate(
             (group.size() * numel,), dtype=layout.buffer_dtype, device=device
         )
+        _check_alignment(output, layout, all_gather_comm)
         segment = output.narrow(0, group.rank() * numel, numel)
         _copy_in(segment, layout, tensors)
         del tensors
@@ -454,6 +461,19 @@ def foreach_all_gather(
     )
     result.layout = layout
     return result
+
+
+def _check_alignment(
+    buffer: torch.Tensor, layout: GatherLayout, comm: AllGather
+) -> None:
+    start_nbytes = buffer.storage_offset() * buffer.itemsize
+    if start_nbytes % layout.alignment != 0:
+        raise ValueError(
+            f"{type(comm).__name__}.allocate returned a buffer that starts at byte "
+            f"{start_nbytes} of its storage, but the parameters to gather need it "
+            f"aligned to {layout.alignment} bytes: return one that starts at a "
+            "multiple of that"
+        )
 
 
 @torch.no_grad()
@@ -479,10 +499,8 @@ def foreach_all_gather_copy_out(
         _get_device_handle(device.type).current_stream().wait_event(event)
     if isinstance(work, dist.distributed_c10d.Work):
         work.wait()
-    if isinstance(all_gather_result, PlannedAllGatherResult):
-        layout = all_gather_result.layout
-    else:
-        layout = _plan_unit(dtypes, numels, by_dtype=False)
+    layout = _layout_of(all_gather_result)
+    buffer = buffer.view(layout.buffer_dtype)
 
     outputs: list[torch.Tensor] = []
     interleaved: list[tuple[FSDPParam, torch.Tensor, torch.Tensor]] = []
@@ -497,6 +515,24 @@ def foreach_all_gather_copy_out(
     _split_copy(buffer, layout, outputs, world_size)
     for fsdp_param, rank_major, output in interleaved:
         _interleave_shards(fsdp_param, rank_major, output, world_size)
+
+
+def _layout_of(result: AllGatherResult) -> GatherLayout:
+    """
+    Returns the layout of a gather's buffer, also where the result was copied
+    or made by someone else and does not tell: then the split sizes do. They
+    are in elements of the buffer, in the order in which a segment holds them.
+    """
+    layout = getattr(result, "layout", None)
+    if layout is None:
+        dtypes, numels = (
+            result.param_all_gather_input_dtypes,
+            result.param_all_gather_input_numels,
+        )
+        layout = _plan_unit(dtypes, numels)
+        if list(layout.split_sizes) != list(result.all_gather_input_split_sizes):
+            layout = _plan_unit(dtypes, numels, by_dtype=False)
+    return layout
 
 
 def _alloc_outputs(
@@ -619,10 +655,9 @@ class _Reduction:
     all_reduce_stream: torch.Stream
     all_reduce_hook: Callable[[torch.Tensor], None] | None
     # From `_get_gradient_divide_factors`
-    predivide_factor: float | None
-    postdivide_factor: float | None
-    reduce_scatter_op: _ReduceOp
-    all_reduce_op: _ReduceOp
+    factors: tuple[float | None, float | None, _ReduceOp, _ReduceOp]
+    # Whether what is reduced goes to the sharded parameters now
+    is_last: bool
 
     @property
     def shard_world_size(self) -> int:
@@ -658,8 +693,8 @@ def foreach_reduce(
 
     ``fsdp_params`` after the first ``len(unsharded_grads)`` have no new
     gradient, only a part of ``partial_reduce_output``. ``unsharded_grads`` is
-    emptied once copied. Without ``orig_dtype`` each parameter's own is used,
-    and without ``reduce_dtype`` the gradients', which must then be the same.
+    emptied once copied. Without ``orig_dtype`` each parameter's own is used (the
+    release then casts nothing), without ``reduce_dtype`` the gradients' one dtype.
     ``all_reduce_grads=False`` stops before the all-reduce and returns the sum
     so far (1D, laid out as ``fsdp_params``) for the next call to add.
     """
@@ -674,13 +709,19 @@ def foreach_reduce(
         gradient_divide_factor,
         force_sum_reduction_for_comms,
     )
-    comm, stream = reduce_scatter_comm, reduce_scatter_stream
-    reduce_scatter = (comm, reduce_scatter_group, stream)
-    all_reduce = (all_reduce_group, all_reduce_stream, all_reduce_hook)
-    reduction = _Reduction(device, *reduce_scatter, *all_reduce, *factors)
-    is_last = all_reduce_grads or all_reduce_group is None
+    reduction = _Reduction(
+        device,
+        reduce_scatter_comm=reduce_scatter_comm,
+        reduce_scatter_group=reduce_scatter_group,
+        reduce_scatter_stream=reduce_scatter_stream,
+        all_reduce_group=all_reduce_group,
+        all_reduce_stream=all_reduce_stream,
+        all_reduce_hook=all_reduce_hook,
+        factors=factors,
+        is_last=all_reduce_grads or all_reduce_group is None,
+    )
     partial = partial_reduce_output
-    return _reduce(reduction, bucket, fsdp_params, unsharded_grads, partial, is_last)
+    return _reduce(reduction, bucket, fsdp_params, unsharded_grads, partial)
 
 
 def _reduce(
@@ -689,30 +730,30 @@ def _reduce(
     fsdp_params: list[FSDPParam],
     unsharded_grads: list[torch.Tensor],
     partial: torch.Tensor | None,
-    is_last: bool,
 ) -> ReduceResult:
     reduce_input = _reduce_copy_in(reduction, bucket, fsdp_params, unsharded_grads)
     unsharded_grads.clear()  # only now: the copy-in has been issued
     handle, stream = reduction.device_handle, reduction.reduce_scatter_stream
     stream.wait_stream(handle.current_stream())
-    is_alone = reduction.shard_world_size == 1 and partial is None and is_last
+    is_alone = reduction.shard_world_size == 1 and partial is None
     with handle.stream(stream):
-        if is_alone and reduce_input is not None:
+        if is_alone and reduction.is_last and reduce_input is not None:
             output = reduce_input
-            _div_if_needed(output, reduction.predivide_factor)
+            _div_if_needed(output, reduction.factors[0])
         else:
             output = _reduce_scatter(reduction, bucket, reduce_input, partial)
         scattered = stream.record_event()
-    if not is_last:
-        kept = (None, None, output)
-        return ReduceResult(reduce_input, scattered, stream, scattered, *kept)
+    if not reduction.is_last:
+        return ReduceResult(
+            reduce_input, scattered, stream, scattered, None, None, output
+        )
     stream, shared_output = _all_reduce(reduction, output)
     with handle.stream(stream):
-        _div_if_needed(output, reduction.postdivide_factor)
+        _div_if_needed(output, reduction.factors[1])
         _give_sharded_grads(fsdp_params, bucket, output, stream)
         done = stream.record_event()
-    if output is reduce_input:
-        scattered = done  # the input is read until then
+    if output is reduce_input and shared_output is None:
+        scattered = done  # the input is read until then, and nothing else holds it
     return ReduceResult(
         reduce_input,
         scattered,
@@ -733,7 +774,9 @@ def _get_bucket(
 ) -> ReduceBucket:
     """Returns the bucket planned for these parameters, or plans one for the call."""
     if isinstance(fsdp_params, BucketParams):
-        return fsdp_params.bucket
+        # Unless a wrapper of `foreach_reduce` asks for something else
+        if reduce_dtype == fsdp_params.bucket.dtype:
+            return fsdp_params.bucket
     dtypes = [reduce_dtype_of(grad.dtype, reduce_dtype) for grad in unsharded_grads]
     for dtype, fsdp_param in zip(dtypes, fsdp_params):
         if dtype != dtypes[0]:
@@ -858,7 +901,8 @@ def _reduce_scatter(
         if partial is None:
             raise AssertionError("Expects gradients or a partial result to reduce")
         return partial
-    _div_if_needed(reduce_input, reduction.predivide_factor)
+    predivide_factor, _, op, _ = reduction.factors
+    _div_if_needed(reduce_input, predivide_factor)
     world_size = reduction.shard_world_size
     fresh_numel = reduce_input.numel() // world_size
     output = reduction.reduce_scatter_comm.allocate(
@@ -876,7 +920,7 @@ def _reduce_scatter(
             output_tensor=fresh,
             input_tensor=reduce_input,
             group=cast(dist.ProcessGroup, reduction.reduce_scatter_group),
-            op=reduction.reduce_scatter_op,
+            op=op,
         )
     if partial is not None:
         output += partial
@@ -901,8 +945,8 @@ def _all_reduce(
     stream.wait_stream(reduction.reduce_scatter_stream)
     with reduction.device_handle.stream(stream):
         if has_all_reduce:
-            group, op = reduction.all_reduce_group, reduction.all_reduce_op
-            dist.all_reduce(output, group=group, op=op)
+            *_, op = reduction.factors
+            dist.all_reduce(output, group=reduction.all_reduce_group, op=op)
         if reduction.all_reduce_hook is not None:
             reduction.all_reduce_hook(output)
     return stream, output
@@ -978,21 +1022,48 @@ class PartialReduce:
     @classmethod
     @torch.no_grad()
     def merge(
-        cls, bucket: ReduceBucket, partials: Sequence[PartialReduce]
+        cls,
+        bucket: ReduceBucket,
+        partials: Sequence[PartialReduce],
+        divisors: Mapping[torch.dtype, float] | None = None,
     ) -> PartialReduce:
         """
         Returns what ``partials`` have of the bucket's parameters, where and in
         the dtype that ``bucket`` has them, zero where none has any. To be
         called in the stream that reduces, which wrote them.
+
+        ``divisors`` gives what a sum in each dtype has been divided by, from
+        :func:`scatter_divisor`; needed only if the dtypes differ.
         """
         output = partials[0].output.new_zeros(bucket.shard_numel, dtype=bucket.dtype)
         for partial in partials:
-            for source_start, target_start, numel in moves_between(
-                partial.bucket, bucket
-            ):
-                piece = partial.output.narrow(0, source_start, numel)
-                output.narrow(0, target_start, numel).copy_(piece)
+            moves = moves_between(partial.bucket, bucket)
+            for source_start, target_start, numel in moves:
+                target = output.narrow(0, target_start, numel)
+                target.copy_(partial.output.narrow(0, source_start, numel))
+                if divisors is not None and partial.bucket.dtype != bucket.dtype:
+                    divided_by = divisors[partial.bucket.dtype]
+                    target.mul_(divided_by / divisors[bucket.dtype])
         return cls(bucket, output)
+
+
+def scatter_divisor(
+    reduce_scatter_group: dist.ProcessGroup | None,
+    factors: tuple[float | None, float | None, _ReduceOp, _ReduceOp],
+    gradient_divide_factor: float | None,
+) -> float:
+    """
+    Returns what the sum over the shard group has been divided by when the
+    reduce-scatter is done, of what :func:`_get_gradient_divide_factors` gives.
+    """
+    before, _, op, _ = factors
+    if before is not None:
+        return before
+    if op == ReduceOp.SUM or reduce_scatter_group is None:
+        return 1.0
+    if op == ReduceOp.AVG:
+        return float(reduce_scatter_group.size())
+    return 1.0 if gradient_divide_factor is None else gradient_divide_factor
 
 
 def _get_gradient_divide_factors(
@@ -1055,9 +1126,14 @@ def _split_factor(factor: float) -> tuple[float, float]:
 
 
 def _has_premul_sum(group: dist.ProcessGroup | None, device_type: str) -> bool:
-    """Whether the group's backend can scale what it sums."""
-    backend = dist.get_backend_config(group)
-    return not any(name in str(backend) for name in ("gloo", "mpi", "threaded"))
+    """Whether the group's backend for the device can scale what it sums."""
+    if group is None:
+        return True
+    try:
+        backend = group._get_backend(torch.device(device_type or "cpu")).name()
+    except RuntimeError:  # groups that are threads of a test
+        backend = group.name()
+    return backend not in ("gloo", "mpi", "threaded", "threadpg")
 
 
 def _div_if_needed(tensor: torch.Tensor, div_factor: float | None) -> None:

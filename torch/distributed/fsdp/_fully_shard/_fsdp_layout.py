@@ -96,6 +96,8 @@ class GatherLayout:
     # dtype where they have one, else uint8
     buffer_dtype: torch.dtype
     padding_nbytes: int
+    # Of a segment's start, in bytes, for the views of its regions
+    alignment: int
 
     @cached_property
     def segment_nbytes(self) -> int:
@@ -163,6 +165,7 @@ def plan_gather(
         regions=tuple(regions),
         buffer_dtype=storage_dtype(dtypes[0]) if dtypes and is_uniform else torch.uint8,
         padding_nbytes=-start_nbytes % widest if by_dtype else 0,
+        alignment=widest if by_dtype else 1,
     )
 
 
@@ -256,7 +259,8 @@ def plan_buckets(
     """
     Sorts parameters into one bucket for each reduce dtype, widest first. In a
     bucket they lie by storage dtype and then in parameter order, so that each
-    storage dtype is one run and is cast at once.
+    storage dtype is one run and is cast at once. (Slots appended later, see
+    :func:`extend_bucket`, make runs of their own.)
 
     Args:
         slots: The parameters that have a gradient.

@@ -56,19 +56,24 @@ from torch.profiler import record_function
 
 from ._fsdp_api import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ._fsdp_collectives import (
+    _get_gradient_divide_factors,
     AllGather,
     AllGatherResult,
     BucketParams,
     DefaultAllGather,
+    DefaultAllocMixin,
     DefaultReduceScatter,
     foreach_all_gather,
     foreach_all_gather_copy_out,
     foreach_reduce,
     PartialReduce,
     ProcessGroupAllocAllGather,
+    ProcessGroupAllocMixin,
     ProcessGroupAllocReduceScatter,
     ReduceScatter,
+    scatter_divisor,
     SymmMemAllGather,
+    SymmMemAllocMixin,
     SymmMemReduceScatter,
     UnitParams,
     unshard_single_rank,
@@ -109,8 +114,8 @@ _MAX_CACHED_PATTERNS = 32
 
 def _untraced(method: Callable[..., Any]) -> Callable[..., Any]:
     """
-    Keeps dynamo out of a hook. The wrapper is made at the first call, because
-    it imports the compiler, and only then.
+    Keeps dynamo out of a hook, like :func:`_dynamo_disable`, with a wrapper that
+    is made once and not at each call: at the first, as it imports the compiler.
     """
     untraced: Callable[..., Any] | None = None
 
@@ -256,14 +261,21 @@ class FSDPParamGroup:
         offload_policy: OffloadPolicy,
     ):
         self.modules = modules  # a reference cycle of one lifetime
-        meshes = (mesh_info, post_forward_mesh_info)
-        policies = (mp_policy, offload_policy)
-        self.mesh_info, self.post_forward_mesh_info = meshes
-        self.mp_policy, self.offload_policy = policies
+        self.mesh_info, self.post_forward_mesh_info = mesh_info, post_forward_mesh_info
+        self.mp_policy, self.offload_policy = mp_policy, offload_policy
         self.device, self.device_handle = device, _get_device_handle(device.type)
+        make_fsdp_param = functools.partial(
+            FSDPParam,
+            mesh_info=mesh_info,
+            post_forward_mesh_info=post_forward_mesh_info,
+            device=device,
+            shard_placement_fn=shard_placement_fn,
+            mp_policy=mp_policy,
+            offload_policy=offload_policy,
+        )
+        infos = _get_param_module_infos(params, modules)
         self.fsdp_params: list[FSDPParam] = UnitParams(
-            FSDPParam(param, info, *meshes, device, shard_placement_fn, *policies)
-            for param, info in zip(params, _get_param_module_infos(params, modules))
+            map(make_fsdp_param, params, infos)
         )
         self.comm_ctx = FSDPCommContext()
         self._all_gather_comm: AllGather = DefaultAllGather()
@@ -367,10 +379,15 @@ class FSDPParamGroup:
             self._all_gather_result = AllGatherResult(nothing, None, None, [], [], [])
             return
         streams = self.comm_ctx.get_all_gather_streams(async_op, self._training_state)
-        how = (async_op, *streams, self.device, self._all_gather_comm)
+        group = self._all_gather_process_group
         with self._range("FSDP::all_gather"):
             self._all_gather_result = foreach_all_gather(
-                self.fsdp_params, self._all_gather_process_group, *how
+                self.fsdp_params,
+                group,
+                async_op,
+                *streams,
+                self.device,
+                self._all_gather_comm,
             )
 
     @_disable_functorch_if_active
@@ -485,8 +502,8 @@ class FSDPParamGroup:
     @_untraced
     def post_backward(self, *unused: Any):
         """
-        Reshards the parameters and reduces their gradients. Does no harm if
-        called again or without a backward.
+        Reshards the parameters and reduces their gradients, as well as what
+        earlier microbatches left to reduce. Called again it finds nothing.
         """
         self._log_hook("FSDP::post_backward")
         # In a unit of several modules of which some did not run, forward never
@@ -522,7 +539,10 @@ class FSDPParamGroup:
     def _keep_unsharded_grads(self) -> None:
         """Keeps the gradients on the unsharded parameters, in the reduce dtype."""
         for fsdp_param in self.fsdp_params:
-            if hasattr(fsdp_param, "_unsharded_param"):
+            if not hasattr(fsdp_param, "_unsharded_param"):
+                continue  # has not been unsharded yet
+            grad = fsdp_param.unsharded_param.grad
+            if grad is not None and grad.is_floating_point():  # see `reduce_dtype_of`
                 fsdp_param.to_accumulated_grad_if_needed()
 
     def _take_unsharded_grads(self) -> list[torch.Tensor | None]:
@@ -530,24 +550,21 @@ class FSDPParamGroup:
         Takes each parameter's gradient away from it, None where there is none
         to reduce: kept from earlier microbatches, or new, or zeros.
         """
-        grads: list[torch.Tensor | None] = []
-        for fsdp_param in self.fsdp_params:
-            grad = None
-            if not hasattr(fsdp_param, "_unsharded_param"):
-                pass  # has not been unsharded yet
-            elif fsdp_param.unsharded_accumulated_grad is not None:
-                grad = self._to_local(fsdp_param, fsdp_param.unsharded_accumulated_grad)
-                fsdp_param.unsharded_accumulated_grad = None
-            elif fsdp_param.unsharded_param.grad is not None:
-                grad = self._to_local(fsdp_param, fsdp_param.unsharded_param.grad)
-                fsdp_param.unsharded_param.grad = None
-            elif (
-                self.reduce_scatter_unused_params
-                and fsdp_param.unsharded_param.requires_grad
-            ):
-                grad = fsdp_param.unsharded_zero_grad_data
-            grads.append(grad)
-        return grads
+        return [self._take_unsharded_grad(param) for param in self.fsdp_params]
+
+    def _take_unsharded_grad(self, fsdp_param: FSDPParam) -> torch.Tensor | None:
+        if not hasattr(fsdp_param, "_unsharded_param"):
+            return None  # has not been unsharded yet
+        unsharded_param = fsdp_param.unsharded_param
+        if (grad := fsdp_param.unsharded_accumulated_grad) is not None:
+            fsdp_param.unsharded_accumulated_grad = None
+            return self._to_local(fsdp_param, grad)
+        if (grad := unsharded_param.grad) is not None:
+            unsharded_param.grad = None
+            return self._to_local(fsdp_param, grad)
+        if self.reduce_scatter_unused_params and unsharded_param.requires_grad:
+            return fsdp_param.unsharded_zero_grad_data
+        return None
 
     def _to_local(self, fsdp_param: FSDPParam, grad: torch.Tensor) -> torch.Tensor:
         """
@@ -559,7 +576,13 @@ class FSDPParamGroup:
         if spec is not None:
             if isinstance(grad, AsyncCollectiveTensor):
                 grad = grad.wait()
-            if isinstance(grad, DTensor) and grad.placements != spec.placements:
+            # Over dims of data parallelism, FSDP's own reductions follow
+            by_fsdp = getattr(fsdp_param, "_dp_dim_indices", ())
+            if isinstance(grad, DTensor) and any(
+                has != wanted
+                for i, (has, wanted) in enumerate(zip(grad.placements, spec.placements))
+                if i not in by_fsdp
+            ):
                 grad = grad.to(reduce_dtype_of(grad.dtype, self.mp_policy.reduce_dtype))
         return fsdp_param._get_grad_inner_tensor(grad)
 
@@ -641,10 +664,25 @@ class FSDPParamGroup:
         if is_moved:
             kept = [*self._partial_reduces.values()]
             buckets = plan_buckets(slots, slot_dtypes)
+            dtypes = [*self._partial_reduces, *slot_dtypes]
+            divisors = {dtype: self._scatter_divisor(dtype) for dtype in dtypes}
             with self.device_handle.stream(self.comm_ctx.reduce_scatter_stream):
-                merged = [PartialReduce.merge(bucket, kept) for bucket in buckets]
+                merged = [PartialReduce.merge(b, kept, divisors) for b in buckets]
             self._partial_reduces = {m.bucket.dtype: m for m in merged}
         return tuple(aligned)
+
+    def _scatter_divisor(self, dtype: torch.dtype) -> float:
+        is_sharded = isinstance(self.mesh_info, FSDPMeshInfo)
+        scatter_group = self._reduce_scatter_process_group if is_sharded else None
+        factors = _get_gradient_divide_factors(
+            scatter_group,
+            self._all_reduce_process_group,
+            dtype,
+            self.device.type,
+            self.gradient_divide_factor,
+            self.force_sum_reduction_for_comms,
+        )
+        return scatter_divisor(scatter_group, factors, self.gradient_divide_factor)
 
     def _bucket_params(self, bucket: ReduceBucket) -> BucketParams:
         members = (self.fsdp_params[slot.param] for slot in bucket.slots)
@@ -657,6 +695,10 @@ class FSDPParamGroup:
         inputs: list[torch.Tensor] = []
         scattered: torch.Event | None = None
         for params in buckets:
+            if inputs and not _allocates_anew(self._reduce_scatter_comm):
+                # It may give the next bucket the buffer that this one's
+                # reduce-scatter still reads
+                self._wait_current_stream(scattered)
             bucket_grads: list[torch.Tensor] = []
             for slot in params.bucket.slots:
                 bucket_grads.append(cast(torch.Tensor, grads[slot.param]))
@@ -1035,6 +1077,12 @@ class FSDPParamGroup:
                 "one buffer, and each one kept back would register more memory. "
                 "Set 1, or use the default reduce-scatter comm"
             )
+
+
+def _allocates_anew(comm: ReduceScatter) -> bool:
+    """Whether no buffer from ``comm`` shares memory with one that is still held."""
+    mixins = (DefaultAllocMixin, ProcessGroupAllocMixin, SymmMemAllocMixin)
+    return any(type(comm).allocate is mixin.allocate for mixin in mixins)
 
 
 def _as_mesh(mesh_info: DataParallelMeshInfo | None, kind: type) -> Any:
