@@ -1,0 +1,41 @@
+# Every target builds in place first; a build that is up to date takes no time.
+
+PYTHON3 ?= python3
+PYTHON := .venv/bin/python
+SETUP := $(PYTHON3) -B -m tools.setup_helpers
+
+# The wheel of the base release; empty: whatever pip finds.
+export TORCH_BASE_WHEEL
+
+# lintrunner keeps its state under XDG_DATA_HOME, and finds the linters on PATH.
+LINT := PATH="$(CURDIR)/.venv/bin:$$PATH" XDG_DATA_HOME="$(CURDIR)/build/lint" lintrunner
+PATHS := git ls-files --cached --others --exclude-standard
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test lint fork clean
+
+help:  ## show this list
+	@echo "make TARGET, where TARGET is one of"
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-8s%s\n", $$1, $$2 }' Makefile
+
+setup:  ## build in place: .venv, build/base, links (TORCH_BASE_WHEEL=PATH, PYTHON3=PATH)
+	@command -v $(PYTHON3) >/dev/null || \
+	  { echo "error: $(PYTHON3) is not there; choose a Python with PYTHON3=PATH" >&2; exit 1; }
+	@$(SETUP) setup
+
+train: setup  ## train a model of mixed dtypes (NPROC= STEPS= DEVICE=)
+	@$(PYTHON) examples/train_mixed_dtype.py $(if $(NPROC),--nproc $(NPROC)) \
+	  $(if $(STEPS),--steps $(STEPS)) $(if $(DEVICE),--device $(DEVICE))
+
+test: setup  ## run the tests (ARGS=... goes to pytest)
+	@$(PYTHON) -m pytest $(or $(ARGS),test)
+
+lint: setup  ## check every file that git tracks or would add (ARGS=-a mends)
+	@$(LINT) init && $(LINT) --paths-cmd '$(PATHS)' $(ARGS)
+
+fork: setup  ## make a file of the base ours: FILE=torch/...
+	@test -n "$(FILE)" || { echo "error: name the file: make fork FILE=torch/..." >&2; exit 1; }
+	@$(SETUP) fork "$(FILE)"
+
+clean:  ## leave the clone as it was
+	@$(SETUP) clean

@@ -1,0 +1,53 @@
+"""In-place build into the current environment, as upstream's developers do it:
+
+    pip install --no-build-isolation -v -e .
+
+The base is fetched, unpacked and linked as by ``make setup``; pip then installs
+the requirements and puts this folder on the environment's import path.  There
+is no other kind of build here.
+"""
+
+import sys
+from pathlib import Path
+
+import setuptools
+
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT))
+
+from tools.setup_helpers.__main__ import version_error  # noqa: E402
+from tools.setup_helpers.editable import build_in_place, METADATA_COMMANDS  # noqa: E402
+
+
+# Not "torch": the base's own dist-info, linked at the root, goes by that name.
+NAME = "torch-fsdp2-mixed-dtype"
+
+
+def main() -> None:
+    problem = version_error(sys.version_info, sys.executable)
+    if problem:
+        sys.exit(problem)
+    if "bdist_wheel" in sys.argv:
+        sys.exit("error: build in place: pip install --no-build-isolation -v -e .")
+    requirements, scripts = [], []
+    if not METADATA_COMMANDS.isdisjoint(sys.argv):
+        if int(setuptools.__version__.partition(".")[0]) < 77:
+            sys.exit("error: setuptools is too old: pip install 'setuptools>=77.0.3'")
+        requirements, scripts = build_in_place(ROOT)
+    setuptools.setup(
+        name=NAME,
+        version="2.13.0",
+        description="PyTorch with FSDP2 units of mixed dtypes, built in place",
+        license="BSD-3-Clause",
+        python_requires=">=3.10",
+        # No package is listed: the root goes on the import path as a whole.
+        packages=[],
+        package_dir={"": "."},
+        install_requires=requirements,
+        entry_points={"console_scripts": scripts},
+    )
+
+
+if __name__ == "__main__":
+    main()

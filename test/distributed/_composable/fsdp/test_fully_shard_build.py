@@ -1,0 +1,758 @@
+# Owner(s): ["oncall: distributed"]
+"""The in-place build, on a small wheel and repository made up for each test.
+
+Nothing here needs the network: pip is a stand-in, and the environments that are
+made hold no pip.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import contextlib
+import errno
+import functools
+import hashlib
+import importlib.util
+import io
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import zipfile
+from pathlib import Path
+from unittest import mock
+
+from tools.setup_helpers import __main__ as entry
+from tools.setup_helpers import cli, environment, inplace, wheel
+from tools.setup_helpers.report import Progress, SetupError
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+    TestCase,
+)
+
+
+REPOSITORY = Path(cli.__file__).parents[2]
+OURS = "torch/distributed/fsdp/ours.py"
+BASE_FILES = {
+    "functorch/__init__.py": "",
+    "torch/__init__.py": "from torch.version import __version__\n",
+    "torch/bin/tool": "#!/bin/sh\n",
+    "torch/distributed/__init__.py": "",
+    "torch/distributed/fsdp/__init__.py": "",
+    "torch/distributed/fsdp/ours.py": "origin = 'base'\n",
+    "torch/distributed/fsdp/theirs.py": "origin = 'base'\n",
+    "torch/distributed/run.py": "def main():\n    print('running')\n",
+    "torch/nn/__init__.py": "",
+    "torch/nn/functional.py": "origin = 'base'\n",
+    "torchgen/__init__.py": "",
+}
+LINKS = {
+    "functorch",
+    "torch-2.13.0+fake.dist-info",
+    "torch/__init__.py",
+    "torch/bin",
+    "torch/distributed/__init__.py",
+    "torch/distributed/fsdp/__init__.py",
+    "torch/distributed/fsdp/theirs.py",
+    "torch/distributed/run.py",
+    "torch/nn",
+    "torch/version.py",
+    "torchgen",
+}
+# A set-up that dies on the `count`-th call of `name`, as if it were killed.
+KILLED_SETUP = """
+import os, pkgutil, sys
+from functools import partial
+from pathlib import Path
+from unittest import mock
+from tools.setup_helpers import cli, inplace
+
+root, given, name, count = sys.argv[1:]
+real, calls = pkgutil.resolve_name(name), []
+
+def dying(*arguments, **named):
+    calls.append(arguments)
+    if len(calls) == int(count):
+        os._exit(9)
+    return real(*arguments, **named)
+
+class NoPip:
+    def __init__(self, *_): pass
+    def install(self, *_): pass
+
+os.environ["TORCH_BASE_WHEEL"] = given
+build = partial(inplace.InPlaceBuild, Path(root), make_pip=NoPip, venv_has_pip=False)
+with mock.patch(name, dying):
+    sys.exit(cli.main(["setup"], build))
+"""
+
+
+def make_wheel(
+    folder: Path,
+    *,
+    project: str = "torch",
+    version: str = "2.13.0+fake",
+    tag: str = "py3-none-any",
+    files: dict[str, str] | None = None,
+) -> Path:
+    """Writes a wheel of a few files, shaped as the base's."""
+    dist_info = f"{project}-{version}.dist-info"
+    contents = {
+        **BASE_FILES,
+        "torch/version.py": f"__version__ = '{version}'\n",
+        f"{dist_info}/METADATA": f"Metadata-Version: 2.1\nName: {project}\n"
+        f"Version: {version}\nRequires-Dist: filelock\n"
+        'Requires-Dist: optree; extra == "optree"\n',
+        f"{dist_info}/WHEEL": f"Wheel-Version: 1.0\nTag: {tag}\n",
+        f"{dist_info}/entry_points.txt": "[console_scripts]\n"
+        "torchrun = torch.distributed.run:main\n",
+        **(files or {}),
+    }
+    record = "".join(
+        f"{name},sha256={digest_of(text)},{len(text)}\n"
+        for name, text in contents.items()
+    )
+    contents[f"{dist_info}/RECORD"] = record + f"{dist_info}/RECORD,,\n"
+    path = folder / f"{project}-{version}-{tag}.whl"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, text in contents.items():
+            info = zipfile.ZipInfo(name)
+            mode = 0o755 if name.startswith("torch/bin/") else 0o644
+            info.external_attr = (stat.S_IFREG | mode) << 16
+            archive.writestr(info, text)
+    return path
+
+
+def digest_of(text: str) -> str:
+    digest = hashlib.sha256(text.encode()).digest()
+    return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
+
+
+class FakePip:
+    """Stands in for pip: serves one wheel, and notes what it is asked for."""
+
+    def __init__(self, served: Path) -> None:
+        self.served = served
+        self.downloads: list[str] = []
+        self.installs: list[list[str]] = []
+        self.fails_with: BaseException | None = None
+
+    def download(self, requirement: str, folder: Path) -> None:
+        self.downloads.append(requirement)
+        shutil.copy(self.served, folder)
+
+    def install(self, requirements: list[str], requirements_file: Path) -> None:
+        if self.fails_with is not None:
+            raise self.fails_with
+        self.installs.append(requirements)
+
+
+class BuildTestCase(TestCase):
+    """A repository with one file of ours, a wheel, and a stand-in for pip."""
+
+    venv_has_pip = False
+
+    def setUp(self) -> None:
+        super().setUp()
+        scratch = self.enterContextOf(tempfile.TemporaryDirectory())
+        self.scratch = Path(scratch).resolve()
+        self.enterContextOf(mock.patch.dict(os.environ))
+        for name in [n for n in os.environ if n.startswith(("GIT_", "TORCH_BASE"))]:
+            del os.environ[name]
+        self.root = self.scratch / "clone"
+        self.wheel = make_wheel(self.scratch)
+        self.pip = FakePip(self.wheel)
+        self.put(OURS, "origin = 'ours'\n")
+        self.put("requirements.txt", "pytest\n")
+        self.put(".gitignore", (REPOSITORY / ".gitignore").read_text())
+        self.git("init", "--quiet")
+        self.git("add", "--all")
+        self.commit()
+
+    def enterContextOf(self, context):
+        value = context.__enter__()
+        self.addCleanup(context.__exit__, None, None, None)
+        return value
+
+    def put(self, path: str, text: str) -> None:
+        (self.root / path).parent.mkdir(parents=True, exist_ok=True)
+        (self.root / path).write_text(text)
+
+    def git(self, *arguments: str) -> str:
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+        return subprocess.run(
+            command, cwd=self.root, check=True, capture_output=True, text=True
+        ).stdout
+
+    def commit(self) -> None:
+        self.git("commit", "--quiet", "--message", "step")
+
+    def build(self, progress: Progress | None = None) -> inplace.InPlaceBuild:
+        return inplace.InPlaceBuild(
+            self.root,
+            progress or Progress(quiet=True),
+            make_pip=lambda python, progress: self.pip,
+            venv_has_pip=self.venv_has_pip,
+        )
+
+    def set_up(self, given: Path | None = None) -> bool:
+        return self.build().set_up(given)
+
+    def run_command(self, *arguments: str, given: Path | None = None):
+        """Returns exit status, stdout and stderr of a command of the tool."""
+        if given:
+            os.environ["TORCH_BASE_WHEEL"] = str(given)
+        stdout, stderr = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+            status = cli.main(list(arguments), self.build)
+        return status, stdout.getvalue(), stderr.getvalue()
+
+    def links(self) -> set[str]:
+        found = set()
+        for parent, folders, files in os.walk(self.root):
+            for name in folders + files:
+                path = Path(parent, name)
+                if path.is_symlink():
+                    found.add(path.relative_to(self.root).as_posix())
+            folders[:] = [f for f in folders if f not in (".git", ".venv", "build")]
+        return found
+
+    def state(self) -> dict[str, object]:
+        """Returns what there is on the disk, to tell whether it changed."""
+        paths = [p for p in self.root.rglob("*") if "__pycache__" not in p.parts]
+        return {
+            str(path): (path.lstat().st_mtime_ns, path.lstat().st_ino)
+            for path in paths
+            if path.name == "exclude" or not (path.is_dir() or ".git" in path.parts)
+        }
+
+    def untracked(self) -> str:
+        return self.git("status", "--porcelain", "--ignored")
+
+    def run_python(self, code: str) -> str:
+        python = self.root / ".venv" / "bin" / "python"
+        return subprocess.run(
+            [python, "-B", "-c", code],
+            cwd=self.scratch,
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.strip()
+
+    def assert_one_error(self, result, text: str) -> None:
+        status, _, stderr = result
+        self.assertEqual(status, 1)
+        self.assertEqual(stderr.count("\n"), 1, stderr)
+        self.assertTrue(stderr.startswith("error: "), stderr)
+        self.assertIn(text, stderr)
+
+    def assert_untouched(self) -> None:
+        self.assertEqual(self.untracked(), "")
+        exclude = (self.root / ".git/info/exclude").read_text()
+        self.assertNotIn("in-place build", exclude)
+
+
+@instantiate_parametrized_tests
+class TestLinks(BuildTestCase):
+    def test_lays_links_around_our_files(self):
+        self.set_up()
+        self.assertEqual(self.links(), LINKS)
+        for link in LINKS:
+            target = (self.root / link).resolve(strict=True)
+            self.assertEqual(target, self.root / "build/base" / link)
+            self.assertFalse(os.path.isabs(os.readlink(self.root / link)))
+
+    def test_environment_imports_the_tree(self):
+        self.set_up()
+        imported = self.run_python(
+            "from importlib.metadata import version\n"
+            "import torch\n"
+            "from torch.distributed.fsdp import ours, theirs\n"
+            "print(torch.__version__, version('torch'), ours.origin, theirs.origin)"
+        )
+        self.assertEqual(imported, "2.13.0+fake 2.13.0+fake ours base")
+        torchrun = self.root / ".venv/bin/torchrun"
+        self.assertEqual(subprocess.check_output([torchrun], text=True), "running\n")
+
+    def test_base_is_pristine_and_read_only(self):
+        self.set_up()
+        base = self.root / "build/base"
+        for name, text in BASE_FILES.items():
+            mode = stat.S_IMODE((base / name).stat().st_mode)
+            self.assertEqual((base / name).read_text(), text)
+            self.assertFalse(mode & 0o222, name)
+            self.assertEqual(bool(mode & 0o100), name == "torch/bin/tool")
+
+    def test_second_run_changes_nothing(self):
+        self.assertTrue(self.set_up())
+        before = self.state()
+        began_s = time.monotonic()
+        self.assertFalse(self.set_up())
+        self.assertLess(time.monotonic() - began_s, 3)
+        self.assertEqual(self.state(), before)
+        self.assertEqual(self.pip.downloads, ["torch==2.13.0"])
+        needed = ["filelock", 'optree; extra == "optree"']
+        self.assertEqual(self.pip.installs, [needed])
+
+    def test_lost_links_are_laid_again(self):
+        self.set_up()
+        (self.root / "torch/version.py").unlink()
+        (self.root / "torchgen").unlink()
+        (self.root / "torchgen").symlink_to("build/base/functorch")
+        self.assertTrue(self.set_up())
+        self.assertEqual(self.links(), LINKS)
+        self.assertEqual(os.readlink(self.root / "torchgen"), "build/base/torchgen")
+
+    def test_checked_out_file_in_a_linked_folder_becomes_ours(self):
+        self.git("checkout", "--quiet", "-b", "other")
+        self.put("torch/nn/new.py", "origin = 'ours'\n")
+        self.put("torch/version.py", "__version__ = 'ours'\n")
+        self.git("add", "--all")
+        self.commit()
+        self.git("checkout", "--quiet", "-")
+        self.set_up()
+        self.assertIn("torch/nn", self.links())
+
+        self.git("checkout", "--quiet", "other")
+        self.set_up()
+        ours_now = LINKS - {"torch/nn", "torch/version.py"}
+        in_nn = {"torch/nn/__init__.py", "torch/nn/functional.py"}
+        self.assertEqual(self.links(), ours_now | in_nn)
+        self.assertEqual(self.untracked().count("??"), 0)
+
+        self.git("checkout", "--quiet", "-")
+        self.set_up()
+        self.assertEqual(self.links(), LINKS)
+
+    def test_file_in_the_index_alone_is_written_out(self):
+        self.set_up()
+        self.put("elsewhere", "origin = 'ours'\n")
+        blob = self.git("hash-object", "-w", "elsewhere").strip()
+        for path in ("torch/nn/new.py", "torch/version.py"):
+            self.git("update-index", "--add", "--cacheinfo", f"100644,{blob},{path}")
+        self.set_up()
+        for path in ("torch/nn/new.py", "torch/version.py"):
+            self.assertFalse((self.root / path).is_symlink())
+            self.assertEqual((self.root / path).read_text(), "origin = 'ours'\n")
+            self.assertFalse((self.root / "build/base/torch/nn/new.py").exists())
+        self.assertIn("torch/nn/functional.py", self.links())
+
+    def test_untracked_file_in_a_links_place_is_kept(self):
+        self.set_up()
+        (self.root / "torch/version.py").unlink()
+        self.put("torch/version.py", "mine\n")
+        self.set_up()
+        self.assertEqual((self.root / "torch/version.py").read_text(), "mine\n")
+        self.git("add", "torch/version.py")
+        (self.root / "torch/version.py").unlink()
+        self.git("rm", "--quiet", "--cached", "torch/version.py")
+        self.set_up()
+        self.assertEqual(self.links(), LINKS)
+
+    @parametrize("command", ["setup", "clean"])
+    def test_new_file_in_a_linked_folder_is_kept(self, command: str):
+        self.set_up()
+        for path in ("torch/nn/new.py", "torch/nn/more/new.py"):
+            (self.root / path).parent.mkdir(exist_ok=True)
+            (self.root / path).write_text("mine\n")
+        self.assertEqual(self.run_command(command)[0], 0)
+        self.git("add", "--all")
+        staged = self.git("diff", "--cached", "--name-only").split()
+        self.assertEqual(staged, ["torch/nn/more/new.py", "torch/nn/new.py"])
+        self.assertEqual((self.root / "torch/nn/new.py").read_text(), "mine\n")
+        self.assertFalse((self.root / "build/base/torch/nn/new.py").exists())
+
+    def test_git_adds_no_base_file(self):
+        self.set_up()
+        self.assertEqual(self.git("status", "--porcelain"), "")
+        self.put("torch/new.py", "")
+        self.put("torch/distributed/fsdp/new.py", "")
+        self.git("add", "--all")
+        staged = self.git("diff", "--cached", "--name-only").split()
+        self.assertEqual(staged, ["torch/distributed/fsdp/new.py", "torch/new.py"])
+
+    def test_without_git_the_regular_files_are_ours(self):
+        shutil.rmtree(self.root / ".git")
+        self.set_up()
+        self.assertEqual(self.links(), LINKS)
+        self.put("torch/new.py", "")
+        self.assertFalse(self.set_up())
+
+
+@instantiate_parametrized_tests
+class TestFork(BuildTestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        self.set_up()
+
+    def test_copies_a_base_file_and_adds_it(self):
+        status, stdout, _ = self.run_command("fork", "torch/nn/functional.py")
+        self.assertEqual((status, stdout.count("\n")), (0, 2), stdout)
+        forked = self.root / "torch/nn/functional.py"
+        self.assertFalse(forked.is_symlink())
+        forked.write_text(forked.read_text() + "more = 1\n")
+        staged = self.git("diff", "--cached", "--name-only").split()
+        self.assertEqual(staged, ["torch/nn/functional.py"])
+        self.assertFalse(self.set_up())
+        self.assertEqual(
+            (self.root / "build/base/torch/nn/functional.py").read_text(),
+            BASE_FILES["torch/nn/functional.py"],
+        )
+
+    def test_starts_a_new_file_in_a_linked_folder(self):
+        self.run_command("fork", "torch/nn/new.py")
+        self.assertEqual((self.root / "torch/nn/new.py").read_text(), "")
+        self.assertFalse((self.root / "build/base/torch/nn/new.py").exists())
+
+    @parametrize(
+        "path,text",
+        [
+            (OURS, "is ours already"),
+            ("torch/nn", "is a folder"),
+            ("docs/new.md", "not in a folder of the base"),
+            ("../torch/new.py", "not in a folder of the base"),
+        ],
+    )
+    def test_refuses(self, path: str, text: str):
+        before = self.state()
+        self.assert_one_error(self.run_command("fork", path), text)
+        self.assertEqual(self.state(), before)
+
+
+class TestClean(BuildTestCase):
+    def test_leaves_the_clone_as_it_was(self):
+        exclude = self.root / ".git/info/exclude"
+        exclude.write_text("# mine\n/notes")
+        before = self.state()
+        self.set_up()
+        for cache in ("test/__pycache__/a.pyc", ".hypothesis/a", ".pytest_cache/a"):
+            self.put(cache, "")
+        self.assertEqual(self.run_command("clean")[0], 0)
+        self.assertEqual(self.untracked(), "")
+        self.assertEqual(exclude.read_text().rstrip("\n"), "# mine\n/notes")
+        after = self.state()
+        del before[str(exclude)], after[str(exclude)]
+        self.assertEqual(after, before)
+
+    def test_does_nothing_to_a_clean_clone(self):
+        before = self.state()
+        self.assertEqual(self.run_command("clean")[0], 0)
+        self.assertEqual(self.state(), before)
+
+    def test_keeps_what_is_not_ours(self):
+        self.set_up()
+        shutil.rmtree(self.root / ".venv")
+        self.put(".venv/mine", "")
+        self.put("torch/new.py", "")
+        self.run_command("clean")
+        self.assertTrue((self.root / ".venv/mine").exists())
+        self.assertTrue((self.root / "torch/new.py").exists())
+        self.assertEqual(self.links(), set())
+
+
+class TestInputs(BuildTestCase):
+    """What set-up was made from may change between two runs."""
+
+    def test_changed_wheel(self):
+        self.set_up(self.wheel)
+        changed = {"torch/extra.py": "", "torch/nn/functional.py": "changed\n"}
+        other = make_wheel(self.scratch, version="2.13.0+other", files=changed)
+        self.assertTrue(self.set_up(other))
+        base = self.root / "build/base"
+        self.assertEqual((base / "torch/nn/functional.py").read_text(), "changed\n")
+        renamed = {"torch-2.13.0+other.dist-info", "torch/extra.py"}
+        gone = {"torch-2.13.0+fake.dist-info"}
+        self.assertEqual(self.links(), LINKS - gone | renamed)
+        self.assertFalse(self.set_up(other))
+        self.assertFalse(self.set_up())
+
+    def test_same_wheel_from_elsewhere(self):
+        self.set_up()
+        copy = shutil.copy(self.wheel, self.scratch / "copy.whl")
+        before = (self.root / "build/base/torch").stat().st_ino
+        self.assertFalse(self.set_up(Path(copy)))
+        self.assertEqual((self.root / "build/base/torch").stat().st_ino, before)
+
+    def test_rewritten_wheel_at_the_same_path(self):
+        self.set_up(self.wheel)
+        make_wheel(self.scratch, files={"torch/extra.py": ""})
+        self.assertTrue(self.set_up(self.wheel))
+        self.assertIn("torch/extra.py", self.links())
+
+    def test_lost_base_comes_back_without_pip(self):
+        self.set_up()
+        shutil.rmtree(self.root / "build/base")
+        self.assertTrue(self.set_up())
+        self.assertEqual(len(self.pip.downloads), 1)
+        self.assertEqual(self.links(), LINKS)
+
+    def test_changed_python(self):
+        self.set_up()
+        stamp = environment.Stamp(self.root / ".venv/setup.json")
+        stamp.put("python", {**stamp.get("python"), "abi": "another"})
+        self.assertTrue(self.set_up())
+        self.assertEqual(len(self.pip.installs), 2)
+        with mock.patch.object(wheel, "python_tag", lambda: "cp399-linux-x86_64"):
+            self.assertTrue(self.set_up())
+            self.assertFalse(self.set_up())
+
+    def test_changed_requirements(self):
+        self.set_up()
+        self.put("requirements.txt", "pytest\ntqdm\n")
+        self.assertTrue(self.set_up())
+        self.assertEqual(len(self.pip.installs), 2)
+        self.assertFalse(self.set_up())
+
+    def test_moved_tree(self):
+        self.set_up()
+        moved = self.scratch / "moved"
+        self.root.rename(moved)
+        self.root = moved
+        self.assertTrue(self.set_up())
+        where = self.run_python("import torch; print(torch.__file__)")
+        self.assertEqual(where, str(moved / "torch/__init__.py"))
+        self.assertEqual(len(self.pip.downloads), 1)
+
+
+@instantiate_parametrized_tests
+class TestErrors(BuildTestCase):
+    """One line each, exit status 1, and the tree as it was."""
+
+    def bad_wheel(self, kind: str) -> Path:
+        folder = self.scratch / "bad"
+        folder.mkdir()
+        make = functools.partial(make_wheel, folder)
+        if kind == "missing":
+            return folder / "missing.whl"
+        if kind == "version":
+            return make(version="2.12.0+fake")
+        if kind == "project":
+            return make(project="torchvision", version="2.13.0")
+        if kind == "python":
+            return make(tag="cp27-cp27mu-manylinux_2_28_x86_64")
+        if kind == "outside":
+            return make(files={"../outside.py": ""})
+        path = make(files={"torch/extra.py": ""})
+        whole = path.read_bytes()
+        if kind == "unlisted":
+            lacking = make_wheel(self.scratch, version="2.13.0+short")
+            with zipfile.ZipFile(lacking, "a") as archive:
+                archive.writestr("torch/extra.py", "")
+            return lacking
+        if kind == "truncated":
+            path.write_bytes(whole[: len(whole) // 2])
+        elif kind == "damaged":
+            # A byte of the first file's data, behind the header and the name.
+            at = whole.index(b"torch/__init__.py") + len("torch/__init__.py") + 3
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ 255]) + whole[at + 1 :])
+        else:
+            with zipfile.ZipFile(path, "w") as archive:
+                archive.writestr("notes.txt", "no wheel")
+        return path
+
+    @parametrize(
+        "kind,text",
+        [
+            ("missing", "there is no wheel at"),
+            ("version", "holds torch 2.12.0+fake; the base is torch 2.13.0"),
+            ("project", "holds torchvision 2.13.0; the base is torch 2.13.0"),
+            ("python", "is for cp27-cp27mu-manylinux_2_28_x86_64"),
+            ("outside", "lies outside"),
+            ("unlisted", "does not hold what its RECORD lists: torch/extra.py"),
+            ("truncated", "is not a whole wheel"),
+            ("damaged", "is damaged"),
+            ("no wheel", "lacks a dist-info folder"),
+        ],
+    )
+    def test_bad_wheel(self, kind: str, text: str):
+        bad = self.bad_wheel(kind)
+        self.assert_one_error(self.run_command("setup", given=bad), text)
+        self.assert_untouched()
+        # The same over a build that is there: it goes on working.
+        self.set_up(self.wheel)
+        before = self.state()
+        self.assert_one_error(self.run_command("setup", given=bad), text)
+        self.assertEqual(self.state(), before)
+        self.assertFalse(self.set_up())
+
+    def test_wheel_of_another_version_from_pip(self):
+        self.pip.served = make_wheel(self.scratch, version="2.12.0")
+        self.assert_one_error(self.run_command("setup"), "holds torch 2.12.0")
+        self.assert_untouched()
+
+    def test_no_space_before_unpacking(self):
+        free = mock.Mock(free=10)
+        with mock.patch.object(shutil, "disk_usage", return_value=free):
+            result = self.run_command("setup")
+        self.assert_one_error(result, "no space left on the disk: the base needs")
+        self.assert_untouched()
+
+    @parametrize(
+        "where",
+        [
+            "tools.setup_helpers.wheel._unpack_member",
+            "tools.setup_helpers.links.os.symlink",
+            "tools.setup_helpers.environment._write_if_changed",
+        ],
+    )
+    def test_no_space_on_the_way(self, where: str):
+        full = OSError(errno.ENOSPC, "No space left on device")
+        with mock.patch(where, side_effect=full):
+            result = self.run_command("setup")
+        self.assert_one_error(result, "no space left on the disk")
+        self.assert_untouched()
+
+    def test_failed_install_puts_the_earlier_base_back(self):
+        self.pip.fails_with = SetupError("pip cannot install the requirements: no")
+        self.assert_one_error(self.run_command("setup"), "pip cannot install")
+        self.assert_untouched()
+        self.pip.fails_with = None
+        self.set_up()
+        links = {link: os.readlink(self.root / link) for link in self.links()}
+        other = make_wheel(
+            self.scratch,
+            version="2.13.0+other",
+            files={"torch-2.13.0+other.dist-info/METADATA": "Name: torch\n"
+                   "Version: 2.13.0+other\nRequires-Dist: more\n"},
+        )  # fmt: skip
+        self.pip.fails_with = SetupError("no")
+        self.assert_one_error(self.run_command("setup", given=other), "no")
+        after = {link: os.readlink(self.root / link) for link in self.links()}
+        self.assertEqual(after, links)
+        version = self.run_python("import torch; print(torch.__version__)")
+        self.assertEqual(version, "2.13.0+fake")
+
+    @parametrize("module", ["venv", "ensurepip"])
+    def test_missing_module(self, module: str):
+        self.venv_has_pip = True
+        find = importlib.util.find_spec
+        with mock.patch(
+            "importlib.util.find_spec", lambda name: name != module and find(name)
+        ):
+            result = self.run_command("setup")
+        self.assert_one_error(result, f"this Python has no {module} module")
+        self.assert_untouched()
+
+    def test_foreign_environment_is_not_replaced(self):
+        self.put(".venv/mine", "")
+        self.assert_one_error(self.run_command("setup"), ".venv was not made by")
+        self.assertTrue((self.root / ".venv/mine").exists())
+        self.assertFalse((self.root / "build").exists())
+
+    def test_old_python_gets_one_line(self):
+        self.assertIsNone(entry.version_error((3, 10, 0), "python3"))
+        self.assertEqual(
+            entry.version_error((3, 9, 18), "/usr/bin/python3"),
+            "error: Python 3.10 or newer is needed, and /usr/bin/python3 is 3.9; "
+            "choose another one with PYTHON3=PATH",
+        )
+        source = Path(entry.__file__).read_text()
+        ast.parse(source, feature_version=(3, 4))
+
+    @parametrize(
+        "said,shown",
+        [
+            ("ERROR: Could not find a version\nERROR: No matching distribution found "
+             "for torch==2.13.0", "No matching distribution found"),
+            ("WARNING: Retrying (Retry(total=0))\nERROR: No matching distribution",
+             "the package index cannot be reached"),
+            ("Traceback\nOSError: [Errno 28] No space left on device",
+             "No space left on device"),
+        ],
+    )  # fmt: skip
+    def test_pip_error_is_passed_on(self, said: str, shown: str):
+        python = self.scratch / "python"
+        python.write_text(f"#!/bin/sh\necho 'Collecting'\necho '{said}' >&2\nexit 1\n")
+        python.chmod(0o755)
+        pip = environment.Pip(python, Progress(quiet=True))
+        with self.assertRaisesRegex(SetupError, shown):
+            pip.download("torch==2.13.0", self.scratch)
+        with self.assertRaisesRegex(SetupError, shown):
+            pip.install([], self.root / "requirements.txt")
+
+
+@instantiate_parametrized_tests
+class TestInterruption(BuildTestCase):
+    @parametrize(
+        "name,count",
+        [
+            ("tools.setup_helpers.environment.Environment._identity", 1),
+            ("tools.setup_helpers.wheel._unpack_member", 4),
+            ("tools.setup_helpers.inplace.os.rename", 1),
+            ("tools.setup_helpers.links.os.symlink", 3),
+            ("tools.setup_helpers.environment._write_if_changed", 2),
+            ("tools.setup_helpers.environment.Environment.install", 1),
+        ],
+    )
+    def test_killed_run_is_finished(self, name: str, count: int):
+        arguments = [str(self.root), str(self.wheel), name, str(count)]
+        killed = subprocess.run(
+            [sys.executable, "-c", KILLED_SETUP, *arguments],
+            cwd=REPOSITORY,
+            capture_output=True,
+            check=False,
+        )
+        self.assertEqual(killed.returncode, 9, killed.stderr)
+        self.assertEqual(self.git("status", "--porcelain"), "")
+        self.assertTrue(self.set_up(self.wheel))
+        self.assertEqual(self.links(), LINKS)
+        self.assertEqual(len(self.pip.installs), 1)
+        self.assertFalse((self.root / "build/.staging").exists())
+        self.assertFalse(self.set_up(self.wheel))
+        self.run_python("import torch")
+        self.run_command("clean")
+        self.assert_untouched()
+
+    def test_cancelled_run_keeps_finished_steps(self):
+        self.pip.fails_with = KeyboardInterrupt()
+        status, _, stderr = self.run_command("setup")
+        self.assertEqual((status, stderr.count("\n")), (130, 1))
+        self.pip.fails_with = None
+        self.assertTrue(self.set_up())
+        self.assertEqual(len(self.pip.downloads), 1)
+        self.assertFalse(self.set_up())
+
+    def test_two_at_once_take_turns(self):
+        second = threading.Thread(target=self.set_up)
+        with inplace.locked(self.root, Progress(quiet=True)):
+            second.start()
+            second.join(0.3)
+            self.assertTrue(second.is_alive())
+            self.assertFalse((self.root / "build").exists())
+        second.join(30)
+        self.assertFalse(second.is_alive())
+        self.assertFalse(self.set_up())
+
+
+class TestEditable(BuildTestCase):
+    def test_lays_the_base_and_tells_requirements(self):
+        from tools.setup_helpers import editable
+
+        os.environ["TORCH_BASE_WHEEL"] = str(self.wheel)
+        with contextlib.redirect_stdout(io.StringIO()):
+            requirements, scripts = editable.build_in_place(self.root)
+        wanted = ["filelock", 'optree; extra == "optree"', "pytest"]
+        self.assertEqual(requirements, wanted)
+        self.assertEqual(scripts, ["torchrun = torch.distributed.run:main"])
+        self.assertEqual(self.links(), LINKS)
+        self.assertFalse((self.root / ".venv").exists())
+
+    def test_refuses_where_another_torch_is_installed(self):
+        from tools.setup_helpers import editable
+
+        with mock.patch.object(editable, "installed_torch", lambda: "2.9.0"):
+            with self.assertRaisesRegex(SystemExit, "torch 2.9.0 is installed"):
+                editable.build_in_place(self.root)
+        self.assert_untouched()
+
+
+# Launched on several ranks, one does the work: the tests share no processes.
+if __name__ == "__main__" and int(os.environ.get("RANK", "0")) == 0:
+    run_tests()

@@ -1,0 +1,72 @@
+"""The commands behind the Makefile's targets: setup, clean, fork."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tools.setup_helpers import wheel
+from tools.setup_helpers.inplace import InPlaceBuild
+from tools.setup_helpers.report import explain, Progress, SetupError
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def given_wheel() -> Path | None:
+    """Returns the wheel that the user named in ``TORCH_BASE_WHEEL``, if any."""
+    name = os.environ.get("TORCH_BASE_WHEEL")
+    return Path(name).expanduser().absolute() if name else None
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="setup_helpers", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("setup", help="build in place, with .venv")
+    commands.add_parser("clean", help="leave the clone as it was")
+    fork = commands.add_parser("fork", help="make a file of the base ours")
+    fork.add_argument("file")
+    return parser.parse_args(arguments)
+
+
+def run(arguments: argparse.Namespace, build: InPlaceBuild) -> None:
+    if arguments.command == "clean":
+        build.clean()
+    elif arguments.command == "fork":
+        build.progress.phase(build.fork(arguments.file))
+    else:
+        changed = build.set_up(given_wheel())
+        state = "set up" if changed else "up to date"
+        version = wheel.unpacked_distribution(build.base).version
+        build.progress.phase(f"torch {version} in place, {state}")
+
+
+def build_here(progress: Progress) -> InPlaceBuild:
+    return InPlaceBuild(ROOT, progress)
+
+
+def main(
+    arguments: list[str],
+    make_build: Callable[[Progress], InPlaceBuild] = build_here,
+) -> int:
+    """Runs one command; an error is one line on stderr and exit status 1."""
+    progress = Progress()
+    try:
+        run(parse_arguments(arguments), make_build(progress))
+    except (SetupError, OSError) as error:
+        progress.end()
+        text = explain(error) if isinstance(error, OSError) else str(error)
+        print(f"error: {' '.join(text.split())}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        progress.end()
+        print("error: interrupted; the next run goes on from here", file=sys.stderr)
+        return 130
+    return 0

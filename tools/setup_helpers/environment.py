@@ -1,0 +1,222 @@
+"""Python environments: creating one, running its pip, pointing it at the tree."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tools.setup_helpers.report import SetupError
+
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
+    from tools.setup_helpers.report import Progress
+
+
+PTH_NAME = "torch-fsdp2-mixed-dtype.pth"
+_SCRIPT = """\
+#!{python}
+import sys
+
+from {module} import {function}
+
+if __name__ == "__main__":
+    sys.exit({function}())
+"""
+
+
+class Stamp:
+    """A JSON file beside or inside what set-up made: which inputs it was made of.
+
+    A step drops its entry before it starts and writes it when it is done.  So an
+    entry that is missing tells of an interruption, and one that differs of a
+    change.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self.entries: dict[str, Any] = json.loads(path.read_text())
+        except (OSError, ValueError):
+            self.entries = {}
+
+    def get(self, key: str) -> Any:
+        return self.entries.get(key)
+
+    def put(self, key: str, value: Any) -> None:
+        """Sets an entry, or drops it where ``value`` is None."""
+        if value is None:
+            self.entries.pop(key, None)
+        else:
+            self.entries[key] = value
+        partial = self.path.with_name(self.path.name + ".partial")
+        partial.write_text(json.dumps(self.entries, indent=2) + "\n")
+        os.replace(partial, self.path)
+
+
+class Pip:
+    """The pip of an environment, under the user's own pip configuration."""
+
+    def __init__(self, python: Path, progress: Progress) -> None:
+        self._command = [str(python), "-m", "pip", "--disable-pip-version-check"]
+        self._progress = progress
+
+    def download(self, requirement: str, folder: Path) -> None:
+        """Fetches the wheel that satisfies ``requirement`` into ``folder``."""
+        arguments = ["download", "--no-deps", "--only-binary", ":all:"]
+        # One large file: on a terminal, pip's own bar shows how far it is.
+        problem = self._run(
+            [*arguments, "--dest", str(folder), requirement],
+            shows_own_progress=self._progress.live,
+        )
+        if problem:
+            raise SetupError(
+                f"pip cannot fetch {requirement}: {problem}; "
+                "TORCH_BASE_WHEEL=PATH takes a wheel from the disk"
+            )
+
+    def install(self, requirements: Sequence[str], requirements_file: Path) -> None:
+        """Installs everything in one go, so that pip resolves it as a whole."""
+        arguments = ["install", "--requirement", str(requirements_file)]
+        problem = self._run([*arguments, *requirements])
+        if problem:
+            raise SetupError(f"pip cannot install the requirements: {problem}")
+
+    def _run(
+        self, arguments: list[str], *, shows_own_progress: bool = False
+    ) -> str | None:
+        """Runs pip; returns None, or the line in which it says what is wrong."""
+        with tempfile.TemporaryFile("w+") as stderr:
+            with subprocess.Popen(
+                [*self._command, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=None if shows_own_progress else subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+            ) as process:
+                for line in process.stdout or ():
+                    if line.startswith(("Collecting", "Downloading", "Installing")):
+                        self._progress.update(line.strip())
+            self._progress.end()
+            if process.returncode == 0:
+                return None
+            stderr.seek(0)
+            return _last_error(stderr.read()) or f"it stopped with {process.returncode}"
+
+
+def _last_error(stderr: str) -> str:
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    errors = [line.removeprefix("ERROR: ") for line in lines if "ERROR: " in line]
+    text = (errors or lines or [""])[-1]
+    if any("Retrying (" in line for line in lines):
+        text += " (the package index cannot be reached)"
+    return text
+
+
+class Environment:
+    """The ``.venv`` of the tree."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.folder = root / ".venv"
+        self.python = self.folder / "bin" / "python"
+        self.stamp = Stamp(self.folder / "setup.json")
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether somebody else made the folder: then it is not ours to replace."""
+        return self.folder.exists() and not self.stamp.path.exists()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it was made for this Python, at this place, to the end."""
+        return self.stamp.get("python") == self._identity() and self.python.exists()
+
+    def create(self, *, with_pip: bool = True) -> None:
+        """Makes the folder, which must not be there yet."""
+        for module in ("venv", "ensurepip") if with_pip else ("venv",):
+            if not importlib.util.find_spec(module):
+                version = f"{sys.version_info.major}.{sys.version_info.minor}"
+                raise SetupError(
+                    f"this Python has no {module} module, which makes the virtual "
+                    f"environment; on Debian and Ubuntu, apt install "
+                    f"python{version}-venv"
+                )
+        self.folder.mkdir()
+        self.stamp = Stamp(self.stamp.path)
+        self.stamp.put("python", None)
+        # From inside a virtual environment, the Python that it was made with.
+        python = getattr(sys, "_base_executable", None) or sys.executable
+        command = [python, "-m", "venv", *(() if with_pip else ("--without-pip",))]
+        result = subprocess.run(
+            [*command, str(self.folder)], capture_output=True, text=True, check=False
+        )
+        if result.returncode != 0:
+            lines = (result.stderr or result.stdout).strip().splitlines()
+            raise SetupError(
+                f"cannot make .venv: {lines[-1] if lines else 'no reason'}"
+            )
+        self.stamp.put("python", self._identity())
+
+    def point_at_tree(self, scripts: dict[str, str]) -> None:
+        """Puts the tree on the import path, and the base's commands into bin."""
+        site_packages = next(self.folder.glob("lib/python3*/site-packages"))
+        _write_if_changed(site_packages / PTH_NAME, f"{self.root}\n")
+        for name, target in scripts.items():
+            module, _, function = target.partition(":")
+            text = _SCRIPT.format(python=self.python, module=module, function=function)
+            _write_if_changed(self.folder / "bin" / name, text, mode=0o755)
+
+    def has_installed(self, requirements: list[str], ours: Path) -> bool:
+        digest = _requirements_digest(requirements, ours)
+        return self.stamp.get("requirements") == digest
+
+    def install(self, pip: Pip, requirements: list[str], ours: Path) -> None:
+        """Installs what the base and the fork require."""
+        self.stamp.put("requirements", None)
+        pip.install(requirements, ours)
+        self.stamp.put("requirements", _requirements_digest(requirements, ours))
+
+    def _identity(self) -> dict[str, str]:
+        return {
+            "abi": str(sysconfig.get_config_var("SOABI")),
+            "home": os.path.realpath(sys.base_prefix),
+            "root": str(self.root),
+        }
+
+
+def installed_torch() -> str | None:
+    """Returns the version of a torch that would hide the tree's, if there is one.
+
+    Its folder stands before the tree on the import path.
+    """
+    paths = sysconfig.get_paths()
+    folders = [paths["purelib"], paths["platlib"]]
+    for distribution in importlib.metadata.distributions(name="torch", path=folders):
+        return distribution.version
+    return None
+
+
+def _requirements_digest(requirements: list[str], ours: Path) -> str:
+    text = "\n".join(requirements).encode() + b"\0" + ours.read_bytes()
+    return hashlib.sha256(text).hexdigest()
+
+
+def _write_if_changed(path: Path, text: str, mode: int = 0o644) -> None:
+    if path.exists() and path.read_text() == text:
+        return
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    partial.chmod(mode)
+    os.replace(partial, path)

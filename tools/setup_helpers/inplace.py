@@ -1,0 +1,300 @@
+"""The in-place build: the order of its steps, and undoing them on an error.
+
+A run that fails puts back what it found.  A run that is cut off leaves finished
+steps and one staging folder; the next run drops the folder and goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tools.setup_helpers import links, tree, wheel
+from tools.setup_helpers.environment import Environment, Pip, Stamp
+from tools.setup_helpers.report import SetupError
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tools.setup_helpers.report import Progress
+
+
+CACHES = (".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache")
+
+
+@contextlib.contextmanager
+def locked(root: Path, progress: Progress) -> Iterator[None]:
+    """Lets one set-up at a time work on ``root``; the lock is the folder itself."""
+    descriptor = os.open(root, os.O_RDONLY)
+    try:
+        # Some network file systems lock no folders: there it is up to the user.
+        with contextlib.suppress(OSError):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                progress.phase("waiting for another set-up of this tree")
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+class InPlaceBuild:
+    """One tree, and what set-up keeps under its ``build`` folder."""
+
+    def __init__(
+        self,
+        root: Path,
+        progress: Progress,
+        *,
+        make_pip: Callable[[Path, Progress], Pip] = Pip,
+        venv_has_pip: bool = True,
+    ) -> None:
+        self.root = root
+        self.progress = progress
+        self.make_pip = make_pip
+        self.venv_has_pip = venv_has_pip
+        self.base = root / tree.BASE
+        self.wheels = root / "build" / "wheel"
+        self.staging = root / "build" / ".staging"
+        self.requirements_file = root / "requirements.txt"
+        self.with_git = tree.has_git(root)
+        self._undo = contextlib.ExitStack()
+
+    def set_up(self, given: Path | None) -> bool:
+        """Brings tree and ``.venv`` up to date; returns whether that took work."""
+        with locked(self.root, self.progress), self._transaction():
+            chosen = self._check_given(given)
+            environment = Environment(self.root)
+            changed = self._ensure_environment(environment)
+            pip = self.make_pip(environment.python, self.progress)
+            changed |= self._ensure_base(chosen, pip)
+            changed |= self._ensure_links()
+            base = wheel.unpacked_distribution(self.base)
+            environment.point_at_tree(wheel.console_scripts(base))
+            changed |= self._ensure_requirements(environment, base.requires or [], pip)
+            return changed
+
+    def lay_under(self, python: Path, given: Path | None) -> None:
+        """Brings the tree alone up to date, for an environment of the user's own."""
+        with locked(self.root, self.progress), self._transaction():
+            pip = self.make_pip(python, self.progress)
+            self._ensure_base(self._check_given(given), pip)
+            self._ensure_links()
+
+    def clean(self) -> None:
+        """Removes all that set-up, tests and lint leave in the tree."""
+        with locked(self.root, self.progress):
+            if self._has_base() and wheel.strays_in(self.base):
+                self._ensure_links()  # which brings them out of the base
+            links.remove_links(self.root)
+            if self.with_git:
+                tree.ExcludeBlock(self.root).write([])
+            environment = Environment(self.root)
+            if environment.is_foreign:
+                self.progress.phase(".venv is kept: it was not made by set-up")
+            elif environment.folder.exists():
+                shutil.rmtree(environment.folder)
+            if (self.root / "build").exists():
+                shutil.rmtree(self.root / "build")
+            self._remove_caches()
+
+    def fork(self, path: str) -> str:
+        """Makes the base's file at ``path`` ours, or starts a new one there.
+
+        Returns what was done.
+        """
+        relative = Path(os.path.relpath(self.root / path, self.root)).as_posix()
+        if relative.partition("/")[0] not in tree.top_folders(self.root):
+            raise SetupError(f"{path} is not in a folder of the base, such as torch/")
+        source = self.base / relative
+        if source.is_dir():
+            raise SetupError(f"{path} is a folder: fork one file of it")
+        with locked(self.root, self.progress):
+            own = tree.own_files(self.root, self._tracked())
+            if relative in own:
+                raise SetupError(f"{path} is ours already")
+            self._lay(own | {relative})
+            target = self.root / relative
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(source.read_bytes() if source.exists() else b"")
+            if self.with_git and tree.run_git(self.root, "add", "--", relative) is None:
+                raise SetupError(f"git cannot add {path}")
+        kind = "a copy of the base's" if source.exists() else "a new, empty file"
+        return f"{relative} is ours now: {kind}"
+
+    # The steps.  Each returns whether there was anything to do.
+
+    def _check_given(self, given: Path | None) -> wheel.BaseWheel | None:
+        """Checks a wheel that the user named, before anything is made.
+
+        Returns None where there is no such wheel, or it is the base in place.
+        """
+        if given is None or (
+            self._has_base() and self._base_stamp().get("source") == _identity(given)
+        ):
+            return None
+        return wheel.inspect_wheel(given)
+
+    def _ensure_environment(self, environment: Environment) -> bool:
+        if environment.is_foreign:
+            raise SetupError(".venv was not made by set-up: move it out of the way")
+        if environment.is_current:
+            return False
+        self.progress.phase("making the Python environment .venv")
+        self._set_aside(environment.folder)
+        environment.create(with_pip=self.venv_has_pip)
+        return True
+
+    def _ensure_base(self, chosen: wheel.BaseWheel | None, pip: Pip) -> bool:
+        """Unpacks the ``chosen`` wheel, or whichever fits if there is no base."""
+        stamp = self._base_stamp()
+        if self._has_base():
+            if chosen is None:
+                return False
+            if chosen.digest == stamp.get("digest"):
+                stamp.put("source", _identity(chosen.path))
+                return False
+            self._ensure_links()
+        chosen = chosen or self._find_wheel(pip)
+        self.progress.phase(f"unpacking torch {chosen.version} into {tree.BASE}")
+        fresh = self.staging / "fresh"
+        wheel.unpack_wheel(chosen, fresh, self.progress)
+        self._undo.callback(self._fit_links_to_base)
+        self._set_aside(stamp.path)
+        self._set_aside(self.base)
+        os.rename(fresh, self.base)
+        stamp = self._base_stamp()
+        stamp.put("source", _identity(chosen.path))
+        stamp.put("digest", chosen.digest)
+        stamp.put("python", wheel.python_tag())
+        return True
+
+    def _find_wheel(self, pip: Pip) -> wheel.BaseWheel:
+        """Returns the wheel used before, where it still fits, or a new one."""
+        source = self._base_stamp().get("source") or []
+        for path in [*map(Path, source[:1]), *self.wheels.glob("*.whl")]:
+            with contextlib.suppress(SetupError):
+                return wheel.inspect_wheel(path)
+        self.progress.phase(f"fetching {wheel.BASE_REQUIREMENT} with pip")
+        folder = self.staging / "wheel"
+        folder.mkdir(parents=True)
+        pip.download(wheel.BASE_REQUIREMENT, folder)
+        fetched = wheel.inspect_wheel(next(folder.glob("*.whl")))
+        self._set_aside(self.wheels)
+        os.rename(folder, self.wheels)
+        return dataclasses.replace(fetched, path=self.wheels / fetched.path.name)
+
+    def _ensure_links(self) -> bool:
+        tree.uncover_tracked(self.root, self._tracked())
+        # A file created in a linked folder lies in the base: it belongs here.
+        strays = wheel.strays_in(self.base)
+        own = tree.own_files(self.root, self._tracked())
+        changed = self._lay(own | set(strays))
+        for path in strays:
+            (self.root / path).parent.mkdir(parents=True, exist_ok=True)
+            if not (self.root / path).exists():
+                os.rename(self.base / path, self.root / path)
+                self.progress.phase(f"{path} is ours now: it lay in {tree.BASE}")
+        return changed
+
+    def _lay(self, own: set[str]) -> bool:
+        targets = links.plan_links(self.root, own)
+        # Hidden before they are there, so that git never sees one of them.
+        rewritten = self.with_git and tree.ExcludeBlock(self.root).write(targets)
+        changes = links.apply_plan(self.root, targets)
+        if changes:
+            self.progress.phase(
+                f"links into {tree.BASE}: {changes.laid} laid, "
+                f"{changes.removed} removed, {len(targets)} in all"
+            )
+        return bool(changes) or rewritten
+
+    def _ensure_requirements(
+        self, environment: Environment, requirements: list[str], pip: Pip
+    ) -> bool:
+        if environment.has_installed(requirements, self.requirements_file):
+            return False
+        self.progress.phase("installing the base's requirements and ours")
+        environment.install(pip, requirements, self.requirements_file)
+        return True
+
+    # Undoing.
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """Undoes the steps taken if one of them fails; keeps them if cut off."""
+        if self.staging.exists():
+            self.progress.phase("an earlier set-up was cut off: going on from there")
+            shutil.rmtree(self.staging)
+        try:
+            yield
+        except (SetupError, OSError):
+            self._undo.close()
+            raise
+        finally:
+            self._undo.pop_all()
+            shutil.rmtree(self.staging, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                (self.root / "build").rmdir()
+
+    def _set_aside(self, path: Path) -> None:
+        """Moves ``path`` into the staging folder; an undo puts it back."""
+        aside = self.staging / f"old-{path.name}"
+
+        def put_back() -> None:
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            path.unlink(missing_ok=True)
+            if aside.exists():
+                os.rename(aside, path)
+
+        self.staging.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            os.rename(path, aside)
+        self._undo.callback(put_back)
+
+    def _fit_links_to_base(self) -> None:
+        """Lays the links of the base that an undo put back, or takes them up."""
+        if self._has_base():
+            self._ensure_links()
+        else:
+            links.remove_links(self.root)
+            if self.with_git:
+                tree.ExcludeBlock(self.root).write([])
+
+    # Small things.
+
+    def _has_base(self) -> bool:
+        """Whether a base for this Python was unpacked to the end."""
+        is_for_this_python = self._base_stamp().get("python") == wheel.python_tag()
+        return self.base.is_dir() and is_for_this_python
+
+    def _base_stamp(self) -> Stamp:
+        return Stamp(self.root / "build" / "base.json")
+
+    def _tracked(self) -> set[str]:
+        return tree.tracked_files(self.root) if self.with_git else set()
+
+    def _remove_caches(self) -> None:
+        for pattern in (*CACHES, "*.egg-info"):
+            for path in self.root.glob(pattern):
+                shutil.rmtree(path, ignore_errors=True)
+        for parent, folders, _ in os.walk(self.root):
+            if "__pycache__" in folders:
+                shutil.rmtree(os.path.join(parent, "__pycache__"), ignore_errors=True)
+            folders[:] = [f for f in folders if f not in (".git", ".venv")]
+
+
+def _identity(path: Path) -> list[object]:
+    """Tells one wheel on the disk from another without reading it."""
+    if not path.exists():
+        return [str(path)]
+    status = path.stat()
+    return [str(path.resolve()), status.st_size, status.st_mtime_ns]

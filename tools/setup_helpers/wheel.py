@@ -1,0 +1,207 @@
+"""The base wheel: checking that it is the right one, and unpacking it."""
+
+from __future__ import annotations
+
+import csv
+import email.parser
+import hashlib
+import os
+import platform
+import re
+import shutil
+import stat
+import sys
+import sysconfig
+import zipfile
+import zlib
+from dataclasses import dataclass
+from importlib.metadata import Distribution
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+from tools.setup_helpers.report import megabytes, SetupError
+
+
+if TYPE_CHECKING:
+    from email.message import Message
+
+    from tools.setup_helpers.report import Progress
+
+
+BASE_PROJECT = "torch"
+BASE_VERSION = "2.13.0"
+BASE_REQUIREMENT = f"{BASE_PROJECT}=={BASE_VERSION}"
+_CHUNK_NBYTES = 1 << 20
+
+
+def python_tag() -> str:
+    """Names what a compiled wheel depends on: ``cp311`` and the machine."""
+    suffix = "t" if sysconfig.get_config_var("Py_GIL_DISABLED") else ""
+    version = f"cp{sys.version_info.major}{sys.version_info.minor}{suffix}"
+    return f"{version}-{sys.platform}-{platform.machine().lower()}"
+
+
+@dataclass(frozen=True)
+class BaseWheel:
+    """A wheel that was found to be the base, for this Python and machine."""
+
+    path: Path
+    version: str
+    unpacked_nbytes: int
+    digest: str
+    """Of RECORD, which holds a digest of every file: it tells wheels apart."""
+
+
+def inspect_wheel(path: Path) -> BaseWheel:
+    """Checks that ``path`` is a whole base wheel that this Python can load."""
+    if not path.is_file():
+        raise SetupError(f"there is no wheel at {path}")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return _inspect_archive(path, archive)
+    except (zipfile.BadZipFile, EOFError) as error:
+        raise SetupError(f"{path} is not a whole wheel: {error}") from None
+    except OSError as error:
+        raise SetupError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _inspect_archive(path: Path, archive: zipfile.ZipFile) -> BaseWheel:
+    names = archive.namelist()
+    tops = {name.partition("/")[0] for name in names}
+    dist_infos = [top for top in tops if top.endswith(".dist-info")]
+    needed = [f"{d}/{f}" for d in dist_infos for f in ("METADATA", "WHEEL", "RECORD")]
+    if len(dist_infos) != 1 or not set(needed) <= set(names):
+        raise SetupError(f"{path} is not a wheel: it lacks a dist-info folder")
+    metadata, wheel, record = (archive.read(name) for name in needed)
+    fields = _parse_fields(metadata)
+    project, version = fields["Name"], fields["Version"] or ""
+    if project != BASE_PROJECT or version.partition("+")[0] != BASE_VERSION:
+        raise SetupError(
+            f"{path} holds {project} {version}; "
+            f"the base is {BASE_PROJECT} {BASE_VERSION}"
+        )
+    tags = _parse_fields(wheel).get_all("Tag", [])
+    if not any(_runs_here(tag) for tag in tags):
+        raise SetupError(
+            f"{path} is for {', '.join(tags) or 'no known Python'}; "
+            f"this Python is {python_tag()}"
+        )
+    for name in names:
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            raise SetupError(f"{path} holds {name}, which lies outside of it")
+    held = {name for name in names if not name.endswith("/")}
+    for name in sorted(held ^ _listed_files(record.decode())):
+        # Signatures of RECORD, beside it, are in no list.
+        if not name.startswith(f"{dist_infos[0]}/RECORD."):
+            raise SetupError(f"{path} does not hold what its RECORD lists: {name}")
+    return BaseWheel(
+        path=path,
+        version=version,
+        unpacked_nbytes=sum(info.file_size for info in archive.infolist()),
+        digest=hashlib.sha256(record).hexdigest(),
+    )
+
+
+def _runs_here(tag: str) -> bool:
+    """Whether this Python can load a wheel with ``tag``.
+
+    A coarse check, for a clear error: interpreter, system and machine, but not
+    the age of the C library, about which pip knows more.
+    """
+    python, _, rest = tag.partition("-")
+    abi, _, target = rest.partition("-")
+    version, system, machine = python_tag().split("-")
+    if python != "py3" and (python, abi) not in {
+        (version.removesuffix("t"), version),
+        (version.removesuffix("t"), "abi3"),
+    }:
+        return False
+    prefixes = {"linux": r"(many|musl)?linux", "darwin": "macosx"}
+    pattern = f"{prefixes.get(system, system)}.*_({machine}|universal2)"
+    return target == "any" or re.fullmatch(pattern, target) is not None
+
+
+def unpack_wheel(wheel: BaseWheel, folder: Path, progress: Progress) -> None:
+    """Unpacks ``wheel`` into the new ``folder``; its files become read-only."""
+    folder.mkdir(parents=True)
+    free_nbytes = shutil.disk_usage(folder).free
+    if free_nbytes < wheel.unpacked_nbytes:
+        raise SetupError(
+            f"no space left on the disk: the base needs "
+            f"{megabytes(wheel.unpacked_nbytes)}, {megabytes(free_nbytes)} are free"
+        )
+    done_nbytes = 0
+    try:
+        with zipfile.ZipFile(wheel.path) as archive:
+            for info in archive.infolist():
+                _unpack_member(archive, info, folder)
+                done_nbytes += info.file_size
+                progress.bar(done_nbytes, wheel.unpacked_nbytes)
+    except (zipfile.BadZipFile, EOFError, zlib.error) as error:
+        raise SetupError(f"{wheel.path} is damaged: {error}") from None
+    finally:
+        progress.end()
+
+
+def _unpack_member(
+    archive: zipfile.ZipFile, info: zipfile.ZipInfo, folder: Path
+) -> None:
+    path = folder / info.filename
+    if info.is_dir():
+        path.mkdir(parents=True, exist_ok=True)
+        return
+    if not path.parent.exists():
+        path.parent.mkdir(parents=True)
+    executable = (info.external_attr >> 16) & stat.S_IXUSR
+    # Read-only from the start: the open file can still be written to.
+    mode = 0o555 if executable else 0o444
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    with archive.open(info) as source, open(os.open(path, flags, mode), "wb") as target:
+        shutil.copyfileobj(source, target, _CHUNK_NBYTES)
+
+
+def unpacked_distribution(base: Path) -> Distribution:
+    """Returns what the unpacked base's dist-info folder says about it."""
+    dist_info = next(base.glob(f"{BASE_PROJECT}-{BASE_VERSION}*.dist-info"))
+    return Distribution.at(dist_info)
+
+
+def strays_in(base: Path) -> list[str]:
+    """Returns the files under ``base`` that did not come with it.
+
+    A file that is created in a folder that is a link ends up there.
+    """
+    distribution = unpacked_distribution(base)
+    listed = _listed_files(distribution.read_text("RECORD") or "")
+    strays = []
+    pending = [entry.name for entry in os.scandir(base) if _is_code(entry)]
+    while pending:
+        folder = pending.pop()
+        with os.scandir(base / folder) as entries:
+            for entry in entries:
+                path = f"{folder}/{entry.name}"
+                if _is_code(entry):
+                    pending.append(path)
+                elif entry.is_file() and path not in listed:
+                    strays.append(path)
+    return sorted(strays)
+
+
+def _is_code(entry: os.DirEntry[str]) -> bool:
+    """Whether ``entry`` is a folder of source: no bytecode, no metadata."""
+    is_other = entry.name == "__pycache__" or entry.name.endswith(".dist-info")
+    return entry.is_dir(follow_symlinks=False) and not is_other
+
+
+def _listed_files(record: str) -> set[str]:
+    return {row[0] for row in csv.reader(record.splitlines()) if row}
+
+
+def console_scripts(distribution: Distribution) -> dict[str, str]:
+    """Returns the commands that ``distribution`` declares, such as torchrun."""
+    points = distribution.entry_points.select(group="console_scripts")
+    return {point.name: point.value for point in points}
+
+
+def _parse_fields(text: bytes) -> Message:
+    return email.parser.BytesHeaderParser().parsebytes(text)
