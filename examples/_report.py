@@ -1,0 +1,110 @@
+"""Shows a training run: tables of what was sent and compared, and two pictures."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from matplotlib import pyplot as plt
+from tabulate import SEPARATING_LINE, tabulate
+
+from _compare import Difference
+from _wire import StepTraffic, Traffic, UnitKind
+
+
+KIB = 2**10
+WIRE_HEADER = (
+    "unit",
+    "dtype",
+    "parameters",
+    "all-\ngathers",
+    "bytes\ngathered",
+    "least\npossible",
+    "reduce-\nscatters",
+    "bytes\nreduced",
+    "least\npossible",
+)
+
+plt.switch_backend("Agg")  # draws to files, with or without a display
+
+
+def wire_table(kinds: Iterable[UnitKind], steps: int) -> str:
+    """What one step sent, per kind of unit and dtype, and the least possible."""
+    rows: list[Iterable[object]] = []
+    for kind in kinds:
+        name = f"{kind.name} x{kind.units}" if kind.units > 1 else kind.name
+        for dtype in dict.fromkeys([*kind.numel, *kind.reductions]):
+            sent = kind.reductions.get(dtype, Traffic()).per(steps)
+            cells = ["", "", "", *_cells(sent, kind.least_reductions(dtype))]
+            label = str(dtype).removeprefix("torch.")
+            rows.append([name, label, f"{kind.numel[dtype]:,}", *cells])
+            name = ""
+        cells = _cells(kind.gathers.per(steps), kind.least_gathers())
+        sent = sum(kind.reductions.values(), Traffic()).per(steps)
+        cells += _cells(sent, kind.least_reductions())
+        rows += [["", "all", f"{kind.numel.total():,}", *cells], SEPARATING_LINE]
+    align = ["left"] * 2 + ["right"] * 7
+    return tabulate(rows[:-1], WIRE_HEADER, disable_numparse=True, colalign=align)
+
+
+def difference_table(differences: Iterable[Difference]) -> str:
+    """How far the two runs are apart, and what is allowed."""
+    rows = [
+        [d.what, d.where, f"{d.relative:.1e}", f"{d.allowed:.1e}", "" if d.ok else "!"]
+        for d in differences
+    ]
+    header = ["", "most in", "relative difference", "allowed", ""]
+    align = ["left"] * 2 + ["right"] * 2 + ["left"]
+    return tabulate(rows, header, disable_numparse=True, colalign=align)
+
+
+def _cells(sent: Traffic, least: Traffic) -> list[str]:
+    numbers = (sent.calls, sent.nbytes, least.nbytes)
+    return [f"{number:,.1f}".removesuffix(".0") for number in numbers]
+
+
+def draw_losses(
+    path: Path, losses: Sequence[float], reference: Sequence[float], label: str
+) -> None:
+    """Draws both runs' losses, and below them how far they are apart."""
+    figure, (above, below) = plt.subplots(
+        2, sharex=True, figsize=(8, 6), height_ratios=(3, 1), layout="constrained"
+    )
+    above.plot(losses, color="tab:blue", linewidth=3, alpha=0.5, label=label)
+    above.plot(reference, color="black", linewidth=1, label="one process, no FSDP")
+    above.axhline(
+        losses[0] / 2, color="gray", linestyle=":", label="half the first loss"
+    )
+    above.set(ylabel="loss (nats per byte)", ylim=(0, None))
+    above.set_title("A language model with bf16, fp32 and fp16 parameters in each unit")
+    above.legend()
+    apart = [abs(a - b) / abs(b) for a, b in zip(losses, reference)]
+    below.semilogy(apart, color="tab:red", linewidth=1)
+    below.set(xlabel="step", ylabel="relative\ndifference")
+    for axes in (above, below):
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def draw_wire(path: Path, ways: Sequence[StepTraffic], title: str) -> None:
+    """Draws the bytes of one step as a bar per way, with its collectives' number."""
+    figure, axes = plt.subplots(figsize=(8, 3.2), layout="constrained")
+    labels = [way.label for way in ways]
+    gathered = [way.gathers.nbytes / KIB for way in ways]
+    reduced = [way.reductions.nbytes / KIB for way in ways]
+    axes.barh(labels, gathered, color="tab:blue", label="all-gather")
+    axes.barh(
+        labels, reduced, left=gathered, color="tab:orange", label="reduce-scatter"
+    )
+    longest = max(a + b for a, b in zip(gathered, reduced)) or 1.0
+    for row, way in enumerate(ways):
+        end = gathered[row] + reduced[row]
+        calls = way.gathers.calls + way.reductions.calls
+        note = f"{end:,.0f} KiB\n{calls:g} collectives"
+        axes.text(end + 0.01 * longest, row, note, va="center")
+    axes.set(title=title, xlabel="KiB per step", xlim=(0, 1.25 * longest))
+    axes.invert_yaxis()
+    axes.legend(loc="upper right")
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
