@@ -390,8 +390,9 @@ class TestProcesses(FSDPProcessTest):
             seen.clear()
             model = GivenGrads(SHAPES).to(self.device)
             fully_shard(model, mesh=mesh)
-            with_stream = mesh.ndim == 1 and DEVICE_TYPE != "cpu"
-            stream = torch.Stream(self.device) if with_stream else None
+            handle = torch.get_device_module(self.device)
+            # Native HSDP has a stream of its own for the hook
+            stream = handle.Stream() if mesh.ndim == 1 else None
             model.set_all_reduce_hook(double, stream=stream)
             run_backward(model, self.rank, [Microbatch(ALL)])
             shards = mesh.size(-1)

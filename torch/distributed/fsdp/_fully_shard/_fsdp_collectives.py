@@ -1086,9 +1086,10 @@ def _get_gradient_divide_factors(
     - Other dtypes, fp16 above all, could overflow in the sum if divided after
       it and underflow if divided before. So they are divided by about sqrt(N)
       before and by the rest after: the power of two f that grows from 1 while
-      it divides N and N / f > f, then N / f. Each is at most about sqrt(N)
-      away from the result's own scale. N = 8 gives 4 and 2, N = 6 gives 4 and
-      1.5.
+      it divides N and N / f > f, then N / f. So no partial sum is farther than
+      about sqrt(N) from the result's own scale. N = 8 gives 4 and 2, N = 6
+      gives 4 and 1.5. (The rule of ``DefaultState`` in
+      torch/distributed/algorithms/_comm_hooks/default_hooks.py.)
     - Where only sums may be used (``force_sum_reduction_for_comms``, MTIA, a
       backend without PREMUL_SUM), it is divided after, where there is less.
 
