@@ -7,12 +7,12 @@ reduction rounds again, where one process rounds once. In bf16 that is 2**-9 of 
 each time, in any direction, and the next steps carry it on. It reaches the gradients of
 all dtypes, fp32 too, by way of the bf16 matrices and activations.
 
-Parameters. Their difference is compared with how far training moved them: rounding
-comes to 2**-5 of that at most, much the same for 1 to 16 ranks and 100 to 600 steps.
-Gradients of one dtype that are wrong by a factor of 2 come to 2**-1 or more for its
-parameters. Halfway, on the logarithmic scale, is 2**-3. One unit in the last place is
-allowed as well (2**-7 in bf16, 2**-10 in fp16, 2**-23 in fp32), as the parameters
-themselves are stored rounded.
+Parameters. Their difference is compared with how far training moved them. Rounding
+comes to about 2**-5 of that in the worst parameter, much the same for 2 to 16 ranks and
+40 to 600 steps; gradients of one dtype that are wrong by a factor of 2 come to 2**-1 or
+more. Halfway, on the logarithmic scale, is 2**-3. One unit in the last place is allowed
+as well (2**-7 in bf16, 2**-10 in fp16, 2**-23 in fp32), as the parameters themselves
+are stored rounded.
 
 Loss. As a mean over thousands of tokens it averages rounding out: 2**-9 at most was
 seen, and 2**-7 is allowed.

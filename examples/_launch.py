@@ -89,6 +89,8 @@ def launch(script: str, nproc: int, argv: Sequence[str]) -> int:
     else:
         cores = os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
+    # Where other programs use the cores too, threads that wait must not spin on them.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     options = run.parse_args(["--standalone", f"--nproc-per-node={nproc}", script])
     options.training_script_args = list(argv)  # unseen by torchrun's own parser
     try:
@@ -96,7 +98,8 @@ def launch(script: str, nproc: int, argv: Sequence[str]) -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         status = failure.exitcode
-        print(f"{Path(script).name}: rank {rank} failed ({status})", file=sys.stderr)
+        name = Path(script).name
+        print(f"{name}: rank {rank} ended with status {status}", file=sys.stderr)
         return 1
     except SignalException as error:
         return 128 + error.sigval

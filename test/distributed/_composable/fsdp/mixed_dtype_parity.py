@@ -326,6 +326,7 @@ MIXED_MODES: dict[str, Mode] = {
     "accumulate": Mode(step=accumulate),
     "accumulate_reduce_fp32": Mode(policy=(None, FP32), step=accumulate),
     "accumulate_in_turns": Mode(policy=(BF16, FP32), step=accumulate_in_turns),
+    "several_backwards": Mode(step=several_backwards),
     "shard_last_dim": Mode(kwargs={"shard_placement_fn": shard_last_dim}),
     "frozen": Mode(prepare=freeze_some),
     "unfrozen_later": Mode(prepare=freeze_first_block, step=unfreeze_after_first_step),

@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -44,6 +45,7 @@ from torch.distributed.device_mesh import (
 )
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_groups
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     _get_gradient_divide_factors,
     AllGatherResult,
@@ -382,6 +384,26 @@ class TestAllGather(ThreadTest):
             self.copy_out(unit, result)
             self.assert_unsharded(unit, specs, policy.param_dtype)
 
+    def test_copies_out_a_copy_of_its_own_result(self):
+        for policy in (policy_of(), policy_of(FP16)):
+            specs = mixed_specs(self.world_size)
+            unit = self.unit(specs, mp_policy=policy)
+            self.copy_out(unit, AllGatherResult(*self.all_gather(unit)))
+            self.assert_unsharded(unit, specs, policy.param_dtype)
+
+    def test_buffer_that_is_not_aligned_is_an_error_that_names_the_comm(self):
+        class Shifted(DefaultAllGather):
+            def allocate(self, size, *, dtype, device):
+                return torch.empty(size[0] + 1, dtype=dtype, device=device)[1:]
+
+        mixed = self.unit([Spec((3,), BF16), Spec((6,), FP32)])
+        with self.assertRaisesRegex(ValueError, "Shifted.*aligned to 4 bytes"):
+            self.all_gather(mixed, all_gather_comm=Shifted())
+        specs = [Spec((3,), BF16), Spec((6,), BF16)]
+        uniform = self.unit(specs)
+        self.copy_out(uniform, self.all_gather(uniform, all_gather_comm=Shifted()))
+        self.assert_unsharded(uniform, specs)
+
     def test_next_gather_takes_new_values_into_the_same_outputs(self):
         specs = mixed_specs(self.world_size)
         unit = self.unit(specs)
@@ -449,7 +471,7 @@ class TestAllGather(ThreadTest):
             self.assertEqual(counts["aten::copy_"], 0)
             with count_operators() as counts:
                 self.copy_out(unit, result)
-            self.assertEqual(counts["fsdp::split_with_sizes_copy"], 1)
+            self.assertEqual(counts["aten::split_with_sizes_copy"], 1)
             self.assertEqual(counts["aten::copy_"], 0)
 
 
@@ -608,7 +630,7 @@ class TestReduce(ThreadTest):
                     reduce_dtype=FP32,
                     reduce_scatter_comm=NoReduceScatter(),
                 )
-            self.assertEqual(counts["fsdp::chunk_cat"], 1)
+            self.assertEqual(counts["aten::_chunk_cat"], 1)
             self.assertEqual(counts["aten::_foreach_copy_"], casts)
             # To the other storage dtypes and, in a copy of its own, fp32
             self.assertLessEqual(counts["aten::_to_copy"], 3)
@@ -765,6 +787,7 @@ _PRINT_BASE = """
 import json, sys
 import torch, torch.distributed.fsdp
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_groups
 
 class Group:
     def __init__(self, size):
@@ -788,18 +811,18 @@ print(json.dumps([torch.__file__, schemas, results]))
 
 
 class TestDivideFactors(DeviceFreeTest):
-    def factors(
+    def raw_factors(
         self, shards, replicas, dtype, factor=None, force_sum=False, *, premul=True
-    ) -> Factors:
-        groups = [
-            None if size is None else FakeGroup(size) for size in (shards, replicas)
-        ]
-        dtype = getattr(torch, dtype)
+    ) -> tuple:
+        sizes, dtype = (shards, replicas), getattr(torch, dtype)
+        groups = [None if size is None else FakeGroup(size) for size in sizes]
         with mock.patch.object(collectives, "_has_premul_sum", lambda *_: premul):
-            result = _get_gradient_divide_factors(
+            return _get_gradient_divide_factors(
                 *groups, dtype, "cuda", factor, force_sum
             )
-        return Factors.of(result)
+
+    def factors(self, *case: Any, **how: Any) -> Factors:
+        return Factors.of(self.raw_factors(*case, **how))
 
     def test_fp32_and_bf16_are_averaged_by_the_collective(self):
         for dtype, shards in itertools.product(("float32", "bfloat16"), SIZES[1:]):
@@ -875,6 +898,20 @@ class TestDivideFactors(DeviceFreeTest):
                 wrong.append((case, premul, found))
         self.assertEqual(wrong, [])
 
+    def test_divisor_of_a_partial_result_leaves_the_rest_to_come(self):
+        """As a kept result is scaled where its dtype widens."""
+        replicas, factors, flags = (1, 2, 6), (None, 3.0, 8.0), (False, True)
+        wrong = []
+        for case in itertools.product(SIZES, replicas, DTYPES, factors, flags):
+            group, result = FakeGroup(case[0]), self.raw_factors(*case)
+            scattered = collectives.scatter_divisor(group, result, case[3])
+            found = Factors.of(result)
+            rest = replace(found, before=None, shard_op="SUM", scale=None)
+            product = scattered * rest.divisor(*case[:2])
+            if not math.isclose(product, found.divisor(*case[:2])):
+                wrong.append((case, scattered, found))
+        self.assertEqual(wrong, [])
+
     def test_equal_to_the_base_and_so_are_the_schemas(self):
         """Where several ranks reduce. Over one, the base may divide twice."""
         factors, flags = (None, 3.0, 8.0), (False, True)
@@ -884,7 +921,7 @@ class TestDivideFactors(DeviceFreeTest):
         ]
         printed = run_python("-c", _PRINT_BASE, json.dumps(cases), on_base=True)
         path, schemas, results = json.loads(printed)
-        self.assertTrue(path.startswith(str(BASE_ROOT)))
+        self.assertTrue(Path(path).resolve().is_relative_to(BASE_ROOT.resolve()))
         self.assertEqual(schemas, SCHEMAS)
         differing = []
         for (shards, replicas, *case), result in zip(cases, results, strict=True):
@@ -1123,7 +1160,12 @@ class TestUnits(FSDPProcessTest):
             self.assert_grads(module, self.weight_sums(specs), self.world_size)
 
     def test_accumulation_reduces_only_the_last_microbatch(self):
-        for policy, reductions in ((policy_of(), 3), (policy_of(BF16, FP32), 1)):
+        for policy, reductions in (
+            (policy_of(), 3),
+            (policy_of(None, FP32), 1),
+            (policy_of(BF16, FP32), 1),
+            (policy_of(BF16, BF16), 1),
+        ):
             module = self.module(self.THREE, mp_policy=policy)
             module.set_requires_gradient_sync(False)
             calls = self.step(module, 0)
@@ -1226,6 +1268,20 @@ class TestUnits(FSDPProcessTest):
         (reduction,) = recorded.reduce_scatters
         self.assert_reduces(reduction, self.THREE[1:2], FP32)
         self.assertEqual([p.grad is None for p in module.parameters()], [1, 0, 1, 1])
+
+    def test_a_wrapper_may_ask_for_another_reduce_dtype(self):
+        """Utilities replace the function in the module that calls it."""
+
+        def in_fp32(*args, **kwargs):
+            params, grads, *others = args
+            others[4] = FP32
+            return foreach_reduce(params, grads, *others, **kwargs)
+
+        module = self.module(self.THREE)
+        with mock.patch.object(param_groups, "foreach_reduce", in_fp32):
+            reductions = self.step(module)[-3:]
+        self.assertEqual([call.dtype for call in reductions], [FP32] * 3)
+        self.assert_grads(module, self.weight_sums(self.THREE), self.world_size)
 
     def test_input_buffers_are_counted_by_module_not_by_bucket(self):
         for cap, held in ((None, [1, 1, 1, 1]), (2, [1, 2, 2, 2]), (3, [1, 2, 3, 3])):

@@ -14,7 +14,11 @@ from hypothesis import strategies as st
 
 import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_layout as layouts
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import _copy_in, _split_copy
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    _copy_in,
+    _split_copy,
+    _to_columns,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_layout import (
     dtype_rank,
     extend_bucket,
@@ -216,6 +220,7 @@ class TestGatherLayout(DeviceFreeTest):
             held = sum(map(nbytes, mix))
             enough = [p for p in range(widest) if (held + p) % widest == 0]
             self.assertEqual(layout.padding_nbytes, enough[0])
+            self.assertEqual(layout.alignment, widest)
             self.assertEqual(layout.segment_nbytes, held + enough[0])
 
         self.for_each_mix(check)
@@ -340,7 +345,7 @@ class TestCopies(DeviceFreeTest):
             .contiguous()
             for dtype, numel in mix
         ]
-        _split_copy(buffer, layout, outputs, world_size)
+        _split_copy(buffer, layout, _to_columns(outputs, layout, world_size))
         for i, output in enumerate(outputs):
             expected = torch.cat([inputs[i].view(torch.uint8) for inputs in shards])
             self.assertEqual(as_bytes(output), expected.tolist())

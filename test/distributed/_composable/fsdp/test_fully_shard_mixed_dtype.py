@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import mixed_dtype_mlp
-import mixed_dtype_parity
 from fsdp_test_utils import (
     BASE_ROOT,
     DEVICE_TYPE,
@@ -29,6 +28,7 @@ from fsdp_test_utils import (
     linear_stack,
     on_first_rank,
     record_collectives,
+    REPO_ROOT,
     run_python,
     shard_mesh,
 )
@@ -43,6 +43,7 @@ from mixed_dtype_models import (
     Tower,
 )
 from mixed_dtype_parity import (
+    LR,
     MIXED_MODES,
     prefetch_explicitly,
     replicate_blocks,
@@ -53,7 +54,13 @@ from mixed_dtype_parity import (
     UNIFORM_MODES,
     units_of,
 )
-from mixed_dtype_reference import local_part, run_model, run_skipping, SideBySide
+from mixed_dtype_reference import (
+    local_part,
+    Reference,
+    run_model,
+    run_skipping,
+    SideBySide,
+)
 
 import torch
 import torch.nn as nn
@@ -479,14 +486,21 @@ class TestMixedDtypeTraining(FSDPProcessTest):
         pair.train()
         with record_collectives() as recorder:
             pair.backward()
-        # A shard of n elements has ceil(n / 4); what follows is padding
-        shards = {FP16: 1 + 1 + 2 + 0, FP32: 1 + 1 + 2, BF16: 1 + 2 + 2}
-        shards[FP16] = sum(-(-size // 4) for size in (3, 6, 9))
-        shards[FP32] = sum(-(-size // 4) for size in (1, 4, 7))
-        shards[BF16] = sum(-(-size // 4) for size in (2, 5, 8))
-        nbytes = sum(numel * dtype.itemsize for dtype, numel in shards.items())
+        # Shards are padded to equal sizes, and a rank's part to whole fp32 elements
+        params = pair.reference.model.parameters()
+        nbytes = sum(-(-p.numel() // 4) * p.dtype.itemsize for p in params)
         (gather,) = recorder.all_gathers
         self.assertEqual(gather.nbytes_per_rank, nbytes + -nbytes % 4)
+
+    def test_dtype_changed_before_the_first_forward(self) -> None:
+        pair = self.side_by_side()
+        for model in (pair.model, pair.reference.model):
+            model.head.to(BF16)
+            model.blocks[0].parts[1].to(FP16)
+        pair.check_params()
+        pair.reference = Reference(pair.reference.model, MixedPrecisionPolicy())
+        pair.optimizer = torch.optim.SGD(pair.model.parameters(), lr=LR)
+        pair.train()
 
     def test_shared_parameters_stay_shared(self) -> None:
         pair = self.side_by_side()
@@ -531,8 +545,8 @@ class TestMixedDtypeTraining(FSDPProcessTest):
                 shard = local_part(full[name].detach().to(self.device), param)
                 param.to_local().copy_(shard)
         pair = SideBySide(self, values, lambda *args, **kwargs: None)
-        pair.model, pair.test = model, self
-        pair.optimizer = torch.optim.SGD(model.parameters(), lr=mixed_dtype_parity.LR)
+        pair.model = model
+        pair.optimizer = torch.optim.SGD(model.parameters(), lr=LR)
         pair.train()
 
     def test_meta_device_is_refused_by_name(self) -> None:
@@ -585,7 +599,7 @@ class TestMixedDtypeTraining(FSDPProcessTest):
                 param.requires_grad_(True)
             for name, param in pair.reference.model.named_parameters():
                 pair.model.get_parameter(name).requires_grad_(param.requires_grad)
-            lr = mixed_dtype_parity.LR
+            lr = LR
             pair.optimizer = torch.optim.SGD(pair.model.parameters(), lr=lr)
 
     def test_full_state_dict_between_models(self) -> None:
@@ -642,12 +656,13 @@ class TestMixedDtypeTraining(FSDPProcessTest):
 
         pair = self.side_by_side()
         pair.train(steps=1)
-        second = pair.model.blocks[1]
-        prefetch_explicitly(pair.model)  # so that a gather is in flight
-        handle = second.parts[1].register_forward_pre_hook(fail)
+        first, second = pair.model.blocks
+        prefetch_explicitly(pair.model)
+        handle = first.parts[1].register_forward_pre_hook(fail)
         with self.assertRaises(Boom):
             pair.model(pair.next_batches()[self.rank])
         handle.remove()
+        self.assertTrue(is_gathering(second))
         pair.model.reset_iter_state()
         self.check_nothing_left(pair.model)
         pair.train()
@@ -715,19 +730,32 @@ class TestMixedDtypeTraining(FSDPProcessTest):
 instantiate_parametrized_tests(TestMixedDtypeTraining)
 
 
+def run_script(name: str, *args: str, on_base: bool = False, hash_seed: int = 0) -> str:
+    """
+    Runs a script that lies beside this file. Compiled modules are kept under the
+    build folder: the base's own stays as it came, and six processes need not
+    compile all of torch.
+    """
+    env = {
+        "PYTHONHASHSEED": str(hash_seed),
+        "PYTHONDONTWRITEBYTECODE": "",
+        "PYTHONPYCACHEPREFIX": str(REPO_ROOT / "build" / "pycache"),
+    }
+    return run_python(str(HERE / name), *args, on_base=on_base, env=env)
+
+
 @on_first_rank
 class TestOneUnitOfTwoDtypes(TestCase):
     """The script of pytorch issue 156784, before and after."""
 
-    SCRIPT = str(HERE / "mixed_dtype_mlp.py")
-
     def test_base_refuses_it(self) -> None:
         message = "FSDP expects uniform original parameter dtype but got"
         with self.assertRaisesRegex(AssertionError, message):
-            run_python(self.SCRIPT, on_base=True)
+            run_script("mixed_dtype_mlp.py", on_base=True)
 
     def test_it_trains(self) -> None:
-        losses = [float.fromhex(line) for line in run_python(self.SCRIPT).split()]
+        printed = run_script("mixed_dtype_mlp.py")
+        losses = [float.fromhex(line) for line in printed.split()]
         self.assertEqual(losses, self.losses_of_one_process(), atol=0, rtol=0)
         self.assertLess(losses[-1], losses[0] / 2)
         self.assertEqual(sorted(losses, reverse=True), losses)
@@ -752,33 +780,34 @@ class TestOneUnitOfTwoDtypes(TestCase):
 Results = list[dict[str, Any]]
 
 
-def run_parity(*args: str, hash_seed: int, on_base: bool = False) -> Results:
+def read_results(folder: str) -> Results:
+    return [pickle.loads(path.read_bytes()) for path in sorted(Path(folder).iterdir())]
+
+
+def run_parity(*args: str, **kwargs: Any) -> Results:
     """Runs all modes on 4 ranks."""
     with tempfile.TemporaryDirectory() as out:
-        script = str(HERE / "mixed_dtype_parity.py")
-        command = (script, "--out", out, "--device", DEVICE_TYPE, *args)
-        env = {"PYTHONHASHSEED": str(hash_seed)}
-        imported = run_python(*command, on_base=on_base, env=env).strip()
+        args = ("--device", DEVICE_TYPE, "--out", out, *args)
+        imported = run_script("mixed_dtype_parity.py", *args, **kwargs).strip()
+        on_base = kwargs.get("on_base", False)
         if Path(imported).is_relative_to(BASE_ROOT) != on_base:
             raise AssertionError(f"ran another torch than meant: {imported}")
-        return [pickle.loads(path.read_bytes()) for path in sorted(Path(out).iterdir())]
+        return read_results(out)
 
 
 def run_parity_with_other_hash_seeds() -> Results:
     """Runs the mixed modes on 2 ranks, each a process with a hash seed of its own."""
     with tempfile.TemporaryDirectory() as out, tempfile.TemporaryDirectory() as met:
-        script = str(HERE / "mixed_dtype_parity.py")
-        command = (script, "--units", "block", "--only-mixed", "--ranks", "2")
-        command = (*command, "--device", DEVICE_TYPE, "--out", out)
+        args = ("--device", DEVICE_TYPE, "--out", out, "--store", f"{met}/store")
+        args += ("--units", "block", "--only-mixed", "--ranks", "2")
 
         def run_rank(rank: int) -> None:
-            env = {"PYTHONHASHSEED": str(100 + rank)}
-            store = str(Path(met) / "store")
-            run_python(*command, "--rank", str(rank), "--store", store, env=env)
+            script = ("mixed_dtype_parity.py", "--rank", str(rank))
+            run_script(*script, *args, hash_seed=100 + rank)
 
-        with ThreadPoolExecutor(2) as pool:
+        with ThreadPoolExecutor() as pool:
             list(pool.map(run_rank, range(2)))
-        return [pickle.loads(path.read_bytes()) for path in sorted(Path(out).iterdir())]
+        return read_results(out)
 
 
 @on_first_rank
@@ -796,9 +825,7 @@ class TestParityWithBase(TestCase):
     def setUpClass(cls) -> None:
         super().setUpClass()
         with ThreadPoolExecutor() as pool:
-            base = pool.submit(
-                run_parity, "--units", "dtype", hash_seed=0, on_base=True
-            )
+            base = pool.submit(run_parity, "--units", "dtype", on_base=True)
             fork = pool.submit(run_parity, "--units", "block", hash_seed=1)
             reseeded = pool.submit(run_parity_with_other_hash_seeds)
         cls.base, cls.fork = base.result(), fork.result()

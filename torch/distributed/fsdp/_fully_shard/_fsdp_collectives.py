@@ -183,8 +183,8 @@ class SymmMemReduceScatter(SymmMemAllocMixin, _SingleReduceScatter):
 
 
 # Operators #
-# Compiled graphs are matched and rewritten with these three. Eager training
-# uses the latter two; its copy-in is typed, see `_copy_in`.
+# Compiled graphs are matched and rewritten with these three. Eager training calls
+# what they call: an operator of Python's costs more than the kernel's own launch.
 
 lib = torch.library.Library("fsdp", "FRAGMENT")
 
@@ -267,15 +267,21 @@ _register_kernels()
 
 class UnitParams(list[FSDPParam]):
     """
-    A unit's parameters, with the layouts of their last all-gathers, so that
-    :func:`foreach_all_gather` plans nothing anew and yet takes a plain list
-    from anyone else.
+    A unit's parameters, with what stays the same from one unshard to the next,
+    so that the ``foreach_*`` functions find it out once and yet take a plain
+    list from anyone else.
+
+    [Note: Kept between steps]
+    Nothing tells when a parameter's dtype or its all-gather outputs are
+    replaced. So what is kept says what it was made of and is compared with the
+    parameters at each use, which costs far less than to make it anew.
     """
 
     def __init__(self, params: Iterable[FSDPParam] = ()):
         super().__init__(params)
-        # One for the shards and one for those resharded after forward
+        # One each for the shards and for those resharded after forward
         self._layouts: dict[ShardedState, tuple[tuple, GatherLayout]] = {}
+        self._copy_outs: dict[ShardedState, CopyOut] = {}
 
     def gather_layout(
         self, dtypes: list[list[torch.dtype]], numels: list[list[int]]
@@ -287,6 +293,19 @@ class UnitParams(list[FSDPParam]):
             layout = _plan_unit(dtypes, numels)
             self._layouts[state] = (key, layout)
         return layout
+
+    def copy_out(self, layout: GatherLayout) -> CopyOut | None:
+        """Returns where the last gather of this layout went, if that is still so."""
+        copy_out = self._copy_outs.get(self[0].sharded_state)
+        if copy_out is None or copy_out.layout is not layout:
+            return None
+        for fsdp_param, outputs in zip(self, copy_out.outputs, strict=True):
+            if fsdp_param.all_gather_outputs is not outputs:
+                return None
+        return copy_out
+
+    def keep(self, copy_out: CopyOut) -> None:
+        self._copy_outs[self[0].sharded_state] = copy_out
 
 
 class BucketParams(list[FSDPParam]):
@@ -500,21 +519,54 @@ def foreach_all_gather_copy_out(
     if isinstance(work, dist.distributed_c10d.Work):
         work.wait()
     layout = _layout_of(all_gather_result)
-    buffer = buffer.view(layout.buffer_dtype)
-
-    outputs: list[torch.Tensor] = []
+    kept = fsdp_params.copy_out(layout) if isinstance(fsdp_params, UnitParams) else None
+    if kept is not None:
+        kept.alloc_outputs()
+        _split_copy(buffer, layout, kept.columns)
+        return
+    targets: list[torch.Tensor] = []
     interleaved: list[tuple[FSDPParam, torch.Tensor, torch.Tensor]] = []
     for fsdp_param, param_dtypes, param_numels in zip(fsdp_params, dtypes, numels):
         _alloc_outputs(fsdp_param, param_numels, param_dtypes, world_size, device)
         for output in fsdp_param.all_gather_outputs:
+            target = output
             if _gathers_out_of_order(fsdp_param):
-                rank_major = torch.empty_like(output)
-                interleaved.append((fsdp_param, rank_major, output))
-                output = rank_major
-            outputs.append(output)
-    _split_copy(buffer, layout, outputs, world_size)
+                target = torch.empty_like(output)
+                interleaved.append((fsdp_param, target, output))
+            targets.append(target)
+    columns = _to_columns(targets, layout, world_size)
+    _split_copy(buffer, layout, columns)
     for fsdp_param, rank_major, output in interleaved:
         _interleave_shards(fsdp_param, rank_major, output, world_size)
+    if isinstance(fsdp_params, UnitParams) and not interleaved:
+        fsdp_params.keep(CopyOut(layout, fsdp_params, columns))
+
+
+class CopyOut:
+    """
+    Where a unit's gather is copied to. Its views last: the outputs are freed
+    and allocated by resizing their storage, which the views share.
+    """
+
+    def __init__(
+        self,
+        layout: GatherLayout,
+        fsdp_params: list[FSDPParam],
+        columns: list[torch.Tensor],
+    ):
+        self.layout = layout
+        self.columns = columns
+        # The parameters' own lists, which new outputs would come in a new one of
+        self.outputs = [fsdp_param.all_gather_outputs for fsdp_param in fsdp_params]
+        self._storages = [
+            (output.untyped_storage(), output.nbytes)
+            for output in chain.from_iterable(self.outputs)
+        ]
+
+    def alloc_outputs(self) -> None:
+        for storage, nbytes in self._storages:
+            if storage.nbytes() != nbytes:
+                storage.resize_(nbytes)
 
 
 def _layout_of(result: AllGatherResult) -> GatherLayout:
@@ -558,28 +610,38 @@ def _gathers_out_of_order(fsdp_param: FSDPParam) -> bool:
     )
 
 
-def _split_copy(
-    buffer: torch.Tensor,
-    layout: GatherLayout,
-    outputs: list[torch.Tensor],
-    world_size: int,
-) -> None:
+def _to_columns(
+    outputs: Sequence[torch.Tensor], layout: GatherLayout, world_size: int
+) -> list[torch.Tensor]:
     """
-    Copies the columns of the gather buffer, one row a rank, to the outputs.
-    All of the buffer takes part and all in the buffer's own dtype, because the
-    fused kernel needs dense tensors of one dtype: the padding goes to a tensor
-    of its own, which nothing reads.
+    Views the outputs, in segment order, as columns of a gather buffer of one
+    row a rank, and in its dtype. The padding gets a tensor of its own, which
+    nothing reads.
+
+    The views do not share the outputs' version: the unsharded parameter is the
+    same value whenever it is there, so that a write to it is no in-place change
+    of what autograd saved.
     """
     sizes = layout.split_sizes
     columns = [
-        outputs[i].view(layout.buffer_dtype).view(world_size, size)
+        outputs[i].data.view(layout.buffer_dtype).view(world_size, size)
         for i, size in zip(layout.order, sizes)
     ]
     if layout.padding_nbytes:
-        columns.append(buffer.new_empty(world_size, sizes[-1]))
-    rows = buffer.view(world_size, layout.segment_numel)
-    with _preserve_versions(columns):
-        torch.ops.fsdp.split_with_sizes_copy(rows, [*sizes], dim=1, out=columns)
+        columns.append(columns[0].new_empty(world_size, sizes[-1]))
+    return columns
+
+
+def _split_copy(
+    buffer: torch.Tensor, layout: GatherLayout, columns: list[torch.Tensor]
+) -> None:
+    """
+    Copies a gather buffer to its columns: all of it and all in its own dtype,
+    because the fused kernel takes dense tensors of one dtype.
+    """
+    world_size = columns[0].size(0)
+    rows = buffer.view(layout.buffer_dtype).view(world_size, layout.segment_numel)
+    torch.split_with_sizes_copy(rows, layout.split_sizes, dim=1, out=columns)
 
 
 def _interleave_shards(
@@ -596,19 +658,8 @@ def _interleave_shards(
     shard_size = fsdp_param.padded_sharded_param_size
     before, after = shard_size[:dim], shard_size[dim:]
     by_rank = rank_major.view(world_size, *shard_size)
-    target = output.view(*before, world_size, *after)
-    with _preserve_versions([output]):
-        target.copy_(by_rank.movedim(0, dim))
-
-
-def _preserve_versions(tensors: Sequence[torch.Tensor]):
-    """
-    Keeps a write from counting as an in-place change of what autograd saved:
-    the unsharded parameter is the same value whenever it is there. Inference
-    tensors have no version to keep.
-    """
-    tracked = tuple(tensor for tensor in tensors if not tensor.is_inference())
-    return torch.autograd._unsafe_preserve_version_counter(tracked)
+    target = output.data.view(*before, world_size, *after)  # see `_to_columns`
+    target.copy_(by_rank.movedim(0, dim))
 
 
 @torch.no_grad()
@@ -621,9 +672,9 @@ def unshard_single_rank(fsdp_params: list[FSDPParam], device: torch.device) -> N
     outputs: list[torch.Tensor] = []
     for fsdp_param, param_dtypes, param_numels in zip(fsdp_params, dtypes, numels):
         _alloc_outputs(fsdp_param, param_numels, param_dtypes, 1, device)
-        outputs.extend(fsdp_param.all_gather_outputs)
-    with _preserve_versions(outputs):
-        _copy_typed(outputs, tensors)
+        # See `_to_columns`
+        outputs.extend(output.data for output in fsdp_param.all_gather_outputs)
+    _copy_typed(outputs, tensors)
 
 
 # Reduce #
@@ -881,7 +932,7 @@ def foreach_reduce_scatter_copy_in(
     """Fills the rows of ``reduce_scatter_input`` (1D), one for each rank."""
     row_numel = reduce_scatter_input.numel() // world_size
     rows = reduce_scatter_input.view(world_size, row_numel)
-    torch.ops.fsdp.chunk_cat(unsharded_grads, dim=0, num_chunks=world_size, out=rows)
+    torch._chunk_cat(unsharded_grads, 0, world_size, out=rows)
 
 
 def _reduce_scatter(

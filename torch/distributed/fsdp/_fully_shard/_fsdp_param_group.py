@@ -105,6 +105,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
 
+_NO_RANGE = contextlib.nullcontext()
 _GradInputs = TypeVarTuple("_GradInputs")
 
 # Gradient patterns (which parameters have one, reduced in which dtype) whose
@@ -1013,14 +1014,20 @@ class FSDPParamGroup:
         new_groups[ranks] = mesh_info.reduce_scatter_process_group = group
 
     # Labels and checks #
-    def _range(self, name: str) -> record_function:
-        """Returns a profiler range named after the step and the unit."""
+    def _range(self, name: str) -> contextlib.AbstractContextManager:
+        """
+        Returns a profiler range named after the step and the unit, or nothing
+        where no profiler listens: a range costs as much as a small copy.
+        """
+        if not torch.autograd._profiler_enabled():
+            return _NO_RANGE
         return record_function(self._with_fqn(name))
 
     def _log_hook(self, name: str) -> None:
-        logger.debug("%s", self._with_fqn(name))
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("%s", self._with_fqn(name))
 
-    def _hook_range(self, name: str) -> record_function:
+    def _hook_range(self, name: str) -> contextlib.AbstractContextManager:
         """Returns the range of a hook, which is logged as well."""
         self._log_hook(name)
         return self._range(name)
