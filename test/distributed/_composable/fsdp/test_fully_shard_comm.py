@@ -405,23 +405,30 @@ class TestAllGather(ThreadTest):
         self.assert_unsharded(uniform, specs)
 
     def test_next_gather_takes_new_values_into_the_same_outputs(self):
-        specs = mixed_specs(self.world_size)
-        unit = self.unit(specs)
-        self.copy_out(unit, self.all_gather(unit))
-        before = [fsdp_param.unsharded_param for fsdp_param in unit.fsdp_params]
-        versions = [param._version for param in before]
-        for fsdp_param in unit.fsdp_params:
-            fsdp_param.to_unsharded()
-            fsdp_param.to_sharded()
-            fsdp_param._sharded_param_data.mul_(-2)
-        self.copy_out(unit, self.all_gather(unit))
+        mixed = mixed_specs(self.world_size)
+        on_dim_0 = [spec for spec in mixed if spec.shard_dim == 0]
+        for specs in (mixed, on_dim_0):
+            unit = self.unit(specs)
+            self.copy_out(unit, self.all_gather(unit))
+            before = [fsdp_param.unsharded_param for fsdp_param in unit.fsdp_params]
+            versions = [param._version for param in before]
+            for factor in (-2, 4, -8):
+                for fsdp_param in unit.fsdp_params:
+                    fsdp_param.to_unsharded()
+                    fsdp_param.to_sharded()
+                    fsdp_param._sharded_param_data.mul_(-2)
+                self.copy_out(unit, self.all_gather(unit))
+                self.assert_scaled(unit, specs, factor)
+            for fsdp_param, param in zip(unit.fsdp_params, before, strict=True):
+                self.assertIs(fsdp_param.unsharded_param, param)
+            # Autograd must not take it for a change of what it saved
+            self.assertEqual([param._version for param in before], versions)
+
+    def assert_scaled(self, unit, specs: Sequence[Spec], factor: int) -> None:
         for i, (fsdp_param, spec) in enumerate(zip(unit.fsdp_params, specs)):
             how = {"dtype": spec.dtype, "device": THREAD_DEVICE_TYPE}
-            expected = random_input(*spec.size, seed=i, **how) * -2
-            self.assertIs(fsdp_param.unsharded_param, before[i])
+            expected = random_input(*spec.size, seed=i, **how) * factor
             self.assert_same(fsdp_param.unsharded_param, expected)
-        # Autograd must not take it for a change of what it saved
-        self.assertEqual([param._version for param in before], versions)
 
     def test_layout_follows_a_changed_compute_dtype(self):
         specs = mixed_specs(self.world_size)

@@ -276,6 +276,21 @@ class TestMixedDtypeTraining(FSDPProcessTest):
         # In forward the next gather is issued early only if asked for
         self.assertEqual(seen, {"forward": is_explicit, "backward": True})
 
+    def test_a_unit_is_reduced_before_backward_goes_on(self) -> None:
+        pair = self.side_by_side()
+        first, seen = pair.model.blocks[0], []
+
+        def hook(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            output.register_hook(lambda _: seen.append(len(recorder.reduce_scatters)))
+
+        first.parts[2].register_forward_hook(hook)
+        with record_collectives() as recorder:
+            pair.backward()
+        # The second block's three dtypes; then the first's, and two of the root
+        self.assertEqual(seen, [3])
+        self.assertEqual(len(recorder.reduce_scatters), 3 + 3 + 2)
+        pair.step()
+
     def test_async_unshard(self) -> None:
         pair = self.side_by_side()
         first, second = pair.model.blocks
@@ -338,7 +353,13 @@ class TestMixedDtypeTraining(FSDPProcessTest):
     # Units of several modules #
 
     def test_group_of_modules(self) -> None:
-        self.side_by_side(shard_blocks_as_group).train()
+        pair = self.side_by_side(shard_blocks_as_group)
+        with record_collectives() as recorder:
+            pair.backward()
+        # Once for the group and once for the root, whatever their modules are
+        self.assertEqual(len(recorder.reduce_scatters), 3 + 2)
+        pair.step()
+        pair.train()
 
     def test_group_of_modules_of_which_one_runs(self) -> None:
         pair = self.side_by_side(shard_blocks_as_group)
