@@ -1,0 +1,407 @@
+# Owner(s): ["oncall: distributed"]
+
+"""
+``fully_shard`` with what else torch has: activation checkpointing, functorch, the
+compiler, pipelining, the memory tracker, the profiler, logging, and what the rest of
+torch, its tests and vendors use of FSDP's modules.
+
+``composition_scenarios.py`` runs everything on four ranks, once on the base release
+and once on this branch, and ``composition_contract.py`` prints what is used of the
+modules, of both. Units of one dtype come to the same as on the base; units of
+several dtypes come to the same as one base unit for each dtype, in numbers, and to
+the same as units of one dtype in everything else.
+
+Runs with pytest, python or ``torchrun --nproc-per-node 4``, where the first rank does
+all of it.
+"""
+
+import functools
+import json
+import pickle
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from composition_scenarios import FACTS, FOR_ALL, PIPELINES, TRAINING
+from fsdp_test_utils import BASE_ROOT, DeviceFreeTest, REPO_ROOT, run_python
+
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+)
+
+
+HERE = Path(__file__).parent
+
+# Of each scenario, which other one it must equal on the same torch
+SAME_AS = {
+    "plain": (
+        "checkpoint_in_unit",
+        "checkpoint_in_unit_reentrant",
+        "wrapper_around_unit",
+        "wrapper_around_unit_reentrant",
+        "unit_around_wrapper",
+        "unit_around_wrapper_reentrant",
+        "nested_wrapper_around_unit",
+        "moved_before_first_forward",
+    ),
+    "plain_two_forwards": ("nested_unit_around_wrapper_two_forwards",),
+    "plain_small": (
+        "compiled_blocks_in_place",
+        "compiled_blocks",
+        "compiled_model",
+        "compiled_model_in_place",
+        "compiled_checkpointed_blocks",
+    ),
+}
+REFERENCES = {name: ref for ref, names in SAME_AS.items() for name in names}
+
+# By kind and name of a scenario
+Results = dict[str, Any]
+
+
+def run_script(name: str, *args: str, on_base: bool, **env: str) -> str:
+    """Runs a file beside this one, without compiling all of torch's files anew."""
+    cache = {
+        "PYTHONDONTWRITEBYTECODE": "",
+        "PYTHONPYCACHEPREFIX": str(REPO_ROOT / "build" / "pycache"),
+    }
+    return run_python(str(HERE / name), *args, on_base=on_base, env=cache | env)
+
+
+def check_torch(path: str, on_base: bool) -> None:
+    if Path(path).is_relative_to(BASE_ROOT) != on_base:
+        raise AssertionError(f"ran another torch than meant: {path}")
+
+
+def run_scenarios(on_base: bool) -> list[Results]:
+    """Returns what each rank comes to."""
+    units = "dtype" if on_base else "block"
+    with tempfile.TemporaryDirectory() as out:
+        args = ("--out", out, "--units", units)
+        printed = run_script("composition_scenarios.py", *args, on_base=on_base)
+        check_torch(printed.splitlines()[-1], on_base)
+        paths = sorted(Path(out).iterdir())
+        return [pickle.loads(path.read_bytes()) for path in paths]
+
+
+def run_contract(on_base: bool) -> Results:
+    """Returns what is used of the modules, and the lines of ``TORCH_LOGS=+fsdp``."""
+    kinds = ("uniform",) if on_base else ("uniform", "mixed")
+    with tempfile.TemporaryDirectory() as out:
+        log = Path(out) / "log"
+        env = {"TORCH_LOGS": "+fsdp", "TORCH_LOGS_OUT": str(log)}
+        args = ("composition_contract.py", *kinds)
+        found = json.loads(run_script(*args, on_base=on_base, **env))
+        check_torch(found["torch"], on_base)
+        # Each begins with rank, level, time and place, in brackets
+        return found | {"log": log.read_text().splitlines()}
+
+
+@functools.cache
+def started(run: Callable[[bool], Any]) -> tuple[Future[Any], Future[Any]]:
+    """Runs on the base and on this branch at once, and only once if it fails."""
+    pool = ThreadPoolExecutor()
+    return pool.submit(run, True), pool.submit(run, False)
+
+
+def of_scenarios() -> tuple[list[Results], list[Results]]:
+    """Returns what the base comes to, and what this branch does."""
+    base, fork = started(run_scenarios)
+    return base.result(), fork.result()
+
+
+def of_contract() -> tuple[Results, Results]:
+    base, fork = started(run_contract)
+    return base.result(), fork.result()
+
+
+def of_mesh(results: list[Results]) -> list[Results]:
+    """Returns one result for each rank of a half: the halves take turns."""
+    return [results[0] | results[2], results[1] | results[3]]
+
+
+class CompositionTest(DeviceFreeTest):
+    def check_same(self, actual: dict[str, Any], expected: dict[str, Any]) -> None:
+        """Names what differs, and not its bits."""
+        self.assertEqual(list(actual), list(expected))
+        self.assertEqual([k for k in expected if actual[k] != expected[k]], [])
+
+    def each_rank(self) -> Any:
+        base, fork = of_scenarios()
+        return zip(of_mesh(base), of_mesh(fork), strict=True)
+
+
+class TestTraining(CompositionTest):
+    """Losses, sharded gradients and parameters, to the last bit."""
+
+    @parametrize("name", list(TRAINING))
+    def test_uniform_unit_equals_base(self, name: str) -> None:
+        for base, fork in self.each_rank():
+            self.check_same(fork[f"uniform {name}"], base[f"uniform {name}"])
+
+    @parametrize("name", list(TRAINING))
+    def test_mixed_unit_equals_one_base_unit_per_dtype(self, name: str) -> None:
+        for base, fork in self.each_rank():
+            self.check_same(fork[f"mixed {name}"], base[f"mixed {name}"])
+
+    @parametrize("kind", ["uniform", "mixed"])
+    @parametrize("name", list(REFERENCES))
+    def test_equals_plain_training(self, kind: str, name: str) -> None:
+        for _, fork in self.each_rank():
+            reference = fork[f"{kind} {REFERENCES[name]}"]
+            self.check_same(fork[f"{kind} {name}"], reference)
+
+    def test_models_train(self) -> None:
+        """Equal bits say nothing of a model that did not."""
+        for name in TRAINING:
+            for kind in ("uniform", "mixed"):
+                for _, fork in self.each_rank():
+                    record = fork[f"{kind} {name}"]
+                    losses = record["step 0 loss"], record["step 1 loss"]
+                    self.assertNotEqual(*losses, (kind, name))
+                    grads = [v for k, (_, v) in record.items() if "gradient" in k]
+                    self.assertGreater(sum(map(any, grads)), len(grads) / 2)
+
+
+class TestPipelines(CompositionTest):
+    """Two stages' ranks, and two ranks to shard over."""
+
+    @parametrize("name", list(PIPELINES))
+    def test_uniform_unit_equals_base(self, name: str) -> None:
+        for base, fork in zip(*of_scenarios(), strict=True):
+            self.check_same(fork[f"uniform {name}"], base[f"uniform {name}"])
+
+    @parametrize("name", list(PIPELINES))
+    def test_mixed_unit_equals_one_base_unit_per_dtype(self, name: str) -> None:
+        for base, fork in zip(*of_scenarios(), strict=True):
+            self.check_same(fork[f"mixed {name}"], base[f"mixed {name}"])
+
+    @parametrize("kind", ["uniform", "mixed"])
+    @parametrize("name", [name for name in PIPELINES if name != "not_pipelined"])
+    def test_equals_accumulation_without_a_pipeline(self, kind: str, name: str) -> None:
+        _, fork = of_scenarios()
+        losses = 0
+        for results in fork:
+            mine, whole = results[f"{kind} {name}"], results[f"{kind} not_pipelined"]
+            self.check_same(mine, {k: v for k, v in whole.items() if k in mine})
+            self.assertLess(len(mine), len(whole))
+            losses += "step 0 loss" in mine
+        self.assertEqual(losses, 2)  # of the last stage's ranks
+
+
+class TestFacts(CompositionTest):
+    """What is seen from outside of a step."""
+
+    @parametrize("name", [name for name in FACTS if name != "memory_tracker"])
+    def test_uniform_unit_is_seen_as_on_base(self, name: str) -> None:
+        for base, fork in self.each_rank():
+            self.check_same(fork[f"uniform {name}"], base[f"uniform {name}"])
+
+    @parametrize("name", ["functorch_of_inputs", "copies"])
+    def test_mixed_unit_equals_one_base_unit_per_dtype(self, name: str) -> None:
+        for base, fork in self.each_rank():
+            self.check_same(fork[f"mixed {name}"], base[f"mixed {name}"])
+
+    def test_functorch_transforms_run(self) -> None:
+        for _, fork in self.each_rank():
+            for kind in ("uniform", "mixed"):
+                for label, outcome in fork[f"{kind} functorch_of_inputs"].items():
+                    self.assertIsInstance(outcome, list, label)
+
+    def test_copying_a_model_is_refused(self) -> None:
+        for _, fork in self.each_rank():
+            for kind in ("uniform", "mixed"):
+                refusal = fork[f"{kind} copies"]["deepcopy of the model"]
+                self.assertIn("FSDP does not support deepcopy", refusal)
+
+    def test_mixed_unit_has_the_ranges_of_a_uniform_one(self) -> None:
+        for _, fork in self.each_rank():
+            expected = Counter(fork["uniform profiler_ranges"]["ranges"])
+            del expected["FSDP::cast_forward_inputs"]  # that policy casts none
+            self.assertEqual(fork["mixed profiler_ranges"]["ranges"], expected)
+
+    @parametrize("name", ["log_messages", "log_messages_of_checkpointed"])
+    def test_mixed_unit_logs_what_a_uniform_one_does(self, name: str) -> None:
+        for _, fork in self.each_rank():
+            self.check_same(fork[f"mixed {name}"], fork[f"uniform {name}"])
+            messages = next(iter(fork[f"mixed {name}"].values()))
+            self.assertIn(("DEBUG", "FSDP::post_backward (blocks.0)"), messages)
+
+    def test_only_reentrant_checkpointing_runs_hooks_again(self) -> None:
+        message = ("DEBUG", "FSDP::pre_forward (blocks.1)")
+        for _, fork in self.each_rank():
+            facts = fork["mixed log_messages_of_checkpointed"]
+            self.assertEqual(facts["REENTRANT"].count(message), 2)
+            self.assertEqual(facts["NO_REENTRANT"].count(message), 1)
+            for impl in ("REENTRANT", "NO_REENTRANT"):  # nor is anything gathered
+                self.assertEqual(facts[f"{impl} gathers"], 6)
+
+    def test_mixed_unit_gathers_once_and_reduces_once_for_each_dtype(self) -> None:
+        for _, fork in self.each_rank():
+            uniform, mixed = (
+                fork[f"{kind} comm_debug_counts"]["counts"]
+                for kind in ("uniform", "mixed")
+            )
+            gathers, reductions = "c10d._allgather_base_", "c10d._reduce_scatter_base_"
+            # The root and two blocks, in forward and again in backward
+            self.assertEqual(uniform, {gathers: 6, reductions: 3})
+            # The root has two dtypes, each block three
+            self.assertEqual(mixed, {gathers: 6, reductions: 2 + 3 + 3})
+
+
+class TestMemoryTracker(CompositionTest):
+    def test_uniform_unit_is_tracked_as_on_base(self) -> None:
+        for base, fork in self.each_rank():
+            mine, other = fork["uniform memory_tracker"], base["uniform memory_tracker"]
+            self.assertEqual(mine["phases"], other["phases"])
+            self.assertEqual(mine["categories"], other["categories"])
+            self.assertLessEqual(mine["total"], other["total"])
+
+    def test_mixed_unit_is_tracked_in_the_same_phases(self) -> None:
+        for _, fork in self.each_rank():
+            mixed, uniform = (
+                fork["mixed memory_tracker"],
+                fork["uniform memory_tracker"],
+            )
+            self.assertEqual(mixed["phases"], uniform["phases"])
+            self.assertEqual(mixed["categories"], uniform["categories"])
+            for name in ("", "blocks.0", "blocks.1"):
+                phases = [*mixed["phases"][f"FSDPTower.{name}".rstrip(".")]]
+                self.assertIn("After Post-Backward", phases)
+
+
+class TestPatches(CompositionTest):
+    """What the utilities of torch's own tests intercept of a step."""
+
+    @parametrize("name", list(FOR_ALL))
+    def test_uniform_unit_is_intercepted_as_on_base(self, name: str) -> None:
+        for base, fork in self.each_rank():
+            self.check_same(fork[f"uniform {name}"], base[f"uniform {name}"])
+
+    @parametrize("name", list(FOR_ALL))
+    def test_mixed_unit_is_intercepted(self, name: str) -> None:
+        """As often as a uniform one, but for a reduction for each dtype."""
+        for _, fork in self.each_rank():
+            uniform, mixed = fork[f"uniform {name}"], fork[f"mixed {name}"]
+            for patch, calls in mixed.items():
+                if "reduce" in patch:  # two in the root and three in each block
+                    expected = 2 + 3 + 3 if uniform[patch] else 0
+                    self.assertEqual(len(calls), expected, patch)
+                elif "gather" in patch:
+                    self.assertEqual(len(calls), len(uniform[patch]), patch)
+                else:
+                    self.assertEqual(calls, uniform[patch], patch)
+
+
+instantiate_parametrized_tests(TestTraining)
+instantiate_parametrized_tests(TestPipelines)
+instantiate_parametrized_tests(TestFacts)
+instantiate_parametrized_tests(TestPatches)
+
+
+# Names of the base that may be gone: its own helpers, and what it imports for them
+GONE = {
+    "_fsdp_collectives": {
+        "_get_all_gather_input_metadatas",
+        "_get_dim0_padded_size",
+        "_get_param_all_gather_inputs",
+        "_raise_assert_with_print",
+        "_to_dtype_if_needed",
+    },
+    "_fsdp_param_group": {
+        "_ModuleToHandleDict",
+        "_dynamo_disable",
+        "alloc_storage",
+        "RemovableHandle",
+    },
+}
+# One record holds the reduce-scatter inputs of all dtypes
+CHANGED_RECORD = "ReduceScatterState"
+
+
+class TestContract(DeviceFreeTest):
+    """What the rest of torch, and vendors, use of the two modules."""
+
+    maxDiff = None
+
+    def test_names_of_the_base_can_be_imported(self) -> None:
+        base, fork = of_contract()
+        for module, names in base["names"].items():
+            missing = {*names} - {*fork["names"][module]}
+            self.assertLessEqual(missing, GONE[module], module)
+
+    def test_functions_and_methods_take_what_they_do_on_the_base(self) -> None:
+        base, fork = (found["signatures"] for found in of_contract())
+        differing = {}
+        for name, parameters in base.items():
+            mine = fork.get(name)
+            if mine is None or not self.is_taken(parameters, mine):
+                differing[name] = (parameters, mine)
+        self.assertEqual(set(differing), {CHANGED_RECORD}, differing)
+
+    @staticmethod
+    def is_taken(parameters: list[Any], mine: list[Any]) -> bool:
+        """Whether what ``mine`` has after ``parameters`` may be left out."""
+        more = mine[len(parameters) :]
+        optional = all(kind.startswith("VAR_") for _, kind, _ in more)
+        return mine[: len(parameters)] == parameters and optional
+
+    @parametrize(
+        "name", ["foreach_all_gather", "foreach_all_gather_copy_out", "foreach_reduce"]
+    )
+    def test_vendors_calls_take_the_same_arguments(self, name: str) -> None:
+        base, fork = (found["signatures"][name] for found in of_contract())
+        self.assertEqual(fork, base)
+
+    def test_results_have_the_fields_of_the_base(self) -> None:
+        base, fork = (found["fields"] for found in of_contract())
+        kept = [name for name in base if name != CHANGED_RECORD]
+        self.assertEqual([fork[name] for name in kept], [base[name] for name in kept])
+        self.assertIn("AllGatherResult", kept)
+        self.assertEqual(len(fork["ReduceResult"]), 7)
+
+    @parametrize("owner", ["group", "context"])
+    def test_attributes_after_lazy_init(self, owner: str) -> None:
+        base, fork = of_contract()
+        self.assertEqual(fork["uniform"][owner], base["uniform"][owner])
+        mixed = dict(fork["mixed"][owner])
+        if owner == "group":  # of parts of three dtypes, not two
+            self.assertEqual(mixed.pop("fsdp_params"), "list of 18")
+        expected = {name: base["uniform"][owner][name] for name in mixed}
+        self.assertEqual(mixed, expected)
+
+    def test_operators_run_on_fake_tensors(self) -> None:
+        base, fork = (found["operators"] for found in of_contract())
+        self.assertEqual(fork, base)
+        self.assertEqual({kind for kind, *_ in fork}, {"FakeTensor"})
+
+    def test_step_on_fake_tensors(self) -> None:
+        base, fork = of_contract()
+        self.assertEqual(fork["uniform"]["fake"], base["uniform"]["fake"])
+        mixed = fork["mixed"]["fake"]
+        self.assertEqual(mixed["blocks.1.parts.0.up"], ["torch.float16", [2, 8]])
+        self.assertEqual(mixed["blocks.1.parts.1.scale"], ["torch.float32", [0]])
+        self.assertEqual(mixed["blocks.1.parts.2.gain"], ["torch.bfloat16", [2]])
+        none = [name.endswith("shift") for name in mixed if mixed[name] is None]
+        self.assertTrue(none and all(none))
+
+    def test_torch_logs(self) -> None:
+        """Every step is logged alike: two of uniform units, two of mixed ones."""
+        base, fork = (
+            [(line.split(":")[1][0], line.split("] ", 2)[-1]) for line in found["log"]]
+            for found in of_contract()
+        )
+        self.assertEqual(fork, base * 2)
+        self.assertIn(("V", "FSDP::pre_backward (blocks.1)"), base)
+
+
+instantiate_parametrized_tests(TestContract)
+
+
+if __name__ == "__main__":
+    run_tests()
