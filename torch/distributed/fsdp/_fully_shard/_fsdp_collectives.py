@@ -14,7 +14,7 @@ the buffers and issue the collectives, stand at the top.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, cast, Literal, NamedTuple
@@ -35,9 +35,18 @@ from ._fsdp_layout import (
     reduce_dtype_of,
     ReduceBucket,
     ReduceSlot,
+    RegionCopy,
     storage_dtype,
 )
 from ._fsdp_param import FSDPParam, ShardedState
+from ._fsdp_unit import (
+    BucketParams,
+    GatherOutputs,
+    get_gather_inputs,
+    plan_unit,
+    SplitSizes,
+    UnitParams,
+)
 
 
 # Communication backends #
@@ -262,66 +271,6 @@ def _register_kernels() -> None:
 _register_kernels()
 
 
-# Parameters and their plans #
-
-
-class UnitParams(list[FSDPParam]):
-    """
-    A unit's parameters, with what stays the same from one unshard to the next,
-    so that the ``foreach_*`` functions find it out once and yet take a plain
-    list from anyone else.
-
-    [Note: Kept between steps]
-    Nothing tells when a parameter's dtype or its all-gather outputs are
-    replaced. So what is kept says what it was made of and is compared with the
-    parameters at each use, which costs far less than to make it anew.
-    """
-
-    def __init__(self, params: Iterable[FSDPParam] = ()):
-        super().__init__(params)
-        # One each for the shards and for those resharded after forward
-        self._layouts: dict[ShardedState, tuple[tuple, GatherLayout]] = {}
-        self._copy_outs: dict[ShardedState, CopyOut] = {}
-
-    def gather_layout(
-        self, dtypes: list[list[torch.dtype]], numels: list[list[int]]
-    ) -> GatherLayout:
-        """Returns the layout for these inputs: the last one, if they are as before."""
-        state, key = self[0].sharded_state, (dtypes, numels)
-        kept_key, layout = self._layouts.get(state, (None, None))
-        if layout is None or kept_key != key:
-            layout = _plan_unit(dtypes, numels)
-            self._layouts[state] = (key, layout)
-        return layout
-
-    def copy_out(self, layout: GatherLayout) -> CopyOut | None:
-        """Returns where the last gather of this layout went, if that is still so."""
-        copy_out = self._copy_outs.get(self[0].sharded_state)
-        if copy_out is None or copy_out.layout is not layout:
-            return None
-        for fsdp_param, outputs in zip(self, copy_out.outputs, strict=True):
-            if fsdp_param.all_gather_outputs is not outputs:
-                return None
-        return copy_out
-
-    def keep(self, copy_out: CopyOut) -> None:
-        self._copy_outs[self[0].sharded_state] = copy_out
-
-
-class BucketParams(list[FSDPParam]):
-    """A bucket's parameters in slot order, with the bucket, likewise."""
-
-    def __init__(self, params: Iterable[FSDPParam], bucket: ReduceBucket):
-        super().__init__(params)
-        self.bucket = bucket
-
-
-def _plan_unit(
-    dtypes: list[list[torch.dtype]], numels: list[list[int]], *, by_dtype: bool = True
-) -> GatherLayout:
-    return plan_gather([*chain(*dtypes)], [*chain(*numels)], by_dtype=by_dtype)
-
-
 def _copy_typed(
     targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
 ) -> None:
@@ -358,72 +307,31 @@ class AllGatherResult(NamedTuple):
     all_gather_input_split_sizes: list[int]
 
 
-class PlannedAllGatherResult(AllGatherResult):
-    """
-    An :class:`AllGatherResult`, still of six fields to whoever unpacks it, that
-    also knows the layout of its buffer.
-    """
-
-    layout: GatherLayout | None = None
-
-
-class _GatherInputs(NamedTuple):
-    tensors: list[torch.Tensor]  # 1D, of all parameters
-    # Per parameter, of each of its inputs
-    dtypes: list[list[torch.dtype]]
-    numels: list[list[int]]
-
-
-def _get_gather_inputs(fsdp_params: list[FSDPParam]) -> _GatherInputs:
-    """
-    Collects what this rank contributes to the unit's all-gather. A plain shard
-    is taken as it is stored, to be cast by the copy-in; an extension tensor
-    gives whatever inputs its ``fsdp_pre_all_gather`` makes.
-    """
-    inputs = _GatherInputs([], [], [])
-    for fsdp_param in fsdp_params:
-        shard = _plain_shard(fsdp_param)
-        if shard is None:
-            tensors = fsdp_param.all_gather_inputs
-            dtypes = [tensor.dtype for tensor in tensors]
-            inputs.tensors.extend(tensors)
-            inputs.numels.append([tensor.numel() for tensor in tensors])
-        else:
-            dtypes = [fsdp_param.param_dtype or shard.dtype]
-            inputs.tensors.append(shard)
-            inputs.numels.append([shard.numel()])
-        inputs.dtypes.append(dtypes)
-    return inputs
-
-
-def _plain_shard(fsdp_param: FSDPParam) -> torch.Tensor | None:
-    """
-    Returns the parameter's flat local shard on its compute device and in its
-    stored dtype, or None if an extension makes the all-gather inputs.
-    """
-    if hasattr(fsdp_param._sharded_local_tensor, "fsdp_pre_all_gather"):
-        return None
-    if fsdp_param.sharded_state == ShardedState.SHARDED_POST_FORWARD:
-        return fsdp_param._sharded_post_forward_param_data
-    shard = fsdp_param._sharded_param_data
-    if fsdp_param.offload_to_cpu:
-        # Moved before it is cast: a copy that casts across devices is staged
-        # through another temporary
-        shard = shard.to(fsdp_param.device, non_blocking=True)
-    return shard
-
-
 def _copy_in(
-    segment: torch.Tensor, layout: GatherLayout, inputs: Sequence[torch.Tensor]
+    segment: torch.Tensor,
+    copies: Sequence[RegionCopy],
+    inputs: Sequence[torch.Tensor],
 ) -> None:
     """
     Writes this rank's shards into its segment of the gather buffer in one
-    pass: each slot is viewed in its own dtype and the shard cast into it.
+    pass: each region is viewed in its own dtype and the shards cast into it.
     """
-    slots = chain.from_iterable(
-        region.view(segment).split(region.numels) for region in layout.regions
-    )
-    _copy_typed([*slots], [inputs[i] for i in layout.order])
+    for copy in copies:
+        region, target = copy.region, copy.region.view(segment)
+        sources = [inputs[i] for i in region.inputs]
+        if copy.casts:
+            slots = target.split(region.numels)
+            for members in copy.casts:
+                torch._foreach_copy_(
+                    [slots[k] for k in members], [sources[k] for k in members]
+                )
+            continue
+        # The same as a copy into each slot, without a view for each
+        as_stored = storage_dtype(region.dtype)
+        if as_stored != region.dtype:
+            target = target.view(as_stored)
+            sources = [source.view(as_stored) for source in sources]
+        torch.cat(sources, out=target)
 
 
 @torch.no_grad()
@@ -456,18 +364,16 @@ def foreach_all_gather(
     """
     device_handle = _get_device_handle(device.type)
     with device_handle.stream(all_gather_copy_in_stream):
-        tensors, dtypes, numels = _get_gather_inputs(fsdp_params)
-        if isinstance(fsdp_params, UnitParams):
-            layout = fsdp_params.gather_layout(dtypes, numels)
-        else:
-            layout = _plan_unit(dtypes, numels)
-        numel = layout.segment_numel
+        tensors, inputs = get_gather_inputs(fsdp_params)
+        is_unit = isinstance(fsdp_params, UnitParams)
+        plan = fsdp_params.plan(inputs) if is_unit else plan_unit(inputs)
+        layout, numel = plan.layout, plan.layout.segment_numel
         output = all_gather_comm.allocate(
             (group.size() * numel,), dtype=layout.buffer_dtype, device=device
         )
         _check_alignment(output, layout, all_gather_comm)
         segment = output.narrow(0, group.rank() * numel, numel)
-        _copy_in(segment, layout, tensors)
+        _copy_in(segment, plan.copies, tensors)
         del tensors
     all_gather_stream.wait_stream(all_gather_copy_in_stream)
     with device_handle.stream(all_gather_stream):
@@ -475,11 +381,9 @@ def foreach_all_gather(
             output_tensor=output, input_tensor=segment, group=group, async_op=async_op
         )
         event = all_gather_stream.record_event()
-    result = PlannedAllGatherResult(
-        output, event, work, dtypes, numels, [*layout.split_sizes]
+    return AllGatherResult(
+        output, event, work, plan.dtypes, plan.numels, plan.split_sizes
     )
-    result.layout = layout
-    return result
 
 
 def _check_alignment(
@@ -519,15 +423,15 @@ def foreach_all_gather_copy_out(
     if isinstance(work, dist.distributed_c10d.Work):
         work.wait()
     layout = _layout_of(all_gather_result)
-    kept = fsdp_params.copy_out(layout) if isinstance(fsdp_params, UnitParams) else None
-    if kept is not None:
-        kept.alloc_outputs()
-        _split_copy(buffer, layout, kept.columns)
+    outputs = _alloc_outputs(fsdp_params, dtypes, numels, world_size, device)
+    is_unit = isinstance(fsdp_params, UnitParams)
+    columns = fsdp_params.columns(layout, outputs) if is_unit else None
+    if columns is not None:
+        _split_copy(buffer, layout, columns)
         return
     targets: list[torch.Tensor] = []
     interleaved: list[tuple[FSDPParam, torch.Tensor, torch.Tensor]] = []
-    for fsdp_param, param_dtypes, param_numels in zip(fsdp_params, dtypes, numels):
-        _alloc_outputs(fsdp_param, param_numels, param_dtypes, world_size, device)
+    for fsdp_param in fsdp_params:
         for output in fsdp_param.all_gather_outputs:
             target = output
             if _gathers_out_of_order(fsdp_param):
@@ -538,65 +442,48 @@ def foreach_all_gather_copy_out(
     _split_copy(buffer, layout, columns)
     for fsdp_param, rank_major, output in interleaved:
         _interleave_shards(fsdp_param, rank_major, output, world_size)
-    if isinstance(fsdp_params, UnitParams) and not interleaved:
-        fsdp_params.keep(CopyOut(layout, fsdp_params, columns))
-
-
-class CopyOut:
-    """
-    Where a unit's gather is copied to. Its views last: the outputs are freed
-    and allocated by resizing their storage, which the views share.
-    """
-
-    def __init__(
-        self,
-        layout: GatherLayout,
-        fsdp_params: list[FSDPParam],
-        columns: list[torch.Tensor],
-    ):
-        self.layout = layout
-        self.columns = columns
-        # The parameters' own lists, which new outputs would come in a new one of
-        self.outputs = [fsdp_param.all_gather_outputs for fsdp_param in fsdp_params]
-        self._storages = [
-            (output.untyped_storage(), output.nbytes)
-            for output in chain.from_iterable(self.outputs)
-        ]
-
-    def alloc_outputs(self) -> None:
-        for storage, nbytes in self._storages:
-            if storage.nbytes() != nbytes:
-                storage.resize_(nbytes)
+    if is_unit and not interleaved:
+        fsdp_params.keep_columns(layout, outputs, columns)
 
 
 def _layout_of(result: AllGatherResult) -> GatherLayout:
     """
-    Returns the layout of a gather's buffer, also where the result was copied
-    or made by someone else and does not tell: then the split sizes do. They
-    are in elements of the buffer, in the order in which a segment holds them.
+    Returns the layout of a gather's buffer, which its split sizes tell if it
+    was made here, also in a copy. Anybody else's holds the inputs in parameter
+    order.
     """
-    layout = getattr(result, "layout", None)
-    if layout is None:
-        dtypes, numels = (
-            result.param_all_gather_input_dtypes,
-            result.param_all_gather_input_numels,
-        )
-        layout = _plan_unit(dtypes, numels)
-        if list(layout.split_sizes) != list(result.all_gather_input_split_sizes):
-            layout = _plan_unit(dtypes, numels, by_dtype=False)
-    return layout
+    split_sizes = result.all_gather_input_split_sizes
+    if isinstance(split_sizes, SplitSizes):
+        return split_sizes.layout
+    dtypes = [*chain(*result.param_all_gather_input_dtypes)]
+    numels = [*chain(*result.param_all_gather_input_numels)]
+    return plan_gather(dtypes, numels, by_dtype=False)
 
 
 def _alloc_outputs(
-    fsdp_param: FSDPParam,
-    numels: list[int],
-    dtypes: list[torch.dtype],
+    fsdp_params: list[FSDPParam],
+    dtypes: list[list[torch.dtype]],
+    numels: list[list[int]],
     world_size: int,
     device: torch.device,
-) -> None:
-    """Makes the parameter's all-gather outputs, or gives them their storage back."""
-    fsdp_param.init_all_gather_outputs(numels, dtypes, world_size, device)
-    fsdp_param.alloc_all_gather_outputs()
+) -> GatherOutputs:
+    """Makes the all-gather outputs, or gives them their storage back."""
+    is_unit = isinstance(fsdp_params, UnitParams)
+    kept = fsdp_params.outputs if is_unit else None
+    if kept is not None:
+        kept.alloc()
+        return kept
+    for fsdp_param, param_dtypes, param_numels in zip(
+        fsdp_params, dtypes, numels, strict=True
+    ):
+        fsdp_param.init_all_gather_outputs(
+            param_numels, param_dtypes, world_size, device
+        )
+        fsdp_param.alloc_all_gather_outputs()
+    outputs = GatherOutputs(fsdp_params)
+    if is_unit:
+        fsdp_params.keep_outputs(outputs)
+    return outputs
 
 
 def _gathers_out_of_order(fsdp_param: FSDPParam) -> bool:
@@ -668,13 +555,12 @@ def unshard_single_rank(fsdp_params: list[FSDPParam], device: torch.device) -> N
     Unshards parameters whose only shard is this rank's: a copy from the
     sharded parameters in place of an all-gather.
     """
-    tensors, dtypes, numels = _get_gather_inputs(fsdp_params)
-    outputs: list[torch.Tensor] = []
-    for fsdp_param, param_dtypes, param_numels in zip(fsdp_params, dtypes, numels):
-        _alloc_outputs(fsdp_param, param_numels, param_dtypes, 1, device)
-        # See `_to_columns`
-        outputs.extend(output.data for output in fsdp_param.all_gather_outputs)
-    _copy_typed(outputs, tensors)
+    tensors, inputs = get_gather_inputs(fsdp_params)
+    is_unit = isinstance(fsdp_params, UnitParams)
+    plan = fsdp_params.plan(inputs) if is_unit else plan_unit(inputs)
+    outputs = _alloc_outputs(fsdp_params, plan.dtypes, plan.numels, 1, device)
+    # See `_to_columns`
+    _copy_typed([output.data for output in outputs.tensors], tensors)
 
 
 # Reduce #
@@ -694,8 +580,7 @@ class ReduceResult(NamedTuple):
     partial_reduce_output: torch.Tensor | None
 
 
-@dataclass(frozen=True)
-class _Reduction:
+class _Reduction(NamedTuple):
     """Who takes part in a bucket's reduction, and how it is scaled."""
 
     device: torch.device
@@ -862,7 +747,9 @@ def _reduce_copy_in(
     if not unsharded_grads:
         return None
     world_size = reduction.shard_world_size
-    shard_numel = sum(slot.shard_numel for slot in bucket.slots[: len(unsharded_grads)])
+    shard_numel = bucket.shard_numel
+    if len(unsharded_grads) < len(bucket.slots):
+        shard_numel = bucket.starts[len(unsharded_grads)]
     reduce_input = reduction.reduce_scatter_comm.allocate(
         (world_size * shard_numel,), dtype=bucket.dtype, device=reduction.device
     )
@@ -884,23 +771,24 @@ def _to_copyable(
     copied to one temporary first: a single gradient that is not as the kernel
     wants would send all of them down its slow path.
     """
-    same = all(grad.dtype == grads[0].dtype for grad in grads)
-    casts = (grads[0].dtype, dtype) == (torch.bfloat16, torch.float32)
-    wanted = grads[0].dtype if same and casts else dtype
-    dims = [fsdp_param.fsdp_placement.dim for fsdp_param in fsdp_params]
+    first = grads[0].dtype
+    is_cast_by_kernel = first == torch.bfloat16 and dtype == torch.float32
+    if is_cast_by_kernel and all(grad.dtype == first for grad in grads):
+        wanted = first
+    else:
+        wanted = dtype
+    dims = [0] * len(grads)
+    if world_size > 1:
+        dims = [fsdp_param.fsdp_placement.dim for fsdp_param in fsdp_params]
     odd = [
         i
         for i, (dim, grad) in enumerate(zip(dims, grads))
-        if grad.dtype != wanted
-        or (dim != 0 and world_size > 1)
-        or not grad.is_contiguous()
+        if grad.dtype != wanted or dim != 0 or not grad.is_contiguous()
     ]
     if not odd:
         return grads
     sources = [
-        _by_rank(grads[i], dims[i], world_size)
-        if dims[i] != 0 and world_size > 1
-        else grads[i]
+        _by_rank(grads[i], dims[i], world_size) if dims[i] != 0 else grads[i]
         for i in odd
     ]
     numels = [source.numel() for source in sources]
@@ -1037,7 +925,7 @@ def _give_sharded_grad(
     is there, and runs the parameter's post-accumulate-grad hooks.
     """
     sharded_param = fsdp_param.sharded_param
-    hooks = getattr(sharded_param, "_post_accumulate_grad_hooks", None) or {}
+    hooks = getattr(sharded_param, "_post_accumulate_grad_hooks", None)
     present = sharded_param.grad
     if fsdp_param.offload_to_cpu:
         # An addition on the CPU and a hook both read the gradient at once, so
@@ -1047,7 +935,11 @@ def _give_sharded_grad(
         if overlaps:
             fsdp_param.grad_offload_event = stream.record_event()
     if present is None:
-        sharded_param.grad = fsdp_param.to_sharded_dtensor(sharded_grad)
+        # What `to_sharded_dtensor` does, less a check of the size, which is the
+        # parameter's own here, and an initializer that has nothing to do
+        sharded_param.grad = DTensor.__new__(
+            DTensor, sharded_grad, fsdp_param._sharding_spec, requires_grad=False
+        )
     elif isinstance(present, DTensor):
         present._local_tensor += sharded_grad
     else:
@@ -1056,8 +948,9 @@ def _give_sharded_grad(
             f"sharded parameter, but it is a {type(present).__name__}: do not set "
             "the gradient of a sharded parameter to a plain tensor"
         )
-    for hook in [*hooks.values()]:
-        hook(sharded_param)
+    if hooks:
+        for hook in [*hooks.values()]:
+            hook(sharded_param)
 
 
 @dataclass(frozen=True)

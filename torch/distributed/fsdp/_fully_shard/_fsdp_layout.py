@@ -169,6 +169,41 @@ def plan_gather(
     )
 
 
+@dataclass(frozen=True)
+class RegionCopy:
+    """
+    How a region of this rank's segment is filled from the shards as they are
+    stored: by concatenating all of them, if none is cast on the way, else by
+    one copy of several at a time for each dtype that they are stored in, since
+    a fused copy takes one pair of dtypes.
+    """
+
+    region: GatherRegion
+    # For each stored dtype, positions in the region; empty if nothing is cast
+    casts: tuple[tuple[int, ...], ...]
+
+
+def plan_copy_in(
+    layout: GatherLayout, stored_dtypes: Sequence[torch.dtype]
+) -> tuple[RegionCopy, ...]:
+    """
+    Plans the copies that fill a segment of ``layout``.
+
+    Args:
+        stored_dtypes: Of each input, before it is cast to its region's dtype.
+    """
+    copies = []
+    for region in layout.regions:
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for position, i in enumerate(region.inputs):
+            by_dtype.setdefault(stored_dtypes[i], []).append(position)
+        casts = tuple(map(tuple, by_dtype.values()))
+        copies.append(
+            RegionCopy(region, () if [*by_dtype] == [region.dtype] else casts)
+        )
+    return tuple(copies)
+
+
 # Reduce: one buffer and one collective for each reduce dtype #
 
 

@@ -59,7 +59,6 @@ from ._fsdp_collectives import (
     _get_gradient_divide_factors,
     AllGather,
     AllGatherResult,
-    BucketParams,
     DefaultAllGather,
     DefaultAllocMixin,
     DefaultReduceScatter,
@@ -75,7 +74,6 @@ from ._fsdp_collectives import (
     SymmMemAllGather,
     SymmMemAllocMixin,
     SymmMemReduceScatter,
-    UnitParams,
     unshard_single_rank,
 )
 from ._fsdp_common import (
@@ -97,6 +95,7 @@ from ._fsdp_layout import (
     ReduceSlot,
 )
 from ._fsdp_param import FSDPParam, ParamModuleInfo, ShardedState
+from ._fsdp_unit import BucketParams, UnitParams
 
 
 if TYPE_CHECKING:
@@ -275,14 +274,12 @@ class FSDPParamGroup:
             offload_policy=offload_policy,
         )
         infos = _get_param_module_infos(params, modules)
-        self.fsdp_params: list[FSDPParam] = UnitParams(
-            map(make_fsdp_param, params, infos)
-        )
+        self.fsdp_params = UnitParams(map(make_fsdp_param, params, infos))
         self.comm_ctx = FSDPCommContext()
         self._all_gather_comm: AllGather = DefaultAllGather()
         self._reduce_scatter_comm: ReduceScatter = DefaultReduceScatter()
         self._state_dict_hook_handles: list[RemovableHandle] = []
-        # By each parameter's reduce dtype, None without a gradient
+        # By the dtype of each parameter's gradient, None without one
         self._buckets: dict[tuple[torch.dtype | None, ...], list[BucketParams]] = {}
         # The places of this group's forwards in the shared order
         self._post_forward_indices: list[int] = []
@@ -308,7 +305,9 @@ class FSDPParamGroup:
         self._validate_reduce_scatter_max_input_buffers()
         for fsdp_param in self.fsdp_params:
             fsdp_param.init_dtype_attrs(self.mp_policy)
-        self._buckets.clear()  # they hold the dtypes
+        # What is kept was made of the dtypes
+        self.fsdp_params.refresh()
+        self._buckets.clear()
         self._register_state_dict_hooks()
 
     def set_symm_mem(self, backend: Literal["NCCL"] = "NCCL") -> None:
@@ -431,8 +430,7 @@ class FSDPParamGroup:
                 foreach_all_gather_copy_out(result, self.fsdp_params, group)
         else:
             unshard_single_rank(self.fsdp_params, self.device)
-        for fsdp_param in self.fsdp_params:
-            fsdp_param.init_unsharded_param()
+        self.fsdp_params.init_unsharded_params()
 
     def _wait_all_gather_streams_on_event(self, event: torch.Event | None):
         ctx = self.comm_ctx
@@ -515,7 +513,8 @@ class FSDPParamGroup:
         self._training_state = TrainingState.POST_BACKWARD
         with self._range("FSDP::post_backward_accumulate"):
             for fsdp_param in self.fsdp_params:
-                fsdp_param.accumulate_unsharded_grad_if_needed()
+                if fsdp_param.unsharded_accumulated_grad is not None:
+                    fsdp_param.accumulate_unsharded_grad_if_needed()
         with self._range("FSDP::post_backward_reshard"):
             # Taken first: with the parameters goes the way to their gradients
             grads = self._take_unsharded_grads() if self.reduce_grads else None
@@ -551,12 +550,27 @@ class FSDPParamGroup:
         Takes each parameter's gradient away from it, None where there is none
         to reduce: kept from earlier microbatches, or new, or zeros.
         """
-        return [self._take_unsharded_grad(param) for param in self.fsdp_params]
+        grads: list[torch.Tensor | None] = []
+        for fsdp_param in self.fsdp_params:
+            param: nn.Parameter | None = getattr(fsdp_param, "_unsharded_param", None)
+            if param is None:  # has not been unsharded yet
+                grads.append(None)
+                continue
+            grad = param.grad
+            if (
+                grad is None
+                or fsdp_param.unsharded_accumulated_grad is not None
+                or fsdp_param.is_dtensor
+            ):
+                grad = self._take_unusual_grad(fsdp_param, param)
+            else:
+                param.grad = None
+            grads.append(grad)
+        return grads
 
-    def _take_unsharded_grad(self, fsdp_param: FSDPParam) -> torch.Tensor | None:
-        if not hasattr(fsdp_param, "_unsharded_param"):
-            return None  # has not been unsharded yet
-        unsharded_param = fsdp_param.unsharded_param
+    def _take_unusual_grad(
+        self, fsdp_param: FSDPParam, unsharded_param: nn.Parameter
+    ) -> torch.Tensor | None:
         if (grad := fsdp_param.unsharded_accumulated_grad) is not None:
             fsdp_param.unsharded_accumulated_grad = None
             return self._to_local(fsdp_param, grad)
@@ -601,7 +615,7 @@ class FSDPParamGroup:
         excess = len(states) + 1 - self.comm_ctx.reduce_scatter_max_input_buffers
         if excess <= 0:
             return
-        with record_function(f"FSDP::post_backward_rs_wait ({self._module_fqn})"):
+        with _profiler_range(f"FSDP::post_backward_rs_wait ({self._module_fqn})"):
             for state in states[:excess]:
                 self._wait_current_stream(state.event)
             del states[:excess]
@@ -611,20 +625,17 @@ class FSDPParamGroup:
         Returns one list of parameters for each reduction to run, in the order
         that all ranks run them in.
         """
-        reduce_dtypes = tuple(
-            None
-            if grad is None
-            else reduce_dtype_of(grad.dtype, self.mp_policy.reduce_dtype)
-            for grad in grads
-        )
+        dtypes = tuple([None if grad is None else grad.dtype for grad in grads])
         if self._partial_reduces:
-            reduce_dtypes = self._align_partial_reduces(reduce_dtypes)
-        buckets = self._buckets.get(reduce_dtypes)
-        if buckets is None:
+            reduce_dtypes = self._align_partial_reduces(self._reduce_dtypes(dtypes))
+            buckets = self._plan_buckets(reduce_dtypes)
+        elif (kept := self._buckets.get(dtypes)) is not None:
+            return kept
+        else:
+            buckets = self._plan_buckets(self._reduce_dtypes(dtypes))
             if len(self._buckets) >= _MAX_CACHED_PATTERNS:
                 self._buckets.clear()
-            buckets = self._plan_buckets(reduce_dtypes)
-            self._buckets[reduce_dtypes] = buckets
+            self._buckets[dtypes] = buckets
         if self._partial_reduces and self.all_reduce_grads:
             # Those without a gradient now may have parts of earlier microbatches
             fresh = [params.bucket.dtype for params in buckets]
@@ -632,6 +643,17 @@ class FSDPParamGroup:
             empty = [self._bucket_params(ReduceBucket(dtype, ())) for dtype in kept]
             buckets = sorted(buckets + empty, key=lambda p: dtype_rank(p.bucket.dtype))
         return buckets
+
+    def _reduce_dtypes(
+        self, grad_dtypes: Sequence[torch.dtype | None]
+    ) -> tuple[torch.dtype | None, ...]:
+        """Returns what each parameter's gradient is reduced in, if it has one."""
+        return tuple(
+            None
+            if dtype is None
+            else reduce_dtype_of(dtype, self.mp_policy.reduce_dtype)
+            for dtype in grad_dtypes
+        )
 
     def _plan_buckets(
         self, reduce_dtypes: Sequence[torch.dtype | None]
@@ -729,14 +751,13 @@ class FSDPParamGroup:
     ):
         is_sharded = isinstance(self.mesh_info, FSDPMeshInfo)
         is_replicated = isinstance(self.mesh_info, DDPMeshInfo)
-        orig_dtypes = {fsdp_param.orig_dtype for fsdp_param in params}
         return foreach_reduce(
             params,
             grads,
             self._reduce_scatter_process_group if is_sharded else None,
             self.comm_ctx.reduce_scatter_stream,
             self._reduce_scatter_comm,
-            orig_dtypes.pop() if len(orig_dtypes) == 1 else None,
+            params.orig_dtype,
             params.bucket.dtype,
             self.device,
             self.gradient_divide_factor,
@@ -879,7 +900,7 @@ class FSDPParamGroup:
             )
         target = target_fsdp_param_group
         label = f"FSDP::{pass_type}_prefetch for {target._module_fqn}"
-        with record_function(label), target.use_training_state(states[pass_type]):
+        with _profiler_range(label), target.use_training_state(states[pass_type]):
             target.unshard(target.unshard_async_op)
 
     # Sharded state #
@@ -887,13 +908,7 @@ class FSDPParamGroup:
         """Brings all parameters, and with them the group, to ``state``."""
         if self._sharded_state is state:
             return
-        for fsdp_param in self.fsdp_params:
-            if state is ShardedState.UNSHARDED:
-                fsdp_param.to_unsharded()
-            elif state is ShardedState.SHARDED:
-                fsdp_param.to_sharded()
-            else:
-                fsdp_param.to_sharded_post_forward()
+        self.fsdp_params.to_state(state)
         self._sharded_state = state
 
     @property
@@ -1015,12 +1030,9 @@ class FSDPParamGroup:
 
     # Labels and checks #
     def _range(self, name: str) -> contextlib.AbstractContextManager:
-        """
-        Returns a profiler range named after the step and the unit, or nothing
-        where no profiler listens: a range costs as much as a small copy.
-        """
+        """Returns a profiler range named after the step and the unit."""
         if not torch.autograd._profiler_enabled():
-            return _NO_RANGE
+            return _NO_RANGE  # without the label
         return record_function(self._with_fqn(name))
 
     def _log_hook(self, name: str) -> None:
@@ -1086,6 +1098,16 @@ class FSDPParamGroup:
             )
 
 
+def _profiler_range(label: str) -> contextlib.AbstractContextManager:
+    """
+    Returns a profiler range, or nothing where no profiler listens: a range
+    costs more than the copies of a small unit.
+    """
+    if not torch.autograd._profiler_enabled():
+        return _NO_RANGE
+    return record_function(label)
+
+
 def _allocates_anew(comm: ReduceScatter) -> bool:
     """Whether no buffer from ``comm`` shares memory with one that is still held."""
     mixins = (DefaultAllocMixin, ProcessGroupAllocMixin, SymmMemAllocMixin)
@@ -1136,6 +1158,17 @@ class RegisterPostBackwardFunction(torch.autograd.Function):
     """
 
     generate_vmap_rule = True
+
+    @classmethod
+    def apply(cls, param_group: FSDPParamGroup, *inputs: torch.Tensor):
+        if torch._C._are_functorch_transforms_active():
+            return super().apply(param_group, *inputs)
+        # Past what `Function.apply` does for default arguments, which there are
+        # none of: it inspects the signature, at five times the cost of the rest
+        inputs = torch._functorch.utils.unwrap_dead_wrappers(inputs)
+        directly = super(torch.autograd.Function, cls)
+        # pyrefly: ignore [missing-attribute]
+        return directly.apply(param_group, *inputs)
 
     @staticmethod
     # pyrefly: ignore [bad-override]

@@ -1,0 +1,306 @@
+"""
+The parameters of one unit, taken together: what they contribute to a gather,
+where it goes, and the changes of state that all of them make at once.
+
+[Note: Kept between steps]
+A step repeats the last one: the same dtypes, the same sizes, the same outputs.
+What was found out once is kept here. Nothing tells when a parameter's data or
+its all-gather outputs are replaced, so what is kept says what it was made of
+and is compared with the parameters at each use, which costs far less than to
+make it anew. No shard is kept alive for that: only dtypes and sizes are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from operator import attrgetter, is_
+from typing import NamedTuple
+
+import torch
+import torch.nn as nn
+
+from ._fsdp_layout import (
+    GatherLayout,
+    plan_copy_in,
+    plan_gather,
+    ReduceBucket,
+    RegionCopy,
+)
+from ._fsdp_param import FSDPParam, ShardedState
+
+
+# Read of all parameters several times a step, so without a loop in Python
+_get_stored = attrgetter("_sharded_param_data")
+_get_compute_dtype = attrgetter("param_dtype")
+_get_outputs = attrgetter("all_gather_outputs")
+
+
+# What is gathered #
+
+
+class GatherInputs(NamedTuple):
+    """What is known of the tensors that one rank contributes to a gather."""
+
+    stored_dtypes: list[torch.dtype]
+    numels: list[int]
+    # What each is cast to on the way, None if to nothing
+    compute_dtypes: list[torch.dtype | None]
+    # How many of the tensors are each parameter's, None if one is
+    counts: list[int] | None
+
+
+class SplitSizes(list[int]):
+    """
+    The split sizes of a gather that was laid out here, to tell its result from
+    one that somebody else laid out: equal numbers can mean another order.
+    """
+
+    def __init__(self, layout: GatherLayout):
+        super().__init__(layout.split_sizes)
+        self.layout = layout
+
+
+@dataclass(frozen=True)
+class GatherPlan:
+    """All that is known of a gather before its data."""
+
+    layout: GatherLayout
+    copies: tuple[RegionCopy, ...]
+    # The fields of the gather's result
+    dtypes: list[list[torch.dtype]]
+    numels: list[list[int]]
+    split_sizes: SplitSizes
+
+
+def get_gather_inputs(
+    fsdp_params: Sequence[FSDPParam],
+) -> tuple[list[torch.Tensor], GatherInputs]:
+    """
+    Collects this rank's 1D tensors to gather. A plain shard is taken as it is
+    stored, to be cast by the copy-in; an extension gives what its
+    ``fsdp_pre_all_gather`` makes, in whatever number and dtypes.
+    """
+    if isinstance(fsdp_params, UnitParams):
+        has_extensions = fsdp_params.has_extensions
+    else:
+        has_extensions = any(map(_has_extension, fsdp_params))
+    counts = None
+    if not has_extensions:
+        tensors = _get_shards(fsdp_params)
+        compute_dtypes = [*map(_get_compute_dtype, fsdp_params)]
+    else:
+        tensors, compute_dtypes, counts = [], [], []
+        for fsdp_param in fsdp_params:
+            if hasattr(fsdp_param._sharded_local_tensor, "fsdp_pre_all_gather"):
+                own, dtype = fsdp_param.all_gather_inputs, None
+            else:
+                own, dtype = _get_shards([fsdp_param]), fsdp_param.param_dtype
+            tensors += own
+            compute_dtypes += [dtype] * len(own)
+            counts.append(len(own))
+    stored_dtypes = [tensor.dtype for tensor in tensors]
+    numels = [tensor.numel() for tensor in tensors]
+    return tensors, GatherInputs(stored_dtypes, numels, compute_dtypes, counts)
+
+
+def _has_extension(fsdp_param: FSDPParam) -> bool:
+    return hasattr(fsdp_param, "_extensions_data")
+
+
+def _get_shards(fsdp_params: Sequence[FSDPParam]) -> list[torch.Tensor]:
+    """Returns the flat local shards of plain parameters, on the compute device."""
+    if fsdp_params[0].sharded_state is ShardedState.SHARDED_POST_FORWARD:
+        # pyrefly: ignore [bad-return]
+        return [
+            fsdp_param._sharded_post_forward_param_data for fsdp_param in fsdp_params
+        ]
+    shards = [*map(_get_stored, fsdp_params)]
+    if fsdp_params[0].offload_to_cpu:
+        # Moved before they are cast: a copy that casts across devices is staged
+        # through another temporary
+        device = fsdp_params[0].device
+        shards = [shard.to(device, non_blocking=True) for shard in shards]
+    return shards
+
+
+def plan_unit(inputs: GatherInputs) -> GatherPlan:
+    pairs = zip(inputs.stored_dtypes, inputs.compute_dtypes, strict=True)
+    dtypes = [compute_dtype or stored_dtype for stored_dtype, compute_dtype in pairs]
+    counts = inputs.counts or [1] * len(dtypes)
+    layout = plan_gather(dtypes, inputs.numels)
+    return GatherPlan(
+        layout,
+        plan_copy_in(layout, inputs.stored_dtypes),
+        dtypes=_in_groups(dtypes, counts),
+        numels=_in_groups(inputs.numels, counts),
+        split_sizes=SplitSizes(layout),
+    )
+
+
+def _in_groups(values: Iterable, counts: Sequence[int]) -> list[list]:
+    values = iter(values)
+    return [list(islice(values, count)) for count in counts]
+
+
+# Where it goes #
+
+
+class GatherOutputs:
+    """
+    The all-gather outputs of all parameters. They are allocated and freed by
+    resizing their storage, so that views of them last.
+    """
+
+    def __init__(self, fsdp_params: Iterable[FSDPParam]):
+        # The parameters' own lists, which new outputs would come in a new one of
+        self.lists = [*map(_get_outputs, fsdp_params)]
+        self.tensors = [*chain.from_iterable(self.lists)]
+        # Whether the unsharded parameters over them have been made
+        self.have_params = False
+        self._storages = [(t.untyped_storage(), t.nbytes) for t in self.tensors]
+
+    def alloc(self) -> None:
+        for storage, nbytes in self._storages:
+            if storage.nbytes() != nbytes:
+                storage.resize_(nbytes)
+
+    def free(self) -> None:
+        for storage, _ in self._storages:
+            if storage.nbytes():
+                storage.resize_(0)
+
+
+class _KeptColumns(NamedTuple):
+    layout: GatherLayout
+    outputs: GatherOutputs
+    columns: list[torch.Tensor]
+
+
+class UnitParams(list[FSDPParam]):
+    """
+    A unit's parameters, with what :mod:`_fsdp_collectives` finds out about
+    them, which takes a plain list from anyone else and finds it out each time.
+    """
+
+    def __init__(self, params: Iterable[FSDPParam] = ()):
+        super().__init__(params)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Forgets what is kept, where parameters may have become others."""
+        self.has_extensions = any(map(_has_extension, self))
+        # One each for the shards and for those resharded after forward
+        self._plans: dict[ShardedState, tuple[GatherInputs, GatherPlan]] = {}
+        self._columns: dict[ShardedState, _KeptColumns] = {}
+        self._outputs: GatherOutputs | None = None
+
+    def plan(self, inputs: GatherInputs) -> GatherPlan:
+        """Returns the plan for these inputs: the last one, if they are as before."""
+        state = self[0].sharded_state
+        kept = self._plans.get(state)
+        if kept is None or kept[0] != inputs:
+            kept = self._plans[state] = (inputs, plan_unit(inputs))
+        return kept[1]
+
+    @property
+    def outputs(self) -> GatherOutputs | None:
+        """The kept outputs, if the parameters still have them."""
+        outputs = self._outputs
+        if outputs and all(map(is_, map(_get_outputs, self), outputs.lists)):
+            return outputs
+        return None
+
+    def keep_outputs(self, outputs: GatherOutputs) -> None:
+        self._outputs = outputs
+
+    def columns(
+        self, layout: GatherLayout, outputs: GatherOutputs
+    ) -> list[torch.Tensor] | None:
+        """Returns the views that the last gather was copied out to, if still so."""
+        kept = self._columns.get(self[0].sharded_state)
+        if kept is None or kept.layout is not layout or kept.outputs is not outputs:
+            return None
+        return kept.columns
+
+    def keep_columns(
+        self,
+        layout: GatherLayout,
+        outputs: GatherOutputs,
+        columns: list[torch.Tensor],
+    ) -> None:
+        state = self[0].sharded_state
+        self._columns[state] = _KeptColumns(layout, outputs, columns)
+
+    # Changes of state #
+    def init_unsharded_params(self) -> None:
+        """Makes the unsharded parameters of what was gathered, where it is new."""
+        outputs = self.outputs
+        if outputs is not None and outputs.have_params and not self.has_extensions:
+            return
+        for fsdp_param in self:
+            fsdp_param.init_unsharded_param()
+        if outputs is not None:
+            outputs.have_params = True
+
+    def to_state(self, state: ShardedState) -> None:
+        """Brings all parameters to ``state``, and their registrations with them."""
+        if state is ShardedState.UNSHARDED:
+            for fsdp_param in self:
+                _to_unsharded(fsdp_param)
+            return
+        if state is ShardedState.SHARDED_POST_FORWARD:
+            for fsdp_param in self:
+                fsdp_param.to_sharded_post_forward()
+            return
+        outputs = self.outputs
+        if outputs is None or self.has_extensions:
+            for fsdp_param in self:
+                fsdp_param.to_sharded()
+            return
+        for fsdp_param in self:
+            _register(fsdp_param, fsdp_param.sharded_param)
+            fsdp_param.sharded_state = state
+        outputs.free()
+
+
+def _to_unsharded(fsdp_param: FSDPParam) -> None:
+    unsharded_param = fsdp_param._unsharded_param
+    requires_grad = fsdp_param.sharded_param.requires_grad
+    if unsharded_param.requires_grad != requires_grad:
+        unsharded_param.requires_grad_(requires_grad)
+    _register(fsdp_param, unsharded_param)
+    if fsdp_param.sharded_state is ShardedState.SHARDED_POST_FORWARD:
+        # Gathered and copied out in the stream that it was allocated in, so
+        # that nothing else has to be waited for
+        fsdp_param._sharded_post_forward_param = None
+        fsdp_param._sharded_post_forward_param_data = None
+    fsdp_param.sharded_state = ShardedState.UNSHARDED
+
+
+def _register(fsdp_param: FSDPParam, param: nn.Parameter) -> None:
+    """Makes ``param`` what the modules have under the parameter's names."""
+    info = fsdp_param._module_info
+    module = info.module
+    if type(module).__setattr__ is nn.Module.__setattr__:
+        # Past its checks, which cost more than all the rest: the name is taken
+        # and has had a parameter
+        module._parameters[info.param_name] = param
+    else:
+        setattr(module, info.param_name, param)
+    if info.shared_modules:
+        shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+        for module, name in shared:
+            setattr(module, name, param)
+
+
+class BucketParams(list[FSDPParam]):
+    """A bucket's parameters in slot order, with the bucket."""
+
+    def __init__(self, params: Iterable[FSDPParam], bucket: ReduceBucket):
+        super().__init__(params)
+        self.bucket = bucket
+        # What all are stored in, None if in several dtypes
+        orig_dtypes = {slot.orig_dtype for slot in bucket.slots}
+        self.orig_dtype = orig_dtypes.pop() if len(orig_dtypes) == 1 else None
