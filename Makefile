@@ -12,7 +12,7 @@ LINT := PATH="$(CURDIR)/.venv/bin:$$PATH" XDG_DATA_HOME="$(CURDIR)/build/lint" l
 PATHS := git ls-files --cached --others --exclude-standard
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint fork clean
+.PHONY: help setup train test bench lint fork clean
 
 help:  ## show this list
 	@echo "make TARGET, where TARGET is one of"
@@ -29,6 +29,10 @@ train: setup  ## train a model of mixed dtypes (NPROC= STEPS= DEVICE=)
 
 test: setup  ## run the tests (ARGS=... goes to pytest)
 	@$(PYTHON) -m pytest $(or $(ARGS),test)
+
+bench: setup  ## measure beside the base release (QUICK=1 DOCS=1 ARGS=...)
+	@$(PYTHON) benchmarks/distributed/fsdp/bench.py $(if $(QUICK),--quick) \
+	  $(if $(DOCS),--docs) $(ARGS)
 
 lint: setup  ## check every file that git tracks or would add (ARGS=-a mends)
 	@$(LINT) init && $(LINT) --paths-cmd '$(PATHS)' $(ARGS)

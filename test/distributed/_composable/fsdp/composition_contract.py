@@ -22,6 +22,9 @@ import torch.nn as nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import (
+    RegisterPostBackwardFunction,
+)
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
@@ -144,25 +147,29 @@ def step_on_fake_tensors(kind: str, mesh: DeviceMesh) -> dict[str, Any]:
         }
 
 
-def operators_on_fake_tensors() -> list[Any]:
-    """Returns sizes, dtypes and offsets of what each operator gives."""
+def operators(device: str) -> list[Any]:
+    """Returns kinds, dtypes, sizes and offsets of what each operator gives."""
     ops, seen = torch.ops.fsdp, []
-    with FakeTensorMode():
-        for dtype in (FP32, BF16, torch.uint8):
-            inputs = [torch.empty(size, dtype=dtype) for size in (3, 2)]
-            out = ops.all_gather_copy_in(
-                inputs, torch.empty(15, dtype=dtype), [3, 2], 5, 1
-            )
-            split = [torch.empty(3, size, dtype=dtype) for size in (3, 2)]
-            ops.split_with_sizes_copy(
-                torch.empty(3, 5, dtype=dtype), [3, 2], dim=1, out=split
-            )
-            chunks = torch.empty(2, 3, dtype=dtype)
-            ops.chunk_cat(inputs, 0, 2, out=chunks)
-            for tensor in (*out, *split, chunks):
-                kind = type(tensor).__name__, str(tensor.dtype)
-                seen.append((*kind, list(tensor.size()), tensor.storage_offset()))
+    for dtype in (FP32, BF16, torch.uint8):
+        like = {"dtype": dtype, "device": device}
+        inputs = [torch.empty(size, **like) for size in (3, 2)]
+        whole = torch.empty(15, **like)
+        out = ops.all_gather_copy_in(inputs, whole, [3, 2], 5, 1)
+        split = [torch.empty(3, size, **like) for size in (3, 2)]
+        rows = torch.empty(3, 5, **like)
+        ops.split_with_sizes_copy(rows, [3, 2], dim=1, out=split)
+        chunks = torch.empty(2, 3, **like)
+        ops.chunk_cat(inputs, 0, 2, out=chunks)
+        for tensor in (*out, *split, chunks):
+            kind = type(tensor).__name__, str(tensor.dtype), str(tensor.device)
+            seen.append((*kind, list(tensor.size()), tensor.storage_offset()))
     return seen
+
+
+def operators_without_data() -> dict[str, list[Any]]:
+    with FakeTensorMode():
+        on_fake = operators("cpu")
+    return {"fake": on_fake, "meta": operators("meta")}
 
 
 def main() -> None:
@@ -174,7 +181,9 @@ def main() -> None:
         "signatures": signatures(),
         "names": names(),
         "fields": fields(),
-        "operators": operators_on_fake_tensors(),
+        "operators": operators_without_data(),
+        # Asked by functorch of whatever a unit's inputs pass through
+        "has_vmap_rule": RegisterPostBackwardFunction.generate_vmap_rule,
     }
     for kind in kinds:
         model = sharded(kind, mesh)

@@ -317,6 +317,29 @@ def vmap(run: Run) -> Record:
     return reverse_over(run, transformed)
 
 
+@listed(TRAINING)
+def jvp_of_inputs_with_gradients(run: Run) -> Record:
+    def transformed(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        output, tangent = torch.func.jvp(model, (x.requires_grad_(),), (t,))
+        return loss_of(output) + loss_of(tangent)
+
+    return reverse_over(run, transformed)
+
+
+@listed(TRAINING)
+def vmap_of_inputs_with_gradients(run: Run) -> Record:
+    def transformed(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return loss_of(torch.func.vmap(model)(torch.stack([x, y]).requires_grad_()))
+
+    return reverse_over(run, transformed)
+
+
+def through_dual(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.forward_ad.dual_level():
+        dual = model(torch.autograd.forward_ad.make_dual(x, t))
+        return torch.autograd.forward_ad.unpack_dual(dual).tangent
+
+
 @listed(FACTS)
 def functorch_of_inputs(run: Run) -> Facts:
     """Derivatives by the inputs, or what refuses them."""
@@ -326,6 +349,7 @@ def functorch_of_inputs(run: Run) -> Facts:
         "jvp": lambda model: torch.func.jvp(model, (x,), (t,)),
         "grad": lambda model: torch.func.grad(lambda x: loss_of(model(x)))(x),
         "vjp": lambda model: torch.func.vjp(model, x)[1](t),
+        "dual": lambda model: through_dual(model, x.clone().requires_grad_(), t),
         "jacfwd": lambda model: torch.func.jacfwd(model)(x[:1]),
         "jacrev": lambda model: torch.func.jacrev(model)(x[:1]),
     }

@@ -6,6 +6,7 @@ parameters as local tensors, and tensors that say themselves how they are gather
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,6 +39,18 @@ class Offsets(Waves):
         for param in self.params:
             x = x + param.float().mean().to(x.dtype)
         return x
+
+
+@dataclass
+class Hidden:
+    tensors: dict[str, torch.Tensor]
+
+
+class NestedWaves(Waves):
+    """Takes and gives tensors inside of other things."""
+
+    def forward(self, hidden: Hidden) -> Hidden:
+        return Hidden({"x": super().forward(hidden.tensors["x"])})
 
 
 def stack_of(kind: type[nn.Module], dtypes: Sequence[torch.dtype]) -> nn.Sequential:

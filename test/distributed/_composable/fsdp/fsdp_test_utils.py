@@ -15,6 +15,7 @@ import atexit
 import contextlib
 import functools
 import inspect
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -310,6 +311,10 @@ class DeviceFreeTest(TestCase):
     assertNotEqual = unittest.TestCase.assertNotEqual
 
 
+# The first hook of a unit would import the compiler, in each rank anew
+_PRELOADED = ["torch._dynamo", "torch.testing._internal.common_fsdp"]
+
+
 class FSDPProcessTest(MultiProcContinuousTest):
     """
     Every test runs in each of the processes, which live as long as the class.
@@ -332,6 +337,14 @@ class FSDPProcessTest(MultiProcContinuousTest):
         if DEVICE_TYPE == "cpu":
             return torch.device("cpu")
         return torch.device(DEVICE_TYPE, torch.accelerator.current_device_index())
+
+    @classmethod
+    def _spawn_processes(cls, world_size: int) -> None:
+        if not torch.accelerator.is_available():  # which no fork could use
+            # One process imports torch, for all ranks of all classes
+            multiprocessing.set_forkserver_preload(_PRELOADED)
+            multiprocessing.set_start_method("forkserver", force=True)
+        super()._spawn_processes(world_size)
 
     @classmethod
     def _init_pg(cls, rank: int, world_size: int, rdvz_file: str) -> None:

@@ -55,6 +55,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     foreach_all_gather_copy_out,
     foreach_reduce,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_layout import GatherLayout
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import Shard
 from torch.testing._internal.common_utils import run_tests
@@ -364,25 +366,52 @@ class TestAllGather(ThreadTest):
         row = result.all_gather_output.view(3, 9)[self.rank]
         self.assert_same(row, own)
 
+    def gather_in_parameter_order(self, unit: FSDPParamGroup) -> AllGatherResult:
+        """Makes a result of six fields, as somebody else's gather would."""
+        inputs = [fsdp_param.all_gather_inputs for fsdp_param in unit.fsdp_params]
+        dtypes = [[tensor.dtype for tensor in tensors] for tensors in inputs]
+        numels = [[tensor.numel() for tensor in tensors] for tensors in inputs]
+        pieces = [*itertools.chain(*inputs)]
+        if len({*itertools.chain(*dtypes)}) > 1:
+            pieces = [as_bytes(piece) for piece in pieces]
+        mine = torch.cat(pieces)
+        output = mine.new_empty(self.world_size * mine.numel())
+        group = unit.mesh_info.shard_process_group
+        dist.all_gather_single(output, mine, group=group)
+        sizes = [piece.numel() for piece in pieces]
+        return AllGatherResult(output, None, None, dtypes, numels, sizes)
+
     def test_copies_out_what_somebody_else_gathered_in_parameter_order(self):
         for policy in (policy_of(), policy_of(FP16)):
-            specs = mixed_specs(self.world_size)
-            unit = self.unit(specs, mp_policy=policy)
-            inputs = [p.all_gather_inputs for p in unit.fsdp_params]
-            dtypes = [[tensor.dtype for tensor in tensors] for tensors in inputs]
-            numels = [[tensor.numel() for tensor in tensors] for tensors in inputs]
-            is_uniform = len({*itertools.chain(*dtypes)}) == 1
-            pieces = [*itertools.chain(*inputs)]
-            if not is_uniform:
-                pieces = [as_bytes(piece) for piece in pieces]
-            mine = torch.cat(pieces)
-            output = mine.new_empty(3 * mine.numel())
-            group = unit.mesh_info.shard_process_group
-            dist.all_gather_single(output, mine, group=group)
-            sizes = [piece.numel() for piece in pieces]
-            result = AllGatherResult(output, None, None, dtypes, numels, sizes)
-            self.copy_out(unit, result)
-            self.assert_unsharded(unit, specs, policy.param_dtype)
+            # The second's sizes are the same in both orders
+            for specs in (mixed_specs(self.world_size), self.ambiguous_specs()):
+                unit = self.unit(specs, mp_policy=policy)
+                self.copy_out(unit, self.gather_in_parameter_order(unit))
+                self.assert_unsharded(unit, specs, policy.param_dtype)
+
+    def ambiguous_specs(self) -> list[Spec]:
+        size = self.world_size
+        return [Spec((2 * size,), BF16), Spec((size,), FP32)]
+
+    def test_own_and_other_gathers_take_turns(self):
+        specs = [Spec((5, 3), BF16), Spec((4,), FP32), Spec((9,), FP16)]
+        unit = self.unit(specs)
+        for factor, is_own in ((1, True), (-2, False), (4, True), (-8, False)):
+            gather = self.all_gather if is_own else self.gather_in_parameter_order
+            self.copy_out(unit, gather(unit))
+            self.assert_scaled(unit, specs, factor)
+            self.reshard_scaled(unit)
+
+    def test_copies_out_to_where_the_outputs_are_now(self):
+        specs = [Spec((5, 3), BF16), Spec((4,), FP32), Spec((9,), FP16)]
+        unit = self.unit(specs)
+        for factor in (1, -2, 4):
+            self.copy_out(unit, self.all_gather(unit))
+            self.assert_scaled(unit, specs, factor)
+            self.reshard_scaled(unit)
+            for fsdp_param in unit.fsdp_params:
+                fsdp_param.all_gather_outputs = []
+                del fsdp_param._unsharded_param
 
     def test_copies_out_a_copy_of_its_own_result(self):
         for policy in (policy_of(), policy_of(FP16)):
@@ -413,16 +442,20 @@ class TestAllGather(ThreadTest):
             before = [fsdp_param.unsharded_param for fsdp_param in unit.fsdp_params]
             versions = [param._version for param in before]
             for factor in (-2, 4, -8):
-                for fsdp_param in unit.fsdp_params:
-                    fsdp_param.to_unsharded()
-                    fsdp_param.to_sharded()
-                    fsdp_param._sharded_param_data.mul_(-2)
+                self.reshard_scaled(unit)
                 self.copy_out(unit, self.all_gather(unit))
                 self.assert_scaled(unit, specs, factor)
             for fsdp_param, param in zip(unit.fsdp_params, before, strict=True):
                 self.assertIs(fsdp_param.unsharded_param, param)
             # Autograd must not take it for a change of what it saved
             self.assertEqual([param._version for param in before], versions)
+
+    def reshard_scaled(self, unit: FSDPParamGroup) -> None:
+        """Doubles the shards and turns their sign, as an optimizer would."""
+        for fsdp_param in unit.fsdp_params:
+            fsdp_param.to_unsharded()
+            fsdp_param.to_sharded()
+            fsdp_param._sharded_param_data.mul_(-2)
 
     def assert_scaled(self, unit, specs: Sequence[Spec], factor: int) -> None:
         for i, (fsdp_param, spec) in enumerate(zip(unit.fsdp_params, specs)):
@@ -452,6 +485,7 @@ class TestAllGather(ThreadTest):
         local.fsdp_pre_all_gather = lambda mesh: ((data, scale), None)
         local.fsdp_post_all_gather = None
         extended._init_extensions()
+        unit.fsdp_params.refresh()  # as lazy init does
         result = self.all_gather(unit)
         self.assertEqual(
             result.param_all_gather_input_dtypes, [[FP32], [FP8, FP64], [FP16]]
@@ -469,17 +503,111 @@ class TestAllGather(ThreadTest):
 
     def test_copies_do_not_multiply_with_parameters(self):
         """One copy-in for each pair of dtypes, and one copy-out."""
-        for param_dtype in (None, BF16):
+        dtypes = {"aten::cat": None, "aten::_foreach_copy_": BF16}
+        for copy_in, param_dtype in dtypes.items():
             specs = [Spec((4,), dtype) for dtype in (BF16, FP32, FP16)] * 7
             unit = self.unit(specs, mp_policy=policy_of(param_dtype))
             with count_operators() as counts:
                 result = self.all_gather(unit, all_gather_comm=NoGather())
-            self.assertEqual(counts["aten::_foreach_copy_"], 3)
+            self.assertEqual(
+                [counts.pop(op, 0) for op in dtypes],
+                [3 * (op == copy_in) for op in dtypes],
+            )
+            # The rest is as much as one parameter would take
+            self.assertLess(counts.total(), 3 * 7)
             self.assertEqual(counts["aten::copy_"], 0)
             with count_operators() as counts:
                 self.copy_out(unit, result)
             self.assertEqual(counts["aten::split_with_sizes_copy"], 1)
             self.assertEqual(counts["aten::copy_"], 0)
+
+
+class TestKeptBetweenSteps(ThreadTest):
+    """What a step found out is used by the next, unless it is no longer so."""
+
+    world_size = 3
+    SPECS = (Spec((5, 3), BF16), Spec((4,), FP32), Spec((7,), FP32))
+
+    def layout(self, unit: FSDPParamGroup) -> GatherLayout:
+        """Gathers, checks what this rank sent, and returns the layout."""
+        result = self.all_gather(unit)
+        layout = result.all_gather_input_split_sizes.layout
+        numel = layout.segment_numel
+        segment = result.all_gather_output.narrow(0, self.rank * numel, numel)
+        slots = [s for r in layout.regions for s in r.view(segment).split(r.numels)]
+        for i, slot in zip(layout.order, slots, strict=True):
+            fsdp_param = unit.fsdp_params[i]
+            shard = fsdp_param._sharded_param_data
+            self.assert_same(slot, shard.to(fsdp_param.param_dtype or shard.dtype))
+        return layout
+
+    def test_layout_is_planned_once(self):
+        unit = self.unit(self.SPECS)
+        first = self.layout(unit)
+        for _ in range(2):
+            self.assertIs(self.layout(unit), first)
+
+    def test_layout_follows_what_it_was_made_of(self):
+        unit = self.unit(self.SPECS)
+        param = unit.fsdp_params[1]
+
+        def cast(data: torch.Tensor) -> None:
+            param._sharded_param_data = data.half()
+
+        def lengthen(data: torch.Tensor) -> None:
+            param._sharded_param_data = torch.cat([data, data])
+
+        def compute_in_bf16(data: torch.Tensor) -> None:
+            param.init_dtype_attrs(policy_of(BF16))
+
+        layouts = [self.layout(unit)]
+        for change in (cast, lengthen, compute_in_bf16):
+            change(param._sharded_param_data)
+            layouts.append(self.layout(unit))
+            self.assertIs(self.layout(unit), layouts[-1])
+        self.assertEqual(len({*map(id, layouts)}), 4)
+
+    def test_outputs_on_another_device_are_not_those_that_were_kept(self):
+        unit = self.unit(self.SPECS)
+        self.copy_out(unit, self.all_gather(unit))
+        kept = unit.fsdp_params.outputs
+        self.assertIs(unit.fsdp_params.outputs, kept)
+        param = unit.fsdp_params[0]
+        param.all_gather_outputs = [t.to("meta") for t in param.all_gather_outputs]
+        self.assertIsNone(unit.fsdp_params.outputs)
+        param.all_gather_outputs = kept.lists[0]
+        self.assertIs(unit.fsdp_params.outputs, kept)
+        unit.fsdp_params.refresh()
+        self.assertIsNone(unit.fsdp_params.outputs)
+
+    def test_unsharded_parameters_follow_requires_grad(self):
+        unit = self.unit(self.SPECS)
+        self.copy_out(unit, self.all_gather(unit))
+        for requires_grad in (True, False, True):
+            unit.fsdp_params[1].sharded_param.requires_grad_(requires_grad)
+            unit.fsdp_params.to_state(ShardedState.UNSHARDED)
+            found = [p.unsharded_param.requires_grad for p in unit.fsdp_params]
+            self.assertEqual(found, [True, requires_grad, True])
+            unit.fsdp_params.to_state(ShardedState.SHARDED)
+
+    def test_buckets_are_planned_once_for_each_pattern_of_gradients(self):
+        unit = self.unit(self.SPECS)
+        patterns = [(BF16, FP32, FP32), (BF16, None, FP32), (FP32, FP32, FP32)]
+
+        def buckets(pattern) -> list:
+            specs = zip(self.SPECS, pattern)
+            return unit._get_buckets(
+                [d and torch.empty(spec.size, dtype=d) for spec, d in specs]
+            )
+
+        found = [buckets(pattern) for pattern in patterns]
+        members = [[[*map(unit.fsdp_params.index, b)] for b in bs] for bs in found]
+        self.assertEqual(members, [[[1, 2], [0]], [[2], [0]], [[1, 2, 0]]])
+        for pattern, first in zip(patterns, found):
+            self.assertIs(buckets(pattern), first)
+        unit.lazy_init()  # where dtypes may have changed
+        for pattern, first in zip(patterns, found):
+            self.assertIsNot(buckets(pattern), first)
 
 
 class NoGather(DefaultAllGather):

@@ -26,6 +26,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_layout import (
     moves_between,
     padded_shard_numel,
     plan_buckets,
+    plan_copy_in,
     plan_gather,
     reduce_dtype_of,
     ReduceBucket,
@@ -332,7 +333,8 @@ def gather_by_copies(
     numel = layout.segment_numel
     buffer = torch.zeros(len(shards) * numel, dtype=layout.buffer_dtype)
     for segment, inputs in zip(buffer.split(max(numel, 1)), shards):
-        _copy_in(segment, layout, inputs)
+        copies = plan_copy_in(layout, [tensor.dtype for tensor in inputs])
+        _copy_in(segment, copies, inputs)
     return buffer
 
 

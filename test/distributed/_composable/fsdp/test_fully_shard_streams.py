@@ -66,6 +66,7 @@ from torch.distributed.fsdp._fully_shard import (
 from torch.distributed.fsdp._fully_shard._fsdp_common import (
     FSDPMeshInfo,
     ShardPlacementResult,
+    TrainingState,
 )
 from torch.distributed.tensor import Shard
 from torch.testing._internal.common_utils import (
@@ -879,8 +880,43 @@ class TestSchedules(FakeGroupTest):
             with self.subTest(name):
                 self.assertEqual(run_clean(name, kind).complaints, [])
 
+    @parametrize("kind", ["uniform", "mixed"])
+    def test_backward_waits_for_a_part_of_a_unit(self, kind: str) -> None:
+        """Until all of its reduction is done, though no buffer here needs it."""
+        waits: list[tuple[bool, bool]] = []
+        with mock.patch.object(
+            param_group.FSDPParamGroup, "post_backward", noting_wait(waits)
+        ):
+            run("part_of_a_unit_after_the_root", kind)
+        # Three of four post-backwards of the unit come while its forward is not
+        # complete, and only the fourth overlaps with what follows
+        parts = [is_part for is_part, _ in waits]
+        self.assertEqual(parts, [True, True, True, False] * 6)
+        self.assertTrue(all(waited for is_part, waited in waits if is_part))
+        self.assertIn((False, False), waits)
+
 
 instantiate_parametrized_tests(TestSchedules)
+
+
+def noting_wait(waits: list[tuple[bool, bool]]) -> Callable[..., None]:
+    """
+    Notes of each reduction of a unit of several modules whether its forward was
+    complete, and whether post-backward waited for all of it.
+    """
+    post_backward = param_group.FSDPParamGroup.post_backward
+
+    def call(group: Any, *args: Any) -> None:
+        earlier = group._post_reduce_event
+        is_part = group._training_state == TrainingState.FORWARD
+        post_backward(group, *args)
+        event = group._post_reduce_event
+        if len(group.modules) > 1 and event not in (None, earlier):
+            clock = group.device_handle.current_stream().clock
+            behind = (clock.get(s, 0) >= tick for s, tick in event.clock.items())
+            waits.append((is_part, all(behind)))
+
+    return call
 
 
 # Breaking things #

@@ -1,0 +1,123 @@
+"""A run's results: as JSON, as pictures, and as a page of the documentation."""
+
+import json
+import os
+import platform
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from _pictures import draw
+from _rows import PartResult, table
+
+import torch
+
+
+RESULTS = "results.json"
+
+PAGE = """\
+# Benchmarks
+
+Written by `make bench DOCS=1`, from one run. Base is PyTorch {torch} as released, fork
+is that with this branch over it.
+
+{machine}
+
+Base and fork run in processes of their own and in turns: a round measures one after the
+other, and gives one ratio. What is shown is the median of the ratios and their
+quartiles; *fork* and *takes* are medians of what each takes. *At most* is what this
+branch set out to reach.
+
+{pictures}
+{table}
+
+## What is measured
+
+- **host**: processor time per unit of a step, forward and backward, of eight units
+  whose parameters have 128 elements, less that of the same model without
+  `fully_shard`. The process group is a fake one of eight ranks; the fastest step of a
+  round counts. *base, one unit per dtype* makes three units where the fork makes one.
+- **bytes**: what the collectives of a step hold, counted where they are called, over
+  eight ranks; three blocks, resharded after forward. *Gradients promoted* is what
+  release 2.15 does for a unit of several dtypes: computed from its rule, all gradients
+  of the unit in one reduce-scatter of the widest dtype.
+- **step**: wall-clock time of a training step of four gloo processes, which share the
+  cores above. *Gradients promoted* is the fork with `reduce_dtype=torch.float32`.
+- **memory**: the peak that `FSDPMemTracker` counts on one of eight ranks in a step
+  without optimizer.
+- **growth**: straight lines fitted to host time, over 1 to 64 units of 16 parameters
+  and over 1 to 256 parameters in each of 4 units.
+- **cuda**: bytes written per second by copy-in and copy-out of a layer of 218 million
+  parameters, beside a device-to-device copy of as many bytes, and host time there.
+"""
+
+
+@dataclass
+class Results:
+    machine: dict[str, Any]
+    parts: dict[str, PartResult]
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        parts = {name: part.as_json() for name, part in self.parts.items()}
+        found = {"machine": self.machine, "parts": parts}
+        (folder / RESULTS).write_text(json.dumps(found, indent=1) + "\n")
+        (folder / "table.txt").write_text(table(self.parts) + "\n")
+        draw(self.parts, folder)
+
+    @classmethod
+    def load(cls, folder: Path) -> "Results":
+        found = json.loads((folder / RESULTS).read_text())
+        parts = {name: PartResult.of_json(p) for name, p in found["parts"].items()}
+        return cls(found["machine"], parts)
+
+    def document(self, docs: Path) -> None:
+        """Writes the page, with its pictures beside it."""
+        pictures = docs / "benchmarks"
+        shutil.rmtree(pictures, ignore_errors=True)
+        pictures.mkdir(parents=True)
+        drawn = draw(self.parts, pictures)
+        links = [f"![{path.stem}](benchmarks/{path.name})\n" for path in drawn]
+        skipped = [f"{p.skipped}.\n" for p in self.parts.values() if p.skipped]
+        page = PAGE.format(
+            torch=self.machine["torch"],
+            machine=describe(self.machine),
+            pictures="\n".join(links),
+            table="\n".join([table(self.parts, "github"), "", *skipped]).rstrip(),
+        )
+        (docs / "benchmarks.md").write_text(page)
+
+
+def machine() -> dict[str, Any]:
+    """What times depend on: the hardware, and nothing that names the machine."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    has_device = torch.cuda.is_available()
+    return {
+        "cpu": _cpu_model(),
+        "cores": cores,
+        "device": torch.cuda.get_device_name() if has_device else "",
+        "torch": torch.__version__.split("+")[0],
+        "python": platform.python_version(),
+        "system": platform.system(),
+    }
+
+
+def describe(machine: dict[str, Any]) -> str:
+    device = machine["device"] or "CPU only"
+    return (
+        f"Measured on {machine['cores']} cores of {machine['cpu']}, {device}, with "
+        f"Python {machine['python']} on {machine['system']}."
+    )
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2] for line in lines if line.startswith("model name")]
+    return names[0].strip() if names else platform.processor() or platform.machine()

@@ -1,0 +1,121 @@
+"""
+Wall-clock time of a training step of four gloo processes.
+
+The processes share the machine's cores, so what is computed and what is sent both
+count. Each round starts with a barrier, and takes the median of its steps.
+"""
+
+import time
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from _models import (
+    ALL_FP32,
+    AS_IT_IS,
+    BLOCKS,
+    language_model,
+    PER_DTYPE,
+    PROMOTED,
+    tokens,
+    training_step,
+    UNIFORM_BLOCKS,
+)
+from _ratios import alternate, Group, Samples, Subject
+from _rows import PartResult, Timed, timed_rows
+from _sides import Side
+
+import torch.distributed as dist
+from torch import nn, Tensor
+
+
+SIDE_OPTIONS = {"backend": "gloo", "world_size": 4}
+
+
+class Run(NamedTuple):
+    model: nn.Module
+    x: Tensor
+
+
+@cache
+def _build(block: str, way: str, device: str) -> Run:
+    run = Run(language_model(block, way, device), tokens(way, device))
+    for _ in range(3):
+        training_step(*run)
+    return run
+
+
+def measure(*, device: str, block: str, way: str, steps: int) -> dict[str, Any]:
+    """Returns the median step of several, in milliseconds."""
+    run = _build(block, way, device)
+    training_step(*run)  # not counted: the other side has used the caches since
+    dist.barrier()
+    ends = [time.perf_counter()]
+    for _ in range(steps):
+        training_step(*run)
+        ends.append(time.perf_counter())
+    return {"wall_ms": float(np.median(np.diff(ends))) * 1e3}
+
+
+# What is compared #
+
+FORK = "fork"
+PER_DTYPE_BASE = "base, one unit per dtype"
+UNIFORM_BASE = "base"
+ALL_FP32_BASE = "base, all fp32"
+# The fork can be told to do so: by a policy that reduces in fp32
+PROMOTED_FORK = "gradients promoted, as 2.15 (by the fork)"
+
+
+def groups_of(extra: dict[str, Any], *, promoted: bool) -> list[Group]:
+    """Returns each block in all ways that run, base and fork in turns."""
+    groups = []
+    for block in BLOCKS:
+        uniform = block in UNIFORM_BLOCKS
+        ways = [
+            (UNIFORM_BASE if uniform else PER_DTYPE_BASE, "base", PER_DTYPE),
+            (FORK, "fork", AS_IT_IS),
+            (ALL_FP32_BASE, "base", ALL_FP32),
+        ]
+        if promoted and not uniform:
+            ways.append((PROMOTED_FORK, "fork", PROMOTED))
+        subjects = [
+            Subject(name, side, {"block": block, "way": way, **extra})
+            for name, side, way in ways
+        ]
+        groups.append(Group(block, tuple(subjects)))
+    return groups
+
+
+def rows_of(
+    part: str,
+    quantity: str,
+    metric: str,
+    groups: list[Group],
+    samples: Samples,
+    bar: float | None = None,
+) -> PartResult:
+    """Compares the fork with every other way."""
+    timed = [
+        Timed(group.name, f"{group.name} blocks", FORK, subject.name, bar)
+        for group in groups
+        for subject in group.subjects
+        if subject.name != FORK
+    ]
+    rows = timed_rows(part, quantity, metric, samples, timed)
+    return PartResult(rows, {"samples": samples.as_json()})
+
+
+def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> PartResult:
+    """Compares the time of a step."""
+    groups = groups_of({"steps": 3 if quick else 5}, promoted=True)
+    if quick:
+        groups = [group for group in groups if group.name not in UNIFORM_BLOCKS][:1]
+    samples = alternate(
+        "step",
+        sides,
+        groups,
+        rounds=rounds or (2 if quick else 10),
+        launches=1 if quick else 2,
+    )
+    return rows_of("step", "ms / step", "wall_ms", groups, samples, bar=1.0)

@@ -1,0 +1,65 @@
+"""
+A process of one side: takes a request a line, answers with a line of JSON.
+
+Started by :class:`_sides.Side`, with ``PYTHONPATH`` saying which torch it gets.
+"""
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+
+# Parts by name: each module has a function `measure`
+MODULES = {
+    "host": "_host_time",
+    "growth": "_host_time",
+    "bytes": "_wire_bytes",
+    "step": "_step_time",
+    "memory": "_peak_memory",
+    "cuda": "_cuda_copies",
+}
+
+
+def join_group(options: dict[str, Any]) -> None:
+    """Becomes one rank of many: of real ones, or the first of none but itself."""
+    rank, world_size = options["rank"], options["world_size"]
+    if options["backend"] == "fake":
+        store: dist.Store = FakeStore()
+    else:
+        store = dist.FileStore(options["store"], world_size)
+    dist.init_process_group(
+        options["backend"], rank=rank, world_size=world_size, store=store
+    )
+
+
+def check_root(root: str) -> None:
+    """The one mistake that would make every ratio 1: both sides import the same."""
+    found = Path(torch.distributed.__file__).absolute()
+    if not found.is_relative_to(Path(root).absolute()):
+        raise ImportError(f"torch.distributed is {found}, which is not under {root}")
+
+
+def main() -> None:
+    options = json.loads(sys.argv[1])
+    # What libraries print must not come between the answers
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    check_root(options["root"])
+    torch.set_num_threads(1)
+    join_group(options)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        part = importlib.import_module(MODULES[asked["part"]])
+        measured = part.measure(device=options["device"], **asked["request"])
+        print(json.dumps(measured), file=answers)
+
+
+if __name__ == "__main__":
+    main()

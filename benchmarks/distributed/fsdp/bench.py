@@ -1,0 +1,111 @@
+"""Measures this branch beside the release that it is based on, in one run.
+
+    python benchmarks/distributed/fsdp/bench.py [--parts host,bytes,...] [--quick]
+
+Each side, base and fork, runs in processes of its own and in turns with the other. The
+table is printed; it, all values as JSON and pictures go to build/bench/, or to
+build/bench/partial/ if it was not the whole run. ``--docs`` also writes what a whole
+run found last into docs/.
+"""
+
+import argparse
+import functools
+import importlib
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from _ratios import stop
+from _results import describe, machine, Results
+from _rows import PartResult, table
+from _sides import BASE_ROOT, REPO_ROOT, Side, SideError
+
+
+# Each module has a function `run`
+PARTS = {
+    "host": "_host_time",
+    "bytes": "_wire_bytes",
+    "step": "_step_time",
+    "memory": "_peak_memory",
+    "growth": "_growth",
+    "cuda": "_cuda_copies",
+}
+OUTPUT = REPO_ROOT / "build" / "bench"
+DOCS = REPO_ROOT / "docs"
+
+
+def parse_args(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--parts", default=",".join(PARTS), help="default: all, %(default)s")
+    add("--quick", action="store_true", help="few rounds, to see that it runs")
+    add("--rounds", type=int, metavar="N", help="of each part that measures time")
+    add("--output", type=Path, help="another folder for the results")
+    add("--docs", action="store_true", help="write docs/benchmarks.md as well")
+    add("--no-run", action="store_true", help="take the results of the last whole run")
+    add("--base", type=Path, default=BASE_ROOT, help="folder with the base's torch/")
+    add("--fork", type=Path, default=REPO_ROOT, help="folder with the fork's torch/")
+    args = parser.parse_args(argv)
+    args.parts = args.parts.split(",")
+    for part in args.parts:
+        if part not in PARTS:
+            parser.error(f"no part {part!r}: choose from {', '.join(PARTS)}")
+    if not (args.base / "torch").is_dir():
+        parser.error(f"no torch/ in {args.base}: run `make setup`, or give --base")
+    is_whole = args.parts == [*PARTS] and not args.quick and args.rounds is None
+    if args.docs and not (is_whole or args.no_run):
+        parser.error("--docs needs a whole run: no --parts, --quick or --rounds")
+    args.output = args.output or (OUTPUT if is_whole else OUTPUT / "partial")
+    return args
+
+
+def run(args: argparse.Namespace) -> Results:
+    """Runs the parts one after the other."""
+    results: dict[str, PartResult] = {}
+    with ExitStack() as at_end:
+        sides_with = functools.cache(functools.partial(make_sides, args, at_end))
+        for name in args.parts:
+            part = importlib.import_module(PARTS[name])
+            start = time.perf_counter()
+            sides = sides_with(**getattr(part, "SIDE_OPTIONS", {}))
+            result = part.run(sides, quick=args.quick, rounds=args.rounds)
+            result.data["seconds"] = seconds = time.perf_counter() - start
+            print(result.skipped or f"{name}: {seconds:.0f} s", file=sys.stderr)
+            results[name] = result
+    return Results(machine(), results)
+
+
+def make_sides(
+    args: argparse.Namespace, at_end: ExitStack, **options: Any
+) -> dict[str, Side]:
+    """Returns base and fork, with the process group that a part asks for."""
+    roots = {"base": args.base, "fork": args.fork}
+    sides = {name: Side(name, root, **options) for name, root in roots.items()}
+    at_end.callback(stop, sides)
+    return sides
+
+
+def main(argv: Sequence[str]) -> int:
+    args = parse_args(argv)
+    if args.no_run:
+        results = Results.load(OUTPUT)
+    else:
+        results = run(args)
+        results.save(args.output)
+    if args.docs:
+        results.document(DOCS)
+    print(table(results.parts))
+    print(f"\n{describe(results.machine)}")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except SideError as error:
+        sys.exit(f"error: {error}")

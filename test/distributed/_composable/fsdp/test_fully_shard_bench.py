@@ -1,0 +1,165 @@
+# Owner(s): ["oncall: distributed"]
+"""
+Tests what ``make bench`` counts, and how it compares. Times are never asserted.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+from typing import Any
+
+from fsdp_test_utils import BASE_ROOT, DeviceFreeTest, REPO_ROOT, run_python
+
+from torch.testing._internal.common_utils import run_tests
+
+
+FOLDER = REPO_ROOT / "benchmarks" / "distributed" / "fsdp"
+MIXED = ("Nemotron-H-like", "fp32 adapters")
+
+
+@unittest.skipUnless(BASE_ROOT.is_dir(), "needs the base release beside the fork")
+class BenchCountsTest(DeviceFreeTest):
+    """Runs the parts that count, on base and fork."""
+
+    results: dict[str, Any]
+    table: str
+    pictures: list[str]
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        super().setUpClass()
+        with tempfile.TemporaryDirectory() as folder:
+            args = ("--quick", "--parts", "bytes,memory", "--output", folder)
+            # Not all of torch's files are compiled anew
+            cache = str(REPO_ROOT / "build" / "pycache")
+            env = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": cache}
+            cls.table = run_python(str(FOLDER / "bench.py"), *args, env=env)
+            found = json.loads((Path(folder) / "results.json").read_text())
+            cls.pictures = sorted(path.name for path in Path(folder).glob("*.png"))
+        cls.results = found["parts"]
+
+    def ways(self, block: str) -> dict[str, dict[str, int]]:
+        ways = self.results["bytes"]["data"]["blocks"][block]["ways"]
+        return {way["way"]: way for way in ways}
+
+    def test_fork_sends_the_parameters_own_bytes(self) -> None:
+        for block, found in self.results["bytes"]["data"]["blocks"].items():
+            with self.subTest(block=block):
+                fork = self.ways(block)["fork"]
+                self.assertEqual(found["least_nbytes"], found["own_nbytes"])
+                self.assertEqual(
+                    fork["gathered_nbytes"] + fork["reduced_nbytes"],
+                    found["own_nbytes"],
+                )
+
+    def test_collectives(self) -> None:
+        # Three blocks: gathered for forward and for backward, and reduced
+        fork = {"Llama-like": 3 * (2 + 1)} | dict.fromkeys(MIXED, 3 * (2 + 2))
+        for block, collectives in fork.items():
+            with self.subTest(block=block):
+                ways = self.ways(block)
+                self.assertEqual(ways["fork"]["collectives"], collectives)
+                self.assertEqual(ways["base, all fp32"]["collectives"], 9)
+        for block in MIXED:
+            per_dtype = self.ways(block)["base, one unit per dtype"]
+            self.assertEqual(per_dtype["collectives"], 2 * 9)
+
+    def test_promoted_gradients(self) -> None:
+        """Computed: bf16 gradients take twice their bytes, what is gathered does not."""
+        name = "gradients promoted, as 2.15 (computed)"
+        for block in MIXED:
+            ways = self.ways(block)
+            fork, promoted = ways["fork"], ways[name]
+            upcast = ways["base, all fp32"]
+            self.assertEqual(promoted["gathered_nbytes"], fork["gathered_nbytes"])
+            self.assertEqual(promoted["reduced_nbytes"], upcast["reduced_nbytes"])
+
+    def test_peak_of_uniform_blocks_is_the_base_s(self) -> None:
+        rows = self.results["memory"]["rows"]
+        (row,) = [row for row in rows if row["versus"] == "base"]
+        self.assertLessEqual(row["fork"], row["other"])
+
+    def test_report(self) -> None:
+        self.assertEqual(self.pictures, ["bytes.png", "memory.png"])
+        self.assertIn("the parameters' own bytes", self.table)
+        self.assertNotIn(str(REPO_ROOT), self.table)
+
+
+class BenchComparisonTest(DeviceFreeTest):
+    """Compares made-up figures."""
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        super().setUpClass()
+        sys.path.insert(0, str(FOLDER))
+        cls.addClassCleanup(sys.path.remove, str(FOLDER))
+
+    def test_ratio_is_of_pairs(self) -> None:
+        from _ratios import Samples
+
+        samples = Samples()
+        # The machine was ten times slower in the second round, for both
+        for base, fork in ((10, 5), (100, 60), (10, 7)):
+            samples.add("group", "base", {"us": base})
+            samples.add("group", "fork", {"us": fork})
+        ratio = samples.ratio("group", "fork", "base", "us")
+        self.assertAlmostEqual(ratio.median, 0.6)
+        self.assertAlmostEqual(ratio.low, 0.55)
+        self.assertAlmostEqual(ratio.high, 0.65)
+        self.assertEqual(ratio.samples, 3)
+
+    def test_sides_take_turns(self) -> None:
+        from _ratios import alternate, Group, Subject
+
+        asked = []
+
+        class Recorder:
+            def __init__(self, name: str):
+                self.name = name
+
+            def start(self) -> None:
+                asked.append(f"start {self.name}")
+
+            def stop(self) -> None:
+                pass
+
+            def ask(self, part: str, request: dict[str, int]) -> dict[str, float]:
+                asked.append(f"{part} {self.name} {request['params']}")
+                return {"us": 1.0}
+
+        groups = [
+            Group(str(n), tuple(Subject(s, s, {"params": n}) for s in ("base", "fork")))
+            for n in (4, 16)
+        ]
+        sides: Any = {name: Recorder(name) for name in ("base", "fork")}
+        alternate("host", sides, groups, rounds=2, launches=2)
+        launch = ["start base", "start fork"]
+        turns = [f"host {side} {n}" for n in (4, 16) for side in ("base", "fork")]
+        self.assertEqual(asked, 2 * (launch + turns))
+
+    def test_fit(self) -> None:
+        from _growth import fit
+
+        counts = (1, 4, 16, 64, 256)
+        intercept, slope = fit(counts, [300 + 20.0 * n for n in counts])
+        self.assertAlmostEqual(intercept, 300)
+        self.assertAlmostEqual(slope, 20)
+
+    def test_row_survives_json(self) -> None:
+        from _ratios import Spread
+        from _rows import PartResult, Row, table
+
+        row = Row("host", "uniform", "us", 5.0, "base", 10.0, Spread(0.5, 0.4, 0.6, 9))
+        result = PartResult([row], {"seconds": 1.5})
+        again = PartResult.of_json(json.loads(json.dumps(result.as_json())))
+        self.assertEqual(again, result)
+        self.assertEqual(table({"host": again}), table({"host": result}))
+        self.assertIn("0.400 to 0.600", table({"host": again}))
+
+
+if __name__ == "__main__":
+    run_tests()
