@@ -26,8 +26,8 @@ is that with this branch over it.
 
 Base and fork run in processes of their own and in turns: a round measures one after the
 other, and gives one ratio. What is shown is the median of the ratios and their
-quartiles; *fork* and *takes* are medians of what each takes. *At most* is what this
-branch set out to reach.
+quartiles. *Fork* and *takes* are what was counted: times are given as ratios only.
+*At most* is what this branch set out to reach.
 
 {pictures}
 {table}

@@ -126,10 +126,12 @@ def _unrepeated(labels: Sequence[str], last: Sequence[str]) -> list[str]:
 def _cells(row: Row) -> list[str]:
     ratio = row.ratio
     exact = ratio.low == ratio.high
+    # Of what is timed only the ratio says something about another machine; what
+    # it was made of is in the JSON
     return [
-        number(row.fork),
+        number(row.fork) if exact else "",
         row.versus,
-        number(row.other),
+        number(row.other) if exact else "",
         f"{ratio.median:.3f}",
         "exact" if exact else f"{ratio.low:.3f} to {ratio.high:.3f}",
         "" if row.bar is None else f"{row.bar:.2f}",
