@@ -42,8 +42,7 @@ from ._fsdp_param import FSDPParam, ShardedState
 from ._fsdp_unit import (
     BucketParams,
     GatherOutputs,
-    get_gather_inputs,
-    plan_unit,
+    prepare_gather,
     SplitSizes,
     UnitParams,
 )
@@ -364,9 +363,7 @@ def foreach_all_gather(
     """
     device_handle = _get_device_handle(device.type)
     with device_handle.stream(all_gather_copy_in_stream):
-        tensors, inputs = get_gather_inputs(fsdp_params)
-        is_unit = isinstance(fsdp_params, UnitParams)
-        plan = fsdp_params.plan(inputs) if is_unit else plan_unit(inputs)
+        tensors, plan = prepare_gather(fsdp_params)
         layout, numel = plan.layout, plan.layout.segment_numel
         output = all_gather_comm.allocate(
             (group.size() * numel,), dtype=layout.buffer_dtype, device=device
@@ -555,9 +552,7 @@ def unshard_single_rank(fsdp_params: list[FSDPParam], device: torch.device) -> N
     Unshards parameters whose only shard is this rank's: a copy from the
     sharded parameters in place of an all-gather.
     """
-    tensors, inputs = get_gather_inputs(fsdp_params)
-    is_unit = isinstance(fsdp_params, UnitParams)
-    plan = fsdp_params.plan(inputs) if is_unit else plan_unit(inputs)
+    tensors, plan = prepare_gather(fsdp_params)
     outputs = _alloc_outputs(fsdp_params, plan.dtypes, plan.numels, 1, device)
     # See `_to_columns`
     _copy_typed([output.data for output in outputs.tensors], tensors)

@@ -74,18 +74,26 @@ class GatherPlan:
     split_sizes: SplitSizes
 
 
-def get_gather_inputs(
+def prepare_gather(
     fsdp_params: Sequence[FSDPParam],
+) -> tuple[list[torch.Tensor], GatherPlan]:
+    """Returns this rank's 1D tensors to gather, and the plan of their gather."""
+    if isinstance(fsdp_params, UnitParams):
+        tensors, inputs = _get_gather_inputs(fsdp_params, fsdp_params.has_extensions)
+        return tensors, fsdp_params.plan(inputs)
+    has_extensions = any(map(_has_extension, fsdp_params))
+    tensors, inputs = _get_gather_inputs(fsdp_params, has_extensions)
+    return tensors, _plan_unit(inputs)
+
+
+def _get_gather_inputs(
+    fsdp_params: Sequence[FSDPParam], has_extensions: bool
 ) -> tuple[list[torch.Tensor], GatherInputs]:
     """
     Collects this rank's 1D tensors to gather. A plain shard is taken as it is
     stored, to be cast by the copy-in; an extension gives what its
     ``fsdp_pre_all_gather`` makes, in whatever number and dtypes.
     """
-    if isinstance(fsdp_params, UnitParams):
-        has_extensions = fsdp_params.has_extensions
-    else:
-        has_extensions = any(map(_has_extension, fsdp_params))
     counts = None
     if not has_extensions:
         tensors = _get_shards(fsdp_params)
@@ -125,7 +133,7 @@ def _get_shards(fsdp_params: Sequence[FSDPParam]) -> list[torch.Tensor]:
     return shards
 
 
-def plan_unit(inputs: GatherInputs) -> GatherPlan:
+def _plan_unit(inputs: GatherInputs) -> GatherPlan:
     pairs = zip(inputs.stored_dtypes, inputs.compute_dtypes, strict=True)
     dtypes = [compute_dtype or stored_dtype for stored_dtype, compute_dtype in pairs]
     counts = inputs.counts or [1] * len(dtypes)
@@ -201,7 +209,7 @@ class UnitParams(list[FSDPParam]):
         state = self[0].sharded_state
         kept = self._plans.get(state)
         if kept is None or kept[0] != inputs:
-            kept = self._plans[state] = (inputs, plan_unit(inputs))
+            kept = self._plans[state] = (inputs, _plan_unit(inputs))
         return kept[1]
 
     @property
