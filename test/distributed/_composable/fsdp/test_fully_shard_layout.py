@@ -462,7 +462,7 @@ class TestReduceBuckets(DeviceFreeTest):
             )
             for slot, bucket in slots:
                 expected = params[slot.param]
-                found = (slot.orig_dtype, bucket.dtype, slot.shard_numel)
+                found = (slot.grad_dtype, bucket.dtype, slot.shard_numel)
                 self.assertEqual(found, expected)
 
         self.for_each_plan(check)
@@ -490,8 +490,8 @@ class TestReduceBuckets(DeviceFreeTest):
     def test_each_storage_dtype_is_one_run_in_parameter_order(self):
         def check(params, buckets):
             for bucket in buckets:
-                dtypes = {slot.orig_dtype for slot in bucket.slots}
-                runs = [run.orig_dtype for run in bucket.runs]
+                dtypes = {slot.grad_dtype for slot in bucket.slots}
+                runs = [run.grad_dtype for run in bucket.runs]
                 self.assertEqual(runs, sorted(dtypes, key=dtype_rank))
                 for run in bucket.runs:
                     members = [s.param for s in bucket.slots[run.first : run.last]]
@@ -505,7 +505,7 @@ class TestReduceBuckets(DeviceFreeTest):
             self.assertEqual((run.start_numel, run.first), (position, first))
             self.assertGreater(run.last, run.first)
             members = bucket.slots[run.first : run.last]
-            self.assertEqual({slot.orig_dtype for slot in members}, {run.orig_dtype})
+            self.assertEqual({slot.grad_dtype for slot in members}, {run.grad_dtype})
             self.assertEqual(run.numel, sum(slot.shard_numel for slot in members))
             position, first = position + run.numel, run.last
         self.assertEqual((position, first), (bucket.shard_numel, len(bucket.slots)))
@@ -521,7 +521,7 @@ class TestReduceBuckets(DeviceFreeTest):
         fp32, bf16, fp16 = self.plan(self.MIXED)
         self.assertEqual([slot.param for slot in fp32.slots], [1, 5, 0, 3])
         self.assertEqual(
-            [(r.orig_dtype, r.numel) for r in fp32.runs], [(FP32, 1), (BF16, 5)]
+            [(r.grad_dtype, r.numel) for r in fp32.runs], [(FP32, 1), (BF16, 5)]
         )
         self.assertEqual([slot.param for slot in bf16.slots], [4])
         self.assertEqual([slot.param for slot in fp16.slots], [2])

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, cast, Literal, NamedTuple
 
@@ -25,6 +25,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch.distributed.device_mesh import _get_device_handle
 from torch.distributed.distributed_c10d import ReduceOp
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from ._fsdp_api import _ReduceOp, AllGather, ReduceScatter
 from ._fsdp_layout import (
@@ -721,12 +722,24 @@ def _get_bucket(
     slots = [
         ReduceSlot(
             i,
-            orig_dtype or fsdp_param.orig_dtype,
+            _grad_dtype_of(fsdp_param, orig_dtype),
             padded_shard_numel(grad.size(), world_size, fsdp_param.fsdp_placement.dim),
         )
         for i, (fsdp_param, grad) in enumerate(zip(fsdp_params, unsharded_grads))
     ]
     return ReduceBucket(dtypes[0], tuple(slots))
+
+
+def _grad_dtype_of(
+    fsdp_param: FSDPParam, orig_dtype: torch.dtype | None
+) -> torch.dtype | None:
+    """
+    Returns what a sharded gradient is cast to: what users set on the parameter
+    comes before what the caller says, and that before the storage dtype.
+    """
+    grad_dtype = getattr(fsdp_param, "grad_dtype", fsdp_param.orig_dtype)
+    is_set = grad_dtype != fsdp_param.orig_dtype
+    return grad_dtype if is_set else orig_dtype or grad_dtype
 
 
 def _reduce_copy_in(
@@ -893,7 +906,7 @@ def _give_sharded_grads(
     stream: torch.Stream,
 ) -> None:
     """
-    Casts a rank's part of the reduced bucket to the storage dtypes, flat, and
+    Casts a rank's part of the reduced bucket to the gradients' dtypes, flat, and
     makes each parameter's piece of it the parameter's sharded gradient.
     """
     for run in bucket.runs:
@@ -902,7 +915,7 @@ def _give_sharded_grads(
             flat = output.narrow(0, run.start_numel, run.numel)
         # A run of several is copied even where it needs no cast: as a view it
         # would keep the whole bucket alive as long as its gradients
-        flat = flat.to(run.orig_dtype, copy=len(bucket.runs) > 1)
+        flat = flat.to(run.grad_dtype, copy=len(bucket.runs) > 1)
         for i in range(run.first, run.last):
             fsdp_param = fsdp_params[i]
             start = flat.storage_offset() + bucket.starts[i] - run.start_numel
@@ -932,8 +945,11 @@ def _give_sharded_grad(
     if present is None:
         # What `to_sharded_dtensor` does, less a check of the size, which is the
         # parameter's own here, and an initializer that has nothing to do
+        spec = fsdp_param._sharding_spec
+        if sharded_grad.dtype != fsdp_param.orig_dtype:
+            spec = _with_dtype(spec, sharded_grad.dtype)
         sharded_param.grad = DTensor.__new__(
-            DTensor, sharded_grad, fsdp_param._sharding_spec, requires_grad=False
+            DTensor, sharded_grad, spec, requires_grad=False
         )
     elif isinstance(present, DTensor):
         present._local_tensor += sharded_grad
@@ -946,6 +962,11 @@ def _give_sharded_grad(
     if hooks:
         for hook in [*hooks.values()]:
             hook(sharded_param)
+
+
+def _with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    meta = cast(TensorMeta, spec.tensor_meta)
+    return replace(spec, tensor_meta=meta._replace(dtype=dtype))
 
 
 @dataclass(frozen=True)

@@ -237,17 +237,18 @@ class ReduceSlot:
 
     # Position in the unit's list of parameters
     param: int
-    # Storage dtype of the parameter, which the reduced gradient is cast to
-    orig_dtype: torch.dtype
+    # Of the sharded gradient, which the reduced one is cast to: that of the
+    # parameter's storage unless `grad_dtype` was set. None: it is not cast.
+    grad_dtype: torch.dtype | None
     # Elements of one rank's padded shard
     shard_numel: int
 
 
 @dataclass(frozen=True)
 class CastRun:
-    """Adjacent slots of a bucket whose parameters have the same storage dtype."""
+    """Adjacent slots of a bucket whose sharded gradients have the same dtype."""
 
-    orig_dtype: torch.dtype
+    grad_dtype: torch.dtype
     start_numel: int
     numel: int
     # Positions of the slots: ``slots[first:last]``
@@ -276,15 +277,16 @@ class ReduceBucket:
 
     @cached_property
     def runs(self) -> tuple[CastRun, ...]:
-        """What is cast to one storage dtype each, in slot order."""
+        """What is cast to one dtype each, in slot order."""
         runs: list[CastRun] = []
-        for orig_dtype, group in groupby(
-            range(len(self.slots)), key=lambda i: self.slots[i].orig_dtype
+        for grad_dtype, group in groupby(
+            range(len(self.slots)),
+            key=lambda i: self.slots[i].grad_dtype or self.dtype,
         ):
             members = tuple(group)
             numel = sum(self.slots[i].shard_numel for i in members)
             start = self.starts[members[0]]
-            runs.append(CastRun(orig_dtype, start, numel, members[0], members[-1] + 1))
+            runs.append(CastRun(grad_dtype, start, numel, members[0], members[-1] + 1))
         return tuple(runs)
 
 
@@ -293,8 +295,8 @@ def plan_buckets(
 ) -> tuple[ReduceBucket, ...]:
     """
     Sorts parameters into one bucket for each reduce dtype, widest first. In a
-    bucket they lie by storage dtype and then in parameter order, so that each
-    storage dtype is one run and is cast at once. (Slots appended later, see
+    bucket they lie by gradient dtype and then in parameter order, so that each
+    gradient dtype is one run and is cast at once. (Slots appended later, see
     :func:`extend_bucket`, make runs of their own.)
 
     Args:
@@ -305,13 +307,16 @@ def plan_buckets(
     for slot, reduce_dtype in zip(slots, reduce_dtypes, strict=True):
         members.setdefault(reduce_dtype, []).append(slot)
     return tuple(
-        ReduceBucket(dtype, tuple(sorted(members[dtype], key=_slot_rank)))
+        ReduceBucket(dtype, tuple(_in_runs(members[dtype], dtype)))
         for dtype in sorted(members, key=dtype_rank)
     )
 
 
-def _slot_rank(slot: ReduceSlot) -> tuple[tuple[int, str], int]:
-    return (dtype_rank(slot.orig_dtype), slot.param)
+def _in_runs(slots: list[ReduceSlot], bucket_dtype: torch.dtype) -> list[ReduceSlot]:
+    def rank(slot: ReduceSlot) -> tuple[tuple[int, str], int]:
+        return (dtype_rank(slot.grad_dtype or bucket_dtype), slot.param)
+
+    return sorted(slots, key=rank)
 
 
 def extend_bucket(bucket: ReduceBucket, kept: ReduceBucket) -> ReduceBucket:

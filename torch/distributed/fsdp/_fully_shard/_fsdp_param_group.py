@@ -270,11 +270,27 @@ class FSDPParamGroup:
             post_forward_mesh_info=post_forward_mesh_info,
             device=device,
             shard_placement_fn=shard_placement_fn,
-            mp_policy=mp_policy,
             offload_policy=offload_policy,
         )
         infos = _get_param_module_infos(params, modules)
-        self.fsdp_params = UnitParams(map(make_fsdp_param, params, infos))
+        # Within the unit: what they are called in the model shows at lazy init
+        self._param_names = _get_param_names(infos, modules)
+        # All of them first, while the parameters are as users know them
+        policies = [
+            mp_policy.resolve(param, name, device)
+            for param, name in zip(params, self._param_names)
+        ]
+        # By position, where users set another than the default
+        self._grad_dtypes = {
+            i: param.grad_dtype
+            for i, param in enumerate(params)
+            if param.grad_dtype != param.dtype
+        }
+        self.fsdp_params = UnitParams(
+            make_fsdp_param(param, info, mp_policy=policy)
+            for param, info, policy in zip(params, infos, policies)
+        )
+        self._keep_grad_dtypes()
         self.comm_ctx = FSDPCommContext()
         self._all_gather_comm: AllGather = DefaultAllGather()
         self._reduce_scatter_comm: ReduceScatter = DefaultReduceScatter()
@@ -304,11 +320,26 @@ class FSDPParamGroup:
         self._validate_cpu_offload_params()
         self._validate_reduce_scatter_max_input_buffers()
         for fsdp_param in self.fsdp_params:
-            fsdp_param.init_dtype_attrs(self.mp_policy)
+            fsdp_param.init_dtype_attrs(fsdp_param.mp_policy)
+        self._keep_grad_dtypes()
         # What is kept was made of the dtypes
         self.fsdp_params.refresh()
         self._buckets.clear()
         self._register_state_dict_hooks()
+
+    def _keep_grad_dtypes(self) -> None:
+        """
+        Sets each `grad_dtype` that users chose on the sharded parameter of now,
+        which does not have it if it is another one than they set it on.
+        """
+        for i, fsdp_param in enumerate(self.fsdp_params):
+            param = fsdp_param.sharded_param
+            if param.grad_dtype != param.dtype:
+                self._grad_dtypes[i] = param.grad_dtype
+            elif i in self._grad_dtypes:
+                param.grad_dtype = self._grad_dtypes[i]
+            # pyrefly: ignore [missing-attribute]
+            fsdp_param.grad_dtype = param.grad_dtype
 
     def set_symm_mem(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """
@@ -598,7 +629,8 @@ class FSDPParamGroup:
                 for i, (has, wanted) in enumerate(zip(grad.placements, spec.placements))
                 if i not in by_fsdp
             ):
-                grad = grad.to(reduce_dtype_of(grad.dtype, self.mp_policy.reduce_dtype))
+                dtype = reduce_dtype_of(grad.dtype, fsdp_param.mp_policy.reduce_dtype)
+                grad = grad.to(dtype)
         return fsdp_param._get_grad_inner_tensor(grad)
 
     def _recycle_reduce_scatter_inputs(self) -> None:
@@ -651,8 +683,8 @@ class FSDPParamGroup:
         return tuple(
             None
             if dtype is None
-            else reduce_dtype_of(dtype, self.mp_policy.reduce_dtype)
-            for dtype in grad_dtypes
+            else reduce_dtype_of(dtype, fsdp_param.mp_policy.reduce_dtype)
+            for dtype, fsdp_param in zip(grad_dtypes, self.fsdp_params)
         )
 
     def _plan_buckets(
@@ -662,7 +694,7 @@ class FSDPParamGroup:
         for i, (fsdp_param, dtype) in enumerate(zip(self.fsdp_params, reduce_dtypes)):
             if dtype is not None:
                 shard_numel = fsdp_param.padded_sharded_param_size.numel()
-                slots.append(ReduceSlot(i, fsdp_param.orig_dtype, shard_numel))
+                slots.append(ReduceSlot(i, fsdp_param.grad_dtype, shard_numel))
                 slot_dtypes.append(dtype)
         return [self._bucket_params(b) for b in plan_buckets(slots, slot_dtypes)]
 
@@ -757,7 +789,7 @@ class FSDPParamGroup:
             self._reduce_scatter_process_group if is_sharded else None,
             self.comm_ctx.reduce_scatter_stream,
             self._reduce_scatter_comm,
-            params.orig_dtype,
+            params.grad_dtype,
             params.bucket.dtype,
             self.device,
             self.gradient_divide_factor,
@@ -957,11 +989,16 @@ class FSDPParamGroup:
         def to_sharded_hook(*args: Any, **kwargs: Any) -> None:
             self._to_state(ShardedState.SHARDED)
 
+        def loaded_hook(*args: Any) -> None:
+            self._keep_grad_dtypes()
+
         modules = [fsdp_param._module_info.module for fsdp_param in self.fsdp_params]
         for module in dict.fromkeys(modules):
             self._state_dict_hook_handles += [
                 module.register_state_dict_pre_hook(to_sharded_hook),
                 module._register_load_state_dict_pre_hook(to_sharded_hook),
+                # After the parameters' own, which take what was assigned
+                module.register_load_state_dict_post_hook(loaded_hook),
             ]
 
     # Meshes and process groups #
@@ -1149,6 +1186,22 @@ def _get_param_module_infos(
     if len(infos) < len(params):
         raise AssertionError(f"Some parameters are not in the module tree of {modules}")
     return [infos[param] for param in params]
+
+
+def _get_param_names(
+    infos: list[ParamModuleInfo], modules: tuple[nn.Module, ...]
+) -> list[str]:
+    """Returns what each parameter is called in which of the unit's own modules."""
+    places: dict[nn.Module, tuple[str, str]] = {}
+    for module in modules:
+        for prefix, submodule in module.named_modules():
+            prefix = f"{prefix}." if prefix else ""
+            places.setdefault(submodule, (prefix, type(module).__name__))
+    names = []
+    for info in infos:
+        prefix, of = places[info.module]
+        names.append(f"{prefix}{info.param_name} of {of}")
+    return names
 
 
 class RegisterPostBackwardFunction(torch.autograd.Function):

@@ -309,6 +309,6 @@ class BucketParams(list[FSDPParam]):
     def __init__(self, params: Iterable[FSDPParam], bucket: ReduceBucket):
         super().__init__(params)
         self.bucket = bucket
-        # What all are stored in, None if in several dtypes
-        orig_dtypes = {slot.orig_dtype for slot in bucket.slots}
-        self.orig_dtype = orig_dtypes.pop() if len(orig_dtypes) == 1 else None
+        # What all sharded gradients are in, None if in several dtypes
+        grad_dtypes = {run.grad_dtype for run in bucket.runs}
+        self.grad_dtype = grad_dtypes.pop() if len(grad_dtypes) == 1 else None

@@ -1,0 +1,609 @@
+# Owner(s): ["oncall: distributed"]
+"""
+What a precision policy says of each parameter, and what it refuses. Needs no
+device and no process group: policies are asked directly.
+"""
+
+import copy
+import dataclasses
+import functools
+import gc
+import inspect
+import re
+import weakref
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from fsdp_test_utils import (
+    DeviceFreeTest,
+    record_collectives,
+    run_python,
+)
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper,
+)
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
+from torch.distributed.fsdp._fully_shard import _fsdp_api as api
+from torch.testing._internal.common_utils import run_tests
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+FP8 = torch.float8_e4m3fn
+CPU = torch.device("cpu")
+by_name = MixedPrecisionPolicy.by_name
+
+
+def param(dtype: torch.dtype = FP32) -> nn.Parameter:
+    data = torch.zeros(2, dtype=dtype)
+    return nn.Parameter(data, requires_grad=dtype.is_floating_point)
+
+
+def resolve(
+    policy: MixedPrecisionPolicy,
+    of: nn.Parameter,
+    fqn: str = "layers.0.gate",
+    device: torch.device = CPU,
+) -> tuple[torch.dtype | None, torch.dtype | None]:
+    resolved = policy.resolve(of, fqn, device)
+    return resolved.param_dtype, resolved.reduce_dtype
+
+
+def returning(**dtypes: Any) -> MixedPrecisionPolicy:
+    """Returns a policy whose overrides return these for every parameter."""
+    overrides = {
+        f"{name}_override_fn": lambda _, dtype=dtype: dtype
+        for name, dtype in dtypes.items()
+    }
+    return MixedPrecisionPolicy(BF16, FP32, **overrides)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.A_log = nn.Parameter(torch.zeros(4))
+        self.norm = nn.LayerNorm(4)
+        self.proj = nn.Linear(4, 4, bias=False, dtype=BF16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class Model(nn.Module):
+    """Its head and its embedding are one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def dtypes_of(
+    model: nn.Module, policy: MixedPrecisionPolicy
+) -> dict[str, tuple[torch.dtype | None, torch.dtype | None]]:
+    return {fqn: resolve(policy, p, fqn) for fqn, p in model.named_parameters()}
+
+
+class TestPolicy(DeviceFreeTest):
+    def test_positional_construction_is_as_in_the_base(self) -> None:
+        policy = MixedPrecisionPolicy(BF16, FP32, FP16, False)
+        fields = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+        values = [getattr(policy, name) for name in fields]
+        self.assertEqual(values, [BF16, FP32, FP16, False])
+        with self.assertRaises(TypeError):
+            MixedPrecisionPolicy(BF16, FP32, FP16, False, lambda p: None)  # type: ignore[misc]
+        code = """
+import inspect
+from torch.distributed.fsdp import MixedPrecisionPolicy as P
+print([(p.name, p.default) for p in inspect.signature(P).parameters.values()])
+"""
+        in_base = run_python("-c", code, on_base=True).strip()
+        ours = inspect.signature(MixedPrecisionPolicy).parameters.values()
+        positional = [p for p in ours if p.kind is p.POSITIONAL_OR_KEYWORD]
+        self.assertEqual(str([(p.name, p.default) for p in positional]), in_base)
+        self.assertEqual(
+            [p.name for p in ours if p.kind is p.KEYWORD_ONLY],
+            ["param_dtype_override_fn", "reduce_dtype_override_fn"],
+        )
+
+    def test_is_a_frozen_value(self) -> None:
+        policy = MixedPrecisionPolicy(BF16)
+        with self.assertRaises(dataclasses.FrozenInstanceError):
+            policy.param_dtype = FP32  # type: ignore[misc]
+        self.assertEqual(policy, MixedPrecisionPolicy(BF16))
+        self.assertEqual(hash(policy), hash(MixedPrecisionPolicy(BF16)))
+        self.assertNotEqual(policy, returning(param_dtype=None))
+
+    def test_overrides_must_be_callable(self) -> None:
+        for name in ("param_dtype_override_fn", "reduce_dtype_override_fn"):
+            wrong: Any = {name: FP32}
+            with self.assertRaisesRegex(TypeError, f"{name}.*torch.float32"):
+                MixedPrecisionPolicy(**wrong)
+
+
+class TestResolve(DeviceFreeTest):
+    def test_without_overrides_the_policy_is_its_own(self) -> None:
+        policy = MixedPrecisionPolicy(BF16, FP32)
+        self.assertIs(policy.resolve(param(), "gate", CPU), policy)
+
+    def test_none_is_the_default_and_a_dtype_takes_its_place(self) -> None:
+        none = returning(param_dtype=None, reduce_dtype=None)
+        self.assertEqual(resolve(none, param()), (BF16, FP32))
+        self.assertEqual(resolve(returning(param_dtype=FP16), param()), (FP16, FP32))
+        self.assertEqual(resolve(returning(reduce_dtype=BF16), param()), (BF16, BF16))
+        both = returning(param_dtype=FP32, reduce_dtype=FP16)
+        self.assertEqual(resolve(both, param()), (FP32, FP16))
+
+    def test_all_other_fields_stay_and_no_override_is_left(self) -> None:
+        policy = MixedPrecisionPolicy(
+            BF16, FP32, FP16, False, param_dtype_override_fn=lambda _: FP64
+        )
+        resolved = policy.resolve(param(), "gate", CPU)
+        self.assertEqual(resolved, MixedPrecisionPolicy(FP64, FP32, FP16, False))
+
+    def test_each_override_is_called_once_with_the_parameter(self) -> None:
+        calls = []
+
+        def override(name: str, p: nn.Parameter) -> None:
+            calls.append((name, p))
+
+        policy = MixedPrecisionPolicy(
+            param_dtype_override_fn=functools.partial(override, "param"),
+            reduce_dtype_override_fn=functools.partial(override, "reduce"),
+        )
+        p = param()
+        policy.resolve(p, "gate", CPU)
+        self.assertEqual([name for name, _ in calls], ["param", "reduce"])
+        self.assertTrue(all(got is p for _, got in calls))
+
+    def test_what_is_no_dtype_is_a_type_error(self) -> None:
+        for name in ("param_dtype", "reduce_dtype"):
+            text = f"{name}_override_fn returned 'float32' for parameter layers.0.gate"
+            with self.assertRaisesRegex(TypeError, text):
+                resolve(returning(**{name: "float32"}), param())
+
+    def test_only_floating_point_is_cast_to_floating_point(self) -> None:
+        for name in ("param_dtype", "reduce_dtype"):
+            for stored, dtype in [
+                (FP32, torch.int8),
+                (FP32, torch.complex64),
+                (torch.int8, FP32),
+                (torch.complex64, FP32),
+                (torch.int8, torch.uint8),
+            ]:
+                with self.subTest(name, stored=stored, dtype=dtype):
+                    with self.assertRaises(ValueError) as caught:
+                        resolve(returning(**{name: dtype}), param(stored))
+                    message = str(caught.exception)
+                    for part in (f"{name}_override_fn", str(dtype), str(stored)):
+                        self.assertIn(part, message)
+                    self.assertIn("layers.0.gate", message)
+                    self.assertIn("Return", message)
+
+    def test_its_own_dtype_keeps_any_parameter_as_it_is(self) -> None:
+        for stored in (torch.int8, torch.complex64, FP8, FP64):
+            policy = returning(param_dtype=stored)
+            self.assertEqual(resolve(policy, param(stored)), (stored, FP32))
+        for stored in (torch.int8, torch.complex64, FP64):
+            policy = returning(reduce_dtype=stored)
+            self.assertEqual(resolve(policy, param(stored)), (BF16, stored))
+
+    def test_computes_in_any_floating_point_dtype(self) -> None:
+        for dtype in (FP64, FP32, FP16, BF16, FP8, torch.float8_e5m2fnuz):
+            self.assertEqual(
+                resolve(returning(param_dtype=dtype), param()), (dtype, FP32)
+            )
+
+    def test_reduces_in_what_backends_sum(self) -> None:
+        for dtype in (FP64, FP32, FP16, BF16):
+            policy = returning(reduce_dtype=dtype)
+            self.assertEqual(resolve(policy, param()), (BF16, dtype))
+        for dtype in (FP8, torch.float8_e5m2, torch.float8_e4m3fnuz):
+            for stored in (FP32, dtype):
+                with self.assertRaisesRegex(
+                    ValueError, f"{dtype} for parameter layers.0.gate.*on cpu.*Return"
+                ):
+                    resolve(returning(reduce_dtype=dtype), param(stored))
+
+    def test_reduces_float8_where_the_hardware_does(self) -> None:
+        policy, gpu = returning(reduce_dtype=FP8), torch.device("cuda", 0)
+        good: dict[str, Any] = {"nccl": (2, 24, 3), "capability": (9, 0), "hip": None}
+        for changed, accepted in [
+            ({}, True),
+            ({"nccl": (2, 27, 5), "capability": (10, 0)}, True),
+            ({"nccl": (2, 23, 4)}, False),
+            ({"capability": (8, 9)}, False),
+            ({"hip": "6.4"}, False),
+        ]:
+            has = good | changed
+            with (
+                self.subTest(**changed),
+                mock.patch.object(torch.version, "hip", has["hip"]),
+                mock.patch("torch.cuda.nccl.version", lambda has=has: has["nccl"]),
+                mock.patch(
+                    "torch.cuda.get_device_capability",
+                    lambda _, has=has: has["capability"],
+                ),
+                mock.patch("torch.distributed.is_nccl_available", lambda: True),
+            ):
+                if accepted:
+                    got = resolve(policy, param(), device=gpu)
+                    self.assertEqual(got, (BF16, FP8))
+                    # Of those without a type in NCCL, none
+                    policy_fnuz = returning(reduce_dtype=torch.float8_e4m3fnuz)
+                    with self.assertRaisesRegex(ValueError, "float8_e4m3fnuz"):
+                        resolve(policy_fnuz, param(), device=gpu)
+                else:
+                    with self.assertRaisesRegex(ValueError, "on cuda:0"):
+                        resolve(policy, param(), device=gpu)
+                with self.assertRaises(ValueError):
+                    resolve(policy, param())
+
+    def test_an_exception_in_an_override_names_the_parameter(self) -> None:
+        for raised, expected in [
+            (KeyError("x"), RuntimeError),
+            (RuntimeError("x"), RuntimeError),
+            (ValueError("x"), ValueError),
+        ]:
+
+            def override(_: nn.Parameter, raised: Exception = raised) -> None:
+                raise raised
+
+            policy = MixedPrecisionPolicy(reduce_dtype_override_fn=override)
+            text = "reduce_dtype_override_fn failed for parameter layers.0.gate: .*x"
+            with self.assertRaisesRegex(expected, text) as caught:
+                resolve(policy, param())
+            self.assertIs(type(caught.exception), expected)
+            self.assertIs(caught.exception.__cause__, raised)
+
+
+class TestByName(DeviceFreeTest):
+    def test_patterns_set_what_they_name_and_leave_the_rest(self) -> None:
+        model = Model()
+        patterns = {
+            "*.A_log": {"param_dtype": FP32},
+            "*norm*": {"param_dtype": FP32, "reduce_dtype": FP64},
+            "embed.*": {"reduce_dtype": BF16},
+        }
+        policy = by_name(
+            model,
+            patterns,
+            param_dtype=BF16,
+            reduce_dtype=FP32,
+            output_dtype=FP16,
+            cast_forward_inputs=False,
+        )
+        expected: dict[str, Any] = {"embed.weight": (BF16, BF16)}
+        for i in range(2):
+            expected |= {
+                f"layers.{i}.A_log": (FP32, FP32),
+                f"layers.{i}.norm.weight": (FP32, FP64),
+                f"layers.{i}.norm.bias": (FP32, FP64),
+                f"layers.{i}.proj.weight": (BF16, FP32),
+            }
+        self.assertEqual(dtypes_of(model, policy), expected)
+        resolved = policy.resolve(model.embed.weight, "embed.weight", CPU)
+        self.assertEqual(resolved, MixedPrecisionPolicy(BF16, BF16, FP16, False))
+
+    def test_the_order_of_patterns_has_no_meaning(self) -> None:
+        model = Model()
+        patterns = {
+            "*.norm.*": {"param_dtype": FP32},
+            "*.bias": {"reduce_dtype": FP32},
+            "layers.1.*": {"reduce_dtype": FP32},
+            "*.norm.weight": {"param_dtype": FP32, "reduce_dtype": FP32},
+        }
+        forth = dtypes_of(model, by_name(model, patterns))
+        back = dtypes_of(model, by_name(model, dict(reversed(patterns.items()))))
+        self.assertEqual(forth, back)
+        self.assertEqual(forth["layers.0.norm.bias"], (FP32, FP32))
+        self.assertEqual(forth["layers.1.proj.weight"], (None, FP32))
+
+    def test_what_no_pattern_sets_has_no_override(self) -> None:
+        policy = by_name(Model(), {"*.A_log": {"reduce_dtype": FP32}})
+        self.assertIsNone(policy.param_dtype_override_fn)
+        self.assertIsNotNone(policy.reduce_dtype_override_fn)
+        self.assertEqual(by_name(Model(), {}, param_dtype=BF16).param_dtype, BF16)
+        self.assertEqual(by_name(Model(), {}), MixedPrecisionPolicy())
+
+    def test_none_is_the_default(self) -> None:
+        model = Model()
+        policy = by_name(model, {"*.A_log": {"param_dtype": None}}, param_dtype=BF16)
+        self.assertEqual(resolve(policy, model.layers[0].A_log), (BF16, None))
+        patterns = {
+            "*.A_log": {"param_dtype": None},
+            "layers.0.*": {"param_dtype": FP32},
+        }
+        with self.assertRaisesRegex(ValueError, "layers.0.A_log to None and"):
+            by_name(model, patterns)
+
+    def test_contradiction_names_both_patterns_and_the_parameter(self) -> None:
+        patterns = {
+            "*.norm.*": {"param_dtype": FP32},
+            "layers.1.*": {"param_dtype": BF16},
+        }
+        for given in (patterns, dict(reversed(patterns.items()))):
+            with self.assertRaises(ValueError) as caught:
+                by_name(Model(), given)
+            message = str(caught.exception)
+            for part in ("'*.norm.*'", "'layers.1.*'", "layers.1.norm.weight"):
+                self.assertIn(part, message)
+            self.assertIn("param_dtype", message)
+            self.assertNotIn("layers.0", message)
+
+    def test_a_shared_parameter_has_all_of_its_names(self) -> None:
+        model = Model()
+        policy = by_name(model, {"head.weight": {"param_dtype": FP32}})
+        self.assertEqual(resolve(policy, model.embed.weight), (FP32, None))
+        patterns = {
+            "head.*": {"param_dtype": FP32},
+            "embed.*": {"param_dtype": BF16},
+        }
+        with self.assertRaises(ValueError) as caught:
+            by_name(model, patterns)
+        parts = ("'head.*'", "'embed.*'", "head.weight", "embed.weight", "shared")
+        for part in parts:
+            self.assertIn(part, str(caught.exception))
+
+    def test_a_shared_module_has_all_of_its_names(self) -> None:
+        model = Model()
+        model.last = model.layers[1]
+        policy = by_name(model, {"last.A_log": {"param_dtype": FP32}})
+        self.assertEqual(resolve(policy, model.layers[1].A_log), (FP32, None))
+        patterns = {
+            "last.*": {"param_dtype": FP32},
+            "layers.*": {"param_dtype": BF16},
+        }
+        with self.assertRaisesRegex(ValueError, "layers.1.A_log|last.A_log"):
+            by_name(model, patterns)
+
+    def test_a_pattern_that_matches_nothing_names_the_nearest(self) -> None:
+        for pattern, nearest in [
+            ("*.A_logs", "layers.0.A_log"),
+            ("norm.weight", "layers.0.norm.weight"),
+            ("*.layer.0.nrm.*", "layers.0.norm.weight"),
+            ("*.NORM.weight", "layers.0.norm.weight"),
+            ("haed.weight", "head.weight"),
+        ]:
+            with self.subTest(pattern), self.assertRaises(ValueError) as caught:
+                by_name(Model(), {pattern: {"param_dtype": FP32}})
+            message = str(caught.exception)
+            self.assertIn(repr(pattern), message)
+            self.assertIn(nearest, message)
+        with self.assertRaisesRegex(ValueError, "none, it has no parameters"):
+            by_name(nn.ReLU(), {"*": {"param_dtype": FP32}})
+
+    def test_unknown_fields_and_wrong_values(self) -> None:
+        with self.assertRaisesRegex(ValueError, r"'\*.A_log' sets 'dtype'"):
+            by_name(Model(), {"*.A_log": {"dtype": FP32}})
+        wrong: Any
+        for wrong in (FP32, None, "float32"):
+            with self.assertRaisesRegex(TypeError, r"'\*.A_log' must map"):
+                by_name(Model(), {"*.A_log": wrong})
+        for wrong in ("float32", 32):
+            with self.assertRaisesRegex(TypeError, r"'\*.A_log' sets param_dtype"):
+                by_name(Model(), {"*.A_log": {"param_dtype": wrong}})
+
+    def test_patterns_are_shell_patterns_with_regard_to_case(self) -> None:
+        model = Model()
+        patterns = {"layers.[!0].?_log": {"param_dtype": FP32}}
+        got = dtypes_of(model, by_name(model, patterns, param_dtype=BF16))
+        self.assertEqual(
+            [fqn for fqn, (dtype, _) in got.items() if dtype == FP32],
+            ["layers.1.A_log"],
+        )
+
+    def test_names_are_clean_of_wrappers(self) -> None:
+        model = Model()
+        model.layers[0] = checkpoint_wrapper(model.layers[0])
+        model.layers[1].norm = torch.compile(model.layers[1].norm)
+        whole = torch.compile(model)
+        patterns = {
+            "layers.0.A_log": {"param_dtype": FP32},
+            "layers.?.norm.weight": {"param_dtype": FP64},
+        }
+        policy = by_name(whole, patterns, param_dtype=BF16)
+        self.assertEqual(resolve(policy, model.layers[0].A_log), (FP32, None))
+        for layer in model.layers:
+            self.assertEqual(resolve(policy, layer.norm.weight), (FP64, None))
+        with self.assertRaises(ValueError) as caught:
+            by_name(whole, {"*.nrm.weight": {"param_dtype": FP32}})
+        self.assertNotIn("_orig_mod", str(caught.exception))
+        self.assertIn("layers.1.norm.weight", str(caught.exception))
+
+    def test_wrapping_afterwards_changes_nothing(self) -> None:
+        model = Model()
+        policy = by_name(model, {"*.A_log": {"param_dtype": FP32}})
+        model.layers[0] = checkpoint_wrapper(model.layers[0])
+        self.assertEqual(resolve(policy, model.layers[0].A_log), (FP32, None))
+
+    def test_a_parameter_of_another_module_or_replaced_is_refused(self) -> None:
+        model = Model()
+        policy = by_name(model, {"*.A_log": {"param_dtype": FP32}})
+        text = "layers.0.A_log.*Call by_name after that, on the whole model"
+
+        def refuse(p: nn.Parameter) -> None:
+            with self.assertRaisesRegex(ValueError, text):
+                resolve(policy, p, "layers.0.A_log")
+
+        refuse(Model().layers[0].A_log)
+        old = model.layers[0].A_log
+        model.layers[0].A_log = nn.Parameter(torch.zeros(4))
+        refuse(old)
+        refuse(model.layers[0].A_log)
+        # Others are as they were, also those that no pattern matches
+        self.assertEqual(resolve(policy, model.layers[1].A_log), (FP32, None))
+        self.assertEqual(resolve(policy, model.layers[0].proj.weight), (None, None))
+        model.load_state_dict(model.state_dict(), assign=True)
+        refuse(model.layers[1].A_log)
+
+    def test_materializing_replaces_parameters(self) -> None:
+        with torch.device("meta"):
+            model = Model()
+        policy = by_name(model, {"*.A_log": {"param_dtype": FP32}})
+        self.assertEqual(resolve(policy, model.layers[0].A_log), (FP32, None))
+        model.to_empty(device="cpu")
+        with self.assertRaisesRegex(ValueError, "to_empty"):
+            resolve(policy, model.layers[0].A_log)
+
+    def test_parameters_can_be_converted_and_swapped_in_place(self) -> None:
+        model = Model()
+        policy = by_name(model, {"*.A_log": {"param_dtype": FP32}})
+        model.bfloat16()
+        p = model.layers[0].A_log
+        self.assertEqual((p.dtype, resolve(policy, p)), (BF16, (FP32, None)))
+        # Refuses tensors that have weak references
+        torch.utils.swap_tensors(p, nn.Parameter(torch.zeros(3)))
+        self.assertEqual(resolve(policy, model.layers[0].A_log), (FP32, None))
+
+    def test_keeps_nothing_alive(self) -> None:
+        model = Model()
+        policy = by_name(model, {"*.A_log": {"param_dtype": FP32}})
+        param_ref = weakref.ref(model.layers[0].A_log)
+        module_ref = weakref.ref(model)
+        del model
+        gc.collect()
+        self.assertIsNone(param_ref())
+        self.assertIsNone(module_ref())
+        with self.assertRaises(ValueError):
+            resolve(policy, param())
+
+    def test_is_an_ordinary_policy(self) -> None:
+        model = Model()
+        policy = by_name(model, {"*.A_log": {"param_dtype": FP32}}, param_dtype=BF16)
+        self.assertIs(type(policy), MixedPrecisionPolicy)
+        changed = dataclasses.replace(policy, output_dtype=FP32)
+        for other in (changed, copy.copy(policy), copy.deepcopy(policy)):
+            self.assertEqual(resolve(other, model.layers[0].A_log), (FP32, None))
+        self.assertEqual(len({policy, copy.copy(policy)}), 1)
+
+
+class TestOtherClasses(DeviceFreeTest):
+    def test_mesh_dims(self) -> None:
+        dims = DataParallelMeshDims(shard="fsdp", replicate=("pod", "host"))
+        self.assertEqual(dims.shard_names, ("fsdp",))
+        self.assertEqual(dims.replicate_names, ("pod", "host"))
+        self.assertEqual(DataParallelMeshDims("fsdp").replicate_names, ())
+        self.assertEqual(DataParallelMeshDims(replicate="r").shard_names, ())
+        with self.assertRaisesRegex(ValueError, "At least one of shard or replicate"):
+            DataParallelMeshDims()
+
+    def test_offload_policies(self) -> None:
+        self.assertIsInstance(CPUOffloadPolicy(), OffloadPolicy)
+        self.assertTrue(CPUOffloadPolicy().pin_memory)
+        self.assertFalse(CPUOffloadPolicy(False).pin_memory)
+        self.assertEqual(OffloadPolicy(), OffloadPolicy())
+
+    def test_interfaces_of_collectives_are_those_of_the_base(self) -> None:
+        code = """
+import inspect
+from torch.distributed.fsdp._fully_shard import _fsdp_api as api
+for f in (api.Comm.allocate, api.AllGather.__call__, api.ReduceScatter.__call__):
+    print(*((p.name, str(p.kind), p.default) for p in inspect.signature(f).parameters.values()))
+"""
+        self.assertEqual(run_python("-c", code), run_python("-c", code, on_base=True))
+        for interface in (api.Comm, api.AllGather, api.ReduceScatter):
+            with self.assertRaises(TypeError):
+                interface()  # type: ignore[abstract]
+
+
+# The documentation #
+
+# Not where torch is: this file may be run on another one
+PAGE = Path(__file__).parents[4] / "docs" / "per_parameter_precision.md"
+
+
+def recipes() -> tuple[str, dict[str, str]]:
+    """Returns what all recipes start with, and the code under each heading."""
+    preamble, found, heading = "", {}, ""
+    pieces = re.split(
+        r"^(#+ [^\n]*|```python\n.*?^```)$", PAGE.read_text(), flags=re.M | re.S
+    )
+    for piece in pieces:
+        if piece.startswith("#"):
+            heading = piece.lstrip("# ")
+        elif piece.startswith("```python"):
+            code = piece.removeprefix("```python").removesuffix("```")
+            if heading == "Recipes":
+                preamble = code
+            else:
+                found[heading] = code
+    return preamble, found
+
+
+def costs() -> dict[str, list[str]]:
+    """Returns the cells of the table of what recipes cost, by recipe."""
+    table = PAGE.read_text().split("### All recipes")[1].split("## Recipes")[0]
+    rows = [line.strip("|").split("|") for line in table.splitlines() if "|" in line]
+    return {cells[0].strip(): [c.strip() for c in cells[1:]] for cells in rows[2:]}
+
+
+class TestDocs(DeviceFreeTest):
+    """One of two ranks, whose group sends nothing, runs what the page shows."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+
+    def tearDown(self) -> None:
+        dist.destroy_process_group()
+        super().tearDown()
+
+    def sent_by(self, code: str) -> tuple[str, str]:
+        """Runs a recipe; returns the bytes gathered and reduced, as the page does."""
+        preamble, _ = recipes()
+        with record_collectives() as recorder:
+            exec(preamble + code, {})
+        names = {"float32": "fp32", "bfloat16": "bf16"}
+        reduced = {
+            names[str(call.dtype).removeprefix("torch.")]: f"{call.nbytes:,}"
+            for call in recorder.reduce_scatters
+        }
+        self.assertEqual(len(reduced), len(recorder.reduce_scatters))
+        (gather,) = recorder.all_gathers
+        return (
+            f"{gather.nbytes:,}",
+            " + ".join(f"{name} {nbytes}" for name, nbytes in reduced.items()),
+        )
+
+    def test_recipes_run_and_send_what_the_page_says(self) -> None:
+        _, codes = recipes()
+        headings = {*codes} - {"Gradients in another dtype"}
+        self.assertEqual({*costs()}, headings)
+        self.assertEqual(len(headings), 5)
+        for heading, cells in costs().items():
+            with self.subTest(heading):
+                gathered, before, reduced, before_reduced = cells
+                code = codes[heading]
+                self.assertEqual(self.sent_by(code), (gathered, reduced))
+                # The same without what the patterns set
+                plain = re.sub(
+                    r"(by_name\(\n    model,\n    )\{.*?\},\n    param_dtype",
+                    r"\1{},\n    param_dtype",
+                    code,
+                    flags=re.S,
+                )
+                self.assertNotEqual(plain, code)
+                self.assertEqual(self.sent_by(plain), (before, before_reduced))
+
+    def test_gradients_in_another_dtype(self) -> None:
+        preamble, codes = recipes()
+        namespace: dict[str, Any] = {}
+        exec(preamble + codes["Gradients in another dtype"], namespace)
+        self.assertEqual(namespace["model"].weight.grad.dtype, FP32)
+
+
+if __name__ == "__main__":
+    run_tests()
