@@ -23,9 +23,10 @@ setup:  ## build in place: .venv, build/base, links (TORCH_BASE_WHEEL=PATH, PYTH
 	  { echo "error: $(PYTHON3) is not there; choose a Python with PYTHON3=PATH" >&2; exit 1; }
 	@$(SETUP) setup
 
-train: setup  ## train a model of mixed dtypes (NPROC= STEPS= DEVICE=)
+train: setup  ## train a model of mixed dtypes (NPROC= STEPS= POLICY= DEVICE=)
 	@$(PYTHON) examples/train_mixed_dtype.py $(if $(NPROC),--nproc $(NPROC)) \
-	  $(if $(STEPS),--steps $(STEPS)) $(if $(DEVICE),--device $(DEVICE))
+	  $(if $(STEPS),--steps $(STEPS)) $(if $(POLICY),--policy $(POLICY)) \
+	  $(if $(DEVICE),--device $(DEVICE))
 
 test: setup  ## run the tests (ARGS=... goes to pytest)
 	@$(PYTHON) -m pytest $(or $(ARGS),test)

@@ -39,18 +39,18 @@ class Block(nn.Module):
         self.down_proj = nn.Linear(2 * DIM, DIM, bias=False, dtype=bf16)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.mix(self.norm(x)).float()
-        hidden = F.silu(_linear(self.up_proj, self.mlp_norm(x)))
-        return x + _linear(self.down_proj, hidden).float()
+        x = x + self.mix(_apply(self.norm, x)).float()
+        hidden = F.silu(_apply(self.up_proj, _apply(self.mlp_norm, x)))
+        return x + _apply(self.down_proj, hidden).float()
 
     def mix(self, x: Tensor) -> Tensor:
         """Averages each head's past values, with weights that decay with age."""
-        value, gate = _linear(self.in_proj, x).float().chunk(2, dim=-1)
-        write = torch.sigmoid(_linear(self.write_proj, x).float())
+        value, gate = _apply(self.in_proj, x).float().chunk(2, dim=-1)
+        write = torch.sigmoid(_apply(self.write_proj, x).float())
         value = value.unflatten(-1, (HEADS, -1)) * write.unsqueeze(-1)
-        weights = decay_weights(self.A_log, x.size(1))
+        weights = decay_weights(self.A_log, x.size(1)).float()
         mixed = torch.einsum("hts,bshd->bthd", weights, value).flatten(-2)
-        return _linear(self.out_proj, mixed * F.silu(gate))
+        return _apply(self.out_proj, mixed * F.silu(gate))
 
 
 class ByteLM(nn.Module):
@@ -69,7 +69,7 @@ class ByteLM(nn.Module):
         x = self.embedding(tokens).float()
         for block in self.blocks:
             x = block(x)
-        return _linear(self.head, self.norm(x)).float()
+        return _apply(self.head, _apply(self.norm, x)).float()
 
 
 def decay_weights(A_log: Tensor, length: int) -> Tensor:
@@ -108,6 +108,6 @@ def text_batches(
         yield rows[:, :-1], rows[:, 1:]
 
 
-def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
+def _apply(layer: nn.Linear | nn.RMSNorm, x: Tensor) -> Tensor:
     """Applies ``layer`` in the dtype of its weight."""
     return layer(x.to(layer.weight.dtype))

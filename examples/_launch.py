@@ -9,6 +9,7 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from _policies import CHOICES, DEFAULT
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -37,6 +38,13 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
         default=16,
         metavar="N",
         help="sequences of a step, over all processes (default: %(default)s)",
+    )
+    add(
+        "--policy",
+        choices=CHOICES,
+        default=DEFAULT,
+        help="; ".join(f"{name}: {choice.meaning}" for name, choice in CHOICES.items())
+        + " (default: %(default)s)",
     )
     add(
         "--device",

@@ -1,11 +1,12 @@
 """Counts what FSDP2 sends: collectives and bytes, per kind of unit and dtype."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from _policies import Dtypes
 from torch import nn, Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
@@ -37,37 +38,42 @@ class UnitKind:
     units: int
     unshards: int  # of one unit in one step
     world_size: int
-    numel: Counter[torch.dtype] = field(default_factory=Counter)  # of all the units
+    # Of all the units, by what they compute in and by what they are reduced in
+    numel: Counter[torch.dtype] = field(default_factory=Counter)
+    reduced_numel: Counter[torch.dtype] = field(default_factory=Counter)
     gathers: Traffic = Traffic()
     reductions: defaultdict[torch.dtype, Traffic] = field(
         default_factory=lambda: defaultdict(Traffic)
     )
 
-    def own_nbytes(self, *dtypes: torch.dtype) -> int:
-        """Bytes of the parameters themselves: of these dtypes, or of all."""
-        return sum(self.numel[d] * d.itemsize for d in dtypes or self.numel)
-
     def least_gathers(self) -> Traffic:
-        """One all-gather per unshard, of the parameters' own bytes."""
+        """One all-gather per unshard, of what the parameters compute in."""
         if self.world_size == 1:
             return Traffic()
-        return Traffic(self.units * self.unshards, self.own_nbytes() * self.unshards)
+        nbytes = sum(n * dtype.itemsize for dtype, n in self.numel.items())
+        return Traffic(self.units * self.unshards, nbytes * self.unshards)
 
     def least_reductions(self, *dtypes: torch.dtype) -> Traffic:
-        """One reduce-scatter per unit and dtype, of the parameters' own bytes."""
+        """One reduce-scatter per unit and dtype: of these dtypes, or of all."""
         if self.world_size == 1:
             return Traffic()
-        dtypes = dtypes or tuple(self.numel)
-        held = [d for d in dtypes if self.numel[d]]
-        return Traffic(self.units * len(held), self.own_nbytes(*dtypes))
+        held = [d for d in dtypes or self.reduced_numel if self.reduced_numel[d]]
+        nbytes = sum(self.reduced_numel[d] * d.itemsize for d in held)
+        return Traffic(self.units * len(held), nbytes)
 
 
-def meter(name: str, units: Sequence[nn.Module], *, unshards: int) -> UnitKind:
+def meter(
+    name: str,
+    units: Sequence[nn.Module],
+    *,
+    unshards: int,
+    dtypes: Mapping[nn.Parameter, Dtypes],
+) -> UnitKind:
     """Counts the collectives of ``units`` from here on.
 
     FSDP2 lets a unit bring its own collectives. These are the default ones, except
     that they note the buffer of each call. ``unshards`` is how often one unit has to
-    gather its parameters in one step.
+    gather its parameters in one step, and ``dtypes`` are those it is to do so in.
     """
     kind = UnitKind(name, len(units), unshards, dist.get_world_size())
     for unit in units:
@@ -75,7 +81,8 @@ def meter(name: str, units: Sequence[nn.Module], *, unshards: int) -> UnitKind:
         unit.set_custom_all_gather(_CountedAllGather(kind))
         unit.set_custom_reduce_scatter(_CountedReduceScatter(kind))
         for parameter in _managed_parameters(unit):
-            kind.numel[parameter.dtype] += parameter.numel()
+            kind.numel[dtypes[parameter].compute] += parameter.numel()
+            kind.reduced_numel[dtypes[parameter].reduce] += parameter.numel()
     return kind
 
 

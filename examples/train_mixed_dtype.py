@@ -1,9 +1,10 @@
 """Trains a language model whose FSDP2 units hold bf16, fp32 and fp16 parameters.
 
-    python examples/train_mixed_dtype.py [--nproc N] [--steps N] [--device cpu|cuda]
+    python examples/train_mixed_dtype.py [--nproc N] [--steps N] [--policy NAME] [--device cpu|cuda]
 
 starts its own processes; ``torchrun --nproc-per-node N examples/train_mixed_dtype.py``
-does as well. A table then tells what each kind of unit sent per step. The same model
+does as well. Parameters compute and reduce as they are stored, or as the chosen policy
+says (``--help`` lists them). A table then tells what each kind of unit sent per step. The same model
 is trained once more in one process, without FSDP, on the same batches: exit status 1
 says that the two runs differ by more than rounding, or that the loss did not halve.
 """
@@ -24,6 +25,7 @@ from _byte_lm import build_model, ByteLM, SEQUENCE_LENGTH, text_batches
 from _compare import loss_difference, parameter_differences
 from _launch import is_worker, launch, parse_args
 from _master_sgd import LOSS_SCALE, MasterSGD
+from _policies import Casting, CHOICES, DEFAULT, dtypes_under
 from _report import difference_table, draw_losses, draw_wire, wire_table
 from _wire import measured, meter, one_unit_per_dtype, StepTraffic, UnitKind
 from torch import nn, Tensor
@@ -35,18 +37,22 @@ from torch.distributed.tensor import DTensor
 OUTPUT = Path(__file__).resolve().parents[1] / "build" / "train"
 
 
-def shard(model: ByteLM, mesh: DeviceMesh) -> list[UnitKind]:
+def shard(model: ByteLM, mesh: DeviceMesh, policy_name: str) -> list[UnitKind]:
     """Makes each block one unit, and what is left of the model another.
 
-    Nothing here looks at dtypes: a unit takes parameters of any.
+    Nothing here looks at dtypes but to tell what will be sent: a unit takes
+    parameters of any.
     """
+    policy = CHOICES[policy_name].policy_for(model)
+    by_name = dtypes_under(policy, model, torch.device(mesh.device_type))
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=True)
-    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+        fully_shard(block, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+    dtypes = {p: by_name[name] for name, p in model.named_parameters()}
     # Blocks free their parameters after forward and gather them again in backward.
     return [
-        meter("block", list(model.blocks), unshards=2),
-        meter("root", [model], unshards=1),
+        meter("block", list(model.blocks), unshards=2, dtypes=dtypes),
+        meter("root", [model], unshards=1, dtypes=dtypes),
     ]
 
 
@@ -96,7 +102,7 @@ def measure_upcast(
 ) -> StepTraffic:
     """What a step sends where every parameter is made fp32 first."""
     model = build_model().float().to(device)
-    kinds = shard(model, mesh)
+    kinds = shard(model, mesh, DEFAULT)
     tokens, targets = next(text_batches(1, args.nproc))
     share = slice(mesh.get_rank(), mesh.get_rank() + 1)
     loss_of(model, tokens[share].to(device), targets[share].to(device)).backward()
@@ -130,7 +136,7 @@ def train_sharded(args: argparse.Namespace, device: torch.device) -> ShardedRun:
         dist.init_process_group("gloo")
     mesh = init_device_mesh(device.type, (args.nproc,))
     model = build_model().to(device)
-    kinds = shard(model, mesh)
+    kinds = shard(model, mesh, args.policy)
     losses = train(
         model,
         args,
@@ -155,12 +161,16 @@ def train_alone(
     """Trains without FSDP; returns the losses, and the weights before and after."""
     model = build_model().to(device)
     initial = {name: p.detach().clone() for name, p in model.named_parameters()}
-    losses = train(model, args, device, title="1 process, no FSDP")
+    policy = CHOICES[args.policy].policy_for(model)
+    casting = Casting(model, dtypes_under(policy, model, device))
+    losses = train(casting, args, device, title="1 process, no FSDP")
     return losses, initial, dict(model.named_parameters())
 
 
 def report(args: argparse.Namespace, device: torch.device, run: ShardedRun) -> int:
     """Prints and draws what was sent and how it compares; returns the exit status."""
+    if args.policy != DEFAULT:
+        print(f"\nPolicy {args.policy}: {CHOICES[args.policy].meaning}")
     print("\nOne step sends:\n")
     print(wire_table(run.kinds, args.steps), flush=True)
     ways = [
