@@ -8,7 +8,9 @@ seeds and batches, and compare the two bit for bit:
 - uniform modes cut the same model into the same units in both;
 - mixed modes cut it into one unit for each dtype with ``--units dtype``, which
   the base can do, and into blocks of three dtypes with ``--units block``, which
-  only this branch can.
+  only this branch can;
+- modes with overrides cut it alike, into one unit for each policy or into blocks
+  whose policy has an override for each parameter.
 
 With four ranks the modes of two run two at a time, one on either half.
 """
@@ -69,6 +71,14 @@ class Batches:
 
     def __getitem__(self, microbatch: int) -> torch.Tensor:
         return batch_of(self.step, microbatch, self.rank).to(self.device)
+
+
+# Of `MixedPrecisionPolicy`: param_dtype, reduce_dtype
+Policy = tuple["torch.dtype | None", "torch.dtype | None"]
+# Of the three parts of a block
+Policies = tuple[Policy, Policy, Policy]
+# Each part takes whatever it is given: only of a unit all inputs are cast
+UNCAST = {"cast_forward_inputs": False}
 
 
 # One step each, up to and including the backward; returns the loss #
@@ -186,6 +196,34 @@ def replicate_blocks(model: Tower, **kwargs: Any) -> None:
     replicate(model, **kwargs)
 
 
+def shard_policies(model: Tower, policies: Policies, **kwargs: Any) -> None:
+    """Makes each part a unit with a policy of its own."""
+    apply = kwargs.pop("apply")
+    for part, policy in zip(model.all_parts, parts_policies(model, policies)):
+        apply(part, mp_policy=MixedPrecisionPolicy(*policy, **UNCAST), **kwargs)
+    apply(model, mp_policy=MixedPrecisionPolicy(**UNCAST), **kwargs)
+
+
+def shard_overrides(model: Tower, policies: Policies, **kwargs: Any) -> None:
+    """Makes each block a unit, whose parts have the same policies by override."""
+    apply = kwargs.pop("apply")
+    names = {part: name for name, part in model.named_modules()}
+    pairs = zip(model.all_parts, parts_policies(model, policies))
+    patterns = {
+        f"{names[part]}.*": {"param_dtype": compute, "reduce_dtype": reduce}
+        for part, (compute, reduce) in pairs
+    }
+    kwargs["mp_policy"] = MixedPrecisionPolicy.by_name(model, patterns, **UNCAST)
+    for unit in (*model.blocks, model):
+        apply(unit, **kwargs)
+
+
+def parts_policies(model: Tower, policies: Policies) -> list[Policy]:
+    # The stem's and the head's, which are of one unit, are the first and the last
+    of_block = [policies] * len(model.blocks)
+    return [policies[0], *itertools.chain(*of_block), policies[-1]]
+
+
 def shard_last_dim(param: nn.Parameter) -> Shard | None:
     return Shard(1) if param.ndim == 2 and param.size(1) % 4 == 0 else None
 
@@ -212,6 +250,12 @@ def freeze_some(model: Tower) -> None:
 
 def freeze_first_block(model: Tower) -> None:
     model.blocks[0].requires_grad_(False)
+
+
+def freeze_matrices(model: Tower) -> None:
+    for part in model.blocks[0].parts:
+        part.up.requires_grad_(False)
+        part.down.requires_grad_(False)
 
 
 def reduce_unused(model: Tower) -> None:
@@ -248,14 +292,12 @@ def step_in_backward(model: Tower) -> None:
 
 # Modes #
 
-# Of `MixedPrecisionPolicy`: param_dtype, reduce_dtype
-Policy = tuple["torch.dtype | None", "torch.dtype | None"]
-
 
 @dataclass(frozen=True)
 class Mode:
     dtype: torch.dtype = FP32  # of a uniform tower
     policy: Policy = (None, None)
+    policies: Policies | None = None  # overrides, of each part of a block
     kwargs: dict[str, Any] = field(default_factory=dict)  # of `fully_shard`
     shard: Callable[..., None] = shard_blocks
     prepare: Callable[[Tower], None] | None = None
@@ -337,6 +379,44 @@ MIXED_MODES: dict[str, Mode] = {
 }
 
 
+# Stored in fp32, bf16, fp16 and in fp16, fp32, bf16, one after the other
+_MIXED_POLICIES: Policies = ((FP32, None), (BF16, FP32), (None, BF16))
+_OVERRIDES = Mode(policies=_MIXED_POLICIES)
+_HYBRID = {"is_hybrid": True, "world_sizes": (4,)}
+
+# `apply` and how the model is cut are chosen by `--units`
+OVERRIDE_MODES: dict[str, Mode] = {
+    "plain": _OVERRIDES,
+    "compute_only": Mode(policies=((BF16, None), (FP32, None), (None, None))),
+    "reduce_only": Mode(policies=((None, FP32), (None, BF16), (None, FP16))),
+    "one_bucket": Mode(policies=((BF16, FP32), (FP32, None), (FP16, FP32))),
+    "no_reshard": replace(_OVERRIDES, kwargs={"reshard_after_forward": False}),
+    "accumulate": replace(_OVERRIDES, step=accumulate),
+    "accumulate_in_turns": replace(_OVERRIDES, step=accumulate_in_turns),
+    "several_backwards": replace(_OVERRIDES, step=several_backwards),
+    "shard_last_dim": replace(
+        _OVERRIDES, kwargs={"shard_placement_fn": shard_last_dim}
+    ),
+    "frozen": replace(_OVERRIDES, prepare=freeze_some),
+    # The base forgets the dtypes of a unit that was frozen whole (pytorch 186998)
+    "unfrozen_later": replace(
+        _OVERRIDES, prepare=freeze_matrices, step=unfreeze_after_first_step
+    ),
+    "skipped_part": replace(_OVERRIDES, step=skip_one_part),
+    "cpu_offload": replace(_OVERRIDES, kwargs=_OFFLOAD),
+    "cpu_offload_accumulate": replace(_OVERRIDES, kwargs=_OFFLOAD, step=accumulate),
+    "divide": replace(_OVERRIDES, prepare=divide_by_six),
+    "step_in_backward": replace(_OVERRIDES, prepare=step_in_backward),
+    "replicate": replace(_OVERRIDES, kwargs={"apply": replicate}),
+    "replicate_accumulate": replace(
+        _OVERRIDES, kwargs={"apply": replicate}, step=accumulate
+    ),
+    "hybrid": replace(_OVERRIDES, **_HYBRID),
+    "hybrid_accumulate": replace(_OVERRIDES, step=accumulate, **_HYBRID),
+    "hybrid_deferred": replace(_OVERRIDES, step=defer_all_reduce, **_HYBRID),
+}
+
+
 # Running #
 
 # What a tensor is of, to its dtype and bits
@@ -354,7 +434,11 @@ def train(mode: Mode, model: Tower, mesh: DeviceMesh, rank: int, device: str) ->
     """Returns every step's loss and sharded gradients, and the final parameters."""
     param_dtype, reduce_dtype = mode.policy
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    mode.shard(model, mesh=mesh, mp_policy=policy, **mode.kwargs)
+    if mode.policies is None:
+        mode.shard(model, mesh=mesh, mp_policy=policy, **mode.kwargs)
+    else:
+        kwargs = {"apply": fully_shard, "mesh": mesh} | mode.kwargs
+        mode.shard(model, mode.policies, **kwargs)
     if mode.prepare is not None:
         mode.prepare(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
@@ -388,6 +472,11 @@ def modes_to_run(args: argparse.Namespace) -> Iterator[tuple[str, Mode, int]]:
     shard = {"dtype": shard_dtypes, "block": shard_blocks}[args.units]
     for name, mode in MIXED_MODES.items():
         yield f"mixed {name}", replace(mode, shard=shard), 2
+    shard = {"dtype": shard_policies, "block": shard_overrides}[args.units]
+    for name, mode in OVERRIDE_MODES.items():
+        if not (args.only_mixed and mode.is_hybrid):
+            size = 4 if mode.is_hybrid else 2
+            yield f"override {name}", replace(mode, shard=shard), size
     if not args.only_mixed:
         for name, mode in UNIFORM_MODES.items():
             for size in mode.world_sizes:
@@ -404,8 +493,8 @@ def run_all(args: argparse.Namespace, rank: int) -> dict[str, Any]:
     for name, mode, size in modes_to_run(args):
         if size == 2 and next(turns) != rank // 2:
             continue  # the other half's
-        is_mixed = name.startswith("mixed")
-        model = mixed_tower() if is_mixed else uniform_tower(mode.dtype)
+        is_uniform = name.startswith("uniform")
+        model = uniform_tower(mode.dtype) if is_uniform else mixed_tower()
         mesh = pairs if mode.is_hybrid else meshes[size]
         results[name] = train(mode, model.to(device), mesh, rank % size, device)
     return results

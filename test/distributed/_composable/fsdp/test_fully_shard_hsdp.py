@@ -368,7 +368,8 @@ class TestProcesses(FSDPProcessTest):
         group = group_of(model)
         values = (1.0, 2.0**-12) if first == torch.float32 else (2.0**-12, 1.0)
         for value, dtype in zip(values, (first, second), strict=True):
-            group.mp_policy = MixedPrecisionPolicy(reduce_dtype=dtype)
+            for fsdp_param in group.fsdp_params:
+                fsdp_param.mp_policy = MixedPrecisionPolicy(reduce_dtype=dtype)
             model.set_requires_all_reduce(dtype == second)
             x = torch.zeros(1, requires_grad=True, device=self.device)
             grad = torch.full((4,), value, device=self.device)

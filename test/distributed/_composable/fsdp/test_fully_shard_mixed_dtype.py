@@ -45,6 +45,7 @@ from mixed_dtype_models import (
 from mixed_dtype_parity import (
     LR,
     MIXED_MODES,
+    OVERRIDE_MODES,
     prefetch_explicitly,
     replicate_blocks,
     shard_blocks,
@@ -874,6 +875,11 @@ class TestParityWithBase(TestCase):
     @parametrize("mode", list(MIXED_MODES))
     def test_mixed_unit_equals_one_base_unit_per_dtype(self, mode: str) -> None:
         self.check_same_bits(f"mixed {mode}", 2, self.fork, self.base)
+
+    @parametrize("mode", list(OVERRIDE_MODES))
+    def test_overrides_equal_one_base_unit_per_policy(self, mode: str) -> None:
+        ranks = 4 if OVERRIDE_MODES[mode].is_hybrid else 2
+        self.check_same_bits(f"override {mode}", ranks, self.fork, self.base)
 
     @parametrize("mode", list(UNIFORM_MODES))
     def test_uniform_unit_equals_base(self, mode: str) -> None:

@@ -380,7 +380,8 @@ def hsdp_deferred_other_dtype(kit: Kit) -> None:
     unit = kit.shard(Chosen(kit.kind), mesh=mesh_of(2, 4))
     (group,) = unit._get_fsdp_state()._fsdp_param_groups
     for dtype in (torch.bfloat16, torch.float32):
-        group.mp_policy = MixedPrecisionPolicy(reduce_dtype=dtype)
+        for fsdp_param in group.fsdp_params:
+            fsdp_param.mp_policy = MixedPrecisionPolicy(reduce_dtype=dtype)
         unit.set_requires_all_reduce(dtype == torch.float32)
         unit(kit.input().requires_grad_(), ("p0", "p1", "q2")).sum().backward()
     kit.optimize(unit)

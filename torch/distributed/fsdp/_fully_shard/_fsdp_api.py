@@ -172,6 +172,8 @@ class MixedPrecisionPolicy:
         reduce_dtype = self._override("reduce_dtype", param, fqn)
         if reduce_dtype is not None:
             _check_reduce_dtype(reduce_dtype, param, fqn, device)
+        elif param_dtype is not None and self.reduce_dtype is None:
+            _check_compute_dtype_reduces(param_dtype, param, fqn, device)
         return replace(
             self,
             param_dtype=self.param_dtype if param_dtype is None else param_dtype,
@@ -216,21 +218,45 @@ def _check_dtype(what: str, dtype: torch.dtype, param: nn.Parameter, fqn: str) -
             f"{what} returned {dtype} for parameter {fqn}, which is {param.dtype}. "
             "Return a floating-point dtype, or None for the policy's default."
         )
+    if dtype in _PACKED:
+        raise ValueError(
+            f"{what} returned {dtype} for parameter {fqn}, which is {param.dtype}: "
+            "nothing casts to a dtype that packs several values in one element. "
+            "Return another, or None for the policy's default."
+        )
 
 
+_PACKED = (torch.float4_e2m1fn_x2,)
 # What every backend sums
 _REDUCIBLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # What NCCL has a type of its own for, rather than moving it as bytes
 _NCCL_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
+def _is_reducible(dtype: torch.dtype, device: torch.device) -> bool:
+    # Of a complex parameter its own, which leaves it as it is
+    if dtype in _REDUCIBLE or not dtype.is_floating_point:
+        return True
+    return dtype in _NCCL_FLOAT8 and _sums_float8(device)
+
+
+def _check_compute_dtype_reduces(
+    dtype: torch.dtype, param: nn.Parameter, fqn: str, device: torch.device
+) -> None:
+    if not param.requires_grad or _is_reducible(dtype, device):
+        return
+    raise ValueError(
+        f"param_dtype_override_fn returned {dtype} for parameter {fqn}, which is "
+        f"{param.dtype}: without a reduce dtype its gradient would be summed in "
+        f"{dtype} as well, which cannot be done on {device}. Set reduce_dtype, or "
+        "let reduce_dtype_override_fn return one for it."
+    )
+
+
 def _check_reduce_dtype(
     dtype: torch.dtype, param: nn.Parameter, fqn: str, device: torch.device
 ) -> None:
-    # Of a complex parameter its own, which leaves it as it is
-    if dtype in _REDUCIBLE or not dtype.is_floating_point:
-        return
-    if dtype in _NCCL_FLOAT8 and _sums_float8(device):
+    if _is_reducible(dtype, device):
         return
     allowed = ", ".join(map(str, _REDUCIBLE))
     raise ValueError(

@@ -54,6 +54,7 @@ from torch.distributed.fsdp._common_utils import (
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
+from ._fsdp_agreement import check_ranks_agree
 from ._fsdp_api import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ._fsdp_collectives import (
     _get_gradient_divide_factors,
@@ -248,6 +249,8 @@ class FSDPParamGroup:
     _reshard_after_forward_event: torch.Event | None = None
     # After this group's last reduction, including what follows it
     _post_reduce_event: torch.Event | None = None
+    # Found out once, see [Note: When ranks are compared]
+    _ranks_agree: bool = False
 
     def __init__(
         self,
@@ -394,6 +397,14 @@ class FSDPParamGroup:
                     "allocates its own buffers"
                 )
 
+    def _compare_ranks(self, group: dist.ProcessGroup | None) -> None:
+        """Raises if the ranks of ``group``, which is about to be used, disagree."""
+        if group is not None:
+            names = self._param_names
+            unit = self._module_fqn or type(self.modules[0]).__name__
+            check_ranks_agree(self.fsdp_params, names, group, self.device, unit)
+        self._ranks_agree = True
+
     # Runtime: unshard and reshard #
     @_disable_functorch_if_active
     def unshard(self, async_op: bool = False):
@@ -411,6 +422,8 @@ class FSDPParamGroup:
             return
         streams = self.comm_ctx.get_all_gather_streams(async_op, self._training_state)
         group = self._all_gather_process_group
+        if not self._ranks_agree:
+            self._compare_ranks(group)
         with self._range("FSDP::all_gather"):
             self._all_gather_result = foreach_all_gather(
                 self.fsdp_params,
@@ -558,6 +571,8 @@ class FSDPParamGroup:
         buckets = self._get_buckets(grads)
         if not buckets:
             return
+        if not self._ranks_agree and self.all_reduce_grads:
+            self._compare_ranks(self._all_reduce_group)
         with self._range("FSDP::post_backward_reduce"):
             self._wait_for_post_backward()
             self._reduce_buckets(buckets, grads)
@@ -782,7 +797,6 @@ class FSDPParamGroup:
         partial: torch.Tensor | None,
     ):
         is_sharded = isinstance(self.mesh_info, FSDPMeshInfo)
-        is_replicated = isinstance(self.mesh_info, DDPMeshInfo)
         return foreach_reduce(
             params,
             grads,
@@ -793,8 +807,8 @@ class FSDPParamGroup:
             params.bucket.dtype,
             self.device,
             self.gradient_divide_factor,
-            self._all_reduce_process_group if is_replicated else None,
-            self._get_all_reduce_stream(is_replicated),
+            self._all_reduce_group,
+            self._get_all_reduce_stream(self._all_reduce_group is not None),
             self.all_reduce_grads,
             partial,
             self._all_reduce_hook,
@@ -1037,6 +1051,11 @@ class FSDPParamGroup:
     @property
     def _all_reduce_process_group(self) -> dist.ProcessGroup:
         return _as_mesh(self.mesh_info, DDPMeshInfo).replicate_process_group
+
+    @property
+    def _all_reduce_group(self) -> dist.ProcessGroup | None:
+        is_replicated = isinstance(self.mesh_info, DDPMeshInfo)
+        return self._all_reduce_process_group if is_replicated else None
 
     def _set_separate_reduce_scatter_group(
         self, enable: bool, new_groups: dict[tuple[int, ...], dist.ProcessGroup]

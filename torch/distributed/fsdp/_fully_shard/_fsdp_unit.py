@@ -25,6 +25,7 @@ from ._fsdp_layout import (
     GatherLayout,
     plan_copy_in,
     plan_gather,
+    reduce_dtype_of,
     ReduceBucket,
     RegionCopy,
 )
@@ -35,6 +36,25 @@ from ._fsdp_param import FSDPParam, ShardedState
 _get_stored = attrgetter("_sharded_param_data")
 _get_compute_dtype = attrgetter("param_dtype")
 _get_outputs = attrgetter("all_gather_outputs")
+
+
+class ParamDtypes(NamedTuple):
+    """The dtypes of one parameter, those that a policy does not touch included."""
+
+    stored: torch.dtype
+    compute: torch.dtype
+    # If its gradient is in the compute dtype, as autograd makes it
+    reduce: torch.dtype
+    grad: torch.dtype
+
+
+def dtypes_of(fsdp_param: FSDPParam) -> ParamDtypes:
+    """Returns a parameter's dtypes as they are now, before lazy init as well."""
+    policy, param = fsdp_param.mp_policy, fsdp_param.sharded_param
+    is_cast = policy.param_dtype is not None and param.is_floating_point()
+    compute = policy.param_dtype if is_cast else param.dtype
+    reduce = reduce_dtype_of(compute, policy.reduce_dtype)
+    return ParamDtypes(param.dtype, compute, reduce, param.grad_dtype or reduce)
 
 
 # What is gathered #

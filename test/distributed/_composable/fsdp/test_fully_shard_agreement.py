@@ -1,0 +1,348 @@
+# Owner(s): ["oncall: distributed"]
+
+"""
+Ranks that lay a unit out differently are found before the unit sends anything,
+and every one of them raises. Ranks that agree pay one small collective for each
+unit, once, and no correct program waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+from fsdp_test_utils import (
+    DeviceFreeTest,
+    FSDPProcessTest,
+    FSDPThreadTest,
+    hybrid_mesh,
+    record_collectives,
+    shard_mesh,
+    WORLD_SIZE,
+)
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard import _fsdp_agreement as agreement
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing._internal.common_utils import run_tests
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+SWITCH = "TORCH_FSDP_CHECK_RANKS_AGREE"
+
+
+class Scales(nn.Module):
+    def __init__(self, dtype: torch.dtype = FP32, **sizes: int):
+        super().__init__()
+        for name, size in (sizes or {"gate": 4, "up": 8}).items():
+            self.register_parameter(name, nn.Parameter(torch.ones(size, dtype=dtype)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for param in self.parameters():
+            x = x * param.float().mean().to(x.dtype)
+        return x
+
+
+def blocks(count: int = 2, **kwargs: Any) -> nn.Sequential:
+    return nn.Sequential(*(Scales(**kwargs) for _ in range(count)))
+
+
+def shard(model: nn.Module, **kwargs: Any) -> nn.Module:
+    for child in model.children():
+        fully_shard(child, **kwargs)
+    return fully_shard(model, **kwargs)
+
+
+@contextlib.contextmanager
+def counting_comparisons() -> Iterator[list[int]]:
+    """Notes the bytes of each all-gather that compares, and of nothing else."""
+    sent: list[int] = []
+    all_gather = dist.all_gather
+
+    def noting(tensors: Any, tensor: torch.Tensor, **kwargs: Any) -> Any:
+        sent.append(tensor.nbytes)
+        return all_gather(tensors, tensor, **kwargs)
+
+    with mock.patch.object(dist, "all_gather", noting):
+        yield sent
+
+
+class TestRanksDisagree(FSDPProcessTest):
+    """
+    Real processes. Whether all of them raise is found out by a collective, which
+    only those come to that did.
+    """
+
+    def step(self, model: nn.Module) -> None:
+        x = torch.ones(2, device=self.device, requires_grad=True)
+        model(x).sum().backward()
+
+    def refused(self, run: Callable[[], None]) -> str:
+        """Returns what all ranks alike raise, before anything else was sent."""
+        with record_collectives() as recorder:
+            with self.assertRaises(RuntimeError) as caught:
+                run()
+        self.assertEqual(recorder.calls, [])
+        messages: list[Any] = [None] * WORLD_SIZE
+        dist.all_gather_object(messages, str(caught.exception))
+        self.assertEqual(messages, messages[:1] * WORLD_SIZE)
+        return messages[0]
+
+    def policy_by_rank(self, field: str, odd: int = 2) -> MixedPrecisionPolicy:
+        """Returns a policy that differs for one parameter on one rank."""
+        dtype = BF16 if self.rank == odd else FP32
+
+        def override(param: nn.Parameter) -> torch.dtype | None:
+            return dtype if param.numel() == 4 else None
+
+        return MixedPrecisionPolicy(**{f"{field}_override_fn": override})
+
+    def test_an_override_that_differs(self) -> None:
+        for field, verb in (("param_dtype", "computes"), ("reduce_dtype", "reduces")):
+            model = shard(
+                blocks().to(self.device),
+                mesh=shard_mesh(),
+                mp_policy=self.policy_by_rank(field),
+            )
+            message = self.refused(lambda model=model: self.step(model))
+            self.assertIn("unit '0'", message)
+            text = (
+                f"0.gate: {verb} in torch.float32 on ranks 0, 1, 3, "
+                f"{verb} in torch.bfloat16 on rank 2"
+            )
+            self.assertIn(text, message)
+            self.assertNotIn("0.up", message)
+            self.assertIn("MixedPrecisionPolicy must return the same", message)
+            self.assertIn(SWITCH, message)
+
+    def test_stored_dtypes_that_differ(self) -> None:
+        dtype = BF16 if self.rank == 0 else FP32
+        model = blocks(1, dtype=dtype).to(self.device)
+        fully_shard(model, mesh=shard_mesh())
+        message = self.refused(lambda: self.step(model))
+        for name in ("0.gate", "0.up"):
+            text = f"{name}: is stored in torch.bfloat16 on rank 0, is stored in torch."
+            self.assertIn(text, message)
+
+    def test_cast_after_sharding_on_one_rank(self) -> None:
+        model = shard(blocks().to(self.device), mesh=shard_mesh())
+        if self.rank == 1:
+            model[1].gate.data = model[1].gate.data.bfloat16()
+            model[1].bfloat16()
+        # The first unit agrees and is gathered; the second is not
+        with record_collectives() as recorder:
+            with self.assertRaisesRegex(RuntimeError, "1.gate: is stored"):
+                self.step(model)
+        self.assertEqual(len(recorder.all_gathers), 1)
+        dist.barrier()
+
+    def test_gradient_dtypes_sizes_names_and_counts_that_differ(self) -> None:
+        is_odd = self.rank == 1
+        cases: list[tuple[nn.Module, str]] = []
+        model = Scales(BF16)
+        if is_odd:
+            model.gate.grad_dtype = FP32
+        cases.append((model, "gate: has a gradient in torch.bfloat16 on ranks 0, 2, 3"))
+        model = Scales(gate=8 if is_odd else 4)
+        cases.append((model, r"gate: has size \(4,\) on ranks 0, 2, 3, has size \(8,\)"))
+        names = ("up", "gate") if is_odd else ("gate", "up")
+        model = Scales(**dict.fromkeys(names, 4))
+        cases.append((model, "gate: is gate of Scales on ranks 0, 2, 3, is up of Sc"))
+        model = Scales(**({"gate": 4} if is_odd else {"gate": 4, "up": 4}))
+        cases.append((model, "has 2 parameters on ranks 0, 2, 3, the unit has 1 param"))
+        for model, text in cases:
+            fully_shard(model.to(self.device), mesh=shard_mesh())
+            message = self.refused(lambda model=model: self.step(model))
+            if self.rank != 1:  # names differ by rank there
+                self.assertRegex(message, text)
+
+    def test_dims_that_are_sharded_differ(self) -> None:
+        model = nn.Linear(8, 8, bias=False, device=self.device)
+        dim = 1 if self.rank == 0 else 0
+        fully_shard(
+            model, mesh=shard_mesh(), shard_placement_fn=lambda _: Shard(dim)
+        )
+        message = self.refused(lambda: self.step_linear(model))
+        self.assertIn("weight: is sharded as S(1) on rank 0", message)
+
+    def step_linear(self, model: nn.Module) -> None:
+        model(torch.ones(2, 8, device=self.device)).sum().backward()
+
+    def test_replicas_that_disagree(self) -> None:
+        """Nothing is gathered, so the first all-reduce is what comes after it."""
+        model = blocks(1).to(self.device)
+        policy = self.policy_by_rank("reduce_dtype")
+        replicate(model, mp_policy=policy, mesh=shard_mesh())
+        message = self.refused(lambda: self.step(model))
+        self.assertIn("0.gate: reduces in torch.float32 on ranks 0, 1, 3", message)
+
+    def test_shard_groups_compare_within_themselves(self) -> None:
+        mesh = hybrid_mesh(2)
+        ranks = dist.get_process_group_ranks(mesh.get_group("shard"))
+        model = blocks(1).to(self.device)
+        # An odd rank in each shard group
+        odd = self.policy_by_rank("param_dtype", odd=self.rank // 2 * 2)
+        fully_shard(model, mp_policy=odd, mesh=mesh)
+        with self.assertRaises(RuntimeError) as caught:
+            self.step(model)
+        text = f"bfloat16 on rank {ranks[0]}, computes in torch.float32 on rank {ranks[1]}"
+        self.assertIn(text, str(caught.exception))
+        dist.barrier()
+
+    def test_raises_again_at_the_next_try(self) -> None:
+        model = blocks(1).to(self.device)
+        policy = self.policy_by_rank("param_dtype")
+        fully_shard(model, mp_policy=policy, mesh=shard_mesh())
+        for _ in range(2):
+            self.refused(model.unshard)
+
+    def test_one_rank_evaluates_replicated_parameters_alone(self) -> None:
+        model = replicate(blocks(1).to(self.device), mesh=shard_mesh())
+        with counting_comparisons() as sent:
+            if self.rank == 1:
+                with torch.no_grad():
+                    model(torch.ones(2, device=self.device))
+                model.unshard()
+                model.reshard()
+            dist.barrier()
+            self.assertEqual(sent, [])
+            self.step(model)
+            self.assertEqual(sent, [32])
+
+    def test_ranks_that_begin_in_different_ways(self) -> None:
+        """One gathers a unit itself, which the others come to in their forward."""
+        model = shard(blocks().to(self.device), mesh=shard_mesh())
+        if self.rank == 1:
+            model[0].unshard()
+        with counting_comparisons() as sent:
+            self.step(model)
+        self.assertEqual(sent, [32] * (1 if self.rank == 1 else 2))
+
+
+class TestRanksAgree(FSDPProcessTest):
+    def step(self, model: nn.Module) -> None:
+        x = torch.ones(2, requires_grad=True, device=self.device)
+        model(x).sum().backward()
+
+    def sharded(self, **kwargs: Any) -> nn.Module:
+        return shard(blocks(3).to(self.device), **({"mesh": shard_mesh()} | kwargs))
+
+    def test_costs_one_small_collective_for_each_unit_once(self) -> None:
+        for kwargs in (
+            {},
+            {"mesh": hybrid_mesh(2)},
+            {"mesh": hybrid_mesh(1)},
+            {"reshard_after_forward": True},
+        ):
+            model = self.sharded(**kwargs)
+            with counting_comparisons() as sent:
+                self.step(model)
+                self.assertEqual(sent, [32] * 3)
+                for child in model:
+                    child.unshard()
+                    child.reshard()
+                self.step(model)
+                self.assertEqual(sent, [32] * 3)
+
+    def test_is_not_seen_by_counters_of_collectives(self) -> None:
+        model, counter = self.sharded(reshard_after_forward=False), CommDebugMode()
+        with counting_comparisons() as sent, counter:
+            self.step(model)
+        self.assertEqual(len(sent), 3)
+        # Three gathers, and three reductions
+        self.assertEqual(counter.get_total_counts(), 6)
+
+    def test_environment_turns_it_off(self) -> None:
+        for value, expected in (("0", 0), ("1", 3)):
+            with mock.patch.dict(os.environ, {SWITCH: value}):
+                with counting_comparisons() as sent:
+                    self.step(self.sharded())
+            self.assertEqual(len(sent), expected)
+
+    def test_a_single_rank_is_not_asked(self) -> None:
+        with counting_comparisons() as sent:
+            self.step(self.sharded(mesh=shard_mesh(1)))
+        self.assertEqual(sent, [])
+
+    def test_put_off_all_reduce_is_not_compared_for(self) -> None:
+        """With one shard, nothing is sent before the last microbatch."""
+        model = self.sharded(mesh=hybrid_mesh(1))
+        model.set_requires_all_reduce(False)
+        with counting_comparisons() as sent:
+            self.step(model)
+            self.assertEqual(sent, [])
+            model.set_requires_all_reduce(True)
+            self.step(model)
+            self.assertEqual(sent, [32] * 3)
+
+    def test_in_inference_mode(self) -> None:
+        model = self.sharded()
+        with counting_comparisons() as sent, torch.inference_mode():
+            model(torch.ones(2, device=self.device))
+        self.assertEqual(len(sent), 3)
+        self.step(model)
+
+
+class TestThreads(FSDPThreadTest):
+    """Ranks that are threads compare and raise like processes."""
+
+    world_size = 4
+
+    def test_all_raise(self) -> None:
+        dtype = BF16 if self.rank == 3 else FP32
+        policy = MixedPrecisionPolicy(reduce_dtype_override_fn=lambda _: dtype)
+        model = fully_shard(Scales().to(self.device), mp_policy=policy)
+        text = "unit 'FSDPScales'(?s:.*)gate of Scales: reduces in .* on ranks 0, 1, 2,"
+        with self.assertRaisesRegex(RuntimeError, text):
+            model.unshard()
+
+
+class TestWithoutOtherRanks(DeviceFreeTest):
+    """A process group that sends nothing, or no data to send."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+
+    def tearDown(self) -> None:
+        dist.destroy_process_group()
+        super().tearDown()
+
+    def test_fake_process_group(self) -> None:
+        with counting_comparisons() as sent:
+            fully_shard(Scales())(torch.ones(2)).sum().backward()
+        self.assertEqual(sent, [])
+
+    def test_fake_tensors(self) -> None:
+        with FakeTensorMode(), mock.patch.object(dist, "get_backend", lambda _: "x"):
+            with counting_comparisons() as sent:
+                fully_shard(Scales())(torch.ones(2)).sum().backward()
+        self.assertEqual(sent, [])
+
+    def test_message_lists_a_few(self) -> None:
+        def described(dtype: torch.dtype) -> tuple[list[str], list[Any]]:
+            names = [f"w{i}" for i in range(20)]
+            dtypes = (str(dtype), "d", "d", "d")
+            return names, [agreement._Described(n, "s", "p", *dtypes) for n in names]
+
+        with self.assertRaises(RuntimeError) as caught:
+            agreement._raise({4: described(FP32), 7: described(BF16)}, "layers.0")
+        message = str(caught.exception)
+        self.assertEqual(len(re.findall("stored in torch.float32", message)), 8)
+        self.assertIn("w0: is stored in torch.float32 on rank 4, is stored", message)
+        self.assertIn("and 12 more", message)
+
+
+if __name__ == "__main__":
+    run_tests()

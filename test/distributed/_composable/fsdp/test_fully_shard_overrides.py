@@ -1,0 +1,577 @@
+# Owner(s): ["oncall: distributed"]
+
+"""
+Units whose policy has an override for each parameter, and gradients in another
+dtype than their parameter: what is gathered, computed, reduced and kept.
+
+That overrides leave the bits of one base unit for each policy is in
+``test_fully_shard_mixed_dtype.py``; what a policy says at all is in
+``test_fully_shard_policy.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from features_models import Extended, Fp8, HighLow
+from fsdp_test_utils import (
+    FSDPProcessTest,
+    FSDPThreadTest,
+    record_collectives,
+    THREAD_DEVICE_TYPE,
+    WORLD_SIZE,
+)
+
+import torch
+import torch.nn as nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    fully_shard,
+    MixedPrecisionPolicy,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import distribute_tensor, DTensor, Replicate, Shard
+from torch.testing._internal.common_utils import run_tests
+
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# What a parameter's policy is: param_dtype, reduce_dtype
+Pair = tuple["torch.dtype | None", "torch.dtype | None"]
+
+
+class GivenGrads(nn.Module):
+    """Gets exactly the gradients that it is called with: its loss is their product."""
+
+    def __init__(self, **params: torch.Tensor):
+        super().__init__()
+        for name, values in params.items():
+            self.register_parameter(name, nn.Parameter(values))
+        self.seen: dict[str, torch.dtype] = {}
+
+    def forward(self, x: torch.Tensor, **grads: float) -> torch.Tensor:
+        for name, value in grads.items():
+            param = self.get_parameter(name)
+            self.seen[name] = param.dtype
+            x = x + (param * value).sum().to(x.dtype)
+        return x
+
+
+def backward(model: nn.Module, **grads: float) -> None:
+    x = torch.zeros(1, requires_grad=True, device=THREAD_DEVICE_TYPE)
+    model(x, **grads).sum().backward()
+
+
+def given(**dtypes: torch.dtype) -> GivenGrads:
+    params = {name: torch.zeros(4, dtype=dtype) for name, dtype in dtypes.items()}
+    return GivenGrads(**params).to(THREAD_DEVICE_TYPE)
+
+
+def by_name(
+    model: nn.Module, policies: Mapping[str, Pair], **fields: Any
+) -> MixedPrecisionPolicy:
+    patterns = {
+        name: {"param_dtype": compute, "reduce_dtype": reduce}
+        for name, (compute, reduce) in policies.items()
+    }
+    return MixedPrecisionPolicy.by_name(model, patterns, **fields)
+
+
+def grad_of(param: nn.Parameter) -> torch.Tensor:
+    """Returns the full gradient, in the dtype that its shards have."""
+    local = param.grad.to_local()
+    full = param.grad.full_tensor()
+    if full.dtype != local.dtype:
+        raise AssertionError(f"shards are {local.dtype}, but all of it {full.dtype}")
+    return full
+
+
+def group_of(unit: nn.Module) -> FSDPParamGroup:
+    (group,) = unit._get_fsdp_state()._fsdp_param_groups
+    return group
+
+
+def mesh_of(*sizes: int) -> DeviceMesh:
+    names = ("replicate", "shard")[-len(sizes) :]
+    return init_device_mesh(THREAD_DEVICE_TYPE, sizes, mesh_dim_names=names)
+
+
+class TestUnits(FSDPThreadTest):
+    world_size = 2
+
+    def test_each_override_is_called_once_for_each_managed_parameter(self) -> None:
+        model = nn.Sequential(given(a=FP32), given(b=FP32, c=BF16))
+        model[1].tied = model[1].b
+        model[1].ignored = nn.Parameter(torch.zeros(3))
+        names = {id(p): name for name, p in model.named_parameters()}
+        calls: list[tuple[str, str]] = []
+
+        def override(kind: str, dtype: torch.dtype) -> Callable:
+            def fn(param: nn.Parameter) -> torch.dtype:
+                # As the user made it: not a shard, and still in its place
+                self.assertIs(type(param), nn.Parameter)
+                self.assertEqual(param.size(), (4,))
+                name = names[id(param)]
+                self.assertIs(model.get_parameter(name), param)
+                calls.append((kind, name))
+                return dtype
+
+            return fn
+
+        policy = MixedPrecisionPolicy(
+            param_dtype_override_fn=override("param", BF16),
+            reduce_dtype_override_fn=override("reduce", FP32),
+        )
+        ignored = {model[1].ignored}
+        for unit in (model[1], model):
+            fully_shard(unit, mp_policy=policy, ignored_params=ignored)
+        expected = [(k, n) for n in ("1.b", "1.c", "0.a") for k in ("param", "reduce")]
+        self.assertEqual(calls, expected)
+        backward(model[1], b=1.0, c=1.0)
+        self.assertEqual(model[1].seen, {"b": BF16, "c": BF16})
+        self.assertEqual(len(calls), len(expected))
+
+    def test_one_gather_for_all_and_one_reduction_for_each_reduce_dtype(self) -> None:
+        model = given(a=FP32, b=FP32, c=BF16, d=FP16, e=FP32)
+        policies = {"b": (BF16, FP32), "c": (FP32, BF16), "d": (None, BF16)}
+        fully_shard(model, mp_policy=by_name(model, policies | {"e": (BF16, None)}))
+        grads = dict.fromkeys("abcde", 1.0)
+        for _ in range(2):
+            with record_collectives() as recorder:
+                backward(model, **grads)
+            (gather,) = recorder.all_gathers
+            # a and c in fp32, b and e in bf16, d in fp16
+            self.assertEqual(gather.nbytes, 2 * 4 * 4 + 2 * 4 * 2 + 4 * 2)
+            reduced = [(call.dtype, call.numel) for call in recorder.reduce_scatters]
+            self.assertEqual(reduced, [(FP32, 8), (BF16, 12)])
+        seen = {"a": FP32, "b": BF16, "c": FP32, "d": FP16, "e": BF16}
+        self.assertEqual(model.seen, seen)
+        grad_dtypes = {name: p.grad.dtype for name, p in model.named_parameters()}
+        stored = {"a": FP32, "b": FP32, "c": BF16, "d": FP16, "e": FP32}
+        self.assertEqual(grad_dtypes, stored)
+
+    def test_its_own_dtype_keeps_a_parameter_as_stored(self) -> None:
+        model = given(a=FP32, b=FP16, c=BF16)
+        policy = MixedPrecisionPolicy(
+            BF16, BF16, param_dtype_override_fn=lambda param: param.dtype
+        )
+        fully_shard(model, mp_policy=policy)
+        backward(model, a=1.0, b=1.0, c=1.0)
+        self.assertEqual(model.seen, {"a": FP32, "b": FP16, "c": BF16})
+
+    def test_overrides_stay_when_the_sharded_parameters_are_cast(self) -> None:
+        model = given(a=FP32, b=FP32)
+        fully_shard(model, mp_policy=by_name(model, {"a": (FP32, None)}))
+        model.bfloat16()
+        with record_collectives() as recorder:
+            backward(model, a=1.0, b=1.0)
+        self.assertEqual(model.seen, {"a": FP32, "b": BF16})
+        self.assertEqual([c.dtype for c in recorder.reduce_scatters], [FP32, BF16])
+        self.assertEqual({p.grad.dtype for p in model.parameters()}, {BF16})
+
+    def test_sums_over_microbatches_run_in_each_reduce_dtype(self) -> None:
+        """bf16 has no room for 256 + 1, which fp32 keeps."""
+        model = given(a=FP32, b=FP32)
+        policy = by_name(model, {"a": (None, FP32)}, param_dtype=BF16)
+        fully_shard(model, mp_policy=policy)
+        for value, syncs in ((256.0, False), (1.0, True)):
+            model.set_requires_gradient_sync(syncs)
+            backward(model, a=value, b=value)
+        self.assertEqual(grad_of(model.a), torch.full((4,), 257.0))
+        self.assertEqual(grad_of(model.b), torch.full((4,), 256.0))
+
+    def test_unused_parameters_reduce_zeros_in_their_own_reduce_dtype(self) -> None:
+        model = given(a=FP32, b=FP32)
+        policy = by_name(model, {"a": (None, BF16)}, reduce_dtype=FP32)
+        fully_shard(model, mp_policy=policy)
+        model.set_reduce_scatter_unused_params(True)
+        mine = "ab"[self.rank]
+        with record_collectives() as recorder:
+            backward(model, **{mine: 2.0})
+        self.assertEqual([c.dtype for c in recorder.reduce_scatters], [FP32, BF16])
+        for param in model.parameters():
+            self.assertEqual(grad_of(param), torch.ones(4))
+
+    def test_unfrozen_later_is_reduced_in_its_own_dtype(self) -> None:
+        model = given(a=FP32, b=FP32, c=FP32)
+        policies = {"a": (BF16, FP32), "b": (BF16, None)}
+        fully_shard(model, mp_policy=by_name(model, policies))
+        model.requires_grad_(False)
+        model.c.requires_grad_(True)
+        grads = {"a": 1.0, "b": 1.0, "c": 1.0}
+        for unfrozen, expected in (
+            ([], [FP32]),
+            ([model.b], [FP32, BF16]),
+            ([model.a], [FP32, BF16]),
+        ):
+            for param in unfrozen:
+                param.requires_grad_(True)
+            with record_collectives() as recorder:
+                backward(model, **grads)
+            dtypes = [call.dtype for call in recorder.reduce_scatters]
+            self.assertEqual(dtypes, expected)
+        self.assertEqual(recorder.reduce_scatters[0].numel, 2 * 4)
+        self.assertEqual(grad_of(model.c), torch.full((4,), 3.0))
+        self.assertEqual(grad_of(model.a), torch.ones(4))
+
+    def test_replicated_parameters(self) -> None:
+        model = given(a=FP32, b=FP32, c=BF16)
+        policies = {"a": (BF16, None), "c": (None, FP32)}
+        replicate(model, mp_policy=by_name(model, policies), mesh=mesh_of(2))
+        with record_collectives() as recorder:
+            backward(model, a=1.0, b=1.0, c=1.0)
+        self.assertEqual(model.seen, {"a": BF16, "b": FP32, "c": BF16})
+        self.assertEqual(recorder.all_gathers + recorder.reduce_scatters, [])
+        reduced = [(call.dtype, call.numel) for call in recorder.all_reduces]
+        self.assertEqual(reduced, [(FP32, 8), (BF16, 4)])
+
+    def test_a_refused_override_leaves_all_parameters_as_they_are(self) -> None:
+        model = nn.Sequential(given(a=FP32), given(b=FP32))
+        before = dict(model.named_parameters())
+
+        def override(param: nn.Parameter) -> Any:
+            return torch.int8 if param is before["1.b"] else BF16
+
+        policy = MixedPrecisionPolicy(param_dtype_override_fn=override)
+        text = r"returned torch.int8 for parameter 1.b of Sequential, which is torch.fl"
+        with self.assertRaisesRegex(ValueError, text):
+            fully_shard(model, mp_policy=policy)
+        for name, param in model.named_parameters():
+            self.assertIs(param, before[name])
+
+    def test_a_refused_parameter_of_a_group_is_named_with_its_module(self) -> None:
+        policy = MixedPrecisionPolicy(param_dtype_override_fn=lambda _: torch.int8)
+        with self.assertRaisesRegex(ValueError, "parameter a of GivenGrads"):
+            fully_shard([given(a=FP32), nn.Linear(4, 4)], mp_policy=policy)
+        with self.assertRaisesRegex(ValueError, "parameter weight of Linear"):
+            fully_shard([nn.Linear(4, 4), given(a=FP32)], mp_policy=policy)
+
+
+class TestExtensions(FSDPThreadTest):
+    world_size = 2
+
+    def test_extension_is_given_the_policy_of_its_own_parameter(self) -> None:
+        seen = []
+
+        class Noting(HighLow):
+            def fsdp_pre_all_gather(
+                self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any
+            ) -> Any:
+                seen.append(policy)
+                return super().fsdp_pre_all_gather(mesh, size, stride, module, policy)
+
+        model = GivenGrads(
+            a=Noting(torch.randn(4, 2)), b=Noting(torch.randn(4, 2)), c=torch.ones(4)
+        )
+        policies = {"a": (BF16, FP32), "c": (FP16, None)}
+        fully_shard(model, mp_policy=by_name(model, policies, param_dtype=FP32))
+        with record_collectives() as recorder:
+            backward(model, a=1.0, b=1.0, c=1.0)
+        self.assertEqual(model.seen, {"a": BF16, "b": FP32, "c": FP16})
+        self.assertEqual(
+            seen, [MixedPrecisionPolicy(BF16, FP32), MixedPrecisionPolicy(FP32)]
+        )
+        self.assertEqual(len(recorder.all_gathers), 1)
+        reduced = [(call.dtype, call.numel) for call in recorder.reduce_scatters]
+        self.assertEqual(reduced, [(FP32, 16), (FP16, 4)])
+
+    def test_bits_are_those_of_one_unit_for_each_policy(self) -> None:
+        for kind in (Fp8, HighLow):
+            whole, apart = self.train(kind, "override"), self.train(kind, "own")
+            self.assertEqual(len(whole), 9)
+            for one, other in zip(whole, apart, strict=True):
+                self.assertEqual(one.dtype, other.dtype)
+                self.assertTrue(torch.equal(one, other))
+
+    def train(self, kind: type[Extended], policies: str) -> list[torch.Tensor]:
+        """Returns all local gradients of three steps."""
+        generator = torch.Generator().manual_seed(0)
+        a, b, c = (torch.randn(4, 2, generator=generator) for _ in range(3))
+        model = Chain(GivenGrads(p=kind(a)), GivenGrads(p=kind(b)), GivenGrads(p=c))
+        pairs = ((BF16, FP32), (FP32, BF16), (BF16, None))
+        if policies == "override":
+            patterns = {f"{i}.p": pair for i, pair in enumerate(pairs)}
+            fully_shard(model, mp_policy=by_name(model, patterns))
+        else:
+            for part, pair in zip(model, pairs, strict=True):
+                policy = MixedPrecisionPolicy(*pair, cast_forward_inputs=False)
+                fully_shard(part, mp_policy=policy)
+        grads = []
+        for step in range(3):
+            model.zero_grad()
+            backward(model, p=1 + (3 * step + self.rank) / 7)
+            grads += [p.grad.to_local().clone() for p in model.parameters()]
+        return grads
+
+
+class Chain(nn.Sequential):
+    """Gives every child the same gradients."""
+
+    def forward(self, x: torch.Tensor, **grads: float) -> torch.Tensor:
+        for child in self:
+            x = child(x, **grads)
+        return x
+
+
+class TestGradDtype(FSDPThreadTest):
+    """``grad_dtype`` set on parameters before they are sharded."""
+
+    world_size = 2
+
+    def sharded(
+        self, grad_dtypes: Mapping[str, torch.dtype | None], **kwargs: Any
+    ) -> GivenGrads:
+        """Returns a unit of bf16 a, b and fp32 c, d."""
+        model = given(a=BF16, b=BF16, c=FP32, d=FP32)
+        for name, dtype in grad_dtypes.items():
+            model.get_parameter(name).grad_dtype = dtype
+        kwargs.setdefault("mp_policy", MixedPrecisionPolicy(reduce_dtype=FP32))
+        return fully_shard(model, **kwargs)
+
+    def backward(self, model: GivenGrads, names: str = "abcd") -> None:
+        """Its mean over the ranks is 128.5, which is 128 in bf16."""
+        backward(model, **dict.fromkeys(names, (256.0, 1.0)[self.rank]))
+
+    def check(self, param: nn.Parameter, dtype: torch.dtype, value: float) -> None:
+        grad = grad_of(param)
+        self.assertEqual(grad.dtype, dtype)
+        self.assertEqual(grad.tolist(), [value] * 4)
+        self.assertEqual(param.grad._spec.tensor_meta.dtype, dtype)
+
+    def test_gradient_is_cast_once_from_the_reduce_dtype(self) -> None:
+        model = self.sharded({"a": FP32, "c": BF16, "d": torch.float64})
+        with record_collectives() as recorder:
+            self.backward(model)
+        (reduction,) = recorder.reduce_scatters
+        self.assertEqual((reduction.dtype, reduction.numel), (FP32, 16))
+        self.check(model.a, FP32, 128.5)
+        self.check(model.b, BF16, 128.0)
+        self.check(model.c, BF16, 128.0)
+        self.check(model.d, torch.float64, 128.5)
+        self.assertEqual({p.dtype for p in (model.a, model.b)}, {BF16})
+
+    def test_none_is_what_the_reduction_gave(self) -> None:
+        for reduce_dtype, expected in ((FP32, (FP32, 128.5)), (None, (BF16, 128.0))):
+            policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+            model = self.sharded({"a": None}, mp_policy=policy)
+            self.backward(model)
+            self.assertIsNone(model.a.grad_dtype)
+            self.check(model.a, *expected)
+            self.check(model.b, BF16, 128.0)
+
+    def test_adds_up_over_backwards_in_that_dtype(self) -> None:
+        for dtype in (FP32, None):
+            model = self.sharded({"a": dtype})
+            for times in (1, 2, 3):
+                self.backward(model)
+                self.check(model.a, FP32, 128.5 * times)
+            model.zero_grad()
+            self.backward(model)
+            self.check(model.a, FP32, 128.5)
+
+    def test_microbatches_without_sync_and_offload(self) -> None:
+        # Without pinned memory, which a CPU-only build has none of
+        policy = CPUOffloadPolicy(pin_memory=False)
+        for kwargs in ({}, {"offload_policy": policy}):
+            model = self.sharded({"a": FP32, "b": None}, **kwargs)
+            for times in (1, 2):
+                for syncs in (False, True):
+                    model.set_requires_gradient_sync(syncs)
+                    self.backward(model)
+                for param in (model.a, model.b):
+                    self.check(param, FP32, 257.0 * times)
+                    self.assertEqual(param.grad.device.type, "cpu")
+
+    def test_hooks_see_that_dtype(self) -> None:
+        model, seen = self.sharded({"a": FP32}), []
+        model.a.register_post_accumulate_grad_hook(
+            lambda param: seen.append(param.grad.dtype)
+        )
+        self.backward(model)
+        self.assertEqual(seen, [FP32])
+
+    def test_optimizers_that_take_it(self) -> None:
+        for kind in (torch.optim.SGD, torch.optim.Adagrad):
+            for foreach in (False, True):
+                model = self.sharded({"a": FP32})
+                self.backward(model)
+                kind([model.a], lr=1.0, foreach=foreach).step()
+                self.assertEqual(model.a.dtype, BF16)
+                self.assertTrue((model.a.full_tensor() < 0).all())
+
+    def test_stays_with_what_replaces_the_sharded_parameter(self) -> None:
+        model = self.sharded({"a": FP32, "b": None})
+
+        def reload() -> None:
+            values = {n: v.clone() for n, v in model.state_dict().items()}
+            model.load_state_dict(values, assign=True)
+            for param in model.parameters():
+                param.requires_grad_(True)
+
+        before = model.a
+        for _ in range(2):  # before the first forward, and between steps
+            reload()
+            self.assertIsNot(model.a, before)
+            self.backward(model)
+            self.check(model.a, FP32, 128.5)
+            self.check(model.b, FP32, 128.5)
+            self.check(model.c, FP32, 128.5)
+
+    def test_meta_device(self) -> None:
+        with torch.device("meta"):
+            model = GivenGrads(a=torch.zeros(4).bfloat16(), b=torch.zeros(4))
+        model.a.grad_dtype = FP32
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=FP32))
+        model.to_empty(device=self.device)
+        for param in model.parameters():
+            param.data.zero_()
+        self.backward(model, "ab")
+        self.check(model.a, FP32, 128.5)
+
+    def test_stays_when_the_parameter_is_cast(self) -> None:
+        model = self.sharded({"a": torch.float64})
+        model.float()
+        self.backward(model)
+        self.check(model.a, torch.float64, 128.5)
+        self.check(model.b, FP32, 128.5)
+
+    def test_set_on_the_sharded_parameter(self) -> None:
+        model = self.sharded({})
+        model.a.grad_dtype = FP32
+        self.backward(model)
+        self.check(model.a, FP32, 128.5)
+
+    def test_with_overrides(self) -> None:
+        model = given(a=BF16, b=BF16, c=FP32)
+        model.a.grad_dtype, model.b.grad_dtype, model.c.grad_dtype = FP32, None, None
+        fully_shard(model, mp_policy=by_name(model, {"a": (None, FP32)}))
+        with record_collectives() as recorder:
+            self.backward(model, "abc")
+        reduced = [(call.dtype, call.numel) for call in recorder.reduce_scatters]
+        self.assertEqual(reduced, [(FP32, 8), (BF16, 4)])
+        self.check(model.a, FP32, 128.5)
+        self.check(model.b, BF16, 128.0)
+        self.check(model.c, FP32, 128.5)
+
+    def test_replicated_parameters(self) -> None:
+        model = given(a=BF16, b=BF16)
+        model.a.grad_dtype = FP32
+        policy = MixedPrecisionPolicy(reduce_dtype=FP32)
+        replicate(model, mp_policy=policy, mesh=mesh_of(2))
+        self.backward(model, "ab")
+        self.check(model.a, FP32, 128.5)
+        self.check(model.b, BF16, 128.0)
+
+    def test_vendors_call_of_foreach_reduce(self) -> None:
+        for orig_dtype in (None, BF16):
+            model = self.sharded({"a": FP32})
+            self.backward(model)
+            model.zero_grad()
+            group = group_of(model)
+            stream = group.comm_ctx.reduce_scatter_stream
+            grads = [torch.full((4,), (256.0, 1.0)[self.rank]).bfloat16()] * 2
+            foreach_reduce(
+                [*group.fsdp_params[:2]],
+                [grad.to(self.device) for grad in grads],
+                group.mesh_info.shard_process_group,
+                stream,
+                group._reduce_scatter_comm,
+                orig_dtype,
+                FP32,
+                self.device,
+                None,
+                None,
+                stream,
+                True,
+                None,
+                None,
+            )
+            self.check(model.a, FP32, 128.5)
+            self.check(model.b, BF16, 128.0)
+
+
+class TestHybrid(FSDPThreadTest):
+    """2 replicas of 2 shards."""
+
+    world_size = 4
+
+    def test_one_reduction_of_each_kind_for_each_reduce_dtype(self) -> None:
+        model = given(a=FP32, b=FP32, c=BF16)
+        policies = {"a": (BF16, None), "c": (FP32, FP32)}
+        fully_shard(model, mesh=mesh_of(2, 2), mp_policy=by_name(model, policies))
+        with record_collectives() as recorder:
+            backward(model, a=1.0, b=1.0, c=1.0)
+        issued = [(call.name, call.dtype, call.numel) for call in recorder.calls]
+        self.assertEqual(
+            issued,
+            [
+                ("all_gather", torch.uint8, 8 + 16 + 16),
+                ("reduce_scatter", FP32, 8),
+                ("all_reduce", FP32, 4),
+                ("reduce_scatter", BF16, 4),
+                ("all_reduce", BF16, 2),
+            ],
+        )
+
+    def test_resharded_to_fewer_ranks(self) -> None:
+        model = given(a=FP32, b=FP32)
+        policy = by_name(model, {"a": (BF16, None)})
+        kwargs = {"mesh": mesh_of(4), "reshard_after_forward": 2}
+        fully_shard(model, mp_policy=policy, **kwargs)
+        with record_collectives() as recorder:
+            backward(model, a=1.0, b=1.0)
+        # One fp32 and one bf16 element a rank, padded to 8 bytes; then two of each
+        sizes = [(c.group_size, c.nbytes_per_rank) for c in recorder.all_gathers]
+        self.assertEqual(sizes, [(4, 8), (2, 12)])
+        self.assertEqual([c.dtype for c in recorder.reduce_scatters], [FP32, BF16])
+
+    def test_kept_partial_results_and_grad_dtype(self) -> None:
+        """What waits for the all-reduce keeps the reduce dtype's digits."""
+        model = given(a=BF16, b=BF16, c=BF16)
+        model.a.grad_dtype, model.b.grad_dtype = FP32, None
+        fully_shard(model, mesh=mesh_of(2, 2), mp_policy=MixedPrecisionPolicy(
+            reduce_dtype=FP32
+        ))
+        for names, all_reduces in (("abc", False), ("c", True)):
+            model.set_requires_all_reduce(all_reduces)
+            backward(model, **dict.fromkeys(names, (256.0, 1.0)[self.rank % 2]))
+        self.assertEqual(grad_of(model.a), torch.full((4,), 128.5))
+        self.assertEqual(grad_of(model.b), torch.full((4,), 128.5))
+        self.assertEqual(grad_of(model.c), torch.full((4,), 257.0).bfloat16())
+        self.assertEqual(model.c.grad.dtype, BF16)
+
+
+class TestTensorParallel(FSDPProcessTest):
+    def test_sum_runs_in_each_parameters_reduce_dtype(self) -> None:
+        """bf16 rounds 256 + 1 to 256; the sum of `wide` over the TP mesh must not."""
+        names = ("dp", "tp")
+        mesh = init_device_mesh(self.device_type(), (WORLD_SIZE // 2, 2), mesh_dim_names=names)
+        tp_mesh = mesh["tp"]
+
+        class Gains(nn.Module):
+            def __init__(self, device: torch.device):
+                super().__init__()
+                for name in ("wide", "narrow"):
+                    ones = torch.ones(4, device=device)
+                    gain = distribute_tensor(ones, tp_mesh, [Replicate()])
+                    self.register_parameter(name, nn.Parameter(gain))
+
+            def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+                both = (tokens * self.wide, tokens * self.narrow)
+                return sum(gained.to_local().sum() for gained in both)
+
+        model = Gains(self.device)
+        policy = by_name(model, {"wide": (None, FP32)}, param_dtype=BF16)
+        fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
+        value = 256.0 if tp_mesh.get_local_rank() == 0 else 1.0
+        mine = torch.full((1, 4), value, device=self.device, dtype=BF16)
+        model(DTensor.from_local(mine, tp_mesh, [Shard(0)])).backward()
+        self.assertEqual(model.wide.grad.full_tensor().tolist(), [257.0] * 4)
+        self.assertEqual(model.narrow.grad.full_tensor().tolist(), [256.0] * 4)
+
+
+if __name__ == "__main__":
+    run_tests()
