@@ -15,6 +15,7 @@ import torch
 
 
 RESULTS = "results.json"
+UNFINISHED = "unfinished.json"  # of a run that has not come to its end
 
 PAGE = """\
 # Benchmarks
@@ -59,12 +60,19 @@ class Results:
     parts: dict[str, PartResult]
 
     def save(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        parts = {name: part.as_json() for name, part in self.parts.items()}
-        found = {"machine": self.machine, "parts": parts}
-        (folder / RESULTS).write_text(json.dumps(found, indent=1) + "\n")
+        self._save_values(folder / RESULTS)
+        (folder / UNFINISHED).unlink(missing_ok=True)
         (folder / "table.txt").write_text(table(self.parts) + "\n")
         draw(self.parts, folder)
+
+    def save_unfinished(self, folder: Path) -> None:
+        self._save_values(folder / UNFINISHED)
+
+    def _save_values(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        parts = {name: part.as_json() for name, part in self.parts.items()}
+        found = {"machine": self.machine, "parts": parts}
+        path.write_text(json.dumps(found, indent=1) + "\n")
 
     @classmethod
     def load(cls, folder: Path) -> "Results":

@@ -4,8 +4,9 @@
 
 Each side, base and fork, runs in processes of its own and in turns with the other. The
 table is printed; it, all values as JSON and pictures go to build/bench/, or to
-build/bench/partial/ if it was not the whole run. ``--docs`` also writes what a whole
-run found last into docs/.
+build/bench/partial/ if it was not the whole run. A run that is cut off leaves the
+values of the parts that it finished in unfinished.json there. ``--docs`` also writes
+what a whole run found last into docs/.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from typing import Any
 
 from _ratios import stop
 from _results import describe, machine, Results
-from _rows import PartResult, table
+from _rows import table
 from _sides import BASE_ROOT, REPO_ROOT, Side, SideError
 
 
@@ -65,8 +66,8 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> Results:
-    """Runs the parts one after the other."""
-    results: dict[str, PartResult] = {}
+    """Runs the parts one after the other, and keeps what is there after each."""
+    results = Results(machine(), {})
     with ExitStack() as at_end:
         sides_with = functools.cache(functools.partial(make_sides, args, at_end))
         for name in args.parts:
@@ -76,8 +77,9 @@ def run(args: argparse.Namespace) -> Results:
             result = part.run(sides, quick=args.quick, rounds=args.rounds)
             result.data["seconds"] = seconds = time.perf_counter() - start
             print(result.skipped or f"{name}: {seconds:.0f} s", file=sys.stderr)
-            results[name] = result
-    return Results(machine(), results)
+            results.parts[name] = result
+            results.save_unfinished(args.output)
+    return results
 
 
 def make_sides(

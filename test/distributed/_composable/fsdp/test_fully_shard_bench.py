@@ -10,7 +10,9 @@ import sys
 import tempfile
 import unittest
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 from fsdp_test_utils import BASE_ROOT, DeviceFreeTest, REPO_ROOT, run_python
 
@@ -148,6 +150,33 @@ class BenchComparisonTest(DeviceFreeTest):
         intercept, slope = fit(counts, [300 + 20.0 * n for n in counts])
         self.assertAlmostEqual(intercept, 300)
         self.assertAlmostEqual(slope, 20)
+
+    def test_run_that_is_cut_off_leaves_the_parts_that_it_finished(self) -> None:
+        import bench
+        from _ratios import Spread
+        from _results import Results, UNFINISHED
+        from _rows import PartResult, Row
+
+        row = Row("bytes", "block", "bytes", 4.0, "base", 4.0, Spread(1, 1, 1, 1))
+
+        def run_part(name: str) -> Any:
+            def run(sides: Any, **options: Any) -> PartResult:
+                if name == bench.PARTS["memory"]:
+                    raise KeyboardInterrupt
+                return PartResult([row], {})
+
+            return SimpleNamespace(run=run)
+
+        with tempfile.TemporaryDirectory() as folder:
+            argv = ["--parts", "bytes,memory", "--output", folder]
+            with mock.patch.object(bench.importlib, "import_module", run_part):
+                with self.assertRaises(KeyboardInterrupt):
+                    bench.main(argv)
+            found = json.loads((Path(folder) / UNFINISHED).read_text())["parts"]
+            self.assertEqual([*found], ["bytes"])
+            self.assertEqual(PartResult.of_json(found["bytes"]).rows, [row])
+            Results({}, {}).save(Path(folder))
+            self.assertFalse((Path(folder) / UNFINISHED).exists())
 
     def test_row_survives_json(self) -> None:
         from _ratios import Spread

@@ -590,6 +590,31 @@ class TestKeptBetweenSteps(ThreadTest):
             self.assertEqual(found, [True, requires_grad, True])
             unit.fsdp_params.to_state(ShardedState.SHARDED)
 
+    def test_each_name_of_a_parameter_is_given_its_states(self):
+        plain, other = nn.Linear(6, 4, bias=False), nn.Linear(6, 4)
+        other.weight = plain.weight
+        listening = Listening(plain.weight)
+        module = nn.Sequential(plain, other, listening)
+        module = module.to(THREAD_DEVICE_TYPE)
+        unit = group_of(fully_shard(module, mesh=self.mesh()))
+        unit.lazy_init()
+        self.copy_out(unit, self.all_gather(unit))
+        weight, bias = unit.fsdp_params
+        states = [
+            (ShardedState.UNSHARDED, weight._unsharded_param, bias._unsharded_param),
+            (ShardedState.SHARDED, weight.sharded_param, bias.sharded_param),
+        ]
+        self.assertIs(listening.given[-1], weight.sharded_param)
+        del listening.given[:]
+        for state, for_weight, for_bias in states:
+            unit.fsdp_params.to_state(state)
+            names = (plain.weight, other.weight, listening.listened)
+            for registered in names:
+                self.assertIs(registered, for_weight)
+            self.assertIs(other.bias, for_bias)
+            self.assertIs(listening.given[-1], for_weight)
+        self.assertEqual(len(listening.given), 2)
+
     def test_buckets_are_planned_once_for_each_pattern_of_gradients(self):
         unit = self.unit(self.SPECS)
         patterns = [(BF16, FP32, FP32), (BF16, None, FP32), (FP32, FP32, FP32)]
@@ -636,6 +661,20 @@ def count_operators() -> Iterator[Counter[str]]:
 
     with Counting():
         yield counts
+
+
+class Listening(nn.Module):
+    """Wants to know which parameters it is given."""
+
+    def __init__(self, param: nn.Parameter):
+        super().__init__()
+        self.given: list[nn.Parameter] = []
+        self.listened = param
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "listened":
+            self.given.append(value)
+        super().__setattr__(name, value)
 
 
 class TestReduce(ThreadTest):
@@ -693,7 +732,9 @@ class TestReduce(ThreadTest):
     def test_gradient_that_is_no_dtensor_is_an_error_that_names_the_parameter(self):
         unit = self.new_unit()
         plain = torch.zeros(1, device=self.device)
-        unit.fsdp_params[1].sharded_param = SimpleNamespace(grad=plain)
+        unit.fsdp_params[1].sharded_param = SimpleNamespace(
+            grad=plain, _post_accumulate_grad_hooks=None
+        )
         with self.assertRaisesRegex(AssertionError, "p1"):
             self.reduce(unit, self.new_grads(), reduce_dtype=FP32)
 

@@ -909,6 +909,7 @@ def _give_sharded_grads(
     Casts a rank's part of the reduced bucket to the gradients' dtypes, flat, and
     makes each parameter's piece of it the parameter's sharded gradient.
     """
+    starts = bucket.starts
     for run in bucket.runs:
         flat = output
         if len(bucket.runs) > 1:
@@ -916,16 +917,35 @@ def _give_sharded_grads(
         # A run of several is copied even where it needs no cast: as a view it
         # would keep the whole bucket alive as long as its gradients
         flat = flat.to(run.grad_dtype, copy=len(bucket.runs) > 1)
+        base = flat.storage_offset() - run.start_numel
         for i in range(run.first, run.last):
             fsdp_param = fsdp_params[i]
-            start = flat.storage_offset() + bucket.starts[i] - run.start_numel
             sharded_grad = flat.as_strided(
-                fsdp_param.sharded_size, fsdp_param.contiguous_sharded_stride, start
+                fsdp_param.sharded_size,
+                fsdp_param.contiguous_sharded_stride,
+                base + starts[i],
             )
-            _give_sharded_grad(fsdp_param, sharded_grad, stream)
+            sharded_param = fsdp_param.sharded_param
+            if (
+                sharded_param.grad is None
+                and not fsdp_param.offload_to_cpu
+                and not sharded_param._post_accumulate_grad_hooks
+            ):
+                sharded_param.grad = _to_sharded_dtensor(fsdp_param, sharded_grad)
+            else:
+                _accumulate_sharded_grad(fsdp_param, sharded_grad, stream)
 
 
-def _give_sharded_grad(
+def _to_sharded_dtensor(fsdp_param: FSDPParam, sharded_grad: torch.Tensor) -> DTensor:
+    # Less than the parameter's method does: a check of the size, which is the
+    # parameter's own here, and an initializer that has nothing to do
+    spec = fsdp_param._sharding_spec
+    if sharded_grad.dtype != fsdp_param.orig_dtype:
+        spec = _with_dtype(spec, sharded_grad.dtype)
+    return DTensor.__new__(DTensor, sharded_grad, spec, requires_grad=False)
+
+
+def _accumulate_sharded_grad(
     fsdp_param: FSDPParam, sharded_grad: torch.Tensor, stream: torch.Stream
 ) -> None:
     """
@@ -933,7 +953,7 @@ def _give_sharded_grad(
     is there, and runs the parameter's post-accumulate-grad hooks.
     """
     sharded_param = fsdp_param.sharded_param
-    hooks = getattr(sharded_param, "_post_accumulate_grad_hooks", None)
+    hooks = sharded_param._post_accumulate_grad_hooks
     present = sharded_param.grad
     if fsdp_param.offload_to_cpu:
         # An addition on the CPU and a hook both read the gradient at once, so
@@ -943,14 +963,7 @@ def _give_sharded_grad(
         if overlaps:
             fsdp_param.grad_offload_event = stream.record_event()
     if present is None:
-        # What `to_sharded_dtensor` does, less a check of the size, which is the
-        # parameter's own here, and an initializer that has nothing to do
-        spec = fsdp_param._sharding_spec
-        if sharded_grad.dtype != fsdp_param.orig_dtype:
-            spec = _with_dtype(spec, sharded_grad.dtype)
-        sharded_param.grad = DTensor.__new__(
-            DTensor, sharded_grad, spec, requires_grad=False
-        )
+        sharded_param.grad = _to_sharded_dtensor(fsdp_param, sharded_grad)
     elif isinstance(present, DTensor):
         present._local_tensor += sharded_grad
     else:

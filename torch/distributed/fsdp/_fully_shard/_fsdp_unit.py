@@ -36,6 +36,9 @@ from ._fsdp_param import FSDPParam, ShardedState
 _get_stored = attrgetter("_sharded_param_data")
 _get_compute_dtype = attrgetter("param_dtype")
 _get_outputs = attrgetter("all_gather_outputs")
+_get_sharded_param = attrgetter("sharded_param")
+_get_unsharded_param = attrgetter("_unsharded_param")
+_get_requires_grad = attrgetter("sharded_param.requires_grad")
 
 
 class ParamDtypes(NamedTuple):
@@ -219,6 +222,7 @@ class UnitParams(list[FSDPParam]):
     def refresh(self) -> None:
         """Forgets what is kept, where parameters may have become others."""
         self.has_extensions = any(map(_has_extension, self))
+        self._find_places()
         # One each for the shards and for those resharded after forward
         self._plans: dict[ShardedState, tuple[GatherInputs, GatherPlan]] = {}
         self._columns: dict[ShardedState, _KeptColumns] = {}
@@ -275,52 +279,58 @@ class UnitParams(list[FSDPParam]):
     def to_state(self, state: ShardedState) -> None:
         """Brings all parameters to ``state``, and their registrations with them."""
         if state is ShardedState.UNSHARDED:
-            for fsdp_param in self:
-                _to_unsharded(fsdp_param)
-            return
-        if state is ShardedState.SHARDED_POST_FORWARD:
+            self._to_unsharded()
+        elif state is ShardedState.SHARDED_POST_FORWARD:
             for fsdp_param in self:
                 fsdp_param.to_sharded_post_forward()
-            return
-        outputs = self.outputs
-        if outputs is None or self.has_extensions:
+        elif (outputs := self.outputs) is None or self.has_extensions:
             for fsdp_param in self:
                 fsdp_param.to_sharded()
-            return
+        else:
+            self._register([*map(_get_sharded_param, self)])
+            for fsdp_param in self:
+                fsdp_param.sharded_state = state
+            outputs.free()
+
+    def _to_unsharded(self) -> None:
+        params = [*map(_get_unsharded_param, self)]
+        wanted = [*map(_get_requires_grad, self)]
+        if [param.requires_grad for param in params] != wanted:
+            for param, requires_grad in zip(params, wanted):
+                param.requires_grad_(requires_grad)
+        self._register(params)
+        if self[0].sharded_state is ShardedState.SHARDED_POST_FORWARD:
+            # Gathered and copied out in the stream that they were allocated in,
+            # so that nothing else has to be waited for
+            for fsdp_param in self:
+                fsdp_param._sharded_post_forward_param = None
+                fsdp_param._sharded_post_forward_param_data = None
         for fsdp_param in self:
-            _register(fsdp_param, fsdp_param.sharded_param)
-            fsdp_param.sharded_state = state
-        outputs.free()
+            fsdp_param.sharded_state = ShardedState.UNSHARDED
 
+    def _register(self, params: Sequence[nn.Parameter]) -> None:
+        """Makes ``params`` what the modules have under the parameters' names."""
+        for module, name, i in self._plain_places:
+            # Past the checks of `nn.Module.__setattr__`, which cost more than all
+            # the rest: the name is taken and has had a parameter
+            module._parameters[name] = params[i]
+        for module, name, i in self._other_places:
+            setattr(module, name, params[i])
 
-def _to_unsharded(fsdp_param: FSDPParam) -> None:
-    unsharded_param = fsdp_param._unsharded_param
-    requires_grad = fsdp_param.sharded_param.requires_grad
-    if unsharded_param.requires_grad != requires_grad:
-        unsharded_param.requires_grad_(requires_grad)
-    _register(fsdp_param, unsharded_param)
-    if fsdp_param.sharded_state is ShardedState.SHARDED_POST_FORWARD:
-        # Gathered and copied out in the stream that it was allocated in, so
-        # that nothing else has to be waited for
-        fsdp_param._sharded_post_forward_param = None
-        fsdp_param._sharded_post_forward_param_data = None
-    fsdp_param.sharded_state = ShardedState.UNSHARDED
-
-
-def _register(fsdp_param: FSDPParam, param: nn.Parameter) -> None:
-    """Makes ``param`` what the modules have under the parameter's names."""
-    info = fsdp_param._module_info
-    module = info.module
-    if type(module).__setattr__ is nn.Module.__setattr__:
-        # Past its checks, which cost more than all the rest: the name is taken
-        # and has had a parameter
-        module._parameters[info.param_name] = param
-    else:
-        setattr(module, info.param_name, param)
-    if info.shared_modules:
-        shared = zip(info.shared_modules, info.shared_param_names, strict=True)
-        for module, name in shared:
-            setattr(module, name, param)
+    def _find_places(self) -> None:
+        # Module, name in it and position of the parameter, for each name that one
+        # of the parameters has
+        self._plain_places: list[tuple[nn.Module, str, int]] = []
+        # Those in modules that want to know
+        self._other_places: list[tuple[nn.Module, str, int]] = []
+        for i, fsdp_param in enumerate(self):
+            info = fsdp_param._module_info
+            modules = [info.module, *info.shared_modules]
+            names = [info.param_name, *info.shared_param_names]
+            for module, name in zip(modules, names, strict=True):
+                is_plain = type(module).__setattr__ is nn.Module.__setattr__
+                places = self._plain_places if is_plain else self._other_places
+                places.append((module, name, i))
 
 
 class BucketParams(list[FSDPParam]):
