@@ -96,6 +96,7 @@ from ._fsdp_layout import (
     ReduceSlot,
 )
 from ._fsdp_param import FSDPParam, ParamModuleInfo, ShardedState
+from ._fsdp_summary import summarize_unit
 from ._fsdp_unit import BucketParams, UnitParams
 
 
@@ -314,7 +315,8 @@ class FSDPParamGroup:
         """
         if not hasattr(self.comm_ctx, "device_handle"):
             self.comm_ctx.device_handle = _get_device_handle(self.device.type)
-        if self.is_sharded and not self._reset_sharded_params:
+        is_first = self.is_sharded and not self._reset_sharded_params
+        if is_first:
             self._reset_sharded_params = True
             for fsdp_param in self.fsdp_params:
                 fsdp_param.reset_sharded_param()
@@ -329,6 +331,8 @@ class FSDPParamGroup:
         self.fsdp_params.refresh()
         self._buckets.clear()
         self._register_state_dict_hooks()
+        if is_first and logger.isEnabledFor(logging.DEBUG):
+            logger.debug("%s", summarize_unit(self, self._module_fqn or "(root)"))
 
     def _keep_grad_dtypes(self) -> None:
         """
@@ -742,17 +746,18 @@ class FSDPParamGroup:
         return tuple(aligned)
 
     def _scatter_divisor(self, dtype: torch.dtype) -> float:
-        is_sharded = isinstance(self.mesh_info, FSDPMeshInfo)
-        scatter_group = self._reduce_scatter_process_group if is_sharded else None
-        factors = _get_gradient_divide_factors(
-            scatter_group,
-            self._all_reduce_process_group,
+        factors, custom = self._divide_factors(dtype), self.gradient_divide_factor
+        return scatter_divisor(self._reduce_scatter_group, factors, custom)
+
+    def _divide_factors(self, dtype: torch.dtype):
+        return _get_gradient_divide_factors(
+            self._reduce_scatter_group,
+            self._all_reduce_group,
             dtype,
             self.device.type,
             self.gradient_divide_factor,
             self.force_sum_reduction_for_comms,
         )
-        return scatter_divisor(scatter_group, factors, self.gradient_divide_factor)
 
     def _bucket_params(self, bucket: ReduceBucket) -> BucketParams:
         members = (self.fsdp_params[slot.param] for slot in bucket.slots)
@@ -796,11 +801,10 @@ class FSDPParamGroup:
         grads: list[torch.Tensor],
         partial: torch.Tensor | None,
     ):
-        is_sharded = isinstance(self.mesh_info, FSDPMeshInfo)
         return foreach_reduce(
             params,
             grads,
-            self._reduce_scatter_process_group if is_sharded else None,
+            self._reduce_scatter_group,
             self.comm_ctx.reduce_scatter_stream,
             self._reduce_scatter_comm,
             params.grad_dtype,
@@ -1051,6 +1055,11 @@ class FSDPParamGroup:
     @property
     def _all_reduce_process_group(self) -> dist.ProcessGroup:
         return _as_mesh(self.mesh_info, DDPMeshInfo).replicate_process_group
+
+    @property
+    def _reduce_scatter_group(self) -> dist.ProcessGroup | None:
+        is_sharded = isinstance(self.mesh_info, FSDPMeshInfo)
+        return self._reduce_scatter_process_group if is_sharded else None
 
     @property
     def _all_reduce_group(self) -> dist.ProcessGroup | None:

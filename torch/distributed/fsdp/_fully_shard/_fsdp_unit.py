@@ -237,6 +237,12 @@ class UnitParams(list[FSDPParam]):
         return kept[1]
 
     @property
+    def gather_plan(self) -> GatherPlan | None:
+        """The plan of the last gather of the shards, if there was one."""
+        kept = self._plans.get(ShardedState.SHARDED)
+        return None if kept is None else kept[1]
+
+    @property
     def outputs(self) -> GatherOutputs | None:
         """The kept outputs, if the parameters still have them."""
         outputs = self._outputs

@@ -1,0 +1,234 @@
+# Owner(s): ["oncall: distributed"]
+
+"""
+The summary of a model's units says what they send: it is compared with the
+collectives that a step issues.
+"""
+
+from __future__ import annotations
+
+import logging
+from unittest import mock
+
+from features_models import Fp8
+from fsdp_test_utils import (
+    CastLinear,
+    DeviceFreeTest,
+    FSDPThreadTest,
+    mixed_model,
+    record_collectives,
+    shard_blocks,
+)
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard import layout_summary
+from torch.distributed.fsdp._fully_shard._fsdp_summary import UnitSummary
+from torch.testing._internal.common_utils import run_tests
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class Unit(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = CastLinear(16, 16, dtype=BF16)
+        self.norm = nn.LayerNorm(16)
+        self.down = CastLinear(16, 16, bias=False, dtype=FP16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(self.up(x).to(self.norm.weight.dtype))
+        return self.down(normed).to(x.dtype)
+
+
+def sharded_units() -> nn.Sequential:
+    model = nn.Sequential(Unit(), Unit(), CastLinear(16, 16))
+    model[0].norm.requires_grad_(False)
+    patterns = {
+        "*.norm.*": {"param_dtype": FP32},
+        "*.down.*": {"reduce_dtype": FP16},
+    }
+    policy = MixedPrecisionPolicy.by_name(model, patterns, param_dtype=BF16)
+    for unit in (*model[:2], model):
+        fully_shard(unit, mp_policy=policy)
+    return model
+
+
+class TestSummaryOfOneRank(DeviceFreeTest):
+    """One of eight ranks, whose group sends nothing."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+
+    def tearDown(self) -> None:
+        dist.destroy_process_group()
+        super().tearDown()
+
+    TEXT = """\
+unit    parameters  elements  stored in  computes in  bytes gathered  reduced in  bytes reduced     divided by
+------  ----------  --------  ---------  -----------  --------------  ----------  -------------  -------------
+(root)           2       272  float32    bfloat16                544  bfloat16              544              8
+0                2       272  bfloat16   bfloat16                544  bfloat16              544              8
+                 1       256  float16    bfloat16                512  float16               512  8 (4, then 2)
+                 2        32  float32    float32                 128  (frozen)                0
+                 5       560  all                              1,184                      1,056
+1                2        32  float32    float32                 128  float32               128              8
+                 2       272  bfloat16   bfloat16                544  bfloat16              544              8
+                 1       256  float16    bfloat16                512  float16               512  8 (4, then 2)
+                 5       560  all                              1,184                      1,184"""
+
+    def test_prints_a_table(self) -> None:
+        self.assertEqual(str(layout_summary(sharded_units())), self.TEXT)
+
+    def test_is_the_same_before_and_after_steps(self) -> None:
+        model = sharded_units()
+        model(torch.ones(2, 16)).sum().backward()
+        self.assertEqual(str(layout_summary(model)), self.TEXT)
+
+    def test_of_a_part_of_the_model(self) -> None:
+        (unit,) = layout_summary(sharded_units()[1]).units
+        self.assertEqual(unit.name, "(root)")
+        self.assertEqual(unit.gathered_nbytes, 1184)
+        names = [params.names for params in unit.params]
+        both = ("norm.weight", "norm.bias"), ("up.weight", "up.bias")
+        self.assertEqual(names, [*both, ("down.weight",)])
+
+    def test_of_a_model_without_units(self) -> None:
+        self.assertEqual(layout_summary(nn.Linear(2, 2)).units, ())
+        self.assertTrue(str(layout_summary(nn.Linear(2, 2))).startswith("unit "))
+
+    def test_group_of_modules_and_compiled_root_are_one_unit_each(self) -> None:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+        fully_shard([model[0], model[2]])
+        fully_shard(model)
+        units = layout_summary(torch.compile(model)).units
+        self.assertEqual([unit.name for unit in units], ["_orig_mod", "_orig_mod.0, _orig_mod.2"])
+
+    def test_gradient_dtypes(self) -> None:
+        model = nn.Linear(8, 8, dtype=BF16)
+        model.weight.grad_dtype, model.bias.grad_dtype = FP32, None
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64))
+        (unit,) = layout_summary(model).units
+        got = {params.names: params.grad_dtype for params in unit.params}
+        self.assertEqual(got, {("weight",): FP32, ("bias",): torch.float64})
+
+    def test_custom_divide_factor(self) -> None:
+        model = sharded_units()
+        model.set_gradient_divide_factor(3.0)
+        model[0].set_gradient_divide_factor(3.0)
+        root, first, second = layout_summary(model).units
+        for unit, expected in ((root, 3.0), (first, 3.0), (second, 8.0)):
+            self.assertEqual({b.divided_by for b in unit.buckets}, {expected})
+
+    def test_debug_log_at_lazy_init(self) -> None:
+        logger = "torch.distributed.fsdp.fully_shard"
+        model = sharded_units()
+        with self.assertLogs(logger, logging.DEBUG) as logs:
+            for _ in range(2):
+                model(torch.ones(2, 16)).sum().backward()
+                model[0].unshard()
+        tables = [r.getMessage() for r in logs.records if "bytes g" in r.getMessage()]
+        self.assertEqual(len(tables), 3)
+        for unit, table in zip(layout_summary(model).units, tables, strict=True):
+            self.assertEqual(str(unit), table)
+
+    def test_costs_nothing_without_the_log(self) -> None:
+        called = mock.Mock()
+        with mock.patch.object(UnitSummary, "__str__", called):
+            sharded_units()(torch.ones(2, 16)).sum().backward()
+        called.assert_not_called()
+
+
+class TestSummaryOfSteps(FSDPThreadTest):
+    """What the summary says is what a step sends."""
+
+    world_size = 4
+
+    def run_units(self, model: nn.Module) -> None:
+        x = torch.ones(2, 16, device=self.device, requires_grad=True)
+        model(x).sum().backward()
+
+    def test_bytes_of_a_step(self) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(Unit(), Unit()).to(self.device)
+        model[0].norm.requires_grad_(False)
+        patterns = {"*.down.*": {"reduce_dtype": FP32}, "*.up.bias": {"param_dtype": FP32}}
+        policy = MixedPrecisionPolicy.by_name(model, patterns)
+        for unit in (*model, model):
+            fully_shard(unit, mp_policy=policy, reshard_after_forward=False)
+        # The root holds nothing itself
+        with record_collectives() as recorder:
+            self.run_units(model)
+        units = layout_summary(model).units
+        gathered = [call.nbytes for call in recorder.all_gathers]
+        self.assertEqual(gathered, [unit.gathered_nbytes for unit in units])
+        reduced = [(call.dtype, call.nbytes) for call in recorder.reduce_scatters]
+        self.assertEqual(
+            reduced, [(b.dtype, b.nbytes) for u in units[::-1] for b in u.buckets]
+        )
+        self.assertEqual(len(reduced), 4)
+
+    def test_uneven_sizes_count_their_padding(self) -> None:
+        model = shard_blocks(mixed_model(2).to(self.device))
+        x = torch.ones(2, 9, device=self.device, requires_grad=True)
+        summary = layout_summary(model)
+        with record_collectives() as recorder:
+            with torch.no_grad():
+                model(x)
+        gathered = [call.nbytes for call in recorder.all_gathers]
+        self.assertEqual(gathered, [u.gathered_nbytes for u in summary.units])
+        with record_collectives() as recorder:
+            model(x).sum().backward()
+        reduced = [call.nbytes for call in recorder.reduce_scatters]
+        self.assertEqual(reduced, [b.nbytes for u in summary.units[::-1] for b in u.buckets])
+
+    def test_replicated_parameters_gather_nothing(self) -> None:
+        model = Unit().to(self.device)
+        replicate(model, mesh=init_device_mesh("cpu", (4,)))
+        (unit,) = layout_summary(model).units
+        self.assertEqual(unit.gathered_nbytes, 0)
+        with record_collectives() as recorder:
+            self.run_units(model)
+        reduced = [(call.dtype, call.nbytes) for call in recorder.all_reduces]
+        self.assertEqual(reduced, [(b.dtype, b.nbytes) for b in unit.buckets])
+        self.assertEqual({b.divided_by for b in unit.buckets}, {4})
+
+    def test_shards_and_replicas_divide_by_all_ranks(self) -> None:
+        model = Unit().to(self.device)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        fully_shard(model, mesh=mesh)
+        (unit,) = layout_summary(model).units
+        with record_collectives() as recorder:
+            self.run_units(model)
+        (gather,) = recorder.all_gathers
+        self.assertEqual(gather.nbytes, unit.gathered_nbytes)
+        reduced = [call.nbytes for call in recorder.reduce_scatters]
+        self.assertEqual(reduced, [bucket.nbytes for bucket in unit.buckets])
+        factors = {b.dtype: (b.divided_by, b.before, b.after) for b in unit.buckets}
+        self.assertEqual(factors[FP32], (4, None, None))
+        self.assertEqual(factors[FP16], (4, 2, 2))
+
+    def test_extension_tensors_are_known_after_their_first_gather(self) -> None:
+        model = nn.Module()
+        model.scaled = nn.Parameter(Fp8(torch.randn(8, 2)))
+        model.plain = nn.Parameter(torch.ones(3))
+        fully_shard(model)
+        (unit,) = layout_summary(model).units
+        self.assertIsNone(unit.gathered_nbytes)
+        self.assertIn(" ?  ", str(unit))
+        with record_collectives() as recorder:
+            model.unshard()
+        (unit,) = layout_summary(model).units
+        self.assertEqual(unit.gathered_nbytes, recorder.all_gathers[0].nbytes)
+        self.assertIn("scaled", unit.params[0].names)
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,277 @@
+"""
+How a model's units are laid out, for people to look at: which parameters are
+stored, computed with and reduced in which dtype, and the bytes that this sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TYPE_CHECKING
+
+import torch
+import torch.nn as nn
+
+from ._fsdp_layout import dtype_rank, plan_gather
+from ._fsdp_param import FSDPParam
+from ._fsdp_unit import dtypes_of
+
+
+if TYPE_CHECKING:
+    from ._fsdp_param_group import FSDPParamGroup
+
+
+@dataclass(frozen=True)
+class ParamsSummary:
+    """Parameters of a unit that have all of their dtypes in common."""
+
+    names: tuple[str, ...]  # as seen from the unit
+    numel: int
+    stored_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    # Which reduce-scatter they share, None if they are frozen
+    reduce_dtype: torch.dtype | None
+    grad_dtype: torch.dtype | None
+    # Their part of the buffers, over all ranks. None as long as an extension
+    # tensor has not told what it gathers.
+    gathered_nbytes: int | None
+    reduced_nbytes: int
+
+
+@dataclass(frozen=True)
+class BucketSummary:
+    """One reduction of a unit."""
+
+    dtype: torch.dtype
+    nbytes: int  # of its input: the gradients of one rank for all of them
+    # What the sum over all ranks is divided by, before and after it is taken if
+    # that is not left to the collective
+    divided_by: float
+    before: float | None
+    after: float | None
+
+
+@dataclass(frozen=True)
+class UnitSummary:
+    """What one unit gathers at once, and reduces in one collective for each dtype."""
+
+    name: str
+    params: tuple[ParamsSummary, ...]
+    # Of the all-gather's output, with what aligns its end
+    gathered_nbytes: int | None
+    buckets: tuple[BucketSummary, ...]
+
+    def __str__(self) -> str:
+        return _table([self])
+
+
+@dataclass(frozen=True)
+class LayoutSummary:
+    """All units of a model, in the order of its modules; prints as a table."""
+
+    units: tuple[UnitSummary, ...]
+
+    def __str__(self) -> str:
+        return _table(self.units)
+
+
+def layout_summary(module: nn.Module) -> LayoutSummary:
+    """
+    Returns how the units of a model are laid out, to be printed or looked into.
+
+    To be called at any time after ``fully_shard`` or ``replicate``; it sends
+    nothing. Bytes are those of a collective's larger buffer, over all of the
+    ranks that take part. It shows parameters as they are now: a dtype or
+    ``requires_grad`` that is changed before the first forward changes it too.
+
+    Args:
+        module (nn.Module): The root, or any module that has units in it.
+    """
+    from ._fully_shard import FSDPModule  # which imports this module
+
+    names: dict[FSDPParamGroup, list[str]] = {}
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, FSDPModule):
+            for group in submodule._get_fsdp_state()._fsdp_param_groups:
+                names.setdefault(group, []).append(name or "(root)")
+    return LayoutSummary(
+        tuple(summarize_unit(group, ", ".join(of)) for group, of in names.items())
+    )
+
+
+def summarize_unit(group: FSDPParamGroup, name: str) -> UnitSummary:
+    world_size = group._gather_world_size
+    gathered = _gathered_nbytes(group)
+    members: dict[tuple[torch.dtype | None, ...], list[int]] = {}
+    for i, fsdp_param in enumerate(group.fsdp_params):
+        members.setdefault(_dtypes_of(fsdp_param), []).append(i)
+    rows = [
+        _summarize_params(group, positions, dtypes, gathered)
+        for dtypes, positions in sorted(members.items(), key=_row_rank)
+    ]
+    total = None
+    if gathered is not None:
+        total = 0 if world_size == 1 else sum(gathered.by_param) + gathered.padding
+    return UnitSummary(name, tuple(rows), total, tuple(_buckets(group, rows)))
+
+
+_Dtypes = tuple["torch.dtype | None", ...]
+
+
+def _dtypes_of(fsdp_param: FSDPParam) -> _Dtypes:
+    stored, compute, reduce, grad = dtypes_of(fsdp_param)
+    if not fsdp_param.sharded_param.requires_grad:
+        return stored, compute, None, None
+    return stored, compute, reduce, grad
+
+
+def _row_rank(item: tuple[_Dtypes, list[int]]) -> tuple:
+    (stored, compute, reduce, _), positions = item
+    of_bucket = dtype_rank(reduce) if reduce else (0, "")  # frozen ones last
+    return of_bucket, dtype_rank(compute), dtype_rank(stored), positions
+
+
+def _summarize_params(
+    group: FSDPParamGroup,
+    positions: Sequence[int],
+    dtypes: _Dtypes,
+    gathered: _Gathered | None,
+) -> ParamsSummary:
+    stored, compute, reduce, grad = dtypes
+    params = [group.fsdp_params[i] for i in positions]
+    shards_nbytes = 0
+    if reduce is not None:
+        shards_nbytes = sum(map(_padded_numel, params)) * reduce.itemsize
+    return ParamsSummary(
+        tuple(group._param_names[i].split(" of ")[0] for i in positions),
+        sum(p._orig_size.numel() for p in params),
+        stored,
+        compute,
+        reduce,
+        grad,
+        None if gathered is None else sum(gathered.by_param[i] for i in positions),
+        shards_nbytes * group._gather_world_size,
+    )
+
+
+def _padded_numel(fsdp_param: FSDPParam) -> int:
+    return fsdp_param.padded_sharded_param_size.numel()
+
+
+class _Gathered(NamedTuple):
+    """Bytes of a gather over all ranks."""
+
+    by_param: list[int]
+    padding: int
+
+
+def _gathered_nbytes(group: FSDPParamGroup) -> _Gathered | None:
+    params, world_size = group.fsdp_params, group._gather_world_size
+    if world_size == 1:
+        return _Gathered([0] * len(params), 0)
+    if (plan := params.gather_plan) is not None:
+        dtypes, numels = plan.dtypes, plan.numels
+        padding = plan.layout.padding_nbytes
+    elif params.has_extensions:
+        return None
+    else:
+        dtypes = [[dtypes_of(fsdp_param).compute] for fsdp_param in params]
+        numels = [[_padded_numel(fsdp_param)] for fsdp_param in params]
+        layout = plan_gather([d for d, in dtypes], [n for n, in numels])
+        padding = layout.padding_nbytes
+    by_param = [
+        world_size * sum(n * dtype.itemsize for n, dtype in zip(*of_param))
+        for of_param in zip(numels, dtypes)
+    ]
+    return _Gathered(by_param, world_size * padding)
+
+
+def _buckets(
+    group: FSDPParamGroup, rows: Sequence[ParamsSummary]
+) -> Iterator[BucketSummary]:
+    nbytes: dict[torch.dtype, int] = {}
+    for row in rows:
+        if row.reduce_dtype is not None:
+            in_bucket = nbytes.get(row.reduce_dtype, 0)
+            nbytes[row.reduce_dtype] = in_bucket + row.reduced_nbytes
+    for dtype in sorted(nbytes, key=dtype_rank):
+        before, after, *_ = group._divide_factors(dtype)
+        divided_by = group.gradient_divide_factor or group.mesh_info.mesh.size()
+        yield BucketSummary(dtype, nbytes[dtype], divided_by, before, after)
+
+
+# Text #
+
+_HEADINGS = (
+    "unit",
+    "parameters",
+    "elements",
+    "stored in",
+    "computes in",
+    "bytes gathered",
+    "reduced in",
+    "bytes reduced",
+    "divided by",
+)
+# Of text rather than numbers
+_LEFT = (0, 3, 4, 6)
+
+
+def _table(units: Sequence[UnitSummary]) -> str:
+    rows = [list(_HEADINGS)]
+    for unit in units:
+        rows += _rows(unit)
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    rows.insert(1, ["-" * width for width in widths])
+    lines = []
+    for row in rows:
+        cells = (
+            text.ljust(width) if i in _LEFT else text.rjust(width)
+            for i, (text, width) in enumerate(zip(row, widths))
+        )
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _rows(unit: UnitSummary) -> Iterator[list[str]]:
+    factors = {bucket.dtype: _factor(bucket) for bucket in unit.buckets}
+    for i, params in enumerate(unit.params):
+        dtype = params.reduce_dtype
+        yield [
+            unit.name if i == 0 else "",
+            f"{len(params.names):,}",
+            f"{params.numel:,}",
+            _name(params.stored_dtype),
+            _name(params.compute_dtype),
+            _bytes(params.gathered_nbytes),
+            "(frozen)" if dtype is None else _name(dtype),
+            f"{params.reduced_nbytes:,}",
+            "" if dtype is None else factors[dtype],
+        ]
+    if len(unit.params) > 1:
+        yield [
+            "",
+            f"{sum(len(params.names) for params in unit.params):,}",
+            f"{sum(params.numel for params in unit.params):,}",
+            "all",
+            "",
+            _bytes(unit.gathered_nbytes),
+            "",
+            f"{sum(bucket.nbytes for bucket in unit.buckets):,}",
+            "",
+        ]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _bytes(nbytes: int | None) -> str:
+    return "?" if nbytes is None else f"{nbytes:,}"
+
+
+def _factor(bucket: BucketSummary) -> str:
+    text = f"{bucket.divided_by:g}"
+    if bucket.before in (None, 1) or bucket.after in (None, 1):
+        return text
+    return f"{text} ({bucket.before:g}, then {bucket.after:g})"
