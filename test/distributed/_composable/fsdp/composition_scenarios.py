@@ -597,6 +597,7 @@ def logged() -> Iterator[list[tuple[str, str]]]:
     before = logger.level, logger.propagate
     messages: list[tuple[str, str]] = []
     handler = logging.Handler()
+    handler.addFilter(lambda r: r.name == logger.name)  # no tables of layouts
     handler.emit = lambda r: messages.append((r.levelname, name_of(r.getMessage())))
     logger.setLevel(logging.DEBUG)
     logger.propagate = False

@@ -404,7 +404,11 @@ class TestContract(DeviceFreeTest):
             [(line.split(":")[1][0], line.split("] ", 2)[-1]) for line in found["log"]]
             for found in of_contract()
         )
-        self.assertEqual(fork, base * 2)
+        # What the base does not log: a table for each unit of the four models
+        tables = [text for _, text in fork if not text.startswith("FSDP::")]
+        headings = [text for text in tables if text.startswith("unit ")]
+        self.assertEqual(len(headings), 4 * 3)
+        self.assertEqual([line for line in fork if line[1] not in tables], base * 2)
         self.assertIn(("V", "FSDP::pre_backward (blocks.1)"), base)
 
 

@@ -4,11 +4,13 @@ What a precision policy says of each parameter, and what it refuses. Needs no
 device and no process group: policies are asked directly.
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import gc
 import inspect
+import io
 import re
 import weakref
 from pathlib import Path
@@ -250,6 +252,23 @@ class TestResolve(DeviceFreeTest):
                         resolve(policy, param(), device=gpu)
                 with self.assertRaises(ValueError):
                     resolve(policy, param())
+
+    def test_packed_dtypes_are_refused(self) -> None:
+        for name in ("param_dtype", "reduce_dtype"):
+            with self.assertRaisesRegex(ValueError, "float4.*layers.0.gate.*packs"):
+                resolve(returning(**{name: torch.float4_e2m1fn_x2}), param())
+
+    def test_a_compute_dtype_that_would_reduce_must_be_reducible(self) -> None:
+        policy = MixedPrecisionPolicy(param_dtype_override_fn=lambda _: FP8)
+        text = "float8_e4m3fn for parameter layers.0.gate.*cpu. Set reduce_dtype"
+        with self.assertRaisesRegex(ValueError, text):
+            resolve(policy, param())
+        frozen = param().requires_grad_(False)
+        self.assertEqual(resolve(policy, frozen), (FP8, None))
+        both = dataclasses.replace(policy, reduce_dtype_override_fn=lambda _: BF16)
+        self.assertEqual(resolve(both, param()), (FP8, BF16))
+        default = dataclasses.replace(policy, reduce_dtype=FP32)
+        self.assertEqual(resolve(default, param()), (FP8, FP32))
 
     def test_an_exception_in_an_override_names_the_parameter(self) -> None:
         for raised, expected in [
@@ -580,7 +599,8 @@ class TestDocs(DeviceFreeTest):
 
     def test_recipes_run_and_send_what_the_page_says(self) -> None:
         _, codes = recipes()
-        headings = {*codes} - {"Gradients in another dtype"}
+        others = {"Gradients in another dtype", "See how units are laid out"}
+        headings = {*codes} - others
         self.assertEqual({*costs()}, headings)
         self.assertEqual(len(headings), 5)
         for heading, cells in costs().items():
@@ -597,6 +617,15 @@ class TestDocs(DeviceFreeTest):
                 )
                 self.assertNotEqual(plain, code)
                 self.assertEqual(self.sent_by(plain), (before, before_reduced))
+
+    def test_summary_is_what_the_page_shows(self) -> None:
+        preamble, codes = recipes()
+        namespace: dict[str, Any] = {}
+        exec(preamble + codes["Mamba-like models"], namespace)
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(codes["See how units are laid out"], namespace)
+        self.assertIn(f"```\n{printed.getvalue()}```", PAGE.read_text())
 
     def test_gradients_in_another_dtype(self) -> None:
         preamble, codes = recipes()

@@ -105,6 +105,8 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
+# Of tables, which can be turned off apart from the steps
+layout_logger = logger.getChild("layout")
 
 _NO_RANGE = contextlib.nullcontext()
 _GradInputs = TypeVarTuple("_GradInputs")
@@ -331,8 +333,9 @@ class FSDPParamGroup:
         self.fsdp_params.refresh()
         self._buckets.clear()
         self._register_state_dict_hooks()
-        if is_first and logger.isEnabledFor(logging.DEBUG):
-            logger.debug("%s", summarize_unit(self, self._module_fqn or "(root)"))
+        if is_first and layout_logger.isEnabledFor(logging.DEBUG):
+            summary = summarize_unit(self, self._module_fqn or "(root)")
+            layout_logger.debug("%s", summary)
 
     def _keep_grad_dtypes(self) -> None:
         """
