@@ -28,10 +28,10 @@ from fsdp_test_utils import (
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_agreement as agreement
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.common_utils import run_tests
@@ -155,7 +155,9 @@ class TestRanksDisagree(FSDPProcessTest):
             model.gate.grad_dtype = FP32
         cases.append((model, "gate: has a gradient in torch.bfloat16 on ranks 0, 2, 3"))
         model = Scales(gate=8 if is_odd else 4)
-        cases.append((model, r"gate: has size \(4,\) on ranks 0, 2, 3, has size \(8,\)"))
+        cases.append(
+            (model, r"gate: has size \(4,\) on ranks 0, 2, 3, has size \(8,\)")
+        )
         names = ("up", "gate") if is_odd else ("gate", "up")
         model = Scales(**dict.fromkeys(names, 4))
         cases.append((model, "gate: is gate of Scales on ranks 0, 2, 3, is up of Sc"))
@@ -170,9 +172,7 @@ class TestRanksDisagree(FSDPProcessTest):
     def test_dims_that_are_sharded_differ(self) -> None:
         model = nn.Linear(8, 8, bias=False, device=self.device)
         dim = 1 if self.rank == 0 else 0
-        fully_shard(
-            model, mesh=shard_mesh(), shard_placement_fn=lambda _: Shard(dim)
-        )
+        fully_shard(model, mesh=shard_mesh(), shard_placement_fn=lambda _: Shard(dim))
         message = self.refused(lambda: self.step_linear(model))
         self.assertIn("weight: is sharded as S(1) on rank 0", message)
 
@@ -196,7 +196,9 @@ class TestRanksDisagree(FSDPProcessTest):
         fully_shard(model, mp_policy=odd, mesh=mesh)
         with self.assertRaises(RuntimeError) as caught:
             self.step(model)
-        text = f"bfloat16 on rank {ranks[0]}, computes in torch.float32 on rank {ranks[1]}"
+        text = (
+            f"bfloat16 on rank {ranks[0]}, computes in torch.float32 on rank {ranks[1]}"
+        )
         self.assertIn(text, str(caught.exception))
         dist.barrier()
 

@@ -532,9 +532,9 @@ class TestHybrid(FSDPThreadTest):
         """What waits for the all-reduce keeps the reduce dtype's digits."""
         model = given(a=BF16, b=BF16, c=BF16)
         model.a.grad_dtype, model.b.grad_dtype = FP32, None
-        fully_shard(model, mesh=mesh_of(2, 2), mp_policy=MixedPrecisionPolicy(
-            reduce_dtype=FP32
-        ))
+        fully_shard(
+            model, mesh=mesh_of(2, 2), mp_policy=MixedPrecisionPolicy(reduce_dtype=FP32)
+        )
         for names, all_reduces in (("abc", False), ("c", True)):
             model.set_requires_all_reduce(all_reduces)
             backward(model, **dict.fromkeys(names, (256.0, 1.0)[self.rank % 2]))
@@ -548,7 +548,9 @@ class TestTensorParallel(FSDPProcessTest):
     def test_sum_runs_in_each_parameters_reduce_dtype(self) -> None:
         """bf16 rounds 256 + 1 to 256; the sum of `wide` over the TP mesh must not."""
         names = ("dp", "tp")
-        mesh = init_device_mesh(self.device_type(), (WORLD_SIZE // 2, 2), mesh_dim_names=names)
+        mesh = init_device_mesh(
+            self.device_type(), (WORLD_SIZE // 2, 2), mesh_dim_names=names
+        )
         tp_mesh = mesh["tp"]
 
         class Gains(nn.Module):

@@ -109,7 +109,9 @@ unit    parameters  elements  stored in  computes in  bytes gathered  reduced in
         fully_shard([model[0], model[2]])
         fully_shard(model)
         units = layout_summary(torch.compile(model)).units
-        self.assertEqual([unit.name for unit in units], ["_orig_mod", "_orig_mod.0, _orig_mod.2"])
+        self.assertEqual(
+            [unit.name for unit in units], ["_orig_mod", "_orig_mod.0, _orig_mod.2"]
+        )
 
     def test_gradient_dtypes(self) -> None:
         model = nn.Linear(8, 8, dtype=BF16)
@@ -187,7 +189,9 @@ class TestSummaryOfSteps(FSDPThreadTest):
         with record_collectives() as recorder:
             model(x).sum().backward()
         reduced = [call.nbytes for call in recorder.reduce_scatters]
-        self.assertEqual(reduced, [b.nbytes for u in summary.units[::-1] for b in u.buckets])
+        self.assertEqual(
+            reduced, [b.nbytes for u in summary.units[::-1] for b in u.buckets]
+        )
 
     def test_replicated_parameters_gather_nothing(self) -> None:
         model = Unit().to(self.device)

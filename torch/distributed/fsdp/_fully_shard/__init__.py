@@ -1,19 +1,20 @@
 """FSDP2: ``fully_shard`` and what goes with it."""
 
+# ruff: noqa: F401  (whatever is imported here is exported)
 from ._fsdp_api import (
-    CPUOffloadPolicy as CPUOffloadPolicy,
-    DataParallelMeshDims as DataParallelMeshDims,
-    MixedPrecisionPolicy as MixedPrecisionPolicy,
-    OffloadPolicy as OffloadPolicy,
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
 )
-from ._fsdp_summary import layout_summary as layout_summary
+from ._fsdp_summary import layout_summary
 from ._fully_shard import (
-    FSDPModule as FSDPModule,
-    fully_shard as fully_shard,
-    register_fsdp_forward_method as register_fsdp_forward_method,
-    share_comm_ctx as share_comm_ctx,
-    UnshardHandle as UnshardHandle,
+    FSDPModule,
+    fully_shard,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+    UnshardHandle,
 )
 
 
-__all__ = [name for name in dir() if not name.startswith("_")]
+__all__ = [name for name in globals() if not name.startswith("_")]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -108,9 +108,7 @@ def _describe(fsdp_param: FSDPParam, name: str) -> _Described:
     )
 
 
-def _raise(
-    by_rank: dict[int, tuple[list[str], list[_Described]]], unit: str
-) -> None:
+def _raise(by_rank: dict[int, tuple[list[str], list[_Described]]], unit: str) -> None:
     counts = {rank: len(described) for rank, (_, described) in by_rank.items()}
     if len({*counts.values()}) > 1:
         lines = [_by_value("the unit has {} parameters", counts)]
@@ -142,7 +140,7 @@ def _differences(by_rank: dict[int, tuple[list[str], list[_Described]]]) -> list
     return lines
 
 
-def _by_value(text: str, values: dict[int, object]) -> str:
+def _by_value(text: str, values: Mapping[int, object]) -> str:
     """Returns what is so on which ranks, for all values that there are."""
     ranks: dict[object, list[int]] = {}
     for rank, value in values.items():

@@ -43,6 +43,7 @@ from ._fsdp_param import FSDPParam, ShardedState
 from ._fsdp_unit import (
     BucketParams,
     GatherOutputs,
+    grad_dtype_of,
     prepare_gather,
     SplitSizes,
     UnitParams,
@@ -722,24 +723,12 @@ def _get_bucket(
     slots = [
         ReduceSlot(
             i,
-            _grad_dtype_of(fsdp_param, orig_dtype),
+            grad_dtype_of(fsdp_param, orig_dtype),
             padded_shard_numel(grad.size(), world_size, fsdp_param.fsdp_placement.dim),
         )
         for i, (fsdp_param, grad) in enumerate(zip(fsdp_params, unsharded_grads))
     ]
     return ReduceBucket(dtypes[0], tuple(slots))
-
-
-def _grad_dtype_of(
-    fsdp_param: FSDPParam, orig_dtype: torch.dtype | None
-) -> torch.dtype | None:
-    """
-    Returns what a sharded gradient is cast to: what users set on the parameter
-    comes before what the caller says, and that before the storage dtype.
-    """
-    grad_dtype = getattr(fsdp_param, "grad_dtype", fsdp_param.orig_dtype)
-    is_set = grad_dtype != fsdp_param.orig_dtype
-    return grad_dtype if is_set else orig_dtype or grad_dtype
 
 
 def _reduce_copy_in(

@@ -97,7 +97,7 @@ from ._fsdp_layout import (
 )
 from ._fsdp_param import FSDPParam, ParamModuleInfo, ShardedState
 from ._fsdp_summary import summarize_unit
-from ._fsdp_unit import BucketParams, UnitParams
+from ._fsdp_unit import BucketParams, grad_dtype_of, UnitParams
 
 
 if TYPE_CHECKING:
@@ -716,7 +716,8 @@ class FSDPParamGroup:
         for i, (fsdp_param, dtype) in enumerate(zip(self.fsdp_params, reduce_dtypes)):
             if dtype is not None:
                 shard_numel = fsdp_param.padded_sharded_param_size.numel()
-                slots.append(ReduceSlot(i, fsdp_param.grad_dtype, shard_numel))
+                grad_dtype = grad_dtype_of(fsdp_param)
+                slots.append(ReduceSlot(i, grad_dtype, shard_numel))
                 slot_dtypes.append(dtype)
         return [self._bucket_params(b) for b in plan_buckets(slots, slot_dtypes)]
 

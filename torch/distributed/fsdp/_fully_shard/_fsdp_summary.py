@@ -102,7 +102,7 @@ def layout_summary(module: nn.Module) -> LayoutSummary:
 def summarize_unit(group: FSDPParamGroup, name: str) -> UnitSummary:
     world_size = group._gather_world_size
     gathered = _gathered_nbytes(group)
-    members: dict[tuple[torch.dtype | None, ...], list[int]] = {}
+    members: dict[_Dtypes, list[int]] = {}
     for i, fsdp_param in enumerate(group.fsdp_params):
         members.setdefault(_dtypes_of(fsdp_param), []).append(i)
     rows = [
@@ -115,20 +115,26 @@ def summarize_unit(group: FSDPParamGroup, name: str) -> UnitSummary:
     return UnitSummary(name, tuple(rows), total, tuple(_buckets(group, rows)))
 
 
-_Dtypes = tuple["torch.dtype | None", ...]
+class _Dtypes(NamedTuple):
+    stored: torch.dtype
+    compute: torch.dtype
+    # None if frozen
+    reduce: torch.dtype | None
+    grad: torch.dtype | None
 
 
 def _dtypes_of(fsdp_param: FSDPParam) -> _Dtypes:
     stored, compute, reduce, grad = dtypes_of(fsdp_param)
     if not fsdp_param.sharded_param.requires_grad:
-        return stored, compute, None, None
-    return stored, compute, reduce, grad
+        return _Dtypes(stored, compute, None, None)
+    return _Dtypes(stored, compute, reduce, grad)
 
 
 def _row_rank(item: tuple[_Dtypes, list[int]]) -> tuple:
-    (stored, compute, reduce, _), positions = item
-    of_bucket = dtype_rank(reduce) if reduce else (0, "")  # frozen ones last
-    return of_bucket, dtype_rank(compute), dtype_rank(stored), positions
+    dtypes, positions = item
+    # By bucket, in the order of their reductions; frozen ones last
+    bucket = dtype_rank(dtypes.reduce) if dtypes.reduce else (0, "")
+    return bucket, dtype_rank(dtypes.compute), dtype_rank(dtypes.stored), positions
 
 
 def _summarize_params(
@@ -137,18 +143,14 @@ def _summarize_params(
     dtypes: _Dtypes,
     gathered: _Gathered | None,
 ) -> ParamsSummary:
-    stored, compute, reduce, grad = dtypes
     params = [group.fsdp_params[i] for i in positions]
     shards_nbytes = 0
-    if reduce is not None:
-        shards_nbytes = sum(map(_padded_numel, params)) * reduce.itemsize
+    if dtypes.reduce is not None:
+        shards_nbytes = sum(map(_padded_numel, params)) * dtypes.reduce.itemsize
     return ParamsSummary(
         tuple(group._param_names[i].split(" of ")[0] for i in positions),
         sum(p._orig_size.numel() for p in params),
-        stored,
-        compute,
-        reduce,
-        grad,
+        *dtypes,
         None if gathered is None else sum(gathered.by_param[i] for i in positions),
         shards_nbytes * group._gather_world_size,
     )
@@ -177,7 +179,7 @@ def _gathered_nbytes(group: FSDPParamGroup) -> _Gathered | None:
     else:
         dtypes = [[dtypes_of(fsdp_param).compute] for fsdp_param in params]
         numels = [[_padded_numel(fsdp_param)] for fsdp_param in params]
-        layout = plan_gather([d for d, in dtypes], [n for n, in numels])
+        layout = plan_gather([d for (d,) in dtypes], [n for (n,) in numels])
         padding = layout.padding_nbytes
     by_param = [
         world_size * sum(n * dtype.itemsize for n, dtype in zip(*of_param))

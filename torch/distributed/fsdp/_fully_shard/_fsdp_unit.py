@@ -54,10 +54,23 @@ class ParamDtypes(NamedTuple):
 def dtypes_of(fsdp_param: FSDPParam) -> ParamDtypes:
     """Returns a parameter's dtypes as they are now, before lazy init as well."""
     policy, param = fsdp_param.mp_policy, fsdp_param.sharded_param
-    is_cast = policy.param_dtype is not None and param.is_floating_point()
-    compute = policy.param_dtype if is_cast else param.dtype
+    compute = param.dtype
+    if policy.param_dtype is not None and compute.is_floating_point:
+        compute = policy.param_dtype
     reduce = reduce_dtype_of(compute, policy.reduce_dtype)
     return ParamDtypes(param.dtype, compute, reduce, param.grad_dtype or reduce)
+
+
+def grad_dtype_of(
+    fsdp_param: FSDPParam, orig_dtype: torch.dtype | None = None
+) -> torch.dtype | None:
+    """
+    Returns what a sharded gradient is cast to: what users set on the parameter
+    comes before what the caller says, and that before the storage dtype.
+    """
+    grad_dtype = getattr(fsdp_param, "grad_dtype", fsdp_param.orig_dtype)
+    is_set = grad_dtype != fsdp_param.orig_dtype
+    return grad_dtype if is_set else orig_dtype or grad_dtype
 
 
 # What is gathered #
