@@ -12,23 +12,28 @@ LINT := PATH="$(CURDIR)/.venv/bin:$$PATH" XDG_DATA_HOME="$(CURDIR)/build/lint" l
 PATHS := git ls-files --cached --others --exclude-standard
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test bench lint fork clean
+.PHONY: help python setup models train test bench lint fork clean
 
 help:  ## show this list
 	@echo "make TARGET, where TARGET is one of"
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-8s%s\n", $$1, $$2 }' Makefile
 
-setup:  ## build in place: .venv, build/base, links (TORCH_BASE_WHEEL=PATH, PYTHON3=PATH)
+python:
 	@command -v $(PYTHON3) >/dev/null || \
 	  { echo "error: $(PYTHON3) is not there; choose a Python with PYTHON3=PATH" >&2; exit 1; }
+
+setup: python  ## build in place: .venv, build/base, links (TORCH_BASE_WHEEL=PATH, PYTHON3=PATH)
 	@$(SETUP) setup
+
+models: python  ## set up, with the packages that the examples of real models train
+	@$(SETUP) setup --models
 
 train: setup  ## train a model of mixed dtypes (NPROC= STEPS= POLICY= DEVICE=)
 	@$(PYTHON) examples/train_mixed_dtype.py $(if $(NPROC),--nproc $(NPROC)) \
 	  $(if $(STEPS),--steps $(STEPS)) $(if $(POLICY),--policy $(POLICY)) \
 	  $(if $(DEVICE),--device $(DEVICE))
 
-test: setup  ## run the tests (ARGS=... goes to pytest)
+test: models  ## run the tests (ARGS=... goes to pytest)
 	@$(PYTHON) -m pytest $(or $(ARGS),test)
 
 bench: setup  ## measure beside the base release (QUICK=1 DOCS=1 ARGS=...)

@@ -19,8 +19,10 @@ seen, and 2**-7 is allowed.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from tabulate import tabulate
 
 import torch
 from torch import Tensor
@@ -41,7 +43,9 @@ class Difference:
 
     def severity(self) -> float:
         """The share used up of what is allowed; infinite where a run diverged."""
-        share = self.relative / self.allowed
+        if self.relative == 0:
+            return 0.0
+        share = self.relative / self.allowed if self.allowed else math.inf
         return share if math.isfinite(share) else math.inf
 
     @property
@@ -78,6 +82,17 @@ def parameter_differences(
         )
         by_dtype.setdefault(dtype, []).append(difference)
     return [max(group, key=Difference.severity) for group in by_dtype.values()]
+
+
+def difference_table(differences: Iterable[Difference]) -> str:
+    """How far the two runs are apart, and what is allowed."""
+    rows = [
+        [d.what, d.where, f"{d.relative:.1e}", f"{d.allowed:.1e}", "" if d.ok else "!"]
+        for d in differences
+    ]
+    header = ["", "most in", "relative difference", "allowed", ""]
+    align = ["left"] * 2 + ["right"] * 2 + ["left"]
+    return tabulate(rows, header, disable_numparse=True, colalign=align)
 
 
 def _norm(a: Tensor, b: Tensor | None = None) -> float:

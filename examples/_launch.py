@@ -1,4 +1,4 @@
-"""The command line of the example, and how it starts its own processes."""
+"""The command line of the examples, and how they start their own processes."""
 
 import argparse
 import os
@@ -9,7 +9,6 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from _policies import CHOICES, DEFAULT
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -22,29 +21,23 @@ class _Parser(argparse.ArgumentParser):
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """The options that every example has; set_defaults changes what they default to."""
     parser = _Parser(description=description, allow_abbrev=False)
     add = parser.add_argument
-    add("--nproc", type=_positive, metavar="N", help="processes (default: 2)")
+    add("--nproc", type=positive, metavar="N", help="processes (default: 2)")
     add(
         "--steps",
-        type=_positive,
+        type=positive,
         default=200,
         metavar="N",
         help="optimizer steps (default: %(default)s)",
     )
     add(
         "--batch-size",
-        type=_positive,
+        type=positive,
         default=16,
         metavar="N",
         help="sequences of a step, over all processes (default: %(default)s)",
-    )
-    add(
-        "--policy",
-        choices=CHOICES,
-        default=DEFAULT,
-        help="; ".join(f"{name}: {choice.meaning}" for name, choice in CHOICES.items())
-        + " (default: %(default)s)",
     )
     add(
         "--device",
@@ -54,9 +47,10 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def parse_args(description: str | None, argv: Sequence[str]) -> argparse.Namespace:
+def parse_args(
+    parser: argparse.ArgumentParser, argv: Sequence[str]
+) -> argparse.Namespace:
     """The options, completed and checked against this machine, or exit status 2."""
-    parser = make_parser(description)
     args = parser.parse_args(argv)
     launched = int(os.environ["WORLD_SIZE"]) if is_worker() else None
     if args.nproc is None:
@@ -114,7 +108,8 @@ def launch(script: str, nproc: int, argv: Sequence[str]) -> int:
     return 0
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """The number that an option is given as."""
     try:
         value = int(text)
     except ValueError:

@@ -6,7 +6,6 @@ from pathlib import Path
 from matplotlib import pyplot as plt
 from tabulate import SEPARATING_LINE, tabulate
 
-from _compare import Difference
 from _wire import StepTraffic, Traffic, UnitKind
 
 
@@ -43,17 +42,6 @@ def wire_table(kinds: Iterable[UnitKind], steps: int) -> str:
         rows += [["", "all", f"{kind.numel.total():,}", *cells], SEPARATING_LINE]
     align = ["left"] * 2 + ["right"] * 7
     return tabulate(rows[:-1], WIRE_HEADER, disable_numparse=True, colalign=align)
-
-
-def difference_table(differences: Iterable[Difference]) -> str:
-    """How far the two runs are apart, and what is allowed."""
-    rows = [
-        [d.what, d.where, f"{d.relative:.1e}", f"{d.allowed:.1e}", "" if d.ok else "!"]
-        for d in differences
-    ]
-    header = ["", "most in", "relative difference", "allowed", ""]
-    align = ["left"] * 2 + ["right"] * 2 + ["left"]
-    return tabulate(rows, header, disable_numparse=True, colalign=align)
 
 
 def _cells(sent: Traffic, least: Traffic) -> list[str]:

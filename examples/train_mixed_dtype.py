@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from _byte_lm import build_model, ByteLM, SEQUENCE_LENGTH, text_batches
-from _compare import loss_difference, parameter_differences
-from _launch import is_worker, launch, parse_args
+from _compare import difference_table, loss_difference, parameter_differences
+from _launch import is_worker, launch, make_parser, parse_args
 from _master_sgd import LOSS_SCALE, MasterSGD
 from _policies import Casting, CHOICES, DEFAULT, dtypes_under
-from _report import difference_table, draw_losses, draw_wire, wire_table
+from _report import draw_losses, draw_wire, wire_table
 from _wire import measured, meter, one_unit_per_dtype, StepTraffic, UnitKind
 from torch import nn, Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -205,7 +205,15 @@ def report(args: argparse.Namespace, device: torch.device, run: ShardedRun) -> i
 
 
 def main(argv: list[str]) -> int:
-    args = parse_args(__doc__, argv)
+    parser = make_parser(__doc__)
+    meanings = [f"{name}: {choice.meaning}" for name, choice in CHOICES.items()]
+    parser.add_argument(
+        "--policy",
+        choices=CHOICES,
+        default=DEFAULT,
+        help="; ".join(meanings) + " (default: %(default)s)",
+    )
+    args = parse_args(parser, argv)
     if not is_worker():
         OUTPUT.mkdir(parents=True, exist_ok=True)
         return launch(__file__, args.nproc, argv)

@@ -29,7 +29,9 @@ def given_wheel() -> Path | None:
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="setup_helpers", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("setup", help="build in place, with .venv")
+    setup = commands.add_parser("setup", help="build in place, with .venv")
+    models = "install requirements-models.txt too"
+    setup.add_argument("--models", action="store_true", help=models)
     commands.add_parser("clean", help="leave the clone as it was")
     fork = commands.add_parser("fork", help="make a file of the base ours")
     fork.add_argument("file")
@@ -42,7 +44,7 @@ def run(arguments: argparse.Namespace, build: InPlaceBuild) -> None:
     elif arguments.command == "fork":
         build.progress.phase(build.fork(arguments.file))
     else:
-        changed = build.set_up(given_wheel())
+        changed = build.set_up(given_wheel(), with_models=arguments.models)
         state = "set up" if changed else "up to date"
         version = wheel.unpacked_distribution(build.base).version
         build.progress.phase(f"torch {version} in place, {state}")

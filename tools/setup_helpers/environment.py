@@ -86,10 +86,10 @@ class Pip:
                 "TORCH_BASE_WHEEL=PATH takes a wheel from the disk"
             )
 
-    def install(self, requirements: Sequence[str], requirements_file: Path) -> None:
+    def install(self, requirements: Sequence[str], *files: Path) -> None:
         """Installs everything in one go, so that pip resolves it as a whole."""
-        arguments = ["install", "--requirement", str(requirements_file)]
-        problem = self._run([*arguments, *requirements])
+        arguments = [f"--requirement={file}" for file in files]
+        problem = self._run(["install", *arguments, *requirements])
         if problem:
             raise SetupError(f"pip cannot install the requirements: {problem}")
 
@@ -178,15 +178,17 @@ class Environment:
             text = _SCRIPT.format(python=self.python, module=module, function=function)
             _write_if_changed(self.folder / "bin" / name, text, mode=0o755)
 
-    def has_installed(self, requirements: list[str], ours: Path) -> bool:
-        digest = _requirements_digest(requirements, ours)
-        return self.stamp.get("requirements") == digest
+    def has_installed(self, entry: str, requirements: list[str], *ours: Path) -> bool:
+        """Whether the stamp's ``entry`` is of these requirements."""
+        return self.stamp.get(entry) == _requirements_digest(requirements, *ours)
 
-    def install(self, pip: Pip, requirements: list[str], ours: Path) -> None:
-        """Installs what the base and the fork require."""
-        self.stamp.put("requirements", None)
-        pip.install(requirements, ours)
-        self.stamp.put("requirements", _requirements_digest(requirements, ours))
+    def install(
+        self, entry: str, pip: Pip, requirements: list[str], *ours: Path
+    ) -> None:
+        """Installs what the base requires and the files of the fork name."""
+        self.stamp.put(entry, None)
+        pip.install(requirements, *ours)
+        self.stamp.put(entry, _requirements_digest(requirements, *ours))
 
     def _identity(self) -> dict[str, str]:
         return {
@@ -208,9 +210,9 @@ def installed_torch() -> str | None:
     return None
 
 
-def _requirements_digest(requirements: list[str], ours: Path) -> str:
-    text = "\n".join(requirements).encode() + b"\0" + ours.read_bytes()
-    return hashlib.sha256(text).hexdigest()
+def _requirements_digest(requirements: list[str], *ours: Path) -> str:
+    texts = ["\n".join(requirements).encode(), *(path.read_bytes() for path in ours)]
+    return hashlib.sha256(b"\0".join(texts)).hexdigest()
 
 
 def _write_if_changed(path: Path, text: str, mode: int = 0o644) -> None:

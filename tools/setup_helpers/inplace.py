@@ -64,11 +64,16 @@ class InPlaceBuild:
         self.wheels = root / "build" / "wheel"
         self.staging = root / "build" / ".staging"
         self.requirements_file = root / "requirements.txt"
+        self.models_file = root / "requirements-models.txt"
         self.with_git = tree.has_git(root)
         self._undo = contextlib.ExitStack()
 
-    def set_up(self, given: Path | None) -> bool:
-        """Brings tree and ``.venv`` up to date; returns whether that took work."""
+    def set_up(self, given: Path | None, *, with_models: bool = False) -> bool:
+        """Brings tree and ``.venv`` up to date; returns whether that took work.
+
+        Only ``with_models`` brings the packages that hold other people's models:
+        they are large, and few commands need them.
+        """
         with locked(self.root, self.progress), self._transaction():
             chosen = self._check_given(given)
             environment = Environment(self.root)
@@ -78,7 +83,10 @@ class InPlaceBuild:
             changed |= self._ensure_links()
             base = wheel.unpacked_distribution(self.base)
             environment.point_at_tree(wheel.console_scripts(base))
-            changed |= self._ensure_requirements(environment, base.requires or [], pip)
+            requirements = base.requires or []
+            changed |= self._ensure_requirements(environment, requirements, pip)
+            if with_models:
+                changed |= self._ensure_models(environment, requirements, pip)
             return changed
 
     def lay_under(self, python: Path, given: Path | None) -> None:
@@ -219,10 +227,22 @@ class InPlaceBuild:
     def _ensure_requirements(
         self, environment: Environment, requirements: list[str], pip: Pip
     ) -> bool:
-        if environment.has_installed(requirements, self.requirements_file):
+        file = self.requirements_file
+        if environment.has_installed("requirements", requirements, file):
             return False
         self.progress.phase("installing the base's requirements and ours")
-        environment.install(pip, requirements, self.requirements_file)
+        environment.install("requirements", pip, requirements, file)
+        return True
+
+    def _ensure_models(
+        self, environment: Environment, requirements: list[str], pip: Pip
+    ) -> bool:
+        # All files again, so that pip keeps to the bounds of each.
+        files = (self.requirements_file, self.models_file)
+        if environment.has_installed("models", requirements, *files):
+            return False
+        self.progress.phase(f"installing {self.models_file.name}")
+        environment.install("models", pip, requirements, *files)
         return True
 
     # Undoing.

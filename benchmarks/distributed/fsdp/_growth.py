@@ -119,7 +119,7 @@ def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> PartResul
         "growth",
         sides,
         [*groups.values()],
-        rounds=rounds or (2 if quick else 6),
+        rounds=rounds or (2 if quick else 4),
         launches=1 if quick else 2,
     )
     of_units = {s: _curve(samples, by_units, s, units) for s in SUBJECTS}

@@ -178,7 +178,7 @@ def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> PartResul
         "host",
         sides,
         groups,
-        rounds=rounds or (2 if quick else 15),
+        rounds=rounds or (2 if quick else 12),
         launches=1 if quick else 3,
     )
     timed = [

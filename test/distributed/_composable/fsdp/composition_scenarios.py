@@ -23,19 +23,16 @@ import functools
 import inspect
 import itertools
 import logging
-import os
 import pickle
 import re
 import sys
-import tempfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
+from fsdp_run_ranks import run_ranks
 from mixed_dtype_models import (
     batch_of,
     BF16,
@@ -51,7 +48,6 @@ from mixed_dtype_parity import bits_of, LR, Record
 import torch
 import torch._dynamo  # the first hook would, in each rank anew
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn as nn
 import torch.testing._internal.common_fsdp as common_fsdp
 from torch.distributed._tools import FSDPMemTracker
@@ -740,6 +736,7 @@ def patches_of_hybrid(run: Run) -> Facts:
 
 
 def run_all(args: argparse.Namespace, rank: int) -> dict[str, Any]:
+    torch._dynamo.config.recompile_limit = 64
     shape, names = (RANKS // 2, 2), ("pipe", "shard")
     meshes = init_device_mesh("cpu", shape, mesh_dim_names=names)
     results: dict[str, Any] = {}
@@ -758,34 +755,13 @@ def run_all(args: argparse.Namespace, rank: int) -> dict[str, Any]:
     return results
 
 
-def run_rank(rank: int, args: argparse.Namespace, store: str) -> None:
-    torch.set_num_threads(1)
-    torch._dynamo.config.recompile_limit = 64
-    os.environ["LOCAL_RANK"] = str(rank)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=RANKS,
-        timeout=timedelta(seconds=120),
-    )
-    results = pickle.dumps(run_all(args, rank))
-    (Path(args.out) / f"rank{rank}").write_bytes(results)
-    dist.destroy_process_group()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", required=True, help="folder for a file of each rank")
     parser.add_argument("--units", required=True, choices=("dtype", "block"))
     parser.add_argument("--only", nargs="+", help="scenarios to run, default all")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
-        # A fork has imported torch already
-        start = (run_rank, (args, store), RANKS)
-        mp.start_processes(*start, start_method="fork")
-    print(torch.__file__)
+    run_ranks(run_all, args, RANKS)
 
 
 if __name__ == "__main__":

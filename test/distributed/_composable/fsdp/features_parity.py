@@ -18,16 +18,11 @@ import argparse
 import contextlib
 import functools
 import itertools
-import os
-import pickle
 import sys
-import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -44,6 +39,7 @@ from features_models import (
     stack_of,
     Waves,
 )
+from fsdp_run_ranks import run_ranks
 from fsdp_test_utils import record_collectives
 from mixed_dtype_models import BF16, FP16, FP32, loss_of, Tower
 from mixed_dtype_parity import (
@@ -66,7 +62,6 @@ import torch
 import torch._dynamo  # the first hook would, in each rank anew
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
-import torch.multiprocessing as mp
 import torch.nn as nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -1421,21 +1416,6 @@ def run_all(args: argparse.Namespace, rank: int) -> dict[str, Any]:
     return results
 
 
-def run_rank(rank: int, args: argparse.Namespace, store: str) -> None:
-    torch.set_num_threads(1)
-    os.environ["LOCAL_RANK"] = str(rank)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=4,
-        timeout=timedelta(seconds=60),
-    )
-    results = pickle.dumps(run_all(args, rank))
-    (Path(args.out) / f"rank{rank}").write_bytes(results)
-    dist.destroy_process_group()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", required=True, help="folder for a file of each rank")
@@ -1443,10 +1423,7 @@ def main() -> None:
     parser.add_argument("--only", help="only cases whose name has this in it")
     args = parser.parse_args()
     mixed_dtype_parity.STEPS = STEPS
-    with tempfile.TemporaryDirectory() as folder:
-        start = (run_rank, (args, str(Path(folder) / "store")), 4)
-        mp.start_processes(*start, start_method="fork")
-    print(torch.__file__)
+    run_ranks(run_all, args, 4)
 
 
 if __name__ == "__main__":

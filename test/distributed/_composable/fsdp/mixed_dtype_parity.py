@@ -19,16 +19,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
-import pickle
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
+from fsdp_run_ranks import run_rank, run_ranks
 from mixed_dtype_models import (
     batch_of,
     BF16,
@@ -42,8 +38,6 @@ from mixed_dtype_models import (
 
 import torch
 import torch._dynamo  # the first hook would, in each rank anew
-import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn as nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -500,23 +494,6 @@ def run_all(args: argparse.Namespace, rank: int) -> dict[str, Any]:
     return results
 
 
-def run_rank(rank: int, args: argparse.Namespace, store: str) -> None:
-    torch.set_num_threads(1)
-    if args.device != "cpu":
-        torch.accelerator.set_device_index(rank)
-    os.environ["LOCAL_RANK"] = str(rank)
-    dist.init_process_group(
-        dist.get_default_backend_for_device(args.device),
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=args.ranks,
-        timeout=timedelta(seconds=120),
-    )
-    results = pickle.dumps(run_all(args, rank))
-    (Path(args.out) / f"rank{rank}").write_bytes(results)
-    dist.destroy_process_group()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", required=True, help="folder for a file of each rank")
@@ -527,16 +504,10 @@ def main() -> None:
     parser.add_argument("--rank", type=int, help="be this rank, and start no others")
     parser.add_argument("--store", help="file to meet the other ranks by")
     args = parser.parse_args()
-    if args.rank is not None:
-        run_rank(args.rank, args, args.store)
-        return
-    # A fork has imported torch already, but could not use the accelerator
-    method = "fork" if args.device == "cpu" else "spawn"
-    with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
-        start = (run_rank, (args, store), args.ranks)
-        mp.start_processes(*start, start_method=method)
-    print(torch.__file__)
+    if args.rank is None:
+        run_ranks(run_all, args, args.ranks, args.device)
+    else:
+        run_rank(args.rank, run_all, args, args.store, args.ranks, args.device)
 
 
 if __name__ == "__main__":

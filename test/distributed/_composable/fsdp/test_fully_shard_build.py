@@ -66,6 +66,8 @@ LINKS = {
     "torch/version.py",
     "torchgen",
 }
+# What the base requires.
+NEEDED = ["filelock", 'optree; extra == "optree"']
 # A set-up that dies on the `count`-th call of `name`, as if it were killed.
 KILLED_SETUP = """
 import os, pkgutil, sys
@@ -148,10 +150,10 @@ class FakePip:
         self.downloads.append(requirement)
         shutil.copy(self.served, folder)
 
-    def install(self, requirements: list[str], requirements_file: Path) -> None:
+    def install(self, requirements: list[str], *files: Path) -> None:
         if self.fails_with is not None:
             raise self.fails_with
-        self.installs.append(requirements)
+        self.installs.append([*requirements, *(file.name for file in files)])
 
 
 class BuildTestCase(TestCase):
@@ -171,6 +173,7 @@ class BuildTestCase(TestCase):
         self.pip = FakePip(self.wheel)
         self.put(OURS, "origin = 'ours'\n")
         self.put("requirements.txt", "pytest\n")
+        self.put("requirements-models.txt", "transformers\n")
         self.put(".gitignore", (REPOSITORY / ".gitignore").read_text())
         self.git("init", "--quiet")
         self.git("add", "--all")
@@ -298,8 +301,7 @@ class TestLinks(BuildTestCase):
         self.assertLess(time.monotonic() - began_s, 3)
         self.assertEqual(self.state(), before)
         self.assertEqual(self.pip.downloads, ["torch==2.13.0"])
-        needed = ["filelock", 'optree; extra == "optree"']
-        self.assertEqual(self.pip.installs, [needed])
+        self.assertEqual(self.pip.installs, [[*NEEDED, "requirements.txt"]])
 
     def test_lost_links_are_laid_again(self):
         self.set_up()
@@ -509,6 +511,33 @@ class TestInputs(BuildTestCase):
         self.assertTrue(self.set_up())
         self.assertEqual(len(self.pip.installs), 2)
         self.assertFalse(self.set_up())
+
+    def test_models_are_installed_where_wanted(self):
+        """With the other requirements, so that pip resolves all as a whole."""
+        self.set_up()
+        files = ["requirements.txt", "requirements-models.txt"]
+        self.assertEqual(self.run_command("setup", "--models")[0], 0)
+        self.assertEqual(self.pip.installs[1:], [[*NEEDED, *files]])
+        self.run_command("setup", "--models")
+        self.put("requirements-models.txt", "peft\n")
+        self.run_command("setup")
+        self.assertEqual(len(self.pip.installs), 2)
+        self.run_command("setup", "--models")
+        self.assertEqual(self.pip.installs[2:], [[*NEEDED, *files]])
+        self.put("requirements.txt", "pytest\ntqdm\n")
+        self.run_command("setup", "--models")
+        self.assertEqual(
+            self.pip.installs[3:], [[*NEEDED, *files[:1]], [*NEEDED, *files]]
+        )
+
+    def test_interrupted_install_of_models_is_made_up_for(self):
+        self.set_up()
+        self.pip.fails_with = KeyboardInterrupt()
+        self.assertEqual(self.run_command("setup", "--models")[0], 130)
+        self.pip.fails_with = None
+        self.assertFalse(self.set_up())
+        self.assertTrue(self.build().set_up(None, with_models=True))
+        self.assertFalse(self.build().set_up(None, with_models=True))
 
     def test_moved_tree(self):
         self.set_up()
@@ -738,8 +767,7 @@ class TestEditable(BuildTestCase):
         os.environ["TORCH_BASE_WHEEL"] = str(self.wheel)
         with contextlib.redirect_stdout(io.StringIO()):
             requirements, scripts = editable.build_in_place(self.root)
-        wanted = ["filelock", 'optree; extra == "optree"', "pytest"]
-        self.assertEqual(requirements, wanted)
+        self.assertEqual(requirements, [*NEEDED, "pytest"])
         self.assertEqual(scripts, ["torchrun = torch.distributed.run:main"])
         self.assertEqual(self.links(), LINKS)
         self.assertFalse((self.root / ".venv").exists())

@@ -1,7 +1,8 @@
 # Owner(s): ["oncall: distributed"]
 
 """
-Every row of the tables in ``docs/feature_parity.md`` names tests, which are there.
+Every row of the tables in ``docs/feature_parity.md``, and of the table of models and
+tools in ``README.md``, names tests, which are there.
 """
 
 import fnmatch
@@ -12,25 +13,34 @@ from pathlib import Path
 
 from fsdp_test_utils import DeviceFreeTest
 
-from torch.testing._internal.common_utils import run_tests
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+)
 
 
 # Not where torch is: this file may be run on another one
-PAGE = Path(__file__).parents[4] / "docs" / "feature_parity.md"
-COLUMNS = ["feature", "base", "fork, uniform", "fork, mixed", "test"]
+ROOT = Path(__file__).parents[4]
+# The columns of the tables on each page that name tests
+PARITY = "docs/feature_parity.md"
+COLUMNS = {
+    PARITY: ["feature", "base", "fork, uniform", "fork, mixed", "test"],
+    "README.md": ["model or tool", "the release", "this branch", "test"],
+}
 
 
-def rows() -> list[list[str]]:
+def rows(page: str) -> list[list[str]]:
     """Returns the cells of all rows of the tables that have a column of tests."""
     found, columns = [], []
-    for line in PAGE.read_text().splitlines():
+    for line in (ROOT / page).read_text().splitlines():
         if not line.startswith("|"):
             columns = []
             continue
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if not columns:
             columns = cells
-        elif columns == COLUMNS and set(line) != {"|", "-"}:
+        elif columns == COLUMNS[page] and set(line) != {"|", "-"}:
             found.append(cells)
     return found
 
@@ -42,12 +52,15 @@ def names_in(file: str, class_name: str) -> list[str]:
     return [name for name in names if name.startswith("test_")]
 
 
-class TestFeatureParity(DeviceFreeTest):
-    def test_every_row_names_tests_that_are_there(self) -> None:
-        self.assertGreater(len(rows()), 80)
-        for cells in rows():
+class TestTables(DeviceFreeTest):
+    @parametrize("page,at_least", [(PARITY, 80), ("README.md", 5)])
+    def test_every_row_names_tests_that_are_there(
+        self, page: str, at_least: int
+    ) -> None:
+        self.assertGreaterEqual(len(rows(page)), at_least)
+        for cells in rows(page):
             with self.subTest(cells[0]):
-                self.assertEqual(len(cells), len(COLUMNS))
+                self.assertEqual(len(cells), len(COLUMNS[page]))
                 self.assertTrue(all(cells))
                 named = re.findall(r"`(\w+)::(\w+)::([^`]+)`", cells[-1])
                 self.assertGreater(len(named), 0)
@@ -57,8 +70,11 @@ class TestFeatureParity(DeviceFreeTest):
                     self.assertTrue(fnmatch.filter(tests, pattern), pattern)
 
     def test_every_feature_is_one_row(self) -> None:
-        features = [cells[0] for cells in rows() if not cells[0].startswith("…")]
+        features = [cells[0] for cells in rows(PARITY) if not cells[0].startswith("…")]
         self.assertEqual(len(features), len({*features}))
+
+
+instantiate_parametrized_tests(TestTables)
 
 
 if __name__ == "__main__":

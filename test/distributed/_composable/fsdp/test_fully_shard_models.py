@@ -1,0 +1,244 @@
+# Owner(s): ["oncall: distributed"]
+
+"""
+The examples of real models: what ``transformers`` and ``peft`` build, in bf16 but for
+what their checkpoints keep in fp32, sharded by layer with plain ``fully_shard``.
+
+``examples/_one_process.py`` says what of each step must equal one process without
+FSDP, and how closely. The base release is run too: it refuses each of these models.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from fsdp_test_utils import (
+    BASE_ROOT,
+    Collective,
+    DEVICE_TYPE,
+    DeviceFreeTest,
+    FSDPProcessTest,
+    record_collectives,
+    REPO_ROOT,
+    run_python,
+    WORLD_SIZE,
+)
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, MixedPrecisionPolicy
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+)
+
+
+EXAMPLES = REPO_ROOT / "examples"
+if str(EXAMPLES) not in sys.path:
+    sys.path.append(str(EXAMPLES))
+
+MODELS = ["nemotron_h", "mamba2", "qwen3_next", "deepseek_v3", "llama_peft"]
+STEPS = 3
+BF16, FP32 = torch.bfloat16, torch.float32
+# What is fp32 beside bf16, by the ends of names, as in the models' checkpoints
+FP32_NAMES = {
+    "nemotron_h": {"A_log", "D", "dt_bias", "gate.weight"},
+    "mamba2": {"A_log", "D", "dt_bias"},
+    "qwen3_next": {"A_log", "dt_bias", "linear_attn.norm.weight"},
+    "deepseek_v3": {"gate.weight"},
+    "llama_peft": {
+        "lora_A.default.weight",
+        "lora_B.default.weight",
+        "lora_embedding_A.default",
+        "lora_embedding_B.default",
+    },
+}
+# Builds each model and runs it in one unit per layer, in a group of one rank
+REFUSED = """
+import json, sys, torch
+import torch.distributed as dist
+sys.path.append({examples!r})
+import importlib
+from _real_model import causal_loss, make_mesh, token_batches
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+errors = {{}}
+for name in {models!r}:
+    example = importlib.import_module("train_" + name)
+    model = example.build_model()
+    example.shard(model, make_mesh("cpu"))
+    try:
+        causal_loss(model, next(token_batches(1, 2, torch.device("cpu"))))
+    except Exception as error:
+        errors[name] = f"{{type(error).__name__}}: {{error}}"
+print(json.dumps({{"torch": torch.__file__, "errors": errors}}))
+"""
+
+
+# Not all of torch's files are compiled anew
+CACHE = {
+    "PYTHONDONTWRITEBYTECODE": "",
+    "PYTHONPYCACHEPREFIX": str(REPO_ROOT / "build" / "pycache"),
+}
+
+
+def example_of(name: str) -> Any:
+    return importlib.import_module(f"train_{name}")
+
+
+def managed_parameters(unit: nn.Module) -> list[nn.Parameter]:
+    """Returns the parameters of ``unit`` that no unit inside of it has."""
+    inner = [m for m in unit.modules() if m is not unit and isinstance(m, FSDPModule)]
+    theirs = {id(param) for module in inner for param in module.parameters()}
+    return [param for param in unit.parameters() if id(param) not in theirs]
+
+
+def padded_nbytes(param: nn.Parameter, ranks: int) -> int:
+    """Returns what a rank sends of a parameter: rows, shared out evenly."""
+    rows, *rest = param.size()
+    return math.ceil(rows / ranks) * math.prod(rest) * param.element_size()
+
+
+def gathered_nbytes(unit: nn.Module, ranks: int) -> int:
+    """Returns the size of one gather at the parameters' own width."""
+    params = managed_parameters(unit)
+    widest = max(param.element_size() for param in params)
+    segment = sum(padded_nbytes(param, ranks) for param in params)
+    return ranks * math.ceil(segment / widest) * widest
+
+
+class TestModels(FSDPProcessTest):
+    """Every model trains as it does in one process, at the fewest bytes."""
+
+    def train(
+        self,
+        name: str,
+        replicas: int,
+        shard: Callable[[nn.Module, DeviceMesh], object] | None = None,
+        steps: int = STEPS,
+    ) -> tuple[nn.Module, list[Any], list[Collective]]:
+        """Returns the model, its steps and what the last one sent."""
+        import _real_model
+
+        models, example = [], example_of(name)
+
+        def shard_and_keep(model: nn.Module, mesh: DeviceMesh) -> None:
+            models.append(model)
+            (shard or example.shard)(model, mesh)
+
+        batches = _real_model.token_batches(steps, 2 * WORLD_SIZE, self.device)
+        mesh = _real_model.make_mesh(DEVICE_TYPE, replicas)
+        build = example.build_model
+        found = []
+        with record_collectives() as recorder:
+            for step in _real_model.train(
+                build, shard_and_keep, mesh, batches, self.device
+            ):
+                found.append(step)
+                if len(found) < steps:
+                    recorder.clear()
+        # Not the mean of the losses
+        sent = [call for call in recorder.calls if call.numel > 1]
+        return models[0], found, sent
+
+    @parametrize("name", MODELS)
+    @parametrize("replicas", [1, 2])
+    def test_each_step_equals_one_process(self, name: str, replicas: int) -> None:
+        model, steps, sent = self.train(name, replicas)
+        for step in steps:
+            wrong = [difference for difference in step.differences if not difference.ok]
+            self.assertEqual(wrong, [])
+            kinds = {difference.what for difference in step.differences}
+            self.assertIn("bfloat16 gradients", kinds)
+            self.assertIn("float32 gradients", kinds)
+        self.assertLess(steps[-1].loss, steps[0].loss)
+        self.check_sent(model, sent, replicas)
+
+    def check_sent(
+        self, model: nn.Module, sent: list[Collective], replicas: int
+    ) -> None:
+        """One gather for each unshard, one reduction for each dtype, no more bytes."""
+        units = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
+        ranks = WORLD_SIZE // replicas
+        gathers: Counter[int] = Counter()
+        reductions: Counter[torch.dtype] = Counter()
+        for unit in units:
+            # All but the root are resharded after forward
+            gathers[gathered_nbytes(unit, ranks)] += 1 if unit is model else 2
+            trained = [p for p in managed_parameters(unit) if p.requires_grad]
+            reductions.update({param.dtype for param in trained})
+        self.assertGreater(reductions[BF16] + reductions[FP32], len(units))
+        by_name = {n: [c for c in sent if c.name == n] for n in {c.name for c in sent}}
+        of_gathers = Counter(call.nbytes for call in by_name["all_gather"])
+        self.assertEqual(of_gathers, gathers)
+        of_reductions = Counter(call.dtype for call in by_name["reduce_scatter"])
+        self.assertEqual(of_reductions, reductions)
+        all_reduces = Counter(call.dtype for call in by_name.get("all_reduce", ()))
+        self.assertEqual(all_reduces, reductions if replicas > 1 else Counter())
+
+    @parametrize("name", MODELS)
+    def test_dtypes_are_those_of_the_checkpoint(self, name: str) -> None:
+        model = example_of(name).build_model()
+        for fqn, param in model.named_parameters():
+            is_fp32 = any(f".{fqn}".endswith(f".{end}") for end in FP32_NAMES[name])
+            self.assertEqual(param.dtype, FP32 if is_fp32 else BF16, fqn)
+
+    @parametrize("fault", ["divided", "bf16_sums", "not_synced", "not_all_reduced"])
+    def test_comparison_tells_what_is_wrong(self, fault: str) -> None:
+        """Equal steps say nothing if wrong ones were found equal."""
+
+        def shard(model: nn.Module, mesh: DeviceMesh) -> None:
+            policy = MixedPrecisionPolicy()
+            if fault == "bf16_sums":
+                policy = MixedPrecisionPolicy(reduce_dtype=BF16)
+            for layer in model.backbone.layers:
+                fully_shard(layer, mesh=mesh, mp_policy=policy)
+            fully_shard(model, mesh=mesh, mp_policy=policy)
+            if fault == "divided":
+                model.backbone.layers[0].set_gradient_divide_factor(2.0)
+            elif fault == "not_synced":
+                model.set_requires_gradient_sync(False)
+            elif fault == "not_all_reduced":
+                model.set_requires_all_reduce(False)
+
+        _, (step,), _ = self.train("mamba2", 2, shard, steps=1)
+        wrong = {
+            difference.what for difference in step.differences if not difference.ok
+        }
+        both = {"bfloat16 gradients", "float32 gradients"}
+        self.assertEqual(wrong, {"float32 gradients"} if fault == "bf16_sums" else both)
+
+
+instantiate_parametrized_tests(TestModels)
+
+
+class TestScripts(DeviceFreeTest):
+    def test_base_refuses_each_model(self) -> None:
+        code = REFUSED.format(examples=str(EXAMPLES), models=MODELS)
+        printed = run_python("-c", code, on_base=True, env=CACHE)
+        found = json.loads(printed.splitlines()[-1])
+        self.assertTrue(found["torch"].startswith(str(BASE_ROOT)))
+        self.assertEqual(list(found["errors"]), MODELS)
+        refusal = (
+            "AssertionError: FSDP expects uniform original parameter dtype but got"
+        )
+        for name, error in found["errors"].items():
+            self.assertTrue(error.startswith(refusal), (name, error))
+
+    def test_script_starts_its_processes(self) -> None:
+        """One for all: the scripts differ in the model alone."""
+        args = ("--nproc", "2", "--replicas", "2", "--steps", "2", "--device", "cpu")
+        printed = run_python(str(EXAMPLES / "train_mamba2.py"), *args, env=CACHE)
+        self.assertEqual(printed.count("in one process"), 2)
+        self.assertIn("float32 gradients", printed)
+
+
+if __name__ == "__main__":
+    run_tests()
