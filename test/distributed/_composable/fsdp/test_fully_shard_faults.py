@@ -1,0 +1,264 @@
+# Owner(s): ["oncall: distributed"]
+"""
+Exceptions anywhere in a step: after ``reset_iter_state`` the next steps are exactly
+right, and nothing of the lost one survives. And gradients that are not finite.
+
+Runs with pytest, python or ``torchrun --nproc-per-node 4``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from fsdp_random_cases import BF16, Case, FP16, FP32, Microbatch, Param, shard_model
+from fsdp_test_utils import DEVICE_TYPE, FSDPProcessTest, hybrid_mesh, WORLD_SIZE
+from mixed_dtype_models import loss_of, mixed_tower, Tower
+from mixed_dtype_parity import prefetch_explicitly, shard_blocks, units_of
+from mixed_dtype_reference import SideBySide
+
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+)
+
+
+class Boom(Exception):
+    pass
+
+
+# Where a step fails #
+
+
+class Alarm:
+    """Raises at the ``at``-th of its calls, if it is set."""
+
+    def __init__(self) -> None:
+        self.error: type[BaseException] | None = None
+        self.calls_left = 0
+
+    @contextlib.contextmanager
+    def set(self, error: type[BaseException], at: int) -> Iterator[None]:
+        self.error, self.calls_left = error, at
+        try:
+            yield
+        finally:
+            self.error = None
+
+    def __call__(self, *args: Any) -> None:
+        if self.error is None:
+            return
+        self.calls_left -= 1
+        if self.calls_left == 0:
+            raise self.error("on purpose")
+
+
+class _Watched:
+    """A collective that remembers the buffers it gave out, and may fail."""
+
+    def __init__(self, in_allocate: Alarm, in_call: Alarm):
+        self.in_allocate, self.in_call = in_allocate, in_call
+        self.buffers: list[weakref.ref[torch.Tensor]] = []
+
+    def allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.in_allocate()
+        buffer = super().allocate(*args, **kwargs)
+        self.buffers.append(weakref.ref(buffer))
+        return buffer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.in_call()
+        return super().__call__(*args, **kwargs)
+
+
+class WatchedAllGather(_Watched, DefaultAllGather):
+    pass
+
+
+class WatchedReduceScatter(_Watched, DefaultReduceScatter):
+    pass
+
+
+class Faults:
+    """The places of a model's step that can be made to fail."""
+
+    def __init__(self, model: Tower):
+        names = "allocate_gather gather allocate_reduce reduce forward backward hook"
+        self.alarms = {name: Alarm() for name in (*names.split(), "all_reduce_hook")}
+        alarms = self.alarms
+        self.comms: list[_Watched] = []
+        for unit in units_of(model):
+            gather = WatchedAllGather(alarms["allocate_gather"], alarms["gather"])
+            reduce = WatchedReduceScatter(alarms["allocate_reduce"], alarms["reduce"])
+            unit.set_custom_all_gather(gather)
+            unit.set_custom_reduce_scatter(reduce)
+            unit.set_all_reduce_hook(alarms["all_reduce_hook"])
+            self.comms += [gather, reduce]
+        for part in model.all_parts:
+            part.register_forward_pre_hook(alarms["forward"])
+            part.register_forward_hook(self._watch_backward)
+        for param in model.parameters():
+            if param.requires_grad:
+                param.register_post_accumulate_grad_hook(alarms["hook"])
+
+    def _watch_backward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if output.requires_grad:
+            output.register_hook(self.alarms["backward"])
+
+    def buffers_alive(self) -> list[torch.Tensor]:
+        refs = [ref for comm in self.comms for ref in comm.buffers]
+        return [buffer for ref in refs if (buffer := ref()) is not None]
+
+
+# Name of a place to which of its calls fail: early and late in the step
+PLACES = {
+    "allocate_gather": (1, 2, 4),
+    "gather": (1, 3, 4),
+    "allocate_reduce": (1, 4),
+    "reduce": (1, 2, 5),
+    "forward": (1, 4, 6),
+    "backward": (1, 3, 6),
+    "hook": (1, 9),
+    "all_reduce_hook": (1, 3),
+}
+ERRORS = (Boom, KeyboardInterrupt, torch.OutOfMemoryError)
+MODES: dict[str, Callable[[], dict[str, Any]]] = {
+    "sharded": dict,
+    "prefetch": dict,
+    "kept": lambda: {"reshard_after_forward": False},
+    "hybrid": lambda: {"mesh": hybrid_mesh(WORLD_SIZE // 2)},
+    "reduce_fp32": lambda: {"policy": MixedPrecisionPolicy(reduce_dtype=FP32)},
+    "offload": lambda: {
+        "offload_policy": CPUOffloadPolicy(pin_memory=DEVICE_TYPE != "cpu")
+    },
+}
+
+
+class TestExceptions(FSDPProcessTest):
+    @parametrize("mode", [*MODES])
+    def test_next_step_is_right(self, mode: str) -> None:
+        pair, faults = self.start(mode)
+        cases = [(place, at) for place, ats in PLACES.items() for at in ats]
+        if mode != "sharded":  # there are many, and each takes its time
+            cases = [(place, ats[1]) for place, ats in PLACES.items()]
+        for i, (place, at) in enumerate(cases):
+            error = ERRORS[i % len(ERRORS)]
+            # No subtest: after a failure this rank would go on where others wait
+            with faults.alarms[place].set(error, at), self.assertRaises(error):
+                loss_of(pair.model(pair.next_batches()[self.rank])).backward()
+            self.recover(pair, faults, f"{error.__name__} in {place} {at}")
+            pair.train(steps=1)
+
+    @parametrize("mode", ["sharded", "hybrid"])
+    @parametrize("sync", ["none", "scatter"])
+    def test_accumulated_microbatches_are_lost(self, mode: str, sync: str) -> None:
+        pair, faults = self.start(mode)
+        model = pair.model
+        for place in ("forward", "backward", "reduce"):
+            model.set_requires_gradient_sync(sync != "none")
+            model.set_requires_all_reduce(False)
+            pair.backward()
+            model.set_requires_gradient_sync(True)
+            model.set_requires_all_reduce(True)
+            with faults.alarms[place].set(Boom, at=2), self.assertRaises(Boom):
+                loss_of(model(pair.next_batches()[self.rank])).backward()
+            self.recover(pair, faults, f"{sync}, {place}")
+            pair.train(steps=1)
+
+    def start(self, mode: str) -> tuple[SideBySide, Faults]:
+        pair = SideBySide(self, mixed_tower(), shard_blocks, **MODES[mode]())
+        if mode == "prefetch":
+            prefetch_explicitly(pair.model)
+        faults = Faults(pair.model)
+        pair.train(steps=1)
+        gc.freeze()  # the collections to come need not look through all that is there
+        self.addCleanup(gc.unfreeze)
+        return pair, faults
+
+    def recover(self, pair: SideBySide, faults: Faults, after: str) -> None:
+        pair.model.reset_iter_state()
+        pair.model.zero_grad()
+        pair.reference.forget()
+        gc.collect()  # what autograd keeps of the lost step is in cycles
+        deadline = time.monotonic() + 10
+        while faults.buffers_alive() and time.monotonic() < deadline:
+            time.sleep(0.001)  # a thread of gloo's may just be done with one
+        self.assertEqual([b.size() for b in faults.buffers_alive()], [], after)
+        for unit in units_of(pair.model):
+            (group,) = unit._get_fsdp_state()._fsdp_param_groups
+            ctx = group.comm_ctx
+            self.assertTrue(group.is_sharded)
+            self.assertIsNone(group._all_gather_result)
+            self.assertEqual(
+                (group._partial_reduces, group._all_reduce_states), ({}, [])
+            )
+            self.assertIsNone(group._post_reduce_event)
+            self.assertEqual(
+                (ctx.reduce_scatter_states, ctx.post_forward_order), ([], [])
+            )
+            self.assertEqual(ctx._last_post_reduce_events, {})
+            self.assertIsNone(ctx.all_gather_state)
+            for fsdp_param in group.fsdp_params:
+                self.assertIsNone(fsdp_param.unsharded_accumulated_grad)
+                self.assertIsNone(fsdp_param._unsharded_param.grad)
+
+
+class TestNotFinite(FSDPProcessTest):
+    """A gradient that overflowed is seen by a scaler, and spoils no other's bucket."""
+
+    CASE = Case(
+        blocks=((Param((5, 2), FP16), Param((7,), BF16), Param((4,), FP32)),),
+        parallelism="shard",
+        mesh=(WORLD_SIZE,),
+        schedule=(Microbatch("all"),),
+    )
+
+    @parametrize("value", [float("inf"), float("-inf"), float("nan")])
+    def test_stays_in_its_bucket(self, value: float) -> None:
+        model = shard_model(self.CASE, DEVICE_TYPE)
+        for i, param in enumerate(self.CASE.blocks[0]):
+            weight = torch.ones(param.shape, dtype=param.dtype, device=self.device)
+            if i == 0 and self.rank == WORLD_SIZE - 1:
+                weight[3, 1] = value
+            model.weights[i] = weight
+        x = torch.zeros(1, device=self.device, requires_grad=True)
+        model(x).sum().backward()
+        grads = [param.grad.full_tensor().cpu() for param in model.parameters()]
+        expected = [torch.ones(p.shape, dtype=p.dtype) for p in self.CASE.blocks[0]]
+        expected[0][3, 1] = value
+        for grad, right in zip(grads, expected, strict=True):
+            self.assertEqual(grad, right, atol=0, rtol=0, equal_nan=True)
+
+    def test_sum_that_overflows_is_infinite(self) -> None:
+        model = shard_model(self.CASE, DEVICE_TYPE)
+        largest = torch.finfo(FP16).max
+        for i, param in enumerate(self.CASE.blocks[0]):
+            value = largest if i == 0 else 1.0
+            weight = torch.full(param.shape, value, dtype=param.dtype)
+            model.weights[i] = weight.to(self.device)
+        model.set_gradient_divide_factor(1.0)
+        x = torch.zeros(1, device=self.device, requires_grad=True)
+        model(x).sum().backward()
+        fp16, bf16, fp32 = (p.grad.full_tensor() for p in model.parameters())
+        self.assertTrue(torch.isinf(fp16).all())
+        for grad in (bf16, fp32):
+            self.assertTrue((grad == WORLD_SIZE).all())
+
+
+instantiate_parametrized_tests(TestExceptions)
+instantiate_parametrized_tests(TestNotFinite)
+
+if __name__ == "__main__":
+    run_tests()
