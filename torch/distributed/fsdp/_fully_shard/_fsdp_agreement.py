@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch._guards import detect_fake_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ._fsdp_collectives import backend_name
 from ._fsdp_param import FSDPParam
 from ._fsdp_unit import dtypes_of
 
@@ -72,7 +73,7 @@ def check_ranks_agree(
         device: That ``group`` communicates for.
         unit: What the unit is called, for the message.
     """
-    if not _is_wanted(fsdp_params, group):
+    if not _is_wanted(fsdp_params, group, device):
         return
     described = [*map(_describe, fsdp_params, names)]
     digest = hashlib.sha256(repr(described).encode()).digest()
@@ -90,10 +91,12 @@ def check_ranks_agree(
     _raise(dict(zip(ranks, by_rank, strict=True)), unit)
 
 
-def _is_wanted(fsdp_params: Sequence[FSDPParam], group: dist.ProcessGroup) -> bool:
+def _is_wanted(
+    fsdp_params: Sequence[FSDPParam], group: dist.ProcessGroup, device: torch.device
+) -> bool:
     if group.size() == 1 or os.environ.get(_SWITCH) == "0":
         return False
-    if "fake" in dist.get_backend(group):  # has no other ranks
+    if backend_name(group, device) == "fake":  # has no other ranks
         return False
     return detect_fake_mode([p._sharded_local_tensor for p in fsdp_params]) is None
 

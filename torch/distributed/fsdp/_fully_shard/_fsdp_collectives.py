@@ -1092,11 +1092,16 @@ def _has_premul_sum(group: dist.ProcessGroup | None, device_type: str) -> bool:
     """Whether the group's backend for the device can scale what it sums."""
     if group is None:
         return True
-    try:
-        backend = group._get_backend(torch.device(device_type or "cpu")).name()
-    except RuntimeError:  # groups that are threads of a test
-        backend = group.name()
+    backend = backend_name(group, torch.device(device_type or "cpu"))
     return backend not in ("gloo", "mpi", "threaded", "threadpg")
+
+
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Returns what the group communicates with for a device, e.g. "nccl"."""
+    try:
+        return group._get_backend(device).name()
+    except RuntimeError:  # groups that are threads of a test
+        return group.name()
 
 
 def _div_if_needed(tensor: torch.Tensor, div_factor: float | None) -> None:
