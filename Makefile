@@ -12,7 +12,7 @@ LINT := PATH="$(CURDIR)/.venv/bin:$$PATH" XDG_DATA_HOME="$(CURDIR)/build/lint" l
 PATHS := git ls-files --cached --others --exclude-standard
 
 .DEFAULT_GOAL := help
-.PHONY: help python setup models train test bench lint fork clean
+.PHONY: help python setup models train test bench lint wheel fork clean
 
 help:  ## show this list
 	@echo "make TARGET, where TARGET is one of"
@@ -42,6 +42,10 @@ bench: setup  ## measure beside the base release (QUICK=1 DOCS=1 ARGS=...)
 
 lint: setup  ## check every file that git tracks or would add (ARGS=-a mends)
 	@$(LINT) init && $(LINT) --paths-cmd '$(PATHS)' $(ARGS)
+
+# A wheel that is named need not be one for this Python, so it is not laid out.
+wheel: $(if $(TORCH_BASE_WHEEL),,setup)  ## write the branch's wheel into build/dist (TORCH_BASE_WHEEL=PATH)
+	@$(SETUP) wheel
 
 fork: setup  ## make a file of the base ours: FILE=torch/...
 	@test -n "$(FILE)" || { echo "error: name the file: make fork FILE=torch/..." >&2; exit 1; }

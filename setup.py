@@ -4,7 +4,7 @@
 
 The base is fetched, unpacked and linked as by ``make setup``; pip then installs
 the requirements and puts this folder on the environment's import path.  There
-is no other kind of build here.
+is no other kind of build here: ``make wheel`` writes the wheel.
 """
 
 import sys
@@ -29,7 +29,10 @@ def main() -> None:
     if problem:
         sys.exit(problem)
     if "bdist_wheel" in sys.argv:
-        sys.exit("error: build in place: pip install --no-build-isolation -v -e .")
+        sys.exit(
+            "error: make wheel writes the wheel; "
+            "to build in place: pip install --no-build-isolation -v -e ."
+        )
     requirements, scripts = [], []
     if not METADATA_COMMANDS.isdisjoint(sys.argv):
         if int(setuptools.__version__.partition(".")[0]) < 77:

@@ -4,10 +4,12 @@
 ``setup.py`` calls the same functions.  Nothing here needs more than the
 standard library, because it runs before anything is installed.
 
-    cli.py          the commands: setup, clean, fork
+    cli.py          the commands: setup, clean, fork, wheel
     inplace.py      the order of the steps, and undoing them
     environment.py  .venv, its pip, its path file
     wheel.py        the base wheel: checking it, unpacking it
+    assemble.py     our wheel: the base's, with our files in it
+    rawzip.py       an archive out of another one's members, as they are
     links.py        where the links into build/base go, and laying them
     tree.py         which files are ours, and what git must not pick up
     report.py       what the user sees: phases, a progress bar, one-line errors

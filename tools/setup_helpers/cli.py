@@ -1,16 +1,17 @@
-"""The commands behind the Makefile's targets: setup, clean, fork."""
+"""The commands behind the Makefile's targets: setup, clean, fork, wheel."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tools.setup_helpers import wheel
 from tools.setup_helpers.inplace import InPlaceBuild
-from tools.setup_helpers.report import explain, Progress, SetupError
+from tools.setup_helpers.report import explain, megabytes, Progress, SetupError
 
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     models = "install requirements-models.txt too"
     setup.add_argument("--models", action="store_true", help=models)
     commands.add_parser("clean", help="leave the clone as it was")
+    commands.add_parser("wheel", help="write the base's wheel with our files in it")
     fork = commands.add_parser("fork", help="make a file of the base ours")
     fork.add_argument("file")
     return parser.parse_args(arguments)
@@ -43,6 +45,11 @@ def run(arguments: argparse.Namespace, build: InPlaceBuild) -> None:
         build.clean()
     elif arguments.command == "fork":
         build.progress.phase(build.fork(arguments.file))
+    elif arguments.command == "wheel":
+        began_s = time.monotonic()
+        path = build.make_wheel(given_wheel())
+        took = f"{megabytes(path.stat().st_size)}, {time.monotonic() - began_s:.1f} s"
+        build.progress.phase(f"{path.relative_to(build.root)}: {took}")
     else:
         changed = build.set_up(given_wheel(), with_models=arguments.models)
         state = "set up" if changed else "up to date"

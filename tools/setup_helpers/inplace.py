@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tools.setup_helpers import links, tree, wheel
+from tools.setup_helpers.assemble import assemble_wheel
 from tools.setup_helpers.environment import Environment, Pip, Stamp
 from tools.setup_helpers.report import SetupError
 
@@ -137,6 +138,26 @@ class InPlaceBuild:
         kind = "a copy of the base's" if source.exists() else "a new, empty file"
         return f"{relative} is ours now: {kind}"
 
+    def make_wheel(self, given: Path | None) -> Path:
+        """Writes the base wheel with our files in it; returns its path.
+
+        A ``given`` wheel may be for another Python or machine, and need not be
+        the base in place.
+        """
+        with locked(self.root, self.progress), self._transaction():
+            if given is None:
+                base = self._wheel_of_base()
+            else:
+                base = wheel.inspect_wheel(given, for_this_python=False)
+            return assemble_wheel(
+                base,
+                self.root,
+                tree.released_files(self.root, self._tracked()),
+                self.root / "build" / "dist",
+                self.progress,
+                is_known=self._base_stamp().get("source") == _identity(base.path),
+            )
+
     # The steps.  Each returns whether there was anything to do.
 
     def _check_given(self, given: Path | None) -> wheel.BaseWheel | None:
@@ -198,6 +219,24 @@ class InPlaceBuild:
         self._set_aside(self.wheels)
         os.rename(folder, self.wheels)
         return dataclasses.replace(fetched, path=self.wheels / fetched.path.name)
+
+    def _wheel_of_base(self) -> wheel.BaseWheel:
+        """Returns the wheel that ``build/base`` was unpacked from."""
+        stamp = self._base_stamp()
+        source = stamp.get("source") or []
+        held = [*map(Path, source[:1]), *self.wheels.glob("*.whl")]
+        path = next(filter(Path.is_file, held), None)
+        if path is None:
+            pip = self.make_pip(Environment(self.root).python, self.progress)
+            found = self._find_wheel(pip)
+        else:
+            found = wheel.inspect_wheel(path)
+        if found.digest != stamp.get("digest"):
+            raise SetupError(
+                f"{found.path} is not the wheel that {tree.BASE} was unpacked from: "
+                "name that one with TORCH_BASE_WHEEL=PATH"
+            )
+        return found
 
     def _ensure_links(self) -> bool:
         tree.uncover_tracked(self.root, self._tracked())

@@ -114,6 +114,23 @@ def own_files(root: Path, tracked: set[str]) -> set[str]:
     return own | {path for path in tracked if path.partition("/")[0] in tops}
 
 
+def released_files(root: Path, tracked: set[str]) -> set[str]:
+    """Returns the files that a wheel or a source checkout gets from us.
+
+    With git they are the ``tracked`` ones alone, and there must be no other
+    that git would add: left out it would be missed, taken in it may be a draft.
+    """
+    own = own_files(root, tracked)
+    if not tracked:
+        return own
+    untracked = own - tracked
+    listing = run_git(root, "ls-files", "--others", "--exclude-standard", "-z") or ""
+    drafts = sorted(untracked & set(listing.split("\0")))
+    if drafts:
+        raise SetupError(f"git does not track {', '.join(drafts)}: add or remove it")
+    return own - untracked
+
+
 def uncover_tracked(root: Path, tracked: set[str]) -> list[str]:
     """Writes the tracked files anew that have a link of ours in their place.
 

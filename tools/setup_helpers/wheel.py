@@ -52,20 +52,22 @@ class BaseWheel:
     """Of RECORD, which holds a digest of every file: it tells wheels apart."""
 
 
-def inspect_wheel(path: Path) -> BaseWheel:
-    """Checks that ``path`` is a whole base wheel that this Python can load."""
+def inspect_wheel(path: Path, *, for_this_python: bool = True) -> BaseWheel:
+    """Checks that ``path`` is a whole base wheel, and one that loads here."""
     if not path.is_file():
         raise SetupError(f"there is no wheel at {path}")
     try:
         with zipfile.ZipFile(path) as archive:
-            return _inspect_archive(path, archive)
-    except (zipfile.BadZipFile, EOFError) as error:
+            return _inspect_archive(path, archive, for_this_python)
+    except (zipfile.BadZipFile, EOFError, zlib.error) as error:
         raise SetupError(f"{path} is not a whole wheel: {error}") from None
     except OSError as error:
         raise SetupError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def _inspect_archive(path: Path, archive: zipfile.ZipFile) -> BaseWheel:
+def _inspect_archive(
+    path: Path, archive: zipfile.ZipFile, for_this_python: bool
+) -> BaseWheel:
     names = archive.namelist()
     tops = {name.partition("/")[0] for name in names}
     dist_infos = [top for top in tops if top.endswith(".dist-info")]
@@ -73,15 +75,15 @@ def _inspect_archive(path: Path, archive: zipfile.ZipFile) -> BaseWheel:
     if len(dist_infos) != 1 or not set(needed) <= set(names):
         raise SetupError(f"{path} is not a wheel: it lacks a dist-info folder")
     metadata, wheel, record = (archive.read(name) for name in needed)
-    fields = _parse_fields(metadata)
+    fields = parse_fields(metadata)
     project, version = fields["Name"], fields["Version"] or ""
     if project != BASE_PROJECT or version.partition("+")[0] != BASE_VERSION:
         raise SetupError(
             f"{path} holds {project} {version}; "
             f"the base is {BASE_PROJECT} {BASE_VERSION}"
         )
-    tags = _parse_fields(wheel).get_all("Tag", [])
-    if not any(_runs_here(tag) for tag in tags):
+    tags = parse_fields(wheel).get_all("Tag", [])
+    if for_this_python and not any(_runs_here(tag) for tag in tags):
         raise SetupError(
             f"{path} is for {', '.join(tags) or 'no known Python'}; "
             f"this Python is {python_tag()}"
@@ -203,5 +205,5 @@ def console_scripts(distribution: Distribution) -> dict[str, str]:
     return {point.name: point.value for point in points}
 
 
-def _parse_fields(text: bytes) -> Message:
+def parse_fields(text: bytes) -> Message:
     return email.parser.BytesHeaderParser().parsebytes(text)

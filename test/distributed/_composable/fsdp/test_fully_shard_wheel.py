@@ -1,0 +1,427 @@
+# Owner(s): ["oncall: distributed"]
+"""The branch's wheel: made of small wheels here, each shaped as one of the base's."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import tempfile
+import time
+import zipfile
+from importlib.metadata import distributions
+from pathlib import Path
+
+from build_test_utils import BASE_FILES, BuildTestCase, digest_of, make_wheel, OURS
+from packaging.requirements import Requirement
+from packaging.utils import parse_wheel_filename
+
+from tools.setup_helpers.assemble import LABEL
+from tools.setup_helpers.rawzip import ArchiveWriter
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+    TestCase,
+)
+
+
+OUR_NEW_FILE = "torch/nn/größe.py"
+FOREIGN_TAG = "cp399-cp399-manylinux_2_28_x86_64"
+# What an entry's place in the directory says about it, but for where it is.
+KEPT_FIELDS = (
+    "compress_type compress_size file_size CRC date_time create_version "
+    "create_system extract_version flag_bits external_attr internal_attr "
+    "extra comment"
+).split()
+
+
+def raw_data(path: Path, info: zipfile.ZipInfo) -> bytes:
+    """Returns the bytes of an entry as they lie in the archive."""
+    with open(path, "rb") as file:
+        file.seek(info.header_offset + 26)
+        name_nbytes, extra_nbytes = (
+            int.from_bytes(file.read(2), "little") for _ in range(2)
+        )
+        file.seek(name_nbytes + extra_nbytes, os.SEEK_CUR)
+        return file.read(info.compress_size)
+
+
+def infos(path: Path) -> dict[str, zipfile.ZipInfo]:
+    with zipfile.ZipFile(path) as archive:
+        return {info.filename: info for info in archive.infolist()}
+
+
+def damage(path: Path) -> None:
+    """Changes a byte of an entry that our wheel takes over as it is."""
+    info = infos(path)["torch/__init__.py"]
+    at = info.header_offset + 30 + len(info.filename) + 3
+    whole = path.read_bytes()
+    path.write_bytes(whole[:at] + bytes([whole[at] ^ 255]) + whole[at + 1 :])
+
+
+class Unseekable(io.BytesIO):
+    """A stream, so that an archive's sizes come behind its data."""
+
+    def seekable(self) -> bool:
+        return False
+
+    def seek(self, *_) -> int:
+        raise io.UnsupportedOperation
+
+    def tell(self) -> int:
+        raise io.UnsupportedOperation
+
+
+class WheelTestCase(BuildTestCase):
+    clone_name = "a clone of größe"
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.put(OUR_NEW_FILE, "origin = 'ours'\n")
+        self.put("test/test_ours.py", "")
+        self.git("add", "--all")
+
+    def assemble(self, given: Path | None = None) -> Path:
+        status, stdout, stderr = self.run_command("wheel", given=given)
+        self.assertEqual((status, stderr), (0, ""))
+        name = stdout.splitlines()[-1].split(": ")[0]
+        return self.root / name
+
+
+@instantiate_parametrized_tests
+class TestWheel(WheelTestCase):
+    @parametrize(
+        "in_metadata,in_module,ours",
+        [
+            ("2.13.0+cpu", "2.13.0+cpu", f"2.13.0+cpu.{LABEL}"),
+            ("2.13.0+cu130", "2.13.0+cu130", f"2.13.0+cu130.{LABEL}"),
+            ("2.13.0", "2.13.0", f"2.13.0+{LABEL}"),
+            # As PyPI has it, where a version may have no label.
+            ("2.13.0", "2.13.0+cu130", f"2.13.0+cu130.{LABEL}"),
+        ],
+    )
+    def test_version_is_one_everywhere(self, in_metadata, in_module, ours):
+        module = f"cuda = None\n__version__ = '{in_module}'\ndebug = False\n"
+        files = {"torch/version.py": module}
+        base = make_wheel(
+            self.scratch, version=in_metadata, files=files, tag=FOREIGN_TAG
+        )
+        path = self.assemble(base)
+        self.assertEqual(path.name, f"torch-{ours}-{FOREIGN_TAG}.whl")
+        name, version, _, _ = parse_wheel_filename(path.name)
+        self.assertEqual((name, str(version)), ("torch", ours))
+        for wanted in ("torch==2.13.0", "torch>=2.13,<2.14", f"torch=={in_module}"):
+            accepts = Requirement(wanted).specifier.contains(version)
+            self.assertEqual(accepts, "+" not in wanted, wanted)
+
+        site = self.scratch / "site"
+        with zipfile.ZipFile(path) as archive:
+            archive.extractall(site)
+        (found,) = distributions(path=[str(site)])
+        self.assertEqual((found.name, found.version), ("torch", ours))
+        self.assertIn("filelock", found.requires)
+        written = (site / "torch/version.py").read_text()
+        self.assertEqual(written, module.replace(in_module, ours))
+        (dist_info,) = site.glob("*.dist-info")
+        self.assertEqual(dist_info.name, f"torch-{ours}.dist-info")
+        self.assertTrue((dist_info / "entry_points.txt").exists())
+
+    def test_holds_the_base_and_our_files(self):
+        path = self.assemble(self.wheel)
+        expected = {
+            **BASE_FILES,
+            OURS: "origin = 'ours'\n",
+            OUR_NEW_FILE: "origin = 'ours'\n",
+        }
+        with zipfile.ZipFile(path) as archive:
+            self.assertIsNone(archive.testzip())
+            held = {
+                name: archive.read(name).decode()
+                for name in archive.namelist()
+                if ".dist-info/" not in name and name != "torch/version.py"
+            }
+        self.assertEqual(held, expected)
+
+    def test_record_is_right(self):
+        path = self.assemble(self.wheel)
+        record_name = f"torch-2.13.0+fake.{LABEL}.dist-info/RECORD"
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+            contents = {name: archive.read(name).decode() for name in names}
+        self.assertEqual(len(names), len(contents))
+        self.assertEqual(names[-1], record_name)
+        rows = list(csv.reader(contents[record_name].splitlines()))
+        self.assertEqual([row[0] for row in rows], names)
+        self.assertEqual(rows.pop(), [record_name, "", ""])
+        for name, digest, nbytes in rows:
+            text = contents[name]
+            self.assertEqual(digest, f"sha256={digest_of(text)}", name)
+            self.assertEqual(int(nbytes), len(text.encode()), name)
+
+    def test_dist_info_comes_last(self):
+        names = list(infos(self.assemble(self.wheel)))
+        first = next(i for i, name in enumerate(names) if ".dist-info/" in name)
+        self.assertTrue(all(".dist-info/" in name for name in names[first:]))
+
+    def test_other_entries_are_as_they_were(self):
+        path = self.assemble(self.wheel)
+        before, after = infos(self.wheel), infos(path)
+        changed = {OURS, "torch/version.py"}
+        for name, info in before.items():
+            if name in changed or name.endswith(("/METADATA", "/RECORD")):
+                continue
+            renamed = name.replace("+fake.", f"+fake.{LABEL}.")
+            for field in KEPT_FIELDS:
+                was, is_now = getattr(info, field), getattr(after[renamed], field)
+                self.assertEqual(is_now, was, f"{name}: {field}")
+            data = raw_data(path, after[renamed])
+            self.assertEqual(data, raw_data(self.wheel, info), name)
+        self.assertEqual(after["torch/bin/tool"].external_attr >> 16, 0o100755)
+        self.assertEqual(after[OUR_NEW_FILE].external_attr >> 16, 0o100644)
+
+    def test_same_input_gives_the_same_bytes(self):
+        (self.root / OUR_NEW_FILE).chmod(0o600)
+        first = self.assemble(self.wheel).read_bytes()
+        (self.root / OUR_NEW_FILE).chmod(0o664)
+        for path in (OURS, OUR_NEW_FILE):
+            os.utime(self.root / path, (time.time(), 1e9))
+        self.assertEqual(self.assemble(self.wheel).read_bytes(), first)
+
+    def test_name_has_every_tag_and_the_build(self):
+        tags = "Tag: cp311-cp311-manylinux_2_27_x86_64\n" + f"Tag: {FOREIGN_TAG}\n"
+        name = "torch-2.13.0+fake.dist-info/WHEEL"
+        given = make_wheel(self.scratch, files={name: f"Build: 1\n{tags}"})
+        given = given.rename(self.scratch / "renamed.whl")
+        self.assertEqual(
+            self.assemble(given).name,
+            f"torch-2.13.0+fake.{LABEL}-1-cp311.cp399-cp311.cp399-"
+            "manylinux_2_27_x86_64.manylinux_2_28_x86_64.whl",
+        )
+
+    def test_signatures_go(self):
+        given = make_wheel(self.scratch)
+        with zipfile.ZipFile(given, "a") as archive:
+            archive.writestr("torch-2.13.0+fake.dist-info/RECORD.jws", "{}")
+        self.assertFalse([n for n in infos(self.assemble(given)) if "jws" in n])
+
+    def test_takes_the_wheel_of_the_base_in_place(self):
+        self.set_up()
+        of_base = self.assemble()
+        self.assertEqual(of_base.name, f"torch-2.13.0+fake.{LABEL}-py3-none-any.whl")
+        # And fetches it again where it is gone.
+        for held in (self.root / "build/wheel").glob("*"):
+            held.unlink()
+        before = of_base.read_bytes()
+        self.assertEqual(self.assemble().read_bytes(), before)
+        self.assertEqual(len(self.pip.downloads), 2)
+        self.assertFalse(self.set_up())
+
+    def test_a_named_wheel_leaves_the_base_in_place(self):
+        self.set_up()
+        before = self.links()
+        other = make_wheel(self.scratch, version="2.13.0+other", tag=FOREIGN_TAG)
+        self.assertIn("+other.", self.assemble(other).name)
+        self.assertEqual(self.links(), before)
+
+    def test_without_git_the_regular_files_go_in(self):
+        (self.root / ".git").rename(self.scratch / "git")
+        self.assertIn(OUR_NEW_FILE, infos(self.assemble(self.wheel)))
+
+
+@instantiate_parametrized_tests
+class TestErrors(WheelTestCase):
+    def altered(self, kind: str) -> Path:
+        folder = self.scratch / "altered"
+        folder.mkdir()
+        lists_other = {"torch/nn/functional.py": "x = 1\n", OURS: "x = 1\n"}
+        path = make_wheel(folder, files=lists_other)
+        whole = path.read_bytes()
+        if kind == "truncated":
+            path.write_bytes(whole[:-40])
+        elif kind == "damaged":
+            damage(path)
+        elif kind == "twice":
+            with self.assertWarns(UserWarning), zipfile.ZipFile(path, "a") as archive:
+                archive.writestr(OURS, "x = 1\n")
+        else:
+            record = "torch-2.13.0+fake.dist-info/RECORD"
+            rewritten = folder / "rewritten.whl"
+            with (
+                zipfile.ZipFile(path) as old,
+                zipfile.ZipFile(rewritten, "w") as new,
+            ):
+                for name in old.namelist():
+                    same = name == record or name != kind
+                    new.writestr(name, old.read(name) if same else "x = 2\n")
+            return rewritten
+        return path
+
+    @parametrize(
+        "kind,text",
+        [
+            ("truncated", "is not a whole wheel"),
+            ("damaged", "is damaged"),
+            ("twice", "it holds a name twice"),
+            (OURS, f"was altered: {OURS} is not as in its RECORD"),
+            ("torch/nn/functional.py", "was altered: torch/nn/functional.py is not"),
+        ],
+    )
+    def test_bad_wheel(self, kind: str, text: str):
+        result = self.run_command("wheel", given=self.altered(kind))
+        self.assert_one_error(result, text)
+        self.assertEqual(list(self.root.glob("build/dist/*")), [])
+
+    def test_altered_after_set_up(self):
+        self.set_up(self.wheel)
+        whole = self.wheel.read_bytes()
+        self.wheel.write_bytes(whole[:-40])
+        self.assert_one_error(self.run_command("wheel"), "is not a whole wheel")
+        self.wheel.write_bytes(whole)
+        damage(self.wheel)
+        self.assert_one_error(self.run_command("wheel"), "is damaged")
+        make_wheel(self.scratch, files={"torch/extra.py": ""})
+        self.assert_one_error(
+            self.run_command("wheel"), "is not the wheel that build/base was unpacked"
+        )
+        self.wheel.write_bytes(whole)
+        self.assemble()
+
+    @parametrize("text", ["", "__version__ = '1'\n__version__ = '2'\n"])
+    def test_version_that_cannot_be_set(self, text: str):
+        given = make_wheel(self.scratch, files={"torch/version.py": text})
+        result = self.run_command("wheel", given=given)
+        self.assert_one_error(result, "does not set __version__ once")
+
+    def test_draft_is_not_left_out_silently(self):
+        self.put("torch/draft.py", "")
+        result = self.run_command("wheel", given=self.wheel)
+        self.assert_one_error(result, "git does not track torch/draft.py")
+
+    def test_missing_wheel(self):
+        result = self.run_command("wheel", given=self.scratch / "none.whl")
+        self.assert_one_error(result, "there is no wheel at")
+
+
+@instantiate_parametrized_tests
+class TestArchiveWriter(TestCase):
+    """Forms of entries that the wheels above do not have."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        scratch = tempfile.TemporaryDirectory()
+        self.addCleanup(scratch.cleanup)
+        self.scratch = Path(scratch.name)
+
+    def source(self, form: str) -> Path:
+        path = self.scratch / "source.zip"
+        if form == "streamed":
+            target = Unseekable()
+        else:
+            target = open(path, "wb")
+        with target, zipfile.ZipFile(target, "w", zipfile.ZIP_BZIP2) as archive:
+            info = zipfile.ZipInfo("größe/a.txt", (2001, 2, 3, 4, 5, 6))
+            info.comment = b"a comment"
+            info.extra = b"\xfe\xca\2\0ab"
+            info.compress_type = zipfile.ZIP_DEFLATED
+            with archive.open(info, "w", force_zip64=form == "zip64") as file:
+                file.write(b"text" * 1000)
+            archive.writestr("folder/", b"")
+            archive.writestr("b.bin", bytes(range(256)))
+            archive.close()
+            if form == "streamed":
+                path.write_bytes(target.getvalue())
+        return path
+
+    def copy(self, source: Path, name: str = "copy.zip", start: int = 0) -> Path:
+        path = self.scratch / name
+        with open(source, "rb") as file, open(path, "wb") as target:
+            target.seek(start)
+            writer = ArchiveWriter(target)
+            for old, info in infos(source).items():
+                writer.copy(file, info, f"new/{old}")
+            writer.add("added", b"added", (2020, 1, 1, 0, 0, 0), 0o100644 << 16)
+            writer.finish()
+        return path
+
+    @parametrize("form", ["plain", "streamed", "zip64"])
+    def test_copy_of_all_is_the_same_archive(self, form: str):
+        source = self.source(form)
+        target = io.BytesIO()
+        with open(source, "rb") as file:
+            writer = ArchiveWriter(target)
+            for name, info in infos(source).items():
+                writer.copy(file, info, name)
+            writer.finish()
+        self.assertEqual(target.getvalue(), source.read_bytes())
+
+    @parametrize("form", ["plain", "streamed", "zip64"])
+    @parametrize("start", [0, 5 << 30])
+    def test_copies(self, form: str, start: int):
+        source = self.source(form)
+        path = self.copy(source, start=start)
+        before, after = infos(source), infos(path)
+        self.assertEqual([*after], [*(f"new/{name}" for name in before), "added"])
+        with zipfile.ZipFile(path) as archive, zipfile.ZipFile(source) as old:
+            self.assertIsNone(archive.testzip())
+            for name, info in before.items():
+                self.assertEqual(archive.read(f"new/{name}"), old.read(name))
+                copied = after[f"new/{name}"]
+                kept = [f for f in KEPT_FIELDS if not start or "extra" not in f]
+                for field in kept:
+                    is_now, was = getattr(copied, field), getattr(info, field)
+                    self.assertEqual(is_now, was, field)
+            self.assertEqual(archive.read("added"), b"added")
+
+    def test_a_copy_of_a_copy_at_the_far_end(self):
+        # Of the far entries' directory, the 64-bit offsets do not go along.
+        far = self.copy(self.source("plain"), "far.zip", start=5 << 30)
+        near = self.copy(far, "near.zip")
+        with zipfile.ZipFile(near) as archive:
+            self.assertIsNone(archive.testzip())
+        entry = infos(near)["new/new/größe/a.txt"]
+        self.assertEqual(entry.extra, b"\xfe\xca\2\0ab")
+
+    def test_large_sizes(self):
+        source = self.source("plain")
+        path = self.scratch / "large.zip"
+        info = infos(source)["b.bin"]
+        info.file_size = 5 << 32
+        with open(source, "rb") as file, open(path, "wb") as target:
+            writer = ArchiveWriter(target)
+            writer.copy(file, info, "b.bin")
+            writer.finish()
+        copied = infos(path)["b.bin"]
+        self.assertEqual(copied.file_size, 5 << 32)
+        self.assertEqual(copied.compress_size, info.compress_size)
+
+    def test_many_entries(self):
+        path = self.scratch / "many.zip"
+        with open(path, "wb") as target:
+            writer = ArchiveWriter(target)
+            for number in range(1 << 16):
+                writer.add(str(number), b"", (2020, 1, 1, 0, 0, 0), 0)
+            writer.finish()
+        self.assertEqual(len(infos(path)), 1 << 16)
+        # Python's reader counts for itself; others go by the 64-bit number.
+        whole = path.read_bytes()
+        at = whole.rindex(b"PK\6\6") + 32
+        self.assertEqual(int.from_bytes(whole[at : at + 8], "little"), 1 << 16)
+
+    def test_entries_that_are_not_where_they_should_be(self):
+        source = self.source("plain")
+        info = infos(source)["b.bin"]
+        whole = source.read_bytes()
+        for text, data in (
+            ("not where", whole[: info.header_offset] + b"xx"),
+            ("another name", whole.replace(b"b.bin", b"c.bin")),
+            ("cut off", whole[: info.header_offset + 40]),
+        ):
+            with self.assertRaisesRegex(zipfile.BadZipFile, text):
+                writer = ArchiveWriter(io.BytesIO())
+                writer.copy(io.BytesIO(data), info, "b.bin")
+
+
+# Launched on several ranks, one does the work: the tests share no processes.
+if __name__ == "__main__" and int(os.environ.get("RANK", "0")) == 0:
+    run_tests()
