@@ -1,0 +1,281 @@
+# Owner(s): ["oncall: distributed"]
+"""Laying the branch over a source checkout, here a git tree of the base's files."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import unittest
+from pathlib import Path
+from unittest import mock
+
+from build_test_utils import BASE_FILES, BuildTestCase, OURS, REPOSITORY
+
+from tools import apply_to_checkout, record_base_digests
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+    TestCase,
+)
+
+
+TESTS = apply_to_checkout.TESTS
+OUR_TEST = f"{TESTS}/test_fully_shard_größe.py"
+OUR_NEW_FILE = "torch/distributed/fsdp/new.py"
+LAID = [OUR_TEST, OUR_NEW_FILE, OURS]
+SIBLING = "torch/distributed/fsdp/theirs.py"
+
+
+class CheckoutTestCase(BuildTestCase):
+    """Beside the clone, a checkout of the release that is its base."""
+
+    clone_name = "a clone of größe"
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.put(OUR_NEW_FILE, "origin = 'ours'\n")
+        self.put(OUR_TEST, "import ours\n")
+        self.put(f"{TESTS}/test_fully_shard_build.py", "import tools\n")
+        self.put("README.md", "")
+        self.git("add", "--all")
+        self.set_up()
+        self.record()
+        self.checkout = self.scratch / "a checkout of größe"
+        files = {**BASE_FILES, "version.txt": "2.13.0a0\n", f"{TESTS}/theirs.py": ""}
+        for path, text in files.items():
+            (self.checkout / path).parent.mkdir(parents=True, exist_ok=True)
+            (self.checkout / path).write_text(text)
+        self.git_there("init", "--quiet")
+        self.commit_there()
+
+    def record(self) -> None:
+        recorded = record_base_digests.record(self.root)
+        recorded["commit"] = "v2.13.0"
+        self.put(apply_to_checkout.DIGESTS, json.dumps(recorded))
+
+    def git_there(self, *arguments: str) -> str:
+        root, self.root = self.root, self.checkout
+        try:
+            return self.git(*arguments)
+        finally:
+            self.root = root
+
+    def commit_there(self) -> None:
+        self.git_there("add", "--all")
+        self.git_there("commit", "--quiet", "--message", "release")
+        self.git_there("tag", "--force", "v2.13.0")
+
+    def apply(self, *options: str):
+        stdout, stderr = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+            status = apply_to_checkout.main([*options, str(self.checkout)], self.root)
+        return status, stdout.getvalue(), stderr.getvalue()
+
+    def state_there(self) -> dict[str, str]:
+        return {
+            path.relative_to(self.checkout).as_posix(): path.read_text()
+            for path in self.checkout.rglob("*")
+            if path.is_file() and ".git" not in path.parts
+        }
+
+    def assert_refused(self, text: str) -> str:
+        before = self.state_there()
+        for options in ([], ["--check"]):
+            status, stdout, stderr = self.apply(*options)
+            self.assertEqual((status, stdout), (1, ""))
+            self.assertTrue(stderr.startswith("error: "), stderr)
+            self.assertIn(text, stderr)
+            self.assertEqual(self.state_there(), before)
+        return stderr
+
+
+@instantiate_parametrized_tests
+class TestApply(CheckoutTestCase):
+    def test_lays_sources_and_tests_at_upstreams_places(self):
+        before = self.state_there()
+        status, stdout, stderr = self.apply()
+        self.assertEqual((status, stderr), (0, ""))
+        ours = {path: (self.root / path).read_text() for path in LAID}
+        self.assertEqual(self.state_there(), before | ours)
+        changed = self.git_there(
+            "-c", "core.quotePath=no", "status", "--short", "-uall"
+        )
+        self.assertEqual(
+            sorted(changed.splitlines()),
+            sorted([f"?? {OUR_TEST}", f"?? {OUR_NEW_FILE}", f" M {OURS}"]),
+        )
+        self.assertIn(f"replaced  {OURS}\n", stdout)
+        self.assertIn("1 files replaced, 2 added, 0 in place already", stdout)
+        self.assertNotIn("note:", stdout)
+        self.assertIn(f"cd '{self.checkout}'\n", stdout)
+        for command in ("pip install --no-build-isolation -v -e .", "ghstack"):
+            self.assertIn(command, stdout)
+
+    def test_check_only_tells(self):
+        before = self.state_there()
+        status, stdout, _ = self.apply("--check")
+        self.assertEqual(status, 0)
+        self.assertEqual(self.state_there(), before)
+        for path in LAID:
+            self.assertIn(path, stdout)
+        self.assertIn("1 files would be replaced, 2 would be added", stdout)
+        self.assertNotIn("ghstack", stdout)
+
+    def test_second_time_changes_nothing(self):
+        self.apply()
+        before = self.state_there()
+        status, stdout, _ = self.apply()
+        self.assertEqual((status, self.state_there()), (0, before))
+        self.assertIn("0 files replaced, 0 added, 3 in place already", stdout)
+
+    def test_goes_on_where_it_was_cut_off(self):
+        replace, done = os.replace, []
+
+        def replace_once(*arguments):
+            if done:
+                raise OSError(28, "No space left on device")
+            done.append(replace(*arguments))
+
+        with mock.patch("os.replace", replace_once):
+            status, _, stderr = self.apply()
+        self.assertEqual((status, stderr), (1, "error: no space left on the disk\n"))
+        self.assertEqual([p for p in self.state_there() if "partial" in p], [])
+        self.assertIn("1 in place already", self.apply()[1])
+
+    @parametrize("version", ["2.13.0", "2.13.0a0", "2.13.0rc3", "2.13.0a0+gitcf30153"])
+    def test_versions_of_the_release(self, version: str):
+        (self.checkout / "version.txt").write_text(version)
+        self.assertEqual(self.apply("--check")[0], 0)
+
+    def test_notes_what_may_differ(self):
+        (self.checkout / SIBLING).write_text("origin = 'elsewhere'\n")
+        self.commit_there()
+        self.assertIn(f"note: {SIBLING} is not the release's", self.apply()[1])
+        self.git_there("checkout", "--quiet", "--orphan", "other")
+        self.git_there("commit", "--quiet", "--message", "other")
+        self.assertIn("note: HEAD does not follow", self.apply()[1])
+
+
+@instantiate_parametrized_tests
+class TestRefusals(CheckoutTestCase):
+    """Nothing is written where one file is not as it should be."""
+
+    def test_lists_every_file_that_it_cannot_lay(self):
+        (self.checkout / OURS).write_text("origin = 'elsewhere'\n")
+        (self.checkout / OUR_TEST).write_text("a test of theirs\n")
+        self.commit_there()
+        lines = self.assert_refused("is left as it is").splitlines()[1:]
+        expected = [
+            f"  {OUR_TEST} is a file of the checkout, and a new one here",
+            f"  {OURS} is not the release's",
+        ]
+        self.assertEqual(lines, expected)
+
+    @parametrize("path", [OURS, OUR_NEW_FILE])
+    @parametrize("staged", [True, False])
+    def test_uncommitted_changes(self, path: str, staged: bool):
+        (self.checkout / path).write_text("work\n")
+        if staged:
+            self.git_there("add", "--all")
+        self.assert_refused(f"{path} has changes that are not committed")
+
+    def test_changes_elsewhere_do_not_matter(self):
+        (self.checkout / SIBLING).write_text("work\n")
+        self.assertEqual(self.apply()[0], 0)
+
+    def test_missing_file(self):
+        (self.checkout / OURS).unlink()
+        self.assert_refused(f"{OURS} has changes that are not committed")
+        self.commit_there()
+        self.assert_refused(f"{OURS} is missing, and the release has it")
+
+    def test_links(self):
+        folder = self.checkout / TESTS
+        folder.rename(self.scratch / "elsewhere")
+        folder.symlink_to(self.scratch / "elsewhere")
+        self.commit_there()
+        self.assert_refused(f"would go through a link, {TESTS}")
+
+    def test_file_in_a_folders_place(self):
+        shutil.rmtree(self.checkout / TESTS)
+        (self.checkout / TESTS).write_text("")
+        self.commit_there()
+        self.assert_refused(f"needs a folder where {TESTS} is a file")
+
+    @parametrize("version", ["2.12.0", "2.14.0a0", "2.13.1", "2.13.0.post1"])
+    def test_another_version(self, version: str):
+        (self.checkout / "version.txt").write_text(version)
+        self.assert_refused(f"is PyTorch {version}; this branch is for 2.13.0")
+
+    def test_no_source_tree(self):
+        (self.checkout / "version.txt").unlink()
+        self.assert_refused("is not a PyTorch source tree")
+        self.checkout = self.scratch / "none"
+        self.assert_refused("there is no folder")
+
+    def test_no_git(self):
+        shutil.rmtree(self.checkout / ".git")
+        self.assert_refused("is not the top folder of a git checkout")
+
+    def test_draft(self):
+        self.put("torch/draft.py", "")
+        self.assert_refused("git does not track torch/draft.py")
+
+
+class TestRepository(TestCase):
+    """What is tracked here fits the base, and what is laid needs nothing else."""
+
+    def test_digests_are_the_bases(self):
+        if not (REPOSITORY / "build/base").is_dir():
+            raise unittest.SkipTest("needs the base release")
+        tracked = json.loads((REPOSITORY / apply_to_checkout.DIGESTS).read_text())
+        recorded = record_base_digests.record(REPOSITORY)
+        self.assertEqual(
+            tracked, recorded, "run python3 tools/record_base_digests.py again"
+        )
+
+    def test_what_stays_here_is_here(self):
+        for path in apply_to_checkout.STAY_HERE:
+            self.assertTrue((REPOSITORY / path).is_file(), path)
+
+    def test_laid_tests_need_nothing_that_stays_here(self):
+        stay = {Path(path).stem for path in apply_to_checkout.STAY_HERE}
+        for path in apply_to_checkout.files_to_lay(REPOSITORY):
+            tree = ast.parse((REPOSITORY / path).read_text())
+            for node in ast.walk(tree):
+                words = []
+                if isinstance(node, ast.Import):
+                    words = [alias.name.partition(".")[0] for alias in node.names]
+                elif isinstance(node, ast.ImportFrom):
+                    words = [(node.module or "").partition(".")[0]]
+                elif isinstance(node, ast.Constant):
+                    words = [node.value]
+                for word in ("tools", "docs", "benchmarks", "examples", *stay):
+                    why = f"{path} needs {word}: name it in STAY_HERE"
+                    self.assertNotIn(word, words, why)
+
+    def test_runs_as_a_script(self):
+        command = [
+            sys.executable,
+            "-B",
+            "tools/apply_to_checkout.py",
+            "--check",
+            "none",
+        ]
+        done = subprocess.run(
+            command, cwd=REPOSITORY, capture_output=True, text=True, check=False
+        )
+        self.assertEqual(done.returncode, 1)
+        self.assertEqual(done.stderr, f"error: there is no folder {REPOSITORY}/none\n")
+
+
+# Launched on several ranks, one does the work: the tests share no processes.
+if __name__ == "__main__" and int(os.environ.get("RANK", "0")) == 0:
+    run_tests()

@@ -1,0 +1,239 @@
+#!/usr/bin/env python3
+"""Lays the branch's files over a PyTorch source checkout at the base's release.
+
+    python3 tools/apply_to_checkout.py PATH
+    python3 tools/apply_to_checkout.py --check PATH     only tells what it would do
+
+Everything is checked before anything is written: that PATH is a git checkout of
+the base's version, that each file to be replaced is the base's own, and that
+none of these places has changes that are not committed.  What follows, the
+source build and the pull requests, is printed.  Needs only Python and git.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tools.setup_helpers import tree  # noqa: E402
+from tools.setup_helpers.report import explain, SetupError  # noqa: E402
+
+
+if TYPE_CHECKING:
+    from typing import Any
+
+
+DIGESTS = "tools/base_digests.json"
+TESTS = "test/distributed/_composable/fsdp"
+# Tests of what is here alone: this repository's build, tools, benchmarks, pages.
+STAY_HERE = {
+    f"{TESTS}/{name}.py"
+    for name in (
+        "build_test_utils",
+        "test_fully_shard_bench",
+        "test_fully_shard_build",
+        "test_fully_shard_checkout",
+        "test_fully_shard_docs",
+        "test_fully_shard_wheel",
+    )
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What laying our files over a checkout comes to."""
+
+    replaced: list[str]
+    added: list[str]
+    in_place: list[str]
+    """Files that are there already, byte for byte."""
+    refusals: list[str]
+    notes: list[str]
+
+    @property
+    def laid(self) -> list[str]:
+        return sorted(self.replaced + self.added)
+
+
+def files_to_lay(root: Path) -> list[str]:
+    """Returns our files that have a place in a checkout: sources, and their tests."""
+    tracked = tree.tracked_files(root) if tree.has_git(root) else set()
+    tests = tracked or set(tree.files_on_disk(root, "test"))
+    tests = {path for path in tests if path.startswith("test/")}
+    return sorted(tree.released_files(root, tracked) | (tests - STAY_HERE))
+
+
+def check_tree(checkout: Path, version: str) -> None:
+    """Sees to it that ``checkout`` is a git tree of PyTorch ``version``."""
+    if not checkout.is_dir():
+        raise SetupError(f"there is no folder {checkout}")
+    version_file = checkout / "version.txt"
+    if not version_file.is_file() or not (checkout / "torch").is_dir():
+        raise SetupError(
+            f"{checkout} is not a PyTorch source tree: it lacks version.txt or torch/; "
+            f"git clone --branch v{version} the PyTorch repository and name that folder"
+        )
+    found = version_file.read_text().strip()
+    # A release's own tree says 2.13.0a0: the build is told the rest.
+    if not re.fullmatch(rf"{re.escape(version)}(a0|rc\d+)?(\+.*)?", found):
+        raise SetupError(
+            f"{checkout} is PyTorch {found}; this branch is for {version}: "
+            f"git checkout v{version} there"
+        )
+    if not tree.has_git(checkout):
+        raise SetupError(f"{checkout} is not the top folder of a git checkout")
+
+
+def make_plan(root: Path, checkout: Path) -> Plan:
+    base = json.loads((root / DIGESTS).read_text())
+    check_tree(checkout, base["version"])
+    ours = files_to_lay(root)
+    plan = Plan([], [], [], [], notes_on(checkout, base, ours))
+    changed = uncommitted(checkout, ours)
+    for path in ours:
+        target = checkout / path
+        if target.is_file() and target.read_bytes() == (root / path).read_bytes():
+            plan.in_place.append(path)
+        elif problem := refusal(checkout, path, base["sha256"].get(path), changed):
+            plan.refusals.append(f"{path} {problem}")
+        else:
+            (plan.replaced if path in base["sha256"] else plan.added).append(path)
+    return plan
+
+
+def uncommitted(checkout: Path, paths: list[str]) -> set[str]:
+    """Returns which of ``paths`` git does not have as they are."""
+    arguments = ["--porcelain", "-z", "--no-renames", "--ignored"]
+    arguments += ["--untracked-files=all", "--", *paths]
+    listing = tree.run_git(checkout, "--literal-pathspecs", "status", *arguments)
+    if listing is None:
+        raise SetupError(f"git cannot tell what is changed in {checkout}")
+    return {record[3:] for record in listing.split("\0") if record}
+
+
+def refusal(
+    checkout: Path, path: str, digest: str | None, changed: set[str]
+) -> str | None:
+    """Says why ``path`` cannot be laid; None where it can."""
+    target = checkout / path
+    if path in changed:
+        return "has changes that are not committed"
+    for place in (path, *tree.parents_of([path])):
+        if (checkout / place).is_symlink():
+            return f"would go through a link, {place}"
+    for parent in tree.parents_of([path]):
+        if (checkout / parent).exists() and not (checkout / parent).is_dir():
+            return f"needs a folder where {parent} is a file"
+    if digest is None:
+        return (
+            "is a file of the checkout, and a new one here" if target.exists() else None
+        )
+    if not target.is_file():
+        return "is missing, and the release has it"
+    if sha256(target) != digest:
+        return "is not the release's"
+    return None
+
+
+def notes_on(checkout: Path, base: dict[str, Any], ours: list[str]) -> list[str]:
+    """Returns what may go wrong in spite of the checks."""
+    notes = []
+    ancestor = ("merge-base", "--is-ancestor", base["commit"], "HEAD")
+    if tree.run_git(checkout, *ancestor) is None:
+        notes.append(f"HEAD does not follow the release's commit, {base['commit']}")
+    for path, digest in base["sha256"].items():
+        target = checkout / path
+        if path not in ours and not (target.is_file() and sha256(target) == digest):
+            notes.append(f"{path} is not the release's, and ours are written for it")
+    return notes
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def lay(root: Path, checkout: Path, paths: list[str]) -> None:
+    for path in paths:
+        target = checkout / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f".{target.name}.partial")
+        try:
+            shutil.copyfile(root / path, partial)
+            partial.chmod(0o755 if os.access(root / path, os.X_OK) else 0o644)
+            os.replace(partial, target)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def report(plan: Plan, checkout: Path, *, only_check: bool) -> None:
+    would = "would be " if only_check else ""
+    for path in plan.laid:
+        print(f"  {'replaced' if path in plan.replaced else 'added   '}  {path}")
+    print(
+        f"{checkout}: {len(plan.replaced)} files {would}replaced, "
+        f"{len(plan.added)} {would}added, {len(plan.in_place)} in place already"
+    )
+    for note in plan.notes:
+        print(f"note: {note}")
+
+
+def print_commands(checkout: Path) -> None:
+    print(f"""
+To build it and run its tests:
+  cd {shlex.quote(str(checkout))}
+  git switch --create fsdp2-mixed-dtype
+  git submodule update --init --recursive
+  python -m pip install --group dev
+  python -m pip install --no-build-isolation -v -e .
+  python -m pytest {TESTS}
+
+To propose it, one commit for each pull request, the lowest first (CONTRIBUTING.md
+of this repository tells which files go together):
+  lintrunner init && lintrunner
+  git add FILES && git commit
+  ghstack""")
+
+
+def main(arguments: list[str], root: Path = ROOT) -> int:
+    """Returns the exit status; an error is one line on stderr, a refusal a list."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("path", type=Path, help="the checkout")
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    parsed = parser.parse_args(arguments)
+    checkout = parsed.path.expanduser().absolute()
+    try:
+        plan = make_plan(root, checkout)
+        if plan.refusals:
+            listing = "".join(f"\n  {line}" for line in plan.refusals)
+            raise SetupError(
+                f"{checkout} is left as it is, because of these files:{listing}"
+            )
+        if not parsed.check:
+            lay(root, checkout, plan.laid)
+    except (SetupError, OSError) as error:
+        text = explain(error) if isinstance(error, OSError) else str(error)
+        print(f"error: {text}", file=sys.stderr)
+        return 1
+    report(plan, checkout, only_check=parsed.check)
+    if not parsed.check:
+        print_commands(checkout)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
