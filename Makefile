@@ -41,7 +41,9 @@ bench: setup  ## measure beside the base release (QUICK=1 DOCS=1 ARGS=...)
 	  $(if $(DOCS),--docs) $(ARGS)
 
 lint: setup  ## check every file that git tracks or would add (ARGS=-a mends)
-	@$(LINT) init && $(LINT) --paths-cmd '$(PATHS)' $(ARGS)
+	@mkdir -p build/lint
+	@$(LINT) init >build/lint/init.log 2>&1 || { cat build/lint/init.log >&2; exit 1; }
+	@$(LINT) --paths-cmd '$(PATHS)' $(ARGS)
 
 # A wheel that is named need not be one for this Python, so it is not laid out.
 wheel: $(if $(TORCH_BASE_WHEEL),,setup)  ## write the branch's wheel into build/dist (TORCH_BASE_WHEEL=PATH)
