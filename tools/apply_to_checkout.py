@@ -46,6 +46,7 @@ STAY_HERE = {
         "test_fully_shard_bench",
         "test_fully_shard_build",
         "test_fully_shard_checkout",
+        "test_fully_shard_contract",
         "test_fully_shard_docs",
         "test_fully_shard_wheel",
     )
