@@ -43,6 +43,7 @@ STAY_HERE = {
     f"{TESTS}/{name}.py"
     for name in (
         "build_test_utils",
+        "test_fully_shard_architecture",
         "test_fully_shard_bench",
         "test_fully_shard_build",
         "test_fully_shard_checkout",

@@ -1,0 +1,170 @@
+#!/usr/bin/env python3
+"""Draws docs/architecture.svg: the rooms of the branch, and the life of one step.
+
+    python3 tools/draw_architecture.py
+
+The picture is text, so that a change of it can be read; it needs no fonts and no
+style sheet, so that any viewer shows it alike.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+
+OUTPUT = Path(__file__).resolve().parents[1] / "docs" / "architecture.svg"
+WIDTH, HEIGHT = 980, 600
+COLORS = {"fp32": "#4878a8", "bf16": "#e0954e", "fp16": "#5fa469", "pad": "#c8c8c8"}
+# Of one rank's shards, in the order of the parameters: dtype, width in pixels.
+SHARDS = [("bf16", 34), ("fp32", 20), ("bf16", 26), ("fp16", 20), ("fp32", 14)]
+ORDER = ("fp32", "bf16", "fp16")
+RANKS = 4
+ROOMS = [
+    ("when", "_fsdp_param_group.py", ("hooks, states,", "streams, events,", "prefetch")),
+    ("what moves", "_fsdp_collectives.py", ("copy-in, collective,", "copy-out; the", "comm backends")),
+    ("what is kept", "_fsdp_unit.py", ("plans, views and", "registrations,", "between steps")),
+    ("where it lies", "_fsdp_layout.py", ("gather layout, reduce", "buckets: plans only,", "no tensors")),
+]  # fmt: skip
+CALLS = ("calls", "asks", "plans with")
+
+
+class Drawing:
+    """SVG elements, in the order in which they are drawn."""
+
+    def __init__(self) -> None:
+        self.elements: list[str] = []
+
+    def box(
+        self, x: int, y: int, width: int, height: int, fill: str, line: str = "#444"
+    ) -> None:
+        self.elements.append(
+            f'<rect x="{x}" y="{y}" width="{width}" height="{height}" '
+            f'fill="{fill}" stroke="{line}"/>'
+        )
+
+    def text(
+        self, x: int, y: int, text: str, size: int = 13, *, bold: bool = False,
+        mono: bool = False, centered: bool = False, color: str = "#222",
+    ) -> None:  # fmt: skip
+        family = "monospace" if mono else "sans-serif"
+        weight = ' font-weight="bold"' if bold else ""
+        anchor = ' text-anchor="middle"' if centered else ""
+        self.elements.append(
+            f'<text x="{x}" y="{y}" font-family="{family}" font-size="{size}" '
+            f'fill="{color}"{weight}{anchor}>{escape(text)}</text>'
+        )
+
+    def arrow(self, x: int, y: int, length: int) -> None:
+        tip = x + length
+        self.elements.append(
+            f'<path d="M{x} {y}H{tip - 7}M{tip - 8} {y - 4}L{tip} {y}L{tip - 8} {y + 4}z" '
+            'fill="#444" stroke="#444"/>'
+        )
+
+    def pieces(self, x: int, y: int, pieces: list[tuple[str, int]]) -> int:
+        """Draws adjacent pieces of a buffer; returns where they end."""
+        for kind, width in pieces:
+            self.box(x, y, width, 26, COLORS[kind], "#fff")
+            x += width
+        return x
+
+    def render(self) -> str:
+        body = "\n".join(self.elements)
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" '
+            f'height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}">\n'
+            f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>\n{body}\n</svg>\n'
+        )
+
+
+def draw_rooms(drawing: Drawing) -> None:
+    x, width, gap = 20, 182, 70
+    for number, (role, file, lines) in enumerate(ROOMS):
+        drawing.box(x, 20, width, 118, "#f4f1ea")
+        drawing.text(x + 12, 42, role, 15, bold=True)
+        drawing.text(x + 12, 62, file, 12, mono=True)
+        for line, text in enumerate(lines):
+            drawing.text(x + 12, 86 + 18 * line, text)
+        if number < len(CALLS):
+            drawing.arrow(x + width + 5, 79, gap - 10)
+            middle = x + width + gap // 2
+            drawing.text(middle, 70, CALLS[number], 12, centered=True)
+        x += width + gap
+
+
+def draw_key(drawing: Drawing, y: int) -> None:
+    x = 620
+    for kind, color in COLORS.items():
+        drawing.box(x, y - 11, 14, 14, color, "#fff")
+        drawing.text(x + 20, y, "padding" if kind == "pad" else kind, 12)
+        x += 82
+
+
+def draw_step(drawing: Drawing, x: int, y: int, name: str, function: str) -> int:
+    """Draws an arrow with what it does and the function that does it."""
+    length = 168
+    drawing.arrow(x + 8, y + 13, length - 16)
+    drawing.text(x + length // 2, y + 5, name, 12, centered=True)
+    drawing.text(x + length // 2, y + 31, function, 10, mono=True, centered=True)
+    return x + length
+
+
+def draw_gather(drawing: Drawing, y: int) -> None:
+    drawing.text(20, y, "Before forward and before backward: one gather", 15, bold=True)
+    draw_key(drawing, y)
+    y += 22
+    by_dtype = [shard for kind in ORDER for shard in SHARDS if shard[0] == kind]
+    segment = [*by_dtype, ("pad", 8)]
+    x = drawing.pieces(20, y, SHARDS)
+    drawing.text(20, y + 44, "a rank's shards", 12)
+    x = draw_step(drawing, x, y, "copy-in, typed", "_copy_in")
+    start, x = x, drawing.pieces(x, y, segment)
+    drawing.text(start, y + 44, "segment: widest first", 12)
+    draw_step(drawing, x, y, "one all-gather", "foreach_all_gather")
+    y += 86
+    x = 20
+    for _ in range(RANKS):
+        x = drawing.pieces(x, y, segment) + 3
+    drawing.text(20, y + 44, "buffer: one segment for each rank", 12)
+    x = draw_step(drawing, x, y, "copy-out, as bytes", "_split_copy")
+    for kind, width in SHARDS:
+        drawing.pieces(x, y, [(kind, width)])
+        x += width + 6
+    drawing.text(x - 144, y + 44, "whole parameters", 12)
+
+
+def draw_reduction(drawing: Drawing, y: int) -> None:
+    drawing.text(20, y, "After backward: one reduction for each reduce dtype", 15, bold=True)  # fmt: skip
+    y += 22
+    before = {"fp32": "AVG", "bf16": "AVG", "fp16": "÷ 4, then SUM"}
+    after = {"fp32": "as it is", "bf16": "as it is", "fp16": "÷ 2"}
+    for kind in ORDER:
+        grads = [shard for shard in SHARDS if shard[0] == kind]
+        width = sum(width for _, width in grads)
+        drawing.pieces(20, y, grads)
+        drawing.text(98, y + 17, f"gradients in {kind}", 12)
+        x = draw_step(drawing, 206, y, "copy-in", "_reduce_copy_in")
+        drawing.pieces(x, y, [(kind, width)])
+        drawing.text(x + width + 8, y + 17, "bucket", 12)
+        x = draw_step(drawing, 500, y, before[kind], "_reduce_scatter")
+        drawing.pieces(x, y, [(kind, width // 2)])
+        drawing.text(x + 44, y + 17, after[kind], 12)
+        drawing.text(x + 106, y + 17, f"sharded .grad, {kind}", 12)
+        y += 46
+    drawing.text(
+        20, y + 12, "Factors for 8 ranks, from _get_gradient_divide_factors in "
+        "_fsdp_collectives.py. With HSDP an all-reduce follows each.", 12,
+    )  # fmt: skip
+
+
+def draw() -> str:
+    drawing = Drawing()
+    draw_rooms(drawing)
+    draw_gather(drawing, 184)
+    draw_reduction(drawing, 402)
+    return drawing.render()
+
+
+if __name__ == "__main__":
+    OUTPUT.write_text(draw())
