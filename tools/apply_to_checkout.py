@@ -3,6 +3,7 @@
 
     python3 tools/apply_to_checkout.py PATH
     python3 tools/apply_to_checkout.py --check PATH     only tells what it would do
+    python3 tools/apply_to_checkout.py --list PATH      the files that have a place there
 
 Everything is checked before anything is written: that PATH is a git checkout of
 the base's version, that each file to be replaced is the base's own, and that
@@ -49,6 +50,7 @@ STAY_HERE = {
         "test_fully_shard_checkout",
         "test_fully_shard_contract",
         "test_fully_shard_docs",
+        "test_fully_shard_superbuild",
         "test_fully_shard_wheel",
     )
 }
@@ -216,9 +218,13 @@ def main(arguments: list[str], root: Path = ROOT) -> int:
     )
     parser.add_argument("path", type=Path, help="the checkout")
     parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("--list", action="store_true", help="only list what is ours")
     parsed = parser.parse_args(arguments)
     checkout = parsed.path.expanduser().absolute()
     try:
+        if parsed.list:
+            print("\n".join(files_to_lay(root)))
+            return 0
         plan = make_plan(root, checkout)
         if plan.refusals:
             listing = "".join(f"\n  {line}" for line in plan.refusals)
