@@ -118,6 +118,18 @@ class TestApply(CheckoutTestCase):
         for command in ("pip install --no-build-isolation -v -e .", "ghstack"):
             self.assertIn(command, stdout)
 
+    def test_test_of_a_name_that_the_release_has(self):
+        (ours,) = apply_to_checkout.LAID_AS
+        theirs = self.checkout / ours
+        theirs.write_text("a test of theirs\n")
+        self.commit_there()
+        self.put(ours, "a test of ours\n")
+        self.git("add", "--all")
+        self.assertEqual(self.apply()[0], 0)
+        self.assertEqual(theirs.read_text(), "a test of theirs\n")
+        laid = self.checkout / apply_to_checkout.LAID_AS[ours]
+        self.assertEqual(laid.read_text(), "a test of ours\n")
+
     def test_check_only_tells(self):
         before = self.state_there()
         status, stdout, _ = self.apply("--check")
@@ -247,8 +259,8 @@ class TestRepository(TestCase):
 
     def test_laid_tests_need_nothing_that_stays_here(self):
         stay = {Path(path).stem for path in apply_to_checkout.STAY_HERE}
-        for path in apply_to_checkout.files_to_lay(REPOSITORY):
-            tree = ast.parse((REPOSITORY / path).read_text())
+        for path, source in apply_to_checkout.files_to_lay(REPOSITORY).items():
+            tree = ast.parse(source.read_text())
             for node in ast.walk(tree):
                 words = []
                 if isinstance(node, ast.Import):
