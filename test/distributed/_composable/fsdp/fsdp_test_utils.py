@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import types
 import unittest
@@ -303,6 +304,20 @@ def hybrid_mesh(shard_size: int) -> DeviceMesh:
         raise AssertionError(f"{WORLD_SIZE} ranks make no groups of {shard_size}")
     shape, names = (WORLD_SIZE // shard_size, shard_size), ("replicate", "shard")
     return init_device_mesh(DEVICE_TYPE, shape, mesh_dim_names=names)
+
+
+@contextlib.contextmanager
+def shared_folder() -> Iterator[Path]:
+    """One empty folder for all ranks, until all are done with it."""
+    made = None
+    if dist.get_rank() == 0:
+        made = tempfile.TemporaryDirectory()
+    names = [None if made is None else made.name]
+    dist.broadcast_object_list(names)
+    yield Path(names[0])
+    dist.barrier()
+    if made is not None:
+        made.cleanup()
 
 
 @on_first_rank

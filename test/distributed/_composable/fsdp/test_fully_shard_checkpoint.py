@@ -1,0 +1,305 @@
+# Owner(s): ["oncall: distributed"]
+
+"""
+Checkpoints of models whose units hold several dtypes: saved and loaded by
+``torch.distributed.checkpoint``, at once or in the background, over other meshes,
+gathered in full, from uniform to mixed and back, and as safetensors.
+
+Values and dtypes must survive exactly, of parameters and of optimizer state.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from fsdp_test_utils import (
+    FSDPProcessTest,
+    hybrid_mesh,
+    mixed_model,
+    random_input,
+    shard_blocks,
+    shard_mesh,
+    shared_folder,
+    WORLD_SIZE,
+)
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn as nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+    StateDictOptions,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+)
+
+
+FULL = StateDictOptions(full_state_dict=True)
+FULL_ON_CPU = StateDictOptions(full_state_dict=True, cpu_offload=True)
+FROM_FIRST_RANK = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+# In groups of all ranks, or of half of them, of which each has the whole model
+MESHES: dict[str, Callable[[], DeviceMesh]] = {
+    "all": shard_mesh,
+    "halves": lambda: shard_mesh(WORLD_SIZE // 2),
+    "hybrid": lambda: hybrid_mesh(WORLD_SIZE // 2),
+}
+
+
+class Training:
+    """A sharded model, and an optimizer with a state in each parameter's dtype."""
+
+    def __init__(
+        self, mesh: DeviceMesh, *, seed: int = 0, dtype: torch.dtype | None = None
+    ):
+        self.model: nn.Module = mixed_model(seed=seed)
+        if dtype is not None:
+            self.model.to(dtype)
+        self.model.to(mesh.device_type)
+        shard_blocks(self.model, mesh=mesh)
+        # An eps that fp16 can hold
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, eps=1e-3)
+
+    def step(self, seed: int) -> None:
+        x = random_input(4, 9, seed=seed)
+        self.model(x).float().square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def sharded(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def load(self, state: dict[str, Any]) -> None:
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+
+    def full(self) -> dict[str, Any]:
+        """Returns a copy of all there is to save, by its path."""
+        state = get_state_dict(self.model, self.optimizer, options=FULL)
+        named = dict(zip(("model", "optimizer"), state, strict=True))
+        return copy.deepcopy(dict(leaves(named)))
+
+
+def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(tree, dict | list | tuple):
+        yield path, tree
+        return
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    for key, value in items:
+        yield from leaves(value, f"{path}/{key}")
+
+
+def trained(mesh: DeviceMesh) -> Training:
+    """Returns what has moved away from how every model starts."""
+    training = Training(mesh)
+    for seed in range(2):
+        training.step(seed)
+    return training
+
+
+class CheckpointTest(FSDPProcessTest):
+    def check_same(self, actual: dict[str, Any], expected: dict[str, Any]) -> None:
+        self.assertEqual([*actual], [*expected])
+        tensors = {k: v for k, v in expected.items() if isinstance(v, torch.Tensor)}
+        for path, tensor in tensors.items():
+            self.assertEqual(actual[path].dtype, tensor.dtype, path)
+            self.assertTrue(torch.equal(actual[path].cpu(), tensor.cpu()), path)
+        others = {path: actual[path] for path in expected if path not in tensors}
+        self.assertEqual(others, {path: expected[path] for path in others})
+
+    def check_dtypes(self, state: dict[str, Any]) -> None:
+        """Three of parameters, and the same of both moments of each."""
+        for end in ("", "exp_avg", "exp_avg_sq"):
+            kind = "model" if not end else "optimizer"
+            found = {
+                value.dtype
+                for path, value in state.items()
+                if path.startswith(f"/{kind}") and path.endswith(f"/{end}" * bool(end))
+            }
+            self.assertEqual(found, {BF16, FP16, FP32})
+
+
+class TestDistributedCheckpoint(CheckpointTest):
+    @parametrize("way", ["at_once", "in_background"])
+    @parametrize("saved,loaded", [("all", "hybrid"), ("hybrid", "halves"),
+                                  ("halves", "all")])  # fmt: skip
+    def test_loads_over_another_mesh(self, way: str, saved: str, loaded: str) -> None:
+        training = trained(MESHES[saved]())
+        expected = training.full()
+        self.check_dtypes(expected)
+        with shared_folder() as folder:
+            self.save(training, folder, saved, way)
+            other = Training(MESHES[loaded](), seed=1)
+            state = other.sharded()
+            dcp.load(state, checkpoint_id=folder / "0", process_group=group(loaded))
+            other.load(state)
+        self.check_same(other.full(), expected)
+
+    def save(self, training: Training, folder: Path, mesh: str, way: str) -> None:
+        """Each half has the whole, and a place for it."""
+        half = self.rank // (WORLD_SIZE // 2) if mesh == "halves" else 0
+        place = folder / str(half)
+        if way == "at_once":
+            dcp.save(training.sharded(), checkpoint_id=place, process_group=group(mesh))
+        else:
+            saving = dcp.async_save(
+                training.sharded(),
+                checkpoint_id=place,
+                process_group=background_group(mesh),
+            )
+            # What comes after must not be in it
+            training.step(5)
+            saving.result()
+        dist.barrier()
+
+    def test_training_goes_on_as_if_never_saved(self) -> None:
+        training = trained(shard_mesh())
+        with shared_folder() as folder:
+            dcp.save(training.sharded(), checkpoint_id=folder)
+            other = Training(shard_mesh(), seed=1)
+            state = other.sharded()
+            dcp.load(state, checkpoint_id=folder)
+            other.load(state)
+        for each in (training, other):
+            each.step(7)
+        self.check_same(other.full(), training.full())
+
+    @parametrize("saved,loaded", [(FP32, None), (None, FP32), (BF16, None)])
+    def test_uniform_and_mixed(
+        self, saved: torch.dtype | None, loaded: torch.dtype | None
+    ) -> None:
+        """What is loaded takes the dtypes of the model; None is a mixed one."""
+        training = Training(shard_mesh(), dtype=saved)
+        other = Training(hybrid_mesh(WORLD_SIZE // 2), seed=1, dtype=loaded)
+        dtypes = {name: param.dtype for name, param in other.model.named_parameters()}
+        with shared_folder() as folder:
+            dcp.save(get_model_state_dict(training.model), checkpoint_id=folder)
+            state = get_model_state_dict(other.model)
+            dcp.load(state, checkpoint_id=folder)
+            set_model_state_dict(other.model, state)
+        actual = get_model_state_dict(other.model, options=FULL)
+        expected = get_model_state_dict(training.model, options=FULL)
+        cast = {name: expected[name].to(dtypes[name]) for name in expected}
+        self.check_same(actual, cast)
+        other.step(0)
+
+    def test_safetensors_by_distributed_checkpoint(self) -> None:
+        """Each rank writes its part; then they are one file as models are shipped."""
+        from safetensors.torch import load_file
+
+        training = trained(hybrid_mesh(WORLD_SIZE // 2))
+        expected = get_model_state_dict(training.model, options=FULL)
+        with shared_folder() as folder, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            writer = dcp.HuggingFaceStorageWriter(
+                path=str(folder), save_distributed=True, enable_consolidation=True
+            )
+            dcp.save(get_model_state_dict(training.model), storage_writer=writer)
+            dist.barrier()
+            (file,) = folder.glob("*.safetensors")
+            self.check_same(dict(sorted(load_file(file).items())), sorted_(expected))
+            other = Training(shard_mesh(), seed=1)
+            state = get_model_state_dict(other.model)
+            dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
+            set_model_state_dict(other.model, state)
+        self.check_same(get_model_state_dict(other.model, options=FULL), expected)
+
+
+class TestFullStateDict(CheckpointTest):
+    def test_loads_from_the_first_rank(self) -> None:
+        training = trained(shard_mesh())
+        expected = training.full()
+        parts = get_state_dict(training.model, training.optimizer, options=FULL_ON_CPU)
+        tensors = [v for v in dict(leaves(parts)).values() if torch.is_tensor(v)]
+        self.assertEqual(bool(tensors), self.rank == 0)
+        self.assertLessEqual({tensor.device.type for tensor in tensors}, {"cpu"})
+        other = Training(hybrid_mesh(WORLD_SIZE // 2), seed=1)
+        model_state, optimizer_state = parts if self.rank == 0 else ({}, {})
+        set_model_state_dict(other.model, model_state, options=FROM_FIRST_RANK)
+        set_optimizer_state_dict(
+            other.model, other.optimizer, optimizer_state, options=FROM_FIRST_RANK
+        )
+        self.check_same(other.full(), expected)
+
+    def test_loads_into_a_model_of_the_meta_device(self) -> None:
+        with torch.device("meta"):
+            model = mixed_model()
+        shard_blocks(model, mesh=shard_mesh())
+        model.to_empty(device=self.device)
+        full = mixed_model(seed=3).state_dict()
+        given = dict(full) if self.rank == 0 else {}
+        set_model_state_dict(model, given, options=FROM_FIRST_RANK)
+        self.check_same(get_model_state_dict(model, options=FULL), full)
+
+    @parametrize("dtype", [None, FP32])
+    def test_uniform_and_mixed(self, dtype: torch.dtype | None) -> None:
+        """The other way round than before, and from the first rank alone."""
+        source = mixed_model(seed=4)
+        if dtype is not None:
+            source.to(dtype)
+        full = source.state_dict()
+        other = Training(shard_mesh(), dtype=None if dtype else FP32)
+        dtypes = {name: param.dtype for name, param in other.model.named_parameters()}
+        given = dict(full) if self.rank == 0 else {}
+        set_model_state_dict(other.model, given, options=FROM_FIRST_RANK)
+        cast = {name: tensor.to(dtypes[name]) for name, tensor in full.items()}
+        self.check_same(get_model_state_dict(other.model, options=FULL), cast)
+
+    def test_safetensors(self) -> None:
+        from safetensors.torch import load_file, save_file
+
+        training = trained(shard_mesh())
+        expected = get_model_state_dict(training.model, options=FULL)
+        gathered = get_model_state_dict(training.model, options=FULL_ON_CPU)
+        with shared_folder() as folder:
+            file = folder / "model.safetensors"
+            if self.rank == 0:
+                save_file(gathered, file)
+            dist.barrier()
+            self.check_same(sorted_(load_file(file)), sorted_(expected))
+
+
+def sorted_(state: dict[str, Any]) -> dict[str, Any]:
+    """In the order of names: a file keeps none."""
+    return dict(sorted(state.items()))
+
+
+def group(mesh: str) -> dist.ProcessGroup | None:
+    """Returns the ranks that have one whole model together."""
+    return MESHES[mesh]().get_group() if mesh == "halves" else None
+
+
+@functools.cache
+def background_group(mesh: str) -> dist.ProcessGroup:
+    """The same ranks once more: the training itself uses the group meanwhile."""
+    size = WORLD_SIZE // 2 if mesh == "halves" else WORLD_SIZE
+    mine, _ = dist.new_subgroups(size, backend="gloo")
+    return mine
+
+
+instantiate_parametrized_tests(TestDistributedCheckpoint)
+instantiate_parametrized_tests(TestFullStateDict)
+
+
+if __name__ == "__main__":
+    run_tests()
