@@ -1,0 +1,296 @@
+# Owner(s): ["oncall: distributed"]
+
+"""
+Optimizers, and what is done to gradients before a step, where the gradients of a
+model have several dtypes: compared with one process that is given the same gradients.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from fsdp_test_utils import (
+    FSDPProcessTest,
+    hybrid_mesh,
+    linear_stack,
+    mixed_model,
+    random_input,
+    shard_blocks,
+    shard_mesh,
+    WORLD_SIZE,
+)
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.optim import Adafactor, AdamW, Muon, Optimizer, SGD
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+)
+
+
+STEPS = 3
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# Powers of two: a product is exact, so that it does not matter which kernels round it
+# before they add and which do not
+LR, MOMENTUM = 0.25, 0.5
+MESHES: dict[str, Callable[[], DeviceMesh]] = {
+    "all": shard_mesh,
+    "hybrid": lambda: hybrid_mesh(WORLD_SIZE // 2),
+}
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+def adamw(**kwargs: Any) -> MakeOptimizer:
+    # fp16 cannot hold the usual eps
+    return lambda params: AdamW(params, lr=0.01, eps=1e-3, **kwargs)
+
+
+def sgd(**kwargs: Any) -> MakeOptimizer:
+    return lambda params: SGD(params, lr=LR, momentum=MOMENTUM, **kwargs)
+
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "adamw_foreach": adamw(foreach=True),
+    "adamw_fused": adamw(fused=True),
+    "adamw_plain": adamw(foreach=False),
+    "sgd_foreach": sgd(foreach=True),
+    "sgd_plain": sgd(foreach=False),
+}
+
+
+class Pair:
+    """A sharded model and, in one process, one that is given its gradients."""
+
+    def __init__(
+        self,
+        test: FSDPProcessTest,
+        mesh: DeviceMesh,
+        model: nn.Sequential | None = None,
+    ):
+        self.rank = test.rank
+        self.model = (model or mixed_model()).to(test.device)
+        self.alone = copy.deepcopy(self.model)
+        shard_blocks(self.model, mesh=mesh)
+
+    def backward(self, step: int, model: nn.Module | None = None) -> None:
+        x = random_input(4, 9, seed=WORLD_SIZE * step + self.rank)
+        (model or self.model)(x).float().square().mean().backward()
+
+    def share_gradients(self) -> None:
+        for param, own in self.params():
+            own.grad = full(param.grad)
+
+    def params(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """Returns pairs of a sharded parameter and the whole one."""
+        pair = self.model.parameters(), self.alone.parameters()
+        return list(zip(*pair, strict=True))
+
+
+def full(tensor: Any) -> torch.Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.full_tensor().detach()
+
+
+class OptimTest(FSDPProcessTest):
+    def check_equal(
+        self, sharded: torch.Tensor, whole: torch.Tensor, tolerance: float = 0
+    ) -> None:
+        actual = full(sharded)
+        self.assertEqual(actual.dtype, whole.dtype)
+        self.assertEqual(actual, whole, rtol=tolerance, atol=tolerance * LR)
+
+
+class TestOptimizers(OptimTest):
+    @parametrize("name", list(OPTIMIZERS))
+    @parametrize("mesh", list(MESHES))
+    def test_steps_as_one_process(self, name: str, mesh: str) -> None:
+        """
+        To the last bit, as do the states, in the dtype of their parameter. Adam's
+        kernels may round an element once less by its place in a shard, in each step.
+        """
+        pair = Pair(self, MESHES[mesh]())
+        optimizer = OPTIMIZERS[name](pair.model.parameters())
+        alone = OPTIMIZERS[name](pair.alone.parameters())
+        before = [own.detach().clone() for _, own in pair.params()]
+        for step in range(STEPS):
+            pair.backward(step)
+            pair.share_gradients()
+            for each in (optimizer, alone):
+                each.step()
+                each.zero_grad()
+        for (param, own), start in zip(pair.params(), before, strict=True):
+            eps = torch.finfo(own.dtype).eps
+            tolerance = STEPS * eps if name.startswith("adam") else 0
+            self.check_equal(param, own, tolerance)
+            self.assertFalse(torch.equal(own, start))
+            for key, state in alone.state[own].items():
+                if key != "step":
+                    self.check_equal(optimizer.state[param][key], state, tolerance)
+                    self.assertEqual(state.dtype, own.dtype)
+
+    @parametrize("mesh", list(MESHES))
+    def test_muon(self, mesh: str) -> None:
+        """Orthogonalizes whole matrices in bf16, which sums in another order."""
+
+        def matrices(model: nn.Module) -> list[nn.Parameter]:
+            return [param for param in model.parameters() if param.dim() == 2]
+
+        pair = Pair(self, MESHES[mesh]())
+        params, owns = matrices(pair.model), matrices(pair.alone)
+        self.assertEqual({param.dtype for param in params}, {BF16, FP16})
+        optimizers = Muon(params, lr=0.1), Muon(owns, lr=0.1)
+        before = [own.detach().clone() for own in owns]
+        for step in range(STEPS):
+            pair.backward(step)
+            pair.share_gradients()
+            for each in optimizers:
+                each.step()
+            pair.model.zero_grad()
+        for param, own, start in zip(params, owns, before, strict=True):
+            moved = (own - start).float().norm()
+            self.assertLess((full(param) - own).float().norm(), 2**-4 * moved)
+
+    def test_steps_in_hooks(self) -> None:
+        """Each parameter as soon as its gradient is reduced, and freed at once."""
+        hooked, plain = (Pair(self, shard_mesh()) for _ in range(2))
+        own: dict[nn.Parameter, Optimizer] = {}
+
+        def step_now(param: nn.Parameter) -> None:
+            own[param].step()
+            own[param].zero_grad()
+
+        for param in hooked.model.parameters():
+            own[param] = sgd()([param])
+            param.register_post_accumulate_grad_hook(step_now)
+        optimizer = sgd()(plain.model.parameters())
+        for step in range(STEPS):
+            hooked.backward(step)
+            self.assertEqual([p.grad for p in hooked.model.parameters()], [None] * 10)
+            plain.backward(step)
+            optimizer.step()
+            optimizer.zero_grad()
+        models = hooked.model.parameters(), plain.model.parameters()
+        for param, expected in zip(*models, strict=True):
+            self.check_equal(param, full(expected))
+
+    @parametrize("set_to_none", [False, True])
+    def test_zero_grad(self, set_to_none: bool) -> None:
+        pair = Pair(self, shard_mesh())
+        pair.backward(0)
+        pair.share_gradients()
+        expected = [own.grad for _, own in pair.params()]
+        pair.model.zero_grad(set_to_none)
+        for param, own in pair.params():
+            if set_to_none:
+                self.assertIsNone(param.grad)
+            else:
+                self.check_equal(param.grad, torch.zeros_like(own))
+        pair.backward(0)
+        for (param, _), grad in zip(pair.params(), expected, strict=True):
+            self.check_equal(param.grad, grad)
+
+    def test_moving_average(self) -> None:
+        """Made before sharding: a sharded model cannot be copied."""
+        pair = Pair(self, shard_mesh())
+        average = get_ema_multi_avg_fn(0.5)
+        averaged = AveragedModel(mixed_model().to(self.device), multi_avg_fn=average)
+        shard_blocks(averaged.module, mesh=shard_mesh())
+        alone = AveragedModel(pair.alone, multi_avg_fn=average)
+        optimizers = sgd()(pair.model.parameters()), sgd()(pair.alone.parameters())
+        for step in range(STEPS):
+            pair.backward(step)
+            pair.share_gradients()
+            for each in optimizers:
+                each.step()
+                each.zero_grad()
+            averaged.update_parameters(pair.model)
+            alone.update_parameters(pair.alone)
+        models = averaged.module.parameters(), alone.module.parameters()
+        for param, own in zip(*models, strict=True):
+            self.check_equal(param, own)
+        pair.backward(0, averaged)
+        with self.assertRaisesRegex(AssertionError, "does not support deepcopy"):
+            AveragedModel(pair.model)
+
+    def test_what_sharded_tensors_refuse(self) -> None:
+        """As with parameters of one dtype: a limit of DTensor's operators."""
+        pair = Pair(self, shard_mesh(), linear_stack([FP32], dim=9))
+        pair.backward(0)
+        with self.assertRaisesRegex(NotImplementedError, "_fused_sgd_"):
+            SGD(pair.model.parameters(), lr=LR, fused=True).step()
+        with self.assertRaisesRegex(RuntimeError, "require placement changes"):
+            Adafactor(pair.model.parameters()).step()
+
+
+class TestGradients(OptimTest):
+    @parametrize("foreach", [None, False, True])
+    @parametrize("mesh", list(MESHES))
+    def test_clipping(self, foreach: bool | None, mesh: str) -> None:
+        """One norm over all dtypes, and each gradient scaled in its own."""
+        pair = Pair(self, MESHES[mesh]())
+        pair.backward(0)
+        pair.share_gradients()
+        grads = [own.grad.double() for _, own in pair.params()]
+        exact = torch.stack([grad.norm() for grad in grads]).norm()
+        args = {"foreach": foreach}
+        total = get_total_norm([param.grad for param, _ in pair.params()], **args)
+        norm = clip_grad_norm_(pair.model.parameters(), 0.1, **args)
+        self.assertGreater(exact, 0.1)
+        for each in (total, norm):
+            # The norm of a bf16 gradient is bf16 itself
+            self.assertEqual(each.dtype, FP32)
+            eps = torch.finfo(BF16).eps
+            self.assertEqual(full(each).double(), exact, rtol=eps, atol=0)
+        for (param, own), grad in zip(pair.params(), grads, strict=True):
+            self.assertEqual(param.grad.dtype, own.dtype)
+            scaled = grad * (0.1 / (full(norm).double() + 1e-6))
+            finfo = torch.finfo(own.dtype)
+            least = finfo.smallest_normal * finfo.eps  # fp16 may be subnormal
+            actual = full(param.grad).double()
+            # The factor is rounded to the gradient's dtype, and the product is
+            self.assertEqual(actual, scaled, rtol=2 * finfo.eps, atol=least)
+
+    @parametrize("overflows", [False, True])
+    def test_grad_scaler(self, overflows: bool) -> None:
+        """What overflows on one rank makes all of them skip the step."""
+        model = linear_stack([FP32, BF16, FP32], dim=9)
+        model = nn.Sequential(model, linear_stack([BF16, FP32], dim=9)).to(self.device)
+        policy = MixedPrecisionPolicy(param_dtype=FP16, reduce_dtype=FP32)
+        shard_blocks(model, mesh=shard_mesh(), mp_policy=policy)
+        optimizer = SGD(model.parameters(), lr=LR)
+        scaler = torch.amp.GradScaler(
+            self.device.type, init_scale=2.0**8, growth_interval=1
+        )
+        before = [full(param).clone() for param in model.parameters()]
+        x = random_input(4, 9, seed=self.rank)
+        loss = model(x).float().square().mean()
+        factor = float("inf") if overflows and self.rank == 1 else 1.0
+        scaler.scale(factor * loss).backward()
+        scaler.unscale_(optimizer)
+        grads = [full(param.grad) for param in model.parameters()]
+        scaler.step(optimizer)
+        scaler.update()
+        self.assertEqual(scaler.get_scale(), 2.0**7 if overflows else 2.0**9)
+        self.assertEqual({grad.dtype for grad in grads}, {BF16, FP32})
+        for param, start, grad in zip(model.parameters(), before, grads, strict=True):
+            expected = start if overflows else start - LR * grad
+            self.check_equal(param, expected)
+            # Far from the scale, by which all gradients were multiplied
+            self.assertTrue(overflows or grad.float().norm() < 8)
+
+
+instantiate_parametrized_tests(TestOptimizers)
+instantiate_parametrized_tests(TestGradients)
+
+
+if __name__ == "__main__":
+    run_tests()
