@@ -2,16 +2,21 @@
 
 """
 Every row of the tables in ``docs/feature_parity.md``, and of the table of models and
-tools in ``README.md``, names tests, which are there.
+tools in ``README.md``, names tests, which are there. The errors that ``docs/index.md``
+quotes are raised somewhere, its pictures are what its script draws, and its links lead
+somewhere.
 """
 
+import ast
 import fnmatch
 import functools
 import importlib
 import re
+import tempfile
 from pathlib import Path
 
-from fsdp_test_utils import DeviceFreeTest
+import matplotlib
+from fsdp_test_utils import DeviceFreeTest, run_python
 
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -26,6 +31,7 @@ ROOT = Path(__file__).parents[4]
 PARITY = "docs/feature_parity.md"
 COLUMNS = {
     PARITY: ["feature", "base", "fork, uniform", "fork, mixed", "test"],
+    "docs/index.md": ["error", "why", "what to do"],
     "README.md": ["model or tool", "the release", "this branch", "test"],
 }
 
@@ -72,6 +78,59 @@ class TestTables(DeviceFreeTest):
     def test_every_feature_is_one_row(self) -> None:
         features = [cells[0] for cells in rows(PARITY) if not cells[0].startswith("…")]
         self.assertEqual(len(features), len({*features}))
+
+
+# Where the errors come from that the page quotes, and, of the release alone, the base's
+SOURCES = [
+    "torch/distributed/fsdp/_fully_shard/*.py",
+    "torch/distributed/tensor/_dispatch.py",
+    "torch/distributed/tensor/_sharding_prop.py",
+    "build/base/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py",
+]
+
+
+def texts_in(source: str) -> list[str]:
+    """Returns all strings of a file, with an ellipsis for what is filled in."""
+    texts = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            texts.append(node.value)
+        elif isinstance(node, ast.JoinedStr):
+            parts = (getattr(part, "value", None) for part in node.values)
+            texts.append("".join(p if isinstance(p, str) else "…" for p in parts))
+    return [" ".join(text.split()) for text in texts]
+
+
+class TestIndex(DeviceFreeTest):
+    def test_quoted_errors_are_raised(self) -> None:
+        paths = [path for pattern in SOURCES for path in ROOT.glob(pattern)]
+        texts = [text for path in paths for text in texts_in(path.read_text())]
+        quoted = [cells[0] for cells in rows("docs/index.md")]
+        errors = [cell.strip("`") for cell in quoted if cell.startswith("`")]
+        self.assertGreater(len(errors), 10)
+        for error in errors:
+            # The ellipsis at the end stands for the rest of the text
+            fixed = error.removesuffix("…")
+            self.assertTrue(any(fixed in text for text in texts), error)
+
+    def test_links_lead_somewhere(self) -> None:
+        for page in (ROOT / "docs").glob("*.md"):
+            for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+                self.assertTrue((page.parent / target).exists(), (page.name, target))
+
+    def test_pictures_are_what_the_script_draws(self) -> None:
+        folder = ROOT / "docs" / "pictures"
+        with tempfile.TemporaryDirectory() as drawn:
+            run_python(str(folder / "draw.py"), drawn)
+            names = sorted(path.name for path in Path(drawn).iterdir())
+            self.assertEqual(names, sorted(p.name for p in folder.glob("*.svg")))
+            for name in names:
+                mine, other = ((f / name).read_text() for f in (folder, Path(drawn)))
+                self.assertEqual(re.findall(r">(.+)</text>", mine),
+                                 re.findall(r">(.+)</text>", other))  # fmt: skip
+                # Another matplotlib may place the same texts elsewhere
+                if f"Matplotlib v{matplotlib.__version__}," in mine:
+                    self.assertEqual(mine, other)
 
 
 instantiate_parametrized_tests(TestTables)
