@@ -85,6 +85,7 @@ SOURCES = [
     "torch/distributed/fsdp/_fully_shard/*.py",
     "torch/distributed/tensor/_dispatch.py",
     "torch/distributed/tensor/_sharding_prop.py",
+    "torch/utils/checkpoint.py",
     "build/base/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py",
 ]
 
