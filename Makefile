@@ -46,7 +46,7 @@ lint: setup  ## check every file that git tracks or would add (ARGS=-a mends)
 	@$(LINT) --paths-cmd '$(PATHS)' $(ARGS)
 
 # A wheel that is named need not be one for this Python, so it is not laid out.
-wheel: $(if $(TORCH_BASE_WHEEL),,setup)  ## write the branch's wheel into build/dist (TORCH_BASE_WHEEL=PATH)
+wheel: $(if $(TORCH_BASE_WHEEL),python,setup)  ## write the branch's wheel into build/dist (TORCH_BASE_WHEEL=PATH)
 	@$(SETUP) wheel
 
 fork: setup  ## make a file of the base ours: FILE=torch/...
