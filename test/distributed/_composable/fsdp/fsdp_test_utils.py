@@ -70,6 +70,11 @@ on_first_rank = unittest.skipIf(
 # A source tree built in place keeps the base release, unmodified, under it
 REPO_ROOT = Path(torch.__file__).absolute().parent.parent
 BASE_ROOT = REPO_ROOT / "build" / "base"
+# For `run_python`, so that not all of torch's files are compiled anew
+BYTECODE_CACHE = {
+    "PYTHONDONTWRITEBYTECODE": "",
+    "PYTHONPYCACHEPREFIX": str(REPO_ROOT / "build" / "pycache"),
+}
 
 
 def run_python(

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 import matplotlib
-from fsdp_test_utils import DeviceFreeTest, run_python
+from fsdp_test_utils import BYTECODE_CACHE, DeviceFreeTest, run_python
 
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -122,7 +122,7 @@ class TestIndex(DeviceFreeTest):
     def test_pictures_are_what_the_script_draws(self) -> None:
         folder = ROOT / "docs" / "pictures"
         with tempfile.TemporaryDirectory() as drawn:
-            run_python(str(folder / "draw.py"), drawn)
+            run_python(str(folder / "draw.py"), drawn, env=BYTECODE_CACHE)
             names = sorted(path.name for path in Path(drawn).iterdir())
             self.assertEqual(names, sorted(p.name for p in folder.glob("*.svg")))
             for name in names:

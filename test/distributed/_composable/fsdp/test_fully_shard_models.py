@@ -20,6 +20,7 @@ from typing import Any
 
 from fsdp_test_utils import (
     BASE_ROOT,
+    BYTECODE_CACHE,
     Collective,
     DEVICE_TYPE,
     DeviceFreeTest,
@@ -80,13 +81,6 @@ for name in {models!r}:
         errors[name] = f"{{type(error).__name__}}: {{error}}"
 print(json.dumps({{"torch": torch.__file__, "errors": errors}}))
 """
-
-
-# Not all of torch's files are compiled anew
-CACHE = {
-    "PYTHONDONTWRITEBYTECODE": "",
-    "PYTHONPYCACHEPREFIX": str(REPO_ROOT / "build" / "pycache"),
-}
 
 
 def example_of(name: str) -> Any:
@@ -222,7 +216,7 @@ instantiate_parametrized_tests(TestModels)
 class TestScripts(DeviceFreeTest):
     def test_base_refuses_each_model(self) -> None:
         code = REFUSED.format(examples=str(EXAMPLES), models=MODELS)
-        printed = run_python("-c", code, on_base=True, env=CACHE)
+        printed = run_python("-c", code, on_base=True, env=BYTECODE_CACHE)
         found = json.loads(printed.splitlines()[-1])
         self.assertTrue(found["torch"].startswith(str(BASE_ROOT)))
         self.assertEqual(list(found["errors"]), MODELS)
@@ -235,7 +229,9 @@ class TestScripts(DeviceFreeTest):
     def test_script_starts_its_processes(self) -> None:
         """One for all: the scripts differ in the model alone."""
         args = ("--nproc", "2", "--replicas", "2", "--steps", "2", "--device", "cpu")
-        printed = run_python(str(EXAMPLES / "train_mamba2.py"), *args, env=CACHE)
+        printed = run_python(
+            str(EXAMPLES / "train_mamba2.py"), *args, env=BYTECODE_CACHE
+        )
         self.assertEqual(printed.count("in one process"), 2)
         self.assertIn("float32 gradients", printed)
 
