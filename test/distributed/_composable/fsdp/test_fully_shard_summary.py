@@ -193,6 +193,23 @@ class TestSummaryOfSteps(FSDPThreadTest):
             reduced, [b.nbytes for u in summary.units[::-1] for b in u.buckets]
         )
 
+    def test_all_of_a_unit_has_the_padding_of_its_segments(self) -> None:
+        model = nn.Module()
+        model.wide = nn.Parameter(torch.ones(1))
+        model.narrow = nn.Parameter(torch.ones(3, dtype=BF16))
+        fully_shard(model)
+        before = layout_summary(model)
+        with record_collectives() as recorder:
+            model.unshard()
+        (gather,) = recorder.all_gathers
+        # Of each rank 4 bytes, 2 bytes and 2 of padding
+        self.assertEqual(gather.nbytes, self.world_size * 8)
+        for summary in (before, layout_summary(model)):
+            (unit,) = summary.units
+            self.assertEqual(unit.gathered_nbytes, gather.nbytes)
+            parts = [params.gathered_nbytes for params in unit.params]
+            self.assertEqual(parts, [self.world_size * 4, self.world_size * 2])
+
     def test_replicated_parameters_gather_nothing(self) -> None:
         model = Unit().to(self.device)
         replicate(model, mesh=init_device_mesh("cpu", (4,)))
