@@ -45,13 +45,17 @@ STAY_HERE = {
     f"{TESTS}/{name}.py"
     for name in (
         "build_test_utils",
+        "test_fully_shard_accelerate",
         "test_fully_shard_architecture",
         "test_fully_shard_bench",
         "test_fully_shard_build",
         "test_fully_shard_checkout",
         "test_fully_shard_contract",
         "test_fully_shard_docs",
+        "test_fully_shard_models",
+        "test_fully_shard_recipes",
         "test_fully_shard_superbuild",
+        "test_fully_shard_tools",
         "test_fully_shard_wheel",
     )
 }

@@ -117,7 +117,7 @@ def bucket_shard(bucket: ReduceBucket, dtype: torch.dtype | None) -> list[Piece]
     """One rank's part of a bucket, in ``dtype`` or as it is stored after."""
     pieces = []
     for slot in bucket.slots:
-        own = dtype or slot.orig_dtype
+        own = dtype or slot.grad_dtype or bucket.dtype
         nbytes = slot.shard_numel * own.itemsize
         pieces.append(piece_of(UNIT[slot.param], nbytes, own))
     return pieces
