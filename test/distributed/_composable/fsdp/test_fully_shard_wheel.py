@@ -205,6 +205,21 @@ class TestWheel(WheelTestCase):
             archive.writestr("torch-2.13.0+fake.dist-info/RECORD.jws", "{}")
         self.assertFalse([n for n in infos(self.assemble(given)) if "jws" in n])
 
+    def test_folders_are_entries_without_a_row(self):
+        # The wheels for CUDA have them.
+        given = make_wheel(self.scratch)
+        with zipfile.ZipFile(given, "a") as archive:
+            archive.writestr("torch/nn/", "")
+            archive.writestr("torch-2.13.0+fake.dist-info/licenses/", "")
+        path = self.assemble(given)
+        dist_info = f"torch-2.13.0+fake.{LABEL}.dist-info"
+        folders = {name for name in infos(path) if name.endswith("/")}
+        self.assertEqual(folders, {"torch/nn/", f"{dist_info}/licenses/"})
+        with zipfile.ZipFile(path) as archive:
+            record = archive.read(f"{dist_info}/RECORD").decode()
+        listed = {row[0] for row in csv.reader(record.splitlines())}
+        self.assertEqual(listed, infos(path).keys() - folders)
+
     def test_takes_the_wheel_of_the_base_in_place(self):
         self.set_up()
         of_base = self.assemble()
