@@ -282,11 +282,9 @@ def run_case(case: Case, rank: int, device: str, *, steps: int = 2) -> None:
     model = shard_model(case, device)
     for step in range(steps):
         _fill(case, model, step)
-        for i, microbatch in enumerate(case.schedule):
-            model.set_requires_gradient_sync(microbatch.sync != "none")
-            model.set_requires_all_reduce(microbatch.sync == "all")
-            model.set_is_last_backward(i == len(case.schedule) - 1)
-            _run_microbatch(case, model, step, i, rank)
+        for i in range(len(case.schedule)):
+            run_microbatch(case, model, step, i, rank)
+            _check_seen(case, model, step, i)
         _check_gradients(case, model, step)
         model.zero_grad()
     _check_nothing_is_left(model)
@@ -308,9 +306,12 @@ def _local(full: torch.Tensor, like: Any) -> torch.Tensor:
     return distribute_tensor(full, mesh, placements, src_data_rank=None).to_local()
 
 
-def _run_microbatch(case: Case, model: Model, step: int, i: int, rank: int) -> None:
+def run_microbatch(case: Case, model: Model, step: int, i: int, rank: int) -> None:
     microbatch, blocks = case.schedule[i], model.all_blocks()
-    device = _device_of(case, model)
+    model.set_requires_gradient_sync(microbatch.sync != "none")
+    model.set_requires_all_reduce(microbatch.sync == "all")
+    model.set_is_last_backward(i == len(case.schedule) - 1)
+    device = _device_of(model)
     for block in blocks:
         block.weights, block.seen = {}, {}
     for block, j, param in case.params():
@@ -319,8 +320,12 @@ def _run_microbatch(case: Case, model: Model, step: int, i: int, rank: int) -> N
             blocks[block].weights[j] = weight.to(device)
     x = torch.zeros(1, device=device, requires_grad=True)
     model(x).sum().backward()
+
+
+def _check_seen(case: Case, model: Model, step: int, i: int) -> None:
+    blocks = model.all_blocks()
     for block, j, param in case.params():
-        if microbatch.uses(block, j):
+        if case.schedule[i].uses(block, j):
             values = values_of(step, block, j, param)
             expected = values.to(case.compute_dtype(param))
             seen = blocks[block].seen[j].cpu()
@@ -328,7 +333,7 @@ def _run_microbatch(case: Case, model: Model, step: int, i: int, rank: int) -> N
             assert torch.equal(seen, expected), f"{block}.p{j} is {seen}"
 
 
-def _device_of(case: Case, model: Model) -> torch.device:
+def _device_of(model: Model) -> torch.device:
     mesh: DeviceMesh = next(model.parameters()).device_mesh
     return torch.device(mesh.device_type)
 

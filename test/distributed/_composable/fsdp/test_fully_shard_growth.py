@@ -1,0 +1,53 @@
+# Owner(s): ["oncall: distributed"]
+"""
+Steps leave nothing behind, and a model that is gone takes everything with it.
+``FSDP_GROWTH_STEPS`` chooses a longer run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from fsdp_test_utils import DeviceFreeTest, run_python
+
+from torch.testing._internal.common_utils import run_tests
+
+
+SCRIPT = Path(__file__).parent / "fsdp_growth.py"
+STEPS = int(os.environ.get("FSDP_GROWTH_STEPS", "60"))
+# The allocator of the C library may take a little more at any time
+MAX_PROCESS_BYTES = 4 * 2**20
+
+
+class TestGrowth(DeviceFreeTest):
+    modes: dict[str, Any]
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        super().setUpClass()
+        printed = run_python(str(SCRIPT), str(STEPS))
+        cls.modes = json.loads(printed.splitlines()[-1])
+
+    def test_steps_leave_nothing_behind(self) -> None:
+        for name, found in self.modes.items():
+            with self.subTest(name):
+                few, half, last = (found[when] for when in ("few", "half", "all"))
+                for what in ("tensors", "bytes"):
+                    self.assertEqual(last[what], few[what], what)
+                self.assertEqual(last["objects"], half["objects"])
+
+    def test_process_does_not_grow(self) -> None:
+        first, *_ = found = [*self.modes.values()]
+        grown = found[-1]["all"]["process_bytes"] - first["few"]["process_bytes"]
+        self.assertLess(grown, MAX_PROCESS_BYTES)
+
+    def test_deleted_model_is_gone(self) -> None:
+        left = {name: found["left"]["objects"] for name, found in self.modes.items()}
+        self.assertEqual(left, dict.fromkeys(self.modes, 0))
+
+
+if __name__ == "__main__":
+    run_tests()
