@@ -15,6 +15,8 @@ from torch.testing._internal.common_utils import run_tests, TestCase
 ROOT = Path(draw_architecture.__file__).parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 SOURCES = ROOT / "torch/distributed/fsdp/_fully_shard"
+# Ours, and not in the picture
+AROUND = ("_fsdp_api.py", "_fsdp_agreement.py", "_fsdp_summary.py")
 
 
 def defined_in(*files: str) -> set[str]:
@@ -49,7 +51,7 @@ class TestArchitecture(TestCase):
 
     def test_every_name_in_the_text_is_there(self):
         files = [file for _, file, _ in draw_architecture.ROOMS]
-        defined = defined_in(*files, "_fully_shard.py")
+        defined = defined_in(*files, *AROUND, "_fully_shard.py")
         text = PAGE.read_text()
         named = re.findall(r"`(?:\w+\.)?(\w+)`", re.sub(r"`\w+\.py`", "", text))
         self.assertGreater(len(named), 30)
