@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import unittest
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -20,6 +21,7 @@ from fsdp_test_utils import (
     FSDPProcessTest,
     FSDPThreadTest,
     hybrid_mesh,
+    LAUNCHED_RANK,
     record_collectives,
     shard_mesh,
     WORLD_SIZE,
@@ -310,6 +312,7 @@ class TestThreads(FSDPThreadTest):
             model.unshard()
 
 
+@unittest.skipIf(LAUNCHED_RANK is not None, "the launched group is there already")
 class TestWithoutOtherRanks(DeviceFreeTest):
     """A process group that sends nothing, or no data to send."""
 
