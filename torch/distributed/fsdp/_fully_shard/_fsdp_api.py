@@ -107,9 +107,7 @@ class MixedPrecisionPolicy:
                 model,
                 {
                     "*.A_log": dict(param_dtype=torch.float32),
-                    "*norm*": dict(
-                        param_dtype=torch.float32, reduce_dtype=torch.float32
-                    ),
+                    "*norm*": dict(reduce_dtype=torch.float32),
                 },
                 param_dtype=torch.bfloat16,
             )
