@@ -45,6 +45,7 @@ STAY_HERE = {
     f"{TESTS}/{name}.py"
     for name in (
         "build_test_utils",
+        "real_models",
         "test_fully_shard_accelerate",
         "test_fully_shard_architecture",
         "test_fully_shard_bench",

@@ -38,6 +38,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.common_distributed import MultiProcContinuousTest
 from torch.testing._internal.common_fsdp import FSDPTestMultiThread
 from torch.testing._internal.common_utils import set_rng_seed, TestCase
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 # Where the tests run #
@@ -331,6 +332,23 @@ class DeviceFreeTest(TestCase):
 
     assertEqual = unittest.TestCase.assertEqual
     assertNotEqual = unittest.TestCase.assertNotEqual
+
+
+class FakeGroupTest(DeviceFreeTest):
+    """Is the first of ``ranks`` of which there are no others: nothing is sent."""
+
+    ranks: int = 8
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        super().setUpClass()
+        store = FakeStore()
+        dist.init_process_group("fake", store=store, rank=0, world_size=cls.ranks)
+
+    @classmethod
+    def tearDownClass(cls) -> None:
+        dist.destroy_process_group()
+        super().tearDownClass()
 
 
 # The first hook of a unit would import the compiler, in each rank anew

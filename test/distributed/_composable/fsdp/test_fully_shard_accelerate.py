@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
 import os
-import sys
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -23,10 +21,10 @@ from unittest import mock
 from fsdp_test_utils import (
     DEVICE_TYPE,
     FSDPProcessTest,
-    REPO_ROOT,
     shared_folder,
     WORLD_SIZE,
 )
+from real_models import example_of
 
 import torch
 import torch.nn as nn
@@ -37,10 +35,6 @@ from torch.testing._internal.common_utils import (
     run_tests,
 )
 
-
-EXAMPLES = REPO_ROOT / "examples"
-if str(EXAMPLES) not in sys.path:
-    sys.path.append(str(EXAMPLES))
 
 BF16, FP32 = torch.bfloat16, torch.float32
 # Example to the class of its blocks
@@ -107,7 +101,7 @@ def accelerator_of(rank: int, name: str, **kwargs: Any) -> Iterator[Any]:
 class TestAccelerate(FSDPProcessTest):
     def model_of(self, name: str) -> nn.Module:
         torch.manual_seed(0)
-        return importlib.import_module(f"train_{name}").build_model()
+        return example_of(name).build_model()
 
     def batches(self, steps: int = STEPS) -> list[torch.Tensor]:
         from _real_model import token_batches

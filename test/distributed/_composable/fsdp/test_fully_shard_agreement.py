@@ -17,7 +17,7 @@ from typing import Any
 from unittest import mock
 
 from fsdp_test_utils import (
-    DeviceFreeTest,
+    FakeGroupTest,
     FSDPProcessTest,
     FSDPThreadTest,
     hybrid_mesh,
@@ -37,7 +37,6 @@ from torch.distributed.fsdp._fully_shard import _fsdp_agreement as agreement
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.common_utils import run_tests
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -313,16 +312,10 @@ class TestThreads(FSDPThreadTest):
 
 
 @unittest.skipIf(LAUNCHED_RANK is not None, "the launched group is there already")
-class TestWithoutOtherRanks(DeviceFreeTest):
+class TestWithoutOtherRanks(FakeGroupTest):
     """A process group that sends nothing, or no data to send."""
 
-    def setUp(self) -> None:
-        super().setUp()
-        dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-
-    def tearDown(self) -> None:
-        dist.destroy_process_group()
-        super().tearDown()
+    ranks = 2
 
     def test_fake_process_group(self) -> None:
         with counting_comparisons() as sent:

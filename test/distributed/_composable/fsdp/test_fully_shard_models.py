@@ -10,10 +10,8 @@ FSDP, and how closely. The base release is run too: it refuses each of these mod
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
-import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -26,10 +24,10 @@ from fsdp_test_utils import (
     DeviceFreeTest,
     FSDPProcessTest,
     record_collectives,
-    REPO_ROOT,
     run_python,
     WORLD_SIZE,
 )
+from real_models import example_of, EXAMPLES
 
 import torch
 import torch.nn as nn
@@ -41,10 +39,6 @@ from torch.testing._internal.common_utils import (
     run_tests,
 )
 
-
-EXAMPLES = REPO_ROOT / "examples"
-if str(EXAMPLES) not in sys.path:
-    sys.path.append(str(EXAMPLES))
 
 MODELS = ["nemotron_h", "mamba2", "qwen3_next", "deepseek_v3", "llama_peft"]
 STEPS = 3
@@ -81,10 +75,6 @@ for name in {models!r}:
         errors[name] = f"{{type(error).__name__}}: {{error}}"
 print(json.dumps({{"torch": torch.__file__, "errors": errors}}))
 """
-
-
-def example_of(name: str) -> Any:
-    return importlib.import_module(f"train_{name}")
 
 
 def managed_parameters(unit: nn.Module) -> list[nn.Parameter]:

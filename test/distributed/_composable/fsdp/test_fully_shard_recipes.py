@@ -10,12 +10,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from fsdp_test_utils import DeviceFreeTest, record_collectives
+from fsdp_test_utils import FakeGroupTest, record_collectives
 
 import torch
-import torch.distributed as dist
 from torch.testing._internal.common_utils import run_tests
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 # Not where torch is: this file may be run on another one
@@ -47,16 +45,10 @@ def costs() -> dict[str, list[str]]:
     return {cells[0].strip(): [c.strip() for c in cells[1:]] for cells in rows[2:]}
 
 
-class TestDocs(DeviceFreeTest):
+class TestDocs(FakeGroupTest):
     """One of two ranks, whose group sends nothing, runs what the page shows."""
 
-    def setUp(self) -> None:
-        super().setUp()
-        dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-
-    def tearDown(self) -> None:
-        dist.destroy_process_group()
-        super().tearDown()
+    ranks = 2
 
     def sent_by(self, code: str) -> tuple[str, str]:
         """Runs a recipe; returns the bytes gathered and reduced, as the page does."""

@@ -44,7 +44,7 @@ from typing import Any
 from unittest import mock
 
 from fsdp_happens_before import Event, find_sites, HappensBefore, Site, Stream
-from fsdp_test_utils import CastLinear, DeviceFreeTest, MixedBlock
+from fsdp_test_utils import CastLinear, FakeGroupTest, MixedBlock
 
 import torch
 import torch.distributed as dist
@@ -74,7 +74,6 @@ from torch.testing._internal.common_utils import (
     parametrize,
     run_tests,
 )
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 
@@ -733,22 +732,16 @@ def run_clean(name: str, kind: str) -> HappensBefore:
     return run(name, kind)
 
 
-class FakeGroupTest(DeviceFreeTest):
-    """Is the first of 8 ranks of which there are no others."""
-
-    @classmethod
-    def setUpClass(cls) -> None:
-        super().setUpClass()
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+class StreamsTest(FakeGroupTest):
+    ranks = RANKS
 
     @classmethod
     def tearDownClass(cls) -> None:
-        dist.destroy_process_group()
-        mesh_of.cache_clear()
         super().tearDownClass()
+        mesh_of.cache_clear()
 
 
-class TestChecker(FakeGroupTest):
+class TestChecker(StreamsTest):
     def setUp(self) -> None:
         super().setUp()
         self.checker = HappensBefore()
@@ -874,7 +867,7 @@ class TestChecker(FakeGroupTest):
         self.assertLessEqual(UNSEEN, {*names})
 
 
-class TestSchedules(FakeGroupTest):
+class TestSchedules(StreamsTest):
     @parametrize("kind", [*KINDS])
     def test_all_is_ordered(self, kind: str) -> None:
         for name in SCHEDULES:
@@ -1001,7 +994,7 @@ BROKEN = {
 }
 
 
-class TestWhatOrders(FakeGroupTest):
+class TestWhatOrders(StreamsTest):
     kinds = ("uniform", "uniform, cast", "mixed", "mixed, cast")
 
     def test_each_call_matters(self) -> None:

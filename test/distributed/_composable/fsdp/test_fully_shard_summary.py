@@ -13,7 +13,7 @@ from unittest import mock
 from features_models import Fp8
 from fsdp_test_utils import (
     CastLinear,
-    DeviceFreeTest,
+    FakeGroupTest,
     FSDPThreadTest,
     mixed_model,
     record_collectives,
@@ -21,7 +21,6 @@ from fsdp_test_utils import (
 )
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,7 +28,6 @@ from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import layout_summary
 from torch.distributed.fsdp._fully_shard._fsdp_summary import UnitSummary
 from torch.testing._internal.common_utils import run_tests
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -60,16 +58,8 @@ def sharded_units() -> nn.Sequential:
     return model
 
 
-class TestSummaryOfOneRank(DeviceFreeTest):
+class TestSummaryOfOneRank(FakeGroupTest):
     """One of eight ranks, whose group sends nothing."""
-
-    def setUp(self) -> None:
-        super().setUp()
-        dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
-
-    def tearDown(self) -> None:
-        dist.destroy_process_group()
-        super().tearDown()
 
     TEXT = """\
 unit    parameters  elements  stored in  computes in  bytes gathered  reduced in  bytes reduced     divided by

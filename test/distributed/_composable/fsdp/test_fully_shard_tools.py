@@ -10,9 +10,7 @@ which the tool is not applied.
 from __future__ import annotations
 
 import functools
-import importlib
 import json
-import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -20,10 +18,10 @@ from typing import Any
 from fsdp_test_utils import (
     DEVICE_TYPE,
     FSDPProcessTest,
-    REPO_ROOT,
     shared_folder,
     WORLD_SIZE,
 )
+from real_models import example_of
 
 import torch
 import torch.nn as nn
@@ -40,10 +38,6 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-
-EXAMPLES = REPO_ROOT / "examples"
-if str(EXAMPLES) not in sys.path:
-    sys.path.append(str(EXAMPLES))
 
 STEPS = 2
 Shard = Callable[[nn.Module, DeviceMesh], object]
@@ -95,9 +89,6 @@ def layers_of(model: nn.Module) -> nn.ModuleList:
 
 
 class TestTools(FSDPProcessTest):
-    def example(self, name: str) -> Any:
-        return importlib.import_module(f"train_{name}")
-
     def batches(self) -> Any:
         from _real_model import token_batches
 
@@ -110,8 +101,8 @@ class TestTools(FSDPProcessTest):
 
     def sharded(self, name: str) -> nn.Module:
         torch.manual_seed(0)
-        model = self.example(name).build_model().to(self.device)
-        self.example(name).shard(model, self.mesh())
+        model = example_of(name).build_model().to(self.device)
+        example_of(name).shard(model, self.mesh())
         return model
 
     def run_step(self, model: nn.Module) -> None:
@@ -124,7 +115,7 @@ class TestTools(FSDPProcessTest):
         from _real_model import train
 
         apply, name = TOOLS[tool]
-        example = self.example(name)
+        example = example_of(name)
         models = []
 
         def shard(model: nn.Module, mesh: DeviceMesh) -> None:
