@@ -291,6 +291,29 @@ class TestProcesses(FSDPProcessTest):
             model(x, {"p": grad}).sum().backward()
         self.assertEqual(full_grad(model.p), torch.full((4,), 257.0).double())
 
+    def test_replicas_use_the_same_parameters_in_another_order(self):
+        """What they all-reduce in the end is laid out alike nevertheless."""
+        orders = {False: ("first", "second"), True: ("second", "first")}
+        for last in ((), ("first",), ("first", "second")):
+            shapes = dict.fromkeys(orders[False], ((4,), torch.float32))
+            model = GivenGrads(shapes).to(self.device)
+            fully_shard(model, mesh=hybrid_mesh(2))
+            expected = dict.fromkeys(shapes, 0.0)
+            for i in range(2 + bool(last)):
+                is_last = i == 1 + bool(last)
+                model.set_requires_all_reduce(is_last)
+                for rank in range(4):
+                    names = orders[rank >= 2][i : i + 1] if i < 2 else last
+                    value = 2.0 ** (4 * i + rank)
+                    for name in names:
+                        expected[name] += value / 4
+                    if rank == self.rank:
+                        grad = torch.full((4,), value, device=self.device)
+                        x = torch.zeros(1, requires_grad=True, device=self.device)
+                        model(x, dict.fromkeys(names, grad)).sum().backward()
+            found = {n: full_grad(p).tolist() for n, p in model.named_parameters()}
+            self.assertEqual(found, {n: [v] * 4 for n, v in expected.items()}, last)
+
     def test_policies(self):
         schedule = [Microbatch(p, "scatter") for p in THREE_DIFFERENT]
         schedule.append(Microbatch(ALL))

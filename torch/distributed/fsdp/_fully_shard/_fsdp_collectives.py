@@ -30,6 +30,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from ._fsdp_api import _ReduceOp, AllGather, ReduceScatter
 from ._fsdp_layout import (
     GatherLayout,
+    in_plan_order,
     moves_between,
     padded_shard_numel,
     plan_gather,
@@ -665,6 +666,7 @@ def _reduce(
     partial: torch.Tensor | None,
 ) -> ReduceResult:
     reduce_input = _reduce_copy_in(reduction, bucket, fsdp_params, unsharded_grads)
+    is_extended = len(unsharded_grads) < len(bucket.slots)
     unsharded_grads.clear()  # only now: the copy-in has been issued
     handle, stream = reduction.device_handle, reduction.reduce_scatter_stream
     stream.wait_stream(handle.current_stream())
@@ -680,6 +682,9 @@ def _reduce(
         return ReduceResult(
             reduce_input, scattered, stream, scattered, None, None, output
         )
+    if is_extended:
+        with handle.stream(stream):
+            fsdp_params, bucket, output = _in_common_order(fsdp_params, bucket, output)
     stream, shared_output = _all_reduce(reduction, output)
     with handle.stream(stream):
         _div_if_needed(output, reduction.factors[1])
@@ -861,6 +866,21 @@ def _reduce_scatter(
     if partial is not None:
         output += partial
     return output
+
+
+def _in_common_order(
+    fsdp_params: list[FSDPParam], bucket: ReduceBucket, output: torch.Tensor
+) -> tuple[list[FSDPParam], ReduceBucket, torch.Tensor]:
+    """
+    Lays ``output`` out as it would be if all of it were new: which microbatch
+    gave what may differ between replicas, whose elements must meet.
+    """
+    common = in_plan_order(bucket)
+    if common is bucket:
+        return fsdp_params, bucket, output
+    of_slot = dict(zip((slot.param for slot in bucket.slots), fsdp_params))
+    merged = PartialReduce.merge(common, [PartialReduce(bucket, output)])
+    return [of_slot[slot.param] for slot in common.slots], common, merged.output
 
 
 def _all_reduce(

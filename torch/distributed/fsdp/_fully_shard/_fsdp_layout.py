@@ -330,6 +330,15 @@ def extend_bucket(bucket: ReduceBucket, kept: ReduceBucket) -> ReduceBucket:
     return ReduceBucket(bucket.dtype, bucket.slots + missing) if missing else bucket
 
 
+def in_plan_order(bucket: ReduceBucket) -> ReduceBucket:
+    """
+    Returns the bucket with its slots as :func:`plan_buckets` would lay them,
+    whatever it was extended by, and in which order.
+    """
+    slots = tuple(_in_runs([*bucket.slots], bucket.dtype))
+    return bucket if slots == bucket.slots else ReduceBucket(bucket.dtype, slots)
+
+
 def moves_between(
     source: ReduceBucket, target: ReduceBucket
 ) -> tuple[tuple[int, int, int], ...]:
