@@ -45,6 +45,7 @@ STAY_HERE = {
     f"{TESTS}/{name}.py"
     for name in (
         "build_test_utils",
+        "fsdp_drift",
         "real_models",
         "test_fully_shard_accelerate",
         "test_fully_shard_architecture",
@@ -53,6 +54,7 @@ STAY_HERE = {
         "test_fully_shard_checkout",
         "test_fully_shard_contract",
         "test_fully_shard_docs",
+        "test_fully_shard_drift",
         "test_fully_shard_models",
         "test_fully_shard_recipes",
         "test_fully_shard_superbuild",

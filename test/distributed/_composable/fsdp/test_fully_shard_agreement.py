@@ -12,7 +12,7 @@ import contextlib
 import os
 import re
 import unittest
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -49,14 +49,29 @@ class Scales(nn.Module):
         for name, size in (sizes or {"gate": 4, "up": 8}).items():
             self.register_parameter(name, nn.Parameter(torch.ones(size, dtype=dtype)))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for param in self.parameters():
-            x = x * param.float().mean().to(x.dtype)
+    def forward(self, x: torch.Tensor, used: Sequence[str] = ()) -> torch.Tensor:
+        for name, param in self.named_parameters():
+            if not used or name in used:
+                x = x * param.float().mean().to(x.dtype)
         return x
 
 
-def blocks(count: int = 2, **kwargs: Any) -> nn.Sequential:
-    return nn.Sequential(*(Scales(**kwargs) for _ in range(count)))
+class Chain(nn.Sequential):
+    """Runs those of its blocks, with those of their parameters, that it is told to."""
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        used: Sequence[str] = (),
+        run: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        for i in range(len(self)) if run is None else run:
+            x = self[i](x, used)
+        return x
+
+
+def blocks(count: int = 2, **kwargs: Any) -> Chain:
+    return Chain(*(Scales(**kwargs) for _ in range(count)))
 
 
 def shard(model: nn.Module, **kwargs: Any) -> nn.Module:
@@ -230,7 +245,8 @@ class TestRanksDisagree(FSDPProcessTest):
             model[0].unshard()
         with counting_comparisons() as sent:
             self.step(model)
-        self.assertEqual(sent, [32] * (1 if self.rank == 1 else 2))
+        gathers = 1 if self.rank == 1 else 2
+        self.assertEqual(sent, [32] * (gathers + 2))
 
 
 class TestRanksAgree(FSDPProcessTest):
@@ -241,33 +257,38 @@ class TestRanksAgree(FSDPProcessTest):
     def sharded(self, **kwargs: Any) -> nn.Module:
         return shard(blocks(3).to(self.device), **({"mesh": shard_mesh()} | kwargs))
 
-    def test_costs_one_small_collective_for_each_unit_once(self) -> None:
-        for kwargs in (
-            {},
-            {"mesh": hybrid_mesh(2)},
-            {"mesh": hybrid_mesh(1)},
-            {"reshard_after_forward": True},
+    def test_costs_a_few_small_collectives_for_each_unit_once(self) -> None:
+        # Before gathers, before reduce-scatters and before all-reduces, each with
+        # the first unit's again in the second step: then it comes after the last
+        for kwargs, first, second in (
+            ({}, 3 + 3, 1),
+            ({"mesh": hybrid_mesh(2)}, 3 + 3 + 3, 2),
+            ({"mesh": hybrid_mesh(1)}, 3, 1),
+            ({"reshard_after_forward": True}, 3 + 3, 1),
         ):
             model = self.sharded(**kwargs)
             with counting_comparisons() as sent:
                 self.step(model)
-                self.assertEqual(sent, [32] * 3)
+                self.assertEqual(sent, [32] * first)
                 for child in model:
                     child.unshard()
                     child.reshard()
                 self.step(model)
-                self.assertEqual(sent, [32] * 3)
+                self.assertEqual(sent, [32] * (first + second))
+                for _ in range(3):
+                    self.step(model)
+                self.assertEqual(sent, [32] * (first + second))
 
     def test_is_not_seen_by_counters_of_collectives(self) -> None:
         model, counter = self.sharded(reshard_after_forward=False), CommDebugMode()
         with counting_comparisons() as sent, counter:
             self.step(model)
-        self.assertEqual(len(sent), 3)
+        self.assertEqual(len(sent), 6)
         # Three gathers, and three reductions
         self.assertEqual(counter.get_total_counts(), 6)
 
     def test_environment_turns_it_off(self) -> None:
-        for value, expected in (("0", 0), ("1", 3)):
+        for value, expected in (("0", 0), ("1", 6)):
             with mock.patch.dict(os.environ, {SWITCH: value}):
                 with counting_comparisons() as sent:
                     self.step(self.sharded())
@@ -293,8 +314,150 @@ class TestRanksAgree(FSDPProcessTest):
         model = self.sharded()
         with counting_comparisons() as sent, torch.inference_mode():
             model(torch.ones(2, device=self.device))
-        self.assertEqual(len(sent), 3)
+        self.assertEqual(len(sent), 3)  # of gathers
         self.step(model)
+
+
+class TestReductions(FSDPProcessTest):
+    """What each backward gives gradients to: the same on all ranks, or all raise."""
+
+    def sharded(self, **kwargs: Any) -> nn.Module:
+        model = blocks(3, gate=4, up=4).to(self.device)
+        return shard(model, **({"mesh": shard_mesh()} | kwargs))
+
+    def backward(self, model: nn.Module, **kwargs: Any) -> None:
+        x = torch.ones(2, requires_grad=True, device=self.device)
+        model(x, **kwargs).sum().backward()
+
+    def step(self, model: nn.Module, microbatches: int = 1, **kwargs: Any) -> None:
+        for _ in range(microbatches):
+            self.backward(model, **kwargs)
+        model.zero_grad()
+
+    def count(self, model: nn.Module, times: int, **kwargs: Any) -> list[int]:
+        """Returns how often ranks were compared in each of some steps."""
+        counts = []
+        for _ in range(times):
+            with counting_comparisons() as sent:
+                self.step(model, **kwargs)
+            counts.append(len(sent))
+        return counts
+
+    def refused(self, run: Callable[[], None]) -> str:
+        """Returns what all ranks alike raise, before they reduced anything."""
+        with record_collectives() as recorder:
+            with self.assertRaises(RuntimeError) as caught:
+                run()
+        self.assertEqual(recorder.reduce_scatters + recorder.all_reduces, [])
+        messages: list[Any] = [None] * WORLD_SIZE
+        dist.all_gather_object(messages, str(caught.exception))
+        self.assertEqual(messages, messages[:1] * WORLD_SIZE)
+        return messages[0]
+
+    def test_changes_alone_are_compared(self) -> None:
+        model = self.sharded()
+        # Gathers and reductions, and then the first unit's after the last
+        self.assertEqual(self.count(model, 4), [6, 1, 0, 0])
+        self.assertEqual(self.count(model, 2, used=["gate"]), [3, 0])
+        self.assertEqual(self.count(model, 2), [3, 0])
+        # The first block now comes after the last
+        self.assertEqual(self.count(model, 2, run=[0, 2]), [1, 0])
+        self.assertEqual(self.count(model, 2), [1, 0])
+
+    def test_microbatches_of_one_unit_are_compared(self) -> None:
+        for kwargs, groups in (({}, 1), ({"mesh": hybrid_mesh(2)}, 2)):
+            model = self.sharded(**kwargs)
+            # From the first microbatch to the second, and back
+            counts = self.count(model, 3, microbatches=3)
+            self.assertEqual(counts[1:], [2 * groups] * 2)
+
+    def test_put_off_all_reduce_is_told_from_none(self) -> None:
+        model = self.sharded(mesh=hybrid_mesh(2))
+        for _ in range(3):
+            with counting_comparisons() as sent:
+                for is_last in (False, True):
+                    model.set_requires_all_reduce(is_last)
+                    self.backward(model)
+                model.zero_grad()
+        # Over the shards: over the replicas there is one reduction a step
+        self.assertEqual(len(sent), 2)
+
+    def test_how_many_microbatches_accumulate_is_not_compared(self) -> None:
+        model = replicate(blocks(3).to(self.device), mesh=shard_mesh())
+        self.count(model, 2)
+        for microbatches in (1, 3 if self.rank else 2):
+            with counting_comparisons() as sent:
+                for i in range(microbatches):
+                    model.set_requires_gradient_sync(i == microbatches - 1)
+                    self.backward(model)
+                model.zero_grad()
+            self.assertEqual(sent, [])
+
+    def test_other_parameters(self) -> None:
+        """In the first step, and after steps that were alike."""
+        mine = ["up" if self.rank == 2 else "gate"]
+        for steps in (0, 2):
+            model = self.sharded()
+            self.count(model, steps)
+            message = self.refused(lambda model=model: self.step(model, used=mine))
+            self.assertIn("the gradients of unit '2':\n  2.gate: gets a gra", message)
+            self.assertRegex(message, "2.up: gets no gradient on ranks 0, 1, 3, gets a")
+            self.assertIn("set_reduce_scatter_unused_params(True)", message)
+
+    def test_other_parameters_are_fine_where_zeros_stand_in(self) -> None:
+        model = self.sharded()
+        model.set_reduce_scatter_unused_params(True)
+        mine = ["up" if self.rank == 2 else "gate"]
+        self.assertEqual(self.count(model, 3, used=mine), [6, 1, 0])
+        self.backward(model, used=mine)
+        share = [model[1].gate.grad.full_tensor(), model[1].up.grad.full_tensor()]
+        self.assertEqual([grad[0].item() for grad in share], [3 / 8, 1 / 8])
+
+    def test_replicas_that_reduce_other_parameters(self) -> None:
+        """Each shard group agrees within itself."""
+        model = self.sharded(mesh=hybrid_mesh(2))
+        with self.assertRaises(RuntimeError) as caught:
+            self.step(model, used=["up" if self.rank >= 2 else "gate"])
+        ranks = (self.rank % 2, self.rank % 2 + 2)
+        text = "2.up: gets no gradient on rank {}, gets a gradient, .* on rank {}"
+        self.assertRegex(str(caught.exception), text.format(*ranks))
+        dist.barrier()
+
+    def test_another_unit(self) -> None:
+        """In the first step: later the time limit would have to end it."""
+        model = blocks(3).to(self.device)
+        for block in model:
+            replicate(block, mesh=shard_mesh())
+        replicate(model, mesh=shard_mesh())
+        mine = [1 if self.rank == 2 else 0]
+        message = self.refused(lambda: self.step(model, run=mine))
+        text = (
+            "drifted apart:\n  reduces unit '0', without earlier gradients to add to "
+        )
+        self.assertIn(text + "on ranks 0, 1, 3, reduces unit '1', without", message)
+
+    def test_always_compares_every_collective(self) -> None:
+        with mock.patch.dict(os.environ, {SWITCH: "always"}):
+            for kwargs, each in (({}, 2), ({"mesh": hybrid_mesh(2)}, 3)):
+                model = self.sharded(reshard_after_forward=False, **kwargs)
+                self.assertEqual(self.count(model, 3), [3 * each] * 3)
+            model = self.sharded()
+            mine = [0, 2] if self.rank == 1 else [0, 1, 2]
+            message = self.refused(lambda: self.step(model, run=mine))
+        text = "gathers unit '1' on ranks 0, 2, 3, gathers unit '2' on rank 1"
+        self.assertIn(text, message)
+
+    def test_always_finds_microbatches_that_are_skipped(self) -> None:
+        """Where the next step meets the microbatch that is left out."""
+        with mock.patch.dict(os.environ, {SWITCH: "always"}):
+            model = replicate(blocks(2).to(self.device), mesh=shard_mesh())
+            self.step(model, microbatches=2)
+            self.backward(model)
+            if self.rank == 1:
+                model.zero_grad()
+            message = self.refused(lambda: self.backward(model))
+        text = "with earlier gradients to add to on ranks 0, 2, 3, .* without earlier"
+        self.assertRegex(message, text)
 
 
 class TestThreads(FSDPThreadTest):
@@ -306,7 +469,7 @@ class TestThreads(FSDPThreadTest):
         dtype = BF16 if self.rank == 3 else FP32
         policy = MixedPrecisionPolicy(reduce_dtype_override_fn=lambda _: dtype)
         model = fully_shard(Scales().to(self.device), mp_policy=policy)
-        text = "unit 'FSDPScales'(?s:.*)gate of Scales: reduces in .* on ranks 0, 1, 2,"
+        text = "of a unit:(?s:.*)gate of Scales: reduces in .* on ranks 0, 1, 2,"
         with self.assertRaisesRegex(RuntimeError, text):
             model.unshard()
 
@@ -332,13 +495,15 @@ class TestWithoutOtherRanks(FakeGroupTest):
         self.assertEqual(sent, [])
 
     def test_message_lists_a_few(self) -> None:
-        def described(dtype: torch.dtype) -> tuple[list[str], list[Any]]:
+        def announced(dtype: torch.dtype) -> agreement._Announced:
             names = [f"w{i}" for i in range(20)]
             dtypes = (str(dtype), "d", "d", "d")
-            return names, [agreement._Described(n, "s", "p", *dtypes) for n in names]
+            params = [agreement._Described(n, "s", "p", *dtypes) for n in names]
+            collective = agreement.Collective("layers.0", "gathers")
+            return agreement._Announced(collective, params, names)
 
         with self.assertRaises(RuntimeError) as caught:
-            agreement._raise({4: described(FP32), 7: described(BF16)}, "layers.0")
+            agreement._raise_if_different({4: announced(FP32), 7: announced(BF16)})
         message = str(caught.exception)
         self.assertEqual(len(re.findall("stored in torch.float32", message)), 8)
         self.assertIn("w0: is stored in torch.float32 on rank 4, is stored", message)

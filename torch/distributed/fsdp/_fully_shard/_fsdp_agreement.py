@@ -1,14 +1,26 @@
 """
-Whether all ranks have laid a unit out alike, found out before it sends anything.
+Whether all ranks are about to do the same for a unit, found out before they do.
 
 [Note: When ranks are compared]
-Ranks that disagree would send buffers of different sizes: a hang, or sums of the
-wrong elements. So each unit compares its ranks once, right before its first
-collective over a group, and over that group: its first gather, or its first
-all-reduce where nothing is gathered. Every rank is about to issue that
-collective, so that none waits here for a rank that would not come. Lazy init
-itself is no such place: one rank may evaluate replicated parameters alone, or
-may call ``unshard`` where the others start with a forward.
+Ranks that disagree would send buffers of different sizes, or of one size but
+with other contents: a hang, a crash, or sums of the wrong elements. So they are
+compared where every rank is about to issue the collective that it is about, and
+over the same group, so that none waits here for a rank that would not come:
+
+- Before a unit's first gather: how its parameters are laid out. Lazy init
+  itself is no such place: one rank may evaluate replicated parameters alone, or
+  may call ``unshard`` where the others start with a forward.
+- Before a reduction that is not a repetition of the unit's last one over that
+  group: which parameters have a gradient, in which dtypes, which unit came
+  before, and for the first unit of all whether it adds to gradients of earlier
+  microbatches. Ranks that have agreed so far and all repeat themselves agree
+  again, so in a steady loop nothing is compared. If only some repeat
+  themselves, a comparison meets a reduction, which is not taken for one: the
+  time limit passes.
+
+``TORCH_FSDP_CHECK_RANKS_AGREE=always`` compares before every gather and every
+reduction, all units of them: it finds the collective where ranks drift apart,
+which otherwise may be noticed later, and says so on all of them at once.
 """
 
 from __future__ import annotations
@@ -25,7 +37,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ._fsdp_collectives import backend_name
 from ._fsdp_param import FSDPParam
-from ._fsdp_unit import dtypes_of
+from ._fsdp_unit import BucketParams, dtypes_of
 
 
 _SWITCH = "TORCH_FSDP_CHECK_RANKS_AGREE"
@@ -43,6 +55,8 @@ class _Described(NamedTuple):
     compute: str
     reduce: str
     grad: str
+    # What this collective does with it, if it reduces
+    reduced: str = ""
 
 
 _TEXTS = _Described(
@@ -53,7 +67,75 @@ _TEXTS = _Described(
     "computes in {}",
     "reduces in {}",
     "has a gradient in {}",
+    "{}",
 )
+
+
+class Collective(NamedTuple):
+    """A collective that a rank is about to issue for a unit."""
+
+    # FQN of the unit, None before the root has given it one
+    unit: str | None
+    # "gathers" or "reduces"
+    does: str
+    # FQN of the unit that this rank last reduced over the group
+    after: str | None = None
+    # Whether what is reduced is added to gradients of earlier reductions, None
+    # if this is not compared
+    accumulates: bool | None = None
+
+    def __str__(self) -> str:
+        text = f"{self.does} unit '{self.unit}'" if self.unit else f"{self.does} a unit"
+        if self.after is not None:
+            text += f" after unit '{self.after}'"
+        if self.accumulates is not None:
+            has = "with" if self.accumulates else "without"
+            text += f", {has} earlier gradients to add to"
+        return text
+
+
+class _Announced(NamedTuple):
+    """What one rank is about to do, and with what."""
+
+    collective: Collective
+    params: list[_Described]
+    fqns: list[str]
+
+
+_LAYOUT_ADVICE = (
+    "Overrides of MixedPrecisionPolicy must return the same on every rank, and "
+    "parameters must be stored in the same dtypes, e.g. loaded from the same "
+    "checkpoint."
+)
+_GRADIENT_ADVICE = (
+    "Each backward must give gradients to the same parameters on every rank. Where "
+    "it cannot, call set_reduce_scatter_unused_params(True) on the unit, which "
+    "reduces zeros for the others."
+)
+_ORDER_ADVICE = (
+    "Every rank must run the same units in the same order, for the same number of "
+    "microbatches, and sync gradients in the same ones."
+)
+_HANG_ADVICE = (
+    "If no rank has failed before, the others do something else, see what they say "
+    f"here. {_SWITCH}=always on all ranks finds where that begins."
+)
+
+
+def compares_always() -> bool:
+    """Whether every gather and reduction is to be compared."""
+    return os.environ.get(_SWITCH) == "always"
+
+
+def reduce_pattern(
+    buckets: Sequence[BucketParams], numel: int
+) -> tuple[torch.dtype | None, ...]:
+    """Returns what each of a unit's ``numel`` parameters is reduced in, if at all."""
+    pattern: list[torch.dtype | None] = [None] * numel
+    for params in buckets:
+        for slot in params.bucket.slots:
+            pattern[slot.param] = params.bucket.dtype
+    return tuple(pattern)
 
 
 def check_ranks_agree(
@@ -61,34 +143,88 @@ def check_ranks_agree(
     names: Sequence[str],
     group: dist.ProcessGroup,
     device: torch.device,
-    unit: str,
+    collective: Collective,
+    pattern: Sequence[torch.dtype | None] | None = None,
 ) -> None:
     """
-    Raises on every rank of ``group`` if one lays the unit's parameters out in
-    another way than the rest: one all-gather of 32 bytes a rank.
+    Raises on every rank of ``group`` if they are not about to do the same: one
+    all-gather of 32 bytes a rank.
 
     Args:
         names: Of the parameters within the unit, which no rank knows otherwise.
-        group: Ranks that are about to communicate for this unit.
+        group: Ranks that are about to issue ``collective``.
         device: That ``group`` communicates for.
-        unit: What the unit is called, for the message.
+        pattern: Of a reduction, from :func:`reduce_pattern`.
+
+    Raises:
+        RuntimeError: Names what differs, on which ranks, by FQN.
     """
     if not _is_wanted(fsdp_params, group, device):
         return
     described = [*map(_describe, fsdp_params, names)]
-    digest = hashlib.sha256(repr(described).encode()).digest()
+    if pattern is not None:
+        described = [
+            params._replace(reduced=_reduced_text(dtype))
+            for params, dtype in zip(described, pattern, strict=True)
+        ]
+    mine = _Announced(collective, described, _fqns(fsdp_params, names))
+    try:
+        by_rank = _exchange(mine, group, device)
+    except BaseException as error:
+        tell_collective(error, collective, fsdp_params, names, pattern)
+        raise
+    if by_rank is not None:
+        _raise_if_different(by_rank)
+
+
+def tell_collective(
+    error: BaseException,
+    collective: Collective,
+    fsdp_params: Sequence[FSDPParam],
+    names: Sequence[str],
+    pattern: Sequence[torch.dtype | None] | None = None,
+) -> None:
+    """
+    Notes on an error which collective it happened in. What a backend says, e.g.
+    that its time limit has passed, does not tell.
+    """
+    if not hasattr(error, "add_note"):  # from Python 3.11 on
+        return
+    note = f"This rank {collective}"
+    if pattern is not None:
+        pairs = zip(_fqns(fsdp_params, names), pattern, strict=True)
+        missing = [fqn for fqn, dtype in pairs if dtype is None]
+        note += f", and has no gradient of {_listed(missing)}" if missing else ""
+    error.add_note(f"{note}. {_HANG_ADVICE}")
+
+
+def _listed(texts: Sequence[str], separator: str = ", ") -> str:
+    more = len(texts) - _MAX_LISTED
+    if more > 0:
+        texts = [*texts[:_MAX_LISTED], f"and {more} more"]
+    return separator.join(texts)
+
+
+def _fqns(fsdp_params: Sequence[FSDPParam], names: Sequence[str]) -> list[str]:
+    return [p._param_fqn or name for p, name in zip(fsdp_params, names)]
+
+
+def _exchange(
+    mine: _Announced, group: dist.ProcessGroup, device: torch.device
+) -> dict[int, _Announced] | None:
+    """Returns what each rank has announced, None if all of it is the same."""
+    said = repr((mine.collective, mine.params))
+    digest = hashlib.sha256(said.encode()).digest()
     # Counters of a user's collectives or memory are not about this
     with torch.no_grad(), _disable_current_modes():
-        mine = torch.tensor([*digest], dtype=torch.uint8, device=device)
-        digests = [torch.empty_like(mine) for _ in range(group.size())]
-        dist.all_gather(digests, mine, group=group)
+        tensor = torch.tensor([*digest], dtype=torch.uint8, device=device)
+        digests = [torch.empty_like(tensor) for _ in range(group.size())]
+        dist.all_gather(digests, tensor, group=group)
         if len({bytes(digest.tolist()) for digest in digests}) == 1:
-            return
-        fqns = [p._param_fqn or name for p, name in zip(fsdp_params, names)]
+            return None
         by_rank: list = [None] * group.size()
-        dist.all_gather_object(by_rank, (fqns, described), group=group)
-    ranks = dist.get_process_group_ranks(group)
-    _raise(dict(zip(ranks, by_rank, strict=True)), unit)
+        dist.all_gather_object(by_rank, mine, group=group)
+    return dict(zip(dist.get_process_group_ranks(group), by_rank, strict=True))
 
 
 def _is_wanted(
@@ -96,6 +232,8 @@ def _is_wanted(
 ) -> bool:
     if group.size() == 1 or os.environ.get(_SWITCH) == "0":
         return False
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return False  # a graph is not captured before steps have been run
     if backend_name(group, device) == "fake":  # has no other ranks
         return False
     return detect_fake_mode([p._sharded_local_tensor for p in fsdp_params]) is None
@@ -111,35 +249,50 @@ def _describe(fsdp_param: FSDPParam, name: str) -> _Described:
     )
 
 
-def _raise(by_rank: dict[int, tuple[list[str], list[_Described]]], unit: str) -> None:
-    counts = {rank: len(described) for rank, (_, described) in by_rank.items()}
-    if len({*counts.values()}) > 1:
+def _reduced_text(dtype: torch.dtype | None) -> str:
+    return "gets no gradient" if dtype is None else f"gets a gradient, sent in {dtype}"
+
+
+# What is said #
+
+
+def _raise_if_different(by_rank: Mapping[int, _Announced]) -> None:
+    collectives = {rank: said.collective for rank, said in by_rank.items()}
+    units = {collective.unit for collective in collectives.values()} - {None}
+    kinds = {collective.does for collective in collectives.values()}
+    counts = {rank: len(said.params) for rank, said in by_rank.items()}
+    unit = f"unit '{min(units)}'" if units else "a unit"
+    title = f"Ranks disagree about the parameters of {unit}"
+    if len(units) > 1 or len(kinds) > 1:
+        title = "Ranks have drifted apart"
+        lines, advice = [_by_value("{}", collectives)], _ORDER_ADVICE
+    elif len({*counts.values()}) > 1:
         lines = [_by_value("the unit has {} parameters", counts)]
+        advice = _LAYOUT_ADVICE
+    elif lines := _differences(by_rank, _Described._fields[:-1]):
+        advice = _LAYOUT_ADVICE
+    elif lines := _differences(by_rank, _Described._fields[-1:]):
+        title = f"Ranks disagree about the gradients of {unit}"
+        advice = _GRADIENT_ADVICE
+    elif len({collective[1:] for collective in collectives.values()}) > 1:
+        title = "Ranks have drifted apart"
+        lines, advice = [_by_value("{}", collectives)], _ORDER_ADVICE
     else:
-        lines = _differences(by_rank)
-    more = len(lines) - _MAX_LISTED
-    if more > 0:
-        lines = [*lines[:_MAX_LISTED], f"and {more} more"]
-    listed = "".join(f"\n  {line}" for line in lines)
-    raise RuntimeError(
-        f"Ranks disagree about the parameters of unit '{unit}':{listed}\n"
-        "Overrides of MixedPrecisionPolicy must return the same on every rank, and "
-        "parameters must be stored in the same dtypes, e.g. loaded from the same "
-        f"checkpoint. ({_SWITCH}=0 on all ranks turns this check off.)"
-    )
+        return  # a unit has no name yet where it is gathered before the root's forward
+    off = f"({_SWITCH}=0 on all ranks turns this check off.)"
+    listed = _listed(lines, "\n  ")
+    raise RuntimeError(f"{title}:\n  {listed}\n{advice} {off}")
 
 
-def _differences(by_rank: dict[int, tuple[list[str], list[_Described]]]) -> list[str]:
+def _differences(by_rank: Mapping[int, _Announced], fields: Sequence[str]) -> list[str]:
     lines = []
-    fqns, _ = next(iter(by_rank.values()))
-    for i, fqn in enumerate(fqns):
-        for field, text in zip(_Described._fields, _TEXTS):
+    for i, fqn in enumerate(next(iter(by_rank.values())).fqns):
+        for field in fields:
             values = {
-                rank: getattr(described[i], field)
-                for rank, (_, described) in by_rank.items()
+                rank: getattr(said.params[i], field) for rank, said in by_rank.items()
             }
             if len({*values.values()}) > 1:
-                lines.append(f"{fqn}: {_by_value(text, values)}")
+                lines.append(f"{fqn}: {_by_value(getattr(_TEXTS, field), values)}")
     return lines
 
 

@@ -54,7 +54,13 @@ from torch.distributed.fsdp._common_utils import (
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
-from ._fsdp_agreement import check_ranks_agree
+from ._fsdp_agreement import (
+    check_ranks_agree,
+    Collective,
+    compares_always,
+    reduce_pattern,
+    tell_collective,
+)
 from ._fsdp_api import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ._fsdp_collectives import (
     _get_gradient_divide_factors,
@@ -161,6 +167,9 @@ class FSDPCommContext:
         # root's lazy init resolves it from theirs.
         self.reduce_scatter_states: list[ReduceScatterState] = []
         self.reduce_scatter_max_input_buffers: int = 1
+        # The group last reduced over each process group: reductions come in the
+        # same order on all of its ranks
+        self.last_reduced: dict[dist.ProcessGroup, FSDPParamGroup] = {}
         # Groups in the order of their forwards, for prefetching in backward.
         # A reference cycle, which ends with every backward.
         self.post_forward_order: list[FSDPParamGroup] = []
@@ -205,6 +214,19 @@ class AllReduceState(NamedTuple):
 
     all_reduce_input: torch.Tensor
     event: torch.Event | None
+
+
+class _Agreed(NamedTuple):
+    """
+    What the ranks of a process group last reduced for a unit, and after which
+    unit, all of them alike. See [Note: When ranks are compared].
+    """
+
+    buckets: Sequence[BucketParams]
+    pattern: tuple[torch.dtype | None, ...]
+    after: FSDPParamGroup | None
+    # Whether it was added to earlier gradients, None if this is not watched
+    accumulates: bool | None
 
 
 class FSDPParamGroup:
@@ -252,7 +274,7 @@ class FSDPParamGroup:
     _reshard_after_forward_event: torch.Event | None = None
     # After this group's last reduction, including what follows it
     _post_reduce_event: torch.Event | None = None
-    # Found out once, see [Note: When ranks are compared]
+    # About what is gathered, see [Note: When ranks are compared]
     _ranks_agree: bool = False
 
     def __init__(
@@ -306,6 +328,7 @@ class FSDPParamGroup:
         # The places of this group's forwards in the shared order
         self._post_forward_indices: list[int] = []
         self._all_reduce_states: list[AllReduceState] = []
+        self._agreed: dict[dist.ProcessGroup, _Agreed] = {}
         # Of microbatches whose all-reduce was put off, by reduce dtype
         self._partial_reduces: dict[torch.dtype, PartialReduce] = {}
 
@@ -404,13 +427,88 @@ class FSDPParamGroup:
                     "allocates its own buffers"
                 )
 
-    def _compare_ranks(self, group: dist.ProcessGroup | None) -> None:
-        """Raises if the ranks of ``group``, which is about to be used, disagree."""
-        if group is not None:
-            names = self._param_names
-            unit = self._module_fqn or type(self.modules[0]).__name__
-            check_ranks_agree(self.fsdp_params, names, group, self.device, unit)
-        self._ranks_agree = True
+    # Comparing ranks #
+    def _compare_gathers(self, group: dist.ProcessGroup) -> None:
+        """Raises if the ranks of ``group``, which are about to gather, disagree."""
+        self._check_ranks(group, self._collective("gathers"))
+        self._ranks_agree = not compares_always()
+
+    def _compare_reductions(self, buckets: list[BucketParams]) -> None:
+        """
+        Raises if the ranks that are about to reduce disagree, unless this one
+        does what it did the last time.
+        """
+        if (group := self._reduce_scatter_group) is not None:
+            self._compare_reduction(group, buckets)
+        if self.all_reduce_grads and (group := self._all_reduce_group) is not None:
+            if self._partial_reduces:
+                kept = [
+                    BucketParams((), partial.bucket)
+                    for partial in self._partial_reduces.values()
+                ]
+                buckets = buckets + kept
+            self._compare_reduction(group, buckets)
+
+    def _compare_reduction(
+        self, group: dist.ProcessGroup, buckets: list[BucketParams]
+    ) -> None:
+        last_reduced = self.comm_ctx.last_reduced
+        after, agreed = last_reduced.get(group), self._agreed.get(group)
+        # That ranks are microbatches apart shows in any unit: the first one looks
+        is_watched = after is None if agreed is None else agreed.accumulates is not None
+        accumulates = None
+        if is_watched or compares_always():
+            accumulates = self._accumulates(buckets)
+        is_repeated = (
+            agreed is not None
+            and agreed.after is after
+            and agreed.accumulates is accumulates
+        )
+        if not is_repeated or agreed.buckets is not buckets:
+            pattern = reduce_pattern(buckets, len(self.fsdp_params))
+            if not any(pattern):
+                return  # nothing is sent over this group
+            if not is_repeated or agreed.pattern != pattern:
+                name = None if after is None else after._unit_name
+                collective = self._collective("reduces", name, accumulates)
+                self._check_ranks(group, collective, pattern)
+            if not compares_always():
+                agreed = _Agreed(buckets, pattern, after, accumulates)
+                self._agreed[group] = agreed
+        last_reduced[group] = self
+
+    def _accumulates(self, buckets: list[BucketParams]) -> bool:
+        """Whether what is reduced is added to gradients of earlier reductions."""
+        if self._partial_reduces:
+            return True
+        slots = (slot for params in buckets for slot in params.bucket.slots)
+        first = next(slots, None)
+        if first is None:
+            return False
+        return self.fsdp_params[first.param].sharded_param.grad is not None
+
+    def _check_ranks(self, group: dist.ProcessGroup, *args: Any) -> None:
+        names = self._param_names
+        check_ranks_agree(self.fsdp_params, names, group, self.device, *args)
+
+    @property
+    def _unit_name(self) -> str | None:
+        return "(root)" if self._module_fqn == "" else self._module_fqn
+
+    def _collective(self, *args: Any) -> Collective:
+        return Collective(self._unit_name, *args)
+
+    def _tell(
+        self, error: BaseException, buckets: list[BucketParams] | None = None
+    ) -> None:
+        """Notes on an error in a collective which unit's it was."""
+        collective, pattern = self._collective("gathers"), None
+        if buckets is not None:
+            pattern = reduce_pattern(buckets, len(self.fsdp_params))
+            accumulates = self._accumulates(buckets)
+            collective = self._collective("reduces", None, accumulates)
+        names = self._param_names
+        tell_collective(error, collective, self.fsdp_params, names, pattern)
 
     # Runtime: unshard and reshard #
     @_disable_functorch_if_active
@@ -430,16 +528,20 @@ class FSDPParamGroup:
         streams = self.comm_ctx.get_all_gather_streams(async_op, self._training_state)
         group = self._all_gather_process_group
         if not self._ranks_agree:
-            self._compare_ranks(group)
-        with self._range("FSDP::all_gather"):
-            self._all_gather_result = foreach_all_gather(
-                self.fsdp_params,
-                group,
-                async_op,
-                *streams,
-                self.device,
-                self._all_gather_comm,
-            )
+            self._compare_gathers(group)
+        try:
+            with self._range("FSDP::all_gather"):
+                self._all_gather_result = foreach_all_gather(
+                    self.fsdp_params,
+                    group,
+                    async_op,
+                    *streams,
+                    self.device,
+                    self._all_gather_comm,
+                )
+        except BaseException as error:
+            self._tell(error)
+            raise
 
     @_disable_functorch_if_active
     def wait_for_unshard(self):
@@ -477,8 +579,12 @@ class FSDPParamGroup:
     def _fill_unsharded_params(self, result: AllGatherResult, is_gathered: bool):
         if is_gathered:
             group = self._all_gather_process_group
-            with self._range("FSDP::all_gather_copy_out"):
-                foreach_all_gather_copy_out(result, self.fsdp_params, group)
+            try:
+                with self._range("FSDP::all_gather_copy_out"):
+                    foreach_all_gather_copy_out(result, self.fsdp_params, group)
+            except BaseException as error:
+                self._tell(error)
+                raise
         else:
             unshard_single_rank(self.fsdp_params, self.device)
         self.fsdp_params.init_unsharded_params()
@@ -578,11 +684,14 @@ class FSDPParamGroup:
         buckets = self._get_buckets(grads)
         if not buckets:
             return
-        if not self._ranks_agree and self.all_reduce_grads:
-            self._compare_ranks(self._all_reduce_group)
-        with self._range("FSDP::post_backward_reduce"):
-            self._wait_for_post_backward()
-            self._reduce_buckets(buckets, grads)
+        self._compare_reductions(buckets)
+        try:
+            with self._range("FSDP::post_backward_reduce"):
+                self._wait_for_post_backward()
+                self._reduce_buckets(buckets, grads)
+        except BaseException as error:
+            self._tell(error, buckets)
+            raise
         if is_partial_forward:
             # Autograd goes on with the unit's other modules. Their kernels
             # must not be handed memory that this reduction still reads or

@@ -1,0 +1,422 @@
+"""
+Lets ranks drift apart in many ways, and prints as JSON what each of them sees.
+
+Each case runs on ranks of its own, processes forked from this one: what is sent to
+the wrong partner leaves a process group that nobody can use again.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # what the hooks import: once for all ranks
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
+
+
+RANKS = 2
+ODD = 1  # the rank that does something else
+GOOD_STEPS = 3
+# Of the process group. Long, beside how long the ranks take to get anywhere.
+AT_ONCE = 8  # cases: most of them wait most of the time
+TIME_LIMIT = datetime.timedelta(seconds=6)
+BF16, FP32 = torch.bfloat16, torch.float32
+SWITCH = "TORCH_FSDP_CHECK_RANKS_AGREE"
+
+
+# What trains #
+
+
+class Block(nn.Module):
+    """Uses those of its parameters that it is told to: two of them of one size."""
+
+    NAMES = ("gate", "up", "scale", "shift")
+
+    def __init__(self, dtype: torch.dtype = FP32):
+        super().__init__()
+        sizes = (4, 4, 6, 4)
+        dtypes = (dtype, FP32, FP32, BF16)
+        for name, size, dtype in zip(self.NAMES, sizes, dtypes, strict=True):
+            self.register_parameter(name, nn.Parameter(torch.ones(size, dtype=dtype)))
+
+    def forward(self, x: torch.Tensor, used: Sequence[str]) -> torch.Tensor:
+        for name in used:
+            x = x * getattr(self, name).float().mean()
+        return x
+
+
+class Model(nn.Module):
+    def __init__(self, **kwargs: Any):
+        super().__init__()
+        self.layers = nn.ModuleList(Block(**kwargs) for _ in range(3))
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        used: Sequence[str] = Block.NAMES,
+        skipped: Sequence[int] = (),
+    ) -> torch.Tensor:
+        for i, layer in enumerate(self.layers):
+            if i not in skipped:
+                x = layer(x, used)
+        return x
+
+
+@dataclass
+class Rank:
+    """One rank of a case, and how far it has come."""
+
+    number: int
+    steps: int = 0
+
+    @property
+    def is_odd(self) -> bool:
+        return self.number == ODD
+
+    def shard(self, model: Model | None = None, **kwargs: Any) -> Model:
+        model = model or Model()
+        for layer in model.layers:
+            fully_shard(layer, **kwargs)
+        return fully_shard(model, **kwargs)
+
+    def replicate(self) -> Model:
+        model = Model()
+        for layer in model.layers:
+            replicate(layer)
+        return replicate(model)
+
+    def microbatch(self, model: Model, **kwargs: Any) -> None:
+        x = torch.ones(3, requires_grad=True)
+        model(x, **kwargs).sum().backward()
+
+    def step(self, model: Model, microbatches: int = 1, **kwargs: Any) -> None:
+        for _ in range(microbatches):
+            self.microbatch(model, **kwargs)
+        self.finish(model)
+
+    def finish(self, model: Model) -> None:
+        model.zero_grad()
+        self.steps += 1
+
+    def good_steps(self, model: Model, microbatches: int = 1) -> None:
+        for _ in range(GOOD_STEPS):
+            self.step(model, microbatches)
+        self.steps = 0
+
+
+# How ranks drift #
+
+
+# What the odd rank does, in words, and how
+CASES: dict[str, Callable[[Rank], None]] = {}
+
+
+def case(run: Callable[[Rank], None]) -> Callable[[Rank], None]:
+    CASES[run.__doc__ or ""] = run
+    return run
+
+
+def train_with(rank: Rank, model: Model, odd: Sequence[str], others: Sequence[str]):
+    for _ in range(2):
+        rank.step(model, used=odd if rank.is_odd else others)
+
+
+@case
+def parameter_from_the_first_step(rank: Rank) -> None:
+    """it uses another parameter, of the same size, from the first step on"""
+    train_with(rank, rank.shard(), ("gate", "shift"), ("up", "shift"))
+
+
+@case
+def parameter_of_another_size(rank: Rank) -> None:
+    """it uses another parameter, of another size, from the first step on"""
+    train_with(rank, rank.shard(), ("gate", "shift"), ("scale", "shift"))
+
+
+@case
+def bucket_from_the_first_step(rank: Rank) -> None:
+    """it has no gradient in a dtype that the others have one in"""
+    train_with(rank, rank.shard(), ("gate", "up", "scale"), Block.NAMES)
+
+
+@case
+def frozen_parameter(rank: Rank) -> None:
+    """it has frozen a parameter"""
+    model = Model()
+    for layer in model.layers:
+        layer.gate.requires_grad_(not rank.is_odd)
+    rank.shard(model)
+    rank.step(model)
+
+
+@case
+def parameter_later(rank: Rank) -> None:
+    """it skips a parameter, after steps that were alike"""
+    model = rank.shard()
+    rank.good_steps(model)
+    train_with(rank, model, ("gate", "scale", "shift"), Block.NAMES)
+
+
+@case
+def other_parameter_later(rank: Rank) -> None:
+    """all skip a parameter after such steps, but another one each"""
+    model = rank.shard()
+    rank.good_steps(model)
+    train_with(rank, model, ("gate", "shift"), ("up", "shift"))
+
+
+@case
+def bucket_later(rank: Rank) -> None:
+    """it skips all parameters of a dtype, after such steps"""
+    model = rank.shard()
+    rank.good_steps(model)
+    train_with(rank, model, ("gate", "up", "scale"), Block.NAMES)
+
+
+@case
+def unit_later(rank: Rank) -> None:
+    """it skips a unit, after such steps"""
+    model = rank.shard()
+    rank.good_steps(model)
+    for _ in range(2):
+        rank.step(model, skipped=(1,) if rank.is_odd else ())
+
+
+@case
+def replicated_unit_later(rank: Rank) -> None:
+    """it skips a unit of `replicate`, after such steps"""
+    model = rank.replicate()
+    rank.good_steps(model)
+    for _ in range(2):
+        rank.step(model, skipped=(1,) if rank.is_odd else ())
+
+
+@case
+def microbatch(rank: Rank) -> None:
+    """it skips a microbatch, where each microbatch reduces"""
+    model = rank.shard()
+    rank.good_steps(model, microbatches=2)
+    for _ in range(2):
+        rank.step(model, microbatches=1 if rank.is_odd else 2)
+
+
+@case
+def replicated_microbatch(rank: Rank) -> None:
+    """it skips a microbatch of `replicate`, where each reduces"""
+    model = rank.replicate()
+    rank.good_steps(model, microbatches=2)
+    for _ in range(2):
+        rank.step(model, microbatches=1 if rank.is_odd else 2)
+
+
+@case
+def sync_of_a_microbatch(rank: Rank) -> None:
+    """it has gradient sync off where the others sync"""
+    model = rank.shard()
+    rank.good_steps(model)
+    for _ in range(2):
+        model.set_requires_gradient_sync(not rank.is_odd)
+        rank.microbatch(model)
+        model.set_requires_gradient_sync(True)
+        rank.step(model)
+
+
+@case
+def step_that_another_rank_has_no_data_for(rank: Rank) -> None:
+    """it has data for fewer steps, and ends"""
+    model = rank.shard()
+    rank.good_steps(model)
+    for _ in range(1 if rank.is_odd else 2):
+        rank.step(model)
+
+
+@case
+def step_given_up_by_one_rank(rank: Rank) -> None:
+    """it gives up a step (out of memory) and goes on with the next"""
+    model = rank.shard()
+    rank.good_steps(model)
+    if rank.is_odd:  # as if its batch had been too large, and goes on with the next
+        handle = model.layers[1].register_forward_pre_hook(_out_of_memory)
+        try:
+            rank.step(model)
+        except torch.OutOfMemoryError:
+            handle.remove()
+            model.reset_iter_state()
+            model.zero_grad()
+    for _ in range(2):
+        rank.step(model)
+
+
+def _out_of_memory(*args: Any) -> None:
+    raise torch.OutOfMemoryError("on purpose")
+
+
+@case
+def stored_dtype(rank: Rank) -> None:
+    """it has a parameter stored in another dtype"""
+    rank.step(rank.shard(Model(dtype=BF16 if rank.is_odd else FP32)))
+
+
+@case
+def policy(rank: Rank) -> None:
+    """it has another policy"""
+    dtype = BF16 if rank.is_odd else FP32
+    rank.step(rank.shard(mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype)))
+
+
+@case
+def policy_of_replicas(rank: Rank) -> None:
+    """it has another policy, and is a replica that gathers nothing"""
+    dtype = BF16 if rank.is_odd else FP32
+    mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("replicate", "shard"))
+    policy = MixedPrecisionPolicy(reduce_dtype=dtype)
+    rank.step(rank.shard(mesh=mesh, mp_policy=policy))
+
+
+@case
+def units_sharded_in_another_order(rank: Rank) -> None:
+    """it calls `fully_shard` on the blocks in another order"""
+    model = Model()
+    for layer in [*model.layers][:: -1 if rank.is_odd else 1]:
+        fully_shard(layer)
+    rank.step(fully_shard(model))
+
+
+@case
+def root_sharded_first(rank: Rank) -> None:
+    """it calls `fully_shard` on the root first"""
+    model = Model()
+    if rank.is_odd:
+        fully_shard(model)
+    rank.step(rank.shard(model))
+
+
+@case
+def unit_that_one_rank_does_not_shard(rank: Rank) -> None:
+    """it does not make a unit of one block"""
+    model = Model()
+    for i, layer in enumerate(model.layers):
+        if i != 1 or not rank.is_odd:
+            fully_shard(layer)
+    rank.step(fully_shard(model))
+
+
+@case
+def dies_between_steps(rank: Rank) -> None:
+    """it dies between steps"""
+    model = rank.shard()
+    rank.good_steps(model)
+    if rank.is_odd:
+        os._exit(3)
+    rank.step(model)
+
+
+@case
+def dies_in_backward(rank: Rank) -> None:
+    """it dies in backward"""
+    model = rank.shard()
+    rank.good_steps(model)
+    if rank.is_odd:
+        model.layers[1].register_full_backward_pre_hook(lambda *_: os._exit(3))
+    rank.step(model)
+
+
+@case
+def waits_for_something_else(rank: Rank) -> None:
+    """it waits for something else, longer than the time limit"""
+    model = rank.shard()
+    rank.good_steps(model)
+    if rank.is_odd:
+        time.sleep(1.5 * TIME_LIMIT.total_seconds())
+    rank.step(model)
+
+
+# Running them #
+
+
+def run_rank(name: str, number: int, folder: Path) -> None:
+    rank, found = Rank(number), {}
+    store = dist.FileStore(str(folder / "store"), RANKS)
+    dist.init_process_group(
+        "gloo", store=store, rank=number, world_size=RANKS, timeout=TIME_LIMIT
+    )
+    try:
+        CASES[name](rank)
+    except Exception as error:
+        lines = [str(error), *getattr(error, "__notes__", ())]
+        found["error"] = f"{type(error).__name__}: " + "\n".join(lines)
+    found["steps"] = rank.steps
+    (folder / f"{number}.json").write_text(json.dumps(found))
+
+
+class Run:
+    """The forked ranks of a case."""
+
+    def __init__(self, name: str, mode: str, folder: Path):
+        self.name, self.mode, self.folder = name, mode, folder
+        folder.mkdir()
+        self.numbers = {self._fork(number): number for number in range(RANKS)}
+        self.found: list[dict[str, Any]] = [{} for _ in range(RANKS)]
+
+    def _fork(self, number: int) -> int:
+        pid = os.fork()
+        if pid:
+            return pid
+        try:
+            # What a backend says as it aborts the process
+            log = os.open(self.folder / f"{number}.log", os.O_CREAT | os.O_WRONLY)
+            os.dup2(log, 2)
+            os.environ[SWITCH] = self.mode
+            run_rank(self.name, number, self.folder)
+        finally:
+            os._exit(0)  # as one that fails, without a word to the others
+
+    def end(self, pid: int, status: int) -> None:
+        number = self.numbers[pid]
+        path = self.folder / f"{number}.json"
+        if path.exists():
+            self.found[number] = json.loads(path.read_text())
+        else:
+            said = (self.folder / f"{number}.log").read_text()[-400:]
+            code = os.waitstatus_to_exitcode(status)
+            self.found[number] = {"died": code, "said": said}
+
+
+def run_all(wanted: Sequence[tuple[str, str]], root: Path) -> list[Run]:
+    waiting, by_pid, runs = [*wanted], {}, []
+    while waiting or by_pid:
+        while waiting and len(by_pid) < AT_ONCE * RANKS:
+            name, mode = waiting.pop(0)
+            run = Run(name, mode, root / str(len(runs)))
+            runs.append(run)
+            by_pid.update(dict.fromkeys(run.numbers, run))
+        pid, status = os.wait()
+        by_pid.pop(pid).end(pid, status)
+    return runs
+
+
+def main(modes: Sequence[str]) -> None:
+    torch.set_num_threads(1)
+    wanted = [(name, mode) for mode in modes for name in CASES]
+    results: dict[str, dict[str, Any]] = {mode: {} for mode in modes}
+    with tempfile.TemporaryDirectory() as root:
+        for run in run_all(wanted, Path(root)):
+            results[run.mode][run.name] = run.found
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,169 @@
+# Owner(s): ["oncall: distributed"]
+"""
+One rank does something else than the others: what each of them sees is what
+``docs/ranks_that_drift.md`` says, and no rank goes on with a wrong gradient.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import unittest
+from pathlib import Path
+from typing import Any
+
+from fsdp_drift import CASES, ODD, RANKS
+from fsdp_test_utils import DeviceFreeTest, LAUNCHED_RANK, run_python
+
+from torch.testing._internal.common_utils import run_tests
+
+
+SCRIPT = Path(__file__).parent / "fsdp_drift.py"
+PAGE = Path(__file__).parents[4] / "docs" / "ranks_that_drift.md"
+MODES = ("1", "always")  # the page's columns
+OTHER = 1 - ODD
+
+DISAGREE = r"Ranks disagree about the (gradients|parameters) of unit|Ranks have drifted"
+NOTE = r"This rank (gathers|reduces) unit '(\(root\)|layers\.\d)'"
+LEFT = r"Connection closed by peer|Connection reset by peer"
+TIMED_OUT = r"Timed out waiting \d+ms"
+
+# What the message names, by words of the case: on all ranks, if all raise
+NAMED = {
+    "of the same size, from": (
+        r"unit 'layers.2':\s+layers.2.gate: gets no gradient on rank 0, gets a "
+        r"gradient, sent in torch.float32 on rank 1\s+layers.2.up: gets a gradient, .* "
+        r"on rank 0, gets no gradient on rank 1\n.*set_reduce_scatter_unused_params"
+    ),
+    "of another size": r"layers.2.scale: gets a gradient, .* no gradient on rank 1",
+    "in a dtype that": r"layers.2.shift: gets a gradient, sent in torch.bfloat16 on",
+    "has frozen": r"layers.2.gate: gets a gradient, .* gets no gradient on rank 1",
+    "stored in": r"layers.0.gate: is stored in .*32 on rank 0, is stored in .*16 on",
+    "another policy": r"layers.\d.scale: reduces in torch.float32 on rank 0, reduces in",
+    "unit of one block": r"unit 'layers.0' on rank 0, gathers unit '\(root\)' on rank 1",
+}
+# The same where only `always` has all of them raise
+NAMED_ALWAYS = {
+    "skips a parameter": r"layers.2.up: gets a gradient, .* gets no gradient on rank 1",
+    "parameters of a dtype": r"layers.2.shift: gets a gradient, .* no gradient on rank 1",
+    "skips a unit, ": r"gathers unit 'layers.1' on rank 0, gathers unit 'layers.2' on",
+    "a unit of `rep": r"unit 'layers.1' after unit 'layers.2',.*unit 'layers.0' after",
+    "a microbatch": r"with earlier gradients .* on rank 0, .* without earlier .* rank 1",
+    "sync off": r"reduces unit 'layers.2' .* on rank 0, gathers unit 'layers.0' on rank",
+    "gives up": r"gathers unit 'layers.2' on rank 0, gathers unit 'layers.0' on rank 1",
+}
+# What the odd rank's note names, below what the backend says
+NOTED = {
+    "skips a parameter": r"reduces unit 'layers.2' .* has no gradient of layers.2.up\.",
+    "parameters of a dtype": r"has no gradient of layers.2.shift\.",
+    "a unit of `rep": r"reduces unit 'layers.0' after unit 'layers.2'",
+    "a microbatch": r"reduces unit 'layers.2', without earlier gradients to add to",
+}
+
+
+def page_rows() -> dict[str, tuple[str, ...]]:
+    """Returns the outcomes of each case, one for each mode, as the page has them."""
+    lines = PAGE.read_text().splitlines()
+    table = lines[
+        lines.index("| one rank, unlike the others | by default | with `always` |") :
+    ]
+    rows = {}
+    for line in table[2:]:
+        if not line.startswith("|"):
+            break
+        case, *outcomes = (cell.strip() for cell in line.strip("|").split("|"))
+        rows[case] = tuple(outcomes)
+    return rows
+
+
+def patterns_for(case: str, *tables: dict[str, str]) -> list[str]:
+    return [text for table in tables for words, text in table.items() if words in case]
+
+
+@unittest.skipIf(LAUNCHED_RANK is not None, "starts ranks of its own")
+@unittest.skipIf(sys.version_info < (3, 11), "exceptions take no notes")
+class TestDrift(DeviceFreeTest):
+    found: dict[str, dict[str, list[dict[str, Any]]]]
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        super().setUpClass()
+        printed = run_python(str(SCRIPT), *MODES, "0")
+        cls.found = json.loads(printed.splitlines()[-1])
+
+    def outcomes(self, outcome: str) -> list[tuple[str, str, list[dict[str, Any]]]]:
+        """Returns mode, case and what each rank saw, where the page says so."""
+        chosen = [
+            (mode, case, self.found[mode][case])
+            for case, expected in page_rows().items()
+            for mode, of_mode in zip(MODES, expected, strict=True)
+            if of_mode == outcome
+        ]
+        self.assertGreater(len(chosen), 0)
+        return chosen
+
+    def test_page_has_every_case(self) -> None:
+        self.assertEqual([*page_rows()], [*CASES])
+        said = {outcome for outcomes in page_rows().values() for outcome in outcomes}
+        self.assertEqual(said, {"all raise", "time limit", "others raise", "fine"})
+
+    def test_all_raise(self) -> None:
+        checked = []
+        for mode, case, ranks in self.outcomes("all raise"):
+            tables = [NAMED] if mode == "1" else [NAMED, NAMED_ALWAYS]
+            for found in ranks:
+                self.assertRegex(found["error"], DISAGREE, (mode, case))
+                for pattern in patterns_for(case, *tables):
+                    self.assertRegex(found["error"], f"(?s){pattern}", (mode, case))
+                    checked.append(pattern)
+            self.assertEqual(ranks[0]["error"], ranks[1]["error"])
+        self.assertEqual({*checked}, {*NAMED.values(), *NAMED_ALWAYS.values()})
+
+    def test_time_limit(self) -> None:
+        checked = []
+        for mode, case, ranks in self.outcomes("time limit"):
+            errors = [found["error"] for found in ranks]
+            self.assertTrue(any(re.search(TIMED_OUT, e) for e in errors), (mode, case))
+            for error in errors:
+                self.assertRegex(error, f"{TIMED_OUT}|{LEFT}", (mode, case))
+                self.assertRegex(error, NOTE, (mode, case))
+            for pattern in patterns_for(case, NOTED):
+                self.assertRegex(errors[ODD], pattern, (mode, case))
+                checked.append(pattern)
+        self.assertEqual({*checked}, {*NOTED.values()})
+
+    def test_others_raise(self) -> None:
+        for mode, case, ranks in self.outcomes("others raise"):
+            self.assertRegex(ranks[OTHER]["error"], f"{LEFT}", (mode, case))
+            self.assertRegex(ranks[OTHER]["error"], NOTE, (mode, case))
+
+    def test_no_step_ends_with_a_wrong_gradient(self) -> None:
+        """What skips a microbatch ends that step alone, and is stopped in the next."""
+        for mode in MODES:
+            for case, ranks in self.found[mode].items():
+                steps = [found.get("steps", 0) for found in ranks]
+                self.assertEqual(len(steps), RANKS)
+                if "order" in case or "fewer steps" in case:
+                    self.assertEqual(steps, [1, 1], (mode, case))
+                elif "skips a microbatch" in case:
+                    self.assertEqual(steps, [0, 1], (mode, case))
+                else:
+                    self.assertEqual(steps, [0, 0], (mode, case))
+
+    def test_without_comparing_wrong_gradients_are_not_noticed(self) -> None:
+        """So it is the comparison that finds them."""
+        unnoticed = [
+            case
+            for case, ranks in self.found["0"].items()
+            if not any(found.get("error") or found.get("died") for found in ranks)
+        ]
+        self.assertEqual(len(unnoticed), 3)
+        for case in unnoticed:
+            self.assertRegex(
+                case, "another parameter, of the same|another one each|order"
+            )
+
+
+if __name__ == "__main__":
+    run_tests()
