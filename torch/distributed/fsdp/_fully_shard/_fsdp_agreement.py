@@ -257,31 +257,38 @@ def _reduced_text(dtype: torch.dtype | None) -> str:
 
 
 def _raise_if_different(by_rank: Mapping[int, _Announced]) -> None:
-    collectives = {rank: said.collective for rank, said in by_rank.items()}
-    units = {collective.unit for collective in collectives.values()} - {None}
-    kinds = {collective.does for collective in collectives.values()}
-    counts = {rank: len(said.params) for rank, said in by_rank.items()}
-    unit = f"unit '{min(units)}'" if units else "a unit"
-    title = f"Ranks disagree about the parameters of {unit}"
-    if len(units) > 1 or len(kinds) > 1:
-        title = "Ranks have drifted apart"
-        lines, advice = [_by_value("{}", collectives)], _ORDER_ADVICE
-    elif len({*counts.values()}) > 1:
-        lines = [_by_value("the unit has {} parameters", counts)]
-        advice = _LAYOUT_ADVICE
-    elif lines := _differences(by_rank, _Described._fields[:-1]):
-        advice = _LAYOUT_ADVICE
-    elif lines := _differences(by_rank, _Described._fields[-1:]):
-        title = f"Ranks disagree about the gradients of {unit}"
-        advice = _GRADIENT_ADVICE
-    elif len({collective[1:] for collective in collectives.values()}) > 1:
-        title = "Ranks have drifted apart"
-        lines, advice = [_by_value("{}", collectives)], _ORDER_ADVICE
-    else:
+    difference = _find_difference(by_rank)
+    if difference is None:
         return  # a unit has no name yet where it is gathered before the root's forward
+    title, lines, advice = difference
     off = f"({_SWITCH}=0 on all ranks turns this check off.)"
     listed = _listed(lines, "\n  ")
     raise RuntimeError(f"{title}:\n  {listed}\n{advice} {off}")
+
+
+def _find_difference(
+    by_rank: Mapping[int, _Announced],
+) -> tuple[str, list[str], str] | None:
+    """Returns a title, what is so on which ranks and what to do about it."""
+    collectives = {rank: said.collective for rank, said in by_rank.items()}
+    units = {said.unit for said in collectives.values() if said.unit is not None}
+    kinds = {said.does for said in collectives.values()}
+    drift = ("Ranks have drifted apart", [_by_value("{}", collectives)], _ORDER_ADVICE)
+    if len(units) > 1 or len(kinds) > 1:
+        return drift
+    unit = f"unit '{min(units)}'" if units else "a unit"
+    title = f"Ranks disagree about the parameters of {unit}"
+    counts = {rank: len(said.params) for rank, said in by_rank.items()}
+    if len({*counts.values()}) > 1:
+        lines = [_by_value("the unit has {} parameters", counts)]
+        return title, lines, _LAYOUT_ADVICE
+    if lines := _differences(by_rank, _Described._fields[:-1]):
+        return title, lines, _LAYOUT_ADVICE
+    if lines := _differences(by_rank, _Described._fields[-1:]):
+        title = f"Ranks disagree about the gradients of {unit}"
+        return title, lines, _GRADIENT_ADVICE
+    has_drifted = len({said[1:] for said in collectives.values()}) > 1
+    return drift if has_drifted else None
 
 
 def _differences(by_rank: Mapping[int, _Announced], fields: Sequence[str]) -> list[str]:

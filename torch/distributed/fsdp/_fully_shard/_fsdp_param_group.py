@@ -218,15 +218,15 @@ class AllReduceState(NamedTuple):
 
 class _Agreed(NamedTuple):
     """
-    What the ranks of a process group last reduced for a unit, and after which
-    unit, all of them alike. See [Note: When ranks are compared].
+    What the ranks of a process group last reduced for a unit, and where in the
+    step, all of them alike. See [Note: When ranks are compared].
     """
 
     buckets: Sequence[BucketParams]
     pattern: tuple[torch.dtype | None, ...]
-    after: FSDPParamGroup | None
-    # Whether it was added to earlier gradients, None if this is not watched
-    accumulates: bool | None
+    # After which group, and whether it was added to earlier gradients, None if
+    # this is not watched
+    where: tuple[FSDPParamGroup | None, bool | None]
 
 
 class FSDPParamGroup:
@@ -455,26 +455,21 @@ class FSDPParamGroup:
         last_reduced = self.comm_ctx.last_reduced
         after, agreed = last_reduced.get(group), self._agreed.get(group)
         # That ranks are microbatches apart shows in any unit: the first one looks
-        is_watched = after is None if agreed is None else agreed.accumulates is not None
+        is_watched = after is None if agreed is None else agreed.where[1] is not None
         accumulates = None
         if is_watched or compares_always():
             accumulates = self._accumulates(buckets)
-        is_repeated = (
-            agreed is not None
-            and agreed.after is after
-            and agreed.accumulates is accumulates
-        )
-        if not is_repeated or agreed.buckets is not buckets:
+        where = (after, accumulates)
+        if agreed is None or agreed.buckets is not buckets or agreed.where != where:
             pattern = reduce_pattern(buckets, len(self.fsdp_params))
             if not any(pattern):
                 return  # nothing is sent over this group
-            if not is_repeated or agreed.pattern != pattern:
+            if agreed is None or agreed.pattern != pattern or agreed.where != where:
                 name = None if after is None else after._unit_name
                 collective = self._collective("reduces", name, accumulates)
                 self._check_ranks(group, collective, pattern)
             if not compares_always():
-                agreed = _Agreed(buckets, pattern, after, accumulates)
-                self._agreed[group] = agreed
+                self._agreed[group] = _Agreed(buckets, pattern, where)
         last_reduced[group] = self
 
     def _accumulates(self, buckets: list[BucketParams]) -> bool:
