@@ -454,11 +454,12 @@ class FSDPParamGroup:
     ) -> None:
         last_reduced = self.comm_ctx.last_reduced
         after, agreed = last_reduced.get(group), self._agreed.get(group)
-        # That ranks are microbatches apart shows in any unit: the first one looks
-        is_watched = after is None if agreed is None else agreed.where[1] is not None
-        accumulates = None
-        if is_watched or compares_always():
-            accumulates = self._accumulates(buckets)
+        if agreed is None:
+            # That ranks are microbatches apart shows in any unit: the first looks
+            is_watched = after is None or compares_always()
+        else:
+            is_watched = agreed.where[1] is not None
+        accumulates = self._accumulates(buckets) if is_watched else None
         where = (after, accumulates)
         if agreed is None or agreed.buckets is not buckets or agreed.where != where:
             pattern = reduce_pattern(buckets, len(self.fsdp_params))
