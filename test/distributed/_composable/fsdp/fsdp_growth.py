@@ -31,6 +31,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 WARM_UP = 20
+EVENTS = (torch.Event, torch.cpu.Event)
 BLOCK = (
     Param((9, 3), FP32),
     Param((16,), BF16, has_two_names=True),
@@ -78,6 +79,7 @@ def living() -> dict[str, int]:
         "objects": len(objects),
         "tensors": len(tensors),
         "bytes": sum(storage.nbytes() for storage in storages.values()),
+        "events": sum(issubclass(type(o), EVENTS) for o in objects),
         "process_bytes": pages * 4096,
     }
 

@@ -53,6 +53,7 @@ import inspect
 import linecache
 import re
 import sys
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -169,6 +170,7 @@ class Event:
     def __init__(self, checker: HappensBefore):
         self.checker = checker
         self.clock: Clock = {}
+        checker.events.add(self)
 
     def record(self, stream: Stream | None = None) -> None:
         left_out = self.checker.leaves_out_call()
@@ -361,7 +363,8 @@ class HappensBefore:
 
     ``without`` leaves out the waits, records and stream contexts that are
     reached through the given site. ``watched`` are the modules whose lines are
-    kept in ``visited`` when they order streams.
+    kept in ``visited`` when they order streams. ``events_left`` has the number of
+    events that somebody still held at each :meth:`end_step`.
     """
 
     def __init__(
@@ -369,6 +372,8 @@ class HappensBefore:
     ):
         self.complaints: list[str] = []
         self.visited: set[tuple[str, int]] = set()  # files and lines
+        self.events: weakref.WeakSet[Event] = weakref.WeakSet()
+        self.events_left: list[int] = []
         self.host = Stream(self, "host")
         self.default_stream = self.stream = Stream(self, "default")
         self.handle = DeviceHandle(self)
@@ -411,6 +416,9 @@ class HappensBefore:
             yield
         finally:
             self.is_paused = was_paused
+
+    def end_step(self) -> None:
+        self.events_left.append(len(self.events))
 
     def leaves_out_call(self) -> bool:
         """Notes who orders streams now, and says whether that is left out."""

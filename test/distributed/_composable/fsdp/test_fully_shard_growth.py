@@ -35,7 +35,7 @@ class TestGrowth(DeviceFreeTest):
         for name, found in self.modes.items():
             with self.subTest(name):
                 few, half, last = (found[when] for when in ("few", "half", "all"))
-                for what in ("tensors", "bytes"):
+                for what in ("tensors", "bytes", "events"):
                     self.assertEqual(last[what], few[what], what)
                 self.assertEqual(last["objects"], half["objects"])
 
