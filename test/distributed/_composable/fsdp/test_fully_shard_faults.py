@@ -15,15 +15,22 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from features_models import extended_stack, Fp8
 from fsdp_random_cases import BF16, Case, FP16, FP32, Microbatch, Param, shard_model
-from fsdp_test_utils import DEVICE_TYPE, FSDPProcessTest, hybrid_mesh, WORLD_SIZE
+from fsdp_test_utils import (
+    DEVICE_TYPE,
+    FSDPProcessTest,
+    hybrid_mesh,
+    shard_mesh,
+    WORLD_SIZE,
+)
 from mixed_dtype_models import loss_of, mixed_tower, Tower
 from mixed_dtype_parity import prefetch_explicitly, shard_blocks, units_of
 from mixed_dtype_reference import SideBySide
 
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
     DefaultReduceScatter,
@@ -177,6 +184,17 @@ class TestExceptions(FSDPProcessTest):
             self.recover(pair, faults, f"{sync}, {place}")
             pair.train(steps=1)
 
+    def test_optimizer_that_raises(self) -> None:
+        pair, faults = self.start("sharded")
+        alarm = Alarm()
+        pair.optimizer.register_step_pre_hook(alarm)
+        for error in ERRORS:
+            pair.backward()
+            with alarm.set(error, at=1), self.assertRaises(error):
+                pair.optimizer.step()
+            self.recover(pair, faults, error.__name__)
+            pair.train(steps=1)
+
     def start(self, mode: str) -> tuple[SideBySide, Faults]:
         pair = SideBySide(self, mixed_tower(), shard_blocks, **MODES[mode]())
         if mode == "prefetch":
@@ -213,6 +231,52 @@ class TestExceptions(FSDPProcessTest):
             for fsdp_param in group.fsdp_params:
                 self.assertIsNone(fsdp_param.unsharded_accumulated_grad)
                 self.assertIsNone(fsdp_param._unsharded_param.grad)
+
+
+class Guarded(Fp8):
+    """An extension whose hooks may fail."""
+
+    before, after = Alarm(), Alarm()
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        self.before()
+        return super().fsdp_pre_all_gather(mesh)
+
+    def fsdp_post_all_gather(self, *args: Any, **kwargs: Any) -> Any:
+        self.after()
+        return super().fsdp_post_all_gather(*args, **kwargs)
+
+
+class TestExtensions(FSDPProcessTest):
+    """Beside the same model that nothing happens to."""
+
+    def sharded(self) -> nn.Module:
+        model = extended_stack(Guarded, rows=5, others=(BF16, FP16)).to(self.device)
+        for block in model:
+            fully_shard(block, mesh=shard_mesh())
+        return fully_shard(model, mesh=shard_mesh())
+
+    def backward(self, model: nn.Module, batch: int) -> list[torch.Tensor]:
+        x = torch.full((3,), 1.0 + batch + self.rank, device=self.device)
+        model(x.requires_grad_()).sum().backward()
+        grads = [param.grad.to_local().clone() for param in model.parameters()]
+        model.zero_grad()
+        return grads
+
+    @parametrize("hook", ["before", "after"])
+    def test_next_step_is_right(self, hook: str) -> None:
+        model, other = self.sharded(), self.sharded()
+        alarm = getattr(Guarded, hook)
+        # Two tensors in each of two units, in forward and again in backward
+        for batch, at in enumerate((1, 2, 4, 5, 6)):
+            with alarm.set(ERRORS[batch % len(ERRORS)], at):
+                with self.assertRaises(ERRORS[batch % len(ERRORS)]):
+                    self.backward(model, batch)
+            model.reset_iter_state()
+            model.zero_grad()
+            grads = [self.backward(m, batch) for m in (model, other)]
+            self.assertEqual(*grads, atol=0, rtol=0)
+            self.assertTrue(all(grad.isfinite().all() for grad in grads[0]))
 
 
 class TestNotFinite(FSDPProcessTest):
@@ -258,6 +322,7 @@ class TestNotFinite(FSDPProcessTest):
 
 
 instantiate_parametrized_tests(TestExceptions)
+instantiate_parametrized_tests(TestExtensions)
 instantiate_parametrized_tests(TestNotFinite)
 
 if __name__ == "__main__":

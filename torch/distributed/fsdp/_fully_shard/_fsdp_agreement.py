@@ -195,7 +195,9 @@ def tell_collective(
         pairs = zip(_fqns(fsdp_params, names), pattern, strict=True)
         missing = [fqn for fqn, dtype in pairs if dtype is None]
         note += f", and has no gradient of {_listed(missing)}" if missing else ""
-    error.add_note(f"{note}. {_HANG_ADVICE}")
+    # As what backends raise: others, such as a user's own, tell what they are about
+    is_backends = isinstance(error, RuntimeError)
+    error.add_note(f"{note}. {_HANG_ADVICE}" if is_backends else f"{note}.")
 
 
 def _listed(texts: Sequence[str], separator: str = ", ") -> str:
