@@ -12,8 +12,8 @@ stored values, cast once, bit for bit.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -77,6 +77,42 @@ class Case:
     divide_factor: float | None = None
     recomputes: bool = False
     offloads: bool = False
+    # Whether every other replica leaves out parameters in the opposite order of
+    # the microbatches that one all-reduce ends
+    reverses: bool = False
+
+    def microbatch(self, i: int, rank: int) -> Microbatch:
+        """Returns the microbatch as this rank runs it."""
+        microbatch = self.schedule[i]
+        if not self.reverses or self._replica_of(rank) % 2 == 0:
+            return microbatch
+        first, last = self._all_reduced_with(i)
+        if not self._may_reverse(self.schedule[first : last + 1]):
+            return microbatch
+        opposite = self.schedule[last - (i - first)]
+        return replace(microbatch, skipped_params=opposite.skipped_params)
+
+    def _replica_of(self, rank: int) -> int:
+        shards = {"shard": self.ranks, "hybrid": self.mesh[-1], "replicate": 1}
+        return rank // shards[self.parallelism]
+
+    def _all_reduced_with(self, i: int) -> tuple[int, int]:
+        """Returns the first and the last microbatch of one all-reduce."""
+        ends = [n for n, m in enumerate(self.schedule) if m.sync == "all"]
+        last = min(end for end in ends if end >= i)
+        return max([end + 1 for end in ends if end < i], default=0), last
+
+    def _may_reverse(self, microbatches: Sequence[Microbatch]) -> bool:
+        """
+        Whether all of them reduce gradients of every block, so that replicas
+        all-reduce blocks in one order.
+        """
+        always_used = {
+            block
+            for block, i, param in self.params()
+            if param.is_trained and all(m.uses(block, i) for m in microbatches)
+        }
+        return len(always_used) == len(self.blocks)
 
     @property
     def ranks(self) -> int:
@@ -143,6 +179,32 @@ def cases(draw: st.DrawFn, rank_counts: tuple[int, ...]) -> Case:
         divide_factor=draw(st.sampled_from((None, None, 1.0, 3.0, 4.0))),
         recomputes=draw(st.booleans()),
         offloads=draw(st.sampled_from((False, False, True))),
+    )
+
+
+@st.composite
+def cases_of_replicas(draw: st.DrawFn, rank_counts: tuple[int, ...]) -> Case:
+    """Draws cases of which replicas give gradients in the opposite order."""
+    case = draw(cases(rank_counts))
+    parallelism, mesh = "replicate", (case.ranks,)
+    if case.parallelism != "replicate" and case.reshard in (None, True, False):
+        parallelism, mesh = "hybrid", (2, case.ranks // 2)
+    kept = {(block, 0) for block in range(len(case.blocks))}
+    schedule = tuple(
+        Microbatch(m.sync, skipped_params=m.skipped_params - kept)
+        for m in case.schedule
+    )
+    blocks = tuple(
+        (replace(params[0], is_trained=True), *params[1:]) for params in case.blocks
+    )
+    return replace(
+        case,
+        blocks=blocks,
+        schedule=schedule,
+        parallelism=parallelism,
+        mesh=mesh,
+        reshard=case.reshard if parallelism == "hybrid" else None,
+        reverses=True,
     )
 
 
@@ -284,7 +346,7 @@ def run_case(case: Case, rank: int, device: str, *, steps: int = 2) -> None:
         _fill(case, model, step)
         for i in range(len(case.schedule)):
             run_microbatch(case, model, step, i, rank)
-            _check_seen(case, model, step, i)
+            _check_seen(case, model, step, i, rank)
         _check_gradients(case, model, step)
         model.zero_grad()
     _check_nothing_is_left(model)
@@ -307,7 +369,7 @@ def _local(full: torch.Tensor, like: Any) -> torch.Tensor:
 
 
 def run_microbatch(case: Case, model: Model, step: int, i: int, rank: int) -> None:
-    microbatch, blocks = case.schedule[i], model.all_blocks()
+    microbatch, blocks = case.microbatch(i, rank), model.all_blocks()
     model.set_requires_gradient_sync(microbatch.sync != "none")
     model.set_requires_all_reduce(microbatch.sync == "all")
     model.set_is_last_backward(i == len(case.schedule) - 1)
@@ -322,10 +384,10 @@ def run_microbatch(case: Case, model: Model, step: int, i: int, rank: int) -> No
     model(x).sum().backward()
 
 
-def _check_seen(case: Case, model: Model, step: int, i: int) -> None:
+def _check_seen(case: Case, model: Model, step: int, i: int, rank: int) -> None:
     blocks = model.all_blocks()
     for block, j, param in case.params():
-        if case.schedule[i].uses(block, j):
+        if case.microbatch(i, rank).uses(block, j):
             values = values_of(step, block, j, param)
             expected = values.to(case.compute_dtype(param))
             seen = blocks[block].seen[j].cpu()
@@ -371,8 +433,10 @@ def _exact_gradient(
     total = torch.zeros(param.shape, dtype=FP64)
     magnitude = torch.zeros(param.shape, dtype=FP64)
     names = 2 if param.has_two_names else 1
-    batches = [n for n, m in enumerate(case.schedule) if m.uses(block, i)]
+    batches = range(len(case.schedule))
     for batch, rank in itertools.product(batches, range(case.ranks)):
+        if not case.microbatch(batch, rank).uses(block, i):
+            continue
         weight = weight_of(case, block, i, param, step=step, batch=batch, rank=rank)
         total += names * weight.double()
         magnitude += names * weight.double().abs()

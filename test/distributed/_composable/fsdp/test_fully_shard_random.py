@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from fsdp_random_cases import Case, cases, run_case
+from fsdp_random_cases import Case, cases, cases_of_replicas, run_case
 from fsdp_test_utils import DEVICE_TYPE, FSDPProcessTest, on_first_rank, WORLD_SIZE
 from hypothesis import given, HealthCheck, Phase, seed, settings
 
@@ -44,6 +44,15 @@ class TestThreads(TestCase):
     @chosen_settings(max_examples=CASES)
     @given(cases((1, 2, 3, 4, 8)))
     def test_gradients(self, case: Case):
+        self.run_on_threads(case)
+
+    @seeded
+    @chosen_settings(max_examples=max(CASES // 5, 1))
+    @given(cases_of_replicas((2, 4, 8)))
+    def test_replicas_in_opposite_order(self, case: Case):
+        self.run_on_threads(case)
+
+    def run_on_threads(self, case: Case) -> None:
         @spawn_threads_and_init_comms(world_size=case.ranks)
         def run(self: TestCase) -> None:
             run_case(case, dist.get_rank(), "cpu")
