@@ -62,11 +62,12 @@ class MixedPrecisionPolicy:
             GPU has compute capability 9.0 or higher.
 
     Raises:
-        TypeError: if an override is not callable; in ``fully_shard``, if it
-            returns anything but a dtype or ``None``.
+        TypeError: if a dtype is none, or an override not callable; in
+            ``fully_shard``, if one returns anything but a dtype or ``None``.
         ValueError: in ``fully_shard``, if a dtype that an override returned
             does not fit its parameter or cannot be reduced there, or if the
-            override raised a ValueError itself.
+            override raised a ValueError itself, or if the policy's own dtypes
+            would cut a trainable parameter or its gradient to integers.
         RuntimeError: in ``fully_shard``, if an override raised anything else.
             Each names the parameter; what an override raised is the cause.
 
@@ -81,6 +82,13 @@ class MixedPrecisionPolicy:
     reduce_dtype_override_fn: _OverrideFn | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, torch.dtype):
+                raise TypeError(
+                    f"{name} of MixedPrecisionPolicy is {value!r}: give a torch.dtype, "
+                    "or None to leave it as it is"
+                )
         for name in ("param_dtype_override_fn", "reduce_dtype_override_fn"):
             value = getattr(self, name)
             if value is not None and not callable(value):
@@ -165,6 +173,7 @@ class MixedPrecisionPolicy:
         """
         if self.param_dtype_override_fn is None:
             if self.reduce_dtype_override_fn is None:
+                _check_cuts_nothing(self, param, fqn)
                 return self
         param_dtype = self._override("param_dtype", param, fqn)
         reduce_dtype = self._override("reduce_dtype", param, fqn)
@@ -172,13 +181,15 @@ class MixedPrecisionPolicy:
             _check_reduce_dtype(reduce_dtype, param, fqn, device)
         elif param_dtype is not None and self.reduce_dtype is None:
             _check_compute_dtype_reduces(param_dtype, param, fqn, device)
-        return replace(
+        resolved = replace(
             self,
             param_dtype=self.param_dtype if param_dtype is None else param_dtype,
             reduce_dtype=self.reduce_dtype if reduce_dtype is None else reduce_dtype,
             param_dtype_override_fn=None,
             reduce_dtype_override_fn=None,
         )
+        _check_cuts_nothing(resolved, param, fqn)
+        return resolved
 
     def _override(self, name: str, param: nn.Parameter, fqn: str) -> torch.dtype | None:
         """Returns what the override of a field says of ``param``, checked."""
@@ -201,6 +212,24 @@ class MixedPrecisionPolicy:
             f"{what} returned {dtype!r} for parameter {fqn}. Return a torch.dtype, "
             "or None for the policy's default."
         )
+
+
+def _check_cuts_nothing(
+    policy: MixedPrecisionPolicy, param: nn.Parameter, fqn: str
+) -> None:
+    """Raises if a policy makes integers of what training needs fractions of."""
+    if not param.requires_grad or not param.dtype.is_floating_point:
+        return
+    for name in ("param_dtype", "reduce_dtype"):
+        dtype = getattr(policy, name)
+        if dtype is None or dtype.is_complex:
+            continue
+        if not dtype.is_floating_point or dtype in _PACKED:
+            raise ValueError(
+                f"{name} of the policy is {dtype}, in which parameter {fqn}, which is "
+                f"{param.dtype}, cannot be trained. Give a floating-point dtype, or an "
+                "override that returns one for it."
+            )
 
 
 def _check_dtype(what: str, dtype: torch.dtype, param: nn.Parameter, fqn: str) -> None:
