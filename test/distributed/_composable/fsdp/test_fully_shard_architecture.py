@@ -16,7 +16,12 @@ ROOT = Path(draw_architecture.__file__).parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 SOURCES = ROOT / "torch/distributed/fsdp/_fully_shard"
 # Ours, and not in the picture
-AROUND = ("_fsdp_api.py", "_fsdp_agreement.py", "_fsdp_summary.py")
+AROUND = (
+    "_fsdp_api.py",
+    "_fsdp_agreement.py",
+    "_fsdp_errors.py",
+    "_fsdp_summary.py",
+)
 
 
 def defined_in(*files: str) -> set[str]:

@@ -28,6 +28,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from ._fsdp_api import _ReduceOp, AllGather, ReduceScatter
+from ._fsdp_errors import (
+    raise_about_bucket,
+    raise_about_comm,
+    raise_about_grads,
+    raise_about_inputs,
+    raise_about_sharded_grad,
+)
 from ._fsdp_layout import (
     GatherLayout,
     in_plan_order,
@@ -371,9 +378,13 @@ def foreach_all_gather(
         output = all_gather_comm.allocate(
             (group.size() * numel,), dtype=layout.buffer_dtype, device=device
         )
-        _check_alignment(output, layout, all_gather_comm)
+        if type(all_gather_comm) is not DefaultAllGather:
+            _check_gather_buffer(output, group.size() * numel, layout, all_gather_comm)
         segment = output.narrow(0, group.rank() * numel, numel)
-        _copy_in(segment, plan.copies, tensors)
+        try:
+            _copy_in(segment, plan.copies, tensors)
+        except Exception as error:
+            raise_about_inputs(error, fsdp_params, tensors, [*map(len, plan.dtypes)])
         del tensors
     all_gather_stream.wait_stream(all_gather_copy_in_stream)
     with device_handle.stream(all_gather_stream):
@@ -386,9 +397,15 @@ def foreach_all_gather(
     )
 
 
-def _check_alignment(
-    buffer: torch.Tensor, layout: GatherLayout, comm: AllGather
+def _check_gather_buffer(
+    buffer: Any, numel: int, layout: GatherLayout, comm: AllGather
 ) -> None:
+    """Raises unless what ``allocate`` returned can be gathered into."""
+    needs_views = len(layout.regions) > 1
+    _check_buffer(buffer, numel, comm, "set_custom_all_gather", needs_views)
+    if buffer.dtype != layout.buffer_dtype or buffer.dim() != 1:
+        wrong = f"one of {buffer.dtype} and {buffer.dim()} dims, not 1D of "
+        raise_about_comm(comm, "set_custom_all_gather", f"{wrong}{layout.buffer_dtype}")
     start_nbytes = buffer.storage_offset() * buffer.itemsize
     if start_nbytes % layout.alignment != 0:
         raise ValueError(
@@ -397,6 +414,25 @@ def _check_alignment(
             f"aligned to {layout.alignment} bytes: return one that starts at a "
             "multiple of that"
         )
+
+
+def _check_buffer(
+    buffer: Any, numel: int, comm: Any, setter: str, is_contiguous: bool = True
+) -> None:
+    """
+    Raises where the collective, or the copies around it, would write past a
+    buffer, or elsewhere, without a word.
+    """
+    if not isinstance(buffer, torch.Tensor):
+        raise_about_comm(comm, setter, f"a {type(buffer).__name__}")
+    if buffer.numel() != numel:
+        wrong = f"{buffer.numel()} elements where {numel} were asked for"
+        raise_about_comm(comm, setter, wrong)
+    if buffer.device.type == "meta":
+        raise_about_comm(comm, setter, "a tensor on the meta device")
+    if is_contiguous and not buffer.is_contiguous():
+        wrong = f"a tensor that is not contiguous: its stride is {buffer.stride()}"
+        raise_about_comm(comm, setter, wrong)
 
 
 @torch.no_grad()
@@ -655,7 +691,10 @@ def foreach_reduce(
         is_last=all_reduce_grads or all_reduce_group is None,
     )
     partial = partial_reduce_output
-    return _reduce(reduction, bucket, fsdp_params, unsharded_grads, partial)
+    try:
+        return _reduce(reduction, bucket, fsdp_params, unsharded_grads, partial)
+    except Exception as error:
+        raise_about_bucket(error, fsdp_params, bucket.dtype, device)
 
 
 def _reduce(
@@ -752,11 +791,15 @@ def _reduce_copy_in(
     shard_numel = bucket.shard_numel
     if len(unsharded_grads) < len(bucket.slots):
         shard_numel = bucket.starts[len(unsharded_grads)]
-    reduce_input = reduction.reduce_scatter_comm.allocate(
-        (world_size * shard_numel,), dtype=bucket.dtype, device=reduction.device
-    )
-    grads = _to_copyable(fsdp_params, unsharded_grads, bucket.dtype, world_size)
-    foreach_reduce_scatter_copy_in(grads, reduce_input, world_size)
+    comm, numel = reduction.reduce_scatter_comm, world_size * shard_numel
+    reduce_input = comm.allocate((numel,), dtype=bucket.dtype, device=reduction.device)
+    if type(comm) is not DefaultReduceScatter:
+        _check_buffer(reduce_input, numel, comm, "set_custom_reduce_scatter")
+    try:
+        grads = _to_copyable(fsdp_params, unsharded_grads, bucket.dtype, world_size)
+        foreach_reduce_scatter_copy_in(grads, reduce_input, world_size)
+    except Exception as error:
+        raise_about_grads(error, fsdp_params, unsharded_grads)
     return reduce_input
 
 
@@ -823,6 +866,12 @@ def foreach_reduce_scatter_copy_in(
     row_numel = reduce_scatter_input.numel() // world_size
     rows = reduce_scatter_input.view(world_size, row_numel)
     torch._chunk_cat(unsharded_grads, 0, world_size, out=rows)
+    if rows.size(1) != row_numel:
+        # The kernel took what there was, and made the rows fit
+        raise RuntimeError(
+            f"the gradients of a rank have {rows.size(1)} elements with their padding, "
+            f"but {row_numel} are to be reduced"
+        )
 
 
 def _reduce_scatter(
@@ -846,9 +895,10 @@ def _reduce_scatter(
     _div_if_needed(reduce_input, predivide_factor)
     world_size = reduction.shard_world_size
     fresh_numel = reduce_input.numel() // world_size
-    output = reduction.reduce_scatter_comm.allocate(
-        (bucket.shard_numel,), dtype=bucket.dtype, device=reduction.device
-    )
+    comm, numel = reduction.reduce_scatter_comm, bucket.shard_numel
+    output = comm.allocate((numel,), dtype=bucket.dtype, device=reduction.device)
+    if type(comm) is not DefaultReduceScatter:
+        _check_buffer(output, numel, comm, "set_custom_reduce_scatter")
     fresh = output
     if fresh_numel < bucket.shard_numel:
         # The rest has a partial result only: nothing of it is scattered
@@ -857,7 +907,7 @@ def _reduce_scatter(
     if world_size == 1:
         fresh.copy_(reduce_input)
     else:
-        reduction.reduce_scatter_comm(
+        comm(
             output_tensor=fresh,
             input_tensor=reduce_input,
             group=cast(dist.ProcessGroup, reduction.reduce_scatter_group),
@@ -935,14 +985,17 @@ def _give_sharded_grads(
                 base + starts[i],
             )
             sharded_param = fsdp_param.sharded_param
-            if (
-                sharded_param.grad is None
-                and not fsdp_param.offload_to_cpu
-                and not sharded_param._post_accumulate_grad_hooks
-            ):
-                sharded_param.grad = _to_sharded_dtensor(fsdp_param, sharded_grad)
-            else:
-                _accumulate_sharded_grad(fsdp_param, sharded_grad, stream)
+            try:
+                if (
+                    sharded_param.grad is None
+                    and not fsdp_param.offload_to_cpu
+                    and not sharded_param._post_accumulate_grad_hooks
+                ):
+                    sharded_param.grad = _to_sharded_dtensor(fsdp_param, sharded_grad)
+                else:
+                    _accumulate_sharded_grad(fsdp_param, sharded_grad, stream)
+            except Exception as error:
+                raise_about_sharded_grad(error, fsdp_param, sharded_grad)
 
 
 def _to_sharded_dtensor(fsdp_param: FSDPParam, sharded_grad: torch.Tensor) -> DTensor:

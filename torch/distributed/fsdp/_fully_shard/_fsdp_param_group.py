@@ -37,13 +37,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Sequence
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, cast, Literal, NamedTuple, TYPE_CHECKING
 from typing_extensions import TypeVarTuple, Unpack
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed._composable.contract import _get_registry
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import _get_device_handle
 from torch.distributed.fsdp._common_utils import (
@@ -92,6 +96,18 @@ from ._fsdp_common import (
     is_bw,
     ShardPlacementFnResult,
     TrainingState,
+)
+from ._fsdp_errors import (
+    check_all_gather,
+    check_all_reduce_hook,
+    check_divide_factor,
+    check_grad_dtype,
+    check_policies,
+    check_reduce_scatter,
+    has_other_size,
+    how_to_shard,
+    raise_with,
+    what_is_registered,
 )
 from ._fsdp_layout import (
     dtype_rank,
@@ -229,6 +245,19 @@ class _Agreed(NamedTuple):
     where: tuple[FSDPParamGroup | None, bool | None]
 
 
+def _checked(name: str, check: Callable[[Any, str], None]) -> property:
+    """
+    Returns an attribute that is stored under ``name`` and checked when it is set:
+    `FSDPModule` sets it without a look. Reading it runs no Python.
+    """
+
+    def set_checked(self: FSDPParamGroup, value: Any) -> None:
+        check(value, self._unit_name)
+        setattr(self, name, value)
+
+    return property(attrgetter(name), set_checked)
+
+
 class FSDPParamGroup:
     """The parameters of a unit that are gathered and reduced together."""
 
@@ -247,7 +276,8 @@ class FSDPParamGroup:
     all_reduce_grads: bool = True
     reshard_after_backward: bool = True
     # Replaces the number of data-parallel ranks
-    gradient_divide_factor: float | None = None
+    gradient_divide_factor = _checked("_divide_factor", check_divide_factor)
+    _divide_factor: float | None = None
     # Scale apart from the collectives, which then only sum
     force_sum_reduction_for_comms: bool = False
     # Reduce zeros for parameters without a gradient, so that ranks that use
@@ -260,7 +290,12 @@ class FSDPParamGroup:
     unshard_async_op: bool = False
     # False if backward does not need the parameters, e.g. an embedding's
     unshard_in_backward: bool = True
-    _all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+    _all_reduce_hook = _checked("_reduce_hook", check_all_reduce_hook)
+    _reduce_hook: Callable[[torch.Tensor], None] | None = None
+    _all_gather_comm = _checked("_gather_comm", check_all_gather)
+    _gather_comm: AllGather
+    _reduce_scatter_comm = _checked("_scatter_comm", check_reduce_scatter)
+    _scatter_comm: ReduceScatter
     # Only without native HSDP, which has a stream of its own for the hook.
     # Users may set it before lazy init, so it is not in the shared context.
     _all_reduce_hook_stream: torch.Stream | None = None
@@ -292,6 +327,7 @@ class FSDPParamGroup:
         self.mesh_info, self.post_forward_mesh_info = mesh_info, post_forward_mesh_info
         self.mp_policy, self.offload_policy = mp_policy, offload_policy
         self.device, self.device_handle = device, _get_device_handle(device.type)
+        check_policies(mp_policy, offload_policy, self._unit_name)
         make_fsdp_param = functools.partial(
             FSDPParam,
             mesh_info=mesh_info,
@@ -315,13 +351,18 @@ class FSDPParamGroup:
             if param.grad_dtype != param.dtype
         }
         self.fsdp_params = UnitParams(
-            make_fsdp_param(param, info, mp_policy=policy)
-            for param, info, policy in zip(params, infos, policies)
+            self._shard(param, name, make_fsdp_param, info, policy)
+            for param, name, info, policy in zip(
+                params, self._param_names, infos, policies
+            )
         )
         self._keep_grad_dtypes()
+        self._watch_loads()
+        # Let go of by lazy init, which looks for new ones
+        self._names_at_first: Any = {*dict(_named_params_of_unit(modules))}
         self.comm_ctx = FSDPCommContext()
-        self._all_gather_comm: AllGather = DefaultAllGather()
-        self._reduce_scatter_comm: ReduceScatter = DefaultReduceScatter()
+        self._all_gather_comm = DefaultAllGather()
+        self._reduce_scatter_comm = DefaultReduceScatter()
         self._state_dict_hook_handles: list[RemovableHandle] = []
         # By the dtype of each parameter's gradient, None without one
         self._buckets: dict[tuple[torch.dtype | None, ...], list[BucketParams]] = {}
@@ -343,9 +384,10 @@ class FSDPParamGroup:
         is_first = self.is_sharded and not self._reset_sharded_params
         if is_first:
             self._reset_sharded_params = True
-            for fsdp_param in self.fsdp_params:
-                fsdp_param.reset_sharded_param()
+            for i, fsdp_param in enumerate(self.fsdp_params):
+                self._take_registered(i)
                 fsdp_param._init_extensions()  # may have been added since
+            self._warn_of_late_params()
         self._validate_no_meta_params()
         self._validate_cpu_offload_params()
         self._validate_reduce_scatter_max_input_buffers()
@@ -360,6 +402,62 @@ class FSDPParamGroup:
             summary = summarize_unit(self, self._module_fqn or "(root)")
             layout_logger.debug("%s", summary)
 
+    def _shard(
+        self,
+        param: nn.Parameter,
+        name: str,
+        make_fsdp_param: functools.partial[FSDPParam],
+        info: ParamModuleInfo,
+        policy: MixedPrecisionPolicy,
+    ) -> FSDPParam:
+        try:
+            return make_fsdp_param(param, info, mp_policy=policy)
+        except Exception as error:
+            is_placed = make_fsdp_param.keywords["shard_placement_fn"] is not None
+            what_to_do = how_to_shard(param, self.offload_policy, is_placed)
+            raise_with(error, f"Parameter {name} cannot be sharded. {what_to_do}")
+
+    def _take_registered(self, i: int) -> None:
+        """Takes what the module now has under the parameter's name, if it can."""
+        fsdp_param, name = self.fsdp_params[i], self._name_of(i)
+        try:
+            fsdp_param.reset_sharded_param()
+        except Exception as error:
+            raise_with(error, what_is_registered(fsdp_param, name))
+        if has_other_size(fsdp_param):
+            raise RuntimeError(what_is_registered(fsdp_param, name))
+
+    def _watch_loads(self) -> None:
+        """Takes what is loaded before the parameters do so, which name nothing."""
+
+        def loaded_hook(module: nn.Module, *args: Any) -> None:
+            for i, fsdp_param in enumerate(self.fsdp_params):
+                if fsdp_param._module_info.module is module:
+                    self._take_registered(i)
+
+        modules = [fsdp_param._module_info.module for fsdp_param in self.fsdp_params]
+        for module in dict.fromkeys(modules):
+            handle = module.register_load_state_dict_post_hook(loaded_hook)
+            hooks = cast(OrderedDict, module._load_state_dict_post_hooks)
+            hooks.move_to_end(handle.id, last=False)
+
+    def _warn_of_late_params(self) -> None:
+        known, self._names_at_first = self._names_at_first, None
+        if known is None or self._param_group_index > 0:
+            return
+        late = [
+            ".".join(filter(None, (self._module_fqn, name)))
+            for name, param in _named_params_of_unit(self.modules)
+            if name not in known and param.requires_grad
+        ]
+        if late:
+            warnings.warn(
+                f"Parameters {late} were registered after fully_shard, which neither "
+                "shards them nor reduces their gradients: register them before it, "
+                "call fully_shard on their modules, or reduce them yourself",
+                stacklevel=2,
+            )
+
     def _keep_grad_dtypes(self) -> None:
         """
         Sets each `grad_dtype` that users chose on the sharded parameter of now,
@@ -368,6 +466,7 @@ class FSDPParamGroup:
         for i, fsdp_param in enumerate(self.fsdp_params):
             param = fsdp_param.sharded_param
             if param.grad_dtype != param.dtype:
+                check_grad_dtype(param, self._name_of(i))
                 self._grad_dtypes[i] = param.grad_dtype
             elif i in self._grad_dtypes:
                 param.grad_dtype = self._grad_dtypes[i]
@@ -466,7 +565,7 @@ class FSDPParamGroup:
             if not any(pattern):
                 return  # nothing is sent over this group
             if agreed is None or agreed.pattern != pattern or agreed.where != where:
-                name = None if after is None else after._unit_name
+                name = None if after is None else after._known_name
                 collective = self._collective("reduces", name, accumulates)
                 self._check_ranks(group, collective, pattern)
             if not compares_always():
@@ -488,11 +587,12 @@ class FSDPParamGroup:
         check_ranks_agree(self.fsdp_params, names, group, self.device, *args)
 
     @property
-    def _unit_name(self) -> str | None:
+    def _known_name(self) -> str | None:
+        """The unit's FQN, None before the root has given it one."""
         return "(root)" if self._module_fqn == "" else self._module_fqn
 
     def _collective(self, *args: Any) -> Collective:
-        return Collective(self._unit_name, *args)
+        return Collective(self._known_name, *args)
 
     def _tell(
         self, error: BaseException, buckets: list[BucketParams] | None = None
@@ -1060,7 +1160,16 @@ class FSDPParamGroup:
         target = target_fsdp_param_group
         label = f"FSDP::{pass_type}_prefetch for {target._module_fqn}"
         with _profiler_range(label), target.use_training_state(states[pass_type]):
-            target.unshard(target.unshard_async_op)
+            try:
+                target.unshard(target.unshard_async_op)
+            except AttributeError as error:
+                if hasattr(target.comm_ctx, "all_gather_stream"):
+                    raise
+                raise_with(
+                    error,
+                    f"Unit '{target._unit_name}' cannot be prefetched before a root "
+                    "that has it ran its forward: prefetch units of the same root",
+                )
 
     # Sharded state #
     def _to_state(self, state: ShardedState) -> None:
@@ -1228,10 +1337,25 @@ class FSDPParamGroup:
     def __repr__(self):
         return f"FSDPParamGroup(fqn={self._module_fqn})"
 
+    @property
+    def _unit_name(self) -> str:
+        # The root's is empty
+        return self._module_fqn or type(self.modules[0]).__name__
+
+    def _name_of(self, i: int) -> str:
+        """Returns a parameter's name, which is within the unit before lazy init."""
+        if (fqn := self.fsdp_params[i]._param_fqn) is not None:
+            return fqn
+        name = self._param_names[i]
+        if self._module_fqn is None or len(self.modules) > 1:
+            return name
+        within, _, _ = name.partition(" of ")
+        return f"{self._module_fqn}.{within}" if self._module_fqn else within
+
     def _validate_no_meta_params(self):
         on_meta = [
-            fsdp_param._param_fqn
-            for fsdp_param in self.fsdp_params
+            self._name_of(i)
+            for i, fsdp_param in enumerate(self.fsdp_params)
             if fsdp_param.sharded_param.device.type == "meta"
         ]
         if on_meta:
@@ -1246,8 +1370,8 @@ class FSDPParamGroup:
         if not isinstance(self.offload_policy, CPUOffloadPolicy):
             return
         elsewhere = [
-            (fsdp_param._param_fqn, fsdp_param.sharded_param.device)
-            for fsdp_param in self.fsdp_params
+            (self._name_of(i), fsdp_param.sharded_param.device)
+            for i, fsdp_param in enumerate(self.fsdp_params)
             if fsdp_param.sharded_param.device.type != "cpu"
         ]
         if elsewhere:
@@ -1323,6 +1447,24 @@ def _get_param_module_infos(
     if len(infos) < len(params):
         raise AssertionError(f"Some parameters are not in the module tree of {modules}")
     return [infos[param] for param in params]
+
+
+def _named_params_of_unit(
+    modules: tuple[nn.Module, ...],
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yields the parameters of the modules but for those that are in other units."""
+
+    def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, param in module._parameters.items():
+            if param is not None:
+                yield f"{prefix}{name}", param
+        for name, child in module.named_children():
+            is_unit = {"fully_shard", "replicate"} & (_get_registry(child) or {}).keys()
+            if child not in modules and not is_unit:
+                yield from walk(child, f"{prefix}{name}.")
+
+    for module in modules:
+        yield from walk(module, "")
 
 
 def _get_param_names(

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 
+from ._fsdp_errors import check_outputs_fit, check_unsharded, raise_about_extension
 from ._fsdp_layout import (
     GatherLayout,
     plan_copy_in,
@@ -138,7 +139,7 @@ def _get_gather_inputs(
         tensors, compute_dtypes, counts = [], [], []
         for fsdp_param in fsdp_params:
             if hasattr(fsdp_param._sharded_local_tensor, "fsdp_pre_all_gather"):
-                own, dtype = fsdp_param.all_gather_inputs, None
+                own, dtype = _get_extension_inputs(fsdp_param), None
             else:
                 own, dtype = _get_shards([fsdp_param]), fsdp_param.param_dtype
             tensors += own
@@ -149,8 +150,26 @@ def _get_gather_inputs(
     return tensors, GatherInputs(stored_dtypes, numels, compute_dtypes, counts)
 
 
+def _get_extension_inputs(fsdp_param: FSDPParam) -> list[torch.Tensor]:
+    try:
+        return fsdp_param.all_gather_inputs
+    except Exception as error:
+        method, returns = "fsdp_pre_all_gather", "((contiguous tensor, ...), metadata)"
+        raise_about_extension(error, fsdp_param, method, returns)
+
+
 def _has_extension(fsdp_param: FSDPParam) -> bool:
     return hasattr(fsdp_param, "_extensions_data")
+
+
+def _init_extension(fsdp_param: FSDPParam, is_first: bool) -> None:
+    try:
+        fsdp_param.init_unsharded_param()
+        if is_first:
+            check_unsharded(fsdp_param)
+    except Exception as error:
+        method, returns = "fsdp_post_all_gather", "(tensor, (tensor to free, ...))"
+        raise_about_extension(error, fsdp_param, method, returns)
 
 
 def _get_shards(fsdp_params: Sequence[FSDPParam]) -> list[torch.Tensor]:
@@ -246,7 +265,9 @@ class UnitParams(list[FSDPParam]):
         state = self[0].sharded_state
         kept = self._plans.get(state)
         if kept is None or kept[0] != inputs:
-            kept = self._plans[state] = (inputs, _plan_unit(inputs))
+            plan = _plan_unit(inputs)
+            check_outputs_fit(self, plan.dtypes, plan.numels)
+            kept = self._plans[state] = (inputs, plan)
         return kept[1]
 
     @property
@@ -290,8 +311,12 @@ class UnitParams(list[FSDPParam]):
         outputs = self.outputs
         if outputs is not None and outputs.have_params and not self.has_extensions:
             return
+        is_first = outputs is None or not outputs.have_params
         for fsdp_param in self:
-            fsdp_param.init_unsharded_param()
+            if _has_extension(fsdp_param):
+                _init_extension(fsdp_param, is_first)
+            else:
+                fsdp_param.init_unsharded_param()
         if outputs is not None:
             outputs.have_params = True
 
