@@ -1,0 +1,309 @@
+# Owner(s): ["oncall: distributed"]
+
+"""
+Wrong uses: each is told by a clear error, on every rank, at the call where it can
+first be known, and training goes on after it. What is merely unusual works.
+
+Runs with pytest, python or ``torchrun --nproc-per-node 4``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from fsdp_test_utils import (
+    DeviceFreeTest,
+    FSDPProcessTest,
+    FSDPThreadTest,
+    shard_mesh,
+    THREAD_DEVICE_TYPE,
+)
+from fsdp_wrong_uses import (
+    BF16,
+    DIM,
+    FP32,
+    FP64,
+    MAKING,
+    Run,
+    Scaled,
+    SECTIONS,
+    SETTING,
+    STARTING,
+    STEPPING,
+    WRONG_USES,
+)
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+)
+
+
+def expected_grads(device: torch.device) -> list[torch.Tensor]:
+    """
+    Returns the gradients of the model of a run in one process. All ranks have the
+    same input, so that their average is the same to the last bit.
+    """
+    model = nn.Sequential(Scaled(), Scaled()).to(device)
+    model(Run(device, None).input()).sum().backward()
+    return [param.grad for param in model.parameters()]
+
+
+class Checks:
+    """What is checked of a wrong use, by ranks of any kind."""
+
+    def run_on(self, device: torch.device) -> Run:
+        raise NotImplementedError
+
+    def check(self, name: str) -> None:
+        row, run = WRONG_USES[name], self.run_on(self.device)
+        call = row.case(run)
+        with self.assertRaises(row.kind) as caught:
+            call()
+        self.assertIs(type(caught.exception), row.kind)
+        text = str(caught.exception)
+        self.assertTrue(text.startswith(row.begins), text)
+        if row.is_ours:
+            self.assertIn(row.do, text)
+        self.assertIn(row.about, text)
+        if run.mend is not None:
+            run.mend()
+            run.root.reset_iter_state()
+            run.root.zero_grad()
+            self.check_step(run, run.root)
+        good = self.run_on(self.device)
+        self.check_step(good, good.model())
+
+    def check_step(self, run: Run, model: nn.Module) -> None:
+        run.step(model)
+        grads = [param.grad.full_tensor() for param in model.parameters()]
+        for grad, expected in zip(grads, expected_grads(run.device), strict=True):
+            self.assertEqual(grad, expected, atol=0, rtol=0)
+            self.assertEqual(grad.dtype, expected.dtype)
+
+
+class TestWithThreads(FSDPThreadTest, Checks):
+    """Two ranks, each with rows of every parameter."""
+
+    def run_on(self, device: torch.device) -> Run:
+        names = ("shard",)
+        size = (self.world_size,)
+        mesh = init_device_mesh(THREAD_DEVICE_TYPE, size, mesh_dim_names=names)
+        return Run(device, mesh)
+
+    @parametrize("name", SECTIONS[MAKING])
+    def test_found(self, name: str) -> None:
+        self.check(name)
+
+
+class TestWithProcesses(FSDPProcessTest, Checks):
+    """Ranks of which the last has no row."""
+
+    def run_on(self, device: torch.device) -> Run:
+        return Run(device, shard_mesh())
+
+    @parametrize("name", [*SECTIONS[SETTING], *SECTIONS[STARTING]])
+    def test_found_before_a_step(self, name: str) -> None:
+        self.check(name)
+
+    @parametrize("name", SECTIONS[STEPPING])
+    def test_found_in_a_step(self, name: str) -> None:
+        self.check(name)
+
+
+# What is unusual and right #
+
+
+class Late(Scaled):
+    """Uses a parameter that it may not have yet."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scaled = super().forward(x)
+        return scaled * self.late if hasattr(self, "late") else scaled
+
+
+class TestAllowed(FSDPProcessTest, Checks):
+    """None of these is refused, and the gradients are right to the last bit."""
+
+    run_on = TestWithProcesses.run_on
+
+    def setting_up(self, **kwargs: Any) -> tuple[Run, nn.Module]:
+        run = self.run_on(self.device)
+        return run, run.model(**kwargs)
+
+    def test_no_offload_policy(self) -> None:
+        run, model = self.setting_up(offload_policy=None)
+        self.check_step(run, model)
+
+    def test_factors_of_any_sign_and_kind(self) -> None:
+        run, model = self.setting_up()
+        for factor in (-1, torch.tensor(2.0), True, None, 0.5):
+            for block in run.blocks:
+                block.set_gradient_divide_factor(factor)
+            run.step(model)
+            by = run.mesh.size() if factor is None else float(factor)
+            grads = [param.grad.full_tensor() for param in model.parameters()]
+            for grad, expected in zip(grads, expected_grads(run.device), strict=True):
+                self.assertEqual(grad, expected * run.mesh.size() / by, atol=0, rtol=0)
+            model.zero_grad()
+
+    def test_hooks_are_taken_back(self) -> None:
+        run, model = self.setting_up()
+        run.blocks[0].set_all_reduce_hook(None)
+        self.check_step(run, model)
+
+    def test_requires_grad_is_toggled(self) -> None:
+        run, model = self.setting_up()
+        run.step(model)
+        run.blocks[1].gain.requires_grad_(False)
+        model.zero_grad()
+        run.step(model)
+        self.assertIsNone(run.blocks[1].gain.grad)
+        run.blocks[1].gain.requires_grad_(True)
+        model.zero_grad()
+        self.check_step(run, model)
+
+    def test_parameters_that_are_no_floats(self) -> None:
+        run = self.run_on(self.device)
+        dtypes = (torch.int32, torch.bool, torch.complex64)
+        for policy in (
+            MixedPrecisionPolicy(),
+            MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32),
+        ):
+            params = {
+                f"p{i}": nn.Parameter(torch.ones(DIM, dtype=dtype), dtype.is_complex)
+                for i, dtype in enumerate(dtypes)
+            }
+            model = run.fully_shard(Scaled(**params).to(run.device), mp_policy=policy)
+            run.step(model)
+            self.assertIsNotNone(model.gain.grad)
+            self.assertEqual([model.p0.dtype, model.p1.dtype, model.p2.dtype], dtypes)
+
+    def test_a_complex_parameter_trains(self) -> None:
+        class Rotated(Scaled):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return super().forward(x) * torch.view_as_real(self.phase).sum(-1)
+
+        run = self.run_on(self.device)
+        phase = torch.ones(DIM, dtype=torch.complex64)
+        model = Rotated(phase=nn.Parameter(phase)).to(run.device)
+        run.step(model)
+        expected = model.phase.grad
+        model.zero_grad()
+        run.fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=FP32))
+        run.step(model)
+        grad = model.phase.grad.full_tensor()
+        self.assertEqual(grad, expected, atol=0, rtol=0)
+
+    def test_a_gradient_that_a_hook_takes_away(self) -> None:
+        run, model = self.setting_up(reshard_after_forward=False)
+        run.step(model)
+        model.zero_grad()
+        loss = model(run.input()).sum()
+        handle = run.blocks[1].gain.register_post_accumulate_grad_hook(
+            lambda param: setattr(param, "grad", None)
+        )
+        loss.backward()
+        handle.remove()
+        self.assertIsNone(run.blocks[1].gain.grad)
+        model.zero_grad()
+        self.check_step(run, model)
+
+    def test_wider_reduce_buffers_of_a_users(self) -> None:
+        class Wider(DefaultReduceScatter):
+            def allocate(self, size: Any, *, dtype: Any, device: Any) -> Any:
+                return torch.empty(*size, dtype=FP64, device=device)
+
+        run, model = self.setting_up()
+        run.blocks[1].set_custom_reduce_scatter(Wider())
+        self.check_step(run, model)
+
+    def test_casts_before_the_first_forward(self) -> None:
+        run, model = self.setting_up()
+        model.to(FP64)
+        run.step(model)
+        expected = expected_grads(run.device)
+        for param, grad in zip(model.parameters(), expected, strict=True):
+            self.assertEqual(param.grad.dtype, FP64)
+            self.assertEqual(param.grad.full_tensor().to(grad.dtype), grad)
+
+    @torch.no_grad()
+    def test_casts_between_forwards_over_one_rank(self) -> None:
+        run = Run(self.device, shard_mesh(1))
+        model = run.model()
+        before = model(run.input())
+        model.to(FP64)
+        self.assertEqual(model(run.input()), before, atol=0, rtol=0)
+
+    def test_state_dicts_of_unsharded_units(self) -> None:
+        run, model = self.setting_up()
+        run.step(model)
+        run.blocks[1].unshard()
+        model.load_state_dict(model.state_dict(), assign=True)
+        model.zero_grad()
+        self.check_step(run, model)
+
+    def test_late_parameters_are_told_of(self) -> None:
+        run = self.run_on(self.device)
+        blocks = [Late().to(run.device) for _ in range(2)]
+        for block in blocks:
+            run.fully_shard(block)
+        model = run.fully_shard(nn.Sequential(*blocks))
+        late = nn.Parameter(torch.ones(DIM, device=run.device))
+        blocks[1].late = late
+        with self.assertWarns(UserWarning) as caught:
+            run.step(model)
+        text = str(caught.warning)
+        self.assertTrue(text.startswith("Parameters ['1.late'] were registered"), text)
+        self.assertIsNotNone(late.grad)
+
+    def test_parameters_of_others_are_not_told_of(self) -> None:
+        run = self.run_on(self.device)
+        inner, outer = Scaled().to(run.device), Late().to(run.device)
+        outer.inner = run.fully_shard(inner)
+        outer.ignored = nn.Parameter(torch.ones(DIM, device=run.device))
+        run.fully_shard(outer, ignored_params={outer.ignored})
+        outer.frozen = nn.Parameter(torch.ones(DIM, device=run.device), False)
+        outer.unit = run.fully_shard(Scaled().to(run.device))
+        outer.ignored = nn.Parameter(2 * outer.ignored.detach())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            run.step(outer)
+
+    def test_pinned_memory_needs_an_accelerator(self) -> None:
+        if torch.accelerator.is_available():
+            self.skipTest("there is one")
+        run = self.run_on(self.device)
+        text = (
+            "Parameter weight of Scaled cannot be sharded. Without an accelerator use "
+            r"CPUOffloadPolicy\(pin_memory=False\)"
+        )
+        with self.assertRaisesRegex(RuntimeError, text):
+            run.model(offload_policy=CPUOffloadPolicy())
+        good = self.run_on(self.device)
+        offload = CPUOffloadPolicy(pin_memory=False)
+        self.check_step(good, good.model(offload_policy=offload))
+
+
+class TestTable(DeviceFreeTest):
+    def test_errors_name_what_they_are_about(self) -> None:
+        self.assertGreaterEqual(len(WRONG_USES), 100)
+        self.assertEqual(sum(map(len, SECTIONS.values())), len(WRONG_USES))
+        for row in WRONG_USES.values():
+            if row.is_ours and not row.found.startswith("`MixedPrecision"):
+                self.assertNotEqual((row.about, row.do), ("", ""), row.name)
+
+
+instantiate_parametrized_tests(TestWithThreads)
+instantiate_parametrized_tests(TestWithProcesses)
+
+
+if __name__ == "__main__":
+    run_tests()
