@@ -4,7 +4,7 @@
 Every row of the tables in ``docs/feature_parity.md``, and of the table of models and
 tools in ``README.md``, names tests, which are there. The errors that ``docs/index.md``
 quotes are raised somewhere, its pictures are what its script draws, and its links lead
-somewhere.
+somewhere. ``docs/wrong_uses.md`` has the table that its tests go through.
 """
 
 import ast
@@ -15,6 +15,7 @@ import re
 import tempfile
 from pathlib import Path
 
+import fsdp_wrong_uses
 import matplotlib
 from fsdp_test_utils import BYTECODE_CACHE, DeviceFreeTest, run_python
 
@@ -132,6 +133,27 @@ class TestIndex(DeviceFreeTest):
                 # Another matplotlib may place the same texts elsewhere
                 if f"Matplotlib v{matplotlib.__version__}," in mine:
                     self.assertEqual(mine, other)
+
+
+class TestWrongUses(DeviceFreeTest):
+    PAGE = ROOT / "docs" / "wrong_uses.md"
+
+    def test_every_row_is_on_the_page(self) -> None:
+        lines = self.PAGE.read_text().splitlines()
+        first = f"## {next(iter(fsdp_wrong_uses.SECTIONS))}"
+        start, end = lines.index(first), lines.index("## Warned of")
+        printed = fsdp_wrong_uses.table()[1:]
+        again = "print the tables again: python fsdp_wrong_uses.py"
+        self.assertEqual(lines[start : end - 1], printed, again)
+
+    def test_the_note_is_there(self) -> None:
+        folder = ROOT / "torch/distributed/fsdp/_fully_shard"
+        notes = re.findall(
+            r"`(\[Note: [^`]+\])` in\s`(\w+\.py)`", self.PAGE.read_text()
+        )
+        self.assertGreater(len(notes), 0)
+        for note, file in notes:
+            self.assertIn(note, (folder / file).read_text())
 
 
 instantiate_parametrized_tests(TestTables)
