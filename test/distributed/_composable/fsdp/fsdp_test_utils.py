@@ -79,7 +79,10 @@ BYTECODE_CACHE = {
 
 
 def run_python(
-    *args: str, on_base: bool = False, env: dict[str, str] | None = None
+    *args: str,
+    on_base: bool = False,
+    env: dict[str, str] | None = None,
+    timeout: float = 300,
 ) -> str:
     """
     Runs the interpreter with ``args``, e.g. ``"-c", code``, and returns what it
@@ -101,7 +104,7 @@ def run_python(
         cwd=root,  # the interpreter looks for modules there before anywhere else
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=timeout,
     )
     if done.returncode != 0:
         raise AssertionError(f"Exit status {done.returncode}:\n{done.stderr}")
