@@ -277,6 +277,40 @@ class TestAllowed(FSDPProcessTest, Checks):
             warnings.simplefilter("error", UserWarning)
             run.step(outer)
 
+    def test_optimizers_made_too_early_are_told_of(self) -> None:
+        run = self.run_on(self.device)
+        blocks = [Scaled().to(run.device) for _ in range(2)]
+        model = nn.Sequential(*blocks)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for block in blocks:
+            run.fully_shard(block)
+        run.fully_shard(model)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run.step(model)
+        texts = [str(w.message) for w in caught if w.category is UserWarning]
+        self.assertEqual(len(texts), 1)  # of all units
+        self.assertRegex(
+            texts[0], r"^An optimizer has \['0.weight', '0.gain'\] as they"
+        )
+        self.assertIsNone(optimizer.param_groups[0]["params"][0].grad)
+
+    def test_optimizers_mended_in_time_are_not(self) -> None:
+        """Nor are others who have the originals."""
+        run = self.run_on(self.device)
+        block = Scaled().to(run.device)
+        others = [*block.parameters()]
+        given_up = torch.optim.AdamW(block.parameters())
+        given_up.in_a_cycle = given_up
+        swapped = torch.optim.AdamW(block.parameters())
+        run.fully_shard(block)
+        del given_up
+        swapped.param_groups[0]["params"] = [*block.parameters()]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            run.step(block)
+        self.assertEqual(len(others), 2)
+
     def test_pinned_memory_needs_an_accelerator(self) -> None:
         if torch.accelerator.is_available():
             self.skipTest("there is one")

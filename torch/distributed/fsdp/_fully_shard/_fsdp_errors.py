@@ -10,6 +10,7 @@ catch, and leave alone what they have no explanation for.
 
 from __future__ import annotations
 
+import gc
 import math
 import numbers
 from collections.abc import Sequence
@@ -187,6 +188,20 @@ def has_other_size(fsdp_param: FSDPParam) -> bool:
         return True
     # Nothing has any shape
     return local_size != size and local_size.numel() + size.numel() > 0
+
+
+def params_of_optimizers() -> frozenset[int]:
+    """Returns the identities of the parameters that all optimizers have."""
+    # One that was made anew may be left in a cycle
+    gc.collect()
+    return frozenset(
+        id(param)
+        for found in gc.get_objects()
+        # By type: what `isinstance` asks of some objects makes others
+        if issubclass(type(found), torch.optim.Optimizer)
+        for group in getattr(found, "param_groups", ())
+        for param in group["params"]
+    )
 
 
 def _whole_size(fsdp_param: FSDPParam) -> torch.Size:

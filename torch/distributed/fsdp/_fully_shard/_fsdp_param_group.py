@@ -38,6 +38,7 @@ import contextlib
 import functools
 import logging
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
@@ -106,6 +107,7 @@ from ._fsdp_errors import (
     check_reduce_scatter,
     has_other_size,
     how_to_shard,
+    params_of_optimizers,
     raise_with,
     what_is_registered,
 )
@@ -158,6 +160,9 @@ def _untraced(method: Callable[..., Any]) -> Callable[..., Any]:
 
 class FSDPCommContext:
     """The streams and in-flight buffers that the groups of one root share."""
+
+    # Identities of what optimizers had when somebody first had to know
+    optimized: frozenset[int] | None = None
 
     def lazy_init(self, device: torch.device):
         handle = _get_device_handle(device.type)
@@ -358,6 +363,8 @@ class FSDPParamGroup:
         )
         self._keep_grad_dtypes()
         self._watch_loads()
+        # Let go of by lazy init, which looks for who still has them
+        self._originals = [*map(weakref.ref, params)]
         # Let go of by lazy init, which looks for new ones
         self._names_at_first: Any = {*dict(_named_params_of_unit(modules))}
         self.comm_ctx = FSDPCommContext()
@@ -388,6 +395,7 @@ class FSDPParamGroup:
                 self._take_registered(i)
                 fsdp_param._init_extensions()  # may have been added since
             self._warn_of_late_params()
+            self._warn_of_early_optimizers()
         self._validate_no_meta_params()
         self._validate_cpu_offload_params()
         self._validate_reduce_scatter_max_input_buffers()
@@ -455,6 +463,25 @@ class FSDPParamGroup:
                 f"Parameters {late} were registered after fully_shard, which neither "
                 "shards them nor reduces their gradients: register them before it, "
                 "call fully_shard on their modules, or reduce them yourself",
+                stacklevel=2,
+            )
+
+    def _warn_of_early_optimizers(self) -> None:
+        originals, self._originals = self._originals, []
+        params = [ref() for ref in originals]
+        if not any(param is not None for param in params):
+            return  # as it should be
+        ctx = self.comm_ctx
+        if ctx.optimized is None:
+            ctx.optimized = params_of_optimizers()
+        held = [
+            self._name_of(i) for i, p in enumerate(params) if id(p) in ctx.optimized
+        ]
+        if held:
+            ctx.optimized = frozenset()  # tell it once for all units
+            warnings.warn(
+                f"An optimizer has {held} as they were before fully_shard, which get "
+                "no gradients: make optimizers after fully_shard",
                 stacklevel=2,
             )
 
