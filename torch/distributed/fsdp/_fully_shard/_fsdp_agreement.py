@@ -28,7 +28,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ._fsdp_collectives import backend_name
 from ._fsdp_param import FSDPParam
 from ._fsdp_unit import BucketParams, dtypes_of
+
+
+if TYPE_CHECKING:
+    from ._fsdp_param_group import FSDPParamGroup
 
 
 _SWITCH = "TORCH_FSDP_CHECK_RANKS_AGREE"
@@ -94,6 +98,10 @@ class Collective(NamedTuple):
         return text
 
 
+# What each parameter of a unit is reduced in, None if it is not
+_Pattern: TypeAlias = tuple[torch.dtype | None, ...]
+
+
 class _Announced(NamedTuple):
     """What one rank is about to do, and with what."""
 
@@ -122,93 +130,149 @@ _HANG_ADVICE = (
 )
 
 
-def compares_always() -> bool:
-    """Whether every gather and reduction is to be compared."""
+class _Agreed(NamedTuple):
+    """What was last reduced over a process group, and where in the step."""
+
+    buckets: Sequence[BucketParams]
+    pattern: _Pattern
+    # After which unit, and whether it was added to earlier gradients, None if
+    # this is not watched
+    where: tuple[UnitAgreement | None, bool | None]
+
+
+class UnitAgreement:
+    """What all ranks of a unit do alike, as far as they have been compared."""
+
+    def __init__(self, unit: FSDPParamGroup):
+        self._unit = unit
+        # Whether they have laid out alike what they gather
+        self.on_gathers = False
+        self._reductions: dict[dist.ProcessGroup, _Agreed] = {}
+
+    @property
+    def name(self) -> str | None:
+        """The unit's FQN, None before the root has given it one."""
+        fqn = self._unit._module_fqn
+        return "(root)" if fqn == "" else fqn
+
+    def check_gather(self, group: dist.ProcessGroup) -> None:
+        """Raises if the ranks of ``group``, which are about to gather, disagree."""
+        self._check(group, Collective(self.name, "gathers"))
+        self.on_gathers = not _compares_always()
+
+    def check_reduction(
+        self, group: dist.ProcessGroup, buckets: Sequence[BucketParams]
+    ) -> None:
+        """
+        Raises if the ranks of ``group``, which are about to reduce ``buckets``,
+        disagree. Does not ask if this rank repeats what it did the last time.
+        """
+        last_reduced = self._unit.comm_ctx.last_reduced
+        after, agreed = last_reduced.get(group), self._reductions.get(group)
+        if agreed is None:
+            # That ranks are microbatches apart shows in any unit: the first looks
+            is_watched = after is None or _compares_always()
+        else:
+            is_watched = agreed.where[1] is not None
+        accumulates = self._accumulates(buckets) if is_watched else None
+        where = (after, accumulates)
+        if agreed is None or agreed.buckets is not buckets or agreed.where != where:
+            pattern = self._pattern_of(buckets)
+            if not any(pattern):
+                return  # nothing is sent over this group
+            if agreed is None or agreed.pattern != pattern or agreed.where != where:
+                name = None if after is None else after.name
+                collective = Collective(self.name, "reduces", name, accumulates)
+                self._check(group, collective, pattern)
+            if not _compares_always():
+                self._reductions[group] = _Agreed(buckets, pattern, where)
+        last_reduced[group] = self
+
+    def tell(
+        self, error: BaseException, buckets: Sequence[BucketParams] | None = None
+    ) -> None:
+        """
+        Notes on an error in a gather, or in the reduction of ``buckets``, which
+        unit's it was. What a backend says, e.g. that its time limit has passed,
+        does not tell.
+        """
+        if buckets is None:
+            self._tell(error, Collective(self.name, "gathers"))
+        else:
+            accumulates = self._accumulates(buckets)
+            collective = Collective(self.name, "reduces", None, accumulates)
+            self._tell(error, collective, self._pattern_of(buckets))
+
+    def _pattern_of(self, buckets: Sequence[BucketParams]) -> _Pattern:
+        pattern: list[torch.dtype | None] = [None] * len(self._unit.fsdp_params)
+        for params in buckets:
+            for slot in params.bucket.slots:
+                pattern[slot.param] = params.bucket.dtype
+        return tuple(pattern)
+
+    def _accumulates(self, buckets: Sequence[BucketParams]) -> bool:
+        """Whether what is reduced is added to gradients of earlier reductions."""
+        if self._unit._partial_reduces:
+            return True
+        slots = (slot for params in buckets for slot in params.bucket.slots)
+        first = next(slots, None)
+        if first is None:
+            return False
+        return self._unit.fsdp_params[first.param].sharded_param.grad is not None
+
+    def _check(
+        self,
+        group: dist.ProcessGroup,
+        collective: Collective,
+        pattern: _Pattern | None = None,
+    ) -> None:
+        """Compares the ranks of ``group``: one all-gather of 32 bytes a rank."""
+        unit = self._unit
+        if not _is_wanted(unit.fsdp_params, group, unit.device):
+            return
+        described = [*map(_describe, unit.fsdp_params, unit._param_names)]
+        if pattern is not None:
+            described = [
+                params._replace(reduced=_reduced_text(dtype))
+                for params, dtype in zip(described, pattern, strict=True)
+            ]
+        mine = _Announced(collective, described, self._fqns())
+        try:
+            by_rank = _exchange(mine, group, unit.device)
+        except BaseException as error:
+            self._tell(error, collective, pattern)
+            raise
+        if by_rank is not None:
+            _raise_if_different(by_rank)
+
+    def _tell(
+        self,
+        error: BaseException,
+        collective: Collective,
+        pattern: _Pattern | None = None,
+    ) -> None:
+        if not hasattr(error, "add_note"):  # from Python 3.11 on
+            return
+        note = f"This rank {collective}"
+        if pattern is not None:
+            pairs = zip(self._fqns(), pattern, strict=True)
+            missing = [fqn for fqn, dtype in pairs if dtype is None]
+            note += f", and has no gradient of {_listed(missing)}" if missing else ""
+        # As what backends raise: others, such as a user's own, tell what they are about
+        is_backends = isinstance(error, RuntimeError)
+        error.add_note(f"{note}. {_HANG_ADVICE}" if is_backends else f"{note}.")
+
+    def _fqns(self) -> list[str]:
+        """Returns the parameters' names, which are within the unit before lazy init."""
+        unit = self._unit
+        return [p._param_fqn or n for p, n in zip(unit.fsdp_params, unit._param_names)]
+
+
+# Asking the others #
+
+
+def _compares_always() -> bool:
     return os.environ.get(_SWITCH) == "always"
-
-
-def reduce_pattern(
-    buckets: Sequence[BucketParams], numel: int
-) -> tuple[torch.dtype | None, ...]:
-    """Returns what each of a unit's ``numel`` parameters is reduced in, if at all."""
-    pattern: list[torch.dtype | None] = [None] * numel
-    for params in buckets:
-        for slot in params.bucket.slots:
-            pattern[slot.param] = params.bucket.dtype
-    return tuple(pattern)
-
-
-def check_ranks_agree(
-    fsdp_params: Sequence[FSDPParam],
-    names: Sequence[str],
-    group: dist.ProcessGroup,
-    device: torch.device,
-    collective: Collective,
-    pattern: Sequence[torch.dtype | None] | None = None,
-) -> None:
-    """
-    Raises on every rank of ``group`` if they are not about to do the same: one
-    all-gather of 32 bytes a rank.
-
-    Args:
-        names: Of the parameters within the unit, which no rank knows otherwise.
-        group: Ranks that are about to issue ``collective``.
-        device: That ``group`` communicates for.
-        pattern: Of a reduction, from :func:`reduce_pattern`.
-
-    Raises:
-        RuntimeError: Names what differs, on which ranks, by FQN.
-    """
-    if not _is_wanted(fsdp_params, group, device):
-        return
-    described = [*map(_describe, fsdp_params, names)]
-    if pattern is not None:
-        described = [
-            params._replace(reduced=_reduced_text(dtype))
-            for params, dtype in zip(described, pattern, strict=True)
-        ]
-    mine = _Announced(collective, described, _fqns(fsdp_params, names))
-    try:
-        by_rank = _exchange(mine, group, device)
-    except BaseException as error:
-        tell_collective(error, collective, fsdp_params, names, pattern)
-        raise
-    if by_rank is not None:
-        _raise_if_different(by_rank)
-
-
-def tell_collective(
-    error: BaseException,
-    collective: Collective,
-    fsdp_params: Sequence[FSDPParam],
-    names: Sequence[str],
-    pattern: Sequence[torch.dtype | None] | None = None,
-) -> None:
-    """
-    Notes on an error which collective it happened in. What a backend says, e.g.
-    that its time limit has passed, does not tell.
-    """
-    if not hasattr(error, "add_note"):  # from Python 3.11 on
-        return
-    note = f"This rank {collective}"
-    if pattern is not None:
-        pairs = zip(_fqns(fsdp_params, names), pattern, strict=True)
-        missing = [fqn for fqn, dtype in pairs if dtype is None]
-        note += f", and has no gradient of {_listed(missing)}" if missing else ""
-    # As what backends raise: others, such as a user's own, tell what they are about
-    is_backends = isinstance(error, RuntimeError)
-    error.add_note(f"{note}. {_HANG_ADVICE}" if is_backends else f"{note}.")
-
-
-def _listed(texts: Sequence[str], separator: str = ", ") -> str:
-    more = len(texts) - _MAX_LISTED
-    if more > 0:
-        texts = [*texts[:_MAX_LISTED], f"and {more} more"]
-    return separator.join(texts)
-
-
-def _fqns(fsdp_params: Sequence[FSDPParam], names: Sequence[str]) -> list[str]:
-    return [p._param_fqn or name for p, name in zip(fsdp_params, names)]
 
 
 def _exchange(
@@ -256,6 +320,13 @@ def _reduced_text(dtype: torch.dtype | None) -> str:
 
 
 # What is said #
+
+
+def _listed(texts: Sequence[str], separator: str = ", ") -> str:
+    more = len(texts) - _MAX_LISTED
+    if more > 0:
+        texts = [*texts[:_MAX_LISTED], f"and {more} more"]
+    return separator.join(texts)
 
 
 def _raise_if_different(by_rank: Mapping[int, _Announced]) -> None:

@@ -59,13 +59,7 @@ from torch.distributed.fsdp._common_utils import (
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
-from ._fsdp_agreement import (
-    check_ranks_agree,
-    Collective,
-    compares_always,
-    reduce_pattern,
-    tell_collective,
-)
+from ._fsdp_agreement import UnitAgreement
 from ._fsdp_api import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ._fsdp_collectives import (
     _get_gradient_divide_factors,
@@ -188,9 +182,9 @@ class FSDPCommContext:
         # root's lazy init resolves it from theirs.
         self.reduce_scatter_states: list[ReduceScatterState] = []
         self.reduce_scatter_max_input_buffers: int = 1
-        # The group last reduced over each process group: reductions come in the
+        # Of the unit last reduced over each process group: reductions come in the
         # same order on all of its ranks
-        self.last_reduced: dict[dist.ProcessGroup, FSDPParamGroup] = {}
+        self.last_reduced: dict[dist.ProcessGroup, UnitAgreement] = {}
         # Groups in the order of their forwards, for prefetching in backward.
         # A reference cycle, which ends with every backward.
         self.post_forward_order: list[FSDPParamGroup] = []
@@ -235,19 +229,6 @@ class AllReduceState(NamedTuple):
 
     all_reduce_input: torch.Tensor
     event: torch.Event | None
-
-
-class _Agreed(NamedTuple):
-    """
-    What the ranks of a process group last reduced for a unit, and where in the
-    step, all of them alike. See [Note: When ranks are compared].
-    """
-
-    buckets: Sequence[BucketParams]
-    pattern: tuple[torch.dtype | None, ...]
-    # After which group, and whether it was added to earlier gradients, None if
-    # this is not watched
-    where: tuple[FSDPParamGroup | None, bool | None]
 
 
 def _checked(name: str, check: Callable[[Any, str], None]) -> property:
@@ -314,8 +295,6 @@ class FSDPParamGroup:
     _reshard_after_forward_event: torch.Event | None = None
     # After this group's last reduction, including what follows it
     _post_reduce_event: torch.Event | None = None
-    # About what is gathered, see [Note: When ranks are compared]
-    _ranks_agree: bool = False
 
     def __init__(
         self,
@@ -376,9 +355,9 @@ class FSDPParamGroup:
         # The places of this group's forwards in the shared order
         self._post_forward_indices: list[int] = []
         self._all_reduce_states: list[AllReduceState] = []
-        self._agreed: dict[dist.ProcessGroup, _Agreed] = {}
         # Of microbatches whose all-reduce was put off, by reduce dtype
         self._partial_reduces: dict[torch.dtype, PartialReduce] = {}
+        self._agreement = UnitAgreement(self)
 
     # Initialization #
     def lazy_init(self):
@@ -553,86 +532,6 @@ class FSDPParamGroup:
                     "allocates its own buffers"
                 )
 
-    # Comparing ranks #
-    def _compare_gathers(self, group: dist.ProcessGroup) -> None:
-        """Raises if the ranks of ``group``, which are about to gather, disagree."""
-        self._check_ranks(group, self._collective("gathers"))
-        self._ranks_agree = not compares_always()
-
-    def _compare_reductions(self, buckets: list[BucketParams]) -> None:
-        """
-        Raises if the ranks that are about to reduce disagree, unless this one
-        does what it did the last time.
-        """
-        if (group := self._reduce_scatter_group) is not None:
-            self._compare_reduction(group, buckets)
-        if self.all_reduce_grads and (group := self._all_reduce_group) is not None:
-            if self._partial_reduces:
-                kept = [
-                    BucketParams((), partial.bucket)
-                    for partial in self._partial_reduces.values()
-                ]
-                buckets = buckets + kept
-            self._compare_reduction(group, buckets)
-
-    def _compare_reduction(
-        self, group: dist.ProcessGroup, buckets: list[BucketParams]
-    ) -> None:
-        last_reduced = self.comm_ctx.last_reduced
-        after, agreed = last_reduced.get(group), self._agreed.get(group)
-        if agreed is None:
-            # That ranks are microbatches apart shows in any unit: the first looks
-            is_watched = after is None or compares_always()
-        else:
-            is_watched = agreed.where[1] is not None
-        accumulates = self._accumulates(buckets) if is_watched else None
-        where = (after, accumulates)
-        if agreed is None or agreed.buckets is not buckets or agreed.where != where:
-            pattern = reduce_pattern(buckets, len(self.fsdp_params))
-            if not any(pattern):
-                return  # nothing is sent over this group
-            if agreed is None or agreed.pattern != pattern or agreed.where != where:
-                name = None if after is None else after._known_name
-                collective = self._collective("reduces", name, accumulates)
-                self._check_ranks(group, collective, pattern)
-            if not compares_always():
-                self._agreed[group] = _Agreed(buckets, pattern, where)
-        last_reduced[group] = self
-
-    def _accumulates(self, buckets: list[BucketParams]) -> bool:
-        """Whether what is reduced is added to gradients of earlier reductions."""
-        if self._partial_reduces:
-            return True
-        slots = (slot for params in buckets for slot in params.bucket.slots)
-        first = next(slots, None)
-        if first is None:
-            return False
-        return self.fsdp_params[first.param].sharded_param.grad is not None
-
-    def _check_ranks(self, group: dist.ProcessGroup, *args: Any) -> None:
-        names = self._param_names
-        check_ranks_agree(self.fsdp_params, names, group, self.device, *args)
-
-    @property
-    def _known_name(self) -> str | None:
-        """The unit's FQN, None before the root has given it one."""
-        return "(root)" if self._module_fqn == "" else self._module_fqn
-
-    def _collective(self, *args: Any) -> Collective:
-        return Collective(self._known_name, *args)
-
-    def _tell(
-        self, error: BaseException, buckets: list[BucketParams] | None = None
-    ) -> None:
-        """Notes on an error in a collective which unit's it was."""
-        collective, pattern = self._collective("gathers"), None
-        if buckets is not None:
-            pattern = reduce_pattern(buckets, len(self.fsdp_params))
-            accumulates = self._accumulates(buckets)
-            collective = self._collective("reduces", None, accumulates)
-        names = self._param_names
-        tell_collective(error, collective, self.fsdp_params, names, pattern)
-
     # Runtime: unshard and reshard #
     @_disable_functorch_if_active
     def unshard(self, async_op: bool = False):
@@ -650,8 +549,8 @@ class FSDPParamGroup:
             return
         streams = self.comm_ctx.get_all_gather_streams(async_op, self._training_state)
         group = self._all_gather_process_group
-        if not self._ranks_agree:
-            self._compare_gathers(group)
+        if not self._agreement.on_gathers:
+            self._agreement.check_gather(group)
         try:
             with self._range("FSDP::all_gather"):
                 self._all_gather_result = foreach_all_gather(
@@ -663,7 +562,7 @@ class FSDPParamGroup:
                     self._all_gather_comm,
                 )
         except BaseException as error:
-            self._tell(error)
+            self._agreement.tell(error)
             raise
 
     @_disable_functorch_if_active
@@ -706,7 +605,7 @@ class FSDPParamGroup:
                 with self._range("FSDP::all_gather_copy_out"):
                     foreach_all_gather_copy_out(result, self.fsdp_params, group)
             except BaseException as error:
-                self._tell(error)
+                self._agreement.tell(error)
                 raise
         else:
             unshard_single_rank(self.fsdp_params, self.device)
@@ -807,13 +706,13 @@ class FSDPParamGroup:
         buckets = self._get_buckets(grads)
         if not buckets:
             return
-        self._compare_reductions(buckets)
+        self._check_reductions(buckets)
         try:
             with self._range("FSDP::post_backward_reduce"):
                 self._wait_for_post_backward()
                 self._reduce_buckets(buckets, grads)
         except BaseException as error:
-            self._tell(error, buckets)
+            self._agreement.tell(error, buckets)
             raise
         if is_partial_forward:
             # Autograd goes on with the unit's other modules. Their kernels
@@ -940,6 +839,16 @@ class FSDPParamGroup:
             else reduce_dtype_of(dtype, fsdp_param.mp_policy.reduce_dtype)
             for dtype, fsdp_param in zip(grad_dtypes, self.fsdp_params)
         )
+
+    def _check_reductions(self, buckets: list[BucketParams]) -> None:
+        """Raises if the ranks that are about to reduce ``buckets`` disagree."""
+        if (group := self._reduce_scatter_group) is not None:
+            self._agreement.check_reduction(group, buckets)
+        if self.all_reduce_grads and (group := self._all_reduce_group) is not None:
+            if self._partial_reduces:
+                kept = [p.bucket for p in self._partial_reduces.values()]
+                buckets = buckets + [BucketParams((), bucket) for bucket in kept]
+            self._agreement.check_reduction(group, buckets)
 
     def _plan_buckets(
         self, reduce_dtypes: Sequence[torch.dtype | None]
