@@ -7,21 +7,26 @@ with a file: the version, which names the branch, in ``METADATA`` and
 
 from __future__ import annotations
 
-import base64
 import csv
 import hashlib
 import io
 import os
 import re
 import stat
-import zipfile
-import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tools.setup_helpers.files import replacing
 from tools.setup_helpers.rawzip import ArchiveWriter, open_archive
 from tools.setup_helpers.report import SetupError
-from tools.setup_helpers.wheel import BASE_PROJECT, parse_fields
+from tools.setup_helpers.wheel import (
+    BASE_PROJECT,
+    compare_with_record,
+    parse_fields,
+    parse_record,
+    record_row,
+    telling_damage,
+)
 
 
 if TYPE_CHECKING:
@@ -54,18 +59,13 @@ class _Record:
 
     @classmethod
     def parse(cls, text: str) -> _Record:
-        return cls({row[0]: row[1:] for row in csv.reader(text.splitlines()) if row})
+        return cls(parse_record(text))
 
     def render(self) -> str:
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerows([name, *rest] for name, rest in self.rows.items())
         return text.getvalue()
-
-
-def _row(digest: bytes, nbytes: int) -> list[str]:
-    encoded = base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
-    return [f"sha256={encoded}", str(nbytes)]
 
 
 class _Base:
@@ -112,8 +112,8 @@ class _Base:
         return self.stays(name) and not name.endswith("/")
 
     def _compare(self, name: str, digest: bytes, nbytes: int) -> None:
-        if self.record.rows.get(name) != _row(digest, nbytes):
-            raise SetupError(f"{self.path} was altered: {name} is not as in its RECORD")
+        row = record_row(digest, nbytes)
+        compare_with_record(self.path, name, row, self.record.rows)
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def _write(base: _Base, plan: _Plan, path: Path) -> None:
             if entry is not None:
                 writer.add(name, entry.data, date_time, entry.external_attr)
                 digest = hashlib.sha256(entry.data).digest()
-                record.rows[name] = _row(digest, len(entry.data))
+                record.rows[name] = record_row(digest, len(entry.data))
             elif base_name is not None:
                 writer.copy(source, base.entries[base_name], name)
                 if not name.endswith("/"):
@@ -218,6 +218,15 @@ def _file_name(base: _Base, version: str) -> str:
     return "-".join([BASE_PROJECT, version, *build, *parts]) + ".whl"
 
 
+def compare_wheel(wheel: BaseWheel, progress: Progress) -> None:
+    """Refuses a wheel with an entry that is not as its RECORD says."""
+    progress.phase(f"comparing {wheel.path.name} with its RECORD")
+    with telling_damage(wheel.path):
+        base = _Base(wheel.path)
+        with base.archive:
+            base.check_all(progress)
+
+
 def assemble_wheel(
     wheel: BaseWheel,
     root: Path,
@@ -234,22 +243,14 @@ def assemble_wheel(
         is_known: whether ``wheel`` is, by size and date, the file that set-up
             unpacked.  Any other one is compared with its RECORD as a whole.
     """
-    try:
+    if not is_known:
+        compare_wheel(wheel, progress)
+    with telling_damage(wheel.path):
         base = _Base(wheel.path)
         with base.archive:
-            if not is_known:
-                progress.phase(f"comparing {wheel.path.name} with its RECORD")
-                base.check_all(progress)
             plan = _make_plan(base, root, files)
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / _file_name(base, plan.version)
-            partial = path.with_name(path.name + ".partial")
-            try:
+            with replacing(path) as partial:
                 _write(base, plan, partial)
-                os.replace(partial, path)
-            finally:
-                partial.unlink(missing_ok=True)
-    except (zipfile.BadZipFile, EOFError, zlib.error) as error:
-        progress.end()
-        raise SetupError(f"{wheel.path} is damaged: {error}") from None
     return path

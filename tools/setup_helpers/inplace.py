@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tools.setup_helpers import links, tree, wheel
-from tools.setup_helpers.assemble import assemble_wheel
+from tools.setup_helpers.assemble import assemble_wheel, compare_wheel
 from tools.setup_helpers.environment import Environment, Pip, Stamp
 from tools.setup_helpers.report import SetupError
 
@@ -188,6 +188,8 @@ class InPlaceBuild:
             if chosen is None:
                 return False
             if chosen.digest == stamp.get("digest"):
+                # What is in place is right, but `make_wheel` trusts its source.
+                compare_wheel(chosen, self.progress)
                 stamp.put("source", _identity(chosen.path))
                 return False
             self._ensure_links()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import csv
 import email.parser
 import hashlib
+import lzma
 import os
 import platform
 import re
 import shutil
 import stat
+import struct
 import sys
 import sysconfig
 import zipfile
@@ -23,6 +27,7 @@ from tools.setup_helpers.report import megabytes, SetupError
 
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from email.message import Message
 
     from tools.setup_helpers.report import Progress
@@ -32,6 +37,30 @@ BASE_PROJECT = "torch"
 BASE_VERSION = "2.13.0"
 BASE_REQUIREMENT = f"{BASE_PROJECT}=={BASE_VERSION}"
 _CHUNK_NBYTES = 1 << 20
+# What zipfile and its decompressors raise over bytes that make no sense: a field of
+# a damaged directory may ask for any feature of the format.
+_DAMAGE = (
+    zipfile.BadZipFile,
+    EOFError,
+    RuntimeError,
+    ValueError,
+    lzma.LZMAError,
+    struct.error,
+    zlib.error,
+)
+
+
+@contextlib.contextmanager
+def telling_damage(path: Path) -> Iterator[None]:
+    """Turns what reading the archive at ``path`` raises into one line."""
+    try:
+        yield
+    except (*_DAMAGE, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # a disk's, not a decompressor's
+        raise SetupError(
+            f"{path} is damaged: {error}; remove it and fetch it anew"
+        ) from None
 
 
 def python_tag() -> str:
@@ -57,12 +86,11 @@ def inspect_wheel(path: Path, *, for_this_python: bool = True) -> BaseWheel:
     if not path.is_file():
         raise SetupError(f"there is no wheel at {path}")
     try:
-        with zipfile.ZipFile(path) as archive:
+        with telling_damage(path), zipfile.ZipFile(path) as archive:
             return _inspect_archive(path, archive, for_this_python)
-    except (zipfile.BadZipFile, EOFError, zlib.error) as error:
-        raise SetupError(f"{path} is not a whole wheel: {error}") from None
     except OSError as error:
-        raise SetupError(f"{path} cannot be read: {error.strerror}") from None
+        reason = error.strerror or error
+        raise SetupError(f"{path} cannot be read: {reason}") from None
 
 
 def _inspect_archive(
@@ -92,7 +120,7 @@ def _inspect_archive(
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise SetupError(f"{path} holds {name}, which lies outside of it")
     held = {name for name in names if not name.endswith("/")}
-    for name in sorted(held ^ _listed_files(record.decode())):
+    for name in sorted(held ^ set(parse_record(record.decode()))):
         # Signatures of RECORD, beside it, are in no list.
         if not name.startswith(f"{dist_infos[0]}/RECORD."):
             raise SetupError(f"{path} does not hold what its RECORD lists: {name}")
@@ -124,7 +152,10 @@ def _runs_here(tag: str) -> bool:
 
 
 def unpack_wheel(wheel: BaseWheel, folder: Path, progress: Progress) -> None:
-    """Unpacks ``wheel`` into the new ``folder``; its files become read-only."""
+    """Unpacks ``wheel`` into the new ``folder``; its files become read-only.
+
+    Each is compared with RECORD: a wheel that is made of it later is trusted.
+    """
     folder.mkdir(parents=True)
     free_nbytes = shutil.disk_usage(folder).free
     if free_nbytes < wheel.unpacked_nbytes:
@@ -134,32 +165,63 @@ def unpack_wheel(wheel: BaseWheel, folder: Path, progress: Progress) -> None:
         )
     done_nbytes = 0
     try:
-        with zipfile.ZipFile(wheel.path) as archive:
+        with telling_damage(wheel.path), zipfile.ZipFile(wheel.path) as archive:
+            rows = _read_record(archive)
             for info in archive.infolist():
-                _unpack_member(archive, info, folder)
+                row = _unpack_member(archive, info, folder)
+                compare_with_record(wheel.path, info.filename, row, rows)
                 done_nbytes += info.file_size
                 progress.bar(done_nbytes, wheel.unpacked_nbytes)
-    except (zipfile.BadZipFile, EOFError, zlib.error) as error:
-        raise SetupError(f"{wheel.path} is damaged: {error}") from None
     finally:
         progress.end()
 
 
 def _unpack_member(
     archive: zipfile.ZipFile, info: zipfile.ZipInfo, folder: Path
-) -> None:
+) -> list[str] | None:
+    """Unpacks one entry; returns the row that RECORD should have of a file."""
     path = folder / info.filename
     if info.is_dir():
         path.mkdir(parents=True, exist_ok=True)
-        return
+        return None
     if not path.parent.exists():
         path.parent.mkdir(parents=True)
     executable = (info.external_attr >> 16) & stat.S_IXUSR
     # Read-only from the start: the open file can still be written to.
     mode = 0o555 if executable else 0o444
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    digest, nbytes = hashlib.sha256(), 0
     with archive.open(info) as source, open(os.open(path, flags, mode), "wb") as target:
-        shutil.copyfileobj(source, target, _CHUNK_NBYTES)
+        while chunk := source.read(_CHUNK_NBYTES):
+            digest.update(chunk)
+            nbytes += target.write(chunk)
+    return record_row(digest.digest(), nbytes)
+
+
+def _read_record(archive: zipfile.ZipFile) -> dict[str, list[str]]:
+    names = (n for n in archive.namelist() if n.endswith(".dist-info/RECORD"))
+    return parse_record(archive.read(next(names)).decode())
+
+
+def record_row(digest: bytes, nbytes: int) -> list[str]:
+    """Returns what RECORD says of a file with this SHA-256 and size."""
+    encoded = base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
+    return [f"sha256={encoded}", str(nbytes)]
+
+
+def compare_with_record(
+    path: Path, name: str, row: list[str] | None, rows: dict[str, list[str]]
+) -> None:
+    """Refuses the wheel at ``path`` if its file ``name`` is not as RECORD says.
+
+    A checksum of the archive's own only tells of damage, not of a change.
+    """
+    is_record = ".dist-info/RECORD" in name
+    if row is not None and not is_record and rows.get(name) != row:
+        raise SetupError(
+            f"{path} was altered: {name} is not as in its RECORD; "
+            "remove it and fetch it anew"
+        )
 
 
 def unpacked_distribution(base: Path) -> Distribution:
@@ -174,7 +236,7 @@ def strays_in(base: Path) -> list[str]:
     A file that is created in a folder that is a link ends up there.
     """
     distribution = unpacked_distribution(base)
-    listed = _listed_files(distribution.read_text("RECORD") or "")
+    listed = parse_record(distribution.read_text("RECORD") or "")
     strays = []
     pending = [entry.name for entry in os.scandir(base) if _is_code(entry)]
     while pending:
@@ -195,8 +257,9 @@ def _is_code(entry: os.DirEntry[str]) -> bool:
     return entry.is_dir(follow_symlinks=False) and not is_other
 
 
-def _listed_files(record: str) -> set[str]:
-    return {row[0] for row in csv.reader(record.splitlines()) if row}
+def parse_record(record: str) -> dict[str, list[str]]:
+    """Returns the digest and the size of each file, in the order of RECORD."""
+    return {row[0]: row[1:] for row in csv.reader(record.splitlines()) if row}
 
 
 def console_scripts(distribution: Distribution) -> dict[str, str]:

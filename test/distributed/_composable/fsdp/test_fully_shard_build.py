@@ -408,7 +408,7 @@ class TestErrors(BuildTestCase):
             ("python", "is for cp27-cp27mu-manylinux_2_28_x86_64"),
             ("outside", "lies outside"),
             ("unlisted", "does not hold what its RECORD lists: torch/extra.py"),
-            ("truncated", "is not a whole wheel"),
+            ("truncated", "is damaged"),
             ("damaged", "is damaged"),
             ("no wheel", "lacks a dist-info folder"),
         ],

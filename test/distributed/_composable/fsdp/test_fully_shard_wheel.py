@@ -275,7 +275,7 @@ class TestErrors(WheelTestCase):
     @parametrize(
         "kind,text",
         [
-            ("truncated", "is not a whole wheel"),
+            ("truncated", "is damaged"),
             ("damaged", "is damaged"),
             ("twice", "it holds a name twice"),
             (OURS, f"was altered: {OURS} is not as in its RECORD"),
@@ -291,7 +291,7 @@ class TestErrors(WheelTestCase):
         self.set_up(self.wheel)
         whole = self.wheel.read_bytes()
         self.wheel.write_bytes(whole[:-40])
-        self.assert_one_error(self.run_command("wheel"), "is not a whole wheel")
+        self.assert_one_error(self.run_command("wheel"), "is damaged")
         self.wheel.write_bytes(whole)
         damage(self.wheel)
         self.assert_one_error(self.run_command("wheel"), "is damaged")
