@@ -2,13 +2,15 @@
 
 PYTHON3 ?= python3
 PYTHON := .venv/bin/python
-SETUP := $(PYTHON3) -B -m tools.setup_helpers
+# Names that a user gives go through the environment: a shell would split them.
+SETUP := "$$PYTHON3" -B -m tools.setup_helpers
+export PYTHON3 FILE
 
 # The wheel of the base release; empty: whatever pip finds.
 export TORCH_BASE_WHEEL
 
 # lintrunner keeps its state under XDG_DATA_HOME, and finds the linters on PATH.
-LINT := PATH="$(CURDIR)/.venv/bin:$$PATH" XDG_DATA_HOME="$(CURDIR)/build/lint" lintrunner
+LINT := PATH="$$PWD/.venv/bin:$$PATH" XDG_DATA_HOME="$$PWD/build/lint" lintrunner
 PATHS := git ls-files --cached --others --exclude-standard
 
 .DEFAULT_GOAL := help
@@ -19,8 +21,8 @@ help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-8s%s\n", $$1, $$2 }' Makefile
 
 python:
-	@command -v $(PYTHON3) >/dev/null || \
-	  { echo "error: $(PYTHON3) is not there; choose a Python with PYTHON3=PATH" >&2; exit 1; }
+	@command -v "$$PYTHON3" >/dev/null || \
+	  { echo "error: $$PYTHON3 is not there; choose a Python with PYTHON3=PATH" >&2; exit 1; }
 
 setup: python  ## build in place: .venv, build/base, links (TORCH_BASE_WHEEL=PATH, PYTHON3=PATH)
 	@$(SETUP) setup
@@ -50,8 +52,8 @@ wheel: $(if $(TORCH_BASE_WHEEL),python,setup)  ## write the branch's wheel into 
 	@$(SETUP) wheel
 
 fork: setup  ## make a file of the base ours: FILE=torch/...
-	@test -n "$(FILE)" || { echo "error: name the file: make fork FILE=torch/..." >&2; exit 1; }
-	@$(SETUP) fork "$(FILE)"
+	@test -n "$$FILE" || { echo "error: name the file: make fork FILE=torch/..." >&2; exit 1; }
+	@$(SETUP) fork -- "$$FILE"
 
 clean:  ## leave the clone as it was
 	@$(SETUP) clean

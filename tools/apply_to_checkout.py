@@ -57,6 +57,7 @@ STAY_HERE = {
         "test_fully_shard_drift",
         "test_fully_shard_models",
         "test_fully_shard_recipes",
+        "test_fully_shard_setup_faults",
         "test_fully_shard_superbuild",
         "test_fully_shard_tools",
         "test_fully_shard_wheel",

@@ -10,6 +10,7 @@ standard library, because it runs before anything is installed.
     wheel.py        the base wheel: checking it, unpacking it
     assemble.py     our wheel: the base's, with our files in it
     rawzip.py       an archive out of another one's members, as they are
+    files.py        writing a file whole or not at all
     links.py        where the links into build/base go, and laying them
     tree.py         which files are ours, and what git must not pick up
     report.py       what the user sees: phases, a progress bar, one-line errors

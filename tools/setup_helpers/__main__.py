@@ -25,6 +25,9 @@ if __name__ == "__main__":
     if problem:
         sys.stderr.write(problem + "\n")
         sys.exit(1)
-    from tools.setup_helpers.cli import main
-
+    try:
+        from tools.setup_helpers.cli import main
+    except KeyboardInterrupt:
+        sys.stderr.write("error: interrupted before anything was done\n")
+        sys.exit(130)
     sys.exit(main(sys.argv[1:]))

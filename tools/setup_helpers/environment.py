@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tools.setup_helpers.files import PARTIAL, write_whole
 from tools.setup_helpers.report import SetupError
 
 
@@ -24,9 +25,15 @@ if TYPE_CHECKING:
     from tools.setup_helpers.report import Progress
 
 
+# The entries of the stamp that tell of packages
+INSTALLED = ("requirements", "models")
 PTH_NAME = "torch-fsdp2-mixed-dtype.pth"
+# A shell finds the Python beside the script, as `#!` cannot name a path with spaces
+# or a long one.  To Python, which reads the file next, that is a string.
 _SCRIPT = """\
-#!{python}
+#!/bin/sh
+'''exec' "$(dirname -- "$(readlink -f -- "$0")")/python" "$0" "$@"
+'''
 import sys
 
 from {module} import {function}
@@ -60,9 +67,7 @@ class Stamp:
             self.entries.pop(key, None)
         else:
             self.entries[key] = value
-        partial = self.path.with_name(self.path.name + ".partial")
-        partial.write_text(json.dumps(self.entries, indent=2) + "\n")
-        os.replace(partial, self.path)
+        write_whole(self.path, (json.dumps(self.entries, indent=2) + "\n").encode())
 
 
 class Pip:
@@ -91,19 +96,23 @@ class Pip:
         arguments = [f"--requirement={file}" for file in files]
         problem = self._run(["install", *arguments, *requirements])
         if problem:
-            raise SetupError(f"pip cannot install the requirements: {problem}")
+            hint = "PIP_FIND_LINKS=FOLDER takes wheels from the disk"
+            where = f"; {hint}" if "No matching" in problem else ""
+            raise SetupError(f"pip cannot install the requirements: {problem}{where}")
 
     def _run(
         self, arguments: list[str], *, shows_own_progress: bool = False
     ) -> str | None:
         """Runs pip; returns None, or the line in which it says what is wrong."""
-        with tempfile.TemporaryFile("w+") as stderr:
+        with tempfile.TemporaryFile("w+", errors="replace") as stderr:
             with subprocess.Popen(
                 [*self._command, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=None if shows_own_progress else subprocess.PIPE,
                 stderr=stderr,
                 text=True,
+                errors="replace",
+                close_fds=False,  # see locked
             ) as process:
                 for line in process.stdout or ():
                     if line.startswith(("Collecting", "Downloading", "Installing")):
@@ -135,8 +144,13 @@ class Environment:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether somebody else made the folder: then it is not ours to replace."""
-        return self.folder.exists() and not self.stamp.path.exists()
+        """Whether somebody else made the folder: then it is not ours to replace.
+
+        One with nothing in it is what a set-up leaves that was killed right then.
+        """
+        if not self.folder.exists() or self.stamp.path.exists():
+            return False
+        return any(not entry.name.endswith(PARTIAL) for entry in self.folder.iterdir())
 
     @property
     def is_current(self) -> bool:
@@ -158,25 +172,20 @@ class Environment:
         self.stamp.put("python", None)
         # From inside a virtual environment, the Python that it was made with.
         python = getattr(sys, "_base_executable", None) or sys.executable
-        command = [python, "-m", "venv", *(() if with_pip else ("--without-pip",))]
-        result = subprocess.run(
-            [*command, str(self.folder)], capture_output=True, text=True, check=False
-        )
-        if result.returncode != 0:
-            lines = (result.stderr or result.stdout).strip().splitlines()
-            raise SetupError(
-                f"cannot make .venv: {lines[-1] if lines else 'no reason'}"
-            )
+        _make_venv(python, "venv", "--without-pip", str(self.folder))
+        if with_pip:
+            # By itself, as venv would not pass on why it failed.
+            _make_venv(self.python, "ensurepip", "--upgrade", "--default-pip")
         self.stamp.put("python", self._identity())
 
     def point_at_tree(self, scripts: dict[str, str]) -> None:
         """Puts the tree on the import path, and the base's commands into bin."""
         site_packages = next(self.folder.glob("lib/python3*/site-packages"))
-        _write_if_changed(site_packages / PTH_NAME, f"{self.root}\n")
+        _write_if_changed(site_packages / PTH_NAME, os.fsencode(f"{self.root}\n"))
         for name, target in scripts.items():
             module, _, function = target.partition(":")
-            text = _SCRIPT.format(python=self.python, module=module, function=function)
-            _write_if_changed(self.folder / "bin" / name, text, mode=0o755)
+            text = _SCRIPT.format(module=module, function=function)
+            _write_if_changed(self.folder / "bin" / name, text.encode(), mode=0o755)
 
     def has_installed(self, entry: str, requirements: list[str], *ours: Path) -> bool:
         """Whether the stamp's ``entry`` is of these requirements."""
@@ -185,10 +194,18 @@ class Environment:
     def install(
         self, entry: str, pip: Pip, requirements: list[str], *ours: Path
     ) -> None:
-        """Installs what the base requires and the files of the fork name."""
-        self.stamp.put(entry, None)
+        """Installs what the base requires and the files of the fork name.
+
+        A pip that is cut off may leave any package in halves, those of another
+        entry too: until it is done, none holds.
+        """
+        others = {key: self.stamp.get(key) for key in INSTALLED if key != entry}
+        for key in INSTALLED:
+            self.stamp.put(key, None)
         pip.install(requirements, *ours)
-        self.stamp.put(entry, _requirements_digest(requirements, *ours))
+        others[entry] = _requirements_digest(requirements, *ours)
+        for key, value in others.items():
+            self.stamp.put(key, value)
 
     def _identity(self) -> dict[str, str]:
         return {
@@ -196,6 +213,21 @@ class Environment:
             "home": os.path.realpath(sys.base_prefix),
             "root": str(self.root),
         }
+
+
+def _make_venv(python: Path | str, module: str, *arguments: str) -> None:
+    """Runs a module that makes a part of the environment."""
+    result = subprocess.run(
+        [python, "-I", "-m", module, *arguments],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+        close_fds=False,  # see locked
+    )
+    if result.returncode != 0:
+        reason = _last_error(result.stderr or result.stdout)
+        raise SetupError(f"cannot make .venv: {reason or 'it gives no reason'}")
 
 
 def installed_torch() -> str | None:
@@ -215,10 +247,6 @@ def _requirements_digest(requirements: list[str], *ours: Path) -> str:
     return hashlib.sha256(b"\0".join(texts)).hexdigest()
 
 
-def _write_if_changed(path: Path, text: str, mode: int = 0o644) -> None:
-    if path.exists() and path.read_text() == text:
-        return
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    partial.chmod(mode)
-    os.replace(partial, path)
+def _write_if_changed(path: Path, data: bytes, mode: int = 0o644) -> None:
+    if not path.exists() or path.read_bytes() != data:
+        write_whole(path, data, mode)

@@ -31,8 +31,12 @@ CACHES = (".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache")
 
 @contextlib.contextmanager
 def locked(root: Path, progress: Progress) -> Iterator[None]:
-    """Lets one set-up at a time work on ``root``; the lock is the folder itself."""
+    """Lets one set-up at a time work on ``root``; the lock is the folder itself.
+
+    Children that write inherit it: of a set-up that is killed, pip lives on.
+    """
     descriptor = os.open(root, os.O_RDONLY)
+    os.set_inheritable(descriptor, True)
     try:
         # Some network file systems lock no folders: there it is up to the user.
         with contextlib.suppress(OSError):
@@ -44,6 +48,25 @@ def locked(root: Path, progress: Progress) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def check_place(root: Path) -> None:
+    """Refuses a path that environments and path files cannot hold."""
+    path = str(root)
+    for problem, is_so in (
+        (f"a {os.pathsep!r}, which separates the folders of PATH", os.pathsep in path),
+        ("a line break", len(path.splitlines()) != 1),
+        ("bytes that are no UTF-8", not _is_utf8(path)),
+    ):
+        if is_so:
+            raise SetupError(
+                f"the path of this tree has {problem} in it: {path!r}; "
+                "move it to another folder"
+            )
+
+
+def _is_utf8(path: str) -> bool:
+    return path == os.fsencode(path).decode("utf-8", errors="replace")
 
 
 class InPlaceBuild:
@@ -75,6 +98,7 @@ class InPlaceBuild:
         Only ``with_models`` brings the packages that hold other people's models:
         they are large, and few commands need them.
         """
+        check_place(self.root)
         with locked(self.root, self.progress), self._transaction():
             chosen = self._check_given(given)
             environment = Environment(self.root)
@@ -92,6 +116,7 @@ class InPlaceBuild:
 
     def lay_under(self, python: Path, given: Path | None) -> None:
         """Brings the tree alone up to date, for an environment of the user's own."""
+        check_place(self.root)
         with locked(self.root, self.progress), self._transaction():
             pip = self.make_pip(python, self.progress)
             self._ensure_base(self._check_given(given), pip)
@@ -105,13 +130,7 @@ class InPlaceBuild:
             links.remove_links(self.root)
             if self.with_git:
                 tree.ExcludeBlock(self.root).write([])
-            environment = Environment(self.root)
-            if environment.is_foreign:
-                self.progress.phase(".venv is kept: it was not made by set-up")
-            elif environment.folder.exists():
-                shutil.rmtree(environment.folder)
-            if (self.root / "build").exists():
-                shutil.rmtree(self.root / "build")
+            self._remove_folders()
             self._remove_caches()
 
     def fork(self, path: str) -> str:
@@ -125,16 +144,24 @@ class InPlaceBuild:
         source = self.base / relative
         if source.is_dir():
             raise SetupError(f"{path} is a folder: fork one file of it")
-        with locked(self.root, self.progress):
+        with locked(self.root, self.progress), self._transaction():
             own = tree.own_files(self.root, self._tracked())
             if relative in own:
-                raise SetupError(f"{path} is ours already")
-            self._lay(own | {relative})
+                tail = "" if relative in self._tracked() else "; git add it to keep it"
+                raise SetupError(f"{path} is ours already{tail}")
             target = self.root / relative
+            self._undo.callback(self._ensure_links)
+            self._lay(own | {relative})
+            # Not before: below a link it would be the base's.
+            self._undo.callback(target.unlink, missing_ok=True)
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(source.read_bytes() if source.exists() else b"")
-            if self.with_git and tree.run_git(self.root, "add", "--", relative) is None:
-                raise SetupError(f"git cannot add {path}")
+            # Not written beside it: what a fork that is killed leaves would be ours.
+            fresh = self.staging / "forked"
+            self.staging.mkdir(parents=True, exist_ok=True)
+            fresh.write_bytes(source.read_bytes() if source.exists() else b"")
+            os.rename(fresh, target)
+            if self.with_git:
+                tree.demand_git(self.root, f"add {path}", "add", "--", relative)
         kind = "a copy of the base's" if source.exists() else "a new, empty file"
         return f"{relative} is ours now: {kind}"
 
@@ -258,6 +285,8 @@ class InPlaceBuild:
         # Hidden before they are there, so that git never sees one of them.
         rewritten = self.with_git and tree.ExcludeBlock(self.root).write(targets)
         changes = links.apply_plan(self.root, targets)
+        if changes and not self.with_git and (self.root / ".git").exists():
+            self.progress.phase("git does not hide the links: `git status` says why")
         if changes:
             self.progress.phase(
                 f"links into {tree.BASE}: {changes.laid} laid, "
@@ -307,7 +336,7 @@ class InPlaceBuild:
 
     def _set_aside(self, path: Path) -> None:
         """Moves ``path`` into the staging folder; an undo puts it back."""
-        aside = self.staging / f"old-{path.name}"
+        aside = self._move_aside(path)
 
         def put_back() -> None:
             if path.is_dir():
@@ -316,10 +345,15 @@ class InPlaceBuild:
             if aside.exists():
                 os.rename(aside, path)
 
-        self.staging.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            os.rename(path, aside)
         self._undo.callback(put_back)
+
+    def _move_aside(self, path: Path) -> Path:
+        """Moves ``path``, if it is there, to where the next run drops it."""
+        aside = self.staging / f"old-{path.name}"
+        if path.exists():
+            self.staging.mkdir(parents=True, exist_ok=True)
+            os.rename(path, aside)
+        return aside
 
     def _fit_links_to_base(self) -> None:
         """Lays the links of the base that an undo put back, or takes them up."""
@@ -342,6 +376,23 @@ class InPlaceBuild:
 
     def _tracked(self) -> set[str]:
         return tree.tracked_files(self.root) if self.with_git else set()
+
+    def _remove_folders(self) -> None:
+        """Removes .venv and build.
+
+        Both are renamed first: a part that is left would be taken for the whole.
+        """
+        environment = Environment(self.root)
+        build = self.root / "build"
+        if self.staging.exists():
+            shutil.rmtree(self.staging)
+        if environment.is_foreign:
+            self.progress.phase(".venv is kept: it was not made by set-up")
+        else:
+            self._move_aside(environment.folder)
+        self._move_aside(self.base)
+        if build.exists():
+            shutil.rmtree(build)
 
     def _remove_caches(self) -> None:
         for pattern in (*CACHES, "*.egg-info"):

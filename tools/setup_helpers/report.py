@@ -7,6 +7,16 @@ import sys
 import time
 
 
+_CLONE_ELSEWHERE = "; make it writable, or work in a clone of your own"
+_REMEDIES = {
+    errno.EACCES: _CLONE_ELSEWHERE,
+    errno.EPERM: _CLONE_ELSEWHERE,
+    errno.EROFS: _CLONE_ELSEWHERE,
+    errno.EFBIG: "; raise the limit on the size of files (ulimit -f)",
+    errno.EXDEV: "; build must lie on the file system of the tree",
+}
+
+
 class SetupError(Exception):
     """Something the user can act on; its text is the one line they see."""
 
@@ -16,7 +26,7 @@ def explain(error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "no space left on the disk"
     where = f": {error.filename}" if error.filename else ""
-    return f"{error.strerror or error}{where}"
+    return f"{error.strerror or error}{where}{_REMEDIES.get(error.errno or 0, '')}"
 
 
 def megabytes(nbytes: int) -> str:

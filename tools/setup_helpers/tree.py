@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tools.setup_helpers.files import write_whole
 from tools.setup_helpers.report import SetupError
 
 
@@ -21,15 +22,27 @@ _REGULAR_FILE_MODES = ("100644", "100755")
 def run_git(root: Path, *arguments: str) -> str | None:
     """Returns git's output, or None where there is no git or it declines."""
     try:
+        return demand_git(root, "", *arguments)
+    except SetupError:
+        return None
+
+
+def demand_git(root: Path, task: str, *arguments: str) -> str:
+    """Returns git's output; an error tells that it cannot do ``task``, and why."""
+    try:
         result = subprocess.run(
             ["git", "-C", str(root), *arguments],
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="surrogateescape",
             check=False,
         )
     except FileNotFoundError:
-        return None
-    return result.stdout if result.returncode == 0 else None
+        raise SetupError(f"git cannot {task}: it is not installed") from None
+    if result.returncode != 0:
+        reason = (result.stderr.strip().splitlines() or ["it gives no reason"])[0]
+        raise SetupError(f"git cannot {task}: {reason.removeprefix('fatal: ')}")
+    return result.stdout
 
 
 def has_git(root: Path) -> bool:
@@ -52,9 +65,7 @@ def is_base_link(path: Path | os.DirEntry[str], root: Path) -> bool:
 
 def tracked_files(root: Path) -> set[str]:
     """Returns the regular files in git's index, as paths from the root."""
-    listing = run_git(root, "ls-files", "--stage", "-z")
-    if listing is None:
-        raise SetupError("git cannot list the tracked files of this repository")
+    listing = demand_git(root, "list the tracked files", "ls-files", "--stage", "-z")
     files = set()
     for record in filter(None, listing.split("\0")):
         entry, path = record.split("\t", 1)
@@ -142,8 +153,9 @@ def uncover_tracked(root: Path, tracked: set[str]) -> list[str]:
         places = [path, *parents_of([path])]
         if any(is_base_link(root / place, root) for place in places):
             covered.append(path)
-    if covered and run_git(root, "checkout-index", "-f", "--", *covered) is None:
-        raise SetupError(f"git cannot restore {', '.join(covered)} from its index")
+    if covered:
+        task = f"restore {', '.join(covered)} from its index"
+        demand_git(root, task, "checkout-index", "-f", "--", *covered)
     return covered
 
 
@@ -155,9 +167,8 @@ class ExcludeBlock:
     """
 
     def __init__(self, root: Path) -> None:
-        where = run_git(root, "rev-parse", "--git-path", "info/exclude")
-        if where is None:
-            raise SetupError("git cannot tell where its exclude file is")
+        question = ("rev-parse", "--git-path", "info/exclude")
+        where = demand_git(root, "tell where its exclude file is", *question)
         self.path = root / where.rstrip("\n")
         # Work trees of one repository share the file: each has its own block.
         self._begin = f"# begin: links of the in-place build in {root.resolve()}"
@@ -175,13 +186,11 @@ class ExcludeBlock:
         if after == before:
             return False
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_name(self.path.name + ".partial")
-        partial.write_text(after)
-        os.replace(partial, self.path)
+        write_whole(self.path, os.fsencode(after))
         return True
 
     def _read(self) -> str:
-        return self.path.read_text() if self.path.exists() else ""
+        return os.fsdecode(self.path.read_bytes()) if self.path.exists() else ""
 
     def _without_block(self, text: str) -> str:
         kept, inside = [], False

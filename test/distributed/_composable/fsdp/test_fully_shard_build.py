@@ -348,7 +348,8 @@ class TestInputs(BuildTestCase):
         self.pip.fails_with = KeyboardInterrupt()
         self.assertEqual(self.run_command("setup", "--models")[0], 130)
         self.pip.fails_with = None
-        self.assertFalse(self.set_up())
+        # pip may have been taking any package's earlier version out.
+        self.assertTrue(self.set_up())
         self.assertTrue(self.build().set_up(None, with_models=True))
         self.assertFalse(self.build().set_up(None, with_models=True))
 
