@@ -462,7 +462,13 @@ def refusal_of_mixed_unit(mesh: DeviceMesh) -> str:
 
 
 def modes_to_run(args: argparse.Namespace) -> Iterator[tuple[str, Mode, int]]:
-    """Yields each mode's name, the mode and the ranks that it wants."""
+    """Yields the name of each mode that is asked for, the mode and its ranks."""
+    for name, mode, size in all_modes(args):
+        if not args.modes or name in args.modes:
+            yield name, mode, size
+
+
+def all_modes(args: argparse.Namespace) -> Iterator[tuple[str, Mode, int]]:
     shard = {"dtype": shard_dtypes, "block": shard_blocks}[args.units]
     for name, mode in MIXED_MODES.items():
         yield f"mixed {name}", replace(mode, shard=shard), 2
@@ -501,6 +507,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--ranks", type=int, default=4, choices=(2, 4))
     parser.add_argument("--only-mixed", action="store_true", help="no uniform modes")
+    parser.add_argument("--modes", nargs="*", help="run these alone")
     parser.add_argument("--rank", type=int, help="be this rank, and start no others")
     parser.add_argument("--store", help="file to meet the other ranks by")
     args = parser.parse_args()
