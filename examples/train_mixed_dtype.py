@@ -187,13 +187,17 @@ def report(args: argparse.Namespace, device: torch.device, run: ShardedRun) -> i
     print(difference_table(differences))
 
     title = processes(args.nproc)
-    draw_losses(OUTPUT / "loss.png", run.losses, losses, f"FSDP2, {title}")
-    draw_wire(OUTPUT / "wire.png", ways, f"Sent in one step, {title}")
+    pictures = [OUTPUT / "loss.png", OUTPUT / "wire.png"]
+    try:
+        OUTPUT.mkdir(parents=True, exist_ok=True)
+        draw_losses(pictures[0], run.losses, losses, f"FSDP2, {title}")
+        draw_wire(pictures[1], ways, f"Sent in one step, {title}")
+        drawn = " ".join(map(os.path.relpath, pictures))
+    except OSError as error:  # a clone that is read-only, or a full disk
+        drawn = f"none, {error.strerror}: {error.filename}"
     last = sum(run.losses[-10:]) / len(run.losses[-10:])
     print(f"\nLoss:     {run.losses[0]:.3f} at the first step, {last:.3f} at the end")
-    print(
-        "Pictures:", *(os.path.relpath(OUTPUT / f"{n}.png") for n in ("loss", "wire"))
-    )
+    print(f"Pictures: {drawn}")
     faults = [
         f"{d.what}: the two runs differ too much" for d in differences if not d.ok
     ]
@@ -215,7 +219,6 @@ def main(argv: list[str]) -> int:
     )
     args = parse_args(parser, argv)
     if not is_worker():
-        OUTPUT.mkdir(parents=True, exist_ok=True)
         return launch(__file__, args.nproc, argv)
     device = torch.device(args.device)
     if args.device == "cuda":
