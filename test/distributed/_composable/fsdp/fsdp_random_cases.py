@@ -298,13 +298,14 @@ def shard_model(case: Case, device: str) -> Model:
 
 def _policy(case: Case, model: Model) -> MixedPrecisionPolicy:
     blocks = model.all_blocks()
-    params = {getattr(blocks[b], f"p{i}"): param for b, i, param in case.params()}
+    # Without the parameters themselves, which are gone once they are sharded
+    params = {id(getattr(blocks[b], f"p{i}")): param for b, i, param in case.params()}
     return MixedPrecisionPolicy(
         case.param_dtype,
         case.reduce_dtype,
         cast_forward_inputs=False,
-        param_dtype_override_fn=lambda param: params[param].compute,
-        reduce_dtype_override_fn=lambda param: params[param].reduce,
+        param_dtype_override_fn=lambda param: params[id(param)].compute,
+        reduce_dtype_override_fn=lambda param: params[id(param)].reduce,
     )
 
 

@@ -844,6 +844,28 @@ add_each(
     STARTING,
     [
         (
+            "resharded_across",
+            "a dim other than 0 is sharded, and `reshard_after_forward` is a number "
+            "that dim 0 does not divide by",
+            lambda run: (
+                lambda: run.fully_shard(
+                    nn.Linear(8, 3, bias=False, device=run.device),
+                    shard_placement_fn=lambda p: Shard(1),
+                    reshard_after_forward=2,
+                )
+            ),
+            ValueError,
+            "weight of Linear of size (3, 8) is sharded on dim 1",
+        )
+    ],
+    found="`fully_shard`",
+    do="let reshard_after_forward be True or False, or a factor of that dim",
+    about="weight of Linear",
+)
+add_each(
+    STARTING,
+    [
+        (
             "meta_at_forward",
             "parameters are on the meta device",
             before_the_first(on_meta),

@@ -120,6 +120,18 @@ class TestIndex(DeviceFreeTest):
             for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
                 self.assertTrue((page.parent / target).exists(), (page.name, target))
 
+    def test_faults_of_the_release_are_there(self) -> None:
+        """Each is shown by a script, and told of by a page that names the same."""
+        script = ROOT / "tools" / "base_faults.py"
+        printed = run_python(str(script), on_base=True, env=BYTECODE_CACHE)
+        shown = re.findall(r"^(\S.*):\n    (\S.*)$", printed, re.MULTILINE)
+        self.assertEqual(len(shown), 7)
+        pages = [(ROOT / page).read_text() for page in (PARITY, "docs/index.md")]
+        text = " ".join("".join(pages).split())
+        for fault, _ in shown:
+            for name in re.findall(r"`([^`]+)`", fault):
+                self.assertIn(name.split(".")[-1], text, fault)
+
     def test_pictures_are_what_the_script_draws(self) -> None:
         folder = ROOT / "docs" / "pictures"
         with tempfile.TemporaryDirectory() as drawn:

@@ -98,6 +98,17 @@ def how_to_shard(
     return "Mend it, or put it in ignored_params"
 
 
+def check_reshards(fsdp_param: FSDPParam, ranks: int, name: str) -> None:
+    """Raises if a parameter cannot be resharded to ``ranks`` after forward."""
+    dim, size = fsdp_param.fsdp_placement.dim, fsdp_param._orig_size
+    if dim != 0 and size[0] % ranks != 0:
+        raise ValueError(
+            f"{name} of size {tuple(size)} is sharded on dim {dim}, and cannot be "
+            f"resharded to {ranks} ranks after forward, which cuts dim 0: let "
+            "reshard_after_forward be True or False, or a factor of that dim"
+        )
+
+
 def check_grad_dtype(param: nn.Parameter, name: str) -> None:
     grad_dtype = param.grad_dtype
     if grad_dtype is None or not param.requires_grad:
@@ -190,18 +201,32 @@ def has_other_size(fsdp_param: FSDPParam) -> bool:
     return local_size != size and local_size.numel() + size.numel() > 0
 
 
-def params_of_optimizers() -> frozenset[int]:
-    """Returns the identities of the parameters that all optimizers have."""
-    # One that was made anew may be left in a cycle
-    gc.collect()
-    return frozenset(
-        id(param)
-        for found in gc.get_objects()
-        # By type: what `isinstance` asks of some objects makes others
-        if issubclass(type(found), torch.optim.Optimizer)
-        for group in getattr(found, "param_groups", ())
-        for param in group["params"]
-    )
+def are_optimized(params: Sequence[nn.Parameter]) -> bool:
+    """
+    Whether an optimizer has one of ``params``. Goes from who has them to who has
+    those: to look through all objects would also touch what other threads are
+    about to make, which C code does not expect.
+    """
+    if not _have_optimizer(params):
+        return False
+    gc.collect()  # one that was made anew may be left in a cycle
+    return _have_optimizer(params)
+
+
+def _have_optimizer(params: Sequence[nn.Parameter]) -> bool:
+    lists = _owners_of(params, list)
+    groups = [group for group in _owners_of(lists, dict) if "params" in group]
+    lists = _owners_of(groups, list)
+    # What an object has may be in a dict of its own, or in itself
+    if any("param_groups" in owner for owner in _owners_of(lists, dict)):
+        return True
+    owners = gc.get_referrers(*lists) if lists else []
+    return any(issubclass(type(owner), torch.optim.Optimizer) for owner in owners)
+
+
+def _owners_of(objects: Sequence[Any], kind: type) -> list[Any]:
+    owners = gc.get_referrers(*objects) if objects else []
+    return [owner for owner in owners if type(owner) is kind]
 
 
 def _whole_size(fsdp_param: FSDPParam) -> torch.Size:

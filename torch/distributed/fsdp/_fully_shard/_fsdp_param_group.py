@@ -93,15 +93,16 @@ from ._fsdp_common import (
     TrainingState,
 )
 from ._fsdp_errors import (
+    are_optimized,
     check_all_gather,
     check_all_reduce_hook,
     check_divide_factor,
     check_grad_dtype,
     check_policies,
     check_reduce_scatter,
+    check_reshards,
     has_other_size,
     how_to_shard,
-    params_of_optimizers,
     raise_with,
     what_is_registered,
 )
@@ -155,8 +156,8 @@ def _untraced(method: Callable[..., Any]) -> Callable[..., Any]:
 class FSDPCommContext:
     """The streams and in-flight buffers that the groups of one root share."""
 
-    # Identities of what optimizers had when somebody first had to know
-    optimized: frozenset[int] | None = None
+    # Which takes some time, so that one group does it
+    looked_for_optimizers: bool = False
 
     def lazy_init(self, device: torch.device):
         handle = _get_device_handle(device.type)
@@ -340,6 +341,10 @@ class FSDPParamGroup:
                 params, self._param_names, infos, policies
             )
         )
+        if self._use_post_forward_mesh:
+            ranks = _as_mesh(post_forward_mesh_info, FSDPMeshInfo).shard_mesh_size
+            for fsdp_param, name in zip(self.fsdp_params, self._param_names):
+                check_reshards(fsdp_param, ranks, name)
         self._keep_grad_dtypes()
         self._watch_loads()
         # Let go of by lazy init, which looks for who still has them
@@ -447,20 +452,19 @@ class FSDPParamGroup:
 
     def _warn_of_early_optimizers(self) -> None:
         originals, self._originals = self._originals, []
-        params = [ref() for ref in originals]
-        if not any(param is not None for param in params):
-            return  # as it should be
-        ctx = self.comm_ctx
-        if ctx.optimized is None:
-            ctx.optimized = params_of_optimizers()
-        held = [
-            self._name_of(i) for i, p in enumerate(params) if id(p) in ctx.optimized
-        ]
-        if held:
-            ctx.optimized = frozenset()  # tell it once for all units
+        by_name = {
+            self._name_of(i): param
+            for i, ref in enumerate(originals)
+            if (param := ref()) is not None and param.requires_grad
+        }
+        # As a rule nobody has them. Where somebody does, one unit tells of all.
+        if not by_name or self.comm_ctx.looked_for_optimizers:
+            return
+        self.comm_ctx.looked_for_optimizers = True
+        if are_optimized([*by_name.values()]):
             warnings.warn(
-                f"An optimizer has {held} as they were before fully_shard, which get "
-                "no gradients: make optimizers after fully_shard",
+                f"An optimizer has parameters such as {[*by_name]} as they were before "
+                "fully_shard, which get no gradients: make optimizers after it",
                 stacklevel=2,
             )
 
