@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ def fault(shown: Callable[[], str]) -> Callable[[], str]:
     return shown
 
 
-def stepped(module: nn.Module, **kwargs: object) -> nn.Module:
+def stepped(module: Any, **kwargs: Any) -> Any:
     """Returns the module, sharded, with gradients."""
     fully_shard(module, **kwargs)
     module(torch.ones(2, module.in_features)).sum().backward()
