@@ -59,7 +59,7 @@ def views_out_of_bounds() -> str:
 @fault
 def forgets_requires_grad() -> str:
     """`requires_grad_(True)` on an unsharded parameter, and the next unshard"""
-    linear = nn.Linear(4, 4)
+    linear: Any = nn.Linear(4, 4)
     linear.weight.requires_grad_(False)
     fully_shard(linear)
     linear.unshard()
