@@ -105,8 +105,9 @@ def norm_of_nothing() -> str:
 @fault
 def replaces_what_it_is_given() -> str:
     """`set_model_state_dict` with `broadcast_from_rank0`, and the dict after it"""
-    linear = fully_shard(nn.Linear(4, 4))
-    given = {"weight": torch.ones(4, 4), "bias": torch.ones(4)}
+    linear = nn.Linear(4, 4)
+    fully_shard(linear)
+    given: dict[str, Any] = {"weight": torch.ones(4, 4), "bias": torch.ones(4)}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(linear, given, options=options)
     return f"its entries are {', '.join(type(t).__name__ for t in given.values())}"
