@@ -31,7 +31,7 @@ RANKS = 2
 ODD = 1  # the rank that does something else
 GOOD_STEPS = 3
 # Of the process group. Long, beside how long the ranks take to get anywhere.
-AT_ONCE = 8  # cases: most of them wait most of the time
+AT_ONCE = 10  # cases: most of them wait most of the time
 TIME_LIMIT = datetime.timedelta(seconds=6)
 BF16, FP32 = torch.bfloat16, torch.float32
 SWITCH = "TORCH_FSDP_CHECK_RANKS_AGREE"
@@ -344,6 +344,10 @@ def waits_for_something_else(rank: Rank) -> None:
     rank.step(model)
 
 
+# Without comparing, ranks add up what is not the same and go on
+NOTICED_BY_COMPARING = (parameter_from_the_first_step, other_parameter_later)
+
+
 # Running them #
 
 
@@ -410,7 +414,12 @@ def run_all(wanted: Sequence[tuple[str, str]], root: Path) -> list[Run]:
 
 def main(modes: Sequence[str]) -> None:
     torch.set_num_threads(1)
-    wanted = [(name, mode) for mode in modes for name in CASES]
+    wanted = [
+        (name, mode)
+        for mode in modes
+        for name, case in CASES.items()
+        if mode != "0" or case in NOTICED_BY_COMPARING
+    ]
     results: dict[str, dict[str, Any]] = {mode: {} for mode in modes}
     with tempfile.TemporaryDirectory() as root:
         for run in run_all(wanted, Path(root)):
