@@ -56,11 +56,13 @@ WRITES = {
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 # Parts of a set-up in a process of its own, see `TestTogether`
 SET_UP = """
-import sys
+import signal, sys
 from functools import partial
 from pathlib import Path
 from tools.setup_helpers import cli, environment, inplace
 
+# A shell has what runs in its background ignore interrupts
+signal.signal(signal.SIGINT, signal.default_int_handler)
 root, python = map(Path, sys.argv[1:])
 pip = lambda _, progress: environment.Pip(python, progress)
 build = partial(inplace.InPlaceBuild, root, make_pip=pip, venv_has_pip=False)
