@@ -111,10 +111,12 @@ class Rank:
         model.zero_grad()
         self.steps += 1
 
-    def good_steps(self, model: Model, microbatches: int = 1) -> None:
+    def good_steps(self, model: Model, microbatches: int = 1) -> Model:
+        """Returns the model after some steps that are alike on all ranks."""
         for _ in range(GOOD_STEPS):
             self.step(model, microbatches)
         self.steps = 0
+        return model
 
 
 # How ranks drift #
@@ -165,32 +167,28 @@ def frozen_parameter(rank: Rank) -> None:
 @case
 def parameter_later(rank: Rank) -> None:
     """it skips a parameter, after steps that were alike"""
-    model = rank.shard()
-    rank.good_steps(model)
+    model = rank.good_steps(rank.shard())
     train_with(rank, model, ("gate", "scale", "shift"), Block.NAMES)
 
 
 @case
 def other_parameter_later(rank: Rank) -> None:
     """all skip a parameter after such steps, but another one each"""
-    model = rank.shard()
-    rank.good_steps(model)
+    model = rank.good_steps(rank.shard())
     train_with(rank, model, ("gate", "shift"), ("up", "shift"))
 
 
 @case
 def bucket_later(rank: Rank) -> None:
     """it skips all parameters of a dtype, after such steps"""
-    model = rank.shard()
-    rank.good_steps(model)
+    model = rank.good_steps(rank.shard())
     train_with(rank, model, ("gate", "up", "scale"), Block.NAMES)
 
 
 @case
 def unit_later(rank: Rank) -> None:
     """it skips a unit, after such steps"""
-    model = rank.shard()
-    rank.good_steps(model)
+    model = rank.good_steps(rank.shard())
     for _ in range(2):
         rank.step(model, skipped=(1,) if rank.is_odd else ())
 
@@ -198,8 +196,7 @@ def unit_later(rank: Rank) -> None:
 @case
 def replicated_unit_later(rank: Rank) -> None:
     """it skips a unit of `replicate`, after such steps"""
-    model = rank.replicate()
-    rank.good_steps(model)
+    model = rank.good_steps(rank.replicate())
     for _ in range(2):
         rank.step(model, skipped=(1,) if rank.is_odd else ())
 
@@ -207,8 +204,7 @@ def replicated_unit_later(rank: Rank) -> None:
 @case
 def microbatch(rank: Rank) -> None:
     """it skips a microbatch, where each microbatch reduces"""
-    model = rank.shard()
-    rank.good_steps(model, microbatches=2)
+    model = rank.good_steps(rank.shard(), microbatches=2)
     for _ in range(2):
         rank.step(model, microbatches=1 if rank.is_odd else 2)
 
@@ -216,8 +212,7 @@ def microbatch(rank: Rank) -> None:
 @case
 def replicated_microbatch(rank: Rank) -> None:
     """it skips a microbatch of `replicate`, where each reduces"""
-    model = rank.replicate()
-    rank.good_steps(model, microbatches=2)
+    model = rank.good_steps(rank.replicate(), microbatches=2)
     for _ in range(2):
         rank.step(model, microbatches=1 if rank.is_odd else 2)
 
@@ -225,8 +220,7 @@ def replicated_microbatch(rank: Rank) -> None:
 @case
 def sync_of_a_microbatch(rank: Rank) -> None:
     """it has gradient sync off where the others sync"""
-    model = rank.shard()
-    rank.good_steps(model)
+    model = rank.good_steps(rank.shard())
     for _ in range(2):
         model.set_requires_gradient_sync(not rank.is_odd)
         rank.microbatch(model)
@@ -237,8 +231,7 @@ def sync_of_a_microbatch(rank: Rank) -> None:
 @case
 def step_that_another_rank_has_no_data_for(rank: Rank) -> None:
     """it has data for fewer steps, and ends"""
-    model = rank.shard()
-    rank.good_steps(model)
+    model = rank.good_steps(rank.shard())
     for _ in range(1 if rank.is_odd else 2):
         rank.step(model)
 
@@ -246,8 +239,7 @@ def step_that_another_rank_has_no_data_for(rank: Rank) -> None:
 @case
 def step_given_up_by_one_rank(rank: Rank) -> None:
     """it gives up a step (out of memory) and goes on with the next"""
-    model = rank.shard()
-    rank.good_steps(model)
+    model = rank.good_steps(rank.shard())
     if rank.is_odd:  # as if its batch had been too large, and goes on with the next
         handle = model.layers[1].register_forward_pre_hook(_out_of_memory)
         try:
@@ -317,8 +309,7 @@ def unit_that_one_rank_does_not_shard(rank: Rank) -> None:
 @case
 def dies_between_steps(rank: Rank) -> None:
     """it dies between steps"""
-    model = rank.shard()
-    rank.good_steps(model)
+    model = rank.good_steps(rank.shard())
     if rank.is_odd:
         os._exit(3)
     rank.step(model)
@@ -327,8 +318,7 @@ def dies_between_steps(rank: Rank) -> None:
 @case
 def dies_in_backward(rank: Rank) -> None:
     """it dies in backward"""
-    model = rank.shard()
-    rank.good_steps(model)
+    model = rank.good_steps(rank.shard())
     if rank.is_odd:
         model.layers[1].register_full_backward_pre_hook(lambda *_: os._exit(3))
     rank.step(model)
@@ -337,8 +327,7 @@ def dies_in_backward(rank: Rank) -> None:
 @case
 def waits_for_something_else(rank: Rank) -> None:
     """it waits for something else, longer than the time limit"""
-    model = rank.shard()
-    rank.good_steps(model)
+    model = rank.good_steps(rank.shard())
     if rank.is_odd:
         time.sleep(1.5 * TIME_LIMIT.total_seconds())
     rank.step(model)

@@ -263,9 +263,7 @@ class UnitAgreement:
         error.add_note(f"{note}. {_HANG_ADVICE}" if is_backends else f"{note}.")
 
     def _fqns(self) -> list[str]:
-        """Returns the parameters' names, which are within the unit before lazy init."""
-        unit = self._unit
-        return [p._param_fqn or n for p, n in zip(unit.fsdp_params, unit._param_names)]
+        return [*map(self._unit._name_of, range(len(self._unit.fsdp_params)))]
 
 
 # Asking the others #

@@ -341,16 +341,9 @@ class FSDPParamGroup:
                 params, self._param_names, infos, policies
             )
         )
-        if self._use_post_forward_mesh:
-            ranks = _as_mesh(post_forward_mesh_info, FSDPMeshInfo).shard_mesh_size
-            for fsdp_param, name in zip(self.fsdp_params, self._param_names):
-                check_reshards(fsdp_param, ranks, name)
         self._keep_grad_dtypes()
         self._watch_loads()
-        # Let go of by lazy init, which looks for who still has them
-        self._originals = [*map(weakref.ref, params)]
-        # Let go of by lazy init, which looks for new ones
-        self._names_at_first: Any = {*dict(_named_params_of_unit(modules))}
+        self._note_params_at_first(params)
         self.comm_ctx = FSDPCommContext()
         self._all_gather_comm = DefaultAllGather()
         self._reduce_scatter_comm = DefaultReduceScatter()
@@ -403,11 +396,22 @@ class FSDPParamGroup:
         policy: MixedPrecisionPolicy,
     ) -> FSDPParam:
         try:
-            return make_fsdp_param(param, info, mp_policy=policy)
+            fsdp_param = make_fsdp_param(param, info, mp_policy=policy)
         except Exception as error:
             is_placed = make_fsdp_param.keywords["shard_placement_fn"] is not None
             what_to_do = how_to_shard(param, self.offload_policy, is_placed)
             raise_with(error, f"Parameter {name} cannot be sharded. {what_to_do}")
+        if self._use_post_forward_mesh:
+            smaller = _as_mesh(self.post_forward_mesh_info, FSDPMeshInfo)
+            check_reshards(fsdp_param, smaller.shard_mesh_size, name)
+        return fsdp_param
+
+    def _note_params_at_first(self, params: list[nn.Parameter]) -> None:
+        """Notes what lazy init then compares with, and lets go of."""
+        # To look for who still has them
+        self._originals = [*map(weakref.ref, params)]
+        # To look for new ones
+        self._names_at_first: Any = {*dict(_named_params_of_unit(self.modules))}
 
     def _take_registered(self, i: int) -> None:
         """Takes what the module now has under the parameter's name, if it can."""
