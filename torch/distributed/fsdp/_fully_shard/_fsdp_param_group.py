@@ -1290,11 +1290,15 @@ class FSDPParamGroup:
         """Returns a parameter's name, which is within the unit before lazy init."""
         if (fqn := self.fsdp_params[i]._param_fqn) is not None:
             return fqn
-        name = self._param_names[i]
         if self._module_fqn is None or len(self.modules) > 1:
-            return name
-        within, _, _ = name.partition(" of ")
+            return self._param_names[i]
+        within = self._name_within(i)
         return f"{self._module_fqn}.{within}" if self._module_fqn else within
+
+    def _name_within(self, i: int) -> str:
+        """Returns a parameter's name in the unit's module, without that one's class."""
+        within, _, _ = self._param_names[i].partition(" of ")
+        return within
 
     def _validate_no_meta_params(self):
         on_meta = [

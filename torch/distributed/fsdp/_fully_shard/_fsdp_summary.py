@@ -148,7 +148,7 @@ def _summarize_params(
     if dtypes.reduce is not None:
         shards_nbytes = sum(map(_padded_numel, params)) * dtypes.reduce.itemsize
     return ParamsSummary(
-        tuple(group._param_names[i].split(" of ")[0] for i in positions),
+        tuple(map(group._name_within, positions)),
         sum(p._orig_size.numel() for p in params),
         *dtypes,
         None if gathered is None else sum(gathered.by_param[i] for i in positions),
