@@ -83,15 +83,8 @@ def shard(model: nn.Module, **kwargs: Any) -> nn.Module:
 @contextlib.contextmanager
 def counting_comparisons() -> Iterator[list[int]]:
     """Notes the bytes of each all-gather that compares, and of nothing else."""
-    sent: list[int] = []
-    all_gather = dist.all_gather
-
-    def noting(tensors: Any, tensor: torch.Tensor, **kwargs: Any) -> Any:
-        sent.append(tensor.nbytes)
-        return all_gather(tensors, tensor, **kwargs)
-
-    with mock.patch.object(dist, "all_gather", noting):
-        yield sent
+    with record_collectives() as recorder:
+        yield recorder.comparisons
 
 
 class TestRanksDisagree(FSDPProcessTest):
@@ -142,14 +135,30 @@ class TestRanksDisagree(FSDPProcessTest):
             self.assertIn("MixedPrecisionPolicy must return the same", message)
             self.assertIn(SWITCH, message)
 
-    def test_stored_dtypes_that_differ(self) -> None:
+    def test_stored_dtypes_that_no_policy_casts_differ(self) -> None:
         dtype = BF16 if self.rank == 0 else FP32
         model = blocks(1, dtype=dtype).to(self.device)
         fully_shard(model, mesh=shard_mesh())
         message = self.refused(lambda: self.step(model))
         for name in ("0.gate", "0.up"):
-            text = f"{name}: is stored in torch.bfloat16 on rank 0, is stored in torch."
+            text = f"{name}: computes in torch.bfloat16 on rank 0, computes in torch."
             self.assertIn(text, message)
+
+    def test_stored_dtypes_that_a_policy_casts_are_each_ranks_own(self) -> None:
+        model = blocks(1, dtype=BF16 if self.rank == 0 else FP32).to(self.device)
+        fully_shard(model, mesh=shard_mesh(), mp_policy=MixedPrecisionPolicy(BF16))
+        self.step(model)
+        for param in model.parameters():
+            self.assertEqual(param.grad.dtype, param.dtype)
+
+    def test_dtypes_of_sharded_gradients_are_each_ranks_own(self) -> None:
+        model = Scales(BF16).to(self.device)
+        if self.rank == 1:
+            model.gate.grad_dtype = FP32
+        fully_shard(model, mesh=shard_mesh())
+        self.step(model)
+        expected = FP32 if self.rank == 1 else BF16
+        self.assertEqual(model.gate.grad.dtype, expected)
 
     def test_cast_after_sharding_on_one_rank(self) -> None:
         model = shard(blocks().to(self.device), mesh=shard_mesh())
@@ -158,18 +167,14 @@ class TestRanksDisagree(FSDPProcessTest):
             model[1].bfloat16()
         # The first unit agrees and is gathered; the second is not
         with record_collectives() as recorder:
-            with self.assertRaisesRegex(RuntimeError, "1.gate: is stored"):
+            with self.assertRaisesRegex(RuntimeError, "1.gate: computes in"):
                 self.step(model)
         self.assertEqual(len(recorder.all_gathers), 1)
         dist.barrier()
 
-    def test_gradient_dtypes_sizes_names_and_counts_that_differ(self) -> None:
+    def test_sizes_names_and_counts_that_differ(self) -> None:
         is_odd = self.rank == 1
         cases: list[tuple[nn.Module, str]] = []
-        model = Scales(BF16)
-        if is_odd:
-            model.gate.grad_dtype = FP32
-        cases.append((model, "gate: has a gradient in torch.bfloat16 on ranks 0, 2, 3"))
         model = Scales(gate=8 if is_odd else 4)
         cases.append(
             (model, r"gate: has size \(4,\) on ranks 0, 2, 3, has size \(8,\)")
@@ -258,13 +263,12 @@ class TestRanksAgree(FSDPProcessTest):
         return shard(blocks(3).to(self.device), **({"mesh": shard_mesh()} | kwargs))
 
     def test_costs_a_few_small_collectives_for_each_unit_once(self) -> None:
-        # Before gathers, before reduce-scatters and before all-reduces, each with
-        # the first unit's again in the second step: then it comes after the last
-        for kwargs, first, second in (
-            ({}, 3 + 3, 1),
-            ({"mesh": hybrid_mesh(2)}, 3 + 3 + 3, 2),
-            ({"mesh": hybrid_mesh(1)}, 3, 1),
-            ({"reshard_after_forward": True}, 3 + 3, 1),
+        # Before gathers, before reduce-scatters and before all-reduces
+        for kwargs, first in (
+            ({}, 3 + 3),
+            ({"mesh": hybrid_mesh(2)}, 3 + 3 + 3),
+            ({"mesh": hybrid_mesh(1)}, 3),
+            ({"reshard_after_forward": True}, 3 + 3),
         ):
             model = self.sharded(**kwargs)
             with counting_comparisons() as sent:
@@ -273,11 +277,22 @@ class TestRanksAgree(FSDPProcessTest):
                 for child in model:
                     child.unshard()
                     child.reshard()
-                self.step(model)
-                self.assertEqual(sent, [32] * (first + second))
                 for _ in range(3):
                     self.step(model)
-                self.assertEqual(sent, [32] * (first + second))
+                self.assertEqual(sent, [32] * first)
+
+    def test_one_comparison_is_one_gather_and_one_copy(self) -> None:
+        model, groups = self.sharded(), []
+        all_gather_object = dist.all_gather_object
+
+        def noting(found: list, mine: Any, group: Any = None) -> None:
+            groups.append(group)
+            all_gather_object(found, mine, group=group)
+
+        with mock.patch.object(dist, "all_gather_object", noting):
+            with mock.patch.object(dist, "all_gather", side_effect=AssertionError):
+                self.step(model)
+        self.assertEqual(groups, [])
 
     def test_is_not_seen_by_counters_of_collectives(self) -> None:
         model, counter = self.sharded(reshard_after_forward=False), CommDebugMode()
@@ -354,33 +369,91 @@ class TestReductions(FSDPProcessTest):
         self.assertEqual(messages, messages[:1] * WORLD_SIZE)
         return messages[0]
 
-    def test_changes_alone_are_compared(self) -> None:
+    def test_patterns_are_compared_once_each(self) -> None:
         model = self.sharded()
-        # Gathers and reductions, and then the first unit's after the last
-        self.assertEqual(self.count(model, 4), [6, 1, 0, 0])
+        self.assertEqual(self.count(model, 3), [6, 0, 0])
         self.assertEqual(self.count(model, 2, used=["gate"]), [3, 0])
-        self.assertEqual(self.count(model, 2), [3, 0])
-        # The first block now comes after the last
-        self.assertEqual(self.count(model, 2, run=[0, 2]), [1, 0])
-        self.assertEqual(self.count(model, 2), [1, 0])
+        self.assertEqual(self.count(model, 2, used=["up"]), [3, 0])
+        for used in ((), ["gate"], ["up"]):
+            self.assertEqual(self.count(model, 1, used=used), [0])
+        # Which unit came before makes no difference
+        self.assertEqual(self.count(model, 2, run=[0, 2]), [0, 0])
 
-    def test_microbatches_of_one_unit_are_compared(self) -> None:
-        for kwargs, groups in (({}, 1), ({"mesh": hybrid_mesh(2)}, 2)):
+    def test_steady_loops_compare_nothing(self) -> None:
+        """From the third optimizer step on, in every microbatch of it."""
+
+        def accumulates(model: nn.Module, i: int) -> None:
+            self.step(model, microbatches=3)
+
+        def syncs_the_last(model: nn.Module, i: int) -> None:
+            for microbatch in range(3):
+                model.set_requires_gradient_sync(microbatch == 2)
+                self.backward(model)
+            model.zero_grad()
+
+        def puts_off(model: nn.Module, i: int) -> None:
+            for microbatch in range(4):
+                model.set_requires_all_reduce(microbatch == 3)
+                self.backward(model)
+            model.zero_grad()
+
+        def takes_turns(model: nn.Module, i: int) -> None:
+            self.step(model, used=["gate"] if i % 2 else ["up"])
+
+        def keeps_gradients(model: nn.Module, i: int) -> None:
+            self.backward(model)
+            model.zero_grad(set_to_none=False)
+
+        for loop, kwargs in (
+            (accumulates, {}),
+            (syncs_the_last, {}),
+            (puts_off, {"mesh": hybrid_mesh(2)}),
+            (takes_turns, {}),
+            (keeps_gradients, {}),
+        ):
             model = self.sharded(**kwargs)
-            # From the first microbatch to the second, and back
-            counts = self.count(model, 3, microbatches=3)
-            self.assertEqual(counts[1:], [2 * groups] * 2)
+            for i in range(6):
+                with counting_comparisons() as sent:
+                    loop(model, i)
+                if i >= 2:
+                    self.assertEqual(sent, [], loop.__name__)
 
-    def test_put_off_all_reduce_is_told_from_none(self) -> None:
-        model = self.sharded(mesh=hybrid_mesh(2))
-        for _ in range(3):
-            with counting_comparisons() as sent:
-                for is_last in (False, True):
-                    model.set_requires_all_reduce(is_last)
+    def test_a_unit_that_never_settles_is_compared_no_more(self) -> None:
+        names = [f"p{i}" for i in range(10)]
+        model = Scales(**dict.fromkeys(names, 4)).to(self.device)
+        fully_shard(model, mesh=shard_mesh())
+        counts = [self.count(model, 1, used=[name])[0] for name in names]
+        self.assertEqual(counts, [2] + [1] * 7 + [0, 0])
+        with mock.patch.dict(os.environ, {SWITCH: "always"}):
+            self.assertGreater(self.count(model, 1, used=names[-1:])[0], 0)
+
+    def test_reset_iter_state_forgets(self) -> None:
+        model = self.sharded()
+        self.assertEqual(self.count(model, 2), [6, 0])
+        model.reset_iter_state()
+        self.assertEqual(self.count(model, 2), [6, 0])
+
+    def test_what_was_traced_is_not_remembered(self) -> None:
+        model = self.sharded()
+        with mock.patch.object(agreement, "_is_traced", lambda *_: True):
+            self.assertEqual(self.count(model, 2), [0, 0])
+        self.assertEqual(self.count(model, 2), [6, 0])
+
+    def test_whether_a_rank_keeps_gradients_is_its_own_matter(self) -> None:
+        """One that has no element of a parameter need not keep its gradient."""
+        for value in ("1", "always"):
+            model = Scales(gate=2, up=2).to(self.device)
+            fully_shard(model, mesh=shard_mesh())
+            with mock.patch.dict(os.environ, {SWITCH: value}):
+                for _ in range(3):
                     self.backward(model)
+                    if self.rank >= 2:
+                        model.zero_grad()
+        model = self.sharded()
+        for _ in range(3):
+            self.backward(model)
+            if self.rank == 0:
                 model.zero_grad()
-        # Over the shards: over the replicas there is one reduction a step
-        self.assertEqual(len(sent), 2)
 
     def test_how_many_microbatches_accumulate_is_not_compared(self) -> None:
         model = replicate(blocks(3).to(self.device), mesh=shard_mesh())
@@ -408,7 +481,7 @@ class TestReductions(FSDPProcessTest):
         model = self.sharded()
         model.set_reduce_scatter_unused_params(True)
         mine = ["up" if self.rank == 2 else "gate"]
-        self.assertEqual(self.count(model, 3, used=mine), [6, 1, 0])
+        self.assertEqual(self.count(model, 3, used=mine), [6, 0, 0])
         self.backward(model, used=mine)
         share = [model[1].gate.grad.full_tensor(), model[1].up.grad.full_tensor()]
         self.assertEqual([grad[0].item() for grad in share], [3 / 8, 1 / 8])
@@ -424,7 +497,7 @@ class TestReductions(FSDPProcessTest):
         dist.barrier()
 
     def test_another_unit(self) -> None:
-        """In the first step: later the time limit would have to end it."""
+        """In the first step: later, nothing tells by default."""
         model = blocks(3).to(self.device)
         for block in model:
             replicate(block, mesh=shard_mesh())
@@ -432,9 +505,9 @@ class TestReductions(FSDPProcessTest):
         mine = [1 if self.rank == 2 else 0]
         message = self.refused(lambda: self.step(model, run=mine))
         text = (
-            "drifted apart:\n  reduces unit '0', without earlier gradients to add to "
+            "drifted apart:\n  reduces unit '0' on ranks 0, 1, 3, reduces unit '1' on"
         )
-        self.assertIn(text + "on ranks 0, 1, 3, reduces unit '1', without", message)
+        self.assertIn(text, message)
 
     def test_always_compares_every_collective(self) -> None:
         with mock.patch.dict(os.environ, {SWITCH: "always"}):
@@ -497,16 +570,15 @@ class TestWithoutOtherRanks(FakeGroupTest):
     def test_message_lists_a_few(self) -> None:
         def announced(dtype: torch.dtype) -> agreement._Announced:
             names = [f"w{i}" for i in range(20)]
-            dtypes = (str(dtype), "d", "d", "d")
-            params = [agreement._Described(n, "s", "p", *dtypes) for n in names]
+            params = [agreement._Described(n, "s", "p", str(dtype), "d") for n in names]
             collective = agreement.Collective("layers.0", "gathers")
             return agreement._Announced(collective, params, names)
 
         with self.assertRaises(RuntimeError) as caught:
             agreement._raise_if_different({4: announced(FP32), 7: announced(BF16)})
         message = str(caught.exception)
-        self.assertEqual(len(re.findall("stored in torch.float32", message)), 8)
-        self.assertIn("w0: is stored in torch.float32 on rank 4, is stored", message)
+        self.assertEqual(len(re.findall("computes in torch.float32", message)), 8)
+        self.assertIn("w0: computes in torch.float32 on rank 4, computes", message)
         self.assertIn("and 12 more", message)
 
 

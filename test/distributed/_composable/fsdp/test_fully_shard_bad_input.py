@@ -9,8 +9,11 @@ Runs with pytest, python or ``torchrun --nproc-per-node 4``.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import warnings
 from typing import Any
+from unittest import mock
 
 from fsdp_test_utils import (
     DeviceFreeTest,
@@ -35,10 +38,15 @@ from fsdp_wrong_uses import (
 )
 
 import torch
+import torch._dynamo
 import torch.nn as nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -277,37 +285,59 @@ class TestAllowed(FSDPProcessTest, Checks):
             warnings.simplefilter("error", UserWarning)
             run.step(outer)
 
-    def test_optimizers_made_too_early_are_told_of(self) -> None:
+    def test_wrapped_children_are_not_late(self) -> None:
+        def quiet(model: nn.Module) -> None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", UserWarning)
+                self.run_on(self.device).step(model)
+
+        for wrap in (
+            checkpoint_wrapper,
+            torch.compile,
+            nn.Sequential,
+        ):
+            run = self.run_on(self.device)
+            model = nn.Sequential(*(Scaled().to(run.device) for _ in range(3)))
+            run.fully_shard(model)
+            model[1] = wrap(model[1])
+            with mock.patch.object(torch._dynamo.config, "disable", True):
+                quiet(model)
+
+    def test_optimizers_made_too_early_cost_no_search(self) -> None:
         run = self.run_on(self.device)
-        blocks = [Scaled().to(run.device) for _ in range(2)]
-        model = nn.Sequential(*blocks)
+        model = nn.Sequential(*(Scaled().to(run.device) for _ in range(2)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for block in blocks:
-            run.fully_shard(block)
         run.fully_shard(model)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        searches = {
+            name: mock.patch.object(gc, name, side_effect=AssertionError(name))
+            for name in ("get_referrers", "get_objects", "collect")
+        }
+        with contextlib.ExitStack() as stack:
+            for search in searches.values():
+                stack.enter_context(search)
             run.step(model)
-        texts = [str(w.message) for w in caught if w.category is UserWarning]
-        self.assertEqual(len(texts), 1)  # of all units
-        self.assertRegex(texts[0], r"^An optimizer has .* \['0.weight', '0.gain'\] as")
         self.assertIsNone(optimizer.param_groups[0]["params"][0].grad)
 
-    def test_optimizers_mended_in_time_are_not(self) -> None:
-        """Nor are others who have the originals."""
+    def test_hooks_keep_the_order_that_users_gave_them(self) -> None:
         run = self.run_on(self.device)
         block = Scaled().to(run.device)
-        others = [*block.parameters()]
-        given_up = torch.optim.AdamW(block.parameters())
-        given_up.in_a_cycle = given_up
-        swapped = torch.optim.AdamW(block.parameters())
+        handle = block.register_load_state_dict_post_hook(lambda *_: None)
         run.fully_shard(block)
-        del given_up
-        swapped.param_groups[0]["params"] = [*block.parameters()]
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)
-            run.step(block)
-        self.assertEqual(len(others), 2)
+        self.assertEqual(next(iter(block._load_state_dict_post_hooks)), handle.id)
+        run.step(block)
+        self.assertEqual(next(iter(block._load_state_dict_post_hooks)), handle.id)
+
+    def test_errors_that_are_not_about_sizes_do_not_speak_of_them(self) -> None:
+        run = self.run_on(self.device)
+        model = run.model()
+
+        def fails(self: FSDPParam) -> None:
+            raise RuntimeError("no device")
+
+        text = "weight cannot be taken as it is registered: no device$"
+        with mock.patch.object(FSDPParam, "reset_sharded_param", fails):
+            with self.assertRaisesRegex(RuntimeError, text):
+                run.step(model)
 
     def test_pinned_memory_needs_an_accelerator(self) -> None:
         if torch.accelerator.is_available():

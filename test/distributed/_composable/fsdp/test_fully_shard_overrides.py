@@ -545,8 +545,8 @@ class TestHybrid(FSDPThreadTest):
 
 
 class TestTensorParallel(FSDPProcessTest):
-    def test_sum_runs_in_each_parameters_reduce_dtype(self) -> None:
-        """bf16 rounds 256 + 1 to 256; the sum of `wide` over the TP mesh must not."""
+    def test_sum_runs_in_each_gradients_dtype(self) -> None:
+        """`wide` computes in fp32; bf16 rounds 256 + 1 to 256."""
         names = ("dp", "tp")
         mesh = init_device_mesh(
             self.device_type(), (WORLD_SIZE // 2, 2), mesh_dim_names=names
@@ -566,7 +566,8 @@ class TestTensorParallel(FSDPProcessTest):
                 return sum(gained.to_local().sum() for gained in both)
 
         model = Gains(self.device)
-        policy = by_name(model, {"wide": (None, FP32)}, param_dtype=BF16)
+        patterns = {"wide": (FP32, None), "narrow": (None, FP32)}
+        policy = by_name(model, patterns, param_dtype=BF16, cast_forward_inputs=False)
         fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
         value = 256.0 if tp_mesh.get_local_rank() == 0 else 1.0
         mine = torch.full((1, 4), value, device=self.device, dtype=BF16)

@@ -10,17 +10,20 @@ over the same group, so that none waits here for a rank that would not come:
 - Before a unit's first gather: how its parameters are laid out. Lazy init
   itself is no such place: one rank may evaluate replicated parameters alone, or
   may call ``unshard`` where the others start with a forward.
-- Before a reduction that is not a repetition of the unit's last one over that
-  group: which parameters have a gradient, in which dtypes, which unit came
-  before, and for the first unit of all whether it adds to gradients of earlier
-  microbatches. Ranks that have agreed so far and all repeat themselves agree
-  again, so in a steady loop nothing is compared. If only some repeat
-  themselves, a comparison meets a reduction, which is not taken for one: the
-  time limit passes.
+- Before a reduction with a pattern (which parameters have a gradient, reduced in
+  which dtypes) that this unit has not yet shown over that group. Ranks that have
+  agreed so far know the same patterns, so all of them compare, or none does: a
+  loop that shows the same few patterns again compares nothing. A unit that has
+  shown ``_MAX_PATTERNS`` is not compared again, as one that uses other parameters
+  at every step would wait for the device at every step.
+
+If only some ranks show a new pattern, a comparison meets a reduction, which is not
+taken for one: the time limit passes. If each shows one that is known, but not the
+same, nothing tells, as in a program that compares nothing at all.
 
 ``TORCH_FSDP_CHECK_RANKS_AGREE=always`` compares before every gather and every
-reduction, all units of them: it finds the collective where ranks drift apart,
-which otherwise may be noticed later, and says so on all of them at once.
+reduction, and which unit came before as well: it finds the collective where ranks
+drift apart, and says so on all of them at once.
 """
 
 from __future__ import annotations
@@ -55,10 +58,8 @@ class _Described(NamedTuple):
     name: str
     size: str
     placement: str
-    stored: str
     compute: str
     reduce: str
-    grad: str
     # What this collective does with it, if it reduces
     reduced: str = ""
 
@@ -67,10 +68,8 @@ _TEXTS = _Described(
     "is {}",
     "has size {}",
     "is sharded as {}",
-    "is stored in {}",
     "computes in {}",
     "reduces in {}",
-    "has a gradient in {}",
     "{}",
 )
 
@@ -82,10 +81,11 @@ class Collective(NamedTuple):
     unit: str | None
     # "gathers" or "reduces"
     does: str
-    # FQN of the unit that this rank last reduced over the group
+    # FQN of the unit that this rank last reduced over the group, None if this is
+    # not compared
     after: str | None = None
-    # Whether what is reduced is added to gradients of earlier reductions, None
-    # if this is not compared
+    # Whether what is reduced is added to gradients of earlier reductions, None if
+    # this is not compared
     accumulates: bool | None = None
 
     def __str__(self) -> str:
@@ -98,6 +98,8 @@ class Collective(NamedTuple):
         return text
 
 
+# Of a unit over one group. A loop that shows more is not a steady one.
+_MAX_PATTERNS = 8
 # What each parameter of a unit is reduced in, None if it is not
 _Pattern: TypeAlias = tuple[torch.dtype | None, ...]
 
@@ -112,8 +114,8 @@ class _Announced(NamedTuple):
 
 _LAYOUT_ADVICE = (
     "Overrides of MixedPrecisionPolicy must return the same on every rank, and "
-    "parameters must be stored in the same dtypes, e.g. loaded from the same "
-    "checkpoint."
+    "parameters that no policy casts must be stored in the same dtypes, e.g. loaded "
+    "from the same checkpoint."
 )
 _GRADIENT_ADVICE = (
     "Each backward must give gradients to the same parameters on every rank. Where "
@@ -130,24 +132,19 @@ _HANG_ADVICE = (
 )
 
 
-class _Agreed(NamedTuple):
-    """What was last reduced over a process group, and where in the step."""
-
-    buckets: Sequence[BucketParams]
-    pattern: _Pattern
-    # After which unit, and whether it was added to earlier gradients, None if
-    # this is not watched
-    where: tuple[UnitAgreement | None, bool | None]
-
-
 class UnitAgreement:
     """What all ranks of a unit do alike, as far as they have been compared."""
 
     def __init__(self, unit: FSDPParamGroup):
         self._unit = unit
+        self.forget()
+
+    def forget(self) -> None:
         # Whether they have laid out alike what they gather
         self.on_gathers = False
-        self._reductions: dict[dist.ProcessGroup, _Agreed] = {}
+        self._patterns: dict[dist.ProcessGroup, set[_Pattern]] = {}
+        # What was last looked up, which a steady loop repeats
+        self._last_buckets: dict[dist.ProcessGroup, Sequence[BucketParams]] = {}
 
     @property
     def name(self) -> str | None:
@@ -157,35 +154,41 @@ class UnitAgreement:
 
     def check_gather(self, group: dist.ProcessGroup) -> None:
         """Raises if the ranks of ``group``, which are about to gather, disagree."""
-        self._check(group, Collective(self.name, "gathers"))
-        self.on_gathers = not _compares_always()
+        has_compared = self._check(group, Collective(self.name, "gathers"))
+        self.on_gathers = has_compared and not _compares_always()
 
     def check_reduction(
         self, group: dist.ProcessGroup, buckets: Sequence[BucketParams]
     ) -> None:
         """
         Raises if the ranks of ``group``, which are about to reduce ``buckets``,
-        disagree. Does not ask if this rank repeats what it did the last time.
+        disagree. Asks only about a pattern that is new to this unit.
         """
+        if _compares_always():
+            self._check_always(group, buckets)
+            return
+        if self._last_buckets.get(group) is buckets:
+            return
+        known = self._patterns.setdefault(group, set())
+        pattern = self._pattern_of(buckets)
+        if any(pattern) and pattern not in known and len(known) < _MAX_PATTERNS:
+            if not self._check(group, Collective(self.name, "reduces"), pattern):
+                return
+            known.add(pattern)
+        self._last_buckets[group] = buckets
+
+    def _check_always(
+        self, group: dist.ProcessGroup, buckets: Sequence[BucketParams]
+    ) -> None:
+        pattern = self._pattern_of(buckets)
+        if not any(pattern):
+            return  # nothing is sent over this group
         last_reduced = self._unit.comm_ctx.last_reduced
-        after, agreed = last_reduced.get(group), self._reductions.get(group)
-        if agreed is None:
-            # That ranks are microbatches apart shows in any unit: the first looks
-            is_watched = after is None or _compares_always()
-        else:
-            is_watched = agreed.where[1] is not None
-        accumulates = self._accumulates(buckets) if is_watched else None
-        where = (after, accumulates)
-        if agreed is None or agreed.buckets is not buckets or agreed.where != where:
-            pattern = self._pattern_of(buckets)
-            if not any(pattern):
-                return  # nothing is sent over this group
-            if agreed is None or agreed.pattern != pattern or agreed.where != where:
-                name = None if after is None else after.name
-                collective = Collective(self.name, "reduces", name, accumulates)
-                self._check(group, collective, pattern)
-            if not _compares_always():
-                self._reductions[group] = _Agreed(buckets, pattern, where)
+        after = last_reduced.get(group)
+        name = None if after is None else after.name
+        accumulates = self._accumulates(buckets)
+        collective = Collective(self.name, "reduces", name, accumulates)
+        self._check(group, collective, pattern)
         last_reduced[group] = self
 
     def tell(
@@ -210,26 +213,35 @@ class UnitAgreement:
                 pattern[slot.param] = params.bucket.dtype
         return tuple(pattern)
 
-    def _accumulates(self, buckets: Sequence[BucketParams]) -> bool:
-        """Whether what is reduced is added to gradients of earlier reductions."""
+    def _accumulates(self, buckets: Sequence[BucketParams]) -> bool | None:
+        """
+        Whether what is reduced is added to gradients of earlier reductions, None
+        if this rank has no element to add to, and need not keep any.
+        """
         if self._unit._partial_reduces:
             return True
-        slots = (slot for params in buckets for slot in params.bucket.slots)
-        first = next(slots, None)
-        if first is None:
-            return False
-        return self._unit.fsdp_params[first.param].sharded_param.grad is not None
+        for params in buckets:
+            for slot in params.bucket.slots:
+                fsdp_param = self._unit.fsdp_params[slot.param]
+                if fsdp_param.sharded_size.numel() > 0:
+                    return fsdp_param.sharded_param.grad is not None
+        return None
 
     def _check(
         self,
         group: dist.ProcessGroup,
         collective: Collective,
         pattern: _Pattern | None = None,
-    ) -> None:
-        """Compares the ranks of ``group``: one all-gather of 32 bytes a rank."""
+    ) -> bool:
+        """
+        Compares the ranks of ``group``: one all-gather of 32 bytes a rank. Returns
+        False where nothing was compared that another time would be.
+        """
         unit = self._unit
-        if not _is_wanted(unit.fsdp_params, group, unit.device):
-            return
+        if not _has_others(group, unit.device):
+            return True
+        if _is_traced(unit.fsdp_params, unit.device):
+            return False
         described = [*map(_describe, unit.fsdp_params, unit._param_names)]
         if pattern is not None:
             described = [
@@ -244,6 +256,7 @@ class UnitAgreement:
             raise
         if by_rank is not None:
             _raise_if_different(by_rank)
+        return True
 
     def _tell(
         self,
@@ -258,9 +271,8 @@ class UnitAgreement:
             pairs = zip(self._fqns(), pattern, strict=True)
             missing = [fqn for fqn, dtype in pairs if dtype is None]
             note += f", and has no gradient of {_listed(missing)}" if missing else ""
-        # As what backends raise: others, such as a user's own, tell what they are about
-        is_backends = isinstance(error, RuntimeError)
-        error.add_note(f"{note}. {_HANG_ADVICE}" if is_backends else f"{note}.")
+        advice = f" {_HANG_ADVICE}" if _is_about_peers(error) else ""
+        error.add_note(f"{note}.{advice}")
 
     def _fqns(self) -> list[str]:
         return [*map(self._unit._name_of, range(len(self._unit.fsdp_params)))]
@@ -281,26 +293,35 @@ def _exchange(
     digest = hashlib.sha256(said.encode()).digest()
     # Counters of a user's collectives or memory are not about this
     with torch.no_grad(), _disable_current_modes():
-        tensor = torch.tensor([*digest], dtype=torch.uint8, device=device)
-        digests = [torch.empty_like(tensor) for _ in range(group.size())]
-        dist.all_gather(digests, tensor, group=group)
-        if len({bytes(digest.tolist()) for digest in digests}) == 1:
+        tensor = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
+        digests = tensor.new_empty(group.size() * len(digest))
+        dist.all_gather_single(digests, tensor, group=group)
+        rows = digests.cpu().view(group.size(), len(digest))
+        if bool((rows == rows[0]).all()):
             return None
         by_rank: list = [None] * group.size()
         dist.all_gather_object(by_rank, mine, group=group)
     return dict(zip(dist.get_process_group_ranks(group), by_rank, strict=True))
 
 
-def _is_wanted(
-    fsdp_params: Sequence[FSDPParam], group: dist.ProcessGroup, device: torch.device
-) -> bool:
+def _has_others(group: dist.ProcessGroup, device: torch.device) -> bool:
     if group.size() == 1 or os.environ.get(_SWITCH) == "0":
         return False
+    return backend_name(group, device) != "fake"
+
+
+def _is_traced(fsdp_params: Sequence[FSDPParam], device: torch.device) -> bool:
+    """Whether what is issued now is noted or simulated, and not run."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return False  # a graph is not captured before steps have been run
-    if backend_name(group, device) == "fake":  # has no other ranks
-        return False
-    return detect_fake_mode([p._sharded_local_tensor for p in fsdp_params]) is None
+        return True  # a graph is not captured before steps have been run
+    return detect_fake_mode([p._sharded_local_tensor for p in fsdp_params]) is not None
+
+
+def _is_about_peers(error: BaseException) -> bool:
+    """Whether a backend says that other ranks did not come, or came with other data."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and "gloo" in str(error)
 
 
 def _describe(fsdp_param: FSDPParam, name: str) -> _Described:
@@ -309,7 +330,8 @@ def _describe(fsdp_param: FSDPParam, name: str) -> _Described:
         name,
         str(tuple(fsdp_param._orig_size)),
         str(fsdp_param.fsdp_placement),
-        *map(str, dtypes),
+        str(dtypes.compute),
+        str(dtypes.reduce),
     )
 
 
@@ -358,8 +380,9 @@ def _find_difference(
     if lines := _differences(by_rank, _Described._fields[-1:]):
         title = f"Ranks disagree about the gradients of {unit}"
         return title, lines, _GRADIENT_ADVICE
-    has_drifted = len({said[1:] for said in collectives.values()}) > 1
-    return drift if has_drifted else None
+    before = {said.after for said in collectives.values()}
+    accumulate = {said.accumulates for said in collectives.values()} - {None}
+    return drift if max(len(before), len(accumulate)) > 1 else None
 
 
 def _differences(by_rank: Mapping[int, _Announced], fields: Sequence[str]) -> list[str]:

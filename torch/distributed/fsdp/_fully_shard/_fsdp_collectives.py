@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, cast, Literal, NamedTuple
+from typing import Any, cast, Literal, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,10 @@ from ._fsdp_errors import (
     raise_about_inputs,
     raise_about_sharded_grad,
 )
+from ._fsdp_kept_names import (
+    _get_all_gather_input_metadatas,
+    _get_param_all_gather_inputs,
+)
 from ._fsdp_layout import (
     GatherLayout,
     in_plan_order,
@@ -51,6 +55,7 @@ from ._fsdp_param import FSDPParam, ShardedState
 from ._fsdp_unit import (
     BucketParams,
     GatherOutputs,
+    GatherPlan,
     grad_dtype_of,
     prepare_gather,
     SplitSizes,
@@ -202,7 +207,7 @@ class SymmMemReduceScatter(SymmMemAllocMixin, _SingleReduceScatter):
 
 # Operators #
 # Compiled graphs are matched and rewritten with these three. Eager training calls
-# what they call: an operator of Python's costs more than the kernel's own launch.
+# what they call, see `_calls_operators`.
 
 lib = torch.library.Library("fsdp", "FRAGMENT")
 
@@ -280,6 +285,20 @@ def _register_kernels() -> None:
 _register_kernels()
 
 
+def _calls_operators(device: torch.device) -> bool:
+    """
+    Whether eager steps go by way of the operators. One that is written in Python
+    costs more than the launch of what it calls, so not where nobody can tell: a
+    profiler shows operators, a dispatch mode gets them, and vendors of other devices
+    put kernels of their own in their place.
+    """
+    return (
+        device.type not in ("cpu", "cuda")
+        or torch.autograd.profiler._is_profiler_enabled
+        or torch._C._len_torch_dispatch_stack() > 0
+    )
+
+
 def _copy_typed(
     targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
 ) -> None:
@@ -316,6 +335,66 @@ class AllGatherResult(NamedTuple):
     all_gather_input_split_sizes: list[int]
 
 
+class _Staged(NamedTuple):
+    """A gather whose buffer has this rank's shards in it."""
+
+    output: torch.Tensor  # 1D
+    segment: torch.Tensor  # this rank's part of it
+    dtypes: list[list[torch.dtype]]
+    numels: list[list[int]]
+    split_sizes: list[int]
+
+
+def _stage(
+    fsdp_params: list[FSDPParam],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    comm: AllGather,
+) -> _Staged:
+    """Allocates the buffer of a gather and fills this rank's segment of it."""
+    tensors, plan = prepare_gather(fsdp_params)
+    layout, numel = plan.layout, plan.layout.segment_numel
+    output = comm.allocate(
+        (group.size() * numel,), dtype=layout.buffer_dtype, device=device
+    )
+    if type(comm) is not DefaultAllGather:
+        _check_gather_buffer(output, group.size() * numel, layout, comm)
+    try:
+        if _calls_operators(device):
+            segment = _copy_in_by_operator(output, plan, tensors, group.rank())
+        else:
+            segment = output.narrow(0, group.rank() * numel, numel)
+            _copy_in(segment, plan.copies, tensors)
+    except Exception as error:
+        raise_about_inputs(error, fsdp_params, tensors, [*map(len, plan.dtypes)])
+    return _Staged(output, segment, plan.dtypes, plan.numels, plan.split_sizes)
+
+
+# Plugins put functions of their own in place of these two
+_OWN_INPUTS = (_get_param_all_gather_inputs, _get_all_gather_input_metadatas)
+
+
+def _stage_replaced(
+    fsdp_params: list[FSDPParam],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    comm: AllGather,
+) -> _Staged:
+    """Does as :func:`_stage`, with what a plugin wants to gather, in parameter order."""
+    own = _get_param_all_gather_inputs(fsdp_params)
+    dtypes, numels, dtype = _get_all_gather_input_metadatas(own)
+    inputs = [*chain.from_iterable(own)]
+    if dtype == torch.uint8:
+        inputs = [tensor.view(torch.uint8) for tensor in inputs]
+    split_sizes = [tensor.numel() for tensor in inputs]
+    numel = sum(split_sizes)
+    output = comm.allocate((group.size() * numel,), dtype=dtype, device=device)
+    segment, output = torch.ops.fsdp.all_gather_copy_in(
+        inputs, output, split_sizes, numel, group.rank()
+    )
+    return _Staged(output, segment, dtypes, numels, split_sizes)
+
+
 def _copy_in(
     segment: torch.Tensor,
     copies: Sequence[RegionCopy],
@@ -328,12 +407,8 @@ def _copy_in(
     for copy in copies:
         region, target = copy.region, copy.region.view(segment)
         sources = [inputs[i] for i in region.inputs]
-        if copy.casts:
-            slots = target.split(region.numels)
-            for members in copy.casts:
-                torch._foreach_copy_(
-                    [slots[k] for k in members], [sources[k] for k in members]
-                )
+        if copy.casts or _are_on_host(sources, segment.device):
+            _copy_cast(target.split(region.numels), sources, copy)
             continue
         # The same as a copy into each slot, without a view for each
         as_stored = storage_dtype(region.dtype)
@@ -341,6 +416,56 @@ def _copy_in(
             target = target.view(as_stored)
             sources = [source.view(as_stored) for source in sources]
         torch.cat(sources, out=target)
+
+
+def _copy_cast(
+    slots: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], copy: RegionCopy
+) -> None:
+    """Copies what a region is made of into its slots, from the host as well."""
+    if _are_on_host(sources, slots[0].device):
+        _copy_from_host(slots, sources)
+        return
+    for members in copy.casts:
+        torch._foreach_copy_([slots[k] for k in members], [sources[k] for k in members])
+
+
+def _are_on_host(sources: Sequence[torch.Tensor], device: torch.device) -> bool:
+    """Whether shards are offloaded, and a copy to ``device`` moves them."""
+    return device.type != "cpu" and sources[0].device.type == "cpu"
+
+
+def _copy_from_host(
+    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+) -> None:
+    # Moved before they are cast: a copy that casts across devices is staged through
+    # another temporary. One at a time, so that only one is there uncast.
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source.to(target.device, non_blocking=True))
+
+
+def _copy_in_by_operator(
+    output: torch.Tensor,
+    plan: GatherPlan,
+    tensors: Sequence[torch.Tensor],
+    rank: int,
+) -> torch.Tensor:
+    """Does as :func:`_copy_in` by the operator, which casts nothing and moves nothing."""
+    layout, inputs = plan.layout, []
+    for copy in plan.copies:
+        region = copy.region
+        sources = [tensors[i] for i in region.inputs]
+        if copy.casts or _are_on_host(sources, output.device):
+            flat = output.new_empty(sum(region.numels), dtype=region.dtype)
+            pieces = flat.split(region.numels)
+            _copy_cast(pieces, sources, copy)
+            sources = pieces
+        inputs += [source.view(layout.buffer_dtype) for source in sources]
+    if layout.padding_nbytes:
+        inputs.append(output.new_zeros(layout.split_sizes[-1]))
+    segment, _ = torch.ops.fsdp.all_gather_copy_in(
+        inputs, output, [*layout.split_sizes], layout.segment_numel, rank
+    )
+    return segment
 
 
 @torch.no_grad()
@@ -373,27 +498,20 @@ def foreach_all_gather(
     """
     device_handle = _get_device_handle(device.type)
     with device_handle.stream(all_gather_copy_in_stream):
-        tensors, plan = prepare_gather(fsdp_params)
-        layout, numel = plan.layout, plan.layout.segment_numel
-        output = all_gather_comm.allocate(
-            (group.size() * numel,), dtype=layout.buffer_dtype, device=device
-        )
-        if type(all_gather_comm) is not DefaultAllGather:
-            _check_gather_buffer(output, group.size() * numel, layout, all_gather_comm)
-        segment = output.narrow(0, group.rank() * numel, numel)
-        try:
-            _copy_in(segment, plan.copies, tensors)
-        except Exception as error:
-            raise_about_inputs(error, fsdp_params, tensors, [*map(len, plan.dtypes)])
-        del tensors
+        own = (_get_param_all_gather_inputs, _get_all_gather_input_metadatas)
+        stage = _stage if own == _OWN_INPUTS else _stage_replaced
+        staged = stage(fsdp_params, group, device, all_gather_comm)
     all_gather_stream.wait_stream(all_gather_copy_in_stream)
     with device_handle.stream(all_gather_stream):
         work = all_gather_comm(
-            output_tensor=output, input_tensor=segment, group=group, async_op=async_op
+            output_tensor=staged.output,
+            input_tensor=staged.segment,
+            group=group,
+            async_op=async_op,
         )
         event = all_gather_stream.record_event()
     return AllGatherResult(
-        output, event, work, plan.dtypes, plan.numels, plan.split_sizes
+        staged.output, event, work, staged.dtypes, staged.numels, staged.split_sizes
     )
 
 
@@ -564,7 +682,12 @@ def _split_copy(
     """
     world_size = columns[0].size(0)
     rows = buffer.view(layout.buffer_dtype).view(world_size, layout.segment_numel)
-    torch.split_with_sizes_copy(rows, layout.split_sizes, dim=1, out=columns)
+    if _calls_operators(buffer.device):
+        torch.ops.fsdp.split_with_sizes_copy(
+            rows, [*layout.split_sizes], dim=1, out=columns
+        )
+    else:
+        torch.split_with_sizes_copy(rows, layout.split_sizes, dim=1, out=columns)
 
 
 def _interleave_shards(
@@ -593,8 +716,11 @@ def unshard_single_rank(fsdp_params: list[FSDPParam], device: torch.device) -> N
     """
     tensors, plan = prepare_gather(fsdp_params)
     outputs = _alloc_outputs(fsdp_params, plan.dtypes, plan.numels, 1, device)
-    # See `_to_columns`
-    _copy_typed([output.data for output in outputs.tensors], tensors)
+    targets = [output.data for output in outputs.tensors]  # see `_to_columns`
+    if _are_on_host(tensors, device):
+        _copy_from_host(targets, tensors)
+    else:
+        _copy_typed(targets, tensors)
 
 
 # Reduce #
@@ -626,6 +752,8 @@ class _Reduction(NamedTuple):
     all_reduce_hook: Callable[[torch.Tensor], None] | None
     # From `_get_gradient_divide_factors`
     factors: tuple[float | None, float | None, _ReduceOp, _ReduceOp]
+    # What the gradients are divided by before they are summed over the shard group
+    input_divisor: float | None
     # Whether what is reduced goes to the sharded parameters now
     is_last: bool
 
@@ -679,6 +807,9 @@ def foreach_reduce(
         gradient_divide_factor,
         force_sum_reduction_for_comms,
     )
+    before, *_ = factors
+    if reduce_scatter_group is None or reduce_scatter_group.size() == 1:
+        before = scatter_divisor(reduce_scatter_group, factors, gradient_divide_factor)
     reduction = _Reduction(
         device,
         reduce_scatter_comm=reduce_scatter_comm,
@@ -688,6 +819,7 @@ def foreach_reduce(
         all_reduce_stream=all_reduce_stream,
         all_reduce_hook=all_reduce_hook,
         factors=factors,
+        input_divisor=before,
         is_last=all_reduce_grads or all_reduce_group is None,
     )
     partial = partial_reduce_output
@@ -713,7 +845,7 @@ def _reduce(
     with handle.stream(stream):
         if is_alone and reduction.is_last and reduce_input is not None:
             output = reduce_input
-            _div_if_needed(output, reduction.factors[0])
+            _div_if_needed(output, reduction.input_divisor)
         else:
             output = _reduce_scatter(reduction, bucket, reduce_input, partial)
         scattered = stream.record_event()
@@ -796,55 +928,100 @@ def _reduce_copy_in(
     if type(comm) is not DefaultReduceScatter:
         _check_buffer(reduce_input, numel, comm, "set_custom_reduce_scatter")
     try:
-        grads = _to_copyable(fsdp_params, unsharded_grads, bucket.dtype, world_size)
-        foreach_reduce_scatter_copy_in(grads, reduce_input, world_size)
+        _copy_in_grads(bucket, fsdp_params, unsharded_grads, reduce_input, world_size)
     except Exception as error:
         raise_about_grads(error, fsdp_params, unsharded_grads)
     return reduce_input
 
 
-def _to_copyable(
+def _copy_in_grads(
+    bucket: ReduceBucket,
     fsdp_params: list[FSDPParam],
     grads: list[torch.Tensor],
-    dtype: torch.dtype,
+    reduce_input: torch.Tensor,
     world_size: int,
-) -> list[torch.Tensor]:
+) -> None:
     """
-    Returns the gradients as the fused copy-in kernel wants them: contiguous,
-    each rank's part in one piece, of one dtype which is the bucket's or which
-    the kernel casts to it (bf16 to fp32). The others, and only those, are
-    copied to one temporary first: a single gradient that is not as the kernel
-    wants would send all of them down its slow path.
+    Copies gradients of any dtypes to their columns of ``reduce_input``, which has one
+    row for each rank.
+
+    [Note: One kernel for most gradients]
+    The fused kernel takes dense tensors of one dtype and fills all columns of a dense
+    output; one tensor of another kind would send all of them down its slow path. So
+    it is given those that are like the largest, and a piece of the largest in place
+    of each other one, whose columns are written again afterwards. Casts happen on the
+    way, so that no gradient is there in two dtypes but for those others. (An operator
+    that takes several dtypes at once would stand here in place of both.)
     """
-    first = grads[0].dtype
-    is_cast_by_kernel = first == torch.bfloat16 and dtype == torch.float32
-    if is_cast_by_kernel and all(grad.dtype == first for grad in grads):
-        wanted = first
-    else:
-        wanted = dtype
     dims = [0] * len(grads)
     if world_size > 1:
         dims = [fsdp_param.fsdp_placement.dim for fsdp_param in fsdp_params]
+    is_dense = [dim == 0 and grad.is_contiguous() for dim, grad in zip(dims, grads)]
+    dense = [grad for grad, is_one in zip(grads, is_dense) if is_one]
+    largest = max(dense, key=torch.Tensor.numel, default=None)
+    dtype = None if largest is None else largest.dtype
     odd = [
         i
-        for i, (dim, grad) in enumerate(zip(dims, grads))
-        if grad.dtype != wanted or dim != 0 or not grad.is_contiguous()
+        for i, (grad, is_one) in enumerate(zip(grads, is_dense))
+        if not is_one or grad.dtype != dtype
     ]
     if not odd:
-        return grads
-    sources = [
-        _by_rank(grads[i], dims[i], world_size) if dims[i] != 0 else grads[i]
-        for i in odd
-    ]
-    numels = [source.numel() for source in sources]
-    flat = torch.empty(sum(numels), dtype=wanted, device=grads[0].device)
-    pieces = flat.split(numels)
-    targets = [piece.view(s.size()) for piece, s in zip(pieces, sources, strict=True)]
-    _copy_typed(targets, sources)
-    copyable = list(grads)
-    for i, target in zip(odd, targets, strict=True):
-        copyable[i] = target
-    return copyable
+        foreach_reduce_scatter_copy_in(grads, reduce_input, world_size)
+        return
+    slots = bucket.slots
+    # The least that fills as many columns, with the kernel's padding
+    numels = {i: max(world_size * (slots[i].shard_numel - 1) + 1, 0) for i in odd}
+    if largest is not None and max(numels.values()) <= largest.numel():
+        flat = largest.view(-1)
+        like = [flat[: numels[i]] if i in numels else g for i, g in enumerate(grads)]
+        foreach_reduce_scatter_copy_in(like, reduce_input, world_size)
+        runs = _adjacent(odd, grads, is_dense)
+    else:
+        runs = [[i] for i in range(len(grads))]
+    rows = reduce_input.view(world_size, -1)
+    for run in runs:
+        numel = sum(slots[i].shard_numel for i in run)
+        columns = rows.narrow(1, bucket.starts[run[0]], numel)
+        _copy_to_columns(columns, [grads[i] for i in run], dims[run[0]])
+
+
+def _adjacent(
+    odd: Sequence[int], grads: Sequence[torch.Tensor], is_dense: Sequence[bool]
+) -> list[list[int]]:
+    """Returns the runs of odd gradients that the kernel can copy together."""
+    runs: list[list[int]] = []
+    for i in odd:
+        if (
+            runs
+            and runs[-1][-1] == i - 1
+            and is_dense[i - 1]
+            and is_dense[i]
+            and grads[i - 1].dtype == grads[i].dtype
+        ):
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    return runs
+
+
+def _copy_to_columns(
+    columns: torch.Tensor, grads: list[torch.Tensor], dim: int
+) -> None:
+    """
+    Copies a gradient that is sharded on ``dim``, or several on dim 0 and of one
+    dtype, to their columns of the rows of all ranks.
+    """
+    world_size, row_numel = columns.size()
+    if len(grads) == 1 and (dim != 0 or grads[0].size(0) % world_size == 0):
+        by_rank = _by_rank(grads[0], dim, world_size)
+        if by_rank[0].numel() != row_numel:
+            _raise_about_row(by_rank[0].numel(), row_numel)
+        columns.unflatten(1, by_rank.size()[1:]).copy_(by_rank)
+        return
+    rows = grads[0].new_empty(columns.size())
+    grads = [grad.contiguous() for grad in grads]
+    foreach_reduce_scatter_copy_in(grads, rows.view(-1), world_size)
+    columns.copy_(rows)
 
 
 def _by_rank(grad: torch.Tensor, dim: int, world_size: int) -> torch.Tensor:
@@ -854,7 +1031,8 @@ def _by_rank(grad: torch.Tensor, dim: int, world_size: int) -> torch.Tensor:
             f"Shard({dim}) requires even sharding: the gradient's size "
             f"{tuple(grad.size())} does not divide by {world_size} ranks on that dim"
         )
-    return grad.unflatten(dim, (world_size, -1)).movedim(dim, 0)
+    sizes = (world_size, grad.size(dim) // world_size)
+    return grad.unflatten(dim, sizes).movedim(dim, 0)
 
 
 def foreach_reduce_scatter_copy_in(
@@ -865,13 +1043,20 @@ def foreach_reduce_scatter_copy_in(
     """Fills the rows of ``reduce_scatter_input`` (1D), one for each rank."""
     row_numel = reduce_scatter_input.numel() // world_size
     rows = reduce_scatter_input.view(world_size, row_numel)
-    torch._chunk_cat(unsharded_grads, 0, world_size, out=rows)
+    if _calls_operators(rows.device):
+        torch.ops.fsdp.chunk_cat(unsharded_grads, 0, world_size, out=rows)
+    else:
+        torch._chunk_cat(unsharded_grads, 0, world_size, out=rows)
     if rows.size(1) != row_numel:
         # The kernel took what there was, and made the rows fit
-        raise RuntimeError(
-            f"the gradients of a rank have {rows.size(1)} elements with their padding, "
-            f"but {row_numel} are to be reduced"
-        )
+        _raise_about_row(rows.size(1), row_numel)
+
+
+def _raise_about_row(fresh_numel: int, row_numel: int) -> NoReturn:
+    raise RuntimeError(
+        f"the gradients of a rank have {fresh_numel} elements with their padding, "
+        f"but {row_numel} are to be reduced"
+    )
 
 
 def _reduce_scatter(
@@ -891,8 +1076,7 @@ def _reduce_scatter(
         if partial is None:
             raise AssertionError("Expects gradients or a partial result to reduce")
         return partial
-    predivide_factor, _, op, _ = reduction.factors
-    _div_if_needed(reduce_input, predivide_factor)
+    _div_if_needed(reduce_input, reduction.input_divisor)
     world_size = reduction.shard_world_size
     fresh_numel = reduce_input.numel() // world_size
     comm, numel = reduction.reduce_scatter_comm, bucket.shard_numel
@@ -911,7 +1095,7 @@ def _reduce_scatter(
             output_tensor=fresh,
             input_tensor=reduce_input,
             group=cast(dist.ProcessGroup, reduction.reduce_scatter_group),
-            op=op,
+            op=reduction.factors[2],
         )
     if partial is not None:
         output += partial
@@ -1094,10 +1278,10 @@ def scatter_divisor(
     before, _, op, _ = factors
     if before is not None:
         return before
-    if op == ReduceOp.SUM or reduce_scatter_group is None:
+    if op == ReduceOp.SUM:
         return 1.0
     if op == ReduceOp.AVG:
-        return float(reduce_scatter_group.size())
+        return 1.0 if reduce_scatter_group is None else reduce_scatter_group.size()
     return 1.0 if gradient_divide_factor is None else gradient_divide_factor
 
 
@@ -1128,11 +1312,11 @@ def _get_gradient_divide_factors(
     - Where only sums may be used (``force_sum_reduction_for_comms``, MTIA, a
       backend without PREMUL_SUM), it is divided after, where there is less.
 
-    A sum over one rank is no collective, so its factor is applied before.
+    A sum over one rank is no collective, so what it would divide by is applied to
+    its input, see :func:`scatter_divisor`.
     """
     shards = 1 if reduce_scatter_group is None else reduce_scatter_group.size()
-    replicas = 1 if all_reduce_group is None else all_reduce_group.size()
-    workers = shards * replicas
+    workers = shards * (1 if all_reduce_group is None else all_reduce_group.size())
     can_overflow = reduce_dtype not in (torch.float32, torch.bfloat16)
     sums_only = force_sum_reduction_for_comms or device_type == "mtia"
     SUM, AVG = ReduceOp.SUM, ReduceOp.AVG
@@ -1143,13 +1327,11 @@ def _get_gradient_divide_factors(
         return None, float(workers) if factor is None else factor, SUM, SUM
     if factor is None:
         # Over a single rank some backends' AVG is wrong
-        one_replica = all_reduce_group is not None and replicas == 1
-        return None, None, SUM if shards == 1 else AVG, SUM if one_replica else AVG
-    if shards == 1:
-        return factor, None, SUM, SUM
-    if factor == shards:
+        op = SUM if workers == 1 else AVG
+        return None, None, op, op
+    if reduce_scatter_group is not None and factor == shards:
         return None, None, AVG, SUM
-    if not _has_premul_sum(reduce_scatter_group, device_type):
+    if shards > 1 and not _has_premul_sum(reduce_scatter_group, device_type):
         return None, factor, SUM, SUM
     return None, None, ReduceOp.PREMUL_SUM(1 / factor), SUM
 

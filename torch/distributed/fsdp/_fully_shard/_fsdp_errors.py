@@ -10,7 +10,6 @@ catch, and leave alone what they have no explanation for.
 
 from __future__ import annotations
 
-import gc
 import math
 import numbers
 from collections.abc import Sequence
@@ -168,11 +167,16 @@ def check_divide_factor(factor: Any, unit: str) -> None:
 # When parameters are taken as they are #
 
 
-def what_is_registered(fsdp_param: FSDPParam, name: str) -> str:
-    """Returns what is wrong with what a module has under a parameter's name."""
+def what_is_registered(fsdp_param: FSDPParam, name: str) -> str | None:
+    """
+    Returns what is wrong with what a module has under a parameter's name, None if
+    nothing that can be seen.
+    """
     info = fsdp_param._module_info
     found = getattr(info.module, info.param_name, None)
     if isinstance(found, DTensor):
+        if not _has_other_size(fsdp_param, found):
+            return None
         return (
             f"{name} is a DTensor of size {tuple(found.size())} and, on this rank, "
             f"{tuple(found._local_tensor.size())}, but it was sharded as "
@@ -191,42 +195,12 @@ def what_is_registered(fsdp_param: FSDPParam, name: str) -> str:
     )
 
 
-def has_other_size(fsdp_param: FSDPParam) -> bool:
-    param, size = fsdp_param.sharded_param, fsdp_param.sharded_size
-    # pyrefly: ignore [missing-attribute]
-    local_size = param._local_tensor.size()
-    if param.size() != _whole_size(fsdp_param):
+def _has_other_size(fsdp_param: FSDPParam, found: DTensor) -> bool:
+    size, local_size = fsdp_param.sharded_size, found._local_tensor.size()
+    if found.size() != _whole_size(fsdp_param):
         return True
     # Nothing has any shape
     return local_size != size and local_size.numel() + size.numel() > 0
-
-
-def are_optimized(params: Sequence[nn.Parameter]) -> bool:
-    """
-    Whether an optimizer has one of ``params``. Goes from who has them to who has
-    those: to look through all objects would also touch what other threads are
-    about to make, which C code does not expect.
-    """
-    if not _have_optimizer(params):
-        return False
-    gc.collect()  # one that was made anew may be left in a cycle
-    return _have_optimizer(params)
-
-
-def _have_optimizer(params: Sequence[nn.Parameter]) -> bool:
-    lists = _owners_of(params, list)
-    groups = [group for group in _owners_of(lists, dict) if "params" in group]
-    lists = _owners_of(groups, list)
-    # What an object has may be in a dict of its own, or in itself
-    if any("param_groups" in owner for owner in _owners_of(lists, dict)):
-        return True
-    owners = gc.get_referrers(*lists) if lists else []
-    return any(issubclass(type(owner), torch.optim.Optimizer) for owner in owners)
-
-
-def _owners_of(objects: Sequence[Any], kind: type) -> list[Any]:
-    owners = gc.get_referrers(*objects) if objects else []
-    return [owner for owner in owners if type(owner) is kind]
 
 
 def _whole_size(fsdp_param: FSDPParam) -> torch.Size:
@@ -242,6 +216,14 @@ def raise_about_extension(
 ) -> NoReturn:
     name = fsdp_param._param_fqn or fsdp_param._module_info.param_name
     raise_with(error, f"{method} of {name} failed, or did not return {returns}")
+
+
+def raise_about_late_extension(fsdp_param: FSDPParam) -> NoReturn:
+    name = fsdp_param._param_fqn or fsdp_param._module_info.param_name
+    raise AttributeError(
+        f"{name} became a tensor that has fsdp_pre_all_gather after it was taken as a "
+        "plain one: replace it before the first forward"
+    )
 
 
 def raise_about_inputs(

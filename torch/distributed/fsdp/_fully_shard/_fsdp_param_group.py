@@ -39,25 +39,27 @@ import functools
 import logging
 import warnings
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
-from typing import Any, cast, Literal, NamedTuple, TYPE_CHECKING
+from typing import Any, cast, Literal, NamedTuple, TYPE_CHECKING, TypeAlias
 from typing_extensions import TypeVarTuple, Unpack
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch._C._autograd import (
+    _record_function_with_args_enter as _enter_range,
+)
+from torch._C._autograd import (
+    _record_function_with_args_exit as _exit_range,
+)
 from torch.distributed._composable.contract import _get_registry
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import _get_device_handle
 from torch.distributed.fsdp._common_utils import (
     _named_parameters_with_duplicates,
     collect_grad_tensors,
     replace_grad_tensors,
 )
-from torch.distributed.tensor import DTensor
-from torch.profiler import record_function
 
 from ._fsdp_agreement import UnitAgreement
 from ._fsdp_api import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -93,7 +95,6 @@ from ._fsdp_common import (
     TrainingState,
 )
 from ._fsdp_errors import (
-    are_optimized,
     check_all_gather,
     check_all_reduce_hook,
     check_divide_factor,
@@ -101,11 +102,11 @@ from ._fsdp_errors import (
     check_policies,
     check_reduce_scatter,
     check_reshards,
-    has_other_size,
     how_to_shard,
     raise_with,
     what_is_registered,
 )
+from ._fsdp_kept_names import KeptNames
 from ._fsdp_layout import (
     dtype_rank,
     extend_bucket,
@@ -116,7 +117,7 @@ from ._fsdp_layout import (
 )
 from ._fsdp_param import FSDPParam, ParamModuleInfo, ShardedState
 from ._fsdp_summary import summarize_unit
-from ._fsdp_unit import BucketParams, grad_dtype_of, UnitParams
+from ._fsdp_unit import BucketParams, dtypes_of, grad_dtype_of, UnitParams
 
 
 if TYPE_CHECKING:
@@ -127,8 +128,8 @@ logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
 # Of tables, which can be turned off apart from the steps
 layout_logger = logger.getChild("layout")
 
-_NO_RANGE = contextlib.nullcontext()
 _GradInputs = TypeVarTuple("_GradInputs")
+_ModuleToHandleDict: TypeAlias = "dict[nn.Module, RemovableHandle]"
 
 # Gradient patterns (which parameters have one, reduced in which dtype) whose
 # buckets a group remembers. Most groups see one; conditional ones see more.
@@ -156,9 +157,6 @@ def _untraced(method: Callable[..., Any]) -> Callable[..., Any]:
 class FSDPCommContext:
     """The streams and in-flight buffers that the groups of one root share."""
 
-    # Which takes some time, so that one group does it
-    looked_for_optimizers: bool = False
-
     def lazy_init(self, device: torch.device):
         handle = _get_device_handle(device.type)
         self.device_handle = handle
@@ -183,6 +181,8 @@ class FSDPCommContext:
         # root's lazy init resolves it from theirs.
         self.reduce_scatter_states: list[ReduceScatterState] = []
         self.reduce_scatter_max_input_buffers: int = 1
+        # The groups of one module that have reduced one after the other so far
+        self.reducing_groups: list[FSDPParamGroup] = []
         # Of the unit last reduced over each process group: reductions come in the
         # same order on all of its ranks
         self.last_reduced: dict[dist.ProcessGroup, UnitAgreement] = {}
@@ -245,7 +245,7 @@ def _checked(name: str, check: Callable[[Any, str], None]) -> property:
     return property(attrgetter(name), set_checked)
 
 
-class FSDPParamGroup:
+class FSDPParamGroup(KeptNames):
     """The parameters of a unit that are gathered and reduced together."""
 
     # Set by the root's lazy init: the modules' name, and the group's place
@@ -311,6 +311,7 @@ class FSDPParamGroup:
         self.modules = modules  # a reference cycle of one lifetime
         self.mesh_info, self.post_forward_mesh_info = mesh_info, post_forward_mesh_info
         self.mp_policy, self.offload_policy = mp_policy, offload_policy
+        self._resolved_policy = mp_policy  # into each parameter's own
         self.device, self.device_handle = device, _get_device_handle(device.type)
         check_policies(mp_policy, offload_policy, self._unit_name)
         make_fsdp_param = functools.partial(
@@ -335,29 +336,43 @@ class FSDPParamGroup:
             for i, param in enumerate(params)
             if param.grad_dtype != param.dtype
         }
-        self.fsdp_params = UnitParams(
+        # By the dtype of each parameter's gradient, None without one
+        self._buckets: dict[tuple[torch.dtype | None, ...], list[BucketParams]] = {}
+        self._watch_loads(infos)  # before the parameters do
+        self._unit_params = UnitParams(
             self._shard(param, name, make_fsdp_param, info, policy)
             for param, name, info, policy in zip(
                 params, self._param_names, infos, policies
             )
         )
         self._keep_grad_dtypes()
-        self._watch_loads()
-        self._note_params_at_first(params)
+        self._places_at_first: Any = _places_of_unit(self.modules)
         self.comm_ctx = FSDPCommContext()
         self._all_gather_comm = DefaultAllGather()
         self._reduce_scatter_comm = DefaultReduceScatter()
-        self._state_dict_hook_handles: list[RemovableHandle] = []
-        # By the dtype of each parameter's gradient, None without one
-        self._buckets: dict[tuple[torch.dtype | None, ...], list[BucketParams]] = {}
+        self._module_to_pre_save_state_dict_hook_handle: _ModuleToHandleDict = {}
+        self._module_to_pre_load_state_dict_hook_handle: _ModuleToHandleDict = {}
         # The places of this group's forwards in the shared order
         self._post_forward_indices: list[int] = []
         self._all_reduce_states: list[AllReduceState] = []
         # Of microbatches whose all-reduce was put off, by reduce dtype
         self._partial_reduces: dict[torch.dtype, PartialReduce] = {}
         self._agreement = UnitAgreement(self)
+        self._ranges: dict[str, ProfilerRange] = {}
 
     # Initialization #
+    @property
+    def fsdp_params(self) -> UnitParams:
+        """The parameters, of which plugins may set others at any time."""
+        return self._unit_params
+
+    @fsdp_params.setter
+    def fsdp_params(self, params: Sequence[FSDPParam]) -> None:
+        self._unit_params = UnitParams(params)
+        infos = [fsdp_param._module_info for fsdp_param in params]
+        self._param_names = _get_param_names(infos, self.modules)
+        self._buckets.clear()
+
     def lazy_init(self):
         """
         Takes the parameters as they are now: until the first forward, users
@@ -371,21 +386,36 @@ class FSDPParamGroup:
             for i, fsdp_param in enumerate(self.fsdp_params):
                 self._take_registered(i)
                 fsdp_param._init_extensions()  # may have been added since
+            self.fsdp_params.refresh()
             self._warn_of_late_params()
-            self._warn_of_early_optimizers()
         self._validate_no_meta_params()
         self._validate_cpu_offload_params()
         self._validate_reduce_scatter_max_input_buffers()
-        for fsdp_param in self.fsdp_params:
-            fsdp_param.init_dtype_attrs(fsdp_param.mp_policy)
-        self._keep_grad_dtypes()
-        # What is kept was made of the dtypes
-        self.fsdp_params.refresh()
-        self._buckets.clear()
+        self._take_dtypes()
         self._register_state_dict_hooks()
+        self._ranges.clear()  # their names may have changed
         if is_first and layout_logger.isEnabledFor(logging.DEBUG):
             summary = summarize_unit(self, self._module_fqn or "(root)")
             layout_logger.debug("%s", summary)
+
+    def _take_dtypes(self) -> None:
+        """Takes the policy and the parameters' dtypes as they are now."""
+        planned_for = self._buckets and [*map(_planned_for, self.fsdp_params)]
+        if self.mp_policy is not self._resolved_policy:
+            check_policies(self.mp_policy, self.offload_policy, self._unit_name)
+            self._resolved_policy = self.mp_policy
+            for i, fsdp_param in enumerate(self.fsdp_params):
+                fsdp_param.mp_policy = self.mp_policy.resolve(
+                    fsdp_param.sharded_param, self._name_of(i), self.device
+                )
+        self._init_mp_dtypes()
+        for fsdp_param in self.fsdp_params:
+            if fsdp_param.mp_policy is not self.mp_policy:
+                # A replacement of the above may know of one policy only
+                fsdp_param.init_dtype_attrs(fsdp_param.mp_policy)
+        self._keep_grad_dtypes()
+        if planned_for and [*map(_planned_for, self.fsdp_params)] != planned_for:
+            self._buckets.clear()
 
     def _shard(
         self,
@@ -406,69 +436,48 @@ class FSDPParamGroup:
             check_reshards(fsdp_param, smaller.shard_mesh_size, name)
         return fsdp_param
 
-    def _note_params_at_first(self, params: list[nn.Parameter]) -> None:
-        """Notes what lazy init then compares with, and lets go of."""
-        # To look for who still has them
-        self._originals = [*map(weakref.ref, params)]
-        # To look for new ones
-        self._names_at_first: Any = {*dict(_named_params_of_unit(self.modules))}
-
     def _take_registered(self, i: int) -> None:
         """Takes what the module now has under the parameter's name, if it can."""
         fsdp_param, name = self.fsdp_params[i], self._name_of(i)
         try:
             fsdp_param.reset_sharded_param()
         except Exception as error:
-            raise_with(error, what_is_registered(fsdp_param, name))
-        if has_other_size(fsdp_param):
-            raise RuntimeError(what_is_registered(fsdp_param, name))
+            wrong = what_is_registered(fsdp_param, name)
+            raise_with(error, wrong or f"{name} cannot be taken as it is registered")
+        if (wrong := what_is_registered(fsdp_param, name)) is not None:
+            raise RuntimeError(wrong)
 
-    def _watch_loads(self) -> None:
+    def _watch_loads(self, infos: Sequence[ParamModuleInfo]) -> None:
         """Takes what is loaded before the parameters do so, which name nothing."""
 
         def loaded_hook(module: nn.Module, *args: Any) -> None:
             for i, fsdp_param in enumerate(self.fsdp_params):
                 if fsdp_param._module_info.module is module:
                     self._take_registered(i)
+            self._keep_grad_dtypes()
+            self._buckets.clear()  # planned with the dtypes of what was replaced
 
-        modules = [fsdp_param._module_info.module for fsdp_param in self.fsdp_params]
-        for module in dict.fromkeys(modules):
-            handle = module.register_load_state_dict_post_hook(loaded_hook)
-            hooks = cast(OrderedDict, module._load_state_dict_post_hooks)
-            hooks.move_to_end(handle.id, last=False)
+        for module in dict.fromkeys(info.module for info in infos):
+            module.register_load_state_dict_post_hook(loaded_hook)
 
     def _warn_of_late_params(self) -> None:
-        known, self._names_at_first = self._names_at_first, None
+        known, self._places_at_first = self._places_at_first, None
         if known is None or self._param_group_index > 0:
             return
+        # Under whatever name, and in whatever module, if wrappers have come since
+        sharded = {id(fsdp_param.sharded_param) for fsdp_param in self.fsdp_params}
         late = [
             ".".join(filter(None, (self._module_fqn, name)))
-            for name, param in _named_params_of_unit(self.modules)
-            if name not in known and param.requires_grad
+            for name, module, attr, param in _params_of_unit(self.modules)
+            if param.requires_grad
+            and id(param) not in sharded
+            and attr not in known.get(module, ())
         ]
         if late:
             warnings.warn(
                 f"Parameters {late} were registered after fully_shard, which neither "
                 "shards them nor reduces their gradients: register them before it, "
                 "call fully_shard on their modules, or reduce them yourself",
-                stacklevel=2,
-            )
-
-    def _warn_of_early_optimizers(self) -> None:
-        originals, self._originals = self._originals, []
-        by_name = {
-            self._name_of(i): param
-            for i, ref in enumerate(originals)
-            if (param := ref()) is not None and param.requires_grad
-        }
-        # As a rule nobody has them. Where somebody does, one unit tells of all.
-        if not by_name or self.comm_ctx.looked_for_optimizers:
-            return
-        self.comm_ctx.looked_for_optimizers = True
-        if are_optimized([*by_name.values()]):
-            warnings.warn(
-                f"An optimizer has parameters such as {[*by_name]} as they were before "
-                "fully_shard, which get no gradients: make optimizers after it",
                 stacklevel=2,
             )
 
@@ -667,12 +676,15 @@ class FSDPParamGroup:
             # about to use, and is not a forward to prefetch for.
             if not is_bw():
                 self.reshard()
-                # Once for each forward: each has a pre-backward of its own
-                order = self.comm_ctx.post_forward_order
-                self._post_forward_indices.append(len(order))
-                order.append(self)
+                self._record_post_forward()
             self._training_state = TrainingState.IDLE
         return output
+
+    def _record_post_forward(self) -> None:
+        # Once for each forward: each has a pre-backward of its own
+        order = self.comm_ctx.post_forward_order
+        self._post_forward_indices.append(len(order))
+        order.append(self)
 
     # Runtime: backward #
     @_untraced
@@ -765,50 +777,34 @@ class FSDPParamGroup:
     ) -> torch.Tensor | None:
         if (grad := fsdp_param.unsharded_accumulated_grad) is not None:
             fsdp_param.unsharded_accumulated_grad = None
-            return self._to_local(fsdp_param, grad)
+            return fsdp_param._get_grad_inner_tensor(grad)
         if (grad := unsharded_param.grad) is not None:
             unsharded_param.grad = None
-            return self._to_local(fsdp_param, grad)
+            return fsdp_param._get_grad_inner_tensor(grad)
         if self.reduce_scatter_unused_params and unsharded_param.requires_grad:
             return fsdp_param.unsharded_zero_grad_data
         return None
-
-    def _to_local(self, fsdp_param: FSDPParam, grad: torch.Tensor) -> torch.Tensor:
-        """
-        Returns the local part of a gradient. One that still is partial over
-        another mesh, e.g. that of tensor parallelism, is summed over it first,
-        and that sum runs in the reduce dtype like all others of gradients.
-        """
-        spec = fsdp_param._unsharded_dtensor_spec
-        if spec is not None:
-            if isinstance(grad, AsyncCollectiveTensor):
-                grad = grad.wait()
-            # Over dims of data parallelism, FSDP's own reductions follow
-            by_fsdp = getattr(fsdp_param, "_dp_dim_indices", ())
-            if isinstance(grad, DTensor) and any(
-                has != wanted
-                for i, (has, wanted) in enumerate(zip(grad.placements, spec.placements))
-                if i not in by_fsdp
-            ):
-                dtype = reduce_dtype_of(grad.dtype, fsdp_param.mp_policy.reduce_dtype)
-                grad = grad.to(dtype)
-        return fsdp_param._get_grad_inner_tensor(grad)
 
     def _recycle_reduce_scatter_inputs(self) -> None:
         """
         Drops the reduce-scatter inputs of earlier post-backwards until there
         is room for one more, the oldest first, each after its event.
 
-        Once for all groups of a module: waiting for each of them would run
-        their reduce-scatters one after the other.
+        Once for all groups of a module, at the one that comes first, whichever that
+        is: waiting for each of them would run their reduce-scatters one after the
+        other. A group that comes again, or after one of another module, is the first
+        of the next time.
         """
-        if self._param_group_index != self._num_param_groups - 1:
+        groups = self.comm_ctx.reducing_groups
+        if groups and groups[0].modules is self.modules and self not in groups:
+            groups.append(self)
             return
+        self.comm_ctx.reducing_groups = [self]
         states = self.comm_ctx.reduce_scatter_states
         excess = len(states) + 1 - self.comm_ctx.reduce_scatter_max_input_buffers
         if excess <= 0:
             return
-        with _profiler_range(f"FSDP::post_backward_rs_wait ({self._module_fqn})"):
+        with ProfilerRange(f"FSDP::post_backward_rs_wait ({self._module_fqn})"):
             for state in states[:excess]:
                 self._wait_current_stream(state.event)
             del states[:excess]
@@ -869,6 +865,27 @@ class FSDPParamGroup:
                 slots.append(ReduceSlot(i, grad_dtype, shard_numel))
                 slot_dtypes.append(dtype)
         return [self._bucket_params(b) for b in plan_buckets(slots, slot_dtypes)]
+
+    def _keep_partial_reduce(self, output: torch.Tensor) -> None:
+        """Takes ``output`` (1D) for what all trainable parameters have summed to."""
+        kept = self._partial_reduces.get(output.dtype)
+        if kept is None or kept.bucket.shard_numel != output.numel():
+            dtypes = [
+                dtypes_of(p).reduce if p.sharded_param.requires_grad else None
+                for p in self.fsdp_params
+            ]
+            buckets = [params.bucket for params in self._plan_buckets(dtypes)]
+        else:
+            buckets = [kept.bucket]
+        for bucket in buckets:
+            if (bucket.dtype, bucket.shard_numel) == (output.dtype, output.numel()):
+                self._partial_reduces = {bucket.dtype: PartialReduce(bucket, output)}
+                return
+        wanted = [f"{bucket.shard_numel} of {bucket.dtype}" for bucket in buckets]
+        raise ValueError(
+            f"_partial_reduce_output of unit '{self._unit_name}' got {output.numel()} "
+            f"elements of {output.dtype}, but the unit reduces {', '.join(wanted)}"
+        )
 
     def _align_partial_reduces(
         self, reduce_dtypes: tuple[torch.dtype | None, ...]
@@ -1014,6 +1031,7 @@ class FSDPParamGroup:
         # A prefetch of a group that backward then did not use
         self._drop_all_gather()
         self._post_forward_indices.clear()
+        self.comm_ctx.reducing_groups.clear()
 
     def _reset_iter_state(self) -> None:
         """
@@ -1031,6 +1049,9 @@ class FSDPParamGroup:
         self._post_forward_indices.clear()
         self._training_state = TrainingState.IDLE
         self._to_state(ShardedState.SHARDED)
+        self._agreement.forget()
+        self.comm_ctx.last_reduced.clear()
+        self.comm_ctx.reducing_groups.clear()
 
     def _drop_all_gather(self) -> None:
         if self._all_gather_result is None:
@@ -1103,7 +1124,7 @@ class FSDPParamGroup:
             )
         target = target_fsdp_param_group
         label = f"FSDP::{pass_type}_prefetch for {target._module_fqn}"
-        with _profiler_range(label), target.use_training_state(states[pass_type]):
+        with ProfilerRange(label), target.use_training_state(states[pass_type]):
             try:
                 target.unshard(target.unshard_async_op)
             except AttributeError as error:
@@ -1163,23 +1184,20 @@ class FSDPParamGroup:
 
     def _register_state_dict_hooks(self) -> None:
         """Makes sure that a state dict is taken from, and loaded to, the shards."""
-        if self._state_dict_hook_handles:
+        save_handles = self._module_to_pre_save_state_dict_hook_handle
+        load_handles = self._module_to_pre_load_state_dict_hook_handle
+        if save_handles:
             return
 
         def to_sharded_hook(*args: Any, **kwargs: Any) -> None:
             self._to_state(ShardedState.SHARDED)
 
-        def loaded_hook(*args: Any) -> None:
-            self._keep_grad_dtypes()
-
         modules = [fsdp_param._module_info.module for fsdp_param in self.fsdp_params]
         for module in dict.fromkeys(modules):
-            self._state_dict_hook_handles += [
-                module.register_state_dict_pre_hook(to_sharded_hook),
-                module._register_load_state_dict_pre_hook(to_sharded_hook),
-                # After the parameters' own, which take what was assigned
-                module.register_load_state_dict_post_hook(loaded_hook),
-            ]
+            save_handles[module] = module.register_state_dict_pre_hook(to_sharded_hook)
+            load_handles[module] = module._register_load_state_dict_pre_hook(
+                to_sharded_hook
+            )
 
     # Meshes and process groups #
     @property
@@ -1256,17 +1274,18 @@ class FSDPParamGroup:
         new_groups[ranks] = mesh_info.reduce_scatter_process_group = group
 
     # Labels and checks #
-    def _range(self, name: str) -> contextlib.AbstractContextManager:
+    def _range(self, name: str) -> ProfilerRange:
         """Returns a profiler range named after the step and the unit."""
-        if not torch.autograd._profiler_enabled():
-            return _NO_RANGE  # without the label
-        return record_function(self._with_fqn(name))
+        kept = self._ranges.get(name)
+        if kept is None:
+            kept = self._ranges[name] = ProfilerRange(self._with_fqn(name))
+        return kept
 
     def _log_hook(self, name: str) -> None:
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("%s", self._with_fqn(name))
 
-    def _hook_range(self, name: str) -> contextlib.AbstractContextManager:
+    def _hook_range(self, name: str) -> ProfilerRange:
         """Returns the range of a hook, which is logged as well."""
         self._log_hook(name)
         return self._range(name)
@@ -1344,14 +1363,22 @@ class FSDPParamGroup:
             )
 
 
-def _profiler_range(label: str) -> contextlib.AbstractContextManager:
+class ProfilerRange:
     """
-    Returns a profiler range, or nothing where no profiler listens: a range
-    costs more than the copies of a small unit.
+    A range that everyone who observes `record_function` sees, profilers of all
+    threads and execution traces too, at a fraction of its cost.
     """
-    if not torch.autograd._profiler_enabled():
-        return _NO_RANGE
-    return record_function(label)
+
+    __slots__ = ("_label", "_record")
+
+    def __init__(self, label: str):
+        self._label = label
+
+    def __enter__(self) -> None:
+        self._record = _enter_range(self._label)
+
+    def __exit__(self, *unused: object) -> None:
+        _exit_range(self._record)
 
 
 def _allocates_anew(comm: ReduceScatter) -> bool:
@@ -1397,15 +1424,31 @@ def _get_param_module_infos(
     return [infos[param] for param in params]
 
 
-def _named_params_of_unit(
-    modules: tuple[nn.Module, ...],
-) -> Iterator[tuple[str, nn.Parameter]]:
+def _planned_for(fsdp_param: FSDPParam) -> tuple[Any, ...]:
+    """Returns what the place of a parameter's gradient in a bucket depends on."""
+    return (
+        fsdp_param.mp_policy.reduce_dtype,
+        grad_dtype_of(fsdp_param),
+        fsdp_param.padded_sharded_param_size,
+    )
+
+
+class _Place(NamedTuple):
+    """Where a unit's module, or one below it, has a parameter."""
+
+    fqn: str  # within the unit
+    module: nn.Module
+    attr: str
+    param: nn.Parameter
+
+
+def _params_of_unit(modules: tuple[nn.Module, ...]) -> Iterator[_Place]:
     """Yields the parameters of the modules but for those that are in other units."""
 
-    def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
+    def walk(module: nn.Module, prefix: str) -> Iterator[_Place]:
         for name, param in module._parameters.items():
             if param is not None:
-                yield f"{prefix}{name}", param
+                yield _Place(f"{prefix}{name}", module, name, param)
         for name, child in module.named_children():
             is_unit = {"fully_shard", "replicate"} & (_get_registry(child) or {}).keys()
             if child not in modules and not is_unit:
@@ -1413,6 +1456,15 @@ def _named_params_of_unit(
 
     for module in modules:
         yield from walk(module, "")
+
+
+def _places_of_unit(
+    modules: tuple[nn.Module, ...],
+) -> weakref.WeakKeyDictionary[nn.Module, set[str]]:
+    places: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+    for _, module, attr, _ in _params_of_unit(modules):
+        places.setdefault(module, set()).add(attr)
+    return places
 
 
 def _get_param_names(
@@ -1426,7 +1478,7 @@ def _get_param_names(
             places.setdefault(submodule, (prefix, type(module).__name__))
     names = []
     for info in infos:
-        prefix, of = places[info.module]
+        prefix, of = places.get(info.module, ("", type(info.module).__name__))
         names.append(f"{prefix}{info.param_name} of {of}")
     return names
 

@@ -14,14 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from operator import attrgetter, is_
 from typing import NamedTuple
 
 import torch
 import torch.nn as nn
 
-from ._fsdp_errors import check_outputs_fit, check_unsharded, raise_about_extension
+from ._fsdp_errors import (
+    check_outputs_fit,
+    check_unsharded,
+    raise_about_extension,
+    raise_about_late_extension,
+)
 from ._fsdp_layout import (
     GatherLayout,
     plan_copy_in,
@@ -40,6 +45,8 @@ _get_outputs = attrgetter("all_gather_outputs")
 _get_sharded_param = attrgetter("sharded_param")
 _get_unsharded_param = attrgetter("_unsharded_param")
 _get_requires_grad = attrgetter("sharded_param.requires_grad")
+_get_local_class = attrgetter("sharded_param._local_tensor.__class__")
+_get_setattr = attrgetter("__class__.__setattr__")
 
 
 class ParamDtypes(NamedTuple):
@@ -128,12 +135,12 @@ def _get_gather_inputs(
 ) -> tuple[list[torch.Tensor], GatherInputs]:
     """
     Collects this rank's 1D tensors to gather. A plain shard is taken as it is
-    stored, to be cast by the copy-in; an extension gives what its
-    ``fsdp_pre_all_gather`` makes, in whatever number and dtypes.
+    stored and where it is, to be moved and cast by the copy-in; an extension
+    gives what its ``fsdp_pre_all_gather`` makes, in whatever number and dtypes.
     """
     counts = None
     if not has_extensions:
-        tensors = _get_shards(fsdp_params)
+        tensors = get_shards(fsdp_params)
         compute_dtypes = [*map(_get_compute_dtype, fsdp_params)]
     else:
         tensors, compute_dtypes, counts = [], [], []
@@ -141,7 +148,7 @@ def _get_gather_inputs(
             if hasattr(fsdp_param._sharded_local_tensor, "fsdp_pre_all_gather"):
                 own, dtype = _get_extension_inputs(fsdp_param), None
             else:
-                own, dtype = _get_shards([fsdp_param]), fsdp_param.param_dtype
+                own, dtype = get_shards([fsdp_param]), fsdp_param.param_dtype
             tensors += own
             compute_dtypes += [dtype] * len(own)
             counts.append(len(own))
@@ -151,6 +158,8 @@ def _get_gather_inputs(
 
 
 def _get_extension_inputs(fsdp_param: FSDPParam) -> list[torch.Tensor]:
+    if not hasattr(fsdp_param, "_extensions_data"):
+        raise_about_late_extension(fsdp_param)
     try:
         return fsdp_param.all_gather_inputs
     except Exception as error:
@@ -159,7 +168,9 @@ def _get_extension_inputs(fsdp_param: FSDPParam) -> list[torch.Tensor]:
 
 
 def _has_extension(fsdp_param: FSDPParam) -> bool:
-    return hasattr(fsdp_param, "_extensions_data")
+    if hasattr(fsdp_param, "_extensions_data"):
+        return True
+    return hasattr(fsdp_param._sharded_local_tensor, "fsdp_pre_all_gather")
 
 
 def _init_extension(fsdp_param: FSDPParam, is_first: bool) -> None:
@@ -172,20 +183,14 @@ def _init_extension(fsdp_param: FSDPParam, is_first: bool) -> None:
         raise_about_extension(error, fsdp_param, method, returns)
 
 
-def _get_shards(fsdp_params: Sequence[FSDPParam]) -> list[torch.Tensor]:
-    """Returns the flat local shards of plain parameters, on the compute device."""
+def get_shards(fsdp_params: Sequence[FSDPParam]) -> list[torch.Tensor]:
+    """Returns the flat local shards of plain parameters."""
     if fsdp_params[0].sharded_state is ShardedState.SHARDED_POST_FORWARD:
         # pyrefly: ignore [bad-return]
         return [
             fsdp_param._sharded_post_forward_param_data for fsdp_param in fsdp_params
         ]
-    shards = [*map(_get_stored, fsdp_params)]
-    if fsdp_params[0].offload_to_cpu:
-        # Moved before they are cast: a copy that casts across devices is staged
-        # through another temporary
-        device = fsdp_params[0].device
-        shards = [shard.to(device, non_blocking=True) for shard in shards]
-    return shards
+    return [*map(_get_stored, fsdp_params)]
 
 
 def _plan_unit(inputs: GatherInputs) -> GatherPlan:
@@ -253,12 +258,23 @@ class UnitParams(list[FSDPParam]):
 
     def refresh(self) -> None:
         """Forgets what is kept, where parameters may have become others."""
-        self.has_extensions = any(map(_has_extension, self))
+        self._local_classes = [*map(_get_local_class, self)]
+        self._has_extensions = any(map(_has_extension, self))
         self._find_places()
         # One each for the shards and for those resharded after forward
         self._plans: dict[ShardedState, tuple[GatherInputs, GatherPlan]] = {}
         self._columns: dict[ShardedState, _KeptColumns] = {}
         self._outputs: GatherOutputs | None = None
+
+    @property
+    def has_extensions(self) -> bool:
+        """Whether any parameter makes its all-gather inputs itself."""
+        # A parameter may be replaced, or be given another local tensor, at any time
+        classes = [*map(_get_local_class, self)]
+        if classes != self._local_classes:
+            self._local_classes = classes
+            self._has_extensions = any(map(_has_extension, self))
+        return self._has_extensions
 
     def plan(self, inputs: GatherInputs) -> GatherPlan:
         """Returns the plan for these inputs: the last one, if they are as before."""
@@ -309,7 +325,7 @@ class UnitParams(list[FSDPParam]):
     def init_unsharded_params(self) -> None:
         """Makes the unsharded parameters of what was gathered, where it is new."""
         outputs = self.outputs
-        if outputs is not None and outputs.have_params and not self.has_extensions:
+        if outputs is not None and outputs.have_params and not self._has_extensions:
             return
         is_first = outputs is None or not outputs.have_params
         for fsdp_param in self:
@@ -327,7 +343,7 @@ class UnitParams(list[FSDPParam]):
         elif state is ShardedState.SHARDED_POST_FORWARD:
             for fsdp_param in self:
                 fsdp_param.to_sharded_post_forward()
-        elif (outputs := self.outputs) is None or self.has_extensions:
+        elif (outputs := self.outputs) is None or self._has_extensions:
             for fsdp_param in self:
                 fsdp_param.to_sharded()
         else:
@@ -354,27 +370,27 @@ class UnitParams(list[FSDPParam]):
 
     def _register(self, params: Sequence[nn.Parameter]) -> None:
         """Makes ``params`` what the modules have under the parameters' names."""
-        for module, name, i in self._plain_places:
+        is_plain = nn.Module.__setattr__
+        are_plain = all(map(is_, map(_get_setattr, self._modules), repeat(is_plain)))
+        for module, name, i in self._places:
             # Past the checks of `nn.Module.__setattr__`, which cost more than all
-            # the rest: the name is taken and has had a parameter
-            module._parameters[name] = params[i]
-        for module, name, i in self._other_places:
-            setattr(module, name, params[i])
+            # the rest: the name is taken and has had a parameter. But a class of
+            # its own may want to know, and may be given to a module at any time.
+            if are_plain or _get_setattr(module) is is_plain:
+                module._parameters[name] = params[i]
+            else:
+                setattr(module, name, params[i])
 
     def _find_places(self) -> None:
         # Module, name in it and position of the parameter, for each name that one
         # of the parameters has
-        self._plain_places: list[tuple[nn.Module, str, int]] = []
-        # Those in modules that want to know
-        self._other_places: list[tuple[nn.Module, str, int]] = []
+        self._places: list[tuple[nn.Module, str, int]] = []
         for i, fsdp_param in enumerate(self):
             info = fsdp_param._module_info
             modules = [info.module, *info.shared_modules]
             names = [info.param_name, *info.shared_param_names]
-            for module, name in zip(modules, names, strict=True):
-                is_plain = type(module).__setattr__ is nn.Module.__setattr__
-                places = self._plain_places if is_plain else self._other_places
-                places.append((module, name, i))
+            self._places += zip(modules, names, repeat(i))
+        self._modules = [*dict.fromkeys(module for module, _, _ in self._places)]
 
 
 class BucketParams(list[FSDPParam]):
