@@ -908,7 +908,7 @@ def operators_of_another_device(place: Place) -> Record:
         )
         _fsdp_collectives.foreach_all_gather_copy_out(result, params, process_group)
         grads = [torch.empty(8, 3, device=device), torch.empty(4, device=device)]
-        output = torch.empty(2 * 4 * 4, device=device)
+        output = torch.empty(4 * 7, device=device)
         _fsdp_collectives.foreach_reduce_scatter_copy_in(grads, output, 4)
     return {"calls": dict(calls)}
 
