@@ -1,0 +1,149 @@
+"""
+A small model for scripts whose results are compared between the base and this
+branch, and what they note of it. Written so that either release runs it.
+
+The layers multiply in fp32, whatever they store or gather: half matrices are slow
+on some processors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
+
+
+# Divides by 2 ranks and not by 4
+DIM = 6
+# A power of two: `param - LR * grad` rounds once, however it is computed
+LR = 0.125
+FP32, BF16 = torch.float32, torch.bfloat16
+
+Record = dict[str, Any]
+
+
+class Layer(nn.Module):
+    """A matrix, a vector and parameters of other sizes, all of one dtype."""
+
+    def __init__(self, dtype: torch.dtype = FP32, dim: int = DIM):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(dim, dim).mul(0.4).to(dtype))
+        self.gain = nn.Parameter((1 + 0.1 * torch.randn(dim)).to(dtype))
+        self.shift = nn.Parameter(torch.randn(3, dim).to(dtype))
+
+    def forward(self, x: torch.Tensor, skip: Sequence[str] = ()) -> torch.Tensor:
+        wide = x.float()
+        y = wide if "gain" in skip else wide * self.gain.float()
+        if "weight" not in skip:
+            y = F.linear(y, self.weight.float())
+        if "shift" not in skip:
+            y = y + self.shift.float().mean(0)
+        return x + torch.tanh(y).to(x.dtype)
+
+
+class Block(nn.Module):
+    """Layers one after the other, of which the first may leave out parameters."""
+
+    def __init__(self, dtypes: Sequence[torch.dtype], dim: int):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(dtype, dim) for dtype in dtypes)
+
+    def forward(self, x: torch.Tensor, skip: Sequence[str] = ()) -> torch.Tensor:
+        for i, layer in enumerate(self.layers):
+            x = layer(x, skip=skip if i == 0 else ())
+        return x
+
+
+class Stack(nn.Module):
+    """Blocks of layers, and a layer that is the root's own."""
+
+    def __init__(
+        self,
+        dtypes: Sequence[torch.dtype] = (FP32, FP32),
+        *,
+        blocks: int = 2,
+        dim: int = DIM,
+    ):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(dtypes, dim) for _ in range(blocks))
+        self.head = Layer(dtypes[0], dim)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        skip_blocks: Sequence[int] = (),
+        skip: Sequence[str] = (),
+    ) -> torch.Tensor:
+        for i, block in enumerate(self.blocks):
+            if i not in skip_blocks:
+                x = block(x, skip=skip)
+        return self.head(x)
+
+
+def stack(*args: Any, seed: int = 0, **kwargs: Any) -> Stack:
+    """Returns a stack with the same values on every rank."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Stack(*args, **kwargs)
+
+
+def shard_stack(
+    model: Stack, apply: Callable[..., Any] = fully_shard, **kwargs: Any
+) -> Stack:
+    """Makes each block a unit, and the root one."""
+    for block in model.blocks:
+        apply(block, **kwargs)
+    apply(model, **kwargs)
+    return model
+
+
+def units_of(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def groups_of(model: nn.Module) -> list[FSDPParamGroup]:
+    """Returns the parameter groups of all units, the root's first."""
+    states = (unit._get_fsdp_state() for unit in units_of(model))
+    return [group for state in states for group in state._fsdp_param_groups]
+
+
+def batch_of(*key: int, dim: int = DIM) -> torch.Tensor:
+    """Returns the input that belongs to ``key``, e.g. a step and a rank."""
+    seed = sum(part * 1000**i for i, part in enumerate(key))
+    return torch.randn(3, dim, generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(output: torch.Tensor) -> torch.Tensor:
+    return output.float().square().mean()
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def digest(tensor: torch.Tensor | None) -> str | None:
+    """Returns the dtype, the size and a digest of the bits of a local tensor."""
+    if tensor is None:
+        return None
+    # Cloned, as a storage that numpy has seen cannot be resized
+    local = local_of(tensor.detach()).clone(memory_format=torch.contiguous_format)
+    data = local.reshape(-1).view(torch.uint8).numpy().tobytes()
+    bits = hashlib.sha256(data).hexdigest()[:16]
+    return f"{local.dtype} {tuple(local.shape)} {bits}"
+
+
+def gradients(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, param in model.named_parameters():
+        yield f"gradient {name}", digest(param.grad)
+
+
+def parameters(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, param in model.named_parameters():
+        yield f"parameter {name}", digest(param)
