@@ -874,16 +874,6 @@ def kernels_of_a_vendor(key: str) -> Iterator[Counter[str]]:
 
 
 @scenario
-def replaced_kernels(place: Place) -> Record:
-    record: Record = {}
-    for policy in POLICIES:
-        with kernels_of_a_vendor("CPU") as calls:
-            record[policy] = train(place.sharded(policy), place)
-        record[f"{policy} calls"] = dict(calls)
-    return record
-
-
-@scenario
 def operators_of_another_device(place: Place) -> Record:
     """Of tensors that are on neither a CPU nor a GPU, while nobody listens."""
     with torch.device("meta"):

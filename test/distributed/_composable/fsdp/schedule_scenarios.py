@@ -367,7 +367,9 @@ class Watch:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(*args, **kwargs).arguments
-            names = tuple(param._param_fqn for param in bound["fsdp_params"])
+            # A unit that is unsharded before the first forward has no names yet
+            infos = [param._module_info for param in bound["fsdp_params"]]
+            names = tuple((id(info.module), info.param_name) for info in infos)
             self.patterns.append((names, bound["all_reduce_grads"]))
             return original(*args, **kwargs)
 

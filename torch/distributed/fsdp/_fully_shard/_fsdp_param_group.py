@@ -336,8 +336,6 @@ class FSDPParamGroup(KeptNames):
             for i, param in enumerate(params)
             if param.grad_dtype != param.dtype
         }
-        # By the dtype of each parameter's gradient, None without one
-        self._buckets: dict[tuple[torch.dtype | None, ...], list[BucketParams]] = {}
         self._watch_loads(infos)  # before the parameters do
         self._unit_params = UnitParams(
             self._shard(param, name, make_fsdp_param, info, policy)
@@ -371,7 +369,6 @@ class FSDPParamGroup(KeptNames):
         self._unit_params = UnitParams(params)
         infos = [fsdp_param._module_info for fsdp_param in params]
         self._param_names = _get_param_names(infos, self.modules)
-        self._buckets.clear()
 
     def lazy_init(self):
         """
@@ -400,7 +397,8 @@ class FSDPParamGroup(KeptNames):
 
     def _take_dtypes(self) -> None:
         """Takes the policy and the parameters' dtypes as they are now."""
-        planned_for = self._buckets and [*map(_planned_for, self.fsdp_params)]
+        buckets = self.fsdp_params.buckets
+        planned_for = buckets and [*map(_planned_for, self.fsdp_params)]
         if self.mp_policy is not self._resolved_policy:
             check_policies(self.mp_policy, self.offload_policy, self._unit_name)
             self._resolved_policy = self.mp_policy
@@ -415,7 +413,7 @@ class FSDPParamGroup(KeptNames):
                 fsdp_param.init_dtype_attrs(fsdp_param.mp_policy)
         self._keep_grad_dtypes()
         if planned_for and [*map(_planned_for, self.fsdp_params)] != planned_for:
-            self._buckets.clear()
+            buckets.clear()
 
     def _shard(
         self,
@@ -455,7 +453,8 @@ class FSDPParamGroup(KeptNames):
                 if fsdp_param._module_info.module is module:
                     self._take_registered(i)
             self._keep_grad_dtypes()
-            self._buckets.clear()  # planned with the dtypes of what was replaced
+            # Planned with the dtypes of what was replaced
+            self.fsdp_params.buckets.clear()
 
         for module in dict.fromkeys(info.module for info in infos):
             module.register_load_state_dict_post_hook(loaded_hook)
@@ -710,6 +709,7 @@ class FSDPParamGroup(KeptNames):
             len(self.modules) > 1 and self._training_state == TrainingState.FORWARD
         )
         self._training_state = TrainingState.POST_BACKWARD
+        self.fsdp_params.follow()
         with self._range("FSDP::post_backward_accumulate"):
             for fsdp_param in self.fsdp_params:
                 if fsdp_param.unsharded_accumulated_grad is not None:
@@ -818,13 +818,13 @@ class FSDPParamGroup(KeptNames):
         if self._partial_reduces:
             reduce_dtypes = self._align_partial_reduces(self._reduce_dtypes(dtypes))
             buckets = self._plan_buckets(reduce_dtypes)
-        elif (kept := self._buckets.get(dtypes)) is not None:
+        elif (kept := self.fsdp_params.buckets.get(dtypes)) is not None:
             return kept
         else:
             buckets = self._plan_buckets(self._reduce_dtypes(dtypes))
-            if len(self._buckets) >= _MAX_CACHED_PATTERNS:
-                self._buckets.clear()
-            self._buckets[dtypes] = buckets
+            if len(self.fsdp_params.buckets) >= _MAX_CACHED_PATTERNS:
+                self.fsdp_params.buckets.clear()
+            self.fsdp_params.buckets[dtypes] = buckets
         if self._partial_reduces and self.all_reduce_grads:
             # Those without a gradient now may have parts of earlier microbatches
             fresh = [params.bucket.dtype for params in buckets]

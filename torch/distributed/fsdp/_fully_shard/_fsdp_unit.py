@@ -123,6 +123,7 @@ def prepare_gather(
 ) -> tuple[list[torch.Tensor], GatherPlan]:
     """Returns this rank's 1D tensors to gather, and the plan of their gather."""
     if isinstance(fsdp_params, UnitParams):
+        fsdp_params.follow()
         tensors, inputs = _get_gather_inputs(fsdp_params, fsdp_params.has_extensions)
         return tensors, fsdp_params.plan(inputs)
     has_extensions = any(map(_has_extension, fsdp_params))
@@ -258,6 +259,7 @@ class UnitParams(list[FSDPParam]):
 
     def refresh(self) -> None:
         """Forgets what is kept, where parameters may have become others."""
+        self._made_of = [*self]
         self._local_classes = [*map(_get_local_class, self)]
         self._has_extensions = any(map(_has_extension, self))
         self._find_places()
@@ -265,6 +267,13 @@ class UnitParams(list[FSDPParam]):
         self._plans: dict[ShardedState, tuple[GatherInputs, GatherPlan]] = {}
         self._columns: dict[ShardedState, _KeptColumns] = {}
         self._outputs: GatherOutputs | None = None
+        # By the dtype of each parameter's gradient, None without one
+        self.buckets: dict[tuple[torch.dtype | None, ...], list[BucketParams]] = {}
+
+    def follow(self) -> None:
+        """Forgets what is kept if the list has other parameters now."""
+        if self != self._made_of:
+            self.refresh()
 
     @property
     def has_extensions(self) -> bool:
@@ -338,6 +347,7 @@ class UnitParams(list[FSDPParam]):
 
     def to_state(self, state: ShardedState) -> None:
         """Brings all parameters to ``state``, and their registrations with them."""
+        self.follow()
         if state is ShardedState.UNSHARDED:
             self._to_unsharded()
         elif state is ShardedState.SHARDED_POST_FORWARD:
