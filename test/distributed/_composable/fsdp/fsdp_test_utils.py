@@ -35,7 +35,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.fsdp._fully_shard import _fsdp_agreement as agreement
 from torch.testing._internal.common_distributed import MultiProcContinuousTest
 from torch.testing._internal.common_fsdp import FSDPTestMultiThread
 from torch.testing._internal.common_utils import set_rng_seed, TestCase
@@ -140,8 +139,6 @@ class CollectiveRecorder:
     """The collectives of one rank, in the order in which it issued them."""
 
     calls: list[Collective] = field(default_factory=list)
-    # Bytes of a rank in each all-gather that compares ranks
-    comparisons: list[int] = field(default_factory=list)
 
     def named(self, name: str) -> list[Collective]:
         return [call for call in self.calls if call.name == name]
@@ -174,8 +171,6 @@ _recording_lock = threading.Lock()
 # Where ranks are threads, each records what it issues itself
 _recorders: dict[int, list[CollectiveRecorder]] = {}
 _originals: dict[str, Callable[..., Any]] = {}
-_original_exchange = agreement._exchange
-_comparing = threading.local()
 
 
 def op_name(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> str:
@@ -199,22 +194,10 @@ def _record(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         entry = Collective(recorded_name, buffer.dtype, buffer.numel(), op, size)
         with _recording_lock:
             for recorder in _recorders_of_this_thread():
-                if getattr(_comparing, "is_on", False):
-                    recorder.comparisons.append(arguments["input_tensor"].nbytes)
-                else:
-                    recorder.calls.append(entry)
+                recorder.calls.append(entry)
         return original(*args, **kwargs)
 
     return call
-
-
-def _exchange(*args: Any, **kwargs: Any) -> Any:
-    """Marks what is sent to compare ranks."""
-    _comparing.is_on = True
-    try:
-        return _original_exchange(*args, **kwargs)
-    finally:
-        _comparing.is_on = False
 
 
 def _recorders_of_this_thread() -> list[CollectiveRecorder]:
@@ -233,7 +216,6 @@ def record_collectives() -> Iterator[CollectiveRecorder]:
             for name in _RECORDED:
                 _originals[name] = getattr(dist, name)
                 setattr(dist, name, _record(name, _originals[name]))
-            agreement._exchange = _exchange
         _recorders.setdefault(thread, []).append(recorder)
     try:
         yield recorder
@@ -245,7 +227,6 @@ def record_collectives() -> Iterator[CollectiveRecorder]:
             if not _recorders:
                 for name, original in _originals.items():
                     setattr(dist, name, original)
-                agreement._exchange = _original_exchange
 
 
 # Models #

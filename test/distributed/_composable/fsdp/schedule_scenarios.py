@@ -52,7 +52,12 @@ import torch.nn as nn
 from torch.distributed import distributed_c10d
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard, MixedPrecisionPolicy
+from torch.distributed.fsdp import (
+    _fully_shard,
+    CPUOffloadPolicy,
+    fully_shard,
+    MixedPrecisionPolicy,
+)
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import Shard
 
@@ -330,7 +335,9 @@ class Watch:
         with contextlib.ExitStack() as patches:
             for name in COLLECTIVES:
                 watched = self._watch(name, getattr(distributed_c10d, name))
-                for owner in (dist, distributed_c10d):
+                # Only the branch has the last, which compares ranks
+                agreement = getattr(_fully_shard, "_fsdp_agreement", None)
+                for owner in (dist, distributed_c10d, agreement):
                     if hasattr(owner, name):
                         patches.enter_context(mock.patch.object(owner, name, watched))
             reduce = self._watch_reduce(_fsdp_param_group.foreach_reduce)

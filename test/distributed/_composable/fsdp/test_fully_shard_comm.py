@@ -663,7 +663,7 @@ def count_operators() -> Iterator[Counter[str]]:
             counts[func._schema.name] += 1
             return func(*args, **(kwargs or {}))
 
-    with mock.patch.object(collectives, "_calls_operators", lambda _: False):
+    with mock.patch.object(collectives, "gets_operators", lambda _: False):
         with Counting():
             yield counts
 

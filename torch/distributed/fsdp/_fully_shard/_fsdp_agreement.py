@@ -36,6 +36,9 @@ from typing import NamedTuple, TYPE_CHECKING, TypeAlias
 import torch
 import torch.distributed as dist
 from torch._guards import detect_fake_mode
+
+# By itself: who replaces what units call, e.g. a test, does not mean this
+from torch.distributed import all_gather_single
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ._fsdp_collectives import backend_name
@@ -164,10 +167,10 @@ class UnitAgreement:
         Raises if the ranks of ``group``, which are about to reduce ``buckets``,
         disagree. Asks only about a pattern that is new to this unit.
         """
+        if self._last_buckets.get(group) is buckets:
+            return
         if _compares_always():
             self._check_always(group, buckets)
-            return
-        if self._last_buckets.get(group) is buckets:
             return
         known = self._patterns.setdefault(group, set())
         pattern = self._pattern_of(buckets)
@@ -295,7 +298,7 @@ def _exchange(
     with torch.no_grad(), _disable_current_modes():
         tensor = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
         digests = tensor.new_empty(group.size() * len(digest))
-        dist.all_gather_single(digests, tensor, group=group)
+        all_gather_single(digests, tensor, group=group)
         rows = digests.cpu().view(group.size(), len(digest))
         if bool((rows == rows[0]).all()):
             return None

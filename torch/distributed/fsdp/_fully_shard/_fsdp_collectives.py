@@ -51,6 +51,7 @@ from ._fsdp_layout import (
     RegionCopy,
     storage_dtype,
 )
+from ._fsdp_observers import gets_operators
 from ._fsdp_param import FSDPParam, ShardedState
 from ._fsdp_unit import (
     BucketParams,
@@ -207,7 +208,7 @@ class SymmMemReduceScatter(SymmMemAllocMixin, _SingleReduceScatter):
 
 # Operators #
 # Compiled graphs are matched and rewritten with these three. Eager training calls
-# what they call, see `_calls_operators`.
+# what they call where nobody gets them, see [Note: Who observes].
 
 lib = torch.library.Library("fsdp", "FRAGMENT")
 
@@ -285,20 +286,6 @@ def _register_kernels() -> None:
 _register_kernels()
 
 
-def _calls_operators(device: torch.device) -> bool:
-    """
-    Whether eager steps go by way of the operators. One that is written in Python
-    costs more than the launch of what it calls, so not where nobody can tell: a
-    profiler shows operators, a dispatch mode gets them, and vendors of other devices
-    put kernels of their own in their place.
-    """
-    return (
-        device.type not in ("cpu", "cuda")
-        or torch.autograd.profiler._is_profiler_enabled
-        or torch._C._len_torch_dispatch_stack() > 0
-    )
-
-
 def _copy_typed(
     targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
 ) -> None:
@@ -360,7 +347,7 @@ def _stage(
     if type(comm) is not DefaultAllGather:
         _check_gather_buffer(output, group.size() * numel, layout, comm)
     try:
-        if _calls_operators(device):
+        if gets_operators(device):
             segment = _copy_in_by_operator(output, plan, tensors, group.rank())
         else:
             segment = output.narrow(0, group.rank() * numel, numel)
@@ -682,7 +669,7 @@ def _split_copy(
     """
     world_size = columns[0].size(0)
     rows = buffer.view(layout.buffer_dtype).view(world_size, layout.segment_numel)
-    if _calls_operators(buffer.device):
+    if gets_operators(buffer.device):
         torch.ops.fsdp.split_with_sizes_copy(
             rows, [*layout.split_sizes], dim=1, out=columns
         )
@@ -957,17 +944,18 @@ def _copy_in_grads(
     if world_size > 1:
         dims = [fsdp_param.fsdp_placement.dim for fsdp_param in fsdp_params]
     is_dense = [dim == 0 and grad.is_contiguous() for dim, grad in zip(dims, grads)]
-    dense = [grad for grad, is_one in zip(grads, is_dense) if is_one]
-    largest = max(dense, key=torch.Tensor.numel, default=None)
-    dtype = None if largest is None else largest.dtype
-    odd = [
-        i
-        for i, (grad, is_one) in enumerate(zip(grads, is_dense))
-        if not is_one or grad.dtype != dtype
-    ]
-    if not odd:
+    dtypes = [grad.dtype for grad in grads]
+    if all(is_dense) and dtypes.count(dtypes[0]) == len(dtypes):
         foreach_reduce_scatter_copy_in(grads, reduce_input, world_size)
         return
+    dense = [grad for grad, is_one in zip(grads, is_dense) if is_one]
+    largest = max(dense, key=torch.Tensor.numel, default=None)
+    wanted = None if largest is None else largest.dtype
+    odd = [
+        i
+        for i, (dtype, is_one) in enumerate(zip(dtypes, is_dense))
+        if not is_one or dtype != wanted
+    ]
     slots = bucket.slots
     # The least that fills as many columns, with the kernel's padding
     numels = {i: max(world_size * (slots[i].shard_numel - 1) + 1, 0) for i in odd}
@@ -1043,7 +1031,7 @@ def foreach_reduce_scatter_copy_in(
     """Fills the rows of ``reduce_scatter_input`` (1D), one for each rank."""
     row_numel = reduce_scatter_input.numel() // world_size
     rows = reduce_scatter_input.view(world_size, row_numel)
-    if _calls_operators(rows.device):
+    if gets_operators(rows.device):
         torch.ops.fsdp.chunk_cat(unsharded_grads, 0, world_size, out=rows)
     else:
         torch._chunk_cat(unsharded_grads, 0, world_size, out=rows)

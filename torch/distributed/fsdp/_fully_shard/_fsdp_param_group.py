@@ -47,12 +47,6 @@ from typing_extensions import TypeVarTuple, Unpack
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch._C._autograd import (
-    _record_function_with_args_enter as _enter_range,
-)
-from torch._C._autograd import (
-    _record_function_with_args_exit as _exit_range,
-)
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed.device_mesh import _get_device_handle
 from torch.distributed.fsdp._common_utils import (
@@ -60,6 +54,7 @@ from torch.distributed.fsdp._common_utils import (
     collect_grad_tensors,
     replace_grad_tensors,
 )
+from torch.profiler import record_function
 
 from ._fsdp_agreement import UnitAgreement
 from ._fsdp_api import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -115,6 +110,7 @@ from ._fsdp_layout import (
     ReduceBucket,
     ReduceSlot,
 )
+from ._fsdp_observers import is_observed, look_for_traces, NO_RANGE, range_of
 from ._fsdp_param import FSDPParam, ParamModuleInfo, ShardedState
 from ._fsdp_summary import summarize_unit
 from ._fsdp_unit import BucketParams, dtypes_of, grad_dtype_of, UnitParams
@@ -356,25 +352,24 @@ class FSDPParamGroup(KeptNames):
         # Of microbatches whose all-reduce was put off, by reduce dtype
         self._partial_reduces: dict[torch.dtype, PartialReduce] = {}
         self._agreement = UnitAgreement(self)
-        self._ranges: dict[str, ProfilerRange] = {}
 
     # Initialization #
-    @property
-    def fsdp_params(self) -> UnitParams:
-        """The parameters, of which plugins may set others at any time."""
-        return self._unit_params
-
-    @fsdp_params.setter
-    def fsdp_params(self, params: Sequence[FSDPParam]) -> None:
+    def _set_params(self, params: Sequence[FSDPParam]) -> None:
         self._unit_params = UnitParams(params)
         infos = [fsdp_param._module_info for fsdp_param in params]
         self._param_names = _get_param_names(infos, self.modules)
+
+    # Of which plugins may set others at any time. Reading it runs no Python.
+    fsdp_params: UnitParams = cast(
+        UnitParams, property(attrgetter("_unit_params"), _set_params)
+    )
 
     def lazy_init(self):
         """
         Takes the parameters as they are now: until the first forward, users
         may have loaded, replaced or cast them. May be called again.
         """
+        look_for_traces()
         if not hasattr(self.comm_ctx, "device_handle"):
             self.comm_ctx.device_handle = _get_device_handle(self.device.type)
         is_first = self.is_sharded and not self._reset_sharded_params
@@ -390,7 +385,6 @@ class FSDPParamGroup(KeptNames):
         self._validate_reduce_scatter_max_input_buffers()
         self._take_dtypes()
         self._register_state_dict_hooks()
-        self._ranges.clear()  # their names may have changed
         if is_first and layout_logger.isEnabledFor(logging.DEBUG):
             summary = summarize_unit(self, self._module_fqn or "(root)")
             layout_logger.debug("%s", summary)
@@ -658,6 +652,7 @@ class FSDPParamGroup(KeptNames):
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        look_for_traces()
         with self._hook_range("FSDP::pre_forward"):
             # A unit of several modules comes here for each of them, and one
             # post-backward is enough
@@ -804,7 +799,7 @@ class FSDPParamGroup(KeptNames):
         excess = len(states) + 1 - self.comm_ctx.reduce_scatter_max_input_buffers
         if excess <= 0:
             return
-        with ProfilerRange(f"FSDP::post_backward_rs_wait ({self._module_fqn})"):
+        with range_of(f"FSDP::post_backward_rs_wait ({self._module_fqn})"):
             for state in states[:excess]:
                 self._wait_current_stream(state.event)
             del states[:excess]
@@ -1124,7 +1119,7 @@ class FSDPParamGroup(KeptNames):
             )
         target = target_fsdp_param_group
         label = f"FSDP::{pass_type}_prefetch for {target._module_fqn}"
-        with ProfilerRange(label), target.use_training_state(states[pass_type]):
+        with range_of(label), target.use_training_state(states[pass_type]):
             try:
                 target.unshard(target.unshard_async_op)
             except AttributeError as error:
@@ -1274,18 +1269,17 @@ class FSDPParamGroup(KeptNames):
         new_groups[ranks] = mesh_info.reduce_scatter_process_group = group
 
     # Labels and checks #
-    def _range(self, name: str) -> ProfilerRange:
+    def _range(self, name: str) -> contextlib.AbstractContextManager:
         """Returns a profiler range named after the step and the unit."""
-        kept = self._ranges.get(name)
-        if kept is None:
-            kept = self._ranges[name] = ProfilerRange(self._with_fqn(name))
-        return kept
+        if not is_observed():
+            return NO_RANGE  # without the label
+        return record_function(self._with_fqn(name))
 
     def _log_hook(self, name: str) -> None:
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("%s", self._with_fqn(name))
 
-    def _hook_range(self, name: str) -> ProfilerRange:
+    def _hook_range(self, name: str) -> contextlib.AbstractContextManager:
         """Returns the range of a hook, which is logged as well."""
         self._log_hook(name)
         return self._range(name)
@@ -1361,24 +1355,6 @@ class FSDPParamGroup(KeptNames):
                 "one buffer, and each one kept back would register more memory. "
                 "Set 1, or use the default reduce-scatter comm"
             )
-
-
-class ProfilerRange:
-    """
-    A range that everyone who observes `record_function` sees, profilers of all
-    threads and execution traces too, at a fraction of its cost.
-    """
-
-    __slots__ = ("_label", "_record")
-
-    def __init__(self, label: str):
-        self._label = label
-
-    def __enter__(self) -> None:
-        self._record = _enter_range(self._label)
-
-    def __exit__(self, *unused: object) -> None:
-        _exit_range(self._record)
 
 
 def _allocates_anew(comm: ReduceScatter) -> bool:

@@ -45,7 +45,7 @@ _get_outputs = attrgetter("all_gather_outputs")
 _get_sharded_param = attrgetter("sharded_param")
 _get_unsharded_param = attrgetter("_unsharded_param")
 _get_requires_grad = attrgetter("sharded_param.requires_grad")
-_get_local_class = attrgetter("sharded_param._local_tensor.__class__")
+_get_local_tensor = attrgetter("sharded_param._local_tensor")
 _get_setattr = attrgetter("__class__.__setattr__")
 
 
@@ -260,7 +260,7 @@ class UnitParams(list[FSDPParam]):
     def refresh(self) -> None:
         """Forgets what is kept, where parameters may have become others."""
         self._made_of = [*self]
-        self._local_classes = [*map(_get_local_class, self)]
+        self._local_classes = [*map(type, map(_get_local_tensor, self))]
         self._has_extensions = any(map(_has_extension, self))
         self._find_places()
         # One each for the shards and for those resharded after forward
@@ -279,7 +279,7 @@ class UnitParams(list[FSDPParam]):
     def has_extensions(self) -> bool:
         """Whether any parameter makes its all-gather inputs itself."""
         # A parameter may be replaced, or be given another local tensor, at any time
-        classes = [*map(_get_local_class, self)]
+        classes = [*map(type, map(_get_local_tensor, self))]
         if classes != self._local_classes:
             self._local_classes = classes
             self._has_extensions = any(map(_has_extension, self))
