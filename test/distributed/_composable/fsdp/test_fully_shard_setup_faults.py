@@ -29,7 +29,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
-from build_test_utils import BASE_FILES, BuildTestCase, make_wheel, REPOSITORY
+from build_test_utils import (
+    BASE_FILES,
+    BuildTestCase,
+    make_wheel,
+    REPOSITORY,
+    REQUIREMENTS,
+)
 
 from tools.setup_helpers import environment, wheel
 from tools.setup_helpers.assemble import assemble_wheel
@@ -550,7 +556,7 @@ class TestNetwork(BuildTestCase):
             self.set_up()
         before = self.root.exists() and self.untracked()
         os.environ["PIP_NO_INDEX"] = "1"
-        for name in ("requirements.txt", "requirements-models.txt"):
+        for name in REQUIREMENTS:
             self.put(name, "a-package-that-is-not-there\n")
         fake, self.pip = self.pip, self.real_pip
         models = ["--models"] if with_models else []
