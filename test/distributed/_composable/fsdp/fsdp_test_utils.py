@@ -355,8 +355,9 @@ class FakeGroupTest(DeviceFreeTest):
         super().tearDownClass()
 
 
-# The first hook of a unit would import the compiler, in each rank anew
-_PRELOADED = ["torch._dynamo", "torch.testing._internal.common_fsdp"]
+# What ranks would import in each process anew: the first hook of a unit asks for the
+# compiler. A module of tests may add to it.
+PRELOADED = ["torch._dynamo", "torch.testing._internal.common_fsdp"]
 
 
 class FSDPProcessTest(MultiProcContinuousTest):
@@ -387,7 +388,7 @@ class FSDPProcessTest(MultiProcContinuousTest):
     def _spawn_processes(cls, world_size: int) -> None:
         if not torch.accelerator.is_available():  # which no fork could use
             # One process imports torch, for all ranks of all classes
-            multiprocessing.set_forkserver_preload(_PRELOADED)
+            multiprocessing.set_forkserver_preload(PRELOADED)
             multiprocessing.set_start_method("forkserver", force=True)
         super()._spawn_processes(world_size)
 
