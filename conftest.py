@@ -20,8 +20,32 @@ import pytest
 LONGEST_FIRST = ("composition", "features", "mixed_dtype", "streams", "hsdp")
 
 # Of each file, the tests that `--quick` runs: the ends of their names. Of a file
-# that is not here it is the first test, so that a new one takes part.
-QUICK: dict[str, tuple[str, ...]] = {}
+# that is not here it is the first test, so that a new file takes part.
+QUICK: dict[str, tuple[str, ...]] = {
+    # Another test of the same kind takes less, or there is no short one of its kind:
+    # whole runs beside the release's, random models, more steps, more of real models
+    "accelerate": (),
+    "bench": ("::test_row_survives_json",),
+    "composition": (),
+    "determinism": (),
+    "drift": (),
+    "features": ("::test_every_input_counts",),
+    "growth": (),
+    "random": (),
+    "superbuild": ("::test_release_has_an_entry_for_each_test_file",),
+    "tools": (),
+    # Several kinds in one file: threads, the release's own answers, processes
+    "comm": (
+        "::TestOn2Ranks::test_gathers_in_the_compute_dtype",
+        "::TestOn2Ranks::test_reduces_each_dtype_by_itself",
+        "::test_equal_to_the_base_and_so_are_the_schemas",
+        "::test_one_gather_whatever_the_dtypes_and_one_reduction_for_each",
+    ),
+    "hsdp": ("::test_deferred_all_reduce", "::test_three_microbatches"),
+    "mixed_dtype": ("::test_cpu_offload", "::test_hybrid", "::test_replicate"),
+    "models": ("::test_each_step_equals_one_process_name_mamba2_replicas_1",),
+    "streams": ("::test_backward", "::test_freed_memory"),
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -61,11 +85,8 @@ def quick_tests(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     chosen, seen = [], set()
     for item in items:
         name = concern(item.path)
-        if name in QUICK:
-            wanted = item.nodeid.endswith(QUICK[name])
-        else:
-            wanted = name not in seen
-        seen.add(name)
-        if wanted:
+        ends = QUICK.get(name)
+        if item.nodeid.endswith(ends) if ends is not None else name not in seen:
             chosen.append(item)
+        seen.add(name)
     return chosen

@@ -46,6 +46,7 @@ STAYS_OF = {
     "build": (
         "build_test_utils",
         "test_fully_shard_build",
+        "test_fully_shard_runner",
         "test_fully_shard_setup_faults",
         "test_fully_shard_superbuild",
         "test_fully_shard_wheel",
