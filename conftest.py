@@ -17,7 +17,14 @@ import pytest
 
 # Files, by what follows `test_fully_shard_`, that take more than half a minute: a
 # process that starts one of these last is waited for. Others follow as they come.
-LONGEST_FIRST = ("composition", "features", "mixed_dtype", "streams", "hsdp")
+LONGEST_FIRST = (
+    "composition",
+    "features",
+    "mixed_dtype",
+    "streams",
+    "models",
+    "random",
+)
 
 # Of each file, the tests that `--quick` runs: the ends of their names. Of a file
 # that is not here it is the first test, so that a new file takes part.
