@@ -35,8 +35,11 @@ train: setup  ## train a model of mixed dtypes (NPROC= STEPS= POLICY= DEVICE=)
 	  $(if $(STEPS),--steps $(STEPS)) $(if $(POLICY),--policy $(POLICY)) \
 	  $(if $(DEVICE),--device $(DEVICE))
 
-test: models  ## run the tests (ARGS=... goes to pytest)
-	@$(PYTHON) -m pytest $(or $(ARGS),test)
+# Torch's files are compiled once, for the processes that tests start too.
+test: models  ## run the tests (QUICK=1: one of each kind; ARGS=... goes to pytest)
+	@PYTHONPYCACHEPREFIX="$$PWD/build/pycache" PYTHONDONTWRITEBYTECODE= \
+	  $(PYTHON) -m pytest --durations=10 $(if $(QUICK),--quick) \
+	  $(or $(ARGS),--numprocesses=auto --dist=loadfile test)
 
 bench: setup  ## measure beside the base release (QUICK=1 DOCS=1 ARGS=...)
 	@$(PYTHON) benchmarks/distributed/fsdp/bench.py $(if $(QUICK),--quick) \

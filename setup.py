@@ -3,8 +3,9 @@
     pip install --no-build-isolation -v -e .
 
 The base is fetched, unpacked and linked as by ``make setup``; pip then installs
-the requirements and puts this folder on the environment's import path.  There
-is no other kind of build here: ``make wheel`` writes the wheel.
+what the base requires, and no more unless an extra is named, ``'.[examples]'`` or
+``'.[dev]'``; and it puts this folder on the environment's import path.  There is
+no other kind of build here: ``make wheel`` writes the wheel.
 """
 
 import sys
@@ -17,7 +18,11 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 
 from tools.setup_helpers.__main__ import version_error  # noqa: E402
-from tools.setup_helpers.editable import build_in_place, METADATA_COMMANDS  # noqa: E402
+from tools.setup_helpers.editable import (  # noqa: E402
+    build_in_place,
+    Metadata,
+    METADATA_COMMANDS,
+)
 
 
 # Not "torch": the base's own dist-info, linked at the root, goes by that name.
@@ -33,11 +38,11 @@ def main() -> None:
             "error: make wheel writes the wheel; "
             "to build in place: pip install --no-build-isolation -v -e ."
         )
-    requirements, scripts = [], []
+    metadata = Metadata()
     if not METADATA_COMMANDS.isdisjoint(sys.argv):
         if int(setuptools.__version__.partition(".")[0]) < 77:
             sys.exit("error: setuptools is too old: pip install 'setuptools>=77.0.3'")
-        requirements, scripts = build_in_place(ROOT)
+        metadata = build_in_place(ROOT)
     setuptools.setup(
         name=NAME,
         version="2.13.0",
@@ -47,8 +52,9 @@ def main() -> None:
         # No package is listed: the root goes on the import path as a whole.
         packages=[],
         package_dir={"": "."},
-        install_requires=requirements,
-        entry_points={"console_scripts": scripts},
+        install_requires=metadata.requirements,
+        extras_require=metadata.extras,
+        entry_points={"console_scripts": metadata.scripts},
     )
 
 

@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tools.setup_helpers import wheel
 from tools.setup_helpers.cli import given_wheel
 from tools.setup_helpers.environment import installed_torch
-from tools.setup_helpers.inplace import InPlaceBuild
+from tools.setup_helpers.inplace import EXAMPLES, InPlaceBuild, MODELS, REQUIREMENTS
 from tools.setup_helpers.report import explain, Progress, SetupError
 
 
 # The commands by which pip asks for the requirements of an editable install.
 # They are known only once the base is there.
 METADATA_COMMANDS = {"dist_info", "editable_wheel", "develop"}
+# By what follows the name in `pip install -e '.[dev]'`
+EXTRAS = {
+    "examples": (EXAMPLES, MODELS),
+    "dev": (*REQUIREMENTS, MODELS),
+}
 
 
-def build_in_place(root: Path) -> tuple[list[str], list[str]]:
-    """Lays the base under ``root``; returns its requirements and ours, and commands.
+@dataclass(frozen=True)
+class Metadata:
+    """What pip is told, to install it beside the path file that it writes."""
 
-    pip installs both, and writes the path file.
-    """
+    requirements: list[str] = field(default_factory=list)
+    """The base's alone: who uses the branch needs no more than who uses the base."""
+    extras: dict[str, list[str]] = field(default_factory=dict)
+    scripts: list[str] = field(default_factory=list)
+
+
+def build_in_place(root: Path) -> Metadata:
+    """Lays the base under ``root``; returns what pip must know of it."""
     progress = Progress()
     build = InPlaceBuild(root, progress)
     try:
@@ -37,7 +50,15 @@ def build_in_place(root: Path) -> tuple[list[str], list[str]]:
         sys.exit(f"error: {text}")
     base = wheel.unpacked_distribution(build.base)
     scripts = [f"{k} = {v}" for k, v in wheel.console_scripts(base).items()]
-    return [*(base.requires or []), *_requirements(build.requirements_file)], scripts
+    return Metadata(list(base.requires or []), extras_of(root), scripts)
+
+
+def extras_of(root: Path) -> dict[str, list[str]]:
+    """Returns what each extra asks for, from our files of requirements."""
+    return {
+        extra: [line for file in files for line in _requirements(root / file)]
+        for extra, files in EXTRAS.items()
+    }
 
 
 def _requirements(path: Path) -> list[str]:

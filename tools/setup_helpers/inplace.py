@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from tools.setup_helpers.report import Progress
 
 
+# Each version range is in one of these files alone: `setup.py` reads them, too.
+EXAMPLES = "requirements-examples.txt"
+MODELS = "requirements-models.txt"
+REQUIREMENTS = (EXAMPLES, "requirements.txt")
 CACHES = (".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache")
 
 
@@ -87,8 +91,8 @@ class InPlaceBuild:
         self.base = root / tree.BASE
         self.wheels = root / "build" / "wheel"
         self.staging = root / "build" / ".staging"
-        self.requirements_file = root / "requirements.txt"
-        self.models_file = root / "requirements-models.txt"
+        self.requirements_files = [root / name for name in REQUIREMENTS]
+        self.models_file = root / MODELS
         self.with_git = tree.has_git(root)
         self._undo = contextlib.ExitStack()
 
@@ -297,18 +301,18 @@ class InPlaceBuild:
     def _ensure_requirements(
         self, environment: Environment, requirements: list[str], pip: Pip
     ) -> bool:
-        file = self.requirements_file
-        if environment.has_installed("requirements", requirements, file):
+        files = self.requirements_files
+        if environment.has_installed("requirements", requirements, *files):
             return False
         self.progress.phase("installing the base's requirements and ours")
-        environment.install("requirements", pip, requirements, file)
+        environment.install("requirements", pip, requirements, *files)
         return True
 
     def _ensure_models(
         self, environment: Environment, requirements: list[str], pip: Pip
     ) -> bool:
         # All files again, so that pip keeps to the bounds of each.
-        files = (self.requirements_file, self.models_file)
+        files = [*self.requirements_files, self.models_file]
         if environment.has_installed("models", requirements, *files):
             return False
         self.progress.phase(f"installing {self.models_file.name}")

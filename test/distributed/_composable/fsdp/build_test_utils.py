@@ -28,6 +28,12 @@ from torch.testing._internal.common_utils import TestCase
 
 REPOSITORY = Path(cli.__file__).parents[2]
 OURS = "torch/distributed/fsdp/ours.py"
+# Each with what it stands for, in the order in which pip is handed them.
+REQUIREMENTS = {
+    "requirements-examples.txt": "tqdm\n",
+    "requirements.txt": "pytest\n",
+    "requirements-models.txt": "transformers\n",
+}
 BASE_FILES = {
     "functorch/__init__.py": "",
     "torch/__init__.py": "from torch.version import __version__\n",
@@ -120,8 +126,8 @@ class BuildTestCase(TestCase):
         self.wheel = make_wheel(self.scratch)
         self.pip = FakePip(self.wheel)
         self.put(OURS, "origin = 'ours'\n")
-        self.put("requirements.txt", "pytest\n")
-        self.put("requirements-models.txt", "transformers\n")
+        for name, text in REQUIREMENTS.items():
+            self.put(name, text)
         self.put(".gitignore", (REPOSITORY / ".gitignore").read_text())
         self.git("init", "--quiet")
         self.git("add", "--all")

@@ -47,6 +47,7 @@ from mixed_dtype_parity import bits_of, LR, Record
 
 import torch
 import torch._dynamo  # the first hook would, in each rank anew
+import torch._dynamo.backends.debugging  # as would the first compilation
 import torch.distributed as dist
 import torch.nn as nn
 import torch.testing._internal.common_fsdp as common_fsdp

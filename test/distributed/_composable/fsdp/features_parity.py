@@ -166,9 +166,12 @@ def profiled(step: Callable[..., Any], seen: dict[str, Any]) -> Callable[..., An
             torch.profiler.profile(activities=[cpu]) as profiler,
         ):
             loss = step(model, batches)
-        ours = [e for e in profiler.events() if e.name.startswith("FSDP::")]
-        ours.sort(key=lambda event: event.time_range.start)
-        seen["ranges"] = [event.name for event in ours]
+        # As recorded: `profiler.events` makes a tree of all that ran, which takes
+        # longer than the steps
+        recorded = profiler.profiler.kineto_results.events()
+        ours = [event for event in recorded if event.name().startswith("FSDP::")]
+        ours.sort(key=lambda event: event.start_ns())
+        seen["ranges"] = [event.name() for event in ours]
         seen["collectives"] = [
             (c.name, str(c.dtype), c.numel, c.op, c.group_size) for c in recorder.calls
         ]

@@ -126,9 +126,21 @@ class Rank:
 CASES: dict[str, Callable[[Rank], None]] = {}
 
 
-def case(run: Callable[[Rank], None]) -> Callable[[Rank], None]:
-    CASES[run.__doc__ or ""] = run
-    return run
+# What comes of it, and of each case: by default, and where ranks always compare
+ALL_RAISE, OTHERS_RAISE = "all raise", "others raise"
+TIME_OUT, FINE = "time limit", "fine"
+OUTCOMES: dict[str, tuple[str, str]] = {}
+
+
+def case(by_default: str, *, always: str | None = None) -> Callable[..., Any]:
+    """Makes a case of a function; its docstring is what the odd rank does."""
+
+    def add(run: Callable[[Rank], None]) -> Callable[[Rank], None]:
+        CASES[run.__doc__ or ""] = run
+        OUTCOMES[run.__doc__ or ""] = (by_default, always or by_default)
+        return run
+
+    return add
 
 
 def train_with(rank: Rank, model: Model, odd: Sequence[str], others: Sequence[str]):
@@ -136,25 +148,25 @@ def train_with(rank: Rank, model: Model, odd: Sequence[str], others: Sequence[st
         rank.step(model, used=odd if rank.is_odd else others)
 
 
-@case
+@case(ALL_RAISE)
 def parameter_from_the_first_step(rank: Rank) -> None:
     """it uses another parameter, of the same size, from the first step on"""
     train_with(rank, rank.shard(), ("gate", "shift"), ("up", "shift"))
 
 
-@case
+@case(ALL_RAISE)
 def parameter_of_another_size(rank: Rank) -> None:
     """it uses another parameter, of another size, from the first step on"""
     train_with(rank, rank.shard(), ("gate", "shift"), ("scale", "shift"))
 
 
-@case
+@case(ALL_RAISE)
 def bucket_from_the_first_step(rank: Rank) -> None:
     """it has no gradient in a dtype that the others have one in"""
     train_with(rank, rank.shard(), ("gate", "up", "scale"), Block.NAMES)
 
 
-@case
+@case(ALL_RAISE)
 def frozen_parameter(rank: Rank) -> None:
     """it has frozen a parameter"""
     model = Model()
@@ -164,28 +176,28 @@ def frozen_parameter(rank: Rank) -> None:
     rank.step(model)
 
 
-@case
+@case(TIME_OUT, always=ALL_RAISE)
 def parameter_later(rank: Rank) -> None:
     """it skips a parameter, after steps that were alike"""
     model = rank.good_steps(rank.shard())
     train_with(rank, model, ("gate", "scale", "shift"), Block.NAMES)
 
 
-@case
+@case(ALL_RAISE)
 def other_parameter_later(rank: Rank) -> None:
     """all skip a parameter after such steps, but another one each"""
     model = rank.good_steps(rank.shard())
     train_with(rank, model, ("gate", "shift"), ("up", "shift"))
 
 
-@case
+@case(TIME_OUT, always=ALL_RAISE)
 def bucket_later(rank: Rank) -> None:
     """it skips all parameters of a dtype, after such steps"""
     model = rank.good_steps(rank.shard())
     train_with(rank, model, ("gate", "up", "scale"), Block.NAMES)
 
 
-@case
+@case(TIME_OUT, always=ALL_RAISE)
 def unit_later(rank: Rank) -> None:
     """it skips a unit, after such steps"""
     model = rank.good_steps(rank.shard())
@@ -193,7 +205,7 @@ def unit_later(rank: Rank) -> None:
         rank.step(model, skipped=(1,) if rank.is_odd else ())
 
 
-@case
+@case(TIME_OUT, always=ALL_RAISE)
 def replicated_unit_later(rank: Rank) -> None:
     """it skips a unit of `replicate`, after such steps"""
     model = rank.good_steps(rank.replicate())
@@ -201,7 +213,7 @@ def replicated_unit_later(rank: Rank) -> None:
         rank.step(model, skipped=(1,) if rank.is_odd else ())
 
 
-@case
+@case(TIME_OUT, always=ALL_RAISE)
 def microbatch(rank: Rank) -> None:
     """it skips a microbatch, where each microbatch reduces"""
     model = rank.good_steps(rank.shard(), microbatches=2)
@@ -209,7 +221,7 @@ def microbatch(rank: Rank) -> None:
         rank.step(model, microbatches=1 if rank.is_odd else 2)
 
 
-@case
+@case(TIME_OUT, always=ALL_RAISE)
 def replicated_microbatch(rank: Rank) -> None:
     """it skips a microbatch of `replicate`, where each reduces"""
     model = rank.good_steps(rank.replicate(), microbatches=2)
@@ -217,7 +229,7 @@ def replicated_microbatch(rank: Rank) -> None:
         rank.step(model, microbatches=1 if rank.is_odd else 2)
 
 
-@case
+@case(TIME_OUT, always=ALL_RAISE)
 def sync_of_a_microbatch(rank: Rank) -> None:
     """it has gradient sync off where the others sync"""
     model = rank.good_steps(rank.shard())
@@ -228,7 +240,7 @@ def sync_of_a_microbatch(rank: Rank) -> None:
         rank.step(model)
 
 
-@case
+@case(OTHERS_RAISE)
 def step_that_another_rank_has_no_data_for(rank: Rank) -> None:
     """it has data for fewer steps, and ends"""
     model = rank.good_steps(rank.shard())
@@ -236,7 +248,7 @@ def step_that_another_rank_has_no_data_for(rank: Rank) -> None:
         rank.step(model)
 
 
-@case
+@case(TIME_OUT, always=ALL_RAISE)
 def step_given_up_by_one_rank(rank: Rank) -> None:
     """it gives up a step (out of memory) and goes on with the next"""
     model = rank.good_steps(rank.shard())
@@ -256,20 +268,20 @@ def _out_of_memory(*args: Any) -> None:
     raise torch.OutOfMemoryError("on purpose")
 
 
-@case
+@case(ALL_RAISE)
 def stored_dtype(rank: Rank) -> None:
     """it has a parameter stored in another dtype"""
     rank.step(rank.shard(Model(dtype=BF16 if rank.is_odd else FP32)))
 
 
-@case
+@case(ALL_RAISE)
 def policy(rank: Rank) -> None:
     """it has another policy"""
     dtype = BF16 if rank.is_odd else FP32
     rank.step(rank.shard(mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype)))
 
 
-@case
+@case(ALL_RAISE)
 def policy_of_replicas(rank: Rank) -> None:
     """it has another policy, and is a replica that gathers nothing"""
     dtype = BF16 if rank.is_odd else FP32
@@ -278,7 +290,7 @@ def policy_of_replicas(rank: Rank) -> None:
     rank.step(rank.shard(mesh=mesh, mp_policy=policy))
 
 
-@case
+@case(FINE)
 def units_sharded_in_another_order(rank: Rank) -> None:
     """it calls `fully_shard` on the blocks in another order"""
     model = Model()
@@ -287,7 +299,7 @@ def units_sharded_in_another_order(rank: Rank) -> None:
     rank.step(fully_shard(model))
 
 
-@case
+@case(OTHERS_RAISE)
 def root_sharded_first(rank: Rank) -> None:
     """it calls `fully_shard` on the root first"""
     model = Model()
@@ -296,7 +308,7 @@ def root_sharded_first(rank: Rank) -> None:
     rank.step(rank.shard(model))
 
 
-@case
+@case(ALL_RAISE)
 def unit_that_one_rank_does_not_shard(rank: Rank) -> None:
     """it does not make a unit of one block"""
     model = Model()
@@ -306,7 +318,7 @@ def unit_that_one_rank_does_not_shard(rank: Rank) -> None:
     rank.step(fully_shard(model))
 
 
-@case
+@case(OTHERS_RAISE)
 def dies_between_steps(rank: Rank) -> None:
     """it dies between steps"""
     model = rank.good_steps(rank.shard())
@@ -315,7 +327,7 @@ def dies_between_steps(rank: Rank) -> None:
     rank.step(model)
 
 
-@case
+@case(OTHERS_RAISE)
 def dies_in_backward(rank: Rank) -> None:
     """it dies in backward"""
     model = rank.good_steps(rank.shard())
@@ -324,7 +336,7 @@ def dies_in_backward(rank: Rank) -> None:
     rank.step(model)
 
 
-@case
+@case(TIME_OUT)
 def waits_for_something_else(rank: Rank) -> None:
     """it waits for something else, longer than the time limit"""
     model = rank.good_steps(rank.shard())

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-TIMEOUT = timedelta(seconds=120)
+TIMEOUT = timedelta(seconds=300)
 
 # From the script's arguments and the rank to what the rank found
 Run = Callable[[argparse.Namespace, int], dict[str, Any]]

@@ -71,7 +71,8 @@ on_first_rank = unittest.skipIf(
 # A source tree built in place keeps the base release, unmodified, under it
 REPO_ROOT = Path(torch.__file__).absolute().parent.parent
 BASE_ROOT = REPO_ROOT / "build" / "base"
-# For `run_python`, so that not all of torch's files are compiled anew
+# Torch's files are compiled once, and not by each process that imports them. Apart
+# from them: the base stays as it came.
 BYTECODE_CACHE = {
     "PYTHONDONTWRITEBYTECODE": "",
     "PYTHONPYCACHEPREFIX": str(REPO_ROOT / "build" / "pycache"),
@@ -82,7 +83,7 @@ def run_python(
     *args: str,
     on_base: bool = False,
     env: dict[str, str] | None = None,
-    timeout: float = 300,
+    timeout: float = 1200,
 ) -> str:
     """
     Runs the interpreter with ``args``, e.g. ``"-c", code``, and returns what it
@@ -97,10 +98,10 @@ def run_python(
         if not name.startswith(("TORCHELASTIC", "MASTER_", "LOCAL_", "PYTHON"))
         and name not in ("RANK", "WORLD_SIZE", "GROUP_RANK")
     }
-    paths = {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+    defaults = {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", **BYTECODE_CACHE}
     done = subprocess.run(
         [sys.executable, *args],
-        env=inherited | paths | {"OMP_NUM_THREADS": "1"} | (env or {}),
+        env=inherited | defaults | (env or {}),
         cwd=root,  # the interpreter looks for modules there before anywhere else
         capture_output=True,
         text=True,
@@ -354,8 +355,9 @@ class FakeGroupTest(DeviceFreeTest):
         super().tearDownClass()
 
 
-# The first hook of a unit would import the compiler, in each rank anew
-_PRELOADED = ["torch._dynamo", "torch.testing._internal.common_fsdp"]
+# What ranks would import in each process anew: the first hook of a unit asks for the
+# compiler. A module of tests may add to it.
+PRELOADED = ["torch._dynamo", "torch.testing._internal.common_fsdp"]
 
 
 class FSDPProcessTest(MultiProcContinuousTest):
@@ -365,7 +367,8 @@ class FSDPProcessTest(MultiProcContinuousTest):
     """
 
     world_size: int = WORLD_SIZE
-    timeout = timedelta(seconds=120)
+    # Beside a busy file, a rank may come long after the others
+    timeout = timedelta(seconds=300)
 
     @classmethod
     def backend_str(cls) -> str:
@@ -385,7 +388,7 @@ class FSDPProcessTest(MultiProcContinuousTest):
     def _spawn_processes(cls, world_size: int) -> None:
         if not torch.accelerator.is_available():  # which no fork could use
             # One process imports torch, for all ranks of all classes
-            multiprocessing.set_forkserver_preload(_PRELOADED)
+            multiprocessing.set_forkserver_preload(PRELOADED)
             multiprocessing.set_start_method("forkserver", force=True)
         super()._spawn_processes(world_size)
 

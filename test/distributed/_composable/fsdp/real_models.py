@@ -9,12 +9,13 @@ import importlib
 import sys
 from types import ModuleType
 
-from fsdp_test_utils import REPO_ROOT
+from fsdp_test_utils import PRELOADED, REPO_ROOT
 
 
 EXAMPLES = REPO_ROOT / "examples"
 if str(EXAMPLES) not in sys.path:
     sys.path.append(str(EXAMPLES))
+PRELOADED += ["transformers", "peft", "torch._dynamo.backends.debugging"]
 
 
 def example_of(name: str) -> ModuleType:

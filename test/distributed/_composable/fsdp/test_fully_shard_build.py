@@ -20,7 +20,15 @@ import zipfile
 from pathlib import Path
 from unittest import mock
 
-from build_test_utils import BASE_FILES, BuildTestCase, make_wheel, OURS, REPOSITORY
+from build_test_utils import (
+    BASE_FILES,
+    BuildTestCase,
+    make_wheel,
+    OURS,
+    REPOSITORY,
+    REQUIREMENTS,
+)
+from packaging.requirements import Requirement
 
 from tools.setup_helpers import __main__ as entry
 from tools.setup_helpers import environment, inplace, wheel
@@ -47,6 +55,8 @@ LINKS = {
 }
 # What the base requires.
 NEEDED = ["filelock", 'optree; extra == "optree"']
+# What set-up installs besides; the models' where they are wanted.
+*OUR_LISTS, MODELS = REQUIREMENTS
 # A set-up that dies on the `count`-th call of `name`, as if it were killed.
 KILLED_SETUP = """
 import os, pkgutil, sys
@@ -109,12 +119,12 @@ class TestLinks(BuildTestCase):
     def test_second_run_changes_nothing(self):
         self.assertTrue(self.set_up())
         before = self.state()
-        began_s = time.monotonic()
+        began_s = time.process_time()
         self.assertFalse(self.set_up())
-        self.assertLess(time.monotonic() - began_s, 3)
+        self.assertLess(time.process_time() - began_s, 3)
         self.assertEqual(self.state(), before)
         self.assertEqual(self.pip.downloads, ["torch==2.13.0"])
-        self.assertEqual(self.pip.installs, [[*NEEDED, "requirements.txt"]])
+        self.assertEqual(self.pip.installs, [[*NEEDED, *OUR_LISTS]])
 
     def test_lost_links_are_laid_again(self):
         self.set_up()
@@ -320,19 +330,20 @@ class TestInputs(BuildTestCase):
 
     def test_changed_requirements(self):
         self.set_up()
-        self.put("requirements.txt", "pytest\ntqdm\n")
-        self.assertTrue(self.set_up())
-        self.assertEqual(len(self.pip.installs), 2)
-        self.assertFalse(self.set_up())
+        for times, name in enumerate(OUR_LISTS, 2):
+            self.put(name, "another\n")
+            self.assertTrue(self.set_up())
+            self.assertEqual(len(self.pip.installs), times)
+            self.assertFalse(self.set_up())
 
     def test_models_are_installed_where_wanted(self):
         """With the other requirements, so that pip resolves all as a whole."""
         self.set_up()
-        files = ["requirements.txt", "requirements-models.txt"]
+        files = [*OUR_LISTS, MODELS]
         self.assertEqual(self.run_command("setup", "--models")[0], 0)
         self.assertEqual(self.pip.installs[1:], [[*NEEDED, *files]])
         self.run_command("setup", "--models")
-        self.put("requirements-models.txt", "peft\n")
+        self.put(MODELS, "peft\n")
         self.run_command("setup")
         self.assertEqual(len(self.pip.installs), 2)
         self.run_command("setup", "--models")
@@ -340,7 +351,7 @@ class TestInputs(BuildTestCase):
         self.put("requirements.txt", "pytest\ntqdm\n")
         self.run_command("setup", "--models")
         self.assertEqual(
-            self.pip.installs[3:], [[*NEEDED, *files[:1]], [*NEEDED, *files]]
+            self.pip.installs[3:], [[*NEEDED, *OUR_LISTS], [*NEEDED, *files]]
         )
 
     def test_interrupted_install_of_models_is_made_up_for(self):
@@ -569,7 +580,7 @@ class TestInterruption(BuildTestCase):
             second.join(0.3)
             self.assertTrue(second.is_alive())
             self.assertFalse((self.root / "build").exists())
-        second.join(30)
+        second.join(300)
         self.assertFalse(second.is_alive())
         self.assertFalse(self.set_up())
 
@@ -580,11 +591,57 @@ class TestEditable(BuildTestCase):
 
         os.environ["TORCH_BASE_WHEEL"] = str(self.wheel)
         with contextlib.redirect_stdout(io.StringIO()):
-            requirements, scripts = editable.build_in_place(self.root)
-        self.assertEqual(requirements, [*NEEDED, "pytest"])
-        self.assertEqual(scripts, ["torchrun = torch.distributed.run:main"])
+            metadata = editable.build_in_place(self.root)
+        self.assertEqual(metadata.requirements, NEEDED)
+        expected = {
+            "examples": ["tqdm", "transformers"],
+            "dev": ["tqdm", "pytest", "transformers"],
+        }
+        self.assertEqual(metadata.extras, expected)
+        self.assertEqual(metadata.scripts, ["torchrun = torch.distributed.run:main"])
         self.assertEqual(self.links(), LINKS)
         self.assertFalse((self.root / ".venv").exists())
+
+    def test_pip_installs_what_the_base_requires_and_extras_bring_the_rest(self):
+        """In the very words that pip gets, by the command that it runs."""
+        shutil.copytree(REPOSITORY / "tools", self.root / "tools")
+        shutil.copy(REPOSITORY / "setup.py", self.root)
+        os.environ["TORCH_BASE_WHEEL"] = str(self.wheel)
+        command = [sys.executable, "-B", "setup.py", "--quiet", "dist_info"]
+        subprocess.run(command, cwd=self.root, check=True, capture_output=True)
+        (told,) = self.root.glob("torch_fsdp2*.dist-info")
+        fields = wheel.parse_fields((told / "METADATA").read_bytes())
+        asked = [Requirement(line) for line in fields.get_all("Requires-Dist")]
+        by_extra = {
+            extra: {r.name for r in asked if r.marker and f'"{extra}"' in str(r.marker)}
+            for extra in ("examples", "dev", "optree")
+        }
+        self.assertEqual({r.name for r in asked if not r.marker}, {"filelock"})
+        expected = {
+            "examples": {"tqdm", "transformers"},
+            "dev": {"tqdm", "pytest", "transformers"},
+            "optree": {"optree"},
+        }
+        self.assertEqual(by_extra, expected)
+        self.assertEqual({*fields.get_all("Provides-Extra")} - {*expected}, set())
+
+    def test_each_range_is_in_one_file(self):
+        """And in no other place: what one of them drops is gone everywhere."""
+        from tools.setup_helpers import editable
+
+        files = {path.name for path in REPOSITORY.glob("requirements*.txt")}
+        self.assertEqual(files, {*REQUIREMENTS})
+        self.assertEqual(
+            files, {f for names in editable.EXTRAS.values() for f in names}
+        )
+        extras = editable.extras_of(REPOSITORY)
+        names = [Requirement(line).name for line in extras["dev"]]
+        self.assertEqual(len(names), len({*names}))
+        self.assertEqual({*extras["examples"]} - {*extras["dev"]}, set())
+        for name in ("setup.py", "pyproject.toml", "Makefile"):
+            text = (REPOSITORY / name).read_text()
+            written = [line for line in extras["dev"] if line in text]
+            self.assertEqual(written, [], name)
 
     def test_refuses_where_another_torch_is_installed(self):
         from tools.setup_helpers import editable

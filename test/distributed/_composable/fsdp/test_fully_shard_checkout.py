@@ -8,6 +8,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -241,6 +242,19 @@ class TestRefusals(CheckoutTestCase):
         self.assert_refused("git does not track torch/draft.py")
 
 
+def words_of(source: Path) -> set[object]:
+    """Returns the modules that a file imports, and its constants."""
+    words: set[object] = set()
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.Import):
+            words |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            words.add((node.module or "").partition(".")[0])
+        elif isinstance(node, ast.Constant):
+            words.add(node.value)
+    return words
+
+
 class TestRepository(TestCase):
     """What is tracked here fits the base, and what is laid needs nothing else."""
 
@@ -260,18 +274,29 @@ class TestRepository(TestCase):
     def test_laid_tests_need_nothing_that_stays_here(self):
         stay = {Path(path).stem for path in apply_to_checkout.STAY_HERE}
         for path, source in apply_to_checkout.files_to_lay(REPOSITORY).items():
-            tree = ast.parse(source.read_text())
-            for node in ast.walk(tree):
-                words = []
-                if isinstance(node, ast.Import):
-                    words = [alias.name.partition(".")[0] for alias in node.names]
-                elif isinstance(node, ast.ImportFrom):
-                    words = [(node.module or "").partition(".")[0]]
-                elif isinstance(node, ast.Constant):
-                    words = [node.value]
-                for word in ("tools", "docs", "benchmarks", "examples", *stay):
-                    why = f"{path} needs {word}: name it in STAY_HERE"
-                    self.assertNotIn(word, words, why)
+            words = words_of(source)
+            for word in ("tools", "docs", "benchmarks", "examples", *stay):
+                self.assertNotIn(word, words, f"{path} needs {word}: see STAYS_OF")
+
+    def test_what_stays_here_needs_what_is_only_here(self):
+        """Each for the reason that it is listed for, so tests of features travel."""
+        needs = {
+            "build": {"tools", "build_test_utils"},
+            "tools": {"tools"},
+            "benchmarks": {"benchmarks"},
+            "examples": {"examples", "real_models"},
+            "pages": {"docs", "tools"},
+        }
+        self.assertEqual([*needs], [*apply_to_checkout.STAYS_OF])
+        for kind, names in apply_to_checkout.STAYS_OF.items():
+            for name in names:
+                words = words_of(REPOSITORY / TESTS / f"{name}.py")
+                self.assertTrue(words & needs[kind], f"{name} is no test of {kind}")
+
+    def test_contributing_tells_what_stays_here(self):
+        text = " ".join((REPOSITORY / "CONTRIBUTING.md").read_text().split())
+        (told,) = re.findall(r"Tests of what is only here \((.+?)\) stay here", text)
+        self.assertEqual(told.split(", "), [*apply_to_checkout.STAYS_OF])
 
     def test_runs_as_a_script(self):
         command = [

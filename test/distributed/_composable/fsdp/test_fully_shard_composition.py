@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from composition_scenarios import FACTS, FOR_ALL, PIPELINES, TRAINING
-from fsdp_test_utils import BASE_ROOT, DeviceFreeTest, REPO_ROOT, run_python
+from fsdp_test_utils import BASE_ROOT, DeviceFreeTest, run_python
 
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -65,12 +65,8 @@ Results = dict[str, Any]
 
 
 def run_script(name: str, *args: str, on_base: bool, **env: str) -> str:
-    """Runs a file beside this one, without compiling all of torch's files anew."""
-    cache = {
-        "PYTHONDONTWRITEBYTECODE": "",
-        "PYTHONPYCACHEPREFIX": str(REPO_ROOT / "build" / "pycache"),
-    }
-    return run_python(str(HERE / name), *args, on_base=on_base, env=cache | env)
+    """Runs a file beside this one."""
+    return run_python(str(HERE / name), *args, on_base=on_base, env=env)
 
 
 def check_torch(path: str, on_base: bool) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from determinism_rounds import INTERPRETERS, MODES, RANKS, ROUNDS
-from fsdp_test_utils import on_first_rank, REPO_ROOT, run_python
+from fsdp_test_utils import on_first_rank, run_python
 
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -35,11 +35,7 @@ def run_rounds() -> list[Results]:
     with tempfile.TemporaryDirectory() as folder:
 
         def run_interpreter(number: int) -> None:
-            env = {
-                "PYTHONHASHSEED": str(200 + number),
-                "PYTHONDONTWRITEBYTECODE": "",
-                "PYTHONPYCACHEPREFIX": str(REPO_ROOT / "build" / "pycache"),
-            }
+            env = {"PYTHONHASHSEED": str(200 + number)}
             script = Path(__file__).with_name("determinism_rounds.py")
             run_python(str(script), str(number), folder, env=env)
 

@@ -1,7 +1,7 @@
 # Owner(s): ["oncall: distributed"]
 """
-One rank does something else than the others: what each of them sees is what
-``docs/ranks_that_drift.md`` says, and no rank goes on with a wrong gradient.
+One rank does something else than the others: each of them sees what its case says
+(``fsdp_drift.py``), and no rank goes on with a wrong gradient.
 """
 
 from __future__ import annotations
@@ -13,15 +13,23 @@ import unittest
 from pathlib import Path
 from typing import Any
 
-from fsdp_drift import CASES, ODD, RANKS
+from fsdp_drift import (
+    ALL_RAISE,
+    CASES,
+    FINE,
+    ODD,
+    OTHERS_RAISE,
+    OUTCOMES,
+    RANKS,
+    TIME_OUT,
+)
 from fsdp_test_utils import DeviceFreeTest, LAUNCHED_RANK, run_python
 
 from torch.testing._internal.common_utils import run_tests
 
 
 SCRIPT = Path(__file__).parent / "fsdp_drift.py"
-PAGE = Path(__file__).parents[4] / "docs" / "ranks_that_drift.md"
-MODES = ("1", "always")  # the page's columns
+MODES = ("1", "always")  # those of the outcomes
 OTHER = 1 - ODD
 
 DISAGREE = r"Ranks disagree about the (gradients|parameters) of unit|Ranks have drifted"
@@ -62,21 +70,6 @@ NOTED = {
 }
 
 
-def page_rows() -> dict[str, tuple[str, ...]]:
-    """Returns the outcomes of each case, one for each mode, as the page has them."""
-    lines = PAGE.read_text().splitlines()
-    table = lines[
-        lines.index("| one rank, unlike the others | by default | with `always` |") :
-    ]
-    rows = {}
-    for line in table[2:]:
-        if not line.startswith("|"):
-            break
-        case, *outcomes = (cell.strip() for cell in line.strip("|").split("|"))
-        rows[case] = tuple(outcomes)
-    return rows
-
-
 def patterns_for(case: str, *tables: dict[str, str]) -> list[str]:
     return [text for table in tables for words, text in table.items() if words in case]
 
@@ -93,24 +86,26 @@ class TestDrift(DeviceFreeTest):
         cls.found = json.loads(printed.splitlines()[-1])
 
     def outcomes(self, outcome: str) -> list[tuple[str, str, list[dict[str, Any]]]]:
-        """Returns mode, case and what each rank saw, where the page says so."""
+        """Returns mode, case and what each rank saw, where the case says so."""
         chosen = [
             (mode, case, self.found[mode][case])
-            for case, expected in page_rows().items()
+            for case, expected in OUTCOMES.items()
             for mode, of_mode in zip(MODES, expected, strict=True)
             if of_mode == outcome
         ]
         self.assertGreater(len(chosen), 0)
         return chosen
 
-    def test_page_has_every_case(self) -> None:
-        self.assertEqual([*page_rows()], [*CASES])
-        said = {outcome for outcomes in page_rows().values() for outcome in outcomes}
-        self.assertEqual(said, {"all raise", "time limit", "others raise", "fine"})
+    def test_every_case_has_an_outcome_and_was_run(self) -> None:
+        self.assertEqual([*OUTCOMES], [*CASES])
+        said = {outcome for outcomes in OUTCOMES.values() for outcome in outcomes}
+        self.assertEqual(said, {ALL_RAISE, TIME_OUT, OTHERS_RAISE, FINE})
+        for mode in MODES:
+            self.assertEqual({*self.found[mode]}, {*CASES})
 
     def test_all_raise(self) -> None:
         checked = []
-        for mode, case, ranks in self.outcomes("all raise"):
+        for mode, case, ranks in self.outcomes(ALL_RAISE):
             tables = [NAMED] if mode == "1" else [NAMED, NAMED_ALWAYS]
             for found in ranks:
                 self.assertRegex(found["error"], DISAGREE, (mode, case))
@@ -122,7 +117,7 @@ class TestDrift(DeviceFreeTest):
 
     def test_time_limit(self) -> None:
         checked = []
-        for mode, case, ranks in self.outcomes("time limit"):
+        for mode, case, ranks in self.outcomes(TIME_OUT):
             errors = [found["error"] for found in ranks]
             self.assertTrue(any(re.search(TIMED_OUT, e) for e in errors), (mode, case))
             for error in errors:
@@ -134,7 +129,7 @@ class TestDrift(DeviceFreeTest):
         self.assertEqual({*checked}, {*NOTED.values()})
 
     def test_others_raise(self) -> None:
-        for mode, case, ranks in self.outcomes("others raise"):
+        for mode, case, ranks in self.outcomes(OTHERS_RAISE):
             self.assertRegex(ranks[OTHER]["error"], f"{LEFT}", (mode, case))
             self.assertRegex(ranks[OTHER]["error"], NOTE, (mode, case))
 

@@ -26,7 +26,6 @@ from fsdp_test_utils import (
     BASE_ROOT,
     FSDPThreadTest,
     on_first_rank,
-    REPO_ROOT,
     run_python,
 )
 from mixed_dtype_models import BF16, FP32
@@ -48,10 +47,8 @@ Results = list[dict[str, Any]]
 
 
 def run_script(name: str, *args: str, on_base: bool = False) -> str:
-    """Runs a script that lies beside this file; compiled modules are kept apart."""
-    cache = str(REPO_ROOT / "build" / "pycache")
-    env = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": cache}
-    return run_python(str(HERE / name), *args, on_base=on_base, env=env)
+    """Runs a script that lies beside this file."""
+    return run_python(str(HERE / name), *args, on_base=on_base)
 
 
 def run_cases(units: str, *, on_base: bool) -> Results:

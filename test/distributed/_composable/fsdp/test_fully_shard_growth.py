@@ -28,7 +28,7 @@ class TestGrowth(DeviceFreeTest):
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
-        printed = run_python(str(SCRIPT), str(STEPS), timeout=300 + 2 * STEPS)
+        printed = run_python(str(SCRIPT), str(STEPS), timeout=1200 + 2 * STEPS)
         cls.modes = json.loads(printed.splitlines()[-1])
 
     def test_steps_leave_nothing_behind(self) -> None:

@@ -28,7 +28,6 @@ from fsdp_test_utils import (
     linear_stack,
     on_first_rank,
     record_collectives,
-    REPO_ROOT,
     run_python,
     shard_mesh,
 )
@@ -753,16 +752,8 @@ instantiate_parametrized_tests(TestMixedDtypeTraining)
 
 
 def run_script(name: str, *args: str, on_base: bool = False, hash_seed: int = 0) -> str:
-    """
-    Runs a script that lies beside this file. Compiled modules are kept under the
-    build folder: the base's own stays as it came, and six processes need not
-    compile all of torch.
-    """
-    env = {
-        "PYTHONHASHSEED": str(hash_seed),
-        "PYTHONDONTWRITEBYTECODE": "",
-        "PYTHONPYCACHEPREFIX": str(REPO_ROOT / "build" / "pycache"),
-    }
+    """Runs a script that lies beside this file."""
+    env = {"PYTHONHASHSEED": str(hash_seed)}
     return run_python(str(HERE / name), *args, on_base=on_base, env=env)
 
 

@@ -29,7 +29,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
-from build_test_utils import BASE_FILES, BuildTestCase, make_wheel, REPOSITORY
+from build_test_utils import (
+    BASE_FILES,
+    BuildTestCase,
+    make_wheel,
+    REPOSITORY,
+    REQUIREMENTS,
+)
 
 from tools.setup_helpers import environment, wheel
 from tools.setup_helpers.assemble import assemble_wheel
@@ -473,7 +479,7 @@ class TestTogether(BuildTestCase):
         return process
 
     def wait_for_pip(self) -> None:
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + 300
         while not self.started.exists():
             self.assertLess(time.monotonic(), deadline_s)
             time.sleep(0.02)
@@ -503,12 +509,12 @@ class TestTogether(BuildTestCase):
             first = self.start()
             self.wait_for_pip()
             first.send_signal(number)
-            first.wait(60)
+            first.wait(300)
             self.assertTrue(self.is_locked())
             second = threading.Thread(target=self.set_up)
             second.start()
             self.go.touch()
-            second.join(60)
+            second.join(300)
             self.assertFalse(second.is_alive())
             self.assertFalse(self.is_locked())
             self.assertFalse(self.set_up())
@@ -550,7 +556,7 @@ class TestNetwork(BuildTestCase):
             self.set_up()
         before = self.root.exists() and self.untracked()
         os.environ["PIP_NO_INDEX"] = "1"
-        for name in ("requirements.txt", "requirements-models.txt"):
+        for name in REQUIREMENTS:
             self.put(name, "a-package-that-is-not-there\n")
         fake, self.pip = self.pip, self.real_pip
         models = ["--models"] if with_models else []
