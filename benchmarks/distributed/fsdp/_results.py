@@ -12,6 +12,7 @@ from _pictures import draw
 from _rows import PartResult, table
 
 import torch
+from _half_products import slow_dtypes
 
 
 RESULTS = "results.json"
@@ -107,6 +108,7 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": _cpu_model(),
         "cores": cores,
+        "fp32_products": sorted(str(dtype) for dtype in slow_dtypes()),
         "device": torch.cuda.get_device_name() if has_device else "",
         "torch": torch.__version__.split("+")[0],
         "python": platform.python_version(),
@@ -116,9 +118,12 @@ def machine() -> dict[str, Any]:
 
 def describe(machine: dict[str, Any]) -> str:
     device = machine["device"] or "CPU only"
+    widened = " and ".join(machine.get("fp32_products", ()))
+    products = f" In *step*, products of {widened} are computed in fp32."
     return (
         f"Measured on {machine['cores']} cores of {machine['cpu']}, {device}, with "
         f"Python {machine['python']} on {machine['system']}."
+        + (products.replace("torch.", "") if widened else "")
     )
 
 
