@@ -52,8 +52,8 @@ other and gives one ratio. The table shows the median of the ratios and their qu
 - **growth**: straight lines fitted to host time, over 1 to 64 units of 16 parameters
   and over 1 to 256 parameters in each of 4 units.
 - **cuda**: bytes written per second by copy-in and copy-out of a layer of 218 million
-  parameters, compared with a device-to-device copy of as many bytes, and the host time of
-  both.
+  parameters, compared with a device-to-device copy of as many bytes, and the host
+  time of a step on the device.
 """
 
 
