@@ -87,10 +87,16 @@ def parameter_differences(
 def difference_table(differences: Iterable[Difference]) -> str:
     """How far the two runs are apart, and what is allowed."""
     rows = [
-        [d.what, d.where, f"{d.relative:.1e}", f"{d.allowed:.1e}", "" if d.ok else "!"]
+        [
+            d.what,
+            d.where,
+            f"{d.relative:.1e}",
+            f"{d.allowed:.1e}",
+            "yes" if d.ok else "NO",
+        ]
         for d in differences
     ]
-    header = ["", "most in", "relative difference", "allowed", ""]
+    header = ["quantity", "largest in", "relative difference", "allowed", "within"]
     align = ["left"] * 2 + ["right"] * 2 + ["left"]
     return tabulate(rows, header, disable_numparse=True, colalign=align)
 

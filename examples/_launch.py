@@ -1,17 +1,27 @@
 """The command line of the examples, and how they start their own processes."""
 
 import argparse
+import logging
 import os
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+import warnings
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import (
+    ChildFailedError,
+    ProcessFailure,
+    record,
+)
+
+
+DEFAULT_STEPS = 120
+# The exit status of a rank that has said itself, in one line, what is wrong
+TOLD = 3
 
 
 class _Parser(argparse.ArgumentParser):
@@ -22,13 +32,17 @@ class _Parser(argparse.ArgumentParser):
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
     """The options that every example has; set_defaults changes what they default to."""
-    parser = _Parser(description=description, allow_abbrev=False)
+    parser = _Parser(
+        description=description,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add = parser.add_argument
     add("--nproc", type=positive, metavar="N", help="processes (default: 2)")
     add(
         "--steps",
         type=positive,
-        default=200,
+        default=DEFAULT_STEPS,
         metavar="N",
         help="optimizer steps (default: %(default)s)",
     )
@@ -79,6 +93,13 @@ def parse_args(
     return args
 
 
+def available_cores() -> int:
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def is_worker() -> bool:
     """Whether torchrun, or :func:`launch`, started this process."""
     return dist.is_torchelastic_launched()
@@ -86,26 +107,50 @@ def is_worker() -> bool:
 
 def launch(script: str, nproc: int, argv: Sequence[str]) -> int:
     """Runs ``script`` in ``nproc`` processes by torchrun; returns the exit status."""
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // nproc)))
     # Where other programs use the cores too, threads that wait must not spin on them.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     options = run.parse_args(["--standalone", f"--nproc-per-node={nproc}", script])
     options.training_script_args = list(argv)  # unseen by torchrun's own parser
+    logging.disable(logging.ERROR)  # of torchrun, which tells the same in a page
     try:
         run.run(options)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        status = failure.exitcode
-        name = Path(script).name
-        print(f"{name}: rank {rank} ended with status {status}", file=sys.stderr)
+        if failure.exitcode != TOLD:
+            print(f"error: rank {rank} {_cause(failure)}", file=sys.stderr)
         return 1
     except SignalException as error:
         return 128 + error.sigval
+    except (OSError, RuntimeError) as error:  # no free port, no more processes
+        print(f"error: torchrun: {error}".splitlines()[0], file=sys.stderr)
+        return 1
     return 0
+
+
+def _cause(failure: ProcessFailure) -> str:
+    """What ended a rank: the first line of its exception, a signal or a status."""
+    if failure.exitcode < 0:
+        return f"was ended by {failure.signal_name()}"
+    recorded = failure.error_file_data.get("message")
+    if not isinstance(recorded, dict):
+        return f"ended with exit status {failure.exitcode}"
+    return f"failed: {recorded['message']}".splitlines()[0]
+
+
+def as_rank(work: Callable[[], int]) -> int:
+    """Does the work of one rank; returns its exit status.
+
+    An exception goes on to Python, and its first line to the process that launched
+    this one.
+    """
+    if os.environ["RANK"] != "0":  # what libraries remark is said once
+        warnings.simplefilter("ignore")
+        logging.getLogger("transformers").setLevel(logging.ERROR)
+    try:
+        return record(work)() or 0
+    except KeyboardInterrupt:  # torchrun passes it on to each process
+        return 130
 
 
 def positive(text: str) -> int:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import torch
 import torch.distributed as dist
 from _compare import difference_table
-from _launch import is_worker, launch, make_parser, parse_args, positive
+from _half_products import widen_half_products
+from _launch import as_rank, is_worker, launch, make_parser, parse_args, positive, TOLD
 from _one_process import Step, train_side_by_side
 from torch import nn, Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -97,12 +98,20 @@ def main(
         )
     if not is_worker():
         return launch(script, args.nproc, argv)
+    return as_rank(lambda: _train_rank(args, build_model, shard))
+
+
+def _train_rank(
+    args: argparse.Namespace, build_model: BuildFunction, shard: ShardFunction
+) -> int:
+    """Trains and reports; returns the exit status."""
+    widen_half_products()
     device = _join(args)
     mesh = make_mesh(args.device, args.replicas)
     batches = token_batches(args.steps, args.batch_size, device)
     ok = _report(train(build_model, shard, mesh, batches, device))
     dist.destroy_process_group()
-    return 0 if ok else 1
+    return 0 if ok else TOLD
 
 
 def _join(args: argparse.Namespace) -> torch.device:

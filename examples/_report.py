@@ -1,9 +1,11 @@
 """Shows a training run: tables of what was sent and compared, and two pictures."""
 
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from matplotlib import pyplot as plt
+from matplotlib.ticker import MaxNLocator
 from tabulate import SEPARATING_LINE, tabulate
 
 from _wire import StepTraffic, Traffic, UnitKind
@@ -56,18 +58,22 @@ def draw_losses(
     figure, (above, below) = plt.subplots(
         2, sharex=True, figsize=(8, 6), height_ratios=(3, 1), layout="constrained"
     )
-    above.plot(losses, color="tab:blue", linewidth=3, alpha=0.5, label=label)
-    above.plot(reference, color="black", linewidth=1, label="one process, no FSDP")
+    steps = range(1, len(losses) + 1)
+    above.plot(steps, losses, color="tab:blue", linewidth=3, alpha=0.5, label=label)
+    above.plot(steps, reference, color="black", linewidth=1, label="1 process, no FSDP")
     above.axhline(
         losses[0] / 2, color="gray", linestyle=":", label="half the first loss"
     )
     above.set(ylabel="loss (nats per byte)", ylim=(0, None))
     above.set_title("A language model with bf16, fp32 and fp16 parameters in each unit")
     above.legend()
-    apart = [abs(a - b) / abs(b) for a, b in zip(losses, reference)]
-    below.plot(apart, color="tab:red", linewidth=1)
+    # Where both are equal, as at the first steps, a log scale has no place for it
+    apart = [abs(a - b) / abs(b) or math.nan for a, b in zip(losses, reference)]
+    below.plot(steps, apart, ".-", color="tab:red", linewidth=1, markersize=3)
     below.set(xlabel="step", ylabel="relative\ndifference")
-    below.set_yscale("log" if any(apart) else "linear")  # one process: all zeros
+    if not all(map(math.isnan, apart)):
+        below.set_yscale("log")
+    below.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     for axes in (above, below):
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)

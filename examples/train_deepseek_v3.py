@@ -9,6 +9,10 @@ differ. ``make models`` installs what is needed.
 
 import sys
 
+import _setup  # noqa: F401
+
+
+# isort: split
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 import torch

@@ -10,6 +10,10 @@ is compared with one process without FSDP; exit status 1 says that they differ.
 
 import sys
 
+import _setup  # noqa: F401
+
+
+# isort: split
 from peft import get_peft_model, LoraConfig, PeftModel
 from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -12,16 +12,20 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.distributed as dist
-import torch.nn as nn
-from torch.distributed.checkpoint.state_dict import (
-    set_model_state_dict,
-    StateDictOptions,
-)
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
+
+try:
+    import torch
+    import torch.distributed as dist
+    import torch.nn as nn
+    from torch.distributed.checkpoint.state_dict import (
+        set_model_state_dict,
+        StateDictOptions,
+    )
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+except ImportError as missing:
+    raise SystemExit(f"error: {missing}: run `make setup` first") from None
 
 
 RANKS = 4

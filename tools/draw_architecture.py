@@ -15,7 +15,9 @@ from xml.sax.saxutils import escape
 
 OUTPUT = Path(__file__).resolve().parents[1] / "docs" / "architecture.svg"
 WIDTH, HEIGHT = 980, 600
-COLORS = {"fp32": "#4878a8", "bf16": "#e0954e", "fp16": "#5fa469", "pad": "#c8c8c8"}
+# Of each dtype, in all pictures. Others show gathers in blue and reductions in orange.
+DTYPE_COLORS = {"fp32": "#6bb36b", "bf16": "#b093d6", "fp16": "#e6c34d"}
+COLORS = {**DTYPE_COLORS, "pad": "#d0d0d0"}
 # Of one rank's shards, in the order of the parameters: dtype, width in pixels.
 SHARDS = [("bf16", 34), ("fp32", 20), ("bf16", 26), ("fp16", 20), ("fp32", 14)]
 ORDER = ("fp32", "bf16", "fp16")
@@ -59,6 +61,13 @@ class Drawing:
         tip = x + length
         self.elements.append(
             f'<path d="M{x} {y}H{tip - 7}M{tip - 8} {y - 4}L{tip} {y}L{tip - 8} {y + 4}z" '
+            'fill="#444" stroke="#444"/>'
+        )
+
+    def arrow_down(self, x: int, y: int, length: int) -> None:
+        tip = y + length
+        self.elements.append(
+            f'<path d="M{x} {y}V{tip - 7}M{x - 4} {tip - 8}L{x} {tip}L{x + 4} {tip - 8}z" '
             'fill="#444" stroke="#444"/>'
         )
 
@@ -121,8 +130,12 @@ def draw_gather(drawing: Drawing, y: int) -> None:
     x = draw_step(drawing, x, y, "copy-in, typed", "_copy_in")
     start, x = x, drawing.pieces(x, y, segment)
     drawing.text(start, y + 44, "segment: widest first", 12)
-    draw_step(drawing, x, y, "one all-gather", "foreach_all_gather")
-    y += 86
+    # Into the buffer, which is the next row
+    middle = (start + x) // 2
+    drawing.arrow_down(middle, y + 52, 38)
+    drawing.text(middle + 14, y + 69, "one all-gather", 12)
+    drawing.text(middle + 14, y + 83, "foreach_all_gather", 10, mono=True)
+    y += 94
     x = 20
     for _ in range(RANKS):
         x = drawing.pieces(x, y, segment) + 3

@@ -11,26 +11,33 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib
-from matplotlib import pyplot as plt
-from matplotlib.axes import Axes
-from matplotlib.patches import Patch
 
-import torch
-from torch.distributed.fsdp._fully_shard._fsdp_layout import (
-    padded_shard_numel,
-    plan_buckets,
-    plan_gather,
-    ReduceBucket,
-    ReduceSlot,
-)
+try:
+    import matplotlib
+    from matplotlib import pyplot as plt
+    from matplotlib.axes import Axes
+    from matplotlib.patches import Patch
+
+    import torch
+    from tools.draw_architecture import DTYPE_COLORS
+    from torch.distributed.fsdp._fully_shard._fsdp_layout import (
+        padded_shard_numel,
+        plan_buckets,
+        plan_gather,
+        ReduceBucket,
+        ReduceSlot,
+    )
+except ImportError as missing:
+    sys.exit(f"error: {missing}: run `make setup` first")
 
 
 RANKS = 2
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-COLORS = {FP32: "#7fb069", BF16: "#6fa8dc", FP16: "#f6b26b"}
+NAMES = {FP32: "fp32", BF16: "bf16", FP16: "fp16"}
+COLORS = {dtype: DTYPE_COLORS[name] for dtype, name in NAMES.items()}
 PADDING = "white"
-BAR = 0.62  # of the distance between two rows
+BAR = 0.7  # of the distance between two rows
+CHARACTERS = 120  # that the width of a picture holds
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,7 @@ UNIT = (
     Parameter("gate", FP16, 4, 3),
     Parameter("out_proj", BF16, 6, 4),
     Parameter("D", FP32, 4, 1),
-    Parameter("scale", BF16, 2, 1),
+    Parameter("scale", BF16, 2, 3),
 )
 
 
@@ -86,10 +93,17 @@ def draw_row(axes: Axes, y: float, start: float, pieces: Iterable[Piece]) -> flo
             linewidth=0.6,
             hatch=hatch,
         )
-        # What is too narrow for its name is named by its initial
-        is_wide = piece.nbytes >= 2.6 * len(piece.label)
-        label = piece.label if is_wide else piece.label[:1]
-        axes.text(start + piece.nbytes / 2, y, label, ha="center", va="center", size=7)
+        # What is too narrow for its name has it upright
+        room = CHARACTERS * piece.nbytes / axes.get_xlim()[1]
+        axes.text(
+            start + piece.nbytes / 2,
+            y,
+            piece.label,
+            rotation=0 if len(piece.label) <= room else 90,
+            ha="center",
+            va="center",
+            size=7 if len(piece.label) <= room else 6,
+        )
         start += piece.nbytes
     return start
 
@@ -127,25 +141,23 @@ def finish(axes: Axes, labels: list[str], title: str) -> None:
     axes.set_yticks(range(len(labels)), labels, size=8)
     axes.invert_yaxis()
     axes.set_xlabel("bytes", size=8)
-    axes.tick_params(axis="x", labelsize=7)
+    axes.tick_params(axis="x", labelsize=7, labelbottom=True)
     axes.set_title(title, size=9, loc="left")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
 
 
-def name_of(dtype: torch.dtype) -> str:
-    return {FP32: "fp32", BF16: "bf16", FP16: "fp16"}[dtype]
-
-
-def legend(figure: plt.Figure) -> None:
-    handles = [Patch(fc=COLORS[d], ec="black", label=name_of(d)) for d in COLORS]
-    handles.append(Patch(fc=PADDING, ec="black", hatch="////", label="padding"))
+def legend(figure: plt.Figure, *, has_padding: bool) -> None:
+    handles = [Patch(fc=COLORS[d], ec="black", label=NAMES[d]) for d in COLORS]
+    if has_padding:
+        handles.append(Patch(fc=PADDING, ec="black", hatch="////", label="padding"))
     figure.legend(handles=handles, loc="outside lower right", ncols=4, fontsize=7)
 
 
 def draw_gather(path: Path) -> None:
     """Parameters, shards, the buffer, and parameters again."""
     figure, axes = plt.subplots(figsize=(9, 3.4), layout="constrained")
+    axes.set_xlim(0, 1.02 * RANKS * sum(piece.nbytes for piece in segment()))
     whole = [piece_of(param, param.nbytes) for param in UNIT]
     labels = ["parameters of the unit"]
     draw_row(axes, 0, 0, whole)
@@ -164,15 +176,17 @@ def draw_gather(path: Path) -> None:
     axes.set_ylim(-0.5, len(labels) + 0.5)
     finish(axes, labels, "One all-gather, of the parameters' own bytes")
     axes.set_yticks([*range(len(labels) - 1), len(labels)], labels, size=8)
-    legend(figure)
+    legend(figure, has_padding=True)
     save(figure, path)
 
 
 def draw_reduce(path: Path) -> None:
     """Gradients, buckets and what each rank keeps: as they are, and all in fp32."""
     figure, panels = plt.subplots(
-        2, figsize=(9, 6), layout="constrained", height_ratios=(7, 3)
+        2, figsize=(9, 6), layout="constrained", height_ratios=(7, 3), sharex=True
     )
+    widest = sum(b.shard_numel * b.dtype.itemsize for b in buckets(FP32))
+    panels[0].set_xlim(0, 1.02 * RANKS * widest)  # of both
     titles = {
         None: "One reduce-scatter for each reduce dtype (no reduce_dtype in the policy)",
         FP32: "reduce_dtype=torch.float32: one bucket, cast to each storage dtype after",
@@ -181,7 +195,7 @@ def draw_reduce(path: Path) -> None:
         labels = ["gradients of a rank"]
         draw_row(axes, 0, 0, [piece_of(param, param.nbytes) for param in UNIT])
         for bucket in buckets(reduce_dtype):
-            labels.append(f"{name_of(bucket.dtype)} bucket")
+            labels.append(f"{NAMES[bucket.dtype]} bucket")
             row = len(labels) - 1
             end: float = 0
             for _ in range(RANKS):
@@ -189,7 +203,7 @@ def draw_reduce(path: Path) -> None:
             labels.append("rank 0 keeps")
             draw_row(axes, row + 1, 0, bucket_shard(bucket, None))
         finish(axes, labels, title)
-    legend(figure)
+    legend(figure, has_padding=False)
     save(figure, path)
 
 

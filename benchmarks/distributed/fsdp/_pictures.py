@@ -54,12 +54,11 @@ def _draw_ratios(path: Path, rows: Sequence[Row], title: str) -> None:
     for i, (place, bar) in enumerate(bars):
         label = "at most" if i == 0 else None
         axes.plot([bar] * 2, [place - 0.4, place + 0.4], color="tab:red", label=label)
-    axes.axvline(1, color="black", linewidth=1, linestyle=":")
+    axes.axvline(1, color="black", linewidth=1, linestyle=":", label="equal")
     axes.set_yticks(places, labels, fontsize=7)
     axes.set(title=title, xlabel="ratio: median and quartiles", xlim=(0, None))
     axes.invert_yaxis()
-    if bars:
-        figure.legend(loc="outside lower right")
+    figure.legend(loc="outside lower right", ncols=2)
     _finish(figure, axes, path)
 
 

@@ -12,6 +12,7 @@ from _pictures import draw
 from _rows import PartResult, table
 
 import torch
+from _half_products import slow_dtypes
 
 
 RESULTS = "results.json"
@@ -20,37 +21,39 @@ UNFINISHED = "unfinished.json"  # of a run that has not come to its end
 PAGE = """\
 # Benchmarks
 
-Written by `make bench DOCS=1`, from one run. Base is PyTorch {torch} as released, fork
-is that with this branch over it.
+Written by `make bench DOCS=1`, from one run. *Base* is the release, PyTorch {torch}, and
+*fork* is the release with this branch over it.
 
 {machine}
 
-Base and fork run in processes of their own and in turns: a round measures one after the
-other, and gives one ratio. What is shown is the median of the ratios and their
-quartiles. *Fork* and *takes* are what was counted: times are given as ratios only.
-*At most* is what this branch set out to reach.
+Base and fork run in separate processes and take turns. A round measures one after the
+other and gives one ratio. The table shows the median of the ratios and their quartiles.
+*Fork* and *takes* are counts, where something was counted. Times are given as ratios only.
+*At most* is the ratio that this branch aims at.
 
 {pictures}
 {table}
 
 ## What is measured
 
-- **host**: processor time per unit of a step, forward and backward, of eight units
-  whose parameters have 128 elements, less that of the same model without
-  `fully_shard`. The process group is a fake one of eight ranks; the fastest step of a
-  round counts. *base, one unit per dtype* makes three units where the fork makes one.
-- **bytes**: what the collectives of a step hold, counted where they are called, over
-  eight ranks; three blocks, resharded after forward. *Gradients promoted* is what
-  release 2.15 does for a unit of several dtypes: computed from its rule, all gradients
-  of the unit in one reduce-scatter of the widest dtype.
-- **step**: wall-clock time of a training step of four gloo processes, which share the
-  cores above. *Gradients promoted* is the fork with `reduce_dtype=torch.float32`.
-- **memory**: the peak that `FSDPMemTracker` counts on one of eight ranks in a step
-  without optimizer.
+- **host**: processor time per unit of one step, forward and backward. The model has eight
+  units whose parameters have 128 elements each, and the time of the same model without
+  `fully_shard` is subtracted. The process group is a fake one of eight ranks, and the
+  fastest step of a round counts. *base, one unit per dtype* makes three units where the
+  fork makes one.
+- **bytes**: the sizes of the collectives of one step, counted where they are called, over
+  eight ranks. The model has three blocks, resharded after forward. *Gradients promoted* is
+  what PyTorch 2.15 does for a unit of several dtypes. It is computed from the rule: all
+  gradients of the unit in one reduce-scatter of the widest dtype.
+- **step**: wall-clock time of a training step of four gloo processes that share the cores
+  named above. *Gradients promoted* is the fork with `reduce_dtype=torch.float32`.
+- **memory**: the peak that `FSDPMemTracker` counts on one of eight ranks in one step,
+  without an optimizer.
 - **growth**: straight lines fitted to host time, over 1 to 64 units of 16 parameters
   and over 1 to 256 parameters in each of 4 units.
 - **cuda**: bytes written per second by copy-in and copy-out of a layer of 218 million
-  parameters, beside a device-to-device copy of as many bytes, and host time there.
+  parameters, compared with a device-to-device copy of as many bytes, and the host
+  time of a step on the device.
 """
 
 
@@ -107,6 +110,7 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": _cpu_model(),
         "cores": cores,
+        "fp32_products": sorted(str(dtype) for dtype in slow_dtypes()),
         "device": torch.cuda.get_device_name() if has_device else "",
         "torch": torch.__version__.split("+")[0],
         "python": platform.python_version(),
@@ -116,9 +120,12 @@ def machine() -> dict[str, Any]:
 
 def describe(machine: dict[str, Any]) -> str:
     device = machine["device"] or "CPU only"
+    widened = " and ".join(machine.get("fp32_products", ()))
+    products = f" In *step*, products of {widened} are computed in fp32."
     return (
         f"Measured on {machine['cores']} cores of {machine['cpu']}, {device}, with "
         f"Python {machine['python']} on {machine['system']}."
+        + (products.replace("torch.", "") if widened else "")
     )
 
 

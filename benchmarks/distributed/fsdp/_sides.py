@@ -78,7 +78,8 @@ class Side:
             if not name.startswith(("PYTHON", "TORCH_LOGS", "OMP_", "MKL_"))
         }
         # One thread, so that process time is the time of the thread that issues
-        ours = {"PYTHONPATH": str(self.root), "OMP_NUM_THREADS": "1"}
+        paths = os.pathsep.join([str(self.root), str(REPO_ROOT / "examples")])
+        ours = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
         # Compiled once, but not into the base, which nothing writes to
         return inherited | ours | {"PYTHONPYCACHEPREFIX": str(CACHE)}
 

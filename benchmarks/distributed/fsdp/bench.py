@@ -19,10 +19,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from _ratios import stop
-from _results import describe, machine, Results
-from _rows import table
-from _sides import BASE_ROOT, REPO_ROOT, Side, SideError
+
+# Where _half_products is, which the step benchmark shares with the examples
+sys.path.append(str(Path(__file__).resolve().parents[3] / "examples"))
+
+try:
+    from _ratios import stop
+    from _results import describe, machine, Results
+    from _rows import table
+    from _sides import BASE_ROOT, REPO_ROOT, Side, SideError
+except ImportError as missing:
+    sys.exit(f"error: {missing}: run `make setup` first, or `make bench`")
 
 
 # Each module has a function `run`

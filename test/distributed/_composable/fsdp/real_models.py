@@ -1,6 +1,7 @@
 """
 The examples of real models, for tests that take them apart. Importing this makes
-the modules of ``examples/`` importable, as they import one another: by name.
+the modules of ``examples/`` importable, as they import one another: by name. Both the
+sharded model and the one process that it is compared with multiply as the examples do.
 """
 
 from __future__ import annotations
@@ -16,6 +17,13 @@ EXAMPLES = REPO_ROOT / "examples"
 if str(EXAMPLES) not in sys.path:
     sys.path.append(str(EXAMPLES))
 PRELOADED += ["transformers", "peft", "torch._dynamo.backends.debugging"]
+
+
+from _half_products import widen_half_products  # noqa: E402
+
+
+# In each process of a test: tiny bf16 models would mostly wait for slow products
+widen_half_products()
 
 
 def example_of(name: str) -> ModuleType:

@@ -2,9 +2,9 @@
 
 """
 Every row of the tables in ``docs/feature_parity.md``, and of the table of models and
-tools in ``README.md``, names tests, which are there. The errors that ``docs/index.md``
+tools in ``docs/supported.md``, names tests, which are there. The errors that ``docs/index.md``
 quotes are raised somewhere, its pictures are what its script draws, and its links lead
-somewhere. ``docs/wrong_uses.md`` has the table that its tests go through.
+somewhere. What ``README.md`` shows runs as shown. ``docs/wrong_uses.md`` has the table that its tests go through.
 """
 
 import ast
@@ -14,6 +14,7 @@ import importlib
 import re
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import fsdp_wrong_uses
 import matplotlib
@@ -30,10 +31,11 @@ from torch.testing._internal.common_utils import (
 ROOT = Path(__file__).parents[4]
 # The columns of the tables on each page that name tests
 PARITY = "docs/feature_parity.md"
+SUPPORTED = "docs/supported.md"
 COLUMNS = {
     PARITY: ["feature", "base", "fork, uniform", "fork, mixed", "test"],
     "docs/index.md": ["error", "why", "what to do"],
-    "README.md": ["model or tool", "the release", "this branch", "test"],
+    SUPPORTED: ["model or tool", "the release", "this branch", "test"],
 }
 
 
@@ -60,7 +62,7 @@ def names_in(file: str, class_name: str) -> list[str]:
 
 
 class TestTables(DeviceFreeTest):
-    @parametrize("page,at_least", [(PARITY, 80), ("README.md", 5)])
+    @parametrize("page,at_least", [(PARITY, 80), (SUPPORTED, 15)])
     def test_every_row_names_tests_that_are_there(
         self, page: str, at_least: int
     ) -> None:
@@ -116,7 +118,7 @@ class TestIndex(DeviceFreeTest):
             self.assertTrue(any(fixed in text for text in texts), error)
 
     def test_links_lead_somewhere(self) -> None:
-        for page in (ROOT / "docs").glob("*.md"):
+        for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
             for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
                 self.assertTrue((page.parent / target).exists(), (page.name, target))
 
@@ -145,6 +147,36 @@ class TestIndex(DeviceFreeTest):
                 # Another matplotlib may place the same texts elsewhere
                 if f"Matplotlib v{matplotlib.__version__}," in mine:
                     self.assertEqual(mine, other)
+
+
+class TestReadme(DeviceFreeTest):
+    """Its script prints what it shows, and the release refuses it as it says."""
+
+    def blocks(self) -> list[tuple[str, str]]:
+        text = (ROOT / "README.md").read_text().split("## Before and after")[1]
+        return re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+    def run_script(self, **options: Any) -> str:
+        (language, code), (_, command), *_ = self.blocks()
+        self.assertEqual(language, "python")
+        _, *args, name = command.split()
+        with tempfile.TemporaryDirectory() as folder:
+            script = Path(folder) / name
+            script.write_text(code)
+            launcher = ("-m", "torch.distributed.run", *args)
+            return run_python(*launcher, str(script), env=BYTECODE_CACHE, **options)
+
+    def test_script_prints_what_is_shown(self) -> None:
+        self.assertEqual(self.run_script(), self.blocks()[2][1])
+
+    def test_release_refuses_the_script(self) -> None:
+        with self.assertRaises(AssertionError) as raised:
+            self.run_script(on_base=True)
+        # The dtypes are a set: they come in any order
+        refusal, _, dtypes = self.blocks()[3][1].strip(" }\n").partition("{")
+        self.assertIn(refusal, str(raised.exception))
+        for dtype in dtypes.split(", "):
+            self.assertIn(dtype, str(raised.exception))
 
 
 class TestWrongUses(DeviceFreeTest):

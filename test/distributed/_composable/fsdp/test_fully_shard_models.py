@@ -76,6 +76,36 @@ for name in {models!r}:
 print(json.dumps({{"torch": torch.__file__, "errors": errors}}))
 """
 
+# Multiplies in each way, with and without the kernels that the examples put in place
+PRODUCTS = """
+import json, sys, torch
+sys.path.append({examples!r})
+from _half_products import widen_half_products
+widen_half_products(frozenset({{torch.float16}}))
+torch.manual_seed(0)
+found = {{}}
+for dtype in (torch.float16, torch.float32):
+    a, b = (torch.randn(2, 4, 4).to(dtype) for _ in range(2))
+    wide = [a.float(), b.float()]
+    scaled = dict(beta=0.5, alpha=2.0)
+    products = {{
+        "mm": lambda x, y: torch.mm(x[0], y[0]),
+        "bmm": torch.bmm,
+        "addmm": lambda x, y: torch.addmm(x[0], x[1], y[1], **scaled),
+        "baddbmm": lambda x, y: torch.baddbmm(y, x, y, **scaled),
+        "linear": lambda x, y: torch.nn.functional.linear(x, y[0]),
+        "backward": lambda x, y: torch.autograd.functional.vjp(torch.matmul, (x, y), x)[1][0],
+    }}
+    for name, product in products.items():
+        rounded_once = product(*wide).to(dtype)
+        found[f"{{name}} {{dtype}}"] = torch.equal(product(a, b), rounded_once)
+try:
+    torch.mm(torch.ones(2, 2).half(), torch.ones(2, 2))
+except RuntimeError as error:
+    found["several dtypes are refused"] = "dtype" in str(error)
+print(json.dumps(found))
+"""
+
 
 def managed_parameters(unit: nn.Module) -> list[nn.Parameter]:
     """Returns the parameters of ``unit`` that no unit inside of it has."""
@@ -215,6 +245,12 @@ class TestScripts(DeviceFreeTest):
         )
         for name, error in found["errors"].items():
             self.assertTrue(error.startswith(refusal), (name, error))
+
+    def test_half_products_are_rounded_once(self) -> None:
+        code = PRODUCTS.format(examples=str(EXAMPLES))
+        found = json.loads(run_python("-c", code, env=BYTECODE_CACHE))
+        self.assertEqual(len(found), 13)
+        self.assertEqual([name for name, right in found.items() if not right], [])
 
     def test_script_starts_its_processes(self) -> None:
         """One for all: the scripts differ in the model alone."""
