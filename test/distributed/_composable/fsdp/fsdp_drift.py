@@ -128,7 +128,7 @@ CASES: dict[str, Callable[[Rank], None]] = {}
 
 # What comes of it, and of each case: by default, and where ranks always compare
 ALL_RAISE, OTHERS_RAISE = "all raise", "others raise"
-TIME_OUT, FINE = "time limit", "fine"
+TIME_OUT, NOT_SEEN, FINE = "time limit", "not seen", "fine"
 OUTCOMES: dict[str, tuple[str, str]] = {}
 
 
@@ -205,7 +205,7 @@ def unit_later(rank: Rank) -> None:
         rank.step(model, skipped=(1,) if rank.is_odd else ())
 
 
-@case(TIME_OUT, always=ALL_RAISE)
+@case(NOT_SEEN, always=ALL_RAISE)
 def replicated_unit_later(rank: Rank) -> None:
     """it skips a unit of `replicate`, after such steps"""
     model = rank.good_steps(rank.replicate())
@@ -213,7 +213,7 @@ def replicated_unit_later(rank: Rank) -> None:
         rank.step(model, skipped=(1,) if rank.is_odd else ())
 
 
-@case(TIME_OUT, always=ALL_RAISE)
+@case(NOT_SEEN, always=ALL_RAISE)
 def microbatch(rank: Rank) -> None:
     """it skips a microbatch, where each microbatch reduces"""
     model = rank.good_steps(rank.shard(), microbatches=2)
@@ -221,7 +221,7 @@ def microbatch(rank: Rank) -> None:
         rank.step(model, microbatches=1 if rank.is_odd else 2)
 
 
-@case(TIME_OUT, always=ALL_RAISE)
+@case(NOT_SEEN, always=ALL_RAISE)
 def replicated_microbatch(rank: Rank) -> None:
     """it skips a microbatch of `replicate`, where each reduces"""
     model = rank.good_steps(rank.replicate(), microbatches=2)
@@ -248,7 +248,7 @@ def step_that_another_rank_has_no_data_for(rank: Rank) -> None:
         rank.step(model)
 
 
-@case(TIME_OUT, always=ALL_RAISE)
+@case(OTHERS_RAISE, always=ALL_RAISE)
 def step_given_up_by_one_rank(rank: Rank) -> None:
     """it gives up a step (out of memory) and goes on with the next"""
     model = rank.good_steps(rank.shard())
@@ -272,6 +272,13 @@ def _out_of_memory(*args: Any) -> None:
 def stored_dtype(rank: Rank) -> None:
     """it has a parameter stored in another dtype"""
     rank.step(rank.shard(Model(dtype=BF16 if rank.is_odd else FP32)))
+
+
+@case(FINE)
+def stored_dtype_that_is_cast(rank: Rank) -> None:
+    """it has a parameter stored in another dtype, and a policy casts it"""
+    model = Model(dtype=BF16 if rank.is_odd else FP32)
+    rank.step(rank.shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=FP32)))
 
 
 @case(ALL_RAISE)

@@ -29,8 +29,6 @@ post_backward > _wait_current_stream #0                 nothing that is freed
                                                         there is in use by another
                                                         stream: the release waits
                                                         for what it met on ROCm
-_to_local > wait #0                                     tensor parallelism's
-                                                        collectives are functional
 ======================================================  ========================
 """
 
@@ -89,7 +87,6 @@ UNSEEN = frozenset(
         "_reset_iter_state > _wait_for_post_backward #0",
         "_reset_iter_state > _order_gathers_after_reshard #0",
         "post_backward > _wait_current_stream #0",
-        "_to_local > wait #0",
     )
 )
 
