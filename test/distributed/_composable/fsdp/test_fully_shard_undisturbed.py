@@ -1,0 +1,172 @@
+# Owner(s): ["oncall: distributed"]
+
+"""
+Who mixes no dtypes pays for nothing that mixing needs: copy-in takes no more memory
+than the base release's, plans outlive an explicit unshard, offloaded shards are moved
+one at a time, and an error that is not about other ranks does not speak of them.
+
+What plugins use is in ``test_fully_shard_plugins.py``, whole schedules of steps are in
+``test_fully_shard_schedules.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import unittest
+import weakref
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from fsdp_test_utils import DeviceFreeTest, FakeGroupTest, run_python
+from undisturbed_scenarios import (
+    BF16,
+    CASES,
+    FP32,
+    MIXED,
+    RANKS,
+    step,
+    unit_of,
+)
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard import (
+    _fsdp_agreement as agreement,
+)
+from torch.distributed.fsdp._fully_shard import (
+    _fsdp_collectives as collectives,
+)
+from torch.distributed.fsdp._fully_shard import (
+    _fsdp_unit as unit,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_layout import plan_copy_in, plan_gather
+from torch.testing._internal.common_utils import run_tests
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+SCRIPT = Path(__file__).parent / "undisturbed_scenarios.py"
+ODD_NUMEL = 64
+
+
+class TestMemory(DeviceFreeTest):
+    """The peak within post-backward, of four weights."""
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        super().setUpClass()
+        cls.base, cls.branch = (
+            json.loads(run_python(str(SCRIPT), on_base=on_base).splitlines()[-1])
+            for on_base in (True, False)
+        )
+
+    def test_uniform_units_take_at_most_what_the_base_takes(self) -> None:
+        self.assertEqual(self.base.keys(), CASES.keys())
+        for name, nbytes in self.base.items():
+            self.assertLessEqual(self.branch[name], nbytes, name)
+
+    def test_one_odd_gradient_takes_its_own_bytes_alone(self) -> None:
+        """Itself, and its columns of the reduction's input and output."""
+        fused = self.branch["bf16, reduce fp32"]
+        own = ODD_NUMEL * (FP32.itemsize + FP32.itemsize)
+        self.assertLessEqual(self.branch["bf16 and one fp32, reduce fp32"], fused + own)
+        fused = self.branch["fp32"]
+        # And a copy that the kernel for CPUs makes of what stands in for it
+        own = ODD_NUMEL * (2 * BF16.itemsize + FP32.itemsize + FP32.itemsize)
+        self.assertLessEqual(self.branch["fp32 and one bf16, reduce fp32"], fused + own)
+        self.assertEqual({*self.branch} - {*self.base}, {*MIXED})
+
+
+class TestKept(FakeGroupTest):
+    ranks = RANKS
+
+    def test_an_explicit_unshard_plans_nothing_anew(self) -> None:
+        for name, case in (CASES | MIXED).items():
+            model = unit_of(case)
+            step(model)
+            with (
+                mock.patch.object(unit, "plan_gather", side_effect=AssertionError),
+                mock.patch.object(unit, "plan_copy_in", side_effect=AssertionError),
+            ):
+                group = model._get_fsdp_state()._fsdp_param_groups[0]
+                buckets = dict(group.fsdp_params.buckets)
+                for _ in range(2):
+                    model.unshard()
+                    model.reshard()
+                    step(model)
+            self.assertEqual(len(buckets), 1, name)
+            for pattern, planned in group.fsdp_params.buckets.items():
+                self.assertIs(buckets[pattern], planned, name)
+
+    def test_a_dtype_that_changes_plans_anew(self) -> None:
+        model = unit_of(CASES["bf16"])
+        step(model)
+        group = model._get_fsdp_state()._fsdp_param_groups[0]
+        (planned,) = group.fsdp_params.buckets.values()
+        group.fsdp_params[0].sharded_param.grad_dtype = FP32
+        model.unshard()
+        step(model)
+        (planned_anew,) = group.fsdp_params.buckets.values()
+        self.assertIsNot(planned_anew, planned)
+        local = torch.ones(1, requires_grad=True)
+        model(local).sum().backward()
+        dtypes = [param.grad.dtype for param in model.parameters()]
+        self.assertEqual(dtypes, [FP32, BF16, BF16, BF16])
+
+
+class Moves(TorchDispatchMode):
+    """Notes how many tensors that were moved are there at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moved: list[weakref.ref] = []
+        self.most = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default:
+            self.moved.append(weakref.ref(result))
+            alive = [ref for ref in self.moved if ref() is not None]
+            self.most = max(self.most, len(alive))
+        return result
+
+
+class TestOffload(DeviceFreeTest):
+    def test_shards_are_moved_one_at_a_time(self) -> None:
+        """From the host to a device, which has no memory here, and cast there."""
+        shards = [torch.ones(8) for _ in range(5)]
+        for dtype in (FP32, BF16):
+            layout = plan_gather([dtype] * 5, [8] * 5)
+            copies = plan_copy_in(layout, [FP32] * 5)
+            segment = torch.empty(40, dtype=dtype, device="meta")
+            with Moves() as moves:
+                collectives._copy_in(segment, copies, shards)
+            self.assertEqual((len(moves.moved), moves.most), (5, 1))
+
+
+@unittest.skipIf(sys.version_info < (3, 11), "exceptions take no notes")
+class TestNotes(FakeGroupTest):
+    ranks = RANKS
+
+    def test_only_errors_about_other_ranks_speak_of_them(self) -> None:
+        model = unit_of(CASES["bf16"])
+        step(model)
+        group = model._get_fsdp_state()._fsdp_param_groups[0]
+        for error, is_about_them in (
+            (torch.OutOfMemoryError("CUDA out of memory"), False),
+            (RuntimeError("[gloo/transport/tcp/pair.cc:1] Timed out waiting"), True),
+            (dist.DistBackendError("NCCL error: remote process exited"), True),
+            (RuntimeError("expected all tensors on one device"), False),
+            (ValueError("a user's own"), False),
+        ):
+            group._agreement.tell(error)
+            (note,) = error.__notes__
+            self.assertIn("This rank gathers unit '(root)'.", note)
+            self.assertEqual(agreement._HANG_ADVICE in note, is_about_them, error)
+
+
+if __name__ == "__main__":
+    run_tests()
