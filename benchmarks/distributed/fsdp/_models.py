@@ -231,6 +231,32 @@ def language_model(block: str, way: str, device: str) -> nn.Sequential:
     return model
 
 
+class Weights(nn.Module):
+    """Four bf16 matrices, and one fp32 gain if there shall be a second dtype."""
+
+    DIM = 256
+
+    def __init__(self, has_gain: bool):
+        super().__init__()
+        self.linears = nn.Sequential(
+            *(nn.Linear(self.DIM, self.DIM, bias=False, dtype=BF16) for _ in range(4))
+        )
+        self.gain = nn.Parameter(torch.ones(64)) if has_gain else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linears(x)
+        return x if self.gain is None else x * self.gain.mean().to(x.dtype)
+
+
+def weights_model(has_gain: bool, device: str) -> nn.Module:
+    """Returns one unit of them, whose gradients are reduced in fp32."""
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(reduce_dtype=FP32)
+    model = Weights(has_gain).to(device)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
+
+
 def training_step(model: nn.Module, x: Tensor) -> None:
     """Forward, backward, and the gradients are gone, as after an optimizer's step."""
     model(x).float().square().mean().backward()

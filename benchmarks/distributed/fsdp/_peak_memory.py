@@ -8,9 +8,15 @@ optimizer, whose state would come on top: for parameters upcast to fp32, twice a
 
 from typing import Any
 
-from _models import language_model, tokens, training_step
-from _ratios import alternate
-from _rows import PartResult
+from _models import (
+    language_model,
+    tokens,
+    training_step,
+    Weights,
+    weights_model,
+)
+from _ratios import alternate, Group, Subject
+from _rows import PartResult, Timed, timed_rows
 from _sides import Side
 from _step_time import groups_of, rows_of
 
@@ -23,8 +29,11 @@ KIB = 2**10
 
 def measure(*, device: str, block: str, way: str) -> dict[str, Any]:
     """Returns the peak of the second step, in KiB."""
-    model = language_model(block, way, device)
-    x = tokens(way, device)
+    if block == COPY_IN:
+        model = weights_model(way == MIXED, device)
+        x = torch.ones(2, Weights.DIM, dtype=torch.bfloat16, device=device)
+    else:
+        model, x = language_model(block, way, device), tokens(way, device)
     training_step(model, x)  # what is made once is there before it is tracked
     tracker = FSDPMemTracker(model)
     tracker.track_inputs((x,))
@@ -34,9 +43,33 @@ def measure(*, device: str, block: str, way: str) -> dict[str, Any]:
     return {"peak_kib": peak["Total"] / KIB}
 
 
+# Of four bf16 weights whose gradients are reduced in fp32. The first row is the same
+# for both sides, the second what one fp32 parameter of 64 elements adds to it.
+COPY_IN, UNIFORM, MIXED = "four bf16 weights, reduced in fp32", "uniform", "mixed"
+
+
+def _copy_in_rows() -> tuple[Group, list[Timed]]:
+    base, fork = f"base, {UNIFORM}", f"fork, {UNIFORM}"
+    mixed = "fork, and one fp32"
+    subjects = (
+        Subject(base, "base", {"block": COPY_IN, "way": UNIFORM}),
+        Subject(fork, "fork", {"block": COPY_IN, "way": UNIFORM}),
+        Subject(mixed, "fork", {"block": COPY_IN, "way": MIXED}),
+    )
+    timed = [
+        Timed(COPY_IN, COPY_IN, fork, base, None),
+        Timed(COPY_IN, f"{COPY_IN}, and one fp32", mixed, base, None),
+    ]
+    return Group(COPY_IN, subjects), timed
+
+
 def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> PartResult:
     """Compares the peak of each way."""
     groups = groups_of({}, promoted=True)
     del quick, rounds  # the same in every run
-    samples = alternate("memory", sides, groups, rounds=1)
-    return rows_of("memory", "peak KiB of a rank", "peak_kib", groups, samples)
+    copy_in, timed = _copy_in_rows()
+    samples = alternate("memory", sides, [*groups, copy_in], rounds=1)
+    quantity, metric = "peak KiB of a rank", "peak_kib"
+    result = rows_of("memory", quantity, metric, groups, samples)
+    rows = timed_rows("memory", quantity, metric, samples, timed)
+    return PartResult([*result.rows, *rows], result.data)

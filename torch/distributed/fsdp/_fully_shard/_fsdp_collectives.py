@@ -418,7 +418,8 @@ def _copy_cast(
 
 def _are_on_host(sources: Sequence[torch.Tensor], device: torch.device) -> bool:
     """Whether shards are offloaded, and a copy to ``device`` moves them."""
-    return device.type != "cpu" and sources[0].device.type == "cpu"
+    source = sources[0].device
+    return source != device and source.type == "cpu"
 
 
 def _copy_from_host(
@@ -743,15 +744,8 @@ class _Reduction(NamedTuple):
     input_divisor: float | None
     # Whether what is reduced goes to the sharded parameters now
     is_last: bool
-
-    @property
-    def shard_world_size(self) -> int:
-        group = self.reduce_scatter_group
-        return 1 if group is None else group.size()
-
-    @property
-    def device_handle(self) -> Any:
-        return _get_device_handle(self.device.type)
+    shard_world_size: int
+    device_handle: Any
 
 
 @torch.no_grad()
@@ -794,8 +788,9 @@ def foreach_reduce(
         gradient_divide_factor,
         force_sum_reduction_for_comms,
     )
-    before, *_ = factors
-    if reduce_scatter_group is None or reduce_scatter_group.size() == 1:
+    world_size = 1 if reduce_scatter_group is None else reduce_scatter_group.size()
+    before = factors[0]
+    if world_size == 1:
         before = scatter_divisor(reduce_scatter_group, factors, gradient_divide_factor)
     reduction = _Reduction(
         device,
@@ -808,6 +803,8 @@ def foreach_reduce(
         factors=factors,
         input_divisor=before,
         is_last=all_reduce_grads or all_reduce_group is None,
+        shard_world_size=world_size,
+        device_handle=_get_device_handle(device.type),
     )
     partial = partial_reduce_output
     try:
@@ -1140,14 +1137,16 @@ def _give_sharded_grads(
     Casts a rank's part of the reduced bucket to the gradients' dtypes, flat, and
     makes each parameter's piece of it the parameter's sharded gradient.
     """
-    starts = bucket.starts
+    starts, new_dtensor = bucket.starts, DTensor.__new__
     for run in bucket.runs:
         flat = output
         if len(bucket.runs) > 1:
             flat = output.narrow(0, run.start_numel, run.numel)
         # A run of several is copied even where it needs no cast: as a view it
         # would keep the whole bucket alive as long as its gradients
-        flat = flat.to(run.grad_dtype, copy=len(bucket.runs) > 1)
+        dtype = run.grad_dtype
+        if dtype != flat.dtype or len(bucket.runs) > 1:
+            flat = flat.to(dtype, copy=True)
         base = flat.storage_offset() - run.start_numel
         for i in range(run.first, run.last):
             fsdp_param = fsdp_params[i]
@@ -1163,20 +1162,18 @@ def _give_sharded_grads(
                     and not fsdp_param.offload_to_cpu
                     and not sharded_param._post_accumulate_grad_hooks
                 ):
-                    sharded_param.grad = _to_sharded_dtensor(fsdp_param, sharded_grad)
+                    # Less than the parameter's method does: a check of the size, which
+                    # is the parameter's own here, and an initializer that is idle
+                    spec = fsdp_param._sharding_spec
+                    if dtype != fsdp_param.orig_dtype:
+                        spec = _with_dtype(spec, dtype)
+                    sharded_param.grad = new_dtensor(
+                        DTensor, sharded_grad, spec, requires_grad=False
+                    )
                 else:
                     _accumulate_sharded_grad(fsdp_param, sharded_grad, stream)
             except Exception as error:
                 raise_about_sharded_grad(error, fsdp_param, sharded_grad)
-
-
-def _to_sharded_dtensor(fsdp_param: FSDPParam, sharded_grad: torch.Tensor) -> DTensor:
-    # Less than the parameter's method does: a check of the size, which is the
-    # parameter's own here, and an initializer that has nothing to do
-    spec = fsdp_param._sharding_spec
-    if sharded_grad.dtype != fsdp_param.orig_dtype:
-        spec = _with_dtype(spec, sharded_grad.dtype)
-    return DTensor.__new__(DTensor, sharded_grad, spec, requires_grad=False)
 
 
 def _accumulate_sharded_grad(
@@ -1197,7 +1194,12 @@ def _accumulate_sharded_grad(
         if overlaps:
             fsdp_param.grad_offload_event = stream.record_event()
     if present is None:
-        sharded_param.grad = _to_sharded_dtensor(fsdp_param, sharded_grad)
+        spec = fsdp_param._sharding_spec
+        if sharded_grad.dtype != fsdp_param.orig_dtype:
+            spec = _with_dtype(spec, sharded_grad.dtype)
+        sharded_param.grad = DTensor.__new__(
+            DTensor, sharded_grad, spec, requires_grad=False
+        )
     elif isinstance(present, DTensor):
         present._local_tensor += sharded_grad
     else:

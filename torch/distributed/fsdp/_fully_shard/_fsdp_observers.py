@@ -17,6 +17,7 @@ of the other for each unit. So they are made where somebody listens:
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import torch
 from torch._C import _len_torch_dispatch_stack
@@ -57,8 +58,13 @@ def gets_operators(device: torch.device) -> bool:
         _has_trace
         or profiler._is_profiler_enabled
         or _len_torch_dispatch_stack() > 0
-        or device.type not in ("cpu", "cuda")
+        or _is_vendors(device)
     )
+
+
+@functools.cache
+def _is_vendors(device: torch.device) -> bool:
+    return device.type not in ("cpu", "cuda")
 
 
 def range_of(label: str) -> contextlib.AbstractContextManager:

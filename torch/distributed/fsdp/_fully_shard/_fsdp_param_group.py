@@ -681,7 +681,6 @@ class FSDPParamGroup(KeptNames):
         order.append(self)
 
     # Runtime: backward #
-    @_untraced
     def pre_backward(self, default_prefetch: bool, *unused: Any):
         if self._training_state == TrainingState.PRE_BACKWARD:
             return

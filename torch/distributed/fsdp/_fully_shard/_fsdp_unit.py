@@ -46,7 +46,6 @@ _get_sharded_param = attrgetter("sharded_param")
 _get_unsharded_param = attrgetter("_unsharded_param")
 _get_requires_grad = attrgetter("sharded_param.requires_grad")
 _get_local_tensor = attrgetter("sharded_param._local_tensor")
-_get_setattr = attrgetter("__class__.__setattr__")
 
 
 class ParamDtypes(NamedTuple):
@@ -380,13 +379,13 @@ class UnitParams(list[FSDPParam]):
 
     def _register(self, params: Sequence[nn.Parameter]) -> None:
         """Makes ``params`` what the modules have under the parameters' names."""
-        is_plain = nn.Module.__setattr__
-        are_plain = all(map(is_, map(_get_setattr, self._modules), repeat(is_plain)))
+        plain = nn.Module.__setattr__
+        # A class of its own may want to know, and may get it at any time
+        others = [m for m in self._modules if type(m).__setattr__ is not plain]
         for module, name, i in self._places:
             # Past the checks of `nn.Module.__setattr__`, which cost more than all
-            # the rest: the name is taken and has had a parameter. But a class of
-            # its own may want to know, and may be given to a module at any time.
-            if are_plain or _get_setattr(module) is is_plain:
+            # the rest: the name is taken and has had a parameter
+            if not others or module not in others:
                 module._parameters[name] = params[i]
             else:
                 setattr(module, name, params[i])
