@@ -22,8 +22,13 @@ LONGEST_FIRST = (
     "features",
     "mixed_dtype",
     "streams",
+    "plugins",
+    "schedules",
     "models",
     "random",
+    "superbuild",
+    "undisturbed_hooks",
+    "growth",
 )
 
 # Of each file, the tests that `--quick` runs: the ends of their names. Of a file
@@ -38,9 +43,17 @@ QUICK: dict[str, tuple[str, ...]] = {
     "drift": (),
     "features": ("::test_every_input_counts",),
     "growth": (),
+    "plugins": (),
     "random": (),
+    "schedules": (),
     "superbuild": ("::test_release_has_an_entry_for_each_test_file",),
     "tools": (),
+    "undisturbed_hooks": (),
+    # What starts no process of its own
+    "undisturbed": (
+        "::test_an_explicit_unshard_plans_nothing_anew",
+        "::test_shards_are_moved_one_at_a_time",
+    ),
     # Several kinds in one file: threads, the release's own answers, processes
     "comm": (
         "::TestOn2Ranks::test_gathers_in_the_compute_dtype",

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+from features_memory import Touch
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -27,19 +29,6 @@ ROWS, COLUMNS, COUNT = 64, 32, 4
 ELEMENTS = ROWS * COLUMNS * COUNT
 FP32, BF16 = torch.float32, torch.bfloat16
 STEP = "one post-backward"
-
-
-class Touch(torch.autograd.Function):
-    """Uses parameters at no cost, and gives each a gradient of ones."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
-        ctx.metas = [(param.shape, param.dtype) for param in params]
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return (grad, *(torch.ones(size, dtype=dtype) for size, dtype in ctx.metas))
 
 
 class Weights(nn.Module):

@@ -740,12 +740,19 @@ class _Reduction(NamedTuple):
     all_reduce_hook: Callable[[torch.Tensor], None] | None
     # From `_get_gradient_divide_factors`
     factors: tuple[float | None, float | None, _ReduceOp, _ReduceOp]
-    # What the gradients are divided by before they are summed over the shard group
-    input_divisor: float | None
+    divide_factor: float | None  # the user's own
     # Whether what is reduced goes to the sharded parameters now
     is_last: bool
     shard_world_size: int
     device_handle: Any
+
+    def divide_input(self, reduce_input: torch.Tensor) -> None:
+        """Divides what is to be summed over the shard group, where that comes first."""
+        divisor = self.factors[0]
+        if self.shard_world_size == 1:  # no collective divides it
+            group = self.reduce_scatter_group
+            divisor = scatter_divisor(group, self.factors, self.divide_factor)
+        _div_if_needed(reduce_input, divisor)
 
 
 @torch.no_grad()
@@ -789,9 +796,6 @@ def foreach_reduce(
         force_sum_reduction_for_comms,
     )
     world_size = 1 if reduce_scatter_group is None else reduce_scatter_group.size()
-    before = factors[0]
-    if world_size == 1:
-        before = scatter_divisor(reduce_scatter_group, factors, gradient_divide_factor)
     reduction = _Reduction(
         device,
         reduce_scatter_comm=reduce_scatter_comm,
@@ -801,7 +805,7 @@ def foreach_reduce(
         all_reduce_stream=all_reduce_stream,
         all_reduce_hook=all_reduce_hook,
         factors=factors,
-        input_divisor=before,
+        divide_factor=gradient_divide_factor,
         is_last=all_reduce_grads or all_reduce_group is None,
         shard_world_size=world_size,
         device_handle=_get_device_handle(device.type),
@@ -829,7 +833,7 @@ def _reduce(
     with handle.stream(stream):
         if is_alone and reduction.is_last and reduce_input is not None:
             output = reduce_input
-            _div_if_needed(output, reduction.input_divisor)
+            reduction.divide_input(output)
         else:
             output = _reduce_scatter(reduction, bucket, reduce_input, partial)
         scattered = stream.record_event()
@@ -1061,7 +1065,7 @@ def _reduce_scatter(
         if partial is None:
             raise AssertionError("Expects gradients or a partial result to reduce")
         return partial
-    _div_if_needed(reduce_input, reduction.input_divisor)
+    reduction.divide_input(reduce_input)
     world_size = reduction.shard_world_size
     fresh_numel = reduce_input.numel() // world_size
     comm, numel = reduction.reduce_scatter_comm, bucket.shard_numel

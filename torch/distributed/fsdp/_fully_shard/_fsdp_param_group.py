@@ -669,8 +669,8 @@ class FSDPParamGroup(KeptNames):
             # in backward. That one keeps the parameters, which backward is
             # about to use, and is not a forward to prefetch for.
             if not is_bw():
-                self.reshard()
                 self._record_post_forward()
+                self.reshard()
             self._training_state = TrainingState.IDLE
         return output
 
