@@ -20,6 +20,8 @@ AROUND = (
     "_fsdp_api.py",
     "_fsdp_agreement.py",
     "_fsdp_errors.py",
+    "_fsdp_kept_names.py",
+    "_fsdp_observers.py",
     "_fsdp_summary.py",
 )
 
