@@ -34,7 +34,7 @@ LOSS_TOLERANCE = 2**-7
 
 @dataclass(frozen=True)
 class Difference:
-    """How far two runs are apart, where they are so most."""
+    """The largest difference between two runs, and where it is."""
 
     what: str
     where: str

@@ -32,7 +32,7 @@ class Traffic:
 
 @dataclass
 class UnitKind:
-    """FSDP units of one kind, all the blocks say, and what they have sent."""
+    """FSDP units of one kind, for example all blocks, and what they have sent."""
 
     name: str
     units: int
