@@ -22,13 +22,8 @@ LONGEST_FIRST = (
     "features",
     "mixed_dtype",
     "streams",
-    "plugins",
-    "schedules",
     "models",
     "random",
-    "superbuild",
-    "undisturbed_hooks",
-    "growth",
 )
 
 # Of each file, the tests that `--quick` runs: the ends of their names. Of a file
