@@ -54,12 +54,7 @@ def gets_operators(device: torch.device) -> bool:
     Whether a step goes by way of the ``fsdp::`` operators: a dispatch mode gets them
     as well, and vendors of other devices put kernels of their own in their place.
     """
-    return (
-        _has_trace
-        or profiler._is_profiler_enabled
-        or _len_torch_dispatch_stack() > 0
-        or _is_vendors(device)
-    )
+    return is_observed() or _len_torch_dispatch_stack() > 0 or _is_vendors(device)
 
 
 @functools.cache
