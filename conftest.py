@@ -68,11 +68,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """
-    A test with ranks keeps two cores busy by itself, and one without ranks one. One
-    more than that would take: ranks often wait, for each other or for a time limit.
-    """
-    return max(2, len(os.sched_getaffinity(0)) // 2) + 1
+    """A test with ranks keeps two cores busy by itself, and one without ranks one."""
+    return max(2, len(os.sched_getaffinity(0)) // 2)
 
 
 def concern(path: Path) -> str:

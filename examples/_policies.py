@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn, Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_policies import resolve
 from torch.func import functional_call
 
 
@@ -73,7 +74,7 @@ def dtypes_under(
     """What the policy says of each parameter of a model that is not yet sharded."""
     found = {}
     for name, parameter in model.named_parameters():
-        resolved = policy.resolve(parameter, name, device)
+        resolved = resolve(policy, parameter, name, device)
         compute = resolved.param_dtype or parameter.dtype
         found[name] = Dtypes(compute, resolved.reduce_dtype or compute)
     return found

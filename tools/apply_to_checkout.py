@@ -4,6 +4,7 @@
     python3 tools/apply_to_checkout.py PATH
     python3 tools/apply_to_checkout.py --check PATH     only tells what it would do
     python3 tools/apply_to_checkout.py --list PATH      the files that have a place there
+    python3 tools/apply_to_checkout.py --stack PATH     as a stack of commits, and pages
 
 Everything is checked before anything is written: that PATH is a git checkout of
 the base's version, that each file to be replaced is the base's own, and that
@@ -29,6 +30,7 @@ from typing import TYPE_CHECKING
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from tools import stack  # noqa: E402
 from tools.setup_helpers import tree  # noqa: E402
 from tools.setup_helpers.report import explain, SetupError  # noqa: E402
 
@@ -39,7 +41,8 @@ if TYPE_CHECKING:
 
 
 DIGESTS = "tools/base_digests.json"
-TESTS = "test/distributed/_composable/fsdp"
+TESTS = stack.TESTS
+BRANCH = "fsdp2-mixed-dtype"
 # Tests of what is here alone, by what that is; CONTRIBUTING.md names it in this order.
 # Tests of anything else are laid with what they test.
 STAYS_OF = {
@@ -207,6 +210,32 @@ def lay(checkout: Path, sources: dict[str, Path]) -> None:
             partial.unlink(missing_ok=True)
 
 
+def lay_stack(root: Path, checkout: Path) -> None:
+    """Commits our files in the order of ``stack.STACK``, on a branch of its own."""
+
+    def git(task: str, *arguments: str) -> None:
+        tree.demand_git(checkout, task, *arguments)
+
+    if tree.run_git(checkout, "diff", "--cached", "--quiet") is None:
+        raise SetupError(f"{checkout} has changes that are staged: commit them first")
+    git(f"make the branch {BRANCH}", "switch", "--quiet", "--create", BRANCH)
+    here = {str(source.relative_to(root)): t for t, source in files_to_lay(root).items()}
+    package = (root / stack.INIT).read_text()
+    for number, files in enumerate(stack.files_by_commit(here)):
+        written = {path: (root / source).read_text() for path, source in files.items()}
+        written[stack.INIT] = stack.without_later(package, number)
+        for path, text in written.items():
+            target = checkout / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(stack.as_page(text) if path.endswith(".md") else text)
+        git("add files", "--literal-pathspecs", "add", "--force", "--", *written)
+        git("commit", "commit", "--quiet", "--message", stack.STACK[number].message())
+        lines = sum(text.count("\n") for text in written.values())
+        tests = len(stack.STACK[number].test_files)
+        title = stack.STACK[number].title
+        print(f"  {len(written):3} files {lines:6,} lines {tests:3} test files  {title}")
+
+
 def report(plan: Plan, checkout: Path, *, only_check: bool) -> None:
     would = "would be " if only_check else ""
     for path in plan.laid:
@@ -223,16 +252,14 @@ def print_commands(checkout: Path) -> None:
     print(f"""
 To build it and run its tests:
   cd {shlex.quote(str(checkout))}
-  git switch --create fsdp2-mixed-dtype
+  git switch --create {BRANCH}
   git submodule update --init --recursive
   python -m pip install --group dev
   python -m pip install --no-build-isolation -v -e .
   python -m pytest {TESTS}
 
-To propose it, one commit for each pull request, the lowest first (CONTRIBUTING.md
-of this repository tells which files go together):
+To propose it, lay it with --stack, which makes one commit for each pull request:
   lintrunner init && lintrunner
-  git add FILES && git commit
   ghstack""")
 
 
@@ -244,6 +271,7 @@ def main(arguments: list[str], root: Path = ROOT) -> int:
     parser.add_argument("path", type=Path, help="the checkout")
     parser.add_argument("--check", action="store_true", help="write nothing")
     parser.add_argument("--list", action="store_true", help="only list what is ours")
+    parser.add_argument("--stack", action="store_true", help="commit it as a stack")
     parsed = parser.parse_args(arguments)
     checkout = parsed.path.expanduser().absolute()
     try:
@@ -256,6 +284,9 @@ def main(arguments: list[str], root: Path = ROOT) -> int:
             raise SetupError(
                 f"{checkout} is left as it is, because of these files:{listing}"
             )
+        if parsed.stack and not parsed.check:
+            lay_stack(root, checkout)
+            return 0
         if not parsed.check:
             ours = files_to_lay(root)
             lay(checkout, {path: ours[path] for path in plan.laid})

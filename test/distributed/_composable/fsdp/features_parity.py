@@ -74,7 +74,6 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import (
     FSDPMeshInfo,
@@ -661,9 +660,8 @@ def stream_priorities(place: Place) -> dict[str, Any]:
     """Notes what streams the shared context asks of a device."""
     handle = mock.MagicMock()
     context = FSDPCommContext()
-    with mock.patch.object(
-        _fsdp_param_group, "_get_device_handle", return_value=handle
-    ):
+    module = sys.modules[FSDPCommContext.__module__]
+    with mock.patch.object(module, "_get_device_handle", return_value=handle):
         handle.Stream = lambda priority=0: SimpleNamespace(priority=priority)
         context.lazy_init(torch.device("cpu"))
     streams = {n: s for n, s in vars(context).items() if n.endswith("_stream")}

@@ -29,7 +29,12 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
-from torch.distributed.fsdp._fully_shard import _fsdp_api as api
+from torch.distributed.fsdp._fully_shard import (
+    _fsdp_api as api,
+)
+from torch.distributed.fsdp._fully_shard import (
+    _fsdp_policies as policies,
+)
 from torch.testing._internal.common_utils import run_tests
 
 
@@ -50,7 +55,7 @@ def resolve(
     fqn: str = "layers.0.gate",
     device: torch.device = CPU,
 ) -> tuple[torch.dtype | None, torch.dtype | None]:
-    resolved = policy.resolve(of, fqn, device)
+    resolved = policies.resolve(policy, of, fqn, device)
     return resolved.param_dtype, resolved.reduce_dtype
 
 
@@ -131,7 +136,7 @@ print([(p.name, p.default) for p in inspect.signature(P).parameters.values()])
 class TestResolve(DeviceFreeTest):
     def test_without_overrides_the_policy_is_its_own(self) -> None:
         policy = MixedPrecisionPolicy(BF16, FP32)
-        self.assertIs(policy.resolve(param(), "gate", CPU), policy)
+        self.assertIs(policies.resolve(policy, param(), "gate", CPU), policy)
 
     def test_none_is_the_default_and_a_dtype_takes_its_place(self) -> None:
         none = returning(param_dtype=None, reduce_dtype=None)
@@ -145,7 +150,7 @@ class TestResolve(DeviceFreeTest):
         policy = MixedPrecisionPolicy(
             BF16, FP32, FP16, False, param_dtype_override_fn=lambda _: FP64
         )
-        resolved = policy.resolve(param(), "gate", CPU)
+        resolved = policies.resolve(policy, param(), "gate", CPU)
         self.assertEqual(resolved, MixedPrecisionPolicy(FP64, FP32, FP16, False))
 
     def test_each_override_is_called_once_with_the_parameter(self) -> None:
@@ -159,7 +164,7 @@ class TestResolve(DeviceFreeTest):
             reduce_dtype_override_fn=functools.partial(override, "reduce"),
         )
         p = param()
-        policy.resolve(p, "gate", CPU)
+        policies.resolve(policy, p, "gate", CPU)
         self.assertEqual([name for name, _ in calls], ["param", "reduce"])
         self.assertTrue(all(got is p for _, got in calls))
 
@@ -306,7 +311,7 @@ class TestByName(DeviceFreeTest):
                 f"layers.{i}.proj.weight": (BF16, FP32),
             }
         self.assertEqual(dtypes_of(model, policy), expected)
-        resolved = policy.resolve(model.embed.weight, "embed.weight", CPU)
+        resolved = policies.resolve(policy, model.embed.weight, "embed.weight", CPU)
         self.assertEqual(resolved, MixedPrecisionPolicy(BF16, BF16, FP16, False))
 
     def test_the_order_of_patterns_has_no_meaning(self) -> None:

@@ -1,13 +1,18 @@
 """FSDP2: ``fully_shard`` and what goes with it."""
 
 # ruff: noqa: F401  (whatever is imported here is exported)
+from ._fsdp_agreement import UnitAgreement as _UnitAgreement
 from ._fsdp_api import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
+from ._fsdp_doors import doors as _doors
+from ._fsdp_errors import ExplainedErrors as _ExplainedErrors
+from ._fsdp_policies import resolve as _resolve
 from ._fsdp_summary import layout_summary
+from ._fsdp_summary import log_layout as _log_layout
 from ._fully_shard import (
     FSDPModule,
     fully_shard,
@@ -16,5 +21,11 @@ from ._fully_shard import (
     UnshardHandle,
 )
 
+
+# See [Note: Doors]
+_doors.policy_of = _resolve
+_doors.agreement = _UnitAgreement
+_doors.errors = _ExplainedErrors()
+_doors.show_layout = _log_layout
 
 __all__ = [name for name in globals() if not name.startswith("_")]

@@ -30,8 +30,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TYPE_CHECKING, TypeAlias
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -41,13 +42,10 @@ from torch._guards import detect_fake_mode
 from torch.distributed import all_gather_single
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ._fsdp_collectives import backend_name
+from ._fsdp_doors import Agreement, DescribedUnit
 from ._fsdp_param import FSDPParam
-from ._fsdp_unit import BucketParams, dtypes_of
-
-
-if TYPE_CHECKING:
-    from ._fsdp_param_group import FSDPParamGroup
+from ._fsdp_scaling import backend_name
+from ._fsdp_unit import dtypes_of, UnitBucket
 
 
 _SWITCH = "TORCH_FSDP_CHECK_RANKS_AGREE"
@@ -103,8 +101,8 @@ class Collective(NamedTuple):
 
 # Of a unit over one group. A loop that shows more is not a steady one.
 _MAX_PATTERNS = 8
-# What each parameter of a unit is reduced in, None if it is not
-_Pattern: TypeAlias = tuple[torch.dtype | None, ...]
+# Which parameters of a unit have a gradient, by position, and what each is reduced in
+_Pattern: TypeAlias = tuple[tuple[int, torch.dtype], ...]
 
 
 class _Announced(NamedTuple):
@@ -135,150 +133,152 @@ _HANG_ADVICE = (
 )
 
 
-class UnitAgreement:
+# FQN of the unit last reduced over a group: reductions come in the same order on all
+# of its ranks
+_last_reduced: weakref.WeakKeyDictionary[dist.ProcessGroup, str | None]
+_last_reduced = weakref.WeakKeyDictionary()
+
+
+class UnitAgreement(Agreement):
     """What all ranks of a unit do alike, as far as they have been compared."""
 
-    def __init__(self, unit: FSDPParamGroup):
-        self._unit = unit
+    def __init__(self, describe: Callable[[], DescribedUnit]):
+        self._describe = describe
+        self._patterns: dict[dist.ProcessGroup, set[_Pattern]] = {}
         self.forget()
 
     def forget(self) -> None:
         # Whether they have laid out alike what they gather
         self.on_gathers = False
-        self._patterns: dict[dist.ProcessGroup, set[_Pattern]] = {}
+        for group in self._patterns:
+            _last_reduced.pop(group, None)
+        self._patterns.clear()
         # What was last looked up, which a steady loop repeats
-        self._last_buckets: dict[dist.ProcessGroup, Sequence[BucketParams]] = {}
-
-    @property
-    def name(self) -> str | None:
-        """The unit's FQN, None before the root has given it one."""
-        fqn = self._unit._module_fqn
-        return "(root)" if fqn == "" else fqn
+        self._last_buckets: dict[dist.ProcessGroup, Sequence[UnitBucket]] = {}
 
     def check_gather(self, group: dist.ProcessGroup) -> None:
-        """Raises if the ranks of ``group``, which are about to gather, disagree."""
-        has_compared = self._check(group, Collective(self.name, "gathers"))
+        unit = self._describe()
+        has_compared = _check(unit, group, Collective(_name(unit), "gathers"))
         self.on_gathers = has_compared and not _compares_always()
 
     def check_reduction(
-        self, group: dist.ProcessGroup, buckets: Sequence[BucketParams]
+        self, group: dist.ProcessGroup, buckets: Sequence[UnitBucket]
     ) -> None:
-        """
-        Raises if the ranks of ``group``, which are about to reduce ``buckets``,
-        disagree. Asks only about a pattern that is new to this unit.
-        """
+        """Asks only about a pattern that is new to this unit."""
         if self._last_buckets.get(group) is buckets:
             return
         if _compares_always():
             self._check_always(group, buckets)
             return
         known = self._patterns.setdefault(group, set())
-        pattern = self._pattern_of(buckets)
-        if any(pattern) and pattern not in known and len(known) < _MAX_PATTERNS:
-            if not self._check(group, Collective(self.name, "reduces"), pattern):
+        pattern = _pattern_of(buckets)
+        if pattern and pattern not in known and len(known) < _MAX_PATTERNS:
+            unit = self._describe()
+            if not _check(unit, group, Collective(_name(unit), "reduces"), pattern):
                 return
             known.add(pattern)
         self._last_buckets[group] = buckets
 
     def _check_always(
-        self, group: dist.ProcessGroup, buckets: Sequence[BucketParams]
+        self, group: dist.ProcessGroup, buckets: Sequence[UnitBucket]
     ) -> None:
-        pattern = self._pattern_of(buckets)
-        if not any(pattern):
+        self._patterns.setdefault(group, set())
+        if not (pattern := _pattern_of(buckets)):
             return  # nothing is sent over this group
-        last_reduced = self._unit.comm_ctx.last_reduced
-        after = last_reduced.get(group)
-        name = None if after is None else after.name
-        accumulates = self._accumulates(buckets)
-        collective = Collective(self.name, "reduces", name, accumulates)
-        self._check(group, collective, pattern)
-        last_reduced[group] = self
+        unit = self._describe()
+        after, adds = _last_reduced.get(group), _accumulates(unit, buckets)
+        _check(unit, group, Collective(_name(unit), "reduces", after, adds), pattern)
+        _last_reduced[group] = _name(unit)
 
     def tell(
-        self, error: BaseException, buckets: Sequence[BucketParams] | None = None
+        self, error: BaseException, buckets: Sequence[UnitBucket] | None = None
     ) -> None:
-        """
-        Notes on an error in a gather, or in the reduction of ``buckets``, which
-        unit's it was. What a backend says, e.g. that its time limit has passed,
-        does not tell.
-        """
+        """What a backend says, e.g. that its time limit has passed, does not tell."""
+        unit = self._describe()
         if buckets is None:
-            self._tell(error, Collective(self.name, "gathers"))
+            _tell(unit, error, Collective(_name(unit), "gathers"))
         else:
-            accumulates = self._accumulates(buckets)
-            collective = Collective(self.name, "reduces", None, accumulates)
-            self._tell(error, collective, self._pattern_of(buckets))
+            adds = _accumulates(unit, buckets)
+            collective = Collective(_name(unit), "reduces", None, adds)
+            _tell(unit, error, collective, _pattern_of(buckets))
 
-    def _pattern_of(self, buckets: Sequence[BucketParams]) -> _Pattern:
-        pattern: list[torch.dtype | None] = [None] * len(self._unit.fsdp_params)
-        for params in buckets:
-            for slot in params.bucket.slots:
-                pattern[slot.param] = params.bucket.dtype
-        return tuple(pattern)
 
-    def _accumulates(self, buckets: Sequence[BucketParams]) -> bool | None:
-        """
-        Whether what is reduced is added to gradients of earlier reductions, None
-        if this rank has no element to add to, and need not keep any.
-        """
-        if self._unit._partial_reduces:
-            return True
-        for params in buckets:
-            for slot in params.bucket.slots:
-                fsdp_param = self._unit.fsdp_params[slot.param]
-                if fsdp_param.sharded_size.numel() > 0:
-                    return fsdp_param.sharded_param.grad is not None
-        return None
+# What is compared #
 
-    def _check(
-        self,
-        group: dist.ProcessGroup,
-        collective: Collective,
-        pattern: _Pattern | None = None,
-    ) -> bool:
-        """
-        Compares the ranks of ``group``: one all-gather of 32 bytes a rank. Returns
-        False where nothing was compared that another time would be.
-        """
-        unit = self._unit
-        if not _has_others(group, unit.device):
-            return True
-        if _is_traced(unit.fsdp_params, unit.device):
-            return False
-        described = [*map(_describe, unit.fsdp_params, unit._param_names)]
-        if pattern is not None:
-            described = [
-                params._replace(reduced=_reduced_text(dtype))
-                for params, dtype in zip(described, pattern, strict=True)
-            ]
-        mine = _Announced(collective, described, self._fqns())
-        try:
-            by_rank = _exchange(mine, group, unit.device)
-        except BaseException as error:
-            self._tell(error, collective, pattern)
-            raise
-        if by_rank is not None:
-            _raise_if_different(by_rank)
+
+def _name(unit: DescribedUnit) -> str | None:
+    return "(root)" if unit.fqn == "" else unit.fqn
+
+
+def _pattern_of(buckets: Sequence[UnitBucket]) -> _Pattern:
+    dtypes = {
+        slot.param: bucket.dtype for _, bucket, _ in buckets for slot in bucket.slots
+    }
+    return tuple(sorted(dtypes.items()))
+
+
+def _accumulates(unit: DescribedUnit, buckets: Sequence[UnitBucket]) -> bool | None:
+    """
+    Whether what is reduced is added to gradients of earlier reductions, None
+    if this rank has no element to add to, and need not keep any.
+    """
+    if unit.has_partial_reduces:
         return True
+    for _, bucket, _ in buckets:
+        for slot in bucket.slots:
+            fsdp_param = unit.params[slot.param]
+            if fsdp_param.sharded_size.numel() > 0:
+                return fsdp_param.sharded_param.grad is not None
+    return None
 
-    def _tell(
-        self,
-        error: BaseException,
-        collective: Collective,
-        pattern: _Pattern | None = None,
-    ) -> None:
-        if not hasattr(error, "add_note"):  # from Python 3.11 on
-            return
-        note = f"This rank {collective}"
-        if pattern is not None:
-            pairs = zip(self._fqns(), pattern, strict=True)
-            missing = [fqn for fqn, dtype in pairs if dtype is None]
-            note += f", and has no gradient of {_listed(missing)}" if missing else ""
-        advice = f" {_HANG_ADVICE}" if _is_about_peers(error) else ""
-        error.add_note(f"{note}.{advice}")
 
-    def _fqns(self) -> list[str]:
-        return [*map(self._unit._name_of, range(len(self._unit.fsdp_params)))]
+def _check(
+    unit: DescribedUnit,
+    group: dist.ProcessGroup,
+    collective: Collective,
+    pattern: _Pattern | None = None,
+) -> bool:
+    """
+    Compares the ranks of ``group``: one all-gather of 32 bytes a rank. Returns
+    False where nothing was compared that another time would be.
+    """
+    if not _has_others(group, unit.device):
+        return True
+    if _is_traced(unit.params, unit.device):
+        return False
+    described = [*map(_describe_param, unit.params, unit.names)]
+    if pattern is not None:
+        dtypes = dict(pattern)
+        described = [
+            param._replace(reduced=_reduced_text(dtypes.get(i)))
+            for i, param in enumerate(described)
+        ]
+    mine = _Announced(collective, described, [*unit.fqns])
+    try:
+        by_rank = _exchange(mine, group, unit.device)
+    except BaseException as error:
+        _tell(unit, error, collective, pattern)
+        raise
+    if by_rank is not None:
+        _raise_if_different(by_rank)
+    return True
+
+
+def _tell(
+    unit: DescribedUnit,
+    error: BaseException,
+    collective: Collective,
+    pattern: _Pattern | None = None,
+) -> None:
+    if not hasattr(error, "add_note"):  # from Python 3.11 on
+        return
+    note = f"This rank {collective}"
+    if pattern is not None:
+        dtypes = dict(pattern)
+        missing = [fqn for i, fqn in enumerate(unit.fqns) if i not in dtypes]
+        note += f", and has no gradient of {_listed(missing)}" if missing else ""
+    advice = f" {_HANG_ADVICE}" if _is_about_peers(error) else ""
+    error.add_note(f"{note}.{advice}")
 
 
 # Asking the others #
@@ -327,7 +327,7 @@ def _is_about_peers(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "gloo" in str(error)
 
 
-def _describe(fsdp_param: FSDPParam, name: str) -> _Described:
+def _describe_param(fsdp_param: FSDPParam, name: str) -> _Described:
     dtypes = dtypes_of(fsdp_param)
     return _Described(
         name,

@@ -7,33 +7,41 @@ What moves: the data of one unit, one step each way.
   the result (:func:`foreach_reduce`), for one bucket at a time.
 
 Where things lie is planned in :mod:`_fsdp_layout`, and when they move is
-decided in :mod:`_fsdp_param_group`. The communication backends, which allocate
-the buffers and issue the collectives, stand at the top.
+decided in :mod:`_fsdp_param_group`. :mod:`_fsdp_comms` has the backends, which
+allocate the buffers and issue the collectives.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import chain
-from typing import Any, cast, Literal, NamedTuple, NoReturn
+from typing import Any, cast, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symm_mem
 from torch.distributed.device_mesh import _get_device_handle
-from torch.distributed.distributed_c10d import ReduceOp
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import TensorMeta
 
-from ._fsdp_api import _ReduceOp, AllGather, ReduceScatter
-from ._fsdp_errors import (
-    raise_about_bucket,
-    raise_about_comm,
-    raise_about_grads,
-    raise_about_inputs,
-    raise_about_sharded_grad,
+from ._fsdp_api import AllGather, ReduceScatter
+from ._fsdp_comms import (  # noqa: F401  (importable from here, as in the release)
+    all_gather_copy_in_cuda,
+    all_gather_copy_in_meta,
+    allocate_gather_buffer,
+    allocate_reduce_buffer,
+    chunk_cat,
+    DefaultAllGather,
+    DefaultAllocMixin,
+    DefaultReduceScatter,
+    lib,
+    ProcessGroupAllocAllGather,
+    ProcessGroupAllocMixin,
+    ProcessGroupAllocReduceScatter,
+    split_with_sizes_copy,
+    SymmMemAllGather,
+    SymmMemAllocMixin,
+    SymmMemReduceScatter,
 )
 from ._fsdp_kept_names import (
     _get_all_gather_input_metadatas,
@@ -44,7 +52,6 @@ from ._fsdp_layout import (
     in_plan_order,
     moves_between,
     padded_shard_numel,
-    plan_gather,
     reduce_dtype_of,
     ReduceBucket,
     ReduceSlot,
@@ -53,237 +60,13 @@ from ._fsdp_layout import (
 )
 from ._fsdp_observers import gets_operators
 from ._fsdp_param import FSDPParam, ShardedState
-from ._fsdp_unit import (
-    BucketParams,
-    GatherOutputs,
-    GatherPlan,
-    grad_dtype_of,
-    prepare_gather,
-    SplitSizes,
-    UnitParams,
+from ._fsdp_scaling import (
+    _div_if_needed,
+    _get_gradient_divide_factors,
+    Factors,
+    scatter_divisor,
 )
-
-
-# Communication backends #
-
-
-class DefaultAllocMixin:
-    """Takes every buffer from the device's caching allocator."""
-
-    def allocate(
-        self,
-        size: Sequence[int | torch.SymInt],
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class ProcessGroupAllocMixin:
-    """
-    Takes buffers from the process group's own allocator where its backend has
-    one for the device, e.g. memory registered with the network.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self._group = group
-
-    def allocate(
-        self,
-        size: Sequence[int | torch.SymInt],
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> torch.Tensor:
-        allocator = self._group._get_backend(device)
-        if not allocator.supports_tensor_alloc(device):
-            return torch.empty(*size, dtype=dtype, device=device)
-        numel = math.prod(map(int, size))  # backends allocate 1D only
-        return allocator.allocate_tensor(numel, dtype=dtype, device=device)
-
-
-class SymmMemAllocMixin:
-    """Takes buffers from the device's symmetric-memory pool, which reuses them."""
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        backend: Literal["NCCL"] = "NCCL",
-        *args: Any,
-        **kwargs: Any,
-    ):
-        super().__init__(*args, **kwargs)
-        symm_mem.set_backend(backend)
-        self._group = group
-        # A rendezvous needs the group's communicator, which is created by the
-        # group's first collective
-        dist.barrier(group=group)
-
-    def allocate(
-        self,
-        size: Sequence[int | torch.SymInt],
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> torch.Tensor:
-        with torch.cuda.use_mem_pool(symm_mem.get_mem_pool(device)):
-            return torch.empty(*size, dtype=dtype, device=device)
-
-
-class _SingleAllGather(AllGather):
-    """Gathers from one tensor into one tensor."""
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        return dist.all_gather_single(
-            output_tensor, input_tensor, group=group, async_op=async_op
-        )
-
-
-class _SingleReduceScatter(ReduceScatter):
-    """Reduces from one tensor into one tensor."""
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: _ReduceOp,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        return dist.reduce_scatter_single(
-            output_tensor, input_tensor, op=op, group=group, async_op=async_op
-        )
-
-
-class DefaultAllGather(DefaultAllocMixin, _SingleAllGather):
-    pass
-
-
-class DefaultReduceScatter(DefaultAllocMixin, _SingleReduceScatter):
-    pass
-
-
-class ProcessGroupAllocAllGather(ProcessGroupAllocMixin, _SingleAllGather):
-    pass
-
-
-class ProcessGroupAllocReduceScatter(ProcessGroupAllocMixin, _SingleReduceScatter):
-    pass
-
-
-class SymmMemAllGather(SymmMemAllocMixin, _SingleAllGather):
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        # The input is a part of the output, so this registers both
-        symm_mem.rendezvous(output_tensor, group=group.group_name)
-        return super().__call__(output_tensor, input_tensor, group, async_op)
-
-
-class SymmMemReduceScatter(SymmMemAllocMixin, _SingleReduceScatter):
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: _ReduceOp,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        for tensor in (input_tensor, output_tensor):
-            symm_mem.rendezvous(tensor, group=group.group_name)
-        return super().__call__(output_tensor, input_tensor, group, op, async_op)
-
-
-# Operators #
-# Compiled graphs are matched and rewritten with these three. Eager training calls
-# what they call where nobody gets them, see [Note: Who observes].
-
-lib = torch.library.Library("fsdp", "FRAGMENT")
-
-lib.define(
-    "all_gather_copy_in(Tensor[] all_gather_inputs, Tensor all_gather_output, "
-    "SymInt[] inp_split_sizes, SymInt all_gather_input_numel, SymInt rank) "
-    "-> (Tensor, Tensor)"
-)
-lib.define(
-    "split_with_sizes_copy(Tensor all_gather_output, "
-    "SymInt[] all_gather_input_split_sizes, int dim=0, *, Tensor(a!)[] out) -> ()"
-)
-lib.define(
-    "chunk_cat(Tensor[] tensors, int dim, int num_chunks, *, Tensor(a!) out) -> ()"
-)
-
-
-def all_gather_copy_in_meta(
-    all_gather_inputs: list[torch.Tensor],
-    all_gather_output: torch.Tensor,
-    inp_split_sizes: list[int],
-    all_gather_input_numel: int,
-    rank: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    start = rank * all_gather_input_numel
-    segment = all_gather_output.narrow(0, start, all_gather_input_numel)
-    return segment, all_gather_output
-
-
-def all_gather_copy_in_cuda(
-    all_gather_inputs: list[torch.Tensor],
-    all_gather_output: torch.Tensor,
-    inp_split_sizes: list[int],
-    all_gather_input_numel: int,
-    rank: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    start = rank * all_gather_input_numel
-    segment = all_gather_output.narrow(0, start, all_gather_input_numel)
-    with torch.no_grad():
-        slots = segment.split(inp_split_sizes)
-        torch._foreach_copy_(slots, all_gather_inputs)
-    return segment, all_gather_output
-
-
-def split_with_sizes_copy(
-    all_gather_output: torch.Tensor,
-    all_gather_input_split_sizes: list[int],
-    dim: int = 0,
-    *,
-    out: list[torch.Tensor],
-) -> None:
-    sizes = all_gather_input_split_sizes
-    torch.split_with_sizes_copy(all_gather_output, sizes, dim=dim, out=out)
-
-
-def chunk_cat(
-    tensors: list[torch.Tensor],
-    dim: int,
-    num_chunks: int,
-    out: torch.Tensor,
-) -> None:
-    torch._chunk_cat(tensors, dim, num_chunks, out=out)
-
-
-def _register_kernels() -> None:
-    devices = ("CUDA", "XPU", "HPU", "CPU", "MTIA", "PrivateUse1")
-    for key in devices:
-        lib.impl("all_gather_copy_in", all_gather_copy_in_cuda, key)
-    lib.impl("all_gather_copy_in", all_gather_copy_in_meta, "Meta")
-    for key in (*devices, "Meta"):
-        lib.impl("split_with_sizes_copy", split_with_sizes_copy, key)
-        lib.impl("chunk_cat", chunk_cat, key)
-
-
-_register_kernels()
+from ._fsdp_unit import GatherOutputs, GatherPlan, grad_dtype_of, UnitParams
 
 
 def _copy_typed(
@@ -339,21 +122,14 @@ def _stage(
     comm: AllGather,
 ) -> _Staged:
     """Allocates the buffer of a gather and fills this rank's segment of it."""
-    tensors, plan = prepare_gather(fsdp_params)
-    layout, numel = plan.layout, plan.layout.segment_numel
-    output = comm.allocate(
-        (group.size() * numel,), dtype=layout.buffer_dtype, device=device
-    )
-    if type(comm) is not DefaultAllGather:
-        _check_gather_buffer(output, group.size() * numel, layout, comm)
-    try:
-        if gets_operators(device):
-            segment = _copy_in_by_operator(output, plan, tensors, group.rank())
-        else:
-            segment = output.narrow(0, group.rank() * numel, numel)
-            _copy_in(segment, plan.copies, tensors)
-    except Exception as error:
-        raise_about_inputs(error, fsdp_params, tensors, [*map(len, plan.dtypes)])
+    tensors, plan = UnitParams.of(fsdp_params).prepare_gather()
+    output = allocate_gather_buffer(comm, plan.layout, group.size(), device)
+    if gets_operators(device):
+        segment = _copy_in_by_operator(output, plan, tensors, group.rank())
+    else:
+        numel = plan.layout.segment_numel
+        segment = output.narrow(0, group.rank() * numel, numel)
+        _copy_in(segment, plan.copies, tensors)
     return _Staged(output, segment, plan.dtypes, plan.numels, plan.split_sizes)
 
 
@@ -503,44 +279,6 @@ def foreach_all_gather(
     )
 
 
-def _check_gather_buffer(
-    buffer: Any, numel: int, layout: GatherLayout, comm: AllGather
-) -> None:
-    """Raises unless what ``allocate`` returned can be gathered into."""
-    needs_views = len(layout.regions) > 1
-    _check_buffer(buffer, numel, comm, "set_custom_all_gather", needs_views)
-    if buffer.dtype != layout.buffer_dtype or buffer.dim() != 1:
-        wrong = f"one of {buffer.dtype} and {buffer.dim()} dims, not 1D of "
-        raise_about_comm(comm, "set_custom_all_gather", f"{wrong}{layout.buffer_dtype}")
-    start_nbytes = buffer.storage_offset() * buffer.itemsize
-    if start_nbytes % layout.alignment != 0:
-        raise ValueError(
-            f"{type(comm).__name__}.allocate returned a buffer that starts at byte "
-            f"{start_nbytes} of its storage, but the parameters to gather need it "
-            f"aligned to {layout.alignment} bytes: return one that starts at a "
-            "multiple of that"
-        )
-
-
-def _check_buffer(
-    buffer: Any, numel: int, comm: Any, setter: str, is_contiguous: bool = True
-) -> None:
-    """
-    Raises where the collective, or the copies around it, would write past a
-    buffer, or elsewhere, without a word.
-    """
-    if not isinstance(buffer, torch.Tensor):
-        raise_about_comm(comm, setter, f"a {type(buffer).__name__}")
-    if buffer.numel() != numel:
-        wrong = f"{buffer.numel()} elements where {numel} were asked for"
-        raise_about_comm(comm, setter, wrong)
-    if buffer.device.type == "meta":
-        raise_about_comm(comm, setter, "a tensor on the meta device")
-    if is_contiguous and not buffer.is_contiguous():
-        wrong = f"a tensor that is not contiguous: its stride is {buffer.stride()}"
-        raise_about_comm(comm, setter, wrong)
-
-
 @torch.no_grad()
 def foreach_all_gather_copy_out(
     all_gather_result: AllGatherResult,
@@ -558,17 +296,16 @@ def foreach_all_gather_copy_out(
         fsdp_params: The parameters that were gathered.
         group: The group that they were gathered over.
     """
-    buffer, event, work, dtypes, numels, _ = all_gather_result
+    buffer, event, work, dtypes, numels, split_sizes = all_gather_result
     device, world_size = buffer.device, group.size()
     if event is not None:
         _get_device_handle(device.type).current_stream().wait_event(event)
     if isinstance(work, dist.distributed_c10d.Work):
         work.wait()
-    layout = _layout_of(all_gather_result)
-    outputs = _alloc_outputs(fsdp_params, dtypes, numels, world_size, device)
-    is_unit = isinstance(fsdp_params, UnitParams)
-    columns = fsdp_params.columns(layout, outputs) if is_unit else None
-    if columns is not None:
+    unit = UnitParams.of(fsdp_params)
+    layout = unit.layout_of(dtypes, numels, split_sizes)
+    outputs = _alloc_outputs(unit, dtypes, numels, world_size, device)
+    if (columns := unit.columns(layout, outputs)) is not None:
         _split_copy(buffer, layout, columns)
         return
     targets: list[torch.Tensor] = []
@@ -584,47 +321,30 @@ def foreach_all_gather_copy_out(
     _split_copy(buffer, layout, columns)
     for fsdp_param, rank_major, output in interleaved:
         _interleave_shards(fsdp_param, rank_major, output, world_size)
-    if is_unit and not interleaved:
-        fsdp_params.keep_columns(layout, outputs, columns)
-
-
-def _layout_of(result: AllGatherResult) -> GatherLayout:
-    """
-    Returns the layout of a gather's buffer, which its split sizes tell if it
-    was made here, also in a copy. Anybody else's holds the inputs in parameter
-    order.
-    """
-    split_sizes = result.all_gather_input_split_sizes
-    if isinstance(split_sizes, SplitSizes):
-        return split_sizes.layout
-    dtypes = [*chain(*result.param_all_gather_input_dtypes)]
-    numels = [*chain(*result.param_all_gather_input_numels)]
-    return plan_gather(dtypes, numels, by_dtype=False)
+    if not interleaved:
+        unit.keep_columns(layout, outputs, columns)
 
 
 def _alloc_outputs(
-    fsdp_params: list[FSDPParam],
+    unit: UnitParams,
     dtypes: list[list[torch.dtype]],
     numels: list[list[int]],
     world_size: int,
     device: torch.device,
 ) -> GatherOutputs:
     """Makes the all-gather outputs, or gives them their storage back."""
-    is_unit = isinstance(fsdp_params, UnitParams)
-    kept = fsdp_params.outputs if is_unit else None
-    if kept is not None:
+    if (kept := unit.outputs) is not None:
         kept.alloc()
         return kept
     for fsdp_param, param_dtypes, param_numels in zip(
-        fsdp_params, dtypes, numels, strict=True
+        unit, dtypes, numels, strict=True
     ):
         fsdp_param.init_all_gather_outputs(
             param_numels, param_dtypes, world_size, device
         )
         fsdp_param.alloc_all_gather_outputs()
-    outputs = GatherOutputs(fsdp_params)
-    if is_unit:
-        fsdp_params.keep_outputs(outputs)
+    outputs = GatherOutputs(unit)
+    unit.keep_outputs(outputs)
     return outputs
 
 
@@ -702,8 +422,9 @@ def unshard_single_rank(fsdp_params: list[FSDPParam], device: torch.device) -> N
     Unshards parameters whose only shard is this rank's: a copy from the
     sharded parameters in place of an all-gather.
     """
-    tensors, plan = prepare_gather(fsdp_params)
-    outputs = _alloc_outputs(fsdp_params, plan.dtypes, plan.numels, 1, device)
+    unit = UnitParams.of(fsdp_params)
+    tensors, plan = unit.prepare_gather()
+    outputs = _alloc_outputs(unit, plan.dtypes, plan.numels, 1, device)
     targets = [output.data for output in outputs.tensors]  # see `_to_columns`
     if _are_on_host(tensors, device):
         _copy_from_host(targets, tensors)
@@ -739,7 +460,7 @@ class _Reduction(NamedTuple):
     all_reduce_stream: torch.Stream
     all_reduce_hook: Callable[[torch.Tensor], None] | None
     # From `_get_gradient_divide_factors`
-    factors: tuple[float | None, float | None, _ReduceOp, _ReduceOp]
+    factors: Factors
     divide_factor: float | None  # the user's own
     # Whether what is reduced goes to the sharded parameters now
     is_last: bool
@@ -772,6 +493,8 @@ def foreach_reduce(
     partial_reduce_output: torch.Tensor | None,
     all_reduce_hook: Callable[[torch.Tensor], None] | None,
     force_sum_reduction_for_comms: bool = False,
+    *,
+    bucket: ReduceBucket | None = None,
 ) -> ReduceResult:
     """
     Reduces the gradients of one bucket, of any dtypes and in one reduce dtype,
@@ -783,10 +506,13 @@ def foreach_reduce(
     release then casts nothing), without ``reduce_dtype`` the gradients' one dtype.
     ``all_reduce_grads=False`` stops before the all-reduce and returns the sum
     so far (1D, laid out as ``fsdp_params``) for the next call to add.
+    ``bucket`` is how ``fsdp_params`` lie in the buffers, if that has been planned.
     """
-    bucket = _get_bucket(
-        fsdp_params, unsharded_grads, reduce_scatter_group, orig_dtype, reduce_dtype
-    )
+    # A wrapper of this function may ask for something else than was planned
+    if bucket is None or bucket.dtype != reduce_dtype:
+        bucket = _plan_bucket(
+            fsdp_params, unsharded_grads, reduce_scatter_group, orig_dtype, reduce_dtype
+        )
     factors = _get_gradient_divide_factors(
         reduce_scatter_group,
         all_reduce_group,
@@ -810,11 +536,9 @@ def foreach_reduce(
         shard_world_size=world_size,
         device_handle=_get_device_handle(device.type),
     )
-    partial = partial_reduce_output
-    try:
-        return _reduce(reduction, bucket, fsdp_params, unsharded_grads, partial)
-    except Exception as error:
-        raise_about_bucket(error, fsdp_params, bucket.dtype, device)
+    return _reduce(
+        reduction, bucket, fsdp_params, unsharded_grads, partial_reduce_output
+    )
 
 
 def _reduce(
@@ -862,18 +586,13 @@ def _reduce(
     )
 
 
-def _get_bucket(
+def _plan_bucket(
     fsdp_params: list[FSDPParam],
     unsharded_grads: list[torch.Tensor],
     group: dist.ProcessGroup | None,
     orig_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
 ) -> ReduceBucket:
-    """Returns the bucket planned for these parameters, or plans one for the call."""
-    if isinstance(fsdp_params, BucketParams):
-        # Unless a wrapper of `foreach_reduce` asks for something else
-        if reduce_dtype == fsdp_params.bucket.dtype:
-            return fsdp_params.bucket
     dtypes = [reduce_dtype_of(grad.dtype, reduce_dtype) for grad in unsharded_grads]
     for dtype, fsdp_param in zip(dtypes, fsdp_params):
         if dtype != dtypes[0]:
@@ -912,13 +631,8 @@ def _reduce_copy_in(
     if len(unsharded_grads) < len(bucket.slots):
         shard_numel = bucket.starts[len(unsharded_grads)]
     comm, numel = reduction.reduce_scatter_comm, world_size * shard_numel
-    reduce_input = comm.allocate((numel,), dtype=bucket.dtype, device=reduction.device)
-    if type(comm) is not DefaultReduceScatter:
-        _check_buffer(reduce_input, numel, comm, "set_custom_reduce_scatter")
-    try:
-        _copy_in_grads(bucket, fsdp_params, unsharded_grads, reduce_input, world_size)
-    except Exception as error:
-        raise_about_grads(error, fsdp_params, unsharded_grads)
+    reduce_input = allocate_reduce_buffer(comm, numel, bucket.dtype, reduction.device)
+    _copy_in_grads(bucket, fsdp_params, unsharded_grads, reduce_input, world_size)
     return reduce_input
 
 
@@ -1069,9 +783,7 @@ def _reduce_scatter(
     world_size = reduction.shard_world_size
     fresh_numel = reduce_input.numel() // world_size
     comm, numel = reduction.reduce_scatter_comm, bucket.shard_numel
-    output = comm.allocate((numel,), dtype=bucket.dtype, device=reduction.device)
-    if type(comm) is not DefaultReduceScatter:
-        _check_buffer(output, numel, comm, "set_custom_reduce_scatter")
+    output = allocate_reduce_buffer(comm, numel, bucket.dtype, reduction.device)
     fresh = output
     if fresh_numel < bucket.shard_numel:
         # The rest has a partial result only: nothing of it is scattered
@@ -1102,8 +814,29 @@ def _in_common_order(
     if common is bucket:
         return fsdp_params, bucket, output
     of_slot = dict(zip((slot.param for slot in bucket.slots), fsdp_params))
-    merged = PartialReduce.merge(common, [PartialReduce(bucket, output)])
-    return [of_slot[slot.param] for slot in common.slots], common, merged.output
+    in_order = torch.empty_like(output)
+    copy_between(bucket, output, common, in_order)
+    return [of_slot[slot.param] for slot in common.slots], common, in_order
+
+
+def copy_between(
+    source_bucket: ReduceBucket,
+    source: torch.Tensor,
+    target_bucket: ReduceBucket,
+    target: torch.Tensor,
+    factor: float = 1.0,
+) -> None:
+    """
+    Copies the parameters that both buckets hold from a rank's 1D part of the one to
+    that of the other, cast to its dtype and multiplied by ``factor``.
+    """
+    for source_start, target_start, numel in moves_between(
+        source_bucket, target_bucket
+    ):
+        piece = target.narrow(0, target_start, numel)
+        piece.copy_(source.narrow(0, source_start, numel))
+        if factor != 1.0:
+            piece.mul_(factor)
 
 
 def _all_reduce(
@@ -1141,7 +874,7 @@ def _give_sharded_grads(
     Casts a rank's part of the reduced bucket to the gradients' dtypes, flat, and
     makes each parameter's piece of it the parameter's sharded gradient.
     """
-    starts, new_dtensor = bucket.starts, DTensor.__new__
+    starts = bucket.starts
     for run in bucket.runs:
         flat = output
         if len(bucket.runs) > 1:
@@ -1160,24 +893,26 @@ def _give_sharded_grads(
                 base + starts[i],
             )
             sharded_param = fsdp_param.sharded_param
-            try:
-                if (
-                    sharded_param.grad is None
-                    and not fsdp_param.offload_to_cpu
-                    and not sharded_param._post_accumulate_grad_hooks
-                ):
-                    # Less than the parameter's method does: a check of the size, which
-                    # is the parameter's own here, and an initializer that is idle
-                    spec = fsdp_param._sharding_spec
-                    if dtype != fsdp_param.orig_dtype:
-                        spec = _with_dtype(spec, dtype)
-                    sharded_param.grad = new_dtensor(
-                        DTensor, sharded_grad, spec, requires_grad=False
-                    )
-                else:
-                    _accumulate_sharded_grad(fsdp_param, sharded_grad, stream)
-            except Exception as error:
-                raise_about_sharded_grad(error, fsdp_param, sharded_grad)
+            if (
+                sharded_param.grad is None
+                and not fsdp_param.offload_to_cpu
+                and not sharded_param._post_accumulate_grad_hooks
+            ):
+                sharded_param.grad = _as_dtensor(fsdp_param, sharded_grad, dtype)
+            else:
+                _accumulate_sharded_grad(fsdp_param, sharded_grad, stream)
+
+
+def _as_dtensor(
+    fsdp_param: FSDPParam, sharded_grad: torch.Tensor, dtype: torch.dtype
+) -> DTensor:
+    # Less than the parameter's method does: a check of the size, which is the
+    # parameter's own here, and an initializer that is idle
+    spec = fsdp_param._sharding_spec
+    if dtype != fsdp_param.orig_dtype:
+        meta = cast(TensorMeta, spec.tensor_meta)
+        spec = replace(spec, tensor_meta=meta._replace(dtype=dtype))
+    return DTensor.__new__(DTensor, sharded_grad, spec, requires_grad=False)
 
 
 def _accumulate_sharded_grad(
@@ -1198,12 +933,8 @@ def _accumulate_sharded_grad(
         if overlaps:
             fsdp_param.grad_offload_event = stream.record_event()
     if present is None:
-        spec = fsdp_param._sharding_spec
-        if sharded_grad.dtype != fsdp_param.orig_dtype:
-            spec = _with_dtype(spec, sharded_grad.dtype)
-        sharded_param.grad = DTensor.__new__(
-            DTensor, sharded_grad, spec, requires_grad=False
-        )
+        dtype = sharded_grad.dtype
+        sharded_param.grad = _as_dtensor(fsdp_param, sharded_grad, dtype)
     elif isinstance(present, DTensor):
         present._local_tensor += sharded_grad
     else:
@@ -1215,144 +946,3 @@ def _accumulate_sharded_grad(
     if hooks:
         for hook in [*hooks.values()]:
             hook(sharded_param)
-
-
-def _with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
-    meta = cast(TensorMeta, spec.tensor_meta)
-    return replace(spec, tensor_meta=meta._replace(dtype=dtype))
-
-
-@dataclass(frozen=True)
-class PartialReduce:
-    """
-    What a bucket's microbatches so far sum to on this rank, reduced over the
-    shard group and not yet over the replicas, with the layout that it has.
-    """
-
-    bucket: ReduceBucket
-    output: torch.Tensor  # 1D, in the bucket's dtype
-
-    @classmethod
-    @torch.no_grad()
-    def merge(
-        cls,
-        bucket: ReduceBucket,
-        partials: Sequence[PartialReduce],
-        divisors: Mapping[torch.dtype, float] | None = None,
-    ) -> PartialReduce:
-        """
-        Returns what ``partials`` have of the bucket's parameters, where and in
-        the dtype that ``bucket`` has them, zero where none has any. To be
-        called in the stream that reduces, which wrote them.
-
-        ``divisors`` gives what a sum in each dtype has been divided by, from
-        :func:`scatter_divisor`; needed only if the dtypes differ.
-        """
-        output = partials[0].output.new_zeros(bucket.shard_numel, dtype=bucket.dtype)
-        for partial in partials:
-            moves = moves_between(partial.bucket, bucket)
-            for source_start, target_start, numel in moves:
-                target = output.narrow(0, target_start, numel)
-                target.copy_(partial.output.narrow(0, source_start, numel))
-                if divisors is not None and partial.bucket.dtype != bucket.dtype:
-                    divided_by = divisors[partial.bucket.dtype]
-                    target.mul_(divided_by / divisors[bucket.dtype])
-        return cls(bucket, output)
-
-
-def scatter_divisor(
-    reduce_scatter_group: dist.ProcessGroup | None,
-    factors: tuple[float | None, float | None, _ReduceOp, _ReduceOp],
-    gradient_divide_factor: float | None,
-) -> float:
-    """
-    Returns what the sum over the shard group has been divided by when the
-    reduce-scatter is done, of what :func:`_get_gradient_divide_factors` gives.
-    """
-    before, _, op, _ = factors
-    if before is not None:
-        return before
-    if op == ReduceOp.SUM:
-        return 1.0
-    if op == ReduceOp.AVG:
-        return 1.0 if reduce_scatter_group is None else reduce_scatter_group.size()
-    return 1.0 if gradient_divide_factor is None else gradient_divide_factor
-
-
-def _get_gradient_divide_factors(
-    reduce_scatter_group: dist.ProcessGroup | None,
-    all_reduce_group: dist.ProcessGroup | None,
-    reduce_dtype: torch.dtype,
-    device_type: str = "",
-    factor: float | None = None,
-    force_sum_reduction_for_comms: bool = False,
-) -> tuple[float | None, float | None, _ReduceOp, _ReduceOp]:
-    """
-    Returns what the gradients are divided by before the reduce-scatter and
-    after the all-reduce (None: by nothing), and the operation of each.
-
-    Together they divide the sum over all N data-parallel ranks by ``factor``,
-    or by N if that is None:
-
-    - fp32 and bf16 have the range to hold the sum, so the collective divides
-      (AVG, or PREMUL_SUM for a custom factor) and no kernel is spent on it.
-    - Other dtypes, fp16 above all, could overflow in the sum if divided after
-      it and underflow if divided before. So they are divided by about sqrt(N)
-      before and by the rest after: the power of two f that grows from 1 while
-      it divides N and N / f > f, then N / f. So no partial sum is farther than
-      about sqrt(N) from the result's own scale. N = 8 gives 4 and 2, N = 6
-      gives 4 and 1.5. (The rule of ``DefaultState`` in
-      torch/distributed/algorithms/_comm_hooks/default_hooks.py.)
-    - Where only sums may be used (``force_sum_reduction_for_comms``, MTIA, a
-      backend without PREMUL_SUM), it is divided after, where there is less.
-
-    A sum over one rank is no collective, so what it would divide by is applied to
-    its input, see :func:`scatter_divisor`.
-    """
-    shards = 1 if reduce_scatter_group is None else reduce_scatter_group.size()
-    workers = shards * (1 if all_reduce_group is None else all_reduce_group.size())
-    can_overflow = reduce_dtype not in (torch.float32, torch.bfloat16)
-    sums_only = force_sum_reduction_for_comms or device_type == "mtia"
-    SUM, AVG = ReduceOp.SUM, ReduceOp.AVG
-    if can_overflow:
-        before, after = _split_factor(float(workers) if factor is None else factor)
-        return before, after, SUM, SUM
-    if sums_only:
-        return None, float(workers) if factor is None else factor, SUM, SUM
-    if factor is None:
-        # Over a single rank some backends' AVG is wrong
-        op = SUM if workers == 1 else AVG
-        return None, None, op, op
-    if reduce_scatter_group is not None and factor == shards:
-        return None, None, AVG, SUM
-    if shards > 1 and not _has_premul_sum(reduce_scatter_group, device_type):
-        return None, factor, SUM, SUM
-    return None, None, ReduceOp.PREMUL_SUM(1 / factor), SUM
-
-
-def _split_factor(factor: float) -> tuple[float, float]:
-    before = 1
-    while factor % before == 0 and factor / before > before:
-        before *= 2
-    return before, factor / before
-
-
-def _has_premul_sum(group: dist.ProcessGroup | None, device_type: str) -> bool:
-    """Whether the group's backend for the device can scale what it sums."""
-    if group is None:
-        return True
-    backend = backend_name(group, torch.device(device_type or "cpu"))
-    return backend not in ("gloo", "mpi", "threaded", "threadpg")
-
-
-def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Returns what the group communicates with for a device, e.g. "nccl"."""
-    try:
-        return group._get_backend(device).name()
-    except RuntimeError:  # groups that are threads of a test
-        return group.name()
-
-
-def _div_if_needed(tensor: torch.Tensor, div_factor: float | None) -> None:
-    if div_factor not in (None, 1):
-        tensor.div_(div_factor)

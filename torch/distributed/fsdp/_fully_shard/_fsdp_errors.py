@@ -3,16 +3,19 @@ What errors say of the parameter that they are about, and what to do.
 
 [Note: Looked at when it fails]
 A step has no time to look at all that it is given, and most of what is wrong makes
-something fail in it anyway. Only then are the functions here called, to find out
-what it was. They name the parameter, keep the kind of the error that others may
-catch, and leave alone what they have no explanation for.
+something fail in it anyway. Only then is it looked for here. What is found names the
+parameter and keeps the kind of the error, which others may catch. What is not found is
+left as it is.
+
+Of tensors with ``fsdp_pre_all_gather``, whose methods are the user's, nothing is left to
+look at. There the traceback tells which parameter it was: it goes through a method of it.
 """
 
 from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NoReturn
 
@@ -21,14 +24,16 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from ._fsdp_api import (
-    _is_reducible,
     AllGather,
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     OffloadPolicy,
     ReduceScatter,
 )
+from ._fsdp_doors import Errors, Gathering, Reducing, Sharding, Taking
 from ._fsdp_param import FSDPParam
+from ._fsdp_policies import is_reducible
+from ._fsdp_unit import GatherPlan
 
 
 # Kinds of errors that are made of one text. An exception of a user's may take
@@ -44,35 +49,61 @@ _MADE_OF_TEXT = (
 )
 
 
-def raise_with(error: Exception, text: str) -> NoReturn:
-    """Raises an error of the same kind that says ``text`` before its own."""
-    if type(error) not in _MADE_OF_TEXT:
-        raise error
-    raise type(error)(f"{text}: {error}") from error
+class ExplainedErrors(Errors):
+    """Says which parameter an error is about, and what to do."""
+
+    def check_setting(self, setter: str, value: Any, unit: str) -> None:
+        _SETTINGS[setter](value, unit)
+
+    def check_param(self, fsdp_param: FSDPParam, name: str) -> None:
+        if (wrong := _what_is_registered(fsdp_param, name)) is not None:
+            raise RuntimeError(wrong)
+        _check_reshards(fsdp_param, name)
+        _check_grad_dtype(fsdp_param.sharded_param, name)
+
+    def explain(
+        self, error: BaseException, at: Sharding | Taking | Gathering | Reducing
+    ) -> NoReturn:
+        if type(error) not in _MADE_OF_TEXT:
+            raise error
+        if isinstance(at, Sharding):
+            what_to_do = _how_to_shard(at.param, at.make_fsdp_param.keywords)
+            text = f"Parameter {at.name} cannot be sharded. {what_to_do}"
+        elif isinstance(at, Taking):
+            text = _what_is_registered(at.fsdp_param, at.name)
+            text = text or f"{at.name} cannot be taken as it is registered"
+        elif isinstance(at, Gathering):
+            text = _about_gather(error)
+        else:
+            text = _about_reduction(at)
+        if text is None:
+            raise error
+        raise type(error)(f"{text}: {error}") from error
 
 
 # When a unit is made #
 
 
-def check_policies(mp_policy: Any, offload_policy: Any, unit: str) -> None:
-    if not isinstance(mp_policy, MixedPrecisionPolicy):
+def _check_mp_policy(policy: Any, unit: str) -> None:
+    if not isinstance(policy, MixedPrecisionPolicy):
         raise TypeError(
             f"mp_policy of unit '{unit}' must be a MixedPrecisionPolicy, but it is "
-            f"{mp_policy!r}: pass MixedPrecisionPolicy(param_dtype=...), or leave it out"
+            f"{policy!r}: pass MixedPrecisionPolicy(param_dtype=...), or leave it out"
         )
+
+
+def _check_offload_policy(policy: Any, unit: str) -> None:
     # None has always meant not to offload
-    if offload_policy is not None and not isinstance(offload_policy, OffloadPolicy):
+    if policy is not None and not isinstance(policy, OffloadPolicy):
         raise TypeError(
             f"offload_policy of unit '{unit}' must be an OffloadPolicy, but it is "
-            f"{offload_policy!r}, which would offload nothing: pass "
-            "CPUOffloadPolicy(), or leave it out"
+            f"{policy!r}, which would offload nothing: pass CPUOffloadPolicy(), or "
+            "leave it out"
         )
 
 
-def how_to_shard(
-    param: nn.Parameter, offload_policy: OffloadPolicy, is_placed: bool
-) -> str:
-    """Returns what to do about a parameter that cannot be sharded."""
+def _how_to_shard(param: nn.Parameter, arguments: dict[str, Any]) -> str:
+    """Returns what to do about a parameter that cannot be sharded with these."""
     if param.layout != torch.strided or param.is_quantized:
         return (
             "Only dense parameters can be: call to_dense() or dequantize() on it "
@@ -86,10 +117,11 @@ def how_to_shard(
         )
     if not param.is_contiguous():
         return "Make it contiguous first: nn.Parameter(param.detach().contiguous())"
-    is_pinned = isinstance(offload_policy, CPUOffloadPolicy)
-    if is_pinned and offload_policy.pin_memory and not torch.accelerator.is_available():
+    offload = arguments["offload_policy"]
+    is_pinned = isinstance(offload, CPUOffloadPolicy) and offload.pin_memory
+    if is_pinned and not torch.accelerator.is_available():
         return "Without an accelerator use CPUOffloadPolicy(pin_memory=False)"
-    if is_placed:
+    if arguments["shard_placement_fn"] is not None:
         return (
             "shard_placement_fn must return Shard of a dim that it has, which must "
             "divide by the ranks unless it is dim 0"
@@ -97,8 +129,12 @@ def how_to_shard(
     return "Mend it, or put it in ignored_params"
 
 
-def check_reshards(fsdp_param: FSDPParam, ranks: int, name: str) -> None:
-    """Raises if a parameter cannot be resharded to ``ranks`` after forward."""
+def _check_reshards(fsdp_param: FSDPParam, name: str) -> None:
+    """Raises if a parameter cannot be resharded to a smaller mesh after forward."""
+    smaller = fsdp_param.post_forward_mesh_info
+    if smaller is None or smaller == fsdp_param.mesh_info:
+        return
+    ranks = smaller.shard_mesh_size
     dim, size = fsdp_param.fsdp_placement.dim, fsdp_param._orig_size
     if dim != 0 and size[0] % ranks != 0:
         raise ValueError(
@@ -108,7 +144,7 @@ def check_reshards(fsdp_param: FSDPParam, ranks: int, name: str) -> None:
         )
 
 
-def check_grad_dtype(param: nn.Parameter, name: str) -> None:
+def _check_grad_dtype(param: nn.Parameter, name: str) -> None:
     grad_dtype = param.grad_dtype
     if grad_dtype is None or not param.requires_grad:
         return
@@ -123,11 +159,11 @@ def check_grad_dtype(param: nn.Parameter, name: str) -> None:
 # When settings are made #
 
 
-def check_all_gather(comm: Any, unit: str) -> None:
+def _check_all_gather(comm: Any, unit: str) -> None:
     _check_comm(comm, unit, "set_custom_all_gather", AllGather, ReduceScatter)
 
 
-def check_reduce_scatter(comm: Any, unit: str) -> None:
+def _check_reduce_scatter(comm: Any, unit: str) -> None:
     _check_comm(comm, unit, "set_custom_reduce_scatter", ReduceScatter, AllGather)
 
 
@@ -142,7 +178,7 @@ def _check_comm(comm: Any, unit: str, setter: str, kind: type, other: type) -> N
     )
 
 
-def check_all_reduce_hook(hook: Any, unit: str) -> None:
+def _check_all_reduce_hook(hook: Any, unit: str) -> None:
     if hook is not None and not callable(hook):
         raise TypeError(
             f"set_all_reduce_hook of unit '{unit}' got {hook!r}, which cannot be "
@@ -150,7 +186,7 @@ def check_all_reduce_hook(hook: Any, unit: str) -> None:
         )
 
 
-def check_divide_factor(factor: Any, unit: str) -> None:
+def _check_divide_factor(factor: Any, unit: str) -> None:
     if factor is None:
         return
     setter = f"set_gradient_divide_factor of unit '{unit}'"
@@ -164,10 +200,20 @@ def check_divide_factor(factor: Any, unit: str) -> None:
         )
 
 
+_SETTINGS: dict[str, Callable[[Any, str], None]] = {
+    "mp_policy": _check_mp_policy,
+    "offload_policy": _check_offload_policy,
+    "set_custom_all_gather": _check_all_gather,
+    "set_custom_reduce_scatter": _check_reduce_scatter,
+    "set_all_reduce_hook": _check_all_reduce_hook,
+    "set_gradient_divide_factor": _check_divide_factor,
+}
+
+
 # When parameters are taken as they are #
 
 
-def what_is_registered(fsdp_param: FSDPParam, name: str) -> str | None:
+def _what_is_registered(fsdp_param: FSDPParam, name: str) -> str | None:
     """
     Returns what is wrong with what a module has under a parameter's name, None if
     nothing that can be seen.
@@ -210,90 +256,90 @@ def _whole_size(fsdp_param: FSDPParam) -> torch.Size:
 
 # In a step #
 
-
-def raise_about_extension(
-    error: Exception, fsdp_param: FSDPParam, method: str, returns: str
-) -> NoReturn:
-    name = fsdp_param._param_fqn or fsdp_param._module_info.param_name
-    raise_with(error, f"{method} of {name} failed, or did not return {returns}")
-
-
-def raise_about_late_extension(fsdp_param: FSDPParam) -> NoReturn:
-    name = fsdp_param._param_fqn or fsdp_param._module_info.param_name
-    raise AttributeError(
-        f"{name} became a tensor that has fsdp_pre_all_gather after it was taken as a "
-        "plain one: replace it before the first forward"
-    )
+_AFTER = ("fsdp_post_all_gather", "(tensor, (tensor to free, ...))")
+# What a user's tensor does in these functions, and what it must return
+_OF_EXTENSIONS = {
+    "all_gather_inputs": (
+        "fsdp_pre_all_gather",
+        "((contiguous tensor, ...), metadata)",
+    ),
+    "init_unsharded_param": _AFTER,
+    "_check_unsharded": _AFTER,
+}
 
 
-def raise_about_inputs(
-    error: Exception,
-    fsdp_params: Sequence[FSDPParam],
-    tensors: Sequence[torch.Tensor],
-    counts: Sequence[int],
-) -> NoReturn:
-    """Raises an error in the copy-in, which shards alone do not make."""
-    rest = iter(tensors)
-    for fsdp_param, count in zip(fsdp_params, counts):
-        for tensor in islice(rest, count):
-            if tensor.device.type != fsdp_param.device.type:
-                method, returns = (
-                    "fsdp_pre_all_gather",
-                    f"tensors on {fsdp_param.device}",
+def _about_gather(error: BaseException) -> str | None:
+    """Returns which tensor's methods an error in a gather is about, if of any."""
+    for code, local in _frames(error):
+        fsdp_param = local.get("self", local.get("fsdp_param"))
+        if code in _OF_EXTENSIONS and _has_extension(fsdp_param):
+            if not hasattr(fsdp_param, "_extensions_data"):
+                return (
+                    f"{_name(fsdp_param)} became a tensor that has fsdp_pre_all_gather "
+                    "after it was taken as a plain one: replace it before the first "
+                    "forward"
                 )
-                raise_about_extension(error, fsdp_param, method, returns)
-    raise error
+            method, returns = _OF_EXTENSIONS[code]
+            return _about_extension(fsdp_param, method, returns)
+        if code == "_stage" and "plan" in local:
+            return _about_inputs(local["fsdp_params"], local["tensors"], local["plan"])
+    return None
 
 
-def check_unsharded(fsdp_param: FSDPParam) -> None:
-    """Sees to what an extension returned first, which is used without a look."""
-    param, inner = fsdp_param._unsharded_param, fsdp_param._unsharded_inner_tensors
-    if param.device.type != fsdp_param.device.type:
-        raise ValueError(f"the tensor is on {param.device}, not {fsdp_param.device}")
-    if any(not isinstance(tensor, torch.Tensor) for tensor in inner):
-        raise TypeError(f"the tensors to free are {inner!r}")
+def _frames(error: BaseException) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the names and the variables of the functions that an error came through."""
+    traceback = error.__traceback__
+    while traceback is not None:
+        frame = traceback.tb_frame
+        yield frame.f_code.co_name, frame.f_locals
+        traceback = traceback.tb_next
 
 
-def check_outputs_fit(
-    fsdp_params: Sequence[FSDPParam],
-    dtypes: Sequence[Sequence[torch.dtype]],
-    numels: Sequence[Sequence[int]],
-) -> None:
-    """
-    Raises if what is now to be gathered would not become what was gathered first,
-    which views of autograd's and kernels keep to.
-    """
-    for fsdp_param, fresh, sizes in zip(fsdp_params, dtypes, numels, strict=True):
-        name = fsdp_param._param_fqn or fsdp_param._module_info.param_name
-        outputs = fsdp_param.all_gather_outputs
-        if not sizes:
-            raise ValueError(
-                f"fsdp_pre_all_gather of {name} returned no tensor to gather: return "
-                "((tensor, ...), metadata)"
-            )
-        if [output.numel() for output in outputs] == [*sizes]:
-            continue  # of a single rank's, copied and cast
-        kept = [output.dtype for output in outputs]
-        if outputs and kept != [*fresh]:
-            raise RuntimeError(
-                f"{name} was gathered as {_listed(kept)} before, and would be as "
-                f"{_listed(fresh)} now: cast a model, or load another dtype with "
-                "assign=True, before its first forward"
-            )
+def _about_inputs(
+    fsdp_params: Sequence[FSDPParam], tensors: Sequence[torch.Tensor], plan: GatherPlan
+) -> str | None:
+    """Returns whose tensor cannot be copied from where it is, if any."""
+    rest = iter(tensors)
+    for fsdp_param, numels in zip(fsdp_params, plan.numels):
+        device = fsdp_param.device
+        if any(t.device.type != device.type for t in islice(rest, len(numels))):
+            if _has_extension(fsdp_param):
+                what = f"tensors on {device}"
+                return _about_extension(fsdp_param, "fsdp_pre_all_gather", what)
+    return None
 
 
-def _listed(dtypes: Sequence[torch.dtype]) -> str:
-    return ", ".join(map(str, dtypes))
+def _about_extension(fsdp_param: FSDPParam, method: str, returns: str) -> str:
+    return f"{method} of {_name(fsdp_param)} failed, or did not return {returns}"
 
 
-def raise_about_grads(
-    error: Exception, fsdp_params: Sequence[FSDPParam], grads: Sequence[torch.Tensor]
-) -> NoReturn:
-    """Raises an error in the copy of gradients, with what is wrong with which."""
-    for fsdp_param, grad in zip(fsdp_params, grads):
+def _has_extension(fsdp_param: Any) -> bool:
+    local_tensor = getattr(fsdp_param, "_sharded_local_tensor", None)
+    return hasattr(local_tensor, "fsdp_pre_all_gather")
+
+
+def _name(fsdp_param: FSDPParam) -> str:
+    return fsdp_param._param_fqn or fsdp_param._module_info.param_name
+
+
+def _about_reduction(at: Reducing) -> str | None:
+    """Returns which gradient an error in a reduction is about, or what of the bucket."""
+    for fsdp_param, grad in zip(at.params, at.grads):
         if (wrong := _wrong_grad(fsdp_param, grad)) is not None:
-            raise_with(error, f"The gradient of {fsdp_param._param_fqn} {wrong}")
-    raise error
+            return f"The gradient of {fsdp_param._param_fqn} {wrong}"
+    dtype, device = at.bucket.dtype, at.unit.device
+    is_float = dtype.is_floating_point or dtype.is_complex
+    if not is_float or not is_reducible(dtype, device):
+        names = ", ".join(str(fsdp_param._param_fqn) for fsdp_param in at.params)
+        return (
+            f"The gradients of {names} cannot be averaged in {dtype} on {device}. Set "
+            "reduce_dtype to torch.float32 for them, or do not train them"
+        )
+    for fsdp_param, slot in zip(at.params, at.bucket.slots):
+        grad_dtype = slot.grad_dtype or dtype
+        if (wrong := _wrong_sharded_grad(fsdp_param, grad_dtype)) is not None:
+            return wrong
+    return None
 
 
 def _wrong_grad(fsdp_param: FSDPParam, grad: torch.Tensor) -> str | None:
@@ -316,52 +362,28 @@ def _wrong_grad(fsdp_param: FSDPParam, grad: torch.Tensor) -> str | None:
     return None
 
 
-def raise_about_bucket(
-    error: Exception,
-    fsdp_params: Sequence[FSDPParam],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> NoReturn:
-    """Raises an error in a reduction, with the parameters if their dtype explains it."""
-    is_float = dtype.is_floating_point or dtype.is_complex
-    if is_float and _is_reducible(dtype, device):
-        raise error
-    names = ", ".join(str(fsdp_param._param_fqn) for fsdp_param in fsdp_params)
-    raise_with(
-        error,
-        f"The gradients of {names} cannot be averaged in {dtype} on {device}. Set "
-        "reduce_dtype to torch.float32 for them, or do not train them",
+def _wrong_sharded_grad(fsdp_param: FSDPParam, grad_dtype: torch.dtype) -> str | None:
+    """Returns why a parameter cannot be given a gradient, or have one added."""
+    param, name, size = (
+        fsdp_param.sharded_param,
+        fsdp_param._param_fqn,
+        fsdp_param.sharded_size,
     )
-
-
-def raise_about_sharded_grad(
-    error: Exception, fsdp_param: FSDPParam, sharded_grad: torch.Tensor
-) -> NoReturn:
-    """Raises an error in handing over a reduced gradient, if it can be explained."""
-    param, name = fsdp_param.sharded_param, fsdp_param._param_fqn
-    if param.grad is None and param.grad_dtype not in (None, sharded_grad.dtype):
-        raise_with(
-            error,
-            f"{name} is {param.dtype} now, but its gradients are {sharded_grad.dtype}: "
-            "cast a model before its first forward, not between steps",
+    if param.grad is None:
+        if param.grad_dtype in (None, grad_dtype):
+            return None
+        return (
+            f"{name} is {param.dtype} now, but its gradients are {grad_dtype}: cast a "
+            "model before its first forward, not between steps"
         )
     local = getattr(param.grad, "_local_tensor", None)
-    if local is not None and (
-        local.size() != sharded_grad.size()
-        or not (local.is_floating_point() or local.is_complex())
-    ):
-        raise_with(
-            error,
-            f"The gradient that {name} has is {local.dtype} of size "
-            f"{tuple(local.size())} on this rank, to which one of "
-            f"{sharded_grad.dtype} and size {tuple(sharded_grad.size())} cannot be "
-            "added. Set None, or one that is sharded like the parameter",
-        )
-    raise error
-
-
-def raise_about_comm(comm: Any, setter: str, wrong: str) -> NoReturn:
-    raise ValueError(
-        f"{type(comm).__name__}.allocate, from {setter}, returned {wrong}: return a "
-        "contiguous tensor of the size, dtype and device that it is asked for"
+    if local is None:
+        return None
+    is_float = local.is_floating_point() or local.is_complex()
+    if is_float and local.size() == size:
+        return None
+    return (
+        f"The gradient that {name} has is {local.dtype} of size {tuple(local.size())} "
+        f"on this rank, to which one of {grad_dtype} and size {tuple(size)} cannot be "
+        "added. Set None, or one that is sharded like the parameter"
     )

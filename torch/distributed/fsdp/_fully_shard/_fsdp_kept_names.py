@@ -142,7 +142,11 @@ class KeptNames:
         if output is None:
             self._partial_reduces.clear()
             return
-        self._keep_partial_reduce(output)
+        try:
+            self._partial_reduces.put(self.fsdp_params, output)
+        except ValueError as error:
+            name = f"_partial_reduce_output of unit '{self._unit_name}'"
+            raise ValueError(f"{name} {error}") from None
 
 
 def _common(dtypes: Sequence[torch.dtype | None]) -> torch.dtype | None:

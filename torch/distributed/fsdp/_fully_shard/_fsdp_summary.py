@@ -5,20 +5,23 @@ stored, computed with and reduced in which dtype, and the bytes that this sends.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TYPE_CHECKING
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
 
+from ._fsdp_doors import DescribedUnit
 from ._fsdp_layout import dtype_rank, plan_gather
 from ._fsdp_param import FSDPParam
 from ._fsdp_unit import dtypes_of
+from ._fully_shard import FSDPModule
 
 
-if TYPE_CHECKING:
-    from ._fsdp_param_group import FSDPParamGroup
+# Of tables, which can be turned off apart from the steps
+_logger = logging.getLogger("torch.distributed.fsdp.fully_shard.layout")
 
 
 @dataclass(frozen=True)
@@ -87,32 +90,39 @@ def layout_summary(module: nn.Module) -> LayoutSummary:
     Args:
         module (nn.Module): The root, or any module that has units in it.
     """
-    from ._fully_shard import FSDPModule  # which imports this module
-
-    names: dict[FSDPParamGroup, list[str]] = {}
+    names: dict[Any, list[str]] = {}
     for name, submodule in module.named_modules():
         if isinstance(submodule, FSDPModule):
             for group in submodule._get_fsdp_state()._fsdp_param_groups:
                 names.setdefault(group, []).append(name or "(root)")
     return LayoutSummary(
-        tuple(summarize_unit(group, ", ".join(of)) for group, of in names.items())
+        tuple(
+            _summarize_unit(group._describe(), ", ".join(of))
+            for group, of in names.items()
+        )
     )
 
 
-def summarize_unit(group: FSDPParamGroup, name: str) -> UnitSummary:
-    world_size = group._gather_world_size
-    gathered = _gathered_nbytes(group)
+def log_layout(describe: Callable[[], DescribedUnit]) -> None:
+    """Logs the table of one unit, where somebody wants it."""
+    if _logger.isEnabledFor(logging.DEBUG):
+        unit = describe()
+        _logger.debug("%s", _summarize_unit(unit, unit.fqn or "(root)"))
+
+
+def _summarize_unit(unit: DescribedUnit, name: str) -> UnitSummary:
+    gathered = _gathered_nbytes(unit)
     members: dict[_Dtypes, list[int]] = {}
-    for i, fsdp_param in enumerate(group.fsdp_params):
+    for i, fsdp_param in enumerate(unit.params):
         members.setdefault(_dtypes_of(fsdp_param), []).append(i)
     rows = [
-        _summarize_params(group, positions, dtypes, gathered)
+        _summarize_params(unit, positions, dtypes, gathered)
         for dtypes, positions in sorted(members.items(), key=_row_rank)
     ]
     total = None
     if gathered is not None:
-        total = 0 if world_size == 1 else sum(gathered.by_param) + gathered.padding
-    return UnitSummary(name, tuple(rows), total, tuple(_buckets(group, rows)))
+        total = sum(gathered.by_param) + gathered.padding
+    return UnitSummary(name, tuple(rows), total, tuple(_buckets(unit, rows)))
 
 
 class _Dtypes(NamedTuple):
@@ -138,21 +148,22 @@ def _row_rank(item: tuple[_Dtypes, list[int]]) -> tuple:
 
 
 def _summarize_params(
-    group: FSDPParamGroup,
+    unit: DescribedUnit,
     positions: Sequence[int],
     dtypes: _Dtypes,
     gathered: _Gathered | None,
 ) -> ParamsSummary:
-    params = [group.fsdp_params[i] for i in positions]
+    params = [unit.params[i] for i in positions]
     shards_nbytes = 0
     if dtypes.reduce is not None:
         shards_nbytes = sum(map(_padded_numel, params)) * dtypes.reduce.itemsize
     return ParamsSummary(
-        tuple(map(group._name_within, positions)),
+        # Without the class of the unit's module, which the table names
+        tuple(unit.names[i].partition(" of ")[0] for i in positions),
         sum(p._orig_size.numel() for p in params),
         *dtypes,
         None if gathered is None else sum(gathered.by_param[i] for i in positions),
-        shards_nbytes * group._gather_world_size,
+        shards_nbytes * unit.gather_world_size,
     )
 
 
@@ -167,8 +178,8 @@ class _Gathered(NamedTuple):
     padding: int
 
 
-def _gathered_nbytes(group: FSDPParamGroup) -> _Gathered | None:
-    params, world_size = group.fsdp_params, group._gather_world_size
+def _gathered_nbytes(unit: DescribedUnit) -> _Gathered | None:
+    params, world_size = unit.params, unit.gather_world_size
     if world_size == 1:
         return _Gathered([0] * len(params), 0)
     if (plan := params.gather_plan) is not None:
@@ -189,7 +200,7 @@ def _gathered_nbytes(group: FSDPParamGroup) -> _Gathered | None:
 
 
 def _buckets(
-    group: FSDPParamGroup, rows: Sequence[ParamsSummary]
+    unit: DescribedUnit, rows: Sequence[ParamsSummary]
 ) -> Iterator[BucketSummary]:
     nbytes: dict[torch.dtype, int] = {}
     for row in rows:
@@ -197,8 +208,8 @@ def _buckets(
             in_bucket = nbytes.get(row.reduce_dtype, 0)
             nbytes[row.reduce_dtype] = in_bucket + row.reduced_nbytes
     for dtype in sorted(nbytes, key=dtype_rank):
-        before, after, *_ = group._divide_factors(dtype)
-        divided_by = group.gradient_divide_factor or group.mesh_info.mesh.size()
+        before, after, *_ = unit.divide_factors(dtype)
+        divided_by = unit.divide_factor or unit.world_size
         yield BucketSummary(dtype, nbytes[dtype], divided_by, before, after)
 
 

@@ -21,12 +21,6 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 
-from ._fsdp_errors import (
-    check_outputs_fit,
-    check_unsharded,
-    raise_about_extension,
-    raise_about_late_extension,
-)
 from ._fsdp_layout import (
     GatherLayout,
     plan_copy_in,
@@ -72,12 +66,29 @@ def grad_dtype_of(
     fsdp_param: FSDPParam, orig_dtype: torch.dtype | None = None
 ) -> torch.dtype | None:
     """
-    Returns what a sharded gradient is cast to: what users set on the parameter
-    comes before what the caller says, and that before the storage dtype.
+    Returns what a sharded gradient is cast to, None if to nothing: what users set on
+    the parameter comes before what the caller says, and that before the storage dtype.
     """
-    grad_dtype = getattr(fsdp_param, "grad_dtype", fsdp_param.orig_dtype)
-    is_set = grad_dtype != fsdp_param.orig_dtype
-    return grad_dtype if is_set else orig_dtype or grad_dtype
+    param = fsdp_param.sharded_param
+    is_set = param.grad_dtype != param.dtype
+    return param.grad_dtype if is_set else orig_dtype or param.dtype
+
+
+class UnitBucket(NamedTuple):
+    """One reduction of a unit: a bucket, and its parameters in slot order."""
+
+    params: list[FSDPParam]
+    bucket: ReduceBucket
+    # What all sharded gradients are in, None if in several dtypes
+    grad_dtype: torch.dtype | None
+
+    @classmethod
+    def of(cls, fsdp_params: Sequence[FSDPParam], bucket: ReduceBucket) -> UnitBucket:
+        """Returns the bucket with those of a unit's parameters that are in it."""
+        first, *others = [run.grad_dtype for run in bucket.runs] or [None]
+        params = [fsdp_params[slot.param] for slot in bucket.slots]
+        is_one = all(dtype == first for dtype in others)
+        return cls(params, bucket, first if is_one else None)
 
 
 # What is gathered #
@@ -94,17 +105,6 @@ class GatherInputs(NamedTuple):
     counts: list[int] | None
 
 
-class SplitSizes(list[int]):
-    """
-    The split sizes of a gather that was laid out here, to tell its result from
-    one that somebody else laid out: equal numbers can mean another order.
-    """
-
-    def __init__(self, layout: GatherLayout):
-        super().__init__(layout.split_sizes)
-        self.layout = layout
-
-
 @dataclass(frozen=True)
 class GatherPlan:
     """All that is known of a gather before its data."""
@@ -114,20 +114,9 @@ class GatherPlan:
     # The fields of the gather's result
     dtypes: list[list[torch.dtype]]
     numels: list[list[int]]
-    split_sizes: SplitSizes
-
-
-def prepare_gather(
-    fsdp_params: Sequence[FSDPParam],
-) -> tuple[list[torch.Tensor], GatherPlan]:
-    """Returns this rank's 1D tensors to gather, and the plan of their gather."""
-    if isinstance(fsdp_params, UnitParams):
-        fsdp_params.follow()
-        tensors, inputs = _get_gather_inputs(fsdp_params, fsdp_params.has_extensions)
-        return tensors, fsdp_params.plan(inputs)
-    has_extensions = any(map(_has_extension, fsdp_params))
-    tensors, inputs = _get_gather_inputs(fsdp_params, has_extensions)
-    return tensors, _plan_unit(inputs)
+    # Of several regions with that of the padding, even if it is 0: so that they are
+    # one more than the inputs, and nobody else's (see `layout_of`)
+    split_sizes: list[int]
 
 
 def _get_gather_inputs(
@@ -146,7 +135,7 @@ def _get_gather_inputs(
         tensors, compute_dtypes, counts = [], [], []
         for fsdp_param in fsdp_params:
             if hasattr(fsdp_param._sharded_local_tensor, "fsdp_pre_all_gather"):
-                own, dtype = _get_extension_inputs(fsdp_param), None
+                own, dtype = fsdp_param.all_gather_inputs, None
             else:
                 own, dtype = get_shards([fsdp_param]), fsdp_param.param_dtype
             tensors += own
@@ -157,30 +146,19 @@ def _get_gather_inputs(
     return tensors, GatherInputs(stored_dtypes, numels, compute_dtypes, counts)
 
 
-def _get_extension_inputs(fsdp_param: FSDPParam) -> list[torch.Tensor]:
-    if not hasattr(fsdp_param, "_extensions_data"):
-        raise_about_late_extension(fsdp_param)
-    try:
-        return fsdp_param.all_gather_inputs
-    except Exception as error:
-        method, returns = "fsdp_pre_all_gather", "((contiguous tensor, ...), metadata)"
-        raise_about_extension(error, fsdp_param, method, returns)
-
-
 def _has_extension(fsdp_param: FSDPParam) -> bool:
     if hasattr(fsdp_param, "_extensions_data"):
         return True
     return hasattr(fsdp_param._sharded_local_tensor, "fsdp_pre_all_gather")
 
 
-def _init_extension(fsdp_param: FSDPParam, is_first: bool) -> None:
-    try:
-        fsdp_param.init_unsharded_param()
-        if is_first:
-            check_unsharded(fsdp_param)
-    except Exception as error:
-        method, returns = "fsdp_post_all_gather", "(tensor, (tensor to free, ...))"
-        raise_about_extension(error, fsdp_param, method, returns)
+def _check_unsharded(fsdp_param: FSDPParam) -> None:
+    """Looks at what an extension returned first, which is used without a look."""
+    param, inner = fsdp_param._unsharded_param, fsdp_param._unsharded_inner_tensors
+    if param.device.type != fsdp_param.device.type:
+        raise ValueError(f"the tensor is on {param.device}, not {fsdp_param.device}")
+    if any(not isinstance(tensor, torch.Tensor) for tensor in inner):
+        raise TypeError(f"the tensors to free are {inner!r}")
 
 
 def get_shards(fsdp_params: Sequence[FSDPParam]) -> list[torch.Tensor]:
@@ -198,13 +176,39 @@ def _plan_unit(inputs: GatherInputs) -> GatherPlan:
     dtypes = [compute_dtype or stored_dtype for stored_dtype, compute_dtype in pairs]
     counts = inputs.counts or [1] * len(dtypes)
     layout = plan_gather(dtypes, inputs.numels)
+    split_sizes = [*layout.split_sizes]
+    if len(layout.regions) > 1 and not layout.padding_nbytes:
+        split_sizes.append(0)
     return GatherPlan(
         layout,
         plan_copy_in(layout, inputs.stored_dtypes),
         dtypes=_in_groups(dtypes, counts),
         numels=_in_groups(inputs.numels, counts),
-        split_sizes=SplitSizes(layout),
+        split_sizes=split_sizes,
     )
+
+
+def _check_fits(fsdp_param: FSDPParam, plan: GatherPlan, i: int) -> None:
+    """
+    Raises if what is now to be gathered would not become what was gathered first,
+    which views of autograd's and kernels keep to.
+    """
+    name = fsdp_param._param_fqn or fsdp_param._module_info.param_name
+    if not plan.numels[i]:
+        raise ValueError(
+            f"fsdp_pre_all_gather of {name} returned no tensor to gather: return "
+            "((tensor, ...), metadata)"
+        )
+    outputs = fsdp_param.all_gather_outputs
+    if not outputs or [output.numel() for output in outputs] == plan.numels[i]:
+        return  # the latter of a single rank's, copied and cast
+    kept, fresh = [output.dtype for output in outputs], plan.dtypes[i]
+    if kept != fresh:
+        raise RuntimeError(
+            f"{name} was gathered as {', '.join(map(str, kept))} before, and would be "
+            f"as {', '.join(map(str, fresh))} now: cast a model, or load another dtype "
+            "with assign=True, before its first forward"
+        )
 
 
 def _in_groups(values: Iterable, counts: Sequence[int]) -> list[list]:
@@ -247,10 +251,12 @@ class _KeptColumns(NamedTuple):
 
 
 class UnitParams(list[FSDPParam]):
-    """
-    A unit's parameters, with what :mod:`_fsdp_collectives` finds out about
-    them, which takes a plain list from anyone else and finds it out each time.
-    """
+    """A unit's parameters, with what is found out about them."""
+
+    @classmethod
+    def of(cls, fsdp_params: Sequence[FSDPParam]) -> UnitParams:
+        """Returns them as a unit. Of anyone else's list nothing is kept."""
+        return fsdp_params if isinstance(fsdp_params, cls) else cls(fsdp_params)
 
     def __init__(self, params: Iterable[FSDPParam] = ()):
         super().__init__(params)
@@ -259,7 +265,7 @@ class UnitParams(list[FSDPParam]):
     def refresh(self) -> None:
         """Forgets what is kept, where parameters may have become others."""
         self._made_of = [*self]
-        self._local_classes = [*map(type, map(_get_local_tensor, self))]
+        self._local_classes: list[type] = []
         self._has_extensions = any(map(_has_extension, self))
         self._find_places()
         # One each for the shards and for those resharded after forward
@@ -267,7 +273,7 @@ class UnitParams(list[FSDPParam]):
         self._columns: dict[ShardedState, _KeptColumns] = {}
         self._outputs: GatherOutputs | None = None
         # By the dtype of each parameter's gradient, None without one
-        self.buckets: dict[tuple[torch.dtype | None, ...], list[BucketParams]] = {}
+        self.buckets: dict[tuple[torch.dtype | None, ...], list[UnitBucket]] = {}
 
     def follow(self) -> None:
         """Forgets what is kept if the list has other parameters now."""
@@ -284,15 +290,39 @@ class UnitParams(list[FSDPParam]):
             self._has_extensions = any(map(_has_extension, self))
         return self._has_extensions
 
-    def plan(self, inputs: GatherInputs) -> GatherPlan:
-        """Returns the plan for these inputs: the last one, if they are as before."""
+    def prepare_gather(self) -> tuple[list[torch.Tensor], GatherPlan]:
+        """
+        Returns this rank's 1D tensors to gather and the plan of their gather: the
+        last one, if they are as before.
+        """
+        self.follow()
+        tensors, inputs = _get_gather_inputs(self, self.has_extensions)
         state = self[0].sharded_state
         kept = self._plans.get(state)
         if kept is None or kept[0] != inputs:
             plan = _plan_unit(inputs)
-            check_outputs_fit(self, plan.dtypes, plan.numels)
+            for i, fsdp_param in enumerate(self):
+                _check_fits(fsdp_param, plan, i)
             kept = self._plans[state] = (inputs, plan)
-        return kept[1]
+        return tensors, kept[1]
+
+    def layout_of(
+        self,
+        dtypes: Sequence[Sequence[torch.dtype]],
+        numels: Sequence[Sequence[int]],
+        split_sizes: Sequence[int],
+    ) -> GatherLayout:
+        """
+        Returns the layout of a gathered buffer, from the fields of its gather's
+        result. One that was laid out elsewhere holds the inputs in parameter order.
+        """
+        _, plan = self._plans.get(self[0].sharded_state, (None, None))
+        if plan is not None and split_sizes is plan.split_sizes:
+            return plan.layout
+        flat_dtypes = [*chain.from_iterable(dtypes)]
+        flat_numels = [*chain.from_iterable(numels)]
+        by_dtype = len(split_sizes) > len(flat_dtypes)
+        return plan_gather(flat_dtypes, flat_numels, by_dtype=by_dtype)
 
     @property
     def gather_plan(self) -> GatherPlan | None:
@@ -337,10 +367,9 @@ class UnitParams(list[FSDPParam]):
             return
         is_first = outputs is None or not outputs.have_params
         for fsdp_param in self:
-            if _has_extension(fsdp_param):
-                _init_extension(fsdp_param, is_first)
-            else:
-                fsdp_param.init_unsharded_param()
+            fsdp_param.init_unsharded_param()
+            if is_first and _has_extension(fsdp_param):
+                _check_unsharded(fsdp_param)
         if outputs is not None:
             outputs.have_params = True
 
@@ -400,14 +429,3 @@ class UnitParams(list[FSDPParam]):
             names = [info.param_name, *info.shared_param_names]
             self._places += zip(modules, names, repeat(i))
         self._modules = [*dict.fromkeys(module for module, _, _ in self._places)]
-
-
-class BucketParams(list[FSDPParam]):
-    """A bucket's parameters in slot order, with the bucket."""
-
-    def __init__(self, params: Iterable[FSDPParam], bucket: ReduceBucket):
-        super().__init__(params)
-        self.bucket = bucket
-        # What all sharded gradients are in, None if in several dtypes
-        grad_dtypes = {run.grad_dtype for run in bucket.runs}
-        self.grad_dtype = grad_dtypes.pop() if len(grad_dtypes) == 1 else None

@@ -1,0 +1,302 @@
+"""
+A unit's parameters as its modules have them: when the unit is made, when a state dict
+is loaded, and at the first forward, until when users may replace or cast them.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
+from typing import Any, cast, NamedTuple
+
+import torch
+import torch.nn as nn
+from torch.distributed._composable.contract import _get_registry
+from torch.distributed.fsdp._common_utils import _named_parameters_with_duplicates
+
+from ._fsdp_api import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from ._fsdp_common import DataParallelMeshInfo, FSDPMeshInfo, ShardPlacementFnResult
+from ._fsdp_doors import doors, Sharding, Taking
+from ._fsdp_grads import planned_for
+from ._fsdp_kept_names import KeptNames
+from ._fsdp_param import FSDPParam, ParamModuleInfo
+from ._fsdp_settings import UnitSettings
+from ._fsdp_unit import UnitParams
+
+
+class UnitRegistrations(UnitSettings, KeptNames):
+    """The parameters of a group, and what its modules call them."""
+
+    def __init__(
+        self,
+        params: list[nn.Parameter],
+        modules: tuple[nn.Module, ...],
+        mesh_info: DataParallelMeshInfo,
+        post_forward_mesh_info: FSDPMeshInfo | None,
+        device: torch.device,
+        shard_placement_fn: Callable[[nn.Parameter], ShardPlacementFnResult] | None,
+        mp_policy: MixedPrecisionPolicy,
+        offload_policy: OffloadPolicy,
+    ):
+        super().__init__(modules, mesh_info, post_forward_mesh_info, device)
+        self.mp_policy, self.offload_policy = mp_policy, offload_policy
+        self._resolved_policy = mp_policy  # into each parameter's own
+        self._check_policies()
+        infos = _get_param_module_infos(params, modules)
+        # Within the unit: what they are called in the model shows at lazy init
+        self._param_names = _get_param_names(infos, modules)
+        # By position, where users set another than the default
+        self._grad_dtypes = {
+            i: param.grad_dtype
+            for i, param in enumerate(params)
+            if param.grad_dtype != param.dtype
+        }
+        # All of them first, while the parameters are as users know them
+        policies = [
+            doors.policy_of(mp_policy, param, name, device)
+            for param, name in zip(params, self._param_names)
+        ]
+        self._watch_loads(infos)  # before the parameters do
+        make_fsdp_param = functools.partial(
+            FSDPParam,
+            mesh_info=mesh_info,
+            post_forward_mesh_info=post_forward_mesh_info,
+            device=device,
+            shard_placement_fn=shard_placement_fn,
+            offload_policy=offload_policy,
+        )
+        self._unit_params = UnitParams(
+            _shard(
+                param, name, functools.partial(make_fsdp_param, mp_policy=policy), info
+            )
+            for param, name, info, policy in zip(
+                params, self._param_names, infos, policies
+            )
+        )
+        self._keep_grad_dtypes()
+        # Until the first forward
+        self._places_at_first: Any = _places_of_unit(modules)
+
+    def _set_params(self, params: Sequence[FSDPParam]) -> None:
+        self._unit_params = UnitParams(params)
+        infos = [fsdp_param._module_info for fsdp_param in params]
+        self._param_names = _get_param_names(infos, self.modules)
+
+    # Of which plugins may set others at any time. Reading it runs no Python.
+    fsdp_params: UnitParams = cast(
+        UnitParams, property(attrgetter("_unit_params"), _set_params)
+    )
+
+    def _fqns(self) -> list[str]:
+        """Returns the parameters' names, which are within the unit before lazy init."""
+        unit_fqn, fqns = self._module_fqn, []
+        for fsdp_param, name in zip(self.fsdp_params, self._param_names):
+            if (fqn := fsdp_param._param_fqn) is None:
+                fqn = name
+                if unit_fqn is not None and len(self.modules) == 1:
+                    within, _, _ = name.partition(" of ")
+                    fqn = f"{unit_fqn}.{within}" if unit_fqn else within
+            fqns.append(fqn)
+        return fqns
+
+    # Taking what users have put there #
+    def _take_registered(self) -> None:
+        for fsdp_param, fqn in zip(self.fsdp_params, self._fqns()):
+            _take(fsdp_param, fqn)
+            fsdp_param._init_extensions()  # may have been added since
+        self.fsdp_params.refresh()
+
+    def _watch_loads(self, infos: Sequence[ParamModuleInfo]) -> None:
+        """Takes what is loaded before the parameters do so, which name nothing."""
+
+        def loaded_hook(module: nn.Module, *args: Any) -> None:
+            for fsdp_param, fqn in zip(self.fsdp_params, self._fqns()):
+                if fsdp_param._module_info.module is module:
+                    _take(fsdp_param, fqn)
+            self._keep_grad_dtypes()
+            # Planned with the dtypes of what was replaced
+            self.fsdp_params.buckets.clear()
+
+        for module in dict.fromkeys(info.module for info in infos):
+            module.register_load_state_dict_post_hook(loaded_hook)
+
+    def _take_dtypes(self) -> None:
+        """Takes the policy and the parameters' dtypes as they are now."""
+        fsdp_params = self.fsdp_params
+        before = fsdp_params.buckets and planned_for(fsdp_params)
+        if self.mp_policy is not self._resolved_policy:
+            self._check_policies()
+            self._resolved_policy = self.mp_policy
+            for fsdp_param, fqn in zip(fsdp_params, self._fqns()):
+                fsdp_param.mp_policy = doors.policy_of(
+                    self.mp_policy, fsdp_param.sharded_param, fqn, self.device
+                )
+        self._init_mp_dtypes()
+        for fsdp_param in fsdp_params:
+            if fsdp_param.mp_policy is not self.mp_policy:
+                # A replacement of the above may know of one policy only
+                fsdp_param.init_dtype_attrs(fsdp_param.mp_policy)
+        self._keep_grad_dtypes()
+        if before and planned_for(fsdp_params) != before:
+            fsdp_params.buckets.clear()
+
+    def _check_policies(self) -> None:
+        for name in ("mp_policy", "offload_policy"):
+            doors.errors.check_setting(name, getattr(self, name), self._unit_name)
+
+    def _keep_grad_dtypes(self) -> None:
+        """
+        Sets each `grad_dtype` that users chose on the sharded parameter of now,
+        which does not have it if it is another one than they set it on.
+        """
+        for i, fsdp_param in enumerate(self.fsdp_params):
+            param = fsdp_param.sharded_param
+            if param.grad_dtype != param.dtype:
+                doors.errors.check_param(fsdp_param, self._fqns()[i])
+                self._grad_dtypes[i] = param.grad_dtype
+            elif i in self._grad_dtypes:
+                param.grad_dtype = self._grad_dtypes[i]
+
+    def _warn_of_late_params(self) -> None:
+        known, self._places_at_first = self._places_at_first, None
+        # Under whatever name, and in whatever module, if wrappers have come since
+        sharded = {id(fsdp_param.sharded_param) for fsdp_param in self.fsdp_params}
+        late = [
+            ".".join(filter(None, (self._module_fqn, name)))
+            for name, module, attr, param in _params_of_unit(self.modules)
+            if param.requires_grad
+            and id(param) not in sharded
+            and attr not in known.get(module, ())
+        ]
+        if late:
+            warnings.warn(
+                f"Parameters {late} were registered after fully_shard, which neither "
+                "shards them nor reduces their gradients: register them before it, "
+                "call fully_shard on their modules, or reduce them yourself",
+                stacklevel=2,
+            )
+
+    def _check_materialized(self) -> None:
+        """Raises if parameters have no data yet, or not where it is offloaded to."""
+        devices = [fsdp_param.sharded_param.device for fsdp_param in self.fsdp_params]
+        placed = [*zip(self._fqns(), devices)]
+        on_meta = [fqn for fqn, device in placed if device.type == "meta"]
+        if on_meta:
+            raise RuntimeError(
+                "FSDP parameters should be materialized from meta device before "
+                "training, but the following were still on meta device: "
+                f"{on_meta}\nCall module.to_empty(device=...) and then initialize "
+                "them, e.g. with each module's reset_parameters(), or load them"
+            )
+        elsewhere = [(fqn, device) for fqn, device in placed if device.type != "cpu"]
+        if elsewhere and isinstance(self.offload_policy, CPUOffloadPolicy):
+            raise RuntimeError(
+                "FSDP parameters should be materialized on CPU when enabling CPU "
+                f"offloading, but these are on other devices: {elsewhere}\nLoad a "
+                'CPU state dict or call module.to_empty(device="cpu")'
+            )
+
+
+def _shard(
+    param: nn.Parameter,
+    name: str,
+    make_fsdp_param: functools.partial[FSDPParam],
+    info: ParamModuleInfo,
+) -> FSDPParam:
+    try:
+        fsdp_param = make_fsdp_param(param, info)
+    except Exception as error:
+        doors.errors.explain(error, Sharding(param, name, make_fsdp_param))
+    doors.errors.check_param(fsdp_param, name)
+    return fsdp_param
+
+
+def _take(fsdp_param: FSDPParam, name: str) -> None:
+    """Takes what the module now has under the parameter's name, if it can."""
+    try:
+        fsdp_param.reset_sharded_param()
+    except Exception as error:
+        doors.errors.explain(error, Taking(fsdp_param, name))
+    doors.errors.check_param(fsdp_param, name)
+
+
+def _get_param_module_infos(
+    params: list[nn.Parameter], modules: tuple[nn.Module, ...]
+) -> list[ParamModuleInfo]:
+    """
+    Finds where each parameter is registered. A parameter may be registered
+    under several names, and a module may itself be, so duplicates count in the
+    walk over both.
+    """
+    infos: dict[nn.Parameter, ParamModuleInfo] = {}
+    wanted = set(params)
+    submodules = (
+        submodule
+        for module in modules
+        for _, submodule in module.named_modules(remove_duplicate=False)
+    )
+    for submodule in submodules:
+        for name, param in _named_parameters_with_duplicates(submodule, recurse=False):
+            if param not in wanted:
+                continue
+            if (info := infos.get(param)) is None:
+                infos[param] = ParamModuleInfo(submodule, name)
+            else:
+                info.shared_modules.append(submodule)
+                info.shared_param_names.append(name)
+    if len(infos) < len(params):
+        raise AssertionError(f"Some parameters are not in the module tree of {modules}")
+    return [infos[param] for param in params]
+
+
+class _Place(NamedTuple):
+    """Where a unit's module, or one below it, has a parameter."""
+
+    fqn: str  # within the unit
+    module: nn.Module
+    attr: str
+    param: nn.Parameter
+
+
+def _params_of_unit(modules: tuple[nn.Module, ...]) -> Iterator[_Place]:
+    """Yields the parameters of the modules but for those that are in other units."""
+
+    def walk(module: nn.Module, prefix: str) -> Iterator[_Place]:
+        for name, param in module._parameters.items():
+            if param is not None:
+                yield _Place(f"{prefix}{name}", module, name, param)
+        for name, child in module.named_children():
+            is_unit = {"fully_shard", "replicate"} & (_get_registry(child) or {}).keys()
+            if child not in modules and not is_unit:
+                yield from walk(child, f"{prefix}{name}.")
+
+    for module in modules:
+        yield from walk(module, "")
+
+
+def _places_of_unit(
+    modules: tuple[nn.Module, ...],
+) -> weakref.WeakKeyDictionary[nn.Module, set[str]]:
+    places: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+    for _, module, attr, _ in _params_of_unit(modules):
+        places.setdefault(module, set()).add(attr)
+    return places
+
+
+def _get_param_names(
+    infos: list[ParamModuleInfo], modules: tuple[nn.Module, ...]
+) -> list[str]:
+    """Returns what each parameter is called in which of the unit's own modules."""
+    places: dict[nn.Module, tuple[str, str]] = {}
+    for module in modules:
+        for prefix, submodule in module.named_modules():
+            prefix = f"{prefix}." if prefix else ""
+            places.setdefault(submodule, (prefix, type(module).__name__))
+    names = []
+    for info in infos:
+        prefix, of = places.get(info.module, ("", type(info.module).__name__))
+        names.append(f"{prefix}{info.param_name} of {of}")
+    return names

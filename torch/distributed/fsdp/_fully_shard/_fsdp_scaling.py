@@ -1,0 +1,116 @@
+"""
+What the sum of a unit's gradients is divided by, before and after it is taken.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import ReduceOp
+
+from ._fsdp_api import _ReduceOp
+
+
+# Divided by before and after the sum, None if by nothing, and the operations of
+# reduce-scatter and all-reduce
+Factors: TypeAlias = tuple[float | None, float | None, _ReduceOp, _ReduceOp]
+
+
+def _get_gradient_divide_factors(
+    reduce_scatter_group: dist.ProcessGroup | None,
+    all_reduce_group: dist.ProcessGroup | None,
+    reduce_dtype: torch.dtype,
+    device_type: str = "",
+    factor: float | None = None,
+    force_sum_reduction_for_comms: bool = False,
+) -> Factors:
+    """
+    Returns what the gradients are divided by before the reduce-scatter and
+    after the all-reduce (None: by nothing), and the operation of each.
+
+    Together they divide the sum over all N data-parallel ranks by ``factor``,
+    or by N if that is None:
+
+    - fp32 and bf16 have the range to hold the sum, so the collective divides
+      (AVG, or PREMUL_SUM for a custom factor) and no kernel is spent on it.
+    - Other dtypes, fp16 above all, could overflow in the sum if divided after
+      it and underflow if divided before. So they are divided by about sqrt(N)
+      before and by the rest after: the power of two f that grows from 1 while
+      it divides N and N / f > f, then N / f. So no partial sum is farther than
+      about sqrt(N) from the result's own scale. N = 8 gives 4 and 2, N = 6
+      gives 4 and 1.5. (The rule of ``DefaultState`` in
+      torch/distributed/algorithms/_comm_hooks/default_hooks.py.)
+    - Where only sums may be used (``force_sum_reduction_for_comms``, MTIA, a
+      backend without PREMUL_SUM), it is divided after, where there is less.
+
+    A sum over one rank is no collective, so what it would divide by is applied to
+    its input, see :func:`scatter_divisor`.
+    """
+    shards = 1 if reduce_scatter_group is None else reduce_scatter_group.size()
+    workers = shards * (1 if all_reduce_group is None else all_reduce_group.size())
+    can_overflow = reduce_dtype not in (torch.float32, torch.bfloat16)
+    sums_only = force_sum_reduction_for_comms or device_type == "mtia"
+    SUM, AVG = ReduceOp.SUM, ReduceOp.AVG
+    if can_overflow:
+        before, after = _split_factor(float(workers) if factor is None else factor)
+        return before, after, SUM, SUM
+    if sums_only:
+        return None, float(workers) if factor is None else factor, SUM, SUM
+    if factor is None:
+        # Over a single rank some backends' AVG is wrong
+        op = SUM if workers == 1 else AVG
+        return None, None, op, op
+    if reduce_scatter_group is not None and factor == shards:
+        return None, None, AVG, SUM
+    if shards > 1 and not _has_premul_sum(reduce_scatter_group, device_type):
+        return None, factor, SUM, SUM
+    return None, None, ReduceOp.PREMUL_SUM(1 / factor), SUM
+
+
+def scatter_divisor(
+    reduce_scatter_group: dist.ProcessGroup | None,
+    factors: Factors,
+    gradient_divide_factor: float | None,
+) -> float:
+    """
+    Returns what the sum over the shard group has been divided by when the
+    reduce-scatter is done, of what :func:`_get_gradient_divide_factors` gives.
+    """
+    before, _, op, _ = factors
+    if before is not None:
+        return before
+    if op == ReduceOp.SUM:
+        return 1.0
+    if op == ReduceOp.AVG:
+        return 1.0 if reduce_scatter_group is None else reduce_scatter_group.size()
+    return 1.0 if gradient_divide_factor is None else gradient_divide_factor
+
+
+def _split_factor(factor: float) -> tuple[float, float]:
+    before = 1
+    while factor % before == 0 and factor / before > before:
+        before *= 2
+    return before, factor / before
+
+
+def _has_premul_sum(group: dist.ProcessGroup | None, device_type: str) -> bool:
+    """Whether the group's backend for the device can scale what it sums."""
+    if group is None:
+        return True
+    backend = backend_name(group, torch.device(device_type or "cpu"))
+    return backend not in ("gloo", "mpi", "threaded", "threadpg")
+
+
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Returns what the group communicates with for a device, e.g. "nccl"."""
+    try:
+        return group._get_backend(device).name()
+    except RuntimeError:  # groups that are threads of a test
+        return group.name()
+
+
+def _div_if_needed(tensor: torch.Tensor, div_factor: float | None) -> None:
+    if div_factor not in (None, 1):
+        tensor.div_(div_factor)
