@@ -14,7 +14,7 @@ from xml.sax.saxutils import escape
 
 
 OUTPUT = Path(__file__).resolve().parents[1] / "docs" / "architecture.svg"
-WIDTH, HEIGHT = 980, 600
+WIDTH, HEIGHT = 980, 916
 # Of each dtype, in all pictures. Others show gathers in blue and reductions in orange.
 DTYPE_COLORS = {"fp32": "#6bb36b", "bf16": "#b093d6", "fp16": "#e6c34d"}
 COLORS = {**DTYPE_COLORS, "pad": "#d0d0d0"}
@@ -22,13 +22,36 @@ COLORS = {**DTYPE_COLORS, "pad": "#d0d0d0"}
 SHARDS = [("bf16", 34), ("fp32", 20), ("bf16", 26), ("fp16", 20), ("fp32", 14)]
 ORDER = ("fp32", "bf16", "fp16")
 RANKS = 4
+# Each file imports from rows below its own, or from its right. The middle is what a
+# step goes through, and None is no file.
 ROOMS = [
-    ("when", "_fsdp_param_group.py", ("hooks, states,", "streams, events,", "prefetch")),
-    ("what moves", "_fsdp_collectives.py", ("copy-in, collective,", "copy-out; the", "comm backends")),
-    ("what is kept", "_fsdp_unit.py", ("plans, views and", "registrations,", "between steps")),
-    ("where it lies", "_fsdp_layout.py", ("gather layout, reduce", "buckets: plans only,", "no tensors")),
+    [None, ("_fsdp_param_group", "when it moves"), ("_fsdp_summary", "tables")],
+    [("_fsdp_registrations", "what modules have"), None, ("_fsdp_errors", "what was wrong")],
+    [("_fsdp_settings", "what users set"), None, ("_fsdp_agreement", "do ranks agree")],
+    [
+        ("_fsdp_context", "streams of all units"),
+        ("_fsdp_grads", "gradients become buckets"),
+        ("_fsdp_doors", "by default nothing"),
+    ],
+    [None, ("_fsdp_collectives", "what moves"), None],
+    [
+        ("_fsdp_kept_names", "names for plugins"),
+        ("_fsdp_unit", "what is kept between steps"),
+        ("_fsdp_comms", "backends and operators"),
+    ],
+    [
+        ("_fsdp_scaling", "divide factors"),
+        ("_fsdp_observers", "who looks at a step"),
+        ("_fsdp_layout", "where it lies"),
+        ("_fsdp_api", "what users pass"),
+        ("_fsdp_policies", "dtypes by name"),
+    ],
 ]  # fmt: skip
-CALLS = ("calls", "asks", "plans with")
+COMES_IN = ("_fsdp_summary", "_fsdp_errors", "_fsdp_agreement", "_fsdp_policies")
+KEY = (
+    "A file imports only from rows below its own, or from its right. Dashed: training "
+    "does not need it, and it comes in by a door."
+)
 
 
 class Drawing:
@@ -38,11 +61,13 @@ class Drawing:
         self.elements: list[str] = []
 
     def box(
-        self, x: int, y: int, width: int, height: int, fill: str, line: str = "#444"
-    ) -> None:
+        self, x: int, y: int, width: int, height: int, fill: str, line: str = "#444",
+        *, dashed: bool = False,
+    ) -> None:  # fmt: skip
+        dashes = ' stroke-dasharray="5 3"' if dashed else ""
         self.elements.append(
             f'<rect x="{x}" y="{y}" width="{width}" height="{height}" '
-            f'fill="{fill}" stroke="{line}"/>'
+            f'fill="{fill}" stroke="{line}"{dashes}/>'
         )
 
     def text(
@@ -88,18 +113,24 @@ class Drawing:
 
 
 def draw_rooms(drawing: Drawing) -> None:
-    x, width, gap = 20, 182, 70
-    for number, (role, file, lines) in enumerate(ROOMS):
-        drawing.box(x, 20, width, 118, "#f4f1ea")
-        drawing.text(x + 12, 42, role, 15, bold=True)
-        drawing.text(x + 12, 62, file, 12, mono=True)
-        for line, text in enumerate(lines):
-            drawing.text(x + 12, 86 + 18 * line, text)
-        if number < len(CALLS):
-            drawing.arrow(x + width + 5, 79, gap - 10)
-            middle = x + width + gap // 2
-            drawing.text(middle, 70, CALLS[number], 12, centered=True)
-        x += width + gap
+    width, height, pitch = 182, 44, 58
+    columns = (60, 399, 738)
+    for row, rooms in enumerate(ROOMS):
+        y = 20 + row * pitch
+        xs = columns if len(rooms) == 3 else range(7, 980, 196)
+        for x, room in zip(xs, rooms):
+            if room is not None:
+                file, role = room
+                drawing.box(x, y, width, height, "#f4f1ea", dashed=file in COMES_IN)
+                middle = x + width // 2
+                drawing.text(middle, y + 18, file, 12, mono=True, centered=True)
+                drawing.text(middle, y + 35, role, 12, centered=True)
+    middle, previous = columns[1] + width // 2, 0
+    for row in (3, 4, 5, 6):
+        start = 20 + previous * pitch + height
+        drawing.arrow_down(middle, start, 20 + row * pitch - start)
+        previous = row
+    drawing.text(20, 20 + 7 * pitch + 8, KEY, 12)
 
 
 def draw_key(drawing: Drawing, y: int) -> None:
@@ -167,15 +198,15 @@ def draw_reduction(drawing: Drawing, y: int) -> None:
         y += 46
     drawing.text(
         20, y + 12, "Factors for 8 ranks, from _get_gradient_divide_factors in "
-        "_fsdp_collectives.py. With HSDP an all-reduce follows each.", 12,
+        "_fsdp_scaling.py. With HSDP an all-reduce follows each.", 12,
     )  # fmt: skip
 
 
 def draw() -> str:
     drawing = Drawing()
     draw_rooms(drawing)
-    draw_gather(drawing, 184)
-    draw_reduction(drawing, 402)
+    draw_gather(drawing, 500)
+    draw_reduction(drawing, 718)
     return drawing.render()
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 from pathlib import Path
@@ -15,15 +16,24 @@ from torch.testing._internal.common_utils import run_tests, TestCase
 ROOT = Path(draw_architecture.__file__).parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 SOURCES = ROOT / "torch/distributed/fsdp/_fully_shard"
-# Ours, and not in the picture
-AROUND = (
-    "_fsdp_api.py",
-    "_fsdp_agreement.py",
-    "_fsdp_errors.py",
-    "_fsdp_kept_names.py",
-    "_fsdp_observers.py",
-    "_fsdp_summary.py",
-)
+# From the highest room to the lowest; each imports only from those after it
+ROOMS = [room[0] for row in draw_architecture.ROOMS for room in row if room]
+
+
+def own_files() -> list[str]:
+    """Returns the branch's own files; those of the release are links."""
+    files = [path for path in SOURCES.glob("*.py") if not path.is_symlink()]
+    return sorted(path.stem for path in files)
+
+
+def imports_of(file: str) -> set[str]:
+    """Returns which files beside it a file imports from, for types as well."""
+    nodes = [*ast.walk(ast.parse((SOURCES / f"{file}.py").read_text()))]
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    named = {node.module.split(".")[-1] for node in imports if node.module}
+    named |= {alias.name for node in imports if not node.module for alias in node.names}
+    named |= {a.name for node in nodes if isinstance(node, ast.Import) for a in node.names}
+    return {name.split(".")[-1] for name in named} & {*own_files()}
 
 
 def defined_in(*files: str) -> set[str]:
@@ -42,10 +52,26 @@ class TestArchitecture(TestCase):
         again = "run python3 tools/draw_architecture.py again"
         self.assertEqual(draw_architecture.OUTPUT.read_text(), drawn, again)
         ElementTree.fromstring(drawn)
-        files = [file for _, file, _ in draw_architecture.ROOMS]
+        files = [f"{room}.py" for room in ROOMS]
         shown = re.findall(r">(_\w+)</text>", drawn)
-        self.assertGreater(len(shown), 5)
-        self.assertEqual(set(shown) - defined_in(*files), set())
+        self.assertGreater(len(shown), 20)
+        self.assertEqual(set(shown) - defined_in(*files) - {*ROOMS}, set())
+
+    def test_every_file_has_a_room(self):
+        self.assertEqual(sorted(["__init__", *ROOMS]), own_files())
+
+    def test_imports_go_one_way(self):
+        number = {room: i for i, room in enumerate(ROOMS)}
+        self.assertIn("_fsdp_layout", imports_of("_fsdp_collectives"))
+        for room in ROOMS:
+            for module in imports_of(room):
+                self.assertGreater(number[module], number[room], f"{room}: {module}")
+
+    def test_what_training_does_not_need_comes_in_by_a_door(self):
+        opened_in = {"__init__", "_fsdp_api"}  # the latter has `by_name`
+        for room in {*ROOMS} - {*draw_architecture.COMES_IN} - opened_in:
+            for module in imports_of(room):
+                self.assertNotIn(module, draw_architecture.COMES_IN, room)
 
     def test_every_name_is_in_the_file_beside_it(self):
         rows = re.findall(
@@ -57,8 +83,8 @@ class TestArchitecture(TestCase):
                 self.assertIn(name, defined_in(file))
 
     def test_every_name_in_the_text_is_there(self):
-        files = [file for _, file, _ in draw_architecture.ROOMS]
-        defined = defined_in(*files, *AROUND, "_fully_shard.py")
+        files = [f"{room}.py" for room in ROOMS]
+        defined = defined_in(*files, "_fully_shard.py")
         text = PAGE.read_text()
         named = re.findall(r"`(?:\w+\.)?(\w+)`", re.sub(r"`\w+\.py`", "", text))
         self.assertGreater(len(named), 30)

@@ -69,26 +69,6 @@ from ._fsdp_scaling import (
 from ._fsdp_unit import GatherOutputs, GatherPlan, grad_dtype_of, UnitParams
 
 
-def _copy_typed(
-    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
-) -> None:
-    """
-    Copies each source into its target, casting on the way: one foreach copy
-    for each pair of dtypes, since the fused kernels take one pair at a time.
-    """
-    pairs: dict[tuple[torch.dtype, torch.dtype], tuple[list, list]] = {}
-    for target, source in zip(targets, sources, strict=True):
-        if source.dtype == target.dtype:
-            as_stored = storage_dtype(source.dtype)
-            if as_stored != source.dtype:
-                source, target = source.view(as_stored), target.view(as_stored)
-        pair = pairs.setdefault((source.dtype, target.dtype), ([], []))
-        pair[0].append(target)
-        pair[1].append(source)
-    for same_targets, same_sources in pairs.values():
-        torch._foreach_copy_(same_targets, same_sources)
-
-
 # Unshard #
 
 
@@ -174,10 +154,7 @@ def _copy_in(
             _copy_cast(target.split(region.numels), sources, copy)
             continue
         # The same as a copy into each slot, without a view for each
-        as_stored = storage_dtype(region.dtype)
-        if as_stored != region.dtype:
-            target = target.view(as_stored)
-            sources = [source.view(as_stored) for source in sources]
+        target, *sources = _as_stored([target, *sources])
         torch.cat(sources, out=target)
 
 
@@ -186,25 +163,29 @@ def _copy_cast(
 ) -> None:
     """Copies what a region is made of into its slots, from the host as well."""
     if _are_on_host(sources, slots[0].device):
-        _copy_from_host(slots, sources)
+        # Moved before they are cast: a copy that casts across devices is staged
+        # through another temporary. One at a time, so that only one is there uncast.
+        for slot, source in zip(slots, sources, strict=True):
+            slot.copy_(source.to(slot.device, non_blocking=True))
         return
+    if not copy.casts:
+        torch._foreach_copy_(_as_stored(slots), _as_stored(sources))
     for members in copy.casts:
         torch._foreach_copy_([slots[k] for k in members], [sources[k] for k in members])
+
+
+def _as_stored(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Views tensors of one dtype in that in which every kernel copies them."""
+    dtype = storage_dtype(tensors[0].dtype)
+    if dtype == tensors[0].dtype:
+        return tensors
+    return [tensor.view(dtype) for tensor in tensors]
 
 
 def _are_on_host(sources: Sequence[torch.Tensor], device: torch.device) -> bool:
     """Whether shards are offloaded, and a copy to ``device`` moves them."""
     source = sources[0].device
     return source != device and source.type == "cpu"
-
-
-def _copy_from_host(
-    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
-) -> None:
-    # Moved before they are cast: a copy that casts across devices is staged through
-    # another temporary. One at a time, so that only one is there uncast.
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source.to(target.device, non_blocking=True))
 
 
 def _copy_in_by_operator(
@@ -425,11 +406,10 @@ def unshard_single_rank(fsdp_params: list[FSDPParam], device: torch.device) -> N
     unit = UnitParams.of(fsdp_params)
     tensors, plan = unit.prepare_gather()
     outputs = _alloc_outputs(unit, plan.dtypes, plan.numels, 1, device)
-    targets = [output.data for output in outputs.tensors]  # see `_to_columns`
-    if _are_on_host(tensors, device):
-        _copy_from_host(targets, tensors)
-    else:
-        _copy_typed(targets, tensors)
+    for copy in plan.copies:
+        members = copy.region.inputs
+        slots = [outputs.tensors[i].data for i in members]  # see `_to_columns`
+        _copy_cast(slots, [tensors[i] for i in members], copy)
 
 
 # Reduce #

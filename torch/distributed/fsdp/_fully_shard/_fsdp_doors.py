@@ -21,7 +21,6 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from ._fsdp_api import MixedPrecisionPolicy
-from ._fsdp_layout import ReduceBucket
 from ._fsdp_param import FSDPParam
 from ._fsdp_scaling import Factors
 from ._fsdp_unit import UnitBucket, UnitParams
@@ -95,19 +94,12 @@ class Taking(NamedTuple):
     name: str
 
 
-class Gathering(NamedTuple):
-    """What fails is a unit's gather, or what becomes of it."""
+class Step(NamedTuple):
+    """What fails is a unit's gather, or the reduction of a bucket."""
 
     unit: DescribedUnit
-
-
-class Reducing(NamedTuple):
-    """What fails is the reduction of a bucket."""
-
-    unit: DescribedUnit
-    params: list[FSDPParam]  # of the bucket
-    bucket: ReduceBucket
-    grads: list[torch.Tensor]  # those that have not been copied in
+    failed: UnitBucket | None = None
+    grads: Sequence[torch.Tensor] = ()  # those that have not been copied in
 
 
 class Errors:
@@ -120,33 +112,20 @@ class Errors:
         """Raises if a parameter, as it was just taken, cannot work."""
 
     def explain(
-        self, error: BaseException, at: Sharding | Taking | Gathering | Reducing
+        self, error: BaseException, at: Sharding | Taking | Step
     ) -> NoReturn:
         """Raises ``error``, or one that says more in its place."""
         raise error
-
-
-# The rest, which are functions #
-
-
-def _keep_policy(
-    policy: MixedPrecisionPolicy, param: nn.Parameter, fqn: str, device: torch.device
-) -> MixedPrecisionPolicy:
-    return policy
-
-
-def _show_nothing(describe: Callable[[], DescribedUnit]) -> None:
-    pass
 
 
 @dataclass
 class Doors:
     agreement: type[Agreement] = Agreement  # of each unit
     errors: Errors = Errors()
-    # Returns the policy of one parameter, of which a unit's policy may say more
-    policy_of: Callable[..., MixedPrecisionPolicy] = _keep_policy
-    # Is told of each unit at its first forward
-    show_layout: Callable[[Callable[[], DescribedUnit]], None] = _show_nothing
+    # From a unit's policy, a parameter, its name and the device, that parameter's own
+    policy_of: Callable[..., MixedPrecisionPolicy] = lambda policy, *_: policy
+    # Is told of each unit at its first forward, by a function that describes it
+    show_layout: Callable[[Callable[[], DescribedUnit]], None] = lambda describe: None
 
 
 doors = Doors()

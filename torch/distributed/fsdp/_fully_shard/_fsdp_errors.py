@@ -30,10 +30,10 @@ from ._fsdp_api import (
     OffloadPolicy,
     ReduceScatter,
 )
-from ._fsdp_doors import Errors, Gathering, Reducing, Sharding, Taking
+from ._fsdp_doors import DescribedUnit, Errors, Sharding, Step, Taking
 from ._fsdp_param import FSDPParam
 from ._fsdp_policies import is_reducible
-from ._fsdp_unit import GatherPlan
+from ._fsdp_unit import GatherPlan, UnitBucket
 
 
 # Kinds of errors that are made of one text. An exception of a user's may take
@@ -62,7 +62,7 @@ class ExplainedErrors(Errors):
         _check_grad_dtype(fsdp_param.sharded_param, name)
 
     def explain(
-        self, error: BaseException, at: Sharding | Taking | Gathering | Reducing
+        self, error: BaseException, at: Sharding | Taking | Step
     ) -> NoReturn:
         if type(error) not in _MADE_OF_TEXT:
             raise error
@@ -72,10 +72,10 @@ class ExplainedErrors(Errors):
         elif isinstance(at, Taking):
             text = _what_is_registered(at.fsdp_param, at.name)
             text = text or f"{at.name} cannot be taken as it is registered"
-        elif isinstance(at, Gathering):
+        elif at.failed is None:
             text = _about_gather(error)
         else:
-            text = _about_reduction(at)
+            text = _about_reduction(at.unit, at.failed, at.grads)
         if text is None:
             raise error
         raise type(error)(f"{text}: {error}") from error
@@ -322,20 +322,23 @@ def _name(fsdp_param: FSDPParam) -> str:
     return fsdp_param._param_fqn or fsdp_param._module_info.param_name
 
 
-def _about_reduction(at: Reducing) -> str | None:
+def _about_reduction(
+    unit: DescribedUnit, failed: UnitBucket, grads: Sequence[torch.Tensor]
+) -> str | None:
     """Returns which gradient an error in a reduction is about, or what of the bucket."""
-    for fsdp_param, grad in zip(at.params, at.grads):
+    params, bucket, _ = failed
+    for fsdp_param, grad in zip(params, grads):
         if (wrong := _wrong_grad(fsdp_param, grad)) is not None:
             return f"The gradient of {fsdp_param._param_fqn} {wrong}"
-    dtype, device = at.bucket.dtype, at.unit.device
+    dtype, device = bucket.dtype, unit.device
     is_float = dtype.is_floating_point or dtype.is_complex
     if not is_float or not is_reducible(dtype, device):
-        names = ", ".join(str(fsdp_param._param_fqn) for fsdp_param in at.params)
+        names = ", ".join(str(fsdp_param._param_fqn) for fsdp_param in params)
         return (
             f"The gradients of {names} cannot be averaged in {dtype} on {device}. Set "
             "reduce_dtype to torch.float32 for them, or do not train them"
         )
-    for fsdp_param, slot in zip(at.params, at.bucket.slots):
+    for fsdp_param, slot in zip(params, bucket.slots):
         grad_dtype = slot.grad_dtype or dtype
         if (wrong := _wrong_sharded_grad(fsdp_param, grad_dtype)) is not None:
             return wrong

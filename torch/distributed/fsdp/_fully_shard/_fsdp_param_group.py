@@ -75,7 +75,7 @@ from ._fsdp_context import (
     FSDPCommContext,
     ReduceScatterState,
 )
-from ._fsdp_doors import DescribedUnit, doors, Gathering, Reducing
+from ._fsdp_doors import DescribedUnit, doors, Step
 from ._fsdp_grads import (
     accumulate_grads,
     drop_grads,
@@ -150,15 +150,9 @@ class FSDPParamGroup(UnitRegistrations):
         offload_policy: OffloadPolicy,
     ):
         super().__init__(
-            params,
-            modules,
-            mesh_info,
-            post_forward_mesh_info,
-            device,
-            shard_placement_fn,
-            mp_policy,
-            offload_policy,
+            modules, mesh_info, post_forward_mesh_info, device, offload_policy
         )
+        self._shard_params(params, shard_placement_fn, mp_policy)
         self.comm_ctx = FSDPCommContext()
         self._module_to_pre_save_state_dict_hook_handle: _ModuleToHandleDict = {}
         self._module_to_pre_load_state_dict_hook_handle: _ModuleToHandleDict = {}
@@ -681,11 +675,8 @@ class FSDPParamGroup(UnitRegistrations):
         grads: Sequence[torch.Tensor] = (),
     ) -> NoReturn:
         """Raises an error in a gather, or in a bucket's reduction, with what it means."""
-        at: Gathering | Reducing = Gathering(self._describe())
-        if failed is not None:
-            at = Reducing(at.unit, failed.params, failed.bucket, [*grads])
         try:
-            doors.errors.explain(error, at)
+            doors.errors.explain(error, Step(self._describe(), failed, grads))
         except BaseException as explained:
             self._agreement.tell(explained, buckets)
             raise

@@ -10,15 +10,15 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
-from typing import Any, cast, NamedTuple
+from typing import Any, cast
 
 import torch
 import torch.nn as nn
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed.fsdp._common_utils import _named_parameters_with_duplicates
 
-from ._fsdp_api import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from ._fsdp_common import DataParallelMeshInfo, FSDPMeshInfo, ShardPlacementFnResult
+from ._fsdp_api import CPUOffloadPolicy, MixedPrecisionPolicy
+from ._fsdp_common import ShardPlacementFnResult
 from ._fsdp_doors import doors, Sharding, Taking
 from ._fsdp_grads import planned_for
 from ._fsdp_kept_names import KeptNames
@@ -30,55 +30,43 @@ from ._fsdp_unit import UnitParams
 class UnitRegistrations(UnitSettings, KeptNames):
     """The parameters of a group, and what its modules call them."""
 
-    def __init__(
+    def _shard_params(
         self,
         params: list[nn.Parameter],
-        modules: tuple[nn.Module, ...],
-        mesh_info: DataParallelMeshInfo,
-        post_forward_mesh_info: FSDPMeshInfo | None,
-        device: torch.device,
         shard_placement_fn: Callable[[nn.Parameter], ShardPlacementFnResult] | None,
         mp_policy: MixedPrecisionPolicy,
-        offload_policy: OffloadPolicy,
-    ):
-        super().__init__(modules, mesh_info, post_forward_mesh_info, device)
-        self.mp_policy, self.offload_policy = mp_policy, offload_policy
-        self._resolved_policy = mp_policy  # into each parameter's own
-        self._check_policies()
-        infos = _get_param_module_infos(params, modules)
+    ) -> None:
+        """Makes the unit's parameters of those that its modules have."""
+        doors.errors.check_setting("mp_policy", mp_policy, self._unit_name)
+        self.mp_policy = self._resolved_policy = mp_policy  # into each parameter's own
+        infos = _get_param_module_infos(params, self.modules)
         # Within the unit: what they are called in the model shows at lazy init
-        self._param_names = _get_param_names(infos, modules)
+        self._param_names = _get_param_names(infos, self.modules)
         # By position, where users set another than the default
         self._grad_dtypes = {
             i: param.grad_dtype
             for i, param in enumerate(params)
             if param.grad_dtype != param.dtype
         }
+        named = [*zip(params, self._param_names, infos)]
         # All of them first, while the parameters are as users know them
-        policies = [
-            doors.policy_of(mp_policy, param, name, device)
-            for param, name in zip(params, self._param_names)
-        ]
+        policies = [doors.policy_of(mp_policy, p, n, self.device) for p, n, _ in named]
         self._watch_loads(infos)  # before the parameters do
         make_fsdp_param = functools.partial(
             FSDPParam,
-            mesh_info=mesh_info,
-            post_forward_mesh_info=post_forward_mesh_info,
-            device=device,
+            mesh_info=self.mesh_info,
+            post_forward_mesh_info=self.post_forward_mesh_info,
+            device=self.device,
             shard_placement_fn=shard_placement_fn,
-            offload_policy=offload_policy,
+            offload_policy=self.offload_policy,
         )
         self._unit_params = UnitParams(
-            _shard(
-                param, name, functools.partial(make_fsdp_param, mp_policy=policy), info
-            )
-            for param, name, info, policy in zip(
-                params, self._param_names, infos, policies
-            )
+            _shard(param, name, functools.partial(make_fsdp_param, mp_policy=policy), info)
+            for (param, name, info), policy in zip(named, policies)
         )
         self._keep_grad_dtypes()
         # Until the first forward
-        self._places_at_first: Any = _places_of_unit(modules)
+        self._places_at_first: Any = _places_of_unit(self.modules)
 
     def _set_params(self, params: Sequence[FSDPParam]) -> None:
         self._unit_params = UnitParams(params)
@@ -128,7 +116,7 @@ class UnitRegistrations(UnitSettings, KeptNames):
         fsdp_params = self.fsdp_params
         before = fsdp_params.buckets and planned_for(fsdp_params)
         if self.mp_policy is not self._resolved_policy:
-            self._check_policies()
+            doors.errors.check_setting("mp_policy", self.mp_policy, self._unit_name)
             self._resolved_policy = self.mp_policy
             for fsdp_param, fqn in zip(fsdp_params, self._fqns()):
                 fsdp_param.mp_policy = doors.policy_of(
@@ -142,10 +130,6 @@ class UnitRegistrations(UnitSettings, KeptNames):
         self._keep_grad_dtypes()
         if before and planned_for(fsdp_params) != before:
             fsdp_params.buckets.clear()
-
-    def _check_policies(self) -> None:
-        for name in ("mp_policy", "offload_policy"):
-            doors.errors.check_setting(name, getattr(self, name), self._unit_name)
 
     def _keep_grad_dtypes(self) -> None:
         """
@@ -252,22 +236,16 @@ def _get_param_module_infos(
     return [infos[param] for param in params]
 
 
-class _Place(NamedTuple):
-    """Where a unit's module, or one below it, has a parameter."""
+def _params_of_unit(modules: tuple[nn.Module, ...]) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """
+    Yields the parameters of the modules but for those that are in other units: name
+    within the unit, module that has it, name there, parameter.
+    """
 
-    fqn: str  # within the unit
-    module: nn.Module
-    attr: str
-    param: nn.Parameter
-
-
-def _params_of_unit(modules: tuple[nn.Module, ...]) -> Iterator[_Place]:
-    """Yields the parameters of the modules but for those that are in other units."""
-
-    def walk(module: nn.Module, prefix: str) -> Iterator[_Place]:
+    def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
         for name, param in module._parameters.items():
             if param is not None:
-                yield _Place(f"{prefix}{name}", module, name, param)
+                yield f"{prefix}{name}", module, name, param
         for name, child in module.named_children():
             is_unit = {"fully_shard", "replicate"} & (_get_registry(child) or {}).keys()
             if child not in modules and not is_unit:

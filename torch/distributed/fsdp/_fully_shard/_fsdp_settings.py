@@ -16,7 +16,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import _get_device_handle
 from torch.profiler import record_function
 
-from ._fsdp_api import AllGather, ReduceScatter
+from ._fsdp_api import AllGather, OffloadPolicy, ReduceScatter
 from ._fsdp_common import (
     DataParallelMeshInfo,
     DDPMeshInfo,
@@ -80,10 +80,13 @@ class UnitSettings:
         mesh_info: DataParallelMeshInfo,
         post_forward_mesh_info: FSDPMeshInfo | None,
         device: torch.device,
+        offload_policy: OffloadPolicy,
     ):
         self.modules = modules  # a reference cycle of one lifetime
         self.mesh_info, self.post_forward_mesh_info = mesh_info, post_forward_mesh_info
         self.device, self.device_handle = device, _get_device_handle(device.type)
+        doors.errors.check_setting("offload_policy", offload_policy, self._unit_name)
+        self.offload_policy = offload_policy
         self._gather_comm = DefaultAllGather()
         self._scatter_comm = DefaultReduceScatter()
 
