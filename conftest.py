@@ -44,16 +44,17 @@ QUICK: dict[str, tuple[str, ...]] = {
     "superbuild": ("::test_release_has_an_entry_for_each_test_file",),
     "tools": (),
     "undisturbed_hooks": (),
+    # The release's own answers
+    "divide_factors": ("::test_equal_to_the_base_and_so_are_the_schemas",),
     # What starts no process of its own
     "undisturbed": (
         "::test_an_explicit_unshard_plans_nothing_anew",
         "::test_shards_are_moved_one_at_a_time",
     ),
-    # Several kinds in one file: threads, the release's own answers, processes
+    # Several kinds in one file: threads, processes
     "comm": (
         "::TestOn2Ranks::test_gathers_in_the_compute_dtype",
         "::TestOn2Ranks::test_reduces_each_dtype_by_itself",
-        "::test_equal_to_the_base_and_so_are_the_schemas",
         "::test_one_gather_whatever_the_dtypes_and_one_reduction_for_each",
     ),
     "hsdp": ("::test_deferred_all_reduce", "::test_three_microbatches"),

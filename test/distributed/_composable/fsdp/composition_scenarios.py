@@ -20,6 +20,7 @@ import argparse
 import contextlib
 import copy
 import functools
+import importlib
 import inspect
 import itertools
 import logging
@@ -736,6 +737,16 @@ def patches_of_hybrid(run: Run) -> Facts:
     return intercepted(run, is_hybrid=True)
 
 
+# Running #
+
+# What compiling a model imports: once, and not in each rank anew
+COMPILER = (
+    "torch._decomp.decompositions_for_jvp",
+    "torch._inductor.debug",
+    "torch._inductor.pattern_matcher",
+)
+
+
 def run_all(args: argparse.Namespace, rank: int) -> dict[str, Any]:
     torch._dynamo.config.recompile_limit = 64
     shape, names = (RANKS // 2, 2), ("pipe", "shard")
@@ -762,6 +773,8 @@ def main() -> None:
     parser.add_argument("--units", required=True, choices=("dtype", "block"))
     parser.add_argument("--only", nargs="+", help="scenarios to run, default all")
     args = parser.parse_args()
+    for name in COMPILER:
+        importlib.import_module(name)
     run_ranks(run_all, args, RANKS)
 
 

@@ -22,7 +22,8 @@ from fsdp_test_utils import (
     shard_mesh,
     THREAD_DEVICE_TYPE,
 )
-from fsdp_wrong_uses import (
+from fsdp_wrong_uses import SECTIONS, WRONG_USES
+from wrong_uses_rows import (
     BF16,
     DIM,
     FP32,
@@ -30,11 +31,9 @@ from fsdp_wrong_uses import (
     MAKING,
     Run,
     Scaled,
-    SECTIONS,
     SETTING,
     STARTING,
     STEPPING,
-    WRONG_USES,
 )
 
 import torch

@@ -19,9 +19,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from features_cases import shard_children
 from features_memory import FP16, MIXED, MODES, UNALIGNED, UNIFORM
 from features_models import Extended, extended_stack, Fp8, HighLow
-from features_parity import CASES, shard_children
+from features_parity import CASES
 from fsdp_test_utils import (
     BASE_ROOT,
     FSDPThreadTest,

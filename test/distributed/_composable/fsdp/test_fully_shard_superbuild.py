@@ -97,7 +97,8 @@ class TestSuperbuild(TestCase):
         status, output = self.run_tool(*command)
         self.assertEqual(status, 0, output)
         for path, ours in laid.items():
-            self.assertEqual((checkout / path).read_bytes(), ours.read_bytes())
+            # Whole: torch's own comparison goes through them byte by byte
+            self.assertTrue((checkout / path).read_bytes() == ours.read_bytes(), path)
 
     def test_wrong_trees_are_told_at_once(self):
         other = self.checkout()

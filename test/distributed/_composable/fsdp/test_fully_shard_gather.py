@@ -1,0 +1,371 @@
+# Owner(s): ["oncall: distributed"]
+
+"""
+The all-gather of a unit: what is sent and copied out, in whose order, and what of it
+is kept between steps.
+
+Runs with pytest, python or ``torchrun --nproc-per-node 4``.
+"""
+
+import itertools
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+from comm_test_utils import (
+    as_bytes,
+    BF16,
+    count_operators,
+    FP8,
+    FP16,
+    FP32,
+    FP64,
+    group_of,
+    mixed_specs,
+    NoGather,
+    policy_of,
+    Spec,
+    ThreadTest,
+)
+from fsdp_test_utils import random_input, THREAD_DEVICE_TYPE
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    AllGatherResult,
+    DefaultAllGather,
+    foreach_all_gather,
+    foreach_all_gather_copy_out,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_layout import GatherLayout
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.testing._internal.common_utils import run_tests
+
+
+class TestAllGather(ThreadTest):
+    world_size = 3
+
+    def test_takes_base_arguments_by_position_and_a_plain_list(self):
+        specs = mixed_specs(self.world_size)
+        unit = self.unit(specs)
+        group = unit.mesh_info.shard_process_group
+        params, stream = [*unit.fsdp_params], self.stream
+        result = foreach_all_gather(
+            params, group, False, stream, stream, self.device, DefaultAllGather()
+        )
+        foreach_all_gather_copy_out(result, params, group)
+        for fsdp_param in params:
+            fsdp_param.init_unsharded_param()
+        self.assert_unsharded(unit, specs)
+
+    def test_result_has_six_fields(self):
+        specs = [Spec((5, 3), BF16), Spec((1,), FP32), Spec((4,), BF16)]
+        unit = self.unit(specs)
+        output, _, work, dtypes, numels, sizes = self.all_gather(unit)
+        self.assertIsNone(work)
+        self.assertEqual(dtypes, [[BF16], [FP32], [BF16]])
+        self.assertEqual(numels, [[6], [1], [2]])
+        # fp32 first, then bf16 in parameter order: 20 bytes and a padding of none
+        self.assertEqual((output.dtype, output.numel()), (torch.uint8, 60))
+        self.assertEqual(sizes, [4, 12, 4, 0])
+
+    def test_uniform_result_is_laid_out_as_the_base_does(self):
+        specs = [Spec((5, 3), BF16), Spec((1,), BF16), Spec((4,), BF16)]
+        unit = self.unit(specs)
+        result = self.all_gather(unit)
+        self.assertEqual(result.all_gather_input_split_sizes, [6, 1, 2])
+        own = torch.cat([p._sharded_param_data for p in unit.fsdp_params])
+        row = result.all_gather_output.view(3, 9)[self.rank]
+        self.assert_same(row, own)
+
+    def gather_in_parameter_order(self, unit: FSDPParamGroup) -> AllGatherResult:
+        """Makes a result of six fields, as somebody else's gather would."""
+        inputs = [fsdp_param.all_gather_inputs for fsdp_param in unit.fsdp_params]
+        dtypes = [[tensor.dtype for tensor in tensors] for tensors in inputs]
+        numels = [[tensor.numel() for tensor in tensors] for tensors in inputs]
+        pieces = [*itertools.chain(*inputs)]
+        if len({*itertools.chain(*dtypes)}) > 1:
+            pieces = [as_bytes(piece) for piece in pieces]
+        mine = torch.cat(pieces)
+        output = mine.new_empty(self.world_size * mine.numel())
+        group = unit.mesh_info.shard_process_group
+        dist.all_gather_single(output, mine, group=group)
+        sizes = [piece.numel() for piece in pieces]
+        return AllGatherResult(output, None, None, dtypes, numels, sizes)
+
+    def test_copies_out_what_somebody_else_gathered_in_parameter_order(self):
+        for policy in (policy_of(), policy_of(FP16)):
+            # The second's sizes are the same in both orders
+            for specs in (mixed_specs(self.world_size), self.ambiguous_specs()):
+                unit = self.unit(specs, mp_policy=policy)
+                self.copy_out(unit, self.gather_in_parameter_order(unit))
+                self.assert_unsharded(unit, specs, policy.param_dtype)
+
+    def ambiguous_specs(self) -> list[Spec]:
+        size = self.world_size
+        return [Spec((2 * size,), BF16), Spec((size,), FP32)]
+
+    def test_own_and_other_gathers_take_turns(self):
+        specs = [Spec((5, 3), BF16), Spec((4,), FP32), Spec((9,), FP16)]
+        unit = self.unit(specs)
+        for factor, is_own in ((1, True), (-2, False), (4, True), (-8, False)):
+            gather = self.all_gather if is_own else self.gather_in_parameter_order
+            self.copy_out(unit, gather(unit))
+            self.assert_scaled(unit, specs, factor)
+            self.reshard_scaled(unit)
+
+    def test_copies_out_to_where_the_outputs_are_now(self):
+        specs = [Spec((5, 3), BF16), Spec((4,), FP32), Spec((9,), FP16)]
+        unit = self.unit(specs)
+        for factor in (1, -2, 4):
+            self.copy_out(unit, self.all_gather(unit))
+            self.assert_scaled(unit, specs, factor)
+            self.reshard_scaled(unit)
+            for fsdp_param in unit.fsdp_params:
+                fsdp_param.all_gather_outputs = []
+                del fsdp_param._unsharded_param
+
+    def test_copies_out_a_copy_of_its_own_result(self):
+        for policy in (policy_of(), policy_of(FP16)):
+            specs = mixed_specs(self.world_size)
+            unit = self.unit(specs, mp_policy=policy)
+            self.copy_out(unit, AllGatherResult(*self.all_gather(unit)))
+            self.assert_unsharded(unit, specs, policy.param_dtype)
+
+    def test_buffer_that_is_not_aligned_is_an_error_that_names_the_comm(self):
+        class Shifted(DefaultAllGather):
+            def allocate(self, size, *, dtype, device):
+                return torch.empty(size[0] + 1, dtype=dtype, device=device)[1:]
+
+        mixed = self.unit([Spec((3,), BF16), Spec((6,), FP32)])
+        with self.assertRaisesRegex(ValueError, "Shifted.*aligned to 4 bytes"):
+            self.all_gather(mixed, all_gather_comm=Shifted())
+        specs = [Spec((3,), BF16), Spec((6,), BF16)]
+        uniform = self.unit(specs)
+        self.copy_out(uniform, self.all_gather(uniform, all_gather_comm=Shifted()))
+        self.assert_unsharded(uniform, specs)
+
+    def test_next_gather_takes_new_values_into_the_same_outputs(self):
+        mixed = mixed_specs(self.world_size)
+        on_dim_0 = [spec for spec in mixed if spec.shard_dim == 0]
+        for specs in (mixed, on_dim_0):
+            unit = self.unit(specs)
+            self.copy_out(unit, self.all_gather(unit))
+            before = [fsdp_param.unsharded_param for fsdp_param in unit.fsdp_params]
+            versions = [param._version for param in before]
+            for factor in (-2, 4, -8):
+                self.reshard_scaled(unit)
+                self.copy_out(unit, self.all_gather(unit))
+                self.assert_scaled(unit, specs, factor)
+            for fsdp_param, param in zip(unit.fsdp_params, before, strict=True):
+                self.assertIs(fsdp_param.unsharded_param, param)
+            # Autograd must not take it for a change of what it saved
+            self.assertEqual([param._version for param in before], versions)
+
+    def reshard_scaled(self, unit: FSDPParamGroup) -> None:
+        """Doubles the shards and turns their sign, as an optimizer would."""
+        for fsdp_param in unit.fsdp_params:
+            fsdp_param.to_unsharded()
+            fsdp_param.to_sharded()
+            fsdp_param._sharded_param_data.mul_(-2)
+
+    def assert_scaled(self, unit, specs: Sequence[Spec], factor: int) -> None:
+        for i, (fsdp_param, spec) in enumerate(zip(unit.fsdp_params, specs)):
+            how = {"dtype": spec.dtype, "device": THREAD_DEVICE_TYPE}
+            expected = random_input(*spec.size, seed=i, **how) * factor
+            self.assert_same(fsdp_param.unsharded_param, expected)
+
+    def test_layout_follows_a_changed_compute_dtype(self):
+        specs = mixed_specs(self.world_size)
+        unit = self.unit(specs)
+        self.assertEqual(self.all_gather(unit).all_gather_output.dtype, torch.uint8)
+        for fsdp_param in unit.fsdp_params:
+            fsdp_param.init_dtype_attrs(policy_of(BF16))
+        result = self.all_gather(unit)
+        self.assertEqual(result.all_gather_output.dtype, BF16)
+        self.copy_out(unit, result)
+        self.assert_unsharded(unit, specs, BF16)
+
+    def test_gathers_all_inputs_of_an_extension_tensor(self):
+        """It sends fp8 data and an fp64 scale in place of a bf16 parameter."""
+        specs = [Spec((3,), FP32), Spec((6, 2), BF16), Spec((5,), FP16)]
+        unit = self.unit(specs)
+        extended = unit.fsdp_params[1]
+        local = extended._sharded_local_tensor
+        scale = torch.tensor([2.0**-self.rank], dtype=FP64, device=self.device)
+        data = torch.full((2, 2), self.rank + 1.0, device=self.device).to(FP8)
+        local.fsdp_pre_all_gather = lambda mesh: ((data, scale), None)
+        local.fsdp_post_all_gather = None
+        extended._init_extensions()
+        unit.fsdp_params.refresh()  # as lazy init does
+        result = self.all_gather(unit)
+        self.assertEqual(
+            result.param_all_gather_input_dtypes, [[FP32], [FP8, FP64], [FP16]]
+        )
+        group = unit.mesh_info.shard_process_group
+        foreach_all_gather_copy_out(result, unit.fsdp_params, group)
+        gathered_data, gathered_scale = extended.all_gather_outputs
+        rows = [float(rank + 1) for rank in range(3) for _ in range(4)]
+        self.assertEqual(gathered_data.float().tolist(), rows)
+        self.assertEqual(gathered_scale.tolist(), [1.0, 0.5, 0.25])
+        for i in (0, 2):
+            unit.fsdp_params[i].init_unsharded_param()
+        others = SimpleNamespace(fsdp_params=[unit.fsdp_params[0]])
+        self.assert_unsharded(others, specs[:1])
+
+    def test_copies_do_not_multiply_with_parameters(self):
+        """One copy-in for each pair of dtypes, and one copy-out."""
+        dtypes = {"aten::cat": None, "aten::_foreach_copy_": BF16}
+        for copy_in, param_dtype in dtypes.items():
+            specs = [Spec((4,), dtype) for dtype in (BF16, FP32, FP16)] * 7
+            unit = self.unit(specs, mp_policy=policy_of(param_dtype))
+            with count_operators() as counts:
+                result = self.all_gather(unit, all_gather_comm=NoGather())
+            self.assertEqual(
+                [counts.pop(op, 0) for op in dtypes],
+                [3 * (op == copy_in) for op in dtypes],
+            )
+            # The rest is as much as one parameter would take
+            self.assertLess(counts.total(), 3 * 7)
+            self.assertEqual(counts["aten::copy_"], 0)
+            with count_operators() as counts:
+                self.copy_out(unit, result)
+            self.assertEqual(counts["aten::split_with_sizes_copy"], 1)
+            self.assertEqual(counts["aten::copy_"], 0)
+
+
+class Listening(nn.Module):
+    """Wants to know which parameters it is given."""
+
+    def __init__(self, param: nn.Parameter):
+        super().__init__()
+        self.given: list[nn.Parameter] = []
+        self.listened = param
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "listened":
+            self.given.append(value)
+        super().__setattr__(name, value)
+
+
+class TestKeptBetweenSteps(ThreadTest):
+    """What a step found out is used by the next, unless it is no longer so."""
+
+    world_size = 3
+    SPECS = (Spec((5, 3), BF16), Spec((4,), FP32), Spec((7,), FP32))
+
+    def layout(self, unit: FSDPParamGroup) -> GatherLayout:
+        """Gathers, checks what this rank sent, and returns the layout."""
+        result = self.all_gather(unit)
+        layout = result.all_gather_input_split_sizes.layout
+        numel = layout.segment_numel
+        segment = result.all_gather_output.narrow(0, self.rank * numel, numel)
+        slots = [s for r in layout.regions for s in r.view(segment).split(r.numels)]
+        for i, slot in zip(layout.order, slots, strict=True):
+            fsdp_param = unit.fsdp_params[i]
+            shard = fsdp_param._sharded_param_data
+            self.assert_same(slot, shard.to(fsdp_param.param_dtype or shard.dtype))
+        return layout
+
+    def test_layout_is_planned_once(self):
+        unit = self.unit(self.SPECS)
+        first = self.layout(unit)
+        for _ in range(2):
+            self.assertIs(self.layout(unit), first)
+
+    def test_layout_follows_what_it_was_made_of(self):
+        unit = self.unit(self.SPECS)
+        param = unit.fsdp_params[1]
+
+        def cast(data: torch.Tensor) -> None:
+            param._sharded_param_data = data.half()
+
+        def lengthen(data: torch.Tensor) -> None:
+            param._sharded_param_data = torch.cat([data, data])
+
+        def compute_in_bf16(data: torch.Tensor) -> None:
+            param.init_dtype_attrs(policy_of(BF16))
+
+        layouts = [self.layout(unit)]
+        for change in (cast, lengthen, compute_in_bf16):
+            change(param._sharded_param_data)
+            layouts.append(self.layout(unit))
+            self.assertIs(self.layout(unit), layouts[-1])
+        self.assertEqual(len({*map(id, layouts)}), 4)
+
+    def test_outputs_on_another_device_are_not_those_that_were_kept(self):
+        unit = self.unit(self.SPECS)
+        self.copy_out(unit, self.all_gather(unit))
+        kept = unit.fsdp_params.outputs
+        self.assertIs(unit.fsdp_params.outputs, kept)
+        param = unit.fsdp_params[0]
+        param.all_gather_outputs = [t.to("meta") for t in param.all_gather_outputs]
+        self.assertIsNone(unit.fsdp_params.outputs)
+        param.all_gather_outputs = kept.lists[0]
+        self.assertIs(unit.fsdp_params.outputs, kept)
+        unit.fsdp_params.refresh()
+        self.assertIsNone(unit.fsdp_params.outputs)
+
+    def test_unsharded_parameters_follow_requires_grad(self):
+        unit = self.unit(self.SPECS)
+        self.copy_out(unit, self.all_gather(unit))
+        for requires_grad in (True, False, True):
+            unit.fsdp_params[1].sharded_param.requires_grad_(requires_grad)
+            unit.fsdp_params.to_state(ShardedState.UNSHARDED)
+            found = [p.unsharded_param.requires_grad for p in unit.fsdp_params]
+            self.assertEqual(found, [True, requires_grad, True])
+            unit.fsdp_params.to_state(ShardedState.SHARDED)
+
+    def test_each_name_of_a_parameter_is_given_its_states(self):
+        plain, other = nn.Linear(6, 4, bias=False), nn.Linear(6, 4)
+        other.weight = plain.weight
+        listening = Listening(plain.weight)
+        module = nn.Sequential(plain, other, listening)
+        module = module.to(THREAD_DEVICE_TYPE)
+        unit = group_of(fully_shard(module, mesh=self.mesh()))
+        unit.lazy_init()
+        self.copy_out(unit, self.all_gather(unit))
+        weight, bias = unit.fsdp_params
+        states = [
+            (ShardedState.UNSHARDED, weight._unsharded_param, bias._unsharded_param),
+            (ShardedState.SHARDED, weight.sharded_param, bias.sharded_param),
+        ]
+        self.assertIs(listening.given[-1], weight.sharded_param)
+        del listening.given[:]
+        for state, for_weight, for_bias in states:
+            unit.fsdp_params.to_state(state)
+            names = (plain.weight, other.weight, listening.listened)
+            for registered in names:
+                self.assertIs(registered, for_weight)
+            self.assertIs(other.bias, for_bias)
+            self.assertIs(listening.given[-1], for_weight)
+        self.assertEqual(len(listening.given), 2)
+
+    def test_buckets_are_planned_once_for_each_pattern_of_gradients(self):
+        unit = self.unit(self.SPECS)
+        patterns = [(BF16, FP32, FP32), (BF16, None, FP32), (FP32, FP32, FP32)]
+
+        def buckets(pattern) -> list:
+            specs = zip(self.SPECS, pattern)
+            return unit._get_buckets(
+                [d and torch.empty(spec.size, dtype=d) for spec, d in specs]
+            )
+
+        found = [buckets(pattern) for pattern in patterns]
+        members = [[[*map(unit.fsdp_params.index, b)] for b in bs] for bs in found]
+        self.assertEqual(members, [[[1, 2], [0]], [[2], [0]], [[1, 2, 0]]])
+        for pattern, first in zip(patterns, found):
+            self.assertIs(buckets(pattern), first)
+        unit.lazy_init()  # as an explicit unshard does
+        for pattern, first in zip(patterns, found):
+            self.assertIs(buckets(pattern), first)
+        unit.fsdp_params[1].sharded_param.grad_dtype = BF16
+        unit.lazy_init()
+        for pattern, first in zip(patterns, found):
+            self.assertIsNot(buckets(pattern), first)
+
+
+if __name__ == "__main__":
+    run_tests()

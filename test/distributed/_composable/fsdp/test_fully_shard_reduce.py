@@ -1,0 +1,223 @@
+# Owner(s): ["oncall: distributed"]
+
+"""
+The reduction of a unit's gradients, over shards and over replicas, against sums on
+paper.
+
+Runs with pytest, python or ``torchrun --nproc-per-node 4``.
+"""
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+from comm_test_utils import (
+    BF16,
+    count_operators,
+    FP16,
+    FP32,
+    group_of,
+    NoReduceScatter,
+    policy_of,
+    sharded,
+    Spec,
+    ThreadTest,
+)
+from fsdp_test_utils import record_collectives, THREAD_DEVICE_TYPE
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.testing._internal.common_utils import run_tests
+
+
+class TestReduce(ThreadTest):
+    world_size = 3
+    SPECS = (Spec((5, 3), BF16), Spec((1,), FP32), Spec((2, 6), FP32, shard_dim=1))
+    DTYPES = (BF16, FP32, BF16)
+
+    def new_unit(self) -> FSDPParamGroup:
+        return self.unit(self.SPECS)
+
+    def new_grads(self) -> list[torch.Tensor]:
+        return self.grads(self.SPECS, self.DTYPES)
+
+    def test_takes_base_arguments_by_position(self):
+        unit = self.new_unit()
+        arguments = self.reduce_arguments(unit, self.new_grads(), reduce_dtype=FP32)
+        foreach_reduce(*arguments.values())
+        self.assert_reduced(unit, self.SPECS, self.DTYPES, FP32)
+
+    def test_force_sum_may_be_left_out(self):
+        unit = self.new_unit()
+        arguments = self.reduce_arguments(unit, self.new_grads(), reduce_dtype=FP32)
+        del arguments["force_sum_reduction_for_comms"]
+        foreach_reduce(**arguments)
+        self.assert_reduced(unit, self.SPECS, self.DTYPES, FP32)
+
+    def test_uniform_call_of_a_vendor(self):
+        """Both dtypes given, fp32 parameters computed and reduced in bf16."""
+        specs, dtypes = [Spec((4, 2), FP32), Spec((3,), FP32)], [BF16, BF16]
+        unit = self.unit(specs, mp_policy=policy_of(BF16))
+        grads = self.grads(specs, dtypes)
+        self.reduce(unit, grads, orig_dtype=FP32, reduce_dtype=BF16)
+        self.assert_reduced(unit, specs, dtypes, BF16)
+
+    def test_result_has_seven_values(self):
+        unit, grads = self.new_unit(), self.new_grads()
+        reduced = self.reduce(unit, grads, reduce_dtype=FP32)
+        reduce_input, _, stream, _, all_reduce_input, all_reduce_event, kept = reduced
+        # Padded shards of 2 x 3, 1 and 2 x 2 elements
+        self.assertEqual((reduce_input.dtype, reduce_input.numel()), (FP32, 3 * 11))
+        self.assertEqual(stream, self.stream)
+        self.assertEqual((all_reduce_input, all_reduce_event, kept), (None, None, None))
+
+    def test_gradients_are_let_go_of(self):
+        unit, grads = self.new_unit(), self.new_grads()
+        self.reduce(unit, grads, reduce_dtype=FP32)
+        self.assertEqual(grads, [])
+
+    def test_adds_to_the_sharded_gradient_that_is_there(self):
+        unit = self.new_unit()
+        for _ in range(3):
+            self.reduce(unit, self.new_grads(), reduce_dtype=FP32)
+        self.assert_reduced(unit, self.SPECS, self.DTYPES, FP32, times=3)
+
+    def test_gradient_that_is_no_dtensor_is_an_error_that_names_the_parameter(self):
+        unit = self.new_unit()
+        plain = torch.zeros(1, device=self.device)
+        unit.fsdp_params[1].sharded_param = SimpleNamespace(
+            grad=plain, _post_accumulate_grad_hooks=None
+        )
+        with self.assertRaisesRegex(AssertionError, "p1"):
+            self.reduce(unit, self.new_grads(), reduce_dtype=FP32)
+
+    def test_gradients_need_not_be_contiguous(self):
+        specs = [Spec((5, 3), FP32), Spec((4, 6), FP32, shard_dim=1), Spec((6,), FP32)]
+        dtypes = [FP32, FP32, FP32]
+        unit, grads = self.unit(specs), self.grads(specs, dtypes)
+        grads[0] = grads[0].t().contiguous().t()
+        grads[1] = torch.stack([grads[1], -grads[1]], dim=-1)[..., 0]
+        grads[2] = torch.stack([grads[2], -grads[2]], dim=-1)[..., 0]
+        self.assertFalse(any(grad.is_contiguous() for grad in grads))
+        self.reduce(unit, grads, orig_dtype=FP32)
+        self.assert_reduced(unit, specs, dtypes, FP32)
+
+    def test_mixed_gradients_without_a_reduce_dtype_are_an_error(self):
+        unit = self.new_unit()
+        with self.assertRaisesRegex(AssertionError, "p0.*p1.*bfloat16.*float32"):
+            self.reduce(unit, self.new_grads())
+
+    def test_uneven_shards_on_another_dim_are_an_error(self):
+        unit = self.unit([Spec((2, 6), FP32, shard_dim=1)])
+        uneven = torch.zeros(2, 7, device=self.device)
+        with self.assertRaisesRegex(AssertionError, "even sharding"):
+            self.reduce(unit, [uneven])
+
+    def test_custom_factor_and_forced_sums(self):
+        for factor, force_sum in itertools.product((None, 2.0, 3.0), (False, True)):
+            unit = self.new_unit()
+            changes = {"gradient_divide_factor": factor, "reduce_dtype": FP32}
+            changes["force_sum_reduction_for_comms"] = force_sum
+            with record_collectives() as recorded:
+                self.reduce(unit, self.new_grads(), **changes)
+            averages = not force_sum and factor in (None, 3.0)
+            self.assertEqual(recorded.calls[0].op, "AVG" if averages else "SUM")
+            self.assert_reduced(unit, self.SPECS, self.DTYPES, FP32, divisor=factor)
+
+    def test_hook_sees_the_reduced_bucket_before_the_cast(self):
+        unit, seen = self.new_unit(), []
+
+        def hook(buffer: torch.Tensor) -> None:
+            seen.append((buffer.dtype, buffer.numel()))
+            buffer.mul_(-2)
+
+        self.reduce(unit, self.new_grads(), reduce_dtype=FP32, all_reduce_hook=hook)
+        self.assertEqual(seen, [(FP32, 11)])
+        self.assert_reduced(unit, self.SPECS, self.DTYPES, FP32, divisor=-1.5)
+
+    def test_post_accumulate_grad_hooks_run_once_for_each_parameter(self):
+        unit, seen = self.new_unit(), []
+        for i, fsdp_param in enumerate(unit.fsdp_params):
+            fsdp_param.sharded_param.register_post_accumulate_grad_hook(
+                lambda param, i=i: seen.append((i, param.grad is not None))
+            )
+        self.reduce(unit, self.new_grads(), reduce_dtype=FP32)
+        self.assertEqual(sorted(seen), [(0, True), (1, True), (2, True)])
+
+    def test_copy_in_does_not_multiply_with_parameters(self):
+        specs = [Spec((4,), dtype) for dtype in (FP32, BF16, FP16) for _ in range(7)]
+        threes = [dtype for dtype in (FP32, BF16, FP16) for _ in range(7)]
+        for dtypes, fused, copied in (
+            ([FP32] * 21, 1, 0),
+            ([BF16] * 21, 1, 0),  # cast by the kernel itself
+            (threes, 3, 2),  # two runs of those that are not like the largest
+            ([FP32] + [BF16] * 20, 2, 1),  # an uneven one takes its own detour
+        ):
+            unit, grads = self.unit(specs), self.grads(specs, dtypes)
+            with count_operators() as counts:
+                self.reduce(
+                    unit,
+                    grads,
+                    reduce_dtype=FP32,
+                    reduce_scatter_comm=NoReduceScatter(),
+                )
+            self.assertEqual(counts["aten::_chunk_cat"], fused)
+            self.assertEqual(counts["aten::copy_"], copied)
+            self.assertEqual(counts["aten::_foreach_copy_"], 0)
+            # To the other storage dtypes and, in a copy of its own, fp32
+            self.assertLessEqual(counts["aten::_to_copy"], 3)
+
+
+class TestHybridReduce(ThreadTest):
+    world_size = 4
+    SPECS = (Spec((3, 2), BF16), Spec((1,), FP32), Spec((2, 4), FP32, shard_dim=1))
+    DTYPES = (BF16, FP32, BF16)
+
+    def hybrid_unit(self) -> tuple[FSDPParamGroup, dict[str, Any]]:
+        names = ("replicate", "shard")
+        mesh = init_device_mesh(THREAD_DEVICE_TYPE, (2, 2), mesh_dim_names=names)
+        unit = group_of(sharded(self.SPECS, mesh, device=THREAD_DEVICE_TYPE))
+        unit.lazy_init()
+        groups = {"all_reduce_group": unit.mesh_info.replicate_process_group}
+        return unit, groups | {"reduce_dtype": FP32}
+
+    def assert_hybrid_mean(self, unit: FSDPParamGroup, times: int) -> None:
+        for i, (fsdp_param, spec) in enumerate(zip(unit.fsdp_params, self.SPECS)):
+            parts = [self.grad(r, i, spec, self.DTYPES[i]) for r in range(4)]
+            mean = (torch.stack(parts).float().sum(0) * times / 4).to(spec.dtype)
+            expected = spec.shard(mean, self.rank % 2, 2)
+            self.assert_same(fsdp_param.sharded_param.grad.to_local(), expected)
+
+    def test_reduces_over_shards_and_then_replicas(self):
+        unit, how = self.hybrid_unit()
+        with record_collectives() as recorded:
+            result = self.reduce(unit, self.grads(self.SPECS, self.DTYPES), **how)
+        self.assert_hybrid_mean(unit, times=1)
+        self.assertEqual(len(recorded.reduce_scatters), 1)
+        self.assertEqual([call.numel for call in recorded.all_reduces], [9])
+        self.assertEqual(result[4].numel(), 9)  # held until it has been read
+
+    def test_sum_of_microbatches_is_kept_in_the_reduce_dtype(self):
+        unit, how = self.hybrid_unit()
+        kept = None
+        for _ in range(2):
+            grads = self.grads(self.SPECS, self.DTYPES)
+            result = self.reduce(
+                unit,
+                grads,
+                all_reduce_grads=False,
+                partial_reduce_output=kept,
+                **how,
+            )
+            kept = result[6]
+            self.assertEqual((kept.dtype, kept.numel()), (FP32, 9))
+            self.assertIsNone(unit.fsdp_params[0].sharded_param.grad)
+        grads = self.grads(self.SPECS, self.DTYPES)
+        self.reduce(unit, grads, partial_reduce_output=kept, **how)
+        self.assert_hybrid_mean(unit, times=3)
+
+
+if __name__ == "__main__":
+    run_tests()
