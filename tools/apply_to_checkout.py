@@ -219,7 +219,9 @@ def lay_stack(root: Path, checkout: Path) -> None:
     if tree.run_git(checkout, "diff", "--cached", "--quiet") is None:
         raise SetupError(f"{checkout} has changes that are staged: commit them first")
     git(f"make the branch {BRANCH}", "switch", "--quiet", "--create", BRANCH)
-    here = {str(source.relative_to(root)): t for t, source in files_to_lay(root).items()}
+    here = {
+        str(source.relative_to(root)): t for t, source in files_to_lay(root).items()
+    }
     package = (root / stack.INIT).read_text()
     for number, files in enumerate(stack.files_by_commit(here)):
         written = {path: (root / source).read_text() for path, source in files.items()}
@@ -233,7 +235,9 @@ def lay_stack(root: Path, checkout: Path) -> None:
         lines = sum(text.count("\n") for text in written.values())
         tests = len(stack.STACK[number].test_files)
         title = stack.STACK[number].title
-        print(f"  {len(written):3} files {lines:6,} lines {tests:3} test files  {title}")
+        print(
+            f"  {len(written):3} files {lines:6,} lines {tests:3} test files  {title}"
+        )
 
 
 def report(plan: Plan, checkout: Path, *, only_check: bool) -> None:

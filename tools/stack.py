@@ -135,9 +135,8 @@ def commit_of(path: str) -> int | None:
     if path == INIT:
         return 0
     for number, commit in enumerate(STACK):
-        if (
-            (folder == SOURCES and stem in commit.sources)
-            or (folder == TESTS and stem in commit.tests)
+        if (folder == SOURCES and stem in commit.sources) or (
+            folder == TESTS and stem in commit.tests
         ):
             return number
     return None

@@ -12,6 +12,7 @@ import inspect
 import json
 import sys
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 from mixed_dtype_models import batch_of, BF16, FP32, loss_of, mixed_tower, uniform_tower
@@ -30,6 +31,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 PACKAGE = "torch.distributed.fsdp._fully_shard"
 MODULES = ("_fsdp_collectives", "_fsdp_param_group")
+# Files that the release has as well
+RELEASED = (*MODULES, "_fsdp_api", "_fsdp_common", "_fsdp_param", "_fully_shard")
 RANKS = 4
 
 GROUP_ATTRIBUTES = (
@@ -62,10 +65,19 @@ def modules() -> Iterator[tuple[str, Any]]:
 
 def parameters_of(function: Any) -> list[tuple[str, str, str]]:
     """Returns name, kind and default of each, without what it is annotated with."""
+    if inspect.isclass(function) and issubclass(function, (dict, list)):
+        return []  # as its builtin base
     return [
         (name, parameter.kind.name, repr(parameter.default))
         for name, parameter in inspect.signature(function).parameters.items()
     ]
+
+
+def is_defined_here(value: Any, module: ModuleType) -> bool:
+    """Whether a module defines what it has, or the branch does so in a new file."""
+    where = getattr(value, "__module__", None) or ""
+    is_new = where.startswith(PACKAGE) and where.rpartition(".")[2] not in RELEASED
+    return where == module.__name__ or is_new
 
 
 def signatures() -> dict[str, Any]:
@@ -73,8 +85,11 @@ def signatures() -> dict[str, Any]:
     found = {}
     for _, module in modules():
         for name, value in vars(module).items():
-            is_own = getattr(value, "__module__", None) == module.__name__
-            if not is_own or name.startswith("_"):
+            if (
+                name[0] == "_"
+                or not callable(value)
+                or not is_defined_here(value, module)
+            ):
                 continue
             found[name] = parameters_of(value)
             for method_name in dir(value) if inspect.isclass(value) else ():
@@ -96,7 +111,7 @@ def fields() -> dict[str, list[str]]:
         name: list(value._fields)
         for _, module in modules()
         for name, value in vars(module).items()
-        if hasattr(value, "_fields") and value.__module__ == module.__name__
+        if hasattr(value, "_fields") and is_defined_here(value, module)
     }
 
 

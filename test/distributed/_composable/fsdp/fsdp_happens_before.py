@@ -78,7 +78,7 @@ _ORDERING_METHODS = frozenset(
     + ("stream",)
 )
 # Functions that only wait, by the names that their modules give them
-_WAITING_HELPER = re.compile(r"_(wait|order|drop)_")
+_WAITING_HELPER = re.compile(r"_(wait|order|drop)_|wait_all_gather_streams")
 
 
 class Site(NamedTuple):

@@ -32,7 +32,9 @@ def imports_of(file: str) -> set[str]:
     imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
     named = {node.module.split(".")[-1] for node in imports if node.module}
     named |= {alias.name for node in imports if not node.module for alias in node.names}
-    named |= {a.name for node in nodes if isinstance(node, ast.Import) for a in node.names}
+    named |= {
+        a.name for node in nodes if isinstance(node, ast.Import) for a in node.names
+    }
     return {name.split(".")[-1] for name in named} & {*own_files()}
 
 

@@ -18,7 +18,12 @@ from comm_test_utils import SCHEMAS
 from fsdp_test_utils import BASE_ROOT, DeviceFreeTest, op_name, run_python
 
 import torch
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+from torch.distributed.fsdp._fully_shard import (
+    _fsdp_collectives as collectives,
+)
+from torch.distributed.fsdp._fully_shard import (
+    _fsdp_scaling as scaling,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     _get_gradient_divide_factors,
 )
@@ -95,7 +100,7 @@ class TestDivideFactors(DeviceFreeTest):
     ) -> tuple:
         sizes, dtype = (shards, replicas), getattr(torch, dtype)
         groups = [None if size is None else FakeGroup(size) for size in sizes]
-        with mock.patch.object(collectives, "_has_premul_sum", lambda *_: premul):
+        with mock.patch.object(scaling, "_has_premul_sum", lambda *_: premul):
             return _get_gradient_divide_factors(
                 *groups, dtype, "cuda", factor, force_sum
             )

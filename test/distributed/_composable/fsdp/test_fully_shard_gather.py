@@ -259,7 +259,7 @@ class TestKeptBetweenSteps(ThreadTest):
     def layout(self, unit: FSDPParamGroup) -> GatherLayout:
         """Gathers, checks what this rank sent, and returns the layout."""
         result = self.all_gather(unit)
-        layout = result.all_gather_input_split_sizes.layout
+        layout = unit.fsdp_params.layout_of(*result[3:])
         numel = layout.segment_numel
         segment = result.all_gather_output.narrow(0, self.rank * numel, numel)
         slots = [s for r in layout.regions for s in r.view(segment).split(r.numels)]
@@ -354,7 +354,9 @@ class TestKeptBetweenSteps(ThreadTest):
             )
 
         found = [buckets(pattern) for pattern in patterns]
-        members = [[[*map(unit.fsdp_params.index, b)] for b in bs] for bs in found]
+        members = [
+            [[*map(unit.fsdp_params.index, b.params)] for b in bs] for bs in found
+        ]
         self.assertEqual(members, [[[1, 2], [0]], [[2], [0]], [[1, 2, 0]]])
         for pattern, first in zip(patterns, found):
             self.assertIs(buckets(pattern), first)

@@ -88,7 +88,10 @@ class TestReduce(ThreadTest):
         unit = self.new_unit()
         plain = torch.zeros(1, device=self.device)
         unit.fsdp_params[1].sharded_param = SimpleNamespace(
-            grad=plain, _post_accumulate_grad_hooks=None
+            grad=plain,
+            dtype=plain.dtype,
+            grad_dtype=plain.dtype,
+            _post_accumulate_grad_hooks=None,
         )
         with self.assertRaisesRegex(AssertionError, "p1"):
             self.reduce(unit, self.new_grads(), reduce_dtype=FP32)

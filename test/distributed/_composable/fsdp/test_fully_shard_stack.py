@@ -40,7 +40,7 @@ def make_checkout(checkout: Path) -> None:
     Makes a git tree that is shaped like upstream's, of the release, and can be run: its
     files in the folder that the branch changes, and links to all others.
     """
-    released = [path for path in (BASE_ROOT / stack.SOURCES).glob("*.py")]
+    released = [*(BASE_ROOT / stack.SOURCES).glob("*.py")]
     own = {f"{stack.SOURCES}/{path.name}" for path in released}
     for link in links.plan_links(REPO_ROOT, own):
         (checkout / link).parent.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ alone, and why; "all" stands for each call of the function:
 ======================================================  ========================
 call                                                    why nothing shows
 ======================================================  ========================
-_wait_all_gather_streams_on_event > wait_event #1       the gather stream waits
+wait_all_gather_streams_on_event > wait_event #1        the gather stream waits
                                                         for the copy-in stream
                                                         before each gather, and
                                                         allocates nothing
@@ -52,6 +52,9 @@ from torch.distributed.fsdp._fully_shard import (
     _fsdp_collectives as collectives,
 )
 from torch.distributed.fsdp._fully_shard import (
+    _fsdp_context as context,
+)
+from torch.distributed.fsdp._fully_shard import (
     _fsdp_param_group as param_group,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_common import (
@@ -64,11 +67,11 @@ from torch.testing._internal.common_utils import (
 )
 
 
-MODULES = (collectives, param_group)
+MODULES = (collectives, context, param_group)
 # The reasons are at the top
 UNSEEN = frozenset(
     (
-        "_wait_all_gather_streams_on_event > wait_event #1",
+        "wait_all_gather_streams_on_event > wait_event #1",
         "_wait_for_post_backward > _wait_current_stream #0",
         "_wait_for_post_backward > _wait_current_stream #1",
         "_reset_iter_state > _wait_for_post_backward #0",

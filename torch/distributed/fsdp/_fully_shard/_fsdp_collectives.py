@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import _get_device_handle
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 
-from ._fsdp_api import AllGather, ReduceScatter
+from ._fsdp_api import _ReduceOp, AllGather, ReduceScatter
 from ._fsdp_comms import (  # noqa: F401  (importable from here, as in the release)
     all_gather_copy_in_cuda,
     all_gather_copy_in_meta,
@@ -35,10 +35,13 @@ from ._fsdp_comms import (  # noqa: F401  (importable from here, as in the relea
     DefaultAllocMixin,
     DefaultReduceScatter,
     lib,
+    Literal,
+    math,
     ProcessGroupAllocAllGather,
     ProcessGroupAllocMixin,
     ProcessGroupAllocReduceScatter,
     split_with_sizes_copy,
+    symm_mem,
     SymmMemAllGather,
     SymmMemAllocMixin,
     SymmMemReduceScatter,
@@ -60,10 +63,10 @@ from ._fsdp_layout import (
 )
 from ._fsdp_observers import gets_operators
 from ._fsdp_param import FSDPParam, ShardedState
-from ._fsdp_scaling import (
+from ._fsdp_scaling import (  # noqa: F401  (one of them as above)
     _div_if_needed,
     _get_gradient_divide_factors,
-    Factors,
+    ReduceOp,
     scatter_divisor,
 )
 from ._fsdp_unit import GatherOutputs, GatherPlan, grad_dtype_of, UnitParams
@@ -174,11 +177,11 @@ def _copy_cast(
         torch._foreach_copy_([slots[k] for k in members], [sources[k] for k in members])
 
 
-def _as_stored(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def _as_stored(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Views tensors of one dtype in that in which every kernel copies them."""
     dtype = storage_dtype(tensors[0].dtype)
     if dtype == tensors[0].dtype:
-        return tensors
+        return [*tensors]
     return [tensor.view(dtype) for tensor in tensors]
 
 
@@ -429,34 +432,58 @@ class ReduceResult(NamedTuple):
     partial_reduce_output: torch.Tensor | None
 
 
-class _Reduction(NamedTuple):
-    """Who takes part in a bucket's reduction, and how it is scaled."""
+class Reduction(NamedTuple):
+    """Who takes part in a unit's reductions, where and how."""
 
     device: torch.device
     reduce_scatter_comm: ReduceScatter
     reduce_scatter_group: dist.ProcessGroup | None
     reduce_scatter_stream: torch.Stream
-    all_reduce_group: dist.ProcessGroup | None
+    all_reduce_group: dist.ProcessGroup | None  # not None iff HSDP or replicate
     all_reduce_stream: torch.Stream
     all_reduce_hook: Callable[[torch.Tensor], None] | None
-    # From `_get_gradient_divide_factors`
-    factors: Factors
+    all_reduce_grads: bool
     divide_factor: float | None  # the user's own
-    # Whether what is reduced goes to the sharded parameters now
-    is_last: bool
-    shard_world_size: int
-    device_handle: Any
+    force_sum: bool
 
-    def divide_input(self, reduce_input: torch.Tensor) -> None:
-        """Divides what is to be summed over the shard group, where that comes first."""
-        divisor = self.factors[0]
-        if self.shard_world_size == 1:  # no collective divides it
-            group = self.reduce_scatter_group
-            divisor = scatter_divisor(group, self.factors, self.divide_factor)
-        _div_if_needed(reduce_input, divisor)
+    @property
+    def is_last(self) -> bool:
+        """Whether what is reduced goes to the sharded parameters now."""
+        return self.all_reduce_grads or self.all_reduce_group is None
+
+    @property
+    def shard_world_size(self) -> int:
+        group = self.reduce_scatter_group
+        return 1 if group is None else group.size()
+
+    def arguments(
+        self,
+        fsdp_params: list[FSDPParam],
+        unsharded_grads: list[torch.Tensor],
+        grad_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype,
+        partial: torch.Tensor | None,
+    ) -> tuple[Any, ...]:
+        """Returns the arguments of :func:`foreach_reduce` for one bucket."""
+        return (
+            fsdp_params,
+            unsharded_grads,
+            self.reduce_scatter_group,
+            self.reduce_scatter_stream,
+            self.reduce_scatter_comm,
+            grad_dtype,
+            reduce_dtype,
+            self.device,
+            self.divide_factor,
+            self.all_reduce_group,
+            self.all_reduce_stream,
+            self.all_reduce_grads,
+            partial,
+            self.all_reduce_hook,
+            self.force_sum,
+        )
 
 
-@torch.no_grad()
 def foreach_reduce(
     fsdp_params: list[FSDPParam],
     unsharded_grads: list[torch.Tensor],
@@ -467,18 +494,16 @@ def foreach_reduce(
     reduce_dtype: torch.dtype | None,
     device: torch.device,
     gradient_divide_factor: float | None,
-    all_reduce_group: dist.ProcessGroup | None,  # not `None` iff HSDP or replicate
+    all_reduce_group: dist.ProcessGroup | None,
     all_reduce_stream: torch.Stream,
     all_reduce_grads: bool,
     partial_reduce_output: torch.Tensor | None,
     all_reduce_hook: Callable[[torch.Tensor], None] | None,
     force_sum_reduction_for_comms: bool = False,
-    *,
-    bucket: ReduceBucket | None = None,
 ) -> ReduceResult:
     """
-    Reduces the gradients of one bucket, of any dtypes and in one reduce dtype,
-    and gives the results to the sharded parameters.
+    Reduces gradients of any dtypes in one reduce dtype, and gives the results to
+    the sharded parameters.
 
     ``fsdp_params`` after the first ``len(unsharded_grads)`` have no new
     gradient, only a part of ``partial_reduce_output``. ``unsharded_grads`` is
@@ -486,83 +511,82 @@ def foreach_reduce(
     release then casts nothing), without ``reduce_dtype`` the gradients' one dtype.
     ``all_reduce_grads=False`` stops before the all-reduce and returns the sum
     so far (1D, laid out as ``fsdp_params``) for the next call to add.
-    ``bucket`` is how ``fsdp_params`` lie in the buffers, if that has been planned.
     """
-    # A wrapper of this function may ask for something else than was planned
-    if bucket is None or bucket.dtype != reduce_dtype:
-        bucket = _plan_bucket(
-            fsdp_params, unsharded_grads, reduce_scatter_group, orig_dtype, reduce_dtype
-        )
-    factors = _get_gradient_divide_factors(
+    reduction = Reduction(
+        device,
+        reduce_scatter_comm,
         reduce_scatter_group,
+        reduce_scatter_stream,
         all_reduce_group,
-        bucket.dtype,
-        device.type,
+        all_reduce_stream,
+        all_reduce_hook,
+        all_reduce_grads,
         gradient_divide_factor,
         force_sum_reduction_for_comms,
     )
-    world_size = 1 if reduce_scatter_group is None else reduce_scatter_group.size()
-    reduction = _Reduction(
-        device,
-        reduce_scatter_comm=reduce_scatter_comm,
-        reduce_scatter_group=reduce_scatter_group,
-        reduce_scatter_stream=reduce_scatter_stream,
-        all_reduce_group=all_reduce_group,
-        all_reduce_stream=all_reduce_stream,
-        all_reduce_hook=all_reduce_hook,
-        factors=factors,
-        divide_factor=gradient_divide_factor,
-        is_last=all_reduce_grads or all_reduce_group is None,
-        shard_world_size=world_size,
-        device_handle=_get_device_handle(device.type),
+    bucket = _plan_bucket(
+        fsdp_params, unsharded_grads, reduce_scatter_group, orig_dtype, reduce_dtype
     )
-    return _reduce(
+    return reduce_bucket(
         reduction, bucket, fsdp_params, unsharded_grads, partial_reduce_output
     )
 
 
-def _reduce(
-    reduction: _Reduction,
+@torch.no_grad()
+def reduce_bucket(
+    reduction: Reduction,
     bucket: ReduceBucket,
     fsdp_params: list[FSDPParam],
     unsharded_grads: list[torch.Tensor],
     partial: torch.Tensor | None,
 ) -> ReduceResult:
+    """Does as :func:`foreach_reduce`, for parameters that lie as ``bucket`` says."""
+    factors = _get_gradient_divide_factors(
+        reduction.reduce_scatter_group,
+        reduction.all_reduce_group,
+        bucket.dtype,
+        reduction.device.type,
+        reduction.divide_factor,
+        reduction.force_sum,
+    )
+    handle = _get_device_handle(reduction.device.type)
+    stream, world_size = reduction.reduce_scatter_stream, reduction.shard_world_size
     reduce_input = _reduce_copy_in(reduction, bucket, fsdp_params, unsharded_grads)
     is_extended = len(unsharded_grads) < len(bucket.slots)
     unsharded_grads.clear()  # only now: the copy-in has been issued
-    handle, stream = reduction.device_handle, reduction.reduce_scatter_stream
     stream.wait_stream(handle.current_stream())
-    is_alone = reduction.shard_world_size == 1 and partial is None
+    is_last = reduction.is_last
     with handle.stream(stream):
-        if is_alone and reduction.is_last and reduce_input is not None:
+        if reduce_input is not None:
+            divisor = factors[0]
+            if world_size == 1:  # no collective divides it
+                group, custom = reduction.reduce_scatter_group, reduction.divide_factor
+                divisor = scatter_divisor(group, factors, custom)
+            _div_if_needed(reduce_input, divisor)
+        if world_size == 1 and is_last and partial is None and reduce_input is not None:
             output = reduce_input
-            reduction.divide_input(output)
         else:
-            output = _reduce_scatter(reduction, bucket, reduce_input, partial)
+            output = _reduce_scatter(
+                reduction, bucket, reduce_input, partial, factors[2]
+            )
         scattered = stream.record_event()
-    if not reduction.is_last:
+    if not is_last:
         return ReduceResult(
             reduce_input, scattered, stream, scattered, None, None, output
         )
     if is_extended:
         with handle.stream(stream):
             fsdp_params, bucket, output = _in_common_order(fsdp_params, bucket, output)
-    stream, shared_output = _all_reduce(reduction, output)
+    stream, shared_output = _all_reduce(reduction, output, factors[3], handle)
     with handle.stream(stream):
-        _div_if_needed(output, reduction.factors[1])
+        _div_if_needed(output, factors[1])
         _give_sharded_grads(fsdp_params, bucket, output, stream)
         done = stream.record_event()
     if output is reduce_input and shared_output is None:
         scattered = done  # the input is read until then, and nothing else holds it
+    shared_event = None if shared_output is None else done
     return ReduceResult(
-        reduce_input,
-        scattered,
-        stream,
-        done,
-        shared_output,
-        None if shared_output is None else done,
-        None,
+        reduce_input, scattered, stream, done, shared_output, shared_event, None
     )
 
 
@@ -583,19 +607,25 @@ def _plan_bucket(
                 "them in two calls"
             )
     world_size = 1 if group is None else group.size()
+    numels = [p.padded_sharded_param_size.numel() for p in fsdp_params]
+    for i, (fsdp_param, grad) in enumerate(zip(fsdp_params, unsharded_grads)):
+        dim = fsdp_param.fsdp_placement.dim
+        numels[i] = padded_shard_numel(grad.size(), world_size, dim)
+    # By name: which of them are new may differ between replicas
+    names = [str(fsdp_param._param_fqn) for fsdp_param in fsdp_params]
+    number = {
+        i: n for n, i in enumerate(sorted(range(len(names)), key=names.__getitem__))
+    }
     slots = [
-        ReduceSlot(
-            i,
-            grad_dtype_of(fsdp_param, orig_dtype),
-            padded_shard_numel(grad.size(), world_size, fsdp_param.fsdp_placement.dim),
-        )
-        for i, (fsdp_param, grad) in enumerate(zip(fsdp_params, unsharded_grads))
+        ReduceSlot(number[i], grad_dtype_of(fsdp_param, orig_dtype), numel)
+        for i, (fsdp_param, numel) in enumerate(zip(fsdp_params, numels))
     ]
-    return ReduceBucket(dtypes[0], tuple(slots))
+    dtype = dtypes[0] if dtypes else cast(torch.dtype, reduce_dtype)
+    return ReduceBucket(dtype, tuple(slots))
 
 
 def _reduce_copy_in(
-    reduction: _Reduction,
+    reduction: Reduction,
     bucket: ReduceBucket,
     fsdp_params: list[FSDPParam],
     unsharded_grads: list[torch.Tensor],
@@ -743,10 +773,11 @@ def _raise_about_row(fresh_numel: int, row_numel: int) -> NoReturn:
 
 
 def _reduce_scatter(
-    reduction: _Reduction,
+    reduction: Reduction,
     bucket: ReduceBucket,
     reduce_input: torch.Tensor | None,
     partial: torch.Tensor | None,
+    op: _ReduceOp,
 ) -> torch.Tensor:
     """
     Returns this rank's sum over the shard group, with what earlier
@@ -759,7 +790,6 @@ def _reduce_scatter(
         if partial is None:
             raise AssertionError("Expects gradients or a partial result to reduce")
         return partial
-    reduction.divide_input(reduce_input)
     world_size = reduction.shard_world_size
     fresh_numel = reduce_input.numel() // world_size
     comm, numel = reduction.reduce_scatter_comm, bucket.shard_numel
@@ -776,7 +806,7 @@ def _reduce_scatter(
             output_tensor=fresh,
             input_tensor=reduce_input,
             group=cast(dist.ProcessGroup, reduction.reduce_scatter_group),
-            op=reduction.factors[2],
+            op=op,
         )
     if partial is not None:
         output += partial
@@ -820,7 +850,7 @@ def copy_between(
 
 
 def _all_reduce(
-    reduction: _Reduction, output: torch.Tensor
+    reduction: Reduction, output: torch.Tensor, op: _ReduceOp, device_handle: Any
 ) -> tuple[torch.Stream, torch.Tensor | None]:
     """
     Reduces ``output`` over the replicas and runs the user's hook on it.
@@ -835,9 +865,8 @@ def _all_reduce(
         return reduction.reduce_scatter_stream, None
     stream = reduction.all_reduce_stream
     stream.wait_stream(reduction.reduce_scatter_stream)
-    with reduction.device_handle.stream(stream):
+    with device_handle.stream(stream):
         if has_all_reduce:
-            *_, op = reduction.factors
             dist.all_reduce(output, group=reduction.all_reduce_group, op=op)
         if reduction.all_reduce_hook is not None:
             reduction.all_reduce_hook(output)

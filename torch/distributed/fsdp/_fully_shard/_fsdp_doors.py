@@ -111,9 +111,7 @@ class Errors:
     def check_param(self, fsdp_param: FSDPParam, name: str) -> None:
         """Raises if a parameter, as it was just taken, cannot work."""
 
-    def explain(
-        self, error: BaseException, at: Sharding | Taking | Step
-    ) -> NoReturn:
+    def explain(self, error: BaseException, at: Sharding | Taking | Step) -> NoReturn:
         """Raises ``error``, or one that says more in its place."""
         raise error
 

@@ -61,9 +61,7 @@ class ExplainedErrors(Errors):
         _check_reshards(fsdp_param, name)
         _check_grad_dtype(fsdp_param.sharded_param, name)
 
-    def explain(
-        self, error: BaseException, at: Sharding | Taking | Step
-    ) -> NoReturn:
+    def explain(self, error: BaseException, at: Sharding | Taking | Step) -> NoReturn:
         if type(error) not in _MADE_OF_TEXT:
             raise error
         if isinstance(at, Sharding):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn as nn
@@ -118,12 +117,15 @@ def get_buckets(
     return buckets
 
 
-def planned_for(fsdp_params: UnitParams) -> list[tuple[Any, ...]]:
-    """Returns what the places of the parameters' gradients in buckets depend on."""
-    return [
+def forget_if_changed(fsdp_params: UnitParams) -> None:
+    """Forgets the buckets if what they depend on is not what it was when last asked."""
+    depends_on = [
         (p.mp_policy.reduce_dtype, grad_dtype_of(p), p.padded_sharded_param_size)
         for p in fsdp_params
     ]
+    if fsdp_params.buckets_of != depends_on:
+        fsdp_params.buckets.clear()
+        fsdp_params.buckets_of = depends_on
 
 
 def _reduce_dtypes(

@@ -57,7 +57,9 @@ from ._fsdp_collectives import (
     foreach_all_gather,
     foreach_all_gather_copy_out,
     foreach_reduce,
+    reduce_bucket,
     ReduceResult,
+    Reduction,
     unshard_single_rank,
 )
 from ._fsdp_common import (
@@ -405,6 +407,7 @@ class FSDPParamGroup(UnitRegistrations):
         self, buckets: list[UnitBucket], grads: list[torch.Tensor | None]
     ) -> None:
         """Runs each bucket's reduction and keeps what it needs until its events."""
+        reduction = self._reduction()
         inputs: list[torch.Tensor] = []
         scattered: torch.Event | None = None
         for unit_bucket in buckets:
@@ -417,7 +420,7 @@ class FSDPParamGroup(UnitRegistrations):
                 own_grads.append(cast(torch.Tensor, grads[slot.param]))
                 grads[slot.param] = None  # the bucket owns it from here on
             try:
-                result = self._reduce_bucket(unit_bucket, own_grads)
+                result = self._reduce_bucket(reduction, unit_bucket, own_grads)
             except BaseException as error:
                 self._raise_explained(error, buckets, unit_bucket, own_grads)
             self._post_reduce_event = result.post_reduce_event
@@ -434,49 +437,51 @@ class FSDPParamGroup(UnitRegistrations):
             self.comm_ctx.reduce_scatter_states.append(state)
 
     def _reduce_bucket(
-        self, unit_bucket: UnitBucket, grads: list[torch.Tensor]
+        self,
+        reduction: Reduction,
+        unit_bucket: UnitBucket,
+        grads: list[torch.Tensor],
     ) -> ReduceResult:
         """Reduces a bucket together with what earlier microbatches left for it."""
-        partial, planned = None, {}
+        partial = None
         if self._partial_reduces:
             with self.device_handle.stream(self.comm_ctx.reduce_scatter_stream):
                 unit_bucket, partial = self._partial_reduces.take(
                     self.fsdp_params, unit_bucket
                 )
         params, bucket, grad_dtype = unit_bucket
+        if foreach_reduce is _OWN_REDUCE:
+            result = reduce_bucket(reduction, bucket, params, grads, partial)
+        else:
+            arguments = (params, grads, grad_dtype, bucket.dtype, partial)
+            result = foreach_reduce(*reduction.arguments(*arguments))
+            result = ReduceResult._make(result)
+        if (kept := result.partial_reduce_output) is not None:
+            self._partial_reduces[bucket.dtype] = PartialReduce(bucket, kept)
+        return result
+
+    def _reduction(self) -> Reduction:
+        all_reduce_group = self._all_reduce_group
         all_reduce_stream = self._all_reduce_hook_stream
-        if all_reduce_stream is None or self._all_reduce_group is not None:
+        if all_reduce_stream is None or all_reduce_group is not None:
             all_reduce_stream = self.comm_ctx.all_reduce_stream
         elif self._reduce_hook is None:
             raise AssertionError(
                 "all reduce hook stream is specified but hook itself is missing: "
                 f"call set_all_reduce_hook with a hook on module '{self._module_fqn}'"
             )
-        if foreach_reduce is _OWN_REDUCE or len(grads) < len(params):
-            planned["bucket"] = bucket
-        result = ReduceResult._make(
-            foreach_reduce(
-                params,
-                grads,
-                self._reduce_scatter_group,
-                self.comm_ctx.reduce_scatter_stream,
-                self._scatter_comm,
-                grad_dtype,
-                bucket.dtype,
-                self.device,
-                self._divide_factor,
-                self._all_reduce_group,
-                all_reduce_stream,
-                self.all_reduce_grads,
-                partial,
-                self._reduce_hook,
-                self.force_sum_reduction_for_comms,
-                **planned,
-            )
+        return Reduction(
+            self.device,
+            self._scatter_comm,
+            self._reduce_scatter_group,
+            self.comm_ctx.reduce_scatter_stream,
+            all_reduce_group,
+            all_reduce_stream,
+            self._reduce_hook,
+            self.all_reduce_grads,
+            self._divide_factor,
+            self.force_sum_reduction_for_comms,
         )
-        if (kept := result.partial_reduce_output) is not None:
-            self._partial_reduces[bucket.dtype] = PartialReduce(bucket, kept)
-        return result
 
     def finalize_backward(self):
         """Orders the current stream behind all that backward has started."""

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, cast
 
-import torch
 import torch.nn as nn
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed.fsdp._common_utils import _named_parameters_with_duplicates
@@ -20,7 +19,7 @@ from torch.distributed.fsdp._common_utils import _named_parameters_with_duplicat
 from ._fsdp_api import CPUOffloadPolicy, MixedPrecisionPolicy
 from ._fsdp_common import ShardPlacementFnResult
 from ._fsdp_doors import doors, Sharding, Taking
-from ._fsdp_grads import planned_for
+from ._fsdp_grads import forget_if_changed
 from ._fsdp_kept_names import KeptNames
 from ._fsdp_param import FSDPParam, ParamModuleInfo
 from ._fsdp_settings import UnitSettings
@@ -61,7 +60,9 @@ class UnitRegistrations(UnitSettings, KeptNames):
             offload_policy=self.offload_policy,
         )
         self._unit_params = UnitParams(
-            _shard(param, name, functools.partial(make_fsdp_param, mp_policy=policy), info)
+            _shard(
+                param, name, functools.partial(make_fsdp_param, mp_policy=policy), info
+            )
             for (param, name, info), policy in zip(named, policies)
         )
         self._keep_grad_dtypes()
@@ -114,7 +115,6 @@ class UnitRegistrations(UnitSettings, KeptNames):
     def _take_dtypes(self) -> None:
         """Takes the policy and the parameters' dtypes as they are now."""
         fsdp_params = self.fsdp_params
-        before = fsdp_params.buckets and planned_for(fsdp_params)
         if self.mp_policy is not self._resolved_policy:
             doors.errors.check_setting("mp_policy", self.mp_policy, self._unit_name)
             self._resolved_policy = self.mp_policy
@@ -128,8 +128,7 @@ class UnitRegistrations(UnitSettings, KeptNames):
                 # A replacement of the above may know of one policy only
                 fsdp_param.init_dtype_attrs(fsdp_param.mp_policy)
         self._keep_grad_dtypes()
-        if before and planned_for(fsdp_params) != before:
-            fsdp_params.buckets.clear()
+        forget_if_changed(fsdp_params)
 
     def _keep_grad_dtypes(self) -> None:
         """
@@ -236,13 +235,17 @@ def _get_param_module_infos(
     return [infos[param] for param in params]
 
 
-def _params_of_unit(modules: tuple[nn.Module, ...]) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+def _params_of_unit(
+    modules: tuple[nn.Module, ...],
+) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
     """
     Yields the parameters of the modules but for those that are in other units: name
     within the unit, module that has it, name there, parameter.
     """
 
-    def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    def walk(
+        module: nn.Module, prefix: str
+    ) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
         for name, param in module._parameters.items():
             if param is not None:
                 yield f"{prefix}{name}", module, name, param

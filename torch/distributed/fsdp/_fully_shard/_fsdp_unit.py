@@ -274,6 +274,7 @@ class UnitParams(list[FSDPParam]):
         self._outputs: GatherOutputs | None = None
         # By the dtype of each parameter's gradient, None without one
         self.buckets: dict[tuple[torch.dtype | None, ...], list[UnitBucket]] = {}
+        self.buckets_of: list = []  # what they depend on
 
     def follow(self) -> None:
         """Forgets what is kept if the list has other parameters now."""
