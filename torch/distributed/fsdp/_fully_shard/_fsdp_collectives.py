@@ -912,6 +912,9 @@ def _give_sharded_grads(
                 _accumulate_sharded_grad(fsdp_param, sharded_grad, stream)
 
 
+_new_dtensor = DTensor.__new__
+
+
 def _as_dtensor(
     fsdp_param: FSDPParam, sharded_grad: torch.Tensor, dtype: torch.dtype
 ) -> DTensor:
@@ -921,7 +924,7 @@ def _as_dtensor(
     if dtype != fsdp_param.orig_dtype:
         meta = cast(TensorMeta, spec.tensor_meta)
         spec = replace(spec, tensor_meta=meta._replace(dtype=dtype))
-    return DTensor.__new__(DTensor, sharded_grad, spec, requires_grad=False)
+    return _new_dtensor(DTensor, sharded_grad, spec, requires_grad=False)
 
 
 def _accumulate_sharded_grad(

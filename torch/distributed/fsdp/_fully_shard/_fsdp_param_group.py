@@ -39,7 +39,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, cast, NoReturn, TYPE_CHECKING, TypeAlias
+from typing import Any, cast, NoReturn
 from typing_extensions import TypeVarTuple, Unpack
 
 import torch
@@ -71,10 +71,11 @@ from ._fsdp_common import (
     TrainingState,
 )
 from ._fsdp_comms import allocates_anew
-from ._fsdp_context import (
+from ._fsdp_context import (  # noqa: F401  (all importable from here, as in the release)
     AllGatherState,
     AllReduceState,
     FSDPCommContext,
+    NamedTuple,
     ReduceScatterState,
 )
 from ._fsdp_doors import DescribedUnit, doors, Step
@@ -89,17 +90,36 @@ from ._fsdp_grads import (
 )
 from ._fsdp_observers import look_for_traces, range_of
 from ._fsdp_param import ShardedState
-from ._fsdp_registrations import UnitRegistrations
-from ._fsdp_settings import as_mesh
+from ._fsdp_registrations import (  # noqa: F401  (as above)
+    _get_param_module_infos,
+    _named_parameters_with_duplicates,
+    CPUOffloadPolicy,
+    FSDPParam,
+    ParamModuleInfo,
+    TYPE_CHECKING,
+    UnitRegistrations,
+)
+from ._fsdp_settings import (  # noqa: F401  (as above)
+    AllGather,
+    as_mesh,
+    DDPMeshInfo,
+    DefaultAllGather,
+    DefaultReduceScatter,
+    HSDPMeshInfo,
+    Literal,
+    logger,
+    logging,
+    ProcessGroupAllocAllGather,
+    ProcessGroupAllocReduceScatter,
+    record_function,
+    ReduceScatter,
+    SymmMemAllGather,
+    SymmMemReduceScatter,
+)
 from ._fsdp_unit import UnitBucket
 
 
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
-
-
 _GradInputs = TypeVarTuple("_GradInputs")
-_ModuleToHandleDict: TypeAlias = "dict[nn.Module, RemovableHandle]"
 
 # What others put in its place is called with the release's arguments
 _OWN_REDUCE = foreach_reduce
@@ -156,8 +176,6 @@ class FSDPParamGroup(UnitRegistrations):
         )
         self._shard_params(params, shard_placement_fn, mp_policy)
         self.comm_ctx = FSDPCommContext()
-        self._module_to_pre_save_state_dict_hook_handle: _ModuleToHandleDict = {}
-        self._module_to_pre_load_state_dict_hook_handle: _ModuleToHandleDict = {}
         # The places of this group's forwards in the shared order
         self._post_forward_indices: list[int] = []
         self._all_reduce_states: list[AllReduceState] = []
@@ -186,23 +204,6 @@ class FSDPParamGroup(UnitRegistrations):
         if is_first:
             doors.show_layout(self._describe)
 
-    def _register_state_dict_hooks(self) -> None:
-        """Makes sure that a state dict is taken from, and loaded to, the shards."""
-        save_handles = self._module_to_pre_save_state_dict_hook_handle
-        load_handles = self._module_to_pre_load_state_dict_hook_handle
-        if save_handles:
-            return
-
-        def to_sharded_hook(*args: Any, **kwargs: Any) -> None:
-            self._to_state(ShardedState.SHARDED)
-
-        modules = [fsdp_param._module_info.module for fsdp_param in self.fsdp_params]
-        for module in dict.fromkeys(modules):
-            save_handles[module] = module.register_state_dict_pre_hook(to_sharded_hook)
-            load_handles[module] = module._register_load_state_dict_pre_hook(
-                to_sharded_hook
-            )
-
     # Runtime: unshard and reshard #
     @_disable_functorch_if_active
     def unshard(self, async_op: bool = False):
@@ -213,13 +214,12 @@ class FSDPParamGroup(UnitRegistrations):
         if in_backward and not self.unshard_in_backward:
             return
         self._order_gathers_after_reshard()
-        if self._gather_world_size == 1:
+        if (group := self._gather_group) is None:
             # Nothing moves until `wait_for_unshard`
             nothing = torch.empty(0, device=self.device)
             self._all_gather_result = AllGatherResult(nothing, None, None, [], [], [])
             return
         streams = self.comm_ctx.get_all_gather_streams(async_op, self._training_state)
-        group = self._all_gather_process_group
         if not self._agreement.on_gathers:
             self._agreement.check_gather(group)
         try:
@@ -248,7 +248,7 @@ class FSDPParamGroup(UnitRegistrations):
         if in_forward and (previous := self.comm_ctx.all_gather_state) is not None:
             self.comm_ctx.wait_all_gather_streams_on_event(previous.event)
             self.comm_ctx.all_gather_state = None
-        is_gathered = self._gather_world_size > 1
+        group = self._gather_group
         # The unsharded parameters are made once and outlive an inference mode
         # that is on now: made as inference tensors they could never train
         try:
@@ -257,13 +257,13 @@ class FSDPParamGroup(UnitRegistrations):
                 if torch.is_inference_mode_enabled()
                 else contextlib.nullcontext()
             ):
-                self._fill_unsharded_params(result, is_gathered)
+                self._fill_unsharded_params(result, group)
         except BaseException as error:
             self._raise_explained(error)
         self._to_state(ShardedState.UNSHARDED)
         copy_out_event = self.device_handle.Event()
         copy_out_event.record()
-        if in_forward and is_gathered and result.all_gather_work is None:
+        if in_forward and group is not None and result.all_gather_work is None:
             # See [Note: Freeing the gather buffer late]
             self.comm_ctx.all_gather_state = AllGatherState(result, copy_out_event)
         else:
@@ -271,9 +271,10 @@ class FSDPParamGroup(UnitRegistrations):
             self.comm_ctx.wait_all_gather_streams_on_event(copy_out_event)
         self._all_gather_result = None
 
-    def _fill_unsharded_params(self, result: AllGatherResult, is_gathered: bool):
-        if is_gathered:
-            group = self._all_gather_process_group
+    def _fill_unsharded_params(
+        self, result: AllGatherResult, group: dist.ProcessGroup | None
+    ) -> None:
+        if group is not None:
             with self._range("FSDP::all_gather_copy_out"):
                 foreach_all_gather_copy_out(result, self.fsdp_params, group)
         else:
@@ -652,20 +653,23 @@ class FSDPParamGroup(UnitRegistrations):
         return self._shard_process_group
 
     @property
-    def _gather_world_size(self) -> int:
-        if isinstance(self.mesh_info, FSDPMeshInfo):
-            return self._all_gather_process_group.size()
-        return 1  # replicated only
+    def _gather_group(self) -> dist.ProcessGroup | None:
+        """The ranks to gather over, None where each has all that there is."""
+        if not isinstance(self.mesh_info, FSDPMeshInfo):
+            return None  # replicated only
+        group = self._all_gather_process_group
+        return group if group.size() > 1 else None
 
     # Errors #
     def _describe(self) -> DescribedUnit:
+        gather_group = self._gather_group
         return DescribedUnit(
             fqn=self._module_fqn,
             params=self.fsdp_params,
             names=tuple(self._param_names),
             fqns=tuple(self._fqns()),
             device=self.device,
-            gather_world_size=self._gather_world_size,
+            gather_world_size=1 if gather_group is None else gather_group.size(),
             world_size=self.mesh_info.mesh.size(),
             divide_factor=self._divide_factor,
             divide_factors=self._divide_factors,

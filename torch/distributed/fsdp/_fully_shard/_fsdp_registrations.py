@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any, cast, TYPE_CHECKING, TypeAlias
 
 import torch.nn as nn
 from torch.distributed._composable.contract import _get_registry
@@ -24,6 +24,13 @@ from ._fsdp_kept_names import KeptNames
 from ._fsdp_param import FSDPParam, ParamModuleInfo
 from ._fsdp_settings import UnitSettings
 from ._fsdp_unit import UnitParams
+
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+
+_ModuleToHandleDict: TypeAlias = "dict[nn.Module, RemovableHandle]"
 
 
 class UnitRegistrations(UnitSettings, KeptNames):
@@ -66,6 +73,8 @@ class UnitRegistrations(UnitSettings, KeptNames):
             for (param, name, info), policy in zip(named, policies)
         )
         self._keep_grad_dtypes()
+        self._module_to_pre_save_state_dict_hook_handle: _ModuleToHandleDict = {}
+        self._module_to_pre_load_state_dict_hook_handle: _ModuleToHandleDict = {}
         # Until the first forward
         self._places_at_first: Any = _places_of_unit(self.modules)
 
@@ -111,6 +120,23 @@ class UnitRegistrations(UnitSettings, KeptNames):
 
         for module in dict.fromkeys(info.module for info in infos):
             module.register_load_state_dict_post_hook(loaded_hook)
+
+    def _register_state_dict_hooks(self) -> None:
+        """Makes sure that a state dict is taken from, and loaded to, the shards."""
+        save_handles = self._module_to_pre_save_state_dict_hook_handle
+        load_handles = self._module_to_pre_load_state_dict_hook_handle
+        if save_handles:
+            return
+
+        def to_sharded_hook(*args: Any, **kwargs: Any) -> None:
+            self._to_sharded()
+
+        modules = [fsdp_param._module_info.module for fsdp_param in self.fsdp_params]
+        for module in dict.fromkeys(modules):
+            save_handles[module] = module.register_state_dict_pre_hook(to_sharded_hook)
+            load_handles[module] = module._register_load_state_dict_pre_hook(
+                to_sharded_hook
+            )
 
     def _take_dtypes(self) -> None:
         """Takes the policy and the parameters' dtypes as they are now."""
