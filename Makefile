@@ -14,7 +14,7 @@ LINT := PATH="$$PWD/.venv/bin:$$PATH" XDG_DATA_HOME="$$PWD/build/lint" lintrunne
 PATHS := git ls-files --cached --others --exclude-standard
 
 .DEFAULT_GOAL := help
-.PHONY: help python setup models train test bench lint wheel fork clean
+.PHONY: help python setup models train test stack bench lint wheel fork clean
 
 help:  ## show this list
 	@echo "make TARGET, where TARGET is one of"
@@ -40,6 +40,11 @@ test: models  ## run the tests (QUICK=1: one of each kind; ARGS=... goes to pyte
 	@PYTHONPYCACHEPREFIX="$$PWD/build/pycache" PYTHONDONTWRITEBYTECODE= \
 	  $(PYTHON) -m pytest --durations=10 $(if $(QUICK),--quick) \
 	  $(or $(ARGS),--numprocesses=auto --dist=loadfile test)
+
+stack: models  ## run the tests of each commit of the stack for upstream, at that commit
+	@FSDP_STACK=all PYTHONPYCACHEPREFIX="$$PWD/build/pycache" PYTHONDONTWRITEBYTECODE= \
+	  $(PYTHON) -m pytest --durations=10 \
+	  test/distributed/_composable/fsdp/test_fully_shard_stack.py
 
 bench: setup  ## measure beside the base release (QUICK=1 DOCS=1 ARGS=...)
 	@$(PYTHON) benchmarks/distributed/fsdp/bench.py $(if $(QUICK),--quick) \

@@ -57,6 +57,7 @@ STAYS_OF = {
     "tools": (
         "test_fully_shard_checkout",
         "test_fully_shard_contract",
+        "test_fully_shard_stack",
     ),
     "benchmarks": ("test_fully_shard_bench",),
     "examples": (

@@ -45,6 +45,7 @@ def make_checkout(checkout: Path) -> None:
     for link in links.plan_links(REPO_ROOT, own):
         (checkout / link).parent.mkdir(parents=True, exist_ok=True)
         (checkout / link).symlink_to(BASE_ROOT / link)
+    (checkout / stack.SOURCES).mkdir()
     for path in released:
         shutil.copyfile(path, checkout / stack.SOURCES / path.name)
     (checkout / "version.txt").write_text("2.13.0a0\n")
