@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 from fsdp_test_utils import (
     DEVICE_TYPE,
@@ -37,6 +38,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     MixedPrecisionPolicy,
 )
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import distribute_tensor, DTensor, Replicate, Shard
@@ -292,7 +294,25 @@ class TestProcesses(FSDPProcessTest):
         self.assertEqual(full_grad(model.p), torch.full((4,), 257.0).double())
 
     def test_replicas_use_the_same_parameters_in_another_order(self):
-        """What they all-reduce in the end is laid out alike nevertheless."""
+        self.check_parameters_in_another_order()
+
+    def test_reduction_that_others_replace_gets_the_same_arguments(self):
+        """No plan comes along: which parameter lies where, it finds out itself."""
+        own, counts = param_group.foreach_reduce, []
+
+        def foreach_reduce(*args):
+            counts.append(len(args))
+            return tuple(own(*args))
+
+        with mock.patch.object(param_group, "foreach_reduce", foreach_reduce):
+            self.check_parameters_in_another_order()
+            *others, last = THREE_DIFFERENT
+            schedule = [Microbatch(params, "scatter") for params in others]
+            check_schedule(self.rank, hybrid_mesh(2), [*schedule, Microbatch(last)])
+        self.assertEqual({*counts}, {15})
+
+    def check_parameters_in_another_order(self):
+        """What replicas all-reduce in the end is laid out alike nevertheless."""
         orders = {False: ("first", "second"), True: ("second", "first")}
         for last in ((), ("first",), ("first", "second")):
             shapes = dict.fromkeys(orders[False], ((4,), torch.float32))
