@@ -218,7 +218,7 @@ def commit_of(path: str) -> int | None:
 
 def without_later(text: str, number: int) -> str:
     """Returns the package's ``__init__`` as it is at a commit."""
-    later = {f"{name}" for commit in STACK[number + 1 :] for name in commit.sources}
+    later = {name for commit in STACK[number + 1 :] for name in commit.sources}
     # The release has this one, with fewer names
     later.discard("_fsdp_api")
     lines = text.splitlines(keepends=True)

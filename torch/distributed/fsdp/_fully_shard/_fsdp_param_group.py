@@ -667,7 +667,7 @@ class FSDPParamGroup(UnitRegistrations):
             fqn=self._module_fqn,
             params=self.fsdp_params,
             names=tuple(self._param_names),
-            fqns=tuple(self._fqns()),
+            fqns=tuple(map(self._fqn, range(len(self.fsdp_params)))),
             device=self.device,
             gather_world_size=1 if gather_group is None else gather_group.size(),
             world_size=self.mesh_info.mesh.size(),

@@ -88,22 +88,20 @@ class UnitRegistrations(UnitSettings, KeptNames):
         UnitParams, property(attrgetter("_unit_params"), _set_params)
     )
 
-    def _fqns(self) -> list[str]:
-        """Returns the parameters' names, which are within the unit before lazy init."""
-        unit_fqn, fqns = self._module_fqn, []
-        for fsdp_param, name in zip(self.fsdp_params, self._param_names):
-            if (fqn := fsdp_param._param_fqn) is None:
-                fqn = name
-                if unit_fqn is not None and len(self.modules) == 1:
-                    within, _, _ = name.partition(" of ")
-                    fqn = f"{unit_fqn}.{within}" if unit_fqn else within
-            fqns.append(fqn)
-        return fqns
+    def _fqn(self, i: int) -> str:
+        """Returns a parameter's name, which is within the unit before lazy init."""
+        if (fqn := self.fsdp_params[i]._param_fqn) is not None:
+            return fqn
+        unit_fqn, name = self._module_fqn, self._param_names[i]
+        if unit_fqn is None or len(self.modules) > 1:
+            return name
+        within, _, _ = name.partition(" of ")
+        return f"{unit_fqn}.{within}" if unit_fqn else within
 
     # Taking what users have put there #
     def _take_registered(self) -> None:
-        for fsdp_param, fqn in zip(self.fsdp_params, self._fqns()):
-            _take(fsdp_param, fqn)
+        for i, fsdp_param in enumerate(self.fsdp_params):
+            _take(fsdp_param, self._fqn(i))
             fsdp_param._init_extensions()  # may have been added since
         self.fsdp_params.refresh()
 
@@ -111,9 +109,9 @@ class UnitRegistrations(UnitSettings, KeptNames):
         """Takes what is loaded before the parameters do so, which name nothing."""
 
         def loaded_hook(module: nn.Module, *args: Any) -> None:
-            for fsdp_param, fqn in zip(self.fsdp_params, self._fqns()):
+            for i, fsdp_param in enumerate(self.fsdp_params):
                 if fsdp_param._module_info.module is module:
-                    _take(fsdp_param, fqn)
+                    _take(fsdp_param, self._fqn(i))
             self._keep_grad_dtypes()
             # Planned with the dtypes of what was replaced
             self.fsdp_params.buckets.clear()
@@ -144,9 +142,9 @@ class UnitRegistrations(UnitSettings, KeptNames):
         if self.mp_policy is not self._resolved_policy:
             doors.errors.check_setting("mp_policy", self.mp_policy, self._unit_name)
             self._resolved_policy = self.mp_policy
-            for fsdp_param, fqn in zip(fsdp_params, self._fqns()):
+            for i, fsdp_param in enumerate(fsdp_params):
                 fsdp_param.mp_policy = doors.policy_of(
-                    self.mp_policy, fsdp_param.sharded_param, fqn, self.device
+                    self.mp_policy, fsdp_param.sharded_param, self._fqn(i), self.device
                 )
         self._init_mp_dtypes()
         for fsdp_param in fsdp_params:
@@ -164,13 +162,15 @@ class UnitRegistrations(UnitSettings, KeptNames):
         for i, fsdp_param in enumerate(self.fsdp_params):
             param = fsdp_param.sharded_param
             if param.grad_dtype != param.dtype:
-                doors.errors.check_param(fsdp_param, self._fqns()[i])
+                doors.errors.check_param(fsdp_param, self._fqn(i))
                 self._grad_dtypes[i] = param.grad_dtype
             elif i in self._grad_dtypes:
                 param.grad_dtype = self._grad_dtypes[i]
 
     def _warn_of_late_params(self) -> None:
         known, self._places_at_first = self._places_at_first, None
+        if known is None:
+            return  # has been asked before
         # Under whatever name, and in whatever module, if wrappers have come since
         sharded = {id(fsdp_param.sharded_param) for fsdp_param in self.fsdp_params}
         late = [
@@ -191,8 +191,7 @@ class UnitRegistrations(UnitSettings, KeptNames):
     def _check_materialized(self) -> None:
         """Raises if parameters have no data yet, or not where it is offloaded to."""
         devices = [fsdp_param.sharded_param.device for fsdp_param in self.fsdp_params]
-        placed = [*zip(self._fqns(), devices)]
-        on_meta = [fqn for fqn, device in placed if device.type == "meta"]
+        on_meta = [self._fqn(i) for i, d in enumerate(devices) if d.type == "meta"]
         if on_meta:
             raise RuntimeError(
                 "FSDP parameters should be materialized from meta device before "
@@ -200,8 +199,12 @@ class UnitRegistrations(UnitSettings, KeptNames):
                 f"{on_meta}\nCall module.to_empty(device=...) and then initialize "
                 "them, e.g. with each module's reset_parameters(), or load them"
             )
-        elsewhere = [(fqn, device) for fqn, device in placed if device.type != "cpu"]
-        if elsewhere and isinstance(self.offload_policy, CPUOffloadPolicy):
+        if not isinstance(self.offload_policy, CPUOffloadPolicy):
+            return
+        elsewhere = [
+            (self._fqn(i), d) for i, d in enumerate(devices) if d.type != "cpu"
+        ]
+        if elsewhere:
             raise RuntimeError(
                 "FSDP parameters should be materialized on CPU when enabling CPU "
                 f"offloading, but these are on other devices: {elsewhere}\nLoad a "
