@@ -6,11 +6,22 @@ PYTHON := .venv/bin/python
 SETUP := "$$PYTHON3" -B -m tools.setup_helpers
 export PYTHON3 FILE
 
+# The release to build on, under another name: BASE is a common one.  What a recipe
+# starts is not told what was told to this make.
+BASE ?= $(TORCH_BASE)
+export TORCH_BASE := $(BASE)
+unexport BASE MAKEFLAGS
+# Another base than the default has a tree of its own, with the same commands.
+IN_TREE = $(if $(TORCH_BASE),cd "$$($(SETUP) tree)" &&)
+
 # The wheel of the base release; empty: whatever pip finds.
 export TORCH_BASE_WHEEL
 
 # lintrunner keeps its state under XDG_DATA_HOME, and finds the linters on PATH.
-LINT := PATH="$$PWD/.venv/bin:$$PATH" XDG_DATA_HOME="$$PWD/build/lint" lintrunner
+# It checks the clone's files, whichever tree has the base and the linters.
+LINT = $(IN_TREE) LINT_TREE="$$PWD" PATH="$$PWD/.venv/bin:$$PATH" && \
+  export LINT_TREE PATH && cd "$$(git rev-parse --show-toplevel)" && \
+  XDG_DATA_HOME="$$PWD/build/lint" lintrunner
 PATHS := git ls-files --cached --others --exclude-standard
 
 .DEFAULT_GOAL := help
@@ -19,6 +30,7 @@ PATHS := git ls-files --cached --others --exclude-standard
 help:  ## show this list
 	@echo "make TARGET, where TARGET is one of"
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-8s%s\n", $$1, $$2 }' Makefile
+	@$(SETUP) bases 2>/dev/null || true
 
 python:
 	@command -v "$$PYTHON3" >/dev/null || \
@@ -31,28 +43,28 @@ models: python  ## set up, with the packages that the examples of real models tr
 	@$(SETUP) setup --models
 
 train: setup  ## train a model of mixed dtypes (NPROC= STEPS= POLICY= DEVICE=)
-	@$(PYTHON) examples/train_mixed_dtype.py $(if $(NPROC),--nproc $(NPROC)) \
+	@$(IN_TREE) $(PYTHON) examples/train_mixed_dtype.py $(if $(NPROC),--nproc $(NPROC)) \
 	  $(if $(STEPS),--steps $(STEPS)) $(if $(POLICY),--policy $(POLICY)) \
 	  $(if $(DEVICE),--device $(DEVICE))
 
 # Torch's files are compiled once, for the processes that tests start too.
 test: models  ## run the tests (QUICK=1: one of each kind; ARGS=... goes to pytest)
-	@PYTHONPYCACHEPREFIX="$$PWD/build/pycache" PYTHONDONTWRITEBYTECODE= \
+	@$(IN_TREE) PYTHONPYCACHEPREFIX="$$PWD/build/pycache" PYTHONDONTWRITEBYTECODE= \
 	  $(PYTHON) -m pytest --durations=10 $(if $(QUICK),--quick) \
 	  $(or $(ARGS),--numprocesses=auto --dist=loadfile test)
 
-stack: models  ## run the tests of each commit of the stack for upstream, at that commit
-	@FSDP_STACK=all PYTHONPYCACHEPREFIX="$$PWD/build/pycache" PYTHONDONTWRITEBYTECODE= \
+stack: models  ## run the tests of each commit of the stack for upstream, at it (QUICK=1)
+	@$(IN_TREE) FSDP_STACK=$(if $(QUICK),quick,all) PYTHONPYCACHEPREFIX="$$PWD/build/pycache" PYTHONDONTWRITEBYTECODE= \
 	  $(PYTHON) -m pytest --durations=10 \
 	  test/distributed/_composable/fsdp/test_fully_shard_stack.py
 
 bench: setup  ## measure beside the base release (QUICK=1 DOCS=1 ARGS=...)
-	@$(PYTHON) benchmarks/distributed/fsdp/bench.py $(if $(QUICK),--quick) \
+	@$(IN_TREE) $(PYTHON) benchmarks/distributed/fsdp/bench.py $(if $(QUICK),--quick) \
 	  $(if $(DOCS),--docs) $(ARGS)
 
 lint: setup  ## check every file that git tracks or would add (ARGS=-a mends)
 	@mkdir -p build/lint
-	@$(LINT) init >build/lint/init.log 2>&1 || { cat build/lint/init.log >&2; exit 1; }
+	@{ $(LINT) init; } >build/lint/init.log 2>&1 || { cat build/lint/init.log >&2; exit 1; }
 	@$(LINT) --paths-cmd '$(PATHS)' $(ARGS)
 
 # A wheel that is named need not be one for this Python, so it is not laid out.

@@ -5,7 +5,8 @@
 The base is fetched, unpacked and linked as by ``make setup``; pip then installs
 what the base requires, and no more unless an extra is named, ``'.[examples]'`` or
 ``'.[dev]'``; and it puts this folder on the environment's import path.  There is
-no other kind of build here: ``make wheel`` writes the wheel.
+no other kind of build here: ``make wheel`` writes the wheel.  ``TORCH_BASE=VERSION``
+in the environment takes another release; its tree is a folder of this one.
 """
 
 import sys
@@ -45,13 +46,13 @@ def main() -> None:
         metadata = build_in_place(ROOT)
     setuptools.setup(
         name=NAME,
-        version="2.13.0",
+        version=metadata.version,
         description="PyTorch with FSDP2 units of mixed dtypes, built in place",
         license="BSD-3-Clause",
         python_requires=">=3.10",
-        # No package is listed: the root goes on the import path as a whole.
+        # No package is listed: the tree goes on the import path as a whole.
         packages=[],
-        package_dir={"": "."},
+        package_dir={"": metadata.folder},
         install_requires=metadata.requirements,
         extras_require=metadata.extras,
         entry_points={"console_scripts": metadata.scripts},

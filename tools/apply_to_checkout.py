@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Lays the branch's files over a PyTorch source checkout at the base's release.
+"""Lays the branch's files over a PyTorch source checkout at one of its releases.
 
     python3 tools/apply_to_checkout.py PATH
     python3 tools/apply_to_checkout.py --check PATH     only tells what it would do
@@ -7,8 +7,8 @@
     python3 tools/apply_to_checkout.py --stack PATH     as a stack of commits, and pages
 
 Everything is checked before anything is written: that PATH is a git checkout of
-the base's version, that each file to be replaced is the base's own, and that
-none of these places has changes that are not committed.  What follows, the
+a release that the branch fits, which version.txt there tells, that each file to be
+replaced is that release's own, and that none of these places has changes that are not committed.  What follows, the
 source build and the pull requests, is printed.  Needs only Python and git.
 """
 
@@ -32,12 +32,15 @@ sys.path.insert(0, str(ROOT))
 
 from tools import stack  # noqa: E402
 from tools.setup_helpers import tree  # noqa: E402
+from tools.setup_helpers.releases import known, RELEASES  # noqa: E402
 from tools.setup_helpers.report import explain, SetupError  # noqa: E402
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from typing import Any
+
+    from tools.setup_helpers.releases import Release
 
 
 DIGESTS = "tools/base_digests.json"
@@ -48,6 +51,7 @@ BRANCH = "fsdp2-mixed-dtype"
 STAYS_OF = {
     "build": (
         "build_test_utils",
+        "test_fully_shard_bases",
         "test_fully_shard_build",
         "test_fully_shard_runner",
         "test_fully_shard_setup_faults",
@@ -102,37 +106,42 @@ def files_to_lay(root: Path) -> dict[str, Path]:
 
     They are the sources and their tests.
     """
-    tracked = tree.tracked_files(root) if tree.has_git(root) else set()
+    tracked = tree.known_to_git(root)
     tests = tracked or set(tree.files_on_disk(root, "test"))
     tests = {path for path in tests if path.startswith("test/")}
     files = tree.released_files(root, tracked) | (tests - STAY_HERE)
     return {LAID_AS.get(path, path): root / path for path in sorted(files)}
 
 
-def check_tree(checkout: Path, version: str) -> None:
-    """Sees to it that ``checkout`` is a git tree of PyTorch ``version``."""
+def check_tree(checkout: Path) -> Release:
+    """Sees to it that ``checkout`` is a git tree of a release; returns which."""
     if not checkout.is_dir():
         raise SetupError(f"there is no folder {checkout}")
     version_file = checkout / "version.txt"
     if not version_file.is_file() or not (checkout / "torch").is_dir():
         raise SetupError(
             f"{checkout} is not a PyTorch source tree: it lacks version.txt or torch/; "
-            f"git clone --branch v{version} the PyTorch repository and name that folder"
+            "git clone --branch a release of the PyTorch repository, which can be "
+            f"{known('or')}, and name that folder"
         )
     found = version_file.read_text().strip()
-    # A release's own tree says 2.13.0a0: the build is told the rest.
-    if not re.fullmatch(rf"{re.escape(version)}(a0|rc\d+)?(\+.*)?", found):
+    for release in RELEASES:
+        # A release's own tree says a0 behind its version: the build is told the rest.
+        if re.fullmatch(rf"{re.escape(release.version)}(a0|rc\d+)?(\+.*)?", found):
+            break
+    else:
         raise SetupError(
-            f"{checkout} is PyTorch {found}; this branch is for {version}: "
-            f"git checkout v{version} there"
+            f"{checkout} is PyTorch {found}; this branch is for {known('or')}: "
+            "git checkout the tag of one of them there"
         )
     if not tree.has_git(checkout):
         raise SetupError(f"{checkout} is not the top folder of a git checkout")
+    return release
 
 
 def make_plan(root: Path, checkout: Path) -> Plan:
-    base = json.loads((root / DIGESTS).read_text())
-    check_tree(checkout, base["version"])
+    release = check_tree(checkout)
+    base = json.loads((root / DIGESTS).read_text())[release.version]
     ours = files_to_lay(root)
     plan = Plan([], [], [], [], notes_on(checkout, base, ours))
     changed = uncommitted(checkout, [*ours])

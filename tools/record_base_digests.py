@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Writes down what the base's own files are, for trees that have no base wheel.
+"""Writes down what the releases' own files are, for trees that have no wheel of one.
 
-    python3 tools/record_base_digests.py
+    python3 tools/record_base_digests.py [WHEEL ...]
 
-Run it after ``make setup`` when another file of the base becomes ours, or the
-base another release.  ``tools/base_digests.json`` then holds the digest of each
-file of the base that ours replace, and of those that lie beside them: they call
-each other.
+Run it after ``make setup`` and ``make setup BASE=...`` when another file of the base
+becomes ours, or the branch is to fit another release.  ``tools/base_digests.json``
+then holds, for each release, the digest of each file that ours replace, and of those
+that lie beside them: they call each other.  What is written of a release that is not
+set up here, and of which no wheel is named, stays as it was.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import hashlib
 import json
 import re
 import sys
+import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,34 +24,76 @@ from typing import TYPE_CHECKING
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tools.setup_helpers import tree, wheel  # noqa: E402
+from tools.setup_helpers import mirror, tree, wheel  # noqa: E402
+from tools.setup_helpers.inplace import InPlaceBuild  # noqa: E402
+from tools.setup_helpers.releases import RELEASES  # noqa: E402
+from tools.setup_helpers.report import Progress, SetupError  # noqa: E402
 
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from typing import Any
 
 
-def record(root: Path) -> dict[str, Any]:
-    """Returns version, commit and digests of the base under ``root``."""
-    base = root / tree.BASE
-    tracked = tree.tracked_files(root) if tree.has_git(root) else set()
-    replaced = {p for p in tree.own_files(root, tracked) if (base / p).is_file()}
-    folders = {(base / path).parent for path in replaced}
-    files = {file for folder in folders for file in folder.glob("*.py")}
+DIGESTS = "tools/base_digests.json"
+
+
+def record(root: Path, base: Path | zipfile.Path) -> dict[str, Any]:
+    """Returns the commit and the digests of a release, unpacked or a wheel."""
+    own = tree.own_files(root, tree.known_to_git(root))
+    replaced = sorted(path for path in own if (base / path).is_file())
+    files = {
+        f"{folder}/{file.name}": file
+        for folder in {path.rpartition("/")[0] for path in replaced}
+        for file in (base / folder).iterdir()
+        if file.name.endswith(".py")
+    }
     version_text = (base / "torch/version.py").read_text()
     commit = re.search(r"(?m)^git_version = '(\w+)'$", version_text)
     return {
-        "version": wheel.BASE_VERSION,
         "commit": commit[1] if commit else None,
         "sha256": {
-            file.relative_to(base).as_posix(): hashlib.sha256(
-                file.read_bytes()
-            ).hexdigest()
-            for file in sorted(files)
+            path: hashlib.sha256(files[path].read_bytes()).hexdigest()
+            for path in sorted(files)
         },
     }
 
 
+def record_all(root: Path, wheels: Iterable[Path] = ()) -> dict[str, Any]:
+    """Returns what is known of each release; ``root`` is the clone."""
+    path = root / DIGESTS
+    before = json.loads(path.read_text()) if path.exists() else {}
+    progress = Progress(quiet=True)
+    clone = InPlaceBuild(root, progress)
+    found: dict[str, Path | zipfile.Path] = {}
+    for release in RELEASES:
+        base = mirror.build_of(clone, release).base
+        if base.is_dir() and release.is_of(wheel.unpacked_version(base)):
+            found[release.version] = base
+    for path in wheels:
+        release = wheel.release_of(path)
+        found[release.version] = zipfile.Path(path)
+    recorded = {version: record(root, base) for version, base in found.items()}
+    return {
+        release.version: (before | recorded)[release.version]
+        for release in RELEASES
+        if release.version in before | recorded
+    }
+
+
+def main(arguments: list[str], root: Path = ROOT) -> int:
+    clone = tree.clone_of(root)
+    try:
+        recorded = record_all(clone, [Path(name) for name in arguments])
+    except (SetupError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    (clone / DIGESTS).write_text(json.dumps(recorded, indent=2) + "\n")
+    lacking = [r.version for r in RELEASES if r.version not in recorded]
+    for version in lacking:
+        print(f"note: nothing is known of {version}: make setup BASE={version}")
+    return 0
+
+
 if __name__ == "__main__":
-    text = json.dumps(record(ROOT), indent=2) + "\n"
-    (ROOT / "tools/base_digests.json").write_text(text)
+    sys.exit(main(sys.argv[1:]))

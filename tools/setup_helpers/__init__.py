@@ -5,7 +5,9 @@
 standard library, because it runs before anything is installed.
 
     cli.py          the commands: setup, clean, fork, wheel
+    releases.py     the releases that the branch fits, in one table
     inplace.py      the order of the steps, and undoing them
+    mirror.py       the same for another release, in a tree of its own
     environment.py  .venv, its pip, its path file
     wheel.py        the base wheel: checking it, unpacking it
     assemble.py     our wheel: the base's, with our files in it

@@ -10,6 +10,8 @@ from tools.setup_helpers import wheel
 from tools.setup_helpers.cli import given_wheel
 from tools.setup_helpers.environment import installed_torch
 from tools.setup_helpers.inplace import EXAMPLES, InPlaceBuild, MODELS, REQUIREMENTS
+from tools.setup_helpers.mirror import build_of
+from tools.setup_helpers.releases import chosen_release, DEFAULT
 from tools.setup_helpers.report import explain, Progress, SetupError
 
 
@@ -31,13 +33,16 @@ class Metadata:
     """The base's alone: who uses the branch needs no more than who uses the base."""
     extras: dict[str, list[str]] = field(default_factory=dict)
     scripts: list[str] = field(default_factory=list)
+    version: str = DEFAULT.version
+    folder: str = "."
+    """The tree to put on the import path, as seen from the clone."""
 
 
 def build_in_place(root: Path) -> Metadata:
     """Lays the base under ``root``; returns what pip must know of it."""
-    progress = Progress()
-    build = InPlaceBuild(root, progress)
+    build = InPlaceBuild(root, Progress())
     try:
+        build = build_of(build, chosen_release() or DEFAULT)
         version = installed_torch()
         if version is not None:
             raise SetupError(
@@ -50,7 +55,13 @@ def build_in_place(root: Path) -> Metadata:
         sys.exit(f"error: {text}")
     base = wheel.unpacked_distribution(build.base)
     scripts = [f"{k} = {v}" for k, v in wheel.console_scripts(base).items()]
-    return Metadata(list(base.requires or []), extras_of(root), scripts)
+    return Metadata(
+        requirements=list(base.requires or []),
+        extras=extras_of(root),
+        scripts=scripts,
+        version=build.release.version,
+        folder=build.root.relative_to(root).as_posix(),
+    )
 
 
 def extras_of(root: Path) -> dict[str, list[str]]:

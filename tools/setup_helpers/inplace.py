@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING
 from tools.setup_helpers import links, tree, wheel
 from tools.setup_helpers.assemble import assemble_wheel, compare_wheel
 from tools.setup_helpers.environment import Environment, Pip, Stamp
-from tools.setup_helpers.report import SetupError
+from tools.setup_helpers.releases import DEFAULT, RELEASES
+from tools.setup_helpers.report import demand_space, megabytes, SetupError
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from tools.setup_helpers.releases import Release
     from tools.setup_helpers.report import Progress
 
 
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 EXAMPLES = "requirements-examples.txt"
 MODELS = "requirements-models.txt"
 REQUIREMENTS = (EXAMPLES, "requirements.txt")
+# How what a build for CUDA requires is called; the rest takes little.
+CUDA_PACKAGES = ("nvidia", "cuda")
 CACHES = (".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache")
 
 
@@ -39,19 +43,29 @@ def locked(root: Path, progress: Progress) -> Iterator[None]:
 
     Children that write inherit it: of a set-up that is killed, pip lives on.
     """
-    descriptor = os.open(root, os.O_RDONLY)
-    os.set_inheritable(descriptor, True)
-    try:
-        # Some network file systems lock no folders: there it is up to the user.
-        with contextlib.suppress(OSError):
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                progress.phase("waiting for another set-up of this tree")
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+    while True:
+        if not root.is_dir():
+            root.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(root, os.O_RDONLY)
+        try:
+            os.set_inheritable(descriptor, True)
+            _wait_for(descriptor, progress)
+            # Who held it may have removed the folder, and a third one made another.
+            if root.is_dir() and os.path.samestat(os.fstat(descriptor), root.stat()):
+                yield
+                return
+        finally:
+            os.close(descriptor)
+
+
+def _wait_for(descriptor: int, progress: Progress) -> None:
+    # Some network file systems lock no folders: there it is up to the user.
+    with contextlib.suppress(OSError):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress.phase("waiting for another set-up of this tree")
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
 def check_place(root: Path) -> None:
@@ -81,16 +95,22 @@ class InPlaceBuild:
         root: Path,
         progress: Progress,
         *,
+        release: Release = DEFAULT,
         make_pip: Callable[[Path, Progress], Pip] = Pip,
         venv_has_pip: bool = True,
     ) -> None:
         self.root = root
+        # Of another base, the tree is not where our own files are: see mirror.py.
+        self.main: InPlaceBuild = self
+        self.clone = root
+        self.release = release
         self.progress = progress
         self.make_pip = make_pip
         self.venv_has_pip = venv_has_pip
         self.base = root / tree.BASE
         self.wheels = root / "build" / "wheel"
         self.staging = root / "build" / ".staging"
+        self.dist = root / "build" / "dist"
         self.requirements_files = [root / name for name in REQUIREMENTS]
         self.models_file = root / MODELS
         self.with_git = tree.has_git(root)
@@ -106,7 +126,8 @@ class InPlaceBuild:
         with locked(self.root, self.progress), self._transaction():
             chosen = self._check_given(given)
             environment = Environment(self.root)
-            changed = self._ensure_environment(environment)
+            changed = self._ensure_ours()
+            changed |= self._ensure_environment(environment)
             pip = self.make_pip(environment.python, self.progress)
             changed |= self._ensure_base(chosen, pip)
             changed |= self._ensure_links()
@@ -122,8 +143,9 @@ class InPlaceBuild:
         """Brings the tree alone up to date, for an environment of the user's own."""
         check_place(self.root)
         with locked(self.root, self.progress), self._transaction():
-            pip = self.make_pip(python, self.progress)
-            self._ensure_base(self._check_given(given), pip)
+            chosen = self._check_given(given)
+            self._ensure_ours()
+            self._ensure_base(chosen, self.make_pip(python, self.progress))
             self._ensure_links()
 
     def clean(self) -> None:
@@ -137,15 +159,16 @@ class InPlaceBuild:
             self._remove_folders()
             self._remove_caches()
 
-    def fork(self, path: str) -> str:
+    def fork(self, path: str, base: Path | None = None) -> str:
         """Makes the base's file at ``path`` ours, or starts a new one there.
 
-        Returns what was done.
+        ``base`` is where another base lies, whose file is meant.  Returns what was
+        done.
         """
         relative = Path(os.path.relpath(self.root / path, self.root)).as_posix()
         if relative.partition("/")[0] not in tree.top_folders(self.root):
             raise SetupError(f"{path} is not in a folder of the base, such as torch/")
-        source = self.base / relative
+        source = (base or self.base) / relative
         if source.is_dir():
             raise SetupError(f"{path} is a folder: fork one file of it")
         with locked(self.root, self.progress), self._transaction():
@@ -154,8 +177,8 @@ class InPlaceBuild:
                 tail = "" if relative in self._tracked() else "; git add it to keep it"
                 raise SetupError(f"{path} is ours already{tail}")
             target = self.root / relative
-            self._undo.callback(self._ensure_links)
-            self._lay(own | {relative})
+            self._undo.callback(self._fit_links_to_base)
+            self._make_way(own | {relative})
             # Not before: below a link it would be the base's.
             self._undo.callback(target.unlink, missing_ok=True)
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -169,6 +192,13 @@ class InPlaceBuild:
         kind = "a copy of the base's" if source.exists() else "a new, empty file"
         return f"{relative} is ours now: {kind}"
 
+    def take(self, path: str, source: Path) -> None:
+        """Moves a file that was written elsewhere to its place here."""
+        with locked(self.root, self.progress):
+            self._make_way(tree.own_files(self.root, self._tracked()) | {path})
+            (self.root / path).parent.mkdir(parents=True, exist_ok=True)
+            os.rename(source, self.root / path)
+
     def make_wheel(self, given: Path | None) -> Path:
         """Writes the base wheel with our files in it; returns its path.
 
@@ -179,17 +209,24 @@ class InPlaceBuild:
             if given is None:
                 base = self._wheel_of_base()
             else:
-                base = wheel.inspect_wheel(given, for_this_python=False)
+                base = self._inspect(given, for_this_python=False)
             return assemble_wheel(
                 base,
-                self.root,
-                tree.released_files(self.root, self._tracked()),
-                self.root / "build" / "dist",
+                self.clone,
+                tree.released_files(self.clone, self._tracked()),
+                self.dist,
                 self.progress,
                 is_known=self._base_stamp().get("source") == _identity(base.path),
             )
 
     # The steps.  Each returns whether there was anything to do.
+
+    def _ensure_ours(self) -> bool:
+        """Brings our own files here: they are here already."""
+        return False
+
+    def _inspect(self, path: Path, *, for_this_python: bool = True) -> wheel.BaseWheel:
+        return wheel.inspect_wheel(path, self.release, for_this_python=for_this_python)
 
     def _check_given(self, given: Path | None) -> wheel.BaseWheel | None:
         """Checks a wheel that the user named, before anything is made.
@@ -200,14 +237,16 @@ class InPlaceBuild:
             self._has_base() and self._base_stamp().get("source") == _identity(given)
         ):
             return None
-        return wheel.inspect_wheel(given)
+        return self._inspect(given)
 
     def _ensure_environment(self, environment: Environment) -> bool:
         if environment.is_foreign:
-            raise SetupError(".venv was not made by set-up: move it out of the way")
+            where = self._named(environment.folder)
+            raise SetupError(f"{where} was not made by set-up: move it out of the way")
         if environment.is_current:
             return False
-        self.progress.phase("making the Python environment .venv")
+        where = self._named(environment.folder)
+        self.progress.phase(f"making the Python environment {where}")
         self._set_aside(environment.folder)
         environment.create(with_pip=self.venv_has_pip)
         return True
@@ -225,7 +264,8 @@ class InPlaceBuild:
                 return False
             self._ensure_links()
         chosen = chosen or self._find_wheel(pip)
-        self.progress.phase(f"unpacking torch {chosen.version} into {tree.BASE}")
+        where = self._named(self.base)
+        self.progress.phase(f"unpacking torch {chosen.version} into {where}")
         fresh = self.staging / "fresh"
         wheel.unpack_wheel(chosen, fresh, self.progress)
         self._undo.callback(self._fit_links_to_base)
@@ -243,15 +283,28 @@ class InPlaceBuild:
         source = self._base_stamp().get("source") or []
         for path in [*map(Path, source[:1]), *self.wheels.glob("*.whl")]:
             with contextlib.suppress(SetupError):
-                return wheel.inspect_wheel(path)
-        self.progress.phase(f"fetching {wheel.BASE_REQUIREMENT} with pip")
+                return self._inspect(path)
+        self._announce_fetching()
         folder = self.staging / "wheel"
         folder.mkdir(parents=True)
-        pip.download(wheel.BASE_REQUIREMENT, folder)
-        fetched = wheel.inspect_wheel(next(folder.glob("*.whl")))
+        pip.download(self.release.requirement, folder)
+        fetched = self._inspect(next(folder.glob("*.whl")))
         self._set_aside(self.wheels)
         os.rename(folder, self.wheels)
         return dataclasses.replace(fetched, path=self.wheels / fetched.path.name)
+
+    def _announce_fetching(self) -> None:
+        """Says what is fetched, and how much that is where it is known."""
+        release, size = self.release, ""
+        if release.disk_nbytes:
+            size = (
+                f": {megabytes(release.wheel_nbytes)}, and about "
+                f"{megabytes(release.disk_nbytes)} on the disk with what it requires"
+            )
+        self.progress.phase(f"fetching {release.requirement} with pip{size}")
+        what = f"torch {release.version} with what it requires"
+        remedy = "; a build for CPUs takes less: TORCH_BASE_WHEEL=PATH"
+        demand_space(self.root, release.disk_nbytes, what, remedy)
 
     def _wheel_of_base(self) -> wheel.BaseWheel:
         """Returns the wheel that ``build/base`` was unpacked from."""
@@ -263,16 +316,18 @@ class InPlaceBuild:
             pip = self.make_pip(Environment(self.root).python, self.progress)
             found = self._find_wheel(pip)
         else:
-            found = wheel.inspect_wheel(path)
+            found = self._inspect(path)
         if found.digest != stamp.get("digest"):
+            where = self._named(self.base)
             raise SetupError(
-                f"{found.path} is not the wheel that {tree.BASE} was unpacked from: "
+                f"{found.path} is not the wheel that {where} was unpacked from: "
                 "name that one with TORCH_BASE_WHEEL=PATH"
             )
         return found
 
     def _ensure_links(self) -> bool:
-        tree.uncover_tracked(self.root, self._tracked())
+        if self.with_git:
+            tree.uncover_tracked(self.root, self._tracked())
         # A file created in a linked folder lies in the base: it belongs here.
         strays = wheel.strays_in(self.base)
         own = tree.own_files(self.root, self._tracked())
@@ -281,8 +336,14 @@ class InPlaceBuild:
             (self.root / path).parent.mkdir(parents=True, exist_ok=True)
             if not (self.root / path).exists():
                 os.rename(self.base / path, self.root / path)
-                self.progress.phase(f"{path} is ours now: it lay in {tree.BASE}")
+                where = self._named(self.base)
+                self.progress.phase(f"{path} is ours now: it lay in {where}")
         return changed
+
+    def _make_way(self, own: set[str]) -> None:
+        """Lays the links as they are with ``own``; the clone may have no base."""
+        if self.base.is_dir():
+            self._lay(own)
 
     def _lay(self, own: set[str]) -> bool:
         targets = links.plan_links(self.root, own)
@@ -293,7 +354,7 @@ class InPlaceBuild:
             self.progress.phase("git does not hide the links: `git status` says why")
         if changes:
             self.progress.phase(
-                f"links into {tree.BASE}: {changes.laid} laid, "
+                f"links into {self._named(self.base)}: {changes.laid} laid, "
                 f"{changes.removed} removed, {len(targets)} in all"
             )
         return bool(changes) or rewritten
@@ -304,7 +365,12 @@ class InPlaceBuild:
         files = self.requirements_files
         if environment.has_installed("requirements", requirements, *files):
             return False
-        self.progress.phase("installing the base's requirements and ours")
+        size = ""
+        if any(name.startswith(CUDA_PACKAGES) for name in requirements):
+            nbytes = self.release.required_nbytes
+            size = f": about {megabytes(nbytes)} on the disk" if nbytes else ""
+            demand_space(self.root, nbytes, "what torch requires")
+        self.progress.phase(f"installing the base's requirements and ours{size}")
         environment.install("requirements", pip, requirements, *files)
         return True
 
@@ -335,8 +401,11 @@ class InPlaceBuild:
         finally:
             self._undo.pop_all()
             shutil.rmtree(self.staging, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                (self.root / "build").rmdir()
+            # A run that failed leaves no folder, also not of another base's tree.
+            for folder in (self.root / "build", self.root, self.root.parent):
+                if folder.is_relative_to(self.clone / "build"):
+                    with contextlib.suppress(OSError):
+                        folder.rmdir()
 
     def _set_aside(self, path: Path) -> None:
         """Moves ``path`` into the staging folder; an undo puts it back."""
@@ -371,15 +440,23 @@ class InPlaceBuild:
     # Small things.
 
     def _has_base(self) -> bool:
-        """Whether a base for this Python was unpacked to the end."""
-        is_for_this_python = self._base_stamp().get("python") == wheel.python_tag()
-        return self.base.is_dir() and is_for_this_python
+        """Whether the release, for this Python, was unpacked to the end."""
+        if self._base_stamp().get("python") != wheel.python_tag():
+            return False
+        # After the default became another release, the one in place is not it.
+        return self.base.is_dir() and self.release.is_of(
+            wheel.unpacked_version(self.base)
+        )
 
     def _base_stamp(self) -> Stamp:
         return Stamp(self.root / "build" / "base.json")
 
     def _tracked(self) -> set[str]:
-        return tree.tracked_files(self.root) if self.with_git else set()
+        return tree.known_to_git(self.clone)
+
+    def _named(self, path: Path) -> str:
+        """Returns ``path`` as it is told of: as seen from the clone."""
+        return path.relative_to(self.clone).as_posix()
 
     def _remove_folders(self) -> None:
         """Removes .venv and build.
@@ -395,8 +472,15 @@ class InPlaceBuild:
         else:
             self._move_aside(environment.folder)
         self._move_aside(self.base)
-        if build.exists():
-            shutil.rmtree(build)
+        for path in build.iterdir() if build.exists() else ():
+            if path.name in {release.version for release in RELEASES}:
+                continue  # another base, which has a command of its own
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        with contextlib.suppress(OSError):
+            build.rmdir()
 
     def _remove_caches(self) -> None:
         for pattern in (*CACHES, "*.egg-info"):

@@ -91,7 +91,7 @@ def remove_links(root: Path) -> None:
     apply_plan(root, {})
     for top in top_folders(root):
         if (root / top).is_dir():
-            _prune_empty_folders(root / top)
+            prune_empty_folders(root / top)
 
 
 def _remove_empty_folder(folder: Path) -> None:
@@ -102,7 +102,8 @@ def _remove_empty_folder(folder: Path) -> None:
             os.rmdir(parent)
 
 
-def _prune_empty_folders(folder: Path) -> None:
+def prune_empty_folders(folder: Path) -> None:
+    """Removes ``folder`` and those in it that hold nothing, or bytecode alone."""
     for parent, _, _ in os.walk(folder, topdown=False):
         shutil.rmtree(os.path.join(parent, "__pycache__"), ignore_errors=True)
         if os.path.isdir(parent) and not os.listdir(parent):

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import sys
 import time
+from typing import TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 _CLONE_ELSEWHERE = "; make it writable, or work in a clone of your own"
@@ -31,6 +37,16 @@ def explain(error: OSError) -> str:
 
 def megabytes(nbytes: int) -> str:
     return f"{nbytes / 1e6:,.0f} MB"
+
+
+def demand_space(folder: Path, nbytes: int, what: str, remedy: str = "") -> None:
+    """Refuses to go on where the disk of ``folder`` has no room for ``nbytes``."""
+    free_nbytes = shutil.disk_usage(folder).free if nbytes else 0
+    if free_nbytes < nbytes:
+        raise SetupError(
+            f"no space left on the disk: {what} needs {megabytes(nbytes)}, "
+            f"{megabytes(free_nbytes)} are free{remedy}"
+        )
 
 
 class Progress:

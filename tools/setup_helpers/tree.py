@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 
 BASE = Path("build/base")
+# In the tree of another base than the default: what its set-up copied there.
+MIRROR_STAMP = Path("build/mirror.json")
 _REGULAR_FILE_MODES = ("100644", "100755")
 
 
@@ -52,6 +54,20 @@ def has_git(root: Path) -> bool:
     """
     top = run_git(root, "rev-parse", "--show-toplevel")
     return top is not None and Path(top.rstrip("\n")).resolve() == root.resolve()
+
+
+def clone_of(root: Path) -> Path:
+    """Returns the clone whose files the tree at ``root`` has; mostly ``root`` itself.
+
+    The tree of another base lies in the clone, in ``build/VERSION``.
+    """
+    return root.parents[1] if (root / MIRROR_STAMP).is_file() else root
+
+
+def known_to_git(root: Path) -> set[str]:
+    """Returns the tracked files, or none where there is no git to ask."""
+    clone = clone_of(root)
+    return tracked_files(clone) if has_git(clone) else set()
 
 
 def is_base_link(path: Path | os.DirEntry[str], root: Path) -> bool:
@@ -135,7 +151,8 @@ def released_files(root: Path, tracked: set[str]) -> set[str]:
     if not tracked:
         return own
     untracked = own - tracked
-    listing = run_git(root, "ls-files", "--others", "--exclude-standard", "-z") or ""
+    asked = ("ls-files", "--others", "--exclude-standard", "-z")
+    listing = run_git(clone_of(root), *asked) or ""
     drafts = sorted(untracked & set(listing.split("\0")))
     if drafts:
         raise SetupError(f"git does not track {', '.join(drafts)}: add or remove it")

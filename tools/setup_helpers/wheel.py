@@ -11,7 +11,6 @@ import lzma
 import os
 import platform
 import re
-import shutil
 import stat
 import struct
 import sys
@@ -23,19 +22,19 @@ from importlib.metadata import Distribution
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from tools.setup_helpers.report import megabytes, SetupError
+from tools.setup_helpers.releases import known, RELEASES
+from tools.setup_helpers.report import demand_space, SetupError
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from email.message import Message
 
+    from tools.setup_helpers.releases import Release
     from tools.setup_helpers.report import Progress
 
 
 BASE_PROJECT = "torch"
-BASE_VERSION = "2.13.0"
-BASE_REQUIREMENT = f"{BASE_PROJECT}=={BASE_VERSION}"
 _CHUNK_NBYTES = 1 << 20
 # What zipfile and its decompressors raise over bytes that make no sense: a field of
 # a damaged directory may ask for any feature of the format.
@@ -81,20 +80,22 @@ class BaseWheel:
     """Of RECORD, which holds a digest of every file: it tells wheels apart."""
 
 
-def inspect_wheel(path: Path, *, for_this_python: bool = True) -> BaseWheel:
-    """Checks that ``path`` is a whole base wheel, and one that loads here."""
+def inspect_wheel(
+    path: Path, release: Release, *, for_this_python: bool = True
+) -> BaseWheel:
+    """Checks that ``path`` is a whole wheel of ``release``, and one that loads here."""
     if not path.is_file():
         raise SetupError(f"there is no wheel at {path}")
     try:
         with telling_damage(path), zipfile.ZipFile(path) as archive:
-            return _inspect_archive(path, archive, for_this_python)
+            return _inspect_archive(path, archive, release, for_this_python)
     except OSError as error:
         reason = error.strerror or error
         raise SetupError(f"{path} cannot be read: {reason}") from None
 
 
 def _inspect_archive(
-    path: Path, archive: zipfile.ZipFile, for_this_python: bool
+    path: Path, archive: zipfile.ZipFile, release: Release, for_this_python: bool
 ) -> BaseWheel:
     names = archive.namelist()
     tops = {name.partition("/")[0] for name in names}
@@ -105,10 +106,10 @@ def _inspect_archive(
     metadata, wheel, record = (archive.read(name) for name in needed)
     fields = parse_fields(metadata)
     project, version = fields["Name"], fields["Version"] or ""
-    if project != BASE_PROJECT or version.partition("+")[0] != BASE_VERSION:
+    if project != BASE_PROJECT or not release.is_of(version):
         raise SetupError(
-            f"{path} holds {project} {version}; "
-            f"the base is {BASE_PROJECT} {BASE_VERSION}"
+            f"{path} holds {project} {version}; the base is {BASE_PROJECT} "
+            f"{release.version}{_way_to(project, version)}"
         )
     tags = parse_fields(wheel).get_all("Tag", [])
     if for_this_python and not any(_runs_here(tag) for tag in tags):
@@ -130,6 +131,26 @@ def _inspect_archive(
         unpacked_nbytes=sum(info.file_size for info in archive.infolist()),
         digest=hashlib.sha256(record).hexdigest(),
     )
+
+
+def release_of(path: Path) -> Release:
+    """Returns which release the wheel at ``path`` is of, by its name."""
+    version = (path.name.split("-") + [""])[1]
+    for release in RELEASES:
+        if release.is_of(version):
+            inspect_wheel(path, release, for_this_python=False)
+            return release
+    raise SetupError(f"{path} is of no release that this branch is for: {known()}")
+
+
+def _way_to(project: str, version: str) -> str:
+    """Says how to take another release for the base, where that can be."""
+    if project != BASE_PROJECT:
+        return ""
+    for release in RELEASES:
+        if release.is_of(version):
+            return f": take BASE={release.version}"
+    return f", and others can be {known()}"
 
 
 def _runs_here(tag: str) -> bool:
@@ -157,12 +178,7 @@ def unpack_wheel(wheel: BaseWheel, folder: Path, progress: Progress) -> None:
     Each is compared with RECORD: a wheel that is made of it later is trusted.
     """
     folder.mkdir(parents=True)
-    free_nbytes = shutil.disk_usage(folder).free
-    if free_nbytes < wheel.unpacked_nbytes:
-        raise SetupError(
-            f"no space left on the disk: the base needs "
-            f"{megabytes(wheel.unpacked_nbytes)}, {megabytes(free_nbytes)} are free"
-        )
+    demand_space(folder, wheel.unpacked_nbytes, "the base")
     done_nbytes = 0
     try:
         with telling_damage(wheel.path), zipfile.ZipFile(wheel.path) as archive:
@@ -226,8 +242,18 @@ def compare_with_record(
 
 def unpacked_distribution(base: Path) -> Distribution:
     """Returns what the unpacked base's dist-info folder says about it."""
-    dist_info = next(base.glob(f"{BASE_PROJECT}-{BASE_VERSION}*.dist-info"))
-    return Distribution.at(dist_info)
+    return Distribution.at(next(_dist_infos_of(base)))
+
+
+def unpacked_version(base: Path) -> str:
+    """Returns the unpacked base's version, as its wheel has it."""
+    # Of the folder's name: reading it takes no time.
+    name = max((path.name for path in _dist_infos_of(base)), default="")
+    return name.removesuffix(".dist-info").partition("-")[2]
+
+
+def _dist_infos_of(base: Path) -> Iterator[Path]:
+    return base.glob(f"{BASE_PROJECT}-*.dist-info")
 
 
 def strays_in(base: Path) -> list[str]:

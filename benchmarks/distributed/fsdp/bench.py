@@ -43,6 +43,8 @@ PARTS = {
 }
 OUTPUT = REPO_ROOT / "build" / "bench"
 DOCS = REPO_ROOT / "docs"
+# Of a tree of another base: its pages are copies
+MIRROR_STAMP = REPO_ROOT / "build" / "mirror.json"
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
@@ -68,6 +70,8 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     is_whole = args.parts == [*PARTS] and not args.quick and args.rounds is None
     if args.docs and not (is_whole or args.no_run):
         parser.error("--docs needs a whole run: no --parts, --quick or --rounds")
+    if args.docs and MIRROR_STAMP.exists():
+        parser.error("--docs writes pages on the default base: leave BASE= out")
     args.output = args.output or (OUTPUT if is_whole else OUTPUT / "partial")
     return args
 

@@ -1,25 +1,29 @@
 """Type errors in our files, found by pyrefly against the linked tree.
 
 pyrefly follows imports into the base, but reports only on the files named to
-it: the base's own findings are none of ours.
+it: the base's own findings are none of ours.  ``LINT_TREE`` is the tree whose base
+is meant: our files are there under the same names.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 
 from lintrunner_adapters import LintMessage, LintSeverity
 
 
 CODE = "PYREFLY"
+TREE = os.environ.get("LINT_TREE", ".")
 
 
 def check(filenames: list[str]) -> list[LintMessage]:
     command = ["pyrefly", "check", "--config=pyproject.toml", "--output-format=json"]
     result = subprocess.run(
-        [*command, "--progress-bar=no", "--", *filenames],
+        [*command, "--progress-bar=no", "--", *map(os.path.relpath, filenames)],
+        cwd=TREE,
         capture_output=True,
         text=True,
         check=False,
@@ -35,7 +39,7 @@ def check(filenames: list[str]) -> list[LintMessage]:
 
 def _as_message(error: dict) -> LintMessage:
     return LintMessage(
-        path=error["path"],
+        path=os.path.relpath(os.path.join(TREE, error["path"]), TREE),
         line=error["line"],
         char=error["column"],
         code=CODE,

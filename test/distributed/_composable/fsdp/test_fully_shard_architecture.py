@@ -10,6 +10,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from tools import draw_architecture
+from tools.setup_helpers import tree
 from torch.testing._internal.common_utils import run_tests, TestCase
 
 
@@ -21,8 +22,8 @@ ROOMS = [room[0] for row in draw_architecture.ROOMS for room in row if room]
 
 
 def own_files() -> list[str]:
-    """Returns the branch's own files; those of the release are links."""
-    files = [path for path in SOURCES.glob("*.py") if not path.is_symlink()]
+    """Returns the branch's own files; those of the release are links into it."""
+    files = [path for path in SOURCES.glob("*.py") if not tree.is_base_link(path, ROOT)]
     return sorted(path.stem for path in files)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import hashlib
 import io
 import json
 import os
@@ -19,6 +20,8 @@ from unittest import mock
 from build_test_utils import BASE_FILES, BuildTestCase, OURS, REPOSITORY
 
 from tools import apply_to_checkout, record_base_digests
+from tools.setup_helpers import tree, wheel
+from tools.setup_helpers.releases import DEFAULT, known, RELEASES
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -32,6 +35,11 @@ OUR_TEST = f"{TESTS}/test_fully_shard_größe.py"
 OUR_NEW_FILE = "torch/distributed/fsdp/new.py"
 LAID = [OUR_TEST, OUR_NEW_FILE, OURS]
 SIBLING = "torch/distributed/fsdp/theirs.py"
+
+
+def origin_in(version: str) -> str:
+    """Returns what a release has in the place of our file."""
+    return f"origin = '{version}'\n"
 
 
 class CheckoutTestCase(BuildTestCase):
@@ -49,16 +57,32 @@ class CheckoutTestCase(BuildTestCase):
         self.set_up()
         self.record()
         self.checkout = self.scratch / "a checkout of größe"
-        files = {**BASE_FILES, "version.txt": "2.13.0a0\n", f"{TESTS}/theirs.py": ""}
-        for path, text in files.items():
+        self.make_checkout(DEFAULT.version)
+
+    def make_checkout(self, version: str, **changed: str) -> None:
+        """Makes the checkout one of a release; all but what is ``changed`` is alike."""
+        files = {
+            **BASE_FILES,
+            "version.txt": f"{version}a0\n",
+            f"{TESTS}/theirs.py": "",
+        }
+        for path, text in (files | changed).items():
             (self.checkout / path).parent.mkdir(parents=True, exist_ok=True)
             (self.checkout / path).write_text(text)
         self.git_there("init", "--quiet")
-        self.commit_there()
+        self.commit_there(f"v{version}")
 
     def record(self) -> None:
-        recorded = record_base_digests.record(self.root)
-        recorded["commit"] = "v2.13.0"
+        """Of each release, which are alike but for one file that ours replace."""
+        recorded = {}
+        for release in RELEASES:
+            of_release = record_base_digests.record(self.root, self.root / tree.BASE)
+            of_release["commit"] = f"v{release.version}"
+            if release != DEFAULT:
+                text = origin_in(release.version)
+                digest = hashlib.sha256(text.encode()).hexdigest()
+                of_release["sha256"][OURS] = digest
+            recorded[release.version] = of_release
         self.put(apply_to_checkout.DIGESTS, json.dumps(recorded))
 
     def git_there(self, *arguments: str) -> str:
@@ -68,10 +92,10 @@ class CheckoutTestCase(BuildTestCase):
         finally:
             self.root = root
 
-    def commit_there(self) -> None:
+    def commit_there(self, tag: str = f"v{DEFAULT.version}") -> None:
         self.git_there("add", "--all")
         self.git_there("commit", "--quiet", "--message", "release")
-        self.git_there("tag", "--force", "v2.13.0")
+        self.git_there("tag", "--force", tag)
 
     def apply(self, *options: str):
         stdout, stderr = io.StringIO(), io.StringIO()
@@ -167,6 +191,23 @@ class TestApply(CheckoutTestCase):
         (self.checkout / "version.txt").write_text(version)
         self.assertEqual(self.apply("--check")[0], 0)
 
+    @parametrize("version", [r.version for r in RELEASES if r != DEFAULT])
+    def test_other_releases(self, version: str):
+        """What is replaced is compared with that release's, and no other one's."""
+        self.make_checkout(version)
+        self.assert_refused(f"{OURS} is not the release's")
+        self.make_checkout(version, **{OURS: origin_in(version)})
+        status, stdout, stderr = self.apply()
+        self.assertEqual((status, stderr), (0, ""))
+        self.assertNotIn("note:", stdout)
+        ours = {path: (self.root / path).read_text() for path in LAID}
+        self.assertEqual(self.state_there() | ours, self.state_there())
+
+    def test_release_under_the_number_of_another(self):
+        other = RELEASES[-1].version
+        self.make_checkout(DEFAULT.version, **{OURS: origin_in(other)})
+        self.assert_refused(f"{OURS} is not the release's")
+
     def test_notes_what_may_differ(self):
         (self.checkout / SIBLING).write_text("origin = 'elsewhere'\n")
         self.commit_there()
@@ -222,10 +263,11 @@ class TestRefusals(CheckoutTestCase):
         self.commit_there()
         self.assert_refused(f"needs a folder where {TESTS} is a file")
 
-    @parametrize("version", ["2.12.0", "2.14.0a0", "2.13.1", "2.13.0.post1"])
+    @parametrize("version", ["2.12.0", "2.14.0a0", "2.13.1", "2.13.0.post1", "2.15.00"])
     def test_another_version(self, version: str):
         (self.checkout / "version.txt").write_text(version)
-        self.assert_refused(f"is PyTorch {version}; this branch is for 2.13.0")
+        told = self.assert_refused(f"is PyTorch {version}; this branch is for ")
+        self.assertIn(known("or"), told)
 
     def test_no_source_tree(self):
         (self.checkout / "version.txt").unlink()
@@ -262,10 +304,30 @@ class TestRepository(TestCase):
         if not (REPOSITORY / "build/base").is_dir():
             raise unittest.SkipTest("needs the base release")
         tracked = json.loads((REPOSITORY / apply_to_checkout.DIGESTS).read_text())
-        recorded = record_base_digests.record(REPOSITORY)
-        self.assertEqual(
-            tracked, recorded, "run python3 tools/record_base_digests.py again"
-        )
+        base = REPOSITORY / tree.BASE
+        version = wheel.unpacked_version(base).partition("+")[0]
+        recorded = record_base_digests.record(REPOSITORY, base)
+        again = "run python3 tools/record_base_digests.py again"
+        self.assertEqual(tracked[version], recorded, again)
+
+    def test_digests_of_every_release_are_there(self):
+        tracked = json.loads((REPOSITORY / apply_to_checkout.DIGESTS).read_text())
+        self.assertEqual([*tracked], [release.version for release in RELEASES])
+        for known_of in tracked.values():
+            self.assertRegex(known_of["commit"], "^[0-9a-f]{40}$")
+            self.assertGreater(len(known_of["sha256"]), 5)
+
+    def test_versions_are_in_one_file(self):
+        """What builds, checks and lays takes them from it."""
+        lists = "tools/setup_helpers/releases.py"
+        files = ["setup.py", "Makefile", "CMakeLists.txt", ".gitignore"]
+        files += [f"tools/{path.name}" for path in (REPOSITORY / "tools").glob("*.py")]
+        helpers = (REPOSITORY / "tools/setup_helpers").glob("*.py")
+        files += [f"tools/setup_helpers/{path.name}" for path in helpers]
+        for file in {*files} - {lists}:
+            code = re.sub(r"(?m)#.*$", "", (REPOSITORY / file).read_text())
+            for release in RELEASES:
+                self.assertNotIn(release.version, code, file)
 
     def test_what_stays_here_is_here(self):
         for path in apply_to_checkout.STAY_HERE:

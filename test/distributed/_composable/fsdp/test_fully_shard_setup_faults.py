@@ -39,6 +39,7 @@ from build_test_utils import (
 
 from tools.setup_helpers import environment, wheel
 from tools.setup_helpers.assemble import assemble_wheel
+from tools.setup_helpers.releases import DEFAULT
 from tools.setup_helpers.report import Progress, SetupError
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -206,7 +207,7 @@ class TestWheel(FaultTestCase):
         shutil.rmtree(folder, ignore_errors=True)
         progress = Progress(quiet=True)
         try:
-            inspected = wheel.inspect_wheel(self.bad)
+            inspected = wheel.inspect_wheel(self.bad, DEFAULT)
             wheel.unpack_wheel(inspected, folder, progress)
         except SetupError as error:
             self.assertTrue(str(error).startswith(str(self.bad)), error)
@@ -217,7 +218,7 @@ class TestWheel(FaultTestCase):
     def refuses_to_assemble(self) -> bool:
         """Whether `make wheel` refuses the bad wheel, too."""
         try:
-            inspected = wheel.inspect_wheel(self.bad)
+            inspected = wheel.inspect_wheel(self.bad, DEFAULT)
             folder = self.scratch / "dist"
             progress = Progress(quiet=True)
             assemble_wheel(
@@ -423,8 +424,8 @@ class TestKilled(FaultTestCase):
 
         remove = shutil.rmtree
 
-        def remove_some(path: Path, **kwargs: bool) -> None:
-            if path != self.root / "build":
+        def remove_some(path: Path | str, **kwargs: bool) -> None:
+            if Path(path).parent != self.root / "build":
                 return remove(path, **kwargs)
             remove(self.root / "build/base/torchgen", ignore_errors=True)
             raise KeyboardInterrupt

@@ -12,6 +12,8 @@ import unittest
 from pathlib import Path
 
 from tools import apply_to_checkout
+from tools.setup_helpers import tree, wheel
+from tools.setup_helpers.releases import known, RELEASES
 from torch.testing._internal.common_utils import run_tests, TestCase
 
 
@@ -22,7 +24,7 @@ BASE = REPOSITORY / "build" / "base"
 SETUP = """
 import pathlib, setuptools
 pathlib.Path("built").write_text("")
-setuptools.setup(name="torch", version="2.13.0", packages=[])
+setuptools.setup(name="torch", version="1.0", packages=[])
 """
 
 
@@ -63,12 +65,12 @@ class TestSuperbuild(TestCase):
         if not BASE.is_dir():
             raise unittest.SkipTest("needs the base release")
         checkout = self.scratch / "checkout"
-        for path in json.loads((REPOSITORY / apply_to_checkout.DIGESTS).read_text())[
-            "sha256"
-        ]:
+        version = wheel.unpacked_version(BASE).partition("+")[0]
+        digests = json.loads((REPOSITORY / apply_to_checkout.DIGESTS).read_text())
+        for path in digests[version]["sha256"]:
             (checkout / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(BASE / path, checkout / path)
-        (checkout / "version.txt").write_text("2.13.0a0\n")
+        (checkout / "version.txt").write_text(f"{version}a0\n")
         (checkout / "setup.py").write_text(SETUP)
         for command in (
             "init --quiet",
@@ -84,6 +86,21 @@ class TestSuperbuild(TestCase):
         self.assertEqual(status, 0, output)
         files = (REPOSITORY / TESTS).glob("test_*.py")
         self.assertEqual(self.listed_tests(), {f"{TESTS}/{f.name}" for f in files})
+
+    def test_another_base_has_the_same_tests_in_its_own_tree(self):
+        other = RELEASES[-1].version
+        status, output = self.configure(f"-DBASE={other}")
+        self.assertEqual(status, 0, output)
+        command = ("ctest", "--test-dir", self.build, "--show-only=json-v1")
+        _, output = self.run_tool(*command)
+        setup, *tests = json.loads(output[output.index("{\n") :])["tests"]
+        self.assertIn(f"BASE={other}", setup["command"])
+        place = tree.clone_of(REPOSITORY) / "build" / other
+        for test in tests:
+            # Before its set-up ctest does not find the Python, and names no command.
+            folder = {p["name"]: p["value"] for p in test["properties"]}
+            self.assertEqual(folder["WORKING_DIRECTORY"], str(place))
+        self.assertEqual(len(tests), len([*(REPOSITORY / TESTS).glob("test_*.py")]))
 
     def test_checkout_is_laid_over_and_listed(self):
         checkout = self.checkout()
@@ -106,8 +123,9 @@ class TestSuperbuild(TestCase):
         for option, text in (
             (f"-DPYTORCH_SOURCE_DIR={self.scratch / 'none'}", "there is no folder"),
             (f"-DPYTORCH_SOURCE_DIR={self.scratch}", "is not a PyTorch source tree"),
-            (f"-DPYTORCH_SOURCE_DIR={other}", "this branch is for 2.13.0"),
+            (f"-DPYTORCH_SOURCE_DIR={other}", f"branch is for {known('or')}"),
             ("-DTORCH_BASE_WHEEL=/none.whl", "there is no wheel at /none.whl"),
+            ("-DBASE=1.0", "BASE=1.0 is no release that this branch is for: these"),
         ):
             shutil.rmtree(self.build, ignore_errors=True)
             status, output = self.configure(option)
