@@ -4,29 +4,41 @@
     python3 tools/contract_diff.py OLD NEW
 
 OLD and NEW are wheels, or folders that hold torch/: build/base, site-packages, a
-source checkout.  Nothing is imported; the sources are read.  It tells
+source checkout.  Nothing is imported; the sources are read.  *Replaced* are the files
+of the base in whose place ours stand, *beside* are the base's own in the same folders.
+It tells
 
-    which files that ours replace, or that lie beside them, are not the same;
-    which names that ours use of the base are gone or have another signature;
+    which of these files are not the same, and what in them is new, gone or changed;
+    what the functions whose code is another newly touch, and what no longer;
+    which names that ours use of the base are gone or have another signature, or are
+    properties that can no longer be set;
     which names that the rest of torch uses of the replaced files are new or gone,
     and whether ours have them;
-    which public signatures of the replaced files changed;
-    which operators are registered under another schema.
+    which names of elsewhere the replaced files newly use, and whether ours do: what
+    there may be to do that ours leave out;
+    which methods beside ours, that the replaced files use, have other code;
+    which attributes of objects the files beside ours newly use;
+    which public names, of both kinds of files, are new, gone or changed;
+    which names torch's packages newly export from there;
+    which fields of dataclasses, named tuples and enums are new, gone or changed;
+    which operators are registered otherwise, in Python or in C++;
+    which errors are raised that were not, or no longer.
 
-A name is found by its text: what is put together at run time is not seen.
+A name is found by its text: what is put together at run time is not seen, and an
+attribute is anybody's who has one of that name.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import copy
 import difflib
 import functools
-import re
 import sys
+import textwrap
 import zipfile
-from dataclasses import dataclass, field
+from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -34,194 +46,32 @@ from typing import TYPE_CHECKING
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from tools.contract_sources import (  # noqa: E402
+    classes,
+    definitions,
+    everybodys,
+    find,
+    imported,
+    inherited,
+    is_foreign,
+    module_name,
+    namespaces,
+    parts,
+    PROPERTY,
+    raised,
+    Record,
+    records,
+    Release,
+    schemas,
+    Uses,
+    uses_of,
+)
 from tools.setup_helpers import tree  # noqa: E402
 from tools.setup_helpers.report import explain, SetupError  # noqa: E402
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-
-# Where the base declares functions that are not written in Python.
-_STUBS = {"torch": "torch/_C/_VariableFunctions.pyi"}
-_MODULE_FILES = ("{}.py", "{}/__init__.py", "{}.pyi", "{}/__init__.pyi")
-
-
-class Release:
-    """The Python sources of one release: a folder, or a wheel."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        if path.is_dir():
-            files = (path / "torch").rglob("*.py*")
-            names = {file.relative_to(path).as_posix() for file in files}
-            self._read = lambda name: (path / name).read_bytes()
-        elif path.is_file() and zipfile.is_zipfile(path):
-            archive = zipfile.ZipFile(path)
-            names = set(archive.namelist())
-            self._read = archive.read
-        else:
-            raise SetupError(f"{path} is neither a folder nor a wheel")
-        self.files = {
-            n for n in names if n.startswith("torch/") and n.endswith((".py", ".pyi"))
-        }
-        if "torch/__init__.py" not in self.files:
-            raise SetupError(f"{path} does not hold torch/__init__.py")
-
-    @functools.cache  # noqa: B019  # two of them live as long as the program
-    def text(self, file: str) -> str:
-        return self._read(file).decode() if file in self.files else ""
-
-    @functools.cache  # noqa: B019
-    def parsed(self, file: str) -> ast.Module:
-        return ast.parse(self.text(file))
-
-    @functools.cache  # noqa: B019
-    def definitions(self, file: str) -> dict[str, str]:
-        return definitions(self.parsed(file))
-
-    def module_file(self, module: str) -> str | None:
-        stem = module.replace(".", "/")
-        names = (form.format(stem) for form in _MODULE_FILES)
-        return next((name for name in names if name in self.files), None)
-
-
-def module_name(file: str) -> str:
-    parts = PurePosixPath(file).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def imported_module(node: ast.ImportFrom, file: str) -> str:
-    """Returns what a ``from`` import in ``file`` names, dots resolved."""
-    if not node.level:
-        return node.module or ""
-    parents = PurePosixPath(file).parts[: -node.level]
-    return ".".join([*parents, *([node.module] if node.module else [])])
-
-
-# Definitions.
-
-
-def statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yields the statements of a module or class, those below ``if`` and ``try`` too."""
-    for node in body:
-        yield node
-        if isinstance(node, (ast.If, ast.Try, ast.With)):
-            yield from statements(node.body)
-            yield from statements(getattr(node, "orelse", []))
-            for handler in getattr(node, "handlers", []):
-                yield from statements(handler.body)
-
-
-def signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
-    """Returns names, kinds and defaults of the parameters, without annotations."""
-    bare = copy.deepcopy(node.args)
-    for argument in ast.walk(bare):
-        if isinstance(argument, ast.arg):
-            argument.annotation = None
-    return f"({ast.unparse(bare)})"
-
-
-def targets(node: ast.stmt) -> list[str]:
-    if isinstance(node, ast.AnnAssign):
-        assigned = [node.target]
-    else:
-        assigned = node.targets if isinstance(node, ast.Assign) else []
-    return [t.id for t in assigned if isinstance(t, ast.Name)]
-
-
-def definitions(module: ast.Module) -> dict[str, str]:
-    """Returns what a module defines: ``f``, ``C``, ``C.method``, ``C.attribute``."""
-    found: dict[str, str] = {}
-    for node in statements(module.body):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            # Overloads, in a stub: all of them.
-            found[node.name] = found.get(node.name, "") + signature(node)
-        elif isinstance(node, ast.ClassDef):
-            found[node.name] = ""
-            found |= {f"{node.name}.{k}": v for k, v in members(node).items()}
-        else:
-            found |= dict.fromkeys(targets(node), "")
-    return found
-
-
-def members(node: ast.ClassDef) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for item in statements(node.body):
-        if isinstance(item, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            found[item.name] = signature(item)
-            for inner in ast.walk(item):
-                if isinstance(inner, ast.Attribute) and _is_set_on_self(inner):
-                    found.setdefault(inner.attr, "")
-        else:
-            found |= dict.fromkeys(targets(item), "")
-    return found
-
-
-def _is_set_on_self(node: ast.Attribute) -> bool:
-    is_self = isinstance(node.value, ast.Name) and node.value.id == "self"
-    return is_self and isinstance(node.ctx, ast.Store)
-
-
-@functools.cache
-def find(release: Release, module: str, name: str, depth: int = 8) -> str | None:
-    """Returns the signature of ``module.name``, "" where it has none, None if gone."""
-    file = release.module_file(module)
-    if file is None or not depth:
-        return None
-    found = release.definitions(file).get(name)
-    if found is not None:
-        return found
-    for node in statements(release.parsed(file).body):
-        if isinstance(node, ast.ImportFrom):
-            source = imported_module(node, file)
-            for alias in node.names:
-                if alias.name == "*" or (alias.asname or alias.name) == name:
-                    wanted = name if alias.name == "*" else alias.name
-                    found = find(release, source, wanted, depth - 1)
-                    if found is not None:
-                        return found
-        elif isinstance(node, ast.Import):
-            if any((a.asname or a.name) == name for a in node.names):
-                return ""
-    if release.module_file(f"{module}.{name}"):
-        return ""
-    stub = release.definitions(_STUBS[module]) if module in _STUBS else {}
-    return stub.get(name)
-
-
-# Uses.
-
-
-@dataclass
-class Uses:
-    """What a file takes from elsewhere: names of modules, and attributes by name."""
-
-    names: set[tuple[str, str]] = field(default_factory=set)
-    attributes: set[str] = field(default_factory=set)
-
-
-def uses_of(source: ast.Module, file: str, release: Release) -> Uses:
-    found, aliases = Uses(), {}
-    for node in ast.walk(source):
-        if isinstance(node, ast.ImportFrom):
-            module = imported_module(node, file)
-            for alias in node.names:
-                found.names.add((module, alias.name))
-                if release.module_file(f"{module}.{alias.name}"):
-                    aliases[alias.asname or alias.name] = f"{module}.{alias.name}"
-        elif isinstance(node, ast.Import):
-            for alias in node.names:
-                top = alias.name.partition(".")[0]
-                aliases[alias.asname or top] = alias.name if alias.asname else top
-    for node in ast.walk(source):
-        if isinstance(node, ast.Attribute):
-            found.attributes.add(node.attr)
-            module, _, name = ast.unparse(node).rpartition(".")
-            top, dot, rest = module.partition(".")
-            if top in aliases:
-                found.names.add((f"{aliases[top]}{dot}{rest}", name))
-    return found
+    from collections.abc import Callable, Iterable, Iterator
 
 
 @dataclass(frozen=True)
@@ -232,6 +82,10 @@ class Contract:
     new: Release
     ours: dict[str, str]
     """Source by path, of our Python files under torch/."""
+
+    @property
+    def releases(self) -> tuple[Release, Release]:
+        return self.old, self.new
 
     @functools.cached_property
     def replaced(self) -> list[str]:
@@ -247,125 +101,387 @@ class Contract:
             f for f in both - {*self.ours} if PurePosixPath(f).parent in folders
         )
 
-    @functools.cached_property
-    def our_definitions(self) -> set[str]:
-        parsed = (ast.parse(text) for text in self.ours.values())
-        return {name for module in parsed for name in definitions(module)}
+    @property
+    def near(self) -> tuple[str, ...]:
+        return (*self.replaced, *self.beside)
 
-    def has(self, name: str) -> str:
-        return "ours has it" if name in self.our_definitions else "OURS LACKS IT"
+    @functools.cached_property
+    def our_modules(self) -> dict[str, ast.Module]:
+        return {file: ast.parse(text) for file, text in self.ours.items()}
+
+    @functools.cached_property
+    def our_members(self) -> dict[str, set[str]]:
+        """What our classes have, with what they inherit from others of ours."""
+        parsed = self.our_modules.values()
+        known = {k: v for module in parsed for k, v in classes(module).items()}
+        return {name: inherited(name, known) for name in known}
+
+    @functools.cached_property
+    def our_uses(self) -> Uses:
+        parsed = self.our_modules.items()
+        return _together(uses_of(module, file, self.old) for file, module in parsed)
+
+    def has(self, name: str, file: str) -> str:
+        """Says whether our ``file`` has ``name``, defined there or imported."""
+        owner, dot, member = name.rpartition(".")
+        if dot:
+            is_there = member in self.our_members.get(owner, ())
+        else:
+            module = self.our_modules[file]
+            is_there = name in definitions(module) or name in imported(module, file)
+        return "ours has it" if is_there else "OURS LACKS IT"
 
 
 def changed_files(contract: Contract) -> Iterator[str]:
-    for file in (*contract.replaced, *contract.beside):
+    for file in contract.near:
         old, new = contract.old.text(file), contract.new.text(file)
         if old != new:
             lines = difflib.unified_diff(old.splitlines(), new.splitlines(), n=0)
             marks = [line[0] for line in lines if line[:3] not in ("---", "+++")]
             kind = "replaced by ours" if file in contract.ours else "beside ours"
             yield f"{file} ({kind}): +{marks.count('+')} -{marks.count('-')}"
+            names = [release.definitions(file) for release in contract.releases]
+            yield from _wrapped("new", names[1].keys() - names[0].keys())
+            yield from _wrapped("gone", names[0].keys() - names[1].keys())
+            yield from _other_parts(*(r.parsed(file) for r in contract.releases))
+
+
+def _other_parts(old: ast.Module, new: ast.Module) -> Iterator[str]:
+    for kind in ("code", "types", "documentation"):
+        yield from _wrapped(f"other {kind}", _changed(kind, old, new))
+
+
+def _changed(kind: str, old: ast.Module, new: ast.Module) -> set[str]:
+    before, after = (
+        {name: getattr(part, kind) for name, part in parts(module).items()}
+        for module in (old, new)
+    )
+    return {n for n in before.keys() & after.keys() if before[n] != after[n]}
+
+
+def _wrapped(title: str, names: Iterable[str]) -> Iterator[str]:
+    """Yields the names of one kind on lines of a readable width, a class's together."""
+    by_owner: dict[str, list[str]] = defaultdict(list)
+    for name in sorted(names):
+        owner, _, member = name.rpartition(".")
+        by_owner[owner].append(member)
+    for owner, found in by_owner.items():
+        start = f"  {title}, {owner}: " if owner else f"  {title}: "
+        yield from textwrap.wrap(
+            start + ", ".join(found), 96, subsequent_indent="      "
+        )
+
+
+def touched(contract: Contract) -> Iterator[str]:
+    """What functions with other code newly touch (+), and what no longer (-)."""
+    for file in contract.near:
+        modules = [release.parsed(file) for release in contract.releases]
+        old, new = (parts(module) for module in modules)
+        for name in sorted(_changed("code", *modules)):
+            before, after = (side[name].touched - everybodys() for side in (old, new))
+            added, dropped = sorted(after - before), sorted(before - after)
+            texts = [f"+{text}" for text in added] + [f"-{text}" for text in dropped]
+            if texts:
+                text = f"{name}: {' '.join(texts)}"
+                yield from textwrap.wrap(text, 96, subsequent_indent="    ")
 
 
 def used_by_ours(contract: Contract) -> Iterator[str]:
     """Names of the base that ours use, where the new release has them otherwise."""
     own_modules = {module_name(file) for file in contract.ours}
-    attributes: set[str] = set()
-    names: set[tuple[str, str]] = set()
-    for file, text in contract.ours.items():
-        uses = uses_of(ast.parse(text), file, contract.old)
-        attributes |= uses.attributes
-        names |= {use for use in uses.names if use[0] not in own_modules}
-    for module, name in sorted(names):
+    uses = contract.our_uses
+    for module, name in sorted(uses.names):
         before = find(contract.old, module, name)
-        if before is not None:
+        if before is not None and module not in own_modules:
             after = find(contract.new, module, name)
             yield from difference(f"{module}.{name}", before, after)
     for file in contract.beside:
-        old, new = (r.definitions(file) for r in (contract.old, contract.new))
+        old, new = (r.definitions(file) for r in contract.releases)
         for name, before in old.items():
-            if "." in name and name.rpartition(".")[2] in attributes:
-                yield from difference(name, before, new.get(name))
+            attribute = name.rpartition(".")[2]
+            if "." in name and attribute in uses.attributes:
+                after = new.get(name)
+                is_set = attribute in uses.stored and after == PROPERTY
+                for text in difference(name, before, after):
+                    yield text + (": OURS SETS IT" if is_set else "")
 
 
 def used_by_torch(contract: Contract) -> Iterator[str]:
     """What the rest of torch uses of the replaced files, where that is not the same."""
-    sides = [_outside_uses(r, contract) for r in (contract.old, contract.new)]
-    for name in sorted(sides[1].keys() - sides[0].keys()):
+    sides = [_outside_uses(release, contract) for release in contract.releases]
+    for name in sorted(sides[1].keys()):
+        before, after = (
+            _providers(release, contract.replaced, name)
+            for release in contract.releases
+        )
         where = ", ".join(sorted(sides[1][name]))
-        yield f"+ {name}: {contract.has(name)}; used in {where}"
+        # Used before, it may have been found elsewhere
+        needed = after - before if name in sides[0] else after or before
+        for owner, file in sorted(needed):
+            yield f"+ {owner}: {contract.has(owner, file)}; used in {where}"
     for name in sorted(sides[0].keys() - sides[1].keys()):
-        yield f"- {name}: no longer used"
+        owners = sorted(_providers(contract.old, contract.replaced, name))
+        yield f"- {', '.join(owner for owner, _ in owners) or name}: no longer used"
+
+
+def _providers(
+    release: Release, files: Iterable[str], name: str
+) -> set[tuple[str, str]]:
+    """Returns what of ``files`` may be meant by ``name``: an attribute, or a module's.
+
+    Each is a definition and its file.
+    """
+    module, _, last = name.rpartition(".")
+    if module:
+        return {(last, file) for file in files if module_name(file) == module}
+    return {
+        (defined, file)
+        for file in files
+        for defined in release.definitions(file)
+        if "." in defined and defined.rpartition(".")[2] == last
+    }
 
 
 def _outside_uses(release: Release, contract: Contract) -> dict[str, set[str]]:
+    """Returns names ``module.name`` and attributes, with the files that use them.
+
+    An attribute counts although other classes have one of that name, too: which
+    object it is of, the text does not tell.
+    """
     modules = {module_name(file) for file in contract.replaced}
-    provided: dict[str, str] = {}
-    for file in contract.replaced:
-        for name in release.definitions(file):
-            if "." in name:
-                provided[name.rpartition(".")[2]] = name
-    words = re.compile("|".join(rf"\b{m.rpartition('.')[2]}\b" for m in modules))
-    found: dict[str, set[str]] = {}
+    provided = {
+        name.rpartition(".")[2]
+        for either in contract.releases
+        for file in contract.replaced
+        for name in either.definitions(file)
+        if "." in name
+    }
+    words = {module.rpartition(".")[2] for module in modules}
+    found: dict[str, set[str]] = defaultdict(set)
     for file in sorted(release.files - contract.ours.keys()):
-        near = file in contract.beside
-        if not near and not words.search(release.text(file)):
+        text = release.text(file)
+        if file not in contract.beside and not any(word in text for word in words):
             continue
         uses = uses_of(release.parsed(file), file, release)
-        taken = {name for module, name in uses.names if module in modules}
-        own = {n.rpartition(".")[2] for n in release.definitions(file)}
-        taken |= {provided[a] for a in uses.attributes & provided.keys() - own}
-        for name in taken:
-            found.setdefault(name, set()).add(file)
+        for module, name in uses.names:
+            if module in modules:
+                found[f"{module}.{name}"].add(file)
+        for attribute in uses.attributes.keys() & provided:
+            found[attribute].add(file)
     return found
 
 
-def signatures(contract: Contract) -> Iterator[str]:
-    for file in contract.replaced:
-        old, new = (r.definitions(file) for r in (contract.old, contract.new))
+def duties(contract: Contract) -> Iterator[str]:
+    """What the replaced files of the new release newly use of elsewhere."""
+    own_modules = {module_name(file) for file in contract.replaced}
+    old, new = (uses_of_files(r, contract.replaced) for r in contract.releases)
+    ours = contract.our_uses
+    for name in sorted(new.names.keys() - old.names.keys()):
+        if name[0] not in own_modules and is_foreign(name[0]):
+            places = new.names[name], ours.names.get(name)
+            yield f"+ {'.'.join(name)}: {_where(*places)}"
+    for attribute, owners in _of_elsewhere(contract, contract.new, new, old):
+        places = new.attributes[attribute], ours.attributes.get(attribute)
+        yield f"+ {owners}: {_where(*places)}"
+    for attribute, owners in _of_elsewhere(contract, contract.old, old, new):
+        if found := ours.attributes.get(attribute):
+            yield f"- {owners}: no longer used; ours use it in {_listed(found)}"
+
+
+def other_code(contract: Contract) -> Iterator[str]:
+    """Methods beside ours that the replaced files call, where their code changed."""
+    uses = uses_of_files(contract.new, contract.replaced)
+    for file in contract.beside:
+        modules = (release.parsed(file) for release in contract.releases)
+        for name in sorted(_changed("code", *modules)):
+            attribute = name.rpartition(".")[2]
+            is_method = "." in name and not attribute.startswith("__")
+            if is_method and attribute in uses.attributes:
+                found = contract.our_uses.attributes.get(attribute)
+                yield f"{name}: {_where(uses.attributes[attribute], found)}"
+
+
+def _where(places: set[str], ours: set[str] | None) -> str:
+    mark = "OURS DO NOT USE IT" if ours is None else f"ours use it in {_listed(ours)}"
+    return f"{mark}; used in {_listed(places)}"
+
+
+def _listed(places: set[str]) -> str:
+    first, rest = sorted(places)[:4], len(places) - 4
+    more = f" and {rest} more" if rest > 0 else ""
+    return (", ".join(first) or "the file itself") + more
+
+
+def _of_elsewhere(
+    contract: Contract, release: Release, uses: Uses, others: Uses
+) -> Iterator[tuple[str, str]]:
+    """Yields the attributes that only ``uses`` has, and who may be meant by each.
+
+    That is no class of the replaced files, nor what every dict and list has.
+    """
+    known = everybodys() | {name for _, name in uses.names}
+    for attribute in sorted(uses.attributes.keys() - others.attributes.keys() - known):
+        beside = _providers(release, contract.beside, attribute)
+        if beside or not _providers(release, contract.replaced, attribute):
+            owners = ", ".join(sorted(owner for owner, _ in beside))
+            yield attribute, owners or f"….{attribute}"
+
+
+def used_beside(contract: Contract) -> Iterator[str]:
+    """What the files beside ours newly need of objects that neither kind defines."""
+    old, new = (uses_of_files(r, contract.beside) for r in contract.releases)
+    for attribute, owner in _of_elsewhere(contract, contract.new, new, old):
+        if owner.startswith("…"):
+            yield f"+ {owner}: used in {_listed(new.attributes[attribute])}"
+
+
+def uses_of_files(release: Release, files: Iterable[str]) -> Uses:
+    parsed = {file: release.parsed(file) for file in files}
+    return _together(uses_of(module, file, release) for file, module in parsed.items())
+
+
+def _together(found: Iterable[Uses]) -> Uses:
+    everything = Uses()
+    for uses in found:
+        everything.stored |= uses.stored
+        for name, places in uses.names.items():
+            everything.names[name] |= places
+        for attribute, places in uses.attributes.items():
+            everything.attributes[attribute] |= places
+    return everything
+
+
+def public_names(contract: Contract) -> Iterator[str]:
+    for file in contract.near:
+        old, new = (r.definitions(file) for r in contract.releases)
         for name in sorted(old.keys() | new.keys()):
             is_public = not any(part.startswith("_") for part in name.split("."))
-            if not is_public or ("." in name and not (old | new)[name]):
+            is_attribute = "." in name and not (old.get(name) or new.get(name))
+            if not is_public or is_attribute:
                 continue
             if name not in old:
-                yield f"+ {name}{new[name]}: {contract.has(name)}"
+                is_ours = file in contract.ours
+                whose = contract.has(name, file) if is_ours else "beside ours"
+                yield f"+ {name}{new[name]}: {whose}"
             else:
                 yield from difference(name, old[name], new.get(name))
 
 
+def exports(contract: Contract) -> Iterator[str]:
+    """Names that packages bring out of the folders of the replaced files."""
+    near = {module_name(file) for file in contract.near}
+    old, new = (_exports(release, near) for release in contract.releases)
+    for package, name in sorted(old ^ new):
+        file = contract.old.module_file(package) or contract.new.module_file(package)
+        is_ours = file in contract.ours
+        known = f": {contract.has(name, str(file))}" if is_ours else ""
+        sign = "+" if (package, name) in new else "-"
+        yield f"{sign} {package}.{name}{known}"
+
+
+def _exports(release: Release, near: set[str]) -> set[tuple[str, str]]:
+    words = {module.rpartition(".")[2] for module in near}
+    packages = [file for file in release.files if file.endswith("/__init__.py")]
+    return {
+        (module_name(file), name)
+        for file in packages
+        if any(word in release.text(file) for word in words)
+        for name, source in imported(release.parsed(file), file).items()
+        if source in near and not name.startswith("_")
+    }
+
+
+def fields(contract: Contract) -> Iterator[str]:
+    for file in contract.near:
+        old, new = (records(release.parsed(file)) for release in contract.releases)
+        for name in sorted(old.keys() | new.keys()):
+            before, after = (
+                side.get(name, Record("", {})).fields for side in (old, new)
+            )
+            kind = (new.get(name) or old[name]).kind
+            for added in (field for field in after if field not in before):
+                is_ours = file in contract.ours
+                full = f"{name}.{added}"
+                whose = contract.has(full, file) if is_ours else "beside ours"
+                yield f"+ {full}{after[added]} ({kind}): {whose}"
+            for known, behind in before.items():
+                yield from difference(f"{name}.{known}", behind, after.get(known))
+            order = [
+                [n for n in s if n in before and n in after] for s in (before, after)
+            ]
+            if order[0] != order[1]:
+                lists = [f"({', '.join(names)})" for names in order]
+                yield from difference(name, *lists)
+
+
 def operators(contract: Contract) -> Iterator[str]:
-    files = (*contract.replaced, *contract.beside)
-    old, new = (
-        {schema for file in files for schema in schemas(release.parsed(file))}
-        for release in (contract.old, contract.new)
-    )
-    own = {s for text in contract.ours.values() for s in schemas(ast.parse(text))}
+    ours = contract.our_modules.values()
+    own = {schema for module in ours for schema in schemas(module)}
+    old, new = (_schemas_in_python(r, contract.near) for r in contract.releases)
     for schema in sorted(old ^ new):
         known = "ours registers it" if schema in own else "ours does not register it"
         yield f"{'-' if schema in old else '+'} {schema}: {known}"
+    lacking = [r.path.name for r in contract.releases if not r.libraries]
+    if len(lacking) == 1:
+        yield f"of C++ nothing is known: {lacking[0]} has no libtorch_cpu"
+        return
+    needed = [_needed_of_cpp(release, contract.near) for release in contract.releases]
+    spaces, names = (first | second for first, second in zip(*needed))
+    old, new = (r.operators_in_libraries(spaces, names) for r in contract.releases)
+    for name in sorted(old ^ new):
+        yield f"{'-' if name in old else '+'} {name}: in C++"
 
 
-def schemas(module: ast.Module) -> Iterator[str]:
-    """Yields the schemas that ``Library.define`` is given, written in one way."""
-    for node in ast.walk(module):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            if node.func.attr == "define" and isinstance(node.args[0], ast.Constant):
-                text = " ".join(str(node.args[0].value).split())
-                yield re.sub(r",? \)", ")", text.replace("( ", "("))
+def _schemas_in_python(release: Release, files: Iterable[str]) -> set[str]:
+    modules = [release.parsed(file) for file in files]
+    return {schema for module in modules for schema in schemas(module)}
+
+
+def _needed_of_cpp(release: Release, files: Iterable[str]) -> tuple[set[str], set[str]]:
+    """Returns the namespaces in which the files define operators, and the names of
+    those that they call there and do not define.
+    """
+    modules = [release.parsed(file) for file in files]
+    spaces = {space for module in modules for space in namespaces(module)}
+    known = {s.partition("(")[0] for s in _schemas_in_python(release, files)}
+    called = {
+        name
+        for module, name in uses_of_files(release, files).names
+        if module in {f"torch.ops.{space}" for space in spaces}
+    }
+    return spaces, called - known
+
+
+def errors(contract: Contract) -> Iterator[str]:
+    old, new = (
+        {text for file in contract.near for text in raised(release.parsed(file))}
+        for release in contract.releases
+    )
+    for text in sorted(old ^ new):
+        yield f"{'-' if text in old else '+'} {textwrap.shorten(text, 120)}"
 
 
 def difference(name: str, before: str, after: str | None) -> Iterator[str]:
     if after is None:
         yield f"- {name} is gone"
     elif after != before:
-        yield f"- {name}{before}\n  + {name}{after}"
+        both = before or " [attribute]", after or " [attribute]"
+        yield f"- {name}{both[0]}\n  + {name}{both[1]}"
 
 
-SECTIONS = {
+SECTIONS: dict[str, Callable[[Contract], Iterator[str]]] = {
     "Files that changed: read their diff first": changed_files,
+    "What functions with other code newly touch, or no longer": touched,
     "Names that ours use of the base": used_by_ours,
     "Names that the rest of torch uses of the replaced files": used_by_torch,
-    "Public signatures of the replaced files": signatures,
+    "Names of elsewhere that the replaced files newly use": duties,
+    "Methods beside ours that have other code, and that the replaced files use": other_code,
+    "Attributes that the files beside ours newly use": used_beside,
+    "Public names": public_names,
+    "Exports": exports,
+    "Fields": fields,
     "Operators": operators,
+    "Errors": errors,
 }
 
 
