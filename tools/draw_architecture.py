@@ -46,6 +46,7 @@ ROOMS = [
         ("_fsdp_api", "what users pass"),
         ("_fsdp_policies", "dtypes by name"),
     ],
+    [None, ("_fsdp_release", "what the release has"), None],
 ]  # fmt: skip
 COMES_IN = ("_fsdp_summary", "_fsdp_errors", "_fsdp_agreement", "_fsdp_policies")
 KEY = (

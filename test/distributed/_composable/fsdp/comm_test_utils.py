@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 from fsdp_test_utils import FSDPThreadTest, random_input, THREAD_DEVICE_TYPE
+from release_rules import reduce_arguments
 
 import torch
 import torch.nn as nn
@@ -233,7 +234,7 @@ class ThreadTest(FSDPThreadTest):
         }
         if unknown := changes.keys() - arguments.keys():
             raise AssertionError(f"No such arguments: {unknown}")
-        return arguments | changes
+        return reduce_arguments(**arguments | changes)
 
     def reduce(self, unit: FSDPParamGroup, grads: list[torch.Tensor], **changes: Any):
         return foreach_reduce(**self.reduce_arguments(unit, grads, **changes))

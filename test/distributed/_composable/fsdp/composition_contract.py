@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from mixed_dtype_models import batch_of, BF16, FP32, loss_of, mixed_tower, uniform_tower
+from release_rules import FOLLOWS_GRAD_DTYPE
 
 import torch
 import torch.distributed as dist
@@ -46,7 +47,7 @@ GROUP_ATTRIBUTES = (
     "_reset_iter_state _training_state _sharded_state _module_fqn _param_group_index "
     "_num_param_groups _all_gather_comm _reduce_scatter_comm _all_reduce_hook "
     "_all_reduce_hook_stream _is_hsdp _all_gather_result _post_forward_indices "
-    "_reset_sharded_params use_training_state device device_handle mp_policy "
+    "_reset_sharded_params use_training_state device device_handle "
     "offload_policy _all_gather_process_group _reduce_scatter_process_group "
     "_reshard_after_forward _use_post_forward_mesh _with_fqn"
 ).split()
@@ -56,6 +57,18 @@ CONTEXT_ATTRIBUTES = (
     "reduce_scatter_states post_forward_order _last_post_reduce_events "
     "reduce_scatter_max_input_buffers"
 ).split()
+if FOLLOWS_GRAD_DTYPE:
+    GROUP_ATTRIBUTES += (
+        "_post_backward_pending _partial_reduce_output _all_gather_output_fn "
+        "_prepare_reduce_scatter_inputs"
+    ).split()
+    CONTEXT_ATTRIBUTES += (
+        "active_gradient_reduction wait_all_gather_streams_on_event "
+        "release_all_gather_state_for_comm_reuse "
+        "release_all_gather_state_on_current_stream"
+    ).split()
+else:
+    GROUP_ATTRIBUTES += ["mp_policy"]
 
 
 def modules() -> Iterator[tuple[str, Any]]:
@@ -67,10 +80,12 @@ def parameters_of(function: Any) -> list[tuple[str, str, str]]:
     """Returns name, kind and default of each, without what it is annotated with."""
     if inspect.isclass(function) and issubclass(function, (dict, list)):
         return []  # as its builtin base
-    return [
-        (name, parameter.kind.name, repr(parameter.default))
-        for name, parameter in inspect.signature(function).parameters.items()
-    ]
+    found = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        default = parameter.default
+        default = getattr(default, "__name__", repr(default))
+        found.append((name, parameter.kind.name, default))
+    return found
 
 
 def is_defined_here(value: Any, module: ModuleType) -> bool:
@@ -175,6 +190,9 @@ def operators(device: str) -> list[Any]:
         ops.split_with_sizes_copy(rows, [3, 2], dim=1, out=split)
         chunks = torch.empty(2, 3, **like)
         ops.chunk_cat(inputs, 0, 2, out=chunks)
+        if FOLLOWS_GRAD_DTYPE:
+            ops.chunk_cat_mixed_dtype(inputs, 0, 2, out=chunks)
+            ops.record_grad_output_stream(chunks, 0, 0, 0)
         for tensor in (*out, *split, chunks):
             kind = type(tensor).__name__, str(tensor.dtype), str(tensor.device)
             seen.append((*kind, list(tensor.size()), tensor.storage_offset()))

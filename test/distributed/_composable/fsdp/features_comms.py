@@ -246,7 +246,9 @@ class SymmMemStub:
             mock.patch.object(symm_mem, "set_backend", self.backends.append),
             mock.patch.object(symm_mem, "rendezvous", rendezvous),
             mock.patch.object(symm_mem, "get_mem_pool", lambda device: None),
+            # Which of them it is asked of depends on the release
             mock.patch.object(torch.cuda, "use_mem_pool", use),
+            mock.patch.object(torch.cpu, "use_mem_pool", use, create=True),
         ):
             yield self
 

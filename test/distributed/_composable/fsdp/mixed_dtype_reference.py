@@ -24,6 +24,7 @@ from typing import Any
 from fsdp_test_utils import DEVICE_TYPE, FSDPProcessTest, shard_mesh, WORLD_SIZE
 from mixed_dtype_models import batch_of, loss_of, Tower
 from mixed_dtype_parity import LR, shard_blocks
+from release_rules import autograd_dtype, compute_dtype, reduce_dtype
 
 import torch
 import torch.distributed as dist
@@ -89,6 +90,8 @@ class Reference:
         self._compute.register_forward_pre_hook(self._cast_inputs)
         self._compute.register_forward_hook(self._cast_output)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR)
+        # Whether gradients are reduced after each backward
+        self.reduces = True
         self.forget()
 
     def _cast_inputs(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
@@ -107,20 +110,15 @@ class Reference:
         self._magnitudes: dict[str, torch.Tensor] = {}  # sums of absolute values
         self._microbatches = 0
 
-    def compute_dtype(self, param: torch.Tensor) -> torch.dtype:
-        dtype = self.policy.param_dtype
-        return dtype if dtype and param.is_floating_point() else param.dtype
-
-    def reduce_dtype(self, param: torch.Tensor) -> torch.dtype:
-        dtype = self.policy.reduce_dtype
-        floating = param.is_floating_point()
-        return dtype if dtype and floating else self.compute_dtype(param)
-
     def computing(self) -> nn.Module:
         """Returns the model as forward sees it, from the parameters of now."""
-        for param, computed in zip(self.model.parameters(), self._compute.parameters()):
-            computed.data = param.detach().to(self.compute_dtype(param), copy=True)
+        named = self.model.named_parameters()
+        for (name, param), computed in zip(named, self._compute.parameters()):
+            dtype = compute_dtype(self.policy, param.dtype)
+            computed.data = param.detach().to(dtype, copy=True)
             computed.requires_grad_(param.requires_grad)
+            is_deferred = self.reduces or name in self.gradients
+            computed.grad_dtype = autograd_dtype(self.policy, param.dtype, is_deferred)
         return self._compute
 
     def backward(
@@ -153,16 +151,16 @@ class Reference:
         rounds twice more. Then the result is cast to the parameter's own dtype.
         What fp16 divides before it sums may be subnormal.
         """
-        reduce_dtype = torch.finfo(self.reduce_dtype(param))
+        info = torch.finfo(reduce_dtype(self.policy, param.dtype))
         roundings = WORLD_SIZE + self._microbatches + 2
         roundings += 0 if _IS_EXACT else 1000
         if name not in self.gradients:
             return torch.zeros(param.size(), device=param.device)
         magnitude = self._magnitudes[name] / divisor
         exact = self.gradients[name].abs() / divisor
-        subnormals = roundings * reduce_dtype.smallest_normal * reduce_dtype.eps
+        subnormals = roundings * info.smallest_normal * info.eps
         return (
-            roundings * reduce_dtype.eps / 2 * magnitude
+            roundings * info.eps / 2 * magnitude
             + torch.finfo(param.dtype).eps * exact
             + subnormals
         )
@@ -281,7 +279,9 @@ class SideBySide:
     def accumulate(self, *runs: Run) -> None:
         """Runs several microbatches and syncs after the last one only."""
         for i, run in enumerate(runs):
-            self.model.set_requires_gradient_sync(i == len(runs) - 1)
+            is_last = i == len(runs) - 1
+            self.model.set_requires_gradient_sync(is_last)
+            self.reference.reduces = is_last
             self.backward(run)
 
     def set_requires_grad(

@@ -38,6 +38,7 @@ from plugins_runs import (
     scenario,
     train,
 )
+from release_rules import CHUNK_CAT, FOLLOWS_GRAD_DTYPE, reduce_arguments, reduce_dtype
 
 import torch
 import torch.distributed as dist
@@ -52,7 +53,7 @@ FP16 = torch.float16
 OPERATORS = (
     "fsdp::all_gather_copy_in",
     "fsdp::split_with_sizes_copy",
-    "fsdp::chunk_cat",
+    f"fsdp::{CHUNK_CAT}",
 )
 
 
@@ -282,7 +283,7 @@ def operators_of_another_device(place: Place) -> Record:
     model = place.sharded("bf16", model)
     group = groups_of(model)[1]
     for fsdp_param in group.fsdp_params:
-        fsdp_param.init_dtype_attrs(group.mp_policy)
+        fsdp_param.init_dtype_attrs(fsdp_param.mp_policy)
         fsdp_param.device = torch.device("meta")
     device, stream = torch.device("meta"), torch.cpu.current_stream()
     process_group = group.mesh_info.shard_process_group
@@ -426,6 +427,9 @@ def reduce_by_hand(place: Place, policy: str, *, is_hybrid: bool, keyword: bool)
         "partial_reduce_output": None,
         "all_reduce_hook": None,
     }
+    if FOLLOWS_GRAD_DTYPE:
+        arguments["reduce_dtype"] = reduce_dtype(POLICIES[policy], FP32)
+    arguments = reduce_arguments(**arguments)
     foreach_reduce = _fsdp_collectives.foreach_reduce
     if keyword:
         results = foreach_reduce(**arguments, force_sum_reduction_for_comms=False)
@@ -471,10 +475,10 @@ def replaced_globals(place: Place) -> Record:
         calls["gather"] += 1
         return originals["foreach_all_gather"](*args, **kwargs)
 
-    def copy_out(result: Any, params: Any, group: Any) -> Any:
+    def copy_out(result: Any, params: Any, group: Any, **kwargs: Any) -> Any:
         calls["copy out"] += 1
         calls[type(result).__name__] += 1
-        return originals["foreach_all_gather_copy_out"](result, params, group)
+        return originals["foreach_all_gather_copy_out"](result, params, group, **kwargs)
 
     def reduce(params: Any, grads: list[torch.Tensor], *args: Any, **kwargs: Any):
         calls["reduce"] += 1

@@ -35,6 +35,7 @@ from plugins_runs import (
     Step,
     train,
 )
+from release_rules import FOLLOWS_GRAD_DTYPE
 
 import torch
 import torch.nn as nn
@@ -52,7 +53,7 @@ from torch.distributed.tensor import DTensor
 def init_like_a_plugin(group: FSDPParamGroup) -> None:
     """Takes the first parameter's dtypes for the group's, and checks nothing."""
     for fsdp_param in group.fsdp_params:
-        fsdp_param.init_dtype_attrs(group.mp_policy)
+        fsdp_param.init_dtype_attrs(fsdp_param.mp_policy)
     trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
     group._orig_dtype = trained[0].orig_dtype if trained else None
     group._reduce_dtype = trained[0].reduce_dtype if trained else None
@@ -92,7 +93,7 @@ def init_mp_dtypes_that_calls_the_original(place: Place) -> Record:
 
     def replacement(group: FSDPParamGroup) -> None:
         original(group)
-        calls.append((group._module_fqn, str(group._orig_dtype)))
+        calls.append((group._module_fqn, str(group._reduce_dtype)))
 
     with replaced(FSDPParamGroup, _init_mp_dtypes=replacement):
         record = train(place.sharded("bf16_reduce_fp32"), place)
@@ -108,8 +109,14 @@ def mixed_with_replaced_init_mp_dtypes(place: Place) -> Record:
     return pairs
 
 
-def dtypes_of_groups(model: nn.Module) -> list[tuple[str, str]]:
-    return [(str(g._orig_dtype), str(g._reduce_dtype)) for g in groups_of(model)]
+def dtypes_of_groups(model: nn.Module) -> list[tuple[str, ...]]:
+    names = (
+        ["_reduce_dtype"] if FOLLOWS_GRAD_DTYPE else ["_orig_dtype", "_reduce_dtype"]
+    )
+    return [
+        tuple([str(getattr(group, name)) for name in names])
+        for group in groups_of(model)
+    ]
 
 
 @scenario
@@ -140,6 +147,8 @@ def policy_set_before_the_first_forward(place: Place) -> Record:
             unit._get_fsdp_state()._mp_policy = policy
         for group in groups_of(model):
             group.mp_policy = policy
+            for fsdp_param in group.fsdp_params if FOLLOWS_GRAD_DTYPE else ():
+                fsdp_param.mp_policy = policy  # the only ones that 2.15 has
         record[name] = train(model, place)
         record[f"{name} dtypes"] = dtypes_of_weights(model)
         record[f"{name} like that from the start"] = record[name] == train(
@@ -254,6 +263,8 @@ def list_changed_in_place(place: Place) -> Record:
     whole = model.blocks[0].layers[0].shift.detach().clone()
     model.blocks[0].reshard()
     del group.fsdp_params[2]
+    if FOLLOWS_GRAD_DTYPE:
+        group.lazy_init()  # which numbers them
     model.blocks[0].layers[0].shift = nn.Parameter(whole, requires_grad=False)
     record |= train(model, place, steps=range(2, 4))
     return record | {"left": len(group.fsdp_params), "shard": digest(shard)}

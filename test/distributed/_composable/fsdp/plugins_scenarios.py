@@ -20,6 +20,7 @@ from typing import Any
 import plugins_collectives  # noqa: F401
 import plugins_groups  # noqa: F401
 import plugins_modules  # noqa: F401
+import plugins_since  # noqa: F401
 from fsdp_run_ranks import run_ranks
 from plugins_runs import MIXED, Place, RANKS, SCENARIOS
 

@@ -153,7 +153,9 @@ class TestRanksDisagree(FSDPProcessTest):
 
     def test_stored_dtypes_that_a_policy_casts_are_each_ranks_own(self) -> None:
         model = blocks(1, dtype=BF16 if self.rank == 0 else FP32).to(self.device)
-        fully_shard(model, mesh=shard_mesh(), mp_policy=MixedPrecisionPolicy(BF16))
+        fully_shard(
+            model, mesh=shard_mesh(), mp_policy=MixedPrecisionPolicy(BF16, BF16)
+        )
         self.step(model)
         for param in model.parameters():
             self.assertEqual(param.grad.dtype, param.dtype)
@@ -162,7 +164,8 @@ class TestRanksDisagree(FSDPProcessTest):
         model = Scales(BF16).to(self.device)
         if self.rank == 1:
             model.gate.grad_dtype = FP32
-        fully_shard(model, mesh=shard_mesh())
+        policy = MixedPrecisionPolicy(reduce_dtype=BF16)
+        fully_shard(model, mesh=shard_mesh(), mp_policy=policy)
         self.step(model)
         expected = FP32 if self.rank == 1 else BF16
         self.assertEqual(model.gate.grad.dtype, expected)

@@ -38,6 +38,7 @@ from fsdp_test_utils import (
     shard_blocks,
     shard_mesh,
 )
+from release_rules import REDUCE_ARGUMENTS, reduce_dtype, reduce_dtypes
 
 import torch
 import torch.distributed as dist
@@ -113,6 +114,7 @@ class TestUnits(FSDPProcessTest):
         Spec((7, 2), FP16),
         Spec((3,), FP32),
     )
+    STORED = [spec.dtype for spec in THREE]
 
     def module(self, specs: Sequence[Spec], ranks: int = 0, **kwargs: Any) -> Weighted:
         mesh = shard_mesh(ranks or self.world_size)
@@ -212,12 +214,17 @@ class TestUnits(FSDPProcessTest):
         self.assert_reduces(reduction, specs, FP32)
         self.assert_grads(module, self.weight_sums(specs), self.world_size)
 
-    def test_param_dtype_makes_one_reduction_in_it(self):
+    def test_param_dtype_alone_reduces_in_what_the_release_says(self):
         for dtype in (BF16, FP16):
-            module = self.module(self.THREE, mp_policy=policy_of(dtype))
-            gather, reduction = self.step(module)
+            policy = policy_of(dtype)
+            module = self.module(self.THREE, mp_policy=policy)
+            gather, *reductions = self.step(module)
             self.assert_gathers(gather, self.THREE, [dtype] * 4)
-            self.assert_reduces(reduction, self.THREE, dtype)
+            by_dtype = {d: [] for d in reduce_dtypes(policy, self.STORED)}
+            for spec in self.THREE:
+                by_dtype[reduce_dtype(policy, spec.dtype)].append(spec)
+            for call, (d, specs) in zip(reductions, by_dtype.items(), strict=True):
+                self.assert_reduces(call, specs, d)
             self.assert_grads(module, self.weight_sums(self.THREE), self.world_size)
 
     def test_gather_in_one_dtype_and_reduction_in_another(self):
@@ -397,11 +404,7 @@ class TestUnits(FSDPProcessTest):
     def test_unused_parameters_reduce_zeros_in_their_own_dtype(self):
         """Even ranks use the first parameter, odd ones the second, none the rest."""
         mine = self.rank % 2
-        for policy, dtypes in (
-            (policy_of(), [FP32, BF16, FP16]),
-            (policy_of(BF16), [BF16]),
-            (policy_of(BF16, FP32), [FP32]),
-        ):
+        for policy in (policy_of(), policy_of(BF16), policy_of(BF16, FP32)):
             module = self.module(self.THREE, mp_policy=policy)
             module.p3.requires_grad_(False)
             module.set_reduce_scatter_unused_params(True)
@@ -411,7 +414,7 @@ class TestUnits(FSDPProcessTest):
             with record_collectives() as recorded:
                 module(weights).backward()
             found = [call.dtype for call in recorded.reduce_scatters]
-            self.assertEqual(found, dtypes)
+            self.assertEqual(found, reduce_dtypes(policy, self.STORED))
             self.assert_same_on_all_ranks(recorded.calls)
             self.assertIsNone(module.p3.grad)
             self.assert_unused_grads(module)
@@ -439,9 +442,9 @@ class TestUnits(FSDPProcessTest):
         """Utilities replace the function in the module that calls it."""
 
         def in_fp32(*args, **kwargs):
-            params, grads, *others = args
-            others[4] = FP32
-            return foreach_reduce(params, grads, *others, **kwargs)
+            args = dict(zip(REDUCE_ARGUMENTS, args, strict=True))
+            args["reduce_dtype"] = FP32
+            return foreach_reduce(*args.values(), **kwargs)
 
         module = self.module(self.THREE)
         with mock.patch.object(param_groups, "foreach_reduce", in_fp32):

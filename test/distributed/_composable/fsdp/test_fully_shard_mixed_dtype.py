@@ -61,6 +61,7 @@ from mixed_dtype_reference import (
     run_skipping,
     SideBySide,
 )
+from release_rules import compute_dtype
 
 import torch
 import torch.nn as nn
@@ -236,10 +237,8 @@ class TestMixedDtypeTraining(FSDPProcessTest):
     def test_forward_sees_each_parameter_in_its_compute_dtype(self) -> None:
         for policy in (POLICIES["none"], POLICIES["param_bf16"]):
             pair = self.side_by_side(policy=policy)
-            expected = {
-                name: pair.reference.compute_dtype(param)
-                for name, param in pair.reference.model.named_parameters()
-            }
+            named = pair.reference.model.named_parameters()
+            expected = {n: compute_dtype(policy, param.dtype) for n, param in named}
             for unit in units_of(pair.model):
                 unit.unshard()
             params = dict(pair.model.named_parameters())

@@ -22,6 +22,7 @@ from fsdp_test_utils import (
     THREAD_DEVICE_TYPE,
     WORLD_SIZE,
 )
+from release_rules import reduce_arguments, reduce_dtype, summed_apart_dtype
 
 import torch
 import torch.nn as nn
@@ -80,6 +81,18 @@ def by_name(
     return MixedPrecisionPolicy.by_name(model, patterns, **fields)
 
 
+def reductions(
+    stored: Mapping[str, torch.dtype], policies: Mapping[str, Pair]
+) -> list[tuple[torch.dtype, int]]:
+    """Returns the dtype and size of each, of parameters of 4 elements."""
+    dtypes = [
+        reduce_dtype(MixedPrecisionPolicy(*policies.get(name, ())), dtype)
+        for name, dtype in stored.items()
+    ]
+    widest_first = (FP32, BF16, FP16)
+    return [(d, 4 * dtypes.count(d)) for d in widest_first if d in dtypes]
+
+
 def grad_of(param: nn.Parameter) -> torch.Tensor:
     """Returns the full gradient, in the dtype that its shards have."""
     local = param.grad.to_local()
@@ -135,9 +148,11 @@ class TestUnits(FSDPThreadTest):
         self.assertEqual(len(calls), len(expected))
 
     def test_one_gather_for_all_and_one_reduction_for_each_reduce_dtype(self) -> None:
-        model = given(a=FP32, b=FP32, c=BF16, d=FP16, e=FP32)
+        stored = {"a": FP32, "b": FP32, "c": BF16, "d": FP16, "e": FP32}
+        model = given(**stored)
         policies = {"b": (BF16, FP32), "c": (FP32, BF16), "d": (None, BF16)}
-        fully_shard(model, mp_policy=by_name(model, policies | {"e": (BF16, None)}))
+        policies |= {"e": (BF16, None)}
+        fully_shard(model, mp_policy=by_name(model, policies))
         grads = dict.fromkeys("abcde", 1.0)
         for _ in range(2):
             with record_collectives() as recorder:
@@ -146,11 +161,10 @@ class TestUnits(FSDPThreadTest):
             # a and c in fp32, b and e in bf16, d in fp16
             self.assertEqual(gather.nbytes, 2 * 4 * 4 + 2 * 4 * 2 + 4 * 2)
             reduced = [(call.dtype, call.numel) for call in recorder.reduce_scatters]
-            self.assertEqual(reduced, [(FP32, 8), (BF16, 12)])
+            self.assertEqual(reduced, reductions(stored, policies))
         seen = {"a": FP32, "b": BF16, "c": FP32, "d": FP16, "e": BF16}
         self.assertEqual(model.seen, seen)
         grad_dtypes = {name: p.grad.dtype for name, p in model.named_parameters()}
-        stored = {"a": FP32, "b": FP32, "c": BF16, "d": FP16, "e": FP32}
         self.assertEqual(grad_dtypes, stored)
 
     def test_its_own_dtype_keeps_a_parameter_as_stored(self) -> None:
@@ -164,12 +178,14 @@ class TestUnits(FSDPThreadTest):
 
     def test_overrides_stay_when_the_sharded_parameters_are_cast(self) -> None:
         model = given(a=FP32, b=FP32)
-        fully_shard(model, mp_policy=by_name(model, {"a": (FP32, None)}))
+        policies = {"a": (FP32, None)}
+        fully_shard(model, mp_policy=by_name(model, policies))
         model.bfloat16()
         with record_collectives() as recorder:
             backward(model, a=1.0, b=1.0)
         self.assertEqual(model.seen, {"a": FP32, "b": BF16})
-        self.assertEqual([c.dtype for c in recorder.reduce_scatters], [FP32, BF16])
+        reduced = [(call.dtype, call.numel) for call in recorder.reduce_scatters]
+        self.assertEqual(reduced, reductions({"a": BF16, "b": BF16}, policies))
         self.assertEqual({p.grad.dtype for p in model.parameters()}, {BF16})
 
     def test_sums_over_microbatches_run_in_each_reduce_dtype(self) -> None:
@@ -181,7 +197,9 @@ class TestUnits(FSDPThreadTest):
             model.set_requires_gradient_sync(syncs)
             backward(model, a=value, b=value)
         self.assertEqual(grad_of(model.a), torch.full((4,), 257.0))
-        self.assertEqual(grad_of(model.b), torch.full((4,), 256.0))
+        dtype = reduce_dtype(MixedPrecisionPolicy(BF16), FP32)
+        expected = torch.full((4,), 256.0, dtype=dtype) + 1
+        self.assertEqual(grad_of(model.b), expected.to(FP32))
 
     def test_unused_parameters_reduce_zeros_in_their_own_reduce_dtype(self) -> None:
         model = given(a=FP32, b=FP32)
@@ -200,25 +218,21 @@ class TestUnits(FSDPThreadTest):
         policies = {"a": (BF16, FP32), "b": (BF16, None)}
         fully_shard(model, mp_policy=by_name(model, policies))
         model.requires_grad_(False)
-        model.c.requires_grad_(True)
         grads = {"a": 1.0, "b": 1.0, "c": 1.0}
-        for unfrozen, expected in (
-            ([], [FP32]),
-            ([model.b], [FP32, BF16]),
-            ([model.a], [FP32, BF16]),
-        ):
-            for param in unfrozen:
-                param.requires_grad_(True)
+        trained = {}
+        for unfrozen in "cba":
+            model.get_parameter(unfrozen).requires_grad_(True)
+            trained[unfrozen] = FP32
             with record_collectives() as recorder:
                 backward(model, **grads)
-            dtypes = [call.dtype for call in recorder.reduce_scatters]
-            self.assertEqual(dtypes, expected)
-        self.assertEqual(recorder.reduce_scatters[0].numel, 2 * 4)
+            reduced = [(call.dtype, call.numel) for call in recorder.reduce_scatters]
+            self.assertEqual(reduced, reductions(trained, policies))
         self.assertEqual(grad_of(model.c), torch.full((4,), 3.0))
         self.assertEqual(grad_of(model.a), torch.ones(4))
 
     def test_replicated_parameters(self) -> None:
-        model = given(a=FP32, b=FP32, c=BF16)
+        stored = {"a": FP32, "b": FP32, "c": BF16}
+        model = given(**stored)
         policies = {"a": (BF16, None), "c": (None, FP32)}
         replicate(model, mp_policy=by_name(model, policies), mesh=mesh_of(2))
         with record_collectives() as recorder:
@@ -226,7 +240,7 @@ class TestUnits(FSDPThreadTest):
         self.assertEqual(model.seen, {"a": BF16, "b": FP32, "c": BF16})
         self.assertEqual(recorder.all_gathers + recorder.reduce_scatters, [])
         reduced = [(call.dtype, call.numel) for call in recorder.all_reduces]
-        self.assertEqual(reduced, [(FP32, 8), (BF16, 4)])
+        self.assertEqual(reduced, reductions(stored, policies))
 
     def test_a_refused_override_leaves_all_parameters_as_they_are(self) -> None:
         model = nn.Sequential(given(a=FP32), given(b=FP32))
@@ -276,7 +290,9 @@ class TestExtensions(FSDPThreadTest):
         )
         self.assertEqual(len(recorder.all_gathers), 1)
         reduced = [(call.dtype, call.numel) for call in recorder.reduce_scatters]
-        self.assertEqual(reduced, [(FP32, 16), (FP16, 4)])
+        of_c = reduce_dtype(MixedPrecisionPolicy(FP16), FP32)
+        by_itself = [(FP32, 16), (FP16, 4)]
+        self.assertEqual(reduced, by_itself if of_c == FP16 else [(FP32, 20)])
 
     def test_bits_are_those_of_one_unit_for_each_policy(self) -> None:
         for kind in (Fp8, HighLow):
@@ -354,13 +370,25 @@ class TestGradDtype(FSDPThreadTest):
         self.assertEqual({p.dtype for p in (model.a, model.b)}, {BF16})
 
     def test_none_is_what_the_reduction_gave(self) -> None:
-        for reduce_dtype, expected in ((FP32, (FP32, 128.5)), (None, (BF16, 128.0))):
-            policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+        for dtype, expected in ((FP32, (FP32, 128.5)), (None, (BF16, 128.0))):
+            policy = MixedPrecisionPolicy(reduce_dtype=dtype)
             model = self.sharded({"a": None}, mp_policy=policy)
             self.backward(model)
             self.assertIsNone(model.a.grad_dtype)
             self.check(model.a, *expected)
             self.check(model.b, BF16, 128.0)
+
+    def test_parameters_stored_alike_are_reduced_together(self) -> None:
+        """As in the release, where they are one unit."""
+        model = given(a=FP32, b=FP32, c=BF16)
+        model.a.grad_dtype = BF16
+        fully_shard(model)
+        with record_collectives() as recorder:
+            self.backward(model, "abc")
+        reduced = [(call.dtype, call.numel) for call in recorder.reduce_scatters]
+        self.assertEqual(reduced, [(FP32, 8), (BF16, 4)])
+        self.check(model.a, BF16, 128.0)
+        self.check(model.b, FP32, 128.5)
 
     def test_adds_up_over_backwards_in_that_dtype(self) -> None:
         for dtype in (FP32, None):
@@ -473,22 +501,23 @@ class TestGradDtype(FSDPThreadTest):
             group = group_of(model)
             stream = group.comm_ctx.reduce_scatter_stream
             grads = [torch.full((4,), (256.0, 1.0)[self.rank]).bfloat16()] * 2
-            foreach_reduce(
-                [*group.fsdp_params[:2]],
-                [grad.to(self.device) for grad in grads],
-                group.mesh_info.shard_process_group,
-                stream,
-                group._reduce_scatter_comm,
-                orig_dtype,
-                FP32,
-                self.device,
-                None,
-                None,
-                stream,
-                True,
-                None,
-                None,
+            arguments = reduce_arguments(
+                fsdp_params=[*group.fsdp_params[:2]],
+                unsharded_grads=[grad.to(self.device) for grad in grads],
+                reduce_scatter_group=group.mesh_info.shard_process_group,
+                reduce_scatter_stream=stream,
+                reduce_scatter_comm=group._reduce_scatter_comm,
+                orig_dtype=orig_dtype,
+                reduce_dtype=FP32,
+                device=self.device,
+                gradient_divide_factor=None,
+                all_reduce_group=None,
+                all_reduce_stream=stream,
+                all_reduce_grads=True,
+                partial_reduce_output=None,
+                all_reduce_hook=None,
             )
+            foreach_reduce(*arguments.values())
             self.check(model.a, FP32, 128.5)
             self.check(model.b, BF16, 128.0)
 
@@ -499,22 +528,18 @@ class TestHybrid(FSDPThreadTest):
     world_size = 4
 
     def test_one_reduction_of_each_kind_for_each_reduce_dtype(self) -> None:
-        model = given(a=FP32, b=FP32, c=BF16)
+        stored = {"a": FP32, "b": FP32, "c": BF16}
+        model = given(**stored)
         policies = {"a": (BF16, None), "c": (FP32, FP32)}
         fully_shard(model, mesh=mesh_of(2, 2), mp_policy=by_name(model, policies))
         with record_collectives() as recorder:
             backward(model, a=1.0, b=1.0, c=1.0)
         issued = [(call.name, call.dtype, call.numel) for call in recorder.calls]
-        self.assertEqual(
-            issued,
-            [
-                ("all_gather", torch.uint8, 8 + 16 + 16),
-                ("reduce_scatter", FP32, 8),
-                ("all_reduce", FP32, 4),
-                ("reduce_scatter", BF16, 4),
-                ("all_reduce", BF16, 2),
-            ],
-        )
+        expected = [("all_gather", torch.uint8, 8 + 16 + 16)]
+        for dtype, numel in reductions(stored, policies):
+            expected.append(("reduce_scatter", dtype, numel))
+            expected.append(("all_reduce", dtype, numel // 2))
+        self.assertEqual(issued, expected)
 
     def test_resharded_to_fewer_ranks(self) -> None:
         model = given(a=FP32, b=FP32)
@@ -526,7 +551,9 @@ class TestHybrid(FSDPThreadTest):
         # One fp32 and one bf16 element a rank, padded to 8 bytes; then two of each
         sizes = [(c.group_size, c.nbytes_per_rank) for c in recorder.all_gathers]
         self.assertEqual(sizes, [(4, 8), (2, 12)])
-        self.assertEqual([c.dtype for c in recorder.reduce_scatters], [FP32, BF16])
+        reduced = [(call.dtype, call.numel) for call in recorder.reduce_scatters]
+        expected = reductions({"a": FP32, "b": FP32}, {"a": (BF16, None)})
+        self.assertEqual(reduced, expected)
 
     def test_kept_partial_results_and_grad_dtype(self) -> None:
         """What waits for the all-reduce keeps the reduce dtype's digits."""
@@ -573,7 +600,9 @@ class TestTensorParallel(FSDPProcessTest):
         mine = torch.full((1, 4), value, device=self.device, dtype=BF16)
         model(DTensor.from_local(mine, tp_mesh, [Shard(0)])).backward()
         self.assertEqual(model.wide.grad.full_tensor().tolist(), [257.0] * 4)
-        self.assertEqual(model.narrow.grad.full_tensor().tolist(), [256.0] * 4)
+        dtype = summed_apart_dtype(MixedPrecisionPolicy(BF16, FP32), FP32)
+        expected = torch.full((4,), 256.0, dtype=dtype) + 1
+        self.assertEqual(model.narrow.grad.full_tensor().tolist(), expected.tolist())
 
 
 if __name__ == "__main__":

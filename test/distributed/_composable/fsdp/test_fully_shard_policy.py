@@ -4,11 +4,12 @@ What a precision policy says of each parameter, and what it refuses. Needs no
 device and no process group: policies are asked directly.
 """
 
+import ast
 import copy
 import dataclasses
 import functools
 import gc
-import inspect
+import itertools
 import weakref
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ from fsdp_test_utils import (
     DeviceFreeTest,
     run_python,
 )
+from release_rules import reduce_dtype
 
 import torch
 import torch.nn as nn
@@ -107,16 +109,17 @@ class TestPolicy(DeviceFreeTest):
         code = """
 import inspect
 from torch.distributed.fsdp import MixedPrecisionPolicy as P
-print([(p.name, p.default) for p in inspect.signature(P).parameters.values()])
+params = inspect.signature(P).parameters.values()
+for kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY):
+    print([(p.name, p.default) for p in params if p.kind is kind])
 """
-        in_base = run_python("-c", code, on_base=True).strip()
-        ours = inspect.signature(MixedPrecisionPolicy).parameters.values()
-        positional = [p for p in ours if p.kind is p.POSITIONAL_OR_KEYWORD]
-        self.assertEqual(str([(p.name, p.default) for p in positional]), in_base)
-        self.assertEqual(
-            [p.name for p in ours if p.kind is p.KEYWORD_ONLY],
-            ["param_dtype_override_fn", "reduce_dtype_override_fn"],
-        )
+        of_base = run_python("-c", code, on_base=True).splitlines()
+        positional, by_keyword = run_python("-c", code).splitlines()
+        self.assertEqual(positional, of_base[0])
+        overrides = ["param_dtype_override_fn", "reduce_dtype_override_fn"]
+        self.assertEqual(by_keyword, str([(name, None) for name in overrides]))
+        for param in ast.literal_eval(of_base[1]):
+            self.assertIn(param, ast.literal_eval(by_keyword))
 
     def test_is_a_frozen_value(self) -> None:
         policy = MixedPrecisionPolicy(BF16)
@@ -168,10 +171,10 @@ class TestResolve(DeviceFreeTest):
         self.assertEqual([name for name, _ in calls], ["param", "reduce"])
         self.assertTrue(all(got is p for _, got in calls))
 
-    def test_what_is_no_dtype_is_a_type_error(self) -> None:
+    def test_what_is_no_dtype_is_a_value_error(self) -> None:
         for name in ("param_dtype", "reduce_dtype"):
             text = f"{name}_override_fn returned 'float32' for parameter layers.0.gate"
-            with self.assertRaisesRegex(TypeError, text):
+            with self.assertRaisesRegex(ValueError, text):
                 resolve(returning(**{name: "float32"}), param())
 
     def test_only_floating_point_is_cast_to_floating_point(self) -> None:
@@ -256,17 +259,36 @@ class TestResolve(DeviceFreeTest):
             with self.assertRaisesRegex(ValueError, "float4.*layers.0.gate.*packs"):
                 resolve(returning(**{name: torch.float4_e2m1fn_x2}), param())
 
-    def test_a_compute_dtype_that_would_reduce_must_be_reducible(self) -> None:
+    def test_what_is_reduced_in_by_default_must_be_reducible(self) -> None:
+        for computed, stored in itertools.product((FP8, BF16), (FP8, FP32)):
+            policy = MixedPrecisionPolicy(
+                param_dtype_override_fn=lambda _, dtype=computed: dtype
+            )
+            trained, frozen = param(stored), param(stored).requires_grad_(False)
+            if reduce_dtype(MixedPrecisionPolicy(computed), stored) == FP8:
+                text = f"{computed} for parameter layers.0.gate, which is {stored}.*in "
+                text += "torch.float8_e4m3fn.*cpu. Set reduce_dtype"
+                with self.assertRaisesRegex(ValueError, text):
+                    resolve(policy, trained)
+            else:
+                self.assertEqual(resolve(policy, trained), (computed, None))
+            self.assertEqual(resolve(policy, frozen), (computed, None))
+            both = dataclasses.replace(policy, reduce_dtype_override_fn=lambda _: BF16)
+            self.assertEqual(resolve(both, trained), (computed, BF16))
+            default = dataclasses.replace(policy, reduce_dtype=FP32)
+            self.assertEqual(resolve(default, trained), (computed, FP32))
+
+    def test_a_grad_dtype_is_reduced_in_by_default(self) -> None:
         policy = MixedPrecisionPolicy(param_dtype_override_fn=lambda _: FP8)
-        text = "float8_e4m3fn for parameter layers.0.gate.*cpu. Set reduce_dtype"
-        with self.assertRaisesRegex(ValueError, text):
-            resolve(policy, param())
-        frozen = param().requires_grad_(False)
-        self.assertEqual(resolve(policy, frozen), (FP8, None))
-        both = dataclasses.replace(policy, reduce_dtype_override_fn=lambda _: BF16)
-        self.assertEqual(resolve(both, param()), (FP8, BF16))
-        default = dataclasses.replace(policy, reduce_dtype=FP32)
-        self.assertEqual(resolve(default, param()), (FP8, FP32))
+        of, by_default = param(), reduce_dtype(MixedPrecisionPolicy(FP8), FP32)
+        for grad_dtype in (BF16, None):
+            of.grad_dtype = grad_dtype
+            # Anything there is, if None: so what forward computes in
+            if by_default == FP8 or grad_dtype is None:
+                with self.assertRaisesRegex(ValueError, "in torch.float8_e4m3fn"):
+                    resolve(policy, of)
+            else:
+                self.assertEqual(resolve(policy, of), (FP8, None))
 
     def test_an_exception_in_an_override_names_the_parameter(self) -> None:
         for raised, expected in [

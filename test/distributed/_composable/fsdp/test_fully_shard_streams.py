@@ -27,6 +27,15 @@ _reset_iter_state > _order_gathers_after_reshard #0     the next root forward
                                                         current stream; what
                                                         matters is that the event
                                                         is dropped
+recycle_reduce_scatter_inputs > wait_event #1           no schedule runs backward
+                                                        in several streams; it
+                                                        bounds how many inputs are
+                                                        there at once
+release_all_gather_state_on_current_stream > ...        only 2.15 calls it, after
+                                                        the current stream itself
+                                                        copied out
+finalize_backward > _wait_current_stream #0             (2.15) the state has waited
+                                                        for the same events
 post_backward > _wait_current_stream #0                 nothing that is freed
                                                         there is in use by another
                                                         stream: the release waits
@@ -44,6 +53,7 @@ from unittest import mock
 
 from fsdp_happens_before import Event, find_sites, HappensBefore, Site, Stream
 from fsdp_test_utils import FakeGroupTest
+from release_rules import FOLLOWS_GRAD_DTYPE
 from stream_schedules import KINDS, Kit, mesh_of, RANKS, SCHEDULES
 
 import torch
@@ -77,8 +87,12 @@ UNSEEN = frozenset(
         "_reset_iter_state > _wait_for_post_backward #0",
         "_reset_iter_state > _order_gathers_after_reshard #0",
         "post_backward > _wait_current_stream #0",
+        "recycle_reduce_scatter_inputs > wait_event #1",
+        "release_all_gather_state_on_current_stream > wait_event #0",
     )
 )
+if FOLLOWS_GRAD_DTYPE:
+    UNSEEN |= {"finalize_backward > _wait_current_stream #0"}
 
 
 # Running them #

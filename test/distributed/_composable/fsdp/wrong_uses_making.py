@@ -120,7 +120,7 @@ add_each(
             "override_returns_text",
             "an override returns a text",
             under(param_dtype_override_fn=lambda p: "bfloat16"),
-            TypeError,
+            ValueError,
             "param_dtype_override_fn returned 'bfloat16' for parameter weight of Scaled",
         )
     ],

@@ -1,6 +1,8 @@
 """FSDP2: ``fully_shard`` and what goes with it."""
 
 # ruff: noqa: F401  (whatever is imported here is exported)
+import contextlib as _contextlib
+
 from ._fsdp_agreement import UnitAgreement as _UnitAgreement
 from ._fsdp_api import (
     CPUOffloadPolicy,
@@ -21,6 +23,10 @@ from ._fully_shard import (
     UnshardHandle,
 )
 
+
+with _contextlib.suppress(ImportError):  # since 2.15
+    # pyrefly: ignore [missing-module-attribute]
+    from ._fully_shard import GradientReductionHandle
 
 # See [Note: Doors]
 _doors.policy_of = _resolve

@@ -37,8 +37,10 @@ class MixedPrecisionPolicy:
             see. ``None``: each keeps the dtype it is stored in.
         reduce_dtype (torch.dtype, optional): What gradients are summed in over
             the ranks, and accumulated in while
-            :meth:`set_requires_gradient_sync` is off. ``None``: each
-            gradient's own dtype, which is that of its parameter in backward.
+            :meth:`set_requires_gradient_sync` is off. ``None``: since 2.15
+            each parameter's ``grad_dtype``, the dtype it is stored in unless
+            set; before, each gradient's own dtype, which is that of its
+            parameter in backward.
         output_dtype (torch.dtype, optional): What floating-point tensors that
             forward returns are cast to. ``None``: they stay as they are.
         cast_forward_inputs (bool): Whether floating-point tensors given to
@@ -56,12 +58,12 @@ class MixedPrecisionPolicy:
             GPU has compute capability 9.0 or higher.
 
     Raises:
-        TypeError: if a dtype is none, or an override not callable; in
-            ``fully_shard``, if one returns anything but a dtype or ``None``.
-        ValueError: in ``fully_shard``, if a dtype that an override returned
-            does not fit its parameter or cannot be reduced there, or if the
-            override raised a ValueError itself, or if the policy's own dtypes
-            would cut a trainable parameter or its gradient to integers.
+        TypeError: if a dtype is none, or an override not callable.
+        ValueError: in ``fully_shard``, if an override returned anything but a
+            dtype or ``None``, or a dtype that does not fit its parameter or
+            cannot be reduced there, or if the override raised a ValueError
+            itself, or if the policy's own dtypes would cut a trainable
+            parameter or its gradient to integers.
         RuntimeError: in ``fully_shard``, if an override raised anything else.
             Each names the parameter; what an override raised is the cause.
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any, cast, NamedTuple, NoReturn
+from typing import Any, cast, NamedTuple, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,8 @@ from ._fsdp_comms import (  # noqa: F401  (importable from here, as in the relea
     allocate_gather_buffer,
     allocate_reduce_buffer,
     chunk_cat,
+    chunk_cat_by_operator,
+    copies_mixed,
     DefaultAllGather,
     DefaultAllocMixin,
     DefaultReduceScatter,
@@ -40,6 +42,7 @@ from ._fsdp_comms import (  # noqa: F401  (importable from here, as in the relea
     ProcessGroupAllocAllGather,
     ProcessGroupAllocMixin,
     ProcessGroupAllocReduceScatter,
+    record_grad_output_stream,
     split_with_sizes_copy,
     symm_mem,
     SymmMemAllGather,
@@ -63,6 +66,7 @@ from ._fsdp_layout import (
 )
 from ._fsdp_observers import gets_operators
 from ._fsdp_param import FSDPParam, ShardedState
+from ._fsdp_release import FOLLOWS_GRAD_DTYPE
 from ._fsdp_scaling import (  # noqa: F401  (one of them as above)
     _div_if_needed,
     _get_gradient_divide_factors,
@@ -263,32 +267,16 @@ def foreach_all_gather(
     )
 
 
-@torch.no_grad()
-def foreach_all_gather_copy_out(
-    all_gather_result: AllGatherResult,
+def _default_all_gather_output_fn(
     fsdp_params: list[FSDPParam],
-    group: dist.ProcessGroup,
+    all_gather_result: AllGatherResult,
+    world_size: int,
 ) -> None:
-    """
-    Waits for an all-gather and writes every parameter's all-gather outputs
-    from its buffer: one kernel over the whole buffer, and one more copy for
-    each parameter sharded on another dim than 0.
-
-    Args:
-        all_gather_result: From :func:`foreach_all_gather`, or from another
-            one whose segments hold the inputs in parameter order.
-        fsdp_params: The parameters that were gathered.
-        group: The group that they were gathered over.
-    """
-    buffer, event, work, dtypes, numels, split_sizes = all_gather_result
-    device, world_size = buffer.device, group.size()
-    if event is not None:
-        _get_device_handle(device.type).current_stream().wait_event(event)
-    if isinstance(work, dist.distributed_c10d.Work):
-        work.wait()
+    """Writes every parameter's all-gather outputs from a gather's buffer."""
+    buffer, _, _, dtypes, numels, split_sizes = all_gather_result
     unit = UnitParams.of(fsdp_params)
     layout = unit.layout_of(dtypes, numels, split_sizes)
-    outputs = _alloc_outputs(unit, dtypes, numels, world_size, device)
+    outputs = _alloc_outputs(unit, dtypes, numels, world_size, buffer.device)
     if (columns := unit.columns(layout, outputs)) is not None:
         _split_copy(buffer, layout, columns)
         return
@@ -307,6 +295,39 @@ def foreach_all_gather_copy_out(
         _interleave_shards(fsdp_param, rank_major, output, world_size)
     if not interleaved:
         unit.keep_columns(layout, outputs, columns)
+
+
+# Does as the above, with what others put in its place
+AllGatherOutputFn: TypeAlias = Callable[[list[FSDPParam], AllGatherResult, int], None]
+
+
+@torch.no_grad()
+def foreach_all_gather_copy_out(
+    all_gather_result: AllGatherResult,
+    fsdp_params: list[FSDPParam],
+    group: dist.ProcessGroup,
+    *,
+    all_gather_output_fn: AllGatherOutputFn = _default_all_gather_output_fn,
+) -> None:
+    """
+    Waits for an all-gather and writes every parameter's all-gather outputs
+    from its buffer: one kernel over the whole buffer, and one more copy for
+    each parameter sharded on another dim than 0.
+
+    Args:
+        all_gather_result: From :func:`foreach_all_gather`, or from another
+            one whose segments hold the inputs in parameter order.
+        fsdp_params: The parameters that were gathered.
+        group: The group that they were gathered over.
+        all_gather_output_fn: Makes and fills the outputs, given ``fsdp_params``,
+            the result, which is complete then, and the number of ranks.
+    """
+    buffer, event, work = all_gather_result[:3]
+    if event is not None:
+        _get_device_handle(buffer.device.type).current_stream().wait_event(event)
+    if isinstance(work, dist.distributed_c10d.Work):
+        work.wait()
+    all_gather_output_fn(fsdp_params, all_gather_result, group.size())
 
 
 def _alloc_outputs(
@@ -432,6 +453,12 @@ class ReduceResult(NamedTuple):
     partial_reduce_output: torch.Tensor | None
 
 
+# See `_default_reduce_scatter_input_fn`
+ReduceScatterInputFn: TypeAlias = Callable[
+    [list[FSDPParam], list[torch.Tensor], int], tuple[torch.Size, ...]
+]
+
+
 class Reduction(NamedTuple):
     """Who takes part in a unit's reductions, where and how."""
 
@@ -445,6 +472,8 @@ class Reduction(NamedTuple):
     all_reduce_grads: bool
     divide_factor: float | None  # the user's own
     force_sum: bool
+    # None: the default one
+    prepare_inputs: ReduceScatterInputFn | None = None
 
     @property
     def is_last(self) -> bool:
@@ -465,13 +494,14 @@ class Reduction(NamedTuple):
         partial: torch.Tensor | None,
     ) -> tuple[Any, ...]:
         """Returns the arguments of :func:`foreach_reduce` for one bucket."""
+        grad_dtypes = () if FOLLOWS_GRAD_DTYPE else (grad_dtype,)
         return (
             fsdp_params,
             unsharded_grads,
             self.reduce_scatter_group,
             self.reduce_scatter_stream,
             self.reduce_scatter_comm,
-            grad_dtype,
+            *grad_dtypes,
             reduce_dtype,
             self.device,
             self.divide_factor,
@@ -483,8 +513,90 @@ class Reduction(NamedTuple):
             self.force_sum,
         )
 
+    def options(self) -> dict[str, Any]:
+        """Returns its keyword arguments."""
+        if not FOLLOWS_GRAD_DTYPE:
+            return {}
+        prepare = self.prepare_inputs or _default_reduce_scatter_input_fn
+        return {"prepare_reduce_scatter_inputs": prepare}
+
+
+def _default_reduce_scatter_input_fn(
+    fsdp_params: list[FSDPParam],
+    unsharded_grads: list[torch.Tensor],
+    world_size: int,
+) -> tuple[torch.Size, ...]:
+    """
+    Replaces each gradient that is sharded on another dim than 0 by one whose chunks
+    on dim 0 are the ranks' shards. Returns the sizes of all, with dim 0 padded to a
+    multiple of ``world_size``.
+    """
+    sizes: list[torch.Size] = []
+    for i, (fsdp_param, grad) in enumerate(zip(fsdp_params, unsharded_grads)):
+        dim = fsdp_param.fsdp_placement.dim
+        if dim != 0 and world_size > 1:
+            grad = unsharded_grads[i] = _by_rank(grad, dim, world_size).flatten(0, 1)
+        rows = -(-grad.size(0) // world_size) * world_size
+        sizes.append(torch.Size([rows, *grad.size()[1:]]))
+    return tuple(sizes)
+
 
 def foreach_reduce(
+    fsdp_params: list[FSDPParam],
+    unsharded_grads: list[torch.Tensor],
+    reduce_scatter_group: dist.ProcessGroup | None,
+    reduce_scatter_stream: torch.Stream,
+    reduce_scatter_comm: ReduceScatter,
+    reduce_dtype: torch.dtype | None,
+    device: torch.device,
+    gradient_divide_factor: float | None,
+    all_reduce_group: dist.ProcessGroup | None,
+    all_reduce_stream: torch.Stream,
+    all_reduce_grads: bool,
+    partial_reduce_output: torch.Tensor | None,
+    all_reduce_hook: Callable[[torch.Tensor], None] | None,
+    force_sum_reduction_for_comms: bool = False,
+    *,
+    prepare_reduce_scatter_inputs: ReduceScatterInputFn = (
+        _default_reduce_scatter_input_fn
+    ),
+) -> ReduceResult:
+    """
+    Reduces gradients of any dtypes in one reduce dtype, and gives the results to
+    the sharded parameters, in what their ``grad_dtype`` says.
+
+    ``fsdp_params`` after the first ``len(unsharded_grads)`` have no new
+    gradient, only a part of ``partial_reduce_output``. ``unsharded_grads`` is
+    emptied once copied. Without ``reduce_dtype`` the gradients' one dtype is used.
+    ``all_reduce_grads=False`` stops before the all-reduce and returns the sum
+    so far (1D, laid out as ``fsdp_params``) for the next call to add.
+    ``prepare_reduce_scatter_inputs`` is given the parameters with a gradient, the
+    gradients, which it may replace in place, and the number of ranks. It returns the
+    gradients' padded sizes, which a rank gets one chunk of on dim 0.
+    """
+    prepare: ReduceScatterInputFn | None = prepare_reduce_scatter_inputs
+    if prepare is _default_reduce_scatter_input_fn:
+        prepare = None
+    reduction = Reduction(
+        device,
+        reduce_scatter_comm,
+        reduce_scatter_group,
+        reduce_scatter_stream,
+        all_reduce_group,
+        all_reduce_stream,
+        all_reduce_hook,
+        all_reduce_grads,
+        gradient_divide_factor,
+        force_sum_reduction_for_comms,
+        prepare,
+    )
+    bucket = _plan_bucket(reduction, fsdp_params, unsharded_grads, None, reduce_dtype)
+    return reduce_bucket(
+        reduction, bucket, fsdp_params, unsharded_grads, partial_reduce_output
+    )
+
+
+def _foreach_reduce_to_orig_dtype(
     fsdp_params: list[FSDPParam],
     unsharded_grads: list[torch.Tensor],
     reduce_scatter_group: dist.ProcessGroup | None,
@@ -502,15 +614,8 @@ def foreach_reduce(
     force_sum_reduction_for_comms: bool = False,
 ) -> ReduceResult:
     """
-    Reduces gradients of any dtypes in one reduce dtype, and gives the results to
-    the sharded parameters.
-
-    ``fsdp_params`` after the first ``len(unsharded_grads)`` have no new
-    gradient, only a part of ``partial_reduce_output``. ``unsharded_grads`` is
-    emptied once copied. Without ``orig_dtype`` each parameter's own is used (the
-    release then casts nothing), without ``reduce_dtype`` the gradients' one dtype.
-    ``all_reduce_grads=False`` stops before the all-reduce and returns the sum
-    so far (1D, laid out as ``fsdp_params``) for the next call to add.
+    Is :func:`foreach_reduce` before 2.15. Without ``orig_dtype`` each sharded gradient
+    is cast to its parameter's own dtype (the release then casts nothing).
     """
     reduction = Reduction(
         device,
@@ -525,11 +630,16 @@ def foreach_reduce(
         force_sum_reduction_for_comms,
     )
     bucket = _plan_bucket(
-        fsdp_params, unsharded_grads, reduce_scatter_group, orig_dtype, reduce_dtype
+        reduction, fsdp_params, unsharded_grads, orig_dtype, reduce_dtype
     )
     return reduce_bucket(
         reduction, bucket, fsdp_params, unsharded_grads, partial_reduce_output
     )
+
+
+if not FOLLOWS_GRAD_DTYPE:
+    _foreach_reduce_to_orig_dtype.__name__ = foreach_reduce.__name__
+    foreach_reduce = _foreach_reduce_to_orig_dtype
 
 
 @torch.no_grad()
@@ -550,11 +660,14 @@ def reduce_bucket(
         reduction.force_sum,
     )
     handle = _get_device_handle(reduction.device.type)
+    current_stream = handle.current_stream()
     stream, world_size = reduction.reduce_scatter_stream, reduction.shard_world_size
+    if reduction.prepare_inputs is not None:
+        bucket = _prepare_inputs(reduction, bucket, fsdp_params, unsharded_grads)
     reduce_input = _reduce_copy_in(reduction, bucket, fsdp_params, unsharded_grads)
     is_extended = len(unsharded_grads) < len(bucket.slots)
     unsharded_grads.clear()  # only now: the copy-in has been issued
-    stream.wait_stream(handle.current_stream())
+    stream.wait_stream(current_stream)
     is_last = reduction.is_last
     with handle.stream(stream):
         if reduce_input is not None:
@@ -580,7 +693,7 @@ def reduce_bucket(
     stream, shared_output = _all_reduce(reduction, output, factors[3], handle)
     with handle.stream(stream):
         _div_if_needed(output, factors[1])
-        _give_sharded_grads(fsdp_params, bucket, output, stream)
+        _give_sharded_grads(fsdp_params, bucket, output, stream, current_stream)
         done = stream.record_event()
     if output is reduce_input and shared_output is None:
         scattered = done  # the input is read until then, and nothing else holds it
@@ -591,9 +704,9 @@ def reduce_bucket(
 
 
 def _plan_bucket(
+    reduction: Reduction,
     fsdp_params: list[FSDPParam],
     unsharded_grads: list[torch.Tensor],
-    group: dist.ProcessGroup | None,
     orig_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
 ) -> ReduceBucket:
@@ -606,7 +719,7 @@ def _plan_bucket(
                 f"reduced in {dtypes[0]} and {dtype}: pass reduce_dtype, or reduce "
                 "them in two calls"
             )
-    world_size = 1 if group is None else group.size()
+    world_size = reduction.shard_world_size
     numels = [p.padded_sharded_param_size.numel() for p in fsdp_params]
     for i, (fsdp_param, grad) in enumerate(zip(fsdp_params, unsharded_grads)):
         dim = fsdp_param.fsdp_placement.dim
@@ -622,6 +735,25 @@ def _plan_bucket(
     ]
     dtype = dtypes[0] if dtypes else cast(torch.dtype, reduce_dtype)
     return ReduceBucket(dtype, tuple(slots))
+
+
+def _prepare_inputs(
+    reduction: Reduction,
+    bucket: ReduceBucket,
+    fsdp_params: list[FSDPParam],
+    unsharded_grads: list[torch.Tensor],
+) -> ReduceBucket:
+    """Lets others prepare the gradients, and returns where these lie then."""
+    prepare = cast(ReduceScatterInputFn, reduction.prepare_inputs)
+    world_size, count = reduction.shard_world_size, len(unsharded_grads)
+    if count == 0:
+        return bucket
+    sizes = prepare(fsdp_params[:count], unsharded_grads, world_size)
+    slots = [
+        replace(slot, shard_numel=size.numel() // world_size)
+        for slot, size in zip(bucket.slots, sizes, strict=False)
+    ]
+    return ReduceBucket(bucket.dtype, (*slots, *bucket.slots[count:]))
 
 
 def _reduce_copy_in(
@@ -642,19 +774,22 @@ def _reduce_copy_in(
         shard_numel = bucket.starts[len(unsharded_grads)]
     comm, numel = reduction.reduce_scatter_comm, world_size * shard_numel
     reduce_input = allocate_reduce_buffer(comm, numel, bucket.dtype, reduction.device)
-    _copy_in_grads(bucket, fsdp_params, unsharded_grads, reduce_input, world_size)
+    dims = [0] * len(unsharded_grads)
+    if world_size > 1 and reduction.prepare_inputs is None:
+        dims = [p.fsdp_placement.dim for p, _ in zip(fsdp_params, unsharded_grads)]
+    _copy_in_grads(bucket, dims, unsharded_grads, reduce_input, world_size)
     return reduce_input
 
 
 def _copy_in_grads(
     bucket: ReduceBucket,
-    fsdp_params: list[FSDPParam],
+    dims: Sequence[int],
     grads: list[torch.Tensor],
     reduce_input: torch.Tensor,
     world_size: int,
 ) -> None:
     """
-    Copies gradients of any dtypes to their columns of ``reduce_input``, which has one
+    Copies gradients of any dtypes, sharded on ``dims``, to their columns of ``reduce_input``, which has one
     row for each rank.
 
     [Note: One kernel for most gradients]
@@ -662,17 +797,19 @@ def _copy_in_grads(
     output; one tensor of another kind would send all of them down its slow path. So
     it is given those that are like the largest, and a piece of the largest in place
     of each other one, whose columns are written again afterwards. Casts happen on the
-    way, so that no gradient is there in two dtypes but for those others. (An operator
-    that takes several dtypes at once would stand here in place of both.)
+    way, so that no gradient is there in two dtypes but for those others. Since 2.15
+    an operator does the same for bf16 and fp32 on CUDA, see :func:`copies_mixed`.
     """
-    dims = [0] * len(grads)
-    if world_size > 1:
-        dims = [fsdp_param.fsdp_placement.dim for fsdp_param in fsdp_params]
     is_dense = [dim == 0 and grad.is_contiguous() for dim, grad in zip(dims, grads)]
     dtypes = [grad.dtype for grad in grads]
-    if all(is_dense) and dtypes.count(dtypes[0]) == len(dtypes):
-        foreach_reduce_scatter_copy_in(grads, reduce_input, world_size)
-        return
+    if all(is_dense):
+        if dtypes.count(dtypes[0]) == len(dtypes):
+            foreach_reduce_scatter_copy_in(grads, reduce_input, world_size)
+            return
+        if copies_mixed({*dtypes, reduce_input.dtype}, reduce_input.device):
+            rows = reduce_input.view(world_size, -1)
+            chunk_cat_by_operator(grads, 0, world_size, out=rows)
+            return
     dense = [grad for grad, is_one in zip(grads, is_dense) if is_one]
     largest = max(dense, key=torch.Tensor.numel, default=None)
     wanted = None if largest is None else largest.dtype
@@ -757,7 +894,7 @@ def foreach_reduce_scatter_copy_in(
     row_numel = reduce_scatter_input.numel() // world_size
     rows = reduce_scatter_input.view(world_size, row_numel)
     if gets_operators(rows.device):
-        torch.ops.fsdp.chunk_cat(unsharded_grads, 0, world_size, out=rows)
+        chunk_cat_by_operator(unsharded_grads, 0, world_size, out=rows)
     else:
         torch._chunk_cat(unsharded_grads, 0, world_size, out=rows)
     if rows.size(1) != row_numel:
@@ -878,12 +1015,14 @@ def _give_sharded_grads(
     bucket: ReduceBucket,
     output: torch.Tensor,
     stream: torch.Stream,
+    reading_stream: torch.Stream,
 ) -> None:
     """
     Casts a rank's part of the reduced bucket to the gradients' dtypes, flat, and
     makes each parameter's piece of it the parameter's sharded gradient.
     """
     starts = bucket.starts
+    record_grad_output_stream(output, reading_stream)
     for run in bucket.runs:
         flat = output
         if len(bucket.runs) > 1:
@@ -893,6 +1032,7 @@ def _give_sharded_grads(
         dtype = run.grad_dtype
         if dtype != flat.dtype or len(bucket.runs) > 1:
             flat = flat.to(dtype, copy=True)
+            record_grad_output_stream(flat, reading_stream)
         base = flat.storage_offset() - run.start_numel
         for i in range(run.first, run.last):
             fsdp_param = fsdp_params[i]

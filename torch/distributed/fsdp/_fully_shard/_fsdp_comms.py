@@ -17,6 +17,7 @@ import torch.distributed._symmetric_memory as symm_mem
 
 from ._fsdp_api import _ReduceOp, AllGather, ReduceScatter
 from ._fsdp_layout import GatherLayout
+from ._fsdp_release import FOLLOWS_GRAD_DTYPE, has_operator
 
 
 class DefaultAllocMixin:
@@ -80,7 +81,8 @@ class SymmMemAllocMixin:
         dtype: torch.dtype,
         device: torch.device,
     ) -> torch.Tensor:
-        with torch.cuda.use_mem_pool(symm_mem.get_mem_pool(device)):
+        pool = symm_mem.get_mem_pool(device)
+        with torch.get_device_module(device).use_mem_pool(pool):
             return torch.empty(*size, dtype=dtype, device=device)
 
 
@@ -235,7 +237,7 @@ def _raise_about_buffer(comm: Any, setter: str, wrong: str) -> NoReturn:
 
 
 # Operators #
-# Compiled graphs are matched and rewritten with these three. Eager training calls
+# Compiled graphs are matched and rewritten with the first three. Eager training calls
 # what they call where nobody gets them, see [Note: Who observes].
 
 lib = torch.library.Library("fsdp", "FRAGMENT")
@@ -301,6 +303,40 @@ def chunk_cat(
     torch._chunk_cat(tensors, dim, num_chunks, out=out)
 
 
+# Since 2.15 the release has an operator in C++ that does as `chunk_cat`, for tensors of
+# several dtypes. On CUDA it casts as it copies, where these are bf16 and fp32.
+_HAS_MIXED = has_operator("chunk_cat_mixed_dtype")
+
+
+def copies_mixed(dtypes: set[torch.dtype], device: torch.device) -> bool:
+    """Returns whether one kernel for each dtype copies and casts gradients."""
+    return (
+        _HAS_MIXED
+        and device.type == "cuda"
+        and dtypes <= {torch.bfloat16, torch.float32}
+    )
+
+
+def chunk_cat_by_operator(
+    tensors: list[torch.Tensor], dim: int, num_chunks: int, *, out: torch.Tensor
+) -> None:
+    """Calls the operator that the release calls."""
+    name = "chunk_cat_mixed_dtype" if _HAS_MIXED else "chunk_cat"
+    getattr(torch.ops.fsdp, name)(tensors, dim, num_chunks, out=out)
+
+
+def record_grad_output_stream(buffer: torch.Tensor, stream: torch.Stream) -> None:
+    """
+    Tells a device (2.15) that sharded gradients in ``buffer`` are read in ``stream``.
+    Only where to free memory is an operation of the device does that do anything.
+    """
+    if not FOLLOWS_GRAD_DTYPE or buffer.device.type == "cpu":
+        return
+    torch.ops.fsdp.record_grad_output_stream(
+        buffer, stream.stream_id, stream.device_index, stream.device_type
+    )
+
+
 def _register_kernels() -> None:
     devices = ("CUDA", "XPU", "HPU", "CPU", "MTIA", "PrivateUse1")
     for key in devices:
@@ -309,6 +345,13 @@ def _register_kernels() -> None:
     for key in (*devices, "Meta"):
         lib.impl("split_with_sizes_copy", split_with_sizes_copy, key)
         lib.impl("chunk_cat", chunk_cat, key)
+    if FOLLOWS_GRAD_DTYPE:
+        lib.define(
+            "record_grad_output_stream(Tensor buffer, int stream_id, "
+            "int device_index, int device_type) -> ()"
+        )
+        nothing = "CompositeExplicitAutograd"
+        lib.impl("record_grad_output_stream", lambda *_: None, nothing)
 
 
 _register_kernels()

@@ -4,6 +4,7 @@ The streams and in-flight buffers that the groups of one root share.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,16 @@ class ReduceScatterState(NamedTuple):
 
     reduce_scatter_inputs: tuple[torch.Tensor, ...]
     event: torch.Event | None
+    # Where their memory goes back to, which may be reused there at once
+    allocation_stream: torch.Stream
+    param_group: Any  # the group that reduced
+
+
+@dataclass
+class _GradientReductionState:
+    """The reduction that a user's handle waits for, by the root's state context."""
+
+    owner: object
 
 
 class AllReduceState(NamedTuple):
@@ -44,6 +55,11 @@ class AllReduceState(NamedTuple):
 
 class FSDPCommContext:
     """The streams and in-flight buffers that the groups of one root share."""
+
+    # See [Note: Freeing the gather buffer late]
+    all_gather_state: AllGatherState | None = None
+    # While a user's handle has not been waited for (2.15)
+    active_gradient_reduction: _GradientReductionState | None = None
 
     def lazy_init(self, device: torch.device):
         handle = _get_device_handle(device.type)
@@ -63,8 +79,6 @@ class FSDPCommContext:
         # The last event of each stream that reduces. A stream's later event
         # implies its earlier ones, so these are all that backward's end needs.
         self._last_post_reduce_events: dict[torch.Stream, torch.Event] = {}
-        # See [Note: Freeing the gather buffer late]
-        self.all_gather_state: AllGatherState | None = None
         # Oldest first. How many may be there is one number for all groups: the
         # root's lazy init resolves it from theirs.
         self.reduce_scatter_states: list[ReduceScatterState] = []
@@ -94,6 +108,22 @@ class FSDPCommContext:
             self.all_gather_copy_in_stream.wait_event(event)
             self.all_gather_stream.wait_event(event)
 
+    def release_all_gather_state_for_comm_reuse(self) -> None:
+        """Frees the last gather's buffer for the next gather, after its copy-out."""
+        if (state := self.all_gather_state) is not None:
+            self.wait_all_gather_streams_on_event(state.event)
+            self.all_gather_state = None
+
+    def release_all_gather_state_on_current_stream(self) -> None:
+        """
+        Frees the last gather's buffer at the end of an iteration. The gather streams
+        are ordered behind the current one before they gather again.
+        """
+        if (state := self.all_gather_state) is not None:
+            if state.event is not None:
+                self.device_handle.current_stream().wait_event(state.event)
+            self.all_gather_state = None
+
     def recycle_reduce_scatter_inputs(self, group: Any) -> None:
         """
         Drops the reduce-scatter inputs of earlier post-backwards until there is room
@@ -113,8 +143,12 @@ class FSDPCommContext:
         excess = len(states) + 1 - self.reduce_scatter_max_input_buffers
         if excess <= 0:
             return
+        current_stream = self.device_handle.current_stream()
         with range_of(f"FSDP::post_backward_rs_wait ({group._module_fqn})"):
             for state in states[:excess]:
-                if state.event is not None:
-                    self.device_handle.current_stream().wait_event(state.event)
+                if state.event is None:
+                    continue
+                state.allocation_stream.wait_event(state.event)
+                if state.allocation_stream != current_stream:
+                    current_stream.wait_event(state.event)
             del states[:excess]

@@ -9,7 +9,7 @@ is written, :mod:`_fsdp_param_group` decides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,7 @@ from ._fsdp_layout import (
     ReduceSlot,
 )
 from ._fsdp_param import FSDPParam
+from ._fsdp_release import default_reduce_dtype, FOLLOWS_GRAD_DTYPE
 from ._fsdp_unit import dtypes_of, grad_dtype_of, UnitBucket, UnitParams
 
 
@@ -36,21 +37,82 @@ _MAX_CACHED_PATTERNS = 32
 # On the unsharded parameters #
 
 
+# [Note: Microbatches]
+# While gradients are not reduced they add up in the reduce dtype. Before 2.15 that is
+# ours to do: they move from the unsharded parameters to `unsharded_accumulated_grad`.
+# Since 2.15 they stay, and autograd adds to them in the unsharded parameters'
+# `grad_dtype`. Where that is wider than what forward computes in, it would cast each
+# gradient, also those that are reduced at once and cast on their way into the bucket.
+# So it is taken away for the time of the backward, and gradients that stay are cast
+# at its end.
+
+
+def _unsharded_params(
+    fsdp_params: Sequence[FSDPParam],
+) -> Iterator[tuple[FSDPParam, nn.Parameter]]:
+    """Yields those that have been unsharded before."""
+    for fsdp_param in fsdp_params:
+        if (param := getattr(fsdp_param, "_unsharded_param", None)) is not None:
+            yield fsdp_param, param
+
+
+def find_widened(fsdp_params: UnitParams) -> None:
+    """Finds whose gradients autograd would cast, see [Note: Microbatches]."""
+    fsdp_params.widened = [p for p in fsdp_params if _is_widened(p)]
+
+
+def _is_widened(fsdp_param: FSDPParam) -> bool:
+    if not FOLLOWS_GRAD_DTYPE:
+        return False
+    computed = fsdp_param.param_dtype or fsdp_param.orig_dtype
+    # pyrefly: ignore [missing-attribute]
+    wanted = fsdp_param.unsharded_grad_dtype
+    if wanted is None or not (wanted.is_floating_point and computed.is_floating_point):
+        return False
+    is_wider = wanted.itemsize > computed.itemsize
+    # What is summed over another mesh first is summed in the wider one, too
+    # pyrefly: ignore [missing-attribute]
+    return is_wider and not fsdp_param.may_reduce_grad_outside_dp
+
+
+def begin_backward(fsdp_params: UnitParams, reduces: bool) -> None:
+    """Spares autograd the casts that the reduction makes, if there is one."""
+    for _, param in _unsharded_params(fsdp_params.widened):
+        if param.requires_grad and (reduces or param.grad is not None):
+            param.grad_dtype = None
+
+
+def end_backward(fsdp_params: UnitParams) -> None:
+    """Casts the gradients that stay to what the next ones are added in."""
+    for fsdp_param, param in _unsharded_params(fsdp_params.widened):
+        # pyrefly: ignore [missing-attribute]
+        dtype = fsdp_param.unsharded_grad_dtype
+        if param.grad is not None and param.grad.dtype != dtype:
+            param.grad = param.grad.to(dtype)
+        if param.requires_grad:
+            param.grad_dtype = dtype
+
+
 def accumulate_grads(fsdp_params: UnitParams) -> None:
     """Adds this microbatch's gradients to those that earlier ones left, if any did."""
     for fsdp_param in fsdp_params:
-        if fsdp_param.unsharded_accumulated_grad is not None:
-            fsdp_param.accumulate_unsharded_grad_if_needed()
+        if (kept := fsdp_param.unsharded_accumulated_grad) is None:
+            continue
+        param = fsdp_param.unsharded_param
+        if param.grad is not None:
+            kept += param.grad
+            param.grad = None
 
 
 def keep_grads(fsdp_params: UnitParams) -> None:
-    """Keeps the gradients on the unsharded parameters, in the reduce dtype."""
-    for fsdp_param in fsdp_params:
-        if not hasattr(fsdp_param, "_unsharded_param"):
-            continue  # has not been unsharded yet
-        grad = fsdp_param.unsharded_param.grad
-        if grad is not None and grad.is_floating_point():  # see `reduce_dtype_of`
-            fsdp_param.to_accumulated_grad_if_needed()
+    """Takes the gradients from the unsharded parameters, in the reduce dtype."""
+    for fsdp_param, param in _unsharded_params(fsdp_params):
+        grad, dtype = param.grad, fsdp_param.reduce_dtype
+        if grad is None or dtype is None or grad.dtype == dtype:
+            continue
+        if grad.is_floating_point():  # see `reduce_dtype_of`
+            param.grad = None
+            fsdp_param.unsharded_accumulated_grad = grad.to(dtype)
 
 
 def take_grads(
@@ -60,6 +122,8 @@ def take_grads(
     Takes each parameter's gradient away from it, None where there is none to reduce:
     kept from earlier microbatches, or new, or zeros.
     """
+    if zeros_for_unused:
+        _check_zeros_have_a_dtype(fsdp_params)
     grads: list[torch.Tensor | None] = []
     for fsdp_param in fsdp_params:
         param: nn.Parameter | None = getattr(fsdp_param, "_unsharded_param", None)
@@ -67,37 +131,47 @@ def take_grads(
             grads.append(None)
             continue
         grad = param.grad
-        if (
-            grad is None
-            or fsdp_param.unsharded_accumulated_grad is not None
-            or fsdp_param.is_dtensor
-        ):
-            grad = _take_unusual_grad(fsdp_param, param, zeros_for_unused)
-        else:
-            param.grad = None
+        param.grad = None
+        if not FOLLOWS_GRAD_DTYPE:
+            if (kept := fsdp_param.unsharded_accumulated_grad) is not None:
+                grad, fsdp_param.unsharded_accumulated_grad = kept, None
+        if grad is not None:
+            if fsdp_param.is_dtensor:
+                grad = fsdp_param._get_grad_inner_tensor(grad)
+        elif zeros_for_unused and param.requires_grad:
+            grad = fsdp_param.unsharded_zero_grad_data
         grads.append(grad)
     return grads
 
 
-def _take_unusual_grad(
-    fsdp_param: FSDPParam, unsharded_param: nn.Parameter, zeros_for_unused: bool
-) -> torch.Tensor | None:
-    if (grad := fsdp_param.unsharded_accumulated_grad) is not None:
-        fsdp_param.unsharded_accumulated_grad = None
-        return fsdp_param._get_grad_inner_tensor(grad)
-    if (grad := unsharded_param.grad) is not None:
-        unsharded_param.grad = None
-        return fsdp_param._get_grad_inner_tensor(grad)
-    if zeros_for_unused and unsharded_param.requires_grad:
-        return fsdp_param.unsharded_zero_grad_data
-    return None
+def _check_zeros_have_a_dtype(fsdp_params: UnitParams) -> None:
+    """
+    Raises if ranks without a gradient could not tell its dtype. Asks for what all
+    ranks have set alike, so that all of them raise.
+    """
+    for fsdp_param in fsdp_params if FOLLOWS_GRAD_DTYPE else ():
+        if not fsdp_param.sharded_param.requires_grad:
+            continue
+        if default_reduce_dtype(fsdp_param) is None:
+            raise ValueError(
+                f"grad_dtype of {fsdp_param._param_fqn} is None, so that a rank that "
+                "does not use it cannot know in which dtype the others reduce it: set "
+                "MixedPrecisionPolicy.reduce_dtype to the dtype of its gradients, or "
+                "do not call set_reduce_scatter_unused_params. (Reducing unused "
+                "parameters with grad_dtype=None requires an explicit reduce_dtype.)"
+            )
 
 
 def drop_grads(fsdp_params: UnitParams) -> None:
-    for fsdp_param in fsdp_params:
-        fsdp_param.unsharded_accumulated_grad = None
-        if hasattr(fsdp_param, "_unsharded_param"):
-            fsdp_param.unsharded_param.grad = None
+    """Drops what an iteration that is given up has left."""
+    for fsdp_param, param in _unsharded_params(fsdp_params):
+        param.grad = None
+        if not FOLLOWS_GRAD_DTYPE:
+            fsdp_param.unsharded_accumulated_grad = None
+    if FOLLOWS_GRAD_DTYPE:
+        for fsdp_param in fsdp_params:
+            fsdp_param.sharded_param.grad = None
+    end_backward(fsdp_params)
 
 
 # Their buckets #
@@ -120,7 +194,12 @@ def get_buckets(
 def forget_if_changed(fsdp_params: UnitParams) -> None:
     """Forgets the buckets if what they depend on is not what it was when last asked."""
     depends_on = [
-        (p.mp_policy.reduce_dtype, grad_dtype_of(p), p.padded_sharded_param_size)
+        (
+            p.mp_policy.reduce_dtype,
+            p.sharded_param.dtype,
+            p.sharded_param.grad_dtype,
+            p.padded_sharded_param_size,
+        )
         for p in fsdp_params
     ]
     if fsdp_params.buckets_of != depends_on:
@@ -132,11 +211,34 @@ def _reduce_dtypes(
     fsdp_params: UnitParams, grad_dtypes: Sequence[torch.dtype | None]
 ) -> list[torch.dtype | None]:
     """Returns what each parameter's gradient is reduced in, if it has one."""
-    return [
+    reduce_dtypes = [
         None
         if dtype is None
-        else reduce_dtype_of(dtype, fsdp_param.mp_policy.reduce_dtype)
+        else reduce_dtype_of(dtype, default_reduce_dtype(fsdp_param))
         for dtype, fsdp_param in zip(grad_dtypes, fsdp_params)
+    ]
+    return _promote(fsdp_params, reduce_dtypes) if FOLLOWS_GRAD_DTYPE else reduce_dtypes
+
+
+def _promote(
+    fsdp_params: UnitParams, reduce_dtypes: Sequence[torch.dtype | None]
+) -> list[torch.dtype | None]:
+    """
+    Where no policy says in what to reduce, lets parameters of one storage dtype, which
+    could be a unit of the release, go together in a dtype that holds all of theirs.
+    """
+    promoted: dict[torch.dtype, torch.dtype] = {}
+    for fsdp_param, dtype in zip(fsdp_params, reduce_dtypes):
+        if dtype is not None and fsdp_param.mp_policy.reduce_dtype is None:
+            stored = fsdp_param.sharded_param.dtype
+            other = promoted.setdefault(stored, dtype)
+            if dtype != other:  # of equal ones, float8 has none
+                promoted[stored] = torch.promote_types(dtype, other)
+    return [
+        dtype
+        if dtype is None or fsdp_param.mp_policy.reduce_dtype is not None
+        else promoted[fsdp_param.sharded_param.dtype]
+        for fsdp_param, dtype in zip(fsdp_params, reduce_dtypes)
     ]
 
 
@@ -272,10 +374,11 @@ class PartialReduces(dict[torch.dtype, PartialReduce]):
         """
         kept = self.get(output.dtype)
         if kept is None or kept.bucket.shard_numel != output.numel():
-            dtypes = [
-                dtypes_of(p).reduce if p.sharded_param.requires_grad else None
+            made = [
+                dtypes_of(p).compute if p.sharded_param.requires_grad else None
                 for p in fsdp_params
             ]
+            dtypes = _reduce_dtypes(fsdp_params, made)
             buckets = [b.bucket for b in _plan_buckets(fsdp_params, dtypes)]
         else:
             buckets = [kept.bucket]

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ._fsdp_param import FSDPParam, ShardedState
+from ._fsdp_release import TELLS_FROZEN_DTYPES
 from ._fsdp_unit import get_shards
 
 
@@ -93,9 +94,11 @@ class KeptNames:
         """
         for fsdp_param in self.fsdp_params:
             fsdp_param.init_dtype_attrs(fsdp_param.mp_policy)
-        trainable = [p for p in self.fsdp_params if p.sharded_param.requires_grad]
-        self._orig_dtype = _common([p.orig_dtype for p in trainable])
-        self._reduce_dtype = _common([p.reduce_dtype for p in trainable])
+        told = [p for p in self.fsdp_params if p.sharded_param.requires_grad]
+        if not told and TELLS_FROZEN_DTYPES:
+            told = [p for p in self.fsdp_params if p.orig_dtype.is_floating_point]
+        self._orig_dtype = _common([p.orig_dtype for p in told])
+        self._reduce_dtype = _common([p.reduce_dtype for p in told])
 
     # Called by upstream's comm test, torchtitan-npu, torch_musa and ODC
 

@@ -53,12 +53,16 @@ from torch.distributed.fsdp._common_utils import (
 
 from ._fsdp_api import MixedPrecisionPolicy, OffloadPolicy
 from ._fsdp_collectives import (
+    _default_all_gather_output_fn,
+    _default_reduce_scatter_input_fn,
+    AllGatherOutputFn,
     AllGatherResult,
     foreach_all_gather,
     foreach_all_gather_copy_out,
     foreach_reduce,
     reduce_bucket,
     ReduceResult,
+    ReduceScatterInputFn,
     Reduction,
     unshard_single_rank,
 )
@@ -72,6 +76,7 @@ from ._fsdp_common import (
 )
 from ._fsdp_comms import allocates_anew
 from ._fsdp_context import (  # noqa: F401  (all importable from here, as in the release)
+    _GradientReductionState,
     AllGatherState,
     AllReduceState,
     FSDPCommContext,
@@ -81,7 +86,9 @@ from ._fsdp_context import (  # noqa: F401  (all importable from here, as in the
 from ._fsdp_doors import DescribedUnit, doors, Step
 from ._fsdp_grads import (
     accumulate_grads,
+    begin_backward,
     drop_grads,
+    end_backward,
     get_buckets,
     keep_grads,
     PartialReduce,
@@ -98,6 +105,12 @@ from ._fsdp_registrations import (  # noqa: F401  (as above)
     ParamModuleInfo,
     TYPE_CHECKING,
     UnitRegistrations,
+)
+from ._fsdp_release import (
+    FOLLOWS_GRAD_DTYPE,
+    not_type_checked,
+    register_autograd_function,
+    restore_spmd_types,
 )
 from ._fsdp_settings import (  # noqa: F401  (as above)
     AllGather,
@@ -159,6 +172,15 @@ class FSDPParamGroup(UnitRegistrations):
     _reshard_after_forward_event: torch.Event | None = None
     # After this group's last reduction, including what follows it
     _post_reduce_event: torch.Event | None = None
+    # What others may put in place of the copies' own steps (2.15)
+    _all_gather_output_fn: AllGatherOutputFn = staticmethod(
+        _default_all_gather_output_fn
+    )
+    _prepare_reduce_scatter_inputs: ReduceScatterInputFn = staticmethod(
+        _default_reduce_scatter_input_fn
+    )
+    # Whether gradients wait for `FSDPModule.finalize_backward` (2.15)
+    _post_backward_pending: bool = False
 
     def __init__(
         self,
@@ -245,9 +267,8 @@ class FSDPParamGroup(UnitRegistrations):
         if result is None:
             return
         in_forward = self._training_state == TrainingState.FORWARD
-        if in_forward and (previous := self.comm_ctx.all_gather_state) is not None:
-            self.comm_ctx.wait_all_gather_streams_on_event(previous.event)
-            self.comm_ctx.all_gather_state = None
+        if in_forward:
+            self.comm_ctx.release_all_gather_state_for_comm_reuse()
         group = self._gather_group
         # The unsharded parameters are made once and outlive an inference mode
         # that is on now: made as inference tensors they could never train
@@ -276,10 +297,26 @@ class FSDPParamGroup(UnitRegistrations):
     ) -> None:
         if group is not None:
             with self._range("FSDP::all_gather_copy_out"):
-                foreach_all_gather_copy_out(result, self.fsdp_params, group)
+                self._copy_out(result, group)
         else:
             unshard_single_rank(self.fsdp_params, self.device)
         self.fsdp_params.init_unsharded_params()
+
+    def _copy_out(self, result: AllGatherResult, group: dist.ProcessGroup) -> None:
+        output_fn = self._all_gather_output_fn
+        if output_fn is _default_all_gather_output_fn:
+            foreach_all_gather_copy_out(result, self.fsdp_params, group)
+            return
+        dtypes = result.param_all_gather_input_dtypes
+        if len({dtype for own in dtypes for dtype in own}) > 1:
+            raise NotImplementedError(
+                f"_all_gather_output_fn of unit '{self._unit_name}' would be given "
+                "parameters of several dtypes, which do not lie in their own order: "
+                "set it on units of one dtype only"
+            )
+        foreach_all_gather_copy_out(
+            result, self.fsdp_params, group, all_gather_output_fn=output_fn
+        )
 
     def _order_gathers_after_reshard(self) -> None:
         # The shards to gather were written in the current stream
@@ -288,6 +325,7 @@ class FSDPParamGroup(UnitRegistrations):
         )
         self._reshard_after_forward_event = None
 
+    @not_type_checked
     def _unshard_now(self) -> None:
         self.unshard(self.unshard_async_op)  # does nothing if prefetched
         self.wait_for_unshard()
@@ -314,10 +352,12 @@ class FSDPParamGroup(UnitRegistrations):
             is_first_module = self._training_state != TrainingState.FORWARD
             self._training_state = TrainingState.FORWARD
             self._unshard_now()
+            restore_spmd_types(self.fsdp_params)
             if is_first_module:
                 args, kwargs = self._register_post_backward_hook(args, kwargs)
             return args, kwargs
 
+    @not_type_checked
     def post_forward(self, module: nn.Module, input: Any, output: Any):
         with self._hook_range("FSDP::post_forward"):
             # Activation checkpointing around the unit runs its forward again
@@ -336,16 +376,19 @@ class FSDPParamGroup(UnitRegistrations):
         order.append(self)
 
     # Runtime: backward #
+    @not_type_checked
     def pre_backward(self, default_prefetch: bool, *unused: Any):
         if self._training_state == TrainingState.PRE_BACKWARD:
             return
         with self._hook_range("FSDP::pre_backward"):
             self._training_state = TrainingState.PRE_BACKWARD
             self._unshard_now()
+            begin_backward(self.fsdp_params, self.reduce_grads)
             if default_prefetch:
                 self._backward_prefetch()
 
     @_untraced
+    @not_type_checked
     def post_backward(self, *unused: Any):
         """
         Reshards the parameters and reduces their gradients, as well as what
@@ -359,8 +402,9 @@ class FSDPParamGroup(UnitRegistrations):
         )
         self._training_state = TrainingState.POST_BACKWARD
         self.fsdp_params.follow()
-        with self._range("FSDP::post_backward_accumulate"):
-            accumulate_grads(self.fsdp_params)
+        if not FOLLOWS_GRAD_DTYPE:
+            with self._range("FSDP::post_backward_accumulate"):
+                accumulate_grads(self.fsdp_params)
         with self._range("FSDP::post_backward_reshard"):
             # Taken first: with the parameters goes the way to their gradients
             grads = None
@@ -368,8 +412,11 @@ class FSDPParamGroup(UnitRegistrations):
                 grads = take_grads(self.fsdp_params, self.reduce_scatter_unused_params)
             if self.reshard_after_backward:
                 self.reshard()
+            end_backward(self.fsdp_params)
+            self._post_backward_pending = grads is None
             if grads is None:
-                keep_grads(self.fsdp_params)
+                if not FOLLOWS_GRAD_DTYPE:
+                    keep_grads(self.fsdp_params)
                 return
         self.comm_ctx.recycle_reduce_scatter_inputs(self)
         buckets = self._get_buckets(grads)
@@ -434,7 +481,8 @@ class FSDPParamGroup(UnitRegistrations):
                 state = AllReduceState(result.all_reduce_input, result.all_reduce_event)
                 self._all_reduce_states.append(state)
         if inputs:
-            state = ReduceScatterState(tuple(inputs), scattered)
+            stream = self.device_handle.current_stream()
+            state = ReduceScatterState(tuple(inputs), scattered, stream, self)
             self.comm_ctx.reduce_scatter_states.append(state)
 
     def _reduce_bucket(
@@ -455,7 +503,9 @@ class FSDPParamGroup(UnitRegistrations):
             result = reduce_bucket(reduction, bucket, params, grads, partial)
         else:
             arguments = (params, grads, grad_dtype, bucket.dtype, partial)
-            result = foreach_reduce(*reduction.arguments(*arguments))
+            result = foreach_reduce(
+                *reduction.arguments(*arguments), **reduction.options()
+            )
             result = ReduceResult._make(result)
         if (kept := result.partial_reduce_output) is not None:
             self._partial_reduces[bucket.dtype] = PartialReduce(bucket, kept)
@@ -471,6 +521,8 @@ class FSDPParamGroup(UnitRegistrations):
                 "all reduce hook stream is specified but hook itself is missing: "
                 f"call set_all_reduce_hook with a hook on module '{self._module_fqn}'"
             )
+        prepare = self._prepare_reduce_scatter_inputs
+        is_default = prepare is _default_reduce_scatter_input_fn
         return Reduction(
             self.device,
             self._scatter_comm,
@@ -482,6 +534,7 @@ class FSDPParamGroup(UnitRegistrations):
             self.all_reduce_grads,
             self._divide_factor,
             self.force_sum_reduction_for_comms,
+            None if is_default else self._prepare_reduce_scatter_inputs,
         )
 
     def finalize_backward(self):
@@ -509,6 +562,7 @@ class FSDPParamGroup(UnitRegistrations):
         self._wait_for_post_backward()
         self._order_gathers_after_reshard()
         self._partial_reduces.clear()
+        self._post_backward_pending = False
         drop_grads(self.fsdp_params)
         self._post_forward_indices.clear()
         self._training_state = TrainingState.IDLE
@@ -734,3 +788,6 @@ class RegisterPostBackwardFunction(torch.autograd.Function):
         # The group is no tensor and has no tangent. Post-backward comes from
         # the pre-backward hook on the outputs, after primals and tangents.
         return grad_inputs
+
+
+register_autograd_function(RegisterPostBackwardFunction)

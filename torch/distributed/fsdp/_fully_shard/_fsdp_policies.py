@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from ._fsdp_release import FOLLOWS_GRAD_DTYPE
+
 
 # Returns None for the policy's default
 OverrideFn: TypeAlias = Callable[[nn.Parameter], torch.dtype | None]
@@ -50,7 +52,7 @@ def resolve(policy: _P, param: nn.Parameter, fqn: str, device: torch.device) -> 
     if reduce_dtype is not None:
         _check_reduce_dtype(reduce_dtype, param, fqn, device)
     elif param_dtype is not None and policy.reduce_dtype is None:
-        _check_compute_dtype_reduces(param_dtype, param, fqn, device)
+        _check_default_reduces(param_dtype, param, fqn, device)
     resolved = replace(
         policy,
         param_dtype=policy.param_dtype if param_dtype is None else param_dtype,
@@ -81,7 +83,7 @@ def _override(
     if isinstance(dtype, torch.dtype):
         _check_dtype(what, dtype, param, fqn)
         return dtype
-    raise TypeError(
+    raise ValueError(
         f"{what} returned {dtype!r} for parameter {fqn}. Return a torch.dtype, "
         "or None for the policy's default."
     )
@@ -138,15 +140,18 @@ def is_reducible(dtype: torch.dtype, device: torch.device) -> bool:
     return dtype in _NCCL_FLOAT8 and _sums_float8(device)
 
 
-def _check_compute_dtype_reduces(
-    dtype: torch.dtype, param: nn.Parameter, fqn: str, device: torch.device
+def _check_default_reduces(
+    param_dtype: torch.dtype, param: nn.Parameter, fqn: str, device: torch.device
 ) -> None:
+    """Raises if a gradient could not be reduced where no reduce dtype is set."""
+    dtype = param.grad_dtype if FOLLOWS_GRAD_DTYPE else None
+    dtype = dtype or param_dtype
     if not param.requires_grad or is_reducible(dtype, device):
         return
     raise ValueError(
-        f"param_dtype_override_fn returned {dtype} for parameter {fqn}, which is "
+        f"param_dtype_override_fn returned {param_dtype} for parameter {fqn}, which is "
         f"{param.dtype}: without a reduce dtype its gradient would be summed in "
-        f"{dtype} as well, which cannot be done on {device}. Set reduce_dtype, or "
+        f"{dtype}, which cannot be done on {device}. Set reduce_dtype, or "
         "let reduce_dtype_override_fn return one for it."
     )
 

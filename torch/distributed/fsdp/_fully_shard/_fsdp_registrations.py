@@ -19,7 +19,7 @@ from torch.distributed.fsdp._common_utils import _named_parameters_with_duplicat
 from ._fsdp_api import CPUOffloadPolicy, MixedPrecisionPolicy
 from ._fsdp_common import ShardPlacementFnResult
 from ._fsdp_doors import doors, Sharding, Taking
-from ._fsdp_grads import forget_if_changed
+from ._fsdp_grads import find_widened, forget_if_changed
 from ._fsdp_kept_names import KeptNames
 from ._fsdp_param import FSDPParam, ParamModuleInfo
 from ._fsdp_settings import UnitSettings
@@ -151,7 +151,12 @@ class UnitRegistrations(UnitSettings, KeptNames):
             if fsdp_param.mp_policy is not self.mp_policy:
                 # A replacement of the above may know of one policy only
                 fsdp_param.init_dtype_attrs(fsdp_param.mp_policy)
+        for fsdp_param in fsdp_params:
+            if not fsdp_param.orig_dtype.is_floating_point:
+                # Autograd would cut complex gradients to it (2.15), see `reduce_dtype_of`
+                fsdp_param.reduce_dtype = None
         self._keep_grad_dtypes()
+        find_widened(fsdp_params)
         forget_if_changed(fsdp_params)
 
     def _keep_grad_dtypes(self) -> None:

@@ -276,6 +276,11 @@ class UnitSettings:
                 group_desc="fsdp_reduce_scatter",
                 use_local_synchronization=True,
             )
+            if group == dist.GroupMember.NON_GROUP_MEMBER:
+                raise AssertionError(
+                    f"This rank is not in the process group of ranks {ranks} that "
+                    f"unit '{self._unit_name}' would reduce over"
+                )
         new_groups[ranks] = mesh_info.reduce_scatter_process_group = group
 
     # Labels #

@@ -30,6 +30,7 @@ from ._fsdp_layout import (
     RegionCopy,
 )
 from ._fsdp_param import FSDPParam, ShardedState
+from ._fsdp_release import default_reduce_dtype, keeps_storage
 
 
 # Read of all parameters several times a step, so without a loop in Python
@@ -58,7 +59,7 @@ def dtypes_of(fsdp_param: FSDPParam) -> ParamDtypes:
     compute = param.dtype
     if policy.param_dtype is not None and compute.is_floating_point:
         compute = policy.param_dtype
-    reduce = reduce_dtype_of(compute, policy.reduce_dtype)
+    reduce = reduce_dtype_of(compute, default_reduce_dtype(fsdp_param))
     return ParamDtypes(param.dtype, compute, reduce, param.grad_dtype or reduce)
 
 
@@ -188,6 +189,18 @@ def _plan_unit(inputs: GatherInputs) -> GatherPlan:
     )
 
 
+def _gathers_others(
+    fsdp_param: FSDPParam, last: GatherPlan, plan: GatherPlan, i: int
+) -> bool:
+    """
+    Returns whether an extension gives other inputs than last time: a weight that is
+    quantized by row for forward may be so by column for backward.
+    """
+    if not _has_extension(fsdp_param):
+        return False
+    return (last.dtypes[i], last.numels[i]) != (plan.dtypes[i], plan.numels[i])
+
+
 def _check_fits(fsdp_param: FSDPParam, plan: GatherPlan, i: int) -> None:
     """
     Raises if what is now to be gathered would not become what was gathered first,
@@ -275,6 +288,8 @@ class UnitParams(list[FSDPParam]):
         # By the dtype of each parameter's gradient, None without one
         self.buckets: dict[tuple[torch.dtype | None, ...], list[UnitBucket]] = {}
         self.buckets_of: list = []  # what they depend on
+        # Whose gradients autograd would cast, from `_fsdp_grads`
+        self.widened: list[FSDPParam] = []
 
     def follow(self) -> None:
         """Forgets what is kept if the list has other parameters now."""
@@ -303,6 +318,8 @@ class UnitParams(list[FSDPParam]):
         if kept is None or kept[0] != inputs:
             plan = _plan_unit(inputs)
             for i, fsdp_param in enumerate(self):
+                if kept is not None and _gathers_others(fsdp_param, kept[1], plan, i):
+                    fsdp_param.all_gather_outputs = []  # for new ones
                 _check_fits(fsdp_param, plan, i)
             kept = self._plans[state] = (inputs, plan)
         return tensors, kept[1]
@@ -382,7 +399,11 @@ class UnitParams(list[FSDPParam]):
         elif state is ShardedState.SHARDED_POST_FORWARD:
             for fsdp_param in self:
                 fsdp_param.to_sharded_post_forward()
-        elif (outputs := self.outputs) is None or self._has_extensions:
+        elif (
+            (outputs := self.outputs) is None
+            or self._has_extensions
+            or keeps_storage(self)
+        ):
             for fsdp_param in self:
                 fsdp_param.to_sharded()
         else:

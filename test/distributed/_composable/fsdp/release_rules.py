@@ -1,0 +1,118 @@
+"""
+What tests expect where releases differ, in one place. Runs on the release itself too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+
+# Since 2.15 autograd adds up unsharded gradients in the `grad_dtype` of the unsharded
+# parameters, and a parameter's own is what its gradient is reduced in by default
+FOLLOWS_GRAD_DTYPE = hasattr(torch.Tensor, "_has_grad_dtype_override")
+
+# Since 2.14 a group of frozen parameters tells their dtypes, which had none before
+TELLS_FROZEN_DTYPES = hasattr(dist, "_spmd_no_typecheck")
+# Whether the release works with the package of that name, and it is here
+HAS_SPMD_TYPES = TELLS_FROZEN_DTYPES and dist._is_spmd_types_available()
+# The operator that copies gradients into the reduction's input
+CHUNK_CAT = "chunk_cat_mixed_dtype" if FOLLOWS_GRAD_DTYPE else "chunk_cat"
+
+
+def compute_dtype(policy: MixedPrecisionPolicy, stored: torch.dtype) -> torch.dtype:
+    """Returns what a parameter is gathered in."""
+    is_cast = policy.param_dtype is not None and stored.is_floating_point
+    return policy.param_dtype if is_cast else stored
+
+
+def reduce_dtype(policy: MixedPrecisionPolicy, stored: torch.dtype) -> torch.dtype:
+    """Returns what the gradient of a parameter without a `grad_dtype` is reduced in."""
+    if policy.reduce_dtype is not None and stored.is_floating_point:
+        return policy.reduce_dtype
+    return stored if FOLLOWS_GRAD_DTYPE else compute_dtype(policy, stored)
+
+
+def reduce_dtype_of_grad(
+    policy: MixedPrecisionPolicy, stored: torch.dtype, made: torch.dtype
+) -> torch.dtype:
+    """Returns what a gradient is reduced in that nobody has cast from ``made``."""
+    if FOLLOWS_GRAD_DTYPE or policy.reduce_dtype is not None:
+        return reduce_dtype(policy, stored)
+    return made
+
+
+def summed_apart_dtype(
+    policy: MixedPrecisionPolicy, stored: torch.dtype
+) -> torch.dtype:
+    """
+    Returns what a gradient is summed in over another mesh, as that of tensor
+    parallelism, before it is reduced.
+    """
+    of_rule = reduce_dtype if FOLLOWS_GRAD_DTYPE else compute_dtype
+    return of_rule(policy, stored)
+
+
+def reduce_dtypes(
+    policy: MixedPrecisionPolicy, stored: Iterable[torch.dtype]
+) -> list[torch.dtype]:
+    """Returns what a unit reduces such parameters in, in the order of its reductions."""
+    found = {reduce_dtype(policy, dtype) for dtype in stored}
+    return sorted(found, key=lambda dtype: (-dtype.itemsize, str(dtype)))
+
+
+def autograd_dtype(
+    policy: MixedPrecisionPolicy, stored: torch.dtype, is_deferred: bool
+) -> torch.dtype | None:
+    """
+    Returns what autograd casts the gradients of a parameter's uses to before it adds
+    them up, None if to nothing.
+
+    Args:
+        is_deferred: Whether the gradient is reduced after this backward, or meets one
+            that an earlier backward left.
+    """
+    if not FOLLOWS_GRAD_DTYPE or not stored.is_floating_point:
+        return None
+    wanted, computed = reduce_dtype(policy, stored), compute_dtype(policy, stored)
+    if is_deferred and wanted.itemsize > computed.itemsize:
+        return None
+    return wanted
+
+
+def _reduce_arguments() -> list[str]:
+    names = [
+        "fsdp_params",
+        "unsharded_grads",
+        "reduce_scatter_group",
+        "reduce_scatter_stream",
+        "reduce_scatter_comm",
+        "orig_dtype",
+        "reduce_dtype",
+        "device",
+        "gradient_divide_factor",
+        "all_reduce_group",
+        "all_reduce_stream",
+        "all_reduce_grads",
+        "partial_reduce_output",
+        "all_reduce_hook",
+        "force_sum_reduction_for_comms",
+    ]
+    if FOLLOWS_GRAD_DTYPE:  # what each sharded gradient is cast to
+        names.remove("orig_dtype")
+    return names
+
+
+# What `foreach_reduce` is called with by position, in order
+REDUCE_ARGUMENTS = _reduce_arguments()
+# And by name
+REDUCE_KEYWORDS = ["prepare_reduce_scatter_inputs"] if FOLLOWS_GRAD_DTYPE else []
+
+
+def reduce_arguments(**arguments: Any) -> dict[str, Any]:
+    """Returns those that this release's ``foreach_reduce`` takes, in its order."""
+    return {name: arguments[name] for name in REDUCE_ARGUMENTS if name in arguments}
