@@ -1,7 +1,8 @@
 # Owner(s): ["oncall: distributed"]
 """The stack of commits for upstream: each trains and passes the tests that it brings.
 
-``make stack`` runs all of them, ``make test`` one of each kind that the first brings.
+``make stack`` runs all of them, with ``QUICK=1`` one of each kind, and ``make test`` one
+of each kind that the first brings.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from fsdp_test_utils import BASE_ROOT, BYTECODE_CACHE, on_first_rank, REPO_ROOT
 
 from tools import apply_to_checkout, stack
-from tools.setup_helpers import links
+from tools.setup_helpers import links, wheel
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -25,7 +26,8 @@ from torch.testing._internal.common_utils import (
 )
 
 
-RUNS_ALL = os.environ.get("FSDP_STACK") == "all"
+# "all", "quick" or none
+STACK_RUN = os.environ.get("FSDP_STACK")
 NUMBERS = [*range(len(stack.STACK))]
 
 
@@ -48,7 +50,8 @@ def make_checkout(checkout: Path) -> None:
     (checkout / stack.SOURCES).mkdir()
     for path in released:
         shutil.copyfile(path, checkout / stack.SOURCES / path.name)
-    (checkout / "version.txt").write_text("2.13.0a0\n")
+    version = wheel.unpacked_version(BASE_ROOT).partition("+")[0]
+    (checkout / "version.txt").write_text(f"{version}a0\n")
     # Where tests look for the release
     (checkout / "build").symlink_to(REPO_ROOT / "build")
     git(checkout, "init", "--quiet")
@@ -109,14 +112,16 @@ class TestStack(TestCase):
         for path, source in apply_to_checkout.files_to_lay(REPO_ROOT).items():
             self.assertEqual((self.checkout / path).read_text(), source.read_text())
 
-    @parametrize("number", NUMBERS if RUNS_ALL else NUMBERS[:1])
+    @parametrize("number", NUMBERS if STACK_RUN else NUMBERS[:1])
     def test_passes_what_it_brings(self, number):
         git(self.checkout, "checkout", "--quiet", self.commits[number][0])
         tests = [f"{stack.TESTS}/{name}.py" for name in stack.STACK[number].test_files]
         laid = [apply_to_checkout.LAID_AS.get(test, test) for test in tests]
         if not laid:
             laid = ["--version"]  # imports what it would run the tests with
-        tier = ("--numprocesses=auto", "--dist=loadfile") if RUNS_ALL else ("--quick",)
+        tier = ("--quick",)
+        if STACK_RUN == "all":
+            tier = ("--numprocesses=auto", "--dist=loadfile")
         command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", *tier, *laid]
         path = os.pathsep.join([str(self.checkout), str(REPO_ROOT)])
         done = subprocess.run(
