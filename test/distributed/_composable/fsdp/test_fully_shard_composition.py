@@ -326,6 +326,7 @@ GONE = {
         # Of 2.15
         "_spmd_no_typecheck",
         "dataclass",
+        "spmd_types",
     },
 }
 # Keywords that may be left out, and that only 2.15 has
