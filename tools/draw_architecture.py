@@ -33,7 +33,7 @@ ROOMS = [
         ("_fsdp_grads", "gradients become buckets"),
         ("_fsdp_doors", "by default nothing"),
     ],
-    [None, ("_fsdp_collectives", "what moves"), None],
+    [None, ("_fsdp_collectives", "what moves"), ("_fsdp_copies", "into buffers, out of them")],
     [
         ("_fsdp_kept_names", "names for plugins"),
         ("_fsdp_unit", "what is kept between steps"),

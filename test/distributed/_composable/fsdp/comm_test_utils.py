@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import (
     init_device_mesh,
 )
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+from torch.distributed.fsdp._fully_shard import _fsdp_copies as copies
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     AllGatherResult,
     DefaultAllGather,
@@ -286,7 +286,7 @@ _direct: list[mock._patch] = []  # one for each thread that counts
 def _kernels_called_directly() -> Iterator[None]:
     """As if the mode that counts, which gets operators, were not there."""
     with _direct_lock:
-        _direct.append(mock.patch.object(collectives, "gets_operators", lambda _: 0))
+        _direct.append(mock.patch.object(copies, "gets_operators", lambda _: 0))
         _direct[-1].start()
     try:
         yield

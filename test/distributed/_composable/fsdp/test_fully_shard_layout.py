@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_layout as layouts
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+from torch.distributed.fsdp._fully_shard._fsdp_copies import (
     _copy_in,
     _split_copy,
     _to_columns,

@@ -36,7 +36,7 @@ from torch.distributed.fsdp._fully_shard import (
     _fsdp_agreement as agreement,
 )
 from torch.distributed.fsdp._fully_shard import (
-    _fsdp_collectives as collectives,
+    _fsdp_copies as copies,
 )
 from torch.distributed.fsdp._fully_shard import (
     _fsdp_unit as unit,
@@ -140,10 +140,10 @@ class TestOffload(DeviceFreeTest):
         shards = [torch.ones(8) for _ in range(5)]
         for dtype in (FP32, BF16):
             layout = plan_gather([dtype] * 5, [8] * 5)
-            copies = plan_copy_in(layout, [FP32] * 5)
+            planned = plan_copy_in(layout, [FP32] * 5)
             segment = torch.empty(40, dtype=dtype, device="meta")
             with Moves() as moves:
-                collectives._copy_in(segment, copies, shards)
+                copies._copy_in(segment, planned, shards)
             self.assertEqual((len(moves.moved), moves.most), (5, 1))
 
 

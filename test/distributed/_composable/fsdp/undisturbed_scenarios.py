@@ -9,6 +9,7 @@ import gc
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
@@ -19,11 +20,13 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
+COPIES = "torch.distributed.fsdp._fully_shard._fsdp_copies"
+IS_BRANCH = find_spec(COPIES) is not None
 RANKS = 2
 ROWS, COLUMNS, COUNT = 64, 32, 4
 ELEMENTS = ROWS * COLUMNS * COUNT
@@ -97,10 +100,10 @@ def step(model: nn.Module) -> None:
 @contextmanager
 def unobserved() -> Iterator[None]:
     """Lets the branch copy as it does while no profiler looks at it."""
-    if not hasattr(_fsdp_collectives, "gets_operators"):
-        yield
-        return
-    with mock.patch.object(_fsdp_collectives, "gets_operators", lambda _: False):
+    if IS_BRANCH:
+        with mock.patch(f"{COPIES}.gets_operators", lambda _: False):
+            yield
+    else:
         yield
 
 
@@ -144,8 +147,7 @@ def peak_nbytes(model: nn.Module) -> int:
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
-    is_branch = hasattr(_fsdp_collectives, "gets_operators")
-    cases = CASES | MIXED if is_branch else CASES
+    cases = CASES | MIXED if IS_BRANCH else CASES
     peaks = {name: peak_nbytes(unit_of(case)) for name, case in cases.items()}
     print(json.dumps(peaks))
 

@@ -4,7 +4,9 @@ The streams and in-flight buffers that the groups of one root share.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -107,6 +109,30 @@ class FSDPCommContext:
         if event is not None and hasattr(self, "all_gather_stream"):
             self.all_gather_copy_in_stream.wait_event(event)
             self.all_gather_stream.wait_event(event)
+
+    def get_groups_to_prefetch(self, group: Any, index: int) -> Iterator[Any]:
+        """
+        Yields the groups that backward gathers next to ``group``, whose forward was
+        at ``index``: that of the forward before.
+
+        Where a module has several groups, one for each mesh, backward comes to
+        the last first. The last but one then prefetches all groups of the
+        module before: any earlier and they would be unsharded for longer, any
+        later and no reduce-scatter would be left to run beside their gather.
+        """
+        earlier = reversed(self.post_forward_order[:index])
+        if group._num_param_groups == 1:
+            yield from islice(earlier, 1)
+            return
+        if group._param_group_index != 1:
+            return
+        others = (other for other in earlier if other.modules is not group.modules)
+        target_modules: tuple[Any, ...] | None = None
+        for other in others:
+            target_modules = target_modules or other.modules
+            if other.modules is not target_modules:
+                return
+            yield other
 
     def release_all_gather_state_for_comm_reuse(self) -> None:
         """Frees the last gather's buffer for the next gather, after its copy-out."""

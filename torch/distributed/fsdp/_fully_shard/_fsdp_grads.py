@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 
-from ._fsdp_collectives import copy_between
+from ._fsdp_copies import copy_between
 from ._fsdp_layout import (
     dtype_rank,
     extend_bucket,

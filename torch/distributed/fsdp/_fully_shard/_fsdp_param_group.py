@@ -296,27 +296,14 @@ class FSDPParamGroup(UnitRegistrations):
         self, result: AllGatherResult, group: dist.ProcessGroup | None
     ) -> None:
         if group is not None:
+            options: dict[str, Any] = {}  # which older replacements do not take
+            if self._all_gather_output_fn is not _default_all_gather_output_fn:
+                options["all_gather_output_fn"] = self._all_gather_output_fn
             with self._range("FSDP::all_gather_copy_out"):
-                self._copy_out(result, group)
+                foreach_all_gather_copy_out(result, self.fsdp_params, group, **options)
         else:
             unshard_single_rank(self.fsdp_params, self.device)
         self.fsdp_params.init_unsharded_params()
-
-    def _copy_out(self, result: AllGatherResult, group: dist.ProcessGroup) -> None:
-        output_fn = self._all_gather_output_fn
-        if output_fn is _default_all_gather_output_fn:
-            foreach_all_gather_copy_out(result, self.fsdp_params, group)
-            return
-        dtypes = result.param_all_gather_input_dtypes
-        if len({dtype for own in dtypes for dtype in own}) > 1:
-            raise NotImplementedError(
-                f"_all_gather_output_fn of unit '{self._unit_name}' would be given "
-                "parameters of several dtypes, which do not lie in their own order: "
-                "set it on units of one dtype only"
-            )
-        foreach_all_gather_copy_out(
-            result, self.fsdp_params, group, all_gather_output_fn=output_fn
-        )
 
     def _order_gathers_after_reshard(self) -> None:
         # The shards to gather were written in the current stream
@@ -521,8 +508,6 @@ class FSDPParamGroup(UnitRegistrations):
                 "all reduce hook stream is specified but hook itself is missing: "
                 f"call set_all_reduce_hook with a hook on module '{self._module_fqn}'"
             )
-        prepare = self._prepare_reduce_scatter_inputs
-        is_default = prepare is _default_reduce_scatter_input_fn
         return Reduction(
             self.device,
             self._scatter_comm,
@@ -534,7 +519,7 @@ class FSDPParamGroup(UnitRegistrations):
             self.all_reduce_grads,
             self._divide_factor,
             self.force_sum_reduction_for_comms,
-            None if is_default else self._prepare_reduce_scatter_inputs,
+            self._prepare_reduce_scatter_inputs,
         )
 
     def finalize_backward(self):
@@ -596,34 +581,13 @@ class FSDPParamGroup(UnitRegistrations):
 
     # Runtime: prefetch #
     def _backward_prefetch(self) -> None:
-        """
-        Starts the gather of the groups whose forward came before this one's.
-
-        Where a module has several groups, one for each mesh, backward comes to
-        the last first. The last but one then prefetches all groups of the
-        module before: any earlier and they would be unsharded for longer, any
-        later and no reduce-scatter would be left to run beside their gather.
-        """
+        """Starts the gathers that are next in backward, beside this group's."""
         if self._training_state != TrainingState.PRE_BACKWARD:
             return
         if not self._post_forward_indices:
             return  # an earlier backward of the same forward took them
         index = self._post_forward_indices.pop()
-        earlier = reversed(self.comm_ctx.post_forward_order[:index])
-        if self._num_param_groups == 1:
-            if (target := next(earlier, None)) is not None:
-                self._prefetch_unshard(target, "backward")
-            return
-        if self._param_group_index != 1:
-            return
-        target_modules: tuple[nn.Module, ...] | None = None
-        for target in earlier:
-            if target.modules is self.modules:
-                continue
-            if target_modules is None:
-                target_modules = target.modules
-            if target.modules is not target_modules:
-                return
+        for target in self.comm_ctx.get_groups_to_prefetch(self, index):
             self._prefetch_unshard(target, "backward")
 
     @staticmethod

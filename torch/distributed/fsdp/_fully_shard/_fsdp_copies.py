@@ -1,0 +1,504 @@
+"""
+The copies between a unit's tensors and its flat buffers: shards into a gather's buffer
+and parameters out of it, gradients into a reduction's input and sharded gradients out
+of its output. Nothing here communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast, NoReturn
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import TensorMeta
+
+from ._fsdp_comms import (
+    chunk_cat_by_operator,
+    copies_mixed,
+    record_grad_output_stream,
+)
+from ._fsdp_layout import (
+    GatherLayout,
+    in_plan_order,
+    moves_between,
+    ReduceBucket,
+    RegionCopy,
+    storage_dtype,
+)
+from ._fsdp_observers import gets_operators
+from ._fsdp_param import FSDPParam, ShardedState
+from ._fsdp_unit import GatherOutputs, GatherPlan, UnitParams
+
+
+# Shards into a gather's buffer, parameters out of it #
+
+
+def fill_segment(
+    output: torch.Tensor,
+    plan: GatherPlan,
+    tensors: Sequence[torch.Tensor],
+    rank: int,
+) -> torch.Tensor:
+    """Writes this rank's shards into its segment of a gather's buffer, and returns it."""
+    if gets_operators(output.device):
+        return _copy_in_by_operator(output, plan, tensors, rank)
+    numel = plan.layout.segment_numel
+    segment = output.narrow(0, rank * numel, numel)
+    _copy_in(segment, plan.copies, tensors)
+    return segment
+
+
+def _copy_in(
+    segment: torch.Tensor,
+    copies: Sequence[RegionCopy],
+    inputs: Sequence[torch.Tensor],
+) -> None:
+    """
+    Writes this rank's shards into its segment of the gather buffer in one
+    pass: each region is viewed in its own dtype and the shards cast into it.
+    """
+    for copy in copies:
+        region, target = copy.region, copy.region.view(segment)
+        sources = [inputs[i] for i in region.inputs]
+        if copy.casts or _are_on_host(sources, segment.device):
+            copy_cast(target.split(region.numels), sources, copy)
+            continue
+        # The same as a copy into each slot, without a view for each
+        target, *sources = _as_stored([target, *sources])
+        torch.cat(sources, out=target)
+
+
+def copy_cast(
+    slots: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], copy: RegionCopy
+) -> None:
+    """Copies what a region is made of into its slots, from the host as well."""
+    if _are_on_host(sources, slots[0].device):
+        # Moved before they are cast: a copy that casts across devices is staged
+        # through another temporary. One at a time, so that only one is there uncast.
+        for slot, source in zip(slots, sources, strict=True):
+            slot.copy_(source.to(slot.device, non_blocking=True))
+        return
+    if not copy.casts:
+        torch._foreach_copy_(_as_stored(slots), _as_stored(sources))
+    for members in copy.casts:
+        torch._foreach_copy_([slots[k] for k in members], [sources[k] for k in members])
+
+
+def _as_stored(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Views tensors of one dtype in that in which every kernel copies them."""
+    dtype = storage_dtype(tensors[0].dtype)
+    if dtype == tensors[0].dtype:
+        return [*tensors]
+    return [tensor.view(dtype) for tensor in tensors]
+
+
+def _are_on_host(sources: Sequence[torch.Tensor], device: torch.device) -> bool:
+    """Whether shards are offloaded, and a copy to ``device`` moves them."""
+    source = sources[0].device
+    return source != device and source.type == "cpu"
+
+
+def _copy_in_by_operator(
+    output: torch.Tensor,
+    plan: GatherPlan,
+    tensors: Sequence[torch.Tensor],
+    rank: int,
+) -> torch.Tensor:
+    """Does as :func:`_copy_in` by the operator, which casts nothing and moves nothing."""
+    layout, inputs = plan.layout, []
+    for copy in plan.copies:
+        region = copy.region
+        sources = [tensors[i] for i in region.inputs]
+        if copy.casts or _are_on_host(sources, output.device):
+            flat = output.new_empty(sum(region.numels), dtype=region.dtype)
+            pieces = flat.split(region.numels)
+            copy_cast(pieces, sources, copy)
+            sources = pieces
+        inputs += [source.view(layout.buffer_dtype) for source in sources]
+    if layout.padding_nbytes:
+        inputs.append(output.new_zeros(layout.split_sizes[-1]))
+    segment, _ = torch.ops.fsdp.all_gather_copy_in(
+        inputs, output, [*layout.split_sizes], layout.segment_numel, rank
+    )
+    return segment
+
+
+def alloc_outputs(
+    unit: UnitParams,
+    dtypes: list[list[torch.dtype]],
+    numels: list[list[int]],
+    world_size: int,
+    device: torch.device,
+) -> GatherOutputs:
+    """Makes the all-gather outputs, or gives them their storage back."""
+    if (kept := unit.outputs) is not None:
+        kept.alloc()
+        return kept
+    for fsdp_param, param_dtypes, param_numels in zip(
+        unit, dtypes, numels, strict=True
+    ):
+        fsdp_param.init_all_gather_outputs(
+            param_numels, param_dtypes, world_size, device
+        )
+        fsdp_param.alloc_all_gather_outputs()
+    outputs = GatherOutputs(unit)
+    unit.keep_outputs(outputs)
+    return outputs
+
+
+def copy_out(
+    unit: UnitParams,
+    buffer: torch.Tensor,
+    layout: GatherLayout,
+    outputs: GatherOutputs,
+    world_size: int,
+) -> None:
+    """Writes a unit's all-gather outputs from a gather's buffer."""
+    if (columns := unit.columns(layout, outputs)) is not None:
+        _split_copy(buffer, layout, columns)
+        return
+    targets: list[torch.Tensor] = []
+    interleaved: list[tuple[FSDPParam, torch.Tensor, torch.Tensor]] = []
+    for fsdp_param in unit:
+        for output in fsdp_param.all_gather_outputs:
+            target = output
+            if _gathers_out_of_order(fsdp_param):
+                target = torch.empty_like(output)
+                interleaved.append((fsdp_param, target, output))
+            targets.append(target)
+    columns = _to_columns(targets, layout, world_size)
+    _split_copy(buffer, layout, columns)
+    for fsdp_param, rank_major, output in interleaved:
+        _interleave_shards(fsdp_param, rank_major, output, world_size)
+    if not interleaved:
+        unit.keep_columns(layout, outputs, columns)
+
+
+def _gathers_out_of_order(fsdp_param: FSDPParam) -> bool:
+    """
+    Whether the ranks' shards one after the other are not yet the parameter. A
+    shard resharded after forward is a flat piece of it, whatever its dim was.
+    """
+    return (
+        fsdp_param.fsdp_placement.dim != 0
+        and fsdp_param.sharded_state == ShardedState.SHARDED
+    )
+
+
+def _to_columns(
+    outputs: Sequence[torch.Tensor], layout: GatherLayout, world_size: int
+) -> list[torch.Tensor]:
+    """
+    Views the outputs, in segment order, as columns of a gather buffer of one
+    row a rank, and in its dtype. The padding gets a tensor of its own, which
+    nothing reads.
+
+    The views do not share the outputs' version: the unsharded parameter is the
+    same value whenever it is there, so that a write to it is no in-place change
+    of what autograd saved.
+    """
+    sizes = layout.split_sizes
+    columns = [
+        outputs[i].data.view(layout.buffer_dtype).view(world_size, size)
+        for i, size in zip(layout.order, sizes)
+    ]
+    if layout.padding_nbytes:
+        columns.append(columns[0].new_empty(world_size, sizes[-1]))
+    return columns
+
+
+def _split_copy(
+    buffer: torch.Tensor, layout: GatherLayout, columns: list[torch.Tensor]
+) -> None:
+    """
+    Copies a gather buffer to its columns: all of it and all in its own dtype,
+    because the fused kernel takes dense tensors of one dtype.
+    """
+    world_size = columns[0].size(0)
+    rows = buffer.view(layout.buffer_dtype).view(world_size, layout.segment_numel)
+    if gets_operators(buffer.device):
+        torch.ops.fsdp.split_with_sizes_copy(
+            rows, [*layout.split_sizes], dim=1, out=columns
+        )
+    else:
+        torch.split_with_sizes_copy(rows, layout.split_sizes, dim=1, out=columns)
+
+
+def _interleave_shards(
+    fsdp_param: FSDPParam,
+    rank_major: torch.Tensor,
+    output: torch.Tensor,
+    world_size: int,
+) -> None:
+    """
+    Puts the shards of a parameter sharded on dim ``d > 0``, which lie one
+    after the other in ``rank_major``, side by side in ``output``.
+    """
+    dim = fsdp_param.fsdp_placement.dim
+    shard_size = fsdp_param.padded_sharded_param_size
+    before, after = shard_size[:dim], shard_size[dim:]
+    by_rank = rank_major.view(world_size, *shard_size)
+    target = output.data.view(*before, world_size, *after)  # see `_to_columns`
+    target.copy_(by_rank.movedim(0, dim))
+
+
+# Gradients into the input of a reduction #
+
+
+def copy_in_grads(
+    bucket: ReduceBucket,
+    dims: Sequence[int],
+    grads: list[torch.Tensor],
+    reduce_input: torch.Tensor,
+    world_size: int,
+) -> None:
+    """
+    Copies gradients of any dtypes, sharded on ``dims``, to their columns of
+    ``reduce_input``, which has one row for each rank.
+
+    [Note: One kernel for most gradients]
+    The fused kernel takes dense tensors of one dtype and fills all columns of a dense
+    output; one tensor of another kind would send all of them down its slow path. So
+    it is given those that are like the largest, and a piece of the largest in place
+    of each other one, whose columns are written again afterwards. Casts happen on the
+    way, so that no gradient is there in two dtypes but for those others. Since 2.15
+    an operator does the same for bf16 and fp32 on CUDA, see :func:`copies_mixed`.
+    """
+    is_dense = [dim == 0 and grad.is_contiguous() for dim, grad in zip(dims, grads)]
+    dtypes = [grad.dtype for grad in grads]
+    if all(is_dense):
+        if dtypes.count(dtypes[0]) == len(dtypes):
+            foreach_reduce_scatter_copy_in(grads, reduce_input, world_size)
+            return
+        if copies_mixed({*dtypes, reduce_input.dtype}, reduce_input.device):
+            rows = reduce_input.view(world_size, -1)
+            chunk_cat_by_operator(grads, 0, world_size, out=rows)
+            return
+    dense = [grad for grad, is_one in zip(grads, is_dense) if is_one]
+    largest = max(dense, key=torch.Tensor.numel, default=None)
+    wanted = None if largest is None else largest.dtype
+    odd = [
+        i
+        for i, (dtype, is_one) in enumerate(zip(dtypes, is_dense))
+        if not is_one or dtype != wanted
+    ]
+    slots = bucket.slots
+    # The least that fills as many columns, with the kernel's padding
+    numels = {i: max(world_size * (slots[i].shard_numel - 1) + 1, 0) for i in odd}
+    if largest is not None and max(numels.values()) <= largest.numel():
+        flat = largest.view(-1)
+        like = [flat[: numels[i]] if i in numels else g for i, g in enumerate(grads)]
+        foreach_reduce_scatter_copy_in(like, reduce_input, world_size)
+        runs = _adjacent(odd, grads, is_dense)
+    else:
+        runs = [[i] for i in range(len(grads))]
+    rows = reduce_input.view(world_size, -1)
+    for run in runs:
+        numel = sum(slots[i].shard_numel for i in run)
+        columns = rows.narrow(1, bucket.starts[run[0]], numel)
+        _copy_to_columns(columns, [grads[i] for i in run], dims[run[0]])
+
+
+def _adjacent(
+    odd: Sequence[int], grads: Sequence[torch.Tensor], is_dense: Sequence[bool]
+) -> list[list[int]]:
+    """Returns the runs of odd gradients that the kernel can copy together."""
+    runs: list[list[int]] = []
+    for i in odd:
+        if (
+            runs
+            and runs[-1][-1] == i - 1
+            and is_dense[i - 1]
+            and is_dense[i]
+            and grads[i - 1].dtype == grads[i].dtype
+        ):
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    return runs
+
+
+def _copy_to_columns(
+    columns: torch.Tensor, grads: list[torch.Tensor], dim: int
+) -> None:
+    """
+    Copies a gradient that is sharded on ``dim``, or several on dim 0 and of one
+    dtype, to their columns of the rows of all ranks.
+    """
+    world_size, row_numel = columns.size()
+    if len(grads) == 1 and (dim != 0 or grads[0].size(0) % world_size == 0):
+        by_rank = view_by_rank(grads[0], dim, world_size)
+        if by_rank[0].numel() != row_numel:
+            _raise_about_row(by_rank[0].numel(), row_numel)
+        columns.unflatten(1, by_rank.size()[1:]).copy_(by_rank)
+        return
+    rows = grads[0].new_empty(columns.size())
+    grads = [grad.contiguous() for grad in grads]
+    foreach_reduce_scatter_copy_in(grads, rows.view(-1), world_size)
+    columns.copy_(rows)
+
+
+def view_by_rank(grad: torch.Tensor, dim: int, world_size: int) -> torch.Tensor:
+    """Views a gradient sharded on ``dim`` with the rank as its leading dim."""
+    if grad.size(dim) % world_size != 0:
+        raise AssertionError(
+            f"Shard({dim}) requires even sharding: the gradient's size "
+            f"{tuple(grad.size())} does not divide by {world_size} ranks on that dim"
+        )
+    sizes = (world_size, grad.size(dim) // world_size)
+    return grad.unflatten(dim, sizes).movedim(dim, 0)
+
+
+def foreach_reduce_scatter_copy_in(
+    unsharded_grads: list[torch.Tensor],
+    reduce_scatter_input: torch.Tensor,
+    world_size: int,
+) -> None:
+    """Fills the rows of ``reduce_scatter_input`` (1D), one for each rank."""
+    row_numel = reduce_scatter_input.numel() // world_size
+    rows = reduce_scatter_input.view(world_size, row_numel)
+    if gets_operators(rows.device):
+        chunk_cat_by_operator(unsharded_grads, 0, world_size, out=rows)
+    else:
+        torch._chunk_cat(unsharded_grads, 0, world_size, out=rows)
+    if rows.size(1) != row_numel:
+        # The kernel took what there was, and made the rows fit
+        _raise_about_row(rows.size(1), row_numel)
+
+
+def _raise_about_row(fresh_numel: int, row_numel: int) -> NoReturn:
+    raise RuntimeError(
+        f"the gradients of a rank have {fresh_numel} elements with their padding, "
+        f"but {row_numel} are to be reduced"
+    )
+
+
+def copy_between(
+    source_bucket: ReduceBucket,
+    source: torch.Tensor,
+    target_bucket: ReduceBucket,
+    target: torch.Tensor,
+    factor: float = 1.0,
+) -> None:
+    """
+    Copies the parameters that both buckets hold from a rank's 1D part of the one to
+    that of the other, cast to its dtype and multiplied by ``factor``.
+    """
+    for source_start, target_start, numel in moves_between(
+        source_bucket, target_bucket
+    ):
+        piece = target.narrow(0, target_start, numel)
+        piece.copy_(source.narrow(0, source_start, numel))
+        if factor != 1.0:
+            piece.mul_(factor)
+
+
+def in_common_order(
+    fsdp_params: list[FSDPParam], bucket: ReduceBucket, output: torch.Tensor
+) -> tuple[list[FSDPParam], ReduceBucket, torch.Tensor]:
+    """
+    Lays ``output`` out as it would be if all of it were new: which microbatch
+    gave what may differ between replicas, whose elements must meet.
+    """
+    common = in_plan_order(bucket)
+    if common is bucket:
+        return fsdp_params, bucket, output
+    of_slot = dict(zip((slot.param for slot in bucket.slots), fsdp_params))
+    in_order = torch.empty_like(output)
+    copy_between(bucket, output, common, in_order)
+    return [of_slot[slot.param] for slot in common.slots], common, in_order
+
+
+# Sharded gradients out of its output #
+
+
+_new_dtensor = DTensor.__new__
+
+
+def give_sharded_grads(
+    fsdp_params: list[FSDPParam],
+    bucket: ReduceBucket,
+    output: torch.Tensor,
+    stream: torch.Stream,
+    reading_stream: torch.Stream,
+) -> None:
+    """
+    Casts a rank's part of the reduced bucket to the gradients' dtypes, flat, and
+    makes each parameter's piece of it the parameter's sharded gradient.
+    """
+    starts = bucket.starts
+    record_grad_output_stream(output, reading_stream)
+    for run in bucket.runs:
+        flat = output
+        if len(bucket.runs) > 1:
+            flat = output.narrow(0, run.start_numel, run.numel)
+        # A run of several is copied even where it needs no cast: as a view it
+        # would keep the whole bucket alive as long as its gradients
+        dtype = run.grad_dtype
+        if dtype != flat.dtype or len(bucket.runs) > 1:
+            flat = flat.to(dtype, copy=True)
+            record_grad_output_stream(flat, reading_stream)
+        base = flat.storage_offset() - run.start_numel
+        for i in range(run.first, run.last):
+            fsdp_param = fsdp_params[i]
+            sharded_grad = flat.as_strided(
+                fsdp_param.sharded_size,
+                fsdp_param.contiguous_sharded_stride,
+                base + starts[i],
+            )
+            sharded_param = fsdp_param.sharded_param
+            if (
+                sharded_param.grad is None
+                and not fsdp_param.offload_to_cpu
+                and not sharded_param._post_accumulate_grad_hooks
+            ):
+                sharded_param.grad = _as_dtensor(fsdp_param, sharded_grad, dtype)
+            else:
+                _accumulate_sharded_grad(fsdp_param, sharded_grad, stream)
+
+
+def _as_dtensor(
+    fsdp_param: FSDPParam, sharded_grad: torch.Tensor, dtype: torch.dtype
+) -> DTensor:
+    # Less than the parameter's method does: a check of the size, which is the
+    # parameter's own here, and an initializer that is idle
+    spec = fsdp_param._sharding_spec
+    if dtype != fsdp_param.orig_dtype:
+        meta = cast(TensorMeta, spec.tensor_meta)
+        spec = replace(spec, tensor_meta=meta._replace(dtype=dtype))
+    return _new_dtensor(DTensor, sharded_grad, spec, requires_grad=False)
+
+
+def _accumulate_sharded_grad(
+    fsdp_param: FSDPParam, sharded_grad: torch.Tensor, stream: torch.Stream
+) -> None:
+    """
+    Makes ``sharded_grad`` the parameter's gradient, or adds it to the one that
+    is there, and runs the parameter's post-accumulate-grad hooks.
+    """
+    sharded_param = fsdp_param.sharded_param
+    hooks = sharded_param._post_accumulate_grad_hooks
+    present = sharded_param.grad
+    if fsdp_param.offload_to_cpu:
+        # An addition on the CPU and a hook both read the gradient at once, so
+        # only without either may its copy to the host still be under way
+        overlaps = fsdp_param.pin_memory and present is None and not hooks
+        sharded_grad = sharded_grad.to(torch.device("cpu"), non_blocking=overlaps)
+        if overlaps:
+            fsdp_param.grad_offload_event = stream.record_event()
+    if present is None:
+        dtype = sharded_grad.dtype
+        sharded_param.grad = _as_dtensor(fsdp_param, sharded_grad, dtype)
+    elif isinstance(present, DTensor):
+        present._local_tensor += sharded_grad
+    else:
+        raise AssertionError(
+            f"The gradient of {fsdp_param._param_fqn} must be a DTensor like its "
+            f"sharded parameter, but it is a {type(present).__name__}: do not set "
+            "the gradient of a sharded parameter to a plain tensor"
+        )
+    if hooks:
+        for hook in [*hooks.values()]:
+            hook(sharded_param)
