@@ -43,6 +43,7 @@ from torch.distributed import all_gather_single
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ._fsdp_doors import Agreement, DescribedUnit
+from ._fsdp_layout import describe_key
 from ._fsdp_param import FSDPParam
 from ._fsdp_scaling import backend_name
 from ._fsdp_unit import dtypes_of, UnitBucket
@@ -334,7 +335,7 @@ def _describe_param(fsdp_param: FSDPParam, name: str) -> _Described:
         str(tuple(fsdp_param._orig_size)),
         str(fsdp_param.fsdp_placement),
         str(dtypes.compute),
-        str(dtypes.reduce),
+        describe_key((dtypes.reduce, dtypes.comm)),
     )
 
 

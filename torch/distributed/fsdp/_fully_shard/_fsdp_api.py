@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from ._fsdp_policies import OverrideFn, Overrides
+from ._fsdp_policies import OVERRIDDEN, OverrideFn, Overrides
 
 
 _ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
@@ -56,6 +56,18 @@ class MixedPrecisionPolicy:
             ``reduce_dtype``: float64, float32, float16 or bfloat16. Also
             float8_e4m3fn and float8_e5m2 where NCCL is 2.24 or newer and the
             GPU has compute capability 9.0 or higher.
+        grad_comm_dtype (torch.dtype, optional): What gradients are sent in:
+            float64, float32, float16 or bfloat16. Set, each rank gets what all
+            ranks have for its shards in this dtype, and adds it in
+            ``reduce_dtype`` (float32 if that is ``None``, which it then
+            becomes), which must hold every value of this one. The sum is
+            divided once, at its end. It is taken in one fixed order over all
+            data-parallel ranks, so that its bits depend neither on how the
+            mesh shards and replicates, if it shards over a power of two of
+            ranks, nor on the other parameters of the unit. ``None``: gradients
+            are sent in what they are summed in, and the backend adds.
+        grad_comm_dtype_override_fn (callable, optional): The same for
+            ``grad_comm_dtype``.
 
     Raises:
         TypeError: if a dtype is none, or an override not callable.
@@ -76,22 +88,26 @@ class MixedPrecisionPolicy:
     cast_forward_inputs: bool = True
     param_dtype_override_fn: OverrideFn | None = field(default=None, kw_only=True)
     reduce_dtype_override_fn: OverrideFn | None = field(default=None, kw_only=True)
+    grad_comm_dtype: torch.dtype | None = field(default=None, kw_only=True)
+    grad_comm_dtype_override_fn: OverrideFn | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        for name in ("param_dtype", "reduce_dtype", "output_dtype", "grad_comm_dtype"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, torch.dtype):
                 raise TypeError(
                     f"{name} of MixedPrecisionPolicy is {value!r}: give a torch.dtype, "
                     "or None to leave it as it is"
                 )
-        for name in ("param_dtype_override_fn", "reduce_dtype_override_fn"):
+        for name in map("{}_override_fn".format, OVERRIDDEN):
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise TypeError(
                     f"{name} takes a parameter and returns a dtype or None, "
                     f"but {value!r} cannot be called"
                 )
+        if self.grad_comm_dtype is not None and self.reduce_dtype is None:
+            object.__setattr__(self, "reduce_dtype", torch.float32)
 
     @classmethod
     def by_name(
@@ -103,6 +119,7 @@ class MixedPrecisionPolicy:
         reduce_dtype: torch.dtype | None = None,
         output_dtype: torch.dtype | None = None,
         cast_forward_inputs: bool = True,
+        grad_comm_dtype: torch.dtype | None = None,
     ) -> MixedPrecisionPolicy:
         """
         Makes a policy that treats some of a model's parameters by their names::
@@ -129,12 +146,13 @@ class MixedPrecisionPolicy:
             patterns (Mapping): From shell patterns (:mod:`fnmatch`: ``*``,
                 ``?``, ``[seq]``, with regard to case) over the fully qualified
                 names of ``module``'s parameters to what they set:
-                ``param_dtype``, ``reduce_dtype`` or both. ``*`` also matches
-                dots. A name is as without activation checkpointing and
+                any of ``param_dtype``, ``reduce_dtype`` and
+                ``grad_comm_dtype``. ``*`` also matches dots. A name is as without activation checkpointing and
                 ``torch.compile``, and a shared parameter has all of its names.
                 ``None`` stands for the policy's default.
-            param_dtype, reduce_dtype, output_dtype, cast_forward_inputs: The
-                fields of the policy, for whatever no pattern sets.
+            param_dtype, reduce_dtype, output_dtype, cast_forward_inputs,
+                grad_comm_dtype: The fields of the policy, for whatever no
+                pattern sets.
 
         Raises:
             TypeError: if what a pattern sets is not a mapping to dtypes.
@@ -151,6 +169,8 @@ class MixedPrecisionPolicy:
             cast_forward_inputs,
             param_dtype_override_fn=overrides.fn("param_dtype"),
             reduce_dtype_override_fn=overrides.fn("reduce_dtype"),
+            grad_comm_dtype=grad_comm_dtype,
+            grad_comm_dtype_override_fn=overrides.fn("grad_comm_dtype"),
         )
 
 

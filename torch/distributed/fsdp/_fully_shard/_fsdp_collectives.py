@@ -64,6 +64,7 @@ from ._fsdp_kept_names import (
     _get_param_all_gather_inputs,
 )
 from ._fsdp_layout import (
+    describe_key,
     padded_shard_numel,
     reduce_dtype_of,
     ReduceBucket,
@@ -74,10 +75,13 @@ from ._fsdp_release import FOLLOWS_GRAD_DTYPE
 from ._fsdp_scaling import (  # noqa: F401  (one of them as above)
     _div_if_needed,
     _get_gradient_divide_factors,
+    Factors,
+    get_tree_divide_factors,
     ReduceOp,
     scatter_divisor,
 )
-from ._fsdp_unit import grad_dtype_of, UnitParams
+from ._fsdp_tree import add_in_tree, all_reduce_in_tree
+from ._fsdp_unit import comm_dtype_of, grad_dtype_of, UnitParams
 
 
 # Unshard #
@@ -482,14 +486,7 @@ def reduce_bucket(
     partial: torch.Tensor | None,
 ) -> ReduceResult:
     """Does as :func:`foreach_reduce`, for parameters that lie as ``bucket`` says."""
-    factors = _get_gradient_divide_factors(
-        reduction.reduce_scatter_group,
-        reduction.all_reduce_group,
-        bucket.dtype,
-        reduction.device.type,
-        reduction.divide_factor,
-        reduction.force_sum,
-    )
+    factors = _factors_of(reduction, bucket)
     handle = _get_device_handle(reduction.device.type)
     current_stream = handle.current_stream()
     stream, world_size = reduction.reduce_scatter_stream, reduction.shard_world_size
@@ -507,7 +504,12 @@ def reduce_bucket(
                 group, custom = reduction.reduce_scatter_group, reduction.divide_factor
                 divisor = scatter_divisor(group, factors, custom)
             _div_if_needed(reduce_input, divisor)
-        if world_size == 1 and is_last and partial is None and reduce_input is not None:
+        is_output = world_size == 1 and is_last and partial is None
+        if (
+            is_output
+            and reduce_input is not None
+            and reduce_input.dtype == bucket.dtype
+        ):
             output = reduce_input
         else:
             output = _reduce_scatter(
@@ -521,7 +523,7 @@ def reduce_bucket(
     if is_extended:
         with handle.stream(stream):
             fsdp_params, bucket, output = in_common_order(fsdp_params, bucket, output)
-    stream, shared_output = _all_reduce(reduction, output, factors[3], handle)
+    stream, shared_output = _all_reduce(reduction, bucket, output, factors[3], handle)
     with handle.stream(stream):
         _div_if_needed(output, factors[1])
         give_sharded_grads(fsdp_params, bucket, output, stream, current_stream)
@@ -534,6 +536,23 @@ def reduce_bucket(
     )
 
 
+def _factors_of(reduction: Reduction, bucket: ReduceBucket) -> Factors:
+    scatter_group = reduction.reduce_scatter_group
+    all_reduce_group = reduction.all_reduce_group
+    if bucket.comm_dtype is not None:
+        return get_tree_divide_factors(
+            scatter_group, all_reduce_group, reduction.divide_factor
+        )
+    return _get_gradient_divide_factors(
+        scatter_group,
+        all_reduce_group,
+        bucket.dtype,
+        reduction.device.type,
+        reduction.divide_factor,
+        reduction.force_sum,
+    )
+
+
 def _plan_bucket(
     reduction: Reduction,
     fsdp_params: list[FSDPParam],
@@ -542,12 +561,16 @@ def _plan_bucket(
     reduce_dtype: torch.dtype | None,
 ) -> ReduceBucket:
     dtypes = [reduce_dtype_of(grad.dtype, reduce_dtype) for grad in unsharded_grads]
-    for dtype, fsdp_param in zip(dtypes, fsdp_params):
-        if dtype != dtypes[0]:
+    dtype = dtypes[0] if dtypes else cast(torch.dtype, reduce_dtype)
+    dtypes += [dtype] * (len(fsdp_params) - len(dtypes))
+    keys = [(d, comm_dtype_of(p, d)) for d, p in zip(dtypes, fsdp_params)]
+    for key, fsdp_param in zip(keys, fsdp_params):
+        if key != keys[0]:
+            first, other = map(describe_key, (keys[0], key))
             raise AssertionError(
                 "One reduction takes one reduce dtype, but the gradients of "
                 f"{fsdp_params[0]._param_fqn} and {fsdp_param._param_fqn} would be "
-                f"reduced in {dtypes[0]} and {dtype}: pass reduce_dtype, or reduce "
+                f"reduced in {first} and {other}: pass reduce_dtype, or reduce "
                 "them in two calls"
             )
     world_size = reduction.shard_world_size
@@ -564,8 +587,7 @@ def _plan_bucket(
         ReduceSlot(number[i], grad_dtype_of(fsdp_param, orig_dtype), numel)
         for i, (fsdp_param, numel) in enumerate(zip(fsdp_params, numels))
     ]
-    dtype = dtypes[0] if dtypes else cast(torch.dtype, reduce_dtype)
-    return ReduceBucket(dtype, tuple(slots))
+    return ReduceBucket(dtype, tuple(slots), keys[0][1] if keys else None)
 
 
 def _prepare_inputs(
@@ -583,7 +605,7 @@ def _prepare_inputs(
         replace(slot, shard_numel=size.numel() // world_size)
         for slot, size in zip(bucket.slots, sizes, strict=False)
     ]
-    return ReduceBucket(bucket.dtype, (*slots, *bucket.slots[count:]))
+    return replace(bucket, slots=(*slots, *bucket.slots[count:]))
 
 
 def _reduce_copy_in(
@@ -603,7 +625,8 @@ def _reduce_copy_in(
     if len(unsharded_grads) < len(bucket.slots):
         shard_numel = bucket.starts[len(unsharded_grads)]
     comm, numel = reduction.reduce_scatter_comm, world_size * shard_numel
-    reduce_input = allocate_reduce_buffer(comm, numel, bucket.dtype, reduction.device)
+    dtype = bucket.wire_dtype
+    reduce_input = allocate_reduce_buffer(comm, numel, dtype, reduction.device)
     dims = [0] * len(unsharded_grads)
     if world_size > 1 and reduction.prepares_by_default:
         dims = [p.fsdp_placement.dim for p, _ in zip(fsdp_params, unsharded_grads)]
@@ -640,20 +663,42 @@ def _reduce_scatter(
         output[fresh_numel:].zero_()
     if world_size == 1:
         fresh.copy_(reduce_input)
-    else:
+    elif bucket.comm_dtype is None:
         comm(
             output_tensor=fresh,
             input_tensor=reduce_input,
             group=cast(dist.ProcessGroup, reduction.reduce_scatter_group),
             op=op,
         )
+    else:
+        _exchange_and_add(reduction, reduce_input, fresh)
     if partial is not None:
         output += partial
     return output
 
 
+def _exchange_and_add(
+    reduction: Reduction, reduce_input: torch.Tensor, output: torch.Tensor
+) -> None:
+    """Is a reduce-scatter that sends in one dtype and adds in that of ``output``."""
+    comm: Any = reduction.reduce_scatter_comm
+    numel, dtype = reduce_input.numel(), reduce_input.dtype
+    received = allocate_reduce_buffer(comm, numel, dtype, reduction.device)
+    comm.exchange(
+        output_tensor=received,
+        input_tensor=reduce_input,
+        group=reduction.reduce_scatter_group,
+    )
+    # What has been sent is needed no more
+    add_in_tree(received.view(reduction.shard_world_size, -1), output, reduce_input)
+
+
 def _all_reduce(
-    reduction: Reduction, output: torch.Tensor, op: _ReduceOp, device_handle: Any
+    reduction: Reduction,
+    bucket: ReduceBucket,
+    output: torch.Tensor,
+    op: _ReduceOp,
+    device_handle: Any,
 ) -> tuple[torch.Stream, torch.Tensor | None]:
     """
     Reduces ``output`` over the replicas and runs the user's hook on it.
@@ -663,14 +708,16 @@ def _all_reduce(
         is another stream than the one that it was allocated in: the allocator
         must not hand out its memory before that stream has read it.
     """
-    has_all_reduce = reduction.all_reduce_group is not None
-    if not has_all_reduce and reduction.all_reduce_hook is None:
+    if reduction.all_reduce_group is None and reduction.all_reduce_hook is None:
         return reduction.reduce_scatter_stream, None
     stream = reduction.all_reduce_stream
     stream.wait_stream(reduction.reduce_scatter_stream)
     with device_handle.stream(stream):
-        if has_all_reduce:
-            dist.all_reduce(output, group=reduction.all_reduce_group, op=op)
+        if reduction.all_reduce_group is not None:
+            if bucket.comm_dtype is None:
+                dist.all_reduce(output, group=reduction.all_reduce_group, op=op)
+            else:
+                all_reduce_in_tree(output, reduction.all_reduce_group)
         if reduction.all_reduce_hook is not None:
             reduction.all_reduce_hook(output)
     return stream, output

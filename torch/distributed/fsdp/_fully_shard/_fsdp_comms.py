@@ -116,6 +116,28 @@ class _SingleReduceScatter(ReduceScatter):
             output_tensor, input_tensor, op=op, group=group, async_op=async_op
         )
 
+    def exchange(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+    ) -> None:
+        """Sends each rank its part of the input, where FSDP adds the parts."""
+        dist.all_to_all_single(output_tensor, input_tensor, group=group)
+
+
+def can_exchange(kind: type) -> bool:
+    """
+    Whether a reduce-scatter can send gradients without adding them: a class that
+    reduces in its own way must say how it does that, too.
+    """
+    for base in kind.__mro__:
+        if "exchange" in vars(base):
+            return True
+        if "__call__" in vars(base):
+            return False
+    return False
+
 
 class DefaultAllGather(DefaultAllocMixin, _SingleAllGather):
     pass

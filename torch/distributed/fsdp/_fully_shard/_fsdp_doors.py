@@ -39,9 +39,10 @@ class DescribedUnit:
     # Ranks to gather over, and all data-parallel ones
     gather_world_size: int
     world_size: int
-    # The user's own, and what it means for a reduction in some dtype
+    # The user's own, and what it means for a reduction in some dtype, with the dtype
+    # that gradients are sent in if that is another
     divide_factor: float | None
-    divide_factors: Callable[[torch.dtype], Factors]
+    divide_factors: Callable[..., Factors]
     # Whether put-off all-reduces have left something to add to
     has_partial_reduces: bool
 

@@ -73,7 +73,7 @@ class ExplainedErrors(Errors):
         elif at.failed is None:
             text = _about_gather(error)
         else:
-            text = _about_reduction(at.unit, at.failed, at.grads)
+            text = _about_reduction(error, at.unit, at.failed, at.grads)
         if text is None:
             raise error
         raise type(error)(f"{text}: {error}") from error
@@ -321,13 +321,23 @@ def _name(fsdp_param: FSDPParam) -> str:
 
 
 def _about_reduction(
-    unit: DescribedUnit, failed: UnitBucket, grads: Sequence[torch.Tensor]
+    error: BaseException,
+    unit: DescribedUnit,
+    failed: UnitBucket,
+    grads: Sequence[torch.Tensor],
 ) -> str | None:
     """Returns which gradient an error in a reduction is about, or what of the bucket."""
     params, bucket, _ = failed
     for fsdp_param, grad in zip(params, grads):
         if (wrong := _wrong_grad(fsdp_param, grad)) is not None:
             return f"The gradient of {fsdp_param._param_fqn} {wrong}"
+    if bucket.comm_dtype is not None and "alltoall" in str(error).lower():
+        names = ", ".join(str(fsdp_param._param_fqn) for fsdp_param in params)
+        return (
+            f"The gradients of {names} are sent in {bucket.comm_dtype} (grad_comm_dtype) "
+            "by all_to_all_single, which failed. Use a backend that has it for "
+            f"{unit.device.type}, or leave grad_comm_dtype out"
+        )
     dtype, device = bucket.dtype, unit.device
     is_float = dtype.is_floating_point or dtype.is_complex
     if not is_float or not is_reducible(dtype, device):

@@ -17,7 +17,8 @@ import torch.nn as nn
 
 from ._fsdp_copies import copy_between
 from ._fsdp_layout import (
-    dtype_rank,
+    bucket_rank,
+    BucketKey,
     extend_bucket,
     plan_buckets,
     reduce_dtype_of,
@@ -26,7 +27,7 @@ from ._fsdp_layout import (
 )
 from ._fsdp_param import FSDPParam
 from ._fsdp_release import default_reduce_dtype, FOLLOWS_GRAD_DTYPE
-from ._fsdp_unit import dtypes_of, grad_dtype_of, UnitBucket, UnitParams
+from ._fsdp_unit import comm_dtype_of, dtypes_of, grad_dtype_of, UnitBucket, UnitParams
 
 
 # Gradient patterns (which parameters have one, reduced in which dtype) whose
@@ -196,6 +197,7 @@ def forget_if_changed(fsdp_params: UnitParams) -> None:
     depends_on = [
         (
             p.mp_policy.reduce_dtype,
+            comm_dtype_of(p, torch.float32),
             p.sharded_param.dtype,
             p.sharded_param.grad_dtype,
             p.padded_sharded_param_size,
@@ -245,13 +247,13 @@ def _promote(
 def _plan_buckets(
     fsdp_params: UnitParams, reduce_dtypes: Sequence[torch.dtype | None]
 ) -> list[UnitBucket]:
-    slots, slot_dtypes = [], []
+    slots, keys = [], []
     for i, (fsdp_param, dtype) in enumerate(zip(fsdp_params, reduce_dtypes)):
         if dtype is not None:
             shard_numel = fsdp_param.padded_sharded_param_size.numel()
             slots.append(ReduceSlot(i, grad_dtype_of(fsdp_param), shard_numel))
-            slot_dtypes.append(dtype)
-    buckets = plan_buckets(slots, slot_dtypes)
+            keys.append((dtype, comm_dtype_of(fsdp_param, dtype)))
+    buckets = plan_buckets(slots, keys)
     return [UnitBucket.of(fsdp_params, bucket) for bucket in buckets]
 
 
@@ -274,27 +276,27 @@ class PartialReduce:
         cls,
         bucket: ReduceBucket,
         partials: Sequence[PartialReduce],
-        divisors: Mapping[torch.dtype, float] | None = None,
+        divisors: Mapping[BucketKey, float] | None = None,
     ) -> PartialReduce:
         """
         Returns what ``partials`` have of the bucket's parameters, where and in
         the dtype that ``bucket`` has them, zero where none has any.
 
-        ``divisors`` gives what a sum in each dtype has been divided by, from
-        :func:`scatter_divisor`; needed only if the dtypes differ.
+        ``divisors`` gives what a sum of each bucket's dtypes has been divided by, from
+        :func:`scatter_divisor`; needed only if these differ.
         """
         output = partials[0].output.new_zeros(bucket.shard_numel, dtype=bucket.dtype)
         for partial in partials:
             factor = 1.0
             if divisors is not None:
-                factor = divisors[partial.bucket.dtype] / divisors[bucket.dtype]
+                factor = divisors[partial.bucket.key] / divisors[bucket.key]
             copy_between(partial.bucket, partial.output, bucket, output, factor)
         return cls(bucket, output)
 
 
-class PartialReduces(dict[torch.dtype, PartialReduce]):
+class PartialReduces(dict[BucketKey, PartialReduce]):
     """
-    What is kept of a unit by reduce dtype. Its methods are to be called in the stream
+    What is kept of a unit for each bucket. Its methods are to be called in the stream
     that reduces, which writes what is kept.
     """
 
@@ -302,7 +304,7 @@ class PartialReduces(dict[torch.dtype, PartialReduce]):
         self,
         fsdp_params: UnitParams,
         grads: Sequence[torch.Tensor | None],
-        divisor_of: Callable[[torch.dtype], float],
+        divisor_of: Callable[[BucketKey], float],
         reduces_all: bool,
     ) -> list[UnitBucket]:
         """
@@ -310,44 +312,48 @@ class PartialReduces(dict[torch.dtype, PartialReduce]):
         reduced as well, it has a bucket even if no gradient meets it.
         """
         dtypes = [None if grad is None else grad.dtype for grad in grads]
-        reduce_dtypes = self._align(_reduce_dtypes(fsdp_params, dtypes), divisor_of)
+        reduce_dtypes = _reduce_dtypes(fsdp_params, dtypes)
+        reduce_dtypes = self._align(fsdp_params, reduce_dtypes, divisor_of)
         buckets = _plan_buckets(fsdp_params, reduce_dtypes)
         if reduces_all:
-            fresh = [bucket.dtype for _, bucket, _ in buckets]
+            fresh = [bucket.key for _, bucket, _ in buckets]
             buckets += [
-                UnitBucket.of(fsdp_params, ReduceBucket(dtype, ()))
-                for dtype in self
-                if dtype not in fresh
+                UnitBucket.of(fsdp_params, ReduceBucket(dtype, (), comm_dtype))
+                for dtype, comm_dtype in self
+                if (dtype, comm_dtype) not in fresh
             ]
-            buckets.sort(key=lambda unit_bucket: dtype_rank(unit_bucket.bucket.dtype))
+            buckets.sort(key=lambda unit_bucket: bucket_rank(unit_bucket.bucket.key))
         return buckets
 
     def _align(
         self,
+        fsdp_params: UnitParams,
         reduce_dtypes: Sequence[torch.dtype | None],
-        divisor_of: Callable[[torch.dtype], float],
+        divisor_of: Callable[[BucketKey], float],
     ) -> list[torch.dtype | None]:
         """
         Lets a parameter whose reduce dtype has changed since a part of it was
         kept go on in the wider of both, and returns the dtypes to reduce in.
         """
         aligned = [*reduce_dtypes]
-        slots, slot_dtypes, is_moved = [], [], False
-        for kept_dtype, partial in self.items():
+        slots: list[ReduceSlot] = []
+        keys: list[BucketKey] = []
+        is_moved = False
+        for kept_key, partial in self.items():
             for slot in partial.bucket.slots:
-                fresh_dtype = reduce_dtypes[slot.param] or kept_dtype
-                dtype = torch.promote_types(kept_dtype, fresh_dtype)
+                fresh_dtype = reduce_dtypes[slot.param] or kept_key[0]
+                dtype = torch.promote_types(kept_key[0], fresh_dtype)
                 if reduce_dtypes[slot.param] is not None:
                     aligned[slot.param] = dtype
                 slots.append(slot)
-                slot_dtypes.append(dtype)
-                is_moved |= dtype != kept_dtype
+                keys.append((dtype, comm_dtype_of(fsdp_params[slot.param], dtype)))
+                is_moved |= keys[-1] != kept_key
         if is_moved:
             kept = [*self.values()]
-            divisors = {dtype: divisor_of(dtype) for dtype in [*self, *slot_dtypes]}
+            divisors = {key: divisor_of(key) for key in [*self, *keys]}
             self.clear()
-            for bucket in plan_buckets(slots, slot_dtypes):
-                self[bucket.dtype] = PartialReduce.merge(bucket, kept, divisors)
+            for bucket in plan_buckets(slots, keys):
+                self[bucket.key] = PartialReduce.merge(bucket, kept, divisors)
         return aligned
 
     def take(
@@ -357,7 +363,7 @@ class PartialReduces(dict[torch.dtype, PartialReduce]):
         Takes what is kept for a bucket, together with the bucket, to which the
         parameters that only have a part of that are appended.
         """
-        partial = self.pop(fresh.bucket.dtype, None)
+        partial = self.pop(fresh.bucket.key, None)
         if partial is None:
             return fresh, None
         extended = extend_bucket(fresh.bucket, partial.bucket)
@@ -372,8 +378,9 @@ class PartialReduces(dict[torch.dtype, PartialReduce]):
         Raises:
             ValueError: if no bucket of them has its dtype and size.
         """
-        kept = self.get(output.dtype)
-        if kept is None or kept.bucket.shard_numel != output.numel():
+        [kept] = [*self.values()] if len(self) == 1 else [None]
+        like = (output.dtype, output.numel())
+        if kept is None or (kept.bucket.dtype, kept.bucket.shard_numel) != like:
             made = [
                 dtypes_of(p).compute if p.sharded_param.requires_grad else None
                 for p in fsdp_params
@@ -383,9 +390,9 @@ class PartialReduces(dict[torch.dtype, PartialReduce]):
         else:
             buckets = [kept.bucket]
         for bucket in buckets:
-            if (bucket.dtype, bucket.shard_numel) == (output.dtype, output.numel()):
+            if (bucket.dtype, bucket.shard_numel) == like:
                 self.clear()
-                self[bucket.dtype] = PartialReduce(bucket, output)
+                self[bucket.key] = PartialReduce(bucket, output)
                 return
         wanted = [f"{bucket.shard_numel} of {bucket.dtype}" for bucket in buckets]
         raise ValueError(

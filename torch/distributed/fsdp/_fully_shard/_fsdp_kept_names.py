@@ -136,7 +136,7 @@ class KeptNames:
             dtypes = ", ".join(str(output.dtype) for output in kept)
             raise RuntimeError(
                 f"Unit '{self._unit_name}' keeps a partial result in each of {dtypes}: "
-                "read them from _partial_reduces, which has one for each reduce dtype"
+                "read them from _partial_reduces, which has one for each bucket"
             )
         return kept[0] if kept else None
 

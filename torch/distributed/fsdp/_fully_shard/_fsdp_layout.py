@@ -25,9 +25,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, groupby
+from typing import TypeAlias
 
 import torch
 
@@ -206,6 +207,10 @@ def plan_copy_in(
 
 # Reduce: one buffer and one collective for each reduce dtype #
 
+# What a gradient is reduced in, and what it is sent in if not in that by a collective
+# that adds, see `ReduceBucket`
+BucketKey: TypeAlias = tuple[torch.dtype, torch.dtype | None]
+
 
 def reduce_dtype_of(
     grad_dtype: torch.dtype, policy_dtype: torch.dtype | None
@@ -265,6 +270,18 @@ class ReduceBucket:
 
     dtype: torch.dtype
     slots: tuple[ReduceSlot, ...]
+    # What gradients are sent in, to be added in ``dtype`` by who gets them. None: they
+    # are sent in ``dtype``, and the collective adds.
+    comm_dtype: torch.dtype | None = None
+
+    @property
+    def key(self) -> BucketKey:
+        return self.dtype, self.comm_dtype
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """Of the reduction's input."""
+        return self.comm_dtype or self.dtype
 
     @cached_property
     def shard_numel(self) -> int:
@@ -290,25 +307,39 @@ class ReduceBucket:
         return tuple(runs)
 
 
+def bucket_rank(key: BucketKey) -> tuple[tuple[int, str], ...]:
+    """
+    Returns a sort key for what tells buckets apart, by :func:`dtype_rank`: by reduce
+    dtype, and first those that the collective adds.
+    """
+    return tuple(dtype_rank(dtype) for dtype in key if dtype is not None)
+
+
+def describe_key(key: BucketKey) -> str:
+    """Returns a bucket's dtypes as text."""
+    dtype, comm_dtype = key
+    return str(dtype) if comm_dtype is None else f"{dtype}, sent in {comm_dtype}"
+
+
 def plan_buckets(
-    slots: Sequence[ReduceSlot], reduce_dtypes: Sequence[torch.dtype]
+    slots: Sequence[ReduceSlot], keys: Sequence[BucketKey]
 ) -> tuple[ReduceBucket, ...]:
     """
-    Sorts parameters into one bucket for each reduce dtype, widest first. In a
-    bucket they lie by gradient dtype and then in parameter order, so that each
-    gradient dtype is one run and is cast at once. (Slots appended later, see
-    :func:`extend_bucket`, make runs of their own.)
+    Sorts parameters into one bucket for each reduce dtype and dtype to send it in,
+    widest first. In a bucket they lie by gradient dtype and then in parameter order,
+    so that each gradient dtype is one run and is cast at once. (Slots appended later,
+    see :func:`extend_bucket`, make runs of their own.)
 
     Args:
         slots: The parameters that have a gradient.
-        reduce_dtypes: The dtype in which each is reduced.
+        keys: For each, the dtypes in which it is reduced and sent.
     """
-    members: dict[torch.dtype, list[ReduceSlot]] = {}
-    for slot, reduce_dtype in zip(slots, reduce_dtypes, strict=True):
-        members.setdefault(reduce_dtype, []).append(slot)
+    members: dict[BucketKey, list[ReduceSlot]] = {}
+    for slot, key in zip(slots, keys, strict=True):
+        members.setdefault(key, []).append(slot)
     return tuple(
-        ReduceBucket(dtype, tuple(_in_runs(members[dtype], dtype)))
-        for dtype in sorted(members, key=dtype_rank)
+        ReduceBucket(dtype, tuple(_in_runs(members[dtype, comm], dtype)), comm)
+        for dtype, comm in sorted(members, key=bucket_rank)
     )
 
 
@@ -327,7 +358,7 @@ def extend_bucket(bucket: ReduceBucket, kept: ReduceBucket) -> ReduceBucket:
     """
     present = {slot.param for slot in bucket.slots}
     missing = tuple(slot for slot in kept.slots if slot.param not in present)
-    return ReduceBucket(bucket.dtype, bucket.slots + missing) if missing else bucket
+    return replace(bucket, slots=bucket.slots + missing) if missing else bucket
 
 
 def in_plan_order(bucket: ReduceBucket) -> ReduceBucket:
@@ -336,7 +367,7 @@ def in_plan_order(bucket: ReduceBucket) -> ReduceBucket:
     whatever it was extended by, and in which order.
     """
     slots = tuple(_in_runs([*bucket.slots], bucket.dtype))
-    return bucket if slots == bucket.slots else ReduceBucket(bucket.dtype, slots)
+    return bucket if slots == bucket.slots else replace(bucket, slots=slots)
 
 
 def moves_between(

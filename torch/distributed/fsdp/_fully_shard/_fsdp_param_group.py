@@ -495,7 +495,7 @@ class FSDPParamGroup(UnitRegistrations):
             )
             result = ReduceResult._make(result)
         if (kept := result.partial_reduce_output) is not None:
-            self._partial_reduces[bucket.dtype] = PartialReduce(bucket, kept)
+            self._partial_reduces[bucket.key] = PartialReduce(bucket, kept)
         return result
 
     def _reduction(self) -> Reduction:

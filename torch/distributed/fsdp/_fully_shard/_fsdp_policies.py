@@ -24,6 +24,9 @@ import torch.nn as nn
 from ._fsdp_release import FOLLOWS_GRAD_DTYPE
 
 
+# What may differ between the parameters of a unit: fields of a policy that have a
+# function beside them, f"{name}_override_fn"
+OVERRIDDEN = ("param_dtype", "reduce_dtype", "grad_comm_dtype")
 # Returns None for the policy's default
 OverrideFn: TypeAlias = Callable[[nn.Parameter], torch.dtype | None]
 # MixedPrecisionPolicy
@@ -43,24 +46,20 @@ def resolve(policy: _P, param: nn.Parameter, fqn: str, device: torch.device) -> 
 
     Raises: what ``MixedPrecisionPolicy`` says of ``fully_shard``.
     """
-    if policy.param_dtype_override_fn is None:
-        if policy.reduce_dtype_override_fn is None:
-            _check_cuts_nothing(policy, param, fqn)
-            return policy
-    param_dtype = _override(policy, "param_dtype", param, fqn)
-    reduce_dtype = _override(policy, "reduce_dtype", param, fqn)
-    if reduce_dtype is not None:
-        _check_reduce_dtype(reduce_dtype, param, fqn, device)
-    elif param_dtype is not None and policy.reduce_dtype is None:
-        _check_default_reduces(param_dtype, param, fqn, device)
-    resolved = replace(
-        policy,
-        param_dtype=policy.param_dtype if param_dtype is None else param_dtype,
-        reduce_dtype=policy.reduce_dtype if reduce_dtype is None else reduce_dtype,
-        param_dtype_override_fn=None,
-        reduce_dtype_override_fn=None,
-    )
+    found = {name: _override(policy, name, param, fqn) for name in OVERRIDDEN}
+    fields: dict[str, Any] = {name: d for name, d in found.items() if d is not None}
+    fields |= {
+        f"{name}_override_fn": None
+        for name in OVERRIDDEN
+        if getattr(policy, f"{name}_override_fn") is not None
+    }
+    resolved = replace(policy, **fields) if fields else policy
+    if found["reduce_dtype"] is not None:
+        _check_reduce_dtype(found["reduce_dtype"], param, fqn, device)
+    elif found["param_dtype"] is not None and resolved.reduce_dtype is None:
+        _check_default_reduces(found["param_dtype"], param, fqn, device)
     _check_cuts_nothing(resolved, param, fqn)
+    _check_grad_comm(resolved, param, fqn)
     return resolved
 
 
@@ -103,6 +102,25 @@ def _check_cuts_nothing(policy: Any, param: nn.Parameter, fqn: str) -> None:
                 f"{param.dtype}, cannot be trained. Give a floating-point dtype, or an "
                 "override that returns one for it."
             )
+
+
+def _check_grad_comm(policy: Any, param: nn.Parameter, fqn: str) -> None:
+    """Raises if what is sent of a gradient cannot be, or would be rounded again."""
+    sent, added = policy.grad_comm_dtype, policy.reduce_dtype
+    if sent is None or not (param.requires_grad and param.dtype.is_floating_point):
+        return
+    allowed = ", ".join(map(str, _REDUCIBLE))
+    if sent not in _REDUCIBLE:
+        raise ValueError(
+            f"grad_comm_dtype of parameter {fqn} is {sent}, in which its gradient "
+            f"cannot be sent without a scale. Give one of {allowed}."
+        )
+    if added not in _REDUCIBLE or torch.promote_types(sent, added) != added:
+        raise ValueError(
+            f"The gradient of parameter {fqn} would be sent in {sent} (grad_comm_dtype) "
+            f"and added in {added} (reduce_dtype), which does not hold all values of "
+            "it. Give a reduce_dtype that does, e.g. torch.float32."
+        )
 
 
 def _check_dtype(what: str, dtype: torch.dtype, param: nn.Parameter, fqn: str) -> None:
@@ -267,10 +285,10 @@ def _check_pattern(
             f"dict(param_dtype=torch.float32), not to {fields!r}"
         )
     for name, dtype in fields.items():
-        if name not in ("param_dtype", "reduce_dtype"):
+        if name not in OVERRIDDEN:
             raise ValueError(
-                f"Pattern {pattern!r} sets {name!r}: only param_dtype and "
-                "reduce_dtype can be set by name"
+                f"Pattern {pattern!r} sets {name!r}: only {', '.join(OVERRIDDEN)} can "
+                "be set by name"
             )
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise TypeError(

@@ -18,12 +18,13 @@ from torch.distributed.fsdp._common_utils import _named_parameters_with_duplicat
 
 from ._fsdp_api import CPUOffloadPolicy, MixedPrecisionPolicy
 from ._fsdp_common import ShardPlacementFnResult
+from ._fsdp_comms import can_exchange
 from ._fsdp_doors import doors, Sharding, Taking
 from ._fsdp_grads import find_widened, forget_if_changed
 from ._fsdp_kept_names import KeptNames
 from ._fsdp_param import FSDPParam, ParamModuleInfo
 from ._fsdp_settings import UnitSettings
-from ._fsdp_unit import UnitParams
+from ._fsdp_unit import dtypes_of, UnitParams
 
 
 if TYPE_CHECKING:
@@ -98,6 +99,19 @@ class UnitRegistrations(UnitSettings, KeptNames):
         within, _, _ = name.partition(" of ")
         return f"{unit_fqn}.{within}" if unit_fqn else within
 
+    def _check_exchanges(self, kind: type) -> None:
+        if can_exchange(kind):
+            return
+        for i, fsdp_param in enumerate(self.fsdp_params):
+            if (dtype := dtypes_of(fsdp_param).comm) is not None:
+                raise ValueError(
+                    f"{kind.__name__} of unit '{self._unit_name}' cannot reduce "
+                    f"{self._fqn(i)}, which is sent in {dtype} (grad_comm_dtype) and "
+                    "added by who gets it: give the class a method "
+                    "exchange(output_tensor, input_tensor, group) that does as "
+                    "torch.distributed.all_to_all_single, or leave grad_comm_dtype out"
+                )
+
     # Taking what users have put there #
     def _take_registered(self) -> None:
         for i, fsdp_param in enumerate(self.fsdp_params):
@@ -146,6 +160,7 @@ class UnitRegistrations(UnitSettings, KeptNames):
                 fsdp_param.mp_policy = doors.policy_of(
                     self.mp_policy, fsdp_param.sharded_param, self._fqn(i), self.device
                 )
+            self._check_exchanges(type(self._scatter_comm))
         self._init_mp_dtypes()
         for fsdp_param in fsdp_params:
             if fsdp_param.mp_policy is not self.mp_policy:

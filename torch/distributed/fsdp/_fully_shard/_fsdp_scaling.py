@@ -69,6 +69,21 @@ def _get_gradient_divide_factors(
     return None, None, ReduceOp.PREMUL_SUM(1 / factor), SUM
 
 
+def get_tree_divide_factors(
+    reduce_scatter_group: dist.ProcessGroup | None,
+    all_reduce_group: dist.ProcessGroup | None,
+    factor: float | None = None,
+) -> Factors:
+    """
+    Returns the same for a sum in the fixed order of ranks, whatever its dtype: nothing
+    before, and all of it after the sum over all ranks.
+    """
+    shards = 1 if reduce_scatter_group is None else reduce_scatter_group.size()
+    workers = shards * (1 if all_reduce_group is None else all_reduce_group.size())
+    after = float(workers) if factor is None else factor
+    return None, after, ReduceOp.SUM, ReduceOp.SUM
+
+
 def scatter_divisor(
     reduce_scatter_group: dist.ProcessGroup | None,
     factors: Factors,

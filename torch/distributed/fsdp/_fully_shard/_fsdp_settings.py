@@ -32,8 +32,14 @@ from ._fsdp_comms import (
     SymmMemReduceScatter,
 )
 from ._fsdp_doors import doors
+from ._fsdp_layout import BucketKey
 from ._fsdp_observers import is_observed, NO_RANGE
-from ._fsdp_scaling import _get_gradient_divide_factors, Factors, scatter_divisor
+from ._fsdp_scaling import (
+    _get_gradient_divide_factors,
+    Factors,
+    get_tree_divide_factors,
+    scatter_divisor,
+)
 
 
 logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
@@ -131,6 +137,7 @@ class UnitSettings:
     @_reduce_scatter_comm.setter
     def _reduce_scatter_comm(self, comm: ReduceScatter) -> None:
         doors.errors.check_setting("set_custom_reduce_scatter", comm, self._unit_name)
+        self._check_exchanges(type(comm))
         self._scatter_comm = comm
 
     def set_symm_mem(self, backend: Literal["NCCL"] = "NCCL") -> None:
@@ -144,6 +151,8 @@ class UnitSettings:
             (DefaultAllGather, SymmMemAllGather),
             (DefaultReduceScatter, SymmMemReduceScatter),
         )
+        if self.force_sum_reduction_for_comms:
+            self._check_exchanges(SymmMemReduceScatter)
         group = self._shard_process_group
         self._all_gather_comm = SymmMemAllGather(group, backend)
         if self.force_sum_reduction_for_comms:
@@ -185,6 +194,9 @@ class UnitSettings:
                     f"'{self._module_fqn}' uses {type(comm).__name__}, which "
                     "allocates its own buffers"
                 )
+
+    def _check_exchanges(self, kind: type) -> None:
+        """Raises if a reduce-scatter cannot send what the parameters are to send."""
 
     def _validate_reduce_scatter_max_input_buffers(self):
         wanted = self.reduce_scatter_max_input_buffers
@@ -237,7 +249,13 @@ class UnitSettings:
         is_replicated = isinstance(self.mesh_info, DDPMeshInfo)
         return self._all_reduce_process_group if is_replicated else None
 
-    def _divide_factors(self, dtype: torch.dtype) -> Factors:
+    def _divide_factors(
+        self, dtype: torch.dtype, comm_dtype: torch.dtype | None = None
+    ) -> Factors:
+        if comm_dtype is not None:
+            return get_tree_divide_factors(
+                self._reduce_scatter_group, self._all_reduce_group, self._divide_factor
+            )
         return _get_gradient_divide_factors(
             self._reduce_scatter_group,
             self._all_reduce_group,
@@ -247,8 +265,8 @@ class UnitSettings:
             self.force_sum_reduction_for_comms,
         )
 
-    def _scatter_divisor(self, dtype: torch.dtype) -> float:
-        factors, custom = self._divide_factors(dtype), self._divide_factor
+    def _scatter_divisor(self, key: BucketKey) -> float:
+        factors, custom = self._divide_factors(*key), self._divide_factor
         return scatter_divisor(self._reduce_scatter_group, factors, custom)
 
     def _set_separate_reduce_scatter_group(

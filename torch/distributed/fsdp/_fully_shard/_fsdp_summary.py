@@ -14,7 +14,7 @@ import torch
 import torch.nn as nn
 
 from ._fsdp_doors import DescribedUnit
-from ._fsdp_layout import dtype_rank, plan_gather
+from ._fsdp_layout import bucket_rank, BucketKey, dtype_rank, plan_gather
 from ._fsdp_param import FSDPParam
 from ._fsdp_unit import dtypes_of
 from ._fully_shard import FSDPModule
@@ -39,6 +39,8 @@ class ParamsSummary:
     # tensor has not told what it gathers.
     gathered_nbytes: int | None
     reduced_nbytes: int
+    # What gradients are sent in, None if in the reduce dtype
+    comm_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class BucketSummary:
     divided_by: float
     before: float | None
     after: float | None
+    comm_dtype: torch.dtype | None = None  # as above
 
 
 @dataclass(frozen=True)
@@ -131,19 +134,22 @@ class _Dtypes(NamedTuple):
     # None if frozen
     reduce: torch.dtype | None
     grad: torch.dtype | None
+    comm: torch.dtype | None
 
 
 def _dtypes_of(fsdp_param: FSDPParam) -> _Dtypes:
-    stored, compute, reduce, grad = dtypes_of(fsdp_param)
+    stored, compute, *reduced = dtypes_of(fsdp_param)
     if not fsdp_param.sharded_param.requires_grad:
-        return _Dtypes(stored, compute, None, None)
-    return _Dtypes(stored, compute, reduce, grad)
+        return _Dtypes(stored, compute, None, None, None)
+    return _Dtypes(stored, compute, *reduced)
 
 
 def _row_rank(item: tuple[_Dtypes, list[int]]) -> tuple:
     dtypes, positions = item
     # By bucket, in the order of their reductions; frozen ones last
-    bucket = dtype_rank(dtypes.reduce) if dtypes.reduce else (0, "")
+    bucket = ((0, ""),)
+    if dtypes.reduce is not None:
+        bucket = bucket_rank((dtypes.reduce, dtypes.comm))
     return bucket, dtype_rank(dtypes.compute), dtype_rank(dtypes.stored), positions
 
 
@@ -156,14 +162,16 @@ def _summarize_params(
     params = [unit.params[i] for i in positions]
     shards_nbytes = 0
     if dtypes.reduce is not None:
-        shards_nbytes = sum(map(_padded_numel, params)) * dtypes.reduce.itemsize
+        sent = dtypes.comm or dtypes.reduce
+        shards_nbytes = sum(map(_padded_numel, params)) * sent.itemsize
     return ParamsSummary(
         # Without the class of the unit's module, which the table names
         tuple(unit.names[i].partition(" of ")[0] for i in positions),
         sum(p._orig_size.numel() for p in params),
-        *dtypes,
+        *dtypes[:-1],
         None if gathered is None else sum(gathered.by_param[i] for i in positions),
         shards_nbytes * unit.gather_world_size,
+        dtypes.comm,
     )
 
 
@@ -202,15 +210,16 @@ def _gathered_nbytes(unit: DescribedUnit) -> _Gathered | None:
 def _buckets(
     unit: DescribedUnit, rows: Sequence[ParamsSummary]
 ) -> Iterator[BucketSummary]:
-    nbytes: dict[torch.dtype, int] = {}
+    nbytes: dict[BucketKey, int] = {}
     for row in rows:
         if row.reduce_dtype is not None:
-            in_bucket = nbytes.get(row.reduce_dtype, 0)
-            nbytes[row.reduce_dtype] = in_bucket + row.reduced_nbytes
-    for dtype in sorted(nbytes, key=dtype_rank):
-        before, after, *_ = unit.divide_factors(dtype)
+            key = row.reduce_dtype, row.comm_dtype
+            nbytes[key] = nbytes.get(key, 0) + row.reduced_nbytes
+    for key in sorted(nbytes, key=bucket_rank):
+        dtype, comm_dtype = key
+        before, after, *_ = unit.divide_factors(*key)
         divided_by = unit.divide_factor or unit.world_size
-        yield BucketSummary(dtype, nbytes[dtype], divided_by, before, after)
+        yield BucketSummary(dtype, nbytes[key], divided_by, before, after, comm_dtype)
 
 
 # Text #
@@ -247,7 +256,7 @@ def _table(units: Sequence[UnitSummary]) -> str:
 
 
 def _rows(unit: UnitSummary) -> Iterator[list[str]]:
-    factors = {bucket.dtype: _factor(bucket) for bucket in unit.buckets}
+    factors = {(b.dtype, b.comm_dtype): _factor(b) for b in unit.buckets}
     for i, params in enumerate(unit.params):
         dtype = params.reduce_dtype
         yield [
@@ -257,9 +266,9 @@ def _rows(unit: UnitSummary) -> Iterator[list[str]]:
             _name(params.stored_dtype),
             _name(params.compute_dtype),
             _bytes(params.gathered_nbytes),
-            "(frozen)" if dtype is None else _name(dtype),
+            "(frozen)" if dtype is None else _reduced_in(dtype, params.comm_dtype),
             f"{params.reduced_nbytes:,}",
-            "" if dtype is None else factors[dtype],
+            "" if dtype is None else factors[dtype, params.comm_dtype],
         ]
     if len(unit.params) > 1:
         yield [
@@ -277,6 +286,11 @@ def _rows(unit: UnitSummary) -> Iterator[list[str]]:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _reduced_in(dtype: torch.dtype, comm_dtype: torch.dtype | None) -> str:
+    name = _name(dtype)
+    return name if comm_dtype is None else f"{name}, sent in {_name(comm_dtype)}"
 
 
 def _bytes(nbytes: int | None) -> str:

@@ -51,6 +51,8 @@ class ParamDtypes(NamedTuple):
     # If its gradient is in the compute dtype, as autograd makes it
     reduce: torch.dtype
     grad: torch.dtype
+    # What is sent to be reduced, None if what it is reduced in
+    comm: torch.dtype | None
 
 
 def dtypes_of(fsdp_param: FSDPParam) -> ParamDtypes:
@@ -60,7 +62,18 @@ def dtypes_of(fsdp_param: FSDPParam) -> ParamDtypes:
     if policy.param_dtype is not None and compute.is_floating_point:
         compute = policy.param_dtype
     reduce = reduce_dtype_of(compute, default_reduce_dtype(fsdp_param))
-    return ParamDtypes(param.dtype, compute, reduce, param.grad_dtype or reduce)
+    comm = comm_dtype_of(fsdp_param, reduce)
+    return ParamDtypes(param.dtype, compute, reduce, param.grad_dtype or reduce, comm)
+
+
+def comm_dtype_of(
+    fsdp_param: FSDPParam, reduce_dtype: torch.dtype
+) -> torch.dtype | None:
+    """Returns what a gradient is sent in, None if in what it is reduced in."""
+    if not reduce_dtype.is_floating_point:
+        return None  # see `reduce_dtype_of`
+    # Users may have a policy class of their own
+    return getattr(fsdp_param.mp_policy, "grad_comm_dtype", None)
 
 
 def grad_dtype_of(
