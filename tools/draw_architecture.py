@@ -33,7 +33,7 @@ ROOMS = [
         ("_fsdp_grads", "gradients become buckets"),
         ("_fsdp_doors", "by default nothing"),
     ],
-    [None, ("_fsdp_collectives", "what moves"), ("_fsdp_copies", "into buffers, out of them")],
+    [None, ("_fsdp_collectives", "what moves"), ("_fsdp_copies", "into buffers, and out")],
     [
         ("_fsdp_kept_names", "names for plugins"),
         ("_fsdp_unit", "what is kept between steps"),
@@ -46,7 +46,7 @@ ROOMS = [
         ("_fsdp_api", "what users pass"),
         ("_fsdp_policies", "dtypes by name"),
     ],
-    [None, ("_fsdp_release", "what the release has"), None],
+    [("_fsdp_tree", "sums in one order"), ("_fsdp_release", "what the release has"), None],
 ]  # fmt: skip
 COMES_IN = ("_fsdp_summary", "_fsdp_errors", "_fsdp_agreement", "_fsdp_policies")
 KEY = (

@@ -353,6 +353,7 @@ _COLLECTIVES = {
     "reduce_scatter_single": (("input",), ("output",)),
     "reduce_scatter_tensor": (("input",), ("output",)),
     "all_reduce": ((), ("tensor",)),
+    "all_to_all_single": (("input",), ("output",)),
 }
 
 

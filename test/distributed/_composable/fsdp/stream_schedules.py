@@ -72,6 +72,13 @@ KINDS = {
         ),
     ),
 }
+if hasattr(MixedPrecisionPolicy, "grad_comm_dtype"):  # it comes after the core
+    KINDS["mixed, exchanged"] = Kind(
+        True,
+        policy=MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, grad_comm_dtype=torch.bfloat16
+        ),
+    )
 
 
 class Net(nn.Module):

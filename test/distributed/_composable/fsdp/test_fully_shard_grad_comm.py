@@ -9,13 +9,12 @@ process adds up by the definition of the tree.
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import mixed_dtype_parity
 from comm_test_utils import (
     BF16,
     FP16,
@@ -28,26 +27,36 @@ from comm_test_utils import (
     ThreadTest,
     Weighted,
 )
-from fsdp_test_utils import FakeGroupTest, run_python, THREAD_DEVICE_TYPE
+from features_memory import peak_nbytes
+from fsdp_test_utils import (
+    DEVICE_TYPE,
+    DeviceFreeTest,
+    FakeGroupTest,
+    FSDPProcessTest,
+    THREAD_DEVICE_TYPE,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mixed_dtype_models import mixed_tower, uniform_tower
 
 import torch
-import torch.distributed as dist
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     fully_shard,
     MixedPrecisionPolicy,
-    register_fsdp_forward_method,
 )
 from torch.distributed.fsdp._fully_shard import _fsdp_tree as tree
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultReduceScatter,
-    ProcessGroupAllocReduceScatter,
 )
-from torch.testing._internal.common_utils import run_tests, TestCase
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+    TestCase,
+)
 
 
 def policy(
@@ -258,16 +267,390 @@ class TestMeshes(GradCommTest):
         expected = self.expected(0, specs[0])
         self.assertFalse(any(torch.equal(grad, expected) for grad in found))
 
+
+class TestPieces(GradCommTest):
+    """What replicas exchange is more than they may at once."""
+
+    world_size = 8
+
+    def setUp(self) -> None:
+        pieces = mock.patch.object(tree, "_MAX_PIECE_NBYTES", 12)
+        pieces.start()  # before the threads
+        self.addCleanup(pieces.stop)
+        super().setUp()
+
     def test_replicas_are_reduced_in_pieces(self):
         specs = mixed_specs(self.world_size)
         expected = [self.expected(i, spec) for i, spec in enumerate(specs)]
         mesh = self.meshes()["4x2"]
-        with mock.patch.object(tree, "_MAX_PIECE_NBYTES", 12):
-            module = sharded(
-                specs, mesh, device=THREAD_DEVICE_TYPE, mp_policy=policy()
-            )
-            self.backward(module, specs)
+        module = sharded(specs, mesh, device=THREAD_DEVICE_TYPE, mp_policy=policy())
+        self.backward(module, specs)
         self.assert_all_same(self.full_grads(module), expected)
+
+
+def policy_maker(compute: torch.dtype | None, comm: torch.dtype | None) -> Any:
+    """Makes policies that reduce in fp32, whatever they are asked for."""
+
+    def make(**kwargs: Any) -> MixedPrecisionPolicy:
+        kwargs |= {"param_dtype": compute, "reduce_dtype": FP32}
+        return MixedPrecisionPolicy(grad_comm_dtype=comm, **kwargs)
+
+    return make
+
+
+# One of each kind, of `mixed_dtype_parity`
+UNIFORM = (
+    "root_only no_reshard accumulate accumulate_in_turns several_backwards "
+    "explicit_prefetch unshard_ahead shard_last_dim group group_run_in_part frozen "
+    "skipped_part unused_by_rank cpu_offload cpu_offload_accumulate divide_fp32 "
+    "sum_only two_input_buffers step_in_backward hybrid hybrid_deferred replicate"
+)
+MIXED = "plain accumulate shard_last_dim skipped_part unfrozen_later divide"
+NAMES = [f"uniform_{name}" for name in UNIFORM.split()]
+NAMES += [f"mixed_{name}" for name in MIXED.split()]
+
+
+class TestModes(FSDPProcessTest):
+    """
+    All that FSDP2 can do. Two ranks, and two replicas of two, have one order to add in.
+    So what is sent in the dtype that gradients have gives the bits of a reduction in
+    fp32, which the other tests compare with the release's.
+    """
+
+    world_size = 4
+
+    def train(self, name: str, compute: Any, comm: Any) -> mixed_dtype_parity.Record:
+        kind, _, name = name.partition("_")
+        if kind == "mixed":
+            mode = mixed_dtype_parity.MIXED_MODES[name]
+            mode = replace(mode, shard=mixed_dtype_parity.shard_blocks)
+        else:
+            mode = mixed_dtype_parity.UNIFORM_MODES[name]
+        model = mixed_tower() if kind == "mixed" else uniform_tower(mode.dtype)
+        names = ("replicate", "shard")
+        pairs = init_device_mesh(DEVICE_TYPE, (2, 2), mesh_dim_names=names)
+        mesh = pairs if mode.is_hybrid else pairs["shard"]
+        rank = self.rank if mode.is_hybrid else self.rank % 2
+        make = policy_maker(compute, comm)
+        with (
+            mock.patch.object(mixed_dtype_parity, "MixedPrecisionPolicy", make),
+            mock.patch.object(mixed_dtype_parity, "STEPS", 2),
+        ):
+            model = model.to(DEVICE_TYPE)
+            return mixed_dtype_parity.train(mode, model, mesh, rank, DEVICE_TYPE)
+
+    @parametrize("name", NAMES)
+    def test_equals_a_reduction_in_fp32(self, name: str) -> None:
+        # Without sync gradients add up in fp32, and would be rounded to be sent
+        compute, comm = (None, FP32) if "accumulate" in name else (BF16, BF16)
+        expected = self.train(name, compute, None)
+        self.assertNotEqual(expected["step 0 loss"], expected["step 1 loss"])
+        self.assertEqual(self.train(name, compute, comm), expected)
+
+
+instantiate_parametrized_tests(TestModes)
+
+
+class Counted(DefaultReduceScatter):
+    """Notes what is sent, and how."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, torch.dtype, int]] = []
+
+    def __call__(self, output_tensor, input_tensor, *args: Any, **kwargs: Any) -> None:
+        self.sent.append(("reduce", input_tensor.dtype, input_tensor.nbytes))
+        super().__call__(output_tensor, input_tensor, *args, **kwargs)
+
+    def exchange(self, output_tensor, input_tensor, group) -> None:
+        self.sent.append(("exchange", input_tensor.dtype, input_tensor.nbytes))
+        super().exchange(output_tensor, input_tensor, group)
+
+
+class OwnReduction(DefaultReduceScatter):
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        super().__call__(*args, **kwargs)
+
+
+class TestSettings(GradCommTest):
+    """What can be set beside it."""
+
+    world_size = 4
+    SPECS = (Spec((5, 3), FP32), Spec((6,), FP32), Spec((4, 2), BF16))
+
+    def module(self, mesh: DeviceMesh | None = None, **kwargs: Any) -> Weighted:
+        kwargs = {"mp_policy": policy()} | kwargs
+        mesh = self.mesh() if mesh is None else mesh
+        return sharded(self.SPECS, mesh, device=THREAD_DEVICE_TYPE, **kwargs)
+
+    def assert_is_tree(self, module: Weighted, **how: Any) -> None:
+        expected = [self.expected(i, s, **how) for i, s in enumerate(self.SPECS)]
+        self.assert_all_same(self.full_grads(module), expected)
+
+    def test_half_of_the_bytes(self):
+        sent = {}
+        for name, comm in (("wide", None), ("narrow", BF16)):
+            module = self.module(mp_policy=policy(comm, FP32))
+            module.set_custom_reduce_scatter(comm := Counted())
+            self.backward(module, self.SPECS)
+            sent[name] = comm.sent
+        [(_, dtype, nbytes)] = sent["wide"]
+        self.assertEqual(dtype, FP32)
+        self.assertEqual(sent["narrow"], [("exchange", BF16, nbytes // 2)])
+        self.assertEqual(nbytes % 2, 0)
+
+    def test_one_collective_for_each_pair_of_dtypes(self):
+        patterns = {
+            "p0": {"grad_comm_dtype": BF16},
+            "p1": {"grad_comm_dtype": FP16, "reduce_dtype": FP32},
+            "p2": {"reduce_dtype": FP32},
+        }
+        plain = Weighted(self.SPECS, THREAD_DEVICE_TYPE)
+        module = fully_shard(
+            plain,
+            mesh=self.mesh(),
+            mp_policy=MixedPrecisionPolicy.by_name(plain, patterns, param_dtype=BF16),
+        )
+        module.set_custom_reduce_scatter(comm := Counted())
+        self.backward(module, self.SPECS)
+        kinds = [(how, dtype) for how, dtype, _ in comm.sent]
+        self.assertEqual(
+            kinds, [("reduce", FP32), ("exchange", BF16), ("exchange", FP16)]
+        )
+        for i, sent in enumerate((BF16, FP16)):
+            grad = module.get_parameter(f"p{i}").grad.full_tensor()
+            self.assert_same(grad, self.expected(i, self.SPECS[i], comm=sent))
+
+    def test_units_do_not_matter(self):
+        mixed = self.module()
+        self.backward(mixed, self.SPECS)
+        found = []
+        for i, spec in enumerate(self.SPECS):
+            alone = Weighted([spec], THREAD_DEVICE_TYPE)
+            fully_shard(alone, mesh=self.mesh(), mp_policy=policy())
+            alone([given_weight(self.rank, i, spec).to(BF16)]).backward()
+            found += self.full_grads(alone)
+        self.assert_all_same(found, self.full_grads(mixed))
+
+    def test_put_off_all_reduces_keep_sums_of_subtrees(self):
+        module = self.module(self.meshes()["2x2"])
+        uses = ((0, 1), (1, 2))  # by the microbatches
+        for batch, used in enumerate(uses):
+            module.set_requires_all_reduce(batch == 1)
+            weights = [
+                given_weight(self.rank, i, spec, batch).to(BF16) if i in used else None
+                for i, spec in enumerate(self.SPECS)
+            ]
+            module(weights).backward()
+        for i, grad in enumerate(self.full_grads(module)):
+            sums = []
+            for replica in ((0, 1), (2, 3)):
+                batches = [
+                    add([self.sent(rank, i, batch) for rank in replica])
+                    for batch, used in enumerate(uses)
+                    if i in used
+                ]
+                sums.append(sum(reversed(batches[:-1]), start=batches[-1]))
+            expected = (add(sums) / 4).to(self.SPECS[i].dtype)
+            self.assert_same(grad, expected)
+
+    def sent(self, rank: int, i: int, batch: int) -> torch.Tensor:
+        return given_weight(rank, i, self.SPECS[i], batch).to(BF16).to(FP32)
+
+    def test_without_sync_microbatches_are_added_before_they_are_sent(self):
+        module = self.module()
+        for batch in range(2):
+            module.set_requires_gradient_sync(batch == 1)
+            self.backward(module, self.SPECS, batch)
+        for i, grad in enumerate(self.full_grads(module)):
+            ranks = range(self.world_size)
+            sums = [self.sent(r, i, 0) + self.sent(r, i, 1) for r in ranks]
+            total = add([part.to(BF16).to(FP32) for part in sums])
+            self.assert_same(grad, (total / 4).to(self.SPECS[i].dtype))
+
+    def test_divides_once_after_the_sum(self):
+        for mesh in self.meshes().values():
+            module = self.module(mesh)
+            module.set_gradient_divide_factor(3.0)
+            self.backward(module, self.SPECS)
+            self.assert_is_tree(module, divisor=3.0)
+
+    def test_sums_that_fp16_could_not_hold(self):
+        half = {"param_dtype": FP16}
+        module = self.module(mp_policy=policy(FP16, FP32, **half))
+        weights = [torch.full(spec.size, 6e4, dtype=FP16) for spec in self.SPECS]
+        module([w.to(THREAD_DEVICE_TYPE) for w in weights]).backward()
+        for spec, grad in zip(self.SPECS, self.full_grads(module)):
+            self.assertTrue(
+                bool((grad == torch.tensor(6e4, dtype=FP16).to(spec.dtype)).all())
+            )
+
+    def test_hook_sees_the_sum(self):
+        module = self.module()
+        seen = []
+        module.set_all_reduce_hook(lambda output: seen.append(output.clone()))
+        self.backward(module, self.SPECS)
+        self.assert_is_tree(module)
+        [output] = seen
+        self.assertEqual(output.dtype, FP32)
+        grads = [p.grad.to_local().flatten() for p in module.parameters()]
+        numel = sum(grad.numel() for grad in grads)
+        self.assertGreaterEqual(output.numel(), numel)
+
+    def test_settings_that_change_no_bits(self):
+        settings: dict[str, Any] = {
+            "sum only": lambda m: m.set_force_sum_reduction_for_comms(True),
+            "unused": lambda m: m.set_reduce_scatter_unused_params(True),
+            "buffers": lambda m: m.set_reduce_scatter_max_input_buffers(2),
+            "own group": lambda m: m.set_separate_reduce_scatter_group(True),
+        }
+        for name, change in settings.items():
+            with self.subTest(name):
+                module = self.module()
+                change(module)
+                self.backward(module, self.SPECS)
+                self.assert_is_tree(module)
+        for kwargs in (
+            {"reshard_after_forward": False},
+            {"reshard_after_forward": 2},
+            {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+        ):
+            with self.subTest(str(kwargs)):
+                if "offload_policy" in kwargs and THREAD_DEVICE_TYPE != "cpu":
+                    continue
+                module = self.module(**kwargs)
+                self.backward(module, self.SPECS)
+                self.assert_is_tree(module)
+
+    def test_unused_parameters_get_zeros_or_nothing(self):
+        for fills in (True, False):
+            module = self.module()
+            module.set_reduce_scatter_unused_params(fills)
+            weights = [given_weight(self.rank, 0, self.SPECS[0]).to(BF16), None, None]
+            module(weights).backward()
+            first, *others = module.parameters()
+            expected = self.expected(0, self.SPECS[0])
+            self.assert_same(first.grad.full_tensor(), expected)
+            for param in others:
+                self.assertEqual(param.grad is not None, fills)
+                if fills:
+                    self.assertFalse(bool(param.grad.to_local().any()))
+
+    def test_foreach_reduce_follows_the_policy(self):
+        unit = self.unit(self.SPECS, mp_policy=policy())
+        grads = [
+            given_weight(self.rank, i, spec).to(BF16)
+            for i, spec in enumerate(self.SPECS)
+        ]
+        result = self.reduce(unit, grads, reduce_dtype=FP32)
+        self.assertEqual(result.reduce_scatter_input.dtype, BF16)
+        for i, (fsdp_param, spec) in enumerate(zip(unit.fsdp_params, self.SPECS)):
+            expected = spec.shard(self.expected(i, spec), self.rank, self.world_size)
+            self.assert_same(fsdp_param.sharded_param.grad.to_local(), expected)
+
+    def test_foreach_reduce_takes_one_pair_of_dtypes(self):
+        unit = self.unit(self.SPECS, mp_policy=policy())
+        unit.fsdp_params[1].mp_policy = policy(None, FP32)
+        grads = [torch.zeros(spec.size, dtype=BF16) for spec in self.SPECS]
+        with self.assertRaisesRegex(AssertionError, "p0 and p1 .* sent in torch.bf"):
+            self.reduce(unit, grads, reduce_dtype=FP32)
+
+    def test_a_reduction_of_ones_own_must_say_how_to_send(self):
+        module = self.module()
+        message = (
+            r"OwnReduction of unit 'FSDPWeighted' cannot reduce p0.*sent in torch\.bf"
+        )
+        with self.assertRaisesRegex(ValueError, message):
+            module.set_custom_reduce_scatter(OwnReduction())
+        self.backward(module, self.SPECS)  # as if it had not been tried
+        self.assert_is_tree(module)
+        plain = self.module(mp_policy=policy(None, FP32))
+        plain.set_custom_reduce_scatter(OwnReduction())
+        group_of(plain).mp_policy = policy()
+        with self.assertRaisesRegex(ValueError, message):
+            self.backward(plain, self.SPECS)
+
+    def test_symmetric_memory_reduces_in_its_own_way(self):
+        module = self.module()
+        module.set_force_sum_reduction_for_comms(True)
+        with self.assertRaisesRegex(
+            ValueError,
+            "SymmMemReduceScatter.* grad_comm|SymmMemReduceScatter.*grad_comm",
+        ):
+            module.set_symm_mem_for_comm()
+        self.backward(module, self.SPECS)
+        self.assert_is_tree(module)
+
+
+class TestPolicies(DeviceFreeTest):
+    """What can be asked for."""
+
+    def test_reduces_in_fp32_unless_said_otherwise(self):
+        self.assertEqual(policy().reduce_dtype, FP32)
+        self.assertEqual(policy(BF16, FP64).reduce_dtype, FP64)
+        self.assertIsNone(policy(None).reduce_dtype)
+
+    def test_wrong_values_are_refused(self):
+        with self.assertRaisesRegex(TypeError, "grad_comm_dtype .* is 'bf16'"):
+            MixedPrecisionPolicy(grad_comm_dtype="bf16")
+        with self.assertRaisesRegex(TypeError, "grad_comm_dtype_override_fn takes"):
+            MixedPrecisionPolicy(grad_comm_dtype_override_fn=3)
+        module = torch.nn.Linear(2, 2)
+        with self.assertRaisesRegex(
+            ValueError, "grad_comm_dtype to .*: give|matches no"
+        ):
+            MixedPrecisionPolicy.by_name(module, {"x": {"grad_comm_dtype": BF16}})
+        with self.assertRaisesRegex(
+            ValueError, "only param_dtype, reduce_dtype, grad_"
+        ):
+            MixedPrecisionPolicy.by_name(module, {"*": {"output_dtype": BF16}})
+
+
+class TestUnitsOfFakeRanks(FakeGroupTest):
+    def module(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        module = torch.nn.Linear(4, 4)
+        return fully_shard(module, mp_policy=MixedPrecisionPolicy(*args, **kwargs))
+
+    def test_dtypes_that_cannot_be_sent_or_would_be_rounded_twice(self):
+        with self.assertRaisesRegex(
+            ValueError, "parameter weight of Linear is torch.fl"
+        ):
+            self.module(grad_comm_dtype=torch.float8_e4m3fn)
+        for reduce in (FP16, BF16):
+            with self.assertRaisesRegex(
+                ValueError, "weight of Linear would be sent in"
+            ):
+                self.module(None, reduce, grad_comm_dtype=FP32)
+        with self.assertRaisesRegex(
+            ValueError, "sent in torch.float16 .* torch.bfloat16"
+        ):
+            self.module(None, BF16, grad_comm_dtype_override_fn=lambda param: FP16)
+
+    def test_an_override_says_it_for_each_parameter(self):
+        def only_matrices(param: torch.nn.Parameter) -> torch.dtype | None:
+            return BF16 if param.ndim == 2 else None
+
+        module = self.module(BF16, FP32, grad_comm_dtype_override_fn=only_matrices)
+        module(torch.ones(2, 4, dtype=BF16, requires_grad=True)).sum().backward()
+        dtypes = [
+            fsdp_param.mp_policy.grad_comm_dtype
+            for fsdp_param in group_of(module).fsdp_params
+        ]
+        self.assertEqual(dtypes, [BF16, None])
+
+    def test_integers_and_frozen_parameters_may_be_anything(self):
+        module = torch.nn.Linear(4, 4)
+        module.weight = torch.nn.Parameter(torch.ones(4, 4).long(), requires_grad=False)
+        fully_shard(module, mp_policy=MixedPrecisionPolicy(grad_comm_dtype=BF16))
+
+    def test_post_backward_needs_no_more_memory_than_in_fp32(self):
+        specs = [((128, 32), BF16), ((128, 32), BF16), ((64, 16), BF16)]
+        modes: dict[str, dict[str, Any]] = {"plain": {}, "hybrid": {"is_hybrid": True}}
+        for mode in modes.values():
+            wide, narrow = (
+                peak_nbytes(specs, mode | {"mp_policy": policy(comm, FP32)})
+                for comm in (None, BF16)
+            )
+            self.assertLessEqual(narrow, wide)
 
 
 if __name__ == "__main__":

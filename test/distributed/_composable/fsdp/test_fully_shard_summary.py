@@ -111,6 +111,25 @@ unit    parameters  elements  stored in  computes in  bytes gathered  reduced in
         got = {params.names: params.grad_dtype for params in unit.params}
         self.assertEqual(got, {("weight",): FP32, ("bias",): torch.float64})
 
+    def test_what_gradients_are_sent_in(self) -> None:
+        def only_matrices(param: nn.Parameter) -> torch.dtype | None:
+            return torch.bfloat16 if param.ndim == 2 else None
+
+        module = fully_shard(
+            nn.Linear(4, 4),
+            mp_policy=MixedPrecisionPolicy(
+                reduce_dtype=torch.float32, grad_comm_dtype_override_fn=only_matrices
+            ),
+        )
+        [unit] = layout_summary(module).units
+        found = [(b.dtype, b.comm_dtype, b.nbytes, b.after) for b in unit.buckets]
+        # Each rank has one row of both, which some have only as padding
+        fp32, numels = torch.float32, (self.ranks, 4 * self.ranks)
+        expected = [(fp32, None, 4 * numels[0], None)]
+        expected.append((fp32, torch.bfloat16, 2 * numels[1], float(self.ranks)))
+        self.assertEqual(found, expected)
+        self.assertIn("float32, sent in bfloat16", str(unit))
+
     def test_custom_divide_factor(self) -> None:
         model = sharded_units()
         model.set_gradient_divide_factor(3.0)

@@ -10,6 +10,7 @@ from wrong_uses_rows import (
     BF16,
     Case,
     DIM,
+    FP8,
     FP32,
     INT32,
     MAKING,
@@ -64,7 +65,7 @@ add_each(
             TypeError,
             f"{name} of MixedPrecisionPolicy is 'bfloat16'",
         )
-        for name in ("param_dtype", "reduce_dtype", "output_dtype")
+        for name in ("param_dtype", "reduce_dtype", "output_dtype", "grad_comm_dtype")
     ],
     found="`MixedPrecisionPolicy`",
     do="give a torch.dtype",
@@ -158,6 +159,36 @@ add_each(
     ],
     found="`fully_shard`",
     do="Return one of torch.float64",
+    about="weight of Scaled",
+)
+add_each(
+    MAKING,
+    [
+        (
+            "grad_comm_dtype_is_float8",
+            "gradients sent in float8, which have no scale",
+            under(grad_comm_dtype=FP8),
+            ValueError,
+            "grad_comm_dtype of parameter weight of Scaled is torch.float8_e4m3fn",
+        )
+    ],
+    found="`fully_shard`",
+    do="Give one of torch.float64",
+    about="weight of Scaled",
+)
+add_each(
+    MAKING,
+    [
+        (
+            "grad_comm_dtype_does_not_fit",
+            "gradients sent in a dtype whose values `reduce_dtype` does not hold",
+            under(grad_comm_dtype=FP32, reduce_dtype=BF16),
+            ValueError,
+            "The gradient of parameter weight of Scaled would be sent in torch.float32",
+        )
+    ],
+    found="`fully_shard`",
+    do="Give a reduce_dtype that does",
     about="weight of Scaled",
 )
 add_each(

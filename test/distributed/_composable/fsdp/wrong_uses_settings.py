@@ -5,25 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from wrong_uses_rows import add_each, Case, Run, SETTING
+from wrong_uses_rows import add_each, Case, FP64, Run, SETTING
 
 import torch
 import torch.nn as nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
     DefaultReduceScatter,
 )
 
 
-def setting(method: str, *args: Any, **kwargs: Any) -> Case:
+def setting(method: str, *args: Any, mp_policy: Any = None, **kwargs: Any) -> Case:
     """Of the second unit of a model that has run."""
 
     def case(run: Run) -> Callable[[], object]:
-        run.trained()
+        run.trained(**({"mp_policy": mp_policy} if mp_policy else {}))
         run.mend = lambda: None
         return lambda: getattr(run.blocks[1], method)(*args, **kwargs)
 
     return case
+
+
+class OwnReduction(DefaultReduceScatter):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs)
 
 
 class Uncallable:
@@ -68,6 +74,25 @@ add_each(
     ],
     found="`set_custom_reduce_scatter`",
     do="pass an object that has allocate and __call__ as ReduceScatter has them",
+    about="unit '1'",
+)
+add_each(
+    SETTING,
+    [
+        (
+            "scatter_cannot_exchange",
+            "a custom reduce-scatter where `grad_comm_dtype` is set",
+            setting(
+                "set_custom_reduce_scatter",
+                OwnReduction(),
+                mp_policy=MixedPrecisionPolicy(grad_comm_dtype=FP64, reduce_dtype=FP64),
+            ),
+            ValueError,
+            "OwnReduction of unit '1' cannot reduce 1.weight, which is sent in",
+        )
+    ],
+    found="`set_custom_reduce_scatter`",
+    do="give the class a method exchange(output_tensor, input_tensor, group)",
     about="unit '1'",
 )
 add_each(

@@ -10,6 +10,7 @@ from wrong_uses_rows import add_each, BF16, Case, FP64, Run, Scaled, STEPPING, w
 
 import torch
 import torch.nn as nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
     DefaultReduceScatter,
@@ -288,4 +289,42 @@ add_each(
     found="first forward",
     do="(tensor, (tensor to free, ...))",
     about="0.gain",
+)
+
+
+class Unable(DefaultReduceScatter):
+    """Of a backend that has no all-to-all."""
+
+    def exchange(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("Backend mpi does not support alltoall_base")
+
+
+def cannot_exchange(run: Run) -> Callable[[], object]:
+    policy = MixedPrecisionPolicy(grad_comm_dtype=FP64, reduce_dtype=FP64)
+    model = run.model(mp_policy=policy)
+    for block in run.blocks:
+        block.set_custom_reduce_scatter(Unable())
+
+    def mend() -> None:
+        for block in run.blocks:
+            block.set_custom_reduce_scatter(DefaultReduceScatter())
+
+    run.mend = mend
+    return lambda: run.step(model)
+
+
+add_each(
+    STEPPING,
+    [
+        (
+            "backend_cannot_exchange",
+            "`grad_comm_dtype` on a backend without `all_to_all_single`",
+            cannot_exchange,
+            RuntimeError,
+            "The gradients of 1.",
+        )
+    ],
+    found="first backward",
+    do="Use a backend that has it for",
+    about="1.weight",
 )

@@ -1,0 +1,211 @@
+"""Trains one model on five meshes over the same ranks, and compares every bit.
+
+    python examples/same_bits.py [--nproc N] [--steps N]
+
+Fully sharded, sharded within groups and replicated over them, or replicated only: with
+grad_comm_dtype=torch.bfloat16 gradients are sent in bf16 and added in fp32, in an order
+that the mesh does not change. Losses, gradients and parameters are then the same, byte
+for byte. The same runs without it show what the mesh does otherwise. Exit status 1 means
+that a mesh gave other bits with grad_comm_dtype, or that all gave the same without it.
+"""
+
+import argparse
+import functools
+import hashlib
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import _setup  # noqa: F401
+
+
+# isort: split
+
+import torch
+import torch.distributed as dist
+from _half_products import widen_half_products
+from _launch import as_rank, is_worker, launch, make_parser, parse_args
+from torch import nn, Tensor
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
+
+
+WIDTH, VOCABULARY, ROWS = 64, 256, 4
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+class Block(nn.Module):
+    """Matrices in bf16, a norm and a decay in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH, dtype=FP32)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=False, dtype=BF16)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False, dtype=BF16)
+        self.decay = nn.Parameter(torch.zeros(WIDTH, dtype=FP32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.down(nn.functional.gelu(self.up(self.norm(x).to(BF16))))
+        return x * torch.exp(-torch.exp(self.decay)) + hidden.float()
+
+
+def build_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    embedding = nn.Embedding(VOCABULARY, WIDTH)
+    head = nn.Linear(WIDTH, VOCABULARY)
+    return nn.Sequential(embedding, *(Block() for _ in range(3)), head)
+
+
+def layouts(ranks: int) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yields what each mesh is called, and its replicas and the shards of each."""
+    shards = ranks
+    while shards > 1:
+        yield f"{ranks // shards} x {shards}", (ranks // shards, shards)
+        shards //= 2
+    yield f"{ranks} x 1", (ranks, 1)
+
+
+@dataclass(frozen=True)
+class Bits:
+    """Digests of what a run gave in all of its steps."""
+
+    losses: str
+    gradients: str
+    parameters: str
+    # Of the gradients, by `clip_grad_norm_` and by `norm_of`
+    norms: str
+    same_norms: str
+    last_loss: float
+
+
+FIELDS = ("losses", "gradients", "parameters", "norms", "same_norms")
+
+
+def norm_of(grads: Iterable[Tensor]) -> Tensor:
+    """
+    Returns the norm of all gradients, of which one at a time is there in full: the
+    order in which it adds up does not depend on the mesh either.
+    """
+    norms = [torch.linalg.vector_norm(grad.full_tensor().float()) for grad in grads]
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def train(args: argparse.Namespace, layout: str, comm: torch.dtype | None) -> Bits:
+    policy = MixedPrecisionPolicy(
+        reduce_dtype=FP32 if comm else None,
+        grad_comm_dtype=comm,
+        cast_forward_inputs=False,
+    )
+    model = build_model().to(args.device)
+    if layout == "replicate":
+        mesh = init_device_mesh(args.device, (args.nproc,))
+        apply = functools.partial(replicate, mesh=mesh, mp_policy=policy)
+    else:
+        names = ("replicate", "shard")
+        shape = dict(layouts(args.nproc))[layout]
+        mesh = init_device_mesh(args.device, shape, mesh_dim_names=names)
+        apply = functools.partial(fully_shard, mesh=mesh, mp_policy=policy)
+    for block in model[1:-1]:
+        apply(block)
+    apply(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batches = torch.Generator().manual_seed(dist.get_rank())
+    digests = {field: hashlib.sha256() for field in FIELDS}
+    for _ in range(args.steps):
+        tokens = torch.randint(VOCABULARY, (ROWS, 17), generator=batches)
+        tokens = tokens.sort(dim=1).values.to(args.device)  # something to learn
+        logits = model(tokens[:, :-1].flatten())
+        loss = nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
+        loss.backward()
+        losses = by_rank(loss.detach())
+        grads = [param.grad for param in model.parameters()]
+        update(digests["losses"], losses)
+        update(digests["gradients"], (grad.full_tensor() for grad in grads))
+        update(digests["norms"], [nn.utils.get_total_norm(grads).full_tensor()])
+        update(digests["same_norms"], [norm_of(grads)])
+        optimizer.step()
+        optimizer.zero_grad()
+        params = (param.full_tensor() for param in model.parameters())
+        update(digests["parameters"], params)
+    found = {field: digest.hexdigest()[:8] for field, digest in digests.items()}
+    return Bits(**found, last_loss=torch.stack(losses).mean().item())
+
+
+def update(digest: "hashlib._Hash", tensors: Iterable[Tensor]) -> None:
+    for tensor in tensors:
+        flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        digest.update(flat.numpy().tobytes())
+
+
+def by_rank(loss: Tensor) -> list[Tensor]:
+    losses = [torch.empty_like(loss) for _ in range(dist.get_world_size())]
+    dist.all_gather(losses, loss)
+    return losses
+
+
+def table(runs: dict[str, Bits]) -> str:
+    rows = [
+        ("mesh", "losses", "gradients", "parameters", "norm", "norm_of", "last loss")
+    ]
+    for layout, bits in runs.items():
+        digests = (bits.losses, bits.gradients, bits.parameters)
+        norms = (bits.norms, bits.same_norms, f"{bits.last_loss:.6f}")
+        rows.append((layout, *digests, *norms))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = ["  ".join(text.ljust(w) for text, w in zip(row, widths)) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def kinds_of_bits(runs: dict[str, Bits]) -> int:
+    return len(
+        {(b.losses, b.gradients, b.parameters, b.same_norms) for b in runs.values()}
+    )
+
+
+def compare(args: argparse.Namespace) -> int:
+    names = [*dict(layouts(args.nproc)), "replicate"]
+    status = 0
+    for comm, title in (
+        (BF16, "grad_comm_dtype=torch.bfloat16"),
+        (None, "without grad_comm_dtype"),
+    ):
+        runs = {name: train(args, name, comm) for name in names}
+        kinds = kinds_of_bits(runs)
+        if dist.get_rank() == 0:
+            print(
+                f"{title}, {args.steps} steps, {args.nproc} ranks: digests of all bits"
+            )
+            print(f"{table(runs)}\n", flush=True)
+        if (kinds == 1) != (comm is not None):
+            status = 1
+    return status
+
+
+def main(argv: list[str]) -> int:
+    parser = make_parser(__doc__)
+    parser.set_defaults(steps=20)
+    if not is_worker() and not any(arg.startswith("--nproc") for arg in argv):
+        argv = ["--nproc=8", *argv]
+    args = parse_args(parser, argv)
+    if not is_worker():
+        return launch(__file__, args.nproc, argv)
+    return as_rank(functools.partial(train_rank, args))
+
+
+def train_rank(args: argparse.Namespace) -> int:
+    """Does what one process has to do; returns its exit status."""
+    torch.set_num_threads(1)
+    widen_half_products()
+    if args.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+    try:
+        return compare(args)
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
