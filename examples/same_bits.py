@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import _setup  # noqa: F401
 
@@ -30,6 +31,7 @@ from torch import nn, Tensor
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 
 WIDTH, VOCABULARY, ROWS = 64, 256, 4
@@ -83,7 +85,7 @@ class Bits:
 FIELDS = ("losses", "gradients", "parameters", "norms", "same_norms")
 
 
-def norm_of(grads: Iterable[Tensor]) -> Tensor:
+def norm_of(grads: Iterable[DTensor]) -> Tensor:
     """
     Returns the norm of all gradients, of which one at a time is there in full: the
     order in which it adds up does not depend on the mesh either.
@@ -107,8 +109,8 @@ def train(args: argparse.Namespace, layout: str, comm: torch.dtype | None) -> Bi
         shape = dict(layouts(args.nproc))[layout]
         mesh = init_device_mesh(args.device, shape, mesh_dim_names=names)
         apply = functools.partial(fully_shard, mesh=mesh, mp_policy=policy)
-    for block in model[1:-1]:
-        apply(block)
+    for i in range(1, len(model) - 1):
+        apply(model[i])
     apply(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batches = torch.Generator().manual_seed(dist.get_rank())
@@ -120,15 +122,16 @@ def train(args: argparse.Namespace, layout: str, comm: torch.dtype | None) -> Bi
         loss = nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
         loss.backward()
         losses = by_rank(loss.detach())
-        grads = [param.grad for param in model.parameters()]
+        grads = [cast(DTensor, param.grad) for param in model.parameters()]
         update(digests["losses"], losses)
         update(digests["gradients"], (grad.full_tensor() for grad in grads))
-        update(digests["norms"], [nn.utils.get_total_norm(grads).full_tensor()])
+        norm = cast(DTensor, nn.utils.get_total_norm(grads))
+        update(digests["norms"], [norm.full_tensor()])
         update(digests["same_norms"], [norm_of(grads)])
         optimizer.step()
         optimizer.zero_grad()
-        params = (param.full_tensor() for param in model.parameters())
-        update(digests["parameters"], params)
+        params = [cast(DTensor, param) for param in model.parameters()]
+        update(digests["parameters"], (param.full_tensor() for param in params))
     found = {field: digest.hexdigest()[:8] for field, digest in digests.items()}
     return Bits(**found, last_loss=torch.stack(losses).mean().item())
 

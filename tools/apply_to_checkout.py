@@ -68,6 +68,7 @@ STAYS_OF = {
         "real_models",
         "test_fully_shard_accelerate",
         "test_fully_shard_models",
+        "test_fully_shard_same_bits",
         "test_fully_shard_tools",
     ),
     "pages": (

@@ -142,6 +142,15 @@ class TestRanksDisagree(FSDPProcessTest):
             self.assertIn("MixedPrecisionPolicy must return the same", message)
             self.assertIn(SWITCH, message)
 
+    def test_what_is_sent_differs(self) -> None:
+        model = blocks(1).to(self.device)
+        policy = self.policy_by_rank("grad_comm_dtype")
+        fully_shard(model, mp_policy=policy, mesh=shard_mesh())
+        message = self.refused(lambda: self.step(model))
+        for dtype, ranks in (("float32", "ranks 0, 1, 3"), ("bfloat16", "rank 2")):
+            text = f"reduces in torch.float32, sent in torch.{dtype} on {ranks}"
+            self.assertIn(text, message)
+
     def test_stored_dtypes_that_no_policy_casts_differ(self) -> None:
         dtype = BF16 if self.rank == 0 else FP32
         model = blocks(1, dtype=dtype).to(self.device)

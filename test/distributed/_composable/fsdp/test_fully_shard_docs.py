@@ -122,6 +122,13 @@ class TestIndex(DeviceFreeTest):
             fixed = error.removesuffix("…")
             self.assertTrue(any(fixed in text for text in texts), error)
 
+    def test_traffic_is_what_the_script_counts(self) -> None:
+        script = ROOT / "benchmarks/distributed/fsdp/grad_comm_traffic.py"
+        page = (ROOT / "docs/grad_comm_dtype.md").read_text()
+        printed = run_python(str(script))
+        self.assertGreater(len(printed.splitlines()), 10)
+        self.assertIn(printed, page)
+
     def test_links_lead_somewhere(self) -> None:
         for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
             for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):

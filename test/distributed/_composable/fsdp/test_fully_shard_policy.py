@@ -116,8 +116,9 @@ for kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_
         of_base = run_python("-c", code, on_base=True).splitlines()
         positional, by_keyword = run_python("-c", code).splitlines()
         self.assertEqual(positional, of_base[0])
-        overrides = ["param_dtype_override_fn", "reduce_dtype_override_fn"]
-        self.assertEqual(by_keyword, str([(name, None) for name in overrides]))
+        ours = ["param_dtype_override_fn", "reduce_dtype_override_fn"]
+        ours += ["grad_comm_dtype", "grad_comm_dtype_override_fn"]
+        self.assertEqual(by_keyword, str([(name, None) for name in ours]))
         for param in ast.literal_eval(of_base[1]):
             self.assertIn(param, ast.literal_eval(by_keyword))
 

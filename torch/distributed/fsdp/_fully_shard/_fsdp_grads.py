@@ -247,13 +247,14 @@ def _promote(
 def _plan_buckets(
     fsdp_params: UnitParams, reduce_dtypes: Sequence[torch.dtype | None]
 ) -> list[UnitBucket]:
-    slots, keys = [], []
+    slots, dtypes, comm_dtypes = [], [], []
     for i, (fsdp_param, dtype) in enumerate(zip(fsdp_params, reduce_dtypes)):
         if dtype is not None:
             shard_numel = fsdp_param.padded_sharded_param_size.numel()
             slots.append(ReduceSlot(i, grad_dtype_of(fsdp_param), shard_numel))
-            keys.append((dtype, comm_dtype_of(fsdp_param, dtype)))
-    buckets = plan_buckets(slots, keys)
+            dtypes.append(dtype)
+            comm_dtypes.append(comm_dtype_of(fsdp_param, dtype))
+    buckets = plan_buckets(slots, dtypes, comm_dtypes)
     return [UnitBucket.of(fsdp_params, bucket) for bucket in buckets]
 
 
@@ -352,7 +353,7 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
             kept = [*self.values()]
             divisors = {key: divisor_of(key) for key in [*self, *keys]}
             self.clear()
-            for bucket in plan_buckets(slots, keys):
+            for bucket in plan_buckets(slots, *zip(*keys)):
                 self[bucket.key] = PartialReduce.merge(bucket, kept, divisors)
         return aligned
 

@@ -322,7 +322,9 @@ def describe_key(key: BucketKey) -> str:
 
 
 def plan_buckets(
-    slots: Sequence[ReduceSlot], keys: Sequence[BucketKey]
+    slots: Sequence[ReduceSlot],
+    reduce_dtypes: Sequence[torch.dtype],
+    comm_dtypes: Sequence[torch.dtype | None] | None = None,
 ) -> tuple[ReduceBucket, ...]:
     """
     Sorts parameters into one bucket for each reduce dtype and dtype to send it in,
@@ -332,11 +334,13 @@ def plan_buckets(
 
     Args:
         slots: The parameters that have a gradient.
-        keys: For each, the dtypes in which it is reduced and sent.
+        reduce_dtypes: The dtype in which each is reduced.
+        comm_dtypes: The dtype in which each is sent, None for its reduce dtype.
     """
     members: dict[BucketKey, list[ReduceSlot]] = {}
-    for slot, key in zip(slots, keys, strict=True):
-        members.setdefault(key, []).append(slot)
+    comm_dtypes = [None] * len(slots) if comm_dtypes is None else comm_dtypes
+    for slot, dtype, comm_dtype in zip(slots, reduce_dtypes, comm_dtypes, strict=True):
+        members.setdefault((dtype, comm_dtype), []).append(slot)
     return tuple(
         ReduceBucket(dtype, tuple(_in_runs(members[dtype, comm], dtype)), comm)
         for dtype, comm in sorted(members, key=bucket_rank)
