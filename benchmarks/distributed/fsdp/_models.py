@@ -1,6 +1,7 @@
 """The models that are measured, and how each side makes units of them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -210,6 +211,8 @@ AS_IT_IS = "as it is"  # one unit a block, whatever its dtypes
 PER_DTYPE = "one unit per dtype"
 ALL_FP32 = "all fp32"  # upcast before it is sharded
 PROMOTED = "gradients promoted to fp32"
+# All in bf16, and gradients added in fp32: sent in fp32 too, or in bf16
+WIDE, NARROW = "sent in fp32", "sent in bf16"
 
 
 def language_model(block: str, way: str, device: str) -> nn.Sequential:
@@ -220,6 +223,10 @@ def language_model(block: str, way: str, device: str) -> nn.Sequential:
         model.float()
     # With reduce_dtype, all gradients of a unit share one reduce-scatter
     policy = MixedPrecisionPolicy(reduce_dtype=FP32 if way == PROMOTED else None)
+    if way in (WIDE, NARROW):
+        policy = MixedPrecisionPolicy(BF16, FP32)
+    if way == NARROW:  # which the base does not have
+        policy = replace(policy, grad_comm_dtype=BF16)
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     for module in model:
         assert isinstance(module, Block)

@@ -17,11 +17,13 @@ from _models import (
     AS_IT_IS,
     BLOCKS,
     language_model,
+    NARROW,
     PER_DTYPE,
     PROMOTED,
     tokens,
     training_step,
     UNIFORM_BLOCKS,
+    WIDE,
 )
 from _ratios import alternate, Group, Samples, Subject
 from _rows import PartResult, Timed, timed_rows
@@ -69,6 +71,7 @@ UNIFORM_BASE = "base"
 ALL_FP32_BASE = "base, all fp32"
 # The fork can be told to do so: by a policy that reduces in fp32
 PROMOTED_FORK = "gradients promoted, as 2.15 (by the fork)"
+WIDE_FORK = "the same sums, sent in fp32 (by the fork)"
 
 
 def groups_of(extra: dict[str, Any], *, promoted: bool) -> list[Group]:
@@ -89,6 +92,21 @@ def groups_of(extra: dict[str, Any], *, promoted: bool) -> list[Group]:
         ]
         groups.append(Group(block, tuple(subjects)))
     return groups
+
+
+def narrow_groups(extra: dict[str, Any]) -> list[Group]:
+    """Returns blocks in bf16 whose gradients are added in fp32, sent in both ways."""
+    ways = ((FORK, NARROW), (WIDE_FORK, WIDE))
+    return [
+        Group(
+            f"{block}, grad_comm_dtype",
+            tuple(
+                Subject(name, "fork", {"block": block, "way": way, **extra})
+                for name, way in ways
+            ),
+        )
+        for block in UNIFORM_BLOCKS
+    ]
 
 
 def rows_of(
@@ -112,7 +130,8 @@ def rows_of(
 
 def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> PartResult:
     """Compares the time of a step."""
-    groups = groups_of({"steps": 3 if quick else 5}, promoted=True)
+    steps = {"steps": 3 if quick else 5}
+    groups = groups_of(steps, promoted=True) + narrow_groups(steps)
     if quick:
         groups = [group for group in groups if group.name not in UNIFORM_BLOCKS][:1]
     samples = alternate(
