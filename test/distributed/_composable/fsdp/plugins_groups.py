@@ -428,6 +428,18 @@ def partial_reduce_output(place: Place) -> Record:
     }
 
 
+@mixed
+def several_partial_reduce_outputs(place: Place) -> Record:
+    model = place.mixed(mesh=place.pairs)
+    model.set_requires_all_reduce(False)
+    one_backward(model, place, 0)
+    kept = [group._partial_reduce_output for group in groups_of(model)]
+    for group in groups_of(model):
+        group._partial_reduce_output = None
+    left = [group._partial_reduce_output for group in groups_of(model)]
+    return {"kept": [describe(each) for each in kept], "left": left}
+
+
 @scenario
 def partial_reduce_output_set_where_none_is_kept(place: Place) -> Record:
     """As a plugin does that all-reduces every few steps, with sums of its own."""

@@ -172,7 +172,12 @@ def finalization_that_is_refused(place: Place) -> Record:
 
 @mixed_since_2_15
 def mixed_finalization_that_is_refused(place: Place) -> Record:
-    return {"refused": refused_finalization(place.mixed(mesh=place.pairs), place)}
+    """The root keeps one sum, or several where it is the only unit."""
+    whole = fully_shard(stack((FP32, BF16)), mesh=place.pairs)
+    return {
+        "refused": refused_finalization(place.mixed(mesh=place.pairs), place),
+        "refused with several sums": refused_finalization(whole, place),
+    }
 
 
 # Extensions #

@@ -163,6 +163,17 @@ class TestPlugins(DeviceFreeTest):
             }
             self.assertEqual(len({*last.values()}), 4, last)
 
+    def test_several_put_off_sums_are_read_as_a_tuple(self) -> None:
+        for results in self.results_of("several_partial_reduce_outputs"):
+            root, *blocks = results["kept"]
+            # Over two ranks: 18 of weight, 3 of gain, and two rows of six of shift
+            wide, narrow = (
+                ("Tensor", f"torch.{d}", (33,)) for d in ("float32", "bfloat16")
+            )
+            self.assertEqual(root, wide)
+            self.assertEqual(blocks, [("tuple", [wide, narrow])] * 2)
+            self.assertEqual(results["left"], [None] * 3)
+
     def test_a_put_off_sum_is_taken_away_and_given_back(self) -> None:
         self.check("partial_reduce_output_set_where_none_is_kept")
 

@@ -123,21 +123,20 @@ class KeptNames:
         """Of a unit of one rank, which gathers nothing: empty."""
         return torch.empty(0, device=self.device)
 
-    # Read and set by a plugin that puts all-reduces off
+    # Read and set by a plugin that puts all-reduces off; and since 2.15 by the root,
+    # which refuses to finalize backward by hand unless it is None
     @property
-    def _partial_reduce_output(self: Any) -> torch.Tensor | None:
+    def _partial_reduce_output(
+        self: Any,
+    ) -> torch.Tensor | tuple[torch.Tensor, ...] | None:
         """
         What the microbatches whose all-reduce was put off sum to, 1D in the reduce
-        dtype, None if there is nothing. May be set, to as many elements as the unit
-        reduces or to None. Raises `RuntimeError` where a mixed unit has several.
+        dtype, None if there is nothing; a tuple where a mixed unit has several. May
+        be set, to as many elements as the unit reduces or to None.
         """
         kept = [partial.output for partial in self._partial_reduces.values()]
         if len(kept) > 1:
-            dtypes = ", ".join(str(output.dtype) for output in kept)
-            raise RuntimeError(
-                f"Unit '{self._unit_name}' keeps a partial result in each of {dtypes}: "
-                "read them from _partial_reduces, which has one for each bucket"
-            )
+            return tuple(kept)
         return kept[0] if kept else None
 
     @_partial_reduce_output.setter
