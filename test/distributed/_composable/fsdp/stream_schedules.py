@@ -14,6 +14,7 @@ from unittest import mock
 
 from fsdp_happens_before import HappensBefore
 from fsdp_test_utils import CastLinear, MixedBlock
+from release_rules import FOLLOWS_GRAD_DTYPE
 
 import torch
 import torch.nn as nn
@@ -160,6 +161,10 @@ SCHEDULES: dict[str, Callable[[Kit], None]] = {}
 def schedule(function: Callable[[Kit], None]) -> Callable[[Kit], None]:
     SCHEDULES[function.__name__] = function
     return function
+
+
+def schedule_since_2_15(function: Callable[[Kit], None]) -> Callable[[Kit], None]:
+    return schedule(function) if FOLLOWS_GRAD_DTYPE else function
 
 
 @schedule
@@ -392,6 +397,29 @@ def accumulation_before_the_last_backward(kit: Kit) -> None:
 
 
 @schedule
+def backwards_in_two_streams(kit: Kit) -> None:
+    """The second goes on with buffers that the first has in another stream."""
+    handle = kit.checker.handle
+    side = kit.checker.new_stream("side")
+    for mesh in (mesh_of(RANKS), mesh_of(2, 4)):
+        net = kit.sharded_net(mesh=mesh)
+        for _ in range(2):
+            default = handle.current_stream()
+            side.wait_stream(default)
+            net.set_is_last_backward(False)
+            with handle.stream(side):
+                kit.backward(net)
+                # Makes place for what the reductions still read
+                kit.input()
+            default.wait_stream(side)
+            net.set_is_last_backward(True)
+            kit.backward(net)
+            with handle.stream(side):
+                kit.input()
+            kit.optimize(net)
+
+
+@schedule
 def unused_parameters_reduced(kit: Kit) -> None:
     net = kit.sharded_net()
     net.set_reduce_scatter_unused_params(True)
@@ -405,6 +433,77 @@ def no_unshard_in_backward(kit: Kit) -> None:
     net.blocks[2].set_unshard_in_backward(True)
     net.set_separate_reduce_scatter_group(True)
     kit.train(net)
+
+
+# Finalization by hand #
+
+
+def _nets_to_finalize(kit: Kit) -> Iterator[Net]:
+    """
+    Yields each net three times, its backward done: twice of two microbatches that
+    reduce nothing, and between them of one that reduces at once.
+    """
+    for mesh in (mesh_of(RANKS), mesh_of(2, 4)):
+        net = kit.sharded_net(mesh=mesh)
+        net.set_manual_backward_finalization(True)
+        for reduces_at_once in (False, True, False):
+            if not reduces_at_once:
+                net.set_requires_gradient_sync(False)
+                kit.backward(net)
+            kit.backward(net)
+            net.set_requires_gradient_sync(True)
+            yield net
+
+
+@schedule_since_2_15
+def finalized_by_hand(kit: Kit) -> None:
+    for net in _nets_to_finalize(kit):
+        net.finalize_backward()
+        kit.optimize(net)
+
+
+@schedule_since_2_15
+def finalized_in_background(kit: Kit) -> None:
+    """Until the handle is waited for, other work may take what memory is free."""
+    for net in _nets_to_finalize(kit):
+        reduction = net.finalize_backward(async_op=True)
+        kit.input() @ torch.ones(DIM, DIM)
+        reduction.wait()
+        kit.optimize(net)
+
+
+@schedule_since_2_15
+def finalized_in_its_own_stream(kit: Kit) -> None:
+    """What is left to reduce is copied in there, and waited for where it is used."""
+    handle, side = kit.checker.handle, kit.checker.new_stream("finalization")
+    for net in _nets_to_finalize(kit):
+        default = handle.current_stream()
+        side.wait_stream(default)
+        with handle.stream(side):
+            reduction = net.finalize_backward(async_op=True)
+        default.wait_stream(side)
+        reduction.wait()
+        with handle.stream(side):
+            kit.input()
+        kit.optimize(net)
+
+
+@schedule_since_2_15
+def finalized_with_shared_streams(kit: Kit) -> None:
+    """One root after the other, as only one may be in the background."""
+    first, second = kit.sharded_net(), kit.sharded_net()
+    share_comm_ctx([first, second])
+    for net in (first, second):
+        net.set_manual_backward_finalization(True)
+    for _ in range(2):
+        second(first(kit.input())).sum().backward()
+        first.finalize_backward()
+        second.finalize_backward()
+        kit.optimize(first)
+        kit.optimize(second)
+
+
+# On the host and in hooks #
 
 
 def _offloaded_net(kit: Kit, *, pin_memory: bool, mesh: DeviceMesh) -> Net:

@@ -27,10 +27,11 @@ _reset_iter_state > _order_gathers_after_reshard #0     the next root forward
                                                         current stream; what
                                                         matters is that the event
                                                         is dropped
-recycle_reduce_scatter_inputs > wait_event #1           no schedule runs backward
-                                                        in several streams; it
-                                                        bounds how many inputs are
-                                                        there at once
+recycle_reduce_scatter_inputs > wait_event #1           the memory goes back to
+                                                        the stream that has waited
+                                                        already; it bounds how
+                                                        many inputs are there at
+                                                        once
 release_all_gather_state_on_current_stream > ...        only 2.15 calls it, after
                                                         the current stream itself
                                                         copied out
@@ -58,6 +59,7 @@ from stream_schedules import KINDS, Kit, mesh_of, RANKS, SCHEDULES
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import (
     _fsdp_collectives as collectives,
 )
@@ -272,6 +274,11 @@ class TestSchedules(StreamsTest):
             else:
                 self.assertEqual({*left} - {0}, set(), name)
 
+    def test_finalization_by_hand_is_among_them_where_there_is_one(self) -> None:
+        names = [name for name in SCHEDULES if name.startswith("finalized_")]
+        has_it = hasattr(FSDPModule, "finalize_backward")
+        self.assertEqual(len(names), 4 * has_it)
+
     @parametrize("kind", ["uniform", "mixed"])
     def test_backward_waits_for_a_part_of_a_unit(self, kind: str) -> None:
         """Until all of its reduction is done, though no buffer here needs it."""
@@ -286,6 +293,24 @@ class TestSchedules(StreamsTest):
         self.assertEqual(parts, [True, True, True, False] * 6)
         self.assertTrue(all(waited for is_part, waited in waits if is_part))
         self.assertIn((False, False), waits)
+
+    @parametrize("kind", [*KINDS])
+    def test_devices_are_told_who_reads_gradients(self, kind: str) -> None:
+        """Of all memory that sharded gradients lie in: whoever runs backward."""
+        told: list[tuple[torch.Tensor, Stream]] = []
+        # The tensors are kept, so that nothing else gets their memory
+        note = mock.patch.object(
+            collectives, "record_grad_output_stream", lambda *call: told.append(call)
+        )
+        checker = HappensBefore()
+        with checker, note:
+            net = Kit(checker, KINDS[kind]).sharded_net(mesh=mesh_of(2, 4))
+            Kit(checker, KINDS[kind]).backward(net)
+        self.assertEqual({stream for _, stream in told}, {checker.default_stream})
+        places = {buffer.untyped_storage().data_ptr() for buffer, _ in told}
+        for param in net.parameters():
+            local = param.grad._local_tensor
+            self.assertIn(local.untyped_storage().data_ptr(), places)
 
 
 instantiate_parametrized_tests(TestSchedules)
