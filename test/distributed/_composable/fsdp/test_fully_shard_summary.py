@@ -19,6 +19,7 @@ from fsdp_test_utils import (
     record_collectives,
     shard_blocks,
 )
+from release_rules import reduce_dtype
 
 import torch
 import torch.nn as nn
@@ -31,6 +32,10 @@ from torch.testing._internal.common_utils import run_tests
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# What 272 parameters in fp32, computed with in bf16, are reduced in, and their bytes
+ROOT_REDUCES = {BF16: "bfloat16              544", FP32: "float32             1,088"}[
+    reduce_dtype(MixedPrecisionPolicy(param_dtype=BF16), FP32)
+]
 
 
 class Unit(nn.Module):
@@ -61,10 +66,10 @@ def sharded_units() -> nn.Sequential:
 class TestSummaryOfOneRank(FakeGroupTest):
     """One of eight ranks, whose group sends nothing."""
 
-    TEXT = """\
+    TEXT = f"""\
 unit    parameters  elements  stored in  computes in  bytes gathered  reduced in  bytes reduced     divided by
 ------  ----------  --------  ---------  -----------  --------------  ----------  -------------  -------------
-(root)           2       272  float32    bfloat16                544  bfloat16              544              8
+(root)           2       272  float32    bfloat16                544  {ROOT_REDUCES}              8
 0                2       272  bfloat16   bfloat16                544  bfloat16              544              8
                  1       256  float16    bfloat16                512  float16               512  8 (4, then 2)
                  2        32  float32    float32                 128  (frozen)                0
@@ -184,7 +189,8 @@ class TestSummaryOfSteps(FSDPThreadTest):
         self.assertEqual(
             reduced, [(b.dtype, b.nbytes) for u in units[::-1] for b in u.buckets]
         )
-        self.assertEqual(len(reduced), 4)
+        up, down, norm = reduce_dtype(MixedPrecisionPolicy(FP32), BF16), BF16, FP32
+        self.assertEqual(len(reduced), len({up, down}) + len({up, down, norm}))
 
     def test_uneven_sizes_count_their_padding(self) -> None:
         model = shard_blocks(mixed_model(2).to(self.device))
