@@ -29,6 +29,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import DataParallelMeshDims, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.distributed.tensor import Shard
 
 
 if HAS_SPMD_TYPES:
@@ -275,6 +276,44 @@ def mixed_steps_of_ones_own(place: Place) -> Record:
     except NotImplementedError as error:
         record["refused"] = str(error)
     return record
+
+
+def with_a_row_more(params: Any, grads: list[torch.Tensor], world_size: int) -> Any:
+    """Gives each rank a row of zeros behind its own ones."""
+    default = _fsdp_collectives._default_reduce_scatter_input_fn
+    for i, size in enumerate(default(params, grads, world_size)):
+        whole = grads[i].new_zeros(size)
+        whole[: grads[i].size(0)] = grads[i]
+        by_rank = whole.unflatten(0, (world_size, -1))
+        row = torch.zeros_like(by_rank[:, :1])
+        grads[i] = torch.cat([by_rank, row], 1).flatten(0, 1)
+    return tuple(grad.size() for grad in grads)
+
+
+def train_with_a_row_more(model: Stack, place: Place) -> Record:
+    for group in groups_of(model):
+        group._prepare_reduce_scatter_inputs = with_a_row_more
+    return train(model, place)
+
+
+def on_the_last_dim(place: Place) -> dict[str, Any]:
+    return {
+        "mesh": place.pairs,
+        "shard_placement_fn": lambda param: Shard(param.ndim - 1),
+    }
+
+
+@since_2_15
+def inputs_that_are_padded(place: Place) -> Record:
+    model = place.sharded("bf16_reduce_fp32", **on_the_last_dim(place))
+    return train_with_a_row_more(model, place)
+
+
+@mixed_since_2_15
+def mixed_inputs_that_are_padded(place: Place) -> Record:
+    plain = train(place.mixed(**on_the_last_dim(place)), place)
+    padded = train_with_a_row_more(place.mixed(**on_the_last_dim(place)), place)
+    return {"plain": plain, "padded": padded}
 
 
 # Gradients' dtypes #

@@ -30,6 +30,7 @@ UNIFORM = (
     "finalization_that_is_refused",
     "outputs_that_an_extension_releases",
     "steps_of_ones_own",
+    "inputs_that_are_padded",
     "grad_dtypes_of_all",
     "iteration_that_is_given_up",
     "unused_without_a_dtype",
@@ -40,6 +41,7 @@ MIXED = (
     "mixed_finalization_that_is_refused",
     "mixed_outputs_that_an_extension_releases",
     "mixed_steps_of_ones_own",
+    "mixed_inputs_that_are_padded",
 )
 SCRIPT = "plugins_scenarios.py"
 
@@ -124,6 +126,11 @@ class TestSince215(SinceTest):
             self.assertIn("unit 'blocks.0'", results["refused"])
         (doubled, *_) = self.results_of("steps_of_ones_own")
         self.assertEqual(doubled["calls"]["inputs"], 2 * 3)
+
+    def test_inputs_are_padded_by_others(self) -> None:
+        """Whatever is behind a rank's part, and whichever dim it is sharded on."""
+        for results in self.results_of("mixed_inputs_that_are_padded"):
+            self.assertEqual(results["padded"], results["plain"])
 
 
 class TestExtensions(SinceTest):
