@@ -75,10 +75,10 @@ def add(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def given_weight(rank: int, i: int, spec: Spec, batch: int = 0) -> torch.Tensor:
-    """What the ``i``-th parameter gets on a rank: of many magnitudes."""
+    """What the ``i``-th parameter gets on a rank: of more magnitudes than fp32 adds."""
     generator = torch.Generator().manual_seed((rank * 100 + i) * 100 + batch)
     size = spec.size
-    scale = torch.randint(-6, 7, size, generator=generator).double().exp2()
+    scale = torch.randint(-14, 10, size, generator=generator).double().exp2()
     values = torch.randn(size, generator=generator, dtype=FP64) * scale
     return values.to(THREAD_DEVICE_TYPE)
 
