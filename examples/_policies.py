@@ -22,6 +22,7 @@ class Choice:
     meaning: str
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    grad_comm_dtype: torch.dtype | None = None
     patterns: Mapping[str, Mapping[str, torch.dtype]] = field(default_factory=dict)
 
     def policy_for(self, model: nn.Module) -> MixedPrecisionPolicy:
@@ -30,6 +31,7 @@ class Choice:
             self.patterns,
             param_dtype=self.param_dtype,
             reduce_dtype=self.reduce_dtype,
+            grad_comm_dtype=self.grad_comm_dtype,
             # The residual stream between the blocks stays fp32.
             cast_forward_inputs=False,
         )
@@ -47,13 +49,20 @@ CHOICES = {
         "as bf16-fp32-norms, and all gradients reduce in fp32",
         BF16,
         FP32,
-        _SENSITIVE,
+        patterns=_SENSITIVE,
+    ),
+    "bf16-narrow-sums": Choice(
+        "the same, but gradients are sent in what they are computed in",
+        BF16,
+        FP32,
+        BF16,
+        {name: {**of, "grad_comm_dtype": FP32} for name, of in _SENSITIVE.items()},
     ),
     "bf16-embedding-sums": Choice(
         "as bf16-fp32-sums, but the embedding's gradient reduces in bf16",
         BF16,
         FP32,
-        {**_SENSITIVE, "embedding.*": {"reduce_dtype": BF16}},
+        patterns={**_SENSITIVE, "embedding.*": {"reduce_dtype": BF16}},
     ),
     "fp32": Choice("all compute and reduce in fp32", FP32),
 }
@@ -62,10 +71,11 @@ DEFAULT = "stored"
 
 @dataclass(frozen=True)
 class Dtypes:
-    """What one parameter computes in, and what its gradient is reduced in."""
+    """What one parameter computes in, and what its gradient is reduced and sent in."""
 
     compute: torch.dtype
     reduce: torch.dtype
+    sent: torch.dtype
 
 
 def dtypes_under(
@@ -76,7 +86,8 @@ def dtypes_under(
     for name, parameter in model.named_parameters():
         resolved = resolve(policy, parameter, name, device)
         compute = resolved.param_dtype or parameter.dtype
-        found[name] = Dtypes(compute, resolved.reduce_dtype or compute)
+        reduce = resolved.reduce_dtype or compute
+        found[name] = Dtypes(compute, reduce, resolved.grad_comm_dtype or reduce)
     return found
 
 

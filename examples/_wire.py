@@ -38,7 +38,7 @@ class UnitKind:
     units: int
     unshards: int  # of one unit in one step
     world_size: int
-    # Of all the units, by what they compute in and by what they are reduced in
+    # Of all the units, by what they compute in and by what their gradients are sent in
     numel: Counter[torch.dtype] = field(default_factory=Counter)
     reduced_numel: Counter[torch.dtype] = field(default_factory=Counter)
     gathers: Traffic = Traffic()
@@ -82,7 +82,7 @@ def meter(
         unit.set_custom_reduce_scatter(_CountedReduceScatter(kind))
         for parameter in _managed_parameters(unit):
             kind.numel[dtypes[parameter].compute] += parameter.numel()
-            kind.reduced_numel[dtypes[parameter].reduce] += parameter.numel()
+            kind.reduced_numel[dtypes[parameter].sent] += parameter.numel()
     return kind
 
 
@@ -152,3 +152,10 @@ class _CountedReduceScatter(DefaultReduceScatter):
     ) -> dist.Work | None:
         self.kind.reductions[input_tensor.dtype] += Traffic(1, input_tensor.nbytes)
         return super().__call__(output_tensor, input_tensor, group, op, async_op)
+
+    def exchange(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup
+    ) -> None:
+        """Is called in place of the above where ``grad_comm_dtype`` is set."""
+        self.kind.reductions[input_tensor.dtype] += Traffic(1, input_tensor.nbytes)
+        super().exchange(output_tensor, input_tensor, group)

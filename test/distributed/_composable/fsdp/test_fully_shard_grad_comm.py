@@ -51,6 +51,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_tree as tree
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultReduceScatter,
 )
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -347,6 +348,22 @@ class TestModes(FSDPProcessTest):
         self.assertNotEqual(expected["step 0 loss"], expected["step 1 loss"])
         self.assertEqual(self.train(name, compute, comm), expected)
 
+    def test_over_tensor_parallelism(self) -> None:
+        names = ("dp", "tp")
+        mesh = init_device_mesh(DEVICE_TYPE, (2, 2), mesh_dim_names=names)
+        found = []
+        for comm in (None, BF16):
+            torch.manual_seed(0)
+            model = torch.nn.Linear(8, 8).to(DEVICE_TYPE)
+            parallelize_module(model, mesh["tp"], ColwiseParallel())
+            fully_shard(model, mesh=mesh["dp"], mp_policy=policy(comm, FP32))
+            x = torch.arange(32.0).view(4, 8).sin() * (1 + mesh["dp"].get_local_rank())
+            model(x.to(DEVICE_TYPE)).float().square().sum().backward()
+            found.append([p.grad.full_tensor() for p in model.parameters()])
+        for plain, exchanged in zip(*found, strict=True):
+            self.assertTrue(bool(plain.any()))
+            self.assertTrue(torch.equal(plain, exchanged))
+
 
 instantiate_parametrized_tests(TestModes)
 
@@ -369,6 +386,19 @@ class Counted(DefaultReduceScatter):
 class OwnReduction(DefaultReduceScatter):
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         super().__call__(*args, **kwargs)
+
+
+class Kept(DefaultReduceScatter):
+    """Gives out the same buffer whenever it is asked for one of a kind."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[Any, torch.Tensor] = {}
+
+    def allocate(self, size, *, dtype, device) -> torch.Tensor:
+        if (tuple(size), dtype) not in self.buffers:
+            buffer = super().allocate(size, dtype=dtype, device=device)
+            self.buffers[tuple(size), dtype] = buffer
+        return self.buffers[tuple(size), dtype]
 
 
 class TestSettings(GradCommTest):
@@ -501,6 +531,7 @@ class TestSettings(GradCommTest):
             "sum only": lambda m: m.set_force_sum_reduction_for_comms(True),
             "unused": lambda m: m.set_reduce_scatter_unused_params(True),
             "buffers": lambda m: m.set_reduce_scatter_max_input_buffers(2),
+            "kept buffers": lambda m: m.set_custom_reduce_scatter(Kept()),
             "own group": lambda m: m.set_separate_reduce_scatter_group(True),
         }
         for name, change in settings.items():

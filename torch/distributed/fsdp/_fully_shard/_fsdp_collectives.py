@@ -29,6 +29,7 @@ from ._fsdp_comms import (  # noqa: F401  (importable from here, as in the relea
     all_gather_copy_in_meta,
     allocate_gather_buffer,
     allocate_reduce_buffer,
+    allocates_anew,
     chunk_cat,
     DefaultAllGather,
     DefaultAllocMixin,
@@ -682,8 +683,11 @@ def _exchange_and_add(
 ) -> None:
     """Is a reduce-scatter that sends in one dtype and adds in that of ``output``."""
     comm: Any = reduction.reduce_scatter_comm
-    numel, dtype = reduce_input.numel(), reduce_input.dtype
-    received = allocate_reduce_buffer(comm, numel, dtype, reduction.device)
+    if allocates_anew(comm):
+        numel, dtype = reduce_input.numel(), reduce_input.dtype
+        received = allocate_reduce_buffer(comm, numel, dtype, reduction.device)
+    else:  # it may give what is sent once more
+        received = torch.empty_like(reduce_input)
     comm.exchange(
         output_tensor=received,
         input_tensor=reduce_input,

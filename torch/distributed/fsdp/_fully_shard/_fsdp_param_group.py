@@ -16,7 +16,9 @@ Data passes from stream to stream, and each handover is one of these waits:
   allocator only after both gather streams wait for the copy-out's event. In
   forward this is put off to the next group, see
   [Note: Freeing the gather buffer late].
-- gradients -> reduce-scatter: ``foreach_reduce``, stream to stream.
+- gradients -> reduce-scatter: ``foreach_reduce``, stream to stream. With
+  ``grad_comm_dtype`` that stream has an all-to-all and the sum of what came in, which
+  is allocated there. The sum overwrites the reduce-scatter's input.
 - reduce-scatter -> next copy-in: ``FSDPCommContext.reduce_scatter_states``
   holds the inputs of the last groups, one record for each post-backward; the
   current stream waits for its event before the record is dropped.
@@ -133,6 +135,12 @@ from ._fsdp_unit import UnitBucket
 
 
 _GradInputs = TypeVarTuple("_GradInputs")
+
+# That a group is in while it is gathered ahead of its forward or backward
+_STATE_OF_PASS = {
+    "forward": TrainingState.FORWARD,
+    "backward": TrainingState.PRE_BACKWARD,
+}
 
 # What others put in its place is called with the release's arguments
 _OWN_REDUCE = foreach_reduce
@@ -595,17 +603,13 @@ class FSDPParamGroup(UnitRegistrations):
         target_fsdp_param_group: FSDPParamGroup, pass_type: str
     ) -> None:
         """Starts a group's gather as if in its own forward or backward."""
-        states = {
-            "forward": TrainingState.FORWARD,
-            "backward": TrainingState.PRE_BACKWARD,
-        }
-        if pass_type not in states:
+        if (state := _STATE_OF_PASS.get(pass_type)) is None:
             raise ValueError(
-                f"Unknown pass type: {pass_type}, expects one of {[*states]}"
+                f"Unknown pass type: {pass_type}, expects one of {[*_STATE_OF_PASS]}"
             )
         target = target_fsdp_param_group
         label = f"FSDP::{pass_type}_prefetch for {target._module_fqn}"
-        with range_of(label), target.use_training_state(states[pass_type]):
+        with range_of(label), target.use_training_state(state):
             try:
                 target.unshard(target.unshard_async_op)
             except AttributeError as error:
