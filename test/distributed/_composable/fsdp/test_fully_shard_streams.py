@@ -67,6 +67,9 @@ from torch.distributed.fsdp._fully_shard import (
     _fsdp_context as context,
 )
 from torch.distributed.fsdp._fully_shard import (
+    _fsdp_copies as copies,
+)
+from torch.distributed.fsdp._fully_shard import (
     _fsdp_param_group as param_group,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_common import (
@@ -300,7 +303,7 @@ class TestSchedules(StreamsTest):
         told: list[tuple[torch.Tensor, Stream]] = []
         # The tensors are kept, so that nothing else gets their memory
         note = mock.patch.object(
-            collectives, "record_grad_output_stream", lambda *call: told.append(call)
+            copies, "record_grad_output_stream", lambda *call: told.append(call)
         )
         checker = HappensBefore()
         with checker, note:
