@@ -123,7 +123,7 @@ class TestSince215(SinceTest):
         for results in self.results_of("mixed_steps_of_ones_own"):
             # Two steps of two blocks of two dtypes, and a root of one
             self.assertEqual(results["calls"], {"outputs": 0, "inputs": 2 * 5})
-            self.assertIn("unit 'blocks.0'", results["refused"])
+            self.assertIn("blocks.0.layers.0.weight", results["refused"])
         (doubled, *_) = self.results_of("steps_of_ones_own")
         self.assertEqual(doubled["calls"]["inputs"], 2 * 3)
 

@@ -40,6 +40,7 @@ from ._fsdp_comms import (  # noqa: F401  (importable from here, as in the relea
     ProcessGroupAllocAllGather,
     ProcessGroupAllocMixin,
     ProcessGroupAllocReduceScatter,
+    record_grad_output_stream,
     split_with_sizes_copy,
     symm_mem,
     SymmMemAllGather,
