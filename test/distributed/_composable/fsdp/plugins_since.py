@@ -351,7 +351,13 @@ def iteration_that_is_given_up(place: Place) -> Record:
     loss_of(model(batch_of(1, place.rank)))
     model.reset_iter_state()
     left = [param.grad is None for param in model.parameters()]
-    return train(model, place) | {"left": left}
+    model.set_requires_gradient_sync(False)
+    loss_of(model(batch_of(2, place.rank))).backward()
+    pending = [[g._post_backward_pending for g in groups_of(model)]]
+    model.reset_iter_state()
+    model.set_requires_gradient_sync(True)
+    pending.append([g._post_backward_pending for g in groups_of(model)])
+    return train(model, place) | {"left": left, "pending": pending}
 
 
 @since_2_15
