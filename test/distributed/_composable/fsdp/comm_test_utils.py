@@ -264,9 +264,15 @@ class NoReduceScatter(DefaultReduceScatter):
         pass
 
 
+_one_counts = threading.Lock()
+
+
 @contextlib.contextmanager
 def count_operators() -> Iterator[Counter[str]]:
-    """Counts the operators that this thread calls where nobody counts them."""
+    """
+    Counts the operators that this thread calls where nobody counts them. One thread
+    at a time counts, so what it calls must not communicate.
+    """
     counts: Counter[str] = Counter()
 
     class Counting(TorchDispatchMode):
@@ -274,26 +280,10 @@ def count_operators() -> Iterator[Counter[str]]:
             counts[func._schema.name] += 1
             return func(*args, **(kwargs or {}))
 
-    with _kernels_called_directly(), Counting():
+    # As if the mode that counts, which gets operators, were not there
+    direct = mock.patch.object(copies, "gets_operators", lambda _: False)
+    with _one_counts, direct, Counting():
         yield counts
-
-
-_direct_lock = threading.Lock()
-_direct: list[mock._patch] = []  # one for each thread that counts
-
-
-@contextlib.contextmanager
-def _kernels_called_directly() -> Iterator[None]:
-    """As if the mode that counts, which gets operators, were not there."""
-    with _direct_lock:
-        _direct.append(mock.patch.object(copies, "gets_operators", lambda _: 0))
-        _direct[-1].start()
-    try:
-        yield
-    finally:
-        with _direct_lock:
-            # In any order of threads, the last that was started is stopped first
-            _direct.pop().stop()
 
 
 # Of the base, which compiled graphs are matched with
