@@ -52,7 +52,7 @@ CHOICES = {
         patterns=_SENSITIVE,
     ),
     "bf16-narrow-sums": Choice(
-        "the same, but gradients are sent in what they are computed in",
+        "as bf16-fp32-sums, but gradients are sent in what they are computed in",
         BF16,
         FP32,
         BF16,
