@@ -145,14 +145,12 @@ class MixedPrecisionPolicy:
                 get this policy.
             patterns (Mapping): From shell patterns (:mod:`fnmatch`: ``*``,
                 ``?``, ``[seq]``, with regard to case) over the fully qualified
-                names of ``module``'s parameters to what they set:
-                any of ``param_dtype``, ``reduce_dtype`` and
-                ``grad_comm_dtype``. ``*`` also matches dots. A name is as without activation checkpointing and
+                names of ``module``'s parameters to what they set: any of
+                ``param_dtype``, ``reduce_dtype`` and ``grad_comm_dtype``, where
+                ``None`` stands for the policy's default. ``*`` also matches dots.
+                A name is as without activation checkpointing and
                 ``torch.compile``, and a shared parameter has all of its names.
-                ``None`` stands for the policy's default.
-            param_dtype, reduce_dtype, output_dtype, cast_forward_inputs,
-                grad_comm_dtype: The fields of the policy, for whatever no
-                pattern sets.
+            param_dtype, ..., grad_comm_dtype: The fields, where no pattern sets them.
 
         Raises:
             TypeError: if what a pattern sets is not a mapping to dtypes.

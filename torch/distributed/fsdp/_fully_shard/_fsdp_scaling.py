@@ -48,8 +48,8 @@ def _get_gradient_divide_factors(
     A sum over one rank is no collective, so what it would divide by is applied to
     its input, see :func:`scatter_divisor`.
     """
-    shards = 1 if reduce_scatter_group is None else reduce_scatter_group.size()
-    workers = shards * (1 if all_reduce_group is None else all_reduce_group.size())
+    shards = _size(reduce_scatter_group)
+    workers = shards * _size(all_reduce_group)
     can_overflow = reduce_dtype not in (torch.float32, torch.bfloat16)
     sums_only = force_sum_reduction_for_comms or device_type == "mtia"
     SUM, AVG = ReduceOp.SUM, ReduceOp.AVG
@@ -78,8 +78,7 @@ def get_tree_divide_factors(
     Returns the same for a sum in the fixed order of ranks, whatever its dtype: nothing
     before, and all of it after the sum over all ranks.
     """
-    shards = 1 if reduce_scatter_group is None else reduce_scatter_group.size()
-    workers = shards * (1 if all_reduce_group is None else all_reduce_group.size())
+    workers = _size(reduce_scatter_group) * _size(all_reduce_group)
     after = float(workers) if factor is None else factor
     return None, after, ReduceOp.SUM, ReduceOp.SUM
 
@@ -99,8 +98,12 @@ def scatter_divisor(
     if op == ReduceOp.SUM:
         return 1.0
     if op == ReduceOp.AVG:
-        return 1.0 if reduce_scatter_group is None else reduce_scatter_group.size()
+        return _size(reduce_scatter_group)
     return 1.0 if gradient_divide_factor is None else gradient_divide_factor
+
+
+def _size(group: dist.ProcessGroup | None) -> int:
+    return 1 if group is None else group.size()
 
 
 def _split_factor(factor: float) -> tuple[float, float]:
