@@ -10,7 +10,7 @@ export PYTHON3 FILE
 # starts is not told what was told to this make.
 BASE ?= $(TORCH_BASE)
 export TORCH_BASE := $(BASE)
-unexport BASE MAKEFLAGS
+unexport BASE MAKEFLAGS QUICK ARGS
 # Another base than the default has a tree of its own, with the same commands.
 IN_TREE = $(if $(TORCH_BASE),cd "$$($(SETUP) tree)" &&)
 

@@ -15,15 +15,26 @@ from pathlib import Path
 import pytest
 
 
-# Files, by what follows `test_fully_shard_`, that take more than half a minute: a
-# process that starts one of these last is waited for. Others follow as they come.
+# Files, by what follows `test_fully_shard_`, that take more than a quarter of a minute:
+# a process that starts one of these last is waited for. Others follow as they come.
 LONGEST_FIRST = (
-    "composition",
     "features",
     "mixed_dtype",
+    "composition",
     "streams",
+    "schedules",
     "models",
+    "undisturbed_hooks",
     "random",
+    "plugins",
+    "setup_faults",
+    "faults",
+    "growth",
+    "docs",
+    "bad_input",
+    "drift",
+    "stack",
+    "tools",
 )
 
 # Of each file, the tests that `--quick` runs: the ends of their names. Of a file
@@ -69,8 +80,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """A test with ranks keeps two cores busy by itself, and one without ranks one."""
-    return max(2, len(os.sched_getaffinity(0)) // 2)
+    """
+    A test with ranks keeps two cores busy while it computes, and none while its
+    processes start or wait for one another.
+    """
+    return max(3, len(os.sched_getaffinity(0)) // 2)
 
 
 def concern(path: Path) -> str:

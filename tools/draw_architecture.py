@@ -43,10 +43,14 @@ ROOMS = [
         ("_fsdp_scaling", "divide factors"),
         ("_fsdp_observers", "who looks at a step"),
         ("_fsdp_layout", "where it lies"),
+        ("_fsdp_common", "meshes, helpers"),
         ("_fsdp_api", "what users pass"),
-        ("_fsdp_policies", "dtypes by name"),
     ],
-    [("_fsdp_tree", "sums in one order"), ("_fsdp_release", "what the release has"), None],
+    [
+        ("_fsdp_policies", "dtypes by name"),
+        ("_fsdp_tree", "sums in one order"),
+        ("_fsdp_release", "what the release has"),
+    ],
 ]  # fmt: skip
 COMES_IN = ("_fsdp_summary", "_fsdp_errors", "_fsdp_agreement", "_fsdp_policies")
 KEY = (

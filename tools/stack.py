@@ -60,6 +60,7 @@ Uniform units have the buffers, bytes and bits that they had. Plans, views and
 registrations are kept between steps, which halves the time on the host.""",
         sources=(
             "_fsdp_release",
+            "_fsdp_common",
             "_fsdp_layout",
             "_fsdp_scaling",
             "_fsdp_observers",

@@ -48,9 +48,10 @@ class Pair(NamedTuple):
 
 
 @cache
-def _build(
+def build(
     precision: str, units: int, params: int, per_dtype: bool, device: str
 ) -> Pair:
+    """Returns the models, whose steps are like all later ones from now on."""
     dtypes, policy = PRECISIONS[precision]
     models = [
         nn.Sequential(*(scales_block(params, dtypes) for _ in range(units))).to(device)
@@ -111,7 +112,7 @@ def measure(
     Returns host time in microseconds, per unit and step or ("step_us") per step, and
     what is not counted as such. See [Note: What host time is].
     """
-    models = _build(precision, units, params, per_dtype, device)
+    models = build(precision, units, params, per_dtype, device)
     sharded = time_steps(models.sharded, device, seconds)
     plain = time_steps(models.plain, device, seconds / 4)
     cpu_us = (sharded.cpu - plain.cpu) * 1e6

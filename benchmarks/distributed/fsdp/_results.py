@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import _where
 from _pictures import draw
 from _rows import PartResult, table
 
@@ -28,11 +29,19 @@ Written by `make bench DOCS=1`, from one run. *Base* is the release, PyTorch {to
 
 Base and fork run in separate processes and take turns. A round measures one after the
 other and gives one ratio. The table shows the median of the ratios and their quartiles.
-*Fork* and *takes* are counts, where something was counted. Times are given as ratios only.
-*At most* is the ratio that this branch aims at.
+*Fork* and *takes* are counts, where something was counted. Times are given as ratios, but
+for the last two tables. *At most* is the ratio that this branch aims at.
 
 {pictures}
 {table}
+
+## Where host time goes
+
+Microseconds per unit and step, of the model that *host* measures. Each line is without
+what the lines below it take. *The rest* is what runs around a unit's own functions: hooks
+of `nn.Module`, and autograd's nodes. The release does not take the mixed unit.
+
+{where}
 
 ## What is measured
 
@@ -51,6 +60,9 @@ other and gives one ratio. The table shows the median of the ratios and their qu
   without an optimizer.
 - **growth**: straight lines fitted to host time, over 1 to 64 units of 16 parameters
   and over 1 to 256 parameters in each of 4 units.
+- **where**: the functions that `_where.py` names are timed, on each side its own, and the
+  time that this takes is subtracted. The fastest step of a round counts, and the median
+  of 12 rounds is shown.
 - **cuda**: bytes written per second by copy-in and copy-out of a layer of 218 million
   parameters, compared with a device-to-device copy of as many bytes, and the host
   time of a step on the device.
@@ -65,7 +77,7 @@ class Results:
     def save(self, folder: Path) -> None:
         self._save_values(folder / RESULTS)
         (folder / UNFINISHED).unlink(missing_ok=True)
-        (folder / "table.txt").write_text(table(self.parts) + "\n")
+        (folder / "table.txt").write_text(self.text() + "\n")
         draw(self.parts, folder)
 
     def save_unfinished(self, folder: Path) -> None:
@@ -83,6 +95,13 @@ class Results:
         parts = {name: PartResult.of_json(p) for name, p in found["parts"].items()}
         return cls(found["machine"], parts)
 
+    def text(self, style: str = "simple") -> str:
+        """Returns the table of all ratios, and what has tables of its own."""
+        texts = [table(self.parts, style)]
+        if (where := self.parts.get("where")) is not None:
+            texts.append(_where.tables(where, style))
+        return "\n\n".join(texts)
+
     def document(self, docs: Path) -> None:
         """Writes the page, with its pictures beside it."""
         pictures = docs / "benchmarks"
@@ -96,6 +115,7 @@ class Results:
             machine=describe(self.machine),
             pictures="\n".join(links),
             table="\n".join([table(self.parts, "github"), "", *skipped]).rstrip(),
+            where=_where.tables(self.parts["where"], "github"),
         )
         (docs / "benchmarks.md").write_text(page)
 

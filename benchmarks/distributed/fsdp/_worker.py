@@ -20,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 MODULES = {
     "host": "_host_time",
     "growth": "_host_time",
+    "where": "_where",
     "bytes": "_wire_bytes",
     "step": "_step_time",
     "memory": "_peak_memory",

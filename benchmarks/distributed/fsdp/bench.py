@@ -26,7 +26,6 @@ sys.path.append(str(Path(__file__).resolve().parents[3] / "examples"))
 try:
     from _ratios import stop
     from _results import describe, machine, Results
-    from _rows import table
     from _sides import BASE_ROOT, REPO_ROOT, Side, SideError
 except ImportError as missing:
     sys.exit(f"error: {missing}: run `make setup` first, or `make bench`")
@@ -39,6 +38,7 @@ PARTS = {
     "step": "_step_time",
     "memory": "_peak_memory",
     "growth": "_growth",
+    "where": "_where",
     "cuda": "_cuda_copies",
 }
 OUTPUT = REPO_ROOT / "build" / "bench"
@@ -112,7 +112,7 @@ def main(argv: Sequence[str]) -> int:
         results.save(args.output)
     if args.docs:
         results.document(DOCS)
-    print(table(results.parts))
+    print(results.text())
     print(f"\n{describe(results.machine)}")
     return 0
 

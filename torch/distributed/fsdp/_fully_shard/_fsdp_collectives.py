@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import _get_device_handle
 
 from ._fsdp_api import _ReduceOp, AllGather, ReduceScatter
+from ._fsdp_common import without_grad
 from ._fsdp_comms import (  # noqa: F401  (importable from here, as in the release)
     all_gather_copy_in_cuda,
     all_gather_copy_in_meta,
@@ -150,7 +151,7 @@ def _stage_replaced(
     return _Staged(output, segment, dtypes, numels, split_sizes)
 
 
-@torch.no_grad()
+@without_grad
 def foreach_all_gather(
     fsdp_params: list[FSDPParam],
     group: dist.ProcessGroup,
@@ -214,7 +215,7 @@ def _default_all_gather_output_fn(
 AllGatherOutputFn: TypeAlias = Callable[[list[FSDPParam], AllGatherResult, int], None]
 
 
-@torch.no_grad()
+@without_grad
 def foreach_all_gather_copy_out(
     all_gather_result: AllGatherResult,
     fsdp_params: list[FSDPParam],
@@ -255,7 +256,7 @@ def foreach_all_gather_copy_out(
     all_gather_output_fn(fsdp_params, all_gather_result, group.size())
 
 
-@torch.no_grad()
+@without_grad
 def unshard_single_rank(fsdp_params: list[FSDPParam], device: torch.device) -> None:
     """
     Unshards parameters whose only shard is this rank's: a copy from the
@@ -312,6 +313,11 @@ class Reduction(NamedTuple):
     def is_last(self) -> bool:
         """Whether what is reduced goes to the sharded parameters now."""
         return self.all_reduce_grads or self.all_reduce_group is None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether more follows the reduce-scatter, in the stream for that."""
+        return self.all_reduce_group is not None or self.all_reduce_hook is not None
 
     @property
     def shard_world_size(self) -> int:
@@ -479,7 +485,7 @@ if not FOLLOWS_GRAD_DTYPE:
     foreach_reduce = _foreach_reduce_to_orig_dtype
 
 
-@torch.no_grad()
+@without_grad
 def reduce_bucket(
     reduction: Reduction,
     bucket: ReduceBucket,
@@ -518,24 +524,29 @@ def reduce_bucket(
                 reduction, bucket, reduce_input, partial, factors[2]
             )
         scattered = stream.record_event()
-    if not is_last:
-        return ReduceResult(
-            reduce_input, scattered, stream, scattered, None, None, output
-        )
-    if is_extended:
-        with handle.stream(stream):
+        if not is_last:
+            return ReduceResult(
+                reduce_input, scattered, stream, scattered, None, None, output
+            )
+        if is_extended:
             fsdp_params, bucket, output = in_common_order(fsdp_params, bucket, output)
-    stream, shared_output = _all_reduce(reduction, bucket, output, factors[3], handle)
+        if not reduction.goes_on:
+            _div_if_needed(output, factors[1])
+            give_sharded_grads(fsdp_params, bucket, output, stream, current_stream)
+            done = stream.record_event()
+            if output is reduce_input:
+                scattered = done  # it is read until then, and nothing else holds it
+            return ReduceResult(reduce_input, scattered, stream, done, None, None, None)
+    stream = reduction.all_reduce_stream
+    stream.wait_stream(reduction.reduce_scatter_stream)
     with handle.stream(stream):
+        _all_reduce(reduction, bucket, output, factors[3])
         _div_if_needed(output, factors[1])
         give_sharded_grads(fsdp_params, bucket, output, stream, current_stream)
         done = stream.record_event()
-    if output is reduce_input and shared_output is None:
-        scattered = done  # the input is read until then, and nothing else holds it
-    shared_event = None if shared_output is None else done
-    return ReduceResult(
-        reduce_input, scattered, stream, done, shared_output, shared_event, None
-    )
+    # Kept as well: it was allocated in another stream, where the allocator must not
+    # hand out its memory before this one has read it
+    return ReduceResult(reduce_input, scattered, stream, done, output, done, None)
 
 
 def _factors_of(reduction: Reduction, bucket: ReduceBucket) -> Factors:
@@ -699,30 +710,13 @@ def _exchange_and_add(
 
 
 def _all_reduce(
-    reduction: Reduction,
-    bucket: ReduceBucket,
-    output: torch.Tensor,
-    op: _ReduceOp,
-    device_handle: Any,
-) -> tuple[torch.Stream, torch.Tensor | None]:
-    """
-    Reduces ``output`` over the replicas and runs the user's hook on it.
-
-    Returns:
-        The stream that ``output`` is ready in, and ``output`` itself if that
-        is another stream than the one that it was allocated in: the allocator
-        must not hand out its memory before that stream has read it.
-    """
-    if reduction.all_reduce_group is None and reduction.all_reduce_hook is None:
-        return reduction.reduce_scatter_stream, None
-    stream = reduction.all_reduce_stream
-    stream.wait_stream(reduction.reduce_scatter_stream)
-    with device_handle.stream(stream):
-        if reduction.all_reduce_group is not None:
-            if bucket.comm_dtype is None:
-                dist.all_reduce(output, group=reduction.all_reduce_group, op=op)
-            else:
-                all_reduce_in_tree(output, reduction.all_reduce_group)
-        if reduction.all_reduce_hook is not None:
-            reduction.all_reduce_hook(output)
-    return stream, output
+    reduction: Reduction, bucket: ReduceBucket, output: torch.Tensor, op: _ReduceOp
+) -> None:
+    """Reduces ``output`` over the replicas and runs the user's hook on it."""
+    if reduction.all_reduce_group is not None:
+        if bucket.comm_dtype is None:
+            dist.all_reduce(output, group=reduction.all_reduce_group, op=op)
+        else:
+            all_reduce_in_tree(output, reduction.all_reduce_group)
+    if reduction.all_reduce_hook is not None:
+        reduction.all_reduce_hook(output)

@@ -81,7 +81,9 @@ class GatherRegion:
                 return segment
             start = self.start_nbytes // self.dtype.itemsize
             return segment.narrow(0, start, sum(self.numels))
-        as_bytes = segment.view(torch.uint8)
+        as_bytes = segment
+        if segment.dtype != torch.uint8:
+            as_bytes = segment.view(torch.uint8)
         return as_bytes.narrow(0, self.start_nbytes, self.nbytes).view(self.dtype)
 
 

@@ -39,7 +39,6 @@ group's copy-out; the root drops the last of them at the end of its forward.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast, NoReturn
 from typing_extensions import TypeVarTuple, Unpack
@@ -70,6 +69,7 @@ from ._fsdp_collectives import (
 )
 from ._fsdp_common import (
     _disable_functorch_if_active,
+    _dynamo_disable,
     DataParallelMeshInfo,
     FSDPMeshInfo,
     is_bw,
@@ -97,7 +97,7 @@ from ._fsdp_grads import (
     PartialReduces,
     take_grads,
 )
-from ._fsdp_observers import look_for_traces, range_of
+from ._fsdp_observers import look_for_traces, NO_RANGE, range_of
 from ._fsdp_param import ShardedState
 from ._fsdp_registrations import (  # noqa: F401  (as above)
     _get_param_module_infos,
@@ -144,24 +144,6 @@ _STATE_OF_PASS = {
 
 # What others put in its place is called with the release's arguments
 _OWN_REDUCE = foreach_reduce
-
-
-def _untraced(method: Callable[..., Any]) -> Callable[..., Any]:
-    """
-    Keeps dynamo out of a hook, like :func:`_dynamo_disable`, with a wrapper that
-    is made once and not at each call: at the first, as it imports the compiler.
-    """
-    untraced: Callable[..., Any] | None = None
-
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal untraced
-        if untraced is None:
-            reason = "FSDP hooks run eagerly"
-            untraced = torch._dynamo.disable(method, recursive=True, reason=reason)
-        return untraced(*args, **kwargs)
-
-    return call
 
 
 class FSDPParamGroup(UnitRegistrations):
@@ -280,12 +262,9 @@ class FSDPParamGroup(UnitRegistrations):
         group = self._gather_group
         # The unsharded parameters are made once and outlive an inference mode
         # that is on now: made as inference tensors they could never train
+        is_inference = torch.is_inference_mode_enabled()
         try:
-            with (
-                torch.inference_mode(False)
-                if torch.is_inference_mode_enabled()
-                else contextlib.nullcontext()
-            ):
+            with torch.inference_mode(False) if is_inference else NO_RANGE:
                 self._fill_unsharded_params(result, group)
         except BaseException as error:
             self._raise_explained(error)
@@ -382,7 +361,7 @@ class FSDPParamGroup(UnitRegistrations):
             if default_prefetch:
                 self._backward_prefetch()
 
-    @_untraced
+    @_dynamo_disable
     @not_type_checked
     def post_backward(self, *unused: Any):
         """
@@ -659,12 +638,13 @@ class FSDPParamGroup(UnitRegistrations):
         """
         if not torch.is_grad_enabled():
             return args, kwargs
-        tensors = collect_grad_tensors((args, kwargs))
+        inputs = (args, kwargs) if kwargs else args  # what is walked twice
+        tensors = collect_grad_tensors(inputs)
         if not tensors:
             return args, kwargs  # the root's final callback comes to this group
         passed = RegisterPostBackwardFunction.apply(self, *tensors)
-        args, kwargs = replace_grad_tensors((args, kwargs), iter(passed))
-        return args, kwargs
+        inputs = replace_grad_tensors(inputs, iter(passed))
+        return inputs if kwargs else (inputs, kwargs)
 
     @property
     def _all_gather_process_group(self) -> dist.ProcessGroup:
