@@ -25,7 +25,11 @@ RANKS = 4
 # Each file imports from rows below its own, or from its right. The middle is what a
 # step goes through, and None is no file.
 ROOMS = [
-    [None, ("_fsdp_param_group", "when it moves"), ("_fsdp_summary", "tables")],
+    [
+        ("_fsdp_prefetch", "ahead in backward"),
+        ("_fsdp_param_group", "when it moves"),
+        ("_fsdp_summary", "tables"),
+    ],
     [("_fsdp_registrations", "what modules have"), None, ("_fsdp_errors", "what was wrong")],
     [("_fsdp_settings", "what users set"), None, ("_fsdp_agreement", "do ranks agree")],
     [
@@ -52,7 +56,13 @@ ROOMS = [
         ("_fsdp_release", "what the release has"),
     ],
 ]  # fmt: skip
-COMES_IN = ("_fsdp_summary", "_fsdp_errors", "_fsdp_agreement", "_fsdp_policies")
+COMES_IN = (
+    "_fsdp_prefetch",
+    "_fsdp_summary",
+    "_fsdp_errors",
+    "_fsdp_agreement",
+    "_fsdp_policies",
+)
 KEY = (
     "A file imports only from rows below its own, or from its right. Dashed: training "
     "does not need it, and it comes in by a door."

@@ -9,7 +9,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn, Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    fully_shard,
+    MixedPrecisionPolicy,
+)
 
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -211,6 +215,7 @@ AS_IT_IS = "as it is"  # one unit a block, whatever its dtypes
 PER_DTYPE = "one unit per dtype"
 ALL_FP32 = "all fp32"  # upcast before it is sharded
 PROMOTED = "gradients promoted to fp32"
+LATE = "BACKWARD_POST"
 # All in bf16, and gradients added in fp32: sent in fp32 too, or in bf16
 WIDE, NARROW = "sent in fp32", "sent in bf16"
 
@@ -235,6 +240,10 @@ def language_model(block: str, way: str, device: str) -> nn.Sequential:
             fully_shard(second, mesh=mesh)
         fully_shard(module, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh)
+    if way == LATE:
+        from torch.distributed.fsdp._fully_shard import set_backward_prefetch
+
+        set_backward_prefetch(model, BackwardPrefetch.BACKWARD_POST)
     return model
 
 

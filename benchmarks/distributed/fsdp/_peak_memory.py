@@ -18,7 +18,7 @@ from _models import (
 from _ratios import alternate, Group, Subject
 from _rows import PartResult, Timed, timed_rows
 from _sides import Side
-from _step_time import groups_of, rows_of
+from _step_time import groups_of, late_groups, rows_of
 
 import torch
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
@@ -65,7 +65,7 @@ def _copy_in_rows() -> tuple[Group, list[Timed]]:
 
 def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> PartResult:
     """Compares the peak of each way."""
-    groups = groups_of({}, promoted=True)
+    groups = groups_of({}, promoted=True) + late_groups({})
     del quick, rounds  # the same in every run
     copy_in, timed = _copy_in_rows()
     samples = alternate("memory", sides, [*groups, copy_in], rounds=1)

@@ -17,6 +17,7 @@ from _models import (
     AS_IT_IS,
     BLOCKS,
     language_model,
+    LATE,
     NARROW,
     PER_DTYPE,
     PROMOTED,
@@ -71,6 +72,7 @@ UNIFORM_BASE = "base"
 ALL_FP32_BASE = "base, all fp32"
 # The fork can be told to do so: by a policy that reduces in fp32
 PROMOTED_FORK = "gradients promoted, as 2.15 (by the fork)"
+EARLY_FORK = "BACKWARD_PRE, the default (by the fork)"
 WIDE_FORK = "the same sums, sent in fp32 (by the fork)"
 
 
@@ -91,6 +93,23 @@ def groups_of(extra: dict[str, Any], *, promoted: bool) -> list[Group]:
             for name, side, way in ways
         ]
         groups.append(Group(block, tuple(subjects)))
+    return groups
+
+
+def late_groups(extra: dict[str, Any]) -> list[Group]:
+    """Returns each block with units that gather the next one after their backward."""
+    groups = []
+    for block in BLOCKS:
+        base = UNIFORM_BASE if block in UNIFORM_BLOCKS else PER_DTYPE_BASE
+        subjects = [
+            Subject(name, side, {"block": block, "way": way, **extra})
+            for name, side, way in (
+                (base, "base", PER_DTYPE),
+                (FORK, "fork", LATE),
+                (EARLY_FORK, "fork", AS_IT_IS),
+            )
+        ]
+        groups.append(Group(f"{block}, {LATE}", tuple(subjects)))
     return groups
 
 
@@ -119,7 +138,7 @@ def rows_of(
 ) -> PartResult:
     """Compares the fork with every other way."""
     timed = [
-        Timed(group.name, f"{group.name} blocks", FORK, subject.name, bar)
+        Timed(group.name, _case(group.name), FORK, subject.name, bar)
         for group in groups
         for subject in group.subjects
         if subject.name != FORK
@@ -128,10 +147,15 @@ def rows_of(
     return PartResult(rows, {"samples": samples.as_json()})
 
 
+def _case(group: str) -> str:
+    block, comma, setting = group.partition(",")
+    return f"{block} blocks{comma}{setting}"
+
+
 def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> PartResult:
     """Compares the time of a step."""
     steps = {"steps": 3 if quick else 5}
-    groups = groups_of(steps, promoted=True) + narrow_groups(steps)
+    groups = groups_of(steps, promoted=True) + narrow_groups(steps) + late_groups(steps)
     if quick:
         groups = [group for group in groups if group.name not in UNIFORM_BLOCKS][:1]
     samples = alternate(

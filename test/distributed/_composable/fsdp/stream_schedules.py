@@ -21,6 +21,7 @@ import torch.nn as nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
+    BackwardPrefetch,
     CPUOffloadPolicy,
     fully_shard,
     MixedPrecisionPolicy,
@@ -28,6 +29,9 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp._fully_shard import (
     _fsdp_collectives as collectives,
+)
+from torch.distributed.fsdp._fully_shard import (
+    set_backward_prefetch,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_common import (
     FSDPMeshInfo,
@@ -206,6 +210,13 @@ def explicit_prefetch(kit: Kit) -> None:
     net.set_modules_to_forward_prefetch([first, second])
     first.set_modules_to_forward_prefetch([second, third])
     third.set_modules_to_backward_prefetch([second, first])
+    kit.train(net)
+
+
+@schedule
+def prefetch_after_backward(kit: Kit) -> None:
+    net = kit.sharded_net()
+    set_backward_prefetch(net, BackwardPrefetch.BACKWARD_POST)
     kit.train(net)
 
 

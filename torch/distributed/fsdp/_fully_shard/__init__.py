@@ -13,6 +13,7 @@ from ._fsdp_api import (
 from ._fsdp_doors import doors as _doors
 from ._fsdp_errors import ExplainedErrors as _ExplainedErrors
 from ._fsdp_policies import resolve as _resolve
+from ._fsdp_prefetch import set_backward_prefetch
 from ._fsdp_summary import layout_summary
 from ._fsdp_summary import log_layout as _log_layout
 from ._fully_shard import (

@@ -51,6 +51,7 @@ from torch.distributed.fsdp._common_utils import (
     collect_grad_tensors,
     replace_grad_tensors,
 )
+from torch.distributed.fsdp.api import BackwardPrefetch
 
 from ._fsdp_api import MixedPrecisionPolicy, OffloadPolicy
 from ._fsdp_collectives import (
@@ -190,6 +191,8 @@ class FSDPParamGroup(UnitRegistrations):
         self.comm_ctx = FSDPCommContext()
         # The places of this group's forwards in the shared order
         self._post_forward_indices: list[int] = []
+        # Groups to gather when this one's backward is over (`BACKWARD_POST`)
+        self._to_prefetch_late: list[FSDPParamGroup] = []
         self._all_reduce_states: list[AllReduceState] = []
         # Of microbatches whose all-reduce was put off
         self._partial_reduces = PartialReduces()
@@ -523,6 +526,7 @@ class FSDPParamGroup(UnitRegistrations):
         # A prefetch of a group that backward then did not use
         self._drop_all_gather()
         self._post_forward_indices.clear()
+        self._to_prefetch_late.clear()
         self.comm_ctx.reducing_groups.clear()
 
     def _reset_iter_state(self) -> None:
@@ -537,6 +541,7 @@ class FSDPParamGroup(UnitRegistrations):
         self._post_backward_pending = False
         drop_grads(self.fsdp_params)
         self._post_forward_indices.clear()
+        self._to_prefetch_late.clear()
         self._training_state = TrainingState.IDLE
         self._to_state(ShardedState.SHARDED)
         self._agreement.forget()
@@ -574,7 +579,18 @@ class FSDPParamGroup(UnitRegistrations):
         if not self._post_forward_indices:
             return  # an earlier backward of the same forward took them
         index = self._post_forward_indices.pop()
-        for target in self.comm_ctx.get_groups_to_prefetch(self, index):
+        targets = self.comm_ctx.get_groups_to_prefetch(self, index)
+        if self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
+            for target in targets:
+                self._prefetch_unshard(target, "backward")
+        elif self.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+            self._to_prefetch_late = [*targets]
+
+    @_dynamo_disable
+    def _backward_prefetch_late(self) -> None:
+        """Starts those that were to wait for the end of this group's backward."""
+        targets, self._to_prefetch_late = self._to_prefetch_late, []
+        for target in targets:
             self._prefetch_unshard(target, "backward")
 
     @staticmethod
@@ -723,7 +739,11 @@ class RegisterPostBackwardFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: torch.Tensor):
-        ctx.param_group.post_backward()
+        param_group = ctx.param_group
+        param_group.post_backward()
+        # Not from the root's final callback: backward is over then
+        if param_group._to_prefetch_late:
+            param_group._backward_prefetch_late()
         return (None, *grads)
 
     @staticmethod

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import _get_device_handle
+from torch.distributed.fsdp.api import BackwardPrefetch
 from torch.profiler import record_function
 
 from ._fsdp_api import AllGather, OffloadPolicy, ReduceScatter
@@ -70,6 +71,8 @@ class UnitSettings:
     unshard_async_op: bool = False
     # False if backward does not need the parameters, e.g. an embedding's
     unshard_in_backward: bool = True
+    # When the gather that comes next in backward starts, None for not ahead
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
     # Only without native HSDP, which has a stream of its own for the hook.
     # Users may set it before lazy init, so it is not in the shared context.
     _all_reduce_hook_stream: torch.Stream | None = None

@@ -1,0 +1,310 @@
+# Owner(s): ["oncall: distributed"]
+
+"""
+When the gather that comes next in backward starts, as ``set_backward_prefetch`` says.
+
+Runs with pytest, python or ``torchrun --nproc-per-node 4``.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+from comm_test_utils import group_of
+from fsdp_test_utils import (
+    FakeGroupTest,
+    FSDPThreadTest,
+    linear_stack,
+    mixed_model,
+    random_input,
+    record_collectives,
+    shard_blocks,
+)
+
+import torch
+import torch.nn as nn
+from torch.distributed._tools import FSDPMemTracker
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import BackwardPrefetch, fully_shard
+from torch.distributed.fsdp._fully_shard import set_backward_prefetch
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+)
+
+
+PRE, POST = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST
+BLOCKS, DIM = 4, 9
+
+
+class Chain(nn.Sequential):
+    """Blocks whose outputs all count, and one whose input may need no gradient."""
+
+    detached: int | None = None
+    # After the block whose backward fails
+    fails: int | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        losses = []
+        for i, block in enumerate(self):
+            x = block(x.detach() if i == self.detached else x)
+            if i == self.fails:
+                x.register_hook(self._fail)
+            losses.append(x.float().square().mean())
+        return torch.stack(losses).sum()
+
+    @staticmethod
+    def _fail(_: torch.Tensor) -> None:
+        raise ArithmeticError
+
+
+@functools.cache
+def first_blocks(kind: str) -> nn.Sequential:
+    if kind == "uniform":
+        return linear_stack([torch.float32] * BLOCKS, dim=DIM)
+    return mixed_model(BLOCKS, dim=DIM)
+
+
+def make(kind: str, mesh: Any) -> Chain:
+    """Returns blocks, each a unit, in a root that has no parameters of its own."""
+    model = Chain(*copy.deepcopy(first_blocks(kind)))
+    shard_blocks(model, mesh=mesh)
+    return model
+
+
+class Boundary(nn.Module):
+    """Notes when backward comes to the unit, before the unit itself does so."""
+
+    def __init__(self, block: nn.Module, notes: list[Any], name: int):
+        super().__init__()
+        self.block, self.notes, self.name = block, notes, name
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.block(x)
+
+        def note(_: torch.Tensor) -> None:
+            is_ahead = group_of(self)._all_gather_result is not None
+            self.notes.append((self.name, is_ahead))
+
+        y.register_hook(note)
+        return y
+
+
+class PrefetchTest(FSDPThreadTest):
+    def setUp(self) -> None:
+        for kind in ("uniform", "mixed"):
+            first_blocks(kind)  # threads share the random number generator
+        super().setUp()
+
+    def mesh(self) -> Any:
+        return init_device_mesh(self.device.type, (self.world_size,))
+
+    def noting(self, notes: list[Any]) -> nn.Sequential:
+        blocks = copy.deepcopy(first_blocks("mixed"))
+        model = nn.Sequential(*(Boundary(b, notes, i) for i, b in enumerate(blocks)))
+        return shard_blocks(model.to(self.device), mesh=self.mesh())
+
+    def input(self, seed: int = 0) -> torch.Tensor:
+        x = random_input(3, DIM, seed=seed + self.rank, device=self.device.type)
+        return x.requires_grad_()
+
+    def assert_at_rest(self, model: nn.Module) -> None:
+        """Nothing is gathered, or waits to be."""
+        for block in model:
+            group = group_of(block)
+            self.assertIsNone(group._all_gather_result)
+            self.assertEqual(group._to_prefetch_late, [])
+            self.assertTrue(group.is_sharded)
+
+
+class TestOrder(PrefetchTest):
+    def order(self, mode: BackwardPrefetch | None) -> tuple[list[Any], list[str]]:
+        notes: list[Any] = []
+        model = self.noting(notes)
+        set_backward_prefetch(model, mode)
+        for _ in range(2):
+            loss = model(self.input()).sum()
+            notes.clear()
+            with record_collectives() as recorder:
+                loss.backward()
+        self.assert_at_rest(model)
+        return notes, [call.name for call in recorder.calls]
+
+    def test_before_is_the_default(self) -> None:
+        notes: list[Any] = []
+        self.noting(notes)(self.input()).sum().backward()
+        self.assertEqual(self.order(PRE)[0], notes)
+
+    def test_before(self) -> None:
+        ahead, calls = self.order(PRE)
+        self.assertEqual(ahead, [(3, False), (2, True), (1, True), (0, True)])
+        gather, reductions = "all_gather", ["reduce_scatter"] * 3
+        expected = [gather, gather, *reductions, gather, *reductions]
+        self.assertEqual(calls, [*expected, gather, *reductions, *reductions])
+
+    def test_after(self) -> None:
+        """As far ahead, but behind the reductions of the unit before."""
+        ahead, calls = self.order(POST)
+        self.assertEqual(ahead, [(3, False), (2, True), (1, True), (0, True)])
+        self.assertEqual(calls, ["all_gather", *["reduce_scatter"] * 3] * BLOCKS)
+
+    def test_never(self) -> None:
+        ahead, calls = self.order(None)
+        self.assertEqual(ahead, [(i, False) for i in reversed(range(BLOCKS))])
+        self.assertEqual(calls, ["all_gather", *["reduce_scatter"] * 3] * BLOCKS)
+
+    def test_named_units_come_first(self) -> None:
+        """Those that a unit is told to gather, it gathers before its backward."""
+        notes: list[Any] = []
+        model = self.noting(notes)
+        set_backward_prefetch(model, None)
+        model[3].set_modules_to_backward_prefetch([model[1]])
+        model(self.input()).sum().backward()
+        self.assertEqual(notes, [(3, False), (2, False), (1, True), (0, False)])
+        set_backward_prefetch(model, POST)
+        notes.clear()
+        model(self.input()).sum().backward()
+        self.assertEqual(notes, [(3, False), (2, False), (1, True), (0, True)])
+        self.assert_at_rest(model)
+
+
+class TestSteps(PrefetchTest):
+    def steps(
+        self, kind: str, mode: BackwardPrefetch | None, detached: int | None
+    ) -> Any:
+        """Trains, with a block whose input needs no gradient."""
+        model = make(kind, self.mesh())
+        model.detached = detached
+        set_backward_prefetch(model, mode)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found = []
+        for step in range(3):
+            loss = model(self.input(seed=10 * step))
+            loss.backward()
+            self.assert_at_rest(model)
+            found.append(loss.detach())
+            found += [p.grad.full_tensor().clone() for p in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    @parametrize("kind", ("uniform", "mixed"))
+    @parametrize("detached", (None, 0, 2))
+    def test_bits_are_the_same(self, kind: str, detached: int) -> None:
+        expected = self.steps(kind, PRE, detached)
+        for mode in (POST, None):
+            for one, other in zip(self.steps(kind, mode, detached), expected):
+                self.assertTrue(torch.equal(one, other))
+
+    def test_microbatches_that_reduce_nothing(self) -> None:
+        """The next unit is gathered as well, where this one keeps its gradients."""
+        notes: list[Any] = []
+        model = self.noting(notes)
+        set_backward_prefetch(model, POST)
+        model.set_requires_gradient_sync(False)
+        model(self.input()).sum().backward()
+        self.assertEqual(notes, [(3, False), (2, True), (1, True), (0, True)])
+        model.set_requires_gradient_sync(True)
+        model(self.input()).sum().backward()
+        self.assert_at_rest(model)
+
+    @parametrize("mode", (PRE, POST))
+    def test_second_backward_of_a_forward(self, mode: BackwardPrefetch) -> None:
+        """Which units came after which was used up by the first."""
+        notes: list[Any] = []
+        model = self.noting(notes)
+        set_backward_prefetch(model, mode)
+        loss = model(self.input()).sum()
+        model.set_is_last_backward(False)
+        loss.backward(retain_graph=True)
+        notes.clear()
+        model.set_is_last_backward(True)
+        loss.backward()
+        self.assertEqual(notes, [(i, False) for i in reversed(range(BLOCKS))])
+        self.assert_at_rest(model)
+
+    def test_backward_that_is_given_up(self) -> None:
+        """What was about to be gathered is not, and the next step is right."""
+        model, expected = (make("mixed", self.mesh()) for _ in range(2))
+        x = self.input()
+        set_backward_prefetch(model, POST)
+        for fails in range(BLOCKS):
+            model.fails = fails
+            loss = model(x)
+            with self.assertRaises(ArithmeticError):
+                loss.backward()
+            model.fails = None
+            model._get_fsdp_state()._reset_iter_state()
+            self.assert_at_rest(model)
+            model.zero_grad()
+            model(x).backward()
+            self.assert_at_rest(model)
+            expected(x).backward()
+            for mine, its in zip(model.parameters(), expected.parameters()):
+                self.assertTrue(torch.equal(mine.grad.to_local(), its.grad.to_local()))
+                mine.grad = its.grad = None
+
+
+class TestSetting(FakeGroupTest):
+    def modes(self, model: nn.Module) -> list[BackwardPrefetch | None]:
+        return [group_of(block).backward_prefetch for block in model]
+
+    def test_which_units_are_meant(self) -> None:
+        model = make("mixed", init_device_mesh("cpu", (self.ranks,)))
+        self.assertEqual(self.modes(model), [PRE] * BLOCKS)
+        set_backward_prefetch(model[1], POST, recurse=False)
+        self.assertEqual(self.modes(model), [PRE, POST, PRE, PRE])
+        set_backward_prefetch(model, None, recurse=False)
+        self.assertEqual(self.modes(model), [PRE, POST, PRE, PRE])
+        set_backward_prefetch(model, None)
+        self.assertEqual(self.modes(model), [None] * BLOCKS)
+        set_backward_prefetch(nn.ModuleList([model]), PRE)
+        self.assertEqual(self.modes(model), [PRE] * BLOCKS)
+
+    def test_what_is_no_mode(self) -> None:
+        model = make("mixed", init_device_mesh("cpu", (self.ranks,)))
+        with self.assertRaisesRegex(TypeError, "BACKWARD_POST or None, but got 'POST'"):
+            set_backward_prefetch(model, "POST")
+        self.assertEqual(self.modes(model), [PRE] * BLOCKS)
+
+    def test_what_is_no_unit(self) -> None:
+        plain = nn.Linear(2, 2)
+        with self.assertRaisesRegex(ValueError, "found no unit in Linear: call"):
+            set_backward_prefetch(plain, POST)
+        outer = nn.Sequential(fully_shard(nn.Linear(2, 2)))
+        with self.assertRaisesRegex(ValueError, "found no unit in Sequential: call"):
+            set_backward_prefetch(outer, POST, recurse=False)
+
+
+class TestMemory(FakeGroupTest):
+    def peak(self, kind: str, mode: BackwardPrefetch | None) -> int:
+        model = mixed_model(BLOCKS, dim=128)
+        if kind == "uniform":
+            model = linear_stack([torch.float32] * BLOCKS, dim=128)
+        shard_blocks(model, mesh=init_device_mesh("cpu", (self.ranks,)))
+        set_backward_prefetch(model, mode)
+        x = torch.ones(1, 128, requires_grad=True)
+        model(x).sum().backward()
+        model.zero_grad()
+        tracker = FSDPMemTracker(model)
+        tracker.track_inputs((x,))
+        with tracker:
+            model(x).sum().backward()
+        return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+
+    @parametrize("kind", ("uniform", "mixed"))
+    def test_after_takes_no_more_than_never(self, kind: str) -> None:
+        """Of the next unit neither buffer nor parameters are there in backward."""
+        before, after, never = (self.peak(kind, mode) for mode in (PRE, POST, None))
+        self.assertLess(after, before)
+        self.assertEqual(after, never)
+
+
+instantiate_parametrized_tests(TestSteps)
+instantiate_parametrized_tests(TestMemory)
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,55 @@
+"""When a unit gathers ahead of the one that comes next in backward."""
+
+from __future__ import annotations
+
+import torch.nn as nn
+from torch.distributed.fsdp.api import BackwardPrefetch
+
+from ._fully_shard import FSDPModule
+
+
+def set_backward_prefetch(
+    module: nn.Module,
+    backward_prefetch: BackwardPrefetch | None,
+    *,
+    recurse: bool = True,
+) -> None:
+    """
+    Sets when units start the all-gather of the unit whose backward comes next, where
+    ``set_modules_to_backward_prefetch`` does not say which units to gather.
+
+    - ``BackwardPrefetch.BACKWARD_PRE``, the default: before this unit's backward. The
+      all-gather overlaps with it, and the next unit's parameters are there beside this
+      one's parameters and gradients.
+    - ``BackwardPrefetch.BACKWARD_POST``: after it, when its gradients are on their way
+      and its parameters freed. The all-gather overlaps with the reduce-scatter alone.
+      A unit none of whose inputs needs a gradient starts none.
+    - None: not at all. Each unit gathers when its own backward begins.
+
+    All ranks must set the same, as their collectives must come in the same order.
+
+    Args:
+        module (nn.Module): A module with units in it.
+        backward_prefetch (BackwardPrefetch, optional): For all of its units, until
+            it is set again.
+        recurse (bool): False: for the module's own unit only.
+
+    Raises:
+        TypeError: if it is neither of the three.
+        ValueError: if there is no such unit.
+    """
+    if not isinstance(backward_prefetch, BackwardPrefetch | None):
+        raise TypeError(
+            "set_backward_prefetch expects BackwardPrefetch.BACKWARD_PRE, "
+            f"BackwardPrefetch.BACKWARD_POST or None, but got {backward_prefetch!r}"
+        )
+    modules = [*module.modules()] if recurse else [module]
+    units = [module for module in modules if isinstance(module, FSDPModule)]
+    if not units:
+        raise ValueError(
+            f"set_backward_prefetch found no unit in {type(module).__name__}: call "
+            "fully_shard or replicate on it, or on modules in it, first"
+        )
+    for unit in units:
+        for group in unit._get_fsdp_state()._fsdp_param_groups:
+            group.backward_prefetch = backward_prefetch
