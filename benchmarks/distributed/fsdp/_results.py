@@ -55,7 +55,9 @@ of `nn.Module`, and autograd's nodes. The release does not take the mixed unit.
   what PyTorch 2.15 does for a unit of several dtypes. It is computed from the rule: all
   gradients of the unit in one reduce-scatter of the widest dtype.
 - **step**: wall-clock time of a training step of four gloo processes that share the cores
-  named above. *Gradients promoted* is the fork with `reduce_dtype=torch.float32`.
+  named above. *Gradients promoted* is the fork with `reduce_dtype=torch.float32`. Blocks of
+  one dtype send and compute the same on both sides. Their steps differ by host time, which
+  is about 1 % of such a step and less than the spread.
 - **memory**: the peak that `FSDPMemTracker` counts on one of eight ranks in one step,
   without an optimizer.
 - **growth**: straight lines fitted to host time, over 1 to 64 units of 16 parameters

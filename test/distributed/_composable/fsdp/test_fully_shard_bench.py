@@ -89,6 +89,27 @@ class BenchCountsTest(DeviceFreeTest):
         self.assertNotIn(str(REPO_ROOT), self.table)
 
 
+@unittest.skipUnless(BASE_ROOT.is_dir(), "needs the base release beside the fork")
+class WhereTest(DeviceFreeTest):
+    def test_all_points_are_there_on_both_sides(self) -> None:
+        """And a step calls what each line names."""
+        with tempfile.TemporaryDirectory() as folder:
+            args = ("--quick", "--parts", "where", "--output", folder)
+            printed = run_python(str(FOLDER / "bench.py"), *args)
+            results = json.loads((Path(folder) / "results.json").read_text())
+        tables = results["parts"]["where"]["data"]["tables"]
+        self.assertEqual([*tables], ["4 parameters", "16 parameters"])
+        for lines in tables.values():
+            *points, sums = lines
+            self.assertEqual(sums[0], "sum")
+            for column, total in enumerate(sums[1:], 1):
+                self.assertAlmostEqual(sum(line[column] for line in points), total)
+            for label, *values in points:
+                self.assertIn(label, printed)
+                for side in range(3):  # forward and backward of each
+                    self.assertNotEqual(values[2 * side : 2 * side + 2], [0, 0], label)
+
+
 class BenchComparisonTest(DeviceFreeTest):
     """Compares made-up figures."""
 
@@ -148,6 +169,23 @@ class BenchComparisonTest(DeviceFreeTest):
         intercept, slope = fit(counts, [300 + 20.0 * n for n in counts])
         self.assertAlmostEqual(intercept, 300)
         self.assertAlmostEqual(slope, 20)
+
+    def test_time_of_a_point_is_without_what_it_calls(self) -> None:
+        import _where
+
+        watch = _where.Stopwatch()
+        inner = watch.timed("inner", lambda: None)
+        outer = watch.timed("outer", lambda: (inner(), inner()))
+        # Of outer, then of inner and inner, and again of outer
+        clock = iter((0, 10, 30, 50, 90, 100))
+        with mock.patch.object(_where.time, "perf_counter_ns", clock.__next__):
+            outer()
+        found = {label: spent for (label, _), spent in watch.spent.items()}
+        self.assertEqual((found["inner"].calls, found["inner"].ns), (2, 20 + 40))
+        self.assertEqual((found["outer"].called, found["outer"].ns), (2, 100 - 60))
+        # A point costs 3 ns in itself and 5 in what calls it
+        self.assertEqual(found["inner"].net_ns(3, 5), 60 - 2 * 3)
+        self.assertEqual(found["outer"].net_ns(3, 5), 40 - 3 - 2 * 5)
 
     def test_run_that_is_cut_off_leaves_the_parts_that_it_finished(self) -> None:
         import bench

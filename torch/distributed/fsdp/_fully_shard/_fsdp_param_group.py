@@ -603,17 +603,19 @@ class FSDPParamGroup(UnitRegistrations):
                 f"Unknown pass type: {pass_type}, expects one of {[*_STATE_OF_PASS]}"
             )
         target = target_fsdp_param_group
-        label = f"FSDP::{pass_type}_prefetch for {target._module_fqn}"
-        with range_of(label), target.use_training_state(state):
-            try:
+        previous, target._training_state = target._training_state, state
+        try:
+            with range_of(f"FSDP::{pass_type}_prefetch for {target._module_fqn}"):
                 target.unshard(target.unshard_async_op)
-            except AttributeError as error:
-                if hasattr(target.comm_ctx, "all_gather_stream"):
-                    raise
-                raise AttributeError(
-                    f"Unit '{target._unit_name}' cannot be prefetched before a root "
-                    "that has it ran its forward: prefetch units of the same root"
-                ) from error
+        except AttributeError as error:
+            if hasattr(target.comm_ctx, "all_gather_stream"):
+                raise
+            raise AttributeError(
+                f"Unit '{target._unit_name}' cannot be prefetched before a root "
+                "that has it ran its forward: prefetch units of the same root"
+            ) from error
+        finally:
+            target._training_state = previous
 
     # Sharded state #
     def _to_state(self, state: ShardedState) -> None:
@@ -664,11 +666,10 @@ class FSDPParamGroup(UnitRegistrations):
 
     @property
     def _all_gather_process_group(self) -> dist.ProcessGroup:
-        if self.is_sharded_post_forward:
-            return as_mesh(
-                self.post_forward_mesh_info, FSDPMeshInfo
-            ).shard_process_group
-        return self._shard_process_group
+        mesh_info: DataParallelMeshInfo | None = self.mesh_info
+        if self._sharded_state is ShardedState.SHARDED_POST_FORWARD:
+            mesh_info = self.post_forward_mesh_info
+        return as_mesh(mesh_info, FSDPMeshInfo).shard_process_group
 
     @property
     def _gather_group(self) -> dist.ProcessGroup | None:
