@@ -320,7 +320,6 @@ GONE = {
     },
     "_fsdp_param_group": {
         "_ModuleToHandleDict",
-        "_dynamo_disable",
         "alloc_storage",
         "RemovableHandle",
         # Of 2.15

@@ -105,6 +105,7 @@ from ._fsdp_registrations import (  # noqa: F401  (as above)
     _named_parameters_with_duplicates,
     CPUOffloadPolicy,
     FSDPParam,
+    functools,
     ParamModuleInfo,
     TYPE_CHECKING,
     UnitRegistrations,
