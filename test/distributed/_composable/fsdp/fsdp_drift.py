@@ -25,6 +25,7 @@ import torch.nn as nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard import set_backward_prefetch
 
 
 RANKS = 2
@@ -237,6 +238,16 @@ def sync_of_a_microbatch(rank: Rank) -> None:
         model.set_requires_gradient_sync(not rank.is_odd)
         rank.microbatch(model)
         model.set_requires_gradient_sync(True)
+        rank.step(model)
+
+
+@case(TIME_OUT, always=ALL_RAISE)
+def prefetch(rank: Rank) -> None:
+    """it gathers ahead in backward, where the others do not"""
+    model = rank.good_steps(rank.shard())
+    if not rank.is_odd:
+        set_backward_prefetch(model, None)
+    for _ in range(2):
         rank.step(model)
 
 
