@@ -103,14 +103,8 @@ class AllGatherResult(NamedTuple):
     all_gather_input_split_sizes: list[int]
 
 
-class _Staged(NamedTuple):
-    """A gather whose buffer has this rank's shards in it."""
-
-    output: torch.Tensor  # 1D
-    segment: torch.Tensor  # this rank's part of it
-    dtypes: list[list[torch.dtype]]
-    numels: list[list[int]]
-    split_sizes: list[int]
+# A gather's buffer, this rank's segment of it, and the last fields of its result
+_Staged: TypeAlias = tuple[torch.Tensor, torch.Tensor, tuple[list, list, list[int]]]
 
 
 def _stage(
@@ -123,7 +117,7 @@ def _stage(
     tensors, plan = UnitParams.of(fsdp_params).prepare_gather()
     output = allocate_gather_buffer(comm, plan.layout, group.size(), device)
     segment = fill_segment(output, plan, tensors, group.rank())
-    return _Staged(output, segment, plan.dtypes, plan.numels, plan.split_sizes)
+    return output, segment, (plan.dtypes, plan.numels, plan.split_sizes)
 
 
 # Plugins put functions of their own in place of these two
@@ -148,7 +142,7 @@ def _stage_replaced(
     segment, output = torch.ops.fsdp.all_gather_copy_in(
         inputs, output, split_sizes, numel, group.rank()
     )
-    return _Staged(output, segment, dtypes, numels, split_sizes)
+    return output, segment, (dtypes, numels, split_sizes)
 
 
 @without_grad
@@ -183,19 +177,17 @@ def foreach_all_gather(
     with device_handle.stream(all_gather_copy_in_stream):
         own = (_get_param_all_gather_inputs, _get_all_gather_input_metadatas)
         stage = _stage if own == _OWN_INPUTS else _stage_replaced
-        staged = stage(fsdp_params, group, device, all_gather_comm)
+        output, segment, fields = stage(fsdp_params, group, device, all_gather_comm)
     all_gather_stream.wait_stream(all_gather_copy_in_stream)
     with device_handle.stream(all_gather_stream):
         work = all_gather_comm(
-            output_tensor=staged.output,
-            input_tensor=staged.segment,
+            output_tensor=output,
+            input_tensor=segment,
             group=group,
             async_op=async_op,
         )
         event = all_gather_stream.record_event()
-    return AllGatherResult(
-        staged.output, event, work, staged.dtypes, staged.numels, staged.split_sizes
-    )
+    return AllGatherResult(output, event, work, *fields)
 
 
 def _default_all_gather_output_fn(
