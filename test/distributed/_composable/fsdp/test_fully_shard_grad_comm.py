@@ -633,7 +633,7 @@ class TestPolicies(DeviceFreeTest):
         with self.assertRaisesRegex(
             ValueError, "only param_dtype, reduce_dtype, grad_"
         ):
-            MixedPrecisionPolicy.by_name(module, {"*": {"output_dtype": BF16}})
+            MixedPrecisionPolicy.by_name(module, {"*": {"dtype": BF16}})
 
 
 class TestUnitsOfFakeRanks(FakeGroupTest):

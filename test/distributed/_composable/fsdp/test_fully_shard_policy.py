@@ -337,6 +337,59 @@ class TestByName(DeviceFreeTest):
         resolved = policies.resolve(policy, model.embed.weight, "embed.weight", CPU)
         self.assertEqual(resolved, MixedPrecisionPolicy(BF16, BF16, FP16, False))
 
+    def test_a_policy_sets_the_dtypes_that_it_has(self) -> None:
+        model = Model()
+        patterns = {
+            "*.A_log": MixedPrecisionPolicy(param_dtype=FP32),
+            "*.norm.*": MixedPrecisionPolicy(FP32),
+            "*.norm.??????": {"reduce_dtype": FP64},
+            "*.proj.*": MixedPrecisionPolicy(),
+            "embed.*": MixedPrecisionPolicy(grad_comm_dtype=BF16),
+        }
+        policy = by_name(model, patterns, param_dtype=BF16, reduce_dtype=BF16)
+        as_dicts = {
+            "*.A_log": {"param_dtype": FP32},
+            "*.norm.*": {"param_dtype": FP32},
+            "*.norm.weight": {"reduce_dtype": FP64},
+            "embed.*": {"grad_comm_dtype": BF16, "reduce_dtype": FP32},
+        }
+        expected = by_name(model, as_dicts, param_dtype=BF16, reduce_dtype=BF16)
+        for fqn, p in model.named_parameters():
+            resolved = [policies.resolve(x, p, fqn, CPU) for x in (policy, expected)]
+            self.assertEqual(*resolved, fqn)
+        self.assertEqual(dtypes_of(model, policy)["layers.0.A_log"], (FP32, BF16))
+        contradicting = {**patterns, "layers.1.A_log": {"param_dtype": BF16}}
+        with self.assertRaisesRegex(ValueError, r"'\*.A_log' and 'layers.1.A_log' set"):
+            by_name(model, contradicting)
+
+    def test_what_is_of_modules_cannot_differ_within_a_unit(self) -> None:
+        def message(given: Any, **fields: Any) -> str:
+            with self.assertRaises(ValueError) as caught:
+                by_name(Model(), {"*.A_log": given}, **fields)
+            return str(caught.exception)
+
+        for name, value in {"output_dtype": FP32, "cast_forward_inputs": False}.items():
+            one: Any = {name: value}
+            for given in (MixedPrecisionPolicy(**one), one):
+                found = message(given, param_dtype=BF16)
+                self.assertIn(f"Pattern '*.A_log' sets {name} to {value!r}", found)
+                self.assertIn("cannot differ between the parameters of a unit", found)
+        output = MixedPrecisionPolicy(FP32, output_dtype=FP32)
+        self.assertIn("output_dtype", message(output, output_dtype=BF16))
+        # The same as the unit's, or nothing, is no difference
+        uncast = MixedPrecisionPolicy(
+            FP32, output_dtype=FP16, cast_forward_inputs=False
+        )
+        fields: Any = {"output_dtype": FP16, "cast_forward_inputs": False}
+        for given in (uncast, MixedPrecisionPolicy(FP32)):
+            policy = by_name(Model(), {"*.A_log": given}, **fields)
+            self.assertEqual(
+                (policy.output_dtype, policy.cast_forward_inputs), (FP16, False)
+            )
+        self.assertIn(
+            "with reduce_dtype_override_fn", message(returning(reduce_dtype=FP32))
+        )
+
     def test_the_order_of_patterns_has_no_meaning(self) -> None:
         model = Model()
         patterns = {

@@ -118,6 +118,36 @@ add_each(
     MAKING,
     [
         (
+            "pattern_sets_what_modules_have",
+            "a pattern sets what a unit has as a whole",
+            by_name({"gain": MixedPrecisionPolicy(output_dtype=FP32)}),
+            ValueError,
+            "Pattern 'gain' sets output_dtype to torch.float32",
+        )
+    ],
+    found="`MixedPrecisionPolicy.by_name`",
+    do="Pass output_dtype to by_name itself",
+    about="gain",
+)
+add_each(
+    MAKING,
+    [
+        (
+            "pattern_policy_has_overrides",
+            "a pattern maps to a policy that has overrides",
+            by_name({"gain": MixedPrecisionPolicy(param_dtype_override_fn=id)}),
+            ValueError,
+            "Pattern 'gain' maps to a policy with param_dtype_override_fn",
+        )
+    ],
+    found="`MixedPrecisionPolicy.by_name`",
+    do="Give each choice a pattern of its own",
+    about="gain",
+)
+add_each(
+    MAKING,
+    [
+        (
             "override_returns_text",
             "an override returns a text",
             under(param_dtype_override_fn=lambda p: "bfloat16"),

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from ._fsdp_policies import OVERRIDDEN, OverrideFn, Overrides
+from ._fsdp_policies import OVERRIDDEN, OverrideFn, with_overrides
 
 
 _ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
@@ -113,7 +113,7 @@ class MixedPrecisionPolicy:
     def by_name(
         cls,
         module: nn.Module,
-        patterns: Mapping[str, Mapping[str, torch.dtype | None]],
+        patterns: Mapping[str, Mapping[str, torch.dtype | None] | MixedPrecisionPolicy],
         *,
         param_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
@@ -127,7 +127,7 @@ class MixedPrecisionPolicy:
             policy = MixedPrecisionPolicy.by_name(
                 model,
                 {
-                    "*.A_log": dict(param_dtype=torch.float32),
+                    "*.A_log": MixedPrecisionPolicy(param_dtype=torch.float32),
                     "*norm*": dict(reduce_dtype=torch.float32),
                 },
                 param_dtype=torch.bfloat16,
@@ -141,35 +141,34 @@ class MixedPrecisionPolicy:
         tensor parallelism, and before ``fully_shard``. None is kept alive.
 
         Args:
-            module (nn.Module): The whole model, or the part of it whose units
-                get this policy.
+            module (nn.Module): The model, or the part whose units get this policy.
             patterns (Mapping): From shell patterns (:mod:`fnmatch`: ``*``,
                 ``?``, ``[seq]``, with regard to case) over the fully qualified
                 names of ``module``'s parameters to what they set: any of
                 ``param_dtype``, ``reduce_dtype`` and ``grad_comm_dtype``, where
-                ``None`` stands for the policy's default. ``*`` also matches dots.
-                A name is as without activation checkpointing and
-                ``torch.compile``, and a shared parameter has all of its names.
+                ``None`` stands for the policy's default, or a policy, which sets
+                those of them that it has. ``*`` also matches dots. A name is as
+                without activation checkpointing and ``torch.compile``, and a
+                shared parameter has all of its names.
             param_dtype, ..., grad_comm_dtype: The fields, where no pattern sets them.
 
         Raises:
-            TypeError: if what a pattern sets is not a mapping to dtypes.
-            ValueError: if a pattern sets an unknown field or matches no
-                parameter, or if two set the same field of one parameter to
-                different dtypes. Later, in ``fully_shard``: if a parameter is
-                not one that ``module`` had, and still has.
+            TypeError: if a pattern maps neither to dtypes nor to a policy.
+            ValueError: if a pattern matches no parameter, sets an unknown field
+                or one that all parameters of a unit share (``output_dtype``,
+                ``cast_forward_inputs``), or maps to a policy with overrides, or
+                if two set the same field of one parameter to different dtypes.
+                Later, in ``fully_shard``: if a parameter is not one that
+                ``module`` had, and still has.
         """
-        overrides = Overrides(module, patterns)
-        return cls(
+        unit = cls(
             param_dtype,
             reduce_dtype,
             output_dtype,
             cast_forward_inputs,
-            param_dtype_override_fn=overrides.fn("param_dtype"),
-            reduce_dtype_override_fn=overrides.fn("reduce_dtype"),
             grad_comm_dtype=grad_comm_dtype,
-            grad_comm_dtype_override_fn=overrides.fn("grad_comm_dtype"),
         )
+        return with_overrides(unit, module, patterns)
 
 
 # Collectives #

@@ -27,6 +27,9 @@ from ._fsdp_release import FOLLOWS_GRAD_DTYPE
 # What may differ between the parameters of a unit: fields of a policy that have a
 # function beside them, f"{name}_override_fn"
 OVERRIDDEN = ("param_dtype", "reduce_dtype", "grad_comm_dtype")
+# What may not, and what stands for nothing that a policy says of it: they are about
+# what goes into modules and comes out of them
+_OF_MODULES = {"output_dtype": None, "cast_forward_inputs": True}
 # Returns None for the policy's default
 OverrideFn: TypeAlias = Callable[[nn.Parameter], torch.dtype | None]
 # MixedPrecisionPolicy
@@ -275,16 +278,66 @@ class Overrides:
         )
 
 
+def with_overrides(unit: _P, module: nn.Module, patterns: Mapping[str, Any]) -> _P:
+    """
+    Returns a policy with what patterns over names set, and ``unit``
+    (MixedPrecisionPolicy) where none does.
+
+    Raises: what ``by_name`` says.
+    """
+    overrides = Overrides(
+        module,
+        {
+            pattern: _fields_of(pattern, given, unit) if _is_policy(given) else given
+            for pattern, given in patterns.items()
+        },
+    )
+    fields: dict[str, Any] = {
+        f"{name}_override_fn": overrides.fn(name) for name in OVERRIDDEN
+    }
+    return replace(unit, **fields)
+
+
+def _is_policy(given: Any) -> bool:
+    return all(hasattr(given, f"{name}_override_fn") for name in OVERRIDDEN)
+
+
+def _fields_of(pattern: str, policy: Any, unit: Any) -> dict[str, torch.dtype]:
+    """Returns the dtypes that a policy has, which may say nothing else than ``unit``."""
+    for name, unset in _OF_MODULES.items():
+        value = getattr(policy, name)
+        if value not in (unset, getattr(unit, name)):
+            raise _cannot_differ(pattern, name, value)
+    for name in map("{}_override_fn".format, OVERRIDDEN):
+        if getattr(policy, name) is not None:
+            raise ValueError(
+                f"Pattern {pattern!r} maps to a policy with {name}, which chooses "
+                "parameters a second time. Give each choice a pattern of its own."
+            )
+    dtypes = {name: getattr(policy, name) for name in OVERRIDDEN}
+    return {name: dtype for name, dtype in dtypes.items() if dtype is not None}
+
+
+def _cannot_differ(pattern: str, name: str, value: Any) -> ValueError:
+    return ValueError(
+        f"Pattern {pattern!r} sets {name} to {value!r}, which cannot differ between "
+        "the parameters of a unit: it is about what goes into a module or comes out "
+        f"of it. Pass {name} to by_name itself, beside the patterns."
+    )
+
+
 def _check_pattern(
     pattern: str, fields: Mapping[str, torch.dtype | None], names: _Locations
 ) -> None:
     """Raises unless the pattern matches something and sets what can be set."""
     if not isinstance(fields, Mapping):
         raise TypeError(
-            f"Pattern {pattern!r} must map to what it sets, e.g. "
-            f"dict(param_dtype=torch.float32), not to {fields!r}"
+            f"Pattern {pattern!r} must map to what it sets, e.g. dict(param_dtype="
+            f"torch.float32) or a MixedPrecisionPolicy, not to {fields!r}"
         )
     for name, dtype in fields.items():
+        if name in _OF_MODULES:
+            raise _cannot_differ(pattern, name, dtype)
         if name not in OVERRIDDEN:
             raise ValueError(
                 f"Pattern {pattern!r} sets {name!r}: only {', '.join(OVERRIDDEN)} can "
