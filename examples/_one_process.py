@@ -88,7 +88,10 @@ def train_side_by_side(
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    # fp16 has no 1e-8: that would be 0, and 0 is what unused words are divided by
+    is_half = any(p.dtype is torch.float16 for p in model.parameters())
+    eps = 2**-10 if is_half else 1e-8
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=eps)
 
 
 class OneProcess:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from _compare import difference_table
 from _half_products import widen_half_products
 from _launch import as_rank, is_worker, launch, make_parser, parse_args, positive, TOLD
-from _one_process import Step, train_side_by_side
+from _one_process import LossFunction, Step, train_side_by_side
 from torch import nn, Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -70,11 +70,12 @@ def train(
     mesh: DeviceMesh,
     batches: Iterator[Tensor],
     device: torch.device,
+    loss_of: LossFunction = causal_loss,
 ) -> Iterator[Step]:
     """Trains the model sharded, and yields its steps, compared with one process."""
     torch.manual_seed(0)
     model = build_model().to(device)
-    return train_side_by_side(model, shard, mesh, causal_loss, batches)
+    return train_side_by_side(model, shard, mesh, loss_of, batches)
 
 
 def main(

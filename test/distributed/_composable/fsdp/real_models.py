@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from types import ModuleType
+from typing import Any
 
 from fsdp_test_utils import PRELOADED, REPO_ROOT
 
@@ -16,7 +16,7 @@ from fsdp_test_utils import PRELOADED, REPO_ROOT
 EXAMPLES = REPO_ROOT / "examples"
 if str(EXAMPLES) not in sys.path:
     sys.path.append(str(EXAMPLES))
-PRELOADED += ["transformers", "peft", "torch._dynamo.backends.debugging"]
+PRELOADED += ["transformers", "peft", "diffusers", "torch._dynamo.backends.debugging"]
 
 
 from _half_products import widen_half_products  # noqa: E402
@@ -26,6 +26,8 @@ from _half_products import widen_half_products  # noqa: E402
 widen_half_products()
 
 
-def example_of(name: str) -> ModuleType:
-    """Returns the script that trains a model."""
-    return importlib.import_module(f"train_{name}")
+def example_of(name: str) -> Any:
+    """Returns what builds and shards a model: a script, or a row of ``tiny_models``."""
+    from tiny_models import TINY_MODELS
+
+    return TINY_MODELS.get(name) or importlib.import_module(f"train_{name}")
