@@ -107,7 +107,7 @@ def _train_rank(
 ) -> int:
     """Trains and reports; returns the exit status."""
     widen_half_products()
-    device = _join(args)
+    device = join(args.device)
     mesh = make_mesh(args.device, args.replicas)
     batches = token_batches(args.steps, args.batch_size, device)
     ok = _report(train(build_model, shard, mesh, batches, device))
@@ -115,9 +115,9 @@ def _train_rank(
     return 0 if ok else TOLD
 
 
-def _join(args: argparse.Namespace) -> torch.device:
+def join(device_type: str) -> torch.device:
     """Makes this process one of the group, and returns its device."""
-    if args.device == "cpu":
+    if device_type == "cpu":
         dist.init_process_group("gloo")
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

@@ -67,11 +67,11 @@ STAYS_OF = {
     "examples": (
         "real_models",
         "test_fully_shard_accelerate",
+        "test_fully_shard_distributed_config",
         "test_fully_shard_models",
         "test_fully_shard_same_bits",
         "test_fully_shard_tiny_models",
         "test_fully_shard_tools",
-        "tiny_models",
     ),
     "pages": (
         "test_fully_shard_architecture",

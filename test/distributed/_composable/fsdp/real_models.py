@@ -27,7 +27,7 @@ widen_half_products()
 
 
 def example_of(name: str) -> Any:
-    """Returns what builds and shards a model: a script, or a row of ``tiny_models``."""
-    from tiny_models import TINY_MODELS
+    """Returns what builds and shards a model: a script, or a row of ``_tiny_models``."""
+    from _tiny_models import TINY_MODELS
 
     return TINY_MODELS.get(name) or importlib.import_module(f"train_{name}")

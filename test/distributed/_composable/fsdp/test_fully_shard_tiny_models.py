@@ -2,7 +2,7 @@
 
 """
 Models of ``transformers`` and ``diffusers`` in the dtypes that they themselves ask for,
-over two ranks, each step beside one process: the rows of ``tiny_models.py``.
+over two ranks, each step beside one process: the rows of ``examples/_tiny_models.py``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import importlib
 import json
 import tempfile
 from collections import Counter
-from pathlib import Path
 
 from fsdp_test_utils import (
     BASE_ROOT,
@@ -24,10 +23,10 @@ from fsdp_test_utils import (
     WORLD_SIZE,
 )
 from real_models import EXAMPLES
-from tiny_models import TINY_MODELS, TinyModel
 
 import torch
 import torch.nn as nn
+from _tiny_models import TINY_MODELS, TinyModel
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -41,7 +40,7 @@ REFUSED = """
 import json, sys, torch
 import torch.distributed as dist
 sys.path[:0] = {folders!r}
-from tiny_models import TINY_MODELS
+from _tiny_models import TINY_MODELS
 from _real_model import make_mesh, token_batches
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 errors = {{}}
@@ -161,7 +160,7 @@ class TestKeptInFP32(DeviceFreeTest):
 
 class TestRelease(DeviceFreeTest):
     def test_base_refuses_each_model(self) -> None:
-        folders = [str(Path(__file__).parent), str(EXAMPLES)]
+        folders = [str(EXAMPLES)]
         code = REFUSED.format(folders=folders)
         printed = run_python("-c", code, on_base=True, env=BYTECODE_CACHE)
         found = json.loads(printed.splitlines()[-1])
