@@ -25,7 +25,7 @@ LINT = $(IN_TREE) LINT_TREE="$$PWD" PATH="$$PWD/.venv/bin:$$PATH" && \
 PATHS := git ls-files --cached --others --exclude-standard
 
 .DEFAULT_GOAL := help
-.PHONY: help python setup models train test stack bench lint wheel fork clean
+.PHONY: help python setup models train test clients stack bench lint wheel fork clean
 
 help:  ## show this list
 	@echo "make TARGET, where TARGET is one of"
@@ -52,6 +52,13 @@ test: models  ## run the tests (QUICK=1: one of each kind; ARGS=... goes to pyte
 	@$(IN_TREE) PYTHONPYCACHEPREFIX="$$PWD/build/pycache" PYTHONDONTWRITEBYTECODE= \
 	  $(PYTHON) -m pytest --durations=10 $(if $(QUICK),--quick) \
 	  $(or $(ARGS),--numprocesses=auto --dist=loadfile test)
+
+# Their tests are not called test_*.py, so that `make test` does not collect them.
+CLIENTS = test/distributed/_composable/fsdp/clients_*.py
+clients: python  ## train with torchtitan, trl, torchao, lightning and others (ARGS=...)
+	@$(SETUP) setup --clients
+	@$(IN_TREE) PYTHONPYCACHEPREFIX="$$PWD/build/pycache" PYTHONDONTWRITEBYTECODE= \
+	  build/clients/bin/python -m pytest --durations=10 $(or $(ARGS),$(CLIENTS))
 
 stack: models  ## run the tests of each commit of the stack for upstream, at it (QUICK=1)
 	@$(IN_TREE) FSDP_STACK=$(if $(QUICK),quick,all) PYTHONPYCACHEPREFIX="$$PWD/build/pycache" PYTHONDONTWRITEBYTECODE= \

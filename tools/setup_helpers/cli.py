@@ -40,6 +40,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     setup = commands.add_parser("setup", help="build in place, with .venv")
     models = "install requirements-models.txt too"
     setup.add_argument("--models", action="store_true", help=models)
+    clients = "and requirements-clients.txt, into build/clients"
+    setup.add_argument("--clients", action="store_true", help=clients)
     commands.add_parser("clean", help="leave the clone as it was")
     commands.add_parser("wheel", help="write the base's wheel with our files in it")
     fork = commands.add_parser("fork", help="make a file of the base ours")
@@ -66,7 +68,11 @@ def run(arguments: argparse.Namespace, here: InPlaceBuild) -> None:
         took = f"{megabytes(path.stat().st_size)}, {time.monotonic() - began_s:.1f} s"
         build.progress.phase(f"{path.relative_to(clone.root)}: {took}")
     else:
-        changed = build.set_up(given_wheel(), with_models=arguments.models)
+        changed = build.set_up(
+            given_wheel(),
+            with_models=arguments.models,
+            with_clients=arguments.clients,
+        )
         state = "set up" if changed else "up to date"
         version = wheel.unpacked_distribution(build.base).version
         place = "place" if build is clone else build.root.relative_to(clone.root)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 # The entries of the stamp that tell of packages
-INSTALLED = ("requirements", "models")
+INSTALLED = ("requirements", "models", "clients")
 PTH_NAME = "torch-fsdp2-mixed-dtype.pth"
 # A shell finds the Python beside the script, as `#!` cannot name a path with spaces
 # or a long one.  To Python, which reads the file next, that is a string.
@@ -134,11 +134,11 @@ def _last_error(stderr: str) -> str:
 
 
 class Environment:
-    """The ``.venv`` of the tree."""
+    """The ``.venv`` of the tree, or one that lies over it in another folder."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, folder: Path | None = None) -> None:
         self.root = root
-        self.folder = root / ".venv"
+        self.folder = folder or root / ".venv"
         self.python = self.folder / "bin" / "python"
         self.stamp = Stamp(self.folder / "setup.json")
 
@@ -178,10 +178,18 @@ class Environment:
             _make_venv(self.python, "ensurepip", "--upgrade", "--default-pip")
         self.stamp.put("python", self._identity())
 
+    @property
+    def site_packages(self) -> Path:
+        return next(self.folder.glob("lib/python3*/site-packages"))
+
+    def point_at(self, *folders: Path) -> None:
+        """Puts folders on the import path, behind the environment's own packages."""
+        lines = "".join(f"{folder}\n" for folder in folders)
+        _write_if_changed(self.site_packages / PTH_NAME, os.fsencode(lines))
+
     def point_at_tree(self, scripts: dict[str, str]) -> None:
         """Puts the tree on the import path, and the base's commands into bin."""
-        site_packages = next(self.folder.glob("lib/python3*/site-packages"))
-        _write_if_changed(site_packages / PTH_NAME, os.fsencode(f"{self.root}\n"))
+        self.point_at(self.root)
         for name, target in scripts.items():
             module, _, function = target.partition(":")
             text = _SCRIPT.format(module=module, function=function)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 # Each version range is in one of these files alone: `setup.py` reads them, too.
 EXAMPLES = "requirements-examples.txt"
 MODELS = "requirements-models.txt"
+CLIENTS = "requirements-clients.txt"
 REQUIREMENTS = (EXAMPLES, "requirements.txt")
 # How what a build for CUDA requires is called; the rest takes little.
 CUDA_PACKAGES = ("nvidia", "cuda")
@@ -116,11 +117,18 @@ class InPlaceBuild:
         self.with_git = tree.has_git(root)
         self._undo = contextlib.ExitStack()
 
-    def set_up(self, given: Path | None, *, with_models: bool = False) -> bool:
+    def set_up(
+        self,
+        given: Path | None,
+        *,
+        with_models: bool = False,
+        with_clients: bool = False,
+    ) -> bool:
         """Brings tree and ``.venv`` up to date; returns whether that took work.
 
         Only ``with_models`` brings the packages that hold other people's models:
-        they are large, and few commands need them.
+        they are large, and few commands need them.  ``with_clients`` brings those
+        that train with FSDP2, too, into an environment over ``.venv``.
         """
         check_place(self.root)
         with locked(self.root, self.progress), self._transaction():
@@ -135,8 +143,10 @@ class InPlaceBuild:
             environment.point_at_tree(wheel.console_scripts(base))
             requirements = base.requires or []
             changed |= self._ensure_requirements(environment, requirements, pip)
-            if with_models:
+            if with_models or with_clients:
                 changed |= self._ensure_models(environment, requirements, pip)
+            if with_clients:
+                changed |= self._ensure_clients(environment, requirements)
             return changed
 
     def lay_under(self, python: Path, given: Path | None) -> None:
@@ -383,6 +393,26 @@ class InPlaceBuild:
             return False
         self.progress.phase(f"installing {self.models_file.name}")
         environment.install("models", pip, requirements, *files)
+        return True
+
+    def _ensure_clients(
+        self, environment: Environment, requirements: list[str]
+    ) -> bool:
+        """Installs what the clients want otherwise than tests do, beside it.
+
+        What lies in ``.venv`` counts as installed: no second torch is fetched.
+        """
+        over = Environment(self.root, self.root / "build" / "clients")
+        file = self.root / CLIENTS
+        if over.is_current and over.has_installed("clients", requirements, file):
+            return False
+        self.progress.phase(f"installing {CLIENTS}")
+        if over.folder.exists():
+            shutil.rmtree(over.folder)
+        over.create(with_pip=False)
+        over.point_at(environment.site_packages, self.root)
+        pip = self.make_pip(over.python, self.progress)
+        over.install("clients", pip, requirements, file)
         return True
 
     # Undoing.

@@ -1,0 +1,48 @@
+"""What the tests of clients share: their ranks, and what the release answers them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import real_models
+from _one_process import Step
+from fsdp_test_utils import BASE_ROOT, BYTECODE_CACHE, FSDPProcessTest, run_python
+
+
+# Calls what a module has for it, in a group of one rank, and prints the error
+ASKED = """
+import importlib, json, sys, torch
+import torch.distributed as dist
+sys.path += {folders!r}
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+client = importlib.import_module({module!r})
+try:
+    client.one_step()
+    error = ""
+except Exception as caught:
+    error = f"{{type(caught).__name__}}: {{caught}}"
+print(json.dumps([torch.__file__, error]))
+"""
+
+
+def refusal(module: str) -> str:
+    """Returns how the release answers ``one_step`` of a module: "" if it does it."""
+    folders = [str(Path(__file__).parent), str(real_models.EXAMPLES)]
+    code = ASKED.format(folders=folders, module=module)
+    printed = run_python("-c", code, on_base=True, env=BYTECODE_CACHE)
+    file, error = json.loads(printed.splitlines()[-1])
+    if not file.startswith(str(BASE_ROOT)):
+        raise AssertionError(f"not the release: {file}")
+    return error
+
+
+class ClientTest(FSDPProcessTest):
+    def check_steps(self, steps: Iterable[Step]) -> None:
+        """Each is as in one process, with gradients of both dtypes."""
+        for step in steps:
+            wrong = [str(each) for each in step.differences if not each.ok]
+            self.assertEqual(wrong, [])
+            kinds = {each.what for each in step.differences}
+            self.assertGreaterEqual(kinds, {"bfloat16 gradients", "float32 gradients"})
