@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import real_models
 from _one_process import Step
@@ -36,6 +39,25 @@ def refusal(module: str) -> str:
     if not file.startswith(str(BASE_ROOT)):
         raise AssertionError(f"not the release: {file}")
     return error
+
+
+@contextlib.contextmanager
+def as_launched(rank: int, ranks: int) -> Iterator[None]:
+    """Lets a client find this test's processes as those of torchrun."""
+    environment = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "GROUP_RANK": 0,
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": 0,
+        "OMP_NUM_THREADS": 1,
+        "TORCHELASTIC_RUN_ID": "none",
+    }
+    as_text = {name: str(value) for name, value in environment.items()}
+    with mock.patch.dict(os.environ, as_text):
+        yield
 
 
 class ClientTest(FSDPProcessTest):
