@@ -28,7 +28,7 @@ from real_models import example_of
 
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -42,11 +42,14 @@ BLOCKS = {"mamba2": "Mamba2Block", "llama_peft": "LlamaDecoderLayer"}
 STEPS = 2
 
 
-def make_accelerator(name: str, *, precision: str = "no", loads: bool = False) -> Any:
+def make_accelerator(
+    name: str, *, precision: str = "no", loads: bool = False, policy: Any = None
+) -> Any:
     """
     Args:
         loads: Whether only the first rank has the weights, and the others get them
             from it.
+        policy: What the plugin is given as its ``mixed_precision_policy``.
     """
     from accelerate import (
         Accelerator,
@@ -60,6 +63,7 @@ def make_accelerator(name: str, *, precision: str = "no", loads: bool = False) -
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=[BLOCKS[name]],
         cpu_ram_efficient_loading=loads,
+        mixed_precision_policy=policy,
         reshard_after_forward=True,
     )
     accelerator = Accelerator(
@@ -154,6 +158,50 @@ class TestAccelerate(FSDPProcessTest):
             model = self.model_of("mamba2")
             model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
             self.assertEqual({param.dtype for param in model.parameters()}, {FP32})
+
+    def test_mixed_precision_upcasts_what_is_trained_alone(self) -> None:
+        """Units then compute and reduce in the one dtype, and outputs have it."""
+        with accelerator_of(self.rank, "llama_peft", precision="bf16") as accelerator:
+            model = self.model_of("llama_peft")
+            trained = [p for p in model.parameters() if p.requires_grad]
+            self.assertEqual({p.dtype for p in trained}, {BF16, FP32})
+            model, _ = accelerator.prepare(model, torch.optim.SGD(trained))
+            dtypes = {(p.requires_grad, p.dtype) for p in model.parameters()}
+            policy = accelerator.state.fsdp_plugin.mixed_precision_policy
+        self.assertEqual(dtypes, {(True, FP32), (False, BF16)})
+        self.assertEqual(policy, MixedPrecisionPolicy(BF16, BF16, BF16))
+
+    @parametrize("precision", ["no", "bf16"])
+    def test_a_policy_by_name_is_kept(self, precision: str) -> None:
+        """With mixed precision off nothing is upcast, and the policy holds."""
+        from _real_model import causal_loss
+
+        model = self.model_of("mamba2")
+        stored = [param.dtype for param in model.parameters()]
+        fp32 = MixedPrecisionPolicy(FP32, FP32)
+        policy = MixedPrecisionPolicy.by_name(
+            model,
+            dict.fromkeys(("*.A_log", "*.D", "*.dt_bias"), fp32),
+            param_dtype=BF16,
+            cast_forward_inputs=False,
+        )
+        kwargs: Any = {"precision": precision, "policy": policy}
+        seen = {}
+        with accelerator_of(self.rank, "mamba2", **kwargs) as accelerator:
+            optimizer = torch.optim.SGD(model.parameters())
+            model, _ = accelerator.prepare(model, optimizer)
+            self.assertIs(accelerator.state.fsdp_plugin.mixed_precision_policy, policy)
+            mixer = model.get_submodule("backbone.layers.0.mixer")
+            mixer.register_forward_pre_hook(
+                lambda module, _: seen.update(
+                    {name: param.dtype for name, param in module.named_parameters()}
+                )
+            )
+            causal_loss(model, self.batches(1)[0])
+        self.assertEqual(seen["A_log"], FP32)
+        self.assertEqual(seen["in_proj.weight"], BF16)
+        found = [param.dtype for param in model.parameters()]
+        self.assertEqual(found, stored if precision == "no" else [FP32] * len(stored))
 
     def test_clips_all_dtypes_by_one_norm(self) -> None:
         from _real_model import causal_loss

@@ -1,7 +1,7 @@
 # Owner(s): ["oncall: distributed"]
 """
-Runs the recipes of ``docs/per_parameter_precision.md``, and compares what they send
-and print with what the page says.
+Runs the recipes of ``docs/per_parameter_precision.md`` and ``docs/recipes.md``, and
+compares what they send, compute in and print with what the pages say.
 """
 
 import contextlib
@@ -9,6 +9,7 @@ import io
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from fsdp_test_utils import FakeGroupTest, record_collectives
 
@@ -17,30 +18,33 @@ from torch.testing._internal.common_utils import run_tests
 
 
 # Not where torch is: this file may be run on another one
-PAGE = Path(__file__).parents[4] / "docs" / "per_parameter_precision.md"
+DOCS = Path(__file__).parents[4] / "docs"
+PAGE = DOCS / "per_parameter_precision.md"
+MORE = DOCS / "recipes.md"
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-def recipes() -> tuple[str, dict[str, str]]:
+def recipes(page: Path = PAGE) -> tuple[str, dict[str, str]]:
     """Returns what all recipes start with, and the code under each heading."""
     preamble, found, heading = "", {}, ""
     pieces = re.split(
-        r"^(#+ [^\n]*|```python\n.*?^```)$", PAGE.read_text(), flags=re.M | re.S
+        r"^(#+ [^\n]*|```python\n.*?^```)$", page.read_text(), flags=re.M | re.S
     )
     for piece in pieces:
         if piece.startswith("#"):
             heading = piece.lstrip("# ")
         elif piece.startswith("```python"):
             code = piece.removeprefix("```python").removesuffix("```")
-            if heading == "Recipes":
+            if heading.startswith("Recipes"):
                 preamble = code
             else:
                 found[heading] = code
     return preamble, found
 
 
-def costs() -> dict[str, list[str]]:
+def costs(page: Path = PAGE) -> dict[str, list[str]]:
     """Returns the cells of the table of what recipes cost, by recipe."""
-    table = PAGE.read_text().split("### All recipes")[1].split("## Recipes")[0]
+    table = page.read_text().split("| recipe |")[1].split("\n\n")[0]
     rows = [line.strip("|").split("|") for line in table.splitlines() if "|" in line]
     return {cells[0].strip(): [c.strip() for c in cells[1:]] for cells in rows[2:]}
 
@@ -50,12 +54,14 @@ class TestDocs(FakeGroupTest):
 
     ranks = 2
 
-    def sent_by(self, code: str) -> tuple[str, str]:
+    def sent_by(
+        self, code: str, page: Path = PAGE, namespace: dict[str, Any] | None = None
+    ) -> tuple[str, str]:
         """Runs a recipe; returns the bytes gathered and reduced, as the page does."""
-        preamble, _ = recipes()
+        preamble, _ = recipes(page)
         with record_collectives() as recorder:
-            exec(preamble + code, {})
-        names = {"float32": "fp32", "bfloat16": "bf16"}
+            exec(preamble + code, {} if namespace is None else namespace)
+        names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
         reduced = {
             names[str(call.dtype).removeprefix("torch.")]: f"{call.nbytes:,}"
             for call in recorder.reduce_scatters
@@ -87,6 +93,70 @@ class TestDocs(FakeGroupTest):
                 )
                 self.assertNotEqual(plain, code)
                 self.assertEqual(self.sent_by(plain), (before, before_reduced))
+
+    def run_recipe(self, heading: str) -> tuple[dict[str, Any], dict[str, torch.dtype]]:
+        """Returns its names, and what each parameter was computed in."""
+        _, codes = recipes(MORE)
+        namespace: dict[str, Any] = {}
+        seen: dict[str, torch.dtype] = {}
+        forward = torch.nn.Module.__call__
+
+        def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            out = forward(module, *args, **kwargs)
+            if module is namespace.get("model"):  # whose root unit stays unsharded
+                seen.update({n: p.dtype for n, p in module.named_parameters()})
+            return out
+
+        with mock.patch.object(torch.nn.Module, "__call__", call):
+            sent = self.sent_by(codes[heading], MORE, namespace)
+        self.assertEqual([*sent], costs(MORE)[heading])
+        return namespace, seen
+
+    def test_more_recipes_are_all_told_of(self) -> None:
+        _, codes = recipes(MORE)
+        self.assertEqual([*codes], [*costs(MORE)])
+        self.assertEqual(len(codes), 5)
+
+    def test_head_in_fp32(self) -> None:
+        names, seen = self.run_recipe("A head in fp32")
+        fp32 = {"lm_head.weight"}
+        self.assertEqual(fp32, {n for n, dtype in seen.items() if dtype == FP32})
+        self.assertEqual({*seen.values()}, {BF16, FP32})
+        self.assertEqual(names["log_probs"].dtype, FP32)
+
+    def test_fp16_with_bf16_islands(self) -> None:
+        names, seen = self.run_recipe("fp16 with bf16 islands")
+        island = {"up.weight": FP16, "island.weight": BF16, "down.weight": FP16}
+        self.assertEqual(seen, island)
+        self.assertEqual({p.dtype for p in names["model"].parameters()}, {FP32})
+        self.assertTrue(names["scaler"].is_enabled())
+
+    def test_masters_in_the_optimizer(self) -> None:
+        names, seen = self.run_recipe("Masters in the optimizer")
+        self.assertEqual(seen, {"0.weight": BF16, "1.weight": FP32})
+        for master, param in zip(names["masters"], names["model"].parameters()):
+            self.assertEqual((master.dtype, master.grad.dtype), (FP32, FP32))
+            shard, stepped = param.to_local(), master.to_local()
+            self.assertTrue(torch.equal(shard, stepped.to(shard.dtype)))
+            self.assertEqual(len(names["optimizer"].state[master]), 3)
+
+    def test_diffusion_transformer(self) -> None:
+        _, seen = self.run_recipe("A diffusion transformer")
+        bf16 = {name for name, dtype in seen.items() if dtype == BF16}
+        self.assertEqual(bf16, {"proj.weight"})
+
+    def test_stochastic_rounding(self) -> None:
+        names, seen = self.run_recipe("Stochastic rounding")
+        self.assertEqual(seen, {"0.weight": BF16, "1.weight": FP32})
+        # A quarter of the way from 1 to the next of bf16: on average it stays there
+        exact = torch.full((4096,), 1 + 2**-9)
+        found = names["round_at_random"](exact)
+        self.assertEqual({*found.tolist()}, {1.0, 1 + 2**-7})
+        self.assertEqual(found.float().mean(), exact[0], rtol=0, atol=2**-12)
+        negative = names["round_at_random"](-exact)
+        self.assertEqual({*negative.tolist()}, {-1.0, -1 - 2**-7})
+        kept = names["round_at_random"](torch.tensor([0.0, -2.5, 2.0**100]))
+        self.assertEqual(kept.tolist(), [0.0, -2.5, 2.0**100])
 
     def test_summary_is_what_the_page_shows(self) -> None:
         preamble, codes = recipes()
