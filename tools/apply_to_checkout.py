@@ -65,6 +65,11 @@ STAYS_OF = {
     ),
     "benchmarks": ("test_fully_shard_bench",),
     "examples": (
+        "clients_common",
+        "clients_lightning",
+        "clients_torchao",
+        "clients_torchtitan",
+        "clients_trainer",
         "real_models",
         "test_fully_shard_accelerate",
         "test_fully_shard_distributed_config",

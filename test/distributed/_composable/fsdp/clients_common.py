@@ -10,8 +10,9 @@ from pathlib import Path
 from unittest import mock
 
 import real_models
-from _one_process import Step
 from fsdp_test_utils import BASE_ROOT, BYTECODE_CACHE, FSDPProcessTest, run_python
+
+from _one_process import Step
 
 
 # Calls what a module has for it, in a group of one rank, and prints the error

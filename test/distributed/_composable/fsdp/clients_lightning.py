@@ -11,13 +11,13 @@ import copy
 from typing import Any
 
 import real_models
-from _one_process import make_optimizer, OneProcess
-from _real_model import causal_loss, token_batches
 from clients_common import as_launched, ClientTest, refusal
 from fsdp_test_utils import DeviceFreeTest, shared_folder
 
 import torch
 import torch.nn as nn
+from _one_process import make_optimizer, OneProcess
+from _real_model import causal_loss, token_batches
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.common_utils import run_tests
 

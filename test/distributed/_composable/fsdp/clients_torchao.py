@@ -16,13 +16,13 @@ from typing import Any
 from unittest import mock
 
 import real_models  # noqa: F401
-from _one_process import OneProcess
-from _real_model import make_mesh
 from clients_common import ClientTest, refusal
 from fsdp_test_utils import DeviceFreeTest, record_collectives
 
 import torch
 import torch.nn as nn
+from _one_process import OneProcess
+from _real_model import make_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.testing._internal.common_utils import (

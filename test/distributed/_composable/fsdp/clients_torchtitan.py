@@ -11,21 +11,20 @@ the models get torchtitan's other attention, that of ``scaled_dot_product_attent
 from __future__ import annotations
 
 import functools
-
 import sys
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import real_models  # noqa: F401
-from _one_process import OneProcess, train_side_by_side
-from _real_model import make_mesh
 from clients_common import ClientTest, refusal
 from fsdp_test_utils import DeviceFreeTest
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from _one_process import OneProcess, train_side_by_side
+from _real_model import make_mesh
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard

@@ -17,14 +17,14 @@ from typing import Any
 from unittest import mock
 
 import real_models
-from _one_process import LossFunction, OneProcess
-from _real_model import causal_loss, SEQUENCE_LENGTH, VOCABULARY
 from clients_common import as_launched, ClientTest, refusal
 from fsdp_test_utils import DeviceFreeTest, shared_folder
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from _one_process import LossFunction, OneProcess
+from _real_model import causal_loss, SEQUENCE_LENGTH, VOCABULARY
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -79,7 +79,9 @@ def token_rows(count: int) -> Any:
 
 def token_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     """TRL's loss of one of four microbatches, divided by the tokens of all."""
-    outputs = model(input_ids=tokens, labels=tokens, use_cache=False, fused_lm_head=True)
+    outputs = model(
+        input_ids=tokens, labels=tokens, use_cache=False, fused_lm_head=True
+    )
     return -outputs.log_probs.sum() / (4 * tokens[:, 1:].numel()) * 4
 
 

@@ -191,6 +191,9 @@ class TestAccelerate(FSDPProcessTest):
             optimizer = torch.optim.SGD(model.parameters())
             model, _ = accelerator.prepare(model, optimizer)
             self.assertIs(accelerator.state.fsdp_plugin.mixed_precision_policy, policy)
+            shards = [param.dtype for param in model.parameters()]
+            upcast = [FP32] * len(stored)
+            self.assertEqual(shards, stored if precision == "no" else upcast)
             mixer = model.get_submodule("backbone.layers.0.mixer")
             mixer.register_forward_pre_hook(
                 lambda module, _: seen.update(
@@ -200,8 +203,6 @@ class TestAccelerate(FSDPProcessTest):
             causal_loss(model, self.batches(1)[0])
         self.assertEqual(seen["A_log"], FP32)
         self.assertEqual(seen["in_proj.weight"], BF16)
-        found = [param.dtype for param in model.parameters()]
-        self.assertEqual(found, stored if precision == "no" else [FP32] * len(stored))
 
     def test_clips_all_dtypes_by_one_norm(self) -> None:
         from _real_model import causal_loss
