@@ -9,7 +9,13 @@ from pathlib import Path
 from tools.setup_helpers import wheel
 from tools.setup_helpers.cli import given_wheel
 from tools.setup_helpers.environment import installed_torch
-from tools.setup_helpers.inplace import EXAMPLES, InPlaceBuild, MODELS, REQUIREMENTS
+from tools.setup_helpers.inplace import (
+    CLIENTS,
+    EXAMPLES,
+    InPlaceBuild,
+    MODELS,
+    REQUIREMENTS,
+)
 from tools.setup_helpers.mirror import build_of
 from tools.setup_helpers.releases import chosen_release, DEFAULT
 from tools.setup_helpers.report import explain, Progress, SetupError
@@ -22,6 +28,7 @@ METADATA_COMMANDS = {"dist_info", "editable_wheel", "develop"}
 EXTRAS = {
     "examples": (EXAMPLES, MODELS),
     "dev": (*REQUIREMENTS, MODELS),
+    "clients": (CLIENTS,),
 }
 
 

@@ -33,6 +33,7 @@ REQUIREMENTS = {
     "requirements-examples.txt": "tqdm\n",
     "requirements.txt": "pytest\n",
     "requirements-models.txt": "transformers\n",
+    "requirements-clients.txt": "torchtitan\n",
 }
 BASE_FILES = {
     "functorch/__init__.py": "",

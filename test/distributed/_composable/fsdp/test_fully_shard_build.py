@@ -55,8 +55,8 @@ LINKS = {
 }
 # What the base requires.
 NEEDED = ["filelock", 'optree; extra == "optree"']
-# What set-up installs besides; the models' where they are wanted.
-*OUR_LISTS, MODELS = REQUIREMENTS
+# What set-up installs besides; the models' and the clients' where they are wanted.
+*OUR_LISTS, MODELS, CLIENTS = REQUIREMENTS
 # A set-up that dies on the `count`-th call of `name`, as if it were killed.
 KILLED_SETUP = """
 import os, pkgutil, sys
@@ -354,6 +354,27 @@ class TestInputs(BuildTestCase):
             self.pip.installs[3:], [[*NEEDED, *OUR_LISTS], [*NEEDED, *files]]
         )
 
+    def test_clients_are_installed_over_the_environment(self):
+        """Into a folder of their own: what tests run in stays as it is."""
+        self.assertEqual(self.run_command("setup", "--clients")[0], 0)
+        self.assertEqual(self.pip.installs[-1], [*NEEDED, CLIENTS])
+        self.assertEqual(len(self.pip.installs), 3)
+        packages = "lib/python3*/site-packages"
+        (own,) = self.root.glob(f".venv/{packages}")
+        (over,) = self.root.glob(f"build/clients/{packages}")
+        lines = (over / "torch-fsdp2-mixed-dtype.pth").read_text().splitlines()
+        self.assertEqual(lines, [str(own), str(self.root)])
+        self.assertFalse(self.build().set_up(None, with_clients=True))
+        self.put(CLIENTS, "trl\n")
+        self.assertTrue(self.build().set_up(None, with_clients=True))
+        self.assertEqual(self.pip.installs[3:], [[*NEEDED, CLIENTS]])
+        self.pip.fails_with = KeyboardInterrupt()
+        self.put(CLIENTS, "lightning\n")
+        self.assertEqual(self.run_command("setup", "--clients")[0], 130)
+        self.pip.fails_with = None
+        self.assertTrue(self.build().set_up(None, with_clients=True))
+        self.assertFalse(self.build().set_up(None, with_models=True))
+
     def test_interrupted_install_of_models_is_made_up_for(self):
         self.set_up()
         self.pip.fails_with = KeyboardInterrupt()
@@ -596,6 +617,7 @@ class TestEditable(BuildTestCase):
         expected = {
             "examples": ["tqdm", "transformers"],
             "dev": ["tqdm", "pytest", "transformers"],
+            "clients": ["torchtitan"],
         }
         self.assertEqual(metadata.extras, expected)
         self.assertEqual(metadata.scripts, ["torchrun = torch.distributed.run:main"])
@@ -614,12 +636,13 @@ class TestEditable(BuildTestCase):
         asked = [Requirement(line) for line in fields.get_all("Requires-Dist")]
         by_extra = {
             extra: {r.name for r in asked if r.marker and f'"{extra}"' in str(r.marker)}
-            for extra in ("examples", "dev", "optree")
+            for extra in ("examples", "dev", "clients", "optree")
         }
         self.assertEqual({r.name for r in asked if not r.marker}, {"filelock"})
         expected = {
             "examples": {"tqdm", "transformers"},
             "dev": {"tqdm", "pytest", "transformers"},
+            "clients": {"torchtitan"},
             "optree": {"optree"},
         }
         self.assertEqual(by_extra, expected)
