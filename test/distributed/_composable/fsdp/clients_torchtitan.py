@@ -11,12 +11,13 @@ the models get torchtitan's other attention, that of ``scaled_dot_product_attent
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-import real_models  # noqa: F401
+import real_models
 from clients_common import ClientTest, refusal
 from fsdp_test_utils import DeviceFreeTest
 
@@ -153,6 +154,20 @@ class TestExperts(ClientTest):
             found = [*reference.gradient_differences(model)]
             self.assertEqual([str(each) for each in found if not each.ok], [])
             model.zero_grad()
+
+
+class TestPage(DeviceFreeTest):
+    def test_moving_here_is_a_diff_of_its_own_file(self) -> None:
+        """What the page takes out stands in ``parallelize_llama``, and is all of it."""
+        sys.modules.setdefault(KERNELS, mock.MagicMock())
+        from torchtitan.models.llama3 import parallelize
+
+        page = (real_models.REPO_ROOT / "docs" / "stacks.md").read_text()
+        diff = page.split("### From torchtitan")[1].split("```")[1]
+        taken = [line[1:].strip() for line in diff.splitlines() if line[:1] == "-"]
+        source = inspect.getsource(parallelize.parallelize_llama)
+        self.assertEqual(len(taken), 2)
+        self.assertIn("\n".join(f"        {line}" for line in taken), source)
 
 
 class TestRelease(DeviceFreeTest):

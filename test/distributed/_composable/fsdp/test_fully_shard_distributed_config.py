@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+from pathlib import Path
 
 from fsdp_test_utils import (
     BYTECODE_CACHE,
@@ -81,6 +82,11 @@ class TestPage(DeviceFreeTest):
         lines = PAGE.read_text().split("```python\n")[1].split("```")[0].splitlines()
         self.assertEqual(len(lines), 3)
         self.assertIn(f"    {lines[-1]}\n", SCRIPT.read_text())
+
+    def test_the_page_names_all_tests_of_clients(self) -> None:
+        named = {*re.findall(r"`(clients_\w+\.py)`", PAGE.read_text())}
+        there = {path.name for path in Path(__file__).parent.glob("clients_*.py")}
+        self.assertEqual(named, there - {"clients_common.py"})
 
     def test_base_refuses_all_but_fp32(self) -> None:
         args = ("--nproc", "2", "--steps", "1", "--device", "cpu")
