@@ -266,12 +266,14 @@ class Block:
 
 _PACKAGE_DIR = str(Path(fsdp_package.__file__).parent)
 _TORCH_DIR = str(Path(torch.__file__).parent)
+# Files that look on, whose lines tell nothing
+CHECKERS = {__file__}
 
 
 @functools.cache
 def _is_worth_telling(file: str) -> bool:
     is_torch = file.startswith((_TORCH_DIR, "<")) or "importlib" in file
-    return file.startswith(_PACKAGE_DIR) or not (is_torch or file == __file__)
+    return file.startswith(_PACKAGE_DIR) or not (is_torch or file in CHECKERS)
 
 
 def _caller_line() -> tuple[str, int, str]:
