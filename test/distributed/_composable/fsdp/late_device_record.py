@@ -164,7 +164,7 @@ class Recording:
     changes: list[Change] = field(default_factory=list)
     # What was still there at the end, and its bytes then
     final: list[tuple[Memory, torch.Tensor]] = field(default_factory=list)
-    # The number of entries at each `Rank.mark` of the first rank
+    # The number of entries at each `Rank.mark`
     marks: list[int] = field(default_factory=list)
     visited: set[tuple[str, int]] = field(default_factory=set)
 
@@ -335,10 +335,9 @@ class Rank:
         return self._piece(tensor).memory.owner is self.host
 
     def mark(self) -> None:
-        """Marks a place in the recording. The host waits for all until here."""
+        """Marks a place in the recording. All hosts wait for all until here."""
         self.synchronize()
-        if self.number == 0:
-            self.device.recording.marks.append(len(self.device.recording.entries))
+        self.device.mark(self)
 
     def end_step(self) -> None:
         """What the schedules of the happens-before checker call."""
@@ -613,7 +612,7 @@ class Recorder:
         self._watched = {inspect.getsourcefile(module) for module in watched}
         self._without = without
         self._comms_in_order = comms_in_order
-        self._arrivals: dict[Any, dict[int, _Arrival]] = {}
+        self._arrivals: dict[Any, dict[int, Any]] = {}
         self._last_meetings: dict[Any, Entry] = {}
         # Whose turn it is, and who could go on
         self._turn = threading.Condition()
@@ -691,20 +690,32 @@ class Recorder:
         source: torch.Tensor,
         target: torch.Tensor,
     ) -> None:
-        arrivals = self._arrivals.setdefault(group, {})
         before = stream.last | rank.host.last
-        arrivals[rank.number] = _Arrival(stream, before, (source, target), call)
-        members = group[0]
-        if len(arrivals) < len(members):
+        arrival = _Arrival(stream, before, (source, target), call)
+        arrivals = self._await_others(rank, group, group[0], arrival)
+        if arrivals is not None:
+            self._complete(group, [arrivals[number] for number in group[0]])
+
+    def mark(self, rank: Rank) -> None:
+        if self._await_others(rank, "mark", range(len(self.ranks)), None) is not None:
+            self.recording.marks.append(len(self.recording.entries))
+
+    def _await_others(
+        self, rank: Rank, key: Any, members: Sequence[int], arrival: Any
+    ) -> dict[int, Any] | None:
+        """Returns what all members came with, to the last of them."""
+        arrivals = self._arrivals.setdefault(key, {})
+        arrivals[rank.number] = arrival
+        if len(arrivals) == len(members):
+            del self._arrivals[key]
             with self._turn:
-                self._can_run.discard(rank.number)
-                self._pass_on()
-            self._wait_for_turn(rank.number)
-            return
-        del self._arrivals[group]
-        self._complete(group, [arrivals[number] for number in members])
+                self._can_run |= {*members}
+            return arrivals
         with self._turn:
-            self._can_run |= {*members}
+            self._can_run.discard(rank.number)
+            self._pass_on()
+        self._wait_for_turn(rank.number)
+        return None
 
     def _complete(self, group: Any, arrivals: list[_Arrival]) -> None:
         call, *others = [arrival.call for arrival in arrivals]
