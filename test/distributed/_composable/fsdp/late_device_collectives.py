@@ -6,7 +6,7 @@ order of the ranks and in the tensors' dtype.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -61,3 +61,20 @@ class Call(NamedTuple):
             else:
                 raise NotImplementedError(f"a reduction by {self.operation}")
         return total / len(tensors) if self.operation == "AVG" else total
+
+
+def functional_call(name: str, given: dict[str, Any]) -> tuple[Call, list[int]]:
+    """
+    Returns what the functional collective of that name and arguments is, and the size
+    of its result.
+    """
+    operation = given.get("reduce_op")
+    call = Call(name, operation and operation.upper())
+    size = [*given["input"].size()]
+    if name in ("all_gather_into_tensor", "all_gather_single"):
+        size[0] *= given["group_size"]
+    elif name in ("reduce_scatter_tensor", "reduce_scatter_single"):
+        size[0] //= given["group_size"]
+    elif name != "all_reduce":
+        raise NotImplementedError(f"the functional collective {name}")
+    return call, size

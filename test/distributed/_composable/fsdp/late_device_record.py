@@ -30,7 +30,7 @@ from fsdp_happens_before import (
     CHECKERS,
     Site,
 )
-from late_device_collectives import Call, COLLECTIVES
+from late_device_collectives import Call, COLLECTIVES, functional_call
 
 import torch
 import torch.distributed as dist
@@ -307,6 +307,8 @@ class Rank:
         self._memory: dict[int, tuple[StorageWeakRef, Memory]] = {}
         self._comm_streams: dict[Any, Stream] = {}
         self._groups: dict[Any, Any] = {}
+        # Functional collectives by their results' storage
+        self._pending: dict[int, Any] = {}
         self._recorded: set[Memory] = set()  # in streams, so freed after them
         # By owner: memory that its next allocation may get
         self._freed: dict[Stream, list[Memory]] = {}
@@ -378,6 +380,8 @@ class Rank:
     def issue(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs an operator, and records it unless it moves no data."""
         self.collect()
+        if operator.namespace == "_c10d_functional":
+            return self._issue_collective(operator, args, kwargs)
         if _is_view(operator):
             return operator(*args, **kwargs)
         flat, spec = tree_flatten((args, kwargs))
@@ -545,6 +549,29 @@ class Rank:
         done = Event(self)
         done.after = stream.last
         return _Pending(done, (source, target))
+
+    def _issue_collective(
+        self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> torch.Tensor:
+        """Takes part in a functional collective, as DTensor issues them."""
+        names = [argument.name for argument in operator._schema.arguments]
+        given = dict(zip(names, args)) | kwargs
+        source = args[0]
+        name = operator._schema.name.partition("::")[2]
+        if name == "wait_tensor":
+            pending = self._pending.pop(source.untyped_storage()._cdata, None)
+            if pending is not None:
+                pending.wait()
+            return source
+        if name.startswith("_"):
+            return operator(*args, **kwargs)  # makes a subclass of it
+        call, size = functional_call(name, given)
+        target = source.new_empty(size)
+        self._piece(target, label="empty")
+        group = dist.distributed_c10d._resolve_process_group(given["group_name"])
+        pending = self.meet(call, group, source, target, is_async=True)
+        self._pending[target.untyped_storage()._cdata] = pending
+        return target
 
     def _key(self, group: Any) -> Any:
         """Names a group alike on all of its ranks."""

@@ -1,0 +1,195 @@
+"""
+A device that is late, on the CPU: as asynchronous, and as unkind, as the rules of
+CUDA allow. Whole training steps run on it with the streams, events and buffers that
+``fully_shard`` has on an accelerator, in as many orders as one likes.
+
+    def train(rank):  # on each rank, in a group of its own
+        model = fully_shard(nn.Linear(8, 8), mesh=init_device_mesh("cpu", (4,)))
+        model(torch.ones(2, 8) * rank.number).sum().backward()
+        return model  # what is returned must end up with the same bits, too
+
+    print(check(train, ranks=4, orders=200))
+
+How that is done is in the modules beside it, in this order:
+
+- :mod:`late_device_record` runs a program once and takes down what each rank put into
+  which stream, what orders it, and when memory was allocated and freed.
+- :mod:`late_device_memory` gives all of that memory of its own, where what is freed is
+  overwritten and handed out again.
+- :mod:`late_device_orders` runs it in orders that the streams allow, and compares.
+
+docs/late_device.md tells what that proves and what not. On the command line::
+
+    python fsdp_late_device.py FILE.py:FUNCTION --ranks 4 --orders 200
+    python fsdp_late_device.py FILE.py:FUNCTION --order late:/default --memory last-ff
+    python fsdp_late_device.py --schedules [--kinds mixed]   # those of the checker
+    python fsdp_late_device.py --races     # published ones, put back in
+    python fsdp_late_device.py --waits     # each of them left out, one at a time
+    python fsdp_late_device.py --steps     # small ones, in every order
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from late_device_memory import Device, PATTERNS, REUSES
+from late_device_orders import by_name, conflicts, Finding, Graph, names, reversing, run
+from late_device_record import Rank, Recorder, Recording
+
+
+@dataclass
+class Report:
+    """What running in other orders has shown."""
+
+    entries: int
+    ranks: int
+    orders: int = 0
+    # Orders that gave other bits
+    findings: list[Finding] = field(default_factory=list)
+    # Pairs of entries that use the same memory with nothing to order them
+    unordered: list[str] = field(default_factory=list)
+
+    @property
+    def is_clean(self) -> bool:
+        return not self.findings and not self.unordered
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.entries} entries of {self.ranks} ranks: {len(self.findings)} of "
+            f"{self.orders} orders give other bits"
+        ]
+        if self.unordered:
+            count = len(self.unordered)
+            lines += [f"{count} pairs of entries share memory in no order, e.g."]
+            lines += self.unordered[:3]
+        lines += [str(finding) for finding in self.findings[:1]]
+        return "\n".join(lines)
+
+
+def devices(
+    recording: Recording, orders: Sequence[str]
+) -> Iterator[tuple[Device, Sequence[str]]]:
+    """
+    Yields devices that hand out memory differently, and which orders each is to run:
+    every fourth, so that each gets some of all kinds.
+    """
+    for n, reuse in enumerate(REUSES):
+        if mine := orders[n :: len(REUSES)]:
+            pattern = PATTERNS[n % len(PATTERNS)]
+            yield Device(recording, reuse=reuse, pattern=pattern, seed=n), mine
+
+
+def examine(recording: Recording, orders: int, ranks: int = 0) -> Report:
+    """
+    Runs what was recorded in ``orders`` orders, which are spread over ways to hand
+    out memory, and looks for pairs of entries that nothing orders.
+    """
+    graph = Graph(recording)
+    report = Report(len(recording.entries), ranks)
+    wanted = names(graph, orders)
+    for device, mine in devices(recording, wanted):
+        if not report.orders:
+            for first, second in conflicts(device, graph):
+                report.unordered.append(f"  {first}\n  {second}")
+        for name in mine:
+            finding = run(device, graph, by_name(graph, name))
+            report.findings += [] if finding is None else [finding]
+        report.orders += len(mine)
+    return report
+
+
+def check(
+    program: Callable[[Rank], Any], *, ranks: int = 4, orders: int = 200, seed: int = 0
+) -> Report:
+    """
+    Runs ``program`` on ``ranks`` ranks, and then again what it issued, in other orders.
+
+    The program is called with its rank, in a process group of its own. It may use
+    ``rank.number``, ``rank.handle`` (streams and events, as ``torch.cuda`` has them),
+    ``rank.put_on_host`` and ``rank.mark``. Tensors are on the CPU.
+
+    Raises:
+        late_device_record.Stuck: if the ranks do not come to the same collectives.
+        AssertionError: if in order, too, it reads memory that nobody wrote.
+    """
+    recording = Recorder(ranks).record(program, seed)
+    return examine(recording, orders, ranks)
+
+
+def replay(recording: Recording, order: str, memory: str) -> Finding | None:
+    """Runs an order of a report once more, by its name and that of its memory."""
+    reuse, _, pattern = memory.partition("-")
+    seed = REUSES.index(reuse)
+    device = Device(recording, reuse=reuse, pattern=int(pattern, 16), seed=seed)
+    graph = Graph(recording)
+    return run(device, graph, by_name(graph, order))
+
+
+def show_one(recording: Recording, limit: int = 100) -> Finding | None:
+    """
+    Returns a finding of the orders that turn around one of the first ``limit`` pairs
+    that share memory in no order, if any of them gives other bits.
+    """
+    graph, device = Graph(recording), Device(recording)
+    for first, second in conflicts(device, graph)[:limit]:
+        finding = run(device, graph, reversing(graph, first, second))
+        if finding is not None:
+            return finding
+    return None
+
+
+# The command line #
+
+
+def _load(place: str) -> Callable[[Rank], Any]:
+    file, _, function = place.rpartition(":")
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    if spec is None or spec.loader is None:
+        raise SystemExit(f"{file!r} is no Python file: name it as FILE.py:FUNCTION")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(Path(file).parent))
+    spec.loader.exec_module(module)
+    if not hasattr(module, function):
+        raise SystemExit(f"{file} has no function {function!r}")
+    return getattr(module, function)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Runs a program on a late device.")
+    parser.add_argument("program", nargs="?", help="FILE.py:FUNCTION, given its rank")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--orders", type=int, default=200)
+    parser.add_argument("--order", help="the name of one order, to run it again")
+    parser.add_argument("--memory", default="last-ff", help="that it was found in")
+    for mode in ("schedules", "races", "waits", "steps"):
+        parser.add_argument(f"--{mode}", action="store_true")
+    parser.add_argument("--kinds", nargs="+", help="of the schedules' units")
+    parser.add_argument("--only", nargs="+", help="of the schedules or races")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = _parse(arguments)
+    if args.program is None:
+        from late_device_runs import run_mode
+
+        return run_mode(args)
+    program = _load(args.program)
+    if args.order is not None:
+        recording = Recorder(args.ranks).record(program)
+        finding = replay(recording, args.order, args.memory)
+        print(finding or "the same bits as in order")
+        return finding is not None
+    report = check(program, ranks=args.ranks, orders=args.orders)
+    print(report)
+    return not report.is_clean
+
+
+if __name__ == "__main__":
+    sys.exit(main())

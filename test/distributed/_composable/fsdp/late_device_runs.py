@@ -1,0 +1,159 @@
+"""
+The long runs of the device that is late, by hand: see ``fsdp_late_device.py --help``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+import late_device_races
+import late_device_schedules
+import late_device_steps
+from fsdp_happens_before import find_sites, Site
+from fsdp_late_device import examine, Report, show_one
+from late_device_memory import Device
+from late_device_orders import explore, Graph
+from late_device_races import RACES
+from stream_schedules import KINDS, SCHEDULES
+
+from torch.distributed.fsdp._fully_shard import (
+    _fsdp_collectives as collectives,
+)
+from torch.distributed.fsdp._fully_shard import (
+    _fsdp_context as context,
+)
+from torch.distributed.fsdp._fully_shard import (
+    _fsdp_param_group as param_group,
+)
+
+
+MODULES = (collectives, context, param_group)
+
+
+def _chosen(names: Iterable[str], only: list[str] | None) -> list[str]:
+    return [name for name in names if only is None or any(o in name for o in only)]
+
+
+def _kinds(args: argparse.Namespace, default: Iterable[str]) -> list[str]:
+    return args.kinds or [*default]
+
+
+def _run_schedules(args: argparse.Namespace) -> bool:
+    """All schedules and kinds. Returns whether none gave other bits."""
+    total = found = 0
+    for kind in _kinds(args, KINDS):
+        for name in _chosen(SCHEDULES, args.only):
+            recording = late_device_schedules.record(name, kind)
+            report = examine(recording, args.orders, late_device_schedules.RANKS)
+            total += report.orders
+            found += not report.is_clean
+            print(f"{kind:16} {name:40} {report}", flush=True)
+    print(f"{total} orders in all, {found} runs with findings")
+    return found == 0
+
+
+def _run_races(args: argparse.Namespace) -> bool:
+    """Published races. Returns whether all that should show do, and no others."""
+    missed: list[str] = []
+    for title in _chosen(RACES, args.only):
+        race = RACES[title]
+        print(f"{title} ({race.told})")
+        shown = 0
+        for name in race.schedules:
+            for kind in _kinds(args, race.kinds):
+                recording = late_device_races.record(race, name, kind)
+                report = examine(recording, args.orders)
+                count = len(report.findings)
+                print(f"    {name}, {kind}: {count} of {report.orders} orders")
+                shown += count > 0
+        if (shown > 0) != race.shows:
+            missed.append(title)
+    print("as expected" if not missed else f"not as expected: {missed}")
+    return not missed
+
+
+def visitors(
+    kinds: Iterable[str], names: Iterable[str] = tuple(SCHEDULES)
+) -> Callable[[Site], Iterator[tuple[str, str]]]:
+    """Returns what yields the schedules and kinds that come to a site."""
+    visited = {
+        (name, kind): late_device_schedules.record(name, kind, watched=MODULES).visited
+        for kind in kinds
+        for name in names
+    }
+
+    def visitors_of(site: Site) -> Iterator[tuple[str, str]]:
+        for key, lines in visited.items():
+            if any(site.is_at(line) for line in lines):
+                yield key
+
+    return visitors_of
+
+
+def show_without(site: Site, visits: Iterable[tuple[str, str]]) -> str | None:
+    """Returns the first of these schedules that differs without a site, if any."""
+    for name, kind in visits:
+        recording = late_device_schedules.record(
+            name, kind, watched=MODULES, without=site
+        )
+        if show_one(recording) is not None:
+            return f"{name}, {kind}"
+    return None
+
+
+def _run_waits(args: argparse.Namespace) -> bool:
+    """Each call that orders streams is left out. Returns True."""
+    kinds = "uniform", "mixed, cast", "uniform, cast", "mixed"
+    visitors_of = visitors(_kinds(args, kinds))
+    unseen: list[str] = []
+    for site in (site for module in MODULES for site in find_sites(module)):
+        if not _chosen([str(site)], args.only):
+            continue
+        visits = [*visitors_of(site)]
+        where = show_without(site, visits)
+        if where is None:
+            unseen.append(str(site))
+        text = where or f"nothing shows in {len(visits)} schedules"
+        print(f"{site!s:60} {text}", flush=True)
+    print("nothing shows without", *unseen, sep="\n    ")
+    return True
+
+
+def _run_steps(args: argparse.Namespace) -> bool:
+    """Small steps in every order. Returns whether none gave other bits."""
+    found = 0
+    for name in _chosen(late_device_steps.STEPS, args.only):
+        recording = late_device_steps.record(name)
+        (start,) = recording.marks
+        explored = explore(Device(recording), Graph(recording), start=start)
+        print(
+            f"{name:24} {len(recording.entries) - start:3} entries, "
+            f"{explored.orders:.3g} orders, {explored.states} states",
+            explored.finding or "",
+        )
+        found += explored.finding is not None
+    return found == 0
+
+
+def run_mode(args: argparse.Namespace) -> int:
+    """Runs what the command line asks for, one after the other."""
+    modes = {
+        "steps": _run_steps,
+        "races": _run_races,
+        "schedules": _run_schedules,
+        "waits": _run_waits,
+    }
+    chosen = [mode for mode in modes if getattr(args, mode)]
+    if not chosen:
+        raise SystemExit("name a program as FILE.py:FUNCTION, or see --help")
+    is_good = True
+    for mode in chosen:
+        begun = time.process_time()
+        is_good &= modes[mode](args)
+        print(f"{mode}: {time.process_time() - begun:.0f} s of processor time")
+    return not is_good
+
+
+__all__ = ["Report", "run_mode", "show_without", "visitors"]
