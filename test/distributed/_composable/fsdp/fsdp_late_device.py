@@ -73,19 +73,21 @@ class Report:
 
 
 def devices(
-    recording: Recording, orders: Sequence[str]
+    recording: Recording, orders: Sequence[str], reuses: Sequence[str] = REUSES
 ) -> Iterator[tuple[Device, Sequence[str]]]:
     """
-    Yields devices that hand out memory differently, and which orders each is to run:
-    every fourth, so that each gets some of all kinds.
+    Yields devices that hand out memory differently, and which orders each is to run,
+    so that each gets some of all kinds.
     """
-    for n, reuse in enumerate(REUSES):
-        if mine := orders[n :: len(REUSES)]:
+    for n, reuse in enumerate(reuses):
+        if mine := orders[n :: len(reuses)]:
             pattern = PATTERNS[n % len(PATTERNS)]
             yield Device(recording, reuse=reuse, pattern=pattern, seed=n), mine
 
 
-def examine(recording: Recording, orders: int, ranks: int = 0) -> Report:
+def examine(
+    recording: Recording, orders: int, ranks: int = 0, reuses: Sequence[str] = REUSES
+) -> Report:
     """
     Runs what was recorded in ``orders`` orders, which are spread over ways to hand
     out memory, and looks for pairs of entries that nothing orders.
@@ -93,7 +95,7 @@ def examine(recording: Recording, orders: int, ranks: int = 0) -> Report:
     graph = Graph(recording)
     report = Report(len(recording.entries), ranks)
     wanted = names(graph, orders)
-    for device, mine in devices(recording, wanted):
+    for device, mine in devices(recording, wanted, reuses):
         if not report.orders:
             for first, second in conflicts(device, graph):
                 report.unordered.append(f"  {first}\n  {second}")
@@ -131,17 +133,19 @@ def replay(recording: Recording, order: str, memory: str) -> Finding | None:
     return run(device, graph, by_name(graph, order))
 
 
-def show_one(recording: Recording, limit: int = 100) -> Finding | None:
+def show_one(recording: Recording, limit: int = 40) -> Finding | None:
     """
-    Returns a finding of the orders that turn around one of the first ``limit`` pairs
-    that share memory in no order, if any of them gives other bits.
+    Returns a finding, if any: of orders that hold up a stream or turn around two
+    entries, for up to ``limit`` of the pairs that share memory in no order.
     """
     graph, device = Graph(recording), Device(recording)
-    for first, second in conflicts(device, graph)[:limit]:
-        finding = run(device, graph, reversing(graph, first, second))
-        if finding is not None:
-            return finding
-    return None
+    pairs = conflicts(device, graph)
+    streams = {s.name: None for pair in pairs for e in pair for s in e.streams}
+    orders = [by_name(graph, f"late:/{name}") for name in streams]
+    some = pairs[:: max(len(pairs) // limit, 1)]
+    orders += [reversing(graph, *pair) for pair in some]
+    findings = (run(device, graph, order) for order in orders)
+    return next((finding for finding in findings if finding is not None), None)
 
 
 # The command line #

@@ -179,7 +179,7 @@ RACES = {
     "gradients read in pinned memory without waiting": Race(
         "offloading with pinned memory",
         _all(_never_blocks, _never_synchronizes),
-        ("offload_pinned", "offload_pinned_accumulation", "offload_pinned_hook"),
+        ("offload_pinned_accumulation", "offload_pinned", "offload_pinned_hook"),
     ),
     "backward goes on after a part of a unit": Race(
         "pytorch 181218, with the buffers held",

@@ -364,12 +364,8 @@ class Rank:
         label: Any,
         reads: list[Piece],
         writes: list[Piece],
-        stream: Stream | None = None,
+        stream: Stream,
     ) -> Entry:
-        pieces = (*reads, *writes)
-        on_host = bool(pieces) and all(p.memory.owner is self.host for p in pieces)
-        if stream is None:
-            stream = self.host if on_host else self.stream
         before = stream.last | self.host.last
         entry = self.device.new_entry(
             (stream,), str(label), work, before, reads, writes
@@ -400,20 +396,23 @@ class Rank:
             for tensor in _tensors_in(results):
                 self._piece(tensor, label="empty")
             return result
-        outputs = [self._output(v, operator) for v in results]
+        used = [v.memory.owner for v in arguments if isinstance(v, Piece)]
+        on_host = bool(used) and all(owner is self.host for owner in used)
+        stream = self.host if on_host else self.stream
+        outputs = [self._output(v, operator, stream) for v in results]
         kernel = Kernel(operator, arguments, spec, outputs, rng_state)
         reads, writes = self._accesses(operator, args, kwargs, outputs)
         if name in _HOST_READING:
-            entry = self._add(HostRead(kernel, result), operator, reads, [])
+            entry = self._add(HostRead(kernel, result), operator, reads, [], stream)
             self.host.last |= {entry}
         elif writes or not _tensors_in(results):  # else it returned an argument
-            self._add(kernel, operator, reads, writes)
+            self._add(kernel, operator, reads, writes, stream)
         return result
 
-    def _output(self, value: Any, operator: Any) -> Piece | None:
+    def _output(self, value: Any, operator: Any, stream: Stream) -> Piece | None:
         if not _is_on_device(value) or self._is_known(value):
             return None
-        return self._piece(value, label=str(operator))
+        return self._piece(value, str(operator), stream)
 
     def _accesses(
         self,
@@ -436,7 +435,12 @@ class Rank:
     def _is_known(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._memory
 
-    def _piece(self, tensor: torch.Tensor, label: str | None = None) -> Piece:
+    def _piece(
+        self,
+        tensor: torch.Tensor,
+        label: str | None = None,
+        owner: Stream | None = None,
+    ) -> Piece:
         """
         Returns where a tensor lies. With a label, its memory was allocated right
         now. Otherwise memory that was never seen was there with its contents.
@@ -444,7 +448,7 @@ class Rank:
         storage = tensor.untyped_storage()
         known = self._memory.get(storage._cdata)
         if known is None:
-            memory = self._allocate(storage, label or "someone before")
+            memory = self._allocate(storage, label or "someone before", owner)
             if label is None:
                 memory.initial = _as_bytes(storage).clone()
             elif label == "empty":
@@ -454,10 +458,13 @@ class Rank:
         size, stride = tuple(tensor.size()), tensor.stride()
         return Piece(memory, tensor.dtype, size, stride, tensor.storage_offset())
 
-    def _allocate(self, storage: torch.UntypedStorage, label: str) -> Memory:
-        for memory in self._freed.pop(self.stream, ()):
+    def _allocate(
+        self, storage: torch.UntypedStorage, label: str, owner: Stream | None = None
+    ) -> Memory:
+        owner = owner or self.stream
+        for memory in self._freed.pop(owner, ()):
             self._poison(memory)
-        memory = Memory(self.number, self.stream, storage.nbytes(), label)
+        memory = Memory(self.number, owner, storage.nbytes(), label)
         # The weak reference keeps another storage from getting the same key
         self._memory[storage._cdata] = StorageWeakRef(storage), memory
         self.device.recording.changes.append(Change(memory, is_free=False))
@@ -508,9 +515,8 @@ class Rank:
         to_device = source.memory.owner is self.host
         with self.paused():
             copy = tensor.detach().clone()
-        target = self._piece(copy, label="copy across")
-        if not to_device:
-            target.memory.owner = self.host
+        owner = self.stream if to_device else self.host
+        target = self._piece(copy, "copy across", owner)
         flat, spec = tree_flatten(((source,), {}))
         kernel = Kernel(torch.ops.aten.clone.default, flat, spec, [target], None)
         entry = self._add(kernel, "copy across", [source], [target], self.stream)

@@ -1,0 +1,558 @@
+# Owner(s): ["oncall: distributed"]
+
+"""
+A device that is late: what it takes for ordered and what not, small steps in every
+order, the schedules of the happens-before checker in a few, and races that were
+published of FSDP2, which it has to find. docs/late_device.md has the long runs, which
+``fsdp_late_device.py`` starts by hand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsdp_late_device
+import late_device_races
+import late_device_schedules
+import late_device_steps
+from fsdp_happens_before import find_sites
+from fsdp_late_device import check, replay, show_one
+from fsdp_test_utils import DeviceFreeTest
+from late_device_memory import Device, PATTERNS, place, REUSES
+from late_device_orders import (
+    by_name,
+    conflicts,
+    explore,
+    Graph,
+    in_order,
+    names,
+    run,
+    TooMany,
+)
+from late_device_races import RACES
+from late_device_record import Rank, Recorder, Recording, Stuck
+from late_device_runs import MODULES
+from stream_schedules import KINDS, SCHEDULES
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+)
+
+
+Program = Callable[[Rank], Any]
+
+
+def record(program: Program, ranks: int = 1) -> Recording:
+    return Recorder(ranks).record(program)
+
+
+def count_of_others(program: Program, ranks: int = 1, orders: int = 20) -> int:
+    """Returns in how many orders a program gives other bits."""
+    return len(check(program, ranks=ranks, orders=orders).findings)
+
+
+# What orders and what does not #
+
+
+class TestDevice(DeviceFreeTest):
+    def check_orders(self, program: Program, is_clean: bool, ranks: int = 1) -> None:
+        report = check(program, ranks=ranks, orders=20)
+        self.assertEqual(report.is_clean, is_clean, report)
+        self.assertEqual(bool(report.findings), not is_clean, report)
+
+    @parametrize("how", ["not", "stream", "event", "host"])
+    def test_reading_what_another_stream_writes(self, how: str) -> None:
+        def program(rank: Rank) -> torch.Tensor:
+            side, default = rank.new_stream("side"), rank.default_stream
+            x = torch.ones(3) * 2
+            if how == "stream":
+                side.wait_stream(default)
+            elif how == "event":
+                side.wait_event(default.record_event())
+            elif how == "host":
+                default.synchronize()
+            with rank.handle.stream(side):
+                return x + 1
+
+        self.check_orders(program, is_clean=how != "not")
+
+    @parametrize("waits", [True, False])
+    def test_writing_what_another_stream_reads(self, waits: bool) -> None:
+        def program(rank: Rank) -> tuple[torch.Tensor, torch.Tensor]:
+            side, default = rank.new_stream("side"), rank.default_stream
+            x = torch.ones(3)
+            side.wait_stream(default)
+            with rank.handle.stream(side):
+                y = x + 1
+            if waits:
+                default.wait_stream(side)
+            x.view(3).zero_()
+            return x, y
+
+        self.check_orders(program, is_clean=waits)
+
+    def test_event_covers_what_was_before_it(self) -> None:
+        def program(rank: Rank) -> torch.Tensor:
+            side, default = rank.new_stream("side"), rank.default_stream
+            x = torch.ones(3)
+            event = default.record_event()
+            x += 1
+            side.wait_event(event)
+            with rank.handle.stream(side):
+                return x * 3
+
+        self.check_orders(program, is_clean=False)
+
+    @parametrize("how", ["dropped", "resized", "kept", "waited for", "recorded"])
+    def test_freed_memory(self, how: str) -> None:
+        """It may be handed out again at the next allocation in its own stream."""
+
+        def program(rank: Rank) -> Any:
+            side, default = rank.new_stream("side"), rank.default_stream
+            x = torch.ones(3)
+            side.wait_stream(default)
+            with rank.handle.stream(side):
+                y = x * 2
+            kept = [x] if how == "kept" else []
+            if how == "waited for":
+                default.wait_stream(side)
+            if how == "recorded":
+                x.record_stream(side)
+            if how == "resized":
+                x.untyped_storage().resize_(0)
+            else:
+                del x
+            return y, kept, torch.empty(1)
+
+        self.check_orders(program, is_clean=how not in ("dropped", "resized"))
+
+    def test_freed_memory_that_its_stream_does_not_need(self) -> None:
+        """A stream that allocates no more hands nothing out."""
+
+        def program(rank: Rank) -> torch.Tensor:
+            side, default = rank.new_stream("side"), rank.default_stream
+            x = torch.ones(3)
+            side.wait_stream(default)
+            with rank.handle.stream(side):
+                return x * 2
+
+        self.check_orders(program, is_clean=True)
+
+    def test_freeing_comes_before_a_later_wait(self) -> None:
+        def program(rank: Rank) -> torch.Tensor:
+            side, default = rank.new_stream("side"), rank.default_stream
+            with rank.handle.stream(side):
+                x = torch.ones(3)
+            default.wait_stream(side)
+            y = x * 2
+            del x
+            with rank.handle.stream(side):
+                torch.empty(1)
+            side.wait_stream(default)
+            return y
+
+        self.check_orders(program, is_clean=False)
+
+    def test_backward_runs_late_as_well(self) -> None:
+        def program(rank: Rank) -> torch.Tensor:
+            x = torch.ones(3, requires_grad=True)
+            weight = torch.full((3,), 2.0)
+            side = rank.new_stream("side")
+            side.wait_stream(rank.default_stream)
+            with rank.handle.stream(side):
+                (x * weight).sum().backward()
+            weight.zero_()
+            return x.grad
+
+        self.check_orders(program, is_clean=False)
+
+    @parametrize("what", ["item", "tolist", "equal", "blocking copy"])
+    def test_what_the_host_reads_is_waited_for(self, what: str) -> None:
+        def program(rank: Rank) -> Any:
+            x, side = torch.ones(3), rank.new_stream("side")
+            if what == "item":
+                read: Any = x.sum().item()
+            elif what == "tolist":
+                read = x.tolist()
+            elif what == "equal":
+                read = torch.equal(x, x)
+            else:
+                read = x.to("cpu", non_blocking=False)
+            with rank.handle.stream(side):  # behind the host, and so behind x
+                return read, x * 2
+
+        self.check_orders(program, is_clean=True)
+
+    def test_host_reads_another_value_where_nothing_orders(self) -> None:
+        def program(rank: Rank) -> None:
+            side = rank.new_stream("side")
+            with rank.handle.stream(side):
+                x = torch.ones(3)
+            self.assertEqual(x.sum().item(), 3)  # as it was issued
+
+        self.check_orders(program, is_clean=False)
+
+    @parametrize("waits", [True, False])
+    def test_copy_to_the_host_runs_late(self, waits: bool) -> None:
+        def program(rank: Rank) -> torch.Tensor:
+            x = torch.ones(3)
+            copy = x.to("cpu", non_blocking=True)
+            if waits:
+                rank.default_stream.record_event().synchronize()
+            return copy + 1  # on the host
+
+        self.check_orders(program, is_clean=waits)
+
+    def test_random_numbers_are_the_same_again(self) -> None:
+        def program(rank: Rank) -> torch.Tensor:
+            return torch.dropout(torch.randn(50), 0.5, train=True)
+
+        self.check_orders(program, is_clean=True)
+
+    def test_memory_that_nobody_wrote(self) -> None:
+        """... has no values, in order either: what reads it must not be told of."""
+
+        def program(rank: Rank) -> torch.Tensor:
+            return torch.isnan(torch.empty(3)).sum()
+
+        self.check_orders(program, is_clean=True)
+        for reuse in REUSES:
+            device = Device(record(program), reuse=reuse)
+            self.assertEqual(device.name, f"{reuse}-ff")
+
+
+class TestCollectives(DeviceFreeTest):
+    def test_starts_when_all_ranks_have_come(self) -> None:
+        def program(rank: Rank) -> torch.Tensor:
+            out = torch.empty(6)
+            dist.all_gather_single(out, torch.ones(2) * rank.number)
+            return out
+
+        recording = record(program, 3)
+        (meeting,) = [e for e in recording.entries if len(e.streams) > 1]
+        self.assertEqual([s.rank.number for s in meeting.streams], [0, 1, 2])
+        ranks = {entry.streams[0].rank.number for entry in meeting.before}
+        self.assertEqual(ranks, {0, 1, 2})
+        self.assertTrue(check(program, ranks=3, orders=20).is_clean)
+
+    @parametrize("waits", [True, False])
+    def test_asynchronous(self, waits: bool) -> None:
+        def program(rank: Rank) -> torch.Tensor:
+            out, x = torch.empty(4), torch.ones(2)
+            work = dist.all_gather_single(out, x, async_op=True)
+            if waits:
+                work.wait()
+            return out + 1
+
+        self.assertEqual(count_of_others(program, ranks=2) == 0, waits)
+
+    @parametrize("in_order", [True, False])
+    def test_those_of_a_group_are_in_order(self, in_order: bool) -> None:
+        """In two streams, with nothing else to order them: as one communicator does."""
+
+        def program(rank: Rank) -> tuple[torch.Tensor, torch.Tensor]:
+            x, y = torch.ones(3), torch.ones(3)
+            side = rank.new_stream("side")
+            side.wait_stream(rank.default_stream)
+            dist.all_reduce(x)
+            with rank.handle.stream(side):
+                dist.all_reduce(y)
+            return x, y
+
+        recording = Recorder(2, comms_in_order=in_order).record(program)
+        first, second = [e for e in recording.entries if len(e.streams) > 1]
+        self.assertEqual(first in second.before, in_order)
+
+    def test_what_they_compute(self) -> None:
+        found: dict[int, list[Any]] = {}
+
+        def program(rank: Rank) -> None:
+            mine = torch.arange(4.0) + 10 * rank.number
+            scattered, exchanged = torch.empty(2), torch.empty(4)
+            dist.reduce_scatter_single(scattered, mine, op=dist.ReduceOp.AVG)
+            dist.all_to_all_single(exchanged, mine)
+            largest = mine.clone()
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+            tensors = scattered, exchanged, largest
+            found[rank.number] = [tensor.tolist() for tensor in tensors]
+
+        record(program, 2)
+        self.assertEqual(found[0], [[5, 6], [0, 1, 10, 11], [10, 11, 12, 13]])
+        self.assertEqual(found[1], [[7, 8], [2, 3, 12, 13], [10, 11, 12, 13]])
+
+    def test_a_rank_that_does_not_come(self) -> None:
+        def program(rank: Rank) -> None:
+            if rank.number == 0:
+                dist.all_reduce(torch.ones(1))
+
+        with self.assertRaisesRegex(Stuck, "wait for others"):
+            record(program, 2)
+
+    def test_ranks_that_come_to_different_ones(self) -> None:
+        def program(rank: Rank) -> None:
+            operation = (dist.ReduceOp.SUM, dist.ReduceOp.MAX)[rank.number]
+            dist.all_reduce(torch.ones(1), op=operation)
+
+        with self.assertRaisesRegex(Stuck, "different collectives.*SUM.*MAX"):
+            record(program, 2)
+
+    def test_a_rank_that_fails(self) -> None:
+        def program(rank: Rank) -> None:
+            if rank.number == 1:
+                raise ValueError("of rank 1")
+            dist.all_reduce(torch.ones(1))
+
+        with self.assertRaisesRegex(ValueError, "of rank 1"):
+            record(program, 2)
+        self.assertFalse(dist.is_initialized())
+
+
+# Orders #
+
+
+def _two_queues(first: int, second: int) -> Program:
+    def program(rank: Rank) -> Any:
+        x, y = torch.ones(2), torch.ones(2)
+        side = rank.new_stream("side")
+        rank.mark()
+        for _ in range(first):
+            x.add_(1)
+        with rank.handle.stream(side):
+            for _ in range(second):
+                y.mul_(2)
+        return x, y
+
+    return program
+
+
+class TestOrders(DeviceFreeTest):
+    @parametrize("first,second", [(0, 3), (4, 4), (7, 5)])
+    def test_all_are_counted(self, first: int, second: int) -> None:
+        recording = record(_two_queues(first, second))
+        graph = Graph(recording)
+        explored = explore(Device(recording), graph, start=recording.marks[0])
+        self.assertEqual(explored.orders, math.comb(first + second, first))
+        self.assertEqual(explored.states, (first + 1) * (second + 1) - 1)
+        self.assertIsNone(explored.finding)
+
+    def test_too_many(self) -> None:
+        recording = record(_two_queues(9, 9))
+        with self.assertRaises(TooMany):
+            explore(Device(recording), Graph(recording), max_states=20)
+
+    def test_a_difference_is_found_in_the_last_state(self) -> None:
+        """Of two updates that commute but for the last bits."""
+
+        def program(rank: Rank) -> torch.Tensor:
+            x, side = torch.ones(3), rank.new_stream("side")
+            rank.mark()
+            x.mul_(3)
+            with rank.handle.stream(side):
+                x.add_(1)
+            return x
+
+        recording = record(program)
+        graph, device = Graph(recording), Device(recording)
+        finding = explore(device, graph, start=recording.marks[0]).finding
+        self.assertIsNotNone(finding)
+        self.assertEqual(len(conflicts(device, graph)), 1)
+
+    def test_each_keeps_the_edges(self) -> None:
+        recording = late_device_steps.record("mixed_replicas")
+        graph = Graph(recording)
+        seen = set()
+        for name in ("in order", *names(graph, 40)):
+            ran = [*graph.linear(by_name(graph, name).pick)]
+            self.assertEqual(sorted(ran), [*range(len(graph.entries))])
+            place_of = {index: at for at, index in enumerate(ran)}
+            for index, before in enumerate(graph.before):
+                for other in before:
+                    self.assertLess(place_of[other], place_of[index], name)
+            seen.add(tuple(ran))
+        self.assertGreater(len(seen), 30)
+
+    def test_late_streams_are_late(self) -> None:
+        recording = record(_two_queues(3, 3))
+        graph = Graph(recording)
+        for name, last in (("late:/default", "default"), ("late:0/side", "side")):
+            ran = [*graph.linear(by_name(graph, name).pick)]
+            streams = [graph.entries[index].streams[0].name for index in ran]
+            self.assertEqual(streams[-3:], [last] * 3)
+
+    def test_unknown_name(self) -> None:
+        with self.assertRaisesRegex(ValueError, "there is no order 'first'"):
+            by_name(Graph(record(_two_queues(1, 1))), "first")
+
+    def test_a_recording_is_the_same_again(self) -> None:
+        texts = []
+        for _ in range(2):
+            recording = late_device_schedules.record("hsdp", "mixed, cast")
+            entries = recording.entries
+            texts.append(
+                [(str(e), sorted(b.index for b in e.before)) for e in entries]
+            )
+        self.assertEqual(*texts)
+
+    def test_a_finding_is_found_again_by_its_names(self) -> None:
+        race = RACES["inputs reused between reductions"]
+        recording = late_device_races.record(race, "implicit_prefetch", "uniform")
+        report = fsdp_late_device.examine(recording, 24)
+        self.assertTrue(report.findings)
+        again = late_device_races.record(race, "implicit_prefetch", "uniform")
+        for finding in report.findings[:3]:
+            other = replay(again, finding.order, finding.device)
+            self.assertEqual(str(other), str(finding))
+        text = str(report.findings[0])
+        self.assertIn("order '", text)
+        self.assertIn("free ", text)
+        self.assertLess(len(text.splitlines()), 20)
+
+
+class TestMemory(DeviceFreeTest):
+    def test_blocks_overlap_only_after_they_are_freed(self) -> None:
+        recording = late_device_schedules.record("hsdp", "mixed, cast")
+        sizes = {}
+        for reuse in REUSES:
+            addresses, sizes[reuse] = place(recording, reuse)
+            live: set[int] = set()
+            owners: dict[int, set[Any]] = {}
+            for memory, is_free in recording.changes:
+                if memory.nbytes == 0:
+                    continue
+                address = addresses[memory]
+                if is_free:
+                    live.remove(address)
+                else:
+                    self.assertNotIn(address, live)
+                    live.add(address)
+                    owners.setdefault(address, set()).add(memory.owner)
+            # Never in another stream
+            self.assertEqual({len(streams) for streams in owners.values()}, {1})
+        self.assertLess(sizes["last"] * 4, sizes["none"])
+
+    def test_both_patterns_show(self) -> None:
+        race = RACES["inputs reused between reductions"]
+        recording = late_device_races.record(race, "implicit_prefetch", "mixed")
+        graph = Graph(recording)
+        for pattern in PATTERNS:
+            device = Device(recording, reuse="none", pattern=pattern)
+            self.assertIsNone(run(device, graph, in_order(graph)))
+            late = by_name(graph, "late:/reduce_scatter_stream")
+            self.assertIsNotNone(run(device, graph, late))
+
+
+# FSDP2 #
+
+
+class TestSteps(DeviceFreeTest):
+    @parametrize("name", [*late_device_steps.STEPS])
+    def test_every_order(self, name: str) -> None:
+        recording = late_device_steps.record(name)
+        (start,) = recording.marks
+        explored = explore(Device(recording), Graph(recording), start=start)
+        self.assertIsNone(explored.finding)
+        self.assertGreater(explored.orders, 10**9)
+
+    @parametrize(
+        "site,name",
+        [
+            ("foreach_all_gather > wait_stream #0", "uniform"),
+            ("reduce_bucket > wait_stream #0", "mixed"),
+            ("_all_reduce > wait_stream #0", "mixed_replicas"),
+            ("finalize_backward > _wait_current_stream #0", "mixed_replicas"),
+            ("foreach_all_gather_copy_out > wait_event #0", "two_units"),
+        ],
+    )
+    def test_a_wait_left_out_is_found(self, site: str, name: str) -> None:
+        (found,) = (s for m in MODULES for s in find_sites(m) if str(s) == site)
+        recording = late_device_steps.record(name, watched=MODULES, without=found)
+        (start,) = recording.marks
+        explored = explore(Device(recording), Graph(recording), start=start)
+        self.assertIsNotNone(explored.finding)
+
+
+# Each schedule in one of them; by hand in all
+_KINDS = [kind for kind in KINDS if kind != "mixed, Shard(1)"]
+
+
+class TestSchedules(DeviceFreeTest):
+    @parametrize("name", [*SCHEDULES])
+    def test_gives_the_same_bits(self, name: str) -> None:
+        kind = _KINDS[[*SCHEDULES].index(name) % len(_KINDS)]
+        recording = late_device_schedules.record(name, kind)
+        report = fsdp_late_device.examine(recording, 1, reuses=("last",))
+        self.assertTrue(report.is_clean, f"{kind}: {report}")
+
+    @parametrize("title", [*RACES])
+    def test_published_race_is_found(self, title: str) -> None:
+        race = RACES[title]
+        recording = late_device_races.record(race, race.schedules[0], race.kinds[-1])
+        self.assertEqual(show_one(recording) is not None, race.shows)
+
+
+class TestOwnPrograms(DeviceFreeTest):
+    def test_optimizer_and_clipping(self) -> None:
+        def train(rank: Rank) -> nn.Module:
+            mesh = init_device_mesh("cpu", (2,))
+            model = fully_shard(nn.Linear(4, 4), mesh=mesh)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            for step in range(2):
+                x = torch.ones(2, 4) * (rank.number + step)
+                model(x).square().mean().backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+            return model
+
+        report = check(train, ranks=2, orders=16)
+        self.assertTrue(report.is_clean, report)
+        self.assertIn("0 of 16 orders give other bits", str(report))
+
+    def test_command_line(self) -> None:
+        text = """
+import torch
+def late(rank):
+    side = rank.new_stream("side")
+    x = torch.ones(3) * 2
+    with rank.handle.stream(side):
+        return x + 1
+"""
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "program.py"
+            file.write_text(text)
+            place = f"{file}:late"
+            options = place, "--ranks", "1"
+            found = self.run_script(*options, "--orders", "8")
+            again = self.run_script(*options, "--order", "late:/default")
+        self.assertIn("of 8 orders give other bits", found)
+        self.assertIn("order 'late:/default' in memory 'last-ff'", again)
+
+    def run_script(self, *args: str) -> str:
+        """Returns what is printed of a program that is not clean."""
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            self.assertEqual(fsdp_late_device.main(args), 1)
+        return printed.getvalue()
+
+
+instantiate_parametrized_tests(TestDevice)
+instantiate_parametrized_tests(TestCollectives)
+instantiate_parametrized_tests(TestOrders)
+instantiate_parametrized_tests(TestSteps)
+instantiate_parametrized_tests(TestSchedules)
+
+
+if __name__ == "__main__":
+    run_tests()
