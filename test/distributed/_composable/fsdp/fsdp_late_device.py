@@ -173,6 +173,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--memory", default="last-ff", help="that it was found in")
     for mode in ("schedules", "races", "waits", "steps"):
         parser.add_argument(f"--{mode}", action="store_true")
+    parser.add_argument(
+        "--loose", action="store_true", help="a group's collectives have no order"
+    )
     parser.add_argument("--kinds", nargs="+", help="of the schedules' units")
     parser.add_argument("--only", nargs="+", help="of the schedules or races")
     return parser.parse_args(arguments)

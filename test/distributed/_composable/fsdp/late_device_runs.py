@@ -5,31 +5,30 @@ The long runs of the device that is late, by hand: see ``fsdp_late_device.py --h
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import time
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import late_device_races
 import late_device_schedules
 import late_device_steps
 from fsdp_happens_before import find_sites, Site
-from fsdp_late_device import examine, Report, show_one
+from fsdp_late_device import examine, show_one
 from late_device_memory import Device
 from late_device_orders import explore, Graph
 from late_device_races import RACES
 from stream_schedules import KINDS, SCHEDULES
 
-from torch.distributed.fsdp._fully_shard import (
-    _fsdp_collectives as collectives,
-)
-from torch.distributed.fsdp._fully_shard import (
-    _fsdp_context as context,
-)
-from torch.distributed.fsdp._fully_shard import (
-    _fsdp_param_group as param_group,
-)
+import torch.distributed.fsdp._fully_shard as fsdp_package
 
 
-MODULES = (collectives, context, param_group)
+# The release has no context of its own, but all of it in the last one
+MODULES = [
+    importlib.import_module(f"{fsdp_package.__name__}.{name}")
+    for name in ("_fsdp_collectives", "_fsdp_context", "_fsdp_param_group")
+    if importlib.util.find_spec(f"{fsdp_package.__name__}.{name}")
+]
 
 
 def _chosen(names: Iterable[str], only: list[str] | None) -> list[str]:
@@ -45,7 +44,12 @@ def _run_schedules(args: argparse.Namespace) -> bool:
     total = found = 0
     for kind in _kinds(args, KINDS):
         for name in _chosen(SCHEDULES, args.only):
-            recording = late_device_schedules.record(name, kind)
+            try:
+                recording = late_device_schedules.record(name, kind)
+            except RuntimeError as error:  # as the release raises
+                print(f"{kind:16} {name:40} {error}", flush=True)
+                found += 1
+                continue
             report = examine(recording, args.orders, late_device_schedules.RANKS)
             total += report.orders
             found += not report.is_clean
@@ -92,11 +96,16 @@ def visitors(
     return visitors_of
 
 
-def show_without(site: Site, visits: Iterable[tuple[str, str]]) -> str | None:
-    """Returns the first of these schedules that differs without a site, if any."""
+def show_without(
+    site: Site, visits: Iterable[tuple[str, str]], **options: Any
+) -> str | None:
+    """
+    Returns the first of these schedules that differs without a site, if any. Options
+    are the recorder's.
+    """
     for name, kind in visits:
         recording = late_device_schedules.record(
-            name, kind, watched=MODULES, without=site
+            name, kind, watched=MODULES, without=site, **options
         )
         if show_one(recording) is not None:
             return f"{name}, {kind}"
@@ -112,7 +121,7 @@ def _run_waits(args: argparse.Namespace) -> bool:
         if not _chosen([str(site)], args.only):
             continue
         visits = [*visitors_of(site)]
-        where = show_without(site, visits)
+        where = show_without(site, visits, comms_in_order=not args.loose)
         if where is None:
             unseen.append(str(site))
         text = where or f"nothing shows in {len(visits)} schedules"
@@ -155,5 +164,3 @@ def run_mode(args: argparse.Namespace) -> int:
         print(f"{mode}: {time.process_time() - begun:.0f} s of processor time")
     return not is_good
 
-
-__all__ = ["Report", "run_mode", "show_without", "visitors"]
