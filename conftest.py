@@ -22,6 +22,7 @@ LONGEST_FIRST = (
     "mixed_dtype",
     "composition",
     "streams",
+    "late_device",
     "schedules",
     "models",
     "undisturbed_hooks",
@@ -61,6 +62,12 @@ QUICK: dict[str, tuple[str, ...]] = {
     "undisturbed": (
         "::test_an_explicit_unshard_plans_nothing_anew",
         "::test_shards_are_moved_one_at_a_time",
+    ),
+    # What needs no model, a step in every order, and a race
+    "late_device": (
+        "::test_reading_what_another_stream_writes_how_not",
+        "::test_every_order_name_mixed",
+        "::test_published_race_is_found_title_inputs reused between reductions",
     ),
     # Several kinds in one file: threads, processes
     "comm": (

@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from late_device_record import (
+from late_device_queues import (
     Entry,
     HostRead,
     Kernel,

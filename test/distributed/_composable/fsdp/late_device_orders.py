@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from late_device_memory import Device
-from late_device_record import Entry, Poisoning, Recording, Stream
+from late_device_queues import Entry, Recording, Stream
 
 import torch
 
@@ -302,7 +302,3 @@ def reversing(graph: Graph, first: Entry, second: Entry) -> Order:
         return min(ready, key=lambda i: (i not in wanted, i))
 
     return Order(f"reversing:{first.index},{second.index}", pick)
-
-
-def is_free(entry: Entry) -> bool:
-    return isinstance(entry.work, Poisoning)

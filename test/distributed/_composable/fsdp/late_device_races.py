@@ -12,7 +12,8 @@ from typing import Any
 from unittest import mock
 
 import late_device_schedules
-from late_device_record import Event, Rank, Recording
+from late_device_queues import Event, Recording
+from late_device_ranks import Rank
 
 import torch
 from torch.distributed.fsdp._fully_shard import (

@@ -14,7 +14,7 @@ import late_device_races
 import late_device_schedules
 import late_device_steps
 from fsdp_happens_before import find_sites, Site
-from fsdp_late_device import examine, show_one
+from fsdp_late_device import examine, replay, SAME_BITS, show_one
 from late_device_memory import Device
 from late_device_orders import explore, Graph
 from late_device_races import RACES
@@ -39,21 +39,30 @@ def _kinds(args: argparse.Namespace, default: Iterable[str]) -> list[str]:
     return args.kinds or [*default]
 
 
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the recorder's."""
+    return {"comms_in_order": not args.loose}
+
+
 def _run_schedules(args: argparse.Namespace) -> bool:
     """All schedules and kinds. Returns whether none gave other bits."""
     total = found = 0
     for kind in _kinds(args, KINDS):
         for name in _chosen(SCHEDULES, args.only):
+            print(f"{kind:16} {name:40}", end=" ", flush=True)
             try:
-                recording = late_device_schedules.record(name, kind)
+                recording = late_device_schedules.record(name, kind, **_options(args))
             except RuntimeError as error:  # as the release raises
-                print(f"{kind:16} {name:40} {error}", flush=True)
+                print(error)
                 found += 1
+                continue
+            if args.order is not None:
+                print(replay(recording, args.order, args.memory) or SAME_BITS)
                 continue
             report = examine(recording, args.orders, late_device_schedules.RANKS)
             total += report.orders
             found += not report.is_clean
-            print(f"{kind:16} {name:40} {report}", flush=True)
+            print(report, flush=True)
     print(f"{total} orders in all, {found} runs with findings")
     return found == 0
 
@@ -67,7 +76,7 @@ def _run_races(args: argparse.Namespace) -> bool:
         shown = 0
         for name in race.schedules:
             for kind in _kinds(args, race.kinds):
-                recording = late_device_races.record(race, name, kind)
+                recording = late_device_races.record(race, name, kind, **_options(args))
                 report = examine(recording, args.orders)
                 count = len(report.findings)
                 print(f"    {name}, {kind}: {count} of {report.orders} orders")
@@ -121,7 +130,7 @@ def _run_waits(args: argparse.Namespace) -> bool:
         if not _chosen([str(site)], args.only):
             continue
         visits = [*visitors_of(site)]
-        where = show_without(site, visits, comms_in_order=not args.loose)
+        where = show_without(site, visits, **_options(args))
         if where is None:
             unseen.append(str(site))
         text = where or f"nothing shows in {len(visits)} schedules"
@@ -134,7 +143,7 @@ def _run_steps(args: argparse.Namespace) -> bool:
     """Small steps in every order. Returns whether none gave other bits."""
     found = 0
     for name in _chosen(late_device_steps.STEPS, args.only):
-        recording = late_device_steps.record(name)
+        recording = late_device_steps.record(name, **_options(args))
         (start,) = recording.marks
         explored = explore(Device(recording), Graph(recording), start=start)
         print(
@@ -163,4 +172,3 @@ def run_mode(args: argparse.Namespace) -> int:
         is_good &= modes[mode](args)
         print(f"{mode}: {time.process_time() - begun:.0f} s of processor time")
     return not is_good
-

@@ -14,7 +14,9 @@ from typing import Any
 from unittest import mock
 
 import stream_schedules
-from late_device_record import Rank, Recorder, Recording
+from late_device_queues import Recording
+from late_device_ranks import Rank
+from late_device_record import Recorder
 from stream_schedules import KINDS, Kit, SCHEDULES
 
 import torch

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from late_device_record import Rank, Recorder, Recording
+from late_device_queues import Recording
+from late_device_ranks import Rank
+from late_device_record import Recorder
 
 import torch
 import torch.nn as nn
