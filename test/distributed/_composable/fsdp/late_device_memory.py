@@ -158,6 +158,17 @@ class Device:
                     self._expected[index] = [result.clone() for result in results]
             if self.pattern == POISON:
                 self._check_final()
+        self._last = self.arena.clone()
+
+    def changed_at_end(self) -> tuple[int, int] | None:
+        """
+        Returns the first byte that is another one after all entries than after running
+        them in order, and the one behind it. None if there is none.
+        """
+        if torch.equal(self.arena, self._last):
+            return None
+        first = int((self.arena != self._last).nonzero()[0])
+        return first, first + 1
 
     def _check_final(self) -> None:
         for memory, final in self.recording.final:
