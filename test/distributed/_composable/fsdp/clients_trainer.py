@@ -37,6 +37,8 @@ RATE = 2**-8
 # Example to the class of its layers
 LAYERS = {"mamba2": "Mamba2Block", "llama_peft": "LlamaDecoderLayer"}
 ACCUMULATED = 2
+# What a checkpointed layer has in its name
+CHECKPOINTED = "_checkpoint_wrapped_module"
 
 
 def fsdp_accelerator(**kwargs: Any) -> Any:
@@ -50,12 +52,18 @@ def fsdp_accelerator(**kwargs: Any) -> Any:
     return accelerator
 
 
-def arguments(kind: type, folder: Path | str, layers: str, **kwargs: Any) -> Any:
+def arguments(
+    kind: type, folder: Path | str, layers: str, recompute: bool = False, **kwargs: Any
+) -> Any:
+    """Returns those of a trainer whose units are ``layers``, checkpointed or not."""
     return kind(
         output_dir=str(folder),
         use_cpu=True,
         fsdp=True,
-        fsdp_config={"transformer_layer_cls_to_wrap": [layers]},
+        fsdp_config={
+            "transformer_layer_cls_to_wrap": [layers],
+            "activation_checkpointing": recompute,
+        },
         per_device_train_batch_size=2,
         gradient_accumulation_steps=ACCUMULATED,
         optim="adamw_torch",
@@ -85,6 +93,16 @@ def token_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return -outputs.log_probs.sum() / (4 * tokens[:, 1:].numel()) * 4
 
 
+class Unwrapped:
+    """A model's parameters, by their names without what checkpointing adds."""
+
+    def __init__(self, model: nn.Module) -> None:
+        named = model.named_parameters()
+        self.params = {n.replace(f"{CHECKPOINTED}.", ""): p for n, p in named}
+        self.named_parameters = self.params.items
+        self.get_parameter = self.params.__getitem__
+
+
 def beside_one_process(model: nn.Module, loss_of: LossFunction = causal_loss) -> Any:
     """Returns a callback that compares each step with ``model``, and notes what differs."""
     from transformers import TrainerCallback
@@ -111,17 +129,19 @@ def beside_one_process(model: nn.Module, loss_of: LossFunction = causal_loss) ->
         def on_pre_optimizer_step(
             self, *args: Any, model: nn.Module, **kwargs: Any
         ) -> None:
+            sharded: Any = Unwrapped(model)
             ranks: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(ranks, self.seen)
             self.reference.backward(tuple(seen for rank in ranks for seen in rank))
-            found = [*self.reference.gradient_differences(model)]
+            found = [*self.reference.gradient_differences(sharded)]
             self.kinds |= {each.what for each in found}
             self.wrong += [str(each) for each in found if not each.ok]
-            self.reference.step(model)
+            self.reference.step(sharded)
             self.seen.clear()
 
         def on_step_end(self, *args: Any, model: nn.Module, **kwargs: Any) -> None:
-            found = self.reference.parameter_differences(model)
+            sharded: Any = Unwrapped(model)
+            found = self.reference.parameter_differences(sharded)
             self.wrong += [str(each) for each in found if not each.ok]
             self.steps += 1
 
@@ -152,6 +172,16 @@ class TestTrainer(ClientTest):
         self.assertFalse(beside.wrong, beside.wrong)
         self.assertEqual(beside.steps, 3)
         self.assertEqual(beside.kinds, {"bfloat16 gradients", "float32 gradients"})
+
+    def test_activation_checkpointing(self) -> None:
+        with as_launched(self.rank, self.world_size), shared_folder() as folder:
+            settings = {"max_steps": 2, "recompute": True}
+            trainer, beside = self.trainer("llama_peft", folder, **settings)
+            trainer.train()
+        wrapped = [n for n, _ in trainer.model.named_modules() if CHECKPOINTED in n]
+        self.assertGreater(len(wrapped), 2)
+        self.assertFalse(beside.wrong, beside.wrong)
+        self.assertEqual(beside.steps, 2)
 
     def test_resumes_where_it_was(self) -> None:
         with as_launched(self.rank, self.world_size), shared_folder() as folder:
