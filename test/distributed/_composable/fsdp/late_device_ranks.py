@@ -244,7 +244,9 @@ class Rank:
 
     def collect(self) -> None:
         """Finds out which memory was let go of since the last call."""
-        expired = [key for key, (ref, _) in self._memory.items() if ref.expired()]
+        # Of the class itself: this runs at each operator, for all memory
+        is_expired = torch.UntypedStorage._expired
+        expired = [k for k, (ref, _) in self._memory.items() if is_expired(ref.cdata)]
         for key in expired:
             self._free(self._memory.pop(key)[1])
 
