@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard import (
 )
 
 
-Broken = Callable[[], contextlib.AbstractContextManager]
+Broken = Callable[..., contextlib.AbstractContextManager]
 
 _GROUP, _CONTEXT = param_group.FSDPParamGroup, param_group.FSDPCommContext
 
@@ -74,7 +74,7 @@ def forgets(owner: type, name: str) -> Broken:
             value = _Forgetful(value) if is_list else _without_tensors(value)
         object.__setattr__(instance, attribute, value)
 
-    return lambda: mock.patch.object(owner, "__setattr__", set_attribute)
+    return lambda *unused: mock.patch.object(owner, "__setattr__", set_attribute)
 
 
 def _takes_pool_for_new() -> contextlib.AbstractContextManager:

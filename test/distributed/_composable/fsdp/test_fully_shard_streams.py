@@ -54,6 +54,7 @@ from unittest import mock
 
 from fsdp_happens_before import Event, find_sites, HappensBefore, Site, Stream
 from fsdp_test_utils import FakeGroupTest
+from late_device_races import forgets
 from release_rules import FOLLOWS_GRAD_DTYPE
 from stream_schedules import KINDS, Kit, mesh_of, RANKS, SCHEDULES
 
@@ -340,34 +341,6 @@ def noting_wait(waits: list[tuple[bool, bool]]) -> Callable[..., None]:
 
 
 # Breaking things #
-
-
-def _without_tensors(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return None
-    if isinstance(value, tuple):
-        items = [_without_tensors(item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    return value
-
-
-class Forgetful(list):
-    def append(self, item: Any) -> None:
-        super().append(_without_tensors(item))
-
-
-def forgets(
-    owner: type, name: str
-) -> Callable[[HappensBefore], contextlib.AbstractContextManager]:
-    """Keeps the events of what is set or appended there, but not the tensors."""
-
-    def set_attribute(instance: Any, attribute: str, value: Any) -> None:
-        if attribute == name:
-            is_list = isinstance(value, list)
-            value = Forgetful(value) if is_list else _without_tensors(value)
-        object.__setattr__(instance, attribute, value)
-
-    return lambda _: mock.patch.object(owner, "__setattr__", set_attribute)
 
 
 def scattered_too_early(_: HappensBefore) -> contextlib.AbstractContextManager:
