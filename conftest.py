@@ -16,26 +16,30 @@ import pytest
 
 
 # Files, by what follows `test_fully_shard_`, that take more than a quarter of a minute:
-# a process that starts one of these last is waited for. Others follow as they come.
+# a process that starts one of these last is waited for. Those with many ranks and those
+# of one process alternate. Others follow as they come.
 LONGEST_FIRST = (
     "features",
-    "mixed_dtype",
-    "composition",
-    "streams",
     "late_device",
-    "schedules",
-    "models",
-    "undisturbed_hooks",
+    "mixed_dtype",
+    "streams",
+    "composition",
     "random",
-    "plugins",
+    "schedules",
     "setup_faults",
-    "faults",
+    "undisturbed_hooks",
+    "models",
+    "plugins",
     "growth",
-    "docs",
-    "bad_input",
+    "faults",
+    "tiny_models",
+    "bench",
     "drift",
     "stack",
+    "docs",
+    "bad_input",
     "tools",
+    "superbuild",
 )
 
 # Of each file, the tests that `--quick` runs: the ends of their names. Of a file
