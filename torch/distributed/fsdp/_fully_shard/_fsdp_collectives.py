@@ -489,7 +489,7 @@ def reduce_bucket(
     factors = _factors_of(reduction, bucket)
     handle = _get_device_handle(reduction.device.type)
     current_stream = handle.current_stream()
-    stream, world_size = reduction.reduce_scatter_stream, reduction.shard_world_size
+    stream = reduction.reduce_scatter_stream
     if not reduction.prepares_by_default:
         bucket = _prepare_inputs(reduction, bucket, fsdp_params, unsharded_grads)
     reduce_input = _reduce_copy_in(reduction, bucket, fsdp_params, unsharded_grads)
@@ -498,23 +498,7 @@ def reduce_bucket(
     stream.wait_stream(current_stream)
     is_last = reduction.is_last
     with handle.stream(stream):
-        if reduce_input is not None:
-            divisor = factors[0]
-            if world_size == 1:  # no collective divides it
-                group, custom = reduction.reduce_scatter_group, reduction.divide_factor
-                divisor = scatter_divisor(group, factors, custom)
-            _div_if_needed(reduce_input, divisor)
-        is_output = world_size == 1 and is_last and partial is None
-        if (
-            is_output
-            and reduce_input is not None
-            and reduce_input.dtype == bucket.dtype
-        ):
-            output = reduce_input
-        else:
-            output = _reduce_scatter(
-                reduction, bucket, reduce_input, partial, factors[2]
-            )
+        output = _reduce_scatter(reduction, bucket, reduce_input, partial, factors)
         scattered = stream.record_event()
         if not is_last:
             return ReduceResult(
@@ -644,11 +628,11 @@ def _reduce_scatter(
     bucket: ReduceBucket,
     reduce_input: torch.Tensor | None,
     partial: torch.Tensor | None,
-    op: _ReduceOp,
+    factors: Factors,
 ) -> torch.Tensor:
     """
     Returns this rank's sum over the shard group, with what earlier
-    microbatches left added.
+    microbatches left added. It is the input itself where nothing is summed or cast.
 
     That sum must be complete before the all-reduce: what were added after it
     would be the sum of one shard group alone.
@@ -658,6 +642,14 @@ def _reduce_scatter(
             raise AssertionError("Expects gradients or a partial result to reduce")
         return partial
     world_size = reduction.shard_world_size
+    divisor = factors[0]
+    if world_size == 1:  # no collective divides it
+        group, custom = reduction.reduce_scatter_group, reduction.divide_factor
+        divisor = scatter_divisor(group, factors, custom)
+    _div_if_needed(reduce_input, divisor)
+    is_output = world_size == 1 and reduction.is_last and partial is None
+    if is_output and reduce_input.dtype == bucket.dtype:
+        return reduce_input
     fresh_numel = reduce_input.numel() // world_size
     comm, numel = reduction.reduce_scatter_comm, bucket.shard_numel
     output = allocate_reduce_buffer(comm, numel, bucket.dtype, reduction.device)
@@ -673,7 +665,7 @@ def _reduce_scatter(
             output_tensor=fresh,
             input_tensor=reduce_input,
             group=cast(dist.ProcessGroup, reduction.reduce_scatter_group),
-            op=op,
+            op=factors[2],
         )
     else:
         _exchange_and_add(reduction, reduce_input, fresh)
