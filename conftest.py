@@ -8,6 +8,7 @@ with python, torchrun or over a checkout.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,31 +16,38 @@ from pathlib import Path
 import pytest
 
 
-# Files, by what follows `test_fully_shard_`, that take more than a quarter of a minute:
-# a process that starts one of these last is waited for. Those with many ranks and those
-# of one process alternate. Others follow as they come.
+# As torchrun has it. Threads of an operator wait for each other by spinning, and beside
+# other busy processes that takes more than what they compute. Set before torch asks.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Files, by what follows `test_fully_shard_`, that take more than ten seconds: a process
+# that starts one of these last is waited for. Those with many ranks and those of one
+# process alternate. Others follow as they come.
 LONGEST_FIRST = (
-    "features",
-    "late_device",
     "mixed_dtype",
-    "streams",
-    "composition",
+    "late_device",
+    "features",
     "random",
-    "schedules",
-    "setup_faults",
-    "undisturbed_hooks",
-    "models",
-    "plugins",
+    "composition",
+    "streams",
     "growth",
-    "faults",
-    "tiny_models",
+    "schedules",
     "bench",
-    "drift",
-    "stack",
+    "plugins",
+    "setup_faults",
+    "models",
     "docs",
-    "bad_input",
-    "tools",
     "superbuild",
+    "undisturbed_hooks",
+    "tiny_models",
+    "bad_input",
+    "stack",
+    "grad_comm",
+    "faults",
+    "drift",
+    "tools",
+    "distributed_config",
+    "undisturbed",
 )
 
 # Of each file, the tests that `--quick` runs: the ends of their names. Of a file
@@ -90,6 +98,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="run one test of each kind")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # xdist would start files with many tests first, and those take no longer
+    config.option.loadscopereorder = False
+
+
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """
     A test with ranks keeps two cores busy while it computes, and none while its
@@ -113,6 +126,12 @@ def pytest_collection_modifyitems(
         items[:] = [item for item in items if id(item) in chosen]
     elif config.getoption("dist", "no") == "loadfile":
         items.sort(key=lambda item: rank_of(concern(item.path)))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    # Collections in tests need not look through all that has been imported
+    gc.collect()
+    gc.freeze()
 
 
 def rank_of(name: str) -> int:

@@ -6,6 +6,7 @@ Written so that either release runs it.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import pickle
 import tempfile
@@ -56,6 +57,7 @@ def run_ranks(
     """Runs all ranks, each in a process, and prints which torch they ran."""
     # A fork has imported torch already, but could not use the accelerator
     method = "fork" if device == "cpu" else "spawn"
+    gc.freeze()  # or a collection in a rank would copy all that is imported
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         arguments = (run, args, store, ranks, device)

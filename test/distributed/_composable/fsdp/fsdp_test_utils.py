@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import inspect
 import multiprocessing
 import os
@@ -428,6 +429,7 @@ class FSDPProcessTest(MultiProcContinuousTest):
 
 def _take_device(local_rank: int) -> None:
     torch.set_num_threads(1)  # the ranks share the cores
+    gc.freeze()  # and the memory of what was imported before they forked
     if DEVICE_TYPE != "cpu":
         torch.accelerator.set_device_index(local_rank)
 
