@@ -3,7 +3,8 @@
 """
 Who mixes no dtypes pays for nothing that mixing needs: copy-in takes no more memory
 than the base release's, plans outlive an explicit unshard, offloaded shards are moved
-one at a time, and an error that is not about other ranks does not speak of them.
+one at a time, inputs are looked at once, hooks of who does not compile know nothing of
+the compiler, and an error that is not about other ranks does not speak of them.
 
 What plugins use is in ``test_fully_shard_plugins.py``, whole schedules of steps are in
 ``test_fully_shard_schedules.py``.
@@ -32,6 +33,10 @@ from undisturbed_scenarios import (
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import (
     _fsdp_agreement as agreement,
 )
@@ -39,11 +44,16 @@ from torch.distributed.fsdp._fully_shard import (
     _fsdp_copies as copies,
 )
 from torch.distributed.fsdp._fully_shard import (
+    _fsdp_param_group as group_file,
+)
+from torch.distributed.fsdp._fully_shard import (
     _fsdp_unit as unit,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_common import _dynamo_disable
 from torch.distributed.fsdp._fully_shard._fsdp_layout import plan_copy_in, plan_gather
 from torch.testing._internal.common_utils import run_tests
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 SCRIPT = Path(__file__).parent / "undisturbed_scenarios.py"
@@ -145,6 +155,122 @@ class TestOffload(DeviceFreeTest):
             with Moves() as moves:
                 copies._copy_in(segment, planned, shards)
             self.assertEqual((len(moves.moved), moves.most), (5, 1))
+
+
+class Arguments(nn.Module):
+    """Keeps what its forward is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(RANKS))
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.given = args, kwargs
+        needing = [
+            value
+            for value in tree_leaves(self.given)
+            if isinstance(value, torch.Tensor) and value.requires_grad
+        ]
+        return sum(value.sum() for value in needing) + self.weight.sum()
+
+
+class TestInputs(FakeGroupTest):
+    """Inputs of forward arrive as they were given, but for those that need gradients."""
+
+    ranks = RANKS
+
+    def _run(self, *args: Any, **kwargs: Any) -> tuple[tuple, dict[str, Any], int]:
+        """Returns what arrives, and how often containers were walked through."""
+        model = fully_shard(Arguments(), mesh=init_device_mesh("cpu", (RANKS,)))
+        walk = group_file.collect_grad_tensors
+        with mock.patch.object(group_file, "collect_grad_tensors", wraps=walk) as walks:
+            model(*args, **kwargs).backward()
+        (weight,) = model.parameters()
+        self.assertIsNotNone(weight.grad)
+        return *model.given, walks.call_count
+
+    def _assert_passed(self, arrived: torch.Tensor, given: torch.Tensor) -> None:
+        node = type(arrived.grad_fn).__name__
+        self.assertEqual(node, "RegisterPostBackwardFunctionBackward")
+        self.assertTrue(torch.equal(arrived, given))
+        self.assertEqual(given.grad.tolist(), [1.0, 1.0])
+
+    def test_without_containers_none_is_walked_through(self) -> None:
+        x, y = (torch.rand(2, requires_grad=True) for _ in range(2))
+        mask, scale = torch.ones(2), 0.5
+        args, kwargs, walks = self._run(
+            x, mask, None, 3, mask=mask, y=y, scale=scale, name="a", causal=True
+        )
+        self.assertEqual(walks, 0)
+        self._assert_passed(args[0], x)
+        self._assert_passed(kwargs["y"], y)
+        self.assertIs(args[1], mask)
+        self.assertEqual(args[2:], (None, 3))
+        self.assertEqual([*kwargs], ["mask", "y", "scale", "name", "causal"])
+        self.assertIs(kwargs["mask"], mask)
+        self.assertIs(kwargs["scale"], scale)
+        self.assertEqual((kwargs["name"], kwargs["causal"]), ("a", True))
+
+    def test_containers_are_walked_through(self) -> None:
+        x, y, z = (torch.rand(2, requires_grad=True) for _ in range(3))
+        mask, other = torch.ones(2), object()
+        args, kwargs, walks = self._run(
+            [x, mask], other, states={"y": (y, None)}, z=z, mask=mask
+        )
+        self.assertEqual(walks, 1)
+        self._assert_passed(args[0][0], x)
+        self._assert_passed(kwargs["states"]["y"][0], y)
+        self._assert_passed(kwargs["z"], z)
+        self.assertIs(args[0][1], mask)
+        self.assertIs(args[1], other)
+        self.assertEqual([*kwargs], ["states", "z", "mask"])
+
+    def test_without_gradients_nothing_is_replaced(self) -> None:
+        x, mask = torch.rand(2), torch.ones(2)
+        args, kwargs, _ = self._run(x, mask=mask)
+        self.assertIs(args[0], x)
+        self.assertIs(kwargs["mask"], mask)
+
+
+class TestCompiler(DeviceFreeTest):
+    """Dynamo is kept out of hooks where it is in, and is not asked for where not."""
+
+    def test_a_hook_of_eager_training_is_called_as_it_is(self) -> None:
+        hook = _dynamo_disable(lambda: "called")
+        with mock.patch.object(torch._dynamo, "disable", side_effect=AssertionError):
+            self.assertEqual(hook(), "called")
+
+    def test_a_hook_of_what_is_exported_says_why_it_is_skipped(self) -> None:
+        hook = _dynamo_disable(lambda: "called")
+        disable = torch._dynamo.disable
+        with (
+            mock.patch.object(torch.compiler, "_is_compiling_flag", True),
+            mock.patch.object(torch._dynamo, "disable", wraps=disable) as disabling,
+        ):
+            self.assertEqual([hook(), hook()], ["called", "called"])
+        disabling.assert_called_once()
+        self.assertEqual(disabling.call_args.kwargs["reason"], "skipping FSDP hooks")
+
+    def test_a_hook_of_a_compiled_program_is_not_traced(self) -> None:
+        callbacks, graphs = [], []
+
+        @_dynamo_disable
+        def hook() -> None:
+            callbacks.append(get_eval_frame_callback())
+
+        def program(x: torch.Tensor) -> torch.Tensor:
+            x = x + 1
+            hook()
+            return x + 2
+
+        def backend(graph: Any, inputs: Any) -> Any:
+            graphs.append(graph)
+            return graph.forward
+
+        compiled = torch.compile(program, backend=backend)
+        self.assertEqual(compiled(torch.ones(1)).item(), 4.0)
+        self.assertEqual(callbacks, [None])
+        self.assertEqual(len(graphs), 2)  # before the hook, and after it
 
 
 @unittest.skipIf(sys.version_info < (3, 11), "exceptions take no notes")

@@ -45,7 +45,7 @@ def fill_segment(
     if gets_operators(output.device):
         return _copy_in_by_operator(output, plan, tensors, rank)
     numel = plan.layout.segment_numel
-    segment = output.narrow(0, rank * numel, numel)
+    segment = output[rank * numel : (rank + 1) * numel]
     _copy_in(segment, plan.copies, tensors)
     return segment
 
@@ -217,7 +217,9 @@ def _split_copy(
     because the fused kernel takes dense tensors of one dtype.
     """
     world_size = columns[0].size(0)
-    rows = buffer.view(layout.buffer_dtype).view(world_size, layout.segment_numel)
+    if buffer.dtype != layout.buffer_dtype:
+        buffer = buffer.view(layout.buffer_dtype)
+    rows = buffer.view(world_size, layout.segment_numel)
     if gets_operators(buffer.device):
         torch.ops.fsdp.split_with_sizes_copy(
             rows, [*layout.split_sizes], dim=1, out=columns
@@ -433,7 +435,7 @@ def give_sharded_grads(
     for run in bucket.runs:
         flat = output
         if len(bucket.runs) > 1:
-            flat = output.narrow(0, run.start_numel, run.numel)
+            flat = output[run.start_numel : run.start_numel + run.numel]
         # A run of several is copied even where it needs no cast: as a view it
         # would keep the whole bucket alive as long as its gradients
         dtype = run.grad_dtype

@@ -74,17 +74,21 @@ class GatherRegion:
     def nbytes(self) -> int:
         return sum(self.numels) * self.dtype.itemsize
 
+    @cached_property
+    def end_nbytes(self) -> int:
+        return self.start_nbytes + self.nbytes
+
     def view(self, segment: torch.Tensor) -> torch.Tensor:
         """Returns this region of a rank's 1D ``segment`` in the region's dtype."""
         if self.dtype == segment.dtype:
             if self.start_nbytes == 0 and self.nbytes == segment.nbytes:
                 return segment
             start = self.start_nbytes // self.dtype.itemsize
-            return segment.narrow(0, start, sum(self.numels))
+            return segment[start : start + sum(self.numels)]
         as_bytes = segment
         if segment.dtype != torch.uint8:
             as_bytes = segment.view(torch.uint8)
-        return as_bytes.narrow(0, self.start_nbytes, self.nbytes).view(self.dtype)
+        return as_bytes[self.start_nbytes : self.end_nbytes].view(self.dtype)
 
 
 @dataclass(frozen=True)
