@@ -11,7 +11,13 @@ import os
 from typing import Any
 
 from fsdp_random_cases import Case, cases, cases_of_replicas, run_case
-from fsdp_test_utils import DEVICE_TYPE, FSDPProcessTest, on_first_rank, WORLD_SIZE
+from fsdp_test_utils import (
+    DEVICE_TYPE,
+    FSDPProcessTest,
+    on_first_rank,
+    stay_on_one_core,
+    WORLD_SIZE,
+)
 from hypothesis import given, HealthCheck, Phase, seed, settings
 
 import torch.distributed as dist
@@ -40,6 +46,10 @@ def seeded(test: Any) -> Any:
 
 @on_first_rank
 class TestThreads(TestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        stay_on_one_core(self)
+
     @seeded
     @chosen_settings(max_examples=CASES)
     @given(cases((1, 2, 3, 4, 8)))
