@@ -132,7 +132,7 @@ def names(graph: Graph, count: int) -> list[str]:
 # Running them #
 
 
-@dataclass
+@dataclass(repr=False)
 class Finding:
     """An order that gives other bits."""
 
@@ -141,7 +141,7 @@ class Finding:
     ran: list[Entry]  # up to the first that gave other bits
     touching: list[tuple[int, Entry]]  # with their places in the order
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         entry = self.ran[-1]
         lines = [
             f"order '{self.order}' in memory '{self.device}': the entry at place "

@@ -101,7 +101,7 @@ class Meeting(NamedTuple):
 Work = Kernel | HostRead | Poisoning | Meeting
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)  # each would show all that it comes after
 class Entry:
     """What one stream has to do, or one of each rank for a collective."""
 
@@ -114,7 +114,7 @@ class Entry:
     reads: list[Piece]
     writes: list[Piece]
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         file, number, function = self.line
         at = f"{file.rpartition('/')[2]}:{number} {function}"
         where = ", ".join(f"{s.rank.number}:{s.name}" for s in self.streams)

@@ -424,6 +424,11 @@ class TestOrders(DeviceFreeTest):
             texts.append([(str(e), sorted(b.index for b in e.before)) for e in entries])
         self.assertEqual(*texts)
 
+    def test_an_entry_is_printed_alone(self) -> None:
+        """With all that it comes after, texts would be too long for a failing test."""
+        for entry in record(_two_queues(2, 2)).entries:
+            self.assertEqual(repr(entry), str(entry))
+
     def test_a_finding_is_found_again_by_its_names(self) -> None:
         race = RACES["inputs reused between reductions"]
         recording = late_device_races.record(race, "implicit_prefetch", "uniform")
@@ -433,7 +438,7 @@ class TestOrders(DeviceFreeTest):
         for finding in report.findings[:3]:
             other = replay(again, finding.order, finding.device)
             self.assertEqual(str(other), str(finding))
-        text = str(report.findings[0])
+        text = repr(report.findings[0])  # what a test that fails prints
         self.assertIn("order '", text)
         self.assertIn("free ", text)
         self.assertLess(len(text.splitlines()), 20)
