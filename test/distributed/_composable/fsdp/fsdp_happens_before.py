@@ -146,7 +146,7 @@ class Stream:
         return self.clock.get(access.stream, 0) >= access.tick
 
     def wait_stream(self, other: Stream) -> None:
-        if not self.checker.leaves_out_call():
+        if self.checker.comes_to_call():
             _join(self.clock, other.clock)
 
     def wait_event(self, event: Event) -> None:
@@ -173,22 +173,22 @@ class Event:
         checker.events.add(self)
 
     def record(self, stream: Stream | None = None) -> None:
-        left_out = self.checker.leaves_out_call()
+        is_made = self.checker.comes_to_call()
         stream = stream or self.checker.stream
-        self.clock = {} if left_out else dict(stream.clock)
+        self.clock = dict(stream.clock) if is_made else {}
 
     def wait(self, stream: Stream | None = None) -> None:
-        if not self.checker.leaves_out_call():
+        if self.checker.comes_to_call():
             _join((stream or self.checker.stream).clock, self.clock)
 
     def synchronize(self) -> None:
         self.wait(self.checker.host)
 
 
-class _Work(dist.distributed_c10d.Work):
+class Pending(dist.distributed_c10d.Work):
     """An asynchronous collective, which keeps its tensors until waited for."""
 
-    def __init__(self, done: Event, tensors: Sequence[torch.Tensor]):
+    def __init__(self, done: Any, tensors: Sequence[torch.Tensor]):
         super().__init__()
         self.done, self.tensors = done, tensors
 
@@ -198,31 +198,90 @@ class _Work(dist.distributed_c10d.Work):
         return True
 
 
-class DeviceHandle:
-    """Stands in for ``torch.cuda`` and its like."""
+class Watch:
+    """
+    Takes note in ``visited`` of the lines of the watched modules that order streams,
+    and leaves out the calls of one site.
+    """
 
-    def __init__(self, checker: HappensBefore):
-        self._checker = checker
+    def __init__(self, watched: Iterable[ModuleType], without: Site | None):
+        self.visited: set[tuple[str, int]] = set()  # files and lines
+        self._files = {inspect.getsourcefile(module) for module in watched}
+        self._without = without
 
-    def Stream(self, *args: Any, **kwargs: Any) -> Stream:
-        return self._checker.new_stream()
+    def comes_to_call(self) -> bool:
+        """Says whether the call that orders streams now is made."""
+        if not self._files:
+            return True
+        frame: FrameType | None = sys._getframe(1)
+        is_made = True
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if file in self._files:
+                self.visited.add(line := (file, frame.f_lineno))
+                if self._without is not None:
+                    is_made &= not self._without.is_at(line)
+            elif file not in CHECKERS and file != contextlib.__file__:
+                break
+            frame = frame.f_back
+        return is_made
 
-    def Event(self, *args: Any, **kwargs: Any) -> Event:
-        return Event(self._checker)
 
-    def current_stream(self, device: Any = None) -> Stream:
-        return self._checker.stream
+class Issuer:
+    """
+    Who issues what the device does: a checker, or a rank of the device that is late.
+    It has ``new_stream`` and ``new_event``, and ``synchronize`` if that is called.
+    """
+
+    stream: Any  # the current one
+    watch: Watch
+    is_paused = False  # takes no note of operators
 
     @contextlib.contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
-        checker, previous = self._checker, self._checker.stream
-        # A call of ours, the context manager's and then the site's
-        if not checker.leaves_out_call():
-            checker.stream = stream
+    def paused(self) -> Iterator[None]:
+        was_paused, self.is_paused = self.is_paused, True
         try:
             yield
         finally:
-            checker.stream = previous
+            self.is_paused = was_paused
+
+    def comes_to_call(self) -> bool:
+        return self.watch.comes_to_call()
+
+
+class DeviceHandle:
+    """Stands in for ``torch.cuda`` and its like, for who issues right now."""
+
+    def __init__(self, issuer: Callable[[], Any]):
+        self._issuer = issuer
+
+    def Stream(self, *args: Any, **kwargs: Any) -> Any:
+        """Makes a stream, named after what the line that asks for it sets."""
+        frame = sys._getframe(1)
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        assigned = re.search(r"(\w+) = ", line)
+        return self._issuer().new_stream(assigned[1] if assigned else None)
+
+    def Event(self, *args: Any, **kwargs: Any) -> Any:
+        return self._issuer().new_event()
+
+    def current_stream(self, device: Any = None) -> Any:
+        return self._issuer().stream
+
+    def synchronize(self, device: Any = None) -> None:
+        self._issuer().synchronize()
+
+    @contextlib.contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        issuer = self._issuer()
+        previous = issuer.stream
+        # A call of ours, the context manager's and then the site's
+        if issuer.comes_to_call():
+            issuer.stream = stream
+        try:
+            yield
+        finally:
+            issuer.stream = previous
 
 
 # Memory #
@@ -359,7 +418,7 @@ _COLLECTIVES = {
 }
 
 
-class HappensBefore:
+class HappensBefore(Issuer):
     """
     Checks what is done inside its context. Devices' handles are asked for when
     a model is sharded, so that is to happen inside as well.
@@ -374,15 +433,13 @@ class HappensBefore:
         self, *, watched: Iterable[ModuleType] = (), without: Site | None = None
     ):
         self.complaints: list[str] = []
-        self.visited: set[tuple[str, int]] = set()  # files and lines
+        self.watch = Watch(watched, without)
+        self.visited = self.watch.visited
         self.events: weakref.WeakSet[Event] = weakref.WeakSet()
         self.events_left: list[int] = []
         self.host = Stream(self, "host")
         self.default_stream = self.stream = Stream(self, "default")
-        self.handle = DeviceHandle(self)
-        self.is_paused = False
-        self._watched = {inspect.getsourcefile(module) for module in watched}
-        self._without = without
+        self.handle = DeviceHandle(lambda: self)
         self._streams = 0
         self._comm_streams: dict[Any, Stream] = {}
         self._blocks: dict[int, Block] = {}
@@ -412,41 +469,15 @@ class HappensBefore:
     def __exit__(self, *exc_info: Any) -> None:
         self._exit_stack.close()
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        was_paused, self.is_paused = self.is_paused, True
-        try:
-            yield
-        finally:
-            self.is_paused = was_paused
-
     def end_step(self) -> None:
         self.events_left.append(len(self.events))
 
-    def leaves_out_call(self) -> bool:
-        """Notes who orders streams now, and says whether that is left out."""
-        frame: FrameType | None = sys._getframe(1)
-        left_out = False
-        while frame is not None:
-            file = frame.f_code.co_filename
-            if file in self._watched:
-                self.visited.add(line := (file, frame.f_lineno))
-                if self._without is not None:
-                    left_out |= self._without.is_at(line)
-            elif file not in (__file__, contextlib.__file__):
-                break
-            frame = frame.f_back
-        return left_out
-
     def new_stream(self, name: str | None = None) -> Stream:
-        """Makes a stream, named after what the line that asks for it sets."""
         self._streams += 1
-        if name is None:
-            frame = sys._getframe(2)
-            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-            assigned = re.search(r"(\w+) = ", line)
-            name = assigned[1] if assigned else f"stream {self._streams}"
-        return Stream(self, name)
+        return Stream(self, name or f"stream {self._streams}")
+
+    def new_event(self) -> Event:
+        return Event(self)
 
     # Accesses #
     def on_operator(
@@ -630,7 +661,7 @@ class HappensBefore:
         signature = inspect.signature(original)
 
         @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> _Work | None:
+        def call(*args: Any, **kwargs: Any) -> Pending | None:
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             arguments = bound.arguments
@@ -646,7 +677,7 @@ class HappensBefore:
             self._use(self._new_access(name, stream), read, written)
             done = Event(self)
             done.clock = dict(stream.clock)
-            return _Work(done, (*read, *written))
+            return Pending(done, (*read, *written))
 
         return call
 

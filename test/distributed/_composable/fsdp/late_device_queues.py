@@ -5,11 +5,6 @@ holds. :mod:`late_device_record` makes one.
 
 from __future__ import annotations
 
-import contextlib
-import linecache
-import re
-import sys
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TYPE_CHECKING
 
@@ -17,13 +12,11 @@ from fsdp_happens_before import CHECKERS
 from late_device_collectives import Call
 
 import torch
-import torch.distributed as dist
 from torch.utils._pytree import TreeSpec
 
 
 if TYPE_CHECKING:
     from late_device_ranks import Rank
-    from late_device_record import Recorder
 
 # Of memory that nobody has written: not a number in every floating-point dtype
 POISON = 0xFF
@@ -197,51 +190,3 @@ class Event:
     def query(self) -> bool:
         self.synchronize()
         return True
-
-
-class Pending(dist.distributed_c10d.Work):
-    """An asynchronous collective, which keeps its tensors until waited for."""
-
-    def __init__(self, done: Event, tensors: Sequence[torch.Tensor]):
-        super().__init__()
-        self.done, self.tensors = done, tensors
-
-    def wait(self, timeout: Any = None) -> bool:
-        self.done.wait()
-        self.tensors = ()
-        return True
-
-
-class DeviceHandle:
-    """Stands in for ``torch.cuda`` and its like, for each rank's own thread."""
-
-    def __init__(self, device: Recorder):
-        self._device = device
-
-    def Stream(self, *args: Any, **kwargs: Any) -> Stream:
-        frame = sys._getframe(1)
-        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-        assigned = re.search(r"(\w+) = ", line)
-        return self._device.rank.new_stream(assigned[1] if assigned else None)
-
-    def Event(self, *args: Any, **kwargs: Any) -> Event:
-        return Event(self._device.rank)
-
-    def current_stream(self, device: Any = None) -> Stream:
-        return self._device.rank.stream
-
-    def synchronize(self, device: Any = None) -> None:
-        self._device.rank.synchronize()
-
-    @contextlib.contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
-        rank = self._device.rank
-        previous = rank.stream
-        # A call of ours, the context manager's and then the site's
-        if rank.comes_to_call():
-            rank.stream = stream
-        try:
-            yield
-        finally:
-            rank.collect()
-            rank.stream = previous

@@ -5,11 +5,18 @@ What one rank issues to a device that is late: its operators, memory and collect
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TYPE_CHECKING
 
-from fsdp_happens_before import _is_view, _written_names, CHECKERS
+from fsdp_happens_before import (
+    _ALLOCATING,
+    _HOST_READING,
+    _is_view,
+    _written_names,
+    CHECKERS,
+    Issuer,
+    Pending,
+)
 from late_device_collectives import Call, functional_call
 from late_device_queues import (
     Change,
@@ -18,7 +25,6 @@ from late_device_queues import (
     HostRead,
     Kernel,
     Memory,
-    Pending,
     Piece,
     POISON,
     Poisoning,
@@ -40,12 +46,6 @@ if TYPE_CHECKING:
 CHECKERS.add(__file__)
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_ALLOCATING = frozenset(
-    "aten::" + name
-    for name in ("empty", "empty_like", "empty_strided", "new_empty")
-    + ("new_empty_strided", "empty_permuted")
-)
-_HOST_READING = frozenset(("aten::_local_scalar_dense", "aten::equal"))
 # What the schema of an operator does not say that it writes
 _WRITTEN_BESIDES = {"fsdp::all_gather_copy_in": frozenset(("all_gather_output",))}
 
@@ -62,7 +62,7 @@ def is_on_device(value: Any) -> bool:
     return type(value) in _PLAIN and value.device.type == "cpu"
 
 
-class Rank:
+class Rank(Issuer):
     """
     One rank of a recording, in a thread of its own: a
     :class:`torch.distributed` group of that many ranks is there, and the devices'
@@ -71,11 +71,10 @@ class Rank:
 
     def __init__(self, device: Recorder, number: int):
         self.device, self.number = device, number
-        self.handle = device.handle
+        self.handle, self.watch = device.handle, device.watch
         self.host = Stream(self, "host")
         self.default_stream = self.stream = Stream(self, "default")
         self.streams = [self.default_stream]
-        self.is_paused = False
         self._memory: dict[int, tuple[StorageWeakRef, Memory]] = {}
         self._comm_streams: dict[Any, Stream] = {}
         self._groups: dict[Any, Any] = {}
@@ -92,6 +91,9 @@ class Rank:
         stream = Stream(self, f"{name}#{same}" if same else name)
         self.streams.append(stream)
         return stream
+
+    def new_event(self) -> Event:
+        return Event(self)
 
     def synchronize(self) -> None:
         """Makes the host wait for all streams."""
@@ -116,19 +118,10 @@ class Rank:
     def end_step(self) -> None:
         """What the schedules of the happens-before checker call."""
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        was_paused, self.is_paused = self.is_paused, True
-        try:
-            yield
-        finally:
-            self.is_paused = was_paused
-
     # Entries #
     def comes_to_call(self) -> bool:
-        """Takes note of a call that orders streams, and says whether it is made."""
         self.collect()
-        return not self.device.leaves_out_call()
+        return super().comes_to_call()
 
     def _add(
         self,

@@ -21,18 +21,16 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from fsdp_happens_before import _caller_line, CHECKERS, Site
-from late_device_collectives import Call, COLLECTIVES
-from late_device_queues import (
+from fsdp_happens_before import (
+    _caller_line,
+    CHECKERS,
     DeviceHandle,
-    Entry,
-    Meeting,
     Pending,
-    Piece,
-    Recording,
-    Stream,
-    Work,
+    Site,
+    Watch,
 )
+from late_device_collectives import Call, COLLECTIVES
+from late_device_queues import Entry, Meeting, Piece, Recording, Stream, Work
 from late_device_ranks import is_on_device, OperatorMode, Rank
 
 import torch
@@ -68,12 +66,11 @@ class Recorder:
         without: Site | None = None,
         comms_in_order: bool = True,
     ):
-        self.recording = Recording()
-        self.handle = DeviceHandle(self)
+        self.watch = Watch(watched, without)
+        self.recording = Recording(visited=self.watch.visited)
+        self.handle = DeviceHandle(lambda: self.rank)
         self.ranks = [Rank(self, number) for number in range(ranks)]
         self._local = threading.local()
-        self._watched = {inspect.getsourcefile(module) for module in watched}
-        self._without = without
         self._comms_in_order = comms_in_order
         self._arrivals: dict[Any, dict[int, Any]] = {}
         self._last_meetings: dict[Any, Entry] = {}
@@ -222,24 +219,6 @@ class Recorder:
         )
         entries.append(entry)
         return entry
-
-    # Calls that are left out #
-    def leaves_out_call(self) -> bool:
-        if not self._watched:
-            return False
-        frame = sys._getframe(1)
-        left_out = False
-        while frame is not None:
-            file = frame.f_code.co_filename
-            if file in self._watched:
-                line = file, frame.f_lineno
-                self.recording.visited.add(line)
-                if self._without is not None:
-                    left_out |= self._without.is_at(line)
-            elif file not in CHECKERS and file != contextlib.__file__:
-                break
-            frame = frame.f_back
-        return left_out
 
     # Patches #
     @contextlib.contextmanager
