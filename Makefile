@@ -47,7 +47,9 @@ train: setup  ## train a model of mixed dtypes (NPROC= STEPS= POLICY= DEVICE=)
 	  $(if $(STEPS),--steps $(STEPS)) $(if $(POLICY),--policy $(POLICY)) \
 	  $(if $(DEVICE),--device $(DEVICE))
 
-# Torch's files are compiled once, for the processes that tests start too.
+# Files of torch and of other packages are compiled once, for the processes that tests
+# start too. What pip compiles would lie elsewhere.
+test: export PIP_COMPILE = 0
 test: models  ## run the tests (QUICK=1: one of each kind; ARGS=... goes to pytest)
 	@$(IN_TREE) PYTHONPYCACHEPREFIX="$$PWD/build/pycache" PYTHONDONTWRITEBYTECODE= \
 	  $(PYTHON) -m pytest --durations=10 $(if $(QUICK),--quick) \
