@@ -76,6 +76,7 @@ registrations are kept between steps, which halves the time on the host.""",
             "_fsdp_settings",
             "_fsdp_registrations",
             "_fsdp_param_group",
+            "_fsdp_state",
             "_fsdp_prefetch",
         ),
         tests=(

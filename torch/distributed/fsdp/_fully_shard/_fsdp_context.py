@@ -178,3 +178,19 @@ class FSDPCommContext:
                 if state.allocation_stream != current_stream:
                     current_stream.wait_event(state.event)
             del states[:excess]
+
+    def wait_current_stream_on_reductions(self) -> None:
+        """Orders the current stream behind all that reductions have started."""
+        if not self._last_post_reduce_events:
+            return
+        current_stream = self.device_handle.current_stream()
+        for event in self._last_post_reduce_events.values():
+            current_stream.wait_event(event)
+        self._last_post_reduce_events.clear()
+
+    def release_reduce_scatter_inputs(self) -> None:
+        """Drops all reduce-scatter inputs that are left, each after its event."""
+        for state in self.reduce_scatter_states:
+            if state.event is not None:
+                state.allocation_stream.wait_event(state.event)
+        self.reduce_scatter_states.clear()

@@ -10,8 +10,8 @@ of the other for each unit. So they are made where somebody listens:
 - A profiler, of this thread or of all: torch keeps a flag.
 - An execution trace (`ExecutionTraceObserver`): nothing tells that one is running. But
   it takes the arguments of what it records, and a range whose argument it cannot take
-  fails. So each unit asks with such a range, once at the start of its forward and at
-  each explicit unshard. A trace is seen from there on.
+  fails. So the root asks with such a range, once at the start of each forward, and each
+  unit at an explicit unshard. A trace is seen from there on.
 """
 
 from __future__ import annotations

@@ -71,6 +71,7 @@ from ._fsdp_collectives import (
 from ._fsdp_common import (
     _disable_functorch_if_active,
     _dynamo_disable,
+    are_leaves,
     DataParallelMeshInfo,
     FSDPMeshInfo,
     is_bw,
@@ -146,10 +147,6 @@ _STATE_OF_PASS = {
 
 # What others put in its place is called with the release's arguments
 _OWN_REDUCE = foreach_reduce
-
-# Inputs that hold no others. If all are such, a look at each does, which takes a tenth
-# of a walk through containers.
-_LEAVES = (torch.Tensor, int, float, str, type(None))
 
 
 def _collect_from_flat(inputs: Sequence[Any]) -> list[torch.Tensor]:
@@ -338,7 +335,6 @@ class FSDPParamGroup(UnitRegistrations):
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        look_for_traces()
         with self._hook_range("FSDP::pre_forward"):
             # A unit of several modules comes here for each of them, and one
             # post-backward is enough
@@ -530,9 +526,7 @@ class FSDPParamGroup(UnitRegistrations):
 
     def finalize_backward(self):
         """Orders the current stream behind all that backward has started."""
-        for event in self.comm_ctx._last_post_reduce_events.values():
-            self._wait_current_stream(event)
-        self.comm_ctx._last_post_reduce_events.clear()
+        self.comm_ctx.wait_current_stream_on_reductions()
         self._post_reduce_event = None
         self._all_reduce_states.clear()
         for fsdp_param in self.fsdp_params:
@@ -673,7 +667,7 @@ class FSDPParamGroup(UnitRegistrations):
         if not torch.is_grad_enabled():
             return args, kwargs
         inputs = [*args, *kwargs.values()]
-        is_flat = all(isinstance(value, _LEAVES) for value in inputs)
+        is_flat = are_leaves(inputs)
         collect = _collect_from_flat if is_flat else collect_grad_tensors
         if not (tensors := collect(inputs)):
             return args, kwargs  # the root's final callback comes to this group
