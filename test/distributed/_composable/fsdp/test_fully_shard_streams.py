@@ -32,11 +32,11 @@ recycle_reduce_scatter_inputs > wait_event #1           the memory goes back to
                                                         already; it bounds how
                                                         many inputs are there at
                                                         once
-release_all_gather_state_on_current_stream > ...        only 2.15 calls it, after
-                                                        the current stream itself
+release_all_gather_state_on_current_stream > ...        the current stream itself
                                                         copied out
-finalize_backward > _wait_current_stream #0             (2.15) the state has waited
-                                                        for the same events
+release_reduce_scatter_inputs > wait_event #0           the current stream, which
+                                                        has the memory here, has
+                                                        waited for all reductions
 post_backward > _wait_current_stream #0                 nothing that is freed
                                                         there is in use by another
                                                         stream: the release waits
@@ -55,7 +55,6 @@ from unittest import mock
 from fsdp_happens_before import Event, find_sites, HappensBefore, Site, Stream
 from fsdp_test_utils import FakeGroupTest
 from late_device_races import forgets
-from release_rules import FOLLOWS_GRAD_DTYPE
 from stream_schedules import KINDS, Kit, mesh_of, RANKS, SCHEDULES
 
 import torch
@@ -95,10 +94,9 @@ UNSEEN = frozenset(
         "post_backward > _wait_current_stream #0",
         "recycle_reduce_scatter_inputs > wait_event #1",
         "release_all_gather_state_on_current_stream > wait_event #0",
+        "release_reduce_scatter_inputs > wait_event #0",
     )
 )
-if FOLLOWS_GRAD_DTYPE:
-    UNSEEN |= {"finalize_backward > _wait_current_stream #0"}
 
 
 # Running them #

@@ -140,8 +140,8 @@ class FSDPState(_State):
                 return group
         names = [group._module_fqn for group in self._fsdp_param_groups]
         raise AssertionError(
-            f"Expected at most 1 param group, but there is one for each mesh, here "
-            f"{len(names)} ({names}): use _fsdp_param_groups"
+            f"Expected at most 1 param group, but got {len(names)}, one for each mesh "
+            f"({names}): use _fsdp_param_groups"
         )
 
     def _get_state_for_module(self, module: nn.Module) -> FSDPState | None:
@@ -249,8 +249,8 @@ class FSDPState(_State):
                 if fsdp_param._orig_param_uid in seen:
                     raise ValueError(
                         f"Parameter '{fsdp_param._param_fqn}' is shared with a parameter "
-                        "already managed by another FSDP group: put their modules in one "
-                        "with fully_shard([module_a, module_b])"
+                        "already managed by another FSDP group. Put the modules that "
+                        "share it in one group: fully_shard([module_a, module_b])"
                     )
                 seen.add(fsdp_param._orig_param_uid)
 
