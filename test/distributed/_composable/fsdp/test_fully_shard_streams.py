@@ -17,6 +17,7 @@ wait_all_gather_streams_on_event > wait_event #1        the gather stream waits
                                                         for the copy-in stream
                                                         before each gather, and
                                                         allocates nothing
+_root_pre_forward > wait_stream #1                      the same
 _wait_for_post_backward > _wait_current_stream, all     either is enough: both
                                                         events are of one stream
                                                         (without both it shows)
@@ -72,6 +73,9 @@ from torch.distributed.fsdp._fully_shard import (
 from torch.distributed.fsdp._fully_shard import (
     _fsdp_param_group as param_group,
 )
+from torch.distributed.fsdp._fully_shard import (
+    _fsdp_state as state,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_common import (
     TrainingState,
 )
@@ -82,11 +86,12 @@ from torch.testing._internal.common_utils import (
 )
 
 
-MODULES = (collectives, context, param_group)
+MODULES = (collectives, context, param_group, state)
 # The reasons are at the top
 UNSEEN = frozenset(
     (
         "wait_all_gather_streams_on_event > wait_event #1",
+        "_root_pre_forward > wait_stream #1",
         "_wait_for_post_backward > _wait_current_stream #0",
         "_wait_for_post_backward > _wait_current_stream #1",
         "_reset_iter_state > _wait_for_post_backward #0",

@@ -294,8 +294,7 @@ class FSDPState(_State):
             or self._comm_ctx.active_gradient_reduction is not None
         ):
             raise RuntimeError(
-                "The previous gradient reduction must be waited on before forward: call "
-                "wait() of the handle that finalize_backward(async_op=True) returned"
+                "The previous gradient reduction must be waited on before forward"
             )
         if self._training_state is TrainingState.PRE_BACKWARD:
             self._unshard_for_recomputation()
@@ -518,7 +517,8 @@ class FSDPState(_State):
                 raise RuntimeError(
                     f"{name} manual backward finalization does not support partial "
                     "gradient reductions for parameter group "
-                    f"{group._module_fqn or '<root>'!r}: let backward end by itself"
+                    f"{group._module_fqn or '<root>'!r}. Use automatic backward "
+                    "finalization for this configuration"
                 )
         for group in self._all_groups():
             reduces = group._post_backward_pending and group.reduce_grads
