@@ -140,8 +140,8 @@ class FSDPState(_State):
                 return group
         names = [group._module_fqn for group in self._fsdp_param_groups]
         raise AssertionError(
-            f"Expected at most 1 param group, but got {len(names)}, one for each mesh "
-            f"({names}): use _fsdp_param_groups"
+            "Expected at most 1 param group for backward compatibility, but got "
+            f"{len(names)} (fqns: {names}), one for each mesh. Use `_fsdp_param_groups`"
         )
 
     def _get_state_for_module(self, module: nn.Module) -> FSDPState | None:
@@ -170,8 +170,9 @@ class FSDPState(_State):
         self._validate_no_duplicate_params()
         for group in self._all_groups():
             group.lazy_init()
-        # Only now: users may try again after an error in the above
+        # Only now: after an error in the above users may try again, with other roots too
         for state in states:
+            state._state_ctx = self._state_ctx
             state._is_root = state is self
 
     def _find_states(self) -> list[FSDPState]:
@@ -186,13 +187,12 @@ class FSDPState(_State):
         found: dict[FSDPState, None] = {}
         for name, module in root.named_modules():
             state = self._get_state_for_module(module)
-            if state is None or state in found:
+            if state is None:
                 continue
             found[state] = None
             if state is self:
                 continue
-            is_others = state._state_ctx is not self._state_ctx
-            if is_others and state._state_ctx.manual_backward_finalization:
+            if state._state_ctx.manual_backward_finalization:
                 raise RuntimeError(
                     "set_manual_backward_finalization must be called on the root "
                     f"{self._state_name} module, but it was on {name}"
@@ -200,8 +200,8 @@ class FSDPState(_State):
             if state._is_root is not None:
                 raise RuntimeError(
                     f"{self._state_name} state has already been lazily initialized for "
-                    f"{name}: {self._state_name} requires running forward through the "
-                    "root module first, once"
+                    f"{name}\n{self._state_name} requires running forward through the "
+                    "root module first"
                 )
         return [*found]
 
@@ -212,7 +212,6 @@ class FSDPState(_State):
         names_of: dict[FSDPParamGroup, list[str]] = {}
         groups_of: dict[nn.Module, list[FSDPParamGroup]] = {}
         for group in self._all_groups():
-            names_of[group] = []
             for module in group.modules:
                 groups_of.setdefault(module, []).append(group)
             for fsdp_param in group.fsdp_params:
@@ -220,16 +219,16 @@ class FSDPState(_State):
                     fsdp_param._param_fqn = name
         for name, module in root.named_modules():
             for group in groups_of.get(module, ()):
-                names_of[group].append(name)
+                names_of.setdefault(group, []).append(name)
         for group, module_names in names_of.items():
             group._module_fqn = ", ".join(module_names)
 
     def _init_shared_state(self) -> None:
-        """Gives all states and groups this root's contexts."""
-        context, comm_ctx = self._state_ctx, self._comm_ctx
+        """Gives all states and groups this root's streams."""
+        comm_ctx = self._comm_ctx
         comm_ctx.lazy_init(self._device)
-        for state in context.all_states:
-            state._state_ctx, state._comm_ctx = context, comm_ctx
+        for state in self._state_ctx.all_states:
+            state._comm_ctx = comm_ctx
             groups = state._fsdp_param_groups
             for i, group in enumerate(groups):
                 group.comm_ctx = comm_ctx
@@ -249,8 +248,9 @@ class FSDPState(_State):
                 if fsdp_param._orig_param_uid in seen:
                     raise ValueError(
                         f"Parameter '{fsdp_param._param_fqn}' is shared with a parameter "
-                        "already managed by another FSDP group. Put the modules that "
-                        "share it in one group: fully_shard([module_a, module_b])"
+                        "already managed by another FSDP group. For shared/tied "
+                        "parameters, use fully_shard([module_a, module_b]) to place them "
+                        "in the same FSDP group."
                     )
                 seen.add(fsdp_param._orig_param_uid)
 
@@ -331,13 +331,14 @@ class FSDPState(_State):
     @_dynamo_disable
     def _post_forward(self, module: nn.Module, input: Any, output: Any) -> Any:
         # Of a forward that is run again in backward, backward's end is the end
-        if self._training_state is not TrainingState.PRE_BACKWARD:
-            output = self._end_forward(module, input, output)
-            if (context := self._state_ctx).iter_forward_root is self:
-                output = self._force_complete_incomplete_states(output)
-                # See [Note: Freeing the gather buffer late]
-                self._comm_ctx.release_all_gather_state_for_comm_reuse()
-                context.iter_forward_root = None
+        if self._training_state is TrainingState.PRE_BACKWARD:
+            return not_type_checked(self._cast_output_dtype)(output)
+        output = self._end_forward(module, input, output)
+        if (context := self._state_ctx).iter_forward_root is self:
+            output = self._force_complete_incomplete_states(output)
+            # See [Note: Freeing the gather buffer late]
+            self._comm_ctx.release_all_gather_state_for_comm_reuse()
+            context.iter_forward_root = None
         return self._cast_output_dtype(output)
 
     @not_type_checked
@@ -348,6 +349,7 @@ class FSDPState(_State):
         self._training_state = TrainingState.IDLE
         return output
 
+    @not_type_checked
     def _force_complete_incomplete_states(self, output: Any) -> Any:
         """
         Ends the forward of units of which some modules did not run, e.g. a head that
@@ -428,9 +430,7 @@ class FSDPState(_State):
         context = self._state_ctx
         if context.post_backward_final_callback_queued:
             return
-        if context.manual_backward_finalization_active is None:
-            is_manual = context.manual_backward_finalization
-            context.manual_backward_finalization_active = is_manual
+        context.manual_backward_finalization_active = self._is_finalized_by_hand()
         context.post_backward_final_callback_queued = True
         Variable._execution_engine.queue_callback(
             self._root_post_backward_final_callback
@@ -441,9 +441,7 @@ class FSDPState(_State):
         """Ends a backward when autograd has ended it."""
         logger.debug("FSDP::root_post_backward")
         context = self._state_ctx
-        is_manual = context.manual_backward_finalization_active
-        if is_manual is None:
-            raise AssertionError("Expects a backward to have begun")
+        is_manual = self._is_finalized_by_hand()
         with range_of("FSDP::root_post_backward_callback"):
             # Of modules that were called by themselves, e.g. a head for each chunk of
             # the loss, no root's forward ended
@@ -459,6 +457,13 @@ class FSDPState(_State):
                 # Kept by a forward that did not run all modules of a unit
                 self._comm_ctx.release_all_gather_state_on_current_stream()
             context.post_backward_final_callback_queued = False
+
+    def _is_finalized_by_hand(self) -> bool:
+        """As it was when backward began. Pipelines also end one that never did."""
+        context = self._state_ctx
+        if (is_manual := context.manual_backward_finalization_active) is None:
+            return context.manual_backward_finalization
+        return is_manual
 
     @staticmethod
     def _end_group(group: FSDPParamGroup, is_manual: bool) -> None:
@@ -502,10 +507,7 @@ class FSDPState(_State):
             )
         if not self._is_root:
             self._raise_about_finalizing(f"must be called on the root {name} module")
-        is_manual = context.manual_backward_finalization_active
-        if is_manual is None:
-            is_manual = context.manual_backward_finalization
-        if not is_manual:
+        if not self._is_finalized_by_hand():
             self._raise_about_finalizing(
                 "requires manual backward finalization. Call "
                 "set_manual_backward_finalization(True) before forward"
