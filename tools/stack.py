@@ -96,6 +96,7 @@ registrations are kept between steps, which halves the time on the host.""",
             "fsdp_run_both",
             "fsdp_run_ranks",
             "fsdp_test_utils",
+            "startup/sitecustomize",
             "late_device_collectives",
             "late_device_memory",
             "late_device_orders",
@@ -229,14 +230,12 @@ def commit_of(path: str) -> int | None:
 
     ``path`` is where the file is here.
     """
-    folder, _, name = path.rpartition("/")
-    stem = name.removesuffix(".py")
     if path == INIT:
         return 0
+    name = path.removesuffix(".py")
+    source, test = (name.removeprefix(f"{folder}/") for folder in (SOURCES, TESTS))
     for number, commit in enumerate(STACK):
-        if (folder == SOURCES and stem in commit.sources) or (
-            folder == TESTS and stem in commit.tests
-        ):
+        if source in commit.sources or test in commit.tests:
             return number
     return None
 

@@ -72,6 +72,8 @@ on_first_rank = unittest.skipIf(
 # A source tree built in place keeps the base release, unmodified, under it
 REPO_ROOT = Path(torch.__file__).absolute().parent.parent
 BASE_ROOT = REPO_ROOT / "build" / "base"
+# Makes interpreters start and end in less time
+STARTUP = Path(__file__).absolute().parent / "startup"
 # Torch's files are compiled once, and not by each process that imports them. Apart
 # from them: the base stays as it came.
 BYTECODE_CACHE = {
@@ -99,7 +101,8 @@ def run_python(
         if not name.startswith(("TORCHELASTIC", "MASTER_", "LOCAL_", "PYTHON"))
         and name not in ("RANK", "WORLD_SIZE", "GROUP_RANK")
     }
-    defaults = {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", **BYTECODE_CACHE}
+    path = os.pathsep.join(map(str, (STARTUP, root)))
+    defaults = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", **BYTECODE_CACHE}
     done = subprocess.run(
         [sys.executable, *args],
         env=inherited | defaults | (env or {}),
