@@ -435,6 +435,8 @@ def _take_device(local_rank: int) -> None:
     gc.freeze()  # and the memory of what was imported before they forked
     if DEVICE_TYPE != "cpu":
         torch.accelerator.set_device_index(local_rank)
+    else:
+        _stay_on_core(local_rank)
 
 
 def _join_launched_group() -> None:
@@ -457,11 +459,21 @@ def stay_on_one_core(test: unittest.TestCase) -> None:
     Keeps the threads of a test, which take turns, on one core until its end. To wake a
     thread on another core for each turn takes twice the processor time.
     """
+    if (cores := _stay_on_core(os.getpid())) is not None:
+        test.addCleanup(os.sched_setaffinity, 0, cores)
+
+
+def _stay_on_core(number: int) -> set[int] | None:
+    """
+    Keeps this process on the core of that number, counted around, and returns those
+    that it had, None where nobody can choose. A rank that always wakes where it last
+    ran takes a tenth less processor time.
+    """
     if not hasattr(os, "sched_setaffinity"):
-        return
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[os.getpid() % len(cores)]})
-    test.addCleanup(os.sched_setaffinity, 0, cores)
+        return None
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {sorted(cores)[number % len(cores)]})
+    return cores
 
 
 @on_first_rank
