@@ -14,7 +14,7 @@ from xml.sax.saxutils import escape
 
 
 OUTPUT = Path(__file__).resolve().parents[1] / "docs" / "architecture.svg"
-WIDTH, HEIGHT = 980, 974
+WIDTH, HEIGHT = 980, 1000
 # Of each dtype, in all pictures. Others show gathers in blue and reductions in orange.
 DTYPE_COLORS = {"fp32": "#6bb36b", "bf16": "#b093d6", "fp16": "#e6c34d"}
 COLORS = {**DTYPE_COLORS, "pad": "#d0d0d0"}
@@ -146,7 +146,7 @@ def draw_rooms(drawing: Drawing) -> None:
         start = 20 + previous * pitch + height
         drawing.arrow_down(middle, start, 20 + row * pitch - start)
         previous = row
-    drawing.text(20, 20 + 8 * pitch + 8, KEY, 12)
+    drawing.text(20, 20 + len(ROOMS) * pitch + 6, KEY, 12)
 
 
 def draw_key(drawing: Drawing, y: int) -> None:
@@ -221,8 +221,8 @@ def draw_reduction(drawing: Drawing, y: int) -> None:
 def draw() -> str:
     drawing = Drawing()
     draw_rooms(drawing)
-    draw_gather(drawing, 558)
-    draw_reduction(drawing, 776)
+    draw_gather(drawing, 586)
+    draw_reduction(drawing, 802)
     return drawing.render()
 
 
