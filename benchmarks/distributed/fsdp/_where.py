@@ -144,7 +144,7 @@ POINTS = (
         "reduction, sharded gradients",
         base=["_fsdp_param_group.foreach_reduce"],
         fork=[
-            "_fsdp_param_group.reduce_bucket",
+            "_fsdp_param_group.reduce_buckets",
             "_fsdp_collectives.give_sharded_grads",
         ],
     ),

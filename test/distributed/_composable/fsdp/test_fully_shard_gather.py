@@ -217,19 +217,28 @@ class TestAllGather(ThreadTest):
         self.assert_unsharded(others, specs[:1])
 
     def test_copies_do_not_multiply_with_parameters(self):
-        """One copy-in for each pair of dtypes, and one copy-out."""
+        """
+        One copy-in for all dtypes, or for each if there are many parameters to view, or
+        for each pair of them if it casts, and one copy-out.
+        """
         dtypes = {"aten::cat": None, "aten::_foreach_copy_": BF16}
-        for copy_in, param_dtype in dtypes.items():
-            specs = [Spec((4,), dtype) for dtype in (BF16, FP32, FP16)] * 7
+        for copy_in, number, times in (
+            ("aten::cat", 1, 7),
+            ("aten::cat", 3, 9),
+            ("aten::_foreach_copy_", 3, 7),
+        ):
+            param_dtype = dtypes[copy_in]
+            specs = [Spec((4,), dtype) for dtype in (BF16, FP32, FP16)] * times
             unit = self.unit(specs, mp_policy=policy_of(param_dtype))
             with count_operators() as counts:
                 result = self.all_gather(unit, all_gather_comm=NoGather())
             self.assertEqual(
                 [counts.pop(op, 0) for op in dtypes],
-                [3 * (op == copy_in) for op in dtypes],
+                [number * (op == copy_in) for op in dtypes],
             )
-            # The rest is as much as one parameter would take
-            self.assertLess(counts.total(), 3 * 7)
+            # The rest is as much as one parameter would take, but for views
+            viewed = 2 * times if number == 1 else 0
+            self.assertLess(counts.total(), 3 * 7 + 2 * viewed)
             self.assertEqual(counts["aten::copy_"], 0)
             with count_operators() as counts:
                 self.copy_out(unit, result)

@@ -404,7 +404,7 @@ class TestOrders(DeviceFreeTest):
                 for other in before:
                     self.assertLess(place_of[other], place_of[index], name)
             seen.add(tuple(ran))
-        self.assertGreater(len(seen), 30)
+        self.assertGreater(len(seen), 20)
 
     def test_late_streams_are_late(self) -> None:
         recording = record(_two_queues(3, 3))
@@ -485,8 +485,8 @@ class TestMemory(DeviceFreeTest):
 # Calls that order streams, and the step that shows each
 _WAITS = {
     "foreach_all_gather > wait_stream #0": "uniform",
-    "reduce_bucket > wait_stream #0": "mixed",
-    "reduce_bucket > wait_stream #1": "mixed_replicas",
+    "reduce_buckets > wait_stream #0": "mixed",
+    "_reduce_staged > wait_stream #0": "mixed_replicas",
     "foreach_all_gather_copy_out > wait_event #0": "two_units",
     "wait_current_stream_on_reductions > wait_event #0": "mixed_replicas",
 }

@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import json
 
+from comm_test_utils import count_operators
 from fsdp_test_utils import DeviceFreeTest, REPO_ROOT, run_python
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -381,6 +382,23 @@ class TestCopies(DeviceFreeTest):
             expected = [as_bytes(shard) for inputs in shards for shard in inputs]
             self.assertEqual(as_bytes(buffer), [*itertools.chain(*expected)])
             self.assertEqual(buffer.dtype, storage_dtype(dtype))
+
+    def test_one_kernel_copies_in_whatever_the_dtypes(self):
+        for mix in filter(None, MIXES.values()):
+            with count_operators() as counts:
+                gather_by_copies(plan(mix), random_shards(mix, 1))
+            self.assertEqual(counts["aten::cat"], 1)
+            self.assertEqual(counts["aten::copy_"] + counts["aten::_foreach_copy_"], 0)
+
+    def test_shards_may_start_anywhere_in_their_storage(self):
+        mix = [(BF16, 4), (FP32, 2), (BF16, 2), (FP8, 4)]
+        (shards,) = random_shards(mix, 1)
+        pieces = [torch.cat([shard[:1], shard])[1:] for shard in shards]
+        self.assertEqual({piece.storage_offset() for piece in pieces}, {1})
+        buffer = gather_by_copies(plan(mix), [pieces])
+        self.assertEqual(
+            as_bytes(buffer), as_bytes(gather_by_copies(plan(mix), [shards]))
+        )
 
     def test_each_slot_of_a_segment_is_viewed_in_its_own_dtype(self):
         for mix in MIXES.values():

@@ -23,13 +23,16 @@ from comm_test_utils import (
     Spec,
     ThreadTest,
 )
-from fsdp_test_utils import record_collectives, THREAD_DEVICE_TYPE
+from features_comms import KeptScatter
+from fsdp_test_utils import FakeGroupTest, record_collectives, THREAD_DEVICE_TYPE
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.testing._internal.common_utils import run_tests
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class TestReduce(ThreadTest):
@@ -220,6 +223,48 @@ class TestHybridReduce(ThreadTest):
         grads = self.grads(self.SPECS, self.DTYPES)
         self.reduce(unit, grads, partial_reduce_output=kept, **how)
         self.assert_hybrid_mean(unit, times=3)
+
+
+class TestOrder(FakeGroupTest):
+    """In which order a unit of three reduce dtypes issues what."""
+
+    COPY_IN, SCATTER, ALL_REDUCE = (
+        "fsdp::chunk_cat",
+        "c10d::_reduce_scatter_base_",
+        "c10d::allreduce_",
+    )
+
+    def issued(self, mesh: DeviceMesh, comm: ReduceScatter | None = None) -> list[str]:
+        specs = [Spec((8, 2), dtype) for dtype in (BF16, FP32, FP16)]
+        model = sharded(specs, mesh, device="cpu")
+        if comm is not None:
+            model.set_custom_reduce_scatter(comm)
+        loss, issued = model([torch.ones(spec.size) for spec in specs]), []
+
+        class Recording(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                issued.append(func._schema.name.replace("_mixed_dtype", ""))
+                return func(*args, **(kwargs or {}))
+
+        with Recording():
+            loss.backward()
+        return [n for n in issued if n in (self.COPY_IN, self.SCATTER, self.ALL_REDUCE)]
+
+    def test_all_copy_ins_come_first(self) -> None:
+        issued = self.issued(init_device_mesh("cpu", (self.ranks,)))
+        self.assertEqual(issued, [self.COPY_IN] * 3 + [self.SCATTER] * 3)
+
+    def test_each_all_reduce_runs_beside_the_next_reduce_scatter(self) -> None:
+        names = ("replicate", "shard")
+        mesh = init_device_mesh("cpu", (2, self.ranks // 2), mesh_dim_names=names)
+        issued = self.issued(mesh)
+        both = [self.SCATTER, self.ALL_REDUCE]
+        self.assertEqual(issued, [self.COPY_IN] * 3 + both * 3)
+
+    def test_a_buffer_that_serves_all_is_sent_before_it_is_filled_again(self) -> None:
+        mesh = init_device_mesh("cpu", (self.ranks,))
+        issued = self.issued(mesh, KeptScatter())
+        self.assertEqual(issued, [self.COPY_IN, self.SCATTER] * 3)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ into the buffers and out of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, cast, NamedTuple, TypeAlias
@@ -50,7 +50,7 @@ from ._fsdp_comms import (  # noqa: F401  (importable from here, as in the relea
 )
 from ._fsdp_copies import (  # noqa: F401  (one of them as above)
     alloc_outputs,
-    copy_cast,
+    copy_each,
     copy_in_grads,
     copy_out,
     DTensor,
@@ -58,7 +58,6 @@ from ._fsdp_copies import (  # noqa: F401  (one of them as above)
     foreach_reduce_scatter_copy_in,
     give_sharded_grads,
     in_common_order,
-    Sequence,
     ShardedState,
     view_by_rank,
 )
@@ -257,10 +256,8 @@ def unshard_single_rank(fsdp_params: list[FSDPParam], device: torch.device) -> N
     unit = UnitParams.of(fsdp_params)
     tensors, plan = unit.prepare_gather()
     outputs = alloc_outputs(unit, plan.dtypes, plan.numels, 1, device)
-    for copy in plan.copies:
-        members = copy.region.inputs
-        slots = [outputs.tensors[i].data for i in members]  # see `_to_columns`
-        copy_cast(slots, [tensors[i] for i in members], copy)
+    targets = [output.data for output in outputs.tensors]  # see `_to_columns`
+    copy_each(targets, tensors)
 
 
 # Reduce #
@@ -425,9 +422,9 @@ def foreach_reduce(
         prepare_reduce_scatter_inputs,
     )
     bucket = _plan_bucket(reduction, fsdp_params, unsharded_grads, None, reduce_dtype)
-    return reduce_bucket(
-        reduction, bucket, fsdp_params, unsharded_grads, partial_reduce_output
-    )
+    part = BucketGrads(fsdp_params, bucket, unsharded_grads, partial_reduce_output)
+    reduce_buckets(reduction, [part], results := [])
+    return results[0]
 
 
 def _foreach_reduce_to_orig_dtype(
@@ -467,9 +464,9 @@ def _foreach_reduce_to_orig_dtype(
     bucket = _plan_bucket(
         reduction, fsdp_params, unsharded_grads, orig_dtype, reduce_dtype
     )
-    return reduce_bucket(
-        reduction, bucket, fsdp_params, unsharded_grads, partial_reduce_output
-    )
+    part = BucketGrads(fsdp_params, bucket, unsharded_grads, partial_reduce_output)
+    reduce_buckets(reduction, [part], results := [])
+    return results[0]
 
 
 if not FOLLOWS_GRAD_DTYPE:
@@ -477,45 +474,72 @@ if not FOLLOWS_GRAD_DTYPE:
     foreach_reduce = _foreach_reduce_to_orig_dtype
 
 
+class BucketGrads(NamedTuple):
+    """A bucket to reduce: its parameters, and what there is of their gradients."""
+
+    params: list[FSDPParam]
+    bucket: ReduceBucket
+    unsharded_grads: list[torch.Tensor]  # of the first parameters
+    partial: torch.Tensor | None  # what earlier microbatches have left
+
+
 @without_grad
-def reduce_bucket(
-    reduction: Reduction,
-    bucket: ReduceBucket,
-    fsdp_params: list[FSDPParam],
-    unsharded_grads: list[torch.Tensor],
-    partial: torch.Tensor | None,
-) -> ReduceResult:
-    """Does as :func:`foreach_reduce`, for parameters that lie as ``bucket`` says."""
-    factors = _factors_of(reduction, bucket)
+def reduce_buckets(
+    reduction: Reduction, parts: Sequence[BucketGrads], results: list[ReduceResult]
+) -> None:
+    """
+    Does as :func:`foreach_reduce` for each of several buckets, which lie as they say,
+    and appends to ``results`` whenever one is done. All copy-ins come first, so that
+    the streams meet once: the first reduce-scatter waits for the last copy-in.
+    """
     handle = _get_device_handle(reduction.device.type)
     current_stream = handle.current_stream()
     stream = reduction.reduce_scatter_stream
-    if not reduction.prepares_by_default:
-        bucket = _prepare_inputs(reduction, bucket, fsdp_params, unsharded_grads)
-    reduce_input = _reduce_copy_in(reduction, bucket, fsdp_params, unsharded_grads)
-    is_extended = len(unsharded_grads) < len(bucket.slots)
-    unsharded_grads.clear()  # only now: the copy-in has been issued
+    staged = []
+    for fsdp_params, bucket, grads, partial in parts:
+        if not reduction.prepares_by_default:
+            bucket = _prepare_inputs(reduction, bucket, fsdp_params, grads)
+        reduce_input = _reduce_copy_in(reduction, bucket, fsdp_params, grads)
+        is_extended = len(grads) < len(bucket.slots)
+        grads.clear()  # only now: the copy-in has been issued
+        staged.append((fsdp_params, bucket, reduce_input, is_extended, partial))
     stream.wait_stream(current_stream)
-    is_last = reduction.is_last
     with handle.stream(stream):
-        output = _reduce_scatter(reduction, bucket, reduce_input, partial, factors)
-        scattered = stream.record_event()
-        if not is_last:
-            return ReduceResult(
-                reduce_input, scattered, stream, scattered, None, None, output
-            )
-        if is_extended:
-            fsdp_params, bucket, output = in_common_order(fsdp_params, bucket, output)
-        if not reduction.goes_on:
-            _div_if_needed(output, factors[1])
-            give_sharded_grads(fsdp_params, bucket, output, stream, current_stream)
-            done = stream.record_event()
-            if output is reduce_input:
-                scattered = done  # it is read until then, and nothing else holds it
-            return ReduceResult(reduce_input, scattered, stream, done, None, None, None)
+        for bucket in staged:
+            result = _reduce_staged(reduction, current_stream, *bucket)
+            results.append(result)
+
+
+def _reduce_staged(
+    reduction: Reduction,
+    current_stream: torch.Stream,
+    fsdp_params: list[FSDPParam],
+    bucket: ReduceBucket,
+    reduce_input: torch.Tensor | None,
+    is_extended: bool,
+    partial: torch.Tensor | None,
+) -> ReduceResult:
+    """Reduces a bucket, from the stream of the reduce-scatter."""
+    factors = _factors_of(reduction, bucket)
+    stream = reduction.reduce_scatter_stream
+    output = _reduce_scatter(reduction, bucket, reduce_input, partial, factors)
+    scattered = stream.record_event()
+    if not reduction.is_last:
+        return ReduceResult(
+            reduce_input, scattered, stream, scattered, None, None, output
+        )
+    if is_extended:
+        fsdp_params, bucket, output = in_common_order(fsdp_params, bucket, output)
+    if not reduction.goes_on:
+        _div_if_needed(output, factors[1])
+        give_sharded_grads(fsdp_params, bucket, output, stream, current_stream)
+        done = stream.record_event()
+        if output is reduce_input:
+            scattered = done  # it is read until then, and nothing else holds it
+        return ReduceResult(reduce_input, scattered, stream, done, None, None, None)
     stream = reduction.all_reduce_stream
     stream.wait_stream(reduction.reduce_scatter_stream)
-    with handle.stream(stream):
+    with _get_device_handle(reduction.device.type).stream(stream):
         _all_reduce(reduction, bucket, output, factors[3])
         _div_if_needed(output, factors[1])
         give_sharded_grads(fsdp_params, bucket, output, stream, current_stream)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import cast, NoReturn
 
 import torch
@@ -30,6 +31,9 @@ from ._fsdp_layout import (
 from ._fsdp_observers import gets_operators
 from ._fsdp_param import FSDPParam, ShardedState
 from ._fsdp_unit import GatherOutputs, GatherPlan, UnitParams
+
+
+_is_cpu = attrgetter("is_cpu")
 
 
 # Shards into a gather's buffer, parameters out of it #
@@ -57,47 +61,70 @@ def _copy_in(
 ) -> None:
     """
     Writes this rank's shards into its segment of the gather buffer in one
-    pass: each region is viewed in its own dtype and the shards cast into it.
+    pass: each region is viewed in its own dtype and the shards cast into it, and what
+    is not cast is copied together, see :func:`plan_copy_in`.
     """
     for copy in copies:
-        region, target = copy.region, copy.region.view(segment)
-        sources = [inputs[i] for i in region.inputs]
+        target, sources = copy.region.view(segment), _sources(copy, inputs)
         if copy.casts or _are_on_host(sources, segment.device):
-            copy_cast(target.split(region.numels), sources, copy)
-            continue
-        # The same as a copy into each slot, without a view for each
-        target, *sources = _as_stored([target, *sources])
-        torch.cat(sources, out=target)
+            _copy_cast(target.split(copy.region.numels), sources, copy)
+        else:
+            # The same as a copy into each slot, without a view for each
+            torch.cat(sources, out=target)
 
 
-def copy_cast(
-    slots: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], copy: RegionCopy
+def _sources(copy: RegionCopy, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns what goes into a region, in its dtype if it is not cast."""
+    sources, dtype = [inputs[i] for i in copy.region.inputs], copy.region.dtype
+    # They are sorted by dtype
+    if copy.casts or sources[0].dtype == sources[-1].dtype == dtype:
+        return sources
+    return [
+        source if source.dtype == dtype else source.view(dtype) for source in sources
+    ]
+
+
+def _copy_cast(
+    slots: Sequence[torch.Tensor], sources: list[torch.Tensor], copy: RegionCopy
 ) -> None:
     """Copies what a region is made of into its slots, from the host as well."""
     if _are_on_host(sources, slots[0].device):
-        # Moved before they are cast: a copy that casts across devices is staged
-        # through another temporary. One at a time, so that only one is there uncast.
-        for slot, source in zip(slots, sources, strict=True):
-            slot.copy_(source.to(slot.device, non_blocking=True))
+        _move(slots, sources)
+    elif not copy.casts:
+        torch._foreach_copy_([*slots], sources)
+    else:
+        for members in copy.casts:
+            some = [slots[k] for k in members]
+            torch._foreach_copy_(some, [sources[k] for k in members])
+
+
+def _move(slots: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    # Moved before they are cast: a copy that casts across devices is staged
+    # through another temporary. One at a time, so that only one is there uncast.
+    for slot, source in zip(slots, sources, strict=True):
+        slot.copy_(source.to(slot.device, non_blocking=True))
+
+
+def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copies tensors to others, cast and moved, those of a pair of dtypes at once."""
+    if _are_on_host(sources, targets[0].device):
+        _move(targets, sources)
         return
-    if not copy.casts:
-        torch._foreach_copy_(_as_stored(slots), _as_stored(sources))
-    for members in copy.casts:
-        torch._foreach_copy_([slots[k] for k in members], [sources[k] for k in members])
-
-
-def _as_stored(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Views tensors of one dtype in that in which every kernel copies them."""
-    dtype = storage_dtype(tensors[0].dtype)
-    if dtype == tensors[0].dtype:
-        return [*tensors]
-    return [tensor.view(dtype) for tensor in tensors]
+    pairs: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
+    for i, (target, source) in enumerate(zip(targets, sources, strict=True)):
+        pairs.setdefault((target.dtype, source.dtype), []).append(i)
+    for (to, of), members in pairs.items():
+        into, some = [targets[i] for i in members], [sources[i] for i in members]
+        if to == of and to != storage_dtype(to):
+            into, some = (
+                [t.view(storage_dtype(to)) for t in ts] for ts in (into, some)
+            )
+        torch._foreach_copy_(into, some)
 
 
 def _are_on_host(sources: Sequence[torch.Tensor], device: torch.device) -> bool:
     """Whether shards are offloaded, and a copy to ``device`` moves them."""
-    source = sources[0].device
-    return source != device and source.type == "cpu"
+    return device.type != "cpu" and any(map(_is_cpu, sources))
 
 
 def _copy_in_by_operator(
@@ -109,12 +136,11 @@ def _copy_in_by_operator(
     """Does as :func:`_copy_in` by the operator, which casts nothing and moves nothing."""
     layout, inputs = plan.layout, []
     for copy in plan.copies:
-        region = copy.region
-        sources = [tensors[i] for i in region.inputs]
+        region, sources = copy.region, _sources(copy, tensors)
         if copy.casts or _are_on_host(sources, output.device):
             flat = output.new_empty(sum(region.numels), dtype=region.dtype)
             pieces = flat.split(region.numels)
-            copy_cast(pieces, sources, copy)
+            _copy_cast(pieces, sources, copy)
             sources = pieces
         inputs += [source.view(layout.buffer_dtype) for source in sources]
     if layout.padding_nbytes:

@@ -176,6 +176,10 @@ def plan_gather(
     )
 
 
+# On the host a view costs about an eighth of a copy
+_VIEWS_PER_COPY = 8
+
+
 @dataclass(frozen=True)
 class RegionCopy:
     """
@@ -185,6 +189,7 @@ class RegionCopy:
     a fused copy takes one pair of dtypes.
     """
 
+    # What is not cast may be of several dtypes, and is viewed in this one's
     region: GatherRegion
     # For each stored dtype, positions in the region; empty if nothing is cast
     casts: tuple[tuple[int, ...], ...]
@@ -194,21 +199,47 @@ def plan_copy_in(
     layout: GatherLayout, stored_dtypes: Sequence[torch.dtype]
 ) -> tuple[RegionCopy, ...]:
     """
-    Plans the copies that fill a segment of ``layout``.
+    Plans the copies that fill a segment of ``layout``. Adjacent regions that nothing is
+    cast into are one copy, unless more views have to be made for it than it saves.
 
     Args:
         stored_dtypes: Of each input, before it is cast to its region's dtype.
     """
     copies = []
-    for region in layout.regions:
-        by_dtype: dict[torch.dtype, list[int]] = {}
-        for position, i in enumerate(region.inputs):
-            by_dtype.setdefault(stored_dtypes[i], []).append(position)
-        casts = tuple(map(tuple, by_dtype.values()))
-        copies.append(
-            RegionCopy(region, () if [*by_dtype] == [region.dtype] else casts)
-        )
+    for is_cast, run in groupby(layout.regions, lambda r: _is_cast(r, stored_dtypes)):
+        regions = [*run]
+        if not is_cast:
+            whole = _join(regions)
+            views = sum(stored_dtypes[i] != whole.dtype for i in whole.inputs)
+            is_one = views <= _VIEWS_PER_COPY * (len(regions) - 1)
+            wholes = [whole] if is_one else [_join([region]) for region in regions]
+            copies += [RegionCopy(region, ()) for region in wholes]
+            continue
+        for region in regions:
+            by_dtype: dict[torch.dtype, list[int]] = {}
+            for position, i in enumerate(region.inputs):
+                by_dtype.setdefault(stored_dtypes[i], []).append(position)
+            copies.append(RegionCopy(region, tuple(map(tuple, by_dtype.values()))))
     return tuple(copies)
+
+
+def _is_cast(region: GatherRegion, stored_dtypes: Sequence[torch.dtype]) -> bool:
+    return any(stored_dtypes[i] != region.dtype for i in region.inputs)
+
+
+def _join(regions: Sequence[GatherRegion]) -> GatherRegion:
+    """
+    Returns adjacent regions as one of the last and narrowest dtype, in which every
+    input can be viewed, wherever it starts in its storage.
+    """
+    dtype = storage_dtype(regions[-1].dtype)
+    numels = [
+        numel * region.dtype.itemsize // dtype.itemsize
+        for region in regions
+        for numel in region.numels
+    ]
+    inputs = tuple(i for region in regions for i in region.inputs)
+    return GatherRegion(dtype, regions[0].start_nbytes, inputs, tuple(numels))
 
 
 # Reduce: one buffer and one collective for each reduce dtype #

@@ -16,7 +16,7 @@ Data passes from stream to stream, and each handover is one of these waits:
   allocator only after both gather streams wait for the copy-out's event. In
   forward this is put off to the next group, see
   [Note: Freeing the gather buffer late].
-- gradients -> reduce-scatter: ``foreach_reduce``, stream to stream. With
+- gradients -> reduce-scatter: ``reduce_buckets``, stream to stream. With
   ``grad_comm_dtype`` that stream has an all-to-all and the sum of what came in, which
   is allocated there. The sum overwrites the reduce-scatter's input.
 - reduce-scatter -> next copy-in: ``FSDPCommContext.reduce_scatter_states``
@@ -59,10 +59,11 @@ from ._fsdp_collectives import (
     _default_reduce_scatter_input_fn,
     AllGatherOutputFn,
     AllGatherResult,
+    BucketGrads,
     foreach_all_gather,
     foreach_all_gather_copy_out,
     foreach_reduce,
-    reduce_bucket,
+    reduce_buckets,
     ReduceResult,
     ReduceScatterInputFn,
     Reduction,
@@ -99,6 +100,7 @@ from ._fsdp_grads import (
     PartialReduces,
     take_grads,
 )
+from ._fsdp_layout import ReduceBucket
 from ._fsdp_observers import look_for_traces, NO_RANGE, range_of
 from ._fsdp_param import ShardedState
 from ._fsdp_registrations import (  # noqa: F401  (as above)
@@ -445,60 +447,77 @@ class FSDPParamGroup(UnitRegistrations):
     ) -> None:
         """Runs each bucket's reduction and keeps what it needs until its events."""
         reduction = self._reduction()
+        # If not, it may give the next bucket the buffer that this one's
+        # reduce-scatter still reads
+        allocates = allocates_anew(self._scatter_comm)
+        batches = [buckets]
+        if not allocates or foreach_reduce is not _OWN_REDUCE:
+            batches = [[unit_bucket] for unit_bucket in buckets]
         inputs: list[torch.Tensor] = []
         scattered: torch.Event | None = None
-        for unit_bucket in buckets:
-            if inputs and not allocates_anew(self._scatter_comm):
-                # It may give the next bucket the buffer that this one's
-                # reduce-scatter still reads
+        for batch in batches:
+            if inputs and not allocates:
                 self._wait_current_stream(scattered)
-            own_grads: list[torch.Tensor] = []
-            for slot in unit_bucket.bucket.slots:
-                own_grads.append(cast(torch.Tensor, grads[slot.param]))
-                grads[slot.param] = None  # the bucket owns it from here on
+            parts = [self._take_part(unit_bucket, grads) for unit_bucket in batch]
+            results: list[ReduceResult] = []
             try:
-                result = self._reduce_bucket(reduction, unit_bucket, own_grads)
+                if foreach_reduce is _OWN_REDUCE:
+                    reduce_buckets(reduction, parts, results)
+                else:
+                    results.append(self._call_replacement(reduction, *parts))
             except BaseException as error:
-                self._raise_explained(error, buckets, unit_bucket, own_grads)
-            self._post_reduce_event = result.post_reduce_event
-            events = self.comm_ctx._last_post_reduce_events
-            events[result.post_reduce_stream] = result.post_reduce_event
-            if result.reduce_scatter_input is not None:
-                inputs.append(result.reduce_scatter_input)
-                scattered = result.reduce_scatter_event
-            if result.all_reduce_input is not None:
-                state = AllReduceState(result.all_reduce_input, result.all_reduce_event)
-                self._all_reduce_states.append(state)
+                # Those that have not been copied in have their gradients still
+                not_in = [i for i, part in enumerate(parts) if part.unsharded_grads]
+                failed = not_in[0] if not_in else min(len(results), len(parts) - 1)
+                own_grads = parts[failed].unsharded_grads
+                self._raise_explained(error, buckets, batch[failed], own_grads)
+            for part, result in zip(parts, results):
+                self._keep_result(part.bucket, result)
+                if result.reduce_scatter_input is not None:
+                    inputs.append(result.reduce_scatter_input)
+                    scattered = result.reduce_scatter_event
         if inputs:
             stream = self.device_handle.current_stream()
             state = ReduceScatterState(tuple(inputs), scattered, stream, self)
             self.comm_ctx.reduce_scatter_states.append(state)
 
-    def _reduce_bucket(
-        self,
-        reduction: Reduction,
-        unit_bucket: UnitBucket,
-        grads: list[torch.Tensor],
-    ) -> ReduceResult:
-        """Reduces a bucket together with what earlier microbatches left for it."""
+    def _take_part(
+        self, unit_bucket: UnitBucket, grads: list[torch.Tensor | None]
+    ) -> BucketGrads:
+        """Returns a bucket together with what earlier microbatches left for it."""
+        own_grads: list[torch.Tensor] = []
+        for slot in unit_bucket.bucket.slots:
+            own_grads.append(cast(torch.Tensor, grads[slot.param]))
+            grads[slot.param] = None  # the bucket owns it from here on
         partial = None
         if self._partial_reduces:
             with self.device_handle.stream(self.comm_ctx.reduce_scatter_stream):
                 unit_bucket, partial = self._partial_reduces.take(
                     self.fsdp_params, unit_bucket
                 )
-        params, bucket, grad_dtype = unit_bucket
-        if foreach_reduce is _OWN_REDUCE:
-            result = reduce_bucket(reduction, bucket, params, grads, partial)
-        else:
-            arguments = (params, grads, grad_dtype, bucket.dtype, partial)
-            result = foreach_reduce(
-                *reduction.arguments(*arguments), **reduction.options()
-            )
-            result = ReduceResult._make(result)
+        return BucketGrads(unit_bucket.params, unit_bucket.bucket, own_grads, partial)
+
+    def _keep_result(self, bucket: ReduceBucket, result: ReduceResult) -> None:
+        """Keeps what is needed until its events, but for the reduce-scatter's input."""
+        self._post_reduce_event = result.post_reduce_event
+        events = self.comm_ctx._last_post_reduce_events
+        events[result.post_reduce_stream] = result.post_reduce_event
+        if result.all_reduce_input is not None:
+            state = AllReduceState(result.all_reduce_input, result.all_reduce_event)
+            self._all_reduce_states.append(state)
         if (kept := result.partial_reduce_output) is not None:
             self._partial_reduces[bucket.key] = PartialReduce(bucket, kept)
-        return result
+
+    def _call_replacement(
+        self, reduction: Reduction, part: BucketGrads
+    ) -> ReduceResult:
+        """Reduces a bucket by what others put in place of :func:`foreach_reduce`."""
+        params, bucket, grads, partial = part
+        grad_dtype = UnitBucket.of(self.fsdp_params, bucket).grad_dtype
+        arguments = reduction.arguments(
+            params, grads, grad_dtype, bucket.dtype, partial
+        )
+        return ReduceResult._make(foreach_reduce(*arguments, **reduction.options()))
 
     def _reduction(self) -> Reduction:
         all_reduce_group = self._all_reduce_group
