@@ -10,6 +10,7 @@ Runs with pytest, python or ``torchrun --nproc-per-node 4``.
 import itertools
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 from comm_test_utils import (
     BF16,
@@ -28,6 +29,7 @@ from fsdp_test_utils import FakeGroupTest, record_collectives, THREAD_DEVICE_TYP
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -234,12 +236,17 @@ class TestOrder(FakeGroupTest):
         "c10d::allreduce_",
     )
 
-    def issued(self, mesh: DeviceMesh, comm: ReduceScatter | None = None) -> list[str]:
+    def forward(
+        self, mesh: DeviceMesh, comm: ReduceScatter | None = None
+    ) -> torch.Tensor:
         specs = [Spec((8, 2), dtype) for dtype in (BF16, FP32, FP16)]
         model = sharded(specs, mesh, device="cpu")
         if comm is not None:
             model.set_custom_reduce_scatter(comm)
-        loss, issued = model([torch.ones(spec.size) for spec in specs]), []
+        return model([torch.ones(spec.size) for spec in specs])
+
+    def issued(self, mesh: DeviceMesh, comm: ReduceScatter | None = None) -> list[str]:
+        loss, issued = self.forward(mesh, comm), []
 
         class Recording(TorchDispatchMode):
             def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -265,6 +272,31 @@ class TestOrder(FakeGroupTest):
         mesh = init_device_mesh("cpu", (self.ranks,))
         issued = self.issued(mesh, KeptScatter())
         self.assertEqual(issued, [self.COPY_IN, self.SCATTER] * 3)
+
+    def test_an_error_is_explained_with_the_bucket_that_failed(self) -> None:
+        steps = {"_reduce_copy_in": 1, "_reduce_scatter": 0}  # gradients still there
+        for (step, number), dtype in itertools.product(
+            steps.items(), (FP32, BF16, FP16)
+        ):
+            own, told = getattr(_fsdp_collectives, step), []
+
+            def fail(reduction, bucket, *rest, dtype=dtype, own=own):
+                if bucket.dtype == dtype:
+                    raise ValueError("failed")
+                return own(reduction, bucket, *rest)
+
+            def explain(unit, error, buckets, failed, grads, told=told):
+                told.append((failed.bucket.dtype, len(buckets), len(grads)))
+                raise error
+
+            loss = self.forward(init_device_mesh("cpu", (self.ranks,)))
+            with (
+                mock.patch.object(_fsdp_collectives, step, fail),
+                mock.patch.object(FSDPParamGroup, "_raise_explained", explain),
+                self.assertRaisesRegex(ValueError, "failed"),
+            ):
+                loss.backward()
+            self.assertEqual(told, [(dtype, 3, number)])
 
 
 if __name__ == "__main__":
