@@ -19,6 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_copies import (
     _copy_in,
     _split_copy,
     _to_columns,
+    copy_each,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_layout import (
     dtype_rank,
@@ -399,6 +400,19 @@ class TestCopies(DeviceFreeTest):
         self.assertEqual(
             as_bytes(buffer), as_bytes(gather_by_copies(plan(mix), [shards]))
         )
+
+    def test_what_one_rank_has_alone_is_copied_by_one_kernel_for_each_pair(self):
+        for dtype in ALL_DTYPES:
+            ((shard,),) = random_shards([(dtype, 3)], 1)
+            copy_each([target := torch.empty_like(shard)], [shard])
+            self.assertEqual(as_bytes(target), as_bytes(shard), str(dtype))
+        stored, computed = (BF16, FP32, BF16, FP32), (BF16, BF16, FP32, FP32)
+        sources = [torch.ones(3, dtype=dtype) for dtype in stored * 2]
+        targets = [torch.zeros(3, dtype=dtype) for dtype in computed * 2]
+        with count_operators() as counts:
+            copy_each(targets, sources)
+        self.assertEqual(counts, {"aten::_foreach_copy_": 4})
+        self.assertTrue(all(bool((target == 1).all()) for target in targets))
 
     def test_each_slot_of_a_segment_is_viewed_in_its_own_dtype(self):
         for mix in MIXES.values():

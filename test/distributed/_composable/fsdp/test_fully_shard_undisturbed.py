@@ -156,6 +156,15 @@ class TestOffload(DeviceFreeTest):
                 copies._copy_in(segment, planned, shards)
             self.assertEqual((len(moves.moved), moves.most), (5, 1))
 
+    def test_what_an_extension_has_moved_is_not_moved_again(self) -> None:
+        shards = [torch.ones(8, device=device) for device in ("meta", "cpu", "cpu")]
+        layout = plan_gather([FP32] * 3, [8] * 3)
+        segment = torch.empty(24, device="meta")
+        with Moves() as moves:
+            copies._copy_in(segment, plan_copy_in(layout, [FP32] * 3), shards)
+            copies.copy_each([*segment.split(8)], shards)
+        self.assertEqual(len(moves.moved), 4)
+
 
 class Arguments(nn.Module):
     """Keeps what its forward is given."""
