@@ -87,15 +87,12 @@ def _sources(copy: RegionCopy, inputs: Sequence[torch.Tensor]) -> list[torch.Ten
 def _copy_cast(
     slots: Sequence[torch.Tensor], sources: list[torch.Tensor], copy: RegionCopy
 ) -> None:
-    """Copies what a region is made of into its slots, from the host as well."""
+    """Copies what is cast, or comes from the host, into a region's slots."""
     if _are_on_host(sources, slots[0].device):
         _move(slots, sources)
-    elif not copy.casts:
-        torch._foreach_copy_([*slots], sources)
-    else:
-        for members in copy.casts:
-            some = [slots[k] for k in members]
-            torch._foreach_copy_(some, [sources[k] for k in members])
+        return
+    for members in copy.casts:
+        torch._foreach_copy_([slots[k] for k in members], [sources[k] for k in members])
 
 
 def _move(slots: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
