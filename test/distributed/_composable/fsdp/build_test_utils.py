@@ -110,6 +110,11 @@ class FakePip:
         self.installs.append([*requirements, *(file.name for file in files)])
 
 
+def disk_with(free: int) -> contextlib.AbstractContextManager:
+    """Lets the disk have ``free`` bytes, whatever it has."""
+    return mock.patch.object(shutil, "disk_usage", return_value=mock.Mock(free=free))
+
+
 class BuildTestCase(TestCase):
     """A repository with one file of ours, a wheel, and a stand-in for pip."""
 
@@ -121,6 +126,7 @@ class BuildTestCase(TestCase):
         scratch = self.enterContextOf(tempfile.TemporaryDirectory())
         self.scratch = Path(scratch).resolve()
         self.enterContextOf(mock.patch.dict(os.environ))
+        self.enterContextOf(disk_with(1_000_000_000_000))
         for name in [n for n in os.environ if n.startswith(("GIT_", "TORCH_BASE"))]:
             del os.environ[name]
         self.root = self.scratch / self.clone_name

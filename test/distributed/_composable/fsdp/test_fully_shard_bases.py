@@ -16,7 +16,7 @@ from pathlib import Path
 from unittest import mock
 
 import test_fully_shard_setup_faults as faults
-from build_test_utils import make_wheel, OURS, REPOSITORY
+from build_test_utils import disk_with, make_wheel, OURS, REPOSITORY
 
 from tools import apply_to_checkout, record_base_digests
 from tools.setup_helpers import (
@@ -229,8 +229,7 @@ class TestRefusals(BasesTestCase):
         self.assertFalse((self.root / "build").exists())
 
     def test_no_room_is_told_before_anything_is_fetched(self):
-        free = mock.Mock(free=5_000_000_000)
-        with mock.patch.object(shutil, "disk_usage", return_value=free):
+        with disk_with(5_000_000_000):
             result = self.under(OTHER, "setup")
         self.assert_one_error(result, "no space left on the disk: torch 2.15.0 with")
         self.assertIn("needs 6,600 MB, 5,000 MB are free; a build for CPUs", result[2])
@@ -242,8 +241,7 @@ class TestRefusals(BasesTestCase):
         name = f"torch-{OTHER}+cu.dist-info/METADATA"
         metadata = f"Name: torch\nVersion: {OTHER}\nRequires-Dist: nvidia-nccl-cu13\n"
         cuda = make_wheel(self.scratch, version=f"{OTHER}+cu", files={name: metadata})
-        free = mock.Mock(free=4_000_000_000)
-        with mock.patch.object(shutil, "disk_usage", return_value=free):
+        with disk_with(4_000_000_000):
             result = self.under(OTHER, "setup", given=cuda)
             self.assert_one_error(result, "what torch requires needs 4,900 MB")
             self.assertEqual(self.pip.installs, [])

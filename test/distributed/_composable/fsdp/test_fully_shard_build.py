@@ -23,6 +23,7 @@ from unittest import mock
 from build_test_utils import (
     BASE_FILES,
     BuildTestCase,
+    disk_with,
     make_wheel,
     OURS,
     REPOSITORY,
@@ -463,8 +464,7 @@ class TestErrors(BuildTestCase):
         self.assert_untouched()
 
     def test_no_space_before_unpacking(self):
-        free = mock.Mock(free=10)
-        with mock.patch.object(shutil, "disk_usage", return_value=free):
+        with disk_with(10):
             result = self.run_command("setup")
         self.assert_one_error(result, "no space left on the disk: the base needs")
         self.assert_untouched()
