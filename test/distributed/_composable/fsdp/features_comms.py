@@ -117,7 +117,8 @@ class KeptBuffers:
         nbytes = torch.Size(size).numel() * dtype.itemsize
         if self.kept is None or self.kept.numel() < nbytes:
             self.kept = torch.empty(max(nbytes, 1 << 12), dtype=torch.uint8)
-        return self.kept[:nbytes].view(dtype).view(tuple(size))
+        # Whatever still has it sees that it is another one's now
+        return self.kept.fill_(77)[:nbytes].view(dtype).view(tuple(size))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.is_first = True
@@ -132,6 +133,24 @@ class KeptScatter(KeptBuffers, Scatter):
     """May serve all units: an input is sent before the next one is filled."""
 
 
+class KeptResults(Scatter):
+    """
+    One for each unit: its results are kept as well, in memory of their own. Until the
+    next reduction of the unit nobody else gets them.
+    """
+
+    def __init__(self) -> None:
+        self.inputs, self.results = KeptScatter(), KeptScatter()
+
+    def allocate(self, size: Any, *, dtype: Any, device: Any) -> torch.Tensor:
+        kept = self.inputs if self.inputs.is_first else self.results
+        return kept.allocate(size, dtype=dtype, device=device)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.results.is_first = True
+        return self.inputs(*args, **kwargs)
+
+
 def set_comms(gather: Callable[[], Any], scatter: Callable[[], Any]) -> Any:
     def prepare(model: nn.Module) -> None:
         for unit in units_of(model):
@@ -144,6 +163,22 @@ def set_comms(gather: Callable[[], Any], scatter: Callable[[], Any]) -> Any:
 def share_kept_scatter(model: nn.Module) -> None:
     """One buffer for the inputs of all units."""
     scatter = KeptScatter()
+    for unit in units_of(model):
+        unit.set_custom_reduce_scatter(scatter)
+
+
+class KeptByTurns(KeptScatter):
+    """Takes each second buffer for a result, as nothing is called between them."""
+
+    def allocate(self, size: Any, *, dtype: Any, device: Any) -> torch.Tensor:
+        is_result = not self.is_first
+        buffer = super().allocate(size, dtype=dtype, device=device)
+        self.is_first = is_result
+        return buffer
+
+
+def share_kept_buffers_by_turns(model: nn.Module) -> None:
+    scatter = KeptByTurns()
     for unit in units_of(model):
         unit.set_custom_reduce_scatter(scatter)
 
@@ -184,6 +219,7 @@ MEMORY = "set_allocate_memory_from_process_group_for_comm"
 add_tower("custom_comms", prepare=set_comms(Gather, Scatter))
 add_tower("kept_buffers", prepare=set_comms(KeptGather, KeptScatter))
 add_tower("one_kept_buffer_for_all_units", prepare=share_kept_scatter)
+add_tower("kept_results", prepare=set_comms(Gather, KeptResults))
 add_tower("memory_from_group", prepare=each_unit(MEMORY, True))
 add_tower("memory_from_group_and_back", prepare=memory_from_group_and_back)
 add_tower("separate_group", prepare=separate_group, makes_groups=True)
@@ -222,6 +258,17 @@ CASES["hybrid_all_reduce_hook"] = Case(
 CASES["hybrid_custom_comms"] = Case(
     tower(prepare=set_comms(Gather, Scatter), **_HYBRID), uniform=(4,), mixed=(4,)
 )
+
+
+@add_case(uniform=(4,), mixed=(4,))
+def kept_buffer_of_replicas(place: Place) -> Record:
+    """With one shard each: nothing is sent before the all-reduce."""
+    cut = shard_dtypes if place.units == "dtype" else shard_blocks
+
+    def shard(model: nn.Module, **kwargs: Any) -> None:
+        cut(model, **kwargs | {"mesh": place.singles})
+
+    return tower(shard=shard, prepare=share_kept_buffers_by_turns)(place)
 
 
 class SymmMemStub:

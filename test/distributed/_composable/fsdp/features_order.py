@@ -279,6 +279,28 @@ def loaded_by_assignment(place: Place) -> Record:
 
 
 @add_case()
+def loaded_by_assignment_of_columns(place: Place) -> Record:
+    """Shards whose elements do not lie side by side."""
+
+    def as_column(value: DTensor) -> DTensor:
+        local = value.to_local()
+        column = torch.stack([local * 2, torch.zeros_like(local)], -1)[..., 0]
+        mesh, placements = value.device_mesh, value.placements
+        size, stride = value.size(), value.stride()
+        return DTensor.from_local(
+            column, mesh, placements, run_check=False, shape=size, stride=stride
+        )
+
+    def shard(model: nn.Module, **kwargs: Any) -> None:
+        shard_children(model, place.units, **kwargs)
+        columns = {key: as_column(value) for key, value in model.state_dict().items()}
+        model.load_state_dict(columns, assign=True)
+
+    model = stack_of(Waves, place.dtypes)
+    return run_mode(Mode(shard=shard, step=step_on_waves), model, place)
+
+
+@add_case()
 def buffers_of_gathers(place: Place) -> Record:
     """Counts the gather buffers alive while each module runs, and after."""
     gather, alive = Gather(), []

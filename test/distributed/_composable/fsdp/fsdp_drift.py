@@ -259,7 +259,7 @@ def step_that_another_rank_has_no_data_for(rank: Rank) -> None:
         rank.step(model)
 
 
-@case(OTHERS_RAISE, always=ALL_RAISE)
+@case(TIME_OUT, always=ALL_RAISE)
 def step_given_up_by_one_rank(rank: Rank) -> None:
     """it gives up a step (out of memory) and goes on with the next"""
     model = rank.good_steps(rank.shard())

@@ -420,7 +420,9 @@ Record = dict[str, tuple[str, bytes]]
 def bits_of(tensor: torch.Tensor) -> tuple[str, bytes]:
     """Returns the dtype and the bytes of this rank's part of ``tensor``."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    as_bytes = local.detach().cpu().reshape(-1).view(torch.uint8)
+    flat = local.detach().cpu().reshape(-1)
+    # Also of one element that lies in a wider tensor
+    as_bytes = flat.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     return str(local.dtype), as_bytes.numpy().tobytes()
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -771,3 +773,45 @@ def backward_given_up(kit: Kit) -> None:
         net.reset_iter_state()
         kit.optimize(net)
         kit.train(net, steps=1)
+
+
+class FailsAfter(collectives.DefaultAllGather):
+    """Raises once its collective runs."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        super().__call__(*args, **kwargs)
+        raise Interrupted
+
+
+@schedule
+def gather_given_up(kit: Kit) -> None:
+    net = kit.sharded_net()
+    kit.train(net, steps=1)
+    net.blocks[1].set_custom_all_gather(FailsAfter())
+    with contextlib.suppress(Interrupted):
+        kit.loss(net)
+    gc.collect()  # what the error holds
+    net.blocks[1].set_custom_all_gather(collectives.DefaultAllGather())
+    net.reset_iter_state()
+    kit.optimize(net)
+    kit.train(net, steps=1)
+
+
+@schedule
+def reduction_given_up(kit: Kit) -> None:
+    """In its first bucket, and in the one after that if there are several."""
+    for mesh in (mesh_of(RANKS), mesh_of(2, 4)):
+        for at in (1, 2):
+            net = kit.sharded_net(mesh=mesh)
+            kit.train(net, steps=1)
+            calls = itertools.count(1)
+            net.blocks[1].set_all_reduce_hook(
+                lambda _, calls=calls, at=at: next(calls) != at or _interrupt()
+            )
+            with contextlib.suppress(Interrupted):
+                kit.backward(net)
+            gc.collect()  # what the error holds
+            net.blocks[1].set_all_reduce_hook(lambda _: None)
+            net.reset_iter_state()
+            kit.optimize(net)
+            kit.train(net, steps=1)

@@ -34,6 +34,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_agreement as agreement
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.common_utils import run_tests
@@ -92,6 +96,11 @@ def counting_comparisons() -> Iterator[list[int]]:
 
     with mock.patch.object(agreement, "all_gather_single", noting):
         yield sent
+
+
+class Elastic(dist.ProcessGroup):
+    def __init__(self):
+        super().__init__(0, 2)
 
 
 class TestRanksDisagree(FSDPProcessTest):
@@ -446,11 +455,46 @@ class TestReductions(FSDPProcessTest):
         with mock.patch.dict(os.environ, {SWITCH: "always"}):
             self.assertEqual(self.count(model, 1, used=names[:2]), [1])
 
-    def test_reset_iter_state_forgets(self) -> None:
-        model = self.sharded()
-        self.assertEqual(self.count(model, 2), [6, 0])
-        model.reset_iter_state()
-        self.assertEqual(self.count(model, 2), [6, 0])
+    def test_one_rank_gives_up_what_all_skip(self) -> None:
+        """Its data is bad, say: the others have nothing to compare."""
+        for value, settled in (("1", 0), ("always", 9)):
+            with mock.patch.dict(os.environ, {SWITCH: value}):
+                model = self.sharded()
+                self.assertEqual(self.count(model, 2)[1], settled)
+                if self.rank == 1:
+                    model.reset_iter_state()
+                self.assertEqual(self.count(model, 2), [settled] * 2)
+
+    def test_collectives_of_ones_own_are_not_compared(self) -> None:
+        """They may need neither the other ranks nor the group."""
+
+        class OwnGather(DefaultAllGather):
+            def __call__(self, *args: Any, **kwargs: Any) -> Any:
+                return super().__call__(*args, **kwargs)
+
+        class OwnScatter(DefaultReduceScatter):
+            def __call__(self, *args: Any, **kwargs: Any) -> Any:
+                return super().__call__(*args, **kwargs)
+
+        class OwnMemory(DefaultAllGather):
+            def allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+                return super().allocate(*args, **kwargs)
+
+        # The second unit's gathers, and reductions of the second and the third
+        for value, expected in (("1", [1 + 2, 0]), ("always", [2 + 2] * 2)):
+            with mock.patch.dict(os.environ, {SWITCH: value}):
+                model = self.sharded()
+                for unit in model:
+                    unit.set_custom_all_gather(OwnGather())
+                model[0].set_custom_reduce_scatter(OwnScatter())
+                model[1].set_custom_all_gather(OwnMemory())
+                self.assertEqual(self.count(model, 2), expected)
+
+    def test_groups_of_ones_own_are_not_compared(self) -> None:
+        """Their ranks may come and go, and they may have no all-gather."""
+        group = Elastic()
+        self.assertFalse(agreement._has_others(group, self.device))
+        self.assertTrue(agreement._has_others(shard_mesh().get_group(), self.device))
 
     def test_what_was_traced_is_not_remembered(self) -> None:
         model = self.sharded()

@@ -14,6 +14,7 @@ from wrong_uses_rows import add_each, Case, DIM, INT32, Run, Scaled, STARTING, w
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import Shard
+from torch.func import functional_call
 
 
 def before_the_first(
@@ -379,6 +380,22 @@ add_each(
     about="1.gain",
     is_ours=False,
 )
+
+
+@wrong(
+    STARTING,
+    "the first forward is a `functional_call` with values that are computed",
+    "first forward",
+    RuntimeError,
+    "1.gain is computed from other tensors",
+    "run a first forward before a functional_call",
+    about="1.gain",
+)
+def functional_call_first(run: Run) -> Callable[[], object]:
+    model = run.model()
+    run.mend = lambda: None  # the parameters are registered again
+    computed = {"1.gain": model[1].gain * 2}
+    return lambda: functional_call(model, computed, (run.input(),))
 
 
 @wrong(

@@ -17,6 +17,9 @@ over the same group, so that none waits here for a rank that would not come:
   shown ``_MAX_PATTERNS`` is not compared again, as one that uses other parameters
   at every step would wait for the device at every step.
 
+What was agreed on stays so: a rank that gives up an iteration, e.g. for its data, while
+the others skip it, must not ask what they have no reason to answer.
+
 If only some ranks show a new pattern, a comparison meets a reduction, which is not
 taken for one: the time limit passes. If each shows one that is known, but not the
 same, nothing tells, as in a program that compares nothing at all.
@@ -42,6 +45,8 @@ from torch._guards import detect_fake_mode
 from torch.distributed import all_gather_single
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ._fsdp_api import AllGather, ReduceScatter
+from ._fsdp_comms import is_of_group
 from ._fsdp_doors import Agreement, DescribedUnit
 from ._fsdp_layout import describe_key
 from ._fsdp_param import FSDPParam
@@ -145,28 +150,29 @@ class UnitAgreement(Agreement):
 
     def __init__(self, describe: Callable[[], DescribedUnit]):
         self._describe = describe
-        self._patterns: dict[dist.ProcessGroup, set[_Pattern]] = {}
-        self.forget()
-
-    def forget(self) -> None:
         # Whether they have laid out alike what they gather
         self.on_gathers = False
-        for group in self._patterns:
-            _last_reduced.pop(group, None)
-        self._patterns.clear()
+        self._patterns: dict[dist.ProcessGroup, set[_Pattern]] = {}
         # What was last looked up, which a steady loop repeats
         self._last_buckets: dict[dist.ProcessGroup, Sequence[UnitBucket]] = {}
 
-    def check_gather(self, group: dist.ProcessGroup) -> None:
+    def check_gather(self, group: dist.ProcessGroup, comm: AllGather) -> None:
+        if not is_of_group(comm):
+            return
         unit = self._describe()
         has_compared = _check(unit, group, Collective(_name(unit), "gathers"))
         self.on_gathers = has_compared and not _compares_always()
 
     def check_reduction(
-        self, group: dist.ProcessGroup, buckets: Sequence[UnitBucket]
+        self,
+        group: dist.ProcessGroup,
+        buckets: Sequence[UnitBucket],
+        comm: ReduceScatter | None = None,
     ) -> None:
         """Asks only about a pattern that is new to this unit."""
         if self._last_buckets.get(group) is buckets:
+            return
+        if comm is not None and not is_of_group(comm):
             return
         if _compares_always():
             self._check_always(group, buckets)
@@ -183,7 +189,6 @@ class UnitAgreement(Agreement):
     def _check_always(
         self, group: dist.ProcessGroup, buckets: Sequence[UnitBucket]
     ) -> None:
-        self._patterns.setdefault(group, set())
         if not (pattern := _pattern_of(buckets)):
             return  # nothing is sent over this group
         unit = self._describe()
@@ -311,6 +316,8 @@ def _exchange(
 def _has_others(group: dist.ProcessGroup, device: torch.device) -> bool:
     if group.size() == 1 or os.environ.get(_SWITCH) == "0":
         return False
+    if not type(group).__module__.startswith("torch."):
+        return False  # it may have no all-gather, or members that come and go
     return backend_name(group, device) != "fake"
 
 

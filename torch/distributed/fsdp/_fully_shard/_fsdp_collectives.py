@@ -297,6 +297,8 @@ class Reduction(NamedTuple):
     divide_factor: float | None  # the user's own
     force_sum: bool
     prepare_inputs: ReduceScatterInputFn
+    # Whether the comm may give the next bucket what it gives this one as output
+    reuses_output: bool = False
 
     @property
     def is_last(self) -> bool:
@@ -671,11 +673,11 @@ def _reduce_scatter(
         group, custom = reduction.reduce_scatter_group, reduction.divide_factor
         divisor = scatter_divisor(group, factors, custom)
     _div_if_needed(reduce_input, divisor)
+    comm, numel = reduction.reduce_scatter_comm, bucket.shard_numel
     is_output = world_size == 1 and reduction.is_last and partial is None
-    if is_output and reduce_input.dtype == bucket.dtype:
+    if is_output and reduce_input.dtype == bucket.dtype and allocates_anew(comm):
         return reduce_input
     fresh_numel = reduce_input.numel() // world_size
-    comm, numel = reduction.reduce_scatter_comm, bucket.shard_numel
     output = allocate_reduce_buffer(comm, numel, bucket.dtype, reduction.device)
     fresh = output
     if fresh_numel < bucket.shard_numel:
@@ -695,7 +697,7 @@ def _reduce_scatter(
         _exchange_and_add(reduction, reduce_input, fresh)
     if partial is not None:
         output += partial
-    return output
+    return output.clone() if reduction.reuses_output else output
 
 
 def _exchange_and_add(

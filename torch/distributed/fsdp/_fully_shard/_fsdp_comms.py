@@ -126,6 +126,14 @@ class _SingleReduceScatter(ReduceScatter):
         dist.all_to_all_single(output_tensor, input_tensor, group=group)
 
 
+def is_of_group(comm: AllGather | ReduceScatter) -> bool:
+    """
+    Whether ``comm`` issues a collective of the process group, which all ranks come to.
+    A class that says itself what a call does may need neither them nor the group.
+    """
+    return any(type(comm).__call__ is kind.__call__ for kind in _OF_GROUP)
+
+
 def can_exchange(kind: type) -> bool:
     """
     Whether a reduce-scatter can send gradients without adding them: a class that
@@ -180,6 +188,14 @@ class SymmMemReduceScatter(SymmMemAllocMixin, _SingleReduceScatter):
         for tensor in (input_tensor, output_tensor):
             symm_mem.rendezvous(tensor, group=group.group_name)
         return super().__call__(output_tensor, input_tensor, group, op, async_op)
+
+
+_OF_GROUP: tuple[type[AllGather | ReduceScatter], ...] = (
+    _SingleAllGather,
+    _SingleReduceScatter,
+    SymmMemAllGather,
+    SymmMemReduceScatter,
+)
 
 
 # Buffers #

@@ -79,9 +79,13 @@ def _sources(copy: RegionCopy, inputs: Sequence[torch.Tensor]) -> list[torch.Ten
     # They are sorted by dtype
     if copy.casts or sources[0].dtype == sources[-1].dtype == dtype:
         return sources
-    return [
-        source if source.dtype == dtype else source.view(dtype) for source in sources
-    ]
+    return [s if s.dtype == dtype else _view_as(s, dtype) for s in sources]
+
+
+def _view_as(shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if shard.stride(0) != 1:  # loaded with `assign=True`
+        shard = shard.clone(memory_format=torch.contiguous_format)
+    return shard.view(dtype)
 
 
 def _copy_cast(
@@ -139,7 +143,7 @@ def _copy_in_by_operator(
             pieces = flat.split(region.numels)
             _copy_cast(pieces, sources, copy)
             sources = pieces
-        inputs += [source.view(layout.buffer_dtype) for source in sources]
+        inputs += [_view_as(source, layout.buffer_dtype) for source in sources]
     if layout.padding_nbytes:
         inputs.append(output.new_zeros(layout.split_sizes[-1]))
     segment, _ = torch.ops.fsdp.all_gather_copy_in(

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from ._fsdp_api import MixedPrecisionPolicy
+from ._fsdp_api import AllGather, MixedPrecisionPolicy, ReduceScatter
 from ._fsdp_param import FSDPParam
 from ._fsdp_scaling import Factors
 from ._fsdp_unit import UnitBucket, UnitParams
@@ -59,21 +59,24 @@ class Agreement:
     def __init__(self, describe: Callable[[], DescribedUnit]):
         pass
 
-    def check_gather(self, group: dist.ProcessGroup) -> None:
-        """Raises if the ranks of ``group``, which are about to gather, disagree."""
+    def check_gather(self, group: dist.ProcessGroup, comm: AllGather) -> None:
+        """Raises if the ranks of ``group``, about to gather by ``comm``, disagree."""
 
     def check_reduction(
-        self, group: dist.ProcessGroup, buckets: Sequence[UnitBucket]
+        self,
+        group: dist.ProcessGroup,
+        buckets: Sequence[UnitBucket],
+        comm: ReduceScatter | None = None,
     ) -> None:
-        """Raises if the ranks of ``group``, about to reduce ``buckets``, disagree."""
+        """
+        Raises if the ranks of ``group`` disagree, which are about to reduce ``buckets``
+        by ``comm``, or without one by all-reduces.
+        """
 
     def tell(
         self, error: BaseException, buckets: Sequence[UnitBucket] | None = None
     ) -> None:
         """Notes on an error in a gather, or in a reduction, which unit's it was."""
-
-    def forget(self) -> None:
-        """Starts anew, after an iteration that was given up."""
 
 
 # Errors #

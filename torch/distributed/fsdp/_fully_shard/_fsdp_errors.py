@@ -218,6 +218,12 @@ def _what_is_registered(fsdp_param: FSDPParam, name: str) -> str | None:
     """
     info = fsdp_param._module_info
     found = getattr(info.module, info.param_name, None)
+    if isinstance(found, DTensor) and not found.is_leaf:
+        return (
+            f"{name} is computed from other tensors, so that no gradient can be given "
+            "to it. Parametrize it before fully_shard, and run a first forward before "
+            "a functional_call"
+        )
     if isinstance(found, DTensor):
         if not _has_other_size(fsdp_param, found):
             return None

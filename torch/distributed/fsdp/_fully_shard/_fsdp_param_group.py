@@ -223,8 +223,8 @@ class FSDPParamGroup(UnitRegistrations):
             self.comm_ctx.device_handle = _get_device_handle(self.device.type)
         is_first = self.is_sharded and not self._reset_sharded_params
         if is_first:
-            self._reset_sharded_params = True
             self._take_registered()
+            self._reset_sharded_params = True
             if self._param_group_index == 0:
                 self._warn_of_late_params()
         self._check_materialized()
@@ -251,7 +251,7 @@ class FSDPParamGroup(UnitRegistrations):
             return
         streams = self.comm_ctx.get_all_gather_streams(async_op, self._training_state)
         if not self._agreement.on_gathers:
-            self._agreement.check_gather(group)
+            self._agreement.check_gather(group, self._gather_comm)
         try:
             with self._range("FSDP::all_gather"):
                 self._all_gather_result = foreach_all_gather(
@@ -263,7 +263,10 @@ class FSDPParamGroup(UnitRegistrations):
                     self._gather_comm,
                 )
         except BaseException as error:
-            self._raise_explained(error)
+            try:
+                self._wait_for_what_was_started(*streams)
+            finally:
+                self._raise_explained(error)
 
     @_disable_functorch_if_active
     def wait_for_unshard(self):
@@ -435,7 +438,7 @@ class FSDPParamGroup(UnitRegistrations):
     def _check_reductions(self, buckets: list[UnitBucket]) -> None:
         """Raises if the ranks that are about to reduce ``buckets`` disagree."""
         if (group := self._reduce_scatter_group) is not None:
-            self._agreement.check_reduction(group, buckets)
+            self._agreement.check_reduction(group, buckets, self._scatter_comm)
         if self.all_reduce_grads and (group := self._all_reduce_group) is not None:
             if self._partial_reduces:
                 kept = [p.bucket for p in self._partial_reduces.values()]
@@ -453,6 +456,8 @@ class FSDPParamGroup(UnitRegistrations):
         batches = [buckets]
         if not allocates or foreach_reduce is not _OWN_REDUCE:
             batches = [[unit_bucket] for unit_bucket in buckets]
+            several = len(buckets) > 1
+            reduction = reduction._replace(reuses_output=not allocates and several)
         inputs: list[torch.Tensor] = []
         scattered: torch.Event | None = None
         for batch in batches:
@@ -470,7 +475,11 @@ class FSDPParamGroup(UnitRegistrations):
                 not_in = [i for i, part in enumerate(parts) if part.unsharded_grads]
                 failed = not_in[0] if not_in else min(len(results), len(parts) - 1)
                 own_grads = parts[failed].unsharded_grads
-                self._raise_explained(error, buckets, batch[failed], own_grads)
+                streams = reduction.reduce_scatter_stream, reduction.all_reduce_stream
+                try:
+                    self._wait_for_what_was_started(*streams)
+                finally:
+                    self._raise_explained(error, buckets, batch[failed], own_grads)
             for part, result in zip(parts, results):
                 self._keep_result(part.bucket, result)
                 if result.reduce_scatter_input is not None:
@@ -573,7 +582,6 @@ class FSDPParamGroup(UnitRegistrations):
         self._to_prefetch_late.clear()
         self._training_state = TrainingState.IDLE
         self._to_state(ShardedState.SHARDED)
-        self._agreement.forget()
         self.comm_ctx.reducing_groups.clear()
 
     def _drop_all_gather(self) -> None:
@@ -595,6 +603,16 @@ class FSDPParamGroup(UnitRegistrations):
         for state in self._all_reduce_states:
             self._wait_current_stream(state.event)
         self._all_reduce_states.clear()
+
+    def _wait_for_what_was_started(
+        self, stream: torch.Stream, last_stream: torch.Stream
+    ) -> None:
+        """
+        Orders what comes after an error behind what was started before it, whose
+        memory, allocated in ``stream`` or the current one, nothing holds any more.
+        """
+        stream.wait_stream(last_stream)
+        self.device_handle.current_stream().wait_stream(stream)
 
     def _wait_current_stream(self, event: torch.Event | None) -> None:
         if event is not None:
