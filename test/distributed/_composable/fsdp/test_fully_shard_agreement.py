@@ -9,6 +9,7 @@ unit, once, and no correct program waits for it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import unittest
@@ -34,6 +35,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_agreement as agreement
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
     DefaultReduceScatter,
@@ -489,6 +491,13 @@ class TestReductions(FSDPProcessTest):
                 model[0].set_custom_reduce_scatter(OwnScatter())
                 model[1].set_custom_all_gather(OwnMemory())
                 self.assertEqual(self.count(model, 2), expected)
+
+    def test_functions_in_place_of_ours_are_not_compared(self) -> None:
+        for name, expected in (("foreach_all_gather", 3), ("foreach_reduce", 3)):
+            wrapped = functools.partial(getattr(param_group, name))
+            with mock.patch.object(param_group, name, wrapped):
+                model = self.sharded()
+                self.assertEqual(self.count(model, 2), [expected, 0])
 
     def test_groups_of_ones_own_are_not_compared(self) -> None:
         """Their ranks may come and go, and they may have no all-gather."""

@@ -147,8 +147,8 @@ _STATE_OF_PASS = {
     "backward": TrainingState.PRE_BACKWARD,
 }
 
-# What others put in its place is called with the release's arguments
-_OWN_REDUCE = foreach_reduce
+# What others put in their places is called with the release's arguments
+_OWN_GATHER, _OWN_REDUCE = foreach_all_gather, foreach_reduce
 
 
 def _collect_from_flat(inputs: Sequence[Any]) -> list[torch.Tensor]:
@@ -250,7 +250,7 @@ class FSDPParamGroup(UnitRegistrations):
             self._all_gather_result = AllGatherResult(nothing, None, None, [], [], [])
             return
         streams = self.comm_ctx.get_all_gather_streams(async_op, self._training_state)
-        if not self._agreement.on_gathers:
+        if not self._agreement.on_gathers and foreach_all_gather is _OWN_GATHER:
             self._agreement.check_gather(group, self._gather_comm)
         try:
             with self._range("FSDP::all_gather"):
@@ -437,6 +437,8 @@ class FSDPParamGroup(UnitRegistrations):
 
     def _check_reductions(self, buckets: list[UnitBucket]) -> None:
         """Raises if the ranks that are about to reduce ``buckets`` disagree."""
+        if foreach_reduce is not _OWN_REDUCE:
+            return  # another's may need no other ranks, as a comm of a class of its own
         if (group := self._reduce_scatter_group) is not None:
             self._agreement.check_reduction(group, buckets, self._scatter_comm)
         if self.all_reduce_grads and (group := self._all_reduce_group) is not None:
