@@ -251,6 +251,21 @@ class TestAllowed(FSDPProcessTest, Checks):
         model.to(FP64)
         self.assertEqual(model(run.input()), before, atol=0, rtol=0)
 
+    def test_a_first_forward_that_failed_leaves_resharding_as_asked(self) -> None:
+        run = self.run_on(self.device)
+        model = run.model()
+        child = run.blocks[1]
+        child.to("meta")
+        with self.assertRaisesRegex(RuntimeError, "still on meta device"):
+            child(run.input())  # as a root of its own
+        child.to_empty(device=run.device)
+        with torch.no_grad():
+            for param in child.parameters():
+                param.fill_(1)
+        model(run.input())
+        groups = [m._get_fsdp_state()._fsdp_param_group for m in (*run.blocks, model)]
+        self.assertEqual([g.is_sharded for g in groups[:2]], [True, True])
+
     def test_state_dicts_of_unsharded_units(self) -> None:
         run, model = self.setting_up()
         run.step(model)

@@ -161,16 +161,16 @@ class FSDPState(_State):
         if self._is_root is not None:
             return
         states = self._state_ctx.all_states = self._find_states()
-        if self._auto_reshard_after_forward:
-            # Backward would gather again at once what is freed at the end of forward
-            for group in self._fsdp_param_groups:
-                group.post_forward_mesh_info = None
         self._init_fqns()
         self._init_shared_state()
         self._validate_no_duplicate_params()
         for group in self._all_groups():
             group.lazy_init()
         # Only now: after an error in the above users may try again, with other roots too
+        if self._auto_reshard_after_forward:
+            # Backward would gather again at once what is freed at the end of forward
+            for group in self._fsdp_param_groups:
+                group.post_forward_mesh_info = None
         for state in states:
             state._state_ctx = self._state_ctx
             state._is_root = state is self
