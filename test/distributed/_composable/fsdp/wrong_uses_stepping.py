@@ -68,6 +68,23 @@ def cast_data(run: Run) -> Callable[[], object]:
     return lambda: run.step(model)
 
 
+@wrong(
+    STEPPING,
+    "a parameter's `data` is cast after a step, and its gradient stays",
+    "backward",
+    RuntimeError,
+    "1.gain is torch.bfloat16 now, but its shard is torch.float32",
+    "cast a model before its first forward, not between steps",
+    "1.gain",
+)
+def cast_data_beside_grad(run: Run) -> Callable[[], object]:
+    model = run.trained()
+    run.step(model)
+    gain = run.blocks[1].gain
+    gain.data = gain.data.to(BF16)
+    return lambda: run.step(model)
+
+
 # Collectives #
 
 

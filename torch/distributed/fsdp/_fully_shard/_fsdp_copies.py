@@ -521,6 +521,12 @@ def _accumulate_sharded_grad(
         dtype = sharded_grad.dtype
         sharded_param.grad = _as_dtensor(fsdp_param, sharded_grad, dtype)
     elif isinstance(present, DTensor):
+        stored = cast(DTensor, sharded_param)._local_tensor.dtype
+        if sharded_param.dtype != stored:  # only its `data` was cast
+            raise RuntimeError(
+                f"{fsdp_param._param_fqn} is {sharded_param.dtype} now, but its shard "
+                f"is {stored}: cast a model before its first forward, not between steps"
+            )
         present._local_tensor += sharded_grad
     else:
         raise AssertionError(
