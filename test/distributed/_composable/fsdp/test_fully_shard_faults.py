@@ -14,11 +14,13 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 from features_models import extended_stack, Fp8
 from fsdp_random_cases import BF16, Case, FP16, FP32, Microbatch, Param, shard_model
 from fsdp_test_utils import (
     DEVICE_TYPE,
+    FakeGroupTest,
     FSDPProcessTest,
     hybrid_mesh,
     shard_mesh,
@@ -30,11 +32,14 @@ from mixed_dtype_reference import SideBySide
 
 import torch
 import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard import _fsdp_errors as errors
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
     DefaultReduceScatter,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -319,6 +324,57 @@ class TestNotFinite(FSDPProcessTest):
         self.assertTrue(torch.isinf(fp16).all())
         for grad in (bf16, fp32):
             self.assertTrue((grad == WORLD_SIZE).all())
+
+
+class TestExplanations(FakeGroupTest):
+    """What is said of an error never takes the place of the error."""
+
+    ranks = 2
+
+    def unit(self) -> Any:
+        return fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (self.ranks,)))
+
+    def raised(self, error: type[BaseException], patch: Any) -> BaseException:
+        """Returns what a reduction raises, after a step without errors."""
+        model, alarm = self.unit(), Alarm()
+        model.set_custom_reduce_scatter(WatchedReduceScatter(Alarm(), alarm))
+        x = torch.ones(2, 4, requires_grad=True)
+        model(x).sum().backward()
+        with patch, alarm.set(error, 1), self.assertRaises(error) as caught:
+            model(x).sum().backward()
+        return caught.exception
+
+    def test_only_exceptions_are_explained(self) -> None:
+        for error, times in ((KeyboardInterrupt, 0), (Boom, 1)):
+            explain = mock.Mock(side_effect=lambda error, at: error)
+            self.raised(
+                error, mock.patch.object(errors.ExplainedErrors, "explain", explain)
+            )
+            self.assertEqual(explain.call_count, times)
+
+    def test_an_explanation_that_fails_leaves_the_error(self) -> None:
+        def fails(*_: object) -> None:
+            raise LookupError
+
+        for owner, name in (
+            (errors.ExplainedErrors, "explain"),
+            (FSDPParamGroup, "_describe"),
+        ):
+            for kind in (RuntimeError, KeyboardInterrupt):
+                error = self.raised(kind, mock.patch.object(owner, name, fails))
+                self.assertIs(type(error), kind)
+                self.assertIsNone(error.__cause__)
+
+    def test_other_attribute_errors_of_a_prefetch_stay(self) -> None:
+        """They are not for want of a root, although there is none yet."""
+        group = self.unit()._get_fsdp_state()._fsdp_param_group
+        for error in (AttributeError("of a user"), AttributeError(name="x", obj=self)):
+            with mock.patch.object(FSDPParamGroup, "unshard", side_effect=error):
+                with self.assertRaises(AttributeError) as caught:
+                    group._prefetch_unshard(group, "forward")
+            self.assertIs(caught.exception, error)
+        with self.assertRaisesRegex(AttributeError, "units of the same root"):
+            group._prefetch_unshard(group, "forward")
 
 
 instantiate_parametrized_tests(TestExceptions)

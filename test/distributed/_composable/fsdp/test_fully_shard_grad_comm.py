@@ -51,6 +51,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_tree as tree
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultReduceScatter,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_policies import resolve
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -616,9 +617,20 @@ class TestPolicies(DeviceFreeTest):
     """What can be asked for."""
 
     def test_reduces_in_fp32_unless_said_otherwise(self):
-        self.assertEqual(policy().reduce_dtype, FP32)
-        self.assertEqual(policy(BF16, FP64).reduce_dtype, FP64)
-        self.assertIsNone(policy(None).reduce_dtype)
+        def added_in(given: MixedPrecisionPolicy) -> torch.dtype | None:
+            param = torch.nn.Parameter(torch.zeros(2))
+            return resolve(given, param, "weight", torch.device("cpu")).reduce_dtype
+
+        self.assertEqual(added_in(policy()), FP32)
+        self.assertEqual(added_in(policy(BF16, FP64)), FP64)
+        self.assertIsNone(added_in(policy(None)))
+        fn = {"grad_comm_dtype_override_fn": lambda param: BF16}
+        self.assertEqual(added_in(replace(policy(None), **fn)), FP32)
+
+    def test_fields_stay_as_given(self):
+        self.assertIsNone(policy().reduce_dtype)
+        taken_back = replace(policy(), grad_comm_dtype=None)
+        self.assertEqual(taken_back, policy(None))
 
     def test_wrong_values_are_refused(self):
         with self.assertRaisesRegex(TypeError, "grad_comm_dtype .* is 'bf16'"):

@@ -11,11 +11,14 @@ That overrides leave the bits of one base unit for each policy is in
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from features_models import Extended, Fp8, HighLow
 from fsdp_test_utils import (
+    FakeGroupTest,
     FSDPProcessTest,
     FSDPThreadTest,
     record_collectives,
@@ -33,6 +36,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     MixedPrecisionPolicy,
 )
+from torch.distributed.fsdp._fully_shard import layout_summary
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import distribute_tensor, DTensor, Replicate, Shard
@@ -569,6 +573,78 @@ class TestHybrid(FSDPThreadTest):
         self.assertEqual(grad_of(model.b), torch.full((4,), 128.5))
         self.assertEqual(grad_of(model.c), torch.full((4,), 257.0).bfloat16())
         self.assertEqual(model.c.grad.dtype, BF16)
+
+
+class TestNamesKnownInPart(FakeGroupTest):
+    """Units that are made before anybody knows what they are called in the model."""
+
+    ranks = 2
+    # Of layers that are alike, only one is treated so
+    PATTERNS = {"layers.1.weight": (FP32, None), "*.bias": (None, FP32)}
+
+    def model(self) -> Any:
+        layers = [nn.Linear(4, 4, dtype=BF16) for _ in range(3)]
+        return nn.ModuleDict({"layers": nn.Sequential(*layers)})
+
+    def sharded(self, policy: MixedPrecisionPolicy, model: nn.Module) -> Any:
+        mesh = init_device_mesh("cpu", (self.ranks,))
+        layers = model["layers"]
+        for layer in layers:
+            fully_shard(layer, mp_policy=policy, mesh=mesh)
+        root = nn.Sequential()
+        root.layers = layers  # so that names are as in the model
+        return fully_shard(root, mp_policy=policy, mesh=mesh)
+
+    def policy(self) -> MixedPrecisionPolicy:
+        return by_name(self.model(), self.PATTERNS, param_dtype=BF16)
+
+    def gathered(self, root: Any) -> list[torch.dtype]:
+        """Returns what the weights are gathered in."""
+        params = [group_of(layer).fsdp_params[0] for layer in root.layers]
+        return [param.unsharded_param.dtype for param in params]
+
+    def test_take_effect_at_the_first_forward(self) -> None:
+        policy = self.policy()
+        for given in (
+            policy,
+            copy.deepcopy(policy),
+            pickle.loads(pickle.dumps(policy)),
+        ):
+            root = self.sharded(given, self.model())
+            root.layers.forward = lambda x: x
+            with torch.no_grad():
+                root(torch.zeros(1, 4))
+            for layer in root.layers:
+                layer.unshard()
+            self.assertEqual(self.gathered(root), [BF16, FP32, BF16])
+            of_bias = [group_of(m).fsdp_params[1].mp_policy for m in root.layers]
+            self.assertEqual([p.reduce_dtype for p in of_bias], [FP32] * 3)
+
+    def test_the_summary_knows_them_before(self) -> None:
+        root = self.sharded(self.policy(), self.model())
+        for _ in range(2):
+            units = layout_summary(root).units
+            dtypes = {
+                (unit.name, name): params.compute_dtype
+                for unit in units
+                for params in unit.params
+                for name in params.names
+            }
+            expected = {
+                (f"layers.{i}", name): FP32 if (i, name) == (1, "weight") else BF16
+                for i in range(3)
+                for name in ("weight", "bias")
+            }
+            self.assertEqual(dtypes, expected)
+
+    def test_units_that_are_gathered_before_are_refused(self) -> None:
+        root = self.sharded(self.policy(), self.model())
+        text = (
+            "weight of Linear may be layers.0.weight or layers.1.weight of ModuleDict"
+            ".* set to the default and torch.float32. Call by_name on the module"
+        )
+        with self.assertRaisesRegex(ValueError, text):
+            root.layers[1].unshard()
 
 
 class TestTensorParallel(FSDPProcessTest):

@@ -10,6 +10,8 @@ import dataclasses
 import functools
 import gc
 import itertools
+import pickle
+import sys
 import weakref
 from typing import Any
 from unittest import mock
@@ -414,7 +416,8 @@ class TestByName(DeviceFreeTest):
     def test_none_is_the_default(self) -> None:
         model = Model()
         policy = by_name(model, {"*.A_log": {"param_dtype": None}}, param_dtype=BF16)
-        self.assertEqual(resolve(policy, model.layers[0].A_log), (BF16, None))
+        resolved = resolve(policy, model.layers[0].A_log, "layers.0.A_log")
+        self.assertEqual(resolved, (BF16, None))
         patterns = {
             "*.A_log": {"param_dtype": None},
             "layers.0.*": {"param_dtype": FP32},
@@ -439,7 +442,9 @@ class TestByName(DeviceFreeTest):
     def test_a_shared_parameter_has_all_of_its_names(self) -> None:
         model = Model()
         policy = by_name(model, {"head.weight": {"param_dtype": FP32}})
-        self.assertEqual(resolve(policy, model.embed.weight), (FP32, None))
+        for fqn in ("head.weight", "embed.weight"):
+            resolved = resolve(policy, model.embed.weight, fqn)
+            self.assertEqual(resolved, (FP32, None))
         patterns = {
             "head.*": {"param_dtype": FP32},
             "embed.*": {"param_dtype": BF16},
@@ -454,7 +459,9 @@ class TestByName(DeviceFreeTest):
         model = Model()
         model.last = model.layers[1]
         policy = by_name(model, {"last.A_log": {"param_dtype": FP32}})
-        self.assertEqual(resolve(policy, model.layers[1].A_log), (FP32, None))
+        for fqn in ("last.A_log", "layers.1.A_log"):
+            resolved = resolve(policy, model.layers[1].A_log, fqn)
+            self.assertEqual(resolved, (FP32, None))
         patterns = {
             "last.*": {"param_dtype": FP32},
             "layers.*": {"param_dtype": BF16},
@@ -508,9 +515,11 @@ class TestByName(DeviceFreeTest):
             "layers.?.norm.weight": {"param_dtype": FP64},
         }
         policy = by_name(whole, patterns, param_dtype=BF16)
-        self.assertEqual(resolve(policy, model.layers[0].A_log), (FP32, None))
-        for layer in model.layers:
-            self.assertEqual(resolve(policy, layer.norm.weight), (FP64, None))
+        resolved = resolve(policy, model.layers[0].A_log, "layers.0.A_log")
+        self.assertEqual(resolved, (FP32, None))
+        for fqn, p in whole.named_parameters():
+            if fqn.endswith("norm.weight"):
+                self.assertEqual(resolve(policy, p, fqn), (FP64, None))
         with self.assertRaises(ValueError) as caught:
             by_name(whole, {"*.nrm.weight": {"param_dtype": FP32}})
         self.assertNotIn("_orig_mod", str(caught.exception))
@@ -518,60 +527,119 @@ class TestByName(DeviceFreeTest):
 
     def test_wrapping_afterwards_changes_nothing(self) -> None:
         model = Model()
-        policy = by_name(model, {"*.A_log": {"param_dtype": FP32}})
+        policy = by_name(model, {"layers.0.A_log": {"param_dtype": FP32}})
         model.layers[0] = checkpoint_wrapper(model.layers[0])
-        self.assertEqual(resolve(policy, model.layers[0].A_log), (FP32, None))
+        fqns = [name for name, _ in model.named_parameters() if "A_log" in name]
+        self.assertIn("_checkpoint_wrapped_module", fqns[0])
+        self.assertEqual(resolve(policy, param(), fqns[0]), (FP32, None))
 
-    def test_a_parameter_of_another_module_or_replaced_is_refused(self) -> None:
+    def test_the_end_of_a_name_is_enough_where_it_decides(self) -> None:
+        patterns = {
+            "*.A_log": {"param_dtype": FP32},
+            "layers.0.norm.*": {"param_dtype": FP64},
+        }
+        policy = by_name(Model(), patterns, param_dtype=BF16)
+        within = ("A_log of Block", "norm.weight of Block", "proj.weight of Block")
+        params = [param() for _ in within]
+        first, is_final = policies.resolve_all(policy, params, within, CPU)
+        # A norm of which nobody knows yet in which layer it is gets the default
+        self.assertEqual([p.param_dtype for p in first], [FP32, BF16, BF16])
+        self.assertFalse(is_final)
+        for layer, dtype in (("layers.0", FP64), ("layers.1", BF16)):
+            fqns = [f"{layer}.{name.partition(' of ')[0]}" for name in within]
+            last, _ = policies.resolve_all(policy, params, fqns, CPU, True)
+            self.assertEqual([p.param_dtype for p in last], [FP32, dtype, BF16])
+
+    def test_a_whole_name_comes_before_ends_of_others(self) -> None:
         model = Model()
-        policy = by_name(model, {"*.A_log": {"param_dtype": FP32}})
-        text = "layers.0.A_log.*Call by_name after that, on the whole model"
+        model.norm = nn.LayerNorm(2)
+        policy = by_name(model, {"norm.*": {"param_dtype": FP32}}, param_dtype=BF16)
+        fqns, params = ["norm.weight", "norm.bias"], [param(), param()]
+        resolved, _ = policies.resolve_all(policy, params, fqns, CPU, True)
+        self.assertEqual([p.param_dtype for p in resolved], [FP32, FP32])
+        # But not if the others of the unit are of a part of the model
+        fqns[1] = "proj.weight"
+        with self.assertRaisesRegex(
+            ValueError,
+            "norm.weight may be layers.0.norm.weight or norm.weight of Model",
+        ):
+            policies.resolve_all(policy, params, fqns, CPU, True)
 
-        def refuse(p: nn.Parameter) -> None:
-            with self.assertRaisesRegex(ValueError, text):
-                resolve(policy, p, "layers.0.A_log")
+    def test_the_root_may_be_above_the_model_and_below(self) -> None:
+        patterns = {"layers.0.A_log": {"param_dtype": FP32}}
+        policy = by_name(Model(), patterns, param_dtype=BF16)
+        for fqn, dtype in [
+            ("model.layers.0.A_log", FP32),
+            ("model.layers.1.A_log", BF16),
+            ("0.A_log", FP32),
+            ("1.A_log", BF16),
+        ]:
+            resolved, _ = policies.resolve_all(policy, [param()], [fqn], CPU, True)
+            self.assertEqual(resolved[0].param_dtype, dtype, fqn)
 
-        refuse(Model().layers[0].A_log)
-        old = model.layers[0].A_log
-        model.layers[0].A_log = nn.Parameter(torch.zeros(4))
-        refuse(old)
-        refuse(model.layers[0].A_log)
-        # Others are as they were, also those that no pattern matches
-        self.assertEqual(resolve(policy, model.layers[1].A_log), (FP32, None))
-        self.assertEqual(resolve(policy, model.layers[0].proj.weight), (None, None))
-        model.load_state_dict(model.state_dict(), assign=True)
-        refuse(model.layers[1].A_log)
+    def test_what_a_name_leaves_open_is_refused_in_the_end(self) -> None:
+        policy = by_name(Model(), {"layers.0.A_log": {"param_dtype": FP32}})
+        for is_named in (False, True):
+            with self.assertRaises(ValueError) as caught:
+                policies.resolve_all(policy, [param()], ["A_log"], CPU, is_named)
+            for part in ("A_log", "layers.0.A_log", "layers.1.A_log", "Call by_name"):
+                self.assertIn(part, str(caught.exception))
 
-    def test_materializing_replaces_parameters(self) -> None:
+    def test_a_name_that_the_model_had_not_is_refused(self) -> None:
+        policy = by_name(Model(), {"*.A_log": {"param_dtype": FP32}})
+        text = (
+            "Model had no parameter of the name layers.0.D .*Call by_name on the whole"
+        )
+        with self.assertRaisesRegex(ValueError, text):
+            resolve(policy, param(), "layers.0.D")
+
+    def test_replaced_parameters_have_the_same_names(self) -> None:
         with torch.device("meta"):
             model = Model()
         policy = by_name(model, {"*.A_log": {"param_dtype": FP32}})
-        self.assertEqual(resolve(policy, model.layers[0].A_log), (FP32, None))
         model.to_empty(device="cpu")
-        with self.assertRaisesRegex(ValueError, "to_empty"):
-            resolve(policy, model.layers[0].A_log)
+        for p in (model.layers[0].A_log, Model().layers[0].A_log):
+            self.assertEqual(resolve(policy, p, "layers.0.A_log"), (FP32, None))
 
-    def test_parameters_can_be_converted_and_swapped_in_place(self) -> None:
-        model = Model()
-        policy = by_name(model, {"*.A_log": {"param_dtype": FP32}})
-        model.bfloat16()
-        p = model.layers[0].A_log
-        self.assertEqual((p.dtype, resolve(policy, p)), (BF16, (FP32, None)))
-        # Refuses tensors that have weak references
-        torch.utils.swap_tensors(p, nn.Parameter(torch.zeros(3)))
-        self.assertEqual(resolve(policy, model.layers[0].A_log), (FP32, None))
+    def test_copies_and_pickles_are_equal_and_do_the_same(self) -> None:
+        patterns = {"*.A_log": {"param_dtype": FP32}, "layers.1.*": {}}
+        policy = by_name(Model(), patterns, param_dtype=BF16)
+        copies = (copy.deepcopy(policy), pickle.loads(pickle.dumps(policy)))
+        for used in (False, True):
+            for other in copies:
+                self.assertEqual((other, hash(other)), (policy, hash(policy)))
+                resolved = resolve(other, param(), "layers.1.A_log")
+                self.assertEqual(resolved, (FP32, None), used)
+        self.assertEqual(pickle.loads(pickle.dumps(copies[0])), policy)
+
+    def test_looks_at_each_name_once_whatever_the_size(self) -> None:
+        def calls(size: int) -> int:
+            model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(size)))
+            policy = by_name(model, {"*.bias": {"param_dtype": FP32}})
+            fqns, params = zip(*model.named_parameters())
+            count = 0
+
+            def profile(frame: Any, event: str, arg: Any) -> None:
+                nonlocal count
+                count += event in ("call", "c_call")
+
+            sys.setprofile(profile)
+            try:
+                policies.resolve_all(policy, params, fqns, CPU, True)
+            finally:
+                sys.setprofile(None)
+            return count
+
+        self.assertLess(calls(400), 2.1 * calls(200))
 
     def test_keeps_nothing_alive(self) -> None:
         model = Model()
         policy = by_name(model, {"*.A_log": {"param_dtype": FP32}})
-        param_ref = weakref.ref(model.layers[0].A_log)
-        module_ref = weakref.ref(model)
+        references = weakref.ref(model.layers[0].A_log), weakref.ref(model)
         del model
         gc.collect()
-        self.assertIsNone(param_ref())
-        self.assertIsNone(module_ref())
-        with self.assertRaises(ValueError):
-            resolve(policy, param())
+        self.assertEqual([reference() for reference in references], [None, None])
+        self.assertEqual(resolve(policy, param(), "layers.0.A_log"), (FP32, None))
 
     def test_is_an_ordinary_policy(self) -> None:
         model = Model()
@@ -579,7 +647,8 @@ class TestByName(DeviceFreeTest):
         self.assertIs(type(policy), MixedPrecisionPolicy)
         changed = dataclasses.replace(policy, output_dtype=FP32)
         for other in (changed, copy.copy(policy), copy.deepcopy(policy)):
-            self.assertEqual(resolve(other, model.layers[0].A_log), (FP32, None))
+            resolved = resolve(other, model.layers[0].A_log, "layers.0.A_log")
+            self.assertEqual(resolved, (FP32, None))
         self.assertEqual(len({policy, copy.copy(policy)}), 1)
 
 

@@ -34,6 +34,7 @@ from torch.testing._internal.common_utils import (
     parametrize,
     run_tests,
 )
+from torch.utils.checkpoint import checkpoint
 
 
 PRE, POST = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST
@@ -155,6 +156,35 @@ class TestOrder(PrefetchTest):
         ahead, calls = self.order(None)
         self.assertEqual(ahead, [(i, False) for i in reversed(range(BLOCKS))])
         self.assertEqual(calls, ["all_gather", *["reduce_scatter"] * 3] * BLOCKS)
+
+    def test_forwards_without_gradients_are_not_recorded(self) -> None:
+        model = make("mixed", self.mesh())
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                for _ in range(3):
+                    model(self.input().detach())
+            groups = [group_of(block) for block in model]
+            self.assertEqual(groups[0].comm_ctx.post_forward_order, [])
+            self.assertEqual([g._post_forward_indices for g in groups], [[]] * BLOCKS)
+        model(self.input())
+        self.assertEqual(groups[0].comm_ctx.post_forward_order, groups)
+
+    def test_reentrant_checkpoints_are_recorded(self) -> None:
+        """Their forwards run without gradients, and again when backward comes."""
+
+        class Checkpointed(nn.Sequential):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                for block in self:
+                    x = checkpoint(block, x, use_reentrant=True)
+                return x
+
+        model = Checkpointed(*copy.deepcopy(first_blocks("mixed")))
+        shard_blocks(model, mesh=self.mesh())
+        loss = model(self.input()).sum()
+        groups = [group_of(block) for block in model]
+        self.assertEqual(groups[0].comm_ctx.post_forward_order, groups)
+        loss.backward()
+        self.assert_at_rest(model)
 
     def test_named_units_come_first(self) -> None:
         """Those that a unit is told to gather, it gathers before its backward."""

@@ -12,7 +12,7 @@ from ._fsdp_api import (
 )
 from ._fsdp_doors import doors as _doors
 from ._fsdp_errors import ExplainedErrors as _ExplainedErrors
-from ._fsdp_policies import resolve as _resolve
+from ._fsdp_policies import resolve_all as _resolve_all
 from ._fsdp_prefetch import set_backward_prefetch
 from ._fsdp_summary import layout_summary
 from ._fsdp_summary import log_layout as _log_layout
@@ -30,7 +30,7 @@ with _contextlib.suppress(ImportError):  # since 2.15
     from ._fully_shard import GradientReductionHandle
 
 # See [Note: Doors]
-_doors.policy_of = _resolve
+_doors.policies_of = _resolve_all
 _doors.agreement = _UnitAgreement
 _doors.errors = _ExplainedErrors()
 _doors.show_layout = _log_layout

@@ -59,8 +59,8 @@ class MixedPrecisionPolicy:
         grad_comm_dtype (torch.dtype, optional): What gradients are sent in:
             float64, float32, float16 or bfloat16. Set, each rank gets what all
             ranks have for its shards in this dtype, and adds it in
-            ``reduce_dtype`` (float32 if that is ``None``, which it then
-            becomes), which must hold every value of this one. The sum is
+            ``reduce_dtype`` (in float32 if that is ``None``), which must hold
+            every value of this one. The sum is
             divided once, at its end. It is taken in one fixed order over all
             data-parallel ranks, so that its bits depend neither on how the
             mesh shards and replicates, if it shards over a power of two of
@@ -106,8 +106,6 @@ class MixedPrecisionPolicy:
                     f"{name} takes a parameter and returns a dtype or None, "
                     f"but {value!r} cannot be called"
                 )
-        if self.grad_comm_dtype is not None and self.reduce_dtype is None:
-            object.__setattr__(self, "reduce_dtype", torch.float32)
 
     @classmethod
     def by_name(
@@ -136,9 +134,12 @@ class MixedPrecisionPolicy:
 
         A parameter that several patterns match gets what each of them sets.
         They must not contradict one another, so their order has no meaning.
-        Parameters are told apart by what they are, not by name, once this
-        returns: call it when they are the final ones, after ``to_empty`` and
-        tensor parallelism, and before ``fully_shard``. None is kept alive.
+        The policy knows names and keeps no module: it can be copied, pickled,
+        and used on another model whose parameters have the same names, also
+        after they were replaced, e.g. by ``to_empty`` or tensor parallelism.
+        Until the first forward a unit may know only the ends of its
+        parameters' names. Where these are not enough, patterns such as
+        ``layers.0.*`` take effect at the first forward.
 
         Args:
             module (nn.Module): The model, or the part whose units get this policy.
@@ -158,8 +159,10 @@ class MixedPrecisionPolicy:
                 or one that all parameters of a unit share (``output_dtype``,
                 ``cast_forward_inputs``), or maps to a policy with overrides, or
                 if two set the same field of one parameter to different dtypes.
-                Later, in ``fully_shard``: if a parameter is not one that
-                ``module`` had, and still has.
+                Later, in ``fully_shard``: if ``module`` had no parameter of
+                such a name. At the first forward: if the name that a parameter
+                has below the root could be that of several in ``module``, which
+                the patterns treat differently.
         """
         unit = cls(
             param_dtype,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -115,17 +115,20 @@ class Errors:
     def check_param(self, fsdp_param: FSDPParam, name: str) -> None:
         """Raises if a parameter, as it was just taken, cannot work."""
 
-    def explain(self, error: BaseException, at: Sharding | Taking | Step) -> NoReturn:
-        """Raises ``error``, or one that says more in its place."""
-        raise error
+    def explain(self, error: Exception, at: Sharding | Taking | Step) -> Exception:
+        """Returns ``error``, or one that says more, which it is the cause of."""
+        return error
 
 
 @dataclass
 class Doors:
     agreement: type[Agreement] = Agreement  # of each unit
     errors: Errors = Errors()
-    # From a unit's policy, a parameter, its name and the device, that parameter's own
-    policy_of: Callable[..., MixedPrecisionPolicy] = lambda policy, *_: policy
+    # From a unit's policy, its parameters, their names and the device: each parameter's
+    # own, and whether these are final before the unit has a name
+    policies_of: Callable[..., tuple[list[MixedPrecisionPolicy], bool]] = (
+        lambda policy, params, *_: ([policy] * len(params), True)
+    )
     # Is told of each unit at its first forward, by a function that describes it
     show_layout: Callable[[Callable[[], DescribedUnit]], None] = lambda describe: None
 

@@ -17,7 +17,7 @@ import math
 import numbers
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -61,9 +61,9 @@ class ExplainedErrors(Errors):
         _check_reshards(fsdp_param, name)
         _check_grad_dtype(fsdp_param.sharded_param, name)
 
-    def explain(self, error: BaseException, at: Sharding | Taking | Step) -> NoReturn:
+    def explain(self, error: Exception, at: Sharding | Taking | Step) -> Exception:
         if type(error) not in _MADE_OF_TEXT:
-            raise error
+            return error
         if isinstance(at, Sharding):
             what_to_do = _how_to_shard(at.param, at.make_fsdp_param.keywords)
             text = f"Parameter {at.name} cannot be sharded. {what_to_do}"
@@ -75,8 +75,10 @@ class ExplainedErrors(Errors):
         else:
             text = _about_reduction(error, at.unit, at.failed, at.grads)
         if text is None:
-            raise error
-        raise type(error)(f"{text}: {error}") from error
+            return error
+        explained = type(error)(f"{text}: {error}")
+        explained.__cause__ = error
+        return explained
 
 
 # When a unit is made #

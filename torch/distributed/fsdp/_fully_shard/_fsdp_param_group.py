@@ -162,6 +162,16 @@ def _replace_in_flat(inputs: Sequence[Any], tensors: Iterator[torch.Tensor]) -> 
     ]
 
 
+def _is_in_function_forward() -> bool:
+    """
+    Whether this is the forward of an autograd function: gradients are off, but reentrant
+    checkpointing may run it again with gradients. Forward-mode gradients are off as well,
+    which ``no_grad`` leaves on.
+    """
+    is_inference = torch.is_inference_mode_enabled()
+    return not torch._C._is_fwd_grad_enabled() and not is_inference
+
+
 class FSDPParamGroup(UnitRegistrations):
     """The parameters of a unit that are gathered and reduced together."""
 
@@ -328,6 +338,9 @@ class FSDPParamGroup(UnitRegistrations):
     @_disable_functorch_if_active
     def reshard(self):
         """Frees the unsharded parameters, or shards them to the smaller mesh."""
+        if self._training_state is TrainingState.IDLE:
+            # Users' call, or `nn.Module._apply`, after which it cannot be seen
+            self._keep_grad_dtypes()
         after_forward = self._training_state == TrainingState.FORWARD
         if after_forward and self._use_post_forward_mesh:
             self._to_state(ShardedState.SHARDED_POST_FORWARD)
@@ -364,6 +377,8 @@ class FSDPParamGroup(UnitRegistrations):
         return output
 
     def _record_post_forward(self) -> None:
+        if not torch.is_grad_enabled() and not _is_in_function_forward():
+            return  # no backward will come
         # Once for each forward: each has a pre-backward of its own
         order = self.comm_ctx.post_forward_order
         self._post_forward_indices.append(len(order))
@@ -657,7 +672,8 @@ class FSDPParamGroup(UnitRegistrations):
             with range_of(f"FSDP::{pass_type}_prefetch for {target._module_fqn}"):
                 target.unshard(target.unshard_async_op)
         except AttributeError as error:
-            if hasattr(target.comm_ctx, "all_gather_stream"):
+            # Streams come with the root
+            if error.obj is not target.comm_ctx:
                 raise
             raise AttributeError(
                 f"Unit '{target._unit_name}' cannot be prefetched before a root "
@@ -754,11 +770,14 @@ class FSDPParamGroup(UnitRegistrations):
         grads: Sequence[torch.Tensor] = (),
     ) -> NoReturn:
         """Raises an error in a gather, or in a bucket's reduction, with what it means."""
-        try:
-            doors.errors.explain(error, Step(self._describe(), failed, grads))
-        except BaseException as explained:
-            self._agreement.tell(explained, buckets)
-            raise
+        explained = error
+        # What goes wrong here must not take the place of what went wrong there
+        with contextlib.suppress(Exception):
+            if isinstance(error, Exception):
+                step = Step(self._describe(), failed, grads)
+                explained = doors.errors.explain(error, step)
+                self._agreement.tell(explained, buckets)
+        raise explained
 
 
 class RegisterPostBackwardFunction(torch.autograd.Function):

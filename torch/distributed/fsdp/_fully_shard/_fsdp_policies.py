@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-import functools
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,20 +35,31 @@ OverrideFn: TypeAlias = Callable[[nn.Parameter], torch.dtype | None]
 _P = TypeVar("_P", bound=Any)
 
 
-def resolve(policy: _P, param: nn.Parameter, fqn: str, device: torch.device) -> _P:
+def resolve(
+    policy: _P,
+    param: nn.Parameter,
+    fqn: str,
+    device: torch.device,
+    is_whole_fqn: bool | None = None,
+) -> _P:
     """
-    Returns a policy for one parameter, which has no overrides left. To be
-    called once for it, while its module still has it under its name.
+    Returns a policy for one parameter, which has no overrides left and says what the
+    gradient is reduced in. Users' overrides are to be called once for it, while its
+    module still has it under its name.
 
     Args:
         policy (MixedPrecisionPolicy): That of its unit.
         param (nn.Parameter): The parameter as the user made it.
-        fqn (str): Its name, for messages.
+        fqn (str): Its name, or the end of it.
         device (torch.device): Where its gradient will be reduced.
+        is_whole_fqn (bool, optional): Whether ``fqn`` is the whole name in the model
+            that ``by_name`` was called on. None: that is not known yet.
 
     Raises: what ``MixedPrecisionPolicy`` says of ``fully_shard``.
     """
-    found = {name: _override(policy, name, param, fqn) for name in OVERRIDDEN}
+    found = {
+        name: _override(policy, name, param, fqn, is_whole_fqn) for name in OVERRIDDEN
+    }
     fields: dict[str, Any] = {name: d for name, d in found.items() if d is not None}
     fields |= {
         f"{name}_override_fn": None
@@ -57,6 +67,8 @@ def resolve(policy: _P, param: nn.Parameter, fqn: str, device: torch.device) -> 
         if getattr(policy, f"{name}_override_fn") is not None
     }
     resolved = replace(policy, **fields) if fields else policy
+    if reduce_dtype_of_policy(resolved) != resolved.reduce_dtype:
+        resolved = replace(resolved, reduce_dtype=reduce_dtype_of_policy(resolved))
     if found["reduce_dtype"] is not None:
         _check_reduce_dtype(found["reduce_dtype"], param, fqn, device)
     elif found["param_dtype"] is not None and resolved.reduce_dtype is None:
@@ -66,20 +78,58 @@ def resolve(policy: _P, param: nn.Parameter, fqn: str, device: torch.device) -> 
     return resolved
 
 
+def resolve_all(
+    policy: _P,
+    params: Sequence[nn.Parameter],
+    fqns: Sequence[str],
+    device: torch.device,
+    is_named: bool | None = None,
+) -> tuple[list[_P], bool]:
+    """
+    Does as :func:`resolve` for the parameters of a unit.
+
+    Args:
+        is_named: Whether a root has named the unit, None if that is still to come.
+
+    Returns:
+        The policies, and whether they stay as they are when the unit is named.
+    """
+    tables = _tables(policy)
+    names = [_clean(fqn) for fqn in fqns]
+    is_whole = is_named
+    if is_named:
+        is_whole = all(name in table.by_fqn for table in tables for name in names)
+    resolved = [
+        resolve(policy, param, fqn, device, is_whole)
+        for param, fqn in zip(params, fqns, strict=True)
+    ]
+    return resolved, not tables
+
+
+def reduce_dtype_of_policy(policy: Any) -> torch.dtype | None:
+    """Returns what a policy reduces gradients in, None if it does not say."""
+    if policy.reduce_dtype is None and policy.grad_comm_dtype is not None:
+        return torch.float32
+    return policy.reduce_dtype
+
+
 def _override(
-    policy: Any, name: str, param: nn.Parameter, fqn: str
+    policy: Any, name: str, param: nn.Parameter, fqn: str, is_whole_fqn: bool | None
 ) -> torch.dtype | None:
     """Returns what the override of a field says of ``param``, checked."""
     what = f"{name}_override_fn"
     override_fn = getattr(policy, what)
     if override_fn is None:
         return None
-    try:
-        dtype = override_fn(param)
-    except Exception as error:
-        # A ValueError is the way to refuse a parameter, as `by_name` does
-        kind = ValueError if isinstance(error, ValueError) else RuntimeError
-        raise kind(f"{what} failed for parameter {fqn}: {error!r}") from error
+    if isinstance(override_fn, DtypeByName):
+        dtype = override_fn.look_up(fqn, is_whole_fqn)
+    else:
+        try:
+            dtype = override_fn(param)
+        except Exception as error:
+            # A ValueError is the way to refuse a parameter
+            kind = ValueError if isinstance(error, ValueError) else RuntimeError
+            raise kind(f"{what} failed for parameter {fqn}: {error!r}") from error
     if dtype is None:
         return None
     if isinstance(dtype, torch.dtype):
@@ -206,76 +256,101 @@ def _sums_float8(device: torch.device) -> bool:
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
 
 
-class _Location(NamedTuple):
-    """One of a parameter's names, and where it is registered under it."""
-
-    fqn: str
-    owner: weakref.ref[nn.Module]
-    attr: str
-
-    def holds(self, param: nn.Parameter) -> bool:
-        owner = self.owner()
-        return owner is not None and owner._parameters.get(self.attr) is param
+def _clean(fqn: str) -> str:
+    """Returns a name without what wrappers add to it."""
+    return ".".join(part for part in fqn.split(".") if part not in _WRAPPERS)
 
 
-# By the identity of each parameter
-_Locations = dict[int, list[_Location]]
-
-
-def _names_by_param(module: nn.Module) -> _Locations:
-    """Returns all names of all parameters, without what wrappers add to them."""
-    found: _Locations = {}
-    for prefix, owner in module.named_modules(remove_duplicate=False):
-        path = [name for name in prefix.split(".") if name and name not in _WRAPPERS]
-        for attr, param in owner._parameters.items():
-            if param is not None:
-                fqn = ".".join([*path, attr])
-                location = _Location(fqn, weakref.ref(owner), attr)
-                found.setdefault(id(param), []).append(location)
-    return found
-
-
-class Overrides:
+@dataclass(frozen=True)
+class DtypeByName:
     """
-    What patterns set for the parameters that they match.
+    An override of one field, by the names that a model's parameters had.
 
-    [Note: Parameters by identity and place]
-    A parameter is found by its identity, and is the one that was meant if its
-    module still has it in the same place. That keeps no parameter alive and
-    takes no weak reference to one, which would forbid to move or convert it in
-    place (``torch.utils.swap_tensors``). Should a new object in that place have
-    the identity of the old one by chance, it has its name too.
+    [Note: Names known in part]
+    ``fully_shard`` may get a part of a model, whose parameters do not know their whole
+    names yet: ``norm.weight`` may be that of any layer. The end of a name is enough if
+    all parameters whose names end so are treated alike. Otherwise the default holds
+    until the root's first forward has named all units. So a policy keeps no module, and
+    can be copied and sent to other processes.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        patterns: Mapping[str, Mapping[str, torch.dtype | None]],
-    ):
-        self._module_name = type(module).__name__
-        self._locations = _names_by_param(module)
-        for pattern, fields in patterns.items():
-            _check_pattern(pattern, fields, self._locations)
-        self._fields = {name for fields in patterns.values() for name in fields}
-        self._dtypes = {
-            key: _merge(locations, patterns)
-            for key, locations in self._locations.items()
-        }
+    model: str  # the class, for messages
+    # By name, None for the policy's default
+    dtypes: tuple[tuple[str, torch.dtype | None], ...]
 
-    def fn(self, name: str) -> OverrideFn | None:
-        """Returns the override of a field, if any pattern sets it."""
-        return functools.partial(self.look_up, name) if name in self._fields else None
+    @cached_property
+    def by_fqn(self) -> dict[str, torch.dtype | None]:
+        return dict(self.dtypes)
 
-    def look_up(self, name: str, param: nn.Parameter) -> torch.dtype | None:
-        key = id(param)
-        if any(location.holds(param) for location in self._locations.get(key, ())):
-            return self._dtypes[key].get(name)
+    @cached_property
+    def _by_end(self) -> dict[str, dict[torch.dtype | None, str]]:
+        """For each end of names: the dtypes set, each with one name that it is set of."""
+        found: dict[str, dict[torch.dtype | None, str]] = {}
+        for fqn, dtype in self.dtypes:
+            for end in _ends(fqn):
+                found.setdefault(end, {}).setdefault(dtype, fqn)
+        return found
+
+    def __call__(self, param: nn.Parameter) -> torch.dtype | None:
+        raise TypeError("An override of MixedPrecisionPolicy.by_name is asked by name")
+
+    def look_up(self, fqn: str, is_whole: bool | None) -> torch.dtype | None:
+        """
+        Returns the dtype of the parameter ``fqn``.
+
+        Args:
+            is_whole: Whether that is its whole name, None if this is not known yet.
+
+        Raises:
+            ValueError: if the model has no parameter of such a name, or several of
+                different dtypes.
+        """
+        name = _clean(fqn.partition(" of ")[0])
+        if is_whole:
+            return self.by_fqn[name]
+        if (dtypes := self._by_end.get(name)) is None:
+            # Called on a part of the root
+            for end in _ends(name):
+                if end in self.by_fqn:
+                    return self.by_fqn[end]
+            raise ValueError(
+                f"{self.model} had no parameter of the name {fqn} when "
+                "MixedPrecisionPolicy.by_name was called on it. Call by_name on the "
+                "whole model, after what adds parameters or changes their names."
+            )
+        if len(dtypes) == 1:
+            return next(iter(dtypes))
+        if is_whole is None:
+            return None
+        (first, one), (second, other), *_ = dtypes.items()
         raise ValueError(
-            f"{self._module_name} did not have this parameter when "
-            "MixedPrecisionPolicy.by_name was called on it, or has it no more. Was it "
-            "replaced by to_empty, load_state_dict(assign=True) or tensor parallelism? "
-            "Call by_name after that, on the whole model, right before fully_shard."
+            f"Parameter {fqn} may be {one} or {other} of {self.model}, which the "
+            f"patterns of MixedPrecisionPolicy.by_name set to {first or 'the default'} "
+            f"and {second or 'the default'}. "
+            "Call by_name on the module whose forward runs first, and let that run "
+            "before units are unsharded."
         )
+
+
+def _ends(fqn: str) -> Iterator[str]:
+    """Yields a name and the ends of it, the longest first."""
+    yield fqn
+    while "." in fqn:
+        fqn = fqn.partition(".")[2]
+        yield fqn
+
+
+def _tables(policy: Any) -> list[DtypeByName]:
+    overrides = [getattr(policy, f"{name}_override_fn") for name in OVERRIDDEN]
+    return [table for table in overrides if isinstance(table, DtypeByName)]
+
+
+def _fqns_by_param(module: nn.Module) -> dict[int, list[str]]:
+    """Returns all names of all parameters, in lists by the identity of each."""
+    found: dict[int, list[str]] = {}
+    for fqn, param in module.named_parameters(remove_duplicate=False):
+        found.setdefault(id(param), []).append(_clean(fqn))
+    return found
 
 
 def with_overrides(unit: _P, module: nn.Module, patterns: Mapping[str, Any]) -> _P:
@@ -285,17 +360,24 @@ def with_overrides(unit: _P, module: nn.Module, patterns: Mapping[str, Any]) -> 
 
     Raises: what ``by_name`` says.
     """
-    overrides = Overrides(
-        module,
-        {
-            pattern: _fields_of(pattern, given, unit) if _is_policy(given) else given
-            for pattern, given in patterns.items()
-        },
-    )
-    fields: dict[str, Any] = {
-        f"{name}_override_fn": overrides.fn(name) for name in OVERRIDDEN
+    fields_of = {
+        pattern: _fields_of(pattern, given, unit) if _is_policy(given) else given
+        for pattern, given in patterns.items()
     }
-    return replace(unit, **fields)
+    names = _fqns_by_param(module)
+    fqns = [fqn for same in names.values() for fqn in same]
+    for pattern, fields in fields_of.items():
+        _check_pattern(pattern, fields, fqns)
+    merged = [(same, _merge(same, fields_of)) for same in names.values()]
+    overrides: dict[str, Any] = {
+        f"{field}_override_fn": DtypeByName(
+            type(module).__name__,
+            tuple((fqn, dtypes.get(field)) for same, dtypes in merged for fqn in same),
+        )
+        for field in OVERRIDDEN
+        if any(field in fields for fields in fields_of.values())
+    }
+    return replace(unit, **overrides)
 
 
 def _is_policy(given: Any) -> bool:
@@ -315,6 +397,7 @@ def _fields_of(pattern: str, policy: Any, unit: Any) -> dict[str, torch.dtype]:
                 "parameters a second time. Give each choice a pattern of its own."
             )
     dtypes = {name: getattr(policy, name) for name in OVERRIDDEN}
+    dtypes["reduce_dtype"] = reduce_dtype_of_policy(policy)
     return {name: dtype for name, dtype in dtypes.items() if dtype is not None}
 
 
@@ -327,7 +410,7 @@ def _cannot_differ(pattern: str, name: str, value: Any) -> ValueError:
 
 
 def _check_pattern(
-    pattern: str, fields: Mapping[str, torch.dtype | None], names: _Locations
+    pattern: str, fields: Mapping[str, torch.dtype | None], fqns: Sequence[str]
 ) -> None:
     """Raises unless the pattern matches something and sets what can be set."""
     if not isinstance(fields, Mapping):
@@ -348,7 +431,6 @@ def _check_pattern(
                 f"Pattern {pattern!r} sets {name} to {dtype!r}: give a torch.dtype, "
                 "or None for the policy's default"
             )
-    fqns = [location.fqn for locations in names.values() for location in locations]
     if not any(fnmatch.fnmatchcase(fqn, pattern) for fqn in fqns):
         nearest = ", ".join(_nearest(pattern, fqns)) or "none, it has no parameters"
         raise ValueError(
@@ -357,28 +439,28 @@ def _check_pattern(
 
 
 def _merge(
-    locations: Sequence[_Location],
+    names: Sequence[str],
     patterns: Mapping[str, Mapping[str, torch.dtype | None]],
 ) -> dict[str, torch.dtype | None]:
-    """Returns what the patterns together set for one parameter."""
+    """Returns what the patterns together set for one parameter, which has ``names``."""
     # Field to (its dtype, the pattern that set it, the name that it matched)
     merged: dict[str, tuple[torch.dtype | None, str, str]] = {}
     for pattern, fields in patterns.items():
-        matched = [x.fqn for x in locations if fnmatch.fnmatchcase(x.fqn, pattern)]
+        matched = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
         if not matched:
             continue
-        for name, dtype in fields.items():
-            first = merged.setdefault(name, (dtype, pattern, matched[0]))
+        for field, dtype in fields.items():
+            first = merged.setdefault(field, (dtype, pattern, matched[0]))
             if first[0] == dtype:
                 continue
             fqns = " and ".join(dict.fromkeys((first[2], matched[0])))
             shared = ", one shared parameter," if first[2] != matched[0] else ""
             raise ValueError(
-                f"Patterns {first[1]!r} and {pattern!r} set {name} of {fqns}{shared} to "
+                f"Patterns {first[1]!r} and {pattern!r} set {field} of {fqns}{shared} to "
                 f"{first[0]} and {dtype}. Change one so that it does not match, or let "
                 "both set the same."
             )
-    return {name: dtype for name, (dtype, *_) in merged.items()}
+    return {field: dtype for field, (dtype, *_) in merged.items()}
 
 
 def _nearest(pattern: str, fqns: Sequence[str], count: int = 3) -> list[str]:

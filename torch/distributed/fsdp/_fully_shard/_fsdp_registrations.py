@@ -8,10 +8,11 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, cast, TYPE_CHECKING, TypeAlias
 
+import torch
 import torch.nn as nn
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed.fsdp._common_utils import _named_parameters_with_duplicates
@@ -23,6 +24,7 @@ from ._fsdp_doors import doors, Sharding, Taking
 from ._fsdp_grads import find_widened, forget_if_changed
 from ._fsdp_kept_names import KeptNames
 from ._fsdp_param import FSDPParam, ParamModuleInfo
+from ._fsdp_release import FOLLOWS_GRAD_DTYPE
 from ._fsdp_settings import UnitSettings
 from ._fsdp_unit import dtypes_of, UnitParams
 
@@ -45,20 +47,17 @@ class UnitRegistrations(UnitSettings, KeptNames):
     ) -> None:
         """Makes the unit's parameters of those that its modules have."""
         doors.errors.check_setting("mp_policy", mp_policy, self._unit_name)
-        self.mp_policy = self._resolved_policy = mp_policy  # into each parameter's own
+        self.mp_policy = mp_policy
         infos = _get_param_module_infos(params, self.modules)
         # Within the unit: what they are called in the model shows at lazy init
         self._param_names = _get_param_names(infos, self.modules)
-        # By position, where users set another than the default
-        self._grad_dtypes = {
-            i: param.grad_dtype
-            for i, param in enumerate(params)
-            if param.grad_dtype != param.dtype
-        }
         named = [*zip(params, self._param_names, infos)]
         # All of them first, while the parameters are as users know them
-        policies = [doors.policy_of(mp_policy, p, n, self.device) for p, n, _ in named]
-        self._watch_loads(infos)  # before the parameters do
+        policies, is_final = doors.policies_of(
+            mp_policy, params, self._param_names, self.device
+        )
+        # None: again, when the unit has a name
+        self._resolved_policy = mp_policy if is_final else None
         make_fsdp_param = functools.partial(
             FSDPParam,
             mesh_info=self.mesh_info,
@@ -73,7 +72,13 @@ class UnitRegistrations(UnitSettings, KeptNames):
             )
             for (param, name, info), policy in zip(named, policies)
         )
-        self._keep_grad_dtypes()
+        # Before 2.15: the local tensors whose parameters had a `grad_dtype` of users'
+        self._grad_dtypes: dict[FSDPParam, tuple[torch.Tensor, torch.dtype | None]] = {}
+        for fsdp_param, param in zip(self._unit_params, params):
+            self._watch_loads(fsdp_param)
+            if not FOLLOWS_GRAD_DTYPE and param.grad_dtype != param.dtype:
+                fsdp_param.sharded_param.grad_dtype = param.grad_dtype
+                self._keep_grad_dtype(fsdp_param)
         self._module_to_pre_save_state_dict_hook_handle: _ModuleToHandleDict = {}
         self._module_to_pre_load_state_dict_hook_handle: _ModuleToHandleDict = {}
         # Until the first forward
@@ -115,23 +120,60 @@ class UnitRegistrations(UnitSettings, KeptNames):
     # Taking what users have put there #
     def _take_registered(self) -> None:
         for i, fsdp_param in enumerate(self.fsdp_params):
-            _take(fsdp_param, self._fqn(i))
+            self._reset_sharded_param(fsdp_param)
+            doors.errors.check_param(fsdp_param, self._fqn(i))
             fsdp_param._init_extensions()  # may have been added since
         self.fsdp_params.refresh()
 
-    def _watch_loads(self, infos: Sequence[ParamModuleInfo]) -> None:
-        """Takes what is loaded before the parameters do so, which name nothing."""
+    def _watch_loads(self, fsdp_param: FSDPParam) -> None:
+        """Puts the method below in place of the parameter's own hook."""
+        fsdp_param._post_load_hook_handle.remove()
+        register_hook = (
+            fsdp_param._module_info.module.register_load_state_dict_post_hook
+        )
+        fsdp_param._post_load_hook_handle = register_hook(
+            functools.partial(self._reset_sharded_param, fsdp_param)
+        )
 
-        def loaded_hook(module: nn.Module, *args: Any) -> None:
-            for i, fsdp_param in enumerate(self.fsdp_params):
-                if fsdp_param._module_info.module is module:
-                    _take(fsdp_param, self._fqn(i))
-            self._keep_grad_dtypes()
-            # Planned with the dtypes of what was replaced
+    def _reset_sharded_param(self, fsdp_param: FSDPParam, *unused: Any) -> None:
+        """Takes what the module has now: loaded, replaced, cast or materialized."""
+        previous = fsdp_param.sharded_param
+        has_grad_dtype = fsdp_param in self._grad_dtypes or (
+            previous.is_leaf and previous.grad_dtype != previous.dtype
+        )
+        if has_grad_dtype:  # the previous one, as users left it
+            self._keep_grad_dtype(fsdp_param)
+        try:
+            fsdp_param.reset_sharded_param()
+        except Exception as error:
+            at = Taking(fsdp_param, self._name_of(fsdp_param))
+            raise doors.errors.explain(error, at)  # noqa: B904  (has its cause)
+        if has_grad_dtype:
+            self._keep_grad_dtype(fsdp_param)
+        param: Any = fsdp_param.sharded_param
+        if param is not previous:
+            # Planned with the dtypes of the previous one
             self.fsdp_params.buckets.clear()
+            if param._local_tensor.size() != fsdp_param.sharded_size:
+                doors.errors.check_param(fsdp_param, self._name_of(fsdp_param))
 
-        for module in dict.fromkeys(info.module for info in infos):
-            module.register_load_state_dict_post_hook(loaded_hook)
+    def _keep_grad_dtype(self, fsdp_param: FSDPParam) -> None:
+        """
+        Sets the ``grad_dtype`` that users set on what was loaded or cast without one.
+        Unset on the same local tensor, it is what users took back.
+        """
+        param: Any = fsdp_param.sharded_param
+        if FOLLOWS_GRAD_DTYPE or not param.is_leaf:
+            return  # since 2.15 the release does so; other tensors are refused
+        local_tensor = param._local_tensor
+        kept = self._grad_dtypes.pop(fsdp_param, None)
+        if param.grad_dtype == param.dtype and kept and kept[0] is not local_tensor:
+            param.grad_dtype = kept[1]
+        if param.grad_dtype != param.dtype:
+            self._grad_dtypes[fsdp_param] = (local_tensor, param.grad_dtype)
+
+    def _name_of(self, fsdp_param: FSDPParam) -> str:
+        return self._fqn(self.fsdp_params.index(fsdp_param))
 
     def _register_state_dict_hooks(self) -> None:
         """Makes sure that a state dict is taken from, and loaded to, the shards."""
@@ -155,11 +197,9 @@ class UnitRegistrations(UnitSettings, KeptNames):
         fsdp_params = self.fsdp_params
         if self.mp_policy is not self._resolved_policy:
             doors.errors.check_setting("mp_policy", self.mp_policy, self._unit_name)
+            fqns = [*map(self._fqn, range(len(fsdp_params)))]
+            self._resolve_policies(fqns, self._module_fqn is not None)
             self._resolved_policy = self.mp_policy
-            for i, fsdp_param in enumerate(fsdp_params):
-                fsdp_param.mp_policy = doors.policy_of(
-                    self.mp_policy, fsdp_param.sharded_param, self._fqn(i), self.device
-                )
             self._check_exchanges(type(self._scatter_comm))
         self._init_mp_dtypes()
         for fsdp_param in fsdp_params:
@@ -174,18 +214,25 @@ class UnitRegistrations(UnitSettings, KeptNames):
         find_widened(fsdp_params)
         forget_if_changed(fsdp_params)
 
+    def _resolve_policies(self, fqns: Sequence[str], is_named: bool) -> None:
+        params = [fsdp_param.sharded_param for fsdp_param in self.fsdp_params]
+        policies, _ = doors.policies_of(
+            self.mp_policy, params, fqns, self.device, is_named
+        )
+        for fsdp_param, policy in zip(self.fsdp_params, policies, strict=True):
+            fsdp_param.mp_policy = policy
+
+    def resolve_by_name(self, module_names: Mapping[nn.Module, str]) -> None:
+        """Gives parameters what a policy says of their names, before the root does."""
+        infos = [fsdp_param._module_info for fsdp_param in self.fsdp_params]
+        has_names = all(info.module in module_names for info in infos)
+        if self._resolved_policy is None and has_names:
+            fqns = [f"{module_names[i.module]}.{i.param_name}" for i in infos]
+            self._resolve_policies([fqn.lstrip(".") for fqn in fqns], is_named=True)
+
     def _keep_grad_dtypes(self) -> None:
-        """
-        Sets each `grad_dtype` that users chose on the sharded parameter of now,
-        which does not have it if it is another one than they set it on.
-        """
-        for i, fsdp_param in enumerate(self.fsdp_params):
-            param = fsdp_param.sharded_param
-            if param.grad_dtype != param.dtype:
-                doors.errors.check_param(fsdp_param, self._fqn(i))
-                self._grad_dtypes[i] = param.grad_dtype
-            elif i in self._grad_dtypes:
-                param.grad_dtype = self._grad_dtypes[i]
+        for fsdp_param in self.fsdp_params:
+            self._keep_grad_dtype(fsdp_param)
 
     def _warn_of_late_params(self) -> None:
         known, self._places_at_first = self._places_at_first, None
@@ -241,18 +288,10 @@ def _shard(
     try:
         fsdp_param = make_fsdp_param(param, info)
     except Exception as error:
-        doors.errors.explain(error, Sharding(param, name, make_fsdp_param))
+        at = Sharding(param, name, make_fsdp_param)
+        raise doors.errors.explain(error, at)  # noqa: B904  (has its cause)
     doors.errors.check_param(fsdp_param, name)
     return fsdp_param
-
-
-def _take(fsdp_param: FSDPParam, name: str) -> None:
-    """Takes what the module now has under the parameter's name, if it can."""
-    try:
-        fsdp_param.reset_sharded_param()
-    except Exception as error:
-        doors.errors.explain(error, Taking(fsdp_param, name))
-    doors.errors.check_param(fsdp_param, name)
 
 
 def _get_param_module_infos(

@@ -94,10 +94,13 @@ def layout_summary(module: nn.Module) -> LayoutSummary:
         module (nn.Module): The root, or any module that has units in it.
     """
     names: dict[Any, list[str]] = {}
-    for name, submodule in module.named_modules():
+    module_names = {submodule: name for name, submodule in module.named_modules()}
+    for submodule, name in module_names.items():
         if isinstance(submodule, FSDPModule):
             for group in submodule._get_fsdp_state()._fsdp_param_groups:
                 names.setdefault(group, []).append(name or "(root)")
+    for group in names:
+        group.resolve_by_name(module_names)
     return LayoutSummary(
         tuple(
             _summarize_unit(group._describe(), ", ".join(of))
