@@ -220,6 +220,25 @@ class TestRanksDisagree(FSDPProcessTest):
             if self.rank != 1:  # names differ by rank there
                 self.assertRegex(message, text)
 
+    def test_one_rank_forgets_to_shard_a_child(self) -> None:
+        """It has the child's parameters in the root, where others have their own."""
+        for own, expected in (
+            ({"gate": 4}, "has 1 parameters on ranks 0, 1, 3, the unit has 2 par"),
+            ({}, "gathers unit '0' on ranks 0, 1, 3, gathers unit '(root)' on rank 2"),
+        ):
+            model = Chain(Scales(gate=4))
+            for name, size in own.items():
+                model.register_parameter(name, nn.Parameter(torch.ones(size)))
+            model.to(self.device)
+            if self.rank != 2:
+                fully_shard(model[0], mesh=shard_mesh())
+            fully_shard(model, mesh=shard_mesh())
+            message = self.refused(lambda model=model: self.step(model))
+            self.assertIn(expected, message)
+            advice = "call fully_shard on the same modules" if own else "the same units"
+            self.assertIn(advice, message)
+            self.assertNotIn("MixedPrecisionPolicy", message)
+
     def test_dims_that_are_sharded_differ(self) -> None:
         model = nn.Linear(8, 8, bias=False, device=self.device)
         dim = 1 if self.rank == 0 else 0

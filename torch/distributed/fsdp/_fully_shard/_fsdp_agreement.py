@@ -119,7 +119,11 @@ class _Announced(NamedTuple):
     fqns: list[str]
 
 
-_LAYOUT_ADVICE = (
+_SHARDING_ADVICE = (
+    "Every rank must build the same model and call fully_shard on the same modules of "
+    "it, with the same ignored_params and shard_placement_fn."
+)
+_DTYPE_ADVICE = (
     "Overrides of MixedPrecisionPolicy must return the same on every rank, and "
     "parameters that no policy casts must be stored in the same dtypes, e.g. loaded "
     "from the same checkpoint."
@@ -130,8 +134,8 @@ _GRADIENT_ADVICE = (
     "reduces zeros for the others."
 )
 _ORDER_ADVICE = (
-    "Every rank must run the same units in the same order, for the same number of "
-    "microbatches, and sync gradients in the same ones."
+    "Every rank must have the same units, run them in the same order for the same "
+    "number of microbatches, and sync gradients in the same ones."
 )
 _HANG_ADVICE = (
     "If no rank has failed before, the others do something else, see what they say "
@@ -385,10 +389,12 @@ def _find_difference(
     counts = {rank: len(said.params) for rank, said in by_rank.items()}
     if len({*counts.values()}) > 1:
         lines = [_by_value("the unit has {} parameters", counts)]
-        return title, lines, _LAYOUT_ADVICE
-    if lines := _differences(by_rank, _Described._fields[:-1]):
-        return title, lines, _LAYOUT_ADVICE
-    if lines := _differences(by_rank, _Described._fields[-1:]):
+        return title, lines, _SHARDING_ADVICE
+    if lines := _differences(by_rank, ("name", "size", "placement")):
+        return title, lines, _SHARDING_ADVICE
+    if lines := _differences(by_rank, ("compute", "reduce")):
+        return title, lines, _DTYPE_ADVICE
+    if lines := _differences(by_rank, ("reduced",)):
         title = f"Ranks disagree about the gradients of {unit}"
         return title, lines, _GRADIENT_ADVICE
     before = {said.after for said in collectives.values()}
