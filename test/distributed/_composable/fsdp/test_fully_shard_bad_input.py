@@ -42,6 +42,10 @@ import torch.nn as nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
+from torch.distributed.checkpoint.state_dict import (
+    set_model_state_dict,
+    StateDictOptions,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
@@ -269,6 +273,18 @@ class TestAllowed(FSDPProcessTest, Checks):
         run.blocks[1].unshard()
         model.load_state_dict(model.state_dict(), assign=True)
         model.zero_grad()
+        self.check_step(run, model)
+
+    def test_a_full_state_dict_is_loaded_as_the_error_says(self) -> None:
+        run = self.run_on(self.device)
+        full = nn.Sequential(Scaled(), Scaled()).to(run.device).state_dict()
+        for param in (model := run.model()).parameters():
+            nn.init.zeros_(param)
+        text = r"set_model_state_dict\(..., options=StateDictOptions\(full_state_dict="
+        with self.assertRaisesRegex(AttributeError, text):
+            run.model().load_state_dict(full, assign=True)
+        options = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(model, full, options=options)
         self.check_step(run, model)
 
     def test_late_parameters_are_told_of(self) -> None:

@@ -339,7 +339,7 @@ add_each(
         )
     ],
     found="`load_state_dict`",
-    do="shard with distribute_tensor what is not",
+    do="set_model_state_dict(..., options=StateDictOptions(full_state_dict=True))",
     about="1.gain",
 )
 add_each(
@@ -367,6 +367,15 @@ add_each(
             RuntimeError,
             "Error(s) in loading state_dict for FSDPSequential",
         ),
+    ],
+    found="`load_state_dict`",
+    do="load DTensors of the model's sizes",
+    about="1.gain",
+    is_ours=False,
+)
+add_each(
+    STARTING,
+    [
         (
             "copies_plain_tensor",
             "a plain tensor is loaded without `assign=True`",
@@ -376,7 +385,7 @@ add_each(
         ),
     ],
     found="`load_state_dict`",
-    do="load DTensors of the model's sizes, from `distribute_tensor`",
+    do="`set_model_state_dict(..., options=StateDictOptions(full_state_dict=True))`",
     about="1.gain",
     is_ours=False,
 )

@@ -242,8 +242,9 @@ def _what_is_registered(fsdp_param: FSDPParam, name: str) -> str | None:
         )
     return (
         f"{name} must be the DTensor that fully_shard made of it, but it is a "
-        f"{type(found).__name__}. Replace it before fully_shard, or copy into it; "
-        "for load_state_dict, shard with distribute_tensor what is not"
+        f"{type(found).__name__}. Replace it before fully_shard, or copy into it. Load "
+        "a full state dict with torch.distributed.checkpoint.state_dict."
+        "set_model_state_dict(..., options=StateDictOptions(full_state_dict=True))"
     )
 
 
