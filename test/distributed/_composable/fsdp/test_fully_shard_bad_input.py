@@ -83,6 +83,7 @@ class Checks:
         self.assertTrue(text.startswith(row.begins), text)
         self.assertIn(row.do if row.is_ours else "", text)
         self.assertIn(row.about, text)
+        self.assertNotIn("Invariant encountered", text)
         if run.mend is not None:
             run.mend()
             run.root.reset_iter_state()

@@ -391,19 +391,39 @@ add_each(
 )
 
 
-@wrong(
+def parent_before_child(make_mesh: Callable[[Run], DeviceMesh | None]) -> Case:
+    def case(run: Run) -> Callable[[], object]:
+        child, mesh = Scaled().to(run.device), make_mesh(run)
+        run.fully_shard(nn.Sequential(child), mesh=mesh)
+        return lambda: run.fully_shard(child, mesh=mesh)
+
+    return case
+
+
+def unnamed_mesh(run: Run) -> DeviceMesh:
+    return DeviceMesh.from_group(run.mesh.get_group(), run.mesh.device_type)
+
+
+add_each(
     MAKING,
-    "a parent is sharded before its child",
-    "`fully_shard`",
-    RuntimeError,
-    "Parameter weight of Scaled cannot be sharded. It is a DTensor already",
-    "call fully_shard on children before their parents",
-    "weight of Scaled",
+    [
+        (
+            f"parent_before_child_{what}",
+            f"a parent is sharded before its child, {shown}",
+            parent_before_child(make_mesh),
+            kind,
+            "Parameter weight of Scaled cannot be sharded. It is a DTensor already",
+        )
+        for what, shown, make_mesh, kind in (
+            ("by_default", "without a `mesh`", lambda run: None, TypeError),
+            ("unnamed", "over a mesh without names", unnamed_mesh, TypeError),
+            ("named", "over a mesh with names", lambda run: run.mesh, RuntimeError),
+        )
+    ],
+    found="`fully_shard`",
+    do="call fully_shard on children before their parents",
+    about="weight of Scaled",
 )
-def parent_before_child(run: Run) -> Callable[[], object]:
-    child = Scaled().to(run.device)
-    run.fully_shard(nn.Sequential(child))
-    return lambda: run.fully_shard(child)
 
 
 @wrong(
@@ -412,7 +432,7 @@ def parent_before_child(run: Run) -> Callable[[], object]:
     "`fully_shard`",
     RuntimeError,
     "Parameter other of Holder cannot be sharded. It is a DTensor already",
-    "or name those in dp_mesh_dims",
+    "or name FSDP's in dp_mesh_dims",
     "other of Holder",
 )
 def already_sharded(run: Run) -> Callable[[], object]:

@@ -76,7 +76,9 @@ class ExplainedErrors(Errors):
             text = _about_reduction(error, at.unit, at.failed, at.grads)
         if text is None:
             return error
-        explained = type(error)(f"{text}: {error}")
+        # Of a mesh without names, the release says that a value is None
+        says_nothing = str(error).startswith("Invariant encountered")
+        explained = type(error)(text if says_nothing else f"{text}: {error}")
         explained.__cause__ = error
         return explained
 
@@ -112,8 +114,8 @@ def _how_to_shard(param: nn.Parameter, arguments: dict[str, Any]) -> str:
     if isinstance(param, DTensor):
         return (
             "It is a DTensor already: call fully_shard on children before their "
-            "parents, and otherwise let its mesh have named dims that do not "
-            "overlap with FSDP's, or name those in dp_mesh_dims"
+            "parents. If it is meant to be one, let its mesh and FSDP's have named "
+            "dims that do not overlap, or name FSDP's in dp_mesh_dims"
         )
     if not param.is_contiguous():
         return "Make it contiguous first: nn.Parameter(param.detach().contiguous())"
