@@ -13,12 +13,16 @@ import functools
 import importlib
 import re
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import fsdp_wrong_uses
 import matplotlib
-from fsdp_test_utils import BYTECODE_CACHE, DeviceFreeTest, run_python
+import torch
+import torch.nn as nn
+from fsdp_test_utils import BYTECODE_CACHE, DeviceFreeTest, FakeGroupTest, run_python
+from torch.distributed.fsdp import fully_shard
 
 from tools.setup_helpers.releases import RELEASES
 from torch.testing._internal.common_utils import (
@@ -91,6 +95,8 @@ class TestTables(DeviceFreeTest):
 # Where the errors come from that the page quotes, and, of the release alone, the base's
 SOURCES = [
     "torch/distributed/fsdp/_fully_shard/*.py",
+    "torch/_meta_registrations.py",
+    "torch/distributed/_composable/contract.py",
     "torch/distributed/tensor/_dispatch.py",
     "torch/distributed/tensor/_sharding_prop.py",
     "torch/utils/checkpoint.py",
@@ -159,6 +165,62 @@ class TestIndex(DeviceFreeTest):
                 # Another matplotlib may place the same texts elsewhere
                 if f"Matplotlib v{matplotlib.__version__}," in mine:
                     self.assertEqual(mine, other)
+
+
+def full_state_dict() -> None:
+    model = fully_shard(nn.Linear(4, 4))
+    model.load_state_dict(nn.Linear(4, 4).state_dict())
+
+
+def full_state_dict_assigned() -> None:
+    model = fully_shard(nn.Linear(4, 4))
+    model.load_state_dict(nn.Linear(4, 4).state_dict(), assign=True)
+
+
+def parent_before_child() -> None:
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4)))
+    fully_shard(model[0])
+
+
+def sharded_twice() -> None:
+    fully_shard(fully_shard(nn.Linear(4, 4)))
+
+
+def wider_gradients_in_adamw() -> None:
+    model = fully_shard(nn.Linear(4, 4, dtype=torch.bfloat16))
+    model.weight.grad_dtype = torch.float32
+    model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+    torch.optim.AdamW(model.parameters()).step()
+
+
+# And what the table must say to do
+COMMON = {
+    full_state_dict: "for loading see the next row",
+    full_state_dict_assigned: "StateDictOptions(full_state_dict=True)",
+    parent_before_child: "call it on children first",
+    sharded_twice: "once for each module",
+    wider_gradients_in_adamw: "`reduce_dtype=torch.float32`",
+}
+
+
+@instantiate_parametrized_tests
+class TestErrors(FakeGroupTest):
+    """What users do wrong most often is in the table of errors, with what to do."""
+
+    ranks = 2
+
+    @parametrize("wrong", [*COMMON], name_fn=lambda wrong: wrong.__name__)
+    def test_table_tells_what_to_do(self, wrong: Callable[[], None]) -> None:
+        with self.assertRaises(Exception) as caught:
+            wrong()
+        found = []
+        for error, _, to_do in rows("docs/index.md"):
+            quoted = re.match(r"(`+)(.+?)\1", error)
+            parts = map(re.escape, quoted[2].split("…")) if quoted else ["$^"]
+            if re.search(".+".join(parts), str(caught.exception), re.DOTALL):
+                found.append(to_do)
+        self.assertEqual(len(found), 1, str(caught.exception))
+        self.assertIn(COMMON[wrong], found[0])
 
 
 class TestReadme(DeviceFreeTest):
