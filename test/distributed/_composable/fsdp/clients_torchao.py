@@ -144,7 +144,46 @@ class TestNarrowWeights(ClientTest):
         self.assertLess(losses[-1], 0.9 * losses[0])
 
 
+class TestWeightsForInference(ClientTest):
+    """They are of tensor subclasses that cannot be sharded, or have no all-gather."""
+
+    world_size = 2
+
+    @parametrize("config", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+    def test_are_refused_or_ignored(self, config: str) -> None:
+        from torchao import quantization
+
+        for is_ignored in (False, True):
+            model = build(to_nothing).requires_grad_(False)
+            quantization.quantize_(
+                model,
+                getattr(quantization, config)(),
+                filter_fn=lambda _, name: "narrow" in name,
+            )
+            ignored = {block.narrow.weight for block in model if is_ignored}
+            shard_all = functools.partial(
+                fully_shard, model, mesh=make_mesh("cpu"), ignored_params=ignored
+            )
+            if is_ignored:
+                shard_all()
+                continue
+            text = "0.narrow.weight of Sequential cannot be sharded. It is of the ten"
+            with self.assertRaisesRegex(NotImplementedError, text):
+                shard_all()
+
+    def test_nf4_is_sharded(self) -> None:
+        from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
+
+        weight = to_nf4(torch.randn(256, 256, dtype=BF16))
+        model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.LayerNorm(256))
+        model[0].weight = nn.Parameter(weight, requires_grad=False)
+        expected = weight.get_original_weight()
+        fully_shard(model, mesh=make_mesh("cpu")).unshard()
+        self.assertEqual(model[0].weight.get_original_weight(), expected)
+
+
 instantiate_parametrized_tests(TestNarrowWeights)
+instantiate_parametrized_tests(TestWeightsForInference)
 
 
 class TestStochasticRounding(ClientTest):

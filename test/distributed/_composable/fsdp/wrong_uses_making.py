@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from features_models import Extended
 from wrong_uses_rows import (
     add_each,
     BF16,
@@ -282,6 +283,20 @@ add_each(
 )
 
 
+class CannotSplit(Extended):
+    """As torchao's weights for inference."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, *args: Any) -> Any:
+        if func is torch.ops.aten.split.Tensor:
+            raise NotImplementedError(f"no {func}")
+        return super().__torch_dispatch__(func, *args)
+
+
+def subclass_param() -> nn.Parameter:
+    return nn.Parameter(CannotSplit(torch.ones(DIM, DIM)))
+
+
 def strided_param() -> nn.Parameter:
     return nn.Parameter(torch.ones(DIM, DIM).t()[:, :4])
 
@@ -323,6 +338,23 @@ add_each(
     ],
     found="`fully_shard`",
     do="call to_dense() or dequantize() on it first, or put it in ignored_params",
+    about="other of Scaled",
+)
+add_each(
+    MAKING,
+    [
+        (
+            "subclass_that_cannot_be_cut",
+            "a parameter is of a tensor subclass that cannot be cut, e.g. as `quantize_` "
+            "of torchao makes them for inference",
+            sharding(lambda: Scaled(other=subclass_param())),
+            NotImplementedError,
+            "Parameter other of Scaled cannot be sharded. It is of the tensor subclass "
+            "CannotSplit",
+        )
+    ],
+    found="`fully_shard`",
+    do="Dequantize it first, or put it in ignored_params",
     about="other of Scaled",
 )
 add_each(

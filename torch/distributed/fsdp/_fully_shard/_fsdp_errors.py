@@ -117,6 +117,13 @@ def _how_to_shard(param: nn.Parameter, arguments: dict[str, Any]) -> str:
             "parents. If it is meant to be one, let its mesh and FSDP's have named "
             "dims that do not overlap, or name FSDP's in dp_mesh_dims"
         )
+    if type(param).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return (
+            f"It is of the tensor subclass {type(param).__name__}, which can be sharded "
+            "if it implements fsdp_pre_all_gather, fsdp_post_all_gather and the "
+            "operators split, new_zeros, slice, copy_, view, as_strided and detach. "
+            "Dequantize it first, or put it in ignored_params"
+        )
     if not param.is_contiguous():
         return "Make it contiguous first: nn.Parameter(param.detach().contiguous())"
     offload = arguments["offload_policy"]
