@@ -25,6 +25,7 @@ from _one_process import OneProcess
 from _real_model import make_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard import layout_summary
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -116,6 +117,8 @@ class TestNarrowWeights(ClientTest):
         shard(model, make_mesh("cpu"))
         (batch,) = batches(1, 2 * self.world_size)
         chunks = batch.chunk(self.world_size)
+        stored = "int8 + bfloat16" in str(layout_summary(model))
+        self.assertEqual(stored, kind == "int8")
         with record_collectives() as recorder:
             loss = loss_of(model, chunks[self.rank])
             loss.backward()

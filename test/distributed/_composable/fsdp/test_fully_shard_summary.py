@@ -63,6 +63,25 @@ def sharded_units() -> nn.Sequential:
     return model
 
 
+class Quantized(Fp8):
+    """Has int8 values and fp32 scales, and is bf16 to others."""
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor) -> Quantized:
+        return torch.Tensor._make_wrapper_subclass(cls, values.size(), dtype=BF16)
+
+    def __init__(self, values: torch.Tensor):
+        super().__init__(values.to(torch.int8))
+        self._scales = torch.ones(len(values))
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["_values", "_scales"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict, *_: object) -> Quantized:
+        return cls(inner["_values"])
+
+
 class TestSummaryOfOneRank(FakeGroupTest):
     """One of eight ranks, whose group sends nothing."""
 
@@ -134,6 +153,21 @@ unit    parameters  elements  stored in  computes in  bytes gathered  reduced in
         expected.append((fp32, torch.bfloat16, 2 * numels[1], float(self.ranks)))
         self.assertEqual(found, expected)
         self.assertIn("float32, sent in bfloat16", str(unit))
+
+    def test_what_tensor_subclasses_store(self) -> None:
+        model = nn.Module()
+        model.plain = nn.Parameter(torch.ones(8, 4, dtype=BF16))
+        model.quantized = nn.Parameter(Quantized(torch.ones(8, 4)))
+        nested = Quantized(torch.ones(8, 4))
+        nested._values = Quantized(torch.ones(8, 4))
+        model.nested = nn.Parameter(nested)
+        fully_shard(model)
+        (unit,) = layout_summary(model).units
+        found = [(p.names, p.stored_dtype, p.inner_dtypes) for p in unit.params]
+        inner = torch.int8, FP32
+        names = "quantized", "nested"
+        self.assertEqual(found, [(("plain",), BF16, ()), (names, BF16, inner)])
+        self.assertIn(" int8 + float32  bfloat16 ", str(unit))
 
     def test_custom_divide_factor(self) -> None:
         model = sharded_units()

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ._fsdp_doors import DescribedUnit
 from ._fsdp_layout import bucket_rank, BucketKey, dtype_rank, plan_gather
@@ -41,6 +42,8 @@ class ParamsSummary:
     reduced_nbytes: int
     # What gradients are sent in, None if in the reduce dtype
     comm_dtype: torch.dtype | None = None
+    # Of the tensors inside of a tensor subclass, which is of stored_dtype to others
+    inner_dtypes: tuple[torch.dtype, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,7 @@ def _summarize_unit(unit: DescribedUnit, name: str) -> UnitSummary:
 
 
 class _Dtypes(NamedTuple):
+    inner: tuple[torch.dtype, ...]
     stored: torch.dtype
     compute: torch.dtype
     # None if frozen
@@ -141,10 +145,18 @@ class _Dtypes(NamedTuple):
 
 
 def _dtypes_of(fsdp_param: FSDPParam) -> _Dtypes:
-    stored, compute, *reduced = dtypes_of(fsdp_param)
+    inner = dict.fromkeys(_inner_dtypes(fsdp_param._sharded_local_tensor))
+    dtypes = _Dtypes(tuple(inner), *dtypes_of(fsdp_param))
     if not fsdp_param.sharded_param.requires_grad:
-        return _Dtypes(stored, compute, None, None, None)
-    return _Dtypes(stored, compute, *reduced)
+        return dtypes._replace(reduce=None, grad=None, comm=None)
+    return dtypes
+
+
+def _inner_dtypes(tensor: torch.Tensor) -> Iterator[torch.dtype]:
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            inner = getattr(tensor, name)
+            yield from [*_inner_dtypes(inner)] or [inner.dtype]
 
 
 def _row_rank(item: tuple[_Dtypes, list[int]]) -> tuple:
@@ -171,10 +183,11 @@ def _summarize_params(
         # Without the class of the unit's module, which the table names
         tuple(unit.names[i].partition(" of ")[0] for i in positions),
         sum(p._orig_size.numel() for p in params),
-        *dtypes[:-1],
+        *dtypes[1:5],
         None if gathered is None else sum(gathered.by_param[i] for i in positions),
         shards_nbytes * unit.gather_world_size,
         dtypes.comm,
+        dtypes.inner,
     )
 
 
@@ -266,7 +279,7 @@ def _rows(unit: UnitSummary) -> Iterator[list[str]]:
             unit.name if i == 0 else "",
             f"{len(params.names):,}",
             f"{params.numel:,}",
-            _name(params.stored_dtype),
+            " + ".join(map(_name, params.inner_dtypes or (params.stored_dtype,))),
             _name(params.compute_dtype),
             _bytes(params.gathered_nbytes),
             "(frozen)" if dtype is None else _reduced_in(dtype, params.comm_dtype),
