@@ -11,8 +11,9 @@ from torch.func import functional_call
 
 
 BF16, FP32 = torch.bfloat16, torch.float32
-# What is small but sensitive computes in fp32.
-_SENSITIVE = {"*norm.*": {"param_dtype": FP32}, "*.A_log": {"param_dtype": FP32}}
+# What is small but sensitive computes and reduces in fp32.
+_IN_FP32 = {"param_dtype": FP32, "reduce_dtype": FP32}
+_SENSITIVE = {"*norm.*": _IN_FP32, "*.A_log": _IN_FP32}
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,10 @@ class Choice:
 
 CHOICES = {
     "stored": Choice("each parameter computes and reduces as it is stored"),
-    "bf16": Choice("all compute and reduce in bf16", BF16),
+    "bf16": Choice("all compute and reduce in bf16", BF16, BF16),
     "bf16-fp32-norms": Choice(
         "bf16, but norms and A_log compute and reduce in fp32",
+        BF16,
         BF16,
         patterns=_SENSITIVE,
     ),
@@ -64,7 +66,7 @@ CHOICES = {
         FP32,
         patterns={**_SENSITIVE, "embedding.*": {"reduce_dtype": BF16}},
     ),
-    "fp32": Choice("all compute and reduce in fp32", FP32),
+    "fp32": Choice("all compute and reduce in fp32", FP32, FP32),
 }
 DEFAULT = "stored"
 
