@@ -1,49 +1,81 @@
 """Shows a training run: tables of what was sent and compared, and two pictures."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from matplotlib import pyplot as plt
 from matplotlib.ticker import MaxNLocator
 from tabulate import SEPARATING_LINE, tabulate
 
+import torch
 from _wire import StepTraffic, Traffic, UnitKind
 
 
 KIB = 2**10
 WIRE_HEADER = (
     "unit",
+    "collective",
     "dtype",
     "parameters",
-    "all-\ngathers",
-    "bytes\ngathered",
-    "least\npossible",
-    "reduce-\nscatters",
-    "bytes\nreduced",
-    "least\npossible",
+    "calls",
+    "bytes",
+    "least possible",
 )
 
 plt.switch_backend("Agg")  # draws to files, with or without a display
 
 
 def wire_table(kinds: Iterable[UnitKind], steps: int) -> str:
-    """What one step sent, per kind of unit and dtype, and the least possible."""
+    """What one step sent, per kind of unit and dtype, and the least possible.
+
+    Parameters count where they are gathered and where their gradients are reduced,
+    each time with the dtype that is sent then.
+    """
     rows: list[Iterable[object]] = []
     for kind in kinds:
         name = f"{kind.name} x{kind.units}" if kind.units > 1 else kind.name
-        for dtype in dict.fromkeys([*kind.numel, *kind.reductions]):
-            sent = kind.reductions.get(dtype, Traffic()).per(steps)
-            cells = ["", "", "", *_cells(sent, kind.least_reductions(dtype))]
-            label = str(dtype).removeprefix("torch.")
-            rows.append([name, label, f"{kind.numel[dtype]:,}", *cells])
+        gathers = _cells(kind.gathers.per(steps), kind.least_gathers())
+        reduced = {dtype: sent.per(steps) for dtype, sent in kind.reductions.items()}
+        total = sum(reduced.values(), Traffic())
+        reductions = _cells(total, kind.least_reductions())
+        by_dtype = {
+            dtype: _cells(reduced.get(dtype, Traffic()), kind.least_reductions(dtype))
+            for dtype in dict.fromkeys([*kind.reduced_numel, *reduced])
+        }
+        for row in (
+            *_section("all-gather", kind.numel, {}, gathers),
+            *_section("reduce-scatter", kind.reduced_numel, by_dtype, reductions),
+        ):
+            rows.append([name, *row])
             name = ""
-        cells = _cells(kind.gathers.per(steps), kind.least_gathers())
-        sent = sum(kind.reductions.values(), Traffic()).per(steps)
-        cells += _cells(sent, kind.least_reductions())
-        rows += [["", "all", f"{kind.numel.total():,}", *cells], SEPARATING_LINE]
-    align = ["left"] * 2 + ["right"] * 7
+        rows.append(SEPARATING_LINE)
+    align = ["left"] * 3 + ["right"] * 4
     return tabulate(rows[:-1], WIRE_HEADER, disable_numparse=True, colalign=align)
+
+
+def _section(
+    collective: str,
+    numel: Counter[torch.dtype],
+    by_dtype: Mapping[torch.dtype, list[str]],
+    total: list[str],
+) -> list[list[str]]:
+    """A row for each dtype, and one for all of them if there are several."""
+    dtypes = dict.fromkeys([*numel, *by_dtype])
+    rows = [
+        [
+            str(dtype).removeprefix("torch."),
+            f"{numel[dtype]:,}",
+            *by_dtype.get(dtype, [""] * 3),
+        ]
+        for dtype in dtypes
+    ]
+    if len(rows) > 1:
+        rows.append(["all", f"{numel.total():,}", *total])
+    else:
+        rows[0][2:] = total
+    return [[collective if i == 0 else "", *row] for i, row in enumerate(rows)]
 
 
 def _cells(sent: Traffic, least: Traffic) -> list[str]:

@@ -19,12 +19,18 @@ from typing import Any
 
 import fsdp_wrong_uses
 import matplotlib
+import real_models  # noqa: F401
+from fsdp_test_utils import BYTECODE_CACHE, DeviceFreeTest, FakeGroupTest, run_python
+
 import torch
 import torch.nn as nn
-from fsdp_test_utils import BYTECODE_CACHE, DeviceFreeTest, FakeGroupTest, run_python
-from torch.distributed.fsdp import fully_shard
-
+import train_mixed_dtype
+from _byte_lm import text_batches
+from _policies import CHOICES
+from _report import wire_table
 from tools.setup_helpers.releases import RELEASES
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -251,6 +257,45 @@ class TestReadme(DeviceFreeTest):
         self.assertIn(refusal, str(raised.exception))
         for dtype in dtypes.split(", "):
             self.assertIn(dtype, str(raised.exception))
+
+
+@instantiate_parametrized_tests
+class TestTraining(FakeGroupTest):
+    """The table of what ``make train`` sends, in one step of the first of two ranks."""
+
+    ranks = 2
+
+    def lines(self, policy: str) -> list[str]:
+        model = train_mixed_dtype.build_model()
+        mesh = init_device_mesh("cpu", (self.ranks,))
+        kinds = train_mixed_dtype.shard(model, mesh, policy)
+        tokens, targets = next(text_batches(1, 1))
+        train_mixed_dtype.loss_of(model, tokens, targets).backward()
+        return wire_table(kinds, steps=1).splitlines()
+
+    def test_readme_shows_it(self) -> None:
+        (shown,) = re.findall(
+            r"^```\n(unit  .*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S
+        )
+        lines = shown.splitlines()
+        self.assertGreater(len(lines), 8)
+        self.assertEqual(self.lines("stored")[: len(lines)], lines)
+
+    @parametrize("policy", [*CHOICES])
+    def test_rows_count_what_is_sent_in_their_dtype(self, policy: str) -> None:
+        numels: list[int] = []  # of gathers and of reductions, in turns
+        row = r"(b?float\d+) +([\d,]+)(?: +[1-9]\d* +([\d,]+) +([\d,]+))?$"
+        for line in self.lines(policy):
+            numels += [0] * ("all-gather" in line or "reduce-scatter" in line)
+            if found := re.search(row, line):
+                dtype, *numbers = found.groups(default="0")
+                numel, *nbytes = (int(number.replace(",", "")) for number in numbers)
+                numels[-1] += numel
+                if len(numels) % 2 == 0:
+                    self.assertEqual(
+                        nbytes, [getattr(torch, dtype).itemsize * numel] * 2
+                    )
+        self.assertEqual(numels, [351_024, 351_024, 65_664, 65_664])
 
 
 class TestWrongUses(DeviceFreeTest):
