@@ -297,6 +297,14 @@ def words_of(source: Path) -> set[object]:
     return words
 
 
+WITHOUT_A_NAME = """
+import torch, torch.distributed
+torch.__version__ = "2.12.0"
+del torch.distributed.all_gather_single
+import torch.distributed.fsdp
+"""
+
+
 class TestRepository(TestCase):
     """What is tracked here fits the base, and what is laid needs nothing else."""
 
@@ -328,6 +336,23 @@ class TestRepository(TestCase):
             code = re.sub(r"(?m)#.*$", "", (REPOSITORY / file).read_text())
             for release in RELEASES:
                 self.assertNotIn(release.version, code, file)
+
+    def test_torch_of_another_release_is_told_which_fit(self):
+        """By what it lacks, so that a release that is made to have it is taken."""
+        done = subprocess.run(
+            [sys.executable, "-c", WITHOUT_A_NAME],
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        error = (
+            f"ImportError: These files of torch.distributed.fsdp fit PyTorch {known()}. "
+            "This is 2.12.0, which lacks torch.distributed.all_gather_single: "
+            "install one of those"
+        )
+        self.assertEqual(done.stderr.count("Traceback"), 1, done.stderr)
+        self.assertEqual(done.stderr.splitlines()[-1], error)
 
     def test_what_stays_here_is_here(self):
         for path in apply_to_checkout.STAY_HERE:

@@ -40,9 +40,6 @@ from typing import NamedTuple, TypeAlias
 import torch
 import torch.distributed as dist
 from torch._guards import detect_fake_mode
-
-# By itself: who replaces what units call, e.g. a test, does not mean this
-from torch.distributed import all_gather_single
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ._fsdp_api import AllGather, ReduceScatter
@@ -54,6 +51,8 @@ from ._fsdp_scaling import backend_name
 from ._fsdp_unit import dtypes_of, UnitBucket
 
 
+# By itself: who replaces what units call, e.g. a test, does not mean this
+all_gather_single = dist.all_gather_single
 _SWITCH = "TORCH_FSDP_CHECK_RANKS_AGREE"
 # A message need not list more of what differs: mostly one thing is wrong
 _MAX_LISTED = 8

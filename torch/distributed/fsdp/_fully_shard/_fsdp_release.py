@@ -21,6 +21,14 @@ if TYPE_CHECKING:
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
+# Older releases have it under another name
+if not hasattr(dist, "all_gather_single"):
+    raise ImportError(
+        "These files of torch.distributed.fsdp fit PyTorch 2.13.0, 2.14.1 and 2.15.0. "
+        f"This is {torch.__version__}, which lacks torch.distributed."
+        "all_gather_single: install one of those"
+    )
+
 # Since 2.15 a parameter's `grad_dtype` says in which dtype autograd adds up its
 # unsharded gradients, those of several microbatches too, and in which they are reduced
 # where the policy says nothing. Before, gradients were in the dtype of the forward,
