@@ -15,8 +15,6 @@ source build and the pull requests, is printed.  Needs only Python and git.
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import os
 import re
 import shlex
@@ -32,18 +30,24 @@ sys.path.insert(0, str(ROOT))
 
 from tools import stack  # noqa: E402
 from tools.setup_helpers import tree  # noqa: E402
+from tools.setup_helpers.digests import (  # noqa: E402
+    difference,
+    DIGESTS,  # noqa: F401
+    notes,
+    recorded,
+    sha256,
+)
 from tools.setup_helpers.releases import known, RELEASES  # noqa: E402
 from tools.setup_helpers.report import explain, SetupError  # noqa: E402
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Container
     from typing import Any
 
     from tools.setup_helpers.releases import Release
 
 
-DIGESTS = "tools/base_digests.json"
 TESTS = stack.TESTS
 BRANCH = "fsdp2-mixed-dtype"
 # Tests of what is here alone, by what that is; CONTRIBUTING.md names it in this order.
@@ -149,7 +153,7 @@ def check_tree(checkout: Path) -> Release:
 
 def make_plan(root: Path, checkout: Path) -> Plan:
     release = check_tree(checkout)
-    base = json.loads((root / DIGESTS).read_text())[release.version]
+    base = recorded(root, release)
     ours = files_to_lay(root)
     plan = Plan([], [], [], [], notes_on(checkout, base, ours))
     changed = uncommitted(checkout, [*ours])
@@ -187,32 +191,16 @@ def refusal(
     for parent in tree.parents_of([path]):
         if (checkout / parent).exists() and not (checkout / parent).is_dir():
             return f"needs a folder where {parent} is a file"
-    if digest is None:
-        return (
-            "is a file of the checkout, and a new one here" if target.exists() else None
-        )
-    if not target.is_file():
-        return "is missing, and the release has it"
-    if sha256(target) != digest:
-        return "is not the release's"
-    return None
+    return difference(digest, sha256(target))
 
 
-def notes_on(checkout: Path, base: dict[str, Any], ours: Iterable[str]) -> list[str]:
+def notes_on(checkout: Path, base: dict[str, Any], ours: Container[str]) -> list[str]:
     """Returns what may go wrong in spite of the checks."""
-    notes = []
+    found = notes(base["sha256"], ours, lambda path: sha256(checkout / path))
     ancestor = ("merge-base", "--is-ancestor", base["commit"], "HEAD")
     if tree.run_git(checkout, *ancestor) is None:
-        notes.append(f"HEAD does not follow the release's commit, {base['commit']}")
-    for path, digest in base["sha256"].items():
-        target = checkout / path
-        if path not in ours and not (target.is_file() and sha256(target) == digest):
-            notes.append(f"{path} is not the release's, and ours are written for it")
-    return notes
-
-
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+        found.insert(0, f"HEAD does not follow the release's commit, {base['commit']}")
+    return found
 
 
 def lay(checkout: Path, sources: dict[str, Path]) -> None:

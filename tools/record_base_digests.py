@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tools.setup_helpers import mirror, tree, wheel  # noqa: E402
+from tools.setup_helpers.digests import DIGESTS  # noqa: E402
 from tools.setup_helpers.inplace import InPlaceBuild  # noqa: E402
 from tools.setup_helpers.releases import RELEASES  # noqa: E402
 from tools.setup_helpers.report import Progress, SetupError  # noqa: E402
@@ -33,9 +34,6 @@ from tools.setup_helpers.report import Progress, SetupError  # noqa: E402
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from typing import Any
-
-
-DIGESTS = "tools/base_digests.json"
 
 
 def record(root: Path, base: Path | zipfile.Path) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tools.setup_helpers.digests import difference, notes
 from tools.setup_helpers.files import replacing
 from tools.setup_helpers.rawzip import ArchiveWriter, open_archive
 from tools.setup_helpers.report import SetupError
@@ -30,7 +31,7 @@ from tools.setup_helpers.wheel import (
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from tools.setup_helpers.report import Progress
@@ -88,6 +89,11 @@ class _Base:
         data = self.archive.read(name)
         self._compare(name, hashlib.sha256(data).digest(), len(data))
         return data
+
+    def digest(self, name: str) -> str | None:
+        """Returns the digest of an entry, None if there is none of this name."""
+        is_there = name in self.entries
+        return hashlib.sha256(self.read(name)).hexdigest() if is_there else None
 
     def check_all(self, progress: Progress) -> None:
         """Compares every entry with RECORD, which reads the whole wheel."""
@@ -166,6 +172,18 @@ def _make_plan(base: _Base, root: Path, files: set[str]) -> _Plan:
     return _Plan(version, dist_info, entries)
 
 
+def _refuse_changed(base: _Base, files: set[str], known: Mapping[str, str]) -> None:
+    """Refuses a wheel in whose files somebody changed what ours would drop."""
+    differences = {n: difference(known.get(n), base.digest(n)) for n in sorted(files)}
+    told = [f"{name} {text}" for name, text in differences.items() if text]
+    if told:
+        raise SetupError(
+            f"{base.path} has other files than its release, in whose places ours go: "
+            f"{'; '.join(told)}; name the release's own wheel, or bring these changes "
+            "into ours first"
+        )
+
+
 def _external_attr(path: Path) -> int:
     """Returns a mode as archives hold it; the rest of it is the user's umask."""
     return (stat.S_IFREG | (0o755 if os.access(path, os.X_OK) else 0o644)) << 16
@@ -235,6 +253,7 @@ def assemble_wheel(
     progress: Progress,
     *,
     is_known: bool,
+    digests: Mapping[str, str] | None,
 ) -> Path:
     """Writes our wheel into ``folder`` and returns its path.
 
@@ -242,12 +261,17 @@ def assemble_wheel(
         files: ours, by path from ``root``; they replace the base's.
         is_known: whether ``wheel`` is, by size and date, the file that set-up
             unpacked.  Any other one is compared with its RECORD as a whole.
+        digests: of the release's own files, where they are known.
     """
     if not is_known:
         compare_wheel(wheel, progress)
     with telling_damage(wheel.path):
         base = _Base(wheel.path)
         with base.archive:
+            if digests is not None:
+                _refuse_changed(base, files, digests)
+                for note in notes(digests, files, base.digest):
+                    progress.phase(f"note: {note}")
             plan = _make_plan(base, root, files)
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / _file_name(base, plan.version)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from tools.setup_helpers import links, tree, wheel
 from tools.setup_helpers.assemble import assemble_wheel, compare_wheel
+from tools.setup_helpers.digests import recorded
 from tools.setup_helpers.environment import Environment, Pip, Stamp
 from tools.setup_helpers.releases import DEFAULT, RELEASES
 from tools.setup_helpers.report import demand_space, megabytes, SetupError
@@ -220,6 +221,7 @@ class InPlaceBuild:
                 base = self._wheel_of_base()
             else:
                 base = self._inspect(given, for_this_python=False)
+            known = recorded(self.clone, self.release)
             return assemble_wheel(
                 base,
                 self.clone,
@@ -227,6 +229,7 @@ class InPlaceBuild:
                 self.dist,
                 self.progress,
                 is_known=self._base_stamp().get("source") == _identity(base.path),
+                digests=known and known["sha256"],
             )
 
     # The steps.  Each returns whether there was anything to do.

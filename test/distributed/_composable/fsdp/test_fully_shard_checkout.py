@@ -227,7 +227,8 @@ class TestRefusals(CheckoutTestCase):
         self.commit_there()
         lines = self.assert_refused("is left as it is").splitlines()[1:]
         expected = [
-            f"  {OUR_TEST} is a file of the checkout, and a new one here",
+            f"  {OUR_TEST} is no file of the release, by {apply_to_checkout.DIGESTS}, "
+            "and one of ours here",
             f"  {OURS} is not the release's",
         ]
         self.assertEqual(lines, expected)

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
+import json
 import os
 import tempfile
 import time
@@ -17,6 +19,7 @@ from packaging.requirements import Requirement
 from packaging.utils import parse_wheel_filename
 
 from tools.setup_helpers.assemble import LABEL
+from tools.setup_helpers.digests import DIGESTS
 from tools.setup_helpers.rawzip import ArchiveWriter
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -27,6 +30,7 @@ from torch.testing._internal.common_utils import (
 
 
 OUR_NEW_FILE = "torch/nn/größe.py"
+THEIRS = "torch/distributed/fsdp/theirs.py"
 FOREIGN_TAG = "cp399-cp399-manylinux_2_28_x86_64"
 # What an entry's place in the directory says about it, but for where it is.
 KEPT_FIELDS = (
@@ -286,6 +290,47 @@ class TestErrors(WheelTestCase):
         result = self.run_command("wheel", given=self.altered(kind))
         self.assert_one_error(result, text)
         self.assertEqual(list(self.root.glob("build/dist/*")), [])
+
+    def record(self, **others: str) -> None:
+        """Writes down what files the release has, which ours replace or lie beside."""
+        texts = {path: BASE_FILES[path] for path in (OURS, THEIRS)} | others
+        sha256 = {
+            path: hashlib.sha256(text.encode()).hexdigest()
+            for path, text in texts.items()
+        }
+        known = {"2.13.0": {"commit": "", "sha256": sha256}}
+        self.put(DIGESTS, json.dumps(known))
+
+    def test_vendors_changes_are_not_dropped(self):
+        """Though RECORD fits them."""
+        self.record()
+        self.assemble(self.wheel)
+        changed = {OURS: "origin = 'vendor'\n", OUR_NEW_FILE: "origin = 'vendor'\n"}
+        given = make_wheel(self.scratch, version="2.13.0+vendor", files=changed)
+        result = self.run_command("wheel", given=given)
+        self.assert_one_error(result, f"{OURS} is not the release's; {OUR_NEW_FILE} is")
+        self.assertIn(f"{OUR_NEW_FILE} is no file of the release, by", result[2])
+        self.assertEqual([*self.root.glob("build/dist/*vendor*")], [])
+        # Nor where that wheel is the base in place
+        self.set_up(given)
+        os.environ.pop("TORCH_BASE_WHEEL")
+        self.assertEqual(self.run_command("wheel")[::2], result[::2])
+
+    def test_what_a_vendor_removed_is_told(self):
+        self.record(**{OUR_NEW_FILE: "origin = 'base'\n"})
+        result = self.run_command("wheel", given=self.wheel)
+        self.assert_one_error(result, f"{OUR_NEW_FILE} is missing, and the release")
+
+    def test_vendors_changes_beside_ours_are_told_and_kept(self):
+        self.record()
+        changed = {THEIRS: "origin = 'vendor'\n"}
+        given = make_wheel(self.scratch, version="2.13.0+vendor", files=changed)
+        status, stdout, _ = self.run_command("wheel", given=given)
+        self.assertEqual(status, 0)
+        self.assertIn(f"note: {THEIRS} is not the release's, and ours are", stdout)
+        (path,) = self.root.glob("build/dist/*vendor*")
+        with zipfile.ZipFile(path) as archive:
+            self.assertEqual(archive.read(THEIRS).decode(), changed[THEIRS])
 
     def test_altered_after_set_up(self):
         self.set_up(self.wheel)
