@@ -8,6 +8,7 @@ collectives that a step issues.
 from __future__ import annotations
 
 import logging
+from typing import Any
 from unittest import mock
 
 from features_models import Fp8
@@ -27,6 +28,7 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import layout_summary
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_summary import UnitSummary
 from torch.testing._internal.common_utils import run_tests
 
@@ -176,6 +178,31 @@ unit    parameters  elements  stored in  computes in  bytes gathered  reduced in
         root, first, second = layout_summary(model).units
         for unit, expected in ((root, 3.0), (first, 3.0), (second, 8.0)):
             self.assertEqual({b.divided_by for b in unit.buckets}, {expected})
+
+    def test_custom_collectives_that_ranks_are_not_compared_before(self) -> None:
+        class Counts(DefaultReduceScatter):
+            def __call__(self, *args: Any, **kwargs: Any) -> Any:
+                return super().__call__(*args, **kwargs)
+
+        class Announced(Counts):
+            needs_all_ranks = True
+
+        model = sharded_units()
+        model[0].set_custom_reduce_scatter(Announced())
+        self.assertEqual(str(layout_summary(model)), self.TEXT)
+        for unit in (model, model[1]):
+            unit.set_custom_reduce_scatter(Counts())
+        summary = layout_summary(model)
+        kinds = [unit.uncompared for unit in summary.units]
+        self.assertEqual(kinds, [("Counts",), (), ("Counts",)])
+        *table, note = str(summary).splitlines()
+        self.assertEqual(table, self.TEXT.splitlines())
+        self.assertRegex(note, r"^Ranks are not compared .* Counts\b.*: \(root\), 1$")
+        # A rank that sends nothing has none to be compared with
+        mesh = init_device_mesh("cpu", (8, 1), mesh_dim_names=("other", "shard"))
+        alone = fully_shard(nn.Linear(2, 2), mesh=mesh["shard"])
+        alone.set_custom_reduce_scatter(Counts())
+        self.assertEqual(layout_summary(alone).units[0].uncompared, ())
 
     def test_debug_log_at_lazy_init(self) -> None:
         logger = "torch.distributed.fsdp.fully_shard.layout"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -183,7 +184,14 @@ class Comm(ABC):
     decides three things: whether a buffer is made for each call or kept for the
     next; in which memory it lies (the caching allocator's, say, or a pool
     registered with NCCL); and what a call does with it.
+
+    Attributes:
+        needs_all_ranks (bool): Whether a call completes only if all ranks of the group
+            come to it. If so, they may be compared before it. A class with a
+            ``__call__`` of its own that does not set it is taken to need none of them.
     """
+
+    needs_all_ranks: ClassVar[bool]
 
     @abstractmethod
     def allocate(

@@ -89,6 +89,8 @@ class SymmMemAllocMixin:
 class _SingleAllGather(AllGather):
     """Gathers from one tensor into one tensor."""
 
+    needs_all_ranks = True
+
     def __call__(
         self,
         output_tensor: torch.Tensor,
@@ -103,6 +105,8 @@ class _SingleAllGather(AllGather):
 
 class _SingleReduceScatter(ReduceScatter):
     """Reduces from one tensor into one tensor."""
+
+    needs_all_ranks = True
 
     def __call__(
         self,
@@ -128,10 +132,10 @@ class _SingleReduceScatter(ReduceScatter):
 
 def is_of_group(comm: AllGather | ReduceScatter) -> bool:
     """
-    Whether ``comm`` issues a collective of the process group, which all ranks come to.
-    A class that says itself what a call does may need neither them nor the group.
+    Whether ``comm`` issues a collective of the process group, which all ranks come to:
+    a class that replaces the call must say whether it still does.
     """
-    return any(type(comm).__call__ is kind.__call__ for kind in _OF_GROUP)
+    return _says_with_call(type(comm), "needs_all_ranks")
 
 
 def can_exchange(kind: type) -> bool:
@@ -139,11 +143,14 @@ def can_exchange(kind: type) -> bool:
     Whether a reduce-scatter can send gradients without adding them: a class that
     reduces in its own way must say how it does that, too.
     """
+    return _says_with_call(kind, "exchange")
+
+
+def _says_with_call(kind: type, name: str) -> bool:
+    """Whether the class that last defines the call, or one derived from it, has this."""
     for base in kind.__mro__:
-        if "exchange" in vars(base):
-            return True
-        if "__call__" in vars(base):
-            return False
+        if name in vars(base) or "__call__" in vars(base):
+            return bool(vars(base).get(name))
     return False
 
 
@@ -164,6 +171,8 @@ class ProcessGroupAllocReduceScatter(ProcessGroupAllocMixin, _SingleReduceScatte
 
 
 class SymmMemAllGather(SymmMemAllocMixin, _SingleAllGather):
+    needs_all_ranks = True
+
     def __call__(
         self,
         output_tensor: torch.Tensor,
@@ -177,6 +186,8 @@ class SymmMemAllGather(SymmMemAllocMixin, _SingleAllGather):
 
 
 class SymmMemReduceScatter(SymmMemAllocMixin, _SingleReduceScatter):
+    needs_all_ranks = True
+
     def __call__(
         self,
         output_tensor: torch.Tensor,
@@ -188,14 +199,6 @@ class SymmMemReduceScatter(SymmMemAllocMixin, _SingleReduceScatter):
         for tensor in (input_tensor, output_tensor):
             symm_mem.rendezvous(tensor, group=group.group_name)
         return super().__call__(output_tensor, input_tensor, group, op, async_op)
-
-
-_OF_GROUP: tuple[type[AllGather | ReduceScatter], ...] = (
-    _SingleAllGather,
-    _SingleReduceScatter,
-    SymmMemAllGather,
-    SymmMemReduceScatter,
-)
 
 
 # Buffers #

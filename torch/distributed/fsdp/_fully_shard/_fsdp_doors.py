@@ -43,6 +43,7 @@ class DescribedUnit:
     # that gradients are sent in if that is another
     divide_factor: float | None
     divide_factors: Callable[..., Factors]
+    comms: tuple[AllGather, ReduceScatter]
     # Whether put-off all-reduces have left something to add to
     has_partial_reduces: bool
 

@@ -759,6 +759,7 @@ class FSDPParamGroup(UnitRegistrations):
             world_size=self.mesh_info.mesh.size(),
             divide_factor=self._divide_factor,
             divide_factors=self._divide_factors,
+            comms=(self._gather_comm, self._scatter_comm),
             has_partial_reduces=bool(self._partial_reduces),
         )
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn as nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ._fsdp_comms import is_of_group
 from ._fsdp_doors import DescribedUnit
 from ._fsdp_layout import bucket_rank, BucketKey, dtype_rank, plan_gather
 from ._fsdp_param import FSDPParam
@@ -69,6 +70,8 @@ class UnitSummary:
     # Of the all-gather's output, with what aligns its end
     gathered_nbytes: int | None
     buckets: tuple[BucketSummary, ...]
+    # Classes of custom collectives before which its ranks are not compared
+    uncompared: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return _table([self])
@@ -131,7 +134,10 @@ def _summarize_unit(unit: DescribedUnit, name: str) -> UnitSummary:
     total = None
     if gathered is not None:
         total = sum(gathered.by_param) + gathered.padding
-    return UnitSummary(name, tuple(rows), total, tuple(_buckets(unit, rows)))
+    comms = unit.comms if unit.gather_world_size > 1 else ()
+    uncompared = tuple(type(comm).__name__ for comm in comms if not is_of_group(comm))
+    buckets = tuple(_buckets(unit, rows))
+    return UnitSummary(name, tuple(rows), total, buckets, uncompared)
 
 
 class _Dtypes(NamedTuple):
@@ -268,6 +274,15 @@ def _table(units: Sequence[UnitSummary]) -> str:
             for i, (text, width) in enumerate(zip(row, widths))
         )
         lines.append("  ".join(cells).rstrip())
+    units_of: dict[str, list[str]] = {}
+    for unit in units:
+        for kind in unit.uncompared:
+            units_of.setdefault(kind, []).append(unit.name)
+    for kind, names in units_of.items():
+        lines.append(
+            f"Ranks are not compared before calls of {kind}, which does not set "
+            f"needs_all_ranks = True: {', '.join(names)}"
+        )
     return "\n".join(lines)
 
 
