@@ -27,6 +27,7 @@ from fsdp_test_utils import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plugins_since import with_a_row_more
 from release_rules import REDUCE_ARGUMENTS, REDUCE_KEYWORDS, summed_apart_dtype
 
 import torch
@@ -281,6 +282,16 @@ class TestProcesses(FSDPProcessTest):
                     for p, sync in zip(params, (*syncs, "all"), strict=True)
                 ]
                 check_schedule(self.rank, hybrid_mesh(2), schedule)
+
+    def test_what_others_prepare_is_kept_as_it_was_reduced(self):
+        """Whichever parameters the next microbatch has, if any of them."""
+        name = "_prepare_reduce_scatter_inputs"
+        with mock.patch.object(FSDPParamGroup, name, staticmethod(with_a_row_more)):
+            for params in (THREE_DIFFERENT, [ALL] * 3, [ALL, ALL, ["fp16"]]):
+                syncs = ("scatter", "scatter", "all")
+                check_schedule(
+                    self.rank, hybrid_mesh(2), [*map(Microbatch, params, syncs)]
+                )
 
     def test_microbatches_without_sync_add_up_in_the_reduce_dtype(self):
         """bf16 has no room for 256 + 1, which fp32 keeps."""

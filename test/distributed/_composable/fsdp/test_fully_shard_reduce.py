@@ -298,6 +298,30 @@ class TestOrder(FakeGroupTest):
                 loss.backward()
             self.assertEqual(told, [(dtype, 3, number)])
 
+    def test_an_error_while_others_prepare_is_explained_with_their_bucket(self) -> None:
+        own = _fsdp_collectives._default_reduce_scatter_input_fn
+        for dtype in (FP32, BF16, FP16):
+            told = []
+
+            def fail(params, grads, world_size, dtype=dtype):
+                if grads[0].dtype == dtype:
+                    raise ValueError("failed")
+                return own(params, grads, world_size)
+
+            def explain(unit, error, buckets, failed, grads, told=told):
+                told.append(failed.bucket.dtype)
+                raise error
+
+            loss = self.forward(init_device_mesh("cpu", (self.ranks,)))
+            prepare = "_prepare_reduce_scatter_inputs"
+            with (
+                mock.patch.object(FSDPParamGroup, prepare, staticmethod(fail)),
+                mock.patch.object(FSDPParamGroup, "_raise_explained", explain),
+                self.assertRaisesRegex(ValueError, "failed"),
+            ):
+                loss.backward()
+            self.assertEqual(told, [dtype])
+
 
 if __name__ == "__main__":
     run_tests()

@@ -424,6 +424,7 @@ def foreach_reduce(
         prepare_reduce_scatter_inputs,
     )
     bucket = _plan_bucket(reduction, fsdp_params, unsharded_grads, None, reduce_dtype)
+    bucket = prepare_inputs(reduction, bucket, fsdp_params, unsharded_grads)
     part = BucketGrads(fsdp_params, bucket, unsharded_grads, partial_reduce_output)
     reduce_buckets(reduction, [part], results := [])
     return results[0]
@@ -499,8 +500,6 @@ def reduce_buckets(
     stream = reduction.reduce_scatter_stream
     staged = []
     for fsdp_params, bucket, grads, partial in parts:
-        if not reduction.prepares_by_default:
-            bucket = _prepare_inputs(reduction, bucket, fsdp_params, grads)
         reduce_input = _reduce_copy_in(reduction, bucket, fsdp_params, grads)
         is_extended = len(grads) < len(bucket.slots)
         grads.clear()  # only now: the copy-in has been issued
@@ -605,7 +604,7 @@ def _plan_bucket(
     return ReduceBucket(dtype, tuple(slots), keys[0][1] if keys else None)
 
 
-def _prepare_inputs(
+def prepare_inputs(
     reduction: Reduction,
     bucket: ReduceBucket,
     fsdp_params: list[FSDPParam],
@@ -613,7 +612,7 @@ def _prepare_inputs(
 ) -> ReduceBucket:
     """Lets others prepare the gradients, and returns where these lie then."""
     world_size, count = reduction.shard_world_size, len(unsharded_grads)
-    if count == 0:
+    if count == 0 or reduction.prepares_by_default:
         return bucket
     sizes = reduction.prepare_inputs(fsdp_params[:count], unsharded_grads, world_size)
     slots = [

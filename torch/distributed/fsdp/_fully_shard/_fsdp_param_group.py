@@ -63,6 +63,7 @@ from ._fsdp_collectives import (
     foreach_all_gather,
     foreach_all_gather_copy_out,
     foreach_reduce,
+    prepare_inputs,
     reduce_buckets,
     ReduceResult,
     ReduceScatterInputFn,
@@ -480,18 +481,21 @@ class FSDPParamGroup(UnitRegistrations):
         for batch in batches:
             if inputs and not allocates:
                 self._wait_current_stream(scattered)
-            parts = [self._take_part(unit_bucket, grads) for unit_bucket in batch]
+            parts: list[BucketGrads] = []
             results: list[ReduceResult] = []
             try:
+                parts.extend(self._take_part(reduction, b, grads) for b in batch)
                 if foreach_reduce is _OWN_REDUCE:
                     reduce_buckets(reduction, parts, results)
                 else:
                     results.append(self._call_replacement(reduction, *parts))
             except BaseException as error:
-                # Those that have not been copied in have their gradients still
-                not_in = [i for i, part in enumerate(parts) if part.unsharded_grads]
-                failed = not_in[0] if not_in else min(len(results), len(parts) - 1)
-                own_grads = parts[failed].unsharded_grads
+                failed, own_grads = len(parts), []
+                if failed == len(batch):
+                    # Those that have not been copied in have their gradients still
+                    not_in = [i for i, part in enumerate(parts) if part.unsharded_grads]
+                    failed = not_in[0] if not_in else min(len(results), failed - 1)
+                    own_grads = parts[failed].unsharded_grads
                 streams = reduction.reduce_scatter_stream, reduction.all_reduce_stream
                 try:
                     self._wait_for_what_was_started(*streams)
@@ -508,13 +512,21 @@ class FSDPParamGroup(UnitRegistrations):
             self.comm_ctx.reduce_scatter_states.append(state)
 
     def _take_part(
-        self, unit_bucket: UnitBucket, grads: list[torch.Tensor | None]
+        self,
+        reduction: Reduction,
+        unit_bucket: UnitBucket,
+        grads: list[torch.Tensor | None],
     ) -> BucketGrads:
         """Returns a bucket together with what earlier microbatches left for it."""
         own_grads: list[torch.Tensor] = []
         for slot in unit_bucket.bucket.slots:
             own_grads.append(cast(torch.Tensor, grads[slot.param]))
             grads[slot.param] = None  # the bucket owns it from here on
+        if foreach_reduce is _OWN_REDUCE and not reduction.prepares_by_default:
+            # Before what is left for it is added, which lies as it was prepared
+            params, bucket, _ = unit_bucket
+            bucket = prepare_inputs(reduction, bucket, params, own_grads)
+            unit_bucket = unit_bucket._replace(bucket=bucket)
         partial = None
         if self._partial_reduces:
             with self.device_handle.stream(self.comm_ctx.reduce_scatter_stream):
