@@ -7,7 +7,9 @@ paper.
 Runs with pytest, python or ``torchrun --nproc-per-node 4``.
 """
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -24,7 +26,7 @@ from comm_test_utils import (
     Spec,
     ThreadTest,
 )
-from features_comms import KeptScatter
+from features_comms import KeptScatter, SymmMemStub
 from fsdp_test_utils import FakeGroupTest, record_collectives, THREAD_DEVICE_TYPE
 
 import torch
@@ -33,6 +35,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.common_utils import run_tests
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -225,6 +228,67 @@ class TestHybridReduce(ThreadTest):
         grads = self.grads(self.SPECS, self.DTYPES)
         self.reduce(unit, grads, partial_reduce_output=kept, **how)
         self.assert_hybrid_mean(unit, times=3)
+
+
+class NeverSplitPool:
+    """
+    Counts the segments of a pool that has one for each tensor, and gives it to the next
+    tensor of that size once it is free.
+    """
+
+    def __init__(self) -> None:
+        self.tenants: dict[int, list[StorageWeakRef]] = {}  # by bytes
+
+    @contextlib.contextmanager
+    def use(self, pool: object) -> Iterator[None]:
+        class Noting(TorchDispatchMode):
+            def __torch_dispatch__(mode, func, types, args=(), kwargs=None):
+                tensor = func(*args, **(kwargs or {}))
+                tenants = self.tenants.setdefault(tensor.nbytes, [])
+                tenant = StorageWeakRef(tensor.untyped_storage())
+                for i, earlier in enumerate(tenants):
+                    if earlier.expired():
+                        tenants[i] = tenant
+                        return tensor
+                tenants.append(tenant)
+                return tensor
+
+        with Noting():
+            yield
+
+
+class TestSymmetricMemory(FakeGroupTest):
+    """What it registers: the pool is a stand-in, as are those who register."""
+
+    def test_one_input_is_held_at_a_time(self) -> None:
+        """As `set_reduce_scatter_max_input_buffers` wants it of units of one dtype."""
+        sizes = {FP32: (8, 2), BF16: (8, 4), FP16: (8, 4)}  # all of 64 bytes
+        specs = [Spec(size, dtype) for dtype, size in sizes.items()]
+        model = sharded(specs, init_device_mesh("cpu", (self.ranks,)), device="cpu")
+        model.set_force_sum_reduction_for_comms(True)
+        pool, waited = NeverSplitPool(), []
+
+        def inputs() -> list[int]:
+            return [numel for _, numel in stub.registered if numel in (16, 32)]
+
+        def wait(*unused: Any) -> None:
+            waited.append(len(inputs()))
+
+        with (
+            SymmMemStub().patched() as stub,
+            mock.patch.object(torch.cpu, "use_mem_pool", pool.use),
+            mock.patch.object(FSDPParamGroup, "_wait_current_stream", wait),
+        ):
+            model.set_symm_mem_for_comm()
+            for _ in range(2):
+                model([torch.ones(spec.size) for spec in specs]).backward()
+                # Of a gather, an input, and the gradients, which parameters keep
+                segments = {size: len(of) for size, of in pool.tenants.items()}
+                self.assertEqual(segments, {8 * 24: 1, 64: 1, 8: 3})
+                model.zero_grad()
+        self.assertEqual(inputs(), [16, 32, 32] * 2)
+        # For the one before, wherever a unit has had one or two of its three
+        self.assertEqual([n for n in waited if n % 3], [1, 2, 4, 5])
 
 
 class TestOrder(FakeGroupTest):

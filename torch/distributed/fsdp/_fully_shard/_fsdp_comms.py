@@ -58,7 +58,10 @@ class ProcessGroupAllocMixin:
 
 
 class SymmMemAllocMixin:
-    """Takes buffers from the device's symmetric-memory pool, which reuses them."""
+    """
+    Takes buffers from the device's symmetric-memory pool, which registers memory for
+    each one that is held, and gives it again once it is free.
+    """
 
     def __init__(
         self,
@@ -253,6 +256,15 @@ def allocates_anew(comm: ReduceScatter) -> bool:
     """Whether no buffer from ``comm`` shares memory with one that is still held."""
     mixins = (DefaultAllocMixin, ProcessGroupAllocMixin, SymmMemAllocMixin)
     return any(type(comm).allocate is mixin.allocate for mixin in mixins)
+
+
+def holds_one_input(comm: ReduceScatter) -> bool:
+    """
+    Whether a unit's buckets must be reduced one after the other: the next one may get
+    an input that is still held, or would register symmetric memory of its own.
+    """
+    is_symmetric = type(comm).allocate is SymmMemAllocMixin.allocate
+    return is_symmetric or not allocates_anew(comm)
 
 
 def _check_buffer(

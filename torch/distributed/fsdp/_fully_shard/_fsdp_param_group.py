@@ -80,7 +80,7 @@ from ._fsdp_common import (
     ShardPlacementFnResult,
     TrainingState,
 )
-from ._fsdp_comms import allocates_anew
+from ._fsdp_comms import allocates_anew, holds_one_input
 from ._fsdp_context import (  # noqa: F401  (all importable from here, as in the release)
     _GradientReductionState,
     AllGatherState,
@@ -467,49 +467,59 @@ class FSDPParamGroup(UnitRegistrations):
         self, buckets: list[UnitBucket], grads: list[torch.Tensor | None]
     ) -> None:
         """Runs each bucket's reduction and keeps what it needs until its events."""
-        reduction = self._reduction()
-        # If not, it may give the next bucket the buffer that this one's
-        # reduce-scatter still reads
-        allocates = allocates_anew(self._scatter_comm)
+        reduction, comm = self._reduction(), self._scatter_comm
+        one_by_one = holds_one_input(comm)
         batches = [buckets]
-        if not allocates or foreach_reduce is not _OWN_REDUCE:
+        if one_by_one or foreach_reduce is not _OWN_REDUCE:
             batches = [[unit_bucket] for unit_bucket in buckets]
-            several = len(buckets) > 1
-            reduction = reduction._replace(reuses_output=not allocates and several)
-        inputs: list[torch.Tensor] = []
-        scattered: torch.Event | None = None
+            reuses = not allocates_anew(comm) and len(buckets) > 1
+            reduction = reduction._replace(reuses_output=reuses)
+        held: list[tuple[torch.Tensor, torch.Event | None]] = []
         for batch in batches:
-            if inputs and not allocates:
-                self._wait_current_stream(scattered)
-            parts: list[BucketGrads] = []
-            results: list[ReduceResult] = []
-            try:
-                parts.extend(self._take_part(reduction, b, grads) for b in batch)
-                if foreach_reduce is _OWN_REDUCE:
-                    reduce_buckets(reduction, parts, results)
-                else:
-                    results.append(self._call_replacement(reduction, *parts))
-            except BaseException as error:
-                failed, own_grads = len(parts), []
-                if failed == len(batch):
-                    # Those that have not been copied in have their gradients still
-                    not_in = [i for i, part in enumerate(parts) if part.unsharded_grads]
-                    failed = not_in[0] if not_in else min(len(results), failed - 1)
-                    own_grads = parts[failed].unsharded_grads
-                streams = reduction.reduce_scatter_stream, reduction.all_reduce_stream
-                try:
-                    self._wait_for_what_was_started(*streams)
-                finally:
-                    self._raise_explained(error, buckets, batch[failed], own_grads)
-            for part, result in zip(parts, results):
-                self._keep_result(part.bucket, result)
-                if result.reduce_scatter_input is not None:
-                    inputs.append(result.reduce_scatter_input)
-                    scattered = result.reduce_scatter_event
-        if inputs:
+            if held and one_by_one:
+                self._wait_current_stream(held.pop()[1])
+            held += self._reduce_batch(reduction, buckets, batch, grads)
+        if held:
+            inputs, events = zip(*held)
             stream = self.device_handle.current_stream()
-            state = ReduceScatterState(tuple(inputs), scattered, stream, self)
+            state = ReduceScatterState(inputs, events[-1], stream, self)
             self.comm_ctx.reduce_scatter_states.append(state)
+
+    def _reduce_batch(
+        self,
+        reduction: Reduction,
+        buckets: list[UnitBucket],
+        batch: list[UnitBucket],
+        grads: list[torch.Tensor | None],
+    ) -> list[tuple[torch.Tensor, torch.Event | None]]:
+        """Reduces some of the buckets, and returns the inputs with their events."""
+        parts: list[BucketGrads] = []
+        results: list[ReduceResult] = []
+        try:
+            parts.extend(self._take_part(reduction, b, grads) for b in batch)
+            if foreach_reduce is _OWN_REDUCE:
+                reduce_buckets(reduction, parts, results)
+            else:
+                results.append(self._call_replacement(reduction, *parts))
+        except BaseException as error:
+            failed, own_grads = len(parts), []
+            if failed == len(batch):
+                # Those that have not been copied in have their gradients still
+                not_in = [i for i, part in enumerate(parts) if part.unsharded_grads]
+                failed = not_in[0] if not_in else min(len(results), failed - 1)
+                own_grads = parts[failed].unsharded_grads
+            streams = reduction.reduce_scatter_stream, reduction.all_reduce_stream
+            try:
+                self._wait_for_what_was_started(*streams)
+            finally:
+                self._raise_explained(error, buckets, batch[failed], own_grads)
+        for part, result in zip(parts, results):
+            self._keep_result(part.bucket, result)
+        return [
+            (result.reduce_scatter_input, result.reduce_scatter_event)
+            for result in results
+            if result.reduce_scatter_input is not None
+        ]
 
     def _take_part(
         self,

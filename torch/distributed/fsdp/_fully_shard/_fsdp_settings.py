@@ -210,8 +210,9 @@ class UnitSettings:
             raise ValueError(
                 "set_reduce_scatter_max_input_buffers(>1) is not supported with the "
                 f"symmetric-memory reduce-scatter comm, but got {wanted} for module "
-                f"'{self._module_fqn}' using {type(comm).__name__}: its pool reuses "
-                "one buffer, and each one kept back would register more memory. "
+                f"'{self._module_fqn}' using {type(comm).__name__}: its pool gives "
+                "a buffer again once it is free, and each one that is held registers "
+                "more memory. "
                 "Set 1, or use the default reduce-scatter comm"
             )
 
