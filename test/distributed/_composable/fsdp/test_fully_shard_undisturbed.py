@@ -22,12 +22,15 @@ from unittest import mock
 
 from fsdp_test_utils import DeviceFreeTest, FakeGroupTest, run_python
 from undisturbed_scenarios import (
+    ALONE,
     BF16,
     CASES,
+    ELEMENTS,
     FP32,
     MIXED,
     RANKS,
     step,
+    unit_alone,
     unit_of,
 )
 
@@ -50,6 +53,7 @@ from torch.distributed.fsdp._fully_shard import (
     _fsdp_unit as unit,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_common import _dynamo_disable
+from torch.distributed.fsdp._fully_shard._fsdp_context import FSDPCommContext
 from torch.distributed.fsdp._fully_shard._fsdp_layout import plan_copy_in, plan_gather
 from torch.testing._internal.common_utils import run_tests
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -72,7 +76,7 @@ class TestMemory(DeviceFreeTest):
         )
 
     def test_uniform_units_take_at_most_what_the_base_takes(self) -> None:
-        self.assertEqual(self.base.keys(), CASES.keys())
+        self.assertEqual(self.base.keys(), {*CASES, *ALONE})
         for name, nbytes in self.base.items():
             self.assertLessEqual(self.branch[name], nbytes, name)
 
@@ -86,6 +90,13 @@ class TestMemory(DeviceFreeTest):
         own = ODD_NUMEL * (2 * BF16.itemsize + FP32.itemsize + FP32.itemsize)
         self.assertLessEqual(self.branch["fp32 and one bf16, reduce fp32"], fused + own)
         self.assertEqual({*self.branch} - {*self.base}, {*MIXED})
+
+    def test_a_factor_over_a_single_rank_takes_no_memory(self) -> None:
+        """The release makes a buffer for what is divided, and copies that."""
+        plain, divided = ALONE
+        self.assertEqual(self.branch[divided], self.branch[plain])
+        more = self.base[divided] - self.branch[divided]
+        self.assertGreaterEqual(more, ELEMENTS * FP32.itemsize)
 
 
 class TestKept(FakeGroupTest):
@@ -108,6 +119,25 @@ class TestKept(FakeGroupTest):
             self.assertEqual(len(buckets), 1, name)
             for pattern, planned in group.fsdp_params.buckets.items():
                 self.assertIs(buckets[pattern], planned, name)
+
+    def test_a_single_rank_divides_gradients_where_they_are(self) -> None:
+        """What is held until the next reduction is the gradients themselves."""
+        held: list[int] = []
+        release = FSDPCommContext.release_reduce_scatter_inputs
+
+        def noting(shared: FSDPCommContext) -> None:
+            for state in shared.reduce_scatter_states:
+                held.extend(t.data_ptr() for t in state.reduce_scatter_inputs)
+            release(shared)
+
+        name = "release_reduce_scatter_inputs"
+        for factor in ALONE.values():
+            held.clear()
+            model = unit_alone(factor)
+            with mock.patch.object(FSDPCommContext, name, noting):
+                model(torch.ones(1, requires_grad=True)).sum().backward()
+            grad = next(model.parameters()).grad
+            self.assertEqual(held, [grad.to_local().untyped_storage().data_ptr()])
 
     def test_a_dtype_that_changes_plans_anew(self) -> None:
         model = unit_of(CASES["bf16"])

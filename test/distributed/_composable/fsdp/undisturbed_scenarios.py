@@ -91,6 +91,18 @@ def unit_of(case: tuple[torch.dtype, torch.dtype | None, dict[str, Any]]) -> nn.
     return fully_shard(Weights(dtype, odd), mesh=mesh, **kwargs)
 
 
+# Divide factors over a single rank
+ALONE: dict[str, float | None] = {"one rank": None, "one rank, divided": 2.0}
+
+
+def unit_alone(factor: float | None) -> nn.Module:
+    mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("other", "shard"))
+    model = fully_shard(Weights(FP32), mesh=mesh["shard"])
+    if factor is not None:
+        model.set_gradient_divide_factor(factor)
+    return model
+
+
 def step(model: nn.Module) -> None:
     model(torch.ones(1, requires_grad=True)).sum().backward()
     for param in model.parameters():
@@ -149,6 +161,8 @@ def main() -> None:
     dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
     cases = CASES | MIXED if IS_BRANCH else CASES
     peaks = {name: peak_nbytes(unit_of(case)) for name, case in cases.items()}
+    for name, factor in ALONE.items():
+        peaks[name] = peak_nbytes(unit_alone(factor))
     print(json.dumps(peaks))
 
 
