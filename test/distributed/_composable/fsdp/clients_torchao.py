@@ -25,7 +25,6 @@ from _one_process import OneProcess
 from _real_model import make_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard import layout_summary
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -112,6 +111,9 @@ class TestNarrowWeights(ClientTest):
 
     @parametrize("kind", [*NARROW])
     def test_gradients_are_those_of_one_process(self, kind: str) -> None:
+        # Which the release does not have
+        from torch.distributed.fsdp._fully_shard import layout_summary
+
         model = build(NARROW[kind])
         reference = OneProcess(build(NARROW[kind]), loss_of)
         shard(model, make_mesh("cpu"))
