@@ -1,6 +1,7 @@
 """The command line of the examples, and how they start their own processes."""
 
 import argparse
+import contextlib
 import logging
 import os
 import sys
@@ -138,19 +139,36 @@ def _cause(failure: ProcessFailure) -> str:
     return f"failed: {recorded['message']}".splitlines()[0]
 
 
-def as_rank(work: Callable[[], int]) -> int:
-    """Does the work of one rank; returns its exit status.
+def as_rank(work: Callable[[], int]) -> NoReturn:
+    """Does the work of one rank, and ends its process with the exit status.
 
-    An exception goes on to Python, and its first line to the process that launched
-    this one.
+    What an exception says is printed, and its first line goes to the process that
+    launched this one.
     """
     if os.environ["RANK"] != "0":  # what libraries remark is said once
         warnings.simplefilter("ignore")
         logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
-        return record(work)() or 0
+        status = record(work)() or 0
     except KeyboardInterrupt:  # torchrun passes it on to each process
-        return 130
+        status = 130
+    except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        status = 1
+    end_process(status)
+
+
+def end_process(status: int) -> NoReturn:
+    """Ends this process at once, while the interpreter still runs.
+
+    Gloo's threads outlive destroy_process_group once a DTensor was gathered. A thread
+    that drops a tensor takes the GIL; once the interpreter has begun to finalize, that
+    aborts the process ("terminate called without an active exception").
+    """
+    with contextlib.suppress(OSError):  # of a pipe that nobody reads any more
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status)
 
 
 def positive(text: str) -> int:

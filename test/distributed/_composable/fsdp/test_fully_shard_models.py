@@ -61,6 +61,7 @@ import json, sys, torch
 import torch.distributed as dist
 sys.path.append({examples!r})
 import importlib
+from _launch import end_process
 from _real_model import causal_loss, make_mesh, token_batches
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 errors = {{}}
@@ -73,6 +74,7 @@ for name in {models!r}:
     except Exception as error:
         errors[name] = f"{{type(error).__name__}}: {{error}}"
 print(json.dumps({{"torch": torch.__file__, "errors": errors}}))
+end_process(0)
 """
 
 # Multiplies in each way, with and without the kernels that the examples put in place
@@ -103,6 +105,19 @@ try:
 except RuntimeError as error:
     found["several dtypes are refused"] = "dtype" in str(error)
 print(json.dumps(found))
+"""
+
+# A rank whose work ends in one way or another
+ENDING = """
+import atexit, sys
+sys.path.append({examples!r})
+from _launch import as_rank
+for stream in (sys.stdout, sys.stderr):
+    atexit.register(print, "finalized", file=stream)
+def work():
+    print("worked")
+    {ending}
+as_rank(work)
 """
 
 
@@ -259,6 +274,24 @@ class TestScripts(DeviceFreeTest):
         )
         self.assertEqual(printed.count("in one process"), 2)
         self.assertIn("float32 gradients", printed)
+
+    def test_rank_ends_before_its_interpreter_does(self) -> None:
+        """Threads of gloo that want the GIL of one that finalizes abort the process."""
+        code = ENDING.format(examples=str(EXAMPLES), ending="return 0")
+        self.assertEqual(run_python("-c", code, env={"RANK": "0"}), "worked\n")
+
+    def test_rank_that_fails_says_so_before_its_interpreter_ends(self) -> None:
+        for ending, status, said in (
+            ("return 3", 3, ""),
+            ("raise KeyboardInterrupt", 130, ""),
+            ("raise ValueError('wrong')", 1, "ValueError: wrong"),
+        ):
+            code = ENDING.format(examples=str(EXAMPLES), ending=ending)
+            with self.assertRaises(AssertionError) as caught:
+                run_python("-c", code, env={"RANK": "0"})
+            first, *lines = str(caught.exception).splitlines()
+            self.assertEqual(first, f"Exit status {status}:")
+            self.assertEqual(lines[-1] if lines else "", said)
 
 
 if __name__ == "__main__":

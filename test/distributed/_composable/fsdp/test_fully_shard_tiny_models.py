@@ -41,6 +41,7 @@ import json, sys, torch
 import torch.distributed as dist
 sys.path[:0] = {folders!r}
 from _tiny_models import TINY_MODELS
+from _launch import end_process
 from _real_model import make_mesh, token_batches
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 errors = {{}}
@@ -53,6 +54,7 @@ for name, tiny in TINY_MODELS.items():
     except Exception as error:
         errors[name] = f"{{type(error).__name__}}: {{error}}"
 print(json.dumps({{"torch": torch.__file__, "errors": errors}}))
+end_process(0)
 """
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
