@@ -114,6 +114,20 @@ NAMED = {
 
 
 @on_first_rank
+def without_stale_prefetch(name: str, release: dict[str, Any]) -> dict[str, Any]:
+    """
+    Returns a record of the release without what comes of forwards that no backward
+    follows: it records them for prefetching, and the last unit of backward looks once
+    more for one to prefetch, which finds nothing to gather.
+    """
+    if name != "evaluated_before" or "ranges" not in release:
+        return release
+    ranges = [*release["ranges"]]
+    prefetches = [i for i, label in enumerate(ranges) if "backward_prefetch" in label]
+    del ranges[prefetches[-1]]
+    return release | {"ranges": ranges}
+
+
 class TestFeatures(TestCase):
     """Each feature under the base and under this branch."""
 
@@ -156,6 +170,7 @@ class TestFeatures(TestCase):
                     keys.pop("collectives", None)
                 # Nothing is, see below, where the base may keep a gather's buffer
                 keys.pop("left", None)
+                base = without_stale_prefetch(name, base)
                 self.check_same(name, fork, base, keys)
                 self.assertNotEqual(base["step 0 loss"], base["step 1 loss"])
 
@@ -190,6 +205,7 @@ class TestFeatures(TestCase):
     def test_mixed_unit_in_the_order_of_a_uniform_one(self, name: str) -> None:
         (ranks,) = {*CASES[name].mixed} & {*CASES[name].uniform}
         uniform = [r[u] for r in self.base if (u := f"uniform {name} {ranks}") in r]
+        uniform = [without_stale_prefetch(name, record) for record in uniform]
         mixed = [r[m] for r in self.fork if (m := f"mixed {name} {ranks}") in r]
         expected = next(record for record in uniform if "ranges" in record)
         actual = next(record for record in mixed if "ranges" in record)

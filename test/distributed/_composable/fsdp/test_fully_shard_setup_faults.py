@@ -222,7 +222,13 @@ class TestWheel(FaultTestCase):
             folder = self.scratch / "dist"
             progress = Progress(quiet=True)
             assemble_wheel(
-                inspected, self.root, set(), folder, progress, is_known=False
+                inspected,
+                self.root,
+                set(),
+                folder,
+                progress,
+                is_known=False,
+                digests=None,
             )
         except SetupError as error:
             self.assertTrue(str(error).startswith(str(self.bad)), error)
