@@ -5,6 +5,7 @@ What loading a state dict costs a unit, and what it leaves of a ``grad_dtype``.
 
 from __future__ import annotations
 
+import copy
 import json
 
 from fsdp_test_utils import DeviceFreeTest, FakeGroupTest, run_python
@@ -122,6 +123,14 @@ class TestGradDtype(FakeGroupTest):
             self.assertEqual(module.weight.grad_dtype, dtype)
         self.pass_by(module, "forward")
         self.assertEqual(module.weight.grad.dtype, FP32)
+
+    def test_errors_name_what_a_plugin_has_replaced(self) -> None:
+        module = self.unit()
+        group = module._get_fsdp_state()._fsdp_param_group
+        group.fsdp_params = [copy.copy(param) for param in group.fsdp_params]
+        plain = {"weight": torch.zeros(4, 4, dtype=BF16)}
+        with self.assertRaisesRegex(AttributeError, "^weight must be the DTensor"):
+            module.load_state_dict(plain, assign=True)
 
 
 if __name__ == "__main__":

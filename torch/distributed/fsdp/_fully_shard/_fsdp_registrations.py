@@ -173,7 +173,9 @@ class UnitRegistrations(UnitSettings, KeptNames):
             self._grad_dtypes[fsdp_param] = (local_tensor, param.grad_dtype)
 
     def _name_of(self, fsdp_param: FSDPParam) -> str:
-        return self._fqn(self.fsdp_params.index(fsdp_param))
+        if fsdp_param in self.fsdp_params:
+            return self._fqn(self.fsdp_params.index(fsdp_param))
+        return fsdp_param._module_info.param_name  # a plugin has replaced it
 
     def _register_state_dict_hooks(self) -> None:
         """Makes sure that a state dict is taken from, and loaded to, the shards."""
