@@ -1,0 +1,12 @@
+"""The changes of the series, in order: each presupposes those before it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from tools.upstream.edits import Change
+
+
+SERIES: tuple[Change, ...] = ()
