@@ -4,12 +4,16 @@
     python3 tools/apply_to_checkout.py PATH
     python3 tools/apply_to_checkout.py --check PATH     only tells what it would do
     python3 tools/apply_to_checkout.py --list PATH      the files that have a place there
-    python3 tools/apply_to_checkout.py --stack PATH     as a stack of commits, and pages
+    python3 tools/apply_to_checkout.py --series PATH    edits PATH's own files instead
 
 Everything is checked before anything is written: that PATH is a git checkout of
 a release that the branch fits, which version.txt there tells, that each file to be
 replaced is that release's own, and that none of these places has changes that are not committed.  What follows, the
 source build and the pull requests, is printed.  Needs only Python and git.
+
+With --series PATH may be of any version, and is an installed tree, too: any folder with
+torch/, if all edits of tools/upstream/ find their places.  In a git checkout each change
+becomes a commit.  Elsewhere --undo takes them back.  --upto N makes the first N changes.
 """
 
 from __future__ import annotations
@@ -28,7 +32,6 @@ from typing import TYPE_CHECKING
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tools import stack  # noqa: E402
 from tools.setup_helpers import tree  # noqa: E402
 from tools.setup_helpers.digests import (  # noqa: E402
     difference,
@@ -39,6 +42,8 @@ from tools.setup_helpers.digests import (  # noqa: E402
 )
 from tools.setup_helpers.releases import known, RELEASES  # noqa: E402
 from tools.setup_helpers.report import explain, SetupError  # noqa: E402
+from tools.upstream.apply import apply_series  # noqa: E402
+from tools.upstream.series import SERIES  # noqa: E402
 
 
 if TYPE_CHECKING:
@@ -46,9 +51,10 @@ if TYPE_CHECKING:
     from typing import Any
 
     from tools.setup_helpers.releases import Release
+    from tools.upstream.edits import Change
 
 
-TESTS = stack.TESTS
+TESTS = "test/distributed/_composable/fsdp"
 BRANCH = "fsdp2-mixed-dtype"
 # Tests of what is here alone, by what that is; CONTRIBUTING.md names it in this order.
 # Tests of anything else are laid with what they test.
@@ -65,7 +71,7 @@ STAYS_OF = {
     "tools": (
         "test_fully_shard_checkout",
         "test_fully_shard_contract",
-        "test_fully_shard_stack",
+        "test_fully_shard_series",
     ),
     "benchmarks": ("test_fully_shard_bench",),
     "examples": (
@@ -216,36 +222,6 @@ def lay(checkout: Path, sources: dict[str, Path]) -> None:
             partial.unlink(missing_ok=True)
 
 
-def lay_stack(root: Path, checkout: Path) -> None:
-    """Commits our files in the order of ``stack.STACK``, on a branch of its own."""
-
-    def git(task: str, *arguments: str) -> None:
-        tree.demand_git(checkout, task, *arguments)
-
-    if tree.run_git(checkout, "diff", "--cached", "--quiet") is None:
-        raise SetupError(f"{checkout} has changes that are staged: commit them first")
-    git(f"make the branch {BRANCH}", "switch", "--quiet", "--create", BRANCH)
-    here = {
-        str(source.relative_to(root)): t for t, source in files_to_lay(root).items()
-    }
-    package = (root / stack.INIT).read_text()
-    for number, files in enumerate(stack.files_by_commit(here)):
-        written = {path: (root / source).read_text() for path, source in files.items()}
-        written[stack.INIT] = stack.without_later(package, number)
-        for path, text in written.items():
-            target = checkout / path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(stack.as_page(text) if path.endswith(".md") else text)
-        git("add files", "--literal-pathspecs", "add", "--force", "--", *written)
-        git("commit", "commit", "--quiet", "--message", stack.STACK[number].message())
-        lines = sum(text.count("\n") for text in written.values())
-        tests = len(stack.STACK[number].test_files)
-        title = stack.STACK[number].title
-        print(
-            f"  {len(written):3} files {lines:6,} lines {tests:3} test files  {title}"
-        )
-
-
 def report(plan: Plan, checkout: Path, *, only_check: bool) -> None:
     would = "would be " if only_check else ""
     for path in plan.laid:
@@ -268,9 +244,13 @@ To build it and run its tests:
   python -m pip install --no-build-isolation -v -e .
   python -m pytest {TESTS}
 
-To propose it, lay it with --stack, which makes one commit for each pull request:
-  lintrunner init && lintrunner
-  ghstack""")
+To propose it, send the series of small edits instead, see --series.""")
+
+
+def first_changes(number: int | None) -> tuple[Change, ...]:
+    if number is not None and not 0 < number <= len(SERIES):
+        raise SetupError(f"--upto {number}: the series has {len(SERIES)} changes")
+    return SERIES[:number]
 
 
 def main(arguments: list[str], root: Path = ROOT) -> int:
@@ -281,12 +261,21 @@ def main(arguments: list[str], root: Path = ROOT) -> int:
     parser.add_argument("path", type=Path, help="the checkout")
     parser.add_argument("--check", action="store_true", help="write nothing")
     parser.add_argument("--list", action="store_true", help="only list what is ours")
-    parser.add_argument("--stack", action="store_true", help="commit it as a stack")
+    parser.add_argument("--series", action="store_true", help="edit its own files")
+    parser.add_argument("--upto", type=int, metavar="N", help="the first N changes")
+    parser.add_argument("--undo", action="store_true", help="take the series back")
     parsed = parser.parse_args(arguments)
+    if (parsed.undo or parsed.upto is not None) and not parsed.series:
+        parser.error("--undo and --upto go with --series")
     checkout = parsed.path.expanduser().absolute()
     try:
         if parsed.list:
             print("\n".join(files_to_lay(root)))
+            return 0
+        if parsed.series:
+            changes = first_changes(parsed.upto)
+            only_check, undo = parsed.check, parsed.undo
+            apply_series(checkout, root, changes, only_check=only_check, undo=undo)
             return 0
         plan = make_plan(root, checkout)
         if plan.refusals:
@@ -294,9 +283,6 @@ def main(arguments: list[str], root: Path = ROOT) -> int:
             raise SetupError(
                 f"{checkout} is left as it is, because of these files:{listing}"
             )
-        if parsed.stack and not parsed.check:
-            lay_stack(root, checkout)
-            return 0
         if not parsed.check:
             ours = files_to_lay(root)
             lay(checkout, {path: ours[path] for path in plan.laid})

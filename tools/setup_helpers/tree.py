@@ -29,11 +29,15 @@ def run_git(root: Path, *arguments: str) -> str | None:
         return None
 
 
-def demand_git(root: Path, task: str, *arguments: str) -> str:
-    """Returns git's output; an error tells that it cannot do ``task``, and why."""
+def demand_git(root: Path, task: str, *arguments: str, given: str | None = None) -> str:
+    """Returns git's output; an error tells that it cannot do ``task``, and why.
+
+    ``given`` is what git reads from its standard input.
+    """
     try:
         result = subprocess.run(
             ["git", "-C", str(root), *arguments],
+            input=given,
             capture_output=True,
             encoding="utf-8",
             errors="surrogateescape",

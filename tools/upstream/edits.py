@@ -244,9 +244,7 @@ def _lines(lines: list[str], scope: ast.AST, first: str, last: str) -> tuple[int
     return start, _only(found, f"{last!r}, below {first!r}") + 1
 
 
-def _with_expression(
-    lines: list[str], area: ast.AST, anchor: str, code: str
-) -> str:
+def _with_expression(lines: list[str], area: ast.AST, anchor: str, code: str) -> str:
     wanted = ast.unparse(ast.parse(anchor, mode="eval").body)
     found = ((n.lineno, n) for n in _expressions(area) if ast.unparse(n) == wanted)
     node = _only(found, f"{anchor!r}")
