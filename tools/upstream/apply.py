@@ -57,10 +57,7 @@ def apply_series(
         check_checkout(folder)
     plan = plan_series(changes, journal.read, root)
     if not is_checkout:
-        # What is installed has no tests
-        plan = [
-            {p: f[p] for p in f if (folder / Path(p).parts[0]).is_dir()} for f in plan
-        ]
+        plan = [{p: f[p] for p in f if _has_place(folder, p)} for f in plan]
     if not only_check and is_checkout:
         commit_series(folder, changes, plan)
     elif not only_check:
@@ -69,6 +66,11 @@ def apply_series(
         print(f"  {number}  {len(files):2} files  {change.title}")
     done = f"on branch {BRANCH}" if is_checkout else "in place; --undo takes them back"
     print(f"{folder}: {len(plan)} changes {'fit' if only_check else done}")
+
+
+def _has_place(folder: Path, path: str) -> bool:
+    """Whether a tree that is not a checkout takes a file: what is installed has no tests."""
+    return path.startswith("torch/") or (folder / "test/distributed").is_dir()
 
 
 def plan_series(
