@@ -25,7 +25,7 @@ LINT = $(IN_TREE) LINT_TREE="$$PWD" PATH="$$PWD/.venv/bin:$$PATH" && \
 PATHS := git ls-files --cached --others --exclude-standard
 
 .DEFAULT_GOAL := help
-.PHONY: help python setup models train test clients stack bench lint wheel fork clean
+.PHONY: help python setup models train test clients series bench lint wheel fork clean
 
 help:  ## show this list
 	@echo "make TARGET, where TARGET is one of"
@@ -62,10 +62,11 @@ clients: python  ## train with torchtitan, trl, torchao, lightning and others (A
 	@$(IN_TREE) PYTHONPYCACHEPREFIX="$$PWD/build/pycache" PYTHONDONTWRITEBYTECODE= \
 	  build/clients/bin/python -m pytest --durations=10 $(or $(ARGS),$(CLIENTS))
 
-stack: models  ## run the tests of each commit of the stack for upstream, at it (QUICK=1)
-	@$(IN_TREE) FSDP_STACK=$(if $(QUICK),quick,all) PYTHONPYCACHEPREFIX="$$PWD/build/pycache" PYTHONDONTWRITEBYTECODE= \
-	  $(PYTHON) -m pytest --durations=10 \
-	  test/distributed/_composable/fsdp/test_fully_shard_stack.py
+# The series edits one release's own files: it runs on that, whatever BASE is
+series: export TORCH_BASE = $(shell awk -F '"' '/^RELEASE = / { print $$2 }' tools/upstream/series.py)
+series: setup  ## make the edits for upstream change by change, and run the tests of each
+	@$(IN_TREE) $(PYTHON) -m pytest --capture=no $(or $(ARGS),-k TestOnRelease) \
+	  test/distributed/_composable/fsdp/test_fully_shard_series.py
 
 bench: setup  ## measure beside the base release (QUICK=1 DOCS=1 ARGS=...)
 	@$(IN_TREE) $(PYTHON) benchmarks/distributed/fsdp/bench.py $(if $(QUICK),--quick) \

@@ -47,7 +47,6 @@ LONGEST_FIRST = (
     "undisturbed_hooks",
     "tiny_models",
     "bad_input",
-    "stack",
     "grad_comm",
     "faults",
     "drift",

@@ -137,7 +137,7 @@ def apply_change(
                 written[edit.file] = read(edit.file)
             written[edit.file] = apply_edit(written[edit.file], edit)
             _check(written[edit.file])
-        except (SetupError, SyntaxError) as error:
+        except (SetupError, SyntaxError, ValueError) as error:
             what = f"{change.title}: edit {number} ({edit.do}) of {where}"
             raise SetupError(f"{what}: {error}") from None
     for path, ours in change.files:

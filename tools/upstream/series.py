@@ -9,4 +9,6 @@ if TYPE_CHECKING:
     from tools.upstream.edits import Change
 
 
+# Whose own files the edits were written for
+RELEASE = "2.15.0"
 SERIES: tuple[Change, ...] = ()

@@ -751,7 +751,6 @@ class TestMake(BasesTestCase):
         for target, words in (
             ("train", "examples/train_mixed_dtype.py"),
             ("test", "-m pytest --durations=10"),
-            ("stack", "-m pytest --durations=10"),
             ("bench", "benchmarks/distributed/fsdp/bench.py"),
         ):
             set_up, run = self.make(target, f"BASE={OTHER}")
