@@ -140,7 +140,7 @@ class TestApply(CheckoutTestCase):
         self.assertIn("1 files replaced, 2 added, 0 in place already", stdout)
         self.assertNotIn("note:", stdout)
         self.assertIn(f"cd '{self.checkout}'\n", stdout)
-        for command in ("pip install --no-build-isolation -v -e .", "ghstack"):
+        for command in ("pip install --no-build-isolation -v -e .", "--series"):
             self.assertIn(command, stdout)
 
     def test_test_of_a_name_that_the_release_has(self):
@@ -163,7 +163,7 @@ class TestApply(CheckoutTestCase):
         for path in LAID:
             self.assertIn(path, stdout)
         self.assertIn("1 files would be replaced, 2 would be added", stdout)
-        self.assertNotIn("ghstack", stdout)
+        self.assertNotIn("--series", stdout)
 
     def test_second_time_changes_nothing(self):
         self.apply()
