@@ -19,7 +19,7 @@ from tools.setup_helpers import tree
 from tools.setup_helpers.files import PARTIAL, write_whole
 from tools.setup_helpers.report import SetupError
 from tools.setup_helpers.wheel import record_row
-from tools.upstream.edits import apply_change
+from tools.upstream.edits import apply_edit
 
 
 if TYPE_CHECKING:
@@ -74,9 +74,7 @@ def _has_place(folder: Path, path: str) -> bool:
 
 
 def plan_series(
-    changes: Sequence[Change],
-    read: Callable[[str], bytes | None],
-    root: Path,
+    changes: Sequence[Change], read: Callable[[str], bytes | None], root: Path
 ) -> list[dict[str, bytes]]:
     """Returns, for each change, the contents of the files that it edits or adds.
 
@@ -85,23 +83,32 @@ def plan_series(
         root: where our own files are.
     """
     now: dict[str, str] = {}
-
-    def read_now(path: str) -> str:
-        if path not in now and (data := read(path)) is not None:
-            now[path] = data.decode()
-        if path not in now:
-            raise SetupError("there is no such file")
-        return now[path]
-
     plan = []
     for change in changes:
-        for path, _ in change.files:
+        written = []
+        for number, edit in enumerate(change.edits, 1):
+            try:
+                if edit.file not in now:
+                    now[edit.file] = _demand(read(edit.file)).decode()
+                now[edit.file] = apply_edit(now[edit.file], edit)
+            except (SetupError, SyntaxError, ValueError) as error:
+                where = f"{edit.file}, in {edit.scope or 'the module'}"
+                what = f"{change.title}: edit {number} ({edit.do}) of {where}"
+                raise SetupError(f"{what}: {error}") from None
+            written.append(edit.file)
+        for path, ours in change.files:
             if path not in now and read(path) is not None:
                 raise SetupError(f"{change.title}: {path} is there already")
-        written = apply_change(change, read_now, lambda path: (root / path).read_text())
-        now |= written
-        plan.append({path: text.encode() for path, text in written.items()})
+            now[path] = (root / ours).read_text()
+            written.append(path)
+        plan.append({path: now[path].encode() for path in written})
     return plan
+
+
+def _demand(data: bytes | None) -> bytes:
+    if data is None:
+        raise SetupError("there is no such file")
+    return data
 
 
 def read_in(folder: Path, path: str) -> bytes | None:

@@ -17,12 +17,11 @@ from tools.setup_helpers.report import SetupError
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
 
 T = TypeVar("T")
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 Do = Literal[
     "before",
     "after",
@@ -63,7 +62,7 @@ class Edit:
     do: Do
     anchor: str | tuple[str, str]
     code: str = ""
-    """From column 0; one line break at its start is ignored."""
+    """From column 0; one line break at its start and one at its end are ignored."""
     within: str = ""
     """The first line of a statement that the anchor is in, where that is not unique."""
     with_comment: bool = False
@@ -86,27 +85,25 @@ def apply_edit(source: str, edit: Edit) -> str:
     """Returns ``source`` with one edit made; an error says what is wrong with it."""
     # Not `splitlines`, which knows breaks that the parser does not
     lines = source.split("\n")
-    scope = _scope(ast.parse(source), edit.scope)
+    area = _scope(ast.parse(source), edit.scope)
+    if edit.within:
+        area, _ = _statement(lines, area, edit.within)
     first, last = (edit.anchor,) * 2 if isinstance(edit.anchor, str) else edit.anchor
     code = textwrap.dedent(edit.code.removeprefix("\n")).removesuffix("\n")
+    if edit.do == "expression":
+        return _with_expression(lines, area, first, code)
     if edit.do.startswith("lines"):
-        start, end = _lines(lines, scope, first, last)
+        start, end = _lines(lines, area, first, last)
+    elif edit.do.endswith("function"):
+        start, end = _span(_definition(area, first))
     else:
-        area = scope
-        if edit.within:
-            area, _ = _statement(lines, scope, edit.within)
-        if edit.do == "expression":
-            return _with_expression(lines, area, first, code)
-        if edit.do in ("function", "new function"):
-            start, end = _span(_definition(area, first))
-        else:
-            start, end = _statements(lines, area, first, last)
+        start, end = _statements(lines, area, first, last)
     indent = lines[start][: len(lines[start]) - len(lines[start].lstrip())]
     put = textwrap.indent(code, indent).split("\n") if code else []
     if edit.do == "new function":
         put = [""] * (1 if indent else 2) + put
     if edit.do == "before" or edit.with_comment:
-        while lines[start - 1].lstrip().startswith("#") and start > 0:
+        while start > 0 and lines[start - 1].lstrip().startswith("#"):
             start -= 1
     if edit.do in ("before", "lines before"):
         end = start
@@ -115,37 +112,11 @@ def apply_edit(source: str, edit: Edit) -> str:
     elif not put and not lines[start - 1].strip():
         while end < len(lines) - 1 and not lines[end].strip():
             end += 1
-    return "\n".join([*lines[:start], *put, *lines[end:]])
+    return _compiled("\n".join([*lines[:start], *put, *lines[end:]]))
 
 
-def apply_change(
-    change: Change,
-    read: Callable[[str], str],
-    read_ours: Callable[[str], str],
-) -> dict[str, str]:
-    """Returns the text of each file that a change edits or adds.
-
-    Args:
-        read: returns a file of the tree.
-        read_ours: returns a file of this repository.
-    """
-    written: dict[str, str] = {}
-    for number, edit in enumerate(change.edits, 1):
-        where = f"{edit.file}, in {edit.scope or 'the module'}"
-        try:
-            if edit.file not in written:
-                written[edit.file] = read(edit.file)
-            written[edit.file] = apply_edit(written[edit.file], edit)
-            _check(written[edit.file])
-        except (SetupError, SyntaxError, ValueError) as error:
-            what = f"{change.title}: edit {number} ({edit.do}) of {where}"
-            raise SetupError(f"{what}: {error}") from None
-    for path, ours in change.files:
-        written[path] = read_ours(ours)
-    return written
-
-
-def _check(source: str) -> None:
+def _compiled(source: str) -> str:
+    """Returns ``source``, which must still be Python."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -153,6 +124,7 @@ def _check(source: str) -> None:
     except SyntaxError as error:
         what = f"line {error.lineno} would be no Python"
         raise SetupError(f"{what}: {error.msg}") from None
+    return source
 
 
 def _only(found: Iterable[tuple[int, T]], what: str) -> T:
@@ -176,7 +148,7 @@ def _scope(module: ast.Module, name: str) -> ast.AST:
 
 def _definition(scope: ast.AST, name: str) -> Definition:
     found = (node for block in _blocks(scope) for node in block)
-    named = ((n.lineno, n) for n in found if isinstance(n, DEFINITIONS))
+    named = ((n.lineno, n) for n in found if isinstance(n, Definition))
     return _only(((i, n) for i, n in named if n.name == name), f"{name!r}")
 
 
@@ -189,13 +161,13 @@ def _blocks(node: ast.AST) -> Iterator[list[ast.stmt]]:
             yield value
         for child in value:
             kinds = (ast.stmt, ast.excepthandler, ast.match_case)
-            if isinstance(child, kinds) and not isinstance(child, DEFINITIONS):
+            if isinstance(child, kinds) and not isinstance(child, Definition):
                 yield from _blocks(child)
 
 
 def _span(node: ast.stmt) -> tuple[int, int]:
     """Returns where the lines of a statement start and end, with its decorators."""
-    decorators = node.decorator_list if isinstance(node, DEFINITIONS) else []
+    decorators = node.decorator_list if isinstance(node, Definition) else []
     first = min([node.lineno, *(decorator.lineno for decorator in decorators)])
     return first - 1, node.end_lineno or node.lineno
 
@@ -234,8 +206,8 @@ def _statements(
     return start, end
 
 
-def _lines(lines: list[str], scope: ast.AST, first: str, last: str) -> tuple[int, int]:
-    top, bottom = _span(scope) if isinstance(scope, ast.stmt) else (0, len(lines))
+def _lines(lines: list[str], area: ast.AST, first: str, last: str) -> tuple[int, int]:
+    top, bottom = _span(area) if isinstance(area, ast.stmt) else (0, len(lines))
     found = ((i + 1, i) for i in range(top, bottom) if lines[i].strip() == first)
     start = _only(found, f"{first!r}")
     if last == first:
@@ -254,7 +226,7 @@ def _with_expression(lines: list[str], area: ast.AST, anchor: str, code: str) ->
     after = lines[end].encode()[node.end_col_offset :].decode()
     indent = before[: len(before) - len(before.lstrip())]
     put = before + textwrap.indent(code, indent).removeprefix(indent) + after
-    return "\n".join([*lines[:start], put, *lines[end + 1 :]])
+    return _compiled("\n".join([*lines[:start], put, *lines[end + 1 :]]))
 
 
 def _expressions(node: ast.AST) -> Iterator[ast.expr]:
@@ -263,5 +235,5 @@ def _expressions(node: ast.AST) -> Iterator[ast.expr]:
         if isinstance(child, ast.expr):
             yield child
         # Where the parts of f-strings are, older parsers do not know
-        if not isinstance(child, (*DEFINITIONS, ast.JoinedStr)):
+        if not isinstance(child, Definition | ast.JoinedStr):
             yield from _expressions(child)
