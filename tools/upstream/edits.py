@@ -30,6 +30,7 @@ Do = Literal[
     "expression",
     "function",
     "new function",
+    "split",
     "lines",
     "lines before",
     "lines after",
@@ -51,6 +52,9 @@ class Edit:
       ``ast.unparse`` gives it, or in any other layout.
     - ``function`` replaces the function or class of the scope that is named; ``new
       function`` adds one behind it.
+    - ``split`` ends the function of the scope before a statement. The code, which is put
+      there, starts with what the function ends with, and ends with the head of another
+      function, whose indentation is that of the first.
     - ``lines``, ``lines before`` and ``lines after`` are about what is no statement:
       docstrings, comments, parameters.  The anchor is a line of the scope without its
       indentation, or the first and the last; ``lines`` without code removes them.
@@ -85,9 +89,9 @@ def apply_edit(source: str, edit: Edit) -> str:
     """Returns ``source`` with one edit made; an error says what is wrong with it."""
     # Not `splitlines`, which knows breaks that the parser does not
     lines = source.split("\n")
-    area = _scope(ast.parse(source), edit.scope)
+    area = scope = _scope(ast.parse(source), edit.scope)
     if edit.within:
-        area, _ = _statement(lines, area, edit.within)
+        area, _ = _statement(lines, scope, edit.within)
     first, last = (edit.anchor,) * 2 if isinstance(edit.anchor, str) else edit.anchor
     code = textwrap.dedent(edit.code.removeprefix("\n")).removesuffix("\n")
     if edit.do == "expression":
@@ -98,14 +102,17 @@ def apply_edit(source: str, edit: Edit) -> str:
         start, end = _span(_definition(area, first))
     else:
         start, end = _statements(lines, area, first, last)
-    indent = lines[start][: len(lines[start]) - len(lines[start].lstrip())]
+    line = lines[start]
+    if edit.do == "split" and isinstance(scope, ast.stmt):
+        line = lines[_span(scope)[0]]
+    indent = line[: len(line) - len(line.lstrip())]
     put = textwrap.indent(code, indent).split("\n") if code else []
     if edit.do == "new function":
         put = [""] * (1 if indent else 2) + put
     if edit.do == "before" or edit.with_comment:
         while start > 0 and lines[start - 1].lstrip().startswith("#"):
             start -= 1
-    if edit.do in ("before", "lines before"):
+    if edit.do in ("before", "split", "lines before"):
         end = start
     elif edit.do in ("after", "lines after", "new function"):
         start = end
