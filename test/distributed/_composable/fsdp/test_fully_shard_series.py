@@ -789,29 +789,32 @@ class TestCheckout(TreeTestCase):
         self.assertEqual(git(self.tree, "status", "--short"), "")
 
 
+EDITED = {edit.file for change in SERIES for edit in change.edits}
+needs_release = unittest.skipIf(
+    wheel.unpacked_version(BASE_ROOT).partition("+")[0] != RELEASE,
+    "needs the release that the series is for",
+)
+
+
 def make_checkout(checkout: Path) -> None:
     """
     Makes a git tree that is shaped like upstream's, of the release, and can be run: the
     files that the series edits, and links to all others.
     """
-    edited = {edit.file for change in SERIES for edit in change.edits}
-    for link in links.plan_links(REPO_ROOT, edited):
+    for link in links.plan_links(REPO_ROOT, EDITED):
         (checkout / link).parent.mkdir(parents=True, exist_ok=True)
         (checkout / link).symlink_to(BASE_ROOT / link)
-    for path in edited:
+    for path in EDITED:
         (checkout / path).parent.mkdir(parents=True, exist_ok=True)
         (checkout / path).write_bytes((BASE_ROOT / path).read_bytes())
     (checkout / ".gitignore").write_text("__pycache__\n")
     # Where the branch's own tests look for the release
     (checkout / "build").symlink_to(REPO_ROOT / "build")
-    make_git(checkout, ".gitignore", *edited)
+    make_git(checkout, ".gitignore", *EDITED)
 
 
 @on_first_rank
-@unittest.skipIf(
-    wheel.unpacked_version(BASE_ROOT).partition("+")[0] != RELEASE,
-    "needs the release that the series is for",
-)
+@needs_release
 @instantiate_parametrized_tests
 class TestOnRelease(TestCase):
     @classmethod
@@ -850,6 +853,17 @@ class TestOnRelease(TestCase):
             for line in change.message.splitlines():
                 self.assertLessEqual(len(line), 88, line)
 
+    def test_what_is_stored_of_the_release_is_anchors_of_a_line(self):
+        for edit in (edit for change in SERIES for edit in change.edits):
+            for anchor in (edit.within, *edit.anchor):
+                self.assertNotIn("\n", anchor)
+            theirs = self.runs_of_lines((BASE_ROOT / edit.file).read_text())
+            self.assertEqual(self.runs_of_lines(edit.code) & theirs, set(), edit.scope)
+
+    def runs_of_lines(self, text: str, numel: int = 5) -> set[tuple[str, ...]]:
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        return {(*lines[i : i + numel],) for i in range(len(lines) - numel + 1)}
+
     @parametrize("number", [*range(len(SERIES))] or [0])
     def test_passes_what_it_brings(self, number):
         git(self.checkout, "checkout", "--quiet", self.commits[number])
@@ -871,6 +885,50 @@ class TestOnRelease(TestCase):
         )
         self.assertEqual(done.returncode, 0, done.stdout)
         print(f"\n  {number + 1}  {done.stdout.splitlines()[-1]}")
+
+
+@on_first_rank
+@needs_release
+class TestOnReleaseInPlace(TreeTestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        self.series = SERIES
+        shutil.rmtree(self.tree)
+        record = f"{next(BASE_ROOT.glob('torch-*.dist-info')).name}/RECORD"
+        for path in (*EDITED, record):
+            self.put(path, (BASE_ROOT / path).read_bytes().decode())
+        self.before = self.state()
+
+    def test_undone_byte_for_byte(self):
+        for number in range(1, len(SERIES) + 1):
+            self.assert_done("--upto", str(number))
+            self.assertNotEqual(self.state(), self.before)
+        self.assert_done("--undo")
+        self.assertEqual(self.state(), self.before)
+
+    def test_files_changed_by_hand_elsewhere(self):
+        for path in EDITED:
+            more = "\n\ndef _theirs():\n    return None\n"
+            self.put(path, f"# theirs\n{self.text(path)}{more}")
+        before = self.state()
+        self.assert_done()
+        for path in EDITED:
+            self.assertTrue(self.text(path).startswith("# theirs\n"))
+        self.assert_done("--undo")
+        self.assertEqual(self.state(), before)
+
+    def test_a_file_changed_by_hand_in_an_anchor(self):
+        for change in SERIES:
+            edit = next(e for e in change.edits if e.do in ("replace", "remove"))
+            anchor = edit.anchor if isinstance(edit.anchor, str) else edit.anchor[0]
+            text = self.text(edit.file)
+            if anchor not in text:
+                continue  # of an earlier change
+            self.put(edit.file, text.replace(anchor, f"{anchor}  # theirs"))
+            self.assert_refused(
+                f"{edit.file}, in {edit.scope}: {anchor!r} is not there"
+            )
+            self.put(edit.file, text)
 
 
 if __name__ == "__main__":
