@@ -38,7 +38,7 @@ from torch.testing._internal.common_utils import (
 
 
 # How many lines of source each change adds and removes at most
-LIMITS = (40, 250, 200, 300, 250)
+LIMITS = (40, 250, 300, 250)
 GROUP = "torch/distributed/group.py"
 OTHER = "torch/distributed/other.py"
 ADDED = "torch/testing/größe/added.py"
@@ -838,17 +838,17 @@ class TestOnRelease(TestCase):
     def test_each_change_is_small(self):
         self.assertEqual((self.status, len(self.commits)), (0, len(SERIES)))
         print()
-        for number, change in enumerate(SERIES):
+        for number, (change, limit) in enumerate(zip(SERIES, LIMITS, strict=True)):
             more, fewer = self.lines_of(number, "torch")
             tests, _ = self.lines_of(number, "test")
             told = f"{number + 1}  +{more} / -{fewer}, tests +{tests}"
             print(f"  {told:28}  {change.title}")
-            self.assertLessEqual(more + fewer, LIMITS[number], change.title)
+            self.assertLessEqual(more + fewer, limit, change.title)
 
     def test_messages_say_why_what_and_how_it_was_tested(self):
         for change in SERIES:
             self.assertRegex(change.title, r"^\[FSDP2\] [A-Z].{,60}$")
-            for word in ("Why", "What", "Test plan", "Host time"):
+            for word in ("\nTest plan:", "\nHost time:"):
                 self.assertIn(word, change.message, change.title)
             for line in change.message.splitlines():
                 self.assertLessEqual(len(line), 88, line)
