@@ -760,6 +760,14 @@ class TestMake(BasesTestCase):
             _, run = self.make(target)
             self.assertTrue(run.startswith(f"{self.root} {words}"), run)
 
+    def test_series_is_made_on_its_own_release(self):
+        self.put("tools/upstream/series.py", f'RELEASE = "{OTHER}"\n')
+        for more in ([], [f"BASE={DEFAULT}"]):
+            set_up, run = self.make("series", *more)
+            tool = f"{self.root} {OTHER} -B -m tools.setup_helpers setup"
+            self.assertTrue(set_up.startswith(tool), set_up)
+            self.assertTrue(run.startswith(f"{self.other} {OTHER} -m pytest"), run)
+
     def test_tools_are_told_the_base(self):
         for target in ("setup", "models", "wheel", "clean", "help"):
             *_, last = self.make(target, f"BASE={OTHER}")

@@ -20,7 +20,7 @@ from pathlib import Path
 from unittest import mock
 
 from build_test_utils import digest_of, REPOSITORY
-from fsdp_test_utils import BASE_ROOT, on_first_rank, REPO_ROOT
+from fsdp_test_utils import BASE_ROOT, REPO_ROOT
 
 from tools import apply_to_checkout
 from tools.setup_helpers import links, wheel
@@ -813,7 +813,6 @@ def make_checkout(checkout: Path) -> None:
     make_git(checkout, ".gitignore", *EDITED)
 
 
-@on_first_rank
 @needs_release
 @instantiate_parametrized_tests
 class TestOnRelease(TestCase):
@@ -887,7 +886,6 @@ class TestOnRelease(TestCase):
         print(f"\n  {number + 1}  {done.stdout.splitlines()[-1]}")
 
 
-@on_first_rank
 @needs_release
 class TestOnReleaseInPlace(TreeTestCase):
     def setUp(self) -> None:
@@ -931,5 +929,6 @@ class TestOnReleaseInPlace(TreeTestCase):
             self.put(edit.file, text)
 
 
-if __name__ == "__main__":
+# Launched on several ranks, one does the work: the tests share no processes.
+if __name__ == "__main__" and int(os.environ.get("RANK", "0")) == 0:
     run_tests()
