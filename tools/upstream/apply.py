@@ -50,8 +50,10 @@ def apply_series(
         raise SetupError(what)
     journal.check()
     if undo:
-        journal.undo()
-        print(f"{folder}: {len(journal.before)} files are as they were")
+        if not only_check:
+            journal.undo()
+        done = "would be" if only_check else "are"
+        print(f"{folder}: {len(journal.before)} files {done} as they were")
         return
     if is_checkout:
         check_checkout(folder)

@@ -565,6 +565,10 @@ class TestInPlace(TreeTestCase):
         self.assertEqual(self.text(GROUP), expected.replace("return x", "return 2 * x"))
         self.assertEqual(self.text(OTHER), "import os\r\n")
         self.assertEqual(self.text(ADDED), (REPOSITORY / "LICENSE").read_text())
+        made = self.state()
+        told = self.assert_done("--undo", "--check")
+        self.assertIn("4 files would be as they were", told)
+        self.assertEqual(self.state(), made)
         self.assertIn("4 files are as they were", self.assert_done("--undo"))
         self.assertEqual(self.state(), self.before)
 
