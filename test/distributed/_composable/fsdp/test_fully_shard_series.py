@@ -823,7 +823,9 @@ class TestOnRelease(TestCase):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        scratch = Path(cls.enterClassContext(tempfile.TemporaryDirectory())).resolve()
+        folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(folder.cleanup)
+        scratch = Path(folder.name).resolve()
         cls.checkout, cls.bytecode = scratch / "checkout", scratch / "bytecode"
         make_checkout(cls.checkout)
         with contextlib.redirect_stdout(io.StringIO()):
