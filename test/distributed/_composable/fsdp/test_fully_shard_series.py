@@ -8,9 +8,11 @@ of the release that it is for, and runs at each change the tests that it brings.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import itertools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -488,11 +490,11 @@ class TreeTestCase(TestCase):
             self.assertEqual(self.state(), before)
 
     def state(self) -> dict[str, object]:
-        """Returns what is in the tree: contents and modes, without git's own."""
+        """Returns what is in the tree: modes and digests, without git's own."""
         return {
             path.relative_to(self.tree).as_posix(): (
                 path.stat().st_mode,
-                path.read_bytes() if path.is_file() else None,
+                hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "",
             )
             for path in self.tree.rglob("*")
             if ".git" not in path.parts
@@ -746,8 +748,8 @@ class TestCheckout(TreeTestCase):
         self.assertEqual(self.text(OTHER), "import os\r\nimport re\n")
         git(self.tree, "checkout", "--quiet", "HEAD~1")
         self.assertEqual(
-            {p: s for p, s in self.state().items() if s[1] is not None},
-            {p: s for p, s in before.items() if s[1] is not None},
+            {p: s for p, s in self.state().items() if s[1]},
+            {p: s for p, s in before.items() if s[1]},
         )
 
     def test_commits_of_the_first_changes(self):
@@ -856,7 +858,8 @@ class TestOnRelease(TestCase):
             for word in ("\nTest plan:", "\nHost time:"):
                 self.assertIn(word, change.message, change.title)
             for line in change.message.splitlines():
-                self.assertLessEqual(len(line), 88, line)
+                is_command = line.startswith("    ")
+                self.assertTrue(is_command or len(line) <= 88, line)
 
     def test_what_is_stored_of_the_release_is_anchors_of_a_line(self):
         for edit in (edit for change in SERIES for edit in change.edits):
@@ -866,10 +869,10 @@ class TestOnRelease(TestCase):
             self.assertEqual(self.runs_of_lines(edit.code) & theirs, set(), edit.scope)
 
     def runs_of_lines(self, text: str, numel: int = 5) -> set[tuple[str, ...]]:
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        lines = [line.strip() for line in text.splitlines() if re.search(r"\w", line)]
         return {(*lines[i : i + numel],) for i in range(len(lines) - numel + 1)}
 
-    @parametrize("number", [*range(len(SERIES))] or [0])
+    @parametrize("number", [*range(len(SERIES))])
     def test_passes_what_it_brings(self, number):
         git(self.checkout, "checkout", "--quiet", self.commits[number])
         tests = [path for path, _ in SERIES[number].files if "/test_" in path]
