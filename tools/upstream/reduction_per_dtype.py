@@ -524,7 +524,7 @@ Each gradient has a reduce key, fixed at lazy init so that ranks agree: the accu
 dtypes of its storage dtype, promoted. A group of one storage dtype has one key and
 reduces once, as before; with reduce_dtype set, so does any group. Keys come in the
 order of parameters. The end of post_backward becomes the body of a loop over keys, and
-keeps its indentation. Partial sums that await an all-reduce have a layout for each key, so
+keeps its indentation. Partial sums that await an all-reduce have a layout for each key:
 microbatches may use other parameters. Buffers in flight are held for all keys together:
 max_input_buffers counts post-backwards, and a partial group waits once.
 
