@@ -311,7 +311,7 @@ class TestErrors(WheelTestCase):
         self.assert_one_error(result, f"{OURS} is not the release's; {OUR_NEW_FILE} is")
         self.assertIn(f"{OUR_NEW_FILE} is no file of the release, by", result[2])
         self.assertEqual([*self.root.glob("build/dist/*vendor*")], [])
-        # Nor where that wheel is the base in place
+        # Nor where that wheel is the release that set-up unpacked
         self.set_up(given)
         os.environ.pop("TORCH_BASE_WHEEL")
         self.assertEqual(self.run_command("wheel")[::2], result[::2])

@@ -60,7 +60,7 @@ class MixedPrecisionPolicy:
         grad_comm_dtype (torch.dtype, optional): What gradients are sent in:
             float64, float32, float16 or bfloat16. Set, each rank gets what all
             ranks have for its shards in this dtype, and adds it in
-            ``reduce_dtype`` (in float32 if that is ``None``), which must hold
+            ``reduce_dtype`` (float32 if that is ``None``), which must hold
             every value of this one. The sum is
             divided once, at its end. It is taken in one fixed order over all
             data-parallel ranks, so that its bits depend neither on how the
@@ -135,12 +135,10 @@ class MixedPrecisionPolicy:
 
         A parameter that several patterns match gets what each of them sets.
         They must not contradict one another, so their order has no meaning.
-        The policy knows names and keeps no module: it can be copied, pickled,
-        and used on another model whose parameters have the same names, also
-        after they were replaced, e.g. by ``to_empty`` or tensor parallelism.
-        Until the first forward a unit may know only the ends of its
-        parameters' names. Where these are not enough, patterns such as
-        ``layers.0.*`` take effect at the first forward.
+        The policy holds names and no module: it can be copied, pickled, and
+        used on another model with the same names. Where the end of a name, which
+        is what a part of the model knows, is not enough for the patterns, as
+        for ``layers.0.*``, they take effect at the first forward.
 
         Args:
             module (nn.Module): The model, or the part whose units get this policy.
@@ -160,10 +158,9 @@ class MixedPrecisionPolicy:
                 or one that all parameters of a unit share (``output_dtype``,
                 ``cast_forward_inputs``), or maps to a policy with overrides, or
                 if two set the same field of one parameter to different dtypes.
-                Later, in ``fully_shard``: if ``module`` had no parameter of
-                such a name. At the first forward: if the name that a parameter
-                has below the root could be that of several in ``module``, which
-                the patterns treat differently.
+                Later, in ``fully_shard``: if ``module`` had no such parameter.
+                At the first forward: if a name below the root could be that of
+                several in ``module``, which the patterns treat differently.
         """
         unit = cls(
             param_dtype,

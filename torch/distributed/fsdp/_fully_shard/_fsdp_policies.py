@@ -95,10 +95,9 @@ def resolve_all(
         The policies, and whether they stay as they are when the unit is named.
     """
     tables = _tables(policy)
-    names = [_clean(fqn) for fqn in fqns]
-    is_whole = is_named
-    if is_named:
-        is_whole = all(name in table.by_fqn for table in tables for name in names)
+    is_whole = is_named and all(
+        _clean(fqn) in table.by_fqn for table in tables for fqn in fqns
+    )
     resolved = [
         resolve(policy, param, fqn, device, is_whole)
         for param, fqn in zip(params, fqns, strict=True)

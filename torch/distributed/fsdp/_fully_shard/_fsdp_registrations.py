@@ -226,9 +226,10 @@ class UnitRegistrations(UnitSettings, KeptNames):
 
     def resolve_by_name(self, module_names: Mapping[nn.Module, str]) -> None:
         """Gives parameters what a policy says of their names, before the root does."""
+        if self._resolved_policy is not None:
+            return
         infos = [fsdp_param._module_info for fsdp_param in self.fsdp_params]
-        has_names = all(info.module in module_names for info in infos)
-        if self._resolved_policy is None and has_names:
+        if all(info.module in module_names for info in infos):
             fqns = [f"{module_names[i.module]}.{i.param_name}" for i in infos]
             self._resolve_policies([fqn.lstrip(".") for fqn in fqns], is_named=True)
 
