@@ -55,8 +55,8 @@ test: models  ## run the tests (QUICK=1: one of each kind; ARGS=... goes to pyte
 	  $(PYTHON) -m pytest --durations=10 $(if $(QUICK),--quick) \
 	  $(or $(ARGS),--numprocesses=auto --dist=loadfile test)
 
-# Their tests are not called test_*.py, so that `make test` does not collect them.
-CLIENTS = test/distributed/_composable/fsdp/clients_*.py
+# Their files are not called test_*.py, so that `make test` does not collect them.
+CLIENTS = test/distributed/_composable/fsdp/fsdp_clients/with_*.py
 clients: python  ## train with torchtitan, trl, torchao, lightning and others (ARGS=...)
 	@$(SETUP) setup --clients
 	@$(IN_TREE) PYTHONPYCACHEPREFIX="$$PWD/build/pycache" PYTHONDONTWRITEBYTECODE= \

@@ -56,11 +56,12 @@ if TYPE_CHECKING:
 
 TESTS = "test/distributed/_composable/fsdp"
 BRANCH = "fsdp2-mixed-dtype"
-# Tests of what is here alone, by what that is; CONTRIBUTING.md names it in this order.
-# Tests of anything else are laid with what they test.
+# Tests of what is here alone, by what that is, and the packages that only they need;
+# CONTRIBUTING.md names it in this order. Tests of anything else are laid with what
+# they test.
 STAYS_OF = {
     "build": (
-        "build_test_utils",
+        "fsdp_build",
         "test_fully_shard_bases",
         "test_fully_shard_build",
         "test_fully_shard_runner",
@@ -75,12 +76,7 @@ STAYS_OF = {
     ),
     "benchmarks": ("test_fully_shard_bench",),
     "examples": (
-        "clients_common",
-        "clients_lightning",
-        "clients_torchao",
-        "clients_torchtitan",
-        "clients_trainer",
-        "real_models",
+        "fsdp_clients",
         "test_fully_shard_accelerate",
         "test_fully_shard_distributed_config",
         "test_fully_shard_models",
@@ -95,7 +91,7 @@ STAYS_OF = {
         "test_fully_shard_recipes",
     ),
 }
-STAY_HERE = {f"{TESTS}/{name}.py" for names in STAYS_OF.values() for name in names}
+STAY_HERE = {name for names in STAYS_OF.values() for name in names}
 # The release has a test of this name, which its wheel does not hold. It stays, and
 # ours stands beside it.
 LAID_AS = {
@@ -119,6 +115,12 @@ class Plan:
         return sorted(self.replaced + self.added)
 
 
+def stays_here(path: str) -> bool:
+    """Says whether a file, or the folder beside the tests that it is in, stays."""
+    name, _, _ = path.removeprefix(f"{TESTS}/").partition("/")
+    return name.removesuffix(".py") in STAY_HERE
+
+
 def files_to_lay(root: Path) -> dict[str, Path]:
     """Returns our files that have a place in a checkout, by their path there.
 
@@ -126,8 +128,8 @@ def files_to_lay(root: Path) -> dict[str, Path]:
     """
     tracked = tree.known_to_git(root)
     tests = tracked or set(tree.files_on_disk(root, "test"))
-    tests = {path for path in tests if path.startswith("test/")}
-    files = tree.released_files(root, tracked) | (tests - STAY_HERE)
+    tests = {p for p in tests if p.startswith("test/") and not stays_here(p)}
+    files = tree.released_files(root, tracked) | tests
     return {LAID_AS.get(path, path): root / path for path in sorted(files)}
 
 

@@ -18,13 +18,13 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from fsdp_test_utils import (
+from fsdp_clients.real_models import example_of
+from fsdp_common.utils import (
     DEVICE_TYPE,
     FSDPProcessTest,
     shared_folder,
     WORLD_SIZE,
 )
-from real_models import example_of
 
 import torch
 import torch.nn as nn

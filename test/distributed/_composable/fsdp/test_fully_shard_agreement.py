@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
-from fsdp_test_utils import (
+from fsdp_common.utils import (
     FakeGroupTest,
     FSDPProcessTest,
     FSDPThreadTest,

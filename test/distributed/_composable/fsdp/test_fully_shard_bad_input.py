@@ -15,15 +15,14 @@ import warnings
 from typing import Any
 from unittest import mock
 
-from fsdp_test_utils import (
+from fsdp_common.utils import (
     DeviceFreeTest,
     FSDPProcessTest,
     FSDPThreadTest,
     shard_mesh,
     THREAD_DEVICE_TYPE,
 )
-from fsdp_wrong_uses import SECTIONS, WRONG_USES
-from wrong_uses_rows import (
+from fsdp_wrong_uses.rows import (
     BF16,
     DIM,
     FP32,
@@ -35,6 +34,7 @@ from wrong_uses_rows import (
     STARTING,
     STEPPING,
 )
+from fsdp_wrong_uses.table import SECTIONS, WRONG_USES
 
 import torch
 import torch._dynamo

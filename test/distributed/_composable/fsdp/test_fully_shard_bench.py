@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from fsdp_test_utils import BASE_ROOT, DeviceFreeTest, REPO_ROOT, run_python
+from fsdp_common.utils import BASE_ROOT, DeviceFreeTest, REPO_ROOT, run_python
 
 from torch.testing._internal.common_utils import run_tests
 

@@ -20,7 +20,7 @@ import zipfile
 from pathlib import Path
 from unittest import mock
 
-from build_test_utils import (
+from fsdp_build.utils import (
     BASE_FILES,
     BuildTestCase,
     disk_with,

@@ -17,7 +17,7 @@ import unittest
 from pathlib import Path
 from unittest import mock
 
-from build_test_utils import BASE_FILES, BuildTestCase, OURS, REPOSITORY
+from fsdp_build.utils import BASE_FILES, BuildTestCase, OURS, REPOSITORY
 
 from tools import apply_to_checkout, record_base_digests
 from tools.setup_helpers import tree, wheel
@@ -298,6 +298,12 @@ def words_of(source: Path) -> set[object]:
     return words
 
 
+def sources_of(name: str) -> list[Path]:
+    """Returns the file of that name beside the tests, or those of the package."""
+    folder = REPOSITORY / TESTS
+    return [*folder.glob(f"{name}.py"), *folder.glob(f"{name}/*.py")]
+
+
 WITHOUT_A_NAME = """
 import torch, torch.distributed
 torch.__version__ = "2.12.0"
@@ -356,11 +362,11 @@ class TestRepository(TestCase):
         self.assertEqual(done.stderr.splitlines()[-1], error)
 
     def test_what_stays_here_is_here(self):
-        for path in apply_to_checkout.STAY_HERE:
-            self.assertTrue((REPOSITORY / path).is_file(), path)
+        for name in apply_to_checkout.STAY_HERE:
+            self.assertTrue(sources_of(name), name)
 
     def test_laid_tests_need_nothing_that_stays_here(self):
-        stay = {Path(path).stem for path in apply_to_checkout.STAY_HERE}
+        stay = apply_to_checkout.STAY_HERE
         for path, source in apply_to_checkout.files_to_lay(REPOSITORY).items():
             words = words_of(source)
             for word in ("tools", "docs", "benchmarks", "examples", *stay):
@@ -369,16 +375,16 @@ class TestRepository(TestCase):
     def test_what_stays_here_needs_what_is_only_here(self):
         """Each for the reason that it is listed for, so tests of features travel."""
         needs = {
-            "build": {"tools", "build_test_utils"},
+            "build": {"tools", "fsdp_build"},
             "tools": {"tools"},
             "benchmarks": {"benchmarks"},
-            "examples": {"examples", "real_models"},
+            "examples": {"examples", "fsdp_clients"},
             "pages": {"docs", "tools"},
         }
         self.assertEqual([*needs], [*apply_to_checkout.STAYS_OF])
         for kind, names in apply_to_checkout.STAYS_OF.items():
             for name in names:
-                words = words_of(REPOSITORY / TESTS / f"{name}.py")
+                words = set().union(*map(words_of, sources_of(name)))
                 self.assertTrue(words & needs[kind], f"{name} is no test of {kind}")
 
     def test_contributing_tells_what_stays_here(self):

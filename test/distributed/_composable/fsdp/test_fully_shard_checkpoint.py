@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fsdp_test_utils import (
+from fsdp_common.utils import (
     FSDPProcessTest,
     hybrid_mesh,
     mixed_model,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
-from comm_test_utils import (
+from fsdp_common.comms import (
     BF16,
     FP16,
     FP32,
@@ -27,7 +27,8 @@ from comm_test_utils import (
     ThreadTest,
     Weighted,
 )
-from fsdp_test_utils import (
+from fsdp_common.release_rules import REDUCE_ARGUMENTS, reduce_dtype, reduce_dtypes
+from fsdp_common.utils import (
     BACKEND,
     Collective,
     DEVICE_TYPE,
@@ -38,7 +39,6 @@ from fsdp_test_utils import (
     shard_blocks,
     shard_mesh,
 )
-from release_rules import REDUCE_ARGUMENTS, reduce_dtype, reduce_dtypes
 
 import torch
 import torch.distributed as dist

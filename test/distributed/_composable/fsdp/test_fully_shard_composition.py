@@ -5,11 +5,11 @@
 compiler, pipelining, the memory tracker, the profiler, logging, and what the rest of
 torch, its tests and vendors use of FSDP's modules.
 
-``composition_scenarios.py`` runs everything on four ranks, once on the base release
-and once on this branch, and ``composition_contract.py`` prints what is used of the
-modules, of both. Units of one dtype come to the same as on the base; units of
-several dtypes come to the same as one base unit for each dtype, in numbers, and to
-the same as units of one dtype in everything else.
+``fsdp_composition/scenarios.py`` runs everything on four ranks, once on the base
+release and once on this branch, and ``contract.py`` prints what is used of the modules,
+of both. Units of one dtype come to the same as on the base; units of several dtypes
+come to the same as one base unit for each dtype, in numbers, and to the same as units
+of one dtype in everything else.
 
 Runs with pytest, python or ``torchrun --nproc-per-node 4``, where the first rank does
 all of it.
@@ -17,7 +17,6 @@ all of it.
 
 import functools
 import json
-import pickle
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -25,8 +24,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from composition_scenarios import FACTS, FOR_ALL, PIPELINES, TRAINING
-from fsdp_test_utils import BASE_ROOT, DeviceFreeTest, run_python
+from fsdp_common.run_both import check_torch, run_on
+from fsdp_common.utils import DeviceFreeTest, run_python
+from fsdp_composition.scenarios import FACTS, FOR_ALL, PIPELINES, TRAINING
 
 from torch.distributed.fsdp import _fully_shard
 from torch.testing._internal.common_utils import (
@@ -35,8 +35,6 @@ from torch.testing._internal.common_utils import (
     run_tests,
 )
 
-
-HERE = Path(__file__).parent
 
 # Of each scenario, which other one it must equal on the same torch
 SAME_AS = {
@@ -65,25 +63,10 @@ REFERENCES = {name: ref for ref, names in SAME_AS.items() for name in names}
 Results = dict[str, Any]
 
 
-def run_script(name: str, *args: str, on_base: bool, **env: str) -> str:
-    """Runs a file beside this one."""
-    return run_python(str(HERE / name), *args, on_base=on_base, env=env)
-
-
-def check_torch(path: str, on_base: bool) -> None:
-    if Path(path).is_relative_to(BASE_ROOT) != on_base:
-        raise AssertionError(f"ran another torch than meant: {path}")
-
-
 def run_scenarios(on_base: bool) -> list[Results]:
     """Returns what each rank comes to."""
     units = "dtype" if on_base else "block"
-    with tempfile.TemporaryDirectory() as out:
-        args = ("--out", out, "--units", units)
-        printed = run_script("composition_scenarios.py", *args, on_base=on_base)
-        check_torch(printed.splitlines()[-1], on_base)
-        paths = sorted(Path(out).iterdir())
-        return [pickle.loads(path.read_bytes()) for path in paths]
+    return run_on("fsdp_composition.scenarios", "--units", units, on_base=on_base)
 
 
 def run_contract(on_base: bool) -> Results:
@@ -92,8 +75,8 @@ def run_contract(on_base: bool) -> Results:
     with tempfile.TemporaryDirectory() as out:
         log = Path(out) / "log"
         env = {"TORCH_LOGS": "+fsdp", "TORCH_LOGS_OUT": str(log)}
-        args = ("composition_contract.py", *kinds)
-        found = json.loads(run_script(*args, on_base=on_base, **env))
+        args = ("-m", "fsdp_composition.contract", *kinds)
+        found = json.loads(run_python(*args, on_base=on_base, env=env))
         check_torch(found["torch"], on_base)
         # Each begins with rank, level, time and place, in brackets
         return found | {"log": log.read_text().splitlines()}

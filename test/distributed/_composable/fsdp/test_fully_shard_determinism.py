@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from determinism_rounds import INTERPRETERS, MODES, RANKS, ROUNDS
-from fsdp_test_utils import on_first_rank, run_python
+from fsdp_common.utils import on_first_rank, run_python
+from fsdp_mixed_dtype.rounds import INTERPRETERS, MODES, RANKS, ROUNDS
 
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -26,7 +26,7 @@ from torch.testing._internal.common_utils import (
 )
 
 
-# By rank, by mode: what `mixed_dtype_parity.train` recorded
+# By rank, by mode: what `train` of `fsdp_mixed_dtype/parity.py` recorded
 Results = list[dict[str, Any]]
 
 
@@ -36,8 +36,8 @@ def run_rounds() -> list[Results]:
 
         def run_interpreter(number: int) -> None:
             env = {"PYTHONHASHSEED": str(200 + number)}
-            script = Path(__file__).with_name("determinism_rounds.py")
-            run_python(str(script), str(number), folder, env=env)
+            module = "fsdp_mixed_dtype.rounds"
+            run_python("-m", module, str(number), folder, env=env)
 
         with ThreadPoolExecutor(INTERPRETERS) as pool:
             list(pool.map(run_interpreter, range(INTERPRETERS)))

@@ -11,7 +11,8 @@ import re
 import tempfile
 from pathlib import Path
 
-from fsdp_test_utils import (
+from fsdp_clients.real_models import EXAMPLES
+from fsdp_common.utils import (
     BYTECODE_CACHE,
     DeviceFreeTest,
     FSDPProcessTest,
@@ -20,7 +21,6 @@ from fsdp_test_utils import (
     run_python,
     WORLD_SIZE,
 )
-from real_models import EXAMPLES
 
 import torch
 import torch.distributed as dist
@@ -84,9 +84,9 @@ class TestPage(DeviceFreeTest):
         self.assertIn(f"    {lines[-1]}\n", SCRIPT.read_text())
 
     def test_the_page_names_all_tests_of_clients(self) -> None:
-        named = {*re.findall(r"`(clients_\w+\.py)`", PAGE.read_text())}
-        there = {path.name for path in Path(__file__).parent.glob("clients_*.py")}
-        self.assertEqual(named, there - {"clients_common.py"})
+        named = {*re.findall(r"`fsdp_clients/(with_\w+\.py)`", PAGE.read_text())}
+        clients = Path(__file__).with_name("fsdp_clients").glob("with_*.py")
+        self.assertEqual(named, {path.name for path in clients})
 
     def test_base_refuses_all_but_fp32(self) -> None:
         args = ("--nproc", "2", "--steps", "1", "--device", "cpu")

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from comm_test_utils import SCHEMAS
-from fsdp_test_utils import BASE_ROOT, DeviceFreeTest, op_name, run_python
+from fsdp_common.comms import SCHEMAS
+from fsdp_common.utils import BASE_ROOT, DeviceFreeTest, op_name, run_python
 
 import torch
 from torch.distributed.fsdp._fully_shard import (

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fsdp_wrong_uses
+import fsdp_clients.real_models  # noqa: F401
 import matplotlib
-import real_models  # noqa: F401
-from fsdp_test_utils import BYTECODE_CACHE, DeviceFreeTest, FakeGroupTest, run_python
+from fsdp_common.utils import BYTECODE_CACHE, DeviceFreeTest, FakeGroupTest, run_python
+from fsdp_wrong_uses.table import SECTIONS, table
 
 import torch
 import torch.nn as nn
@@ -303,10 +303,10 @@ class TestWrongUses(DeviceFreeTest):
 
     def test_every_row_is_on_the_page(self) -> None:
         lines = self.PAGE.read_text().splitlines()
-        first = f"## {next(iter(fsdp_wrong_uses.SECTIONS))}"
+        first = f"## {next(iter(SECTIONS))}"
         start, end = lines.index(first), lines.index("## Warned of")
-        printed = fsdp_wrong_uses.table()[1:]
-        again = "print the tables again: python fsdp_wrong_uses.py"
+        printed = table()[1:]
+        again = "print the tables again: python fsdp_wrong_uses"
         self.assertEqual(lines[start : end - 1], printed, again)
 
     def test_the_note_is_there(self) -> None:

@@ -1,7 +1,7 @@
 # Owner(s): ["oncall: distributed"]
 """
 One rank does something else than the others: each of them sees what its case says
-(``fsdp_drift.py``), and no rank goes on with a wrong gradient.
+(``fsdp_drift/cases.py``), and no rank goes on with a wrong gradient.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import json
 import re
 import sys
 import unittest
-from pathlib import Path
 from typing import Any
 
-from fsdp_drift import (
+from fsdp_common.utils import DeviceFreeTest, LAUNCHED_RANK, run_python
+from fsdp_drift.cases import (
     ALL_RAISE,
     CASES,
     FINE,
@@ -24,12 +24,10 @@ from fsdp_drift import (
     RANKS,
     TIME_OUT,
 )
-from fsdp_test_utils import DeviceFreeTest, LAUNCHED_RANK, run_python
 
 from torch.testing._internal.common_utils import run_tests
 
 
-SCRIPT = Path(__file__).parent / "fsdp_drift.py"
 MODES = ("1", "always")  # those of the outcomes
 OTHER = 1 - ODD
 
@@ -81,7 +79,7 @@ class TestDrift(DeviceFreeTest):
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
-        printed = run_python(str(SCRIPT), *MODES, "0")
+        printed = run_python("-m", "fsdp_drift.cases", *MODES, "0")
         cls.found = json.loads(printed.splitlines()[-1])
 
     def outcomes(self, outcome: str) -> list[tuple[str, str, list[dict[str, Any]]]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fsdp_drift import CASES, OUTCOMES
-from fsdp_test_utils import DeviceFreeTest
+from fsdp_common.utils import DeviceFreeTest
+from fsdp_drift.cases import CASES, OUTCOMES
 
 from torch.testing._internal.common_utils import run_tests
 

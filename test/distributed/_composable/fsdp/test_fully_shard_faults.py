@@ -16,9 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from features_models import extended_stack, Fp8
-from fsdp_random_cases import BF16, Case, FP16, FP32, Microbatch, Param, shard_model
-from fsdp_test_utils import (
+from fsdp_common.utils import (
     DEVICE_TYPE,
     FakeGroupTest,
     FSDPProcessTest,
@@ -26,9 +24,11 @@ from fsdp_test_utils import (
     shard_mesh,
     WORLD_SIZE,
 )
-from mixed_dtype_models import loss_of, mixed_tower, Tower
-from mixed_dtype_parity import prefetch_explicitly, shard_blocks, units_of
-from mixed_dtype_reference import SideBySide
+from fsdp_features.models import extended_stack, Fp8
+from fsdp_mixed_dtype.models import loss_of, mixed_tower, Tower
+from fsdp_mixed_dtype.parity import prefetch_explicitly, shard_blocks, units_of
+from fsdp_mixed_dtype.reference import SideBySide
+from fsdp_random.cases import BF16, Case, FP16, FP32, Microbatch, Param, shard_model
 
 import torch
 import torch.nn as nn

@@ -6,31 +6,28 @@ offload or extensions, one at a time: in units of one dtype it leaves the bits,
 the order of steps and the collectives of the base release, and in units of
 several dtypes the bits of one unit for each dtype.
 
-What is run is in ``features_parity.py``, under both torches.
+What is run is in ``fsdp_features/parity.py``, under both torches.
 
 Runs with pytest, python or ``torchrun --nproc-per-node 4``.
 """
 
 import json
-import pickle
-import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
-from features_cases import shard_children
-from features_memory import FP16, MIXED, MODES, UNALIGNED, UNIFORM
-from features_models import Extended, extended_stack, Fp8, HighLow
-from features_parity import CASES
-from fsdp_test_utils import (
-    BASE_ROOT,
+from fsdp_common.release_rules import FOLLOWS_GRAD_DTYPE
+from fsdp_common.run_both import Results, run_on
+from fsdp_common.utils import (
     FSDPThreadTest,
     on_first_rank,
     run_python,
 )
-from mixed_dtype_models import BF16, FP32
-from release_rules import FOLLOWS_GRAD_DTYPE
+from fsdp_features.cases import shard_children
+from fsdp_features.memory import FP16, MIXED, MODES, UNALIGNED, UNIFORM
+from fsdp_features.models import Extended, extended_stack, Fp8, HighLow
+from fsdp_features.parity import CASES
+from fsdp_mixed_dtype.models import BF16, FP32
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -42,25 +39,8 @@ from torch.testing._internal.common_utils import (
 )
 
 
-HERE = Path(__file__).parent
-
-# By rank: results of `features_parity.run_all`
-Results = list[dict[str, Any]]
-
-
-def run_script(name: str, *args: str, on_base: bool = False) -> str:
-    """Runs a script that lies beside this file."""
-    return run_python(str(HERE / name), *args, on_base=on_base)
-
-
 def run_cases(units: str, *, on_base: bool) -> Results:
-    with tempfile.TemporaryDirectory() as out:
-        args = ("--units", units, "--out", out)
-        printed = run_script("features_parity.py", *args, on_base=on_base)
-        imported = printed.strip().splitlines()[-1]
-        if Path(imported).is_relative_to(BASE_ROOT) != on_base:
-            raise AssertionError(f"ran another torch than meant: {imported}")
-        return [pickle.loads(p.read_bytes()) for p in sorted(Path(out).iterdir())]
+    return run_on("fsdp_features.parity", "--units", units, on_base=on_base)
 
 
 ERRORS = [name for name in CASES if name.startswith("error_")]
@@ -434,8 +414,8 @@ class TestMemory(TestCase):
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
-        base = run_script("features_memory.py", on_base=True)
-        fork = run_script("features_memory.py", "--mixed")
+        base = run_python("-m", "fsdp_features.memory", on_base=True)
+        fork = run_python("-m", "fsdp_features.memory", "--mixed")
         cls.base, cls.fork = (json.loads(t.splitlines()[-1]) for t in (base, fork))
 
     @parametrize("mode", list(MODES))

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Sequence
 from types import SimpleNamespace
 
-from comm_test_utils import (
+from fsdp_common.comms import (
     as_bytes,
     BF16,
     count_operators,
@@ -26,8 +26,8 @@ from comm_test_utils import (
     Spec,
     ThreadTest,
 )
-from fsdp_test_utils import random_input, THREAD_DEVICE_TYPE
-from release_rules import reduce_dtype_of_grad
+from fsdp_common.release_rules import reduce_dtype_of_grad
+from fsdp_common.utils import random_input, THREAD_DEVICE_TYPE
 
 import torch
 import torch.distributed as dist

@@ -14,8 +14,7 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-import mixed_dtype_parity
-from comm_test_utils import (
+from fsdp_common.comms import (
     BF16,
     FP16,
     FP32,
@@ -27,17 +26,18 @@ from comm_test_utils import (
     ThreadTest,
     Weighted,
 )
-from features_memory import peak_nbytes
-from fsdp_test_utils import (
+from fsdp_common.utils import (
     DEVICE_TYPE,
     DeviceFreeTest,
     FakeGroupTest,
     FSDPProcessTest,
     THREAD_DEVICE_TYPE,
 )
+from fsdp_features.memory import peak_nbytes
+from fsdp_mixed_dtype import parity
+from fsdp_mixed_dtype.models import mixed_tower, uniform_tower
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mixed_dtype_models import mixed_tower, uniform_tower
 
 import torch
 from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -300,7 +300,7 @@ def policy_maker(compute: torch.dtype | None, comm: torch.dtype | None) -> Any:
     return make
 
 
-# One of each kind, of `mixed_dtype_parity`
+# One of each kind, of `fsdp_mixed_dtype/parity.py`
 UNIFORM = (
     "root_only no_reshard accumulate accumulate_in_turns several_backwards "
     "explicit_prefetch unshard_ahead shard_last_dim group group_run_in_part frozen "
@@ -321,13 +321,13 @@ class TestModes(FSDPProcessTest):
 
     world_size = 4
 
-    def train(self, name: str, compute: Any, comm: Any) -> mixed_dtype_parity.Record:
+    def train(self, name: str, compute: Any, comm: Any) -> parity.Record:
         kind, _, name = name.partition("_")
         if kind == "mixed":
-            mode = mixed_dtype_parity.MIXED_MODES[name]
-            mode = replace(mode, shard=mixed_dtype_parity.shard_blocks)
+            mode = parity.MIXED_MODES[name]
+            mode = replace(mode, shard=parity.shard_blocks)
         else:
-            mode = mixed_dtype_parity.UNIFORM_MODES[name]
+            mode = parity.UNIFORM_MODES[name]
         model = mixed_tower() if kind == "mixed" else uniform_tower(mode.dtype)
         names = ("replicate", "shard")
         pairs = init_device_mesh(DEVICE_TYPE, (2, 2), mesh_dim_names=names)
@@ -335,11 +335,11 @@ class TestModes(FSDPProcessTest):
         rank = self.rank if mode.is_hybrid else self.rank % 2
         make = policy_maker(compute, comm)
         with (
-            mock.patch.object(mixed_dtype_parity, "MixedPrecisionPolicy", make),
-            mock.patch.object(mixed_dtype_parity, "STEPS", 2),
+            mock.patch.object(parity, "MixedPrecisionPolicy", make),
+            mock.patch.object(parity, "STEPS", 2),
         ):
             model = model.to(DEVICE_TYPE)
-            return mixed_dtype_parity.train(mode, model, mesh, rank, DEVICE_TYPE)
+            return parity.train(mode, model, mesh, rank, DEVICE_TYPE)
 
     @parametrize("name", NAMES)
     def test_equals_a_reduction_in_fp32(self, name: str) -> None:

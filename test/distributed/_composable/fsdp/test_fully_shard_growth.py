@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 from typing import Any
 
-from fsdp_test_utils import DeviceFreeTest, run_python
+from fsdp_common.utils import DeviceFreeTest, run_python
 
 from torch.testing._internal.common_utils import run_tests
 
 
-SCRIPT = Path(__file__).parent / "fsdp_growth.py"
 STEPS = int(os.environ.get("FSDP_GROWTH_STEPS", "60"))
 # The allocator of the C library may take a little more at any time
 MAX_PROCESS_BYTES = 4 * 2**20
@@ -28,7 +26,8 @@ class TestGrowth(DeviceFreeTest):
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
-        printed = run_python(str(SCRIPT), str(STEPS), timeout=1200 + 2 * STEPS)
+        args = ("-m", "fsdp_random.growth", str(STEPS))
+        printed = run_python(*args, timeout=1200 + 2 * STEPS)
         cls.modes = json.loads(printed.splitlines()[-1])
 
     def test_steps_leave_nothing_behind(self) -> None:

@@ -17,7 +17,12 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from fsdp_test_utils import (
+from fsdp_common.release_rules import (
+    REDUCE_ARGUMENTS,
+    REDUCE_KEYWORDS,
+    summed_apart_dtype,
+)
+from fsdp_common.utils import (
     DEVICE_TYPE,
     FSDPProcessTest,
     FSDPThreadTest,
@@ -25,10 +30,9 @@ from fsdp_test_utils import (
     on_first_rank,
     record_collectives,
 )
+from fsdp_plugins.since import with_a_row_more
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plugins_since import with_a_row_more
-from release_rules import REDUCE_ARGUMENTS, REDUCE_KEYWORDS, summed_apart_dtype
 
 import torch
 import torch.distributed as dist

@@ -4,7 +4,7 @@
 A device that is late: what it takes for ordered and what not, small steps in every
 order, the schedules of the happens-before checker in a few, and races that were
 published of FSDP2, which it has to find. docs/late_device.md has the long runs, which
-``fsdp_late_device.py`` starts by hand.
+``fsdp_late_device`` starts by hand.
 """
 
 from __future__ import annotations
@@ -18,15 +18,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fsdp_late_device
-import late_device_races
-import late_device_schedules
-import late_device_steps
-from fsdp_happens_before import find_sites
-from fsdp_late_device import check, replay, show_one
-from fsdp_test_utils import DeviceFreeTest, run_python
-from late_device_memory import Device, PATTERNS, place, REUSES
-from late_device_orders import (
+from fsdp_common.release_rules import FOLLOWS_GRAD_DTYPE
+from fsdp_common.utils import DeviceFreeTest, run_python
+from fsdp_late_device import races, schedules, steps
+from fsdp_late_device.check import check, examine, main, replay, show_one
+from fsdp_late_device.memory import Device, PATTERNS, place, REUSES
+from fsdp_late_device.orders import (
     by_name,
     conflicts,
     explore,
@@ -36,13 +33,13 @@ from late_device_orders import (
     run,
     TooMany,
 )
-from late_device_queues import Recording
-from late_device_races import RACES
-from late_device_ranks import Rank
-from late_device_record import Recorder, Stuck
-from late_device_runs import MODULES
-from release_rules import FOLLOWS_GRAD_DTYPE
-from stream_schedules import KINDS, SCHEDULES
+from fsdp_late_device.queues import Recording
+from fsdp_late_device.races import RACES
+from fsdp_late_device.ranks import Rank
+from fsdp_late_device.record import Recorder, Stuck
+from fsdp_late_device.runs import MODULES
+from fsdp_streams.happens_before import find_sites
+from fsdp_streams.schedules import KINDS, SCHEDULES
 
 import torch
 import torch.distributed as dist
@@ -393,7 +390,7 @@ class TestOrders(DeviceFreeTest):
         self.assertIn("leaves, other bits", str(finding))
 
     def test_each_keeps_the_edges(self) -> None:
-        recording = late_device_steps.record("mixed_replicas")
+        recording = steps.record("mixed_replicas")
         graph = Graph(recording)
         seen = set()
         for name in ("in order", *names(graph, 40)):
@@ -421,7 +418,7 @@ class TestOrders(DeviceFreeTest):
     def test_a_recording_is_the_same_again(self) -> None:
         texts = []
         for _ in range(2):
-            recording = late_device_schedules.record("hsdp", "mixed, cast")
+            recording = schedules.record("hsdp", "mixed, cast")
             entries = recording.entries
             texts.append([(str(e), sorted(b.index for b in e.before)) for e in entries])
         self.assertEqual(*texts)
@@ -433,10 +430,10 @@ class TestOrders(DeviceFreeTest):
 
     def test_a_finding_is_found_again_by_its_names(self) -> None:
         race = RACES["inputs reused between reductions"]
-        recording = late_device_races.record(race, "implicit_prefetch", "uniform")
-        report = fsdp_late_device.examine(recording, 24)
+        recording = races.record(race, "implicit_prefetch", "uniform")
+        report = examine(recording, 24)
         self.assertTrue(report.findings)
-        again = late_device_races.record(race, "implicit_prefetch", "uniform")
+        again = races.record(race, "implicit_prefetch", "uniform")
         for finding in report.findings[:3]:
             other = replay(again, finding.order, finding.device)
             self.assertEqual(str(other), str(finding))
@@ -448,7 +445,7 @@ class TestOrders(DeviceFreeTest):
 
 class TestMemory(DeviceFreeTest):
     def test_blocks_overlap_only_after_they_are_freed(self) -> None:
-        recording = late_device_schedules.record("hsdp", "mixed, cast")
+        recording = schedules.record("hsdp", "mixed, cast")
         sizes = {}
         for reuse in REUSES:
             addresses, sizes[reuse] = place(recording, reuse)
@@ -470,7 +467,7 @@ class TestMemory(DeviceFreeTest):
 
     def test_both_patterns_show(self) -> None:
         race = RACES["inputs reused between reductions"]
-        recording = late_device_races.record(race, "implicit_prefetch", "mixed")
+        recording = races.record(race, "implicit_prefetch", "mixed")
         graph = Graph(recording)
         for pattern in PATTERNS:
             device = Device(recording, reuse="none", pattern=pattern)
@@ -493,9 +490,9 @@ _WAITS = {
 
 
 class TestSteps(DeviceFreeTest):
-    @parametrize("name", [*late_device_steps.STEPS])
+    @parametrize("name", [*steps.STEPS])
     def test_every_order(self, name: str) -> None:
-        recording = late_device_steps.record(name)
+        recording = steps.record(name)
         (start,) = recording.marks
         explored = explore(
             Device(recording), Graph(recording), start=start, max_states=8000
@@ -507,7 +504,7 @@ class TestSteps(DeviceFreeTest):
     def test_a_wait_left_out_is_found(self, site: str, name: str) -> None:
         sites = {str(s): s for module in MODULES for s in find_sites(module)}
         self.assertIn(site, sites)
-        recording = late_device_steps.record(name, watched=MODULES, without=sites[site])
+        recording = steps.record(name, watched=MODULES, without=sites[site])
         (start,) = recording.marks
         explored = explore(
             Device(recording), Graph(recording), start=start, max_states=8000
@@ -532,14 +529,14 @@ class TestSchedules(DeviceFreeTest):
     @parametrize("name", [name for name in SCHEDULES if name not in _BY_HAND])
     def test_gives_the_same_bits(self, name: str) -> None:
         kind = _KINDS[[*SCHEDULES].index(name) % len(_KINDS)]
-        recording = late_device_schedules.record(name, kind)
-        report = fsdp_late_device.examine(recording, 1, reuses=("last",))
+        recording = schedules.record(name, kind)
+        report = examine(recording, 1, reuses=("last",))
         self.assertTrue(report.is_clean, f"{kind}: {report}")
 
     @parametrize("title", [*RACES])
     def test_published_race_is_found(self, title: str) -> None:
         race = RACES[title]
-        recording = late_device_races.record(race, race.schedules[0], race.kinds[-1])
+        recording = races.record(race, race.schedules[0], race.kinds[-1])
         self.assertEqual(show_one(recording) is not None, race.shows)
 
 
@@ -550,18 +547,16 @@ _FOUND = {
     "gather_given_up": ("late:0/default", "last-ff"),
 }
 _OF_THE_RELEASE = f"""
-import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-import fsdp_late_device
-from stream_schedules import Chosen, KINDS, mesh_of
+from fsdp_late_device.check import check, main
+from fsdp_streams.schedules import Chosen, KINDS, mesh_of
 import torch
 from torch.distributed.fsdp import fully_shard
 
 schedules = "--schedules", "--kinds", "uniform, cast", "--only"
 for name, (order, memory) in {_FOUND!r}.items():
     options = name, "--order", order, "--memory", memory
-    fsdp_late_device.main([*schedules, *options])
-fsdp_late_device.main([*schedules, "hsdp_deferred_other_parameters"])
+    main([*schedules, *options])
+main([*schedules, "hsdp_deferred_other_parameters"])
 
 def puts_off(rank):
     unit = fully_shard(Chosen(KINDS["uniform"]), mesh=mesh_of.__wrapped__(1, 2))
@@ -570,7 +565,7 @@ def puts_off(rank):
         unit(torch.ones(1, 16, requires_grad=True), chosen).sum().backward()
     print("gradients", unit.p0.grad, unit.q0.grad.to_local()[0].item())
 
-fsdp_late_device.check(puts_off, ranks=2, orders=1)
+check(puts_off, ranks=2, orders=1)
 """
 
 
@@ -627,7 +622,7 @@ def late(rank):
     def run_script(self, *args: str) -> str:
         """Returns what is printed of a program that is not clean."""
         with contextlib.redirect_stdout(io.StringIO()) as printed:
-            self.assertEqual(fsdp_late_device.main(args), 1)
+            self.assertEqual(main(args), 1)
         return printed.getvalue()
 
 

@@ -8,8 +8,8 @@ import dataclasses
 import itertools
 import json
 
-from comm_test_utils import count_operators
-from fsdp_test_utils import DeviceFreeTest, REPO_ROOT, run_python
+from fsdp_common.comms import count_operators
+from fsdp_common.utils import DeviceFreeTest, REPO_ROOT, run_python
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import json
 
-from fsdp_test_utils import DeviceFreeTest, FakeGroupTest, run_python
+from fsdp_common.utils import DeviceFreeTest, FakeGroupTest, run_python
 
 import torch
 import torch.nn as nn

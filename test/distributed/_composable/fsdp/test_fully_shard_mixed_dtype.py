@@ -11,16 +11,14 @@ Runs with pytest, python or ``torchrun --nproc-per-node 4``.
 """
 
 import contextlib
-import pickle
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
-import mixed_dtype_mlp
-from fsdp_test_utils import (
-    BASE_ROOT,
+from fsdp_common.release_rules import compute_dtype
+from fsdp_common.run_both import read_results, Results, run_on
+from fsdp_common.utils import (
     DEVICE_TYPE,
     FSDPProcessTest,
     hybrid_mesh,
@@ -31,7 +29,8 @@ from fsdp_test_utils import (
     run_python,
     shard_mesh,
 )
-from mixed_dtype_models import (
+from fsdp_mixed_dtype import mlp
+from fsdp_mixed_dtype.models import (
     BF16,
     DIM,
     FP16,
@@ -41,7 +40,7 @@ from mixed_dtype_models import (
     Part,
     Tower,
 )
-from mixed_dtype_parity import (
+from fsdp_mixed_dtype.parity import (
     LR,
     MIXED_MODES,
     OVERRIDE_MODES,
@@ -54,14 +53,13 @@ from mixed_dtype_parity import (
     UNIFORM_MODES,
     units_of,
 )
-from mixed_dtype_reference import (
+from fsdp_mixed_dtype.reference import (
     local_part,
     Reference,
     run_model,
     run_skipping,
     SideBySide,
 )
-from release_rules import compute_dtype
 
 import torch
 import torch.nn as nn
@@ -82,8 +80,6 @@ from torch.testing._internal.common_utils import (
 )
 from torch.utils.checkpoint import checkpoint
 
-
-HERE = Path(__file__).parent
 
 if LAUNCHED_RANK is None and DEVICE_TYPE == "cpu":
     # Processes that fork from one which has imported this come four times as fast
@@ -750,12 +746,6 @@ class TestMixedDtypeTraining(FSDPProcessTest):
 instantiate_parametrized_tests(TestMixedDtypeTraining)
 
 
-def run_script(name: str, *args: str, on_base: bool = False, hash_seed: int = 0) -> str:
-    """Runs a script that lies beside this file."""
-    env = {"PYTHONHASHSEED": str(hash_seed)}
-    return run_python(str(HERE / name), *args, on_base=on_base, env=env)
-
-
 @on_first_rank
 class TestOneUnitOfTwoDtypes(TestCase):
     """The script of pytorch issue 156784, before and after."""
@@ -763,10 +753,10 @@ class TestOneUnitOfTwoDtypes(TestCase):
     def test_base_refuses_it(self) -> None:
         message = "FSDP expects uniform original parameter dtype but got"
         with self.assertRaisesRegex(AssertionError, message):
-            run_script("mixed_dtype_mlp.py", on_base=True)
+            run_python("-m", "fsdp_mixed_dtype.mlp", on_base=True)
 
     def test_it_trains(self) -> None:
-        printed = run_script("mixed_dtype_mlp.py")
+        printed = run_python("-m", "fsdp_mixed_dtype.mlp")
         losses = [float.fromhex(line) for line in printed.split()]
         self.assertEqual(losses, self.losses_of_one_process(), atol=0, rtol=0)
         self.assertLess(losses[-1], losses[0] / 2)
@@ -774,13 +764,13 @@ class TestOneUnitOfTwoDtypes(TestCase):
 
     @staticmethod
     def losses_of_one_process() -> list[float]:
-        mlp, losses = mixed_dtype_mlp.seeded_mlp(), []
-        optimizer = torch.optim.SGD(mlp.parameters(), lr=mixed_dtype_mlp.LR)
-        ranks = range(mixed_dtype_mlp.RANKS)
-        for _ in range(mixed_dtype_mlp.STEPS):
-            of_ranks = [mixed_dtype_mlp.loss_of(mlp, rank) for rank in ranks]
+        model, losses = mlp.seeded_mlp(), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=mlp.LR)
+        ranks = range(mlp.RANKS)
+        for _ in range(mlp.STEPS):
+            of_ranks = [mlp.loss_of(model, rank) for rank in ranks]
             sum(of_ranks).backward()
-            for param in mlp.parameters():
+            for param in model.parameters():
                 param.grad.div_(len(ranks))
             optimizer.step()
             optimizer.zero_grad()
@@ -788,23 +778,14 @@ class TestOneUnitOfTwoDtypes(TestCase):
         return losses
 
 
-# By rank: results of `mixed_dtype_parity.run_all`
-Results = list[dict[str, Any]]
+def hash_seed(number: int) -> dict[str, str]:
+    return {"PYTHONHASHSEED": str(number)}
 
 
-def read_results(folder: str) -> Results:
-    return [pickle.loads(path.read_bytes()) for path in sorted(Path(folder).iterdir())]
-
-
-def run_parity(*args: str, **kwargs: Any) -> Results:
+def run_parity(units: str, *, on_base: bool, env: dict[str, str]) -> Results:
     """Runs all modes on 4 ranks."""
-    with tempfile.TemporaryDirectory() as out:
-        args = ("--device", DEVICE_TYPE, "--out", out, *args)
-        imported = run_script("mixed_dtype_parity.py", *args, **kwargs).strip()
-        on_base = kwargs.get("on_base", False)
-        if Path(imported).is_relative_to(BASE_ROOT) != on_base:
-            raise AssertionError(f"ran another torch than meant: {imported}")
-        return read_results(out)
+    args = ("--units", units, "--device", DEVICE_TYPE)
+    return run_on("fsdp_mixed_dtype.parity", *args, on_base=on_base, env=env)
 
 
 def run_parity_with_other_hash_seeds() -> Results:
@@ -814,8 +795,8 @@ def run_parity_with_other_hash_seeds() -> Results:
         args += ("--units", "block", "--only-mixed", "--ranks", "2")
 
         def run_rank(rank: int) -> None:
-            script = ("mixed_dtype_parity.py", "--rank", str(rank))
-            run_script(*script, *args, hash_seed=100 + rank)
+            command = ("-m", "fsdp_mixed_dtype.parity", *args, "--rank", str(rank))
+            run_python(*command, env=hash_seed(100 + rank))
 
         with ThreadPoolExecutor() as pool:
             list(pool.map(run_rank, range(2)))
@@ -837,8 +818,8 @@ class TestParityWithBase(TestCase):
     def setUpClass(cls) -> None:
         super().setUpClass()
         with ThreadPoolExecutor() as pool:
-            base = pool.submit(run_parity, "--units", "dtype", on_base=True)
-            fork = pool.submit(run_parity, "--units", "block", hash_seed=1)
+            base = pool.submit(run_parity, "dtype", on_base=True, env=hash_seed(0))
+            fork = pool.submit(run_parity, "block", on_base=False, env=hash_seed(1))
             reseeded = pool.submit(run_parity_with_other_hash_seeds)
         cls.base, cls.fork = base.result(), fork.result()
         cls.reseeded = reseeded.result()

@@ -17,7 +17,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from fsdp_test_utils import (
+from fsdp_clients.real_models import example_of, EXAMPLES
+from fsdp_common.utils import (
     BASE_ROOT,
     BYTECODE_CACHE,
     Collective,
@@ -28,7 +29,6 @@ from fsdp_test_utils import (
     run_python,
     WORLD_SIZE,
 )
-from real_models import example_of, EXAMPLES
 
 import torch
 import torch.nn as nn

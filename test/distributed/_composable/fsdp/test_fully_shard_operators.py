@@ -6,8 +6,8 @@ The operators ``fsdp::*``, which compiled graphs are matched with.
 Runs with pytest, python or ``torchrun --nproc-per-node 4``.
 """
 
-from comm_test_utils import SCHEMAS
-from fsdp_test_utils import DeviceFreeTest
+from fsdp_common.comms import SCHEMAS
+from fsdp_common.utils import DeviceFreeTest
 
 import torch
 from torch.testing._internal.common_utils import run_tests

@@ -16,8 +16,8 @@ import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from features_models import Extended, Fp8, HighLow
-from fsdp_test_utils import (
+from fsdp_common.release_rules import reduce_arguments, reduce_dtype, summed_apart_dtype
+from fsdp_common.utils import (
     FakeGroupTest,
     FSDPProcessTest,
     FSDPThreadTest,
@@ -25,7 +25,7 @@ from fsdp_test_utils import (
     THREAD_DEVICE_TYPE,
     WORLD_SIZE,
 )
-from release_rules import reduce_arguments, reduce_dtype, summed_apart_dtype
+from fsdp_features.models import Extended, Fp8, HighLow
 
 import torch
 import torch.nn as nn

@@ -5,7 +5,7 @@ What plugins and trainers outside of torch use of ``fully_shard``'s modules: nam
 they read, write, call and replace. Under this branch a unit of one dtype gives them
 what it gives under the base release, and what they replace is called as often.
 
-What is run is in ``plugins_scenarios.py``, under both torches.
+What is run is in ``fsdp_plugins/scenarios.py``, under both torches.
 
 Runs with pytest, python or ``torchrun --nproc-per-node 4``.
 """
@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp_run_both import Results, run_on_both
-from fsdp_test_utils import DeviceFreeTest
-from release_rules import CHUNK_CAT, FOLLOWS_GRAD_DTYPE, TELLS_FROZEN_DTYPES
+from fsdp_common.release_rules import CHUNK_CAT, FOLLOWS_GRAD_DTYPE, TELLS_FROZEN_DTYPES
+from fsdp_common.run_both import Results, run_on_both
+from fsdp_common.utils import DeviceFreeTest
 
 from torch.testing._internal.common_utils import run_tests
 
@@ -38,7 +38,7 @@ class TestPlugins(DeviceFreeTest):
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
-        script, mixed = "plugins_scenarios.py", ("--mixed",)
+        script, mixed = "fsdp_plugins.scenarios", ("--mixed",)
         cls.base, cls.branch = run_on_both(script, only_branch=mixed)
 
     def results_of(self, name: str) -> list[Any]:

@@ -16,11 +16,11 @@ import weakref
 from typing import Any
 from unittest import mock
 
-from fsdp_test_utils import (
+from fsdp_common.release_rules import reduce_dtype
+from fsdp_common.utils import (
     DeviceFreeTest,
     run_python,
 )
-from release_rules import reduce_dtype
 
 import torch
 import torch.nn as nn

@@ -12,8 +12,8 @@ import copy
 import functools
 from typing import Any
 
-from comm_test_utils import group_of
-from fsdp_test_utils import (
+from fsdp_common.comms import group_of
+from fsdp_common.utils import (
     FakeGroupTest,
     FSDPThreadTest,
     linear_stack,

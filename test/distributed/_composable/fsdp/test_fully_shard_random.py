@@ -1,7 +1,7 @@
 # Owner(s): ["oncall: distributed"]
 """
 Random models, meshes, policies and schedules against what the gradients must be, see
-``fsdp_random_cases``. ``FSDP_RANDOM_CASES`` and ``FSDP_RANDOM_SEED`` choose a longer
+``fsdp_random/cases.py``. ``FSDP_RANDOM_CASES`` and ``FSDP_RANDOM_SEED`` choose a longer
 run than the one that is the same every time.
 """
 
@@ -10,14 +10,14 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from fsdp_random_cases import Case, cases, cases_of_replicas, run_case
-from fsdp_test_utils import (
+from fsdp_common.utils import (
     DEVICE_TYPE,
     FSDPProcessTest,
     on_first_rank,
     stay_on_one_core,
     WORLD_SIZE,
 )
+from fsdp_random.cases import Case, cases, cases_of_replicas, run_case
 from hypothesis import given, HealthCheck, Phase, seed, settings
 
 import torch.distributed as dist

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from fsdp_test_utils import FakeGroupTest, record_collectives
+from fsdp_common.utils import FakeGroupTest, record_collectives
 
 import torch
 from torch.testing._internal.common_utils import run_tests

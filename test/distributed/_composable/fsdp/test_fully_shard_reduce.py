@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from comm_test_utils import (
+from fsdp_common.comms import (
     BF16,
     count_operators,
     FP16,
@@ -26,8 +26,8 @@ from comm_test_utils import (
     Spec,
     ThreadTest,
 )
-from features_comms import KeptScatter, SymmMemStub
-from fsdp_test_utils import FakeGroupTest, record_collectives, THREAD_DEVICE_TYPE
+from fsdp_common.utils import FakeGroupTest, record_collectives, THREAD_DEVICE_TYPE
+from fsdp_features.comms import KeptScatter, SymmMemStub
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

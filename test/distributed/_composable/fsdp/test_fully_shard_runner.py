@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-from build_test_utils import REPOSITORY
+from fsdp_build.utils import REPOSITORY
 
 from torch.testing._internal.common_utils import run_tests, TestCase
 

@@ -8,7 +8,7 @@ import io
 import sys
 from pathlib import Path
 
-from fsdp_test_utils import DEVICE_TYPE, FSDPProcessTest
+from fsdp_common.utils import DEVICE_TYPE, FSDPProcessTest
 
 from torch.testing._internal.common_utils import run_tests
 

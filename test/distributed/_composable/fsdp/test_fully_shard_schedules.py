@@ -4,7 +4,7 @@
 Random schedules of training steps: a unit of one dtype has the bits, the collectives
 and the warnings of the base release in each of them.
 
-What is run is in ``schedule_scenarios.py``, under both torches.
+What is run is in ``fsdp_random/schedules.py``, under both torches.
 
 [Note: What may be compared]
 Ranks may compare what they are about to do, with gathers of a few bytes, in the first
@@ -21,9 +21,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from fsdp_run_both import Results, run_on_both
-from fsdp_test_utils import DeviceFreeTest
-from schedule_scenarios import draw, Schedule, SCHEDULES, STEPS
+from fsdp_common.run_both import Results, run_on_both
+from fsdp_common.utils import DeviceFreeTest
+from fsdp_random.schedules import draw, Schedule, SCHEDULES, STEPS
 
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -77,7 +77,7 @@ class TestSchedules(DeviceFreeTest):
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
-        cls.base, cls.branch = run_on_both("schedule_scenarios.py")
+        cls.base, cls.branch = run_on_both("fsdp_random.schedules")
 
     def both(self, number: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """Returns what the base and this branch saw of a schedule, by rank."""

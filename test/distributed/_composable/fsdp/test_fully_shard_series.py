@@ -21,8 +21,8 @@ import unittest
 from pathlib import Path
 from unittest import mock
 
-from build_test_utils import digest_of, REPOSITORY
-from fsdp_test_utils import BASE_ROOT, REPO_ROOT
+from fsdp_build.utils import digest_of, REPOSITORY
+from fsdp_common.utils import BASE_ROOT, REPO_ROOT
 
 from tools import apply_to_checkout
 from tools.setup_helpers import links, wheel

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
-from build_test_utils import (
+from fsdp_build.utils import (
     BASE_FILES,
     BuildTestCase,
     make_wheel,

@@ -12,9 +12,9 @@ from __future__ import annotations
 import unittest
 from typing import Any
 
-from fsdp_run_both import Results, run_on
-from fsdp_test_utils import DeviceFreeTest
-from release_rules import FOLLOWS_GRAD_DTYPE, HAS_SPMD_TYPES
+from fsdp_common.release_rules import FOLLOWS_GRAD_DTYPE, HAS_SPMD_TYPES
+from fsdp_common.run_both import Results, run_on
+from fsdp_common.utils import DeviceFreeTest
 
 import torch
 from torch.testing._internal.common_utils import (
@@ -43,7 +43,7 @@ MIXED = (
     "mixed_steps_of_ones_own",
     "mixed_inputs_that_are_padded",
 )
-SCRIPT = "plugins_scenarios.py"
+SCRIPT = "fsdp_plugins.scenarios"
 
 
 class SinceTest(DeviceFreeTest):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest import mock
 
-from fsdp_test_utils import CastLinear, FakeGroupTest
+from fsdp_common.utils import CastLinear, FakeGroupTest
 
 import torch
 import torch.nn as nn

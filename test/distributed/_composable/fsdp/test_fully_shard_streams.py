@@ -53,10 +53,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
-from fsdp_happens_before import Event, find_sites, HappensBefore, Site, Stream
-from fsdp_test_utils import FakeGroupTest
-from late_device_races import forgets
-from stream_schedules import KINDS, Kit, mesh_of, RANKS, SCHEDULES
+from fsdp_common.utils import FakeGroupTest
+from fsdp_late_device.races import forgets
+from fsdp_streams.happens_before import Event, find_sites, HappensBefore, Site, Stream
+from fsdp_streams.schedules import KINDS, Kit, mesh_of, RANKS, SCHEDULES
 
 import torch
 import torch.distributed as dist

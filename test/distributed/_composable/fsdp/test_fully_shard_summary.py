@@ -11,8 +11,8 @@ import logging
 from typing import Any
 from unittest import mock
 
-from features_models import Fp8
-from fsdp_test_utils import (
+from fsdp_common.release_rules import reduce_dtype
+from fsdp_common.utils import (
     CastLinear,
     FakeGroupTest,
     FSDPThreadTest,
@@ -20,7 +20,7 @@ from fsdp_test_utils import (
     record_collectives,
     shard_blocks,
 )
-from release_rules import reduce_dtype
+from fsdp_features.models import Fp8
 
 import torch
 import torch.nn as nn

@@ -12,7 +12,8 @@ import json
 import tempfile
 from collections import Counter
 
-from fsdp_test_utils import (
+from fsdp_clients.real_models import EXAMPLES
+from fsdp_common.utils import (
     BASE_ROOT,
     BYTECODE_CACHE,
     DeviceFreeTest,
@@ -22,7 +23,6 @@ from fsdp_test_utils import (
     run_python,
     WORLD_SIZE,
 )
-from real_models import EXAMPLES
 
 import torch
 import torch.nn as nn

@@ -15,13 +15,13 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from fsdp_test_utils import (
+from fsdp_clients.real_models import example_of
+from fsdp_common.utils import (
     DEVICE_TYPE,
     FSDPProcessTest,
     shared_folder,
     WORLD_SIZE,
 )
-from real_models import example_of
 
 import torch
 import torch.nn as nn

@@ -16,12 +16,11 @@ import json
 import sys
 import unittest
 import weakref
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from fsdp_test_utils import DeviceFreeTest, FakeGroupTest, run_python
-from undisturbed_scenarios import (
+from fsdp_common.utils import DeviceFreeTest, FakeGroupTest, run_python
+from fsdp_undisturbed.scenarios import (
     ALONE,
     BF16,
     CASES,
@@ -60,7 +59,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-SCRIPT = Path(__file__).parent / "undisturbed_scenarios.py"
+SCRIPT = ("-m", "fsdp_undisturbed.scenarios")
 ODD_NUMEL = 64
 
 
@@ -71,7 +70,7 @@ class TestMemory(DeviceFreeTest):
     def setUpClass(cls) -> None:
         super().setUpClass()
         cls.base, cls.branch = (
-            json.loads(run_python(str(SCRIPT), on_base=on_base).splitlines()[-1])
+            json.loads(run_python(*SCRIPT, on_base=on_base).splitlines()[-1])
             for on_base in (True, False)
         )
 

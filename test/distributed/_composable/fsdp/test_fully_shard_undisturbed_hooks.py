@@ -10,7 +10,7 @@ The base release drops inputs only when a module's last group comes. Where that 
 comes late it holds those of all modules before, and where it comes after others of its
 module it waits for these too.
 
-What is run is in ``hook_order_scenarios.py``, under both torches.
+What is run is in ``fsdp_undisturbed/hook_orders.py``, under both torches.
 
 Runs with pytest, python or ``torchrun --nproc-per-node 4``.
 """
@@ -20,9 +20,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fsdp_run_both import Results, run_on_both
-from fsdp_test_utils import DeviceFreeTest
-from hook_order_scenarios import BLOCKS, GROUPS, mixed_orders, Order, orders, STEPS
+from fsdp_common.run_both import Results, run_on_both
+from fsdp_common.utils import DeviceFreeTest
+from fsdp_undisturbed.hook_orders import (
+    BLOCKS,
+    GROUPS,
+    mixed_orders,
+    Order,
+    orders,
+    STEPS,
+)
 
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -67,7 +74,7 @@ class TestUndisturbedHooks(DeviceFreeTest):
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
-        script, mixed = "hook_order_scenarios.py", ("--mixed",)
+        script, mixed = "fsdp_undisturbed.hook_orders", ("--mixed",)
         cls.base, cls.branch = run_on_both(script, only_branch=mixed)
 
     def of(self, results: Results, order: Order) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ import zipfile
 from importlib.metadata import distributions
 from pathlib import Path
 
-from build_test_utils import BASE_FILES, BuildTestCase, digest_of, make_wheel, OURS
+from fsdp_build.utils import BASE_FILES, BuildTestCase, digest_of, make_wheel, OURS
 from packaging.requirements import Requirement
 from packaging.utils import parse_wheel_filename
 

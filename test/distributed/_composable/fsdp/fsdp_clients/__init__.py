@@ -1,0 +1,1 @@
+"""Training of real models: the examples', and with other people's stacks."""

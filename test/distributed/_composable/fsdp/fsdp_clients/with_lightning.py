@@ -1,0 +1,99 @@
+# Owner(s): ["oncall: distributed"]
+
+"""
+Lightning Fabric with its ``ModelParallelStrategy``, whose function shards the model:
+steps beside one process, and a checkpoint that is saved, changed and loaded.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from fsdp_common.utils import DeviceFreeTest, shared_folder
+
+import torch
+import torch.nn as nn
+from _one_process import make_optimizer, OneProcess
+from _real_model import causal_loss, token_batches
+from fsdp_clients import real_models
+from fsdp_clients.common import as_launched, ClientTest, refusal
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.common_utils import run_tests
+
+
+MODEL = real_models.example_of("nemotron_h")
+
+
+def parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    MODEL.shard(model, mesh["data_parallel"])
+    return model
+
+
+class TestFabric(ClientTest):
+    world_size = 2
+
+    def fabric(self) -> Any:
+        from lightning.fabric import Fabric
+        from lightning.fabric.strategies import ModelParallelStrategy
+
+        strategy = ModelParallelStrategy(parallelize, self.world_size, 1)
+        fabric = Fabric(accelerator="cpu", strategy=strategy, devices=self.world_size)
+        fabric.launch()
+        return fabric
+
+    def test_trains_saves_and_loads(self) -> None:
+        with as_launched(self.rank, self.world_size), shared_folder() as folder:
+            fabric = self.fabric()
+            torch.manual_seed(0)
+            built = MODEL.build_model()
+            reference = OneProcess(copy.deepcopy(built), causal_loss)
+            model = fabric.setup_module(built)
+            optimizer = fabric.setup_optimizers(make_optimizer(model))
+            state = {"model": model, "optimizer": optimizer, "steps": 0}
+            for batch in token_batches(3, 2 * self.world_size, self.device):
+                chunks = batch.chunk(self.world_size)
+                loss = causal_loss(model, chunks[self.rank])
+                fabric.backward(loss)
+                expected = reference.backward(chunks)
+                self.assertEqual(loss.detach(), expected[self.rank], rtol=0, atol=0)
+                found = [*reference.gradient_differences(built)]
+                reference.step(built)
+                optimizer.step()
+                optimizer.zero_grad()
+                found += reference.parameter_differences(built)
+                self.assertEqual([str(each) for each in found if not each.ok], [])
+                state["steps"] += 1
+                if state["steps"] == 2:
+                    fabric.save(folder / "checkpoint", state)
+                    saved = copy.deepcopy(reference.model.state_dict())
+            fabric.load(folder / "checkpoint", state)
+        self.assertEqual(state["steps"], 2)
+        for name, param in built.named_parameters():
+            full = param.full_tensor()
+            self.assertEqual(full.dtype, saved[name].dtype, name)
+            self.assertTrue(torch.equal(full, saved[name]), name)
+
+
+class TestRelease(DeviceFreeTest):
+    def test_refuses(self) -> None:
+        self.assertIn(
+            "FSDP expects uniform original", refusal("fsdp_clients.with_lightning")
+        )
+
+
+def one_step() -> None:
+    """What the release is asked to do, in a group of one rank."""
+    from lightning.fabric import Fabric
+    from lightning.fabric.strategies import ModelParallelStrategy
+
+    with as_launched(0, 1):
+        strategy = ModelParallelStrategy(parallelize, 1, 1)
+        fabric = Fabric(accelerator="cpu", strategy=strategy, devices=1)
+        fabric.launch()
+        model = fabric.setup_module(MODEL.build_model())
+        causal_loss(model, next(token_batches(1, 2, torch.device("cpu"))))
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,248 @@
+# Owner(s): ["oncall: distributed"]
+
+"""
+torchao's weights that are gathered in 8 bits, in one unit with bf16 and fp32 ones, and
+its AdamW that rounds bf16 at random, over units of both dtypes.
+
+A CPU has no products of float8: torchao's own ``emulate`` computes them in fp32 from the
+same values. It compiles its AdamW, which is switched off: that needs a C++ compiler.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+from fsdp_common.utils import DeviceFreeTest, record_collectives
+
+import fsdp_clients.real_models  # noqa: F401
+import torch
+import torch.nn as nn
+from _one_process import OneProcess
+from _real_model import make_mesh
+from fsdp_clients.common import ClientTest, refusal
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+)
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+DIM = 32
+# Less than the spacing of most weights, so that rounding decides
+RATE = 0.3 * 2**-10
+
+
+class Block(nn.Module):
+    """Of a weight that becomes 8 bits wide, a bf16 one and an fp32 norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(DIM)
+        self.narrow = nn.Linear(DIM, 2 * DIM, bias=False, dtype=BF16)
+        self.plain = nn.Linear(2 * DIM, DIM, bias=False, dtype=BF16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(x.float()).to(x.dtype)
+        return x + self.plain(self.narrow(normed).relu())
+
+
+def to_float8(model: nn.Module) -> None:
+    from torchao.float8 import convert_to_float8_training, Float8LinearConfig
+
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
+    convert_to_float8_training(
+        model, config=config, module_filter_fn=lambda _, name: "narrow" in name
+    )
+
+
+def to_int8(model: nn.Module) -> None:
+    from torchao.prototype.quantized_training import (
+        int8_weight_only_quantized_training,
+    )
+    from torchao.quantization import quantize_
+
+    config = int8_weight_only_quantized_training()
+    quantize_(model, config, filter_fn=lambda _, name: "narrow" in name)
+
+
+def to_nothing(model: nn.Module) -> None:
+    pass
+
+
+NARROW = {"float8": to_float8, "int8": to_int8}
+
+
+def build(narrow: Any) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(2)))
+    narrow(model)
+    return model
+
+
+def shard(model: Any, mesh: DeviceMesh) -> None:
+    """Computes in the dtypes that are stored; int8 scales ask the policy for one."""
+    fp32 = MixedPrecisionPolicy(FP32, FP32)
+    policy = MixedPrecisionPolicy.by_name(
+        model, {"*norm*": fp32}, param_dtype=BF16, cast_forward_inputs=False
+    )
+    for block in model:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh)
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).float().square().mean()
+
+
+def batches(steps: int, size: int) -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        yield torch.randn(size, 4, DIM, generator=generator).to(BF16)
+
+
+class TestNarrowWeights(ClientTest):
+    world_size = 2
+
+    @parametrize("kind", [*NARROW])
+    def test_gradients_are_those_of_one_process(self, kind: str) -> None:
+        # Which the release does not have
+        from torch.distributed.fsdp._fully_shard import layout_summary
+
+        model = build(NARROW[kind])
+        reference = OneProcess(build(NARROW[kind]), loss_of)
+        shard(model, make_mesh("cpu"))
+        (batch,) = batches(1, 2 * self.world_size)
+        chunks = batch.chunk(self.world_size)
+        stored = "int8 + bfloat16" in str(layout_summary(model))
+        self.assertEqual(stored, kind == "int8")
+        with record_collectives() as recorder:
+            loss = loss_of(model, chunks[self.rank])
+            loss.backward()
+        expected = reference.backward(chunks)
+        self.assertEqual(loss.detach(), expected[self.rank], rtol=0, atol=0)
+        found = [*reference.gradient_differences(model)]
+        self.assertEqual([str(each) for each in found if not each.ok], [])
+        self.assertEqual(len(found), 6)
+        # One byte for each narrow weight, and int8 has a scale for each row
+        nbytes = DIM * 4 + 2 * DIM * DIM * (1 + 2) + (2 * 2 * DIM) * (kind == "int8")
+        self.assertEqual([each.nbytes for each in recorder.all_gathers], [nbytes] * 4)
+
+    @parametrize("kind", [*NARROW])
+    def test_trains(self, kind: str) -> None:
+        model = build(NARROW[kind])
+        shard(model, make_mesh("cpu"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        (batch,) = batches(1, 2 * self.world_size)
+        chunk, losses = batch.chunk(self.world_size)[self.rank], []
+        for _ in range(6):
+            loss = loss_of(model, chunk)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        self.assertLess(losses[-1], 0.9 * losses[0])
+
+
+class TestWeightsForInference(ClientTest):
+    """They are of tensor subclasses that cannot be sharded, or have no all-gather."""
+
+    world_size = 2
+
+    @parametrize("config", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+    def test_are_refused_or_ignored(self, config: str) -> None:
+        from torchao import quantization
+
+        for is_ignored in (False, True):
+            model = build(to_nothing).requires_grad_(False)
+            quantization.quantize_(
+                model,
+                getattr(quantization, config)(),
+                filter_fn=lambda _, name: "narrow" in name,
+            )
+            ignored = {block.narrow.weight for block in model if is_ignored}
+            shard_all = functools.partial(
+                fully_shard, model, mesh=make_mesh("cpu"), ignored_params=ignored
+            )
+            if is_ignored:
+                shard_all()
+                continue
+            text = "0.narrow.weight of Sequential cannot be sharded. It is of the ten"
+            with self.assertRaisesRegex(NotImplementedError, text):
+                shard_all()
+
+    def test_nf4_is_sharded(self) -> None:
+        from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
+
+        weight = to_nf4(torch.randn(256, 256, dtype=BF16))
+        model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.LayerNorm(256))
+        model[0].weight = nn.Parameter(weight, requires_grad=False)
+        expected = weight.get_original_weight()
+        fully_shard(model, mesh=make_mesh("cpu")).unshard()
+        self.assertEqual(model[0].weight.get_original_weight(), expected)
+
+
+instantiate_parametrized_tests(TestNarrowWeights)
+instantiate_parametrized_tests(TestWeightsForInference)
+
+
+class TestStochasticRounding(ClientTest):
+    world_size = 2
+
+    def test_steps_round_the_step_of_one_process(self) -> None:
+        """fp32 as one process; bf16 up or down to a neighbour, some each way."""
+        from torchao.optim import _AdamW
+
+        model, exact = build(to_nothing), build(to_nothing).float()
+        shard(model, make_mesh("cpu"))
+        with mock.patch("torch.compile", lambda step, **_: step):
+            make = functools.partial(_AdamW, lr=RATE, weight_decay=0.0)
+            steps = make(model.parameters(), bf16_stochastic_round=True)
+            (batch,) = batches(1, 2 * self.world_size)
+            loss_of(model, batch.chunk(self.world_size)[self.rank]).backward()
+            for own, param in zip(exact.parameters(), model.parameters(), strict=True):
+                own.grad = param.grad.full_tensor().float()
+            steps.step()
+            make(exact.parameters()).step()
+        ups = downs = farther = 0
+        pairs = zip(model.named_parameters(), exact.parameters(), strict=True)
+        for (name, param), own in pairs:
+            found = param.full_tensor().detach()
+            if param.dtype == FP32:
+                self.assertEqual(found, own.detach(), rtol=1e-6, atol=0)
+                continue
+            ends = (torch.full_like(found, end) for end in (torch.inf, -torch.inf))
+            next_ones = [torch.nextafter(found, end).float() for end in ends]
+            spacing = torch.stack([x - found.float() for x in next_ones]).abs().amax(0)
+            apart = found.float() - own.detach()
+            # Its moments of bf16 parameters are bf16, too
+            self.assertTrue((apart.abs() <= spacing + RATE * 2**-7).all(), name)
+            ups += int((apart > 0).sum())
+            downs += int((apart < 0).sum())
+            farther += int((apart.abs() > 0.6 * spacing).sum())
+        self.assertGreater(min(ups, downs), 1500)  # of 8192
+        self.assertGreater(farther, 500)  # which rounding to nearest never is
+
+
+class TestRelease(DeviceFreeTest):
+    def test_refuses(self) -> None:
+        self.assertIn(
+            "FSDP expects uniform original", refusal("fsdp_clients.with_torchao")
+        )
+
+
+def one_step() -> None:
+    """What the release is asked to do, in a group of one rank."""
+    model = build(to_float8)
+    for block in model:
+        fully_shard(block, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+    loss_of(model, next(batches(1, 2))).backward()
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,274 @@
+# Owner(s): ["oncall: distributed"]
+
+"""
+transformers' ``Trainer`` and TRL's ``SFTTrainer``, on FSDP2 by accelerate: each optimizer
+step beside one process, on the batches that the trainer chose, and resuming.
+
+accelerate takes DDP on a CPU. :func:`fsdp_accelerator` has it take FSDP there, as it does
+by itself on an accelerator; all else is what runs there.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from fsdp_common.utils import DeviceFreeTest, shared_folder
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from _one_process import LossFunction, OneProcess
+from _real_model import causal_loss, SEQUENCE_LENGTH, VOCABULARY
+from fsdp_clients import real_models
+from fsdp_clients.common import as_launched, ClientTest, refusal
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+)
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+RATE = 2**-8
+# Example to the class of its layers
+LAYERS = {"mamba2": "Mamba2Block", "llama_peft": "LlamaDecoderLayer"}
+ACCUMULATED = 2
+# What a checkpointed layer has in its name
+CHECKPOINTED = "_checkpoint_wrapped_module"
+
+
+def fsdp_accelerator(**kwargs: Any) -> Any:
+    """Returns an accelerator of a CPU that shards."""
+    from accelerate import Accelerator, DistributedType, PartialState
+
+    accelerator = Accelerator(**kwargs)
+    for state in (PartialState(), accelerator.state):
+        state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = kwargs["fsdp_plugin"]
+    return accelerator
+
+
+def arguments(
+    kind: type, folder: Path | str, layers: str, recompute: bool = False, **kwargs: Any
+) -> Any:
+    """Returns those of a trainer whose units are ``layers``, checkpointed or not."""
+    return kind(
+        output_dir=str(folder),
+        use_cpu=True,
+        fsdp=True,
+        fsdp_config={
+            "transformer_layer_cls_to_wrap": [layers],
+            "activation_checkpointing": recompute,
+        },
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=ACCUMULATED,
+        optim="adamw_torch",
+        learning_rate=RATE,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        report_to="none",
+        disable_tqdm=True,
+        **{"save_strategy": "no", **kwargs},
+    )
+
+
+def token_rows(count: int) -> Any:
+    """Returns a data set of sequences that count up from their number."""
+    from datasets import Dataset
+
+    steps = range(SEQUENCE_LENGTH)
+    rows = [[(7 * i + step) % VOCABULARY for step in steps] for i in range(count)]
+    return Dataset.from_dict({"input_ids": rows, "labels": rows})
+
+
+def token_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """TRL's loss of one of four microbatches, divided by the tokens of all."""
+    outputs = model(
+        input_ids=tokens, labels=tokens, use_cache=False, fused_lm_head=True
+    )
+    return -outputs.log_probs.sum() / (4 * tokens[:, 1:].numel()) * 4
+
+
+class Unwrapped:
+    """A model's parameters, by their names without what checkpointing adds."""
+
+    def __init__(self, model: nn.Module) -> None:
+        named = model.named_parameters()
+        self.params = {n.replace(f"{CHECKPOINTED}.", ""): p for n, p in named}
+        self.named_parameters = self.params.items
+        self.get_parameter = self.params.__getitem__
+
+
+def beside_one_process(model: nn.Module, loss_of: LossFunction = causal_loss) -> Any:
+    """Returns a callback that compares each step with ``model``, and notes what differs."""
+    from transformers import TrainerCallback
+
+    class Beside(TrainerCallback):
+        def __init__(self) -> None:
+            self.reference = OneProcess(model, loss_of)
+            params = self.reference.model.parameters()
+            self.reference.optimizer = torch.optim.AdamW(
+                params, lr=RATE, weight_decay=0.0
+            )
+            self.seen: list[torch.Tensor] = []
+            self.wrong: list[str] = []
+            self.kinds: set[str] = set()
+            self.steps = 0
+
+        def on_train_begin(self, *args: Any, model: nn.Module, **kwargs: Any) -> None:
+            # Of each microbatch, what this rank was given
+            model.register_forward_pre_hook(
+                lambda _, args, kwargs: self.seen.append(kwargs["input_ids"]),
+                with_kwargs=True,
+            )
+
+        def on_pre_optimizer_step(
+            self, *args: Any, model: nn.Module, **kwargs: Any
+        ) -> None:
+            sharded: Any = Unwrapped(model)
+            ranks: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(ranks, self.seen)
+            self.reference.backward(tuple(seen for rank in ranks for seen in rank))
+            found = [*self.reference.gradient_differences(sharded)]
+            self.kinds |= {each.what for each in found}
+            self.wrong += [str(each) for each in found if not each.ok]
+            self.reference.step(sharded)
+            self.seen.clear()
+
+        def on_step_end(self, *args: Any, model: nn.Module, **kwargs: Any) -> None:
+            sharded: Any = Unwrapped(model)
+            found = self.reference.parameter_differences(sharded)
+            self.wrong += [str(each) for each in found if not each.ok]
+            self.steps += 1
+
+    return Beside()
+
+
+class TestTrainer(ClientTest):
+    world_size = 2
+
+    def trainer(self, name: str, folder: Path, **kwargs: Any) -> tuple[Any, Any]:
+        from transformers import Trainer, TrainingArguments
+
+        torch.manual_seed(0)
+        model = real_models.example_of(name).build_model()
+        beside = beside_one_process(copy.deepcopy(model))
+        with mock.patch("transformers.trainer.Accelerator", fsdp_accelerator):
+            args = arguments(TrainingArguments, folder, LAYERS[name], **kwargs)
+            rows = token_rows(32)
+            trainer = Trainer(model, args, train_dataset=rows, callbacks=[beside])
+        return trainer, beside
+
+    @parametrize("name", [*LAYERS])
+    def test_each_step_equals_one_process(self, name: str) -> None:
+        with as_launched(self.rank, self.world_size), shared_folder() as folder:
+            trainer, beside = self.trainer(name, folder, max_steps=3)
+            self.assertTrue(trainer.is_fsdp_enabled)
+            trainer.train()
+        self.assertFalse(beside.wrong, beside.wrong)
+        self.assertEqual(beside.steps, 3)
+        self.assertEqual(beside.kinds, {"bfloat16 gradients", "float32 gradients"})
+
+    def test_activation_checkpointing(self) -> None:
+        with as_launched(self.rank, self.world_size), shared_folder() as folder:
+            settings = {"max_steps": 2, "recompute": True}
+            trainer, beside = self.trainer("llama_peft", folder, **settings)
+            trainer.train()
+        wrapped = [n for n, _ in trainer.model.named_modules() if CHECKPOINTED in n]
+        self.assertGreater(len(wrapped), 2)
+        self.assertFalse(beside.wrong, beside.wrong)
+        self.assertEqual(beside.steps, 2)
+
+    def test_resumes_where_it_was(self) -> None:
+        with as_launched(self.rank, self.world_size), shared_folder() as folder:
+            saving = {"save_strategy": "steps", "save_steps": 2}
+            first, _ = self.trainer("mamba2", folder, max_steps=4, **saving)
+            first.train()
+            second, beside = self.trainer("mamba2", folder, max_steps=4, **saving)
+            second.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+        self.assertEqual(beside.steps, 2)
+        pairs = zip(
+            first.model.named_parameters(), second.model.parameters(), strict=True
+        )
+        for (name, one), other in pairs:
+            self.assertEqual(one.dtype, other.dtype, name)
+            self.assertTrue(torch.equal(one.to_local(), other.to_local()), name)
+
+
+instantiate_parametrized_tests(TestTrainer)
+
+
+class TestSFT(ClientTest):
+    world_size = 2
+
+    def trainer(self, folder: Path) -> Any:
+        """TRL is given a model and a configuration, and calls peft itself."""
+        from trl import SFTConfig, SFTTrainer
+
+        torch.manual_seed(0)
+        model = real_models.example_of("llama_peft").build_model()
+        config = copy.deepcopy(model.peft_config["default"])
+        # Of a head that is trained whole, TRL's fused loss reduces no gradient: it
+        # gathers the weight by itself. So what is trained whole is norms.
+        config.modules_to_save = ["norm"]
+        # TRL turns bf16 on by itself, with which accelerate upcasts
+        settings = {"max_steps": 3, "bf16": False, "max_length": None}
+        args = arguments(SFTConfig, folder, LAYERS["llama_peft"], **settings)
+        with mock.patch("transformers.trainer.Accelerator", fsdp_accelerator):
+            return SFTTrainer(
+                model.unload(),
+                args,
+                train_dataset=token_rows(32),
+                peft_config=config,
+                processing_class=tokenizer(),
+            )
+
+    def test_lora_and_norms_beside_one_process(self) -> None:
+        """fp32 adapters and bf16 norms. Forward is replaced: no copy would do."""
+        with as_launched(self.rank, self.world_size), shared_folder() as folder:
+            trainer, other = (self.trainer(folder) for _ in range(2))
+            other.model.load_state_dict(trainer.model.state_dict())
+            beside = beside_one_process(other.model, token_loss)
+            trainer.add_callback(beside)
+            trainer.train()
+        self.assertFalse(beside.wrong, beside.wrong)
+        self.assertEqual(beside.steps, 3)
+        self.assertEqual(beside.kinds, {"bfloat16 gradients", "float32 gradients"})
+
+
+def tokenizer() -> Any:
+    """Returns one of numbers, which SFTTrainer wants and does not use here."""
+    from tokenizers import models, Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    words = {str(i): i for i in range(VOCABULARY)}
+    of_words = Tokenizer(models.WordLevel(words, unk_token="0"))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=of_words, eos_token="1", pad_token="2", unk_token="0"
+    )
+
+
+class TestRelease(DeviceFreeTest):
+    def test_refuses(self) -> None:
+        self.assertIn(
+            "FSDP expects uniform original", refusal("fsdp_clients.with_trainer")
+        )
+
+
+def one_step() -> None:
+    """What the release is asked to do, in a group of one rank."""
+    from transformers import Trainer, TrainingArguments
+
+    model = real_models.example_of("mamba2").build_model()
+    patch = mock.patch("transformers.trainer.Accelerator", fsdp_accelerator)
+    with as_launched(0, 1), patch, tempfile.TemporaryDirectory() as folder:
+        args = arguments(TrainingArguments, folder, LAYERS["mamba2"], max_steps=1)
+        Trainer(model, args, train_dataset=token_rows(4)).train()
+
+
+if __name__ == "__main__":
+    run_tests()

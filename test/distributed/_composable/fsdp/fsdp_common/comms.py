@@ -1,0 +1,303 @@
+"""
+What the tests of collectives share: units whose gradients are given, the functions of
+``_fsdp_collectives`` called on one rank of several threads, and a count of operators.
+"""
+
+import contextlib
+import math
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn as nn
+from fsdp_common.release_rules import reduce_arguments
+from fsdp_common.utils import FSDPThreadTest, random_input, THREAD_DEVICE_TYPE
+from torch.distributed.device_mesh import (
+    _get_device_handle,
+    DeviceMesh,
+    init_device_mesh,
+)
+from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard import _fsdp_copies as copies
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    AllGatherResult,
+    DefaultAllGather,
+    DefaultReduceScatter,
+    foreach_all_gather,
+    foreach_all_gather_copy_out,
+    foreach_reduce,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+FP8, INT64 = torch.float8_e4m3fn, torch.int64
+# Integers up to here, of at most 64 ranks, sum up exactly in any order, in the
+# gradients' own dtype or in one that holds more
+EXACT = {BF16: 4, FP16: 4, FP32: 4000, FP64: 4000}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A parameter of a test."""
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+    shard_dim: int = 0
+
+    def shard(self, full: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+        """Returns a rank's part of ``full``, none of which is padding."""
+        chunks = full.chunk(ranks, dim=self.shard_dim)
+        return chunks[rank] if rank < len(chunks) else full.narrow(0, 0, 0)
+
+    def padded_shard_numel(self, ranks: int) -> int:
+        rows = self.size[self.shard_dim]
+        return math.ceil(rows / ranks) * math.prod(self.size) // rows
+
+
+def mixed_specs(ranks: int) -> list[Spec]:
+    """Uneven, 1-element and empty shards, in no order of dtypes."""
+    return [
+        Spec((5, 3), BF16),
+        Spec((1,), FP32),
+        Spec((3, 2 * ranks), FP16, shard_dim=1),
+        Spec((7,), FP32),
+        Spec((ranks + 1, 2), FP64),
+        Spec((4, 2, ranks), BF16, shard_dim=2),
+        Spec((2 * ranks, 2), FP32),
+    ]
+
+
+class Weighted(nn.Module):
+    """Parameters whose gradients are what it is called with."""
+
+    def __init__(self, specs: Sequence[Spec], device: str):
+        super().__init__()
+        self.specs = specs
+        for i, spec in enumerate(specs):
+            value = random_input(*spec.size, seed=i, dtype=spec.dtype, device=device)
+            param = nn.Parameter(value, requires_grad=spec.dtype.is_floating_point)
+            self.register_parameter(f"p{i}", param)
+
+    def forward(self, weights: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        terms = [
+            (param.to(weight.dtype) * weight).sum().double()
+            for param, weight in zip(self.parameters(), weights)
+            if weight is not None
+        ]
+        return torch.stack(terms).sum()
+
+
+def sharded(
+    specs: Sequence[Spec], mesh: DeviceMesh, *, device: str, **kwargs: Any
+) -> Weighted:
+    """Returns a unit of these parameters, the same on every rank."""
+    module = Weighted(specs, device)
+    dims = {id(p): spec.shard_dim for p, spec in zip(module.parameters(), specs)}
+    placements = {i: Shard(dim) for i, dim in dims.items()}
+    return fully_shard(
+        module,
+        mesh=mesh,
+        shard_placement_fn=lambda param: placements[id(param)],
+        **kwargs,
+    )
+
+
+def policy_of(
+    param_dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None
+) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+
+
+def group_of(module: nn.Module) -> FSDPParamGroup:
+    return module._get_fsdp_state()._fsdp_param_group
+
+
+def integers(
+    size: Sequence[int], limit: int, *, seed: int, dtype: torch.dtype, device: str
+) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(-limit, limit + 1, tuple(size), generator=generator)
+    return values.to(device, dtype)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+class ThreadTest(FSDPThreadTest):
+    """Calls into the collectives directly, on a unit of this thread's rank."""
+
+    def mesh(self) -> DeviceMesh:
+        return init_device_mesh(THREAD_DEVICE_TYPE, (self.world_size,))
+
+    def unit(self, specs: Sequence[Spec], **kwargs: Any) -> FSDPParamGroup:
+        module = sharded(specs, self.mesh(), device=THREAD_DEVICE_TYPE, **kwargs)
+        group = group_of(module)
+        group.lazy_init()
+        for i, fsdp_param in enumerate(group.fsdp_params):
+            fsdp_param._param_fqn = f"p{i}"
+        return group
+
+    @property
+    def stream(self) -> torch.Stream:
+        # One stream for all: the threads' collectives know of no other
+        return _get_device_handle(THREAD_DEVICE_TYPE).current_stream()
+
+    def assert_same(self, actual: torch.Tensor, expected: torch.Tensor) -> None:
+        self.assertEqual(actual.dtype, expected.dtype)
+        self.assertEqual(actual.size(), expected.size())
+        self.assertTrue(torch.equal(as_bytes(actual), as_bytes(expected)))
+
+    # All-gather
+    def all_gather(
+        self, unit: FSDPParamGroup, params: list | None = None, **changes: Any
+    ) -> AllGatherResult:
+        arguments = {
+            "fsdp_params": unit.fsdp_params if params is None else params,
+            "group": unit.mesh_info.shard_process_group,
+            "async_op": False,
+            "all_gather_copy_in_stream": self.stream,
+            "all_gather_stream": self.stream,
+            "device": self.device,
+            "all_gather_comm": DefaultAllGather(),
+        }
+        return foreach_all_gather(**(arguments | changes))
+
+    def copy_out(self, unit: FSDPParamGroup, result: AllGatherResult) -> None:
+        group = unit.mesh_info.shard_process_group
+        foreach_all_gather_copy_out(result, unit.fsdp_params, group)
+        for fsdp_param in unit.fsdp_params:
+            fsdp_param.init_unsharded_param()
+
+    def assert_unsharded(
+        self, unit: FSDPParamGroup, specs: Sequence[Spec], dtype: Any = None
+    ) -> None:
+        for i, (fsdp_param, spec) in enumerate(zip(unit.fsdp_params, specs)):
+            full = random_input(
+                *spec.size, seed=i, dtype=spec.dtype, device=THREAD_DEVICE_TYPE
+            )
+            casts = dtype is not None and spec.dtype.is_floating_point
+            expected = full.to(dtype) if casts else full
+            self.assert_same(fsdp_param.unsharded_param, expected)
+
+    # Reduce
+    def grad(self, rank: int, i: int, spec: Spec, dtype, limit=None) -> torch.Tensor:
+        """Returns the gradient of the ``i``-th parameter on ``rank``."""
+        limit = EXACT[dtype] if limit is None else limit
+        how = {"dtype": dtype, "device": THREAD_DEVICE_TYPE}
+        return integers(spec.size, limit, seed=1000 * rank + i, **how)
+
+    def grads(
+        self, specs: Sequence[Spec], dtypes: Sequence[torch.dtype], **how: Any
+    ) -> list[torch.Tensor]:
+        pairs = enumerate(zip(specs, dtypes, strict=True))
+        return [self.grad(self.rank, i, s, dtype, **how) for i, (s, dtype) in pairs]
+
+    def mean_shard(
+        self, i: int, spec: Spec, dtype, reduce_dtype, divisor=None, **how: Any
+    ) -> torch.Tensor:
+        """Returns this rank's part of what the gradients are reduced to."""
+        ranks = range(self.world_size)
+        parts = [self.grad(rank, i, spec, dtype, **how) for rank in ranks]
+        total = torch.stack(parts).to(reduce_dtype).double().sum(0).to(reduce_dtype)
+        mean = total / (self.world_size if divisor is None else divisor)
+        return spec.shard(mean.to(spec.dtype), self.rank, self.world_size)
+
+    def reduce_arguments(
+        self, unit: FSDPParamGroup, grads: list[torch.Tensor], **changes: Any
+    ) -> dict[str, Any]:
+        """Returns what the base takes, in its order."""
+        arguments = {
+            "fsdp_params": [*unit.fsdp_params],
+            "unsharded_grads": grads,
+            "reduce_scatter_group": unit.mesh_info.shard_process_group,
+            "reduce_scatter_stream": self.stream,
+            "reduce_scatter_comm": DefaultReduceScatter(),
+            "orig_dtype": None,
+            "reduce_dtype": None,
+            "device": self.device,
+            "gradient_divide_factor": None,
+            "all_reduce_group": None,
+            "all_reduce_stream": self.stream,
+            "all_reduce_grads": True,
+            "partial_reduce_output": None,
+            "all_reduce_hook": None,
+            "force_sum_reduction_for_comms": False,
+        }
+        if unknown := changes.keys() - arguments.keys():
+            raise AssertionError(f"No such arguments: {unknown}")
+        return reduce_arguments(**arguments | changes)
+
+    def reduce(self, unit: FSDPParamGroup, grads: list[torch.Tensor], **changes: Any):
+        return foreach_reduce(**self.reduce_arguments(unit, grads, **changes))
+
+    def assert_reduced(
+        self, unit, specs, dtypes, reduce_dtype, *, times: int = 1, **how: Any
+    ) -> None:
+        for i, (fsdp_param, spec) in enumerate(zip(unit.fsdp_params, specs)):
+            expected = self.mean_shard(i, spec, dtypes[i], reduce_dtype, **how)
+            expected = sum([expected] * (times - 1), start=expected)
+            grad = fsdp_param.sharded_param.grad
+            self.assertEqual(grad.size(), spec.size)
+            self.assert_same(grad.to_local(), expected)
+
+
+class NoGather(DefaultAllGather):
+    """Leaves only the copies to be counted."""
+
+    def __call__(self, **kwargs: Any) -> None:
+        pass
+
+
+class NoReduceScatter(DefaultReduceScatter):
+    """Likewise."""
+
+    def __call__(self, **kwargs: Any) -> None:
+        pass
+
+
+_one_counts = threading.Lock()
+
+
+@contextlib.contextmanager
+def count_operators() -> Iterator[Counter[str]]:
+    """
+    Counts the operators that this thread calls where nobody counts them. One thread
+    at a time counts, so what it calls must not communicate.
+    """
+    counts: Counter[str] = Counter()
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            counts[func._schema.name] += 1
+            return func(*args, **(kwargs or {}))
+
+    # As if the mode that counts, which gets operators, were not there
+    direct = mock.patch.object(copies, "gets_operators", lambda _: False)
+    with _one_counts, direct, Counting():
+        yield counts
+
+
+# Of the base, which compiled graphs are matched with
+SCHEMAS = {
+    "all_gather_copy_in": (
+        "fsdp::all_gather_copy_in(Tensor[] all_gather_inputs, Tensor "
+        "all_gather_output, SymInt[] inp_split_sizes, SymInt all_gather_input_numel, "
+        "SymInt rank) -> (Tensor, Tensor)"
+    ),
+    "split_with_sizes_copy": (
+        "fsdp::split_with_sizes_copy(Tensor all_gather_output, SymInt[] "
+        "all_gather_input_split_sizes, int dim=0, *, Tensor(a!)[] out) -> ()"
+    ),
+    "chunk_cat": (
+        "fsdp::chunk_cat(Tensor[] tensors, int dim, int num_chunks, *, "
+        "Tensor(a!) out) -> ()"
+    ),
+}

@@ -1,0 +1,52 @@
+"""
+Runs a module on the base release and on this branch, at the same time, for tests
+that compare what came of it.
+"""
+
+from __future__ import annotations
+
+import pickle
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from fsdp_common.utils import BASE_ROOT, run_python
+
+
+# What each rank found
+Results = list[dict[str, Any]]
+
+
+def check_torch(path: str, on_base: bool) -> None:
+    """Raises if ``path`` is not of the torch that was meant."""
+    if Path(path).is_relative_to(BASE_ROOT) != on_base:
+        raise AssertionError(f"ran another torch than meant: {path}")
+
+
+def read_results(folder: str | Path) -> Results:
+    return [pickle.loads(path.read_bytes()) for path in sorted(Path(folder).iterdir())]
+
+
+def run_on(
+    module: str, *args: str, on_base: bool, env: dict[str, str] | None = None
+) -> Results:
+    """Runs a module of a package beside the tests. It takes ``--out``."""
+    with tempfile.TemporaryDirectory() as out:
+        command = ("-m", module, "--out", out, *args)
+        printed = run_python(*command, on_base=on_base, env=env)
+        check_torch(printed.splitlines()[-1], on_base)
+        return read_results(out)
+
+
+def run_on_both(module: str, *, only_branch: tuple[str, ...] = ()) -> list[Results]:
+    """
+    Returns the base's results and the branch's.
+
+    Args:
+        only_branch: Arguments that the module gets on the branch alone.
+    """
+    with ThreadPoolExecutor() as pool:
+        base = pool.submit(run_on, module, on_base=True)
+        branch = pool.submit(run_on, module, *only_branch, on_base=False)
+    return [base.result(), branch.result()]

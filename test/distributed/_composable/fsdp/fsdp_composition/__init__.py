@@ -1,0 +1,1 @@
+"""What the tests of what else torch has run over sharded towers."""

@@ -1,0 +1,237 @@
+"""
+Prints as JSON what the rest of torch, and vendors, use of FSDP's two modules, as
+whatever torch is imported has it. The tests compare the base release and this branch.
+
+One process, which stands for a rank of four: its group sends nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+from fsdp_common.release_rules import FOLLOWS_GRAD_DTYPE
+from fsdp_mixed_dtype.models import (
+    batch_of,
+    BF16,
+    FP32,
+    loss_of,
+    mixed_tower,
+    uniform_tower,
+)
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import (
+    RegisterPostBackwardFunction,
+)
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+
+PACKAGE = "torch.distributed.fsdp._fully_shard"
+MODULES = ("_fsdp_collectives", "_fsdp_param_group")
+# Files that the release has as well
+RELEASED = (*MODULES, "_fsdp_api", "_fsdp_common", "_fsdp_param", "_fully_shard")
+RANKS = 4
+
+GROUP_ATTRIBUTES = (
+    "fsdp_params modules mesh_info post_forward_mesh_info comm_ctx lazy_init unshard "
+    "wait_for_unshard reshard pre_forward post_forward pre_backward post_backward "
+    "finalize_backward is_unsharded is_sharded is_sharded_post_forward reduce_grads "
+    "all_reduce_grads reshard_after_backward unshard_async_op unshard_in_backward "
+    "gradient_divide_factor force_sum_reduction_for_comms reduce_scatter_unused_params "
+    "reduce_scatter_max_input_buffers set_allocate_memory_from_process_group "
+    "set_symm_mem _set_separate_reduce_scatter_group _prefetch_unshard "
+    "_reset_iter_state _training_state _sharded_state _module_fqn _param_group_index "
+    "_num_param_groups _all_gather_comm _reduce_scatter_comm _all_reduce_hook "
+    "_all_reduce_hook_stream _is_hsdp _all_gather_result _post_forward_indices "
+    "_reset_sharded_params use_training_state device device_handle "
+    "offload_policy _all_gather_process_group _reduce_scatter_process_group "
+    "_reshard_after_forward _use_post_forward_mesh _with_fqn"
+).split()
+CONTEXT_ATTRIBUTES = (
+    "lazy_init get_all_gather_streams device_handle all_gather_copy_in_stream "
+    "all_gather_stream reduce_scatter_stream all_reduce_stream all_gather_state "
+    "reduce_scatter_states post_forward_order _last_post_reduce_events "
+    "reduce_scatter_max_input_buffers"
+).split()
+if FOLLOWS_GRAD_DTYPE:
+    GROUP_ATTRIBUTES += (
+        "_post_backward_pending _partial_reduce_output _all_gather_output_fn "
+        "_prepare_reduce_scatter_inputs"
+    ).split()
+    CONTEXT_ATTRIBUTES += (
+        "active_gradient_reduction wait_all_gather_streams_on_event "
+        "release_all_gather_state_for_comm_reuse "
+        "release_all_gather_state_on_current_stream"
+    ).split()
+else:
+    GROUP_ATTRIBUTES += ["mp_policy"]
+
+
+def modules() -> Iterator[tuple[str, Any]]:
+    for name in MODULES:
+        yield name, importlib.import_module(f"{PACKAGE}.{name}")
+
+
+def parameters_of(function: Any) -> list[tuple[str, str, str]]:
+    """Returns name, kind and default of each, without what it is annotated with."""
+    if inspect.isclass(function) and issubclass(function, (dict, list)):
+        return []  # as its builtin base
+    found = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        default = parameter.default
+        default = getattr(default, "__name__", repr(default))
+        found.append((name, parameter.kind.name, default))
+    return found
+
+
+def is_defined_here(value: Any, module: ModuleType) -> bool:
+    """Whether a module defines what it has, or the branch does so in a new file."""
+    where = getattr(value, "__module__", None) or ""
+    is_new = where.startswith(PACKAGE) and where.rpartition(".")[2] not in RELEASED
+    return where == module.__name__ or is_new
+
+
+def signatures() -> dict[str, Any]:
+    """Of all functions, classes and methods whose names are public."""
+    found = {}
+    for _, module in modules():
+        for name, value in vars(module).items():
+            if (
+                name[0] == "_"
+                or not callable(value)
+                or not is_defined_here(value, module)
+            ):
+                continue
+            found[name] = parameters_of(value)
+            for method_name in dir(value) if inspect.isclass(value) else ():
+                method = getattr(value, method_name)
+                is_call = method_name == "__call__"
+                is_public = is_call or not method_name.startswith("_")
+                if inspect.isfunction(method) and is_public:
+                    found[f"{name}.{method_name}"] = parameters_of(method)
+    return found
+
+
+def names() -> dict[str, list[str]]:
+    """What can be imported from each module."""
+    return {name: [n for n in dir(m) if n[:2] != "__"] for name, m in modules()}
+
+
+def fields() -> dict[str, list[str]]:
+    return {
+        name: list(value._fields)
+        for _, module in modules()
+        for name, value in vars(module).items()
+        if hasattr(value, "_fields") and is_defined_here(value, module)
+    }
+
+
+def described(value: Any) -> str:
+    """Returns a plain value, or what kind of value it is and how many it holds."""
+    if inspect.isroutine(value):
+        return "callable"
+    if isinstance(value, (list, tuple, dict)):
+        kind = next(k for k in (list, tuple, dict) if isinstance(value, k))
+        return f"{kind.__name__} of {len(value)}"
+    if value is None or isinstance(value, (bool, int, float, str, torch.device)):
+        return repr(value)
+    return type(value).__name__
+
+
+def sharded(kind: str, mesh: DeviceMesh) -> nn.Module:
+    model = mixed_tower() if kind == "mixed" else uniform_tower(FP32)
+    policy = MixedPrecisionPolicy()
+    if kind == "uniform":
+        policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
+    for unit in (*model.blocks, model):
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    return model
+
+
+def attributes(model: nn.Module) -> dict[str, dict[str, str]]:
+    """Of a group and of the context, as they are once initialized."""
+    (group,) = model.blocks[1]._get_fsdp_state()._fsdp_param_groups
+    return {
+        "group": {name: described(getattr(group, name)) for name in GROUP_ATTRIBUTES},
+        "context": {
+            name: described(getattr(group.comm_ctx, name))
+            for name in CONTEXT_ATTRIBUTES
+        },
+    }
+
+
+def step_on_fake_tensors(kind: str, mesh: DeviceMesh) -> dict[str, Any]:
+    """Returns what gradients come to be, without computing any."""
+    with FakeTensorMode():
+        model = sharded(kind, mesh)
+        loss_of(model(batch_of(0))).backward()
+        return {
+            name: None
+            if param.grad is None
+            else (str(param.grad.dtype), list(param.grad.to_local().size()))
+            for name, param in model.named_parameters()
+        }
+
+
+def operators(device: str) -> list[Any]:
+    """Returns kinds, dtypes, sizes and offsets of what each operator gives."""
+    ops, seen = torch.ops.fsdp, []
+    for dtype in (FP32, BF16, torch.uint8):
+        like = {"dtype": dtype, "device": device}
+        inputs = [torch.empty(size, **like) for size in (3, 2)]
+        whole = torch.empty(15, **like)
+        out = ops.all_gather_copy_in(inputs, whole, [3, 2], 5, 1)
+        split = [torch.empty(3, size, **like) for size in (3, 2)]
+        rows = torch.empty(3, 5, **like)
+        ops.split_with_sizes_copy(rows, [3, 2], dim=1, out=split)
+        chunks = torch.empty(2, 3, **like)
+        ops.chunk_cat(inputs, 0, 2, out=chunks)
+        if FOLLOWS_GRAD_DTYPE:
+            ops.chunk_cat_mixed_dtype(inputs, 0, 2, out=chunks)
+            ops.record_grad_output_stream(chunks, 0, 0, 0)
+        for tensor in (*out, *split, chunks):
+            kind = type(tensor).__name__, str(tensor.dtype), str(tensor.device)
+            seen.append((*kind, list(tensor.size()), tensor.storage_offset()))
+    return seen
+
+
+def operators_without_data() -> dict[str, list[Any]]:
+    with FakeTensorMode():
+        on_fake = operators("cpu")
+    return {"fake": on_fake, "meta": operators("meta")}
+
+
+def main() -> None:
+    kinds = sys.argv[1:]
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=RANKS)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    printed: dict[str, Any] = {
+        "torch": torch.__file__,
+        "signatures": signatures(),
+        "names": names(),
+        "fields": fields(),
+        "operators": operators_without_data(),
+        # Asked by functorch of whatever a unit's inputs pass through
+        "has_vmap_rule": RegisterPostBackwardFunction.generate_vmap_rule,
+    }
+    for kind in kinds:
+        model = sharded(kind, mesh)
+        loss_of(model(batch_of(0))).backward()
+        printed[kind] = attributes(model)
+        printed[kind]["fake"] = step_on_fake_tensors(kind, mesh)
+    print(json.dumps(printed))
+
+
+if __name__ == "__main__":
+    main()

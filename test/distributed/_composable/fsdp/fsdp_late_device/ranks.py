@@ -1,0 +1,379 @@
+"""
+What one rank issues to a device that is late: its operators, memory and collectives.
+``record.py`` runs all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TYPE_CHECKING
+
+from fsdp_streams.happens_before import (
+    _ALLOCATING,
+    _HOST_READING,
+    _is_view,
+    _written_names,
+    CHECKERS,
+    Issuer,
+    Pending,
+)
+
+import torch
+import torch.distributed as dist
+from fsdp_late_device.collectives import Call, functional_call
+from fsdp_late_device.queues import (
+    Change,
+    Entry,
+    Event,
+    HostRead,
+    Kernel,
+    Memory,
+    Piece,
+    POISON,
+    Poisoning,
+    Stream,
+    Work,
+)
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+
+if TYPE_CHECKING:
+    from fsdp_late_device.record import Recorder
+
+CHECKERS.add(__file__)
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+# What the schema of an operator does not say that it writes
+_WRITTEN_BESIDES = {"fsdp::all_gather_copy_in": frozenset(("all_gather_output",))}
+
+
+def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def _tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
+    return [v for v in values if is_on_device(v)]
+
+
+def is_on_device(value: Any) -> bool:
+    return type(value) in _PLAIN and value.device.type == "cpu"
+
+
+class Rank(Issuer):
+    """
+    One rank of a recording, in a thread of its own: a
+    :class:`torch.distributed` group of that many ranks is there, and the devices'
+    handles that ``fully_shard`` asks for are stand-ins.
+    """
+
+    def __init__(self, device: Recorder, number: int):
+        self.device, self.number = device, number
+        self.handle, self.watch = device.handle, device.watch
+        self.host = Stream(self, "host")
+        self.default_stream = self.stream = Stream(self, "default")
+        self.streams = [self.default_stream]
+        self._memory: dict[int, tuple[StorageWeakRef, Memory]] = {}
+        self._comm_streams: dict[Any, Stream] = {}
+        self._groups: dict[Any, Any] = {}
+        # Functional collectives by their results' storage
+        self._pending: dict[int, Any] = {}
+        self._recorded: set[Memory] = set()  # in streams, so freed after them
+        # By owner: memory that its next allocation may get
+        self._freed: dict[Stream, list[Memory]] = {}
+
+    # What a program may use #
+    def new_stream(self, name: str | None = None) -> Stream:
+        name = name or f"stream {len(self.streams)}"
+        same = sum(s.name.partition("#")[0] == name for s in self.streams)
+        stream = Stream(self, f"{name}#{same}" if same else name)
+        self.streams.append(stream)
+        return stream
+
+    def new_event(self) -> Event:
+        return Event(self)
+
+    def synchronize(self) -> None:
+        """Makes the host wait for all streams."""
+        self.collect()
+        for stream in self.streams:
+            self.host.last |= stream.last
+
+    def put_on_host(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Declares the memory of these tensors to be the host's, from now on."""
+        self.synchronize()
+        for tensor in tensors:
+            self._piece(tensor).memory.owner = self.host
+
+    def is_on_host(self, tensor: torch.Tensor) -> bool:
+        return self._piece(tensor).memory.owner is self.host
+
+    def mark(self) -> None:
+        """Marks a place in the recording. All hosts wait for all until here."""
+        self.synchronize()
+        self.device.mark(self)
+
+    def end_step(self) -> None:
+        """What the schedules of the happens-before checker call."""
+
+    # Entries #
+    def comes_to_call(self) -> bool:
+        self.collect()
+        return super().comes_to_call()
+
+    def _add(
+        self,
+        work: Work,
+        label: Any,
+        reads: list[Piece],
+        writes: list[Piece],
+        stream: Stream,
+    ) -> Entry:
+        before = stream.last | self.host.last
+        entry = self.device.new_entry(
+            (stream,), str(label), work, before, reads, writes
+        )
+        stream.last = frozenset((entry,))
+        return entry
+
+    def issue(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Runs an operator, and records it unless it moves no data."""
+        self.collect()
+        if operator.namespace == "_c10d_functional":
+            return self._issue_collective(operator, args, kwargs)
+        if _is_view(operator):
+            return operator(*args, **kwargs)
+        flat, spec = tree_flatten((args, kwargs))
+        arguments = [self._piece(v) if is_on_device(v) else v for v in flat]
+        nbytes = [v.untyped_storage().nbytes() for v in _tensors_in(flat)]
+        rng_state = None
+        if torch.Tag.nondeterministic_seeded in operator.tags:
+            generator = kwargs.get("generator") or torch.default_generator
+            rng_state = generator.get_state()
+        result = operator(*args, **kwargs)
+        if nbytes != [v.untyped_storage().nbytes() for v in _tensors_in(flat)]:
+            raise NotImplementedError(f"{operator} resizes its arguments' memory")
+        results = tree_flatten(result)[0]
+        name = operator._schema.name
+        if name in _ALLOCATING:
+            for tensor in _tensors_in(results):
+                self._piece(tensor, label="empty")
+            return result
+        used = [v.memory.owner for v in arguments if isinstance(v, Piece)]
+        on_host = bool(used) and all(owner is self.host for owner in used)
+        stream = self.host if on_host else self.stream
+        outputs = [self._output(v, operator, stream) for v in results]
+        kernel = Kernel(operator, arguments, spec, outputs, rng_state)
+        reads, writes = self._accesses(operator, args, kwargs, outputs)
+        if name in _HOST_READING:
+            entry = self._add(HostRead(kernel, result), operator, reads, [], stream)
+            self.host.last |= {entry}
+        elif writes or not _tensors_in(results):  # else it returned an argument
+            self._add(kernel, operator, reads, writes, stream)
+        return result
+
+    def _output(self, value: Any, operator: Any, stream: Stream) -> Piece | None:
+        if not is_on_device(value) or self._is_known(value):
+            return None
+        return self._piece(value, str(operator), stream)
+
+    def _accesses(
+        self,
+        operator: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        outputs: list[Piece | None],
+    ) -> tuple[list[Piece], list[Piece]]:
+        written = _written_names(operator)
+        written |= _WRITTEN_BESIDES.get(operator._schema.name, frozenset())
+        names = [argument.name for argument in operator._schema.arguments]
+        reads: list[Piece] = []
+        writes = [piece for piece in outputs if piece is not None]
+        for name, value in [*zip(names, args), *kwargs.items()]:
+            pieces = [self._piece(t) for t in _tensors_in(tree_flatten(value)[0])]
+            (writes if name in written else reads).extend(pieces)
+        return reads, writes
+
+    # Memory #
+    def _is_known(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._memory
+
+    def _piece(
+        self,
+        tensor: torch.Tensor,
+        label: str | None = None,
+        owner: Stream | None = None,
+    ) -> Piece:
+        """
+        Returns where a tensor lies. With a label, its memory was allocated right
+        now. Otherwise memory that was never seen was there with its contents.
+        """
+        storage = tensor.untyped_storage()
+        known = self._memory.get(storage._cdata)
+        if known is None:
+            memory = self._allocate(storage, label or "someone before", owner)
+            if label is None:
+                memory.initial = _as_bytes(storage).clone()
+            elif label == "empty":
+                _as_bytes(storage).fill_(POISON)
+        else:
+            memory = known[1]
+        size, stride = tuple(tensor.size()), tensor.stride()
+        return Piece(memory, tensor.dtype, size, stride, tensor.storage_offset())
+
+    def _allocate(
+        self, storage: torch.UntypedStorage, label: str, owner: Stream | None = None
+    ) -> Memory:
+        owner = owner or self.stream
+        for memory in self._freed.pop(owner, ()):
+            self._poison(memory)
+        memory = Memory(self.number, owner, storage.nbytes(), label)
+        # The weak reference keeps another storage from getting the same key
+        self._memory[storage._cdata] = StorageWeakRef(storage), memory
+        self.device.recording.changes.append(Change(memory, is_free=False))
+        return memory
+
+    def collect(self) -> None:
+        """Finds out which memory was let go of since the last call."""
+        # Of the class itself: this runs at each operator, for all memory
+        is_expired = torch.UntypedStorage._expired
+        expired = [k for k, (ref, _) in self._memory.items() if is_expired(ref.cdata)]
+        for key in expired:
+            self._free(self._memory.pop(key)[1])
+
+    def _free(self, memory: Memory) -> None:
+        if memory.nbytes == 0 or memory.owner is self.host:
+            return  # pinned memory waits for its copies by itself
+        self.device.recording.changes.append(Change(memory, is_free=True))
+        if memory in self._recorded:
+            memory.is_reusable = False  # until long after its readers
+        else:
+            self._freed.setdefault(memory.owner, []).append(memory)
+
+    def _poison(self, memory: Memory) -> None:
+        whole = Piece(memory, torch.uint8, (memory.nbytes,), (1,), 0)
+        label = f"free {memory.nbytes} bytes of {memory.label}"
+        self._add(Poisoning(memory), label, [], [whole], memory.owner)
+
+    def resize(self, storage: torch.UntypedStorage, original: Any, nbytes: int) -> Any:
+        self.collect()
+        before = storage.nbytes()
+        result = original(storage, nbytes)
+        if self.is_paused or before == nbytes or storage.device.type != "cpu":
+            return result
+        known = self._memory.pop(storage._cdata, None)
+        if known is not None and before > 0:
+            self._free(known[1])
+        self._allocate(storage, "resize_")
+        if nbytes > 0:
+            with self.paused():
+                _as_bytes(storage).fill_(POISON)
+        return result
+
+    def record_stream(self, tensor: torch.Tensor) -> None:
+        self._recorded.add(self._piece(tensor).memory)
+
+    def copy_across(self, tensor: torch.Tensor, non_blocking: bool) -> torch.Tensor:
+        """Copies from host to device or back, in the current stream."""
+        self.collect()
+        source = self._piece(tensor)
+        to_device = source.memory.owner is self.host
+        with self.paused():
+            copy = tensor.detach().clone()
+        owner = self.stream if to_device else self.host
+        target = self._piece(copy, "copy across", owner)
+        flat, spec = tree_flatten(((source,), {}))
+        kernel = Kernel(torch.ops.aten.clone.default, flat, spec, [target], None)
+        entry = self._add(kernel, "copy across", [source], [target], self.stream)
+        if not non_blocking:
+            self.host.last |= {entry}
+        return copy
+
+    def finish(self) -> None:
+        for _, memory in self._memory.values():
+            memory.label += ", kept"
+        self.device.recording.final += [
+            (memory, _as_bytes(storage).clone())
+            for ref, memory in self._memory.values()
+            if memory.nbytes and (storage := _storage_of(ref)) is not None
+        ]
+
+    # Collectives #
+    def meet(
+        self,
+        call: Call,
+        group: Any,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        is_async: bool,
+    ) -> Pending | None:
+        """Takes part in a collective."""
+        self.collect()
+        stream = self.stream
+        if is_async:
+            stream = self._comm_streams.get(group) or self.new_stream("comm")
+            self._comm_streams[group] = stream
+            stream.last |= self.stream.last
+        self.device.meet(self, call, self._key(group), stream, source, target)
+        if not is_async:
+            return None
+        done = Event(self)
+        done.after = stream.last
+        return Pending(done, (source, target))
+
+    def _issue_collective(
+        self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> torch.Tensor:
+        """Takes part in a functional collective, as DTensor issues them."""
+        names = [argument.name for argument in operator._schema.arguments]
+        given = dict(zip(names, args)) | kwargs
+        source = args[0]
+        name = operator._schema.name.partition("::")[2]
+        if name == "wait_tensor":
+            pending = self._pending.pop(source.untyped_storage()._cdata, None)
+            if pending is not None:
+                pending.wait()
+            return source
+        if name.startswith("_"):
+            return operator(*args, **kwargs)  # makes a subclass of it
+        call, size = functional_call(name, given)
+        target = source.new_empty(size)
+        self._piece(target, label="empty")
+        group = dist.distributed_c10d._resolve_process_group(given["group_name"])
+        pending = self.meet(call, group, source, target, is_async=True)
+        self._pending[target.untyped_storage()._cdata] = pending
+        return target
+
+    def _key(self, group: Any) -> Any:
+        """Names a group alike on all of its ranks."""
+        group = group or dist.group.WORLD
+        if group not in self._groups:
+            ranks = tuple(dist.get_process_group_ranks(group))
+            before = [key for key in self._groups.values() if key[0] == ranks]
+            self._groups[group] = ranks, len(before)
+        return self._groups[group]
+
+    def pieces(self, tensors: Sequence[torch.Tensor]) -> list[Piece]:
+        return [self._piece(tensor) for tensor in tensors]
+
+
+def _storage_of(ref: StorageWeakRef) -> torch.UntypedStorage | None:
+    return torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+
+
+class OperatorMode(TorchDispatchMode):
+    def __init__(self, rank: Rank):
+        super().__init__()
+        self.rank = rank
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if FakeTensor in types:
+            return func(*args, **kwargs)  # DTensor finds a placement
+        if any(kind not in _PLAIN for kind in types):
+            return NotImplemented  # its own dispatch comes here with plain tensors
+        if self.rank.is_paused:
+            return func(*args, **kwargs)
+        return self.rank.issue(func, args, kwargs)

@@ -1,0 +1,1 @@
+"""Towers of several dtypes, and what their training must come to."""

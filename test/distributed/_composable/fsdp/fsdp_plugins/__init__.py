@@ -1,0 +1,1 @@
+"""What plugins and trainers outside of torch do with sharded models."""

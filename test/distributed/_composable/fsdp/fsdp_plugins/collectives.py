@@ -1,0 +1,523 @@
+"""
+What plugins do with the functions and operators that gather and reduce: they replace
+them, listen to them, and call them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import pickle
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from fsdp_common.parity_layers import (
+    batch_of,
+    BF16,
+    digest,
+    FP32,
+    gradients,
+    groups_of,
+    Record,
+    Stack,
+    stack,
+)
+from fsdp_common.release_rules import (
+    CHUNK_CAT,
+    FOLLOWS_GRAD_DTYPE,
+    reduce_arguments,
+    reduce_dtype,
+)
+
+import torch
+import torch.distributed as dist
+from fsdp_plugins.runs import (
+    describe,
+    gather_by_hand,
+    mixed,
+    one_backward,
+    Place,
+    POLICIES,
+    RANKS,
+    replaced,
+    scenario,
+    train,
+)
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.testing._internal.distributed import fake_pg  # noqa: F401
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+FAKE = "fake"  # which `fake_pg` registers
+FP16 = torch.float16
+OPERATORS = (
+    "fsdp::all_gather_copy_in",
+    "fsdp::split_with_sizes_copy",
+    f"fsdp::{CHUNK_CAT}",
+)
+
+
+# What is gathered #
+
+
+@scenario
+def inputs_and_metadatas_called(place: Place) -> Record:
+    get_inputs = _fsdp_collectives._get_param_all_gather_inputs
+    get_metadatas = _fsdp_collectives._get_all_gather_input_metadatas
+    record: Record = {}
+    for policy, dtype in itertools.product(POLICIES, (FP32, BF16)):
+        model = place.sharded(policy, stack((dtype, dtype)))
+        one_backward(model, place, 0)
+        for i, group in enumerate(groups_of(model)):
+            inputs = get_inputs(group.fsdp_params)
+            record[f"{policy} {dtype} {i}"] = (
+                [[digest(tensor) for tensor in of_param] for of_param in inputs],
+                str(get_metadatas(inputs)),
+            )
+    mix = [[torch.ones(3)], [torch.ones(2, dtype=BF16), torch.ones(5)]]
+    record["of several dtypes"] = str(get_metadatas(mix))
+    return record
+
+
+def train_with_inputs(
+    place: Place, model: Stack, change: Callable[[torch.Tensor], torch.Tensor]
+) -> Record:
+    """Lets ``change`` make what is gathered of each tensor."""
+    original, calls = _fsdp_collectives._get_param_all_gather_inputs, []
+
+    def get_inputs(fsdp_params: list[FSDPParam]) -> list[list[torch.Tensor]]:
+        inputs = original(fsdp_params)
+        calls.append([[t.numel() for t in tensors] for tensors in inputs])
+        return [[change(t) for t in tensors] for tensors in inputs]
+
+    with replaced(_fsdp_collectives, _get_param_all_gather_inputs=get_inputs):
+        record = train(model, place)
+    return record | {"calls": calls}
+
+
+@scenario
+def replaced_inputs(place: Place) -> Record:
+    return {
+        f"{policy} {reshard}": train_with_inputs(
+            place, place.sharded(policy, reshard_after_forward=reshard), lambda t: 2 * t
+        )
+        for policy in POLICIES
+        for reshard in (True, False, 2)
+    }
+
+
+@scenario
+def replaced_inputs_that_change_nothing(place: Place) -> Record:
+    record = train_with_inputs(place, place.sharded("bf16"), lambda tensor: tensor)
+    del record["calls"]
+    return {"same": record == train(place.sharded("bf16"), place)}
+
+
+@scenario
+def replaced_inputs_of_another_dtype(place: Place) -> Record:
+    return train_with_inputs(place, place.sharded(), lambda t: t.to(BF16))
+
+
+@scenario
+def inputs_replaced_between_steps(place: Place) -> Record:
+    """What was found out before must not be what is gathered afterwards."""
+    model = place.sharded()
+    record = train(model, place)
+    record |= {"doubled": train_with_inputs(place, model, lambda t: 2 * t)}
+    return record | {"afterwards": train(model, place)}
+
+
+@mixed
+def mixed_replaced_inputs_that_change_nothing(place: Place) -> Record:
+    model = place.mixed()
+    record = train_with_inputs(place, model, lambda tensor: tensor)
+    calls = record.pop("calls")
+    return {"same": record == train(place.mixed(), place), "calls": len(calls)}
+
+
+@scenario
+def replaced_metadatas(place: Place) -> Record:
+    original, calls = _fsdp_collectives._get_all_gather_input_metadatas, []
+
+    def get_metadatas(inputs: list[list[torch.Tensor]]) -> Any:
+        metadatas = original(inputs)
+        calls.append(str(metadatas))
+        return metadatas
+
+    with replaced(_fsdp_collectives, _get_all_gather_input_metadatas=get_metadatas):
+        record = train(place.sharded("bf16_reduce_fp32"), place)
+    return record | {"calls": calls}
+
+
+@scenario
+def replaced_inputs_and_metadatas(place: Place) -> Record:
+    """As a backend does that has its own of all of it."""
+    calls: Counter[str] = Counter()
+
+    def get_inputs(fsdp_params: list[FSDPParam]) -> list[list[torch.Tensor]]:
+        calls["inputs"] += 1
+        return [param.all_gather_inputs for param in fsdp_params]
+
+    def get_metadatas(inputs: list[list[torch.Tensor]]) -> Any:
+        calls["metadatas"] += 1
+        dtypes = [[tensor.dtype for tensor in tensors] for tensors in inputs]
+        numels = [[tensor.numel() for tensor in tensors] for tensors in inputs]
+        return dtypes, numels, dtypes[0][0]
+
+    with replaced(
+        _fsdp_collectives,
+        _get_param_all_gather_inputs=get_inputs,
+        _get_all_gather_input_metadatas=get_metadatas,
+    ):
+        record = train(place.sharded("bf16_reduce_fp32"), place)
+    return record | {"calls": dict(calls)}
+
+
+# Operators #
+
+
+def count_of(names: list[str]) -> dict[str, int]:
+    """Returns how often each operator and range is there."""
+    ours = Counter(name for name in names if name.startswith(("fsdp::", "FSDP::")))
+    del ours["FSDP::look_for_traces"]  # by which a profiler without a flag is found
+    return dict(sorted(ours.items()))
+
+
+class Watching(TorchDispatchMode):
+    """Sees each operator that is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+@scenario
+def operators_that_a_dispatch_mode_sees(place: Place) -> Record:
+    record: Record = {}
+    for policy in POLICIES:
+        model = place.sharded(policy)
+        record[policy] = train(model, place)
+        with Watching() as watching:
+            record[f"{policy} watched"] = train(model, place, steps=range(2, 3))
+        record[f"{policy} counts"] = count_of(watching.names)
+    return record
+
+
+@scenario
+def operators_and_ranges_that_profilers_see(place: Place) -> Record:
+    record: Record = {}
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    all_threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    for name, config in (("plain", None), ("all threads", all_threads)):
+        model = place.sharded("bf16_reduce_fp32")
+        train(model, place)
+        with torch.profiler.profile(
+            activities=cpu, experimental_config=config
+        ) as profiler:
+            one_backward(model, place, 2)
+        record[name] = count_of([event.name for event in profiler.events()])
+    model = place.sharded("bf16_reduce_fp32")
+    train(model, place)
+    for name in ("not from Python", "not from Python, once more"):
+        with profiled_on_demand() as names:
+            one_backward(model, place, 2)
+        record[name] = count_of(names)
+        record[f"{name}, then not"] = train(model, place, steps=range(3, 4))
+    return record
+
+
+@contextlib.contextmanager
+def profiled_on_demand() -> Iterator[list[str]]:
+    """Profiles as a daemon does: torch's Python is not told of it."""
+    activities = {torch.profiler.ProfilerActivity.CPU}
+    state, flags = torch.autograd.ProfilerState.KINETO, [False] * 5
+    experimental = torch._C._profiler._ExperimentalConfig()
+    config = torch.autograd.ProfilerConfig(state, *flags, experimental)
+    torch.autograd._prepare_profiler(config, activities)
+    torch.autograd._enable_profiler(config, activities)
+    names: list[str] = []
+    yield names
+    events = torch.autograd._disable_profiler().events()
+    names += [event.name() for event in events]
+
+
+@scenario
+def operators_and_ranges_of_an_execution_trace(place: Place) -> Record:
+    model = place.sharded("bf16_reduce_fp32")
+    train(model, place)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        observer = torch.profiler.ExecutionTraceObserver()
+        observer.register_callback(str(path))
+        observer.start()
+        one_backward(model, place, 2)
+        observer.stop()
+        observer.unregister_callback()
+        nodes = json.loads(path.read_text())["nodes"]
+    return {"counts": count_of([node["name"] for node in nodes])}
+
+
+def copy_in_of_a_vendor(
+    calls: Counter[str],
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    def copy_in(inputs, output, split_sizes, numel, rank):
+        calls["copy in"] += 1
+        own = output.narrow(0, numel * rank, numel)
+        for slot, tensor in zip(own.split(split_sizes), inputs, strict=True):
+            slot.copy_(tensor)
+        return own, output
+
+    return copy_in
+
+
+@contextlib.contextmanager
+def kernels_of_a_vendor(key: str) -> Iterator[Counter[str]]:
+    """Replaces the operators' kernels for a kind of device, and counts their calls."""
+    calls: Counter[str] = Counter()
+
+    def split(output, split_sizes, dim=0, *, out):
+        calls["split"] += 1
+        for piece, target in zip(output.split(split_sizes, dim), out, strict=True):
+            target.copy_(piece)
+
+    def chunk_cat(tensors, dim, num_chunks, out):
+        calls["cat"] += 1
+        torch._chunk_cat(tensors, dim, num_chunks, out=out)
+
+    library = torch.library.Library("fsdp", "IMPL")
+    kernels = (copy_in_of_a_vendor(calls), split, chunk_cat)
+    try:
+        for operator, kernel in zip(OPERATORS, kernels):
+            library.impl(operator.removeprefix("fsdp::"), kernel, key)
+        yield calls
+    finally:
+        library._destroy()
+
+
+@scenario
+def operators_of_another_device(place: Place) -> Record:
+    """Of tensors that are on neither a CPU nor a GPU, while nobody listens."""
+    with torch.device("meta"):
+        model = stack()
+    model = place.sharded("bf16", model)
+    group = groups_of(model)[1]
+    for fsdp_param in group.fsdp_params:
+        fsdp_param.init_dtype_attrs(fsdp_param.mp_policy)
+        fsdp_param.device = torch.device("meta")
+    device, stream = torch.device("meta"), torch.cpu.current_stream()
+    process_group = group.mesh_info.shard_process_group
+    with (
+        kernels_of_a_vendor("Meta") as calls,
+        replaced(_fsdp_collectives, _get_device_handle=lambda kind: torch.cpu),
+        # There are no data to send
+        replaced(dist, all_gather_single=lambda *args, **kwargs: None),
+    ):
+        comm = _fsdp_collectives.DefaultAllGather()
+        params = [*group.fsdp_params]
+        result = _fsdp_collectives.foreach_all_gather(
+            params, process_group, False, stream, stream, device, comm
+        )
+        _fsdp_collectives.foreach_all_gather_copy_out(result, params, process_group)
+        grads = [torch.empty(8, 3, device=device), torch.empty(4, device=device)]
+        output = torch.empty(4 * 7, device=device)
+        _fsdp_collectives.foreach_reduce_scatter_copy_in(grads, output, 4)
+    return {"calls": dict(calls)}
+
+
+# Divide factors #
+
+
+def op_of(op: Any) -> tuple[str, Any]:
+    """Returns an operation's name, and its factor where it has one."""
+    name = getattr(op, "op", op).name
+    if name != "PREMUL_SUM":
+        return name, None
+    return name, pickle.loads(pickle.dumps(op)).__getstate__()
+
+
+def factor_cases() -> Iterator[tuple[Any, ...]]:
+    return itertools.product(
+        (None, 1, 2, 4),  # shards
+        (None, 1, 2, 4),  # replicas
+        (FP32, BF16, FP16),
+        (None, 1.0, 2.0, 4.0, 3.0),
+        (False, True),
+    )
+
+
+def groups_by_size(backend: str | None) -> dict[int | None, Any]:
+    """Returns this rank's process groups, and that there is none."""
+    made: dict[int | None, Any] = {None: None}
+    for size in (1, 2, RANKS):
+        starts = range(0, RANKS, size)
+        groups = [
+            dist.new_group([*range(start, start + size)], backend=backend)
+            for start in starts
+        ]
+        made[size] = groups[dist.get_rank() // size]
+    return made
+
+
+def table_of_factors(groups: dict[int | None, Any]) -> Record:
+    record: Record = {}
+    for shards, replicas, dtype, factor, is_sum in factor_cases():
+        pre, post, scatter, reduce = _fsdp_collectives._get_gradient_divide_factors(
+            groups[shards], groups[replicas], dtype, "cpu", factor, is_sum
+        )
+        key = f"{shards} {replicas} {dtype} {factor} {is_sum}"
+        record[key] = pre, post, op_of(scatter), op_of(reduce)
+    one = _fsdp_collectives._get_gradient_divide_factors(groups[1], None, FP32)
+    record["group of one"] = one[0], one[1], op_of(one[2]), op_of(one[3])
+    return record
+
+
+@scenario
+def divide_factors(place: Place) -> Record:
+    del place
+    return table_of_factors(groups_by_size("gloo"))
+
+
+@scenario
+def divide_factors_where_sums_can_scale(place: Place) -> Record:
+    """With process groups of a backend that takes any operation, and sends nothing."""
+    del place
+    return table_of_factors(groups_by_size(FAKE))
+
+
+@scenario
+def divide_factors_of_another_device(place: Place) -> Record:
+    """Of a kind whose backend forces sums, and of none in particular."""
+    del place
+    record: Record = {}
+    for device, factor in itertools.product(("", "mtia"), (None, 2.0)):
+        pre, post, scatter, reduce = _fsdp_collectives._get_gradient_divide_factors(
+            dist.group.WORLD, None, FP32, device, factor, device == ""
+        )
+        record[f"{device} {factor}"] = pre, post, op_of(scatter), op_of(reduce)
+    return record
+
+
+# Calling the functions #
+
+
+@scenario
+def gather_called_with_plain_lists(place: Place) -> Record:
+    record: Record = {}
+    for by_keyword, policy in itertools.product((False, True), POLICIES):
+        model = place.sharded(policy)
+        one_backward(model, place, 0)
+        model.zero_grad()
+        group = groups_of(model)[1]
+        gather_by_hand(group, by_keyword=by_keyword)
+        unsharded = [digest(p._unsharded_param) for p in group.fsdp_params]
+        group._to_unsharded()
+        group._to_sharded()
+        record[f"{policy} {by_keyword}"] = unsharded, train(model, place)
+    return record
+
+
+def reduce_by_hand(place: Place, policy: str, *, is_hybrid: bool, keyword: bool) -> Any:
+    mesh = place.pairs if is_hybrid else place.mesh
+    model = place.sharded(policy, mesh=mesh)
+    one_backward(model, place, 0)
+    model.zero_grad()
+    group = groups_of(model)[1]
+    grads = [
+        batch_of(i, place.rank, dim=p._orig_size.numel())[0].view(p._orig_size)
+        for i, p in enumerate(group.fsdp_params)
+    ]
+    grads = [grad.to(POLICIES[policy].param_dtype or FP32) for grad in grads]
+    stream = torch.cpu.current_stream()
+    arguments = {
+        "fsdp_params": [*group.fsdp_params],
+        "unsharded_grads": grads,
+        "reduce_scatter_group": group.mesh_info.shard_process_group,
+        "reduce_scatter_stream": stream,
+        "reduce_scatter_comm": _fsdp_collectives.DefaultReduceScatter(),
+        "orig_dtype": FP32,
+        "reduce_dtype": POLICIES[policy].reduce_dtype,
+        "device": group.device,
+        "gradient_divide_factor": None,
+        "all_reduce_group": (
+            group.mesh_info.replicate_process_group if is_hybrid else None
+        ),
+        "all_reduce_stream": stream,
+        "all_reduce_grads": True,
+        "partial_reduce_output": None,
+        "all_reduce_hook": None,
+    }
+    if FOLLOWS_GRAD_DTYPE:
+        arguments["reduce_dtype"] = reduce_dtype(POLICIES[policy], FP32)
+    arguments = reduce_arguments(**arguments)
+    foreach_reduce = _fsdp_collectives.foreach_reduce
+    if keyword:
+        results = foreach_reduce(**arguments, force_sum_reduction_for_comms=False)
+    else:
+        results = foreach_reduce(*arguments.values())
+    (scattered, _, post, _, shared, _, partial) = results
+    return (
+        digest(scattered) if shared is None else describe(scattered),
+        type(post).__name__,
+        digest(shared),
+        partial is None,
+        len(grads),  # which it empties
+        dict(gradients(model.blocks[0])),
+    )
+
+
+@scenario
+def reduce_called_with_plain_lists(place: Place) -> Record:
+    return {
+        f"{policy} {is_hybrid} {keyword}": reduce_by_hand(
+            place, policy, is_hybrid=is_hybrid, keyword=keyword
+        )
+        for policy in POLICIES
+        for is_hybrid in (False, True)
+        for keyword in (False, True)
+    }
+
+
+@scenario
+def replaced_globals(place: Place) -> Record:
+    """Of the module whose functions test utilities replace."""
+    calls: Counter[str] = Counter()
+    originals = {
+        name: getattr(_fsdp_param_group, name)
+        for name in (
+            "foreach_all_gather",
+            "foreach_all_gather_copy_out",
+            "foreach_reduce",
+        )
+    }
+
+    def gather(*args: Any, **kwargs: Any) -> Any:
+        calls["gather"] += 1
+        return originals["foreach_all_gather"](*args, **kwargs)
+
+    def copy_out(result: Any, params: Any, group: Any, **kwargs: Any) -> Any:
+        calls["copy out"] += 1
+        calls[type(result).__name__] += 1
+        return originals["foreach_all_gather_copy_out"](result, params, group, **kwargs)
+
+    def reduce(params: Any, grads: list[torch.Tensor], *args: Any, **kwargs: Any):
+        calls["reduce"] += 1
+        grads[:] = [2 * grad for grad in grads]
+        return originals["foreach_reduce"](params, grads, *args, **kwargs)
+
+    with replaced(
+        _fsdp_param_group,
+        foreach_all_gather=gather,
+        foreach_all_gather_copy_out=copy_out,
+        foreach_reduce=reduce,
+    ):
+        record = train(place.sharded("bf16_reduce_fp32"), place)
+    return record | {"calls": dict(calls)}

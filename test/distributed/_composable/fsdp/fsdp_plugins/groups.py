@@ -1,0 +1,489 @@
+"""
+What plugins do with a unit's group: its dtypes, its list of parameters, its states, and
+what it keeps between backward and the all-reduce.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from fsdp_common.parity_layers import (
+    batch_of,
+    BF16,
+    digest,
+    FP32,
+    groups_of,
+    local_of,
+    loss_of,
+    parameters,
+    Record,
+    Stack,
+    stack,
+)
+from fsdp_common.release_rules import FOLLOWS_GRAD_DTYPE
+
+import torch
+import torch.nn as nn
+from fsdp_plugins.runs import (
+    describe,
+    gather_by_hand,
+    mixed,
+    one_backward,
+    Place,
+    POLICIES,
+    replaced,
+    scenario,
+    Step,
+    train,
+)
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
+
+
+# Dtypes #
+
+
+def init_like_a_plugin(group: FSDPParamGroup) -> None:
+    """Takes the first parameter's dtypes for the group's, and checks nothing."""
+    for fsdp_param in group.fsdp_params:
+        fsdp_param.init_dtype_attrs(fsdp_param.mp_policy)
+    trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+    group._orig_dtype = trained[0].orig_dtype if trained else None
+    group._reduce_dtype = trained[0].reduce_dtype if trained else None
+
+
+def train_with_replaced_init(place: Place, model: Stack) -> Record:
+    # Saved and put back by hand, as they do at import
+    original, calls = FSDPParamGroup._init_mp_dtypes, []
+
+    def replacement(group: FSDPParamGroup) -> None:
+        calls.append(group._module_fqn)
+        init_like_a_plugin(group)
+
+    FSDPParamGroup._init_mp_dtypes = replacement
+    try:
+        record = train(model, place)
+        seen = [*calls]
+        model.unshard()  # may set up again
+        record["calls after unshard"] = len(calls)
+        model.reshard()
+    finally:
+        FSDPParamGroup._init_mp_dtypes = original
+    return record | {"calls": seen}
+
+
+@scenario
+def replaced_init_mp_dtypes(place: Place) -> Record:
+    return {
+        policy: train_with_replaced_init(place, place.sharded(policy))
+        for policy in POLICIES
+    }
+
+
+@scenario
+def init_mp_dtypes_that_calls_the_original(place: Place) -> Record:
+    original, calls = FSDPParamGroup._init_mp_dtypes, []
+
+    def replacement(group: FSDPParamGroup) -> None:
+        original(group)
+        calls.append((group._module_fqn, str(group._reduce_dtype)))
+
+    with replaced(FSDPParamGroup, _init_mp_dtypes=replacement):
+        record = train(place.sharded("bf16_reduce_fp32"), place)
+    return record | {"calls": calls}
+
+
+@mixed
+def mixed_with_replaced_init_mp_dtypes(place: Place) -> Record:
+    pairs = {}
+    for policy in POLICIES:
+        plain = train(place.mixed(policy), place)
+        pairs[policy] = plain, train_with_replaced_init(place, place.mixed(policy))
+    return pairs
+
+
+def dtypes_of_groups(model: nn.Module) -> list[tuple[str, ...]]:
+    names = (
+        ["_reduce_dtype"] if FOLLOWS_GRAD_DTYPE else ["_orig_dtype", "_reduce_dtype"]
+    )
+    return [
+        tuple([str(getattr(group, name)) for name in names])
+        for group in groups_of(model)
+    ]
+
+
+@scenario
+def dtypes_of_a_group(place: Place) -> Record:
+    record: Record = {}
+    for policy in POLICIES:
+        for dtype in (FP32, BF16):
+            model = place.sharded(policy, stack((dtype, dtype)))
+            model.blocks[0].requires_grad_(False)
+            one_backward(model, place, 0)
+            record[f"{policy} {dtype}"] = dtypes_of_groups(model)
+    return record
+
+
+@mixed
+def dtypes_of_a_mixed_group(place: Place) -> Record:
+    model = place.mixed()
+    one_backward(model, place, 0)
+    return {"dtypes": dtypes_of_groups(model)}
+
+
+@scenario
+def policy_set_before_the_first_forward(place: Place) -> Record:
+    record: Record = {}
+    for name, policy in POLICIES.items():
+        model = place.sharded()
+        for unit in (model, *model.blocks):
+            unit._get_fsdp_state()._mp_policy = policy
+        for group in groups_of(model):
+            group.mp_policy = policy
+            for fsdp_param in group.fsdp_params if FOLLOWS_GRAD_DTYPE else ():
+                fsdp_param.mp_policy = policy  # the only ones that 2.15 has
+        record[name] = train(model, place)
+        record[f"{name} dtypes"] = dtypes_of_weights(model)
+        record[f"{name} like that from the start"] = record[name] == train(
+            place.sharded(name), place
+        )
+    return record
+
+
+def dtypes_of_weights(model: Stack) -> list[str]:
+    """Returns what the weights are gathered in."""
+    model.blocks[0].unshard()
+    dtypes = [str(param.dtype) for param in model.blocks[0].parameters()]
+    model.blocks[0].reshard()
+    return dtypes
+
+
+# The list of parameters #
+
+
+def replace_weight(group: FSDPParamGroup, i: int, scale: float) -> FSDPParam:
+    """Updates a weight of an unsharded unit, and shards what came of it."""
+    old = group.fsdp_params[i]
+    info = old._module_info
+    weight = getattr(info.module, info.param_name).detach() * scale
+    new_weight = nn.Parameter(weight.clone())
+    setattr(info.module, info.param_name, new_weight)
+    policy = MixedPrecisionPolicy(param_dtype=new_weight.dtype)
+    new = FSDPParam(
+        new_weight,
+        info,
+        old.mesh_info,
+        old.post_forward_mesh_info,
+        old.device,
+        None,
+        policy,
+        None,
+    )
+    new.init_dtype_attrs(policy)
+    old._post_load_hook_handle.remove()
+    return new
+
+
+def update_weights(model: Stack, *, scale: float) -> list[str]:
+    """As a quantizer that writes its weights back, one unit at a time."""
+    kinds = []
+    for block in model.blocks:
+        group = block._get_fsdp_state()._fsdp_param_group
+        if group.is_sharded:
+            block.unshard()
+        by_place = {}
+        for i, fsdp_param in enumerate(group.fsdp_params):
+            is_weight = fsdp_param._module_info.param_name == "weight"
+            by_place[i] = replace_weight(group, i, scale) if is_weight else fsdp_param
+        group.fsdp_params = list(by_place.values())
+        block.reshard()
+        kinds += [type(param).__name__ for param in block.parameters()]
+    return kinds
+
+
+def train_with_updated_weights(place: Place, model: Stack) -> Record:
+    record = train(model, place)
+    record["kinds"] = update_weights(model, scale=0.5)
+    record |= {f"updated {name}": bits for name, bits in parameters(model)}
+    record |= train(model, place, steps=range(2, 4))
+    record["places"] = [len(group.fsdp_params) for group in groups_of(model)]
+    return record
+
+
+@scenario
+def parameter_replaced_while_unsharded(place: Place) -> Record:
+    return {
+        str(reshard): train_with_updated_weights(
+            place, place.sharded(reshard_after_forward=reshard)
+        )
+        for reshard in (True, False)
+    }
+
+
+@mixed
+def mixed_parameter_replaced_while_unsharded(place: Place) -> Record:
+    return train_with_updated_weights(place, place.mixed())
+
+
+@scenario
+def parameter_replaced_before_the_first_forward(place: Place) -> Record:
+    model = place.sharded()
+    kinds = update_weights(model, scale=0.5)
+    return train(model, place) | {"kinds": kinds}
+
+
+@scenario
+def same_parameters_in_a_plain_list(place: Place) -> Record:
+    model = place.sharded("bf16_reduce_fp32")
+    for group in groups_of(model):
+        group.fsdp_params = [*group.fsdp_params]
+    record = train(model, place)
+    for group in groups_of(model):
+        group.fsdp_params = list(reversed(group.fsdp_params))
+    return record | train(model, place, steps=range(2, 4))
+
+
+@scenario
+def list_changed_in_place(place: Place) -> Record:
+    """Leaves a frozen parameter to somebody else."""
+    model = stack()
+    model.blocks[0].layers[0].shift.requires_grad_(False)
+    model = place.sharded(model=model)
+    group = model.blocks[0]._get_fsdp_state()._fsdp_param_group
+    record = train(model, place)
+    model.blocks[0].unshard()
+    shard = group.fsdp_params[2].sharded_param
+    whole = model.blocks[0].layers[0].shift.detach().clone()
+    model.blocks[0].reshard()
+    del group.fsdp_params[2]
+    if FOLLOWS_GRAD_DTYPE:
+        group.lazy_init()  # which numbers them
+    model.blocks[0].layers[0].shift = nn.Parameter(whole, requires_grad=False)
+    record |= train(model, place, steps=range(2, 4))
+    return record | {"left": len(group.fsdp_params), "shard": digest(shard)}
+
+
+# States #
+
+
+def states_of(group: FSDPParamGroup) -> tuple[Any, ...]:
+    """Returns the state of a group, its parameters, and what is registered."""
+    params = [
+        getattr(p._module_info.module, p._module_info.param_name)
+        for p in group.fsdp_params
+    ]
+    return (
+        group._sharded_state.name,
+        [p.sharded_state.name for p in group.fsdp_params],
+        [isinstance(param, DTensor) for param in params],
+        [tuple(local_of(param).shape) for param in params],
+    )
+
+
+@scenario
+def states_changed_by_hand(place: Place) -> Record:
+    record: Record = {}
+    for reshard, policy in itertools.product((True, 2), ("none", "bf16_reduce_fp32")):
+        model = place.sharded(policy, reshard_after_forward=reshard)
+        one_backward(model, place, 0)
+        group = groups_of(model)[1]
+        gather_by_hand(group)
+        group._to_unsharded()
+        seen = [states_of(group)]
+        seen += [digest(param) for param in model.blocks[0].parameters()]
+        group._to_unsharded()  # changes nothing
+        if reshard == 2:
+            group._to_sharded_post_forward()
+            seen.append(states_of(group))
+            group.unshard()
+            group.wait_for_unshard()
+            seen.append(states_of(group))
+        group._to_sharded()
+        seen.append(states_of(group))
+        model.zero_grad()
+        record[f"{reshard} {policy}"] = train(model, place) | {"seen": seen}
+    return record
+
+
+def wait_by_hand(group: FSDPParamGroup) -> None:
+    result = group._all_gather_result
+    if result is None:
+        return
+    process_group = group._all_gather_process_group
+    _fsdp_param_group.foreach_all_gather_copy_out(
+        result, group.fsdp_params, process_group
+    )
+    for fsdp_param in group.fsdp_params:
+        fsdp_param.init_unsharded_param()
+    group._to_unsharded()
+    group._all_gather_result = None
+
+
+def post_forward_by_hand(
+    group: FSDPParamGroup, module: nn.Module, input: Any, output: Any
+) -> Any:
+    if group._use_post_forward_mesh:
+        group._to_sharded_post_forward()
+    elif group._reshard_after_forward:
+        group._to_sharded()
+    group._record_post_forward()
+    group._training_state = TrainingState.IDLE
+    return output
+
+
+@scenario
+def replaced_wait_for_unshard_and_post_forward(place: Place) -> Record:
+    record: Record = {}
+    calls: Counter[str] = Counter()
+
+    def wait(group: FSDPParamGroup) -> None:
+        calls["wait"] += 1
+        wait_by_hand(group)
+
+    def post_forward(group: FSDPParamGroup, *args: Any) -> Any:
+        output = post_forward_by_hand(group, *args)
+        orders.append([g._module_fqn for g in group.comm_ctx.post_forward_order])
+        orders.append([*group._post_forward_indices])
+        return output
+
+    for reshard in (True, False, 2):
+        orders: list[Any] = []
+        with replaced(FSDPParamGroup, wait_for_unshard=wait, post_forward=post_forward):
+            model = place.sharded("bf16", reshard_after_forward=reshard)
+            record[str(reshard)] = train(model, place) | {"orders": orders}
+    return record | {"calls": dict(calls)}
+
+
+@scenario
+def record_post_forward(place: Place) -> Record:
+    """Replaces only what is recorded, and how often."""
+    original, calls = FSDPParamGroup._record_post_forward, []
+
+    def recording(group: FSDPParamGroup) -> None:
+        calls.append(group._module_fqn)
+        original(group)
+
+    with replaced(FSDPParamGroup, _record_post_forward=recording):
+        record = train(place.sharded(), place)
+    return record | {"calls": calls}
+
+
+# What HSDP keeps #
+
+
+def put_off(change: Callable[[FSDPParamGroup], Any] | None, seen: list[Any]) -> Step:
+    """Returns a step of two microbatches, of which the second is all-reduced."""
+
+    def run(model: Stack, place: Place, step: int) -> torch.Tensor:
+        for i in range(2):
+            model.set_requires_all_reduce(i == 1)
+            loss = loss_of(model(batch_of(step, i, place.rank)))
+            loss.backward()
+            for group in groups_of(model):
+                seen.append(digest(group._partial_reduce_output))
+                if i == 0 and change is not None:
+                    change(group)
+        return loss
+
+    return run
+
+
+def set_partial(value: Callable[[torch.Tensor], Any]) -> Callable[..., None]:
+    def change(group: FSDPParamGroup) -> None:
+        group._partial_reduce_output = value(group._partial_reduce_output)
+
+    return change
+
+
+PARTIALS = {
+    "read": None,
+    "dropped": set_partial(lambda kept: None),
+    "replaced": set_partial(lambda kept: 2 * kept),
+    "of_ones": set_partial(torch.ones_like),
+    "scaled_in_place": lambda group: group._partial_reduce_output.mul_(0.5),
+    "read_and_set_back": set_partial(lambda kept: kept),
+}
+
+
+def train_put_off(place: Place, policy: str, name: str) -> Record:
+    model = place.sharded(policy, mesh=place.pairs)
+    seen: list[Any] = [group._partial_reduce_output for group in groups_of(model)]
+    record = train(model, place, run=put_off(PARTIALS[name], seen))
+    return record | {"seen": seen}
+
+
+@scenario
+def partial_reduce_output(place: Place) -> Record:
+    return {
+        f"{name} {policy}": train_put_off(place, policy, name)
+        for name in PARTIALS
+        for policy in ("none", "bf16_reduce_fp32", "reduce_bf16")
+    }
+
+
+@mixed
+def several_partial_reduce_outputs(place: Place) -> Record:
+    model = place.mixed(mesh=place.pairs)
+    model.set_requires_all_reduce(False)
+    one_backward(model, place, 0)
+    kept = [group._partial_reduce_output for group in groups_of(model)]
+    for group in groups_of(model):
+        group._partial_reduce_output = None
+    left = [group._partial_reduce_output for group in groups_of(model)]
+    return {"kept": [describe(each) for each in kept], "left": left}
+
+
+@scenario
+def partial_reduce_output_set_where_none_is_kept(place: Place) -> Record:
+    """As a plugin does that all-reduces every few steps, with sums of its own."""
+    model = place.sharded(mesh=place.pairs)
+    saved: list[torch.Tensor] = []
+
+    def run(model: Stack, place: Place, step: int) -> torch.Tensor:
+        for group, kept in zip(groups_of(model), saved):
+            group._partial_reduce_output = kept
+        saved.clear()
+        model.set_requires_all_reduce(step % 2 == 1)
+        loss = one_backward(model, place, step)
+        if step % 2 == 0:
+            for group in groups_of(model):
+                saved.append(group._partial_reduce_output.clone())
+                group._partial_reduce_output = None
+        return loss
+
+    return train(model, place, steps=range(4), run=run)
+
+
+@scenario
+def all_reduce_state(place: Place) -> Record:
+    seen: list[Any] = []
+    original = FSDPParamGroup.post_backward
+
+    def post_backward(group: FSDPParamGroup, *args: Any) -> None:
+        original(group, *args)
+        state = group._all_reduce_state
+        seen.append(describe(state))
+        if state is not None:
+            seen.append((digest(state.all_reduce_input), state.event is None))
+
+    with replaced(FSDPParamGroup, post_backward=post_backward):
+        model = place.sharded("bf16_reduce_fp32", mesh=place.pairs)
+        record = train(model, place)
+    seen += [describe(group._all_reduce_state) for group in groups_of(model)]
+    return record | {"seen": seen}
+
+
+@scenario
+def all_gather_output(place: Place) -> Record:
+    model = place.sharded()
+    before = [describe(group._all_gather_output) for group in groups_of(model)]
+    record = train(model, place)
+    after = [describe(group._all_gather_output) for group in groups_of(model)]
+    return record | {"before": before, "after": after}

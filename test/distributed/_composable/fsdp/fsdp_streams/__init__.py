@@ -1,0 +1,1 @@
+"""Which stream waits for which: the checker, and what runs under it."""

@@ -1,0 +1,1 @@
+"""What shows that units of one dtype are as in the release."""

@@ -1,0 +1,1 @@
+"""The wrong uses of ``fully_shard`` that are found."""
