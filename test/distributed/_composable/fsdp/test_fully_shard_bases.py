@@ -16,6 +16,7 @@ from pathlib import Path
 from unittest import mock
 
 import test_fully_shard_setup_faults as faults
+
 from fsdp_build.utils import disk_with, make_wheel, OURS, REPOSITORY
 
 from tools import apply_to_checkout, record_base_digests

@@ -20,6 +20,8 @@ import zipfile
 from pathlib import Path
 from unittest import mock
 
+from packaging.requirements import Requirement
+
 from fsdp_build.utils import (
     BASE_FILES,
     BuildTestCase,
@@ -29,7 +31,6 @@ from fsdp_build.utils import (
     REPOSITORY,
     REQUIREMENTS,
 )
-from packaging.requirements import Requirement
 
 from tools.setup_helpers import __main__ as entry
 from tools.setup_helpers import environment, inplace, wheel

@@ -17,8 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fsdp_clients.real_models  # noqa: F401
 import matplotlib
+
+import fsdp_clients.real_models  # noqa: F401
 from fsdp_common.utils import BYTECODE_CACHE, DeviceFreeTest, FakeGroupTest, run_python
 from fsdp_wrong_uses.table import SECTIONS, table
 

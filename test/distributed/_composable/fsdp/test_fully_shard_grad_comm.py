@@ -14,6 +14,9 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from fsdp_common.comms import (
     BF16,
     FP16,
@@ -36,8 +39,6 @@ from fsdp_common.utils import (
 from fsdp_features.memory import peak_nbytes
 from fsdp_mixed_dtype import parity
 from fsdp_mixed_dtype.models import mixed_tower, uniform_tower
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import torch
 from torch.distributed._composable.replicate_with_fsdp import replicate

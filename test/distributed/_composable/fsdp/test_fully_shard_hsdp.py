@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from fsdp_common.release_rules import (
     REDUCE_ARGUMENTS,
     REDUCE_KEYWORDS,
@@ -31,8 +34,6 @@ from fsdp_common.utils import (
     record_collectives,
 )
 from fsdp_plugins.since import with_a_row_more
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import torch
 import torch.distributed as dist

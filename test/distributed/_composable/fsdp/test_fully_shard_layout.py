@@ -8,10 +8,11 @@ import dataclasses
 import itertools
 import json
 
-from fsdp_common.comms import count_operators
-from fsdp_common.utils import DeviceFreeTest, REPO_ROOT, run_python
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+
+from fsdp_common.comms import count_operators
+from fsdp_common.utils import DeviceFreeTest, REPO_ROOT, run_python
 
 import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_layout as layouts

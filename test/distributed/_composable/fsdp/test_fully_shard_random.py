@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from hypothesis import given, HealthCheck, Phase, seed, settings
+
 from fsdp_common.utils import (
     DEVICE_TYPE,
     FSDPProcessTest,
@@ -18,7 +20,6 @@ from fsdp_common.utils import (
     WORLD_SIZE,
 )
 from fsdp_random.cases import Case, cases, cases_of_replicas, run_case
-from hypothesis import given, HealthCheck, Phase, seed, settings
 
 import torch.distributed as dist
 from torch.testing._internal.common_distributed import spawn_threads_and_init_comms

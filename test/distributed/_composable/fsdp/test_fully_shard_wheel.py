@@ -14,9 +14,10 @@ import zipfile
 from importlib.metadata import distributions
 from pathlib import Path
 
-from fsdp_build.utils import BASE_FILES, BuildTestCase, digest_of, make_wheel, OURS
 from packaging.requirements import Requirement
 from packaging.utils import parse_wheel_filename
+
+from fsdp_build.utils import BASE_FILES, BuildTestCase, digest_of, make_wheel, OURS
 
 from tools.setup_helpers.assemble import LABEL
 from tools.setup_helpers.digests import DIGESTS

@@ -8,10 +8,10 @@ import os
 from collections.abc import Iterable, Iterator
 from unittest import mock
 
+from fsdp_clients.real_models import EXAMPLES
 from fsdp_common.utils import BASE_ROOT, FSDPProcessTest, run_python
 
 from _one_process import Step
-from fsdp_clients.real_models import EXAMPLES
 
 
 # Calls what a module has for it, in a group of one rank, and prints the error

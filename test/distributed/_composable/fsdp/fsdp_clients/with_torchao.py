@@ -15,14 +15,14 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import fsdp_clients.real_models  # noqa: F401
+from fsdp_clients.common import ClientTest, refusal
 from fsdp_common.utils import DeviceFreeTest, record_collectives
 
-import fsdp_clients.real_models  # noqa: F401
 import torch
 import torch.nn as nn
 from _one_process import OneProcess
 from _real_model import make_mesh
-from fsdp_clients.common import ClientTest, refusal
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.testing._internal.common_utils import (

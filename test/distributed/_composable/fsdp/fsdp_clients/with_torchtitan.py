@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+from fsdp_clients import real_models
+from fsdp_clients.common import ClientTest, refusal
 from fsdp_common.utils import DeviceFreeTest
 
 import torch
@@ -24,8 +26,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 from _one_process import OneProcess, train_side_by_side
 from _real_model import make_mesh
-from fsdp_clients import real_models
-from fsdp_clients.common import ClientTest, refusal
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard

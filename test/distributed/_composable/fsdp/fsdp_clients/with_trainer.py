@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from fsdp_clients import real_models
+from fsdp_clients.common import as_launched, ClientTest, refusal
 from fsdp_common.utils import DeviceFreeTest, shared_folder
 
 import torch
@@ -23,8 +25,6 @@ import torch.distributed as dist
 import torch.nn as nn
 from _one_process import LossFunction, OneProcess
 from _real_model import causal_loss, SEQUENCE_LENGTH, VOCABULARY
-from fsdp_clients import real_models
-from fsdp_clients.common import as_launched, ClientTest, refusal
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,

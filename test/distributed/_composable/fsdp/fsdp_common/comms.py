@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-import torch
-import torch.nn as nn
 from fsdp_common.release_rules import reduce_arguments
 from fsdp_common.utils import FSDPThreadTest, random_input, THREAD_DEVICE_TYPE
+
+import torch
+import torch.nn as nn
 from torch.distributed.device_mesh import (
     _get_device_handle,
     DeviceMesh,

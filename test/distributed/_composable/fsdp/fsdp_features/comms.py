@@ -12,6 +12,20 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from fsdp_features.cases import (
+    add_case,
+    add_tower,
+    Case,
+    CASES,
+    each_unit,
+    GROUPS_NOTED,
+    Place,
+    run_mode,
+    shard_children,
+    step_on_waves,
+    tower,
+)
+from fsdp_features.models import Offsets, stack_of, Waves
 from fsdp_mixed_dtype.models import Tower
 from fsdp_mixed_dtype.parity import (
     Batches,
@@ -27,20 +41,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 import torch.nn as nn
-from fsdp_features.cases import (
-    add_case,
-    add_tower,
-    Case,
-    CASES,
-    each_unit,
-    GROUPS_NOTED,
-    Place,
-    run_mode,
-    shard_children,
-    step_on_waves,
-    tower,
-)
-from fsdp_features.models import Offsets, stack_of, Waves
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import DataParallelMeshDims, share_comm_ctx
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter

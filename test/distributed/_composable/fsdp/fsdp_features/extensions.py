@@ -6,11 +6,6 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from fsdp_mixed_dtype.models import BF16, FP32
-from fsdp_mixed_dtype.parity import accumulate, Mode, Record, step_in_backward
-
-import torch
-import torch.nn as nn
 from fsdp_features.cases import (
     Case,
     CASES,
@@ -22,6 +17,11 @@ from fsdp_features.cases import (
 )
 from fsdp_features.models import Extended, extended_stack, Fp8, HighLow
 from fsdp_features.order import gradients_add_up
+from fsdp_mixed_dtype.models import BF16, FP32
+from fsdp_mixed_dtype.parity import accumulate, Mode, Record, step_in_backward
+
+import torch
+import torch.nn as nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 

@@ -8,6 +8,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from fsdp_features.cases import (
+    add_case,
+    add_tower,
+    Case,
+    CASES,
+    Place,
+    run_mode,
+    shard_children,
+    step_on_waves,
+    tower,
+)
+from fsdp_features.comms import Gather
+from fsdp_features.models import Hidden, NestedWaves, stack_of, Waves
 from fsdp_mixed_dtype.models import loss_of, Tower
 from fsdp_mixed_dtype.parity import (
     Batches,
@@ -24,19 +37,6 @@ from fsdp_mixed_dtype.parity import (
 
 import torch
 import torch.nn as nn
-from fsdp_features.cases import (
-    add_case,
-    add_tower,
-    Case,
-    CASES,
-    Place,
-    run_mode,
-    shard_children,
-    step_on_waves,
-    tower,
-)
-from fsdp_features.comms import Gather
-from fsdp_features.models import Hidden, NestedWaves, stack_of, Waves
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import distribute_tensor, DTensor
 

@@ -22,15 +22,15 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from fsdp_common.run_ranks import run_ranks
-from fsdp_mixed_dtype import parity
-
 # Each adds its cases
 import fsdp_features.comms
 import fsdp_features.extensions
 import fsdp_features.order
 import fsdp_features.refusals  # noqa: F401
+from fsdp_common.run_ranks import run_ranks
 from fsdp_features.cases import Case, CASES, Place, STEPS
+from fsdp_mixed_dtype import parity
+
 from torch.distributed.device_mesh import init_device_mesh
 
 

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-import torch.nn as nn
 from fsdp_features.cases import Case, CASES, Place, shard_children
 from fsdp_features.comms import (
     Gather,
@@ -17,6 +15,9 @@ from fsdp_features.comms import (
     SymmMemStub,
 )
 from fsdp_features.models import Extended, extended_stack, HighLow, stack_of, Waves
+
+import torch
+import torch.nn as nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,

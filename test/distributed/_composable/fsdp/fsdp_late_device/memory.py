@@ -13,7 +13,6 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from fsdp_late_device.queues import (
     Entry,
     HostRead,
@@ -25,6 +24,8 @@ from fsdp_late_device.queues import (
     Poisoning,
     Recording,
 )
+
+import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 

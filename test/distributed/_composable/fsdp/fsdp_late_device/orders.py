@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from fsdp_late_device.memory import Device
 from fsdp_late_device.queues import Entry, Recording, Stream
+
+import torch
 
 
 # Orders #

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TYPE_CHECKING
 
+from fsdp_late_device.collectives import Call
 from fsdp_streams.happens_before import CHECKERS
 
 import torch
-from fsdp_late_device.collectives import Call
 from torch.utils._pytree import TreeSpec
 
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-import torch
 from fsdp_late_device import schedules
 from fsdp_late_device.queues import Event, Recording
 from fsdp_late_device.ranks import Rank
+
+import torch
 from torch.distributed.fsdp._fully_shard import (
     _fsdp_param_group as param_group,
 )

@@ -8,18 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, TYPE_CHECKING
 
-from fsdp_streams.happens_before import (
-    _ALLOCATING,
-    _HOST_READING,
-    _is_view,
-    _written_names,
-    CHECKERS,
-    Issuer,
-    Pending,
-)
-
-import torch
-import torch.distributed as dist
 from fsdp_late_device.collectives import Call, functional_call
 from fsdp_late_device.queues import (
     Change,
@@ -34,6 +22,18 @@ from fsdp_late_device.queues import (
     Stream,
     Work,
 )
+from fsdp_streams.happens_before import (
+    _ALLOCATING,
+    _HOST_READING,
+    _is_view,
+    _written_names,
+    CHECKERS,
+    Issuer,
+    Pending,
+)
+
+import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode

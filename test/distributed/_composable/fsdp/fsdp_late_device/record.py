@@ -21,6 +21,9 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+from fsdp_late_device.collectives import Call, COLLECTIVES
+from fsdp_late_device.queues import Entry, Meeting, Piece, Recording, Stream, Work
+from fsdp_late_device.ranks import is_on_device, OperatorMode, Rank
 from fsdp_streams.happens_before import (
     _caller_line,
     CHECKERS,
@@ -33,9 +36,6 @@ from fsdp_streams.happens_before import (
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp._fully_shard as fsdp_package
-from fsdp_late_device.collectives import Call, COLLECTIVES
-from fsdp_late_device.queues import Entry, Meeting, Piece, Recording, Stream, Work
-from fsdp_late_device.ranks import is_on_device, OperatorMode, Rank
 from torch.testing._internal.distributed import multi_threaded_pg
 from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -10,15 +10,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from fsdp_streams.happens_before import find_sites, Site
-from fsdp_streams.schedules import KINDS, SCHEDULES
-
-import torch.distributed.fsdp._fully_shard as fsdp_package
 from fsdp_late_device import races, schedules, steps
 from fsdp_late_device.check import examine, replay, SAME_BITS, show_one
 from fsdp_late_device.memory import Device
 from fsdp_late_device.orders import explore, Graph
 from fsdp_late_device.races import RACES
+from fsdp_streams.happens_before import find_sites, Site
+from fsdp_streams.schedules import KINDS, SCHEDULES
+
+import torch.distributed.fsdp._fully_shard as fsdp_package
 
 
 # The release has no context of its own, but all of it in the last one

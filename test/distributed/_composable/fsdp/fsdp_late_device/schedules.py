@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+from fsdp_late_device.queues import Recording
+from fsdp_late_device.ranks import Rank
+from fsdp_late_device.record import Recorder
 from fsdp_streams import schedules
 from fsdp_streams.schedules import KINDS, Kit, SCHEDULES
 
 import torch
-from fsdp_late_device.queues import Recording
-from fsdp_late_device.ranks import Rank
-from fsdp_late_device.record import Recorder
 from torch.distributed.device_mesh import DeviceMesh
 
 

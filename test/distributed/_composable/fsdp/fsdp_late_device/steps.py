@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.nn as nn
 from fsdp_late_device.queues import Recording
 from fsdp_late_device.ranks import Rank
 from fsdp_late_device.record import Recorder
+
+import torch
+import torch.nn as nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard

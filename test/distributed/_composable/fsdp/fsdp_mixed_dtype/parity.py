@@ -25,10 +25,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fsdp_common.run_ranks import run_rank, run_ranks
-
-import torch
-import torch._dynamo  # the first hook would, in each rank anew
-import torch.nn as nn
 from fsdp_mixed_dtype.models import (
     batch_of,
     BF16,
@@ -39,6 +35,10 @@ from fsdp_mixed_dtype.models import (
     Tower,
     uniform_tower,
 )
+
+import torch
+import torch._dynamo  # the first hook would, in each rank anew
+import torch.nn as nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (

@@ -23,12 +23,12 @@ from typing import Any
 
 from fsdp_common.release_rules import autograd_dtype, compute_dtype, reduce_dtype
 from fsdp_common.utils import DEVICE_TYPE, FSDPProcessTest, shard_mesh, WORLD_SIZE
+from fsdp_mixed_dtype.models import batch_of, loss_of, Tower
+from fsdp_mixed_dtype.parity import LR, shard_blocks
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from fsdp_mixed_dtype.models import batch_of, loss_of, Tower
-from fsdp_mixed_dtype.parity import LR, shard_blocks
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import distribute_tensor, DTensor, Shard
 

@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 from fsdp_common.run_ranks import run_rank, TIMEOUT
+from fsdp_mixed_dtype import parity
 
 import torch.multiprocessing as mp
-from fsdp_mixed_dtype import parity
 
 
 RANKS = 4

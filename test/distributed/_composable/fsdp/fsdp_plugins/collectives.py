@@ -32,9 +32,6 @@ from fsdp_common.release_rules import (
     reduce_arguments,
     reduce_dtype,
 )
-
-import torch
-import torch.distributed as dist
 from fsdp_plugins.runs import (
     describe,
     gather_by_hand,
@@ -47,6 +44,9 @@ from fsdp_plugins.runs import (
     scenario,
     train,
 )
+
+import torch
+import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.testing._internal.distributed import fake_pg  # noqa: F401

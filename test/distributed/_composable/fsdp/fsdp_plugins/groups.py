@@ -24,9 +24,6 @@ from fsdp_common.parity_layers import (
     stack,
 )
 from fsdp_common.release_rules import FOLLOWS_GRAD_DTYPE
-
-import torch
-import torch.nn as nn
 from fsdp_plugins.runs import (
     describe,
     gather_by_hand,
@@ -39,6 +36,9 @@ from fsdp_plugins.runs import (
     Step,
     train,
 )
+
+import torch
+import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState

@@ -19,10 +19,10 @@ from fsdp_common.parity_layers import (
     Stack,
     stack,
 )
+from fsdp_plugins.runs import Place, scenario, train
 
 import torch
 import torch.nn as nn
-from fsdp_plugins.runs import Place, scenario, train
 from torch.distributed.device_mesh import DeviceMesh
 
 

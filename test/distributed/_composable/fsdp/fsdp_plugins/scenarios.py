@@ -16,14 +16,14 @@ import argparse
 import sys
 from typing import Any
 
-from fsdp_common.run_ranks import run_ranks
-
 # Each adds its scenarios
 import fsdp_plugins.collectives
 import fsdp_plugins.groups
 import fsdp_plugins.modules
 import fsdp_plugins.since  # noqa: F401
+from fsdp_common.run_ranks import run_ranks
 from fsdp_plugins.runs import MIXED, Place, RANKS, SCENARIOS
+
 from torch.distributed.device_mesh import init_device_mesh
 
 

@@ -22,10 +22,10 @@ from fsdp_common.parity_layers import (
 )
 from fsdp_common.release_rules import FOLLOWS_GRAD_DTYPE, HAS_SPMD_TYPES
 from fsdp_features.models import extended_stack, HighLow
+from fsdp_plugins.runs import mixed, one_backward, Place, scenario, train
 
 import torch
 import torch.nn as nn
-from fsdp_plugins.runs import mixed, one_backward, Place, scenario, train
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import DataParallelMeshDims, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives

@@ -12,9 +12,6 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-import torch.nn as nn
 from fsdp_random.cases import (
     BF16,
     Case,
@@ -25,6 +22,10 @@ from fsdp_random.cases import (
     run_microbatch,
     shard_model,
 )
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 

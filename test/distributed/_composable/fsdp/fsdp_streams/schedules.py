@@ -16,11 +16,11 @@ from unittest import mock
 
 from fsdp_common.release_rules import FOLLOWS_GRAD_DTYPE
 from fsdp_common.utils import CastLinear, MixedBlock
+from fsdp_streams.happens_before import HappensBefore
 
 import torch
 import torch.distributed.fsdp._fully_shard as fsdp_package
 import torch.nn as nn
-from fsdp_streams.happens_before import HappensBefore
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (

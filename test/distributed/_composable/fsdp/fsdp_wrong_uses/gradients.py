@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.nn as nn
 from fsdp_wrong_uses.rows import (
     add_each,
     Case,
@@ -18,6 +16,9 @@ from fsdp_wrong_uses.rows import (
     STEPPING,
     wrong,
 )
+
+import torch
+import torch.nn as nn
 
 
 def with_hook(change: Callable[[Run, nn.Parameter], object]) -> Case:

@@ -6,9 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from fsdp_features.models import Extended
-
-import torch
-import torch.nn as nn
 from fsdp_wrong_uses.rows import (
     add_each,
     BF16,
@@ -22,6 +19,9 @@ from fsdp_wrong_uses.rows import (
     Scaled,
     wrong,
 )
+
+import torch
+import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,

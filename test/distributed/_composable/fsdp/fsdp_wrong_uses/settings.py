@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from fsdp_wrong_uses.rows import add_each, Case, FP64, Run, SETTING
+
 import torch
 import torch.nn as nn
-from fsdp_wrong_uses.rows import add_each, Case, FP64, Run, SETTING
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,

@@ -9,8 +9,6 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.nn as nn
 from fsdp_wrong_uses.rows import (
     add_each,
     Case,
@@ -21,6 +19,9 @@ from fsdp_wrong_uses.rows import (
     STARTING,
     wrong,
 )
+
+import torch
+import torch.nn as nn
 from torch.distributed.tensor import Shard
 from torch.func import functional_call
 

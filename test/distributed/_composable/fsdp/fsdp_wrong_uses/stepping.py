@@ -6,9 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from fsdp_features.models import Extended
-
-import torch
-import torch.nn as nn
 from fsdp_wrong_uses.rows import (
     add_each,
     BF16,
@@ -19,6 +16,9 @@ from fsdp_wrong_uses.rows import (
     STEPPING,
     wrong,
 )
+
+import torch
+import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
