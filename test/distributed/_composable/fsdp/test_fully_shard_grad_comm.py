@@ -182,11 +182,12 @@ class GradCommTest(ThreadTest):
         reduce: torch.dtype = FP32,
         batch: int = 0,
         divisor: float | None = None,
+        ranks: int | None = None,
     ) -> torch.Tensor:
-        ranks = range(self.world_size)
-        sent = [given_weight(r, i, spec, batch).to(BF16).to(comm) for r in ranks]
-        total = add([part.to(reduce) for part in sent])
-        return (total / (divisor or self.world_size)).to(spec.dtype)
+        ranks = ranks or self.world_size
+        weights = [given_weight(rank, i, spec, batch) for rank in range(ranks)]
+        total = add([weight.to(BF16).to(comm).to(reduce) for weight in weights])
+        return (total / (divisor or ranks)).to(spec.dtype)
 
     def assert_all_same(
         self, actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
@@ -195,45 +196,28 @@ class GradCommTest(ThreadTest):
             self.assert_same(one, other)
 
 
-class TestGradComm(GradCommTest):
-    world_size = 4
+class TestRanks(GradCommTest):
+    """The first of them, however many there are."""
 
-    def specs(self) -> list[Spec]:
-        return mixed_specs(self.world_size)
+    world_size = 7
 
-    def test_sums_are_those_of_the_tree(self):
-        specs = self.specs()
+    @parametrize("ranks", (1, 2, 3, 4, 5, 7))
+    def test_sums_are_those_of_the_tree(self, ranks: int) -> None:
+        mesh = DeviceMesh(THREAD_DEVICE_TYPE, torch.arange(ranks))
+        if self.rank >= ranks:
+            return
+        specs = mixed_specs(ranks)
         for comm, reduce in ((BF16, None), (BF16, FP64), (FP32, FP32), (BF16, BF16)):
             module = sharded(
-                specs,
-                self.mesh(),
-                device=THREAD_DEVICE_TYPE,
-                mp_policy=policy(comm, reduce),
+                specs, mesh, device=THREAD_DEVICE_TYPE, mp_policy=policy(comm, reduce)
             )
             self.backward(module, specs)
-            how = {"comm": comm, "reduce": reduce or FP32}
+            how = {"comm": comm, "reduce": reduce or FP32, "ranks": ranks}
             expected = [self.expected(i, s, **how) for i, s in enumerate(specs)]
             self.assert_all_same(self.full_grads(module), expected)
 
 
-class TestOneRank(TestGradComm):
-    world_size = 1
-
-
-class TestTwoRanks(TestGradComm):
-    world_size = 2
-
-
-class TestThreeRanks(TestGradComm):
-    world_size = 3
-
-
-class TestFiveRanks(TestGradComm):
-    world_size = 5
-
-
-class TestSevenRanks(TestGradComm):
-    world_size = 7
+instantiate_parametrized_tests(TestRanks)
 
 
 class TestMeshes(GradCommTest):

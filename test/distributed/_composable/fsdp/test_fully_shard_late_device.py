@@ -38,8 +38,8 @@ from fsdp_late_device.races import RACES
 from fsdp_late_device.ranks import Rank
 from fsdp_late_device.record import Recorder, Stuck
 from fsdp_late_device.runs import MODULES
-from fsdp_streams.happens_before import find_sites
 from fsdp_streams.schedules import KINDS, SCHEDULES
+from fsdp_streams.sites import find_sites
 
 import torch
 import torch.distributed as dist
@@ -244,8 +244,8 @@ class TestCollectives(DeviceFreeTest):
 
         recording = record(program, 3)
         (meeting,) = [e for e in recording.entries if len(e.streams) > 1]
-        self.assertEqual([s.rank.number for s in meeting.streams], [0, 1, 2])
-        ranks = {entry.streams[0].rank.number for entry in meeting.before}
+        self.assertEqual([s.issuer.number for s in meeting.streams], [0, 1, 2])
+        ranks = {entry.streams[0].issuer.number for entry in meeting.before}
         self.assertEqual(ranks, {0, 1, 2})
         self.assertTrue(check(program, ranks=3, orders=20).is_clean)
 

@@ -55,8 +55,10 @@ from unittest import mock
 
 from fsdp_common.utils import FakeGroupTest
 from fsdp_late_device.races import forgets
-from fsdp_streams.happens_before import Event, find_sites, HappensBefore, Site, Stream
+from fsdp_streams.devices import Event, Stream
+from fsdp_streams.happens_before import HappensBefore
 from fsdp_streams.schedules import KINDS, Kit, mesh_of, RANKS, SCHEDULES
+from fsdp_streams.sites import find_sites, Site
 
 import torch
 import torch.distributed as dist

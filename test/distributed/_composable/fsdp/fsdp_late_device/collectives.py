@@ -11,17 +11,6 @@ from typing import Any, NamedTuple
 import torch
 
 
-# Function of `torch.distributed` to the names of its input and its output
-COLLECTIVES = {
-    "all_gather_single": ("input_tensor", "output_tensor"),
-    "all_gather_into_tensor": ("input_tensor", "output_tensor"),
-    "reduce_scatter_single": ("input", "output"),
-    "reduce_scatter_tensor": ("input", "output"),
-    "all_reduce": ("tensor", "tensor"),
-    "all_to_all_single": ("input", "output"),
-}
-
-
 class Call(NamedTuple):
     """Which collective, and how it reduces."""
 

@@ -75,7 +75,7 @@ def place(recording: Recording, reuse: str, seed: int = 0) -> tuple[dict, int]:
 
 
 def _host(memory: Memory) -> Any:
-    return memory.owner.rank.host
+    return memory.owner.issuer.host
 
 
 class Device:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fsdp_late_device.memory import Device
-from fsdp_late_device.queues import Entry, Recording, Stream
+from fsdp_late_device.queues import Entry, Recording
+from fsdp_streams.devices import Stream
 
 import torch
 
@@ -109,7 +110,7 @@ def by_name(graph: Graph, name: str) -> Order:
         return _latest(
             graph,
             name,
-            lambda s: s.name == stream and rank in ("", str(s.rank.number)),
+            lambda s: s.name == stream and rank in ("", str(s.issuer.number)),
         )
     if name != "in order":
         raise ValueError(f"there is no order {name!r}")
@@ -123,7 +124,7 @@ def names(graph: Graph, count: int) -> list[str]:
     """
     streams = graph.streams()
     late = [f"late:/{name}" for name in dict.fromkeys(s.name for s in streams)]
-    late += [f"late:{s.rank.number}/{s.name}" for s in streams]
+    late += [f"late:{s.issuer.number}/{s.name}" for s in streams]
     late = late[: count // 2]
     kinds = "priorities", "uniform"
     return late + [f"{kinds[n % 2]}:{n}" for n in range(count - len(late))]

@@ -1,30 +1,21 @@
 """
-Queues of a device that is late: streams and events, and what a recording of them
-holds. ``record.py`` makes one.
+What a recording of a device that is late holds. ``record.py`` makes one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TYPE_CHECKING
+from typing import Any, NamedTuple
 
 from fsdp_late_device.collectives import Call
-from fsdp_streams.happens_before import CHECKERS
+from fsdp_streams.devices import Stream
 
 import torch
 from torch.utils._pytree import TreeSpec
 
 
-if TYPE_CHECKING:
-    from fsdp_late_device.ranks import Rank
-
 # Of memory that nobody has written: not a number in every floating-point dtype
 POISON = 0xFF
-
-CHECKERS.add(__file__)
-
-
-# What is recorded #
 
 
 @dataclass(eq=False)
@@ -110,7 +101,7 @@ class Entry:
     def __repr__(self) -> str:
         file, number, function = self.line
         at = f"{file.rpartition('/')[2]}:{number} {function}"
-        where = ", ".join(f"{s.rank.number}:{s.name}" for s in self.streams)
+        where = ", ".join(f"{s.issuer.number}:{s.name}" for s in self.streams)
         return f"[{where}] {self.label} ({at})"
 
 
@@ -132,61 +123,3 @@ class Recording:
     # The number of entries at each `Rank.mark`
     marks: list[int] = field(default_factory=list)
     visited: set[tuple[str, int]] = field(default_factory=set)
-
-
-# Streams and events #
-
-
-class Stream:
-    """A queue of one rank. The host is one as well."""
-
-    def __init__(self, rank: Rank, name: str):
-        self.rank, self.name = rank, name
-        # What the next entry must come after
-        self.last: frozenset[Entry] = frozenset()
-
-    def wait_stream(self, other: Stream) -> None:
-        if self.rank.comes_to_call():
-            self.last |= other.last
-
-    def wait_event(self, event: Event) -> None:
-        event.wait(self)
-
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event(self.rank)
-        event.record(self)
-        return event
-
-    def synchronize(self) -> None:
-        self.rank.host.wait_stream(self)
-
-    def query(self) -> bool:
-        self.synchronize()
-        return True
-
-    def __repr__(self) -> str:
-        return self.name
-
-
-class Event:
-    """Without a record, nothing waits for it."""
-
-    def __init__(self, rank: Rank):
-        self.rank = rank
-        self.after: frozenset[Entry] = frozenset()
-
-    def record(self, stream: Stream | None = None) -> None:
-        is_made = self.rank.comes_to_call()
-        self.after = (stream or self.rank.stream).last if is_made else frozenset()
-
-    def wait(self, stream: Stream | None = None) -> None:
-        if self.rank.comes_to_call():
-            stream = stream or self.rank.stream
-            stream.last |= self.after
-
-    def synchronize(self) -> None:
-        self.wait(self.rank.host)
-
-    def query(self) -> bool:
-        self.synchronize()
-        return True

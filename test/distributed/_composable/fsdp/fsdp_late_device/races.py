@@ -13,8 +13,9 @@ from typing import Any
 from unittest import mock
 
 from fsdp_late_device import schedules
-from fsdp_late_device.queues import Event, Recording
+from fsdp_late_device.queues import Recording
 from fsdp_late_device.ranks import Rank
+from fsdp_streams.devices import Event
 
 import torch
 from torch.distributed.fsdp._fully_shard import (

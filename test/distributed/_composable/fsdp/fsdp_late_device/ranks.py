@@ -12,31 +12,27 @@ from fsdp_late_device.collectives import Call, functional_call
 from fsdp_late_device.queues import (
     Change,
     Entry,
-    Event,
     HostRead,
     Kernel,
     Memory,
     Piece,
     POISON,
     Poisoning,
-    Stream,
     Work,
 )
-from fsdp_streams.happens_before import (
-    _ALLOCATING,
-    _HOST_READING,
-    _is_view,
-    _written_names,
-    CHECKERS,
-    Issuer,
-    Pending,
+from fsdp_streams.devices import Issuer, Pending, Stream
+from fsdp_streams.operators import (
+    ALLOCATING,
+    HOST_READING,
+    is_on_device,
+    is_view,
+    written_names,
 )
+from fsdp_streams.sites import CHECKERS
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 
@@ -45,7 +41,6 @@ if TYPE_CHECKING:
 
 CHECKERS.add(__file__)
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 # What the schema of an operator does not say that it writes
 _WRITTEN_BESIDES = {"fsdp::all_gather_copy_in": frozenset(("all_gather_output",))}
 
@@ -58,10 +53,6 @@ def _tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
     return [v for v in values if is_on_device(v)]
 
 
-def is_on_device(value: Any) -> bool:
-    return type(value) in _PLAIN and value.device.type == "cpu"
-
-
 class Rank(Issuer):
     """
     One rank of a recording, in a thread of its own: a
@@ -69,14 +60,12 @@ class Rank(Issuer):
     handles that ``fully_shard`` asks for are stand-ins.
     """
 
+    START: frozenset[Entry] = frozenset()
+
     def __init__(self, device: Recorder, number: int):
-        self.device, self.number = device, number
-        self.handle, self.watch = device.handle, device.watch
-        self.host = Stream(self, "host")
-        self.default_stream = self.stream = Stream(self, "default")
-        self.streams = [self.default_stream]
+        super().__init__(device.watch)
+        self.device, self.number, self.handle = device, number, device.handle
         self._memory: dict[int, tuple[StorageWeakRef, Memory]] = {}
-        self._comm_streams: dict[Any, Stream] = {}
         self._groups: dict[Any, Any] = {}
         # Functional collectives by their results' storage
         self._pending: dict[int, Any] = {}
@@ -85,21 +74,9 @@ class Rank(Issuer):
         self._freed: dict[Stream, list[Memory]] = {}
 
     # What a program may use #
-    def new_stream(self, name: str | None = None) -> Stream:
-        name = name or f"stream {len(self.streams)}"
-        same = sum(s.name.partition("#")[0] == name for s in self.streams)
-        stream = Stream(self, f"{name}#{same}" if same else name)
-        self.streams.append(stream)
-        return stream
-
-    def new_event(self) -> Event:
-        return Event(self)
-
     def synchronize(self) -> None:
-        """Makes the host wait for all streams."""
         self.collect()
-        for stream in self.streams:
-            self.host.last |= stream.last
+        super().synchronize()
 
     def put_on_host(self, tensors: Iterable[torch.Tensor]) -> None:
         """Declares the memory of these tensors to be the host's, from now on."""
@@ -119,6 +96,9 @@ class Rank(Issuer):
         """What the schedules of the happens-before checker call."""
 
     # Entries #
+    def join(self, clock: frozenset[Entry], other: frozenset[Entry]) -> Any:
+        return clock | other
+
     def comes_to_call(self) -> bool:
         self.collect()
         return super().comes_to_call()
@@ -131,11 +111,11 @@ class Rank(Issuer):
         writes: list[Piece],
         stream: Stream,
     ) -> Entry:
-        before = stream.last | self.host.last
+        before = stream.clock | self.host.clock
         entry = self.device.new_entry(
             (stream,), str(label), work, before, reads, writes
         )
-        stream.last = frozenset((entry,))
+        stream.clock = frozenset((entry,))
         return entry
 
     def issue(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -143,7 +123,7 @@ class Rank(Issuer):
         self.collect()
         if operator.namespace == "_c10d_functional":
             return self._issue_collective(operator, args, kwargs)
-        if _is_view(operator):
+        if is_view(operator):
             return operator(*args, **kwargs)
         flat, spec = tree_flatten((args, kwargs))
         arguments = [self._piece(v) if is_on_device(v) else v for v in flat]
@@ -157,7 +137,7 @@ class Rank(Issuer):
             raise NotImplementedError(f"{operator} resizes its arguments' memory")
         results = tree_flatten(result)[0]
         name = operator._schema.name
-        if name in _ALLOCATING:
+        if name in ALLOCATING:
             for tensor in _tensors_in(results):
                 self._piece(tensor, label="empty")
             return result
@@ -167,9 +147,9 @@ class Rank(Issuer):
         outputs = [self._output(v, operator, stream) for v in results]
         kernel = Kernel(operator, arguments, spec, outputs, rng_state)
         reads, writes = self._accesses(operator, args, kwargs, outputs)
-        if name in _HOST_READING:
+        if name in HOST_READING:
             entry = self._add(HostRead(kernel, result), operator, reads, [], stream)
-            self.host.last |= {entry}
+            self.host.comes_after({entry})
         elif writes or not _tensors_in(results):  # else it returned an argument
             self._add(kernel, operator, reads, writes, stream)
         return result
@@ -186,7 +166,7 @@ class Rank(Issuer):
         kwargs: dict[str, Any],
         outputs: list[Piece | None],
     ) -> tuple[list[Piece], list[Piece]]:
-        written = _written_names(operator)
+        written = written_names(operator)
         written |= _WRITTEN_BESIDES.get(operator._schema.name, frozenset())
         names = [argument.name for argument in operator._schema.arguments]
         reads: list[Piece] = []
@@ -288,7 +268,7 @@ class Rank(Issuer):
         kernel = Kernel(torch.ops.aten.clone.default, flat, spec, [target], None)
         entry = self._add(kernel, "copy across", [source], [target], self.stream)
         if not non_blocking:
-            self.host.last |= {entry}
+            self.host.comes_after({entry})
         return copy
 
     def finish(self) -> None:
@@ -311,17 +291,9 @@ class Rank(Issuer):
     ) -> Pending | None:
         """Takes part in a collective."""
         self.collect()
-        stream = self.stream
-        if is_async:
-            stream = self._comm_streams.get(group) or self.new_stream("comm")
-            self._comm_streams[group] = stream
-            stream.last |= self.stream.last
+        stream = self.comm_stream(group) if is_async else self.stream
         self.device.meet(self, call, self._key(group), stream, source, target)
-        if not is_async:
-            return None
-        done = Event(self)
-        done.after = stream.last
-        return Pending(done, (source, target))
+        return self.pending(stream, source, target) if is_async else None
 
     def _issue_collective(
         self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]
@@ -361,19 +333,3 @@ class Rank(Issuer):
 
 def _storage_of(ref: StorageWeakRef) -> torch.UntypedStorage | None:
     return torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
-
-
-class OperatorMode(TorchDispatchMode):
-    def __init__(self, rank: Rank):
-        super().__init__()
-        self.rank = rank
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if FakeTensor in types:
-            return func(*args, **kwargs)  # DTensor finds a placement
-        if any(kind not in _PLAIN for kind in types):
-            return NotImplemented  # its own dispatch comes here with plain tensors
-        if self.rank.is_paused:
-            return func(*args, **kwargs)
-        return self.rank.issue(func, args, kwargs)

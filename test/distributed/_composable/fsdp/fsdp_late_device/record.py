@@ -13,29 +13,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import inspect
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from fsdp_late_device.collectives import Call, COLLECTIVES
-from fsdp_late_device.queues import Entry, Meeting, Piece, Recording, Stream, Work
-from fsdp_late_device.ranks import is_on_device, OperatorMode, Rank
-from fsdp_streams.happens_before import (
-    _caller_line,
-    CHECKERS,
-    DeviceHandle,
-    Pending,
-    Site,
-    Watch,
-)
+from fsdp_late_device.collectives import Call
+from fsdp_late_device.queues import Entry, Meeting, Piece, Recording, Work
+from fsdp_late_device.ranks import Rank
+from fsdp_streams.devices import DeviceHandle, Pending, Stream
+from fsdp_streams.operators import COLLECTIVES, is_on_device, OperatorMode
+from fsdp_streams.sites import caller_line, CHECKERS, Site, Watch
 
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp._fully_shard as fsdp_package
 from torch.testing._internal.distributed import multi_threaded_pg
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -150,7 +142,7 @@ class Recorder:
         source: torch.Tensor,
         target: torch.Tensor,
     ) -> None:
-        before = stream.last | rank.host.last
+        before = stream.clock | rank.host.clock
         arrival = _Arrival(stream, before, (source, target), call)
         arrivals = self._await_others(rank, group, group[0], arrival)
         if arrivals is not None:
@@ -181,10 +173,10 @@ class Recorder:
         call, *others = [arrival.call for arrival in arrivals]
         if any(other != call for other in others):
             raise Stuck(f"ranks issue different collectives: {[call, *others]}")
-        pairs = [a.stream.rank.pieces(a.tensors) for a in arrivals]
+        pairs = [a.stream.issuer.pieces(a.tensors) for a in arrivals]
         with contextlib.ExitStack() as stack:
             for arrival in arrivals:
-                stack.enter_context(arrival.stream.rank.paused())
+                stack.enter_context(arrival.stream.issuer.paused())
             inputs, outputs = zip(*(arrival.tensors for arrival in arrivals))
             with torch.no_grad():
                 call.run(inputs, outputs)
@@ -202,7 +194,7 @@ class Recorder:
         )
         self._last_meetings[group] = entry
         for arrival in arrivals:
-            arrival.stream.last = frozenset((entry,))
+            arrival.stream.clock = frozenset((entry,))
 
     def new_entry(
         self,
@@ -215,7 +207,7 @@ class Recorder:
     ) -> Entry:
         entries = self.recording.entries
         entry = Entry(
-            len(entries), streams, label, _caller_line(), work, before, reads, writes
+            len(entries), streams, label, caller_line(), work, before, reads, writes
         )
         entries.append(entry)
         return entry
@@ -225,14 +217,7 @@ class Recorder:
     def _patched(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             enter = stack.enter_context
-            for name, module in [*sys.modules.items()]:
-                is_fsdp = name.startswith(fsdp_package.__name__)
-                if is_fsdp and hasattr(module, "_get_device_handle"):
-                    handle = mock.Mock(return_value=self.handle)
-                    enter(mock.patch.object(module, "_get_device_handle", handle))
-            for name in COLLECTIVES:
-                collective = self._collective(name, getattr(dist, name))
-                enter(mock.patch.object(dist, name, collective))
+            enter(self.handle.in_place(self._collective))
             enter(mock.patch.object(dist, "barrier", self._barrier))
             for owner, name, call in self._methods():
                 enter(mock.patch.object(owner, name, call))
@@ -276,23 +261,15 @@ class Recorder:
     def _is_copied(self, tensor: torch.Tensor) -> bool:
         return is_on_device(tensor) and not self.rank.is_paused
 
-    def _collective(self, name: str, original: Callable) -> Callable[..., Any]:
-        signature = inspect.signature(original)
-        source, target = COLLECTIVES[name]
-
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Pending | None:
-            bound = signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            given = bound.arguments
-            if any(given.get(f"{side}_split_sizes") for side in ("input", "output")):
-                raise NotImplementedError(f"{name} with split sizes")
-            operation = getattr(given.get("op"), "op", given.get("op"))
-            kind = Call(name, getattr(operation, "name", None))
-            tensors = given[source], given[target]
-            return self.rank.meet(kind, given["group"], *tensors, given["async_op"])
-
-        return call
+    def _collective(
+        self, name: str, original: Callable[..., Any], given: dict[str, Any]
+    ) -> Pending | None:
+        if any(given.get(f"{side}_split_sizes") for side in ("input", "output")):
+            raise NotImplementedError(f"{name} with split sizes")
+        operation = getattr(given.get("op"), "op", given.get("op"))
+        kind = Call(name, getattr(operation, "name", None))
+        tensors = (given[argument] for argument in COLLECTIVES[name])
+        return self.rank.meet(kind, given["group"], *tensors, given["async_op"])
 
     def _barrier(self, *args: Any, **kwargs: Any) -> None:
         self.rank.synchronize()

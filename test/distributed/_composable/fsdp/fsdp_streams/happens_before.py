@@ -46,242 +46,39 @@ ordered through one of them.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import functools
-import inspect
-import linecache
-import re
-import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
 
+from fsdp_streams.devices import DeviceHandle, Event, Issuer, Pending, Stream
+from fsdp_streams.operators import (
+    ALLOCATING,
+    COLLECTIVES,
+    HOST_READING,
+    is_on_device,
+    is_view,
+    OperatorMode,
+    PLAIN,
+    written_names,
+)
+from fsdp_streams.sites import caller_line, CHECKERS, Site, Watch
+
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp._fully_shard as fsdp_package
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
-# Sites: calls in a module that order streams #
+CHECKERS.add(__file__)
 
-# Methods of streams, events and works, and the handle's context
-_ORDERING_METHODS = frozenset(
-    ("wait_stream", "wait_event", "wait", "synchronize", "record_event", "record")
-    + ("stream",)
-)
-# Functions that only wait, by the names that their modules give them
-_WAITING_HELPER = re.compile(r"_(wait|order|drop)_|wait_all_gather_streams")
-
-
-class Site(NamedTuple):
-    """
-    A call that orders streams, and where it stands. It prints as function,
-    callee and the call's place among such calls there, which edits elsewhere
-    do not change.
-    """
-
-    function: str
-    callee: str
-    ordinal: int
-    file: str
-    first_line: int
-    last_line: int
-
-    def __str__(self) -> str:
-        return f"{self.function} > {self.callee} #{self.ordinal}"
-
-    def is_at(self, line: tuple[str, int]) -> bool:
-        file, number = line
-        return file == self.file and self.first_line <= number <= self.last_line
-
-
-def find_sites(module: ModuleType) -> list[Site]:
-    """Lists all calls in the module that order streams, used or not."""
-    file = inspect.getsourcefile(module)
-    sites: list[Site] = []
-
-    def visit(node: ast.AST, function: str) -> None:
-        if isinstance(node, ast.FunctionDef):
-            function = node.name
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            callee = node.func.attr
-            if callee in _ORDERING_METHODS or _WAITING_HELPER.match(callee):
-                same = [s for s in sites if s[:2] == (function, callee)]
-                lines = (node.lineno, node.end_lineno or node.lineno)
-                sites.append(Site(function, callee, len(same), file, *lines))
-        for child in ast.iter_child_nodes(node):
-            visit(child, function)
-
-    visit(ast.parse(Path(file).read_text()), "")
-    return sites
-
-
-# Streams and events #
-
-Clock = dict["Stream", int]
-
-
-def _join(clock: Clock, other: Clock) -> None:
-    for stream, tick in other.items():
-        if clock.get(stream, 0) < tick:
-            clock[stream] = tick
-
-
-class Stream:
-    """Stands in for a device's stream."""
-
-    def __init__(self, checker: HappensBefore, name: str):
-        self.checker, self.name = checker, name
-        self.clock: Clock = {self: 0}
-
-    def is_behind(self, access: Access) -> bool:
-        return self.clock.get(access.stream, 0) >= access.tick
-
-    def wait_stream(self, other: Stream) -> None:
-        if self.checker.comes_to_call():
-            _join(self.clock, other.clock)
-
-    def wait_event(self, event: Event) -> None:
-        event.wait(self)
-
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event(self.checker)
-        event.record(self)
-        return event
-
-    def synchronize(self) -> None:
-        self.checker.host.wait_stream(self)
-
-    def __repr__(self) -> str:
-        return self.name
-
-
-class Event:
-    """Stands in for a device's event. Without a record, nothing waits for it."""
-
-    def __init__(self, checker: HappensBefore):
-        self.checker = checker
-        self.clock: Clock = {}
-        checker.events.add(self)
-
-    def record(self, stream: Stream | None = None) -> None:
-        is_made = self.checker.comes_to_call()
-        stream = stream or self.checker.stream
-        self.clock = dict(stream.clock) if is_made else {}
-
-    def wait(self, stream: Stream | None = None) -> None:
-        if self.checker.comes_to_call():
-            _join((stream or self.checker.stream).clock, self.clock)
-
-    def synchronize(self) -> None:
-        self.wait(self.checker.host)
-
-
-class Pending(dist.distributed_c10d.Work):
-    """An asynchronous collective, which keeps its tensors until waited for."""
-
-    def __init__(self, done: Any, tensors: Sequence[torch.Tensor]):
-        super().__init__()
-        self.done, self.tensors = done, tensors
-
-    def wait(self, timeout: Any = None) -> bool:
-        self.done.wait()
-        self.tensors = ()
-        return True
-
-
-class Watch:
-    """
-    Takes note in ``visited`` of the lines of the watched modules that order streams,
-    and leaves out the calls of one site.
-    """
-
-    def __init__(self, watched: Iterable[ModuleType], without: Site | None):
-        self.visited: set[tuple[str, int]] = set()  # files and lines
-        self._files = {inspect.getsourcefile(module) for module in watched}
-        self._without = without
-
-    def comes_to_call(self) -> bool:
-        """Says whether the call that orders streams now is made."""
-        if not self._files:
-            return True
-        frame: FrameType | None = sys._getframe(1)
-        is_made = True
-        while frame is not None:
-            file = frame.f_code.co_filename
-            if file in self._files:
-                self.visited.add(line := (file, frame.f_lineno))
-                if self._without is not None:
-                    is_made &= not self._without.is_at(line)
-            elif file not in CHECKERS and file != contextlib.__file__:
-                break
-            frame = frame.f_back
-        return is_made
-
-
-class Issuer:
-    """
-    Who issues what the device does: a checker, or a rank of the device that is late.
-    It has ``new_stream`` and ``new_event``, and ``synchronize`` if that is called.
-    """
-
-    stream: Any  # the current one
-    watch: Watch
-    is_paused = False  # takes no note of operators
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        was_paused, self.is_paused = self.is_paused, True
-        try:
-            yield
-        finally:
-            self.is_paused = was_paused
-
-    def comes_to_call(self) -> bool:
-        return self.watch.comes_to_call()
-
-
-class DeviceHandle:
-    """Stands in for ``torch.cuda`` and its like, for who issues right now."""
-
-    def __init__(self, issuer: Callable[[], Any]):
-        self._issuer = issuer
-
-    def Stream(self, *args: Any, **kwargs: Any) -> Any:
-        """Makes a stream, named after what the line that asks for it sets."""
-        frame = sys._getframe(1)
-        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-        assigned = re.search(r"(\w+) = ", line)
-        return self._issuer().new_stream(assigned[1] if assigned else None)
-
-    def Event(self, *args: Any, **kwargs: Any) -> Any:
-        return self._issuer().new_event()
-
-    def current_stream(self, device: Any = None) -> Any:
-        return self._issuer().stream
-
-    def synchronize(self, device: Any = None) -> None:
-        self._issuer().synchronize()
-
-    @contextlib.contextmanager
-    def stream(self, stream: Any) -> Iterator[None]:
-        issuer = self._issuer()
-        previous = issuer.stream
-        # A call of ours, the context manager's and then the site's
-        if issuer.comes_to_call():
-            issuer.stream = stream
-        try:
-            yield
-        finally:
-            issuer.stream = previous
+# From streams to how far they have come
+Clock = dict[Stream, int]
 
 
 # Memory #
@@ -294,6 +91,9 @@ class Access(NamedTuple):
     tick: int  # of the stream's clock
     operator: Any  # an overload or a name
     line: tuple[str, int, str]  # file, number and function
+
+    def is_before(self, stream: Stream) -> bool:
+        return stream.clock.get(self.stream, 0) >= self.tick
 
     def __str__(self) -> str:
         file, number, function = self.line
@@ -323,99 +123,12 @@ class Block:
         return f"{what} allocated by {self.origin or 'someone before'}"
 
 
-_PACKAGE_DIR = str(Path(fsdp_package.__file__).parent)
-_TORCH_DIR = str(Path(torch.__file__).parent)
-# Files that look on, whose lines tell nothing
-CHECKERS = {__file__}
-
-
-@functools.cache
-def _is_worth_telling(file: str) -> bool:
-    is_torch = file.startswith((_TORCH_DIR, "<")) or "importlib" in file
-    return file.startswith(_PACKAGE_DIR) or not (is_torch or file in CHECKERS)
-
-
-def _caller_line() -> tuple[str, int, str]:
-    """
-    Returns the innermost line of ``fully_shard`` or of what is not torch: in
-    backward that is a hook's line or the call of backward.
-    """
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        code = frame.f_code
-        if _is_worth_telling(code.co_filename):
-            return code.co_filename, frame.f_lineno, code.co_name
-        frame = frame.f_back
-    return "unknown", 0, ""
-
-
-# Operators #
-
-# They allocate, and neither read nor write
-_ALLOCATING = frozenset(
-    "aten::" + name
-    for name in ("empty", "empty_like", "empty_strided", "new_empty")
-    + ("new_empty_strided", "empty_permuted")
-)
-_HOST_READING = frozenset(("aten::_local_scalar_dense", "aten::equal"))
-
-
-@functools.cache
-def _is_view(func: torch._ops.OpOverload) -> bool:
-    aliases = [arg.alias_info for arg in func._schema.arguments if arg.alias_info]
-    return bool(aliases) and not any(alias.is_write for alias in aliases)
-
-
-@functools.cache
-def _written_names(func: torch._ops.OpOverload) -> frozenset[str]:
-    return frozenset(
-        arg.name
-        for arg in func._schema.arguments
-        if arg.alias_info is not None and arg.alias_info.is_write
-    )
-
-
 def _device_tensors(value: Any) -> list[torch.Tensor]:
-    if type(value) in (torch.Tensor, torch.nn.Parameter):
-        return [value] if value.device.type == "cpu" else []
+    if is_on_device(value):
+        return [value]
     if isinstance(value, (list, tuple)):
         return [tensor for item in value for tensor in _device_tensors(item)]
     return []
-
-
-class _OperatorMode(TorchDispatchMode):
-    def __init__(self, checker: HappensBefore):
-        super().__init__()
-        self.checker = checker
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if FakeTensor in types:
-            return func(*args, **kwargs)  # DTensor finds a placement
-        if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
-            return NotImplemented  # its own dispatch comes here with plain tensors
-        result = func(*args, **kwargs)
-        if self.checker.is_paused or _is_view(func):
-            return result
-        written_names = _written_names(func)
-        names = [arg.name for arg in func._schema.arguments]
-        read, written = [], []
-        for name, value in [*zip(names, args), *kwargs.items()]:
-            target = written if name in written_names else read
-            target.extend(_device_tensors(value))
-        self.checker.on_operator(func, read, written, _device_tensors(result))
-        return result
-
-
-# Collective of `torch.distributed` to the tensors that it reads and writes
-_COLLECTIVES = {
-    "all_gather_single": (("input_tensor",), ("output_tensor",)),
-    "all_gather_into_tensor": (("input_tensor",), ("output_tensor",)),
-    "reduce_scatter_single": (("input",), ("output",)),
-    "reduce_scatter_tensor": (("input",), ("output",)),
-    "all_reduce": ((), ("tensor",)),
-    "all_to_all_single": (("input",), ("output",)),
-}
 
 
 class HappensBefore(Issuer):
@@ -429,19 +142,17 @@ class HappensBefore(Issuer):
     events that somebody still held at each :meth:`end_step`.
     """
 
+    START: Clock = {}
+
     def __init__(
         self, *, watched: Iterable[ModuleType] = (), without: Site | None = None
     ):
+        super().__init__(Watch(watched, without))
         self.complaints: list[str] = []
-        self.watch = Watch(watched, without)
         self.visited = self.watch.visited
         self.events: weakref.WeakSet[Event] = weakref.WeakSet()
         self.events_left: list[int] = []
-        self.host = Stream(self, "host")
-        self.default_stream = self.stream = Stream(self, "default")
         self.handle = DeviceHandle(lambda: self)
-        self._streams = 0
-        self._comm_streams: dict[Any, Stream] = {}
         self._blocks: dict[int, Block] = {}
         # By owner: those that other streams used, and those that were freed
         self._shared: dict[Stream, dict[Block, None]] = defaultdict(dict)
@@ -451,19 +162,12 @@ class HappensBefore(Issuer):
     # Context #
     def __enter__(self) -> HappensBefore:
         enter = self._exit_stack.enter_context
-        for name, module in [*sys.modules.items()]:
-            is_ours = name.startswith(fsdp_package.__name__)
-            if is_ours and hasattr(module, "_get_device_handle"):
-                get_handle = mock.Mock(return_value=self.handle)
-                enter(mock.patch.object(module, "_get_device_handle", get_handle))
-        for name, (reads, writes) in _COLLECTIVES.items():
-            collective = self._collective(name, reads, writes)
-            enter(mock.patch.object(dist, name, collective))
+        enter(self.handle.in_place(self._collective))
         enter(mock.patch.object(dist, "barrier", self._barrier))
         resize_ = self._resize(torch.UntypedStorage.resize_)
         enter(mock.patch.object(torch.UntypedStorage, "resize_", resize_))
         enter(mock.patch.object(torch.Tensor, "to", self._to(torch.Tensor.to)))
-        enter(_OperatorMode(self))
+        enter(OperatorMode(self))
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
@@ -472,41 +176,50 @@ class HappensBefore(Issuer):
     def end_step(self) -> None:
         self.events_left.append(len(self.events))
 
-    def new_stream(self, name: str | None = None) -> Stream:
-        self._streams += 1
-        return Stream(self, name or f"stream {self._streams}")
+    # Clocks #
+    def join(self, clock: Clock, other: Clock) -> Clock:
+        latest = {
+            stream: max(tick, clock.get(stream, 0)) for stream, tick in other.items()
+        }
+        return clock | latest
 
     def new_event(self) -> Event:
-        return Event(self)
+        event = super().new_event()
+        self.events.add(event)
+        return event
 
     # Accesses #
-    def on_operator(
-        self,
-        func: torch._ops.OpOverload,
-        read: Sequence[torch.Tensor],
-        written: Sequence[torch.Tensor],
-        results: Sequence[torch.Tensor],
-    ) -> None:
-        """Takes note of an operator that ran in the current stream, or on the host."""
+    def issue(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Takes note of an operator, in the current stream or on the host."""
+        result = func(*args, **kwargs)
+        if is_view(func):
+            return result
+        names = [arg.name for arg in func._schema.arguments]
+        read, written = [], []
+        for name, value in [*zip(names, args), *kwargs.items()]:
+            target = written if name in written_names(func) else read
+            target.extend(_device_tensors(value))
         arguments = [self._block_of(tensor) for tensor in (*read, *written)]
         on_host = bool(arguments) and all(b.owner is self.host for b in arguments)
         stream = self.host if on_host else self.stream
         access = self._new_access(func, stream)
-        allocates_only = func._schema.name in _ALLOCATING
+        allocates_only = func._schema.name in ALLOCATING
         if not allocates_only:
             self._use(access, read, written)
-        for tensor in results:
+        for tensor in _device_tensors(result):
             if not self._is_known(tensor.untyped_storage()):
                 block = self._allocate(tensor, access)
                 if not allocates_only:
                     self._write(block, access)
-        if func._schema.name in _HOST_READING:
-            _join(self.host.clock, stream.clock)
+        if func._schema.name in HOST_READING:
+            self.host.comes_after(stream.clock)
+        return result
 
     def _new_access(self, operator: Any, stream: Stream) -> Access:
-        _join(stream.clock, self.host.clock)  # launched now
-        stream.clock[stream] += 1
-        return Access(stream, stream.clock[stream], operator, _caller_line())
+        stream.comes_after(self.host.clock)  # launched now
+        tick = stream.clock.get(stream, 0) + 1
+        stream.clock = stream.clock | {stream: tick}
+        return Access(stream, tick, operator, caller_line())
 
     def _use(
         self,
@@ -521,14 +234,14 @@ class HappensBefore(Issuer):
 
     def _read(self, block: Block, access: Access) -> None:
         write = block.last_write
-        if write is not None and not access.stream.is_behind(write):
+        if write is not None and not write.is_before(access.stream):
             self._complain(f"{access} reads {block} while {write} writes it")
         block.reads[access.stream] = access
         self._note_sharing(block, access)
 
     def _write(self, block: Block, access: Access) -> None:
         for other in block.accesses():
-            if not access.stream.is_behind(other):
+            if not other.is_before(access.stream):
                 verb = "writes" if other is block.last_write else "reads"
                 text = f"{access} writes {block} while {other} {verb} it"
                 self._complain(text)
@@ -592,7 +305,7 @@ class HappensBefore(Issuer):
             self._blocks.pop(block.storage.cdata, None)
         for block in (*expired, *freed):
             for other in block.accesses():
-                if not owner.is_behind(other):
+                if not other.is_before(owner):
                     text = f"the memory of {block}, still used by {other}"
                     self._complain(f"{access} may get {text}")
         freed.clear()
@@ -632,7 +345,7 @@ class HappensBefore(Issuer):
     def _to(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+            is_plain = type(tensor) in PLAIN
             if self.is_paused or not is_plain or "non_blocking" not in kwargs:
                 return original(tensor, *args, **kwargs)
             return self._copy_across(tensor, kwargs["non_blocking"])
@@ -650,42 +363,22 @@ class HappensBefore(Issuer):
         block = self._allocate(copy, access, owner)
         self._write(block, access)
         if not non_blocking:
-            _join(self.host.clock, self.stream.clock)
+            self.host.comes_after(self.stream.clock)
         return copy
 
     # Collectives #
     def _collective(
-        self, name: str, reads: Sequence[str], writes: Sequence[str]
-    ) -> Callable[..., Any]:
-        original = getattr(dist, name)
-        signature = inspect.signature(original)
-
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Pending | None:
-            bound = signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            arguments = bound.arguments
-            with self.paused():
-                original(*args, **kwargs)
-            read = [arguments[argument] for argument in reads]
-            written = [arguments[argument] for argument in writes]
-            if not arguments["async_op"]:
-                self._use(self._new_access(name, self.stream), read, written)
-                return None
-            stream = self._comm_stream(arguments["group"])
-            _join(stream.clock, self.stream.clock)
-            self._use(self._new_access(name, stream), read, written)
-            done = Event(self)
-            done.clock = dict(stream.clock)
-            return Pending(done, (*read, *written))
-
-        return call
-
-    def _comm_stream(self, group: Any) -> Stream:
-        if group not in self._comm_streams:
-            name = f"comm {len(self._comm_streams)}"
-            self._comm_streams[group] = self.new_stream(name)
-        return self._comm_streams[group]
+        self, name: str, original: Callable[..., Any], arguments: dict[str, Any]
+    ) -> Pending | None:
+        with self.paused():
+            original(**arguments)
+        source, target = (arguments[argument] for argument in COLLECTIVES[name])
+        is_async, stream = arguments["async_op"], self.stream
+        if is_async:
+            stream = self.comm_stream(arguments["group"])
+        read = [] if source is target else [source]
+        self._use(self._new_access(name, stream), read, [target])
+        return self.pending(stream, *read, target) if is_async else None
 
     def _barrier(self, *args: Any, **kwargs: Any) -> None:
-        _join(self.host.clock, self.stream.clock)
+        self.host.comes_after(self.stream.clock)
