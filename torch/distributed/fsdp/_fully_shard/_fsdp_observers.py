@@ -1,21 +1,19 @@
 """
-Whether anybody observes a step, so that what is only for observers is left out where
-nobody does.
+Whether anybody observes a step, so that what only observers need is left out otherwise.
 
 [Note: Who observes]
-A range of `record_function` costs several microseconds, and an operator that is written
-in Python more than the launch of what it calls. A step makes a dozen of the one and five
-of the other for each unit. So they are made where somebody listens:
+A `record_function` range costs several microseconds, and an operator written in Python
+more than launching the kernel it calls. A step has a dozen such ranges and five such
+operators per unit, so they run only while one of these may see them:
 
-- A profiler, of this thread or of all: torch keeps a flag.
-- A profiler that a daemon has started on demand (Kineto), which sets no flag. But a fast
-  range takes hold of it when it is entered, and fails if it is entered once more.
-- An execution trace (`ExecutionTraceObserver`): nothing tells that one is running. But
-  it takes the arguments of what it records, and a range whose argument it cannot take
-  fails.
+- A profiler started from Python, of this thread or of all. Torch sets a flag.
+- A profiler started on demand by a daemon (Kineto). No flag is set, but a fast range then
+  holds state while it is entered, and raises if it is entered twice.
+- An execution trace (`ExecutionTraceObserver`). No flag is set, but it records arguments,
+  and raises about one that it cannot convert.
 
-So the root asks for the last two with such ranges, once at the start of each forward, and
-each unit at an explicit unshard. What has started is seen from there on.
+Hence the root tries both ranges at the start of each forward, and a unit in its lazy init,
+which an explicit unshard calls. What starts later is seen from the next forward on.
 """
 
 from __future__ import annotations
@@ -33,48 +31,33 @@ from torch.profiler import record_function
 
 NO_RANGE = contextlib.nullcontext()
 
-_has_trace = False
-_LOOK = "FSDP::look_for_traces"
-_NO_VALUE = object()  # which no observer can take
+_has_unflagged_observer = False
+_PROBE = "FSDP::look_for_traces"
 
 
 def look_for_traces() -> None:
-    """Finds out whether anybody observes that torch keeps no flag of."""
-    global _has_trace
+    """Finds observers that torch sets no flag for."""
+    global _has_unflagged_observer
     if profiler._is_profiler_enabled:
-        return  # which would see what is asked
-    _has_trace = _is_profiled_on_demand() or _has_execution_trace()
-
-
-def _is_profiled_on_demand() -> bool:
-    fast_range = _RecordFunctionFast(_LOOK)
-    fast_range.__enter__()
+        return  # it would record the probes
+    probe = _RecordFunctionFast(_PROBE)
     try:
-        fast_range.__enter__()
+        with probe, probe:
+            _record_function_with_args_enter(_PROBE, object())
+        _has_unflagged_observer = False
     except RuntimeError:
-        return True
-    finally:
-        fast_range.__exit__(None, None, None)
-    return False
-
-
-def _has_execution_trace() -> bool:
-    try:
-        _record_function_with_args_enter(_LOOK, _NO_VALUE)
-    except RuntimeError:
-        return True
-    return False
+        _has_unflagged_observer = True
 
 
 def is_observed() -> bool:
-    """Whether ranges and operators are seen by anybody."""
-    return _has_trace or profiler._is_profiler_enabled
+    return _has_unflagged_observer or profiler._is_profiler_enabled
 
 
 def gets_operators(device: torch.device) -> bool:
     """
-    Whether a step goes by way of the ``fsdp::`` operators: a dispatch mode gets them
-    as well, and vendors of other devices put kernels of their own in their place.
+    Whether a step must call the ``fsdp::`` operators rather than what these call: for
+    observers, for dispatch modes, and for other devices, whose vendors may replace the
+    operators' kernels.
     """
     return is_observed() or _len_torch_dispatch_stack() > 0 or _is_vendors(device)
 
