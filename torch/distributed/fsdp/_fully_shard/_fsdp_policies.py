@@ -1,19 +1,16 @@
 """
-Which policy each parameter of a unit has: overrides of the unit's policy, and patterns
-over names, which are overrides too.
-
-What is here takes a ``MixedPrecisionPolicy`` and makes others of it, and does not know
-the class.
+The policy of each parameter: overrides of its unit's ``MixedPrecisionPolicy`` (a class
+that this module does not import), by function or by patterns over parameter names.
 """
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
+import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import islice
+from functools import cache, cached_property
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -23,11 +20,10 @@ import torch.nn as nn
 from ._fsdp_release import FOLLOWS_GRAD_DTYPE
 
 
-# What may differ between the parameters of a unit: fields of a policy that have a
-# function beside them, f"{name}_override_fn"
+# The fields of a policy that may differ between the parameters of a unit. Each has a
+# function beside it, f"{name}_override_fn".
 OVERRIDDEN = ("param_dtype", "reduce_dtype", "grad_comm_dtype")
-# What may not, and what stands for nothing that a policy says of it: they are about
-# what goes into modules and comes out of them
+# The fields that apply to a module's inputs and outputs, with their defaults
 _OF_MODULES = {"output_dtype": None, "cast_forward_inputs": True}
 # Returns None for the policy's default
 OverrideFn: TypeAlias = Callable[[nn.Parameter], torch.dtype | None]
@@ -43,9 +39,9 @@ def resolve(
     is_whole_fqn: bool | None = None,
 ) -> _P:
     """
-    Returns a policy for one parameter, which has no overrides left and says what the
-    gradient is reduced in. Users' overrides are to be called once for it, while its
-    module still has it under its name.
+    Returns a policy for one parameter: without overrides, and with the dtype in which
+    the gradient is reduced. To be called once for each parameter, while its module still
+    has it under its name, because it calls users' overrides.
 
     Args:
         policy (MixedPrecisionPolicy): That of its unit.
@@ -53,28 +49,28 @@ def resolve(
         fqn (str): Its name, or the end of it.
         device (torch.device): Where its gradient will be reduced.
         is_whole_fqn (bool, optional): Whether ``fqn`` is the whole name in the model
-            that ``by_name`` was called on. None: that is not known yet.
+            that ``by_name`` was called on, None while that is unknown.
 
     Raises: what ``MixedPrecisionPolicy`` says of ``fully_shard``.
     """
-    found = {
-        name: _override(policy, name, param, fqn, is_whole_fqn) for name in OVERRIDDEN
-    }
-    fields: dict[str, Any] = {name: d for name, d in found.items() if d is not None}
-    fields |= {
-        f"{name}_override_fn": None
-        for name in OVERRIDDEN
-        if getattr(policy, f"{name}_override_fn") is not None
-    }
-    resolved = replace(policy, **fields) if fields else policy
-    if reduce_dtype_of_policy(resolved) != resolved.reduce_dtype:
-        resolved = replace(resolved, reduce_dtype=reduce_dtype_of_policy(resolved))
-    if found["reduce_dtype"] is not None:
-        _check_reduce_dtype(found["reduce_dtype"], param, fqn, device)
-    elif found["param_dtype"] is not None and resolved.reduce_dtype is None:
-        _check_default_reduces(found["param_dtype"], param, fqn, device)
-    _check_cuts_nothing(resolved, param, fqn)
-    _check_grad_comm(resolved, param, fqn)
+    changes: dict[str, Any] = {}
+    for name in OVERRIDDEN:
+        if getattr(policy, f"{name}_override_fn") is None:
+            continue
+        changes[f"{name}_override_fn"] = None
+        dtype = _call_override(policy, name, param, fqn, is_whole_fqn)
+        if dtype is not None:
+            _check_override(name, dtype, param, fqn, device)
+            changes[name] = dtype
+    resolved = replace(policy, **changes) if changes else policy
+    reduce_dtype = reduce_dtype_of_policy(resolved)
+    if reduce_dtype != resolved.reduce_dtype:
+        resolved = replace(resolved, reduce_dtype=reduce_dtype)
+    if param.requires_grad and param.dtype.is_floating_point:
+        if "param_dtype" in changes and reduce_dtype is None:
+            _check_default_reduces(changes["param_dtype"], param, fqn, device)
+        _check_can_train(resolved, param, fqn)
+        _check_grad_comm(resolved, fqn)
     return resolved
 
 
@@ -94,7 +90,8 @@ def resolve_all(
     Returns:
         The policies, and whether they stay as they are when the unit is named.
     """
-    tables = _tables(policy)
+    overrides = [getattr(policy, f"{name}_override_fn") for name in OVERRIDDEN]
+    tables = [table for table in overrides if isinstance(table, DtypeByName)]
     is_whole = is_named and all(
         _clean(fqn) in table.by_fqn for table in tables for fqn in fqns
     )
@@ -112,38 +109,83 @@ def reduce_dtype_of_policy(policy: Any) -> torch.dtype | None:
     return policy.reduce_dtype
 
 
-def _override(
+def _call_override(
     policy: Any, name: str, param: nn.Parameter, fqn: str, is_whole_fqn: bool | None
 ) -> torch.dtype | None:
-    """Returns what the override of a field says of ``param``, checked."""
-    what = f"{name}_override_fn"
-    override_fn = getattr(policy, what)
-    if override_fn is None:
-        return None
+    override_fn = getattr(policy, f"{name}_override_fn")
     if isinstance(override_fn, DtypeByName):
-        dtype = override_fn.look_up(fqn, is_whole_fqn)
-    else:
-        try:
-            dtype = override_fn(param)
-        except Exception as error:
-            # A ValueError is the way to refuse a parameter
-            kind = ValueError if isinstance(error, ValueError) else RuntimeError
-            raise kind(f"{what} failed for parameter {fqn}: {error!r}") from error
-    if dtype is None:
-        return None
-    if isinstance(dtype, torch.dtype):
-        _check_dtype(what, dtype, param, fqn)
+        return override_fn.look_up(fqn, is_whole_fqn)
+    try:
+        dtype = override_fn(param)
+    except Exception as error:
+        # Users refuse a parameter with a ValueError
+        kind = ValueError if isinstance(error, ValueError) else RuntimeError
+        message = f"{name}_override_fn failed for parameter {fqn}: {error!r}"
+        raise kind(message) from error
+    if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
     raise ValueError(
-        f"{what} returned {dtype!r} for parameter {fqn}. Return a torch.dtype, "
-        "or None for the policy's default."
+        f"{name}_override_fn returned {dtype!r} for parameter {fqn}. Return a "
+        "torch.dtype, or None for the policy's default."
     )
 
 
-def _check_cuts_nothing(policy: Any, param: nn.Parameter, fqn: str) -> None:
-    """Raises if a policy makes integers of what training needs fractions of."""
-    if not param.requires_grad or not param.dtype.is_floating_point:
+# Which dtypes fit #
+
+_PACKED = (torch.float4_e2m1fn_x2,)
+# What every backend sums
+_REDUCIBLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_REDUCIBLE_NAMES = ", ".join(map(str, _REDUCIBLE))
+# What NCCL has a type of its own for, rather than moving it as bytes
+_NCCL_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def _check_override(
+    name: str, dtype: torch.dtype, param: nn.Parameter, fqn: str, device: torch.device
+) -> None:
+    """Raises if an override returned a dtype that does not fit its parameter."""
+    stored = param.dtype
+    if not stored.is_floating_point and dtype != stored:
+        wrong = (
+            ": only floating-point parameters are cast. Return None, or its own dtype."
+        )
+    elif stored.is_floating_point and not dtype.is_floating_point:
+        wrong = ". Return a floating-point dtype, or None for the policy's default."
+    elif dtype in _PACKED and dtype != stored:
+        wrong = (
+            ": nothing casts to a dtype that packs several values in one element. "
+            "Return another, or None for the policy's default."
+        )
+    elif name == "reduce_dtype" and not is_reducible(dtype, device):
+        wrong = (
+            f": gradients cannot be summed in it on {device}. Return one of "
+            f"{_REDUCIBLE_NAMES}, or None for the policy's default. (float8_e4m3fn and "
+            "float8_e5m2 need NCCL 2.24 and a GPU of compute capability 9.0.)"
+        )
+    else:
         return
+    raise ValueError(
+        f"{name}_override_fn returned {dtype} for parameter {fqn}, which is "
+        f"{stored}{wrong}"
+    )
+
+
+def _check_default_reduces(
+    param_dtype: torch.dtype, param: nn.Parameter, fqn: str, device: torch.device
+) -> None:
+    """Raises if a gradient could not be reduced where no reduce dtype is set."""
+    dtype = (param.grad_dtype if FOLLOWS_GRAD_DTYPE else None) or param_dtype
+    if not is_reducible(dtype, device):
+        raise ValueError(
+            f"param_dtype_override_fn returned {param_dtype} for parameter {fqn}, which "
+            f"is {param.dtype}: without a reduce dtype its gradient would be summed in "
+            f"{dtype}, which cannot be done on {device}. Set reduce_dtype, or "
+            "let reduce_dtype_override_fn return one for it."
+        )
+
+
+def _check_can_train(policy: Any, param: nn.Parameter, fqn: str) -> None:
+    """Raises if a policy rounds to integers what training needs fractions of."""
     for name in ("param_dtype", "reduce_dtype"):
         dtype = getattr(policy, name)
         if dtype is None or dtype.is_complex:
@@ -156,16 +198,15 @@ def _check_cuts_nothing(policy: Any, param: nn.Parameter, fqn: str) -> None:
             )
 
 
-def _check_grad_comm(policy: Any, param: nn.Parameter, fqn: str) -> None:
+def _check_grad_comm(policy: Any, fqn: str) -> None:
     """Raises if what is sent of a gradient cannot be, or would be rounded again."""
     sent, added = policy.grad_comm_dtype, policy.reduce_dtype
-    if sent is None or not (param.requires_grad and param.dtype.is_floating_point):
+    if sent is None:
         return
-    allowed = ", ".join(map(str, _REDUCIBLE))
     if sent not in _REDUCIBLE:
         raise ValueError(
             f"grad_comm_dtype of parameter {fqn} is {sent}, in which its gradient "
-            f"cannot be sent without a scale. Give one of {allowed}."
+            f"cannot be sent without a scale. Give one of {_REDUCIBLE_NAMES}."
         )
     if added not in _REDUCIBLE or torch.promote_types(sent, added) != added:
         raise ValueError(
@@ -175,76 +216,15 @@ def _check_grad_comm(policy: Any, param: nn.Parameter, fqn: str) -> None:
         )
 
 
-def _check_dtype(what: str, dtype: torch.dtype, param: nn.Parameter, fqn: str) -> None:
-    if dtype == param.dtype:
-        return
-    if not param.dtype.is_floating_point:
-        raise ValueError(
-            f"{what} returned {dtype} for parameter {fqn}, which is {param.dtype}: "
-            "only floating-point parameters are cast. Return None, or its own dtype."
-        )
-    if not dtype.is_floating_point:
-        raise ValueError(
-            f"{what} returned {dtype} for parameter {fqn}, which is {param.dtype}. "
-            "Return a floating-point dtype, or None for the policy's default."
-        )
-    if dtype in _PACKED:
-        raise ValueError(
-            f"{what} returned {dtype} for parameter {fqn}, which is {param.dtype}: "
-            "nothing casts to a dtype that packs several values in one element. "
-            "Return another, or None for the policy's default."
-        )
-
-
-_PACKED = (torch.float4_e2m1fn_x2,)
-# What every backend sums
-_REDUCIBLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-# What NCCL has a type of its own for, rather than moving it as bytes
-_NCCL_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-
-
 def is_reducible(dtype: torch.dtype, device: torch.device) -> bool:
-    # Of a complex parameter its own, which leaves it as it is
+    """Returns whether gradients can be summed in ``dtype``."""
+    # Gradients that are not floating point keep their own dtype
     if dtype in _REDUCIBLE or not dtype.is_floating_point:
         return True
-    return dtype in _NCCL_FLOAT8 and _sums_float8(device)
-
-
-def _check_default_reduces(
-    param_dtype: torch.dtype, param: nn.Parameter, fqn: str, device: torch.device
-) -> None:
-    """Raises if a gradient could not be reduced where no reduce dtype is set."""
-    dtype = param.grad_dtype if FOLLOWS_GRAD_DTYPE else None
-    dtype = dtype or param_dtype
-    if not param.requires_grad or is_reducible(dtype, device):
-        return
-    raise ValueError(
-        f"param_dtype_override_fn returned {param_dtype} for parameter {fqn}, which is "
-        f"{param.dtype}: without a reduce dtype its gradient would be summed in "
-        f"{dtype}, which cannot be done on {device}. Set reduce_dtype, or "
-        "let reduce_dtype_override_fn return one for it."
-    )
-
-
-def _check_reduce_dtype(
-    dtype: torch.dtype, param: nn.Parameter, fqn: str, device: torch.device
-) -> None:
-    if is_reducible(dtype, device):
-        return
-    allowed = ", ".join(map(str, _REDUCIBLE))
-    raise ValueError(
-        f"reduce_dtype_override_fn returned {dtype} for parameter {fqn}, which is "
-        f"{param.dtype}: gradients cannot be summed in it on {device}. Return one of "
-        f"{allowed}, or None for the policy's default. (float8_e4m3fn and float8_e5m2 "
-        "need NCCL 2.24 and a GPU of compute capability 9.0.)"
-    )
-
-
-def _sums_float8(device: torch.device) -> bool:
-    """Returns whether NCCL adds 8-bit floats on this device, in hardware."""
-    if device.type != "cuda" or torch.version.hip or not dist.is_nccl_available():
+    # NCCL adds 8-bit floats in hardware only
+    if dtype not in _NCCL_FLOAT8 or device.type != "cuda" or torch.version.hip:
         return False
-    if torch.cuda.nccl.version() < (2, 24):
+    if not dist.is_nccl_available() or torch.cuda.nccl.version() < (2, 24):
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
@@ -339,19 +319,6 @@ def _ends(fqn: str) -> Iterator[str]:
         yield fqn
 
 
-def _tables(policy: Any) -> list[DtypeByName]:
-    overrides = [getattr(policy, f"{name}_override_fn") for name in OVERRIDDEN]
-    return [table for table in overrides if isinstance(table, DtypeByName)]
-
-
-def _fqns_by_param(module: nn.Module) -> dict[int, list[str]]:
-    """Returns all names of all parameters, in lists by the identity of each."""
-    found: dict[int, list[str]] = {}
-    for fqn, param in module.named_parameters(remove_duplicate=False):
-        found.setdefault(id(param), []).append(_clean(fqn))
-    return found
-
-
 def with_overrides(unit: _P, module: nn.Module, patterns: Mapping[str, Any]) -> _P:
     """
     Returns a policy with what patterns over names set, and ``unit``
@@ -359,14 +326,22 @@ def with_overrides(unit: _P, module: nn.Module, patterns: Mapping[str, Any]) -> 
 
     Raises: what ``by_name`` says.
     """
-    fields_of = {
-        pattern: _fields_of(pattern, given, unit) if _is_policy(given) else given
-        for pattern, given in patterns.items()
-    }
-    names = _fqns_by_param(module)
+    names: dict[nn.Parameter, list[str]] = {}  # all of each parameter
+    for fqn, param in module.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(_clean(fqn))
     fqns = [fqn for same in names.values() for fqn in same]
-    for pattern, fields in fields_of.items():
-        _check_pattern(pattern, fields, fqns)
+    fields_of: dict[str, Mapping[str, torch.dtype | None]] = {}
+    for pattern, given in patterns.items():
+        if all(hasattr(given, f"{name}_override_fn") for name in OVERRIDDEN):
+            given = _fields_of_policy(pattern, given, unit)
+        _check_fields(pattern, given)
+        if not any(fnmatch.fnmatchcase(fqn, pattern) for fqn in fqns):
+            nearest = ", ".join(_nearest(pattern, fqns)) or "none, it has no parameters"
+            raise ValueError(
+                f"Pattern {pattern!r} matches no parameter. The nearest names are: "
+                f"{nearest}"
+            )
+        fields_of[pattern] = given
     merged = [(same, _merge(same, fields_of)) for same in names.values()]
     overrides: dict[str, Any] = {
         f"{field}_override_fn": DtypeByName(
@@ -379,16 +354,8 @@ def with_overrides(unit: _P, module: nn.Module, patterns: Mapping[str, Any]) -> 
     return replace(unit, **overrides)
 
 
-def _is_policy(given: Any) -> bool:
-    return all(hasattr(given, f"{name}_override_fn") for name in OVERRIDDEN)
-
-
-def _fields_of(pattern: str, policy: Any, unit: Any) -> dict[str, torch.dtype]:
-    """Returns the dtypes that a policy has, which may say nothing else than ``unit``."""
-    for name, unset in _OF_MODULES.items():
-        value = getattr(policy, name)
-        if value not in (unset, getattr(unit, name)):
-            raise _cannot_differ(pattern, name, value)
+def _fields_of_policy(pattern: str, policy: Any, unit: Any) -> dict[str, Any]:
+    """Returns what a policy sets, and ``unit`` does not for all parameters anyway."""
     for name in map("{}_override_fn".format, OVERRIDDEN):
         if getattr(policy, name) is not None:
             raise ValueError(
@@ -397,21 +364,15 @@ def _fields_of(pattern: str, policy: Any, unit: Any) -> dict[str, torch.dtype]:
             )
     dtypes = {name: getattr(policy, name) for name in OVERRIDDEN}
     dtypes["reduce_dtype"] = reduce_dtype_of_policy(policy)
-    return {name: dtype for name, dtype in dtypes.items() if dtype is not None}
+    fields = {name: dtype for name, dtype in dtypes.items() if dtype is not None}
+    for name, default in _OF_MODULES.items():
+        if getattr(policy, name) not in (default, getattr(unit, name)):
+            fields[name] = getattr(policy, name)
+    return fields
 
 
-def _cannot_differ(pattern: str, name: str, value: Any) -> ValueError:
-    return ValueError(
-        f"Pattern {pattern!r} sets {name} to {value!r}, which cannot differ between "
-        "the parameters of a unit: it is about what goes into a module or comes out "
-        f"of it. Pass {name} to by_name itself, beside the patterns."
-    )
-
-
-def _check_pattern(
-    pattern: str, fields: Mapping[str, torch.dtype | None], fqns: Sequence[str]
-) -> None:
-    """Raises unless the pattern matches something and sets what can be set."""
+def _check_fields(pattern: str, fields: Mapping[str, Any]) -> None:
+    """Raises if a pattern sets what cannot be set by name."""
     if not isinstance(fields, Mapping):
         raise TypeError(
             f"Pattern {pattern!r} must map to what it sets, e.g. dict(param_dtype="
@@ -419,7 +380,12 @@ def _check_pattern(
         )
     for name, dtype in fields.items():
         if name in _OF_MODULES:
-            raise _cannot_differ(pattern, name, dtype)
+            raise ValueError(
+                f"Pattern {pattern!r} sets {name} to {dtype!r}, which cannot differ "
+                "between the parameters of a unit: it is about what goes into a module "
+                f"or comes out of it. Pass {name} to by_name itself, beside the "
+                "patterns."
+            )
         if name not in OVERRIDDEN:
             raise ValueError(
                 f"Pattern {pattern!r} sets {name!r}: only {', '.join(OVERRIDDEN)} can "
@@ -430,11 +396,6 @@ def _check_pattern(
                 f"Pattern {pattern!r} sets {name} to {dtype!r}: give a torch.dtype, "
                 "or None for the policy's default"
             )
-    if not any(fnmatch.fnmatchcase(fqn, pattern) for fqn in fqns):
-        nearest = ", ".join(_nearest(pattern, fqns)) or "none, it has no parameters"
-        raise ValueError(
-            f"Pattern {pattern!r} matches no parameter. The nearest names are: {nearest}"
-        )
 
 
 def _merge(
@@ -442,13 +403,11 @@ def _merge(
     patterns: Mapping[str, Mapping[str, torch.dtype | None]],
 ) -> dict[str, torch.dtype | None]:
     """Returns what the patterns together set for one parameter, which has ``names``."""
-    # Field to (its dtype, the pattern that set it, the name that it matched)
+    # By field: its dtype, the pattern that set it, the name that this matched
     merged: dict[str, tuple[torch.dtype | None, str, str]] = {}
     for pattern, fields in patterns.items():
         matched = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
-        if not matched:
-            continue
-        for field, dtype in fields.items():
+        for field, dtype in fields.items() if matched else ():
             first = merged.setdefault(field, (dtype, pattern, matched[0]))
             if first[0] == dtype:
                 continue
@@ -464,23 +423,21 @@ def _merge(
 
 def _nearest(pattern: str, fqns: Sequence[str], count: int = 3) -> list[str]:
     """
-    Returns the names that are most like a pattern, of which only what is not a
-    wildcard counts: it is compared with parts of names, of as many components.
+    Returns the names most like a pattern. What is left of it without wildcards is
+    compared with the parts of a name that have as many components.
     """
     literal = pattern.translate(str.maketrans("", "", "*?[]!"))
     components = [component for component in literal.split(".") if component]
-    parts: dict[str, list[str]] = {}
-    for fqn in fqns:
-        for part in _parts(fqn, len(components)):
-            parts.setdefault(part, []).append(fqn)
-    wanted = ".".join(components)
-    close = difflib.get_close_matches(wanted, parts, n=count, cutoff=0.0)
-    found = dict.fromkeys(fqn for part in close for fqn in parts[part])
-    return [*islice(found, count)]
+    size, matcher = len(components), difflib.SequenceMatcher(b=".".join(components))
 
+    @cache
+    def likeness(part: str) -> float:
+        matcher.set_seq1(part)
+        return matcher.ratio()
 
-def _parts(fqn: str, size: int) -> Iterator[str]:
-    """Yields all runs of ``size`` components, or the whole name if it has fewer."""
-    components = fqn.split(".")
-    for start in range(max(len(components) - size, 0) + 1):
-        yield ".".join(components[start : start + size])
+    def best(fqn: str) -> float:
+        parts = fqn.split(".")
+        starts = range(max(len(parts) - size, 0) + 1)
+        return max(likeness(".".join(parts[i : i + size])) for i in starts)
+
+    return heapq.nlargest(count, fqns, key=best)
