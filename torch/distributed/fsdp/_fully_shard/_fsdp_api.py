@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from ._fsdp_policies import OVERRIDDEN, OverrideFn, with_overrides
 
 
 _ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
+_Size: TypeAlias = Sequence[int | torch.SymInt]
 
 
 # Precision #
@@ -192,11 +193,7 @@ class Comm(ABC):
 
     @abstractmethod
     def allocate(
-        self,
-        size: Sequence[int | torch.SymInt],
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, size: _Size, *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """
         Returns a buffer to communicate in. The plainest way is ``torch.empty``,

@@ -1,21 +1,20 @@
 """
-What allocates a unit's buffers and issues its collectives, and the ``fsdp::``
-operators that fill and empty the buffers.
+The backends that allocate a unit's buffers and issue its collectives, and the ``fsdp::``
+operators that copy into the buffers and out of them.
 
-All of it is importable from :mod:`_fsdp_collectives` too, where the release has it.
+The release has all of it in :mod:`_fsdp_collectives`, from where it can be imported too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
-from ._fsdp_api import _ReduceOp, AllGather, ReduceScatter
+from ._fsdp_api import _ReduceOp, _Size, AllGather, ReduceScatter
 from ._fsdp_layout import GatherLayout
 from ._fsdp_release import FOLLOWS_GRAD_DTYPE, has_operator
 
@@ -24,19 +23,15 @@ class DefaultAllocMixin:
     """Takes every buffer from the device's caching allocator."""
 
     def allocate(
-        self,
-        size: Sequence[int | torch.SymInt],
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, size: _Size, *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class ProcessGroupAllocMixin:
     """
-    Takes buffers from the process group's own allocator where its backend has
-    one for the device, e.g. memory registered with the network.
+    Takes buffers from the allocator of the process group's backend, e.g. memory
+    registered with the network, where the backend has one for the device.
     """
 
     def __init__(self, group: dist.ProcessGroup, *args: Any, **kwargs: Any):
@@ -44,11 +39,7 @@ class ProcessGroupAllocMixin:
         self._group = group
 
     def allocate(
-        self,
-        size: Sequence[int | torch.SymInt],
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, size: _Size, *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         allocator = self._group._get_backend(device)
         if not allocator.supports_tensor_alloc(device):
@@ -60,7 +51,7 @@ class ProcessGroupAllocMixin:
 class SymmMemAllocMixin:
     """
     Takes buffers from the device's symmetric-memory pool, which registers memory for
-    each one that is held, and gives it again once it is free.
+    each buffer in use and reuses that of freed ones.
     """
 
     def __init__(
@@ -73,16 +64,11 @@ class SymmMemAllocMixin:
         super().__init__(*args, **kwargs)
         symm_mem.set_backend(backend)
         self._group = group
-        # A rendezvous needs the group's communicator, which is created by the
-        # group's first collective
+        # A rendezvous needs the communicator, which the first collective creates
         dist.barrier(group=group)
 
     def allocate(
-        self,
-        size: Sequence[int | torch.SymInt],
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, size: _Size, *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         pool = symm_mem.get_mem_pool(device)
         with torch.get_device_module(device).use_mem_pool(pool):
@@ -129,28 +115,22 @@ class _SingleReduceScatter(ReduceScatter):
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
     ) -> None:
-        """Sends each rank its part of the input, where FSDP adds the parts."""
+        """Is an all-to-all: each rank gets its part of all inputs, for FSDP to add."""
         dist.all_to_all_single(output_tensor, input_tensor, group=group)
 
 
 def is_of_group(comm: AllGather | ReduceScatter) -> bool:
-    """
-    Whether ``comm`` issues a collective of the process group, which all ranks come to:
-    a class that replaces the call must say whether it still does.
-    """
-    return _says_with_call(type(comm), "needs_all_ranks")
+    """Whether a call of ``comm`` is a collective that needs all ranks of the group."""
+    return _declares(type(comm), "needs_all_ranks")
 
 
 def can_exchange(kind: type) -> bool:
-    """
-    Whether a reduce-scatter can send gradients without adding them: a class that
-    reduces in its own way must say how it does that, too.
-    """
-    return _says_with_call(kind, "exchange")
+    """Whether a reduce-scatter can send gradients without adding them."""
+    return _declares(kind, "exchange")
 
 
-def _says_with_call(kind: type, name: str) -> bool:
-    """Whether the class that last defines the call, or one derived from it, has this."""
+def _declares(kind: type, name: str) -> bool:
+    """Whether a class has ``name`` set, at the latest where its ``__call__`` is from."""
     for base in kind.__mro__:
         if name in vars(base) or "__call__" in vars(base):
             return bool(vars(base).get(name))
@@ -214,18 +194,15 @@ def allocate_gather_buffer(
     Returns the 1D buffer of a gather from ``comm``.
 
     Raises:
-        ValueError: if it is another one than was asked for, which would be written
-            past or elsewhere, or does not start where the layout's views can.
+        ValueError: if it is not as requested, so that copies would be written past its
+            end or elsewhere, or not aligned for the layout's views.
     """
     numel, dtype = world_size * layout.segment_numel, layout.buffer_dtype
     buffer = comm.allocate((numel,), dtype=dtype, device=device)
     if type(comm) is DefaultAllGather:
         return buffer
-    setter = "set_custom_all_gather"
-    _check_buffer(buffer, numel, comm, setter, len(layout.regions) > 1)
-    if buffer.dtype != dtype or buffer.dim() != 1:
-        wrong = f"one of {buffer.dtype} and {buffer.dim()} dims, not 1D of {dtype}"
-        _raise_about_buffer(comm, setter, wrong)
+    is_mixed = len(layout.regions) > 1
+    _check_buffer(comm, buffer, numel, dtype=dtype, is_contiguous=is_mixed)
     start_nbytes = buffer.storage_offset() * buffer.itemsize
     if start_nbytes % layout.alignment != 0:
         raise ValueError(
@@ -244,54 +221,60 @@ def allocate_reduce_buffer(
     Returns an input or output of a reduce-scatter from ``comm``.
 
     Raises:
-        ValueError: if it is another one than was asked for.
+        ValueError: if it is not as requested.
     """
     buffer = comm.allocate((numel,), dtype=dtype, device=device)
     if type(comm) is not DefaultReduceScatter:
-        _check_buffer(buffer, numel, comm, "set_custom_reduce_scatter")
+        _check_buffer(comm, buffer, numel)
     return buffer
 
 
+def _check_buffer(
+    comm: AllGather | ReduceScatter,
+    buffer: Any,
+    numel: int,
+    *,
+    dtype: torch.dtype | None = None,
+    is_contiguous: bool = True,
+) -> None:
+    """Raises if a buffer is not as requested. A gather's must also be 1D of ``dtype``."""
+    if not isinstance(buffer, torch.Tensor):
+        wrong = f"a {type(buffer).__name__}"
+    elif buffer.numel() != numel:
+        wrong = f"{buffer.numel()} elements where {numel} were asked for"
+    elif buffer.device.type == "meta":
+        wrong = "a tensor on the meta device"
+    elif is_contiguous and not buffer.is_contiguous():
+        wrong = f"a tensor that is not contiguous: its stride is {buffer.stride()}"
+    elif dtype is not None and (buffer.dtype != dtype or buffer.dim() != 1):
+        wrong = f"one of {buffer.dtype} and {buffer.dim()} dims, not 1D of {dtype}"
+    else:
+        return
+    setter = "reduce_scatter" if dtype is None else "all_gather"
+    raise ValueError(
+        f"{type(comm).__name__}.allocate, from set_custom_{setter}, returned {wrong}: "
+        "return a contiguous tensor of the size, dtype and device that it is asked for"
+    )
+
+
 def allocates_anew(comm: ReduceScatter) -> bool:
-    """Whether no buffer from ``comm`` shares memory with one that is still held."""
+    """Whether buffers from ``comm`` never share memory with one that is still in use."""
     mixins = (DefaultAllocMixin, ProcessGroupAllocMixin, SymmMemAllocMixin)
     return any(type(comm).allocate is mixin.allocate for mixin in mixins)
 
 
 def holds_one_input(comm: ReduceScatter) -> bool:
     """
-    Whether a unit's buckets must be reduced one after the other: the next one may get
-    an input that is still held, or would register symmetric memory of its own.
+    Whether a unit's buckets must be reduced one after the other: the input of the next
+    one may be a buffer still in use, or register more symmetric memory.
     """
     is_symmetric = type(comm).allocate is SymmMemAllocMixin.allocate
     return is_symmetric or not allocates_anew(comm)
 
 
-def _check_buffer(
-    buffer: Any, numel: int, comm: Any, setter: str, is_contiguous: bool = True
-) -> None:
-    if not isinstance(buffer, torch.Tensor):
-        _raise_about_buffer(comm, setter, f"a {type(buffer).__name__}")
-    if buffer.numel() != numel:
-        wrong = f"{buffer.numel()} elements where {numel} were asked for"
-        _raise_about_buffer(comm, setter, wrong)
-    if buffer.device.type == "meta":
-        _raise_about_buffer(comm, setter, "a tensor on the meta device")
-    if is_contiguous and not buffer.is_contiguous():
-        wrong = f"a tensor that is not contiguous: its stride is {buffer.stride()}"
-        _raise_about_buffer(comm, setter, wrong)
-
-
-def _raise_about_buffer(comm: Any, setter: str, wrong: str) -> NoReturn:
-    raise ValueError(
-        f"{type(comm).__name__}.allocate, from {setter}, returned {wrong}: return a "
-        "contiguous tensor of the size, dtype and device that it is asked for"
-    )
-
-
 # Operators #
-# Compiled graphs are matched and rewritten with the first three. Eager training calls
-# what they call where nobody gets them, see [Note: Who observes].
+# Inductor matches and rewrites the first three in graphs. An eager step calls what they
+# call unless somebody may see or replace them, see [Note: Who observes].
 
 lib = torch.library.Library("fsdp", "FRAGMENT")
 
@@ -331,8 +314,7 @@ def all_gather_copy_in_cuda(
     start = rank * all_gather_input_numel
     segment = all_gather_output.narrow(0, start, all_gather_input_numel)
     with torch.no_grad():
-        slots = segment.split(inp_split_sizes)
-        torch._foreach_copy_(slots, all_gather_inputs)
+        torch._foreach_copy_(segment.split(inp_split_sizes), all_gather_inputs)
     return segment, all_gather_output
 
 
@@ -343,8 +325,9 @@ def split_with_sizes_copy(
     *,
     out: list[torch.Tensor],
 ) -> None:
-    sizes = all_gather_input_split_sizes
-    torch.split_with_sizes_copy(all_gather_output, sizes, dim=dim, out=out)
+    torch.split_with_sizes_copy(
+        all_gather_output, all_gather_input_split_sizes, dim=dim, out=out
+    )
 
 
 def chunk_cat(
@@ -356,38 +339,34 @@ def chunk_cat(
     torch._chunk_cat(tensors, dim, num_chunks, out=out)
 
 
-# Since 2.15 the release has an operator in C++ that does as `chunk_cat`, for tensors of
-# several dtypes. On CUDA it casts as it copies, where these are bf16 and fp32.
+# Since 2.15 the release has it in C++ for tensors of several dtypes as well. Its CUDA
+# kernel casts between bf16 and fp32 while it copies.
 _HAS_MIXED = has_operator("chunk_cat_mixed_dtype")
+_CHUNK_CAT = "chunk_cat_mixed_dtype" if _HAS_MIXED else "chunk_cat"
 
 
 def copies_mixed(dtypes: set[torch.dtype], device: torch.device) -> bool:
-    """Returns whether one kernel for each dtype copies and casts gradients."""
-    return (
-        _HAS_MIXED
-        and device.type == "cuda"
-        and dtypes <= {torch.bfloat16, torch.float32}
-    )
+    """Whether the operator casts between these dtypes without a temporary."""
+    on_cuda = device.type == "cuda"
+    return _HAS_MIXED and on_cuda and dtypes <= {torch.bfloat16, torch.float32}
 
 
 def chunk_cat_by_operator(
     tensors: list[torch.Tensor], dim: int, num_chunks: int, *, out: torch.Tensor
 ) -> None:
     """Calls the operator that the release calls."""
-    name = "chunk_cat_mixed_dtype" if _HAS_MIXED else "chunk_cat"
-    getattr(torch.ops.fsdp, name)(tensors, dim, num_chunks, out=out)
+    getattr(torch.ops.fsdp, _CHUNK_CAT)(tensors, dim, num_chunks, out=out)
 
 
 def record_grad_output_stream(buffer: torch.Tensor, stream: torch.Stream) -> None:
     """
     Tells a device (2.15) that sharded gradients in ``buffer`` are read in ``stream``.
-    Only where to free memory is an operation of the device does that do anything.
+    Does nothing unless a vendor has replaced the operator's kernel.
     """
-    if not FOLLOWS_GRAD_DTYPE or buffer.device.type == "cpu":
-        return
-    torch.ops.fsdp.record_grad_output_stream(
-        buffer, stream.stream_id, stream.device_index, stream.device_type
-    )
+    if FOLLOWS_GRAD_DTYPE and buffer.device.type != "cpu":
+        torch.ops.fsdp.record_grad_output_stream(
+            buffer, stream.stream_id, stream.device_index, stream.device_type
+        )
 
 
 def _register_kernels() -> None:
@@ -399,12 +378,10 @@ def _register_kernels() -> None:
         lib.impl("split_with_sizes_copy", split_with_sizes_copy, key)
         lib.impl("chunk_cat", chunk_cat, key)
     if FOLLOWS_GRAD_DTYPE:
-        lib.define(
-            "record_grad_output_stream(Tensor buffer, int stream_id, "
-            "int device_index, int device_type) -> ()"
-        )
-        nothing = "CompositeExplicitAutograd"
-        lib.impl("record_grad_output_stream", lambda *_: None, nothing)
+        name = "record_grad_output_stream"
+        arguments = "Tensor buffer, int stream_id, int device_index, int device_type"
+        lib.define(f"{name}({arguments}) -> ()")
+        lib.impl(name, lambda *_: None, "CompositeExplicitAutograd")
 
 
 _register_kernels()
