@@ -1,24 +1,21 @@
 """
 Where each parameter of a unit lies in the unit's flat communication buffers.
 
-This module only plans. It issues no operator, knows no stream and no process
-group, and its results are frozen: they are computed once and used for as many
-steps as they stay true. :mod:`_fsdp_collectives` moves data according to them
-and :mod:`_fsdp_param_group` decides when.
+This module only plans: no operator, no stream, no process group. Its results are frozen,
+and cached for as long as they hold. :mod:`_fsdp_collectives` moves data accordingly, and
+:mod:`_fsdp_param_group` decides when.
 
 [Note: Order of dtypes]
-Every rank must lay its bytes out alike, and must issue the collectives of its
-reduce dtypes in the same order. Both orders come from :func:`dtype_rank`, a
-fixed ranking that no process can disagree on. A set of dtypes must not be
-iterated for this: ``torch.dtype`` hashes by address, so two processes may
-iterate equal sets differently.
+All ranks must lay out their bytes alike and issue the collectives of their reduce dtypes
+in the same order. Both orders come from :func:`dtype_rank`, which is the same in every
+process. Iterating a set of dtypes is not: ``torch.dtype`` hashes by address.
 
 [Note: Aligned without gaps]
-One rank's segment of the gather buffer holds its shards by dtype, widest
-element first. Every element size is a power of two, so what precedes a slot is
-a multiple of the slot's own element size, and no gap is needed inside. Only
-the segment's end is padded, to the widest element size, so that the next
-rank's segment starts aligned as well. Uniform dtypes need no padding at all.
+One rank's segment of the gather buffer holds its shards by dtype, widest element first.
+Element sizes are powers of two, so what precedes a slot is a multiple of the slot's own
+element size, and slots need no gaps between them. Only the segment's end is padded, to
+the widest element size, so that the next rank's segment is aligned as well. A uniform
+unit needs no padding.
 """
 
 from __future__ import annotations
@@ -34,25 +31,16 @@ import torch
 
 
 def dtype_rank(dtype: torch.dtype) -> tuple[int, str]:
-    """
-    Returns a sort key that puts wider dtypes first and is the same in every
-    process. See [Note: Order of dtypes].
-    """
+    """Returns a sort key that puts wider dtypes first, see [Note: Order of dtypes]."""
     return (-dtype.itemsize, str(dtype))
 
 
 def storage_dtype(dtype: torch.dtype) -> torch.dtype:
     """
-    Returns the dtype under which elements of ``dtype`` are moved unchanged:
-    uint8 for the 1-byte dtypes, for which not every copy kernel and not every
-    communication backend has a name of its own, else ``dtype`` itself.
+    Returns the dtype to move elements of ``dtype`` in unchanged: uint8 for 1-byte dtypes,
+    not all of which every kernel and every backend supports, else ``dtype`` itself.
     """
     return torch.uint8 if dtype.itemsize == 1 else dtype
-
-
-def _starts(lengths: Iterable[int]) -> tuple[int, ...]:
-    """Returns the offset at which each of several adjacent pieces starts."""
-    return tuple(accumulate(lengths, initial=0))[:-1]
 
 
 # Gather: one buffer, one collective #
@@ -71,12 +59,12 @@ class GatherRegion:
     numels: tuple[int, ...]
 
     @cached_property
-    def nbytes(self) -> int:
-        return sum(self.numels) * self.dtype.itemsize
+    def numel(self) -> int:
+        return sum(self.numels)
 
     @cached_property
-    def end_nbytes(self) -> int:
-        return self.start_nbytes + self.nbytes
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
 
     def view(self, segment: torch.Tensor) -> torch.Tensor:
         """Returns this region of a rank's 1D ``segment`` in the region's dtype."""
@@ -84,11 +72,12 @@ class GatherRegion:
             if self.start_nbytes == 0 and self.nbytes == segment.nbytes:
                 return segment
             start = self.start_nbytes // self.dtype.itemsize
-            return segment[start : start + sum(self.numels)]
+            return segment[start : start + self.numel]
         as_bytes = segment
         if segment.dtype != torch.uint8:
             as_bytes = segment.view(torch.uint8)
-        return as_bytes[self.start_nbytes : self.end_nbytes].view(self.dtype)
+        end_nbytes = self.start_nbytes + self.nbytes
+        return as_bytes[self.start_nbytes : end_nbytes].view(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -99,12 +88,18 @@ class GatherLayout:
     """
 
     regions: tuple[GatherRegion, ...]
-    # Element type of the buffer that the collective sees: the inputs' own
-    # dtype where they have one, else uint8
-    buffer_dtype: torch.dtype
-    padding_nbytes: int
-    # Of a segment's start, in bytes, for the views of its regions
+    # In bytes, of a segment's start and of its length
     alignment: int
+
+    @cached_property
+    def buffer_dtype(self) -> torch.dtype:
+        """Of the collective's buffer: the inputs' dtype if they have one, else uint8."""
+        is_uniform = len(self.regions) == 1
+        return storage_dtype(self.regions[0].dtype) if is_uniform else torch.uint8
+
+    @cached_property
+    def padding_nbytes(self) -> int:
+        return -sum(region.nbytes for region in self.regions) % self.alignment
 
     @cached_property
     def segment_nbytes(self) -> int:
@@ -127,13 +122,18 @@ class GatherLayout:
         padding at the end where there is any.
         """
         itemsize = self.buffer_dtype.itemsize
-        sizes = tuple(
-            numel * region.dtype.itemsize // itemsize
-            for region in self.regions
-            for numel in region.numels
-        )
+        sizes = _numels_in(self.buffer_dtype, self.regions)
         padding = self.padding_nbytes // itemsize
         return (*sizes, padding) if padding else sizes
+
+
+def _numels_in(dtype: torch.dtype, regions: Iterable[GatherRegion]) -> tuple[int, ...]:
+    """Returns how many elements of ``dtype`` each input is as large as."""
+    return tuple(
+        numel * region.dtype.itemsize // dtype.itemsize
+        for region in regions
+        for numel in region.numels
+    )
 
 
 def plan_gather(
@@ -161,35 +161,26 @@ def plan_gather(
     start_nbytes = 0
     for dtype, run in groupby(order, key=lambda i: dtypes[i]):
         inputs = tuple(run)
-        region = GatherRegion(
-            dtype, start_nbytes, inputs, tuple(numels[i] for i in inputs)
-        )
-        regions.append(region)
-        start_nbytes += region.nbytes
+        region_numels = tuple(numels[i] for i in inputs)
+        regions.append(GatherRegion(dtype, start_nbytes, inputs, region_numels))
+        start_nbytes += regions[-1].nbytes
     widest = max((dtype.itemsize for dtype in dtypes), default=1)
-    is_uniform = len(regions) <= 1
-    return GatherLayout(
-        regions=tuple(regions),
-        buffer_dtype=storage_dtype(dtypes[0]) if dtypes and is_uniform else torch.uint8,
-        padding_nbytes=-start_nbytes % widest if by_dtype else 0,
-        alignment=widest if by_dtype else 1,
-    )
+    return GatherLayout(tuple(regions), alignment=widest if by_dtype else 1)
 
 
-# On the host a view costs about an eighth of a copy
+# What one copy costs the host, in views
 _VIEWS_PER_COPY = 8
 
 
 @dataclass(frozen=True)
 class RegionCopy:
     """
-    How a region of this rank's segment is filled from the shards as they are
-    stored: by concatenating all of them, if none is cast on the way, else by
-    one copy of several at a time for each dtype that they are stored in, since
-    a fused copy takes one pair of dtypes.
+    How a region of this rank's segment is filled from the shards as they are stored. If
+    none of them is cast, they are concatenated into it. Otherwise there is a fused copy
+    for each dtype that they are stored in.
     """
 
-    # What is not cast may be of several dtypes, and is viewed in this one's
+    # If nothing is cast: the dtype to view all inputs in
     region: GatherRegion
     # For each stored dtype, positions in the region; empty if nothing is cast
     casts: tuple[tuple[int, ...], ...]
@@ -199,32 +190,35 @@ def plan_copy_in(
     layout: GatherLayout, stored_dtypes: Sequence[torch.dtype]
 ) -> tuple[RegionCopy, ...]:
     """
-    Plans the copies that fill a segment of ``layout``. Adjacent regions that nothing is
-    cast into are one copy, unless more views have to be made for it than it saves.
+    Plans the copies that fill a segment of ``layout``. Adjacent regions into which
+    nothing is cast are filled by one copy, which saves a kernel for each but the first
+    and costs a view of each shard that is not in the narrowest dtype, unless these views
+    cost more.
 
     Args:
         stored_dtypes: Of each input, before it is cast to its region's dtype.
     """
-    copies = []
-    for is_cast, run in groupby(layout.regions, lambda r: _is_cast(r, stored_dtypes)):
+
+    def is_cast(region: GatherRegion) -> bool:
+        return any(stored_dtypes[i] != region.dtype for i in region.inputs)
+
+    copies: list[RegionCopy] = []
+    for has_casts, run in groupby(layout.regions, is_cast):
         regions = [*run]
-        if not is_cast:
-            whole = _join(regions)
-            views = sum(stored_dtypes[i] != whole.dtype for i in whole.inputs)
-            is_one = views <= _VIEWS_PER_COPY * (len(regions) - 1)
-            wholes = [whole] if is_one else [_join([region]) for region in regions]
-            copies += [RegionCopy(region, ()) for region in wholes]
+        if has_casts:
+            for region in regions:
+                casts: dict[torch.dtype, list[int]] = {}
+                for position, i in enumerate(region.inputs):
+                    casts.setdefault(stored_dtypes[i], []).append(position)
+                copies.append(RegionCopy(region, tuple(map(tuple, casts.values()))))
             continue
-        for region in regions:
-            by_dtype: dict[torch.dtype, list[int]] = {}
-            for position, i in enumerate(region.inputs):
-                by_dtype.setdefault(stored_dtypes[i], []).append(position)
-            copies.append(RegionCopy(region, tuple(map(tuple, by_dtype.values()))))
+        joined = _join(regions)
+        views = sum(stored_dtypes[i] != joined.dtype for i in joined.inputs)
+        if len(regions) == 1 or views <= _VIEWS_PER_COPY * (len(regions) - 1):
+            copies.append(RegionCopy(joined, ()))
+        else:
+            copies += [RegionCopy(_join([region]), ()) for region in regions]
     return tuple(copies)
-
-
-def _is_cast(region: GatherRegion, stored_dtypes: Sequence[torch.dtype]) -> bool:
-    return any(stored_dtypes[i] != region.dtype for i in region.inputs)
 
 
 def _join(regions: Sequence[GatherRegion]) -> GatherRegion:
@@ -233,19 +227,16 @@ def _join(regions: Sequence[GatherRegion]) -> GatherRegion:
     input can be viewed, wherever it starts in its storage.
     """
     dtype = storage_dtype(regions[-1].dtype)
-    numels = [
-        numel * region.dtype.itemsize // dtype.itemsize
-        for region in regions
-        for numel in region.numels
-    ]
     inputs = tuple(i for region in regions for i in region.inputs)
-    return GatherRegion(dtype, regions[0].start_nbytes, inputs, tuple(numels))
+    return GatherRegion(
+        dtype, regions[0].start_nbytes, inputs, _numels_in(dtype, regions)
+    )
 
 
 # Reduce: one buffer and one collective for each reduce dtype #
 
-# What a gradient is reduced in, and what it is sent in if not in that by a collective
-# that adds, see `ReduceBucket`
+# The dtype in which gradients are added, and the one in which they are sent to be added
+# by FSDP, None if the collective adds
 BucketKey: TypeAlias = tuple[torch.dtype, torch.dtype | None]
 
 
@@ -253,9 +244,8 @@ def reduce_dtype_of(
     grad_dtype: torch.dtype, policy_dtype: torch.dtype | None
 ) -> torch.dtype:
     """
-    Returns the dtype in which a gradient is reduced: the policy's where it
-    sets one, else the gradient's own. The policy speaks of floating-point
-    gradients only: a complex one would lose its imaginary part.
+    Returns the dtype in which a gradient is reduced: the policy's where it sets one, else
+    its own, which complex gradients keep in any case to keep their imaginary parts.
     """
     if policy_dtype is not None and grad_dtype.is_floating_point:
         return policy_dtype
@@ -264,9 +254,8 @@ def reduce_dtype_of(
 
 def padded_shard_numel(size: torch.Size, world_size: int, shard_dim: int) -> int:
     """
-    Returns the elements of one rank's shard of a tensor of ``size``, with the
-    padding that makes all ranks' shards equal: dim 0 is rounded up to a
-    multiple of ``world_size``, the other dims are sharded evenly or not at all.
+    Returns how many elements one rank's shard of a tensor of ``size`` has with padding:
+    dim 0 is rounded up to a multiple of ``world_size``, other dims are sharded evenly.
     """
     if shard_dim != 0:
         return size.numel() // world_size
@@ -279,8 +268,7 @@ class ReduceSlot:
 
     # Position in the unit's list of parameters
     param: int
-    # Of the sharded gradient, which the reduced one is cast to: that of the
-    # parameter's storage unless `grad_dtype` was set. None: it is not cast.
+    # What the reduced gradient is cast to, None if it is not cast
     grad_dtype: torch.dtype | None
     # Elements of one rank's padded shard
     shard_numel: int
@@ -307,9 +295,7 @@ class ReduceBucket:
 
     dtype: torch.dtype
     slots: tuple[ReduceSlot, ...]
-    # What gradients are sent in, to be added in ``dtype`` by who gets them. None: they
-    # are sent in ``dtype``, and the collective adds.
-    comm_dtype: torch.dtype | None = None
+    comm_dtype: torch.dtype | None = None  # see `BucketKey`
 
     @property
     def key(self) -> BucketKey:
@@ -327,33 +313,32 @@ class ReduceBucket:
     @cached_property
     def starts(self) -> tuple[int, ...]:
         """First element of each slot in a rank's shard."""
-        return _starts(slot.shard_numel for slot in self.slots)
+        numels = [slot.shard_numel for slot in self.slots]
+        return tuple(accumulate(numels, initial=0))[:-1]
 
     @cached_property
     def runs(self) -> tuple[CastRun, ...]:
         """What is cast to one dtype each, in slot order."""
         runs: list[CastRun] = []
-        for grad_dtype, group in groupby(
-            range(len(self.slots)),
-            key=lambda i: self.slots[i].grad_dtype or self.dtype,
-        ):
-            members = tuple(group)
-            numel = sum(self.slots[i].shard_numel for i in members)
-            start = self.starts[members[0]]
-            runs.append(CastRun(grad_dtype, start, numel, members[0], members[-1] + 1))
+        first = 0
+        for dtype, run in groupby(self.slots, lambda s: s.grad_dtype or self.dtype):
+            numels = [slot.shard_numel for slot in run]
+            last = first + len(numels)
+            start = self.starts[first]
+            runs.append(CastRun(dtype, start, sum(numels), first, last))
+            first = last
         return tuple(runs)
 
 
 def bucket_rank(key: BucketKey) -> tuple[tuple[int, str], ...]:
     """
-    Returns a sort key for what tells buckets apart, by :func:`dtype_rank`: by reduce
-    dtype, and first those that the collective adds.
+    Returns a sort key: widest reduce dtype first, and of one reduce dtype first the bucket
+    that the collective adds.
     """
     return tuple(dtype_rank(dtype) for dtype in key if dtype is not None)
 
 
 def describe_key(key: BucketKey) -> str:
-    """Returns a bucket's dtypes as text."""
     dtype, comm_dtype = key
     return str(dtype) if comm_dtype is None else f"{dtype}, sent in {comm_dtype}"
 
@@ -364,10 +349,8 @@ def plan_buckets(
     comm_dtypes: Sequence[torch.dtype | None] | None = None,
 ) -> tuple[ReduceBucket, ...]:
     """
-    Sorts parameters into one bucket for each reduce dtype and dtype to send it in,
-    widest first. In a bucket they lie by gradient dtype and then in parameter order,
-    so that each gradient dtype is one run and is cast at once. (Slots appended later,
-    see :func:`extend_bucket`, make runs of their own.)
+    Sorts parameters into one bucket for each reduce dtype and dtype to send it in, by
+    :func:`bucket_rank`.
 
     Args:
         slots: The parameters that have a gradient.
@@ -379,45 +362,40 @@ def plan_buckets(
     for slot, dtype, comm_dtype in zip(slots, reduce_dtypes, comm_dtypes, strict=True):
         members.setdefault((dtype, comm_dtype), []).append(slot)
     return tuple(
-        ReduceBucket(dtype, tuple(_in_runs(members[dtype, comm], dtype)), comm)
-        for dtype, comm in sorted(members, key=bucket_rank)
+        in_plan_order(
+            ReduceBucket(dtype, tuple(members[dtype, comm_dtype]), comm_dtype)
+        )
+        for dtype, comm_dtype in sorted(members, key=bucket_rank)
     )
-
-
-def _in_runs(slots: list[ReduceSlot], bucket_dtype: torch.dtype) -> list[ReduceSlot]:
-    def rank(slot: ReduceSlot) -> tuple[tuple[int, str], int]:
-        return (dtype_rank(slot.grad_dtype or bucket_dtype), slot.param)
-
-    return sorted(slots, key=rank)
-
-
-def extend_bucket(bucket: ReduceBucket, kept: ReduceBucket) -> ReduceBucket:
-    """
-    Returns ``bucket`` with those slots of ``kept`` appended whose parameters
-    it lacks: the layout of a partial result in which an earlier microbatch
-    reduced parameters that this one gives no gradient to.
-    """
-    present = {slot.param for slot in bucket.slots}
-    missing = tuple(slot for slot in kept.slots if slot.param not in present)
-    return replace(bucket, slots=bucket.slots + missing) if missing else bucket
 
 
 def in_plan_order(bucket: ReduceBucket) -> ReduceBucket:
     """
-    Returns the bucket with its slots as :func:`plan_buckets` would lay them,
-    whatever it was extended by, and in which order.
+    Returns the bucket with its slots sorted by gradient dtype, so that each is one run and
+    cast at once, and then by parameter.
     """
-    slots = tuple(_in_runs([*bucket.slots], bucket.dtype))
+
+    def rank(slot: ReduceSlot) -> tuple[tuple[int, str], int]:
+        return dtype_rank(slot.grad_dtype or bucket.dtype), slot.param
+
+    slots = tuple(sorted(bucket.slots, key=rank))
     return bucket if slots == bucket.slots else replace(bucket, slots=slots)
+
+
+def extend_bucket(bucket: ReduceBucket, partial: ReduceBucket) -> ReduceBucket:
+    """
+    Returns ``bucket`` with those slots of a partial reduce appended whose parameters it
+    lacks: those without a gradient in this microbatch.
+    """
+    present = {slot.param for slot in bucket.slots}
+    missing = tuple(slot for slot in partial.slots if slot.param not in present)
+    return replace(bucket, slots=bucket.slots + missing) if missing else bucket
 
 
 def moves_between(
     source: ReduceBucket, target: ReduceBucket
 ) -> tuple[tuple[int, int, int], ...]:
-    """
-    Returns (start in source, start in target, elements) for each parameter
-    that both buckets hold.
-    """
+    """Returns (start in source, start in target, elements) of each common parameter."""
     starts = {slot.param: start for slot, start in zip(target.slots, target.starts)}
     return tuple(
         (start, starts[slot.param], slot.shard_numel)
