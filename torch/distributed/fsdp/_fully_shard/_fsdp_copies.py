@@ -1,15 +1,16 @@
 """
 The copies between a unit's tensors and its flat buffers: shards into a gather's buffer
 and parameters out of it, gradients into a reduction's input and sharded gradients out
-of its output. Nothing here communicates.
+of its output. No collectives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import groupby
 from operator import attrgetter
-from typing import cast, NoReturn
+from typing import cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -26,7 +27,6 @@ from ._fsdp_layout import (
     moves_between,
     ReduceBucket,
     RegionCopy,
-    storage_dtype,
 )
 from ._fsdp_observers import gets_operators
 from ._fsdp_param import FSDPParam, ShardedState
@@ -59,24 +59,20 @@ def _copy_in(
     copies: Sequence[RegionCopy],
     inputs: Sequence[torch.Tensor],
 ) -> None:
-    """
-    Writes this rank's shards into its segment of the gather buffer in one
-    pass: each region is viewed in its own dtype and the shards cast into it, and what
-    is not cast is copied together, see :func:`plan_copy_in`.
-    """
+    """Writes this rank's shards into its segment in one pass, which casts them too."""
     for copy in copies:
         target, sources = copy.region.view(segment), _sources(copy, inputs)
         if copy.casts or _are_on_host(sources, segment.device):
-            _copy_cast(target.split(copy.region.numels), sources, copy)
+            _copy_groups(target.split(copy.region.numels), sources, copy.casts)
         else:
-            # The same as a copy into each slot, without a view for each
+            # Needs no view of each slot
             torch.cat(sources, out=target)
 
 
 def _sources(copy: RegionCopy, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns what goes into a region, in its dtype if it is not cast."""
+    """Returns the shards that go into a region, as views in its dtype if none is cast."""
     sources, dtype = [inputs[i] for i in copy.region.inputs], copy.region.dtype
-    # They are sorted by dtype
+    # Shards that are not cast are sorted by dtype
     if copy.casts or sources[0].dtype == sources[-1].dtype == dtype:
         return sources
     return [s if s.dtype == dtype else _view_as(s, dtype) for s in sources]
@@ -88,43 +84,37 @@ def _view_as(shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return shard.view(dtype)
 
 
-def _copy_cast(
-    slots: Sequence[torch.Tensor], sources: list[torch.Tensor], copy: RegionCopy
+def _copy_groups(
+    targets: Sequence[torch.Tensor],
+    sources: Sequence[torch.Tensor],
+    groups: Iterable[Sequence[int]],
 ) -> None:
-    """Copies what is cast, or comes from the host, into a region's slots."""
-    if _are_on_host(sources, slots[0].device):
-        _move(slots, sources)
+    """Copies tensors to others, moved and cast. Each group is of one pair of dtypes."""
+    device = targets[0].device
+    if _are_on_host(sources, device):
+        # Moved before they are cast, because a copy that does both goes through one more
+        # temporary. One at a time, so that only one is on the device uncast.
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source.to(device, non_blocking=True))
         return
-    for members in copy.casts:
-        torch._foreach_copy_([slots[k] for k in members], [sources[k] for k in members])
-
-
-def _move(slots: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    # Moved before they are cast: a copy that casts across devices is staged
-    # through another temporary. One at a time, so that only one is there uncast.
-    for slot, source in zip(slots, sources, strict=True):
-        slot.copy_(source.to(slot.device, non_blocking=True))
+    for group in groups:
+        torch._foreach_copy_([targets[k] for k in group], [sources[k] for k in group])
 
 
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copies tensors to others, cast and moved, those of a pair of dtypes at once."""
-    if _are_on_host(sources, targets[0].device):
-        _move(targets, sources)
-        return
-    pairs: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
+    """Copies tensors to others, moved and cast, those of a pair of dtypes at once."""
+    targets, sources = [*targets], [*sources]
+    groups: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
     for i, (target, source) in enumerate(zip(targets, sources, strict=True)):
-        pairs.setdefault((target.dtype, source.dtype), []).append(i)
-    for (to, of), members in pairs.items():
-        into, some = [targets[i] for i in members], [sources[i] for i in members]
-        if to == of and to != storage_dtype(to):
-            into, some = (
-                [t.view(storage_dtype(to)) for t in ts] for ts in (into, some)
-            )
-        torch._foreach_copy_(into, some)
+        dtype = target.dtype
+        if dtype == source.dtype and dtype.itemsize == 1:  # see `storage_dtype`
+            targets[i], sources[i] = target.view(torch.uint8), source.view(torch.uint8)
+        groups.setdefault((dtype, source.dtype), []).append(i)
+    _copy_groups(targets, sources, groups.values())
 
 
 def _are_on_host(sources: Sequence[torch.Tensor], device: torch.device) -> bool:
-    """Whether shards are offloaded, and a copy to ``device`` moves them."""
+    """Whether any are offloaded, so that a copy to ``device`` moves them."""
     return device.type != "cpu" and any(map(_is_cpu, sources))
 
 
@@ -134,14 +124,14 @@ def _copy_in_by_operator(
     tensors: Sequence[torch.Tensor],
     rank: int,
 ) -> torch.Tensor:
-    """Does as :func:`_copy_in` by the operator, which casts nothing and moves nothing."""
+    """Does as :func:`_copy_in` by the operator, which neither casts nor moves."""
     layout, inputs = plan.layout, []
     for copy in plan.copies:
         region, sources = copy.region, _sources(copy, tensors)
         if copy.casts or _are_on_host(sources, output.device):
-            flat = output.new_empty(sum(region.numels), dtype=region.dtype)
+            flat = output.new_empty(region.numel, dtype=region.dtype)
             pieces = flat.split(region.numels)
-            _copy_cast(pieces, sources, copy)
+            _copy_groups(pieces, sources, copy.casts)
             sources = pieces
         inputs += [_view_as(source, layout.buffer_dtype) for source in sources]
     if layout.padding_nbytes:
@@ -205,8 +195,8 @@ def copy_out(
 
 def _gathers_out_of_order(fsdp_param: FSDPParam) -> bool:
     """
-    Whether the ranks' shards one after the other are not yet the parameter. A
-    shard resharded after forward is a flat piece of it, whatever its dim was.
+    Whether the ranks' shards one after the other are not the parameter yet. Resharded
+    after forward they are: flat pieces of it, whatever the dim.
     """
     return (
         fsdp_param.fsdp_placement.dim != 0
@@ -219,12 +209,10 @@ def _to_columns(
 ) -> list[torch.Tensor]:
     """
     Views the outputs, in segment order, as columns of a gather buffer of one
-    row a rank, and in its dtype. The padding gets a tensor of its own, which
-    nothing reads.
+    row a rank, and in its dtype. The padding gets a tensor that nothing reads.
 
-    The views do not share the outputs' version: the unsharded parameter is the
-    same value whenever it is there, so that a write to it is no in-place change
-    of what autograd saved.
+    The views do not share the outputs' version: each unshard writes the same values, so
+    that for autograd it must not count as an in-place change of what was saved.
     """
     sizes = layout.split_sizes
     columns = [
@@ -239,10 +227,7 @@ def _to_columns(
 def _split_copy(
     buffer: torch.Tensor, layout: GatherLayout, columns: list[torch.Tensor]
 ) -> None:
-    """
-    Copies a gather buffer to its columns: all of it and all in its own dtype,
-    because the fused kernel takes dense tensors of one dtype.
-    """
+    """Copies a gather buffer as a whole: the fused kernel takes dense tensors only."""
     world_size = columns[0].size(0)
     if buffer.dtype != layout.buffer_dtype:
         buffer = buffer.view(layout.buffer_dtype)
@@ -261,10 +246,7 @@ def _interleave_shards(
     output: torch.Tensor,
     world_size: int,
 ) -> None:
-    """
-    Puts the shards of a parameter sharded on dim ``d > 0``, which lie one
-    after the other in ``rank_major``, side by side in ``output``.
-    """
+    """Puts shards on another dim than 0, which lie rank by rank, side by side."""
     dim = fsdp_param.fsdp_placement.dim
     shard_size = fsdp_param.padded_sharded_param_size
     before, after = shard_size[:dim], shard_size[dim:]
@@ -289,11 +271,11 @@ def copy_in_grads(
 
     [Note: One kernel for most gradients]
     The fused kernel takes dense tensors of one dtype and fills all columns of a dense
-    output; one tensor of another kind would send all of them down its slow path. So
-    it is given those that are like the largest, and a piece of the largest in place
-    of each other one, whose columns are written again afterwards. Casts happen on the
-    way, so that no gradient is there in two dtypes but for those others. Since 2.15
-    an operator does the same for bf16 and fp32 on CUDA, see :func:`copies_mixed`.
+    output. One mismatched tensor, of another dtype or not dense, would send all of them
+    down its slow path. So it is given the gradients that match the largest, and in place
+    of each mismatched one a piece of the largest, whose columns are written again
+    afterwards. The kernel casts, so only mismatched gradients need a temporary. Since
+    2.15 an operator takes bf16 and fp32 together on CUDA, see :func:`copies_mixed`.
     """
     is_dense = [dim == 0 and grad.is_contiguous() for dim, grad in zip(dims, grads)]
     dtypes = [grad.dtype for grad in grads]
@@ -307,20 +289,21 @@ def copy_in_grads(
             return
     dense = [grad for grad, is_one in zip(grads, is_dense) if is_one]
     largest = max(dense, key=torch.Tensor.numel, default=None)
-    wanted = None if largest is None else largest.dtype
-    odd = [
+    mismatched = [
         i
         for i, (dtype, is_one) in enumerate(zip(dtypes, is_dense))
-        if not is_one or dtype != wanted
+        if largest is None or not is_one or dtype != largest.dtype
     ]
     slots = bucket.slots
     # The least that fills as many columns, with the kernel's padding
-    numels = {i: max(world_size * (slots[i].shard_numel - 1) + 1, 0) for i in odd}
+    numels = {
+        i: max(world_size * (slots[i].shard_numel - 1) + 1, 0) for i in mismatched
+    }
     if largest is not None and max(numels.values()) <= largest.numel():
         flat = largest.view(-1)
         like = [flat[: numels[i]] if i in numels else g for i, g in enumerate(grads)]
         foreach_reduce_scatter_copy_in(like, reduce_input, world_size)
-        runs = _adjacent(odd, grads, is_dense)
+        runs = _adjacent(mismatched, grads, is_dense)
     else:
         runs = [[i] for i in range(len(grads))]
     rows = reduce_input.view(world_size, -1)
@@ -331,22 +314,15 @@ def copy_in_grads(
 
 
 def _adjacent(
-    odd: Sequence[int], grads: Sequence[torch.Tensor], is_dense: Sequence[bool]
+    indices: Iterable[int], grads: Sequence[torch.Tensor], is_dense: Sequence[bool]
 ) -> list[list[int]]:
-    """Returns the runs of odd gradients that the kernel can copy together."""
-    runs: list[list[int]] = []
-    for i in odd:
-        if (
-            runs
-            and runs[-1][-1] == i - 1
-            and is_dense[i - 1]
-            and is_dense[i]
-            and grads[i - 1].dtype == grads[i].dtype
-        ):
-            runs[-1].append(i)
-        else:
-            runs.append([i])
-    return runs
+    """Returns runs that the kernel can copy together: adjacent, dense, of one dtype."""
+
+    def run_of(numbered: tuple[int, int]) -> object:
+        number, i = numbered
+        return (i - number, grads[i].dtype) if is_dense[i] else i
+
+    return [[i for _, i in run] for _, run in groupby(enumerate(indices), run_of)]
 
 
 def _copy_to_columns(
@@ -359,14 +335,13 @@ def _copy_to_columns(
     world_size, row_numel = columns.size()
     if len(grads) == 1 and (dim != 0 or grads[0].size(0) % world_size == 0):
         by_rank = view_by_rank(grads[0], dim, world_size)
-        if by_rank[0].numel() != row_numel:
-            _raise_about_row(by_rank[0].numel(), row_numel)
+        _check_row(by_rank[0].numel(), row_numel)
         columns.unflatten(1, by_rank.size()[1:]).copy_(by_rank)
-        return
-    rows = grads[0].new_empty(columns.size())
-    grads = [grad.contiguous() for grad in grads]
-    foreach_reduce_scatter_copy_in(grads, rows.view(-1), world_size)
-    columns.copy_(rows)
+    else:
+        rows = grads[0].new_empty(columns.size())
+        grads = [grad.contiguous() for grad in grads]
+        foreach_reduce_scatter_copy_in(grads, rows.view(-1), world_size)
+        columns.copy_(rows)
 
 
 def view_by_rank(grad: torch.Tensor, dim: int, world_size: int) -> torch.Tensor:
@@ -392,16 +367,15 @@ def foreach_reduce_scatter_copy_in(
         chunk_cat_by_operator(unsharded_grads, 0, world_size, out=rows)
     else:
         torch._chunk_cat(unsharded_grads, 0, world_size, out=rows)
-    if rows.size(1) != row_numel:
-        # The kernel took what there was, and made the rows fit
-        _raise_about_row(rows.size(1), row_numel)
+    _check_row(rows.size(1), row_numel)  # the kernel may have resized them
 
 
-def _raise_about_row(fresh_numel: int, row_numel: int) -> NoReturn:
-    raise RuntimeError(
-        f"the gradients of a rank have {fresh_numel} elements with their padding, "
-        f"but {row_numel} are to be reduced"
-    )
+def _check_row(numel: int, expected_numel: int) -> None:
+    if numel != expected_numel:
+        raise RuntimeError(
+            f"the gradients of a rank have {numel} elements with their padding, "
+            f"but {expected_numel} are to be reduced"
+        )
 
 
 def copy_between(
@@ -412,14 +386,12 @@ def copy_between(
     factor: float = 1.0,
 ) -> None:
     """
-    Copies the parameters that both buckets hold from a rank's 1D part of the one to
+    Copies the parameters that both buckets hold from a rank's 1D shard of the one to
     that of the other, cast to its dtype and multiplied by ``factor``.
     """
-    for source_start, target_start, numel in moves_between(
-        source_bucket, target_bucket
-    ):
+    for start, target_start, numel in moves_between(source_bucket, target_bucket):
         piece = target.narrow(0, target_start, numel)
-        piece.copy_(source.narrow(0, source_start, numel))
+        piece.copy_(source.narrow(0, start, numel))
         if factor != 1.0:
             piece.mul_(factor)
 
@@ -428,8 +400,8 @@ def in_common_order(
     fsdp_params: list[FSDPParam], bucket: ReduceBucket, output: torch.Tensor
 ) -> tuple[list[FSDPParam], ReduceBucket, torch.Tensor]:
     """
-    Lays ``output`` out as it would be if all of it were new: which microbatch
-    gave what may differ between replicas, whose elements must meet.
+    Lays ``output`` out as planned, because which microbatch had which gradients, and so
+    the order of slots, may differ between replicas, whose elements must line up.
     """
     common = in_plan_order(bucket)
     if common is bucket:
@@ -454,8 +426,8 @@ def give_sharded_grads(
     reading_stream: torch.Stream,
 ) -> None:
     """
-    Casts a rank's part of the reduced bucket to the gradients' dtypes, flat, and
-    makes each parameter's piece of it the parameter's sharded gradient.
+    Casts a rank's shard of the reduced bucket to the gradients' dtypes, one copy for each,
+    and makes each parameter's piece of it the parameter's sharded gradient.
     """
     starts = bucket.starts
     record_grad_output_stream(output, reading_stream)
@@ -463,8 +435,8 @@ def give_sharded_grads(
         flat = output
         if len(bucket.runs) > 1:
             flat = output[run.start_numel : run.start_numel + run.numel]
-        # A run of several is copied even where it needs no cast: as a view it
-        # would keep the whole bucket alive as long as its gradients
+        # One of several runs is copied even if it needs no cast: as a view it would
+        # keep the whole bucket alive
         dtype = run.grad_dtype
         if dtype != flat.dtype or len(bucket.runs) > 1:
             flat = flat.to(dtype, copy=True)
@@ -491,8 +463,7 @@ def give_sharded_grads(
 def _as_dtensor(
     fsdp_param: FSDPParam, sharded_grad: torch.Tensor, dtype: torch.dtype
 ) -> DTensor:
-    # Less than the parameter's method does: a check of the size, which is the
-    # parameter's own here, and an initializer that is idle
+    # Skips the size check of the parameter's own method, and an empty `__init__`
     spec = fsdp_param._sharding_spec
     if dtype != fsdp_param.orig_dtype:
         meta = cast(TensorMeta, spec.tensor_meta)
@@ -511,8 +482,8 @@ def _accumulate_sharded_grad(
     hooks = sharded_param._post_accumulate_grad_hooks
     present = sharded_param.grad
     if fsdp_param.offload_to_cpu:
-        # An addition on the CPU and a hook both read the gradient at once, so
-        # only without either may its copy to the host still be under way
+        # An addition on the CPU and a hook read the gradient at once, so its copy to the
+        # host may be in flight only without either
         overlaps = fsdp_param.pin_memory and present is None and not hooks
         sharded_grad = sharded_grad.to(torch.device("cpu"), non_blocking=overlaps)
         if overlaps:
