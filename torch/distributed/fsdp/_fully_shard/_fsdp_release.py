@@ -1,8 +1,6 @@
 """
-What the release underneath has. The other files here are the same on every release.
-
-Each answer is found once, at import, by asking for the thing itself. Where a duty has
-moved between the release's files and ours, the answer says whose it is now.
+What the installed release has, found out at import. The other files here are the same
+on every release.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ if TYPE_CHECKING:
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-# Older releases have it under another name
 if not hasattr(dist, "all_gather_single"):
     raise ImportError(
         "These files of torch.distributed.fsdp fit PyTorch 2.13.0, 2.14.1 and 2.15.0. "
@@ -29,52 +26,45 @@ if not hasattr(dist, "all_gather_single"):
         "all_gather_single: install one of those"
     )
 
-# Since 2.15 a parameter's `grad_dtype` says in which dtype autograd adds up its
-# unsharded gradients, those of several microbatches too, and in which they are reduced
-# where the policy says nothing. Before, gradients were in the dtype of the forward,
-# and those of microbatches were added up apart from the unsharded parameters.
+# Since 2.15 autograd accumulates unsharded gradients, also over microbatches, in a
+# parameter's `grad_dtype`, and they are reduced in it unless the policy sets another
+# dtype. Before, they were in the dtype of the forward, and those of microbatches were
+# accumulated apart from the unsharded parameters. Three changes came with it:
+# `foreach_reduce` takes no dtype for sharded gradients, resetting an iteration drops
+# them too, and `fsdp::record_grad_output_stream` tells a device which stream reads them.
 FOLLOWS_GRAD_DTYPE: bool = hasattr(torch.Tensor, "_has_grad_dtype_override")
 
-# What went with it: `foreach_reduce` takes no dtype for the sharded gradients, as each
-# parameter has its own; giving up an iteration drops the sharded gradients too; and
-# `fsdp::record_grad_output_stream` tells a device which stream reads them.
-
-# Since 2.14 a group of frozen parameters tells the dtypes of its floating-point ones
-TELLS_FROZEN_DTYPES: bool = hasattr(dist, "_spmd_no_typecheck")  # came with it
+_IS_2_14: bool = hasattr(dist, "_spmd_no_typecheck")  # or newer
+# Whether a frozen group has the dtypes of its floating-point parameters
+TELLS_FROZEN_DTYPES: bool = _IS_2_14
 
 
 def default_reduce_dtype(fsdp_param: FSDPParam) -> torch.dtype | None:
-    """
-    Returns what a parameter's gradient is reduced in, None for its own dtype. The
-    policy's dtype comes first.
-    """
+    """Returns what a parameter's gradient is reduced in, None for its own dtype."""
     dtype = fsdp_param.mp_policy.reduce_dtype
     if dtype is None and FOLLOWS_GRAD_DTYPE:
         return fsdp_param.sharded_param.grad_dtype
     return dtype
 
 
-# Storage that stays #
-
-
 def keeps_storage(fsdp_params: Sequence[FSDPParam]) -> bool:
-    """Returns whether unsharded storage of any of them outlives resharding (2.15)."""
-    if not FOLLOWS_GRAD_DTYPE:  # came with it
-        return False
+    """Returns whether any unsharded storage outlives resharding (2.15)."""
     # pyrefly: ignore [missing-attribute]
-    return any(fsdp_param.keep_unsharded_storage for fsdp_param in fsdp_params)
+    return FOLLOWS_GRAD_DTYPE and any(p.keep_unsharded_storage for p in fsdp_params)
 
 
-# spmd_types (2.14) #
+def has_operator(name: str) -> bool:
+    """Returns whether the release's C++ has the operator ``fsdp::name``."""
+    return f"fsdp::{name}" in torch._C._dispatch_get_all_op_names()
 
-# The package is optional, and checks the types of what runs unless it is told not to
-_HAS_SPMD_TYPES: bool = (
-    hasattr(dist, "_spmd_no_typecheck") and dist._is_spmd_types_available()
-)
+
+# The optional package spmd_types (2.14) #
+
+_HAS_SPMD_TYPES: bool = _IS_2_14 and dist._is_spmd_types_available()
 
 
 def not_type_checked(hook: _F) -> _F:
-    """Lets a hook run with the checks of ``spmd_types`` off, where there are any."""
+    """Turns off the checks of ``spmd_types`` while a hook runs."""
     if not _HAS_SPMD_TYPES:
         return hook
 
@@ -89,24 +79,14 @@ def not_type_checked(hook: _F) -> _F:
 
 def restore_spmd_types(fsdp_params: Sequence[FSDPParam]) -> None:
     """Annotates the unsharded parameters as users annotated the originals."""
-    if not _HAS_SPMD_TYPES:
-        return
-    for fsdp_param in fsdp_params:
+    for fsdp_param in fsdp_params if _HAS_SPMD_TYPES else ():
         # pyrefly: ignore [missing-attribute]
         fsdp_param._restore_spmd_types(fsdp_param.unsharded_param)
 
 
 def register_autograd_function(function: type) -> None:
-    """Makes an autograd function known to ``spmd_types`` as one of local tensors."""
+    """Registers an autograd function of local tensors with ``spmd_types``."""
     if _HAS_SPMD_TYPES:
         import spmd_types  # pyrefly: ignore [missing-import]
 
         spmd_types.register_local_autograd_function(function)
-
-
-# Operators #
-
-
-def has_operator(name: str) -> bool:
-    """Returns whether the release's C++ has the operator ``fsdp::name``."""
-    return f"fsdp::{name}" in torch._C._dispatch_get_all_op_names()

@@ -1,6 +1,4 @@
-"""
-What the sum of a unit's gradients is divided by, before and after it is taken.
-"""
+"""Divide factors: what gradients are divided by before and after they are summed."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from torch.distributed.distributed_c10d import ReduceOp
 from ._fsdp_api import _ReduceOp
 
 
-# Divided by before and after the sum, None if by nothing, and the operations of
+# What to divide by before and after the sum, None for nothing, and the operations of
 # reduce-scatter and all-reduce
 Factors: TypeAlias = tuple[float | None, float | None, _ReduceOp, _ReduceOp]
 
@@ -27,26 +25,25 @@ def _get_gradient_divide_factors(
     force_sum_reduction_for_comms: bool = False,
 ) -> Factors:
     """
-    Returns what the gradients are divided by before the reduce-scatter and
-    after the all-reduce (None: by nothing), and the operation of each.
+    Returns the divide factors before the reduce-scatter and after the all-reduce (None:
+    no division), and the operation of each.
 
     Together they divide the sum over all N data-parallel ranks by ``factor``,
     or by N if that is None:
 
     - fp32 and bf16 have the range to hold the sum, so the collective divides
       (AVG, or PREMUL_SUM for a custom factor) and no kernel is spent on it.
-    - Other dtypes, fp16 above all, could overflow in the sum if divided after
-      it and underflow if divided before. So they are divided by about sqrt(N)
-      before and by the rest after: the power of two f that grows from 1 while
-      it divides N and N / f > f, then N / f. So no partial sum is farther than
-      about sqrt(N) from the result's own scale. N = 8 gives 4 and 2, N = 6
-      gives 4 and 1.5. (The rule of ``DefaultState`` in
+    - Other dtypes, above all fp16, could overflow if divided after the sum and underflow
+      if divided before. So they are divided by about sqrt(N) before and by the rest
+      after, and no partial sum is farther than about sqrt(N) from the result's scale:
+      by the power of two f that grows from 1 while it divides N and N / f > f, then by
+      N / f. N = 8 gives 4 and 2, N = 6 gives 4 and 1.5. (The rule of ``DefaultState`` in
       torch/distributed/algorithms/_comm_hooks/default_hooks.py.)
-    - Where only sums may be used (``force_sum_reduction_for_comms``, MTIA, a
-      backend without PREMUL_SUM), it is divided after, where there is less.
+    - Where only sums are possible (``force_sum_reduction_for_comms``, MTIA, a backend
+      without PREMUL_SUM), the reduced shard is divided, which is smaller than the input.
 
-    A sum over one rank is no collective, so what it would divide by is applied to
-    its input, see :func:`scatter_divisor`.
+    There is no collective over one rank, whose input is divided by
+    :func:`scatter_divisor` instead.
     """
     shards = _size(reduce_scatter_group)
     workers = shards * _size(all_reduce_group)
@@ -74,10 +71,7 @@ def get_tree_divide_factors(
     all_reduce_group: dist.ProcessGroup | None,
     factor: float | None = None,
 ) -> Factors:
-    """
-    Returns the same for a sum in the fixed order of ranks, whatever its dtype: nothing
-    before, and all of it after the sum over all ranks.
-    """
+    """Returns the same for [Note: One tree for every mesh]: all of it after the sum."""
     workers = _size(reduce_scatter_group) * _size(all_reduce_group)
     after = float(workers) if factor is None else factor
     return None, after, ReduceOp.SUM, ReduceOp.SUM
@@ -89,8 +83,8 @@ def scatter_divisor(
     gradient_divide_factor: float | None,
 ) -> float:
     """
-    Returns what the sum over the shard group has been divided by when the
-    reduce-scatter is done, of what :func:`_get_gradient_divide_factors` gives.
+    Returns what the sum over the shard group has been divided by after the reduce-scatter,
+    with ``factors`` from :func:`_get_gradient_divide_factors`.
     """
     before, _, op, _ = factors
     if before is not None:
@@ -122,7 +116,7 @@ def _has_premul_sum(group: dist.ProcessGroup | None, device_type: str) -> bool:
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Returns what the group communicates with for a device, e.g. "nccl"."""
+    """Returns the name of the group's backend for a device, e.g. "nccl"."""
     try:
         return group._get_backend(device).name()
     except RuntimeError:  # groups that are threads of a test
