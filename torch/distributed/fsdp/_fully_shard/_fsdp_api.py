@@ -28,10 +28,10 @@ _Size: TypeAlias = Sequence[int | torch.SymInt]
 class MixedPrecisionPolicy:
     """
     The dtypes in which a unit computes and reduces, for all of its parameters
-    or for each. They hold for a module as a whole, where autocast decides
-    operator by operator: activations are saved in them, and casts happen where
-    modules meet. Sharded parameters, and so the optimizer, stay in the dtypes
-    in which the parameters were stored. No second copy of them is kept.
+    or for each. Where autocast decides operator by operator, they hold for a whole
+    module: it saves activations in them, and casts are at its boundary. Sharded
+    parameters, and so the optimizer, stay in the dtypes in which they were stored,
+    of which there is no second copy.
 
     Attributes:
         param_dtype (torch.dtype, optional): What floating-point parameters are
@@ -51,33 +51,31 @@ class MixedPrecisionPolicy:
             say in this.
         param_dtype_override_fn (callable, optional): Called by ``fully_shard``
             once with each parameter that it manages, as the user made it.
-            Returns what to use in place of ``param_dtype`` for this one: any
-            floating-point dtype, its own to keep it as stored, or ``None`` for
-            the default. Must return the same on every rank.
+            Returns what replaces ``param_dtype`` for this one: any floating-point
+            dtype, its own to keep it as stored, or ``None`` for the default. Must
+            return the same on every rank.
         reduce_dtype_override_fn (callable, optional): The same for
             ``reduce_dtype``: float64, float32, float16 or bfloat16. Also
             float8_e4m3fn and float8_e5m2 where NCCL is 2.24 or newer and the
             GPU has compute capability 9.0 or higher.
         grad_comm_dtype (torch.dtype, optional): What gradients are sent in:
-            float64, float32, float16 or bfloat16. Set, each rank gets what all
-            ranks have for its shards in this dtype, and adds it in
-            ``reduce_dtype`` (float32 if that is ``None``), which must hold
-            every value of this one. The sum is
-            divided once, at its end. It is taken in one fixed order over all
-            data-parallel ranks, so that its bits depend neither on how the
-            mesh shards and replicates, if it shards over a power of two of
-            ranks, nor on the other parameters of the unit. ``None``: gradients
+            float64, float32, float16 or bfloat16. If set, an all-to-all in this
+            dtype replaces the reduce-scatter, and FSDP adds in ``reduce_dtype``
+            (float32 if that is ``None``), which must hold every value of this
+            one, and divides once at the end. It adds in one fixed order over all
+            data-parallel ranks, so that the bits depend neither on the other
+            parameters of the unit nor, if shard groups have a power of two of
+            ranks, on how the mesh shards and replicates. ``None``: gradients
             are sent in what they are summed in, and the backend adds.
         grad_comm_dtype_override_fn (callable, optional): The same for
             ``grad_comm_dtype``.
 
     Raises:
-        TypeError: if a dtype is none, or an override not callable.
-        ValueError: in ``fully_shard``, if an override returned anything but a
-            dtype or ``None``, or a dtype that does not fit its parameter or
-            cannot be reduced there, or if the override raised a ValueError
-            itself, or if the policy's own dtypes would cut a trainable
-            parameter or its gradient to integers.
+        TypeError: if a dtype is not a torch.dtype, or an override not callable.
+        ValueError: in ``fully_shard``, if an override raised a ValueError, or
+            returned anything but ``None`` or a dtype that fits its parameter and
+            can be reduced on its device, or if the policy's own dtypes would round
+            a trainable parameter or its gradient to integers.
         RuntimeError: in ``fully_shard``, if an override raised anything else.
             Each names the parameter; what an override raised is the cause.
 
@@ -135,22 +133,21 @@ class MixedPrecisionPolicy:
             fully_shard(model, mp_policy=policy)
 
         A parameter that several patterns match gets what each of them sets.
-        They must not contradict one another, so their order has no meaning.
+        They must not contradict one another, so their order does not matter.
         The policy holds names and no module: it can be copied, pickled, and
-        used on another model with the same names. Where the end of a name, which
-        is what a part of the model knows, is not enough for the patterns, as
-        for ``layers.0.*``, they take effect at the first forward.
+        used on another model with the same names. Where a part of the model does
+        not know enough of its names, as for ``layers.0.*``, patterns take effect
+        at the first forward.
 
         Args:
             module (nn.Module): The model, or the part whose units get this policy.
-            patterns (Mapping): From shell patterns (:mod:`fnmatch`: ``*``,
-                ``?``, ``[seq]``, with regard to case) over the fully qualified
-                names of ``module``'s parameters to what they set: any of
+            patterns (Mapping): From case-sensitive shell patterns (:mod:`fnmatch`:
+                ``*``, which also matches dots, ``?``, ``[seq]``) over the fully
+                qualified names of ``module``'s parameters to what they set: any of
                 ``param_dtype``, ``reduce_dtype`` and ``grad_comm_dtype``, where
-                ``None`` stands for the policy's default, or a policy, which sets
-                those of them that it has. ``*`` also matches dots. A name is as
-                without activation checkpointing and ``torch.compile``, and a
-                shared parameter has all of its names.
+                ``None`` is the policy's default, or a policy, which sets those of
+                them that it has. Names are those without activation checkpointing
+                and ``torch.compile``. A shared parameter has all of its names.
             param_dtype, ..., grad_comm_dtype: The fields, where no pattern sets them.
 
         Raises:
@@ -159,9 +156,9 @@ class MixedPrecisionPolicy:
                 or one that all parameters of a unit share (``output_dtype``,
                 ``cast_forward_inputs``), or maps to a policy with overrides, or
                 if two set the same field of one parameter to different dtypes.
-                Later, in ``fully_shard``: if ``module`` had no such parameter.
-                At the first forward: if a name below the root could be that of
-                several in ``module``, which the patterns treat differently.
+                In ``fully_shard``: if ``module`` had no such parameter. At the
+                first forward: if a name could be that of several parameters of
+                ``module``, which the patterns treat differently.
         """
         unit = cls(
             param_dtype,
@@ -178,15 +175,14 @@ class MixedPrecisionPolicy:
 
 class Comm(ABC):
     """
-    A collective that a unit can be given in place of the default one. It
-    decides three things: whether a buffer is made for each call or kept for the
-    next; in which memory it lies (the caching allocator's, say, or a pool
-    registered with NCCL); and what a call does with it.
+    A collective that can replace a unit's default one. It decides whether each call
+    gets a new buffer, in which memory that lies (the caching allocator's, or a pool
+    registered with NCCL), and what a call does with it.
 
     Attributes:
-        needs_all_ranks (bool): Whether a call completes only if all ranks of the group
-            come to it. If so, they may be compared before it. A class with a
-            ``__call__`` of its own that does not set it is taken to need none of them.
+        needs_all_ranks (bool): Whether a call completes only once all ranks of the group
+            have made it, so that FSDP may compare ranks before it. A class with a
+            ``__call__`` of its own must set it, or counts as needing none of them.
     """
 
     needs_all_ranks: ClassVar[bool]
@@ -196,8 +192,8 @@ class Comm(ABC):
         self, size: _Size, *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """
-        Returns a buffer to communicate in. The plainest way is ``torch.empty``,
-        perhaps inside ``torch.cuda.use_mem_pool``.
+        Returns a buffer to communicate in, e.g. from ``torch.empty``, perhaps inside
+        ``torch.cuda.use_mem_pool``.
 
         Args:
             size (Sequence[int | torch.SymInt]): Of the buffer.
@@ -209,7 +205,7 @@ class Comm(ABC):
 
 
 class AllGather(Comm):
-    """A way to gather a unit's parameters from all ranks."""
+    """Gathers a unit's parameters from all ranks."""
 
     @abstractmethod
     def __call__(
@@ -222,7 +218,7 @@ class AllGather(Comm):
 
 
 class ReduceScatter(Comm):
-    """A way to reduce a unit's gradients and to give each rank its shards."""
+    """Reduces a unit's gradients, of which each rank gets its shards."""
 
     @abstractmethod
     def __call__(
@@ -241,9 +237,8 @@ class ReduceScatter(Comm):
 @dataclass
 class DataParallelMeshDims:
     """
-    Which dimensions of a mesh are for data parallelism, where the mesh given to
-    ``fully_shard`` is that of all parallelisms and parameters are DTensors over
-    it already.
+    The data-parallel dimensions of a mesh of all parallelisms that is given to
+    ``fully_shard``, over which parameters are DTensors already.
 
     Attributes:
         shard (str | tuple[str, ...], optional): Names of the dimensions to
@@ -285,7 +280,7 @@ def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 @dataclass
 class OffloadPolicy:
-    """Offloads nothing: the default, and the base of policies that do."""
+    """Offloads nothing. The default, and the base class of policies that do."""
 
 
 @dataclass

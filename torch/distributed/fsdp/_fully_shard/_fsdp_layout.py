@@ -67,17 +67,14 @@ class GatherRegion:
         return self.numel * self.dtype.itemsize
 
     def view(self, segment: torch.Tensor) -> torch.Tensor:
-        """Returns this region of a rank's 1D ``segment`` in the region's dtype."""
-        if self.dtype == segment.dtype:
-            if self.start_nbytes == 0 and self.nbytes == segment.nbytes:
-                return segment
-            start = self.start_nbytes // self.dtype.itemsize
-            return segment[start : start + self.numel]
-        as_bytes = segment
-        if segment.dtype != torch.uint8:
-            as_bytes = segment.view(torch.uint8)
+        """
+        Returns this region of a rank's 1D ``segment`` in the region's dtype. Segments of
+        several regions are bytes.
+        """
+        if self.dtype == segment.dtype and self.nbytes == segment.nbytes:
+            return segment
         end_nbytes = self.start_nbytes + self.nbytes
-        return as_bytes[self.start_nbytes : end_nbytes].view(self.dtype)
+        return segment[self.start_nbytes : end_nbytes].view(self.dtype)
 
 
 @dataclass(frozen=True)

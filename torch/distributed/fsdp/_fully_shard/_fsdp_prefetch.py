@@ -1,4 +1,4 @@
-"""When a unit gathers ahead of the one that comes next in backward."""
+"""When units prefetch in backward."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def set_backward_prefetch(
     ``set_modules_to_backward_prefetch`` does not say which units to gather.
 
     - ``BackwardPrefetch.BACKWARD_PRE``, the default: before this unit's backward. The
-      all-gather overlaps with it, and the next unit's parameters are there beside this
+      all-gather overlaps with it, and the next unit's parameters take memory beside this
       one's parameters and gradients.
-    - ``BackwardPrefetch.BACKWARD_POST``: after it, when its gradients are on their way
-      and its parameters freed. The all-gather overlaps with the reduce-scatter alone.
-      A unit none of whose inputs needs a gradient starts none.
+    - ``BackwardPrefetch.BACKWARD_POST``: after it, when its reduce-scatter has started
+      and its parameters are freed. The all-gather overlaps with the reduce-scatter only.
+      A unit none of whose inputs needs a gradient prefetches nothing.
     - None: not at all. Each unit gathers when its own backward begins.
 
     All ranks must set the same, as their collectives must come in the same order.
@@ -35,7 +35,7 @@ def set_backward_prefetch(
         recurse (bool): False: for the module's own unit only.
 
     Raises:
-        TypeError: if it is neither of the three.
+        TypeError: if it is none of the three.
         ValueError: if there is no such unit.
     """
     if not isinstance(backward_prefetch, BackwardPrefetch | None):

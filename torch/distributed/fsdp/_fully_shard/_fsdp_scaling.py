@@ -47,14 +47,15 @@ def _get_gradient_divide_factors(
     """
     shards = _size(reduce_scatter_group)
     workers = shards * _size(all_reduce_group)
-    can_overflow = reduce_dtype not in (torch.float32, torch.bfloat16)
-    sums_only = force_sum_reduction_for_comms or device_type == "mtia"
+    divisor = float(workers) if factor is None else factor
     SUM, AVG = ReduceOp.SUM, ReduceOp.AVG
-    if can_overflow:
-        before, after = _split_factor(float(workers) if factor is None else factor)
-        return before, after, SUM, SUM
-    if sums_only:
-        return None, float(workers) if factor is None else factor, SUM, SUM
+    if reduce_dtype not in (torch.float32, torch.bfloat16):
+        before = 1
+        while divisor % before == 0 and divisor / before > before:
+            before *= 2
+        return before, divisor / before, SUM, SUM
+    if force_sum_reduction_for_comms or device_type == "mtia":
+        return None, divisor, SUM, SUM
     if factor is None:
         # Over a single rank some backends' AVG is wrong
         op = SUM if workers == 1 else AVG
@@ -72,9 +73,8 @@ def get_tree_divide_factors(
     factor: float | None = None,
 ) -> Factors:
     """Returns the same for [Note: One tree for every mesh]: all of it after the sum."""
-    workers = _size(reduce_scatter_group) * _size(all_reduce_group)
-    after = float(workers) if factor is None else factor
-    return None, after, ReduceOp.SUM, ReduceOp.SUM
+    groups = (reduce_scatter_group, all_reduce_group)
+    return _get_gradient_divide_factors(*groups, torch.float32, "", factor, True)
 
 
 def scatter_divisor(
@@ -100,19 +100,10 @@ def _size(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else group.size()
 
 
-def _split_factor(factor: float) -> tuple[float, float]:
-    before = 1
-    while factor % before == 0 and factor / before > before:
-        before *= 2
-    return before, factor / before
-
-
 def _has_premul_sum(group: dist.ProcessGroup | None, device_type: str) -> bool:
-    """Whether the group's backend for the device can scale what it sums."""
-    if group is None:
-        return True
-    backend = backend_name(group, torch.device(device_type or "cpu"))
-    return backend not in ("gloo", "mpi", "threaded", "threadpg")
+    device = torch.device(device_type or "cpu")
+    name = None if group is None else backend_name(group, device)
+    return name not in ("gloo", "mpi", "threaded", "threadpg")
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
