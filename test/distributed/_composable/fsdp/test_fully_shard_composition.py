@@ -299,7 +299,6 @@ GONE = {
         "_copy_all_gather_outputs",
         "_reassemble_all_gather_outputs",
         "_record_grad_output_stream_default",
-        "groupby",
     },
     "_fsdp_param_group": {
         "_ModuleToHandleDict",
@@ -307,7 +306,6 @@ GONE = {
         "RemovableHandle",
         # Of 2.15
         "_spmd_no_typecheck",
-        "dataclass",
         "spmd_types",
     },
 }

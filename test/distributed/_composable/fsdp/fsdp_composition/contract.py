@@ -11,6 +11,7 @@ import importlib
 import inspect
 import json
 import sys
+import typing
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -123,9 +124,28 @@ def signatures() -> dict[str, Any]:
     return found
 
 
+def is_pythons(name: str, value: Any) -> bool:
+    """
+    Whether this is Python's standard library's, which others import from there: the
+    release has such names only because its own code uses them.
+    """
+    if name in typing.__all__:
+        return True
+    if inspect.ismodule(value):
+        where = value.__name__
+    elif inspect.isclass(value) or inspect.isroutine(value):
+        where = value.__module__ or ""
+    else:
+        return False
+    return where.partition(".")[0] in sys.stdlib_module_names
+
+
 def names() -> dict[str, list[str]]:
-    """What can be imported from each module."""
-    return {name: [n for n in dir(m) if n[:2] != "__"] for name, m in modules()}
+    """What can be imported from each module, but for what is Python's own."""
+    return {
+        name: [n for n in dir(m) if n[:2] != "__" and not is_pythons(n, vars(m)[n])]
+        for name, m in modules()
+    }
 
 
 def fields() -> dict[str, list[str]]:
