@@ -180,9 +180,9 @@ class Comm(ABC):
     registered with NCCL), and what a call does with it.
 
     Attributes:
-        needs_all_ranks (bool): Whether a call completes only once all ranks of the group
-            have made it, so that FSDP may compare ranks before it. A class with a
-            ``__call__`` of its own must set it, or counts as needing none of them.
+        needs_all_ranks (bool): Whether a call completes only once all ranks of the
+            group have made it, so that FSDP may compare ranks before it. A class with
+            a ``__call__`` of its own must set it, or counts as needing none of them.
     """
 
     needs_all_ranks: ClassVar[bool]

@@ -1,8 +1,8 @@
 """
-The backends that allocate a unit's buffers and issue its collectives, and the ``fsdp::``
-operators that copy into the buffers and out of them.
+The backends that allocate a unit's buffers and issue its collectives, and the
+``fsdp::`` operators that copy into the buffers and out of them.
 
-The release has all of it in :mod:`_fsdp_collectives`, from where it can be imported too.
+The release has them in :mod:`_fsdp_collectives`, which therefore exports them too.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def can_exchange(kind: type) -> bool:
 
 
 def _declares(kind: type, name: str) -> bool:
-    """Whether a class has ``name`` set, at the latest where its ``__call__`` is from."""
+    """Whether ``name`` is set where the class has its ``__call__`` from, or below."""
     for base in kind.__mro__:
         if name in vars(base) or "__call__" in vars(base):
             return bool(vars(base).get(name))
@@ -191,11 +191,8 @@ def allocate_gather_buffer(
     comm: AllGather, layout: GatherLayout, world_size: int, device: torch.device
 ) -> torch.Tensor:
     """
-    Returns the 1D buffer of a gather from ``comm``.
-
-    Raises:
-        ValueError: if it is not as requested, so that copies would be written past its
-            end or elsewhere, or not aligned for the layout's views.
+    Returns the 1D buffer of a gather from ``comm``. Raises a ValueError if copies would
+    be written past its end or elsewhere, or the layout's views would not be aligned.
     """
     numel, dtype = world_size * layout.segment_numel, layout.buffer_dtype
     buffer = comm.allocate((numel,), dtype=dtype, device=device)
@@ -217,12 +214,7 @@ def allocate_gather_buffer(
 def allocate_reduce_buffer(
     comm: ReduceScatter, numel: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """
-    Returns an input or output of a reduce-scatter from ``comm``.
-
-    Raises:
-        ValueError: if it is not as requested.
-    """
+    """Returns an input or output of a reduce-scatter from ``comm``, as requested."""
     buffer = comm.allocate((numel,), dtype=dtype, device=device)
     if type(comm) is not DefaultReduceScatter:
         _check_buffer(comm, buffer, numel)
@@ -237,7 +229,7 @@ def _check_buffer(
     dtype: torch.dtype | None = None,
     is_contiguous: bool = True,
 ) -> None:
-    """Raises if a buffer is not as requested. A gather's must also be 1D of ``dtype``."""
+    """Raises if a buffer is not as requested. A gather's must be 1D of ``dtype``."""
     if not isinstance(buffer, torch.Tensor):
         wrong = f"a {type(buffer).__name__}"
     elif buffer.numel() != numel:
@@ -258,7 +250,7 @@ def _check_buffer(
 
 
 def allocates_anew(comm: ReduceScatter) -> bool:
-    """Whether buffers from ``comm`` never share memory with one that is still in use."""
+    """Whether no buffer from ``comm`` shares memory with one that is in use."""
     mixins = (DefaultAllocMixin, ProcessGroupAllocMixin, SymmMemAllocMixin)
     return any(type(comm).allocate is mixin.allocate for mixin in mixins)
 

@@ -37,15 +37,15 @@ class ReduceScatterState(NamedTuple):
 
 @dataclass
 class _GradientReductionState:
-    """A reduction that a user's handle waits for. ``owner``: the root's state context."""
+    """A reduction that a user's handle waits for, by the root's state context."""
 
     owner: object
 
 
 class AllReduceState(NamedTuple):
     """
-    A bucket's reduced buffer, held until ``event``: it was allocated in the reduce-scatter
-    stream, where its memory could be reused while the all-reduce stream still reads it.
+    A bucket's reduced buffer, held until ``event``: in the reduce-scatter stream, which
+    allocated it, its memory could be reused while the all-reduce stream reads it.
     """
 
     all_reduce_input: torch.Tensor
@@ -109,10 +109,10 @@ class FSDPCommContext:
         Yields the groups that backward prefetches from ``group``, whose forward was at
         ``index``: that of the forward before.
 
-        Backward runs the groups of a module, one for each mesh, from the last to the first.
-        The last but one to run prefetches all groups of the module before: any earlier,
-        they would be unsharded for longer; any later, no reduce-scatter would be left to
-        overlap with their gathers.
+        Backward runs the groups of a module, one for each mesh, from the last to the
+        first. The last but one to run prefetches all groups of the module before: any
+        earlier, they would be unsharded for longer; any later, no reduce-scatter would
+        be left to overlap with their gathers.
         """
         earlier = reversed(self.post_forward_order[:index])
         if group._num_param_groups == 1:
@@ -131,8 +131,8 @@ class FSDPCommContext:
 
     def release_all_gather_state_on_current_stream(self) -> None:
         """
-        Frees the last gather's buffer at the end of an iteration. Gather streams wait for
-        the current one before the next.
+        Frees the last gather's buffer at the end of an iteration. Gather streams wait
+        for the current one before the next.
         """
         if (state := self.all_gather_state) is not None:
             if state.event is not None:
@@ -141,12 +141,12 @@ class FSDPCommContext:
 
     def recycle_reduce_scatter_inputs(self, group: Any) -> None:
         """
-        Drops the oldest reduce-scatter inputs, each after its event, until there is room
-        for those of ``group``.
+        Drops the oldest reduce-scatter inputs, each after its event, until there is
+        room for those of ``group``.
 
-        Only at the first group of a module that comes, whichever that is: waiting at each
-        would serialize their reduce-scatters. A group that comes again, or after another
-        module's, is a first one.
+        Only at the first group of a module that comes, whichever that is: waiting at
+        each would serialize their reduce-scatters. A group that comes again, or after
+        another module's, is a first one.
         """
         groups = self.reducing_groups
         if groups and groups[0].modules is group.modules and group not in groups:

@@ -45,7 +45,7 @@ def fill_segment(
     tensors: Sequence[torch.Tensor],
     rank: int,
 ) -> torch.Tensor:
-    """Writes this rank's shards into its segment of a gather's buffer, and returns it."""
+    """Writes this rank's shards into its segment of a gather's buffer. Returns that."""
     if gets_operators(output.device):
         return _copy_in_by_operator(output, plan, tensors, rank)
     numel = plan.layout.segment_numel
@@ -70,7 +70,7 @@ def _copy_in(
 
 
 def _sources(copy: RegionCopy, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the shards that go into a region, as views in its dtype if none is cast."""
+    """Returns the shards of a region, viewed in its dtype if none is cast."""
     sources, dtype = [inputs[i] for i in copy.region.inputs], copy.region.dtype
     # Shards that are not cast are sorted by dtype
     if copy.casts or sources[0].dtype == sources[-1].dtype == dtype:
@@ -92,8 +92,8 @@ def _copy_groups(
     """Copies tensors to others, moved and cast. Each group is of one pair of dtypes."""
     device = targets[0].device
     if _are_on_host(sources, device):
-        # Moved before they are cast, because a copy that does both goes through one more
-        # temporary. One at a time, so that only one is on the device uncast.
+        # Moved before they are cast, because a copy that does both goes through one
+        # more temporary. One at a time, so that only one is on the device uncast.
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source.to(device, non_blocking=True))
         return
@@ -272,8 +272,8 @@ def copy_in_grads(
     [Note: One kernel for most gradients]
     The fused kernel takes dense tensors of one dtype and fills all columns of a dense
     output. One mismatched tensor, of another dtype or not dense, would send all of them
-    down its slow path. So it is given the gradients that match the largest, and in place
-    of each mismatched one a piece of the largest, whose columns are written again
+    down its slow path. So it is given the gradients that match the largest, and in
+    place of each mismatched one a piece of the largest, whose columns are written again
     afterwards. The kernel casts, so only mismatched gradients need a temporary. Since
     2.15 an operator takes bf16 and fp32 together on CUDA, see :func:`copies_mixed`.
     """
@@ -426,8 +426,8 @@ def give_sharded_grads(
     reading_stream: torch.Stream,
 ) -> None:
     """
-    Casts a rank's shard of the reduced bucket to the gradients' dtypes, one copy for each,
-    and makes each parameter's piece of it the parameter's sharded gradient.
+    Casts a rank's shard of the reduced bucket to the gradients' dtypes, one copy for
+    each, and makes each parameter's piece of it the parameter's sharded gradient.
     """
     starts = bucket.starts
     record_grad_output_stream(output, reading_stream)
@@ -482,8 +482,8 @@ def _accumulate_sharded_grad(
     hooks = sharded_param._post_accumulate_grad_hooks
     present = sharded_param.grad
     if fsdp_param.offload_to_cpu:
-        # An addition on the CPU and a hook read the gradient at once, so its copy to the
-        # host may be in flight only without either
+        # An addition on the CPU and a hook read the gradient at once, so its copy to
+        # the host may be in flight only without either
         overlaps = fsdp_param.pin_memory and present is None and not hooks
         sharded_grad = sharded_grad.to(torch.device("cpu"), non_blocking=overlaps)
         if overlaps:

@@ -1,14 +1,14 @@
 """
 Where each parameter of a unit lies in the unit's flat communication buffers.
 
-This module only plans: no operator, no stream, no process group. Its results are frozen,
-and cached for as long as they hold. :mod:`_fsdp_collectives` moves data accordingly, and
-:mod:`_fsdp_param_group` decides when.
+This module only plans: no operator, no stream, no process group. Its results are
+frozen, and cached for as long as they hold. :mod:`_fsdp_collectives` moves data
+accordingly, and :mod:`_fsdp_param_group` decides when.
 
 [Note: Order of dtypes]
-All ranks must lay out their bytes alike and issue the collectives of their reduce dtypes
-in the same order. Both orders come from :func:`dtype_rank`, which is the same in every
-process. Iterating a set of dtypes is not: ``torch.dtype`` hashes by address.
+All ranks must lay out their bytes alike and issue the collectives of their reduce
+dtypes in the same order. Both orders come from :func:`dtype_rank`, which is the same in
+every process. Iterating a set of dtypes is not: ``torch.dtype`` hashes by address.
 
 [Note: Aligned without gaps]
 One rank's segment of the gather buffer holds its shards by dtype, widest element first.
@@ -37,8 +37,8 @@ def dtype_rank(dtype: torch.dtype) -> tuple[int, str]:
 
 def storage_dtype(dtype: torch.dtype) -> torch.dtype:
     """
-    Returns the dtype to move elements of ``dtype`` in unchanged: uint8 for 1-byte dtypes,
-    not all of which every kernel and every backend supports, else ``dtype`` itself.
+    Returns the dtype to move elements of ``dtype`` in: uint8 for 1-byte dtypes, not all
+    of which every kernel and every backend supports, else ``dtype`` itself.
     """
     return torch.uint8 if dtype.itemsize == 1 else dtype
 
@@ -68,8 +68,8 @@ class GatherRegion:
 
     def view(self, segment: torch.Tensor) -> torch.Tensor:
         """
-        Returns this region of a rank's 1D ``segment`` in the region's dtype. Segments of
-        several regions are bytes.
+        Returns this region of a rank's 1D ``segment`` in the region's dtype. Segments
+        of several regions are bytes.
         """
         if self.dtype == segment.dtype and self.nbytes == segment.nbytes:
             return segment
@@ -90,7 +90,7 @@ class GatherLayout:
 
     @cached_property
     def buffer_dtype(self) -> torch.dtype:
-        """Of the collective's buffer: the inputs' dtype if they have one, else uint8."""
+        """Of the buffer that is gathered: uint8 if the inputs have several dtypes."""
         is_uniform = len(self.regions) == 1
         return storage_dtype(self.regions[0].dtype) if is_uniform else torch.uint8
 
@@ -125,7 +125,7 @@ class GatherLayout:
 
 
 def _numels_in(dtype: torch.dtype, regions: Iterable[GatherRegion]) -> tuple[int, ...]:
-    """Returns how many elements of ``dtype`` each input is as large as."""
+    """Returns the size of each input in elements of ``dtype``."""
     return tuple(
         numel * region.dtype.itemsize // dtype.itemsize
         for region in regions
@@ -137,17 +137,9 @@ def plan_gather(
     dtypes: Sequence[torch.dtype], numels: Sequence[int], *, by_dtype: bool = True
 ) -> GatherLayout:
     """
-    Lays out what one rank contributes to its unit's all-gather.
-
-    Args:
-        dtypes: What each input is gathered in.
-        numels: Elements of each input on one rank, the same on every rank.
-        by_dtype: Whether to sort by dtype, see [Note: Aligned without gaps].
-            False keeps the inputs in their order, unaligned and unpadded,
-            which only whole bytes can be copied out of.
-
-    Returns:
-        A layout that holds every input exactly once.
+    Lays out the inputs of one rank's segment, given in what dtype each is gathered and
+    how many elements it has on every rank. ``by_dtype=False`` keeps them in their order
+    as others' gathers do, unaligned and unpadded, to be copied out as bytes.
     """
     if len(dtypes) != len(numels):
         raise ValueError(f"Got {len(dtypes)} dtypes for {len(numels)} sizes")
@@ -187,13 +179,10 @@ def plan_copy_in(
     layout: GatherLayout, stored_dtypes: Sequence[torch.dtype]
 ) -> tuple[RegionCopy, ...]:
     """
-    Plans the copies that fill a segment of ``layout``. Adjacent regions into which
-    nothing is cast are filled by one copy, which saves a kernel for each but the first
-    and costs a view of each shard that is not in the narrowest dtype, unless these views
-    cost more.
-
-    Args:
-        stored_dtypes: Of each input, before it is cast to its region's dtype.
+    Plans the copies that fill a segment of ``layout`` from inputs stored in other
+    dtypes. Adjacent regions into which nothing is cast share one copy. That saves a
+    kernel for each but the first, and costs a view of each shard not in the narrowest
+    dtype, so it is not done where there are many of these.
     """
 
     def is_cast(region: GatherRegion) -> bool:
@@ -241,8 +230,8 @@ def reduce_dtype_of(
     grad_dtype: torch.dtype, policy_dtype: torch.dtype | None
 ) -> torch.dtype:
     """
-    Returns the dtype in which a gradient is reduced: the policy's where it sets one, else
-    its own, which complex gradients keep in any case to keep their imaginary parts.
+    Returns the dtype in which a gradient is reduced: the policy's where it sets one,
+    else its own. Complex gradients keep theirs, and so their imaginary parts.
     """
     if policy_dtype is not None and grad_dtype.is_floating_point:
         return policy_dtype
@@ -329,8 +318,8 @@ class ReduceBucket:
 
 def bucket_rank(key: BucketKey) -> tuple[tuple[int, str], ...]:
     """
-    Returns a sort key: widest reduce dtype first, and of one reduce dtype first the bucket
-    that the collective adds.
+    Returns a sort key: widest reduce dtype first, and of one reduce dtype first the
+    bucket that the collective adds.
     """
     return tuple(dtype_rank(dtype) for dtype in key if dtype is not None)
 
@@ -346,13 +335,8 @@ def plan_buckets(
     comm_dtypes: Sequence[torch.dtype | None] | None = None,
 ) -> tuple[ReduceBucket, ...]:
     """
-    Sorts parameters into one bucket for each reduce dtype and dtype to send it in, by
-    :func:`bucket_rank`.
-
-    Args:
-        slots: The parameters that have a gradient.
-        reduce_dtypes: The dtype in which each is reduced.
-        comm_dtypes: The dtype in which each is sent, None for its reduce dtype.
+    Sorts the parameters that have a gradient into buckets by the dtypes in which each
+    is reduced and sent (None: in its reduce dtype), ordered by :func:`bucket_rank`.
     """
     members: dict[BucketKey, list[ReduceSlot]] = {}
     comm_dtypes = [None] * len(slots) if comm_dtypes is None else comm_dtypes
@@ -368,8 +352,8 @@ def plan_buckets(
 
 def in_plan_order(bucket: ReduceBucket) -> ReduceBucket:
     """
-    Returns the bucket with its slots sorted by gradient dtype, so that each is one run and
-    cast at once, and then by parameter.
+    Returns the bucket with its slots sorted by gradient dtype, so that each is one run
+    and cast at once, and then by parameter.
     """
 
     def rank(slot: ReduceSlot) -> tuple[tuple[int, str], int]:

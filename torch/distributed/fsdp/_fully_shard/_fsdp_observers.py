@@ -1,18 +1,18 @@
 """
-Whether anybody observes a step, so that what only observers need is left out otherwise.
+Whether anybody observes a step. What only observers need is left out otherwise.
 
 [Note: Who observes]
 A `record_function` range costs several microseconds, and an operator written in Python
 more than launching the kernel it calls. A step has a dozen such ranges and five such
-operators per unit, so they run only while one of these may see them:
+operators per unit. They run only for:
 
-- A profiler started from Python, of this thread or of all. Torch sets a flag.
-- A profiler started on demand by a daemon (Kineto). No flag is set, but a fast range then
-  holds state while it is entered, and raises if it is entered twice.
-- An execution trace (`ExecutionTraceObserver`). No flag is set, but it records arguments,
-  and raises about one that it cannot convert.
+- A profiler started from Python. Torch sets a flag.
+- A profiler started on demand by a daemon (Kineto). No flag is set, but a fast range
+  then raises if it is entered twice.
+- An execution trace (`ExecutionTraceObserver`). No flag is set, but a range then raises
+  about an argument that cannot be recorded.
 
-Hence the root tries both ranges at the start of each forward, and a unit in its lazy init,
+The root tries the last two at the start of each forward, and a unit in its lazy init,
 which an explicit unshard calls. What starts later is seen from the next forward on.
 """
 

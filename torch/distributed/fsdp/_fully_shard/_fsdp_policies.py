@@ -39,17 +39,12 @@ def resolve(
     is_whole_fqn: bool | None = None,
 ) -> _P:
     """
-    Returns a policy for one parameter: without overrides, and with the dtype in which
-    the gradient is reduced. To be called once for each parameter, while its module still
-    has it under its name, because it calls users' overrides.
+    Returns a policy for one parameter, without overrides and with the dtype in which
+    its gradient is reduced on ``device``. To be called once for each parameter, while
+    its module still has it under its name, because it calls users' overrides.
 
-    Args:
-        policy (MixedPrecisionPolicy): That of its unit.
-        param (nn.Parameter): The parameter as the user made it.
-        fqn (str): Its name, or the end of it.
-        device (torch.device): Where its gradient will be reduced.
-        is_whole_fqn (bool, optional): Whether ``fqn`` is the whole name in the model
-            that ``by_name`` was called on, None while that is unknown.
+    ``fqn`` may be the end of a name. ``is_whole_fqn`` says whether it is the whole name
+    in the model that ``by_name`` was called on, None while that is unknown.
 
     Raises: what ``MixedPrecisionPolicy`` says of ``fully_shard``.
     """
@@ -82,13 +77,8 @@ def resolve_all(
     is_named: bool | None = None,
 ) -> tuple[list[_P], bool]:
     """
-    Does as :func:`resolve` for the parameters of a unit.
-
-    Args:
-        is_named: Whether a root has named the unit, None if that is still to come.
-
-    Returns:
-        The policies, and whether they stay as they are when the unit is named.
+    Does as :func:`resolve` for the parameters of a unit, which a root has named or not
+    (None: not yet). Also returns whether the policies hold once it has.
     """
     overrides = [getattr(policy, f"{name}_override_fn") for name in OVERRIDDEN]
     tables = [table for table in overrides if isinstance(table, DtypeByName)]
@@ -177,10 +167,10 @@ def _check_default_reduces(
     dtype = (param.grad_dtype if FOLLOWS_GRAD_DTYPE else None) or param_dtype
     if not is_reducible(dtype, device):
         raise ValueError(
-            f"param_dtype_override_fn returned {param_dtype} for parameter {fqn}, which "
-            f"is {param.dtype}: without a reduce dtype its gradient would be summed in "
-            f"{dtype}, which cannot be done on {device}. Set reduce_dtype, or "
-            "let reduce_dtype_override_fn return one for it."
+            f"param_dtype_override_fn returned {param_dtype} for parameter {fqn}, "
+            f"which is {param.dtype}: without a reduce dtype its gradient would be "
+            f"summed in {dtype}, which cannot be done on {device}. Set reduce_dtype, "
+            "or let reduce_dtype_override_fn return one for it."
         )
 
 
@@ -210,9 +200,9 @@ def _check_grad_comm(policy: Any, fqn: str) -> None:
         )
     if added not in _REDUCIBLE or torch.promote_types(sent, added) != added:
         raise ValueError(
-            f"The gradient of parameter {fqn} would be sent in {sent} (grad_comm_dtype) "
-            f"and added in {added} (reduce_dtype), which does not hold all values of "
-            "it. Give a reduce_dtype that does, e.g. torch.float32."
+            f"The gradient of parameter {fqn} would be sent in {sent} "
+            f"(grad_comm_dtype) and added in {added} (reduce_dtype), which does not "
+            "hold all values of it. Give a reduce_dtype that does, e.g. torch.float32."
         )
 
 
@@ -263,7 +253,7 @@ class DtypeByName:
 
     @cached_property
     def _by_end(self) -> dict[str, dict[torch.dtype | None, str]]:
-        """For each end of names: the dtypes set, each with one name that it is set of."""
+        """For each end of names: the dtypes that are set, each with one such name."""
         found: dict[str, dict[torch.dtype | None, str]] = {}
         for fqn, dtype in self.dtypes:
             for end in _ends(fqn):
@@ -275,14 +265,8 @@ class DtypeByName:
 
     def look_up(self, fqn: str, is_whole: bool | None) -> torch.dtype | None:
         """
-        Returns the dtype of the parameter ``fqn``.
-
-        Args:
-            is_whole: Whether that is its whole name, None if this is not known yet.
-
-        Raises:
-            ValueError: if the model has no parameter of such a name, or several of
-                different dtypes.
+        Returns what ``fqn``, perhaps the end of a name, is set to, see :func:`resolve`.
+        Raises a ValueError if no name fits, or several that are set differently.
         """
         name = _clean(fqn.partition(" of ")[0])
         if is_whole:
@@ -321,10 +305,8 @@ def _ends(fqn: str) -> Iterator[str]:
 
 def with_overrides(unit: _P, module: nn.Module, patterns: Mapping[str, Any]) -> _P:
     """
-    Returns a policy with what patterns over names set, and ``unit``
-    (MixedPrecisionPolicy) where none does.
-
-    Raises: what ``by_name`` says.
+    Returns ``unit`` (MixedPrecisionPolicy) with what patterns over names set as
+    overrides. Raises what ``by_name`` says.
     """
     names: dict[nn.Parameter, list[str]] = {}  # all of each parameter
     for fqn, param in module.named_parameters(remove_duplicate=False):
@@ -414,9 +396,9 @@ def _merge(
             fqns = " and ".join(dict.fromkeys((first[2], matched[0])))
             shared = ", one shared parameter," if first[2] != matched[0] else ""
             raise ValueError(
-                f"Patterns {first[1]!r} and {pattern!r} set {field} of {fqns}{shared} to "
-                f"{first[0]} and {dtype}. Change one so that it does not match, or let "
-                "both set the same."
+                f"Patterns {first[1]!r} and {pattern!r} set {field} of {fqns}{shared} "
+                f"to {first[0]} and {dtype}. Change one so that it does not match, or "
+                "let both set the same."
             )
     return {field: dtype for field, (dtype, *_) in merged.items()}
 

@@ -31,7 +31,7 @@ if not hasattr(dist, "all_gather_single"):
 # dtype. Before, they were in the dtype of the forward, and those of microbatches were
 # accumulated apart from the unsharded parameters. Three changes came with it:
 # `foreach_reduce` takes no dtype for sharded gradients, resetting an iteration drops
-# them too, and `fsdp::record_grad_output_stream` tells a device which stream reads them.
+# them too, and `fsdp::record_grad_output_stream` reports which stream reads them.
 FOLLOWS_GRAD_DTYPE: bool = hasattr(torch.Tensor, "_has_grad_dtype_override")
 
 _IS_2_14: bool = hasattr(dist, "_spmd_no_typecheck")  # or newer

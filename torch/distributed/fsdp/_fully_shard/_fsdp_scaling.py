@@ -33,14 +33,14 @@ def _get_gradient_divide_factors(
 
     - fp32 and bf16 have the range to hold the sum, so the collective divides
       (AVG, or PREMUL_SUM for a custom factor) and no kernel is spent on it.
-    - Other dtypes, above all fp16, could overflow if divided after the sum and underflow
-      if divided before. So they are divided by about sqrt(N) before and by the rest
-      after, and no partial sum is farther than about sqrt(N) from the result's scale:
-      by the power of two f that grows from 1 while it divides N and N / f > f, then by
-      N / f. N = 8 gives 4 and 2, N = 6 gives 4 and 1.5. (The rule of ``DefaultState`` in
-      torch/distributed/algorithms/_comm_hooks/default_hooks.py.)
+    - Other dtypes, above all fp16, could overflow if divided after the sum and
+      underflow if divided before. So they are divided by about sqrt(N) before and by
+      the rest after, and no partial sum is farther than about sqrt(N) from the result's
+      scale: by the power of two f that grows from 1 while it divides N and N / f > f,
+      then by N / f. N = 8 gives 4 and 2, N = 6 gives 4 and 1.5. (The rule of
+      ``DefaultState`` in torch/distributed/algorithms/_comm_hooks/default_hooks.py.)
     - Where only sums are possible (``force_sum_reduction_for_comms``, MTIA, a backend
-      without PREMUL_SUM), the reduced shard is divided, which is smaller than the input.
+      without PREMUL_SUM), the sum is divided, which is smaller than the input.
 
     There is no collective over one rank, whose input is divided by
     :func:`scatter_divisor` instead.
@@ -83,8 +83,8 @@ def scatter_divisor(
     gradient_divide_factor: float | None,
 ) -> float:
     """
-    Returns what the sum over the shard group has been divided by after the reduce-scatter,
-    with ``factors`` from :func:`_get_gradient_divide_factors`.
+    Returns what the sum over the shard group has been divided by after the
+    reduce-scatter, with ``factors`` from :func:`_get_gradient_divide_factors`.
     """
     before, _, op, _ = factors
     if before is not None:

@@ -6,13 +6,14 @@ another.
 The order in which a library's reduce-scatter adds depends on the number of ranks and on
 how they are split into shard groups and replicas. Here each rank receives its shard of
 all ranks' gradients, and adds them along a binary tree over the ranks: neighbours, then
-neighbouring sums, and so on, where the last of an odd number waits. (So the left subtree
-of n ranks has the largest power of two below n.)
+neighbouring sums, and so on, where the last of an odd number waits. (So the left
+subtree of n ranks has the largest power of two below n.)
 
-The data-parallel ranks of an HSDP mesh are numbered replica by replica, so a shard group
-of a power of two ranks is a subtree, and the tree over the replicas continues it. Hence
-sharded, replicated or both, each element is the sum of the same numbers in the same order,
-with the same bits. (With shard groups of other sizes the order is fixed too, but differs.)
+The data-parallel ranks of an HSDP mesh are numbered replica by replica, so a shard
+group of a power of two ranks is a subtree, and the tree over the replicas continues it.
+Hence sharded, replicated or both, each element is the sum of the same numbers in the
+same order, with the same bits. (With shard groups of other sizes the order is fixed
+too, but differs.)
 """
 
 from __future__ import annotations
@@ -29,18 +30,15 @@ def add_in_tree(
     rows: torch.Tensor, output: torch.Tensor, scratch: torch.Tensor
 ) -> None:
     """
-    Adds what the ranks have sent, in the order of [Note: One tree for every mesh].
-
-    Args:
-        rows: (ranks, elements). Overwritten if in the dtype of ``output``.
-        output: The sum, 1D, in a dtype that holds each value of that of ``rows``.
-        scratch: 1D, overwritten. As large as ``rows``, it is all the memory needed.
+    Adds ``rows``, one of each rank, in the order of [Note: One tree for every mesh] to
+    ``output`` (1D), whose dtype holds each of their values. Overwrites ``rows`` if in
+    that dtype, else ``scratch`` (1D), which if as large is all the memory needed.
     """
     if rows.dtype == output.dtype:
         _add_up(rows)
         output.copy_(rows[0])
         return
-    # Every other row is cast and its neighbour added uncast: the same sum, half the memory
+    # Every other row is cast and its neighbour added uncast, which halves the memory
     pairs = (rows.size(0) + 1) // 2
     memory = _view_as(scratch, output.dtype)
     numel = memory.numel() // pairs
