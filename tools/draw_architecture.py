@@ -14,7 +14,7 @@ from xml.sax.saxutils import escape
 
 
 OUTPUT = Path(__file__).resolve().parents[1] / "docs" / "architecture.svg"
-WIDTH, HEIGHT = 980, 1000
+WIDTH, HEIGHT = 980, 942
 # Of each dtype, in all pictures. Others show gathers in blue and reductions in orange.
 DTYPE_COLORS = {"fp32": "#6bb36b", "bf16": "#b093d6", "fp16": "#e6c34d"}
 COLORS = {**DTYPE_COLORS, "pad": "#d0d0d0"}
@@ -27,10 +27,9 @@ RANKS = 4
 ROOMS = [
     [
         ("_fsdp_prefetch", "ahead in backward"),
-        ("_fsdp_state", "hooks, and the root"),
+        ("_fsdp_param_group", "when it moves"),
         ("_fsdp_summary", "tables"),
     ],
-    [None, ("_fsdp_param_group", "when it moves"), None],
     [("_fsdp_registrations", "what modules have"), None, ("_fsdp_errors", "what was wrong")],
     [("_fsdp_settings", "what users set"), None, ("_fsdp_agreement", "do ranks agree")],
     [
@@ -48,7 +47,7 @@ ROOMS = [
         ("_fsdp_scaling", "divide factors"),
         ("_fsdp_observers", "who looks at a step"),
         ("_fsdp_layout", "where it lies"),
-        ("_fsdp_common", "meshes, helpers"),
+        ("_fsdp_fast_paths", "cheaper hooks"),
         ("_fsdp_api", "what users pass"),
     ],
     [
@@ -142,7 +141,7 @@ def draw_rooms(drawing: Drawing) -> None:
                 drawing.text(middle, y + 18, file, 12, mono=True, centered=True)
                 drawing.text(middle, y + 35, role, 12, centered=True)
     middle, previous = columns[1] + width // 2, 0
-    for row in (1, 4, 5, 6, 7):
+    for row in (3, 4, 5, 6):
         start = 20 + previous * pitch + height
         drawing.arrow_down(middle, start, 20 + row * pitch - start)
         previous = row
@@ -221,8 +220,8 @@ def draw_reduction(drawing: Drawing, y: int) -> None:
 def draw() -> str:
     drawing = Drawing()
     draw_rooms(drawing)
-    draw_gather(drawing, 586)
-    draw_reduction(drawing, 802)
+    draw_gather(drawing, 528)
+    draw_reduction(drawing, 744)
     return drawing.render()
 
 

@@ -17,7 +17,6 @@ wait_all_gather_streams_on_event > wait_event #1        the gather stream waits
                                                         for the copy-in stream
                                                         before each gather, and
                                                         allocates nothing
-_root_pre_forward > wait_stream #1                      the same
 _wait_for_post_backward > _wait_current_stream, all     either is enough: both
                                                         events are of one stream
                                                         (without both it shows)
@@ -35,9 +34,6 @@ recycle_reduce_scatter_inputs > wait_event #1           the memory goes back to
                                                         once
 release_all_gather_state_on_current_stream > ...        the current stream itself
                                                         copied out
-release_reduce_scatter_inputs > wait_event #0           the current stream, which
-                                                        has the memory here, has
-                                                        waited for all reductions
 post_backward > _wait_current_stream #0                 nothing that is freed
                                                         there is in use by another
                                                         stream: the release waits
@@ -75,9 +71,6 @@ from torch.distributed.fsdp._fully_shard import (
 from torch.distributed.fsdp._fully_shard import (
     _fsdp_param_group as param_group,
 )
-from torch.distributed.fsdp._fully_shard import (
-    _fsdp_state as state,
-)
 from torch.distributed.fsdp._fully_shard._fsdp_common import (
     TrainingState,
 )
@@ -88,12 +81,11 @@ from torch.testing._internal.common_utils import (
 )
 
 
-MODULES = (collectives, context, param_group, state)
+MODULES = (collectives, context, param_group)
 # The reasons are at the top
 UNSEEN = frozenset(
     (
         "wait_all_gather_streams_on_event > wait_event #1",
-        "_root_pre_forward > wait_stream #1",
         "_wait_for_post_backward > _wait_current_stream #0",
         "_wait_for_post_backward > _wait_current_stream #1",
         "_reset_iter_state > _wait_for_post_backward #0",
@@ -101,7 +93,6 @@ UNSEEN = frozenset(
         "post_backward > _wait_current_stream #0",
         "recycle_reduce_scatter_inputs > wait_event #1",
         "release_all_gather_state_on_current_stream > wait_event #0",
-        "release_reduce_scatter_inputs > wait_event #0",
     )
 )
 

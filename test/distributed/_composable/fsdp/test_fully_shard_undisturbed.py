@@ -51,9 +51,9 @@ from torch.distributed.fsdp._fully_shard import (
 from torch.distributed.fsdp._fully_shard import (
     _fsdp_unit as unit,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_common import _dynamo_disable
-from torch.distributed.fsdp._fully_shard._fsdp_context import FSDPCommContext
+from torch.distributed.fsdp._fully_shard._fsdp_fast_paths import _dynamo_disable
 from torch.distributed.fsdp._fully_shard._fsdp_layout import plan_copy_in, plan_gather
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.testing._internal.common_utils import run_tests
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -122,18 +122,17 @@ class TestKept(FakeGroupTest):
     def test_a_single_rank_divides_gradients_where_they_are(self) -> None:
         """What is held until the next reduction is the gradients themselves."""
         held: list[int] = []
-        release = FSDPCommContext.release_reduce_scatter_inputs
+        finalize = FSDPParamGroup.finalize_backward
 
-        def noting(shared: FSDPCommContext) -> None:
-            for state in shared.reduce_scatter_states:
+        def noting(group: FSDPParamGroup) -> None:
+            for state in group.comm_ctx.reduce_scatter_states:
                 held.extend(t.data_ptr() for t in state.reduce_scatter_inputs)
-            release(shared)
+            finalize(group)
 
-        name = "release_reduce_scatter_inputs"
         for factor in ALONE.values():
             held.clear()
             model = unit_alone(factor)
-            with mock.patch.object(FSDPCommContext, name, noting):
+            with mock.patch.object(FSDPParamGroup, "finalize_backward", noting):
                 model(torch.ones(1, requires_grad=True)).sum().backward()
             grad = next(model.parameters()).grad
             self.assertEqual(held, [grad.to_local().untyped_storage().data_ptr()])
@@ -268,6 +267,45 @@ class TestInputs(FakeGroupTest):
         args, kwargs, _ = self._run(x, mask=mask)
         self.assertIs(args[0], x)
         self.assertIs(kwargs["mask"], mask)
+
+
+class TestObservers(FakeGroupTest):
+    """Who observes is asked once for each forward, whatever the number of units."""
+
+    ranks = RANKS
+
+    def model(self, units: int) -> nn.Sequential:
+        """Returns units in a root that has no parameters, after a first forward."""
+        mesh = init_device_mesh("cpu", (RANKS,))
+        model = nn.Sequential(*(nn.Linear(RANKS, RANKS) for _ in range(units)))
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)(torch.ones(1, RANKS))
+        return model
+
+    def test_training(self) -> None:
+        for units in (1, 5):
+            model = self.model(units)
+            model.set_is_last_backward(False)  # as in all microbatches but the last
+            with mock.patch.object(group_file, "look_for_traces") as look:
+                for forwards in (1, 2, 3):
+                    model(torch.ones(1, RANKS)).sum().backward()
+                    self.assertEqual(look.call_count, forwards)
+
+    @torch.no_grad()
+    def test_without_gradients(self) -> None:
+        model = self.model(5)
+        with mock.patch.object(group_file, "look_for_traces") as look:
+            for forwards in (1, 2, 3):
+                model(torch.ones(1, RANKS))
+                self.assertEqual(look.call_count, forwards)
+
+    def test_parts_that_run_by_turns(self) -> None:
+        model = self.model(5)
+        with mock.patch.object(group_file, "look_for_traces") as look:
+            for part, looks in ((model[:3], 1), (model[3:], 1), (model[:2], 2)):
+                part(torch.ones(1, RANKS))
+                self.assertEqual(look.call_count, looks)
 
 
 class TestCompiler(DeviceFreeTest):

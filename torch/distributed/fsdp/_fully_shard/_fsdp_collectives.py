@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import _get_device_handle
 
 from ._fsdp_api import _ReduceOp, AllGather, ReduceScatter
-from ._fsdp_common import without_grad
 from ._fsdp_comms import (  # noqa: F401  (importable from here, as in the release)
     all_gather_copy_in_cuda,
     all_gather_copy_in_meta,
@@ -61,6 +60,7 @@ from ._fsdp_copies import (  # noqa: F401  (one of them as above)
     ShardedState,
     view_by_rank,
 )
+from ._fsdp_fast_paths import without_grad
 from ._fsdp_kept_names import (
     _get_all_gather_input_metadatas,
     _get_param_all_gather_inputs,

@@ -59,6 +59,8 @@ class FSDPCommContext:
     all_gather_state: AllGatherState | None = None
     # While a user's handle has not been waited for (2.15)
     active_gradient_reduction: _GradientReductionState | None = None
+    # Forwards in which traces were looked for, by the first group that came again
+    num_forwards: int = 0
 
     def lazy_init(self, device: torch.device):
         handle = _get_device_handle(device.type)
@@ -171,10 +173,3 @@ class FSDPCommContext:
         for event in self._last_post_reduce_events.values():
             self.device_handle.current_stream().wait_event(event)
         self._last_post_reduce_events.clear()
-
-    def release_reduce_scatter_inputs(self) -> None:
-        """Drops the remaining reduce-scatter inputs, each after its event."""
-        for state in self.reduce_scatter_states:
-            if state.event is not None:
-                state.allocation_stream.wait_event(state.event)
-        self.reduce_scatter_states.clear()

@@ -12,8 +12,8 @@ operators per unit. They run only for:
 - An execution trace (`ExecutionTraceObserver`). No flag is set, but a range then raises
   about an argument that cannot be recorded.
 
-The root tries the last two at the start of each forward, and a unit in its lazy init,
-which an explicit unshard calls. What starts later is seen from the next forward on.
+The first unit of each forward tries the last two, and each unit in its lazy init, which
+an explicit unshard calls. What starts later is seen from the next forward on.
 """
 
 from __future__ import annotations

@@ -72,8 +72,6 @@ from ._fsdp_collectives import (
 )
 from ._fsdp_common import (
     _disable_functorch_if_active,
-    _dynamo_disable,
-    are_leaves,
     DataParallelMeshInfo,
     FSDPMeshInfo,
     is_bw,
@@ -90,6 +88,7 @@ from ._fsdp_context import (  # noqa: F401  (all importable from here, as in the
     ReduceScatterState,
 )
 from ._fsdp_doors import DescribedUnit, doors, Step
+from ._fsdp_fast_paths import _dynamo_disable, are_leaves
 from ._fsdp_grads import (
     accumulate_grads,
     begin_backward,
@@ -198,6 +197,8 @@ class FSDPParamGroup(UnitRegistrations):
     )
     # Whether gradients wait for `FSDPModule.finalize_backward` (2.15)
     _post_backward_pending: bool = False
+    # The shared number as of this group's last forward
+    _num_forwards: int = -1
 
     def __init__(
         self,
@@ -354,16 +355,26 @@ class FSDPParamGroup(UnitRegistrations):
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        # A unit of several modules comes here for each of them, and one
+        # post-backward is enough
+        is_first_module = self._training_state != TrainingState.FORWARD
+        if is_first_module:
+            self._look_for_traces_once_per_forward()
         with self._hook_range("FSDP::pre_forward"):
-            # A unit of several modules comes here for each of them, and one
-            # post-backward is enough
-            is_first_module = self._training_state != TrainingState.FORWARD
             self._training_state = TrainingState.FORWARD
             self._unshard_now()
             restore_spmd_types(self.fsdp_params)
             if is_first_module:
                 args, kwargs = self._register_post_backward_hook(args, kwargs)
             return args, kwargs
+
+    def _look_for_traces_once_per_forward(self) -> None:
+        # A group that comes again is in another forward than when it came before. In
+        # the first forward, lazy init has looked.
+        if self._num_forwards == self.comm_ctx.num_forwards:
+            self.comm_ctx.num_forwards += 1
+            look_for_traces()
+        self._num_forwards = self.comm_ctx.num_forwards
 
     @not_type_checked
     def post_forward(self, module: nn.Module, input: Any, output: Any):
@@ -602,6 +613,8 @@ class FSDPParamGroup(UnitRegistrations):
                 fsdp_param.grad_offload_event = None
         # A prefetch of a group that backward then did not use
         self._drop_all_gather()
+        # That of a forward that did not run all modules of a unit
+        self.comm_ctx.release_all_gather_state_on_current_stream()
         self._post_forward_indices.clear()
         self._to_prefetch_late.clear()
         self.comm_ctx.reducing_groups.clear()

@@ -411,7 +411,6 @@ add_each(
 )
 def functional_call_first(run: Run) -> Callable[[], object]:
     model = run.model()
-    run.mend = lambda: None  # the parameters are registered again
     computed = {"1.gain": model[1].gain * 2}
     return lambda: functional_call(model, computed, (run.input(),))
 
