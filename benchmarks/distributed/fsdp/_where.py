@@ -89,7 +89,7 @@ POINTS = (
             "_fsdp_collectives._get_param_all_gather_inputs",
             "_fsdp_collectives._get_all_gather_input_metadatas",
         ],
-        fork=["_fsdp_unit.UnitParams.prepare_gather"],
+        fork=["_fsdp_param_cache.ParamGroupCache.prepare_gather"],
     ),
     Point(
         "gather's copy-in",
@@ -108,7 +108,10 @@ POINTS = (
             "_fsdp_param.FSDPParam.alloc_all_gather_outputs",
             "_fsdp_param.FSDPParam.free_unsharded_param",
         ],
-        fork=["_fsdp_unit.GatherOutputs.alloc", "_fsdp_unit.GatherOutputs.free"],
+        fork=[
+            "_fsdp_param_cache.GatherOutputs.alloc",
+            "_fsdp_param_cache.GatherOutputs.free",
+        ],
     ),
     Point(
         "registration",
@@ -117,7 +120,7 @@ POINTS = (
             "_fsdp_param.FSDPParam.to_unsharded",
             "_fsdp_param.FSDPParam.to_sharded",
         ],
-        fork=["_fsdp_unit.UnitParams.to_state"],
+        fork=["_fsdp_param_cache.ParamGroupCache.to_state"],
     ),
     Point(
         "buffers",
@@ -127,11 +130,11 @@ POINTS = (
         ],
     ),
     Point(
-        "gradients taken, buckets",
+        "gradients popped, buckets",
         base=["_fsdp_param.FSDPParam.unsharded_grad_data"],
         fork=[
-            "_fsdp_param_group.take_grads",
-            "_fsdp_param_group.FSDPParamGroup._get_buckets",
+            "_fsdp_param_group.pop_grads",
+            "_fsdp_param_group.get_buckets",
         ],
     ),
     Point(
@@ -145,7 +148,7 @@ POINTS = (
         base=["_fsdp_param_group.foreach_reduce"],
         fork=[
             "_fsdp_param_group.reduce_buckets",
-            "_fsdp_collectives.give_sharded_grads",
+            "_fsdp_collectives.accumulate_sharded_grads",
         ],
     ),
 )

@@ -36,7 +36,7 @@ def bucket_of(shards: int, comm_dtype: torch.dtype | None) -> ReduceBucket:
         ReduceSlot(i, FP32, padded_shard_numel(size, shards, 0))
         for i, size in enumerate(SIZES)
     ]
-    (bucket,) = plan_buckets(slots, [FP32] * 2, [comm_dtype] * 2)
+    (bucket,) = plan_buckets(slots, [(FP32, comm_dtype)] * 2)
     return bucket
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import re
 import unittest
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -152,6 +151,16 @@ class TestRanksDisagree(FSDPProcessTest):
             self.assertNotIn("0.up", message)
             self.assertIn("MixedPrecisionPolicy must return the same", message)
             self.assertIn(SWITCH, message)
+
+    def test_message_lists_a_few(self) -> None:
+        model = Scales(**{f"w{i}": 4 for i in range(20)}).to(self.device)
+        policy = self.policy_by_rank("reduce_dtype")
+        fully_shard(model, mp_policy=policy, mesh=shard_mesh())
+        message = self.refused(lambda: self.step(model))
+        self.assertIn("\n  w0: reduces in torch.float32 on ranks 0, 1, 3, red", message)
+        for text in ("float32 on ranks 0, 1, 3", "bfloat16 on rank 2"):
+            self.assertEqual(message.count(f"reduces in torch.{text}"), 8)
+        self.assertIn("\n  and 12 more\n", message)
 
     def test_what_is_sent_differs(self) -> None:
         model = blocks(1).to(self.device)
@@ -686,20 +695,6 @@ class TestWithoutOtherRanks(FakeGroupTest):
                 model = fully_shard(Scales(), mesh=mesh)
                 model(torch.ones(2)).sum().backward()
         self.assertEqual(sent, [])
-
-    def test_message_lists_a_few(self) -> None:
-        def announced(dtype: torch.dtype) -> agreement._Announced:
-            names = [f"w{i}" for i in range(20)]
-            params = [agreement._Described(n, "s", "p", str(dtype), "d") for n in names]
-            collective = agreement.Collective("layers.0", "gathers")
-            return agreement._Announced(collective, params, names)
-
-        with self.assertRaises(RuntimeError) as caught:
-            agreement._raise_if_different({4: announced(FP32), 7: announced(BF16)})
-        message = str(caught.exception)
-        self.assertEqual(len(re.findall("computes in torch.float32", message)), 8)
-        self.assertIn("w0: computes in torch.float32 on rank 4, computes", message)
-        self.assertIn("and 12 more", message)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,16 @@ def imports_of(file: str) -> set[str]:
     return {name.split(".")[-1] for name in named} & {*own_files()}
 
 
+def reached_from(file: str) -> set[str]:
+    """Returns which files it imports, and which those do."""
+    reached, left = set(), [file]
+    while left:
+        new = imports_of(left.pop()) - reached
+        reached |= new
+        left += new
+    return reached
+
+
 def defined_in(*files: str) -> set[str]:
     """Returns the names of what the files define, of methods too."""
     texts = [(SOURCES / file).read_text() for file in files]
@@ -70,11 +80,12 @@ class TestArchitecture(TestCase):
             for module in imports_of(room):
                 self.assertGreater(number[module], number[room], f"{room}: {module}")
 
-    def test_what_training_does_not_need_comes_in_by_a_door(self):
-        opened_in = {"__init__", "_fsdp_api"}  # the latter has `by_name`
-        for room in {*ROOMS} - {*draw_architecture.COMES_IN} - opened_in:
-            for module in imports_of(room):
-                self.assertNotIn(module, draw_architecture.COMES_IN, room)
+    def test_what_training_does_not_need_knows_no_group(self):
+        self.assertIn("_fsdp_registrations", reached_from("_fsdp_param_group"))
+        of_group = {"_fsdp_param_group", "_fsdp_registrations"}
+        of_group |= {"_fsdp_context", "_fsdp_collectives", "_fsdp_grads"}
+        for room in draw_architecture.BESIDE:
+            self.assertEqual(reached_from(room) & of_group, set(), room)
 
     def test_every_name_is_in_the_file_beside_it(self):
         rows = re.findall(

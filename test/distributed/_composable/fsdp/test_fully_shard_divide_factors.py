@@ -19,14 +19,12 @@ from fsdp_common.utils import BASE_ROOT, DeviceFreeTest, op_name, run_python
 
 import torch
 from torch.distributed.fsdp._fully_shard import (
-    _fsdp_collectives as collectives,
-)
-from torch.distributed.fsdp._fully_shard import (
     _fsdp_scaling as scaling,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     _get_gradient_divide_factors,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_scaling import get_divide_factors
 from torch.testing._internal.common_utils import run_tests
 
 
@@ -186,18 +184,22 @@ class TestDivideFactors(DeviceFreeTest):
                 wrong.append((case, premul, found))
         self.assertEqual(wrong, [])
 
-    def test_divisor_of_a_partial_result_leaves_the_rest_to_come(self):
-        """As a kept result is scaled where its dtype widens."""
-        replicas, factors, flags = (1, 2, 6), (None, 3.0, 8.0), (False, True)
+    def test_over_one_rank_nothing_is_left_to_the_reduce_scatter(self):
+        """Which does not run there, so that its input is divided."""
+        keys = [(getattr(torch, dtype), None) for dtype in DTYPES]
+        keys.append((torch.float32, torch.bfloat16))
+        replicas, factors, flags = (None, 1, 2, 6), (None, 3.0, 8.0), (False, True)
         wrong = []
-        for case in itertools.product(SIZES, replicas, DTYPES, factors, flags):
-            group, result = FakeGroup(case[0]), self.raw_factors(*case)
-            scattered = collectives.scatter_divisor(group, result, case[3])
-            found = Factors.of(result)
-            rest = replace(found, before=None, shard_op="SUM", scale=None)
-            product = scattered * rest.divisor(*case[:2])
-            if not math.isclose(product, found.divisor(*case[:2])):
-                wrong.append((case, scattered, found))
+        for case in itertools.product((None, 1), keys, replicas, factors, flags):
+            shards, key, replicas, factor, force_sum = case
+            groups = [None if n is None else FakeGroup(n) for n in (shards, replicas)]
+            found = Factors.of(
+                get_divide_factors(key, *groups, "cuda", factor, force_sum)
+            )
+            alone = replace(found, shard_op="SUM", scale=None)
+            expected = (replicas or 1) if factor is None else factor
+            if not math.isclose(alone.divisor(1, replicas or 1), expected):
+                wrong.append((case, found))
         self.assertEqual(wrong, [])
 
     def test_equal_to_the_base_and_so_are_the_schemas(self):

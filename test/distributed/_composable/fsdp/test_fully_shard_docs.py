@@ -47,7 +47,7 @@ PARITY = "docs/feature_parity.md"
 SUPPORTED = "docs/supported.md"
 COLUMNS = {
     PARITY: [
-        ["feature", "base", "fork, uniform", "fork, mixed", "test"],
+        ["feature", "release", "branch, uniform", "branch, mixed", "test"],
         ["feature", *VERSIONS, "mixed units of the branch", "test"],
     ],
     "docs/index.md": [["error", "why", "what to do"]],

@@ -34,7 +34,12 @@ import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard, MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard import _fsdp_errors as errors
+from torch.distributed.fsdp._fully_shard import (
+    _fsdp_collectives as collectives,
+)
+from torch.distributed.fsdp._fully_shard import (
+    _fsdp_errors as errors,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
     DefaultReduceScatter,
@@ -346,18 +351,28 @@ class TestExplanations(FakeGroupTest):
 
     def test_only_exceptions_are_explained(self) -> None:
         for error, times in ((KeyboardInterrupt, 0), (Boom, 1)):
-            explain = mock.Mock(side_effect=lambda error, at: error)
+            explain = mock.Mock(side_effect=lambda error, *_: error)
             self.raised(
-                error, mock.patch.object(errors.ExplainedErrors, "explain", explain)
+                error, mock.patch.object(collectives, "explain_reduction", explain)
             )
             self.assertEqual(explain.call_count, times)
+
+    def test_errors_that_are_made_of_more_than_a_message_stay(self) -> None:
+        """A gradient of float8 is explained, unless the error is of another's type."""
+        cannot = mock.patch.object(errors, "is_reducible", lambda *_: False)
+        for error, is_explained in ((Boom, False), (RuntimeError, True)):
+            raised = self.raised(error, cannot)
+            self.assertIs(type(raised), error)
+            self.assertEqual("cannot be averaged in" in str(raised), is_explained)
+            self.assertEqual(isinstance(raised.__cause__, error), is_explained)
 
     def test_an_explanation_that_fails_leaves_the_error(self) -> None:
         def fails(*_: object) -> None:
             raise LookupError
 
         for owner, name in (
-            (errors.ExplainedErrors, "explain"),
+            (errors, "is_reducible"),
+            (errors, "_find_wrong_sharded_grad"),
             (FSDPParamGroup, "_describe"),
         ):
             for kind in (RuntimeError, KeyboardInterrupt):

@@ -10,6 +10,7 @@ Runs with pytest, python or ``torchrun --nproc-per-node 4``.
 import itertools
 from collections.abc import Sequence
 from types import SimpleNamespace
+from unittest import mock
 
 from fsdp_common.comms import (
     as_bytes,
@@ -33,14 +34,17 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_grads as grads_file
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     AllGatherResult,
     DefaultAllGather,
     foreach_all_gather,
     foreach_all_gather_copy_out,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_layout import GatherLayout
+from torch.distributed.fsdp._fully_shard._fsdp_grads import get_buckets
+from torch.distributed.fsdp._fully_shard._fsdp_layout import GatherLayout, ReduceBucket
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_param_cache import layout_of
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.testing._internal.common_utils import run_tests
 
@@ -70,7 +74,7 @@ class TestAllGather(ThreadTest):
         self.assertEqual(numels, [[6], [1], [2]])
         # fp32 first, then bf16 in parameter order: 20 bytes and a padding of none
         self.assertEqual((output.dtype, output.numel()), (torch.uint8, 60))
-        self.assertEqual(sizes, [4, 12, 4, 0])
+        self.assertEqual(sizes, [4, 12, 4])
 
     def test_uniform_result_is_laid_out_as_the_base_does(self):
         specs = [Spec((5, 3), BF16), Spec((1,), BF16), Spec((4,), BF16)]
@@ -200,7 +204,7 @@ class TestAllGather(ThreadTest):
         local.fsdp_pre_all_gather = lambda mesh: ((data, scale), None)
         local.fsdp_post_all_gather = None
         extended._init_extensions()
-        unit.fsdp_params.refresh()  # as lazy init does
+        unit._cache.invalidate()  # as lazy init does
         result = self.all_gather(unit)
         self.assertEqual(
             result.param_all_gather_input_dtypes, [[FP32], [FP8, FP64], [FP16]]
@@ -215,6 +219,28 @@ class TestAllGather(ThreadTest):
             unit.fsdp_params[i].init_unsharded_param()
         others = SimpleNamespace(fsdp_params=[unit.fsdp_params[0]])
         self.assert_unsharded(others, specs[:1])
+
+    def test_an_extension_may_gather_other_inputs_than_before(self):
+        """As a weight that is quantized by row in forward, and by column in backward."""
+        unit = self.unit([Spec((4,), FP32), Spec((6, 2), BF16)])
+        extended = unit.fsdp_params[1]
+        local = extended._sharded_local_tensor
+        inputs: list[torch.Tensor] = []
+        local.fsdp_pre_all_gather = lambda mesh: ((*inputs,), None)
+        local.fsdp_post_all_gather = None
+        extended._init_extensions()
+        group = unit.mesh_info.shard_process_group
+        for dtypes, numel in (((FP8,), 4), ((FP8, FP32), 2), ((FP32, FP8), 2)):
+            inputs[:] = [
+                torch.full((numel,), self.rank + 1.0, device=self.device).to(dtype)
+                for dtype in dtypes
+            ]
+            foreach_all_gather_copy_out(self.all_gather(unit), unit.fsdp_params, group)
+            outputs = extended.all_gather_outputs
+            self.assertEqual([output.dtype for output in outputs], [*dtypes])
+            rows = [rank + 1.0 for rank in range(3) for _ in range(numel)]
+            for output in outputs:
+                self.assertEqual(output.float().tolist(), rows)
 
     def test_copies_do_not_multiply_with_parameters(self):
         """
@@ -269,7 +295,7 @@ class TestKeptBetweenSteps(ThreadTest):
     def layout(self, unit: FSDPParamGroup) -> GatherLayout:
         """Gathers, checks what this rank sent, and returns the layout."""
         result = self.all_gather(unit)
-        layout = unit.fsdp_params.layout_of(*result[3:])
+        layout = layout_of(*result[3:])
         numel = layout.segment_numel
         segment = result.all_gather_output.narrow(0, self.rank * numel, numel)
         slots = [s for r in layout.regions for s in r.view(segment).split(r.numels)]
@@ -308,25 +334,25 @@ class TestKeptBetweenSteps(ThreadTest):
     def test_outputs_on_another_device_are_not_those_that_were_kept(self):
         unit = self.unit(self.SPECS)
         self.copy_out(unit, self.all_gather(unit))
-        kept = unit.fsdp_params.outputs
-        self.assertIs(unit.fsdp_params.outputs, kept)
+        kept = unit._cache.outputs
+        self.assertIs(unit._cache.outputs, kept)
         param = unit.fsdp_params[0]
         param.all_gather_outputs = [t.to("meta") for t in param.all_gather_outputs]
-        self.assertIsNone(unit.fsdp_params.outputs)
+        self.assertIsNone(unit._cache.outputs)
         param.all_gather_outputs = kept.lists[0]
-        self.assertIs(unit.fsdp_params.outputs, kept)
-        unit.fsdp_params.refresh()
-        self.assertIsNone(unit.fsdp_params.outputs)
+        self.assertIs(unit._cache.outputs, kept)
+        unit._cache.invalidate()
+        self.assertIsNone(unit._cache.outputs)
 
     def test_unsharded_parameters_follow_requires_grad(self):
         unit = self.unit(self.SPECS)
         self.copy_out(unit, self.all_gather(unit))
         for requires_grad in (True, False, True):
             unit.fsdp_params[1].sharded_param.requires_grad_(requires_grad)
-            unit.fsdp_params.to_state(ShardedState.UNSHARDED)
+            unit._cache.to_state(ShardedState.UNSHARDED)
             found = [p.unsharded_param.requires_grad for p in unit.fsdp_params]
             self.assertEqual(found, [True, requires_grad, True])
-            unit.fsdp_params.to_state(ShardedState.SHARDED)
+            unit._cache.to_state(ShardedState.SHARDED)
 
     def test_each_name_of_a_parameter_is_given_its_states(self):
         plain, other = nn.Linear(6, 4, bias=False), nn.Linear(6, 4)
@@ -345,7 +371,7 @@ class TestKeptBetweenSteps(ThreadTest):
         self.assertIs(listening.given[-1], weight.sharded_param)
         del listening.given[:]
         for state, for_weight, for_bias in states:
-            unit.fsdp_params.to_state(state)
+            unit._cache.to_state(state)
             names = (plain.weight, other.weight, listening.listened)
             for registered in names:
                 self.assertIs(registered, for_weight)
@@ -357,15 +383,14 @@ class TestKeptBetweenSteps(ThreadTest):
         unit = self.unit(self.SPECS)
         patterns = [(BF16, FP32, FP32), (BF16, None, FP32), (FP32, FP32, FP32)]
 
-        def buckets(pattern) -> list:
+        def buckets(pattern) -> tuple[ReduceBucket, ...]:
             specs = zip(self.SPECS, pattern)
-            return unit._get_buckets(
-                [d and torch.empty(spec.size, dtype=d) for spec, d in specs]
-            )
+            grads = [d and torch.empty(spec.size, dtype=d) for spec, d in specs]
+            return get_buckets(unit._cache, grads)
 
         found = [buckets(pattern) for pattern in patterns]
         members = [
-            [[*map(unit.fsdp_params.index, b.params)] for b in bs] for bs in found
+            [[slot.param for slot in b.slots] for b in planned] for planned in found
         ]
         # The last has an fp32 gradient for the bf16 parameter
         of_last = reduce_dtype_of_grad(policy_of(), BF16, FP32)
@@ -380,6 +405,11 @@ class TestKeptBetweenSteps(ThreadTest):
         unit.lazy_init()
         for pattern, first in zip(patterns, found):
             self.assertIsNot(buckets(pattern), first)
+        unit._cache.buckets.clear()
+        with mock.patch.object(grads_file, "_MAX_CACHED_PATTERNS", 2):
+            for pattern in patterns:
+                buckets(pattern)
+                self.assertLessEqual(len(unit._cache.buckets), 2)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from fsdp_common.release_rules import (
 )
 from fsdp_common.utils import (
     DEVICE_TYPE,
+    FakeGroupTest,
     FSDPProcessTest,
     FSDPThreadTest,
     hybrid_mesh,
@@ -319,6 +320,11 @@ class TestProcesses(FSDPProcessTest):
 
         def foreach_reduce(*args, **kwargs):
             calls.append((len(args), [*kwargs]))
+            named = dict(zip(REDUCE_ARGUMENTS, args))
+            if "orig_dtype" in named:  # before 2.15: of all sharded gradients
+                dtypes = [p.sharded_param.dtype for p in named["fsdp_params"]]
+                is_one = all(dtype == dtypes[0] for dtype in dtypes)
+                self.assertEqual(named["orig_dtype"], dtypes[0] if is_one else None)
             return tuple(own(*args, **kwargs))
 
         with mock.patch.object(param_group, "foreach_reduce", foreach_reduce):
@@ -411,36 +417,35 @@ class TestProcesses(FSDPProcessTest):
             self.assertTrue(((grad - expected).abs() <= bound).all(), name)
         self.assertEqual(full_grad(model.bf16_uneven).abs().max().item(), 0)
 
-    def test_reduce_dtype_that_changes_goes_on_in_the_wider(self):
-        """What is kept in fp32 keeps bits that bf16 has no room for, and back."""
-        fp32, narrow = torch.float32, (torch.bfloat16, torch.float16)
-        pairs = [(fp32, n) for n in narrow] + [(n, fp32) for n in narrow]
-        for first, second in pairs:
-            # 1 replica of 4 shards as well: there fp16 is divided by 2 so far,
-            # where fp32 is by 4
-            for mesh in (hybrid_mesh(2), hybrid_mesh(4)):
-                self._check_changed_reduce_dtype(mesh, first, second)
-
-    def _check_changed_reduce_dtype(
-        self, mesh: DeviceMesh, first: torch.dtype, second: torch.dtype
-    ) -> None:
+    def test_reduce_dtype_that_changes_before_the_all_reduce_is_an_error(self):
         model = GivenGrads({"p": ((4,), torch.float32)}).to(self.device)
-        policy = MixedPrecisionPolicy(reduce_dtype=first)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=hybrid_mesh(2))
         group = group_of(model)
-        values = (1.0, 2.0**-12) if first == torch.float32 else (2.0**-12, 1.0)
-        for value, dtype in zip(values, (first, second), strict=True):
+
+        def microbatch(reduce_dtype: torch.dtype, is_last: bool) -> None:
             for fsdp_param in group.fsdp_params:
-                fsdp_param.mp_policy = MixedPrecisionPolicy(reduce_dtype=dtype)
-            model.set_requires_all_reduce(dtype == second)
+                fsdp_param.mp_policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+            group._cache.invalidate_buckets_if_changed()
+            model.set_requires_all_reduce(is_last)
             x = torch.zeros(1, requires_grad=True, device=self.device)
-            grad = torch.full((4,), value, device=self.device)
-            with record_collectives() as recorder:
-                model(x, {"p": grad}).sum().backward()
-        self.assertEqual(recorder.all_reduces[0].dtype, torch.float32)
-        expected = torch.full((4,), 1.0 + 2.0**-12, dtype=torch.float64)
-        self.assertEqual(full_grad(model.p), expected)
-        self.assertEqual(group._partial_reduces, {})
+            grad = torch.ones(4, device=self.device)
+            model(x, {"p": grad}).sum().backward()
+
+        for is_last in (False, True):
+            microbatch(torch.float32, is_last=False)
+            with self.assertRaisesRegex(
+                RuntimeError,
+                r"p was reduced in torch\.float32 in an earlier microbatch, whose "
+                r"all-reduce was deferred, and would be in torch\.bfloat16 now",
+            ):
+                microbatch(torch.bfloat16, is_last)
+            model.reset_iter_state()
+            microbatch(torch.bfloat16, is_last=False)
+            microbatch(torch.bfloat16, is_last=True)
+            expected = torch.full((4,), 2.0, dtype=torch.float64)
+            self.assertEqual(full_grad(model.p), expected)
+            self.assertEqual(group._partial_reduces, {})
+            model.zero_grad()
 
     def test_all_reduce_hook_gets_each_bucket_once(self):
         seen: list[tuple[torch.dtype, int]] = []
@@ -545,6 +550,27 @@ class TestRandomSchedules(TestCase):
             check_schedule(dist.get_rank(), thread_mesh(*mesh_shape), schedule, policy)
 
         run(self)
+
+
+class TestAssignedPartialReduce(FakeGroupTest):
+    """A plugin's own sum must be one that the unit would have reduced."""
+
+    ranks = 4
+
+    def test_only_what_the_unit_reduces_is_accepted(self) -> None:
+        model = GivenGrads({"p": ((8,), torch.float32)})
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        group = group_of(fully_shard(model, mesh=mesh))
+        for dtype, numel in ((torch.bfloat16, 4), (torch.float32, 5)):
+            with self.assertRaisesRegex(
+                ValueError,
+                f"_partial_reduce_output of unit .* got {numel} elements of {dtype}, "
+                "but the unit reduces 4 of torch.float32",
+            ):
+                group._partial_reduce_output = torch.zeros(numel, dtype=dtype)
+        self.assertIsNone(group._partial_reduce_output)
+        output = group._partial_reduce_output = torch.zeros(4)
+        self.assertIs(group._partial_reduce_output, output)
 
 
 if __name__ == "__main__":

@@ -483,7 +483,7 @@ class TestMemory(DeviceFreeTest):
 _WAITS = {
     "foreach_all_gather > wait_stream #0": "uniform",
     "reduce_buckets > wait_stream #0": "mixed",
-    "_reduce_staged > wait_stream #0": "mixed_replicas",
+    "_reduce_bucket > wait_stream #0": "mixed_replicas",
     "foreach_all_gather_copy_out > wait_event #0": "two_units",
     "wait_current_stream_on_reductions > wait_event #0": "mixed_replicas",
 }

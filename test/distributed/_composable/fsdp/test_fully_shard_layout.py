@@ -475,7 +475,7 @@ class TestReduceBuckets(DeviceFreeTest):
 
     def plan(self, params) -> tuple[ReduceBucket, ...]:
         slots = [ReduceSlot(i, orig, n) for i, (orig, _, n) in enumerate(params)]
-        return plan_buckets(slots, [reduce_dtype for _, reduce_dtype, _ in params])
+        return plan_buckets(slots, [(dtype, None) for _, dtype, _ in params])
 
     def for_each_plan(self, check) -> None:
         check(self.MIXED, self.plan(self.MIXED))
@@ -567,7 +567,7 @@ class TestReduceBuckets(DeviceFreeTest):
         with self.assertRaises(ValueError):
             plan_buckets([ReduceSlot(0, FP32, 1)], [])
         with self.assertRaises(ValueError):
-            plan_buckets([], [FP32])
+            plan_buckets([], [(FP32, None)])
 
     def test_a_bucket_that_has_everything_is_not_extended(self):
         (bucket,) = self.plan([(BF16, FP32, 3), (FP32, FP32, 1)])
@@ -629,7 +629,7 @@ gather = layouts.plan_gather(dtypes * 2, range(2 * len(dtypes)))
 slots = [
     layouts.ReduceSlot(i, dtype, i) for i, dtype in enumerate(reversed(dtypes * 2))
 ]
-buckets = layouts.plan_buckets(slots, dtypes * 2)
+buckets = layouts.plan_buckets(slots, [(dtype, None) for dtype in dtypes * 2])
 print(json.dumps([repr(gather), repr(gather.order), repr(buckets)]))
 """
 

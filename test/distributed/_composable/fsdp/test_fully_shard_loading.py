@@ -1,19 +1,34 @@
 # Owner(s): ["oncall: distributed"]
 """
-What loading a state dict costs a unit, and what it leaves of a ``grad_dtype``.
+What loading a state dict costs a unit, what it leaves of a ``grad_dtype``, and what the
+file that notices loads does without a param group.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import warnings
 
 from fsdp_common.utils import DeviceFreeTest, FakeGroupTest, run_python
 
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    fully_shard,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param_cache import ParamGroupCache
+from torch.distributed.fsdp._fully_shard._fsdp_registrations import (
+    _get_param_module_infos,
+    get_param_names,
+    ParamRegistrations,
+    shard_params,
+)
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -131,6 +146,87 @@ class TestGradDtype(FakeGroupTest):
         plain = {"weight": torch.zeros(4, 4, dtype=BF16)}
         with self.assertRaisesRegex(AttributeError, "^weight must be the DTensor"):
             module.load_state_dict(plain, assign=True)
+
+
+class TestRegistrations(FakeGroupTest):
+    """Parameters as modules have registered them, without a param group."""
+
+    ranks = 2
+
+    def setUp(self) -> None:
+        super().setUp()
+        first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        second.weight = first.weight
+        self.module = nn.Sequential(first, second, nn.LayerNorm(4, bias=False))
+        self.module_fqn: str | None = None
+        params, modules = [*self.module.parameters()], (self.module,)
+        self.infos = _get_param_module_infos(params, modules)
+        self.names = get_param_names(self.infos, modules)
+        mesh = init_device_mesh("cpu", (self.ranks,))
+        self.fsdp_params = shard_params(
+            params,
+            self.infos,
+            self.names,
+            [MixedPrecisionPolicy(), MixedPrecisionPolicy(BF16)],
+            mesh_info=FSDPMeshInfo(mesh, shard_mesh_dim=0),
+            post_forward_mesh_info=None,
+            device=torch.device("cpu"),
+            shard_placement_fn=None,
+            offload_policy=OffloadPolicy(),
+        )
+        self.registrations = ParamRegistrations(
+            modules, ParamGroupCache(self.fsdp_params), lambda: self.module_fqn
+        )
+
+    def test_shared_parameters_are_one(self) -> None:
+        shared = [(info.param_name, info.shared_param_names) for info in self.infos]
+        self.assertEqual(shared, [("weight", ["weight"]), ("weight", [])])
+        self.assertIs(self.infos[0].shared_modules[0], self.module[1])
+        with self.assertRaisesRegex(AssertionError, "not in the module tree"):
+            _get_param_module_infos([nn.Parameter(torch.ones(1))], (self.module,))
+
+    def test_each_has_its_policy(self) -> None:
+        dtypes = [p.mp_policy.param_dtype for p in self.fsdp_params]
+        self.assertEqual(dtypes, [None, BF16])
+
+    def test_names(self) -> None:
+        within = ["0.weight of Sequential", "2.weight of Sequential"]
+        self.assertEqual((self.names, self.registrations.fqns()), (within, within))
+        for fqn, prefix in (("", ""), ("block", "block.")):
+            self.module_fqn = fqn
+            found = self.registrations.fqns()
+            self.assertEqual(found, [f"{prefix}0.weight", f"{prefix}2.weight"])
+        self.fsdp_params[0]._param_fqn = "model.block.0.weight"
+        self.assertEqual(self.registrations.fqns()[0], "model.block.0.weight")
+        replaced = copy.copy(self.fsdp_params[1])
+        self.assertEqual(self.registrations.fqn(replaced), "weight")
+
+    def test_loads_are_noticed(self) -> None:
+        before = self.fsdp_params[1].sharded_param
+        state = {k: v.to(BF16) for k, v in self.module.state_dict().items()}
+        self.module.load_state_dict(state, assign=True)
+        self.assertIsNot(self.fsdp_params[1].sharded_param, before)
+        self.assertIs(self.fsdp_params[1].sharded_param, self.module[2].weight)
+
+    def test_where_parameters_must_be(self) -> None:
+        self.registrations.check_materialized(CPUOffloadPolicy())
+        self.module.to("meta")
+        self.registrations.reset_sharded_params()
+        for policy in (OffloadPolicy(), CPUOffloadPolicy()):
+            with self.assertRaisesRegex(
+                RuntimeError, r"(?s)\['0.weight of S.*to_empty"
+            ):
+                self.registrations.check_materialized(policy)
+
+    def test_late_parameters(self) -> None:
+        self.module[0] = nn.Sequential(self.module[0])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            self.registrations.warn_of_late_params()
+        self.module_fqn = "block"
+        self.module[0].late = nn.Parameter(torch.ones(1))
+        with self.assertWarnsRegex(UserWarning, r"\['block.0.late'\] were registered"):
+            self.registrations.warn_of_late_params()
 
 
 if __name__ == "__main__":

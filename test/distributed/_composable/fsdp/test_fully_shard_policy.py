@@ -33,9 +33,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
-from torch.distributed.fsdp._fully_shard import (
-    _fsdp_api as api,
-)
+from torch.distributed.fsdp._fully_shard import _fsdp_api
 from torch.distributed.fsdp._fully_shard import (
     _fsdp_policies as policies,
 )
@@ -668,17 +666,13 @@ class TestOtherClasses(DeviceFreeTest):
         self.assertFalse(CPUOffloadPolicy(False).pin_memory)
         self.assertEqual(OffloadPolicy(), OffloadPolicy())
 
-    def test_interfaces_of_collectives_are_those_of_the_base(self) -> None:
-        code = """
-import inspect
-from torch.distributed.fsdp._fully_shard import _fsdp_api as api
-for f in (api.Comm.allocate, api.AllGather.__call__, api.ReduceScatter.__call__):
-    print(*((p.name, str(p.kind), p.default) for p in inspect.signature(f).parameters.values()))
-"""
-        self.assertEqual(run_python("-c", code), run_python("-c", code, on_base=True))
-        for interface in (api.Comm, api.AllGather, api.ReduceScatter):
-            with self.assertRaises(TypeError):
-                interface()  # type: ignore[abstract]
+    def test_the_releases_own_class_is_a_policy(self) -> None:
+        """It is the default of ``fully_shard``, and what some import."""
+        released = _fsdp_api.MixedPrecisionPolicy(BF16, reduce_dtype=FP32)
+        self.assertIsInstance(MixedPrecisionPolicy(), type(released))
+        self.assertEqual(resolve(released, nn.Parameter(torch.ones(2))), (BF16, FP32))
+        by_pattern = by_name(Model(), {"*.A_log": released})
+        self.assertEqual(dtypes_of(Model(), by_pattern)["layers.0.A_log"], (BF16, FP32))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from fsdp_features.comms import KeptScatter, SymmMemStub
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.distributed.fsdp._fully_shard._fsdp_agreement import UnitAgreement
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -337,54 +338,55 @@ class TestOrder(FakeGroupTest):
         issued = self.issued(mesh, KeptScatter())
         self.assertEqual(issued, [self.COPY_IN, self.SCATTER] * 3)
 
+    def explained(self, fails: Any) -> list[tuple[torch.dtype, int]]:
+        """Returns dtype and gradients of the bucket that a failing step is about."""
+        explained = []
+
+        def explain(error, fsdp_params, bucket, grads, device):
+            explained.append((bucket.dtype, len(grads)))
+            return error
+
+        loss = self.forward(init_device_mesh("cpu", (self.ranks,)))
+        with (
+            fails,
+            mock.patch.object(_fsdp_collectives, "explain_reduction", explain),
+            mock.patch.object(UnitAgreement, "add_note") as add_note,
+            self.assertRaisesRegex(ValueError, "failed"),
+        ):
+            loss.backward()
+        (_, buckets), _ = add_note.call_args
+        self.assertEqual((add_note.call_count, len(buckets)), (1, 3))
+        return explained
+
     def test_an_error_is_explained_with_the_bucket_that_failed(self) -> None:
         steps = {"_reduce_copy_in": 1, "_reduce_scatter": 0}  # gradients still there
         for (step, number), dtype in itertools.product(
             steps.items(), (FP32, BF16, FP16)
         ):
-            own, told = getattr(_fsdp_collectives, step), []
+            own = getattr(_fsdp_collectives, step)
 
-            def fail(reduction, bucket, *rest, dtype=dtype, own=own):
-                if bucket.dtype == dtype:
+            def fail(reduction, part, *rest, dtype=dtype, own=own):
+                if part.bucket.dtype == dtype:
                     raise ValueError("failed")
-                return own(reduction, bucket, *rest)
+                return own(reduction, part, *rest)
 
-            def explain(unit, error, buckets, failed, grads, told=told):
-                told.append((failed.bucket.dtype, len(buckets), len(grads)))
-                raise error
+            fails = mock.patch.object(_fsdp_collectives, step, fail)
+            self.assertEqual(self.explained(fails), [(dtype, number)])
 
-            loss = self.forward(init_device_mesh("cpu", (self.ranks,)))
-            with (
-                mock.patch.object(_fsdp_collectives, step, fail),
-                mock.patch.object(FSDPParamGroup, "_raise_explained", explain),
-                self.assertRaisesRegex(ValueError, "failed"),
-            ):
-                loss.backward()
-            self.assertEqual(told, [(dtype, 3, number)])
-
-    def test_an_error_while_others_prepare_is_explained_with_their_bucket(self) -> None:
+    def test_an_error_while_a_plugin_prepares_is_explained_with_its_bucket(
+        self,
+    ) -> None:
         own = _fsdp_collectives._default_reduce_scatter_input_fn
+        prepare = "_prepare_reduce_scatter_inputs"
         for dtype in (FP32, BF16, FP16):
-            told = []
 
             def fail(params, grads, world_size, dtype=dtype):
                 if grads[0].dtype == dtype:
                     raise ValueError("failed")
                 return own(params, grads, world_size)
 
-            def explain(unit, error, buckets, failed, grads, told=told):
-                told.append(failed.bucket.dtype)
-                raise error
-
-            loss = self.forward(init_device_mesh("cpu", (self.ranks,)))
-            prepare = "_prepare_reduce_scatter_inputs"
-            with (
-                mock.patch.object(FSDPParamGroup, prepare, staticmethod(fail)),
-                mock.patch.object(FSDPParamGroup, "_raise_explained", explain),
-                self.assertRaisesRegex(ValueError, "failed"),
-            ):
-                loss.backward()
-            self.assertEqual(told, [dtype])
+            fails = mock.patch.object(FSDPParamGroup, prepare, staticmethod(fail))
+            self.assertEqual(self.explained(fails), [(dtype, 1)])
 
 
 if __name__ == "__main__":

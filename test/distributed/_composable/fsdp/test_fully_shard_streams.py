@@ -38,6 +38,8 @@ post_backward > _wait_current_stream #0                 nothing that is freed
                                                         there is in use by another
                                                         stream: the release waits
                                                         for what it met on ROCm
+wait_current_stream_on_reductions > wait_event #0       since 2.15 the root has
+                                                        waited for them before
 ======================================================  ========================
 """
 
@@ -49,6 +51,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
+from fsdp_common.release_rules import FOLLOWS_GRAD_DTYPE
 from fsdp_common.utils import FakeGroupTest
 from fsdp_late_device.races import forgets
 from fsdp_streams.devices import Event, Stream
@@ -93,6 +96,11 @@ UNSEEN = frozenset(
         "post_backward > _wait_current_stream #0",
         "recycle_reduce_scatter_inputs > wait_event #1",
         "release_all_gather_state_on_current_stream > wait_event #0",
+        *(
+            ("wait_current_stream_on_reductions > wait_event #0",)
+            if FOLLOWS_GRAD_DTYPE
+            else ()
+        ),
     )
 )
 

@@ -46,10 +46,10 @@ from torch.distributed.fsdp._fully_shard import (
     _fsdp_copies as copies,
 )
 from torch.distributed.fsdp._fully_shard import (
-    _fsdp_param_group as group_file,
+    _fsdp_param_cache as param_cache,
 )
 from torch.distributed.fsdp._fully_shard import (
-    _fsdp_unit as unit,
+    _fsdp_param_group as group_file,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_fast_paths import _dynamo_disable
 from torch.distributed.fsdp._fully_shard._fsdp_layout import plan_copy_in, plan_gather
@@ -106,17 +106,21 @@ class TestKept(FakeGroupTest):
             model = unit_of(case)
             step(model)
             with (
-                mock.patch.object(unit, "plan_gather", side_effect=AssertionError),
-                mock.patch.object(unit, "plan_copy_in", side_effect=AssertionError),
+                mock.patch.object(
+                    param_cache, "plan_gather", side_effect=AssertionError
+                ),
+                mock.patch.object(
+                    param_cache, "plan_copy_in", side_effect=AssertionError
+                ),
             ):
                 group = model._get_fsdp_state()._fsdp_param_groups[0]
-                buckets = dict(group.fsdp_params.buckets)
+                buckets = dict(group._cache.buckets)
                 for _ in range(2):
                     model.unshard()
                     model.reshard()
                     step(model)
             self.assertEqual(len(buckets), 1, name)
-            for pattern, planned in group.fsdp_params.buckets.items():
+            for pattern, planned in group._cache.buckets.items():
                 self.assertIs(buckets[pattern], planned, name)
 
     def test_a_single_rank_divides_gradients_where_they_are(self) -> None:
@@ -141,11 +145,11 @@ class TestKept(FakeGroupTest):
         model = unit_of(CASES["bf16"])
         step(model)
         group = model._get_fsdp_state()._fsdp_param_groups[0]
-        (planned,) = group.fsdp_params.buckets.values()
+        (planned,) = group._cache.buckets.values()
         group.fsdp_params[0].sharded_param.grad_dtype = FP32
         model.unshard()
         step(model)
-        (planned_anew,) = group.fsdp_params.buckets.values()
+        (planned_anew,) = group._cache.buckets.values()
         self.assertIsNot(planned_anew, planned)
         local = torch.ones(1, requires_grad=True)
         model(local).sum().backward()
@@ -364,7 +368,7 @@ class TestNotes(FakeGroupTest):
             (RuntimeError("expected all tensors on one device"), False),
             (ValueError("a user's own"), False),
         ):
-            group._agreement.tell(error)
+            group._agreement.add_note(error)
             (note,) = error.__notes__
             self.assertIn("This rank gathers unit '(root)'.", note)
             self.assertEqual(agreement._HANG_ADVICE in note, is_about_them, error)

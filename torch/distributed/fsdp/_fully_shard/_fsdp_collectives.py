@@ -14,14 +14,17 @@ into the buffers and out of them.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, cast, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import _get_device_handle
+from torch.distributed.distributed_c10d import ReduceOp  # noqa: F401  (as in the release)
+from torch.distributed.tensor import DTensor  # noqa: F401  (as in the release)
 
 from ._fsdp_api import _ReduceOp, AllGather, ReduceScatter
 from ._fsdp_comms import (  # noqa: F401  (importable from here, as in the release)
@@ -35,8 +38,6 @@ from ._fsdp_comms import (  # noqa: F401  (importable from here, as in the relea
     DefaultAllocMixin,
     DefaultReduceScatter,
     lib,
-    Literal,
-    math,
     ProcessGroupAllocAllGather,
     ProcessGroupAllocMixin,
     ProcessGroupAllocReduceScatter,
@@ -47,24 +48,23 @@ from ._fsdp_comms import (  # noqa: F401  (importable from here, as in the relea
     SymmMemAllocMixin,
     SymmMemReduceScatter,
 )
-from ._fsdp_copies import (  # noqa: F401  (one of them as above)
-    alloc_outputs,
-    copy_each,
-    copy_in_grads,
-    copy_out,
-    DTensor,
-    fill_segment,
-    foreach_reduce_scatter_copy_in,
-    give_sharded_grads,
-    in_common_order,
-    ShardedState,
-    view_by_rank,
-)
-from ._fsdp_fast_paths import without_grad
-from ._fsdp_kept_names import (
+from ._fsdp_compat import (
     _get_all_gather_input_metadatas,
     _get_param_all_gather_inputs,
 )
+from ._fsdp_copies import (
+    accumulate_sharded_grads,
+    copy_each,
+    copy_in_grads,
+    copy_out,
+    fill_segment,
+    foreach_reduce_scatter_copy_in,  # noqa: F401  (as in the release)
+    in_common_order,
+    view_by_rank,
+)
+from ._fsdp_dtypes import bucket_key
+from ._fsdp_errors import explain_all_to_all, explain_copy_in, explain_reduction
+from ._fsdp_fast_paths import without_grad
 from ._fsdp_layout import (
     describe_key,
     padded_shard_numel,
@@ -72,18 +72,16 @@ from ._fsdp_layout import (
     ReduceBucket,
     ReduceSlot,
 )
-from ._fsdp_param import FSDPParam
+from ._fsdp_param import FSDPParam, ShardedState  # noqa: F401  (as in the release)
+from ._fsdp_param_cache import layout_of, ParamGroupCache
 from ._fsdp_release import FOLLOWS_GRAD_DTYPE
-from ._fsdp_scaling import (  # noqa: F401  (one of them as above)
+from ._fsdp_scaling import (
     _div_if_needed,
-    _get_gradient_divide_factors,
+    _get_gradient_divide_factors,  # noqa: F401  (as in the release)
     Factors,
-    get_tree_divide_factors,
-    ReduceOp,
-    scatter_divisor,
+    get_divide_factors,
 )
 from ._fsdp_tree import add_in_tree, all_reduce_in_tree
-from ._fsdp_unit import comm_dtype_of, grad_dtype_of, UnitParams
 
 
 # Unshard #
@@ -113,23 +111,28 @@ def _stage(
     comm: AllGather,
 ) -> _Staged:
     """Allocates the buffer of a gather and fills this rank's segment of it."""
-    tensors, plan = UnitParams.of(fsdp_params).prepare_gather()
+    tensors, plan = ParamGroupCache.of(fsdp_params).prepare_gather()
     output = allocate_gather_buffer(comm, plan.layout, group.size(), device)
-    segment = fill_segment(output, plan, tensors, group.rank())
+    try:
+        segment = fill_segment(output, plan, tensors, group.rank())
+    except Exception as error:
+        raise explain_copy_in(  # noqa: B904  (has its cause)
+            error, fsdp_params, tensors, plan.numels
+        )
     return output, segment, (plan.dtypes, plan.numels, plan.split_sizes)
 
 
-# Plugins put functions of their own in place of these two
+# Which plugins may monkeypatch
 _OWN_INPUTS = (_get_param_all_gather_inputs, _get_all_gather_input_metadatas)
 
 
-def _stage_replaced(
+def _stage_monkeypatched(
     fsdp_params: list[FSDPParam],
     group: dist.ProcessGroup,
     device: torch.device,
     comm: AllGather,
 ) -> _Staged:
-    """Does as :func:`_stage`, with what a plugin wants to gather, in parameter order."""
+    """Does as :func:`_stage` with a plugin's inputs, in parameter order."""
     own = _get_param_all_gather_inputs(fsdp_params)
     dtypes, numels, dtype = _get_all_gather_input_metadatas(own)
     inputs = [*chain.from_iterable(own)]
@@ -175,7 +178,7 @@ def foreach_all_gather(
     device_handle = _get_device_handle(device.type)
     with device_handle.stream(all_gather_copy_in_stream):
         own = (_get_param_all_gather_inputs, _get_all_gather_input_metadatas)
-        stage = _stage if own == _OWN_INPUTS else _stage_replaced
+        stage = _stage if own == _OWN_INPUTS else _stage_monkeypatched
         output, segment, fields = stage(fsdp_params, group, device, all_gather_comm)
     all_gather_stream.wait_stream(all_gather_copy_in_stream)
     with device_handle.stream(all_gather_stream):
@@ -196,13 +199,12 @@ def _default_all_gather_output_fn(
 ) -> None:
     """Writes every parameter's all-gather outputs from a gather's buffer."""
     buffer, _, _, dtypes, numels, split_sizes = all_gather_result
-    unit = UnitParams.of(fsdp_params)
-    layout = unit.layout_of(dtypes, numels, split_sizes)
-    outputs = alloc_outputs(unit, dtypes, numels, world_size, buffer.device)
-    copy_out(unit, buffer, layout, outputs, world_size)
+    layout = layout_of(dtypes, numels, split_sizes)
+    cache = ParamGroupCache.of(fsdp_params)
+    outputs = cache.alloc_outputs(dtypes, numels, world_size, buffer.device)
+    copy_out(fsdp_params, buffer, layout, outputs, world_size)
 
 
-# Does as the above, with what others put in its place
 AllGatherOutputFn: TypeAlias = Callable[[list[FSDPParam], AllGatherResult, int], None]
 
 
@@ -253,9 +255,9 @@ def unshard_single_rank(fsdp_params: list[FSDPParam], device: torch.device) -> N
     Unshards parameters whose only shard is this rank's: a copy from the
     sharded parameters in place of an all-gather.
     """
-    unit = UnitParams.of(fsdp_params)
-    tensors, plan = unit.prepare_gather()
-    outputs = alloc_outputs(unit, plan.dtypes, plan.numels, 1, device)
+    cache = ParamGroupCache.of(fsdp_params)
+    tensors, plan = cache.prepare_gather()
+    outputs = cache.alloc_outputs(plan.dtypes, plan.numels, 1, device)
     targets = [output.data for output in outputs.tensors]  # see `_to_columns`
     copy_each(targets, tensors)
 
@@ -264,7 +266,7 @@ def unshard_single_rank(fsdp_params: list[FSDPParam], device: torch.device) -> N
 
 
 class ReduceResult(NamedTuple):
-    """A reduction in flight: what must be kept, and until which event."""
+    """A reduction in flight: what must be held, and until which event."""
 
     reduce_scatter_input: torch.Tensor | None  # None if there was no new gradient
     reduce_scatter_event: torch.Event | None
@@ -273,7 +275,7 @@ class ReduceResult(NamedTuple):
     # The reduced buffer, if other streams than the one that allocated it use it
     all_reduce_input: torch.Tensor | None
     all_reduce_event: torch.Event | None
-    # The sum so far, if the all-reduce is put off
+    # The sum so far, if the all-reduce is deferred
     partial_reduce_output: torch.Tensor | None
 
 
@@ -281,78 +283,6 @@ class ReduceResult(NamedTuple):
 ReduceScatterInputFn: TypeAlias = Callable[
     [list[FSDPParam], list[torch.Tensor], int], tuple[torch.Size, ...]
 ]
-
-
-class Reduction(NamedTuple):
-    """Who takes part in a unit's reductions, where and how."""
-
-    device: torch.device
-    reduce_scatter_comm: ReduceScatter
-    reduce_scatter_group: dist.ProcessGroup | None
-    reduce_scatter_stream: torch.Stream
-    all_reduce_group: dist.ProcessGroup | None  # not None iff HSDP or replicate
-    all_reduce_stream: torch.Stream
-    all_reduce_hook: Callable[[torch.Tensor], None] | None
-    all_reduce_grads: bool
-    divide_factor: float | None  # the user's own
-    force_sum: bool
-    prepare_inputs: ReduceScatterInputFn
-    # Whether the comm may give the next bucket what it gives this one as output
-    reuses_output: bool = False
-
-    @property
-    def is_last(self) -> bool:
-        """Whether what is reduced goes to the sharded parameters now."""
-        return self.all_reduce_grads or self.all_reduce_group is None
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether more follows the reduce-scatter, in the stream for that."""
-        return self.all_reduce_group is not None or self.all_reduce_hook is not None
-
-    @property
-    def shard_world_size(self) -> int:
-        group = self.reduce_scatter_group
-        return 1 if group is None else group.size()
-
-    def arguments(
-        self,
-        fsdp_params: list[FSDPParam],
-        unsharded_grads: list[torch.Tensor],
-        grad_dtype: torch.dtype | None,
-        reduce_dtype: torch.dtype,
-        partial: torch.Tensor | None,
-    ) -> tuple[Any, ...]:
-        """Returns the arguments of :func:`foreach_reduce` for one bucket."""
-        grad_dtypes = () if FOLLOWS_GRAD_DTYPE else (grad_dtype,)
-        return (
-            fsdp_params,
-            unsharded_grads,
-            self.reduce_scatter_group,
-            self.reduce_scatter_stream,
-            self.reduce_scatter_comm,
-            *grad_dtypes,
-            reduce_dtype,
-            self.device,
-            self.divide_factor,
-            self.all_reduce_group,
-            self.all_reduce_stream,
-            self.all_reduce_grads,
-            partial,
-            self.all_reduce_hook,
-            self.force_sum,
-        )
-
-    def options(self) -> dict[str, Any]:
-        """Returns its keyword arguments."""
-        if not FOLLOWS_GRAD_DTYPE:
-            return {}
-        return {"prepare_reduce_scatter_inputs": self.prepare_inputs}
-
-    @property
-    def prepares_by_default(self) -> bool:
-        """Whether the copy-in does by itself what would be prepared."""
-        return self.prepare_inputs is _default_reduce_scatter_input_fn
 
 
 def _default_reduce_scatter_input_fn(
@@ -369,12 +299,75 @@ def _default_reduce_scatter_input_fn(
     for i, (fsdp_param, grad) in enumerate(zip(fsdp_params, unsharded_grads)):
         dim = fsdp_param.fsdp_placement.dim
         if dim != 0 and world_size > 1:
-            grad = unsharded_grads[i] = view_by_rank(grad, dim, world_size).flatten(
-                0, 1
-            )
+            by_rank = view_by_rank(grad, dim, world_size)
+            grad = unsharded_grads[i] = by_rank.flatten(0, 1)
         rows = -(-grad.size(0) // world_size) * world_size
         sizes.append(torch.Size([rows, *grad.size()[1:]]))
     return tuple(sizes)
+
+
+class Reduction(NamedTuple):
+    """
+    Who takes part in a group's reductions, where and how: the arguments of
+    :func:`foreach_reduce` that are the same for all buckets.
+    """
+
+    reduce_scatter_group: dist.ProcessGroup | None
+    reduce_scatter_stream: torch.Stream
+    reduce_scatter_comm: ReduceScatter
+    device: torch.device
+    gradient_divide_factor: float | None
+    all_reduce_group: dist.ProcessGroup | None  # not None iff HSDP or replicate
+    all_reduce_stream: torch.Stream
+    all_reduce_grads: bool
+    all_reduce_hook: Callable[[torch.Tensor], None] | None
+    force_sum_reduction_for_comms: bool
+    prepare_reduce_scatter_inputs: ReduceScatterInputFn = (
+        _default_reduce_scatter_input_fn
+    )
+    # Whether the comm may allocate the same output for the next bucket
+    reuses_output: bool = False
+
+    @property
+    def defers_all_reduce(self) -> bool:
+        return self.all_reduce_group is not None and not self.all_reduce_grads
+
+    @property
+    def shard_world_size(self) -> int:
+        group = self.reduce_scatter_group
+        return 1 if group is None else group.size()
+
+    @property
+    def prepares_by_default(self) -> bool:
+        """Whether the copy-in itself does what would be prepared."""
+        default = _default_reduce_scatter_input_fn
+        return self.prepare_reduce_scatter_inputs is default
+
+    def divide_factors(self, bucket: ReduceBucket) -> Factors:
+        return get_divide_factors(
+            bucket.key,
+            self.reduce_scatter_group,
+            self.all_reduce_group,
+            self.device.type,
+            self.gradient_divide_factor,
+            self.force_sum_reduction_for_comms,
+        )
+
+
+@dataclass
+class BucketGrads:
+    """A bucket to reduce: its parameters, and what there is of their gradients."""
+
+    fsdp_params: list[FSDPParam]  # in slot order
+    bucket: ReduceBucket
+    unsharded_grads: list[torch.Tensor]  # of the first parameters, until the copy-in
+    partial_reduce_output: torch.Tensor | None
+    # For each rank in turn its shards of all new gradients, None if there are none
+    reduce_scatter_input: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        # Whether some parameters are in the partial reduce only
+        self.is_extended = len(self.unsharded_grads) < len(self.bucket.slots)
 
 
 def foreach_reduce(
@@ -410,24 +403,7 @@ def foreach_reduce(
     gradients, which it may replace in place, and the number of ranks. It returns the
     gradients' padded sizes, which a rank gets one chunk of on dim 0.
     """
-    reduction = Reduction(
-        device,
-        reduce_scatter_comm,
-        reduce_scatter_group,
-        reduce_scatter_stream,
-        all_reduce_group,
-        all_reduce_stream,
-        all_reduce_hook,
-        all_reduce_grads,
-        gradient_divide_factor,
-        force_sum_reduction_for_comms,
-        prepare_reduce_scatter_inputs,
-    )
-    bucket = _plan_bucket(reduction, fsdp_params, unsharded_grads, None, reduce_dtype)
-    bucket = prepare_inputs(reduction, bucket, fsdp_params, unsharded_grads)
-    part = BucketGrads(fsdp_params, bucket, unsharded_grads, partial_reduce_output)
-    reduce_buckets(reduction, [part], results := [])
-    return results[0]
+    return _reduce_one_bucket(**locals())
 
 
 def _foreach_reduce_to_orig_dtype(
@@ -451,120 +427,51 @@ def _foreach_reduce_to_orig_dtype(
     Is :func:`foreach_reduce` before 2.15. Without ``orig_dtype`` each sharded gradient
     is cast to its parameter's own dtype (the release then casts nothing).
     """
-    reduction = Reduction(
-        device,
-        reduce_scatter_comm,
-        reduce_scatter_group,
-        reduce_scatter_stream,
-        all_reduce_group,
-        all_reduce_stream,
-        all_reduce_hook,
-        all_reduce_grads,
-        gradient_divide_factor,
-        force_sum_reduction_for_comms,
-        _default_reduce_scatter_input_fn,
-    )
-    bucket = _plan_bucket(
-        reduction, fsdp_params, unsharded_grads, orig_dtype, reduce_dtype
-    )
-    part = BucketGrads(fsdp_params, bucket, unsharded_grads, partial_reduce_output)
-    reduce_buckets(reduction, [part], results := [])
-    return results[0]
+    return _reduce_one_bucket(**locals())
 
 
 if not FOLLOWS_GRAD_DTYPE:
     _foreach_reduce_to_orig_dtype.__name__ = foreach_reduce.__name__
     foreach_reduce = _foreach_reduce_to_orig_dtype
 
-
-class BucketGrads(NamedTuple):
-    """A bucket to reduce: its parameters, and what there is of their gradients."""
-
-    params: list[FSDPParam]
-    bucket: ReduceBucket
-    unsharded_grads: list[torch.Tensor]  # of the first parameters
-    partial: torch.Tensor | None  # what earlier microbatches have left
+_REDUCE_PARAMETERS = inspect.signature(foreach_reduce).parameters
 
 
-@without_grad
-def reduce_buckets(
-    reduction: Reduction, parts: Sequence[BucketGrads], results: list[ReduceResult]
-) -> None:
-    """
-    Does as :func:`foreach_reduce` for each of several buckets, which lie as they say,
-    and appends to ``results`` whenever one is done. All copy-ins come first, so that
-    the streams meet once: the first reduce-scatter waits for the last copy-in.
-    """
-    handle = _get_device_handle(reduction.device.type)
-    current_stream = handle.current_stream()
-    stream = reduction.reduce_scatter_stream
-    staged = []
-    for fsdp_params, bucket, grads, partial in parts:
-        reduce_input = _reduce_copy_in(reduction, bucket, fsdp_params, grads)
-        is_extended = len(grads) < len(bucket.slots)
-        grads.clear()  # only now: the copy-in has been issued
-        staged.append((fsdp_params, bucket, reduce_input, is_extended, partial))
-    stream.wait_stream(current_stream)
-    with handle.stream(stream):
-        for bucket in staged:
-            result = _reduce_staged(reduction, current_stream, *bucket)
-            results.append(result)
-
-
-def _reduce_staged(
-    reduction: Reduction,
-    current_stream: torch.Stream,
+def _reduce_one_bucket(
     fsdp_params: list[FSDPParam],
-    bucket: ReduceBucket,
-    reduce_input: torch.Tensor | None,
-    is_extended: bool,
-    partial: torch.Tensor | None,
+    unsharded_grads: list[torch.Tensor],
+    reduce_dtype: torch.dtype | None,
+    partial_reduce_output: torch.Tensor | None,
+    orig_dtype: torch.dtype | None = None,
+    **arguments: Any,
 ) -> ReduceResult:
-    """Reduces a bucket, from the stream of the reduce-scatter."""
-    factors = _factors_of(reduction, bucket)
-    stream = reduction.reduce_scatter_stream
-    output = _reduce_scatter(reduction, bucket, reduce_input, partial, factors)
-    scattered = stream.record_event()
-    if not reduction.is_last:
-        return ReduceResult(
-            reduce_input, scattered, stream, scattered, None, None, output
-        )
-    if is_extended:
-        fsdp_params, bucket, output = in_common_order(fsdp_params, bucket, output)
-    if not reduction.goes_on:
-        _div_if_needed(output, factors[1])
-        give_sharded_grads(fsdp_params, bucket, output, stream, current_stream)
-        done = stream.record_event()
-        if output is reduce_input:
-            scattered = done  # it is read until then, and nothing else holds it
-        return ReduceResult(reduce_input, scattered, stream, done, None, None, None)
-    stream = reduction.all_reduce_stream
-    stream.wait_stream(reduction.reduce_scatter_stream)
-    with _get_device_handle(reduction.device.type).stream(stream):
-        _all_reduce(reduction, bucket, output, factors[3])
-        _div_if_needed(output, factors[1])
-        give_sharded_grads(fsdp_params, bucket, output, stream, current_stream)
-        done = stream.record_event()
-    # Kept as well: it was allocated in another stream, where the allocator must not
-    # hand out its memory before this one has read it
-    return ReduceResult(reduce_input, scattered, stream, done, output, done, None)
-
-
-def _factors_of(reduction: Reduction, bucket: ReduceBucket) -> Factors:
-    scatter_group = reduction.reduce_scatter_group
-    all_reduce_group = reduction.all_reduce_group
-    if bucket.comm_dtype is not None:
-        return get_tree_divide_factors(
-            scatter_group, all_reduce_group, reduction.divide_factor
-        )
-    return _get_gradient_divide_factors(
-        scatter_group,
-        all_reduce_group,
-        bucket.dtype,
-        reduction.device.type,
-        reduction.divide_factor,
-        reduction.force_sum,
+    reduction = Reduction(**arguments)
+    bucket = _plan_bucket(
+        reduction, fsdp_params, unsharded_grads, orig_dtype, reduce_dtype
     )
+    bucket = prepare_inputs(reduction, bucket, fsdp_params, unsharded_grads)
+    part = BucketGrads(fsdp_params, bucket, unsharded_grads, partial_reduce_output)
+    return reduce_buckets(reduction, [part])[0]
+
+
+def call_monkeypatched(
+    reduce: Callable[..., Any], reduction: Reduction, part: BucketGrads
+) -> ReduceResult:
+    """Calls what a plugin has put in place of :func:`foreach_reduce`."""
+    runs = part.bucket.runs
+    values = {
+        **reduction._asdict(),
+        **vars(part),
+        "reduce_dtype": part.bucket.dtype,
+        "orig_dtype": runs[0].grad_dtype if len(runs) == 1 else None,
+    }
+    positional, keyword_only = [], {}
+    for name, parameter in _REDUCE_PARAMETERS.items():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            keyword_only[name] = values[name]
+        else:
+            positional.append(values[name])
+    return ReduceResult._make(reduce(*positional, **keyword_only))
 
 
 def _plan_bucket(
@@ -577,7 +484,7 @@ def _plan_bucket(
     dtypes = [reduce_dtype_of(grad.dtype, reduce_dtype) for grad in unsharded_grads]
     dtype = dtypes[0] if dtypes else cast(torch.dtype, reduce_dtype)
     dtypes += [dtype] * (len(fsdp_params) - len(dtypes))
-    keys = [(d, comm_dtype_of(p, d)) for d, p in zip(dtypes, fsdp_params)]
+    keys = [bucket_key(p, d) for p, d in zip(fsdp_params, dtypes)]
     for key, fsdp_param in zip(keys, fsdp_params):
         if key != keys[0]:
             first, other = map(describe_key, (keys[0], key))
@@ -587,20 +494,18 @@ def _plan_bucket(
                 f"reduced in {first} and {other}: pass reduce_dtype, or reduce "
                 "them in two calls"
             )
-    world_size = reduction.shard_world_size
-    numels = [p.padded_sharded_param_size.numel() for p in fsdp_params]
-    for i, (fsdp_param, grad) in enumerate(zip(fsdp_params, unsharded_grads)):
-        dim = fsdp_param.fsdp_placement.dim
-        numels[i] = padded_shard_numel(grad.size(), world_size, dim)
     # By name: which of them are new may differ between replicas
-    names = [str(fsdp_param._param_fqn) for fsdp_param in fsdp_params]
-    number = {
-        i: n for n, i in enumerate(sorted(range(len(names)), key=names.__getitem__))
-    }
-    slots = [
-        ReduceSlot(number[i], grad_dtype_of(fsdp_param, orig_dtype), numel)
-        for i, (fsdp_param, numel) in enumerate(zip(fsdp_params, numels))
-    ]
+    by_name = sorted(fsdp_params, key=lambda p: str(p._param_fqn))
+    slots = []
+    for i, fsdp_param in enumerate(fsdp_params):
+        numel = fsdp_param.padded_sharded_param_size.numel()
+        if i < len(unsharded_grads):
+            size, dim = unsharded_grads[i].size(), fsdp_param.fsdp_placement.dim
+            numel = padded_shard_numel(size, reduction.shard_world_size, dim)
+        param = fsdp_param.sharded_param
+        is_set = param.grad_dtype != param.dtype  # by users, which comes first
+        grad_dtype = param.grad_dtype if is_set else orig_dtype or param.dtype
+        slots.append(ReduceSlot(by_name.index(fsdp_param), grad_dtype, numel))
     return ReduceBucket(dtype, tuple(slots), keys[0][1] if keys else None)
 
 
@@ -610,11 +515,17 @@ def prepare_inputs(
     fsdp_params: list[FSDPParam],
     unsharded_grads: list[torch.Tensor],
 ) -> ReduceBucket:
-    """Lets others prepare the gradients, and returns where these lie then."""
+    """Lets a plugin prepare the gradients, and returns where these lie then."""
     world_size, count = reduction.shard_world_size, len(unsharded_grads)
     if count == 0 or reduction.prepares_by_default:
         return bucket
-    sizes = reduction.prepare_inputs(fsdp_params[:count], unsharded_grads, world_size)
+    prepare = reduction.prepare_reduce_scatter_inputs
+    try:
+        sizes = prepare(fsdp_params[:count], unsharded_grads, world_size)
+    except Exception as error:
+        raise explain_reduction(  # noqa: B904  (has its cause)
+            error, fsdp_params, bucket, unsharded_grads, reduction.device
+        )
     slots = [
         replace(slot, shard_numel=size.numel() // world_size)
         for slot, size in zip(bucket.slots, sizes, strict=False)
@@ -622,65 +533,117 @@ def prepare_inputs(
     return replace(bucket, slots=(*slots, *bucket.slots[count:]))
 
 
-def _reduce_copy_in(
-    reduction: Reduction,
-    bucket: ReduceBucket,
-    fsdp_params: list[FSDPParam],
-    unsharded_grads: list[torch.Tensor],
-) -> torch.Tensor | None:
+@without_grad
+def reduce_buckets(
+    reduction: Reduction, parts: Sequence[BucketGrads]
+) -> list[ReduceResult]:
     """
-    Returns the reduce-scatter's input: for each rank in turn, its shards of
-    all new gradients. None if there are none.
+    Does as :func:`foreach_reduce` for each of several buckets. All copy-ins come first,
+    so that the streams meet once: the first reduce-scatter waits for the last copy-in.
     """
-    if not unsharded_grads:
-        return None
+    handle = _get_device_handle(reduction.device.type)
+    current_stream = handle.current_stream()
+    stream = reduction.reduce_scatter_stream
+    results: list[ReduceResult] = []
+    part = parts[0]
+    try:
+        for part in parts:
+            _reduce_copy_in(reduction, part)
+        stream.wait_stream(current_stream)
+        with handle.stream(stream):
+            for part in parts:
+                results.append(_reduce_bucket(reduction, part, current_stream))
+    except Exception as error:
+        raise explain_reduction(  # noqa: B904  (has its cause)
+            error, part.fsdp_params, part.bucket, part.unsharded_grads, reduction.device
+        )
+    return results
+
+
+def _reduce_bucket(
+    reduction: Reduction, part: BucketGrads, current_stream: torch.Stream
+) -> ReduceResult:
+    """Reduces a bucket, from the stream of the reduce-scatter."""
+    factors = reduction.divide_factors(part.bucket)
+    stream, reduce_input = reduction.reduce_scatter_stream, part.reduce_scatter_input
+    output = _reduce_scatter(reduction, part, factors)
+    scattered = stream.record_event()
+    if reduction.defers_all_reduce:
+        return ReduceResult(
+            reduce_input, scattered, stream, scattered, None, None, output
+        )
+    fsdp_params, bucket = part.fsdp_params, part.bucket
+    if part.is_extended:
+        fsdp_params, bucket, output = in_common_order(fsdp_params, bucket, output)
+    if reduction.all_reduce_group is None and reduction.all_reduce_hook is None:
+        _div_if_needed(output, factors[1])
+        accumulate_sharded_grads(fsdp_params, bucket, output, stream, current_stream)
+        done = stream.record_event()
+        if output is reduce_input:
+            scattered = done  # it is read until then, and nothing else holds it
+        return ReduceResult(reduce_input, scattered, stream, done, None, None, None)
+    stream = reduction.all_reduce_stream
+    stream.wait_stream(reduction.reduce_scatter_stream)
+    with _get_device_handle(reduction.device.type).stream(stream):
+        _all_reduce(reduction, part, output, factors[3])
+        _div_if_needed(output, factors[1])
+        accumulate_sharded_grads(fsdp_params, bucket, output, stream, current_stream)
+        done = stream.record_event()
+    # Held as well: it was allocated in another stream, where the allocator must not
+    # hand out its memory before this one has read it
+    return ReduceResult(reduce_input, scattered, stream, done, output, done, None)
+
+
+def _reduce_copy_in(reduction: Reduction, part: BucketGrads) -> None:
+    """Copies the new gradients into the reduce-scatter's input, and drops them."""
+    bucket, grads = part.bucket, part.unsharded_grads
+    if not grads:
+        return
     world_size = reduction.shard_world_size
     shard_numel = bucket.shard_numel
-    if len(unsharded_grads) < len(bucket.slots):
-        shard_numel = bucket.starts[len(unsharded_grads)]
+    if len(grads) < len(bucket.slots):
+        shard_numel = bucket.starts[len(grads)]
     comm, numel = reduction.reduce_scatter_comm, world_size * shard_numel
     dtype = bucket.wire_dtype
     reduce_input = allocate_reduce_buffer(comm, numel, dtype, reduction.device)
-    dims = [0] * len(unsharded_grads)
+    dims = [0] * len(grads)
     if world_size > 1 and reduction.prepares_by_default:
-        dims = [p.fsdp_placement.dim for p, _ in zip(fsdp_params, unsharded_grads)]
-    copy_in_grads(bucket, dims, unsharded_grads, reduce_input, world_size)
-    return reduce_input
+        dims = [p.fsdp_placement.dim for p, _ in zip(part.fsdp_params, grads)]
+    copy_in_grads(bucket, dims, grads, reduce_input, world_size)
+    part.reduce_scatter_input = reduce_input
+    grads.clear()  # only now: the copy-in has been issued
 
 
 def _reduce_scatter(
-    reduction: Reduction,
-    bucket: ReduceBucket,
-    reduce_input: torch.Tensor | None,
-    partial: torch.Tensor | None,
-    factors: Factors,
+    reduction: Reduction, part: BucketGrads, factors: Factors
 ) -> torch.Tensor:
     """
-    Returns this rank's sum over the shard group, with what earlier
-    microbatches left added. It is the input itself where nothing is summed or cast.
+    Returns this rank's sum over the shard group, with the partial reduce of earlier
+    microbatches added. It is the input itself where nothing is summed or cast.
 
     That sum must be complete before the all-reduce: what were added after it
     would be the sum of one shard group alone.
     """
+    bucket, partial = part.bucket, part.partial_reduce_output
+    reduce_input = part.reduce_scatter_input
     if reduce_input is None:
         if partial is None:
             raise AssertionError("Expects gradients or a partial result to reduce")
         return partial
-    world_size = reduction.shard_world_size
-    divisor = factors[0]
-    if world_size == 1:  # no collective divides it
-        group, custom = reduction.reduce_scatter_group, reduction.divide_factor
-        divisor = scatter_divisor(group, factors, custom)
-    _div_if_needed(reduce_input, divisor)
-    comm, numel = reduction.reduce_scatter_comm, bucket.shard_numel
-    is_output = world_size == 1 and reduction.is_last and partial is None
-    if is_output and reduce_input.dtype == bucket.dtype and allocates_anew(comm):
+    world_size, comm = reduction.shard_world_size, reduction.reduce_scatter_comm
+    _div_if_needed(reduce_input, factors[0])
+    if (
+        world_size == 1
+        and partial is None
+        and not reduction.defers_all_reduce
+        and reduce_input.dtype == bucket.dtype
+        and allocates_anew(comm)
+    ):
         return reduce_input
-    fresh_numel = reduce_input.numel() // world_size
-    output = allocate_reduce_buffer(comm, numel, bucket.dtype, reduction.device)
-    fresh = output
-    if fresh_numel < bucket.shard_numel:
-        # The rest has a partial result only: nothing of it is scattered
+    device, numel = reduction.device, bucket.shard_numel
+    output = allocate_reduce_buffer(comm, numel, bucket.dtype, device)
+    fresh, fresh_numel = output, reduce_input.numel() // world_size
+    if fresh_numel < numel:  # the rest has a partial reduce only
         fresh = output[:fresh_numel]
         output[fresh_numel:].zero_()
     if world_size == 1:
@@ -693,39 +656,46 @@ def _reduce_scatter(
             op=factors[2],
         )
     else:
-        _exchange_and_add(reduction, reduce_input, fresh)
+        _all_to_all_and_add(reduction, part, fresh)
     if partial is not None:
         output += partial
     return output.clone() if reduction.reuses_output else output
 
 
-def _exchange_and_add(
-    reduction: Reduction, reduce_input: torch.Tensor, output: torch.Tensor
+def _all_to_all_and_add(
+    reduction: Reduction, part: BucketGrads, output: torch.Tensor
 ) -> None:
     """Is a reduce-scatter that sends in one dtype and adds in that of ``output``."""
     comm: Any = reduction.reduce_scatter_comm
+    sent, device = cast(torch.Tensor, part.reduce_scatter_input), reduction.device
     if allocates_anew(comm):
-        numel, dtype = reduce_input.numel(), reduce_input.dtype
-        received = allocate_reduce_buffer(comm, numel, dtype, reduction.device)
-    else:  # it may give what is sent once more
-        received = torch.empty_like(reduce_input)
-    comm.exchange(
-        output_tensor=received,
-        input_tensor=reduce_input,
-        group=reduction.reduce_scatter_group,
-    )
+        received = allocate_reduce_buffer(comm, sent.numel(), sent.dtype, device)
+    else:  # it may allocate what is sent once more
+        received = torch.empty_like(sent)
+    group = reduction.reduce_scatter_group
+    try:
+        comm.exchange(output_tensor=received, input_tensor=sent, group=group)
+    except Exception as error:
+        raise explain_all_to_all(  # noqa: B904  (has its cause)
+            error, part.fsdp_params, sent.dtype, device
+        )
     # What has been sent is needed no more
-    add_in_tree(received.view(reduction.shard_world_size, -1), output, reduce_input)
+    add_in_tree(received.view(reduction.shard_world_size, -1), output, sent)
 
 
 def _all_reduce(
-    reduction: Reduction, bucket: ReduceBucket, output: torch.Tensor, op: _ReduceOp
+    reduction: Reduction, part: BucketGrads, output: torch.Tensor, op: _ReduceOp
 ) -> None:
     """Reduces ``output`` over the replicas and runs the user's hook on it."""
-    if reduction.all_reduce_group is not None:
-        if bucket.comm_dtype is None:
-            dist.all_reduce(output, group=reduction.all_reduce_group, op=op)
-        else:
-            all_reduce_in_tree(output, reduction.all_reduce_group)
+    group, bucket = reduction.all_reduce_group, part.bucket
+    if group is not None and bucket.comm_dtype is None:
+        dist.all_reduce(output, group=group, op=op)
+    elif group is not None:
+        try:
+            all_reduce_in_tree(output, group)
+        except Exception as error:
+            raise explain_all_to_all(  # noqa: B904  (has its cause)
+                error, part.fsdp_params, bucket.wire_dtype, reduction.device
+            )
     if reduction.all_reduce_hook is not None:
         reduction.all_reduce_hook(output)

@@ -1,26 +1,28 @@
 """
 The backends that allocate a unit's buffers and issue its collectives, and the
-``fsdp::`` operators that copy into the buffers and out of them.
-
-The release has them in :mod:`_fsdp_collectives`, which therefore exports them too.
+``fsdp::`` operators. As in the release, :mod:`_fsdp_collectives` exports them.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
-from ._fsdp_api import _ReduceOp, _Size, AllGather, ReduceScatter
+from ._fsdp_api import _ReduceOp, AllGather, ReduceScatter
 from ._fsdp_layout import GatherLayout
-from ._fsdp_release import FOLLOWS_GRAD_DTYPE, has_operator
+from ._fsdp_release import FOLLOWS_GRAD_DTYPE, HAS_MIXED_CHUNK_CAT
+
+
+_Size: TypeAlias = Sequence[int | torch.SymInt]
 
 
 class DefaultAllocMixin:
-    """Takes every buffer from the device's caching allocator."""
+    """Allocates from the device's caching allocator."""
 
     def allocate(
         self, size: _Size, *, dtype: torch.dtype, device: torch.device
@@ -29,10 +31,7 @@ class DefaultAllocMixin:
 
 
 class ProcessGroupAllocMixin:
-    """
-    Takes buffers from the allocator of the process group's backend, e.g. memory
-    registered with the network, where the backend has one for the device.
-    """
+    """Allocates from the group's backend, where it has an allocator for the device."""
 
     def __init__(self, group: dist.ProcessGroup, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -50,8 +49,8 @@ class ProcessGroupAllocMixin:
 
 class SymmMemAllocMixin:
     """
-    Takes buffers from the device's symmetric-memory pool, which registers memory for
-    each buffer in use and reuses that of freed ones.
+    Allocates from the device's symmetric-memory pool, which registers memory for each
+    buffer in use and reuses that of freed ones.
     """
 
     def __init__(
@@ -76,8 +75,6 @@ class SymmMemAllocMixin:
 
 
 class _SingleAllGather(AllGather):
-    """Gathers from one tensor into one tensor."""
-
     needs_all_ranks = True
 
     def __call__(
@@ -93,8 +90,6 @@ class _SingleAllGather(AllGather):
 
 
 class _SingleReduceScatter(ReduceScatter):
-    """Reduces from one tensor into one tensor."""
-
     needs_all_ranks = True
 
     def __call__(
@@ -115,12 +110,15 @@ class _SingleReduceScatter(ReduceScatter):
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
     ) -> None:
-        """Is an all-to-all: each rank gets its part of all inputs, for FSDP to add."""
+        """Does the all-to-all of gradients that FSDP then adds itself."""
         dist.all_to_all_single(output_tensor, input_tensor, group=group)
 
 
 def is_of_group(comm: AllGather | ReduceScatter) -> bool:
-    """Whether a call of ``comm`` is a collective that needs all ranks of the group."""
+    """
+    Whether ``comm`` completes only once all ranks of the group have called it, so that
+    ranks may be compared before. A class with its own ``__call__`` must say so.
+    """
     return _declares(type(comm), "needs_all_ranks")
 
 
@@ -130,7 +128,7 @@ def can_exchange(kind: type) -> bool:
 
 
 def _declares(kind: type, name: str) -> bool:
-    """Whether ``name`` is set where the class has its ``__call__`` from, or below."""
+    """Whether ``name`` is set by the class that defines ``__call__``, or below it."""
     for base in kind.__mro__:
         if name in vars(base) or "__call__" in vars(base):
             return bool(vars(base).get(name))
@@ -190,16 +188,12 @@ class SymmMemReduceScatter(SymmMemAllocMixin, _SingleReduceScatter):
 def allocate_gather_buffer(
     comm: AllGather, layout: GatherLayout, world_size: int, device: torch.device
 ) -> torch.Tensor:
-    """
-    Returns the 1D buffer of a gather from ``comm``. Raises a ValueError if copies would
-    be written past its end or elsewhere, or the layout's views would not be aligned.
-    """
+    """Returns a gather's buffer (1D). Raises a ValueError if it is not as requested."""
     numel, dtype = world_size * layout.segment_numel, layout.buffer_dtype
     buffer = comm.allocate((numel,), dtype=dtype, device=device)
     if type(comm) is DefaultAllGather:
         return buffer
-    is_mixed = len(layout.regions) > 1
-    _check_buffer(comm, buffer, numel, dtype=dtype, is_contiguous=is_mixed)
+    _check_buffer(comm, buffer, numel, dtype, is_contiguous=len(layout.regions) > 1)
     start_nbytes = buffer.storage_offset() * buffer.itemsize
     if start_nbytes % layout.alignment != 0:
         raise ValueError(
@@ -214,7 +208,7 @@ def allocate_gather_buffer(
 def allocate_reduce_buffer(
     comm: ReduceScatter, numel: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Returns an input or output of a reduce-scatter from ``comm``, as requested."""
+    """Returns an input or output of a reduce-scatter, as requested."""
     buffer = comm.allocate((numel,), dtype=dtype, device=device)
     if type(comm) is not DefaultReduceScatter:
         _check_buffer(comm, buffer, numel)
@@ -225,8 +219,8 @@ def _check_buffer(
     comm: AllGather | ReduceScatter,
     buffer: Any,
     numel: int,
-    *,
     dtype: torch.dtype | None = None,
+    *,
     is_contiguous: bool = True,
 ) -> None:
     """Raises if a buffer is not as requested. A gather's must be 1D of ``dtype``."""
@@ -250,23 +244,23 @@ def _check_buffer(
 
 
 def allocates_anew(comm: ReduceScatter) -> bool:
-    """Whether no buffer from ``comm`` shares memory with one that is in use."""
+    """Whether no buffer from ``comm`` shares memory with one in use."""
     mixins = (DefaultAllocMixin, ProcessGroupAllocMixin, SymmMemAllocMixin)
     return any(type(comm).allocate is mixin.allocate for mixin in mixins)
 
 
 def holds_one_input(comm: ReduceScatter) -> bool:
     """
-    Whether a unit's buckets must be reduced one after the other: the input of the next
-    one may be a buffer still in use, or register more symmetric memory.
+    Whether a unit's buckets must be reduced one by one: the next input may be a buffer
+    still in use, or register more symmetric memory.
     """
     is_symmetric = type(comm).allocate is SymmMemAllocMixin.allocate
     return is_symmetric or not allocates_anew(comm)
 
 
 # Operators #
-# Inductor matches and rewrites the first three in graphs. An eager step calls what they
-# call unless somebody may see or replace them, see [Note: Who observes].
+# Inductor rewrites graphs with them. An eager step calls what they call unless somebody
+# may see or replace them, see [Note: Who observes].
 
 lib = torch.library.Library("fsdp", "FRAGMENT")
 
@@ -323,57 +317,41 @@ def split_with_sizes_copy(
 
 
 def chunk_cat(
-    tensors: list[torch.Tensor],
-    dim: int,
-    num_chunks: int,
-    out: torch.Tensor,
+    tensors: list[torch.Tensor], dim: int, num_chunks: int, out: torch.Tensor
 ) -> None:
     torch._chunk_cat(tensors, dim, num_chunks, out=out)
 
 
-# Since 2.15 the release has it in C++ for tensors of several dtypes as well. Its CUDA
-# kernel casts between bf16 and fp32 while it copies.
-_HAS_MIXED = has_operator("chunk_cat_mixed_dtype")
-_CHUNK_CAT = "chunk_cat_mixed_dtype" if _HAS_MIXED else "chunk_cat"
+_CHUNK_CAT = "chunk_cat_mixed_dtype" if HAS_MIXED_CHUNK_CAT else "chunk_cat"
 
 
-def copies_mixed(dtypes: set[torch.dtype], device: torch.device) -> bool:
+def copies_mixed(dtypes: set[torch.dtype | None], device: torch.device) -> bool:
     """Whether the operator casts between these dtypes without a temporary."""
     on_cuda = device.type == "cuda"
-    return _HAS_MIXED and on_cuda and dtypes <= {torch.bfloat16, torch.float32}
+    return HAS_MIXED_CHUNK_CAT and on_cuda and dtypes <= {torch.bfloat16, torch.float32}
 
 
-def chunk_cat_by_operator(
-    tensors: list[torch.Tensor], dim: int, num_chunks: int, *, out: torch.Tensor
-) -> None:
-    """Calls the operator that the release calls."""
-    getattr(torch.ops.fsdp, _CHUNK_CAT)(tensors, dim, num_chunks, out=out)
+def chunk_cat_by_operator(tensors: list[torch.Tensor], rows: torch.Tensor) -> None:
+    """Fills one row for each rank by the operator that the release calls."""
+    getattr(torch.ops.fsdp, _CHUNK_CAT)(tensors, 0, rows.size(0), out=rows)
 
 
 def record_grad_output_stream(buffer: torch.Tensor, stream: torch.Stream) -> None:
-    """
-    Tells a device (2.15) that sharded gradients in ``buffer`` are read in ``stream``.
-    Does nothing unless a vendor has replaced the operator's kernel.
-    """
+    """Tells a vendor's kernel (2.15) which stream reads sharded gradients."""
     if FOLLOWS_GRAD_DTYPE and buffer.device.type != "cpu":
         torch.ops.fsdp.record_grad_output_stream(
             buffer, stream.stream_id, stream.device_index, stream.device_type
         )
 
 
-def _register_kernels() -> None:
-    devices = ("CUDA", "XPU", "HPU", "CPU", "MTIA", "PrivateUse1")
-    for key in devices:
-        lib.impl("all_gather_copy_in", all_gather_copy_in_cuda, key)
-    lib.impl("all_gather_copy_in", all_gather_copy_in_meta, "Meta")
-    for key in (*devices, "Meta"):
-        lib.impl("split_with_sizes_copy", split_with_sizes_copy, key)
-        lib.impl("chunk_cat", chunk_cat, key)
-    if FOLLOWS_GRAD_DTYPE:
-        name = "record_grad_output_stream"
-        arguments = "Tensor buffer, int stream_id, int device_index, int device_type"
-        lib.define(f"{name}({arguments}) -> ()")
-        lib.impl(name, lambda *_: None, "CompositeExplicitAutograd")
-
-
-_register_kernels()
+for _key in ("CUDA", "XPU", "HPU", "CPU", "MTIA", "PrivateUse1", "Meta"):
+    _copy_in = all_gather_copy_in_meta if _key == "Meta" else all_gather_copy_in_cuda
+    lib.impl("all_gather_copy_in", _copy_in, _key)
+    lib.impl("split_with_sizes_copy", split_with_sizes_copy, _key)
+    lib.impl("chunk_cat", chunk_cat, _key)
+if FOLLOWS_GRAD_DTYPE:
+    lib.define(
+        "record_grad_output_stream(Tensor buffer, int stream_id, int device_index, "
+        "int device_type) -> ()"
+    )
+    lib.impl("record_grad_output_stream", lambda *_: None, "CompositeExplicitAutograd")

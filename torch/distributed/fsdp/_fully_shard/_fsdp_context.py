@@ -1,4 +1,4 @@
-"""The streams and in-flight buffers that the groups of one root share."""
+"""What the groups of one root share, see :class:`FSDPCommContext`."""
 
 from __future__ import annotations
 
@@ -23,15 +23,11 @@ class AllGatherState(NamedTuple):
 
 
 class ReduceScatterState(NamedTuple):
-    """
-    The reduce-scatter inputs of one post-backward, one for each bucket, held until
-    ``event``, which follows the last of them.
-    """
+    """The inputs of one post-backward, held until ``event``, after the last of them."""
 
-    reduce_scatter_inputs: tuple[torch.Tensor, ...]
+    reduce_scatter_inputs: tuple[torch.Tensor, ...]  # one for each bucket
     event: torch.Event | None
-    # Where their memory may be reused as soon as they are freed
-    allocation_stream: torch.Stream
+    allocation_stream: torch.Stream  # which may reuse their memory once freed
     param_group: Any  # the group that reduced
 
 
@@ -44,8 +40,8 @@ class _GradientReductionState:
 
 class AllReduceState(NamedTuple):
     """
-    A bucket's reduced buffer, held until ``event``: in the reduce-scatter stream, which
-    allocated it, its memory could be reused while the all-reduce stream reads it.
+    A bucket's reduced buffer, held until ``event``: else the stream that allocated it,
+    of the reduce-scatter, could reuse its memory while the all-reduce reads it.
     """
 
     all_reduce_input: torch.Tensor
@@ -59,7 +55,7 @@ class FSDPCommContext:
     all_gather_state: AllGatherState | None = None
     # While a user's handle has not been waited for (2.15)
     active_gradient_reduction: _GradientReductionState | None = None
-    # Forwards in which traces were looked for, by the first group that came again
+    # How many forwards have looked for traces
     num_forwards: int = 0
 
     def lazy_init(self, device: torch.device):
@@ -73,8 +69,7 @@ class FSDPCommContext:
         self.all_gather_stream = handle.Stream(priority=high)
         # Scaling and reduce-scatter beside the next group's backward
         self.reduce_scatter_stream = handle.Stream(priority=high)
-        # HSDP's all-reduce, usually over another network than the shard group's, beside
-        # all-gathers and reduce-scatters
+        # HSDP's, usually over another network, beside the shard group's collectives
         self.all_reduce_stream = handle.Stream()
         # The end of backward waits for the last event of each stream that reduces
         self._last_post_reduce_events: dict[torch.Stream, torch.Event] = {}
@@ -83,17 +78,13 @@ class FSDPCommContext:
         self.reduce_scatter_max_input_buffers: int = 1
         # The groups of one module that have reduced since another module's last did
         self.reducing_groups: list[Any] = []
-        # Groups in the order of their forwards, for prefetching in backward. Every
-        # backward clears it, and so its reference cycle.
+        # In the order of forwards. Each backward clears it, and its reference cycle.
         self.post_forward_order: list[Any] = []
 
     def get_all_gather_streams(
         self, async_op: bool, training_state: TrainingState
     ) -> tuple[torch.Stream, torch.Stream]:
-        """
-        Returns the streams for copy-in and all-gather: the current one for both unless
-        the gather may be a prefetch.
-        """
+        """Returns the streams of copy-in and all-gather: own ones for a prefetch."""
         prefetches = (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)
         if async_op or training_state not in prefetches:
             stream = self.device_handle.current_stream()
@@ -109,12 +100,11 @@ class FSDPCommContext:
     def get_groups_to_prefetch(self, group: Any, index: int) -> Iterator[Any]:
         """
         Yields the groups that backward prefetches from ``group``, whose forward was at
-        ``index``: that of the forward before.
+        ``index``: those of the module before.
 
-        Backward runs the groups of a module, one for each mesh, from the last to the
-        first. The last but one to run prefetches all groups of the module before: any
-        earlier, they would be unsharded for longer; any later, no reduce-scatter would
-        be left to overlap with their gathers.
+        Backward runs a module's groups, one for each mesh, from last to first. The last
+        but one prefetches: earlier, parameters would be unsharded for longer; later, no
+        reduce-scatter would be left to overlap with their gathers.
         """
         earlier = reversed(self.post_forward_order[:index])
         if group._num_param_groups == 1:
@@ -132,10 +122,7 @@ class FSDPCommContext:
             self.all_gather_state = None
 
     def release_all_gather_state_on_current_stream(self) -> None:
-        """
-        Frees the last gather's buffer at the end of an iteration. Gather streams wait
-        for the current one before the next.
-        """
+        """Frees the last gather's buffer once the current stream has waited for it."""
         if (state := self.all_gather_state) is not None:
             if state.event is not None:
                 self.device_handle.current_stream().wait_event(state.event)
@@ -143,12 +130,9 @@ class FSDPCommContext:
 
     def recycle_reduce_scatter_inputs(self, group: Any) -> None:
         """
-        Drops the oldest reduce-scatter inputs, each after its event, until there is
-        room for those of ``group``.
-
-        Only at the first group of a module that comes, whichever that is: waiting at
-        each would serialize their reduce-scatters. A group that comes again, or after
-        another module's, is a first one.
+        Drops the oldest reduce-scatter inputs after their events, to make room for
+        those of ``group``. Only at the first group of a module to reduce: waiting at
+        each would serialize their reduce-scatters. A group that comes again is a first.
         """
         groups = self.reducing_groups
         if groups and groups[0].modules is group.modules and group not in groups:
@@ -169,7 +153,7 @@ class FSDPCommContext:
             del states[:excess]
 
     def wait_current_stream_on_reductions(self) -> None:
-        """Orders the current stream behind all that reductions have started."""
+        """Makes the current stream wait for all reductions."""
         for event in self._last_post_reduce_events.values():
             self.device_handle.current_stream().wait_event(event)
         self._last_post_reduce_events.clear()

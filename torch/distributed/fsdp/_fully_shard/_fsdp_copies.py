@@ -1,8 +1,4 @@
-"""
-The copies between a unit's tensors and its flat buffers: shards into a gather's buffer
-and parameters out of it, gradients into a reduction's input and sharded gradients out
-of its output. No collectives.
-"""
+"""The copies between a unit's tensors and its flat buffers. No collectives."""
 
 from __future__ import annotations
 
@@ -30,7 +26,7 @@ from ._fsdp_layout import (
 )
 from ._fsdp_observers import gets_operators
 from ._fsdp_param import FSDPParam, ShardedState
-from ._fsdp_unit import GatherOutputs, GatherPlan, UnitParams
+from ._fsdp_param_cache import GatherOutputs, GatherPlan
 
 
 _is_cpu = attrgetter("is_cpu")
@@ -40,26 +36,37 @@ _is_cpu = attrgetter("is_cpu")
 
 
 def fill_segment(
-    output: torch.Tensor,
-    plan: GatherPlan,
-    tensors: Sequence[torch.Tensor],
-    rank: int,
+    output: torch.Tensor, plan: GatherPlan, tensors: Sequence[torch.Tensor], rank: int
 ) -> torch.Tensor:
     """Writes this rank's shards into its segment of a gather's buffer. Returns that."""
-    if gets_operators(output.device):
-        return _copy_in_by_operator(output, plan, tensors, rank)
-    numel = plan.layout.segment_numel
-    segment = output[rank * numel : (rank + 1) * numel]
-    _copy_in(segment, plan.copies, tensors)
+    layout = plan.layout
+    numel = layout.segment_numel
+    if not gets_operators(output.device):
+        segment = output[rank * numel : (rank + 1) * numel]
+        _copy_in(segment, plan.copies, tensors)
+        return segment
+    # The operator neither casts nor moves
+    inputs: list[torch.Tensor] = []
+    for copy in plan.copies:
+        region, sources = copy.region, _sources(copy, tensors)
+        if copy.casts or _are_on_host(sources, output.device):
+            flat = output.new_empty(region.numel, dtype=region.dtype)
+            pieces = flat.split(region.numels)
+            _copy_groups(pieces, sources, copy.casts)
+            sources = pieces
+        inputs += [_view_as(source, layout.buffer_dtype) for source in sources]
+    if layout.padding_nbytes:
+        inputs.append(output.new_zeros(layout.split_sizes[-1]))
+    segment, _ = torch.ops.fsdp.all_gather_copy_in(
+        inputs, output, [*layout.split_sizes], numel, rank
+    )
     return segment
 
 
 def _copy_in(
-    segment: torch.Tensor,
-    copies: Sequence[RegionCopy],
-    inputs: Sequence[torch.Tensor],
+    segment: torch.Tensor, copies: Sequence[RegionCopy], inputs: Sequence[torch.Tensor]
 ) -> None:
-    """Writes this rank's shards into its segment in one pass, which casts them too."""
+    """Fills this rank's segment in one pass, which also casts."""
     for copy in copies:
         target, sources = copy.region.view(segment), _sources(copy, inputs)
         if copy.casts or _are_on_host(sources, segment.device):
@@ -92,8 +99,8 @@ def _copy_groups(
     """Copies tensors to others, moved and cast. Each group is of one pair of dtypes."""
     device = targets[0].device
     if _are_on_host(sources, device):
-        # Moved before they are cast, because a copy that does both goes through one
-        # more temporary. One at a time, so that only one is on the device uncast.
+        # Moved first: a copy that also casts goes through one more temporary. One at
+        # a time, so that only one is on the device uncast.
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source.to(device, non_blocking=True))
         return
@@ -118,101 +125,48 @@ def _are_on_host(sources: Sequence[torch.Tensor], device: torch.device) -> bool:
     return device.type != "cpu" and any(map(_is_cpu, sources))
 
 
-def _copy_in_by_operator(
-    output: torch.Tensor,
-    plan: GatherPlan,
-    tensors: Sequence[torch.Tensor],
-    rank: int,
-) -> torch.Tensor:
-    """Does as :func:`_copy_in` by the operator, which neither casts nor moves."""
-    layout, inputs = plan.layout, []
-    for copy in plan.copies:
-        region, sources = copy.region, _sources(copy, tensors)
-        if copy.casts or _are_on_host(sources, output.device):
-            flat = output.new_empty(region.numel, dtype=region.dtype)
-            pieces = flat.split(region.numels)
-            _copy_groups(pieces, sources, copy.casts)
-            sources = pieces
-        inputs += [_view_as(source, layout.buffer_dtype) for source in sources]
-    if layout.padding_nbytes:
-        inputs.append(output.new_zeros(layout.split_sizes[-1]))
-    segment, _ = torch.ops.fsdp.all_gather_copy_in(
-        inputs, output, [*layout.split_sizes], layout.segment_numel, rank
-    )
-    return segment
-
-
-def alloc_outputs(
-    unit: UnitParams,
-    dtypes: list[list[torch.dtype]],
-    numels: list[list[int]],
-    world_size: int,
-    device: torch.device,
-) -> GatherOutputs:
-    """Makes the all-gather outputs, or gives them their storage back."""
-    if (kept := unit.outputs) is not None:
-        kept.alloc()
-        return kept
-    for fsdp_param, param_dtypes, param_numels in zip(
-        unit, dtypes, numels, strict=True
-    ):
-        fsdp_param.init_all_gather_outputs(
-            param_numels, param_dtypes, world_size, device
-        )
-        fsdp_param.alloc_all_gather_outputs()
-    outputs = GatherOutputs(unit)
-    unit.keep_outputs(outputs)
-    return outputs
-
-
 def copy_out(
-    unit: UnitParams,
+    fsdp_params: Sequence[FSDPParam],
     buffer: torch.Tensor,
     layout: GatherLayout,
     outputs: GatherOutputs,
     world_size: int,
 ) -> None:
-    """Writes a unit's all-gather outputs from a gather's buffer."""
-    if (columns := unit.columns(layout, outputs)) is not None:
+    """Writes the parameters' all-gather outputs from a gather's buffer."""
+    state = fsdp_params[0].sharded_state
+    last_layout, columns = outputs.columns.get(state, (None, []))
+    if last_layout is layout:
         _split_copy(buffer, layout, columns)
         return
     targets: list[torch.Tensor] = []
     interleaved: list[tuple[FSDPParam, torch.Tensor, torch.Tensor]] = []
-    for fsdp_param in unit:
+    for fsdp_param in fsdp_params:
         for output in fsdp_param.all_gather_outputs:
             target = output
-            if _gathers_out_of_order(fsdp_param):
+            # Flat pieces, as after forward, lie in order whatever the dim
+            if fsdp_param.fsdp_placement.dim and state == ShardedState.SHARDED:
                 target = torch.empty_like(output)
                 interleaved.append((fsdp_param, target, output))
             targets.append(target)
     columns = _to_columns(targets, layout, world_size)
     _split_copy(buffer, layout, columns)
     for fsdp_param, rank_major, output in interleaved:
-        _interleave_shards(fsdp_param, rank_major, output, world_size)
+        shards = rank_major.view(world_size, *fsdp_param.padded_sharded_param_size)
+        shards = shards.movedim(0, fsdp_param.fsdp_placement.dim)
+        output.data.view(shards.size()).copy_(shards)  # see `_to_columns`
     if not interleaved:
-        unit.keep_columns(layout, outputs, columns)
-
-
-def _gathers_out_of_order(fsdp_param: FSDPParam) -> bool:
-    """
-    Whether the ranks' shards one after the other are not the parameter yet. Resharded
-    after forward they are: flat pieces of it, whatever the dim.
-    """
-    return (
-        fsdp_param.fsdp_placement.dim != 0
-        and fsdp_param.sharded_state == ShardedState.SHARDED
-    )
+        outputs.columns[state] = layout, columns
 
 
 def _to_columns(
     outputs: Sequence[torch.Tensor], layout: GatherLayout, world_size: int
 ) -> list[torch.Tensor]:
     """
-    Views the outputs, in segment order, as columns of a gather buffer of one
-    row a rank, and in its dtype. The padding gets a tensor that nothing reads.
+    Views the outputs, in segment order, as columns of a gather buffer with a row for
+    each rank. The padding gets a tensor that nothing reads.
 
-    The views do not share the outputs' version: each unshard writes the same values, so
-    that for autograd it must not count as an in-place change of what was saved.
+    The views do not share the outputs' version: to autograd an unshard, which writes
+    the same values, must not be an in-place change of what was saved.
     """
     sizes = layout.split_sizes
     columns = [
@@ -240,21 +194,6 @@ def _split_copy(
         torch.split_with_sizes_copy(rows, layout.split_sizes, dim=1, out=columns)
 
 
-def _interleave_shards(
-    fsdp_param: FSDPParam,
-    rank_major: torch.Tensor,
-    output: torch.Tensor,
-    world_size: int,
-) -> None:
-    """Puts shards on another dim than 0, which lie rank by rank, side by side."""
-    dim = fsdp_param.fsdp_placement.dim
-    shard_size = fsdp_param.padded_sharded_param_size
-    before, after = shard_size[:dim], shard_size[dim:]
-    by_rank = rank_major.view(world_size, *shard_size)
-    target = output.data.view(*before, world_size, *after)  # see `_to_columns`
-    target.copy_(by_rank.movedim(0, dim))
-
-
 # Gradients into the input of a reduction #
 
 
@@ -270,43 +209,43 @@ def copy_in_grads(
     ``reduce_input``, which has one row for each rank.
 
     [Note: One kernel for most gradients]
-    The fused kernel takes dense tensors of one dtype and fills all columns of a dense
-    output. One mismatched tensor, of another dtype or not dense, would send all of them
-    down its slow path. So it is given the gradients that match the largest, and in
-    place of each mismatched one a piece of the largest, whose columns are written again
-    afterwards. The kernel casts, so only mismatched gradients need a temporary. Since
-    2.15 an operator takes bf16 and fp32 together on CUDA, see :func:`copies_mixed`.
+    The fused kernel needs dense tensors of one dtype and fills all columns. One
+    mismatched tensor would send all of them down its slow path. So it gets the
+    gradients that match the largest, and in place of each mismatched one a piece of the
+    largest, whose columns are written again afterwards. The kernel casts, so only
+    mismatched gradients need a temporary. Since 2.15 an operator takes bf16 and fp32
+    together on CUDA, see :func:`copies_mixed`.
     """
-    is_dense = [dim == 0 and grad.is_contiguous() for dim, grad in zip(dims, grads)]
-    dtypes = [grad.dtype for grad in grads]
-    if all(is_dense):
-        if dtypes.count(dtypes[0]) == len(dtypes):
-            foreach_reduce_scatter_copy_in(grads, reduce_input, world_size)
-            return
-        if copies_mixed({*dtypes, reduce_input.dtype}, reduce_input.device):
-            rows = reduce_input.view(world_size, -1)
-            chunk_cat_by_operator(grads, 0, world_size, out=rows)
-            return
-    dense = [grad for grad, is_one in zip(grads, is_dense) if is_one]
-    largest = max(dense, key=torch.Tensor.numel, default=None)
-    mismatched = [
-        i
-        for i, (dtype, is_one) in enumerate(zip(dtypes, is_dense))
-        if largest is None or not is_one or dtype != largest.dtype
+    dense_dtypes = [  # None where not dense
+        grad.dtype if dim == 0 and grad.is_contiguous() else None
+        for dim, grad in zip(dims, grads)
     ]
-    slots = bucket.slots
-    # The least that fills as many columns, with the kernel's padding
-    numels = {
-        i: max(world_size * (slots[i].shard_numel - 1) + 1, 0) for i in mismatched
-    }
-    if largest is not None and max(numels.values()) <= largest.numel():
-        flat = largest.view(-1)
-        like = [flat[: numels[i]] if i in numels else g for i, g in enumerate(grads)]
-        foreach_reduce_scatter_copy_in(like, reduce_input, world_size)
-        runs = _adjacent(mismatched, grads, is_dense)
-    else:
-        runs = [[i] for i in range(len(grads))]
+    first = dense_dtypes[0]
+    if first is not None and dense_dtypes.count(first) == len(dense_dtypes):
+        foreach_reduce_scatter_copy_in(grads, reduce_input, world_size)
+        return
     rows = reduce_input.view(world_size, -1)
+    if copies_mixed({*dense_dtypes, rows.dtype}, rows.device):
+        chunk_cat_by_operator(grads, rows)
+        return
+    dense = [grad for grad, dtype in zip(grads, dense_dtypes) if dtype is not None]
+    largest = max(dense, key=torch.Tensor.numel, default=None)
+    slots, runs = bucket.slots, [[i] for i in range(len(grads))]
+    if largest is not None:
+        # The least that fills as many columns, with the kernel's padding
+        numels = {
+            i: max(world_size * (slots[i].shard_numel - 1) + 1, 0)
+            for i, dtype in enumerate(dense_dtypes)
+            if dtype != largest.dtype
+        }
+        if max(numels.values()) <= largest.numel():
+            flat = largest.view(-1)
+            like = [
+                flat[: numels[i]] if i in numels else grad
+                for i, grad in enumerate(grads)
+            ]
+            foreach_reduce_scatter_copy_in(like, reduce_input, world_size)
+            runs = _adjacent(numels, dense_dtypes)
     for run in runs:
         numel = sum(slots[i].shard_numel for i in run)
         columns = rows.narrow(1, bucket.starts[run[0]], numel)
@@ -314,13 +253,13 @@ def copy_in_grads(
 
 
 def _adjacent(
-    indices: Iterable[int], grads: Sequence[torch.Tensor], is_dense: Sequence[bool]
+    indices: Iterable[int], dense_dtypes: Sequence[torch.dtype | None]
 ) -> list[list[int]]:
     """Returns runs that the kernel can copy together: adjacent, dense, of one dtype."""
 
     def run_of(numbered: tuple[int, int]) -> object:
         number, i = numbered
-        return (i - number, grads[i].dtype) if is_dense[i] else i
+        return i if dense_dtypes[i] is None else (i - number, dense_dtypes[i])
 
     return [[i for _, i in run] for _, run in groupby(enumerate(indices), run_of)]
 
@@ -329,8 +268,8 @@ def _copy_to_columns(
     columns: torch.Tensor, grads: list[torch.Tensor], dim: int
 ) -> None:
     """
-    Copies a gradient that is sharded on ``dim``, or several on dim 0 and of one
-    dtype, to their columns of the rows of all ranks.
+    Copies a gradient that is sharded on ``dim``, or several on dim 0 of one dtype, to
+    their columns of the rows of all ranks.
     """
     world_size, row_numel = columns.size()
     if len(grads) == 1 and (dim != 0 or grads[0].size(0) % world_size == 0):
@@ -364,7 +303,7 @@ def foreach_reduce_scatter_copy_in(
     row_numel = reduce_scatter_input.numel() // world_size
     rows = reduce_scatter_input.view(world_size, row_numel)
     if gets_operators(rows.device):
-        chunk_cat_by_operator(unsharded_grads, 0, world_size, out=rows)
+        chunk_cat_by_operator(unsharded_grads, rows)
     else:
         torch._chunk_cat(unsharded_grads, 0, world_size, out=rows)
     _check_row(rows.size(1), row_numel)  # the kernel may have resized them
@@ -383,25 +322,18 @@ def copy_between(
     source: torch.Tensor,
     target_bucket: ReduceBucket,
     target: torch.Tensor,
-    factor: float = 1.0,
 ) -> None:
-    """
-    Copies the parameters that both buckets hold from a rank's 1D shard of the one to
-    that of the other, cast to its dtype and multiplied by ``factor``.
-    """
+    """Copies what both buckets hold from a rank's 1D shard of one to the other's."""
     for start, target_start, numel in moves_between(source_bucket, target_bucket):
-        piece = target.narrow(0, target_start, numel)
-        piece.copy_(source.narrow(0, start, numel))
-        if factor != 1.0:
-            piece.mul_(factor)
+        target.narrow(0, target_start, numel).copy_(source.narrow(0, start, numel))
 
 
 def in_common_order(
     fsdp_params: list[FSDPParam], bucket: ReduceBucket, output: torch.Tensor
 ) -> tuple[list[FSDPParam], ReduceBucket, torch.Tensor]:
     """
-    Lays ``output`` out as planned, because which microbatch had which gradients, and so
-    the order of slots, may differ between replicas, whose elements must line up.
+    Reorders ``output`` as planned: which microbatch had which gradients, and so the
+    order of slots, may differ between replicas, whose elements must line up.
     """
     common = in_plan_order(bucket)
     if common is bucket:
@@ -418,7 +350,7 @@ def in_common_order(
 _new_dtensor = DTensor.__new__
 
 
-def give_sharded_grads(
+def accumulate_sharded_grads(
     fsdp_params: list[FSDPParam],
     bucket: ReduceBucket,
     output: torch.Tensor,
@@ -426,18 +358,17 @@ def give_sharded_grads(
     reading_stream: torch.Stream,
 ) -> None:
     """
-    Casts a rank's shard of the reduced bucket to the gradients' dtypes, one copy for
-    each, and makes each parameter's piece of it the parameter's sharded gradient.
+    Casts a rank's shard of the reduced bucket, one copy for each gradient dtype, and
+    makes its pieces the parameters' sharded gradients, or adds them.
     """
     starts = bucket.starts
     record_grad_output_stream(output, reading_stream)
     for run in bucket.runs:
-        flat = output
+        flat, dtype = output, run.grad_dtype
         if len(bucket.runs) > 1:
             flat = output[run.start_numel : run.start_numel + run.numel]
         # One of several runs is copied even if it needs no cast: as a view it would
         # keep the whole bucket alive
-        dtype = run.grad_dtype
         if dtype != flat.dtype or len(bucket.runs) > 1:
             flat = flat.to(dtype, copy=True)
             record_grad_output_stream(flat, reading_stream)
@@ -474,13 +405,9 @@ def _as_dtensor(
 def _accumulate_sharded_grad(
     fsdp_param: FSDPParam, sharded_grad: torch.Tensor, stream: torch.Stream
 ) -> None:
-    """
-    Makes ``sharded_grad`` the parameter's gradient, or adds it to the one that
-    is there, and runs the parameter's post-accumulate-grad hooks.
-    """
+    """Accumulates a sharded gradient and runs its post-accumulate-grad hooks."""
     sharded_param = fsdp_param.sharded_param
-    hooks = sharded_param._post_accumulate_grad_hooks
-    present = sharded_param.grad
+    hooks, present = sharded_param._post_accumulate_grad_hooks, sharded_param.grad
     if fsdp_param.offload_to_cpu:
         # An addition on the CPU and a hook read the gradient at once, so its copy to
         # the host may be in flight only without either
@@ -489,8 +416,8 @@ def _accumulate_sharded_grad(
         if overlaps:
             fsdp_param.grad_offload_event = stream.record_event()
     if present is None:
-        dtype = sharded_grad.dtype
-        sharded_param.grad = _as_dtensor(fsdp_param, sharded_grad, dtype)
+        grad = _as_dtensor(fsdp_param, sharded_grad, sharded_grad.dtype)
+        sharded_param.grad = grad
     elif isinstance(present, DTensor):
         stored = cast(DTensor, sharded_param)._local_tensor.dtype
         if sharded_param.dtype != stored:  # only its `data` was cast
@@ -505,6 +432,5 @@ def _accumulate_sharded_grad(
             f"sharded parameter, but it is a {type(present).__name__}: do not set "
             "the gradient of a sharded parameter to a plain tensor"
         )
-    if hooks:
-        for hook in [*hooks.values()]:
-            hook(sharded_param)
+    for hook in [*hooks.values()] if hooks else ():
+        hook(sharded_param)

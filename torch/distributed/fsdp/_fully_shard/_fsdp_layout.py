@@ -1,21 +1,18 @@
 """
 Where each parameter of a unit lies in the unit's flat communication buffers.
 
-This module only plans: no operator, no stream, no process group. Its results are
-frozen, and cached for as long as they hold. :mod:`_fsdp_collectives` moves data
-accordingly, and :mod:`_fsdp_param_group` decides when.
+Only frozen plans: no operator, no stream, no process group.
 
 [Note: Order of dtypes]
-All ranks must lay out their bytes alike and issue the collectives of their reduce
-dtypes in the same order. Both orders come from :func:`dtype_rank`, which is the same in
-every process. Iterating a set of dtypes is not: ``torch.dtype`` hashes by address.
+All ranks must lay out bytes and order the collectives of reduce dtypes alike. Both
+orders come from :func:`dtype_rank`. Iterating a set of dtypes would not do:
+``torch.dtype`` hashes by address.
 
 [Note: Aligned without gaps]
-One rank's segment of the gather buffer holds its shards by dtype, widest element first.
-Element sizes are powers of two, so what precedes a slot is a multiple of the slot's own
-element size, and slots need no gaps between them. Only the segment's end is padded, to
-the widest element size, so that the next rank's segment is aligned as well. A uniform
-unit needs no padding.
+A rank's segment of the gather buffer holds its shards by dtype, widest element first.
+Element sizes are powers of two, so each slot starts at a multiple of its element size
+without gaps. Only the segment's end is padded, to the widest element size, for the next
+rank's segment. A uniform unit needs no padding.
 """
 
 from __future__ import annotations
@@ -37,8 +34,8 @@ def dtype_rank(dtype: torch.dtype) -> tuple[int, str]:
 
 def storage_dtype(dtype: torch.dtype) -> torch.dtype:
     """
-    Returns the dtype to move elements of ``dtype`` in: uint8 for 1-byte dtypes, not all
-    of which every kernel and every backend supports, else ``dtype`` itself.
+    Returns what to move ``dtype`` as: uint8 for 1-byte dtypes, some of which some
+    kernels and backends lack, else ``dtype`` itself.
     """
     return torch.uint8 if dtype.itemsize == 1 else dtype
 
@@ -51,12 +48,10 @@ class GatherRegion:
     """A run of one rank's shards that have the same dtype."""
 
     dtype: torch.dtype
-    # From the start of the rank's segment
-    start_nbytes: int
+    start_nbytes: int  # in the rank's segment
     # Positions in the list of all inputs, in the order in which they lie here
     inputs: tuple[int, ...]
-    # Elements of each input, as long as ``inputs``
-    numels: tuple[int, ...]
+    numels: tuple[int, ...]  # of each input
 
     @cached_property
     def numel(self) -> int:
@@ -67,10 +62,7 @@ class GatherRegion:
         return self.numel * self.dtype.itemsize
 
     def view(self, segment: torch.Tensor) -> torch.Tensor:
-        """
-        Returns this region of a rank's 1D ``segment`` in the region's dtype. Segments
-        of several regions are bytes.
-        """
+        """Returns this region of a rank's 1D ``segment`` in the region's dtype."""
         if self.dtype == segment.dtype and self.nbytes == segment.nbytes:
             return segment
         end_nbytes = self.start_nbytes + self.nbytes
@@ -79,18 +71,14 @@ class GatherRegion:
 
 @dataclass(frozen=True)
 class GatherLayout:
-    """
-    The all-gather buffer of a unit: the segments of all ranks one after the
-    other, each laid out as ``regions`` and then padding.
-    """
+    """The segment of each rank in the gather buffer: ``regions`` and then padding."""
 
     regions: tuple[GatherRegion, ...]
-    # In bytes, of a segment's start and of its length
-    alignment: int
+    alignment: int  # in bytes, of a segment's start and of its length
 
     @cached_property
     def buffer_dtype(self) -> torch.dtype:
-        """Of the buffer that is gathered: uint8 if the inputs have several dtypes."""
+        """uint8 if the inputs have several dtypes."""
         is_uniform = len(self.regions) == 1
         return storage_dtype(self.regions[0].dtype) if is_uniform else torch.uint8
 
@@ -109,18 +97,14 @@ class GatherLayout:
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """Positions of the inputs in the order in which a segment holds them."""
+        """Positions of the inputs, as a segment orders them."""
         return tuple(i for region in self.regions for i in region.inputs)
 
     @cached_property
     def split_sizes(self) -> tuple[int, ...]:
-        """
-        Elements of ``buffer_dtype`` of each input in segment order, and of the
-        padding at the end where there is any.
-        """
-        itemsize = self.buffer_dtype.itemsize
+        """Elements of ``buffer_dtype`` of each input in segment order, and padding."""
         sizes = _numels_in(self.buffer_dtype, self.regions)
-        padding = self.padding_nbytes // itemsize
+        padding = self.padding_nbytes // self.buffer_dtype.itemsize
         return (*sizes, padding) if padding else sizes
 
 
@@ -137,9 +121,9 @@ def plan_gather(
     dtypes: Sequence[torch.dtype], numels: Sequence[int], *, by_dtype: bool = True
 ) -> GatherLayout:
     """
-    Lays out the inputs of one rank's segment, given in what dtype each is gathered and
-    how many elements it has on every rank. ``by_dtype=False`` keeps them in their order
-    as others' gathers do, unaligned and unpadded, to be copied out as bytes.
+    Lays out the inputs of one rank's segment from what each is gathered in and its
+    elements on every rank. ``by_dtype=False`` keeps their order as plugins' gathers do,
+    unaligned and unpadded, to be copied out as bytes.
     """
     if len(dtypes) != len(numels):
         raise ValueError(f"Got {len(dtypes)} dtypes for {len(numels)} sizes")
@@ -157,19 +141,17 @@ def plan_gather(
     return GatherLayout(tuple(regions), alignment=widest if by_dtype else 1)
 
 
-# What one copy costs the host, in views
+# The host's cost of a copy, in views
 _VIEWS_PER_COPY = 8
 
 
 @dataclass(frozen=True)
 class RegionCopy:
     """
-    How a region of this rank's segment is filled from the shards as they are stored. If
-    none of them is cast, they are concatenated into it. Otherwise there is a fused copy
-    for each dtype that they are stored in.
+    How a region is filled from the stored shards: by a fused copy for each stored
+    dtype, or where none is cast by concatenating all, viewed in the region's dtype.
     """
 
-    # If nothing is cast: the dtype to view all inputs in
     region: GatherRegion
     # For each stored dtype, positions in the region; empty if nothing is cast
     casts: tuple[tuple[int, ...], ...]
@@ -179,10 +161,9 @@ def plan_copy_in(
     layout: GatherLayout, stored_dtypes: Sequence[torch.dtype]
 ) -> tuple[RegionCopy, ...]:
     """
-    Plans the copies that fill a segment of ``layout`` from inputs stored in other
-    dtypes. Adjacent regions into which nothing is cast share one copy. That saves a
-    kernel for each but the first, and costs a view of each shard not in the narrowest
-    dtype, so it is not done where there are many of these.
+    Plans the copies that fill a segment. Adjacent regions into which nothing is cast
+    share one, which saves a kernel for each but the first, unless too many shards would
+    have to be viewed in the narrowest dtype.
     """
 
     def is_cast(region: GatherRegion) -> bool:
@@ -200,7 +181,7 @@ def plan_copy_in(
             continue
         joined = _join(regions)
         views = sum(stored_dtypes[i] != joined.dtype for i in joined.inputs)
-        if len(regions) == 1 or views <= _VIEWS_PER_COPY * (len(regions) - 1):
+        if views <= _VIEWS_PER_COPY * (len(regions) - 1):
             copies.append(RegionCopy(joined, ()))
         else:
             copies += [RegionCopy(_join([region]), ()) for region in regions]
@@ -208,31 +189,22 @@ def plan_copy_in(
 
 
 def _join(regions: Sequence[GatherRegion]) -> GatherRegion:
-    """
-    Returns adjacent regions as one of the last and narrowest dtype, in which every
-    input can be viewed, wherever it starts in its storage.
-    """
-    dtype = storage_dtype(regions[-1].dtype)
+    """Joins regions in the last, narrowest dtype, in which all inputs can be viewed."""
+    dtype, start_nbytes = storage_dtype(regions[-1].dtype), regions[0].start_nbytes
     inputs = tuple(i for region in regions for i in region.inputs)
-    return GatherRegion(
-        dtype, regions[0].start_nbytes, inputs, _numels_in(dtype, regions)
-    )
+    return GatherRegion(dtype, start_nbytes, inputs, _numels_in(dtype, regions))
 
 
 # Reduce: one buffer and one collective for each reduce dtype #
 
-# The dtype in which gradients are added, and the one in which they are sent to be added
-# by FSDP, None if the collective adds
+# What gradients are added in, and sent in if FSDP adds (None: the collective does)
 BucketKey: TypeAlias = tuple[torch.dtype, torch.dtype | None]
 
 
 def reduce_dtype_of(
     grad_dtype: torch.dtype, policy_dtype: torch.dtype | None
 ) -> torch.dtype:
-    """
-    Returns the dtype in which a gradient is reduced: the policy's where it sets one,
-    else its own. Complex gradients keep theirs, and so their imaginary parts.
-    """
+    """Returns the policy's dtype for floating-point gradients, else their own."""
     if policy_dtype is not None and grad_dtype.is_floating_point:
         return policy_dtype
     return grad_dtype
@@ -240,8 +212,8 @@ def reduce_dtype_of(
 
 def padded_shard_numel(size: torch.Size, world_size: int, shard_dim: int) -> int:
     """
-    Returns how many elements one rank's shard of a tensor of ``size`` has with padding:
-    dim 0 is rounded up to a multiple of ``world_size``, other dims are sharded evenly.
+    Returns the elements of one rank's padded shard: dim 0 is rounded up to a multiple
+    of ``world_size``, other dims are sharded evenly.
     """
     if shard_dim != 0:
         return size.numel() // world_size
@@ -252,12 +224,9 @@ def padded_shard_numel(size: torch.Size, world_size: int, shard_dim: int) -> int
 class ReduceSlot:
     """A parameter's place in a bucket."""
 
-    # Position in the unit's list of parameters
-    param: int
-    # What the reduced gradient is cast to, None if it is not cast
-    grad_dtype: torch.dtype | None
-    # Elements of one rank's padded shard
-    shard_numel: int
+    param: int  # position in the unit's list of parameters
+    grad_dtype: torch.dtype | None  # of the sharded gradient, None: as reduced
+    shard_numel: int  # of one rank's padded shard
 
 
 @dataclass(frozen=True)
@@ -267,17 +236,13 @@ class CastRun:
     grad_dtype: torch.dtype
     start_numel: int
     numel: int
-    # Positions of the slots: ``slots[first:last]``
-    first: int
+    first: int  # the slots are `slots[first:last]`
     last: int
 
 
 @dataclass(frozen=True)
 class ReduceBucket:
-    """
-    The parameters whose gradients share one reduction, and where each lies in
-    a rank's shard of it. The reduction's input holds one such shard per rank.
-    """
+    """Where parameters that share a reduction lie in a rank's shard of it."""
 
     dtype: torch.dtype
     slots: tuple[ReduceSlot, ...]
@@ -304,7 +269,6 @@ class ReduceBucket:
 
     @cached_property
     def runs(self) -> tuple[CastRun, ...]:
-        """What is cast to one dtype each, in slot order."""
         runs: list[CastRun] = []
         first = 0
         for dtype, run in groupby(self.slots, lambda s: s.grad_dtype or self.dtype):
@@ -317,10 +281,7 @@ class ReduceBucket:
 
 
 def bucket_rank(key: BucketKey) -> tuple[tuple[int, str], ...]:
-    """
-    Returns a sort key: widest reduce dtype first, and of one reduce dtype first the
-    bucket that the collective adds.
-    """
+    """Returns a sort key: widest reduce dtype first, then what the collective adds."""
     return tuple(dtype_rank(dtype) for dtype in key if dtype is not None)
 
 
@@ -330,31 +291,20 @@ def describe_key(key: BucketKey) -> str:
 
 
 def plan_buckets(
-    slots: Sequence[ReduceSlot],
-    reduce_dtypes: Sequence[torch.dtype],
-    comm_dtypes: Sequence[torch.dtype | None] | None = None,
+    slots: Sequence[ReduceSlot], keys: Sequence[BucketKey]
 ) -> tuple[ReduceBucket, ...]:
-    """
-    Sorts the parameters that have a gradient into buckets by the dtypes in which each
-    is reduced and sent (None: in its reduce dtype), ordered by :func:`bucket_rank`.
-    """
+    """Groups slots into buckets by their keys, ordered by :func:`bucket_rank`."""
     members: dict[BucketKey, list[ReduceSlot]] = {}
-    comm_dtypes = [None] * len(slots) if comm_dtypes is None else comm_dtypes
-    for slot, dtype, comm_dtype in zip(slots, reduce_dtypes, comm_dtypes, strict=True):
-        members.setdefault((dtype, comm_dtype), []).append(slot)
+    for slot, key in zip(slots, keys, strict=True):
+        members.setdefault(key, []).append(slot)
     return tuple(
-        in_plan_order(
-            ReduceBucket(dtype, tuple(members[dtype, comm_dtype]), comm_dtype)
-        )
-        for dtype, comm_dtype in sorted(members, key=bucket_rank)
+        in_plan_order(ReduceBucket(key[0], tuple(members[key]), comm_dtype=key[1]))
+        for key in sorted(members, key=bucket_rank)
     )
 
 
 def in_plan_order(bucket: ReduceBucket) -> ReduceBucket:
-    """
-    Returns the bucket with its slots sorted by gradient dtype, so that each is one run
-    and cast at once, and then by parameter.
-    """
+    """Sorts slots by gradient dtype, so that each is one run, and then by parameter."""
 
     def rank(slot: ReduceSlot) -> tuple[tuple[int, str], int]:
         return dtype_rank(slot.grad_dtype or bucket.dtype), slot.param
@@ -364,10 +314,7 @@ def in_plan_order(bucket: ReduceBucket) -> ReduceBucket:
 
 
 def extend_bucket(bucket: ReduceBucket, partial: ReduceBucket) -> ReduceBucket:
-    """
-    Returns ``bucket`` with those slots of a partial reduce appended whose parameters it
-    lacks: those without a gradient in this microbatch.
-    """
+    """Appends slots of a partial reduce without a gradient in this microbatch."""
     present = {slot.param for slot in bucket.slots}
     missing = tuple(slot for slot in partial.slots if slot.param not in present)
     return replace(bucket, slots=bucket.slots + missing) if missing else bucket

@@ -1,19 +1,16 @@
 """
-Whether anybody observes a step. What only observers need is left out otherwise.
+Whether anybody observes a step.
 
 [Note: Who observes]
-A `record_function` range costs several microseconds, and an operator written in Python
-more than launching the kernel it calls. A step has a dozen such ranges and five such
-operators per unit. They run only for:
+A `record_function` range costs several microseconds, an operator in Python more than
+launching its kernel, and a step has a dozen and five of them per unit. They run for:
 
 - A profiler started from Python. Torch sets a flag.
-- A profiler started on demand by a daemon (Kineto). No flag is set, but a fast range
-  then raises if it is entered twice.
-- An execution trace (`ExecutionTraceObserver`). No flag is set, but a range then raises
-  about an argument that cannot be recorded.
+- One started on demand by a daemon (Kineto): a fast range raises if entered twice.
+- An execution trace: a range raises about an argument that cannot be recorded.
 
-The first unit of each forward tries the last two, and each unit in its lazy init, which
-an explicit unshard calls. What starts later is seen from the next forward on.
+The first unit of each forward, and each in its lazy init, which an explicit unshard
+calls, try the last two. What starts later is seen from the next forward on.
 """
 
 from __future__ import annotations
@@ -56,8 +53,7 @@ def is_observed() -> bool:
 def gets_operators(device: torch.device) -> bool:
     """
     Whether a step must call the ``fsdp::`` operators rather than what these call: for
-    observers, for dispatch modes, and for other devices, whose vendors may replace the
-    operators' kernels.
+    observers, dispatch modes, and devices whose vendors may replace their kernels.
     """
     return is_observed() or _len_torch_dispatch_stack() > 0 or _is_vendors(device)
 

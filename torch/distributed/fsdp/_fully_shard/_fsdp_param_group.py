@@ -14,7 +14,7 @@ Data passes from stream to stream, and each handover is one of these waits:
 - all-gather -> copy-out: ``foreach_all_gather_copy_out`` waits for the event.
 - copy-out -> next copy-in: the buffer of a gather is given back to the
   allocator only after both gather streams wait for the copy-out's event. In
-  forward this is put off to the next group, see
+  forward this is deferred to the next group, see
   [Note: Freeing the gather buffer late].
 - gradients -> reduce-scatter: ``reduce_buckets``, stream to stream. With
   ``grad_comm_dtype`` that stream has an all-to-all and the sum of what came in, which
@@ -39,8 +39,11 @@ group's copy-out; the root drops the last of them at the end of its forward.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast, NoReturn
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, cast, Literal
 from typing_extensions import TypeVarTuple, Unpack
 
 import torch
@@ -48,18 +51,28 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import _get_device_handle
 from torch.distributed.fsdp._common_utils import (
+    _named_parameters_with_duplicates,  # noqa: F401  (as in the release)
     collect_grad_tensors,
     replace_grad_tensors,
 )
 from torch.distributed.fsdp.api import BackwardPrefetch
+from torch.profiler import record_function
 
-from ._fsdp_api import MixedPrecisionPolicy, OffloadPolicy
+from ._fsdp_agreement import UnitAgreement
+from ._fsdp_api import (
+    AllGather,
+    CPUOffloadPolicy,  # noqa: F401  (as in the release)
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ReduceScatter,
+)
 from ._fsdp_collectives import (
     _default_all_gather_output_fn,
     _default_reduce_scatter_input_fn,
     AllGatherOutputFn,
     AllGatherResult,
     BucketGrads,
+    call_monkeypatched,
     foreach_all_gather,
     foreach_all_gather_copy_out,
     foreach_reduce,
@@ -73,45 +86,69 @@ from ._fsdp_collectives import (
 from ._fsdp_common import (
     _disable_functorch_if_active,
     DataParallelMeshInfo,
+    DDPMeshInfo,
     FSDPMeshInfo,
+    HSDPMeshInfo,
     is_bw,
     ShardPlacementFnResult,
     TrainingState,
 )
-from ._fsdp_comms import allocates_anew, holds_one_input
-from ._fsdp_context import (  # noqa: F401  (all importable from here, as in the release)
-    _GradientReductionState,
+from ._fsdp_comms import (
+    allocates_anew,
+    can_exchange,
+    DefaultAllGather,
+    DefaultReduceScatter,
+    holds_one_input,
+    ProcessGroupAllocAllGather,
+    ProcessGroupAllocReduceScatter,
+    SymmMemAllGather,
+    SymmMemReduceScatter,
+)
+from ._fsdp_compat import PluginNames
+from ._fsdp_context import (
+    _GradientReductionState,  # noqa: F401  (as in the release)
     AllGatherState,
     AllReduceState,
     FSDPCommContext,
-    NamedTuple,
     ReduceScatterState,
 )
-from ._fsdp_doors import DescribedUnit, doors, Step
+from ._fsdp_described_unit import DescribedUnit
+from ._fsdp_dtypes import dtypes_of
+from ._fsdp_errors import (
+    check_all_gather_comm,
+    check_all_reduce_hook,
+    check_divide_factor,
+    check_mp_policy,
+    check_offload_policy,
+    check_reduce_scatter_comm,
+)
 from ._fsdp_fast_paths import _dynamo_disable, are_leaves
 from ._fsdp_grads import (
     accumulate_grads,
-    begin_backward,
     drop_grads,
-    end_backward,
     get_buckets,
-    keep_grads,
+    is_upcast_by_autograd,
     PartialReduce,
     PartialReduces,
-    take_grads,
+    pop_grads,
+    resume_upcasts,
+    suspend_upcasts,
+    upcast_unreduced_grads,
 )
 from ._fsdp_layout import ReduceBucket
-from ._fsdp_observers import look_for_traces, NO_RANGE, range_of
-from ._fsdp_param import ShardedState
-from ._fsdp_registrations import (  # noqa: F401  (as above)
-    _get_param_module_infos,
-    _named_parameters_with_duplicates,
-    CPUOffloadPolicy,
+from ._fsdp_observers import is_observed, look_for_traces, NO_RANGE, range_of
+from ._fsdp_param import (
     FSDPParam,
-    functools,
-    ParamModuleInfo,
-    TYPE_CHECKING,
-    UnitRegistrations,
+    ParamModuleInfo,  # noqa: F401  (as in the release)
+    ShardedState,
+)
+from ._fsdp_param_cache import FSDPParamList, ParamGroupCache
+from ._fsdp_policies import resolve_all
+from ._fsdp_registrations import (
+    _get_param_module_infos,
+    get_param_names,
+    ParamRegistrations,
+    shard_params,
 )
 from ._fsdp_release import (
     FOLLOWS_GRAD_DTYPE,
@@ -119,26 +156,11 @@ from ._fsdp_release import (
     register_autograd_function,
     restore_spmd_types,
 )
-from ._fsdp_settings import (  # noqa: F401  (as above)
-    AllGather,
-    as_mesh,
-    DDPMeshInfo,
-    DefaultAllGather,
-    DefaultReduceScatter,
-    HSDPMeshInfo,
-    Literal,
-    logger,
-    logging,
-    ProcessGroupAllocAllGather,
-    ProcessGroupAllocReduceScatter,
-    record_function,
-    ReduceScatter,
-    SymmMemAllGather,
-    SymmMemReduceScatter,
-)
-from ._fsdp_unit import UnitBucket
+from ._fsdp_scaling import get_divide_factors
+from ._fsdp_summary import log_layout
 
 
+logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
 _GradInputs = TypeVarTuple("_GradInputs")
 
 # That a group is in while it is gathered ahead of its forward or backward
@@ -147,7 +169,7 @@ _STATE_OF_PASS = {
     "backward": TrainingState.PRE_BACKWARD,
 }
 
-# What others put in their places is called with the release's arguments
+# To detect monkeypatching: replacements are called with the release's arguments
 _OWN_GATHER, _OWN_REDUCE = foreach_all_gather, foreach_reduce
 
 
@@ -172,29 +194,121 @@ def _is_in_function_forward() -> bool:
     return not torch._C._is_fwd_grad_enabled() and not is_inference
 
 
-class FSDPParamGroup(UnitRegistrations):
-    """The parameters of a unit that are gathered and reduced together."""
+class _Checked:
+    """
+    A setting that is checked when it is assigned. It has no ``__get__``: reading finds
+    the value on the instance, and runs no Python.
+    """
 
-    # Looking for replaced sharded parameters is costly, so only lazy init
-    # does it, and only once
-    _reset_sharded_params: bool = False
+    def __init__(
+        self,
+        check: Callable[[Any, str], None],
+        check_fits: Callable[[FSDPParamGroup, Any], None] | None = None,
+    ):
+        self._check, self._check_fits = check, check_fits
 
-    # State of the iteration:
-    _training_state: TrainingState = TrainingState.IDLE
-    # The same as every parameter's own
-    _sharded_state: ShardedState = ShardedState.SHARDED
-    _all_gather_result: AllGatherResult | None = None
-    # After resharding to a smaller mesh, which the next gather reads from
-    _reshard_after_forward_event: torch.Event | None = None
-    # After this group's last reduction, including what follows it
-    _post_reduce_event: torch.Event | None = None
-    # What others may put in place of the copies' own steps (2.15)
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __set__(self, group: FSDPParamGroup, value: Any) -> None:
+        self._check(value, group._unit_name)
+        if self._check_fits is not None:
+            self._check_fits(group, value)
+        group.__dict__[self._name] = value
+
+
+def _check_can_exchange(group: FSDPParamGroup, kind: type) -> None:
+    """Raises if a reduce-scatter cannot send what the parameters' policies ask for."""
+    if can_exchange(kind):
+        return
+    for fsdp_param in group.fsdp_params:
+        if (dtype := dtypes_of(fsdp_param).comm) is not None:
+            fqn = group._registrations.fqn(fsdp_param)
+            raise ValueError(
+                f"{kind.__name__} of unit '{group._unit_name}' cannot reduce "
+                f"{fqn}, which is sent in {dtype} (grad_comm_dtype) and "
+                "added by who gets it: give the class a method "
+                "exchange(output_tensor, input_tensor, group) that does as "
+                "torch.distributed.all_to_all_single, or leave grad_comm_dtype out"
+            )
+
+
+class FSDPParamGroup(PluginNames):
+    """
+    The parameters of a unit that are gathered and reduced together.
+
+    They are sharded, unsharded, or between forward and backward sharded over a smaller
+    mesh: ``_sharded_state``. Where in a step they are is ``_training_state``:
+
+    - IDLE: in none, or between forward and backward.
+    - FORWARD: from pre-forward, which unshards, to post-forward, which reshards.
+    - PRE_BACKWARD: from pre-backward, which unshards, until all gradients are there.
+    - POST_BACKWARD: from post-backward, which reshards and reduces the gradients, to
+      the end of the root's backward.
+
+    A group that is prefetched is in the state of that pass meanwhile.
+    """
+
+    # Set by the root's lazy init: the modules' name, and the group's place among the
+    # groups of the same modules, one for each mesh
+    _module_fqn: str | None = None
+    _param_group_index: int = 0
+    _num_param_groups: int = 1
+
+    # Settings #
+    # Replaces the number of data-parallel ranks
+    gradient_divide_factor = cast("float | None", _Checked(check_divide_factor))
+    _all_gather_comm = cast(AllGather, _Checked(check_all_gather_comm))
+    _reduce_scatter_comm = cast(
+        ReduceScatter,
+        _Checked(
+            check_reduce_scatter_comm,
+            lambda group, comm: _check_can_exchange(group, type(comm)),
+        ),
+    )
+    _all_reduce_hook = cast(
+        "Callable[[torch.Tensor], None] | None", _Checked(check_all_reduce_hook)
+    )
+    # Only without native HSDP, which has a stream of its own for the hook.
+    # Users may set it before lazy init, so it is not in the shared context.
+    _all_reduce_hook_stream: torch.Stream | None = None
+    # Gradient sync: none at all, or no all-reduce (HSDP)
+    reduce_grads: bool = True
+    all_reduce_grads: bool = True
+    reshard_after_backward: bool = True
+    # Scale apart from the collectives, which then only sum
+    force_sum_reduction_for_comms: bool = False
+    # Reduce zeros for parameters without a gradient, so that ranks that use
+    # different parameters still issue the same collectives
+    reduce_scatter_unused_params: bool = False
+    # This group's wish; the shared context holds what is granted
+    reduce_scatter_max_input_buffers: int = 1
+    # Gather in the current stream and wait for the work, which spares memory
+    # in the streams for prefetching but prefetches explicitly only
+    unshard_async_op: bool = False
+    # False if backward does not need the parameters, e.g. an embedding's
+    unshard_in_backward: bool = True
+    # When the gather that comes next in backward starts, None for not ahead
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
+    # Plugins may replace these steps of the copies (2.15)
     _all_gather_output_fn: AllGatherOutputFn = staticmethod(
         _default_all_gather_output_fn
     )
     _prepare_reduce_scatter_inputs: ReduceScatterInputFn = staticmethod(
         _default_reduce_scatter_input_fn
     )
+
+    # State of the iteration #
+    _training_state: TrainingState = TrainingState.IDLE
+    # The same as every parameter's own
+    _sharded_state: ShardedState = ShardedState.SHARDED
+    # Resetting sharded parameters is costly, so only the first lazy init does it
+    _reset_sharded_params: bool = False
+    _all_gather_result: AllGatherResult | None = None
+    # After resharding to a smaller mesh, which the next gather reads from
+    _reshard_after_forward_event: torch.Event | None = None
+    # After this group's last reduction, including what follows it
+    _post_reduce_event: torch.Event | None = None
     # Whether gradients wait for `FSDPModule.finalize_backward` (2.15)
     _post_backward_pending: bool = False
     # The shared number as of this group's last forward
@@ -211,23 +325,66 @@ class FSDPParamGroup(UnitRegistrations):
         mp_policy: MixedPrecisionPolicy,
         offload_policy: OffloadPolicy,
     ):
-        super().__init__(
-            modules, mesh_info, post_forward_mesh_info, device, offload_policy
+        self.modules = modules  # a reference cycle of one lifetime
+        check_offload_policy(offload_policy, self._unit_name)
+        check_mp_policy(mp_policy, self._unit_name)
+        self.mesh_info, self.post_forward_mesh_info = mesh_info, post_forward_mesh_info
+        self.device, self.device_handle = device, _get_device_handle(device.type)
+        self.mp_policy, self.offload_policy = mp_policy, offload_policy
+        # Not checked: there are no parameters yet that they must fit
+        vars(self).update(
+            gradient_divide_factor=None,
+            _all_gather_comm=DefaultAllGather(),
+            _reduce_scatter_comm=DefaultReduceScatter(),
+            _all_reduce_hook=None,
         )
-        self._shard_params(params, shard_placement_fn, mp_policy)
+        infos = _get_param_module_infos(params, modules)
+        names = get_param_names(infos, modules)
+        # All of them before any is sharded, while they are as users know them
+        policies, is_final = resolve_all(mp_policy, params, names, device)
+        # None: to be resolved again when the root has named the parameters
+        self._resolved_policy = mp_policy if is_final else None
+        fsdp_params = shard_params(
+            params,
+            infos,
+            names,
+            policies,
+            mesh_info=mesh_info,
+            post_forward_mesh_info=post_forward_mesh_info,
+            device=device,
+            shard_placement_fn=shard_placement_fn,
+            offload_policy=offload_policy,
+        )
+        self._cache = ParamGroupCache(fsdp_params)
+        self._registrations = ParamRegistrations(
+            modules, self._cache, lambda: self._module_fqn
+        )
+        # Handles of hooks, by module
+        self._module_to_pre_save_state_dict_hook_handle: dict[nn.Module, Any] = {}
+        self._module_to_pre_load_state_dict_hook_handle: dict[nn.Module, Any] = {}
         self.comm_ctx = FSDPCommContext()
         # The places of this group's forwards in the shared order
         self._post_forward_indices: list[int] = []
         # Groups to gather when this one's backward is over (`BACKWARD_POST`)
         self._to_prefetch_late: list[FSDPParamGroup] = []
         self._all_reduce_states: list[AllReduceState] = []
-        # Of microbatches whose all-reduce was put off
+        # Of microbatches whose all-reduce is deferred
         self._partial_reduces = PartialReduces()
-        self._agreement = doors.agreement(self._describe)
+        self._agreement = UnitAgreement(self._describe)
 
+    def _set_params(self, params: Sequence[FSDPParam]) -> None:
+        self._cache = ParamGroupCache(params)
+        self._registrations.set_cache(self._cache)
+
+    # Plugins may assign it; a getter in C for the hot path
+    fsdp_params: FSDPParamList = cast(
+        FSDPParamList, property(attrgetter("_cache.fsdp_params"), _set_params)
+    )
+
+    # Lazy init #
     def lazy_init(self):
         """
-        Takes the parameters as they are now: until the first forward, users
+        Reads the parameters as they are now: until the first forward, users
         may have loaded, replaced or cast them. May be called again.
         """
         look_for_traces()
@@ -235,16 +392,124 @@ class FSDPParamGroup(UnitRegistrations):
             self.comm_ctx.device_handle = _get_device_handle(self.device.type)
         is_first = self.is_sharded and not self._reset_sharded_params
         if is_first:
-            self._take_registered()
+            self._registrations.reset_sharded_params()
             self._reset_sharded_params = True
             if self._param_group_index == 0:
-                self._warn_of_late_params()
-        self._check_materialized()
+                self._registrations.warn_of_late_params()
+        self._registrations.check_materialized(self.offload_policy)
         self._validate_reduce_scatter_max_input_buffers()
-        self._take_dtypes()
+        self._init_dtypes()
         self._register_state_dict_hooks()
         if is_first:
-            doors.show_layout(self._describe)
+            log_layout(self._describe)
+
+    def _init_dtypes(self) -> None:
+        """Reads the policy and the parameters' dtypes as they are now."""
+        if self.mp_policy is not self._resolved_policy:
+            check_mp_policy(self.mp_policy, self._unit_name)
+            fqns = self._registrations.fqns()
+            self._resolve_policies(fqns, self._module_fqn is not None)
+            self._resolved_policy = self.mp_policy
+            _check_can_exchange(self, type(self._reduce_scatter_comm))
+        self._init_mp_dtypes()
+        for fsdp_param in self.fsdp_params:
+            if fsdp_param.mp_policy is not self.mp_policy:
+                # A monkeypatched `_init_mp_dtypes` may know of one policy only
+                fsdp_param.init_dtype_attrs(fsdp_param.mp_policy)
+            if not fsdp_param.orig_dtype.is_floating_point:
+                # Autograd would cut complex gradients to it (2.15), see `reduce_dtype_of`
+                fsdp_param.reduce_dtype = None
+        self._registrations.keep_grad_dtypes()
+        self._cache.upcast_by_autograd = [
+            fsdp_param
+            for fsdp_param in self.fsdp_params
+            if is_upcast_by_autograd(fsdp_param)
+        ]
+        self._cache.invalidate_buckets_if_changed()
+
+    def _resolve_policies(self, fqns: Sequence[str], is_named: bool) -> None:
+        params = [fsdp_param.sharded_param for fsdp_param in self.fsdp_params]
+        policies, _ = resolve_all(self.mp_policy, params, fqns, self.device, is_named)
+        for fsdp_param, policy in zip(self.fsdp_params, policies, strict=True):
+            fsdp_param.mp_policy = policy
+
+    def resolve_by_name(self, module_names: Mapping[nn.Module, str]) -> None:
+        """Resolves a policy by name before the root has named the parameters."""
+        if self._resolved_policy is not None:
+            return
+        infos = [fsdp_param._module_info for fsdp_param in self.fsdp_params]
+        if all(info.module in module_names for info in infos):
+            fqns = [f"{module_names[i.module]}.{i.param_name}" for i in infos]
+            self._resolve_policies([fqn.lstrip(".") for fqn in fqns], is_named=True)
+
+    def _register_state_dict_hooks(self) -> None:
+        """Reshards before state dicts are saved and loaded, which hold shards."""
+        save_handles = self._module_to_pre_save_state_dict_hook_handle
+        load_handles = self._module_to_pre_load_state_dict_hook_handle
+
+        def to_sharded_hook(*args: Any, **kwargs: Any) -> None:
+            self._to_sharded()
+
+        for fsdp_param in self.fsdp_params:
+            if (module := fsdp_param._module_info.module) in save_handles:
+                continue
+            save_handles[module] = module.register_state_dict_pre_hook(to_sharded_hook)
+            register_load = module._register_load_state_dict_pre_hook
+            load_handles[module] = register_load(to_sharded_hook)
+
+    # Backends of collectives #
+    def set_symm_mem(self, backend: Literal["NCCL"] = "NCCL") -> None:
+        """
+        Takes the communication buffers from symmetric memory. Reduce-scatter
+        takes part only with sums forced, the one reduction that NCCL's
+        symmetric kernels know.
+        """
+        self._check_comms_are("set_symm_mem", SymmMemAllGather, SymmMemReduceScatter)
+        if self.force_sum_reduction_for_comms:
+            _check_can_exchange(self, SymmMemReduceScatter)  # before any is set
+            group = self._reduce_scatter_process_group
+            self._reduce_scatter_comm = SymmMemReduceScatter(group, backend)
+        self._all_gather_comm = SymmMemAllGather(self._shard_process_group, backend)
+
+    def set_allocate_memory_from_process_group(self, enable: bool) -> None:
+        """
+        Takes the communication buffers from the process groups' allocators
+        where they have one, or from the default one again.
+        """
+        kinds = (ProcessGroupAllocAllGather, ProcessGroupAllocReduceScatter)
+        self._check_comms_are("set_allocate_memory_from_process_group", *kinds)
+        if not enable:
+            self._all_gather_comm = DefaultAllGather()
+            self._reduce_scatter_comm = DefaultReduceScatter()
+            return
+        group = self._reduce_scatter_process_group
+        self._all_gather_comm = ProcessGroupAllocAllGather(self._shard_process_group)
+        self._reduce_scatter_comm = ProcessGroupAllocReduceScatter(group)
+
+    def _check_comms_are(self, setter: str, *kinds: type) -> None:
+        """Raises if users have set a comm that is neither a default one nor of these."""
+        for name, comm in (
+            ("all gather", self._all_gather_comm),
+            ("reduce scatter", self._reduce_scatter_comm),
+        ):
+            if not isinstance(comm, (DefaultAllGather, DefaultReduceScatter, *kinds)):
+                raise AssertionError(
+                    f"cannot call {setter}() when {name} comm is custom: module "
+                    f"'{self._module_fqn}' uses {type(comm).__name__}, which "
+                    "allocates its own buffers"
+                )
+
+    def _validate_reduce_scatter_max_input_buffers(self):
+        comm, wanted = self._reduce_scatter_comm, self.reduce_scatter_max_input_buffers
+        # The group's own wish: users may unshard before the context is set up
+        if wanted > 1 and isinstance(comm, SymmMemReduceScatter):
+            raise ValueError(
+                "set_reduce_scatter_max_input_buffers(>1) is not supported with the "
+                f"symmetric-memory reduce-scatter comm, but got {wanted} for module "
+                f"'{self._module_fqn}' using {type(comm).__name__}: its pool gives "
+                "a buffer again once it is free, and each one that is held registers "
+                "more memory. Set 1, or use the default reduce-scatter comm"
+            )
 
     # Runtime: unshard and reshard #
     @_disable_functorch_if_active
@@ -263,7 +528,7 @@ class FSDPParamGroup(UnitRegistrations):
             return
         streams = self.comm_ctx.get_all_gather_streams(async_op, self._training_state)
         if not self._agreement.on_gathers and foreach_all_gather is _OWN_GATHER:
-            self._agreement.check_gather(group, self._gather_comm)
+            self._agreement.check_gather(group, self._all_gather_comm)
         try:
             with self._range("FSDP::all_gather"):
                 self._all_gather_result = foreach_all_gather(
@@ -272,13 +537,11 @@ class FSDPParamGroup(UnitRegistrations):
                     async_op,
                     *streams,
                     self.device,
-                    self._gather_comm,
+                    self._all_gather_comm,
                 )
         except BaseException as error:
-            try:
-                self._wait_for_what_was_started(*streams)
-            finally:
-                self._raise_explained(error)
+            self._clean_up(error, streams)
+            raise
 
     @_disable_functorch_if_active
     def wait_for_unshard(self):
@@ -300,7 +563,8 @@ class FSDPParamGroup(UnitRegistrations):
             with torch.inference_mode(False) if is_inference else NO_RANGE:
                 self._fill_unsharded_params(result, group)
         except BaseException as error:
-            self._raise_explained(error)
+            self._clean_up(error)
+            raise
         self._to_state(ShardedState.UNSHARDED)
         copy_out_event = self.device_handle.Event()
         copy_out_event.record()
@@ -316,14 +580,14 @@ class FSDPParamGroup(UnitRegistrations):
         self, result: AllGatherResult, group: dist.ProcessGroup | None
     ) -> None:
         if group is not None:
-            options: dict[str, Any] = {}  # which older replacements do not take
+            options: dict[str, Any] = {}  # which older replacements do not accept
             if self._all_gather_output_fn is not _default_all_gather_output_fn:
                 options["all_gather_output_fn"] = self._all_gather_output_fn
             with self._range("FSDP::all_gather_copy_out"):
                 foreach_all_gather_copy_out(result, self.fsdp_params, group, **options)
         else:
             unshard_single_rank(self.fsdp_params, self.device)
-        self.fsdp_params.init_unsharded_params()
+        self._cache.init_unsharded_params()
 
     def _order_gathers_after_reshard(self) -> None:
         # The shards to gather were written in the current stream
@@ -342,7 +606,7 @@ class FSDPParamGroup(UnitRegistrations):
         """Frees the unsharded parameters, or shards them to the smaller mesh."""
         if self._training_state is TrainingState.IDLE:
             # Users' call, or `nn.Module._apply`, after which it cannot be seen
-            self._keep_grad_dtypes()
+            self._registrations.keep_grad_dtypes()
         after_forward = self._training_state == TrainingState.FORWARD
         if after_forward and self._use_post_forward_mesh:
             self._to_state(ShardedState.SHARDED_POST_FORWARD)
@@ -404,7 +668,7 @@ class FSDPParamGroup(UnitRegistrations):
         with self._hook_range("FSDP::pre_backward"):
             self._training_state = TrainingState.PRE_BACKWARD
             self._unshard_now()
-            begin_backward(self.fsdp_params, self.reduce_grads)
+            suspend_upcasts(self._cache, self.reduce_grads)
             if default_prefetch:
                 self._backward_prefetch()
 
@@ -422,74 +686,77 @@ class FSDPParamGroup(UnitRegistrations):
             len(self.modules) > 1 and self._training_state == TrainingState.FORWARD
         )
         self._training_state = TrainingState.POST_BACKWARD
-        self.fsdp_params.follow()
+        self._cache.invalidate_if_changed()
         if not FOLLOWS_GRAD_DTYPE:
             with self._range("FSDP::post_backward_accumulate"):
                 accumulate_grads(self.fsdp_params)
         with self._range("FSDP::post_backward_reshard"):
-            # Taken first: with the parameters goes the way to their gradients
+            # Read `.grad` before resharding
             grads = None
             if self.reduce_grads:
-                grads = take_grads(self.fsdp_params, self.reduce_scatter_unused_params)
+                grads = pop_grads(self.fsdp_params, self.reduce_scatter_unused_params)
             if self.reshard_after_backward:
                 self.reshard()
-            end_backward(self.fsdp_params)
+            resume_upcasts(self._cache)
             self._post_backward_pending = grads is None
             if grads is None:
                 if not FOLLOWS_GRAD_DTYPE:
-                    keep_grads(self.fsdp_params)
+                    upcast_unreduced_grads(self.fsdp_params)
                 return
         self.comm_ctx.recycle_reduce_scatter_inputs(self)
-        buckets = self._get_buckets(grads)
+        buckets = get_buckets(self._cache, grads)
+        if self._partial_reduces:
+            buckets = self._partial_reduces.complete(
+                self.fsdp_params, buckets, self.all_reduce_grads
+            )
         if not buckets:
             return
         self._check_reductions(buckets)
         with self._range("FSDP::post_backward_reduce"):
             self._wait_for_post_backward()
-            self._reduce_buckets(buckets, grads)
+            self._reduce(buckets, grads)
         if is_partial_forward:
             # Autograd goes on with the unit's other modules. Their kernels
             # must not be handed memory that this reduction still reads or
             # writes, so the current stream waits for all of it.
             self._wait_current_stream(self._post_reduce_event)
 
-    def _get_buckets(self, grads: Sequence[torch.Tensor | None]) -> list[UnitBucket]:
-        """Returns the reductions to run, in the order that all ranks run them in."""
-        if not self._partial_reduces:
-            return get_buckets(self.fsdp_params, grads)
-        with self.device_handle.stream(self.comm_ctx.reduce_scatter_stream):
-            return self._partial_reduces.get_buckets(
-                self.fsdp_params, grads, self._scatter_divisor, self.all_reduce_grads
-            )
-
-    def _check_reductions(self, buckets: list[UnitBucket]) -> None:
+    def _check_reductions(self, buckets: tuple[ReduceBucket, ...]) -> None:
         """Raises if the ranks that are about to reduce ``buckets`` disagree."""
         if foreach_reduce is not _OWN_REDUCE:
-            return  # another's may need no other ranks, as a comm of a class of its own
+            return  # which may need no other ranks, as a custom comm
         if (group := self._reduce_scatter_group) is not None:
-            self._agreement.check_reduction(group, buckets, self._scatter_comm)
+            self._agreement.check_reduction(group, buckets, self._reduce_scatter_comm)
         if self.all_reduce_grads and (group := self._all_reduce_group) is not None:
-            if self._partial_reduces:
-                kept = [p.bucket for p in self._partial_reduces.values()]
-                buckets = buckets + [UnitBucket([], bucket, None) for bucket in kept]
-            self._agreement.check_reduction(group, buckets)
+            partial = [partial.bucket for partial in self._partial_reduces.values()]
+            self._agreement.check_reduction(
+                group, (*buckets, *partial) if partial else buckets
+            )
 
-    def _reduce_buckets(
-        self, buckets: list[UnitBucket], grads: list[torch.Tensor | None]
+    def _reduce(
+        self,
+        buckets: tuple[ReduceBucket, ...],
+        grads: list[torch.Tensor | None],
     ) -> None:
-        """Runs each bucket's reduction and keeps what it needs until its events."""
-        reduction, comm = self._reduction(), self._scatter_comm
+        """Reduces all buckets and holds what they need until their events."""
+        comm = self._reduce_scatter_comm
         one_by_one = holds_one_input(comm)
+        reduction = self._reduction(
+            reuses_output=len(buckets) > 1 and not allocates_anew(comm)
+        )
         batches = [buckets]
         if one_by_one or foreach_reduce is not _OWN_REDUCE:
-            batches = [[unit_bucket] for unit_bucket in buckets]
-            reuses = not allocates_anew(comm) and len(buckets) > 1
-            reduction = reduction._replace(reuses_output=reuses)
+            batches = [(bucket,) for bucket in buckets]
         held: list[tuple[torch.Tensor, torch.Event | None]] = []
-        for batch in batches:
-            if held and one_by_one:
-                self._wait_current_stream(held.pop()[1])
-            held += self._reduce_batch(reduction, buckets, batch, grads)
+        try:
+            for batch in batches:
+                if held and one_by_one:
+                    self._wait_current_stream(held.pop()[1])
+                held += self._reduce_batch(reduction, batch, grads)
+        except BaseException as error:
+            streams = reduction.reduce_scatter_stream, reduction.all_reduce_stream
+            self._clean_up(error, streams, buckets)
+            raise
         if held:
             inputs, events = zip(*held)
             stream = self.device_handle.current_stream()
@@ -499,107 +766,79 @@ class FSDPParamGroup(UnitRegistrations):
     def _reduce_batch(
         self,
         reduction: Reduction,
-        buckets: list[UnitBucket],
-        batch: list[UnitBucket],
+        buckets: tuple[ReduceBucket, ...],
         grads: list[torch.Tensor | None],
     ) -> list[tuple[torch.Tensor, torch.Event | None]]:
-        """Reduces some of the buckets, and returns the inputs with their events."""
-        parts: list[BucketGrads] = []
-        results: list[ReduceResult] = []
-        try:
-            parts.extend(self._take_part(reduction, b, grads) for b in batch)
-            if foreach_reduce is _OWN_REDUCE:
-                reduce_buckets(reduction, parts, results)
-            else:
-                results.append(self._call_replacement(reduction, *parts))
-        except BaseException as error:
-            failed, own_grads = len(parts), []
-            if failed == len(batch):
-                # Those that have not been copied in have their gradients still
-                not_in = [i for i, part in enumerate(parts) if part.unsharded_grads]
-                failed = not_in[0] if not_in else min(len(results), failed - 1)
-                own_grads = parts[failed].unsharded_grads
-            streams = reduction.reduce_scatter_stream, reduction.all_reduce_stream
-            try:
-                self._wait_for_what_was_started(*streams)
-            finally:
-                self._raise_explained(error, buckets, batch[failed], own_grads)
+        """Reduces some buckets. Returns the reduce-scatters' inputs with their events."""
+        parts = [self._pop_part(reduction, bucket, grads) for bucket in buckets]
+        if foreach_reduce is _OWN_REDUCE:
+            results = reduce_buckets(reduction, parts)
+        else:
+            results = [call_monkeypatched(foreach_reduce, reduction, *parts)]
         for part, result in zip(parts, results):
-            self._keep_result(part.bucket, result)
+            self._hold(part.bucket, result)
         return [
             (result.reduce_scatter_input, result.reduce_scatter_event)
             for result in results
             if result.reduce_scatter_input is not None
         ]
 
-    def _take_part(
+    def _pop_part(
         self,
         reduction: Reduction,
-        unit_bucket: UnitBucket,
+        bucket: ReduceBucket,
         grads: list[torch.Tensor | None],
     ) -> BucketGrads:
-        """Returns a bucket together with what earlier microbatches left for it."""
+        """Pops what there is to reduce of a bucket, whose only owner it is then."""
         own_grads: list[torch.Tensor] = []
-        for slot in unit_bucket.bucket.slots:
+        for slot in bucket.slots:
             own_grads.append(cast(torch.Tensor, grads[slot.param]))
-            grads[slot.param] = None  # the bucket owns it from here on
-        if foreach_reduce is _OWN_REDUCE and not reduction.prepares_by_default:
-            # Before what is left for it is added, which lies as it was prepared
-            params, bucket, _ = unit_bucket
-            bucket = prepare_inputs(reduction, bucket, params, own_grads)
-            unit_bucket = unit_bucket._replace(bucket=bucket)
+            grads[slot.param] = None
+        fsdp_params = [self.fsdp_params[slot.param] for slot in bucket.slots]
+        if foreach_reduce is _OWN_REDUCE:
+            # Before a partial reduce is added, which is laid out as it was prepared
+            bucket = prepare_inputs(reduction, bucket, fsdp_params, own_grads)
         partial = None
         if self._partial_reduces:
             with self.device_handle.stream(self.comm_ctx.reduce_scatter_stream):
-                unit_bucket, partial = self._partial_reduces.take(
-                    self.fsdp_params, unit_bucket
-                )
-        return BucketGrads(unit_bucket.params, unit_bucket.bucket, own_grads, partial)
+                bucket, partial = self._partial_reduces.pop_for(bucket)
+            fsdp_params = [self.fsdp_params[slot.param] for slot in bucket.slots]
+        return BucketGrads(fsdp_params, bucket, own_grads, partial)
 
-    def _keep_result(self, bucket: ReduceBucket, result: ReduceResult) -> None:
-        """Keeps what is needed until its events, but for the reduce-scatter's input."""
+    def _hold(self, bucket: ReduceBucket, result: ReduceResult) -> None:
+        """Holds a result's all-reduce input until its event, and its partial reduce."""
         self._post_reduce_event = result.post_reduce_event
         events = self.comm_ctx._last_post_reduce_events
         events[result.post_reduce_stream] = result.post_reduce_event
         if result.all_reduce_input is not None:
             state = AllReduceState(result.all_reduce_input, result.all_reduce_event)
             self._all_reduce_states.append(state)
-        if (kept := result.partial_reduce_output) is not None:
-            self._partial_reduces[bucket.key] = PartialReduce(bucket, kept)
+        if (output := result.partial_reduce_output) is not None:
+            self._partial_reduces[bucket.key] = PartialReduce(bucket, output)
 
-    def _call_replacement(
-        self, reduction: Reduction, part: BucketGrads
-    ) -> ReduceResult:
-        """Reduces a bucket by what others put in place of :func:`foreach_reduce`."""
-        params, bucket, grads, partial = part
-        grad_dtype = UnitBucket.of(self.fsdp_params, bucket).grad_dtype
-        arguments = reduction.arguments(
-            params, grads, grad_dtype, bucket.dtype, partial
-        )
-        return ReduceResult._make(foreach_reduce(*arguments, **reduction.options()))
-
-    def _reduction(self) -> Reduction:
+    def _reduction(self, reuses_output: bool) -> Reduction:
         all_reduce_group = self._all_reduce_group
         all_reduce_stream = self._all_reduce_hook_stream
         if all_reduce_stream is None or all_reduce_group is not None:
             all_reduce_stream = self.comm_ctx.all_reduce_stream
-        elif self._reduce_hook is None:
+        elif self._all_reduce_hook is None:
             raise AssertionError(
                 "all reduce hook stream is specified but hook itself is missing: "
                 f"call set_all_reduce_hook with a hook on module '{self._module_fqn}'"
             )
         return Reduction(
-            self.device,
-            self._scatter_comm,
             self._reduce_scatter_group,
             self.comm_ctx.reduce_scatter_stream,
+            self._reduce_scatter_comm,
+            self.device,
+            self.gradient_divide_factor,
             all_reduce_group,
             all_reduce_stream,
-            self._reduce_hook,
             self.all_reduce_grads,
-            self._divide_factor,
+            self._all_reduce_hook,
             self.force_sum_reduction_for_comms,
             self._prepare_reduce_scatter_inputs,
+            reuses_output,
         )
 
     def finalize_backward(self):
@@ -621,15 +860,15 @@ class FSDPParamGroup(UnitRegistrations):
 
     def _reset_iter_state(self) -> None:
         """
-        Gives up the iteration, after an exception in it: waits for what is in
-        flight, drops it and what was accumulated, and reshards.
+        Resets after an exception in the iteration: waits for what is in flight,
+        drops it and what was accumulated, and reshards.
         """
         self._drop_all_gather()
         self._wait_for_post_backward()
         self._order_gathers_after_reshard()
         self._partial_reduces.clear()
         self._post_backward_pending = False
-        drop_grads(self.fsdp_params)
+        drop_grads(self._cache)
         self._post_forward_indices.clear()
         self._to_prefetch_late.clear()
         self._training_state = TrainingState.IDLE
@@ -648,23 +887,13 @@ class FSDPParamGroup(UnitRegistrations):
     def _wait_for_post_backward(self):
         """
         Waits for this group's own last reduction, if backward comes to it a
-        second time, and lets go of its buffers.
+        second time, and drops its buffers.
         """
         self._wait_current_stream(self._post_reduce_event)
         self._post_reduce_event = None
         for state in self._all_reduce_states:
             self._wait_current_stream(state.event)
         self._all_reduce_states.clear()
-
-    def _wait_for_what_was_started(
-        self, stream: torch.Stream, last_stream: torch.Stream
-    ) -> None:
-        """
-        Orders what comes after an error behind what was started before it, whose
-        memory, allocated in ``stream`` or the current one, nothing holds any more.
-        """
-        stream.wait_stream(last_stream)
-        self.device_handle.current_stream().wait_stream(stream)
 
     def _wait_current_stream(self, event: torch.Event | None) -> None:
         if event is not None:
@@ -676,7 +905,7 @@ class FSDPParamGroup(UnitRegistrations):
         if self._training_state != TrainingState.PRE_BACKWARD:
             return
         if not self._post_forward_indices:
-            return  # an earlier backward of the same forward took them
+            return  # an earlier backward of the same forward popped them
         index = self._post_forward_indices.pop()
         targets = self.comm_ctx.get_groups_to_prefetch(self, index)
         if self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
@@ -722,7 +951,7 @@ class FSDPParamGroup(UnitRegistrations):
         """Brings all parameters, and with them the group, to ``state``."""
         if self._sharded_state is state:
             return
-        self.fsdp_params.to_state(state)
+        self._cache.to_state(state)
         self._sharded_state = state
 
     @property
@@ -745,7 +974,6 @@ class FSDPParamGroup(UnitRegistrations):
         finally:
             self._training_state = previous
 
-    # Hooks and process groups #
     def _register_post_backward_hook(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -766,20 +994,113 @@ class FSDPParamGroup(UnitRegistrations):
         inputs = replace(inputs, passed)
         return tuple(inputs[: len(args)]), dict(zip(kwargs, inputs[len(args) :]))
 
+    # Meshes and process groups #
+    @property
+    def _reshard_after_forward(self) -> bool:
+        return self.post_forward_mesh_info is not None
+
+    @property
+    def _use_post_forward_mesh(self) -> bool:
+        smaller = self.post_forward_mesh_info
+        return smaller is not None and smaller != self.mesh_info
+
+    @property
+    def _is_hsdp(self) -> bool:
+        return isinstance(self.mesh_info, HSDPMeshInfo)
+
     @property
     def _all_gather_process_group(self) -> dist.ProcessGroup:
         mesh_info: DataParallelMeshInfo | None = self.mesh_info
         if self._sharded_state is ShardedState.SHARDED_POST_FORWARD:
             mesh_info = self.post_forward_mesh_info
-        return as_mesh(mesh_info, FSDPMeshInfo).shard_process_group
+        return _as_mesh(mesh_info, FSDPMeshInfo).shard_process_group
 
     @property
+    def _shard_process_group(self) -> dist.ProcessGroup:
+        return _as_mesh(self.mesh_info, FSDPMeshInfo).shard_process_group
+
+    @property
+    def _reduce_scatter_process_group(self) -> dist.ProcessGroup:
+        mesh_info = _as_mesh(self.mesh_info, FSDPMeshInfo)
+        return mesh_info.reduce_scatter_process_group or mesh_info.shard_process_group
+
+    @property
+    def _all_reduce_process_group(self) -> dist.ProcessGroup:
+        return _as_mesh(self.mesh_info, DDPMeshInfo).replicate_process_group
+
+    # None where nothing is to do: each rank has all, replicates or shards only
+    @property
     def _gather_group(self) -> dist.ProcessGroup | None:
-        """The ranks to gather over, None where each has all that there is."""
         if not isinstance(self.mesh_info, FSDPMeshInfo):
-            return None  # replicated only
+            return None
         group = self._all_gather_process_group
         return group if group.size() > 1 else None
+
+    @property
+    def _reduce_scatter_group(self) -> dist.ProcessGroup | None:
+        is_sharded = isinstance(self.mesh_info, FSDPMeshInfo)
+        return self._reduce_scatter_process_group if is_sharded else None
+
+    @property
+    def _all_reduce_group(self) -> dist.ProcessGroup | None:
+        is_replicated = isinstance(self.mesh_info, DDPMeshInfo)
+        return self._all_reduce_process_group if is_replicated else None
+
+    def _set_separate_reduce_scatter_group(
+        self, enable: bool, new_groups: dict[tuple[int, ...], dist.ProcessGroup]
+    ) -> None:
+        """
+        Gives reduce-scatter a process group of its own, so that it can overlap
+        with all-gather on the wire, or the shared one again.
+
+        Args:
+            new_groups: By shard ranks, what one call over many groups has made
+                so far: meshes over the same ranks share one communicator.
+        """
+        mesh_info = _as_mesh(self.mesh_info, FSDPMeshInfo)
+        if not enable:
+            mesh_info.reduce_scatter_process_group = None
+            return
+        ranks = tuple(dist.get_process_group_ranks(mesh_info.shard_process_group))
+        group = new_groups.get(ranks) or mesh_info.reduce_scatter_process_group
+        if group is None:
+            # Synchronized among its own ranks only: under HSDP the others make
+            # groups of theirs and never come to this one
+            group = dist.new_group(
+                list(ranks),
+                group_desc="fsdp_reduce_scatter",
+                use_local_synchronization=True,
+            )
+        new_groups[ranks] = mesh_info.reduce_scatter_process_group = group
+
+    # Labels #
+    @property
+    def _unit_name(self) -> str:
+        # The root's is empty
+        return self._module_fqn or type(self.modules[0]).__name__
+
+    def _range(self, name: str) -> contextlib.AbstractContextManager:
+        """Returns a profiler range named after the step and the unit."""
+        return record_function(self._with_fqn(name)) if is_observed() else NO_RANGE
+
+    def _log_hook(self, name: str) -> None:
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("%s", self._with_fqn(name))
+
+    def _hook_range(self, name: str) -> contextlib.AbstractContextManager:
+        """Returns the range of a hook, which is logged as well."""
+        self._log_hook(name)
+        return self._range(name)
+
+    def _with_fqn(self, label: str) -> str:
+        if self._module_fqn:
+            label += f" ({self._module_fqn})"
+        if self._num_param_groups > 1 and isinstance(self.mesh_info, FSDPMeshInfo):
+            label += f" [pg={self.mesh_info.shard_mesh_size}]"
+        return label
+
+    def __repr__(self):
+        return f"FSDPParamGroup(fqn={self._module_fqn})"
 
     # Errors #
     def _describe(self) -> DescribedUnit:
@@ -787,33 +1108,51 @@ class FSDPParamGroup(UnitRegistrations):
         return DescribedUnit(
             fqn=self._module_fqn,
             params=self.fsdp_params,
-            names=tuple(self._param_names),
-            fqns=tuple(map(self._fqn, range(len(self.fsdp_params)))),
+            names=tuple(self._registrations.names.values()),
+            fqns=tuple(self._registrations.fqns()),
             device=self.device,
             gather_world_size=1 if gather_group is None else gather_group.size(),
-            world_size=self.mesh_info.mesh.size(),
-            divide_factor=self._divide_factor,
-            divide_factors=self._divide_factors,
-            comms=(self._gather_comm, self._scatter_comm),
+            gather_plan=self._cache.gather_plan,
+            divided_by=self.gradient_divide_factor or self.mesh_info.mesh.size(),
+            divide_factors=functools.partial(
+                get_divide_factors,
+                reduce_scatter_group=self._reduce_scatter_group,
+                all_reduce_group=self._all_reduce_group,
+                device_type=self.device.type,
+                factor=self.gradient_divide_factor,
+                force_sum_reduction_for_comms=self.force_sum_reduction_for_comms,
+            ),
+            comms=(self._all_gather_comm, self._reduce_scatter_comm),
             has_partial_reduces=bool(self._partial_reduces),
         )
 
-    def _raise_explained(
+    def _clean_up(
         self,
         error: BaseException,
-        buckets: list[UnitBucket] | None = None,
-        failed: UnitBucket | None = None,
-        grads: Sequence[torch.Tensor] = (),
-    ) -> NoReturn:
-        """Raises an error in a gather, or in a bucket's reduction, with what it means."""
-        explained = error
-        # What goes wrong here must not take the place of what went wrong there
+        streams: tuple[torch.Stream, torch.Stream] | None = None,
+        buckets: tuple[ReduceBucket, ...] | None = None,
+    ) -> None:
+        """
+        After an error, orders the current stream behind what was started before it,
+        whose memory nothing holds any more, and adds a note on the ranks to the error.
+        """
+        # What fails here must not take the place of the error
+        with contextlib.suppress(Exception):
+            if streams is not None:
+                stream, last_stream = streams
+                stream.wait_stream(last_stream)
+                self.device_handle.current_stream().wait_stream(stream)
         with contextlib.suppress(Exception):
             if isinstance(error, Exception):
-                step = Step(self._describe(), failed, grads)
-                explained = doors.errors.explain(error, step)
-                self._agreement.tell(explained, buckets)
-        raise explained
+                self._agreement.add_note(error, buckets)
+
+
+def _as_mesh(mesh_info: DataParallelMeshInfo | None, kind: type) -> Any:
+    if not isinstance(mesh_info, kind):
+        raise AssertionError(
+            f"Expected mesh_info to be {kind.__name__}, got {type(mesh_info).__name__}"
+        )
+    return mesh_info
 
 
 class RegisterPostBackwardFunction(torch.autograd.Function):

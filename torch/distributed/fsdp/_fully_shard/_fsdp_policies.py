@@ -1,34 +1,164 @@
 """
-The policy of each parameter: overrides of its unit's ``MixedPrecisionPolicy`` (a class
-that this module does not import), by function or by patterns over parameter names.
+``MixedPrecisionPolicy``, and the policy of each parameter: overrides of its unit's, by
+function or by patterns over parameter names.
 """
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
-import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from . import _fsdp_api
 from ._fsdp_release import FOLLOWS_GRAD_DTYPE
 
 
-# The fields of a policy that may differ between the parameters of a unit. Each has a
-# function beside it, f"{name}_override_fn".
+# The fields that may differ between a unit's parameters, by f"{name}_override_fn"
 OVERRIDDEN = ("param_dtype", "reduce_dtype", "grad_comm_dtype")
 # The fields that apply to a module's inputs and outputs, with their defaults
 _OF_MODULES = {"output_dtype": None, "cast_forward_inputs": True}
-# Returns None for the policy's default
 OverrideFn: TypeAlias = Callable[[nn.Parameter], torch.dtype | None]
-# MixedPrecisionPolicy
-_P = TypeVar("_P", bound=Any)
+# The branch's or the release's, which is the default of `fully_shard`
+_P = TypeVar("_P", bound=_fsdp_api.MixedPrecisionPolicy)
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
+    """
+    The dtypes in which a unit computes and reduces, for all of its parameters
+    or for each. Unlike autocast's they hold for a whole module: it saves activations
+    in them, and casts are at its boundary. Sharded parameters, and so the optimizer,
+    stay in the dtypes in which they were stored.
+
+    Attributes:
+        param_dtype (torch.dtype, optional): What floating-point parameters are
+            cast to before they are gathered, and so what forward and backward
+            see. ``None``: each keeps the dtype it is stored in.
+        reduce_dtype (torch.dtype, optional): What gradients are summed in over
+            the ranks, and accumulated in while :meth:`set_requires_gradient_sync`
+            is off. ``None``: since 2.15 each parameter's ``grad_dtype``, by default
+            the dtype it is stored in; before, each gradient's own, which is that of
+            its parameter in backward.
+        output_dtype (torch.dtype, optional): What floating-point tensors that
+            forward returns are cast to. ``None``: they stay as they are.
+        cast_forward_inputs (bool): Whether floating-point tensors given to
+            forward are cast to ``param_dtype``, where it is set, and whatever
+            overrides say. Of several modules in one unit, each casts its own.
+        param_dtype_override_fn (callable, optional): Called by ``fully_shard``
+            once with each parameter that it manages, as the user made it.
+            Returns its ``param_dtype``: any floating-point dtype, its own to keep
+            it as stored, or ``None`` for the default. Must return the same on
+            every rank.
+        reduce_dtype_override_fn (callable, optional): The same for
+            ``reduce_dtype``: float64, float32, float16 or bfloat16. Also
+            float8_e4m3fn and float8_e5m2 where NCCL is 2.24 or newer and the
+            GPU has compute capability 9.0 or higher.
+        grad_comm_dtype (torch.dtype, optional): What gradients are sent in:
+            float64, float32, float16 or bfloat16. If set, an all-to-all in this
+            dtype replaces the reduce-scatter, and FSDP adds in ``reduce_dtype``
+            (float32 if that is ``None``), which must hold every value of this
+            one, and divides once at the end. It adds in one fixed order, so that
+            the bits depend neither on the unit's other parameters nor, if shard
+            groups have a power of two of ranks, on how the mesh shards and
+            replicates. ``None``: they are sent in what the backend sums them in.
+        grad_comm_dtype_override_fn (callable, optional): The same for
+            ``grad_comm_dtype``.
+
+    Raises:
+        TypeError: if a dtype is not a torch.dtype, or an override not callable.
+        ValueError: in ``fully_shard``, if an override raised a ValueError, or
+            returned a dtype that does not fit its parameter or cannot be reduced
+            on its device, or no dtype, or if the policy's own dtypes would round a
+            trainable parameter or its gradient to integers.
+        RuntimeError: in ``fully_shard``, if an override raised anything else.
+            Each names the parameter; what an override raised is the cause.
+
+    :meth:`by_name` makes the overrides from patterns over parameter names.
+    """
+
+    param_dtype_override_fn: OverrideFn | None = field(default=None, kw_only=True)
+    reduce_dtype_override_fn: OverrideFn | None = field(default=None, kw_only=True)
+    grad_comm_dtype: torch.dtype | None = field(default=None, kw_only=True)
+    grad_comm_dtype_override_fn: OverrideFn | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "output_dtype", "grad_comm_dtype"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, torch.dtype):
+                raise TypeError(
+                    f"{name} of MixedPrecisionPolicy is {value!r}: give a torch.dtype, "
+                    "or None to leave it as it is"
+                )
+        for name in map("{}_override_fn".format, OVERRIDDEN):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise TypeError(
+                    f"{name} takes a parameter and returns a dtype or None, "
+                    f"but {value!r} cannot be called"
+                )
+
+    @classmethod
+    def by_name(
+        cls,
+        module: nn.Module,
+        patterns: Mapping[str, Mapping[str, torch.dtype | None] | MixedPrecisionPolicy],
+        *,
+        param_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        output_dtype: torch.dtype | None = None,
+        cast_forward_inputs: bool = True,
+        grad_comm_dtype: torch.dtype | None = None,
+    ) -> MixedPrecisionPolicy:
+        """
+        Makes a policy that treats some of a model's parameters by their names::
+
+            policy = MixedPrecisionPolicy.by_name(
+                model,
+                {
+                    "*.A_log": MixedPrecisionPolicy(param_dtype=torch.float32),
+                    "*norm*": dict(reduce_dtype=torch.float32),
+                },
+                param_dtype=torch.bfloat16,
+            )
+            fully_shard(model, mp_policy=policy)
+
+        A parameter that several patterns match gets what each of them sets, in
+        whatever order: they must not contradict one another. The policy can be
+        copied, pickled, and used on another model with the same names. Where a part
+        of the model does not know enough of its names, as for ``layers.0.*``,
+        patterns take effect at the first forward.
+
+        Args:
+            module (nn.Module): The model, or the part whose units get this policy.
+            patterns (Mapping): From case-sensitive shell patterns (:mod:`fnmatch`:
+                ``*``, which also matches dots, ``?``, ``[seq]``) over the fully
+                qualified names of ``module``'s parameters, without what activation
+                checkpointing and ``torch.compile`` add, to what they set: any of
+                ``param_dtype``, ``reduce_dtype`` and ``grad_comm_dtype`` (``None``:
+                the default), or a policy that sets them. A shared parameter has all
+                of its names.
+            param_dtype, ..., grad_comm_dtype: The fields, where no pattern sets them.
+
+        Raises:
+            TypeError: if a pattern maps neither to dtypes nor to a policy.
+            ValueError: if a pattern matches no parameter, sets an unknown field
+                or one that all parameters of a unit share (``output_dtype``,
+                ``cast_forward_inputs``), or maps to a policy with overrides, or
+                if two set the same field of one parameter to different dtypes.
+                In ``fully_shard``: if ``module`` had no such parameter. At the first
+                forward: if a name could be that of several which patterns treat
+                differently.
+        """
+        fields = (param_dtype, reduce_dtype, output_dtype, cast_forward_inputs)
+        unit = cls(*fields, grad_comm_dtype=grad_comm_dtype)
+        return with_overrides(unit, module, patterns)
 
 
 def resolve(
@@ -39,18 +169,17 @@ def resolve(
     is_whole_fqn: bool | None = None,
 ) -> _P:
     """
-    Returns a policy for one parameter, without overrides and with the dtype in which
-    its gradient is reduced on ``device``. To be called once for each parameter, while
-    its module still has it under its name, because it calls users' overrides.
+    Returns one parameter's policy, without overrides and with its reduce dtype. Calls
+    users' overrides, so once for each parameter, before it is sharded.
 
-    ``fqn`` may be the end of a name. ``is_whole_fqn`` says whether it is the whole name
-    in the model that ``by_name`` was called on, None while that is unknown.
+    ``is_whole_fqn``: whether ``fqn`` is the whole name in the model that ``by_name``
+    was called on, or may be the end of it. None while that is unknown.
 
     Raises: what ``MixedPrecisionPolicy`` says of ``fully_shard``.
     """
     changes: dict[str, Any] = {}
     for name in OVERRIDDEN:
-        if getattr(policy, f"{name}_override_fn") is None:
+        if getattr(policy, f"{name}_override_fn", None) is None:
             continue
         changes[f"{name}_override_fn"] = None
         dtype = _call_override(policy, name, param, fqn, is_whole_fqn)
@@ -58,14 +187,10 @@ def resolve(
             _check_override(name, dtype, param, fqn, device)
             changes[name] = dtype
     resolved = replace(policy, **changes) if changes else policy
-    reduce_dtype = reduce_dtype_of_policy(resolved)
-    if reduce_dtype != resolved.reduce_dtype:
+    if (reduce_dtype := reduce_dtype_of_policy(resolved)) != resolved.reduce_dtype:
         resolved = replace(resolved, reduce_dtype=reduce_dtype)
     if param.requires_grad and param.dtype.is_floating_point:
-        if "param_dtype" in changes and reduce_dtype is None:
-            _check_default_reduces(changes["param_dtype"], param, fqn, device)
-        _check_can_train(resolved, param, fqn)
-        _check_grad_comm(resolved, fqn)
+        _check_can_train(resolved, changes.get("param_dtype"), param, fqn, device)
     return resolved
 
 
@@ -74,13 +199,10 @@ def resolve_all(
     params: Sequence[nn.Parameter],
     fqns: Sequence[str],
     device: torch.device,
-    is_named: bool | None = None,
+    is_named: bool | None = None,  # by a root; None: not yet
 ) -> tuple[list[_P], bool]:
-    """
-    Does as :func:`resolve` for the parameters of a unit, which a root has named or not
-    (None: not yet). Also returns whether the policies hold once it has.
-    """
-    overrides = [getattr(policy, f"{name}_override_fn") for name in OVERRIDDEN]
+    """Resolves a unit's policies. Also returns whether they hold once it is named."""
+    overrides = [getattr(policy, f"{name}_override_fn", None) for name in OVERRIDDEN]
     tables = [table for table in overrides if isinstance(table, DtypeByName)]
     is_whole = is_named and all(
         _clean(fqn) in table.by_fqn for table in tables for fqn in fqns
@@ -93,8 +215,8 @@ def resolve_all(
 
 
 def reduce_dtype_of_policy(policy: Any) -> torch.dtype | None:
-    """Returns what a policy reduces gradients in, None if it does not say."""
-    if policy.reduce_dtype is None and policy.grad_comm_dtype is not None:
+    """Returns what a policy reduces gradients in, None for the gradient's default."""
+    if policy.reduce_dtype is None and getattr(policy, "grad_comm_dtype", None):
         return torch.float32
     return policy.reduce_dtype
 
@@ -122,7 +244,7 @@ def _call_override(
 
 # Which dtypes fit #
 
-_PACKED = (torch.float4_e2m1fn_x2,)
+_PACKED = torch.float4_e2m1fn_x2
 # What every backend sums
 _REDUCIBLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _REDUCIBLE_NAMES = ", ".join(map(str, _REDUCIBLE))
@@ -141,7 +263,7 @@ def _check_override(
         )
     elif stored.is_floating_point and not dtype.is_floating_point:
         wrong = ". Return a floating-point dtype, or None for the policy's default."
-    elif dtype in _PACKED and dtype != stored:
+    elif dtype == _PACKED != stored:
         wrong = (
             ": nothing casts to a dtype that packs several values in one element. "
             "Return another, or None for the policy's default."
@@ -160,37 +282,34 @@ def _check_override(
     )
 
 
-def _check_default_reduces(
-    param_dtype: torch.dtype, param: nn.Parameter, fqn: str, device: torch.device
+def _check_can_train(
+    policy: Any,
+    override: torch.dtype | None,
+    param: nn.Parameter,
+    fqn: str,
+    device: torch.device,
 ) -> None:
-    """Raises if a gradient could not be reduced where no reduce dtype is set."""
-    dtype = (param.grad_dtype if FOLLOWS_GRAD_DTYPE else None) or param_dtype
-    if not is_reducible(dtype, device):
-        raise ValueError(
-            f"param_dtype_override_fn returned {param_dtype} for parameter {fqn}, "
-            f"which is {param.dtype}: without a reduce dtype its gradient would be "
-            f"summed in {dtype}, which cannot be done on {device}. Set reduce_dtype, "
-            "or let reduce_dtype_override_fn return one for it."
-        )
-
-
-def _check_can_train(policy: Any, param: nn.Parameter, fqn: str) -> None:
-    """Raises if a policy rounds to integers what training needs fractions of."""
+    """Raises if a gradient could not be summed or sent, or fractions would be lost."""
+    if override is not None and policy.reduce_dtype is None:
+        dtype = (param.grad_dtype if FOLLOWS_GRAD_DTYPE else None) or override
+        if not is_reducible(dtype, device):
+            raise ValueError(
+                f"param_dtype_override_fn returned {override} for parameter {fqn}, "
+                f"which is {param.dtype}: without a reduce dtype its gradient would be "
+                f"summed in {dtype}, which cannot be done on {device}. Set "
+                "reduce_dtype, or let reduce_dtype_override_fn return one for it."
+            )
     for name in ("param_dtype", "reduce_dtype"):
         dtype = getattr(policy, name)
         if dtype is None or dtype.is_complex:
             continue
-        if not dtype.is_floating_point or dtype in _PACKED:
+        if not dtype.is_floating_point or dtype == _PACKED:
             raise ValueError(
                 f"{name} of the policy is {dtype}, in which parameter {fqn}, which is "
                 f"{param.dtype}, cannot be trained. Give a floating-point dtype, or an "
                 "override that returns one for it."
             )
-
-
-def _check_grad_comm(policy: Any, fqn: str) -> None:
-    """Raises if what is sent of a gradient cannot be, or would be rounded again."""
-    sent, added = policy.grad_comm_dtype, policy.reduce_dtype
+    sent, added = getattr(policy, "grad_comm_dtype", None), policy.reduce_dtype
     if sent is None:
         return
     if sent not in _REDUCIBLE:
@@ -221,31 +340,29 @@ def is_reducible(dtype: torch.dtype, device: torch.device) -> bool:
 
 # Precision by name #
 
-# What wraps a module for checkpointing or compilation puts into its name
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
 
 
 def _clean(fqn: str) -> str:
-    """Returns a name without what wrappers add to it."""
+    """Returns a name without what checkpointing and compilation add to it."""
     return ".".join(part for part in fqn.split(".") if part not in _WRAPPERS)
 
 
 @dataclass(frozen=True)
 class DtypeByName:
     """
-    An override of one field, by the names that a model's parameters had.
+    An override of one field, by the names that a model's parameters had. It holds no
+    module, so that it can be copied and pickled.
 
     [Note: Names known in part]
-    ``fully_shard`` may get a part of a model, whose parameters do not know their whole
-    names yet: ``norm.weight`` may be that of any layer. The end of a name is enough if
-    all parameters whose names end so are treated alike. Otherwise the default holds
-    until the root's first forward has named all units. So a policy keeps no module, and
-    can be copied and sent to other processes.
+    ``fully_shard`` may get a part of a model, in which ``norm.weight`` may be that of
+    any layer. The end of a name is enough if all parameters whose names end so are
+    treated alike. Otherwise the default holds until the root's first forward has named
+    all units.
     """
 
     model: str  # the class, for messages
-    # By name, None for the policy's default
-    dtypes: tuple[tuple[str, torch.dtype | None], ...]
+    dtypes: tuple[tuple[str, torch.dtype | None], ...]  # None: the default
 
     @cached_property
     def by_fqn(self) -> dict[str, torch.dtype | None]:
@@ -264,16 +381,12 @@ class DtypeByName:
         raise TypeError("An override of MixedPrecisionPolicy.by_name is asked by name")
 
     def look_up(self, fqn: str, is_whole: bool | None) -> torch.dtype | None:
-        """
-        Returns what ``fqn``, perhaps the end of a name, is set to, see :func:`resolve`.
-        Raises a ValueError if no name fits, or several that are set differently.
-        """
+        """Returns what ``fqn`` is set to, see :func:`resolve`."""
         name = _clean(fqn.partition(" of ")[0])
         if is_whole:
             return self.by_fqn[name]
         if (dtypes := self._by_end.get(name)) is None:
-            # Called on a part of the root
-            for end in _ends(name):
+            for end in _ends(name):  # `by_name` was called on a part of the root
                 if end in self.by_fqn:
                     return self.by_fqn[end]
             raise ValueError(
@@ -289,9 +402,8 @@ class DtypeByName:
         raise ValueError(
             f"Parameter {fqn} may be {one} or {other} of {self.model}, which the "
             f"patterns of MixedPrecisionPolicy.by_name set to {first or 'the default'} "
-            f"and {second or 'the default'}. "
-            "Call by_name on the module whose forward runs first, and let that run "
-            "before units are unsharded."
+            f"and {second or 'the default'}. Call by_name on the module whose forward "
+            "runs first, and let that run before units are unsharded."
         )
 
 
@@ -304,17 +416,14 @@ def _ends(fqn: str) -> Iterator[str]:
 
 
 def with_overrides(unit: _P, module: nn.Module, patterns: Mapping[str, Any]) -> _P:
-    """
-    Returns ``unit`` (MixedPrecisionPolicy) with what patterns over names set as
-    overrides. Raises what ``by_name`` says.
-    """
+    """Returns a policy with overrides by patterns. Raises what ``by_name`` says."""
     names: dict[nn.Parameter, list[str]] = {}  # all of each parameter
     for fqn, param in module.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(_clean(fqn))
     fqns = [fqn for same in names.values() for fqn in same]
     fields_of: dict[str, Mapping[str, torch.dtype | None]] = {}
     for pattern, given in patterns.items():
-        if all(hasattr(given, f"{name}_override_fn") for name in OVERRIDDEN):
+        if isinstance(given, _fsdp_api.MixedPrecisionPolicy):
             given = _fields_of_policy(pattern, given, unit)
         _check_fields(pattern, given)
         if not any(fnmatch.fnmatchcase(fqn, pattern) for fqn in fqns):
@@ -326,25 +435,25 @@ def with_overrides(unit: _P, module: nn.Module, patterns: Mapping[str, Any]) -> 
         fields_of[pattern] = given
     merged = [(same, _merge(same, fields_of)) for same in names.values()]
     overrides: dict[str, Any] = {
-        f"{field}_override_fn": DtypeByName(
+        f"{name}_override_fn": DtypeByName(
             type(module).__name__,
-            tuple((fqn, dtypes.get(field)) for same, dtypes in merged for fqn in same),
+            tuple((fqn, dtypes.get(name)) for same, dtypes in merged for fqn in same),
         )
-        for field in OVERRIDDEN
-        if any(field in fields for fields in fields_of.values())
+        for name in OVERRIDDEN
+        if any(name in fields for fields in fields_of.values())
     }
     return replace(unit, **overrides)
 
 
 def _fields_of_policy(pattern: str, policy: Any, unit: Any) -> dict[str, Any]:
-    """Returns what a policy sets, and ``unit`` does not for all parameters anyway."""
+    """Returns what a pattern's policy sets other than that of the unit."""
     for name in map("{}_override_fn".format, OVERRIDDEN):
-        if getattr(policy, name) is not None:
+        if getattr(policy, name, None) is not None:
             raise ValueError(
                 f"Pattern {pattern!r} maps to a policy with {name}, which chooses "
                 "parameters a second time. Give each choice a pattern of its own."
             )
-    dtypes = {name: getattr(policy, name) for name in OVERRIDDEN}
+    dtypes = {name: getattr(policy, name, None) for name in OVERRIDDEN}
     dtypes["reduce_dtype"] = reduce_dtype_of_policy(policy)
     fields = {name: dtype for name, dtype in dtypes.items() if dtype is not None}
     for name, default in _OF_MODULES.items():
@@ -365,8 +474,7 @@ def _check_fields(pattern: str, fields: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"Pattern {pattern!r} sets {name} to {dtype!r}, which cannot differ "
                 "between the parameters of a unit: it is about what goes into a module "
-                f"or comes out of it. Pass {name} to by_name itself, beside the "
-                "patterns."
+                f"or comes out of it. Pass {name} to by_name itself."
             )
         if name not in OVERRIDDEN:
             raise ValueError(
@@ -381,45 +489,37 @@ def _check_fields(pattern: str, fields: Mapping[str, Any]) -> None:
 
 
 def _merge(
-    names: Sequence[str],
-    patterns: Mapping[str, Mapping[str, torch.dtype | None]],
+    names: Sequence[str], patterns: Mapping[str, Mapping[str, torch.dtype | None]]
 ) -> dict[str, torch.dtype | None]:
-    """Returns what the patterns together set for one parameter, which has ``names``."""
+    """Returns what the patterns set for the one parameter that has these names."""
     # By field: its dtype, the pattern that set it, the name that this matched
     merged: dict[str, tuple[torch.dtype | None, str, str]] = {}
     for pattern, fields in patterns.items():
-        matched = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
-        for field, dtype in fields.items() if matched else ():
-            first = merged.setdefault(field, (dtype, pattern, matched[0]))
-            if first[0] == dtype:
+        matched = [fqn for fqn in names if fnmatch.fnmatchcase(fqn, pattern)]
+        for name, dtype in fields.items() if matched else ():
+            new = dtype, pattern, matched[0]
+            first_dtype, first_pattern, first_name = merged.setdefault(name, new)
+            if first_dtype == dtype:
                 continue
-            fqns = " and ".join(dict.fromkeys((first[2], matched[0])))
-            shared = ", one shared parameter," if first[2] != matched[0] else ""
+            fqns = first_name
+            if first_name != matched[0]:
+                fqns += f" and {matched[0]}, one shared parameter,"
             raise ValueError(
-                f"Patterns {first[1]!r} and {pattern!r} set {field} of {fqns}{shared} "
-                f"to {first[0]} and {dtype}. Change one so that it does not match, or "
+                f"Patterns {first_pattern!r} and {pattern!r} set {name} of {fqns} to "
+                f"{first_dtype} and {dtype}. Change one so that it does not match, or "
                 "let both set the same."
             )
-    return {field: dtype for field, (dtype, *_) in merged.items()}
+    return {name: dtype for name, (dtype, *_) in merged.items()}
 
 
-def _nearest(pattern: str, fqns: Sequence[str], count: int = 3) -> list[str]:
-    """
-    Returns the names most like a pattern. What is left of it without wildcards is
-    compared with the parts of a name that have as many components.
-    """
-    literal = pattern.translate(str.maketrans("", "", "*?[]!"))
-    components = [component for component in literal.split(".") if component]
-    size, matcher = len(components), difflib.SequenceMatcher(b=".".join(components))
-
-    @cache
-    def likeness(part: str) -> float:
-        matcher.set_seq1(part)
-        return matcher.ratio()
-
-    def best(fqn: str) -> float:
+def _nearest(pattern: str, fqns: Sequence[str]) -> list[str]:
+    """Returns names with a part that is like the pattern without its wildcards."""
+    literal = pattern.translate(str.maketrans("", "", "*?[]!")).strip(".")
+    size = literal.count(".") + 1
+    by_part: dict[str, list[str]] = {}
+    for fqn in fqns:
         parts = fqn.split(".")
-        starts = range(max(len(parts) - size, 0) + 1)
-        return max(likeness(".".join(parts[i : i + size])) for i in starts)
-
-    return heapq.nlargest(count, fqns, key=best)
+        for i in range(max(len(parts) - size, 0) + 1):
+            by_part.setdefault(".".join(parts[i : i + size]), []).append(fqn)
+    nearest = difflib.get_close_matches(literal, by_part, n=3, cutoff=0)
+    return [*dict.fromkeys(fqn for part in nearest for fqn in by_part[part])][:3]

@@ -18,12 +18,11 @@ def set_backward_prefetch(
     Sets when units start the all-gather of the unit whose backward comes next, where
     ``set_modules_to_backward_prefetch`` does not say which units to gather.
 
-    - ``BackwardPrefetch.BACKWARD_PRE``, the default: before this unit's backward. The
-      all-gather overlaps with it, and the next unit's parameters take memory beside
-      this one's parameters and gradients.
-    - ``BackwardPrefetch.BACKWARD_POST``: after it, when its reduce-scatter has started
-      and its parameters are freed. The all-gather overlaps with the reduce-scatter
-      only. A unit none of whose inputs needs a gradient prefetches nothing.
+    - ``BackwardPrefetch.BACKWARD_PRE``, the default: before this unit's backward, which
+      the all-gather overlaps with, at the cost of both units' parameters in memory.
+    - ``BackwardPrefetch.BACKWARD_POST``: after it, when its parameters are freed. The
+      all-gather overlaps with the reduce-scatter only. A unit none of whose inputs
+      needs a gradient prefetches nothing.
     - None: not at all. Each unit gathers when its own backward begins.
 
     All ranks must set the same, as their collectives must come in the same order.

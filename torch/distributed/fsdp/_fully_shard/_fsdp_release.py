@@ -1,7 +1,4 @@
-"""
-What the installed release has, found out at import. The other files here are the same
-on every release.
-"""
+"""What the installed release has. The other files here are the same on each."""
 
 from __future__ import annotations
 
@@ -26,36 +23,26 @@ if not hasattr(dist, "all_gather_single"):
         "all_gather_single: install one of those"
     )
 
-# Since 2.15 autograd accumulates unsharded gradients, also over microbatches, in a
-# parameter's `grad_dtype`, and they are reduced in it unless the policy sets another
-# dtype. Before, they were in the dtype of the forward, and those of microbatches were
-# accumulated apart from the unsharded parameters. Three changes came with it:
-# `foreach_reduce` takes no dtype for sharded gradients, resetting an iteration drops
-# them too, and `fsdp::record_grad_output_stream` reports which stream reads them.
+# Since 2.15 autograd accumulates unsharded gradients in a parameter's `grad_dtype`, and
+# they are reduced in it unless the policy sets another dtype. Before, they were in the
+# dtype of the forward, and those of microbatches were accumulated apart. With it,
+# `foreach_reduce` has no argument for the dtype of sharded gradients, resetting an
+# iteration drops them, and `fsdp::record_grad_output_stream` says what reads them.
 FOLLOWS_GRAD_DTYPE: bool = hasattr(torch.Tensor, "_has_grad_dtype_override")
 
+# Its operator, in C++, casts between bf16 and fp32 on CUDA (2.15)
+HAS_MIXED_CHUNK_CAT: bool = (
+    "fsdp::chunk_cat_mixed_dtype" in torch._C._dispatch_get_all_op_names()
+)
 _IS_2_14: bool = hasattr(dist, "_spmd_no_typecheck")  # or newer
 # Whether a frozen group has the dtypes of its floating-point parameters
-TELLS_FROZEN_DTYPES: bool = _IS_2_14
-
-
-def default_reduce_dtype(fsdp_param: FSDPParam) -> torch.dtype | None:
-    """Returns what a parameter's gradient is reduced in, None for its own dtype."""
-    dtype = fsdp_param.mp_policy.reduce_dtype
-    if dtype is None and FOLLOWS_GRAD_DTYPE:
-        return fsdp_param.sharded_param.grad_dtype
-    return dtype
+FROZEN_GROUPS_HAVE_DTYPES: bool = _IS_2_14
 
 
 def keeps_storage(fsdp_params: Sequence[FSDPParam]) -> bool:
-    """Returns whether any unsharded storage outlives resharding (2.15)."""
+    """Whether any unsharded storage outlives resharding (2.15)."""
     # pyrefly: ignore [missing-attribute]
     return FOLLOWS_GRAD_DTYPE and any(p.keep_unsharded_storage for p in fsdp_params)
-
-
-def has_operator(name: str) -> bool:
-    """Returns whether the release's C++ has the operator ``fsdp::name``."""
-    return f"fsdp::{name}" in torch._C._dispatch_get_all_op_names()
 
 
 # The optional package spmd_types (2.14) #

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import ReduceOp
 
 from ._fsdp_api import _ReduceOp
+from ._fsdp_layout import BucketKey
 
 
-# What to divide by before and after the sum, None for nothing, and the operations of
-# reduce-scatter and all-reduce
+# See `_get_gradient_divide_factors`
 Factors: TypeAlias = tuple[float | None, float | None, _ReduceOp, _ReduceOp]
 
 
@@ -26,24 +26,20 @@ def _get_gradient_divide_factors(
 ) -> Factors:
     """
     Returns the divide factors before the reduce-scatter and after the all-reduce (None:
-    no division), and the operation of each.
-
-    Together they divide the sum over all N data-parallel ranks by ``factor``,
-    or by N if that is None:
+    no division), and the operation of each. Together they divide the sum over all N
+    data-parallel ranks by ``factor``, or by N if that is None:
 
     - fp32 and bf16 have the range to hold the sum, so the collective divides
       (AVG, or PREMUL_SUM for a custom factor) and no kernel is spent on it.
     - Other dtypes, above all fp16, could overflow if divided after the sum and
       underflow if divided before. So they are divided by about sqrt(N) before and by
-      the rest after, and no partial sum is farther than about sqrt(N) from the result's
-      scale: by the power of two f that grows from 1 while it divides N and N / f > f,
-      then by N / f. N = 8 gives 4 and 2, N = 6 gives 4 and 1.5. (The rule of
+      the rest after: by the power of two f that grows from 1 while it divides N and
+      N / f > f, then by N / f. N = 8 gives 4 and 2, N = 6 gives 4 and 1.5. (The rule of
       ``DefaultState`` in torch/distributed/algorithms/_comm_hooks/default_hooks.py.)
     - Where only sums are possible (``force_sum_reduction_for_comms``, MTIA, a backend
       without PREMUL_SUM), the sum is divided, which is smaller than the input.
 
-    There is no collective over one rank, whose input is divided by
-    :func:`scatter_divisor` instead.
+    There is no collective over one rank, see :func:`get_divide_factors`.
     """
     shards = _size(reduce_scatter_group)
     workers = shards * _size(all_reduce_group)
@@ -67,33 +63,31 @@ def _get_gradient_divide_factors(
     return None, None, ReduceOp.PREMUL_SUM(1 / factor), SUM
 
 
-def get_tree_divide_factors(
+def get_divide_factors(
+    key: BucketKey,
     reduce_scatter_group: dist.ProcessGroup | None,
     all_reduce_group: dist.ProcessGroup | None,
-    factor: float | None = None,
+    device_type: str,
+    factor: float | None,
+    force_sum_reduction_for_comms: bool,
 ) -> Factors:
-    """Returns the same for [Note: One tree for every mesh]: all of it after the sum."""
-    groups = (reduce_scatter_group, all_reduce_group)
-    return _get_gradient_divide_factors(*groups, torch.float32, "", factor, True)
-
-
-def scatter_divisor(
-    reduce_scatter_group: dist.ProcessGroup | None,
-    factors: Factors,
-    gradient_divide_factor: float | None,
-) -> float:
-    """
-    Returns what the sum over the shard group has been divided by after the
-    reduce-scatter, with ``factors`` from :func:`_get_gradient_divide_factors`.
-    """
-    before, _, op, _ = factors
-    if before is not None:
-        return before
-    if op == ReduceOp.SUM:
-        return 1.0
-    if op == ReduceOp.AVG:
-        return _size(reduce_scatter_group)
-    return 1.0 if gradient_divide_factor is None else gradient_divide_factor
+    """Returns a bucket's divide factors. One that no collective applies is first."""
+    dtype, comm_dtype = key
+    if comm_dtype is not None:
+        # [Note: One tree for every mesh] only sums, and divides afterwards
+        dtype, force_sum_reduction_for_comms = torch.float32, True
+    before, after, scatter_op, all_reduce_op = _get_gradient_divide_factors(
+        reduce_scatter_group,
+        all_reduce_group,
+        dtype,
+        device_type,
+        factor,
+        force_sum_reduction_for_comms,
+    )
+    in_op = scatter_op not in (ReduceOp.SUM, ReduceOp.AVG)
+    if in_op and _size(reduce_scatter_group) == 1:
+        before = factor
+    return before, after, scatter_op, all_reduce_op
 
 
 def _size(group: dist.ProcessGroup | None) -> int:

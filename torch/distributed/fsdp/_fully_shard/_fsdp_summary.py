@@ -8,21 +8,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import groupby
+from operator import attrgetter
+from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ._fsdp_comms import is_of_group
-from ._fsdp_doors import DescribedUnit
-from ._fsdp_layout import bucket_rank, BucketKey, dtype_rank, plan_gather
+from ._fsdp_described_unit import DescribedUnit
+from ._fsdp_dtypes import dtypes_of
+from ._fsdp_layout import bucket_rank, describe_key, dtype_rank
 from ._fsdp_param import FSDPParam
-from ._fsdp_unit import dtypes_of
-from ._fully_shard import FSDPModule
+from ._fsdp_param_cache import GatherInputs, GatherPlan
 
 
-# Of tables, which can be turned off apart from the steps
+# A logger of its own, so that tables can be turned off apart from the steps
 _logger = logging.getLogger("torch.distributed.fsdp.fully_shard.layout")
 
 
@@ -37,13 +39,13 @@ class ParamsSummary:
     # Which reduce-scatter they share, None if they are frozen
     reduce_dtype: torch.dtype | None
     grad_dtype: torch.dtype | None
-    # Their part of the buffers, over all ranks. None as long as an extension
-    # tensor has not told what it gathers.
+    # Their part of the buffers, over all ranks. None before the first gather of an
+    # extension tensor
     gathered_nbytes: int | None
     reduced_nbytes: int
     # What gradients are sent in, None if in the reduce dtype
     comm_dtype: torch.dtype | None = None
-    # Of the tensors inside of a tensor subclass, which is of stored_dtype to others
+    # Of the tensors in a tensor subclass, which itself is of stored_dtype
     inner_dtypes: tuple[torch.dtype, ...] = ()
 
 
@@ -53,8 +55,8 @@ class BucketSummary:
 
     dtype: torch.dtype
     nbytes: int  # of its input: the gradients of one rank for all of them
-    # What the sum over all ranks is divided by, before and after it is taken if
-    # that is not left to the collective
+    # What the sum over all ranks is divided by; and before and after the sum, unless
+    # the collective divides
     divided_by: float
     before: float | None
     after: float | None
@@ -91,71 +93,83 @@ def layout_summary(module: nn.Module) -> LayoutSummary:
     """
     Returns how the units of a model are laid out, to be printed or looked into.
 
-    To be called at any time after ``fully_shard`` or ``replicate``; it sends
-    nothing. Bytes are those of a collective's larger buffer, over all of the
-    ranks that take part. It shows parameters as they are now: a dtype or
-    ``requires_grad`` that is changed before the first forward changes it too.
+    To be called at any time after ``fully_shard`` or ``replicate``; it sends nothing.
+    Bytes are those of a collective's larger buffer, over all ranks. It shows parameters
+    as they are now: a dtype or ``requires_grad`` may change until the first forward.
 
     Args:
         module (nn.Module): The root, or any module that has units in it.
     """
-    names: dict[Any, list[str]] = {}
+    names: dict[Any, list[str]] = {}  # by param group
     module_names = {submodule: name for name, submodule in module.named_modules()}
     for submodule, name in module_names.items():
-        if isinstance(submodule, FSDPModule):
-            for group in submodule._get_fsdp_state()._fsdp_param_groups:
+        # Of an `FSDPModule`, whose file imports this one
+        if (get_state := getattr(type(submodule), "_get_fsdp_state", None)) is not None:
+            for group in get_state(submodule)._fsdp_param_groups:
                 names.setdefault(group, []).append(name or "(root)")
     for group in names:
         group.resolve_by_name(module_names)
-    return LayoutSummary(
-        tuple(
-            _summarize_unit(group._describe(), ", ".join(of))
-            for group, of in names.items()
-        )
+    units = (
+        _summarize(group._describe(), ", ".join(of)) for group, of in names.items()
     )
+    return LayoutSummary(tuple(units))
 
 
 def log_layout(describe: Callable[[], DescribedUnit]) -> None:
-    """Logs the table of one unit, where somebody wants it."""
+    """Logs the table of one unit if its logger is on."""
     if _logger.isEnabledFor(logging.DEBUG):
         unit = describe()
-        _logger.debug("%s", _summarize_unit(unit, unit.fqn or "(root)"))
+        _logger.debug("%s", _summarize(unit, unit.fqn or "(root)"))
 
 
-def _summarize_unit(unit: DescribedUnit, name: str) -> UnitSummary:
-    gathered = _gathered_nbytes(unit)
-    members: dict[_Dtypes, list[int]] = {}
+# Units #
+
+
+def _summarize(unit: DescribedUnit, name: str) -> UnitSummary:
+    gathered, gathered_nbytes = _gathered_nbytes(unit)
+    members: dict[tuple, list[int]] = {}
     for i, fsdp_param in enumerate(unit.params):
-        members.setdefault(_dtypes_of(fsdp_param), []).append(i)
-    rows = [
-        _summarize_params(unit, positions, dtypes, gathered)
-        for dtypes, positions in sorted(members.items(), key=_row_rank)
-    ]
-    total = None
-    if gathered is not None:
-        total = sum(gathered.by_param) + gathered.padding
+        stored, compute, *reduced = dtypes_of(fsdp_param)
+        if not fsdp_param.sharded_param.requires_grad:
+            reduced = [None] * len(reduced)
+        inner = dict.fromkeys(_inner_dtypes(fsdp_param._sharded_local_tensor))
+        dtypes = stored, compute, *reduced, tuple(inner)
+        members.setdefault(dtypes, []).append(i)
+    rows = []
+    for (stored, compute, reduce, grad, comm, inner), of in members.items():
+        params, sent = [unit.params[i] for i in of], comm or reduce
+        numel = unit.gather_world_size * sum(map(_padded_numel, params))
+        row = ParamsSummary(
+            # Without the class of the unit's module, which the table names
+            tuple(unit.names[i].partition(" of ")[0] for i in of),
+            sum(fsdp_param._orig_size.numel() for fsdp_param in params),
+            stored,
+            compute,
+            reduce,
+            grad,
+            None if gathered is None else sum(gathered[i] for i in of),
+            0 if sent is None else numel * sent.itemsize,
+            comm,
+            inner,
+        )
+        rows.append(row)
+    rows.sort(key=_rank)
+    buckets = []
+    for key, of in groupby(rows, attrgetter("reduce_dtype", "comm_dtype")):
+        if key[0] is not None:
+            before, after, *_ = unit.divide_factors(key)
+            nbytes = sum(row.reduced_nbytes for row in of)
+            factors = unit.divided_by, before, after
+            buckets.append(BucketSummary(key[0], nbytes, *factors, key[1]))
     comms = unit.comms if unit.gather_world_size > 1 else ()
-    uncompared = tuple(type(comm).__name__ for comm in comms if not is_of_group(comm))
-    buckets = tuple(_buckets(unit, rows))
-    return UnitSummary(name, tuple(rows), total, buckets, uncompared)
+    uncompared = [type(comm).__name__ for comm in comms if not is_of_group(comm)]
+    return UnitSummary(
+        name, tuple(rows), gathered_nbytes, tuple(buckets), tuple(uncompared)
+    )
 
 
-class _Dtypes(NamedTuple):
-    inner: tuple[torch.dtype, ...]
-    stored: torch.dtype
-    compute: torch.dtype
-    # None if frozen
-    reduce: torch.dtype | None
-    grad: torch.dtype | None
-    comm: torch.dtype | None
-
-
-def _dtypes_of(fsdp_param: FSDPParam) -> _Dtypes:
-    inner = dict.fromkeys(_inner_dtypes(fsdp_param._sharded_local_tensor))
-    dtypes = _Dtypes(tuple(inner), *dtypes_of(fsdp_param))
-    if not fsdp_param.sharded_param.requires_grad:
-        return dtypes._replace(reduce=None, grad=None, comm=None)
-    return dtypes
+def _padded_numel(fsdp_param: FSDPParam) -> int:
+    return fsdp_param.padded_sharded_param_size.numel()
 
 
 def _inner_dtypes(tensor: torch.Tensor) -> Iterator[torch.dtype]:
@@ -165,120 +179,59 @@ def _inner_dtypes(tensor: torch.Tensor) -> Iterator[torch.dtype]:
             yield from [*_inner_dtypes(inner)] or [inner.dtype]
 
 
-def _row_rank(item: tuple[_Dtypes, list[int]]) -> tuple:
-    dtypes, positions = item
-    # By bucket, in the order of their reductions; frozen ones last
+def _rank(row: ParamsSummary) -> tuple:
+    """Returns a sort key: buckets in the order of their reductions, then frozen ones."""
     bucket = ((0, ""),)
-    if dtypes.reduce is not None:
-        bucket = bucket_rank((dtypes.reduce, dtypes.comm))
-    return bucket, dtype_rank(dtypes.compute), dtype_rank(dtypes.stored), positions
+    if row.reduce_dtype is not None:
+        bucket = bucket_rank((row.reduce_dtype, row.comm_dtype))
+    return bucket, dtype_rank(row.compute_dtype), dtype_rank(row.stored_dtype)
 
 
-def _summarize_params(
-    unit: DescribedUnit,
-    positions: Sequence[int],
-    dtypes: _Dtypes,
-    gathered: _Gathered | None,
-) -> ParamsSummary:
-    params = [unit.params[i] for i in positions]
-    shards_nbytes = 0
-    if dtypes.reduce is not None:
-        sent = dtypes.comm or dtypes.reduce
-        shards_nbytes = sum(map(_padded_numel, params)) * sent.itemsize
-    return ParamsSummary(
-        # Without the class of the unit's module, which the table names
-        tuple(unit.names[i].partition(" of ")[0] for i in positions),
-        sum(p._orig_size.numel() for p in params),
-        *dtypes[1:5],
-        None if gathered is None else sum(gathered.by_param[i] for i in positions),
-        shards_nbytes * unit.gather_world_size,
-        dtypes.comm,
-        dtypes.inner,
-    )
-
-
-def _padded_numel(fsdp_param: FSDPParam) -> int:
-    return fsdp_param.padded_sharded_param_size.numel()
-
-
-class _Gathered(NamedTuple):
-    """Bytes of a gather over all ranks."""
-
-    by_param: list[int]
-    padding: int
-
-
-def _gathered_nbytes(unit: DescribedUnit) -> _Gathered | None:
+def _gathered_nbytes(unit: DescribedUnit) -> tuple[list[int] | None, int | None]:
+    """Returns the bytes of each parameter in a gather over all ranks, and of it all."""
     params, world_size = unit.params, unit.gather_world_size
     if world_size == 1:
-        return _Gathered([0] * len(params), 0)
-    if (plan := params.gather_plan) is not None:
-        dtypes, numels = plan.dtypes, plan.numels
-        padding = plan.layout.padding_nbytes
-    elif params.has_extensions:
-        return None
-    else:
-        dtypes = [[dtypes_of(fsdp_param).compute] for fsdp_param in params]
-        numels = [[_padded_numel(fsdp_param)] for fsdp_param in params]
-        layout = plan_gather([d for (d,) in dtypes], [n for (n,) in numels])
-        padding = layout.padding_nbytes
-    by_param = [
-        world_size * sum(n * dtype.itemsize for n, dtype in zip(*of_param))
-        for of_param in zip(numels, dtypes)
+        return [0] * len(params), 0
+    if (plan := unit.gather_plan) is None:
+        if any(hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather") for p in params):
+            return None, None
+        dtypes = [dtypes_of(fsdp_param).compute for fsdp_param in params]
+        numels = [*map(_padded_numel, params)]
+        plan = GatherPlan.of(GatherInputs(dtypes, numels, [None] * len(dtypes), None))
+    nbytes = [
+        world_size * sum(dtype.itemsize * numel for dtype, numel in zip(*of_param))
+        for of_param in zip(plan.dtypes, plan.numels, strict=True)
     ]
-    return _Gathered(by_param, world_size * padding)
+    return nbytes, world_size * plan.layout.segment_nbytes
 
 
-def _buckets(
-    unit: DescribedUnit, rows: Sequence[ParamsSummary]
-) -> Iterator[BucketSummary]:
-    nbytes: dict[BucketKey, int] = {}
-    for row in rows:
-        if row.reduce_dtype is not None:
-            key = row.reduce_dtype, row.comm_dtype
-            nbytes[key] = nbytes.get(key, 0) + row.reduced_nbytes
-    for key in sorted(nbytes, key=bucket_rank):
-        dtype, comm_dtype = key
-        before, after, *_ = unit.divide_factors(*key)
-        divided_by = unit.divide_factor or unit.world_size
-        yield BucketSummary(dtype, nbytes[key], divided_by, before, after, comm_dtype)
+# Table #
 
-
-# Text #
-
-_HEADINGS = (
-    "unit",
-    "parameters",
-    "elements",
-    "stored in",
-    "computes in",
-    "bytes gathered",
-    "reduced in",
-    "bytes reduced",
-    "divided by",
-)
-# Of text rather than numbers
-_LEFT = (0, 3, 4, 6)
+# With how they are aligned
+_COLUMNS = {
+    "unit": "<",
+    "parameters": ">",
+    "elements": ">",
+    "stored in": "<",
+    "computes in": "<",
+    "bytes gathered": ">",
+    "reduced in": "<",
+    "bytes reduced": ">",
+    "divided by": ">",
+}
 
 
 def _table(units: Sequence[UnitSummary]) -> str:
-    rows = [list(_HEADINGS)]
-    for unit in units:
-        rows += _rows(unit)
+    rows = [[*_COLUMNS], *([*map(_cell, row)] for unit in units for row in _rows(unit))]
     widths = [max(map(len, column)) for column in zip(*rows)]
     rows.insert(1, ["-" * width for width in widths])
     lines = []
     for row in rows:
-        cells = (
-            text.ljust(width) if i in _LEFT else text.rjust(width)
-            for i, (text, width) in enumerate(zip(row, widths))
-        )
+        columns = zip(row, _COLUMNS.values(), widths)
+        cells = [f"{cell:{align}{width}}" for cell, align, width in columns]
         lines.append("  ".join(cells).rstrip())
-    units_of: dict[str, list[str]] = {}
-    for unit in units:
-        for kind in unit.uncompared:
-            units_of.setdefault(kind, []).append(unit.name)
-    for kind, names in units_of.items():
+    for kind in dict.fromkeys(kind for unit in units for kind in unit.uncompared):
+        names = [unit.name for unit in units if kind in unit.uncompared]
         lines.append(
             f"Ranks are not compared before calls of {kind}, which does not set "
             f"needs_all_ranks = True: {', '.join(names)}"
@@ -286,46 +239,36 @@ def _table(units: Sequence[UnitSummary]) -> str:
     return "\n".join(lines)
 
 
-def _rows(unit: UnitSummary) -> Iterator[list[str]]:
+def _rows(unit: UnitSummary) -> Iterator[list[str | int | None]]:
     factors = {(b.dtype, b.comm_dtype): _factor(b) for b in unit.buckets}
-    for i, params in enumerate(unit.params):
-        dtype = params.reduce_dtype
-        yield [
-            unit.name if i == 0 else "",
-            f"{len(params.names):,}",
-            f"{params.numel:,}",
-            " + ".join(map(_name, params.inner_dtypes or (params.stored_dtype,))),
-            _name(params.compute_dtype),
-            _bytes(params.gathered_nbytes),
-            "(frozen)" if dtype is None else _reduced_in(dtype, params.comm_dtype),
-            f"{params.reduced_nbytes:,}",
-            "" if dtype is None else factors[dtype, params.comm_dtype],
-        ]
-    if len(unit.params) > 1:
-        yield [
-            "",
-            f"{sum(len(params.names) for params in unit.params):,}",
-            f"{sum(params.numel for params in unit.params):,}",
-            "all",
-            "",
-            _bytes(unit.gathered_nbytes),
-            "",
-            f"{sum(bucket.nbytes for bucket in unit.buckets):,}",
-            "",
-        ]
+    name, rows = unit.name, unit.params
+    for row in rows:
+        stored = " + ".join(map(_plain, row.inner_dtypes or [row.stored_dtype]))
+        computed, reduced, factor = _plain(row.compute_dtype), "(frozen)", ""
+        if row.reduce_dtype is not None:
+            key = row.reduce_dtype, row.comm_dtype
+            reduced, factor = _plain(describe_key(key)), factors[key]
+        gathered, sent = row.gathered_nbytes, row.reduced_nbytes
+        cells = [name, len(row.names), row.numel, stored, computed, gathered]
+        yield [*cells, reduced, sent, factor]
+        name = ""
+    if len(rows) > 1:
+        count, numel = (
+            sum(len(row.names) for row in rows),
+            sum(row.numel for row in rows),
+        )
+        sent = sum(row.reduced_nbytes for row in rows)
+        yield ["", count, numel, "all", "", unit.gathered_nbytes, "", sent, ""]
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _cell(value: str | int | None) -> str:
+    if value is None:
+        return "?"
+    return value if isinstance(value, str) else f"{value:,}"
 
 
-def _reduced_in(dtype: torch.dtype, comm_dtype: torch.dtype | None) -> str:
-    name = _name(dtype)
-    return name if comm_dtype is None else f"{name}, sent in {_name(comm_dtype)}"
-
-
-def _bytes(nbytes: int | None) -> str:
-    return "?" if nbytes is None else f"{nbytes:,}"
+def _plain(dtype: object) -> str:
+    return str(dtype).replace("torch.", "")
 
 
 def _factor(bucket: BucketSummary) -> str:

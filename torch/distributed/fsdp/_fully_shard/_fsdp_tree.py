@@ -3,17 +3,15 @@ Sums over ranks in a fixed order, for gradients that are sent in one dtype and a
 another.
 
 [Note: One tree for every mesh]
-The order in which a library's reduce-scatter adds depends on the number of ranks and on
-how they are split into shard groups and replicas. Here each rank receives its shard of
-all ranks' gradients, and adds them along a binary tree over the ranks: neighbours, then
-neighbouring sums, and so on, where the last of an odd number waits. (So the left
-subtree of n ranks has the largest power of two below n.)
+The order in which a library's reduce-scatter adds depends on the ranks and on how the
+mesh shards and replicates. Here each rank receives its shard of all ranks' gradients,
+and adds them along a binary tree over the ranks: neighbours, then neighbouring sums,
+and so on, where the last of an odd number waits.
 
-The data-parallel ranks of an HSDP mesh are numbered replica by replica, so a shard
-group of a power of two ranks is a subtree, and the tree over the replicas continues it.
-Hence sharded, replicated or both, each element is the sum of the same numbers in the
-same order, with the same bits. (With shard groups of other sizes the order is fixed
-too, but differs.)
+An HSDP mesh numbers its ranks replica by replica, so a shard group of a power of two
+ranks is a subtree, which the tree over the replicas continues. Hence each element is
+the same sum in the same order, with the same bits, on each such mesh. (With shard
+groups of other sizes the order is fixed too, but differs.)
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 
-# Of what replicas send one another at once
+# That replicas send at once
 _MAX_PIECE_NBYTES = 16 * 2**20
 
 
@@ -30,9 +28,9 @@ def add_in_tree(
     rows: torch.Tensor, output: torch.Tensor, scratch: torch.Tensor
 ) -> None:
     """
-    Adds ``rows``, one of each rank, in the order of [Note: One tree for every mesh] to
-    ``output`` (1D), whose dtype holds each of their values. Overwrites ``rows`` if in
-    that dtype, else ``scratch`` (1D), which if as large is all the memory needed.
+    Writes the sum of ``rows``, see [Note: One tree for every mesh], to ``output`` (1D).
+    Overwrites ``rows`` if in its dtype, else ``scratch`` (1D), which if as large is all
+    the memory needed.
     """
     if rows.dtype == output.dtype:
         _add_up(rows)
@@ -74,10 +72,7 @@ def _view_as(scratch: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def all_reduce_in_tree(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """
-    Sums ``tensor`` (1D) over ``group`` in place, in the order of
-    [Note: One tree for every mesh]: each rank sums one part, which all gather.
-    """
+    """Sums ``tensor`` (1D) in place: each rank sums one part, which all gather."""
     world_size = group.size()
     if world_size == 1:
         return

@@ -1,0 +1,436 @@
+"""
+What is found out about the parameters of one group and holds from step to step, and
+the changes of state that all of them make at once.
+
+[Note: Cached between steps]
+A step repeats the last one: the same dtypes, sizes and outputs. Nothing announces that
+a parameter's data or its all-gather outputs were replaced, so a cached plan is compared
+with the parameters at each use, which costs far less than to plan anew. Plans hold
+dtypes and sizes only, and keep no shard alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice, repeat
+from operator import attrgetter, is_
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn as nn
+
+from ._fsdp_dtypes import bucket_key
+from ._fsdp_errors import explain_extension
+from ._fsdp_layout import (
+    GatherLayout,
+    plan_copy_in,
+    plan_gather,
+    ReduceBucket,
+    RegionCopy,
+)
+from ._fsdp_param import FSDPParam, ShardedState
+from ._fsdp_release import keeps_storage
+
+
+# Read of all parameters several times a step, so without a loop in Python
+_get_stored = attrgetter("_sharded_param_data")
+_get_post_forward_data = attrgetter("_sharded_post_forward_param_data")
+_get_compute_dtype = attrgetter("param_dtype")
+_get_outputs = attrgetter("all_gather_outputs")
+_get_sharded_param = attrgetter("sharded_param")
+_get_unsharded_param = attrgetter("_unsharded_param")
+_get_requires_grad = attrgetter("sharded_param.requires_grad")
+_get_local_tensor = attrgetter("sharded_param._local_tensor")
+
+
+# What is gathered #
+
+
+class GatherInputs(NamedTuple):
+    """What is known of the tensors that one rank contributes to a gather."""
+
+    stored_dtypes: list[torch.dtype]
+    numels: list[int]
+    # What each is cast to on the way, None if it is not cast
+    compute_dtypes: list[torch.dtype | None]
+    # How many of the tensors are each parameter's, None if one is
+    counts: list[int] | None
+
+
+class SplitSizes(list[int]):
+    """The split sizes in a gather's result, with the layout that they come from."""
+
+    layout: GatherLayout
+
+
+@dataclass(frozen=True)
+class GatherPlan:
+    """All that is known of a gather before its data."""
+
+    layout: GatherLayout
+    copies: tuple[RegionCopy, ...]
+    # The fields of the gather's result
+    dtypes: list[list[torch.dtype]]
+    numels: list[list[int]]
+    split_sizes: SplitSizes
+
+    @classmethod
+    def of(cls, inputs: GatherInputs) -> GatherPlan:
+        pairs = zip(inputs.compute_dtypes, inputs.stored_dtypes, strict=True)
+        dtypes = [compute_dtype or stored for compute_dtype, stored in pairs]
+        counts = inputs.counts or [1] * len(dtypes)
+        layout = plan_gather(dtypes, inputs.numels)
+        copies = plan_copy_in(layout, inputs.stored_dtypes)
+        split_sizes = SplitSizes(layout.split_sizes)
+        split_sizes.layout = layout
+        grouped = _in_groups(dtypes, counts), _in_groups(inputs.numels, counts)
+        return cls(layout, copies, *grouped, split_sizes)
+
+
+def _in_groups(values: Iterable, counts: Sequence[int]) -> list[list]:
+    values = iter(values)
+    return [list(islice(values, count)) for count in counts]
+
+
+def layout_of(
+    dtypes: Sequence[Sequence[torch.dtype]],
+    numels: Sequence[Sequence[int]],
+    split_sizes: Sequence[int],
+) -> GatherLayout:
+    """
+    Returns the layout of a gathered buffer from the last fields of the gather's result.
+    Someone else's gather holds the inputs in parameter order.
+    """
+    if isinstance(split_sizes, SplitSizes):
+        return split_sizes.layout
+    flat = [*chain.from_iterable(dtypes)], [*chain.from_iterable(numels)]
+    return plan_gather(*flat, by_dtype=False)
+
+
+def get_shards(fsdp_params: Sequence[FSDPParam]) -> list[torch.Tensor]:
+    """Returns the flat local shards of plain parameters."""
+    if fsdp_params[0].sharded_state is ShardedState.SHARDED_POST_FORWARD:
+        return [*map(_get_post_forward_data, fsdp_params)]
+    return [*map(_get_stored, fsdp_params)]
+
+
+def _get_gather_inputs(
+    fsdp_params: Sequence[FSDPParam], has_extensions: bool
+) -> tuple[list[torch.Tensor], GatherInputs]:
+    """
+    Collects this rank's 1D tensors to gather. A plain shard is used as it is stored
+    and where it is: the copy-in moves and casts it. An extension's
+    ``fsdp_pre_all_gather`` may return any number of tensors, of any dtypes.
+    """
+    counts = None
+    if not has_extensions:
+        tensors = get_shards(fsdp_params)
+        compute_dtypes = [*map(_get_compute_dtype, fsdp_params)]
+    else:
+        tensors, compute_dtypes, counts = [], [], []
+        for fsdp_param in fsdp_params:
+            if hasattr(fsdp_param._sharded_local_tensor, "fsdp_pre_all_gather"):
+                own, dtype = get_all_gather_inputs(fsdp_param), None
+            else:
+                own, dtype = get_shards([fsdp_param]), fsdp_param.param_dtype
+            tensors += own
+            compute_dtypes += [dtype] * len(own)
+            counts.append(len(own))
+    stored_dtypes = [tensor.dtype for tensor in tensors]
+    numels = [tensor.numel() for tensor in tensors]
+    return tensors, GatherInputs(stored_dtypes, numels, compute_dtypes, counts)
+
+
+# Extensions #
+
+
+def _has_extension(fsdp_param: FSDPParam) -> bool:
+    if hasattr(fsdp_param, "_extensions_data"):
+        return True
+    return hasattr(fsdp_param._sharded_local_tensor, "fsdp_pre_all_gather")
+
+
+def get_all_gather_inputs(fsdp_param: FSDPParam) -> list[torch.Tensor]:
+    """Returns what the parameter, or its ``fsdp_pre_all_gather``, gives to gather."""
+    try:
+        return fsdp_param.all_gather_inputs
+    except Exception as error:
+        raise explain_extension(  # noqa: B904  (has its cause)
+            error, fsdp_param, "fsdp_pre_all_gather"
+        )
+
+
+def _init_unsharded_param(fsdp_param: FSDPParam, is_first: bool) -> None:
+    try:
+        fsdp_param.init_unsharded_param()
+        if is_first and _has_extension(fsdp_param):
+            _check_unsharded(fsdp_param)
+    except Exception as error:
+        raise explain_extension(  # noqa: B904  (has its cause)
+            error, fsdp_param, "fsdp_post_all_gather"
+        )
+
+
+def _check_unsharded(fsdp_param: FSDPParam) -> None:
+    """Checks what an extension returned first: nothing looks at it later."""
+    param, inner = fsdp_param._unsharded_param, fsdp_param._unsharded_inner_tensors
+    if param.device.type != fsdp_param.device.type:
+        raise ValueError(f"the tensor is on {param.device}, not {fsdp_param.device}")
+    if any(not isinstance(tensor, torch.Tensor) for tensor in inner):
+        raise TypeError(f"the tensors to free are {inner!r}")
+
+
+def _fit_outputs(
+    fsdp_param: FSDPParam, i: int, plan: GatherPlan, last: GatherPlan | None
+) -> None:
+    """
+    Drops an extension's outputs if it gathers other inputs than last time, e.g. a weight
+    quantized by row in forward and by column in backward. Raises if a plain parameter's
+    dtype has changed: autograd and kernels hold views of its outputs.
+    """
+    name = fsdp_param._param_fqn or fsdp_param._module_info.param_name
+    dtypes, numels = plan.dtypes[i], plan.numels[i]
+    if last is not None and _has_extension(fsdp_param):
+        if (last.dtypes[i], last.numels[i]) != (dtypes, numels):
+            fsdp_param.all_gather_outputs = []  # for new ones
+    if not numels:
+        raise ValueError(
+            f"fsdp_pre_all_gather of {name} returned no tensor to gather: return "
+            "((tensor, ...), metadata)"
+        )
+    outputs = fsdp_param.all_gather_outputs
+    if not outputs or [output.numel() for output in outputs] == numels:
+        return  # a single rank's are copied and cast
+    first_dtypes = [output.dtype for output in outputs]
+    if first_dtypes != dtypes:
+        raise RuntimeError(
+            f"{name} was gathered as {', '.join(map(str, first_dtypes))} before, and "
+            f"would be as {', '.join(map(str, dtypes))} now: cast a model, or load "
+            "another dtype with assign=True, before its first forward"
+        )
+
+
+# The outputs #
+
+
+class GatherOutputs:
+    """
+    The all-gather outputs of all parameters. They are allocated and freed by
+    resizing their storage, so that views of them last.
+    """
+
+    def __init__(self, fsdp_params: Iterable[FSDPParam]):
+        # A parameter that gets new outputs gets them in a new list
+        self.lists = [*map(_get_outputs, fsdp_params)]
+        self.tensors = [*chain.from_iterable(self.lists)]
+        self.have_unsharded_params = False  # over them
+        # The views that the last gather in a state was copied out to
+        self.columns: dict[ShardedState, tuple[GatherLayout, list[torch.Tensor]]] = {}
+        self._storages = [(t.untyped_storage(), t.nbytes) for t in self.tensors]
+
+    def alloc(self) -> None:
+        for storage, nbytes in self._storages:
+            if storage.nbytes() != nbytes:
+                storage.resize_(nbytes)
+
+    def free(self) -> None:
+        for storage, _ in self._storages:
+            if storage.nbytes():
+                storage.resize_(0)
+
+
+# All parameters #
+
+
+class FSDPParamList(list[FSDPParam]):
+    """
+    A group's parameters. The ``foreach_*`` functions, which others call and replace,
+    are given this list and find its cache here.
+    """
+
+    cache: ParamGroupCache
+
+
+class ParamGroupCache:
+    """The parameters of a group, with what is found out about them."""
+
+    @classmethod
+    def of(cls, fsdp_params: Sequence[FSDPParam]) -> ParamGroupCache:
+        """Returns the cache of a group's list, or a new one for someone else's."""
+        if isinstance(fsdp_params, FSDPParamList):
+            return fsdp_params.cache
+        return cls(fsdp_params)
+
+    def __init__(self, fsdp_params: Iterable[FSDPParam]):
+        self.fsdp_params = FSDPParamList(fsdp_params)
+        self.fsdp_params.cache = self
+        self.invalidate()
+
+    def invalidate(self) -> None:
+        self._cached_for = [*self.fsdp_params]
+        self._local_classes: list[type] = []
+        self._has_extensions = any(map(_has_extension, self.fsdp_params))
+        self._find_names_in_modules()
+        # One each for the shards and for those resharded after forward
+        self._plans: dict[ShardedState, tuple[GatherInputs, GatherPlan]] = {}
+        self._outputs: GatherOutputs | None = None
+        # By the dtype of each parameter's gradient, None without one
+        self.buckets: dict[
+            tuple[torch.dtype | None, ...], tuple[ReduceBucket, ...]
+        ] = {}
+        self._buckets_depend_on: list[Any] = []
+        # See [Note: Microbatches]
+        self.upcast_by_autograd: list[FSDPParam] = []
+
+    def invalidate_if_changed(self) -> None:
+        """Invalidates all if the list holds other parameters now."""
+        if self.fsdp_params != self._cached_for:
+            self.invalidate()
+
+    def invalidate_buckets_if_changed(self) -> None:
+        """Invalidates the buckets if what they depend on has changed."""
+        depend_on = [
+            (
+                p.mp_policy.reduce_dtype,
+                bucket_key(p, torch.float32),
+                p.sharded_param.dtype,
+                p.sharded_param.grad_dtype,
+                p.padded_sharded_param_size,
+            )
+            for p in self.fsdp_params
+        ]
+        if self._buckets_depend_on != depend_on:
+            self.buckets.clear()
+            self._buckets_depend_on = depend_on
+
+    @property
+    def has_extensions(self) -> bool:
+        """Whether any parameter makes its all-gather inputs itself."""
+        # A parameter may be replaced, or be given another local tensor, at any time
+        classes = [*map(type, map(_get_local_tensor, self.fsdp_params))]
+        if classes != self._local_classes:
+            self._local_classes = classes
+            self._has_extensions = any(map(_has_extension, self.fsdp_params))
+        return self._has_extensions
+
+    def prepare_gather(self) -> tuple[list[torch.Tensor], GatherPlan]:
+        """Returns this rank's 1D tensors to gather and the plan of their gather."""
+        self.invalidate_if_changed()
+        tensors, inputs = _get_gather_inputs(self.fsdp_params, self.has_extensions)
+        state = self.fsdp_params[0].sharded_state
+        last_inputs, plan = self._plans.get(state, (None, None))
+        if plan is None or last_inputs != inputs:
+            last, plan = plan, GatherPlan.of(inputs)
+            for i, fsdp_param in enumerate(self.fsdp_params):
+                _fit_outputs(fsdp_param, i, plan, last)
+            self._plans[state] = inputs, plan
+        return tensors, plan
+
+    @property
+    def gather_plan(self) -> GatherPlan | None:
+        """The plan of the last gather of the shards, if there was one."""
+        _, plan = self._plans.get(ShardedState.SHARDED, (None, None))
+        return plan
+
+    @property
+    def outputs(self) -> GatherOutputs | None:
+        """The all-gather outputs, None if a parameter's were never made or replaced."""
+        outputs = self._outputs
+        if outputs and all(
+            map(is_, map(_get_outputs, self.fsdp_params), outputs.lists)
+        ):
+            return outputs
+        return None
+
+    def alloc_outputs(
+        self,
+        dtypes: list[list[torch.dtype]],
+        numels: list[list[int]],
+        world_size: int,
+        device: torch.device,
+    ) -> GatherOutputs:
+        """Makes the all-gather outputs, or gives them their storage back."""
+        if (outputs := self.outputs) is not None:
+            outputs.alloc()
+            return outputs
+        sizes = zip(self.fsdp_params, numels, dtypes, strict=True)
+        for fsdp_param, own_numels, own_dtypes in sizes:
+            fsdp_param.init_all_gather_outputs(
+                own_numels, own_dtypes, world_size, device
+            )
+            fsdp_param.alloc_all_gather_outputs()
+        self._outputs = GatherOutputs(self.fsdp_params)
+        return self._outputs
+
+    # Changes of state #
+    def init_unsharded_params(self) -> None:
+        """Makes the unsharded parameters from new all-gather outputs."""
+        outputs = self.outputs
+        is_first = outputs is None or not outputs.have_unsharded_params
+        if not is_first and not self._has_extensions:
+            return
+        for fsdp_param in self.fsdp_params:
+            _init_unsharded_param(fsdp_param, is_first)
+        if outputs is not None:
+            outputs.have_unsharded_params = True
+
+    def to_state(self, state: ShardedState) -> None:
+        """Brings all parameters to ``state``, and their registrations with them."""
+        self.invalidate_if_changed()
+        if state is ShardedState.UNSHARDED:
+            self._to_unsharded()
+        elif state is ShardedState.SHARDED_POST_FORWARD:
+            for fsdp_param in self.fsdp_params:
+                fsdp_param.to_sharded_post_forward()
+        elif (
+            (outputs := self.outputs) is None
+            or self._has_extensions
+            or keeps_storage(self.fsdp_params)
+        ):
+            for fsdp_param in self.fsdp_params:
+                fsdp_param.to_sharded()
+        else:
+            self._register([*map(_get_sharded_param, self.fsdp_params)])
+            for fsdp_param in self.fsdp_params:
+                fsdp_param.sharded_state = state
+            outputs.free()
+
+    def _to_unsharded(self) -> None:
+        params = [*map(_get_unsharded_param, self.fsdp_params)]
+        requires_grad = [*map(_get_requires_grad, self.fsdp_params)]
+        if [param.requires_grad for param in params] != requires_grad:
+            for param, is_trained in zip(params, requires_grad):
+                param.requires_grad_(is_trained)
+        self._register(params)
+        if self.fsdp_params[0].sharded_state is ShardedState.SHARDED_POST_FORWARD:
+            # Gathered and copied out in the stream that allocated them, so that their
+            # memory needs no wait
+            for fsdp_param in self.fsdp_params:
+                fsdp_param._sharded_post_forward_param = None
+                fsdp_param._sharded_post_forward_param_data = None
+        for fsdp_param in self.fsdp_params:
+            fsdp_param.sharded_state = ShardedState.UNSHARDED
+
+    def _register(self, params: Sequence[nn.Parameter]) -> None:
+        """Makes ``params`` what the modules have under the parameters' names."""
+        plain = nn.Module.__setattr__
+        # A class may define its own at any time
+        custom = [m for m in self._modules if type(m).__setattr__ is not plain]
+        for module, name, i in self._names_in_modules:
+            # Past the checks of `nn.Module.__setattr__`, which cost more than all
+            # the rest: the name already holds a parameter
+            if not custom or module not in custom:
+                module._parameters[name] = params[i]
+            else:
+                setattr(module, name, params[i])
+
+    def _find_names_in_modules(self) -> None:
+        # Module, name and the parameter's index, for each name of each parameter
+        self._names_in_modules: list[tuple[nn.Module, str, int]] = []
+        for i, fsdp_param in enumerate(self.fsdp_params):
+            info = fsdp_param._module_info
+            modules = [info.module, *info.shared_modules]
+            names = [info.param_name, *info.shared_param_names]
+            self._names_in_modules += zip(modules, names, repeat(i))
+        self._modules = [*dict.fromkeys(m for m, _, _ in self._names_in_modules)]
