@@ -30,42 +30,46 @@ ROOMS = [
         ("_fsdp_param_group", "when it moves"),
         ("_fsdp_summary", "tables"),
     ],
-    [("_fsdp_registrations", "what modules have"), None, ("_fsdp_errors", "what was wrong")],
-    [("_fsdp_settings", "what users set"), None, ("_fsdp_agreement", "do ranks agree")],
+    [("_fsdp_registrations", "what modules have"), None, ("_fsdp_agreement", "do ranks agree")],
     [
         ("_fsdp_context", "streams of all units"),
         ("_fsdp_grads", "gradients become buckets"),
-        ("_fsdp_doors", "by default nothing"),
+        ("_fsdp_described_unit", "for the two above"),
     ],
     [None, ("_fsdp_collectives", "what moves"), ("_fsdp_copies", "into buffers, and out")],
     [
-        ("_fsdp_kept_names", "names for plugins"),
-        ("_fsdp_unit", "what is kept between steps"),
+        ("_fsdp_compat", "names for plugins"),
+        ("_fsdp_param_cache", "cached between steps"),
         ("_fsdp_comms", "backends and operators"),
     ],
     [
         ("_fsdp_scaling", "divide factors"),
-        ("_fsdp_observers", "who looks at a step"),
-        ("_fsdp_layout", "where it lies"),
-        ("_fsdp_fast_paths", "cheaper hooks"),
-        ("_fsdp_api", "what users pass"),
+        ("_fsdp_dtypes", "dtypes of a parameter"),
+        ("_fsdp_errors", "what was wrong"),
     ],
     [
-        ("_fsdp_policies", "dtypes by name"),
+        ("_fsdp_observers", "who looks at a step"),
+        ("_fsdp_layout", "where it lies"),
+        ("_fsdp_policies", "policies, dtypes by name"),
+    ],
+    [
+        ("_fsdp_fast_paths", "cheaper hooks"),
         ("_fsdp_tree", "sums in one order"),
         ("_fsdp_release", "what the release has"),
     ],
 ]  # fmt: skip
-COMES_IN = (
+# What training does not need, and which knows no parameter group
+BESIDE = (
     "_fsdp_prefetch",
     "_fsdp_summary",
-    "_fsdp_errors",
     "_fsdp_agreement",
+    "_fsdp_described_unit",
+    "_fsdp_errors",
     "_fsdp_policies",
 )
 KEY = (
     "A file imports only from rows below its own, or from its right. Dashed: training "
-    "does not need it, and it comes in by a door."
+    "does not need it, and it knows no parameter group."
 )
 
 
@@ -136,7 +140,7 @@ def draw_rooms(drawing: Drawing) -> None:
         for x, room in zip(xs, rooms):
             if room is not None:
                 file, role = room
-                drawing.box(x, y, width, height, "#f4f1ea", dashed=file in COMES_IN)
+                drawing.box(x, y, width, height, "#f4f1ea", dashed=file in BESIDE)
                 middle = x + width // 2
                 drawing.text(middle, y + 18, file, 12, mono=True, centered=True)
                 drawing.text(middle, y + 35, role, 12, centered=True)

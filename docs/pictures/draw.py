@@ -124,7 +124,7 @@ def segment() -> list[Piece]:
 def buckets(reduce_dtype: torch.dtype | None) -> tuple[ReduceBucket, ...]:
     """The reductions of the unit, as planned."""
     slots = [ReduceSlot(i, p.dtype, p.shard_numel) for i, p in enumerate(UNIT)]
-    return plan_buckets(slots, [reduce_dtype or p.dtype for p in UNIT])
+    return plan_buckets(slots, [(reduce_dtype or p.dtype, None) for p in UNIT])
 
 
 def bucket_shard(bucket: ReduceBucket, dtype: torch.dtype | None) -> list[Piece]:
