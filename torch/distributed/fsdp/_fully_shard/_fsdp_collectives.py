@@ -1,15 +1,12 @@
 """
 What moves: the data of one unit, one step each way.
 
-- Unshard: copy-in, all-gather, copy-out (:func:`foreach_all_gather`,
-  :func:`foreach_all_gather_copy_out`).
-- Reduce: copy-in, reduce-scatter, all-reduce, and the sharded gradients out of
-  the result (:func:`foreach_reduce`), for one bucket at a time.
+- Unshard: copy-in, all-gather, copy-out.
+- Reduce: copy-in, reduce-scatter, all-reduce, sharded gradients, for each bucket.
 
-Where things lie is planned in :mod:`_fsdp_layout`, and when they move is
-decided in :mod:`_fsdp_param_group`. :mod:`_fsdp_comms` has the backends, which
-allocate the buffers and issue the collectives, and :mod:`_fsdp_copies` the copies
-into the buffers and out of them.
+:mod:`_fsdp_layout` plans where things lie, and :mod:`_fsdp_param_group` decides when they
+move. :mod:`_fsdp_comms` has the backends, which allocate and communicate, and
+:mod:`_fsdp_copies` the copies into the buffers and out of them.
 """
 
 from __future__ import annotations
@@ -161,19 +158,16 @@ def foreach_all_gather(
     Starts the one all-gather of a unit, whatever dtypes its parameters have.
 
     Args:
-        fsdp_params: The unit's parameters, all sharded or all resharded after
-            forward.
+        fsdp_params: The unit's, all sharded or all resharded after forward.
         group: Ranks to gather over, in the order of their segments.
-        async_op: Whether the collective returns a work to wait on, in which
-            case both streams are the current one.
+        async_op: Whether the collective returns a work, and both streams are current.
         all_gather_copy_in_stream: Where the buffer is allocated and filled.
         all_gather_stream: Where the collective runs, after the copy-in.
         device: Of the buffer.
         all_gather_comm: Allocates the buffer and issues the collective.
 
     Returns:
-        The gather in flight, for :func:`foreach_all_gather_copy_out`. Its
-        buffer is 1D, in the common dtype of all inputs or else in bytes.
+        The gather in flight. Its buffer is 1D, in the inputs' one dtype, else in bytes.
     """
     device_handle = _get_device_handle(device.type)
     with device_handle.stream(all_gather_copy_in_stream):
@@ -217,21 +211,19 @@ def foreach_all_gather_copy_out(
     all_gather_output_fn: AllGatherOutputFn = _default_all_gather_output_fn,
 ) -> None:
     """
-    Waits for an all-gather and writes every parameter's all-gather outputs
-    from its buffer: one kernel over the whole buffer, and one more copy for
-    each parameter sharded on another dim than 0.
+    Waits for an all-gather and writes every parameter's all-gather outputs from its
+    buffer: one kernel, and one more copy for each parameter not sharded on dim 0.
 
     Args:
-        all_gather_result: From :func:`foreach_all_gather`, or from another
-            one whose segments hold the inputs in parameter order.
+        all_gather_result: From :func:`foreach_all_gather`, or from another one whose
+            segments hold the inputs in parameter order.
         fsdp_params: The parameters that were gathered.
         group: The group that they were gathered over.
-        all_gather_output_fn: Makes and fills the outputs, given ``fsdp_params``,
-            the result, which is complete then, and the number of ranks.
+        all_gather_output_fn: Makes and fills the outputs, given ``fsdp_params``, the
+            result, which is complete then, and the number of ranks.
 
     Raises:
-        NotImplementedError: if there is such a function, and it would be given
-            parameters of several dtypes.
+        NotImplementedError: if a custom one would be given several dtypes.
     """
     buffer, event, work, dtypes, *_ = all_gather_result
     if all_gather_output_fn is not _default_all_gather_output_fn:
@@ -251,10 +243,7 @@ def foreach_all_gather_copy_out(
 
 @without_grad
 def unshard_single_rank(fsdp_params: list[FSDPParam], device: torch.device) -> None:
-    """
-    Unshards parameters whose only shard is this rank's: a copy from the
-    sharded parameters in place of an all-gather.
-    """
+    """Unshards parameters over a single rank: a copy in place of an all-gather."""
     cache = ParamGroupCache.of(fsdp_params)
     tensors, plan = cache.prepare_gather()
     outputs = cache.alloc_outputs(plan.dtypes, plan.numels, 1, device)
@@ -307,10 +296,7 @@ def _default_reduce_scatter_input_fn(
 
 
 class Reduction(NamedTuple):
-    """
-    Who takes part in a group's reductions, where and how: the arguments of
-    :func:`foreach_reduce` that are the same for all buckets.
-    """
+    """The arguments of :func:`foreach_reduce` that are the same for all buckets."""
 
     reduce_scatter_group: dist.ProcessGroup | None
     reduce_scatter_stream: torch.Stream
@@ -618,11 +604,9 @@ def _reduce_scatter(
     reduction: Reduction, part: BucketGrads, factors: Factors
 ) -> torch.Tensor:
     """
-    Returns this rank's sum over the shard group, with the partial reduce of earlier
-    microbatches added. It is the input itself where nothing is summed or cast.
-
-    That sum must be complete before the all-reduce: what were added after it
-    would be the sum of one shard group alone.
+    Returns this rank's sum over the shard group and the partial reduce, which added
+    after the all-reduce would be the sum of one shard group alone. It is the input
+    itself where nothing is summed or cast.
     """
     bucket, partial = part.bucket, part.partial_reduce_output
     reduce_input = part.reduce_scatter_input

@@ -117,10 +117,7 @@ def upcast_unreduced_grads(fsdp_params: Sequence[FSDPParam]) -> None:
 def pop_grads(
     fsdp_params: Sequence[FSDPParam], zeros_for_unused: bool
 ) -> list[torch.Tensor | None]:
-    """
-    Pops each parameter's gradient, None where there is none to reduce: that of earlier
-    microbatches, or a new one, or zeros.
-    """
+    """Pops the accumulated or new gradients, None or zeros where there is none."""
     if zeros_for_unused:
         _check_zeros_have_a_dtype(fsdp_params)
     grads: list[torch.Tensor | None] = []
@@ -144,10 +141,7 @@ def pop_grads(
 
 
 def _check_zeros_have_a_dtype(fsdp_params: Sequence[FSDPParam]) -> None:
-    """
-    Raises if ranks without a gradient could not know its dtype. All ranks raise alike:
-    it depends on their settings only.
-    """
+    """Raises, on all ranks alike, if one without a gradient could not know its dtype."""
     for fsdp_param in fsdp_params if FOLLOWS_GRAD_DTYPE else ():
         if not fsdp_param.sharded_param.requires_grad:
             continue
@@ -212,8 +206,8 @@ def _promote(
     fsdp_params: Sequence[FSDPParam], reduce_dtypes: dict[int, torch.dtype]
 ) -> None:
     """
-    Where no policy sets a reduce dtype, gradients of one storage dtype, which could be
-    a unit of the release, are reduced together in a dtype that holds all of theirs.
+    Reduces gradients of one storage dtype without a policy's reduce dtype in a dtype that
+    holds all of theirs, as the release does in a unit.
     """
     promoted: dict[torch.dtype, torch.dtype] = {}
     without_policy = [
@@ -234,10 +228,7 @@ def _promote(
 
 @dataclass(frozen=True)
 class PartialReduce:
-    """
-    What a bucket's microbatches so far sum to on this rank, reduced over the
-    shard group and not yet over the replicas, with the layout that it has.
-    """
+    """A bucket's sum over microbatches and the shard group, not yet over replicas."""
 
     bucket: ReduceBucket
     output: torch.Tensor  # 1D, in the bucket's dtype
@@ -253,10 +244,7 @@ class PartialReduce:
 
 
 class PartialReduces(dict[BucketKey, PartialReduce]):
-    """
-    The partial reduces of a group, at most one for each bucket. To be used in the stream
-    that reduces, which writes them.
-    """
+    """A group's partial reduces by bucket, to be used in the stream that reduces."""
 
     def complete(
         self,
@@ -292,10 +280,7 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
         return tuple(sorted((*fresh, *empty), key=lambda b: bucket_rank(b.key)))
 
     def pop_for(self, fresh: ReduceBucket) -> tuple[ReduceBucket, torch.Tensor | None]:
-        """
-        Pops the partial reduce of a bucket, laid out as the bucket that is returned:
-        ``fresh``, and after it the parameters that are in the partial reduce only.
-        """
+        """Pops a bucket's partial reduce, whose other parameters extend the bucket."""
         partial = self.pop(fresh.key, None)
         if partial is None:
             return fresh, None
@@ -305,12 +290,7 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
     def set_output(
         self, fsdp_params: Sequence[FSDPParam], output: torch.Tensor
     ) -> None:
-        """
-        Makes ``output`` (1D) the only one: what all trainable parameters have summed to.
-
-        Raises:
-            ValueError: if no bucket of them has its dtype and size.
-        """
+        """Makes ``output`` (1D) the only one, or raises if no bucket is like it."""
         trained = [
             dtypes_of(p).compute if p.sharded_param.requires_grad else None
             for p in fsdp_params

@@ -98,10 +98,7 @@ def layout_of(
     numels: Sequence[Sequence[int]],
     split_sizes: Sequence[int],
 ) -> GatherLayout:
-    """
-    Returns the layout of a gathered buffer from the last fields of the gather's result.
-    Someone else's gather holds the inputs in parameter order.
-    """
+    """Returns a gathered buffer's layout. Another gather's is in parameter order."""
     if isinstance(split_sizes, SplitSizes):
         return split_sizes.layout
     flat = [*chain.from_iterable(dtypes)], [*chain.from_iterable(numels)]
@@ -119,9 +116,8 @@ def _get_gather_inputs(
     fsdp_params: Sequence[FSDPParam], has_extensions: bool
 ) -> tuple[list[torch.Tensor], GatherInputs]:
     """
-    Collects this rank's 1D tensors to gather. A plain shard is used as it is stored
-    and where it is: the copy-in moves and casts it. An extension's
-    ``fsdp_pre_all_gather`` may return any number of tensors, of any dtypes.
+    Collects this rank's 1D tensors to gather: plain shards as and where they are stored,
+    to be cast by the copy-in, and whatever ``fsdp_pre_all_gather`` of extensions returns.
     """
     counts = None
     if not has_extensions:
@@ -215,10 +211,7 @@ def _fit_outputs(
 
 
 class GatherOutputs:
-    """
-    The all-gather outputs of all parameters. They are allocated and freed by
-    resizing their storage, so that views of them last.
-    """
+    """All parameters' all-gather outputs, whose storages are resized to free them."""
 
     def __init__(self, fsdp_params: Iterable[FSDPParam]):
         # A parameter that gets new outputs gets them in a new list

@@ -1,39 +1,33 @@
 """
-When a unit's data moves: the states of a parameter group, its hooks, its prefetching
-and its waits.
+When a unit's data moves: the states of a param group, its hooks, prefetching and waits.
 
 What moves is in :mod:`_fsdp_collectives`, where it lies in :mod:`_fsdp_layout`, which
-gradients there are in :mod:`_fsdp_grads`, and what all groups share in
-:mod:`_fsdp_context`.
+gradients there are in :mod:`_fsdp_grads`, what groups share in :mod:`_fsdp_context`.
 
 [Note: Who waits for whom]
-Data passes from stream to stream, and each handover is one of these waits:
+Each handover of data from stream to stream is one of these waits:
 
 - optimizer -> copy-in: the root's pre-forward makes both gather streams wait.
 - copy-in -> all-gather: ``foreach_all_gather``, stream to stream.
 - all-gather -> copy-out: ``foreach_all_gather_copy_out`` waits for the event.
-- copy-out -> next copy-in: the buffer of a gather is given back to the
-  allocator only after both gather streams wait for the copy-out's event. In
-  forward this is deferred to the next group, see
-  [Note: Freeing the gather buffer late].
+- copy-out -> next copy-in: both gather streams wait for the copy-out's event before the
+  gather's buffer is freed, in forward late, see [Note: Freeing the gather buffer late].
 - gradients -> reduce-scatter: ``reduce_buckets``, stream to stream. With
   ``grad_comm_dtype`` that stream has an all-to-all and the sum of what came in, which
   is allocated there. The sum overwrites the reduce-scatter's input.
-- reduce-scatter -> next copy-in: ``FSDPCommContext.reduce_scatter_states``
-  holds the inputs of the last groups, one record for each post-backward; the
-  current stream waits for its event before the record is dropped.
-- all-reduce -> next reduce-scatter: ``_all_reduce_states`` holds the buffers
-  of all buckets until their own events.
-- sharded gradients -> optimizer: the end of backward waits for the last event
-  of every stream that reduced.
+- reduce-scatter -> next copy-in: ``FSDPCommContext.reduce_scatter_states`` holds the
+  inputs of the last post-backwards until the current stream has waited for their events.
+- all-reduce -> next reduce-scatter: ``_all_reduce_states`` holds the buffers of all
+  buckets until their own events.
+- sharded gradients -> optimizer: the end of backward waits for the last event of every
+  stream that reduced.
 
 [Note: Freeing the gather buffer late]
-With implicit prefetching in forward, the copy-in of the next group runs in a
-stream of its own, beside this group's all-gather. This rank's shards are
-copied into a part of the gather's output, so that the next copy-in must get
-other memory than this gather's buffer. Hence the shared context keeps the
-last gather alive until the next group has ordered its streams behind this
-group's copy-out; the root drops the last of them at the end of its forward.
+With implicit prefetching in forward, the copy-in of the next group runs in a stream of
+its own, beside this group's all-gather, into a part of the next gather's output. That
+must be other memory than this gather's buffer. Hence the shared context keeps the last
+gather alive until the next group has ordered its streams behind this group's copy-out;
+the root drops the last of them at the end of its forward.
 """
 
 from __future__ import annotations
@@ -249,8 +243,7 @@ class FSDPParamGroup(PluginNames):
     A group that is prefetched is in the state of that pass meanwhile.
     """
 
-    # Set by the root's lazy init: the modules' name, and the group's place among the
-    # groups of the same modules, one for each mesh
+    # Set by the root's lazy init: of the modules, and among their groups for each mesh
     _module_fqn: str | None = None
     _param_group_index: int = 0
     _num_param_groups: int = 1
@@ -269,8 +262,7 @@ class FSDPParamGroup(PluginNames):
     _all_reduce_hook = cast(
         "Callable[[torch.Tensor], None] | None", _Checked(check_all_reduce_hook)
     )
-    # Only without native HSDP, which has a stream of its own for the hook.
-    # Users may set it before lazy init, so it is not in the shared context.
+    # Of the hook without native HSDP. Users may set it before lazy init.
     _all_reduce_hook_stream: torch.Stream | None = None
     # Gradient sync: none at all, or no all-reduce (HSDP)
     reduce_grads: bool = True
@@ -278,13 +270,11 @@ class FSDPParamGroup(PluginNames):
     reshard_after_backward: bool = True
     # Scale apart from the collectives, which then only sum
     force_sum_reduction_for_comms: bool = False
-    # Reduce zeros for parameters without a gradient, so that ranks that use
-    # different parameters still issue the same collectives
+    # Reduce zeros for parameters without a gradient, so that all ranks reduce alike
     reduce_scatter_unused_params: bool = False
     # This group's wish; the shared context holds what is granted
     reduce_scatter_max_input_buffers: int = 1
-    # Gather in the current stream and wait for the work, which spares memory
-    # in the streams for prefetching but prefetches explicitly only
+    # Gather in the current stream, with a work: less memory, only explicit prefetching
     unshard_async_op: bool = False
     # False if backward does not need the parameters, e.g. an embedding's
     unshard_in_backward: bool = True
@@ -383,10 +373,7 @@ class FSDPParamGroup(PluginNames):
 
     # Lazy init #
     def lazy_init(self):
-        """
-        Reads the parameters as they are now: until the first forward, users
-        may have loaded, replaced or cast them. May be called again.
-        """
+        """Reads the parameters as users have left them. May be called again."""
         look_for_traces()
         if not hasattr(self.comm_ctx, "device_handle"):
             self.comm_ctx.device_handle = _get_device_handle(self.device.type)
@@ -460,9 +447,8 @@ class FSDPParamGroup(PluginNames):
     # Backends of collectives #
     def set_symm_mem(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """
-        Takes the communication buffers from symmetric memory. Reduce-scatter
-        takes part only with sums forced, the one reduction that NCCL's
-        symmetric kernels know.
+        Allocates communication buffers from symmetric memory, those of reduce-scatter only
+        with sums forced, the one reduction that NCCL's symmetric kernels know.
         """
         self._check_comms_are("set_symm_mem", SymmMemAllGather, SymmMemReduceScatter)
         if self.force_sum_reduction_for_comms:
@@ -472,10 +458,7 @@ class FSDPParamGroup(PluginNames):
         self._all_gather_comm = SymmMemAllGather(self._shard_process_group, backend)
 
     def set_allocate_memory_from_process_group(self, enable: bool) -> None:
-        """
-        Takes the communication buffers from the process groups' allocators
-        where they have one, or from the default one again.
-        """
+        """Allocates communication buffers by the process groups, or by default again."""
         kinds = (ProcessGroupAllocAllGather, ProcessGroupAllocReduceScatter)
         self._check_comms_are("set_allocate_memory_from_process_group", *kinds)
         if not enable:
@@ -545,10 +528,7 @@ class FSDPParamGroup(PluginNames):
 
     @_disable_functorch_if_active
     def wait_for_unshard(self):
-        """
-        Completes the unshard that was started, if any: copies out of the
-        gather's buffer and registers the unsharded parameters.
-        """
+        """Completes a started unshard: copies out and registers the parameters."""
         result = self._all_gather_result
         if result is None:
             return
@@ -556,8 +536,7 @@ class FSDPParamGroup(PluginNames):
         if in_forward:
             self.comm_ctx.release_all_gather_state_for_comm_reuse()
         group = self._gather_group
-        # The unsharded parameters are made once and outlive an inference mode
-        # that is on now: made as inference tensors they could never train
+        # Parameters are made once: as inference tensors they could never train
         is_inference = torch.is_inference_mode_enabled()
         try:
             with torch.inference_mode(False) if is_inference else NO_RANGE:
@@ -619,8 +598,7 @@ class FSDPParamGroup(PluginNames):
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        # A unit of several modules comes here for each of them, and one
-        # post-backward is enough
+        # A unit of several modules comes here for each: one post-backward is enough
         is_first_module = self._training_state != TrainingState.FORWARD
         if is_first_module:
             self._look_for_traces_once_per_forward()
@@ -643,9 +621,8 @@ class FSDPParamGroup(PluginNames):
     @not_type_checked
     def post_forward(self, module: nn.Module, input: Any, output: Any):
         with self._hook_range("FSDP::post_forward"):
-            # Activation checkpointing around the unit runs its forward again
-            # in backward. That one keeps the parameters, which backward is
-            # about to use, and is not a forward to prefetch for.
+            # A forward that checkpointing repeats in backward keeps the parameters,
+            # and is not one to prefetch for
             if not is_bw():
                 self._record_post_forward()
                 self.reshard()
@@ -675,10 +652,7 @@ class FSDPParamGroup(PluginNames):
     @_dynamo_disable
     @not_type_checked
     def post_backward(self, *unused: Any):
-        """
-        Reshards the parameters and reduces their gradients, as well as what
-        earlier microbatches left to reduce. Called again it finds nothing.
-        """
+        """Reshards, and reduces gradients, also those of earlier microbatches."""
         self._log_hook("FSDP::post_backward")
         # In a unit of several modules of which some did not run, forward never
         # ended for the unit and no pre-backward was registered
@@ -716,9 +690,8 @@ class FSDPParamGroup(PluginNames):
             self._wait_for_post_backward()
             self._reduce(buckets, grads)
         if is_partial_forward:
-            # Autograd goes on with the unit's other modules. Their kernels
-            # must not be handed memory that this reduction still reads or
-            # writes, so the current stream waits for all of it.
+            # Autograd goes on with the unit's other modules, whose kernels must not get
+            # memory that this reduction still uses
             self._wait_current_stream(self._post_reduce_event)
 
     def _check_reductions(self, buckets: tuple[ReduceBucket, ...]) -> None:
@@ -859,10 +832,7 @@ class FSDPParamGroup(PluginNames):
         self.comm_ctx.reducing_groups.clear()
 
     def _reset_iter_state(self) -> None:
-        """
-        Resets after an exception in the iteration: waits for what is in flight,
-        drops it and what was accumulated, and reshards.
-        """
+        """Waits for what is in flight, drops it and all gradients, and reshards."""
         self._drop_all_gather()
         self._wait_for_post_backward()
         self._order_gathers_after_reshard()
@@ -885,10 +855,7 @@ class FSDPParamGroup(PluginNames):
         self._all_gather_result = None
 
     def _wait_for_post_backward(self):
-        """
-        Waits for this group's own last reduction, if backward comes to it a
-        second time, and drops its buffers.
-        """
+        """Waits for this group's last reduction, if backward comes to it again."""
         self._wait_current_stream(self._post_reduce_event)
         self._post_reduce_event = None
         for state in self._all_reduce_states:
@@ -978,9 +945,8 @@ class FSDPParamGroup(PluginNames):
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """
-        Passes the inputs that need gradients through one autograd node, whose
-        backward runs when the gradients of all of them are there, and with
-        them those of the unit's parameters.
+        Passes the inputs that need gradients through one autograd node, whose backward
+        runs when their gradients are there, and with them those of the parameters.
         """
         if not torch.is_grad_enabled():
             return args, kwargs
@@ -1050,12 +1016,9 @@ class FSDPParamGroup(PluginNames):
         self, enable: bool, new_groups: dict[tuple[int, ...], dist.ProcessGroup]
     ) -> None:
         """
-        Gives reduce-scatter a process group of its own, so that it can overlap
-        with all-gather on the wire, or the shared one again.
-
-        Args:
-            new_groups: By shard ranks, what one call over many groups has made
-                so far: meshes over the same ranks share one communicator.
+        Gives reduce-scatter a process group of its own, so that it overlaps with
+        all-gather on the wire, or the shared one again. ``new_groups`` has those that one
+        call has made so far, by shard ranks: meshes over the same ranks share one.
         """
         mesh_info = _as_mesh(self.mesh_info, FSDPMeshInfo)
         if not enable:
@@ -1156,10 +1119,7 @@ def _as_mesh(mesh_info: DataParallelMeshInfo | None, kind: type) -> Any:
 
 
 class RegisterPostBackwardFunction(torch.autograd.Function):
-    """
-    The identity on a unit's inputs, all of which require gradients. Its
-    backward is the unit's post-backward.
-    """
+    """The identity on inputs that require gradients; its backward is post-backward."""
 
     generate_vmap_rule = True
 
