@@ -8,7 +8,10 @@ process adds up by the definition of the tree.
 
 from __future__ import annotations
 
+import itertools
 import math
+import threading
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -48,6 +51,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     MixedPrecisionPolicy,
 )
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_tree as tree
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultReduceScatter,
@@ -67,6 +71,21 @@ def policy(
 ) -> MixedPrecisionPolicy:
     kwargs = {"param_dtype": BF16} | kwargs
     return MixedPrecisionPolicy(reduce_dtype=reduce, grad_comm_dtype=comm, **kwargs)
+
+
+def sent_in(i: int) -> torch.dtype:
+    return (BF16, FP32, FP16)[i % 3]
+
+
+def policy_of_several(**kwargs: Any) -> MixedPrecisionPolicy:
+    """Sends the gradients of a unit's parameters in three dtypes, by their positions."""
+    position = itertools.count()
+    return MixedPrecisionPolicy(
+        BF16,
+        FP32,
+        grad_comm_dtype_override_fn=lambda param: sent_in(next(position)),
+        **kwargs,
+    )
 
 
 def add(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -189,6 +208,15 @@ class GradCommTest(ThreadTest):
         total = add([weight.to(BF16).to(comm).to(reduce) for weight in weights])
         return (total / (divisor or ranks)).to(spec.dtype)
 
+    def expected_mix(
+        self, specs: Sequence[Spec], ranks: int | None = None, **how: Any
+    ) -> list[torch.Tensor]:
+        """With :func:`policy_of_several`."""
+        return [
+            self.expected(i, spec, comm=sent_in(i), ranks=ranks, **how)
+            for i, spec in enumerate(specs)
+        ]
+
     def assert_all_same(
         self, actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
     ) -> None:
@@ -215,6 +243,29 @@ class TestRanks(GradCommTest):
             how = {"comm": comm, "reduce": reduce or FP32, "ranks": ranks}
             expected = [self.expected(i, s, **how) for i, s in enumerate(specs)]
             self.assert_all_same(self.full_grads(module), expected)
+
+    @parametrize("ranks", (1, 2, 3, 4, 5, 7))
+    @parametrize("kind", ("dense", "any_dim"))
+    def test_one_all_to_all_for_any_mix(self, ranks: int, kind: str) -> None:
+        mesh = DeviceMesh(THREAD_DEVICE_TYPE, torch.arange(ranks))
+        if self.rank >= ranks:
+            return
+        specs = mixed_specs(ranks)
+        if kind == "dense":  # what one kernel copies in
+            specs = [Spec(spec.size, spec.dtype) for spec in specs]
+        module = sharded(
+            specs, mesh, device=THREAD_DEVICE_TYPE, mp_policy=policy_of_several()
+        )
+        module.set_custom_reduce_scatter(comm := Counted())
+        self.backward(module, specs)
+        self.assert_all_same(self.full_grads(module), self.expected_mix(specs, ranks))
+        nbytes = ranks * sum(
+            spec.padded_shard_numel(ranks) * sent_in(i).itemsize
+            for i, spec in enumerate(specs)
+        )
+        nbytes += ranks * (-(nbytes // ranks) % 4)
+        sent = [("exchange", torch.uint8, nbytes)] if ranks > 1 else []
+        self.assertEqual(comm.sent, sent)
 
 
 instantiate_parametrized_tests(TestRanks)
@@ -253,6 +304,132 @@ class TestMeshes(GradCommTest):
             found += self.full_grads(module)
         expected = self.expected(0, specs[0])
         self.assertFalse(any(torch.equal(grad, expected) for grad in found))
+
+
+class TestOneAllToAll(GradCommTest):
+    """Buckets that are sent together."""
+
+    world_size = 4
+    SPECS = (Spec((5, 3), FP32), Spec((1,), FP32), Spec((6,), BF16), Spec((3, 2), FP64))
+
+    def module(self, mesh: DeviceMesh | None = None, **kwargs: Any) -> Weighted:
+        mesh = self.mesh() if mesh is None else mesh
+        how: dict[str, Any] = {"mp_policy": policy_of_several()} | kwargs
+        return sharded(self.SPECS, mesh, device=THREAD_DEVICE_TYPE, **how)
+
+    # Sizes of what replicas add, by thread
+    added: dict[int, list[int]] = defaultdict(list)
+
+    def setUp(self) -> None:
+        def add(tensor: torch.Tensor, group: Any) -> None:
+            self.added[threading.get_ident()].append(tensor.numel())
+            tree.all_reduce_in_tree(tensor, group)
+
+        patched = mock.patch.object(_fsdp_collectives, "all_reduce_in_tree", add)
+        patched.start()  # before the threads
+        self.addCleanup(patched.stop)
+        super().setUp()
+
+    def test_replicas_add_one_buffer(self):
+        added = self.added[threading.get_ident()]
+        for name, mesh in self.meshes().items():
+            with self.subTest(name):
+                module = self.module(mesh)
+                added.clear()
+                self.backward(module, self.SPECS)
+                grads = self.full_grads(module)
+                self.assert_all_same(grads, self.expected_mix(self.SPECS))
+                shards = mesh.size(-1)
+                numel = sum(spec.padded_shard_numel(shards) for spec in self.SPECS)
+                self.assertEqual(added, [] if name == "shard" else [numel])
+
+    def weight(self, rank: int, i: int, batch: int = 0) -> torch.Tensor:
+        return given_weight(rank, i, self.SPECS[i], batch).to(BF16)
+
+    def test_microbatches_use_what_they_like(self):
+        """Partial reduces of some buckets, with gradients of others."""
+        uses = ((0, 1), (1, 2, 3))
+        for ranks_alike in (True, False):
+            module = self.module(self.meshes()["2x2"])
+            for batch in range(2):
+                module.set_requires_all_reduce(batch == 1)
+                # Replicas may have used other parameters in another order
+                swap = not ranks_alike and self.rank >= 2
+                used = uses[1 - batch if swap else batch]
+                weights = [
+                    self.weight(self.rank, i, batch) if i in used else None
+                    for i in range(len(self.SPECS))
+                ]
+                module(weights).backward()
+            for i, (spec, grad) in enumerate(zip(self.SPECS, self.full_grads(module))):
+                sums = []
+                for replica in (0, 1):
+                    swap = not ranks_alike and replica == 1
+                    ranks = (2 * replica, 2 * replica + 1)
+                    batches = [
+                        add(
+                            [
+                                self.weight(r, i, b).to(sent_in(i)).to(FP32)
+                                for r in ranks
+                            ]
+                        )
+                        for b in range(2)
+                        if i in uses[1 - b if swap else b]
+                    ]
+                    sums.append(sum(reversed(batches[:-1]), start=batches[-1]))
+                self.assert_same(grad, (add(sums) / 4).to(spec.dtype))
+
+    def test_gradients_that_have_to_be_cast_first(self):
+        """Added up in fp32 without sync, and sent narrower."""
+        module = self.module()
+        for batch in range(2):
+            module.set_requires_gradient_sync(batch == 1)
+            self.backward(module, self.SPECS, batch)
+        for i, (spec, grad) in enumerate(zip(self.SPECS, self.full_grads(module))):
+            parts = []
+            for rank in range(self.world_size):
+                first, second = (self.weight(rank, i, b).to(FP32) for b in range(2))
+                parts.append((first + second).to(sent_in(i)).to(FP32))
+            self.assert_same(grad, (add(parts) / self.world_size).to(spec.dtype))
+
+    def test_settings_that_change_no_bits(self):
+        settings: dict[str, Any] = {
+            "sum only": lambda m: m.set_force_sum_reduction_for_comms(True),
+            "unused": lambda m: m.set_reduce_scatter_unused_params(True),
+            "buffers": lambda m: m.set_reduce_scatter_max_input_buffers(2),
+            "kept buffers": lambda m: m.set_custom_reduce_scatter(Kept()),
+            "own group": lambda m: m.set_separate_reduce_scatter_group(True),
+        }
+        for name, change in settings.items():
+            with self.subTest(name):
+                module = self.module()
+                change(module)
+                for _ in range(2):  # the second in buffers that are there
+                    self.backward(module, self.SPECS)
+                expected = self.expected_mix(self.SPECS)
+                doubled = [grad + grad for grad in expected]
+                self.assert_all_same(self.full_grads(module), doubled)
+
+    def test_zeros_for_what_a_rank_does_not_use(self):
+        module = self.module()
+        module.set_reduce_scatter_unused_params(True)
+        weights: list[torch.Tensor | None] = [None] * len(self.SPECS)
+        used = self.rank % len(self.SPECS)
+        weights[used] = self.weight(self.rank, used)
+        module(weights).backward()
+        ranks = range(self.world_size)
+        for i, (spec, grad) in enumerate(zip(self.SPECS, self.full_grads(module))):
+            parts = [self.weight(rank, i) * (rank == i) for rank in ranks]
+            total = add([part.to(sent_in(i)).to(FP32) for part in parts])
+            self.assert_same(grad, (total / self.world_size).to(spec.dtype))
+
+    def test_a_buffer_that_is_not_aligned(self):
+        module = self.module()
+        module.set_custom_reduce_scatter(Unaligned())
+        with self.assertRaisesRegex(
+            ValueError, r"Unaligned\.allocate .* starts at byte 1 .* aligned to 4 bytes"
+        ):
+            self.backward(module, self.SPECS)
 
 
 class TestPieces(GradCommTest):
@@ -369,6 +546,11 @@ class Counted(DefaultReduceScatter):
         super().exchange(output_tensor, input_tensor, group)
 
 
+class Unaligned(DefaultReduceScatter):
+    def allocate(self, size, *, dtype, device) -> torch.Tensor:
+        return super().allocate((size[0] + 1,), dtype=dtype, device=device)[1:]
+
+
 class OwnReduction(DefaultReduceScatter):
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         super().__call__(*args, **kwargs)
@@ -414,7 +596,7 @@ class TestSettings(GradCommTest):
         self.assertEqual(sent["narrow"], [("exchange", BF16, nbytes // 2)])
         self.assertEqual(nbytes % 2, 0)
 
-    def test_one_collective_for_each_pair_of_dtypes(self):
+    def test_one_all_to_all_beside_each_reduce_scatter(self):
         patterns = {
             "p0": {"grad_comm_dtype": BF16},
             "p1": {"grad_comm_dtype": FP16, "reduce_dtype": FP32},
@@ -428,9 +610,13 @@ class TestSettings(GradCommTest):
         )
         module.set_custom_reduce_scatter(comm := Counted())
         self.backward(module, self.SPECS)
-        kinds = [(how, dtype) for how, dtype, _ in comm.sent]
+        rows = [spec.padded_shard_numel(self.world_size) for spec in self.SPECS]
         self.assertEqual(
-            kinds, [("reduce", FP32), ("exchange", BF16), ("exchange", FP16)]
+            comm.sent,
+            [
+                ("exchange", torch.uint8, self.world_size * 2 * (rows[0] + rows[1])),
+                ("reduce", FP32, self.world_size * 4 * rows[2]),
+            ],
         )
         for i, sent in enumerate((BF16, FP16)):
             grad = module.get_parameter(f"p{i}").grad.full_tensor()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any, cast, NamedTuple, TypeAlias
 
 import torch
@@ -51,7 +51,9 @@ from ._fsdp_compat import (
 )
 from ._fsdp_copies import (
     accumulate_sharded_grads,
+    columns_of,
     copy_each,
+    copy_in_as_bytes,
     copy_in_grads,
     copy_out,
     fill_segment,
@@ -64,7 +66,10 @@ from ._fsdp_errors import explain_all_to_all, explain_copy_in, explain_reduction
 from ._fsdp_fast_paths import without_grad
 from ._fsdp_layout import (
     describe_key,
+    dtype_rank,
+    GatherLayout,
     padded_shard_numel,
+    plan_all_to_all,
     reduce_dtype_of,
     ReduceBucket,
     ReduceSlot,
@@ -329,6 +334,10 @@ class Reduction(NamedTuple):
         default = _default_reduce_scatter_input_fn
         return self.prepare_reduce_scatter_inputs is default
 
+    def input_nbytes(self, bucket: ReduceBucket) -> int:
+        nbytes = bucket.shard_numel * bucket.wire_dtype.itemsize
+        return nbytes * self.shard_world_size
+
     def divide_factors(self, bucket: ReduceBucket) -> Factors:
         return get_divide_factors(
             bucket.key,
@@ -340,7 +349,7 @@ class Reduction(NamedTuple):
         )
 
 
-@dataclass
+@dataclass(eq=False)
 class BucketGrads:
     """A bucket to reduce: its parameters, and what there is of their gradients."""
 
@@ -348,12 +357,39 @@ class BucketGrads:
     bucket: ReduceBucket
     unsharded_grads: list[torch.Tensor]  # of the first parameters, until the copy-in
     partial_reduce_output: torch.Tensor | None
-    # For each rank in turn its shards of all new gradients, None if there are none
+    # For each rank in turn its shards of all new gradients, None if there are none.
+    # Buckets of one all-to-all share it.
     reduce_scatter_input: torch.Tensor | None = None
+    # After the all-to-all: from each rank its new gradients for this rank's shards
+    received: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
+        count, bucket = len(self.unsharded_grads), self.bucket
         # Whether some parameters are in the partial reduce only
-        self.is_extended = len(self.unsharded_grads) < len(self.bucket.slots)
+        self.is_extended = count < len(bucket.slots)
+        # Elements of a rank's shards of the new gradients
+        self.new_numel = (
+            bucket.starts[count] if self.is_extended else bucket.shard_numel
+        )
+
+
+def join_parts(parts: Sequence[BucketGrads]) -> BucketGrads:
+    """Joins buckets of one key, of several units, to one. All gradients are new."""
+    placed = [
+        (slot, fsdp_param, grad)
+        for part in parts
+        for slot, fsdp_param, grad in zip(
+            part.bucket.slots, part.fsdp_params, part.unsharded_grads, strict=True
+        )
+    ]
+    dtype, comm_dtype = parts[0].bucket.key
+    placed.sort(key=lambda of: dtype_rank(of[0].grad_dtype or dtype))  # stable
+    slots = tuple(replace(slot, param=i) for i, (slot, _, _) in enumerate(placed))
+    bucket = ReduceBucket(dtype, slots, comm_dtype)
+    grads = [grad for _, _, grad in placed]
+    for part in parts:
+        part.unsharded_grads.clear()
+    return BucketGrads([p for _, p, _ in placed], bucket, grads, None)
 
 
 def foreach_reduce(
@@ -525,79 +561,184 @@ def reduce_buckets(
 ) -> list[ReduceResult]:
     """
     Does as :func:`foreach_reduce` for each of several buckets. All copy-ins come first,
-    so that the streams meet once: the first reduce-scatter waits for the last copy-in.
+    so that the streams meet once: the first collective waits for the last copy-in.
+
+    Buckets with a comm dtype share one all-to-all. Over replicas, those of one reduce
+    dtype share the all-reduce.
     """
     handle = _get_device_handle(reduction.device.type)
     current_stream = handle.current_stream()
     stream = reduction.reduce_scatter_stream
     results: list[ReduceResult] = []
-    part = parts[0]
+    batch = parts
     try:
+        sent = [part for part in parts if _is_sent(reduction, part)]
         for part in parts:
-            _reduce_copy_in(reduction, part)
+            if part not in sent or len(sent) == 1:
+                batch = [part]
+                _reduce_copy_in(reduction, part)
+        if len(batch := sent) > 1:
+            _all_to_all_copy_in(reduction, sent)
         stream.wait_stream(current_stream)
         with handle.stream(stream):
-            for part in parts:
-                results.append(_reduce_bucket(reduction, part, current_stream))
+            if sent:
+                _all_to_all(reduction, sent)
+            for batch in _all_reduced_together(reduction, parts):
+                results += _reduce_together(reduction, batch, current_stream)
     except Exception as error:
-        raise explain_reduction(  # noqa: B904  (has its cause)
-            error, part.fsdp_params, part.bucket, part.unsharded_grads, reduction.device
-        )
+        explained = error
+        for part in batch:
+            if explained is error:
+                of_part = part.fsdp_params, part.bucket, part.unsharded_grads
+                explained = explain_reduction(error, *of_part, reduction.device)
+        raise explained  # noqa: B904  (has its cause)
     return results
 
 
-def _reduce_bucket(
-    reduction: Reduction, part: BucketGrads, current_stream: torch.Stream
-) -> ReduceResult:
-    """Reduces a bucket, from the stream of the reduce-scatter."""
-    factors = reduction.divide_factors(part.bucket)
-    stream, reduce_input = reduction.reduce_scatter_stream, part.reduce_scatter_input
-    output = _reduce_scatter(reduction, part, factors)
+def _is_sent(reduction: Reduction, part: BucketGrads) -> bool:
+    """Whether new gradients are sent by an all-to-all, and added by who gets them."""
+    if part.bucket.comm_dtype is None or not part.unsharded_grads:
+        return False
+    return reduction.shard_world_size > 1
+
+
+def _all_reduced_together(
+    reduction: Reduction, parts: Sequence[BucketGrads]
+) -> Sequence[Sequence[BucketGrads]]:
+    """Groups what replicas add at once, by what all of them know: the buckets' keys."""
+    if reduction.all_reduce_group is None or reduction.defers_all_reduce:
+        return [[part] for part in parts]
+    grouped = groupby(parts, lambda p: (p.bucket.dtype, p.bucket.comm_dtype is None))
+    return [[*batch] for _, batch in grouped]
+
+
+def _reduce_together(
+    reduction: Reduction, parts: Sequence[BucketGrads], current_stream: torch.Stream
+) -> list[ReduceResult]:
+    """Reduces buckets of one all-reduce, from the stream of the reduce-scatter."""
+    factors = reduction.divide_factors(parts[0].bucket)  # and of the others
+    stream = reduction.reduce_scatter_stream
+    outputs = [_reduce_scatter(reduction, part, factors) for part in parts]
+    inputs = [part.reduce_scatter_input for part in parts]
     scattered = stream.record_event()
     if reduction.defers_all_reduce:
-        return ReduceResult(
-            reduce_input, scattered, stream, scattered, None, None, output
-        )
-    fsdp_params, bucket = part.fsdp_params, part.bucket
-    if part.is_extended:
-        fsdp_params, bucket, output = in_common_order(fsdp_params, bucket, output)
+        event = scattered
+        return [ReduceResult(inputs[0], event, stream, event, None, None, outputs[0])]
+    owners = [(part.fsdp_params, part.bucket) for part in parts]
+    for i, part in enumerate(parts):
+        if part.is_extended:
+            fsdp_params, bucket, outputs[i] = in_common_order(*owners[i], outputs[i])
+            owners[i] = fsdp_params, bucket
+    output = outputs[0] if len(parts) == 1 else torch.cat(outputs)
+    del outputs  # of several: their memory
     if reduction.all_reduce_group is None and reduction.all_reduce_hook is None:
-        _div_if_needed(output, factors[1])
-        accumulate_sharded_grads(fsdp_params, bucket, output, stream, current_stream)
-        done = stream.record_event()
-        if output is reduce_input:
+        done = _finish(owners, output, factors, stream, current_stream)
+        if output is inputs[0]:
             scattered = done  # it is read until then, and nothing else holds it
-        return ReduceResult(reduce_input, scattered, stream, done, None, None, None)
+        return [ReduceResult(inputs[0], scattered, stream, done, None, None, None)]
     stream = reduction.all_reduce_stream
     stream.wait_stream(reduction.reduce_scatter_stream)
     with _get_device_handle(reduction.device.type).stream(stream):
-        _all_reduce(reduction, part, output, factors[3])
-        _div_if_needed(output, factors[1])
-        accumulate_sharded_grads(fsdp_params, bucket, output, stream, current_stream)
-        done = stream.record_event()
+        _all_reduce(reduction, parts, output, factors[3])
+        done = _finish(owners, output, factors, stream, current_stream)
     # Held as well: it was allocated in another stream, where the allocator must not
     # hand out its memory before this one has read it
-    return ReduceResult(reduce_input, scattered, stream, done, output, done, None)
+    return [
+        ReduceResult(reduce_input, scattered, stream, done, output, done, None)
+        for reduce_input in inputs
+    ]
+
+
+def _finish(
+    owners: Sequence[tuple[list[FSDPParam], ReduceBucket]],
+    output: torch.Tensor,
+    factors: Factors,
+    stream: torch.Stream,
+    reading_stream: torch.Stream,
+) -> torch.Event:
+    """Divides what all ranks have added, and gives it to the sharded parameters."""
+    _div_if_needed(output, factors[1])
+    pieces = [output]
+    if len(owners) > 1:
+        pieces = [*output.split([bucket.shard_numel for _, bucket in owners])]
+    for (fsdp_params, bucket), piece in zip(owners, pieces, strict=True):
+        accumulate_sharded_grads(fsdp_params, bucket, piece, stream, reading_stream)
+    return stream.record_event()
 
 
 def _reduce_copy_in(reduction: Reduction, part: BucketGrads) -> None:
-    """Copies the new gradients into the reduce-scatter's input, and drops them."""
-    bucket, grads = part.bucket, part.unsharded_grads
+    """Copies the new gradients into the reduction's input, and drops them."""
+    grads = part.unsharded_grads
     if not grads:
         return
+    comm, dtype = reduction.reduce_scatter_comm, part.bucket.wire_dtype
     world_size = reduction.shard_world_size
-    shard_numel = bucket.shard_numel
-    if len(grads) < len(bucket.slots):
-        shard_numel = bucket.starts[len(grads)]
-    comm, numel = reduction.reduce_scatter_comm, world_size * shard_numel
-    dtype = bucket.wire_dtype
+    numel = world_size * part.new_numel
     reduce_input = allocate_reduce_buffer(comm, numel, dtype, reduction.device)
-    dims = [0] * len(grads)
-    if world_size > 1 and reduction.prepares_by_default:
-        dims = [p.fsdp_placement.dim for p, _ in zip(part.fsdp_params, grads)]
-    copy_in_grads(bucket, dims, grads, reduce_input, world_size)
+    rows = reduce_input.view(world_size, -1)
+    copy_in_grads(part.bucket, _dims_of(reduction, part), grads, rows)
     part.reduce_scatter_input = reduce_input
     grads.clear()  # only now: the copy-in has been issued
+
+
+def _dims_of(reduction: Reduction, part: BucketGrads) -> list[int]:
+    """Returns the dims on which the new gradients are sharded as they are."""
+    if reduction.shard_world_size == 1 or not reduction.prepares_by_default:
+        return [0] * len(part.unsharded_grads)
+    pairs = zip(part.fsdp_params, part.unsharded_grads)
+    return [fsdp_param.fsdp_placement.dim for fsdp_param, _ in pairs]
+
+
+def _all_to_all_copy_in(reduction: Reduction, parts: Sequence[BucketGrads]) -> None:
+    """Copies the new gradients of several buckets into one buffer, and drops them."""
+    layout, world_size = _all_to_all_layout(parts), reduction.shard_world_size
+    comm, numel = reduction.reduce_scatter_comm, world_size * layout.segment_numel
+    buffer = allocate_reduce_buffer(
+        comm, numel, layout.buffer_dtype, reduction.device, layout.alignment
+    )
+    dims = [_dims_of(reduction, part) for part in parts]
+    grads = [part.unsharded_grads for part in parts]
+    if not copy_in_as_bytes(layout, dims, grads, buffer, world_size):
+        columns = columns_of(buffer, layout, world_size)
+        for part, part_dims, rows in zip(parts, dims, columns):
+            copy_in_grads(part.bucket, part_dims, part.unsharded_grads, rows)
+    for part in parts:
+        part.reduce_scatter_input = buffer
+        part.unsharded_grads.clear()
+
+
+def _all_to_all_layout(parts: Sequence[BucketGrads]) -> GatherLayout:
+    """Lays out what a rank is sent: by dtype, as what it contributes to a gather."""
+    dtypes = tuple(part.bucket.wire_dtype for part in parts)
+    return plan_all_to_all(dtypes, tuple(part.new_numel for part in parts))
+
+
+def _all_to_all(reduction: Reduction, parts: Sequence[BucketGrads]) -> None:
+    """Exchanges the new gradients of all ``parts`` in one collective."""
+    comm: Any = reduction.reduce_scatter_comm
+    sent = cast(torch.Tensor, parts[0].reduce_scatter_input)
+    if allocates_anew(comm):
+        numel, dtype = sent.numel(), sent.dtype
+        received = allocate_reduce_buffer(comm, numel, dtype, reduction.device)
+    else:  # it may allocate what is sent once more
+        received = torch.empty_like(sent)
+    group = reduction.reduce_scatter_group
+    try:
+        comm.exchange(output_tensor=received, input_tensor=sent, group=group)
+    except Exception as error:
+        raise _explain_all_to_all(error, reduction, parts)  # noqa: B904  (has its cause)
+    layout = _all_to_all_layout(parts)
+    columns = columns_of(received, layout, reduction.shard_world_size)
+    for part, rows in zip(parts, columns, strict=True):
+        part.received = rows
+
+
+def _explain_all_to_all(
+    error: Exception, reduction: Reduction, parts: Sequence[BucketGrads]
+) -> Exception:
+    fsdp_params = [*chain.from_iterable(part.fsdp_params for part in parts)]
+    dtypes = [part.bucket.wire_dtype for part in parts]
+    return explain_all_to_all(error, fsdp_params, dtypes, reduction.device)
 
 
 def _reduce_scatter(
@@ -626,60 +767,41 @@ def _reduce_scatter(
         return reduce_input
     device, numel = reduction.device, bucket.shard_numel
     output = allocate_reduce_buffer(comm, numel, bucket.dtype, device)
-    fresh, fresh_numel = output, reduce_input.numel() // world_size
-    if fresh_numel < numel:  # the rest has a partial reduce only
-        fresh = output[:fresh_numel]
-        output[fresh_numel:].zero_()
+    new = output
+    if part.new_numel < numel:  # the rest has a partial reduce only
+        new = output[: part.new_numel]
+        output[part.new_numel :].zero_()
     if world_size == 1:
-        fresh.copy_(reduce_input)
-    elif bucket.comm_dtype is None:
+        new.copy_(reduce_input)
+    elif part.received is None:
         comm(
-            output_tensor=fresh,
+            output_tensor=new,
             input_tensor=reduce_input,
             group=cast(dist.ProcessGroup, reduction.reduce_scatter_group),
             op=factors[2],
         )
-    else:
-        _all_to_all_and_add(reduction, part, fresh)
+    else:  # what has been sent is needed no more
+        add_in_tree(part.received, new, reduce_input)
+        part.received = None
     if partial is not None:
         output += partial
     return output.clone() if reduction.reuses_output else output
 
 
-def _all_to_all_and_add(
-    reduction: Reduction, part: BucketGrads, output: torch.Tensor
-) -> None:
-    """Is a reduce-scatter that sends in one dtype and adds in that of ``output``."""
-    comm: Any = reduction.reduce_scatter_comm
-    sent, device = cast(torch.Tensor, part.reduce_scatter_input), reduction.device
-    if allocates_anew(comm):
-        received = allocate_reduce_buffer(comm, sent.numel(), sent.dtype, device)
-    else:  # it may allocate what is sent once more
-        received = torch.empty_like(sent)
-    group = reduction.reduce_scatter_group
-    try:
-        comm.exchange(output_tensor=received, input_tensor=sent, group=group)
-    except Exception as error:
-        raise explain_all_to_all(  # noqa: B904  (has its cause)
-            error, part.fsdp_params, sent.dtype, device
-        )
-    # What has been sent is needed no more
-    add_in_tree(received.view(reduction.shard_world_size, -1), output, sent)
-
-
 def _all_reduce(
-    reduction: Reduction, part: BucketGrads, output: torch.Tensor, op: _ReduceOp
+    reduction: Reduction,
+    parts: Sequence[BucketGrads],
+    output: torch.Tensor,
+    op: _ReduceOp,
 ) -> None:
     """Reduces ``output`` over the replicas and runs the user's hook on it."""
-    group, bucket = reduction.all_reduce_group, part.bucket
-    if group is not None and bucket.comm_dtype is None:
+    group = reduction.all_reduce_group
+    if group is not None and parts[0].bucket.comm_dtype is None:
         dist.all_reduce(output, group=group, op=op)
     elif group is not None:
         try:
             all_reduce_in_tree(output, group)
         except Exception as error:
-            raise explain_all_to_all(  # noqa: B904  (has its cause)
-                error, part.fsdp_params, bucket.wire_dtype, reduction.device
-            )
+            raise _explain_all_to_all(error, reduction, parts)  # noqa: B904  (has its cause)
     if reduction.all_reduce_hook is not None:
         reduction.all_reduce_hook(output)

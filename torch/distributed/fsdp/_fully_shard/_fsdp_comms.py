@@ -194,25 +194,36 @@ def allocate_gather_buffer(
     if type(comm) is DefaultAllGather:
         return buffer
     _check_buffer(comm, buffer, numel, dtype, is_contiguous=len(layout.regions) > 1)
-    start_nbytes = buffer.storage_offset() * buffer.itemsize
-    if start_nbytes % layout.alignment != 0:
-        raise ValueError(
-            f"{type(comm).__name__}.allocate returned a buffer that starts at byte "
-            f"{start_nbytes} of its storage, but the parameters to gather need it "
-            f"aligned to {layout.alignment} bytes: return one that starts at a "
-            "multiple of that"
-        )
+    _check_aligned(comm, buffer, layout.alignment)
     return buffer
 
 
 def allocate_reduce_buffer(
-    comm: ReduceScatter, numel: int, dtype: torch.dtype, device: torch.device
+    comm: ReduceScatter,
+    numel: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    alignment: int = 1,
 ) -> torch.Tensor:
     """Returns an input or output of a reduce-scatter, as requested."""
     buffer = comm.allocate((numel,), dtype=dtype, device=device)
     if type(comm) is not DefaultReduceScatter:
         _check_buffer(comm, buffer, numel)
+        _check_aligned(comm, buffer, alignment)
     return buffer
+
+
+def _check_aligned(
+    comm: AllGather | ReduceScatter, buffer: torch.Tensor, alignment: int
+) -> None:
+    start_nbytes = buffer.storage_offset() * buffer.itemsize
+    if start_nbytes % alignment != 0:
+        raise ValueError(
+            f"{type(comm).__name__}.allocate returned a buffer that starts at byte "
+            f"{start_nbytes} of its storage, but the parameters of several dtypes need "
+            f"it aligned to {alignment} bytes: return one that starts at a multiple of "
+            "that"
+        )
 
 
 def _check_buffer(

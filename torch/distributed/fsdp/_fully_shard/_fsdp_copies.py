@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import cast
 
 import torch
@@ -197,16 +197,53 @@ def _split_copy(
 # Gradients into the input of a reduction #
 
 
+def columns_of(
+    buffer: torch.Tensor, layout: GatherLayout, world_size: int
+) -> list[torch.Tensor]:
+    """Views the inputs of ``layout`` in a buffer, each with one row for each rank."""
+    rows = buffer.view(world_size, layout.segment_numel)
+    columns = rows.split([*layout.split_sizes], dim=1)
+    dtypes = [region.dtype for region in layout.regions for _ in region.inputs]
+    placed = zip(layout.order, columns, dtypes)
+    return [
+        column.view(dtype) for _, column, dtype in sorted(placed, key=itemgetter(0))
+    ]
+
+
+def copy_in_as_bytes(
+    layout: GatherLayout,
+    dims: Sequence[Sequence[int]],
+    grads: Sequence[Sequence[torch.Tensor]],
+    buffer: torch.Tensor,
+    world_size: int,
+) -> bool:
+    """
+    Copies the gradients of several buckets, the inputs of ``layout``, by one kernel
+    that knows nothing of their dtypes. Returns False if any would have to be cast, or is
+    not dense on dim 0.
+    """
+    tensors: list[torch.Tensor] = []
+    for region in layout.regions:
+        for i in region.inputs:
+            for dim, grad in zip(dims[i], grads[i], strict=True):
+                if dim != 0 or grad.dtype != region.dtype or not grad.is_contiguous():
+                    return False
+                tensors.append(grad.unsqueeze(-1).view(buffer.dtype))
+    if layout.padding_nbytes:
+        tensors.append(buffer.new_zeros(world_size * layout.split_sizes[-1]))
+    foreach_reduce_scatter_copy_in(tensors, buffer, world_size)
+    return True
+
+
 def copy_in_grads(
     bucket: ReduceBucket,
     dims: Sequence[int],
     grads: list[torch.Tensor],
-    reduce_input: torch.Tensor,
-    world_size: int,
+    rows: torch.Tensor,
 ) -> None:
     """
-    Copies gradients of any dtypes, sharded on ``dims``, to their columns of
-    ``reduce_input``, which has one row for each rank.
+    Copies gradients of any dtypes, sharded on ``dims``, to their columns of ``rows``,
+    one for each rank.
 
     [Note: One kernel for most gradients]
     The fused kernel needs dense tensors of one dtype and fills all columns. One
@@ -214,23 +251,27 @@ def copy_in_grads(
     gradients that match the largest, and in place of each mismatched one a piece of the
     largest, whose columns are written again afterwards. The kernel casts, so only
     mismatched gradients need a temporary. Since 2.15 an operator takes bf16 and fp32
-    together on CUDA, see :func:`copies_mixed`.
+    together on CUDA, see :func:`copies_mixed`. Rows of a larger buffer are not dense, so
+    that their gradients are copied one by one.
     """
+    world_size, runs = rows.size(0), [[i] for i in range(len(grads))]
+    if not rows.is_contiguous():
+        _copy_runs(bucket, dims, grads, rows, runs)
+        return
     dense_dtypes = [  # None where not dense
         grad.dtype if dim == 0 and grad.is_contiguous() else None
         for dim, grad in zip(dims, grads)
     ]
     first = dense_dtypes[0]
     if first is not None and dense_dtypes.count(first) == len(dense_dtypes):
-        foreach_reduce_scatter_copy_in(grads, reduce_input, world_size)
+        foreach_reduce_scatter_copy_in(grads, rows.view(-1), world_size)
         return
-    rows = reduce_input.view(world_size, -1)
     if copies_mixed({*dense_dtypes, rows.dtype}, rows.device):
         chunk_cat_by_operator(grads, rows)
         return
     dense = [grad for grad, dtype in zip(grads, dense_dtypes) if dtype is not None]
     largest = max(dense, key=torch.Tensor.numel, default=None)
-    slots, runs = bucket.slots, [[i] for i in range(len(grads))]
+    slots = bucket.slots
     if largest is not None:
         # The least that fills as many columns, with the kernel's padding
         numels = {
@@ -244,10 +285,20 @@ def copy_in_grads(
                 flat[: numels[i]] if i in numels else grad
                 for i, grad in enumerate(grads)
             ]
-            foreach_reduce_scatter_copy_in(like, reduce_input, world_size)
+            foreach_reduce_scatter_copy_in(like, rows.view(-1), world_size)
             runs = _adjacent(numels, dense_dtypes)
+    _copy_runs(bucket, dims, grads, rows, runs)
+
+
+def _copy_runs(
+    bucket: ReduceBucket,
+    dims: Sequence[int],
+    grads: list[torch.Tensor],
+    rows: torch.Tensor,
+    runs: Iterable[list[int]],
+) -> None:
     for run in runs:
-        numel = sum(slots[i].shard_numel for i in run)
+        numel = sum(bucket.slots[i].shard_numel for i in run)
         columns = rows.narrow(1, bucket.starts[run[0]], numel)
         _copy_to_columns(columns, [grads[i] for i in run], dims[run[0]])
 

@@ -260,10 +260,13 @@ def explain_copy_in(
 
 @_keeps_error
 def explain_all_to_all(
-    fsdp_params: Sequence[FSDPParam], comm_dtype: torch.dtype, device: torch.device
+    fsdp_params: Sequence[FSDPParam],
+    comm_dtypes: Sequence[torch.dtype],
+    device: torch.device,
 ) -> str:
+    dtypes = " and ".join(dict.fromkeys(map(str, comm_dtypes)))
     return (
-        f"The gradients of {_names(*fsdp_params)} are sent in {comm_dtype} "
+        f"The gradients of {_names(*fsdp_params)} are sent in {dtypes} "
         "(grad_comm_dtype) by all_to_all_single, which failed. Use a backend that has "
         f"it for {device.type} if this one does not, or leave grad_comm_dtype out"
     )

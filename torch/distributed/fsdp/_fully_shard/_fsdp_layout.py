@@ -17,12 +17,13 @@ rank's segment. A uniform unit needs no padding.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, groupby
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -139,6 +140,17 @@ def plan_gather(
         start_nbytes += regions[-1].nbytes
     widest = max((dtype.itemsize for dtype in dtypes), default=1)
     return GatherLayout(tuple(regions), alignment=widest if by_dtype else 1)
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_all_to_all(
+    dtypes: tuple[torch.dtype, ...], numels: tuple[int, ...]
+) -> GatherLayout:
+    """
+    Lays out what one rank is sent for each of several buckets, as what one rank
+    contributes to a gather, see [Note: Aligned without gaps].
+    """
+    return plan_gather(dtypes, numels)
 
 
 # The host's cost of a copy, in views
@@ -301,6 +313,22 @@ def plan_buckets(
         in_plan_order(ReduceBucket(key[0], tuple(members[key]), comm_dtype=key[1]))
         for key in sorted(members, key=bucket_rank)
     )
+
+
+class ReduceBucketCap(NamedTuple):
+    """Sizes of reductions' inputs, set by ``set_reduce_bucket_cap``."""
+
+    small_nbytes: int  # up to which a bucket waits for others
+    nbytes: int  # at which those that wait are reduced
+
+
+def by_collective(
+    buckets: Sequence[ReduceBucket],
+) -> list[tuple[ReduceBucket, ...]]:
+    """Groups what one collective takes: all that are sent by an all-to-all, or one."""
+    sent = tuple(bucket for bucket in buckets if bucket.comm_dtype is not None)
+    others = [(bucket,) for bucket in buckets if bucket.comm_dtype is None]
+    return [sent, *others] if sent else others
 
 
 def in_plan_order(bucket: ReduceBucket) -> ReduceBucket:
