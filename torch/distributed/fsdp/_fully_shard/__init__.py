@@ -5,7 +5,7 @@ import contextlib as _contextlib
 
 from ._fsdp_api import CPUOffloadPolicy, DataParallelMeshDims, OffloadPolicy
 from ._fsdp_policies import MixedPrecisionPolicy
-from ._fsdp_prefetch import set_backward_prefetch
+from ._fsdp_settings import set_backward_prefetch, set_reduce_bucket_cap
 from ._fsdp_summary import layout_summary
 from ._fully_shard import (
     FSDPModule,

@@ -129,6 +129,8 @@ class _Announced(NamedTuple):
     # reduced over the group: only compared if ranks always are
     accumulates: bool | None = None
     after: str | None = None
+    # How `set_reduce_bucket_cap` was called for the unit
+    joins: str = ""
     # Is not compared: before the root's lazy init one rank may know less
     fqns: tuple[str, ...] = ()
 
@@ -170,8 +172,12 @@ def _announce(unit: DescribedUnit, pattern: _Pattern | None = None) -> _Announce
     name = "(root)" if unit.fqn == "" else unit.fqn
     if pattern is None:
         return _Announced("gathers", name, params, fqns=unit.fqns)
-    adds = _accumulates(unit, pattern)
-    return _Announced("reduces", name, params, adds, fqns=unit.fqns)
+    adds, joins = _accumulates(unit, pattern), "not at all"
+    if (cap := unit.reduce_bucket_cap) is not None:
+        joins = (
+            f"with {cap.nbytes / 2**20:g} MiB and small_kb={cap.small_nbytes / 2**10:g}"
+        )
+    return _Announced("reduces", name, params, adds, joins=joins, fqns=unit.fqns)
 
 
 def _pattern_of(buckets: Sequence[ReduceBucket]) -> _Pattern:
@@ -288,6 +294,10 @@ def _raise_if_different(by_rank: Mapping[int, _Announced]) -> None:
     if len(units) > 1 or len({mine.does for mine in said}) > 1:
         _refuse(*drift)
     unit = _unit(min(units, default=None))
+    joins = {rank: mine.joins for rank, mine in by_rank.items()}
+    if len({*joins.values()}) > 1:
+        title = f"Ranks have called set_reduce_bucket_cap differently for {unit}"
+        _refuse(title, [_by_value(joins)], "Every rank must pass the same sizes.")
     title = f"Ranks disagree about the parameters of {unit}"
     counts = {
         rank: f"the unit has {len(mine.params)} parameters"

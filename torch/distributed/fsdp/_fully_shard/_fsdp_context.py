@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.device_mesh import _get_device_handle
 
-from ._fsdp_collectives import AllGatherResult
+from ._fsdp_collectives import AllGatherResult, BucketGrads, join_parts, Reduction
 from ._fsdp_common import TrainingState
+from ._fsdp_layout import bucket_rank, BucketKey
 from ._fsdp_observers import range_of
 
 
@@ -48,6 +49,33 @@ class AllReduceState(NamedTuple):
     event: torch.Event | None
 
 
+class SmallReductions(dict[Reduction, list[tuple[BucketGrads, torch.Stream]]]):
+    """
+    Small buckets that wait to be reduced together, with the streams that computed their
+    gradients. All ranks add the same in the same order.
+    """
+
+    # The backward whose end reduces them
+    graph_task_id: int = -1
+
+    def nbytes(self, reduction: Reduction) -> int:
+        """Returns the size of the collective's input so far."""
+        return sum(reduction.input_nbytes(part.bucket) for part, _ in self[reduction])
+
+    def pop_joined(
+        self, reduction: Reduction, current_stream: torch.Stream
+    ) -> list[BucketGrads]:
+        """Pops what waits as one bucket for each key, to be reduced at once."""
+        waiting = self.pop(reduction)
+        for stream in dict.fromkeys(stream for _, stream in waiting):
+            if stream != current_stream:
+                current_stream.wait_stream(stream)
+        by_key: dict[BucketKey, list[BucketGrads]] = {}
+        for part, _ in waiting:
+            by_key.setdefault(part.bucket.key, []).append(part)
+        return [join_parts(by_key[key]) for key in sorted(by_key, key=bucket_rank)]
+
+
 class FSDPCommContext:
     """The streams and in-flight buffers that the groups of one root share."""
 
@@ -78,6 +106,7 @@ class FSDPCommContext:
         self.reduce_scatter_max_input_buffers: int = 1
         # The groups of one module that have reduced since another module's last did
         self.reducing_groups: list[Any] = []
+        self.small_reductions = SmallReductions()
         # In the order of forwards. Each backward clears it, and its reference cycle.
         self.post_forward_order: list[Any] = []
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ._fsdp_api import AllGather, ReduceScatter
-from ._fsdp_layout import BucketKey
+from ._fsdp_layout import BucketKey, ReduceBucketCap
 from ._fsdp_param import FSDPParam
 from ._fsdp_param_cache import GatherPlan
 from ._fsdp_scaling import Factors
@@ -30,3 +30,4 @@ class DescribedUnit:
     divide_factors: Callable[[BucketKey], Factors]
     comms: tuple[AllGather, ReduceScatter]
     has_partial_reduces: bool
+    reduce_bucket_cap: ReduceBucketCap | None

@@ -35,7 +35,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, cast, Literal
 from typing_extensions import TypeVarTuple, Unpack
@@ -129,7 +129,7 @@ from ._fsdp_grads import (
     suspend_upcasts,
     upcast_unreduced_grads,
 )
-from ._fsdp_layout import ReduceBucket
+from ._fsdp_layout import by_collective, ReduceBucket, ReduceBucketCap
 from ._fsdp_observers import is_observed, look_for_traces, NO_RANGE, range_of
 from ._fsdp_param import (
     FSDPParam,
@@ -165,6 +165,8 @@ _STATE_OF_PASS = {
 
 # To detect monkeypatching: replacements are called with the release's arguments
 _OWN_GATHER, _OWN_REDUCE = foreach_all_gather, foreach_reduce
+# Of small reductions of several units
+_SHARED_COMM = DefaultReduceScatter()
 
 
 def _collect_from_flat(inputs: Sequence[Any]) -> list[torch.Tensor]:
@@ -276,6 +278,8 @@ class FSDPParamGroup(PluginNames):
     reduce_scatter_max_input_buffers: int = 1
     # Gather in the current stream, with a work: less memory, only explicit prefetching
     unshard_async_op: bool = False
+    # Which buckets wait for those of other units, None: none
+    reduce_bucket_cap: ReduceBucketCap | None = None
     # False if backward does not need the parameters, e.g. an embedding's
     unshard_in_backward: bool = True
     # When the gather that comes next in backward starts, None for not ahead
@@ -602,6 +606,8 @@ class FSDPParamGroup(PluginNames):
         is_first_module = self._training_state != TrainingState.FORWARD
         if is_first_module:
             self._look_for_traces_once_per_forward()
+            if self.comm_ctx.small_reductions and not is_bw():
+                self.comm_ctx.small_reductions.clear()  # of a backward that failed
         with self._hook_range("FSDP::pre_forward"):
             self._training_state = TrainingState.FORWARD
             self._unshard_now()
@@ -713,48 +719,110 @@ class FSDPParamGroup(PluginNames):
     ) -> None:
         """Reduces all buckets and holds what they need until their events."""
         comm = self._reduce_scatter_comm
-        one_by_one = holds_one_input(comm)
         reduction = self._reduction(
             reuses_output=len(buckets) > 1 and not allocates_anew(comm)
         )
+        if (cap := self.reduce_bucket_cap) is not None:
+            buckets = self._set_small_aside(cap, reduction, buckets, grads)
         batches = [buckets]
-        if one_by_one or foreach_reduce is not _OWN_REDUCE:
+        if foreach_reduce is not _OWN_REDUCE:
             batches = [(bucket,) for bucket in buckets]
-        held: list[tuple[torch.Tensor, torch.Event | None]] = []
+        elif holds_one_input(comm):
+            batches = by_collective(buckets)
+        parts = (
+            [self._pop_part(reduction, bucket, grads) for bucket in batch]
+            for batch in batches
+        )
+        self._reduce_batches(reduction, parts, buckets)
+
+    def _set_small_aside(
+        self,
+        cap: ReduceBucketCap,
+        reduction: Reduction,
+        buckets: tuple[ReduceBucket, ...],
+        grads: list[torch.Tensor | None],
+    ) -> tuple[ReduceBucket, ...]:
+        """Lets small buckets wait for those of other units. Returns the others."""
+        if (
+            self._partial_reduces
+            or reduction.defers_all_reduce
+            or reduction.all_reduce_hook is not None
+            or not reduction.prepares_by_default
+            or type(reduction.reduce_scatter_comm) is not DefaultReduceScatter
+            or foreach_reduce is not _OWN_REDUCE
+        ):
+            return buckets
+        waiting = self.comm_ctx.small_reductions
+        reduction = reduction._replace(reduce_scatter_comm=_SHARED_COMM)
+        stream, others = self.device_handle.current_stream(), []
+        for bucket in buckets:
+            if reduction.input_nbytes(bucket) > cap.small_nbytes:
+                others.append(bucket)
+                continue
+            part = self._pop_part(reduction, bucket, grads)
+            waiting.setdefault(reduction, []).append((part, stream))
+            if waiting.nbytes(reduction) >= cap.nbytes:
+                self._reduce_small(reduction)
+        if is_bw() and waiting.graph_task_id != (
+            task := torch._C._current_graph_task_id()
+        ):
+            # Also where this is not the last backward, which alone is finalized
+            waiting.graph_task_id = task
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._reduce_all_small)
+        return tuple(others)
+
+    def _reduce_all_small(self) -> None:
+        """Reduces what waits of all units."""
+        for reduction in [*self.comm_ctx.small_reductions]:
+            self._reduce_small(reduction)
+
+    def _reduce_small(self, reduction: Reduction) -> None:
+        self.comm_ctx.recycle_reduce_scatter_inputs(self)
+        stream = self.device_handle.current_stream()
+        parts = self.comm_ctx.small_reductions.pop_joined(reduction, stream)
+        self._reduce_batches(reduction, [parts])
+
+    def _reduce_batches(
+        self,
+        reduction: Reduction,
+        batches: Iterable[list[BucketGrads]],
+        buckets: tuple[ReduceBucket, ...] | None = None,
+    ) -> None:
+        """Reduces one batch after another, and holds what they need until its events."""
+        held: dict[torch.Tensor, torch.Event | None] = {}
+        one_by_one = holds_one_input(reduction.reduce_scatter_comm)
         try:
-            for batch in batches:
+            for parts in batches:
                 if held and one_by_one:
-                    self._wait_current_stream(held.pop()[1])
-                held += self._reduce_batch(reduction, batch, grads)
+                    self._wait_current_stream(held.popitem()[1])
+                held.update(self._reduce_batch(reduction, parts))
         except BaseException as error:
             streams = reduction.reduce_scatter_stream, reduction.all_reduce_stream
             self._clean_up(error, streams, buckets)
             raise
         if held:
-            inputs, events = zip(*held)
+            inputs, events = (*held,), [*held.values()]
             stream = self.device_handle.current_stream()
             state = ReduceScatterState(inputs, events[-1], stream, self)
             self.comm_ctx.reduce_scatter_states.append(state)
 
     def _reduce_batch(
-        self,
-        reduction: Reduction,
-        buckets: tuple[ReduceBucket, ...],
-        grads: list[torch.Tensor | None],
-    ) -> list[tuple[torch.Tensor, torch.Event | None]]:
-        """Reduces some buckets. Returns the reduce-scatters' inputs with their events."""
-        parts = [self._pop_part(reduction, bucket, grads) for bucket in buckets]
+        self, reduction: Reduction, parts: list[BucketGrads]
+    ) -> dict[torch.Tensor, torch.Event | None]:
+        """Reduces some buckets. Returns the collectives' inputs with their events."""
         if foreach_reduce is _OWN_REDUCE:
             results = reduce_buckets(reduction, parts)
         else:
             results = [call_monkeypatched(foreach_reduce, reduction, *parts)]
         for part, result in zip(parts, results):
             self._hold(part.bucket, result)
-        return [
-            (result.reduce_scatter_input, result.reduce_scatter_event)
+        # Several may have one input, which the last of them reads last
+        return {
+            result.reduce_scatter_input: result.reduce_scatter_event
             for result in results
             if result.reduce_scatter_input is not None
-        ]
+        }
 
     def _pop_part(
         self,
@@ -816,6 +884,7 @@ class FSDPParamGroup(PluginNames):
 
     def finalize_backward(self):
         """Orders the current stream behind all that backward has started."""
+        self._reduce_all_small()
         self.comm_ctx.wait_current_stream_on_reductions()
         self._post_reduce_event = None
         self._all_reduce_states.clear()
@@ -837,6 +906,7 @@ class FSDPParamGroup(PluginNames):
         self._wait_for_post_backward()
         self._order_gathers_after_reshard()
         self._partial_reduces.clear()
+        self.comm_ctx.small_reductions.clear()
         self._post_backward_pending = False
         drop_grads(self._cache)
         self._post_forward_indices.clear()
@@ -1087,6 +1157,7 @@ class FSDPParamGroup(PluginNames):
             ),
             comms=(self._all_gather_comm, self._reduce_scatter_comm),
             has_partial_reduces=bool(self._partial_reduces),
+            reduce_bucket_cap=self.reduce_bucket_cap,
         )
 
     def _clean_up(

@@ -126,7 +126,7 @@ def run_python(
 class Collective:
     """A collective as one rank issued it."""
 
-    name: str  # "all_gather", "reduce_scatter" or "all_reduce"
+    name: str  # "all_gather", "reduce_scatter", "all_reduce" or "all_to_all"
     dtype: torch.dtype
     # Of the larger buffer: a gather's output, a reduce-scatter's input
     numel: int
@@ -174,6 +174,7 @@ _RECORDED = {
     "reduce_scatter_single": ("reduce_scatter", "input"),
     "reduce_scatter_tensor": ("reduce_scatter", "input"),
     "all_reduce": ("all_reduce", "tensor"),
+    "all_to_all_single": ("all_to_all", "input"),
 }
 _recording_lock = threading.Lock()
 # Where ranks are threads, each records what it issues itself

@@ -1,0 +1,543 @@
+# Owner(s): ["oncall: distributed"]
+
+"""
+Small reductions of several units that travel together, as ``set_reduce_bucket_cap``
+says: the same bits as without it, in fewer collectives.
+
+Sums over two ranks have the same bits in any order; a backend may add those of more in
+another one where elements lie elsewhere. Runs with pytest, python or
+``torchrun --nproc-per-node 4``.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock, skipUnless
+
+from fsdp_common.comms import group_of
+from fsdp_common.release_rules import FOLLOWS_GRAD_DTYPE
+from fsdp_common.utils import (
+    BACKEND,
+    DEVICE_TYPE,
+    FakeGroupTest,
+    FSDPProcessTest,
+    FSDPThreadTest,
+    mixed_model,
+    random_input,
+    record_collectives,
+    shard_blocks,
+)
+from fsdp_features.memory import FP32, peak_nbytes
+from fsdp_mixed_dtype import parity
+from fsdp_mixed_dtype.models import mixed_tower, Tower, uniform_tower
+
+import torch
+import torch.nn as nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard import set_reduce_bucket_cap
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import (
+    FSDPMeshInfo,
+    ShardPlacementResult,
+)
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+)
+
+
+BLOCKS, DIM = 3, 9
+# MiB: never reached, and one that a few buckets reach
+CAPS = {"at_the_end": 1.0, "now_and_then": 0.002}
+
+UNIFORM = [
+    name for name in parity.UNIFORM_MODES if not name.startswith("reshard_to_two")
+]
+NAMES = [f"uniform_{name}" for name in UNIFORM]
+NAMES += [f"mixed_{name}" for name in parity.MIXED_MODES]
+
+
+class TestModes(FSDPProcessTest):
+    """All that FSDP2 can do."""
+
+    world_size = 4
+
+    def train(self, name: str, cap: float | None) -> tuple[parity.Record, int]:
+        """Returns the bits, and how many reductions a rank issued."""
+        kind, _, name = name.partition("_")
+        modes = parity.MIXED_MODES if kind == "mixed" else parity.UNIFORM_MODES
+        mode = modes[name]
+        shard = parity.shard_blocks if kind == "mixed" else mode.shard
+
+        def shard_and_cap(model: Tower, **kwargs: Any) -> None:
+            shard(model, **kwargs)
+            set_reduce_bucket_cap(model, cap)
+
+        model = mixed_tower() if kind == "mixed" else uniform_tower(mode.dtype)
+        pairs = init_device_mesh(
+            DEVICE_TYPE, (2, 2), mesh_dim_names=("replicate", "shard")
+        )
+        mesh = pairs if mode.is_hybrid else pairs["shard"]
+        rank = self.rank if mode.is_hybrid else self.rank % 2
+        mode = replace(mode, shard=shard_and_cap)
+        with record_collectives() as seen, mock.patch.object(parity, "STEPS", 2):
+            record = parity.train(mode, model.to(DEVICE_TYPE), mesh, rank, DEVICE_TYPE)
+        return record, len(seen.reduce_scatters) + len(seen.all_reduces)
+
+    @parametrize("cap", [*CAPS])
+    @parametrize("name", NAMES)
+    def test_equals_a_reduction_for_each_unit(self, name: str, cap: str) -> None:
+        if BACKEND != "gloo" and "hybrid" in name:
+            self.skipTest("the backend may add over replicas in another order")
+        expected, most = self.train(name, None)
+        self.assertNotEqual(expected["step 0 loss"], expected["step 1 loss"])
+        actual, count = self.train(name, CAPS[cap])
+        self.assertEqual(actual, expected)
+        if "root_only" in name or "group" in name or cap == "now_and_then":
+            self.assertLessEqual(count, most)
+        elif "deferred" in name:
+            self.assertEqual(count, most)
+        else:
+            self.assertLess(count, most)
+
+    def test_over_tensor_parallelism(self) -> None:
+        mesh = init_device_mesh(DEVICE_TYPE, (2, 2), mesh_dim_names=("dp", "tp"))
+        found = []
+        for cap in (None, 1.0):
+            torch.manual_seed(0)
+            model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2)))
+            for layer in model.to(DEVICE_TYPE):
+                parallelize_module(
+                    layer, mesh["tp"], ColwiseParallel(output_layouts=Replicate())
+                )
+            shard_blocks(model, mesh=mesh["dp"])
+            set_reduce_bucket_cap(model, cap)
+            x = torch.arange(32.0).view(4, 8).sin() * (1 + mesh["dp"].get_local_rank())
+            with record_collectives() as seen:
+                model(x.to(DEVICE_TYPE)).square().sum().backward()
+            grads = [p.grad.full_tensor() for p in model.parameters()]
+            found.append((grads, len(seen.reduce_scatters)))
+        (plain, most), (joined, count) = found
+        self.assertEqual((most, count), (2, 1))
+        for one, other in zip(plain, joined, strict=True):
+            self.assertTrue(bool(one.any()))
+            self.assertTrue(torch.equal(one, other))
+
+    def test_ranks_that_disagree_are_told(self) -> None:
+        for sizes in (
+            {"bucket_cap_mb": 2.0},
+            {"small_kb": 1.0},
+            {"bucket_cap_mb": None},
+        ):
+            model = shard_blocks(mixed_model(BLOCKS, dim=DIM).to(DEVICE_TYPE))
+            set_reduce_bucket_cap(model, **(sizes if self.rank == 1 else {}))
+            x = random_input(3, DIM, seed=self.rank).requires_grad_()
+            loss = model(x).float().square().mean()
+            with self.assertRaisesRegex(
+                RuntimeError,
+                r"set_reduce_bucket_cap.*\n  with 1 MiB.* on ranks 0, 2, 3, .* on rank 1",
+            ):
+                loss.backward()
+
+
+instantiate_parametrized_tests(TestModes)
+
+
+class Watched(DefaultReduceScatter):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs)
+
+
+class JoinTest(FSDPThreadTest):
+    """Two models of the same blocks, of which only the second joins reductions."""
+
+    def setUp(self) -> None:
+        first_blocks()  # threads share the random number generator
+        super().setUp()
+
+    def make(
+        self,
+        cap: float | None = 1.0,
+        api: Callable[..., Any] = fully_shard,
+        **kwargs: Any,
+    ) -> nn.Sequential:
+        model = copy.deepcopy(first_blocks()).to(self.device)
+        kwargs.setdefault(
+            "mesh", init_device_mesh(self.device.type, (self.world_size,))
+        )
+        for unit in (*model, model):
+            api(unit, **kwargs)
+        set_reduce_bucket_cap(model, cap)
+        return model
+
+    def pair(self, **kwargs: Any) -> tuple[nn.Sequential, nn.Sequential]:
+        return self.make(None, **kwargs), self.make(**kwargs)
+
+    def loss(self, model: nn.Module, seed: int = 0) -> torch.Tensor:
+        x = random_input(3, DIM, seed=2 * seed + self.rank, device=self.device.type)
+        return model(x.requires_grad_()).float().square().mean()
+
+    def assert_same_grads(self, plain: nn.Module, joined: nn.Module) -> None:
+        for one, other in zip(plain.parameters(), joined.parameters(), strict=True):
+            self.assertEqual(one.grad is None, other.grad is None)
+            if one.grad is not None:
+                self.assertTrue(torch.equal(_local(one.grad), _local(other.grad)))
+        self.assert_nothing_waits(joined)
+
+    def assert_nothing_waits(self, model: nn.Module) -> None:
+        self.assertFalse(model._get_fsdp_state()._comm_ctx.small_reductions)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@functools.cache
+def first_blocks() -> nn.Sequential:
+    return mixed_model(BLOCKS, dim=DIM)
+
+
+def reductions(model: nn.Module, backward: Callable[[], None]) -> list[torch.dtype]:
+    with record_collectives() as seen:
+        backward()
+    return [call.dtype for call in seen.reduce_scatters]
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+class TestBackward(JoinTest):
+    """When gradients are there, and how they came."""
+
+    world_size = 2
+
+    def test_one_reduction_for_each_dtype(self):
+        plain, joined = self.pair()
+        found = [
+            reductions(model, self.loss(model).backward) for model in (plain, joined)
+        ]
+        self.assertEqual(found, [DTYPES * BLOCKS, DTYPES])
+        self.assert_same_grads(plain, joined)
+        context = joined._get_fsdp_state()._comm_ctx
+        self.assertEqual(context.reduce_scatter_states, [])
+
+    def test_a_cap_is_kept(self):
+        """A bucket that reaches it is sent with those before, and not with more."""
+        plain, joined = self.pair()
+        with record_collectives() as seen:
+            self.loss(joined).backward()
+        sizes = [call.nbytes for call in seen.reduce_scatters]
+        # Of the units' buckets of three dtypes, those of two units fit
+        joined = self.make(cap=(sum(sizes) // BLOCKS * 2 - 1) / 2**20)
+        with record_collectives() as seen:
+            self.loss(joined).backward()
+        counts = [call.dtype for call in seen.reduce_scatters]
+        self.assertEqual(counts, DTYPES * 2)
+        self.assertEqual(sum(call.nbytes for call in seen.reduce_scatters), sum(sizes))
+        self.loss(plain).backward()
+        self.assert_same_grads(plain, joined)
+
+    def test_larger_ones_do_not_wait(self):
+        plain, joined = self.pair()
+        with record_collectives() as seen:
+            self.loss(plain).backward()
+        largest = max(call.nbytes for call in seen.reduce_scatters)
+        set_reduce_bucket_cap(joined, small_kb=(largest - 1) / 2**10)
+        found = reductions(joined, self.loss(joined).backward)
+        wide = [c.dtype for c in seen.reduce_scatters if c.nbytes == largest]
+        self.assertEqual(found[: len(wide)], wide)
+        self.assertEqual(len(found), len(wide) + 2)
+        self.assert_same_grads(plain, joined)
+
+    def test_taken_back(self):
+        plain, joined = self.pair()
+        set_reduce_bucket_cap(joined, None)
+        self.assertEqual(
+            reductions(joined, self.loss(joined).backward), DTYPES * BLOCKS
+        )
+        self.loss(plain).backward()
+        self.assert_same_grads(plain, joined)
+
+    def test_several_backwards_of_one_forward(self):
+        models = self.pair()
+        for model in models:
+            loss = self.loss(model)
+            loss.backward(retain_graph=True)
+            loss.backward()
+        self.assert_same_grads(*models)
+
+    def test_gradients_are_there_after_each_backward(self):
+        """Also of those that are not the last, after which nothing is finalized."""
+        plain, joined = self.pair()
+        for batch in range(3):
+            for model in (plain, joined):
+                model.set_is_last_backward(batch == 2)
+                self.loss(model, batch).backward()
+            self.assertFalse(group_of(joined[0]).comm_ctx.small_reductions)
+            for one, other in zip(plain.parameters(), joined.parameters()):
+                self.assertTrue(torch.equal(_local(one.grad), _local(other.grad)))
+        self.assert_same_grads(plain, joined)
+
+    def test_nested_backwards(self):
+        """One within a hook of another: each has its gradients at its end."""
+        models = self.pair()
+        for model in models:
+            self.loss(model).backward()  # makes the whole model the root
+            model.zero_grad()
+
+            def run_other(_: torch.Tensor, model=model) -> None:
+                with torch.enable_grad():
+                    self.loss(model[2:], 5).backward()
+
+            x = random_input(3, DIM, seed=self.rank, device=self.device.type)
+            hidden = model[:2](x.requires_grad_())
+            hidden.register_hook(run_other)
+            hidden.float().square().mean().backward()
+        self.assert_same_grads(*models)
+
+    def test_without_sync(self):
+        plain, joined = self.pair()
+        for batch in range(2):
+            for model in (plain, joined):
+                model.set_requires_gradient_sync(batch == 1)
+            self.loss(plain, batch).backward()
+            found = reductions(joined, self.loss(joined, batch).backward)
+            self.assertEqual(found, DTYPES if batch else [])
+        self.assert_same_grads(plain, joined)
+
+    def test_hooks_run_once_gradients_are_there(self):
+        plain, joined = self.pair()
+        seen: dict[nn.Module, list[torch.Tensor]] = {plain: [], joined: []}
+        for model, grads in seen.items():
+            for param in model.parameters():
+                param.register_post_accumulate_grad_hook(
+                    lambda p, grads=grads: grads.append(_local(p.grad).clone())
+                )
+            self.loss(model).backward()
+        self.assertEqual(len(seen[plain]), len(seen[joined]))
+        total = [sum(g.double().sum() for g in grads) for grads in seen.values()]
+        self.assertEqual(*total)
+        self.assert_same_grads(plain, joined)
+
+    def test_offloaded_gradients(self):
+        models = self.pair(offload_policy=CPUOffloadPolicy(pin_memory=False))
+        found = [reductions(m, self.loss(m).backward) for m in models]
+        self.assertEqual([len(dtypes) for dtypes in found], [3 * BLOCKS, 3])
+        self.assert_same_grads(*models)
+
+    def test_replicas(self):
+        for kind in ("hybrid", "replicate"):
+            shape, names = (self.world_size, 1), ("replicate", "shard")
+            api, mesh = (
+                fully_shard,
+                init_device_mesh(self.device.type, shape, mesh_dim_names=names),
+            )
+            if kind == "replicate":
+                api, mesh = (
+                    replicate,
+                    init_device_mesh(self.device.type, (self.world_size,)),
+                )
+            models = self.pair(api=api, mesh=mesh)
+            counts = []
+            for model in models:
+                with record_collectives() as seen:
+                    self.loss(model).backward()
+                counts.append(len(seen.all_reduces))
+            self.assertEqual(counts, [3 * BLOCKS, 3])
+            self.assert_same_grads(*models)
+
+    def test_a_mesh_for_each_parameter(self):
+        names = ("other", "shard")
+        mesh = init_device_mesh(self.device.type, (1, 2), mesh_dim_names=names)
+        infos = [FSDPMeshInfo(mesh[name], 0) for name in names]
+
+        def place(param: nn.Parameter) -> ShardPlacementResult:
+            return ShardPlacementResult(Shard(0), infos[param.ndim == 1])
+
+        models = self.pair(mesh=mesh["shard"], shard_placement_fn=place)
+        found = [reductions(m, self.loss(m).backward) for m in models]
+        self.assertLess(len(found[1]), len(found[0]))
+        self.assert_same_grads(*models)
+
+    def test_gradients_sent_in_another_dtype(self):
+        """All that waits is one all-to-all."""
+        policy = MixedPrecisionPolicy(
+            reduce_dtype=torch.float32,
+            grad_comm_dtype_override_fn=lambda param: param.dtype,
+        )
+        models = self.pair(mp_policy=policy)
+        counts = []
+        for model in models:
+            with record_collectives() as seen:
+                self.loss(model).backward()
+            self.assertEqual(seen.reduce_scatters, [])
+            counts.append(len(seen.named("all_to_all")))
+        self.assertEqual(counts, [BLOCKS, 1])
+        self.assert_same_grads(*models)
+
+    @skipUnless(FOLLOWS_GRAD_DTYPE, "finalized by hand since 2.15")
+    def test_finalized_by_hand(self):
+        plain, joined = self.pair()
+        for model in (plain, joined):
+            model.set_manual_backward_finalization(True)
+            self.loss(model).backward()
+            model.finalize_backward()
+        self.assert_same_grads(plain, joined)
+
+    def test_as_a_stage_of_a_pipeline(self):
+        """Whose last backward is finished outside of any."""
+        plain, joined = self.pair()
+        for model in (plain, joined):
+            model.set_is_last_backward(False)
+            model.set_reshard_after_backward(False)
+            model.set_requires_gradient_sync(False)
+            for batch in range(2):
+                self.loss(model, batch).backward()
+            model.set_is_last_backward(True)
+            model.set_reshard_after_backward(True)
+            model.set_requires_gradient_sync(True)
+            state = model._get_fsdp_state()
+            for unit in state._state_ctx.all_states:
+                for group in unit._fsdp_param_groups:
+                    group.post_backward()
+            state._root_post_backward_final_callback()
+        self.assert_same_grads(plain, joined)
+
+
+class TestFailures(JoinTest):
+    world_size = 2
+
+    def fail(self, model: nn.Module) -> None:
+        """Ends a backward when the last two blocks have reduced."""
+
+        def stop(_: torch.Tensor) -> None:
+            raise ArithmeticError
+
+        x = random_input(3, DIM, seed=7 + self.rank, device=self.device.type)
+        hidden = 2 * model[0](x.requires_grad_())
+        hidden.register_hook(stop)  # before backward comes to the first block
+        loss = model[2](model[1](hidden)).float().square().mean()
+        with self.assertRaises(ArithmeticError):
+            loss.backward()
+
+    def model(self, cap: float | None) -> nn.Sequential:
+        model = self.make(cap)
+        self.loss(model).backward()  # makes the whole model the root
+        model.zero_grad()
+        return model
+
+    @parametrize("resets", [True, False])
+    def test_nothing_of_a_failed_backward_is_reduced_later(self, resets: bool) -> None:
+        plain, joined = self.model(None), self.model(1.0)
+        waiting = group_of(joined[0]).comm_ctx.small_reductions
+        for model in (plain, joined):
+            self.fail(model)
+            self.assertEqual(bool(waiting), model is joined)
+            if resets:
+                model.reset_iter_state()
+                self.assertFalse(waiting)
+            model.zero_grad()
+            self.loss(model, 1).backward()
+        self.assert_same_grads(plain, joined)
+
+
+instantiate_parametrized_tests(TestFailures)
+
+
+class TestExcluded(JoinTest):
+    """What must be reduced as each unit's own."""
+
+    world_size = 4
+
+    def counts(self, **kwargs: Any) -> Iterator[tuple[nn.Module, Callable[[], int]]]:
+        model = self.make(**kwargs)
+
+        def count() -> int:
+            with record_collectives() as seen:
+                self.loss(model).backward()
+            return len(seen.reduce_scatters)
+
+        yield model, count
+
+    @parametrize("which", ["hook", "comm", "factor"])
+    def test_units_with_something_of_their_own(self, which: str) -> None:
+        [(model, count)] = self.counts()
+        if which == "hook":
+            model[1].set_all_reduce_hook(lambda output: None)
+        elif which == "comm":
+            model[1].set_custom_reduce_scatter(Watched())
+        else:
+            model[1].set_gradient_divide_factor(2.0)
+        # Three reductions of that unit, and three of the others
+        self.assertEqual(count(), 6)
+        self.assert_nothing_waits(model)
+
+    def test_deferred_all_reduces(self):
+        names = ("replicate", "shard")
+        mesh = init_device_mesh(self.device.type, (2, 2), mesh_dim_names=names)
+        model = self.make(mesh=mesh)
+        for batch in range(3):
+            model.set_requires_all_reduce(batch > 0)
+            with record_collectives() as seen:
+                self.loss(model, batch).backward()
+            counts = len(seen.reduce_scatters), len(seen.all_reduces)
+            # The second completes what the first has deferred, the third is as any
+            expected = (3 * BLOCKS, 0), (3 * BLOCKS, 3 * BLOCKS), (3, 3)
+            self.assertEqual(counts, expected[batch])
+
+
+instantiate_parametrized_tests(TestExcluded)
+
+
+class TestSettings(FakeGroupTest):
+    def test_wrong_sizes(self):
+        model = fully_shard(nn.Linear(2, 2))
+        for sizes in ({"bucket_cap_mb": 0}, {"bucket_cap_mb": -1.0}, {"small_kb": 0}):
+            with self.assertRaisesRegex(ValueError, "sizes above 0, or bucket_cap_mb="):
+                set_reduce_bucket_cap(model, **sizes)
+
+    def test_no_unit(self):
+        for module, recurse in ((nn.Linear(2, 2), True), (self.parent(), False)):
+            with self.assertRaisesRegex(
+                ValueError, "set_reduce_bucket_cap found no unit"
+            ):
+                set_reduce_bucket_cap(module, recurse=recurse)
+
+    def parent(self) -> nn.Module:
+        return nn.Sequential(fully_shard(nn.Linear(2, 2)))
+
+    def test_recurse(self):
+        model = fully_shard(self.parent())
+        set_reduce_bucket_cap(model, recurse=False)
+        self.assertIsNone(group_of(model[0]).reduce_bucket_cap)
+        set_reduce_bucket_cap(model)
+        self.assertEqual(group_of(model[0]).reduce_bucket_cap, (64 * 2**10, 2**20))
+
+    def test_memory_is_that_of_the_kept_gradients(self):
+        specs = [((64, 32), FP32), ((128, 32), torch.bfloat16), ((32, 16), FP32)]
+
+        def shard_and_cap(module: nn.Module, **kwargs: Any) -> nn.Module:
+            module = fully_shard(module, **kwargs)
+            set_reduce_bucket_cap(module, recurse=False)
+            return module
+
+        numels = [torch.Size(size).numel() * dtype.itemsize for size, dtype in specs]
+        for mode in ({}, {"is_hybrid": True}, {"buffers": 2}):
+            plain = peak_nbytes(specs, mode)
+            with mock.patch("fsdp_features.memory.fully_shard", shard_and_cap):
+                joined = peak_nbytes(specs, mode)
+            # Two of three blocks' wait when the third's come
+            self.assertLessEqual(joined, plain + 2 * sum(numels))
+
+
+if __name__ == "__main__":
+    run_tests()
