@@ -620,9 +620,8 @@ def _reduce_together(
     stream = reduction.reduce_scatter_stream
     outputs = [_reduce_scatter(reduction, part, factors) for part in parts]
     inputs = [part.reduce_scatter_input for part in parts]
-    scattered = stream.record_event()
     if reduction.defers_all_reduce:
-        event = scattered
+        event = stream.record_event()
         return [ReduceResult(inputs[0], event, stream, event, None, None, outputs[0])]
     owners = [(part.fsdp_params, part.bucket) for part in parts]
     for i, part in enumerate(parts):
@@ -631,6 +630,7 @@ def _reduce_together(
             owners[i] = fsdp_params, bucket
     output = outputs[0] if len(parts) == 1 else torch.cat(outputs)
     del outputs  # of several: their memory
+    scattered = stream.record_event()
     if reduction.all_reduce_group is None and reduction.all_reduce_hook is None:
         done = _finish(owners, output, factors, stream, current_stream)
         if output is inputs[0]:

@@ -63,17 +63,16 @@ class SmallReductions(dict[Reduction, list[tuple[BucketGrads, torch.Stream]]]):
         return sum(reduction.input_nbytes(part.bucket) for part, _ in self[reduction])
 
     def pop_joined(
-        self, reduction: Reduction, current_stream: torch.Stream
-    ) -> list[BucketGrads]:
-        """Pops what waits as one bucket for each key, to be reduced at once."""
-        waiting = self.pop(reduction)
-        for stream in dict.fromkeys(stream for _, stream in waiting):
-            if stream != current_stream:
-                current_stream.wait_stream(stream)
+        self, reduction: Reduction
+    ) -> tuple[list[BucketGrads], dict[torch.Stream, None]]:
+        """Pops what waits as one bucket for each key, and the gradients' streams."""
         by_key: dict[BucketKey, list[BucketGrads]] = {}
-        for part, _ in waiting:
+        streams: dict[torch.Stream, None] = {}
+        for part, stream in self.pop(reduction):
             by_key.setdefault(part.bucket.key, []).append(part)
-        return [join_parts(by_key[key]) for key in sorted(by_key, key=bucket_rank)]
+            streams[stream] = None
+        keys = sorted(by_key, key=bucket_rank)
+        return [join_parts(by_key[key]) for key in keys], streams
 
 
 class FSDPCommContext:

@@ -779,9 +779,14 @@ class FSDPParamGroup(PluginNames):
 
     def _reduce_small(self, reduction: Reduction) -> None:
         self.comm_ctx.recycle_reduce_scatter_inputs(self)
-        stream = self.device_handle.current_stream()
-        parts = self.comm_ctx.small_reductions.pop_joined(reduction, stream)
+        parts, streams = self.comm_ctx.small_reductions.pop_joined(reduction)
+        current_stream = self.device_handle.current_stream()
+        streams.pop(current_stream, None)
+        for stream in streams:
+            current_stream.wait_stream(stream)
         self._reduce_batches(reduction, [parts])
+        for stream in streams:  # which may reuse the memory of the gradients
+            stream.wait_stream(current_stream)
 
     def _reduce_batches(
         self,

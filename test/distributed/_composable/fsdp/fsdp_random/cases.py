@@ -23,6 +23,7 @@ import torch.nn as nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard import set_reduce_bucket_cap
 from torch.distributed.tensor import distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -48,6 +49,8 @@ class Param:
     # Overrides of the policy
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
+    # Whether its gradient is sent as it is and added afterwards, if that can be
+    is_sent: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,8 @@ class Case:
     # Whether every other replica leaves out parameters in the opposite order of
     # the microbatches that one all-reduce ends
     reverses: bool = False
+    # MiB up to which small reductions of several blocks are joined
+    bucket_cap_mb: float | None = None
 
     def microbatch(self, i: int, rank: int) -> Microbatch:
         """Returns the microbatch as this rank runs it."""
@@ -127,7 +132,17 @@ class Case:
         return param.compute or self.param_dtype or param.dtype
 
     def reduce_dtype_of(self, param: Param) -> torch.dtype:
-        return param.reduce or self.reduce_dtype or self.compute_dtype(param)
+        default = FP32 if self.comm_dtype(param) else self.compute_dtype(param)
+        return param.reduce or self.reduce_dtype or default
+
+    def comm_dtype(self, param: Param) -> torch.dtype | None:
+        """Returns what a gradient is sent in, where the sum's dtype holds all of it."""
+        added, sent = (
+            param.reduce or self.reduce_dtype or FP32,
+            self.compute_dtype(param),
+        )
+        holds = added == sent or added.itemsize > sent.itemsize
+        return sent if param.is_sent and holds else None
 
 
 # How cases are drawn #
@@ -151,6 +166,7 @@ def _params() -> st.SearchStrategy[Param]:
         mostly.map(lambda is_usual: not is_usual),
         _MOSTLY_NO_DTYPE,
         _MOSTLY_NO_DTYPE,
+        st.booleans(),
     )
 
 
@@ -179,6 +195,8 @@ def cases(draw: st.DrawFn, rank_counts: tuple[int, ...]) -> Case:
         divide_factor=draw(st.sampled_from((None, None, 1.0, 3.0, 4.0))),
         recomputes=draw(st.booleans()),
         offloads=draw(st.sampled_from((False, False, True))),
+        # Never reached, and by a few blocks
+        bucket_cap_mb=draw(st.sampled_from((None, 1.0, 2.0**-12))),
     )
 
 
@@ -291,6 +309,7 @@ def shard_model(case: Case, device: str) -> Model:
     if case.divide_factor is not None:
         for block in model.all_blocks():
             block.set_gradient_divide_factor(case.divide_factor)
+    set_reduce_bucket_cap(model, case.bucket_cap_mb)
     if case.prefetch:
         _prefetch([*model.blocks], case.prefetch)
     return model
@@ -306,6 +325,7 @@ def _policy(case: Case, model: Model) -> MixedPrecisionPolicy:
         cast_forward_inputs=False,
         param_dtype_override_fn=lambda param: params[id(param)].compute,
         reduce_dtype_override_fn=lambda param: params[id(param)].reduce,
+        grad_comm_dtype_override_fn=lambda param: case.comm_dtype(params[id(param)]),
     )
 
 
@@ -455,5 +475,6 @@ def _check_nothing_is_left(model: Model) -> None:
         for group in block._get_fsdp_state()._fsdp_param_groups:
             assert not group._partial_reduces and not group._all_reduce_states
             assert not group.comm_ctx.reduce_scatter_states
+            assert not group.comm_ctx.small_reductions
             assert group._all_gather_result is None
             assert not group.is_unsharded

@@ -61,6 +61,8 @@ class Kind:
     is_mixed: bool
     shard_dim: int = 0
     policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
+    # Of reductions that are joined
+    bucket_cap_mb: float | None = None
 
 
 KINDS = {
@@ -81,9 +83,14 @@ if hasattr(MixedPrecisionPolicy, "grad_comm_dtype"):  # it comes after the core
     KINDS["mixed, exchanged"] = Kind(
         True,
         policy=MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, grad_comm_dtype=torch.bfloat16
+            param_dtype=torch.bfloat16,
+            grad_comm_dtype=torch.bfloat16,
+            grad_comm_dtype_override_fn=lambda param: (
+                torch.float32 if param.ndim == 1 else None
+            ),
         ),
     )
+    KINDS["mixed, joined"] = Kind(True, bucket_cap_mb=2 / 2**10)
 
 
 class Net(nn.Module):
@@ -126,7 +133,11 @@ class Kit:
         kwargs.setdefault("mp_policy", self.kind.policy)
         if api is fully_shard:
             kwargs.setdefault("shard_placement_fn", self.placement)
-        return api(module, **kwargs)
+        unit = api(module, **kwargs)
+        if (cap := self.kind.bucket_cap_mb) is not None:
+            first = unit[0] if isinstance(unit, list) else unit
+            fsdp_package.set_reduce_bucket_cap(first, cap, recurse=False)
+        return unit
 
     def sharded_net(self, **kwargs: Any) -> Net:
         net = self.net()
@@ -270,6 +281,34 @@ def asynchronous_gathers(kit: Kit) -> None:
     net._set_unshard_async_op(True)
     net.blocks[0].set_modules_to_forward_prefetch([net.blocks[1]])
     kit.train(net)
+
+
+@schedule
+def post_backwards_in_several_streams(kit: Kit) -> None:
+    """As a pipeline ends them, outside of backward, with zeros for what was not used."""
+    net, handle = kit.sharded_net(), kit.checker.handle
+    net.set_reduce_scatter_unused_params(True)
+    state, streams = net._get_fsdp_state(), [handle.Stream() for _ in range(4)]
+    zeros = [*net.blocks[2].parameters()]
+    for step in range(2):
+        net.blocks_to_run = 3 - step
+        net.set_is_last_backward(False)
+        net.set_requires_gradient_sync(False)
+        kit.backward(net)
+        net.set_is_last_backward(True)
+        net.set_requires_gradient_sync(True)
+        units = reversed(state._state_ctx.all_states)
+        for unit, stream in zip(units, streams, strict=True):
+            stream.wait_stream(handle.current_stream())
+            with handle.stream(stream):
+                for group in unit._fsdp_param_groups:
+                    group.post_backward()
+        state._root_post_backward_final_callback()
+        for stream in streams:
+            with handle.stream(stream):  # it goes on, in memory that it has freed
+                [torch.zeros(*param.size(), dtype=param.dtype) for param in zeros]
+            handle.current_stream().wait_stream(stream)
+        kit.optimize(net)
 
 
 @schedule
