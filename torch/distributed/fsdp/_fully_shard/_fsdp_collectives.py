@@ -574,10 +574,10 @@ def reduce_buckets(
     try:
         sent = [part for part in parts if _is_sent(reduction, part)]
         for part in parts:
-            if part not in sent or len(sent) == 1:
+            if part not in sent:
                 batch = [part]
                 _reduce_copy_in(reduction, part)
-        if len(batch := sent) > 1:
+        if batch := sent:
             _all_to_all_copy_in(reduction, sent)
         stream.wait_stream(current_stream)
         with handle.stream(stream):
@@ -618,21 +618,21 @@ def _reduce_together(
     """Reduces buckets of one all-reduce, from the stream of the reduce-scatter."""
     factors = reduction.divide_factors(parts[0].bucket)  # and of the others
     stream = reduction.reduce_scatter_stream
-    outputs = [_reduce_scatter(reduction, part, factors) for part in parts]
+    output, targets = _scatter_together(reduction, parts, factors)
     inputs = [part.reduce_scatter_input for part in parts]
-    if reduction.defers_all_reduce:
-        event = stream.record_event()
-        return [ReduceResult(inputs[0], event, stream, event, None, None, outputs[0])]
-    owners = [(part.fsdp_params, part.bucket) for part in parts]
-    for i, part in enumerate(parts):
-        if part.is_extended:
-            fsdp_params, bucket, outputs[i] = in_common_order(*owners[i], outputs[i])
-            owners[i] = fsdp_params, bucket
-    output = outputs[0] if len(parts) == 1 else torch.cat(outputs)
-    del outputs  # of several: their memory
     scattered = stream.record_event()
+    if reduction.defers_all_reduce:
+        event = scattered
+        return [ReduceResult(inputs[0], event, stream, event, None, None, output)]
+
+    def finish() -> torch.Event:
+        _div_if_needed(output, factors[1])
+        for target in targets:
+            accumulate_sharded_grads(*target, stream, current_stream)
+        return stream.record_event()
+
     if reduction.all_reduce_group is None and reduction.all_reduce_hook is None:
-        done = _finish(owners, output, factors, stream, current_stream)
+        done = finish()
         if output is inputs[0]:
             scattered = done  # it is read until then, and nothing else holds it
         return [ReduceResult(inputs[0], scattered, stream, done, None, None, None)]
@@ -640,7 +640,7 @@ def _reduce_together(
     stream.wait_stream(reduction.reduce_scatter_stream)
     with _get_device_handle(reduction.device.type).stream(stream):
         _all_reduce(reduction, parts, output, factors[3])
-        done = _finish(owners, output, factors, stream, current_stream)
+        done = finish()
     # Held as well: it was allocated in another stream, where the allocator must not
     # hand out its memory before this one has read it
     return [
@@ -649,21 +649,30 @@ def _reduce_together(
     ]
 
 
-def _finish(
-    owners: Sequence[tuple[list[FSDPParam], ReduceBucket]],
-    output: torch.Tensor,
-    factors: Factors,
-    stream: torch.Stream,
-    reading_stream: torch.Stream,
-) -> torch.Event:
-    """Divides what all ranks have added, and gives it to the sharded parameters."""
-    _div_if_needed(output, factors[1])
-    pieces = [output]
-    if len(owners) > 1:
-        pieces = [*output.split([bucket.shard_numel for _, bucket in owners])]
-    for (fsdp_params, bucket), piece in zip(owners, pieces, strict=True):
-        accumulate_sharded_grads(fsdp_params, bucket, piece, stream, reading_stream)
-    return stream.record_event()
+# Whose sharded gradients lie where in which tensor (1D)
+_Target: TypeAlias = tuple[list[FSDPParam], ReduceBucket, torch.Tensor]
+
+
+def _scatter_together(
+    reduction: Reduction, parts: Sequence[BucketGrads], factors: Factors
+) -> tuple[torch.Tensor, list[_Target]]:
+    """Returns one tensor with the sums of all buckets, and each bucket's part of it."""
+    pieces: Sequence[torch.Tensor | None] = [None]
+    if len(parts) > 1:
+        numels = [part.bucket.shard_numel for part in parts]
+        dtype, device = parts[0].bucket.dtype, reduction.device
+        output = torch.empty(sum(numels), dtype=dtype, device=device)
+        pieces = output.split(numels)
+    targets: list[_Target] = []
+    for part, piece in zip(parts, pieces, strict=True):
+        reduced = _reduce_scatter(reduction, part, factors, piece)
+        target = part.fsdp_params, part.bucket, reduced
+        if part.is_extended and not reduction.defers_all_reduce:
+            target = in_common_order(*target)
+        if piece is not None and target[2] is not piece:
+            target = (*target[:2], piece.copy_(target[2]))
+        targets.append(target)
+    return (targets[0][2] if len(parts) == 1 else output), targets
 
 
 def _reduce_copy_in(reduction: Reduction, part: BucketGrads) -> None:
@@ -690,7 +699,7 @@ def _dims_of(reduction: Reduction, part: BucketGrads) -> list[int]:
 
 
 def _all_to_all_copy_in(reduction: Reduction, parts: Sequence[BucketGrads]) -> None:
-    """Copies the new gradients of several buckets into one buffer, and drops them."""
+    """Copies the new gradients of buckets into one buffer to send, and drops them."""
     layout, world_size = _all_to_all_layout(parts), reduction.shard_world_size
     comm, numel = reduction.reduce_scatter_comm, world_size * layout.segment_numel
     buffer = allocate_reduce_buffer(
@@ -742,12 +751,15 @@ def _explain_all_to_all(
 
 
 def _reduce_scatter(
-    reduction: Reduction, part: BucketGrads, factors: Factors
+    reduction: Reduction,
+    part: BucketGrads,
+    factors: Factors,
+    output: torch.Tensor | None,
 ) -> torch.Tensor:
     """
     Returns this rank's sum over the shard group and the partial reduce, which added
-    after the all-reduce would be the sum of one shard group alone. It is the input
-    itself where nothing is summed or cast.
+    after the all-reduce would be the sum of one shard group alone. Without ``output`` it
+    is the input itself where nothing is summed or cast.
     """
     bucket, partial = part.bucket, part.partial_reduce_output
     reduce_input = part.reduce_scatter_input
@@ -759,6 +771,7 @@ def _reduce_scatter(
     _div_if_needed(reduce_input, factors[0])
     if (
         world_size == 1
+        and output is None
         and partial is None
         and not reduction.defers_all_reduce
         and reduce_input.dtype == bucket.dtype
@@ -766,7 +779,8 @@ def _reduce_scatter(
     ):
         return reduce_input
     device, numel = reduction.device, bucket.shard_numel
-    output = allocate_reduce_buffer(comm, numel, bucket.dtype, device)
+    if is_own := output is None:
+        output = allocate_reduce_buffer(comm, numel, bucket.dtype, device)
     new = output
     if part.new_numel < numel:  # the rest has a partial reduce only
         new = output[: part.new_numel]
@@ -785,7 +799,7 @@ def _reduce_scatter(
         part.received = None
     if partial is not None:
         output += partial
-    return output.clone() if reduction.reuses_output else output
+    return output.clone() if is_own and reduction.reuses_output else output
 
 
 def _all_reduce(
