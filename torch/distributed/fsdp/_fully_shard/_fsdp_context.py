@@ -26,7 +26,7 @@ class AllGatherState(NamedTuple):
 class ReduceScatterState(NamedTuple):
     """The inputs of one post-backward, held until ``event``, after the last of them."""
 
-    reduce_scatter_inputs: tuple[torch.Tensor, ...]  # one for each bucket
+    reduce_scatter_inputs: tuple[torch.Tensor, ...]  # one for each collective
     event: torch.Event | None
     allocation_stream: torch.Stream  # which may reuse their memory once freed
     param_group: Any  # the group that reduced
@@ -55,7 +55,7 @@ class SmallReductions(dict[Reduction, list[tuple[BucketGrads, torch.Stream]]]):
     gradients. All ranks add the same in the same order.
     """
 
-    # The backward whose end reduces them
+    # Of the backward whose end reduces them
     graph_task_id: int = -1
 
     def nbytes(self, reduction: Reduction) -> int:

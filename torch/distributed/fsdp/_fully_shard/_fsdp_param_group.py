@@ -724,7 +724,7 @@ class FSDPParamGroup(PluginNames):
         )
         if (cap := self.reduce_bucket_cap) is not None:
             buckets = self._set_small_aside(cap, reduction, buckets, grads)
-        batches = [buckets]
+        batches = [buckets] if buckets else []
         if foreach_reduce is not _OWN_REDUCE:
             batches = [(bucket,) for bucket in buckets]
         elif holds_one_input(comm):
@@ -763,9 +763,8 @@ class FSDPParamGroup(PluginNames):
             waiting.setdefault(reduction, []).append((part, stream))
             if waiting.nbytes(reduction) >= cap.nbytes:
                 self._reduce_small(reduction)
-        if is_bw() and waiting.graph_task_id != (
-            task := torch._C._current_graph_task_id()
-        ):
+        task = torch._C._current_graph_task_id()
+        if task not in (-1, waiting.graph_task_id):
             # Also where this is not the last backward, which alone is finalized
             waiting.graph_task_id = task
             engine = torch.autograd.Variable._execution_engine
