@@ -96,12 +96,11 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
                     f"{name} of MixedPrecisionPolicy is {value!r}: give a torch.dtype, "
                     "or None to leave it as it is"
                 )
-        for name in map("{}_override_fn".format, OVERRIDDEN):
-            value = getattr(self, name)
-            if value is not None and not callable(value):
+        for name, override_fn in _overrides_of(self).items():
+            if not callable(override_fn):
                 raise TypeError(
-                    f"{name} takes a parameter and returns a dtype or None, "
-                    f"but {value!r} cannot be called"
+                    f"{name}_override_fn takes a parameter and returns a dtype or "
+                    f"None, but {override_fn!r} cannot be called"
                 )
 
     @classmethod
@@ -178,11 +177,12 @@ def resolve(
     Raises: what ``MixedPrecisionPolicy`` says of ``fully_shard``.
     """
     changes: dict[str, Any] = {}
-    for name in OVERRIDDEN:
-        if getattr(policy, f"{name}_override_fn", None) is None:
-            continue
+    for name, override_fn in _overrides_of(policy).items():
         changes[f"{name}_override_fn"] = None
-        dtype = _call_override(policy, name, param, fqn, is_whole_fqn)
+        if isinstance(override_fn, DtypeByName):
+            dtype = override_fn.look_up(fqn, is_whole_fqn)
+        else:
+            dtype = _call_override(override_fn, name, param, fqn)
         if dtype is not None:
             _check_override(name, dtype, param, fqn, device)
             changes[name] = dtype
@@ -202,7 +202,7 @@ def resolve_all(
     is_named: bool | None = None,  # by a root; None: not yet
 ) -> tuple[list[_P], bool]:
     """Resolves a unit's policies. Also returns whether they hold once it is named."""
-    overrides = [getattr(policy, f"{name}_override_fn", None) for name in OVERRIDDEN]
+    overrides = _overrides_of(policy).values()
     tables = [table for table in overrides if isinstance(table, DtypeByName)]
     is_whole = is_named and all(
         _clean(fqn) in table.by_fqn for table in tables for fqn in fqns
@@ -221,25 +221,22 @@ def reduce_dtype_of_policy(policy: Any) -> torch.dtype | None:
     return policy.reduce_dtype
 
 
+def _overrides_of(policy: Any) -> dict[str, OverrideFn]:
+    """Returns a policy's overrides, by the field that each overrides."""
+    found = {name: getattr(policy, f"{name}_override_fn", None) for name in OVERRIDDEN}
+    return {name: override for name, override in found.items() if override is not None}
+
+
 def _call_override(
-    policy: Any, name: str, param: nn.Parameter, fqn: str, is_whole_fqn: bool | None
+    override_fn: OverrideFn, name: str, param: nn.Parameter, fqn: str
 ) -> torch.dtype | None:
-    override_fn = getattr(policy, f"{name}_override_fn")
-    if isinstance(override_fn, DtypeByName):
-        return override_fn.look_up(fqn, is_whole_fqn)
     try:
-        dtype = override_fn(param)
+        return override_fn(param)
     except Exception as error:
         # Users refuse a parameter with a ValueError
         kind = ValueError if isinstance(error, ValueError) else RuntimeError
         message = f"{name}_override_fn failed for parameter {fqn}: {error!r}"
         raise kind(message) from error
-    if dtype is None or isinstance(dtype, torch.dtype):
-        return dtype
-    raise ValueError(
-        f"{name}_override_fn returned {dtype!r} for parameter {fqn}. Return a "
-        "torch.dtype, or None for the policy's default."
-    )
 
 
 # Which dtypes fit #
@@ -253,32 +250,32 @@ _NCCL_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def _check_override(
-    name: str, dtype: torch.dtype, param: nn.Parameter, fqn: str, device: torch.device
+    name: str, dtype: Any, param: nn.Parameter, fqn: str, device: torch.device
 ) -> None:
-    """Raises if an override returned a dtype that does not fit its parameter."""
+    """Raises if an override returned what does not fit its parameter."""
     stored = param.dtype
-    if not stored.is_floating_point and dtype != stored:
-        wrong = (
-            ": only floating-point parameters are cast. Return None, or its own dtype."
-        )
+    if not isinstance(dtype, torch.dtype):
+        wrong = ". Return a torch.dtype"
+    elif not stored.is_floating_point and dtype != stored:
+        wrong = ": only floating-point parameters are cast. Return its own dtype"
     elif stored.is_floating_point and not dtype.is_floating_point:
-        wrong = ". Return a floating-point dtype, or None for the policy's default."
+        wrong = ". Return a floating-point dtype"
     elif dtype == _PACKED != stored:
         wrong = (
             ": nothing casts to a dtype that packs several values in one element. "
-            "Return another, or None for the policy's default."
+            "Return another"
         )
     elif name == "reduce_dtype" and not is_reducible(dtype, device):
         wrong = (
-            f": gradients cannot be summed in it on {device}. Return one of "
-            f"{_REDUCIBLE_NAMES}, or None for the policy's default. (float8_e4m3fn and "
-            "float8_e5m2 need NCCL 2.24 and a GPU of compute capability 9.0.)"
+            f": gradients cannot be summed in it on {device}. (float8_e4m3fn and "
+            "float8_e5m2 need NCCL 2.24 and a GPU of compute capability 9.0.) Return "
+            f"one of {_REDUCIBLE_NAMES}"
         )
     else:
         return
     raise ValueError(
-        f"{name}_override_fn returned {dtype} for parameter {fqn}, which is "
-        f"{stored}{wrong}"
+        f"{name}_override_fn returned {dtype!r} for parameter {fqn}, which is "
+        f"{stored}{wrong}, or None for the policy's default."
     )
 
 
@@ -447,12 +444,11 @@ def with_overrides(unit: _P, module: nn.Module, patterns: Mapping[str, Any]) -> 
 
 def _fields_of_policy(pattern: str, policy: Any, unit: Any) -> dict[str, Any]:
     """Returns what a pattern's policy sets other than that of the unit."""
-    for name in map("{}_override_fn".format, OVERRIDDEN):
-        if getattr(policy, name, None) is not None:
-            raise ValueError(
-                f"Pattern {pattern!r} maps to a policy with {name}, which chooses "
-                "parameters a second time. Give each choice a pattern of its own."
-            )
+    for name in _overrides_of(policy):
+        raise ValueError(
+            f"Pattern {pattern!r} maps to a policy with {name}_override_fn, which "
+            "chooses parameters a second time. Give each choice a pattern of its own."
+        )
     dtypes = {name: getattr(policy, name, None) for name in OVERRIDDEN}
     dtypes["reduce_dtype"] = reduce_dtype_of_policy(policy)
     fields = {name: dtype for name, dtype in dtypes.items() if dtype is not None}
