@@ -20,7 +20,6 @@ from ._fsdp_comms import is_of_group
 from ._fsdp_described_unit import DescribedUnit
 from ._fsdp_dtypes import dtypes_of
 from ._fsdp_layout import bucket_rank, describe_key, dtype_rank
-from ._fsdp_param import FSDPParam
 from ._fsdp_param_cache import GatherInputs, GatherPlan
 
 
@@ -34,19 +33,19 @@ class ParamsSummary:
 
     names: tuple[str, ...]  # as seen from the unit
     numel: int
+    # Their part of the buffers, over all ranks. None before the first gather of an
+    # extension tensor
+    gathered_nbytes: int | None
+    reduced_nbytes: int
     stored_dtype: torch.dtype
     compute_dtype: torch.dtype
     # Which reduce-scatter they share, None if they are frozen
     reduce_dtype: torch.dtype | None
     grad_dtype: torch.dtype | None
-    # Their part of the buffers, over all ranks. None before the first gather of an
-    # extension tensor
-    gathered_nbytes: int | None
-    reduced_nbytes: int
     # What gradients are sent in, None if in the reduce dtype
-    comm_dtype: torch.dtype | None = None
+    comm_dtype: torch.dtype | None
     # Of the tensors in a tensor subclass, which itself is of stored_dtype
-    inner_dtypes: tuple[torch.dtype, ...] = ()
+    inner_dtypes: tuple[torch.dtype, ...]
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class BucketSummary:
     divided_by: float
     before: float | None
     after: float | None
-    comm_dtype: torch.dtype | None = None  # as above
+    comm_dtype: torch.dtype | None  # as above
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class UnitSummary:
     gathered_nbytes: int | None
     buckets: tuple[BucketSummary, ...]
     # Classes of custom collectives before which its ranks are not compared
-    uncompared: tuple[str, ...] = ()
+    uncompared: tuple[str, ...]
 
     def __str__(self) -> str:
         return _table([self])
@@ -136,21 +135,17 @@ def _summarize(unit: DescribedUnit, name: str) -> UnitSummary:
         dtypes = stored, compute, *reduced, tuple(inner)
         members.setdefault(dtypes, []).append(i)
     rows = []
-    for (stored, compute, reduce, grad, comm, inner), of in members.items():
+    for dtypes, of in members.items():
+        _, _, reduce, _, comm, _ = dtypes
         params, sent = [unit.params[i] for i in of], comm or reduce
-        numel = unit.gather_world_size * sum(map(_padded_numel, params))
+        numel = sum(p.padded_sharded_param_size.numel() for p in params)
         row = ParamsSummary(
             # Without the class of the unit's module, which the table names
             tuple(unit.names[i].partition(" of ")[0] for i in of),
             sum(fsdp_param._orig_size.numel() for fsdp_param in params),
-            stored,
-            compute,
-            reduce,
-            grad,
             None if gathered is None else sum(gathered[i] for i in of),
-            0 if sent is None else numel * sent.itemsize,
-            comm,
-            inner,
+            unit.gather_world_size * numel * sent.itemsize if sent else 0,
+            *dtypes,
         )
         rows.append(row)
     rows.sort(key=_rank)
@@ -162,14 +157,8 @@ def _summarize(unit: DescribedUnit, name: str) -> UnitSummary:
             factors = unit.divided_by, before, after
             buckets.append(BucketSummary(key[0], nbytes, *factors, key[1]))
     comms = unit.comms if unit.gather_world_size > 1 else ()
-    uncompared = [type(comm).__name__ for comm in comms if not is_of_group(comm)]
-    return UnitSummary(
-        name, tuple(rows), gathered_nbytes, tuple(buckets), tuple(uncompared)
-    )
-
-
-def _padded_numel(fsdp_param: FSDPParam) -> int:
-    return fsdp_param.padded_sharded_param_size.numel()
+    uncompared = tuple(type(c).__name__ for c in comms if not is_of_group(c))
+    return UnitSummary(name, tuple(rows), gathered_nbytes, tuple(buckets), uncompared)
 
 
 def _inner_dtypes(tensor: torch.Tensor) -> Iterator[torch.dtype]:
@@ -196,7 +185,7 @@ def _gathered_nbytes(unit: DescribedUnit) -> tuple[list[int] | None, int | None]
         if any(hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather") for p in params):
             return None, None
         dtypes = [dtypes_of(fsdp_param).compute for fsdp_param in params]
-        numels = [*map(_padded_numel, params)]
+        numels = [p.padded_sharded_param_size.numel() for p in params]
         plan = GatherPlan.of(GatherInputs(dtypes, numels, [None] * len(dtypes), None))
     nbytes = [
         world_size * sum(dtype.itemsize * numel for dtype, numel in zip(*of_param))
@@ -253,10 +242,8 @@ def _rows(unit: UnitSummary) -> Iterator[list[str | int | None]]:
         yield [*cells, reduced, sent, factor]
         name = ""
     if len(rows) > 1:
-        count, numel = (
-            sum(len(row.names) for row in rows),
-            sum(row.numel for row in rows),
-        )
+        count = sum(len(row.names) for row in rows)
+        numel = sum(row.numel for row in rows)
         sent = sum(row.reduced_nbytes for row in rows)
         yield ["", count, numel, "all", "", unit.gathered_nbytes, "", sent, ""]
 
