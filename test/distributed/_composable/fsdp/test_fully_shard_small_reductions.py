@@ -144,7 +144,7 @@ class TestModes(FSDPProcessTest):
             loss = model(x).float().square().mean()
             with self.assertRaisesRegex(
                 RuntimeError,
-                r"set_reduce_bucket_cap.*\n  with 1 MiB.* on ranks 0, 2, 3, .* on rank 1",
+                r"set_reduce_bucket_cap.*\n  bucket_cap_mb=1 .* on ranks 0, 2, 3, .* on rank 1",
             ):
                 loss.backward()
 

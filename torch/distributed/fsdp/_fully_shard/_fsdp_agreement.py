@@ -95,9 +95,8 @@ class UnitAgreement:
             unit = self._describe()
             mine = _announce(unit, pattern)
             if always:
-                mine = mine._replace(after=_last_reduced.get(group))
-            else:
-                mine = mine._replace(accumulates=None)
+                adds, last = _accumulates(unit, pattern), _last_reduced.get(group)
+                mine = mine._replace(accumulates=adds, after=last)
             if not _compare(unit, group, mine):
                 return
             if always:
@@ -125,14 +124,14 @@ class _Announced(NamedTuple):
     does: str  # "gathers" or "reduces"
     unit: str | None
     params: list[tuple[str, ...]]  # what is so of each
-    # Whether there are gradients of earlier reductions to add to, and the unit last
-    # reduced over the group: only compared if ranks always are
+    # Is not compared: before the root's lazy init one rank may know less
+    fqns: tuple[str, ...]
+    # Only if ranks are always compared: whether there are gradients of earlier
+    # reductions to add to, and the unit last reduced over the group
     accumulates: bool | None = None
     after: str | None = None
     # How `set_reduce_bucket_cap` was called for the unit
-    joins: str = ""
-    # Is not compared: before the root's lazy init one rank may know less
-    fqns: tuple[str, ...] = ()
+    cap: str = ""
 
     def __str__(self) -> str:
         text = f"{self.does} {_unit(self.unit)}"
@@ -169,15 +168,10 @@ def _announce(unit: DescribedUnit, pattern: _Pattern | None = None) -> _Announce
                 grad,
             )
         )
+    does = "gathers" if pattern is None else "reduces"
     name = "(root)" if unit.fqn == "" else unit.fqn
-    if pattern is None:
-        return _Announced("gathers", name, params, fqns=unit.fqns)
-    adds, joins = _accumulates(unit, pattern), "not at all"
-    if (cap := unit.reduce_bucket_cap) is not None:
-        joins = (
-            f"with {cap.nbytes / 2**20:g} MiB and small_kb={cap.small_nbytes / 2**10:g}"
-        )
-    return _Announced("reduces", name, params, adds, joins=joins, fqns=unit.fqns)
+    cap = str(unit.reduce_bucket_cap)
+    return _Announced(does, name, params, unit.fqns, cap=cap)
 
 
 def _pattern_of(buckets: Sequence[ReduceBucket]) -> _Pattern:
@@ -294,10 +288,10 @@ def _raise_if_different(by_rank: Mapping[int, _Announced]) -> None:
     if len(units) > 1 or len({mine.does for mine in said}) > 1:
         _refuse(*drift)
     unit = _unit(min(units, default=None))
-    joins = {rank: mine.joins for rank, mine in by_rank.items()}
-    if len({*joins.values()}) > 1:
+    caps = {rank: mine.cap for rank, mine in by_rank.items()}
+    if len({*caps.values()}) > 1:
         title = f"Ranks have called set_reduce_bucket_cap differently for {unit}"
-        _refuse(title, [_by_value(joins)], "Every rank must pass the same sizes.")
+        _refuse(title, [_by_value(caps)], "Every rank must pass the same sizes.")
     title = f"Ranks disagree about the parameters of {unit}"
     counts = {
         rank: f"the unit has {len(mine.params)} parameters"

@@ -321,6 +321,10 @@ class ReduceBucketCap(NamedTuple):
     small_nbytes: int  # up to which a bucket waits for others
     nbytes: int  # at which those that wait are reduced
 
+    def __str__(self) -> str:
+        mb, kb = self.nbytes / 2**20, self.small_nbytes / 2**10
+        return f"bucket_cap_mb={mb:g} and small_kb={kb:g}"
+
 
 def by_collective(
     buckets: Sequence[ReduceBucket],
