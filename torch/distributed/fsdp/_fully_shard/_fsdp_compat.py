@@ -29,24 +29,22 @@ def _get_param_all_gather_inputs(
     torchtitan-npu, torch_musa, XTuner, ODC, torch_npu: what a replacement returns is
     gathered, in parameter order.
     """
-    inputs: list[list[torch.Tensor]] = [[] for _ in fsdp_params]
+    inputs: list[list[torch.Tensor]] = []
     # Plain shards on the device are cast at once, as in the release
-    cast: dict[torch.dtype, list[int]] = {}
-    for i, fsdp_param in enumerate(fsdp_params):
+    casts: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for fsdp_param in fsdp_params:
         has_extension = hasattr(fsdp_param._sharded_local_tensor, "fsdp_pre_all_gather")
         dtype = fsdp_param.param_dtype
         if dtype is None or has_extension or fsdp_param.offload_to_cpu:
-            inputs[i] = get_all_gather_inputs(fsdp_param)
-        else:
-            cast.setdefault(dtype, []).append(i)
-    for dtype, members in cast.items():
-        shards = get_shards([fsdp_params[i] for i in members])
-        numels = [shard.numel() for shard in shards]
-        flat = torch.empty(sum(numels), dtype=dtype, device=shards[0].device)
-        pieces = flat.split(numels)
-        torch._foreach_copy_(pieces, shards)
-        for i, piece in zip(members, pieces, strict=True):
-            inputs[i] = [piece]
+            inputs.append(get_all_gather_inputs(fsdp_param))
+            continue
+        (shard,) = get_shards([fsdp_param])
+        target = shard.new_empty(shard.size(), dtype=dtype)
+        inputs.append([target])
+        casts.setdefault(dtype, []).append((target, shard))
+    for pairs in casts.values():
+        targets, shards = zip(*pairs)
+        torch._foreach_copy_(targets, shards)
     return inputs
 
 
