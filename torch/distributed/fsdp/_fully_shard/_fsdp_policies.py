@@ -182,7 +182,13 @@ def resolve(
         if isinstance(override_fn, DtypeByName):
             dtype = override_fn.look_up(fqn, is_whole_fqn)
         else:
-            dtype = _call_override(override_fn, name, param, fqn)
+            try:
+                dtype = override_fn(param)
+            except Exception as error:
+                # Users refuse a parameter with a ValueError
+                kind = ValueError if isinstance(error, ValueError) else RuntimeError
+                message = f"{name}_override_fn failed for parameter {fqn}: {error!r}"
+                raise kind(message) from error
         if dtype is not None:
             _check_override(name, dtype, param, fqn, device)
             changes[name] = dtype
@@ -225,18 +231,6 @@ def _overrides_of(policy: Any) -> dict[str, OverrideFn]:
     """Returns a policy's overrides, by the field that each overrides."""
     found = {name: getattr(policy, f"{name}_override_fn", None) for name in OVERRIDDEN}
     return {name: override for name, override in found.items() if override is not None}
-
-
-def _call_override(
-    override_fn: OverrideFn, name: str, param: nn.Parameter, fqn: str
-) -> torch.dtype | None:
-    try:
-        return override_fn(param)
-    except Exception as error:
-        # Users refuse a parameter with a ValueError
-        kind = ValueError if isinstance(error, ValueError) else RuntimeError
-        message = f"{name}_override_fn failed for parameter {fqn}: {error!r}"
-        raise kind(message) from error
 
 
 # Which dtypes fit #
