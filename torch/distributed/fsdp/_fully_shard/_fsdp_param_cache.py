@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn as nn
 
-from ._fsdp_dtypes import bucket_key
 from ._fsdp_errors import explain_extension
 from ._fsdp_layout import (
     GatherLayout,
@@ -142,9 +141,8 @@ def _get_gather_inputs(
 
 
 def _has_extension(fsdp_param: FSDPParam) -> bool:
-    if hasattr(fsdp_param, "_extensions_data"):
-        return True
-    return hasattr(fsdp_param._sharded_local_tensor, "fsdp_pre_all_gather")
+    makes_inputs = hasattr(fsdp_param._sharded_local_tensor, "fsdp_pre_all_gather")
+    return makes_inputs or hasattr(fsdp_param, "_extensions_data")
 
 
 def get_all_gather_inputs(fsdp_param: FSDPParam) -> list[torch.Tensor]:
@@ -264,7 +262,13 @@ class ParamGroupCache:
         self._cached_for = [*self.fsdp_params]
         self._local_classes: list[type] = []
         self._has_extensions = any(map(_has_extension, self.fsdp_params))
-        self._find_names_in_modules()
+        # Module, name and the parameter's index, for each name of each parameter
+        self._names_in_modules: list[tuple[nn.Module, str, int]] = []
+        for i, info in enumerate(p._module_info for p in self.fsdp_params):
+            modules = [info.module, *info.shared_modules]
+            names = [info.param_name, *info.shared_param_names]
+            self._names_in_modules += zip(modules, names, repeat(i))
+        self._modules = [*dict.fromkeys(m for m, _, _ in self._names_in_modules)]
         # One each for the shards and for those resharded after forward
         self._plans: dict[ShardedState, tuple[GatherInputs, GatherPlan]] = {}
         self._outputs: GatherOutputs | None = None
@@ -284,13 +288,7 @@ class ParamGroupCache:
     def invalidate_buckets_if_changed(self) -> None:
         """Invalidates the buckets if what they depend on has changed."""
         depend_on = [
-            (
-                p.mp_policy.reduce_dtype,
-                bucket_key(p, torch.float32),
-                p.sharded_param.dtype,
-                p.sharded_param.grad_dtype,
-                p.padded_sharded_param_size,
-            )
+            (p.mp_policy, p.sharded_param.dtype, p.sharded_param.grad_dtype)
             for p in self.fsdp_params
         ]
         if self._buckets_depend_on != depend_on:
@@ -329,12 +327,8 @@ class ParamGroupCache:
     @property
     def outputs(self) -> GatherOutputs | None:
         """The all-gather outputs, None if a parameter's were never made or replaced."""
-        outputs = self._outputs
-        if outputs and all(
-            map(is_, map(_get_outputs, self.fsdp_params), outputs.lists)
-        ):
-            return outputs
-        return None
+        outputs, lists = self._outputs, map(_get_outputs, self.fsdp_params)
+        return outputs if outputs and all(map(is_, lists, outputs.lists)) else None
 
     def alloc_outputs(
         self,
@@ -417,13 +411,3 @@ class ParamGroupCache:
                 module._parameters[name] = params[i]
             else:
                 setattr(module, name, params[i])
-
-    def _find_names_in_modules(self) -> None:
-        # Module, name and the parameter's index, for each name of each parameter
-        self._names_in_modules: list[tuple[nn.Module, str, int]] = []
-        for i, fsdp_param in enumerate(self.fsdp_params):
-            info = fsdp_param._module_info
-            modules = [info.module, *info.shared_modules]
-            names = [info.param_name, *info.shared_param_names]
-            self._names_in_modules += zip(modules, names, repeat(i))
-        self._modules = [*dict.fromkeys(m for m, _, _ in self._names_in_modules)]
