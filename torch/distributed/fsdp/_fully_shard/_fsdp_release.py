@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TYPE_CHECKING, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-
-
-if TYPE_CHECKING:
-    from ._fsdp_param import FSDPParam
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -39,9 +35,8 @@ _IS_2_14: bool = hasattr(dist, "_spmd_no_typecheck")  # or newer
 FROZEN_GROUPS_HAVE_DTYPES: bool = _IS_2_14
 
 
-def keeps_storage(fsdp_params: Sequence[FSDPParam]) -> bool:
+def keeps_storage(fsdp_params: Sequence[Any]) -> bool:
     """Whether any unsharded storage outlives resharding (2.15)."""
-    # pyrefly: ignore [missing-attribute]
     return FOLLOWS_GRAD_DTYPE and any(p.keep_unsharded_storage for p in fsdp_params)
 
 
@@ -64,10 +59,9 @@ def not_type_checked(hook: _F) -> _F:
     return run  # pyrefly: ignore [bad-return]
 
 
-def restore_spmd_types(fsdp_params: Sequence[FSDPParam]) -> None:
+def restore_spmd_types(fsdp_params: Sequence[Any]) -> None:
     """Annotates the unsharded parameters as users annotated the originals."""
     for fsdp_param in fsdp_params if _HAS_SPMD_TYPES else ():
-        # pyrefly: ignore [missing-attribute]
         fsdp_param._restore_spmd_types(fsdp_param.unsharded_param)
 
 
