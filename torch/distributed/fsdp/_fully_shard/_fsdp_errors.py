@@ -115,13 +115,9 @@ def check_divide_factor(factor: Any, unit_name: str) -> None:
 
 
 @_keeps_error
-def explain_sharding(
-    param: nn.Parameter,
-    name: str,
-    offload_policy: OffloadPolicy,
-    has_placement_fn: bool,
-) -> str:
-    is_pinned = getattr(offload_policy, "pin_memory", False)
+def explain_sharding(param: nn.Parameter, name: str, arguments: dict[str, Any]) -> str:
+    """``arguments`` are the other ones of the ``FSDPParam`` that was to be made."""
+    is_pinned = getattr(arguments["offload_policy"], "pin_memory", False)
     if param.layout != torch.strided or param.is_quantized:
         fix = (
             "Only dense parameters can be: call to_dense() or dequantize() on it "
@@ -144,7 +140,7 @@ def explain_sharding(
         fix = "Make it contiguous first: nn.Parameter(param.detach().contiguous())"
     elif is_pinned and not torch.accelerator.is_available():
         fix = "Without an accelerator use CPUOffloadPolicy(pin_memory=False)"
-    elif has_placement_fn:
+    elif arguments["shard_placement_fn"] is not None:
         fix = (
             "shard_placement_fn must return Shard of a dim that it has, which must "
             "divide by the ranks unless it is dim 0"

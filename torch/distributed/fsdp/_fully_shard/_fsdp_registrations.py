@@ -179,9 +179,8 @@ def shard_params(
         try:
             fsdp_param = FSDPParam(param, info, mp_policy=policy, **arguments)
         except Exception as error:
-            has_placement_fn = arguments["shard_placement_fn"] is not None
             raise explain_sharding(  # noqa: B904  (has its cause)
-                error, param, name, arguments["offload_policy"], has_placement_fn
+                error, param, name, arguments
             )
         check_param(fsdp_param, name)
         if not FOLLOWS_GRAD_DTYPE and param.grad_dtype != param.dtype:
