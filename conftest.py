@@ -20,12 +20,6 @@ import pytest
 # other busy processes that takes more than what they compute. Set before torch asks.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# The workers, and the ranks that they start, collect less garbage: see what is there
-STARTUP = Path(__file__).parent / "test/distributed/_composable/fsdp/startup"
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    [str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])]
-)
-
 # Files, by what follows `test_fully_shard_`, that take more than ten seconds: a process
 # that starts one of these last is waited for. Those with many ranks and those of one
 # process alternate. Others follow as they come.

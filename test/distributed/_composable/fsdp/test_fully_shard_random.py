@@ -16,7 +16,6 @@ from fsdp_common.utils import (
     DEVICE_TYPE,
     FSDPProcessTest,
     on_first_rank,
-    stay_on_one_core,
     WORLD_SIZE,
 )
 from fsdp_random.cases import Case, cases, cases_of_replicas, run_case
@@ -47,10 +46,6 @@ def seeded(test: Any) -> Any:
 
 @on_first_rank
 class TestThreads(TestCase):
-    def setUp(self) -> None:
-        super().setUp()
-        stay_on_one_core(self)
-
     @seeded
     @chosen_settings(max_examples=CASES)
     @given(cases((1, 2, 3, 4, 8)))

@@ -74,8 +74,6 @@ REPO_ROOT = Path(torch.__file__).absolute().parent.parent
 BASE_ROOT = REPO_ROOT / "build" / "base"
 # Where the tests lie, and the packages that they share
 TESTS = Path(__file__).absolute().parents[1]
-# Makes interpreters start and end in less time
-STARTUP = TESTS / "startup"
 # Torch's files are compiled once, and not by each process that imports them. Apart
 # from them: the base stays as it came.
 BYTECODE_CACHE = {
@@ -104,7 +102,7 @@ def run_python(
         if not name.startswith(("TORCHELASTIC", "MASTER_", "LOCAL_", "PYTHON"))
         and name not in ("RANK", "WORLD_SIZE", "GROUP_RANK")
     }
-    path = os.pathsep.join(map(str, (STARTUP, root, TESTS)))
+    path = os.pathsep.join(map(str, (root, TESTS)))
     defaults = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", **BYTECODE_CACHE}
     done = subprocess.run(
         [sys.executable, *args],
@@ -439,8 +437,6 @@ def _take_device(local_rank: int) -> None:
     gc.freeze()  # and the memory of what was imported before they forked
     if DEVICE_TYPE != "cpu":
         torch.accelerator.set_device_index(local_rank)
-    else:
-        _stay_on_core(local_rank)
 
 
 def _join_launched_group() -> None:
@@ -458,28 +454,6 @@ def _leave_launched_group() -> None:
         dist.destroy_process_group()
 
 
-def stay_on_one_core(test: unittest.TestCase) -> None:
-    """
-    Keeps the threads of a test, which take turns, on one core until its end. To wake a
-    thread on another core for each turn takes twice the processor time.
-    """
-    if (cores := _stay_on_core(os.getpid())) is not None:
-        test.addCleanup(os.sched_setaffinity, 0, cores)
-
-
-def _stay_on_core(number: int) -> set[int] | None:
-    """
-    Keeps this process on the core of that number, counted around, and returns those
-    that it had, None where nobody can choose. A rank that always wakes where it last
-    ran takes a tenth less processor time.
-    """
-    if not hasattr(os, "sched_setaffinity"):
-        return None
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {sorted(cores)[number % len(cores)]})
-    return cores
-
-
 @on_first_rank
 class FSDPThreadTest(FSDPTestMultiThread):
     """
@@ -492,7 +466,6 @@ class FSDPThreadTest(FSDPTestMultiThread):
     def setUp(self) -> None:
         # Ranks that find the accelerator in use do not each take another one
         torch.empty(1, device=THREAD_DEVICE_TYPE)
-        stay_on_one_core(self)
         super().setUp()
 
     def perThreadSetUp(self) -> None:
