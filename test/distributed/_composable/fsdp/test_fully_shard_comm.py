@@ -7,6 +7,7 @@ every world size, how many collectives a step issues, and how many bytes they ca
 Runs with pytest, python or ``torchrun --nproc-per-node 4``.
 """
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -103,6 +104,20 @@ class TestOn3Ranks(GatherAndReduceTests, ThreadTest):
 
 
 # Units, with processes #
+
+
+class TestRecorder(ThreadTest):
+    world_size = 2
+
+    def test_a_rank_records_what_it_issues_and_nothing_of_another_s(self):
+        records = self.rank == 0
+        with record_collectives() if records else contextlib.nullcontext() as recorded:
+            dist.barrier()  # the other one's comes while this rank records
+            dist.all_reduce(torch.ones(3))
+            dist.barrier()
+        if records:
+            expected = Collective("all_reduce", FP32, 3, "SUM", group_size=2)
+            self.assertEqual(recorded.calls, [expected])
 
 
 class TestUnits(FSDPProcessTest):

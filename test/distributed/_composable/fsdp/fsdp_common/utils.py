@@ -175,7 +175,8 @@ _RECORDED = {
     "all_to_all_single": ("all_to_all", "input"),
 }
 _recording_lock = threading.Lock()
-# Where ranks are threads, each records what it issues itself
+# By rank: each records what it issues itself, where ranks are threads as well. Backward
+# may run in a thread of autograd's, but only where a process is one rank.
 _recorders: dict[int, list[CollectiveRecorder]] = {}
 _originals: dict[str, Callable[..., Any]] = {}
 
@@ -200,37 +201,30 @@ def _record(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         op = op_name(arguments["op"]) if "op" in arguments else None
         entry = Collective(recorded_name, buffer.dtype, buffer.numel(), op, size)
         with _recording_lock:
-            for recorder in _recorders_of_this_thread():
+            for recorder in _recorders.get(dist.get_rank(), ()):
                 recorder.calls.append(entry)
         return original(*args, **kwargs)
 
     return call
 
 
-def _recorders_of_this_thread() -> list[CollectiveRecorder]:
-    if len(_recorders) == 1:  # backward may run in a thread of autograd's
-        (recorders,) = _recorders.values()
-        return recorders
-    return _recorders.get(threading.get_ident(), [])
-
-
 @contextlib.contextmanager
 def record_collectives() -> Iterator[CollectiveRecorder]:
     """Records what this rank, a process or a thread, issues inside the context."""
-    recorder, thread = CollectiveRecorder(), threading.get_ident()
+    recorder, rank = CollectiveRecorder(), dist.get_rank()
     with _recording_lock:
         if not _recorders:
             for name in _RECORDED:
                 _originals[name] = getattr(dist, name)
                 setattr(dist, name, _record(name, _originals[name]))
-        _recorders.setdefault(thread, []).append(recorder)
+        _recorders.setdefault(rank, []).append(recorder)
     try:
         yield recorder
     finally:
         with _recording_lock:
-            mine = [r for r in _recorders.pop(thread) if r is not recorder]
+            mine = [r for r in _recorders.pop(rank) if r is not recorder]
             if mine:
-                _recorders[thread] = mine
+                _recorders[rank] = mine
             if not _recorders:
                 for name, original in _originals.items():
                     setattr(dist, name, original)
