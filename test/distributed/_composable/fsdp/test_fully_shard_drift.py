@@ -17,24 +17,25 @@ from fsdp_drift.cases import (
     ALL_RAISE,
     CASES,
     FINE,
+    MODES,
     NOT_SEEN,
     ODD,
     OTHERS_RAISE,
     OUTCOMES,
     RANKS,
+    SHORT_TIME_LIMIT,
     TIME_OUT,
 )
 
 from torch.testing._internal.common_utils import run_tests
 
 
-MODES = ("1", "always")  # those of the outcomes
 OTHER = 1 - ODD
 
 DISAGREE = r"Ranks disagree about the (gradients|parameters) of unit|Ranks have drifted"
 NOTE = r"This rank (gathers|reduces) unit '(\(root\)|layers\.\d)'"
 LEFT = r"Connection closed by peer|Connection reset by peer"
-TIMED_OUT = r"Timed out waiting \d+ms"
+TIMED_OUT = f"Timed out waiting {SHORT_TIME_LIMIT.seconds * 1000}ms"
 
 # What the message names, by words of the case: on all ranks, if all raise
 NAMED = {
