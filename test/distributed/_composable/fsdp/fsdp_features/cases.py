@@ -181,6 +181,10 @@ class Case:
     # Makes process groups, which all ranks must make as many of
     makes_groups: bool = False
 
+    def takes_turns(self, size: int) -> bool:
+        """Whether one half of the ranks runs it, while the other runs another case."""
+        return size == 2 and not self.makes_groups
+
 
 def tower(*, dtype: torch.dtype = FP32, **kwargs: Any) -> Callable[[Place], Any]:
     """Returns a run that trains a tower in a mode of these settings."""

@@ -58,8 +58,7 @@ def run_all(args: argparse.Namespace, rank: int) -> dict[str, Any]:
     results: dict[str, Any] = {}
     turns = itertools.cycle(range(2))
     for name, case, units, size in cases_to_run(args):
-        in_turns = size == 2 and not case.makes_groups
-        if in_turns and next(turns) != rank // 2:
+        if case.takes_turns(size) and next(turns) != rank // 2:
             continue  # the other half's
         mesh = pairs["shard"] if size == 2 else world
         place = Place(
