@@ -346,19 +346,23 @@ def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> PartResul
     return PartResult([], {"tables": tables})
 
 
-def _lines(group: Group, samples: Samples) -> list[list[float | str]]:
-    """Returns a line for each point: what it takes, by column and pass, and a sum."""
-    lines: list[list[float | str]] = []
+def _lines(group: Group, samples: Samples) -> list[list[float | str | None]]:
+    """
+    Returns a line for each point: what it takes, by column and pass, and a sum. None
+    stands where the pass does not call it.
+    """
+    lines: list[list[float | str | None]] = []
     for label in LABELS:
         values = [
             samples.spread(group.name, subject.name, f"{label}, {in_pass}").median
             if f"{label}, {in_pass}" in samples.values[group.name, subject.name]
-            else 0.0
+            else None
             for subject in group.subjects
             for in_pass in PASSES
         ]
         lines.append([label, *values])
-    sums = [sum(column) for column in zip(*(line[1:] for line in lines))]
+    columns = zip(*(line[1:] for line in lines), strict=True)
+    sums = [sum(us for us in column if us is not None) for column in columns]
     return [*lines, ["sum", *sums]]
 
 
