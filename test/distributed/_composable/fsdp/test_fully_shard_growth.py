@@ -16,8 +16,9 @@ from torch.testing._internal.common_utils import run_tests
 
 
 STEPS = int(os.environ.get("FSDP_GROWTH_STEPS", "60"))
-# The allocator of the C library may take a little more at any time
-MAX_PROCESS_BYTES = 4 * 2**20
+# Less than two hundred bytes for each unit in each of the fewest steps, and more than
+# tables and caches of the interpreter's come and go by
+MAX_GROWTH_NBYTES = 16 * 2**10
 
 
 class TestGrowth(DeviceFreeTest):
@@ -29,6 +30,8 @@ class TestGrowth(DeviceFreeTest):
         args = ("-m", "fsdp_random.growth", str(STEPS))
         printed = run_python(*args, timeout=1200 + 2 * STEPS)
         cls.modes = json.loads(printed.splitlines()[-1])
+        if not cls.modes:
+            raise AssertionError("no mode was run")
 
     def test_steps_leave_nothing_behind(self) -> None:
         for name, found in self.modes.items():
@@ -38,11 +41,15 @@ class TestGrowth(DeviceFreeTest):
                     self.assertEqual(last[what], few[what], what)
                 self.assertEqual(last["objects"], half["objects"])
 
-    def test_process_does_not_grow(self) -> None:
+    def test_allocated_memory_does_not_grow(self) -> None:
         for name, found in self.modes.items():
             with self.subTest(name):
-                few, last = (found[when]["process_bytes"] for when in ("few", "all"))
-                self.assertLess(last - few, MAX_PROCESS_BYTES)
+                half, last = (
+                    found[when]["allocated_bytes"] for when in ("half", "all")
+                )
+                if half is None:
+                    self.skipTest("the C library does not tell what it has allocated")
+                self.assertLess(last - half, MAX_GROWTH_NBYTES)
 
     def test_deleted_model_is_gone(self) -> None:
         left = {name: found["left"]["objects"] for name, found in self.modes.items()}

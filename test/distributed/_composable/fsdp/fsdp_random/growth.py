@@ -5,11 +5,11 @@ prints as JSON what lives after few steps, after all, and when the model is gone
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import sys
 import weakref
-from pathlib import Path
 from typing import Any
 
 from fsdp_random.cases import (
@@ -67,24 +67,46 @@ MODES = {
 }
 
 
-def living() -> dict[str, int]:
+class MallInfo(ctypes.Structure):
+    """``struct mallinfo2`` of the GNU C library."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks")
+        + ("fsmblks", "uordblks", "fordblks", "keepcost")
+    ]
+
+
+def allocated_nbytes() -> int | None:
+    """
+    Returns what the C library's allocator has given out, of whatever no object of
+    Python's owns as well, and None where it does not tell.
+    """
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo is None:
+        return None
+    mallinfo.restype = MallInfo
+    info = mallinfo()
+    return info.uordblks + info.hblkhd
+
+
+def living() -> dict[str, Any]:
     """Returns how much there is of what could grow."""
     gc.collect()
     objects = gc.get_objects()
     # By type: what `isinstance` asks may make things
     tensors = [o for o in objects if issubclass(type(o), torch.Tensor)]
     storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
     return {
         "objects": len(objects),
         "tensors": len(tensors),
         "bytes": sum(storage.nbytes() for storage in storages.values()),
         "events": sum(issubclass(type(o), EVENTS) for o in objects),
-        "process_bytes": pages * 4096,
+        "allocated_bytes": allocated_nbytes(),
     }
 
 
-def run_mode(case: Case, steps: int) -> dict[str, dict[str, int]]:
+def run_mode(case: Case, steps: int) -> dict[str, dict[str, Any]]:
     """Returns what lives after a few steps, after half and after all of them."""
     model = shard_model(case, "cpu")
     found = {}
