@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-import ast
+import importlib
 import importlib.util
 import os
 import subprocess
+import unittest
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -30,6 +31,14 @@ def item_of(name: str, test: str) -> SimpleNamespace:
     return SimpleNamespace(path=path, nodeid=f"{path.name}::TestIt::{test}")
 
 
+def ids_of_tests(name: str) -> list[str]:
+    """Returns what pytest calls the tests of a file, parametrized ones too."""
+    module = importlib.import_module(f"test_fully_shard_{name}")
+    suites = unittest.defaultTestLoader.loadTestsFromModule(module)
+    tests = (test for suite in suites for test in suite)
+    return [f"::{type(test).__name__}::{test._testMethodName}" for test in tests]
+
+
 class TestTiers(TestCase):
     def setUp(self) -> None:
         super().setUp()
@@ -46,13 +55,11 @@ class TestTiers(TestCase):
         for name in (*self.conftest.QUICK, *self.conftest.LONGEST_FIRST):
             file = HERE / f"test_fully_shard_{name}.py"
             self.assertTrue(file.is_file(), name)
-            nodes = [*ast.walk(ast.parse(file.read_text()))]
-            defined = [n.name for n in nodes if isinstance(n, ast.FunctionDef)]
-            for end in self.conftest.QUICK.get(name, ()):
-                # Of a parametrized test, values follow the name
-                test = end.rpartition("::")[2]
-                found = any(test.startswith(name) for name in defined)
-                self.assertTrue(found, f"{name} has no {end}")
+        for name, ends in self.conftest.QUICK.items():
+            tests = ids_of_tests(name) if ends else []
+            for end in ends:
+                found = [test for test in tests if test.endswith(end)]
+                self.assertEqual(len(found), 1, f"{name} has {found} of {end}")
 
     def test_longest_first_and_others_as_they_come(self):
         last = len(self.conftest.LONGEST_FIRST)
