@@ -26,7 +26,14 @@ from typing import Any
 
 from fsdp_common.run_both import check_torch, run_on
 from fsdp_common.utils import DeviceFreeTest, run_python
-from fsdp_composition.scenarios import FACTS, FOR_ALL, PIPELINES, TRAINING
+from fsdp_composition.scenarios import (
+    CALL_PATCHES,
+    FACTS,
+    FOR_ALL,
+    GROUP_PATCHES,
+    PIPELINES,
+    TRAINING,
+)
 
 from torch.distributed.fsdp import _fully_shard
 from torch.testing._internal.common_utils import (
@@ -108,6 +115,7 @@ def of_mesh(results: list[Results]) -> list[Results]:
 class CompositionTest(DeviceFreeTest):
     def check_same(self, actual: dict[str, Any], expected: dict[str, Any]) -> None:
         """Names what differs, and not its bits."""
+        self.assertGreater(len(expected), 0)
         self.assertEqual(list(actual), list(expected))
         self.assertEqual([k for k in expected if actual[k] != expected[k]], [])
 
@@ -270,6 +278,9 @@ class TestPatches(CompositionTest):
         """As often as a uniform one, but for a reduction for each dtype."""
         for _, fork in self.each_rank():
             uniform, mixed = fork[f"uniform {name}"], fork[f"mixed {name}"]
+            never = set() if "hybrid" in name else {"patch_all_reduce"}
+            called = {patch for patch, calls in mixed.items() if calls}
+            self.assertEqual(called, {*GROUP_PATCHES, *CALL_PATCHES} - never)
             for patch, calls in mixed.items():
                 if "reduce" in patch:  # two in the root and three in each block
                     expected = 2 + 3 + 3 if uniform[patch] else 0

@@ -487,6 +487,7 @@ class TestMixedDtypeTraining(FSDPProcessTest):
         pair.train()
         expected = Tables.expected()
         param_dtype = POLICIES[policy].param_dtype
+        self.assertEqual({*model[1].seen}, {*expected})
         for name, seen in model[1].seen.items():
             full = expected[name].to(self.device)
             if param_dtype is not None and full.is_floating_point():
@@ -839,7 +840,7 @@ class TestParityWithBase(TestCase):
 
     def test_only_the_base_refuses_a_mixed_unit(self) -> None:
         message = "FSDP expects uniform original parameter dtype but got {torch."
-        for base, fork in zip(self.base, self.fork):
+        for base, fork in zip(self.base, self.fork, strict=True):
             self.assertTrue(base["refusal"].startswith(message))
             self.assertEqual(fork["refusal"], "")
 

@@ -53,6 +53,7 @@ class TestPlugins(DeviceFreeTest):
             self.assertNotIn("error", base[name])
             self.assertEqual(branch[name].get("error"), None)
             self.assertEqual(branch[name].keys(), base[name].keys())
+            self.assertGreater(len(base[name]), 0)
             for key, expected in base[name].items():
                 self.check_same(key, branch[name][key], expected)
         return self.base[0][name]
@@ -81,6 +82,7 @@ class TestPlugins(DeviceFreeTest):
     def test_a_mixed_unit_trains_with_a_replaced_init_mp_dtypes(self) -> None:
         """Which knows of one dtype for all of the unit's parameters."""
         for results in self.results_of("mixed_with_replaced_init_mp_dtypes"):
+            self.assertEqual({*results}, {*POLICIES})
             for policy, (plain, replaced) in results.items():
                 calls = replaced.pop("calls")
                 self.assertEqual(calls, ["", "blocks.0", "blocks.1"], policy)

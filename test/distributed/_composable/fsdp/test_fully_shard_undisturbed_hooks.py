@@ -17,7 +17,7 @@ Runs with pytest, python or ``torchrun --nproc-per-node 4``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fsdp_common.run_both import Results, run_on_both
@@ -84,8 +84,9 @@ class TestUndisturbedHooks(DeviceFreeTest):
         return records
 
     def check_bits(self, order: Order, expected: Results) -> None:
-        pairs = zip(self.of(self.branch, order), self.of(expected, order.natural))
-        for actual, natural in pairs:
+        sides = self.of(self.branch, order), self.of(expected, order.natural)
+        for actual, natural in zip(*sides, strict=True):
+            self.assertGreater(len(bits_of(natural)), 0)
             self.assertEqual(bits_of(actual), bits_of(natural), order)
 
     def check_held(self, order: Order, base: Results | None) -> None:
@@ -121,8 +122,8 @@ class TestUndisturbedHooks(DeviceFreeTest):
     def test_a_module_waits_for_no_reduction_of_its_own(self, number: int) -> None:
         """As many inputs are held after each hook as in the order of autograd."""
         order = [o for o in UNIFORM if o.permutation and o.unused is None][number]
-        found = zip(self.of(self.branch, order), self.of(self.base, order.natural))
-        for rank, (record, natural) in enumerate(found):
+        sides = self.of(self.branch, order), self.of(self.base, order.natural)
+        for rank, (record, natural) in enumerate(zip(*sides, strict=True)):
             of_base = self.of(self.base, order)[rank]
             for step in range(STEPS):
                 key = f"{step} ran"
@@ -132,14 +133,19 @@ class TestUndisturbedHooks(DeviceFreeTest):
 
     # Whether the orders are what they are meant to be #
 
+    def orders(self, is_one: Callable[[Order], Any]) -> list[Order]:
+        found = [order for order in UNIFORM if is_one(order)]
+        self.assertGreater(len(found), 0)
+        return found
+
     def test_hooks_come_in_the_order(self) -> None:
-        for order in (o for o in UNIFORM if o.permutation):
+        for order in self.orders(lambda o: o.permutation):
             for record in (*self.of(self.base, order), *self.of(self.branch, order)):
                 groups = [group for _, group, _ in record["0 ran"]]
                 self.assertEqual(groups, [*order.permutation] * UNITS)
 
     def test_autograd_comes_to_the_last_group_first(self) -> None:
-        for order in (o for o in UNIFORM if o.is_natural):
+        for order in self.orders(lambda o: o.is_natural):
             for record in self.of(self.base, order):
                 groups = [group for _, group, _ in record["0 ran"]]
                 self.assertEqual(groups, [*reversed(range(GROUPS))] * UNITS)
@@ -149,12 +155,13 @@ class TestUndisturbedHooks(DeviceFreeTest):
 
     def test_the_base_holds_more_where_the_last_group_comes_late(self) -> None:
         """So that what is tested here does not hold of itself."""
-        for order in (o for o in UNIFORM if o.late == GROUPS - 1 and o.unused is None):
+        of_last = self.orders(lambda o: o.late == GROUPS - 1 and o.unused is None)
+        for order in of_last:
             for record in self.of(self.base, order):
                 self.assertGreater(max(held_of(record["0 ran"])), order.most_held)
 
     def test_a_late_group_comes_after_all_others(self) -> None:
-        for order in (o for o in UNIFORM if o.late is not None):
+        for order in self.orders(lambda o: o.late is not None):
             for record in (*self.of(self.base, order), *self.of(self.branch, order)):
                 late = [group == order.late for _, group, _ in record["0 ran"]]
                 self.assertEqual(late, sorted(late))

@@ -25,7 +25,12 @@ def check_torch(path: str, on_base: bool) -> None:
 
 
 def read_results(folder: str | Path) -> Results:
-    return [pickle.loads(path.read_bytes()) for path in sorted(Path(folder).iterdir())]
+    results = [
+        pickle.loads(path.read_bytes()) for path in sorted(Path(folder).iterdir())
+    ]
+    if not results:
+        raise AssertionError("no rank wrote what it found")
+    return results
 
 
 def run_on(
