@@ -13,7 +13,6 @@ from pathlib import Path
 
 from fsdp_clients.real_models import EXAMPLES
 from fsdp_common.utils import (
-    BYTECODE_CACHE,
     DeviceFreeTest,
     FSDPProcessTest,
     LAUNCHED_RANK,
@@ -90,7 +89,7 @@ class TestPage(DeviceFreeTest):
 
     def test_base_refuses_all_but_fp32(self) -> None:
         args = ("--nproc", "2", "--steps", "1", "--device", "cpu")
-        printed = run_python(str(SCRIPT), *args, on_base=True, env=BYTECODE_CACHE)
+        printed = run_python(str(SCRIPT), *args, on_base=True)
         self.assertEqual(
             len(re.findall(r"layer +5 +refused|dtype +25 +refused", printed)), 2
         )

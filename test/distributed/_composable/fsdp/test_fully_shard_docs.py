@@ -20,7 +20,7 @@ from typing import Any
 import matplotlib
 
 import fsdp_clients.real_models  # noqa: F401
-from fsdp_common.utils import BYTECODE_CACHE, DeviceFreeTest, FakeGroupTest, run_python
+from fsdp_common.utils import DeviceFreeTest, FakeGroupTest, run_python
 from fsdp_wrong_uses.table import SECTIONS, table
 
 import torch
@@ -150,7 +150,7 @@ class TestIndex(DeviceFreeTest):
     def test_faults_of_the_release_are_there(self) -> None:
         """Each is shown by a script, and told of by a page that names the same."""
         script = ROOT / "tools" / "base_faults.py"
-        printed = run_python(str(script), on_base=True, env=BYTECODE_CACHE)
+        printed = run_python(str(script), on_base=True)
         shown = re.findall(r"^(\S.*):\n    (\S.*)$", printed, re.MULTILINE)
         self.assertEqual(len(shown), 7)
         pages = [(ROOT / page).read_text() for page in (PARITY, "docs/index.md")]
@@ -162,7 +162,7 @@ class TestIndex(DeviceFreeTest):
     def test_pictures_are_what_the_script_draws(self) -> None:
         folder = ROOT / "docs" / "pictures"
         with tempfile.TemporaryDirectory() as drawn:
-            run_python(str(folder / "draw.py"), drawn, env=BYTECODE_CACHE)
+            run_python(str(folder / "draw.py"), drawn)
             names = sorted(path.name for path in Path(drawn).iterdir())
             self.assertEqual(names, sorted(p.name for p in folder.glob("*.svg")))
             for name in names:
@@ -245,7 +245,7 @@ class TestReadme(DeviceFreeTest):
             script = Path(folder) / name
             script.write_text(code)
             launcher = ("-m", "torch.distributed.run", *args)
-            return run_python(*launcher, str(script), env=BYTECODE_CACHE, **options)
+            return run_python(*launcher, str(script), **options)
 
     def test_script_prints_what_is_shown(self) -> None:
         self.assertEqual(self.run_script(), self.blocks()[2][1])

@@ -20,7 +20,6 @@ from typing import Any
 from fsdp_clients.real_models import example_of, EXAMPLES
 from fsdp_common.utils import (
     BASE_ROOT,
-    BYTECODE_CACHE,
     Collective,
     DEVICE_TYPE,
     DeviceFreeTest,
@@ -250,7 +249,7 @@ instantiate_parametrized_tests(TestModels)
 class TestScripts(DeviceFreeTest):
     def test_base_refuses_each_model(self) -> None:
         code = REFUSED.format(examples=str(EXAMPLES), models=MODELS)
-        printed = run_python("-c", code, on_base=True, env=BYTECODE_CACHE)
+        printed = run_python("-c", code, on_base=True)
         found = json.loads(printed.splitlines()[-1])
         self.assertTrue(found["torch"].startswith(str(BASE_ROOT)))
         self.assertEqual(list(found["errors"]), MODELS)
@@ -262,16 +261,14 @@ class TestScripts(DeviceFreeTest):
 
     def test_half_products_are_rounded_once(self) -> None:
         code = PRODUCTS.format(examples=str(EXAMPLES))
-        found = json.loads(run_python("-c", code, env=BYTECODE_CACHE))
+        found = json.loads(run_python("-c", code))
         self.assertEqual(len(found), 13)
         self.assertEqual([name for name, right in found.items() if not right], [])
 
     def test_script_starts_its_processes(self) -> None:
         """One for all: the scripts differ in the model alone."""
         args = ("--nproc", "2", "--replicas", "2", "--steps", "2", "--device", "cpu")
-        printed = run_python(
-            str(EXAMPLES / "train_mamba2.py"), *args, env=BYTECODE_CACHE
-        )
+        printed = run_python(str(EXAMPLES / "train_mamba2.py"), *args)
         self.assertEqual(printed.count("in one process"), 2)
         self.assertIn("float32 gradients", printed)
 

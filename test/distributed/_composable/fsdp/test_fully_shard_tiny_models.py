@@ -15,7 +15,6 @@ from collections import Counter
 from fsdp_clients.real_models import EXAMPLES
 from fsdp_common.utils import (
     BASE_ROOT,
-    BYTECODE_CACHE,
     DeviceFreeTest,
     FSDPProcessTest,
     LAUNCHED_RANK,
@@ -165,7 +164,7 @@ class TestRelease(DeviceFreeTest):
     def test_base_refuses_each_model(self) -> None:
         folders = [str(EXAMPLES)]
         code = REFUSED.format(folders=folders)
-        printed = run_python("-c", code, on_base=True, env=BYTECODE_CACHE)
+        printed = run_python("-c", code, on_base=True)
         found = json.loads(printed.splitlines()[-1])
         self.assertTrue(found["torch"].startswith(str(BASE_ROOT)))
         self.assertEqual([*found["errors"]], [*TINY_MODELS])
