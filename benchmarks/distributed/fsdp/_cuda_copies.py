@@ -171,21 +171,21 @@ def measure(*, device: str, mix: str, per_dtype: bool) -> dict[str, float]:
 
 # What is compared #
 
-FORK = "fork"
+BRANCH = "branch"
 COPY = "device-to-device copy"
 WORLD_SIZES = (8, 64)
 
 
-def _base_name(mix: str) -> str:
-    return "base" if mix in UNIFORM_MIXES else "base, one unit per dtype"
+def _release_name(mix: str) -> str:
+    return "release" if mix in UNIFORM_MIXES else "release, one unit per dtype"
 
 
 def _groups() -> list[Group]:
     groups = []
     for mix in MIXES:
         subjects = (
-            Subject(_base_name(mix), "base", {"mix": mix, "per_dtype": True}),
-            Subject(FORK, "fork", {"mix": mix, "per_dtype": False}),
+            Subject(_release_name(mix), "release", {"mix": mix, "per_dtype": True}),
+            Subject(BRANCH, "branch", {"mix": mix, "per_dtype": False}),
         )
         groups.append(Group(mix, subjects))
     return groups
@@ -196,10 +196,12 @@ def _copy_rows(samples: Samples, world_size: int) -> list[Row]:
     for mix in MIXES:
         case = f"{mix}, {world_size} ranks"
         for copy, quantity in (("in", "copy-in GB/s"), ("out", "copy-out GB/s")):
-            # A plain copy of as many bytes was timed by the fork itself
+            # A plain copy of as many bytes was timed by the branch itself
             plain, metric = f"copy_of_{copy}_gbps", f"copy_{copy}_gbps"
-            samples.values[mix, COPY] = {metric: samples.of(mix, FORK, plain)}
-            timed = [Timed(mix, case, FORK, name) for name in (COPY, _base_name(mix))]
+            samples.values[mix, COPY] = {metric: samples.of(mix, BRANCH, plain)}
+            timed = [
+                Timed(mix, case, BRANCH, name) for name in (COPY, _release_name(mix))
+            ]
             rows += timed_rows("cuda", quantity, metric, samples, timed)
     return rows
 
@@ -224,8 +226,8 @@ def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> PartResul
     samples = alternate("host", there, groups, rounds=rounds)
     stop(there)
     timed = [
-        Timed(groups[0].name, f"host time, {case}, {groups[0].name}", fork, versus)
-        for case, fork, versus, _ in COMPARISONS
+        Timed(groups[0].name, f"host time, {case}, {groups[0].name}", branch, versus)
+        for case, branch, versus, _ in COMPARISONS
     ]
     result.rows += timed_rows("cuda", "us / unit and step", "cpu_us", samples, timed)
     result.data["host"] = samples.as_json()

@@ -18,18 +18,18 @@ from _rows import PartResult, Row
 from _sides import Side
 
 
-FORK_UNIFORM = "fork, uniform fp32"
-FORK_MIXED = "fork, fp32, bf16 and fp16 in a unit"
+BRANCH_UNIFORM = "branch, uniform fp32"
+BRANCH_MIXED = "branch, fp32, bf16 and fp16 in a unit"
 SUBJECTS = {
-    UNIFORM: ("base", "fp32", False),
-    FORK_UNIFORM: ("fork", "fp32", False),
-    PER_DTYPE: ("base", "mixed", True),
-    FORK_MIXED: ("fork", "mixed", False),
+    UNIFORM: ("release", "fp32", False),
+    BRANCH_UNIFORM: ("branch", "fp32", False),
+    PER_DTYPE: ("release", "mixed", True),
+    BRANCH_MIXED: ("branch", "mixed", False),
 }
 COMPARISONS = (
-    ("uniform fp32", FORK_UNIFORM, UNIFORM),
-    ("fp32, bf16 and fp16 in a unit", FORK_MIXED, UNIFORM),
-    ("fp32, bf16 and fp16 in a unit", FORK_MIXED, PER_DTYPE),
+    ("uniform fp32", BRANCH_UNIFORM, UNIFORM),
+    ("fp32, bf16 and fp16 in a unit", BRANCH_MIXED, UNIFORM),
+    ("fp32, bf16 and fp16 in a unit", BRANCH_MIXED, PER_DTYPE),
 )
 UNITS, PARAMS_OF_UNITS = (1, 2, 4, 8, 16, 32, 64), 16
 PARAMS, UNITS_OF_PARAMS = (1, 4, 16, 64, 256), 4
@@ -98,8 +98,8 @@ def _rows(
     quantity: str, coefficients: dict[str, np.ndarray], scale: float
 ) -> list[Row]:
     rows = []
-    for case, fork, versus in COMPARISONS:
-        ours, theirs = coefficients[fork] / scale, coefficients[versus] / scale
+    for case, branch, versus in COMPARISONS:
+        ours, theirs = coefficients[branch] / scale, coefficients[versus] / scale
         ratio = Spread.of([*(ours / theirs)])
         medians = float(np.median(ours)), float(np.median(theirs))
         rows.append(

@@ -128,28 +128,28 @@ def measure(
 
 UNITS = 8
 PARAMS = (4, 16, 64)
-UNIFORM = "base, uniform fp32"
-PER_DTYPE = "base, one unit per dtype"
+UNIFORM = "release, uniform fp32"
+PER_DTYPE = "release, one unit per dtype"
 # Subject: side, precision, one unit per dtype
 SUBJECTS: dict[str, tuple[str, str, bool]] = {
-    UNIFORM: ("base", "fp32", False),
-    "fork, uniform fp32": ("fork", "fp32", False),
-    "base, fp32, bf16 compute": ("base", "fp32, bf16 compute", False),
-    "fork, fp32, bf16 compute": ("fork", "fp32, bf16 compute", False),
-    PER_DTYPE: ("base", "mixed", True),
-    "fork, mixed": ("fork", "mixed", False),
+    UNIFORM: ("release", "fp32", False),
+    "branch, uniform fp32": ("branch", "fp32", False),
+    "release, fp32, bf16 compute": ("release", "fp32, bf16 compute", False),
+    "branch, fp32, bf16 compute": ("branch", "fp32, bf16 compute", False),
+    PER_DTYPE: ("release", "mixed", True),
+    "branch, mixed": ("branch", "mixed", False),
 }
 # Case, subjects to compare, bar
 COMPARISONS = (
-    ("uniform fp32", "fork, uniform fp32", UNIFORM, 0.50),
+    ("uniform fp32", "branch, uniform fp32", UNIFORM, 0.50),
     (
         "fp32, bf16 compute, fp32 reduce",
-        "fork, fp32, bf16 compute",
-        "base, fp32, bf16 compute",
+        "branch, fp32, bf16 compute",
+        "release, fp32, bf16 compute",
         0.50,
     ),
-    ("fp32, bf16 and fp16 in a unit", "fork, mixed", UNIFORM, 0.60),
-    ("fp32, bf16 and fp16 in a unit", "fork, mixed", PER_DTYPE, 0.40),
+    ("fp32, bf16 and fp16 in a unit", "branch, mixed", UNIFORM, 0.60),
+    ("fp32, bf16 and fp16 in a unit", "branch, mixed", PER_DTYPE, 0.40),
 )
 
 
@@ -183,8 +183,8 @@ def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> PartResul
         launches=1 if quick else 3,
     )
     timed = [
-        Timed(group.name, f"{case}, {group.name}", fork, versus, bar)
-        for case, fork, versus, bar in COMPARISONS
+        Timed(group.name, f"{case}, {group.name}", branch, versus, bar)
+        for case, branch, versus, bar in COMPARISONS
         for group in groups
     ]
     rows = timed_rows("host", "us / unit and step", "cpu_us", samples, timed)

@@ -230,7 +230,7 @@ def language_model(block: str, way: str, device: str) -> nn.Sequential:
     policy = MixedPrecisionPolicy(reduce_dtype=FP32 if way == PROMOTED else None)
     if way in (WIDE, NARROW):
         policy = MixedPrecisionPolicy(BF16, FP32)
-    if way == NARROW:  # which the base does not have
+    if way == NARROW:  # which the release does not have
         policy = replace(policy, grad_comm_dtype=BF16)
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     for module in model:

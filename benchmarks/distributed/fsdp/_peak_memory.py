@@ -49,16 +49,16 @@ COPY_IN, UNIFORM, MIXED = "four bf16 weights, reduced in fp32", "uniform", "mixe
 
 
 def _copy_in_rows() -> tuple[Group, list[Timed]]:
-    base, fork = f"base, {UNIFORM}", f"fork, {UNIFORM}"
-    mixed = "fork, and one fp32"
+    release, branch = f"release, {UNIFORM}", f"branch, {UNIFORM}"
+    mixed = "branch, and one fp32"
     subjects = (
-        Subject(base, "base", {"block": COPY_IN, "way": UNIFORM}),
-        Subject(fork, "fork", {"block": COPY_IN, "way": UNIFORM}),
-        Subject(mixed, "fork", {"block": COPY_IN, "way": MIXED}),
+        Subject(release, "release", {"block": COPY_IN, "way": UNIFORM}),
+        Subject(branch, "branch", {"block": COPY_IN, "way": UNIFORM}),
+        Subject(mixed, "branch", {"block": COPY_IN, "way": MIXED}),
     )
     timed = [
-        Timed(COPY_IN, COPY_IN, fork, base, None),
-        Timed(COPY_IN, f"{COPY_IN}, and one fp32", mixed, base, None),
+        Timed(COPY_IN, COPY_IN, branch, release, None),
+        Timed(COPY_IN, f"{COPY_IN}, and one fp32", mixed, release, None),
     ]
     return Group(COPY_IN, subjects), timed
 

@@ -10,7 +10,7 @@ from matplotlib import pyplot as plt
 
 
 MIB = 2**20
-FORK_COLOR, BASE_COLOR = "tab:blue", "tab:gray"
+BRANCH_COLOR, RELEASE_COLOR = "tab:blue", "tab:gray"
 
 plt.switch_backend("Agg")  # draws to files, with or without a display
 
@@ -33,7 +33,7 @@ def draw(results: dict[str, PartResult], folder: Path) -> list[Path]:
 
 
 TITLES = {
-    "host": "Host time per unit and step, over that of the base",
+    "host": "Host time per unit and step, over that of the release",
     "step": "Time of a step, 4 gloo processes, over that of other ways",
     "memory": "Peak memory of a rank, over that of other ways",
     "cuda": "On a CUDA device: bandwidth and host time, over those of others",
@@ -49,7 +49,7 @@ def _draw_ratios(path: Path, rows: Sequence[Row], title: str) -> None:
     below = medians - [row.ratio.low for row in rows]
     above = [row.ratio.high for row in rows] - medians
     places = np.arange(len(rows))
-    axes.barh(places, medians, xerr=[below, above], color=FORK_COLOR, capsize=3)
+    axes.barh(places, medians, xerr=[below, above], color=BRANCH_COLOR, capsize=3)
     bars = [(i, row.bar) for i, row in enumerate(rows) if row.bar is not None]
     for i, (place, bar) in enumerate(bars):
         label = "at most" if i == 0 else None
@@ -71,7 +71,7 @@ def _draw_bytes(path: Path, data: dict[str, Any]) -> None:
     gathered = [way["gathered_nbytes"] / MIB for _, way in ways]
     reduced = [way["reduced_nbytes"] / MIB for _, way in ways]
     places = np.arange(len(ways))
-    axes.barh(places, gathered, color=FORK_COLOR, label="all-gather")
+    axes.barh(places, gathered, color=BRANCH_COLOR, label="all-gather")
     axes.barh(
         places, reduced, left=gathered, color="tab:orange", label="reduce-scatter"
     )
@@ -102,7 +102,7 @@ def _draw_growth(path: Path, curves: dict[str, Any]) -> None:
     for axes, (x_label, subjects), y_label in zip(both, curves.items(), y_labels):
         for subject, curve in subjects.items():
             style = next(s for end, s in styles.items() if subject.endswith(end))
-            color = FORK_COLOR if subject.startswith("fork") else BASE_COLOR
+            color = BRANCH_COLOR if subject.startswith("branch") else RELEASE_COLOR
             points = curve["counts"], curve["median_us"]
             axes.plot(*points, style, color=color, label=subject)
         axes.set(xlabel=x_label, ylabel=y_label, xscale="log", yscale="log")

@@ -1,9 +1,9 @@
-"""Runs base and fork in turns, and says how much one takes of what the other does.
+"""Runs release and branch in turns, and says how much one takes of what the other does.
 
 [Note: Ratios of pairs]
 A machine that others use as well is slower at times, for both sides alike. So a time is
 never compared with one taken minutes before: each round measures all subjects of a
-group one after the other, base and fork alternating, and gives one ratio. What is
+group one after the other, release and branch alternating, and gives one ratio. What is
 reported is the median of the ratios, with their interquartile range: half of all rounds
 lie inside it.
 """
@@ -23,7 +23,7 @@ class Subject:
     """What one side measures: ``request`` are arguments of a part's ``measure``."""
 
     name: str
-    side: str  # "base" or "fork"
+    side: str  # "release" or "branch"
     request: dict[str, Any]
 
 

@@ -22,14 +22,14 @@ UNFINISHED = "unfinished.json"  # of a run that has not come to its end
 PAGE = """\
 # Benchmarks
 
-Written by `make bench DOCS=1`, from one run. *Base* is the release, PyTorch {torch}, and
-*fork* is the release with this branch over it.
+Written by `make bench DOCS=1`, from one run. The *release* is PyTorch {torch}, and the
+*branch* is the release with the files of this repository over it.
 
 {machine}
 
-Base and fork run in separate processes and take turns. A round measures one after the
-other and gives one ratio. The table shows the median of the ratios and their quartiles.
-*Fork* and *takes* are counts, where something was counted. Times are given as ratios, but
+Release and branch run in separate processes and take turns. A round measures one after
+the other and gives one ratio. The table shows the median of the ratios and their quartiles.
+*Branch* and *takes* are counts, where something was counted. Times are given as ratios, but
 for the last two tables. *At most* is the ratio that this branch aims at.
 
 {pictures}
@@ -48,14 +48,14 @@ of `nn.Module`, and autograd's nodes. The release does not take the mixed unit.
 - **host**: processor time per unit of one step, forward and backward. The model has eight
   units whose parameters have 128 elements each, and the time of the same model without
   `fully_shard` is subtracted. The process group is a fake one of eight ranks, and the
-  fastest step of a round counts. *base, one unit per dtype* makes three units where the
-  fork makes one.
+  fastest step of a round counts. *release, one unit per dtype* makes three units where the
+  branch makes one.
 - **bytes**: the sizes of the collectives of one step, counted where they are called, over
   eight ranks. The model has three blocks, resharded after forward. *Gradients promoted* is
   what PyTorch 2.15 does for a unit of several dtypes. It is computed from the rule: all
   gradients of the unit in one reduce-scatter of the widest dtype.
 - **step**: wall-clock time of a training step of four gloo processes that share the cores
-  named above. *Gradients promoted* is the fork with `reduce_dtype=torch.float32`. Blocks of
+  named above. *Gradients promoted* is the branch with `reduce_dtype=torch.float32`. Blocks of
   one dtype send and compute the same on both sides. Their steps differ by host time, which
   is about 1 % of such a step and less than the spread.
 - **memory**: the peak that `FSDPMemTracker` counts on one of eight ranks in one step,

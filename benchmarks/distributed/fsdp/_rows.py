@@ -10,12 +10,12 @@ from tabulate import SEPARATING_LINE, tabulate
 
 @dataclass(frozen=True)
 class Row:
-    """What the fork takes, what another way takes, and the ratio of the two."""
+    """What the branch takes, what another way takes, and the ratio of the two."""
 
     part: str
     case: str
     quantity: str  # with its unit
-    fork: float
+    branch: float
     versus: str
     other: float
     ratio: Spread
@@ -61,7 +61,7 @@ class Timed:
 
     group: str
     case: str
-    fork: str
+    branch: str
     versus: str
     bar: float | None = None
 
@@ -74,10 +74,10 @@ def timed_rows(
             part,
             t.case,
             quantity,
-            samples.spread(t.group, t.fork, metric).median,
+            samples.spread(t.group, t.branch, metric).median,
             t.versus,
             samples.spread(t.group, t.versus, metric).median,
-            samples.ratio(t.group, t.fork, t.versus, metric),
+            samples.ratio(t.group, t.branch, t.versus, metric),
             t.bar,
         )
         for t in timed
@@ -88,7 +88,7 @@ HEADER = (
     "part",
     "case",
     "quantity",
-    "fork",
+    "branch",
     "compared with",
     "takes",
     "ratio",
@@ -129,7 +129,7 @@ def _cells(row: Row) -> list[str]:
     # Of what is timed only the ratio says something about another machine; what
     # it was made of is in the JSON
     return [
-        number(row.fork) if exact else "",
+        number(row.branch) if exact else "",
         row.versus,
         number(row.other) if exact else "",
         f"{ratio.median:.3f}",

@@ -1,4 +1,4 @@
-"""The two sides of a comparison: processes that import the base, or the fork."""
+"""The two sides of a comparison: processes that import the release, or the branch."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 REPO_ROOT = HERE.parents[2]
-BASE_ROOT = REPO_ROOT / "build" / "base"
+RELEASE_ROOT = REPO_ROOT / "build" / "base"
 CACHE = REPO_ROOT / "build" / "pycache"
 
 
@@ -80,7 +80,7 @@ class Side:
         # One thread, so that process time is the time of the thread that issues
         paths = os.pathsep.join([str(self.root), str(REPO_ROOT / "examples")])
         ours = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-        # Compiled once, but not into the base, which nothing writes to
+        # Compiled once, but not into the release, which nothing writes to
         return inherited | ours | {"PYTHONPYCACHEPREFIX": str(CACHE)}
 
     def ask(self, part: str, request: dict[str, Any]) -> dict[str, Any]:

@@ -66,28 +66,28 @@ def measure(*, device: str, block: str, way: str, steps: int) -> dict[str, Any]:
 
 # What is compared #
 
-FORK = "fork"
-PER_DTYPE_BASE = "base, one unit per dtype"
-UNIFORM_BASE = "base"
-ALL_FP32_BASE = "base, all fp32"
-# The fork can be told to do so: by a policy that reduces in fp32
-PROMOTED_FORK = "gradients promoted, as 2.15 (by the fork)"
-EARLY_FORK = "BACKWARD_PRE, the default (by the fork)"
-WIDE_FORK = "the same sums, sent in fp32 (by the fork)"
+BRANCH = "branch"
+PER_DTYPE_RELEASE = "release, one unit per dtype"
+UNIFORM_RELEASE = "release"
+ALL_FP32_RELEASE = "release, all fp32"
+# The branch can be told to do so: by a policy that reduces in fp32
+PROMOTED_BRANCH = "gradients promoted, as 2.15 (by the branch)"
+EARLY_BRANCH = "BACKWARD_PRE, the default (by the branch)"
+WIDE_BRANCH = "the same sums, sent in fp32 (by the branch)"
 
 
 def groups_of(extra: dict[str, Any], *, promoted: bool) -> list[Group]:
-    """Returns each block in all ways that run, base and fork in turns."""
+    """Returns each block in all ways that run, release and branch in turns."""
     groups = []
     for block in BLOCKS:
         uniform = block in UNIFORM_BLOCKS
         ways = [
-            (UNIFORM_BASE if uniform else PER_DTYPE_BASE, "base", PER_DTYPE),
-            (FORK, "fork", AS_IT_IS),
-            (ALL_FP32_BASE, "base", ALL_FP32),
+            (UNIFORM_RELEASE if uniform else PER_DTYPE_RELEASE, "release", PER_DTYPE),
+            (BRANCH, "branch", AS_IT_IS),
+            (ALL_FP32_RELEASE, "release", ALL_FP32),
         ]
         if promoted and not uniform:
-            ways.append((PROMOTED_FORK, "fork", PROMOTED))
+            ways.append((PROMOTED_BRANCH, "branch", PROMOTED))
         subjects = [
             Subject(name, side, {"block": block, "way": way, **extra})
             for name, side, way in ways
@@ -100,13 +100,13 @@ def late_groups(extra: dict[str, Any]) -> list[Group]:
     """Returns each block with units that gather the next one after their backward."""
     groups = []
     for block in BLOCKS:
-        base = UNIFORM_BASE if block in UNIFORM_BLOCKS else PER_DTYPE_BASE
+        release = UNIFORM_RELEASE if block in UNIFORM_BLOCKS else PER_DTYPE_RELEASE
         subjects = [
             Subject(name, side, {"block": block, "way": way, **extra})
             for name, side, way in (
-                (base, "base", PER_DTYPE),
-                (FORK, "fork", LATE),
-                (EARLY_FORK, "fork", AS_IT_IS),
+                (release, "release", PER_DTYPE),
+                (BRANCH, "branch", LATE),
+                (EARLY_BRANCH, "branch", AS_IT_IS),
             )
         ]
         groups.append(Group(f"{block}, {LATE}", tuple(subjects)))
@@ -115,12 +115,12 @@ def late_groups(extra: dict[str, Any]) -> list[Group]:
 
 def narrow_groups(extra: dict[str, Any]) -> list[Group]:
     """Returns blocks in bf16 whose gradients are added in fp32, sent in both ways."""
-    ways = ((FORK, NARROW), (WIDE_FORK, WIDE))
+    ways = ((BRANCH, NARROW), (WIDE_BRANCH, WIDE))
     return [
         Group(
             f"{block}, grad_comm_dtype",
             tuple(
-                Subject(name, "fork", {"block": block, "way": way, **extra})
+                Subject(name, "branch", {"block": block, "way": way, **extra})
                 for name, way in ways
             ),
         )
@@ -136,12 +136,12 @@ def rows_of(
     samples: Samples,
     bar: float | None = None,
 ) -> PartResult:
-    """Compares the fork with every other way."""
+    """Compares the branch with every other way."""
     timed = [
-        Timed(group.name, _case(group.name), FORK, subject.name, bar)
+        Timed(group.name, _case(group.name), BRANCH, subject.name, bar)
         for group in groups
         for subject in group.subjects
-        if subject.name != FORK
+        if subject.name != BRANCH
     ]
     rows = timed_rows(part, quantity, metric, samples, timed)
     return PartResult(rows, {"samples": samples.as_json()})

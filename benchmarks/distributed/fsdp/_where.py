@@ -43,8 +43,8 @@ class Point:
 
     label: str
     both: Sequence[str] = ()
-    base: Sequence[str] = ()
-    fork: Sequence[str] = ()
+    release: Sequence[str] = ()
+    branch: Sequence[str] = ()
 
 
 POINTS = (
@@ -85,16 +85,16 @@ POINTS = (
     ),
     Point(
         "inputs of the gather",
-        base=[
+        release=[
             "_fsdp_collectives._get_param_all_gather_inputs",
             "_fsdp_collectives._get_all_gather_input_metadatas",
         ],
-        fork=["_fsdp_param_cache.ParamGroupCache.prepare_gather"],
+        branch=["_fsdp_param_cache.ParamGroupCache.prepare_gather"],
     ),
     Point(
         "gather's copy-in",
-        base=["_fsdp_collectives.torch.ops.fsdp.all_gather_copy_in"],
-        fork=["_fsdp_collectives.fill_segment"],
+        release=["_fsdp_collectives.torch.ops.fsdp.all_gather_copy_in"],
+        branch=["_fsdp_collectives.fill_segment"],
     ),
     Point(
         "gather, its streams and events", both=["_fsdp_param_group.foreach_all_gather"]
@@ -103,24 +103,24 @@ POINTS = (
     Point("copy-out", both=["_fsdp_param_group.foreach_all_gather_copy_out"]),
     Point(
         "storage of parameters",
-        base=[
+        release=[
             "_fsdp_param.FSDPParam.init_all_gather_outputs",
             "_fsdp_param.FSDPParam.alloc_all_gather_outputs",
             "_fsdp_param.FSDPParam.free_unsharded_param",
         ],
-        fork=[
+        branch=[
             "_fsdp_param_cache.GatherOutputs.alloc",
             "_fsdp_param_cache.GatherOutputs.free",
         ],
     ),
     Point(
         "registration",
-        base=[
+        release=[
             "_fsdp_param.FSDPParam.init_unsharded_param",
             "_fsdp_param.FSDPParam.to_unsharded",
             "_fsdp_param.FSDPParam.to_sharded",
         ],
-        fork=["_fsdp_param_cache.ParamGroupCache.to_state"],
+        branch=["_fsdp_param_cache.ParamGroupCache.to_state"],
     ),
     Point(
         "buffers",
@@ -131,22 +131,22 @@ POINTS = (
     ),
     Point(
         "gradients popped, buckets",
-        base=["_fsdp_param.FSDPParam.unsharded_grad_data"],
-        fork=[
+        release=["_fsdp_param.FSDPParam.unsharded_grad_data"],
+        branch=[
             "_fsdp_param_group.pop_grads",
             "_fsdp_param_group.get_buckets",
         ],
     ),
     Point(
         "reduction's copy-in",
-        base=["_fsdp_collectives.foreach_reduce_scatter_copy_in"],
-        fork=["_fsdp_collectives.copy_in_grads"],
+        release=["_fsdp_collectives.foreach_reduce_scatter_copy_in"],
+        branch=["_fsdp_collectives.copy_in_grads"],
     ),
     Point("reduce-scatter", both=["_fsdp_collectives.DefaultReduceScatter.__call__"]),
     Point(
         "reduction, sharded gradients",
-        base=["_fsdp_param_group.foreach_reduce"],
-        fork=[
+        release=["_fsdp_param_group.foreach_reduce"],
+        branch=[
             "_fsdp_param_group.reduce_buckets",
             "_fsdp_collectives.accumulate_sharded_grads",
         ],
@@ -315,9 +315,9 @@ def _fastest_step(
 PARAMS = (4, 16)
 # Column: side and precision. The release takes no unit of several dtypes.
 COLUMNS = {
-    "release": ("base", "fp32"),
-    "branch": ("fork", "fp32"),
-    "branch, mixed": ("fork", "mixed"),
+    "release": ("release", "fp32"),
+    "branch": ("branch", "fp32"),
+    "branch, mixed": ("branch", "mixed"),
 }
 LABELS = [*(point.label for point in POINTS), REST]
 

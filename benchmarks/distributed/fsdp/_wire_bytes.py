@@ -17,7 +17,7 @@ from _models import language_model, tokens, training_step
 from _ratios import alternate, Group, Samples, Spread
 from _rows import PartResult, Row
 from _sides import Side
-from _step_time import FORK, groups_of
+from _step_time import BRANCH, groups_of
 
 import torch.distributed as dist
 from torch import nn
@@ -125,7 +125,7 @@ class Sent:
 
 
 def _ways(samples: Samples, group: Group) -> list[Sent]:
-    """Returns the fork's first, then what it is compared with."""
+    """Returns the branch's first, then what it is compared with."""
     measured = {
         s.name: {k: int(v[0]) for k, v in samples.values[group.name, s.name].items()}
         for s in group.subjects
@@ -139,26 +139,28 @@ def _ways(samples: Samples, group: Group) -> list[Sent]:
         )
         for name, counts in measured.items()
     ]
-    ways.sort(key=lambda sent: sent.way != FORK)  # stable
-    fork = measured[FORK]
+    ways.sort(key=lambda sent: sent.way != BRANCH)  # stable
+    branch = measured[BRANCH]
     ways.append(
         Sent(
             PROMOTED_COMPUTED,
-            fork["units"] * (UNSHARDS + 1),
-            fork["promoted_gathered_nbytes"],
-            fork["promoted_reduced_nbytes"],
+            branch["units"] * (UNSHARDS + 1),
+            branch["promoted_gathered_nbytes"],
+            branch["promoted_reduced_nbytes"],
         )
     )
     return ways
 
 
-def _row(case: str, quantity: str, fork: int, versus: str, other: int, bar: Any) -> Row:
-    ratio = fork / other
+def _row(
+    case: str, quantity: str, branch: int, versus: str, other: int, bar: Any
+) -> Row:
+    ratio = branch / other
     return Row(
         "bytes",
         case,
         quantity,
-        fork,
+        branch,
         versus,
         other,
         Spread(ratio, ratio, ratio, 1),
@@ -167,15 +169,15 @@ def _row(case: str, quantity: str, fork: int, versus: str, other: int, bar: Any)
 
 
 def _block_rows(block: str, ways: Sequence[Sent], own: int, least: int) -> list[Row]:
-    fork, *others = ways
+    branch, *others = ways
     case = f"{block} block"
     # What alignment adds may be sent, and no more: nothing in these blocks
-    rows = [_row(case, "bytes / step", fork.nbytes, OWN, own, least / own)]
+    rows = [_row(case, "bytes / step", branch.nbytes, OWN, own, least / own)]
     for other in others:
-        row = _row(case, "bytes / step", fork.nbytes, other.way, other.nbytes, 1.0)
+        row = _row(case, "bytes / step", branch.nbytes, other.way, other.nbytes, 1.0)
         rows.append(row)
     for other in others:
-        counts = fork.collectives, other.way, other.collectives
+        counts = branch.collectives, other.way, other.collectives
         rows.append(_row(case, "collectives / step", *counts, None))
     return rows
 
@@ -188,7 +190,7 @@ def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> PartResul
     result, blocks = PartResult(), {}
     for group in groups:
         ways = _ways(samples, group)
-        counts = {k: int(v[0]) for k, v in samples.values[group.name, FORK].items()}
+        counts = {k: int(v[0]) for k, v in samples.values[group.name, BRANCH].items()}
         own = counts["least_own_nbytes"]
         least = counts["least_gathered_nbytes"] + counts["least_reduced_nbytes"]
         result.rows += _block_rows(group.name, ways, own, least)

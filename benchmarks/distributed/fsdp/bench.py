@@ -2,7 +2,7 @@
 
     python benchmarks/distributed/fsdp/bench.py [--parts host,bytes,...] [--quick]
 
-Each side, base and fork, runs in processes of its own and in turns with the other. The
+Each side, release and branch, runs in processes of its own and in turns with the other. The
 table is printed; it, all values as JSON and pictures go to build/bench/, or to
 build/bench/partial/ if it was not the whole run. A run that is cut off leaves the
 values of the parts that it finished in unfinished.json there. ``--docs`` also writes
@@ -26,7 +26,7 @@ sys.path.append(str(Path(__file__).resolve().parents[3] / "examples"))
 try:
     from _ratios import stop
     from _results import describe, machine, Results
-    from _sides import BASE_ROOT, REPO_ROOT, Side, SideError
+    from _sides import RELEASE_ROOT, REPO_ROOT, Side, SideError
 except ImportError as missing:
     sys.exit(f"error: {missing}: run `make setup` first, or `make bench`")
 
@@ -43,7 +43,7 @@ PARTS = {
 }
 OUTPUT = REPO_ROOT / "build" / "bench"
 DOCS = REPO_ROOT / "docs"
-# Of a tree of another base: its pages are copies
+# Of a tree of another release: its pages are copies
 MIRROR_STAMP = REPO_ROOT / "build" / "mirror.json"
 
 
@@ -58,20 +58,29 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     add("--output", type=Path, help="another folder for the results")
     add("--docs", action="store_true", help="write docs/benchmarks.md as well")
     add("--no-run", action="store_true", help="take the results of the last whole run")
-    add("--base", type=Path, default=BASE_ROOT, help="folder with the base's torch/")
-    add("--fork", type=Path, default=REPO_ROOT, help="folder with the fork's torch/")
+    add(
+        "--release",
+        type=Path,
+        default=RELEASE_ROOT,
+        help="folder with the release's torch/",
+    )
+    add(
+        "--branch", type=Path, default=REPO_ROOT, help="folder with the branch's torch/"
+    )
     args = parser.parse_args(argv)
     args.parts = args.parts.split(",")
     for part in args.parts:
         if part not in PARTS:
             parser.error(f"no part {part!r}: choose from {', '.join(PARTS)}")
-    if not (args.base / "torch").is_dir():
-        parser.error(f"no torch/ in {args.base}: run `make setup`, or give --base")
+    if not (args.release / "torch").is_dir():
+        parser.error(
+            f"no torch/ in {args.release}: run `make setup`, or give --release"
+        )
     is_whole = args.parts == [*PARTS] and not args.quick and args.rounds is None
     if args.docs and not (is_whole or args.no_run):
         parser.error("--docs needs a whole run: no --parts, --quick or --rounds")
     if args.docs and MIRROR_STAMP.exists():
-        parser.error("--docs writes pages on the default base: leave BASE= out")
+        parser.error("--docs writes pages on the default release: leave BASE= out")
     args.output = args.output or (OUTPUT if is_whole else OUTPUT / "partial")
     return args
 
@@ -96,8 +105,8 @@ def run(args: argparse.Namespace) -> Results:
 def make_sides(
     args: argparse.Namespace, at_end: ExitStack, **options: Any
 ) -> dict[str, Side]:
-    """Returns base and fork, with the process group that a part asks for."""
-    roots = {"base": args.base, "fork": args.fork}
+    """Returns release and branch, with the process group that a part asks for."""
+    roots = {"release": args.release, "branch": args.branch}
     sides = {name: Side(name, root, **options) for name, root in roots.items()}
     at_end.callback(stop, sides)
     return sides

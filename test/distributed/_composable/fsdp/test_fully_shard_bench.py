@@ -23,9 +23,9 @@ FOLDER = REPO_ROOT / "benchmarks" / "distributed" / "fsdp"
 MIXED = ("Nemotron-H-like", "fp32 adapters")
 
 
-@unittest.skipUnless(BASE_ROOT.is_dir(), "needs the base release beside the fork")
+@unittest.skipUnless(BASE_ROOT.is_dir(), "needs the release beside the branch")
 class BenchCountsTest(DeviceFreeTest):
-    """Runs the parts that count, on base and fork."""
+    """Runs the parts that count, on release and branch."""
 
     results: dict[str, Any]
     table: str
@@ -45,28 +45,28 @@ class BenchCountsTest(DeviceFreeTest):
         ways = self.results["bytes"]["data"]["blocks"][block]["ways"]
         return {way["way"]: way for way in ways}
 
-    def test_fork_sends_the_parameters_own_bytes(self) -> None:
+    def test_branch_sends_the_parameters_own_bytes(self) -> None:
         blocks = self.results["bytes"]["data"]["blocks"]
         self.assertEqual({*blocks}, {"Llama-like", *MIXED})
         for block, found in blocks.items():
             with self.subTest(block=block):
-                fork = self.ways(block)["fork"]
+                branch = self.ways(block)["branch"]
                 self.assertEqual(found["least_nbytes"], found["own_nbytes"])
                 self.assertEqual(
-                    fork["gathered_nbytes"] + fork["reduced_nbytes"],
+                    branch["gathered_nbytes"] + branch["reduced_nbytes"],
                     found["own_nbytes"],
                 )
 
     def test_collectives(self) -> None:
         # Three blocks: gathered for forward and for backward, and reduced
-        fork = {"Llama-like": 3 * (2 + 1)} | dict.fromkeys(MIXED, 3 * (2 + 2))
-        for block, collectives in fork.items():
+        branch = {"Llama-like": 3 * (2 + 1)} | dict.fromkeys(MIXED, 3 * (2 + 2))
+        for block, collectives in branch.items():
             with self.subTest(block=block):
                 ways = self.ways(block)
-                self.assertEqual(ways["fork"]["collectives"], collectives)
-                self.assertEqual(ways["base, all fp32"]["collectives"], 9)
+                self.assertEqual(ways["branch"]["collectives"], collectives)
+                self.assertEqual(ways["release, all fp32"]["collectives"], 9)
         for block in MIXED:
-            per_dtype = self.ways(block)["base, one unit per dtype"]
+            per_dtype = self.ways(block)["release, one unit per dtype"]
             self.assertEqual(per_dtype["collectives"], 2 * 9)
 
     def test_promoted_gradients(self) -> None:
@@ -74,16 +74,16 @@ class BenchCountsTest(DeviceFreeTest):
         name = "gradients promoted, as 2.15 (computed)"
         for block in MIXED:
             ways = self.ways(block)
-            fork, promoted = ways["fork"], ways[name]
-            upcast = ways["base, all fp32"]
-            self.assertEqual(promoted["gathered_nbytes"], fork["gathered_nbytes"])
+            branch, promoted = ways["branch"], ways[name]
+            upcast = ways["release, all fp32"]
+            self.assertEqual(promoted["gathered_nbytes"], branch["gathered_nbytes"])
             self.assertEqual(promoted["reduced_nbytes"], upcast["reduced_nbytes"])
 
-    def test_peak_of_uniform_blocks_is_the_base_s(self) -> None:
+    def test_peak_of_uniform_blocks_is_the_release_s(self) -> None:
         rows = self.results["memory"]["rows"]
-        as_it_is, late = [row for row in rows if row["versus"] == "base"]
-        self.assertLessEqual(as_it_is["fork"], as_it_is["other"])
-        self.assertLess(late["fork"], as_it_is["fork"])
+        as_it_is, late = [row for row in rows if row["versus"] == "release"]
+        self.assertLessEqual(as_it_is["branch"], as_it_is["other"])
+        self.assertLess(late["branch"], as_it_is["branch"])
 
     def test_report(self) -> None:
         self.assertEqual(self.pictures, ["bytes.png", "memory.png"])
@@ -91,7 +91,7 @@ class BenchCountsTest(DeviceFreeTest):
         self.assertNotIn(str(REPO_ROOT), self.table)
 
 
-@unittest.skipUnless(BASE_ROOT.is_dir(), "needs the base release beside the fork")
+@unittest.skipUnless(BASE_ROOT.is_dir(), "needs the release beside the branch")
 class WhereTest(DeviceFreeTest):
     def test_all_points_are_there_on_both_sides(self) -> None:
         """And a step calls what each line names."""
@@ -128,10 +128,10 @@ class BenchComparisonTest(DeviceFreeTest):
 
         samples = Samples()
         # The machine was ten times slower in the second round, for both
-        for base, fork in ((10, 5), (100, 60), (10, 7)):
-            samples.add("group", "base", {"us": base})
-            samples.add("group", "fork", {"us": fork})
-        ratio = samples.ratio("group", "fork", "base", "us")
+        for release, branch in ((10, 5), (100, 60), (10, 7)):
+            samples.add("group", "release", {"us": release})
+            samples.add("group", "branch", {"us": branch})
+        ratio = samples.ratio("group", "branch", "release", "us")
         self.assertAlmostEqual(ratio.median, 0.6)
         self.assertAlmostEqual(ratio.low, 0.55)
         self.assertAlmostEqual(ratio.high, 0.65)
@@ -157,13 +157,16 @@ class BenchComparisonTest(DeviceFreeTest):
                 return {"us": 1.0}
 
         groups = [
-            Group(str(n), tuple(Subject(s, s, {"params": n}) for s in ("base", "fork")))
+            Group(
+                str(n),
+                tuple(Subject(s, s, {"params": n}) for s in ("release", "branch")),
+            )
             for n in (4, 16)
         ]
-        sides: Any = {name: Recorder(name) for name in ("base", "fork")}
+        sides: Any = {name: Recorder(name) for name in ("release", "branch")}
         alternate("host", sides, groups, rounds=2, launches=2)
-        launch = ["start base", "start fork"]
-        turns = [f"host {side} {n}" for n in (4, 16) for side in ("base", "fork")]
+        launch = ["start release", "start branch"]
+        turns = [f"host {side} {n}" for n in (4, 16) for side in ("release", "branch")]
         self.assertEqual(asked, 2 * (launch + turns))
 
     def test_fit(self) -> None:
@@ -197,7 +200,7 @@ class BenchComparisonTest(DeviceFreeTest):
         from _results import Results, UNFINISHED
         from _rows import PartResult, Row
 
-        row = Row("bytes", "block", "bytes", 4.0, "base", 4.0, Spread(1, 1, 1, 1))
+        row = Row("bytes", "block", "bytes", 4.0, "release", 4.0, Spread(1, 1, 1, 1))
 
         def run_part(name: str) -> Any:
             def run(sides: Any, **options: Any) -> PartResult:
@@ -222,7 +225,9 @@ class BenchComparisonTest(DeviceFreeTest):
         from _ratios import Spread
         from _rows import PartResult, Row, table
 
-        row = Row("host", "uniform", "us", 5.0, "base", 10.0, Spread(0.5, 0.4, 0.6, 9))
+        row = Row(
+            "host", "uniform", "us", 5.0, "release", 10.0, Spread(0.5, 0.4, 0.6, 9)
+        )
         result = PartResult([row], {"seconds": 1.5})
         again = PartResult.of_json(json.loads(json.dumps(result.as_json())))
         self.assertEqual(again, result)
