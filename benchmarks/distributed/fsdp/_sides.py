@@ -1,12 +1,14 @@
 """The two sides of a comparison: processes that import the release, or the branch."""
 
+import contextlib
 import json
 import os
+import selectors
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 
 HERE = Path(__file__).resolve().parent
@@ -15,8 +17,11 @@ RELEASE_ROOT = REPO_ROOT / "build" / "base"
 CACHE = REPO_ROOT / "build" / "pycache"
 
 
+LAST_LINES = 20  # of what a process that failed wrote to standard error
+
+
 class SideError(RuntimeError):
-    """A process of a side failed. What it said itself is on standard error."""
+    """A process of a side has ended, and so the side."""
 
 
 class Side:
@@ -60,16 +65,23 @@ class Side:
                 "store": os.path.join(self._scratch.name, "store"),
                 "root": str(self.root),
             }
-            self._processes.append(
-                subprocess.Popen(
-                    [sys.executable, str(HERE / "_worker.py"), json.dumps(options)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    text=True,
-                    env=self._environment(),
-                    cwd=self._scratch.name,  # nothing to import lies there
+            with self._errors_of(rank).open("w") as errors:
+                self._processes.append(
+                    subprocess.Popen(
+                        [sys.executable, str(HERE / "_worker.py"), json.dumps(options)],
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        stderr=errors,
+                        text=True,
+                        env=self._environment(),
+                        cwd=self._scratch.name,  # nothing to import lies there
+                    )
                 )
-            )
+
+    def _errors_of(self, rank: int) -> Path:
+        """A file, not a pipe, which would be full once nobody reads it."""
+        assert self._scratch is not None
+        return Path(self._scratch.name, f"stderr_{rank}")
 
     def _environment(self) -> dict[str, str]:
         inherited = {
@@ -84,24 +96,44 @@ class Side:
         return inherited | ours | {"PYTHONPYCACHEPREFIX": str(CACHE)}
 
     def ask(self, part: str, request: dict[str, Any]) -> dict[str, Any]:
-        """Has all processes measure; returns the first rank's result."""
+        """
+        Has all processes measure; returns the first rank's result.
+
+        Raises:
+            SideError: as soon as one of them has ended. The others would wait for
+                it in a collective; they are ended too.
+        """
         line = json.dumps({"part": part, "request": request}) + "\n"
         for process in self._processes:
             assert process.stdin is not None
-            process.stdin.write(line)
-            process.stdin.flush()
+            with contextlib.suppress(BrokenPipeError):  # its output has ended as well
+                process.stdin.write(line)
+                process.stdin.flush()
         return self._replies()[0]
 
-    def _replies(self) -> list[dict[str, Any]]:
-        replies = []
-        for rank, process in enumerate(self._processes):
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            if not line:
-                status = process.wait()
-                raise SideError(f"{self.name}, rank {rank}: ended with status {status}")
-            replies.append(json.loads(line))
+    def _replies(self) -> dict[int, dict[str, Any]]:
+        """Returns a reply of each rank, in whatever order they come."""
+        replies: dict[int, dict[str, Any]] = {}
+        with selectors.DefaultSelector() as selector:
+            for rank, process in enumerate(self._processes):
+                assert process.stdout is not None
+                selector.register(process.stdout, selectors.EVENT_READ, rank)
+            while len(replies) < len(self._processes):
+                for key, _ in selector.select():
+                    output = self._processes[key.data].stdout
+                    assert output is not None
+                    line = output.readline()
+                    if not line:
+                        self._give_up(key.data)
+                    replies[key.data] = json.loads(line)
         return replies
+
+    def _give_up(self, rank: int) -> NoReturn:
+        status = self._processes[rank].wait()
+        said = self._errors_of(rank).read_text(errors="replace").splitlines()
+        self.stop()
+        lines = "\n".join(["", *said[-LAST_LINES:]])
+        raise SideError(f"{self.name}, rank {rank}: ended with status {status}{lines}")
 
     def stop(self) -> None:
         for process in self._processes:

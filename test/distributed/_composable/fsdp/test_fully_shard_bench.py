@@ -6,6 +6,7 @@ Tests what ``make bench`` counts, and how it compares. Times are never asserted.
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import tempfile
 import unittest
@@ -16,7 +17,11 @@ from unittest import mock
 
 from fsdp_common.utils import BASE_ROOT, DeviceFreeTest, REPO_ROOT, run_python
 
-from torch.testing._internal.common_utils import run_tests
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+)
 
 
 FOLDER = REPO_ROOT / "benchmarks" / "distributed" / "fsdp"
@@ -114,14 +119,73 @@ class WhereTest(DeviceFreeTest):
                     self.assertNotEqual(passes, [None, None], label)
 
 
-class BenchComparisonTest(DeviceFreeTest):
-    """Compares made-up figures."""
+class ImportingTest(DeviceFreeTest):
+    """Imports the modules of the benchmarks as they do each other."""
 
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
         sys.path.insert(0, str(FOLDER))
         cls.addClassCleanup(sys.path.remove, str(FOLDER))
+
+
+# One of two ranks ends, and the other waits for it in vain
+WORKER = """
+import json, os, sys, time
+rank = json.loads(sys.argv[1])["rank"]
+print("of rank", rank, file=sys.stderr)
+if rank != {rank}:
+    time.sleep(120)  # unless it is ended
+{end}
+"""
+ENDS = {
+    "at the start": "sys.exit('it broke')",
+    "when asked": "sys.stdin.readline(); sys.exit('it broke')",
+    "after its reply": "sys.stdin.readline(); print('{}'); sys.exit('it broke')",
+}
+
+
+class SideTest(ImportingTest):
+    def ask(self, rank: int, end: str) -> tuple[str, list[Any]]:
+        """Returns the error of asking a side of such ranks, and its processes."""
+        import _sides
+
+        side = _sides.Side("branch", REPO_ROOT, backend="gloo", world_size=2)
+        self.addCleanup(side.stop)
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "_worker.py").write_text(WORKER.format(rank=rank, end=end))
+            with mock.patch.object(_sides, "HERE", Path(folder)):
+                side.start()
+            processes = [*side._processes]
+            with self.assertRaises(_sides.SideError) as raised:
+                side.ask("bytes", {})
+        return str(raised.exception), processes
+
+    @parametrize("rank", [0, 1])
+    @parametrize("when", [*ENDS])
+    def test_rank_that_ends_ends_the_side(self, rank: int, when: str) -> None:
+        error, processes = self.ask(rank, ENDS[when])
+        first, *said = error.splitlines()
+        self.assertEqual(first, f"branch, rank {rank}: ended with status 1")
+        self.assertEqual(said, [f"of rank {rank}", "it broke"])
+        statuses = [process.poll() for process in processes]
+        self.assertEqual(statuses[rank], 1)
+        self.assertEqual(statuses[1 - rank], -signal.SIGKILL)
+
+    def test_only_the_last_lines_are_shown(self) -> None:
+        from _sides import LAST_LINES
+
+        end = (
+            "print(*range(99), sep=os.linesep, file=sys.stderr, flush=True); os.abort()"
+        )
+        error, _ = self.ask(1, end)
+        first, *said = error.splitlines()
+        self.assertIn(f"ended with status {-signal.SIGABRT}", first)
+        self.assertEqual(said, [str(n) for n in range(99 - LAST_LINES, 99)])
+
+
+class BenchComparisonTest(ImportingTest):
+    """Compares made-up figures."""
 
     def test_ratio_is_of_pairs(self) -> None:
         from _ratios import Samples
@@ -233,6 +297,9 @@ class BenchComparisonTest(DeviceFreeTest):
         self.assertEqual(again, result)
         self.assertEqual(table({"host": again}), table({"host": result}))
         self.assertIn("0.400 to 0.600", table({"host": again}))
+
+
+instantiate_parametrized_tests(SideTest)
 
 
 if __name__ == "__main__":
