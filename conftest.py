@@ -89,7 +89,10 @@ QUICK: dict[str, tuple[str, ...]] = {
     "hsdp": ("::test_deferred_all_reduce", "::test_three_microbatches"),
     "mixed_dtype": ("::test_cpu_offload", "::test_hybrid", "::test_replicate"),
     "models": ("::test_each_step_equals_one_process_name_mamba2_replicas_1",),
-    "streams": ("::test_backward", "::test_freed_memory"),
+    "streams": (
+        "::test_sites",
+        "::test_backward_waits_for_a_part_of_a_unit_kind_uniform",
+    ),
 }
 
 

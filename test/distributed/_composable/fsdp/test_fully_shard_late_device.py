@@ -2,8 +2,8 @@
 
 """
 A device that is late: what it takes for ordered and what not, small steps in every
-order, the schedules of the happens-before checker in a few, and races that were
-published of FSDP2, which it has to find. docs/late_device.md has the long runs, which
+order, schedules in a few, and races that were published of FSDP2, which it has to find.
+Which stream waits for which is in ``test_fully_shard_streams.py``. docs/late_device.md has the long runs, which
 ``fsdp_late_device`` starts by hand.
 """
 
@@ -21,7 +21,14 @@ from typing import Any
 from fsdp_common.release_rules import FOLLOWS_GRAD_DTYPE
 from fsdp_common.utils import DeviceFreeTest, run_python
 from fsdp_late_device import races, schedules, steps
-from fsdp_late_device.check import check, examine, main, replay, show_one
+from fsdp_late_device.check import (
+    check,
+    examine,
+    main,
+    replay,
+    show_one,
+    unordered,
+)
 from fsdp_late_device.memory import Device, PATTERNS, place, REUSES
 from fsdp_late_device.orders import (
     by_name,
@@ -38,7 +45,7 @@ from fsdp_late_device.races import RACES
 from fsdp_late_device.ranks import Rank
 from fsdp_late_device.record import Recorder, Stuck
 from fsdp_late_device.runs import MODULES
-from fsdp_streams.schedules import KINDS, SCHEDULES
+from fsdp_late_device.schedules import KINDS, SCHEDULES
 from fsdp_streams.sites import find_sites
 
 import torch
@@ -74,7 +81,26 @@ class TestDevice(DeviceFreeTest):
         self.assertEqual(report.is_clean, is_clean, report)
         self.assertEqual(bool(report.findings), not is_clean, report)
 
-    @parametrize("how", ["not", "stream", "event", "host"])
+    def test_pair_without_an_order_is_told(self) -> None:
+        """Streams, operators and lines of both."""
+
+        def program(rank: Rank) -> torch.Tensor:
+            x = torch.ones(3)
+            with rank.handle.stream(rank.new_stream("side")):
+                return x + 1
+
+        (pair,) = unordered(record(program))
+        first, second = pair.splitlines()
+        here = f"({Path(__file__).name}:"
+        for text, stream, operator in (
+            (first, "[0:default]", "aten.fill_"),
+            (second, "[0:side]", "aten.add.Tensor"),
+        ):
+            self.assertIn(f"{stream} {operator}", text)
+            self.assertIn(here, text)
+            self.assertIn(" program)", text)
+
+    @parametrize("how", ["not", "unrecorded", "stream", "event", "host"])
     def test_reading_what_another_stream_writes(self, how: str) -> None:
         def program(rank: Rank) -> torch.Tensor:
             side, default = rank.new_stream("side"), rank.default_stream
@@ -83,12 +109,14 @@ class TestDevice(DeviceFreeTest):
                 side.wait_stream(default)
             elif how == "event":
                 side.wait_event(default.record_event())
+            elif how == "unrecorded":
+                side.wait_event(rank.handle.Event())
             elif how == "host":
                 default.synchronize()
             with rank.handle.stream(side):
                 return x + 1
 
-        self.check_orders(program, is_clean=how != "not")
+        self.check_orders(program, is_clean=how not in ("not", "unrecorded"))
 
     @parametrize("waits", [True, False])
     def test_writing_what_another_stream_reads(self, waits: bool) -> None:
@@ -141,14 +169,16 @@ class TestDevice(DeviceFreeTest):
         self.check_orders(program, is_clean=how not in ("dropped", "resized"))
 
     def test_freed_memory_that_its_stream_does_not_need(self) -> None:
-        """A stream that allocates no more hands nothing out."""
+        """A stream that allocates no more hands nothing out, nor does another one."""
 
-        def program(rank: Rank) -> torch.Tensor:
+        def program(rank: Rank) -> Any:
             side, default = rank.new_stream("side"), rank.default_stream
             x = torch.ones(3)
             side.wait_stream(default)
             with rank.handle.stream(side):
-                return x * 2
+                y = x * 2
+                del x
+                return y, torch.ones(3)
 
         self.check_orders(program, is_clean=True)
 
@@ -213,6 +243,8 @@ class TestDevice(DeviceFreeTest):
             copy = x.to("cpu", non_blocking=True)
             if waits:
                 rank.default_stream.record_event().synchronize()
+            self.assertTrue(rank.is_on_host(copy))
+            self.assertFalse(rank.is_on_host(copy.to("cpu", non_blocking=True)))
             return copy + 1  # on the host
 
         self.check_orders(program, is_clean=waits)
@@ -236,6 +268,21 @@ class TestDevice(DeviceFreeTest):
 
 
 class TestCollectives(DeviceFreeTest):
+    def test_of_a_rank_that_is_alone(self) -> None:
+        """It has a group, and the others come with what it has."""
+        found: list[Any] = []
+
+        def program(rank: Rank) -> None:
+            gathered, scattered = torch.empty(6), torch.empty(1)
+            dist.all_gather_single(gathered, torch.arange(2.0))
+            dist.reduce_scatter_single(scattered, torch.ones(3))
+            found.extend((dist.get_world_size(), gathered.tolist(), scattered.item()))
+
+        recording = Recorder(3, alone=True).record(program)
+        self.assertEqual(found, [3, [0, 1, 0, 1, 0, 1], 3])
+        self.assertEqual({len(entry.streams) for entry in recording.entries}, {1})
+        self.assertTrue(examine(recording, 20).is_clean)
+
     def test_starts_when_all_ranks_have_come(self) -> None:
         def program(rank: Rank) -> torch.Tensor:
             out = torch.empty(6)
@@ -369,7 +416,7 @@ class TestOrders(DeviceFreeTest):
         graph, device = Graph(recording), Device(recording)
         finding = explore(device, graph, start=recording.marks[0]).finding
         self.assertIsNotNone(finding)
-        self.assertEqual(len(conflicts(device, graph)), 1)
+        self.assertEqual(len(conflicts(recording, graph)), 1)
 
     def test_two_writes_are_found_that_nobody_reads(self) -> None:
         """Each gives its own bits in any order; what they leave differs."""
@@ -549,8 +596,9 @@ _FOUND = {
 }
 _OF_THE_RELEASE = f"""
 from fsdp_late_device.check import check, main
-from fsdp_streams.schedules import Chosen, KINDS, mesh_of
+from fsdp_late_device.schedules import Chosen, KINDS
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 schedules = "--schedules", "--kinds", "uniform, cast", "--only"
@@ -560,7 +608,8 @@ for name, (order, memory) in {_FOUND!r}.items():
 main([*schedules, "hsdp_deferred_other_parameters"])
 
 def puts_off(rank):
-    unit = fully_shard(Chosen(KINDS["uniform"]), mesh=mesh_of.__wrapped__(1, 2))
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    unit = fully_shard(Chosen(KINDS["uniform"]), mesh=mesh)
     for is_last, chosen in ((False, ["p0"]), (True, ["q0"])):
         unit.set_requires_all_reduce(is_last)
         unit(torch.ones(1, 16, requires_grad=True), chosen).sum().backward()

@@ -1,14 +1,14 @@
 # Owner(s): ["oncall: distributed"]
 
 """
-Which stream waits for which: every schedule of ``fully_shard`` under
-:class:`HappensBefore`, on one rank of a fake group of 8, with units of one dtype
-and of several.
+Which stream waits for which: every schedule of ``fully_shard`` is recorded on one
+rank of :mod:`fsdp_late_device`, with units of one dtype and of several, and nothing
+that it issues may use memory that something else uses without an order.
 
 Then each call in our modules that orders streams is left out, one at a time, as
-is each reference that keeps memory from being reused, and the checker has to
-complain about some schedule (:class:`TestWhatOrders`). These it cannot see,
-alone, and why; "all" stands for each call of the function:
+is each reference that keeps memory from being reused, and some schedule has to
+show a pair without an order (:class:`TestWhatOrders`). These show nothing, alone,
+and why; "all" stands for each call of the function:
 
 ======================================================  ========================
 call                                                    why nothing shows
@@ -48,27 +48,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 from unittest import mock
 
 from fsdp_common.release_rules import FOLLOWS_GRAD_DTYPE
-from fsdp_common.utils import FakeGroupTest
-from fsdp_late_device.races import forgets
+from fsdp_common.utils import DeviceFreeTest
+from fsdp_late_device.check import unordered
+from fsdp_late_device.queues import Entry
+from fsdp_late_device.races import forgets, never_blocks
+from fsdp_late_device.runs import MODULES
+from fsdp_late_device.schedules import KINDS, Kit, record_alone, SCHEDULES
 from fsdp_streams.devices import Event, Stream
-from fsdp_streams.happens_before import HappensBefore
-from fsdp_streams.schedules import KINDS, Kit, mesh_of, RANKS, SCHEDULES
 from fsdp_streams.sites import find_sites, Site
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import (
-    _fsdp_collectives as collectives,
-)
-from torch.distributed.fsdp._fully_shard import (
-    _fsdp_context as context,
-)
 from torch.distributed.fsdp._fully_shard import (
     _fsdp_copies as copies,
 )
@@ -85,7 +80,6 @@ from torch.testing._internal.common_utils import (
 )
 
 
-MODULES = (collectives, context, param_group)
 # The reasons are at the top
 UNSEEN = frozenset(
     (
@@ -109,167 +103,38 @@ UNSEEN = frozenset(
 # Running them #
 
 
-def run(
-    name: str,
-    kind: str,
-    *,
-    without: Site | SeveralSites | None = None,
-    broken: Callable[[HappensBefore], contextlib.AbstractContextManager] | None = None,
-) -> HappensBefore:
-    """Runs a schedule under a checker, which is returned."""
-    checker = HappensBefore(watched=MODULES, without=without)
-    with checker, contextlib.ExitStack() as stack:
-        if broken is not None:
-            stack.enter_context(broken(checker))
-        SCHEDULES[name](Kit(checker, KINDS[kind]))
-    return checker
+def run(name: str, kind: str, **options: Any) -> list[str]:
+    """Returns the pairs of a schedule that nothing orders."""
+    return unordered(record_alone(name, kind, watched=MODULES, **options))
 
 
 @functools.cache
-def run_clean(name: str, kind: str) -> HappensBefore:
-    return run(name, kind)
+def run_clean(name: str, kind: str) -> Clean:
+    recording = record_alone(name, kind, watched=MODULES)
+    return Clean(unordered(recording), recording.visited, recording.events_left)
 
 
-class StreamsTest(FakeGroupTest):
-    ranks = RANKS
+class Clean(NamedTuple):
+    """What a schedule shows with nothing left out."""
 
-    @classmethod
-    def tearDownClass(cls) -> None:
-        super().tearDownClass()
-        mesh_of.cache_clear()
+    unordered: list[str]
+    visited: set[tuple[str, int]]
+    events_left: list[int]
 
 
-class TestChecker(StreamsTest):
-    def setUp(self) -> None:
-        super().setUp()
-        self.checker = HappensBefore()
-        self.handle = self.checker.handle
-        self.enterContext(self.checker)
-        self.side = self.handle.Stream(priority=-1)
-
-    def enterContext(self, context: contextlib.AbstractContextManager) -> None:
-        context.__enter__()
-        self.addCleanup(context.__exit__, None, None, None)
-
-    def check_complaints(self, *fragments: Sequence[str]) -> None:
-        """Each complaint has all of its fragments."""
-        complaints = self.checker.complaints
-        self.assertEqual(len(complaints), len(fragments), complaints)
-        for complaint, parts in zip(complaints, fragments, strict=True):
-            for part in parts:
-                self.assertIn(part, complaint)
-
-    def test_read_without_a_wait(self) -> None:
-        x = torch.ones(3)
-        with self.handle.stream(self.side):
-            x + 1
-        self.check_complaints(
-            ("aten.add.Tensor in stream side", "reads float32[3]", "aten.ones.default")
-            + ("in stream default", "test_read_without_a_wait", "writes it"),
-        )
-
-    def test_read_after_a_wait(self) -> None:
-        x = torch.ones(3)
-        self.side.wait_stream(self.handle.current_stream())
-        with self.handle.stream(self.side):
-            x + 1
-        self.check_complaints()
-
-    def test_event_covers_what_was_before_it(self) -> None:
-        x, event = torch.ones(3), self.handle.Event()
-        self.side.wait_event(event)  # of no effect: not recorded
-        event.record()
-        y = torch.ones(4)
-        self.side.wait_event(event)
-        with self.handle.stream(self.side):
-            x + 1
-            self.check_complaints()
-            y + 1
-        self.check_complaints(("reads float32[4]",))
-
-    def test_write_after_a_read(self) -> None:
-        x = torch.ones(2, 3)
-        self.side.wait_stream(self.handle.current_stream())
-        with self.handle.stream(self.side):
-            x + 1
-        x[1].view(3).zero_()
-        self.check_complaints(("aten.zero_.default in stream default", "reads it"))
-
-    def test_backward(self) -> None:
-        """Its operators are seen, in the stream that is current then."""
-        x = torch.ones(3, requires_grad=True)
-        loss = (x * torch.ones(3)).sum()
-        with self.handle.stream(self.side):
-            loss.backward()
-        texts = " ".join(self.checker.complaints)
-        self.assertIn("aten.mul.Tensor in stream side", texts)
-
-    def test_freed_memory(self) -> None:
-        for is_resized in (False, True):
-            self.checker.complaints.clear()
-            x = torch.ones(3)
-            self.side.wait_stream(self.handle.current_stream())
-            with self.handle.stream(self.side):
-                x + 1
-            if is_resized:
-                x.untyped_storage().resize_(0)
-            else:
-                del x
-            with self.handle.stream(self.side):
-                torch.ones(3)
-            self.check_complaints()
-            torch.empty(0)
-            self.check_complaints(("aten.empty", "may get the memory of float32[3]"))
-
-    def test_freed_memory_after_a_wait(self) -> None:
-        x = torch.ones(3)
-        self.side.wait_stream(self.handle.current_stream())
-        with self.handle.stream(self.side):
-            x + 1
-        del x
-        self.handle.current_stream().wait_event(self.side.record_event())
-        torch.ones(3)
-        self.check_complaints()
-
-    def test_collective(self) -> None:
-        for waits in (True, False):
-            out, x = torch.empty(8 * 3), torch.ones(3)
-            work = dist.all_gather_single(out, x, async_op=True)
-            if waits:
-                work.wait()
-            out + 1
-            if waits:
-                self.check_complaints()
-        reads = "aten.add.Tensor in stream default", "reads float32[24]"
-        self.check_complaints((*reads, "all_gather_single in stream comm 0"))
-
-    def test_host(self) -> None:
-        x = torch.ones(3)
-        late = x.to("cpu", non_blocking=True)
-        event = self.handle.current_stream().record_event()
-        blocking = x.to("cpu", non_blocking=False)
-        blocking + 1
-        later = x.to("cpu", non_blocking=True)
-        late + 1
-        self.check_complaints()
-        later + 1
-        self.check_complaints(("aten.add.Tensor in stream host", "copy across"))
-        event.synchronize()
-        back = later.to("cpu", non_blocking=True)
-        self.assertFalse(self.checker.is_on_host(back))
-
+class TestSites(DeviceFreeTest):
     def test_sites(self) -> None:
         names = [str(site) for module in MODULES for site in find_sites(module)]
         self.assertEqual(len(names), len(set(names)))
         self.assertIn("foreach_all_gather > wait_stream #0", names)
 
 
-class TestSchedules(StreamsTest):
+class TestSchedules(DeviceFreeTest):
     @parametrize("kind", [*KINDS])
     def test_all_is_ordered(self, kind: str) -> None:
         for name in SCHEDULES:
             with self.subTest(name):
-                self.assertEqual(run_clean(name, kind).complaints, [])
+                self.assertEqual(run_clean(name, kind).unordered, [])
 
     @parametrize("kind", [*KINDS])
     def test_events_do_not_outlive_a_step(self, kind: str) -> None:
@@ -291,9 +156,10 @@ class TestSchedules(StreamsTest):
     def test_backward_waits_for_a_part_of_a_unit(self, kind: str) -> None:
         """Until all of its reduction is done, though no buffer here needs it."""
         waits: list[tuple[bool, bool]] = []
-        with mock.patch.object(
+        note = mock.patch.object(
             param_group.FSDPParamGroup, "post_backward", noting_wait(waits)
-        ):
+        )
+        with note:
             run("part_of_a_unit_after_the_root", kind)
         # Three of four post-backwards of the unit come while its forward is not
         # complete, and only the fourth overlaps with what follows
@@ -310,15 +176,18 @@ class TestSchedules(StreamsTest):
         note = mock.patch.object(
             copies, "record_grad_output_stream", lambda *call: told.append(call)
         )
-        checker = HappensBefore()
-        with checker, note:
-            net = Kit(checker, KINDS[kind]).sharded_net(mesh=mesh_of(2, 4))
-            Kit(checker, KINDS[kind]).backward(net)
-        self.assertEqual({stream for _, stream in told}, {checker.default_stream})
-        places = {buffer.untyped_storage().data_ptr() for buffer, _ in told}
-        for param in net.parameters():
-            local = param.grad._local_tensor
-            self.assertIn(local.untyped_storage().data_ptr(), places)
+
+        def backward(kit: Kit) -> None:
+            net = kit.sharded_net(mesh=kit.mesh(2, 2))
+            kit.backward(net)
+            self.assertEqual({stream for _, stream in told}, {kit.rank.default_stream})
+            places = {buffer.untyped_storage().data_ptr() for buffer, _ in told}
+            for param in net.parameters():
+                local = param.grad._local_tensor
+                self.assertIn(local.untyped_storage().data_ptr(), places)
+
+        with note:
+            record_alone(backward, kind)
 
 
 instantiate_parametrized_tests(TestSchedules)
@@ -337,17 +206,27 @@ def noting_wait(waits: list[tuple[bool, bool]]) -> Callable[..., None]:
         post_backward(group, *args)
         event = group._post_reduce_event
         if len(group.modules) > 1 and event not in (None, earlier):
-            clock = group.device_handle.current_stream().clock
-            behind = (clock.get(s, 0) >= tick for s, tick in event.clock.items())
-            waits.append((is_part, all(behind)))
+            waited = event.clock <= all_before(group.device_handle.current_stream())
+            waits.append((is_part, waited))
 
     return call
+
+
+def all_before(stream: Stream) -> set[Entry]:
+    """Returns all entries that what comes next in a stream comes after."""
+    found: set[Entry] = set()
+    rest = [*stream.clock]
+    while rest:
+        if (entry := rest.pop()) not in found:
+            found.add(entry)
+            rest.extend(entry.before)
+    return found
 
 
 # Breaking things #
 
 
-def scattered_too_early(_: HappensBefore) -> contextlib.AbstractContextManager:
+def scattered_too_early() -> contextlib.AbstractContextManager:
     """Gives the first event of a reduction for that after which its input is free."""
     reduce, record_event = param_group.foreach_reduce, Stream.record_event
 
@@ -364,14 +243,6 @@ def scattered_too_early(_: HappensBefore) -> contextlib.AbstractContextManager:
         return result._replace(reduce_scatter_event=events[0])
 
     return mock.patch.object(param_group, "foreach_reduce", foreach_reduce)
-
-
-def never_blocks(checker: HappensBefore) -> contextlib.AbstractContextManager:
-    """Leaves it to events that the host has its gradients."""
-    copy = checker._copy_across
-    return mock.patch.object(
-        checker, "_copy_across", lambda tensor, _: copy(tensor, True)
-    )
 
 
 _CONTEXT, _GROUP = param_group.FSDPCommContext, param_group.FSDPParamGroup
@@ -404,8 +275,8 @@ class SeveralSites(tuple[Site, ...]):
         return any(site.is_at(line) for site in self)
 
 
-class TestWhatOrders(StreamsTest):
-    kinds = ("uniform", "uniform, cast", "mixed", "mixed, cast")
+class TestWhatOrders(DeviceFreeTest):
+    kinds = ("uniform", "uniform, cast", "mixed", "mixed, cast", "mixed, joined")
 
     def test_each_call_matters(self) -> None:
         for module in MODULES:
@@ -426,8 +297,7 @@ class TestWhatOrders(StreamsTest):
         for name, (kind, made) in zip(SCHEDULES, itertools.cycle(turns), strict=False):
             with self.subTest(f"{name}, {kind}, with {made}"):
                 left_out = SeveralSites(site for site in unseen if site is not made)
-                checker = run(name, kind, without=left_out)
-                self.assertEqual(checker.complaints, [])
+                self.assertEqual(run(name, kind, without=left_out), [])
 
     def _check_is_seen(self, site: Site) -> None:
         visitors = [
@@ -438,7 +308,7 @@ class TestWhatOrders(StreamsTest):
         ]
         self.assertTrue(visitors, "no schedule comes here")
         for name, kind in visitors:
-            if run(name, kind, without=site).complaints:
+            if run(name, kind, without=site):
                 return
         self.fail(f"nothing shows without it in {visitors}")
 
@@ -446,7 +316,7 @@ class TestWhatOrders(StreamsTest):
     def test_each_kept_reference_matters(self, what: str) -> None:
         broken, names = BROKEN[what]
         for name in names:
-            kinds = [k for k in KINDS if run(name, k, broken=broken).complaints]
+            kinds = [k for k in KINDS if run(name, k, broken=broken)]
             self.assertNotEqual(kinds, [], name)
 
 

@@ -98,6 +98,12 @@ def devices(
             yield Device(recording, reuse=reuse, pattern=pattern, seed=n), mine
 
 
+def unordered(recording: Recording) -> list[str]:
+    """Returns the pairs of entries that share memory with nothing to order them."""
+    pairs = conflicts(recording, Graph(recording))
+    return [f"  {first}\n  {second}" for first, second in pairs]
+
+
 def examine(
     recording: Recording, orders: int, ranks: int = 0, reuses: Sequence[str] = REUSES
 ) -> Report:
@@ -108,10 +114,8 @@ def examine(
     graph = Graph(recording)
     report = Report(len(recording.entries), ranks)
     wanted = names(graph, orders)
+    report.unordered += unordered(recording)
     for device, mine in devices(recording, wanted, reuses):
-        if not report.orders:
-            for first, second in conflicts(device, graph):
-                report.unordered.append(f"  {first}\n  {second}")
         for name in mine:
             finding = run(device, graph, by_name(graph, name))
             report.findings += [] if finding is None else [finding]
@@ -161,7 +165,7 @@ def show_one(recording: Recording, limit: int = 40) -> Finding | None:
     entries, for up to ``limit`` of the pairs that share memory in no order.
     """
     graph, device = Graph(recording), Device(recording)
-    pairs = conflicts(device, graph)
+    pairs = conflicts(recording, graph)
     streams = {s.name: None for pair in pairs for e in pair for s in e.streams}
     orders = [by_name(graph, f"late:/{name}") for name in streams]
     some = pairs[:: max(len(pairs) // limit, 1)]

@@ -24,10 +24,10 @@ from fsdp_late_device.queues import (
     Poisoning,
     Recording,
 )
+from fsdp_streams.operators import flat
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
 # Which of the freed blocks an allocation gets: the last, the first, any, or none
@@ -187,6 +187,13 @@ class Device:
         tensor = torch.empty(0, dtype=piece.dtype)
         return tensor.set_(storage, address + piece.offset, piece.size, piece.stride)
 
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, Piece):
+            return self._tensor(value)
+        if isinstance(value, list):
+            return [self._argument(item) for item in value]
+        return value
+
     def _bind_results(self, entry: Entry) -> list[torch.Tensor]:
         if isinstance(entry.work, Poisoning):
             return []
@@ -217,11 +224,8 @@ class Device:
         return self._bind_kernel(work)
 
     def _bind_operator(self, kernel: Kernel) -> Callable[[], Any]:
-        flat = [
-            self._tensor(value) if isinstance(value, Piece) else value
-            for value in kernel.arguments
-        ]
-        args, kwargs = tree_unflatten(flat, kernel.spec)
+        args = [self._argument(value) for value in kernel.args]
+        kwargs = {name: self._argument(v) for name, v in kernel.kwargs.items()}
         operator = kernel.operator
         if kernel.rng_state is None:
             return lambda: operator(*args, **kwargs)
@@ -241,18 +245,14 @@ class Device:
             return operator
         if len(targets) == 1:
             (only,) = targets
-            return lambda: only.copy_(_first(operator()))
+            return lambda: only.copy_(flat(operator())[0])
 
         def run() -> None:
-            for target, value in zip(targets, tree_flatten(operator())[0]):
+            for target, value in zip(targets, flat(operator())):
                 if target is not None:
                     target.copy_(value)
 
         return run
-
-
-def _first(result: Any) -> torch.Tensor:
-    return result if isinstance(result, torch.Tensor) else tree_flatten(result)[0][0]
 
 
 def _is_same(value: Any, expected: Any) -> bool:

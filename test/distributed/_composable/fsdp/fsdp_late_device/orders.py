@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fsdp_late_device.memory import Device
+from fsdp_late_device.memory import Device, place
 from fsdp_late_device.queues import Entry, Recording
 from fsdp_streams.devices import Stream
 
@@ -276,11 +276,12 @@ def _ready(graph: Graph, needed: list[int], mask: int, start: int) -> Iterator[i
 # Which orders matter #
 
 
-def conflicts(device: Device, graph: Graph) -> list[tuple[Entry, Entry]]:
+def conflicts(recording: Recording, graph: Graph) -> list[tuple[Entry, Entry]]:
     """
     Returns the pairs of entries that use the same bytes, one of them to write, and
     that nothing orders. No other pair can make orders differ.
     """
+    addresses, _ = place(recording, "last")
     reach = [0] * len(graph.entries)
     for index, before in enumerate(graph.before):
         for other in before:
@@ -288,13 +289,15 @@ def conflicts(device: Device, graph: Graph) -> list[tuple[Entry, Entry]]:
     uses: list[tuple[int, int, int, bool]] = []
     for entry in graph.entries:
         for pieces, is_write in ((entry.reads, False), (entry.writes, True)):
-            uses += [
-                (*device.span(p), entry.index, is_write) for p in pieces if p.span[1]
-            ]
+            for piece in pieces:
+                address, (start, end) = addresses[piece.memory], piece.span
+                if end:
+                    span = address + start, address + end
+                    uses.append((*span, entry.index, is_write))
     uses.sort()
     found: dict[tuple[int, int], None] = {}
-    for place, (_, end, index, writes) in enumerate(uses):
-        for start, _, other, other_writes in uses[place + 1 :]:
+    for at, (_, end, index, writes) in enumerate(uses):
+        for start, _, other, other_writes in uses[at + 1 :]:
             if start >= end:
                 break
             first, second = sorted((index, other))

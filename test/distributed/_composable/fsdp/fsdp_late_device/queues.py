@@ -11,7 +11,6 @@ from fsdp_late_device.collectives import Call
 from fsdp_streams.devices import Stream
 
 import torch
-from torch.utils._pytree import TreeSpec
 
 
 # Of memory that nobody has written: not a number in every floating-point dtype
@@ -31,8 +30,7 @@ class Memory:
     is_reusable: bool = True
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A tensor: where it lies in which memory."""
 
     memory: Memory
@@ -55,8 +53,8 @@ class Kernel(NamedTuple):
     """An operator, with pieces in place of tensors."""
 
     operator: Any
-    arguments: list[Any]  # flat
-    spec: TreeSpec
+    args: list[Any]
+    kwargs: dict[str, Any]
     outputs: list[Piece | None]  # None where it is an argument, or no tensor
     rng_state: torch.Tensor | None  # of what draws random numbers
 
@@ -122,4 +120,6 @@ class Recording:
     final: list[tuple[Memory, torch.Tensor]] = field(default_factory=list)
     # The number of entries at each `Rank.mark`
     marks: list[int] = field(default_factory=list)
+    # How many events each rank still held at the end of each step
+    events_left: list[int] = field(default_factory=list)
     visited: set[tuple[str, int]] = field(default_factory=set)

@@ -125,7 +125,7 @@ def _drained_without_waiting() -> contextlib.AbstractContextManager:
     return mock.patch.object(_CONTEXT, "recycle_reduce_scatter_inputs", recycle)
 
 
-def _never_blocks() -> contextlib.AbstractContextManager:
+def never_blocks() -> contextlib.AbstractContextManager:
     """Gradients are copied to pinned memory, and nobody waits for the copies."""
     copy = Rank.copy_across
     return mock.patch.object(
@@ -187,7 +187,7 @@ RACES = {
     ),
     "gradients read in pinned memory without waiting": Race(
         "offloading with pinned memory",
-        _all(_never_blocks, _never_synchronizes),
+        _all(never_blocks, _never_synchronizes),
         ("offload_pinned_accumulation", "offload_pinned", "offload_pinned_hook"),
     ),
     "backward goes on after a part of a unit": Race(

@@ -5,6 +5,7 @@ What one rank issues to a device that is late: its operators, memory and collect
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, TYPE_CHECKING
 
@@ -20,9 +21,12 @@ from fsdp_late_device.queues import (
     Poisoning,
     Work,
 )
-from fsdp_streams.devices import Issuer, Pending, Stream
+from fsdp_streams.devices import Event, Issuer, Pending, Stream
 from fsdp_streams.operators import (
     ALLOCATING,
+    argument_names,
+    draws_random_numbers,
+    flat,
     HOST_READING,
     is_on_device,
     is_view,
@@ -33,7 +37,6 @@ from fsdp_streams.sites import CHECKERS
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_flatten
 
 
 if TYPE_CHECKING:
@@ -47,10 +50,6 @@ _WRITTEN_BESIDES = {"fsdp::all_gather_copy_in": frozenset(("all_gather_output",)
 
 def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)
-
-
-def _tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
-    return [v for v in values if is_on_device(v)]
 
 
 class Rank(Issuer):
@@ -72,6 +71,7 @@ class Rank(Issuer):
         self._recorded: set[Memory] = set()  # in streams, so freed after them
         # By owner: memory that its next allocation may get
         self._freed: dict[Stream, list[Memory]] = {}
+        self._events: weakref.WeakSet[Event] = weakref.WeakSet()
 
     # What a program may use #
     def synchronize(self) -> None:
@@ -93,7 +93,13 @@ class Rank(Issuer):
         self.device.mark(self)
 
     def end_step(self) -> None:
-        """What the schedules of the happens-before checker call."""
+        """Takes note of how many events somebody holds."""
+        self.device.recording.events_left.append(len(self._events))
+
+    def new_event(self) -> Event:
+        event = super().new_event()
+        self._events.add(event)
+        return event
 
     # Entries #
     def join(self, clock: frozenset[Entry], other: frozenset[Entry]) -> Any:
@@ -125,56 +131,65 @@ class Rank(Issuer):
             return self._issue_collective(operator, args, kwargs)
         if is_view(operator):
             return operator(*args, **kwargs)
-        flat, spec = tree_flatten((args, kwargs))
-        arguments = [self._piece(v) if is_on_device(v) else v for v in flat]
-        nbytes = [v.untyped_storage().nbytes() for v in _tensors_in(flat)]
+        given, reads, writes = self._given(operator, args, kwargs)
+        names, written = argument_names(operator), written_names(operator)
+        named = (*zip(names, args), *kwargs.items())
+        changed = [v for n, v in named if n in written and is_on_device(v)]
+        nbytes = [v.untyped_storage().nbytes() for v in changed]
         rng_state = None
-        if torch.Tag.nondeterministic_seeded in operator.tags:
+        if draws_random_numbers(operator):
             generator = kwargs.get("generator") or torch.default_generator
             rng_state = generator.get_state()
         result = operator(*args, **kwargs)
-        if nbytes != [v.untyped_storage().nbytes() for v in _tensors_in(flat)]:
+        if nbytes != [v.untyped_storage().nbytes() for v in changed]:
             raise NotImplementedError(f"{operator} resizes its arguments' memory")
-        results = tree_flatten(result)[0]
+        results = flat(result)
         name = operator._schema.name
         if name in ALLOCATING:
-            for tensor in _tensors_in(results):
+            for tensor in filter(is_on_device, results):
                 self._piece(tensor, label="empty")
             return result
-        used = [v.memory.owner for v in arguments if isinstance(v, Piece)]
-        on_host = bool(used) and all(owner is self.host for owner in used)
+        owners = [piece.memory.owner for piece in (*reads, *writes)]
+        on_host = bool(owners) and all(owner is self.host for owner in owners)
         stream = self.host if on_host else self.stream
         outputs = [self._output(v, operator, stream) for v in results]
-        kernel = Kernel(operator, arguments, spec, outputs, rng_state)
-        reads, writes = self._accesses(operator, args, kwargs, outputs)
+        writes = [piece for piece in outputs if piece is not None] + writes
+        kernel = Kernel(operator, *given, outputs, rng_state)
         if name in HOST_READING:
             entry = self._add(HostRead(kernel, result), operator, reads, [], stream)
             self.host.comes_after({entry})
-        elif writes or not _tensors_in(results):  # else it returned an argument
+        elif writes or not any(
+            map(is_on_device, results)
+        ):  # else it returned an argument
             self._add(kernel, operator, reads, writes, stream)
         return result
+
+    def _given(
+        self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[tuple[list[Any], dict[str, Any]], list[Piece], list[Piece]]:
+        """Returns arguments with pieces for tensors, and those read and written."""
+        written = written_names(operator)
+        written |= _WRITTEN_BESIDES.get(operator._schema.name, frozenset())
+        reads: list[Piece] = []
+        writes: list[Piece] = []
+
+        def pieces(name: str, value: Any) -> Any:
+            if is_on_device(value):
+                piece = self._piece(value)
+                (writes if name in written else reads).append(piece)
+                return piece
+            if isinstance(value, (list, tuple)):
+                return [pieces(name, item) for item in value]
+            return value
+
+        mine = [pieces(*pair) for pair in zip(argument_names(operator), args)]
+        named = {name: pieces(name, value) for name, value in kwargs.items()}
+        return (mine, named), reads, writes
 
     def _output(self, value: Any, operator: Any, stream: Stream) -> Piece | None:
         if not is_on_device(value) or self._is_known(value):
             return None
         return self._piece(value, str(operator), stream)
-
-    def _accesses(
-        self,
-        operator: Any,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        outputs: list[Piece | None],
-    ) -> tuple[list[Piece], list[Piece]]:
-        written = written_names(operator)
-        written |= _WRITTEN_BESIDES.get(operator._schema.name, frozenset())
-        names = [argument.name for argument in operator._schema.arguments]
-        reads: list[Piece] = []
-        writes = [piece for piece in outputs if piece is not None]
-        for name, value in [*zip(names, args), *kwargs.items()]:
-            pieces = [self._piece(t) for t in _tensors_in(tree_flatten(value)[0])]
-            (writes if name in written else reads).extend(pieces)
-        return reads, writes
 
     # Memory #
     def _is_known(self, tensor: torch.Tensor) -> bool:
@@ -264,8 +279,7 @@ class Rank(Issuer):
             copy = tensor.detach().clone()
         owner = self.stream if to_device else self.host
         target = self._piece(copy, "copy across", owner)
-        flat, spec = tree_flatten(((source,), {}))
-        kernel = Kernel(torch.ops.aten.clone.default, flat, spec, [target], None)
+        kernel = Kernel(torch.ops.aten.clone.default, [source], {}, [target], None)
         entry = self._add(kernel, "copy across", [source], [target], self.stream)
         if not non_blocking:
             self.host.comes_after({entry})
@@ -299,8 +313,7 @@ class Rank(Issuer):
         self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> torch.Tensor:
         """Takes part in a functional collective, as DTensor issues them."""
-        names = [argument.name for argument in operator._schema.arguments]
-        given = dict(zip(names, args)) | kwargs
+        given = dict(zip(argument_names(operator), args)) | kwargs
         source = args[0]
         name = operator._schema.name.partition("::")[2]
         if name == "wait_tensor":

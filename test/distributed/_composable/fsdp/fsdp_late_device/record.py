@@ -48,7 +48,10 @@ class _Arrival:
 
 
 class Recorder:
-    """Runs ranks in turns and records what they issue."""
+    """
+    Runs ranks in turns and records what they issue. ``alone``, only the first runs, in
+    a group of ``ranks``: collectives take what it gives for what all of them do.
+    """
 
     def __init__(
         self,
@@ -57,11 +60,13 @@ class Recorder:
         watched: Iterable[Any] = (),
         without: Site | None = None,
         comms_in_order: bool = True,
+        alone: bool = False,
     ):
         self.watch = Watch(watched, without)
         self.recording = Recording(visited=self.watch.visited)
         self.handle = DeviceHandle(lambda: self.rank)
-        self.ranks = [Rank(self, number) for number in range(ranks)]
+        self._world_size = ranks
+        self.ranks = [Rank(self, number) for number in range(1 if alone else ranks)]
         self._local = threading.local()
         self._comms_in_order = comms_in_order
         self._arrivals: dict[Any, dict[int, Any]] = {}
@@ -69,7 +74,7 @@ class Recorder:
         # Whose turn it is, and who could go on
         self._turn = threading.Condition()
         self._running: int | None = 0
-        self._can_run = set(range(ranks))
+        self._can_run = {rank.number for rank in self.ranks}
         self._errors: list[BaseException] = []
 
     @property
@@ -102,7 +107,7 @@ class Recorder:
         try:
             self._wait_for_turn(rank.number)
             dist.init_process_group(
-                "fake", store=FakeStore(), rank=rank.number, world_size=len(self.ranks)
+                "fake", store=FakeStore(), rank=rank.number, world_size=self._world_size
             )
             try:
                 with OperatorMode(rank):
@@ -144,9 +149,12 @@ class Recorder:
     ) -> None:
         before = stream.clock | rank.host.clock
         arrival = _Arrival(stream, before, (source, target), call)
-        arrivals = self._await_others(rank, group, group[0], arrival)
+        members = [number for number in group[0] if number < len(self.ranks)]
+        arrivals = self._await_others(rank, group, members, arrival)
         if arrivals is not None:
-            self._complete(group, [arrivals[number] for number in group[0]])
+            # Who is not recorded comes with what is there
+            all_of = [arrivals.get(number, arrival) for number in group[0]]
+            self._complete(group, all_of)
 
     def mark(self, rank: Rank) -> None:
         if self._await_others(rank, "mark", range(len(self.ranks)), None) is not None:
@@ -185,7 +193,7 @@ class Recorder:
             before |= {self._last_meetings[group]}
         sources, targets = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         entry = self.new_entry(
-            tuple(a.stream for a in arrivals),
+            tuple(dict.fromkeys(a.stream for a in arrivals)),
             call.name,
             Meeting(call, sources, targets),
             before,
@@ -221,9 +229,10 @@ class Recorder:
             enter(mock.patch.object(dist, "barrier", self._barrier))
             for owner, name, call in self._methods():
                 enter(mock.patch.object(owner, name, call))
-            gc.collect()
             gc.disable()  # or one rank's cycles would be found by another
             stack.callback(gc.enable)
+            gc.freeze()  # what a schedule collects is its own
+            stack.callback(gc.unfreeze)
             torch._C._distributed_c10d._set_thread_isolation_mode(True)
             stack.callback(torch._C._distributed_c10d._set_thread_isolation_mode, False)
             multi_threaded_pg._install_threaded_pg()

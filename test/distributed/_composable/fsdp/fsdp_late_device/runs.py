@@ -15,7 +15,7 @@ from fsdp_late_device.check import examine, replay, SAME_BITS, show_one
 from fsdp_late_device.memory import Device
 from fsdp_late_device.orders import explore, Graph
 from fsdp_late_device.races import RACES
-from fsdp_streams.schedules import KINDS, SCHEDULES
+from fsdp_late_device.schedules import KINDS, SCHEDULES
 from fsdp_streams.sites import find_sites, Site
 
 import torch.distributed.fsdp._fully_shard as fsdp_package

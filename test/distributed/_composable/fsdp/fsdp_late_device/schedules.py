@@ -1,79 +1,894 @@
 """
-The schedules of the happens-before checker on 4 ranks of a device that is late,
-see :mod:`fsdp_streams.schedules`.
+Schedules of ``fully_shard``, with units of each of :data:`KINDS`: what the tests of
+streams record on 4 ranks, or on one of them alone.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import gc
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+from fsdp_common.release_rules import FOLLOWS_GRAD_DTYPE
+from fsdp_common.utils import CastLinear, MixedBlock
 from fsdp_late_device.queues import Recording
 from fsdp_late_device.ranks import Rank
 from fsdp_late_device.record import Recorder
-from fsdp_streams import schedules
-from fsdp_streams.schedules import KINDS, Kit, SCHEDULES
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
+import torch.distributed.fsdp._fully_shard as fsdp_package
+import torch.nn as nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffloadPolicy,
+    fully_shard,
+    MixedPrecisionPolicy,
+    share_comm_ctx,
+)
+from torch.distributed.fsdp._fully_shard import (
+    _fsdp_collectives as collectives,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_common import (
+    FSDPMeshInfo,
+    ShardPlacementResult,
+)
+from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import checkpoint
 
 
 RANKS = 4
-
-_local = threading.local()
-_make_mesh = schedules.mesh_of.__wrapped__
+DIM = 16  # divides by the ranks, for Shard(1)
 
 
-def _mesh_of(*shape: int) -> DeviceMesh:
-    """The meshes that the schedules ask for, with half of the ranks on the last dim."""
-    if shape == (2, 4):
-        shape = 2, 2
-    meshes = _local.meshes
-    if shape not in meshes:
-        meshes[shape] = _make_mesh(*shape)
-    return meshes[shape]
+# Models #
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a schedule's units are made of."""
+
+    is_mixed: bool
+    shard_dim: int = 0
+    policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
+    # Of reductions that are joined
+    bucket_cap_mb: float | None = None
+
+
+KINDS = {
+    "uniform": Kind(False),
+    "uniform, cast": Kind(
+        False, policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    ),
+    "mixed": Kind(True),
+    "mixed, Shard(1)": Kind(True, shard_dim=1),
+    "mixed, cast": Kind(
+        True,
+        policy=MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+        ),
+    ),
+}
+if hasattr(MixedPrecisionPolicy, "grad_comm_dtype"):  # it comes after the core
+    KINDS["mixed, exchanged"] = Kind(
+        True,
+        policy=MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16,
+            grad_comm_dtype=torch.bfloat16,
+            grad_comm_dtype_override_fn=lambda param: (
+                torch.float32 if param.ndim == 1 else None
+            ),
+        ),
+    )
+    KINDS["mixed, joined"] = Kind(True, bucket_cap_mb=2 / 2**10)
+
+
+class Net(nn.Module):
+    """Three units and a root with parameters of its own, all of several dtypes."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(MixedBlock(DIM, DIM // 2) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(DIM))
+        self.head = CastLinear(DIM, DIM, dtype=torch.bfloat16)
+        self.checkpoints = False
+        self.blocks_to_run = 3
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.scale
+        for block in self.blocks[: self.blocks_to_run]:
+            if self.checkpoints:
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        return self.head(x).float()
 
 
 @dataclass
-class LateKit(Kit):
-    """Gives each rank and each microbatch another input."""
+class Kit:
+    """What a schedule is written with, on each rank."""
 
+    rank: Rank
+    kind: Kind
+    meshes: dict[tuple[int, ...], DeviceMesh] = field(default_factory=dict)
     inputs: int = 0
 
+    def mesh(self, *shape: int) -> DeviceMesh:
+        if shape not in self.meshes:
+            names = ("replicate", "shard")[-len(shape) :]
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+            self.meshes[shape] = mesh
+        return self.meshes[shape]
+
+    def net(self) -> Net:
+        net = Net()
+        return net if self.kind.is_mixed else net.float()
+
+    def placement(self, param: nn.Parameter) -> Shard:
+        return Shard(min(self.kind.shard_dim, param.ndim - 1))
+
+    def shard(self, module: Any, *, api: Callable = fully_shard, **kwargs: Any) -> Any:
+        kwargs.setdefault("mesh", self.mesh(RANKS))
+        kwargs.setdefault("mp_policy", self.kind.policy)
+        if api is fully_shard:
+            kwargs.setdefault("shard_placement_fn", self.placement)
+        unit = api(module, **kwargs)
+        if (cap := self.kind.bucket_cap_mb) is not None:
+            first = unit[0] if isinstance(unit, list) else unit
+            fsdp_package.set_reduce_bucket_cap(first, cap, recurse=False)
+        return unit
+
+    def sharded_net(self, **kwargs: Any) -> Net:
+        net = self.net()
+        for block in net.blocks:
+            self.shard(block, **kwargs)
+        return self.shard(net, **kwargs)
+
     def input(self) -> torch.Tensor:
+        """Returns another one for each rank and each microbatch."""
         self.inputs += 1
-        rank: Any = self.checker
-        return super().input() * (1 + 0.25 * rank.number + 0.0625 * self.inputs)
+        number = 1 + 0.25 * self.rank.number + 0.0625 * self.inputs
+        return torch.ones(2, DIM) * number
+
+    def loss(self, module: nn.Module) -> torch.Tensor:
+        return module(self.input()).sum()
+
+    def backward(self, module: nn.Module) -> None:
+        self.loss(module).backward()
+
+    def optimize(self, module: nn.Module) -> None:
+        with torch.no_grad():
+            for param in module.parameters():
+                if param.grad is not None:
+                    param._local_tensor.sub_(param.grad._local_tensor)
+                    param.grad = None
+        self.rank.end_step()
+
+    def train(self, module: nn.Module, steps: int = 2) -> None:
+        for _ in range(steps):
+            self.backward(module)
+            self.optimize(module)
+
+
+# Schedules #
+
+SCHEDULES: dict[str, Callable[[Kit], None]] = {}
+
+
+def schedule(function: Callable[[Kit], None]) -> Callable[[Kit], None]:
+    SCHEDULES[function.__name__] = function
+    return function
+
+
+def schedule_since_2_15(function: Callable[[Kit], None]) -> Callable[[Kit], None]:
+    return schedule(function) if FOLLOWS_GRAD_DTYPE else function
+
+
+@schedule
+def implicit_prefetch(kit: Kit) -> None:
+    kit.train(kit.sharded_net(), steps=3)
+
+
+@schedule
+def never_reshard_after_forward(kit: Kit) -> None:
+    kit.train(kit.sharded_net(reshard_after_forward=False))
+
+
+@schedule
+def reshard_to_smaller_mesh(kit: Kit) -> None:
+    kit.train(kit.sharded_net(reshard_after_forward=2))
+
+
+@schedule
+def two_forwards_on_smaller_mesh(kit: Kit) -> None:
+    """The second gathers from what the first resharded."""
+    net = kit.sharded_net(reshard_after_forward=2)
+    for _ in range(2):
+        (kit.loss(net) + kit.loss(net)).backward()
+        kit.optimize(net)
+
+
+@schedule
+def smaller_mesh_given_up(kit: Kit) -> None:
+    net = kit.sharded_net(reshard_after_forward=2)
+    kit.loss(net)
+    net.reset_iter_state()
+    kit.train(net)
+
+
+@schedule
+def explicit_prefetch(kit: Kit) -> None:
+    net = kit.sharded_net()
+    first, second, third = net.blocks
+    net.set_modules_to_forward_prefetch([first, second])
+    first.set_modules_to_forward_prefetch([second, third])
+    third.set_modules_to_backward_prefetch([second, first])
+    kit.train(net)
+
+
+def prefetch_after_backward(kit: Kit) -> None:
+    net = kit.sharded_net()
+    fsdp_package.set_backward_prefetch(net, BackwardPrefetch.BACKWARD_POST)
+    kit.train(net)
+
+
+if hasattr(fsdp_package, "set_backward_prefetch"):  # the release has none
+    schedule(prefetch_after_backward)
+
+
+@schedule
+def mistargeted_prefetch(kit: Kit) -> None:
+    """Backward prefetches a unit that it has no use for."""
+    net = kit.sharded_net()
+    net.blocks_to_run = 2
+    net.blocks[0].set_modules_to_backward_prefetch([net.blocks[2]])
+    kit.train(net)
+
+
+@schedule
+def unshard_ahead(kit: Kit) -> None:
+    net = kit.sharded_net()
+    kit.train(net, steps=1)
+    for _ in range(2):
+        handles = [block.unshard(async_op=True) for block in net.blocks]
+        handles[0].wait()
+        kit.backward(net)
+        kit.optimize(net)
+
+
+@schedule
+def unshard_ahead_in_vain(kit: Kit) -> None:
+    """What was gathered asynchronously is dropped, as the iteration is given up."""
+    net = kit.sharded_net()
+    kit.train(net, steps=1)
+    net.blocks[1].unshard(async_op=True)
+    net.reset_iter_state()
+    kit.optimize(net)
+    with torch.no_grad():
+        for param in net.parameters():
+            param._local_tensor.zero_()
+    kit.train(net)
+
+
+@schedule
+def unshard_before_first_forward(kit: Kit) -> None:
+    net = kit.sharded_net()
+    net.blocks[0].unshard()
+    kit.train(net)
+
+
+@schedule
+def asynchronous_gathers(kit: Kit) -> None:
+    net = kit.sharded_net()
+    net._set_unshard_async_op(True)
+    net.blocks[0].set_modules_to_forward_prefetch([net.blocks[1]])
+    kit.train(net)
+
+
+@schedule
+def post_backwards_in_several_streams(kit: Kit) -> None:
+    """As a pipeline ends them, outside of backward, with zeros for what was not used."""
+    net, handle = kit.sharded_net(), kit.rank.handle
+    net.set_reduce_scatter_unused_params(True)
+    state, streams = (
+        net._get_fsdp_state(),
+        [kit.rank.new_stream(f"side {i}") for i in range(4)],
+    )
+    zeros = [*net.blocks[2].parameters()]
+    for step in range(2):
+        net.blocks_to_run = 3 - step
+        net.set_is_last_backward(False)
+        net.set_requires_gradient_sync(False)
+        kit.backward(net)
+        net.set_is_last_backward(True)
+        net.set_requires_gradient_sync(True)
+        units = reversed(state._state_ctx.all_states)
+        for unit, stream in zip(units, streams, strict=True):
+            stream.wait_stream(handle.current_stream())
+            with handle.stream(stream):
+                for group in unit._fsdp_param_groups:
+                    group.post_backward()
+        state._root_post_backward_final_callback()
+        for stream in streams:
+            with handle.stream(stream):  # it goes on, in memory that it has freed
+                [torch.zeros(*param.size(), dtype=param.dtype) for param in zeros]
+            handle.current_stream().wait_stream(stream)
+        kit.optimize(net)
+
+
+@schedule
+def nested_units(kit: Kit) -> None:
+    net = kit.net()
+    for block in net.blocks:
+        kit.shard(block.up)
+        kit.shard(block)
+    kit.train(kit.shard(net))
+
+
+def _two_meshes(kit: Kit) -> Callable[[nn.Parameter], ShardPlacementResult]:
+    """Shards matrices over all ranks and the rest over 4 of them."""
+    wide, narrow = (
+        FSDPMeshInfo(mesh, shard_mesh_dim=0)
+        for mesh in (kit.mesh(RANKS), kit.mesh(2, 2)["shard"])
+    )
+
+    def place(param: nn.Parameter) -> ShardPlacementResult:
+        info = wide if param.ndim == 2 else narrow
+        return ShardPlacementResult(kit.placement(param), info)
+
+    return place
+
+
+@schedule
+def two_groups_of_a_module(kit: Kit) -> None:
+    kit.train(kit.sharded_net(shard_placement_fn=_two_meshes(kit)))
+
+
+@schedule
+def hsdp(kit: Kit) -> None:
+    kit.train(kit.sharded_net(mesh=kit.mesh(2, 2)), steps=3)
+
+
+@schedule
+def hsdp_deferred(kit: Kit) -> None:
+    """The first microbatch leaves out a unit, and all leave out a parameter."""
+    net = kit.sharded_net(mesh=kit.mesh(2, 2))
+    for _ in range(2):
+        for is_last in (False, True):
+            net.set_requires_all_reduce(is_last)
+            net.set_is_last_backward(is_last)
+            net.blocks_to_run = 3 if is_last else 2
+            kit.backward(net)
+        kit.optimize(net)
+
+
+class Chosen(nn.Module):
+    """Gives gradients to the parameters that it is told to."""
+
+    def __init__(self, kind: Kind):
+        super().__init__()
+        dtypes = (torch.float32, torch.bfloat16, torch.float16)
+        for i, dtype in enumerate(dtypes if kind.is_mixed else (torch.float32,) * 3):
+            self.register_parameter(f"p{i}", nn.Parameter(torch.ones(DIM, dtype=dtype)))
+            self.register_parameter(f"q{i}", nn.Parameter(torch.ones(DIM, dtype=dtype)))
+
+    def forward(self, x: torch.Tensor, chosen: Sequence[str]) -> torch.Tensor:
+        for name in chosen:
+            x = x * getattr(self, name).float()
+        return x
+
+
+@schedule
+def hsdp_deferred_other_parameters(kit: Kit) -> None:
+    unit = kit.shard(Chosen(kit.kind), mesh=kit.mesh(2, 2))
+    microbatches = ("p0", "p1"), ("p1", "q1", "p2"), ("q0", "q1", "q2")
+    for _ in range(2):
+        for i, chosen in enumerate(microbatches):
+            unit.set_requires_all_reduce(i == 2)
+            x = kit.input().requires_grad_()
+            unit(x, chosen).sum().backward()
+        kit.optimize(unit)
+
+
+@schedule
+def hsdp_deferred_other_dtype(kit: Kit) -> None:
+    """What is kept is merged, as the second microbatch reduces in a wider dtype."""
+    unit = kit.shard(Chosen(kit.kind), mesh=kit.mesh(2, 2))
+    (group,) = unit._get_fsdp_state()._fsdp_param_groups
+    for dtype in (torch.bfloat16, torch.float32):
+        for fsdp_param in group.fsdp_params:
+            fsdp_param.mp_policy = MixedPrecisionPolicy(reduce_dtype=dtype)
+        unit.set_requires_all_reduce(dtype == torch.float32)
+        unit(kit.input().requires_grad_(), ("p0", "p1", "q2")).sum().backward()
+    kit.optimize(unit)
+
+
+@schedule
+def replicated(kit: Kit) -> None:
+    kit.train(kit.sharded_net(api=replicate))
+
+
+@schedule
+def replicated_deferred(kit: Kit) -> None:
+    net = kit.sharded_net(api=replicate)
+    for is_last in (False, True):
+        net.set_requires_all_reduce(is_last)
+        kit.backward(net)
+    kit.optimize(net)
+
+
+@schedule
+def one_rank(kit: Kit) -> None:
+    kit.train(kit.sharded_net(mesh=kit.mesh(RANKS, 1)["shard"]), steps=3)
+
+
+@schedule
+def accumulation_without_sync(kit: Kit) -> None:
+    net = kit.sharded_net()
+    for _ in range(2):
+        for is_last in (False, True):
+            net.set_requires_gradient_sync(is_last)
+            net.set_is_last_backward(is_last)
+            net.set_reshard_after_backward(is_last)
+            kit.backward(net)
+        kit.optimize(net)
+
+
+@schedule
+def accumulation_with_sync(kit: Kit) -> None:
+    net = kit.sharded_net()
+    for _ in range(2):
+        kit.backward(net)
+        kit.backward(net)
+        kit.optimize(net)
+
+
+@schedule
+def accumulation_before_the_last_backward(kit: Kit) -> None:
+    """Each unit reduces twice before the current stream waits for anything."""
+    for mesh in (kit.mesh(RANKS), kit.mesh(2, 2)):
+        net = kit.sharded_net(mesh=mesh)
+        for is_last in (False, True):
+            net.set_is_last_backward(is_last)
+            kit.backward(net)
+        kit.optimize(net)
+
+
+@schedule
+def backwards_in_two_streams(kit: Kit) -> None:
+    """The second goes on with buffers that the first has in another stream."""
+    handle = kit.rank.handle
+    side = kit.rank.new_stream("side")
+    for mesh in (kit.mesh(RANKS), kit.mesh(2, 2)):
+        net = kit.sharded_net(mesh=mesh)
+        for _ in range(2):
+            default = handle.current_stream()
+            side.wait_stream(default)
+            net.set_is_last_backward(False)
+            with handle.stream(side):
+                kit.backward(net)
+                # Makes place for what the reductions still read
+                kit.input()
+            default.wait_stream(side)
+            net.set_is_last_backward(True)
+            kit.backward(net)
+            with handle.stream(side):
+                kit.input()
+            kit.optimize(net)
+
+
+@schedule
+def unused_parameters_reduced(kit: Kit) -> None:
+    net = kit.sharded_net()
+    net.set_reduce_scatter_unused_params(True)
+    net.blocks_to_run = 2
+    kit.train(net)
+
+
+@schedule
+def no_unshard_in_backward(kit: Kit) -> None:
+    net = kit.sharded_net()
+    net.blocks[2].set_unshard_in_backward(True)
+    net.set_separate_reduce_scatter_group(True)
+    kit.train(net)
+
+
+# Finalization by hand #
+
+
+def _nets_to_finalize(kit: Kit) -> Iterator[Net]:
+    """
+    Yields each net three times, its backward done: twice of two microbatches that
+    reduce nothing, and between them of one that reduces at once.
+    """
+    for mesh in (kit.mesh(RANKS), kit.mesh(2, 2)):
+        net = kit.sharded_net(mesh=mesh)
+        net.set_manual_backward_finalization(True)
+        for reduces_at_once in (False, True, False):
+            if not reduces_at_once:
+                net.set_requires_gradient_sync(False)
+                kit.backward(net)
+            kit.backward(net)
+            net.set_requires_gradient_sync(True)
+            yield net
+
+
+@schedule_since_2_15
+def finalized_by_hand(kit: Kit) -> None:
+    for net in _nets_to_finalize(kit):
+        net.finalize_backward()
+        kit.optimize(net)
+
+
+@schedule_since_2_15
+def finalized_in_background(kit: Kit) -> None:
+    """Until the handle is waited for, other work may take what memory is free."""
+    for net in _nets_to_finalize(kit):
+        reduction = net.finalize_backward(async_op=True)
+        kit.input() @ torch.ones(DIM, DIM)
+        reduction.wait()
+        kit.optimize(net)
+
+
+@schedule_since_2_15
+def finalized_in_its_own_stream(kit: Kit) -> None:
+    """What is left to reduce is copied in there, and waited for where it is used."""
+    handle, side = kit.rank.handle, kit.rank.new_stream("finalization")
+    for net in _nets_to_finalize(kit):
+        default = handle.current_stream()
+        side.wait_stream(default)
+        with handle.stream(side):
+            reduction = net.finalize_backward(async_op=True)
+        default.wait_stream(side)
+        reduction.wait()
+        with handle.stream(side):
+            kit.input()
+        kit.optimize(net)
+
+
+@schedule_since_2_15
+def finalized_with_shared_streams(kit: Kit) -> None:
+    """One root after the other, as only one may be in the background."""
+    first, second = kit.sharded_net(), kit.sharded_net()
+    share_comm_ctx([first, second])
+    for net in (first, second):
+        net.set_manual_backward_finalization(True)
+    for _ in range(2):
+        second(first(kit.input())).sum().backward()
+        first.finalize_backward()
+        second.finalize_backward()
+        kit.optimize(first)
+        kit.optimize(second)
+
+
+# On the host and in hooks #
+
+
+def _offloaded_net(kit: Kit, *, pin_memory: bool, mesh: DeviceMesh) -> Net:
+    policy = CPUOffloadPolicy(pin_memory=pin_memory)
+    net = kit.sharded_net(offload_policy=policy, mesh=mesh)
+    kit.rank.put_on_host(param._local_tensor for param in net.parameters())
+    return net
+
+
+@schedule
+def offload(kit: Kit) -> None:
+    for mesh in (kit.mesh(RANKS), kit.mesh(2, 2)):
+        kit.train(_offloaded_net(kit, pin_memory=False, mesh=mesh))
+
+
+@schedule
+def offload_pinned(kit: Kit) -> None:
+    for mesh in (kit.mesh(RANKS), kit.mesh(2, 2)):
+        kit.train(_offloaded_net(kit, pin_memory=True, mesh=mesh))
+
+
+@schedule
+def offload_pinned_accumulation(kit: Kit) -> None:
+    net = _offloaded_net(kit, pin_memory=True, mesh=kit.mesh(RANKS))
+    kit.backward(net)
+    kit.backward(net)
+    kit.optimize(net)
+
+
+@schedule
+def offload_pinned_hook(kit: Kit) -> None:
+    """A hook reads the gradient on the host as soon as it is there."""
+    net = _offloaded_net(kit, pin_memory=True, mesh=kit.mesh(RANKS))
+    for param in net.parameters():
+        param.register_post_accumulate_grad_hook(
+            lambda param: param.grad._local_tensor.mul_(2)
+        )
+    kit.train(net)
+
+
+@schedule
+def optimizer_in_backward(kit: Kit) -> None:
+    for mesh in (kit.mesh(RANKS), kit.mesh(2, 2)):
+        net = kit.sharded_net(mesh=mesh)
+
+        @torch.no_grad()
+        def step(param: nn.Parameter) -> None:
+            param._local_tensor.sub_(param.grad._local_tensor)
+            param.grad = None
+
+        for param in net.parameters():
+            param.register_post_accumulate_grad_hook(step)
+        for _ in range(2):
+            kit.backward(net)
+            kit.rank.end_step()
+
+
+class Parts(nn.Module):
+    """Has two modules in one unit, of which ``forward`` may run only the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.before = MixedBlock(DIM, DIM // 2)
+        self.first, self.second = (MixedBlock(DIM, DIM // 2) for _ in range(2))
+        self.runs_second = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(self.before(x))
+        return self.second(x) if self.runs_second else x
+
+
+def _sharded_parts(kit: Kit, mesh: DeviceMesh) -> Parts:
+    model = Parts() if kit.kind.is_mixed else Parts().float()
+    kit.shard(model.before, mesh=mesh)
+    kit.shard([model.first, model.second], mesh=mesh)
+    return kit.shard(model, mesh=mesh)
+
+
+@schedule
+def part_of_a_unit(kit: Kit) -> None:
+    for mesh in (kit.mesh(RANKS), kit.mesh(2, 2)):
+        model = _sharded_parts(kit, mesh)
+        for model.runs_second in (False, True, False):
+            kit.train(model, steps=1)
+
+
+@schedule
+def part_of_a_unit_after_the_root(kit: Kit) -> None:
+    """A loss in chunks: the unit reduces after each, and again after its first part."""
+    for mesh in (kit.mesh(RANKS), kit.mesh(2, 2), kit.mesh(RANKS, 1)["shard"]):
+        model = _sharded_parts(kit, mesh)
+        for _ in range(2):
+            model.set_is_last_backward(False)
+            hidden = model(kit.input())
+            detached = hidden.detach().requires_grad_()
+            for chunk in detached.chunk(2):
+                model.second(chunk).sum().backward()
+            model.set_is_last_backward(True)
+            (model.second(hidden).sum() + (hidden * detached.grad).sum()).backward()
+            kit.optimize(model)
+
+
+@schedule
+def all_reduce_hook(kit: Kit) -> None:
+    net = kit.sharded_net()
+    for module in (*net.blocks, net):
+        stream = kit.rank.new_stream("hook")
+        module.set_all_reduce_hook(lambda grad: grad.mul_(2), stream=stream)
+    kit.train(net)
+
+
+@schedule
+def two_input_buffers(kit: Kit) -> None:
+    net = kit.sharded_net()
+    net.set_reduce_scatter_max_input_buffers(2)
+    kit.train(net)
+
+
+class OneBuffer(collectives.DefaultReduceScatter):
+    """Gives out the same memory for every input, as communication pools do."""
+
+    def __init__(self):
+        self.buffers: dict[bool, torch.Tensor] = {}
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        (numel,) = size
+        # The input is allocated first, then the output, in another stream
+        handle = collectives._get_device_handle(device.type)
+        is_input = handle.current_stream().name == "default"
+        buffer = self.buffers.get(is_input)
+        if not is_input:
+            return torch.empty(numel, dtype=dtype, device=device)
+        if buffer is None:
+            buffer = torch.empty(1 << 12, dtype=torch.uint8, device=device)
+            self.buffers[is_input] = buffer
+        return buffer[: numel * dtype.itemsize].view(dtype)
+
+
+@schedule
+def pooled_reduce_input(kit: Kit) -> None:
+    net = kit.sharded_net()
+    comm = OneBuffer()
+    for module in (*net.blocks, net):
+        module.set_custom_reduce_scatter(comm)
+    kit.train(net)
+
+
+@schedule
+def two_forwards_one_backward(kit: Kit) -> None:
+    net = kit.sharded_net()
+    (kit.loss(net) + kit.loss(net)).backward()
+    kit.optimize(net)
+
+
+@schedule
+def two_backwards_per_forward(kit: Kit) -> None:
+    for mesh in (kit.mesh(RANKS), kit.mesh(2, 2)):
+        net = kit.sharded_net(mesh=mesh)
+        for _ in range(2):
+            loss = kit.loss(net)
+            net.set_is_last_backward(False)
+            loss.backward(retain_graph=True)
+            net.set_is_last_backward(True)
+            loss.backward()
+            kit.optimize(net)
+
+
+@schedule
+def activation_checkpointing(kit: Kit) -> None:
+    net = kit.sharded_net()
+    net.checkpoints = True
+    kit.train(net)
+
+
+@schedule
+def evaluation_between(kit: Kit) -> None:
+    net = kit.sharded_net()
+    for context in (torch.no_grad, torch.inference_mode):
+        kit.train(net, steps=1)
+        with context():
+            kit.loss(net)
+        kit.train(net, steps=1)
+
+
+@schedule
+def shared_streams(kit: Kit) -> None:
+    first, second = kit.sharded_net(), kit.sharded_net()
+    share_comm_ctx([first, second])
+    for _ in range(2):
+        second(first(kit.input())).sum().backward()
+        kit.optimize(first)
+        kit.optimize(second)
+
+
+@schedule
+def optimizer_in_its_own_stream(kit: Kit) -> None:
+    net, handle = kit.sharded_net(), kit.rank.handle
+    stream = kit.rank.new_stream("optimizer")
+    for _ in range(2):
+        kit.backward(net)
+        stream.wait_stream(handle.current_stream())
+        with handle.stream(stream):
+            kit.optimize(net)
+        net.set_post_optim_event(stream.record_event())
+
+
+class Interrupted(RuntimeError):
+    pass
+
+
+def _interrupt(*unused: Any) -> None:
+    raise Interrupted
+
+
+@schedule
+def forward_given_up(kit: Kit) -> None:
+    net = kit.sharded_net()
+    net.set_modules_to_forward_prefetch([net.blocks[1]])
+    kit.train(net, steps=1)
+    hook = net.blocks[0].up.register_forward_hook(_interrupt)
+    with contextlib.suppress(Interrupted):
+        kit.loss(net)
+    hook.remove()
+    net.reset_iter_state()
+    kit.optimize(net)
+    kit.train(net, steps=1)
+
+
+@schedule
+def backward_given_up(kit: Kit) -> None:
+    for mesh in (kit.mesh(RANKS), kit.mesh(2, 2)):
+        net = kit.sharded_net(mesh=mesh)
+        net.set_reduce_scatter_max_input_buffers(2)
+        kit.train(net, steps=1)
+        hook = net.blocks[0].up.register_full_backward_pre_hook(_interrupt)
+        with contextlib.suppress(Interrupted):
+            kit.backward(net)
+        hook.remove()
+        net.reset_iter_state()
+        kit.optimize(net)
+        kit.train(net, steps=1)
+
+
+class FailsAfter(collectives.DefaultAllGather):
+    """Raises once its collective runs."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        super().__call__(*args, **kwargs)
+        raise Interrupted
+
+
+@schedule
+def gather_given_up(kit: Kit) -> None:
+    net = kit.sharded_net()
+    kit.train(net, steps=1)
+    net.blocks[1].set_custom_all_gather(FailsAfter())
+    with contextlib.suppress(Interrupted):
+        kit.loss(net)
+    gc.collect()  # what the error holds
+    net.blocks[1].set_custom_all_gather(collectives.DefaultAllGather())
+    net.reset_iter_state()
+    kit.optimize(net)
+    kit.train(net, steps=1)
+
+
+@schedule
+def reduction_given_up(kit: Kit) -> None:
+    """In its first bucket, and in the one after that if there are several."""
+    for mesh in (kit.mesh(RANKS), kit.mesh(2, 2)):
+        for at in (1, 2):
+            net = kit.sharded_net(mesh=mesh)
+            kit.train(net, steps=1)
+            calls = itertools.count(1)
+            net.blocks[1].set_all_reduce_hook(
+                lambda _, calls=calls, at=at: next(calls) != at or _interrupt()
+            )
+            with contextlib.suppress(Interrupted):
+                kit.backward(net)
+            gc.collect()  # what the error holds
+            net.blocks[1].set_all_reduce_hook(lambda _: None)
+            net.reset_iter_state()
+            kit.optimize(net)
+            kit.train(net, steps=1)
+
+
+# Recording them #
+
+
+@contextlib.contextmanager
+def _pinning() -> Iterator[None]:
+    """Lets all memory be pinned, without a device to pin it for."""
+    with (
+        mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor),
+        mock.patch.object(torch.Tensor, "is_pinned", lambda tensor: True),
+    ):
+        yield
 
 
 def record(
-    name: str,
+    schedule: str | Callable[[Kit], None],
     kind: str,
     *,
     broken: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
     **options: Any,
 ) -> Recording:
-    """Records a schedule, with what ``broken`` breaks. Options are the recorder's."""
+    """
+    Records a schedule, or the one of that name, with what ``broken`` breaks. Options
+    are the recorder's.
+    """
+    run = SCHEDULES[schedule] if isinstance(schedule, str) else schedule
+    with _pinning() if "pinned" in run.__name__ else contextlib.nullcontext(), broken():
+        recorder = Recorder(RANKS, **options)
+        return recorder.record(lambda rank: run(Kit(rank, KINDS[kind])))
 
-    def program(rank: Rank) -> None:
-        _local.meshes = {}
-        SCHEDULES[name](LateKit(rank, KINDS[kind]))
 
-    with _schedules_patched(name), broken():
-        return Recorder(RANKS, **options).record(program)
-
-
-@contextlib.contextmanager
-def _schedules_patched(name: str) -> Iterator[None]:
-    patch = functools.partial(mock.patch.object, schedules)
-    # Threads would not undo in the order that they patch in
-    pinning = schedules._pinning
-    with patch("_pinning", contextlib.nullcontext), patch("RANKS", RANKS):
-        with patch("mesh_of", _mesh_of):
-            with pinning() if "pinned" in name else contextlib.nullcontext():
-                yield
+def record_alone(
+    schedule: str | Callable[[Kit], None], kind: str, **options: Any
+) -> Recording:
+    """
+    Records it on one rank, whose group has no others, and in which collectives have
+    no order: enough to find what nothing orders, :func:`orders.conflicts`.
+    """
+    return record(schedule, kind, alone=True, comms_in_order=False, **options)

@@ -1,1 +1,1 @@
-"""Which stream waits for which: the checker, and what runs under it."""
+"""Stand-ins for streams, operators and collectives, and the calls that order them."""

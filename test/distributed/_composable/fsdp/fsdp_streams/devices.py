@@ -101,7 +101,7 @@ class Pending(dist.distributed_c10d.Work):
 
 class Issuer:
     """
-    Who issues what the device does: a checker, or a rank of the device that is late.
+    Who issues what the device does: one rank.
     Its clocks are never changed in place, so streams and events share them.
     """
 

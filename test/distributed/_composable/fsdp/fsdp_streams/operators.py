@@ -40,6 +40,23 @@ def written_names(func: torch._ops.OpOverload) -> frozenset[str]:
     )
 
 
+@functools.cache
+def argument_names(func: torch._ops.OpOverload) -> tuple[str, ...]:
+    return tuple(arg.name for arg in func._schema.arguments)
+
+
+@functools.cache
+def draws_random_numbers(func: torch._ops.OpOverload) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def flat(value: Any) -> list[Any]:
+    """Returns what an operator is given, or returns, without lists around it."""
+    if isinstance(value, (list, tuple)):
+        return [item for items in value for item in flat(items)]
+    return [value]
+
+
 # Function of `torch.distributed` to the names of its input and its output
 COLLECTIVES = {
     "all_gather_single": ("input_tensor", "output_tensor"),
