@@ -1,16 +1,23 @@
 #!/usr/bin/env python3
 """Draws docs/architecture.svg: the rooms of the branch, and the life of one step.
 
-    python3 tools/draw_architecture.py
+    python tools/draw_architecture.py
 
-The picture is text, so that a change of it can be read; it needs no fonts and no
-style sheet, so that any viewer shows it alike.
+Its ground is white and its texts are texts, in whatever fonts a viewer has.
 """
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from xml.sax.saxutils import escape
+
+
+try:
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
+except ImportError as missing:
+    sys.exit(f"error: {missing}: run `make setup` first")
 
 
 OUTPUT = Path(__file__).resolve().parents[1] / "docs" / "architecture.svg"
@@ -74,46 +81,35 @@ KEY = (
 
 
 class Drawing:
-    """SVG elements, in the order in which they are drawn."""
+    """A picture in pixels, from its upper left corner."""
 
     def __init__(self) -> None:
-        self.elements: list[str] = []
+        # Of 72 pixels an inch, a point of text is a pixel
+        self.figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72), facecolor="white")
+        self.axes = self.figure.add_axes((0, 0, 1, 1), frameon=False)
+        self.axes.set(xlim=(0, WIDTH), ylim=(HEIGHT, 0), xticks=(), yticks=())
 
     def box(
         self, x: int, y: int, width: int, height: int, fill: str, line: str = "#444",
         *, dashed: bool = False,
     ) -> None:  # fmt: skip
-        dashes = ' stroke-dasharray="5 3"' if dashed else ""
-        self.elements.append(
-            f'<rect x="{x}" y="{y}" width="{width}" height="{height}" '
-            f'fill="{fill}" stroke="{line}"{dashes}/>'
-        )
+        style = (0, (5, 3)) if dashed else "solid"
+        box = Rectangle((x, y), width, height, fc=fill, ec=line, ls=style, lw=1)
+        self.axes.add_patch(box)
 
     def text(
         self, x: int, y: int, text: str, size: int = 13, *, bold: bool = False,
-        mono: bool = False, centered: bool = False, color: str = "#222",
+        mono: bool = False, centered: bool = False,
     ) -> None:  # fmt: skip
-        family = "monospace" if mono else "sans-serif"
-        weight = ' font-weight="bold"' if bold else ""
-        anchor = ' text-anchor="middle"' if centered else ""
-        self.elements.append(
-            f'<text x="{x}" y="{y}" font-family="{family}" font-size="{size}" '
-            f'fill="{color}"{weight}{anchor}>{escape(text)}</text>'
-        )
+        self.axes.text(
+            x, y, text, size=size, color="#222", weight="bold" if bold else "normal",
+            family="monospace" if mono else "sans-serif",
+            ha="center" if centered else "left",
+        )  # fmt: skip
 
-    def arrow(self, x: int, y: int, length: int) -> None:
-        tip = x + length
-        self.elements.append(
-            f'<path d="M{x} {y}H{tip - 7}M{tip - 8} {y - 4}L{tip} {y}L{tip - 8} {y + 4}z" '
-            'fill="#444" stroke="#444"/>'
-        )
-
-    def arrow_down(self, x: int, y: int, length: int) -> None:
-        tip = y + length
-        self.elements.append(
-            f'<path d="M{x} {y}V{tip - 7}M{x - 4} {tip - 8}L{x} {tip}L{x + 4} {tip - 8}z" '
-            'fill="#444" stroke="#444"/>'
-        )
+    def arrow(self, x: int, y: int, width: int = 0, height: int = 0) -> None:
+        style = {"arrowstyle": "-|>", "color": "#444", "shrinkA": 0, "shrinkB": 0}
+        self.axes.annotate("", (x + width, y + height), (x, y), arrowprops=style)
 
     def pieces(self, x: int, y: int, pieces: list[tuple[str, int]]) -> int:
         """Draws adjacent pieces of a buffer; returns where they end."""
@@ -122,13 +118,14 @@ class Drawing:
             x += width
         return x
 
-    def render(self) -> str:
-        body = "\n".join(self.elements)
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" '
-            f'height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}">\n'
-            f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>\n{body}\n</svg>\n'
-        )
+
+def save(figure: Figure, path: Path) -> None:
+    """Writes the same bytes whenever it is run: no date, and no random names."""
+    settings = {"svg.hashsalt": "fsdp2", "svg.fonttype": "none"}
+    with matplotlib.rc_context(settings):
+        figure.savefig(path, metadata={"Date": None})
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(line.rstrip() for line in lines) + "\n")
 
 
 def draw_rooms(drawing: Drawing) -> None:
@@ -145,9 +142,9 @@ def draw_rooms(drawing: Drawing) -> None:
                 drawing.text(middle, y + 18, file, 12, mono=True, centered=True)
                 drawing.text(middle, y + 35, role, 12, centered=True)
     middle, previous = columns[1] + width // 2, 0
-    for row in (3, 4, 5, 6):
+    for row in (2, 3, 4, 5, 6):
         start = 20 + previous * pitch + height
-        drawing.arrow_down(middle, start, 20 + row * pitch - start)
+        drawing.arrow(middle, start, height=20 + row * pitch - start)
         previous = row
     drawing.text(20, 20 + len(ROOMS) * pitch + 6, KEY, 12)
 
@@ -182,7 +179,7 @@ def draw_gather(drawing: Drawing, y: int) -> None:
     drawing.text(start, y + 44, "segment: widest first", 12)
     # Into the buffer, which is the next row
     middle = (start + x) // 2
-    drawing.arrow_down(middle, y + 52, 38)
+    drawing.arrow(middle, y + 52, height=38)
     drawing.text(middle + 14, y + 69, "one all-gather", 12)
     drawing.text(middle + 14, y + 83, "foreach_all_gather", 10, mono=True)
     y += 94
@@ -221,13 +218,13 @@ def draw_reduction(drawing: Drawing, y: int) -> None:
     )  # fmt: skip
 
 
-def draw() -> str:
+def draw(path: Path) -> None:
     drawing = Drawing()
     draw_rooms(drawing)
     draw_gather(drawing, 528)
     draw_reduction(drawing, 744)
-    return drawing.render()
+    save(drawing.figure, path)
 
 
 if __name__ == "__main__":
-    OUTPUT.write_text(draw())
+    draw(OUTPUT)

@@ -13,13 +13,12 @@ from pathlib import Path
 
 
 try:
-    import matplotlib
     from matplotlib import pyplot as plt
     from matplotlib.axes import Axes
     from matplotlib.patches import Patch
 
     import torch
-    from tools.draw_architecture import DTYPE_COLORS
+    from tools.draw_architecture import DTYPE_COLORS, save
     from torch.distributed.fsdp._fully_shard._fsdp_layout import (
         padded_shard_numel,
         plan_buckets,
@@ -205,16 +204,6 @@ def draw_reduce(path: Path) -> None:
         finish(axes, labels, title)
     legend(figure, has_padding=False)
     save(figure, path)
-
-
-def save(figure: plt.Figure, path: Path) -> None:
-    """Writes the same bytes whenever it is run: no date, and no random names."""
-    settings = {"svg.hashsalt": "fsdp2", "svg.fonttype": "none"}
-    with matplotlib.rc_context(settings):
-        figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
-    lines = path.read_text().splitlines()
-    path.write_text("\n".join(line.rstrip() for line in lines) + "\n")
 
 
 def main(folder: Path) -> None:
