@@ -93,7 +93,7 @@ class TestDevice(DeviceFreeTest):
         first, second = pair.splitlines()
         here = f"({Path(__file__).name}:"
         for text, stream, operator in (
-            (first, "[0:default]", "aten.fill_"),
+            (first, "[0:default]", "aten.ones.default"),
             (second, "[0:side]", "aten.add.Tensor"),
         ):
             self.assertIn(f"{stream} {operator}", text)
