@@ -157,6 +157,8 @@ class SideTest(ImportingTest):
             with mock.patch.object(_sides, "HERE", Path(folder)):
                 side.start()
             processes = [*side._processes]
+            if "stdin" not in end:
+                processes[rank].wait()  # so that nobody reads what it is asked
             with self.assertRaises(_sides.SideError) as raised:
                 side.ask("bytes", {})
         return str(raised.exception), processes
