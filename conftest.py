@@ -98,9 +98,12 @@ QUICK: dict[str, tuple[str, ...]] = {
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="run one test of each kind")
+    parser.addoption("--fresh", action="store_true", help="run the release anew, too")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("fresh"):
+        os.environ["FSDP_TEST_FRESH"] = "1"
     # xdist would start files with many tests first, and those take no longer
     config.option.loadscopereorder = False
 

@@ -24,8 +24,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from fsdp_common import kept
 from fsdp_common.run_both import check_torch, run_on
-from fsdp_common.utils import DeviceFreeTest, run_python
+from fsdp_common.utils import BASE_ROOT, DeviceFreeTest, run_anew
 from fsdp_composition.scenarios import (
     CALL_PATCHES,
     FACTS,
@@ -79,14 +80,19 @@ def run_scenarios(on_base: bool) -> list[Results]:
 def run_contract(on_base: bool) -> Results:
     """Returns what is used of the modules, and the lines of ``TORCH_LOGS=+fsdp``."""
     kinds = ("uniform",) if on_base else ("uniform", "mixed")
-    with tempfile.TemporaryDirectory() as out:
-        log = Path(out) / "log"
-        env = {"TORCH_LOGS": "+fsdp", "TORCH_LOGS_OUT": str(log)}
-        args = ("-m", "fsdp_composition.contract", *kinds)
-        found = json.loads(run_python(*args, on_base=on_base, env=env))
-        check_torch(found["torch"], on_base)
-        # Each begins with rank, level, time and place, in brackets
-        return found | {"log": log.read_text().splitlines()}
+    args, env = ("-m", "fsdp_composition.contract", *kinds), {"TORCH_LOGS": "+fsdp"}
+
+    def run() -> tuple[str, str]:
+        with tempfile.TemporaryDirectory() as out:
+            log = Path(out) / "log"
+            logged = env | {"TORCH_LOGS_OUT": str(log)}
+            return run_anew(*args, on_base=on_base, env=logged), log.read_text()
+
+    both = kept.of_release(BASE_ROOT, args, env, run) if on_base else run()
+    found = json.loads(both[0])
+    check_torch(found["torch"], on_base)
+    # Each begins with rank, level, time and place, in brackets
+    return found | {"log": both[1].splitlines()}
 
 
 @functools.cache

@@ -30,6 +30,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from fsdp_common import kept
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -91,8 +93,19 @@ def run_python(
     """
     Runs the interpreter with ``args``, e.g. ``"-c", code`` or ``"-m", module`` of a
     package beside the tests, and returns what it prints. ``on_base`` makes ``torch``
-    the base release.
+    the base release, and returns what that printed before if nothing has changed.
     """
+    run = functools.partial(run_anew, *args, on_base=on_base, env=env, timeout=timeout)
+    return kept.of_release(BASE_ROOT, args, env, run) if on_base else run()
+
+
+def run_anew(
+    *args: str,
+    on_base: bool,
+    env: dict[str, str] | None = None,
+    timeout: float = 1200,
+) -> str:
+    """Does as ``run_python``, but runs the release whatever it printed before."""
     if on_base and not BASE_ROOT.is_dir():
         raise unittest.SkipTest("needs the base release beside the branch")
     root = BASE_ROOT if on_base else REPO_ROOT
