@@ -12,7 +12,8 @@ import sys
 import unittest
 from typing import Any
 
-from fsdp_common.utils import DeviceFreeTest, LAUNCHED_RANK, run_python
+from fsdp_common.run_forked import run_forked
+from fsdp_common.utils import DeviceFreeTest, LAUNCHED_RANK
 from fsdp_drift.cases import (
     ALL_RAISE,
     CASES,
@@ -80,7 +81,7 @@ class TestDrift(DeviceFreeTest):
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
-        printed = run_python("-m", "fsdp_drift.cases", *MODES, "0")
+        printed = run_forked("fsdp_drift.cases", *MODES, "0")
         cls.found = json.loads(printed.splitlines()[-1])
 
     def outcomes(self, outcome: str) -> list[tuple[str, str, list[dict[str, Any]]]]:

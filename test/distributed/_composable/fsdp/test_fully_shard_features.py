@@ -18,6 +18,7 @@ from typing import Any
 
 from fsdp_common.release_rules import FOLLOWS_GRAD_DTYPE
 from fsdp_common.run_both import Results, run_on
+from fsdp_common.run_forked import run_forked
 from fsdp_common.utils import (
     FSDPThreadTest,
     on_first_rank,
@@ -429,7 +430,7 @@ class TestMemory(TestCase):
     def setUpClass(cls) -> None:
         super().setUpClass()
         base = run_python("-m", "fsdp_features.memory", on_base=True)
-        fork = run_python("-m", "fsdp_features.memory", "--mixed")
+        fork = run_forked("fsdp_features.memory", "--mixed")
         cls.base, cls.fork = (json.loads(t.splitlines()[-1]) for t in (base, fork))
 
     @parametrize("mode", list(MODES))

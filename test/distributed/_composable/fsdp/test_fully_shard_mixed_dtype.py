@@ -18,6 +18,7 @@ from typing import Any
 
 from fsdp_common.release_rules import compute_dtype
 from fsdp_common.run_both import read_results, Results, run_on
+from fsdp_common.run_forked import run_forked
 from fsdp_common.utils import (
     DEVICE_TYPE,
     FSDPProcessTest,
@@ -757,7 +758,7 @@ class TestOneUnitOfTwoDtypes(TestCase):
             run_python("-m", "fsdp_mixed_dtype.mlp", on_base=True)
 
     def test_it_trains(self) -> None:
-        printed = run_python("-m", "fsdp_mixed_dtype.mlp")
+        printed = run_forked("fsdp_mixed_dtype.mlp")
         losses = [float.fromhex(line) for line in printed.split()]
         self.assertEqual(losses, self.losses_of_one_process(), atol=0, rtol=0)
         self.assertLess(losses[-1], losses[0] / 2)

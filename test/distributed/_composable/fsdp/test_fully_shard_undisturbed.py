@@ -19,6 +19,7 @@ import weakref
 from typing import Any
 from unittest import mock
 
+from fsdp_common.run_forked import run_forked
 from fsdp_common.utils import DeviceFreeTest, FakeGroupTest, run_python
 from fsdp_undisturbed.scenarios import (
     ALONE,
@@ -59,7 +60,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-SCRIPT = ("-m", "fsdp_undisturbed.scenarios")
+SCRIPT = "fsdp_undisturbed.scenarios"
 ODD_NUMEL = 64
 
 
@@ -69,10 +70,8 @@ class TestMemory(DeviceFreeTest):
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
-        cls.base, cls.branch = (
-            json.loads(run_python(*SCRIPT, on_base=on_base).splitlines()[-1])
-            for on_base in (True, False)
-        )
+        printed = run_python("-m", SCRIPT, on_base=True), run_forked(SCRIPT)
+        cls.base, cls.branch = (json.loads(t.splitlines()[-1]) for t in printed)
 
     def test_uniform_units_take_at_most_what_the_base_takes(self) -> None:
         self.assertEqual(self.base.keys(), {*CASES, *ALONE})

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_common import kept
+from fsdp_common.run_forked import run_forked
 from fsdp_common.utils import BASE_ROOT, run_anew
 
 
@@ -44,8 +45,11 @@ def run_on(
 
     def run() -> Results:
         with tempfile.TemporaryDirectory() as out:
-            command = ("-m", module, "--out", out, *args)
-            printed = run_anew(*command, on_base=on_base, env=env)
+            command = (module, "--out", out, *args)
+            if on_base or env is not None:
+                printed = run_anew("-m", *command, on_base=on_base, env=env)
+            else:
+                printed = run_forked(*command)
             check_torch(printed.splitlines()[-1], on_base)
             return read_results(out)
 

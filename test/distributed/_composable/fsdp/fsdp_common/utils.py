@@ -109,17 +109,9 @@ def run_anew(
     if on_base and not BASE_ROOT.is_dir():
         raise unittest.SkipTest("needs the base release beside the branch")
     root = BASE_ROOT if on_base else REPO_ROOT
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("TORCHELASTIC", "MASTER_", "LOCAL_", "PYTHON"))
-        and name not in ("RANK", "WORLD_SIZE", "GROUP_RANK")
-    }
-    path = os.pathsep.join(map(str, (root, TESTS)))
-    defaults = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", **BYTECODE_CACHE}
     done = subprocess.run(
         [sys.executable, *args],
-        env=inherited | defaults | (env or {}),
+        env=environment(root) | (env or {}),
         cwd=root,  # the interpreter looks for modules there before anywhere else
         capture_output=True,
         text=True,
@@ -128,6 +120,19 @@ def run_anew(
     if done.returncode != 0:
         raise AssertionError(f"Exit status {done.returncode}:\n{done.stderr}")
     return done.stdout
+
+
+def environment(root: Path) -> dict[str, str]:
+    """Returns the variables of an interpreter that has ``torch`` from ``root``."""
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("TORCHELASTIC", "MASTER_", "LOCAL_", "PYTHON"))
+        and name not in ("RANK", "WORLD_SIZE", "GROUP_RANK")
+    }
+    path = os.pathsep.join(map(str, (root, TESTS)))
+    defaults = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", **BYTECODE_CACHE}
+    return inherited | defaults
 
 
 # Recording collectives #
@@ -373,6 +378,13 @@ class FakeGroupTest(DeviceFreeTest):
 PRELOADED = ["torch._dynamo", "torch.testing._internal.common_fsdp"]
 
 
+def fork_server() -> multiprocessing.context.BaseContext:
+    """Has one process that has imported torch, for all ranks of all classes."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
 class FSDPProcessTest(MultiProcContinuousTest):
     """
     Every test runs in each of the processes, which live as long as the class.
@@ -400,9 +412,8 @@ class FSDPProcessTest(MultiProcContinuousTest):
     @classmethod
     def _spawn_processes(cls, world_size: int) -> None:
         if not torch.accelerator.is_available():  # which no fork could use
-            # One process imports torch, for all ranks of all classes
-            multiprocessing.set_forkserver_preload(PRELOADED)
             multiprocessing.set_start_method("forkserver", force=True)
+            fork_server()
         super()._spawn_processes(world_size)
 
     @classmethod
