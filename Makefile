@@ -25,11 +25,11 @@ LINT = $(IN_TREE) LINT_TREE="$$PWD" PATH="$$PWD/.venv/bin:$$PATH" && \
 PATHS := git ls-files --cached --others --exclude-standard
 
 .DEFAULT_GOAL := help
-.PHONY: help python setup models train test clients series bench lint wheel fork clean
+.PHONY: help python setup models train test test-tools clients series bench lint wheel fork clean
 
 help:  ## show this list
 	@echo "make TARGET, where TARGET is one of"
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-8s%s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-11s%s\n", $$1, $$2 }' Makefile
 	@$(SETUP) bases 2>/dev/null || true
 
 python:
@@ -49,11 +49,25 @@ train: setup  ## train a model of mixed dtypes (NPROC= STEPS= POLICY= DEVICE=)
 
 # Files of torch and of other packages are compiled once, for the processes that tests
 # start too. What pip compiles would lie elsewhere.
-test: export PIP_COMPILE = 0
+test test-tools: export PIP_COMPILE = 0
+PYTEST = $(IN_TREE) PYTHONPYCACHEPREFIX="$$PWD/build/pycache" PYTHONDONTWRITEBYTECODE= \
+  $(PYTHON) -m pytest --durations=10 $(if $(QUICK),--quick)
+SIDE_BY_SIDE = --numprocesses=auto --dist=loadfile
+
+# What surrounds the branch is tested where it differs from origin/main, where that is
+# not known, and by continuous integration
+AROUND = .ci benchmarks tools CMakeLists.txt Makefile conftest.py pyproject.toml \
+  requirements*.txt setup.py test/distributed/_composable/fsdp/fsdp_build \
+  $(shell grep -rlE 'pytestmark = .*mark\.tools' test)
+IS_SAME = git diff --quiet origin/main -- $(AROUND) 2>/dev/null && \
+  test -z "$$(git ls-files --others --exclude-standard -- $(AROUND))"
+MARKS = $(if $(CI),,$(shell $(IS_SAME) && echo not tools))
+
 test: models  ## run the tests (QUICK=1: one of each kind; ARGS=... goes to pytest)
-	@$(IN_TREE) PYTHONPYCACHEPREFIX="$$PWD/build/pycache" PYTHONDONTWRITEBYTECODE= \
-	  $(PYTHON) -m pytest --durations=10 $(if $(QUICK),--quick) \
-	  $(or $(ARGS),--numprocesses=auto --dist=loadfile test)
+	@$(PYTEST) $(or $(ARGS),$(SIDE_BY_SIDE) -m "$(if $(QUICK),not tools,$(MARKS))" test)
+
+test-tools: models  ## run those of what surrounds the branch: set-up, wheels, benchmarks
+	@$(PYTEST) $(or $(ARGS),$(SIDE_BY_SIDE) -m tools test)
 
 # Their files are not called test_*.py, so that `make test` does not collect them.
 CLIENTS = test/distributed/_composable/fsdp/fsdp_clients/with_*.py

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterable
-from pathlib import Path
+from itertools import groupby
 
 import pytest
 
@@ -19,81 +19,6 @@ import pytest
 # As torchrun has it. Threads of an operator wait for each other by spinning, and beside
 # other busy processes that takes more than what they compute. Set before torch asks.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-# Files, by what follows `test_fully_shard_`, that take more than ten seconds: a process
-# that starts one of these last is waited for. Those with many ranks and those of one
-# process alternate. Others follow as they come.
-LONGEST_FIRST = (
-    "mixed_dtype",
-    "late_device",
-    "features",
-    "random",
-    "composition",
-    "streams",
-    "growth",
-    "schedules",
-    "bench",
-    "plugins",
-    "setup_faults",
-    "models",
-    "docs",
-    "superbuild",
-    "undisturbed_hooks",
-    "tiny_models",
-    "bad_input",
-    "grad_comm",
-    "faults",
-    "drift",
-    "tools",
-    "distributed_config",
-    "undisturbed",
-)
-
-# Of each file, the tests that `--quick` runs: the ends of their names. Of a file
-# that is not here it is the first test, so that a new file takes part.
-QUICK: dict[str, tuple[str, ...]] = {
-    # Another test of the same kind takes less, or there is no short one of its kind:
-    # whole runs beside the release's, random models, more steps, more of real models
-    "accelerate": (),
-    "bench": ("::test_row_survives_json",),
-    "composition": (),
-    "determinism": (),
-    "drift": (),
-    "features": ("::test_every_input_counts",),
-    "growth": (),
-    "plugins": (),
-    "random": (),
-    "schedules": (),
-    "superbuild": ("::test_release_has_an_entry_for_each_test_file",),
-    "tools": (),
-    "undisturbed_hooks": (),
-    # The release's own answers
-    "divide_factors": ("::test_equal_to_the_base_and_so_are_the_schemas",),
-    # What starts no process of its own
-    "undisturbed": (
-        "::test_an_explicit_unshard_plans_nothing_anew",
-        "::test_shards_are_moved_one_at_a_time",
-    ),
-    # What needs no model, a step in every order, and a race
-    "late_device": (
-        "::test_reading_what_another_stream_writes_how_not",
-        "::test_every_order_name_mixed",
-        "::test_published_race_is_found_title_inputs reused between reductions",
-    ),
-    # Several kinds in one file: threads, processes
-    "comm": (
-        "::TestOn2Ranks::test_gathers_in_the_compute_dtype",
-        "::TestOn2Ranks::test_reduces_each_dtype_by_itself",
-        "::test_one_gather_whatever_the_dtypes_and_one_reduction_for_each",
-    ),
-    "hsdp": ("::test_deferred_all_reduce", "::test_three_microbatches"),
-    "mixed_dtype": ("::test_cpu_offload", "::test_hybrid", "::test_replicate"),
-    "models": ("::test_each_step_equals_one_process_name_mamba2_replicas_1",),
-    "streams": (
-        "::test_sites",
-        "::test_backward_waits_for_a_part_of_a_unit_kind_uniform",
-    ),
-}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -116,10 +41,6 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return max(3, len(os.sched_getaffinity(0)) // 2)
 
 
-def concern(path: Path) -> str:
-    return path.stem.removeprefix("test_fully_shard_")
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
@@ -130,7 +51,8 @@ def pytest_collection_modifyitems(
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if id(item) in chosen]
     elif config.getoption("dist", "no") == "loadfile":
-        items.sort(key=lambda item: rank_of(concern(item.path)))
+        # A process that starts one of these last is waited for
+        items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -139,19 +61,16 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
-def rank_of(name: str) -> int:
-    if name in LONGEST_FIRST:
-        return LONGEST_FIRST.index(name)
-    return len(LONGEST_FIRST)
-
-
 def quick_tests(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """Returns the tests of the table, and the first of each file that it lacks."""
-    chosen, seen = [], set()
-    for item in items:
-        name = concern(item.path)
-        ends = QUICK.get(name)
-        if item.nodeid.endswith(ends) if ends is not None else name not in seen:
-            chosen.append(item)
-        seen.add(name)
+    """
+    Returns the tests that are marked. Of a file without any it is the first, unless the
+    file is a long one, whose tests are all of a kind that takes less elsewhere.
+    """
+    chosen: list[pytest.Item] = []
+    for _, group in groupby(items, key=lambda item: item.path):
+        of_file = [*group]
+        marked = [item for item in of_file if item.get_closest_marker("quick")]
+        if not marked and of_file[0].get_closest_marker("long") is None:
+            marked = of_file[:1]
+        chosen += marked
     return chosen

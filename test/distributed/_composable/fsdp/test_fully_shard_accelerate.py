@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import pytest
+
 from fsdp_clients.real_models import example_of
 from fsdp_common.utils import (
     DEVICE_TYPE,
@@ -34,6 +36,9 @@ from torch.testing._internal.common_utils import (
     parametrize,
     run_tests,
 )
+
+
+pytestmark = pytest.mark.long
 
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -15,7 +15,10 @@ import warnings
 from typing import Any
 from unittest import mock
 
+import pytest
+
 from fsdp_common.release_rules import REFUSED_BY_RELEASE
+from fsdp_common.tiers import quick_alone
 from fsdp_common.utils import (
     DeviceFreeTest,
     FSDPProcessTest,
@@ -56,6 +59,9 @@ from torch.testing._internal.common_utils import (
     parametrize,
     run_tests,
 )
+
+
+pytestmark = pytest.mark.long
 
 
 def expected_grads(device: torch.device) -> list[torch.Tensor]:
@@ -112,7 +118,7 @@ class TestWithThreads(FSDPThreadTest, Checks):
         mesh = init_device_mesh(THREAD_DEVICE_TYPE, size, mesh_dim_names=names)
         return Run(device, mesh)
 
-    @parametrize("name", SECTIONS[MAKING])
+    @parametrize("name", quick_alone("already_sharded", SECTIONS[MAKING]))
     def test_found(self, name: str) -> None:
         self.check(name)
 

@@ -15,6 +15,7 @@ import zipfile
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import test_fully_shard_setup_faults as faults
 
 from fsdp_build.utils import disk_with, make_wheel, OURS, REPOSITORY
@@ -36,6 +37,9 @@ from torch.testing._internal.common_utils import (
     parametrize,
     run_tests,
 )
+
+
+pytestmark = pytest.mark.tools
 
 
 DEFAULT, *OTHERS = (release.version for release in releases.RELEASES)

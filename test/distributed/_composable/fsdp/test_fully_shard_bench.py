@@ -15,6 +15,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
+
 from fsdp_common.utils import BASE_ROOT, DeviceFreeTest, REPO_ROOT, run_python
 
 from torch.testing._internal.common_utils import (
@@ -22,6 +24,9 @@ from torch.testing._internal.common_utils import (
     parametrize,
     run_tests,
 )
+
+
+pytestmark = [pytest.mark.tools, pytest.mark.long]
 
 
 FOLDER = REPO_ROOT / "benchmarks" / "distributed" / "fsdp"
@@ -287,6 +292,7 @@ class BenchComparisonTest(ImportingTest):
             Results({}, {}).save(Path(folder))
             self.assertFalse((Path(folder) / UNFINISHED).exists())
 
+    @pytest.mark.quick
     def test_row_survives_json(self) -> None:
         from _ratios import Spread
         from _rows import PartResult, Row, table

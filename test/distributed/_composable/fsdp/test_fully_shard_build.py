@@ -20,6 +20,7 @@ import zipfile
 from pathlib import Path
 from unittest import mock
 
+import pytest
 from packaging.requirements import Requirement
 
 from fsdp_build.utils import (
@@ -40,6 +41,9 @@ from torch.testing._internal.common_utils import (
     parametrize,
     run_tests,
 )
+
+
+pytestmark = pytest.mark.tools
 
 
 LINKS = {

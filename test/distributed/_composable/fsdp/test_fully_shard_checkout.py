@@ -17,6 +17,8 @@ import unittest
 from pathlib import Path
 from unittest import mock
 
+import pytest
+
 from fsdp_build.utils import BASE_FILES, BuildTestCase, OURS, REPOSITORY
 
 from tools import apply_to_checkout, record_base_digests
@@ -28,6 +30,9 @@ from torch.testing._internal.common_utils import (
     run_tests,
     TestCase,
 )
+
+
+pytestmark = pytest.mark.tools
 
 
 TESTS = apply_to_checkout.TESTS

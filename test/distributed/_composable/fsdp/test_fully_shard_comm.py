@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
+import pytest
+
 from fsdp_common.comms import (
     BF16,
     FP16,
@@ -85,6 +87,7 @@ class GatherAndReduceTests:
             self.assert_reduced(unit, specs, [dtype] * 3, dtype, limit=4)
 
 
+@pytest.mark.quick
 class TestOn2Ranks(GatherAndReduceTests, ThreadTest):
     world_size = 2
 
@@ -201,6 +204,7 @@ class TestUnits(FSDPProcessTest):
         for others in everywhere:
             self.assertEqual(others, calls)
 
+    @pytest.mark.quick
     def test_one_gather_whatever_the_dtypes_and_one_reduction_for_each(self):
         for dtypes in (
             [FP32],

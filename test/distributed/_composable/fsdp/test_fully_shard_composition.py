@@ -24,6 +24,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from fsdp_common import kept
 from fsdp_common.run_both import check_torch, run_on
 from fsdp_common.utils import BASE_ROOT, DeviceFreeTest, run_anew
@@ -42,6 +44,9 @@ from torch.testing._internal.common_utils import (
     parametrize,
     run_tests,
 )
+
+
+pytestmark = pytest.mark.long
 
 
 # Of each scenario, which other one it must equal on the same torch

@@ -11,9 +11,14 @@ import zipfile
 from pathlib import Path
 from unittest import mock
 
+import pytest
+
 from tools import contract_diff, contract_sources
 from tools.contract_sources import Release
 from torch.testing._internal.common_utils import run_tests, TestCase
+
+
+pytestmark = pytest.mark.tools
 
 
 OURS = """

@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from fsdp_common.utils import on_first_rank, run_python
 from fsdp_mixed_dtype.rounds import INTERPRETERS, MODES, RANKS, ROUNDS
 
@@ -24,6 +26,9 @@ from torch.testing._internal.common_utils import (
     run_tests,
     TestCase,
 )
+
+
+pytestmark = pytest.mark.long
 
 
 # By rank, by mode: what `train` of `fsdp_mixed_dtype/parity.py` recorded

@@ -11,6 +11,8 @@ import re
 import tempfile
 from pathlib import Path
 
+import pytest
+
 from fsdp_clients.real_models import EXAMPLES
 from fsdp_common.utils import (
     DeviceFreeTest,
@@ -24,6 +26,9 @@ from fsdp_common.utils import (
 import torch
 import torch.distributed as dist
 from torch.testing._internal.common_utils import run_tests
+
+
+pytestmark = pytest.mark.long
 
 
 PAGE = REPO_ROOT / "docs" / "stacks.md"
@@ -40,6 +45,7 @@ def told() -> list[list[str]]:
 class TestDistributedConfig(FSDPProcessTest):
     world_size = 2 if LAUNCHED_RANK is None else WORLD_SIZE
 
+    @pytest.mark.quick
     def test_sends_what_the_page_says(self) -> None:
         from count_distributed_config import count
 

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
+
 from fsdp_common.comms import SCHEMAS
 from fsdp_common.utils import BASE_ROOT, DeviceFreeTest, op_name, run_python
 
@@ -202,6 +204,7 @@ class TestDivideFactors(DeviceFreeTest):
                 wrong.append((case, found))
         self.assertEqual(wrong, [])
 
+    @pytest.mark.quick
     def test_equal_to_the_base_and_so_are_the_schemas(self):
         replicas, factors = (None, 1, 2, 6), (None, 1.0, 3.0, 8.0)
         cases = [

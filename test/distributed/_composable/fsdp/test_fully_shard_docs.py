@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import pytest
 
 import fsdp_clients.real_models  # noqa: F401
 from fsdp_common.utils import DeviceFreeTest, FakeGroupTest, run_python
@@ -37,6 +38,9 @@ from torch.testing._internal.common_utils import (
     parametrize,
     run_tests,
 )
+
+
+pytestmark = pytest.mark.long
 
 
 # Not where torch is: this file may be run on another one
@@ -94,6 +98,7 @@ class TestTables(DeviceFreeTest):
                     tests = names_in(file, class_name)
                     self.assertTrue(fnmatch.filter(tests, pattern), pattern)
 
+    @pytest.mark.quick
     def test_every_feature_is_one_row(self) -> None:
         features = [cells[0] for cells in rows(PARITY) if not cells[0].startswith("…")]
         self.assertEqual(len(features), len({*features}))

@@ -12,6 +12,8 @@ import sys
 import unittest
 from typing import Any
 
+import pytest
+
 from fsdp_common.run_forked import run_forked
 from fsdp_common.utils import DeviceFreeTest, LAUNCHED_RANK
 from fsdp_drift.cases import (
@@ -29,6 +31,9 @@ from fsdp_drift.cases import (
 )
 
 from torch.testing._internal.common_utils import run_tests
+
+
+pytestmark = pytest.mark.long
 
 
 OTHER = 1 - ODD

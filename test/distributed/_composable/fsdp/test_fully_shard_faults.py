@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import pytest
+
 from fsdp_common.utils import (
     DEVICE_TYPE,
     FakeGroupTest,
@@ -50,6 +52,9 @@ from torch.testing._internal.common_utils import (
     parametrize,
     run_tests,
 )
+
+
+pytestmark = pytest.mark.long
 
 
 class Boom(Exception):
@@ -194,6 +199,7 @@ class TestExceptions(FSDPProcessTest):
             self.recover(pair, faults, f"{sync}, {place}")
             pair.train(steps=1)
 
+    @pytest.mark.quick
     def test_optimizer_that_raises(self) -> None:
         pair, faults = self.start("sharded")
         alarm = Alarm()

@@ -16,6 +16,8 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
+
 from fsdp_common.release_rules import FOLLOWS_GRAD_DTYPE
 from fsdp_common.run_both import Results, run_on
 from fsdp_common.run_forked import run_forked
@@ -38,6 +40,9 @@ from torch.testing._internal.common_utils import (
     run_tests,
     TestCase,
 )
+
+
+pytestmark = pytest.mark.long
 
 
 def run_cases(units: str, *, on_base: bool) -> Results:
@@ -392,6 +397,7 @@ class TestExtensionOfOneRank(FSDPThreadTest):
 
     world_size = 1
 
+    @pytest.mark.quick
     def test_every_input_counts(self) -> None:
         mesh = init_device_mesh("cpu", (1,))
         for kind in (Fp8, HighLow):

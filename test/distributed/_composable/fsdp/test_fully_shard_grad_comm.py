@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -64,6 +65,9 @@ from torch.testing._internal.common_utils import (
     run_tests,
     TestCase,
 )
+
+
+pytestmark = pytest.mark.long
 
 
 def policy(
@@ -142,6 +146,7 @@ class TestTree(TestCase):
         error = (actual.double() - rows.double().sum(0)).abs()
         self.assertTrue(bool((error <= bound + torch.finfo(added).tiny).all()))
 
+    @pytest.mark.quick
     def test_a_narrow_sum_would_lose_what_this_one_keeps(self):
         rows = torch.tensor([[256.0], [1.0]], dtype=BF16)
         self.assertEqual(self.sum_of(rows, FP32).item(), 257)

@@ -10,9 +10,14 @@ import json
 import os
 from typing import Any
 
+import pytest
+
 from fsdp_common.utils import DeviceFreeTest, run_python
 
 from torch.testing._internal.common_utils import run_tests
+
+
+pytestmark = pytest.mark.long
 
 
 STEPS = int(os.environ.get("FSDP_GROWTH_STEPS", "60"))

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -198,6 +199,7 @@ class TestManyRanks(FSDPThreadTest):
     def test_one_microbatch(self):
         check_schedule(self.rank, thread_mesh(4, 8), [Microbatch(ALL)])
 
+    @pytest.mark.quick
     def test_deferred_all_reduce(self):
         schedule = [Microbatch(ALL, "scatter")] * 2 + [Microbatch(ALL)]
         check_schedule(self.rank, thread_mesh(4, 8), schedule)
@@ -280,6 +282,7 @@ class TestProcesses(FSDPProcessTest):
         self.assertEqual(len(recorder.reduce_scatters), 1)
         self.assertEqual(len(recorder.all_reduces), 3)
 
+    @pytest.mark.quick
     def test_three_microbatches(self):
         for params in ([ALL] * 3, THREE_DIFFERENT):
             for syncs in (("scatter", "scatter"), ("none", "scatter"), ("none",) * 2):

@@ -18,7 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from fsdp_common.release_rules import FOLLOWS_GRAD_DTYPE
+from fsdp_common.tiers import quick_alone
 from fsdp_common.utils import DeviceFreeTest, run_python
 from fsdp_late_device import races, schedules, steps
 from fsdp_late_device.check import (
@@ -58,6 +61,9 @@ from torch.testing._internal.common_utils import (
     parametrize,
     run_tests,
 )
+
+
+pytestmark = pytest.mark.long
 
 
 Program = Callable[[Rank], Any]
@@ -100,6 +106,7 @@ class TestDevice(DeviceFreeTest):
             self.assertIn(here, text)
             self.assertIn(" program)", text)
 
+    @pytest.mark.quick
     @parametrize("how", ["not", "unrecorded", "stream", "event", "host"])
     def test_reading_what_another_stream_writes(self, how: str) -> None:
         def program(rank: Rank) -> torch.Tensor:
@@ -538,6 +545,7 @@ if not FOLLOWS_GRAD_DTYPE:  # since 2.15 the root has waited before
 
 
 class TestSteps(DeviceFreeTest):
+    @pytest.mark.quick
     @parametrize("name", [*steps.STEPS])
     def test_every_order(self, name: str) -> None:
         recording = steps.record(name)
@@ -581,7 +589,7 @@ class TestSchedules(DeviceFreeTest):
         report = examine(recording, 1, reuses=("last",))
         self.assertTrue(report.is_clean, f"{kind}: {report}")
 
-    @parametrize("title", [*RACES])
+    @parametrize("title", quick_alone("inputs reused between reductions", RACES))
     def test_published_race_is_found(self, title: str) -> None:
         race = RACES[title]
         recording = races.record(race, race.schedules[0], race.kinds[-1])

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
+
 from fsdp_common.release_rules import compute_dtype
 from fsdp_common.run_both import read_results, Results, run_on
 from fsdp_common.run_forked import run_forked
@@ -80,6 +82,9 @@ from torch.testing._internal.common_utils import (
     TestCase,
 )
 from torch.utils.checkpoint import checkpoint
+
+
+pytestmark = pytest.mark.long
 
 
 if LAUNCHED_RANK is None and DEVICE_TYPE == "cpu":
@@ -721,6 +726,7 @@ class TestMixedDtypeTraining(FSDPProcessTest):
 
         module.__class__ = Checkpointed
 
+    @pytest.mark.quick
     def test_cpu_offload(self) -> None:
         policy = CPUOffloadPolicy(pin_memory=DEVICE_TYPE != "cpu")
         pair = self.side_by_side(offload_policy=policy)
@@ -728,6 +734,7 @@ class TestMixedDtypeTraining(FSDPProcessTest):
             pair.train()
         self.assertEqual({p.device.type for p in pair.model.parameters()}, {"cpu"})
 
+    @pytest.mark.quick
     def test_hybrid(self) -> None:
         self.side_by_side(mesh=hybrid_mesh(2)).train()
 
@@ -741,6 +748,7 @@ class TestMixedDtypeTraining(FSDPProcessTest):
                 pair.backward(run)
             pair.step()
 
+    @pytest.mark.quick
     def test_replicate(self) -> None:
         self.side_by_side(replicate_blocks).train()
 

@@ -17,7 +17,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from fsdp_clients.real_models import example_of, EXAMPLES
+from fsdp_common.tiers import quick_alone
 from fsdp_common.utils import (
     BASE_ROOT,
     Collective,
@@ -38,6 +41,9 @@ from torch.testing._internal.common_utils import (
     parametrize,
     run_tests,
 )
+
+
+pytestmark = pytest.mark.long
 
 
 MODELS = ["nemotron_h", "mamba2", "llama_peft"]
@@ -175,7 +181,7 @@ class TestModels(FSDPProcessTest):
         sent = [call for call in recorder.calls if call.numel > 1]
         return models[0], found, sent
 
-    @parametrize("name", MODELS)
+    @parametrize("name", quick_alone("mamba2", MODELS))
     @parametrize("replicas", [1, 2])
     def test_each_step_equals_one_process(self, name: str, replicas: int) -> None:
         model, steps, sent = self.train(name, replicas)

@@ -14,11 +14,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from fsdp_common.release_rules import CHUNK_CAT, FOLLOWS_GRAD_DTYPE, TELLS_FROZEN_DTYPES
 from fsdp_common.run_both import Results, run_on_both
 from fsdp_common.utils import DeviceFreeTest
 
 from torch.testing._internal.common_utils import run_tests
+
+
+pytestmark = pytest.mark.long
 
 
 POLICIES = ("none", "bf16_reduce_fp32", "bf16", "reduce_bf16")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import pytest
 from hypothesis import given, HealthCheck, Phase, seed, settings
 
 from fsdp_common.utils import (
@@ -23,6 +24,9 @@ from fsdp_random.cases import Case, cases, cases_of_replicas, run_case
 import torch.distributed as dist
 from torch.testing._internal.common_distributed import spawn_threads_and_init_comms
 from torch.testing._internal.common_utils import run_tests, TestCase
+
+
+pytestmark = pytest.mark.long
 
 
 CASES = int(os.environ.get("FSDP_RANDOM_CASES", "300"))

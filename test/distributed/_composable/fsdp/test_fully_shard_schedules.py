@@ -21,6 +21,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
+
 from fsdp_common.run_both import Results, run_on_both
 from fsdp_common.utils import DeviceFreeTest
 from fsdp_random.schedules import draw, Schedule, SCHEDULES, STEPS
@@ -30,6 +32,9 @@ from torch.testing._internal.common_utils import (
     parametrize,
     run_tests,
 )
+
+
+pytestmark = pytest.mark.long
 
 
 # Of one rank: what it sends at most to be compared

@@ -21,6 +21,8 @@ import unittest
 from pathlib import Path
 from unittest import mock
 
+import pytest
+
 from fsdp_build.utils import digest_of, REPOSITORY
 from fsdp_common.utils import BASE_ROOT, REPO_ROOT
 
@@ -37,6 +39,9 @@ from torch.testing._internal.common_utils import (
     subtest,
     TestCase,
 )
+
+
+pytestmark = pytest.mark.tools
 
 
 # How many lines of source each change adds and removes at most

@@ -29,6 +29,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
+import pytest
+
 from fsdp_build.utils import (
     BASE_FILES,
     BuildTestCase,
@@ -46,6 +48,9 @@ from torch.testing._internal.common_utils import (
     parametrize,
     run_tests,
 )
+
+
+pytestmark = pytest.mark.tools
 
 
 REAL_MAKE_VENV = environment._make_venv

@@ -18,6 +18,8 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock, skipUnless
 
+import pytest
+
 from fsdp_common.comms import group_of
 from fsdp_common.release_rules import FOLLOWS_GRAD_DTYPE
 from fsdp_common.utils import (
@@ -54,6 +56,8 @@ from torch.testing._internal.common_utils import (
     run_tests,
 )
 
+
+pytestmark = pytest.mark.long
 
 BLOCKS, DIM = 3, 9
 # MiB: never reached, and one that a few buckets reach
@@ -219,6 +223,7 @@ class TestBackward(JoinTest):
 
     world_size = 2
 
+    @pytest.mark.quick
     def test_one_reduction_for_each_dtype(self):
         plain, joined = self.pair()
         found = [

@@ -52,6 +52,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest import mock
 
+import pytest
+
 from fsdp_common.release_rules import FOLLOWS_GRAD_DTYPE
 from fsdp_common.utils import DeviceFreeTest
 from fsdp_late_device.check import unordered
@@ -78,6 +80,9 @@ from torch.testing._internal.common_utils import (
     parametrize,
     run_tests,
 )
+
+
+pytestmark = pytest.mark.long
 
 
 # The reasons are at the top
@@ -123,6 +128,7 @@ class Clean(NamedTuple):
 
 
 class TestSites(DeviceFreeTest):
+    @pytest.mark.quick
     def test_sites(self) -> None:
         names = [str(site) for module in MODULES for site in find_sites(module)]
         self.assertEqual(len(names), len(set(names)))
@@ -152,6 +158,7 @@ class TestSchedules(DeviceFreeTest):
         has_it = hasattr(FSDPModule, "finalize_backward")
         self.assertEqual(len(names), 4 * has_it)
 
+    @pytest.mark.quick
     @parametrize("kind", ["uniform", "mixed"])
     def test_backward_waits_for_a_part_of_a_unit(self, kind: str) -> None:
         """Until all of its reduction is done, though no buffer here needs it."""

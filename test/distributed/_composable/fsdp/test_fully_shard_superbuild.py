@@ -11,10 +11,15 @@ import tempfile
 import unittest
 from pathlib import Path
 
+import pytest
+
 from tools import apply_to_checkout
 from tools.setup_helpers import tree, wheel
 from tools.setup_helpers.releases import known, RELEASES
 from torch.testing._internal.common_utils import run_tests, TestCase
+
+
+pytestmark = pytest.mark.tools
 
 
 REPOSITORY = apply_to_checkout.ROOT

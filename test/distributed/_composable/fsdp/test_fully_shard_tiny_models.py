@@ -12,6 +12,8 @@ import json
 import tempfile
 from collections import Counter
 
+import pytest
+
 from fsdp_clients.real_models import EXAMPLES
 from fsdp_common.utils import (
     BASE_ROOT,
@@ -32,6 +34,9 @@ from torch.testing._internal.common_utils import (
     parametrize,
     run_tests,
 )
+
+
+pytestmark = pytest.mark.long
 
 
 # Runs each in one unit per layer, in a group of one rank

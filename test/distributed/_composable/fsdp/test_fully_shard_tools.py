@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from fsdp_clients.real_models import example_of
 from fsdp_common.utils import (
     DEVICE_TYPE,
@@ -37,6 +39,9 @@ from torch.utils.checkpoint import (
     CheckpointPolicy,
     create_selective_checkpoint_contexts,
 )
+
+
+pytestmark = pytest.mark.long
 
 
 STEPS = 2

@@ -19,6 +19,8 @@ import weakref
 from typing import Any
 from unittest import mock
 
+import pytest
+
 from fsdp_common.run_forked import run_forked
 from fsdp_common.utils import DeviceFreeTest, FakeGroupTest, run_python
 from fsdp_undisturbed.scenarios import (
@@ -58,6 +60,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.testing._internal.common_utils import run_tests
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+
+pytestmark = pytest.mark.long
 
 
 SCRIPT = "fsdp_undisturbed.scenarios"
@@ -100,6 +105,7 @@ class TestMemory(DeviceFreeTest):
 class TestKept(FakeGroupTest):
     ranks = RANKS
 
+    @pytest.mark.quick
     def test_an_explicit_unshard_plans_nothing_anew(self) -> None:
         for name, case in (CASES | MIXED).items():
             model = unit_of(case)
@@ -176,6 +182,7 @@ class Moves(TorchDispatchMode):
 
 
 class TestOffload(DeviceFreeTest):
+    @pytest.mark.quick
     def test_shards_are_moved_one_at_a_time(self) -> None:
         """From the host to a device, which has no memory here, and cast there."""
         shards = [torch.ones(8) for _ in range(5)]

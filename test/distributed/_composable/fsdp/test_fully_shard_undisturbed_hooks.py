@@ -20,6 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
+
 from fsdp_common.run_both import Results, run_on_both
 from fsdp_common.utils import DeviceFreeTest
 from fsdp_undisturbed.hook_orders import (
@@ -36,6 +38,9 @@ from torch.testing._internal.common_utils import (
     parametrize,
     run_tests,
 )
+
+
+pytestmark = pytest.mark.long
 
 
 UNIFORM, MIXED = [*orders()], [*mixed_orders()]

@@ -14,6 +14,7 @@ import zipfile
 from importlib.metadata import distributions
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import parse_wheel_filename
 
@@ -28,6 +29,9 @@ from torch.testing._internal.common_utils import (
     run_tests,
     TestCase,
 )
+
+
+pytestmark = pytest.mark.tools
 
 
 OUR_NEW_FILE = "torch/nn/größe.py"
