@@ -39,7 +39,7 @@ from torch.testing._internal.common_utils import (
 BF16, FP32 = torch.bfloat16, torch.float32
 
 # Prints how many functions of FSDP2 a load calls, by whether it assigns and whether
-# a forward has run, for a unit of as many modules as the argument says
+# a forward has run, in a line for a unit of as many modules as each argument says
 COUNT_CALLS = """
 import json, sys
 import torch, torch.distributed as dist, torch.nn as nn
@@ -48,41 +48,41 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-modules = [nn.Linear(1, 2, bias=False) for _ in range(int(sys.argv[1]))]
-model = fully_shard(nn.Sequential(*modules), mesh=init_device_mesh("cpu", (2,)))
-found = []
-for has_run in (False, True):
-    for assign in (False, True):
-        state, count = model.state_dict(), 0
-        def profile(frame, event, arg):
-            global count
-            path = frame.f_code.co_filename
-            count += event == "call" and "_fully_shard" in path
-        sys.setprofile(profile)
-        model.load_state_dict(state, assign=assign)
-        sys.setprofile(None)
-        found.append(count)
-    model.unshard()
-    model.reshard()
-print(json.dumps(found))
+
+def count_calls(size):
+    modules = [nn.Linear(1, 2, bias=False) for _ in range(size)]
+    model = fully_shard(nn.Sequential(*modules), mesh=init_device_mesh("cpu", (2,)))
+    for has_run in (False, True):
+        for assign in (False, True):
+            state, count = model.state_dict(), 0
+            def profile(frame, event, arg):
+                nonlocal count
+                path = frame.f_code.co_filename
+                count += event == "call" and "_fully_shard" in path
+            sys.setprofile(profile)
+            model.load_state_dict(state, assign=assign)
+            sys.setprofile(None)
+            yield count
+        model.unshard()
+        model.reshard()
+
+for size in sys.argv[1:]:
+    print(json.dumps([*count_calls(int(size))]))
 """
 
 
 class TestCost(DeviceFreeTest):
     def test_calls_for_each_parameter_are_at_most_the_releases(self) -> None:
-        sizes = (50, 500)
-        found = {
-            (size, on_release): json.loads(
-                run_python("-c", COUNT_CALLS, str(size), on_base=on_release)
-            )
-            for size in sizes
+        few, many = (50, 500)
+        args = ("-c", COUNT_CALLS, str(few), str(many))
+        (own_of_few, own), (_, release) = (
+            map(json.loads, run_python(*args, on_base=on_release).splitlines())
             for on_release in (False, True)
-        }
-        few, many = sizes
-        for own, release in zip(found[many, False], found[many, True], strict=True):
-            self.assertLessEqual(own, release)
-            self.assertGreaterEqual(own, many)  # each parameter was looked at
-        for before, after in zip(found[few, False], found[many, False], strict=True):
+        )
+        for mine, theirs in zip(own, release, strict=True):
+            self.assertLessEqual(mine, theirs)
+            self.assertGreaterEqual(mine, many)  # each parameter was looked at
+        for before, after in zip(own_of_few, own, strict=True):
             self.assertEqual(after / many, before / few)
 
 
