@@ -53,7 +53,10 @@ def _run(module: str, args: tuple[str, ...], folder: str) -> None:
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as ended:
-        status = ended.code if isinstance(ended.code, int) else int(bool(ended.code))
+        status = ended.code or 0
+        if not isinstance(status, int):
+            print(status, file=sys.stderr)
+            status = 1
     except BaseException:
         traceback.print_exc()
         status = 1

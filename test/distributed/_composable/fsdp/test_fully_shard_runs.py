@@ -1,20 +1,24 @@
 # Owner(s): ["oncall: distributed"]
 """
-What tests keep of the release: it runs again after any change of what the result comes
-from, and the branch always does.
+How tests run scripts. What the release gave is kept until something that it comes from
+changes, and the branch runs each time: in a fork, as an interpreter would.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import sys
 import tempfile
+import unittest
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
 from fsdp_common import kept, run_both, utils
-from fsdp_common.utils import DeviceFreeTest, run_python
+from fsdp_common.run_forked import run_forked
+from fsdp_common.utils import DeviceFreeTest, REPO_ROOT, run_python
 
 import torch
 from torch.testing._internal.common_utils import run_tests
@@ -184,10 +188,14 @@ class TestWhoKeeps(KeptTest):
             (out / "rank0").write_bytes(b"\x80\x04K\x01.")  # a pickled 1
         return str(self.release if on_base else self.root)
 
+    def fork(self, module: str, *args: str) -> str:
+        return self.start("-m", module, *args, on_base=False)
+
     def test_the_release_runs_once_and_the_branch_each_time(self) -> None:
         with (
             mock.patch.object(utils, "run_anew", self.start),
             mock.patch.object(run_both, "run_anew", self.start),
+            mock.patch.object(run_both, "run_forked", self.fork),
         ):
             for _ in range(2):
                 run_python(*SCRIPT)
@@ -197,6 +205,58 @@ class TestWhoKeeps(KeptTest):
         self.assertEqual(self.started.count(True), 2)
         self.assertEqual(self.started.count(False), 4)
         self.assertEqual(len(self.files()), 2)
+
+
+PROBE = """
+import json, os, sys, torch
+if __name__ == "__main__":
+    found = [__name__, sys.argv[1:], os.getcwd(), torch.__file__, os.environ.get("RANK")]
+    print(json.dumps([*found, "torch._dynamo" in sys.modules]), flush=True)
+    os.system("echo of a process of its own")
+    print("said", file=sys.stderr)
+    exec(sys.argv[-1])
+"""
+
+
+@unittest.skipIf(torch.accelerator.is_available(), "no fork could use it")
+class TestForks(DeviceFreeTest):
+    def setUp(self) -> None:
+        super().setUp()
+        scratch = tempfile.TemporaryDirectory()
+        self.addCleanup(scratch.cleanup)
+        (Path(scratch.name) / "probe.py").write_text(PROBE)
+        for patch in (
+            mock.patch("sys.path", [*sys.path, scratch.name]),
+            mock.patch.dict(os.environ, {"RANK": "3"}),
+        ):
+            patch.start()
+            self.addCleanup(patch.stop)
+
+    def test_is_as_an_interpreter(self) -> None:
+        """But that it has imported torch and its compiler."""
+        for ending in ("pass", "sys.exit()", "sys.exit(0)"):
+            first, *others = run_forked("probe", "a b", ending).splitlines()
+            name, args, folder, torch_file, rank, imported = json.loads(first)
+            self.assertEqual((name, args), ("__main__", ["a b", ending]))
+            self.assertEqual((folder, torch_file), (str(REPO_ROOT), torch.__file__))
+            self.assertEqual((rank, imported), (None, True))
+            self.assertEqual(others, ["of a process of its own"])
+
+    def test_failures_are_told(self) -> None:
+        for ending, status, text in (
+            ("sys.exit(3)", 3, "said\n"),
+            ("sys.exit('why')", 1, "said\nwhy\n"),
+            ("raise ValueError('wrong')", 1, "ValueError: wrong\n"),
+            ("os.kill(os.getpid(), 9)", -9, "said\n"),
+        ):
+            with self.assertRaises(AssertionError) as raised:
+                run_forked("probe", ending)
+            self.assertTrue(str(raised.exception).startswith(f"Exit status {status}:"))
+            self.assertTrue(str(raised.exception).endswith(text), raised.exception)
+
+    def test_what_hangs_is_ended(self) -> None:
+        with self.assertRaisesRegex(TimeoutError, "probe was not done"):
+            run_forked("probe", "import time; time.sleep(600)", timeout=1)
 
 
 if __name__ == "__main__":
