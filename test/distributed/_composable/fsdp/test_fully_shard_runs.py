@@ -157,6 +157,16 @@ class TestKept(KeptTest):
             self.ran(run=fail)
         self.assertFalse((self.root / "kept").exists())
 
+    def test_nothing_is_kept_of_a_run_during_which_a_file_changes(self) -> None:
+        def edit() -> int:
+            self.put("fsdp_second/deep/helper.py", "edited")
+            self.runs += 1
+            return self.runs
+
+        self.assertTrue(self.ran(run=edit))
+        self.put("fsdp_second/deep/helper.py", "fsdp_first, fsdp_second")
+        self.assertTrue(self.ran())
+
     def test_who_asks_for_it_gets_a_new_run_which_is_kept(self) -> None:
         for variable in ("CI", kept.FRESH):
             self.ran()

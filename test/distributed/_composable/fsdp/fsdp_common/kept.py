@@ -14,7 +14,7 @@ import pickle
 import platform
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -53,11 +53,13 @@ def of_release(
     what = repr((args, sorted((env or {}).items())))
     # In the place of what was kept of the same before something changed
     file = release.with_name("kept") / digest(what.encode())
-    key = digest(repr([what, *parts_of_key(release, args)]).encode())
+    key = key_of(release, args, what)
     if not any(map(os.environ.get, (FRESH, "CI"))):
         with contextlib.suppress(OSError, ValueError):
             return pickle.loads(unseal(file.read_bytes(), key))
     result = run()
+    if key_of(release, args, what) != key:  # a file was edited while it ran
+        return result
     file.parent.mkdir(exist_ok=True)
     written = file.with_name(f"{file.name}.{os.getpid()}")
     written.write_bytes(seal(pickle.dumps(result), key))
@@ -76,13 +78,16 @@ def unseal(sealed: bytes, key: str) -> bytes:
     return result
 
 
-def parts_of_key(release: Path, args: Sequence[str]) -> Iterator[object]:
-    """Yields all that the result of a script comes from, in texts."""
-    yield str(release)  # which results name
-    yield surroundings(release)
-    yield sorted(v for v in os.environ.items() if READ_BY_TORCH.match(v[0]))
-    for file in sorted(sources(args)):
-        yield str(file), digest(file.read_bytes())
+def key_of(release: Path, args: Sequence[str], what: str) -> str:
+    """Returns a digest of all that the result of a script comes from."""
+    parts = [
+        what,
+        str(release),  # which results name
+        surroundings(release),
+        sorted(v for v in os.environ.items() if READ_BY_TORCH.match(v[0])),
+        *((str(file), digest(file.read_bytes())) for file in sorted(sources(args))),
+    ]
+    return digest(repr(parts).encode())
 
 
 @functools.cache
