@@ -75,11 +75,13 @@ class TestTiers(TestCase):
         config = REPOSITORY / "pyproject.toml"
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "test_it.py"
-            file.write_text("import pytest\n@pytest.mark.qick\ndef test_it(): pass\n")
+            file.write_text(
+                "import pytest\n@pytest.mark.quickest\ndef test_it(): pass\n"
+            )
             done = subprocess.run(
                 [*command, config, file], capture_output=True, text=True, check=False
             )
-        self.assertIn("'qick' not found in `markers`", done.stdout)
+        self.assertIn("'quickest' not found in `markers`", done.stdout)
 
 
 class TestMake(TestCase):
