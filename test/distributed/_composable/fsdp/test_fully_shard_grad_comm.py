@@ -12,7 +12,7 @@ import itertools
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -81,14 +81,20 @@ def sent_in(i: int) -> torch.dtype:
     return (BF16, FP32, FP16)[i % 3]
 
 
-def policy_of_several(**kwargs: Any) -> MixedPrecisionPolicy:
+def added_in(i: int) -> torch.dtype:
+    """So that buckets do not come in the order in which they are laid out."""
+    return (FP64, FP32, FP32)[i % 3]
+
+
+def policy_of_several(
+    comm: Callable[[int], torch.dtype | None] = sent_in,
+) -> MixedPrecisionPolicy:
     """Sends the gradients of a unit's parameters in three dtypes, by their positions."""
-    position = itertools.count()
+    positions = itertools.count(), itertools.count()
     return MixedPrecisionPolicy(
         BF16,
-        FP32,
-        grad_comm_dtype_override_fn=lambda param: sent_in(next(position)),
-        **kwargs,
+        reduce_dtype_override_fn=lambda param: added_in(next(positions[0])),
+        grad_comm_dtype_override_fn=lambda param: comm(next(positions[1])),
     )
 
 
@@ -218,7 +224,9 @@ class GradCommTest(ThreadTest):
     ) -> list[torch.Tensor]:
         """With :func:`policy_of_several`."""
         return [
-            self.expected(i, spec, comm=sent_in(i), ranks=ranks, **how)
+            self.expected(
+                i, spec, comm=sent_in(i), reduce=added_in(i), ranks=ranks, **how
+            )
             for i, spec in enumerate(specs)
         ]
 
@@ -315,7 +323,7 @@ class TestOneAllToAll(GradCommTest):
     """Buckets that are sent together."""
 
     world_size = 4
-    SPECS = (Spec((5, 3), FP32), Spec((1,), FP32), Spec((6,), BF16), Spec((3, 2), FP64))
+    SPECS = (Spec((5, 3), FP32), Spec((1,), FP32), Spec((6,), BF16), Spec((3, 1), FP64))
 
     def module(self, mesh: DeviceMesh | None = None, **kwargs: Any) -> Weighted:
         mesh = self.mesh() if mesh is None else mesh
@@ -345,8 +353,17 @@ class TestOneAllToAll(GradCommTest):
                 grads = self.full_grads(module)
                 self.assert_all_same(grads, self.expected_mix(self.SPECS))
                 shards = mesh.size(-1)
-                numel = sum(spec.padded_shard_numel(shards) for spec in self.SPECS)
-                self.assertEqual(added, [] if name == "shard" else [numel])
+                numels = {FP64: 0, FP32: 0}
+                for i, spec in enumerate(self.SPECS):
+                    numels[added_in(i)] += spec.padded_shard_numel(shards)
+                self.assertEqual(added, [] if name == "shard" else [*numels.values()])
+
+    def test_beside_a_collective(self):
+        """Which replicas add by itself: two pairs are added in the order of the tree."""
+        policy = policy_of_several(lambda i: None if i == 1 else sent_in(i))
+        module = self.module(self.meshes()["2x2"], mp_policy=policy)
+        self.backward(module, self.SPECS)
+        self.assert_all_same(self.full_grads(module), self.expected_mix(self.SPECS))
 
     def weight(self, rank: int, i: int, batch: int = 0) -> torch.Tensor:
         return given_weight(rank, i, self.SPECS[i], batch).to(BF16)
@@ -374,7 +391,7 @@ class TestOneAllToAll(GradCommTest):
                     batches = [
                         add(
                             [
-                                self.weight(r, i, b).to(sent_in(i)).to(FP32)
+                                self.weight(r, i, b).to(sent_in(i)).to(added_in(i))
                                 for r in ranks
                             ]
                         )
@@ -393,8 +410,10 @@ class TestOneAllToAll(GradCommTest):
         for i, (spec, grad) in enumerate(zip(self.SPECS, self.full_grads(module))):
             parts = []
             for rank in range(self.world_size):
-                first, second = (self.weight(rank, i, b).to(FP32) for b in range(2))
-                parts.append((first + second).to(sent_in(i)).to(FP32))
+                first, second = (
+                    self.weight(rank, i, b).to(added_in(i)) for b in range(2)
+                )
+                parts.append((first + second).to(sent_in(i)).to(added_in(i)))
             self.assert_same(grad, (add(parts) / self.world_size).to(spec.dtype))
 
     def test_settings_that_change_no_bits(self):
@@ -425,7 +444,7 @@ class TestOneAllToAll(GradCommTest):
         ranks = range(self.world_size)
         for i, (spec, grad) in enumerate(zip(self.SPECS, self.full_grads(module))):
             parts = [self.weight(rank, i) * (rank == i) for rank in ranks]
-            total = add([part.to(sent_in(i)).to(FP32) for part in parts])
+            total = add([part.to(sent_in(i)).to(added_in(i)) for part in parts])
             self.assert_same(grad, (total / self.world_size).to(spec.dtype))
 
     def test_a_buffer_that_is_not_aligned(self):

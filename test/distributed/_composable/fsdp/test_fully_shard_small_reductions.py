@@ -439,22 +439,17 @@ class TestFailures(JoinTest):
         model.zero_grad()
         return model
 
-    @parametrize("resets", [True, False])
-    def test_nothing_of_a_failed_backward_is_reduced_later(self, resets: bool) -> None:
+    def test_nothing_of_a_failed_backward_is_reduced_later(self):
         plain, joined = self.model(None), self.model(1.0)
         waiting = group_of(joined[0]).comm_ctx.small_reductions
         for model in (plain, joined):
             self.fail(model)
             self.assertEqual(bool(waiting), model is joined)
-            if resets:
-                model.reset_iter_state()
-                self.assertFalse(waiting)
+            model.reset_iter_state()
+            self.assertFalse(waiting)
             model.zero_grad()
             self.loss(model, 1).backward()
         self.assert_same_grads(plain, joined)
-
-
-instantiate_parametrized_tests(TestFailures)
 
 
 class TestExcluded(JoinTest):
@@ -472,17 +467,25 @@ class TestExcluded(JoinTest):
 
         yield model, count
 
-    @parametrize("which", ["hook", "comm", "factor"])
-    def test_units_with_something_of_their_own(self, which: str) -> None:
+    def test_units_with_another_divide_factor(self):
         [(model, count)] = self.counts()
-        if which == "hook":
-            model[1].set_all_reduce_hook(lambda output: None)
-        elif which == "comm":
-            model[1].set_custom_reduce_scatter(Watched())
-        else:
-            model[1].set_gradient_divide_factor(2.0)
+        model[1].set_gradient_divide_factor(2.0)
         # Three reductions of that unit, and three of the others
         self.assertEqual(count(), 6)
+        self.assert_nothing_waits(model)
+
+    @parametrize("which", ["hook", "comm"])
+    def test_units_that_reduce_in_their_own_way(self, which: str) -> None:
+        """Each of its own, also where all of them have the same."""
+        [(model, count)] = self.counts()
+        seen, comm = [], Watched()
+        for unit in model[1:]:
+            if which == "hook":
+                unit.set_all_reduce_hook(seen.append)
+            else:
+                unit.set_custom_reduce_scatter(comm)
+        self.assertEqual(count(), 3 * BLOCKS)
+        self.assertEqual(len(seen), 6 if which == "hook" else 0)
         self.assert_nothing_waits(model)
 
     def test_deferred_all_reduces(self):

@@ -606,8 +606,6 @@ class FSDPParamGroup(PluginNames):
         is_first_module = self._training_state != TrainingState.FORWARD
         if is_first_module:
             self._look_for_traces_once_per_forward()
-            if self.comm_ctx.small_reductions and not is_bw():
-                self.comm_ctx.small_reductions.clear()  # of a backward that failed
         with self._hook_range("FSDP::pre_forward"):
             self._training_state = TrainingState.FORWARD
             self._unshard_now()
