@@ -88,11 +88,12 @@ def added_in(i: int) -> torch.dtype:
 
 def policy_of_several(
     comm: Callable[[int], torch.dtype | None] = sent_in,
+    compute: torch.dtype | None = BF16,
 ) -> MixedPrecisionPolicy:
     """Sends the gradients of a unit's parameters in three dtypes, by their positions."""
     positions = itertools.count(), itertools.count()
     return MixedPrecisionPolicy(
-        BF16,
+        compute,
         reduce_dtype_override_fn=lambda param: added_in(next(positions[0])),
         grad_comm_dtype_override_fn=lambda param: comm(next(positions[1])),
     )
@@ -213,20 +214,17 @@ class GradCommTest(ThreadTest):
         batch: int = 0,
         divisor: float | None = None,
         ranks: int | None = None,
+        compute: torch.dtype = BF16,
     ) -> torch.Tensor:
         ranks = ranks or self.world_size
         weights = [given_weight(rank, i, spec, batch) for rank in range(ranks)]
-        total = add([weight.to(BF16).to(comm).to(reduce) for weight in weights])
+        total = add([weight.to(compute).to(comm).to(reduce) for weight in weights])
         return (total / (divisor or ranks)).to(spec.dtype)
 
-    def expected_mix(
-        self, specs: Sequence[Spec], ranks: int | None = None, **how: Any
-    ) -> list[torch.Tensor]:
+    def expected_mix(self, specs: Sequence[Spec]) -> list[torch.Tensor]:
         """With :func:`policy_of_several`."""
         return [
-            self.expected(
-                i, spec, comm=sent_in(i), reduce=added_in(i), ranks=ranks, **how
-            )
+            self.expected(i, spec, comm=sent_in(i), reduce=added_in(i))
             for i, spec in enumerate(specs)
         ]
 
@@ -258,26 +256,37 @@ class TestRanks(GradCommTest):
             self.assert_all_same(self.full_grads(module), expected)
 
     @parametrize("ranks", (1, 2, 3, 4, 5, 7))
-    @parametrize("kind", ("dense", "any_dim"))
-    def test_one_all_to_all_for_any_mix(self, ranks: int, kind: str) -> None:
+    @parametrize("is_cast", (True, False))
+    def test_one_all_to_all_for_any_mix(self, ranks: int, is_cast: bool) -> None:
         mesh = DeviceMesh(THREAD_DEVICE_TYPE, torch.arange(ranks))
         if self.rank >= ranks:
             return
-        specs = mixed_specs(ranks)
-        if kind == "dense":  # what one kernel copies in
-            specs = [Spec(spec.size, spec.dtype) for spec in specs]
-        module = sharded(
-            specs, mesh, device=THREAD_DEVICE_TYPE, mp_policy=policy_of_several()
-        )
+        specs, how = mixed_specs(ranks), {}
+        policy = policy_of_several()
+        if not is_cast:  # what is copied in as bytes
+            specs = [Spec(spec.size, sent_in(i)) for i, spec in enumerate(specs)]
+            policy, how = policy_of_several(compute=None), {"as_stored": True}
+        module = sharded(specs, mesh, device=THREAD_DEVICE_TYPE, mp_policy=policy)
         module.set_custom_reduce_scatter(comm := Counted())
-        self.backward(module, specs)
-        self.assert_all_same(self.full_grads(module), self.expected_mix(specs, ranks))
-        nbytes = ranks * sum(
+        self.backward(module, specs, **how)
+        expected = [
+            self.expected(
+                i,
+                spec,
+                comm=sent_in(i),
+                reduce=added_in(i),
+                ranks=ranks,
+                compute=BF16 if is_cast else spec.dtype,
+            )
+            for i, spec in enumerate(specs)
+        ]
+        self.assert_all_same(self.full_grads(module), expected)
+        nbytes = sum(
             spec.padded_shard_numel(ranks) * sent_in(i).itemsize
             for i, spec in enumerate(specs)
         )
-        nbytes += ranks * (-(nbytes // ranks) % 4)
-        sent = [("exchange", torch.uint8, nbytes)] if ranks > 1 else []
+        nbytes += -nbytes % 4
+        sent = [("exchange", torch.uint8, ranks * nbytes)] if ranks > 1 else []
         self.assertEqual(comm.sent, sent)
 
 
@@ -317,6 +326,33 @@ class TestMeshes(GradCommTest):
             found += self.full_grads(module)
         expected = self.expected(0, specs[0])
         self.assertFalse(any(torch.equal(grad, expected) for grad in found))
+
+
+class TestBytes(GradCommTest):
+    """One kernel copies in what is not cast."""
+
+    world_size = 3
+
+    def setUp(self) -> None:
+        others = mock.patch.object(_fsdp_collectives, "copy_in_grads", None)
+        others.start()  # before the threads
+        self.addCleanup(others.stop)
+        super().setUp()
+
+    def test_no_other_copies_in(self):
+        specs = [Spec((3, 5), BF16), Spec((1,), FP32), Spec((9,), FP16)]
+        policy = policy_of_several(compute=None)
+        module = sharded(
+            specs, self.mesh(), device=THREAD_DEVICE_TYPE, mp_policy=policy
+        )
+        self.backward(module, specs, as_stored=True)
+        expected = [
+            self.expected(
+                i, spec, comm=spec.dtype, reduce=added_in(i), compute=spec.dtype
+            )
+            for i, spec in enumerate(specs)
+        ]
+        self.assert_all_same(self.full_grads(module), expected)
 
 
 class TestOneAllToAll(GradCommTest):
