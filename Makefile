@@ -1,56 +1,52 @@
 # Every target builds in place first; a build that is up to date takes no time.
 
 PYTHON3 ?= python3
-PYTHON := .venv/bin/python
 # Names that a user gives go through the environment: a shell would split them.
 SETUP := "$$PYTHON3" -B -m tools.setup_helpers
-export PYTHON3 FILE
+export PYTHON3 NPROC STEPS POLICY DEVICE
 
-# The release to build on, under another name: BASE is a common one.  What a recipe
+# The release to build on, under another name: RELEASE is a common one.  What a recipe
 # starts is not told what was told to this make.
-BASE ?= $(TORCH_BASE)
-export TORCH_BASE := $(BASE)
-unexport BASE MAKEFLAGS QUICK ARGS
-# Another base than the default has a tree of its own, with the same commands.
-IN_TREE = $(if $(TORCH_BASE),cd "$$($(SETUP) tree)" &&)
+RELEASE ?= $(TORCH_RELEASE)
+export TORCH_RELEASE := $(RELEASE)
+unexport RELEASE MAKEFLAGS QUICK ARGS
+VENV = $(if $(TORCH_RELEASE),build/$(TORCH_RELEASE)/.venv,.venv)
+PYTHON = "$(VENV)/bin/python"
 
-# The wheel of the base release; empty: whatever pip finds.
-export TORCH_BASE_WHEEL
+# The wheel of the release; empty: whatever pip finds.
+export TORCH_WHEEL
 
 # lintrunner keeps its state under XDG_DATA_HOME, and finds the linters on PATH.
-# It checks the clone's files, whichever tree has the base and the linters.
-LINT = $(IN_TREE) LINT_TREE="$$PWD" PATH="$$PWD/.venv/bin:$$PATH" && \
-  export LINT_TREE PATH && cd "$$(git rev-parse --show-toplevel)" && \
-  XDG_DATA_HOME="$$PWD/build/lint" lintrunner
+LINT = PATH="$$PWD/$(VENV)/bin:$$PATH" XDG_DATA_HOME="$$PWD/build/lint" lintrunner
 PATHS := git ls-files --cached --others --exclude-standard
 
 .DEFAULT_GOAL := help
-.PHONY: help python setup models train test test-tools clients series bench lint wheel fork clean
+.PHONY: help python setup models train test test-tools clients series bench lint wheel clean
 
 help:  ## show this list
 	@echo "make TARGET, where TARGET is one of"
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-11s%s\n", $$1, $$2 }' Makefile
-	@$(SETUP) bases 2>/dev/null || true
+	@$(SETUP) releases 2>/dev/null || true
 
 python:
 	@command -v "$$PYTHON3" >/dev/null || \
 	  { echo "error: $$PYTHON3 is not there; choose a Python with PYTHON3=PATH" >&2; exit 1; }
 
-setup: python  ## build in place: .venv, build/base, links (TORCH_BASE_WHEEL=PATH, PYTHON3=PATH)
+setup: python  ## build in place: .venv, build/base (TORCH_WHEEL=PATH, PYTHON3=PATH)
 	@$(SETUP) setup
 
 models: python  ## set up, with the packages that the examples of real models train
 	@$(SETUP) setup --models
 
 train: setup  ## train a model of mixed dtypes (NPROC= STEPS= POLICY= DEVICE=)
-	@$(IN_TREE) $(PYTHON) examples/train_mixed_dtype.py $(if $(NPROC),--nproc $(NPROC)) \
-	  $(if $(STEPS),--steps $(STEPS)) $(if $(POLICY),--policy $(POLICY)) \
-	  $(if $(DEVICE),--device $(DEVICE))
+	@$(PYTHON) examples/train_mixed_dtype.py $(if $(NPROC),--nproc "$$NPROC") \
+	  $(if $(STEPS),--steps "$$STEPS") $(if $(POLICY),--policy "$$POLICY") \
+	  $(if $(DEVICE),--device "$$DEVICE")
 
 # Files of torch and of other packages are compiled once, for the processes that tests
 # start too. What pip compiles would lie elsewhere.
 test test-tools: export PIP_COMPILE = 0
-PYTEST = $(IN_TREE) PYTHONPYCACHEPREFIX="$$PWD/build/pycache" PYTHONDONTWRITEBYTECODE= \
+PYTEST = PYTHONPYCACHEPREFIX="$$PWD/build/pycache" PYTHONDONTWRITEBYTECODE= \
   $(PYTHON) -m pytest --durations=10 $(if $(QUICK),--quick)
 SIDE_BY_SIDE = --numprocesses=auto --dist=loadfile
 
@@ -73,31 +69,27 @@ test-tools: models  ## run those of what surrounds the branch: set-up, wheels, b
 CLIENTS = test/distributed/_composable/fsdp/fsdp_clients/with_*.py
 clients: python  ## train with torchtitan, trl, torchao, lightning and others (ARGS=...)
 	@$(SETUP) setup --clients
-	@$(IN_TREE) PYTHONPYCACHEPREFIX="$$PWD/build/pycache" PYTHONDONTWRITEBYTECODE= \
-	  build/clients/bin/python -m pytest --durations=10 $(or $(ARGS),$(CLIENTS))
+	@PYTHONPYCACHEPREFIX="$$PWD/build/pycache" PYTHONDONTWRITEBYTECODE= \
+	  "$(VENV)/clients/bin/python" -m pytest --durations=10 $(or $(ARGS),$(CLIENTS))
 
-# The series edits one release's own files: it runs on that, whatever BASE is
-series: export TORCH_BASE = $(shell awk -F '"' '/^RELEASE = / { print $$2 }' tools/upstream/series.py)
+# The series edits one release's own files: it runs on that, whatever RELEASE is
+series: export TORCH_RELEASE = $(shell awk -F '"' '/^RELEASE = / { print $$2 }' tools/upstream/series.py)
 series: setup  ## make the edits for upstream change by change, and run the tests of each
-	@$(IN_TREE) $(PYTHON) -m pytest --capture=no $(or $(ARGS),-k TestOnRelease) \
+	@$(PYTHON) -m pytest --capture=no $(or $(ARGS),-k TestOnRelease) \
 	  test/distributed/_composable/fsdp/test_fully_shard_series.py
 
-bench: setup  ## measure beside the base release (QUICK=1 DOCS=1 ARGS=...)
-	@$(IN_TREE) $(PYTHON) benchmarks/distributed/fsdp/bench.py $(if $(QUICK),--quick) \
+bench: setup  ## measure beside the release (QUICK=1 DOCS=1 ARGS=...)
+	@$(PYTHON) benchmarks/distributed/fsdp/bench.py $(if $(QUICK),--quick) \
 	  $(if $(DOCS),--docs) $(ARGS)
 
-lint: setup  ## check every file that git tracks or would add (ARGS=-a mends)
+lint: setup  ## check every file that git tracks or would add (ARGS=-a fixes)
 	@mkdir -p build/lint
 	@{ $(LINT) init; } >build/lint/init.log 2>&1 || { cat build/lint/init.log >&2; exit 1; }
 	@$(LINT) --paths-cmd '$(PATHS)' $(ARGS)
 
 # A wheel that is named need not be one for this Python, so it is not laid out.
-wheel: $(if $(TORCH_BASE_WHEEL),python,setup)  ## write the branch's wheel into build/dist (TORCH_BASE_WHEEL=PATH)
+wheel: $(if $(TORCH_WHEEL),python,setup)  ## write the branch's wheel into build/dist (TORCH_WHEEL=PATH)
 	@$(SETUP) wheel
-
-fork: setup  ## make a file of the base ours: FILE=torch/...
-	@test -n "$$FILE" || { echo "error: name the file: make fork FILE=torch/..." >&2; exit 1; }
-	@$(SETUP) fork -- "$$FILE"
 
 clean:  ## leave the clone as it was
 	@$(SETUP) clean

@@ -2,11 +2,11 @@
 
     pip install --no-build-isolation -v -e .
 
-The base is fetched, unpacked and linked as by ``make setup``; pip then installs
-what the base requires, and no more unless an extra is named, ``'.[examples]'`` or
-``'.[dev]'``; and it puts this folder on the environment's import path.  There is
-no other kind of build here: ``make wheel`` writes the wheel.  ``TORCH_BASE=VERSION``
-in the environment takes another release; its tree is a folder of this one.
+The release is fetched and unpacked as by ``make setup``; pip then installs what it
+requires, and no more unless an extra is named, ``'.[examples]'`` or ``'.[dev]'``; and
+it puts the tree of links on the environment's import path.  There is no other kind of
+build here: ``make wheel`` writes the wheel.  ``TORCH_RELEASE=VERSION`` in the
+environment takes another release.
 """
 
 import sys
@@ -26,7 +26,7 @@ from tools.setup_helpers.editable import (  # noqa: E402
 )
 
 
-# Not "torch": the base's own dist-info, linked at the root, goes by that name.
+# Not "torch": the release's own dist-info, linked in the tree, goes by that name.
 NAME = "torch-fsdp2-mixed-dtype"
 
 

@@ -62,7 +62,6 @@ BRANCH = "fsdp2-mixed-dtype"
 STAYS_OF = {
     "build": (
         "fsdp_build",
-        "test_fully_shard_bases",
         "test_fully_shard_build",
         "test_fully_shard_runner",
         "test_fully_shard_setup_faults",
@@ -126,11 +125,8 @@ def files_to_lay(root: Path) -> dict[str, Path]:
 
     They are the sources and their tests.
     """
-    tracked = tree.known_to_git(root)
-    tests = tracked or set(tree.files_on_disk(root, "test"))
-    tests = {p for p in tests if p.startswith("test/") and not stays_here(p)}
-    files = tree.released_files(root, tracked) | tests
-    return {LAID_AS.get(path, path): root / path for path in sorted(files)}
+    files = sorted(tree.released_files(root, "torch", "test"))
+    return {LAID_AS.get(p, p): root / p for p in files if not stays_here(p)}
 
 
 def check_tree(checkout: Path) -> Release:

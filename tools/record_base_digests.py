@@ -3,8 +3,8 @@
 
     python3 tools/record_base_digests.py [WHEEL ...]
 
-Run it after ``make setup`` and ``make setup BASE=...`` when another file of the base
-becomes ours, or the branch is to fit another release.  ``tools/base_digests.json``
+Run it after ``make setup`` and ``make setup RELEASE=...`` when another file of the
+release becomes ours, or the branch is to fit another release.  ``tools/base_digests.json``
 then holds, for each release, the digest of each file that ours replace, and of those
 that lie beside them: they call each other.  What is written of a release that is not
 set up here, and of which no wheel is named, stays as it was.
@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tools.setup_helpers import mirror, tree, wheel  # noqa: E402
+from tools.setup_helpers import tree, wheel  # noqa: E402
+from tools.setup_helpers.build import Build  # noqa: E402
 from tools.setup_helpers.digests import DIGESTS  # noqa: E402
-from tools.setup_helpers.inplace import InPlaceBuild  # noqa: E402
 from tools.setup_helpers.releases import RELEASES  # noqa: E402
 from tools.setup_helpers.report import Progress, SetupError  # noqa: E402
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 def record(root: Path, base: Path | zipfile.Path) -> dict[str, Any]:
     """Returns the commit and the digests of a release, unpacked or a wheel."""
-    own = tree.own_files(root, tree.known_to_git(root))
+    own = tree.own_files(root)
     replaced = sorted(path for path in own if (base / path).is_file())
     files = {
         f"{folder}/{file.name}": file
@@ -62,11 +62,10 @@ def record_all(root: Path, wheels: Iterable[Path] = ()) -> dict[str, Any]:
     path = root / DIGESTS
     before = json.loads(path.read_text()) if path.exists() else {}
     progress = Progress(quiet=True)
-    clone = InPlaceBuild(root, progress)
     found: dict[str, Path | zipfile.Path] = {}
     for release in RELEASES:
-        base = mirror.build_of(clone, release).base
-        if base.is_dir() and release.is_of(wheel.unpacked_version(base)):
+        base = Build(root, progress, release).base
+        if base.is_dir():
             found[release.version] = base
     for path in wheels:
         release = wheel.release_of(path)
@@ -80,16 +79,15 @@ def record_all(root: Path, wheels: Iterable[Path] = ()) -> dict[str, Any]:
 
 
 def main(arguments: list[str], root: Path = ROOT) -> int:
-    clone = tree.clone_of(root)
     try:
-        recorded = record_all(clone, [Path(name) for name in arguments])
+        recorded = record_all(root, [Path(name) for name in arguments])
     except (SetupError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    (clone / DIGESTS).write_text(json.dumps(recorded, indent=2) + "\n")
+    (root / DIGESTS).write_text(json.dumps(recorded, indent=2) + "\n")
     lacking = [r.version for r in RELEASES if r.version not in recorded]
     for version in lacking:
-        print(f"note: nothing is known of {version}: make setup BASE={version}")
+        print(f"note: nothing is known of {version}: make setup RELEASE={version}")
     return 0
 
 

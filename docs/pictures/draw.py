@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT))  # where tools/ is
+
 try:
     from matplotlib import pyplot as plt
     from matplotlib.axes import Axes

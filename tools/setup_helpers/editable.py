@@ -7,22 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tools.setup_helpers import wheel
+from tools.setup_helpers.build import Build, CLIENTS, EXAMPLES, MODELS, REQUIREMENTS
 from tools.setup_helpers.cli import given_wheel
 from tools.setup_helpers.environment import installed_torch
-from tools.setup_helpers.inplace import (
-    CLIENTS,
-    EXAMPLES,
-    InPlaceBuild,
-    MODELS,
-    REQUIREMENTS,
-)
-from tools.setup_helpers.mirror import build_of
 from tools.setup_helpers.releases import chosen_release, DEFAULT
 from tools.setup_helpers.report import explain, Progress, SetupError
 
 
 # The commands by which pip asks for the requirements of an editable install.
-# They are known only once the base is there.
+# They are known only once the release is there.
 METADATA_COMMANDS = {"dist_info", "editable_wheel", "develop"}
 # By what follows the name in `pip install -e '.[dev]'`
 EXTRAS = {
@@ -37,7 +30,7 @@ class Metadata:
     """What pip is told, to install it beside the path file that it writes."""
 
     requirements: list[str] = field(default_factory=list)
-    """The base's alone: who uses the branch needs no more than who uses the base."""
+    """The release's alone: who uses the branch needs no more than who uses that."""
     extras: dict[str, list[str]] = field(default_factory=dict)
     scripts: list[str] = field(default_factory=list)
     version: str = DEFAULT.version
@@ -46,10 +39,9 @@ class Metadata:
 
 
 def build_in_place(root: Path) -> Metadata:
-    """Lays the base under ``root``; returns what pip must know of it."""
-    build = InPlaceBuild(root, Progress())
+    """Lays the tree of a release; returns what pip must know of it."""
     try:
-        build = build_of(build, chosen_release() or DEFAULT)
+        build = Build(root, Progress(), chosen_release() or DEFAULT)
         version = installed_torch()
         if version is not None:
             raise SetupError(
@@ -67,7 +59,7 @@ def build_in_place(root: Path) -> Metadata:
         extras=extras_of(root),
         scripts=scripts,
         version=build.release.version,
-        folder=build.root.relative_to(root).as_posix(),
+        folder=build.branch.relative_to(root).as_posix(),
     )
 
 

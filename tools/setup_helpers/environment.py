@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tools.setup_helpers.files import PARTIAL, write_whole
+from tools.setup_helpers.files import write_whole
 from tools.setup_helpers.report import SetupError
 
 
@@ -88,7 +88,7 @@ class Pip:
         if problem:
             raise SetupError(
                 f"pip cannot fetch {requirement}: {problem}; "
-                "TORCH_BASE_WHEEL=PATH takes a wheel from the disk"
+                "TORCH_WHEEL=PATH takes a wheel from the disk"
             )
 
     def install(self, requirements: Sequence[str], *files: Path) -> None:
@@ -134,23 +134,12 @@ def _last_error(stderr: str) -> str:
 
 
 class Environment:
-    """The ``.venv`` of the tree, or one that lies over it in another folder."""
+    """The ``.venv`` of a release, or one that lies over it."""
 
-    def __init__(self, root: Path, folder: Path | None = None) -> None:
-        self.root = root
-        self.folder = folder or root / ".venv"
-        self.python = self.folder / "bin" / "python"
-        self.stamp = Stamp(self.folder / "setup.json")
-
-    @property
-    def is_foreign(self) -> bool:
-        """Whether somebody else made the folder: then it is not ours to replace.
-
-        One with nothing in it is what a set-up leaves that was killed right then.
-        """
-        if not self.folder.exists() or self.stamp.path.exists():
-            return False
-        return any(not entry.name.endswith(PARTIAL) for entry in self.folder.iterdir())
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.python = folder / "bin" / "python"
+        self.stamp = Stamp(folder / "setup.json")
 
     @property
     def is_current(self) -> bool:
@@ -167,9 +156,8 @@ class Environment:
                     f"environment; on Debian and Ubuntu, apt install "
                     f"python{version}-venv"
                 )
-        self.folder.mkdir()
+        self.folder.mkdir(parents=True)
         self.stamp = Stamp(self.stamp.path)
-        self.stamp.put("python", None)
         # From inside a virtual environment, the Python that it was made with.
         python = getattr(sys, "_base_executable", None) or sys.executable
         _make_venv(python, "venv", "--without-pip", str(self.folder))
@@ -187,22 +175,32 @@ class Environment:
         lines = "".join(f"{folder}\n" for folder in folders)
         _write_if_changed(self.site_packages / PTH_NAME, os.fsencode(lines))
 
-    def point_at_tree(self, scripts: dict[str, str]) -> None:
-        """Puts the tree on the import path, and the base's commands into bin."""
-        self.point_at(self.root)
+    def add_scripts(self, scripts: dict[str, str]) -> None:
+        """Puts the release's commands into bin."""
         for name, target in scripts.items():
             module, _, function = target.partition(":")
             text = _SCRIPT.format(module=module, function=function)
             _write_if_changed(self.folder / "bin" / name, text.encode(), mode=0o755)
+
+    def installed(self) -> list[str]:
+        """Returns what tells whether its packages changed."""
+        return [str(self.stamp.get(key)) for key in ("python", *INSTALLED)]
 
     def has_installed(self, entry: str, requirements: list[str], *ours: Path) -> bool:
         """Whether the stamp's ``entry`` is of these requirements."""
         return self.stamp.get(entry) == _requirements_digest(requirements, *ours)
 
     def install(
-        self, entry: str, pip: Pip, requirements: list[str], *ours: Path
+        self,
+        entry: str,
+        pip: Pip,
+        requirements: list[str],
+        *ours: Path,
+        made_of: list[str] | None = None,
     ) -> None:
-        """Installs what the base requires and the files of the fork name.
+        """Installs what the release requires and our files name.
+
+        ``made_of`` is what ``has_installed`` is to be asked for, if that is more.
 
         A pip that is cut off may leave any package in halves, those of another
         entry too: until it is done, none holds.
@@ -211,7 +209,7 @@ class Environment:
         for key in INSTALLED:
             self.stamp.put(key, None)
         pip.install(requirements, *ours)
-        others[entry] = _requirements_digest(requirements, *ours)
+        others[entry] = _requirements_digest(made_of or requirements, *ours)
         for key, value in others.items():
             self.stamp.put(key, value)
 
@@ -219,7 +217,7 @@ class Environment:
         return {
             "abi": str(sysconfig.get_config_var("SOABI")),
             "home": os.path.realpath(sys.base_prefix),
-            "root": str(self.root),
+            "folder": str(self.folder),
         }
 
 

@@ -17,12 +17,12 @@ class Release:
     """A release of torch, and what pip fetches where nobody names a wheel."""
 
     version: str
-    wheel_nbytes: int = 0
-    """The size of its wheel; 0 where that is up to the index: CUDA or not."""
-    disk_nbytes: int = 0
-    """What the tree takes in the end: wheel, base and environment."""
-    required_nbytes: int = 0
-    """What the packages take that a build for CUDA requires; part of the above."""
+    wheel_nbytes: int
+    """The size of its wheel, as pip's own index has it or the one for CPUs."""
+    disk_nbytes: int
+    """What takes that wheel on the disk, unpacked and with what it requires."""
+    cuda_nbytes: int = 4_900_000_000
+    """What the packages take that any build for CUDA requires."""
 
     @property
     def requirement(self) -> str:
@@ -34,13 +34,14 @@ class Release:
 
 
 RELEASES = (
-    Release("2.13.0"),
-    Release("2.14.1", 555_000_000, 6_600_000_000, 4_900_000_000),
-    Release("2.15.0", 539_000_000, 6_600_000_000, 4_900_000_000),
+    # The least: which build there is for it is up to pip's index
+    Release("2.13.0", 192_000_000, 1_500_000_000),
+    Release("2.14.1", 555_000_000, 6_600_000_000),
+    Release("2.15.0", 539_000_000, 6_600_000_000),
 )
 DEFAULT = RELEASES[0]
-# What make calls BASE: that name is too common for an environment.
-VARIABLE = "TORCH_BASE"
+# What make calls RELEASE: that name is too common for an environment.
+VARIABLE = "TORCH_RELEASE"
 
 
 def known(last: str = "and") -> str:
@@ -54,7 +55,7 @@ def find_release(version: str) -> Release:
         if release.version == version:
             return release
     raise SetupError(
-        f"BASE={version} is no release that this branch is for: these are {known()}"
+        f"RELEASE={version} is no release that this branch is for: these are {known()}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Which files of the tree are the fork's own, and what git must not pick up."""
+"""Which files are ours, and the tree of links that lays them over a release."""
 
 from __future__ import annotations
 
@@ -7,18 +7,11 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tools.setup_helpers.files import write_whole
 from tools.setup_helpers.report import SetupError
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-
-
-BASE = Path("build/base")
-# In the tree of another base than the default: what its set-up copied there.
-MIRROR_STAMP = Path("build/mirror.json")
-_REGULAR_FILE_MODES = ("100644", "100755")
 
 
 def run_git(root: Path, *arguments: str) -> str | None:
@@ -60,48 +53,6 @@ def has_git(root: Path) -> bool:
     return top is not None and Path(top.rstrip("\n")).resolve() == root.resolve()
 
 
-def clone_of(root: Path) -> Path:
-    """Returns the clone whose files the tree at ``root`` has; mostly ``root`` itself.
-
-    The tree of another base lies in the clone, in ``build/VERSION``.
-    """
-    return root.parents[1] if (root / MIRROR_STAMP).is_file() else root
-
-
-def known_to_git(root: Path) -> set[str]:
-    """Returns the tracked files, or none where there is no git to ask."""
-    clone = clone_of(root)
-    return tracked_files(clone) if has_git(clone) else set()
-
-
-def is_base_link(path: Path | os.DirEntry[str], root: Path) -> bool:
-    """Whether ``path`` is a link that set-up laid: one into ``build/base``."""
-    if not path.is_symlink():
-        return False
-    target = os.path.join(os.path.dirname(os.fspath(path)), os.readlink(path))
-    base = os.path.join(root, BASE)
-    return os.path.normpath(target).startswith(os.path.normpath(base) + os.sep)
-
-
-def tracked_files(root: Path) -> set[str]:
-    """Returns the regular files in git's index, as paths from the root."""
-    listing = demand_git(root, "list the tracked files", "ls-files", "--stage", "-z")
-    files = set()
-    for record in filter(None, listing.split("\0")):
-        entry, path = record.split("\t", 1)
-        if entry.split(" ", 1)[0] in _REGULAR_FILE_MODES:
-            files.add(path)
-    return files
-
-
-def top_folders(root: Path) -> set[str]:
-    """Returns the folders at the root that the base shares with the fork."""
-    tops = {"torch", "torchgen", "functorch"}
-    if (root / BASE).is_dir():
-        tops.update(entry.name for entry in os.scandir(root / BASE) if entry.is_dir())
-    return tops
-
-
 def parents_of(paths: Iterable[str]) -> set[str]:
     """Returns every folder above any of ``paths``, up to below the root."""
     parents = set()
@@ -112,119 +63,91 @@ def parents_of(paths: Iterable[str]) -> set[str]:
     return parents
 
 
-def files_on_disk(root: Path, top: str) -> Iterator[str]:
-    """Yields what lies under ``root/top`` and is no link into the base.
+def files_under(root: Path, top: str) -> set[str]:
+    """Returns the files under ``root/top``, by path from ``root``.
 
-    Bytecode is nobody's source; links are not followed.
+    Bytecode is nobody's source.
     """
-    pending = [top]
-    while pending:
-        folder = pending.pop()
-        if os.path.islink(root / folder) or not os.path.isdir(root / folder):
-            continue
-        with os.scandir(root / folder) as entries:
-            for entry in entries:
-                path = f"{folder}/{entry.name}"
-                if entry.name == "__pycache__" or is_base_link(entry, root):
-                    continue
-                if entry.is_dir(follow_symlinks=False):
-                    pending.append(path)
-                else:
-                    yield path
+    found = (root / top).rglob("*")
+    return {
+        path.relative_to(root).as_posix()
+        for path in found
+        if path.is_file() and "__pycache__" not in path.parts
+    }
 
 
-def own_files(root: Path, tracked: set[str]) -> set[str]:
-    """Returns the files that take the place of the base's.
+def own_files(root: Path) -> set[str]:
+    """Returns the files that take the place of the release's, or are new."""
+    return files_under(root, "torch")
 
-    They are the ``tracked`` ones and the regular ones on the disk.  Without
-    git there are only the latter.  With git, a regular file that is not
-    tracked yet is somebody's work, to be kept until it is tracked or gone.
+
+def released_files(root: Path, *tops: str) -> set[str]:
+    """Returns the files under ``tops`` that a wheel or a source checkout gets from us.
+
+    With git they are the tracked ones alone, and under ``torch`` there must be no
+    other that git would add: left out it would be missed, taken in it may be a draft.
     """
-    tops = top_folders(root)
-    own = {path for top in tops for path in files_on_disk(root, top)}
-    return own | {path for path in tracked if path.partition("/")[0] in tops}
+    if not has_git(root):
+        return {path for top in tops for path in files_under(root, top)}
 
+    def listed(*arguments: str) -> set[str]:
+        output = demand_git(root, "list our files", "ls-files", "-z", *arguments)
+        return set(filter(None, output.split("\0")))
 
-def released_files(root: Path, tracked: set[str]) -> set[str]:
-    """Returns the files that a wheel or a source checkout gets from us.
-
-    With git they are the ``tracked`` ones alone, and there must be no other
-    that git would add: left out it would be missed, taken in it may be a draft.
-    """
-    own = own_files(root, tracked)
-    if not tracked:
-        return own
-    untracked = own - tracked
-    asked = ("ls-files", "--others", "--exclude-standard", "-z")
-    listing = run_git(clone_of(root), *asked) or ""
-    drafts = sorted(untracked & set(listing.split("\0")))
+    drafts = sorted(listed("--others", "--exclude-standard", "--", "torch"))
     if drafts:
         raise SetupError(f"git does not track {', '.join(drafts)}: add or remove it")
-    return own - untracked
+    return listed("--", *tops)
 
 
-def uncover_tracked(root: Path, tracked: set[str]) -> list[str]:
-    """Writes the tracked files anew that have a link of ours in their place.
+def plan_links(release: Path, ours: Path, own: set[str]) -> dict[str, str]:
+    """Returns what each link of a tree leads to, by path from the tree's root.
 
-    That is so after a file was put into git's index alone, below a folder or at
-    a path that was a link until now.
+    A folder of the ``release`` that holds none of our ``own`` files is one link.
     """
-    covered = []
-    for path in sorted(tracked):
-        places = [path, *parents_of([path])]
-        if any(is_base_link(root / place, root) for place in places):
-            covered.append(path)
-    if covered:
-        task = f"restore {', '.join(covered)} from its index"
-        demand_git(root, task, "checkout-index", "-f", "--", *covered)
-    return covered
+    real_folders = parents_of(own)
+    targets = {path: str(ours / path) for path in own}
+    pending = [""]
+    while pending:
+        folder = pending.pop()
+        with os.scandir(release / folder) as entries:
+            for entry in entries:
+                path = f"{folder}/{entry.name}" if folder else entry.name
+                if entry.name == "__pycache__" or path in own:
+                    continue
+                if path not in real_folders:
+                    targets[path] = entry.path
+                elif entry.is_dir():
+                    pending.append(path)
+    return targets
 
 
-class ExcludeBlock:
-    """The marked lines of ``info/exclude`` that hide the links from git.
+def laid_links(tree: Path) -> dict[str, str]:
+    """Returns the links of a tree as ``plan_links`` does; it may not be there yet.
 
-    They name each link exactly.  A pattern such as ``/torch/*`` would also
-    hide the files that the fork is going to add.
+    Refuses one in which somebody wrote a file, which the next set-up would drop.
     """
-
-    def __init__(self, root: Path) -> None:
-        question = ("rev-parse", "--git-path", "info/exclude")
-        where = demand_git(root, "tell where its exclude file is", *question)
-        self.path = root / where.rstrip("\n")
-        # Work trees of one repository share the file: each has its own block.
-        self._begin = f"# begin: links of the in-place build in {root.resolve()}"
-        self._end = f"# end: links of the in-place build in {root.resolve()}"
-
-    def write(self, links: Iterable[str]) -> bool:
-        """Makes the block name exactly ``links``; returns whether it changed."""
-        before = self._read()
-        after = self._without_block(before)
-        patterns = [_as_pattern(link) for link in sorted(links)]
-        if patterns:
-            if after and not after.endswith("\n"):
-                after += "\n"
-            after += "\n".join([self._begin, *patterns, self._end]) + "\n"
-        if after == before:
-            return False
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self.path, os.fsencode(after))
-        return True
-
-    def _read(self) -> str:
-        return os.fsdecode(self.path.read_bytes()) if self.path.exists() else ""
-
-    def _without_block(self, text: str) -> str:
-        kept, inside = [], False
-        for line in text.splitlines(keepends=True):
-            if line.rstrip("\n") == self._begin:
-                inside = True
-            elif line.rstrip("\n") == self._end:
-                inside = False
-            elif not inside:
-                kept.append(line)
-        return "".join(kept)
+    links = {}
+    for place in _entries(tree):
+        path = place.relative_to(tree).as_posix()
+        if not place.is_symlink():
+            what = "is no link, as all files there: move it to its place in the clone"
+            raise SetupError(f"{place} {what}")
+        links[path] = os.readlink(place)
+    return links
 
 
-def _as_pattern(path: str) -> str:
-    escaped = "".join(f"\\{c}" if c in "\\*?[ " else c for c in path)
-    return f"/{escaped}"
+def _entries(tree: Path) -> Iterator[Path]:
+    """Yields the links of a tree, and what lies in it that is neither that nor folder."""
+    for parent, folders, files in os.walk(tree):
+        links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
+        yield from (Path(parent, name) for name in [*links, *files])
+        folders[:] = [name for name in folders if name != "__pycache__"]
+
+
+def lay_links(tree: Path, targets: dict[str, str]) -> None:
+    """Makes a new tree of links."""
+    for path, target in targets.items():
+        place = tree / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.symlink_to(target)

@@ -1,4 +1,4 @@
-"""The base wheel: checking that it is the right one, and unpacking it."""
+"""A release's wheel: checking that it is the right one, and unpacking it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import csv
 import email.parser
 import hashlib
+import io
 import lzma
 import os
 import platform
@@ -29,12 +30,13 @@ from tools.setup_helpers.report import demand_space, SetupError
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from email.message import Message
+    from typing import IO
 
     from tools.setup_helpers.releases import Release
     from tools.setup_helpers.report import Progress
 
 
-BASE_PROJECT = "torch"
+PROJECT = "torch"
 _CHUNK_NBYTES = 1 << 20
 # What zipfile and its decompressors raise over bytes that make no sense: a field of
 # a damaged directory may ask for any feature of the format.
@@ -70,19 +72,58 @@ def python_tag() -> str:
 
 
 @dataclass(frozen=True)
-class BaseWheel:
-    """A wheel that was found to be the base, for this Python and machine."""
+class ReleaseWheel:
+    """A wheel that was found to be of a release."""
 
     path: Path
     version: str
-    unpacked_nbytes: int
+    dist_info: str
+    rows: dict[str, list[str]]
+    """Of RECORD: digest and size of each file, in its order."""
     digest: str
-    """Of RECORD, which holds a digest of every file: it tells wheels apart."""
+    """Of RECORD itself: it tells wheels apart."""
+    unpacked_nbytes: int
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[zipfile.ZipFile]:
+        with telling_damage(self.path), zipfile.ZipFile(self.path) as archive:
+            yield archive
+
+    @property
+    def unlisted(self) -> set[str]:
+        """RECORD, of which it has no digest, and the signatures of it."""
+        return {f"{self.dist_info}/RECORD{kind}" for kind in ("", ".jws", ".p7s")}
+
+    def copy(
+        self, archive: zipfile.ZipFile, info: zipfile.ZipInfo, target: IO[bytes]
+    ) -> None:
+        """Copies the data of an entry, and refuses it if it is not as RECORD says.
+
+        A checksum of the archive's own only tells of damage, not of a change.
+        """
+        digest = hashlib.sha256()
+        with archive.open(info) as source:
+            while chunk := source.read(_CHUNK_NBYTES):
+                digest.update(chunk)
+                target.write(chunk)
+        name, row = info.filename, record_row(digest.digest(), info.file_size)
+        if name not in self.unlisted and self.rows.get(name) != row:
+            raise SetupError(
+                f"{self.path} was altered: {name} is not as in its RECORD; "
+                "remove it and fetch it anew"
+            )
+
+    def read(self, archive: zipfile.ZipFile, name: str) -> bytes:
+        if name not in self.rows:
+            raise SetupError(f"{self.path} lacks {name}")
+        target = io.BytesIO()
+        self.copy(archive, archive.getinfo(name), target)
+        return target.getvalue()
 
 
 def inspect_wheel(
     path: Path, release: Release, *, for_this_python: bool = True
-) -> BaseWheel:
+) -> ReleaseWheel:
     """Checks that ``path`` is a whole wheel of ``release``, and one that loads here."""
     if not path.is_file():
         raise SetupError(f"there is no wheel at {path}")
@@ -96,8 +137,10 @@ def inspect_wheel(
 
 def _inspect_archive(
     path: Path, archive: zipfile.ZipFile, release: Release, for_this_python: bool
-) -> BaseWheel:
+) -> ReleaseWheel:
     names = archive.namelist()
+    if len(set(names)) != len(names):
+        raise zipfile.BadZipFile("it holds a name twice")
     tops = {name.partition("/")[0] for name in names}
     dist_infos = [top for top in tops if top.endswith(".dist-info")]
     needed = [f"{d}/{f}" for d in dist_infos for f in ("METADATA", "WHEEL", "RECORD")]
@@ -106,9 +149,9 @@ def _inspect_archive(
     metadata, wheel, record = (archive.read(name) for name in needed)
     fields = parse_fields(metadata)
     project, version = fields["Name"], fields["Version"] or ""
-    if project != BASE_PROJECT or not release.is_of(version):
+    if project != PROJECT or not release.is_of(version):
         raise SetupError(
-            f"{path} holds {project} {version}; the base is {BASE_PROJECT} "
+            f"{path} holds {project} {version}; the release is {PROJECT} "
             f"{release.version}{_way_to(project, version)}"
         )
     tags = parse_fields(wheel).get_all("Tag", [])
@@ -120,17 +163,18 @@ def _inspect_archive(
     for name in names:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise SetupError(f"{path} holds {name}, which lies outside of it")
-    held = {name for name in names if not name.endswith("/")}
-    for name in sorted(held ^ set(parse_record(record.decode()))):
-        # Signatures of RECORD, beside it, are in no list.
-        if not name.startswith(f"{dist_infos[0]}/RECORD."):
-            raise SetupError(f"{path} does not hold what its RECORD lists: {name}")
-    return BaseWheel(
+    found = ReleaseWheel(
         path=path,
         version=version,
-        unpacked_nbytes=sum(info.file_size for info in archive.infolist()),
+        dist_info=dist_infos[0],
+        rows=parse_record(record.decode()),
         digest=hashlib.sha256(record).hexdigest(),
+        unpacked_nbytes=sum(info.file_size for info in archive.infolist()),
     )
+    held = {name for name in names if not name.endswith("/")}
+    for name in sorted((held ^ {*found.rows}) - found.unlisted):
+        raise SetupError(f"{path} does not hold what its RECORD lists: {name}")
+    return found
 
 
 def release_of(path: Path) -> Release:
@@ -145,11 +189,11 @@ def release_of(path: Path) -> Release:
 
 def _way_to(project: str, version: str) -> str:
     """Says how to take another release for the base, where that can be."""
-    if project != BASE_PROJECT:
+    if project != PROJECT:
         return ""
     for release in RELEASES:
         if release.is_of(version):
-            return f": take BASE={release.version}"
+            return f": take RELEASE={release.version}"
     return f", and others can be {known()}"
 
 
@@ -172,20 +216,15 @@ def _runs_here(tag: str) -> bool:
     return target == "any" or re.fullmatch(pattern, target) is not None
 
 
-def unpack_wheel(wheel: BaseWheel, folder: Path, progress: Progress) -> None:
-    """Unpacks ``wheel`` into the new ``folder``; its files become read-only.
-
-    Each is compared with RECORD: a wheel that is made of it later is trusted.
-    """
+def unpack_wheel(wheel: ReleaseWheel, folder: Path, progress: Progress) -> None:
+    """Unpacks ``wheel`` into the new ``folder``; its files become read-only."""
     folder.mkdir(parents=True)
-    demand_space(folder, wheel.unpacked_nbytes, "the base")
+    demand_space(folder, wheel.unpacked_nbytes, "the release")
     done_nbytes = 0
     try:
-        with telling_damage(wheel.path), zipfile.ZipFile(wheel.path) as archive:
-            rows = _read_record(archive)
+        with wheel.opened() as archive:
             for info in archive.infolist():
-                row = _unpack_member(archive, info, folder)
-                compare_with_record(wheel.path, info.filename, row, rows)
+                _unpack_member(wheel, archive, info, folder)
                 done_nbytes += info.file_size
                 progress.bar(done_nbytes, wheel.unpacked_nbytes)
     finally:
@@ -193,30 +232,19 @@ def unpack_wheel(wheel: BaseWheel, folder: Path, progress: Progress) -> None:
 
 
 def _unpack_member(
-    archive: zipfile.ZipFile, info: zipfile.ZipInfo, folder: Path
-) -> list[str] | None:
-    """Unpacks one entry; returns the row that RECORD should have of a file."""
+    wheel: ReleaseWheel, archive: zipfile.ZipFile, info: zipfile.ZipInfo, folder: Path
+) -> None:
     path = folder / info.filename
     if info.is_dir():
         path.mkdir(parents=True, exist_ok=True)
-        return None
-    if not path.parent.exists():
-        path.parent.mkdir(parents=True)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
     executable = (info.external_attr >> 16) & stat.S_IXUSR
     # Read-only from the start: the open file can still be written to.
     mode = 0o555 if executable else 0o444
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-    digest, nbytes = hashlib.sha256(), 0
-    with archive.open(info) as source, open(os.open(path, flags, mode), "wb") as target:
-        while chunk := source.read(_CHUNK_NBYTES):
-            digest.update(chunk)
-            nbytes += target.write(chunk)
-    return record_row(digest.digest(), nbytes)
-
-
-def _read_record(archive: zipfile.ZipFile) -> dict[str, list[str]]:
-    names = (n for n in archive.namelist() if n.endswith(".dist-info/RECORD"))
-    return parse_record(archive.read(next(names)).decode())
+    with open(os.open(path, flags, mode), "wb") as target:
+        wheel.copy(archive, info, target)
 
 
 def record_row(digest: bytes, nbytes: int) -> list[str]:
@@ -225,62 +253,35 @@ def record_row(digest: bytes, nbytes: int) -> list[str]:
     return [f"sha256={encoded}", str(nbytes)]
 
 
-def compare_with_record(
-    path: Path, name: str, row: list[str] | None, rows: dict[str, list[str]]
-) -> None:
-    """Refuses the wheel at ``path`` if its file ``name`` is not as RECORD says.
-
-    A checksum of the archive's own only tells of damage, not of a change.
-    """
-    is_record = ".dist-info/RECORD" in name
-    if row is not None and not is_record and rows.get(name) != row:
-        raise SetupError(
-            f"{path} was altered: {name} is not as in its RECORD; "
-            "remove it and fetch it anew"
-        )
-
-
 def unpacked_distribution(base: Path) -> Distribution:
-    """Returns what the unpacked base's dist-info folder says about it."""
+    """Returns what the dist-info folder of an unpacked release says about it."""
     return Distribution.at(next(_dist_infos_of(base)))
 
 
 def unpacked_version(base: Path) -> str:
-    """Returns the unpacked base's version, as its wheel has it."""
+    """Returns the version of an unpacked release, as its wheel has it."""
     # Of the folder's name: reading it takes no time.
     name = max((path.name for path in _dist_infos_of(base)), default="")
     return name.removesuffix(".dist-info").partition("-")[2]
 
 
 def _dist_infos_of(base: Path) -> Iterator[Path]:
-    return base.glob(f"{BASE_PROJECT}-*.dist-info")
+    return base.glob(f"{PROJECT}-*.dist-info")
 
 
 def strays_in(base: Path) -> list[str]:
     """Returns the files under ``base`` that did not come with it.
 
-    A file that is created in a folder that is a link ends up there.
+    A file that is created in a tree's folder that is a link ends up there.
     """
-    distribution = unpacked_distribution(base)
-    listed = parse_record(distribution.read_text("RECORD") or "")
-    strays = []
-    pending = [entry.name for entry in os.scandir(base) if _is_code(entry)]
-    while pending:
-        folder = pending.pop()
-        with os.scandir(base / folder) as entries:
-            for entry in entries:
-                path = f"{folder}/{entry.name}"
-                if _is_code(entry):
-                    pending.append(path)
-                elif entry.is_file() and path not in listed:
-                    strays.append(path)
-    return sorted(strays)
-
-
-def _is_code(entry: os.DirEntry[str]) -> bool:
-    """Whether ``entry`` is a folder of source: no bytecode, no metadata."""
-    is_other = entry.name == "__pycache__" or entry.name.endswith(".dist-info")
-    return entry.is_dir(follow_symlinks=False) and not is_other
+    listed = parse_record(unpacked_distribution(base).read_text("RECORD") or "")
+    found = []
+    for parent, folders, files in os.walk(base):
+        inside = os.path.relpath(parent, base)
+        if not inside.endswith(".dist-info"):
+            found += [os.path.normpath(os.path.join(inside, file)) for file in files]
+        folders[:] = [name for name in folders if name != "__pycache__"]
+    return sorted({*found} - listed.keys())
 
 
 def parse_record(record: str) -> dict[str, list[str]]:

@@ -10,10 +10,14 @@ import tempfile
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch.version
+
 
 HERE = Path(__file__).resolve().parent
 REPO_ROOT = HERE.parents[2]
-RELEASE_ROOT = REPO_ROOT / "build" / "base"
+# Where torch is. Set-up keeps the release, unmodified, beside the tree of links
+TREE_ROOT = Path(torch.version.__file__).absolute().parents[1]
+RELEASE_ROOT = TREE_ROOT.parent / "base"
 CACHE = REPO_ROOT / "build" / "pycache"
 
 

@@ -20,13 +20,17 @@ from pathlib import Path
 from typing import Any
 
 
+ROOT = Path(__file__).resolve().parents[3]
 # Where _half_products is, which the step benchmark shares with the examples
-sys.path.append(str(Path(__file__).resolve().parents[3] / "examples"))
+sys.path += [str(ROOT / "examples"), str(ROOT)]
 
 try:
     from _ratios import stop
     from _results import describe, machine, Results
-    from _sides import RELEASE_ROOT, REPO_ROOT, Side, SideError
+    from _sides import RELEASE_ROOT, Side, SideError, TREE_ROOT
+
+    import torch
+    from tools.setup_helpers.releases import DEFAULT
 except ImportError as missing:
     sys.exit(f"error: {missing}: run `make setup` first, or `make bench`")
 
@@ -41,10 +45,8 @@ PARTS = {
     "where": "_where",
     "cuda": "_cuda_copies",
 }
-OUTPUT = REPO_ROOT / "build" / "bench"
-DOCS = REPO_ROOT / "docs"
-# Of a tree of another release: its pages are copies
-MIRROR_STAMP = REPO_ROOT / "build" / "mirror.json"
+OUTPUT = ROOT / "build" / "bench"
+DOCS = ROOT / "docs"
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
@@ -65,7 +67,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         help="folder with the release's torch/",
     )
     add(
-        "--branch", type=Path, default=REPO_ROOT, help="folder with the branch's torch/"
+        "--branch", type=Path, default=TREE_ROOT, help="folder with the branch's torch/"
     )
     args = parser.parse_args(argv)
     args.parts = args.parts.split(",")
@@ -79,8 +81,8 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     is_whole = args.parts == [*PARTS] and not args.quick and args.rounds is None
     if args.docs and not (is_whole or args.no_run):
         parser.error("--docs needs a whole run: no --parts, --quick or --rounds")
-    if args.docs and MIRROR_STAMP.exists():
-        parser.error("--docs writes pages on the default release: leave BASE= out")
+    if args.docs and not DEFAULT.is_of(torch.__version__):
+        parser.error("--docs writes pages on the default release: leave RELEASE= out")
     args.output = args.output or (OUTPUT if is_whole else OUTPUT / "partial")
     return args
 

@@ -1,13 +1,14 @@
-"""Type errors in our files, found by pyrefly against the linked tree.
+"""Type errors in our files, found by pyrefly against the release that is installed.
 
-pyrefly follows imports into the base, but reports only on the files named to
-it: the base's own findings are none of ours.  ``LINT_TREE`` is the tree whose base
-is meant: our files are there under the same names.
+pyrefly follows imports into the release, but reports only on the files named to
+it: the release's own findings are none of ours.  Those under ``torch/`` are named as
+the tree of links has them, as which others import them.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
@@ -16,14 +17,31 @@ from lintrunner_adapters import LintMessage, LintSeverity
 
 
 CODE = "PYREFLY"
-TREE = os.environ.get("LINT_TREE", ".")
+# All but the first are what a script finds its neighbours by.
+SEARCH_PATH = (".", "examples", "benchmarks/distributed/fsdp")
+
+
+def find_tree() -> str:
+    """Returns the folder that `torch` is imported from."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return "."
+    return os.path.relpath(os.path.join(found.origin, "..", ".."))
+
+
+TREE = find_tree()
+
+
+def in_tree(filename: str) -> str:
+    path = os.path.relpath(filename)
+    return os.path.join(TREE, path) if path.startswith("torch/") else path
 
 
 def check(filenames: list[str]) -> list[LintMessage]:
     command = ["pyrefly", "check", "--config=pyproject.toml", "--output-format=json"]
+    command += [f"--search-path={folder}" for folder in (TREE, *SEARCH_PATH)]
     result = subprocess.run(
-        [*command, "--progress-bar=no", "--", *map(os.path.relpath, filenames)],
-        cwd=TREE,
+        [*command, "--progress-bar=no", "--", *map(in_tree, filenames)],
         capture_output=True,
         text=True,
         check=False,
@@ -39,7 +57,7 @@ def check(filenames: list[str]) -> list[LintMessage]:
 
 def _as_message(error: dict) -> LintMessage:
     return LintMessage(
-        path=os.path.relpath(os.path.join(TREE, error["path"]), TREE),
+        path=os.path.relpath(error["path"]).removeprefix(f"{TREE}/"),
         line=error["line"],
         char=error["column"],
         code=CODE,

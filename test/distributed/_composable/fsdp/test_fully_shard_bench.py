@@ -17,7 +17,13 @@ from unittest import mock
 
 import pytest
 
-from fsdp_common.utils import BASE_ROOT, DeviceFreeTest, REPO_ROOT, run_python
+from fsdp_common.utils import (
+    BASE_ROOT,
+    DeviceFreeTest,
+    REPO_ROOT,
+    run_python,
+    TREE_ROOT,
+)
 
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -155,7 +161,7 @@ class SideTest(ImportingTest):
         """Returns the error of asking a side of such ranks, and its processes."""
         import _sides
 
-        side = _sides.Side("branch", REPO_ROOT, backend="gloo", world_size=2)
+        side = _sides.Side("branch", TREE_ROOT, backend="gloo", world_size=2)
         self.addCleanup(side.stop)
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "_worker.py").write_text(WORKER.format(rank=rank, end=end))

@@ -19,11 +19,19 @@ from unittest import mock
 
 import pytest
 
-from fsdp_build.utils import BASE_FILES, BuildTestCase, OURS, REPOSITORY
+from fsdp_build import REPOSITORY
+from fsdp_build.utils import (
+    BASE_FILES,
+    BuildTestCase,
+    make_wheel,
+    OURS,
+    VERSIONS,
+)
+from fsdp_common.utils import BASE_ROOT
 
 from tools import apply_to_checkout, record_base_digests
-from tools.setup_helpers import tree, wheel
-from tools.setup_helpers.releases import DEFAULT, known, RELEASES
+from tools.setup_helpers import wheel
+from tools.setup_helpers.releases import DEFAULT, known, RELEASES, VARIABLE
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -81,7 +89,7 @@ class CheckoutTestCase(BuildTestCase):
         """Of each release, which are alike but for one file that ours replace."""
         recorded = {}
         for release in RELEASES:
-            of_release = record_base_digests.record(self.root, self.root / tree.BASE)
+            of_release = record_base_digests.record(self.root, self.home / "base")
             of_release["commit"] = f"v{release.version}"
             if release != DEFAULT:
                 text = origin_in(release.version)
@@ -317,16 +325,69 @@ import torch.distributed.fsdp
 """
 
 
+class TestDigests(BuildTestCase):
+    """`record_base_digests.py` knows what is set up, and keeps what else is known."""
+
+    def recorded(self, *wheels: Path) -> dict:
+        arguments = [str(path) for path in wheels]
+        stdout = io.StringIO()
+        with contextlib.redirect_stdout(stdout):
+            status = record_base_digests.main(arguments, self.root)
+        self.assertEqual(status, 0)
+        found = json.loads((self.root / record_base_digests.DIGESTS).read_text())
+        lacking = {
+            v
+            for v in VERSIONS
+            if f"nothing is known of {v}: make setup RELEASE={v}" in stdout.getvalue()
+        }
+        self.assertEqual({*VERSIONS} - lacking, {*found})
+        return found
+
+    def set_up_with(self, version: str) -> Path:
+        """Sets up a release that has a file of its own; returns its wheel."""
+        self.choose(version)
+        files = {SIBLING: origin_in(version)}
+        self.wheel = make_wheel(self.scratch, version=f"{version}+fake", files=files)
+        self.set_up(self.wheel)
+        return self.wheel
+
+    def test_each_release_in_place_or_by_its_wheel(self):
+        (self.root / "tools").mkdir()
+        wheels, found = [], {}
+        for number, version in enumerate(VERSIONS, 1):
+            wheels.append(self.set_up_with(version))
+            found = self.recorded()
+            self.assertEqual([*found], VERSIONS[:number])
+            told = found[version]["sha256"]
+            self.assertEqual(
+                told[SIBLING], apply_to_checkout.sha256(self.home / "base" / SIBLING)
+            )
+            self.assertNotIn("torch/nn/functional.py", told)
+        # Of what is no longer set up, it is kept
+        del os.environ[VARIABLE]
+        self.assertEqual(self.run_command("clean")[0], 0)
+        self.assertEqual(self.recorded(), found)
+        (self.root / record_base_digests.DIGESTS).unlink()
+        self.assertEqual(self.recorded(*reversed(wheels)), found)
+
+    def test_wheel_of_no_release(self):
+        stderr = io.StringIO()
+        with contextlib.redirect_stderr(stderr):
+            unknown = make_wheel(self.scratch, version="2.12.0")
+            status = record_base_digests.main([str(unknown)], self.root)
+        self.assertEqual(status, 1)
+        self.assertIn(known(), stderr.getvalue())
+
+
 class TestRepository(TestCase):
     """What is tracked here fits the base, and what is laid needs nothing else."""
 
     def test_digests_are_the_bases(self):
-        if not (REPOSITORY / "build/base").is_dir():
-            raise unittest.SkipTest("needs the base release")
+        if not BASE_ROOT.is_dir():
+            raise unittest.SkipTest("needs the release")
         tracked = json.loads((REPOSITORY / apply_to_checkout.DIGESTS).read_text())
-        base = REPOSITORY / tree.BASE
-        version = wheel.unpacked_version(base).partition("+")[0]
-        recorded = record_base_digests.record(REPOSITORY, base)
+        version = wheel.unpacked_version(BASE_ROOT).partition("+")[0]
+        recorded = record_base_digests.record(REPOSITORY, BASE_ROOT)
         again = "run python3 tools/record_base_digests.py again"
         self.assertEqual(tracked[version], recorded, again)
 

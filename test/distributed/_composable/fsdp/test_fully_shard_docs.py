@@ -11,17 +11,28 @@ import ast
 import fnmatch
 import functools
 import importlib
+import os
 import re
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
+from glob import glob
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 import pytest
 
+import fsdp_build  # noqa: F401
 import fsdp_clients.real_models  # noqa: F401
-from fsdp_common.utils import DeviceFreeTest, FakeGroupTest, run_python
+from fsdp_common.utils import (
+    BASE_ROOT,
+    BYTECODE_CACHE,
+    DeviceFreeTest,
+    FakeGroupTest,
+    run_python,
+    TREE_ROOT,
+)
 from fsdp_wrong_uses.table import SECTIONS, table
 
 import torch
@@ -104,7 +115,7 @@ class TestTables(DeviceFreeTest):
         self.assertEqual(len(features), len({*features}))
 
 
-# Where the errors come from that the page quotes, and, of the release alone, the base's
+# Where the errors come from that the page quotes, and, of the release alone, the last
 SOURCES = [
     "torch/distributed/fsdp/_fully_shard/*.py",
     "torch/_meta_registrations.py",
@@ -112,7 +123,7 @@ SOURCES = [
     "torch/distributed/tensor/_dispatch.py",
     "torch/distributed/tensor/_sharding_prop.py",
     "torch/utils/checkpoint.py",
-    "build/base/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py",
+    f"{BASE_ROOT}/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py",
 ]
 
 
@@ -130,8 +141,9 @@ def texts_in(source: str) -> list[str]:
 
 class TestIndex(DeviceFreeTest):
     def test_quoted_errors_are_raised(self) -> None:
-        paths = [path for pattern in SOURCES for path in ROOT.glob(pattern)]
-        texts = [text for path in paths for text in texts_in(path.read_text())]
+        # An absolute path stays what it is
+        paths = [path for source in SOURCES for path in glob(str(TREE_ROOT / source))]
+        texts = [text for path in paths for text in texts_in(Path(path).read_text())]
         quoted = [cells[0] for cells in rows("docs/index.md")]
         errors = [cell.strip("`") for cell in quoted if cell.startswith("`")]
         self.assertGreater(len(errors), 10)
@@ -242,27 +254,48 @@ class TestReadme(DeviceFreeTest):
         text = (ROOT / "README.md").read_text().split("## Before and after")[1]
         return re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
-    def run_script(self, **options: Any) -> str:
+    def run_script(self, variable: str = "") -> subprocess.CompletedProcess[str]:
+        """Runs it as shown: in the clone's root, by the shell."""
         (language, code), (_, command), *_ = self.blocks()
         self.assertEqual(language, "python")
-        _, *args, name = command.split()
-        with tempfile.TemporaryDirectory() as folder:
-            script = Path(folder) / name
-            script.write_text(code)
-            launcher = ("-m", "torch.distributed.run", *args)
-            return run_python(*launcher, str(script), **options)
+        script = ROOT / command.split()[-1]
+        command = f"{variable} {command}"
+        if Path(sys.prefix) != ROOT / ".venv":  # of another release, or somebody's own
+            command = command.replace(".venv/bin", os.path.dirname(sys.executable))
+            base = os.path.relpath(BASE_ROOT, ROOT)
+            command = command.replace("build/base", base)
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("TORCHELASTIC", "MASTER_", "LOCAL_", "PYTHON"))
+            and name not in ("RANK", "WORLD_SIZE", "GROUP_RANK")
+        }
+        with open(script, "x") as file:
+            self.addCleanup(script.unlink)
+            file.write(code)
+        return subprocess.run(
+            command,
+            shell=True,
+            cwd=ROOT,
+            env=environment | BYTECODE_CACHE,
+            capture_output=True,
+            text=True,
+        )
 
     def test_script_prints_what_is_shown(self) -> None:
-        self.assertEqual(self.run_script(), self.blocks()[2][1])
+        done = self.run_script()
+        self.assertEqual(done.stdout, self.blocks()[2][1], done.stderr)
 
     def test_release_refuses_the_script(self) -> None:
-        with self.assertRaises(AssertionError) as raised:
-            self.run_script(on_base=True)
+        text = (ROOT / "README.md").read_text()
+        (variable,) = re.findall(r"With `(PYTHONPATH=\S+)` before the command", text)
+        done = self.run_script(variable)
+        self.assertEqual((done.returncode, done.stdout), (1, ""))
         # The dtypes are a set: they come in any order
         refusal, _, dtypes = self.blocks()[3][1].strip(" }\n").partition("{")
-        self.assertIn(refusal, str(raised.exception))
+        self.assertIn(refusal, done.stderr)
         for dtype in dtypes.split(", "):
-            self.assertIn(dtype, str(raised.exception))
+            self.assertIn(dtype, done.stderr)
 
 
 @instantiate_parametrized_tests

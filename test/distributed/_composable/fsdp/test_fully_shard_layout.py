@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fsdp_common.comms import count_operators
-from fsdp_common.utils import DeviceFreeTest, REPO_ROOT, run_python
+from fsdp_common.utils import DeviceFreeTest, run_python, TREE_ROOT
 
 import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_layout as layouts
@@ -636,7 +636,7 @@ print(json.dumps([repr(gather), repr(gather.order), repr(buckets)]))
 
 class TestAcrossProcesses(DeviceFreeTest):
     def test_every_process_makes_the_same_plans(self):
-        path = str(REPO_ROOT / "torch/distributed/fsdp/_fully_shard/_fsdp_layout.py")
+        path = str(TREE_ROOT / "torch/distributed/fsdp/_fully_shard/_fsdp_layout.py")
         self.assertEqual(layouts.__file__, path)
         names = ",".join(str(dtype).removeprefix("torch.") for dtype in ALL_DTYPES)
         printed = [

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 
-from fsdp_build.utils import REPOSITORY
+from fsdp_build import REPOSITORY
 
 from torch.testing._internal.common_utils import run_tests, TestCase
 

@@ -18,7 +18,7 @@ from unittest import mock
 
 from fsdp_common import kept, run_both, utils
 from fsdp_common.run_forked import run_forked
-from fsdp_common.utils import DeviceFreeTest, REPO_ROOT, run_python
+from fsdp_common.utils import DeviceFreeTest, run_python, TREE_ROOT
 
 import torch
 from torch.testing._internal.common_utils import run_tests
@@ -248,7 +248,7 @@ class TestForks(DeviceFreeTest):
             first, *others = run_forked("probe", "a b", ending).splitlines()
             name, args, folder, torch_file, rank, imported = json.loads(first)
             self.assertEqual((name, args), ("__main__", ["a b", ending]))
-            self.assertEqual((folder, torch_file), (str(REPO_ROOT), torch.__file__))
+            self.assertEqual((folder, torch_file), (str(TREE_ROOT), torch.__file__))
             self.assertEqual((rank, imported), (None, True))
             self.assertEqual(others, ["of a process of its own"])
 

@@ -23,11 +23,12 @@ from unittest import mock
 
 import pytest
 
-from fsdp_build.utils import digest_of, REPOSITORY
-from fsdp_common.utils import BASE_ROOT, REPO_ROOT
+from fsdp_build import REPOSITORY
+from fsdp_build.utils import digest_of
+from fsdp_common.utils import BASE_ROOT
 
 from tools import apply_to_checkout
-from tools.setup_helpers import links, wheel
+from tools.setup_helpers import tree, wheel
 from tools.setup_helpers.report import SetupError
 from tools.upstream import apply
 from tools.upstream.edits import apply_edit, Change, Edit
@@ -812,15 +813,13 @@ def make_checkout(checkout: Path) -> None:
     Makes a git tree that is shaped like upstream's, of the release, and can be run: the
     files that the series edits, and links to all others.
     """
-    for link in links.plan_links(REPO_ROOT, EDITED):
-        (checkout / link).parent.mkdir(parents=True, exist_ok=True)
-        (checkout / link).symlink_to(BASE_ROOT / link)
+    links = tree.plan_links(BASE_ROOT, BASE_ROOT, EDITED)
+    tree.lay_links(checkout, {p: links[p] for p in links.keys() - EDITED})
     for path in EDITED:
-        (checkout / path).parent.mkdir(parents=True, exist_ok=True)
         (checkout / path).write_bytes((BASE_ROOT / path).read_bytes())
     (checkout / ".gitignore").write_text("__pycache__\n")
     # Where the branch's own tests look for the release
-    (checkout / "build").symlink_to(REPO_ROOT / "build")
+    (checkout.parent / "base").symlink_to(BASE_ROOT)
     make_git(checkout, ".gitignore", *EDITED)
 
 

@@ -10,7 +10,6 @@ hundreds of set-ups take seconds.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import importlib.metadata
@@ -31,12 +30,14 @@ from unittest import mock
 
 import pytest
 
+from fsdp_build import REPOSITORY
 from fsdp_build.utils import (
     BASE_FILES,
     BuildTestCase,
     make_wheel,
-    REPOSITORY,
+    OURS,
     REQUIREMENTS,
+    VERSIONS,
 )
 
 from tools.setup_helpers import environment, wheel
@@ -71,25 +72,15 @@ SET_UP = """
 import signal, sys
 from functools import partial
 from pathlib import Path
-from tools.setup_helpers import cli, environment, inplace
+from tools.setup_helpers import build, cli, environment
 
 # A shell has what runs in its background ignore interrupts
 signal.signal(signal.SIGINT, signal.default_int_handler)
 root, python = map(Path, sys.argv[1:])
 pip = lambda _, progress: environment.Pip(python, progress)
-build = partial(inplace.InPlaceBuild, root, make_pip=pip, venv_has_pip=False)
-sys.exit(cli.main(["setup"], build))
+make = partial(build.Build, root, make_pip=pip, venv_has_pip=False)
+sys.exit(cli.main(["setup"], make))
 """
-
-
-def make_bare_venv(_: Path | str, module: str, *arguments: str) -> None:
-    """Stands in for the modules that make an environment."""
-    folder = Path(arguments[-1])
-    version = f"python3.{sys.version_info.minor}"
-    (folder / "lib" / version / "site-packages").mkdir(parents=True, exist_ok=True)
-    (folder / "bin").mkdir(exist_ok=True)
-    with contextlib.suppress(FileExistsError):
-        (folder / "bin" / "python").symlink_to(sys.executable)
 
 
 class Hook:
@@ -140,12 +131,6 @@ def fill_up_at(step: int) -> Callable[[int, str, str], None]:
 
 
 class FaultTestCase(BuildTestCase):
-    def setUp(self) -> None:
-        super().setUp()
-        self.enterContextOf(
-            mock.patch.object(environment, "_make_venv", make_bare_venv)
-        )
-
     def run_under(self, act: Callable[[int, str, str], None], *command: str):
         """Returns a command's status, stdout, stderr and number of steps.
 
@@ -172,7 +157,6 @@ class FaultTestCase(BuildTestCase):
         yield from range(1, steps + 1, every)
 
     def start_anew(self) -> None:
-        self.git("reset", "--quiet", "--hard")
         self.assertEqual(self.run_command("clean")[0], 0)
         self.assert_untouched()
 
@@ -182,18 +166,16 @@ class FaultTestCase(BuildTestCase):
         self.assert_whole()
 
     def assert_whole(self) -> None:
-        base = self.root / "build/base"
         for name, text in BASE_FILES.items():
-            self.assertEqual((base / name).read_text(), text)
-        self.assertTrue((self.root / ".venv/bin/torchrun").exists())
-        self.assertEqual((self.root / "torchgen").resolve(), base / "torchgen")
+            self.assertEqual((self.home / "base" / name).read_text(), text)
+        self.assertTrue((self.home / ".venv/bin/torchrun").exists())
+        self.assertEqual(self.links_to_ours(), {OURS})
+        self.assertEqual(
+            (self.branch / "torchgen").resolve(), self.home / "base/torchgen"
+        )
         self.assertEqual(self.git("status", "--porcelain"), "")
         self.assertEqual(self.leftovers(), [])
         self.assertFalse(self.set_up(self.wheel))
-
-    def leftovers(self) -> list[str]:
-        left = [*self.root.rglob("*.partial"), *self.root.rglob(".staging")]
-        return [str(path) for path in left]
 
 
 @instantiate_parametrized_tests
@@ -226,15 +208,7 @@ class TestWheel(FaultTestCase):
             inspected = wheel.inspect_wheel(self.bad, DEFAULT)
             folder = self.scratch / "dist"
             progress = Progress(quiet=True)
-            assemble_wheel(
-                inspected,
-                self.root,
-                set(),
-                folder,
-                progress,
-                is_known=False,
-                digests=None,
-            )
+            assemble_wheel(inspected, self.root, set(), folder, progress, None)
         except SetupError as error:
             self.assertTrue(str(error).startswith(str(self.bad)), error)
             return True
@@ -283,22 +257,40 @@ class TestWheel(FaultTestCase):
         return self.bad
 
     def test_altered_with_fitting_checksums(self):
-        """Or `make wheel` would trust it, as the one that was unpacked."""
         bad = self.altered(FUNCTIONAL)
         text = f"was altered: {FUNCTIONAL} is not as in its RECORD; remove it"
         self.assert_one_error(self.run_command("setup", given=bad), text)
         self.assert_untouched()
+        # Of one whose RECORD is that of the release in place, set-up takes nothing
         self.set_up(self.wheel)
-        before = self.state()
-        self.assert_one_error(self.run_command("setup", given=bad), text)
-        self.assertEqual(self.state(), before)
+        self.assertFalse(self.set_up(bad))
+        self.assert_one_error(self.run_command("wheel", given=bad), text)
+        self.assertEqual([*self.root.glob("build/dist/*")], [])
+
+    @parametrize("kind", ["jws", "p7s", "other"])
+    def test_only_signatures_of_record_are_not_listed_there(self, kind: str):
+        """In its folder: a file elsewhere whose path holds that name is compared."""
+        dist_info = f"torch-{self.version}+fake.dist-info"
+        names = (f"{dist_info}/RECORD.{kind}", f"torch/{dist_info}/RECORD.{kind}")
+        for name, is_taken in zip(names, (kind != "other", False)):
+            shutil.copy(self.wheel, self.bad)
+            with zipfile.ZipFile(self.bad, "a") as archive:
+                archive.writestr(name, "")
+            contents = self.contents_of_bad(self.bad.read_bytes())
+            self.assertEqual(contents is not None, is_taken, name)
+        listed = make_wheel(self.scratch, files={names[1]: "base"})
+        self.wheel = listed.rename(self.scratch / "listed.whl")
+        text = f"was altered: {names[1]} is not as in its RECORD"
+        self.assert_one_error(
+            self.run_command("setup", given=self.altered(names[1])), text
+        )
 
     def test_fetched_wheel_that_was_damaged_since(self):
         """Nobody named that one: the line tells to remove it, and that helps."""
         self.set_up()
-        (held,) = (self.root / "build/wheel").iterdir()
+        (held,) = (self.home / "wheel").iterdir()
         shutil.copy(self.altered(FUNCTIONAL), held)
-        shutil.rmtree(self.root / "build/base")
+        shutil.rmtree(self.home / "base")
         result = self.run_command("setup")
         self.assert_one_error(result, f"{held} was altered")
         self.assertIn("remove it and fetch it anew", result[2])
@@ -324,7 +316,7 @@ class TestDisk(FaultTestCase):
         self.assert_finishes()
 
     def test_full_while_another_wheel_comes_in(self):
-        """The earlier base goes on working."""
+        """The earlier release goes on working."""
         first, self.wheel = self.wheel, make_wheel(self.scratch, version="2.13.0+b")
         self.set_up(first)
         for step in self.points("setup", every=7):
@@ -334,40 +326,20 @@ class TestDisk(FaultTestCase):
                 break
             self.assert_one_error(result[:3], "no space left on the disk")
             self.assertFalse(self.set_up())
-            version = (self.root / "torch/version.py").read_text()
+            version = (self.branch / "torch/version.py").read_text()
             self.assertIn("+fake", version)
 
-    @parametrize("command", ["fork", "wheel"])
-    def test_full_after_set_up(self, command: str):
+    def test_full_while_the_branchs_wheel_is_written(self):
         self.set_up(self.wheel)
-        arguments = [command, FUNCTIONAL] if command == "fork" else [command]
-        for step in list(self.points(*arguments, every=1)):
-            self.start_anew()
-            self.set_up(self.wheel)
-            result = self.run_under(fill_up_at(step), *arguments)
+        for step in list(self.points("wheel", every=1)):
+            shutil.rmtree(self.root / "build/dist", ignore_errors=True)
+            result = self.run_under(fill_up_at(step), "wheel")
             if result[0] == 0:
                 break
             self.assert_one_error(result[:3], "no space left on the disk")
             self.assertEqual(list(self.root.glob("build/dist/*")), [])
-            self.assert_repaired()
-        self.start_anew()
-        self.set_up(self.wheel)
-        self.assertEqual(self.run_command(*arguments, given=self.wheel)[0], 0)
-
-    def assert_repaired(self) -> None:
-        """At most links had to be laid: nothing new is ours."""
-        self.set_up(self.wheel)
-        self.assert_whole()
-        self.assertTrue((self.root / "torch/nn").is_symlink())
-
-    def test_git_that_cannot_add_leaves_no_half_fork(self):
-        self.set_up(self.wheel)
-        (self.root / ".git/index.lock").touch()
-        result = self.run_command("fork", FUNCTIONAL)
-        self.assert_one_error(result, f"git cannot add {FUNCTIONAL}: Unable to create")
-        (self.root / ".git/index.lock").unlink()
-        self.assert_whole()
-        self.assertEqual(self.run_command("fork", FUNCTIONAL)[0], 0)
+            self.assert_whole()
+        self.assertEqual(self.run_command("wheel", given=self.wheel)[0], 0)
 
     def test_limit_on_the_size_of_files(self):
         big = make_wheel(self.scratch, files={"torch/big.py": "x = 1\n" * 50_000})
@@ -404,22 +376,34 @@ class TestDisk(FaultTestCase):
         status, stdout, stderr, _ = result
         self.assertEqual((status, stderr), (0, ""))
         self.assertIn("up to date", stdout)
-        for command in (["fork", FUNCTIONAL], ["wheel"], ["clean"]):
-            result = self.run_under(refuse_writing, *command)
+        for command in ("wheel", "clean"):
+            result = self.run_under(refuse_writing, command)
             self.assert_one_error(result[:3], "Read-only file system")
         self.assertEqual(self.state(), before)
 
 
+@instantiate_parametrized_tests
 class TestKilled(FaultTestCase):
-    def test_set_up_at_any_step(self):
+    """At any step: the next run makes up for it, and other releases are as they were."""
+
+    @parametrize("version", (DEFAULT.version, VERSIONS[-1]))
+    def test_set_up_at_any_step(self, version: str):
+        before = None
+        if version != DEFAULT.version:
+            self.set_up()
+            before = self.links()
+        self.choose(version)
         for step in self.points("setup", every=4):
-            self.start_anew()
+            self.assertEqual(self.run_command("clean")[0], 0)
             self.assertIsNone(self.run_under(die_at(step), "setup"))
             self.set_up(self.wheel)
             self.assert_whole()
+        if before is not None:
+            self.version = DEFAULT.version
+            self.assertEqual(self.links(), before)
 
     def test_clean_at_any_step(self):
-        """What is half gone is not taken for a base or an environment."""
+        """What is half gone is not taken for a release or an environment."""
         self.set_up(self.wheel)
         for step in self.points("clean", every=4):
             self.set_up(self.wheel)
@@ -429,41 +413,18 @@ class TestKilled(FaultTestCase):
             self.assertIsNone(self.run_under(die_at(step), "clean"))
             self.start_anew()
 
-    def test_clean_that_reaches_the_base_before_its_stamp(self):
-        """In which order a folder is emptied is up to the file system."""
+    def test_new_links_at_any_step(self):
         self.set_up(self.wheel)
-
-        remove = shutil.rmtree
-
-        def remove_some(path: Path | str, **kwargs: bool) -> None:
-            if Path(path).parent != self.root / "build":
-                return remove(path, **kwargs)
-            remove(self.root / "build/base/torchgen", ignore_errors=True)
-            raise KeyboardInterrupt
-
-        with mock.patch("shutil.rmtree", remove_some):
-            self.assertEqual(self.run_command("clean")[0], 130)
-        self.set_up(self.wheel)
-        self.assert_whole()
-
-    def test_fork_at_any_step(self):
-        self.set_up(self.wheel)
-        for step in self.points("fork", FUNCTIONAL, every=1):
-            self.start_anew()
+        new = self.root / "torch/nn/new.py"
+        self.put("torch/nn/new.py", "")
+        for step in self.points("setup", every=1):
+            new.unlink()
             self.set_up(self.wheel)
-            self.run_under(die_at(step), "fork", FUNCTIONAL)
+            self.put("torch/nn/new.py", "")
+            self.assertIsNone(self.run_under(die_at(step), "setup"))
             self.set_up(self.wheel)
-            if (self.root / FUNCTIONAL).is_symlink():
-                self.assert_whole()
-                continue
-            text = (self.root / FUNCTIONAL).read_text()
-            self.assertEqual(text, BASE_FILES[FUNCTIONAL])
-
-    def test_empty_environment_is_ours(self):
-        """It is all that there was before the stamp."""
-        (self.root / ".venv").mkdir()
-        (self.root / ".venv/setup.json.partial").touch()
-        self.assert_finishes()
+            self.assertEqual(self.links_to_ours(), {OURS, "torch/nn/new.py"})
+            self.assertEqual(self.leftovers(), [])
 
 
 class TestTogether(BuildTestCase):
@@ -478,7 +439,7 @@ class TestTogether(BuildTestCase):
             f"until [ -e '{self.go}' ]; do sleep 0.02; done\n"
         )
         python.chmod(0o755)
-        os.environ["TORCH_BASE_WHEEL"] = str(self.wheel)
+        os.environ["TORCH_WHEEL"] = str(self.wheel)
         self.command = [sys.executable, "-c", SET_UP, str(self.root), str(python)]
 
     def start(self) -> subprocess.Popen[str]:
@@ -559,7 +520,7 @@ class TestNetwork(BuildTestCase):
         said = r"No matching distribution found for torch==2\.13\.0"
         if is_unreachable:
             said += r" \(the package index cannot be reached\)"
-        with self.assertRaisesRegex(SetupError, said + "; TORCH_BASE_WHEEL=PATH"):
+        with self.assertRaisesRegex(SetupError, said + "; TORCH_WHEEL=PATH"):
             self.real_pip.download("torch==2.13.0", self.scratch)
 
     @parametrize("with_models", [False, True])
@@ -584,22 +545,20 @@ class TestNetwork(BuildTestCase):
 
 
 class TestOddPath(BuildTestCase):
+    venv_is_real = True
     # Composed and decomposed: two names to Linux.
     clone_name = '-a b\' "c" $HOME %d `e` \\ # \u00e9 e\u0301'
 
     def test_all_commands(self):
         self.assertTrue(self.set_up(self.wheel))
         self.assertFalse(self.set_up(self.wheel))
-        where = self.run_python("import torch; print(torch.__file__)")
-        self.assertEqual(where, str(self.root / "torch/__init__.py"))
-        for command in (["fork", FUNCTIONAL], ["wheel"]):
-            self.assertEqual(self.run_command(*command, given=self.wheel)[0], 0)
-        self.git("rm", "--quiet", "--cached", FUNCTIONAL)
-        (self.root / FUNCTIONAL).unlink()
+        where = self.run_python("-c", "import torch; print(torch.__file__)")
+        self.assertEqual(where, str(self.branch / "torch/__init__.py"))
+        self.assertEqual(self.run_command("wheel", given=self.wheel)[0], 0)
         self.assertEqual(self.run_command("clean")[0], 0)
         self.assert_untouched()
 
-    def test_commands_of_the_base_find_their_python(self):
+    def test_commands_of_the_release_find_their_python(self):
         """By their path, by a link from elsewhere, and on PATH."""
         self.set_up(self.wheel)
         torchrun = self.root / ".venv/bin/torchrun"
@@ -609,19 +568,6 @@ class TestOddPath(BuildTestCase):
         for command in (str(torchrun), str(link), "torchrun"):
             printed = subprocess.check_output([command], text=True)
             self.assertEqual(printed, "running\n")
-
-    def test_make_passes_names_on_as_they_are(self):
-        self.put("Makefile", (REPOSITORY / "Makefile").read_text())
-        python = self.root / "my python"
-        python.write_text("#!/bin/sh\nprintf '%s|' \"$@\"\n")
-        python.chmod(0o755)
-        name = "torch/a b'\"`c`.py"
-        os.environ |= {"PYTHON3": str(python), "FILE": name}
-        printed = subprocess.check_output(
-            ["make", "--silent", "fork"], cwd=self.root, text=True
-        )
-        tool = "-B|-m|tools.setup_helpers|"
-        self.assertEqual(printed, f"{tool}setup|{tool}fork|--|{name}|")
 
 
 @instantiate_parametrized_tests

@@ -13,18 +13,19 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_build import REPOSITORY
+from fsdp_common.utils import BASE_ROOT
+
 from tools import apply_to_checkout
-from tools.setup_helpers import tree, wheel
-from tools.setup_helpers.releases import known, RELEASES
+from tools.setup_helpers import wheel
+from tools.setup_helpers.releases import RELEASES
 from torch.testing._internal.common_utils import run_tests, TestCase
 
 
 pytestmark = pytest.mark.tools
 
 
-REPOSITORY = apply_to_checkout.ROOT
 TESTS = apply_to_checkout.TESTS
-BASE = REPOSITORY / "build" / "base"
 # A package that builds at once, in PyTorch's place.
 SETUP = """
 import pathlib, setuptools
@@ -56,25 +57,30 @@ class TestSuperbuild(TestCase):
     def configure(self, *options: str) -> tuple[int, str]:
         return self.run_tool("cmake", "-S", REPOSITORY, "-B", self.build, *options)
 
-    def listed_tests(self) -> set[str]:
+    def listed_tests(self) -> tuple[list[str], dict[str, str]]:
+        """Returns the command that sets up, and where each test file is run."""
         # `--show-only=json-v1` tells more than names: what each one runs.
         command = ("ctest", "--test-dir", self.build, "--show-only=json-v1")
         status, output = self.run_tool(*command)
         self.assertEqual(status, 0, output)
-        tests = json.loads(output[output.index("{\n") :])["tests"]
-        self.assertEqual(tests[0]["name"], "setup")
-        return {test["command"][-1] for test in tests[1:]}
+        setup, *tests = json.loads(output[output.index("{\n") :])["tests"]
+        folders = {}
+        for test in tests:
+            properties = {p["name"]: p["value"] for p in test["properties"]}
+            # Before its set-up ctest does not find the Python, and names no command.
+            folders[test["name"]] = properties["WORKING_DIRECTORY"]
+        return setup["command"], folders
 
     def checkout(self) -> Path:
-        """Makes a git tree of the base's files, with a build that takes no time."""
-        if not BASE.is_dir():
-            raise unittest.SkipTest("needs the base release")
+        """Makes a git tree of the release's files, with a build that takes no time."""
+        if not BASE_ROOT.is_dir():
+            raise unittest.SkipTest("needs the release")
         checkout = self.scratch / "checkout"
-        version = wheel.unpacked_version(BASE).partition("+")[0]
+        version = wheel.unpacked_version(BASE_ROOT).partition("+")[0]
         digests = json.loads((REPOSITORY / apply_to_checkout.DIGESTS).read_text())
         for path in digests[version]["sha256"]:
             (checkout / path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(BASE / path, checkout / path)
+            shutil.copy(BASE_ROOT / path, checkout / path)
         (checkout / "version.txt").write_text(f"{version}a0\n")
         (checkout / "setup.py").write_text(SETUP)
         for command in (
@@ -86,56 +92,36 @@ class TestSuperbuild(TestCase):
             self.assertEqual(status, 0, output)
         return checkout
 
-    def test_release_has_an_entry_for_each_test_file(self):
-        status, output = self.configure()
-        self.assertEqual(status, 0, output)
-        files = (REPOSITORY / TESTS).glob("test_*.py")
-        self.assertEqual(self.listed_tests(), {f"{TESTS}/{f.name}" for f in files})
+    def assert_refused(self, option: str, text: str) -> None:
+        status, output = self.configure(option)
+        self.assertEqual(status, 1)
+        self.assertIn(text, " ".join(output.split()))
 
-    def test_another_base_has_the_same_tests_in_its_own_tree(self):
+    def test_release_has_an_entry_for_each_test_file(self):
+        self.assert_refused("-DRELEASE=1.0", "RELEASE=1.0 is no release that this")
         other = RELEASES[-1].version
-        status, output = self.configure(f"-DBASE={other}")
+        status, output = self.configure(f"-DRELEASE={other}")
         self.assertEqual(status, 0, output)
-        command = ("ctest", "--test-dir", self.build, "--show-only=json-v1")
-        _, output = self.run_tool(*command)
-        setup, *tests = json.loads(output[output.index("{\n") :])["tests"]
-        self.assertIn(f"BASE={other}", setup["command"])
-        place = tree.clone_of(REPOSITORY) / "build" / other
-        for test in tests:
-            # Before its set-up ctest does not find the Python, and names no command.
-            folder = {p["name"]: p["value"] for p in test["properties"]}
-            self.assertEqual(folder["WORKING_DIRECTORY"], str(place))
-        self.assertEqual(len(tests), len([*(REPOSITORY / TESTS).glob("test_*.py")]))
+        setup, folders = self.listed_tests()
+        self.assertIn(f"RELEASE={other}", setup)
+        files = [path.stem for path in (REPOSITORY / TESTS).glob("test_*.py")]
+        self.assertEqual(folders, dict.fromkeys(files, str(REPOSITORY)))
 
     def test_checkout_is_laid_over_and_listed(self):
+        text = "is not a PyTorch source tree"
+        self.assert_refused(f"-DPYTORCH_SOURCE_DIR={self.scratch}", text)
         checkout = self.checkout()
         status, output = self.configure(f"-DPYTORCH_SOURCE_DIR={checkout}")
         self.assertEqual(status, 0, output)
         laid = apply_to_checkout.files_to_lay(REPOSITORY)
-        tests = {path for path in laid if "/test_" in path}
-        self.assertFalse(any((checkout / path).exists() for path in tests))
-        self.assertEqual(self.listed_tests(), tests)
+        tests = {Path(path).stem for path in laid if "/test_" in path}
+        self.assertEqual(self.listed_tests()[1], dict.fromkeys(tests, str(checkout)))
         command = ("cmake", "--build", self.build, "--target", "lay")
         status, output = self.run_tool(*command)
         self.assertEqual(status, 0, output)
         for path, ours in laid.items():
             # Whole: torch's own comparison goes through them byte by byte
             self.assertTrue((checkout / path).read_bytes() == ours.read_bytes(), path)
-
-    def test_wrong_trees_are_told_at_once(self):
-        other = self.checkout()
-        (other / "version.txt").write_text("2.12.0\n")
-        for option, text in (
-            (f"-DPYTORCH_SOURCE_DIR={self.scratch / 'none'}", "there is no folder"),
-            (f"-DPYTORCH_SOURCE_DIR={self.scratch}", "is not a PyTorch source tree"),
-            (f"-DPYTORCH_SOURCE_DIR={other}", f"branch is for {known('or')}"),
-            ("-DTORCH_BASE_WHEEL=/none.whl", "there is no wheel at /none.whl"),
-            ("-DBASE=1.0", "BASE=1.0 is no release that this branch is for: these"),
-        ):
-            shutil.rmtree(self.build, ignore_errors=True)
-            status, output = self.configure(option)
-            self.assertEqual(status, 1)
-            self.assertIn(text, " ".join(output.split()))
 
 
 # Launched on several ranks, one does the work: the tests share no processes.

@@ -1,6 +1,6 @@
 """
-What the tests of the build and of the tools share: a wheel of a few files, shaped
-as the base's, and a repository that has one file of ours.
+A wheel of a few files, shaped as the release's, and a repository that has one file of
+ours.
 
 Nothing here needs the network: pip is a stand-in, and the environments that are
 made hold no pip.
@@ -16,17 +16,21 @@ import os
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
 import zipfile
 from pathlib import Path
 from unittest import mock
 
-from tools.setup_helpers import cli, inplace
+from fsdp_build import REPOSITORY
+
+from tools.setup_helpers import cli, environment
+from tools.setup_helpers.build import Build
+from tools.setup_helpers.releases import DEFAULT, Release, RELEASES, VARIABLE
 from tools.setup_helpers.report import Progress
 from torch.testing._internal.common_utils import TestCase
 
 
-REPOSITORY = Path(cli.__file__).parents[2]
 OURS = "torch/distributed/fsdp/ours.py"
 # Each with what it stands for, in the order in which pip is handed them.
 REQUIREMENTS = {
@@ -35,6 +39,10 @@ REQUIREMENTS = {
     "requirements-models.txt": "transformers\n",
     "requirements-clients.txt": "torchtitan\n",
 }
+# Of each release but for its number: what it requires, and what set-up adds
+NEEDED = ["filelock", 'optree; extra == "optree"']
+*OUR_LISTS, MODELS, CLIENTS = REQUIREMENTS
+VERSIONS = [release.version for release in RELEASES]
 BASE_FILES = {
     "functorch/__init__.py": "",
     "torch/__init__.py": "from torch.version import __version__\n",
@@ -54,7 +62,7 @@ def make_wheel(
     folder: Path,
     *,
     project: str = "torch",
-    version: str = "2.13.0+fake",
+    version: str = f"{DEFAULT.version}+fake",
     tag: str = "py3-none-any",
     files: dict[str, str] | None = None,
 ) -> Path:
@@ -115,11 +123,24 @@ def disk_with(free: int) -> contextlib.AbstractContextManager:
     return mock.patch.object(shutil, "disk_usage", return_value=mock.Mock(free=free))
 
 
-class BuildTestCase(TestCase):
-    """A repository with one file of ours, a wheel, and a stand-in for pip."""
+def make_bare_venv(_: Path | str, module: str, *arguments: str) -> None:
+    """Stands in for the modules that make an environment."""
+    folder = Path(arguments[-1])
+    version = f"python3.{sys.version_info.minor}"
+    (folder / "lib" / version / "site-packages").mkdir(parents=True, exist_ok=True)
+    (folder / "bin").mkdir(exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        (folder / "bin" / "python").symlink_to(sys.executable)
 
+
+class BuildTestCase(TestCase):
+    """A repository with one file of ours, a wheel, and stand-ins for pip and venv."""
+
+    venv_is_real = False
     venv_has_pip = False
     clone_name = "clone"
+    # Of the release that the test is about
+    version = DEFAULT.version
 
     def setUp(self) -> None:
         super().setUp()
@@ -127,7 +148,10 @@ class BuildTestCase(TestCase):
         self.scratch = Path(scratch).resolve()
         self.enterContextOf(mock.patch.dict(os.environ))
         self.enterContextOf(disk_with(1_000_000_000_000))
-        for name in [n for n in os.environ if n.startswith(("GIT_", "TORCH_BASE"))]:
+        if not self.venv_is_real:
+            bare = mock.patch.object(environment, "_make_venv", make_bare_venv)
+            self.enterContextOf(bare)
+        for name in [n for n in os.environ if n.startswith(("GIT_", "TORCH_"))]:
             del os.environ[name]
         self.root = self.scratch / self.clone_name
         self.wheel = make_wheel(self.scratch)
@@ -145,6 +169,20 @@ class BuildTestCase(TestCase):
         self.addCleanup(context.__exit__, None, None, None)
         return value
 
+    def choose(self, version: str) -> None:
+        """Makes the test one of another release, as RELEASE= does."""
+        self.version = os.environ[VARIABLE] = version
+        self.wheel = make_wheel(self.scratch, version=f"{version}+fake")
+        self.pip.served = self.wheel
+
+    @property
+    def home(self) -> Path:
+        return self.root / "build" / self.version
+
+    @property
+    def branch(self) -> Path:
+        return self.home / "branch"
+
     def put(self, path: str, text: str) -> None:
         (self.root / path).parent.mkdir(parents=True, exist_ok=True)
         (self.root / path).write_text(text)
@@ -158,10 +196,14 @@ class BuildTestCase(TestCase):
     def commit(self) -> None:
         self.git("commit", "--quiet", "--message", "step")
 
-    def build(self, progress: Progress | None = None) -> inplace.InPlaceBuild:
-        return inplace.InPlaceBuild(
+    def build(
+        self, progress: Progress | None = None, release: Release | None = None
+    ) -> Build:
+        (named,) = (r for r in RELEASES if r.version == self.version)
+        return Build(
             self.root,
             progress or Progress(quiet=True),
+            release or named,
             make_pip=lambda python, progress: self.pip,
             venv_has_pip=self.venv_has_pip,
         )
@@ -172,21 +214,24 @@ class BuildTestCase(TestCase):
     def run_command(self, *arguments: str, given: Path | None = None):
         """Returns exit status, stdout and stderr of a command of the tool."""
         if given:
-            os.environ["TORCH_BASE_WHEEL"] = str(given)
+            os.environ["TORCH_WHEEL"] = str(given)
         stdout, stderr = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
             status = cli.main(list(arguments), self.build)
         return status, stdout.getvalue(), stderr.getvalue()
 
-    def links(self) -> set[str]:
-        found = set()
-        for parent, folders, files in os.walk(self.root):
-            for name in folders + files:
-                path = Path(parent, name)
-                if path.is_symlink():
-                    found.add(path.relative_to(self.root).as_posix())
-            folders[:] = [f for f in folders if f not in (".git", ".venv", "build")]
-        return found
+    def links(self) -> dict[str, str]:
+        """Returns where each link of the tree leads, as seen from the clone."""
+        return {
+            path.relative_to(self.branch).as_posix(): os.path.relpath(
+                path.resolve(strict=True), self.root
+            )
+            for path in self.branch.rglob("*")
+            if path.is_symlink()
+        }
+
+    def links_to_ours(self) -> set[str]:
+        return {path for path, target in self.links().items() if path == target}
 
     def state(self) -> dict[str, object]:
         """Returns what there is on the disk, to tell whether it changed."""
@@ -194,21 +239,19 @@ class BuildTestCase(TestCase):
         return {
             str(path): (path.lstat().st_mtime_ns, path.lstat().st_ino)
             for path in paths
-            if path.name == "exclude" or not (path.is_dir() or ".git" in path.parts)
+            if path.is_symlink() or not (path.is_dir() or ".git" in path.parts)
         }
 
     def untracked(self) -> str:
         return self.git("status", "--porcelain", "--ignored")
 
-    def run_python(self, code: str) -> str:
-        python = self.root / ".venv" / "bin" / "python"
-        return subprocess.run(
-            [python, "-B", "-c", code],
-            cwd=self.scratch,
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout.strip()
+    def run_python(self, *arguments: str | Path, **options) -> str:
+        command = [self.home / ".venv/bin/python", "-B", *arguments]
+        done = subprocess.run(
+            command, **({"cwd": self.scratch} | options), capture_output=True, text=True
+        )
+        self.assertEqual(done.returncode, 0, done.stderr)
+        return done.stdout.strip()
 
     def assert_one_error(self, result, text: str) -> None:
         status, _, stderr = result
@@ -219,5 +262,7 @@ class BuildTestCase(TestCase):
 
     def assert_untouched(self) -> None:
         self.assertEqual(self.untracked(), "")
-        exclude = (self.root / ".git/info/exclude").read_text()
-        self.assertNotIn("in-place build", exclude)
+
+    def leftovers(self) -> list[str]:
+        left = [*self.root.rglob("*.partial"), *self.root.rglob(".staging")]
+        return [str(path) for path in left]

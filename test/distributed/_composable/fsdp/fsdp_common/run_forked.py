@@ -13,7 +13,7 @@ import tempfile
 import traceback
 from pathlib import Path
 
-from fsdp_common.utils import environment, fork_server, REPO_ROOT, run_anew
+from fsdp_common.utils import environment, fork_server, run_anew, TREE_ROOT
 
 import torch
 
@@ -44,8 +44,8 @@ def _run(module: str, args: tuple[str, ...], folder: str) -> None:
     for descriptor, name in ((1, "out"), (2, "err")):
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         os.dup2(os.open(os.path.join(folder, name), flags), descriptor)
-    os.chdir(REPO_ROOT)
-    variables = environment(REPO_ROOT)
+    os.chdir(TREE_ROOT)
+    variables = environment(TREE_ROOT)
     os.environ.clear()
     os.environ.update(variables)
     sys.argv[1:] = args

@@ -71,11 +71,12 @@ on_first_rank = unittest.skipIf(
     LAUNCHED_RANK not in (None, 0), "needs no process but the first"
 )
 
-# A source tree built in place keeps the base release, unmodified, under it
-REPO_ROOT = Path(torch.__file__).absolute().parent.parent
-BASE_ROOT = REPO_ROOT / "build" / "base"
 # Where the tests lie, and the packages that they share
 TESTS = Path(__file__).absolute().parents[1]
+REPO_ROOT = TESTS.parents[3]
+# Where torch is. Set-up keeps the release, unmodified, beside the tree of links
+TREE_ROOT = Path(torch.__file__).absolute().parents[1]
+BASE_ROOT = TREE_ROOT.parent / "base"
 # Torch's files are compiled once, and not by each process that imports them. Apart
 # from them: the base stays as it came.
 BYTECODE_CACHE = {
@@ -108,7 +109,7 @@ def run_anew(
     """Does as ``run_python``, but runs the release whatever it printed before."""
     if on_base and not BASE_ROOT.is_dir():
         raise unittest.SkipTest("needs the base release beside the branch")
-    root = BASE_ROOT if on_base else REPO_ROOT
+    root = BASE_ROOT if on_base else TREE_ROOT
     done = subprocess.run(
         [sys.executable, *args],
         env=environment(root) | (env or {}),
