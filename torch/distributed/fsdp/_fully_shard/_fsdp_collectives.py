@@ -658,6 +658,7 @@ def _scatter_together(
 ) -> tuple[torch.Tensor, list[_Target]]:
     """Returns one tensor with the sums of all buckets, and each bucket's part of it."""
     pieces: Sequence[torch.Tensor | None] = [None]
+    output = None
     if len(parts) > 1:
         numels = [part.bucket.shard_numel for part in parts]
         dtype, device = parts[0].bucket.dtype, reduction.device
@@ -672,7 +673,7 @@ def _scatter_together(
         if piece is not None and target[2] is not piece:
             target = (*target[:2], piece.copy_(target[2]))
         targets.append(target)
-    return (targets[0][2] if len(parts) == 1 else output), targets
+    return targets[0][2] if output is None else output, targets
 
 
 def _reduce_copy_in(reduction: Reduction, part: BucketGrads) -> None:

@@ -328,11 +328,11 @@ class ReduceBucketCap(NamedTuple):
 
 def by_collective(
     buckets: Sequence[ReduceBucket],
-) -> list[tuple[ReduceBucket, ...]]:
+) -> Sequence[tuple[ReduceBucket, ...]]:
     """Groups what one collective takes: all that are sent by an all-to-all, or one."""
     sent = tuple(bucket for bucket in buckets if bucket.comm_dtype is not None)
-    others = [(bucket,) for bucket in buckets if bucket.comm_dtype is None]
-    return [sent, *others] if sent else others
+    others = tuple((bucket,) for bucket in buckets if bucket.comm_dtype is None)
+    return (sent, *others) if sent else others
 
 
 def in_plan_order(bucket: ReduceBucket) -> ReduceBucket:
