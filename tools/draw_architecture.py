@@ -33,7 +33,7 @@ RANKS = 4
 # step goes through, and None is no file.
 ROOMS = [
     [
-        ("_fsdp_prefetch", "ahead in backward"),
+        ("_fsdp_settings", "what users set"),
         ("_fsdp_param_group", "when it moves"),
         ("_fsdp_summary", "tables"),
     ],
@@ -67,7 +67,7 @@ ROOMS = [
 ]  # fmt: skip
 # What training does not need, and which knows no parameter group
 BESIDE = (
-    "_fsdp_prefetch",
+    "_fsdp_settings",
     "_fsdp_summary",
     "_fsdp_agreement",
     "_fsdp_described_unit",
