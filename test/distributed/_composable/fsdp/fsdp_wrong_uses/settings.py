@@ -10,6 +10,7 @@ from fsdp_wrong_uses.rows import add_each, Case, FP64, Run, SETTING
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard import set_reduce_bucket_cap
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
     DefaultReduceScatter,
@@ -191,4 +192,51 @@ add_each(
     found="the setter",
     do="pass a bool; a number of ranks is for `fully_shard`",
     is_ours=False,
+)
+
+
+def capping(*args: Any, whole: bool = True, **kwargs: Any) -> Case:
+    """Of a model that has run, or of a module without units."""
+
+    def case(run: Run) -> Callable[[], object]:
+        model = run.trained()
+        run.mend = lambda: None
+        module = model if whole else nn.Linear(2, 2)
+        return lambda: set_reduce_bucket_cap(module, *args, **kwargs)
+
+    return case
+
+
+add_each(
+    SETTING,
+    [
+        (
+            f"reduce_bucket_cap_{what}",
+            f"`set_reduce_bucket_cap` with {shown}",
+            capping(*args, **kwargs),
+            ValueError,
+            "set_reduce_bucket_cap expects sizes above 0",
+        )
+        for what, shown, args, kwargs in (
+            ("of_0", "`bucket_cap_mb=0`", (0,), {}),
+            ("of_nothing_small", "`small_kb=0`", (), {"small_kb": 0}),
+        )
+    ],
+    found="`set_reduce_bucket_cap`",
+    do="bucket_cap_mb=None to join no reductions",
+)
+add_each(
+    SETTING,
+    [
+        (
+            "reduce_bucket_cap_of_no_unit",
+            "`set_reduce_bucket_cap` of a module without units",
+            capping(whole=False),
+            ValueError,
+            "set_reduce_bucket_cap found no unit in Linear",
+        )
+    ],
+    found="`set_reduce_bucket_cap`",
+    do="call fully_shard or replicate on it, or on modules in it, first",
+    about="Linear",
 )

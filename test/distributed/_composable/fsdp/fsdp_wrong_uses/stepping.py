@@ -97,7 +97,7 @@ def cast_data_beside_grad(run: Run) -> Callable[[], object]:
 # Collectives #
 
 
-def allocating(kind: type, allocate: Callable[..., Any]) -> Case:
+def allocating(kind: type, allocate: Callable[..., Any], **kwargs: Any) -> Case:
     """Of a step in which a custom collective allocates something else."""
 
     class Custom(kind):  # type: ignore[misc, valid-type]
@@ -105,7 +105,7 @@ def allocating(kind: type, allocate: Callable[..., Any]) -> Case:
             return allocate(size[0], dtype, device)
 
     def case(run: Run) -> Callable[[], object]:
-        model = run.trained()
+        model = run.trained(**kwargs)
         setter = run.blocks[1].set_custom_reduce_scatter
         if kind is DefaultAllGather:
             setter = run.blocks[1].set_custom_all_gather
@@ -177,6 +177,29 @@ add_each(
     found="next forward",
     do="return a contiguous tensor of the size, dtype and device that it is asked",
     about="set_custom_all_gather",
+)
+add_each(
+    STEPPING,
+    [
+        (
+            "reduce_scatter_allocates_unaligned",
+            "a custom reduce-scatter allocates a buffer that is not aligned for the "
+            "dtypes that are sent together",
+            allocating(
+                DefaultReduceScatter,
+                lambda n, dtype, device: torch.empty(n + 1, dtype=dtype, device=device)[
+                    1:
+                ],
+                mp_policy=MixedPrecisionPolicy(
+                    grad_comm_dtype_override_fn=lambda param: param.dtype
+                ),
+            ),
+            ValueError,
+            "Custom.allocate returned a buffer that starts at byte 1 of its storage",
+        )
+    ],
+    found="backward",
+    do="return one that starts at a multiple of that",
 )
 
 
