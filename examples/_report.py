@@ -31,7 +31,7 @@ def wire_table(kinds: Iterable[UnitKind], steps: int) -> str:
     """What one step sent, per kind of unit and dtype, and the least possible.
 
     Parameters count where they are gathered and where their gradients are reduced,
-    each time with the dtype that is sent then.
+    each time with the dtype that is sent then. What is sent as bytes is of all dtypes.
     """
     rows: list[Iterable[object]] = []
     for kind in kinds:
@@ -40,13 +40,20 @@ def wire_table(kinds: Iterable[UnitKind], steps: int) -> str:
         reduced = {dtype: sent.per(steps) for dtype, sent in kind.reductions.items()}
         total = sum(reduced.values(), Traffic())
         reductions = _cells(total, kind.least_reductions())
-        by_dtype = {
-            dtype: _cells(reduced.get(dtype, Traffic()), kind.least_reductions(dtype))
-            for dtype in dict.fromkeys([*kind.reduced_numel, *reduced])
-        }
+        collective, by_dtype = "all-to-all", {}
+        if torch.uint8 not in reduced:
+            collective, by_dtype = (
+                "reduce-scatter",
+                {
+                    dtype: _cells(
+                        reduced.get(dtype, Traffic()), kind.least_reductions(dtype)
+                    )
+                    for dtype in dict.fromkeys([*kind.reduced_numel, *reduced])
+                },
+            )
         for row in (
             *_section("all-gather", kind.numel, {}, gathers),
-            *_section("reduce-scatter", kind.reduced_numel, by_dtype, reductions),
+            *_section(collective, kind.reduced_numel, by_dtype, reductions),
         ):
             rows.append([name, *row])
             name = ""

@@ -156,6 +156,9 @@ class _CountedReduceScatter(DefaultReduceScatter):
     def exchange(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup
     ) -> None:
-        """Is called in place of the above where ``grad_comm_dtype`` is set."""
+        """
+        Is called in place of the above where ``grad_comm_dtype`` is set: with bytes
+        (uint8) if it is several dtypes.
+        """
         self.kind.reductions[input_tensor.dtype] += Traffic(1, input_tensor.nbytes)
         super().exchange(output_tensor, input_tensor, group)

@@ -323,17 +323,27 @@ class TestTraining(FakeGroupTest):
     @parametrize("policy", [*CHOICES])
     def test_rows_count_what_is_sent_in_their_dtype(self, policy: str) -> None:
         numels: list[int] = []  # of gathers and of reductions, in turns
-        row = r"(b?float\d+) +([\d,]+)(?: +[1-9]\d* +([\d,]+) +([\d,]+))?$"
+        row = r"(b?float\d+|all) +([\d,]+)(?: +[1-9]\d* +([\d,]+) +([\d,]+))?$"
+        collective, total = "", 0  # of one collective, in bytes
         for line in self.lines(policy):
-            numels += [0] * ("all-gather" in line or "reduce-scatter" in line)
+            if found := re.search(r"all-gather|reduce-scatter|all-to-all", line):
+                collective, total = found[0], 0
+                numels.append(0)
             if found := re.search(row, line):
                 dtype, *numbers = found.groups(default="0")
                 numel, *nbytes = (int(number.replace(",", "")) for number in numbers)
+                if dtype == "all":
+                    if collective != "all-gather":  # of which there may be two
+                        self.assertEqual(nbytes, [total, total])
+                    self.assertEqual(numel, numels[-1])
+                    continue
                 numels[-1] += numel
-                if len(numels) % 2 == 0:
-                    self.assertEqual(
-                        nbytes, [getattr(torch, dtype).itemsize * numel] * 2
-                    )
+                total += (own := getattr(torch, dtype).itemsize * numel)
+                # Others are sent together with those of other dtypes
+                if collective == "reduce-scatter" or (
+                    collective == "all-to-all" and found[3]
+                ):
+                    self.assertEqual(nbytes, [own, own])
         self.assertEqual(numels, [351_024, 351_024, 65_664, 65_664])
 
 
