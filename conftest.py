@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(
         left_out = [item for item in items if id(item) not in chosen]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if id(item) in chosen]
-    elif config.getoption("dist", "no") == "loadfile":
+    elif hasattr(config, "workerinput"):
         # A process that starts one of these last is waited for
         items.sort(key=lambda item: item.get_closest_marker("long") is None)
 

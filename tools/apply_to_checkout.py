@@ -73,7 +73,7 @@ STAYS_OF = {
         "test_fully_shard_contract",
         "test_fully_shard_series",
     ),
-    "benchmarks": ("test_fully_shard_bench",),
+    "benchmarks": ("test_fully_shard_bench", "test_fully_shard_fewer_collectives"),
     "examples": (
         "fsdp_clients",
         "test_fully_shard_accelerate",

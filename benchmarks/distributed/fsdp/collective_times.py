@@ -129,14 +129,15 @@ def calls_of(
         yield from (gather, gather)
         buckets = buckets_of(params, way, mesh.shards)
         if way in JOINS:
-            small = [
-                b for b in buckets if mesh.shards * nbytes_of(b) <= cap.small_nbytes
-            ]
-            buckets = tuple(bucket for bucket in buckets if bucket not in small)
-            for bucket in small:
-                waiting.append(bucket)
+            large: list[ReduceBucket] = []
+            for batch in by_collective(buckets):
+                if mesh.shards * sum(map(nbytes_of, batch)) > cap.small_nbytes:
+                    large += batch
+                    continue
+                waiting += batch
                 if mesh.shards * sum(map(nbytes_of, waiting)) >= cap.nbytes:
                     yield from reduce_waiting()
+            buckets = large
         yield from reductions(buckets, mesh)
     yield from reduce_waiting()
 

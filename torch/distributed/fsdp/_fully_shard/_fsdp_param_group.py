@@ -740,7 +740,10 @@ class FSDPParamGroup(PluginNames):
         buckets: tuple[ReduceBucket, ...],
         grads: list[torch.Tensor | None],
     ) -> tuple[ReduceBucket, ...]:
-        """Lets small buckets wait for those of other units. Returns the others."""
+        """
+        Lets what one collective takes wait for that of other units, if it is small.
+        Returns the other buckets.
+        """
         if (
             self._partial_reduces
             or reduction.defers_all_reduce
@@ -753,12 +756,12 @@ class FSDPParamGroup(PluginNames):
         waiting = self.comm_ctx.small_reductions
         reduction = reduction._replace(reduce_scatter_comm=_SHARED_COMM)
         stream, others = self.device_handle.current_stream(), []
-        for bucket in buckets:
-            if reduction.input_nbytes(bucket) > cap.small_nbytes:
-                others.append(bucket)
+        for batch in by_collective(buckets):
+            if sum(map(reduction.input_nbytes, batch)) > cap.small_nbytes:
+                others += batch
                 continue
-            part = self._pop_part(reduction, bucket, grads)
-            waiting.setdefault(reduction, []).append((part, stream))
+            parts = [self._pop_part(reduction, bucket, grads) for bucket in batch]
+            waiting.setdefault(reduction, []).extend((part, stream) for part in parts)
             if waiting.nbytes(reduction) >= cap.nbytes:
                 self._reduce_small(reduction)
         task = torch._C._current_graph_task_id()
