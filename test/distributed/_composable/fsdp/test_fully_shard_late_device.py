@@ -537,7 +537,7 @@ class TestMemory(DeviceFreeTest):
 _WAITS = {
     "foreach_all_gather > wait_stream #0": "uniform",
     "reduce_buckets > wait_stream #0": "mixed",
-    "_reduce_bucket > wait_stream #0": "mixed_replicas",
+    "_reduce_together > wait_stream #0": "mixed_replicas",
     "foreach_all_gather_copy_out > wait_event #0": "two_units",
 }
 if not FOLLOWS_GRAD_DTYPE:  # since 2.15 the root has waited before

@@ -26,7 +26,7 @@ T = TypeVar("T")
 TESTS = Path(__file__).absolute().parents[1]
 # Folders of modules that scripts import, by the word that names each in a script
 FOLDERS = {folder.name: folder for folder in TESTS.glob("fsdp_*")}
-FOLDERS["examples"] = TESTS.parents[3] / "examples"
+FOLDERS |= {file.parent.name: file.parent for file in TESTS.parents[3].glob("*/*.py")}
 # Inherited variables that may change what torch computes
 READ_BY_TORCH = re.compile("TORCH|PYTORCH|ATEN|OMP|MKL|KMP|GLOO|CUDA|HF_|TRANSFORMERS")
 # Asks that everything runs: `pytest --fresh` sets it, as continuous integration sets CI

@@ -84,7 +84,7 @@ def _takes_pool_for_new() -> contextlib.AbstractContextManager:
     wait = _GROUP._wait_current_stream
 
     def wait_elsewhere(group: Any, event: Any) -> None:
-        if sys._getframe(1).f_code is not _GROUP._reduce.__code__:
+        if sys._getframe(1).f_code is not _GROUP._reduce_batches.__code__:
             wait(group, event)
 
     return mock.patch.object(_GROUP, "_wait_current_stream", wait_elsewhere)

@@ -290,11 +290,14 @@ def asynchronous_gathers(kit: Kit) -> None:
     kit.train(net)
 
 
-@schedule
-def post_backwards_in_several_streams(kit: Kit) -> None:
-    """As a pipeline ends them, outside of backward, with zeros for what was not used."""
+def joined_from_several_streams(kit: Kit) -> None:
+    """
+    A pipeline ends units outside of backward, with zeros for what was not used: each in
+    a stream of its own, and what they have set aside in another one.
+    """
     net, handle = kit.sharded_net(), kit.rank.handle
     net.set_reduce_scatter_unused_params(True)
+    fsdp_package.set_reduce_bucket_cap(net)
     state, streams = (
         net._get_fsdp_state(),
         [kit.rank.new_stream(f"side {i}") for i in range(4)],
@@ -319,6 +322,10 @@ def post_backwards_in_several_streams(kit: Kit) -> None:
                 [torch.zeros(*param.size(), dtype=param.dtype) for param in zeros]
             handle.current_stream().wait_stream(stream)
         kit.optimize(net)
+
+
+if hasattr(fsdp_package, "set_reduce_bucket_cap"):  # the release has none
+    schedule(joined_from_several_streams)
 
 
 @schedule
