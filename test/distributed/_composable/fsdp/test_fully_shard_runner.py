@@ -62,10 +62,12 @@ class TestTiers(TestCase):
         self.assertEqual(chosen, [marked[1], marked[2], marked_long[2], other[0]])
 
     def test_longest_first_and_others_as_they_come(self):
-        options = {"quick": False, "dist": "loadfile"}
-        config = SimpleNamespace(getoption=lambda name, default=None: options[name])
+        config = SimpleNamespace(getoption=lambda name, default=None: False)
         z, b, a = items_of("z"), items_of("b", "long"), items_of("a")
         items = [*z, *b, *a]
+        self.conftest.pytest_collection_modifyitems(config, items)
+        self.assertEqual(items, [*z, *b, *a])
+        config.workerinput = {}  # of one that runs files beside others
         self.conftest.pytest_collection_modifyitems(config, items)
         self.assertEqual(items, [*b, *z, *a])
 
