@@ -38,8 +38,6 @@ post_backward > _wait_current_stream #0                 nothing that is freed
                                                         there is in use by another
                                                         stream: the release waits
                                                         for what it met on ROCm
-wait_current_stream_on_reductions > wait_event #0       since 2.15 the root has
-                                                        waited for them before
 ======================================================  ========================
 """
 
@@ -54,7 +52,6 @@ from unittest import mock
 
 import pytest
 
-from fsdp_common.release_rules import FOLLOWS_GRAD_DTYPE
 from fsdp_common.utils import DeviceFreeTest
 from fsdp_late_device.check import unordered
 from fsdp_late_device.queues import Entry
@@ -96,11 +93,6 @@ UNSEEN = frozenset(
         "post_backward > _wait_current_stream #0",
         "recycle_reduce_scatter_inputs > wait_event #1",
         "release_all_gather_state_on_current_stream > wait_event #0",
-        *(
-            ("wait_current_stream_on_reductions > wait_event #0",)
-            if FOLLOWS_GRAD_DTYPE
-            else ()
-        ),
     )
 )
 
