@@ -453,14 +453,7 @@ class TestOneAllToAll(GradCommTest):
             self.assert_same(grad, (add(parts) / self.world_size).to(spec.dtype))
 
     def test_settings_that_change_no_bits(self):
-        settings: dict[str, Any] = {
-            "sum only": lambda m: m.set_force_sum_reduction_for_comms(True),
-            "unused": lambda m: m.set_reduce_scatter_unused_params(True),
-            "buffers": lambda m: m.set_reduce_scatter_max_input_buffers(2),
-            "kept buffers": lambda m: m.set_custom_reduce_scatter(Kept()),
-            "own group": lambda m: m.set_separate_reduce_scatter_group(True),
-        }
-        for name, change in settings.items():
+        for name, change in CHANGE_NO_BITS.items():
             with self.subTest(name):
                 module = self.module()
                 change(module)
@@ -629,6 +622,15 @@ class Kept(DefaultReduceScatter):
         return self.buffers[tuple(size), dtype]
 
 
+CHANGE_NO_BITS: dict[str, Callable[[Any], None]] = {
+    "sum only": lambda m: m.set_force_sum_reduction_for_comms(True),
+    "unused": lambda m: m.set_reduce_scatter_unused_params(True),
+    "buffers": lambda m: m.set_reduce_scatter_max_input_buffers(2),
+    "kept buffers": lambda m: m.set_custom_reduce_scatter(Kept()),
+    "own group": lambda m: m.set_separate_reduce_scatter_group(True),
+}
+
+
 class TestSettings(GradCommTest):
     """What can be set beside it."""
 
@@ -759,14 +761,7 @@ class TestSettings(GradCommTest):
         self.assertGreaterEqual(output.numel(), numel)
 
     def test_settings_that_change_no_bits(self):
-        settings: dict[str, Any] = {
-            "sum only": lambda m: m.set_force_sum_reduction_for_comms(True),
-            "unused": lambda m: m.set_reduce_scatter_unused_params(True),
-            "buffers": lambda m: m.set_reduce_scatter_max_input_buffers(2),
-            "kept buffers": lambda m: m.set_custom_reduce_scatter(Kept()),
-            "own group": lambda m: m.set_separate_reduce_scatter_group(True),
-        }
-        for name, change in settings.items():
+        for name, change in CHANGE_NO_BITS.items():
             with self.subTest(name):
                 module = self.module()
                 change(module)
