@@ -508,11 +508,7 @@ class TestErrors(BuildTestCase):
         self.assert_one_error(result, "no space left on the disk: the release needs")
         self.assert_untouched()
 
-    @parametrize(
-        "version,least",
-        [(DEFAULT.version, "1,500"), (OTHER, "6,600")],
-        name_fn=str.format,
-    )
+    @parametrize("version,least", [(DEFAULT.version, "1,500"), (OTHER, "6,600")])
     def test_no_space_before_fetching(self, version: str, least: str):
         self.choose(version)
         with disk_with(1_000_000_000):

@@ -379,6 +379,8 @@ NOTICED_BY_COMPARING = (parameter_from_the_first_step, other_parameter_later)
 
 
 def run_rank(name: str, mode: str, number: int, folder: Path) -> None:
+    # Anew after the fork, before threads of autograd do so, which may abort since 2.15
+    torch.set_num_threads(1)
     os.environ[SWITCH] = mode
     outcome = dict(zip(MODES, OUTCOMES[name], strict=True)).get(mode)
     rank, found = Rank(number, hangs=outcome == TIME_OUT), {}
@@ -441,7 +443,6 @@ def run_all(wanted: Sequence[tuple[str, str]], root: Path) -> list[Run]:
 
 
 def main(modes: Sequence[str]) -> None:
-    torch.set_num_threads(1)
     wanted = [
         (name, mode)
         for mode in modes
