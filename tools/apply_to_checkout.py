@@ -71,6 +71,7 @@ STAYS_OF = {
     "tools": (
         "test_fully_shard_checkout",
         "test_fully_shard_contract",
+        "test_fully_shard_overlay",
         "test_fully_shard_series",
     ),
     "benchmarks": ("test_fully_shard_bench", "test_fully_shard_fewer_collectives"),

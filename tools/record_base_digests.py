@@ -6,7 +6,7 @@
 Run it after ``make setup`` and ``make setup RELEASE=...`` when another file of the
 release becomes ours, or the branch is to fit another release.  ``tools/base_digests.json``
 then holds, for each release, the digest of each file that ours replace, and of those
-that lie beside them: they call each other.  What is written of a release that is not
+that lie beside one that does more than export names: they call each other.  What is written of a release that is not
 set up here, and of which no wheel is named, stays as it was.
 """
 
@@ -40,9 +40,11 @@ def record(root: Path, base: Path | zipfile.Path) -> dict[str, Any]:
     """Returns the commit and the digests of a release, unpacked or a wheel."""
     own = tree.own_files(root)
     replaced = sorted(path for path in own if (base / path).is_file())
-    files = {
+    files = {path: base / path for path in replaced}
+    files |= {
         f"{folder}/{file.name}": file
-        for folder in {path.rpartition("/")[0] for path in replaced}
+        for folder, _, name in (path.rpartition("/") for path in replaced)
+        if name != "__init__.py"  # which only names what is beside it
         for file in (base / folder).iterdir()
         if file.name.endswith(".py")
     }

@@ -89,7 +89,7 @@ def prepared(
 def finished(model: nn.Module, way: str) -> nn.Module:
     """Sets what is set of units that are there."""
     if way in JOINS:
-        from torch.distributed.fsdp._fully_shard import set_reduce_bucket_cap
+        from torch.distributed.fsdp import set_reduce_bucket_cap
 
         set_reduce_bucket_cap(model)
     return model

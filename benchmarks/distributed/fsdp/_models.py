@@ -241,7 +241,7 @@ def language_model(block: str, way: str, device: str) -> nn.Sequential:
         fully_shard(module, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh)
     if way == LATE:
-        from torch.distributed.fsdp._fully_shard import set_backward_prefetch
+        from torch.distributed.fsdp import set_backward_prefetch
 
         set_backward_prefetch(model, BackwardPrefetch.BACKWARD_POST)
     return model

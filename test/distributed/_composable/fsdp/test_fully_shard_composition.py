@@ -38,7 +38,7 @@ from fsdp_composition.scenarios import (
     TRAINING,
 )
 
-from torch.distributed.fsdp import _fully_shard
+from torch.distributed import fsdp
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -422,7 +422,7 @@ class TestContract(DeviceFreeTest):
         )
         # What the base does not log: a table for each unit of the four models, if the
         # branch has come to tables
-        has_tables = hasattr(_fully_shard, "layout_summary")
+        has_tables = hasattr(fsdp, "layout_summary")
         tables = [text for _, text in fork if not text.startswith("FSDP::")]
         headings = [text for text in tables if text.startswith("unit ")]
         self.assertEqual(len(headings), 4 * 3 * has_tables)

@@ -18,7 +18,7 @@ from fsdp_common.utils import DeviceFreeTest, FakeGroupTest, REPO_ROOT
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp._fully_shard import set_reduce_bucket_cap
+from torch.distributed.fsdp import set_reduce_bucket_cap
 from torch.distributed.fsdp._fully_shard._fsdp_layout import ReduceBucketCap
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,

@@ -34,9 +34,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     fully_shard,
+    layout_summary,
     MixedPrecisionPolicy,
 )
-from torch.distributed.fsdp._fully_shard import layout_summary
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import distribute_tensor, DTensor, Replicate, Shard

@@ -27,8 +27,7 @@ import torch
 import torch.nn as nn
 from torch.distributed._tools import FSDPMemTracker
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import BackwardPrefetch, fully_shard
-from torch.distributed.fsdp._fully_shard import set_backward_prefetch
+from torch.distributed.fsdp import BackwardPrefetch, fully_shard, set_backward_prefetch
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,

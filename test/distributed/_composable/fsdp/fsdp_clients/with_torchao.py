@@ -112,7 +112,7 @@ class TestNarrowWeights(ClientTest):
     @parametrize("kind", [*NARROW])
     def test_gradients_are_those_of_one_process(self, kind: str) -> None:
         # Which the release does not have
-        from torch.distributed.fsdp._fully_shard import layout_summary
+        from torch.distributed.fsdp import layout_summary
 
         model = build(NARROW[kind])
         reference = OneProcess(build(NARROW[kind]), loss_of)

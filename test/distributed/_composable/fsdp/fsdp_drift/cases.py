@@ -24,8 +24,11 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard import set_backward_prefetch
+from torch.distributed.fsdp import (
+    fully_shard,
+    MixedPrecisionPolicy,
+    set_backward_prefetch,
+)
 
 
 RANKS = 2

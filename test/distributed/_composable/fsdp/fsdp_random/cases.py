@@ -22,8 +22,12 @@ import torch
 import torch.nn as nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard, MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard import set_reduce_bucket_cap
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    fully_shard,
+    MixedPrecisionPolicy,
+    set_reduce_bucket_cap,
+)
 from torch.distributed.tensor import distribute_tensor
 from torch.utils.checkpoint import checkpoint
 

@@ -9,8 +9,7 @@ from fsdp_wrong_uses.rows import add_each, Case, FP64, Run, SETTING
 
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard import set_reduce_bucket_cap
+from torch.distributed.fsdp import MixedPrecisionPolicy, set_reduce_bucket_cap
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
     DefaultReduceScatter,
