@@ -115,7 +115,7 @@ class TestDocs(FakeGroupTest):
     def test_more_recipes_are_all_told_of(self) -> None:
         _, codes = recipes(MORE)
         self.assertEqual([*codes], [*costs(MORE)])
-        self.assertEqual(len(codes), 5)
+        self.assertEqual(len(codes), 7)
 
     def test_head_in_fp32(self) -> None:
         names, seen = self.run_recipe("A head in fp32")
@@ -157,6 +157,36 @@ class TestDocs(FakeGroupTest):
         self.assertEqual({*negative.tolist()}, {-1.0, -1 - 2**-7})
         kept = names["round_at_random"](torch.tensor([0.0, -2.5, 2.0**100]))
         self.assertEqual(kept.tolist(), [0.0, -2.5, 2.0**100])
+
+    def test_router_behind_bf16_layers(self) -> None:
+        names, seen = self.run_recipe("An fp32 router behind bf16 layers")
+        self.assertEqual(seen, {"proj.weight": BF16, "router.weight": FP32})
+        self.assertEqual(names["scores"].dtype, FP32)
+        # Without the cast it is the error that the page quotes, or that of no bias
+        _, codes = recipes(MORE)
+        code = codes["An fp32 router behind bf16 layers"]
+        plain = code.replace("hidden.to(self.router.weight.dtype)", "hidden")
+        self.assertNotEqual(plain, code)
+        with self.assertRaisesRegex(RuntimeError, "to have the same dtype"):
+            self.sent_by(plain, MORE)
+        # The hook that the page gives to modules of others does as well
+        hook = re.search(r"`(model\.router\.register[^`]*)`", MORE.read_text())[1]
+        shard = "model = fully_shard(Routed())\n"
+        hooked = plain.replace(shard, shard + " ".join(hook.split()) + "\n")
+        self.assertEqual([*self.sent_by(hooked, MORE)], [*self.sent_by(code, MORE)])
+
+    def test_from_the_meta_device(self) -> None:
+        torch.manual_seed(0)
+        names, seen = self.run_recipe("From the meta device to a loaded model")
+        self.assertEqual(seen, {"0.weight": BF16, "1.weight": FP32})
+        # Loading replaces the entries of what it is given
+        torch.manual_seed(0)
+        full = names["make_model"]().state_dict()
+        for name, param in names["model"].named_parameters():
+            # Loaded, and stepped since: by the learning rate, Adam's first step
+            moved = param.to_local() - full[name].chunk(2)[0]
+            self.assertAlmostEqual(moved.abs().max().item(), 1e-4, delta=2e-5)
+        self.assertEqual(len(names["optimizer"].state), 2)
 
     def test_summary_is_what_the_page_shows(self) -> None:
         preamble, codes = recipes()
