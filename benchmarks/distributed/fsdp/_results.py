@@ -29,8 +29,9 @@ Written by `make bench DOCS=1`, from one run. The *release* is PyTorch {torch}, 
 
 Release and branch run in separate processes and take turns. A round measures one after
 the other and gives one ratio. The table shows the median of the ratios and their quartiles.
-*Branch* and *takes* are counts, where something was counted. Times are given as ratios, but
-for the last two tables. *At most* is the ratio that this branch aims at.
+*Branch* and *other* are given for bytes, collectives and memory, which are counted and the
+same in every run. Times are given as ratios alone, except in the last two tables. *At most*
+is the ratio that this branch aims at.
 
 {pictures}
 {table}
@@ -52,8 +53,9 @@ of `nn.Module`, and autograd's nodes. The release does not take the mixed unit.
   branch makes one.
 - **bytes**: the sizes of the collectives of one step, counted where they are called, over
   eight ranks. The model has three blocks, resharded after forward. *Gradients promoted* is
-  what PyTorch 2.15 does for a unit of several dtypes. It is computed from the rule: all
-  gradients of the unit in one reduce-scatter of the widest dtype.
+  computed: all gradients of a unit in one reduce-scatter of the widest dtype. That is how
+  PyTorch 2.15 reduces gradients of several dtypes whose parameters are stored alike. It
+  refuses units whose trainable parameters are not.
 - **step**: wall-clock time of a training step of four gloo processes that share the cores
   named above. *Gradients promoted* is the branch with `reduce_dtype=torch.float32`. Blocks of
   one dtype send and compute the same on both sides. Their steps differ by host time, which

@@ -90,7 +90,7 @@ HEADER = (
     "quantity",
     "branch",
     "compared with",
-    "takes",
+    "other",
     "ratio",
     "quartiles",
     "at most",

@@ -71,7 +71,7 @@ PER_DTYPE_RELEASE = "release, one unit per dtype"
 UNIFORM_RELEASE = "release"
 ALL_FP32_RELEASE = "release, all fp32"
 # The branch can be told to do so: by a policy that reduces in fp32
-PROMOTED_BRANCH = "gradients promoted, as 2.15 (by the branch)"
+PROMOTED_BRANCH = "gradients promoted (by the branch)"
 EARLY_BRANCH = "BACKWARD_PRE, the default (by the branch)"
 WIDE_BRANCH = "the same sums, sent in fp32 (by the branch)"
 

@@ -107,7 +107,7 @@ def measure(*, device: str, block: str, way: str) -> dict[str, Any]:
 # What is compared #
 
 OWN = "the parameters' own bytes"
-PROMOTED_COMPUTED = "gradients promoted, as 2.15 (computed)"
+PROMOTED_COMPUTED = "gradients promoted (computed)"
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ class BenchCountsTest(DeviceFreeTest):
 
     def test_promoted_gradients(self) -> None:
         """Computed: bf16 gradients take twice their bytes, what is gathered does not."""
-        name = "gradients promoted, as 2.15 (computed)"
+        name = "gradients promoted (computed)"
         for block in MIXED:
             ways = self.ways(block)
             branch, promoted = ways["branch"], ways[name]

@@ -3,20 +3,23 @@
 """
 Every row of the tables in ``docs/feature_parity.md``, and of the table of models and
 tools in ``docs/supported.md``, names tests, which are there. The errors that ``docs/index.md``
-quotes are raised somewhere, its pictures are what its script draws, and its links lead
-somewhere. What ``README.md`` shows runs as shown. ``docs/wrong_uses.md`` has the table that its tests go through.
+quotes are raised somewhere, its pictures are what its script draws, and its memory is what
+is counted. Links lead somewhere. ``docs/api.md`` has all names, fields and arguments. What
+``README.md`` shows runs as shown. ``docs/wrong_uses.md`` has the table that its tests go through.
 """
 
 import ast
+import dataclasses
 import fnmatch
 import functools
 import importlib
+import inspect
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from glob import glob
 from pathlib import Path
 
@@ -36,14 +39,22 @@ from fsdp_common.utils import (
 from fsdp_wrong_uses.table import SECTIONS, table
 
 import torch
+import torch.distributed.fsdp as fsdp
 import torch.nn as nn
 import train_mixed_dtype
 from _byte_lm import text_batches
 from _policies import CHOICES
 from _report import wire_table
 from tools.setup_helpers.releases import RELEASES
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_summary import (
+    BucketSummary,
+    LayoutSummary,
+    ParamsSummary,
+    UnitSummary,
+)
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -148,6 +159,14 @@ def quoted(cell: str) -> list[str]:
 NOT_IN_PYTHON = ("mat1 and mat2 must", "expected m1 and m2 to")
 
 
+def anchors(page: Path) -> list[str]:
+    """Returns what links to the headings of a page end in."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    plain = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings]
+    return ["#" + heading.replace(" ", "-") for heading in plain]
+
+
 class TestIndex(DeviceFreeTest):
     def test_quoted_errors_are_raised(self) -> None:
         # An absolute path stays what it is
@@ -169,10 +188,46 @@ class TestIndex(DeviceFreeTest):
         self.assertGreater(len(printed.splitlines()), 10)
         self.assertIn(printed, page)
 
+    def test_ratios_are_those_of_the_benchmarks(self) -> None:
+        """Where somebody chooses: on the first page, and where memory is explained."""
+        measured: dict[tuple[str, ...], float] = {}
+        last = ["", "", ""]
+        for line in (ROOT / "docs/benchmarks.md").read_text().splitlines():
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            if len(cells) != 10 or not re.fullmatch(r"\d\.\d+", cells[6]):
+                continue
+            # A cell that is left out is that of the row above
+            new = next((i for i in range(3) if cells[i]), 3)
+            last = last[:new] + cells[new:3]
+            measured[*last[:2], cells[4]] = float(cells[6])
+        cases = {
+            "Llama-like blocks": "release",
+            "Nemotron-H-like blocks": "release, one unit per dtype",
+            "fp32 adapters blocks": "release, one unit per dtype",
+        }
+        for page, heading, parts in (
+            ("README.md", "| blocks | peak |", ("memory", "step")),
+            ("docs/index.md", "| blocks | release |", ("memory",)),
+        ):
+            text = (ROOT / page).read_text().split(heading)[1].split("\n\n")[0]
+            for line, (case, other) in zip(
+                text.splitlines()[2:], cases.items(), strict=True
+            ):
+                expected = [
+                    f"{measured[part, name, other] + 1e-9:.2f}"
+                    for name in (case, f"{case}, BACKWARD_POST")
+                    for part in parts
+                ]
+                self.assertEqual(re.findall(r"\b\d\.\d\d\b", line), expected)
+
     def test_links_lead_somewhere(self) -> None:
-        for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-            for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
-                self.assertTrue((page.parent / target).exists(), (page.name, target))
+        for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+            text = page.read_text()
+            for target, anchor in re.findall(r"\]\(([^)#:]*)(#[^)]*)?\)", text):
+                path = page.parent / target if target else page
+                self.assertTrue(path.exists(), (page.name, target))
+                if anchor:
+                    self.assertIn(anchor, anchors(path), (page.name, target))
 
     def test_faults_of_the_release_are_there(self) -> None:
         """Each is shown by a script, and told of by a page that names the same."""
@@ -305,6 +360,126 @@ class TestErrors(FakeGroupTest):
         _, why, to_do = rows("docs/index.md")[1]
         self.assertIn("before `fully_shard`", why)
         self.assertIn("after `fully_shard`", to_do)
+
+
+class TestApi(DeviceFreeTest):
+    """``docs/api.md`` has what can be imported, with all fields and arguments."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.sections = {
+            title.strip("`"): text
+            for title, text in re.findall(
+                r"^#+ ([^\n]+)\n(.*?)(?=^##|\Z)",
+                (ROOT / "docs/api.md").read_text(),
+                re.MULTILINE | re.DOTALL,
+            )
+        }
+
+    def test_names_can_be_imported(self) -> None:
+        code = re.findall(r"^```python\n(.*?)^```$", self.sections["API"], re.M | re.S)
+        names: dict[str, object] = {}
+        exec(code[0], names)
+        for name in names.keys() - {"__builtins__"}:
+            self.assertIn(name, self.sections)
+
+    def test_signatures_are_theirs(self) -> None:
+        functions = {
+            "MixedPrecisionPolicy.by_name": fsdp.MixedPrecisionPolicy.by_name,
+            "set_backward_prefetch": fsdp.set_backward_prefetch,
+            "set_reduce_bucket_cap": fsdp.set_reduce_bucket_cap,
+            "layout_summary": fsdp.layout_summary,
+        }
+        for name, function in functions.items():
+            (shown,) = re.findall(r"^\w+\((.*?)\)$", self.sections[name], re.M | re.S)
+            arguments = inspect.signature(function).parameters.values()
+            bare = [a.replace(annotation=inspect.Parameter.empty) for a in arguments]
+            expected = str(inspect.Signature(bare))[1:-1]
+            self.assertEqual(" ".join(shown.split()), expected)
+
+    def test_all_fields_are_there(self) -> None:
+        text = self.sections["MixedPrecisionPolicy"]
+        policy = [f.name for f in dataclasses.fields(fsdp.MixedPrecisionPolicy)]
+        self.assertEqual(re.findall(r"^\| `(\w+)`", text, re.M), policy)
+        text = self.sections["layout_summary"]
+        for kind in (LayoutSummary, UnitSummary, ParamsSummary, BucketSummary):
+            row = rf"^\| `{kind.__name__}` .*?(?=^\| `|\Z)"
+            (of_kind,) = re.findall(row, text, re.M | re.S)
+            named = [line.split("|")[2] for line in of_kind.splitlines() if "|" in line]
+            fields = {field.name for field in dataclasses.fields(kind)}
+            self.assertEqual({*re.findall(r"`(\w+)`", "".join(named))}, fields)
+
+
+class Product(nn.Module):
+    """Multiplies by its matrices, which do nothing but take memory."""
+
+    def __init__(self, dtypes: Sequence[torch.dtype]) -> None:
+        super().__init__()
+        matrices = (nn.Parameter(torch.ones(512, 512, dtype=d)) for d in dtypes)
+        self.matrices = nn.ParameterList(matrices)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for matrix in self.matrices:
+            x = x.to(matrix.dtype) @ matrix / 512
+        return x
+
+
+class TestMemory(FakeGroupTest):
+    """The example of ``docs/index.md``: what its sum says, and what is counted."""
+
+    ranks = 8
+    UNITS = 6
+
+    def peak(
+        self, dtypes: Sequence[torch.dtype], policy: fsdp.MixedPrecisionPolicy, post: bool
+    ) -> float:
+        mesh = init_device_mesh("cpu", (self.ranks,))
+        model = nn.Sequential(*(Product(dtypes) for _ in range(self.UNITS)))
+        for unit in [*model, model]:
+            fully_shard(unit, mesh=mesh, mp_policy=policy)
+        if post:
+            fsdp.set_backward_prefetch(model, fsdp.BackwardPrefetch.BACKWARD_POST)
+        x = torch.ones(1, 512, dtype=dtypes[0])
+
+        def step() -> None:
+            model(x).float().sum().backward()
+            model.zero_grad()
+
+        step()  # what is made once is there before it is tracked
+        tracker = FSDPMemTracker(model)
+        tracker.track_inputs((x,))
+        with tracker:
+            step()
+        return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"] / 2**20
+
+    def test_example_is_what_is_counted(self) -> None:
+        bf16, fp32 = torch.bfloat16, torch.float32
+        kept = fsdp.MixedPrecisionPolicy()
+        cast = fsdp.MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=fp32)
+        cases = [
+            ([bf16] * 4, kept, False),
+            ([bf16] * 4, kept, True),
+            ([fp32] * 4, cast, False),
+            ([bf16] * 3 + [fp32], kept, False),
+        ]
+        text = (ROOT / "docs/index.md").read_text()
+        shown = text.split("| matrices, MiB |")[1].split("\n\n")[0].splitlines()[2:]
+        for line, (dtypes, policy, post) in zip(shown, cases, strict=True):
+            quarter = 1 / 4  # MiB of a byte in each element of a matrix
+            stored = sum(dtype.itemsize for dtype in dtypes) * quarter
+            computed, reduced = (
+                stored if d is None else len(dtypes) * d.itemsize * quarter
+                for d in (policy.param_dtype, policy.reduce_dtype)
+            )
+            shards = self.UNITS * stored / self.ranks
+            total = 2 * shards + (2 if post else 3) * computed + reduced
+            peak = self.peak(dtypes, policy, post)
+            # At most two units have no sharded gradients yet
+            self.assertLess(peak, total)
+            self.assertGreater(peak, total - shards * 2.01 / self.UNITS)
+            values = (shards, computed, reduced, total, peak)
+            cells = line.strip("|").split("|")[1:]
+            self.assertEqual([c.strip() for c in cells], [f"{v:.1f}" for v in values])
 
 
 class TestReadme(DeviceFreeTest):
