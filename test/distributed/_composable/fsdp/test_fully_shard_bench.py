@@ -299,6 +299,16 @@ class BenchComparisonTest(ImportingTest):
             self.assertFalse((Path(folder) / UNFINISHED).exists())
 
     @pytest.mark.quick
+    def test_pictures_group_by_model_and_color_by_what_is_compared_with(self) -> None:
+        from _pictures import by_model, color_of, COLORS
+
+        cases = ["Llama", "Nemotron", "Nemotron", "Llama, late", "Nemotron, late"]
+        grouped = ["Llama", "Llama, late", "Nemotron", "Nemotron, late"]
+        self.assertEqual(by_model(cases), grouped)
+        self.assertEqual(len({*COLORS.values()}), len(COLORS))
+        self.assertNotEqual(color_of("release, all fp32"), color_of("release"))
+        self.assertEqual(color_of("release, uniform"), color_of("release"))
+
     def test_row_survives_json(self) -> None:
         from _ratios import Spread
         from _rows import PartResult, Row, table

@@ -61,7 +61,7 @@ add_each(
     [
         (
             f"{name}_is_text",
-            f"`{name}` is a text",
+            f"`{name}` is a string",
             policy(**{name: "bfloat16"}),
             TypeError,
             f"{name} of MixedPrecisionPolicy is 'bfloat16'",
@@ -150,7 +150,7 @@ add_each(
     [
         (
             "override_returns_text",
-            "an override returns a text",
+            "an override returns a string",
             under(param_dtype_override_fn=lambda p: "bfloat16"),
             ValueError,
             "param_dtype_override_fn returned 'bfloat16' for parameter weight of Scaled",
@@ -172,7 +172,7 @@ add_each(
         )
     ],
     found="`fully_shard`",
-    do="mend the override: what it raised is the cause",
+    do="fix the override: what it raised is the cause",
     about="weight of Scaled",
     is_ours=False,
 )
@@ -273,7 +273,7 @@ add_each(
             "offload_policy of unit 'Scaled' must be an OffloadPolicy",
         )
         for what, shown, value in (
-            ("text", "a text", "cpu"),
+            ("text", "a string", "cpu"),
             ("a_class", "a class", CPUOffloadPolicy),
         )
     ],
@@ -362,14 +362,14 @@ add_each(
     [
         (
             "dim_too_high",
-            "`shard_placement_fn` returns a dim that is not there",
+            "`shard_placement_fn` returns a dim that does not exist",
             placed(Shard(2)),
             AssertionError,
             "Parameter weight of Scaled cannot be sharded",
         ),
         (
             "dim_too_low",
-            "it returns a negative dim that is not there",
+            "it returns a negative dim that does not exist",
             placed(Shard(-3)),
             AssertionError,
             "Parameter weight of Scaled cannot be sharded",
@@ -498,7 +498,7 @@ add_each(
     [
         (
             "unknown_mesh_dim",
-            "`dp_mesh_dims` names a dim that the mesh has not",
+            "`dp_mesh_dims` names a dim that does not exist in the mesh",
             sharding(dp_mesh_dims=DataParallelMeshDims(shard="nowhere")),
             ValueError,
             "Mesh dim name 'nowhere' not found",

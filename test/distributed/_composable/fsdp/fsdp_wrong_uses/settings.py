@@ -136,7 +136,7 @@ add_each(
             TypeError,
             "set_gradient_divide_factor of unit '1' got",
         )
-        for what, factor in (("text", "2"), ("vector", torch.ones(2)))
+        for what, factor in (("string", "2"), ("vector", torch.ones(2)))
     ],
     found="`set_gradient_divide_factor`",
     do="pass a number to divide by",
