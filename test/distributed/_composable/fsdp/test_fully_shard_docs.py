@@ -339,7 +339,9 @@ class TestErrors(FakeGroupTest):
         for bias in (True, False):
             model = fully_shard(Routed(bias, casts=True))
             model(torch.ones(2, 4)).sum().backward()
-            dtypes = {name: param.grad.dtype for name, param in model.named_parameters()}
+            dtypes = {
+                name: param.grad.dtype for name, param in model.named_parameters()
+            }
             self.assertEqual(dtypes["proj.weight"], torch.bfloat16)
             self.assertEqual(dtypes["router.weight"], torch.float32)
         self.assertIn("mat1 and mat2", rows("docs/index.md")[0][0])
@@ -431,7 +433,10 @@ class TestMemory(FakeGroupTest):
     UNITS = 6
 
     def peak(
-        self, dtypes: Sequence[torch.dtype], policy: fsdp.MixedPrecisionPolicy, post: bool
+        self,
+        dtypes: Sequence[torch.dtype],
+        policy: fsdp.MixedPrecisionPolicy,
+        post: bool,
     ) -> float:
         mesh = init_device_mesh("cpu", (self.ranks,))
         model = nn.Sequential(*(Product(dtypes) for _ in range(self.UNITS)))
@@ -450,7 +455,9 @@ class TestMemory(FakeGroupTest):
         tracker.track_inputs((x,))
         with tracker:
             step()
-        return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"] / 2**20
+        return (
+            tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"] / 2**20
+        )
 
     def test_example_is_what_is_counted(self) -> None:
         bf16, fp32 = torch.bfloat16, torch.float32
