@@ -24,6 +24,8 @@ import _setup  # noqa: F401
 
 # isort: split
 
+from tqdm import tqdm
+
 import torch
 import torch.distributed as dist
 from _half_products import widen_half_products
@@ -33,7 +35,6 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from tqdm import tqdm
 
 
 WIDTH, VOCABULARY, ROWS = 64, 256, 4

@@ -199,7 +199,7 @@ class TestIndex(DeviceFreeTest):
             # A cell that is left out is that of the row above
             new = next((i for i in range(3) if cells[i]), 3)
             last = last[:new] + cells[new:3]
-            measured[*last[:2], cells[4]] = float(cells[6])
+            measured[(*last[:2], cells[4])] = float(cells[6])
         cases = {
             "Llama-like blocks": "release",
             "Nemotron-H-like blocks": "release, one unit per dtype",
