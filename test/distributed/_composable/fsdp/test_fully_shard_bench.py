@@ -302,8 +302,8 @@ class BenchComparisonTest(ImportingTest):
     def test_pictures_group_by_model_and_color_by_what_is_compared_with(self) -> None:
         from _pictures import by_model, color_of, COLORS
 
-        cases = ["Llama", "Nemotron", "Nemotron", "Llama, late", "Nemotron, late"]
-        grouped = ["Llama", "Llama, late", "Nemotron", "Nemotron, late"]
+        cases = ["Nemotron", "Llama", "Llama", "Nemotron, late", "Llama, late"]
+        grouped = ["Nemotron", "Nemotron, late", "Llama", "Llama, late"]
         self.assertEqual(by_model(cases), grouped)
         self.assertEqual(len({*COLORS.values()}), len(COLORS))
         self.assertNotEqual(color_of("release, all fp32"), color_of("release"))
