@@ -220,10 +220,16 @@ LATE = "BACKWARD_POST"
 WIDE, NARROW = "sent in fp32", "sent in bf16"
 
 
-def language_model(block: str, way: str, device: str) -> nn.Sequential:
-    """Returns a sharded stack of blocks, the same on every rank and side."""
+def language_model(
+    block: str, way: str, device: str, **sizes: int
+) -> nn.Sequential:
+    """
+    Returns a sharded stack of blocks, the same on every rank and side. ``sizes`` are
+    arguments of a block.
+    """
     torch.manual_seed(0)
-    model = nn.Sequential(*(BLOCKS[block]() for _ in range(NUM_BLOCKS))).to(device)
+    with torch.device(device):
+        model = nn.Sequential(*(BLOCKS[block](**sizes) for _ in range(NUM_BLOCKS)))
     if way == ALL_FP32:
         model.float()
     # With reduce_dtype, all gradients of a unit share one reduce-scatter
@@ -280,8 +286,8 @@ def training_step(model: nn.Module, x: Tensor) -> None:
         parameter.grad = None
 
 
-def tokens(way: str, device: str) -> Tensor:
+def tokens(way: str, device: str, size: tuple[int, ...] = TOKENS) -> Tensor:
     """Returns what goes into the first block."""
     dtype = FP32 if way == ALL_FP32 else BF16
-    x = torch.randn(TOKENS, generator=torch.Generator().manual_seed(dist.get_rank()))
+    x = torch.randn(size, generator=torch.Generator().manual_seed(dist.get_rank()))
     return x.to(device, dtype)

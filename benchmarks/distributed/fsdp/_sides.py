@@ -7,6 +7,8 @@ import selectors
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,6 +21,7 @@ REPO_ROOT = HERE.parents[2]
 TREE_ROOT = Path(torch.version.__file__).absolute().parents[1]
 RELEASE_ROOT = TREE_ROOT.parent / "base"
 CACHE = REPO_ROOT / "build" / "pycache"
+TESTS = REPO_ROOT / "test" / "distributed" / "_composable" / "fsdp"
 
 
 LAST_LINES = 20  # of what a process that failed wrote to standard error
@@ -28,10 +31,18 @@ class SideError(RuntimeError):
     """A process of a side has ended, and so the side."""
 
 
+class SideTimeoutError(SideError):
+    """A process of a side did not answer in time, and the side was ended."""
+
+
 class Side:
     """
     One or more processes that import ``torch`` from ``root``. They live on between
     measurements and wait for the next request, without using a core meanwhile.
+
+    Args:
+        backend: ``fake`` and ``threaded`` take one process for all ranks.
+        env: Variables that its processes get beside those of this one.
     """
 
     def __init__(
@@ -42,24 +53,25 @@ class Side:
         backend: str = "fake",
         world_size: int = 8,
         device: str = "cpu",
+        env: Mapping[str, str] | None = None,
     ):
         self.name = name
         self.root = root
         self.backend = backend
         self.world_size = world_size
         self.device = device
+        self.env = env or {}
         self._processes: list[subprocess.Popen[str]] = []
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
 
     def start(self) -> None:
         """
-        Starts the processes, if there are none: one with a fake process group, else
-        one a rank. Does not wait until they are ready.
+        Starts the processes, if there are none. Does not wait until they are ready.
         """
         if self._processes:
             return
         self._scratch = tempfile.TemporaryDirectory(prefix="fsdp_bench_")
-        ranks = 1 if self.backend == "fake" else self.world_size
+        ranks = 1 if self.backend in ("fake", "threaded") else self.world_size
         for rank in range(ranks):
             options = {
                 "backend": self.backend,
@@ -94,28 +106,32 @@ class Side:
             if not name.startswith(("PYTHON", "TORCH_LOGS", "OMP_", "MKL_"))
         }
         # One thread, so that process time is the time of the thread that issues
-        paths = os.pathsep.join([str(self.root), str(REPO_ROOT / "examples")])
+        paths = os.pathsep.join(map(str, (self.root, REPO_ROOT / "examples", TESTS)))
         ours = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
         # Compiled once, but not into the release, which nothing writes to
-        return inherited | ours | {"PYTHONPYCACHEPREFIX": str(CACHE)}
+        return inherited | ours | {"PYTHONPYCACHEPREFIX": str(CACHE)} | {**self.env}
 
-    def ask(self, part: str, request: dict[str, Any]) -> dict[str, Any]:
+    def ask(
+        self, part: str, request: dict[str, Any], *, seconds: float | None = None
+    ) -> dict[str, Any]:
         """
         Has all processes measure; returns the first rank's result.
 
         Raises:
-            SideError: as soon as one of them has ended. The others would wait for
-                it in a collective; they are ended too.
+            SideError: as soon as one of them has ended, or if one has not answered
+                after ``seconds``. The others would wait for it in a collective; they
+                are ended too.
         """
+        deadline = None if seconds is None else time.monotonic() + seconds
         line = json.dumps({"part": part, "request": request}) + "\n"
         for process in self._processes:
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # its output has ended as well
                 process.stdin.write(line)
                 process.stdin.flush()
-        return self._replies()[0]
+        return self._replies(deadline)[0]
 
-    def _replies(self) -> dict[int, dict[str, Any]]:
+    def _replies(self, deadline: float | None) -> dict[int, dict[str, Any]]:
         """Returns a reply of each rank, in whatever order they come."""
         replies: dict[int, dict[str, Any]] = {}
         with selectors.DefaultSelector() as selector:
@@ -123,7 +139,11 @@ class Side:
                 assert process.stdout is not None
                 selector.register(process.stdout, selectors.EVENT_READ, rank)
             while len(replies) < len(self._processes):
-                for key, _ in selector.select():
+                left = None if deadline is None else max(deadline - time.monotonic(), 0)
+                ready = selector.select(left)
+                if not ready:
+                    self._end_late({*range(len(self._processes))} - {*replies})
+                for key, _ in ready:
                     output = self._processes[key.data].stdout
                     assert output is not None
                     line = output.readline()
@@ -134,10 +154,19 @@ class Side:
 
     def _give_up(self, rank: int) -> NoReturn:
         status = self._processes[rank].wait()
-        said = self._errors_of(rank).read_text(errors="replace").splitlines()
+        lines = self._last_lines(rank)
         self.stop()
-        lines = "\n".join(["", *said[-LAST_LINES:]])
         raise SideError(f"{self.name}, rank {rank}: ended with status {status}{lines}")
+
+    def _end_late(self, ranks: set[int]) -> NoReturn:
+        lines = self._last_lines(min(ranks))
+        self.stop()
+        named = ", ".join(map(str, sorted(ranks)))
+        raise SideTimeoutError(f"{self.name}: no answer of rank {named} in time{lines}")
+
+    def _last_lines(self, rank: int) -> str:
+        said = self._errors_of(rank).read_text(errors="replace").splitlines()
+        return "\n".join(["", *said[-LAST_LINES:]])
 
     def stop(self) -> None:
         for process in self._processes:

@@ -25,12 +25,23 @@ MODULES = {
     "step": "_step_time",
     "memory": "_peak_memory",
     "cuda": "_cuda_copies",
+    "right": "_gpu_right",
+    "streams": "_gpu_streams",
+    "peaks": "_gpu_memory",
+    "launches": "_gpu_launches",
+    "steps": "_gpu_steps",
+    "several": "_gpu_several",
+    "about": "_gpu_about",
 }
 
 
 def join_group(options: dict[str, Any]) -> None:
     """Becomes one rank of many: of real ones, or the first of none but itself."""
     rank, world_size = options["rank"], options["world_size"]
+    if options["device"] == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    if options["backend"] == "threaded":
+        return  # each thread joins by itself
     if options["backend"] == "fake":
         store: dist.Store = FakeStore()
     else:
