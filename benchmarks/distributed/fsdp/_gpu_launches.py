@@ -211,7 +211,8 @@ def _figures(found: Found) -> list[Figure]:
     figures = []
     count = sum(each.count for each in ours.values()) / units
     by_range = ", ".join(f"{w} {each.count / units:g}" for w, each in ours.items())
-    figures.append(Figure("launches", count, f"per unit and step: {by_range}"))
+    name = "operators" if branch["copy_gbps"] is None else "kernels"
+    figures.append(Figure(name, count, f"per unit and step: {by_range}"))
     if theirs:
         other = sum(each.count for each in theirs.values()) / units
         by_range = ", ".join(f"{w} {n.count / units:g}" for w, n in theirs.items())
