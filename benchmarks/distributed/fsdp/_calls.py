@@ -23,14 +23,15 @@ class Call(NamedTuple):
     stride: int  # from one rank of its group to the next
 
 
-# By function: the collective, and its larger buffer. What releases call differs in name.
+# By function: the collective, and the position of its larger buffer. What releases call
+# differs in name.
 CALLED = {
-    "all_gather_single": ("all-gather", "output_tensor"),
-    "all_gather_into_tensor": ("all-gather", "output_tensor"),
-    "reduce_scatter_single": ("reduce-scatter", "input"),
-    "reduce_scatter_tensor": ("reduce-scatter", "input"),
-    "all_to_all_single": ("all-to-all", "input"),
-    "all_reduce": ("all-reduce", "tensor"),
+    "all_gather_single": ("all-gather", 0),
+    "all_gather_into_tensor": ("all-gather", 0),
+    "reduce_scatter_single": ("reduce-scatter", 1),
+    "reduce_scatter_tensor": ("reduce-scatter", 1),
+    "all_to_all_single": ("all-to-all", 1),
+    "all_reduce": ("all-reduce", 0),
 }
 
 
@@ -38,16 +39,25 @@ CALLED = {
 def seen_by(see: Callable[[Call], None]) -> Iterator[None]:
     """Shows ``see`` each collective of this process before it is called."""
 
-    def shown(original: Callable[..., Any], kind: str, buffer: str) -> Any:
+    inside: list[str] = []  # of one that calls another of them
+
+    def shown(original: Callable[..., Any], kind: str, position: int) -> Any:
         signature = inspect.signature(original)
+        buffer = [*signature.parameters][position]
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
+            if inside:
+                return original(*args, **kwargs)
             given = signature.bind(*args, **kwargs).arguments
             ranks = dist.get_process_group_ranks(given.get("group") or dist.group.WORLD)
             stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
             see(Call(kind, given[buffer].nbytes, len(ranks), stride))
-            return original(*args, **kwargs)
+            inside.append(kind)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                inside.pop()
 
         return call
 

@@ -17,11 +17,21 @@ T = TypeVar("T")
 TIMEOUT = timedelta(seconds=60)
 
 
+@functools.cache
+def threads_run_twice() -> bool:
+    """Whether a process may run several groups of threads: 2.11 crashes in the second."""
+    from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
+
+    return hasattr(ThreadLocalWorld, "comms")
+
+
 def as_threads(count: int, device: str, run: Callable[[int], T]) -> list[T]:
     """Runs each rank in a thread of this process, in a group of these threads."""
     from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    if not threads_run_twice():  # 2.11 lacks what it looks for
+        threaded.ThreadLocalWorld.comms = []
     threaded._install_threaded_pg()
     store = dist.HashStore()
     results: dict[int, T] = {}

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from _gpu_part import Ask, BRANCH, Case, Figure, Found, on_both, Part, RELEASE, Where
-from _gpu_ranks import as_threads, stage_what_gloo_lacks
+from _gpu_ranks import as_threads, stage_what_gloo_lacks, threads_run_twice
 from fsdp_common.release_rules import reduce_dtype
 from fsdp_features.models import extended_stack, HighLow
 from fsdp_mixed_dtype import parity
@@ -363,4 +363,12 @@ def part(where: Where, backend: str) -> Part:
         f"Bits and gradients of {ranks} ranks as {how}, beside the release's and "
         "those of one process."
     )
-    return Part(f"right_{how}", about, "right", cases, seconds=120, side=options)
+    return Part(
+        f"right_{how}",
+        about,
+        "right",
+        cases,
+        seconds=120,
+        starts_anew=backend == "threaded" and not threads_run_twice(),
+        side=options,
+    )

@@ -43,7 +43,7 @@ class Runner:
             _stop(sides)
 
     def _sides_of(self, part: Part) -> dict[str, Side]:
-        options = {"world_size": 8, "device": self.where.device} | part.side
+        options: dict[str, Any] = {"device": self.where.device} | part.side
         return {
             name: Side(name, root, **options)
             for name, root in self.roots.items()
@@ -61,7 +61,7 @@ class Runner:
             tell(*names, NOT_RUN, reason)
             return
         end = min(time.monotonic() + part.case_seconds, deadline)
-        found = {}
+        found: dict[str, dict[str, Any]] = {}
         for who, ask in case.asks.items():
             if ask.side not in sides:
                 verdict, answer = NOT_RUN, NO_RELEASE

@@ -4,6 +4,7 @@ A process of one side: takes a request a line, answers with a line of JSON.
 Started by :class:`_sides.Side`, with ``PYTHONPATH`` saying which torch it gets.
 """
 
+import faulthandler
 import importlib
 import json
 import os
@@ -64,6 +65,7 @@ def main() -> None:
     # What libraries print must not come between the answers
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
+    faulthandler.enable()
     check_root(options["root"])
     torch.set_num_threads(1)
     join_group(options)

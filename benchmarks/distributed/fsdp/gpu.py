@@ -103,7 +103,8 @@ def tell(part: Part, report: Report, start: int, seconds: float) -> None:
     for line in lines:
         if line.verdict not in QUIET:
             names = ".".join(filter(None, (line.part, line.case, line.figure)))
-            print(f"  {line.verdict}: {names}: {line.detail}", flush=True)
+            first = line.detail.partition("\n")[0]
+            print(f"  {line.verdict}: {names}: {first}", flush=True)
 
 
 def main(argv: Sequence[str]) -> int:
