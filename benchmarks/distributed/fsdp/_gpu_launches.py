@@ -120,9 +120,9 @@ def _launched_on_host(events: Any) -> Iterator[tuple[str, str, float]]:
 def _launched_on_device(events: Any) -> Iterator[tuple[str, str, float]]:
     for event in events:
         if event.device_type == DeviceType.CPU and event.kernels:
-            where = _range_of(event)
-            for kernel in event.kernels if where is not None else ():
-                yield where, kernel.name, kernel.duration
+            if (where := _range_of(event)) is not None:
+                for kernel in event.kernels:
+                    yield where, kernel.name, kernel.duration
 
 
 def _with_ranges(at_end: ExitStack) -> None:

@@ -27,9 +27,11 @@ def threads_run_twice() -> bool:
 
 def as_threads(count: int, device: str, run: Callable[[int], T]) -> list[T]:
     """Runs each rank in a thread of this process, in a group of these threads."""
-    from torch.testing._internal.distributed import multi_threaded_pg as threaded
+    from torch.testing._internal.distributed import multi_threaded_pg
 
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    threaded: Any = multi_threaded_pg
+    c10d: Any = torch._C._distributed_c10d
+    c10d._set_thread_isolation_mode(True)
     if not threads_run_twice():  # 2.11 lacks what it looks for
         threaded.ThreadLocalWorld.comms = []
     threaded._install_threaded_pg()
@@ -37,7 +39,7 @@ def as_threads(count: int, device: str, run: Callable[[int], T]) -> list[T]:
     results: dict[int, T] = {}
     errors: list[BaseException] = []
     if device == "cuda":
-        _wait_for_streams(threaded)
+        _wait_for_streams()
 
     def run_rank(rank: int) -> None:
         dist.init_process_group(
@@ -58,19 +60,22 @@ def as_threads(count: int, device: str, run: Callable[[int], T]) -> list[T]:
         thread.join()
     threaded._uninstall_threaded_pg()
     threaded.ProcessLocalGroup.reset()
-    torch._C._distributed_c10d._set_thread_isolation_mode(False)
+    c10d._set_thread_isolation_mode(False)
     if errors:
         raise errors[0]
     return [results[rank] for rank in range(count)]
 
 
 @functools.cache
-def _wait_for_streams(threaded: Any) -> None:
+def _wait_for_streams() -> None:
     """
     One thread copies for all, in its own stream: what the others have issued must be
     done before, and it must be done before they go on.
     """
-    join = threaded.Collective.join
+    from torch.testing._internal.distributed import multi_threaded_pg
+
+    threads: Any = multi_threaded_pg.Collective
+    join = threads.join
 
     def join_in_order(collective: Any, rank: int, data: Any) -> Any:
         torch.cuda.current_stream().synchronize()
@@ -85,7 +90,7 @@ def _wait_for_streams(threaded: Any) -> None:
             kind.work = work_and_wait
         return join(collective, rank, data)
 
-    threaded.Collective.join = join_in_order
+    threads.join = join_in_order
 
 
 class Done(dist.Work):

@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 from _sides import REPO_ROOT
+
 from tools.setup_helpers.tree import files_under, lay_links, plan_links
 
 

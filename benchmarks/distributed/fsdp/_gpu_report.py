@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from _gpu_expected import EXPECTED, Expectation
+from _gpu_expected import Expectation, EXPECTED
 
 
 AS_EXPECTED = "as expected"
@@ -66,8 +66,8 @@ class Report:
         self._add(part, case, "", None, "", verdict, reason)
 
     def _add(self, part: str, case: str, *rest: Any) -> None:
-        command = command_of(self.device, part, case)
-        self.lines.append(Line(part, case, *rest, command))
+        found: Any = (part, case, *rest, command_of(self.device, part, case))
+        self.lines.append(Line(*found))
         self.save()
 
     def save(self) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 
 from _gpu_part import Ask, BRANCH, Case, Figure, Found, on_both, Part, RELEASE, Where
 from _gpu_ranks import as_threads, stage_what_gloo_lacks, threads_run_twice
+
 from fsdp_common.release_rules import reduce_dtype
 from fsdp_features.models import extended_stack, HighLow
 from fsdp_mixed_dtype import parity
@@ -77,8 +78,8 @@ def use_symmetric_memory(model: nn.Module) -> None:
 
 
 def shard_children(model: nn.Sequential, units: str, **kwargs: Any) -> None:
-    for block in model:
-        for module in block if units == "dtype" else [block]:
+    for block in model.children():
+        for module in block.children() if units == "dtype" else (block,):
             fully_shard(module, **kwargs)
     fully_shard(model, **kwargs)
 
@@ -245,7 +246,8 @@ def beyond_rounding(
         placement = trained.mode.kwargs.get("shard_placement_fn", lambda _: None)
         expected, bound = _bounds(grads, reduce_dtype(policy, stored), stored, mesh)
         local = [
-            _local(tensor, placement(params[name]), mesh) for tensor in (expected, bound)
+            _local(tensor, placement(params[name]), mesh)
+            for tensor in (expected, bound)
         ]
         found = torch.empty(0)
         if bits:  # of no shard there are none
@@ -323,9 +325,7 @@ def figures_of(trained: Trained, found: Found) -> list[Figure]:
     return figures
 
 
-def _differing(
-    digests: dict[str, Any], who: str, others: dict[str, Any]
-) -> Figure:
+def _differing(digests: dict[str, Any], who: str, others: dict[str, Any]) -> Figure:
     names = digests.keys() | others.keys()
     differ = sorted(n for n in names if digests.get(n) != others.get(n))
     detail = f"of {len(names)} tensors, beside {who}"

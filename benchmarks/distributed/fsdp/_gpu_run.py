@@ -61,7 +61,7 @@ class Runner:
             tell(*names, NOT_RUN, reason)
             return
         end = min(time.monotonic() + part.case_seconds, deadline)
-        found: dict[str, dict[str, Any]] = {}
+        found: dict[str, Any] = {}
         for who, ask in case.asks.items():
             if ask.side not in sides:
                 verdict, answer = NOT_RUN, NO_RELEASE

@@ -3,7 +3,17 @@ and of a uniform model. The process group is fake."""
 
 from typing import Any
 
-from _gpu_part import BRANCH, Case, FAKE_RANKS, Figure, Found, on_both, Part, RELEASE, Where
+from _gpu_part import (
+    BRANCH,
+    Case,
+    FAKE_RANKS,
+    Figure,
+    Found,
+    on_both,
+    Part,
+    RELEASE,
+    Where,
+)
 from _models import AS_IT_IS, language_model, PER_DTYPE, tokens, training_step
 
 

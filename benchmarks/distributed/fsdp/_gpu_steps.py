@@ -7,6 +7,7 @@ Over NCCL also how much of the communication something else overlaps.
 from collections.abc import Callable
 from typing import Any
 
+from _gpu_launches import LARGE
 from _gpu_part import (
     Ask,
     BRANCH,
@@ -19,7 +20,6 @@ from _gpu_part import (
     RELEASE,
     Where,
 )
-from _gpu_launches import LARGE
 from _models import (
     ALL_FP32,
     AS_IT_IS,
@@ -177,9 +177,8 @@ def least_ratio(name: str, metric: str, unit: str) -> Figures:
 
 def _step_figures(found: Found) -> list[Figure]:
     figures = least_ratio("step_ratio", "ms", "ms")(found)
-    shares = [found.get(side, {}).get("overlap") for side in (BRANCH, RELEASE)]
-    if None not in shares:
-        ours, theirs = shares
+    ours, theirs = (found.get(s, {}).get("overlap") for s in (BRANCH, RELEASE))
+    if ours is not None and theirs is not None:
         detail = f"branch {ours:.3f}, release {theirs:.3f}"
         figures.append(Figure("overlap_gain", ours - theirs, detail))
     return figures

@@ -220,9 +220,7 @@ LATE = "BACKWARD_POST"
 WIDE, NARROW = "sent in fp32", "sent in bf16"
 
 
-def language_model(
-    block: str, way: str, device: str, **sizes: int
-) -> nn.Sequential:
+def language_model(block: str, way: str, device: str, **sizes: int) -> nn.Sequential:
     """
     Returns a sharded stack of blocks, the same on every rank and side. ``sizes`` are
     arguments of a block.

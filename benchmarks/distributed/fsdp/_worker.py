@@ -27,7 +27,7 @@ MODULES = {
     "memory": "_peak_memory",
     "cuda": "_cuda_copies",
     "right": "_gpu_right",
-    "streams": "_gpu_streams",
+    "streams": "_gpu_schedules",
     "peaks": "_gpu_memory",
     "launches": "_gpu_launches",
     "steps": "_gpu_steps",

@@ -1,0 +1,190 @@
+"""
+Schedules of the streams' tests on real streams, with kernels slowed down between, so that
+a wait that is missing shows.
+
+Each schedule runs once with a wait after each operator, and then late in each of
+:data:`LATE`. Gradients at each optimizer step, and parameters at the end, must have the
+same bits.
+"""
+
+import contextlib
+import hashlib
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from _calls import seen_by
+from _gpu_ranks import stage_what_gloo_lacks
+
+from fsdp_late_device.schedules import KINDS, Kit, SCHEDULES
+from fsdp_streams.operators import is_view
+
+import torch
+import torch.distributed as dist
+from torch import nn, Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+CYCLES = 1_000_000  # half a millisecond or more
+# These look into streams that tests have made up
+NEED_STAND_INS = ("pooled_reduce_input",)
+
+
+class DeviceRank:
+    """Does for a schedule what the rank of a recording does, with real streams."""
+
+    def __init__(self, device: str, number: int):
+        self.number = number
+        self.handle = torch.get_device_module(device)
+
+    def new_stream(self, name: str) -> Any:
+        return self.handle.Stream()
+
+    def put_on_host(self, tensors: Any) -> None:
+        """There they are."""
+
+    def end_step(self) -> None:
+        """Nothing is counted."""
+
+
+def sleep(cycles: int = CYCLES) -> None:
+    if torch.cuda.is_available():
+        torch.cuda._sleep(cycles)
+
+
+@dataclass
+class DeviceKit(Kit):
+    """Runs a schedule on ``device``, and notes gradients."""
+
+    device: str = "cuda"
+    sleeps: bool = False  # before what is computed and before the optimizer
+    modules: list[nn.Module] = field(default_factory=list)
+    noted: list[Tensor] = field(default_factory=list)
+
+    def mesh(self, *shape: int) -> DeviceMesh:
+        if shape not in self.meshes:
+            names = ("replicate", "shard")[-len(shape) :]
+            mesh = init_device_mesh(self.device, shape, mesh_dim_names=names)
+            self.meshes[shape] = mesh
+        return self.meshes[shape]
+
+    def shard(self, module: Any, **kwargs: Any) -> Any:
+        unit = super().shard(module, **kwargs)
+        self.modules += unit if isinstance(unit, list) else [unit]
+        return unit
+
+    def input(self) -> Tensor:
+        if self.sleeps:
+            sleep()
+        return super().input()
+
+    def optimize(self, module: nn.Module) -> None:
+        if self.sleeps:
+            sleep()
+        grads: list[Any] = [p.grad for p in module.parameters() if p.grad is not None]
+        self.noted += [grad._local_tensor.detach().clone() for grad in grads]
+        super().optimize(module)
+
+    def digests(self) -> list[str]:
+        self.rank.handle.synchronize()
+        params: dict[Any, None] = {
+            p: None for unit in self.modules for p in unit.parameters()
+        }
+        last = [p._local_tensor.detach() for p in params]
+        return [_digest(tensor) for tensor in [*self.noted, *last]]
+
+
+def _digest(tensor: Tensor) -> str:
+    as_bytes = tensor.cpu().reshape(-1).clone().view(torch.uint8)
+    return hashlib.sha256(as_bytes.numpy().tobytes()).hexdigest()
+
+
+class AfterEach(TorchDispatchMode):
+    """Does something after each operator that is no view."""
+
+    def __init__(self, action: Callable[[], None]):
+        super().__init__()
+        self.action = action
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **kwargs or {})
+        if not is_view(func):
+            self.action()
+        return result
+
+
+@contextlib.contextmanager
+def late_collectives(kit: DeviceKit) -> Iterator[None]:
+    with seen_by(lambda call: sleep()):
+        yield
+
+
+@contextlib.contextmanager
+def late_compute(kit: DeviceKit) -> Iterator[None]:
+    kit.sleeps = True
+    yield
+
+
+@contextlib.contextmanager
+def late_operators(kit: DeviceKit) -> Iterator[None]:
+    generator = random.Random(kit.rank.number)
+
+    def sometimes() -> None:
+        if generator.random() < 0.3:
+            sleep(CYCLES // 4)
+
+    with AfterEach(sometimes):
+        yield
+
+
+@contextlib.contextmanager
+def in_order(kit: DeviceKit) -> Iterator[None]:
+    with AfterEach(kit.rank.handle.synchronize):
+        yield
+
+
+LATE = {
+    "collectives": late_collectives,
+    "compute": late_compute,
+    "operators": late_operators,
+}
+
+
+def run_schedule(name: str, kind: str, device: str, how: Any) -> list[str]:
+    """Returns digests of all that a run of the schedule has made."""
+    torch.manual_seed(0)
+    rank: Any = DeviceRank(device, dist.get_rank())
+    kit: Any = DeviceKit(rank, KINDS[kind])
+    kit.device = device
+    with torch.device(device), how(kit):
+        SCHEDULES[name](kit)
+    return kit.digests()
+
+
+def measure(*, device: str, schedule: str, kind: str) -> dict[str, Any]:
+    """Returns how many tensors differ if kernels are late, over all ranks."""
+    staged = stage_what_gloo_lacks() if device == "cuda" else []
+    expected = run_schedule(schedule, kind, device, in_order)
+    own = {}
+    for name, how in LATE.items():
+        found = run_schedule(schedule, kind, device, how)
+        own[name] = sum(a != b for a, b in zip(found, expected, strict=True))
+    all_ranks: list[dict[str, int]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(all_ranks, own)
+    differ = {name: sum(each[name] for each in all_ranks) for name in LATE}
+    return {"differ": differ, "tensors": len(expected), "staged": staged}
+
+
+def names() -> list[tuple[str, str]]:
+    """Returns schedules and kinds: each with several dtypes, and some with each kind."""
+    return [
+        (name, kind)
+        for kind in KINDS
+        for name in SCHEDULES
+        if kind == "mixed" or name in ("implicit_prefetch", "hsdp")
+        if name not in NEED_STAND_INS
+    ]
