@@ -50,8 +50,10 @@ DEVICE_ROUNDINGS = 16
 # What is set, which the release does not have #
 
 
-def shard_narrow(model: nn.Module, mp_policy: Any, **kwargs: Any) -> None:
-    policy = replace(mp_policy, grad_comm_dtype=BF16)
+def shard_sending(
+    model: nn.Module, mp_policy: Any, *, dtype: torch.dtype, **kwargs: Any
+) -> None:
+    policy = replace(mp_policy, grad_comm_dtype=dtype)
     parity.shard_blocks(model, mp_policy=policy, **kwargs)
 
 
@@ -107,7 +109,9 @@ def _offload(is_pinned: bool) -> Mode:
 
 
 UNIFORM = ((FP32, FP32, FP32),) * 2
-NARROW = Mode(policy=(BF16, FP32), shard=shard_narrow)
+NARROW = Mode(policy=(BF16, FP32), shard=partial(shard_sending, dtype=BF16))
+# In fp32 most sums of a few bf16 values are exact, in whatever order they are added
+WIDE = Mode(policy=(None, FP32), shard=partial(shard_sending, dtype=FP32))
 CASES: dict[str, Trained] = {
     "uniform": Trained(Mode(), UNIFORM),
     "uniform_bf16_compute": Trained(Mode(policy=(BF16, FP32)), UNIFORM),
@@ -124,6 +128,7 @@ CASES: dict[str, Trained] = {
     "extensions": Trained(Mode(), extends=True),
     "shard_1": Trained(Mode(kwargs={"shard_placement_fn": parity.shard_last_dim})),
     "grad_comm_dtype": Trained(NARROW, other=replace(NARROW, is_hybrid=True)),
+    "grad_comm_dtype_fp32": Trained(WIDE, other=replace(WIDE, is_hybrid=True)),
     "backward_post": Trained(Mode(prepare=gather_after_backward)),
     "small_reductions": Trained(Mode(prepare=join_small_reductions), ranks=2),
     "group_memory": Trained(Mode(prepare=allocate_from_group), backends=("nccl",)),
