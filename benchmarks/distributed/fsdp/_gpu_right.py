@@ -58,13 +58,13 @@ def shard_sending(
 
 
 def gather_after_backward(model: nn.Module) -> None:
-    from torch.distributed.fsdp._fully_shard import set_backward_prefetch
+    from torch.distributed.fsdp import set_backward_prefetch
 
     set_backward_prefetch(model, BackwardPrefetch.BACKWARD_POST)
 
 
 def join_small_reductions(model: nn.Module) -> None:
-    from torch.distributed.fsdp._fully_shard import set_reduce_bucket_cap
+    from torch.distributed.fsdp import set_reduce_bucket_cap
 
     set_reduce_bucket_cap(model)
 

@@ -385,7 +385,7 @@ class TestTo(SiteTestCase):
         self.assertNotIn(
             str(self.root), "".join(map(str, self.state(self.folder).values()))
         )
-        self.assertIn("the branch", Overlay(self.folder, self.root).status())
+        self.assertIn("made by --to", Overlay(self.folder, self.root).status())
 
     def test_again_is_anew(self):
         self.overlay.lay_to(self.folder)
