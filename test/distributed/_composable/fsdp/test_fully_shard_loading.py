@@ -10,6 +10,8 @@ import copy
 import json
 import warnings
 
+import pytest
+
 from fsdp_common.utils import DeviceFreeTest, FakeGroupTest, run_python
 
 import torch
@@ -122,6 +124,7 @@ class TestGradDtype(FakeGroupTest):
             self.pass_by(module, what)
             self.assertEqual(module.weight.grad_dtype, BF16)
 
+    @pytest.mark.quick
     @parametrize("what", ["load", "assign", "unshard", "move", "forward"])
     def test_set_it_stays(self, what: str) -> None:
         for module in (self.unit(), self.unit(None)):
