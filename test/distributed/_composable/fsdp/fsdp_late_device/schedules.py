@@ -20,7 +20,7 @@ from fsdp_late_device.ranks import Rank
 from fsdp_late_device.record import Recorder
 
 import torch
-import torch.distributed.fsdp._fully_shard as fsdp_package
+import torch.distributed.fsdp as fsdp_package
 import torch.nn as nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
