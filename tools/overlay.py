@@ -312,7 +312,10 @@ class Overlay:
     def lay_to(self, folder: Path) -> str:
         """Makes ``folder`` of links to this torch and of our files; says so."""
         if self.is_by_links or self.laid or self.has_ours():
-            raise SetupError(f"{self.status()}: --to is for the release")
+            raise SetupError(
+                f"{self.status()}: nothing else is needed; to have a folder instead, "
+                "--undo first"
+            )
         self._check()
         other = Overlay(folder, self.root)
         if folder.exists() and [*folder.iterdir()] and not other.is_by_links:
@@ -387,9 +390,13 @@ def find_site(python: str) -> Path:
 def run(parsed: argparse.Namespace) -> str:
     # Absolute, but not resolved: in an environment it is a link
     python = shutil.which(parsed.python) or parsed.python
+    if Path(python).is_dir():
+        raise SetupError(f"{python} is a folder: name its bin/python")
     folder = parsed.to and parsed.to.expanduser().absolute()
     if folder and (parsed.status or parsed.undo):
         overlay = Overlay(folder)
+        if not folder.exists():
+            return f"{folder} does not exist: there is nothing to undo"
         if not overlay.is_by_links:
             raise SetupError(f"{folder} was not made by --to")
         if parsed.status:

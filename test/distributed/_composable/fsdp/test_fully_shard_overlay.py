@@ -410,7 +410,9 @@ class TestTo(SiteTestCase):
 
     def test_a_torch_that_has_the_branch_needs_none(self):
         self.overlay.lay()
-        self.assert_refused("for the release", lambda: self.overlay.lay_to(self.folder))
+        self.assert_refused(
+            "nothing else is needed", lambda: self.overlay.lay_to(self.folder)
+        )
 
 
 @unittest.skipIf(LAUNCHED_RANK is not None, "starts processes of its own")
@@ -479,6 +481,12 @@ class TestCommand(TestCase):
         self.assertIn("no overlay", self.run_tool("--undo"))
         self.assertEqual(self.files(), before)
 
+    def test_a_folder_is_made_and_removed(self):
+        folder = self.site.parent / "to"
+        self.assertIn("made by --to", self.run_tool("--to", folder))
+        self.assertIn("removed", self.run_tool("--to", folder, "--undo"))
+        self.assertIn("nothing to undo", self.run_tool("--to", folder, "--undo"))
+
     def test_pip_uninstalls_all_of_it(self):
         self.run_tool()
         pip = [sys.executable, "-m", "pip", "--python", self.python]
@@ -494,6 +502,8 @@ class TestCommand(TestCase):
     def test_errors_are_one_line(self):
         shutil.rmtree(self.site / "torch")
         self.assertRegex(self.run_tool(status=1), r"^error: .* has no torch: .*\n$")
+        self.python = self.site
+        self.assertRegex(self.run_tool(status=1), r"^error: .* name its bin/python\n$")
         self.python = Path("/nowhere/python")
         self.assertRegex(
             self.run_tool(status=1), r"^error: .* no Python that runs.*\n$"
