@@ -197,16 +197,20 @@ class Overlay:
         """Makes the first step of [Note: An overlay is all or nothing]."""
         release, branch = self.partial / RELEASE, self.partial / BRANCH
         manifest: Manifest = {}
+
+        def note_digests(path: str) -> None:
+            manifest[path] = {
+                RELEASE: sha256(release / path),
+                BRANCH: sha256(branch / path),
+            }
+
         try:
             release.mkdir(parents=True)
             for path in self.ours:
                 if (self.site / path).exists():
                     _copy(self.site / path, release / path)
                 _copy(self.root / path, branch / path)
-                manifest[path] = {
-                    RELEASE: sha256(release / path),
-                    BRANCH: sha256(branch / path),
-                }
+                note_digests(path)
             for record in self.site.glob("torch-*.dist-info/RECORD"):
                 path = record.relative_to(self.site).as_posix()
                 _copy(record, release / path)
@@ -214,10 +218,7 @@ class Overlay:
                 (branch / path).write_text(
                     self._record_of(record, manifest), newline=""
                 )
-                manifest[path] = {
-                    RELEASE: sha256(release / path),
-                    BRANCH: sha256(branch / path),
-                }
+                note_digests(path)
             (self.partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
             (self.partial / "current").symlink_to(RELEASE)
             if self.folder.exists():  # of a torch that was there before

@@ -6,8 +6,9 @@
 Run it after ``make setup`` and ``make setup RELEASE=...`` when another file of the
 release becomes ours, or the branch is to fit another release.  ``tools/base_digests.json``
 then holds, for each release, the digest of each file that ours replace, and of those
-that lie beside one that does more than export names: they call each other.  What is written of a release that is not
-set up here, and of which no wheel is named, stays as it was.
+that lie beside one that does more than export names: they call each other.  What is
+written of a release that is not set up here, and of which no wheel is named, stays as
+it was.
 """
 
 from __future__ import annotations

@@ -1,6 +1,16 @@
 """Host time, and the bandwidth of a unit's copies, as ``make bench`` measures them."""
 
-from _gpu_part import Ask, BRANCH, Case, FAKE_RANKS, Figure, Found, Part, RELEASE, Where
+from _gpu_part import (
+    BRANCH,
+    Case,
+    FAKE_RANKS,
+    Figure,
+    Found,
+    on_both,
+    Part,
+    RELEASE,
+    Where,
+)
 from _gpu_steps import in_turns, least_ratio
 
 
@@ -54,8 +64,7 @@ def copies_part(where: Where) -> Part:
     cases = []
     for name, mix in COPIES.items():
         request = {"mix": mix, "per_dtype": False}
-        theirs = request | {"per_dtype": name not in UNIFORM}
-        asks = {BRANCH: Ask(BRANCH, request), RELEASE: Ask(RELEASE, theirs)}
+        asks = on_both(request, per_dtype=name not in UNIFORM)
         cases.append(Case(name, asks, _copy_figures))
     return Part(
         "copies",

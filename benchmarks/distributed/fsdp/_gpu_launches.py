@@ -20,7 +20,6 @@ from unittest import mock
 
 from _calls import Call, seen_by
 from _gpu_part import (
-    Ask,
     BRANCH,
     Case,
     FAKE_RANKS,
@@ -31,16 +30,8 @@ from _gpu_part import (
     RELEASE,
     Where,
 )
-from _models import (
-    AS_IT_IS,
-    language_model,
-    NARROW,
-    NUM_BLOCKS,
-    PER_DTYPE,
-    tokens,
-    training_step,
-    WIDE,
-)
+from _gpu_ways import LARGE, WAYS
+from _models import language_model, NUM_BLOCKS, tokens, training_step
 
 import torch
 from torch.autograd import DeviceType
@@ -252,27 +243,22 @@ def _speeds(
 
 
 SMALL: dict[str, int] = {}
-LARGE = {
-    "Llama-like": {"dim": 4096, "heads": 32, "hidden": 12288},
-    "Nemotron-H-like": {"dim": 4096, "heads": 128, "state": 128},
-    "fp32 adapters": {"dim": 4096, "heads": 32, "hidden": 12288},
-}
-# Case: block, the branch's way, the release's
-CASES = {
-    "llama": ("Llama-like", AS_IT_IS, PER_DTYPE),
-    "llama_reduced_in_fp32": ("Llama-like", WIDE, WIDE),
-    "llama_grad_comm_dtype": ("Llama-like", NARROW, WIDE),
-    "nemotron_h": ("Nemotron-H-like", AS_IT_IS, PER_DTYPE),
-    "adapters": ("fp32 adapters", AS_IT_IS, PER_DTYPE),
-}
+CASES = (
+    "llama",
+    "llama_reduced_in_fp32",
+    "llama_grad_comm_dtype",
+    "nemotron_h",
+    "adapters",
+)
 
 
 def part(where: Where) -> Part:
     cases = []
-    for name, (block, ours, theirs) in CASES.items():
+    for name in CASES:
+        block, ours, theirs = WAYS[name]
         sizes = LARGE[block] if where.is_cuda else SMALL
         request = {"block": block, "way": ours, "sizes": sizes, "positions": 64}
-        asks: dict[str, Ask] = on_both(request, way=theirs)
+        asks = on_both(request, way=theirs)
         cases.append(Case(name, asks, _figures))
     about = (
         "Kernels of a unit's forward and backward by the range of `fully_shard` that "

@@ -9,37 +9,33 @@ there is no optimizer.
 
 from typing import Any
 
-from _gpu_part import Ask, BRANCH, Case, FAKE_RANKS, Figure, Found, Part, RELEASE, Where
-from _models import (
-    ALL_FP32,
-    AS_IT_IS,
-    language_model,
-    LATE,
-    NARROW,
-    PER_DTYPE,
-    tokens,
-    training_step,
-    WIDE,
+from _gpu_part import (
+    BRANCH,
+    Case,
+    FAKE_RANKS,
+    Figure,
+    Found,
+    on_both,
+    Part,
+    RELEASE,
+    Where,
 )
+from _gpu_ways import LARGE, WAYS
+from _models import language_model, tokens, training_step
 
 import torch
 
 
-# Arguments of a block, and positions. A Llama-like one has 218 million parameters
-REAL = {
-    "Llama-like": ({"dim": 4096, "heads": 32, "hidden": 12288}, 4096),
-    "Nemotron-H-like": ({"dim": 4096, "heads": 128, "state": 128}, 512),
-}
-# Case: block, the branch's way, the release's
-CASES = {
-    "llama": ("Llama-like", AS_IT_IS, PER_DTYPE),
-    "llama_reduced_in_fp32": ("Llama-like", WIDE, WIDE),
-    "llama_grad_comm_dtype": ("Llama-like", NARROW, WIDE),
-    "llama_backward_post": ("Llama-like", LATE, PER_DTYPE),
-    "nemotron_h": ("Nemotron-H-like", AS_IT_IS, PER_DTYPE),
-    "nemotron_h_backward_post": ("Nemotron-H-like", LATE, PER_DTYPE),
-    "nemotron_h_beside_fp32": ("Nemotron-H-like", AS_IT_IS, ALL_FP32),
-}
+POSITIONS = {"Llama-like": 4096, "Nemotron-H-like": 512}
+CASES = (
+    "llama",
+    "llama_reduced_in_fp32",
+    "llama_grad_comm_dtype",
+    "llama_backward_post",
+    "nemotron_h",
+    "nemotron_h_backward_post",
+    "nemotron_h_beside_fp32",
+)
 MIB = 2**20
 VARYING = (1, 0.75, 0.5, 0.875, 0.625)  # of the positions, step after step
 
@@ -47,13 +43,11 @@ VARYING = (1, 0.75, 0.5, 0.875, 0.625)  # of the positions, step after step
 def measure(*, device: str, block: str, way: str, steps: int) -> dict[str, Any]:
     """Returns MiB: peaks of a step, and what is left unused after ``steps``."""
     if device == "cpu":
-        try:
-            import _peak_memory
-        except ModuleNotFoundError as missing:
-            return {"not_run": f"there is no package {missing.name}: pip install it"}
+        import _peak_memory
+
         found = _peak_memory.measure(device=device, block=block, way=way)
         return {"allocated_mib": found["peak_kib"] / 2**10}
-    sizes, positions = REAL[block]
+    sizes, positions = LARGE[block], POSITIONS[block]
     model = language_model(block, way, device, **sizes)
     batches = [
         tokens(way, device, (1, int(positions * share), sizes["dim"]))
@@ -102,14 +96,11 @@ def _figures(found: Found) -> list[Figure]:
 
 def part(where: Where) -> Part:
     cases = []
-    for name, (block, ours, theirs) in CASES.items():
+    for name in CASES:
+        block, ours, theirs = WAYS[name]
         steps = 200 if name in ("llama", "nemotron_h") else 10
         request = {"block": block, "way": ours, "steps": steps}
-        asks = {
-            BRANCH: Ask(BRANCH, request),
-            RELEASE: Ask(RELEASE, request | {"way": theirs}),
-        }
-        cases.append(Case(name, asks, _figures))
+        cases.append(Case(name, on_both(request, way=theirs), _figures))
     about = (
         "Peaks of one rank of 8 in a step as a share of the release's, and what is "
         "reserved and unused after more steps."

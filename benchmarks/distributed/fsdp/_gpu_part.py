@@ -82,16 +82,3 @@ def on_both(request: dict[str, Any], **of_release: Any) -> dict[str, Ask]:
         BRANCH: Ask(BRANCH, request),
         RELEASE: Ask(RELEASE, request | of_release),
     }
-
-
-def ratio_of(name: str, metric: str, unit: str) -> Figures:
-    """Returns what makes one line: the branch's metric over the release's."""
-
-    def figures(found: Found) -> list[Figure]:
-        if RELEASE not in found:
-            return []
-        branch, release = found[BRANCH][metric], found[RELEASE][metric]
-        detail = f"branch {branch:,.4g} {unit}, release {release:,.4g} {unit}"
-        return [Figure(name, branch / release, detail)]
-
-    return figures

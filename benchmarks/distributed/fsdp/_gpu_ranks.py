@@ -128,8 +128,8 @@ def _staged(original: Callable[..., Any]) -> Callable[..., Any]:
 @functools.cache
 def stage_what_gloo_lacks() -> list[str]:
     """
-    Lets collectives that gloo has not for CUDA tensors go over the host. Returns their
-    names.
+    Lets collectives that gloo does not have for CUDA tensors go over the host. Returns
+    their names.
     """
     count = dist.get_world_size()
     one, all_ranks = torch.ones(1, device="cuda"), torch.ones(count, device="cuda")

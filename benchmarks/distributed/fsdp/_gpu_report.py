@@ -1,13 +1,14 @@
 """The page of facts that ``gpu.py`` writes, anew after each result."""
 
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from _gpu_expected import Expectation, EXPECTED
+
+from tools.setup_helpers.files import write_whole
 
 
 AS_EXPECTED = "as expected"
@@ -76,8 +77,9 @@ class Report:
             "header": self.header,
             "lines": [asdict(line) for line in self.lines],
         }
-        _write(self.folder / "report.json", json.dumps(found, indent=1) + "\n")
-        _write(self.folder / "report.md", self.page())
+        text = json.dumps(found, indent=1) + "\n"
+        write_whole(self.folder / "report.json", text.encode())
+        write_whole(self.folder / "report.md", self.page().encode())
 
     def page(self) -> str:
         texts = ["# What is so on this device\n"]
@@ -113,10 +115,3 @@ def table(lines: list[Line]) -> list[str]:
         )
         texts.append(f"| {' | '.join(c.replace('|', chr(92) + '|') for c in cells)} |")
     return texts
-
-
-def _write(path: Path, text: str) -> None:
-    """Writes the whole file or nothing, whenever this process is killed."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(text)
-    os.replace(partial, path)

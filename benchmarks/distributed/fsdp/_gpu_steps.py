@@ -7,7 +7,6 @@ Over NCCL also how much of the communication something else overlaps.
 from collections.abc import Callable
 from typing import Any
 
-from _gpu_launches import LARGE
 from _gpu_part import (
     Ask,
     BRANCH,
@@ -20,18 +19,8 @@ from _gpu_part import (
     RELEASE,
     Where,
 )
-from _models import (
-    ALL_FP32,
-    AS_IT_IS,
-    language_model,
-    LATE,
-    NARROW,
-    PER_DTYPE,
-    PROMOTED,
-    tokens,
-    training_step,
-    WIDE,
-)
+from _gpu_ways import LARGE, WAYS
+from _models import language_model, PROMOTED, tokens, training_step
 
 import torch
 import torch.distributed as dist
@@ -184,21 +173,18 @@ def _step_figures(found: Found) -> list[Figure]:
     return figures
 
 
-# Case: block, the branch's way, the release's
-WAYS = {
-    "llama": ("Llama-like", AS_IT_IS, PER_DTYPE),
-    "nemotron_h": ("Nemotron-H-like", AS_IT_IS, PER_DTYPE),
-}
-WAYS_OF_SEVERAL = WAYS | {
-    "llama_grad_comm_dtype": ("Llama-like", NARROW, WIDE),
-    "llama_backward_post": ("Llama-like", LATE, PER_DTYPE),
-    "nemotron_h_beside_fp32": ("Nemotron-H-like", AS_IT_IS, ALL_FP32),
-    "nemotron_h_promoted": ("Nemotron-H-like", AS_IT_IS, PROMOTED),
-}
+ALONE = ("llama", "nemotron_h")
+OVER_NCCL = (
+    *ALONE,
+    "llama_grad_comm_dtype",
+    "llama_backward_post",
+    "nemotron_h_beside_fp32",
+    "nemotron_h_promoted",
+)
 
 
-def _case(name: str, way: tuple[str, str, str], size: str, how: str) -> Case:
-    block, ours, theirs = way
+def _case(name: str, size: str, how: str) -> Case:
+    block, ours, theirs = WAYS[name]
     sizes = SMALL if size == "small" else LARGE[block]
     positions = 64 if size == "small" or "Nemotron" in block else 2048
     request = {"block": block, "way": ours, "how": how, "sizes": sizes}
@@ -210,8 +196,8 @@ def _case(name: str, way: tuple[str, str, str], size: str, how: str) -> Case:
 
 def part(where: Where) -> Part:
     cases = [
-        _case(name, way, size, how)
-        for name, way in WAYS.items()
+        _case(name, size, how)
+        for name in ALONE
         for size in ("small", "large")
         for how in (EAGER, COMPILED, GRAPH)
     ]
@@ -228,9 +214,7 @@ def part(where: Where) -> Part:
 
 def part_of_several(where: Where) -> Part:
     cases = [
-        _case(name, way, size, EAGER)
-        for name, way in WAYS_OF_SEVERAL.items()
-        for size in ("small", "large")
+        _case(name, size, EAGER) for name in OVER_NCCL for size in ("small", "large")
     ]
     return Part(
         "step_nccl",

@@ -78,12 +78,12 @@ def main() -> None:
 def measure(part: str, device: str, request: dict[str, Any]) -> dict[str, Any]:
     try:
         module = importlib.import_module(MODULES[part])
+        return module.measure(device=device, **request)
     except ModuleNotFoundError as missing:
         # Whoever brings their own torch may not have all that benchmarks use
         if not str(missing.name).startswith(("torch", "_", "fsdp_")):
             return {"not_run": f"there is no package {missing.name}: pip install it"}
         raise
-    return module.measure(device=device, **request)
 
 
 if __name__ == "__main__":

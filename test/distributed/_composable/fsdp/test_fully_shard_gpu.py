@@ -74,7 +74,7 @@ class OnCpuTest(ImportingTest):
         super().setUpClass()
         with tempfile.TemporaryDirectory() as folder:
             args = ("--device", "cpu", "--output", folder)
-            # Its status says whether anything is wrong: the lines say what
+            # Its status is 1 if a line is wrong: which ones may be is tested below
             with contextlib.suppress(AssertionError):
                 run_python(str(FOLDER / "gpu.py"), *args)
             found = json.loads((Path(folder) / "report.json").read_text())
@@ -91,13 +91,23 @@ class OnCpuTest(ImportingTest):
                 self.assertTrue(line["detail"])
 
     def test_all_is_as_expected_but_for_times(self) -> None:
+        otherwise = set()
         for line in self.lines:
-            if line["part"] != "host" and line["verdict"] != "not run":
-                case = f"{line['part']}.{line['case']}"
+            case, verdict = f"{line['part']}.{line['case']}", line["verdict"]
+            with self.subTest(line=line):
                 if FOLLOWS_GRAD_DTYPE and case in OTHERWISE_SINCE_2_15:
-                    continue
-                with self.subTest(line=line):
-                    self.assertEqual(line["verdict"], "as expected")
+                    self.assertIn(
+                        verdict, ("as expected", "slower than expected", "wrong")
+                    )
+                    if verdict == "wrong":
+                        otherwise.add(case)
+                elif line["part"] == "host":
+                    self.assertIn(verdict, ("as expected", "slower than expected"))
+                else:
+                    self.assertIn(verdict, ("as expected", "not run"))
+        self.assertEqual(
+            otherwise, OTHERWISE_SINCE_2_15 if FOLLOWS_GRAD_DTYPE else set()
+        )
 
     def test_every_case_is_in_the_report(self) -> None:
         from _gpu_part import Where
