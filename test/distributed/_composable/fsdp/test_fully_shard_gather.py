@@ -10,7 +10,6 @@ Runs with pytest, python or ``torchrun --nproc-per-node 4``.
 import itertools
 from collections.abc import Sequence
 from types import SimpleNamespace
-from unittest import mock
 
 from fsdp_common.comms import (
     as_bytes,
@@ -406,10 +405,12 @@ class TestKeptBetweenSteps(ThreadTest):
         for pattern, first in zip(patterns, found):
             self.assertIsNot(buckets(pattern), first)
         unit._cache.buckets.clear()
-        with mock.patch.object(grads_file, "_MAX_CACHED_PATTERNS", 2):
-            for pattern in patterns:
-                buckets(pattern)
-                self.assertLessEqual(len(unit._cache.buckets), 2)
+        most = grads_file._MAX_CACHED_PATTERNS
+        many = list(itertools.product((None, FP16, BF16, FP32), repeat=3))
+        self.assertGreater(len(many), most)
+        for pattern in many:
+            buckets(pattern)
+            self.assertLessEqual(len(unit._cache.buckets), most)
 
 
 if __name__ == "__main__":

@@ -477,7 +477,8 @@ def _leave_launched_group() -> None:
 class FSDPThreadTest(FSDPTestMultiThread):
     """
     Every test runs in ``world_size`` threads of one process. They share the
-    random number generator and, where there is one, the accelerator.
+    random number generator and, where there is one, the accelerator. A test here
+    patches nothing of the process, as the other threads would see it too.
     """
 
     world_size: int = 2
