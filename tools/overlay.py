@@ -338,11 +338,25 @@ class Overlay:
                 _copy(self.root / path, partial / path)
             (partial / FOLDER).mkdir()
             if folder.exists():
-                shutil.rmtree(folder)
+                other.remove_folder()
             os.rename(partial, folder)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
         return f"{other.status()}\nbefore a command: PYTHONPATH={folder}"
+
+    def remove_folder(self) -> None:
+        """Removes what ``lay_to`` has made, if nothing has been put beside it since."""
+        strays = sorted(
+            path.name
+            for path in self.site.iterdir()
+            if path.name != "torch" and not path.match("torch-*.dist-info")
+        )
+        if strays:
+            raise SetupError(
+                f"{self.site} has {', '.join(strays)}, which --to did not put there: "
+                "move it away first"
+            )
+        shutil.rmtree(self.site)
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -402,7 +416,7 @@ def run(parsed: argparse.Namespace) -> str:
             raise SetupError(f"{folder} was not made by --to")
         if parsed.status:
             return overlay.status()
-        shutil.rmtree(folder)
+        overlay.remove_folder()
         return f"{folder}: removed"
     overlay = Overlay(find_site(python))
     if parsed.status:

@@ -403,6 +403,17 @@ class TestTo(SiteTestCase):
         )
         self.assertTrue((self.folder / "theirs").exists())
 
+    def test_what_was_put_into_it_stays(self):
+        self.overlay.lay_to(self.folder)
+        write(self.folder / "mixed.py", "")
+        said = "mixed.py, which --to did not put there"
+        self.assert_refused(said, lambda: self.overlay.lay_to(self.folder))
+        self.assert_refused(said, Overlay(self.folder, self.root).remove_folder)
+        self.assertTrue((self.folder / "mixed.py").exists())
+        (self.folder / "mixed.py").unlink()
+        Overlay(self.folder, self.root).remove_folder()
+        self.assertFalse(self.folder.exists())
+
     def test_a_changed_file_is_refused(self):
         write(self.site / REPLACED[0], "# a vendor's\n")
         self.assert_refused("series", lambda: self.overlay.lay_to(self.folder))

@@ -522,6 +522,8 @@ class TestSettings(FakeGroupTest):
                 ValueError, "set_reduce_bucket_cap found no unit"
             ):
                 set_reduce_bucket_cap(module, recurse=recurse)
+        with self.assertRaisesRegex(TypeError, "expects a module first, but got 0"):
+            set_reduce_bucket_cap(0)
 
     def parent(self) -> nn.Module:
         return nn.Sequential(fully_shard(nn.Linear(2, 2)))

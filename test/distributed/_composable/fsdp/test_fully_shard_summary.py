@@ -116,8 +116,12 @@ unit    parameters  elements  stored in  computes in  bytes gathered  reduced in
         self.assertEqual(names, [*both, ("down.weight",)])
 
     def test_of_a_model_without_units(self) -> None:
-        self.assertEqual(layout_summary(nn.Linear(2, 2)).units, ())
-        self.assertTrue(str(layout_summary(nn.Linear(2, 2))).startswith("unit "))
+        with self.assertRaisesRegex(
+            ValueError, "layout_summary found no unit in Linear: call fully_shard"
+        ):
+            layout_summary(nn.Linear(2, 2))
+        with self.assertRaisesRegex(TypeError, "expects a module first, but got 3"):
+            layout_summary(3)
 
     def test_group_of_modules_and_compiled_root_are_one_unit_each(self) -> None:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
@@ -310,6 +314,26 @@ class TestSummaryOfSteps(FSDPThreadTest):
         factors = {b.dtype: (b.divided_by, b.before, b.after) for b in unit.buckets}
         self.assertEqual(factors[FP32], (4, None, None))
         self.assertEqual(factors[FP16], (4, 2, 2))
+
+    def test_one_shard_rank_sends_nothing_in_the_comm_dtype(self) -> None:
+        policy = MixedPrecisionPolicy(reduce_dtype=FP32, grad_comm_dtype=BF16)
+        names = "replicate", "shard"
+        one_shard = init_device_mesh("cpu", (4, 1), mesh_dim_names=names)
+        for shard, mesh, verb in (
+            (replicate, init_device_mesh("cpu", (4,)), "cast to"),
+            (fully_shard, one_shard, "cast to"),
+            (fully_shard, init_device_mesh("cpu", (4,)), "sent in"),
+        ):
+            model = nn.Linear(16, 16, bias=False, dtype=BF16, device=self.device)
+            shard(model, mesh=mesh, mp_policy=policy)
+            (unit,) = layout_summary(model).units
+            with record_collectives() as recorder:
+                x = torch.ones(2, 16, dtype=BF16, device=self.device)
+                model(x).sum().backward()
+            first = recorder.named("all_to_all")[0]
+            self.assertEqual(unit.buckets[0].nbytes, first.nbytes)
+            self.assertEqual(first.dtype, FP32 if verb == "cast to" else BF16)
+            self.assertIn(f"float32, {verb} bfloat16", str(unit))
 
     def test_extension_tensors_are_known_after_their_first_gather(self) -> None:
         model = nn.Module()

@@ -264,7 +264,7 @@ def copy_in_grads(
     ]
     first = dense_dtypes[0]
     if first is not None and dense_dtypes.count(first) == len(dense_dtypes):
-        foreach_reduce_scatter_copy_in(grads, rows.view(-1), world_size)
+        _chunk_cat(grads, rows)
         return
     if copies_mixed({*dense_dtypes, rows.dtype}, rows.device):
         chunk_cat_by_operator(grads, rows)
@@ -285,7 +285,7 @@ def copy_in_grads(
                 flat[: numels[i]] if i in numels else grad
                 for i, grad in enumerate(grads)
             ]
-            foreach_reduce_scatter_copy_in(like, rows.view(-1), world_size)
+            _chunk_cat(like, rows)
             runs = _adjacent(numels, dense_dtypes)
     _copy_runs(bucket, dims, grads, rows, runs)
 
@@ -330,7 +330,7 @@ def _copy_to_columns(
     else:
         rows = grads[0].new_empty(columns.size())
         grads = [grad.contiguous() for grad in grads]
-        foreach_reduce_scatter_copy_in(grads, rows.view(-1), world_size)
+        _chunk_cat(grads, rows)
         columns.copy_(rows)
 
 
@@ -352,11 +352,16 @@ def foreach_reduce_scatter_copy_in(
 ) -> None:
     """Fills the rows of ``reduce_scatter_input`` (1D), one for each rank."""
     row_numel = reduce_scatter_input.numel() // world_size
-    rows = reduce_scatter_input.view(world_size, row_numel)
+    _chunk_cat(unsharded_grads, reduce_scatter_input.view(world_size, row_numel))
+
+
+def _chunk_cat(tensors: list[torch.Tensor], rows: torch.Tensor) -> None:
+    """Fills ``rows``, which are dense, with the chunks of ``tensors`` on dim 0."""
+    world_size, row_numel = rows.size()
     if gets_operators(rows.device):
-        chunk_cat_by_operator(unsharded_grads, rows)
+        chunk_cat_by_operator(tensors, rows)
     else:
-        torch._chunk_cat(unsharded_grads, 0, world_size, out=rows)
+        torch._chunk_cat(tensors, 0, world_size, out=rows)
     _check_row(rows.size(1), row_numel)  # the kernel may have resized them
 
 

@@ -14,7 +14,7 @@ import contextlib
 import functools
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import islice
 from typing import Any
 
@@ -109,6 +109,19 @@ def check_divide_factor(factor: Any, unit_name: str) -> None:
         raise TypeError(f"{setter} got {factor!r}: pass a number to divide by")
     if not math.isfinite(factor) or factor == 0:
         raise ValueError(f"{setter} got {factor!r}: pass a finite number other than 0")
+
+
+def check_is_module(module: Any, function: str) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{function} expects a module first, but got {module!r}")
+
+
+def check_has_units(module: nn.Module, units: Collection, function: str) -> None:
+    if not units:
+        raise ValueError(
+            f"{function} found no unit in {type(module).__name__}: call fully_shard or "
+            "replicate on it, or on modules in it, first"
+        )
 
 
 # Parameters #

@@ -297,9 +297,9 @@ def bucket_rank(key: BucketKey) -> tuple[tuple[int, str], ...]:
     return tuple(dtype_rank(dtype) for dtype in key if dtype is not None)
 
 
-def describe_key(key: BucketKey) -> str:
+def describe_key(key: BucketKey, verb: str = "sent in") -> str:
     dtype, comm_dtype = key
-    return str(dtype) if comm_dtype is None else f"{dtype}, sent in {comm_dtype}"
+    return str(dtype) if comm_dtype is None else f"{dtype}, {verb} {comm_dtype}"
 
 
 def plan_buckets(

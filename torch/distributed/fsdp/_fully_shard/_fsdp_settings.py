@@ -11,19 +11,17 @@ from typing import Any
 import torch.nn as nn
 from torch.distributed.fsdp.api import BackwardPrefetch
 
+from ._fsdp_errors import check_has_units, check_is_module
 from ._fsdp_layout import ReduceBucketCap
 from ._fully_shard import FSDPModule
 
 
 def _groups_of(module: nn.Module, recurse: bool, setter: str) -> Iterator[Any]:
-    """Yields the param groups of a module's units. Raises a ValueError without any."""
+    """Yields the param groups of a module's units."""
+    check_is_module(module, setter)
     modules = [*module.modules()] if recurse else [module]
     units = [module for module in modules if isinstance(module, FSDPModule)]
-    if not units:
-        raise ValueError(
-            f"{setter} found no unit in {type(module).__name__}: call fully_shard or "
-            "replicate on it, or on modules in it, first"
-        )
+    check_has_units(module, units, setter)
     for unit in units:
         yield from unit._get_fsdp_state()._fsdp_param_groups
 
@@ -54,7 +52,7 @@ def set_backward_prefetch(
         recurse (bool): False: for the module's own unit only.
 
     Raises:
-        TypeError: if it is none of the three.
+        TypeError: if it is none of the three, or ``module`` is not a module.
         ValueError: if there is no such unit.
     """
     if not isinstance(backward_prefetch, BackwardPrefetch | None):
@@ -101,6 +99,7 @@ def set_reduce_bucket_cap(
         recurse (bool): False: for the module's own unit only.
 
     Raises:
+        TypeError: if ``module`` is not a module.
         ValueError: if a size is not positive, or if there is no such unit.
     """
     if bucket_cap_mb is not None and not (bucket_cap_mb > 0 and small_kb > 0):

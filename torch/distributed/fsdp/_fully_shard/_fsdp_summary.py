@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ._fsdp_comms import is_of_group
 from ._fsdp_described_unit import DescribedUnit
 from ._fsdp_dtypes import dtypes_of
+from ._fsdp_errors import check_has_units, check_is_module
 from ._fsdp_layout import bucket_rank, describe_key, dtype_rank
 from ._fsdp_param_cache import GatherInputs, GatherPlan
 
@@ -42,7 +43,7 @@ class ParamsSummary:
     # Which reduce-scatter they share, None if they are frozen
     reduce_dtype: torch.dtype | None
     grad_dtype: torch.dtype | None
-    # What gradients are sent in, None if in the reduce dtype
+    # What gradients are cast to before the unit sends them, None if to the reduce dtype
     comm_dtype: torch.dtype | None
     # Of the tensors in a tensor subclass, which itself is of stored_dtype
     inner_dtypes: tuple[torch.dtype, ...]
@@ -71,6 +72,9 @@ class UnitSummary:
     # Of the all-gather's output, with what aligns its end
     gathered_nbytes: int | None
     buckets: tuple[BucketSummary, ...]
+    # Over how many ranks it is sharded. Between replicas, sums are sent in the reduce
+    # dtype whatever the comm dtype
+    shard_world_size: int
     # Classes of custom collectives before which its ranks are not compared
     uncompared: tuple[str, ...]
 
@@ -98,7 +102,12 @@ def layout_summary(module: nn.Module) -> LayoutSummary:
 
     Args:
         module (nn.Module): The root, or any module that has units in it.
+
+    Raises:
+        TypeError: if it is not a module.
+        ValueError: if there is no unit in it.
     """
+    check_is_module(module, "layout_summary")
     names: dict[Any, list[str]] = {}  # by param group
     module_names = {submodule: name for name, submodule in module.named_modules()}
     for submodule, name in module_names.items():
@@ -106,6 +115,7 @@ def layout_summary(module: nn.Module) -> LayoutSummary:
         if (get_state := getattr(type(submodule), "_get_fsdp_state", None)) is not None:
             for group in get_state(submodule)._fsdp_param_groups:
                 names.setdefault(group, []).append(name or "(root)")
+    check_has_units(module, names, "layout_summary")
     for group in names:
         group.resolve_by_name(module_names)
     units = (
@@ -137,7 +147,9 @@ def _summarize(unit: DescribedUnit, name: str) -> UnitSummary:
     rows = []
     for dtypes, of in members.items():
         _, _, reduce, _, comm, _ = dtypes
-        params, sent = [unit.params[i] for i in of], comm or reduce
+        params, sent = [unit.params[i] for i in of], reduce
+        if comm is not None and unit.gather_world_size > 1:
+            sent = comm
         numel = sum(p.padded_sharded_param_size.numel() for p in params)
         row = ParamsSummary(
             # Without the class of the unit's module, which the table names
@@ -158,7 +170,8 @@ def _summarize(unit: DescribedUnit, name: str) -> UnitSummary:
             buckets.append(BucketSummary(key[0], nbytes, *factors, key[1]))
     comms = unit.comms if unit.gather_world_size > 1 else ()
     uncompared = tuple(type(c).__name__ for c in comms if not is_of_group(c))
-    return UnitSummary(name, tuple(rows), gathered_nbytes, tuple(buckets), uncompared)
+    sent = tuple(buckets), unit.gather_world_size, uncompared
+    return UnitSummary(name, tuple(rows), gathered_nbytes, *sent)
 
 
 def _inner_dtypes(tensor: torch.Tensor) -> Iterator[torch.dtype]:
@@ -231,12 +244,13 @@ def _table(units: Sequence[UnitSummary]) -> str:
 def _rows(unit: UnitSummary) -> Iterator[list[str | int | None]]:
     factors = {(b.dtype, b.comm_dtype): _factor(b) for b in unit.buckets}
     name, rows = unit.name, unit.params
+    verb = "sent in" if unit.shard_world_size > 1 else "cast to"
     for row in rows:
         stored = " + ".join(map(_plain, row.inner_dtypes or [row.stored_dtype]))
         computed, reduced, factor = _plain(row.compute_dtype), "(frozen)", ""
         if row.reduce_dtype is not None:
             key = row.reduce_dtype, row.comm_dtype
-            reduced, factor = _plain(describe_key(key)), factors[key]
+            reduced, factor = _plain(describe_key(key, verb)), factors[key]
         gathered, sent = row.gathered_nbytes, row.reduced_nbytes
         cells = [name, len(row.names), row.numel, stored, computed, gathered]
         yield [*cells, reduced, sent, factor]

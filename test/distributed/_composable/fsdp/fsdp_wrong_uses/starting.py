@@ -11,6 +11,7 @@ from typing import Any
 
 from fsdp_wrong_uses.rows import (
     add_each,
+    BF16,
     Case,
     DIM,
     INT32,
@@ -236,6 +237,21 @@ add_each(
 
 @wrong(
     STARTING,
+    "bf16 activations meet an fp32 matrix",
+    "first forward",
+    RuntimeError,
+    "mat1 and mat2 must have the same dtype",
+    "cast them in that module: `x.to(self.weight.dtype)`",
+    is_ours=False,
+)
+def bf16_meets_fp32(run: Run) -> Callable[[], object]:
+    model = nn.Sequential(nn.Linear(DIM, DIM, dtype=BF16), nn.Linear(DIM, DIM))
+    run.fully_shard(model.to(run.device))
+    return lambda: model(run.input().to(BF16))
+
+
+@wrong(
+    STARTING,
     "`grad_dtype` is an integer dtype",
     "first forward",
     ValueError,
@@ -421,7 +437,8 @@ def functional_call_first(run: Run) -> Callable[[], object]:
     "`deepcopy`",
     AssertionError,
     "FSDP does not support deepcopy",
-    "Please use state dict for serialization",
+    "copy it before `fully_shard`, or save a state dict",
+    is_ours=False,
 )
 def copied(run: Run) -> Callable[[], object]:
     model = run.model()
