@@ -74,7 +74,9 @@ def run(
         )
         version = wheel.unpacked_distribution(build.base).version
         where = build.home.relative_to(build.root)
-        state = "set up" if changed else "up to date"
+        state = "up to date"
+        if changed:
+            state = f"set up: {where}/.venv/bin/python imports it"
         progress.phase(f"torch {version} in {where}, {state}")
 
 
