@@ -295,15 +295,16 @@ def conflicts(recording: Recording, graph: Graph) -> list[tuple[Entry, Entry]]:
                     span = address + start, address + end
                     uses.append((*span, entry.index, is_write))
     uses.sort()
-    found: dict[tuple[int, int], None] = {}
+    found: set[tuple[int, int]] = set()
     for at, (_, end, index, writes) in enumerate(uses):
-        for start, _, other, other_writes in uses[at + 1 :]:
+        for later in range(at + 1, len(uses)):
+            start, _, other, other_writes = uses[later]
             if start >= end:
                 break
-            first, second = sorted((index, other))
-            if (writes or other_writes) and first != second:
-                if not reach[second] >> first & 1:
-                    found[first, second] = None
+            if writes or other_writes:
+                first, second = (index, other) if index < other else (other, index)
+                if first != second and not reach[second] >> first & 1:
+                    found.add((first, second))
     return [(graph.entries[a], graph.entries[b]) for a, b in sorted(found)]
 
 
