@@ -417,6 +417,13 @@ OVERRIDE_MODES: dict[str, Mode] = {
 Record = dict[str, tuple[str, bytes]]
 
 
+def differing(actual: Record, expected: Record) -> list[str]:
+    """Returns the names of what is not the same, or is there on one side only."""
+    names = dict.fromkeys((*expected, *actual))
+    return [name for name in names if actual.get(name) != expected.get(name)]
+
+
+
 def bits_of(tensor: torch.Tensor) -> tuple[str, bytes]:
     """Returns the dtype and the bytes of this rank's part of ``tensor``."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
