@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,6 +52,8 @@ def build_in_place(root: Path) -> Metadata:
         build.lay_under(Path(sys.executable), given_wheel())
     except (SetupError, OSError) as error:
         text = explain(error) if isinstance(error, OSError) else str(error)
+        if importlib.util.find_spec("pip") is None:  # as in an isolated build
+            text += "; with pip: pip install --no-build-isolation -v -e ."
         sys.exit(f"error: {text}")
     base = wheel.unpacked_distribution(build.base)
     scripts = [f"{k} = {v}" for k, v in wheel.console_scripts(base).items()]

@@ -738,6 +738,12 @@ class TestEditable(BuildTestCase):
             editable.build_in_place(self.root)
         self.assert_untouched()
 
+    def test_isolated_build_is_told_of(self):
+        os.environ[VARIABLE] = "2.12.0"
+        with mock.patch("importlib.util.find_spec", lambda name: None):
+            with self.assertRaisesRegex(SystemExit, "pip install --no-build-isolation"):
+                editable.build_in_place(self.root)
+
 
 class TestMake(BuildTestCase):
     """The Makefile itself, with a stand-in for the Pythons that it calls."""
