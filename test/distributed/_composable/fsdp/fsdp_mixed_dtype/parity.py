@@ -423,7 +423,6 @@ def differing(actual: Record, expected: Record) -> list[str]:
     return [name for name in names if actual.get(name) != expected.get(name)]
 
 
-
 def bits_of(tensor: torch.Tensor) -> tuple[str, bytes]:
     """Returns the dtype and the bytes of this rank's part of ``tensor``."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
