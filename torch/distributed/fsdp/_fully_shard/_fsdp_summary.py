@@ -170,8 +170,14 @@ def _summarize(unit: DescribedUnit, name: str) -> UnitSummary:
             buckets.append(BucketSummary(key[0], nbytes, *factors, key[1]))
     comms = unit.comms if unit.gather_world_size > 1 else ()
     uncompared = tuple(type(c).__name__ for c in comms if not is_of_group(c))
-    sent = tuple(buckets), unit.gather_world_size, uncompared
-    return UnitSummary(name, tuple(rows), gathered_nbytes, *sent)
+    return UnitSummary(
+        name,
+        tuple(rows),
+        gathered_nbytes,
+        tuple(buckets),
+        unit.gather_world_size,
+        uncompared,
+    )
 
 
 def _inner_dtypes(tensor: torch.Tensor) -> Iterator[torch.dtype]:
