@@ -74,6 +74,7 @@ from ._fsdp_layout import (
     ReduceBucket,
     ReduceSlot,
 )
+from ._fsdp_observers import NO_RANGE
 from ._fsdp_param import FSDPParam, ShardedState  # noqa: F401  (as in the release)
 from ._fsdp_param_cache import layout_of, ParamGroupCache
 from ._fsdp_release import FOLLOWS_GRAD_DTYPE
@@ -338,16 +339,6 @@ class Reduction(NamedTuple):
         nbytes = bucket.shard_numel * bucket.wire_dtype.itemsize
         return nbytes * self.shard_world_size
 
-    def divide_factors(self, bucket: ReduceBucket) -> Factors:
-        return get_divide_factors(
-            bucket.key,
-            self.reduce_scatter_group,
-            self.all_reduce_group,
-            self.device.type,
-            self.gradient_divide_factor,
-            self.force_sum_reduction_for_comms,
-        )
-
 
 @dataclass(eq=False)
 class BucketGrads:
@@ -521,13 +512,15 @@ def _plan_bucket(
     slots = []
     for i, fsdp_param in enumerate(fsdp_params):
         numel = fsdp_param.padded_sharded_param_size.numel()
+        dim = fsdp_param.fsdp_placement.dim
         if i < len(unsharded_grads):
-            size, dim = unsharded_grads[i].size(), fsdp_param.fsdp_placement.dim
+            size = unsharded_grads[i].size()
             numel = padded_shard_numel(size, reduction.shard_world_size, dim)
         param = fsdp_param.sharded_param
         is_set = param.grad_dtype != param.dtype  # by users, which comes first
         grad_dtype = param.grad_dtype if is_set else orig_dtype or param.dtype
-        slots.append(ReduceSlot(by_name.index(fsdp_param), grad_dtype, numel))
+        position = by_name.index(fsdp_param)
+        slots.append(ReduceSlot(position, grad_dtype, numel, dim))
     return ReduceBucket(dtype, tuple(slots), keys[0][1] if keys else None)
 
 
@@ -549,7 +542,7 @@ def prepare_inputs(
             error, fsdp_params, bucket, unsharded_grads, reduction.device
         )
     slots = [
-        replace(slot, shard_numel=size.numel() // world_size)
+        replace(slot, shard_numel=size.numel() // world_size, shard_dim=0)
         for slot, size in zip(bucket.slots, sizes, strict=False)
     ]
     return replace(bucket, slots=(*slots, *bucket.slots[count:]))
@@ -568,23 +561,31 @@ def reduce_buckets(
     """
     handle = _get_device_handle(reduction.device.type)
     current_stream = handle.current_stream()
-    stream = reduction.reduce_scatter_stream
+    stream, world_size = reduction.reduce_scatter_stream, reduction.shard_world_size
     results: list[ReduceResult] = []
+    sent = [
+        part
+        for part in parts
+        if part.bucket.comm_dtype is not None
+        and part.unsharded_grads
+        and world_size > 1
+    ]
     batch = parts
     try:
-        sent = [part for part in parts if _is_sent(reduction, part)]
         for part in parts:
-            if part not in sent:
+            if part.unsharded_grads and part not in sent:
                 batch = [part]
-                _reduce_copy_in(reduction, part)
+                _reduce_copy_in(reduction, part, world_size)
         if batch := sent:
-            _all_to_all_copy_in(reduction, sent)
+            _all_to_all_copy_in(reduction, sent, world_size)
         stream.wait_stream(current_stream)
         with handle.stream(stream):
             if sent:
-                _all_to_all(reduction, sent)
+                _all_to_all(reduction, sent, world_size)
             for batch in _all_reduced_together(reduction, parts):
-                results += _reduce_together(reduction, batch, current_stream)
+                results += _reduce_together(
+                    reduction, batch, world_size, current_stream
+                )
     except Exception as error:
         explained = error
         for part in batch:
@@ -595,11 +596,62 @@ def reduce_buckets(
     return results
 
 
-def _is_sent(reduction: Reduction, part: BucketGrads) -> bool:
-    """Whether new gradients are sent by an all-to-all, and added by who gets them."""
-    if part.bucket.comm_dtype is None or not part.unsharded_grads:
-        return False
-    return reduction.shard_world_size > 1
+def _reduce_copy_in(reduction: Reduction, part: BucketGrads, world_size: int) -> None:
+    """Copies the new gradients into the reduction's input, and drops them."""
+    comm, dtype = reduction.reduce_scatter_comm, part.bucket.wire_dtype
+    numel = world_size * part.new_numel
+    reduce_input = allocate_reduce_buffer(comm, numel, dtype, reduction.device)
+    rows = reduce_input.view(world_size, part.new_numel)
+    copy_in_grads(part.bucket, part.unsharded_grads, rows)
+    part.reduce_scatter_input = reduce_input
+    part.unsharded_grads.clear()  # only now: the copy-in has been issued
+
+
+def _all_to_all_copy_in(
+    reduction: Reduction, parts: Sequence[BucketGrads], world_size: int
+) -> None:
+    """Copies the new gradients of buckets into one buffer to send, and drops them."""
+    comm, layout = reduction.reduce_scatter_comm, _all_to_all_layout(parts)
+    numel, dtype = world_size * layout.segment_numel, layout.buffer_dtype
+    buffer = allocate_reduce_buffer(
+        comm, numel, dtype, reduction.device, layout.alignment
+    )
+    buckets = [part.bucket for part in parts]
+    grads = [part.unsharded_grads for part in parts]
+    if not copy_in_as_bytes(layout, buckets, grads, buffer, world_size):
+        columns = columns_of(buffer, layout, world_size)
+        for bucket, own_grads, rows in zip(buckets, grads, columns):
+            copy_in_grads(bucket, own_grads, rows)
+    for part in parts:
+        part.reduce_scatter_input = buffer
+        part.unsharded_grads.clear()
+
+
+def _all_to_all_layout(parts: Sequence[BucketGrads]) -> GatherLayout:
+    """Lays out what a rank is sent: by dtype, as what it contributes to a gather."""
+    dtypes = tuple(part.bucket.wire_dtype for part in parts)
+    return plan_all_to_all(dtypes, tuple(part.new_numel for part in parts))
+
+
+def _all_to_all(
+    reduction: Reduction, parts: Sequence[BucketGrads], world_size: int
+) -> None:
+    """Exchanges the new gradients of all ``parts`` in one collective."""
+    comm: Any = reduction.reduce_scatter_comm
+    sent = cast(torch.Tensor, parts[0].reduce_scatter_input)
+    if allocates_anew(comm):
+        numel, dtype = sent.numel(), sent.dtype
+        received = allocate_reduce_buffer(comm, numel, dtype, reduction.device)
+    else:  # it may allocate what is sent once more
+        received = torch.empty_like(sent)
+    group = reduction.reduce_scatter_group
+    try:
+        comm.exchange(output_tensor=received, input_tensor=sent, group=group)
+    except Exception as error:
+        raise explain_all_to_all(error, parts, reduction.device)  # noqa: B904  (has its cause)
+    columns = columns_of(received, _all_to_all_layout(parts), world_size)
+    for part, rows in zip(parts, columns, strict=True):
+        part.received = rows
 
 
 def _all_reduced_together(
@@ -613,147 +665,72 @@ def _all_reduced_together(
 
 
 def _reduce_together(
-    reduction: Reduction, parts: Sequence[BucketGrads], current_stream: torch.Stream
+    reduction: Reduction,
+    parts: Sequence[BucketGrads],
+    world_size: int,
+    current_stream: torch.Stream,
 ) -> list[ReduceResult]:
     """Reduces buckets of one all-reduce, from the stream of the reduce-scatter."""
-    factors = reduction.divide_factors(parts[0].bucket)  # and of the others
-    stream = reduction.reduce_scatter_stream
-    output, targets = _scatter_together(reduction, parts, factors)
-    inputs = [part.reduce_scatter_input for part in parts]
-    scattered = stream.record_event()
-    if reduction.defers_all_reduce:
-        event = scattered
-        return [ReduceResult(inputs[0], event, stream, event, None, None, output)]
-
-    def finish() -> torch.Event:
-        _div_if_needed(output, factors[1])
-        for target in targets:
-            accumulate_sharded_grads(*target, stream, current_stream)
-        return stream.record_event()
-
-    if reduction.all_reduce_group is None and reduction.all_reduce_hook is None:
-        done = finish()
-        if output is inputs[0]:
-            scattered = done  # it is read until then, and nothing else holds it
-        return [ReduceResult(inputs[0], scattered, stream, done, None, None, None)]
-    stream = reduction.all_reduce_stream
-    stream.wait_stream(reduction.reduce_scatter_stream)
-    with _get_device_handle(reduction.device.type).stream(stream):
-        _all_reduce(reduction, parts, output, factors[3])
-        done = finish()
-    # Held as well: it was allocated in another stream, where the allocator must not
-    # hand out its memory before this one has read it
-    return [
-        ReduceResult(reduce_input, scattered, stream, done, output, done, None)
-        for reduce_input in inputs
-    ]
-
-
-# Whose sharded gradients lie where in which tensor (1D)
-_Target: TypeAlias = tuple[list[FSDPParam], ReduceBucket, torch.Tensor]
-
-
-def _scatter_together(
-    reduction: Reduction, parts: Sequence[BucketGrads], factors: Factors
-) -> tuple[torch.Tensor, list[_Target]]:
-    """Returns one tensor with the sums of all buckets, and each bucket's part of it."""
-    pieces: Sequence[torch.Tensor | None] = [None]
-    output = None
+    factors = get_divide_factors(
+        parts[0].bucket.key,  # which the others' factors agree with
+        reduction.reduce_scatter_group,
+        reduction.all_reduce_group,
+        reduction.device.type,
+        reduction.gradient_divide_factor,
+        reduction.force_sum_reduction_for_comms,
+    )
+    defers_all_reduce = reduction.defers_all_reduce
+    whole, pieces = None, [None]
     if len(parts) > 1:
-        numels = [part.bucket.shard_numel for part in parts]
-        dtype, device = parts[0].bucket.dtype, reduction.device
-        output = torch.empty(sum(numels), dtype=dtype, device=device)
-        pieces = output.split(numels)
-    targets: list[_Target] = []
+        dtype, numels = parts[0].bucket.dtype, [p.bucket.shard_numel for p in parts]
+        whole = torch.empty(sum(numels), dtype=dtype, device=reduction.device)
+        pieces = whole.split(numels)
+    targets = []  # whose sharded gradients lie where in which tensor (1D)
     for part, piece in zip(parts, pieces, strict=True):
-        reduced = _reduce_scatter(reduction, part, factors, piece)
+        reduced = _reduce_scatter(reduction, part, world_size, factors, piece)
         target = part.fsdp_params, part.bucket, reduced
-        if part.is_extended and not reduction.defers_all_reduce:
+        if part.is_extended and not defers_all_reduce:
             target = in_common_order(*target)
         if piece is not None and target[2] is not piece:
             target = (*target[:2], piece.copy_(target[2]))
         targets.append(target)
-    return targets[0][2] if output is None else output, targets
-
-
-def _reduce_copy_in(reduction: Reduction, part: BucketGrads) -> None:
-    """Copies the new gradients into the reduction's input, and drops them."""
-    grads = part.unsharded_grads
-    if not grads:
-        return
-    comm, dtype = reduction.reduce_scatter_comm, part.bucket.wire_dtype
-    world_size = reduction.shard_world_size
-    numel = world_size * part.new_numel
-    reduce_input = allocate_reduce_buffer(comm, numel, dtype, reduction.device)
-    rows = reduce_input.view(world_size, -1)
-    copy_in_grads(part.bucket, _dims_of(reduction, part), grads, rows)
-    part.reduce_scatter_input = reduce_input
-    grads.clear()  # only now: the copy-in has been issued
-
-
-def _dims_of(reduction: Reduction, part: BucketGrads) -> list[int]:
-    """Returns the dims on which the new gradients are sharded as they are."""
-    if reduction.shard_world_size == 1 or not reduction.prepares_by_default:
-        return [0] * len(part.unsharded_grads)
-    pairs = zip(part.fsdp_params, part.unsharded_grads)
-    return [fsdp_param.fsdp_placement.dim for fsdp_param, _ in pairs]
-
-
-def _all_to_all_copy_in(reduction: Reduction, parts: Sequence[BucketGrads]) -> None:
-    """Copies the new gradients of buckets into one buffer to send, and drops them."""
-    layout, world_size = _all_to_all_layout(parts), reduction.shard_world_size
-    comm, numel = reduction.reduce_scatter_comm, world_size * layout.segment_numel
-    buffer = allocate_reduce_buffer(
-        comm, numel, layout.buffer_dtype, reduction.device, layout.alignment
+    output = targets[0][2] if whole is None else whole
+    stream, reduce_input = (
+        reduction.reduce_scatter_stream,
+        parts[0].reduce_scatter_input,
     )
-    dims = [_dims_of(reduction, part) for part in parts]
-    grads = [part.unsharded_grads for part in parts]
-    if not copy_in_as_bytes(layout, dims, grads, buffer, world_size):
-        columns = columns_of(buffer, layout, world_size)
-        for part, part_dims, rows in zip(parts, dims, columns):
-            copy_in_grads(part.bucket, part_dims, part.unsharded_grads, rows)
-    for part in parts:
-        part.reduce_scatter_input = buffer
-        part.unsharded_grads.clear()
-
-
-def _all_to_all_layout(parts: Sequence[BucketGrads]) -> GatherLayout:
-    """Lays out what a rank is sent: by dtype, as what it contributes to a gather."""
-    dtypes = tuple(part.bucket.wire_dtype for part in parts)
-    return plan_all_to_all(dtypes, tuple(part.new_numel for part in parts))
-
-
-def _all_to_all(reduction: Reduction, parts: Sequence[BucketGrads]) -> None:
-    """Exchanges the new gradients of all ``parts`` in one collective."""
-    comm: Any = reduction.reduce_scatter_comm
-    sent = cast(torch.Tensor, parts[0].reduce_scatter_input)
-    if allocates_anew(comm):
-        numel, dtype = sent.numel(), sent.dtype
-        received = allocate_reduce_buffer(comm, numel, dtype, reduction.device)
-    else:  # it may allocate what is sent once more
-        received = torch.empty_like(sent)
-    group = reduction.reduce_scatter_group
-    try:
-        comm.exchange(output_tensor=received, input_tensor=sent, group=group)
-    except Exception as error:
-        raise _explain_all_to_all(error, reduction, parts)  # noqa: B904  (has its cause)
-    layout = _all_to_all_layout(parts)
-    columns = columns_of(received, layout, reduction.shard_world_size)
-    for part, rows in zip(parts, columns, strict=True):
-        part.received = rows
-
-
-def _explain_all_to_all(
-    error: Exception, reduction: Reduction, parts: Sequence[BucketGrads]
-) -> Exception:
-    fsdp_params = [*chain.from_iterable(part.fsdp_params for part in parts)]
-    dtypes = [part.bucket.wire_dtype for part in parts]
-    return explain_all_to_all(error, fsdp_params, dtypes, reduction.device)
+    scattered = stream.record_event()
+    if defers_all_reduce:
+        event = scattered
+        return [ReduceResult(reduce_input, event, stream, event, None, None, output)]
+    all_reduces = reduction.all_reduce_group or reduction.all_reduce_hook
+    use_stream = NO_RANGE
+    if all_reduces:
+        stream = reduction.all_reduce_stream
+        stream.wait_stream(reduction.reduce_scatter_stream)
+        use_stream = _get_device_handle(reduction.device.type).stream(stream)
+    with use_stream:
+        if all_reduces:
+            _all_reduce(reduction, parts, output, factors[3])
+        _div_if_needed(output, factors[1])
+        for target in targets:
+            accumulate_sharded_grads(*target, stream, current_stream)
+        done = stream.record_event()
+    # Held as well if it was allocated in another stream, where the allocator must not
+    # hand out its memory before this one has read it
+    held = (output, done) if all_reduces else (None, None)
+    if output is reduce_input and not all_reduces:
+        scattered = done  # it is read until then, and nothing else holds it
+    return [
+        ReduceResult(part.reduce_scatter_input, scattered, stream, done, *held, None)
+        for part in parts
+    ]
 
 
 def _reduce_scatter(
     reduction: Reduction,
     part: BucketGrads,
+    world_size: int,
     factors: Factors,
     output: torch.Tensor | None,
 ) -> torch.Tensor:
@@ -768,7 +745,7 @@ def _reduce_scatter(
         if partial is None:
             raise AssertionError("Expects gradients or a partial result to reduce")
         return partial
-    world_size, comm = reduction.shard_world_size, reduction.reduce_scatter_comm
+    comm, numel = reduction.reduce_scatter_comm, bucket.shard_numel
     _div_if_needed(reduce_input, factors[0])
     if (
         world_size == 1
@@ -779,9 +756,8 @@ def _reduce_scatter(
         and allocates_anew(comm)
     ):
         return reduce_input
-    device, numel = reduction.device, bucket.shard_numel
     if is_own := output is None:
-        output = allocate_reduce_buffer(comm, numel, bucket.dtype, device)
+        output = allocate_reduce_buffer(comm, numel, bucket.dtype, reduction.device)
     new = output
     if part.new_numel < numel:  # the rest has a partial reduce only
         new = output[: part.new_numel]
@@ -817,6 +793,6 @@ def _all_reduce(
         try:
             all_reduce_in_tree(output, group)
         except Exception as error:
-            raise _explain_all_to_all(error, reduction, parts)  # noqa: B904  (has its cause)
+            raise explain_all_to_all(error, parts, reduction.device)  # noqa: B904  (has its cause)
     if reduction.all_reduce_hook is not None:
         reduction.all_reduce_hook(output)

@@ -212,7 +212,7 @@ def columns_of(
 
 def copy_in_as_bytes(
     layout: GatherLayout,
-    dims: Sequence[Sequence[int]],
+    buckets: Sequence[ReduceBucket],
     grads: Sequence[Sequence[torch.Tensor]],
     buffer: torch.Tensor,
     world_size: int,
@@ -225,8 +225,9 @@ def copy_in_as_bytes(
     tensors: list[torch.Tensor] = []
     for region in layout.regions:
         for i in region.inputs:
-            for dim, grad in zip(dims[i], grads[i], strict=True):
-                if dim != 0 or grad.dtype != region.dtype or not grad.is_contiguous():
+            for slot, grad in zip(buckets[i].slots, grads[i]):
+                is_dense = slot.shard_dim == 0 and grad.is_contiguous()
+                if not is_dense or grad.dtype != region.dtype:
                     return False
                 tensors.append(grad.unsqueeze(-1).view(buffer.dtype))
     if layout.padding_nbytes:
@@ -236,14 +237,11 @@ def copy_in_as_bytes(
 
 
 def copy_in_grads(
-    bucket: ReduceBucket,
-    dims: Sequence[int],
-    grads: list[torch.Tensor],
-    rows: torch.Tensor,
+    bucket: ReduceBucket, grads: list[torch.Tensor], rows: torch.Tensor
 ) -> None:
     """
-    Copies gradients of any dtypes, sharded on ``dims``, to their columns of ``rows``,
-    one for each rank.
+    Copies gradients of any dtypes, those of a bucket's first slots, to their columns of
+    ``rows``, one for each rank.
 
     [Note: One kernel for most gradients]
     The fused kernel needs dense tensors of one dtype and fills all columns. One
@@ -254,13 +252,15 @@ def copy_in_grads(
     together on CUDA, see :func:`copies_mixed`. Rows of a larger buffer are not dense, so
     that their gradients are copied one by one.
     """
-    world_size, runs = rows.size(0), [[i] for i in range(len(grads))]
+    world_size, slots = rows.size(0), bucket.slots
     if not rows.is_contiguous():
-        _copy_runs(bucket, dims, grads, rows, runs)
+        _copy_runs(bucket, grads, rows, [[i] for i in range(len(grads))])
         return
     dense_dtypes = [  # None where not dense
-        grad.dtype if dim == 0 and grad.is_contiguous() else None
-        for dim, grad in zip(dims, grads)
+        grad.dtype
+        if (slot.shard_dim == 0 or world_size == 1) and grad.is_contiguous()
+        else None
+        for slot, grad in zip(slots, grads)
     ]
     first = dense_dtypes[0]
     if first is not None and dense_dtypes.count(first) == len(dense_dtypes):
@@ -271,7 +271,7 @@ def copy_in_grads(
         return
     dense = [grad for grad, dtype in zip(grads, dense_dtypes) if dtype is not None]
     largest = max(dense, key=torch.Tensor.numel, default=None)
-    slots = bucket.slots
+    runs = [[i] for i in range(len(grads))]
     if largest is not None:
         # The least that fills as many columns, with the kernel's padding
         numels = {
@@ -287,12 +287,11 @@ def copy_in_grads(
             ]
             _chunk_cat(like, rows)
             runs = _adjacent(numels, dense_dtypes)
-    _copy_runs(bucket, dims, grads, rows, runs)
+    _copy_runs(bucket, grads, rows, runs)
 
 
 def _copy_runs(
     bucket: ReduceBucket,
-    dims: Sequence[int],
     grads: list[torch.Tensor],
     rows: torch.Tensor,
     runs: Iterable[list[int]],
@@ -300,7 +299,8 @@ def _copy_runs(
     for run in runs:
         numel = sum(bucket.slots[i].shard_numel for i in run)
         columns = rows.narrow(1, bucket.starts[run[0]], numel)
-        _copy_to_columns(columns, [grads[i] for i in run], dims[run[0]])
+        dim = bucket.slots[run[0]].shard_dim
+        _copy_to_columns(columns, [grads[i] for i in run], dim)
 
 
 def _adjacent(

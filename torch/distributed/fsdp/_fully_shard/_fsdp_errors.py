@@ -15,7 +15,7 @@ import functools
 import math
 import numbers
 from collections.abc import Callable, Collection, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -268,14 +268,11 @@ def explain_copy_in(
 
 
 @_keeps_error
-def explain_all_to_all(
-    fsdp_params: Sequence[FSDPParam],
-    comm_dtypes: Sequence[torch.dtype],
-    device: torch.device,
-) -> str:
-    dtypes = " and ".join(dict.fromkeys(map(str, comm_dtypes)))
+def explain_all_to_all(parts: Sequence[Any], device: torch.device) -> str:
+    fsdp_params = chain.from_iterable(part.fsdp_params for part in parts)
+    dtypes = dict.fromkeys(str(part.bucket.wire_dtype) for part in parts)
     return (
-        f"The gradients of {_names(*fsdp_params)} are sent in {dtypes} "
+        f"The gradients of {_names(*fsdp_params)} are sent in {' and '.join(dtypes)} "
         "(grad_comm_dtype) by all_to_all_single, which failed. Use a backend that has "
         f"it for {device.type} if this one does not, or leave grad_comm_dtype out"
     )

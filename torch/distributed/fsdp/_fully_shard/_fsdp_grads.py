@@ -196,8 +196,9 @@ def _plan_buckets(
     slots, keys = [], []
     for i, dtype in reduce_dtypes.items():
         fsdp_param = fsdp_params[i]
-        shard_numel = fsdp_param.padded_sharded_param_size.numel()
-        slots.append(ReduceSlot(i, fsdp_param.sharded_param.grad_dtype, shard_numel))
+        numel = fsdp_param.padded_sharded_param_size.numel()
+        grad_dtype = fsdp_param.sharded_param.grad_dtype
+        slots.append(ReduceSlot(i, grad_dtype, numel, fsdp_param.fsdp_placement.dim))
         keys.append(bucket_key(fsdp_param, dtype))
     return plan_buckets(slots, keys)
 

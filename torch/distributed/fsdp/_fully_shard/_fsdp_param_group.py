@@ -725,7 +725,7 @@ class FSDPParamGroup(PluginNames):
         batches = [buckets] if buckets else []
         if foreach_reduce is not _OWN_REDUCE:
             batches = [(bucket,) for bucket in buckets]
-        elif holds_one_input(comm):
+        elif len(buckets) > 1 and holds_one_input(comm):
             batches = by_collective(buckets)
         parts = (
             [self._pop_part(reduction, bucket, grads) for bucket in batch]
@@ -796,10 +796,9 @@ class FSDPParamGroup(PluginNames):
     ) -> None:
         """Reduces one batch after another, and holds what they need until its events."""
         held: dict[torch.Tensor, torch.Event | None] = {}
-        one_by_one = holds_one_input(reduction.reduce_scatter_comm)
         try:
             for parts in batches:
-                if held and one_by_one:
+                if held and holds_one_input(reduction.reduce_scatter_comm):
                     self._wait_current_stream(held.popitem()[1])
                 held.update(self._reduce_batch(reduction, parts))
         except BaseException as error:
@@ -833,14 +832,14 @@ class FSDPParamGroup(PluginNames):
         self,
         reduction: Reduction,
         bucket: ReduceBucket,
-        grads: list[torch.Tensor | None],
+        grads: list[Any],
     ) -> BucketGrads:
         """Pops what there is to reduce of a bucket, whose only owner it is then."""
-        own_grads: list[torch.Tensor] = []
+        own_grads, all_params = [], self.fsdp_params
         for slot in bucket.slots:
-            own_grads.append(cast(torch.Tensor, grads[slot.param]))
+            own_grads.append(grads[slot.param])
             grads[slot.param] = None
-        fsdp_params = [self.fsdp_params[slot.param] for slot in bucket.slots]
+        fsdp_params = [all_params[slot.param] for slot in bucket.slots]
         if foreach_reduce is _OWN_REDUCE:
             # Before a partial reduce is added, which is laid out as it was prepared
             bucket = prepare_inputs(reduction, bucket, fsdp_params, own_grads)
@@ -848,7 +847,7 @@ class FSDPParamGroup(PluginNames):
         if self._partial_reduces:
             with self.device_handle.stream(self.comm_ctx.reduce_scatter_stream):
                 bucket, partial = self._partial_reduces.pop_for(bucket)
-            fsdp_params = [self.fsdp_params[slot.param] for slot in bucket.slots]
+            fsdp_params = [all_params[slot.param] for slot in bucket.slots]
         return BucketGrads(fsdp_params, bucket, own_grads, partial)
 
     def _hold(self, bucket: ReduceBucket, result: ReduceResult) -> None:
