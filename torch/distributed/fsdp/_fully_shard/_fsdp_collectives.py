@@ -45,10 +45,7 @@ from ._fsdp_comms import (  # noqa: F401  (importable from here, as in the relea
     SymmMemAllocMixin,
     SymmMemReduceScatter,
 )
-from ._fsdp_compat import (
-    _get_all_gather_input_metadatas,
-    _get_param_all_gather_inputs,
-)
+from ._fsdp_compat import _get_all_gather_input_metadatas, _get_param_all_gather_inputs
 from ._fsdp_copies import (
     accumulate_sharded_grads,
     columns_of,
@@ -183,19 +180,14 @@ def foreach_all_gather(
     all_gather_stream.wait_stream(all_gather_copy_in_stream)
     with device_handle.stream(all_gather_stream):
         work = all_gather_comm(
-            output_tensor=output,
-            input_tensor=segment,
-            group=group,
-            async_op=async_op,
+            output_tensor=output, input_tensor=segment, group=group, async_op=async_op
         )
         event = all_gather_stream.record_event()
     return AllGatherResult(output, event, work, *fields)
 
 
 def _default_all_gather_output_fn(
-    fsdp_params: list[FSDPParam],
-    all_gather_result: AllGatherResult,
-    world_size: int,
+    fsdp_params: list[FSDPParam], all_gather_result: AllGatherResult, world_size: int
 ) -> None:
     """Writes every parameter's all-gather outputs from a gather's buffer."""
     buffer, _, _, dtypes, numels, split_sizes = all_gather_result
@@ -281,9 +273,7 @@ ReduceScatterInputFn: TypeAlias = Callable[
 
 
 def _default_reduce_scatter_input_fn(
-    fsdp_params: list[FSDPParam],
-    unsharded_grads: list[torch.Tensor],
-    world_size: int,
+    fsdp_params: list[FSDPParam], unsharded_grads: list[torch.Tensor], world_size: int
 ) -> tuple[torch.Size, ...]:
     """
     Replaces each gradient that is sharded on another dim than 0 by one whose chunks

@@ -12,11 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 
-from ._fsdp_comms import (
-    chunk_cat_by_operator,
-    copies_mixed,
-    record_grad_output_stream,
-)
+from ._fsdp_comms import chunk_cat_by_operator, copies_mixed, record_grad_output_stream
 from ._fsdp_layout import (
     GatherLayout,
     in_plan_order,

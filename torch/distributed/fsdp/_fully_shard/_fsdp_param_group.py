@@ -711,9 +711,7 @@ class FSDPParamGroup(PluginNames):
             )
 
     def _reduce(
-        self,
-        buckets: tuple[ReduceBucket, ...],
-        grads: list[torch.Tensor | None],
+        self, buckets: tuple[ReduceBucket, ...], grads: list[torch.Tensor | None]
     ) -> None:
         """Reduces all buckets and holds what they need until their events."""
         comm = self._reduce_scatter_comm
@@ -829,10 +827,7 @@ class FSDPParamGroup(PluginNames):
         }
 
     def _pop_part(
-        self,
-        reduction: Reduction,
-        bucket: ReduceBucket,
-        grads: list[Any],
+        self, reduction: Reduction, bucket: ReduceBucket, grads: list[Any]
     ) -> BucketGrads:
         """Pops what there is to reduce of a bucket, whose only owner it is then."""
         own_grads, all_params = [], self.fsdp_params
@@ -1230,9 +1225,7 @@ class RegisterPostBackwardFunction(torch.autograd.Function):
     @staticmethod
     # pyrefly: ignore [bad-override]
     def jvp(
-        ctx: Any,
-        param_group_tangent: object,
-        *grad_inputs: Unpack[_GradInputs],
+        ctx: Any, param_group_tangent: object, *grad_inputs: Unpack[_GradInputs]
     ) -> tuple[Unpack[_GradInputs]]:
         # The group is no tensor and has no tangent. Post-backward comes from
         # the pre-backward hook on the outputs, after primals and tangents.
