@@ -253,9 +253,7 @@ def copy_in_grads(
         _copy_runs(bucket, grads, rows, [[i] for i in range(len(grads))])
         return
     dense_dtypes = [  # None where not dense
-        grad.dtype
-        if (slot.shard_dim == 0 or world_size == 1) and grad.is_contiguous()
-        else None
+        grad.dtype if slot.shard_dim == 0 and grad.is_contiguous() else None
         for slot, grad in zip(slots, grads)
     ]
     first = dense_dtypes[0]
