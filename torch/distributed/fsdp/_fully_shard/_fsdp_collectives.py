@@ -560,14 +560,16 @@ def reduce_buckets(
         and part.unsharded_grads
         and world_size > 1
     ]
+    # Into a buffer of bytes, which one alone does not need
+    joined = sent if len(sent) > 1 else []
     batch = parts
     try:
         for part in parts:
-            if part.unsharded_grads and part not in sent:
+            if part.unsharded_grads and part not in joined:
                 batch = [part]
                 _reduce_copy_in(reduction, part, world_size)
-        if batch := sent:
-            _all_to_all_copy_in(reduction, sent, world_size)
+        if batch := joined:
+            _all_to_all_copy_in(reduction, joined, world_size)
         stream.wait_stream(current_stream)
         with handle.stream(stream):
             if sent:

@@ -198,6 +198,8 @@ def columns_of(
 ) -> list[torch.Tensor]:
     """Views the inputs of ``layout`` in a buffer, each with one row for each rank."""
     rows = buffer.view(world_size, layout.segment_numel)
+    if len(layout.order) == 1:
+        return [rows]
     columns = rows.split([*layout.split_sizes], dim=1)
     dtypes = [region.dtype for region in layout.regions for _ in region.inputs]
     placed = zip(layout.order, columns, dtypes)
