@@ -162,18 +162,18 @@ def check_tree(checkout: Path) -> Release:
 
 def make_plan(root: Path, checkout: Path) -> Plan:
     release = check_tree(checkout)
-    base = recorded(root, release)
+    theirs = recorded(root, release)
     ours = files_to_lay(root)
-    plan = Plan([], [], [], [], notes_on(checkout, base, ours))
+    plan = Plan([], [], [], [], notes_on(checkout, theirs, ours))
     changed = uncommitted(checkout, [*ours])
     for path, source in ours.items():
         target = checkout / path
         if target.is_file() and target.read_bytes() == source.read_bytes():
             plan.in_place.append(path)
-        elif problem := refusal(checkout, path, base["sha256"].get(path), changed):
+        elif problem := refusal(checkout, path, theirs["sha256"].get(path), changed):
             plan.refusals.append(f"{path} {problem}")
         else:
-            (plan.replaced if path in base["sha256"] else plan.added).append(path)
+            (plan.replaced if path in theirs["sha256"] else plan.added).append(path)
     return plan
 
 
@@ -203,12 +203,14 @@ def refusal(
     return difference(digest, sha256(target))
 
 
-def notes_on(checkout: Path, base: dict[str, Any], ours: Container[str]) -> list[str]:
+def notes_on(checkout: Path, theirs: dict[str, Any], ours: Container[str]) -> list[str]:
     """Returns what may go wrong in spite of the checks."""
-    found = notes(base["sha256"], ours, lambda path: sha256(checkout / path))
-    ancestor = ("merge-base", "--is-ancestor", base["commit"], "HEAD")
+    found = notes(theirs["sha256"], ours, lambda path: sha256(checkout / path))
+    ancestor = ("merge-base", "--is-ancestor", theirs["commit"], "HEAD")
     if tree.run_git(checkout, *ancestor) is None:
-        found.insert(0, f"HEAD does not follow the release's commit, {base['commit']}")
+        found.insert(
+            0, f"HEAD does not follow the release's commit, {theirs['commit']}"
+        )
     return found
 
 

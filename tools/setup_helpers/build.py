@@ -109,7 +109,7 @@ class Build:
         self.make_pip = make_pip
         self.venv_has_pip = venv_has_pip
         self.home = root / "build" / release.version
-        self.base = self.home / "base"
+        self.unpacked = self.home / "base"
         self.branch = self.home / "branch"
         self.wheels = self.home / "wheel"
         self.staging = self.home / ".staging"
@@ -135,10 +135,10 @@ class Build:
             changed = self._ensure_environment()
             pip = self.make_pip(environment.python, self.progress)
             changed |= self._ensure_release(chosen, pip)
-            base = wheel.unpacked_distribution(self.base)
+            distribution = wheel.unpacked_distribution(self.unpacked)
             environment.point_at(self.branch)
-            environment.add_scripts(wheel.console_scripts(base))
-            requirements = base.requires or []
+            environment.add_scripts(wheel.console_scripts(distribution))
+            requirements = distribution.requires or []
             changed |= self._ensure_requirements(requirements, pip)
             if with_models or with_clients:
                 changed |= self._ensure_models(requirements, pip)
@@ -163,7 +163,7 @@ class Build:
                 if not _is_foreign(self.root / name):
                     (self.root / name).unlink(missing_ok=True)
             # By one rename: a part that is left would be taken for the whole.
-            for part in (self.base, self.environment.folder):
+            for part in (self.unpacked, self.environment.folder):
                 self._move_aside(part)
             if self.home.exists():
                 shutil.rmtree(self.home)
@@ -242,13 +242,13 @@ class Build:
                 stamp.put("source", _identity(chosen.path))
                 return self._ensure_branch()
         chosen = chosen or self._find_wheel(pip)
-        where = self._named(self.base)
+        where = self._named(self.unpacked)
         self.progress.phase(f"unpacking torch {chosen.version} into {where}")
         fresh = self.staging / "fresh"
         wheel.unpack_wheel(chosen, fresh, self.progress)
-        for path in (stamp.path, self.base):
+        for path in (stamp.path, self.unpacked):
             self._set_aside(path)
-        os.rename(fresh, self.base)
+        os.rename(fresh, self.unpacked)
         stamp = self._stamp()
         stamp.put("source", _identity(chosen.path))
         stamp.put("digest", chosen.digest)
@@ -258,7 +258,7 @@ class Build:
 
     def _ensure_branch(self) -> bool:
         """Lays the tree anew, as a whole, where it is not as it should be."""
-        targets = tree.plan_links(self.base, self.root, tree.own_files(self.root))
+        targets = tree.plan_links(self.unpacked, self.root, tree.own_files(self.root))
         if self.branch.is_dir() and tree.laid_links(self.branch) == targets:
             return False
         where = self._named(self.branch)
@@ -273,8 +273,8 @@ class Build:
     def _check_written(self) -> None:
         """Refuses to go on where somebody wrote what no set-up lays."""
         tree.laid_links(self.branch)
-        for path in wheel.strays_in(self.base):
-            where = self._named(self.base / path)
+        for path in wheel.strays_in(self.unpacked):
+            where = self._named(self.unpacked / path)
             raise SetupError(f"{where} is no file of the release: move it to {path}")
 
     def _find_wheel(self, pip: Pip) -> wheel.ReleaseWheel:
@@ -314,7 +314,7 @@ class Build:
             found = self._inspect(path)
         if found.digest != stamp.get("digest"):
             raise SetupError(
-                f"{found.path} is not the wheel that {self._named(self.base)} was "
+                f"{found.path} is not the wheel that {self._named(self.unpacked)} was "
                 "unpacked from: name that one with TORCH_WHEEL=PATH"
             )
         return found
@@ -433,7 +433,7 @@ class Build:
     def _has_release(self) -> bool:
         """Whether the release, for this Python, was unpacked to the end."""
         is_for_us = self._stamp().get("python") == wheel.python_tag()
-        return is_for_us and self.base.is_dir()
+        return is_for_us and self.unpacked.is_dir()
 
     def _stamp(self) -> Stamp:
         return Stamp(self.home / "base.json")

@@ -72,7 +72,7 @@ def run(
             with_models=arguments.models,
             with_clients=arguments.clients,
         )
-        version = wheel.unpacked_distribution(build.base).version
+        version = wheel.unpacked_distribution(build.unpacked).version
         where = build.home.relative_to(build.root)
         state = "up to date"
         if changed:

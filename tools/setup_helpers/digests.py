@@ -1,4 +1,4 @@
-"""Whether files are a release's own, by ``tools/base_digests.json``.
+"""Whether files are a release's own, by ``tools/release_digests.json``.
 
 Ours replace some of them, and are written for those that lie beside.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tools.setup_helpers.releases import Release
 
 
-DIGESTS = "tools/base_digests.json"
+DIGESTS = "tools/release_digests.json"
 
 
 def recorded(root: Path, release: Release) -> Any:

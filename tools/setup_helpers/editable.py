@@ -55,10 +55,10 @@ def build_in_place(root: Path) -> Metadata:
         if importlib.util.find_spec("pip") is None:  # as in an isolated build
             text += "; with pip: pip install --no-build-isolation -v -e ."
         sys.exit(f"error: {text}")
-    base = wheel.unpacked_distribution(build.base)
-    scripts = [f"{k} = {v}" for k, v in wheel.console_scripts(base).items()]
+    distribution = wheel.unpacked_distribution(build.unpacked)
+    scripts = [f"{k} = {v}" for k, v in wheel.console_scripts(distribution).items()]
     return Metadata(
-        requirements=list(base.requires or []),
+        requirements=list(distribution.requires or []),
         extras=extras_of(root),
         scripts=scripts,
         version=build.release.version,

@@ -1,7 +1,7 @@
 """The releases that the branch fits.  No other file lists them.
 
 The first is the default.  What the branch replaces of each is in
-``tools/base_digests.json``, which ``tools/record_base_digests.py`` writes.
+``tools/release_digests.json``, which ``tools/record_release_digests.py`` writes.
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ def release_of(path: Path) -> Release:
 
 
 def _way_to(project: str, version: str) -> str:
-    """Says how to take another release for the base, where that can be."""
+    """Says how to choose the release that a wheel is of, where that can be."""
     if project != PROJECT:
         return ""
     for release in RELEASES:
@@ -253,31 +253,31 @@ def record_row(digest: bytes, nbytes: int) -> list[str]:
     return [f"sha256={encoded}", str(nbytes)]
 
 
-def unpacked_distribution(base: Path) -> Distribution:
+def unpacked_distribution(unpacked: Path) -> Distribution:
     """Returns what the dist-info folder of an unpacked release says about it."""
-    return Distribution.at(next(_dist_infos_of(base)))
+    return Distribution.at(next(_dist_infos_of(unpacked)))
 
 
-def unpacked_version(base: Path) -> str:
+def unpacked_version(unpacked: Path) -> str:
     """Returns the version of an unpacked release, as its wheel has it."""
     # Of the folder's name: reading it takes no time.
-    name = max((path.name for path in _dist_infos_of(base)), default="")
+    name = max((path.name for path in _dist_infos_of(unpacked)), default="")
     return name.removesuffix(".dist-info").partition("-")[2]
 
 
-def _dist_infos_of(base: Path) -> Iterator[Path]:
-    return base.glob(f"{PROJECT}-*.dist-info")
+def _dist_infos_of(unpacked: Path) -> Iterator[Path]:
+    return unpacked.glob(f"{PROJECT}-*.dist-info")
 
 
-def strays_in(base: Path) -> list[str]:
-    """Returns the files under ``base`` that did not come with it.
+def strays_in(unpacked: Path) -> list[str]:
+    """Returns the files under ``unpacked`` that did not come with it.
 
     A file that is created in a tree's folder that is a link ends up there.
     """
-    listed = parse_record(unpacked_distribution(base).read_text("RECORD") or "")
+    listed = parse_record(unpacked_distribution(unpacked).read_text("RECORD") or "")
     found = []
-    for parent, folders, files in os.walk(base):
-        inside = os.path.relpath(parent, base)
+    for parent, folders, files in os.walk(unpacked):
+        inside = os.path.relpath(parent, unpacked)
         if not inside.endswith(".dist-info"):
             found += [os.path.normpath(os.path.join(inside, file)) for file in files]
         folders[:] = [name for name in folders if name != "__pycache__"]

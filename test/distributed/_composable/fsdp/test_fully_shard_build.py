@@ -23,7 +23,6 @@ from packaging.requirements import Requirement
 
 from fsdp_build import REPOSITORY
 from fsdp_build.utils import (
-    BASE_FILES,
     BuildTestCase,
     CLIENTS,
     DEFAULT,
@@ -33,6 +32,7 @@ from fsdp_build.utils import (
     NEEDED,
     OUR_LISTS,
     OURS,
+    RELEASE_FILES,
     REQUIREMENTS,
     VERSIONS,
 )
@@ -108,12 +108,12 @@ class TestTree(BuildTestCase):
         self.set_up()
         self.assertEqual(self.state() | before, self.state())
 
-    def test_base_is_pristine_and_read_only(self):
+    def test_release_is_pristine_and_read_only(self):
         self.set_up()
-        base = self.root / "build/base"
-        for name, text in BASE_FILES.items():
-            mode = stat.S_IMODE((base / name).stat().st_mode)
-            self.assertEqual((base / name).read_text(), text)
+        unpacked = self.root / "build/base"
+        for name, text in RELEASE_FILES.items():
+            mode = stat.S_IMODE((unpacked / name).stat().st_mode)
+            self.assertEqual((unpacked / name).read_text(), text)
             self.assertFalse(mode & 0o222, name)
             self.assertEqual(bool(mode & 0o100), name == "torch/bin/tool")
 
@@ -142,7 +142,7 @@ class TestTree(BuildTestCase):
         rest = self.of_release("torch/nn/__init__.py")
         self.assertEqual(self.links() | rest, self.links())
         text = (self.root / "build/base" / FUNCTIONAL).read_text()
-        self.assertEqual(text, "origin = 'base'\n")
+        self.assertEqual(text, "origin = 'release'\n")
         self.git("add", "--all")
         staged = self.git("diff", "--cached", "--name-only").split()
         self.assertEqual({*staged}, {OURS, *added})
@@ -228,7 +228,7 @@ print(torch.__version__, version('torch'), theirs.origin)"""
         number = f"{version}+fake"
         self.assertEqual(
             self.run_python("-c", code).split(),
-            ["ours", str(self.branch / OURS), number, number, "base"],
+            ["ours", str(self.branch / OURS), number, number, "release"],
         )
         torchrun = self.home / ".venv/bin/torchrun"
         self.assertEqual(subprocess.check_output([torchrun], text=True), "running\n")
@@ -250,7 +250,7 @@ print(torch.__version__, version('torch'), theirs.origin)"""
         env = os.environ | {"PYTHONPATH": "build/base"}
         self.assertEqual(
             self.run_python(*arguments, cwd=self.root, env=env),
-            f"base {self.root / 'build/base' / OURS}",
+            f"release {self.root / 'build/base' / OURS}",
         )
 
     def test_from_the_root_of_the_clone_by_pytest(self):

@@ -1,5 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""Laying the branch over a source checkout, here a git tree of the base's files."""
+"""Laying the branch over a source checkout, here a git tree of the release's files."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ import pytest
 
 from fsdp_build import REPOSITORY
 from fsdp_build.utils import (
-    BASE_FILES,
     BuildTestCase,
     make_wheel,
     OURS,
+    RELEASE_FILES,
     VERSIONS,
 )
 from fsdp_common.utils import BASE_ROOT
 
-from tools import apply_to_checkout, record_base_digests
+from tools import apply_to_checkout, record_release_digests
 from tools.setup_helpers import wheel
 from tools.setup_helpers.releases import DEFAULT, known, RELEASES, VARIABLE
 from torch.testing._internal.common_utils import (
@@ -56,7 +56,7 @@ def origin_in(version: str) -> str:
 
 
 class CheckoutTestCase(BuildTestCase):
-    """Beside the clone, a checkout of the release that is its base."""
+    """Beside the clone, a checkout of the release that it lies over."""
 
     clone_name = "a clone of größe"
 
@@ -75,7 +75,7 @@ class CheckoutTestCase(BuildTestCase):
     def make_checkout(self, version: str, **changed: str) -> None:
         """Makes the checkout one of a release; all but what is ``changed`` is alike."""
         files = {
-            **BASE_FILES,
+            **RELEASE_FILES,
             "version.txt": f"{version}a0\n",
             f"{TESTS}/theirs.py": "",
         }
@@ -89,7 +89,7 @@ class CheckoutTestCase(BuildTestCase):
         """Of each release, which are alike but for one file that ours replace."""
         recorded = {}
         for release in RELEASES:
-            of_release = record_base_digests.record(self.root, self.home / "base")
+            of_release = record_release_digests.record(self.root, self.home / "base")
             of_release["commit"] = f"v{release.version}"
             if release != DEFAULT:
                 text = origin_in(release.version)
@@ -326,15 +326,15 @@ import torch.distributed.fsdp
 
 
 class TestDigests(BuildTestCase):
-    """`record_base_digests.py` knows what is set up, and keeps what else is known."""
+    """`record_release_digests.py` knows what is set up, and keeps what else is known."""
 
     def recorded(self, *wheels: Path) -> dict:
         arguments = [str(path) for path in wheels]
         stdout = io.StringIO()
         with contextlib.redirect_stdout(stdout):
-            status = record_base_digests.main(arguments, self.root)
+            status = record_release_digests.main(arguments, self.root)
         self.assertEqual(status, 0)
-        found = json.loads((self.root / record_base_digests.DIGESTS).read_text())
+        found = json.loads((self.root / record_release_digests.DIGESTS).read_text())
         lacking = {
             v
             for v in VERSIONS
@@ -367,28 +367,28 @@ class TestDigests(BuildTestCase):
         del os.environ[VARIABLE]
         self.assertEqual(self.run_command("clean")[0], 0)
         self.assertEqual(self.recorded(), found)
-        (self.root / record_base_digests.DIGESTS).unlink()
+        (self.root / record_release_digests.DIGESTS).unlink()
         self.assertEqual(self.recorded(*reversed(wheels)), found)
 
     def test_wheel_of_no_release(self):
         stderr = io.StringIO()
         with contextlib.redirect_stderr(stderr):
             unknown = make_wheel(self.scratch, version="2.12.0")
-            status = record_base_digests.main([str(unknown)], self.root)
+            status = record_release_digests.main([str(unknown)], self.root)
         self.assertEqual(status, 1)
         self.assertIn(known(), stderr.getvalue())
 
 
 class TestRepository(TestCase):
-    """What is tracked here fits the base, and what is laid needs nothing else."""
+    """What is tracked here fits the release, and what is laid needs nothing else."""
 
     def test_digests_are_the_bases(self):
         if not BASE_ROOT.is_dir():
             raise unittest.SkipTest("needs the release")
         tracked = json.loads((REPOSITORY / apply_to_checkout.DIGESTS).read_text())
         version = wheel.unpacked_version(BASE_ROOT).partition("+")[0]
-        recorded = record_base_digests.record(REPOSITORY, BASE_ROOT)
-        again = "run python3 tools/record_base_digests.py again"
+        recorded = record_release_digests.record(REPOSITORY, BASE_ROOT)
+        again = "run python3 tools/record_release_digests.py again"
         self.assertEqual(tracked[version], recorded, again)
 
     def test_digests_of_every_release_are_there(self):

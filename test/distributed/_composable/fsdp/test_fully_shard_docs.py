@@ -231,7 +231,7 @@ class TestIndex(DeviceFreeTest):
 
     def test_faults_of_the_release_are_there(self) -> None:
         """Each is shown by a script, and told of by a page that names the same."""
-        script = ROOT / "tools" / "base_faults.py"
+        script = ROOT / "tools" / "release_faults.py"
         printed = run_python(str(script), on_base=True)
         shown = re.findall(r"^(\S.*):\n    (\S.*)$", printed, re.MULTILINE)
         self.assertEqual(len(shown), 7)

@@ -117,7 +117,7 @@ class TestMake(TestCase):
 
     def asked(self, *told: str, ci: bool = False) -> str:
         """Returns what pytest is asked for, in one line."""
-        env = {k: v for k, v in os.environ.items() if k not in ("CI", "TORCH_BASE")}
+        env = {k: v for k, v in os.environ.items() if k not in ("CI", "TORCH_RELEASE")}
         printed = subprocess.check_output(
             ["make", "--dry-run", "--no-print-directory", *told],
             cwd=self.clone,

@@ -32,10 +32,10 @@ import pytest
 
 from fsdp_build import REPOSITORY
 from fsdp_build.utils import (
-    BASE_FILES,
     BuildTestCase,
     make_wheel,
     OURS,
+    RELEASE_FILES,
     REQUIREMENTS,
     VERSIONS,
 )
@@ -166,7 +166,7 @@ class FaultTestCase(BuildTestCase):
         self.assert_whole()
 
     def assert_whole(self) -> None:
-        for name, text in BASE_FILES.items():
+        for name, text in RELEASE_FILES.items():
             self.assertEqual((self.home / "base" / name).read_text(), text)
         self.assertTrue((self.home / ".venv/bin/torchrun").exists())
         self.assertEqual(self.links_to_ours(), {OURS})
@@ -252,7 +252,7 @@ class TestWheel(FaultTestCase):
             for info in old.infolist():
                 data = old.read(info)
                 # Of the same size: RECORD's digest alone tells.
-                changed = data.replace(b"base", b"evil")
+                changed = data.replace(b"release", b"altered")
                 new.writestr(info, changed if info.filename == name else data)
         return self.bad
 
@@ -278,7 +278,7 @@ class TestWheel(FaultTestCase):
                 archive.writestr(name, "")
             contents = self.contents_of_bad(self.bad.read_bytes())
             self.assertEqual(contents is not None, is_taken, name)
-        listed = make_wheel(self.scratch, files={names[1]: "base"})
+        listed = make_wheel(self.scratch, files={names[1]: "release"})
         self.wheel = listed.rename(self.scratch / "listed.whl")
         text = f"was altered: {names[1]} is not as in its RECORD"
         self.assert_one_error(

@@ -17,11 +17,11 @@ from packaging.requirements import Requirement
 from packaging.utils import parse_wheel_filename
 
 from fsdp_build.utils import (
-    BASE_FILES,
     BuildTestCase,
     digest_of,
     make_wheel,
     OURS,
+    RELEASE_FILES,
     VERSIONS,
 )
 
@@ -86,10 +86,10 @@ class TestWheel(WheelTestCase):
     def test_version_is_one_everywhere(self, in_metadata, in_module, ours):
         module = f"cuda = None\n__version__ = '{in_module}'\ndebug = False\n"
         files = {"torch/version.py": module}
-        base = make_wheel(
+        given = make_wheel(
             self.scratch, version=in_metadata, files=files, tag=FOREIGN_TAG
         )
-        path = self.assemble(base)
+        path = self.assemble(given)
         self.assertEqual(path.name, f"torch-{ours}-{FOREIGN_TAG}.whl")
         name, version, _, _ = parse_wheel_filename(path.name)
         self.assertEqual((name, str(version)), ("torch", ours))
@@ -112,7 +112,7 @@ class TestWheel(WheelTestCase):
     def test_holds_the_release_and_our_files(self):
         path = self.assemble(self.wheel)
         expected = {
-            **BASE_FILES,
+            **RELEASE_FILES,
             OURS: "origin = 'ours'\n",
             OUR_NEW_FILE: "origin = 'ours'\n",
         }
@@ -203,12 +203,12 @@ class TestWheel(WheelTestCase):
 
     def test_takes_the_wheel_of_the_release_in_place(self):
         self.set_up()
-        of_base = self.assemble()
-        self.assertEqual(of_base.name, f"torch-2.13.0+fake.{LABEL}-py3-none-any.whl")
+        assembled = self.assemble()
+        self.assertEqual(assembled.name, f"torch-2.13.0+fake.{LABEL}-py3-none-any.whl")
         # And fetches it again where it is gone.
         for held in (self.home / "wheel").glob("*"):
             held.unlink()
-        before = of_base.read_bytes()
+        before = assembled.read_bytes()
         self.assertEqual(self.assemble().read_bytes(), before)
         self.assertEqual(len(self.pip.downloads), 2)
         self.assertFalse(self.set_up())
@@ -287,7 +287,7 @@ class TestErrors(WheelTestCase):
 
     def record(self, **others: str) -> None:
         """Writes down what files the release has, which ours replace or lie beside."""
-        texts = {path: BASE_FILES[path] for path in (OURS, THEIRS)} | others
+        texts = {path: RELEASE_FILES[path] for path in (OURS, THEIRS)} | others
         sha256 = {
             path: hashlib.sha256(text.encode()).hexdigest()
             for path, text in texts.items()
@@ -311,7 +311,7 @@ class TestErrors(WheelTestCase):
         self.assertEqual(self.run_command("wheel")[::2], result[::2])
 
     def test_what_a_vendor_removed_is_told(self):
-        self.record(**{OUR_NEW_FILE: "origin = 'base'\n"})
+        self.record(**{OUR_NEW_FILE: "origin = 'release'\n"})
         result = self.run_command("wheel", given=self.wheel)
         self.assert_one_error(result, f"{OUR_NEW_FILE} is missing, and the release")
 

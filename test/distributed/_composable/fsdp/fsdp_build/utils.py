@@ -43,17 +43,17 @@ REQUIREMENTS = {
 NEEDED = ["filelock", 'optree; extra == "optree"']
 *OUR_LISTS, MODELS, CLIENTS = REQUIREMENTS
 VERSIONS = [release.version for release in RELEASES]
-BASE_FILES = {
+RELEASE_FILES = {
     "functorch/__init__.py": "",
     "torch/__init__.py": "from torch.version import __version__\n",
     "torch/bin/tool": "#!/bin/sh\n",
     "torch/distributed/__init__.py": "",
     "torch/distributed/fsdp/__init__.py": "",
-    "torch/distributed/fsdp/ours.py": "origin = 'base'\n",
-    "torch/distributed/fsdp/theirs.py": "origin = 'base'\n",
+    "torch/distributed/fsdp/ours.py": "origin = 'release'\n",
+    "torch/distributed/fsdp/theirs.py": "origin = 'release'\n",
     "torch/distributed/run.py": "def main():\n    print('running')\n",
     "torch/nn/__init__.py": "",
-    "torch/nn/functional.py": "origin = 'base'\n",
+    "torch/nn/functional.py": "origin = 'release'\n",
     "torchgen/__init__.py": "",
 }
 
@@ -66,10 +66,10 @@ def make_wheel(
     tag: str = "py3-none-any",
     files: dict[str, str] | None = None,
 ) -> Path:
-    """Writes a wheel of a few files, shaped as the base's."""
+    """Writes a wheel of a few files, shaped as a release's."""
     dist_info = f"{project}-{version}.dist-info"
     contents = {
-        **BASE_FILES,
+        **RELEASE_FILES,
         "torch/version.py": f"__version__ = '{version}'\n",
         f"{dist_info}/METADATA": f"Metadata-Version: 2.1\nName: {project}\n"
         f"Version: {version}\nRequires-Dist: filelock\n"

@@ -2,7 +2,7 @@
 Shows faults of the release that lie outside of this branch's files, one after the
 other: what is done, and what comes of it. Uniform units have them all.
 
-    PYTHONPATH=build/base python tools/base_faults.py
+    PYTHONPATH=build/base python tools/release_faults.py
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """Writes down what the releases' own files are, for trees that have no wheel of one.
 
-    python3 tools/record_base_digests.py [WHEEL ...]
+    python3 tools/record_release_digests.py [WHEEL ...]
 
 Run it after ``make setup`` and ``make setup RELEASE=...`` when another file of the
-release becomes ours, or the branch is to fit another release.  ``tools/base_digests.json``
-then holds, for each release, the digest of each file that ours replace, and of those
-that lie beside one that does more than export names: they call each other.  What is
-written of a release that is not set up here, and of which no wheel is named, stays as
-it was.
+release becomes ours, or the branch is to fit another release.  Then
+``tools/release_digests.json`` holds, for each release, the digest of each file that
+ours replace, and of those that lie beside one that does more than export names: they
+call each other.  What is written of a release that is not set up here, and of which no
+wheel is named, stays as it was.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-def record(root: Path, base: Path | zipfile.Path) -> dict[str, Any]:
+def record(root: Path, theirs: Path | zipfile.Path) -> dict[str, Any]:
     """Returns the commit and the digests of a release, unpacked or a wheel."""
     own = tree.own_files(root)
-    replaced = sorted(path for path in own if (base / path).is_file())
-    files = {path: base / path for path in replaced}
+    replaced = sorted(path for path in own if (theirs / path).is_file())
+    files = {path: theirs / path for path in replaced}
     files |= {
         f"{folder}/{file.name}": file
         for folder, _, name in (path.rpartition("/") for path in replaced)
         if name != "__init__.py"  # which only names what is beside it
-        for file in (base / folder).iterdir()
+        for file in (theirs / folder).iterdir()
         if file.name.endswith(".py")
     }
-    version_text = (base / "torch/version.py").read_text()
+    version_text = (theirs / "torch/version.py").read_text()
     commit = re.search(r"(?m)^git_version = '(\w+)'$", version_text)
     return {
         "commit": commit[1] if commit else None,
@@ -67,13 +67,13 @@ def record_all(root: Path, wheels: Iterable[Path] = ()) -> dict[str, Any]:
     progress = Progress(quiet=True)
     found: dict[str, Path | zipfile.Path] = {}
     for release in RELEASES:
-        base = Build(root, progress, release).base
-        if base.is_dir():
-            found[release.version] = base
+        unpacked = Build(root, progress, release).unpacked
+        if unpacked.is_dir():
+            found[release.version] = unpacked
     for path in wheels:
         release = wheel.release_of(path)
         found[release.version] = zipfile.Path(path)
-    recorded = {version: record(root, base) for version, base in found.items()}
+    recorded = {version: record(root, theirs) for version, theirs in found.items()}
     return {
         release.version: (before | recorded)[release.version]
         for release in RELEASES
