@@ -85,8 +85,8 @@ def _figures(found: Found) -> list[Figure]:
             continue
         detail = f"branch {ours:,.1f} MiB, release {theirs:,.1f} MiB"
         # What is unused is compared with all memory: of itself it may be nothing
-        base = release["reserved_mib"] if name == "unused" else theirs
-        value = (ours - theirs) / base if name == "unused" else ours / base
+        whole = release["reserved_mib"] if name == "unused" else theirs
+        value = (ours - theirs) / whole if name == "unused" else ours / whole
         figures.append(Figure(name, value, detail))
     if "retries" in branch:
         detail = f"release {release['retries']}, in all steps"

@@ -18,8 +18,8 @@ from unittest import mock
 import pytest
 
 from fsdp_common.utils import (
-    BASE_ROOT,
     DeviceFreeTest,
+    RELEASE_ROOT,
     REPO_ROOT,
     run_python,
     TREE_ROOT,
@@ -39,7 +39,7 @@ FOLDER = REPO_ROOT / "benchmarks" / "distributed" / "fsdp"
 MIXED = ("Nemotron-H-like", "fp32 adapters")
 
 
-@unittest.skipUnless(BASE_ROOT.is_dir(), "needs the release beside the branch")
+@unittest.skipUnless(RELEASE_ROOT.is_dir(), "needs the release beside the branch")
 class BenchCountsTest(DeviceFreeTest):
     """Runs the parts that count, on release and branch."""
 
@@ -107,7 +107,7 @@ class BenchCountsTest(DeviceFreeTest):
         self.assertNotIn(str(REPO_ROOT), self.table)
 
 
-@unittest.skipUnless(BASE_ROOT.is_dir(), "needs the release beside the branch")
+@unittest.skipUnless(RELEASE_ROOT.is_dir(), "needs the release beside the branch")
 class WhereTest(DeviceFreeTest):
     def test_all_points_are_there_on_both_sides(self) -> None:
         """And a step calls what each line names."""

@@ -27,7 +27,7 @@ from fsdp_build.utils import (
     RELEASE_FILES,
     VERSIONS,
 )
-from fsdp_common.utils import BASE_ROOT
+from fsdp_common.utils import RELEASE_ROOT
 
 from tools import apply_to_checkout, record_release_digests
 from tools.setup_helpers import wheel
@@ -382,12 +382,12 @@ class TestDigests(BuildTestCase):
 class TestRepository(TestCase):
     """What is tracked here fits the release, and what is laid needs nothing else."""
 
-    def test_digests_are_the_bases(self):
-        if not BASE_ROOT.is_dir():
+    def test_digests_are_those_of_the_release(self):
+        if not RELEASE_ROOT.is_dir():
             raise unittest.SkipTest("needs the release")
         tracked = json.loads((REPOSITORY / apply_to_checkout.DIGESTS).read_text())
-        version = wheel.unpacked_version(BASE_ROOT).partition("+")[0]
-        recorded = record_release_digests.record(REPOSITORY, BASE_ROOT)
+        version = wheel.unpacked_version(RELEASE_ROOT).partition("+")[0]
+        recorded = record_release_digests.record(REPOSITORY, RELEASE_ROOT)
         again = "run python3 tools/record_release_digests.py again"
         self.assertEqual(tracked[version], recorded, again)
 

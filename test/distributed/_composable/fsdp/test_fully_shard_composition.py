@@ -5,11 +5,11 @@
 compiler, pipelining, the memory tracker, the profiler, logging, and what the rest of
 torch, its tests and vendors use of FSDP's modules.
 
-``fsdp_composition/scenarios.py`` runs everything on four ranks, once on the base
-release and once on this branch, and ``contract.py`` prints what is used of the modules,
-of both. Units of one dtype come to the same as on the base; units of several dtypes
-come to the same as one base unit for each dtype, in numbers, and to the same as units
-of one dtype in everything else.
+``fsdp_composition/scenarios.py`` runs everything on four ranks, once on the release
+and once on this branch, and ``contract.py`` prints what is used of the modules, of
+both. Units of one dtype come to the same as in the release; units of several dtypes
+come to the same as one unit of the release for each dtype, in numbers, and to the same
+as units of one dtype in everything else.
 
 Runs with pytest, python or ``torchrun --nproc-per-node 4``, where the first rank does
 all of it.
@@ -28,7 +28,7 @@ import pytest
 
 from fsdp_common import kept
 from fsdp_common.run_both import check_torch, run_on
-from fsdp_common.utils import BASE_ROOT, DeviceFreeTest, run_anew
+from fsdp_common.utils import DeviceFreeTest, RELEASE_ROOT, run_anew
 from fsdp_composition.scenarios import (
     CALL_PATCHES,
     FACTS,
@@ -76,46 +76,46 @@ REFERENCES = {name: ref for ref, names in SAME_AS.items() for name in names}
 Results = dict[str, Any]
 
 
-def run_scenarios(on_base: bool) -> list[Results]:
+def run_scenarios(on_release: bool) -> list[Results]:
     """Returns what each rank comes to."""
-    units = "dtype" if on_base else "block"
-    return run_on("fsdp_composition.scenarios", "--units", units, on_base=on_base)
+    units = "dtype" if on_release else "block"
+    return run_on("fsdp_composition.scenarios", "--units", units, on_release=on_release)
 
 
-def run_contract(on_base: bool) -> Results:
+def run_contract(on_release: bool) -> Results:
     """Returns what is used of the modules, and the lines of ``TORCH_LOGS=+fsdp``."""
-    kinds = ("uniform",) if on_base else ("uniform", "mixed")
+    kinds = ("uniform",) if on_release else ("uniform", "mixed")
     args, env = ("-m", "fsdp_composition.contract", *kinds), {"TORCH_LOGS": "+fsdp"}
 
     def run() -> tuple[str, str]:
         with tempfile.TemporaryDirectory() as out:
             log = Path(out) / "log"
             logged = env | {"TORCH_LOGS_OUT": str(log)}
-            return run_anew(*args, on_base=on_base, env=logged), log.read_text()
+            return run_anew(*args, on_release=on_release, env=logged), log.read_text()
 
-    both = kept.of_release(BASE_ROOT, args, env, run) if on_base else run()
+    both = kept.of_release(RELEASE_ROOT, args, env, run) if on_release else run()
     found = json.loads(both[0])
-    check_torch(found["torch"], on_base)
+    check_torch(found["torch"], on_release)
     # Each begins with rank, level, time and place, in brackets
     return found | {"log": both[1].splitlines()}
 
 
 @functools.cache
 def started(run: Callable[[bool], Any]) -> tuple[Future[Any], Future[Any]]:
-    """Runs on the base and on this branch at once, and only once if it fails."""
+    """Runs on the release and on this branch at once, and only once if it fails."""
     pool = ThreadPoolExecutor()
     return pool.submit(run, True), pool.submit(run, False)
 
 
 def of_scenarios() -> tuple[list[Results], list[Results]]:
-    """Returns what the base comes to, and what this branch does."""
-    base, fork = started(run_scenarios)
-    return base.result(), fork.result()
+    """Returns what the release comes to, and what this branch does."""
+    release, branch = started(run_scenarios)
+    return release.result(), branch.result()
 
 
 def of_contract() -> tuple[Results, Results]:
-    base, fork = started(run_contract)
-    return base.result(), fork.result()
+    release, branch = started(run_contract)
+    return release.result(), branch.result()
 
 
 def of_mesh(results: list[Results]) -> list[Results]:
@@ -131,36 +131,38 @@ class CompositionTest(DeviceFreeTest):
         self.assertEqual([k for k in expected if actual[k] != expected[k]], [])
 
     def each_rank(self) -> Any:
-        base, fork = of_scenarios()
-        return zip(of_mesh(base), of_mesh(fork), strict=True)
+        release, branch = of_scenarios()
+        return zip(of_mesh(release), of_mesh(branch), strict=True)
 
 
 class TestTraining(CompositionTest):
     """Losses, sharded gradients and parameters, to the last bit."""
 
     @parametrize("name", list(TRAINING))
-    def test_uniform_unit_equals_base(self, name: str) -> None:
-        for base, fork in self.each_rank():
-            self.check_same(fork[f"uniform {name}"], base[f"uniform {name}"])
+    def test_uniform_unit_equals_the_release(self, name: str) -> None:
+        for release, branch in self.each_rank():
+            self.check_same(branch[f"uniform {name}"], release[f"uniform {name}"])
 
     @parametrize("name", list(TRAINING))
-    def test_mixed_unit_equals_one_base_unit_per_dtype(self, name: str) -> None:
-        for base, fork in self.each_rank():
-            self.check_same(fork[f"mixed {name}"], base[f"mixed {name}"])
+    def test_mixed_unit_equals_one_unit_of_the_release_per_dtype(
+        self, name: str
+    ) -> None:
+        for release, branch in self.each_rank():
+            self.check_same(branch[f"mixed {name}"], release[f"mixed {name}"])
 
     @parametrize("kind", ["uniform", "mixed"])
     @parametrize("name", list(REFERENCES))
     def test_equals_plain_training(self, kind: str, name: str) -> None:
-        for _, fork in self.each_rank():
-            reference = fork[f"{kind} {REFERENCES[name]}"]
-            self.check_same(fork[f"{kind} {name}"], reference)
+        for _, branch in self.each_rank():
+            reference = branch[f"{kind} {REFERENCES[name]}"]
+            self.check_same(branch[f"{kind} {name}"], reference)
 
     def test_models_train(self) -> None:
         """Equal bits say nothing of a model that did not."""
         for name in TRAINING:
             for kind in ("uniform", "mixed"):
-                for _, fork in self.each_rank():
-                    record = fork[f"{kind} {name}"]
+                for _, branch in self.each_rank():
+                    record = branch[f"{kind} {name}"]
                     losses = record["step 0 loss"], record["step 1 loss"]
                     self.assertNotEqual(*losses, (kind, name))
                     grads = [v for k, (_, v) in record.items() if "gradient" in k]
@@ -171,21 +173,23 @@ class TestPipelines(CompositionTest):
     """Two stages' ranks, and two ranks to shard over."""
 
     @parametrize("name", list(PIPELINES))
-    def test_uniform_unit_equals_base(self, name: str) -> None:
-        for base, fork in zip(*of_scenarios(), strict=True):
-            self.check_same(fork[f"uniform {name}"], base[f"uniform {name}"])
+    def test_uniform_unit_equals_the_release(self, name: str) -> None:
+        for release, branch in zip(*of_scenarios(), strict=True):
+            self.check_same(branch[f"uniform {name}"], release[f"uniform {name}"])
 
     @parametrize("name", list(PIPELINES))
-    def test_mixed_unit_equals_one_base_unit_per_dtype(self, name: str) -> None:
-        for base, fork in zip(*of_scenarios(), strict=True):
-            self.check_same(fork[f"mixed {name}"], base[f"mixed {name}"])
+    def test_mixed_unit_equals_one_unit_of_the_release_per_dtype(
+        self, name: str
+    ) -> None:
+        for release, branch in zip(*of_scenarios(), strict=True):
+            self.check_same(branch[f"mixed {name}"], release[f"mixed {name}"])
 
     @parametrize("kind", ["uniform", "mixed"])
     @parametrize("name", [name for name in PIPELINES if name != "not_pipelined"])
     def test_equals_accumulation_without_a_pipeline(self, kind: str, name: str) -> None:
-        _, fork = of_scenarios()
+        _, branch = of_scenarios()
         losses = 0
-        for results in fork:
+        for results in branch:
             mine, whole = results[f"{kind} {name}"], results[f"{kind} not_pipelined"]
             self.check_same(mine, {k: v for k, v in whole.items() if k in mine})
             self.assertLess(len(mine), len(whole))
@@ -197,55 +201,57 @@ class TestFacts(CompositionTest):
     """What is seen from outside of a step."""
 
     @parametrize("name", [name for name in FACTS if name != "memory_tracker"])
-    def test_uniform_unit_is_seen_as_on_base(self, name: str) -> None:
-        for base, fork in self.each_rank():
-            self.check_same(fork[f"uniform {name}"], base[f"uniform {name}"])
+    def test_uniform_unit_is_seen_as_in_the_release(self, name: str) -> None:
+        for release, branch in self.each_rank():
+            self.check_same(branch[f"uniform {name}"], release[f"uniform {name}"])
 
     @parametrize("name", ["functorch_of_inputs", "copies"])
-    def test_mixed_unit_equals_one_base_unit_per_dtype(self, name: str) -> None:
-        for base, fork in self.each_rank():
-            self.check_same(fork[f"mixed {name}"], base[f"mixed {name}"])
+    def test_mixed_unit_equals_one_unit_of_the_release_per_dtype(
+        self, name: str
+    ) -> None:
+        for release, branch in self.each_rank():
+            self.check_same(branch[f"mixed {name}"], release[f"mixed {name}"])
 
     def test_functorch_transforms_run(self) -> None:
-        for _, fork in self.each_rank():
+        for _, branch in self.each_rank():
             for kind in ("uniform", "mixed"):
-                outcomes = fork[f"{kind} functorch_of_inputs"]
+                outcomes = branch[f"{kind} functorch_of_inputs"]
                 refused = [k for k, v in outcomes.items() if isinstance(v, str)]
-                # As on the base: the hook on a unit's inputs passes them as they are
+                # As in the release: the hook on a unit's inputs passes them as they are
                 self.assertEqual(refused, ["dual, grad"])
 
     def test_copying_a_model_is_refused(self) -> None:
-        for _, fork in self.each_rank():
+        for _, branch in self.each_rank():
             for kind in ("uniform", "mixed"):
-                refusal = fork[f"{kind} copies"]["deepcopy of the model"]
+                refusal = branch[f"{kind} copies"]["deepcopy of the model"]
                 self.assertIn("FSDP does not support deepcopy", refusal)
 
     def test_mixed_unit_has_the_ranges_of_a_uniform_one(self) -> None:
-        for _, fork in self.each_rank():
-            expected = Counter(fork["uniform profiler_ranges"]["ranges"])
+        for _, branch in self.each_rank():
+            expected = Counter(branch["uniform profiler_ranges"]["ranges"])
             del expected["FSDP::cast_forward_inputs"]  # that policy casts none
-            self.assertEqual(fork["mixed profiler_ranges"]["ranges"], expected)
+            self.assertEqual(branch["mixed profiler_ranges"]["ranges"], expected)
 
     @parametrize("name", ["log_messages", "log_messages_of_checkpointed"])
     def test_mixed_unit_logs_what_a_uniform_one_does(self, name: str) -> None:
-        for _, fork in self.each_rank():
-            self.check_same(fork[f"mixed {name}"], fork[f"uniform {name}"])
-            messages = next(iter(fork[f"mixed {name}"].values()))
+        for _, branch in self.each_rank():
+            self.check_same(branch[f"mixed {name}"], branch[f"uniform {name}"])
+            messages = next(iter(branch[f"mixed {name}"].values()))
             self.assertIn(("DEBUG", "FSDP::post_backward (blocks.0)"), messages)
 
     def test_only_reentrant_checkpointing_runs_hooks_again(self) -> None:
         message = ("DEBUG", "FSDP::pre_forward (blocks.1)")
-        for _, fork in self.each_rank():
-            facts = fork["mixed log_messages_of_checkpointed"]
+        for _, branch in self.each_rank():
+            facts = branch["mixed log_messages_of_checkpointed"]
             self.assertEqual(facts["REENTRANT"].count(message), 2)
             self.assertEqual(facts["NO_REENTRANT"].count(message), 1)
             for impl in ("REENTRANT", "NO_REENTRANT"):  # nor is anything gathered
                 self.assertEqual(facts[f"{impl} gathers"], 6)
 
     def test_mixed_unit_gathers_once_and_reduces_once_for_each_dtype(self) -> None:
-        for _, fork in self.each_rank():
+        for _, branch in self.each_rank():
             uniform, mixed = (
-                fork[f"{kind} comm_debug_counts"]["counts"]
+                branch[f"{kind} comm_debug_counts"]["counts"]
                 for kind in ("uniform", "mixed")
             )
             gathers, reductions = "c10d._allgather_base_", "c10d._reduce_scatter_base_"
@@ -256,18 +262,21 @@ class TestFacts(CompositionTest):
 
 
 class TestMemoryTracker(CompositionTest):
-    def test_uniform_unit_is_tracked_as_on_base(self) -> None:
-        for base, fork in self.each_rank():
-            mine, other = fork["uniform memory_tracker"], base["uniform memory_tracker"]
+    def test_uniform_unit_is_tracked_as_in_the_release(self) -> None:
+        for release, branch in self.each_rank():
+            mine, other = (
+                branch["uniform memory_tracker"],
+                release["uniform memory_tracker"],
+            )
             self.assertEqual(mine["phases"], other["phases"])
             self.assertEqual(mine["categories"], other["categories"])
             self.assertLessEqual(mine["total"], other["total"])
 
     def test_mixed_unit_is_tracked_in_the_same_phases(self) -> None:
-        for _, fork in self.each_rank():
+        for _, branch in self.each_rank():
             mixed, uniform = (
-                fork["mixed memory_tracker"],
-                fork["uniform memory_tracker"],
+                branch["mixed memory_tracker"],
+                branch["uniform memory_tracker"],
             )
             self.assertEqual(mixed["phases"], uniform["phases"])
             self.assertEqual(mixed["categories"], uniform["categories"])
@@ -280,15 +289,15 @@ class TestPatches(CompositionTest):
     """What the utilities of torch's own tests intercept of a step."""
 
     @parametrize("name", list(FOR_ALL))
-    def test_uniform_unit_is_intercepted_as_on_base(self, name: str) -> None:
-        for base, fork in self.each_rank():
-            self.check_same(fork[f"uniform {name}"], base[f"uniform {name}"])
+    def test_uniform_unit_is_intercepted_as_in_the_release(self, name: str) -> None:
+        for release, branch in self.each_rank():
+            self.check_same(branch[f"uniform {name}"], release[f"uniform {name}"])
 
     @parametrize("name", list(FOR_ALL))
     def test_mixed_unit_is_intercepted(self, name: str) -> None:
         """As often as a uniform one, but for a reduction for each dtype."""
-        for _, fork in self.each_rank():
-            uniform, mixed = fork[f"uniform {name}"], fork[f"mixed {name}"]
+        for _, branch in self.each_rank():
+            uniform, mixed = branch[f"uniform {name}"], branch[f"mixed {name}"]
             never = set() if "hybrid" in name else {"patch_all_reduce"}
             called = {patch for patch, calls in mixed.items() if calls}
             self.assertEqual(called, {*GROUP_PATCHES, *CALL_PATCHES} - never)
@@ -308,7 +317,7 @@ instantiate_parametrized_tests(TestFacts)
 instantiate_parametrized_tests(TestPatches)
 
 
-# Names of the base that may be gone: its own helpers, and what it imports for them
+# Names of the release that may be gone: its own helpers, and what it imports for them
 GONE = {
     "_fsdp_collectives": {
         "_get_all_gather_input_metadatas",
@@ -343,17 +352,17 @@ class TestContract(DeviceFreeTest):
 
     maxDiff = None
 
-    def test_names_of_the_base_can_be_imported(self) -> None:
-        base, fork = of_contract()
-        for module, names in base["names"].items():
-            missing = {*names} - {*fork["names"][module]}
+    def test_names_of_the_release_can_be_imported(self) -> None:
+        release, branch = of_contract()
+        for module, names in release["names"].items():
+            missing = {*names} - {*branch["names"][module]}
             self.assertLessEqual(missing, GONE[module], module)
 
-    def test_functions_and_methods_take_what_they_do_on_the_base(self) -> None:
-        base, fork = (found["signatures"] for found in of_contract())
+    def test_functions_and_methods_take_what_they_do_in_the_release(self) -> None:
+        release, branch = (found["signatures"] for found in of_contract())
         differing = {}
-        for name, parameters in base.items():
-            mine = fork.get(name)
+        for name, parameters in release.items():
+            mine = branch.get(name)
             if mine is None or not self.is_taken(parameters, mine):
                 differing[name] = (parameters, mine)
         self.assertEqual(set(differing), {CHANGED_RECORD}, differing)
@@ -371,43 +380,47 @@ class TestContract(DeviceFreeTest):
         "name", ["foreach_all_gather", "foreach_all_gather_copy_out", "foreach_reduce"]
     )
     def test_vendors_calls_take_the_same_arguments(self, name: str) -> None:
-        base, fork = (found["signatures"][name] for found in of_contract())
-        more = fork[len(base) :]
-        self.assertEqual(fork[: len(base)], base)
+        release, branch = (found["signatures"][name] for found in of_contract())
+        more = branch[len(release) :]
+        self.assertEqual(branch[: len(release)], release)
         self.assertLessEqual({(name, kind) for name, kind, _ in more}, SINCE_2_15_KINDS)
 
-    def test_results_have_the_fields_of_the_base(self) -> None:
-        base, fork = (found["fields"] for found in of_contract())
-        kept = [name for name in base if name != CHANGED_RECORD]
-        self.assertEqual([fork[name] for name in kept], [base[name] for name in kept])
+    def test_results_have_the_fields_of_the_release(self) -> None:
+        release, branch = (found["fields"] for found in of_contract())
+        kept = [name for name in release if name != CHANGED_RECORD]
+        self.assertEqual(
+            [branch[name] for name in kept], [release[name] for name in kept]
+        )
         self.assertIn("AllGatherResult", kept)
-        self.assertEqual(len(fork["ReduceResult"]), 7)
+        self.assertEqual(len(branch["ReduceResult"]), 7)
 
     def test_functorch_can_map_over_what_inputs_pass_through(self) -> None:
-        base, fork = of_contract()
-        self.assertEqual((base["has_vmap_rule"], fork["has_vmap_rule"]), (True, True))
+        release, branch = of_contract()
+        self.assertEqual(
+            (release["has_vmap_rule"], branch["has_vmap_rule"]), (True, True)
+        )
 
     @parametrize("owner", ["group", "context"])
     def test_attributes_after_lazy_init(self, owner: str) -> None:
-        base, fork = of_contract()
-        self.assertEqual(fork["uniform"][owner], base["uniform"][owner])
-        mixed = dict(fork["mixed"][owner])
+        release, branch = of_contract()
+        self.assertEqual(branch["uniform"][owner], release["uniform"][owner])
+        mixed = dict(branch["mixed"][owner])
         if owner == "group":  # of parts of three dtypes, not two
             self.assertEqual(mixed.pop("fsdp_params"), "list of 18")
-        expected = {name: base["uniform"][owner][name] for name in mixed}
+        expected = {name: release["uniform"][owner][name] for name in mixed}
         self.assertEqual(mixed, expected)
 
     @parametrize("mode", ["fake", "meta"])
     def test_operators_run_without_data(self, mode: str) -> None:
-        base, fork = (found["operators"][mode] for found in of_contract())
-        self.assertEqual(fork, base)
+        release, branch = (found["operators"][mode] for found in of_contract())
+        self.assertEqual(branch, release)
         kind, device = ("FakeTensor", "cpu") if mode == "fake" else ("Tensor", "meta")
-        self.assertEqual({(seen[0], seen[2]) for seen in fork}, {(kind, device)})
+        self.assertEqual({(seen[0], seen[2]) for seen in branch}, {(kind, device)})
 
     def test_step_on_fake_tensors(self) -> None:
-        base, fork = of_contract()
-        self.assertEqual(fork["uniform"]["fake"], base["uniform"]["fake"])
-        mixed = fork["mixed"]["fake"]
+        release, branch = of_contract()
+        self.assertEqual(branch["uniform"]["fake"], release["uniform"]["fake"])
+        mixed = branch["mixed"]["fake"]
         self.assertEqual(mixed["blocks.1.parts.0.up"], ["torch.float16", [2, 8]])
         self.assertEqual(mixed["blocks.1.parts.1.scale"], ["torch.float32", [0]])
         self.assertEqual(mixed["blocks.1.parts.2.gain"], ["torch.bfloat16", [2]])
@@ -416,18 +429,20 @@ class TestContract(DeviceFreeTest):
 
     def test_torch_logs(self) -> None:
         """Every step is logged alike: two of uniform units, two of mixed ones."""
-        base, fork = (
+        release, branch = (
             [(line.split(":")[1][0], line.split("] ", 2)[-1]) for line in found["log"]]
             for found in of_contract()
         )
-        # What the base does not log: a table for each unit of the four models, if the
-        # branch has come to tables
+        # What the release does not log: a table for each unit of the four models, if
+        # the branch has come to tables
         has_tables = hasattr(fsdp, "layout_summary")
-        tables = [text for _, text in fork if not text.startswith("FSDP::")]
+        tables = [text for _, text in branch if not text.startswith("FSDP::")]
         headings = [text for text in tables if text.startswith("unit ")]
         self.assertEqual(len(headings), 4 * 3 * has_tables)
-        self.assertEqual([line for line in fork if line[1] not in tables], base * 2)
-        self.assertIn(("V", "FSDP::pre_backward (blocks.1)"), base)
+        self.assertEqual(
+            [line for line in branch if line[1] not in tables], release * 2
+        )
+        self.assertIn(("V", "FSDP::pre_backward (blocks.1)"), release)
 
 
 instantiate_parametrized_tests(TestContract)

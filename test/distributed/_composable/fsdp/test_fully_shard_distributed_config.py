@@ -93,9 +93,9 @@ class TestPage(DeviceFreeTest):
         clients = Path(__file__).with_name("fsdp_clients").glob("with_*.py")
         self.assertEqual(named, {path.name for path in clients})
 
-    def test_base_refuses_all_but_fp32(self) -> None:
+    def test_release_refuses_all_but_fp32(self) -> None:
         args = ("--nproc", "2", "--steps", "1", "--device", "cpu")
-        printed = run_python(str(SCRIPT), *args, on_base=True)
+        printed = run_python(str(SCRIPT), *args, on_release=True)
         self.assertEqual(
             len(re.findall(r"layer +5 +refused|dtype +25 +refused", printed)), 2
         )

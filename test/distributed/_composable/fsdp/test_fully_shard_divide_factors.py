@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 
 from fsdp_common.comms import SCHEMAS
-from fsdp_common.utils import BASE_ROOT, DeviceFreeTest, op_name, run_python
+from fsdp_common.utils import DeviceFreeTest, op_name, RELEASE_ROOT, run_python
 
 import torch
 from torch.distributed.fsdp._fully_shard import (
@@ -66,8 +66,8 @@ class Factors:
 SIZES = (1, 2, 3, 4, 6, 8, 32, 128)
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
-# The same calls, made on the base
-_PRINT_BASE = """
+# The same calls, made on the release
+_PRINT_RELEASE = """
 import json, sys
 import torch, torch.distributed.fsdp
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
@@ -205,14 +205,14 @@ class TestDivideFactors(DeviceFreeTest):
         self.assertEqual(wrong, [])
 
     @pytest.mark.quick
-    def test_equal_to_the_base_and_so_are_the_schemas(self):
+    def test_equal_to_the_release_and_so_are_the_schemas(self):
         replicas, factors = (None, 1, 2, 6), (None, 1.0, 3.0, 8.0)
         cases = [
             *itertools.product((None, *SIZES), replicas, DTYPES, factors, (False, True))
         ]
-        printed = run_python("-c", _PRINT_BASE, json.dumps(cases), on_base=True)
+        printed = run_python("-c", _PRINT_RELEASE, json.dumps(cases), on_release=True)
         path, schemas, results = json.loads(printed)
-        self.assertTrue(Path(path).resolve().is_relative_to(BASE_ROOT.resolve()))
+        self.assertTrue(Path(path).resolve().is_relative_to(RELEASE_ROOT.resolve()))
         self.assertEqual(schemas, SCHEMAS)
         differing = [
             (case, self.factors(*case), Factors(*result))

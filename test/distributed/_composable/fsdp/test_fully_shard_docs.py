@@ -29,10 +29,10 @@ import pytest
 import fsdp_build  # noqa: F401
 import fsdp_clients.real_models  # noqa: F401
 from fsdp_common.utils import (
-    BASE_ROOT,
     BYTECODE_CACHE,
     DeviceFreeTest,
     FakeGroupTest,
+    RELEASE_ROOT,
     run_python,
     TREE_ROOT,
 )
@@ -134,7 +134,7 @@ SOURCES = [
     "torch/distributed/tensor/_dispatch.py",
     "torch/distributed/tensor/_sharding_prop.py",
     "torch/utils/checkpoint.py",
-    f"{BASE_ROOT}/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py",
+    f"{RELEASE_ROOT}/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py",
 ]
 
 
@@ -232,7 +232,7 @@ class TestIndex(DeviceFreeTest):
     def test_faults_of_the_release_are_there(self) -> None:
         """Each is shown by a script, and told of by a page that names the same."""
         script = ROOT / "tools" / "release_faults.py"
-        printed = run_python(str(script), on_base=True)
+        printed = run_python(str(script), on_release=True)
         shown = re.findall(r"^(\S.*):\n    (\S.*)$", printed, re.MULTILINE)
         self.assertEqual(len(shown), 7)
         pages = [(ROOT / page).read_text() for page in (PARITY, "docs/index.md")]
@@ -504,8 +504,8 @@ class TestReadme(DeviceFreeTest):
         command = f"{variable} {command}"
         if Path(sys.prefix) != ROOT / ".venv":  # of another release, or somebody's own
             command = command.replace(".venv/bin", os.path.dirname(sys.executable))
-            base = os.path.relpath(BASE_ROOT, ROOT)
-            command = command.replace("build/base", base)
+            release = os.path.relpath(RELEASE_ROOT, ROOT)
+            command = command.replace("build/base", release)
         environment = {
             name: value
             for name, value in os.environ.items()

@@ -3,7 +3,7 @@
 """
 Every feature of ``fully_shard`` that concerns communication, memory, order,
 offload or extensions, one at a time: in units of one dtype it leaves the bits,
-the order of steps and the collectives of the base release, and in units of
+the order of steps and the collectives of the release, and in units of
 several dtypes the bits of one unit for each dtype.
 
 What is run is in ``fsdp_features/parity.py``, under both torches.
@@ -45,8 +45,8 @@ from torch.testing._internal.common_utils import (
 pytestmark = pytest.mark.long
 
 
-def run_cases(units: str, *, on_base: bool) -> Results:
-    return run_on("fsdp_features.parity", "--units", units, on_base=on_base)
+def run_cases(units: str, *, on_release: bool) -> Results:
+    return run_on("fsdp_features.parity", "--units", units, on_release=on_release)
 
 
 ERRORS = [name for name in CASES if name.startswith("error_")]
@@ -115,18 +115,18 @@ def without_stale_prefetch(name: str, release: dict[str, Any]) -> dict[str, Any]
 
 
 class TestFeatures(TestCase):
-    """Each feature under the base and under this branch."""
+    """Each feature under the release and under this branch."""
 
-    base: Results
-    fork: Results
+    release: Results
+    branch: Results
 
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
         with ThreadPoolExecutor() as pool:
-            base = pool.submit(run_cases, "dtype", on_base=True)
-            fork = pool.submit(run_cases, "block", on_base=False)
-        cls.base, cls.fork = base.result(), fork.result()
+            release = pool.submit(run_cases, "dtype", on_release=True)
+            branch = pool.submit(run_cases, "block", on_release=False)
+        cls.release, cls.branch = release.result(), branch.result()
 
     def by_rank(self, results: Results, units: str, name: str, size: int) -> list[Any]:
         """Returns what each rank has that ran a case: as many as the case says."""
@@ -136,8 +136,10 @@ class TestFeatures(TestCase):
         return found
 
     def both(self, units: str, name: str, size: int) -> list[tuple[Any, Any]]:
-        """Returns what the base and this branch have of a case, by rank."""
-        of_side = (self.by_rank(r, units, name, size) for r in (self.base, self.fork))
+        """Returns what the release and this branch have of a case, by rank."""
+        of_side = (
+            self.by_rank(r, units, name, size) for r in (self.release, self.branch)
+        )
         return [*zip(*of_side, strict=True)]
 
     def check_same(self, name: str, actual: Any, expected: Any, keys: Any) -> None:
@@ -155,34 +157,36 @@ class TestFeatures(TestCase):
     # Whether what a feature computes is right #
 
     @parametrize("name", TRAINED)
-    def test_uniform_unit_equals_base(self, name: str) -> None:
+    def test_uniform_unit_equals_the_release(self, name: str) -> None:
         """In bits, order of ranges, collectives, and what is held meanwhile."""
         for ranks in CASES[name].uniform:
-            for base, fork in self.both("uniform", name, ranks):
-                keys = {**base, **fork}
+            for release, branch in self.both("uniform", name, ranks):
+                keys = {**release, **branch}
                 if name in EXTENSIONS:  # inputs of two dtypes, which are aligned now
                     keys.pop("collectives", None)
-                # Nothing is, see below, where the base may keep a gather's buffer
+                # Nothing is, see below, where the release may keep a gather's buffer
                 keys.pop("left", None)
-                base = without_stale_prefetch(name, base)
-                self.check_same(name, fork, base, keys)
-                self.assertNotEqual(base["step 0 loss"], base["step 1 loss"])
+                release = without_stale_prefetch(name, release)
+                self.check_same(name, branch, release, keys)
+                self.assertNotEqual(release["step 0 loss"], release["step 1 loss"])
 
     @parametrize("name", [name for name in TRAINED if CASES[name].mixed])
-    def test_mixed_unit_equals_one_base_unit_per_dtype(self, name: str) -> None:
+    def test_mixed_unit_equals_one_unit_of_the_release_per_dtype(
+        self, name: str
+    ) -> None:
         for ranks in CASES[name].mixed:
-            for base, fork in self.both("mixed", name, ranks):
-                names = self.tensors_of(base, fork)
-                dtypes = {fork[n][0] for n in names if "gradient" in n}
+            for release, branch in self.both("mixed", name, ranks):
+                names = self.tensors_of(release, branch)
+                dtypes = {branch[n][0] for n in names if "gradient" in n}
                 hooked = "hooks" in name  # step in backward, and keep no gradient
                 self.assertTrue(hooked or len(dtypes) == 3, dtypes)
-                self.check_same(name, fork, base, names)
+                self.check_same(name, branch, release, names)
 
     @parametrize("name", PLAIN)
     def test_feature_leaves_no_trace_in_the_bits(self, name: str) -> None:
         for kind, ranks in (("uniform", 2), ("uniform", 4), ("mixed", 4)):
-            plain = self.by_rank(self.fork, kind, "plain", ranks)
-            records = self.by_rank(self.fork, kind, name, ranks)
+            plain = self.by_rank(self.branch, kind, "plain", ranks)
+            records = self.by_rank(self.branch, kind, name, ranks)
             # Either half of the ranks, or both, ran a case of two
             for rank, actual in enumerate(records):
                 expected = plain[rank % ranks]
@@ -196,9 +200,9 @@ class TestFeatures(TestCase):
     )
     def test_mixed_unit_in_the_order_of_a_uniform_one(self, name: str) -> None:
         (ranks,) = {*CASES[name].mixed} & {*CASES[name].uniform}
-        uniform = [r[u] for r in self.base if (u := f"uniform {name} {ranks}") in r]
+        uniform = [r[u] for r in self.release if (u := f"uniform {name} {ranks}") in r]
         uniform = [without_stale_prefetch(name, record) for record in uniform]
-        mixed = [r[m] for r in self.fork if (m := f"mixed {name} {ranks}") in r]
+        mixed = [r[m] for r in self.branch if (m := f"mixed {name} {ranks}") in r]
         expected = next(record for record in uniform if "ranges" in record)
         actual = next(record for record in mixed if "ranges" in record)
         self.assertEqual(actual["ranges"], expected["ranges"])
@@ -210,7 +214,7 @@ class TestFeatures(TestCase):
 
     def test_every_order_is_seen(self) -> None:
         """What is compared is there: prefetches, reductions, and waits for them."""
-        ranges = self.fork[0]["uniform two_meshes 2"]["ranges"]
+        ranges = self.branch[0]["uniform two_meshes 2"]["ranges"]
         for part in ("backward_prefetch for", "[pg=2]", "[pg=1]", "reduce", "rs_wait"):
             self.assertTrue(any(part in name for name in ranges), part)
 
@@ -222,7 +226,7 @@ class TestFeatures(TestCase):
         mixed = {*case.mixed, 4} if case.is_plain else {*case.mixed}
         for kind, sizes in (("uniform", case.uniform), ("mixed", mixed)):
             for size in sizes:
-                for record in self.by_rank(self.fork, kind, name, size):
+                for record in self.by_rank(self.branch, kind, name, size):
                     yield f"{kind} {name} {size}", record
 
     @parametrize("name, most", [("one", 1), ("two", 2), ("three", 3)])
@@ -250,8 +254,8 @@ class TestFeatures(TestCase):
                 self.assertEqual(len(both), 4 if is_mixed else 1, key)
 
     def test_stream_priorities(self) -> None:
-        priorities = self.fork[0]["uniform stream_priorities 4"]
-        self.assertEqual(priorities, self.base[0]["uniform stream_priorities 4"])
+        priorities = self.branch[0]["uniform stream_priorities 4"]
+        self.assertEqual(priorities, self.release[0]["uniform stream_priorities 4"])
         names = {name for name, priority in priorities.items() if priority == -1}
         expected = ("all_gather_copy_in", "all_gather", "reduce_scatter")
         self.assertEqual(names, {f"{name}_stream" for name in expected})
@@ -360,17 +364,18 @@ class TestFeatures(TestCase):
 
     @parametrize("name", ERRORS)
     def test_error_is_still_raised(self, name: str) -> None:
-        base, fork = (
-            self.errors_of(side, "uniform", name) for side in (self.base, self.fork)
+        release, branch = (
+            self.errors_of(side, "uniform", name)
+            for side in (self.release, self.branch)
         )
-        self.assertEqual(*([kind for kind, _ in side] for side in (base, fork)))
-        for _, text in fork:
+        self.assertEqual(*([kind for kind, _ in side] for side in (release, branch)))
+        for _, text in branch:
             self.check_text(name, text)
 
     @parametrize("name", ERRORS)
     def test_error_is_raised_for_a_mixed_unit_too(self, name: str) -> None:
         mixed, uniform = (
-            self.errors_of(self.fork, units, name) for units in ("mixed", "uniform")
+            self.errors_of(self.branch, units, name) for units in ("mixed", "uniform")
         )
         self.assertEqual(*([kind for kind, _ in side] for side in (mixed, uniform)))
         for _, text in mixed:
@@ -429,48 +434,50 @@ class TestExtensionOfOneRank(FSDPThreadTest):
 class TestMemory(TestCase):
     """Peaks of a step, to the byte, from what the allocator reports."""
 
-    base: dict[str, dict[str, int]]
-    fork: dict[str, dict[str, int]]
+    release: dict[str, dict[str, int]]
+    branch: dict[str, dict[str, int]]
 
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
-        base = run_python("-m", "fsdp_features.memory", on_base=True)
-        fork = run_forked("fsdp_features.memory", "--mixed")
-        cls.base, cls.fork = (json.loads(t.splitlines()[-1]) for t in (base, fork))
+        release = run_python("-m", "fsdp_features.memory", on_release=True)
+        branch = run_forked("fsdp_features.memory", "--mixed")
+        cls.release, cls.branch = (
+            json.loads(t.splitlines()[-1]) for t in (release, branch)
+        )
 
     @parametrize("mode", list(MODES))
-    def test_uniform_unit_takes_at_most_what_the_base_does(self, mode: str) -> None:
+    def test_uniform_unit_takes_at_most_what_the_release_does(self, mode: str) -> None:
         for name in UNIFORM:
-            most = self.base[name][mode]
+            most = self.release[name][mode]
             if (name, mode) == ("fp16", "reduce_fp32"):
                 # Kernels cast bf16 to fp32, but fp16 is cast ahead of them
                 most += 4 * sum(numel_of(spec) for spec in UNIFORM[name])
-            self.assertLessEqual(self.fork[name][mode], most, name)
+            self.assertLessEqual(self.branch[name][mode], most, name)
 
     @parametrize("mode", list(MODES))
     def test_mixed_unit_takes_at_most_what_as_many_bytes_do(self, mode: str) -> None:
-        """Each byte as much as in a uniform unit of its dtype in the base."""
+        """Each byte as much as in a uniform unit of its dtype in the release."""
         of_dtype = {FP32: "fp32", BF16: "bf16", FP16: "fp16"}
         for name, specs in MIXED.items():
             nbytes = [numel_of(spec) * spec[1].itemsize for spec in specs]
-            peaks = [self.base[of_dtype[dtype]][mode] for _, dtype in specs]
+            peaks = [self.release[of_dtype[dtype]][mode] for _, dtype in specs]
             most = sum(n * p for n, p in zip(nbytes, peaks)) / sum(nbytes)
             halves = sum(numel_of(s) for s in specs if s[1] == FP16)
             if mode == "reduce_fp32" and name != "two dtypes":
                 most += 4 * halves
             if mode == "param_bf16" and FOLLOWS_GRAD_DTYPE:
                 most += 2 * halves  # bf16 gradients that are reduced in fp16
-            self.assertLessEqual(self.fork[name][mode], most, name)
+            self.assertLessEqual(self.branch[name][mode], most, name)
 
     def test_alignment_takes_no_more_than_its_padding(self) -> None:
         nbytes = sum(numel_of(spec) * spec[1].itemsize for spec in UNALIGNED)
         whole = sum(numel_of(spec) * spec[1].itemsize for spec in UNIFORM["fp32"])
         for mode in ("plain", "no_reshard", "resharded", "accumulate", "hybrid"):
-            most = self.base["fp32"][mode] * nbytes / whole
+            most = self.release["fp32"][mode] * nbytes / whole
             # In the gather buffer and in what takes the padding from it
             padding = 2 * 4 * 3 * 3
-            self.assertLessEqual(self.fork["unaligned"][mode], most + padding)
+            self.assertLessEqual(self.branch["unaligned"][mode], most + padding)
 
 
 def numel_of(spec: tuple[tuple[int, ...], torch.dtype]) -> int:

@@ -51,7 +51,7 @@ from torch.testing._internal.common_utils import run_tests
 class TestAllGather(ThreadTest):
     world_size = 3
 
-    def test_takes_base_arguments_by_position_and_a_plain_list(self):
+    def test_takes_arguments_of_the_release_by_position_and_a_plain_list(self):
         specs = mixed_specs(self.world_size)
         unit = self.unit(specs)
         group = unit.mesh_info.shard_process_group
@@ -75,7 +75,7 @@ class TestAllGather(ThreadTest):
         self.assertEqual((output.dtype, output.numel()), (torch.uint8, 60))
         self.assertEqual(sizes, [4, 12, 4])
 
-    def test_uniform_result_is_laid_out_as_the_base_does(self):
+    def test_uniform_result_is_laid_out_as_the_release_does(self):
         specs = [Spec((5, 3), BF16), Spec((1,), BF16), Spec((4,), BF16)]
         unit = self.unit(specs)
         result = self.all_gather(unit)

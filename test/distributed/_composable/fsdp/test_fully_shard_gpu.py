@@ -18,8 +18,8 @@ from unittest import mock
 import pytest
 
 from fsdp_common.utils import (
-    BASE_ROOT,
     DeviceFreeTest,
+    RELEASE_ROOT,
     REPO_ROOT,
     run_python,
     TREE_ROOT,
@@ -62,7 +62,7 @@ class ImportingTest(DeviceFreeTest):
             cls.addClassCleanup(sys.path.remove, folder)
 
 
-@unittest.skipUnless(BASE_ROOT.is_dir(), "needs the release beside the branch")
+@unittest.skipUnless(RELEASE_ROOT.is_dir(), "needs the release beside the branch")
 class OnCpuTest(ImportingTest):
     """Runs all of it, where there is no device."""
 
@@ -324,8 +324,8 @@ class ReleaseTest(ImportingTest):
         with tempfile.TemporaryDirectory() as folder:
             self.assertIsNone(find_release(None, Path(folder)))
             self.assertIsNone(find_release(Path(folder), TREE_ROOT))
-        if BASE_ROOT.is_dir():
-            self.assertEqual(find_release(None, TREE_ROOT), BASE_ROOT)
+        if RELEASE_ROOT.is_dir():
+            self.assertEqual(find_release(None, TREE_ROOT), RELEASE_ROOT)
 
 
 # The divide factors of sums, as they are and doubled

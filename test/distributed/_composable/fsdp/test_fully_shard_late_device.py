@@ -631,7 +631,7 @@ check(puts_off, ranks=2, orders=1)
 class TestRelease(DeviceFreeTest):
     def test_its_faults_are_found(self) -> None:
         """Those that docs/feature_parity.md lists of the release's own modules."""
-        found = run_python("-c", _OF_THE_RELEASE, on_base=True)
+        found = run_python("-c", _OF_THE_RELEASE, on_release=True)
         for order, memory in _FOUND.values():
             self.assertIn(f"order '{order}' in memory '{memory}'", found)
         # Sums of microbatches whose all-reduce was put off: of more parameters first

@@ -78,7 +78,7 @@ class TestCost(DeviceFreeTest):
         few, many = (50, 500)
         args = ("-c", COUNT_CALLS, str(few), str(many))
         (own_of_few, own), (_, release) = (
-            map(json.loads, run_python(*args, on_base=on_release).splitlines())
+            map(json.loads, run_python(*args, on_release=on_release).splitlines())
             for on_release in (False, True)
         )
         for mine, theirs in zip(own, release, strict=True):

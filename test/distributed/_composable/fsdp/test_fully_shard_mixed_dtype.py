@@ -5,7 +5,7 @@ Units whose parameters have several dtypes train, in every mode of 1D FSDP:
 
 - like the same model unsharded (``TestMixedDtypeTraining``);
 - bit for bit like one unit for each dtype, and units of one dtype bit for bit
-  like before (``TestParityWithBase``, against the base release itself).
+  like before (``TestParityWithRelease``, against the release itself).
 
 Runs with pytest, python or ``torchrun --nproc-per-node 4``.
 """
@@ -336,7 +336,7 @@ class TestMixedDtypeTraining(FSDPProcessTest):
     def test_shard_on_another_dim_resharded_to_two(self) -> None:
         kwargs = {"reshard_after_forward": 2, "shard_placement_fn": shard_last_dim}
         model = linear_stack([BF16, FP32, FP16], dim=DIM)
-        # Both dims divide: the base's own part of this wants no less
+        # Both dims divide: the release's own part of this wants no less
         SideBySide(self, model, shard_root_and_children, **kwargs).train()
 
     def test_single_rank(self) -> None:
@@ -761,10 +761,10 @@ instantiate_parametrized_tests(TestMixedDtypeTraining)
 class TestOneUnitOfTwoDtypes(TestCase):
     """The script of pytorch issue 156784, before and after."""
 
-    def test_base_refuses_it(self) -> None:
+    def test_release_refuses_it(self) -> None:
         message = "FSDP expects uniform original parameter dtype but got"
         with self.assertRaisesRegex(AssertionError, message):
-            run_python("-m", "fsdp_mixed_dtype.mlp", on_base=True)
+            run_python("-m", "fsdp_mixed_dtype.mlp", on_release=True)
 
     def test_it_trains(self) -> None:
         printed = run_forked("fsdp_mixed_dtype.mlp")
@@ -793,10 +793,10 @@ def hash_seed(number: int) -> dict[str, str]:
     return {"PYTHONHASHSEED": str(number)}
 
 
-def run_parity(units: str, *, on_base: bool, env: dict[str, str]) -> Results:
+def run_parity(units: str, *, on_release: bool, env: dict[str, str]) -> Results:
     """Runs all modes on 4 ranks."""
     args = ("--units", units, "--device", DEVICE_TYPE)
-    return run_on("fsdp_mixed_dtype.parity", *args, on_base=on_base, env=env)
+    return run_on("fsdp_mixed_dtype.parity", *args, on_release=on_release, env=env)
 
 
 def run_parity_with_other_hash_seeds() -> Results:
@@ -815,24 +815,28 @@ def run_parity_with_other_hash_seeds() -> Results:
 
 
 @on_first_rank
-class TestParityWithBase(TestCase):
+class TestParityWithRelease(TestCase):
     """
-    Losses, sharded gradients and parameters of this branch and of the base, to
+    Losses, sharded gradients and parameters of this branch and of the release, to
     the last bit.
     """
 
-    base: Results
-    fork: Results
+    release: Results
+    branch: Results
     reseeded: Results
 
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
         with ThreadPoolExecutor() as pool:
-            base = pool.submit(run_parity, "dtype", on_base=True, env=hash_seed(0))
-            fork = pool.submit(run_parity, "block", on_base=False, env=hash_seed(1))
+            release = pool.submit(
+                run_parity, "dtype", on_release=True, env=hash_seed(0)
+            )
+            branch = pool.submit(
+                run_parity, "block", on_release=False, env=hash_seed(1)
+            )
             reseeded = pool.submit(run_parity_with_other_hash_seeds)
-        cls.base, cls.fork = base.result(), fork.result()
+        cls.release, cls.branch = release.result(), branch.result()
         cls.reseeded = reseeded.result()
 
     def check_same_bits(
@@ -847,35 +851,39 @@ class TestParityWithBase(TestCase):
             # Equal bits say nothing of a model that did not train
             self.assertNotEqual(other["step 0 loss"], other["step 2 loss"])
 
-    def test_only_the_base_refuses_a_mixed_unit(self) -> None:
+    def test_only_the_release_refuses_a_mixed_unit(self) -> None:
         message = "FSDP expects uniform original parameter dtype but got {torch."
-        for base, fork in zip(self.base, self.fork, strict=True):
-            self.assertTrue(base["refusal"].startswith(message))
-            self.assertEqual(fork["refusal"], "")
+        for release, branch in zip(self.release, self.branch, strict=True):
+            self.assertTrue(release["refusal"].startswith(message))
+            self.assertEqual(branch["refusal"], "")
 
     @parametrize("mode", list(MIXED_MODES))
-    def test_mixed_unit_equals_one_base_unit_per_dtype(self, mode: str) -> None:
-        self.check_same_bits(f"mixed {mode}", 2, self.fork, self.base)
+    def test_mixed_unit_equals_one_unit_of_the_release_per_dtype(
+        self, mode: str
+    ) -> None:
+        self.check_same_bits(f"mixed {mode}", 2, self.branch, self.release)
 
     @parametrize("mode", list(OVERRIDE_MODES))
-    def test_overrides_equal_one_base_unit_per_policy(self, mode: str) -> None:
+    def test_overrides_equal_one_unit_of_the_release_per_policy(
+        self, mode: str
+    ) -> None:
         ranks = 4 if OVERRIDE_MODES[mode].is_hybrid else 2
-        self.check_same_bits(f"override {mode}", ranks, self.fork, self.base)
+        self.check_same_bits(f"override {mode}", ranks, self.branch, self.release)
 
     @parametrize("mode", list(UNIFORM_MODES))
-    def test_uniform_unit_equals_base(self, mode: str) -> None:
+    def test_uniform_unit_equals_the_release(self, mode: str) -> None:
         for ranks in UNIFORM_MODES[mode].world_sizes:
             name = f"uniform {mode} {ranks}"
-            self.check_same_bits(name, ranks, self.fork, self.base)
+            self.check_same_bits(name, ranks, self.branch, self.release)
 
     @parametrize("mode", list(MIXED_MODES))
     def test_hash_seed_does_not_matter(self, mode: str) -> None:
-        fork = [results for results in self.fork if f"mixed {mode}" in results]
-        self.check_same_bits(f"mixed {mode}", 2, self.reseeded, fork)
+        branch = [results for results in self.branch if f"mixed {mode}" in results]
+        self.check_same_bits(f"mixed {mode}", 2, self.reseeded, branch)
 
     def test_every_kind_of_parameter_has_gradients(self) -> None:
         """What is compared is there: all dtypes, each with a gradient that is not 0."""
-        record = self.fork[0]["mixed plain"]
+        record = self.branch[0]["mixed plain"]
         for dtype in ("float32", "bfloat16", "float16"):
             for kind in ("gain", "up", "down", "code", "scale"):
                 grads = [
@@ -886,7 +894,7 @@ class TestParityWithBase(TestCase):
                 self.assertTrue(any(any(bits) for bits in grads), (dtype, kind))
 
 
-instantiate_parametrized_tests(TestParityWithBase)
+instantiate_parametrized_tests(TestParityWithRelease)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ what their checkpoints keep in fp32, sharded by layer with plain ``fully_shard``
 models, without a script each, are in ``test_fully_shard_tiny_models.py``.
 
 ``examples/_one_process.py`` says what of each step must equal one process without
-FSDP, and how closely. The base release is run too: it refuses each of these models.
+FSDP, and how closely. The release is run too: it refuses each of these models.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import pytest
 from fsdp_clients.real_models import example_of, EXAMPLES
 from fsdp_common.tiers import quick_alone
 from fsdp_common.utils import (
-    BASE_ROOT,
     Collective,
     DEVICE_TYPE,
     DeviceFreeTest,
     FSDPProcessTest,
     record_collectives,
+    RELEASE_ROOT,
     run_python,
     WORLD_SIZE,
 )
@@ -253,11 +253,11 @@ instantiate_parametrized_tests(TestModels)
 
 
 class TestScripts(DeviceFreeTest):
-    def test_base_refuses_each_model(self) -> None:
+    def test_release_refuses_each_model(self) -> None:
         code = REFUSED.format(examples=str(EXAMPLES), models=MODELS)
-        printed = run_python("-c", code, on_base=True)
+        printed = run_python("-c", code, on_release=True)
         found = json.loads(printed.splitlines()[-1])
-        self.assertTrue(found["torch"].startswith(str(BASE_ROOT)))
+        self.assertTrue(found["torch"].startswith(str(RELEASE_ROOT)))
         self.assertEqual(list(found["errors"]), MODELS)
         refusal = (
             "AssertionError: FSDP expects uniform original parameter dtype but got"

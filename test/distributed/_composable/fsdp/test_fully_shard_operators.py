@@ -14,7 +14,7 @@ from torch.testing._internal.common_utils import run_tests
 
 
 class TestOperators(DeviceFreeTest):
-    def test_schemas_are_the_base_ones(self):
+    def test_schemas_are_those_of_the_release(self):
         for name, schema in SCHEMAS.items():
             operator = getattr(torch.ops.fsdp, name).default
             self.assertEqual(str(operator._schema), schema)

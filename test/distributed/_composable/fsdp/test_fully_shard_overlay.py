@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from fsdp_build import REPOSITORY
-from fsdp_common.utils import BASE_ROOT, LAUNCHED_RANK
+from fsdp_common.utils import LAUNCHED_RANK, RELEASE_ROOT
 
 from tools import overlay
 from tools.overlay import FOLDER, Overlay
@@ -442,15 +442,15 @@ class TestCommand(TestCase):
         self.site = next(folder.glob("lib/python*/site-packages"))
         package = "torch/distributed/fsdp"
         shutil.copytree(
-            Path(BASE_ROOT) / package,
+            Path(RELEASE_ROOT) / package,
             self.site / package,
             ignore=shutil.ignore_patterns("__pycache__"),
         )
         for path in self.site.rglob("*"):  # set-up unpacks them read-only
             path.chmod(0o755 if path.is_dir() else 0o644)
         for name in ("__init__.py", "version.py"):
-            shutil.copy(Path(BASE_ROOT, "torch", name), self.site / "torch")
-        dist_info = next(Path(BASE_ROOT).glob("torch-*.dist-info"))
+            shutil.copy(Path(RELEASE_ROOT, "torch", name), self.site / "torch")
+        dist_info = next(Path(RELEASE_ROOT).glob("torch-*.dist-info"))
         shutil.copytree(dist_info, self.site / dist_info.name)
         self.record = self.site / dist_info.name / "RECORD"
         self.record.chmod(0o644)

@@ -4,7 +4,7 @@
 Units whose policy has an override for each parameter, and gradients in another
 dtype than their parameter: what is gathered, computed, reduced and kept.
 
-That overrides leave the bits of one base unit for each policy is in
+That overrides leave the bits of one unit of the release for each policy is in
 ``test_fully_shard_mixed_dtype.py``; what a policy says at all is in
 ``test_fully_shard_policy.py``.
 """

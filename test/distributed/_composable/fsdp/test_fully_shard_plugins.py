@@ -3,7 +3,7 @@
 """
 What plugins and trainers outside of torch use of ``fully_shard``'s modules: names that
 they read, write, call and replace. Under this branch a unit of one dtype gives them
-what it gives under the base release, and what they replace is called as often.
+what it gives under the release, and what they replace is called as often.
 
 What is run is in ``fsdp_plugins/scenarios.py``, under both torches.
 
@@ -35,16 +35,16 @@ def told(*dtypes: str) -> tuple[str, ...]:
 
 
 class TestPlugins(DeviceFreeTest):
-    """Each use under the base and under this branch."""
+    """Each use under the release and under this branch."""
 
-    base: Results
+    release: Results
     branch: Results
 
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
         script, mixed = "fsdp_plugins.scenarios", ("--mixed",)
-        cls.base, cls.branch = run_on_both(script, only_branch=mixed)
+        cls.release, cls.branch = run_on_both(script, only_branch=mixed)
 
     def results_of(self, name: str) -> list[Any]:
         """Returns what each rank of this branch found, which did not fail."""
@@ -53,15 +53,15 @@ class TestPlugins(DeviceFreeTest):
         return results
 
     def check(self, name: str) -> dict[str, Any]:
-        """Returns what the first rank of the base found, if the branch found it."""
-        for base, branch in zip(self.base, self.branch, strict=True):
-            self.assertNotIn("error", base[name])
+        """Returns what the first rank of the release found, if the branch found it."""
+        for release, branch in zip(self.release, self.branch, strict=True):
+            self.assertNotIn("error", release[name])
             self.assertEqual(branch[name].get("error"), None)
-            self.assertEqual(branch[name].keys(), base[name].keys())
-            self.assertGreater(len(base[name]), 0)
-            for key, expected in base[name].items():
+            self.assertEqual(branch[name].keys(), release[name].keys())
+            self.assertGreater(len(release[name]), 0)
+            for key, expected in release[name].items():
                 self.check_same(key, branch[name][key], expected)
-        return self.base[0][name]
+        return self.release[0][name]
 
     def check_same(self, key: str, actual: Any, expected: Any) -> None:
         if isinstance(actual, dict) and isinstance(expected, dict):
@@ -269,10 +269,10 @@ class TestPlugins(DeviceFreeTest):
 
     # Divide factors #
 
-    def test_divide_factors_are_the_bases(self) -> None:
+    def test_divide_factors_are_as_in_the_release(self) -> None:
         """But where gloo would have to scale while it sums, which it cannot."""
-        for base, branch in zip(self.base, self.branch, strict=True):
-            expected, actual = base["divide_factors"], branch["divide_factors"]
+        for release, branch in zip(self.release, self.branch, strict=True):
+            expected, actual = release["divide_factors"], branch["divide_factors"]
             self.assertEqual(actual.keys(), expected.keys())
             for key, factors in expected.items():
                 allowed = [factors]
@@ -282,14 +282,14 @@ class TestPlugins(DeviceFreeTest):
                 self.assertIn(actual[key], allowed, key)
 
     def test_a_group_of_one_sums(self) -> None:
-        for results in (*self.base, *self.branch):
+        for results in (*self.release, *self.branch):
             nothing = (None, None, ("SUM", None), ("SUM", None))
             self.assertEqual(results["divide_factors"]["group of one"], nothing)
 
-    def test_divide_factors_of_other_devices_are_the_bases(self) -> None:
+    def test_divide_factors_of_other_devices_are_as_in_the_release(self) -> None:
         self.check("divide_factors_of_another_device")
 
-    def test_divide_factors_where_sums_can_scale_are_the_bases(self) -> None:
+    def test_divide_factors_where_sums_can_scale_are_as_in_the_release(self) -> None:
         seen = self.check("divide_factors_where_sums_can_scale")
         kinds = {ops[2][0] for ops in seen.values()}
         self.assertEqual(kinds, {"AVG", "SUM", "PREMUL_SUM"})
@@ -319,8 +319,8 @@ class TestPlugins(DeviceFreeTest):
         self.assertEqual(seen["after"], seen["before"])
 
     def test_an_extension_that_comes_after_lazy_init_is_not_passed_over(self) -> None:
-        for base, branch in zip(self.base, self.branch, strict=True):
-            expected = base["extension_after_lazy_init"]
+        for release, branch in zip(self.release, self.branch, strict=True):
+            expected = release["extension_after_lazy_init"]
             actual = branch["extension_after_lazy_init"]
             self.assertIn("raised", expected)
             self.assertIn("raised", actual)

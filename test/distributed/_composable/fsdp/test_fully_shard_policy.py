@@ -99,7 +99,7 @@ def dtypes_of(
 
 
 class TestPolicy(DeviceFreeTest):
-    def test_positional_construction_is_as_in_the_base(self) -> None:
+    def test_positional_construction_is_as_in_the_release(self) -> None:
         policy = MixedPrecisionPolicy(BF16, FP32, FP16, False)
         fields = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
         values = [getattr(policy, name) for name in fields]
@@ -113,13 +113,13 @@ params = inspect.signature(P).parameters.values()
 for kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY):
     print([(p.name, p.default) for p in params if p.kind is kind])
 """
-        of_base = run_python("-c", code, on_base=True).splitlines()
+        of_release = run_python("-c", code, on_release=True).splitlines()
         positional, by_keyword = run_python("-c", code).splitlines()
-        self.assertEqual(positional, of_base[0])
+        self.assertEqual(positional, of_release[0])
         ours = ["param_dtype_override_fn", "reduce_dtype_override_fn"]
         ours += ["grad_comm_dtype", "grad_comm_dtype_override_fn"]
         self.assertEqual(by_keyword, str([(name, None) for name in ours]))
-        for param in ast.literal_eval(of_base[1]):
+        for param in ast.literal_eval(of_release[1]):
             self.assertIn(param, ast.literal_eval(by_keyword))
 
     def test_is_a_frozen_value(self) -> None:

@@ -52,7 +52,7 @@ class TestReduce(ThreadTest):
     def new_grads(self) -> list[torch.Tensor]:
         return self.grads(self.SPECS, self.DTYPES)
 
-    def test_takes_base_arguments_by_position(self):
+    def test_takes_arguments_of_the_release_by_position(self):
         unit = self.new_unit()
         arguments = self.reduce_arguments(unit, self.new_grads(), reduce_dtype=FP32)
         foreach_reduce(*arguments.values())

@@ -186,20 +186,20 @@ class TestWhoKeeps(KeptTest):
     def setUp(self) -> None:
         super().setUp()
         for module in (utils, run_both):
-            patch = mock.patch.object(module, "BASE_ROOT", self.release)
+            patch = mock.patch.object(module, "RELEASE_ROOT", self.release)
             patch.start()
             self.addCleanup(patch.stop)
         self.started: list[bool] = []
 
-    def start(self, *args: str, on_base: bool, **options: object) -> str:
-        self.started.append(on_base)
+    def start(self, *args: str, on_release: bool, **options: object) -> str:
+        self.started.append(on_release)
         if "--out" in args:
             out = Path(args[args.index("--out") + 1])
             (out / "rank0").write_bytes(b"\x80\x04K\x01.")  # a pickled 1
-        return str(self.release if on_base else self.root)
+        return str(self.release if on_release else self.root)
 
     def fork(self, module: str, *args: str) -> str:
-        return self.start("-m", module, *args, on_base=False)
+        return self.start("-m", module, *args, on_release=False)
 
     def test_the_release_runs_once_and_the_branch_each_time(self) -> None:
         with (
@@ -209,7 +209,7 @@ class TestWhoKeeps(KeptTest):
         ):
             for _ in range(2):
                 run_python(*SCRIPT)
-                run_python(*SCRIPT, on_base=True)
+                run_python(*SCRIPT, on_release=True)
                 both = run_both.run_on_both(SCRIPT[1])
                 self.assertEqual(both, [[1], [1]])
         self.assertEqual(self.started.count(True), 2)

@@ -2,7 +2,7 @@
 
 """
 Random schedules of training steps: a unit of one dtype has the bits, the collectives
-and the warnings of the base release in each of them.
+and the warnings of the release in each of them.
 
 What is run is in ``fsdp_random/schedules.py``, under both torches.
 
@@ -74,44 +74,46 @@ def new_patterns(steps: list[dict[str, Any]]) -> Iterator[int]:
 
 @instantiate_parametrized_tests
 class TestSchedules(DeviceFreeTest):
-    """Each schedule under the base and under this branch."""
+    """Each schedule under the release and under this branch."""
 
-    base: Results
+    release: Results
     branch: Results
 
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
-        cls.base, cls.branch = run_on_both("fsdp_random.schedules")
+        cls.release, cls.branch = run_on_both("fsdp_random.schedules")
 
     def both(self, number: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """Returns what the base and this branch saw of a schedule, by rank."""
+        """Returns what the release and this branch saw of a schedule, by rank."""
         key = str(number)
-        pairs = zip(self.base, self.branch, strict=True)
-        seen = [(base[key], branch[key]) for base, branch in pairs if key in base]
+        pairs = zip(self.release, self.branch, strict=True)
+        seen = [
+            (release[key], branch[key]) for release, branch in pairs if key in release
+        ]
         self.assertEqual(len(seen), draw(number).ranks)
-        for base, branch in seen:
-            self.assertNotIn("error", base)
+        for release, branch in seen:
+            self.assertNotIn("error", release)
             self.assertEqual(branch.get("error"), None, draw(number))
         return seen
 
     @parametrize("number", range(SCHEDULES))
-    def test_bits_are_the_bases(self, number: int) -> None:
-        for base, branch in self.both(number):
+    def test_bits_are_those_of_the_release(self, number: int) -> None:
+        for release, branch in self.both(number):
             for i, (expected, actual) in enumerate(
-                zip(base["steps"], branch["steps"], strict=True)
+                zip(release["steps"], branch["steps"], strict=True)
             ):
                 self.check_bits(f"schedule {number}, step {i}", actual, expected)
 
     @parametrize("number", range(SCHEDULES))
-    def test_collectives_are_the_bases(self, number: int) -> None:
-        for base, branch in self.both(number):
-            self.check_collectives(number, base["steps"][:-1], branch["steps"][:-1])
+    def test_collectives_are_those_of_the_release(self, number: int) -> None:
+        for release, branch in self.both(number):
+            self.check_collectives(number, release["steps"][:-1], branch["steps"][:-1])
 
     @parametrize("number", range(SCHEDULES))
-    def test_warnings_are_the_bases(self, number: int) -> None:
-        for base, branch in self.both(number):
-            self.assertEqual(branch["warnings"], base["warnings"])
+    def test_warnings_are_those_of_the_release(self, number: int) -> None:
+        for release, branch in self.both(number):
+            self.assertEqual(branch["warnings"], release["warnings"])
 
     def check_bits(self, place: str, actual: Any, expected: Any) -> None:
         self.assertEqual(actual.keys(), expected.keys(), place)
@@ -119,10 +121,10 @@ class TestSchedules(DeviceFreeTest):
             if name not in ("collectives", "patterns"):
                 self.assertEqual(actual[name], value, f"{place}, {name}")
 
-    def check_collectives(self, number: int, base: Any, branch: Any) -> None:
+    def check_collectives(self, number: int, release: Any, branch: Any) -> None:
         """See [Note: What may be compared]."""
         for i, (expected, actual, fresh) in enumerate(
-            zip(base, branch, new_patterns(base), strict=True)
+            zip(release, branch, new_patterns(release), strict=True)
         ):
             place = f"schedule {number}, step {i}: {draw(number)}"
             calls = actual["collectives"]
@@ -135,8 +137,8 @@ class TestSchedules(DeviceFreeTest):
     def test_steps_that_repeat_compare_nothing(self) -> None:
         steady = 0
         for results in (pair for n in range(SCHEDULES) for pair in self.both(n)):
-            base, branch = results[0]["steps"][:-1], results[1]["steps"][:-1]
-            for i, fresh in enumerate(new_patterns(base)):
+            release, branch = results[0]["steps"][:-1], results[1]["steps"][:-1]
+            for i, fresh in enumerate(new_patterns(release)):
                 if i >= FREE_STEPS and fresh == 0:
                     calls = branch[i]["collectives"]
                     self.assertEqual([*filter(is_comparison, calls)], [])
@@ -145,9 +147,9 @@ class TestSchedules(DeviceFreeTest):
 
     # Whether the schedules are what they are meant to be #
 
-    def test_no_comparison_is_the_bases_own(self) -> None:
-        for base, _ in (pair for n in range(SCHEDULES) for pair in self.both(n)):
-            for step in base["steps"][:-1]:
+    def test_the_release_compares_nothing(self) -> None:
+        for release, _ in (pair for n in range(SCHEDULES) for pair in self.both(n)):
+            for step in release["steps"][:-1]:
                 self.assertGreater(len(step["collectives"]), 0)
                 self.assertFalse(any(map(is_comparison, step["collectives"])))
 

@@ -25,7 +25,7 @@ import pytest
 
 from fsdp_build import REPOSITORY
 from fsdp_build.utils import digest_of
-from fsdp_common.utils import BASE_ROOT
+from fsdp_common.utils import RELEASE_ROOT
 
 from tools import apply_to_checkout
 from tools.setup_helpers import tree, wheel
@@ -803,7 +803,7 @@ class TestCheckout(TreeTestCase):
 
 EDITED = {edit.file for change in SERIES for edit in change.edits}
 needs_release = unittest.skipIf(
-    wheel.unpacked_version(BASE_ROOT).partition("+")[0] != RELEASE,
+    wheel.unpacked_version(RELEASE_ROOT).partition("+")[0] != RELEASE,
     "needs the release that the series is for",
 )
 
@@ -813,13 +813,13 @@ def make_checkout(checkout: Path) -> None:
     Makes a git tree that is shaped like upstream's, of the release, and can be run: the
     files that the series edits, and links to all others.
     """
-    links = tree.plan_links(BASE_ROOT, BASE_ROOT, EDITED)
+    links = tree.plan_links(RELEASE_ROOT, RELEASE_ROOT, EDITED)
     tree.lay_links(checkout, {p: links[p] for p in links.keys() - EDITED})
     for path in EDITED:
-        (checkout / path).write_bytes((BASE_ROOT / path).read_bytes())
+        (checkout / path).write_bytes((RELEASE_ROOT / path).read_bytes())
     (checkout / ".gitignore").write_text("__pycache__\n")
     # Where the branch's own tests look for the release
-    (checkout.parent / "base").symlink_to(BASE_ROOT)
+    (checkout.parent / "base").symlink_to(RELEASE_ROOT)
     make_git(checkout, ".gitignore", *EDITED)
 
 
@@ -869,7 +869,7 @@ class TestOnRelease(TestCase):
         for edit in (edit for change in SERIES for edit in change.edits):
             for anchor in (edit.within, *edit.anchor):
                 self.assertNotIn("\n", anchor)
-            theirs = self.runs_of_lines((BASE_ROOT / edit.file).read_text())
+            theirs = self.runs_of_lines((RELEASE_ROOT / edit.file).read_text())
             self.assertEqual(self.runs_of_lines(edit.code) & theirs, set(), edit.scope)
 
     def runs_of_lines(self, text: str, numel: int = 5) -> set[tuple[str, ...]]:
@@ -905,9 +905,9 @@ class TestOnReleaseInPlace(TreeTestCase):
         super().setUp()
         self.series = SERIES
         shutil.rmtree(self.tree)
-        record = f"{next(BASE_ROOT.glob('torch-*.dist-info')).name}/RECORD"
+        record = f"{next(RELEASE_ROOT.glob('torch-*.dist-info')).name}/RECORD"
         for path in (*EDITED, record):
-            self.put(path, (BASE_ROOT / path).read_bytes().decode())
+            self.put(path, (RELEASE_ROOT / path).read_bytes().decode())
         self.before = self.state()
 
     def test_undone_byte_for_byte(self):

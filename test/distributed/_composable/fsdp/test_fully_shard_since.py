@@ -47,7 +47,7 @@ SCRIPT = "fsdp_plugins.scenarios"
 
 
 class SinceTest(DeviceFreeTest):
-    base: Results
+    release: Results
     branch: Results
 
     def results_of(self, name: str) -> list[Any]:
@@ -74,16 +74,16 @@ class TestSince215(SinceTest):
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
-        cls.base = run_on(SCRIPT, "--only", *UNIFORM, on_base=True)
+        cls.release = run_on(SCRIPT, "--only", *UNIFORM, on_release=True)
         names = (*UNIFORM, *MIXED)
-        cls.branch = run_on(SCRIPT, "--mixed", "--only", *names, on_base=False)
+        cls.branch = run_on(SCRIPT, "--mixed", "--only", *names, on_release=False)
 
     @parametrize("name", UNIFORM)
     def test_uniform_unit_does_as_the_release(self, name: str) -> None:
-        for base, mine in zip(self.base, self.results_of(name), strict=True):
-            self.assertNotIn("error", base[name])
-            self.assertGreater(len(base[name]), 0)
-            self.assert_equal_bits(mine, base[name])
+        for release, mine in zip(self.release, self.results_of(name), strict=True):
+            self.assertNotIn("error", release[name])
+            self.assertGreater(len(release[name]), 0)
+            self.assert_equal_bits(mine, release[name])
 
     def test_storage_is_kept_until_it_need_not_be(self) -> None:
         for results in self.results_of("mixed_storage_that_is_kept"):
@@ -139,7 +139,7 @@ class TestExtensions(SinceTest):
     def setUpClass(cls) -> None:
         super().setUpClass()
         name = "inputs_that_an_extension_changes"
-        cls.branch = run_on(SCRIPT, "--mixed", "--only", name, on_base=False)
+        cls.branch = run_on(SCRIPT, "--mixed", "--only", name, on_release=False)
 
     def test_extension_gathers_other_inputs_by_turns(self) -> None:
         for results in self.results_of("inputs_that_an_extension_changes"):
@@ -159,15 +159,15 @@ class TestSpmdTypes(SinceTest):
     def setUpClass(cls) -> None:
         super().setUpClass()
         uniform, mixed = "annotated_parameters", "mixed_annotated_parameters"
-        cls.base = run_on(SCRIPT, "--only", uniform, on_base=True)
+        cls.release = run_on(SCRIPT, "--only", uniform, on_release=True)
         names = (uniform, mixed)
-        cls.branch = run_on(SCRIPT, "--mixed", "--only", *names, on_base=False)
+        cls.branch = run_on(SCRIPT, "--mixed", "--only", *names, on_release=False)
 
     def test_uniform_unit_does_as_the_release(self) -> None:
         results = self.results_of("annotated_parameters")
-        for base, mine in zip(self.base, results, strict=True):
-            self.assertNotIn("error", base["annotated_parameters"])
-            self.assert_equal_bits(mine, base["annotated_parameters"])
+        for release, mine in zip(self.release, results, strict=True):
+            self.assertNotIn("error", release["annotated_parameters"])
+            self.assert_equal_bits(mine, release["annotated_parameters"])
 
     def test_annotations_are_there_where_types_are_checked(self) -> None:
         for results in self.results_of("mixed_annotated_parameters"):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_build import REPOSITORY
-from fsdp_common.utils import BASE_ROOT
+from fsdp_common.utils import RELEASE_ROOT
 
 from tools import apply_to_checkout
 from tools.setup_helpers import wheel
@@ -73,14 +73,14 @@ class TestSuperbuild(TestCase):
 
     def checkout(self) -> Path:
         """Makes a git tree of the release's files, with a build that takes no time."""
-        if not BASE_ROOT.is_dir():
+        if not RELEASE_ROOT.is_dir():
             raise unittest.SkipTest("needs the release")
         checkout = self.scratch / "checkout"
-        version = wheel.unpacked_version(BASE_ROOT).partition("+")[0]
+        version = wheel.unpacked_version(RELEASE_ROOT).partition("+")[0]
         digests = json.loads((REPOSITORY / apply_to_checkout.DIGESTS).read_text())
         for path in digests[version]["sha256"]:
             (checkout / path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(BASE_ROOT / path, checkout / path)
+            shutil.copy(RELEASE_ROOT / path, checkout / path)
         (checkout / "version.txt").write_text(f"{version}a0\n")
         (checkout / "setup.py").write_text(SETUP)
         for command in (

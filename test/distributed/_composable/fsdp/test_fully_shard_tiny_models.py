@@ -16,11 +16,11 @@ import pytest
 
 from fsdp_clients.real_models import EXAMPLES
 from fsdp_common.utils import (
-    BASE_ROOT,
     DeviceFreeTest,
     FSDPProcessTest,
     LAUNCHED_RANK,
     record_collectives,
+    RELEASE_ROOT,
     run_python,
     WORLD_SIZE,
 )
@@ -166,12 +166,12 @@ class TestKeptInFP32(DeviceFreeTest):
 
 
 class TestRelease(DeviceFreeTest):
-    def test_base_refuses_each_model(self) -> None:
+    def test_release_refuses_each_model(self) -> None:
         folders = [str(EXAMPLES)]
         code = REFUSED.format(folders=folders)
-        printed = run_python("-c", code, on_base=True)
+        printed = run_python("-c", code, on_release=True)
         found = json.loads(printed.splitlines()[-1])
-        self.assertTrue(found["torch"].startswith(str(BASE_ROOT)))
+        self.assertTrue(found["torch"].startswith(str(RELEASE_ROOT)))
         self.assertEqual([*found["errors"]], [*TINY_MODELS])
         refusal = (
             "AssertionError: FSDP expects uniform original parameter dtype but got"

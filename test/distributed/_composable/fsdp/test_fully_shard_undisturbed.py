@@ -2,9 +2,9 @@
 
 """
 Who mixes no dtypes pays for nothing that mixing needs: copy-in takes no more memory
-than the base release's, plans outlive an explicit unshard, offloaded shards are moved
-one at a time, inputs are looked at once, hooks of who does not compile know nothing of
-the compiler, and an error that is not about other ranks does not speak of them.
+than the release's, plans outlive an explicit unshard, offloaded shards are moved one at
+a time, inputs are looked at once, hooks of who does not compile know nothing of the
+compiler, and an error that is not about other ranks does not speak of them.
 
 What plugins use is in ``test_fully_shard_plugins.py``, whole schedules of steps are in
 ``test_fully_shard_schedules.py``.
@@ -75,12 +75,12 @@ class TestMemory(DeviceFreeTest):
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
-        printed = run_python("-m", SCRIPT, on_base=True), run_forked(SCRIPT)
-        cls.base, cls.branch = (json.loads(t.splitlines()[-1]) for t in printed)
+        printed = run_python("-m", SCRIPT, on_release=True), run_forked(SCRIPT)
+        cls.release, cls.branch = (json.loads(t.splitlines()[-1]) for t in printed)
 
-    def test_uniform_units_take_at_most_what_the_base_takes(self) -> None:
-        self.assertEqual(self.base.keys(), {*CASES, *ALONE})
-        for name, nbytes in self.base.items():
+    def test_uniform_units_take_at_most_what_the_release_takes(self) -> None:
+        self.assertEqual(self.release.keys(), {*CASES, *ALONE})
+        for name, nbytes in self.release.items():
             self.assertLessEqual(self.branch[name], nbytes, name)
 
     def test_one_odd_gradient_takes_its_own_bytes_alone(self) -> None:
@@ -92,13 +92,13 @@ class TestMemory(DeviceFreeTest):
         # And a copy that the kernel for CPUs makes of what stands in for it
         own = ODD_NUMEL * (2 * BF16.itemsize + FP32.itemsize + FP32.itemsize)
         self.assertLessEqual(self.branch["fp32 and one bf16, reduce fp32"], fused + own)
-        self.assertEqual({*self.branch} - {*self.base}, {*MIXED})
+        self.assertEqual({*self.branch} - {*self.release}, {*MIXED})
 
     def test_a_factor_over_a_single_rank_takes_no_memory(self) -> None:
         """The release makes a buffer for what is divided, and copies that."""
         plain, divided = ALONE
         self.assertEqual(self.branch[divided], self.branch[plain])
-        more = self.base[divided] - self.branch[divided]
+        more = self.release[divided] - self.branch[divided]
         self.assertGreaterEqual(more, ELEMENTS * FP32.itemsize)
 
 

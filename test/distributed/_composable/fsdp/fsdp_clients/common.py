@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from unittest import mock
 
 from fsdp_clients.real_models import EXAMPLES
-from fsdp_common.utils import BASE_ROOT, FSDPProcessTest, run_python
+from fsdp_common.utils import FSDPProcessTest, RELEASE_ROOT, run_python
 
 from _one_process import Step
 
@@ -33,9 +33,9 @@ print(json.dumps([torch.__file__, error]))
 def refusal(module: str) -> str:
     """Returns how the release answers ``one_step`` of a module: "" if it does it."""
     code = ASKED.format(examples=str(EXAMPLES), module=module)
-    printed = run_python("-c", code, on_base=True)
+    printed = run_python("-c", code, on_release=True)
     file, error = json.loads(printed.splitlines()[-1])
-    if not file.startswith(str(BASE_ROOT)):
+    if not file.startswith(str(RELEASE_ROOT)):
         raise AssertionError(f"not the release: {file}")
     return error
 

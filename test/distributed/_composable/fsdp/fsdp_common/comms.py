@@ -214,7 +214,7 @@ class ThreadTest(FSDPThreadTest):
     def reduce_arguments(
         self, unit: FSDPParamGroup, grads: list[torch.Tensor], **changes: Any
     ) -> dict[str, Any]:
-        """Returns what the base takes, in its order."""
+        """Returns what the release takes, in its order."""
         arguments = {
             "fsdp_params": [*unit.fsdp_params],
             "unsharded_grads": grads,
@@ -286,7 +286,7 @@ def count_operators() -> Iterator[Counter[str]]:
         yield counts
 
 
-# Of the base, which compiled graphs are matched with
+# Of the release, which compiled graphs are matched with
 SCHEMAS = {
     "all_gather_copy_in": (
         "fsdp::all_gather_copy_in(Tensor[] all_gather_inputs, Tensor "

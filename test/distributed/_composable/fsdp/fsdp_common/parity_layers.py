@@ -1,6 +1,6 @@
 """
-A small model for scripts whose results are compared between the base and this
-branch, and what they note of it. Written so that either release runs it.
+A small model for scripts whose results are compared between the release and this
+branch, and what they note of it. Written so that either runs it.
 
 The layers multiply in fp32, whatever they store or gather: half matrices are slow
 on some processors.

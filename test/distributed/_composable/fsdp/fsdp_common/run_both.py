@@ -1,5 +1,5 @@
 """
-Runs a module on the base release and on this branch, at the same time, for tests
+Runs a module on the release and on this branch, at the same time, for tests
 that compare what came of it.
 """
 
@@ -13,16 +13,16 @@ from typing import Any
 
 from fsdp_common import kept
 from fsdp_common.run_forked import run_forked
-from fsdp_common.utils import BASE_ROOT, run_anew
+from fsdp_common.utils import RELEASE_ROOT, run_anew
 
 
 # What each rank found
 Results = list[dict[str, Any]]
 
 
-def check_torch(path: str, on_base: bool) -> None:
+def check_torch(path: str, on_release: bool) -> None:
     """Raises if ``path`` is not of the torch that was meant."""
-    if Path(path).is_relative_to(BASE_ROOT) != on_base:
+    if Path(path).is_relative_to(RELEASE_ROOT) != on_release:
         raise AssertionError(f"ran another torch than meant: {path}")
 
 
@@ -36,7 +36,7 @@ def read_results(folder: str | Path) -> Results:
 
 
 def run_on(
-    module: str, *args: str, on_base: bool, env: dict[str, str] | None = None
+    module: str, *args: str, on_release: bool, env: dict[str, str] | None = None
 ) -> Results:
     """
     Runs a module of a package beside the tests. It takes ``--out``. On the release it
@@ -46,25 +46,25 @@ def run_on(
     def run() -> Results:
         with tempfile.TemporaryDirectory() as out:
             command = (module, "--out", out, *args)
-            if on_base or env is not None:
-                printed = run_anew("-m", *command, on_base=on_base, env=env)
+            if on_release or env is not None:
+                printed = run_anew("-m", *command, on_release=on_release, env=env)
             else:
                 printed = run_forked(*command)
-            check_torch(printed.splitlines()[-1], on_base)
+            check_torch(printed.splitlines()[-1], on_release)
             return read_results(out)
 
     what = ("-m", module, *args)
-    return kept.of_release(BASE_ROOT, what, env, run) if on_base else run()
+    return kept.of_release(RELEASE_ROOT, what, env, run) if on_release else run()
 
 
 def run_on_both(module: str, *, only_branch: tuple[str, ...] = ()) -> list[Results]:
     """
-    Returns the base's results and the branch's.
+    Returns the release's results and the branch's.
 
     Args:
         only_branch: Arguments that the module gets on the branch alone.
     """
     with ThreadPoolExecutor() as pool:
-        base = pool.submit(run_on, module, on_base=True)
-        branch = pool.submit(run_on, module, *only_branch, on_base=False)
-    return [base.result(), branch.result()]
+        release = pool.submit(run_on, module, on_release=True)
+        branch = pool.submit(run_on, module, *only_branch, on_release=False)
+    return [release.result(), branch.result()]

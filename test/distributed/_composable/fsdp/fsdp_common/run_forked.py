@@ -24,7 +24,7 @@ def run_forked(module: str, *args: str, timeout: float = 1200) -> str:
     imported, and what is not about how an interpreter starts or ends.
     """
     if torch.accelerator.is_available():  # which a fork could not use
-        return run_anew("-m", module, *args, on_base=False, timeout=timeout)
+        return run_anew("-m", module, *args, on_release=False, timeout=timeout)
     with tempfile.TemporaryDirectory() as folder:
         process = fork_server().Process(target=_run, args=(module, args, folder))
         process.start()

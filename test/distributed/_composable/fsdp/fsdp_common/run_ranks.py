@@ -1,6 +1,6 @@
 """
-Starts the ranks of a script whose results are compared between base and fork.
-Written so that either release runs it.
+Starts the ranks of a script whose results are compared between the release and this
+branch. Written so that either runs it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """
 What the tests of ``fully_shard`` share: a recorder of collectives, small models
 of several dtypes, the base classes of tests that need ranks, and a way to run a
-piece of Python on the base release.
+piece of Python on the release.
 
 A test that needs processes derives from :class:`FSDPProcessTest`: 4 processes on
 the CPU, or NCCL where there are as many devices; under torchrun it joins the
@@ -76,9 +76,9 @@ TESTS = Path(__file__).absolute().parents[1]
 REPO_ROOT = TESTS.parents[3]
 # Where torch is. Set-up keeps the release, unmodified, beside the tree of links
 TREE_ROOT = Path(torch.__file__).absolute().parents[1]
-BASE_ROOT = TREE_ROOT.parent / "base"
+RELEASE_ROOT = TREE_ROOT.parent / "base"
 # Torch's files are compiled once, and not by each process that imports them. Apart
-# from them: the base stays as it came.
+# from them: the release stays as it came.
 BYTECODE_CACHE = {
     "PYTHONDONTWRITEBYTECODE": "",
     "PYTHONPYCACHEPREFIX": str(REPO_ROOT / "build" / "pycache"),
@@ -87,29 +87,31 @@ BYTECODE_CACHE = {
 
 def run_python(
     *args: str,
-    on_base: bool = False,
+    on_release: bool = False,
     env: dict[str, str] | None = None,
     timeout: float = 1200,
 ) -> str:
     """
     Runs the interpreter with ``args``, e.g. ``"-c", code`` or ``"-m", module`` of a
-    package beside the tests, and returns what it prints. ``on_base`` makes ``torch``
-    the base release, and returns what that printed before if nothing has changed.
+    package beside the tests, and returns what it prints. ``on_release`` makes ``torch``
+    the release, and returns what that printed before if nothing has changed.
     """
-    run = functools.partial(run_anew, *args, on_base=on_base, env=env, timeout=timeout)
-    return kept.of_release(BASE_ROOT, args, env, run) if on_base else run()
+    run = functools.partial(
+        run_anew, *args, on_release=on_release, env=env, timeout=timeout
+    )
+    return kept.of_release(RELEASE_ROOT, args, env, run) if on_release else run()
 
 
 def run_anew(
     *args: str,
-    on_base: bool,
+    on_release: bool,
     env: dict[str, str] | None = None,
     timeout: float = 1200,
 ) -> str:
     """Does as ``run_python``, but runs the release whatever it printed before."""
-    if on_base and not BASE_ROOT.is_dir():
-        raise unittest.SkipTest("needs the base release beside the branch")
-    root = BASE_ROOT if on_base else TREE_ROOT
+    if on_release and not RELEASE_ROOT.is_dir():
+        raise unittest.SkipTest("needs the release beside the branch")
+    root = RELEASE_ROOT if on_release else TREE_ROOT
     done = subprocess.run(
         [sys.executable, *args],
         env=environment(root) | (env or {}),

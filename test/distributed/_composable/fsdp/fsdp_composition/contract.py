@@ -1,6 +1,6 @@
 """
 Prints as JSON what the rest of torch, and vendors, use of FSDP's two modules, as
-whatever torch is imported has it. The tests compare the base release and this branch.
+whatever torch is imported has it. The tests compare the release and this branch.
 
 One process, which stands for a rank of four: its group sends nothing.
 """

@@ -3,11 +3,11 @@ Uses sharded towers with what else torch has, with whatever torch is imported, a
 saves what came of it: activation checkpointing, functorch, the compiler, pipelining,
 the memory tracker, the profiler, logging, and the utilities of torch's own tests.
 
-The tests run it once on the base release and once on this branch and compare:
+The tests run it once on the release and once on this branch and compare:
 
 - ``uniform`` towers are cut into the same units in both;
 - ``mixed`` towers are cut into one unit for each dtype with ``--units dtype``, which
-  the base can do, and into blocks of three dtypes with ``--units block``, which
+  the release can do, and into blocks of three dtypes with ``--units block``, which
   only this branch can.
 
 Of the four ranks, two make a mesh, and the two halves take turns; a pipeline takes

@@ -122,7 +122,8 @@ def give_up_twice(model: nn.Module, batches: Batches) -> torch.Tensor:
 
 
 def evaluate_before(model: nn.Module, batches: Batches) -> torch.Tensor:
-    if batches.step > 0:  # the base cannot train what it first gathered for inference
+    # The release cannot train what it first gathered for inference
+    if batches.step > 0:
         with torch.no_grad():
             expected = model(batches[1])
         with torch.inference_mode():

@@ -3,11 +3,11 @@ Uses one feature of ``fully_shard`` at a time with whatever torch is imported, a
 saves what came of it: every step's loss and sharded gradients, the final
 parameters, the order of profiler ranges, the collectives, and what was held.
 
-The tests run it on the base release and on this branch and compare:
+The tests run it on the release and on this branch and compare:
 
 - uniform units are cut alike in both;
 - mixed units are blocks of three dtypes with ``--units block``, and one unit for
-  each dtype with ``--units dtype``, as the base wants them;
+  each dtype with ``--units dtype``, as the release wants them;
 - with ``--units block`` what should leave no trace in the numbers also runs on
   four ranks, beside the default settings.
 
@@ -42,7 +42,7 @@ def cases_to_run(args: argparse.Namespace) -> Iterator[tuple[str, Case, str, int
         for size in case.uniform:
             yield f"uniform {name} {size}", case, "uniform", size
         if args.units == "dtype" and name.startswith("error_"):
-            continue  # what the base would say to other units
+            continue  # what the release would say to other units
         sizes = {*case.mixed}
         if args.units == "block" and case.is_plain:
             sizes.add(4)

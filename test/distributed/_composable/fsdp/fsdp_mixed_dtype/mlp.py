@@ -1,6 +1,6 @@
 """
 The script that pytorch issue 156784 is about: an MLP of two fp32 layers and a
-bf16 one, sharded as one unit over two ranks. The tests run it on the base release,
+bf16 one, sharded as one unit over two ranks. The tests run it on the release,
 which refuses it, and on this branch, which trains it.
 
 It prints the loss of every step as rank 0 has it, exactly.

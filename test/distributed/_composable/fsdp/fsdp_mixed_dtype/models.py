@@ -1,6 +1,6 @@
 """
 The models of the mixed-dtype tests. They keep the parameters of each dtype in a
-module of their own, so that the base release, which wants one dtype in a unit,
+module of their own, so that the release, which wants one dtype in a unit,
 can shard those modules where this branch shards their parent.
 
 Where gradients of several uses meet, there are two of them: a sum of two does not

@@ -2,13 +2,13 @@
 Trains towers in many modes with whatever torch is imported, and saves what came
 of each step.
 
-The tests run it once on the base release and once on this branch, with the same
-seeds and batches, and compare the two bit for bit:
+The tests run it once on the release and once on this branch, with the same seeds
+and batches, and compare the two bit for bit:
 
 - uniform modes cut the same model into the same units in both;
-- mixed modes cut it into one unit for each dtype with ``--units dtype``, which
-  the base can do, and into blocks of three dtypes with ``--units block``, which
-  only this branch can;
+- mixed modes cut it into one unit for each dtype with ``--units dtype``, which the
+  release can do, and into blocks of three dtypes with ``--units block``, which only
+  this branch can;
 - modes with overrides cut it alike, into one unit for each policy or into blocks
   whose policy has an override for each parameter.
 
@@ -97,7 +97,7 @@ def accumulate(
 
 
 def accumulate_in_turns(model: Tower, batches: Batches) -> torch.Tensor:
-    if batches.step == 0:  # the base must have run a unit once
+    if batches.step == 0:  # the release must have run a unit once
         return one_backward(model, batches)
     return accumulate(model, batches, skips=((0,), (1,)))
 
@@ -262,7 +262,7 @@ def sum_only(model: Tower) -> None:
 
 
 def divide_by_six(model: Tower) -> None:
-    sum_only(model)  # gloo cannot scale while it sums, and the base would have it
+    sum_only(model)  # gloo cannot scale while it sums, and the release would have it
     for unit in units_of(model):
         unit.set_gradient_divide_factor(6.0)
 
@@ -392,7 +392,7 @@ OVERRIDE_MODES: dict[str, Mode] = {
         _OVERRIDES, kwargs={"shard_placement_fn": shard_last_dim}
     ),
     "frozen": replace(_OVERRIDES, prepare=freeze_some),
-    # The base forgets the dtypes of a unit that was frozen whole (pytorch 186998)
+    # The release forgets the dtypes of a unit that was frozen whole (pytorch 186998)
     "unfrozen_later": replace(
         _OVERRIDES, prepare=freeze_matrices, step=unfreeze_after_first_step
     ),

@@ -3,9 +3,9 @@ Does with sharded models what plugins and trainers outside of torch do, with wha
 torch is imported, and saves what came of it: names that they read, write, call and
 replace, and what their replacements then see.
 
-The tests run it on the base release and on this branch and compare. A scenario that
+The tests run it on the release and on this branch and compare. A scenario that
 raises is saved as its error, so that each of them is told apart. With ``--mixed``
-scenarios whose units have several dtypes are run too, which the base refuses.
+scenarios whose units have several dtypes are run too, which the release refuses.
 
 The scenarios lie in a file for each part of torch that plugins reach into.
 """

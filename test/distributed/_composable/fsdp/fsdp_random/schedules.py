@@ -3,9 +3,9 @@ Runs random schedules of training steps over units of one dtype with whatever to
 imported, and saves what came of them: the bits of losses, gradients and parameters,
 every call of a collective in order, and the warnings.
 
-The tests run it once on the base release and once on this branch and compare. A
-schedule is drawn from its number alone, so that all ranks and both releases have the
-same ones. What the base does not get right is not drawn:
+The tests run it once on the release and once on this branch and compare. A schedule is
+drawn from its number alone, so that all ranks of both have the same ones. What the
+release does not get right is not drawn:
 
 - gradients of other parameters in microbatches that share one all-reduce, or of
   other parameters of a unit in those that share one reduction;
@@ -116,7 +116,7 @@ def draw(number: int) -> Schedule:
     reshard = rng.choice(reshards) if is_sharded else None
     policies = ((None, None), (None, None), (BF16, FP32), (BF16, None), (None, BF16))
     policy, stored = rng.choice(policies), rng.choice((FP32, FP32, FP32, BF16))
-    # Resharded over fewer ranks, columns divide by neither in the base
+    # Resharded over fewer ranks, columns divide by neither in the release
     shards_columns = is_sharded and reshard != 2 and rng.random() < 0.3
     may_freeze_blocks = policy == (None, None) and stored == FP32
     steps = (

@@ -4,8 +4,8 @@ torch is imported, and lets the groups' post-backwards come in every order. Save
 bits of losses, gradients and parameters, and how many reductions' inputs were held
 after each post-backward.
 
-The tests run it on the base release and on this branch and compare. With ``--mixed``
-units of several dtypes are run too, which the base refuses.
+The tests run it on the release and on this branch and compare. With ``--mixed``
+units of several dtypes are run too, which the release refuses.
 """
 
 from __future__ import annotations
