@@ -187,6 +187,42 @@ class TestDocs(FakeGroupTest):
             moved = param.to_local() - full[name].chunk(2)[0]
             self.assertAlmostEqual(moved.abs().max().item(), 1e-4, delta=2e-5)
         self.assertEqual(len(names["optimizer"].state), 2)
+        self.assertEqual(names["model"][1].scale.tolist(), [0.125] * 8)
+
+    def meta_recipe(self, *edits: tuple[str, str]) -> str:
+        """Returns the code of the recipe from the meta device, with edits."""
+        code = recipes(MORE)[1]["From the meta device to a loaded model"]
+        for old, new in edits:
+            self.assertEqual(code.count(old), 1)
+            code = code.replace(old, new)
+        return code
+
+    def test_from_the_meta_device_without_to_empty(self) -> None:
+        # What the page says of a checkpoint that is narrower than the model
+        narrow = (".state_dict()  #", ".bfloat16().state_dict()  #")
+        names: dict[str, Any] = {}
+        self.sent_by(self.meta_recipe(narrow), MORE, names)
+        self.assertEqual({p.dtype for p in names["model"].parameters()}, {FP32})
+
+        without = self.meta_recipe(narrow, ('model.to_empty(device="cpu")\n', ""))
+        error = "Tensor on device meta is not on the expected device cpu!"
+        self.assertIn(error, " ".join(MORE.read_text().split()))
+        names = {}
+        with self.assertRaisesRegex(RuntimeError, error):
+            self.sent_by(without, MORE, names)
+        # Of the shards: the model is unsharded
+        shards = names["optimizer"].param_groups[0]["params"]
+        self.assertEqual({p.dtype for p in shards}, {BF16})
+        self.assertEqual({p.device.type for p in shards}, {"cpu"})
+        self.assertEqual(names["model"][1].scale.device.type, "meta")
+
+    def test_from_the_meta_device_with_a_key_missing(self) -> None:
+        lacking = ("with torch.device", 'del full["0.weight"]\nwith torch.device')
+        with self.assertRaises(AssertionError):
+            self.sent_by(self.meta_recipe(lacking), MORE)
+        # Nothing else tells
+        checked = "assert model.state_dict().keys() == full.keys()\n"
+        self.sent_by(self.meta_recipe(lacking, (checked, "")), MORE)
 
     def test_summary_is_what_the_page_shows(self) -> None:
         preamble, codes = recipes()
