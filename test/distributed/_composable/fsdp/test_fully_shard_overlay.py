@@ -155,6 +155,17 @@ class TestOverlay(SiteTestCase):
         self.assertIn("no overlay", self.overlay.undo())
         self.assertEqual(self.state(), self.release)
 
+    def test_files_that_environments_share_by_hard_links(self):
+        # What is written into such a file is in the cache, and in other environments
+        cache = self.root.parent / "cache"
+        shutil.copytree(self.site, cache, copy_function=os.link)
+        self.overlay.lay()
+        self.assert_laid()
+        self.assertEqual(self.state(cache), self.release)
+        self.overlay.undo()
+        self.assertEqual(self.state(cache), self.release)
+        self.assertEqual(self.state(), self.release)
+
     def test_twice_is_once(self):
         self.overlay.lay()
         laid = self.state()
