@@ -265,7 +265,7 @@ class TestRanks(GradCommTest):
             return
         specs, how = mixed_specs(ranks), {}
         policy = policy_of_several()
-        if not is_cast:  # what is copied in as bytes
+        if not is_cast:  # what is copied in at once
             specs = [Spec(spec.size, sent_in(i)) for i, spec in enumerate(specs)]
             policy, how = policy_of_several(compute=None), {"as_stored": True}
         module = sharded(specs, mesh, device=THREAD_DEVICE_TYPE, mp_policy=policy)

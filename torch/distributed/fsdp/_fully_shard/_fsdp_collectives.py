@@ -50,7 +50,7 @@ from ._fsdp_copies import (
     accumulate_sharded_grads,
     columns_of,
     copy_each,
-    copy_in_as_bytes,
+    copy_in_at_once,
     copy_in_grads,
     copy_out,
     fill_segment,
@@ -560,7 +560,7 @@ def reduce_buckets(
         and part.unsharded_grads
         and world_size > 1
     ]
-    # Into a buffer of bytes, which one alone does not need
+    # In one buffer. One bucket alone has one dtype.
     joined = sent if len(sent) > 1 else []
     batch = parts
     try:
@@ -610,7 +610,7 @@ def _all_to_all_copy_in(
     )
     buckets = [part.bucket for part in parts]
     grads = [part.unsharded_grads for part in parts]
-    if not copy_in_as_bytes(layout, buckets, grads, buffer, world_size):
+    if not copy_in_at_once(layout, buckets, grads, buffer, world_size):
         columns = columns_of(buffer, layout, world_size)
         for bucket, own_grads, rows in zip(buckets, grads, columns):
             copy_in_grads(bucket, own_grads, rows)

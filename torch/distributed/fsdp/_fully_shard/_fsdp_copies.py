@@ -208,7 +208,7 @@ def columns_of(
     ]
 
 
-def copy_in_as_bytes(
+def copy_in_at_once(
     layout: GatherLayout,
     buckets: Sequence[ReduceBucket],
     grads: Sequence[Sequence[torch.Tensor]],
@@ -216,10 +216,11 @@ def copy_in_as_bytes(
     world_size: int,
 ) -> bool:
     """
-    Copies the gradients of several buckets, the inputs of ``layout``, by one kernel
-    that knows nothing of their dtypes. Returns False if any would have to be cast, or is
-    not dense on dim 0.
+    Copies the gradients of several buckets, the inputs of ``layout``, by one kernel, to
+    which all are viewed in the narrowest dtype. Returns False if any would have to be
+    cast, or is not dense on dim 0.
     """
+    dtype = layout.regions[-1].dtype
     tensors: list[torch.Tensor] = []
     for region in layout.regions:
         for i in region.inputs:
@@ -227,9 +228,13 @@ def copy_in_as_bytes(
                 is_dense = slot.shard_dim == 0 and grad.is_contiguous()
                 if not is_dense or grad.dtype != region.dtype:
                     return False
-                tensors.append(grad.unsqueeze(-1).view(buffer.dtype))
+                if region.dtype != dtype:
+                    grad = grad.unsqueeze(-1).view(dtype)
+                tensors.append(grad)
+    buffer = buffer.view(dtype)
     if layout.padding_nbytes:
-        tensors.append(buffer.new_zeros(world_size * layout.split_sizes[-1]))
+        numel = world_size * layout.padding_nbytes // dtype.itemsize
+        tensors.append(buffer.new_zeros(numel))
     foreach_reduce_scatter_copy_in(tensors, buffer, world_size)
     return True
 
