@@ -671,7 +671,6 @@ def _reduce_together(
         reduction.gradient_divide_factor,
         reduction.force_sum_reduction_for_comms,
     )
-    defers_all_reduce = reduction.defers_all_reduce
     whole, pieces = None, [None]
     if len(parts) > 1:
         dtype, numels = parts[0].bucket.dtype, [p.bucket.shard_numel for p in parts]
@@ -681,21 +680,19 @@ def _reduce_together(
     for part, piece in zip(parts, pieces, strict=True):
         reduced = _reduce_scatter(reduction, part, world_size, factors, piece)
         target = part.fsdp_params, part.bucket, reduced
-        if part.is_extended and not defers_all_reduce:
+        if part.is_extended and not reduction.defers_all_reduce:
             target = in_common_order(*target)
         if piece is not None and target[2] is not piece:
             target = (*target[:2], piece.copy_(target[2]))
         targets.append(target)
     output = targets[0][2] if whole is None else whole
-    stream, reduce_input = (
-        reduction.reduce_scatter_stream,
-        parts[0].reduce_scatter_input,
-    )
-    scattered = stream.record_event()
-    if defers_all_reduce:
-        event = scattered
-        return [ReduceResult(reduce_input, event, stream, event, None, None, output)]
-    all_reduces = reduction.all_reduce_group or reduction.all_reduce_hook
+    stream = reduction.reduce_scatter_stream
+    reduce_input = parts[0].reduce_scatter_input
+    scattered = done = stream.record_event()
+    if reduction.defers_all_reduce:
+        return [ReduceResult(reduce_input, done, stream, done, None, None, output)]
+    group, hook = reduction.all_reduce_group, reduction.all_reduce_hook
+    all_reduces = group is not None or hook is not None
     use_stream = NO_RANGE
     if all_reduces:
         stream = reduction.all_reduce_stream
