@@ -335,12 +335,12 @@ from unittest import mock
 import _gpu_right
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 found = []
-original = collectives.Reduction.divide_factors
-def doubled(reduction, bucket):
-    twice = 2 * reduction.shard_world_size
-    return original(reduction._replace(gradient_divide_factor=twice), bucket)
+original = collectives.get_divide_factors
+def doubled(key, shard_group, replicate_group, device_type, factor, *args):
+    twice = 2 * shard_group.size()
+    return original(key, shard_group, replicate_group, device_type, twice, *args)
 for function in (original, doubled):
-    with mock.patch.object(collectives.Reduction, "divide_factors", function):
+    with mock.patch.object(collectives, "get_divide_factors", function):
         request = {"case": "uniform", "way": "branch", "backend": "threaded"}
         found.append(len(_gpu_right.measure(device="cpu", **request)["beyond"]))
 print(json.dumps(found))

@@ -693,12 +693,11 @@ def _reduce_together(
         return [ReduceResult(reduce_input, done, stream, done, None, None, output)]
     group, hook = reduction.all_reduce_group, reduction.all_reduce_hook
     all_reduces = group is not None or hook is not None
-    use_stream = NO_RANGE
     if all_reduces:
         stream = reduction.all_reduce_stream
         stream.wait_stream(reduction.reduce_scatter_stream)
-        use_stream = _get_device_handle(reduction.device.type).stream(stream)
-    with use_stream:
+    handle = _get_device_handle(reduction.device.type)
+    with handle.stream(stream) if all_reduces else NO_RANGE:
         if all_reduces:
             _all_reduce(reduction, parts, output, factors[3])
         _div_if_needed(output, factors[1])
