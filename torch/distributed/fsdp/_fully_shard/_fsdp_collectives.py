@@ -560,7 +560,7 @@ def reduce_buckets(
         and part.unsharded_grads
         and world_size > 1
     ]
-    # In one buffer. One bucket alone has one dtype.
+    # Copied into one buffer. A single bucket is copied in as for a reduce-scatter.
     joined = sent if len(sent) > 1 else []
     batch = parts
     try:
@@ -664,7 +664,7 @@ def _reduce_together(
 ) -> list[ReduceResult]:
     """Reduces buckets of one all-reduce, from the stream of the reduce-scatter."""
     factors = get_divide_factors(
-        parts[0].bucket.key,  # which the others' factors agree with
+        parts[0].bucket.key,  # the others have the same factors
         reduction.reduce_scatter_group,
         reduction.all_reduce_group,
         reduction.device.type,

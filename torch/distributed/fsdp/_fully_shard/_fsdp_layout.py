@@ -239,7 +239,7 @@ class ReduceSlot:
     param: int  # position in the unit's list of parameters
     grad_dtype: torch.dtype | None  # of the sharded gradient, None: as reduced
     shard_numel: int  # of one rank's padded shard
-    shard_dim: int = 0
+    shard_dim: int = 0  # of the gradient that is copied in
 
 
 @dataclass(frozen=True)
