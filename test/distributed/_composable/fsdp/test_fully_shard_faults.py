@@ -236,7 +236,7 @@ class TestExceptions(FSDPProcessTest):
             self.assertTrue(group.is_sharded)
             self.assertIsNone(group._all_gather_result)
             self.assertEqual(
-                (group._partial_reduces, group._all_reduce_states), ({}, [])
+                (group._partial_reduces, ctx.all_reduce_states), ({}, [])
             )
             self.assertIsNone(group._post_reduce_event)
             self.assertEqual(

@@ -1,3 +1,5 @@
+# Owner(s): ["oncall: distributed"]
+
 """
 ``grad_comm_dtype``: gradients that are sent in one dtype and added in another, in an
 order that does not depend on the mesh.
@@ -748,6 +750,17 @@ class TestSettings(GradCommTest):
             self.assertTrue(
                 bool((grad == torch.tensor(6e4, dtype=FP16).to(spec.dtype)).all())
             )
+
+    def test_sums_in_fp16_are_divided_before(self):
+        """By a power of two that depends on the number of ranks alone."""
+        value = 1.5 * 2**16 / self.world_size  # whose sum fp16 does not hold
+        half = policy(FP16, FP16, param_dtype=FP16)
+        for mesh in self.meshes().values():
+            module = self.module(mesh, mp_policy=half)
+            weights = [torch.full(spec.size, value, dtype=FP16) for spec in self.SPECS]
+            module([w.to(THREAD_DEVICE_TYPE) for w in weights]).backward()
+            for grad in self.full_grads(module):
+                self.assertEqual({*grad.double().flatten().tolist()}, {value})
 
     def test_hook_sees_the_sum(self):
         module = self.module()

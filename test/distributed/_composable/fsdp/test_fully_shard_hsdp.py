@@ -1,3 +1,5 @@
+# Owner(s): ["oncall: distributed"]
+
 """
 Gradients of mixed dtypes over shards and replicas: HSDP, replicate, microbatches
 that sync in different ways, divide factors, the all-reduce hook, and tensor
@@ -11,6 +13,7 @@ compare with their mean over ranks and microbatches in fp64. The bound is
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_common.release_rules import (
+    FOLLOWS_GRAD_DTYPE,
     REDUCE_ARGUMENTS,
     REDUCE_KEYWORDS,
     summed_apart_dtype,
@@ -46,11 +50,14 @@ from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     fully_shard,
     MixedPrecisionPolicy,
+    set_reduce_bucket_cap,
 )
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import distribute_tensor, DTensor, Replicate, Shard
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.common_distributed import spawn_threads_and_init_comms
 from torch.testing._internal.common_utils import run_tests, TestCase
 
@@ -173,7 +180,7 @@ def check_schedule(
         bound = rounding_bound(name, ranks, schedule, policy)
         assert (error <= bound).all(), f"{name}: {error.max()} over {bound.min()}"
     group = group_of(model)
-    assert not group._partial_reduces and not group._all_reduce_states
+    assert not group._partial_reduces and not group.comm_ctx.all_reduce_states
     assert not group.comm_ctx.reduce_scatter_states
     return model
 
@@ -313,6 +320,32 @@ class TestProcesses(FSDPProcessTest):
             grad = torch.full((4,), value, device=self.device)
             model(x, {"p": grad}).sum().backward()
         self.assertEqual(full_grad(model.p), torch.full((4,), 257.0).double())
+
+    def test_microbatches_add_up_in_a_wider_grad_dtype(self):
+        """Which users have set: bf16 would add up 256, 1 and -256 to 0."""
+        dtype = torch.bfloat16
+        setters = "set_requires_all_reduce", "set_requires_gradient_sync"
+        for setter, reduce_dtype in itertools.product(setters, (dtype, None)):
+            policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+            model = GivenGrads({"p": ((4,), dtype), "q": ((4,), dtype)})
+            model = model.to(self.device)
+            for param in model.parameters():
+                param.grad_dtype = torch.float32
+            fully_shard(model, mesh=hybrid_mesh(2), mp_policy=policy)
+            for i, value in enumerate((256.0, 1.0, -256.0)):
+                getattr(model, setter)(i == 2)
+                x = torch.zeros(1, requires_grad=True, device=self.device)
+                grad = torch.full((4,), value, device=self.device, dtype=dtype)
+                # The last microbatch leaves one out, and another the other
+                grads = {"p": grad} | ({"q": grad} if i != 2 else {})
+                model(x, grads).sum().backward()
+            with self.subTest(f"{setter}, {reduce_dtype}"):
+                self.assertEqual(full_grad(model.p), torch.full((4,), 1.0).double())
+                # 257, which bf16 rounds to 256 where it is what all ranks add
+                in_fp32 = FOLLOWS_GRAD_DTYPE and reduce_dtype is None
+                expected = torch.full((4,), 257.0 if in_fp32 else 256.0).double()
+                self.assertEqual(full_grad(model.q), expected)
+                self.assertEqual(model.p.grad.dtype, torch.float32)
 
     def test_replicas_use_the_same_parameters_in_another_order(self):
         self.check_parameters_in_another_order()
@@ -553,6 +586,107 @@ class TestRandomSchedules(TestCase):
             check_schedule(dist.get_rank(), thread_mesh(*mesh_shape), schedule, policy)
 
         run(self)
+
+
+class Layers(nn.ModuleList):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            x = layer(x, {"weight": torch.ones(64, 64), "gain": torch.ones(64)})
+        return x
+
+
+class TestBuffers(FakeGroupTest):
+    """How long reduced buffers live, and what gradients keep alive."""
+
+    ranks = 4
+
+    def make(
+        self,
+        layers: int,
+        is_mixed: bool,
+        *,
+        api: Callable[..., Any] = fully_shard,
+        **kwargs: Any,
+    ) -> Any:
+        dtypes = (torch.bfloat16, torch.float32 if is_mixed else torch.bfloat16)
+        shapes = {"weight": ((64, 64), dtypes[0]), "gain": ((64,), dtypes[1])}
+        model = Layers(GivenGrads(shapes) for _ in range(layers))
+        for layer in model:
+            api(layer, **kwargs)
+        return api(model, **kwargs)
+
+    def backward(self, model: nn.Module) -> None:
+        model(torch.zeros(1, requires_grad=True)).sum().backward()
+
+    def mesh(self) -> DeviceMesh:
+        return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+    def test_few_reduced_buffers_are_alive(self) -> None:
+        """Those of this unit and of the one before, however many units there are."""
+        allocate = _fsdp_collectives.allocate_reduce_buffer
+
+        def most_alive(layers: int, is_mixed: bool, mode: str) -> int:
+            policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+            mesh = self.mesh() if mode != "hook" else self.mesh()["shard"]
+            model = self.make(layers, is_mixed, mesh=mesh, mp_policy=policy)
+            if mode == "hook":
+                for unit in (*model, model):
+                    unit.set_all_reduce_hook(lambda _: None)
+            alive: list[StorageWeakRef] = []
+            counts: list[int] = []
+
+            def noting(*args: Any) -> torch.Tensor:
+                buffer = allocate(*args)
+                alive.append(StorageWeakRef(buffer.untyped_storage()))
+                counts.append(sum(not ref.expired() for ref in alive))
+                return buffer
+
+            with mock.patch.object(
+                _fsdp_collectives, "allocate_reduce_buffer", noting
+            ):
+                for is_last in (False, True) if mode == "deferred" else (True,):
+                    model.set_requires_all_reduce(is_last)
+                    counts.clear()
+                    self.backward(model)
+            return max(counts) - (layers if mode == "deferred" else 0)
+
+        modes = "plain", "deferred", "hook"
+        for is_mixed, mode in itertools.product((False, True), modes):
+            with self.subTest(f"mixed: {is_mixed}, {mode}"):
+                few = most_alive(4, is_mixed, mode)
+                self.assertLessEqual(few, 5)  # with inputs, of two units and one more
+                self.assertEqual(most_alive(8, is_mixed, mode), few)
+
+    def test_gradients_keep_nothing_else_alive(self) -> None:
+        sent = MixedPrecisionPolicy(
+            grad_comm_dtype=torch.bfloat16,
+            grad_comm_dtype_override_fn=lambda p: (
+                torch.float32 if p.ndim == 1 else None
+            ),
+        )
+        policies = {
+            "none": MixedPrecisionPolicy(),
+            "fp32": MixedPrecisionPolicy(reduce_dtype=torch.float32),
+            "sent": sent,
+        }
+        meshes = {"plain": self.mesh()["shard"], "hsdp": self.mesh()}
+        modes = itertools.product(policies, (*meshes, "replicate"), (None, 1.0))
+        for policy, mesh, cap in modes:
+            kwargs = {"mesh": meshes[mesh]} if mesh in meshes else {}
+            model = self.make(
+                3,
+                is_mixed=True,
+                mp_policy=policies[policy],
+                api=fully_shard if mesh in meshes else replicate,
+                **kwargs,
+            )
+            set_reduce_bucket_cap(model, cap)
+            self.backward(model)
+            grads = [p.grad._local_tensor for p in model.parameters()]
+            storages = {g.untyped_storage().data_ptr(): g for g in grads}
+            held = sum(g.untyped_storage().nbytes() for g in storages.values())
+            with self.subTest(f"{policy}, {mesh}, {cap}"):
+                self.assertLessEqual(held, 1.05 * sum(g.nbytes for g in grads))
 
 
 class TestAssignedPartialReduce(FakeGroupTest):

@@ -31,6 +31,7 @@ from fsdp_features.comms import KeptScatter, SymmMemStub
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_agreement import UnitAgreement
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
@@ -290,6 +291,41 @@ class TestSymmetricMemory(FakeGroupTest):
         self.assertEqual(inputs(), [16, 32, 32] * 2)
         # For the one before, wherever a unit has had one or two of its three
         self.assertEqual([n for n in waited if n % 3], [1, 2, 4, 5])
+
+
+class TestEmptyParameters(FakeGroupTest):
+    """Parameters without elements train like the rest, and take part in nothing."""
+
+    def test_they_get_gradients(self) -> None:
+        class Model(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.weight = torch.nn.Parameter(torch.ones(8, 4))
+                self.rows = torch.nn.Parameter(torch.ones(0, 4, dtype=BF16))
+                self.columns = torch.nn.Parameter(torch.ones(8, 0))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return (x * self.weight).sum() + self.rows.sum() + self.columns.sum()
+
+        mesh = init_device_mesh(
+            "cpu", (2, 4), mesh_dim_names=("replicate", "shard")
+        )
+        for zeros, syncs in itertools.product((False, True), repeat=2):
+            model = fully_shard(Model(), mesh=mesh)
+            model.set_reduce_scatter_unused_params(zeros)
+            seen: list[torch.nn.Parameter] = []
+            for param in model.parameters():
+                param.register_post_accumulate_grad_hook(seen.append)
+            for step in range(2):
+                model.set_requires_gradient_sync(syncs or step == 1)
+                with record_collectives() as calls:
+                    model(torch.ones(8, 4)).backward()
+                if syncs or step == 1:
+                    self.assertEqual([c.numel for c in calls.reduce_scatters], [32])
+            self.assertEqual(len(seen), 6 if syncs else 3)
+            for param in model.parameters():
+                self.assertEqual(param.grad.size(), param.size())
+                self.assertEqual(param.grad.dtype, param.dtype)
 
 
 class TestOrder(FakeGroupTest):

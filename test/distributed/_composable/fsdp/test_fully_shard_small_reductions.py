@@ -61,6 +61,7 @@ from torch.testing._internal.common_utils import (
     parametrize,
     run_tests,
 )
+from torch.utils.checkpoint import checkpoint
 
 
 pytestmark = pytest.mark.long
@@ -178,9 +179,10 @@ class JoinTest(FSDPThreadTest):
         self,
         cap: float | None = 1.0,
         api: Callable[..., Any] = fully_shard,
+        kind: type[nn.Sequential] = nn.Sequential,
         **kwargs: Any,
     ) -> nn.Sequential:
-        model = copy.deepcopy(first_blocks()).to(self.device)
+        model = kind(*copy.deepcopy(first_blocks())).to(self.device)
         kwargs.setdefault(
             "mesh", init_device_mesh(self.device.type, (self.world_size,))
         )
@@ -314,6 +316,24 @@ class TestBackward(JoinTest):
             hidden.register_hook(run_other)
             hidden.float().square().mean().backward()
         self.assert_same_grads(*models)
+
+    def test_reentrant_checkpoints(self):
+        """Each segment runs a backward of its own inside of the root's."""
+
+        class Checkpointed(nn.Sequential):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                for block in self:
+                    x = checkpoint(block, x, use_reentrant=True)
+                return x
+
+        for is_last, expected in ((True, DTYPES), (False, DTYPES * BLOCKS)):
+            plain, joined = self.pair(kind=Checkpointed)
+            for model in (plain, joined):
+                model.set_is_last_backward(is_last)
+            self.loss(plain).backward()
+            found = reductions(joined, self.loss(joined).backward)
+            self.assertEqual(found, expected)
+            self.assert_same_grads(plain, joined)
 
     def test_without_sync(self):
         plain, joined = self.pair()

@@ -27,7 +27,7 @@ _reset_iter_state > _order_gathers_after_reshard #0     the next root forward
                                                         current stream; what
                                                         matters is that the event
                                                         is dropped
-recycle_reduce_scatter_inputs > wait_event #1           the memory goes back to
+recycle_reduce_buffers > wait_event #1           the memory goes back to
                                                         the stream that has waited
                                                         already; it bounds how
                                                         many inputs are there at
@@ -62,7 +62,7 @@ from fsdp_streams.devices import Event, Stream
 from fsdp_streams.sites import find_sites, Site
 
 import torch
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import (
     _fsdp_copies as copies,
 )
@@ -91,7 +91,7 @@ UNSEEN = frozenset(
         "_reset_iter_state > _wait_for_post_backward #0",
         "_reset_iter_state > _order_gathers_after_reshard #0",
         "post_backward > _wait_current_stream #0",
-        "recycle_reduce_scatter_inputs > wait_event #1",
+        "recycle_reduce_buffers > wait_event #1",
         "release_all_gather_state_on_current_stream > wait_event #0",
     )
 )
@@ -166,6 +166,28 @@ class TestSchedules(DeviceFreeTest):
         self.assertEqual(parts, [True, True, True, False] * 6)
         self.assertTrue(all(waited for is_part, waited in waits if is_part))
         self.assertIn((False, False), waits)
+
+    @pytest.mark.quick
+    @parametrize("shape", [(4,), (2, 2)])
+    def test_a_shared_input_is_held_for_the_last_bucket(self, shape: tuple) -> None:
+        """The first and the last bucket are sent by one all-to-all, the second is not."""
+
+        def dtype_by_dim(of_vectors: torch.dtype, of_matrices: torch.dtype | None):
+            return lambda p: of_matrices if p.ndim == 2 else of_vectors
+
+        fp64, fp32, bf16 = torch.float64, torch.float32, torch.bfloat16
+        policy = MixedPrecisionPolicy(
+            param_dtype=fp32,
+            reduce_dtype_override_fn=dtype_by_dim(fp64, fp32),
+            grad_comm_dtype_override_fn=lambda p: (
+                None if p.dtype is torch.float16 else fp32 if p.ndim == 1 else bf16
+            ),
+        )
+
+        def train(kit: Kit) -> None:
+            kit.train(kit.sharded_net(mesh=kit.mesh(*shape), mp_policy=policy))
+
+        self.assertEqual(unordered(record_alone(train, "mixed", watched=MODULES)), [])
 
     @parametrize("kind", [*KINDS])
     def test_devices_are_told_who_reads_gradients(self, kind: str) -> None:
@@ -255,8 +277,8 @@ BROKEN = {
         forgets(_CONTEXT, "reduce_scatter_states"),
         ("implicit_prefetch", "two_input_buffers", "hsdp", "one_rank"),
     ),
-    "_all_reduce_states": (
-        forgets(_GROUP, "_all_reduce_states"),
+    "all_reduce_states": (
+        forgets(_CONTEXT, "all_reduce_states"),
         ("hsdp", "hsdp_deferred", "all_reduce_hook"),
     ),
     "input of one rank": (scattered_too_early, ("one_rank",)),

@@ -58,7 +58,7 @@ from ._fsdp_copies import (
     in_common_order,
     view_by_rank,
 )
-from ._fsdp_dtypes import bucket_key
+from ._fsdp_dtypes import accumulation_dtype, bucket_key
 from ._fsdp_errors import explain_all_to_all, explain_copy_in, explain_reduction
 from ._fsdp_fast_paths import without_grad
 from ._fsdp_layout import (
@@ -352,6 +352,14 @@ class BucketGrads:
         self.new_numel = (
             bucket.starts[count] if self.is_extended else bucket.shard_numel
         )
+
+    @property
+    def partial_dtype(self) -> torch.dtype:
+        """What partial reduces are added in: the widest of the parameters'."""
+        dtype = self.bucket.dtype
+        for fsdp_param in self.fsdp_params:
+            dtype = accumulation_dtype(fsdp_param, dtype)
+        return dtype
 
 
 def join_parts(parts: Sequence[BucketGrads]) -> BucketGrads:
@@ -697,12 +705,14 @@ def _reduce_together(
         stream = reduction.all_reduce_stream
         stream.wait_stream(reduction.reduce_scatter_stream)
     handle = _get_device_handle(reduction.device.type)
+    # As views, gradients keep all of the output alive: so all of them, or none
+    as_views = not any(part.bucket.needs_casts for part in parts)
     with handle.stream(stream) if all_reduces else NO_RANGE:
         if all_reduces:
             _all_reduce(reduction, parts, output, factors[3])
         _div_if_needed(output, factors[1])
         for target in targets:
-            accumulate_sharded_grads(*target, stream, current_stream)
+            accumulate_sharded_grads(*target, as_views, stream, current_stream)
         done = stream.record_event()
     # Held as well if it was allocated in another stream, where the allocator must not
     # hand out its memory before this one has read it
@@ -732,9 +742,12 @@ def _reduce_scatter(
     if reduce_input is None:
         if partial is None:
             raise AssertionError("Expects gradients or a partial result to reduce")
-        return partial
+        if reduction.defers_all_reduce:
+            return partial
+        return partial.to(bucket.dtype)
     comm, numel = reduction.reduce_scatter_comm, bucket.shard_numel
-    _div_if_needed(reduce_input, factors[0])
+    new_grads = reduce_input if part.received is None else part.received
+    _div_if_needed(new_grads, factors[0])
     if (
         world_size == 1
         and output is None
@@ -762,6 +775,9 @@ def _reduce_scatter(
     else:  # what has been sent is needed no more
         add_in_tree(part.received, new, reduce_input)
         part.received = None
+    if reduction.defers_all_reduce and part.partial_dtype != output.dtype:
+        wider = output.to(part.partial_dtype)
+        return wider if partial is None else wider.add_(partial)
     if partial is not None:
         output += partial
     return output.clone() if is_own and reduction.reuses_output else output

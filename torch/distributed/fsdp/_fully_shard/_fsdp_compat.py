@@ -96,7 +96,9 @@ class PluginNames:
 
     @property
     def _all_reduce_state(self: Any) -> Any:
-        return self._all_reduce_states[-1] if self._all_reduce_states else None
+        all_held = getattr(self.comm_ctx, "all_reduce_states", [])  # from the root on
+        own = [held for held in all_held if held.param_group is self]
+        return own[-1].states[-1] if own else None
 
     @property
     def _all_gather_output(self: Any) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
 from typing import Any, NamedTuple
@@ -10,7 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.device_mesh import _get_device_handle
 
-from ._fsdp_collectives import AllGatherResult, BucketGrads, join_parts, Reduction
+from ._fsdp_collectives import (
+    AllGatherResult,
+    BucketGrads,
+    join_parts,
+    ReduceResult,
+    Reduction,
+)
 from ._fsdp_common import TrainingState
 from ._fsdp_layout import bucket_rank, BucketKey
 from ._fsdp_observers import range_of
@@ -40,13 +46,19 @@ class _GradientReductionState:
 
 
 class AllReduceState(NamedTuple):
-    """
-    A bucket's reduced buffer, held until ``event``: else the stream that allocated it,
-    of the reduce-scatter, could reuse its memory while the all-reduce reads it.
-    """
+    """A bucket's reduced buffer, which the all-reduce reads and writes until ``event``."""
 
     all_reduce_input: torch.Tensor
     event: torch.Event | None
+
+
+class HeldAllReduces(NamedTuple):
+    """The reduced buffers of one post-backward, held until all of their events."""
+
+    states: tuple[AllReduceState, ...]
+    # Which may reuse their memory once freed
+    allocation_streams: tuple[torch.Stream, ...]
+    param_group: Any  # the group that reduced
 
 
 class SmallReductions(dict[Reduction, list[tuple[BucketGrads, torch.Stream]]]):
@@ -103,6 +115,8 @@ class FSDPCommContext:
         # Oldest first. The root's lazy init resolves their maximum from all groups.
         self.reduce_scatter_states: list[ReduceScatterState] = []
         self.reduce_scatter_max_input_buffers: int = 1
+        # Oldest first, of as many post-backwards
+        self.all_reduce_states: list[HeldAllReduces] = []
         # The groups of one module that have reduced since another module's last did
         self.reducing_groups: list[Any] = []
         self.small_reductions = SmallReductions()
@@ -156,17 +170,49 @@ class FSDPCommContext:
                 self.device_handle.current_stream().wait_event(state.event)
             self.all_gather_state = None
 
-    def recycle_reduce_scatter_inputs(self, group: Any) -> None:
+    def hold_reduce_buffers(self, group: Any, results: Sequence[ReduceResult]) -> None:
+        """Holds what the reductions of one post-backward use until their events."""
+        current_stream = self.device_handle.current_stream()
+        # Several buckets may share an input, which the last of them reads last
+        scattered = [r for r in results if r.reduce_scatter_input is not None]
+        if scattered:
+            inputs = dict.fromkeys(result.reduce_scatter_input for result in scattered)
+            event = scattered[-1].reduce_scatter_event
+            state = ReduceScatterState((*inputs,), event, current_stream, group)
+            self.reduce_scatter_states.append(state)
+        reduced = [r for r in results if r.all_reduce_input is not None]
+        if reduced:
+            states = [
+                AllReduceState(r.all_reduce_input, r.all_reduce_event) for r in reduced
+            ]
+            streams = [
+                current_stream
+                if r.all_reduce_input is r.reduce_scatter_input  # of a single rank
+                else self.reduce_scatter_stream
+                for r in reduced
+            ]
+            held = HeldAllReduces((*states,), (*dict.fromkeys(streams),), group)
+            self.all_reduce_states.append(held)
+
+    def recycle_reduce_buffers(self, group: Any) -> None:
         """
-        Drops the oldest reduce-scatter inputs after their events, to make room for
+        Drops the oldest buffers of reductions after their events, to make room for
         those of ``group``. Only at the first group of a module to reduce: waiting at
         each would serialize their reduce-scatters. A group that comes again is a first.
+
+        The reduce-scatter may run beside the all-reduce of the unit before, whose
+        buffers are hence not among them.
         """
         groups = self.reducing_groups
         if groups and groups[0].modules is group.modules and group not in groups:
             groups.append(group)
             return
         self.reducing_groups = [group]
+        excess = len(self.all_reduce_states) - self.reduce_scatter_max_input_buffers
+        for held in self.all_reduce_states[: max(excess, 0)]:
+            for stream in held.allocation_streams:
+                stream.wait_event(held.states[-1].event)
+        del self.all_reduce_states[: max(excess, 0)]
         states = self.reduce_scatter_states
         excess = len(states) + 1 - self.reduce_scatter_max_input_buffers
         if excess <= 0:
@@ -185,3 +231,4 @@ class FSDPCommContext:
         for event in self._last_post_reduce_events.values():
             self.device_handle.current_stream().wait_event(event)
         self._last_post_reduce_events.clear()
+        self.all_reduce_states.clear()

@@ -411,12 +411,13 @@ def accumulate_sharded_grads(
     fsdp_params: list[FSDPParam],
     bucket: ReduceBucket,
     output: torch.Tensor,
+    as_views: bool,
     stream: torch.Stream,
     reading_stream: torch.Stream,
 ) -> None:
     """
-    Casts a rank's shard of the reduced bucket, one copy for each gradient dtype, and
-    makes its pieces the parameters' sharded gradients, or adds them.
+    Makes the pieces of a rank's shard of the reduced bucket the parameters' sharded
+    gradients, or adds them: views of ``output``, or of one copy for each gradient dtype.
     """
     starts = bucket.starts
     record_grad_output_stream(output, reading_stream)
@@ -424,9 +425,7 @@ def accumulate_sharded_grads(
         flat, dtype = output, run.grad_dtype
         if len(bucket.runs) > 1:
             flat = output[run.start_numel : run.start_numel + run.numel]
-        # One of several runs is copied even if it needs no cast: as a view it would
-        # keep the whole bucket alive
-        if dtype != flat.dtype or len(bucket.runs) > 1:
+        if not as_views:
             flat = flat.to(dtype, copy=True)
             record_grad_output_stream(flat, reading_stream)
         base = flat.storage_offset() - run.start_numel
@@ -445,7 +444,7 @@ def accumulate_sharded_grads(
             ):
                 sharded_param.grad = _as_dtensor(fsdp_param, sharded_grad, dtype)
             else:
-                _accumulate_sharded_grad(fsdp_param, sharded_grad, stream)
+                accumulate_sharded_grad(fsdp_param, sharded_grad, stream)
 
 
 def _as_dtensor(
@@ -459,7 +458,7 @@ def _as_dtensor(
     return _new_dtensor(DTensor, sharded_grad, spec, requires_grad=False)
 
 
-def _accumulate_sharded_grad(
+def accumulate_sharded_grad(
     fsdp_param: FSDPParam, sharded_grad: torch.Tensor, stream: torch.Stream
 ) -> None:
     """Accumulates a sharded gradient and runs its post-accumulate-grad hooks."""

@@ -48,3 +48,15 @@ def bucket_key(fsdp_param: FSDPParam, reduce_dtype: torch.dtype) -> BucketKey:
         return reduce_dtype, None  # see `reduce_dtype_of`
     # Users may have a policy class of their own
     return reduce_dtype, getattr(fsdp_param.mp_policy, "grad_comm_dtype", None)
+
+
+def accumulation_dtype(fsdp_param: FSDPParam, reduce_dtype: torch.dtype) -> torch.dtype:
+    """
+    Returns what the gradients of microbatches are added in until they are reduced over
+    all ranks: a wider ``grad_dtype`` that users have set, else what they are reduced in.
+    """
+    param = fsdp_param.sharded_param
+    dtype = param.grad_dtype
+    if dtype is None or dtype == param.dtype or not reduce_dtype.is_floating_point:
+        return reduce_dtype
+    return dtype if dtype.itemsize > reduce_dtype.itemsize else reduce_dtype

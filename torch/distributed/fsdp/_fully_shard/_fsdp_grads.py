@@ -10,12 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn as nn
 
-from ._fsdp_copies import copy_between
-from ._fsdp_dtypes import bucket_key, default_reduce_dtype, dtypes_of
+from ._fsdp_collectives import BucketGrads
+from ._fsdp_copies import accumulate_sharded_grad, copy_between
+from ._fsdp_dtypes import (
+    accumulation_dtype,
+    bucket_key,
+    default_reduce_dtype,
+    dtypes_of,
+)
 from ._fsdp_layout import (
     bucket_rank,
     BucketKey,
@@ -40,12 +47,13 @@ _MAX_CACHED_PATTERNS = 32
 
 
 # [Note: Microbatches]
-# While gradients are not reduced they add up in the reduce dtype. Before 2.15 that is
-# ours to do: they move from the unsharded parameters to `unsharded_accumulated_grad`.
-# Since 2.15 they stay, and autograd adds to them in the unsharded parameters'
-# `grad_dtype`. Where that is wider than what forward computes in, autograd would upcast
-# each gradient, also those that are reduced at once and cast on their way into the
-# bucket. So backward runs without it, and gradients that stay are cast at its end.
+# While gradients are not reduced they add up in the reduce dtype, or in a wider
+# `grad_dtype` that users have set. Before 2.15 that is ours to do: they move from the
+# unsharded parameters to `unsharded_accumulated_grad`. Since 2.15 they stay, and
+# autograd adds to them in the unsharded parameters' `grad_dtype`. Where that is wider
+# than what forward computes in, autograd would upcast each gradient, also those that
+# are reduced at once and cast on their way into the bucket. So backward runs without
+# it, and gradients that stay are cast at its end.
 
 
 def _unsharded_params(
@@ -57,13 +65,17 @@ def _unsharded_params(
             yield fsdp_param, param
 
 
+def _unsharded_grad_dtype(fsdp_param: Any) -> torch.dtype | None:
+    dtype = fsdp_param.unsharded_grad_dtype
+    return None if dtype is None else accumulation_dtype(fsdp_param, dtype)
+
+
 def is_upcast_by_autograd(fsdp_param: FSDPParam) -> bool:
     """Returns whether autograd would upcast gradients, see [Note: Microbatches]."""
     if not FOLLOWS_GRAD_DTYPE:
         return False
     compute_dtype = fsdp_param.param_dtype or fsdp_param.orig_dtype
-    # pyrefly: ignore [missing-attribute]
-    dtype = fsdp_param.unsharded_grad_dtype
+    dtype = _unsharded_grad_dtype(fsdp_param)
     if dtype is None or not (
         dtype.is_floating_point and compute_dtype.is_floating_point
     ):
@@ -84,8 +96,7 @@ def suspend_upcasts(cache: ParamGroupCache, reduces: bool) -> None:
 def resume_upcasts(cache: ParamGroupCache) -> None:
     """Casts the gradients that stay to what the next ones are added in."""
     for fsdp_param, param in _unsharded_params(cache.upcast_by_autograd):
-        # pyrefly: ignore [missing-attribute]
-        dtype = fsdp_param.unsharded_grad_dtype
+        dtype = _unsharded_grad_dtype(fsdp_param)
         if param.grad is not None and param.grad.dtype != dtype:
             param.grad = param.grad.to(dtype)
         if param.requires_grad:
@@ -104,12 +115,12 @@ def accumulate_grads(fsdp_params: Sequence[FSDPParam]) -> None:
 
 
 def upcast_unreduced_grads(fsdp_params: Sequence[FSDPParam]) -> None:
-    """Moves gradients that are not reduced yet off the parameters, in the reduce dtype."""
+    """Moves gradients off the parameters that are added up in another dtype."""
     for fsdp_param, param in _unsharded_params(fsdp_params):
-        grad, dtype = param.grad, fsdp_param.reduce_dtype
-        if grad is None or dtype is None or grad.dtype == dtype:
-            continue
-        if grad.is_floating_point():  # see `reduce_dtype_of`
+        if (grad := param.grad) is None or not grad.is_floating_point():
+            continue  # see `reduce_dtype_of`
+        dtype = accumulation_dtype(fsdp_param, fsdp_param.reduce_dtype or grad.dtype)
+        if grad.dtype != dtype:
             param.grad = None
             fsdp_param.unsharded_accumulated_grad = grad.to(dtype)
 
@@ -131,6 +142,9 @@ def pop_grads(
         if not FOLLOWS_GRAD_DTYPE:
             if (accumulated := fsdp_param.unsharded_accumulated_grad) is not None:
                 grad, fsdp_param.unsharded_accumulated_grad = accumulated, None
+                if default_reduce_dtype(fsdp_param) is None:
+                    # Other ranks may have fresh ones only, which set the bucket
+                    grad = grad.to(param.dtype)
         if grad is not None:
             if fsdp_param.is_dtensor:
                 grad = fsdp_param._get_grad_inner_tensor(grad)
@@ -138,6 +152,21 @@ def pop_grads(
             grad = fsdp_param.unsharded_zero_grad_data
         grads.append(grad)
     return grads
+
+
+def accumulate_empty_grads(
+    fsdp_params: Sequence[FSDPParam],
+    grads: list[torch.Tensor | None],
+    stream: torch.Stream,
+) -> None:
+    """Pops the gradients without elements, which no kernel or collective accepts."""
+    for i, (fsdp_param, grad) in enumerate(zip(fsdp_params, grads)):
+        if grad is not None and grad.numel() == 0:
+            grads[i] = None
+            param = fsdp_param.sharded_param
+            size, dtype = fsdp_param.sharded_size, param.grad_dtype or grad.dtype
+            empty = grad.new_empty(size, dtype=dtype, device=param.device)
+            accumulate_sharded_grad(fsdp_param, empty, stream)
 
 
 def _check_zeros_have_a_dtype(fsdp_params: Sequence[FSDPParam]) -> None:
@@ -232,7 +261,7 @@ class PartialReduce:
     """A bucket's sum over microbatches and the shard group, not yet over replicas."""
 
     bucket: ReduceBucket
-    output: torch.Tensor  # 1D, in the bucket's dtype
+    output: torch.Tensor  # 1D, in the `BucketGrads.partial_dtype`
 
     @torch.no_grad()
     def laid_out_as(self, bucket: ReduceBucket) -> torch.Tensor:
@@ -300,7 +329,9 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
         if len(self) == 1:  # which not all parameters may have had a gradient for
             buckets = (*(partial.bucket for partial in self.values()), *buckets)
         for bucket in buckets:
-            if (bucket.dtype, bucket.shard_numel) == (output.dtype, output.numel()):
+            params = [fsdp_params[slot.param] for slot in bucket.slots]
+            dtypes = bucket.dtype, BucketGrads(params, bucket, [], None).partial_dtype
+            if output.dtype in dtypes and output.numel() == bucket.shard_numel:
                 self.clear()
                 self[bucket.key] = PartialReduce(bucket, output)
                 return

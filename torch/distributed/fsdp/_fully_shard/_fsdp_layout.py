@@ -292,6 +292,11 @@ class ReduceBucket:
             first = last
         return tuple(runs)
 
+    @cached_property
+    def needs_casts(self) -> bool:
+        """Whether any sharded gradient has another dtype than what is reduced."""
+        return any(run.grad_dtype != self.dtype for run in self.runs)
+
 
 def bucket_rank(key: BucketKey) -> tuple[tuple[int, str], ...]:
     """Returns a sort key: widest reduce dtype first, then what the collective adds."""

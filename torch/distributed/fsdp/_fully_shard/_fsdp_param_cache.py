@@ -262,6 +262,7 @@ class ParamGroupCache:
         self._cached_for = [*self.fsdp_params]
         self._local_classes: list[type] = []
         self._has_extensions = any(map(_has_extension, self.fsdp_params))
+        self.has_empty_params = any(p._orig_size.numel() == 0 for p in self.fsdp_params)
         # Module, name and the parameter's index, for each name of each parameter
         self._names_in_modules: list[tuple[nn.Module, str, int]] = []
         for i, info in enumerate(p._module_info for p in self.fsdp_params):

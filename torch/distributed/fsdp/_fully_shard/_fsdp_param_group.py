@@ -17,8 +17,9 @@ Each handover of data from stream to stream is one of these waits:
   is allocated there. The sum overwrites the reduce-scatter's input.
 - reduce-scatter -> next copy-in: ``FSDPCommContext.reduce_scatter_states`` holds the
   inputs of the last post-backwards until the current stream has waited for their events.
-- all-reduce -> next reduce-scatter: ``_all_reduce_states`` holds the buffers of all
-  buckets until their own events.
+- all-reduce -> later reduce-scatter: ``FSDPCommContext.all_reduce_states`` holds the
+  buffers of as many post-backwards until the stream of the reduce-scatter, which
+  allocates them, has waited for their events.
 - sharded gradients -> optimizer: the end of backward waits for the last event of every
   stream that reduced.
 
@@ -102,9 +103,9 @@ from ._fsdp_compat import PluginNames
 from ._fsdp_context import (
     _GradientReductionState,  # noqa: F401  (as in the release)
     AllGatherState,
-    AllReduceState,
+    AllReduceState,  # noqa: F401  (as in the release)
     FSDPCommContext,
-    ReduceScatterState,
+    ReduceScatterState,  # noqa: F401  (as in the release)
 )
 from ._fsdp_described_unit import DescribedUnit
 from ._fsdp_dtypes import dtypes_of
@@ -118,6 +119,7 @@ from ._fsdp_errors import (
 )
 from ._fsdp_fast_paths import _dynamo_disable, are_leaves
 from ._fsdp_grads import (
+    accumulate_empty_grads,
     accumulate_grads,
     drop_grads,
     get_buckets,
@@ -361,7 +363,6 @@ class FSDPParamGroup(PluginNames):
         self._post_forward_indices: list[int] = []
         # Groups to gather when this one's backward is over (`BACKWARD_POST`)
         self._to_prefetch_late: list[FSDPParamGroup] = []
-        self._all_reduce_states: list[AllReduceState] = []
         # Of microbatches whose all-reduce is deferred
         self._partial_reduces = PartialReduces()
         self._agreement = UnitAgreement(self._describe)
@@ -681,7 +682,10 @@ class FSDPParamGroup(PluginNames):
                 if not FOLLOWS_GRAD_DTYPE:
                     upcast_unreduced_grads(self.fsdp_params)
                 return
-        self.comm_ctx.recycle_reduce_scatter_inputs(self)
+        if self._cache.has_empty_params:
+            stream = self.device_handle.current_stream()
+            accumulate_empty_grads(self.fsdp_params, grads, stream)
+        self.comm_ctx.recycle_reduce_buffers(self)
         buckets = get_buckets(self._cache, grads)
         if self._partial_reduces:
             buckets = self._partial_reduces.complete(
@@ -764,11 +768,19 @@ class FSDPParamGroup(PluginNames):
                 self._reduce_small(reduction)
         task = torch._C._current_graph_task_id()
         if task not in (-1, waiting.graph_task_id):
-            # Also where this is not the last backward, which alone is finalized
             waiting.graph_task_id = task
             engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._reduce_all_small)
+            engine.queue_callback(self._reduce_small_at_end_of_backward)
         return tuple(others)
+
+    def _reduce_small_at_end_of_backward(self) -> None:
+        """Reduces what waits unless the root, whose end comes later, will do it."""
+        context = self.modules[0]._get_fsdp_state()._state_ctx
+        # Backward inside of backward, as reentrant checkpointing runs it for a segment
+        is_nested = context.post_backward_final_callback_queued
+        by_hand = getattr(context, "manual_backward_finalization_active", False)
+        if not is_nested or not context.is_last_backward or by_hand:
+            self._reduce_all_small()
 
     def _reduce_all_small(self) -> None:
         """Reduces what waits of all units."""
@@ -776,7 +788,7 @@ class FSDPParamGroup(PluginNames):
             self._reduce_small(reduction)
 
     def _reduce_small(self, reduction: Reduction) -> None:
-        self.comm_ctx.recycle_reduce_scatter_inputs(self)
+        self.comm_ctx.recycle_reduce_buffers(self)
         parts, streams = self.comm_ctx.small_reductions.pop_joined(reduction)
         current_stream = self.device_handle.current_stream()
         streams.pop(current_stream, None)
@@ -793,38 +805,36 @@ class FSDPParamGroup(PluginNames):
         buckets: tuple[ReduceBucket, ...] | None = None,
     ) -> None:
         """Reduces one batch after another, and holds what they need until its events."""
-        held: dict[torch.Tensor, torch.Event | None] = {}
+        results: list[ReduceResult] = []
         try:
             for parts in batches:
-                if held and holds_one_input(reduction.reduce_scatter_comm):
-                    self._wait_current_stream(held.popitem()[1])
-                held.update(self._reduce_batch(reduction, parts))
+                if results and holds_one_input(reduction.reduce_scatter_comm):
+                    self._wait_current_stream(results[-1].reduce_scatter_event)
+                    results = [r._replace(reduce_scatter_input=None) for r in results]
+                results += self._reduce_batch(reduction, parts)
         except BaseException as error:
             streams = reduction.reduce_scatter_stream, reduction.all_reduce_stream
             self._clean_up(error, streams, buckets)
             raise
-        if held:
-            inputs, events = (*held,), [*held.values()]
-            stream = self.device_handle.current_stream()
-            state = ReduceScatterState(inputs, events[-1], stream, self)
-            self.comm_ctx.reduce_scatter_states.append(state)
+        self.comm_ctx.hold_reduce_buffers(self, results)
 
     def _reduce_batch(
         self, reduction: Reduction, parts: list[BucketGrads]
-    ) -> dict[torch.Tensor, torch.Event | None]:
-        """Reduces some buckets. Returns the collectives' inputs with their events."""
+    ) -> list[ReduceResult]:
+        """Reduces some buckets, and keeps their events and partial reduces."""
         if foreach_reduce is _OWN_REDUCE:
             results = reduce_buckets(reduction, parts)
         else:
             results = [call_monkeypatched(foreach_reduce, reduction, *parts)]
         for part, result in zip(parts, results):
-            self._hold(part.bucket, result)
-        # Several may have one input, which the last of them reads last
-        return {
-            result.reduce_scatter_input: result.reduce_scatter_event
-            for result in results
-            if result.reduce_scatter_input is not None
-        }
+            self._post_reduce_event = result.post_reduce_event
+            events = self.comm_ctx._last_post_reduce_events
+            events[result.post_reduce_stream] = result.post_reduce_event
+            if (output := result.partial_reduce_output) is not None:
+                self._partial_reduces[part.bucket.key] = PartialReduce(
+                    part.bucket, output
+                )
+        return results
 
     def _pop_part(
         self, reduction: Reduction, bucket: ReduceBucket, grads: list[Any]
@@ -844,17 +854,6 @@ class FSDPParamGroup(PluginNames):
                 bucket, partial = self._partial_reduces.pop_for(bucket)
             fsdp_params = [all_params[slot.param] for slot in bucket.slots]
         return BucketGrads(fsdp_params, bucket, own_grads, partial)
-
-    def _hold(self, bucket: ReduceBucket, result: ReduceResult) -> None:
-        """Holds a result's all-reduce input until its event, and its partial reduce."""
-        self._post_reduce_event = result.post_reduce_event
-        events = self.comm_ctx._last_post_reduce_events
-        events[result.post_reduce_stream] = result.post_reduce_event
-        if result.all_reduce_input is not None:
-            state = AllReduceState(result.all_reduce_input, result.all_reduce_event)
-            self._all_reduce_states.append(state)
-        if (output := result.partial_reduce_output) is not None:
-            self._partial_reduces[bucket.key] = PartialReduce(bucket, output)
 
     def _reduction(self, reuses_output: bool) -> Reduction:
         all_reduce_group = self._all_reduce_group
@@ -886,7 +885,6 @@ class FSDPParamGroup(PluginNames):
         self._reduce_all_small()
         self.comm_ctx.wait_current_stream_on_reductions()
         self._post_reduce_event = None
-        self._all_reduce_states.clear()
         for fsdp_param in self.fsdp_params:
             if (event := fsdp_param.grad_offload_event) is not None:
                 event.synchronize()  # the optimizer reads it on the CPU
@@ -904,6 +902,7 @@ class FSDPParamGroup(PluginNames):
         self._drop_all_gather()
         self._wait_for_post_backward()
         self._order_gathers_after_reshard()
+        self.comm_ctx.all_reduce_states.clear()
         self._partial_reduces.clear()
         self.comm_ctx.small_reductions.clear()
         self._post_backward_pending = False
@@ -927,9 +926,6 @@ class FSDPParamGroup(PluginNames):
         """Waits for this group's last reduction, if backward comes to it again."""
         self._wait_current_stream(self._post_reduce_event)
         self._post_reduce_event = None
-        for state in self._all_reduce_states:
-            self._wait_current_stream(state.event)
-        self._all_reduce_states.clear()
 
     def _wait_current_stream(self, event: torch.Event | None) -> None:
         if event is not None:

@@ -74,8 +74,11 @@ def get_divide_factors(
     """Returns a bucket's divide factors. One that no collective applies is first."""
     dtype, comm_dtype = key
     if comm_dtype is not None:
-        # [Note: One tree for every mesh] only sums, and divides afterwards
-        dtype, force_sum_reduction_for_comms = torch.float32, True
+        # [Note: One tree for every mesh] only sums. It divides afterwards, but for
+        # fp16, whose sums could overflow: they are divided before, by a power of two
+        # that depends on the divisor alone.
+        dtype = torch.float16 if dtype is torch.float16 else torch.float32
+        force_sum_reduction_for_comms = True
     before, after, scatter_op, all_reduce_op = _get_gradient_divide_factors(
         reduce_scatter_group,
         all_reduce_group,

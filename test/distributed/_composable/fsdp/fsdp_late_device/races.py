@@ -108,7 +108,7 @@ def _drained_by_last_group_only() -> contextlib.AbstractContextManager:
             if (event := states.pop(0).event) is not None:
                 shared.device_handle.current_stream().wait_event(event)
 
-    return mock.patch.object(_CONTEXT, "recycle_reduce_scatter_inputs", recycle)
+    return mock.patch.object(_CONTEXT, "recycle_reduce_buffers", recycle)
 
 
 def _drained_without_waiting() -> contextlib.AbstractContextManager:
@@ -122,7 +122,7 @@ def _drained_without_waiting() -> contextlib.AbstractContextManager:
             if is_last and event is not None:
                 shared.device_handle.current_stream().wait_event(event)
 
-    return mock.patch.object(_CONTEXT, "recycle_reduce_scatter_inputs", recycle)
+    return mock.patch.object(_CONTEXT, "recycle_reduce_buffers", recycle)
 
 
 def never_blocks() -> contextlib.AbstractContextManager:
@@ -154,7 +154,7 @@ def _goes_on_after_part() -> contextlib.AbstractContextManager:
 RACES = {
     "output of a reduce-scatter dropped while a hook's stream reads it": Race(
         "a fault of the release, docs/feature_parity.md",
-        forgets(_GROUP, "_all_reduce_states"),
+        forgets(_CONTEXT, "all_reduce_states"),
         ("all_reduce_hook", "hsdp", "hsdp_deferred"),
         ("uniform, cast", "mixed, cast"),  # else the gradients keep it
     ),
