@@ -98,7 +98,7 @@ class TestArchitecture(TestCase):
     def test_what_training_does_not_need_knows_no_group(self):
         self.assertIn("_fsdp_registrations", reached_from("_fsdp_param_group"))
         of_group = {"_fsdp_param_group", "_fsdp_registrations"}
-        of_group |= {"_fsdp_context", "_fsdp_collectives", "_fsdp_grads"}
+        of_group |= {"_fsdp_context", "_fsdp_collectives", "_fsdp_reduce"}
         for room in draw_architecture.BESIDE:
             self.assertEqual(reached_from(room) & of_group, set(), room)
 

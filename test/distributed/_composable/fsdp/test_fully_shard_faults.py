@@ -236,9 +236,9 @@ class TestExceptions(FSDPProcessTest):
             self.assertTrue(group.is_sharded)
             self.assertIsNone(group._all_gather_result)
             self.assertEqual(
-                (group._partial_reduces, ctx.all_reduce_states), ({}, [])
+                (group._reducer.partial_reduces, ctx.all_reduce_states), ({}, [])
             )
-            self.assertIsNone(group._post_reduce_event)
+            self.assertIsNone(group._reducer.event)
             self.assertEqual(
                 (ctx.reduce_scatter_states, ctx.post_forward_order), ([], [])
             )

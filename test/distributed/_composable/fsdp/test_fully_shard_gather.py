@@ -33,14 +33,14 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.fsdp._fully_shard import _fsdp_grads as grads_file
+from torch.distributed.fsdp._fully_shard import _fsdp_reduce as reduce_file
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     AllGatherResult,
     DefaultAllGather,
     foreach_all_gather,
     foreach_all_gather_copy_out,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_grads import get_buckets
+from torch.distributed.fsdp._fully_shard._fsdp_reduce import get_buckets
 from torch.distributed.fsdp._fully_shard._fsdp_layout import GatherLayout, ReduceBucket
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_cache import layout_of
@@ -405,7 +405,7 @@ class TestKeptBetweenSteps(ThreadTest):
         for pattern, first in zip(patterns, found):
             self.assertIsNot(buckets(pattern), first)
         unit._cache.buckets.clear()
-        most = grads_file._MAX_CACHED_PATTERNS
+        most = reduce_file._MAX_CACHED_PATTERNS
         many = list(itertools.product((None, FP16, BF16, FP32), repeat=3))
         self.assertGreater(len(many), most)
         for pattern in many:

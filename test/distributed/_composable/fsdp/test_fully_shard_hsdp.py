@@ -180,7 +180,7 @@ def check_schedule(
         bound = rounding_bound(name, ranks, schedule, policy)
         assert (error <= bound).all(), f"{name}: {error.max()} over {bound.min()}"
     group = group_of(model)
-    assert not group._partial_reduces and not group.comm_ctx.all_reduce_states
+    assert not group._reducer.partial_reduces and not group.comm_ctx.all_reduce_states
     assert not group.comm_ctx.reduce_scatter_states
     return model
 
@@ -480,7 +480,7 @@ class TestProcesses(FSDPProcessTest):
             microbatch(torch.bfloat16, is_last=True)
             expected = torch.full((4,), 2.0, dtype=torch.float64)
             self.assertEqual(full_grad(model.p), expected)
-            self.assertEqual(group._partial_reduces, {})
+            self.assertEqual(group._reducer.partial_reduces, {})
             model.zero_grad()
 
     def test_all_reduce_hook_gets_each_bucket_once(self):
@@ -641,9 +641,7 @@ class TestBuffers(FakeGroupTest):
                 counts.append(sum(not ref.expired() for ref in alive))
                 return buffer
 
-            with mock.patch.object(
-                _fsdp_collectives, "allocate_reduce_buffer", noting
-            ):
+            with mock.patch.object(_fsdp_collectives, "allocate_reduce_buffer", noting):
                 for is_last in (False, True) if mode == "deferred" else (True,):
                     model.set_requires_all_reduce(is_last)
                     counts.clear()

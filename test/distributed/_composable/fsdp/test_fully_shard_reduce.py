@@ -307,9 +307,7 @@ class TestEmptyParameters(FakeGroupTest):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 return (x * self.weight).sum() + self.rows.sum() + self.columns.sum()
 
-        mesh = init_device_mesh(
-            "cpu", (2, 4), mesh_dim_names=("replicate", "shard")
-        )
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
         for zeros, syncs in itertools.product((False, True), repeat=2):
             model = fully_shard(Model(), mesh=mesh)
             model.set_reduce_scatter_unused_params(zeros)

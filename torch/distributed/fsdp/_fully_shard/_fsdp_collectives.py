@@ -309,6 +309,8 @@ class Reduction(NamedTuple):
     )
     # Whether the comm may allocate the same output for the next bucket
     reuses_output: bool = False
+    # What a plugin has put in place of `foreach_reduce`, if anything
+    replacement: Callable[..., Any] | None = None
 
     @property
     def defers_all_reduce(self) -> bool:
@@ -465,10 +467,9 @@ def _reduce_one_bucket(
     return reduce_buckets(reduction, [part])[0]
 
 
-def call_monkeypatched(
-    reduce: Callable[..., Any], reduction: Reduction, part: BucketGrads
-) -> ReduceResult:
+def call_monkeypatched(reduction: Reduction, part: BucketGrads) -> ReduceResult:
     """Calls what a plugin has put in place of :func:`foreach_reduce`."""
+    replacement = cast(Callable[..., Any], reduction.replacement)
     runs = part.bucket.runs
     values = {
         **reduction._asdict(),
@@ -482,7 +483,7 @@ def call_monkeypatched(
             keyword_only[name] = values[name]
         else:
             positional.append(values[name])
-    return ReduceResult._make(reduce(*positional, **keyword_only))
+    return ReduceResult._make(replacement(*positional, **keyword_only))
 
 
 def _plan_bucket(

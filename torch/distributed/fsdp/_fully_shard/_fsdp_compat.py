@@ -115,16 +115,18 @@ class PluginNames:
         The 1D sum of the microbatches whose all-reduce is deferred, None without any; a
         tuple where a mixed unit has several. May be set, to None or as many elements.
         """
-        outputs = tuple(partial.output for partial in self._partial_reduces.values())
+        outputs = tuple(
+            partial.output for partial in self._reducer.partial_reduces.values()
+        )
         return outputs if len(outputs) > 1 else next(iter(outputs), None)
 
     @_partial_reduce_output.setter
     def _partial_reduce_output(self: Any, output: torch.Tensor | None) -> None:
         if output is None:
-            self._partial_reduces.clear()
+            self._reducer.partial_reduces.clear()
             return
         try:
-            self._partial_reduces.set_output(self.fsdp_params, output)
+            self._reducer.partial_reduces.set_output(self.fsdp_params, output)
         except ValueError as error:
             name = f"_partial_reduce_output of unit '{self._unit_name}'"
             raise ValueError(f"{name} {error}") from None

@@ -10,16 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.device_mesh import _get_device_handle
 
-from ._fsdp_collectives import (
-    AllGatherResult,
-    BucketGrads,
-    join_parts,
-    ReduceResult,
-    Reduction,
-)
+from ._fsdp_collectives import AllGatherResult, ReduceResult
 from ._fsdp_common import TrainingState
-from ._fsdp_layout import bucket_rank, BucketKey
 from ._fsdp_observers import range_of
+from ._fsdp_reduce import SmallReductions
 
 
 class AllGatherState(NamedTuple):
@@ -61,32 +55,6 @@ class HeldAllReduces(NamedTuple):
     param_group: Any  # the group that reduced
 
 
-class SmallReductions(dict[Reduction, list[tuple[BucketGrads, torch.Stream]]]):
-    """
-    Small buckets that wait to be reduced together, with the streams that computed their
-    gradients. All ranks add the same in the same order.
-    """
-
-    # Of the backward whose end reduces them
-    graph_task_id: int = -1
-
-    def nbytes(self, reduction: Reduction) -> int:
-        """Returns the size of the collective's input so far."""
-        return sum(reduction.input_nbytes(part.bucket) for part, _ in self[reduction])
-
-    def pop_joined(
-        self, reduction: Reduction
-    ) -> tuple[list[BucketGrads], dict[torch.Stream, None]]:
-        """Pops what waits as one bucket for each key, and the gradients' streams."""
-        by_key: dict[BucketKey, list[BucketGrads]] = {}
-        streams: dict[torch.Stream, None] = {}
-        for part, stream in self.pop(reduction):
-            by_key.setdefault(part.bucket.key, []).append(part)
-            streams[stream] = None
-        keys = sorted(by_key, key=bucket_rank)
-        return [join_parts(by_key[key]) for key in keys], streams
-
-
 class FSDPCommContext:
     """The streams and in-flight buffers that the groups of one root share."""
 
@@ -119,6 +87,7 @@ class FSDPCommContext:
         self.all_reduce_states: list[HeldAllReduces] = []
         # The groups of one module that have reduced since another module's last did
         self.reducing_groups: list[Any] = []
+        # Small buckets that wait to be reduced together
         self.small_reductions = SmallReductions()
         # In the order of forwards. Each backward clears it, and its reference cycle.
         self.post_forward_order: list[Any] = []
@@ -148,7 +117,7 @@ class FSDPCommContext:
         but one prefetches: earlier, parameters would be unsharded for longer; later, no
         reduce-scatter would be left to overlap with their gathers.
         """
-        earlier = reversed(self.post_forward_order[:index])
+        earlier = (self.post_forward_order[i] for i in range(index - 1, -1, -1))
         if group._num_param_groups == 1:
             yield from islice(earlier, 1)
         elif group._param_group_index == 1:
@@ -174,24 +143,27 @@ class FSDPCommContext:
         """Holds what the reductions of one post-backward use until their events."""
         current_stream = self.device_handle.current_stream()
         # Several buckets may share an input, which the last of them reads last
-        scattered = [r for r in results if r.reduce_scatter_input is not None]
-        if scattered:
-            inputs = dict.fromkeys(result.reduce_scatter_input for result in scattered)
-            event = scattered[-1].reduce_scatter_event
-            state = ReduceScatterState((*inputs,), event, current_stream, group)
+        inputs: dict[torch.Tensor, None] = {}
+        scattered: torch.Event | None = None
+        reduced: list[AllReduceState] = []
+        streams: dict[torch.Stream, None] = {}
+        for result in results:
+            reduce_input, output = result.reduce_scatter_input, result.all_reduce_input
+            if reduce_input is not None:
+                inputs[reduce_input] = None
+                scattered = result.reduce_scatter_event
+            if output is not None:
+                reduced.append(AllReduceState(output, result.all_reduce_event))
+                # Over a single rank, the output is the input
+                is_input = output is reduce_input
+                streams[current_stream if is_input else self.reduce_scatter_stream] = (
+                    None
+                )
+        if inputs:
+            state = ReduceScatterState((*inputs,), scattered, current_stream, group)
             self.reduce_scatter_states.append(state)
-        reduced = [r for r in results if r.all_reduce_input is not None]
         if reduced:
-            states = [
-                AllReduceState(r.all_reduce_input, r.all_reduce_event) for r in reduced
-            ]
-            streams = [
-                current_stream
-                if r.all_reduce_input is r.reduce_scatter_input  # of a single rank
-                else self.reduce_scatter_stream
-                for r in reduced
-            ]
-            held = HeldAllReduces((*states,), (*dict.fromkeys(streams),), group)
+            held = HeldAllReduces((*reduced,), (*streams,), group)
             self.all_reduce_states.append(held)
 
     def recycle_reduce_buffers(self, group: Any) -> None:

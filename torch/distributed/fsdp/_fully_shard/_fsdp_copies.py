@@ -10,7 +10,7 @@ from typing import cast
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from ._fsdp_comms import chunk_cat_by_operator, copies_mixed, record_grad_output_stream
 from ._fsdp_layout import (
@@ -447,14 +447,26 @@ def accumulate_sharded_grads(
                 accumulate_sharded_grad(fsdp_param, sharded_grad, stream)
 
 
+def _spec_in(
+    fsdp_param: FSDPParam, spec: DTensorSpec, dtype: torch.dtype
+) -> DTensorSpec:
+    """Returns ``spec`` with another dtype. To make one takes longer than the gradient."""
+    cached = vars(fsdp_param).setdefault("_spec_by_grad_dtype", {})
+    of, cast_spec = cached.get(dtype, (None, None))
+    if of is not spec:
+        meta = cast(TensorMeta, spec.tensor_meta)._replace(dtype=dtype)
+        cast_spec = replace(spec, tensor_meta=meta)
+        cached[dtype] = spec, cast_spec
+    return cast_spec
+
+
 def _as_dtensor(
     fsdp_param: FSDPParam, sharded_grad: torch.Tensor, dtype: torch.dtype
 ) -> DTensor:
     # Skips the size check of the parameter's own method, and an empty `__init__`
     spec = fsdp_param._sharding_spec
     if dtype != fsdp_param.orig_dtype:
-        meta = cast(TensorMeta, spec.tensor_meta)
-        spec = replace(spec, tensor_meta=meta._replace(dtype=dtype))
+        spec = _spec_in(fsdp_param, spec, dtype)
     return _new_dtensor(DTensor, sharded_grad, spec, requires_grad=False)
 
 

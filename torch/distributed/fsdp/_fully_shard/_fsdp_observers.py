@@ -6,7 +6,7 @@ A `record_function` range costs several microseconds, an operator in Python more
 launching its kernel, and a step has a dozen and five of them per unit. They run for:
 
 - A profiler started from Python. Torch sets a flag.
-- One started on demand by a daemon (Kineto): a fast range raises if entered twice.
+- One started on demand by a daemon (Kineto): the profiler is on, without the flag.
 - An execution trace: a range raises about an argument that cannot be recorded.
 
 The first unit of each forward, and each in its lazy init, which an explicit unshard
@@ -20,8 +20,7 @@ import functools
 
 import torch
 from torch._C import _len_torch_dispatch_stack
-from torch._C._autograd import _record_function_with_args_enter
-from torch._C._profiler import _RecordFunctionFast
+from torch._C._autograd import _profiler_enabled, _record_function_with_args_enter
 from torch.autograd import profiler
 from torch.profiler import record_function
 
@@ -37,11 +36,9 @@ def look_for_traces() -> None:
     global _has_unflagged_observer
     if profiler._is_profiler_enabled:
         return  # it would record the probes
-    probe = _RecordFunctionFast(_PROBE)
     try:
-        with probe, probe:
-            _record_function_with_args_enter(_PROBE, object())
-        _has_unflagged_observer = False
+        _record_function_with_args_enter(_PROBE, object())
+        _has_unflagged_observer = _profiler_enabled()
     except RuntimeError:
         _has_unflagged_observer = True
 

@@ -1,8 +1,8 @@
 """
 When a unit's data moves: the states of a param group, its hooks, prefetching and waits.
 
-What moves is in :mod:`_fsdp_collectives`, where it lies in :mod:`_fsdp_layout`, which
-gradients there are in :mod:`_fsdp_grads`, what groups share in :mod:`_fsdp_context`.
+What moves is in :mod:`_fsdp_collectives`, where it lies in :mod:`_fsdp_layout`, what
+becomes of gradients in :mod:`_fsdp_reduce`, what groups share in :mod:`_fsdp_context`.
 
 [Note: Who waits for whom]
 Each handover of data from stream to stream is one of these waits:
@@ -36,7 +36,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, cast, Literal
 from typing_extensions import TypeVarTuple, Unpack
@@ -66,16 +66,10 @@ from ._fsdp_collectives import (
     _default_reduce_scatter_input_fn,
     AllGatherOutputFn,
     AllGatherResult,
-    BucketGrads,
-    call_monkeypatched,
     foreach_all_gather,
     foreach_all_gather_copy_out,
     foreach_reduce,
-    prepare_inputs,
-    reduce_buckets,
-    ReduceResult,
     ReduceScatterInputFn,
-    Reduction,
     unshard_single_rank,
 )
 from ._fsdp_common import (
@@ -89,11 +83,9 @@ from ._fsdp_common import (
     TrainingState,
 )
 from ._fsdp_comms import (
-    allocates_anew,
     can_exchange,
     DefaultAllGather,
     DefaultReduceScatter,
-    holds_one_input,
     ProcessGroupAllocAllGather,
     ProcessGroupAllocReduceScatter,
     SymmMemAllGather,
@@ -118,20 +110,7 @@ from ._fsdp_errors import (
     check_reduce_scatter_comm,
 )
 from ._fsdp_fast_paths import _dynamo_disable, are_leaves
-from ._fsdp_grads import (
-    accumulate_empty_grads,
-    accumulate_grads,
-    drop_grads,
-    get_buckets,
-    is_upcast_by_autograd,
-    PartialReduce,
-    PartialReduces,
-    pop_grads,
-    resume_upcasts,
-    suspend_upcasts,
-    upcast_unreduced_grads,
-)
-from ._fsdp_layout import by_collective, ReduceBucket, ReduceBucketCap
+from ._fsdp_layout import ReduceBucket, ReduceBucketCap
 from ._fsdp_observers import is_observed, look_for_traces, NO_RANGE, range_of
 from ._fsdp_param import (
     FSDPParam,
@@ -140,6 +119,17 @@ from ._fsdp_param import (
 )
 from ._fsdp_param_cache import FSDPParamList, ParamGroupCache
 from ._fsdp_policies import resolve_all
+from ._fsdp_reduce import (
+    accumulate_empty_grads,
+    accumulate_grads,
+    drop_grads,
+    GradReducer,
+    is_upcast_by_autograd,
+    pop_grads,
+    resume_upcasts,
+    suspend_upcasts,
+    upcast_unreduced_grads,
+)
 from ._fsdp_registrations import (
     _get_param_module_infos,
     get_param_names,
@@ -166,9 +156,7 @@ _STATE_OF_PASS = {
 }
 
 # To detect monkeypatching: replacements are called with the release's arguments
-_OWN_GATHER, _OWN_REDUCE = foreach_all_gather, foreach_reduce
-# Of small reductions of several units
-_SHARED_COMM = DefaultReduceScatter()
+_OWN_GATHER = foreach_all_gather
 
 
 def _collect_from_flat(inputs: Sequence[Any]) -> list[torch.Tensor]:
@@ -303,8 +291,6 @@ class FSDPParamGroup(PluginNames):
     _all_gather_result: AllGatherResult | None = None
     # After resharding to a smaller mesh, which the next gather reads from
     _reshard_after_forward_event: torch.Event | None = None
-    # After this group's last reduction, including what follows it
-    _post_reduce_event: torch.Event | None = None
     # Whether gradients wait for `FSDPModule.finalize_backward` (2.15)
     _post_backward_pending: bool = False
     # The shared number as of this group's last forward
@@ -363,8 +349,7 @@ class FSDPParamGroup(PluginNames):
         self._post_forward_indices: list[int] = []
         # Groups to gather when this one's backward is over (`BACKWARD_POST`)
         self._to_prefetch_late: list[FSDPParamGroup] = []
-        # Of microbatches whose all-reduce is deferred
-        self._partial_reduces = PartialReduces()
+        self._reducer = GradReducer(self)
         self._agreement = UnitAgreement(self._describe)
 
     def _set_params(self, params: Sequence[FSDPParam]) -> None:
@@ -685,206 +670,15 @@ class FSDPParamGroup(PluginNames):
         if self._cache.has_empty_params:
             stream = self.device_handle.current_stream()
             accumulate_empty_grads(self.fsdp_params, grads, stream)
-        self.comm_ctx.recycle_reduce_buffers(self)
-        buckets = get_buckets(self._cache, grads)
-        if self._partial_reduces:
-            buckets = self._partial_reduces.complete(
-                self.fsdp_params, buckets, self.all_reduce_grads
-            )
-        if not buckets:
-            return
-        self._check_reductions(buckets)
-        with self._range("FSDP::post_backward_reduce"):
-            self._wait_for_post_backward()
-            self._reduce(buckets, grads)
+        self._reducer.reduce(grads, foreach_reduce)
         if is_partial_forward:
             # Autograd goes on with the unit's other modules, whose kernels must not get
             # memory that this reduction still uses
-            self._wait_current_stream(self._post_reduce_event)
-
-    def _check_reductions(self, buckets: tuple[ReduceBucket, ...]) -> None:
-        """Raises if the ranks that are about to reduce ``buckets`` disagree."""
-        if foreach_reduce is not _OWN_REDUCE:
-            return  # which may need no other ranks, as a custom comm
-        if (group := self._reduce_scatter_group) is not None:
-            self._agreement.check_reduction(group, buckets, self._reduce_scatter_comm)
-        if self.all_reduce_grads and (group := self._all_reduce_group) is not None:
-            partial = [partial.bucket for partial in self._partial_reduces.values()]
-            self._agreement.check_reduction(
-                group, (*buckets, *partial) if partial else buckets
-            )
-
-    def _reduce(
-        self, buckets: tuple[ReduceBucket, ...], grads: list[torch.Tensor | None]
-    ) -> None:
-        """Reduces all buckets and holds what they need until their events."""
-        comm = self._reduce_scatter_comm
-        reduction = self._reduction(
-            reuses_output=len(buckets) > 1 and not allocates_anew(comm)
-        )
-        if (cap := self.reduce_bucket_cap) is not None:
-            buckets = self._set_small_aside(cap, reduction, buckets, grads)
-        batches = [buckets] if buckets else []
-        if foreach_reduce is not _OWN_REDUCE:
-            batches = [(bucket,) for bucket in buckets]
-        elif len(buckets) > 1 and holds_one_input(comm):
-            batches = by_collective(buckets)
-        parts = (
-            [self._pop_part(reduction, bucket, grads) for bucket in batch]
-            for batch in batches
-        )
-        self._reduce_batches(reduction, parts, buckets)
-
-    def _set_small_aside(
-        self,
-        cap: ReduceBucketCap,
-        reduction: Reduction,
-        buckets: tuple[ReduceBucket, ...],
-        grads: list[torch.Tensor | None],
-    ) -> tuple[ReduceBucket, ...]:
-        """
-        Lets what one collective takes wait for that of other units, if it is small.
-        Returns the other buckets.
-        """
-        if (
-            self._partial_reduces
-            or reduction.defers_all_reduce
-            or reduction.all_reduce_hook is not None
-            or not reduction.prepares_by_default
-            or type(reduction.reduce_scatter_comm) is not DefaultReduceScatter
-            or foreach_reduce is not _OWN_REDUCE
-        ):
-            return buckets
-        waiting = self.comm_ctx.small_reductions
-        reduction = reduction._replace(reduce_scatter_comm=_SHARED_COMM)
-        stream, others = self.device_handle.current_stream(), []
-        for batch in by_collective(buckets):
-            if sum(map(reduction.input_nbytes, batch)) > cap.small_nbytes:
-                others += batch
-                continue
-            parts = [self._pop_part(reduction, bucket, grads) for bucket in batch]
-            waiting.setdefault(reduction, []).extend((part, stream) for part in parts)
-            if waiting.nbytes(reduction) >= cap.nbytes:
-                self._reduce_small(reduction)
-        task = torch._C._current_graph_task_id()
-        if task not in (-1, waiting.graph_task_id):
-            waiting.graph_task_id = task
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._reduce_small_at_end_of_backward)
-        return tuple(others)
-
-    def _reduce_small_at_end_of_backward(self) -> None:
-        """Reduces what waits unless the root, whose end comes later, will do it."""
-        context = self.modules[0]._get_fsdp_state()._state_ctx
-        # Backward inside of backward, as reentrant checkpointing runs it for a segment
-        is_nested = context.post_backward_final_callback_queued
-        by_hand = getattr(context, "manual_backward_finalization_active", False)
-        if not is_nested or not context.is_last_backward or by_hand:
-            self._reduce_all_small()
-
-    def _reduce_all_small(self) -> None:
-        """Reduces what waits of all units."""
-        for reduction in [*self.comm_ctx.small_reductions]:
-            self._reduce_small(reduction)
-
-    def _reduce_small(self, reduction: Reduction) -> None:
-        self.comm_ctx.recycle_reduce_buffers(self)
-        parts, streams = self.comm_ctx.small_reductions.pop_joined(reduction)
-        current_stream = self.device_handle.current_stream()
-        streams.pop(current_stream, None)
-        for stream in streams:
-            current_stream.wait_stream(stream)
-        self._reduce_batches(reduction, [parts])
-        for stream in streams:  # which may reuse the memory of the gradients
-            stream.wait_stream(current_stream)
-
-    def _reduce_batches(
-        self,
-        reduction: Reduction,
-        batches: Iterable[list[BucketGrads]],
-        buckets: tuple[ReduceBucket, ...] | None = None,
-    ) -> None:
-        """Reduces one batch after another, and holds what they need until its events."""
-        results: list[ReduceResult] = []
-        try:
-            for parts in batches:
-                if results and holds_one_input(reduction.reduce_scatter_comm):
-                    self._wait_current_stream(results[-1].reduce_scatter_event)
-                    results = [r._replace(reduce_scatter_input=None) for r in results]
-                results += self._reduce_batch(reduction, parts)
-        except BaseException as error:
-            streams = reduction.reduce_scatter_stream, reduction.all_reduce_stream
-            self._clean_up(error, streams, buckets)
-            raise
-        self.comm_ctx.hold_reduce_buffers(self, results)
-
-    def _reduce_batch(
-        self, reduction: Reduction, parts: list[BucketGrads]
-    ) -> list[ReduceResult]:
-        """Reduces some buckets, and keeps their events and partial reduces."""
-        if foreach_reduce is _OWN_REDUCE:
-            results = reduce_buckets(reduction, parts)
-        else:
-            results = [call_monkeypatched(foreach_reduce, reduction, *parts)]
-        for part, result in zip(parts, results):
-            self._post_reduce_event = result.post_reduce_event
-            events = self.comm_ctx._last_post_reduce_events
-            events[result.post_reduce_stream] = result.post_reduce_event
-            if (output := result.partial_reduce_output) is not None:
-                self._partial_reduces[part.bucket.key] = PartialReduce(
-                    part.bucket, output
-                )
-        return results
-
-    def _pop_part(
-        self, reduction: Reduction, bucket: ReduceBucket, grads: list[Any]
-    ) -> BucketGrads:
-        """Pops what there is to reduce of a bucket, whose only owner it is then."""
-        own_grads, all_params = [], self.fsdp_params
-        for slot in bucket.slots:
-            own_grads.append(grads[slot.param])
-            grads[slot.param] = None
-        fsdp_params = [all_params[slot.param] for slot in bucket.slots]
-        if foreach_reduce is _OWN_REDUCE:
-            # Before a partial reduce is added, which is laid out as it was prepared
-            bucket = prepare_inputs(reduction, bucket, fsdp_params, own_grads)
-        partial = None
-        if self._partial_reduces:
-            with self.device_handle.stream(self.comm_ctx.reduce_scatter_stream):
-                bucket, partial = self._partial_reduces.pop_for(bucket)
-            fsdp_params = [all_params[slot.param] for slot in bucket.slots]
-        return BucketGrads(fsdp_params, bucket, own_grads, partial)
-
-    def _reduction(self, reuses_output: bool) -> Reduction:
-        all_reduce_group = self._all_reduce_group
-        all_reduce_stream = self._all_reduce_hook_stream
-        if all_reduce_stream is None or all_reduce_group is not None:
-            all_reduce_stream = self.comm_ctx.all_reduce_stream
-        elif self._all_reduce_hook is None:
-            raise AssertionError(
-                "all reduce hook stream is specified but hook itself is missing: "
-                f"call set_all_reduce_hook with a hook on module '{self._module_fqn}'"
-            )
-        return Reduction(
-            self._reduce_scatter_group,
-            self.comm_ctx.reduce_scatter_stream,
-            self._reduce_scatter_comm,
-            self.device,
-            self.gradient_divide_factor,
-            all_reduce_group,
-            all_reduce_stream,
-            self.all_reduce_grads,
-            self._all_reduce_hook,
-            self.force_sum_reduction_for_comms,
-            self._prepare_reduce_scatter_inputs,
-            reuses_output,
-        )
+            self._wait_current_stream(self._reducer.event)
 
     def finalize_backward(self):
         """Orders the current stream behind all that backward has started."""
-        self._reduce_all_small()
-        self.comm_ctx.wait_current_stream_on_reductions()
-        self._post_reduce_event = None
+        self._reducer.finish()
         for fsdp_param in self.fsdp_params:
             if (event := fsdp_param.grad_offload_event) is not None:
                 event.synchronize()  # the optimizer reads it on the CPU
@@ -900,11 +694,8 @@ class FSDPParamGroup(PluginNames):
     def _reset_iter_state(self) -> None:
         """Waits for what is in flight, drops it and all gradients, and reshards."""
         self._drop_all_gather()
-        self._wait_for_post_backward()
+        self._reducer.reset()
         self._order_gathers_after_reshard()
-        self.comm_ctx.all_reduce_states.clear()
-        self._partial_reduces.clear()
-        self.comm_ctx.small_reductions.clear()
         self._post_backward_pending = False
         drop_grads(self._cache)
         self._post_forward_indices.clear()
@@ -921,11 +712,6 @@ class FSDPParamGroup(PluginNames):
         if isinstance(work, dist.distributed_c10d.Work):
             work.wait()
         self._all_gather_result = None
-
-    def _wait_for_post_backward(self):
-        """Waits for this group's last reduction, if backward comes to it again."""
-        self._wait_current_stream(self._post_reduce_event)
-        self._post_reduce_event = None
 
     def _wait_current_stream(self, event: torch.Event | None) -> None:
         if event is not None:
@@ -1151,7 +937,7 @@ class FSDPParamGroup(PluginNames):
                 force_sum_reduction_for_comms=self.force_sum_reduction_for_comms,
             ),
             comms=(self._all_gather_comm, self._reduce_scatter_comm),
-            has_partial_reduces=bool(self._partial_reduces),
+            has_partial_reduces=bool(self._reducer.partial_reduces),
             reduce_bucket_cap=self.reduce_bucket_cap,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -103,12 +104,19 @@ def _has_premul_sum(group: dist.ProcessGroup | None, device_type: str) -> bool:
     return name not in ("gloo", "mpi", "threaded", "threadpg")
 
 
+# Looked up for each reduction with a custom factor
+_backend_names: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
+
+
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Returns the name of the group's backend for a device, e.g. "nccl"."""
-    try:
-        return group._get_backend(device).name()
-    except RuntimeError:  # groups that are threads of a test
-        return group.name()
+    """Returns the name of the group's backend for its device, e.g. "nccl"."""
+    if (name := _backend_names.get(group)) is None:
+        try:
+            name = group._get_backend(device).name()
+        except RuntimeError:  # groups that are threads of a test
+            name = group.name()
+        _backend_names[group] = name
+    return name
 
 
 def _div_if_needed(tensor: torch.Tensor, div_factor: float | None) -> None:

@@ -21,6 +21,7 @@ import torch
 from torch.distributed.fsdp._fully_shard import (
     _fsdp_param_group as param_group,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_reduce import GradReducer
 
 
 Broken = Callable[..., contextlib.AbstractContextManager]
@@ -84,7 +85,7 @@ def _takes_pool_for_new() -> contextlib.AbstractContextManager:
     wait = _GROUP._wait_current_stream
 
     def wait_elsewhere(group: Any, event: Any) -> None:
-        if sys._getframe(1).f_code is not _GROUP._reduce_batches.__code__:
+        if sys._getframe(1).f_code is not GradReducer._reduce_parts.__code__:
             wait(group, event)
 
     return mock.patch.object(_GROUP, "_wait_current_stream", wait_elsewhere)
@@ -142,7 +143,7 @@ def _goes_on_after_part() -> contextlib.AbstractContextManager:
     wait = _GROUP._wait_current_stream
 
     def wait_current_stream(group: Any, event: Any) -> None:
-        is_after_part = event is not None and event is group._post_reduce_event
+        is_after_part = event is not None and event is group._reducer.event
         if not (is_after_part and len(group.modules) > 1):
             wait(group, event)
 

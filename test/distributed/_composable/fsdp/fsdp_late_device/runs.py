@@ -24,7 +24,7 @@ import torch.distributed.fsdp._fully_shard as fsdp_package
 # The release has no context of its own, but all of it in the last one
 MODULES = [
     importlib.import_module(f"{fsdp_package.__name__}._fsdp{name}")
-    for name in ("_collectives", "_context", "_param_group")
+    for name in ("_collectives", "_context", "_param_group", "_reduce")
     if importlib.util.find_spec(f"{fsdp_package.__name__}._fsdp{name}")
 ]
 

@@ -1,21 +1,32 @@
 """
-From the gradients that autograd makes to the buckets to reduce: popping them from the
-unsharded parameters, adding up those of microbatches, and the partial reduces of
-deferred all-reduces.
+From the gradients that autograd makes to the sharded gradients of one param group: which
+there are, in which buckets they are reduced and when, and what is kept until it is done.
 
-:mod:`_fsdp_param_group` decides when, and in which stream partial reduces are written.
+:mod:`_fsdp_param_group` says when backward of the group is over, and
+:mod:`_fsdp_collectives` reduces the buckets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn as nn
 
-from ._fsdp_collectives import BucketGrads
+from ._fsdp_collectives import (
+    BucketGrads,
+    call_monkeypatched,
+    foreach_reduce,
+    join_parts,
+    prepare_inputs,
+    reduce_buckets,
+    ReduceResult,
+    Reduction,
+)
+from ._fsdp_comms import allocates_anew, DefaultReduceScatter, holds_one_input
 from ._fsdp_copies import accumulate_sharded_grad, copy_between
 from ._fsdp_dtypes import (
     accumulation_dtype,
@@ -26,17 +37,24 @@ from ._fsdp_dtypes import (
 from ._fsdp_layout import (
     bucket_rank,
     BucketKey,
+    by_collective,
     describe_key,
     extend_bucket,
     plan_buckets,
     reduce_dtype_of,
     ReduceBucket,
+    ReduceBucketCap,
     ReduceSlot,
 )
 from ._fsdp_param import FSDPParam
 from ._fsdp_param_cache import ParamGroupCache
 from ._fsdp_release import FOLLOWS_GRAD_DTYPE
 
+
+# To detect monkeypatching: a replacement is called with the release's arguments
+_OWN_REDUCE = foreach_reduce
+# Of small reductions of several units
+_SHARED_COMM = DefaultReduceScatter()
 
 # Gradient patterns (which parameters have one, in which dtype) whose buckets a group
 # caches. Most groups see one; conditional ones see more.
@@ -340,3 +358,280 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
             f"got {output.numel()} elements of {output.dtype}, but the unit reduces "
             f"{', '.join(dict.fromkeys(expected))}"
         )
+
+
+# Reducing them #
+
+
+class SmallReductions(dict[Reduction, list[tuple[BucketGrads, torch.Stream]]]):
+    """
+    Small buckets that wait to be reduced together, with the streams that computed their
+    gradients. All ranks add the same in the same order.
+    """
+
+    # Of the backward whose end reduces them
+    graph_task_id: int = -1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes: Counter[Reduction] = Counter()  # of each collective's input
+
+    def clear(self) -> None:
+        super().clear()
+        self.nbytes.clear()
+
+    def pop_joined(
+        self, reduction: Reduction
+    ) -> tuple[list[BucketGrads], dict[torch.Stream, None]]:
+        """Pops what waits as one bucket for each key, and the gradients' streams."""
+        by_key: dict[BucketKey, list[BucketGrads]] = {}
+        streams: dict[torch.Stream, None] = {}
+        del self.nbytes[reduction]
+        for part, stream in self.pop(reduction):
+            by_key.setdefault(part.bucket.key, []).append(part)
+            streams[stream] = None
+        keys = sorted(by_key, key=bucket_rank)
+        return [join_parts(by_key[key]) for key in keys], streams
+
+
+class GradReducer:
+    """
+    Reduces the gradients of one param group, with the group's settings, and keeps what
+    lives from one backward to the next: partial reduces and the last event.
+    """
+
+    def __init__(self, group: Any):  # an FSDPParamGroup
+        self._group = group
+        # Of microbatches whose all-reduce is deferred
+        self.partial_reduces = PartialReduces()
+        # After the last reduction, including what follows it
+        self.event: torch.Event | None = None
+
+    def reduce(
+        self, grads: list[torch.Tensor | None], reduce: Callable[..., Any]
+    ) -> None:
+        """
+        Reduces the gradients of the parameters, None where there is none, and removes
+        them from the list. ``reduce`` is :func:`foreach_reduce` or its replacement.
+        """
+        group = self._group
+        group.comm_ctx.recycle_reduce_buffers(group)
+        buckets = get_buckets(group._cache, grads)
+        if self.partial_reduces:
+            buckets = self.partial_reduces.complete(
+                group.fsdp_params, buckets, group.all_reduce_grads
+            )
+        if not buckets:
+            return
+        replacement = None if reduce is _OWN_REDUCE else reduce
+        if replacement is None:  # which may need no other ranks
+            self._check_ranks(buckets)
+        with group._range("FSDP::post_backward_reduce"):
+            self.wait()
+            comm = group._reduce_scatter_comm
+            reduction = self._reduction(
+                replacement, len(buckets) > 1 and not allocates_anew(comm)
+            )
+            if (cap := group.reduce_bucket_cap) is not None:
+                buckets = self._defer_small(cap, reduction, buckets, grads)
+            self._reduce_in_batches(reduction, buckets, grads)
+
+    def wait(self) -> None:
+        """Waits for the last reduction, if backward comes to the group again."""
+        self._group._wait_current_stream(self.event)
+        self.event = None
+
+    def finish(self) -> None:
+        """Orders the current stream behind all reductions, at the end of backward."""
+        self._reduce_all_small()
+        self._group.comm_ctx.wait_current_stream_on_reductions()
+        self.event = None
+
+    def reset(self) -> None:
+        """Waits for what is in flight, and drops what is kept."""
+        self.wait()
+        self.partial_reduces.clear()
+        self._group.comm_ctx.all_reduce_states.clear()
+        self._group.comm_ctx.small_reductions.clear()
+
+    def _check_ranks(self, buckets: tuple[ReduceBucket, ...]) -> None:
+        """Raises if the ranks that are about to reduce ``buckets`` disagree."""
+        group, agreement = self._group, self._group._agreement
+        if (ranks := group._reduce_scatter_group) is not None:
+            agreement.check_reduction(ranks, buckets, group._reduce_scatter_comm)
+        if group.all_reduce_grads and (ranks := group._all_reduce_group) is not None:
+            partial = [partial.bucket for partial in self.partial_reduces.values()]
+            agreement.check_reduction(
+                ranks, (*buckets, *partial) if partial else buckets
+            )
+
+    def _reduction(
+        self, replacement: Callable[..., Any] | None, reuses_output: bool
+    ) -> Reduction:
+        group = self._group
+        all_reduce_group = group._all_reduce_group
+        all_reduce_stream = group._all_reduce_hook_stream
+        if all_reduce_stream is None or all_reduce_group is not None:
+            all_reduce_stream = group.comm_ctx.all_reduce_stream
+        elif group._all_reduce_hook is None:
+            raise AssertionError(
+                "all reduce hook stream is specified but hook itself is missing: call "
+                f"set_all_reduce_hook with a hook on module '{group._module_fqn}'"
+            )
+        return Reduction(
+            group._reduce_scatter_group,
+            group.comm_ctx.reduce_scatter_stream,
+            group._reduce_scatter_comm,
+            group.device,
+            group.gradient_divide_factor,
+            all_reduce_group,
+            all_reduce_stream,
+            group.all_reduce_grads,
+            group._all_reduce_hook,
+            group.force_sum_reduction_for_comms,
+            group._prepare_reduce_scatter_inputs,
+            reuses_output,
+            replacement,
+        )
+
+    def _reduce_in_batches(
+        self,
+        reduction: Reduction,
+        buckets: tuple[ReduceBucket, ...],
+        grads: list[torch.Tensor | None],
+    ) -> None:
+        """Reduces all at once, or one by one where a comm or a plugin needs that."""
+        batches: Sequence[Sequence[ReduceBucket]] = [buckets] if buckets else []
+        if reduction.replacement is not None:
+            batches = [(bucket,) for bucket in buckets]
+        elif len(buckets) > 1 and holds_one_input(reduction.reduce_scatter_comm):
+            batches = by_collective(buckets)
+        parts = (
+            [self._pop_part(reduction, bucket, grads) for bucket in batch]
+            for batch in batches
+        )
+        self._reduce_parts(reduction, parts, buckets)
+
+    def _reduce_parts(
+        self,
+        reduction: Reduction,
+        batches: Iterable[list[BucketGrads]],
+        buckets: tuple[ReduceBucket, ...] | None = None,
+    ) -> None:
+        """Reduces one batch after another, and holds what they need until its events."""
+        group, results = self._group, []
+        try:
+            for parts in batches:
+                if results and holds_one_input(reduction.reduce_scatter_comm):
+                    group._wait_current_stream(results[-1].reduce_scatter_event)
+                    results = [r._replace(reduce_scatter_input=None) for r in results]
+                results += self._reduce_batch(reduction, parts)
+        except BaseException as error:
+            streams = reduction.reduce_scatter_stream, reduction.all_reduce_stream
+            group._clean_up(error, streams, buckets)
+            raise
+        group.comm_ctx.hold_reduce_buffers(group, results)
+
+    def _reduce_batch(
+        self, reduction: Reduction, parts: list[BucketGrads]
+    ) -> list[ReduceResult]:
+        """Reduces some buckets, and keeps their events and partial reduces."""
+        if reduction.replacement is None:
+            results = reduce_buckets(reduction, parts)
+        else:
+            results = [call_monkeypatched(reduction, *parts)]
+        last_events = self._group.comm_ctx._last_post_reduce_events
+        for part, result in zip(parts, results):
+            self.event = last_events[result.post_reduce_stream] = (
+                result.post_reduce_event
+            )
+            if (output := result.partial_reduce_output) is not None:
+                partial = PartialReduce(part.bucket, output)
+                self.partial_reduces[part.bucket.key] = partial
+        return results
+
+    def _pop_part(
+        self, reduction: Reduction, bucket: ReduceBucket, grads: list[Any]
+    ) -> BucketGrads:
+        """Moves a bucket's gradients out of ``grads``, so that copy-in can free them."""
+        own_grads, all_params = [], self._group.fsdp_params
+        for slot in bucket.slots:
+            own_grads.append(grads[slot.param])
+            grads[slot.param] = None
+        fsdp_params = [all_params[slot.param] for slot in bucket.slots]
+        if reduction.replacement is None:
+            # Before a partial reduce is added, which is laid out as it was prepared
+            bucket = prepare_inputs(reduction, bucket, fsdp_params, own_grads)
+        partial = None
+        if self.partial_reduces:
+            with self._group.device_handle.stream(reduction.reduce_scatter_stream):
+                bucket, partial = self.partial_reduces.pop_for(bucket)
+            fsdp_params = [all_params[slot.param] for slot in bucket.slots]
+        return BucketGrads(fsdp_params, bucket, own_grads, partial)
+
+    # Small buckets #
+    def _defer_small(
+        self,
+        cap: ReduceBucketCap,
+        reduction: Reduction,
+        buckets: tuple[ReduceBucket, ...],
+        grads: list[torch.Tensor | None],
+    ) -> tuple[ReduceBucket, ...]:
+        """
+        Defers small buckets, to reduce them with other units'. Returns the other buckets.
+        """
+        if (
+            self.partial_reduces
+            or reduction.defers_all_reduce
+            or reduction.all_reduce_hook is not None
+            or not reduction.prepares_by_default
+            or type(reduction.reduce_scatter_comm) is not DefaultReduceScatter
+            or reduction.replacement is not None
+        ):
+            return buckets
+        waiting = self._group.comm_ctx.small_reductions
+        reduction = reduction._replace(reduce_scatter_comm=_SHARED_COMM)
+        stream, others = self._group.device_handle.current_stream(), []
+        for batch in by_collective(buckets):
+            nbytes = sum(map(reduction.input_nbytes, batch))
+            if nbytes > cap.small_nbytes:
+                others += batch
+                continue
+            parts = [self._pop_part(reduction, bucket, grads) for bucket in batch]
+            waiting.setdefault(reduction, []).extend((part, stream) for part in parts)
+            waiting.nbytes[reduction] += nbytes
+            if waiting.nbytes[reduction] >= cap.nbytes:
+                self._reduce_small(reduction)
+        task = torch._C._current_graph_task_id()
+        if task not in (-1, waiting.graph_task_id):
+            # Flushes at the end of every backward: only the last is finalized
+            waiting.graph_task_id = task
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._reduce_small_at_end_of_backward)
+        return tuple(others)
+
+    def _reduce_small_at_end_of_backward(self) -> None:
+        """Reduces what waits unless the root, whose end comes later, will do it."""
+        context = self._group.modules[0]._get_fsdp_state()._state_ctx
+        # Backward inside of backward, as reentrant checkpointing runs it for a segment
+        is_nested = context.post_backward_final_callback_queued
+        by_hand = getattr(context, "manual_backward_finalization_active", False)
+        if not is_nested or not context.is_last_backward or by_hand:
+            self._reduce_all_small()
+
+    def _reduce_all_small(self) -> None:
+        """Reduces what waits of all units."""
+        for reduction in [*self._group.comm_ctx.small_reductions]:
+            self._reduce_small(reduction)
+
+    def _reduce_small(self, reduction: Reduction) -> None:
+        group = self._group
+        group.comm_ctx.recycle_reduce_buffers(group)
+        parts, streams = group.comm_ctx.small_reductions.pop_joined(reduction)
+        current_stream = group.device_handle.current_stream()
+        streams.pop(current_stream, None)
+        for stream in streams:
+            current_stream.wait_stream(stream)
+        self._reduce_parts(reduction, [parts])
+        for stream in streams:  # which may reuse the memory of the gradients
+            stream.wait_stream(current_stream)
