@@ -1143,6 +1143,7 @@ class FSDPParamGroup(PluginNames):
             names=tuple(self._registrations.names.values()),
             fqns=tuple(self._registrations.fqns()),
             device=self.device,
+            post_forward_mesh_info=self.post_forward_mesh_info,
             gather_world_size=1 if gather_group is None else gather_group.size(),
             gather_plan=self._cache.gather_plan,
             divided_by=self.gradient_divide_factor or self.mesh_info.mesh.size(),
