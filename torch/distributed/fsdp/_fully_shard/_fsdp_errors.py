@@ -138,7 +138,8 @@ def _is_of_pinning(error: Exception) -> bool:
     try:
         torch.empty(1).pin_memory()
     except Exception as own:
-        return str(own) == str(error)
+        # In front of stacks of C++, if these are shown
+        return str(own).splitlines()[:1] == str(error).splitlines()[:1]
     return False
 
 
