@@ -13,6 +13,7 @@ import functools
 import os
 import unittest
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -114,12 +115,13 @@ class TestRanksDisagree(FSDPProcessTest):
         x = torch.ones(2, device=self.device, requires_grad=True)
         model(x).sum().backward()
 
-    def refused(self, run: Callable[[], None]) -> str:
-        """Returns what all ranks alike raise, before anything else was sent."""
+    def refused(self, run: Callable[[], None], gathers: int = 0) -> str:
+        """Returns what all ranks alike raise, before more than some gathers was sent."""
         with record_collectives() as recorder:
             with self.assertRaises(RuntimeError) as caught:
                 run()
-        self.assertEqual(recorder.calls, [])
+        self.assertEqual(len(recorder.calls), gathers)
+        self.assertEqual(len(recorder.all_gathers), gathers)
         messages: list[Any] = [None] * WORLD_SIZE
         dist.all_gather_object(messages, str(caught.exception))
         self.assertEqual(messages, messages[:1] * WORLD_SIZE)
@@ -135,20 +137,25 @@ class TestRanksDisagree(FSDPProcessTest):
         return MixedPrecisionPolicy(**{f"{field}_override_fn": override})
 
     def test_an_override_that_differs(self) -> None:
-        for field, verb in (("param_dtype", "computes"), ("reduce_dtype", "reduces")):
+        """Before the first gather, or where the last unit is the first to reduce."""
+        for field, verb, unit, gathers in (
+            ("param_dtype", "computes", 0, 0),
+            ("reduce_dtype", "reduces", 1, 2),
+        ):
             model = shard(
                 blocks().to(self.device),
                 mesh=shard_mesh(),
+                reshard_after_forward=False,
                 mp_policy=self.policy_by_rank(field),
             )
-            message = self.refused(lambda model=model: self.step(model))
-            self.assertIn("unit '0'", message)
+            message = self.refused(lambda model=model: self.step(model), gathers)
+            self.assertIn(f"unit '{unit}'", message)
             text = (
-                f"0.gate: {verb} in torch.float32 on ranks 0, 1, 3, "
+                f"{unit}.gate: {verb} in torch.float32 on ranks 0, 1, 3, "
                 f"{verb} in torch.bfloat16 on rank 2"
             )
             self.assertIn(text, message)
-            self.assertNotIn("0.up", message)
+            self.assertNotIn(f"{unit}.up", message)
             self.assertIn("MixedPrecisionPolicy must return the same", message)
             self.assertIn(SWITCH, message)
 
@@ -156,7 +163,7 @@ class TestRanksDisagree(FSDPProcessTest):
         model = Scales(**{f"w{i}": 4 for i in range(20)}).to(self.device)
         policy = self.policy_by_rank("reduce_dtype")
         fully_shard(model, mp_policy=policy, mesh=shard_mesh())
-        message = self.refused(lambda: self.step(model))
+        message = self.refused(lambda: self.step(model), gathers=1)
         self.assertIn("\n  w0: reduces in torch.float32 on ranks 0, 1, 3, red", message)
         for text in ("float32 on ranks 0, 1, 3", "bfloat16 on rank 2"):
             self.assertEqual(message.count(f"reduces in torch.{text}"), 8)
@@ -166,7 +173,7 @@ class TestRanksDisagree(FSDPProcessTest):
         model = blocks(1).to(self.device)
         policy = self.policy_by_rank("grad_comm_dtype")
         fully_shard(model, mp_policy=policy, mesh=shard_mesh())
-        message = self.refused(lambda: self.step(model))
+        message = self.refused(lambda: self.step(model), gathers=1)
         for dtype, ranks in (("float32", "ranks 0, 1, 3"), ("bfloat16", "rank 2")):
             text = f"reduces in torch.float32, sent in torch.{dtype} on {ranks}"
             self.assertIn(text, message)
@@ -202,7 +209,6 @@ class TestRanksDisagree(FSDPProcessTest):
     def test_cast_after_sharding_on_one_rank(self) -> None:
         model = shard(blocks().to(self.device), mesh=shard_mesh())
         if self.rank == 1:
-            model[1].gate.data = model[1].gate.data.bfloat16()
             model[1].bfloat16()
         # The first unit agrees and is gathered; the second is not
         with record_collectives() as recorder:
@@ -211,29 +217,29 @@ class TestRanksDisagree(FSDPProcessTest):
         self.assertEqual(len(recorder.all_gathers), 1)
         dist.barrier()
 
-    def test_sizes_names_and_counts_that_differ(self) -> None:
+    def test_sizes_and_counts_that_differ(self) -> None:
         is_odd = self.rank == 1
         cases: list[tuple[nn.Module, str]] = []
         model = Scales(gate=8 if is_odd else 4)
         cases.append(
             (model, r"gate: has size \(4,\) on ranks 0, 2, 3, has size \(8,\)")
         )
-        names = ("up", "gate") if is_odd else ("gate", "up")
-        model = Scales(**dict.fromkeys(names, 4))
-        cases.append((model, "gate: is gate of Scales on ranks 0, 2, 3, is up of Sc"))
         model = Scales(**({"gate": 4} if is_odd else {"gate": 4, "up": 4}))
         cases.append((model, "has 2 parameters on ranks 0, 2, 3, the unit has 1 param"))
         for model, text in cases:
             fully_shard(model.to(self.device), mesh=shard_mesh())
             message = self.refused(lambda model=model: self.step(model))
-            if self.rank != 1:  # names differ by rank there
-                self.assertRegex(message, text)
+            self.assertRegex(message, text)
 
     def test_one_rank_forgets_to_shard_a_child(self) -> None:
         """It has the child's parameters in the root, where others have their own."""
+        stays = r"unit '\(root\)' .* which stays unsharded after forward, on rank 2"
         for own, expected in (
             ({"gate": 4}, "has 1 parameters on ranks 0, 1, 3, the unit has 2 par"),
-            ({}, "gathers unit '0' on ranks 0, 1, 3, gathers unit '(root)' on rank 2"),
+            (
+                {},
+                rf"'0' .* resharded to 4 ranks after .*, on ranks 0, 1, 3, .* {stays}",
+            ),
         ):
             model = Chain(Scales(gate=4))
             for name, size in own.items():
@@ -243,7 +249,7 @@ class TestRanksDisagree(FSDPProcessTest):
                 fully_shard(model[0], mesh=shard_mesh())
             fully_shard(model, mesh=shard_mesh())
             message = self.refused(lambda model=model: self.step(model))
-            self.assertIn(expected, message)
+            self.assertRegex(message, expected)
             advice = "call fully_shard on the same modules" if own else "the same units"
             self.assertIn(advice, message)
             self.assertNotIn("MixedPrecisionPolicy", message)
@@ -389,6 +395,94 @@ class TestRanksAgree(FSDPProcessTest):
             model(torch.ones(2, device=self.device))
         self.assertEqual(len(sent), 3)  # of gathers
         self.step(model)
+
+
+class Timed(Scales):
+    pass
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        return self.inner(*args)
+
+
+class TestEachRanksOwn(FSDPProcessTest):
+    """What no collective depends on may differ, and ranks train as if it did not."""
+
+    def check(
+        self,
+        change: Callable[[Chain], Any],
+        run: Sequence[int] = (0, 1),
+        later: bool = False,
+    ) -> None:
+        """Trains, where rank 0 changes its model before or ``later`` after a step."""
+        x = torch.ones(2, device=self.device, requires_grad=True)
+        blocks().to(self.device)(x).sum().backward()
+        expected, x.grad = x.grad, None
+        run = run if self.rank == 0 else (0, 1)
+        for value, apply in product(("1", "always"), (fully_shard, replicate)):
+            model = blocks().to(self.device)
+            if self.rank == 0 and not later:
+                change(model)
+            for unit in (*model, model):
+                inner = getattr(unit, "inner", unit)
+                apply(inner, mesh=shard_mesh())
+            with mock.patch.dict(os.environ, {SWITCH: value}):
+                for step in range(3):
+                    model(x, (), run).sum().backward()
+                    self.assertEqual(x.grad, expected)
+                    model.zero_grad()
+                    x.grad = None
+                    if self.rank == 0 and later and step == 0:
+                        change(model)
+
+    def test_class_and_names_of_parameters(self) -> None:
+        def change(model: Chain) -> None:
+            model[1] = Timed(opened=4, raised=8).to(self.device)
+
+        self.check(change)
+
+    def test_a_wrapper(self) -> None:
+        def change(model: Chain) -> None:
+            model[1] = Wrapped(model[1])
+
+        for later in (False, True):
+            self.check(change, later=later)
+
+    def test_the_order_in_which_blocks_are_registered(self) -> None:
+        def change(model: Chain) -> None:
+            model[0], model[1] = model[1], model[0]
+
+        self.check(change, run=(1, 0))
+
+    def test_dtypes_that_no_collective_has(self) -> None:
+        """In which replicas compute, and in which a frozen parameter would reduce."""
+        dtype = BF16 if self.rank == 0 else FP32
+        computes = MixedPrecisionPolicy(dtype, FP32)
+        reduces = MixedPrecisionPolicy(reduce_dtype=dtype)
+        for apply, policy, trains in (
+            (replicate, computes, True),
+            (fully_shard, reduces, False),
+        ):
+            model = blocks(1).to(self.device).requires_grad_(trains)
+            apply(model, mesh=shard_mesh(), mp_policy=policy)
+            x = torch.ones(2, device=self.device, requires_grad=True)
+            model(x).sum().backward()
+            self.assertEqual(x.grad, torch.ones(2))
+            for param in model.parameters():
+                self.assertEqual(param.grad is not None, trains)
+
+    def test_how_a_rank_came_to_the_first_gather(self) -> None:
+        """One does not know yet that the root stays unsharded."""
+        model = blocks(1).to(self.device)
+        fully_shard(model, mesh=shard_mesh())
+        if self.rank == 1:
+            model.unshard()
+        model(torch.ones(2, device=self.device)).sum().backward()
 
 
 class TestReductions(FSDPProcessTest):
@@ -621,22 +715,31 @@ class TestReductions(FSDPProcessTest):
         with self.assertRaises(RuntimeError) as caught:
             self.step(model, used=["up" if self.rank >= 2 else "gate"])
         ranks = (self.rank % 2, self.rank % 2 + 2)
-        text = "2.up: gets no gradient on rank {}, gets a gradient, .* on rank {}"
+        text = "2.up: gets no gradient on rank {}, gets a gradient on rank {}"
         self.assertRegex(str(caught.exception), text.format(*ranks))
         dist.barrier()
 
+    def test_a_unit_that_stays_unsharded(self) -> None:
+        """Which is not gathered again in backward."""
+        model = self.sharded()
+        if self.rank == 3:
+            model[1].set_reshard_after_forward(False)
+        message = self.refused(lambda: self.step(model))
+        self.assertRegex(message, "'1' .*, which stays unsharded .*, on rank 3\nEvery")
+
     def test_another_unit(self) -> None:
-        """In the first step: later, nothing tells by default."""
-        model = blocks(3).to(self.device)
-        for block in model:
-            replicate(block, mesh=shard_mesh())
-        replicate(model, mesh=shard_mesh())
+        """After a step that was alike, if ranks are always compared."""
         mine = [1 if self.rank == 2 else 0]
-        message = self.refused(lambda: self.step(model, run=mine))
+        with mock.patch.dict(os.environ, {SWITCH: "always"}):
+            model = blocks(2).to(self.device)
+            for block in model:
+                replicate(block, mesh=shard_mesh())
+            self.step(replicate(model, mesh=shard_mesh()))
+            message = self.refused(lambda: self.step(model, run=mine))
         text = (
-            "drifted apart:\n  reduces unit '0' on ranks 0, 1, 3, reduces unit '1' on"
+            r"reduces unit '0' as number \d+, .* on ranks 0, 1, 3, reduces unit '1' as"
         )
-        self.assertIn(text, message)
+        self.assertRegex(message, text)
 
     def test_always_compares_every_collective(self) -> None:
         with mock.patch.dict(os.environ, {SWITCH: "always"}):
@@ -644,10 +747,13 @@ class TestReductions(FSDPProcessTest):
                 model = self.sharded(reshard_after_forward=False, **kwargs)
                 self.assertEqual(self.count(model, 3), [3 * each] * 3)
             model = self.sharded()
+            self.step(model)
             mine = [0, 2] if self.rank == 1 else [0, 1, 2]
             message = self.refused(lambda: self.step(model, run=mine))
-        text = "gathers unit '1' on ranks 0, 2, 3, gathers unit '2' on rank 1"
-        self.assertIn(text, message)
+        text = (
+            r"gathers unit '1' as number \d+ on ranks 0, 2, 3, gathers unit '2' as .* 1"
+        )
+        self.assertRegex(message, text)
 
     def test_always_finds_microbatches_that_are_skipped(self) -> None:
         """Where the next step meets the microbatch that is left out."""
@@ -669,9 +775,9 @@ class TestThreads(FSDPThreadTest):
 
     def test_all_raise(self) -> None:
         dtype = BF16 if self.rank == 3 else FP32
-        policy = MixedPrecisionPolicy(reduce_dtype_override_fn=lambda _: dtype)
+        policy = MixedPrecisionPolicy(param_dtype_override_fn=lambda _: dtype)
         model = fully_shard(Scales().to(self.device), mp_policy=policy)
-        text = "of a unit:(?s:.*)gate of Scales: reduces in .* on ranks 0, 1, 2,"
+        text = "of a unit:(?s:.*)gate of Scales: computes in .* on ranks 0, 1, 2,"
         with self.assertRaisesRegex(RuntimeError, text):
             model.unshard()
 

@@ -25,6 +25,7 @@ from fsdp_common.utils import (
     FSDPThreadTest,
     shard_mesh,
     THREAD_DEVICE_TYPE,
+    WORLD_SIZE,
 )
 from fsdp_wrong_uses.rows import (
     BF16,
@@ -43,6 +44,7 @@ from fsdp_wrong_uses.table import SECTIONS, WRONG_USES
 import torch
 import torch._dynamo
 import torch.nn as nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
@@ -51,9 +53,15 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    fully_shard,
+    MixedPrecisionPolicy,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import parallelize_module, RowwiseParallel
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -254,13 +262,15 @@ class TestAllowed(FSDPProcessTest, Checks):
             self.assertEqual(param.grad.dtype, FP64)
             self.assertEqual(param.grad.full_tensor().to(grad.dtype), grad)
 
-    @torch.no_grad()
-    def test_casts_between_forwards_over_one_rank(self) -> None:
-        run = Run(self.device, shard_mesh(1))
-        model = run.model()
-        before = model(run.input())
-        model.to(FP64)
-        self.assertEqual(model(run.input()), before, atol=0, rtol=0)
+    def test_casts_after_a_forward_are_found_where_nothing_is_gathered(self) -> None:
+        text = "weight was gathered as torch.bfloat16 before, and would be as torch.fl"
+        for apply, mesh in ((fully_shard, shard_mesh(1)), (replicate, shard_mesh())):
+            model = apply(Scaled().to(self.device), mesh=mesh)
+            x = torch.ones(1, DIM, device=self.device)
+            model(x).sum().backward()
+            model.half()
+            with self.assertRaisesRegex(RuntimeError, text):
+                model(x)
 
     def test_a_first_forward_that_failed_has_made_a_root(self) -> None:
         run = self.run_on(self.device)
@@ -372,6 +382,35 @@ class TestAllowed(FSDPProcessTest, Checks):
         with mock.patch.object(FSDPParam, "reset_sharded_param", fails):
             with self.assertRaisesRegex(RuntimeError, text):
                 run.step(model)
+
+    def test_advice_is_about_the_error(self) -> None:
+        """And not about what the parameter is as well, a DTensor."""
+        if torch.accelerator.is_available():
+            self.skipTest("memory can be pinned")
+        dims = (2, WORLD_SIZE // 2)
+        mesh = init_device_mesh(self.device.type, dims, mesh_dim_names=("dp", "tp"))
+        plan = {"0": RowwiseParallel()}
+        offload = CPUOffloadPolicy()
+        for kwargs, text in (
+            ({"offload_policy": offload}, r"Without an accelerator use .*pin_memory=F"),
+            ({"shard_placement_fn": lambda _: Shard(1)}, "shard_placement_fn must ret"),
+        ):
+            linear = nn.Linear(3 * WORLD_SIZE // 2, 2, bias=False, device=self.device)
+            model = parallelize_module(nn.Sequential(linear), mesh["tp"], plan)
+            with self.assertRaisesRegex(Exception, text) as caught:
+                fully_shard(model, mesh=mesh["dp"], **kwargs)
+            self.assertNotIn("It is a DTensor already", str(caught.exception))
+
+    def test_pinned_memory_needs_an_accelerator_after_a_meta_init(self) -> None:
+        if torch.accelerator.is_available():
+            self.skipTest("there is one")
+        run = self.run_on(self.device)
+        model = nn.Sequential(nn.Linear(DIM, DIM, device="meta"))
+        fully_shard(model, mesh=run.mesh, offload_policy=CPUOffloadPolicy())
+        model[0].to_empty(device="cpu")
+        text = r"^0.weight cannot .* use CPUOffloadPolicy\(pin_memory=False\)"
+        with self.assertRaisesRegex(RuntimeError, text):
+            model(run.input())
 
     def test_pinned_memory_needs_an_accelerator(self) -> None:
         if torch.accelerator.is_available():

@@ -15,6 +15,7 @@ import copy
 import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
+from unittest import mock
 
 from fsdp_common.release_rules import reduce_arguments, reduce_dtype, summed_apart_dtype
 from fsdp_common.utils import (
@@ -38,6 +39,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import distribute_tensor, DTensor, Replicate, Shard
 from torch.testing._internal.common_utils import run_tests
@@ -573,6 +575,28 @@ class TestHybrid(FSDPThreadTest):
         self.assertEqual(grad_of(model.b), torch.full((4,), 128.5))
         self.assertEqual(grad_of(model.c), torch.full((4,), 257.0).bfloat16())
         self.assertEqual(model.c.grad.dtype, BF16)
+
+
+class TestCost(FakeGroupTest):
+    ranks = 2
+
+    def test_dtypes_are_read_once_for_each_parameter(self) -> None:
+        policy = MixedPrecisionPolicy(
+            BF16, param_dtype_override_fn=lambda p: FP32 if p.dim() == 1 else None
+        )
+        mesh = init_device_mesh("cpu", (self.ranks,))
+        model = fully_shard(nn.Linear(4, 4), mesh=mesh, mp_policy=policy)
+        read: list[FSDPParam] = []
+        init = FSDPParam.init_dtype_attrs
+
+        def noting(fsdp_param: FSDPParam, *args: Any) -> None:
+            read.append(fsdp_param)
+            init(fsdp_param, *args)
+
+        with mock.patch.object(FSDPParam, "init_dtype_attrs", noting):
+            model.unshard()
+        self.assertEqual(read, model._get_fsdp_state()._fsdp_param_group.fsdp_params)
+        self.assertEqual((model.weight.dtype, model.bias.dtype), (BF16, FP32))
 
 
 class TestNamesKnownInPart(FakeGroupTest):

@@ -113,6 +113,14 @@ class TestPlugins(DeviceFreeTest):
             self.assertTrue(seen[f"{policy} like that from the start"])
         self.assertEqual({*seen["bf16 dtypes"]}, {"torch.bfloat16"})
 
+    def test_a_group_is_built_without_policies(self) -> None:
+        seen = self.check("group_that_is_built_directly")
+        inside, after, sizes = seen["two"]
+        self.assertEqual(
+            (inside, after), ("TrainingState.FORWARD", "TrainingState.IDLE")
+        )
+        self.assertEqual(len(sizes), 2)
+
     # The list of parameters #
 
     def test_a_parameter_is_replaced_while_unsharded(self) -> None:
@@ -243,6 +251,20 @@ class TestPlugins(DeviceFreeTest):
     def test_a_backend_replaces_inputs_and_metadatas(self) -> None:
         calls = self.check("replaced_inputs_and_metadatas")["calls"]
         self.assertEqual(calls["inputs"], calls["metadatas"])
+
+    # What is reduced #
+
+    def test_a_replaced_copy_in_fills_what_is_reduced(self) -> None:
+        seen = self.check("replaced_reduce_scatter_copy_in")
+        for policy in POLICIES:
+            self.assertGreater(len(seen[policy]["calls"]), 2)
+
+    def test_a_mixed_unit_takes_a_replaced_copy_in(self) -> None:
+        """Which gets gradients of one dtype."""
+        for results in self.results_of("mixed_with_replaced_reduce_scatter_copy_in"):
+            for policy in POLICIES:
+                calls = results[policy]["calls"]
+                self.assertEqual({dtypes for _, dtypes, *_ in calls}, {1})
 
     # Operators #
 

@@ -3,8 +3,9 @@
 """
 Who mixes no dtypes pays for nothing that mixing needs: copy-in takes no more memory
 than the release's, plans outlive an explicit unshard, offloaded shards are moved one at
-a time, inputs are looked at once, hooks of who does not compile know nothing of the
-compiler, and an error that is not about other ranks does not speak of them.
+a time, inputs are looked at once, what hangs on modules is copied and freed as ever,
+hooks of who does not compile know nothing of the compiler, and an error that is not
+about other ranks does not speak of them.
 
 What plugins use is in ``test_fully_shard_plugins.py``, whole schedules of steps are in
 ``test_fully_shard_schedules.py``.
@@ -100,6 +101,21 @@ class TestMemory(DeviceFreeTest):
         self.assertEqual(self.branch[divided], self.branch[plain])
         more = self.release[divided] - self.branch[divided]
         self.assertGreaterEqual(more, ELEMENTS * FP32.itemsize)
+
+
+class TestUsersModules(DeviceFreeTest):
+    def test_are_copied_saved_and_freed_as_in_the_release(self) -> None:
+        args = ("-m", "fsdp_undisturbed.held")
+        branch, release = (
+            json.loads(run_python(*args, on_release=on_release).splitlines()[-1])
+            for on_release in (False, True)
+        )
+        self.assertEqual(branch, release)
+        found = release["after 0 steps"]
+        self.assertEqual(found["deepcopy of part"], "Linear")
+        self.assertEqual(found["loaded"], "copy True, part False")
+        self.assertEqual(found["a part keeps"], ["part"])
+        self.assertEqual(found["left"], [])
 
 
 class TestKept(FakeGroupTest):

@@ -6,21 +6,25 @@ Ranks that disagree would send buffers of different sizes or contents: a hang, a
 or sums of the wrong elements. So they are compared where every rank is about to issue
 that collective, over the same group:
 
-- Before a unit's first gather: how its parameters are laid out. Not in lazy init: one
-  rank may evaluate replicated parameters alone, or call ``unshard`` where the others
-  start with a forward.
+- Before a unit's first gather: what it gathers, and whether it will gather again in
+  backward. Not in lazy init: one rank may evaluate replicated parameters alone, or call
+  ``unshard`` where the others start with a forward.
 - Before a reduction with a pattern (which parameters have a gradient, reduced in which
   dtypes) that is new for this unit and group. Ranks that have agreed so far know the
   same patterns, so all of them compare, or none does. After ``_MAX_PATTERNS`` a unit is
   compared no more, or it might wait at every step.
+
+Only what the collectives depend on is compared. Names and classes may differ between
+ranks, e.g. if one of them wraps a module to log what it does. So units are told apart by
+the order in which they first came over a group, which is the same on all ranks that issue
+the same collectives.
 
 Resetting an iteration forgets none of this: the other ranks may not do so.
 
 If a pattern is new on some ranks only, their comparison meets the others' reduction, and
 the time limit passes. If none is new but they differ, nothing is seen, as in a program
 that compares nothing. ``TORCH_FSDP_CHECK_RANKS_AGREE=always`` compares before every
-gather and every reduction, and which unit came before as well: all ranks raise where
-they drift apart.
+gather and every reduction: all ranks raise where they drift apart.
 """
 
 from __future__ import annotations
@@ -41,7 +45,7 @@ from ._fsdp_api import AllGather, ReduceScatter
 from ._fsdp_comms import is_of_group
 from ._fsdp_described_unit import DescribedUnit
 from ._fsdp_dtypes import dtypes_of
-from ._fsdp_layout import describe_key, ReduceBucket
+from ._fsdp_layout import BucketKey, describe_key, ReduceBucket
 from ._fsdp_param import FSDPParam
 from ._fsdp_scaling import backend_name
 
@@ -54,9 +58,9 @@ _MAX_LISTED = 8
 # Of a unit over one group. A loop that shows more is not a steady one.
 _MAX_PATTERNS = 8
 # Which parameters of a unit have a gradient, by position, and what each is reduced in
-_Pattern: TypeAlias = tuple[tuple[int, torch.dtype], ...]
-# FQN of the unit last reduced over a group, if ranks are always compared
-_last_reduced: WeakKeyDictionary[dist.ProcessGroup, str | None] = WeakKeyDictionary()
+_Pattern: TypeAlias = tuple[tuple[int, BucketKey], ...]
+# How many units have been compared over a group
+_num_units: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 class UnitAgreement:
@@ -66,6 +70,8 @@ class UnitAgreement:
         self._describe = describe
         # Whether gathers have been compared, and are not compared again
         self.on_gathers = False
+        # By group: the place among its units, from 1 on, in the order of first use
+        self._numbers: dict[dist.ProcessGroup, int] = {}
         self._patterns: dict[dist.ProcessGroup, set[_Pattern]] = {}
         # Those last checked, which a steady loop repeats
         self._last_buckets: dict[dist.ProcessGroup, Sequence[ReduceBucket]] = {}
@@ -74,7 +80,7 @@ class UnitAgreement:
         """Raises if the ranks of ``group``, about to gather by ``comm``, disagree."""
         if is_of_group(comm):
             unit = self._describe()
-            has_compared = _compare(unit, group, _announce(unit))
+            has_compared = self._compare(unit, group, _announce(unit))
             self.on_gathers = has_compared and not _compares_always()
 
     def check_reduction(
@@ -95,12 +101,9 @@ class UnitAgreement:
             unit = self._describe()
             mine = _announce(unit, pattern)
             if always:
-                adds, last = _accumulates(unit, pattern), _last_reduced.get(group)
-                mine = mine._replace(accumulates=adds, after=last)
-            if not _compare(unit, group, mine):
+                mine = mine._replace(accumulates=_accumulates(unit, pattern))
+            if not self._compare(unit, group, mine):
                 return
-            if always:
-                _last_reduced[group] = mine.unit
             if is_new:
                 known.add(pattern)
         if not always:
@@ -114,6 +117,40 @@ class UnitAgreement:
             pattern = None if buckets is None else _pattern_of(buckets)
             _add_note(error, _announce(self._describe(), pattern))
 
+    def _compare(
+        self, unit: DescribedUnit, group: dist.ProcessGroup, mine: _Announced
+    ) -> bool:
+        """
+        Compares the ranks of ``group``: one all-gather of 32 bytes a rank. Returns
+        False where nothing was compared that another time would be.
+        """
+        if not _has_others(group, unit.device):
+            return True
+        if _is_traced(unit.params, unit.device):
+            return False
+        if group not in self._numbers:
+            _num_units[group] = _num_units.get(group, 0) + 1
+            self._numbers[group] = _num_units[group]
+        numbered = mine._replace(number=self._numbers[group])
+        by_rank: list[Any] = [numbered] * group.size()
+        try:
+            # Counters of a user's collectives or memory are not about this
+            with torch.no_grad(), _disable_current_modes():
+                digest = torch.frombuffer(numbered.digest(), dtype=torch.uint8)
+                digest = digest.to(unit.device)
+                digests = digest.new_empty(group.size() * digest.numel())
+                all_gather_single(digests, digest, group=group)
+                rows = digests.cpu().view(group.size(), -1)
+                if bool((rows == rows[0]).all()):
+                    return True
+                dist.all_gather_object(by_rank, numbered, group=group)
+        except BaseException as error:
+            _add_note(error, mine)
+            raise
+        ranks = dist.get_process_group_ranks(group)
+        _raise_if_different(dict(zip(ranks, by_rank, strict=True)))
+        return True
+
 
 # What is compared #
 
@@ -122,21 +159,26 @@ class _Announced(NamedTuple):
     """What one rank is about to do for a unit, and with what."""
 
     does: str  # "gathers" or "reduces"
-    unit: str | None
-    params: list[tuple[str, ...]]  # what is so of each
-    # Is not compared: before the root's lazy init one rank may know less
+    params: list[tuple[str, ...]]  # what is so of each, "" where nothing is said
+    unit: str | None  # this and the parameters' FQNs are not compared
     fqns: tuple[str, ...]
-    # Only if ranks are always compared: whether there are gradients of earlier
-    # reductions to add to, and the unit last reduced over the group
-    accumulates: bool | None = None
-    after: str | None = None
-    # How `set_reduce_bucket_cap` was called for the unit
+    number: int = 0  # of the unit, see `UnitAgreement`; 0 outside of comparisons
+    # Of a gather; None before the root's lazy init
+    after_forward: str | None = None
+    # How `set_reduce_bucket_cap` was called for the unit; of a reduction
     cap: str = ""
+    # Only if ranks are always compared: whether there are gradients of earlier
+    # reductions to add to
+    accumulates: bool | None = None
+
+    def digest(self) -> bytearray:
+        compared = repr(self._replace(unit=None, fqns=()))
+        return bytearray(hashlib.sha256(compared.encode()).digest())
 
     def __str__(self) -> str:
         text = f"{self.does} {_unit(self.unit)}"
-        if self.after is not None:
-            text += f" after {_unit(self.after)}"
+        if self.number > 0:
+            text += f" as number {self.number}"
         if self.accumulates is not None:
             has = "with" if self.accumulates else "without"
             text += f", {has} earlier gradients to add to"
@@ -152,31 +194,33 @@ def _unit(name: str | None) -> str:
 
 def _announce(unit: DescribedUnit, pattern: _Pattern | None = None) -> _Announced:
     """Returns what is known before a gather, or before a reduction with a pattern."""
-    reduced, params = dict(pattern or ()), []
-    # A plugin may have removed parameters from the list
-    for i, (fsdp_param, name) in enumerate(zip(unit.params, unit.names)):
-        dtypes, grad = dtypes_of(fsdp_param), _NO_GRADIENT
-        if i in reduced:
-            grad = f"gets a gradient, sent in {reduced[i]}"
-        params.append(
-            (
-                f"is {name}",
-                f"has size {tuple(fsdp_param._orig_size)}",
-                f"is sharded as {fsdp_param.fsdp_placement}",
-                f"computes in {dtypes.compute}",
-                f"reduces in {describe_key((dtypes.reduce, dtypes.comm))}",
-                grad,
-            )
-        )
-    does = "gathers" if pattern is None else "reduces"
+    keys, params = dict(pattern or ()), []
+    for i, fsdp_param in enumerate(unit.params):
+        if pattern is None:
+            said = [f"computes in {dtypes_of(fsdp_param).compute}", ""]
+        elif i in keys:
+            said = [f"reduces in {describe_key(keys[i])}", "gets a gradient"]
+        else:
+            said = ["", _NO_GRADIENT]
+        size, placement = tuple(fsdp_param._orig_size), fsdp_param.fsdp_placement
+        params.append((f"has size {size}", f"is sharded as {placement}", *said))
     name = "(root)" if unit.fqn == "" else unit.fqn
-    cap = str(unit.reduce_bucket_cap)
-    return _Announced(does, name, params, unit.fqns, cap=cap)
+    if pattern is not None:
+        cap = str(unit.reduce_bucket_cap)
+        return _Announced("reduces", params, name, unit.fqns, cap=cap)
+    after_forward = None if unit.fqn is None else _after_forward(unit)
+    return _Announced("gathers", params, name, unit.fqns, after_forward=after_forward)
+
+
+def _after_forward(unit: DescribedUnit) -> str:
+    if (mesh_info := unit.post_forward_mesh_info) is None:
+        return "stays unsharded after forward"
+    return f"is resharded to {mesh_info.shard_mesh_size} ranks after forward"
 
 
 def _pattern_of(buckets: Sequence[ReduceBucket]) -> _Pattern:
-    dtypes = {slot.param: bucket.dtype for bucket in buckets for slot in bucket.slots}
-    return tuple(sorted(dtypes.items()))
+    keys = {slot.param: bucket.key for bucket in buckets for slot in bucket.slots}
+    return tuple(sorted(keys.items()))
 
 
 def _accumulates(unit: DescribedUnit, pattern: _Pattern) -> bool | None:
@@ -194,36 +238,6 @@ def _accumulates(unit: DescribedUnit, pattern: _Pattern) -> bool | None:
 
 def _compares_always() -> bool:
     return os.environ.get(_SWITCH) == "always"
-
-
-def _compare(unit: DescribedUnit, group: dist.ProcessGroup, mine: _Announced) -> bool:
-    """
-    Compares the ranks of ``group``: one all-gather of 32 bytes a rank. Returns
-    False where nothing was compared that another time would be.
-    """
-    if not _has_others(group, unit.device):
-        return True
-    if _is_traced(unit.params, unit.device):
-        return False
-    digest = hashlib.sha256(repr(mine._replace(fqns=())).encode()).digest()
-    by_rank: list[Any] = [mine] * group.size()
-    try:
-        # Counters of a user's collectives or memory are not about this
-        with torch.no_grad(), _disable_current_modes():
-            tensor = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-            tensor = tensor.to(unit.device)
-            digests = tensor.new_empty(group.size() * len(digest))
-            all_gather_single(digests, tensor, group=group)
-            rows = digests.cpu().view(group.size(), len(digest))
-            if bool((rows == rows[0]).all()):
-                return True
-            dist.all_gather_object(by_rank, mine, group=group)
-    except BaseException as error:
-        _add_note(error, mine)
-        raise
-    ranks = dist.get_process_group_ranks(group)
-    _raise_if_different(dict(zip(ranks, by_rank, strict=True)))
-    return True
 
 
 def _has_others(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -244,8 +258,9 @@ def _is_traced(fsdp_params: Sequence[FSDPParam], device: torch.device) -> bool:
 # What is said #
 
 _ORDER_ADVICE = (
-    "Every rank must have the same units, run them in the same order for the same "
-    "number of microbatches, and sync gradients in the same ones."
+    "Every rank must have the same units with the same reshard_after_forward, run them "
+    "in the same order for the same number of microbatches, and sync gradients in the "
+    "same ones. (Units are numbered in the order in which they first came.)"
 )
 _SHARDING_ADVICE = (
     "Every rank must build the same model and call fully_shard on the same modules of "
@@ -283,11 +298,10 @@ def _add_note(error: BaseException, mine: _Announced) -> None:
 
 def _raise_if_different(by_rank: Mapping[int, _Announced]) -> None:
     said = by_rank.values()
-    units = {mine.unit for mine in said if mine.unit is not None}
-    drift = "Ranks have drifted apart", [_by_value(by_rank)], _ORDER_ADVICE
-    if len(units) > 1 or len({mine.does for mine in said}) > 1:
-        _refuse(*drift)
-    unit = _unit(min(units, default=None))
+    drift = "Ranks have drifted apart"
+    if len({(mine.does, mine.number) for mine in said}) > 1:
+        _refuse(drift, [_by_value(by_rank)], _ORDER_ADVICE)
+    unit = _unit(min((mine.unit for mine in said if mine.unit), default=None))
     caps = {rank: mine.cap for rank, mine in by_rank.items()}
     if len({*caps.values()}) > 1:
         title = f"Ranks have called set_reduce_bucket_cap differently for {unit}"
@@ -299,14 +313,16 @@ def _raise_if_different(by_rank: Mapping[int, _Announced]) -> None:
     }
     if len({*counts.values()}) > 1:
         _refuse(title, [_by_value(counts)], _SHARDING_ADVICE)
-    _refuse(title, _differing(by_rank, 0, 3), _SHARDING_ADVICE)
-    _refuse(title, _differing(by_rank, 3, 5), _DTYPE_ADVICE)
+    _refuse(title, _differing(by_rank, 0, 2), _SHARDING_ADVICE)
+    _refuse(title, _differing(by_rank, 2, 3), _DTYPE_ADVICE)
     title = f"Ranks disagree about the gradients of {unit}"
-    _refuse(title, _differing(by_rank, 5, 6), _GRADIENT_ADVICE)
-    accumulate = {mine.accumulates for mine in said} - {None}
-    if len({mine.after for mine in said}) > 1 or len(accumulate) > 1:
-        _refuse(*drift)
-    # Else one rank does not know the unit's name yet, before the root's lazy init
+    _refuse(title, _differing(by_rank, 3, 4), _GRADIENT_ADVICE)
+    if len({mine.accumulates for mine in said} - {None}) > 1:
+        _refuse(drift, [_by_value(by_rank)], _ORDER_ADVICE)
+    if len({mine.after_forward for mine in said} - {None}) > 1:
+        texts = [f"{mine}, which {mine.after_forward}," for mine in said]
+        _refuse(drift, [_by_value(dict(zip(by_rank, texts)))], _ORDER_ADVICE)
+    # Else one rank does not know yet what comes after forward
 
 
 def _refuse(title: str, lines: Sequence[str], advice: str) -> None:
@@ -321,7 +337,8 @@ def _differing(by_rank: Mapping[int, _Announced], first: int, last: int) -> list
     lines = []
     for i, fqn in enumerate(next(iter(by_rank.values())).fqns):
         for which in range(first, last):
-            said = {rank: mine.params[i][which] for rank, mine in by_rank.items()}
+            texts = {rank: mine.params[i][which] for rank, mine in by_rank.items()}
+            said = {rank: text for rank, text in texts.items() if text}
             if len({*said.values()}) > 1:
                 lines.append(f"{fqn}: {_by_value(said)}")
     return lines

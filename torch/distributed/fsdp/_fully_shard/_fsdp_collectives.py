@@ -54,7 +54,7 @@ from ._fsdp_copies import (
     copy_in_grads,
     copy_out,
     fill_segment,
-    foreach_reduce_scatter_copy_in,  # noqa: F401  (as in the release)
+    foreach_reduce_scatter_copy_in,
     in_common_order,
     view_by_rank,
 )
@@ -602,10 +602,29 @@ def _reduce_copy_in(reduction: Reduction, part: BucketGrads, world_size: int) ->
     comm, dtype = reduction.reduce_scatter_comm, part.bucket.wire_dtype
     numel = world_size * part.new_numel
     reduce_input = allocate_reduce_buffer(comm, numel, dtype, reduction.device)
-    rows = reduce_input.view(world_size, part.new_numel)
-    copy_in_grads(part.bucket, part.unsharded_grads, rows)
+    if foreach_reduce_scatter_copy_in is _OWN_COPY_IN:
+        rows = reduce_input.view(world_size, part.new_numel)
+        copy_in_grads(part.bucket, part.unsharded_grads, rows)
+    else:
+        _copy_in_monkeypatched(reduction, part, reduce_input, world_size)
     part.reduce_scatter_input = reduce_input
     part.unsharded_grads.clear()  # only now: the copy-in has been issued
+
+
+# Which upstream's tests and plugins may monkeypatch
+_OWN_COPY_IN = foreach_reduce_scatter_copy_in
+
+
+def _copy_in_monkeypatched(
+    reduction: Reduction, part: BucketGrads, reduce_input: torch.Tensor, world_size: int
+) -> None:
+    """Calls what is in place of the copy-in, with gradients of one dtype in chunks."""
+    grads = part.unsharded_grads
+    if reduction.prepares_by_default:
+        _default_reduce_scatter_input_fn(part.fsdp_params, grads, world_size)
+    if any(grad.dtype != grads[0].dtype for grad in grads):
+        grads[:] = [grad.to(reduce_input.dtype) for grad in grads]
+    foreach_reduce_scatter_copy_in(grads, reduce_input, world_size)
 
 
 def _all_to_all_copy_in(

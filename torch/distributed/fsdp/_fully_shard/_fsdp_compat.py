@@ -81,6 +81,15 @@ class PluginNames:
         self._orig_dtype = _common([p.orig_dtype for p in counted])
         self._reduce_dtype = _common([p.reduce_dtype for p in counted])
 
+    def _call_init_mp_dtypes(self: Any) -> None:
+        self._init_mp_dtypes()
+        if getattr(self._init_mp_dtypes, "__func__", None) is _OWN_INIT:
+            return
+        for fsdp_param in self.fsdp_params:
+            if fsdp_param.mp_policy is not self.mp_policy:
+                # A replacement may know of one policy only
+                fsdp_param.init_dtype_attrs(fsdp_param.mp_policy)
+
     # Called by upstream's comm test, torchtitan-npu, torch_musa and ODC
 
     def _to_sharded(self: Any) -> None:
@@ -130,6 +139,9 @@ class PluginNames:
         except ValueError as error:
             name = f"_partial_reduce_output of unit '{self._unit_name}'"
             raise ValueError(f"{name} {error}") from None
+
+
+_OWN_INIT = PluginNames._init_mp_dtypes
 
 
 def _common(dtypes: Sequence[torch.dtype | None]) -> torch.dtype | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ._fsdp_api import AllGather, ReduceScatter
+from ._fsdp_common import FSDPMeshInfo
 from ._fsdp_layout import BucketKey, ReduceBucketCap
 from ._fsdp_param import FSDPParam
 from ._fsdp_param_cache import GatherPlan
@@ -23,6 +24,7 @@ class DescribedUnit:
     names: tuple[str, ...]  # of the parameters, as seen from the unit
     fqns: tuple[str, ...]  # and as seen from the model
     device: torch.device
+    post_forward_mesh_info: FSDPMeshInfo | None
     gather_world_size: int
     gather_plan: GatherPlan | None  # None before the first gather
     # What the sum over all data-parallel ranks is divided by, and how in a bucket

@@ -29,14 +29,17 @@ from ._fsdp_policies import is_reducible
 
 
 def _keeps_error(explain: Callable[..., str | None]) -> Callable[..., Exception]:
-    """Makes a function that says what is wrong return ``error`` with that in front."""
+    """
+    Makes a function that is given an error, and says what is wrong, return the error
+    with that in front.
+    """
 
     @functools.wraps(explain)
     def explain_error(error: Exception, /, *args: Any) -> Exception:
         if type(error).__module__ != "builtins" or len(error.args) > 1:
             return error  # it is made of more than a message
         with contextlib.suppress(Exception):
-            if (message := explain(*args)) is not None:
+            if (message := explain(error, *args)) is not None:
                 # Of a mesh without names, the release says only that a value is None
                 if not str(error).startswith("Invariant encountered"):
                     message += f": {error}"
@@ -127,16 +130,38 @@ def check_has_units(module: nn.Module, units: Collection, function: str) -> None
 # Parameters #
 
 
+_PINNING_ADVICE = "Without an accelerator use CPUOffloadPolicy(pin_memory=False)"
+
+
+def _is_of_pinning(error: Exception) -> bool:
+    """Whether memory cannot be pinned here, and ``error`` says so."""
+    try:
+        torch.empty(1).pin_memory()
+    except Exception as own:
+        # In front of stacks of C++, if these are shown
+        return str(own).splitlines()[:1] == str(error).splitlines()[:1]
+    return False
+
+
 @_keeps_error
-def explain_sharding(param: nn.Parameter, name: str, arguments: dict[str, Any]) -> str:
+def explain_sharding(
+    error: Exception, param: nn.Parameter, name: str, arguments: dict[str, Any]
+) -> str:
     """``arguments`` are the other ones of the ``FSDPParam`` that was to be made."""
-    is_pinned = getattr(arguments["offload_policy"], "pin_memory", False)
+    placement_fix = (
+        "shard_placement_fn must return Shard of a dim that it has, which must divide "
+        "by the ranks unless it is dim 0"
+    )
     if param.layout != torch.strided or param.is_quantized:
         fix = (
             "Only dense parameters can be: call to_dense() or dequantize() on it "
             "first, or put it in ignored_params"
         )
-    elif isinstance(param, DTensor):
+    elif _is_of_pinning(error):
+        fix = _PINNING_ADVICE
+    elif "uneven sharding on dim" in str(error) or "Shard dim" in str(error):
+        fix = placement_fix  # also of a DTensor
+    elif isinstance(param, DTensor) and "non-contiguous" not in str(error):
         fix = (
             "It is a DTensor already: call fully_shard on children before their "
             "parents. If it is meant to be one, let its mesh and FSDP's have named "
@@ -151,13 +176,8 @@ def explain_sharding(param: nn.Parameter, name: str, arguments: dict[str, Any]) 
         )
     elif not param.is_contiguous():
         fix = "Make it contiguous first: nn.Parameter(param.detach().contiguous())"
-    elif is_pinned and not torch.accelerator.is_available():
-        fix = "Without an accelerator use CPUOffloadPolicy(pin_memory=False)"
     elif arguments["shard_placement_fn"] is not None:
-        fix = (
-            "shard_placement_fn must return Shard of a dim that it has, which must "
-            "divide by the ranks unless it is dim 0"
-        )
+        fix = placement_fix
     else:
         fix = "Fix it, or put it in ignored_params"
     return f"Parameter {name} cannot be sharded. {fix}"
@@ -186,9 +206,11 @@ def check_param(fsdp_param: FSDPParam, name: str) -> None:
 
 
 @_keeps_error
-def explain_registered(fsdp_param: FSDPParam, name: str) -> str:
-    wrong = _find_wrong_registration(fsdp_param, name)
-    return wrong or f"{name} cannot be taken as it is registered"
+def explain_registered(error: Exception, fsdp_param: FSDPParam, name: str) -> str:
+    if wrong := _find_wrong_registration(fsdp_param, name):
+        return wrong
+    fix = f". {_PINNING_ADVICE}" if _is_of_pinning(error) else ""
+    return f"{name} cannot be taken as it is registered{fix}"
 
 
 def _find_wrong_registration(fsdp_param: FSDPParam, name: str) -> str | None:
@@ -213,6 +235,13 @@ def _find_wrong_registration(fsdp_param: FSDPParam, name: str) -> str | None:
             "to it. Parametrize it before fully_shard, and run a first forward before "
             "a functional_call"
         )
+    dtype = found._local_tensor.dtype
+    if type(found._local_tensor) is torch.Tensor and dtype != found.dtype:
+        return (
+            f"{name} is {found.dtype} now, but its shard is {dtype}: setting the data of "
+            "a sharded parameter casts nothing. Cast by module.to(dtype), before the "
+            "first forward"
+        )
     spec = fsdp_param._unsharded_dtensor_spec
     size = fsdp_param._orig_size if spec is None else spec.shape
     shard_size, found_size = fsdp_param.sharded_size, found._local_tensor.size()
@@ -231,7 +260,9 @@ def _find_wrong_registration(fsdp_param: FSDPParam, name: str) -> str | None:
 
 
 @_keeps_error
-def explain_extension(fsdp_param: FSDPParam, method: str) -> str | None:
+def explain_extension(
+    error: Exception, fsdp_param: FSDPParam, method: str
+) -> str | None:
     name = _names(fsdp_param)
     if not hasattr(fsdp_param._sharded_local_tensor, "fsdp_pre_all_gather"):
         return None
@@ -248,6 +279,7 @@ def explain_extension(fsdp_param: FSDPParam, method: str) -> str | None:
 
 @_keeps_error
 def explain_copy_in(
+    error: Exception,
     fsdp_params: Sequence[FSDPParam],
     tensors: Sequence[torch.Tensor],
     numels: Sequence[Sequence[int]],
@@ -268,7 +300,9 @@ def explain_copy_in(
 
 
 @_keeps_error
-def explain_all_to_all(parts: Sequence[Any], device: torch.device) -> str:
+def explain_all_to_all(
+    error: Exception, parts: Sequence[Any], device: torch.device
+) -> str:
     fsdp_params = chain.from_iterable(part.fsdp_params for part in parts)
     dtypes = dict.fromkeys(str(part.bucket.wire_dtype) for part in parts)
     return (
@@ -280,6 +314,7 @@ def explain_all_to_all(parts: Sequence[Any], device: torch.device) -> str:
 
 @_keeps_error
 def explain_reduction(
+    error: Exception,
     fsdp_params: Sequence[FSDPParam],
     bucket: ReduceBucket,
     grads: Sequence[torch.Tensor],

@@ -193,11 +193,8 @@ def _fit_outputs(
             f"fsdp_pre_all_gather of {name} returned no tensor to gather: return "
             "((tensor, ...), metadata)"
         )
-    outputs = fsdp_param.all_gather_outputs
-    if not outputs or [output.numel() for output in outputs] == numels:
-        return  # a single rank's are copied and cast
-    first_dtypes = [output.dtype for output in outputs]
-    if first_dtypes != dtypes:
+    first_dtypes = [output.dtype for output in fsdp_param.all_gather_outputs]
+    if first_dtypes and first_dtypes != dtypes:
         raise RuntimeError(
             f"{name} was gathered as {', '.join(map(str, first_dtypes))} before, and "
             f"would be as {', '.join(map(str, dtypes))} now: cast a model, or load "

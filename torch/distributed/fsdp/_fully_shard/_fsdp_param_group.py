@@ -44,6 +44,7 @@ from typing_extensions import TypeVarTuple, Unpack
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed._composable_state import _get_module_state
 from torch.distributed.device_mesh import _get_device_handle
 from torch.distributed.fsdp._common_utils import (
     _named_parameters_with_duplicates,  # noqa: F401  (as in the release)
@@ -308,8 +309,10 @@ class FSDPParamGroup(PluginNames):
         offload_policy: OffloadPolicy,
     ):
         self.modules = modules  # a reference cycle of one lifetime
-        check_offload_policy(offload_policy, self._unit_name)
-        check_mp_policy(mp_policy, self._unit_name)
+        if _get_module_state(modules[0]) is not None:
+            # Users call `fully_shard`, which has set it. Who builds a group passes None.
+            check_offload_policy(offload_policy, self._unit_name)
+            check_mp_policy(mp_policy, self._unit_name)
         self.mesh_info, self.post_forward_mesh_info = mesh_info, post_forward_mesh_info
         self.device, self.device_handle = device, _get_device_handle(device.type)
         self.mp_policy, self.offload_policy = mp_policy, offload_policy
@@ -323,7 +326,9 @@ class FSDPParamGroup(PluginNames):
         infos = _get_param_module_infos(params, modules)
         names = get_param_names(infos, modules)
         # All of them before any is sharded, while they are as users know them
-        policies, is_final = resolve_all(mp_policy, params, names, device)
+        policies, is_final = resolve_all(
+            mp_policy or MixedPrecisionPolicy(), params, names, device
+        )
         # None: to be resolved again when the root has named the parameters
         self._resolved_policy = mp_policy if is_final else None
         fsdp_params = shard_params(
@@ -388,11 +393,8 @@ class FSDPParamGroup(PluginNames):
             self._resolve_policies(fqns, self._module_fqn is not None)
             self._resolved_policy = self.mp_policy
             _check_can_exchange(self, type(self._reduce_scatter_comm))
-        self._init_mp_dtypes()
+        self._call_init_mp_dtypes()
         for fsdp_param in self.fsdp_params:
-            if fsdp_param.mp_policy is not self.mp_policy:
-                # A monkeypatched `_init_mp_dtypes` may know of one policy only
-                fsdp_param.init_dtype_attrs(fsdp_param.mp_policy)
             if not fsdp_param.orig_dtype.is_floating_point:
                 # Autograd would cut complex gradients to it (2.15), see `reduce_dtype_of`
                 fsdp_param.reduce_dtype = None
@@ -925,6 +927,7 @@ class FSDPParamGroup(PluginNames):
             names=tuple(self._registrations.names.values()),
             fqns=tuple(self._registrations.fqns()),
             device=self.device,
+            post_forward_mesh_info=self.post_forward_mesh_info,
             gather_world_size=1 if gather_group is None else gather_group.size(),
             gather_plan=self._cache.gather_plan,
             divided_by=self.gradient_divide_factor or self.mesh_info.mesh.size(),

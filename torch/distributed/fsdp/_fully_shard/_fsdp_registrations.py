@@ -5,8 +5,8 @@ a state dict is loaded, and at the first forward, until when users may change th
 
 from __future__ import annotations
 
-import functools
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
@@ -40,7 +40,7 @@ class ParamRegistrations:
         for fsdp_param in cache.fsdp_params:
             fsdp_param._post_load_hook_handle.remove()
             module = fsdp_param._module_info.module
-            hook = functools.partial(self.reset_sharded_param, fsdp_param)
+            hook = self.make_reset(fsdp_param)
             handle = module.register_load_state_dict_post_hook(hook)
             fsdp_param._post_load_hook_handle = handle
         own_params = _get_own_params(modules)
@@ -73,36 +73,46 @@ class ParamRegistrations:
     # Resetting #
     def reset_sharded_params(self) -> None:
         for fsdp_param in self._cache.fsdp_params:
-            self.reset_sharded_param(fsdp_param)
+            self.make_reset(fsdp_param)()
             check_param(fsdp_param, self.fqn(fsdp_param))
             fsdp_param._init_extensions()  # may have been added since
         self._cache.invalidate()
 
-    def reset_sharded_param(self, fsdp_param: FSDPParam, *unused: Any) -> None:
+    def make_reset(self, fsdp_param: FSDPParam) -> Callable[..., None]:
         """
-        Makes what users have loaded, replaced, cast or materialized the sharded
-        parameter. It is also the hook that runs after each load.
+        Returns a function that makes what users have loaded, replaced, cast or
+        materialized the sharded parameter. As a hook of a user's module it runs after
+        each load. Copying that module does not copy what a function refers to, as it
+        would for a method or a partial. The module alone does not keep the unit alive.
         """
-        previous = fsdp_param.sharded_param
-        has_grad_dtype = fsdp_param in self._grad_dtypes or (
-            previous.is_leaf and previous.grad_dtype != previous.dtype
-        )
-        if has_grad_dtype:
-            self._keep_grad_dtype(fsdp_param)
-        try:
-            fsdp_param.reset_sharded_param()
-        except Exception as error:
-            raise explain_registered(  # noqa: B904  (has its cause)
-                error, fsdp_param, self.fqn(fsdp_param)
+        registrations = weakref.ref(self)
+
+        def reset(*unused: Any) -> None:
+            if (own := registrations()) is None:
+                fsdp_param.reset_sharded_param()
+                return
+            previous = fsdp_param.sharded_param
+            has_grad_dtype = fsdp_param in own._grad_dtypes or (
+                previous.is_leaf and previous.grad_dtype != previous.dtype
             )
-        if has_grad_dtype:
-            self._keep_grad_dtype(fsdp_param)  # on the new parameter
-        param: Any = fsdp_param.sharded_param
-        if param is not previous:
-            # Planned with the dtypes of the previous one
-            self._cache.buckets.clear()
-            if param._local_tensor.size() != fsdp_param.sharded_size:
-                check_param(fsdp_param, self.fqn(fsdp_param))
+            if has_grad_dtype:
+                own._keep_grad_dtype(fsdp_param)
+            try:
+                fsdp_param.reset_sharded_param()
+            except Exception as error:
+                raise explain_registered(  # noqa: B904  (has its cause)
+                    error, fsdp_param, own.fqn(fsdp_param)
+                )
+            if has_grad_dtype:
+                own._keep_grad_dtype(fsdp_param)  # on the new parameter
+            param: Any = fsdp_param.sharded_param
+            if param is not previous:
+                # Planned with the dtypes of the previous one
+                own._cache.buckets.clear()
+                if param._local_tensor.size() != fsdp_param.sharded_size:
+                    check_param(fsdp_param, own.fqn(fsdp_param))
+
+        return reset
 
     def keep_grad_dtypes(self) -> None:
         for fsdp_param in self._cache.fsdp_params:

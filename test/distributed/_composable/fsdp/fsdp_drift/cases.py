@@ -209,6 +209,19 @@ def bucket_later(rank: Rank) -> None:
 
 
 @case(TIME_OUT, always=ALL_RAISE)
+def unfrozen_parameter_later(rank: Rank) -> None:
+    """it unfreezes a parameter, after such steps"""
+    model = Model()
+    for layer in model.layers:
+        layer.gate.requires_grad_(False)
+    rank.good_steps(rank.shard(model))
+    for layer in model.layers:
+        layer.gate.requires_grad_(rank.is_odd)
+    for _ in range(2):
+        rank.step(model)
+
+
+@case(TIME_OUT, always=ALL_RAISE)
 def unit_later(rank: Rank) -> None:
     """it skips a unit, after such steps"""
     model = rank.good_steps(rank.shard())

@@ -333,6 +333,37 @@ def operators_of_another_device(place: Place) -> Record:
     return {"calls": dict(calls)}
 
 
+# What is reduced #
+
+
+def train_with_replaced_copy_in(place: Place, model: Stack) -> Record:
+    original, calls = _fsdp_collectives.foreach_reduce_scatter_copy_in, []
+
+    def copy_in(grads: list[torch.Tensor], output: torch.Tensor, world_size: int):
+        dtypes = {str(grad.dtype) for grad in grads}
+        calls.append((len(grads), len(dtypes), output.numel(), world_size))
+        original([2 * grad for grad in grads], output, world_size)
+
+    with replaced(_fsdp_collectives, foreach_reduce_scatter_copy_in=copy_in):
+        return train(model, place) | {"calls": calls}
+
+
+@scenario
+def replaced_reduce_scatter_copy_in(place: Place) -> Record:
+    return {
+        policy: train_with_replaced_copy_in(place, place.sharded(policy))
+        for policy in POLICIES
+    }
+
+
+@mixed
+def mixed_with_replaced_reduce_scatter_copy_in(place: Place) -> Record:
+    return {
+        policy: train_with_replaced_copy_in(place, place.mixed(policy))
+        for policy in POLICIES
+    }
+
+
 # Divide factors #
 
 

@@ -165,6 +165,22 @@ def dtypes_of_weights(model: Stack) -> list[str]:
     return dtypes
 
 
+@scenario
+def group_that_is_built_directly(place: Place) -> Record:
+    """As upstream's test of training states does, without any policy."""
+    mesh_info = groups_of(place.sharded("none"))[0].mesh_info
+    record: Record = {}
+    for name, params in (("no", 0), ("two", 2)):
+        module = nn.Linear(4, 4)
+        rest = (mesh_info, None, torch.device("cpu"), None, None, None)
+        group = FSDPParamGroup([*module.parameters()][:params], (module,), *rest)
+        with group.use_training_state(TrainingState.FORWARD):
+            inside = str(group._training_state)
+        sizes = [tuple(p.sharded_size) for p in group.fsdp_params]
+        record[name] = inside, str(group._training_state), sizes
+    return record
+
+
 # The list of parameters #
 
 

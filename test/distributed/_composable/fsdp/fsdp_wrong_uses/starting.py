@@ -62,6 +62,10 @@ def resized_shard(run: Run, block: Scaled) -> None:
     block.gain._local_tensor = torch.ones(7, device=run.device)
 
 
+def cast_data(run: Run, block: Scaled) -> None:
+    block.gain.data = block.gain.data.to(BF16)
+
+
 def forgotten_shard(run: Run, block: Scaled) -> None:
     block.gain._local_tensor = torch.ones(1, device=run.device)
 
@@ -177,6 +181,21 @@ add_each(
     ],
     found="first forward",
     do="Change its size before fully_shard, and load what is sharded alike",
+    about="1.gain",
+)
+add_each(
+    STARTING,
+    [
+        (
+            "casts_data_first",
+            "a parameter's `data` is cast",
+            before_the_first(cast_data),
+            RuntimeError,
+            "1.gain is torch.bfloat16 now, but its shard is torch.float32",
+        )
+    ],
+    found="first forward",
+    do="Cast by module.to(dtype), before the first forward",
     about="1.gain",
 )
 add_each(
