@@ -41,6 +41,8 @@ _get_sharded_param = attrgetter("sharded_param")
 _get_unsharded_param = attrgetter("_unsharded_param")
 _get_requires_grad = attrgetter("sharded_param.requires_grad")
 _get_local_tensor = attrgetter("sharded_param._local_tensor")
+_get_policy = attrgetter("mp_policy")
+_get_kind = attrgetter("device", "dtype", "grad_dtype", "requires_grad")
 
 
 # What is gathered #
@@ -285,15 +287,20 @@ class ParamGroupCache:
         if self.fsdp_params != self._cached_for:
             self.invalidate()
 
-    def invalidate_buckets_if_changed(self) -> None:
-        """Invalidates the buckets if what they depend on has changed."""
-        depend_on = [
-            (p.mp_policy, p.sharded_param.dtype, p.sharded_param.grad_dtype)
-            for p in self.fsdp_params
-        ]
-        if self._buckets_depend_on != depend_on:
-            self.buckets.clear()
-            self._buckets_depend_on = depend_on
+    def invalidate_buckets_if_changed(self) -> bool:
+        """
+        Invalidates the buckets if what they depend on has changed: policies, devices,
+        dtypes, or which parameters are trained. Returns whether it has.
+        """
+        self.invalidate_if_changed()
+        params = map(_get_sharded_param, self.fsdp_params)
+        policies = map(_get_policy, self.fsdp_params)
+        depend_on = [[*policies], [*map(_get_kind, params)]]
+        if self._buckets_depend_on == depend_on:
+            return False
+        self.buckets.clear()
+        self._buckets_depend_on = depend_on
+        return True
 
     @property
     def has_extensions(self) -> bool:

@@ -165,6 +165,7 @@ _STATE_OF_PASS = {
 
 # To detect monkeypatching: replacements are called with the release's arguments
 _OWN_GATHER, _OWN_REDUCE = foreach_all_gather, foreach_reduce
+_OWN_INIT_MP_DTYPES = PluginNames._init_mp_dtypes
 # Of small reductions of several units
 _SHARED_COMM = DefaultReduceScatter()
 
@@ -298,7 +299,11 @@ class FSDPParamGroup(PluginNames):
     _sharded_state: ShardedState = ShardedState.SHARDED
     # Resetting sharded parameters is costly, so only the first lazy init does it
     _reset_sharded_params: bool = False
+    # Whether lazy init has read the parameters' dtypes, by its own function
+    _has_read_dtypes: bool = False
     _all_gather_result: AllGatherResult | None = None
+    # Over which it is, whatever state the group is brought to meanwhile
+    _all_gather_group: dist.ProcessGroup | None = None
     # After resharding to a smaller mesh, which the next gather reads from
     _reshard_after_forward_event: torch.Event | None = None
     # After this group's last reduction, including what follows it
@@ -387,7 +392,6 @@ class FSDPParamGroup(PluginNames):
             self._reset_sharded_params = True
             if self._param_group_index == 0:
                 self._registrations.warn_of_late_params()
-        self._registrations.check_materialized(self.offload_policy)
         self._validate_reduce_scatter_max_input_buffers()
         self._init_dtypes()
         self._register_state_dict_hooks()
@@ -395,8 +399,15 @@ class FSDPParamGroup(PluginNames):
             log_layout(self._describe)
 
     def _init_dtypes(self) -> None:
-        """Reads the policy and the parameters' dtypes as they are now."""
-        if self.mp_policy is not self._resolved_policy:
+        """Reads the policy and the parameters' dtypes where any of them has changed."""
+        is_own = type(self)._init_mp_dtypes is _OWN_INIT_MP_DTYPES
+        is_same_policy = self.mp_policy is self._resolved_policy
+        has_changed = self._cache.invalidate_buckets_if_changed() or not is_same_policy
+        if is_own and self._has_read_dtypes and not has_changed:
+            return
+        self._has_read_dtypes = False  # if any of this fails
+        self._registrations.check_materialized(self.offload_policy)
+        if not is_same_policy:
             check_mp_policy(self.mp_policy, self._unit_name)
             fqns = self._registrations.fqns()
             self._resolve_policies(fqns, self._module_fqn is not None)
@@ -404,7 +415,7 @@ class FSDPParamGroup(PluginNames):
             _check_can_exchange(self, type(self._reduce_scatter_comm))
         self._init_mp_dtypes()
         for fsdp_param in self.fsdp_params:
-            if fsdp_param.mp_policy is not self.mp_policy:
+            if not is_own and fsdp_param.mp_policy is not self.mp_policy:
                 # A monkeypatched `_init_mp_dtypes` may know of one policy only
                 fsdp_param.init_dtype_attrs(fsdp_param.mp_policy)
             if not fsdp_param.orig_dtype.is_floating_point:
@@ -417,6 +428,7 @@ class FSDPParamGroup(PluginNames):
             if is_upcast_by_autograd(fsdp_param)
         ]
         self._cache.invalidate_buckets_if_changed()
+        self._has_read_dtypes = is_own  # what replaces it reads them each time
 
     def _resolve_policies(self, fqns: Sequence[str], is_named: bool) -> None:
         params = [fsdp_param.sharded_param for fsdp_param in self.fsdp_params]
@@ -508,7 +520,8 @@ class FSDPParamGroup(PluginNames):
         if in_backward and not self.unshard_in_backward:
             return
         self._order_gathers_after_reshard()
-        if (group := self._gather_group) is None:
+        group = self._all_gather_group = self._gather_group
+        if group is None:
             # Nothing moves until `wait_for_unshard`
             nothing = torch.empty(0, device=self.device)
             self._all_gather_result = AllGatherResult(nothing, None, None, [], [], [])
@@ -539,7 +552,8 @@ class FSDPParamGroup(PluginNames):
         in_forward = self._training_state == TrainingState.FORWARD
         if in_forward:
             self.comm_ctx.release_all_gather_state_for_comm_reuse()
-        group = self._gather_group
+        # A plugin may have started the gather
+        group = self._all_gather_group or self._gather_group
         # Parameters are made once: as inference tensors they could never train
         is_inference = torch.is_inference_mode_enabled()
         try:
@@ -557,7 +571,7 @@ class FSDPParamGroup(PluginNames):
         else:
             # In backward the copy-out runs beside a reduce-scatter anyway
             self.comm_ctx.wait_all_gather_streams_on_event(copy_out_event)
-        self._all_gather_result = None
+        self._all_gather_result = self._all_gather_group = None
 
     def _fill_unsharded_params(
         self, result: AllGatherResult, group: dist.ProcessGroup | None
@@ -648,6 +662,8 @@ class FSDPParamGroup(PluginNames):
             return
         with self._hook_range("FSDP::pre_backward"):
             self._training_state = TrainingState.PRE_BACKWARD
+            # Left if the final callback of the last backward came to post-backward
+            self._to_prefetch_late.clear()
             self._unshard_now()
             suspend_upcasts(self._cache, self.reduce_grads)
             if default_prefetch:
@@ -911,7 +927,9 @@ class FSDPParamGroup(PluginNames):
         self._post_forward_indices.clear()
         self._to_prefetch_late.clear()
         self._training_state = TrainingState.IDLE
-        self._to_state(ShardedState.SHARDED)
+        # Also if it is sharded: what failed may have left outputs or registrations
+        self._cache.to_state(ShardedState.SHARDED)
+        self._sharded_state = ShardedState.SHARDED
         self.comm_ctx.reducing_groups.clear()
 
     def _drop_all_gather(self) -> None:
@@ -921,7 +939,7 @@ class FSDPParamGroup(PluginNames):
         work = self._all_gather_result.all_gather_work
         if isinstance(work, dist.distributed_c10d.Work):
             work.wait()
-        self._all_gather_result = None
+        self._all_gather_result = self._all_gather_group = None
 
     def _wait_for_post_backward(self):
         """Waits for this group's last reduction, if backward comes to it again."""
@@ -1170,14 +1188,19 @@ class FSDPParamGroup(PluginNames):
         whose memory nothing holds any more, and adds a note on the ranks to the error.
         """
         # What fails here must not take the place of the error
-        with contextlib.suppress(Exception):
+        try:
             if streams is not None:
                 stream, last_stream = streams
                 stream.wait_stream(last_stream)
                 self.device_handle.current_stream().wait_stream(stream)
-        with contextlib.suppress(Exception):
-            if isinstance(error, Exception):
-                self._agreement.add_note(error, buckets)
+        except Exception:
+            logger.exception(
+                "Unit '%s' could not wait for what it had started before an error: "
+                "memory that is still in use may be reused",
+                self._unit_name,
+            )
+        if isinstance(error, Exception):
+            self._agreement.add_note(error, buckets)
 
 
 def _as_mesh(mesh_info: DataParallelMeshInfo | None, kind: type) -> Any:
