@@ -11,6 +11,8 @@ dtypes and sizes only, and keep no shard alive.
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, repeat
@@ -19,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
+from torch.distributed.tensor import DTensor
 
 from ._fsdp_errors import explain_extension
 from ._fsdp_layout import (
@@ -41,6 +44,7 @@ _get_sharded_param = attrgetter("sharded_param")
 _get_unsharded_param = attrgetter("_unsharded_param")
 _get_requires_grad = attrgetter("sharded_param.requires_grad")
 _get_local_tensor = attrgetter("sharded_param._local_tensor")
+_get_version = attrgetter("_version")
 _get_policy = attrgetter("mp_policy")
 _get_kind = attrgetter("device", "dtype", "grad_dtype", "requires_grad")
 
@@ -231,6 +235,104 @@ class GatherOutputs:
         for storage, _ in self._storages:
             if storage.nbytes():
                 storage.resize_(0)
+
+
+# Parameters that stay unsharded #
+
+
+class UnshardedValues:
+    """
+    What to compare the parameters of a group with that stay unsharded, to find out
+    whether somebody has written to them since, or has taken the wrong ones.
+    """
+
+    def __init__(self, fsdp_params: Sequence[FSDPParam]):
+        self._fsdp_params = [*fsdp_params]
+        self._sharded_versions = self._get_sharded_versions()
+        self._num_references = self._count_references()
+        self.renew()
+
+    def renew(self) -> None:
+        """Reads the versions anew of what a forward may change in place."""
+        params = map(_get_unsharded_param, self._fsdp_params)
+        self._unsharded_versions = _get_versions(params)
+
+    def _count_references(self) -> list[int]:
+        return [*map(sys.getrefcount, map(_get_unsharded_param, self._fsdp_params))]
+
+    def _get_sharded_versions(self) -> list[int]:
+        # Of the DTensor, and of what `to_local` returns
+        params = [*map(_get_sharded_param, self._fsdp_params)]
+        return _get_versions([*params, *(param._local_tensor for param in params)])
+
+    def find_stale(self) -> FSDPParam | None:
+        """Returns a parameter of which the shards have other values by now."""
+        versions = self._get_sharded_versions()
+        if versions == self._sharded_versions:
+            return None
+        self._sharded_versions = versions
+        return self._find_other_values()
+
+    def find_written(self) -> FSDPParam | None:
+        """Returns an unsharded parameter that was written to, other than its shards."""
+        versions = _get_versions(map(_get_unsharded_param, self._fsdp_params))
+        if versions == self._unsharded_versions:
+            return None
+        self._unsharded_versions = versions
+        return self._find_other_values()
+
+    def _find_other_values(self) -> FSDPParam | None:
+        others = (p for p in self._fsdp_params if not _may_have_values_of_shard(p))
+        return next(others, None)
+
+    def has_new_holder(self) -> bool:
+        """Whether anybody holds an unsharded parameter who did not before."""
+        pairs = zip(self._count_references(), self._num_references)
+        return any(now > last for now, last in pairs)
+
+    def find_in_optimizer(self) -> FSDPParam | None:
+        """Returns an unsharded parameter that an optimizer has. Takes 0.1 s."""
+        kind = torch.optim.Optimizer
+        optimizers = [it for it in gc.get_objects() if issubclass(type(it), kind)]
+        groups = chain.from_iterable(
+            getattr(it, "param_groups", ()) for it in optimizers
+        )
+        given = {id(param) for group in groups for param in group["params"]}
+        found = (p for p in self._fsdp_params if id(p._unsharded_param) in given)
+        return next(found, None)
+
+
+def _get_versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """
+    Returns how often each was written to in place. Operators that write to a list of
+    DTensors do not count: those of optimizers with foreach or fused.
+    """
+    try:
+        return [*map(_get_version, tensors)]
+    except RuntimeError:
+        return []  # inference tensors have none
+
+
+def _may_have_values_of_shard(fsdp_param: FSDPParam) -> bool:
+    """
+    Whether this rank's part of an unsharded parameter equals the shard, or nobody can
+    tell. On a GPU this waits.
+    """
+    param: Any = fsdp_param._unsharded_param
+    shard = fsdp_param._sharded_local_tensor
+    is_captured = param.is_cuda and torch.cuda.is_current_stream_capturing()
+    if is_captured or _has_extension(fsdp_param):
+        return True
+    unsharded = param._local_tensor if isinstance(param, DTensor) else param.detach()
+    dim = fsdp_param.fsdp_placement.dim
+    rank = getattr(fsdp_param.mesh_info, "shard_mesh_rank", 0)
+    start = rank * fsdp_param.padded_sharded_param_size[dim]
+    start = min(start, unsharded.size(dim))
+    part = unsharded.narrow(dim, start, shard.size(dim))
+    try:
+        return torch.equal(part, shard.to(part.device, part.dtype))
+    except RuntimeError:
+        return True  # fake and meta tensors have no values
 
 
 # All parameters #

@@ -35,6 +35,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, cast, Literal
@@ -136,7 +137,7 @@ from ._fsdp_param import (
     ParamModuleInfo,  # noqa: F401  (as in the release)
     ShardedState,
 )
-from ._fsdp_param_cache import FSDPParamList, ParamGroupCache
+from ._fsdp_param_cache import FSDPParamList, ParamGroupCache, UnshardedValues
 from ._fsdp_policies import resolve_all
 from ._fsdp_registrations import (
     _get_param_module_infos,
@@ -304,6 +305,10 @@ class FSDPParamGroup(PluginNames):
     _all_gather_result: AllGatherResult | None = None
     # Over which it is, whatever state the group is brought to meanwhile
     _all_gather_group: dist.ProcessGroup | None = None
+    # While it stays unsharded and no backward will reshard it
+    _unsharded_values: UnshardedValues | None = None
+    _has_warned_of_values: bool = False
+    _has_searched_optimizers: bool = False
     # After resharding to a smaller mesh, which the next gather reads from
     _reshard_after_forward_event: torch.Event | None = None
     # After this group's last reduction, including what follows it
@@ -374,6 +379,7 @@ class FSDPParamGroup(PluginNames):
     def _set_params(self, params: Sequence[FSDPParam]) -> None:
         self._cache = ParamGroupCache(params)
         self._registrations.set_cache(self._cache)
+        self._unsharded_values = None
 
     # Plugins may assign it; a getter in C for the hot path
     fsdp_params: FSDPParamList = cast(
@@ -604,6 +610,8 @@ class FSDPParamGroup(PluginNames):
         if self._training_state is TrainingState.IDLE:
             # Users' call, or `nn.Module._apply`, after which it cannot be seen
             self._registrations.keep_grad_dtypes()
+            if self._unsharded_values is not None:
+                self._warn_of_written_params()
         after_forward = self._training_state == TrainingState.FORWARD
         if after_forward and self._use_post_forward_mesh:
             self._to_state(ShardedState.SHARDED_POST_FORWARD)
@@ -611,6 +619,63 @@ class FSDPParamGroup(PluginNames):
             event.record()
         elif self._reshard_after_forward or not after_forward:
             self._to_state(ShardedState.SHARDED)
+        elif not torch.is_grad_enabled() and not _is_in_function_forward():
+            self._stay_unsharded()
+
+    # Runtime: values of units that stay unsharded #
+    def _stay_unsharded(self) -> None:
+        """Notes what to compare with, as the optimizer may step before a reshard."""
+        if self._has_warned_of_values or not self.is_unsharded:
+            return
+        if self._unsharded_values is None:
+            self._unsharded_values = UnshardedValues(self.fsdp_params)
+        else:
+            self._unsharded_values.renew()
+
+    def _warn_of_old_values(self) -> None:
+        """Warns if the forward that begins, or the optimizer, has the wrong values."""
+        values = self._unsharded_values
+        if values is None or self._has_warned_of_values:
+            return
+        if (fsdp_param := values.find_stale()) is not None:
+            self._warn_of_values(
+                fsdp_param,
+                "has changed since the unit was gathered, which has stayed unsharded, "
+                "so that forward computes with the values from before. Call reshard() "
+                "on the unit's module after the change, e.g. after optimizer.step()",
+            )
+            return
+        self._warn_of_written_params()
+        if self._has_searched_optimizers or not torch.is_grad_enabled():
+            return
+        if values.has_new_holder():
+            self._has_searched_optimizers = True
+            if (fsdp_param := values.find_in_optimizer()) is not None:
+                self._warn_of_values(
+                    fsdp_param,
+                    "was given to an optimizer while it was unsharded, which does not "
+                    "train it: gradients are those of the sharded parameter. Call "
+                    "reshard() on the unit's module, then make the optimizer",
+                )
+
+    def _warn_of_written_params(self) -> None:
+        """Warns of what the next reshard loses."""
+        values = self._unsharded_values
+        if values is None or self._has_warned_of_values:
+            return
+        if (fsdp_param := values.find_written()) is not None:
+            self._warn_of_values(
+                fsdp_param,
+                "was changed in place while it was unsharded, which is lost when the "
+                "unit reshards. Call reshard() on the unit's module, then change it",
+            )
+
+    def _warn_of_values(self, fsdp_param: FSDPParam, what: str) -> None:
+        self._has_warned_of_values, self._unsharded_values = True, None
+        fqn = self._registrations.fqn(fsdp_param)
+        warnings.warn(
+            f"Parameter {fqn} of unit '{self._unit_name}' {what}", stacklevel=2
+        )
 
     # Runtime: forward #
     def pre_forward(
@@ -622,6 +687,8 @@ class FSDPParamGroup(PluginNames):
             self._look_for_traces_once_per_forward()
         with self._hook_range("FSDP::pre_forward"):
             self._training_state = TrainingState.FORWARD
+            if self._unsharded_values is not None and is_first_module:
+                self._warn_of_old_values()
             self._unshard_now()
             restore_spmd_types(self.fsdp_params)
             if is_first_module:
@@ -691,6 +758,8 @@ class FSDPParamGroup(PluginNames):
                 grads = pop_grads(self.fsdp_params, self.reduce_scatter_unused_params)
             if self.reshard_after_backward:
                 self.reshard()
+            else:
+                self._stay_unsharded()
             resume_upcasts(self._cache)
             self._post_backward_pending = grads is None
             if grads is None:
@@ -930,6 +999,7 @@ class FSDPParamGroup(PluginNames):
         # Also if it is sharded: what failed may have left outputs or registrations
         self._cache.to_state(ShardedState.SHARDED)
         self._sharded_state = ShardedState.SHARDED
+        self._unsharded_values = None
         self.comm_ctx.reducing_groups.clear()
 
     def _drop_all_gather(self) -> None:
@@ -1007,6 +1077,7 @@ class FSDPParamGroup(PluginNames):
             return
         self._cache.to_state(state)
         self._sharded_state = state
+        self._unsharded_values = None
 
     @property
     def is_sharded(self) -> bool:
