@@ -46,7 +46,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
     DefaultReduceScatter,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_param_cache import ParamGroupCache
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -54,6 +56,7 @@ from torch.testing._internal.common_utils import (
 )
 
 
+LOGGER = "torch.distributed.fsdp.fully_shard"
 pytestmark = pytest.mark.long
 
 
@@ -385,6 +388,46 @@ class TestExplanations(FakeGroupTest):
                 error = self.raised(kind, mock.patch.object(owner, name, fails))
                 self.assertIs(type(error), kind)
                 self.assertIsNone(error.__cause__)
+
+    def test_a_copy_out_that_fails_leaves_nothing_behind(self) -> None:
+        """Outputs are freed, and names are registered as they were."""
+        for failing in ("split_with_sizes_copy", "init_unsharded_params", "_register"):
+            model = self.unit()
+            group = model._get_fsdp_state()._fsdp_param_group
+            if failing != "split_with_sizes_copy":
+                model(torch.ones(2, 4)).sum().backward()
+            owner = torch if failing.startswith("split") else ParamGroupCache
+            original = getattr(owner, failing)
+
+            def fails(*args: Any, run: Any = original, **kwargs: Any) -> None:
+                run(*args, **kwargs)
+                raise Boom
+
+            with mock.patch.object(owner, failing, fails), self.assertRaises(Boom):
+                model(torch.ones(2, 4))
+            model.reset_iter_state()
+            for fsdp_param in group.fsdp_params:
+                for output in fsdp_param.all_gather_outputs:
+                    self.assertEqual(output.untyped_storage().nbytes(), 0)
+            for param in model.parameters():
+                self.assertIsInstance(param, DTensor)
+            model(torch.ones(2, 4)).sum().backward()
+
+    def test_a_clean_up_that_fails_is_logged(self) -> None:
+        """The error stays, and memory that may be in use is not passed over in silence."""
+        model = self.unit()
+        model(torch.ones(2, 4)).sum().backward()
+        group = model._get_fsdp_state()._fsdp_param_group
+        stream = group.comm_ctx.reduce_scatter_stream
+        cannot_wait = mock.patch.object(stream, "wait_stream", side_effect=LookupError)
+        cannot_reduce = mock.patch.object(group, "_reduce_batch", side_effect=Boom)
+        loss = model(torch.ones(2, 4)).sum()
+        with self.assertLogs(LOGGER, "ERROR") as logs, cannot_reduce, cannot_wait:
+            with self.assertRaises(Boom):
+                loss.backward()
+        (line,) = logs.output
+        self.assertIn("Unit 'FSDPLinear' could not wait", line)
+        self.assertIn("LookupError", line)
 
     def test_other_attribute_errors_of_a_prefetch_stay(self) -> None:
         """They are not for want of a root, although there is none yet."""

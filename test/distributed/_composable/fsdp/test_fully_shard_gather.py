@@ -271,6 +271,28 @@ class TestAllGather(ThreadTest):
             self.assertEqual(counts["aten::copy_"], 0)
 
 
+class TestSmallerMesh(ThreadTest):
+    world_size = 4
+
+    def test_a_gather_is_copied_out_over_the_ranks_that_it_came_from(self):
+        """Also if a state dict reshards the unit before somebody waits for it."""
+        full = torch.arange(64.0, device=self.device).view(8, 8)
+        model = nn.Linear(8, 8, bias=False, device=self.device)
+        model.weight.data.copy_(full)
+        fully_shard(model, mesh=self.mesh(), reshard_after_forward=2)
+        model(full)
+        unit = group_of(model)
+        self.assertTrue(unit.is_sharded_post_forward)
+        handle = model.unshard(async_op=True)
+        model.state_dict()
+        self.assertTrue(unit.is_sharded)
+        handle.wait()
+        self.assert_same(model.weight.detach(), full)
+        self.assertIsNone(unit._all_gather_group)
+        model.reshard()
+        self.assert_same(model(full).detach(), full @ full.T)
+
+
 class Listening(nn.Module):
     """Wants to know which parameters it is given."""
 

@@ -255,6 +255,23 @@ class TestSteps(PrefetchTest):
         self.assertEqual(notes, [(i, False) for i in reversed(range(BLOCKS))])
         self.assert_at_rest(model)
 
+    def test_a_backward_that_ends_in_the_final_callback(self) -> None:
+        """What it has not gathered is not gathered in the next, which may not want to."""
+        notes: list[Any] = []
+        model = self.noting(notes)
+        set_backward_prefetch(model, POST)
+        model.set_is_last_backward(False)
+        detach = model[-1].register_forward_pre_hook(lambda _, args: args[0].detach())
+        model(self.input()).sum().backward()
+        detach.remove()
+        set_backward_prefetch(model, None)
+        model.set_is_last_backward(True)
+        loss = model(self.input()).sum()
+        notes.clear()
+        loss.backward()
+        self.assertEqual(notes, [(i, False) for i in reversed(range(BLOCKS))])
+        self.assert_at_rest(model)
+
     def test_backward_that_is_given_up(self) -> None:
         """What was about to be gathered is not, and the next step is right."""
         model, expected = (make("mixed", self.mesh()) for _ in range(2))

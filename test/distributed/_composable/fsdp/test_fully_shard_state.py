@@ -10,15 +10,25 @@ there are in ``test_fully_shard_streams.py``.
 
 from __future__ import annotations
 
+import functools
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from unittest import mock
 
 from fsdp_common.utils import CastLinear, FakeGroupTest
 
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
+from torch.distributed.fsdp import (
+    fully_shard,
+    MixedPrecisionPolicy,
+    share_comm_ctx,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_param_cache import ParamGroupCache
+from torch.distributed.fsdp._fully_shard._fsdp_reduce import SmallReductions
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.common_utils import run_tests
 
@@ -188,6 +198,143 @@ class TestForward(StateTest):
         text = r"FSDP2-wrapped module \(FSDPViewing\) returned a view tensor"
         with self.assertWarnsRegex(UserWarning, text):
             model(torch.ones(DIM))
+
+
+class TestValues(StateTest):
+    """A unit that stays unsharded is warned of where its values are not those meant."""
+
+    OLD = "with the values from before. Call reshard"
+    LOST = "which is lost when the unit reshards"
+
+    def model(self) -> Any:
+        """Returns a root that stays unsharded, of a unit that does not."""
+        inner = self.shard(nn.Linear(DIM, DIM))
+        return self.shard(nn.Sequential(inner, nn.Linear(DIM, DIM, bias=False)))
+
+    def evaluate(self, model: Any, context: Any = torch.no_grad) -> None:
+        with context():
+            model(self.x)
+
+    def train(self, model: Any) -> None:
+        model(self.x).sum().backward()
+
+    def assert_warns(self, expected: str | None, run: Any, *args: Any) -> None:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run(*args)
+        said = [str(warning.message) for warning in caught]
+        self.assertEqual(len(said), expected is not None, said)
+        if expected is not None:
+            self.assertRegex(
+                said[0], "Parameter 1.weight of unit 'FSDPSeq.*' (has|was)"
+            )
+            self.assertIn(expected, said[0])
+
+    def steps(self) -> Iterator[tuple[Any, Any]]:
+        """Yields trained models that were evaluated, with what changes their shards."""
+        model = self.model()
+        # Those of foreach and fused do not count as writing to a DTensor
+        optim = torch.optim.SGD(model.parameters(), lr=1, foreach=False)
+        self.train(model)
+        self.evaluate(model)
+        yield model, optim.step
+        for context in (torch.no_grad, torch.inference_mode):
+            for change in (
+                lambda shards: [shard.copy_(shard + 1) for shard in shards],
+                lambda shards: [shard.to_local().mul_(2) for shard in shards],
+            ):
+                model = self.model()
+                shards = [*model.parameters()]
+                self.evaluate(model, context)
+                yield model, functools.partial(change, shards)
+
+    def test_values_from_before(self) -> None:
+        for is_training in (False, True):
+            for model, change in self.steps():
+                with torch.no_grad():
+                    change()
+                run = self.train if is_training else self.evaluate
+                self.assert_warns(self.OLD, run, model)
+                with torch.no_grad():
+                    change()
+                self.assert_warns(None, run, model)  # once
+
+    def test_a_reshard_brings_new_values(self) -> None:
+        for model, change in self.steps():
+            with torch.no_grad():
+                change()
+            model.reshard()
+            self.assert_warns(None, self.evaluate, model)
+
+    def test_backwards_that_do_not_reshard(self) -> None:
+        model = self.model()
+        optim = torch.optim.SGD(model.parameters(), lr=1, foreach=False)
+        for is_last in (False, True):
+            for microbatch in range(3):
+                resharded = is_last and microbatch == 2
+                model.set_reshard_after_backward(resharded, recurse=False)
+                self.assert_warns(None, self.train, model)
+            if is_last:
+                optim.step()
+        model.set_reshard_after_backward(False, recurse=False)
+        self.assert_warns(None, self.train, model)
+        optim.step()
+        self.assert_warns(self.OLD, self.train, model)
+
+    def test_unsharded_parameters_that_are_written_to(self) -> None:
+        for find in (self.evaluate, self.train, lambda model: model.reshard()):
+            model = self.model()
+            self.evaluate(model)
+            self.evaluate(model)
+            with torch.no_grad():
+                model[1].weight.mul_(2)
+            self.assert_warns(self.LOST, find, model)
+
+    def test_forwards_that_write_to_their_parameters(self) -> None:
+        model = self.shard(nn.Embedding(RANKS, DIM, max_norm=0.1))
+        ids = torch.arange(RANKS)
+        for _ in range(3):
+            with torch.no_grad():
+                self.assert_warns(None, model, ids)
+        self.assert_warns(None, lambda: model(ids).sum().backward())
+
+    def test_units_that_reshard_are_not_looked_at(self) -> None:
+        get_versions = ParamGroupCache.get_versions
+        with mock.patch.object(
+            ParamGroupCache, "get_versions", autospec=True, side_effect=get_versions
+        ) as read:
+            model = self.model()
+            optim = torch.optim.SGD(model.parameters(), lr=1, foreach=False)
+            for _ in range(2):
+                self.train(model)
+                optim.step()
+            read.assert_not_called()
+            for _ in range(2):
+                self.evaluate(model)
+            self.assertEqual(read.call_count, 3)  # of the root alone
+
+
+class TestSharedContext(StateTest):
+    def test_a_second_root_keeps_what_the_first_has_started(self) -> None:
+        """Its first forward comes before the backward of the first."""
+        first, second = (self.shard(nn.Linear(DIM, DIM)) for _ in range(2))
+        share_comm_ctx([first, second])
+        loss = first(self.x).sum()
+        context = first._get_fsdp_state()._comm_ctx
+        context.small_reductions = SmallReductions()
+        context.small_reductions.update(waiting=[])  # as if
+        before = dict(vars(context))
+        (unit,) = context.post_forward_order
+        with torch.no_grad():
+            second(self.x)
+        self.assertEqual({k: vars(context)[k] for k in before}, before)
+        for name, value in before.items():
+            if name != "all_gather_state":
+                self.assertIs(vars(context)[name], value, name)
+        self.assertEqual(context.post_forward_order, [unit])
+        context.small_reductions.clear()
+        loss.backward()
+        self.assertIsNotNone(first.weight.grad)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import (
     _fsdp_agreement as agreement,
 )
@@ -57,6 +57,7 @@ from torch.distributed.fsdp._fully_shard import (
 )
 from torch.distributed.fsdp._fully_shard._fsdp_fast_paths import _dynamo_disable
 from torch.distributed.fsdp._fully_shard._fsdp_layout import plan_copy_in, plan_gather
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.testing._internal.common_utils import run_tests
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -143,6 +144,56 @@ class TestKept(FakeGroupTest):
             self.assertEqual(len(buckets), 1, name)
             for pattern, planned in group._cache.buckets.items():
                 self.assertIs(buckets[pattern], planned, name)
+
+    def test_an_explicit_unshard_reads_what_has_changed(self) -> None:
+        """A parameter's dtypes are read once, if it has a policy of its own as well."""
+        own = MixedPrecisionPolicy(
+            reduce_dtype=FP32, param_dtype_override_fn=lambda _: BF16
+        )
+        reads: list[Any] = []
+        read = FSDPParam.init_dtype_attrs
+
+        def noting(fsdp_param: FSDPParam, policy: Any) -> None:
+            reads.append(fsdp_param)
+            read(fsdp_param, policy)
+
+        def again() -> list[Any]:
+            reads.clear()
+            model.unshard()
+            model.reshard()
+            return [*reads]
+
+        mesh = init_device_mesh("cpu", (RANKS,))
+        for policy in (MixedPrecisionPolicy(param_dtype=BF16), own):
+            model = fully_shard(nn.Linear(4, 4), mesh=mesh, mp_policy=policy)
+            group = model._get_fsdp_state()._fsdp_param_group
+            params = group.fsdp_params
+            with mock.patch.object(FSDPParam, "init_dtype_attrs", noting):
+                model(torch.ones(1, 4, dtype=BF16))
+                self.assertEqual(reads, params)
+                self.assertEqual(again(), [])
+                model.bias.grad_dtype = BF16
+                self.assertEqual(again(), params)
+                model.bias.grad_dtype = FP32
+                self.assertEqual(again(), params)
+                model.requires_grad_(False)
+                self.assertEqual(again(), params)
+                self.assertEqual(again(), [])
+                group.mp_policy = MixedPrecisionPolicy(BF16, FP32)
+                self.assertEqual(again(), params)
+                group.fsdp_params = [*params]  # as plugins do
+                self.assertEqual(again(), params)
+                with mock.patch.object(FSDPParamGroup, "_init_mp_dtypes") as replaced:
+                    model.unshard()
+                    model.unshard()
+                self.assertEqual(replaced.call_count, 2)
+                # What replaced it may have set anything
+                self.assertEqual(again(), params)
+                self.assertEqual(again(), [])
+                model.to("meta")
+                for _ in range(2):
+                    with self.assertRaisesRegex(RuntimeError, "materialized"):
+                        model.unshard()
 
     def test_a_single_rank_divides_gradients_where_they_are(self) -> None:
         """What is held until the next reduction is the gradients themselves."""

@@ -81,11 +81,13 @@ class PluginNames:
         self._orig_dtype = _common([p.orig_dtype for p in counted])
         self._reduce_dtype = _common([p.reduce_dtype for p in counted])
 
+    @property
+    def _replaces_init_dtypes(self: Any) -> bool:
+        return getattr(self._init_mp_dtypes, "__func__", None) is not _OWN_INIT
+
     def _call_init_mp_dtypes(self: Any) -> None:
         self._init_mp_dtypes()
-        if getattr(self._init_mp_dtypes, "__func__", None) is _OWN_INIT:
-            return
-        for fsdp_param in self.fsdp_params:
+        for fsdp_param in self.fsdp_params if self._replaces_init_dtypes else ():
             if fsdp_param.mp_policy is not self.mp_policy:
                 # A replacement may know of one policy only
                 fsdp_param.init_dtype_attrs(fsdp_param.mp_policy)

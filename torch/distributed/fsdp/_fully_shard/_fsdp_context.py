@@ -66,6 +66,8 @@ class FSDPCommContext:
     num_forwards: int = 0
 
     def lazy_init(self, device: torch.device):
+        if hasattr(self, "all_gather_stream"):
+            return  # by another root, see `share_comm_ctx`
         handle = _get_device_handle(device.type)
         self.device_handle = handle
         # Before compute, which waits for the short copies around a collective

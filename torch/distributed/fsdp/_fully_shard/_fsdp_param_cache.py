@@ -41,6 +41,12 @@ _get_sharded_param = attrgetter("sharded_param")
 _get_unsharded_param = attrgetter("_unsharded_param")
 _get_requires_grad = attrgetter("sharded_param.requires_grad")
 _get_local_tensor = attrgetter("sharded_param._local_tensor")
+_get_policy = attrgetter("mp_policy")
+_get_kind = attrgetter("device", "dtype", "grad_dtype", "requires_grad")
+
+
+def _get_version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 # What is gathered #
@@ -283,15 +289,30 @@ class ParamGroupCache:
         if self.fsdp_params != self._cached_for:
             self.invalidate()
 
-    def invalidate_buckets_if_changed(self) -> None:
-        """Invalidates the buckets if what they depend on has changed."""
-        depend_on = [
-            (p.mp_policy, p.sharded_param.dtype, p.sharded_param.grad_dtype)
+    def invalidate_buckets_if_changed(self) -> bool:
+        """
+        Invalidates the buckets if what they depend on has changed: policies, devices,
+        dtypes, or which parameters are trained. Returns whether it has.
+        """
+        self.invalidate_if_changed()
+        params = map(_get_sharded_param, self.fsdp_params)
+        policies = map(_get_policy, self.fsdp_params)
+        depend_on = [[*policies], [*map(_get_kind, params)]]
+        if self._buckets_depend_on == depend_on:
+            return False
+        self.buckets.clear()
+        self._buckets_depend_on = depend_on
+        return True
+
+    def get_versions(self) -> tuple[list[int], list[int]]:
+        """Returns how often each sharded and unsharded parameter was written to."""
+        sharded = [
+            # Operators write to the DTensor, users to what `to_local` returns
+            _get_version(p.sharded_param) + _get_version(p._sharded_local_tensor)
             for p in self.fsdp_params
         ]
-        if self._buckets_depend_on != depend_on:
-            self.buckets.clear()
-            self._buckets_depend_on = depend_on
+        unsharded = [_get_version(p._unsharded_param) for p in self.fsdp_params]
+        return sharded, unsharded
 
     @property
     def has_extensions(self) -> bool:

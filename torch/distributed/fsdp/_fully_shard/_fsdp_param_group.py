@@ -36,8 +36,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import attrgetter
+from operator import attrgetter, ne
 from typing import Any, cast, Literal
 from typing_extensions import TypeVarTuple, Unpack
 
@@ -158,6 +159,16 @@ _STATE_OF_PASS = {
 
 # To detect monkeypatching: replacements are called with the release's arguments
 _OWN_GATHER = foreach_all_gather
+
+# Of a sharded and of an unsharded parameter, while the unit stayed unsharded
+_WRITTEN = (
+    "has changed since the unit was gathered, which has stayed unsharded, so that "
+    "forward computes with the values from before. Call reshard() on the unit's module "
+    "after the change, e.g. after optimizer.step()",
+    "was changed in place while it was unsharded, which is lost when the unit reshards. "
+    "Call reshard() on the unit's module before the change, or before the optimizer is "
+    "made",
+)
 
 
 def _collect_from_flat(inputs: Sequence[Any]) -> list[torch.Tensor]:
@@ -289,7 +300,15 @@ class FSDPParamGroup(PluginNames):
     _sharded_state: ShardedState = ShardedState.SHARDED
     # Resetting sharded parameters is costly, so only the first lazy init does it
     _reset_sharded_params: bool = False
+    # Whether lazy init has read the parameters' dtypes
+    _has_read_dtypes: bool = False
     _all_gather_result: AllGatherResult | None = None
+    # Over which it is, whatever state the group is brought to meanwhile
+    _all_gather_group: dist.ProcessGroup | None = None
+    # Of sharded and unsharded parameters, while the unit stays unsharded and an
+    # optimizer may step
+    _param_versions: tuple[list[int], list[int]] | None = None
+    _has_warned_of_versions: bool = False
     # After resharding to a smaller mesh, which the next gather reads from
     _reshard_after_forward_event: torch.Event | None = None
     # Whether gradients wait for `FSDPModule.finalize_backward` (2.15)
@@ -360,6 +379,7 @@ class FSDPParamGroup(PluginNames):
     def _set_params(self, params: Sequence[FSDPParam]) -> None:
         self._cache = ParamGroupCache(params)
         self._registrations.set_cache(self._cache)
+        self._param_versions = None
 
     # Plugins may assign it; a getter in C for the hot path
     fsdp_params: FSDPParamList = cast(
@@ -378,7 +398,6 @@ class FSDPParamGroup(PluginNames):
             self._reset_sharded_params = True
             if self._param_group_index == 0:
                 self._registrations.warn_of_late_params()
-        self._registrations.check_materialized(self.offload_policy)
         self._validate_reduce_scatter_max_input_buffers()
         self._init_dtypes()
         self._register_state_dict_hooks()
@@ -386,8 +405,14 @@ class FSDPParamGroup(PluginNames):
             log_layout(self._describe)
 
     def _init_dtypes(self) -> None:
-        """Reads the policy and the parameters' dtypes as they are now."""
-        if self.mp_policy is not self._resolved_policy:
+        """Reads the policy and the parameters' dtypes where any of them has changed."""
+        is_same_policy = self.mp_policy is self._resolved_policy
+        has_changed = self._cache.invalidate_buckets_if_changed() or not is_same_policy
+        if self._has_read_dtypes and not has_changed and not self._replaces_init_dtypes:
+            return
+        self._has_read_dtypes = False  # if any of this fails
+        self._registrations.check_materialized(self.offload_policy)
+        if not is_same_policy:
             check_mp_policy(self.mp_policy, self._unit_name)
             fqns = self._registrations.fqns()
             self._resolve_policies(fqns, self._module_fqn is not None)
@@ -405,6 +430,7 @@ class FSDPParamGroup(PluginNames):
             if is_upcast_by_autograd(fsdp_param)
         ]
         self._cache.invalidate_buckets_if_changed()
+        self._has_read_dtypes = True
 
     def _resolve_policies(self, fqns: Sequence[str], is_named: bool) -> None:
         params = [fsdp_param.sharded_param for fsdp_param in self.fsdp_params]
@@ -496,7 +522,8 @@ class FSDPParamGroup(PluginNames):
         if in_backward and not self.unshard_in_backward:
             return
         self._order_gathers_after_reshard()
-        if (group := self._gather_group) is None:
+        group = self._all_gather_group = self._gather_group
+        if group is None:
             # Nothing moves until `wait_for_unshard`
             nothing = torch.empty(0, device=self.device)
             self._all_gather_result = AllGatherResult(nothing, None, None, [], [], [])
@@ -527,7 +554,8 @@ class FSDPParamGroup(PluginNames):
         in_forward = self._training_state == TrainingState.FORWARD
         if in_forward:
             self.comm_ctx.release_all_gather_state_for_comm_reuse()
-        group = self._gather_group
+        # A plugin may have started the gather
+        group = self._all_gather_group or self._gather_group
         # Parameters are made once: as inference tensors they could never train
         is_inference = torch.is_inference_mode_enabled()
         try:
@@ -545,7 +573,7 @@ class FSDPParamGroup(PluginNames):
         else:
             # In backward the copy-out runs beside a reduce-scatter anyway
             self.comm_ctx.wait_all_gather_streams_on_event(copy_out_event)
-        self._all_gather_result = None
+        self._all_gather_result = self._all_gather_group = None
 
     def _fill_unsharded_params(
         self, result: AllGatherResult, group: dist.ProcessGroup | None
@@ -578,6 +606,7 @@ class FSDPParamGroup(PluginNames):
         if self._training_state is TrainingState.IDLE:
             # Users' call, or `nn.Module._apply`, after which it cannot be seen
             self._registrations.keep_grad_dtypes()
+            self._warn_if_written()
         after_forward = self._training_state == TrainingState.FORWARD
         if after_forward and self._use_post_forward_mesh:
             self._to_state(ShardedState.SHARDED_POST_FORWARD)
@@ -585,6 +614,29 @@ class FSDPParamGroup(PluginNames):
             event.record()
         elif self._reshard_after_forward or not after_forward:
             self._to_state(ShardedState.SHARDED)
+        elif not torch.is_grad_enabled() and not _is_in_function_forward():
+            self._stay_unsharded()
+
+    def _stay_unsharded(self) -> None:
+        """Notes the versions of parameters: an optimizer may step before a reshard."""
+        if self.is_unsharded and not self._has_warned_of_versions:
+            self._param_versions = self._cache.get_versions()
+
+    def _warn_if_written(self) -> None:
+        """Warns if forward has values from before a step, or a step is lost."""
+        if self._param_versions is None:
+            return
+        now = self._cache.get_versions()
+        for last, current, what in zip(self._param_versions, now, _WRITTEN):
+            if last != current:
+                fqn = self._registrations.fqns()[
+                    list(map(ne, last, current)).index(True)
+                ]
+                self._param_versions, self._has_warned_of_versions = None, True
+                warnings.warn(
+                    f"Parameter {fqn} of unit '{self._unit_name}' {what}", stacklevel=2
+                )
+                return
 
     # Runtime: forward #
     def pre_forward(
@@ -596,6 +648,8 @@ class FSDPParamGroup(PluginNames):
             self._look_for_traces_once_per_forward()
         with self._hook_range("FSDP::pre_forward"):
             self._training_state = TrainingState.FORWARD
+            if is_first_module:
+                self._warn_if_written()
             self._unshard_now()
             restore_spmd_types(self.fsdp_params)
             if is_first_module:
@@ -636,6 +690,8 @@ class FSDPParamGroup(PluginNames):
             return
         with self._hook_range("FSDP::pre_backward"):
             self._training_state = TrainingState.PRE_BACKWARD
+            # Left if the final callback of the last backward came to post-backward
+            self._to_prefetch_late.clear()
             self._unshard_now()
             suspend_upcasts(self._cache, self.reduce_grads)
             if default_prefetch:
@@ -663,6 +719,8 @@ class FSDPParamGroup(PluginNames):
                 grads = pop_grads(self.fsdp_params, self.reduce_scatter_unused_params)
             if self.reshard_after_backward:
                 self.reshard()
+            else:
+                self._stay_unsharded()
             resume_upcasts(self._cache)
             self._post_backward_pending = grads is None
             if grads is None:
@@ -703,7 +761,10 @@ class FSDPParamGroup(PluginNames):
         self._post_forward_indices.clear()
         self._to_prefetch_late.clear()
         self._training_state = TrainingState.IDLE
-        self._to_state(ShardedState.SHARDED)
+        # Also if it is sharded: what failed may have left outputs or registrations
+        self._cache.to_state(ShardedState.SHARDED)
+        self._sharded_state = ShardedState.SHARDED
+        self._param_versions = None
         self.comm_ctx.reducing_groups.clear()
 
     def _drop_all_gather(self) -> None:
@@ -713,7 +774,7 @@ class FSDPParamGroup(PluginNames):
         work = self._all_gather_result.all_gather_work
         if isinstance(work, dist.distributed_c10d.Work):
             work.wait()
-        self._all_gather_result = None
+        self._all_gather_result = self._all_gather_group = None
 
     def _wait_current_stream(self, event: torch.Event | None) -> None:
         if event is not None:
@@ -773,6 +834,7 @@ class FSDPParamGroup(PluginNames):
             return
         self._cache.to_state(state)
         self._sharded_state = state
+        self._param_versions = None
 
     @property
     def is_sharded(self) -> bool:
@@ -955,14 +1017,19 @@ class FSDPParamGroup(PluginNames):
         whose memory nothing holds any more, and adds a note on the ranks to the error.
         """
         # What fails here must not take the place of the error
-        with contextlib.suppress(Exception):
+        try:
             if streams is not None:
                 stream, last_stream = streams
                 stream.wait_stream(last_stream)
                 self.device_handle.current_stream().wait_stream(stream)
-        with contextlib.suppress(Exception):
-            if isinstance(error, Exception):
-                self._agreement.add_note(error, buckets)
+        except Exception:
+            logger.exception(
+                "Unit '%s' could not wait for what it had started before an error: "
+                "memory that is still in use may be reused",
+                self._unit_name,
+            )
+        if isinstance(error, Exception):
+            self._agreement.add_note(error, buckets)
 
 
 def _as_mesh(mesh_info: DataParallelMeshInfo | None, kind: type) -> Any:
