@@ -36,6 +36,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any, cast, Literal
 from typing_extensions import TypeVarTuple, Unpack
@@ -838,6 +839,8 @@ class FSDPParamGroup(PluginNames):
         if foreach_reduce is _OWN_REDUCE:
             # Before a partial reduce is added, which is laid out as it was prepared
             bucket = prepare_inputs(reduction, bucket, fsdp_params, own_grads)
+        else:  # what is returned may be a partial reduce, laid out without padding
+            bucket = replace(bucket, is_aligned=False)
         partial = None
         if self._partial_reduces:
             with self.device_handle.stream(self.comm_ctx.reduce_scatter_stream):
@@ -1025,8 +1028,8 @@ class FSDPParamGroup(PluginNames):
         if not (tensors := collect(inputs)):
             return args, kwargs  # the root's final callback comes to this group
         passed = iter(RegisterPostBackwardFunction.apply(self, *tensors))
-        replace = _replace_in_flat if is_flat else replace_grad_tensors
-        inputs = replace(inputs, passed)
+        replace_in = _replace_in_flat if is_flat else replace_grad_tensors
+        inputs = replace_in(inputs, passed)
         return tuple(inputs[: len(args)]), dict(zip(kwargs, inputs[len(args) :]))
 
     # Meshes and process groups #
