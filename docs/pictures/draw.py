@@ -117,25 +117,29 @@ def shards(params: Iterable[Parameter]) -> list[Piece]:
 def segment() -> list[Piece]:
     """One rank's part of the gather buffer, as planned."""
     layout = plan_gather([p.dtype for p in UNIT], [p.shard_numel for p in UNIT])
-    pieces = shards(UNIT[i] for i in layout.order)
-    if layout.padding_nbytes:
-        pieces.append(Piece("", PADDING, layout.padding_nbytes))
+    pieces = []
+    for i, nbytes in layout.slots:
+        pieces += shards([UNIT[i]]) if i is not None else [Piece("", PADDING, nbytes)]
     return pieces
 
 
 def buckets(reduce_dtype: torch.dtype | None) -> tuple[ReduceBucket, ...]:
     """The reductions of the unit, as planned."""
     slots = [ReduceSlot(i, p.dtype, p.shard_numel) for i, p in enumerate(UNIT)]
-    return plan_buckets(slots, [(reduce_dtype or p.dtype, None) for p in UNIT])
+    keys = [(reduce_dtype or p.dtype, None) for p in UNIT]
+    return plan_buckets(slots, keys, is_aligned=True)
 
 
 def bucket_shard(bucket: ReduceBucket, dtype: torch.dtype | None) -> list[Piece]:
     """One rank's part of a bucket, in ``dtype`` or as it is stored after."""
     pieces = []
-    for slot in bucket.slots:
+    padding = {count: numel for count, _, numel in bucket.gaps}
+    for count, slot in enumerate(bucket.slots, start=1):
         own = dtype or slot.grad_dtype or bucket.dtype
         nbytes = slot.shard_numel * own.itemsize
         pieces.append(piece_of(UNIT[slot.param], nbytes, own))
+        if dtype is not None and count in padding:
+            pieces.append(Piece("", PADDING, padding[count] * dtype.itemsize))
     return pieces
 
 
@@ -205,7 +209,7 @@ def draw_reduce(path: Path) -> None:
             labels.append("rank 0 keeps")
             draw_row(axes, row + 1, 0, bucket_shard(bucket, None))
         finish(axes, labels, title)
-    legend(figure, has_padding=False)
+    legend(figure, has_padding=True)
     save(figure, path)
 
 

@@ -180,20 +180,32 @@ class TestUnits(FSDPProcessTest):
     def assert_gathers(
         self, call: Collective, specs: Sequence[Spec], dtypes: Sequence[torch.dtype]
     ) -> None:
-        """In no more bytes than the parameters have, and less than an element."""
+        """In the parameters' bytes, those of each of several dtypes padded to 16."""
         self.assertEqual((call.name, call.group_size), ("all_gather", self.world_size))
         sizes = [self.padded_numel([spec]) for spec in specs]
-        own = sum(n * dtype.itemsize for n, dtype in zip(sizes, dtypes, strict=True))
-        padding = call.nbytes_per_rank - own
-        self.assertGreaterEqual(padding, 0)
-        self.assertLess(padding, max(dtype.itemsize for dtype in dtypes))
-        if len({*dtypes}) == 1:
-            self.assertEqual((call.dtype, padding), (dtypes[0], 0))
+        nbytes = dict.fromkeys(dtypes, 0)
+        for numel, dtype in zip(sizes, dtypes, strict=True):
+            nbytes[dtype] += numel * dtype.itemsize
+        if len(nbytes) == 1:
+            self.assertEqual(call.dtype, dtypes[0])
+        else:
+            nbytes = {dtype: n + -n % 16 for dtype, n in nbytes.items()}
+        self.assertEqual(call.nbytes_per_rank, sum(nbytes.values()))
 
     def assert_reduces(
-        self, call: Collective, specs: Sequence[Spec], dtype: torch.dtype
+        self,
+        call: Collective,
+        specs: Sequence[Spec],
+        dtype: torch.dtype,
+        is_mixed: bool = True,
     ) -> None:
-        numel = self.world_size * self.padded_numel(specs)
+        """In a mixed unit, those stored in one dtype are padded to 16 bytes."""
+        numel = self.padded_numel(specs)
+        if is_mixed:
+            stored = {s.dtype: [t for t in specs if t.dtype == s.dtype] for s in specs}
+            numels = map(self.padded_numel, stored.values())
+            numel = sum(n + -n % (16 // dtype.itemsize) for n in numels)
+        numel *= self.world_size
         op = "AVG" if dtype in (BF16, FP32) else "SUM"
         expected = Collective("reduce_scatter", dtype, numel, op, self.world_size)
         self.assertEqual(call, expected)
@@ -221,7 +233,8 @@ class TestUnits(FSDPProcessTest):
                 self.assert_gathers(gather, specs, dtypes)
             in_order = [d for d in (FP64, FP32, BF16, FP16) if d in dtypes]
             for call, dtype in zip(reductions, in_order, strict=True):
-                self.assert_reduces(call, [s for s in specs if s.dtype == dtype], dtype)
+                of_dtype = [spec for spec in specs if spec.dtype == dtype]
+                self.assert_reduces(call, of_dtype, dtype, len(in_order) > 1)
             self.assert_same_on_all_ranks([forward, backward, *reductions])
             self.assert_grads(module, self.weight_sums(specs), self.world_size)
 

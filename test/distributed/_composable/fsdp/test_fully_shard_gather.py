@@ -40,11 +40,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     foreach_all_gather,
     foreach_all_gather_copy_out,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_reduce import get_buckets
 from torch.distributed.fsdp._fully_shard._fsdp_layout import GatherLayout, ReduceBucket
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_cache import layout_of
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_reduce import get_buckets
 from torch.testing._internal.common_utils import run_tests
 
 
@@ -71,9 +71,9 @@ class TestAllGather(ThreadTest):
         self.assertIsNone(work)
         self.assertEqual(dtypes, [[BF16], [FP32], [BF16]])
         self.assertEqual(numels, [[6], [1], [2]])
-        # fp32 first, then bf16 in parameter order: 20 bytes and a padding of none
-        self.assertEqual((output.dtype, output.numel()), (torch.uint8, 60))
-        self.assertEqual(sizes, [4, 12, 4])
+        # fp32 first, then bf16 in parameter order, each with padding to 16 bytes
+        self.assertEqual((output.dtype, output.numel()), (torch.uint8, 96))
+        self.assertEqual(sizes, [4, 12, 12, 4])
 
     def test_uniform_result_is_laid_out_as_the_release_does(self):
         specs = [Spec((5, 3), BF16), Spec((1,), BF16), Spec((4,), BF16)]

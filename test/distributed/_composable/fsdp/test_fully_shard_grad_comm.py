@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -239,6 +239,24 @@ class GradCommTest(ThreadTest):
             self.assert_same(one, other)
 
 
+def bucket_numels(
+    specs: Sequence[Spec], ranks: int
+) -> dict[tuple[torch.dtype, torch.dtype], int]:
+    """
+    Returns the elements of a rank by what they are added and sent in. Those stored in
+    one dtype are padded to 16 bytes in both.
+    """
+    runs: Counter[tuple[torch.dtype, torch.dtype, torch.dtype]] = Counter()
+    for i, spec in enumerate(specs):
+        run = added_in(i), sent_in(i), spec.dtype
+        runs[run] += spec.padded_shard_numel(ranks)
+    numels: Counter[tuple[torch.dtype, torch.dtype]] = Counter()
+    for (added, sent, _), numel in runs.items():
+        multiple = 16 // min(added.itemsize, sent.itemsize)
+        numels[added, sent] += numel + -numel % multiple
+    return numels
+
+
 class TestRanks(GradCommTest):
     """The first of them, however many there are."""
 
@@ -286,10 +304,9 @@ class TestRanks(GradCommTest):
         ]
         self.assert_all_same(self.full_grads(module), expected)
         nbytes = sum(
-            spec.padded_shard_numel(ranks) * sent_in(i).itemsize
-            for i, spec in enumerate(specs)
+            numel * sent.itemsize
+            for (_, sent), numel in bucket_numels(specs, ranks).items()
         )
-        nbytes += -nbytes % 4
         sent = [("exchange", torch.uint8, ranks * nbytes)] if ranks > 1 else []
         self.assertEqual(comm.sent, sent)
 
@@ -394,8 +411,8 @@ class TestOneAllToAll(GradCommTest):
                 self.assert_all_same(grads, self.expected_mix(self.SPECS))
                 shards = mesh.size(-1)
                 numels = {FP64: 0, FP32: 0}
-                for i, spec in enumerate(self.SPECS):
-                    numels[added_in(i)] += spec.padded_shard_numel(shards)
+                for (dtype, _), numel in bucket_numels(self.SPECS, shards).items():
+                    numels[dtype] += numel
                 self.assertEqual(added, [] if name == "shard" else [*numels.values()])
 
     def test_beside_a_collective(self):
@@ -656,10 +673,9 @@ class TestSettings(GradCommTest):
             module.set_custom_reduce_scatter(comm := Counted())
             self.backward(module, self.SPECS)
             sent[name] = comm.sent
-        [(_, dtype, nbytes)] = sent["wide"]
-        self.assertEqual(dtype, FP32)
-        self.assertEqual(sent["narrow"], [("exchange", BF16, nbytes // 2)])
-        self.assertEqual(nbytes % 2, 0)
+        # Of a rank 8 elements stored in fp32 and 2 in bf16, each padded to 16 bytes
+        self.assertEqual(sent["wide"], [("reduce", FP32, 4 * 4 * (8 + 4))])
+        self.assertEqual(sent["narrow"], [("exchange", BF16, 4 * 2 * (8 + 8))])
 
     def test_one_all_to_all_beside_each_reduce_scatter(self):
         patterns = {
@@ -675,13 +691,11 @@ class TestSettings(GradCommTest):
         )
         module.set_custom_reduce_scatter(comm := Counted())
         self.backward(module, self.SPECS)
-        rows = [spec.padded_shard_numel(self.world_size) for spec in self.SPECS]
+        # Each bucket of a rank is padded to 16 bytes
+        nbytes = 16 * self.world_size
         self.assertEqual(
             comm.sent,
-            [
-                ("exchange", torch.uint8, self.world_size * 2 * (rows[0] + rows[1])),
-                ("reduce", FP32, self.world_size * 4 * rows[2]),
-            ],
+            [("exchange", torch.uint8, 2 * nbytes), ("reduce", FP32, nbytes)],
         )
         for i, sent in enumerate((BF16, FP16)):
             grad = module.get_parameter(f"p{i}").grad.full_tensor()

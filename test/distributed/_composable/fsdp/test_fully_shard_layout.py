@@ -7,6 +7,7 @@ process group: the plans are checked by themselves, and on plain CPU tensors.
 import dataclasses
 import itertools
 import json
+import math
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -26,6 +27,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_layout import (
     dtype_rank,
     extend_bucket,
     GatherLayout,
+    in_plan_order,
     moves_between,
     padded_shard_numel,
     plan_buckets,
@@ -188,44 +190,40 @@ class TestGatherLayout(DeviceFreeTest):
 
         self.for_each_mix(check)
 
-    def test_inputs_lie_one_after_the_other_without_gap_or_overlap(self):
+    def test_inputs_lie_one_after_the_other_with_the_least_padding_of_regions(self):
         def check(mix):
             layout, position = plan(mix), 0
+            is_mixed = len({dtype for dtype, _ in mix}) > 1
+            self.assertEqual(layout.alignment, 16 if is_mixed else 1)
+            slots, padding = slots_of(layout), 0
             for region in layout.regions:
                 self.assertEqual(region.start_nbytes, position)
-                position += region.nbytes
-            slots, position = slots_of(layout), 0
-            for i in layout.order:
-                _, start, end = slots[i]
-                self.assertEqual(start, position)
-                position = end
-            self.assertEqual(position + layout.padding_nbytes, layout.segment_nbytes)
+                for i in region.inputs:
+                    _, start, position_after = slots[i]
+                    self.assertEqual(start, position)
+                    position = position_after
+                gap = next(n for n in range(16) if (position + n) % 16 == 0)
+                gap = gap if is_mixed else 0
+                position, padding = position + gap, padding + gap
+            self.assertEqual(position, layout.segment_nbytes)
+            self.assertEqual(padding, layout.padding_nbytes)
+            self.assertEqual(padding, position - sum(map(nbytes, mix)))
 
         self.for_each_mix(check)
 
-    def test_every_slot_is_aligned_at_every_rank_of_every_world_size(self):
+    def test_every_slot_is_aligned_as_its_size_allows_at_every_rank(self):
         def check(mix):
             # A rank of a larger world lies where it does in a smaller one
             layout = plan(mix)
+            is_mixed = len({dtype for dtype, _ in mix}) > 1
             misaligned = [
                 (rank, dtype)
-                for dtype, start, _ in slots_of(layout).values()
+                for dtype, start, end in slots_of(layout).values()
                 for rank in range(WORLD_SIZES[-1])
-                if (rank * layout.segment_nbytes + start) % dtype.itemsize != 0
+                if (rank * layout.segment_nbytes + start)
+                % (math.gcd(end - start, 16) if is_mixed else dtype.itemsize)
             ]
             self.assertEqual(misaligned, [])
-
-        self.for_each_mix(check)
-
-    def test_padding_is_the_least_that_aligns_the_next_rank(self):
-        def check(mix):
-            layout = plan(mix)
-            widest = max((dtype.itemsize for dtype, _ in mix), default=1)
-            held = sum(map(nbytes, mix))
-            enough = [p for p in range(widest) if (held + p) % widest == 0]
-            self.assertEqual(layout.padding_nbytes, enough[0])
-            self.assertEqual(layout.alignment, widest)
-            self.assertEqual(layout.segment_nbytes, held + enough[0])
 
         self.for_each_mix(check)
 
@@ -250,16 +248,24 @@ class TestGatherLayout(DeviceFreeTest):
     def test_split_sizes_cover_the_segment(self):
         def check(mix):
             layout = plan(mix)
-            slots, itemsize = slots_of(layout), layout.buffer_dtype.itemsize
-            inputs = [slots[i][2] - slots[i][1] for i in layout.order]
-            padding = [layout.padding_nbytes] if layout.padding_nbytes else []
-            sizes = [size * itemsize for size in layout.split_sizes]
-            self.assertEqual(sizes, inputs + padding)
+            slots, itemsize, position = (
+                slots_of(layout),
+                layout.buffer_dtype.itemsize,
+                0,
+            )
+            for i, size in layout.slots:
+                start, position = position, position + size * itemsize
+                if i is None:
+                    self.assertIn(position - start, range(1, 16))
+                    self.assertEqual(position % 16, 0)
+                else:
+                    self.assertEqual((start, position), slots[i][1:])
+            self.assertEqual(layout.split_sizes, tuple(n for _, n in layout.slots))
             self.assertEqual(sum(layout.split_sizes), layout.segment_numel)
 
         self.for_each_mix(check)
 
-    def test_one_region_for_each_dtype_widest_first_in_parameter_order(self):
+    def test_one_region_for_each_dtype_widest_first_and_what_is_aligned_first(self):
         def check(mix):
             layout, dtypes = plan(mix), {dtype for dtype, _ in mix}
             self.assertEqual(
@@ -268,6 +274,8 @@ class TestGatherLayout(DeviceFreeTest):
             )
             for region in layout.regions:
                 of_dtype = [i for i, (d, _) in enumerate(mix) if d == region.dtype]
+                if len(dtypes) > 1:
+                    of_dtype.sort(key=lambda i: -math.gcd(nbytes(mix[i]), 16))
                 self.assertEqual([*region.inputs], of_dtype)
 
         self.for_each_mix(check)
@@ -398,9 +406,7 @@ class TestCopies(DeviceFreeTest):
         pieces = [torch.cat([shard[:1], shard])[1:] for shard in shards]
         self.assertEqual({piece.storage_offset() for piece in pieces}, {1})
         buffer = gather_by_copies(plan(mix), [pieces])
-        self.assertEqual(
-            as_bytes(buffer), as_bytes(gather_by_copies(plan(mix), [shards]))
-        )
+        self.assert_copied_out(buffer, plan(mix), mix, [shards])
 
     def test_what_one_rank_has_alone_is_copied_by_one_kernel_for_each_pair(self):
         for dtype in ALL_DTYPES:
@@ -424,13 +430,13 @@ class TestCopies(DeviceFreeTest):
                 self.assertEqual(region_view.dtype.itemsize, region.dtype.itemsize)
                 self.assertEqual(region_view.numel(), sum(region.numels))
                 region_view.view(torch.uint8).add_(number)
-            expected = [
-                number
-                for number, region in enumerate(layout.regions, start=1)
-                for _ in range(region.nbytes)
-            ]
-            padding = [0] * layout.padding_nbytes
-            self.assertEqual(as_bytes(segment), expected + padding)
+            expected = [0] * layout.segment_nbytes
+            for number, region in enumerate(layout.regions, start=1):
+                for k in range(
+                    region.start_nbytes, region.start_nbytes + region.nbytes
+                ):
+                    expected[k] = number
+            self.assertEqual(as_bytes(segment), expected)
 
     @copies
     @given(
@@ -473,17 +479,19 @@ class TestReduceBuckets(DeviceFreeTest):
         max_size=12,
     )
 
-    def plan(self, params) -> tuple[ReduceBucket, ...]:
+    def plan(self, params, is_aligned: bool = False) -> tuple[ReduceBucket, ...]:
         slots = [ReduceSlot(i, orig, n) for i, (orig, _, n) in enumerate(params)]
-        return plan_buckets(slots, [(dtype, None) for _, dtype, _ in params])
+        keys = [(dtype, None) for _, dtype, _ in params]
+        return plan_buckets(slots, keys, is_aligned)
 
     def for_each_plan(self, check) -> None:
-        check(self.MIXED, self.plan(self.MIXED))
+        for is_aligned in (False, True):
+            check(self.MIXED, self.plan(self.MIXED, is_aligned))
 
         @plans
-        @given(self.params)
-        def check_random(params):
-            check(params, self.plan(params))
+        @given(self.params, st.booleans())
+        def check_random(params, is_aligned):
+            check(params, self.plan(params, is_aligned))
 
         check_random()
 
@@ -509,46 +517,52 @@ class TestReduceBuckets(DeviceFreeTest):
 
         self.for_each_plan(check)
 
-    def test_slots_lie_one_after_the_other(self):
+    def test_slots_lie_one_after_the_other_and_runs_are_padded_if_aligned(self):
         def check(params, buckets):
             for bucket in buckets:
-                position = 0
-                for slot, start in zip(bucket.slots, bucket.starts, strict=True):
-                    self.assertEqual(start, position)
-                    position += slot.shard_numel
-                self.assertEqual(bucket.shard_numel, position)
+                self.check_runs_cover(bucket)
 
         self.for_each_plan(check)
 
-    def test_each_storage_dtype_is_one_run_in_parameter_order(self):
+    def test_each_storage_dtype_is_one_run_and_what_is_aligned_comes_first(self):
         def check(params, buckets):
             for bucket in buckets:
                 dtypes = {slot.grad_dtype for slot in bucket.slots}
                 runs = [run.grad_dtype for run in bucket.runs]
                 self.assertEqual(runs, sorted(dtypes, key=dtype_rank))
                 for run in bucket.runs:
-                    members = [s.param for s in bucket.slots[run.first : run.last]]
+                    itemsize = min(run.grad_dtype.itemsize, bucket.dtype.itemsize)
+                    members = [
+                        (-math.gcd(s.shard_numel * itemsize, 16), s.param)
+                        if bucket.is_aligned
+                        else s.param
+                        for s in bucket.slots[run.first : run.last]
+                    ]
                     self.assertEqual(members, sorted(members))
 
         self.for_each_plan(check)
 
     def check_runs_cover(self, bucket: ReduceBucket) -> None:
-        position, first = 0, 0
+        position, first, gaps = 0, 0, []
         for run in bucket.runs:
             self.assertEqual((run.start_numel, run.first), (position, first))
             self.assertGreater(run.last, run.first)
             members = bucket.slots[run.first : run.last]
             self.assertEqual({slot.grad_dtype for slot in members}, {run.grad_dtype})
-            self.assertEqual(run.numel, sum(slot.shard_numel for slot in members))
-            position, first = position + run.numel, run.last
+            starts = bucket.starts[run.first : run.last]
+            for slot, start in zip(members, starts, strict=True):
+                self.assertEqual(start, position)
+                position += slot.shard_numel
+            self.assertEqual(run.numel, position - run.start_numel)
+            padding = 0
+            if bucket.is_aligned:
+                padding = -position * bucket.wire_dtype.itemsize % 16
+                padding //= bucket.wire_dtype.itemsize
+            if padding:
+                gaps.append((run.last, position, padding))
+            position, first = position + padding, run.last
         self.assertEqual((position, first), (bucket.shard_numel, len(bucket.slots)))
-
-    def test_runs_cover_the_bucket(self):
-        def check(params, buckets):
-            for bucket in buckets:
-                self.check_runs_cover(bucket)
-
-        self.for_each_plan(check)
+        self.assertEqual([*bucket.gaps], gaps)
 
     def test_the_mixed_plan_in_full(self):
         fp32, bf16, fp16 = self.plan(self.MIXED)
@@ -559,6 +573,12 @@ class TestReduceBuckets(DeviceFreeTest):
         self.assertEqual([slot.param for slot in bf16.slots], [4])
         self.assertEqual([slot.param for slot in fp16.slots], [2])
         self.assertEqual([b.shard_numel for b in (fp32, bf16, fp16)], [6, 5, 4])
+        fp32, bf16, fp16 = self.plan(self.MIXED, is_aligned=True)
+        # The empty one is a multiple of 16 bytes, and two bf16 of 4
+        self.assertEqual([slot.param for slot in fp32.slots], [5, 1, 3, 0])
+        self.assertEqual(fp32.starts, (0, 0, 4, 6))
+        self.assertEqual(fp32.gaps, ((2, 1, 3), (4, 9, 3)))
+        self.assertEqual([b.shard_numel for b in (fp32, bf16, fp16)], [12, 8, 8])
 
     def test_nothing_to_reduce_makes_no_bucket(self):
         self.assertEqual(plan_buckets([], []), ())
@@ -576,13 +596,20 @@ class TestReduceBuckets(DeviceFreeTest):
         self.assertIs(extend_bucket(bucket, bucket), bucket)
 
     @plans
-    @given(params, st.sets(st.integers(0, 11)), st.sets(st.integers(0, 11)))
+    @given(
+        params, st.sets(st.integers(0, 11)), st.sets(st.integers(0, 11)), st.booleans()
+    )
+    @example([(FP32, FP32, 1)] * 2, {0}, {1}, True)
     def test_an_extended_bucket_keeps_its_slots_and_gains_the_missing(
-        self, params, new, earlier
+        self, params, new, earlier, is_aligned
     ):
         slots = [ReduceSlot(i, orig, n) for i, (orig, _, n) in enumerate(params)]
-        fresh = ReduceBucket(FP32, tuple(s for s in slots if s.param in new))
-        kept = ReduceBucket(FP32, tuple(s for s in slots if s.param in earlier))
+        fresh, kept = (
+            ReduceBucket(
+                FP32, tuple(s for s in slots if s.param in of), None, is_aligned
+            )
+            for of in (new, earlier)
+        )
         extended = extend_bucket(fresh, kept)
         self.assertEqual(extended.slots[: len(fresh.slots)], fresh.slots)
         gained = extended.slots[len(fresh.slots) :]
@@ -591,6 +618,14 @@ class TestReduceBuckets(DeviceFreeTest):
         )
         self.assertEqual(len({s.param for s in extended.slots}), len(extended.slots))
         self.check_runs_cover(extended)
+        # The new ones are as in a bucket of their own, which is what is sent
+        count = len(fresh.slots)
+        self.assertEqual(extended.starts[:count], fresh.starts)
+        if gained:
+            self.assertEqual(extended.starts[count], fresh.shard_numel)
+        in_order = in_plan_order(extended)
+        self.assertIsNone(in_order.num_new)
+        self.assertEqual(in_plan_order(in_order), in_order)
 
     @plans
     @given(params, st.sets(st.integers(0, 11)), st.randoms(use_true_random=False))

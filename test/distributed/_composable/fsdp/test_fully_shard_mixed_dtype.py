@@ -12,6 +12,7 @@ Runs with pytest, python or ``torchrun --nproc-per-node 4``.
 
 import contextlib
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -510,11 +511,13 @@ class TestMixedDtypeTraining(FSDPProcessTest):
         pair.train()
         with record_collectives() as recorder:
             pair.backward()
-        # Shards are padded to equal sizes, and a rank's part to whole fp32 elements
-        params = pair.reference.model.parameters()
-        nbytes = sum(-(-p.numel() // 4) * p.dtype.itemsize for p in params)
+        # Shards are padded to equal sizes, and those of one dtype to 16 bytes
+        nbytes: Counter[torch.dtype] = Counter()
+        for p in pair.reference.model.parameters():
+            nbytes[p.dtype] += -(-p.numel() // 4) * p.dtype.itemsize
         (gather,) = recorder.all_gathers
-        self.assertEqual(gather.nbytes_per_rank, nbytes + -nbytes % 4)
+        padded = sum(n + -n % 16 for n in nbytes.values())
+        self.assertEqual(gather.nbytes_per_rank, padded)
 
     def test_dtype_changed_before_the_first_forward(self) -> None:
         pair = self.side_by_side()

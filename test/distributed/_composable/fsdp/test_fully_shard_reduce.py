@@ -9,6 +9,7 @@ Runs with pytest, python or ``torchrun --nproc-per-node 4``.
 
 import contextlib
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -26,16 +27,33 @@ from fsdp_common.comms import (
     Spec,
     ThreadTest,
 )
-from fsdp_common.utils import FakeGroupTest, record_collectives, THREAD_DEVICE_TYPE
+from fsdp_common.utils import (
+    DeviceFreeTest,
+    FakeGroupTest,
+    record_collectives,
+    THREAD_DEVICE_TYPE,
+)
 from fsdp_features.comms import KeptScatter, SymmMemStub
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.distributed.fsdp._fully_shard import (
+    _fsdp_collectives,
+)
+from torch.distributed.fsdp._fully_shard import (
+    _fsdp_copies as copies,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_agreement import UnitAgreement
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
+from torch.distributed.fsdp._fully_shard._fsdp_layout import (
+    plan_all_to_all,
+    plan_buckets,
+    plan_copy_in,
+    plan_gather,
+    ReduceSlot,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.common_utils import run_tests
@@ -183,6 +201,110 @@ class TestReduce(ThreadTest):
             self.assertLessEqual(counts["aten::_to_copy"], 3)
 
 
+class TestCopyIn(DeviceFreeTest):
+    """Operators that are one kernel each on CUDA, for what policies may ask for."""
+
+    RANKS, COUNT = 4, 16
+    # Gradients' dtypes by turns, what each is added and sent in, fused and other copies
+    HALVES = (FP32, BF16)
+    CASES = {
+        "as they are": ((BF16,), (BF16, None), 1, 0),
+        "cast in the kernel": ((BF16,), (FP32, None), 1, 0),
+        "narrowed": ((FP32,), (BF16, None), 1, 1),
+        "fp16 widened": ((FP16,), (FP32, None), 1, 1),
+        "sent in bf16": ((FP32,), (FP32, BF16), 1, 1),
+        "two dtypes widened": (HALVES, (FP32, None), 2, 1),
+        "two dtypes narrowed": (HALVES, (BF16, None), 2, 1),
+        "fp16 and bf16 widened": ((FP16, BF16), (FP32, None), 2, 1),
+        "sent as they are": (HALVES, {FP32: (FP32, FP32), BF16: (FP32, BF16)}, 1, 0),
+        "sent in two others": (HALVES, {FP32: (FP32, FP16), BF16: (FP32, FP32)}, 2, 2),
+    }
+
+    def copy_in(self, dtypes, keys) -> tuple[Counter[str], bool]:
+        """Copies all in. Returns the operators, and whether each lies in its place."""
+        in_turn = sorted((dtypes * self.COUNT)[: self.COUNT], key=str)
+        slots = [ReduceSlot(i, d, 2 * (i % 3 + 1)) for i, d in enumerate(in_turn)]
+        keys = [keys[d] if isinstance(keys, dict) else keys for d in in_turn]
+        buckets = plan_buckets(slots, keys, is_aligned=True)
+        sizes = [(self.RANKS * n.shard_numel // 2 - n.param % 2, 2) for n in slots]
+        full = [torch.randn(size).to(d) for size, d in zip(sizes, in_turn)]
+        grads = [[full[slot.param] for slot in bucket.slots] for bucket in buckets]
+        layout = plan_all_to_all(
+            tuple(b.wire_dtype for b in buckets), tuple(b.shard_numel for b in buckets)
+        )
+        numel = self.RANKS * layout.segment_numel
+        buffer = torch.empty(numel, dtype=layout.buffer_dtype)
+        columns = copies.columns_of(buffer, layout, self.RANKS)
+        with count_operators() as counts:
+            is_done = len(buckets) > 1 and copies.copy_in_at_once(
+                layout, buckets, grads, buffer, self.RANKS
+            )
+            for bucket, own, rows in zip(buckets, grads, columns):
+                if not is_done:
+                    copies.copy_in_grads(bucket, own, rows)
+        is_right = True
+        for bucket, rows in zip(buckets, columns):
+            for slot, start in zip(bucket.slots, bucket.starts):
+                padded = torch.zeros(self.RANKS * slot.shard_numel)
+                padded[: full[slot.param].numel()] = full[slot.param].flatten()
+                expected = padded.view(self.RANKS, -1).to(rows.dtype)
+                found = rows.narrow(1, start, slot.shard_numel)
+                is_right &= torch.equal(found, expected)
+        return counts, is_right
+
+    def test_a_fused_copy_for_each_pair_of_dtypes(self) -> None:
+        for name, (dtypes, keys, fused, copied) in self.CASES.items():
+            with self.subTest(name):
+                counts, is_right = self.copy_in(dtypes, keys)
+                self.assertTrue(is_right)
+                found = counts["aten::_chunk_cat"], counts["aten::copy_"]
+                self.assertEqual(found, (fused, copied))
+                # Padding that no fused copy into the rows themselves fills
+                filled = counts["aten::new_zeros"] + counts["aten::zero_"]
+                self.assertLessEqual(filled, copied)
+
+    def test_large_ones_are_cast_without_a_temporary(self) -> None:
+        for case in ("narrowed", "sent in bf16", "fp16 widened"):
+            dtypes, keys, *_ = self.CASES[case]
+            with mock.patch.object(copies, "_MAX_RUN_NUMEL", 0):
+                counts, is_right = self.copy_in(dtypes, keys)
+            self.assertTrue(is_right)
+            self.assertEqual(counts["aten::copy_"], self.COUNT)
+            # Those that do not divide by the ranks
+            self.assertEqual(counts["aten::_chunk_cat"], self.COUNT // 2)
+
+    def test_host_shards_go_straight_into_the_segment_unless_cast(self) -> None:
+        dtypes, numels = [FP32, BF16, FP32], [3, 5, 8]
+        layout = plan_gather(dtypes, numels)
+        for stored, moves in ((dtypes, 0), ([BF16, BF16, FP32], 1)):
+            shards = [torch.ones(n, dtype=d) for n, d in zip(numels, stored)]
+            segment = torch.empty(
+                layout.segment_numel, dtype=torch.uint8, device="meta"
+            )
+            with RecordCopies() as recorded:
+                copies._copy_in(segment, plan_copy_in(layout, stored), shards)
+            moved = [call for call in recorded.calls if call[0] == "aten::_to_copy"]
+            self.assertEqual(len(moved), moves)
+            copied = [call for call in recorded.calls if call[0] == "aten::copy_"]
+            self.assertEqual(len(copied), 3)
+            self.assertTrue(all(waits_not for _, waits_not in recorded.calls))
+
+
+class RecordCopies(TorchDispatchMode):
+    """Records copies, and whether the host does not wait for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, bool]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name, kwargs = func._schema.name, kwargs or {}
+        if name in ("aten::copy_", "aten::_to_copy", "aten::cat"):
+            waits_not = kwargs.get("non_blocking", args[2:3] == (True,))
+            self.calls.append((name, bool(waits_not)))
+        return func(*args, **kwargs)
+
+
 class TestHybridReduce(ThreadTest):
     world_size = 4
     SPECS = (Spec((3, 2), BF16), Spec((1,), FP32), Spec((2, 4), FP32, shard_dim=1))
@@ -264,14 +386,14 @@ class TestSymmetricMemory(FakeGroupTest):
 
     def test_one_input_is_held_at_a_time(self) -> None:
         """As `set_reduce_scatter_max_input_buffers` wants it of units of one dtype."""
-        sizes = {FP32: (8, 2), BF16: (8, 4), FP16: (8, 4)}  # all of 64 bytes
+        sizes = {FP32: (8, 4), BF16: (8, 8), FP16: (8, 8)}  # all of 128 bytes
         specs = [Spec(size, dtype) for dtype, size in sizes.items()]
         model = sharded(specs, init_device_mesh("cpu", (self.ranks,)), device="cpu")
         model.set_force_sum_reduction_for_comms(True)
         pool, waited = NeverSplitPool(), []
 
         def inputs() -> list[int]:
-            return [numel for _, numel in stub.registered if numel in (16, 32)]
+            return [numel for _, numel in stub.registered if numel in (32, 64)]
 
         def wait(*unused: Any) -> None:
             waited.append(len(inputs()))
@@ -286,9 +408,9 @@ class TestSymmetricMemory(FakeGroupTest):
                 model([torch.ones(spec.size) for spec in specs]).backward()
                 # Of a gather, an input, and the gradients, which parameters keep
                 segments = {size: len(of) for size, of in pool.tenants.items()}
-                self.assertEqual(segments, {8 * 24: 1, 64: 1, 8: 3})
+                self.assertEqual(segments, {8 * 48: 1, 128: 1, 16: 3})
                 model.zero_grad()
-        self.assertEqual(inputs(), [16, 32, 32] * 2)
+        self.assertEqual(inputs(), [32, 64, 64] * 2)
         # For the one before, wherever a unit has had one or two of its three
         self.assertEqual([n for n in waited if n % 3], [1, 2, 4, 5])
 

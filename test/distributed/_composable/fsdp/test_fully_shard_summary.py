@@ -93,11 +93,11 @@ unit    parameters  elements  stored in  computes in  bytes gathered  reduced in
 0                2       272  bfloat16   bfloat16                544  bfloat16              544              8
                  1       256  float16    bfloat16                512  float16               512  8 (4, then 2)
                  2        32  float32    float32                 128  (frozen)                0
-                 5       560  all                              1,184                      1,056
+                 5       560  all                              1,280                      1,152
 1                2        32  float32    float32                 128  float32               128              8
                  2       272  bfloat16   bfloat16                544  bfloat16              544              8
                  1       256  float16    bfloat16                512  float16               512  8 (4, then 2)
-                 5       560  all                              1,184                      1,184"""
+                 5       560  all                              1,280                      1,280"""
 
     def test_prints_a_table(self) -> None:
         self.assertEqual(str(layout_summary(sharded_units())), self.TEXT)
@@ -110,7 +110,7 @@ unit    parameters  elements  stored in  computes in  bytes gathered  reduced in
     def test_of_a_part_of_the_model(self) -> None:
         (unit,) = layout_summary(sharded_units()[1]).units
         self.assertEqual(unit.name, "(root)")
-        self.assertEqual(unit.gathered_nbytes, 1184)
+        self.assertEqual(unit.gathered_nbytes, 1280)
         names = [params.names for params in unit.params]
         both = ("norm.weight", "norm.bias"), ("up.weight", "up.bias")
         self.assertEqual(names, [*both, ("down.weight",)])
@@ -153,9 +153,10 @@ unit    parameters  elements  stored in  computes in  bytes gathered  reduced in
         [unit] = layout_summary(module).units
         found = [(b.dtype, b.comm_dtype, b.nbytes, b.after) for b in unit.buckets]
         # Each rank has one row of both, which some have only as padding
-        fp32, numels = torch.float32, (self.ranks, 4 * self.ranks)
-        expected = [(fp32, None, 4 * numels[0], None)]
-        expected.append((fp32, torch.bfloat16, 2 * numels[1], float(self.ranks)))
+        # and both are padded to 16 bytes of each rank
+        fp32, nbytes = torch.float32, 16 * self.ranks
+        expected = [(fp32, None, nbytes, None)]
+        expected.append((fp32, torch.bfloat16, nbytes, float(self.ranks)))
         self.assertEqual(found, expected)
         self.assertIn("float32, sent in bfloat16", str(unit))
 
@@ -281,13 +282,16 @@ class TestSummaryOfSteps(FSDPThreadTest):
         with record_collectives() as recorder:
             model.unshard()
         (gather,) = recorder.all_gathers
-        # Of each rank 4 bytes, 2 bytes and 2 of padding
-        self.assertEqual(gather.nbytes, self.world_size * 8)
+        # Of each rank 4 bytes and 2 bytes, both padded to 16
+        self.assertEqual(gather.nbytes, self.world_size * 32)
         for summary in (before, layout_summary(model)):
             (unit,) = summary.units
             self.assertEqual(unit.gathered_nbytes, gather.nbytes)
             parts = [params.gathered_nbytes for params in unit.params]
             self.assertEqual(parts, [self.world_size * 4, self.world_size * 2])
+            self.assertEqual(
+                [b.nbytes for b in unit.buckets], [self.world_size * 16] * 2
+            )
 
     def test_replicated_parameters_gather_nothing(self) -> None:
         model = Unit().to(self.device)

@@ -63,13 +63,13 @@ from ._fsdp_errors import explain_all_to_all, explain_copy_in, explain_reduction
 from ._fsdp_fast_paths import without_grad
 from ._fsdp_layout import (
     describe_key,
-    dtype_rank,
     GatherLayout,
     padded_shard_numel,
     plan_all_to_all,
     reduce_dtype_of,
     ReduceBucket,
     ReduceSlot,
+    slot_rank,
 )
 from ._fsdp_observers import NO_RANGE
 from ._fsdp_param import FSDPParam, ShardedState  # noqa: F401  (as in the release)
@@ -374,9 +374,10 @@ def join_parts(parts: Sequence[BucketGrads]) -> BucketGrads:
         )
     ]
     dtype, comm_dtype = parts[0].bucket.key
-    placed.sort(key=lambda of: dtype_rank(of[0].grad_dtype or dtype))  # stable
+    bucket = ReduceBucket(dtype, (), comm_dtype, is_aligned=True)
+    placed.sort(key=lambda of: slot_rank(of[0], bucket))  # stable
     slots = tuple(replace(slot, param=i) for i, (slot, _, _) in enumerate(placed))
-    bucket = ReduceBucket(dtype, slots, comm_dtype)
+    bucket = replace(bucket, slots=slots)
     grads = [grad for _, _, grad in placed]
     for part in parts:
         part.unsharded_grads.clear()
@@ -634,7 +635,7 @@ def _all_to_all_copy_in(
     comm, layout = reduction.reduce_scatter_comm, _all_to_all_layout(parts)
     numel, dtype = world_size * layout.segment_numel, layout.buffer_dtype
     buffer = allocate_reduce_buffer(
-        comm, numel, dtype, reduction.device, layout.alignment
+        comm, numel, dtype, reduction.device, layout.itemsize
     )
     buckets = [part.bucket for part in parts]
     grads = [part.unsharded_grads for part in parts]

@@ -194,7 +194,7 @@ def allocate_gather_buffer(
     if type(comm) is DefaultAllGather:
         return buffer
     _check_buffer(comm, buffer, numel, dtype, is_contiguous=len(layout.regions) > 1)
-    _check_aligned(comm, buffer, layout.alignment)
+    _check_aligned(comm, buffer, layout.itemsize)
     return buffer
 
 
@@ -203,25 +203,26 @@ def allocate_reduce_buffer(
     numel: int,
     dtype: torch.dtype,
     device: torch.device,
-    alignment: int = 1,
+    itemsize: int = 1,
 ) -> torch.Tensor:
     """Returns an input or output of a reduce-scatter, as requested."""
     buffer = comm.allocate((numel,), dtype=dtype, device=device)
     if type(comm) is not DefaultReduceScatter:
         _check_buffer(comm, buffer, numel)
-        _check_aligned(comm, buffer, alignment)
+        _check_aligned(comm, buffer, itemsize)
     return buffer
 
 
 def _check_aligned(
-    comm: AllGather | ReduceScatter, buffer: torch.Tensor, alignment: int
+    comm: AllGather | ReduceScatter, buffer: torch.Tensor, itemsize: int
 ) -> None:
+    """Raises if a buffer cannot be viewed in dtypes of up to ``itemsize`` bytes."""
     start_nbytes = buffer.storage_offset() * buffer.itemsize
-    if start_nbytes % alignment != 0:
+    if start_nbytes % itemsize != 0:
         raise ValueError(
             f"{type(comm).__name__}.allocate returned a buffer that starts at byte "
             f"{start_nbytes} of its storage, but the parameters of several dtypes need "
-            f"it aligned to {alignment} bytes: return one that starts at a multiple of "
+            f"it aligned to {itemsize} bytes: return one that starts at a multiple of "
             "that"
         )
 
@@ -334,6 +335,11 @@ def chunk_cat(
 
 
 _CHUNK_CAT = "chunk_cat_mixed_dtype" if HAS_MIXED_CHUNK_CAT else "chunk_cat"
+
+
+def casts_in_kernel(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether ``_chunk_cat`` takes this pair in one kernel on CUDA."""
+    return source == target or (source, target) == (torch.bfloat16, torch.float32)
 
 
 def copies_mixed(dtypes: set[torch.dtype | None], device: torch.device) -> bool:

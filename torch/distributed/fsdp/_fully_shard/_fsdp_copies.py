@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import groupby
 from operator import attrgetter, itemgetter
 from typing import cast
 
@@ -12,7 +11,12 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from ._fsdp_comms import chunk_cat_by_operator, copies_mixed, record_grad_output_stream
+from ._fsdp_comms import (
+    casts_in_kernel,
+    chunk_cat_by_operator,
+    copies_mixed,
+    record_grad_output_stream,
+)
 from ._fsdp_layout import (
     GatherLayout,
     in_plan_order,
@@ -42,17 +46,21 @@ def fill_segment(
         _copy_in(segment, plan.copies, tensors)
         return segment
     # The operator neither casts nor moves
-    inputs: list[torch.Tensor] = []
+    placed: dict[int, torch.Tensor] = {}
     for copy in plan.copies:
         region, sources = copy.region, _sources(copy, tensors)
         if copy.casts or _are_on_host(sources, output.device):
-            flat = output.new_empty(region.numel, dtype=region.dtype)
+            flat = output.new_empty(sum(region.numels), dtype=region.dtype)
             pieces = flat.split(region.numels)
             _copy_groups(pieces, sources, copy.casts)
             sources = pieces
-        inputs += [_view_as(source, layout.buffer_dtype) for source in sources]
-    if layout.padding_nbytes:
-        inputs.append(output.new_zeros(layout.split_sizes[-1]))
+        placed.update(zip(region.inputs, sources))
+    inputs = [
+        output.new_zeros(size)
+        if i is None
+        else _view_as(placed[i], layout.buffer_dtype)
+        for i, size in layout.slots
+    ]
     segment, _ = torch.ops.fsdp.all_gather_copy_in(
         inputs, output, [*layout.split_sizes], numel, rank
     )
@@ -64,12 +72,17 @@ def _copy_in(
 ) -> None:
     """Fills this rank's segment in one pass, which also casts."""
     for copy in copies:
-        target, sources = copy.region.view(segment), _sources(copy, inputs)
+        region, sources = copy.region, _sources(copy, inputs)
+        target = region.view(segment)
         if copy.casts or _are_on_host(sources, segment.device):
-            _copy_groups(target.split(copy.region.numels), sources, copy.casts)
-        else:
-            # Needs no view of each slot
-            torch.cat(sources, out=target)
+            targets = [*target.split(region.sizes)]
+            for position, _ in reversed(region.gaps):
+                del targets[position]
+            _copy_groups(targets, sources, copy.casts)
+            continue
+        for position, numel in region.gaps:
+            sources.insert(position, target.new_empty(numel))
+        torch.cat(sources, out=target)  # needs no view of each slot
 
 
 def _sources(copy: RegionCopy, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -95,10 +108,12 @@ def _copy_groups(
     """Copies tensors to others, moved and cast. Each group is of one pair of dtypes."""
     device = targets[0].device
     if _are_on_host(sources, device):
-        # Moved first: a copy that also casts goes through one more temporary. One at
-        # a time, so that only one is on the device uncast.
         for target, source in zip(targets, sources, strict=True):
-            target.copy_(source.to(device, non_blocking=True))
+            if target.dtype != source.dtype:
+                # A copy that also casts would go through one more temporary. Moved one
+                # at a time, so that only one is on the device uncast.
+                source = source.to(device, non_blocking=True)
+            target.copy_(source, non_blocking=True)
         return
     for group in groups:
         torch._foreach_copy_([targets[k] for k in group], [sources[k] for k in group])
@@ -159,19 +174,18 @@ def _to_columns(
 ) -> list[torch.Tensor]:
     """
     Views the outputs, in segment order, as columns of a gather buffer with a row for
-    each rank. The padding gets a tensor that nothing reads.
+    each rank. Padding gets tensors that nothing reads.
 
     The views do not share the outputs' version: to autograd an unshard, which writes
     the same values, must not be an in-place change of what was saved.
     """
-    sizes = layout.split_sizes
-    columns = [
-        outputs[i].data.view(layout.buffer_dtype).view(world_size, size)
-        for i, size in zip(layout.order, sizes)
+    dtype = layout.buffer_dtype
+    return [
+        outputs[0].new_empty(world_size, size, dtype=dtype)
+        if i is None
+        else outputs[i].data.view(dtype).view(world_size, size)
+        for i, size in layout.slots
     ]
-    if layout.padding_nbytes:
-        columns.append(columns[0].new_empty(world_size, sizes[-1]))
-    return columns
 
 
 def _split_copy(
@@ -201,11 +215,9 @@ def columns_of(
     if len(layout.order) == 1:
         return [rows]
     columns = rows.split([*layout.split_sizes], dim=1)
-    dtypes = [region.dtype for region in layout.regions for _ in region.inputs]
-    placed = zip(layout.order, columns, dtypes)
-    return [
-        column.view(dtype) for _, column, dtype in sorted(placed, key=itemgetter(0))
-    ]
+    of_input = {i: column for (i, _), column in zip(layout.slots, columns)}
+    placed = [(i, r.dtype) for r in layout.regions for i in r.inputs]
+    return [of_input[i].view(dtype) for i, dtype in sorted(placed, key=itemgetter(0))]
 
 
 def copy_in_at_once(
@@ -222,21 +234,54 @@ def copy_in_at_once(
     """
     dtype = layout.regions[-1].dtype
     tensors: list[torch.Tensor] = []
-    for region in layout.regions:
-        for i in region.inputs:
-            for slot, grad in zip(buckets[i].slots, grads[i]):
-                is_dense = slot.shard_dim == 0 and grad.is_contiguous()
-                if not is_dense or grad.dtype != region.dtype:
-                    return False
-                if region.dtype != dtype:
-                    grad = grad.unsqueeze(-1).view(dtype)
-                tensors.append(grad)
-    buffer = buffer.view(dtype)
-    if layout.padding_nbytes:
-        numel = world_size * layout.padding_nbytes // dtype.itemsize
-        tensors.append(buffer.new_zeros(numel))
-    foreach_reduce_scatter_copy_in(tensors, buffer, world_size)
+    for i, size in layout.slots:
+        if i is None:
+            numel = size * layout.buffer_dtype.itemsize // dtype.itemsize
+            tensors.append(buffer.new_zeros(1, numel, dtype=dtype))
+            continue
+        dtypes = _dense_dtypes(buckets[i], grads[i])
+        if any(of_grad != buckets[i].wire_dtype for of_grad in dtypes):
+            return False
+        padded = _with_padding(buckets[i], grads[i])
+        if buckets[i].wire_dtype != dtype:
+            padded = [grad.unsqueeze(-1).view(dtype) for grad in padded]
+        tensors += padded
+    foreach_reduce_scatter_copy_in(tensors, buffer.view(dtype), world_size)
     return True
+
+
+def _dense_dtypes(
+    bucket: ReduceBucket, grads: Sequence[torch.Tensor]
+) -> list[torch.dtype | None]:
+    """Returns the gradients' dtypes, None for those that the kernel cannot chunk."""
+    return [
+        grad.dtype if slot.shard_dim == 0 and grad.is_contiguous() else None
+        for slot, grad in zip(bucket.slots, grads)
+    ]
+
+
+def _with_padding(
+    bucket: ReduceBucket, grads: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """
+    Adds one row for each gap of the bucket. The kernel gives that to the first rank and
+    zeros to the others. Nobody reads it, so it is a piece of a gradient where that is
+    long enough, which takes no kernel to fill.
+    """
+    padded = [*grads]
+    for count, _, numel in reversed(bucket.gaps):
+        if count <= len(grads):
+            if grads[0].numel() >= numel:
+                row = grads[0].as_strided((1, numel), (numel, 1))
+            else:
+                row = grads[0].new_zeros(1, numel)
+            padded.insert(count, row)
+    return padded
+
+
+# Of gradients that are copied together through a temporary, in elements. Copying these
+# once more takes a GPU as long as launching a kernel
+_MAX_RUN_NUMEL = 2**20
 
 
 def copy_in_grads(
@@ -247,37 +292,42 @@ def copy_in_grads(
     ``rows``, one for each rank.
 
     [Note: One kernel for most gradients]
-    The fused kernel needs dense tensors of one dtype and fills all columns. One
-    mismatched tensor would send all of them down its slow path. So it gets the
-    gradients that match the largest, and in place of each mismatched one a piece of the
-    largest, whose columns are written again afterwards. The kernel casts, so only
-    mismatched gradients need a temporary. Since 2.15 an operator takes bf16 and fp32
+    The fused kernel needs dense tensors of one dtype and fills all columns. It casts
+    bf16 to fp32. Any other cast, and one mismatched tensor, would send all of them down
+    its slow path. So it gets the gradients that match the largest one that it takes, and
+    in place of each mismatched one a piece of that, whose columns are written again
+    afterwards: adjacent ones of one dtype together, fused to a temporary, and cast from
+    there by one copy; a large one alone. Since 2.15 an operator takes bf16 and fp32
     together on CUDA, see :func:`copies_mixed`. Rows of a larger buffer are not dense, so
-    that their gradients are copied one by one.
+    that all gradients are copied to them as mismatched ones.
     """
     world_size, slots = rows.size(0), bucket.slots
-    if not rows.is_contiguous():
-        _copy_runs(bucket, grads, rows, [[i] for i in range(len(grads))])
+    dtypes = _dense_dtypes(bucket, grads)
+    is_dense, first = rows.is_contiguous(), dtypes[0]
+    if is_dense and first is not None and dtypes.count(first) == len(dtypes):
+        # Who sees operators is given the release's, and a uniform unit takes its memory
+        is_uniform = not bucket.is_aligned and bucket.comm_dtype is None
+        if (
+            casts_in_kernel(first, rows.dtype)
+            or is_uniform
+            or gets_operators(rows.device)
+        ):
+            _chunk_cat(_with_padding(bucket, grads), rows)
+            return
+    if is_dense and copies_mixed({*dtypes, rows.dtype}, rows.device):
+        chunk_cat_by_operator(_with_padding(bucket, grads), rows)
         return
-    dense_dtypes = [  # None where not dense
-        grad.dtype if slot.shard_dim == 0 and grad.is_contiguous() else None
-        for slot, grad in zip(slots, grads)
+    taken = [
+        grad
+        for grad, dtype in zip(grads, dtypes)
+        if is_dense and dtype is not None and casts_in_kernel(dtype, rows.dtype)
     ]
-    first = dense_dtypes[0]
-    if first is not None and dense_dtypes.count(first) == len(dense_dtypes):
-        _chunk_cat(grads, rows)
-        return
-    if copies_mixed({*dense_dtypes, rows.dtype}, rows.device):
-        chunk_cat_by_operator(grads, rows)
-        return
-    dense = [grad for grad, dtype in zip(grads, dense_dtypes) if dtype is not None]
-    largest = max(dense, key=torch.Tensor.numel, default=None)
-    runs = [[i] for i in range(len(grads))]
+    largest = max(taken, key=torch.Tensor.numel, default=None)
     if largest is not None:
         # The least that fills as many columns, with the kernel's padding
         numels = {
             i: max(world_size * (slots[i].shard_numel - 1) + 1, 0)
-            for i, dtype in enumerate(dense_dtypes)
+            for i, dtype in enumerate(dtypes)
             if dtype != largest.dtype
         }
         if max(numels.values()) <= largest.numel():
@@ -286,9 +336,13 @@ def copy_in_grads(
                 flat[: numels[i]] if i in numels else grad
                 for i, grad in enumerate(grads)
             ]
-            _chunk_cat(like, rows)
-            runs = _adjacent(numels, dense_dtypes)
-    _copy_runs(bucket, grads, rows, runs)
+            _chunk_cat(_with_padding(bucket, like), rows)
+            _copy_runs(bucket, grads, rows, _adjacent(bucket, grads, numels))
+            return
+    for count, start, numel in bucket.gaps:
+        if count <= len(grads):
+            rows.narrow(1, start, numel).zero_()
+    _copy_runs(bucket, grads, rows, _adjacent(bucket, grads, range(len(grads))))
 
 
 def _copy_runs(
@@ -305,15 +359,30 @@ def _copy_runs(
 
 
 def _adjacent(
-    indices: Iterable[int], dense_dtypes: Sequence[torch.dtype | None]
+    bucket: ReduceBucket, grads: list[torch.Tensor], indices: Iterable[int]
 ) -> list[list[int]]:
-    """Returns runs that the kernel can copy together: adjacent, dense, of one dtype."""
-
-    def run_of(numbered: tuple[int, int]) -> object:
-        number, i = numbered
-        return i if dense_dtypes[i] is None else (i - number, dense_dtypes[i])
-
-    return [[i for _, i in run] for _, run in groupby(enumerate(indices), run_of)]
+    """
+    Returns runs to copy together: adjacent, dense, of one dtype, and not too large for
+    a temporary.
+    """
+    dtypes = _dense_dtypes(bucket, grads)
+    runs: list[list[int]] = []
+    end = run_numel = 0  # of the last run, in a rank's shard and in all
+    for i in indices:
+        run_numel += grads[i].numel()
+        if (
+            runs
+            and bucket.starts[i] == end
+            and dtypes[i] is not None
+            and dtypes[i] == dtypes[runs[-1][-1]]
+            and run_numel <= _MAX_RUN_NUMEL
+        ):
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+            run_numel = grads[i].numel()
+        end = bucket.starts[i] + bucket.slots[i].shard_numel
+    return runs
 
 
 def _copy_to_columns(

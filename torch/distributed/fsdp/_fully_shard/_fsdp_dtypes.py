@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,13 @@ def dtypes_of(fsdp_param: FSDPParam) -> ParamDtypes:
     reduce = reduce_dtype_of(compute, default_reduce_dtype(fsdp_param))
     _, comm = bucket_key(fsdp_param, reduce)
     return ParamDtypes(param.dtype, compute, reduce, param.grad_dtype or reduce, comm)
+
+
+def is_mixed(fsdp_params: Sequence[FSDPParam]) -> bool:
+    """Whether the trained parameters of a unit differ in any of these."""
+    trained = [p for p in fsdp_params if p.sharded_param.requires_grad]
+    described = [dtypes_of(fsdp_param) for fsdp_param in trained]
+    return any(dtypes != described[0] for dtypes in described)
 
 
 def default_reduce_dtype(fsdp_param: FSDPParam) -> torch.dtype | None:

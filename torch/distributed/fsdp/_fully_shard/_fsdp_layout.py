@@ -8,11 +8,16 @@ All ranks must lay out bytes and order the collectives of reduce dtypes alike. B
 orders come from :func:`dtype_rank`. Iterating a set of dtypes would not do:
 ``torch.dtype`` hashes by address.
 
-[Note: Aligned without gaps]
-A rank's segment of the gather buffer holds its shards by dtype, widest element first.
-Element sizes are powers of two, so each slot starts at a multiple of its element size
-without gaps. Only the segment's end is padded, to the widest element size, for the next
-rank's segment. A uniform unit needs no padding.
+[Note: Aligned to 16 bytes]
+Where a buffer mixes dtypes, each dtype's region and each rank's segment start at a
+multiple of 16 bytes, and a region holds shards in descending order of the power of two,
+up to 16, that divides their bytes. So every shard starts at a multiple of that: all
+whose size allows it are aligned, and padding comes at the end of regions only, at most
+15 bytes for each. The same holds for the buckets of such a unit and for joined ones.
+
+16 bytes are the widest that copy kernels load at once and that NCCL packs. More would
+gain nothing: kernels compute on all-gather outputs, which have storages of their own.
+Uniform units have the release's layout, in parameter order and without padding.
 """
 
 from __future__ import annotations
@@ -41,6 +46,14 @@ def storage_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.uint8 if dtype.itemsize == 1 else dtype
 
 
+_ALIGNMENT = 16  # in bytes, see [Note: Aligned to 16 bytes]
+
+
+def _alignment_of(nbytes: int) -> int:
+    """Returns the largest power of two up to 16 that divides ``nbytes``."""
+    return math.gcd(nbytes, _ALIGNMENT)
+
+
 # Gather: one buffer, one collective #
 
 
@@ -53,10 +66,20 @@ class GatherRegion:
     # Positions in the list of all inputs, in the order in which they lie here
     inputs: tuple[int, ...]
     numels: tuple[int, ...]  # of each input
+    # Padding between joined regions: position among the inputs and gaps, and elements
+    gaps: tuple[tuple[int, int], ...] = ()
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Elements of each input and gap."""
+        sizes = [*self.numels]
+        for position, numel in self.gaps:
+            sizes.insert(position, numel)
+        return sizes
 
     @cached_property
     def numel(self) -> int:
-        return sum(self.numels)
+        return sum(self.sizes)
 
     @cached_property
     def nbytes(self) -> int:
@@ -72,10 +95,10 @@ class GatherRegion:
 
 @dataclass(frozen=True)
 class GatherLayout:
-    """The segment of each rank in the gather buffer: ``regions`` and then padding."""
+    """The segment of each rank in the gather buffer: regions, each padded at its end."""
 
     regions: tuple[GatherRegion, ...]
-    alignment: int  # in bytes, of a segment's start and of its length
+    alignment: int  # in bytes, of the starts of regions and of a segment's length
 
     @cached_property
     def buffer_dtype(self) -> torch.dtype:
@@ -84,8 +107,16 @@ class GatherLayout:
         return storage_dtype(self.regions[0].dtype) if is_uniform else torch.uint8
 
     @cached_property
+    def itemsize(self) -> int:
+        """Of the widest dtype."""
+        return max((region.dtype.itemsize for region in self.regions), default=1)
+
+    @cached_property
     def padding_nbytes(self) -> int:
-        return -sum(region.nbytes for region in self.regions) % self.alignment
+        return sum(map(self._padding_after, self.regions))
+
+    def _padding_after(self, region: GatherRegion) -> int:
+        return -region.nbytes % self.alignment
 
     @cached_property
     def segment_nbytes(self) -> int:
@@ -97,16 +128,28 @@ class GatherLayout:
         return self.segment_nbytes // self.buffer_dtype.itemsize
 
     @cached_property
+    def slots(self) -> tuple[tuple[int | None, int], ...]:
+        """
+        Position of each input, as a segment orders them, or None for padding, and
+        elements of ``buffer_dtype``.
+        """
+        slots: list[tuple[int | None, int]] = []
+        for region in self.regions:
+            numels = _numels_in(self.buffer_dtype, [region])
+            slots += zip(region.inputs, numels)
+            if padding := self._padding_after(region) // self.buffer_dtype.itemsize:
+                slots.append((None, padding))
+        return tuple(slots)
+
+    @cached_property
     def order(self) -> tuple[int, ...]:
         """Positions of the inputs, as a segment orders them."""
         return tuple(i for region in self.regions for i in region.inputs)
 
     @cached_property
     def split_sizes(self) -> tuple[int, ...]:
-        """Elements of ``buffer_dtype`` of each input in segment order, and padding."""
-        sizes = _numels_in(self.buffer_dtype, self.regions)
-        padding = self.padding_nbytes // self.buffer_dtype.itemsize
-        return (*sizes, padding) if padding else sizes
+        """Elements of ``buffer_dtype`` of each of ``slots``."""
+        return tuple(size for _, size in self.slots)
 
 
 def _numels_in(dtype: torch.dtype, regions: Iterable[GatherRegion]) -> tuple[int, ...]:
@@ -129,8 +172,15 @@ def plan_gather(
     if len(dtypes) != len(numels):
         raise ValueError(f"Got {len(dtypes)} dtypes for {len(numels)} sizes")
     order = list(range(len(dtypes)))
-    if by_dtype:
-        order.sort(key=lambda i: dtype_rank(dtypes[i]))  # stable
+    alignment = 1
+    if by_dtype and any(dtype != dtypes[0] for dtype in dtypes):
+        alignment = _ALIGNMENT
+        order.sort(  # stable
+            key=lambda i: (
+                dtype_rank(dtypes[i]),
+                -_alignment_of(numels[i] * dtypes[i].itemsize),
+            )
+        )
     regions: list[GatherRegion] = []
     start_nbytes = 0
     for dtype, run in groupby(order, key=lambda i: dtypes[i]):
@@ -138,8 +188,8 @@ def plan_gather(
         region_numels = tuple(numels[i] for i in inputs)
         regions.append(GatherRegion(dtype, start_nbytes, inputs, region_numels))
         start_nbytes += regions[-1].nbytes
-    widest = max((dtype.itemsize for dtype in dtypes), default=1)
-    return GatherLayout(tuple(regions), alignment=widest if by_dtype else 1)
+        start_nbytes += -start_nbytes % alignment
+    return GatherLayout(tuple(regions), alignment)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -148,7 +198,7 @@ def plan_all_to_all(
 ) -> GatherLayout:
     """
     Lays out what one rank is sent for each of several buckets, as what one rank
-    contributes to a gather, see [Note: Aligned without gaps].
+    contributes to a gather, see [Note: Aligned to 16 bytes].
     """
     return plan_gather(dtypes, numels)
 
@@ -193,6 +243,7 @@ def plan_copy_in(
             continue
         joined = _join(regions)
         views = sum(stored_dtypes[i] != joined.dtype for i in joined.inputs)
+        views += len(joined.gaps)  # each needs a tensor, too
         if views <= _VIEWS_PER_COPY * (len(regions) - 1):
             copies.append(RegionCopy(joined, ()))
         else:
@@ -204,7 +255,16 @@ def _join(regions: Sequence[GatherRegion]) -> GatherRegion:
     """Joins regions in the last, narrowest dtype, in which all inputs can be viewed."""
     dtype, start_nbytes = storage_dtype(regions[-1].dtype), regions[0].start_nbytes
     inputs = tuple(i for region in regions for i in region.inputs)
-    return GatherRegion(dtype, start_nbytes, inputs, _numels_in(dtype, regions))
+    gaps: list[tuple[int, int]] = []
+    position, end_nbytes = 0, start_nbytes
+    for region in regions:
+        if padding := (region.start_nbytes - end_nbytes) // dtype.itemsize:
+            gaps.append((position, padding))
+            position += 1
+        position += len(region.inputs)
+        end_nbytes = region.start_nbytes + region.nbytes
+    numels = _numels_in(dtype, regions)
+    return GatherRegion(dtype, start_nbytes, inputs, numels, tuple(gaps))
 
 
 # Reduce: one buffer and one collective for each reduce dtype #
@@ -244,7 +304,10 @@ class ReduceSlot:
 
 @dataclass(frozen=True)
 class CastRun:
-    """Adjacent slots of a bucket whose sharded gradients have the same dtype."""
+    """
+    Adjacent slots of a bucket whose sharded gradients have the same dtype. If the bucket
+    is aligned, padding follows.
+    """
 
     grad_dtype: torch.dtype
     start_numel: int
@@ -260,6 +323,10 @@ class ReduceBucket:
     dtype: torch.dtype
     slots: tuple[ReduceSlot, ...]
     comm_dtype: torch.dtype | None = None  # see `BucketKey`
+    # See [Note: Aligned to 16 bytes]. A uniform unit's are not
+    is_aligned: bool = False
+    # How many slots have a new gradient, if an aligned bucket has others after them
+    num_new: int | None = None
 
     @property
     def key(self) -> BucketKey:
@@ -270,32 +337,58 @@ class ReduceBucket:
         """Of the reduction's input."""
         return self.comm_dtype or self.dtype
 
+    def _round_up(self, numel: int) -> int:
+        """Returns what to start at to be aligned in the input and in the output."""
+        if not self.is_aligned:
+            return numel
+        itemsize = min(self.dtype.itemsize, self.wire_dtype.itemsize)
+        return numel + -numel % (_ALIGNMENT // itemsize)
+
     @cached_property
     def shard_numel(self) -> int:
-        return sum(slot.shard_numel for slot in self.slots)
+        if not self.runs:
+            return 0
+        return self._round_up(self.runs[-1].start_numel + self.runs[-1].numel)
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
         """First element of each slot in a rank's shard."""
-        numels = [slot.shard_numel for slot in self.slots]
-        return tuple(accumulate(numels, initial=0))[:-1]
+        starts: list[int] = []
+        for run in self.runs:
+            numels = [slot.shard_numel for slot in self.slots[run.first : run.last]]
+            starts += accumulate(numels[:-1], initial=run.start_numel)
+        return tuple(starts)
 
     @cached_property
     def runs(self) -> tuple[CastRun, ...]:
+        def run_of(i: int) -> tuple[torch.dtype, bool]:
+            is_new = self.num_new is None or i < self.num_new
+            return self.slots[i].grad_dtype or self.dtype, is_new
+
         runs: list[CastRun] = []
-        first = 0
-        for dtype, run in groupby(self.slots, lambda s: s.grad_dtype or self.dtype):
-            numels = [slot.shard_numel for slot in run]
+        first = start = 0
+        for (dtype, _), run in groupby(range(len(self.slots)), run_of):
+            numels = [self.slots[i].shard_numel for i in run]
             last = first + len(numels)
-            start = self.starts[first]
             runs.append(CastRun(dtype, start, sum(numels), first, last))
-            first = last
+            first, start = last, self._round_up(start + sum(numels))
         return tuple(runs)
 
     @cached_property
     def needs_casts(self) -> bool:
         """Whether any sharded gradient has another dtype than what is reduced."""
         return any(run.grad_dtype != self.dtype for run in self.runs)
+
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int, int], ...]:
+        """(slots before it, first element, elements) of each piece of padding."""
+        ends = [run.start_numel + run.numel for run in self.runs]
+        starts = [*(run.start_numel for run in self.runs[1:]), self.shard_numel]
+        return tuple(
+            (run.last, end, start - end)
+            for run, end, start in zip(self.runs, ends, starts)
+            if start > end
+        )
 
 
 def bucket_rank(key: BucketKey) -> tuple[tuple[int, str], ...]:
@@ -309,14 +402,14 @@ def describe_key(key: BucketKey, verb: str = "sent in") -> str:
 
 
 def plan_buckets(
-    slots: Sequence[ReduceSlot], keys: Sequence[BucketKey]
+    slots: Sequence[ReduceSlot], keys: Sequence[BucketKey], is_aligned: bool = False
 ) -> tuple[ReduceBucket, ...]:
     """Groups slots into buckets by their keys, ordered by :func:`bucket_rank`."""
     members: dict[BucketKey, list[ReduceSlot]] = {}
     for slot, key in zip(slots, keys, strict=True):
         members.setdefault(key, []).append(slot)
     return tuple(
-        in_plan_order(ReduceBucket(key[0], tuple(members[key]), comm_dtype=key[1]))
+        in_plan_order(ReduceBucket(key[0], tuple(members[key]), key[1], is_aligned))
         for key in sorted(members, key=bucket_rank)
     )
 
@@ -341,21 +434,35 @@ def by_collective(
     return (sent, *others) if sent else others
 
 
+def slot_rank(slot: ReduceSlot, bucket: ReduceBucket) -> tuple:
+    """
+    Returns a sort key of a bucket's slots: by gradient dtype, so that each is one run,
+    and if aligned see [Note: Aligned to 16 bytes].
+    """
+    grad_dtype, alignment = slot.grad_dtype or bucket.dtype, 0
+    if bucket.is_aligned:
+        dtypes = bucket.dtype, bucket.wire_dtype, grad_dtype
+        itemsize = min(dtype.itemsize for dtype in dtypes)
+        alignment = _alignment_of(slot.shard_numel * itemsize)
+    return dtype_rank(grad_dtype), -alignment
+
+
 def in_plan_order(bucket: ReduceBucket) -> ReduceBucket:
-    """Sorts slots by gradient dtype, so that each is one run, and then by parameter."""
-
-    def rank(slot: ReduceSlot) -> tuple[tuple[int, str], int]:
-        return dtype_rank(slot.grad_dtype or bucket.dtype), slot.param
-
-    slots = tuple(sorted(bucket.slots, key=rank))
-    return bucket if slots == bucket.slots else replace(bucket, slots=slots)
+    """Sorts slots by :func:`slot_rank` and then by parameter."""
+    slots = tuple(sorted(bucket.slots, key=lambda s: (slot_rank(s, bucket), s.param)))
+    if slots == bucket.slots and bucket.num_new is None:
+        return bucket
+    return replace(bucket, slots=slots, num_new=None)
 
 
 def extend_bucket(bucket: ReduceBucket, partial: ReduceBucket) -> ReduceBucket:
     """Appends slots of a partial reduce without a gradient in this microbatch."""
     present = {slot.param for slot in bucket.slots}
     missing = tuple(slot for slot in partial.slots if slot.param not in present)
-    return replace(bucket, slots=bucket.slots + missing) if missing else bucket
+    if not missing:
+        return bucket
+    num_new = len(bucket.slots) if bucket.is_aligned else None
+    return replace(bucket, slots=bucket.slots + missing, num_new=num_new)
 
 
 def moves_between(

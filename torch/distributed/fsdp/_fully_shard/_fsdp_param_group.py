@@ -871,8 +871,8 @@ class FSDPParamGroup(PluginNames):
         if not (tensors := collect(inputs)):
             return args, kwargs  # the root's final callback comes to this group
         passed = iter(RegisterPostBackwardFunction.apply(self, *tensors))
-        replace = _replace_in_flat if is_flat else replace_grad_tensors
-        inputs = replace(inputs, passed)
+        replace_in = _replace_in_flat if is_flat else replace_grad_tensors
+        inputs = replace_in(inputs, passed)
         return tuple(inputs[: len(args)]), dict(zip(kwargs, inputs[len(args) :]))
 
     # Meshes and process groups #

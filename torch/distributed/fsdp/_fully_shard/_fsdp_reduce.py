@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from ._fsdp_dtypes import (
     bucket_key,
     default_reduce_dtype,
     dtypes_of,
+    is_mixed,
 )
 from ._fsdp_layout import (
     bucket_rank,
@@ -247,7 +248,7 @@ def _plan_buckets(
         grad_dtype = fsdp_param.sharded_param.grad_dtype
         slots.append(ReduceSlot(i, grad_dtype, numel, fsdp_param.fsdp_placement.dim))
         keys.append(bucket_key(fsdp_param, dtype))
-    return plan_buckets(slots, keys)
+    return plan_buckets(slots, keys, is_aligned=is_mixed(fsdp_params))
 
 
 def _promote(
@@ -284,7 +285,7 @@ class PartialReduce:
     @torch.no_grad()
     def laid_out_as(self, bucket: ReduceBucket) -> torch.Tensor:
         """Returns the output as ``bucket`` lays it out, zero where this has no slot."""
-        if bucket.slots == self.bucket.slots:
+        if bucket == self.bucket:
             return self.output
         output = self.output.new_zeros(bucket.shard_numel)
         copy_between(self.bucket, self.output, bucket, output)
@@ -324,7 +325,11 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
         if not all_reduces:
             return fresh
         present = [bucket.key for bucket in fresh]
-        empty = [ReduceBucket(k[0], (), k[1]) for k in self if k not in present]
+        empty = [
+            replace(partial.bucket, slots=(), num_new=None)
+            for key, partial in self.items()
+            if key not in present
+        ]
         return tuple(sorted((*fresh, *empty), key=lambda b: bucket_rank(b.key)))
 
     def pop_for(self, fresh: ReduceBucket) -> tuple[ReduceBucket, torch.Tensor | None]:
@@ -562,6 +567,8 @@ class GradReducer:
         if reduction.replacement is None:
             # Before a partial reduce is added, which is laid out as it was prepared
             bucket = prepare_inputs(reduction, bucket, fsdp_params, own_grads)
+        else:  # what is returned may be a partial reduce, laid out without padding
+            bucket = replace(bucket, is_aligned=False)
         partial = None
         if self.partial_reduces:
             with self._group.device_handle.stream(reduction.reduce_scatter_stream):

@@ -8,8 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,9 +16,16 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ._fsdp_comms import is_of_group
 from ._fsdp_described_unit import DescribedUnit
-from ._fsdp_dtypes import dtypes_of
+from ._fsdp_dtypes import dtypes_of, is_mixed
 from ._fsdp_errors import check_has_units, check_is_module
-from ._fsdp_layout import bucket_rank, describe_key, dtype_rank
+from ._fsdp_layout import (
+    bucket_rank,
+    describe_key,
+    dtype_rank,
+    plan_buckets,
+    ReduceBucket,
+    ReduceSlot,
+)
 from ._fsdp_param_cache import GatherInputs, GatherPlan
 
 
@@ -54,7 +59,8 @@ class BucketSummary:
     """One reduction of a unit."""
 
     dtype: torch.dtype
-    nbytes: int  # of its input: the gradients of one rank for all of them
+    # Of its input, with padding: the gradients of one rank for all of them
+    nbytes: int
     # What the sum over all ranks is divided by; and before and after the sum, unless
     # the collective divides
     divided_by: float
@@ -69,7 +75,7 @@ class UnitSummary:
 
     name: str
     params: tuple[ParamsSummary, ...]
-    # Of the all-gather's output, with what aligns its end
+    # Of the all-gather's output, with padding
     gathered_nbytes: int | None
     buckets: tuple[BucketSummary, ...]
     # Over how many ranks it is sharded. Between replicas, sums are sent in the reduce
@@ -162,12 +168,12 @@ def _summarize(unit: DescribedUnit, name: str) -> UnitSummary:
         rows.append(row)
     rows.sort(key=_rank)
     buckets = []
-    for key, of in groupby(rows, attrgetter("reduce_dtype", "comm_dtype")):
-        if key[0] is not None:
-            before, after, *_ = unit.divide_factors(key)
-            nbytes = sum(row.reduced_nbytes for row in of)
-            factors = unit.divided_by, before, after
-            buckets.append(BucketSummary(key[0], nbytes, *factors, key[1]))
+    for bucket in _buckets_of(unit):
+        before, after, *_ = unit.divide_factors(bucket.key)
+        sent = bucket.wire_dtype if unit.gather_world_size > 1 else bucket.dtype
+        nbytes = unit.gather_world_size * bucket.shard_numel * sent.itemsize
+        factors = unit.divided_by, before, after
+        buckets.append(BucketSummary(bucket.dtype, nbytes, *factors, bucket.comm_dtype))
     comms = unit.comms if unit.gather_world_size > 1 else ()
     uncompared = tuple(type(c).__name__ for c in comms if not is_of_group(c))
     return UnitSummary(
@@ -178,6 +184,17 @@ def _summarize(unit: DescribedUnit, name: str) -> UnitSummary:
         unit.gather_world_size,
         uncompared,
     )
+
+
+def _buckets_of(unit: DescribedUnit) -> tuple[ReduceBucket, ...]:
+    """Plans the reductions of a backward that gives all trained ones a gradient."""
+    slots, keys = [], []
+    for i, fsdp_param in enumerate(unit.params):
+        if fsdp_param.sharded_param.requires_grad:
+            dtypes, numel = dtypes_of(fsdp_param), fsdp_param.padded_sharded_param_size
+            slots.append(ReduceSlot(i, dtypes.grad, numel.numel()))
+            keys.append((dtypes.reduce, dtypes.comm))
+    return plan_buckets(slots, keys, is_mixed(unit.params))
 
 
 def _inner_dtypes(tensor: torch.Tensor) -> Iterator[torch.dtype]:
@@ -264,7 +281,7 @@ def _rows(unit: UnitSummary) -> Iterator[list[str | int | None]]:
     if len(rows) > 1:
         count = sum(len(row.names) for row in rows)
         numel = sum(row.numel for row in rows)
-        sent = sum(row.reduced_nbytes for row in rows)
+        sent = sum(bucket.nbytes for bucket in unit.buckets)
         yield ["", count, numel, "all", "", unit.gathered_nbytes, "", sent, ""]
 
 

@@ -1,0 +1,220 @@
+# Owner(s): ["oncall: distributed"]
+"""
+Where large shards of real models start in the buffers: at multiples of 16 bytes, over
+any number of ranks. Needs no device and no process group.
+"""
+
+import itertools
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+from fsdp_common.utils import DeviceFreeTest, REPO_ROOT
+
+import torch
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    BucketGrads,
+    join_parts,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_layout import (
+    BucketKey,
+    extend_bucket,
+    in_plan_order,
+    padded_shard_numel,
+    plan_all_to_all,
+    plan_buckets,
+    plan_gather,
+    ReduceBucket,
+    ReduceSlot,
+)
+from torch.testing._internal.common_utils import run_tests
+
+
+sys.path.append(str(REPO_ROOT / "benchmarks" / "distributed" / "fsdp"))
+from _models import BLOCKS
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+Unit = list[tuple[tuple[int, ...], torch.dtype]]
+
+
+def mamba2(hidden: int, heads: int, groups: int = 1, state: int = 128) -> Unit:
+    """Returns the parameters of a block, in the order and dtypes of a checkpoint."""
+    inner = 64 * heads
+    mixed = inner + 2 * groups * state
+    vectors: Unit = [((heads,), FP32)] * 3  # dt_bias, A_log, D
+    return [
+        ((hidden,), BF16),
+        *vectors,
+        ((mixed, 1, 4), BF16),
+        ((mixed,), BF16),
+        ((inner + mixed + heads, hidden), BF16),
+        ((inner,), BF16),
+        ((hidden, inner), BF16),
+    ]
+
+
+UNITS = {
+    "Mamba-2 130M": mamba2(768, 24),
+    "Mamba-2 2.7B": mamba2(2560, 80),
+    "Nemotron-H 8B": mamba2(4096, 128, groups=8),
+}
+with torch.device("meta"):
+    for name, block in BLOCKS.items():
+        UNITS[name] = [(tuple(p.shape), p.dtype) for p in block().parameters()]
+MIXED = {name: unit for name, unit in UNITS.items() if len({d for _, d in unit}) > 1}
+RANKS = range(2, 1025)
+LARGE = 256  # bytes of a shard that must lie aligned if it is a multiple of 16
+
+# What each parameter is reduced and sent in
+POLICIES = {
+    "none": lambda dtype: (dtype, None),
+    "reduce_dtype=fp32": lambda dtype: (FP32, None),
+    "reduce_dtype=bf16": lambda dtype: (BF16, None),
+    "fp32, sent as stored": lambda dtype: (FP32, dtype),
+    "fp32, sent in bf16": lambda dtype: (FP32, BF16),
+}
+
+
+def numels_of(unit: Unit, ranks: int) -> list[int]:
+    return [padded_shard_numel(torch.Size(size), ranks, 0) for size, _ in unit]
+
+
+def buckets_of(unit: Unit, ranks: int, policy: str) -> tuple[ReduceBucket, ...]:
+    numels = numels_of(unit, ranks)
+    slots = [ReduceSlot(i, d, n) for i, ((_, d), n) in enumerate(zip(unit, numels))]
+    keys: list[BucketKey] = [POLICIES[policy](dtype) for _, dtype in unit]
+    return plan_buckets(slots, keys, is_aligned=True)
+
+
+def misaligned(start_nbytes: int, row_nbytes: int, numel: int, itemsize: int) -> bool:
+    """Whether a large shard, whose size allows it, is unaligned in any rank's row."""
+    nbytes = numel * itemsize
+    allowed = nbytes >= LARGE and nbytes % 16 == 0
+    # Rows of two ranks tell of all: each is as far from the next
+    return allowed and any((rank * row_nbytes + start_nbytes) % 16 for rank in (0, 1))
+
+
+def misaligned_in(bucket: ReduceBucket) -> Iterator[ReduceSlot]:
+    """Yields slots that are unaligned in the input, the output, or what is cast."""
+    wire, dtype = bucket.wire_dtype.itemsize, bucket.dtype.itemsize
+    for run in bucket.runs:
+        grad, base = run.grad_dtype.itemsize, run.start_numel
+        for i in range(run.first, run.last):
+            slot, start = bucket.slots[i], bucket.starts[i]
+            numel = slot.shard_numel
+            if (
+                misaligned(start * wire, bucket.shard_numel * wire, numel, wire)
+                or misaligned(start * dtype, 0, numel, dtype)
+                or misaligned((start - base) * grad, 0, numel, grad)
+            ):
+                yield slot
+
+
+def part_of(bucket: ReduceBucket) -> BucketGrads:
+    count = len(bucket.slots)
+    params = [SimpleNamespace() for _ in range(count)]
+    return BucketGrads(params, bucket, [torch.empty(0)] * count, None)
+
+
+class TestAlignment(DeviceFreeTest):
+    def test_some_would_not_be_aligned_widest_first_alone(self):
+        """So that the tests below say something."""
+        unit = UNITS["Mamba-2 130M"]
+        numels = numels_of(unit, 8)
+        order = sorted(range(len(unit)), key=lambda i: -unit[i][1].itemsize)
+        sizes = [numels[i] * unit[i][1].itemsize for i in order]
+        starts = [*itertools.accumulate(sizes, initial=0)][:-1]
+        large = [s % 16 for s, size in zip(starts, sizes) if size >= LARGE]
+        self.assertEqual({*large}, {4})
+        self.assertEqual(sum(sizes) % 16, 4)
+
+    def test_gathers(self):
+        for (name, unit), ranks in itertools.product(MIXED.items(), RANKS):
+            dtypes = [dtype for _, dtype in unit]
+            layout = plan_gather(dtypes, numels_of(unit, ranks))
+            for region in layout.regions:
+                position, itemsize = region.start_nbytes, region.dtype.itemsize
+                self.assertEqual(position % 16, 0)
+                for numel in region.numels:
+                    unaligned = misaligned(
+                        position, layout.segment_nbytes, numel, itemsize
+                    )
+                    self.assertFalse(unaligned, f"{name} over {ranks}")
+                    position += numel * itemsize
+            self.assertLessEqual(layout.padding_nbytes, 15 * len(layout.regions))
+
+    def test_reductions(self):
+        cases = itertools.product(MIXED.items(), RANKS, POLICIES)
+        for (name, unit), ranks, policy in cases:
+            for bucket in buckets_of(unit, ranks, policy):
+                bad = [*misaligned_in(bucket)]
+                self.assertEqual(bad, [], f"{name} over {ranks}, {policy}")
+                held = sum(slot.shard_numel for slot in bucket.slots)
+                padding = bucket.shard_numel - held
+                most = 15 * len(bucket.runs) // bucket.wire_dtype.itemsize
+                self.assertLessEqual(padding, most)
+
+    def test_what_one_all_to_all_sends(self):
+        for (name, unit), ranks in itertools.product(MIXED.items(), RANKS):
+            buckets = buckets_of(unit, ranks, "fp32, sent as stored")
+            dtypes = tuple(bucket.wire_dtype for bucket in buckets)
+            layout = plan_all_to_all(dtypes, tuple(b.shard_numel for b in buckets))
+            for region in layout.regions:
+                self.assertEqual(region.start_nbytes % 16, 0)
+            self.assertEqual(layout.segment_nbytes % 16, 0, f"{name} over {ranks}")
+            # The buckets' own padding is enough
+            self.assertEqual(layout.padding_nbytes, 0)
+
+    def test_joined_reductions(self):
+        cases = itertools.product(MIXED.values(), (2, 8, 24, 96, 1000), POLICIES)
+        for unit, ranks, policy in cases:
+            for bucket in buckets_of(unit, ranks, policy):
+                joined = join_parts([part_of(bucket) for _ in range(3)])
+                self.assertTrue(joined.bucket.is_aligned)
+                self.assertEqual(len(joined.bucket.slots), 3 * len(bucket.slots))
+                self.assertEqual([*misaligned_in(joined.bucket)], [])
+
+    def test_partial_reduces(self):
+        """Some gradients are new, and a partial reduce has the others."""
+        cases = itertools.product(MIXED.values(), (2, 8, 24, 96, 1000), POLICIES)
+        for unit, ranks, policy in cases:
+            for bucket in buckets_of(unit, ranks, policy):
+                for step in (2, 3):
+                    slots = bucket.slots[::step]
+                    fresh = ReduceBucket(bucket.dtype, slots, bucket.comm_dtype, True)
+                    extended = extend_bucket(in_plan_order(fresh), bucket)
+                    self.assertEqual([*misaligned_in(extended)], [])
+                    self.assertEqual(in_plan_order(extended), bucket)
+
+
+def padding_table() -> list[str]:
+    """Returns the table in docs/index.md."""
+    lines = [
+        "| a rank's part of a block, in bytes | ranks | parameters | padding of the "
+        "gather | padding of the reductions |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for name, ranks in itertools.product([*UNITS][:3], (8, 96, 1024)):
+        unit, numels = UNITS[name], numels_of(UNITS[name], ranks)
+        layout = plan_gather([dtype for _, dtype in unit], numels)
+        nbytes = layout.segment_nbytes - layout.padding_nbytes
+        reduced = sum(
+            bucket.shard_numel * bucket.dtype.itemsize
+            for bucket in buckets_of(unit, ranks, "none")
+        )
+        cells = [nbytes, layout.padding_nbytes, reduced - nbytes]
+        figures = " | ".join(f"{cell:,}" for cell in cells)
+        lines.append(f"| {name} | {ranks:,} | {figures} |")
+    return lines
+
+
+class TestPage(DeviceFreeTest):
+    def test_the_table_is_what_is_planned(self):
+        page = (REPO_ROOT / "docs" / "index.md").read_text()
+        table = "\n".join(padding_table())
+        self.assertTrue(table in page, f"docs/index.md should have\n{table}")
+
+
+if __name__ == "__main__":
+    run_tests()
