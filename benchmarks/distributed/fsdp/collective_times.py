@@ -32,7 +32,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_layout import (
     ReduceBucketCap,
     ReduceSlot,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_tree import _MAX_PIECE_NBYTES
+from torch.distributed.fsdp._fully_shard._fsdp_scaling import _MAX_PIECE_NBYTES
 
 
 WAYS = (TODAY, EXCHANGED, JOINED, BOTH, UPCAST)

@@ -25,7 +25,7 @@ from fsdp_common.utils import (
     TREE_ROOT,
 )
 
-from torch.distributed.fsdp._fully_shard._fsdp_release import FOLLOWS_GRAD_DTYPE
+from torch.distributed.fsdp._fully_shard._fsdp_host import FOLLOWS_GRAD_DTYPE
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,

@@ -24,7 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_copies import (
     copy_each,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_layout import (
-    dtype_rank,
+    dtype_sort_key,
     extend_bucket,
     GatherLayout,
     in_plan_order,
@@ -111,15 +111,15 @@ class TestDtypes(DeviceFreeTest):
     def test_wider_dtypes_come_first(self):
         for a, b in itertools.product(ALL_DTYPES, repeat=2):
             if a.itemsize > b.itemsize:
-                self.assertLess(dtype_rank(a), dtype_rank(b))
+                self.assertLess(dtype_sort_key(a), dtype_sort_key(b))
 
     def test_no_two_dtypes_have_the_same_rank(self):
-        self.assertEqual(len({dtype_rank(d) for d in ALL_DTYPES}), len(ALL_DTYPES))
+        self.assertEqual(len({dtype_sort_key(d) for d in ALL_DTYPES}), len(ALL_DTYPES))
 
     def test_dtypes_of_one_width_have_a_fixed_order(self):
         for mixed in itertools.permutations([FP16, BF16, torch.int16, FP32, FP64]):
             ordered = [FP64, FP32, BF16, FP16, torch.int16]
-            self.assertEqual(sorted(mixed, key=dtype_rank), ordered)
+            self.assertEqual(sorted(mixed, key=dtype_sort_key), ordered)
 
     def test_dtypes_are_moved_as_themselves_but_for_single_bytes(self):
         for dtype in ALL_DTYPES:
@@ -270,7 +270,7 @@ class TestGatherLayout(DeviceFreeTest):
             layout, dtypes = plan(mix), {dtype for dtype, _ in mix}
             self.assertEqual(
                 [region.dtype for region in layout.regions],
-                sorted(dtypes, key=dtype_rank),
+                sorted(dtypes, key=dtype_sort_key),
             )
             for region in layout.regions:
                 of_dtype = [i for i, (d, _) in enumerate(mix) if d == region.dtype]
@@ -512,7 +512,7 @@ class TestReduceBuckets(DeviceFreeTest):
         def check(params, buckets):
             dtypes = {reduce_dtype for _, reduce_dtype, _ in params}
             self.assertEqual(
-                [bucket.dtype for bucket in buckets], sorted(dtypes, key=dtype_rank)
+                [bucket.dtype for bucket in buckets], sorted(dtypes, key=dtype_sort_key)
             )
 
         self.for_each_plan(check)
@@ -529,7 +529,7 @@ class TestReduceBuckets(DeviceFreeTest):
             for bucket in buckets:
                 dtypes = {slot.grad_dtype for slot in bucket.slots}
                 runs = [run.grad_dtype for run in bucket.runs]
-                self.assertEqual(runs, sorted(dtypes, key=dtype_rank))
+                self.assertEqual(runs, sorted(dtypes, key=dtype_sort_key))
                 for run in bucket.runs:
                     itemsize = min(run.grad_dtype.itemsize, bucket.dtype.itemsize)
                     members = [

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.tools
 
 PACKAGE = "torch/distributed/fsdp/_fully_shard"
 REPLACED = [f"{PACKAGE}/__init__.py", f"{PACKAGE}/_fsdp_param_group.py"]
-ADDED = [f"{PACKAGE}/_fsdp_layout.py", f"{PACKAGE}/_fsdp_tree.py"]
+ADDED = [f"{PACKAGE}/_fsdp_layout.py", f"{PACKAGE}/_fsdp_scaling.py"]
 BESIDE = f"{PACKAGE}/_fsdp_state.py"
 OTHER = f"{PACKAGE}/_fully_shard.py"  # not known to the branch
 VERSION = RELEASES[0].version

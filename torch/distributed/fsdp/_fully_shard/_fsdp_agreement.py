@@ -33,6 +33,7 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -42,12 +43,18 @@ from torch._guards import detect_fake_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ._fsdp_api import AllGather, ReduceScatter
+from ._fsdp_common import FSDPMeshInfo
 from ._fsdp_comms import is_of_group
-from ._fsdp_described_unit import DescribedUnit
-from ._fsdp_dtypes import dtypes_of
-from ._fsdp_layout import BucketKey, describe_key, ReduceBucket
+from ._fsdp_layout import (
+    BucketKey,
+    describe_key,
+    dtypes_of,
+    ReduceBucket,
+    ReduceBucketCap,
+)
 from ._fsdp_param import FSDPParam
-from ._fsdp_scaling import backend_name
+from ._fsdp_param_cache import GatherPlan
+from ._fsdp_scaling import backend_name, Factors
 
 
 # Imported by name, so that patched `dist` functions do not intercept it
@@ -61,6 +68,26 @@ _MAX_PATTERNS = 8
 _Pattern: TypeAlias = tuple[tuple[int, BucketKey], ...]
 # How many units have been compared over a group
 _num_units: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class DescribedUnit:
+    """A unit as it is when it is described."""
+
+    fqn: str | None  # None before the root's lazy init
+    params: Sequence[FSDPParam]
+    names: tuple[str, ...]  # of the parameters, as seen from the unit
+    fqns: tuple[str, ...]  # and as seen from the model
+    device: torch.device
+    post_forward_mesh_info: FSDPMeshInfo | None
+    gather_world_size: int
+    gather_plan: GatherPlan | None  # None before the first gather
+    # What the sum over all data-parallel ranks is divided by, and how in a bucket
+    divided_by: float
+    divide_factors: Callable[[BucketKey], Factors]
+    comms: tuple[AllGather, ReduceScatter]
+    has_partial_reduces: bool
+    reduce_bucket_cap: ReduceBucketCap | None
 
 
 class UnitAgreement:

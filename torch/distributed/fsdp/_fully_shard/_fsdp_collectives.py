@@ -58,10 +58,11 @@ from ._fsdp_copies import (
     in_common_order,
     view_by_rank,
 )
-from ._fsdp_dtypes import accumulation_dtype, bucket_key
 from ._fsdp_errors import explain_all_to_all, explain_copy_in, explain_reduction
-from ._fsdp_fast_paths import without_grad
+from ._fsdp_host import FOLLOWS_GRAD_DTYPE, NO_RANGE, without_grad
 from ._fsdp_layout import (
+    accumulation_dtype,
+    bucket_key,
     describe_key,
     GatherLayout,
     padded_shard_numel,
@@ -69,19 +70,18 @@ from ._fsdp_layout import (
     reduce_dtype_of,
     ReduceBucket,
     ReduceSlot,
-    slot_rank,
+    slot_sort_key,
 )
-from ._fsdp_observers import NO_RANGE
 from ._fsdp_param import FSDPParam, ShardedState  # noqa: F401  (as in the release)
 from ._fsdp_param_cache import layout_of, ParamGroupCache
-from ._fsdp_release import FOLLOWS_GRAD_DTYPE
 from ._fsdp_scaling import (
     _div_if_needed,
     _get_gradient_divide_factors,  # noqa: F401  (as in the release)
+    add_in_tree,
+    all_reduce_in_tree,
     Factors,
     get_divide_factors,
 )
-from ._fsdp_tree import add_in_tree, all_reduce_in_tree
 
 
 # Unshard #
@@ -375,7 +375,7 @@ def join_parts(parts: Sequence[BucketGrads]) -> BucketGrads:
     ]
     dtype, comm_dtype = parts[0].bucket.key
     bucket = ReduceBucket(dtype, (), comm_dtype, is_aligned=True)
-    placed.sort(key=lambda of: slot_rank(of[0], bucket))  # stable
+    placed.sort(key=lambda of: slot_sort_key(of[0], bucket))  # stable
     slots = tuple(replace(slot, param=i) for i, (slot, _, _) in enumerate(placed))
     bucket = replace(bucket, slots=slots)
     grads = [grad for _, _, grad in placed]
@@ -678,7 +678,7 @@ def _all_to_all(
 def _all_reduced_together(
     reduction: Reduction, parts: Sequence[BucketGrads]
 ) -> Sequence[Sequence[BucketGrads]]:
-    """Groups what replicas add at once, by what all of them know: the buckets' keys."""
+    """Groups buckets that share one all-reduce, by keys equal on all replicas."""
     if reduction.all_reduce_group is None or reduction.defers_all_reduce:
         return [[part] for part in parts]
     grouped = groupby(parts, lambda p: (p.bucket.dtype, p.bucket.comm_dtype is None))
@@ -705,7 +705,7 @@ def _reduce_together(
         dtype, numels = parts[0].bucket.dtype, [p.bucket.shard_numel for p in parts]
         whole = torch.empty(sum(numels), dtype=dtype, device=reduction.device)
         pieces = whole.split(numels)
-    targets = []  # whose sharded gradients lie where in which tensor (1D)
+    targets = []  # (params, bucket, reduced tensor)
     for part, piece in zip(parts, pieces, strict=True):
         reduced = _reduce_scatter(reduction, part, world_size, factors, piece)
         target = part.fsdp_params, part.bucket, reduced

@@ -14,8 +14,8 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 from ._fsdp_api import _ReduceOp, AllGather, ReduceScatter
+from ._fsdp_host import FOLLOWS_GRAD_DTYPE, HAS_MIXED_CHUNK_CAT
 from ._fsdp_layout import GatherLayout
-from ._fsdp_release import FOLLOWS_GRAD_DTYPE, HAS_MIXED_CHUNK_CAT
 
 
 _Size: TypeAlias = Sequence[int | torch.SymInt]

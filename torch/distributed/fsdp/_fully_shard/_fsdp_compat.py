@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from ._fsdp_host import FROZEN_GROUPS_HAVE_DTYPES
 from ._fsdp_param import FSDPParam, ShardedState
 from ._fsdp_param_cache import get_all_gather_inputs, get_shards
-from ._fsdp_release import FROZEN_GROUPS_HAVE_DTYPES
 
 
 # Of `_fsdp_collectives` #

@@ -17,6 +17,7 @@ from ._fsdp_comms import (
     copies_mixed,
     record_grad_output_stream,
 )
+from ._fsdp_host import gets_operators
 from ._fsdp_layout import (
     GatherLayout,
     in_plan_order,
@@ -24,7 +25,6 @@ from ._fsdp_layout import (
     ReduceBucket,
     RegionCopy,
 )
-from ._fsdp_observers import gets_operators
 from ._fsdp_param import FSDPParam, ShardedState
 from ._fsdp_param_cache import GatherOutputs, GatherPlan
 

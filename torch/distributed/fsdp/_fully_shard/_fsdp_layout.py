@@ -5,7 +5,7 @@ Only frozen plans: no operator, no stream, no process group.
 
 [Note: Order of dtypes]
 All ranks must lay out bytes and order the collectives of reduce dtypes alike. Both
-orders come from :func:`dtype_rank`. Iterating a set of dtypes would not do:
+orders come from :func:`dtype_sort_key`. Iterating a set of dtypes would not do:
 ``torch.dtype`` hashes by address.
 
 [Note: Aligned to 16 bytes]
@@ -32,8 +32,11 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from ._fsdp_host import FOLLOWS_GRAD_DTYPE
+from ._fsdp_param import FSDPParam
 
-def dtype_rank(dtype: torch.dtype) -> tuple[int, str]:
+
+def dtype_sort_key(dtype: torch.dtype) -> tuple[int, str]:
     """Returns a sort key that puts wider dtypes first, see [Note: Order of dtypes]."""
     return (-dtype.itemsize, str(dtype))
 
@@ -177,7 +180,7 @@ def plan_gather(
         alignment = _ALIGNMENT
         order.sort(  # stable
             key=lambda i: (
-                dtype_rank(dtypes[i]),
+                dtype_sort_key(dtypes[i]),
                 -_alignment_of(numels[i] * dtypes[i].itemsize),
             )
         )
@@ -203,7 +206,7 @@ def plan_all_to_all(
     return plan_gather(dtypes, numels)
 
 
-# The host's cost of a copy, in views
+# One kernel launch costs the host about as much as 8 calls of `view()`
 _VIEWS_PER_COPY = 8
 
 
@@ -391,9 +394,9 @@ class ReduceBucket:
         )
 
 
-def bucket_rank(key: BucketKey) -> tuple[tuple[int, str], ...]:
+def bucket_sort_key(key: BucketKey) -> tuple[tuple[int, str], ...]:
     """Returns a sort key: widest reduce dtype first, then what the collective adds."""
-    return tuple(dtype_rank(dtype) for dtype in key if dtype is not None)
+    return tuple(dtype_sort_key(dtype) for dtype in key if dtype is not None)
 
 
 def describe_key(key: BucketKey, verb: str = "sent in") -> str:
@@ -404,13 +407,13 @@ def describe_key(key: BucketKey, verb: str = "sent in") -> str:
 def plan_buckets(
     slots: Sequence[ReduceSlot], keys: Sequence[BucketKey], is_aligned: bool = False
 ) -> tuple[ReduceBucket, ...]:
-    """Groups slots into buckets by their keys, ordered by :func:`bucket_rank`."""
+    """Groups slots into buckets by their keys, ordered by :func:`bucket_sort_key`."""
     members: dict[BucketKey, list[ReduceSlot]] = {}
     for slot, key in zip(slots, keys, strict=True):
         members.setdefault(key, []).append(slot)
     return tuple(
         in_plan_order(ReduceBucket(key[0], tuple(members[key]), key[1], is_aligned))
-        for key in sorted(members, key=bucket_rank)
+        for key in sorted(members, key=bucket_sort_key)
     )
 
 
@@ -434,7 +437,7 @@ def by_collective(
     return (sent, *others) if sent else others
 
 
-def slot_rank(slot: ReduceSlot, bucket: ReduceBucket) -> tuple:
+def slot_sort_key(slot: ReduceSlot, bucket: ReduceBucket) -> tuple:
     """
     Returns a sort key of a bucket's slots: by gradient dtype, so that each is one run,
     and if aligned see [Note: Aligned to 16 bytes].
@@ -444,12 +447,14 @@ def slot_rank(slot: ReduceSlot, bucket: ReduceBucket) -> tuple:
         dtypes = bucket.dtype, bucket.wire_dtype, grad_dtype
         itemsize = min(dtype.itemsize for dtype in dtypes)
         alignment = _alignment_of(slot.shard_numel * itemsize)
-    return dtype_rank(grad_dtype), -alignment
+    return dtype_sort_key(grad_dtype), -alignment
 
 
 def in_plan_order(bucket: ReduceBucket) -> ReduceBucket:
-    """Sorts slots by :func:`slot_rank` and then by parameter."""
-    slots = tuple(sorted(bucket.slots, key=lambda s: (slot_rank(s, bucket), s.param)))
+    """Sorts slots by :func:`slot_sort_key` and then by parameter."""
+    slots = tuple(
+        sorted(bucket.slots, key=lambda s: (slot_sort_key(s, bucket), s.param))
+    )
     if slots == bucket.slots and bucket.num_new is None:
         return bucket
     return replace(bucket, slots=slots, num_new=None)
@@ -475,3 +480,64 @@ def moves_between(
         for slot, start in zip(source.slots, source.starts)
         if slot.param in starts
     )
+
+
+# The dtypes of a parameter #
+
+
+class ParamDtypes(NamedTuple):
+    """The dtypes of one parameter, those that a policy does not touch included."""
+
+    stored: torch.dtype
+    compute: torch.dtype
+    # Of a gradient in the compute dtype, as autograd makes it
+    reduce: torch.dtype
+    grad: torch.dtype
+    # What is sent to be reduced, None if what it is reduced in
+    comm: torch.dtype | None
+
+
+def dtypes_of(fsdp_param: FSDPParam) -> ParamDtypes:
+    """Returns a parameter's dtypes as they are now, before lazy init as well."""
+    policy, param = fsdp_param.mp_policy, fsdp_param.sharded_param
+    compute = param.dtype
+    if policy.param_dtype is not None and compute.is_floating_point:
+        compute = policy.param_dtype
+    reduce = reduce_dtype_of(compute, default_reduce_dtype(fsdp_param))
+    _, comm = bucket_key(fsdp_param, reduce)
+    return ParamDtypes(param.dtype, compute, reduce, param.grad_dtype or reduce, comm)
+
+
+def is_mixed(fsdp_params: Sequence[FSDPParam]) -> bool:
+    """Whether the trained parameters of a unit differ in any of these."""
+    trained = [p for p in fsdp_params if p.sharded_param.requires_grad]
+    described = [dtypes_of(fsdp_param) for fsdp_param in trained]
+    return any(dtypes != described[0] for dtypes in described)
+
+
+def default_reduce_dtype(fsdp_param: FSDPParam) -> torch.dtype | None:
+    """Returns what a parameter's gradient is reduced in, None for its own dtype."""
+    dtype = fsdp_param.mp_policy.reduce_dtype
+    if dtype is None and FOLLOWS_GRAD_DTYPE:
+        return fsdp_param.sharded_param.grad_dtype
+    return dtype
+
+
+def bucket_key(fsdp_param: FSDPParam, reduce_dtype: torch.dtype) -> BucketKey:
+    """Returns what a gradient is reduced and sent in."""
+    if not reduce_dtype.is_floating_point:
+        return reduce_dtype, None  # see `reduce_dtype_of`
+    # Users may have a policy class of their own
+    return reduce_dtype, getattr(fsdp_param.mp_policy, "grad_comm_dtype", None)
+
+
+def accumulation_dtype(fsdp_param: FSDPParam, reduce_dtype: torch.dtype) -> torch.dtype:
+    """
+    Returns what the gradients of microbatches are added in until they are reduced over
+    all ranks: a wider ``grad_dtype`` that users have set, else what they are reduced in.
+    """
+    param = fsdp_param.sharded_param
+    dtype = param.grad_dtype
+    if dtype is None or dtype == param.dtype or not reduce_dtype.is_floating_point:
+        return reduce_dtype
+    return dtype if dtype.itemsize > reduce_dtype.itemsize else reduce_dtype

@@ -1,6 +1,5 @@
 """
-What is found out about the parameters of one group and holds from step to step, and
-the changes of state that all of them make at once.
+Caches that live across steps, and state transitions of a group.
 
 [Note: Cached between steps]
 A step repeats the last one: the same dtypes, sizes and outputs. Nothing announces that
@@ -21,6 +20,7 @@ import torch
 import torch.nn as nn
 
 from ._fsdp_errors import explain_extension
+from ._fsdp_host import keeps_storage
 from ._fsdp_layout import (
     GatherLayout,
     plan_copy_in,
@@ -29,7 +29,6 @@ from ._fsdp_layout import (
     RegionCopy,
 )
 from ._fsdp_param import FSDPParam, ShardedState
-from ._fsdp_release import keeps_storage
 
 
 # Read of all parameters several times a step, so without a loop in Python

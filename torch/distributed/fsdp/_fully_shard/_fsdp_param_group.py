@@ -55,7 +55,7 @@ from torch.distributed.fsdp._common_utils import (
 from torch.distributed.fsdp.api import BackwardPrefetch
 from torch.profiler import record_function
 
-from ._fsdp_agreement import UnitAgreement
+from ._fsdp_agreement import DescribedUnit, UnitAgreement
 from ._fsdp_api import (
     AllGather,
     CPUOffloadPolicy,  # noqa: F401  (as in the release)
@@ -101,8 +101,6 @@ from ._fsdp_context import (
     FSDPCommContext,
     ReduceScatterState,  # noqa: F401  (as in the release)
 )
-from ._fsdp_described_unit import DescribedUnit
-from ._fsdp_dtypes import dtypes_of
 from ._fsdp_errors import (
     check_all_gather_comm,
     check_all_reduce_hook,
@@ -111,9 +109,19 @@ from ._fsdp_errors import (
     check_offload_policy,
     check_reduce_scatter_comm,
 )
-from ._fsdp_fast_paths import _dynamo_disable, are_leaves
-from ._fsdp_layout import ReduceBucket, ReduceBucketCap
-from ._fsdp_observers import is_observed, look_for_traces, NO_RANGE, range_of
+from ._fsdp_host import (
+    _dynamo_disable,
+    FOLLOWS_GRAD_DTYPE,
+    have_no_containers,
+    is_observed,
+    look_for_traces,
+    NO_RANGE,
+    not_type_checked,
+    range_of,
+    register_autograd_function,
+    restore_spmd_types,
+)
+from ._fsdp_layout import dtypes_of, ReduceBucket, ReduceBucketCap
 from ._fsdp_param import (
     FSDPParam,
     ParamModuleInfo,  # noqa: F401  (as in the release)
@@ -138,12 +146,6 @@ from ._fsdp_registrations import (
     ParamRegistrations,
     shard_params,
 )
-from ._fsdp_release import (
-    FOLLOWS_GRAD_DTYPE,
-    not_type_checked,
-    register_autograd_function,
-    restore_spmd_types,
-)
 from ._fsdp_scaling import get_divide_factors
 from ._fsdp_summary import log_layout
 
@@ -151,7 +153,7 @@ from ._fsdp_summary import log_layout
 logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
 _GradInputs = TypeVarTuple("_GradInputs")
 
-# That a group is in while it is gathered ahead of its forward or backward
+# Training state of a group while it is prefetched for this pass
 _STATE_OF_PASS = {
     "forward": TrainingState.FORWARD,
     "backward": TrainingState.PRE_BACKWARD,
@@ -225,7 +227,7 @@ def _check_can_exchange(group: FSDPParamGroup, kind: type) -> None:
             raise ValueError(
                 f"{kind.__name__} of unit '{group._unit_name}' cannot reduce "
                 f"{fqn}, which is sent in {dtype} (grad_comm_dtype) and "
-                "added by who gets it: give the class a method "
+                "summed on the receiving rank: give the class a method "
                 "exchange(output_tensor, input_tensor, group) that does as "
                 "torch.distributed.all_to_all_single, or leave grad_comm_dtype out"
             )
@@ -276,15 +278,15 @@ class FSDPParamGroup(PluginNames):
     force_sum_reduction_for_comms: bool = False
     # Reduce zeros for parameters without a gradient, so that all ranks reduce alike
     reduce_scatter_unused_params: bool = False
-    # This group's wish; the shared context holds what is granted
+    # Requested; the effective value is in `comm_ctx`
     reduce_scatter_max_input_buffers: int = 1
     # Gather in the current stream, with a work: less memory, only explicit prefetching
     unshard_async_op: bool = False
-    # Which buckets wait for those of other units, None: none
+    # Which buckets wait for those of other units. None: never joined
     reduce_bucket_cap: ReduceBucketCap | None = None
     # False if backward does not need the parameters, e.g. an embedding's
     unshard_in_backward: bool = True
-    # When the gather that comes next in backward starts, None for not ahead
+    # When the gather that comes next in backward starts. None: no prefetch
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
     # Plugins may replace these steps of the copies (2.15)
     _all_gather_output_fn: AllGatherOutputFn = staticmethod(
@@ -502,7 +504,7 @@ class FSDPParamGroup(PluginNames):
 
     def _validate_reduce_scatter_max_input_buffers(self):
         comm, wanted = self._reduce_scatter_comm, self.reduce_scatter_max_input_buffers
-        # The group's own wish: users may unshard before the context is set up
+        # As requested: users may unshard before the context is set up
         if wanted > 1 and isinstance(comm, SymmMemReduceScatter):
             raise ValueError(
                 "set_reduce_scatter_max_input_buffers(>1) is not supported with the "
@@ -657,8 +659,8 @@ class FSDPParamGroup(PluginNames):
             return args, kwargs
 
     def _look_for_traces_once_per_forward(self) -> None:
-        # A group that comes again is in another forward than when it came before. In
-        # the first forward, lazy init has looked.
+        # Seeing a group twice means that a new forward began. In the first forward, lazy
+        # init has looked.
         if self._num_forwards == self.comm_ctx.num_forwards:
             self.comm_ctx.num_forwards += 1
             look_for_traces()
@@ -866,7 +868,7 @@ class FSDPParamGroup(PluginNames):
         if not torch.is_grad_enabled():
             return args, kwargs
         inputs = [*args, *kwargs.values()]
-        is_flat = are_leaves(inputs)
+        is_flat = have_no_containers(inputs)
         collect = _collect_from_flat if is_flat else collect_grad_tensors
         if not (tensors := collect(inputs)):
             return args, kwargs  # the root's final callback comes to this group

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from . import _fsdp_api
-from ._fsdp_release import FOLLOWS_GRAD_DTYPE
+from ._fsdp_host import FOLLOWS_GRAD_DTYPE
 
 
 # The fields that may differ between a unit's parameters, by f"{name}_override_fn"

@@ -28,19 +28,18 @@ from ._fsdp_collectives import (
 )
 from ._fsdp_comms import allocates_anew, DefaultReduceScatter, holds_one_input
 from ._fsdp_copies import accumulate_sharded_grad, copy_between
-from ._fsdp_dtypes import (
+from ._fsdp_host import FOLLOWS_GRAD_DTYPE
+from ._fsdp_layout import (
     accumulation_dtype,
     bucket_key,
-    default_reduce_dtype,
-    dtypes_of,
-    is_mixed,
-)
-from ._fsdp_layout import (
-    bucket_rank,
+    bucket_sort_key,
     BucketKey,
     by_collective,
+    default_reduce_dtype,
     describe_key,
+    dtypes_of,
     extend_bucket,
+    is_mixed,
     plan_buckets,
     reduce_dtype_of,
     ReduceBucket,
@@ -49,7 +48,6 @@ from ._fsdp_layout import (
 )
 from ._fsdp_param import FSDPParam
 from ._fsdp_param_cache import ParamGroupCache
-from ._fsdp_release import FOLLOWS_GRAD_DTYPE
 
 
 # To detect monkeypatching: a replacement is called with the release's arguments
@@ -106,7 +104,7 @@ def is_upcast_by_autograd(fsdp_param: FSDPParam) -> bool:
 
 
 def suspend_upcasts(cache: ParamGroupCache, reduces: bool) -> None:
-    """Spares autograd the casts that the reduction makes, if there is one."""
+    """Turns off upcasting while gradients are reduced right away."""
     for _, param in _unsharded_params(cache.upcast_by_autograd):
         if param.requires_grad and (reduces or param.grad is not None):
             param.grad_dtype = None
@@ -330,7 +328,7 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
             for key, partial in self.items()
             if key not in present
         ]
-        return tuple(sorted((*fresh, *empty), key=lambda b: bucket_rank(b.key)))
+        return tuple(sorted((*fresh, *empty), key=lambda b: bucket_sort_key(b.key)))
 
     def pop_for(self, fresh: ReduceBucket) -> tuple[ReduceBucket, torch.Tensor | None]:
         """Pops a bucket's partial reduce, whose other parameters extend the bucket."""
@@ -395,7 +393,7 @@ class SmallReductions(dict[Reduction, list[tuple[BucketGrads, torch.Stream]]]):
         for part, stream in self.pop(reduction):
             by_key.setdefault(part.bucket.key, []).append(part)
             streams[stream] = None
-        keys = sorted(by_key, key=bucket_rank)
+        keys = sorted(by_key, key=bucket_sort_key)
         return [join_parts(by_key[key]) for key in keys], streams
 
 

@@ -18,9 +18,9 @@ from torch.distributed.fsdp._common_utils import _named_parameters_with_duplicat
 
 from ._fsdp_api import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ._fsdp_errors import check_param, explain_registered, explain_sharding
+from ._fsdp_host import FOLLOWS_GRAD_DTYPE
 from ._fsdp_param import FSDPParam, ParamModuleInfo
 from ._fsdp_param_cache import ParamGroupCache
-from ._fsdp_release import FOLLOWS_GRAD_DTYPE
 
 
 class ParamRegistrations:

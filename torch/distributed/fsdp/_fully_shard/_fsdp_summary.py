@@ -14,14 +14,15 @@ import torch
 import torch.nn as nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ._fsdp_agreement import DescribedUnit
 from ._fsdp_comms import is_of_group
-from ._fsdp_described_unit import DescribedUnit
-from ._fsdp_dtypes import dtypes_of, is_mixed
 from ._fsdp_errors import check_has_units, check_is_module
 from ._fsdp_layout import (
-    bucket_rank,
+    bucket_sort_key,
     describe_key,
-    dtype_rank,
+    dtype_sort_key,
+    dtypes_of,
+    is_mixed,
     plan_buckets,
     ReduceBucket,
     ReduceSlot,
@@ -208,8 +209,8 @@ def _rank(row: ParamsSummary) -> tuple:
     """Returns a sort key: buckets in the order of their reductions, then frozen ones."""
     bucket = ((0, ""),)
     if row.reduce_dtype is not None:
-        bucket = bucket_rank((row.reduce_dtype, row.comm_dtype))
-    return bucket, dtype_rank(row.compute_dtype), dtype_rank(row.stored_dtype)
+        bucket = bucket_sort_key((row.reduce_dtype, row.comm_dtype))
+    return bucket, dtype_sort_key(row.compute_dtype), dtype_sort_key(row.stored_dtype)
 
 
 def _gathered_nbytes(unit: DescribedUnit) -> tuple[list[int] | None, int | None]:
