@@ -47,9 +47,9 @@ policy = MixedPrecisionPolicy.by_name(
     {
         "A_log": in_fp32,
         "router.*": in_fp32,
-        "norm.*": dict(param_dtype=fp32),  # reduced as the rest is
+        "norm.*": {"param_dtype": fp32},  # reduced as the rest is
         "lm_head.*": in_fp32,
-        "embed.*": dict(reduce_dtype=bf16),
+        "embed.*": {"reduce_dtype": bf16},
     },
     param_dtype=bf16,
     reduce_dtype=bf16,

@@ -35,7 +35,7 @@ torch.manual_seed(0)
 model = Islands()
 policy = MixedPrecisionPolicy.by_name(
     model,
-    {"island.*": dict(param_dtype=bf16, reduce_dtype=bf16)},
+    {"island.*": {"param_dtype": bf16, "reduce_dtype": bf16}},
     param_dtype=fp16,
     reduce_dtype=fp16,
 )

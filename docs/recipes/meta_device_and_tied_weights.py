@@ -49,7 +49,7 @@ with torch.device("meta"):
     model = Model()
 policy = MixedPrecisionPolicy.by_name(
     model,
-    {"embed.weight": dict(param_dtype=torch.float32, reduce_dtype=torch.float32)},
+    {"embed.weight": {"param_dtype": torch.float32, "reduce_dtype": torch.float32}},
     param_dtype=torch.bfloat16,
 )
 fully_shard(model, mesh=mesh, mp_policy=policy)
