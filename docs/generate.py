@@ -81,7 +81,7 @@ def functions() -> str:
         ]
         call = f"{name}{signature.replace(parameters=bare, return_annotation=signature.empty)}"
         text = inspect.getdoc(function) or ""
-        first = plain(text.split("\n\n")[0].removesuffix("::"))
+        first = re.sub("::$", ".", plain(text.split("\n\n")[0]))
         code = "\n".join(textwrap.wrap(call, 84, subsequent_indent="    "))
         body = textwrap.fill(first, 88)
         parts.append(f"### `{name}`\n\n```\n{code}\n```\n\n{body}")

@@ -1,10 +1,10 @@
 """
 Dtypes by parameter name
 
-Everything is stored in fp32 and computes in bf16, except what the patterns name: the
-state-space parameters, the router and the norm compute in fp32, the head computes and
-reduces in fp32, and the embedding is reduced in bf16. It is still one all-gather, and
-one reduce-scatter for each reduce dtype. A module whose parameter is wider than its
+Everything is stored in fp32, computes in bf16 and is reduced in fp32, except what the
+patterns name: state-space parameters, router, norm and head compute in fp32, and the
+embedding, often the largest parameter, is reduced in bf16. It is still one all-gather,
+and one reduce-scatter for each reduce dtype. A module whose parameter is wider than its
 input casts the input itself. No policy is needed where the parameters are *stored* in
 these dtypes.
 """
@@ -41,18 +41,17 @@ mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 bf16, fp32 = torch.bfloat16, torch.float32
 
 model = Model()
-in_fp32 = MixedPrecisionPolicy(param_dtype=fp32, reduce_dtype=fp32)
 policy = MixedPrecisionPolicy.by_name(
     model,
     {
-        "A_log": in_fp32,
-        "router.*": in_fp32,
-        "norm.*": {"param_dtype": fp32},  # reduced as the rest is
-        "lm_head.*": in_fp32,
+        "A_log": {"param_dtype": fp32},
+        "router.*": {"param_dtype": fp32},
+        "norm.*": {"param_dtype": fp32},
+        "lm_head.*": {"param_dtype": fp32},
         "embed.*": {"reduce_dtype": bf16},
     },
     param_dtype=bf16,
-    reduce_dtype=bf16,
+    reduce_dtype=fp32,
 )
 fully_shard(model, mesh=mesh, mp_policy=policy)
 model(torch.randint(128, (2, 5))).log_softmax(-1).amax(-1).sum().backward()
@@ -64,8 +63,9 @@ dtypes = {
     for name in group.names
 }
 assert dtypes["A_log"] == dtypes["router.weight"] == (fp32, fp32)
-assert dtypes["norm.weight"] == (fp32, bf16)
-assert dtypes["embed.weight"] == dtypes["experts"] == (bf16, bf16)
+assert dtypes["norm.weight"] == dtypes["lm_head.weight"] == (fp32, fp32)
+assert dtypes["experts"] == (bf16, fp32)
+assert dtypes["embed.weight"] == (bf16, bf16)
 assert {bucket.dtype for bucket in unit.buckets} == {fp32, bf16}
 if dist.get_rank() == 0:
     print(layout_summary(model))

@@ -4,8 +4,8 @@ An fp32 average (EMA) of sharded bf16 parameters
 Each rank averages its own shards, also where they are uneven or empty, without
 communication. A sharded model cannot be deep-copied, so the average is a dict of
 DTensors; they have `full_tensor()` and can be saved like the model's. To evaluate with
-the average, copy it in and back. `reshard()` first: what a forward without gradients
-left unsharded would not notice.
+the average, copy it in and back. Call `reshard()` first: a unit that a forward without
+gradients left unsharded would keep its old values.
 """
 
 import torch
