@@ -103,6 +103,31 @@ def fields() -> str:
     return table(("field", "default", "meaning"), rows)
 
 
+def summary() -> str:
+    """Returns what is printed of a mixed unit over two ranks."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard, layout_summary, MixedPrecisionPolicy
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    model = nn.Sequential(
+        nn.Linear(64, 128, bias=False), nn.Linear(72, 64, bias=False), nn.RMSNorm(24)
+    )
+    fp32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy.by_name(
+        model, {"2.*": fp32}, param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16
+    )
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
+        lines = str(layout_summary(model)).splitlines()
+    finally:
+        dist.destroy_process_group()
+    return "\n".join(("```", *(line.rstrip() for line in lines), "```"))
+
+
 def summary_fields() -> str:
     """Returns a table of what ``layout_summary`` has."""
     from torch.distributed.fsdp._fully_shard import _fsdp_summary
