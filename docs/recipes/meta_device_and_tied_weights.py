@@ -2,9 +2,9 @@
 From the meta device to a loaded model with tied weights
 
 The order is: make the model on the meta device, select parameters by name, shard, let
-each rank allocate its shards (`to_empty`), tie again, load, and make the optimizer last.
-`to_empty` gives each of two tied modules a tensor of its own, and allocates buffers that
-no checkpoint holds without giving them values. Tied modules must be in one unit. A
+each rank allocate its shards (`to_empty`), load, and make the optimizer last. Tied modules
+must be in one unit, and stay tied in `to_empty`; before `fully_shard`, `to_empty` would
+give each a tensor of its own. Buffers that no checkpoint holds get memory, but no values. A
 parameter that the checkpoint lacks would keep whatever its memory held, without an
 error: compare the keys, or load with `broadcast_from_rank0=True`, which does.
 """
@@ -28,13 +28,10 @@ class Model(nn.Module):
         self.head = nn.Linear(dim, words, bias=False)
         self.register_buffer("scale", torch.empty(words), persistent=False)
         self.init_buffers()
-        self.tie()
+        self.head.weight = self.embed.weight
 
     def init_buffers(self):
         self.scale.fill_(0.125)
-
-    def tie(self):
-        self.head.weight = self.embed.weight
 
     def forward(self, tokens):
         x = self.block(self.embed(tokens).to(self.block.weight.dtype))
@@ -54,14 +51,13 @@ policy = MixedPrecisionPolicy.by_name(
 )
 fully_shard(model, mesh=mesh, mp_policy=policy)
 model.to_empty(device="cpu")
-model.tie()
+assert model.head.weight is model.embed.weight
 model.init_buffers()
 assert model.state_dict().keys() == full.keys()
 options = StateDictOptions(full_state_dict=True)
 set_model_state_dict(model, dict(full), options=options)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-assert model.head.weight is model.embed.weight
 for name, param in model.named_parameters():
     assert torch.equal(param.full_tensor(), full[name])
 model(torch.randint(32, (2, 4))).float().square().mean().backward()
