@@ -87,7 +87,6 @@ STAYS_OF = {
     "pages": (
         "test_fully_shard_architecture",
         "test_fully_shard_docs",
-        "test_fully_shard_drift_page",
         "test_fully_shard_recipes",
     ),
 }

@@ -35,7 +35,7 @@ from torch.testing._internal.common_utils import run_tests
 pytestmark = pytest.mark.long
 
 
-PAGE = REPO_ROOT / "docs" / "stacks.md"
+PAGE = REPO_ROOT / "docs" / "migration.md"
 BF16, FP32 = torch.bfloat16, torch.float32
 
 

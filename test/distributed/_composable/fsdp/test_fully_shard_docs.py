@@ -1,56 +1,38 @@
 # Owner(s): ["oncall: distributed"]
 
 """
-Every row of the tables in ``docs/feature_parity.md``, and of the table of models and
-tools in ``docs/supported.md``, names tests, which are there. The errors that ``docs/index.md``
-quotes are raised somewhere, its pictures are what its script draws, and its memory is what
-is counted. Links lead somewhere. ``docs/api.md`` has all names, fields and arguments. What
-``README.md`` shows runs as shown. ``docs/wrong_uses.md`` has the table that its tests go through.
+What the pages say of the code is so: tables are those that cog makes of it, links lead
+somewhere, errors that ``docs/guide.md`` quotes are raised, the memory that it shows is
+what is counted, and the code of ``README.md`` runs.
 """
 
 import ast
-import dataclasses
-import fnmatch
-import functools
-import importlib
-import inspect
+import json
 import os
 import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from glob import glob
 from pathlib import Path
 
-import matplotlib
 import pytest
 
 import fsdp_build  # noqa: F401
 import fsdp_clients.real_models  # noqa: F401
 from fsdp_common.utils import (
-    BYTECODE_CACHE,
     DeviceFreeTest,
     FakeGroupTest,
     RELEASE_ROOT,
-    run_python,
     TREE_ROOT,
 )
-from fsdp_wrong_uses.table import SECTIONS, table
 
 import torch
 import torch.distributed.fsdp as fsdp
 import torch.nn as nn
-from tools.setup_helpers.releases import RELEASES
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_summary import (
-    BucketSummary,
-    LayoutSummary,
-    ParamsSummary,
-    UnitSummary,
-)
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -63,63 +45,27 @@ pytestmark = pytest.mark.long
 
 # Not where torch is: this file may be run on another one
 ROOT = Path(__file__).parents[4]
-VERSIONS = [release.version for release in RELEASES]
-# The columns of the tables on each page that name tests
-PARITY = "docs/feature_parity.md"
-SUPPORTED = "docs/supported.md"
-COLUMNS = {
-    PARITY: [
-        ["feature", "release", "branch, uniform", "branch, mixed", "test"],
-        ["feature", *VERSIONS, "mixed units of the branch", "test"],
-    ],
-    "docs/index.md": [["error", "why", "what to do"]],
-    SUPPORTED: [["model or tool", "the release", "this branch", "test"]],
-}
+README, GUIDE, PARITY = (
+    ROOT / page for page in ("README.md", "docs/guide.md", "docs/parity.md")
+)
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 
 
-def rows(page: str) -> list[list[str]]:
-    """Returns the cells of all rows of the tables that have a column of tests."""
-    found, columns = [], []
-    for line in (ROOT / page).read_text().splitlines():
-        if not line.startswith("|"):
-            columns = []
-            continue
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if not columns:
-            columns = cells
-        elif columns in COLUMNS[page] and set(line) != {"|", "-"}:
-            found.append(cells)
-    return found
+def error_rows() -> list[list[str]]:
+    """Returns the cells of the guide's table of errors."""
+    table = GUIDE.read_text().split("| error | why | what to do |")[1].split("\n\n")[0]
+    rows = [line.strip("|").split("|") for line in table.splitlines()[2:]]
+    return [[cell.strip() for cell in row] for row in rows]
 
 
-@functools.cache
-def names_in(file: str, class_name: str) -> list[str]:
-    module = importlib.import_module(f"test_fully_shard_{file}")
-    names = dir(getattr(module, class_name, None))
-    return [name for name in names if name.startswith("test_")]
-
-
-class TestTables(DeviceFreeTest):
-    @parametrize("page,at_least", [(PARITY, 80), (SUPPORTED, 15)])
-    def test_every_row_names_tests_that_are_there(
-        self, page: str, at_least: int
-    ) -> None:
-        self.assertGreaterEqual(len(rows(page)), at_least)
-        for cells in rows(page):
-            with self.subTest(cells[0]):
-                self.assertIn(len(cells), map(len, COLUMNS[page]))
-                self.assertTrue(all(cells))
-                named = re.findall(r"`(\w+)::(\w+)::([^`]+)`", cells[-1])
-                self.assertGreater(len(named), 0)
-                self.assertEqual(len(named), cells[-1].count("`") // 2)
-                for file, class_name, pattern in named:
-                    tests = names_in(file, class_name)
-                    self.assertTrue(fnmatch.filter(tests, pattern), pattern)
-
-    @pytest.mark.quick
-    def test_every_feature_is_one_row(self) -> None:
-        features = [cells[0] for cells in rows(PARITY) if not cells[0].startswith("…")]
-        self.assertEqual(len(features), len({*features}))
+def run_tool(name: str, *args: str) -> None:
+    """Runs a program that is installed beside this Python, in the clone's root."""
+    program = Path(sys.executable).with_name(name)
+    done = subprocess.run(
+        [program, *args], cwd=ROOT, capture_output=True, text=True, env=os.environ
+    )
+    if done.returncode:
+        raise AssertionError(done.stdout + done.stderr)
 
 
 # Where the errors come from that the page quotes, and, of the release alone, the last
@@ -155,20 +101,36 @@ def quoted(cell: str) -> list[str]:
 NOT_IN_PYTHON = ("mat1 and mat2 must", "expected m1 and m2 to")
 
 
-def anchors(page: Path) -> list[str]:
-    """Returns what links to the headings of a page end in."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-    plain = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings]
-    return ["#" + heading.replace(" ", "-") for heading in plain]
+class TestPages(DeviceFreeTest):
+    @pytest.mark.quick
+    def test_links_lead_somewhere(self) -> None:
+        pages = [str(page) for page in PAGES]
+        rules = "MD051,MD052,MD053,MD057"  # anchors, references and files
+        run_tool("rumdl", "check", "--no-cache", "--enable", rules, *pages)
 
+    @pytest.mark.quick
+    def test_generated_parts_are_those_of_the_code(self) -> None:
+        """If not: ``.venv/bin/cog -r -I docs docs/*.md``"""
+        pages = [str(page) for page in PAGES if "[[[cog" in page.read_text()]
+        self.assertGreater(len(pages), 2)
+        run_tool("cog", "--check", "--diff", "-I", "docs", *pages)
 
-class TestIndex(DeviceFreeTest):
+    def test_pages_stay_short(self) -> None:
+        words = sum(len(page.read_text().split()) for page in PAGES)
+        self.assertLessEqual(words, 16_000)
+        self.assertLessEqual(len(README.read_text().splitlines()), 120)
+
+    def test_releases_are_those_that_the_branch_fits(self) -> None:
+        versions = {*json.loads((ROOT / "tools/release_digests.json").read_text())}
+        for page in (README, PARITY, ROOT / "docs/install.md", ROOT / "CHANGELOG.md"):
+            named = {*re.findall(r"\b2\.\d+\.\d+\b", page.read_text())}
+            self.assertEqual(named, versions, page.name)
+
     def test_quoted_errors_are_raised(self) -> None:
         # An absolute path stays what it is
         paths = [path for source in SOURCES for path in glob(str(TREE_ROOT / source))]
         texts = [text for path in paths for text in texts_in(Path(path).read_text())]
-        errors = [text for cells in rows("docs/index.md") for text in quoted(cells[0])]
+        errors = [text for cells in error_rows() for text in quoted(cells[0])]
         self.assertGreater(len(errors), 10)
         for error in errors:
             if error.startswith(NOT_IN_PYTHON):
@@ -176,73 +138,6 @@ class TestIndex(DeviceFreeTest):
             # The ellipsis at the end stands for the rest of the text
             fixed = error.removesuffix("…")
             self.assertTrue(any(fixed in text for text in texts), error)
-
-    def test_ratios_are_those_of_the_benchmarks(self) -> None:
-        """Where somebody chooses: on the first page, and where memory is explained."""
-        measured: dict[tuple[str, ...], float] = {}
-        last = ["", "", ""]
-        for line in (ROOT / "docs/benchmarks.md").read_text().splitlines():
-            cells = [cell.strip() for cell in line.strip("|").split("|")]
-            if len(cells) != 10 or not re.fullmatch(r"\d\.\d+", cells[6]):
-                continue
-            # A cell that is left out is that of the row above
-            new = next((i for i in range(3) if cells[i]), 3)
-            last = last[:new] + cells[new:3]
-            measured[(*last[:2], cells[4])] = float(cells[6])
-        cases = {
-            "Llama-like blocks": "release",
-            "Nemotron-H-like blocks": "release, one unit per dtype",
-            "fp32 adapters blocks": "release, one unit per dtype",
-        }
-        for page, heading, parts in (
-            ("README.md", "| blocks | peak |", ("memory", "step")),
-            ("docs/index.md", "| blocks | release |", ("memory",)),
-        ):
-            text = (ROOT / page).read_text().split(heading)[1].split("\n\n")[0]
-            for line, (case, other) in zip(
-                text.splitlines()[2:], cases.items(), strict=True
-            ):
-                expected = [
-                    f"{measured[part, name, other] + 1e-9:.2f}"
-                    for name in (case, f"{case}, BACKWARD_POST")
-                    for part in parts
-                ]
-                self.assertEqual(re.findall(r"\b\d\.\d\d\b", line), expected)
-
-    def test_links_lead_somewhere(self) -> None:
-        for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
-            text = page.read_text()
-            for target, anchor in re.findall(r"\]\(([^)#:]*)(#[^)]*)?\)", text):
-                path = page.parent / target if target else page
-                self.assertTrue(path.exists(), (page.name, target))
-                if anchor:
-                    self.assertIn(anchor, anchors(path), (page.name, target))
-
-    def test_faults_of_the_release_are_there(self) -> None:
-        """Each is shown by a script, and told of by a page that names the same."""
-        script = ROOT / "tools" / "release_faults.py"
-        printed = run_python(str(script), on_release=True)
-        shown = re.findall(r"^(\S.*):\n    (\S.*)$", printed, re.MULTILINE)
-        self.assertEqual(len(shown), 7)
-        pages = [(ROOT / page).read_text() for page in (PARITY, "docs/index.md")]
-        text = " ".join("".join(pages).split())
-        for fault, _ in shown:
-            for name in re.findall(r"`([^`]+)`", fault):
-                self.assertIn(name.split(".")[-1], text, fault)
-
-    def test_pictures_are_what_the_script_draws(self) -> None:
-        folder = ROOT / "docs" / "pictures"
-        with tempfile.TemporaryDirectory() as drawn:
-            run_python(str(folder / "draw.py"), drawn)
-            names = sorted(path.name for path in Path(drawn).iterdir())
-            self.assertEqual(names, sorted(p.name for p in folder.glob("*.svg")))
-            for name in names:
-                mine, other = ((f / name).read_text() for f in (folder, Path(drawn)))
-                self.assertEqual(re.findall(r">(.+)</text>", mine),
-                                 re.findall(r">(.+)</text>", other))  # fmt: skip
-                # Another matplotlib may place the same texts elsewhere
-                if f"Matplotlib v{matplotlib.__version__}," in mine:
-                    self.assertEqual(mine, other)
 
 
 class Routed(nn.Module):
@@ -316,7 +211,7 @@ class TestErrors(FakeGroupTest):
         with self.assertRaises(Exception) as caught:
             wrong()
         found = []
-        for error, _, to_do in rows("docs/index.md"):
+        for error, _, to_do in error_rows():
             for text in quoted(error):
                 parts = map(re.escape, text.split("…"))
                 if re.search(".+".join(parts), str(caught.exception), re.DOTALL):
@@ -333,7 +228,7 @@ class TestErrors(FakeGroupTest):
             }
             self.assertEqual(dtypes["proj.weight"], torch.bfloat16)
             self.assertEqual(dtypes["router.weight"], torch.float32)
-        self.assertIn("mat1 and mat2", rows("docs/index.md")[0][0])
+        self.assertIn("mat1 and mat2", error_rows()[0][0])
 
     def test_second_row_is_the_optimizer_that_steps_nothing(self) -> None:
         """One that was made before ``fully_shard`` says nothing, and changes nothing."""
@@ -348,57 +243,9 @@ class TestErrors(FakeGroupTest):
         self.assertTrue(torch.equal(model.weight.to_local(), before))
         late.step()
         self.assertFalse(torch.equal(model.weight.to_local(), before))
-        _, why, to_do = rows("docs/index.md")[1]
+        _, why, to_do = error_rows()[1]
         self.assertIn("before `fully_shard`", why)
         self.assertIn("after `fully_shard`", to_do)
-
-
-class TestApi(DeviceFreeTest):
-    """``docs/api.md`` has what can be imported, with all fields and arguments."""
-
-    def setUp(self) -> None:
-        super().setUp()
-        self.sections = {
-            title.strip("`"): text
-            for title, text in re.findall(
-                r"^#+ ([^\n]+)\n(.*?)(?=^##|\Z)",
-                (ROOT / "docs/api.md").read_text(),
-                re.MULTILINE | re.DOTALL,
-            )
-        }
-
-    def test_names_can_be_imported(self) -> None:
-        code = re.findall(r"^```python\n(.*?)^```$", self.sections["API"], re.M | re.S)
-        names: dict[str, object] = {}
-        exec(code[0], names)
-        for name in names.keys() - {"__builtins__"}:
-            self.assertIn(name, self.sections)
-
-    def test_signatures_are_theirs(self) -> None:
-        functions = {
-            "MixedPrecisionPolicy.by_name": fsdp.MixedPrecisionPolicy.by_name,
-            "set_backward_prefetch": fsdp.set_backward_prefetch,
-            "set_reduce_bucket_cap": fsdp.set_reduce_bucket_cap,
-            "layout_summary": fsdp.layout_summary,
-        }
-        for name, function in functions.items():
-            (shown,) = re.findall(r"^\w+\((.*?)\)$", self.sections[name], re.M | re.S)
-            arguments = inspect.signature(function).parameters.values()
-            bare = [a.replace(annotation=inspect.Parameter.empty) for a in arguments]
-            expected = str(inspect.Signature(bare))[1:-1]
-            self.assertEqual(" ".join(shown.split()), expected)
-
-    def test_all_fields_are_there(self) -> None:
-        text = self.sections["MixedPrecisionPolicy"]
-        policy = [f.name for f in dataclasses.fields(fsdp.MixedPrecisionPolicy)]
-        self.assertEqual(re.findall(r"^\| `(\w+)`", text, re.M), policy)
-        text = self.sections["layout_summary"]
-        for kind in (LayoutSummary, UnitSummary, ParamsSummary, BucketSummary):
-            row = rf"^\| `{kind.__name__}` .*?(?=^\| `|\Z)"
-            (of_kind,) = re.findall(row, text, re.M | re.S)
-            named = [line.split("|")[2] for line in of_kind.splitlines() if "|" in line]
-            fields = {field.name for field in dataclasses.fields(kind)}
-            self.assertEqual({*re.findall(r"`(\w+)`", "".join(named))}, fields)
 
 
 class Product(nn.Module):
@@ -416,7 +263,7 @@ class Product(nn.Module):
 
 
 class TestMemory(FakeGroupTest):
-    """The example of ``docs/index.md``: what its sum says, and what is counted."""
+    """The example of ``docs/guide.md``: what its sum says, and what is counted."""
 
     ranks = 8
     UNITS = 6
@@ -458,7 +305,7 @@ class TestMemory(FakeGroupTest):
             ([fp32] * 4, cast, False),
             ([bf16] * 3 + [fp32], kept, False),
         ]
-        text = (ROOT / "docs/index.md").read_text()
+        text = GUIDE.read_text()
         shown = text.split("| matrices, MiB |")[1].split("\n\n")[0].splitlines()[2:]
         for line, (dtypes, policy, post) in zip(shown, cases, strict=True):
             quarter = 1 / 4  # MiB of a byte in each element of a matrix
@@ -478,79 +325,29 @@ class TestMemory(FakeGroupTest):
             self.assertEqual([c.strip() for c in cells], [f"{v:.1f}" for v in values])
 
 
-class TestReadme(DeviceFreeTest):
-    """Its script prints what it shows, and the release refuses it as it says."""
+class TestReadme(FakeGroupTest):
+    """Its first page of code runs, in a group that sends nothing."""
 
-    def blocks(self) -> list[tuple[str, str]]:
-        text = (ROOT / "README.md").read_text().split("## Before and after")[1]
-        return re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    ranks = 2
 
-    def run_script(self, variable: str = "") -> subprocess.CompletedProcess[str]:
-        """Runs it as shown: in the clone's root, by the shell."""
-        (language, code), (_, command), *_ = self.blocks()
-        self.assertEqual(language, "python")
-        script = ROOT / command.split()[-1]
-        command = f"{variable} {command}"
-        if Path(sys.prefix) != ROOT / ".venv":  # of another release, or somebody's own
-            command = command.replace(".venv/bin", os.path.dirname(sys.executable))
-            release = os.path.relpath(RELEASE_ROOT, ROOT)
-            command = command.replace("build/base", release)
-        environment = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("TORCHELASTIC", "MASTER_", "LOCAL_", "PYTHON"))
-            and name not in ("RANK", "WORLD_SIZE", "GROUP_RANK")
-        }
-        with open(script, "x") as file:
-            self.addCleanup(script.unlink)
-            file.write(code)
-        return subprocess.run(
-            command,
-            shell=True,
-            cwd=ROOT,
-            env=environment | BYTECODE_CACHE,
-            capture_output=True,
-            text=True,
+    def test_code_runs(self) -> None:
+        blocks = re.findall(
+            r"^```python\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL
         )
-
-    def test_script_prints_what_is_shown(self) -> None:
-        done = self.run_script()
-        self.assertEqual(done.stdout, self.blocks()[2][1], done.stderr)
-
-    def test_release_refuses_the_script(self) -> None:
-        text = (ROOT / "README.md").read_text()
-        (variable,) = re.findall(r"With `(PYTHONPATH=\S+)` before the command", text)
-        done = self.run_script(variable)
-        self.assertEqual((done.returncode, done.stdout), (1, ""))
-        # The dtypes are a set: they come in any order
-        refusal, _, dtypes = self.blocks()[3][1].strip(" }\n").partition("{")
-        self.assertIn(refusal, done.stderr)
-        for dtype in dtypes.split(", "):
-            self.assertIn(dtype, done.stderr)
-
-
-class TestWrongUses(DeviceFreeTest):
-    PAGE = ROOT / "docs" / "wrong_uses.md"
-
-    def test_every_row_is_on_the_page(self) -> None:
-        lines = self.PAGE.read_text().splitlines()
-        first = f"## {next(iter(SECTIONS))}"
-        start, end = lines.index(first), lines.index("## Warned of")
-        printed = table()[1:]
-        again = "print the tables again: python fsdp_wrong_uses"
-        self.assertEqual(lines[start : end - 1], printed, again)
-
-    def test_the_note_is_there(self) -> None:
-        folder = ROOT / "torch/distributed/fsdp/_fully_shard"
-        notes = re.findall(
-            r"`(\[Note: [^`]+\])` in\s`(\w+\.py)`", self.PAGE.read_text()
+        self.assertEqual(len(blocks), 4)
+        model = nn.Module()
+        model.layers = nn.ModuleList(Routed(bias=True) for _ in range(2))
+        model.router = nn.Linear(4, 2)
+        names = {name: getattr(fsdp, name) for name in fsdp.__all__}
+        names |= {"torch": torch, "model": model}
+        for block in blocks:
+            exec(block, names)
+        units = fsdp.layout_summary(model).units
+        self.assertEqual(
+            [unit.name for unit in units], ["(root)", "layers.0", "layers.1"]
         )
-        self.assertGreater(len(notes), 0)
-        for note, file in notes:
-            self.assertIn(note, (folder / file).read_text())
-
-
-instantiate_parametrized_tests(TestTables)
+        self.assertEqual([len(unit.buckets) for unit in units], [1, 2, 2])
+        self.assertEqual(names["policy"].grad_comm_dtype, torch.bfloat16)
 
 
 if __name__ == "__main__":

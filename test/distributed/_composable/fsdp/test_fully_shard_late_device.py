@@ -3,8 +3,8 @@
 """
 A device that is late: what it takes for ordered and what not, small steps in every
 order, schedules in a few, and races that were published of FSDP2, which it has to find.
-Which stream waits for which is in ``test_fully_shard_streams.py``. docs/late_device.md has the long runs, which
-``fsdp_late_device`` starts by hand.
+Which stream waits for which is in ``test_fully_shard_streams.py``, and the rules are in
+docs/architecture.md. ``python fsdp_late_device`` starts longer runs by hand.
 """
 
 from __future__ import annotations
@@ -630,7 +630,7 @@ check(puts_off, ranks=2, orders=1)
 @unittest.skipIf(FOLLOWS_GRAD_DTYPE, "2.15 has one of them")
 class TestRelease(DeviceFreeTest):
     def test_its_faults_are_found(self) -> None:
-        """Those that docs/feature_parity.md lists of the release's own modules."""
+        """Those that docs/parity.md lists of the release's own modules."""
         found = run_python("-c", _OF_THE_RELEASE, on_release=True)
         for order, memory in _FOUND.values():
             self.assertIn(f"order '{order}' in memory '{memory}'", found)

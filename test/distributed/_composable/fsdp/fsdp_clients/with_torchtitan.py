@@ -162,8 +162,8 @@ class TestPage(DeviceFreeTest):
         sys.modules.setdefault(KERNELS, mock.MagicMock())
         from torchtitan.models.llama3 import parallelize
 
-        page = (real_models.REPO_ROOT / "docs" / "stacks.md").read_text()
-        diff = page.split("### From torchtitan")[1].split("```")[1]
+        page = (real_models.REPO_ROOT / "docs" / "migration.md").read_text()
+        diff = page.split("## torchtitan")[1].split("```")[1]
         taken = [line[1:].strip() for line in diff.splitlines() if line[:1] == "-"]
         source = inspect.getsource(parallelize.parallelize_llama)
         self.assertEqual(len(taken), 2)

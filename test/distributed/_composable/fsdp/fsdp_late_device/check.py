@@ -18,7 +18,7 @@ How that is done is in the modules beside it, in this order:
   overwritten and handed out again.
 - ``orders.py`` runs it in orders that the streams allow, and compares.
 
-docs/late_device.md tells what that proves and what not. On the command line::
+docs/architecture.md says what that proves and what not. On the command line::
 
     python fsdp_late_device FILE.py:FUNCTION --ranks 4 --orders 200
     python fsdp_late_device FILE.py:FUNCTION --order late:/default --memory last-ff

@@ -154,7 +154,7 @@ def _goes_on_after_part() -> contextlib.AbstractContextManager:
 
 RACES = {
     "output of a reduce-scatter dropped while a hook's stream reads it": Race(
-        "a fault of the release, docs/feature_parity.md",
+        "a fault of the release, docs/parity.md",
         forgets(_CONTEXT, "all_reduce_states"),
         ("all_reduce_hook", "hsdp", "hsdp_deferred"),
         ("uniform, cast", "mixed, cast"),  # else the gradients keep it

@@ -1,6 +1,6 @@
 """
 What a wrong use of ``fully_shard`` is told of by, what it is tried on, and the rows of
-all that are found, by the section of ``docs/wrong_uses.md`` that they are in.
+all that are found, by the phase of training in which they are.
 """
 
 from __future__ import annotations
@@ -123,11 +123,6 @@ class WrongUse:
     # or say it in words that depend on the case
     is_ours: bool
     case: Case
-
-    def cells(self) -> list[str]:
-        # A bar would end the cell
-        error = f"`{self.kind.__name__}: {self.begins} …`".replace("|", "\\|")
-        return [self.use, self.found, error, self.do]
 
 
 MAKING = "Policies and `fully_shard`"

@@ -1,0 +1,40 @@
+"""
+fp32 adapters over frozen bf16 weights, with a trainable bf16 head
+
+One unit holds all three. Each parameter computes in its stored dtype; frozen weights
+are gathered and not reduced. The adapter's module casts its input and its result.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard, layout_summary
+
+
+class Adapted(nn.Module):
+    def __init__(self, dim=64, rank=8):
+        super().__init__()
+        self.base = nn.Linear(dim, dim, bias=False, dtype=torch.bfloat16)
+        self.base.requires_grad_(False)
+        self.lora_A = nn.Parameter(0.02 * torch.randn(rank, dim))
+        self.lora_B = nn.Parameter(torch.zeros(dim, rank))
+        self.head = nn.Linear(dim, dim, bias=False, dtype=torch.bfloat16)
+
+    def forward(self, x):
+        added = x.to(self.lora_A.dtype) @ self.lora_A.T @ self.lora_B.T
+        return self.head(self.base(x) + added.to(x.dtype))
+
+
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+model = fully_shard(Adapted(), mesh=mesh)
+model(torch.randn(10, 64, dtype=torch.bfloat16)).float().sum().backward()
+assert model.base.weight.grad is None
+assert model.lora_B.grad.dtype == torch.float32
+assert model.head.weight.grad.dtype == torch.bfloat16
+
+(unit,) = layout_summary(model).units
+reduced = {bucket.dtype: bucket.nbytes for bucket in unit.buckets}
+assert reduced == {torch.float32: 2 * 8 * 64 * 4, torch.bfloat16: 64 * 64 * 2}
+dist.destroy_process_group()
