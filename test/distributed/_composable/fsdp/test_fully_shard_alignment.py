@@ -188,33 +188,5 @@ class TestAlignment(DeviceFreeTest):
                     self.assertEqual(in_plan_order(extended), bucket)
 
 
-def padding_table() -> list[str]:
-    """Returns the table in docs/index.md."""
-    lines = [
-        "| a rank's part of a block, in bytes | ranks | parameters | padding of the "
-        "gather | padding of the reductions |",
-        "|---|---:|---:|---:|---:|",
-    ]
-    for name, ranks in itertools.product([*UNITS][:3], (8, 96, 1024)):
-        unit, numels = UNITS[name], numels_of(UNITS[name], ranks)
-        layout = plan_gather([dtype for _, dtype in unit], numels)
-        nbytes = layout.segment_nbytes - layout.padding_nbytes
-        reduced = sum(
-            bucket.shard_numel * bucket.dtype.itemsize
-            for bucket in buckets_of(unit, ranks, "none")
-        )
-        cells = [nbytes, layout.padding_nbytes, reduced - nbytes]
-        figures = " | ".join(f"{cell:,}" for cell in cells)
-        lines.append(f"| {name} | {ranks:,} | {figures} |")
-    return lines
-
-
-class TestPage(DeviceFreeTest):
-    def test_the_table_is_what_is_planned(self):
-        page = (REPO_ROOT / "docs" / "index.md").read_text()
-        table = "\n".join(padding_table())
-        self.assertTrue(table in page, f"docs/index.md should have\n{table}")
-
-
 if __name__ == "__main__":
     run_tests()
