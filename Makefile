@@ -21,7 +21,7 @@ LINT = PATH="$$PWD/$(VENV)/bin:$$PATH" XDG_DATA_HOME="$$PWD/build/lint" lintrunn
 PATHS := git ls-files --cached --others --exclude-standard
 
 .DEFAULT_GOAL := help
-.PHONY: help python setup models train test test-tools clients series bench gpu lint wheel clean
+.PHONY: help python setup models train test test-tools clients series bench gpu mutants lint wheel clean
 
 help:  ## show this list
 	@echo "make TARGET, where TARGET is one of"
@@ -84,6 +84,9 @@ bench: setup  ## measure beside the release (QUICK=1 DOCS=1 ARGS=...)
 
 gpu: setup  ## tell what is so on a CUDA device (DEVICE=cpu ARGS=...)
 	@$(PYTHON) benchmarks/distributed/fsdp/gpu.py $(if $(DEVICE),--device "$$DEVICE") $(ARGS)
+
+mutants: models  ## break the product line by line: which test notices? (ARGS=...)
+	@$(PYTHON) tools/mutants.py $(ARGS)
 
 lint: setup  ## check every file that git tracks or would add (ARGS=-a fixes)
 	@mkdir -p build/lint

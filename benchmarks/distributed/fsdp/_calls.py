@@ -1,17 +1,12 @@
-"""The collectives of one step, seen where FSDP2 calls torch.distributed, and ways to
-have fewer of them."""
+"""The collectives of one step, seen where FSDP2 calls torch.distributed."""
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 
 
 class Call(NamedTuple):
@@ -38,7 +33,6 @@ CALLED = {
 @contextmanager
 def seen_by(see: Callable[[Call], None]) -> Iterator[None]:
     """Shows ``see`` each collective of this process before it is called."""
-
     inside: list[str] = []  # of one that calls another of them
 
     def shown(original: Callable[..., Any], kind: str, position: int) -> Any:
@@ -69,57 +63,3 @@ def seen_by(see: Callable[[Call], None]) -> Iterator[None]:
     finally:
         for name, original in originals.items():
             setattr(dist, name, original)
-
-
-# Ways to train units of several dtypes #
-
-TODAY = "default"
-EXCHANGED = "grad_comm_dtype"  # as wide as the gradient
-JOINED = "set_reduce_bucket_cap"
-BOTH = "both"
-UPCAST = "all fp32"
-PER_DTYPE = "one unit per dtype"
-
-EXCHANGES = (EXCHANGED, BOTH)
-JOINS = (JOINED, BOTH)
-
-
-def prepared(
-    model: nn.Module, way: str, policy: MixedPrecisionPolicy | None = None
-) -> MixedPrecisionPolicy:
-    """Casts a model that is not yet sharded, if the way is to. Returns its policy."""
-    policy = policy or MixedPrecisionPolicy()
-    if way == UPCAST:
-        model.float()
-    if way in EXCHANGES:
-        policy = replace(policy, grad_comm_dtype_override_fn=lambda p: p.dtype)
-    return policy
-
-
-def finished(model: nn.Module, way: str) -> nn.Module:
-    """Sets what is set of units that are there."""
-    if way in JOINS:
-        from torch.distributed.fsdp import set_reduce_bucket_cap
-
-        set_reduce_bucket_cap(model)
-    return model
-
-
-def sharded(
-    blocks: Sequence[nn.Module],
-    way: str,
-    mesh: DeviceMesh,
-    policy: MixedPrecisionPolicy | None = None,
-) -> nn.Module:
-    """Makes each block a unit, or one for each of its dtypes."""
-    model = nn.Sequential(*blocks)
-    policy = prepared(model, way, policy)
-    for block in model:
-        second: list[nn.Module] = []
-        if way == PER_DTYPE:
-            second = block.second_unit()  # type: ignore[operator]
-        if second:
-            fully_shard(second, mesh=mesh, mp_policy=policy)
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    return finished(model, way)

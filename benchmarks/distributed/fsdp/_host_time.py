@@ -1,4 +1,5 @@
-"""Host time of FSDP2 per unit and step, with a process group that moves nothing.
+"""
+Host time of FSDP2 per unit and step, with a process group that moves nothing.
 
 [Note: What host time is]
 The model is a stack of units of small parameters, each used by one multiplication of
@@ -7,96 +8,77 @@ step, forward and backward, less the time of the same step of the same model wit
 ``fully_shard``, over the number of units. The time of a step is the processor time of
 the process, which has one thread: what other programs do meanwhile does not count. It
 is that of the fastest step of a round, because what disturbs a step (caches that others
-have filled, a garbage collection) only ever adds. Wall-clock time is measured as well.
+have filled, a garbage collection) only ever adds.
 
 The process group is ``fake``: it has 8 ranks, of which this process is the first, and
 its collectives do next to nothing on the host. A step clears the gradients, as an
 optimizer does, outside of what is timed.
 """
 
+import cProfile
 import gc
+import io
+import pstats
 import time
-from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from _models import PRECISIONS, scales_block, SHAPE, shard_scales
-from _ratios import alternate, Group, Subject
-from _rows import as_json, PartResult, Timed, timed_rows
+from _ratios import alternate, Comparison, Group, Row, Subject
 from _sides import Side
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 
 MIN_STEPS = 5
-
-
-class StepTime(NamedTuple):
-    """Of one step, in seconds."""
-
-    cpu: float
-    wall: float
-
-
-class Pair(NamedTuple):
-    """A model as FSDP2 runs it, and the same without."""
-
-    sharded: nn.Module
-    plain: nn.Module
+TOP = 25  # lines of a profile
 
 
 @cache
 def build(
     precision: str, units: int, params: int, per_dtype: bool, device: str
-) -> Pair:
-    """Returns the models, whose steps are like all later ones from now on."""
+) -> tuple[nn.Module, nn.Module]:
+    """
+    Returns a model as FSDP2 runs it, and the same without, whose steps are like all
+    later ones from now on.
+    """
     dtypes, policy = PRECISIONS[precision]
-    models = [
+    sharded, plain = (
         nn.Sequential(*(scales_block(params, dtypes) for _ in range(units))).to(device)
         for _ in range(2)
-    ]
-    sharded = shard_scales(
-        models[0],
-        per_dtype=per_dtype,
-        policy=policy,
-        world_size=dist.get_world_size(),
-        device=device,
     )
-    plain = models[1].to(policy.get("param_dtype"))
+    shard_scales(sharded, per_dtype=per_dtype, policy=policy, device=device)
+    plain.to(policy.get("param_dtype"))
     for model in (sharded, plain):
         for _ in range(3):  # state is initialized lazily, and plans are made once
-            time_steps(model, device, seconds=0)
+            fastest_step(model, device, seconds=0)
     # Collections in later steps need not look through all that has been imported
     gc.collect()
     gc.freeze()
-    return Pair(sharded, plain)
+    return sharded, plain
 
 
-def time_steps(model: nn.Module, device: str, seconds: float) -> StepTime:
-    """Returns the fastest step of as many as fit into ``seconds``."""
+def fastest_step(model: nn.Module, device: str, seconds: float) -> float:
+    """Returns the microseconds of the fastest step of as many as fit in ``seconds``."""
     x = torch.ones(SHAPE, device=device, requires_grad=True)
-    synchronize: Callable[[], None] = (
-        torch.cuda.synchronize if device == "cuda" else lambda: None
-    )
 
-    def step() -> StepTime:
-        cpu, wall = time.process_time_ns(), time.perf_counter_ns()
+    def step() -> float:
+        begun = time.process_time_ns()
         model(x).sum().backward()
-        cpu, wall = time.process_time_ns() - cpu, time.perf_counter_ns() - wall
-        synchronize()  # no step waits for what the one before it left on the device
-        for parameter in model.parameters():
+        ns = time.process_time_ns() - begun
+        if device == "cuda":
+            torch.cuda.synchronize()  # no step waits for what the last one left there
+        for parameter in (x, *model.parameters()):
             parameter.grad = None
-        x.grad = None
-        return StepTime(cpu / 1e9, wall / 1e9)
+        return ns / 1e3
 
     step()  # not counted: the other side has used the caches since
-    steps: list[StepTime] = []
+    steps: list[float] = []
     end = time.perf_counter() + seconds
     while len(steps) < MIN_STEPS or time.perf_counter() < end:
         steps.append(step())
-    return StepTime(*map(min, zip(*steps)))
+    return min(steps)
 
 
 def measure(
@@ -107,29 +89,27 @@ def measure(
     params: int,
     per_dtype: bool = False,
     seconds: float,
-) -> dict[str, float]:
+    profile: bool = False,
+) -> dict[str, Any]:
     """
-    Returns host time in microseconds, per unit and step or ("step_us") per step, and
-    what is not counted as such. See [Note: What host time is].
+    Returns host time of a step and per unit, in microseconds, or the functions that
+    take most of it. See [Note: What host time is].
     """
-    models = build(precision, units, params, per_dtype, device)
-    sharded = time_steps(models.sharded, device, seconds)
-    plain = time_steps(models.plain, device, seconds / 4)
-    cpu_us = (sharded.cpu - plain.cpu) * 1e6
-    return {
-        "cpu_us": cpu_us / units,
-        "wall_us": (sharded.wall - plain.wall) / units * 1e6,
-        "step_us": cpu_us,
-        "plain_us": plain.cpu / units * 1e6,
-    }
+    sharded, plain = build(precision, units, params, per_dtype, device)
+    if profile:
+        profiler, printed = cProfile.Profile(), io.StringIO()
+        profiler.runcall(fastest_step, sharded, device, seconds)
+        pstats.Stats(profiler, stream=printed).sort_stats("tottime").print_stats(TOP)
+        return {"profile": printed.getvalue()}
+    us = fastest_step(sharded, device, seconds) - fastest_step(
+        plain, device, seconds / 4
+    )
+    return {"step_us": us, "unit_us": us / units}
 
 
 # What is compared #
 
-UNITS = 8
-PARAMS = (4, 16, 64)
-UNIFORM = "release, uniform fp32"
-PER_DTYPE = "release, one unit per dtype"
+UNIFORM, PER_DTYPE = "release, uniform fp32", "release, one unit per dtype"
 # Subject: side, precision, one unit per dtype
 SUBJECTS: dict[str, tuple[str, str, bool]] = {
     UNIFORM: ("release", "fp32", False),
@@ -139,42 +119,34 @@ SUBJECTS: dict[str, tuple[str, str, bool]] = {
     PER_DTYPE: ("release", "mixed", True),
     "branch, mixed": ("branch", "mixed", False),
 }
-# Case, subjects to compare, bar
+# Branch, release, bar
 COMPARISONS = (
-    ("uniform fp32", "branch, uniform fp32", UNIFORM, 0.55),
-    (
-        "fp32, bf16 compute, fp32 reduce",
-        "branch, fp32, bf16 compute",
-        "release, fp32, bf16 compute",
-        0.55,
-    ),
-    ("fp32, bf16 and fp16 in a unit", "branch, mixed", UNIFORM, 0.70),
-    ("fp32, bf16 and fp16 in a unit", "branch, mixed", PER_DTYPE, 0.40),
+    ("branch, uniform fp32", UNIFORM, 0.55),
+    ("branch, fp32, bf16 compute", "release, fp32, bf16 compute", 0.55),
+    ("branch, mixed", UNIFORM, 0.70),
+    ("branch, mixed", PER_DTYPE, 0.40),
 )
+UNITS, PARAMS = 8, (4, 16, 64)
+# Two sizes each: units, and parameters of a unit
+GROWTH = {
+    "in further units of 16": ((4, 16), (32, 16)),
+    "in the same 8 units": ((8, 16), (8, 128)),
+}
 
 
-def _group(params: int, seconds: float) -> Group:
+def group_of(units: int, params: int, seconds: float) -> Group:
     subjects = []
     for name, (side, precision, per_dtype) in SUBJECTS.items():
-        request: dict[str, Any] = {
-            "precision": precision,
-            "units": UNITS,
-            "params": params,
-            "per_dtype": per_dtype,
-            "seconds": seconds,
-        }
+        request = {"precision": precision, "units": units, "params": params}
+        request |= {"per_dtype": per_dtype, "seconds": seconds}
         subjects.append(Subject(name, side, request))
-    return Group(f"{params} parameters", tuple(subjects))
+    return Group(f"{params} parameters x {units}", subjects)
 
 
-def groups_of_host(params: Iterable[int], seconds: float) -> list[Group]:
-    """Returns a group for each number of parameters a unit."""
-    return [_group(count, seconds) for count in params]
-
-
-def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> PartResult:
+def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> list[Row]:
     """Compares host time per unit, for several numbers of parameters a unit."""
-    groups = groups_of_host(PARAMS, 0.06 if quick else 0.12)
+    params = PARAMS[1:2] if quick else PARAMS
+    groups = [group_of(UNITS, count, 0.06 if quick else 0.12) for count in params]
     samples = alternate(
         "host",
         sides,
@@ -182,11 +154,43 @@ def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> PartResul
         rounds=rounds or (2 if quick else 12),
         launches=1 if quick else 3,
     )
-    timed = [
-        Timed(group.name, f"{case}, {group.name}", branch, versus, bar)
-        for case, branch, versus, bar in COMPARISONS
-        for group in groups
-    ]
-    rows = timed_rows("host", "us / unit and step", "cpu_us", samples, timed)
-    wall = timed_rows("host", "wall us / unit, step", "wall_us", samples, timed)
-    return PartResult(rows, {"samples": samples.as_json(), "wall_rows": as_json(wall)})
+    rows = []
+    for branch, versus, bar in COMPARISONS:
+        compared = [Comparison(group.name, branch, versus, bar) for group in groups]
+        quantity = f"us / unit and step, {branch.partition(', ')[2]}"
+        rows += samples.rows("host", quantity, "unit_us", compared)
+    return rows
+
+
+def run_growth(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> list[Row]:
+    """Compares what a further parameter takes, by the difference of two sizes."""
+    sizes = sorted({size for pair in GROWTH.values() for size in pair})
+    groups = {size: group_of(*size, 0.03) for size in sizes}
+    samples = alternate(
+        "host", sides, [*groups.values()], rounds=rounds or (2 if quick else 6)
+    )
+    rows = []
+    for what, (small, large) in GROWTH.items():
+        for name in SUBJECTS:
+            ends = [
+                samples.values[groups[s].name, name, "step_us"] for s in (small, large)
+            ]
+            for first, last in zip(*ends):
+                more = (last - first) / (large[0] * large[1] - small[0] * small[1])
+                samples.add(what, name, {"more_us": more})
+        compared = [
+            Comparison(what, branch, versus) for branch, versus, _ in COMPARISONS
+        ]
+        rows += samples.rows("growth", "us / further parameter", "more_us", compared)
+    return rows
+
+
+def run_profile(sides: dict[str, Side], **options: Any) -> list[Row]:
+    """Prints which functions take a unit's host time, on each side."""
+    for side in sides.values():
+        side.start()
+    for name in (UNIFORM, "branch, uniform fp32", "branch, mixed"):
+        (subject,) = (s for s in group_of(UNITS, 16, 1).subjects if s.name == name)
+        found = sides[subject.side].ask("profile", {**subject.request, "profile": True})
+        print(f"{name}, 16 parameters:\n{found['profile']}")
+    return []

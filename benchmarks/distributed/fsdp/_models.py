@@ -1,8 +1,7 @@
 """The models that are measured, and how each side makes units of them."""
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -58,21 +57,15 @@ def scales_block(params: int, dtypes: Sequence[torch.dtype]) -> nn.Sequential:
 
 
 def shard_scales(
-    model: nn.Sequential,
-    *,
-    per_dtype: bool,
-    policy: dict[str, Any],
-    world_size: int,
-    device: str,
-) -> nn.Module:
+    model: nn.Sequential, *, per_dtype: bool, policy: dict[str, Any], device: str
+) -> None:
     """Makes each block one unit, or one for each of its dtypes."""
-    mesh = init_device_mesh(device, (world_size,))
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
     mp_policy = MixedPrecisionPolicy(**policy)
     for block in model:
         for unit in block.children() if per_dtype else (block,):
             fully_shard(unit, mesh=mesh, mp_policy=mp_policy)
     fully_shard(model, mesh=mesh, mp_policy=mp_policy)
-    return model
 
 
 # Blocks of language models #
@@ -206,36 +199,54 @@ BLOCKS: dict[str, type[Block]] = {
     "Nemotron-H-like": NemotronHBlock,
     "fp32 adapters": AdapterBlock,
 }
-UNIFORM_BLOCKS = ("Llama-like",)
+UNIFORM_BLOCK = "Llama-like"
 NUM_BLOCKS = 3
-TOKENS = (2, 32, 512)  # sequences, positions, features
+TOKENS = (2, 32)  # sequences, positions
+# Arguments of a block, as in models of 8 billion parameters: for devices
+LARGE = {
+    "Llama-like": {"dim": 4096, "heads": 32, "hidden": 12288},
+    "Nemotron-H-like": {"dim": 4096, "heads": 128, "state": 128},
+    "fp32 adapters": {"dim": 4096, "heads": 32, "hidden": 12288},
+}
 
 # Ways to train a model of several dtypes
 AS_IT_IS = "as it is"  # one unit a block, whatever its dtypes
 PER_DTYPE = "one unit per dtype"
 ALL_FP32 = "all fp32"  # upcast before it is sharded
-PROMOTED = "gradients promoted to fp32"
+PROMOTED = "gradients promoted to fp32"  # all of a unit in one reduction
 LATE = "BACKWARD_POST"
 # All in bf16, and gradients added in fp32: sent in fp32 too, or in bf16
 WIDE, NARROW = "sent in fp32", "sent in bf16"
+POLICIES: dict[str, dict[str, torch.dtype]] = {
+    PROMOTED: {"reduce_dtype": FP32},
+    WIDE: {"param_dtype": BF16, "reduce_dtype": FP32},
+    NARROW: {"param_dtype": BF16, "reduce_dtype": FP32, "grad_comm_dtype": BF16},
+}
 
 
-def language_model(block: str, way: str, device: str, **sizes: int) -> nn.Sequential:
+def is_large(device: str, size: str) -> bool:
+    return device == "cuda" and size != "small"
+
+
+class Run(NamedTuple):
+    """A sharded model, and what goes into its first block."""
+
+    model: nn.Sequential
+    x: Tensor
+
+
+def language_model(block: str, way: str, device: str, size: str = "") -> Run:
     """
-    Returns a sharded stack of blocks, the same on every rank and side. ``sizes`` are
-    arguments of a block.
+    Returns a stack of blocks, the same on every rank and side: large ones on a device,
+    unless ``size`` is "small".
     """
     torch.manual_seed(0)
+    sizes = LARGE[block] if is_large(device, size) else {}
     with torch.device(device):
         model = nn.Sequential(*(BLOCKS[block](**sizes) for _ in range(NUM_BLOCKS)))
     if way == ALL_FP32:
         model.float()
-    # With reduce_dtype, all gradients of a unit share one reduce-scatter
-    policy = MixedPrecisionPolicy(reduce_dtype=FP32 if way == PROMOTED else None)
-    if way in (WIDE, NARROW):
-        policy = MixedPrecisionPolicy(BF16, FP32)
-    if way == NARROW:  # which the release does not have
-        policy = replace(policy, grad_comm_dtype=BF16)
+    policy = MixedPrecisionPolicy(**POLICIES.get(way, {}))
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     for module in model:
         assert isinstance(module, Block)
@@ -244,37 +255,16 @@ def language_model(block: str, way: str, device: str, **sizes: int) -> nn.Sequen
             fully_shard(second, mesh=mesh)
         fully_shard(module, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh)
-    if way == LATE:
+    if way == LATE:  # which the release does not have, as grad_comm_dtype
         from torch.distributed.fsdp import set_backward_prefetch
 
         set_backward_prefetch(model, BackwardPrefetch.BACKWARD_POST)
-    return model
-
-
-class Weights(nn.Module):
-    """Four bf16 matrices, and one fp32 gain if there shall be a second dtype."""
-
-    DIM = 256
-
-    def __init__(self, has_gain: bool):
-        super().__init__()
-        self.linears = nn.Sequential(
-            *(nn.Linear(self.DIM, self.DIM, bias=False, dtype=BF16) for _ in range(4))
-        )
-        self.gain = nn.Parameter(torch.ones(64)) if has_gain else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.linears(x)
-        return x if self.gain is None else x * self.gain.mean().to(x.dtype)
-
-
-def weights_model(has_gain: bool, device: str) -> nn.Module:
-    """Returns one unit of them, whose gradients are reduced in fp32."""
-    mesh = init_device_mesh(device, (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(reduce_dtype=FP32)
-    model = Weights(has_gain).to(device)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    return model
+    x = torch.randn(
+        *(TOKENS if not is_large(device, size) else (1, 512)),
+        sizes.get("dim", 512),
+        generator=torch.Generator().manual_seed(dist.get_rank()),
+    )
+    return Run(model, x.to(device, FP32 if way == ALL_FP32 else BF16))
 
 
 def training_step(model: nn.Module, x: Tensor) -> None:
@@ -282,10 +272,3 @@ def training_step(model: nn.Module, x: Tensor) -> None:
     model(x).float().square().mean().backward()
     for parameter in model.parameters():
         parameter.grad = None
-
-
-def tokens(way: str, device: str, size: tuple[int, ...] = TOKENS) -> Tensor:
-    """Returns what goes into the first block."""
-    dtype = FP32 if way == ALL_FP32 else BF16
-    x = torch.randn(size, generator=torch.Generator().manual_seed(dist.get_rank()))
-    return x.to(device, dtype)

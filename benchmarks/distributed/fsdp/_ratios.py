@@ -1,25 +1,25 @@
-"""Runs release and branch in turns, and says how much one takes of what the other does.
+"""
+Runs release and branch in turns, and says how much one takes of what the other does.
 
 [Note: Ratios of pairs]
 A machine that others use as well is slower at times, for both sides alike. So a time is
-never compared with one taken minutes before: each round measures all subjects of a
-group one after the other, release and branch alternating, and gives one ratio. What is
-reported is the median of the ratios, with their interquartile range: half of all rounds
-lie inside it.
+never compared with one taken minutes before: each round measures all subjects of a group
+one after the other, and gives one ratio. What is reported is the median of the ratios
+and their quartiles: half of all rounds lie between them.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from _sides import Side
+from tabulate import tabulate
 from tqdm import tqdm
 
 
-@dataclass(frozen=True)
-class Subject:
+class Subject(NamedTuple):
     """What one side measures: ``request`` are arguments of a part's ``measure``."""
 
     name: str
@@ -27,58 +27,108 @@ class Subject:
     request: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """Subjects that are compared with one another, in the order of a round."""
 
     name: str
-    subjects: tuple[Subject, ...]
+    subjects: Sequence[Subject]
+
+
+class Comparison(NamedTuple):
+    """Two subjects of a group; the ratio should be at most ``bar``."""
+
+    group: str
+    branch: str
+    versus: str
+    bar: float | None = None
 
 
 @dataclass(frozen=True)
-class Spread:
-    """A median and the quartiles around it."""
+class Row:
+    """What the branch takes, what another way takes, and the ratio with quartiles."""
 
-    median: float
+    part: str
+    case: str
+    quantity: str  # with its unit
+    branch: float
+    versus: str
+    other: float
     low: float
+    ratio: float
     high: float
-    samples: int
+    bar: float | None = None
 
-    @classmethod
-    def of(cls, values: Sequence[float]) -> "Spread":
-        low, median, high = np.percentile(values, (25, 50, 75))
-        return cls(float(median), float(low), float(high), len(values))
+    @property
+    def is_met(self) -> bool | None:
+        """None if nothing is expected. A NaN is not met."""
+        return None if self.bar is None else self.ratio <= self.bar
+
+    def cells(self) -> list[str]:
+        # Of times only the ratio says something about another machine
+        is_exact = self.low == self.high
+        spread = "exact" if is_exact else f"{self.low:.3f} to {self.high:.3f}"
+        return [
+            self.part,
+            self.case,
+            self.quantity,
+            f"{self.branch:,.6g}" if is_exact else "",
+            self.versus,
+            f"{self.other:,.6g}" if is_exact else "",
+            f"{self.ratio:.3f}",
+            spread,
+            "" if self.bar is None else f"{self.bar:.4g}",
+            {None: "", True: "yes", False: "NO"}[self.is_met],
+        ]
+
+
+def exact_row(
+    part: str,
+    case: str,
+    quantity: str,
+    branch: float,
+    versus: str,
+    other: float,
+    bar: float | None = None,
+) -> Row:
+    """Returns a row of what is counted, and the same in every run. 0 of 0 is 1."""
+    ratio = branch / other if other else float("inf") if branch else 1.0
+    return Row(part, case, quantity, branch, versus, other, ratio, ratio, ratio, bar)
+
+
+HEADER = ("part", "case", "quantity", "branch", "compared with", "other", "ratio")
+
+
+def table(rows: Iterable[Row], style: str = "simple") -> str:
+    header = (*HEADER, "quartiles", "at most", "met")
+    align = ["left"] * 3 + ["right", "left"] + ["right"] * 5
+    cells = [row.cells() for row in rows]
+    return tabulate(cells, header, style, disable_numparse=True, colalign=align)
 
 
 @dataclass
 class Samples:
     """What each subject of each group measured, a value of each metric per round."""
 
-    values: dict[tuple[str, str], dict[str, list[float]]] = field(default_factory=dict)
+    values: dict[tuple[str, str, str], list[float]] = field(default_factory=dict)
 
     def add(self, group: str, subject: str, measured: dict[str, float]) -> None:
-        metrics = self.values.setdefault((group, subject), {})
         for metric, value in measured.items():
-            metrics.setdefault(metric, []).append(value)
+            self.values.setdefault((group, subject, metric), []).append(value)
 
-    def as_json(self) -> list[dict[str, Any]]:
-        return [
-            {"group": group, "subject": subject, **metrics}
-            for (group, subject), metrics in self.values.items()
-        ]
-
-    def of(self, group: str, subject: str, metric: str) -> list[float]:
-        return self.values[group, subject][metric]
-
-    def spread(self, group: str, subject: str, metric: str) -> Spread:
-        return Spread.of(self.of(group, subject, metric))
-
-    def ratio(self, group: str, above: str, below: str, metric: str) -> Spread:
-        """How much ``above`` takes of what ``below`` does, round by round."""
-        pairs = zip(
-            self.of(group, above, metric), self.of(group, below, metric), strict=True
-        )
-        return Spread.of([a / b for a, b in pairs])
+    def rows(
+        self, part: str, quantity: str, metric: str, comparisons: Iterable[Comparison]
+    ) -> list[Row]:
+        """See [Note: Ratios of pairs]."""
+        rows = []
+        for group, branch, versus, bar in comparisons:
+            ours, theirs = (
+                np.array(self.values[group, name, metric]) for name in (branch, versus)
+            )
+            low, median, high = map(float, np.percentile(ours / theirs, (25, 50, 75)))
+            medians = float(np.median(ours)), float(np.median(theirs))
+            row = (part, group, quantity, medians[0], versus, medians[1])
+            rows.append(Row(*row, low, median, high, bar))
+        return rows
 
 
 def alternate(
@@ -86,14 +136,13 @@ def alternate(
     sides: dict[str, Side],
     groups: Sequence[Group],
     *,
-    rounds: int,
+    rounds: int = 1,
     launches: int = 1,
 ) -> Samples:
     """
     Measures every subject once in each of ``rounds``. If there are several
     ``launches``, each begins with new processes, so that what a process has by chance
     (the addresses that it got, the order in which it hashes) is averaged out as well.
-    The processes of the last one are left for who measures next, and for :func:`stop`.
     """
     samples = Samples()
     total = rounds * sum(len(group.subjects) for group in groups)

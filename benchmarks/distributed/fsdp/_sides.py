@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import selectors
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,7 +20,9 @@ HERE = Path(__file__).resolve().parent
 REPO_ROOT = HERE.parents[2]
 # Where torch is. Set-up keeps the release, unmodified, beside the tree of links
 TREE_ROOT = Path(torch.version.__file__).absolute().parents[1]
-RELEASE_ROOT = TREE_ROOT.parent / "base"
+# Where an overlay keeps the files that it replaced, from the folder that holds torch/
+KEPT = "torch/.mixed_dtype/release"
+MADE = REPO_ROOT / "build" / "release"
 CACHE = REPO_ROOT / "build" / "pycache"
 TESTS = REPO_ROOT / "test" / "distributed" / "_composable" / "fsdp"
 
@@ -27,12 +30,26 @@ TESTS = REPO_ROOT / "test" / "distributed" / "_composable" / "fsdp"
 LAST_LINES = 20  # of what a process that failed wrote to standard error
 
 
+def find_release(given: Path | None, tree: Path = TREE_ROOT) -> Path | None:
+    """
+    Returns a folder with the release's ``torch/``: the one that is given, the one that
+    set-up keeps, or one of links in which an overlay's files are the release's again.
+    """
+    for folder in [tree.parent / "base"] if given is None else [given]:
+        if (folder / "torch").is_dir():
+            return folder
+    if given is not None or not (tree / KEPT / "torch").is_dir():
+        return None
+    from tools.setup_helpers.tree import files_under, lay_links, plan_links
+
+    planned = plan_links(tree, tree / KEPT, files_under(tree / KEPT, "torch"))
+    shutil.rmtree(MADE, ignore_errors=True)
+    lay_links(MADE, {p: to for p, to in planned.items() if p.startswith("torch/")})
+    return MADE
+
+
 class SideError(RuntimeError):
     """A process of a side has ended, and so the side."""
-
-
-class SideTimeoutError(SideError):
-    """A process of a side did not answer in time, and the side was ended."""
 
 
 class Side:
@@ -41,7 +58,7 @@ class Side:
     measurements and wait for the next request, without using a core meanwhile.
 
     Args:
-        backend: ``fake`` and ``threaded`` take one process for all ranks.
+        backend: ``fake`` takes one process for all ranks.
         env: Variables that its processes get beside those of this one.
     """
 
@@ -71,7 +88,7 @@ class Side:
         if self._processes:
             return
         self._scratch = tempfile.TemporaryDirectory(prefix="fsdp_bench_")
-        ranks = 1 if self.backend in ("fake", "threaded") else self.world_size
+        ranks = 1 if self.backend == "fake" else self.world_size
         for rank in range(ranks):
             options = {
                 "backend": self.backend,
@@ -162,7 +179,7 @@ class Side:
         lines = self._last_lines(min(ranks))
         self.stop()
         named = ", ".join(map(str, sorted(ranks)))
-        raise SideTimeoutError(f"{self.name}: no answer of rank {named} in time{lines}")
+        raise SideError(f"{self.name}: no answer of rank {named} in time{lines}")
 
     def _last_lines(self, rank: int) -> str:
         said = self._errors_of(rank).read_text(errors="replace").splitlines()

@@ -1,15 +1,16 @@
 """
-Wall-clock time of a training step of four gloo processes.
+Wall-clock time of a training step of four gloo processes, or on a device.
 
-The processes share the machine's cores, so what is computed and what is sent both
-count. Each round starts with a barrier, and takes the median of its steps. On a CPU that
-has no instructions for products of half precision, both sides compute them in fp32:
-otherwise hardly anything else would be measured.
+Processes share the machine's cores, so what is computed and what is sent both count. Each
+round starts with a barrier, and takes the median of its steps. On a CPU that has no
+instructions for products of half precision, both sides compute them in fp32: otherwise
+hardly anything else would be measured.
 """
 
 import time
+from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from _models import (
@@ -21,111 +22,89 @@ from _models import (
     NARROW,
     PER_DTYPE,
     PROMOTED,
-    tokens,
+    Run,
     training_step,
-    UNIFORM_BLOCKS,
+    UNIFORM_BLOCK,
     WIDE,
 )
-from _ratios import alternate, Group, Samples, Subject
-from _rows import PartResult, Timed, timed_rows
+from _ratios import alternate, Comparison, Group, Row, Samples, Subject
 from _sides import Side
 
+import torch
 import torch.distributed as dist
 from _half_products import widen_half_products
-from torch import nn, Tensor
-
-
-SIDE_OPTIONS = {"backend": "gloo", "world_size": 4}
-
-
-class Run(NamedTuple):
-    model: nn.Module
-    x: Tensor
 
 
 @cache
-def _build(block: str, way: str, device: str) -> Run:
+def _build(block: str, way: str, device: str, size: str) -> Run:
     widen_half_products()
-    run = Run(language_model(block, way, device), tokens(way, device))
+    run = language_model(block, way, device, size)
     for _ in range(3):
         training_step(*run)
     return run
 
 
-def measure(*, device: str, block: str, way: str, steps: int) -> dict[str, Any]:
+def measure(
+    *, device: str, block: str, way: str, steps: int, size: str = ""
+) -> dict[str, Any]:
     """Returns the median step of several, in milliseconds."""
-    run = _build(block, way, device)
+    run = _build(block, way, device, size)
+    wait: Callable[[], Any] = torch.cuda.synchronize if device == "cuda" else int
     training_step(*run)  # not counted: the other side has used the caches since
     dist.barrier()
+    wait()
     ends = [time.perf_counter()]
     for _ in range(steps):
         training_step(*run)
+        wait()
         ends.append(time.perf_counter())
     return {"wall_ms": float(np.median(np.diff(ends))) * 1e3}
 
 
 # What is compared #
 
-BRANCH = "branch"
+BRANCH, RELEASE = "branch", "release"
 PER_DTYPE_RELEASE = "release, one unit per dtype"
-UNIFORM_RELEASE = "release"
 ALL_FP32_RELEASE = "release, all fp32"
-# The branch can be told to do so: by a policy that reduces in fp32
-PROMOTED_BRANCH = "gradients promoted (by the branch)"
-EARLY_BRANCH = "BACKWARD_PRE, the default (by the branch)"
-WIDE_BRANCH = "the same sums, sent in fp32 (by the branch)"
+EARLY = "BACKWARD_PRE, the default (by the branch)"
 
 
-def groups_of(extra: dict[str, Any], *, promoted: bool) -> list[Group]:
-    """Returns each block in all ways that run, release and branch in turns."""
-    groups = []
+def groups_of(extra: dict[str, Any], **named: str) -> Iterator[Group]:
+    """
+    Yields each block as it is, with BACKWARD_POST and with ``grad_comm_dtype``, and what
+    it is compared with. ``named`` picks groups, by "block" or by "setting".
+    """
     for block in BLOCKS:
-        uniform = block in UNIFORM_BLOCKS
-        ways = [
-            (UNIFORM_RELEASE if uniform else PER_DTYPE_RELEASE, "release", PER_DTYPE),
-            (BRANCH, "branch", AS_IT_IS),
-            (ALL_FP32_RELEASE, "release", ALL_FP32),
-        ]
-        if promoted and not uniform:
-            ways.append((PROMOTED_BRANCH, "branch", PROMOTED))
-        subjects = [
-            Subject(name, side, {"block": block, "way": way, **extra})
-            for name, side, way in ways
-        ]
-        groups.append(Group(block, tuple(subjects)))
-    return groups
-
-
-def late_groups(extra: dict[str, Any]) -> list[Group]:
-    """Returns each block with units that gather the next one after their backward."""
-    groups = []
-    for block in BLOCKS:
-        release = UNIFORM_RELEASE if block in UNIFORM_BLOCKS else PER_DTYPE_RELEASE
-        subjects = [
-            Subject(name, side, {"block": block, "way": way, **extra})
-            for name, side, way in (
-                (release, "release", PER_DTYPE),
-                (BRANCH, "branch", LATE),
-                (EARLY_BRANCH, "branch", AS_IT_IS),
-            )
-        ]
-        groups.append(Group(f"{block}, {LATE}", tuple(subjects)))
-    return groups
-
-
-def narrow_groups(extra: dict[str, Any]) -> list[Group]:
-    """Returns blocks in bf16 whose gradients are added in fp32, sent in both ways."""
-    ways = ((BRANCH, NARROW), (WIDE_BRANCH, WIDE))
-    return [
-        Group(
-            f"{block}, grad_comm_dtype",
-            tuple(
-                Subject(name, "branch", {"block": block, "way": way, **extra})
-                for name, way in ways
-            ),
-        )
-        for block in UNIFORM_BLOCKS
-    ]
+        is_uniform = block == UNIFORM_BLOCK
+        release = RELEASE if is_uniform else PER_DTYPE_RELEASE
+        promoted = (f"{PROMOTED} (by the branch)", BRANCH, PROMOTED)
+        ways = {
+            "": [
+                (release, RELEASE, PER_DTYPE),
+                (BRANCH, BRANCH, AS_IT_IS),
+                (ALL_FP32_RELEASE, RELEASE, ALL_FP32),
+                *([] if is_uniform else [promoted]),
+            ],
+            LATE: [
+                (release, RELEASE, PER_DTYPE),
+                (BRANCH, BRANCH, LATE),
+                (EARLY, BRANCH, AS_IT_IS),
+            ],
+            "grad_comm_dtype": [
+                (BRANCH, BRANCH, NARROW),
+                ("release, the same sums", RELEASE, WIDE),
+            ],
+        }
+        if not is_uniform:
+            del ways["grad_comm_dtype"]
+        for setting, of_setting in ways.items():
+            if named.get("setting", setting) == setting:
+                if named.get("block", block) == block:
+                    subjects = [
+                        Subject(name, side, {"block": block, "way": way, **extra})
+                        for name, side, way in of_setting
+                    ]
+                    yield Group(f"{block} blocks{setting and f', {setting}'}", subjects)
 
 
 def rows_of(
@@ -134,30 +113,26 @@ def rows_of(
     metric: str,
     groups: list[Group],
     samples: Samples,
-    bar: float | None = None,
-) -> PartResult:
-    """Compares the branch with every other way."""
-    timed = [
-        Timed(group.name, _case(group.name), BRANCH, subject.name, bar)
+    bars: dict[str, float],
+) -> list[Row]:
+    """Compares the branch with every other way; ``bars`` are by the start of its name."""
+    compared = [
+        Comparison(group.name, BRANCH, subject.name, bar)
         for group in groups
         for subject in group.subjects
         if subject.name != BRANCH
+        for bar in [
+            next((b for n, b in bars.items() if subject.name.startswith(n)), None)
+        ]
     ]
-    rows = timed_rows(part, quantity, metric, samples, timed)
-    return PartResult(rows, {"samples": samples.as_json()})
+    return samples.rows(part, quantity, metric, compared)
 
 
-def _case(group: str) -> str:
-    block, comma, setting = group.partition(",")
-    return f"{block} blocks{comma}{setting}"
-
-
-def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> PartResult:
+def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> list[Row]:
     """Compares the time of a step."""
     steps = {"steps": 3 if quick else 5}
-    groups = groups_of(steps, promoted=True) + narrow_groups(steps) + late_groups(steps)
-    if quick:
-        groups = [group for group in groups if group.name not in UNIFORM_BLOCKS][:1]
+    picked = {"block": "Nemotron-H-like", "setting": ""} if quick else {}
+    groups = [*groups_of(steps, **picked)]
     samples = alternate(
         "step",
         sides,
@@ -165,4 +140,5 @@ def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> PartResul
         rounds=rounds or (2 if quick else 10),
         launches=1 if quick else 2,
     )
-    return rows_of("step", "ms / step", "wall_ms", groups, samples, bar=1.0)
+    bars = {RELEASE: 1.0, PROMOTED: 1.0}
+    return rows_of("step", "ms / step", "wall_ms", groups, samples, bars)

@@ -20,30 +20,23 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 # Parts by name: each module has a function `measure`
 MODULES = {
     "host": "_host_time",
-    "growth": "_host_time",
-    "where": "_where",
-    "bytes": "_wire_bytes",
+    "profile": "_host_time",
+    "bytes": "_bytes",
+    "bits": "_bits",
     "step": "_step_time",
     "memory": "_peak_memory",
-    "cuda": "_cuda_copies",
-    "right": "_gpu_right",
-    "streams": "_gpu_schedules",
-    "peaks": "_gpu_memory",
-    "launches": "_gpu_launches",
-    "steps": "_gpu_steps",
-    "coalesced": "_gpu_coalesced",
-    "sanitizer": "_gpu_sanitizer",
-    "about": "_gpu_about",
+    "kernels": "_kernels",
+    "copies": "_copies",
+    "late": "_late_kernels",
+    "sanitizer": "_device",
+    "alignment": "_device",
+    "about": "_device",
 }
 
 
 def join_group(options: dict[str, Any]) -> None:
     """Becomes one rank of many: of real ones, or the first of none but itself."""
     rank, world_size = options["rank"], options["world_size"]
-    if options["device"] == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-    if options["backend"] == "threaded":
-        return  # each thread joins by itself
     if options["backend"] == "fake":
         store: dist.Store = FakeStore()
     else:
@@ -51,6 +44,12 @@ def join_group(options: dict[str, Any]) -> None:
     dist.init_process_group(
         options["backend"], rank=rank, world_size=world_size, store=store
     )
+    if options["device"] == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        if options["backend"] == "gloo":
+            from _device import stage_what_gloo_lacks
+
+            stage_what_gloo_lacks()
 
 
 def check_root(root: str) -> None:
@@ -71,19 +70,9 @@ def main() -> None:
     join_group(options)
     for line in sys.stdin:
         asked = json.loads(line)
-        measured = measure(asked["part"], options["device"], asked["request"])
+        module = importlib.import_module(MODULES[asked["part"]])
+        measured = module.measure(device=options["device"], **asked["request"])
         print(json.dumps(measured), file=answers)
-
-
-def measure(part: str, device: str, request: dict[str, Any]) -> dict[str, Any]:
-    try:
-        module = importlib.import_module(MODULES[part])
-        return module.measure(device=device, **request)
-    except ModuleNotFoundError as missing:
-        # Whoever brings their own torch may not have all that benchmarks use
-        if not str(missing.name).startswith(("torch", "_", "fsdp_")):
-            return {"not_run": f"there is no package {missing.name}: pip install it"}
-        raise
 
 
 if __name__ == "__main__":

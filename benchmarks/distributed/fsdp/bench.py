@@ -3,128 +3,165 @@
     python benchmarks/distributed/fsdp/bench.py [--parts host,bytes,...] [--quick]
 
 Each side, release and branch, runs in processes of its own and in turns with the other. The
-table is printed; it, all values as JSON and pictures go to build/bench/, or to
-build/bench/partial/ if it was not the whole run. A run that is cut off leaves the
-values of the parts that it finished in unfinished.json there. ``--docs`` also writes
-what a whole run found last into docs/.
+table is printed; it and all values as JSON go to build/bench/ after each part, or to
+build/bench/partial/ if it was not the whole run. ``--docs`` also writes docs/benchmarks.md.
 """
 
 import argparse
-import functools
 import importlib
+import json
+import os
+import platform
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 
 ROOT = Path(__file__).resolve().parents[3]
-# Where _half_products is, which the step benchmark shares with the examples
-sys.path += [str(ROOT / "examples"), str(ROOT)]
+# Where _half_products is, which the step benchmark shares with the examples, and what
+# late kernels share with the tests
+TESTS = ROOT / "test" / "distributed" / "_composable" / "fsdp"
+sys.path += [str(TESTS), str(ROOT / "examples"), str(ROOT)]
 
 try:
-    from _ratios import stop
-    from _results import describe, machine, Results
-    from _sides import RELEASE_ROOT, Side, SideError, TREE_ROOT
+    from _ratios import Row, stop, table
+    from _sides import find_release, Side, SideError, TREE_ROOT
 
     import torch
+    from _half_products import slow_dtypes
     from tools.setup_helpers.releases import DEFAULT
 except ImportError as missing:
     sys.exit(f"error: {missing}: run `make setup` first, or `make bench`")
 
 
-# Each module has a function `run`
+# A module and its function. Those of the second line run only if they are named
 PARTS = {
-    "host": "_host_time",
-    "bytes": "_wire_bytes",
-    "step": "_step_time",
-    "memory": "_peak_memory",
-    "growth": "_growth",
-    "where": "_where",
-    "cuda": "_cuda_copies",
+    "host": ("_host_time", "run"),
+    "bytes": ("_bytes", "run"),
+    "step": ("_step_time", "run"),
+    "memory": ("_peak_memory", "run"),
+    "growth": ("_host_time", "run_growth"),
+}
+MORE = {
+    "profile": ("_host_time", "run_profile"),
+    "kernels": ("_kernels", "run"),
+    "bits": ("_bits", "run"),
+    "late": ("_late_kernels", "run"),
+    "alignment": ("_device", "run_alignment"),
+    "sanitizer": ("_device", "run_sanitizer"),
 }
 OUTPUT = ROOT / "build" / "bench"
-DOCS = ROOT / "docs"
+PAGE = """\
+# Benchmarks
+
+Written by `make bench DOCS=1`. The *release* is PyTorch {torch}, the *branch* is the
+release with the files of this repository over it. {machine}
+
+Both run in separate processes and take turns. A round measures one after the other and
+gives one ratio; the table shows the median ratio and quartiles. Bytes, collectives and
+memory are counted and the same in every run. *At most* is the ratio that the branch aims at.
+
+{table}
+
+- **host**: processor time of a step's forward and backward per unit, of 8 units whose
+  parameters have 128 elements each, less that of the same model without `fully_shard`. The
+  process group is a fake one of 8 ranks.
+- **bytes**: sizes of the collectives of one step, over 8 ranks, of three blocks that are
+  resharded after forward.
+- **step**: wall-clock time of a training step of four gloo processes that share the cores.
+  *Gradients promoted* is the branch with `reduce_dtype=torch.float32`.
+- **memory**: the peak that `FSDPMemTracker` counts on one of 8 ranks in one step, without an
+  optimizer.
+- **growth**: what a further parameter takes of the host, by the difference of two sizes.
+"""
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add = parser.add_argument
-    add("--parts", default=",".join(PARTS), help="default: all, %(default)s")
+    add, names = parser.add_argument, ", ".join([*PARTS, *MORE])
+    add("--parts", default=",".join(PARTS), help=f"some of {names}")
     add("--quick", action="store_true", help="few rounds, to see that it runs")
     add("--rounds", type=int, metavar="N", help="of each part that measures time")
+    add("--device", default="cpu", choices=("cpu", "cuda"))
     add("--output", type=Path, help="another folder for the results")
     add("--docs", action="store_true", help="write docs/benchmarks.md as well")
-    add("--no-run", action="store_true", help="take the results of the last whole run")
-    add(
-        "--release",
-        type=Path,
-        default=RELEASE_ROOT,
-        help="folder with the release's torch/",
-    )
-    add(
-        "--branch", type=Path, default=TREE_ROOT, help="folder with the branch's torch/"
-    )
+    add("--release", type=Path, help="folder with the release's torch/")
     args = parser.parse_args(argv)
     args.parts = args.parts.split(",")
     for part in args.parts:
-        if part not in PARTS:
-            parser.error(f"no part {part!r}: choose from {', '.join(PARTS)}")
-    if not (args.release / "torch").is_dir():
-        parser.error(
-            f"no torch/ in {args.release}: run `make setup`, or give --release"
-        )
+        if part not in PARTS | MORE:
+            parser.error(f"no part {part!r}: choose from {names}")
+    args.release = find_release(args.release)
+    if args.release is None:
+        parser.error("there is no release: run `make setup`, or give --release")
     is_whole = args.parts == [*PARTS] and not args.quick and args.rounds is None
-    if args.docs and not (is_whole or args.no_run):
-        parser.error("--docs needs a whole run: no --parts, --quick or --rounds")
-    if args.docs and not DEFAULT.is_of(torch.__version__):
-        parser.error("--docs writes pages on the default release: leave RELEASE= out")
+    if args.docs and not (is_whole and DEFAULT.is_of(torch.__version__)):
+        parser.error("--docs needs a whole run on the default release")
     args.output = args.output or (OUTPUT if is_whole else OUTPUT / "partial")
     return args
 
 
-def run(args: argparse.Namespace) -> Results:
-    """Runs the parts one after the other, and keeps what is there after each."""
-    results = Results(machine(), {})
-    with ExitStack() as at_end:
-        sides_with = functools.cache(functools.partial(make_sides, args, at_end))
-        for name in args.parts:
-            part = importlib.import_module(PARTS[name])
-            start = time.perf_counter()
-            sides = sides_with(**getattr(part, "SIDE_OPTIONS", {}))
-            result = part.run(sides, quick=args.quick, rounds=args.rounds)
-            result.data["seconds"] = seconds = time.perf_counter() - start
-            print(result.skipped or f"{name}: {seconds:.0f} s", file=sys.stderr)
-            results.parts[name] = result
-            results.save_unfinished(args.output)
-    return results
+def make_sides(part: str, args: argparse.Namespace) -> dict[str, Side]:
+    """Returns release and branch, with the process group that the part wants."""
+    options: dict[str, Any] = {"device": args.device}
+    devices = torch.cuda.device_count() if args.device == "cuda" else 0
+    if part in ("step", "bits", "late") and (part != "step" or devices != 1):
+        backend, ranks = ("nccl", devices) if devices > 1 else ("gloo", 4)
+        if part == "late" and devices < 4:
+            backend, ranks = "gloo", 4
+        options |= {"backend": backend, "world_size": ranks}
+    roots = {"release": args.release, "branch": TREE_ROOT}
+    return {name: Side(name, root, **options) for name, root in roots.items()}
 
 
-def make_sides(
-    args: argparse.Namespace, at_end: ExitStack, **options: Any
-) -> dict[str, Side]:
-    """Returns release and branch, with the process group that a part asks for."""
-    roots = {"release": args.release, "branch": args.branch}
-    sides = {name: Side(name, root, **options) for name, root in roots.items()}
-    at_end.callback(stop, sides)
-    return sides
+def describe_machine() -> str:
+    """What times depend on: the hardware, and nothing that names the machine."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2] for line in lines if line.startswith("model name")]
+    cpu = names[0].strip() if names else platform.processor() or platform.machine()
+    cores = len(os.sched_getaffinity(0))
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    text = f"Measured on {cores} cores of {cpu}, {device}, Python {platform.python_version()}."
+    widened = " and ".join(sorted(str(d).removeprefix("torch.") for d in slow_dtypes()))
+    return f"{text} In *step*, products of {widened} run in fp32." if widened else text
+
+
+def save(args: argparse.Namespace, rows: Sequence[Row]) -> None:
+    args.output.mkdir(parents=True, exist_ok=True)
+    found = {"machine": describe_machine(), "torch": torch.__version__}
+    found["rows"] = [asdict(row) | {"is_met": row.is_met} for row in rows]
+    (args.output / "results.json").write_text(json.dumps(found, indent=1) + "\n")
+    (args.output / "table.txt").write_text(table(rows) + "\n")
 
 
 def main(argv: Sequence[str]) -> int:
     args = parse_args(argv)
-    if args.no_run:
-        results = Results.load(OUTPUT)
-    else:
-        results = run(args)
-        results.save(args.output)
+    rows: list[Row] = []
+    for name in args.parts:
+        module, function = (PARTS | MORE)[name]
+        begun, sides = time.perf_counter(), make_sides(name, args)
+        try:
+            run = getattr(importlib.import_module(module), function)
+            rows += run(sides, quick=args.quick, rounds=args.rounds)
+        finally:
+            stop(sides)
+        print(f"{name}: {time.perf_counter() - begun:.0f} s", file=sys.stderr)
+        save(args, rows)
     if args.docs:
-        results.document(DOCS)
-    print(results.text())
-    print(f"\n{describe(results.machine)}")
+        release = torch.__version__.partition("+")[0]
+        page = PAGE.format(
+            torch=release, machine=describe_machine(), table=table(rows, "github")
+        )
+        (ROOT / "docs" / "benchmarks.md").write_text(page)
+    print(table(rows), f"\n{describe_machine()}", sep="\n")
     return 0
 
 

@@ -1,42 +1,47 @@
-"""Tells what is so on a CUDA device: what is right, what it takes, how fast it is.
+"""Checks correctness, memory and speed on a CUDA device, and writes a report.
 
-    python3 benchmarks/distributed/fsdp/gpu.py [--device cpu] [--only part.case,...]
+    python3 benchmarks/distributed/fsdp/gpu.py [--device cpu] [--only tests,late,...]
 
-Runs release and branch in processes, each part within a time of its own, and writes
-build/gpu/report.md and report.json after each result. Each line is compared with what
-docs/gpu.md expects, and has a command that repeats it alone. It needs no network.
+Runs the tests file by file, and parts of bench.py, each in a process with a limit of time:
+one that hangs or dies loses nothing of the others. build/gpu/report.md and report.json are
+written after each; every line has a command that repeats it. It needs no network.
 """
 
 import argparse
 import datetime
-import fnmatch
+import json
+import os
 import subprocess
 import sys
-import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NamedTuple
 
 
 ROOT = Path(__file__).resolve().parents[3]
-# What is shared with examples and tests
-TESTS = ROOT / "test" / "distributed" / "_composable" / "fsdp"
-sys.path += [str(TESTS), str(ROOT / "examples"), str(ROOT)]
-
-try:
-    from _gpu_expected import WRONG
-    from _gpu_part import BRANCH, Part, RELEASE, Where
-    from _gpu_parts import all_parts
-    from _gpu_release import find_release
-    from _gpu_report import AS_EXPECTED, DIED, NOT_RUN, Report, TIMED_OUT
-    from _gpu_run import Runner
-    from _sides import Side, TREE_ROOT
-except ImportError as missing:
-    sys.exit(f"error: {missing}: run `make setup` first, or `make gpu`")
+TESTS = "test/distributed/_composable/fsdp"
+BENCH = "benchmarks/distributed/fsdp/bench.py"
+# What is right comes first. Those that need CUDA are not run without
+PARTS = ("tests", "bits", "alignment", "sanitizer", "late", "kernels", "memory")
+PARTS = (*PARTS, "host", "step")
+NEED_CUDA = {"sanitizer": "the sanitizer needs CUDA"}
+ON_CPU = {"tests": "test_fully_shard_operators.py"}  # `make test` runs the others there
+AS_EXPECTED, WRONG, SLOWER = "as expected", "wrong", "slower than expected"
+DIED, NOT_RUN = "died", "not run"
+SECONDS = 300  # of each process
 
 
-OUTPUT = ROOT / "build" / "gpu"
-QUIET = {AS_EXPECTED, NOT_RUN}
-FAILS = {WRONG, DIED, TIMED_OUT}  # a busy machine is slower
+class Line(NamedTuple):
+    """What was found, and what it means."""
+
+    part: str
+    case: str
+    value: str
+    expected: str
+    verdict: str
+    command: str
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
@@ -45,80 +50,126 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--device", default="cuda", choices=("cuda", "cpu"))
-    add("--only", default="*", help="names or patterns of parts or part.case")
-    add("--release", type=Path, help="folder with the release's torch/")
-    add("--output", type=Path, default=OUTPUT, help="folder for the report")
-    add("--list", action="store_true", help="show parts and cases, and run nothing")
+    add("--only", default=",".join(PARTS), help="default: %(default)s")
+    add("--release", help="folder with the release's torch/")
+    add("--output", type=Path, default=ROOT / "build" / "gpu")
     args = parser.parse_args(argv)
     args.only = args.only.split(",")
-    if args.release is not None and not (args.release / "torch").is_dir():
-        parser.error(f"no torch/ in {args.release}")
+    if unknown := {*args.only} - {*PARTS}:
+        parser.error(f"no part {', '.join(unknown)}: choose from {', '.join(PARTS)}")
     return args
 
 
-def ask_about(device: str) -> dict[str, str | int]:
-    """Returns the report's header; it is a process that looks at the device."""
-    side = Side(BRANCH, TREE_ROOT, device=device)
-    try:
-        side.start()
-        found = side.ask("about", {}, seconds=120)
-    finally:
-        side.stop()
+def finished(*command: str) -> tuple[str, str]:
+    """Runs Python; returns a verdict if it died or hung, and the last line it wrote."""
+    ended = ["timeout", "--kill-after=5", str(SECONDS)]  # with all its processes
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*ended, sys.executable, *command],
+        cwd=ROOT,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    last = (done.stdout.strip().splitlines() or [""])[-1]
+    if done.returncode == 124:
+        return DIED, f"not done after {SECONDS} s: {last}"
+    return (DIED if done.returncode else ""), last
+
+
+def run_tests(args: argparse.Namespace) -> Iterator[Line]:
+    """Yields a line for each file, several at a time."""
+    pattern = "test_fully_shard_*.py" if args.device == "cuda" else ON_CPU["tests"]
+    files = sorted((ROOT / TESTS).glob(pattern))
+    files = [file for file in files if "mark.tools" not in file.read_text()]
+    with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // 4)) as pool:
+        commands = [("-m", "pytest", "-q", f"{TESTS}/{file.name}") for file in files]
+        for command, (verdict, last) in zip(
+            commands, pool.map(lambda command: finished(*command), commands)
+        ):
+            verdict = WRONG if verdict else AS_EXPECTED
+            name = Path(command[-1]).stem
+            shell = f"python3 {' '.join(command)}"
+            yield Line("tests", name, last, "all pass", verdict, shell)
+
+
+def run_bench(part: str, args: argparse.Namespace) -> Iterator[Line]:
+    """Yields a line for each row of which something is expected."""
+    options = ["--parts", part, "--device", args.device]
+    if args.release:
+        options += ["--release", args.release]
+    command = " ".join(["python3", BENCH, *options])
+    folder = args.output / part
+    (folder / "results.json").unlink(missing_ok=True)
+    quick = ["--quick"] if args.device == "cpu" else []
+    verdict, last = finished(BENCH, *options, *quick, "--output", str(folder))
+    if verdict:
+        yield Line(part, "", last, "", verdict, command)
+        return
+    for row in json.loads((folder / "results.json").read_text())["rows"]:
+        if row["is_met"] is not None:
+            is_time = row["quantity"].startswith(("us", "ms"))
+            verdict = SLOWER if is_time else WRONG
+            case = f"{row['case']}: {row['quantity']}, beside {row['versus']}"
+            value, bar = f"{row['ratio']:.3f}", f"at most {row['bar']:.4g}"
+            verdict = AS_EXPECTED if row["is_met"] else verdict
+            yield Line(part, case, value, bar, verdict, command)
+
+
+def header_of(device: str) -> dict[str, Any]:
+    """Returns what the report begins with; a process looks at the device."""
+    code = f"import sys, json; sys.path[:0] = {sys.path!r}; import _device as d; "
+    code += f"print(json.dumps(d.about({device!r})))"
+    verdict, last = finished("-c", code)
+    if verdict:
+        sys.exit(f"error: no {device} device can be used: {last}")
+    described = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    commit = subprocess.run(described, capture_output=True, text=True).stdout.strip()
     date = datetime.datetime.now(datetime.timezone.utc)
-    return found | {"commit": _commit(), "date": f"{date:%Y-%m-%d %H:%M} UTC"}
+    return json.loads(last) | {"commit": commit, "date": f"{date:%Y-%m-%d %H:%M} UTC"}
 
 
-def _commit() -> str:
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return done.stdout.strip()
-
-
-def is_wanted(patterns: Sequence[str], part: str, case: str) -> bool:
-    """Whether a pattern names the part or the case."""
-    names = (part, f"{part}.{case}")
-    return any(fnmatch.fnmatchcase(n, p) for n in names for p in patterns)
-
-
-def run(args: argparse.Namespace) -> Report:
-    header = ask_about(args.device)
-    where = Where(args.device, int(header.pop("devices")))
-    report = Report(args.output, args.device, header)
-    roots = {BRANCH: TREE_ROOT, RELEASE: find_release(args.release, TREE_ROOT)}
-    runner = Runner(roots, where, report)
-    for part in all_parts(where):
-        begun, before = time.monotonic(), len(report.lines)
-        runner.run(part, lambda *names: is_wanted(args.only, *names))
-        if len(report.lines) > before:
-            tell(part, report, before, time.monotonic() - begun)
-    return report
-
-
-def tell(part: Part, report: Report, start: int, seconds: float) -> None:
-    lines = report.lines[start:]
-    print(f"{part.name}: {len(lines)} lines, {seconds:.0f} s", flush=True)
-    for line in lines:
-        if line.verdict not in QUIET:
-            names = ".".join(filter(None, (line.part, line.case, line.figure)))
-            first = line.detail.partition("\n")[0]
-            print(f"  {line.verdict}: {names}: {first}", flush=True)
+def page_of(header: dict[str, Any], lines: list[Line]) -> str:
+    texts = ["# On this device", "", *(f"- {k}: {v}" for k, v in header.items()), ""]
+    counts = Counter(line.verdict for line in lines)
+    texts += [f"- **{count}** {verdict}" for verdict, count in counts.items()]
+    for part in dict.fromkeys(line.part for line in lines):
+        of_part = [line for line in lines if line.part == part]
+        texts += ["", f"## {part}", ""]
+        texts += [
+            f"`{command}`" for command in dict.fromkeys(x.command for x in of_part)
+        ]
+        texts += ["", "| case | value | expected | verdict |", "|---|---|---|---|"]
+        for line in of_part:
+            cells = (line.case, line.value, line.expected, line.verdict)
+            texts.append(f"| {' | '.join(c.replace('|', '/') for c in cells)} |")
+    return "\n".join([*texts, ""])
 
 
 def main(argv: Sequence[str]) -> int:
     args = parse_args(argv)
-    if args.list:
-        for part in all_parts(Where(args.device, 1)):
-            print(*(f"{part.name}.{case.name}" for case in part.cases), sep="\n")
-        return 0
-    report = run(args)
-    if not report.lines:
-        sys.exit(f"error: no case is named {', '.join(args.only)}: see --list")
-    print(f"{args.output / 'report.md'}")
-    return any(line.verdict in FAILS for line in report.lines)
+    header, lines = header_of(args.device), []
+    args.output.mkdir(parents=True, exist_ok=True)
+    for part in (p for p in PARTS if p in args.only):
+        before = len(lines)
+        if part in NEED_CUDA and args.device != "cuda":
+            lines.append(Line(part, "", NEED_CUDA[part], "", NOT_RUN, ""))
+        else:
+            lines += run_tests(args) if part == "tests" else run_bench(part, args)
+        found = {"header": header, "lines": [line._asdict() for line in lines]}
+        text = json.dumps(found, indent=1)
+        (args.output / "report.json").write_text(text + "\n")
+        (args.output / "report.md").write_text(page_of(header, lines))
+        print(f"{part}: {len(lines) - before} lines", flush=True)
+        for line in lines[before:]:
+            if line.verdict not in (AS_EXPECTED, NOT_RUN):
+                print(f"  {line.verdict}: {line.case}: {line.value}", flush=True)
+    print(args.output / "report.md")
+    return any(line.verdict in (WRONG, DIED) for line in lines)
 
 
 if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT / "examples"), str(ROOT)]
     sys.exit(main(sys.argv[1:]))

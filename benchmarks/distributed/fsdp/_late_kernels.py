@@ -1,6 +1,6 @@
 """
-Schedules of the streams' tests on real streams, with kernels slowed down between, so that
-a wait that is missing shows.
+Schedules of the tests of streams on real streams, with kernels slowed down between, so
+that a wait that is missing shows.
 
 Each schedule runs once with a wait after each operator, and then late in each of
 :data:`LATE`. Gradients at each optimizer step, and parameters at the end, must have the
@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from _calls import seen_by
-from _gpu_ranks import stage_what_gloo_lacks
+from _ratios import exact_row, Row
+from _sides import Side, SideError
 
 from fsdp_late_device.schedules import KINDS, Kit, SCHEDULES
 from fsdp_streams.operators import is_view
@@ -28,8 +29,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 CYCLES = 1_000_000  # half a millisecond or more
+SECONDS = 60  # of one schedule
 # These look into streams that tests have made up
 NEED_STAND_INS = ("pooled_reduce_input",)
+ON_CPU = ("implicit_prefetch", "hsdp_deferred", "offload")  # nothing is late there
 
 
 class DeviceRank:
@@ -89,9 +92,9 @@ class DeviceKit(Kit):
 
     def digests(self) -> list[str]:
         self.rank.handle.synchronize()
-        params: dict[Any, None] = {
-            p: None for unit in self.modules for p in unit.parameters()
-        }
+        params: Any = dict.fromkeys(
+            p for unit in self.modules for p in unit.parameters()
+        )
         last = [p._local_tensor.detach() for p in params]
         return [_digest(tensor) for tensor in [*self.noted, *last]]
 
@@ -118,37 +121,18 @@ class AfterEach(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def late_collectives(kit: DeviceKit) -> Iterator[None]:
-    with seen_by(lambda call: sleep()):
-        yield
-
-
-@contextlib.contextmanager
 def late_compute(kit: DeviceKit) -> Iterator[None]:
     kit.sleeps = True
     yield
 
 
-@contextlib.contextmanager
-def late_operators(kit: DeviceKit) -> Iterator[None]:
+def late_operators(kit: DeviceKit) -> Any:
     generator = random.Random(kit.rank.number)
-
-    def sometimes() -> None:
-        if generator.random() < 0.3:
-            sleep(CYCLES // 4)
-
-    with AfterEach(sometimes):
-        yield
+    return AfterEach(lambda: sleep(CYCLES // 4) if generator.random() < 0.3 else None)
 
 
-@contextlib.contextmanager
-def in_order(kit: DeviceKit) -> Iterator[None]:
-    with AfterEach(kit.rank.handle.synchronize):
-        yield
-
-
-LATE = {
-    "collectives": late_collectives,
+LATE: dict[str, Callable[[DeviceKit], Any]] = {
+    "collectives": lambda kit: seen_by(lambda call: sleep()),
     "compute": late_compute,
     "operators": late_operators,
 }
@@ -167,8 +151,9 @@ def run_schedule(name: str, kind: str, device: str, how: Any) -> list[str]:
 
 def measure(*, device: str, schedule: str, kind: str) -> dict[str, Any]:
     """Returns how many tensors differ if kernels are late, over all ranks."""
-    staged = stage_what_gloo_lacks() if device == "cuda" else []
-    expected = run_schedule(schedule, kind, device, in_order)
+    expected = run_schedule(
+        schedule, kind, device, lambda kit: AfterEach(kit.rank.handle.synchronize)
+    )
     own = {}
     for name, how in LATE.items():
         found = run_schedule(schedule, kind, device, how)
@@ -176,15 +161,29 @@ def measure(*, device: str, schedule: str, kind: str) -> dict[str, Any]:
     all_ranks: list[dict[str, int]] = [{}] * dist.get_world_size()
     dist.all_gather_object(all_ranks, own)
     differ = {name: sum(each[name] for each in all_ranks) for name in LATE}
-    return {"differ": differ, "tensors": len(expected), "staged": staged}
+    return {"differ": differ, "tensors": len(expected)}
 
 
-def names() -> list[tuple[str, str]]:
-    """Returns schedules and kinds: each with several dtypes, and some with each kind."""
-    return [
-        (name, kind)
-        for kind in KINDS
-        for name in SCHEDULES
-        if kind == "mixed" or name in ("implicit_prefetch", "hsdp")
-        if name not in NEED_STAND_INS
-    ]
+def run(sides: dict[str, Side], **options: Any) -> list[Row]:
+    """Counts, of the branch, the tensors that are others if kernels are late."""
+    side, rows = sides["branch"], []
+    for kind in KINDS:
+        for name in SCHEDULES:
+            is_wanted = kind == "mixed" or name in ("implicit_prefetch", "hsdp")
+            if side.device == "cpu":
+                is_wanted &= name in ON_CPU
+            if not is_wanted or name in NEED_STAND_INS:
+                continue
+            side.start()
+            case, request = f"{name}, {kind}", {"schedule": name, "kind": kind}
+            try:
+                found = side.ask("late", request, seconds=SECONDS)
+            except SideError as error:  # the next one gets new processes
+                case = f"{case}: {str(error).splitlines()[0]}"
+                found = {"tensors": 1, "differ": {"ended": 1}}
+            of = found["tensors"]
+            for how, count in found["differ"].items():
+                counts = (of + count, "in order", of)
+                quantity = f"tensors, and those that differ, late {how}"
+                rows.append(exact_row("late", case, quantity, *counts, 1.0))
+    return rows

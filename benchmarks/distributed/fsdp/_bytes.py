@@ -1,0 +1,64 @@
+"""
+Collectives and bytes of one step, counted where FSDP2 calls torch.distributed.
+
+Bytes are those of the larger buffer of a collective: what a gather leaves on a rank,
+what a reduction takes from it. The least possible is the parameters' own bytes, gathered
+for forward and again for backward, and reduced once; a mixed unit's regions begin on 16
+bytes on each rank, which may add as much.
+"""
+
+from typing import Any
+
+from _calls import Call, seen_by
+from _models import BLOCKS, language_model, training_step, UNIFORM_BLOCK
+from _ratios import alternate, exact_row, Row
+from _sides import Side
+from _step_time import BRANCH, groups_of
+
+
+OWN = "the parameters' own bytes"
+ALIGNMENT = 16  # bytes
+
+
+def measure(*, device: str, block: str, way: str) -> dict[str, Any]:
+    """Returns what one step sends, and the parameters' own bytes."""
+    model, x = language_model(block, way, device, "small")
+    training_step(model, x)
+    calls: list[Call] = []
+    with seen_by(calls.append):
+        training_step(model, x)
+    return {
+        "nbytes": sum(call.nbytes for call in calls),
+        "collectives": len(calls),
+        # Of blocks, which are resharded after forward
+        "own": 3 * sum(p.numel() * p.itemsize for p in model.parameters()),
+        # Of as many regions as there are dtypes, in each gather and reduction
+        "padding": 3 * len(model) * calls[0].ranks * ALIGNMENT * len(BLOCKS),
+    }
+
+
+def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> list[Row]:
+    """Counts what a step of each block sends in each way."""
+    groups = [
+        group for block in BLOCKS for group in groups_of({}, block=block, setting="")
+    ]
+    values = alternate("bytes", sides, groups).values
+    rows = []
+    for name, subjects in groups:
+        found = {
+            (subject.name, metric): values[name, subject.name, metric][0]
+            for subject in subjects
+            for metric in ("nbytes", "collectives", "own", "padding")
+        }
+        nbytes, own = found[BRANCH, "nbytes"], found[BRANCH, "own"]
+        padding = 0 if UNIFORM_BLOCK in name else found[BRANCH, "padding"]
+        bar = 1 + padding / own
+        rows.append(exact_row("bytes", name, "bytes / step", nbytes, OWN, own, bar))
+        for metric, quantity in (("nbytes", "bytes"), ("collectives", "collectives")):
+            for subject in (s for s in subjects if s.name != BRANCH):
+                two = (found[BRANCH, metric], subject.name, found[subject.name, metric])
+                at_most = bar if metric == "nbytes" else None
+                rows.append(
+                    exact_row("bytes", name, f"{quantity} / step", *two, at_most)
+                )
+    return rows

@@ -1,0 +1,154 @@
+"""
+What a unit launches in one step, as a profiler sees it, and how long that takes.
+
+[Note: What a launch is]
+On a device it is a kernel, or a copy by the driver. Elsewhere it is an operator that
+neither returns a view nor only allocates, each of which would be one kernel there; one
+that takes a list of tensors counts as one. Counted is what runs inside of the ranges that
+``fully_shard`` opens, but for its collectives: the process group is fake.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+from _models import (
+    AS_IT_IS,
+    BLOCKS,
+    language_model,
+    NARROW,
+    NUM_BLOCKS,
+    PER_DTYPE,
+    training_step,
+    UNIFORM_BLOCK,
+    WIDE,
+)
+from _ratios import exact_row, Row
+from _sides import Side
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import profile, ProfilerActivity
+
+
+LISTS = ("aten::_foreach", "aten::split_with_sizes_copy", "aten::_chunk_cat", "fsdp::")
+ALLOCATES = ("aten::empty", "aten::new_empty", "aten::resize_", "aten::set_")
+COPY_OUT = "FSDP::all_gather_copy_out"
+
+
+def _range_of(event: Any) -> str | None:
+    """Returns the innermost range of ``fully_shard`` around a launch."""
+    while event is not None:
+        if event.name.startswith("c10d::"):  # a fake group copies, too
+            return None
+        if event.name.startswith("FSDP::"):
+            return event.name.partition(" ")[0]
+        event = event.cpu_parent
+    return None
+
+
+def _is_view(name: str) -> bool:
+    for schema in torch._C._jit_get_schemas_for_operator(name):
+        infos = [a.alias_info for a in schema.arguments if a.alias_info is not None]
+        if not infos or any(info.is_write for info in infos):
+            return False
+    return True
+
+
+def _would_launch(event: Any) -> bool | None:
+    """Whether an operator is a kernel; None if what it calls tells."""
+    name = event.name
+    if name.startswith(LISTS):
+        return True
+    if not name.startswith("aten::") or event.cpu_children:
+        return None
+    return not name.startswith(ALLOCATES) and not _is_view(name)
+
+
+def _launched(events: Any, is_cuda: bool) -> Iterator[tuple[Any, float]]:
+    """Yields operators that launch, and the microseconds of each kernel."""
+    if is_cuda:
+        for event in events:
+            if event.device_type == DeviceType.CPU:
+                yield from ((event, kernel.duration) for kernel in event.kernels)
+        return
+    pending = [event for event in events if event.cpu_parent is None]
+    while pending:
+        event = pending.pop()
+        if (launches := _would_launch(event)) is None:
+            pending += event.cpu_children
+        elif launches:
+            yield event, 0.0
+
+
+def measure(*, device: str, block: str, way: str) -> dict[str, Any]:
+    """
+    Returns launches and their microseconds by range, per unit and step, and on a device
+    what a copy takes of as many bytes as copy-out writes.
+    """
+    is_cuda = device == "cuda"
+    model, x = language_model(block, way, device)
+    for _ in range(3):
+        training_step(model, x)
+    nbytes = 2 * sum(p.numel() * p.itemsize for p in model.parameters())
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * is_cuda
+    with profile(activities=activities) as profiler:
+        training_step(model, x)
+        if is_cuda:
+            torch.cuda.synchronize()
+    counts: dict[str, int] = defaultdict(int)
+    us: dict[str, float] = defaultdict(float)
+    for event, duration in _launched(profiler.events(), is_cuda):
+        if (where := _range_of(event)) is not None:
+            counts[where] += 1
+            us[where] += duration
+    plain = _copy_us(nbytes, device) if is_cuda else 0.0
+    return {"counts": counts, "us": us, "copy_us": plain}
+
+
+def _copy_us(nbytes: int, device: str) -> float:
+    source = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(5):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        target.copy_(source)
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return min(times)
+
+
+# Block, the branch's way, the release's; the ratio of launches is at most so
+CASES = [(UNIFORM_BLOCK, NARROW, WIDE, 2.0), (UNIFORM_BLOCK, WIDE, WIDE, 1.0)]
+CASES += [
+    (block, AS_IT_IS, PER_DTYPE, 1.0 if block == UNIFORM_BLOCK else 0.75)
+    for block in BLOCKS
+]
+
+
+def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> list[Row]:
+    """Compares how many there are, and on a device how long they take."""
+    rows = []
+    for block, ours, theirs, bar in CASES:
+        found = {}
+        for name, way in (("branch", ours), ("release", theirs)):
+            sides[name].start()
+            request = {"block": block, "way": way}
+            found[name] = sides[name].ask("kernels", request)
+        case = f"{block}, {ours}"
+        counts, us = (
+            [sum(found[side][of].values()) / NUM_BLOCKS for side in found]
+            for of in ("counts", "us")
+        )
+        what = "launches / unit and step"
+        rows.append(exact_row("kernels", case, what, counts[0], theirs, counts[1], bar))
+        if plain := found["branch"]["copy_us"]:
+            what = "us of kernels / unit and step"
+            rows.append(exact_row("kernels", case, what, us[0], theirs, us[1], 1.1))
+            copy_out = found["branch"]["us"].get(COPY_OUT, 0.0)
+            what = "us of copy-out / step"
+            two = (copy_out, "a copy of as many bytes", plain)
+            rows.append(exact_row("kernels", case, what, *two, 1.25))
+    return rows

@@ -1,0 +1,168 @@
+"""Breaks the product on purpose, one line at a time, and tells which test notices.
+
+It chooses a line of each function, then more that wait, order, scale, cast, copy or
+release: always the same. Each edit runs in a copy of the clone, against test files one
+by one, likeliest first, until one fails. build/mutants.json keeps what was found: a run
+that was stopped goes on, and another one tries other files on what is still alive.
+"""
+
+import argparse
+import ast
+import contextlib
+import functools
+import importlib.util
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from tools.setup_helpers.tree import files_under, lay_links, plan_links  # noqa: E402
+
+
+COPY, TABLE = ROOT / "build" / "mutants", ROOT / "build" / "mutants.json"
+TREE, PRODUCT = COPY / "build" / "tree", "torch/distributed/fsdp/_fully_shard"
+TESTS = COPY / "test" / "distributed" / "_composable" / "fsdp"
+# What an edit is about: what it replaces in a line, and by what. Capitals are preferred
+CALL, PASS = r"^(\s*)[\w.()]*%s\(.*\)$", r"\1pass"
+RULES = (
+    ("WAIT", CALL % r"\.(wait|record)(_event|_stream)?", PASS),
+    ("ORDER", r"\b(sorted|reversed)\(", "(lambda found, **_: [*found])("),
+    ("FACTOR", " ([*]|/{1,2}) ", " + "),
+    ("DTYPE", r"\.(param|reduce|wire|comm)_dtype\b", ".orig_dtype"),
+    ("DTYPE", r"\.orig_dtype\b", ".param_dtype"),
+    ("DTYPE", r"torch\.(float32|bfloat16|uint8)", "torch.float16"),
+    ("ALIAS", r"\.(clone|detach|contiguous|copy)\(\)|\.to\([\w. =]*\)", ""),
+    ("ALIAS", r"\[\*([\w.]+)\]", r"\1"),
+    ("LIFETIME", CALL % r"\.(clear|pop)", PASS),
+    ("LIFETIME", r"^(\s*)([\w.]+ = None|del .*)$", PASS),
+    ("call", CALL % "", PASS),
+    ("condition", " and ", " or "),
+    ("condition", r"\bif (?!not )(.+):$", r"if not (\1):"),
+    ("condition", r"\bnot ", ""),
+    ("condition", " == ", " != "),
+    ("constant", r"\b(True|False|0|1)\b", r"(not \1)"),
+    ("return", r"^(\s*)return [^#]+$", r"\1return None"),
+)
+
+
+def mutants_in(path: Path) -> list[dict[str, Any]]:
+    """Returns the edits of each function that leave the file one of Python."""
+    lines, mutants = path.read_text().splitlines(), []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        body = node.body[bool(ast.get_docstring(node)) :] or node.body
+        first, last = body[0].lineno - 1, node.end_lineno or 0
+        found = [("body", first, last, " " * body[0].col_offset + "pass")]
+        for n in (n for n in range(first, last) if lines[n].lstrip()[:1] != "#"):
+            found += [
+                (kind, n, n + 1, re.sub(*edit, lines[n], 1)) for kind, *edit in RULES
+            ]
+        for kind, start, end, after in found:
+            key = f"{path.name} {node.name}+{start - node.lineno}: {after.strip()}"
+            edited = "\n".join([*lines[:start], after, *lines[end:], ""])
+            row = {"key": key, "file": path.name, "function": node.name, "kind": kind}
+            with contextlib.suppress(SyntaxError):
+                if lines[start:end] != [after] and compile(edited, path.name, "exec"):
+                    mutants.append(row | {"of": node.lineno, "edited": edited})
+    return mutants
+
+
+def chosen(count: int) -> list[dict[str, Any]]:
+    found = [m for p in sorted((ROOT / PRODUCT).glob("*.py")) for m in mutants_in(p)]
+    random.Random(0).shuffle(found)
+    found.sort(key=lambda m: (m["kind"] == "body") - m["kind"].isupper())  # stable
+    first = {(m["file"], m["of"]): m for m in reversed(found)}
+    others = [m for m in found if first[m["file"], m["of"]] is not m]
+    wanted = [*first.values(), *others[: max(count - len(first), 0)]]
+    random.Random(0).shuffle(wanted)
+    return wanted
+
+
+def make_copy() -> None:
+    """Copies the clone, and lays its torch over the release by links."""
+    shutil.rmtree(COPY, ignore_errors=True)
+    shutil.copytree(ROOT, COPY, ignore=shutil.ignore_patterns("build", ".git", ".venv"))
+    torch: Any = importlib.util.find_spec("torch")
+    release = Path(torch.origin).parents[2] / "base"
+    lay_links(TREE, plan_links(release, COPY, files_under(COPY, "torch")))
+    (TREE.parent / "base").symlink_to(release)
+
+
+@functools.cache
+def text_of(test: str) -> str:
+    """Returns a file with the packages that it names, but for what all of them share."""
+    text = (TESTS / test).read_text()
+    for folder in {*re.findall(r"\bfsdp_\w+", text)} - {"fsdp_common"}:
+        text += "".join(p.read_text() for p in (TESTS / folder).glob("*.py"))
+    return text
+
+
+def failure_of(test: str, seconds: float, *, caches: bool = False) -> str:
+    """Runs a file of tests: "" if all pass, else what failed first, or that it hung."""
+    env = os.environ | {"PYTHONPATH": str(TREE), "PYTHONPYCACHEPREFIX": f"{COPY}.pyc"}
+    env["PYTHONDONTWRITEBYTECODE"] = "" if caches else "1"  # but none of an edit
+    ended = ["timeout", "--kill-after=5", str(seconds)]  # with its processes
+    command = [*ended, sys.executable, "-m", "pytest", "-qx", "--tb=no", TESTS / test]
+    done = subprocess.run(command, cwd=COPY, env=env, capture_output=True, text=True)
+    failed = re.findall(r"(?m)^(?:FAILED|ERROR) \S*?(\w+)(?: - .*)?$", done.stdout)
+    return {0: "", 124: "hung"}.get(done.returncode, (failed or ["did not start"])[0])
+
+
+def try_on(mutant: dict[str, Any], tests: list[str], table: dict[str, Any]) -> None:
+    rows, seconds = table["mutants"], table["seconds"]
+    edited, name = mutant.pop("edited"), mutant["function"].strip("_")
+    row = rows.setdefault(mutant["key"], {**mutant, "tried": [], "killed_by": ""})
+    near = [r for r in rows.values() if r["file"] == row["file"]]
+    kills = Counter(r["tried"][-1] for r in near if r["killed_by"])
+    named = {t: text_of(t).count(name) for t in tests}
+    tests.sort(key=lambda t: (-kills[t] - 2 * min(named[t], 5), seconds.get(t, 30)))
+    path = COPY / PRODUCT / row["file"]
+    whole = path.read_text()
+    for test in tests:
+        if row["killed_by"]:
+            break
+        if test not in seconds:  # 0 if it fails without any mutant, and is left out
+            begun, failed = time.monotonic(), failure_of(test, 1200, caches=True)
+            seconds[test] = 0 if failed else time.monotonic() - begun
+        if seconds[test] and test not in row["tried"]:
+            path.write_text(edited)
+            row["killed_by"] = failure_of(test, 60 + 4 * seconds[test])
+            path.write_text(whole)
+            row["tried"].append(test)
+        TABLE.write_text(json.dumps(table, indent=1))
+    print(f"{row['key']}: {row['killed_by'] or 'ALIVE'}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("--count", type=int, default=250, help="at least, and one for each function")
+    add("--tests", nargs="+", default=["test_fully_shard_*.py"], help="patterns")
+    add("--limit", type=int, help="try so many of them; 0 shows the table")
+    args = parser.parse_args()
+    make_copy()
+    table = {"seconds": {}, "mutants": {}}
+    table |= json.loads(TABLE.read_text()) if TABLE.exists() else {}
+    tests = {path for each in args.tests for path in TESTS.glob(each)}
+    names = sorted(p.name for p in tests if "mark.tools" not in p.read_text())
+    for mutant in chosen(args.count)[: args.limit]:
+        try_on(mutant, names, table)
+    rows = table["mutants"].values()
+    first = Counter(row["tried"][-1] for row in rows if row["killed_by"])
+    print(f"{len(rows)} tried, {first.total()} killed, first by", *first.most_common())
+    print("left out:", *(test for test, took in table["seconds"].items() if not took))
+
+
+if __name__ == "__main__":
+    main()
