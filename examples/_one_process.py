@@ -23,12 +23,12 @@ tolerances are wider, and still tell a gradient that is wrong by a factor of 2.
 
 import copy
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from _compare import Difference
 from torch import nn, Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -36,6 +36,28 @@ from torch.distributed.tensor import DTensor
 
 LEARNING_RATE = 2**-8
 ACCELERATOR_TOLERANCE = 2**-3
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest difference of a kind, and where it is."""
+
+    what: str
+    where: str
+    relative: float
+    allowed: float
+
+    def severity(self) -> float:
+        """The share used up of what is allowed; infinite where a run diverged."""
+        if self.relative == 0:
+            return 0.0
+        share = self.relative / self.allowed if self.allowed else math.inf
+        return share if math.isfinite(share) else math.inf
+
+    @property
+    def ok(self) -> bool:
+        return self.severity() <= 1
+
 
 # Takes the model and a batch of tokens
 LossFunction = Callable[[nn.Module, Tensor], Tensor]
@@ -49,6 +71,11 @@ class Step:
     expected_loss: float
     differences: list[Difference]  # the largest ones that this rank sees
 
+    def scaled(self, factor: float) -> "Step":
+        """Returns the step with the losses that it would have without a loss scale."""
+        losses = self.loss * factor, self.expected_loss * factor
+        return Step(*losses, self.differences)
+
     @property
     def ok(self) -> bool:
         return all(difference.ok for difference in self.differences)
@@ -60,31 +87,49 @@ def train_side_by_side(
     mesh: DeviceMesh,
     loss_of: LossFunction,
     batches: Iterable[Tensor],
+    checked: int | None = None,
 ) -> Iterator[Step]:
     """Shards ``model``, trains it, and yields each step as it is compared.
 
-    Each batch has one chunk for each rank along its first dimension.
+    Each batch has one chunk for each rank along its first dimension. Of the steps
+    only the first ``checked`` are compared, by default all.
     """
     reference = OneProcess(copy.deepcopy(model), loss_of)
     shard(model, mesh)
     optimizer = make_optimizer(model)
-    for batch in batches:
+    for number, batch in enumerate(batches):
         chunks = batch.chunk(dist.get_world_size())
         loss = loss_of(model, chunks[dist.get_rank()])
         loss.backward()
-        expected = reference.backward(chunks)
-        found = [
-            _loss_difference(loss.detach(), expected[dist.get_rank()]),
-            *_largest(reference.gradient_differences(model)),
-        ]
-        reference.step(model)
+        losses, found = [loss.detach()], []
+        if checked is None or number < checked:
+            losses = reference.backward(chunks)
+            found = [
+                _loss_difference(loss.detach(), losses[dist.get_rank()]),
+                *_largest(reference.gradient_differences(model)),
+            ]
+            reference.step(model)
         optimizer.step()
         optimizer.zero_grad()
-        found += _largest(reference.parameter_differences(model))
+        if found:
+            found += _largest(reference.parameter_differences(model))
         mean = loss.detach() / len(chunks)
         dist.all_reduce(mean)
-        expected_mean = torch.stack(expected).mean().item()
-        yield Step(mean.item(), expected_mean, found)
+        yield Step(mean.item(), torch.stack(losses).mean().item(), found)
+
+
+def report(number: int, step: Step) -> bool:
+    """Prints a step's loss and what of it is wrong; returns whether all is right."""
+    if dist.get_rank() == 0:
+        alone = f", in one process {step.expected_loss:.6f}" if step.differences else ""
+        print(f"step {number}: loss {step.loss:.6f}{alone}", flush=True)
+    for each in step.differences:
+        if not each.ok:
+            what = f"{each.what}, {each.where} differ by {each.relative:.1e}"
+            print(
+                f"error: step {number}, rank {dist.get_rank()}: {what}", file=sys.stderr
+            )
+    return step.ok
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:

@@ -5,24 +5,16 @@ the repository's ``torch/`` is only the files that the branch changes.
 """
 
 import sys
-from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 
-def _explain(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
+def _explain(kind: Any, error: BaseException, trace: Any) -> None:
     if not isinstance(error, ImportError):
         sys.__excepthook__(kind, error, trace)
         return
     of_models = str(error.name).partition(".")[0] in ("peft", "transformers")
     target = "models" if of_models else "setup"
-    script = Path(sys.argv[0]).name
-    print(
-        f"error: {error}: run `make {target}` first, then "
-        f".venv/bin/python examples/{script}",
-        file=sys.stderr,
-    )
+    print(f"error: {error}: run `make {target}` first", file=sys.stderr)
 
 
 sys.excepthook = _explain

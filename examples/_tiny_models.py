@@ -1,6 +1,5 @@
 """
-Tiny random configurations of models that mix dtypes: one row each, in place of a
-script. Those of ``transformers`` take tokens and compute their loss themselves.
+Tiny random configurations of models that mix dtypes: one row each. Those of ``transformers`` take tokens and compute their loss themselves.
 
 Which parameters are fp32 is asked of the model (``examples/_kept_in_fp32.py``). Where a
 model lists none, the row does, by the ends of names, and says why.
@@ -75,7 +74,7 @@ def without(settings: Mapping[str, Any], *names: str) -> dict[str, Any]:
 @dataclass(frozen=True)
 class TinyModel:
     """
-    A model, as scripts of ``examples/`` give one: ``build_model`` and ``shard``.
+    A model: ``build_model`` and ``shard``.
 
     Attributes:
         architecture: Its class, and that of its configuration, if it has one.
@@ -84,6 +83,7 @@ class TinyModel:
         units: Modules that are units, by the names of the lists that they are in.
         tied: Modules with parameters in common, which are one unit, by name.
         dtype: What all other parameters are stored in.
+        build: Builds the model in another way.
     """
 
     architecture: tuple[str, ...]
@@ -97,7 +97,11 @@ class TinyModel:
         default=causal_loss
     )
 
+    build: Callable[[], nn.Module] | None = None
+
     def build_model(self) -> nn.Module:
+        if self.build is not None:
+            return self.build()
         library = importlib.import_module(self.library)
         build, *config = (getattr(library, name) for name in self.architecture)
         if config:
@@ -131,7 +135,67 @@ def denoising_loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     return (found.float() - video.float()).square().mean()
 
 
+def llama_with_adapters() -> nn.Module:
+    """Frozen bf16 weights, fp32 adapters beside them, and a head that is trained whole."""
+    from peft import get_peft_model, LoraConfig
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(LlamaConfig(**DECODER, num_key_value_heads=2))
+    cast_parameters(model, torch.bfloat16, but_fp32=())
+    # peft makes the adapters of bf16 weights fp32, and leaves the head as it is
+    adapters = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=4,
+        lora_dropout=0.0,
+        target_modules=["q_proj", "v_proj", "embed_tokens"],
+        modules_to_save=["lm_head"],
+    )
+    return get_peft_model(model, adapters)
+
+
 TINY_MODELS = {
+    "mamba2": TinyModel(
+        ("Mamba2ForCausalLM", "Mamba2Config"),
+        {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_heads": 8,
+            "head_dim": 8,
+            "state_size": 8,
+            "n_groups": 2,
+            "chunk_size": 8,
+        },
+        fp32=STATE_SPACE,
+    ),
+    "nemotron_h": TinyModel(
+        ("NemotronHForCausalLM", "NemotronHConfig"),
+        {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 32,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+            "initializer_range": 0.1,
+            # Mamba
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 8,
+            "n_groups": 2,
+            "chunk_size": 8,
+            # Attention and MLP
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "intermediate_size": 48,
+            # Mixture of experts
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "moe_shared_expert_intermediate_size": 16,
+        },
+        # As its checkpoints store them
+        fp32=(*STATE_SPACE, "gate.weight"),
+    ),
+    "llama_peft": TinyModel(("LlamaForCausalLM",), {}, build=llama_with_adapters),
     "deepseek_v3": TinyModel(
         ("DeepseekV3ForCausalLM", "DeepseekV3Config"),
         {

@@ -13,7 +13,6 @@ that a mesh gave other bits with grad_comm_dtype, or that all gave the same with
 import argparse
 import functools
 import hashlib
-import os
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -24,12 +23,10 @@ import _setup  # noqa: F401
 
 # isort: split
 
-from tqdm import tqdm
-
 import torch
 import torch.distributed as dist
 from _half_products import widen_half_products
-from _launch import as_rank, is_worker, launch, make_parser, parse_args
+from _launch import join, make_parser, parse_args, run
 from torch import nn, Tensor
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
@@ -97,9 +94,7 @@ def norm_of(grads: Iterable[DTensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
-def train(
-    args: argparse.Namespace, layout: str, comm: torch.dtype | None, bar: tqdm
-) -> Bits:
+def train(args: argparse.Namespace, layout: str, comm: torch.dtype | None) -> Bits:
     policy = MixedPrecisionPolicy(
         reduce_dtype=FP32 if comm else None,
         grad_comm_dtype=comm,
@@ -137,7 +132,6 @@ def train(
         optimizer.zero_grad()
         params = [cast(DTensor, param) for param in model.parameters()]
         update(digests["parameters"], (param.full_tensor() for param in params))
-        bar.update()
     found = {field: digest.hexdigest()[:8] for field, digest in digests.items()}
     return Bits(**found, last_loss=torch.stack(losses).mean().item())
 
@@ -180,18 +174,8 @@ def compare(args: argparse.Namespace) -> int:
         (BF16, "grad_comm_dtype=torch.bfloat16"),
         (None, "without grad_comm_dtype"),
     )
-    bar = tqdm(
-        total=len(ways) * len(names) * args.steps,
-        unit="step",
-        disable=dist.get_rank() != 0,
-        leave=False,
-        mininterval=0.1 if sys.stderr.isatty() else 5.0,
-    )
     for comm, title in ways:
-        runs = {}
-        for name in names:
-            bar.set_description(f"{title}, {name}")
-            runs[name] = train(args, name, comm, bar)
+        runs = {name: train(args, name, comm) for name in names}
         kinds = kinds_of_bits(runs)
         if dist.get_rank() == 0:
             print(
@@ -200,7 +184,6 @@ def compare(args: argparse.Namespace) -> int:
             print(f"{table(runs)}\n", flush=True)
         if (kinds == 1) != (comm is not None):
             status = 1
-    bar.close()
     if dist.get_rank() == 0:
         print("Digests depend on the machine: compare the rows of one run.", flush=True)
     return status
@@ -208,26 +191,19 @@ def compare(args: argparse.Namespace) -> int:
 
 def main(argv: list[str]) -> int:
     parser = make_parser(__doc__)
-    parser.set_defaults(steps=6)
-    if not is_worker() and not any(arg.startswith("--nproc") for arg in argv):
-        argv = ["--nproc=8", *argv]
+    parser.set_defaults(steps=6, nproc=8)
     args = parse_args(parser, argv)
-    if not is_worker():
-        return launch(__file__, args.nproc, argv)
-    return as_rank(functools.partial(train_rank, args))
 
+    def train_rank() -> int:
+        torch.set_num_threads(1)
+        widen_half_products()
+        join(args.device)
+        try:
+            return compare(args)
+        finally:
+            dist.destroy_process_group()
 
-def train_rank(args: argparse.Namespace) -> int:
-    """Does what one process has to do; returns its exit status."""
-    torch.set_num_threads(1)
-    widen_half_products()
-    if args.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
-    try:
-        return compare(args)
-    finally:
-        dist.destroy_process_group()
+    return run(args, argv, train_rank)
 
 
 if __name__ == "__main__":

@@ -74,11 +74,7 @@ STAYS_OF = {
         "test_fully_shard_overlay",
         "test_fully_shard_series",
     ),
-    "benchmarks": (
-        "test_fully_shard_bench",
-        "test_fully_shard_fewer_collectives",
-        "test_fully_shard_gpu",
-    ),
+    "benchmarks": ("test_fully_shard_bench",),
     "examples": (
         "fsdp_clients",
         "test_fully_shard_accelerate",

@@ -1,6 +1,7 @@
 # Owner(s): ["oncall: distributed"]
 """
-Tests what ``make bench`` counts, and how it compares. Times are never asserted.
+Tests what ``make bench`` and ``make gpu`` count, compare and report, and the studies of
+collectives. Times are never asserted.
 """
 
 from __future__ import annotations
@@ -37,97 +38,7 @@ pytestmark = [pytest.mark.tools, pytest.mark.long]
 
 FOLDER = REPO_ROOT / "benchmarks" / "distributed" / "fsdp"
 MIXED = ("Nemotron-H-like", "fp32 adapters")
-
-
-@unittest.skipUnless(RELEASE_ROOT.is_dir(), "needs the release beside the branch")
-class BenchCountsTest(DeviceFreeTest):
-    """Runs the parts that count, on release and branch."""
-
-    results: dict[str, Any]
-    table: str
-    pictures: list[str]
-
-    @classmethod
-    def setUpClass(cls) -> None:
-        super().setUpClass()
-        with tempfile.TemporaryDirectory() as folder:
-            args = ("--quick", "--parts", "bytes,memory", "--output", folder)
-            cls.table = run_python(str(FOLDER / "bench.py"), *args)
-            found = json.loads((Path(folder) / "results.json").read_text())
-            cls.pictures = sorted(path.name for path in Path(folder).glob("*.png"))
-        cls.results = found["parts"]
-
-    def ways(self, block: str) -> dict[str, dict[str, int]]:
-        ways = self.results["bytes"]["data"]["blocks"][block]["ways"]
-        return {way["way"]: way for way in ways}
-
-    def test_branch_sends_the_parameters_own_bytes(self) -> None:
-        blocks = self.results["bytes"]["data"]["blocks"]
-        self.assertEqual({*blocks}, {"Llama-like", *MIXED})
-        for block, found in blocks.items():
-            with self.subTest(block=block):
-                branch = self.ways(block)["branch"]
-                self.assertEqual(found["least_nbytes"], found["own_nbytes"])
-                self.assertEqual(
-                    branch["gathered_nbytes"] + branch["reduced_nbytes"],
-                    found["own_nbytes"],
-                )
-
-    def test_collectives(self) -> None:
-        # Three blocks: gathered for forward and for backward, and reduced
-        branch = {"Llama-like": 3 * (2 + 1)} | dict.fromkeys(MIXED, 3 * (2 + 2))
-        for block, collectives in branch.items():
-            with self.subTest(block=block):
-                ways = self.ways(block)
-                self.assertEqual(ways["branch"]["collectives"], collectives)
-                self.assertEqual(ways["release, all fp32"]["collectives"], 9)
-        for block in MIXED:
-            per_dtype = self.ways(block)["release, one unit per dtype"]
-            self.assertEqual(per_dtype["collectives"], 2 * 9)
-
-    def test_promoted_gradients(self) -> None:
-        """Computed: bf16 gradients take twice their bytes, what is gathered does not."""
-        name = "gradients promoted (computed)"
-        for block in MIXED:
-            ways = self.ways(block)
-            branch, promoted = ways["branch"], ways[name]
-            upcast = ways["release, all fp32"]
-            self.assertEqual(promoted["gathered_nbytes"], branch["gathered_nbytes"])
-            self.assertEqual(promoted["reduced_nbytes"], upcast["reduced_nbytes"])
-
-    def test_peak_of_uniform_blocks_is_the_release_s(self) -> None:
-        rows = self.results["memory"]["rows"]
-        as_it_is, late = [row for row in rows if row["versus"] == "release"]
-        self.assertLessEqual(as_it_is["branch"], as_it_is["other"])
-        self.assertLess(late["branch"], as_it_is["branch"])
-
-    def test_report(self) -> None:
-        self.assertEqual(self.pictures, ["bytes.png", "memory.png"])
-        self.assertIn("the parameters' own bytes", self.table)
-        self.assertNotIn(str(REPO_ROOT), self.table)
-
-
-@unittest.skipUnless(RELEASE_ROOT.is_dir(), "needs the release beside the branch")
-class WhereTest(DeviceFreeTest):
-    def test_all_points_are_there_on_both_sides(self) -> None:
-        """And a step calls what each line names."""
-        with tempfile.TemporaryDirectory() as folder:
-            args = ("--quick", "--parts", "where", "--output", folder)
-            printed = run_python(str(FOLDER / "bench.py"), *args)
-            results = json.loads((Path(folder) / "results.json").read_text())
-        tables = results["parts"]["where"]["data"]["tables"]
-        self.assertEqual([*tables], ["4 parameters", "16 parameters"])
-        for lines in tables.values():
-            *points, sums = lines
-            self.assertEqual(sums[0], "sum")
-            for column, total in enumerate(sums[1:], 1):
-                found = [line[column] for line in points if line[column] is not None]
-                self.assertAlmostEqual(sum(found), total)
-            for label, *values in points:
-                self.assertIn(label, printed)
-                for side in range(3):  # forward or backward of each calls it
-                    passes = values[2 * side : 2 * side + 2]
-                    self.assertNotEqual(passes, [None, None], label)
+OWN, PER_DTYPE = "the parameters' own bytes", "release, one unit per dtype"
 
 
 class ImportingTest(DeviceFreeTest):
@@ -136,8 +47,56 @@ class ImportingTest(DeviceFreeTest):
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
-        sys.path.insert(0, str(FOLDER))
-        cls.addClassCleanup(sys.path.remove, str(FOLDER))
+        for folder in (str(FOLDER), str(REPO_ROOT)):
+            sys.path.insert(0, folder)
+            cls.addClassCleanup(sys.path.remove, folder)
+
+
+@unittest.skipUnless(RELEASE_ROOT.is_dir(), "needs the release beside the branch")
+class TestCounts(DeviceFreeTest):
+    """Runs the parts that count, on release and branch."""
+
+    rows: dict[tuple[str, str, str], dict[str, Any]]
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        super().setUpClass()
+        with tempfile.TemporaryDirectory() as folder:
+            args = ("--quick", "--parts", "bytes,memory,kernels", "--output", folder)
+            cls.table = run_python(str(FOLDER / "bench.py"), *args)
+            found = json.loads((Path(folder) / "results.json").read_text())
+        cls.rows = {
+            (row["case"], row["quantity"], row["versus"]): row for row in found["rows"]
+        }
+
+    def test_all_is_as_expected(self) -> None:
+        for key, row in self.rows.items():
+            self.assertNotEqual(row["is_met"], False, key)
+        self.assertIn(OWN, self.table)
+        self.assertNotIn(str(REPO_ROOT), self.table)
+
+    def test_bytes_and_collectives(self) -> None:
+        for block in ("Llama-like", *MIXED):
+            row = self.rows[f"{block} blocks", "bytes / step", OWN]
+            self.assertGreaterEqual(row["ratio"], 1)
+            self.assertLess(row["ratio"], 1.001)
+        # Three blocks: gathered for forward and for backward, and reduced
+        for block in MIXED:
+            row = self.rows[f"{block} blocks", "collectives / step", PER_DTYPE]
+            self.assertEqual((row["branch"], row["other"]), (3 * (2 + 2), 2 * 9))
+
+    def test_peaks(self) -> None:
+        quantity = "peak KiB of a rank"
+        as_it_is = self.rows["Llama-like blocks", quantity, "release"]
+        late = self.rows["Llama-like blocks, BACKWARD_POST", quantity, "release"]
+        self.assertEqual(as_it_is["other"], late["other"])
+        self.assertLessEqual(as_it_is["ratio"], 1)
+        self.assertLess(late["branch"], as_it_is["branch"])
+
+    def test_launches(self) -> None:
+        quantity = "launches / unit and step"
+        launches = self.rows["Llama-like, as it is", quantity, "one unit per dtype"]
+        self.assertEqual((launches["branch"], launches["other"]), (5, 5))
 
 
 # One of two ranks ends, and the other waits for it in vain
@@ -151,179 +110,234 @@ if rank != {rank}:
 """
 ENDS = {
     "at the start": "sys.exit('it broke')",
-    "when asked": "sys.stdin.readline(); sys.exit('it broke')",
     "after its reply": "sys.stdin.readline(); print('{}'); sys.exit('it broke')",
+    "never": "time.sleep(120)",
 }
 
 
-class SideTest(ImportingTest):
-    def ask(self, rank: int, end: str) -> tuple[str, list[Any]]:
-        """Returns the error of asking a side of such ranks, and its processes."""
+class TestSides(ImportingTest):
+    @parametrize("rank", [0, 1])
+    @parametrize("when", [*ENDS])
+    def test_rank_that_ends_or_hangs_ends_the_side(self, rank: int, when: str) -> None:
         import _sides
 
         side = _sides.Side("branch", TREE_ROOT, backend="gloo", world_size=2)
         self.addCleanup(side.stop)
         with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "_worker.py").write_text(WORKER.format(rank=rank, end=end))
+            worker = WORKER.format(rank=rank, end=ENDS[when])
+            (Path(folder) / "_worker.py").write_text(worker)
             with mock.patch.object(_sides, "HERE", Path(folder)):
                 side.start()
             processes = [*side._processes]
-            if "stdin" not in end:
-                processes[rank].wait()  # so that nobody reads what it is asked
             with self.assertRaises(_sides.SideError) as raised:
-                side.ask("bytes", {})
-        return str(raised.exception), processes
-
-    @parametrize("rank", [0, 1])
-    @parametrize("when", [*ENDS])
-    def test_rank_that_ends_ends_the_side(self, rank: int, when: str) -> None:
-        error, processes = self.ask(rank, ENDS[when])
-        first, *said = error.splitlines()
-        self.assertEqual(first, f"branch, rank {rank}: ended with status 1")
-        self.assertEqual(said, [f"of rank {rank}", "it broke"])
+                side.ask("bytes", {}, seconds=3 if when == "never" else None)
         statuses = [process.poll() for process in processes]
-        self.assertEqual(statuses[rank], 1)
         self.assertEqual(statuses[1 - rank], -signal.SIGKILL)
+        if when == "never":
+            self.assertIn("no answer of rank 0, 1 in time", str(raised.exception))
+        else:
+            lines = [f"branch, rank {rank}: ended with status 1", f"of rank {rank}"]
+            self.assertEqual(str(raised.exception).splitlines(), [*lines, "it broke"])
 
-    def test_only_the_last_lines_are_shown(self) -> None:
-        from _sides import LAST_LINES
+    def test_release_of_an_overlay(self) -> None:
+        """Files that it replaced are the release's, and all others are as they are."""
+        import _sides
 
-        end = (
-            "print(*range(99), sep=os.linesep, file=sys.stderr, flush=True); os.abort()"
-        )
-        error, _ = self.ask(1, end)
-        first, *said = error.splitlines()
-        self.assertIn(f"ended with status {-signal.SIGABRT}", first)
-        self.assertEqual(said, [str(n) for n in range(99 - LAST_LINES, 99)])
+        with tempfile.TemporaryDirectory() as folder:
+            site, made = Path(folder) / "site", Path(folder) / "made"
+            self.assertIsNone(_sides.find_release(None, site))
+            files = {
+                "torch/a.py": "as it is",
+                "torch/fsdp/b.py": "branch",
+                "torch/fsdp/new.py": "branch",
+                f"{_sides.KEPT}/torch/fsdp/b.py": "release",
+            }
+            for name, text in files.items():
+                (site / name).parent.mkdir(parents=True, exist_ok=True)
+                (site / name).write_text(text)
+            with mock.patch.object(_sides, "MADE", made):
+                self.assertEqual(_sides.find_release(None, site), made)
+            self.assertEqual((made / "torch/a.py").read_text(), "as it is")
+            self.assertEqual((made / "torch/fsdp/b.py").read_text(), "release")
 
 
-class BenchComparisonTest(ImportingTest):
+class Recorder:
+    """Notes what it is asked, and answers 1."""
+
+    asked: list[str] = []
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def start(self) -> None:
+        self.asked.append(f"start {self.name}")
+
+    def stop(self) -> None:
+        pass
+
+    def ask(self, part: str, request: dict[str, Any]) -> dict[str, float]:
+        size = request["units"] * request["params"]
+        self.asked.append(f"{self.name} {size}")
+        slope = 2.0 if self.name == "branch" else 4.0
+        return {"us": 1.0, "step_us": 100 + slope * size}
+
+
+class TestComparison(ImportingTest):
     """Compares made-up figures."""
 
+    def setUp(self) -> None:
+        super().setUp()
+        Recorder.asked = []
+        self.sides: Any = {name: Recorder(name) for name in ("release", "branch")}
+
+    @pytest.mark.quick
     def test_ratio_is_of_pairs(self) -> None:
-        from _ratios import Samples
+        from _ratios import Comparison, Samples, table
 
         samples = Samples()
         # The machine was ten times slower in the second round, for both
         for release, branch in ((10, 5), (100, 60), (10, 7)):
             samples.add("group", "release", {"us": release})
             samples.add("group", "branch", {"us": branch})
-        ratio = samples.ratio("group", "branch", "release", "us")
-        self.assertAlmostEqual(ratio.median, 0.6)
-        self.assertAlmostEqual(ratio.low, 0.55)
-        self.assertAlmostEqual(ratio.high, 0.65)
-        self.assertEqual(ratio.samples, 3)
+        for bar, met in ((0.6, "yes"), (0.59, "NO"), (None, "")):
+            compared = [Comparison("group", "branch", "release", bar)]
+            (row,) = samples.rows("host", "us", "us", compared)
+            self.assertAlmostEqual(row.ratio, 0.6)
+            self.assertAlmostEqual(row.low, 0.55)
+            self.assertAlmostEqual(row.high, 0.65)
+            self.assertEqual(row.cells()[-1], met)
+        self.assertIn("0.550 to 0.650", table([row]))
+
+    def test_what_differs_from_nothing_is_not_met(self) -> None:
+        from _ratios import exact_row
+
+        for count, is_met in ((0, True), (1, False)):
+            row = exact_row("late", "", "", count, "none", 0, 1.0)
+            self.assertEqual(row.is_met, is_met)
 
     def test_sides_take_turns(self) -> None:
         from _ratios import alternate, Group, Subject
 
-        asked = []
-
-        class Recorder:
-            def __init__(self, name: str):
-                self.name = name
-
-            def start(self) -> None:
-                asked.append(f"start {self.name}")
-
-            def stop(self) -> None:
-                pass
-
-            def ask(self, part: str, request: dict[str, int]) -> dict[str, float]:
-                asked.append(f"{part} {self.name} {request['params']}")
-                return {"us": 1.0}
-
         groups = [
-            Group(
-                str(n),
-                tuple(Subject(s, s, {"params": n}) for s in ("release", "branch")),
-            )
+            Group("", [Subject(s, s, {"units": 1, "params": n}) for s in self.sides])
             for n in (4, 16)
         ]
-        sides: Any = {name: Recorder(name) for name in ("release", "branch")}
-        alternate("host", sides, groups, rounds=2, launches=2)
+        alternate("host", self.sides, groups, rounds=2, launches=2)
         launch = ["start release", "start branch"]
-        turns = [f"host {side} {n}" for n in (4, 16) for side in ("release", "branch")]
-        self.assertEqual(asked, 2 * (launch + turns))
+        turns = [f"{side} {n}" for n in (4, 16) for side in ("release", "branch")]
+        self.assertEqual(Recorder.asked, 2 * (launch + turns))
 
-    def test_fit(self) -> None:
-        from _growth import fit
+    def test_growth_is_without_what_is_there_once(self) -> None:
+        from _host_time import run_growth
 
-        counts = (1, 4, 16, 64, 256)
-        intercept, slope = fit(counts, [300 + 20.0 * n for n in counts])
-        self.assertAlmostEqual(intercept, 300)
-        self.assertAlmostEqual(slope, 20)
-
-    def test_time_of_a_point_is_without_what_it_calls(self) -> None:
-        import _where
-
-        watch = _where.Stopwatch()
-        inner = watch.timed("inner", lambda: None)
-        outer = watch.timed("outer", lambda: (inner(), inner()))
-        # Of outer, then of inner and inner, and again of outer
-        clock = iter((0, 10, 30, 50, 90, 100))
-        with mock.patch.object(_where.time, "perf_counter_ns", clock.__next__):
-            outer()
-        found = {label: spent for (label, _), spent in watch.spent.items()}
-        self.assertEqual((found["inner"].calls, found["inner"].ns), (2, 20 + 40))
-        self.assertEqual((found["outer"].called, found["outer"].ns), (2, 100 - 60))
-        # A point costs 3 ns in itself and 5 in what calls it
-        self.assertEqual(found["inner"].net_ns(3, 5), 60 - 2 * 3)
-        self.assertEqual(found["outer"].net_ns(3, 5), 40 - 3 - 2 * 5)
+        rows = run_growth(self.sides, quick=True, rounds=2)
+        self.assertEqual({(row.branch, row.other) for row in rows}, {(2, 4)})
 
     def test_run_that_is_cut_off_leaves_the_parts_that_it_finished(self) -> None:
         import bench
-        from _ratios import Spread
-        from _results import Results, UNFINISHED
-        from _rows import PartResult, Row
+        from _ratios import exact_row
 
-        row = Row("bytes", "block", "bytes", 4.0, "release", 4.0, Spread(1, 1, 1, 1))
-
-        def run_part(name: str) -> Any:
-            def run(sides: Any, **options: Any) -> PartResult:
-                if name == bench.PARTS["memory"]:
+        def module_of(name: str) -> Any:
+            def run(sides: Any, **options: Any) -> list[Any]:
+                if name == "_peak_memory":
                     raise KeyboardInterrupt
-                return PartResult([row], {})
+                return [exact_row("bytes", "block", "bytes", 4, "release", 4)]
 
             return SimpleNamespace(run=run)
 
         with tempfile.TemporaryDirectory() as folder:
             argv = ["--parts", "bytes,memory", "--output", folder]
-            with mock.patch.object(bench.importlib, "import_module", run_part):
+            with mock.patch.object(bench.importlib, "import_module", module_of):
                 with self.assertRaises(KeyboardInterrupt):
                     bench.main(argv)
-            found = json.loads((Path(folder) / UNFINISHED).read_text())["parts"]
-            self.assertEqual([*found], ["bytes"])
-            self.assertEqual(PartResult.of_json(found["bytes"]).rows, [row])
-            Results({}, {}).save(Path(folder))
-            self.assertFalse((Path(folder) / UNFINISHED).exists())
-
-    @pytest.mark.quick
-    def test_pictures_group_by_model_and_color_by_what_is_compared_with(self) -> None:
-        from _pictures import by_model, color_of, COLORS
-
-        cases = ["Nemotron", "Llama", "Llama", "Nemotron, late", "Llama, late"]
-        grouped = ["Nemotron", "Nemotron, late", "Llama", "Llama, late"]
-        self.assertEqual(by_model(cases), grouped)
-        self.assertEqual(len({*COLORS.values()}), len(COLORS))
-        self.assertNotEqual(color_of("release, all fp32"), color_of("release"))
-        self.assertEqual(color_of("release, uniform"), color_of("release"))
-
-    def test_row_survives_json(self) -> None:
-        from _ratios import Spread
-        from _rows import PartResult, Row, table
-
-        row = Row(
-            "host", "uniform", "us", 5.0, "release", 10.0, Spread(0.5, 0.4, 0.6, 9)
+            (row,) = json.loads((Path(folder) / "results.json").read_text())["rows"]
+        self.assertEqual(
+            (row["part"], row["branch"], row["is_met"]), ("bytes", 4, None)
         )
-        result = PartResult([row], {"seconds": 1.5})
-        again = PartResult.of_json(json.loads(json.dumps(result.as_json())))
-        self.assertEqual(again, result)
-        self.assertEqual(table({"host": again}), table({"host": result}))
-        self.assertIn("0.400 to 0.600", table({"host": again}))
 
 
-instantiate_parametrized_tests(SideTest)
+class TestStudies(ImportingTest):
+    """Of collectives: over nodes of 8, in which a hop takes 1 us, and 5 us between."""
+
+    def test_a_ring_and_an_all_to_all(self) -> None:
+        import studies
+        from _calls import Call
+
+        def us(call: Call, trees: bool) -> float:
+            return studies.seconds(call, studies.Network(), trees=trees) * 1e6
+
+        # 7 of 8 parts of 2.4 MB at 300 GB/s
+        for kind, passes in {"all-gather": 1, "all-reduce": 2}.items():
+            call = Call(kind, 2_400_000, 8, 1)
+            self.assertAlmostEqual(us(call, False), passes * (7 + 7))
+            self.assertAlmostEqual(us(call, True), passes * (3 + 7))
+            self.assertEqual(studies.sent(call), (passes * 2_100_000, 0))
+        # 8 parts of 16 go to the other node, at 50 GB/s
+        call = Call("all-to-all", 1_600_000, 16, 1)
+        self.assertEqual(studies.sent(call), (700_000, 800_000))
+        self.assertAlmostEqual(us(call, True), 1 + 5 + 7 / 3 + 16)
+        # Of replicas, each is in another node
+        call = Call("all-reduce", 2_000_000, 4, 8)
+        self.assertEqual(studies.sent(call), (0, 3_000_000))
+        self.assertAlmostEqual(us(call, False), 2 * (3 * 5 + 30))
+
+    def test_counts(self) -> None:
+        printed = run_python(str(FOLDER / "studies.py"), "counts").splitlines()
+        shown = {line.split(" | ")[0]: line.split(" | ")[1:] for line in printed}
+        # By default, exchanged, joined, both, upcast, and one unit for each dtype
+        counts = ("6 + 6", "6 + 3", "6 + 4", "6 + 3", "6 + 3", "12 + 6")
+        for cell, count in zip(shown["| Nemotron-H-like"], counts, strict=True):
+            self.assertEqual(cell.partition(";")[0], count)
+
+
+@unittest.skipUnless(RELEASE_ROOT.is_dir(), "needs the release beside the branch")
+class TestGpu(ImportingTest):
+    """Runs on a CPU what ``make gpu`` runs there."""
+
+    def run_gpu(self, *args: str) -> tuple[int, list[dict[str, str]], str]:
+        import gpu
+
+        with tempfile.TemporaryDirectory() as folder:
+            argv = ["--device", "cpu", "--output", folder, *args]
+            status = gpu.main(argv)
+            found = json.loads((Path(folder) / "report.json").read_text())
+            return status, found["lines"], (Path(folder) / "report.md").read_text()
+
+    def test_dry_run(self) -> None:
+        only = "tests,sanitizer,late"
+        status, lines, page = self.run_gpu("--only", only)
+        verdicts = {(line["part"], line["verdict"]) for line in lines}
+        expected = {(part, "as expected") for part in ("tests", "late")}
+        self.assertEqual(verdicts, {*expected, ("sanitizer", "not run")})
+        self.assertEqual(status, 0)
+        for line in lines:
+            self.assertIn(line["command"], page)
+        self.assertIn("- device: CPU only", page)
+        self.assertNotIn(str(REPO_ROOT), page)
+
+    def test_what_hangs_or_dies_loses_nothing(self) -> None:
+        import gpu
+
+        real = gpu.finished
+
+        def finished(*command: str) -> tuple[str, str]:
+            if "kernels" in command:
+                return real(
+                    "-c", "import time; print('begun', flush=True); time.sleep(99)"
+                )
+            if "late" in command:
+                return real("-c", "import os; print('begun', flush=True); os.abort()")
+            return real(*command)
+
+        with mock.patch.multiple(gpu, finished=finished, SECONDS=20):
+            status, lines, _ = self.run_gpu("--only", "late,kernels,sanitizer")
+        found = {line["part"]: (line["verdict"], line["value"]) for line in lines}
+        self.assertEqual(found["late"], ("died", "begun"))
+        self.assertEqual(found["kernels"], ("died", "not done after 20 s: begun"))
+        self.assertEqual((status, found["sanitizer"][0]), (1, "not run"))
+
+
+instantiate_parametrized_tests(TestSides)
 
 
 if __name__ == "__main__":

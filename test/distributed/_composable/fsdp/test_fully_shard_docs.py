@@ -41,10 +41,6 @@ from fsdp_wrong_uses.table import SECTIONS, table
 import torch
 import torch.distributed.fsdp as fsdp
 import torch.nn as nn
-import train_mixed_dtype
-from _byte_lm import text_batches
-from _policies import CHOICES
-from _report import wire_table
 from tools.setup_helpers.releases import RELEASES
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import init_device_mesh
@@ -180,13 +176,6 @@ class TestIndex(DeviceFreeTest):
             # The ellipsis at the end stands for the rest of the text
             fixed = error.removesuffix("…")
             self.assertTrue(any(fixed in text for text in texts), error)
-
-    def test_traffic_is_what_the_script_counts(self) -> None:
-        script = ROOT / "benchmarks/distributed/fsdp/grad_comm_traffic.py"
-        page = (ROOT / "docs/grad_comm_dtype.md").read_text()
-        printed = run_python(str(script))
-        self.assertGreater(len(printed.splitlines()), 10)
-        self.assertIn(printed, page)
 
     def test_ratios_are_those_of_the_benchmarks(self) -> None:
         """Where somebody chooses: on the first page, and where memory is explained."""
@@ -538,55 +527,6 @@ class TestReadme(DeviceFreeTest):
         self.assertIn(refusal, done.stderr)
         for dtype in dtypes.split(", "):
             self.assertIn(dtype, done.stderr)
-
-
-@instantiate_parametrized_tests
-class TestTraining(FakeGroupTest):
-    """The table of what ``make train`` sends, in one step of the first of two ranks."""
-
-    ranks = 2
-
-    def lines(self, policy: str) -> list[str]:
-        model = train_mixed_dtype.build_model()
-        mesh = init_device_mesh("cpu", (self.ranks,))
-        kinds = train_mixed_dtype.shard(model, mesh, policy)
-        tokens, targets = next(text_batches(1, 1))
-        train_mixed_dtype.loss_of(model, tokens, targets).backward()
-        return wire_table(kinds, steps=1).splitlines()
-
-    def test_readme_shows_it(self) -> None:
-        (shown,) = re.findall(
-            r"^```\n(unit  .*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S
-        )
-        lines = shown.splitlines()
-        self.assertGreater(len(lines), 8)
-        self.assertEqual(self.lines("stored")[: len(lines)], lines)
-
-    @parametrize("policy", [*CHOICES])
-    def test_rows_count_what_is_sent_in_their_dtype(self, policy: str) -> None:
-        numels: list[int] = []  # of gathers and of reductions, in turns
-        row = r"(b?float\d+|all) +([\d,]+)(?: +[1-9]\d* +([\d,]+) +([\d,]+))?$"
-        collective, total = "", 0  # of one collective, in bytes
-        for line in self.lines(policy):
-            if found := re.search(r"all-gather|reduce-scatter|all-to-all", line):
-                collective, total = found[0], 0
-                numels.append(0)
-            if found := re.search(row, line):
-                dtype, *numbers = found.groups(default="0")
-                numel, *nbytes = (int(number.replace(",", "")) for number in numbers)
-                if dtype == "all":
-                    if collective != "all-gather":  # of which there may be two
-                        self.assertEqual(nbytes, [total, total])
-                    self.assertEqual(numel, numels[-1])
-                    continue
-                numels[-1] += numel
-                total += (own := getattr(torch, dtype).itemsize * numel)
-                # Others are sent together with those of other dtypes
-                if collective == "reduce-scatter" or (
-                    collective == "all-to-all" and found[3]
-                ):
-                    self.assertEqual(nbytes, [own, own])
-        self.assertEqual(numels, [351_024, 351_024, 65_664, 65_664])
 
 
 class TestWrongUses(DeviceFreeTest):

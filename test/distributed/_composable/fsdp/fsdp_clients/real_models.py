@@ -6,7 +6,6 @@ sharded model and the one process that it is compared with multiply as the examp
 
 from __future__ import annotations
 
-import importlib
 import sys
 from typing import Any
 
@@ -27,7 +26,7 @@ widen_half_products()
 
 
 def example_of(name: str) -> Any:
-    """Returns what builds and shards a model: a script, or a row of ``_tiny_models``."""
+    """Returns what builds and shards a model."""
     from _tiny_models import TINY_MODELS
 
-    return TINY_MODELS.get(name) or importlib.import_module(f"train_{name}")
+    return TINY_MODELS[name]
