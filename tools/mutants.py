@@ -11,6 +11,7 @@ import ast
 import contextlib
 import functools
 import importlib.util
+import itertools
 import json
 import os
 import random
@@ -29,8 +30,8 @@ sys.path.insert(0, str(ROOT))
 from tools.setup_helpers.tree import files_under, lay_links, plan_links  # noqa: E402
 
 
-COPY, TABLE = ROOT / "build" / "mutants", ROOT / "build" / "mutants.json"
-TREE, PRODUCT = COPY / "build" / "tree", "torch/distributed/fsdp/_fully_shard"
+COPY, TABLE = ROOT / "build/mutants", ROOT / "build/mutants.json"
+TREE, PRODUCT = COPY / "build/tree", "torch/distributed/fsdp/_fully_shard"
 TESTS = COPY / "test" / "distributed" / "_composable" / "fsdp"
 # What an edit is about: what it replaces in a line, and by what. Capitals are preferred
 CALL, PASS = r"^(\s*)[\w.()]*%s\(.*\)$", r"\1pass"
@@ -43,8 +44,7 @@ RULES = (
     ("DTYPE", r"torch\.(float32|bfloat16|uint8)", "torch.float16"),
     ("ALIAS", r"\.(clone|detach|contiguous|copy)\(\)|\.to\([\w. =]*\)", ""),
     ("ALIAS", r"\[\*([\w.]+)\]", r"\1"),
-    ("LIFETIME", CALL % r"\.(clear|pop)", PASS),
-    ("LIFETIME", r"^(\s*)([\w.]+ = None|del .*)$", PASS),
+    ("LIFETIME", r"^(\s*)([\w.]+ = None|del .*|.*\.(clear|pop)\(.*\))$", PASS),
     ("call", CALL % "", PASS),
     ("condition", " and ", " or "),
     ("condition", r"\bif (?!not )(.+):$", r"if not (\1):"),
@@ -57,17 +57,18 @@ RULES = (
 
 def mutants_in(path: Path) -> list[dict[str, Any]]:
     """Returns the edits of each function that leave the file one of Python."""
-    lines, mutants = path.read_text().splitlines(), []
-    for node in ast.walk(ast.parse(path.read_text())):
-        if not isinstance(node, ast.FunctionDef):
-            continue
+    lines, mutants, tree = (
+        path.read_text().splitlines(),
+        [],
+        ast.parse(path.read_text()),
+    )
+    for node in (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)):
         body = node.body[bool(ast.get_docstring(node)) :] or node.body
         first, last = body[0].lineno - 1, node.end_lineno or 0
         found = [("body", first, last, " " * body[0].col_offset + "pass")]
-        for n in (n for n in range(first, last) if lines[n].lstrip()[:1] != "#"):
-            found += [
-                (kind, n, n + 1, re.sub(*edit, lines[n], 1)) for kind, *edit in RULES
-            ]
+        for n, (kind, old, new) in itertools.product(range(first, last), RULES):
+            if lines[n].lstrip()[:1] != "#":
+                found += [(kind, n, n + 1, re.sub(old, new, lines[n], count=1))]
         for kind, start, end, after in found:
             key = f"{path.name} {node.name}+{start - node.lineno}: {after.strip()}"
             edited = "\n".join([*lines[:start], after, *lines[end:], ""])
@@ -78,30 +79,19 @@ def mutants_in(path: Path) -> list[dict[str, Any]]:
     return mutants
 
 
-def chosen(count: int) -> list[dict[str, Any]]:
+def chosen() -> list[dict[str, Any]]:
     found = [m for p in sorted((ROOT / PRODUCT).glob("*.py")) for m in mutants_in(p)]
     random.Random(0).shuffle(found)
     found.sort(key=lambda m: (m["kind"] == "body") - m["kind"].isupper())  # stable
     first = {(m["file"], m["of"]): m for m in reversed(found)}
-    others = [m for m in found if first[m["file"], m["of"]] is not m]
-    wanted = [*first.values(), *others[: max(count - len(first), 0)]]
+    more = [m for m in found if first[m["file"], m["of"]] is not m]
+    wanted = [*first.values(), *more[: max(250 - len(first), 0)]]
     random.Random(0).shuffle(wanted)
     return wanted
 
 
-def make_copy() -> None:
-    """Copies the clone, and lays its torch over the release by links."""
-    shutil.rmtree(COPY, ignore_errors=True)
-    shutil.copytree(ROOT, COPY, ignore=shutil.ignore_patterns("build", ".git", ".venv"))
-    torch: Any = importlib.util.find_spec("torch")
-    release = Path(torch.origin).parents[2] / "base"
-    lay_links(TREE, plan_links(release, COPY, files_under(COPY, "torch")))
-    (TREE.parent / "base").symlink_to(release)
-
-
 @functools.cache
-def text_of(test: str) -> str:
-    """Returns a file with the packages that it names, but for what all of them share."""
+def text_of(test: str) -> str:  # with the packages that it names
     text = (TESTS / test).read_text()
     for folder in {*re.findall(r"\bfsdp_\w+", text)} - {"fsdp_common"}:
         text += "".join(p.read_text() for p in (TESTS / folder).glob("*.py"))
@@ -109,26 +99,29 @@ def text_of(test: str) -> str:
 
 
 def failure_of(test: str, seconds: float, *, caches: bool = False) -> str:
-    """Runs a file of tests: "" if all pass, else what failed first, or that it hung."""
+    """Returns "" if all tests of a file pass, else the first to fail, or that it hung."""
     env = os.environ | {"PYTHONPATH": str(TREE), "PYTHONPYCACHEPREFIX": f"{COPY}.pyc"}
     env["PYTHONDONTWRITEBYTECODE"] = "" if caches else "1"  # but none of an edit
-    ended = ["timeout", "--kill-after=5", str(seconds)]  # with its processes
-    command = [*ended, sys.executable, "-m", "pytest", "-qx", "--tb=no", TESTS / test]
+    command = ["timeout", "--kill-after=5", str(seconds)]  # all its processes
+    command += [sys.executable, "-m", "pytest", "-qx", "--tb=no", str(TESTS / test)]
     done = subprocess.run(command, cwd=COPY, env=env, capture_output=True, text=True)
     failed = re.findall(r"(?m)^(?:FAILED|ERROR) \S*?(\w+)(?: - .*)?$", done.stdout)
     return {0: "", 124: "hung"}.get(done.returncode, (failed or ["did not start"])[0])
 
 
 def try_on(mutant: dict[str, Any], tests: list[str], table: dict[str, Any]) -> None:
-    rows, seconds = table["mutants"], table["seconds"]
-    edited, name = mutant.pop("edited"), mutant["function"].strip("_")
+    rows, seconds, name = (
+        table["mutants"],
+        table["seconds"],
+        mutant["function"].strip("_"),
+    )
+    edited = mutant.pop("edited")
     row = rows.setdefault(mutant["key"], {**mutant, "tried": [], "killed_by": ""})
-    near = [r for r in rows.values() if r["file"] == row["file"]]
-    kills = Counter(r["tried"][-1] for r in near if r["killed_by"])
-    named = {t: text_of(t).count(name) for t in tests}
-    tests.sort(key=lambda t: (-kills[t] - 2 * min(named[t], 5), seconds.get(t, 30)))
-    path = COPY / PRODUCT / row["file"]
-    whole = path.read_text()
+    near = [r for r in rows.values() if r["file"] == row["file"] and r["killed_by"]]
+    likely = Counter(r["tried"][-1] for r in near)
+    likely.update({t: 2 * min(text_of(t).count(name), 5) for t in tests})
+    tests.sort(key=lambda t: (-likely[t], seconds.get(t, 30)))
+    whole = (path := COPY / PRODUCT / row["file"]).read_text()
     for test in tests:
         if row["killed_by"]:
             break
@@ -146,17 +139,22 @@ def try_on(mutant: dict[str, Any], tests: list[str], table: dict[str, Any]) -> N
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    add = parser.add_argument
-    add("--count", type=int, default=250, help="at least, and one for each function")
-    add("--tests", nargs="+", default=["test_fully_shard_*.py"], help="patterns")
-    add("--limit", type=int, help="try so many of them; 0 shows the table")
+    parser.add_argument("--tests", nargs="+", default=["test_fully_shard_*.py"])
+    parser.add_argument(
+        "--limit", type=int, help="try so many of them; 0 shows the table"
+    )
     args = parser.parse_args()
-    make_copy()
-    table = {"seconds": {}, "mutants": {}}
+    shutil.rmtree(COPY, ignore_errors=True)
+    shutil.copytree(ROOT, COPY, ignore=shutil.ignore_patterns("build", ".git", ".venv"))
+    torch: Any = importlib.util.find_spec("torch")
+    release = Path(torch.origin).parents[2] / "base"
+    lay_links(TREE, plan_links(release, COPY, files_under(COPY, "torch")))
+    (TREE.parent / "base").symlink_to(release)
+    table: dict[str, dict[str, Any]] = {"seconds": {}, "mutants": {}}
     table |= json.loads(TABLE.read_text()) if TABLE.exists() else {}
     tests = {path for each in args.tests for path in TESTS.glob(each)}
     names = sorted(p.name for p in tests if "mark.tools" not in p.read_text())
-    for mutant in chosen(args.count)[: args.limit]:
+    for mutant in chosen()[: args.limit]:
         try_on(mutant, names, table)
     rows = table["mutants"].values()
     first = Counter(row["tried"][-1] for row in rows if row["killed_by"])

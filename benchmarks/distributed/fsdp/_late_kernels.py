@@ -176,6 +176,7 @@ def run(sides: dict[str, Side], **options: Any) -> list[Row]:
                 continue
             side.start()
             case, request = f"{name}, {kind}", {"schedule": name, "kind": kind}
+            found: dict[str, Any]
             try:
                 found = side.ask("late", request, seconds=SECONDS)
             except SideError as error:  # the next one gets new processes

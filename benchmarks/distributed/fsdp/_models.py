@@ -217,7 +217,7 @@ PROMOTED = "gradients promoted to fp32"  # all of a unit in one reduction
 LATE = "BACKWARD_POST"
 # All in bf16, and gradients added in fp32: sent in fp32 too, or in bf16
 WIDE, NARROW = "sent in fp32", "sent in bf16"
-POLICIES: dict[str, dict[str, torch.dtype]] = {
+POLICIES: dict[str, dict[str, Any]] = {
     PROMOTED: {"reduce_dtype": FP32},
     WIDE: {"param_dtype": BF16, "reduce_dtype": FP32},
     NARROW: {"param_dtype": BF16, "reduce_dtype": FP32, "grad_comm_dtype": BF16},

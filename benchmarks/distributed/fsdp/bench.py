@@ -136,8 +136,11 @@ def describe_machine() -> str:
 
 def save(args: argparse.Namespace, rows: Sequence[Row]) -> None:
     args.output.mkdir(parents=True, exist_ok=True)
-    found = {"machine": describe_machine(), "torch": torch.__version__}
-    found["rows"] = [asdict(row) | {"is_met": row.is_met} for row in rows]
+    found = {
+        "machine": describe_machine(),
+        "torch": torch.__version__,
+        "rows": [asdict(row) | {"is_met": row.is_met} for row in rows],
+    }
     (args.output / "results.json").write_text(json.dumps(found, indent=1) + "\n")
     (args.output / "table.txt").write_text(table(rows) + "\n")
 

@@ -60,9 +60,9 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def finished(*command: str) -> tuple[str, str]:
+def finished(*command: str, seconds: int = SECONDS) -> tuple[str, str]:
     """Runs Python; returns a verdict if it died or hung, and the last line it wrote."""
-    ended = ["timeout", "--kill-after=5", str(SECONDS)]  # with all its processes
+    ended = ["timeout", "--kill-after=5", str(seconds)]  # with all its processes
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*ended, sys.executable, *command],
@@ -75,7 +75,7 @@ def finished(*command: str) -> tuple[str, str]:
     )
     last = (done.stdout.strip().splitlines() or [""])[-1]
     if done.returncode == 124:
-        return DIED, f"not done after {SECONDS} s: {last}"
+        return DIED, f"not done after {seconds} s: {last}"
     return (DIED if done.returncode else ""), last
 
 

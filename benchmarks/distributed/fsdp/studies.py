@@ -243,7 +243,8 @@ def latency_on_rank(rank: int, ranks: int, port: int, rounds: int) -> None:
     widen_half_products()
     store = dist.TCPStore("localhost", port, ranks, rank == 0)
     dist.init_process_group("gloo", rank=rank, world_size=ranks, store=store)
-    mesh, runs = init_device_mesh("cpu", (ranks,)), {}
+    mesh = init_device_mesh("cpu", (ranks,))
+    runs: dict[str, tuple[nn.Module, torch.Tensor]] = {}
     for way in (DEFAULT, EXCHANGED, JOINED, UPCAST):
         blocks = [NemotronHBlock(dim=128, heads=4, state=16) for _ in range(6)]
         x = torch.randn(1, 8, 128, dtype=FP32 if way == UPCAST else BF16)

@@ -322,14 +322,13 @@ class TestGpu(ImportingTest):
 
         def finished(*command: str) -> tuple[str, str]:
             if "kernels" in command:
-                return real(
-                    "-c", "import time; print('begun', flush=True); time.sleep(99)"
-                )
+                code = "import time; print('begun', flush=True); time.sleep(999)"
+                return real("-c", code, seconds=20)
             if "late" in command:
                 return real("-c", "import os; print('begun', flush=True); os.abort()")
             return real(*command)
 
-        with mock.patch.multiple(gpu, finished=finished, SECONDS=20):
+        with mock.patch.object(gpu, "finished", finished):
             status, lines, _ = self.run_gpu("--only", "late,kernels,sanitizer")
         found = {line["part"]: (line["verdict"], line["value"]) for line in lines}
         self.assertEqual(found["late"], ("died", "begun"))
