@@ -1,16 +1,13 @@
 """Breaks the product on purpose, one line at a time, and tells which test notices.
 
-It chooses a line of each function, then more that wait, order, scale, cast, copy or
-release: always the same. Each edit runs in a copy of the clone, against test files one
-by one, likeliest first, until one fails. build/mutants.json keeps what was found: a run
-that was stopped goes on, and another one tries other files on what is still alive.
+Edits a line of each function, always the same ones, in a copy of the clone, and runs
+test files, likeliest first, until one fails. build/mutants.json keeps what was found: a
+run that was stopped goes on; other --tests are tried on what is still alive.
 """
 
 import argparse
 import ast
 import contextlib
-import functools
-import importlib.util
 import itertools
 import json
 import os
@@ -33,14 +30,13 @@ from tools.setup_helpers.tree import files_under, lay_links, plan_links  # noqa:
 COPY, TABLE = ROOT / "build/mutants", ROOT / "build/mutants.json"
 TREE, PRODUCT = COPY / "build/tree", "torch/distributed/fsdp/_fully_shard"
 TESTS = COPY / "test" / "distributed" / "_composable" / "fsdp"
-# What an edit is about: what it replaces in a line, and by what. Capitals are preferred
+# What an edit is about, what it replaces, and by what. Capitals are preferred
 CALL, PASS = r"^(\s*)[\w.()]*%s\(.*\)$", r"\1pass"
 RULES = (
     ("WAIT", CALL % r"\.(wait|record)(_event|_stream)?", PASS),
     ("ORDER", r"\b(sorted|reversed)\(", "(lambda found, **_: [*found])("),
     ("FACTOR", " ([*]|/{1,2}) ", " + "),
     ("DTYPE", r"\.(param|reduce|wire|comm)_dtype\b", ".orig_dtype"),
-    ("DTYPE", r"\.orig_dtype\b", ".param_dtype"),
     ("DTYPE", r"torch\.(float32|bfloat16|uint8)", "torch.float16"),
     ("ALIAS", r"\.(clone|detach|contiguous|copy)\(\)|\.to\([\w. =]*\)", ""),
     ("ALIAS", r"\[\*([\w.]+)\]", r"\1"),
@@ -48,7 +44,6 @@ RULES = (
     ("call", CALL % "", PASS),
     ("condition", " and ", " or "),
     ("condition", r"\bif (?!not )(.+):$", r"if not (\1):"),
-    ("condition", r"\bnot ", ""),
     ("condition", " == ", " != "),
     ("constant", r"\b(True|False|0|1)\b", r"(not \1)"),
     ("return", r"^(\s*)return [^#]+$", r"\1return None"),
@@ -57,12 +52,8 @@ RULES = (
 
 def mutants_in(path: Path) -> list[dict[str, Any]]:
     """Returns the edits of each function that leave the file one of Python."""
-    lines, mutants, tree = (
-        path.read_text().splitlines(),
-        [],
-        ast.parse(path.read_text()),
-    )
-    for node in (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)):
+    lines, mutants = (text := path.read_text()).splitlines(), []
+    for node in (n for n in ast.walk(ast.parse(text)) if type(n) is ast.FunctionDef):
         body = node.body[bool(ast.get_docstring(node)) :] or node.body
         first, last = body[0].lineno - 1, node.end_lineno or 0
         found = [("body", first, last, " " * body[0].col_offset + "pass")]
@@ -86,11 +77,9 @@ def chosen() -> list[dict[str, Any]]:
     first = {(m["file"], m["of"]): m for m in reversed(found)}
     more = [m for m in found if first[m["file"], m["of"]] is not m]
     wanted = [*first.values(), *more[: max(250 - len(first), 0)]]
-    random.Random(0).shuffle(wanted)
-    return wanted
+    return random.Random(0).sample(wanted, len(wanted))
 
 
-@functools.cache
 def text_of(test: str) -> str:  # with the packages that it names
     text = (TESTS / test).read_text()
     for folder in {*re.findall(r"\bfsdp_\w+", text)} - {"fsdp_common"}:
@@ -99,23 +88,21 @@ def text_of(test: str) -> str:  # with the packages that it names
 
 
 def failure_of(test: str, seconds: float, *, caches: bool = False) -> str:
-    """Returns "" if all tests of a file pass, else the first to fail, or that it hung."""
+    """Returns the first test of a file that fails, or that it hung; "" if all pass."""
     env = os.environ | {"PYTHONPATH": str(TREE), "PYTHONPYCACHEPREFIX": f"{COPY}.pyc"}
     env["PYTHONDONTWRITEBYTECODE"] = "" if caches else "1"  # but none of an edit
     command = ["timeout", "--kill-after=5", str(seconds)]  # all its processes
     command += [sys.executable, "-m", "pytest", "-qx", "--tb=no", str(TESTS / test)]
     done = subprocess.run(command, cwd=COPY, env=env, capture_output=True, text=True)
     failed = re.findall(r"(?m)^(?:FAILED|ERROR) \S*?(\w+)(?: - .*)?$", done.stdout)
-    return {0: "", 124: "hung"}.get(done.returncode, (failed or ["did not start"])[0])
+    return {0: "", 124: "hung", 137: "hung"}.get(
+        done.returncode, (failed or ["did not start"])[0]
+    )
 
 
 def try_on(mutant: dict[str, Any], tests: list[str], table: dict[str, Any]) -> None:
-    rows, seconds, name = (
-        table["mutants"],
-        table["seconds"],
-        mutant["function"].strip("_"),
-    )
-    edited = mutant.pop("edited")
+    rows, seconds = table["mutants"], table["seconds"]
+    edited, name = mutant.pop("edited"), mutant["function"].strip("_")
     row = rows.setdefault(mutant["key"], {**mutant, "tried": [], "killed_by": ""})
     near = [r for r in rows.values() if r["file"] == row["file"] and r["killed_by"]]
     likely = Counter(r["tried"][-1] for r in near)
@@ -123,12 +110,12 @@ def try_on(mutant: dict[str, Any], tests: list[str], table: dict[str, Any]) -> N
     tests.sort(key=lambda t: (-likely[t], seconds.get(t, 30)))
     whole = (path := COPY / PRODUCT / row["file"]).read_text()
     for test in tests:
-        if row["killed_by"]:
-            break
+        if row["killed_by"] or test in row["tried"]:
+            continue
         if test not in seconds:  # 0 if it fails without any mutant, and is left out
             begun, failed = time.monotonic(), failure_of(test, 1200, caches=True)
             seconds[test] = 0 if failed else time.monotonic() - begun
-        if seconds[test] and test not in row["tried"]:
+        if seconds[test]:
             path.write_text(edited)
             row["killed_by"] = failure_of(test, 60 + 4 * seconds[test])
             path.write_text(whole)
@@ -140,26 +127,27 @@ def try_on(mutant: dict[str, Any], tests: list[str], table: dict[str, Any]) -> N
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tests", nargs="+", default=["test_fully_shard_*.py"])
-    parser.add_argument(
-        "--limit", type=int, help="try so many of them; 0 shows the table"
-    )
+    parser.add_argument("--limit", type=int, help="try so many; 0 shows the table")
     args = parser.parse_args()
     shutil.rmtree(COPY, ignore_errors=True)
     shutil.copytree(ROOT, COPY, ignore=shutil.ignore_patterns("build", ".git", ".venv"))
-    torch: Any = importlib.util.find_spec("torch")
-    release = Path(torch.origin).parents[2] / "base"
+    release = Path(sys.prefix).resolve().parent / "base"
     lay_links(TREE, plan_links(release, COPY, files_under(COPY, "torch")))
     (TREE.parent / "base").symlink_to(release)
-    table: dict[str, dict[str, Any]] = {"seconds": {}, "mutants": {}}
-    table |= json.loads(TABLE.read_text()) if TABLE.exists() else {}
-    tests = {path for each in args.tests for path in TESTS.glob(each)}
-    names = sorted(p.name for p in tests if "mark.tools" not in p.read_text())
+    empty: dict[str, dict[str, Any]] = {"seconds": {}, "mutants": {}}
+    table = json.loads(TABLE.read_text()) if TABLE.exists() else empty
+    found = {path for each in args.tests for path in TESTS.glob(each)}
+    tests = [p.name for p in sorted(found) if "mark.tools" not in p.read_text()]
     for mutant in chosen()[: args.limit]:
-        try_on(mutant, names, table)
+        try_on(mutant, tests, table)
     rows = table["mutants"].values()
     first = Counter(row["tried"][-1] for row in rows if row["killed_by"])
-    print(f"{len(rows)} tried, {first.total()} killed, first by", *first.most_common())
-    print("left out:", *(test for test, took in table["seconds"].items() if not took))
+    left_out = [test for test, took in table["seconds"].items() if not took]
+    print(
+        f"{len(rows)} tried, killed by {first}; left out {left_out}; alive:",
+        *(r["key"] for r in rows if not r["killed_by"]),
+        sep="\n  ",
+    )
 
 
 if __name__ == "__main__":
