@@ -38,8 +38,7 @@ RULES = (
     ("FACTOR", " ([*]|/{1,2}) ", " + "),
     ("DTYPE", r"\.(param|reduce|wire|comm)_dtype\b", ".orig_dtype"),
     ("DTYPE", r"torch\.(float32|bfloat16|uint8)", "torch.float16"),
-    ("ALIAS", r"\.(clone|detach|contiguous|copy)\(\)|\.to\([\w. =]*\)", ""),
-    ("ALIAS", r"\[\*([\w.]+)\]", r"\1"),
+    ("ALIAS", r"\[\*([\w.]+)\]|\.(?:clone|detach|copy|to)\([\w. =]*\)", r"\1"),
     ("LIFETIME", r"^(\s*)([\w.]+ = None|del .*|.*\.(clear|pop)\(.*\))$", PASS),
     ("call", CALL % "", PASS),
     ("condition", " and ", " or "),
@@ -143,11 +142,8 @@ def main() -> None:
     rows = table["mutants"].values()
     first = Counter(row["tried"][-1] for row in rows if row["killed_by"])
     left_out = [test for test, took in table["seconds"].items() if not took]
-    print(
-        f"{len(rows)} tried, killed by {first}; left out {left_out}; alive:",
-        *(r["key"] for r in rows if not r["killed_by"]),
-        sep="\n  ",
-    )
+    alive = [row["key"] for row in rows if not row["killed_by"]]
+    print(f"{len(rows)} tried, {first}; left out {left_out}", *alive, sep="\n  ALIVE ")
 
 
 if __name__ == "__main__":
