@@ -78,11 +78,11 @@ series: setup  ## make the edits for upstream change by change, and run the test
 	@$(PYTHON) -m pytest --capture=no $(or $(ARGS),-k TestOnRelease) \
 	  test/distributed/_composable/fsdp/test_fully_shard_series.py
 
-bench: setup  ## measure beside the release (QUICK=1 DOCS=1 ARGS=...)
+bench: setup  ## compare with the release: host, bytes, step, memory (QUICK=1 DOCS=1 ARGS=...)
 	@$(PYTHON) benchmarks/distributed/fsdp/bench.py $(if $(QUICK),--quick) \
 	  $(if $(DOCS),--docs) $(ARGS)
 
-gpu: setup  ## tell what is so on a CUDA device (DEVICE=cpu ARGS=...)
+gpu: setup  ## check correctness, memory and speed on a CUDA device (DEVICE=cpu ARGS=...)
 	@$(PYTHON) benchmarks/distributed/fsdp/gpu.py $(if $(DEVICE),--device "$$DEVICE") $(ARGS)
 
 mutants: models  ## break the product line by line: which test notices? (ARGS=...)

@@ -11,7 +11,9 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed import run as torchrun
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
@@ -60,10 +62,15 @@ def run(args: argparse.Namespace, argv: Sequence[str], work: Callable[[], int]) 
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     # Where other programs use the cores too, threads that wait must not spin on them
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    torchrun = ["-m", "torch.distributed.run", "--standalone"]
-    started = [sys.executable, *torchrun, f"--nproc-per-node={args.nproc}", sys.argv[0]]
-    sys.stdout.flush()
-    os.execv(sys.executable, [*started, *argv])
+    start = ["--standalone", f"--nproc-per-node={args.nproc}", sys.argv[0]]
+    options = torchrun.parse_args(start)
+    options.training_script_args = [*argv]  # which its parser would take for its own
+    try:
+        torchrun.run(options)
+    except ChildFailedError as error:  # a rank has said why
+        print(f"error: {str(error).strip().splitlines()[1]}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def join(device_type: str) -> torch.device:
