@@ -78,9 +78,9 @@ series: setup  ## make the edits for upstream change by change, and run the test
 	@$(PYTHON) -m pytest --capture=no $(or $(ARGS),-k TestOnRelease) \
 	  test/distributed/_composable/fsdp/test_fully_shard_series.py
 
-bench: setup  ## compare with the release: host, bytes, step, memory (QUICK=1 DOCS=1 ARGS=...)
+bench: setup  ## compare with the release: host, bytes, step, memory (QUICK=1 ARGS=...)
 	@$(PYTHON) benchmarks/distributed/fsdp/bench.py $(if $(QUICK),--quick) \
-	  $(if $(DOCS),--docs) $(ARGS)
+	  $(ARGS)
 
 gpu: setup  ## check correctness, memory and speed on a CUDA device (DEVICE=cpu ARGS=...)
 	@$(PYTHON) benchmarks/distributed/fsdp/gpu.py $(if $(DEVICE),--device "$$DEVICE") $(ARGS)

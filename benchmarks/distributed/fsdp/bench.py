@@ -4,7 +4,20 @@
 
 Each side, release and branch, runs in processes of its own and in turns with the other. The
 table is printed; it and all values as JSON go to build/bench/ after each part, or to
-build/bench/partial/ if it was not the whole run. ``--docs`` also writes docs/benchmarks.md.
+build/bench/partial/ if it was not the whole run. A round measures one side after the other
+and gives one ratio; the table shows the median ratio and quartiles. Bytes, collectives and
+memory are counted and the same in every run. *At most* is the ratio that the branch aims at.
+
+- **host**: processor time of a step's forward and backward per unit, of 8 units whose
+  parameters have 128 elements each, less that of the same model without `fully_shard`. The
+  process group is a fake one of 8 ranks.
+- **bytes**: sizes of the collectives of one step, over 8 ranks, of three blocks that are
+  resharded after forward.
+- **step**: wall-clock time of a training step of four gloo processes that share the cores.
+  *Gradients promoted* is the branch with `reduce_dtype=torch.float32`.
+- **memory**: the peak that `FSDPMemTracker` counts on one of 8 ranks in one step, without an
+  optimizer.
+- **growth**: what a further parameter takes of the host, by the difference of two sizes.
 """
 
 import argparse
@@ -32,7 +45,6 @@ try:
 
     import torch
     from _half_products import slow_dtypes
-    from tools.setup_helpers.releases import DEFAULT
 except ImportError as missing:
     sys.exit(f"error: {missing}: run `make setup` first, or `make bench`")
 
@@ -54,29 +66,6 @@ MORE = {
     "sanitizer": ("_device", "run_sanitizer"),
 }
 OUTPUT = ROOT / "build" / "bench"
-PAGE = """\
-# Benchmarks
-
-Written by `make bench DOCS=1`. The *release* is PyTorch {torch}, the *branch* is the
-release with the files of this repository over it. {machine}
-
-Both run in separate processes and take turns. A round measures one after the other and
-gives one ratio; the table shows the median ratio and quartiles. Bytes, collectives and
-memory are counted and the same in every run. *At most* is the ratio that the branch aims at.
-
-{table}
-
-- **host**: processor time of a step's forward and backward per unit, of 8 units whose
-  parameters have 128 elements each, less that of the same model without `fully_shard`. The
-  process group is a fake one of 8 ranks.
-- **bytes**: sizes of the collectives of one step, over 8 ranks, of three blocks that are
-  resharded after forward.
-- **step**: wall-clock time of a training step of four gloo processes that share the cores.
-  *Gradients promoted* is the branch with `reduce_dtype=torch.float32`.
-- **memory**: the peak that `FSDPMemTracker` counts on one of 8 ranks in one step, without an
-  optimizer.
-- **growth**: what a further parameter takes of the host, by the difference of two sizes.
-"""
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
@@ -89,7 +78,6 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     add("--rounds", type=int, metavar="N", help="of each part that measures time")
     add("--device", default="cpu", choices=("cpu", "cuda"))
     add("--output", type=Path, help="another folder for the results")
-    add("--docs", action="store_true", help="write docs/benchmarks.md as well")
     add("--release", type=Path, help="folder with the release's torch/")
     args = parser.parse_args(argv)
     args.parts = args.parts.split(",")
@@ -100,8 +88,6 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     if args.release is None:
         parser.error("there is no release: run `make setup`, or give --release")
     is_whole = args.parts == [*PARTS] and not args.quick and args.rounds is None
-    if args.docs and not (is_whole and DEFAULT.is_of(torch.__version__)):
-        parser.error("--docs needs a whole run on the default release")
     args.output = args.output or (OUTPUT if is_whole else OUTPUT / "partial")
     return args
 
@@ -158,12 +144,6 @@ def main(argv: Sequence[str]) -> int:
             stop(sides)
         print(f"{name}: {time.perf_counter() - begun:.0f} s", file=sys.stderr)
         save(args, rows)
-    if args.docs:
-        release = torch.__version__.partition("+")[0]
-        page = PAGE.format(
-            torch=release, machine=describe_machine(), table=table(rows, "github")
-        )
-        (ROOT / "docs" / "benchmarks.md").write_text(page)
     print(table(rows), f"\n{describe_machine()}", sep="\n")
     return 0
 
