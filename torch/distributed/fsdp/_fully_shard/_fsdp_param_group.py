@@ -432,7 +432,8 @@ class FSDPParamGroup(PluginNames):
             if is_upcast_by_autograd(fsdp_param)
         ]
         self._cache.invalidate_buckets_if_changed()
-        self._has_read_dtypes = True
+        # What replaces it may set anything
+        self._has_read_dtypes = not self._replaces_init_dtypes
 
     def _resolve_policies(self, fqns: Sequence[str], is_named: bool) -> None:
         params = [fsdp_param.sharded_param for fsdp_param in self.fsdp_params]
