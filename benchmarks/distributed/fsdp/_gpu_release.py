@@ -1,11 +1,11 @@
 """Finds the release that the branch was laid over, to compare with."""
 
-import shutil
 from pathlib import Path
 
 from _sides import REPO_ROOT
 
-from tools.setup_helpers.tree import files_under, lay_links, plan_links
+from tools.links import lay_links, plan_links
+from tools.releases import files_under
 
 
 # Where an overlay keeps the files that it replaced, from the folder that holds torch/
@@ -32,6 +32,5 @@ def _lay_release(tree_root: Path) -> Path:
     own = files_under(kept, "torch")
     planned = plan_links(tree_root, kept, own)
     links = {path: to for path, to in planned.items() if path.startswith("torch/")}
-    shutil.rmtree(MADE, ignore_errors=True)
     lay_links(MADE, links)
     return MADE

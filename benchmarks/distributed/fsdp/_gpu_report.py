@@ -8,8 +8,6 @@ from typing import Any
 
 from _gpu_expected import Expectation, EXPECTED
 
-from tools.setup_helpers.files import write_whole
-
 
 AS_EXPECTED = "as expected"
 NOT_RUN, TIMED_OUT, DIED = "not run", "timed out", "died"
@@ -78,8 +76,10 @@ class Report:
             "lines": [asdict(line) for line in self.lines],
         }
         text = json.dumps(found, indent=1) + "\n"
-        write_whole(self.folder / "report.json", text.encode())
-        write_whole(self.folder / "report.md", self.page().encode())
+        for name, page in (("report.json", text), ("report.md", self.page())):
+            partial = self.folder / f"{name}.partial"
+            partial.write_text(page)
+            partial.replace(self.folder / name)
 
     def page(self) -> str:
         texts = ["# What is so on this device\n"]
