@@ -2,8 +2,8 @@
 
 PYTHON3 ?= python3
 # Names that a user gives go through the environment: a shell would split them.
-SETUP := "$$PYTHON3" -B -m tools.setup_helpers
-export PYTHON3 NPROC STEPS POLICY DEVICE
+SETUP := "$$PYTHON3" -B -m tools.build
+export PYTHON3 NPROC STEPS POLICY DEVICE CHECKOUT
 
 # The release to build on, under another name: RELEASE is a common one.  What a recipe
 # starts is not told what was told to this make.
@@ -21,16 +21,16 @@ LINT = PATH="$$PWD/$(VENV)/bin:$$PATH" XDG_DATA_HOME="$$PWD/build/lint" lintrunn
 PATHS := git ls-files --cached --others --exclude-standard
 
 .DEFAULT_GOAL := help
-.PHONY: help python setup models train test test-tools clients series bench gpu mutants lint wheel clean
+.PHONY: help python setup models train test test-tools clients series series-save bench gpu mutants lint wheel clean
 
 help:  ## show this list
 	@echo "make TARGET, where TARGET is one of"
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-11s%s\n", $$1, $$2 }' Makefile
-	@$(SETUP) releases 2>/dev/null || true
+	@echo "RELEASE=VERSION takes one of" $(basename $(notdir $(wildcard constraints/*.txt)))
 
 python:
-	@command -v "$$PYTHON3" >/dev/null || \
-	  { echo "error: $$PYTHON3 is not there; choose a Python with PYTHON3=PATH" >&2; exit 1; }
+	@"$$PYTHON3" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "error: $$PYTHON3 is no Python 3.10 or newer: PYTHON3=PATH" >&2; exit 1; }
 
 setup: python  ## build in place: .venv, build/base (TORCH_WHEEL=PATH, PYTHON3=PATH)
 	@$(SETUP) setup
@@ -44,8 +44,7 @@ train: setup  ## train a model of mixed dtypes (NPROC= STEPS= POLICY= DEVICE=)
 	  $(if $(DEVICE),--device "$$DEVICE")
 
 # Files of torch and of other packages are compiled once, for the processes that tests
-# start too. What pip compiles would lie elsewhere.
-test test-tools: export PIP_COMPILE = 0
+# start too.
 PYTEST = PYTHONPYCACHEPREFIX="$$PWD/build/pycache" PYTHONDONTWRITEBYTECODE= \
   $(PYTHON) -m pytest --durations=10 $(if $(QUICK),--quick)
 SIDE_BY_SIDE = --numprocesses=auto --dist=loadfile
@@ -73,14 +72,15 @@ clients: python  ## train with torchtitan, trl, torchao, lightning and others (A
 	  "$(VENV)/clients/bin/python" -m pytest --durations=10 $(or $(ARGS),$(CLIENTS))
 
 # The series edits one release's own files: it runs on that, whatever RELEASE is
-series: export TORCH_RELEASE = $(shell awk -F '"' '/^RELEASE = / { print $$2 }' tools/upstream/series.py)
-series: setup  ## make the edits for upstream change by change, and run the tests of each
-	@$(PYTHON) -m pytest --capture=no $(or $(ARGS),-k TestOnRelease) \
-	  test/distributed/_composable/fsdp/test_fully_shard_series.py
+series: export TORCH_RELEASE = $(shell basename -s .txt constraints/* | sort -V | tail -n 1)
+series: setup  ## make the series for upstream as commits, test each, write patches (CHECKOUT=PATH)
+	@$(PYTHON) tools/series.py make $(if $(CHECKOUT),--checkout "$$CHECKOUT") $(ARGS)
+
+series-save: python  ## write tools/upstream anew from the commits in build/series/tree
+	@"$$PYTHON3" -B tools/series.py save
 
 bench: setup  ## compare with the release: host, bytes, step, memory (QUICK=1 ARGS=...)
-	@$(PYTHON) benchmarks/distributed/fsdp/bench.py $(if $(QUICK),--quick) \
-	  $(ARGS)
+	@$(PYTHON) benchmarks/distributed/fsdp/bench.py $(if $(QUICK),--quick) $(ARGS)
 
 gpu: setup  ## check correctness, memory and speed on a CUDA device (DEVICE=cpu ARGS=...)
 	@$(PYTHON) benchmarks/distributed/fsdp/gpu.py $(if $(DEVICE),--device "$$DEVICE") $(ARGS)
@@ -93,9 +93,14 @@ lint: setup  ## check every file that git tracks or would add (ARGS=-a fixes)
 	@{ $(LINT) init; } >build/lint/init.log 2>&1 || { cat build/lint/init.log >&2; exit 1; }
 	@$(LINT) --paths-cmd '$(PATHS)' $(ARGS)
 
-# A wheel that is named need not be one for this Python, so it is not laid out.
-wheel: $(if $(TORCH_WHEEL),python,setup)  ## write the branch's wheel into build/dist (TORCH_WHEEL=PATH)
+wheel: python  ## write the branch's wheel into build/dist (TORCH_WHEEL=PATH)
 	@$(SETUP) wheel
 
-clean:  ## leave the clone as it was
-	@$(SETUP) clean
+clean:  ## leave the clone as it was; with RELEASE=, remove that release's build
+ifdef TORCH_RELEASE
+	@rm -rf "build/$$TORCH_RELEASE"
+else
+	@rm -rf build .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	@test ! -L .venv || rm .venv
+	@find . -name .git -prune -o -name __pycache__ -prune -exec rm -rf {} +
+endif

@@ -30,7 +30,7 @@ from pathlib import Path, PurePosixPath
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tools.setup_helpers import tree  # noqa: E402
+from tools.releases import files_under  # noqa: E402
 
 
 try:
@@ -210,7 +210,7 @@ def main(arguments: Iterable[str], root: Path = ROOT) -> int:
         if not (folder / "torch/__init__.py").is_file():
             print(f"error: {folder} does not hold torch/__init__.py", file=sys.stderr)
             return 1
-    own = {file for file in tree.own_files(root) if file.endswith(".py")}
+    own = {file for file in files_under(root, "torch") if file.endswith(".py")}
     contract = Contract(parsed.old, parsed.new, root, own)
     for title, section in SECTIONS.items():
         lines = [line for text in section(contract) for line in text.split("\n")]

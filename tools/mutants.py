@@ -24,7 +24,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from tools.setup_helpers.tree import files_under, lay_links, plan_links  # noqa: E402
+from tools.links import lay_links, plan_links  # noqa: E402
+from tools.releases import files_under  # noqa: E402
 
 
 COPY, TABLE = ROOT / "build/mutants", ROOT / "build/mutants.json"

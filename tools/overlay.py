@@ -3,20 +3,25 @@
 
     python3 tools/overlay.py                  over the torch of this interpreter
     python3 tools/overlay.py --python PATH    over that of another one
+    python3 tools/overlay.py --link           by links into this clone, not by copies
     python3 tools/overlay.py --status         tells what is there
     python3 tools/overlay.py --undo           gives back every byte
     python3 tools/overlay.py --to DIR         makes a folder for PYTHONPATH instead, where
                                               torch itself is read-only
+    python3 tools/overlay.py CHECKOUT         as a commit on a source checkout of a release
+                                              (--check: writes nothing; --list: the files)
+    python3 tools/overlay.py --record         writes down what this release's own files are
 
 It takes any build (CPU, CUDA, ROCm) of a release that the branch fits, and writes Python
 files alone. Each file that it replaces, or that ours are written for, must be that
 release's own: nobody's changes are overwritten. pip's RECORD stays true, so that pip
-uninstalls and upgrades torch as before. Needs only Python, and no network.
+uninstalls and upgrades torch as before. Needs only Python and git, and no network.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import csv
 import errno
 import io
@@ -34,19 +39,26 @@ from typing import TYPE_CHECKING
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tools.setup_helpers import tree  # noqa: E402
-from tools.setup_helpers.build import locked  # noqa: E402
-from tools.setup_helpers.digests import difference, recorded, sha256  # noqa: E402
-from tools.setup_helpers.releases import known, RELEASES  # noqa: E402
-from tools.setup_helpers.report import explain, Progress, SetupError  # noqa: E402
-from tools.setup_helpers.wheel import record_row  # noqa: E402
+from tools.checkout import commit_branch, files_to_lay  # noqa: E402
+from tools.links import lay_links, torch_links  # noqa: E402
+from tools.releases import (  # noqa: E402
+    differences,
+    DIGESTS,
+    files_under,
+    known,
+    listing,
+    locked,
+    recorded,
+    release_of,
+    RELEASES,
+    sha256,
+    ToolError,
+    tracked_files,
+)
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from typing import TypeAlias
-
-    from tools.setup_helpers.releases import Release
 
     # By path: the digests of a file's two forms, None where there is no such file
     Manifest: TypeAlias = dict[str, dict[str, str | None]]
@@ -55,7 +67,6 @@ if TYPE_CHECKING:
 FOLDER = "torch/.mixed_dtype"  # what the overlay replaced, and the manifest
 MANIFEST = "manifest.json"
 RELEASE, BRANCH = "release", "branch"
-SERIES = "python3 tools/apply_to_checkout.py --series"
 FIND = (
     "import importlib.util, json; spec = importlib.util.find_spec('torch'); "
     "print(json.dumps(spec and spec.origin))"
@@ -94,22 +105,12 @@ class Overlay:
         text = path.read_text() if path.is_file() else ""
         found = re.search(r"(?m)^__version__ = ['\"]([^'\"\n]+)", text)
         if not found:
-            raise SetupError(f"{path} does not say which torch this is")
+            raise ToolError(f"{path} does not say which torch this is")
         return found[1]
-
-    @property
-    def release(self) -> Release:
-        for release in RELEASES:
-            if release.is_of(self.version):
-                return release
-        raise SetupError(
-            f"torch {self.version} in {self.site} is no release that the branch fits: "
-            f"these are {known()}"
-        )
 
     @cached_property
     def ours(self) -> list[str]:
-        return sorted(tree.released_files(self.root, "torch"))
+        return tracked_files(self.root, "torch")
 
     @property
     def manifest(self) -> Manifest:
@@ -121,10 +122,17 @@ class Overlay:
         """What of the manifest holds: nothing once torch was installed anew."""
         manifest = self.manifest
         is_laid = any(
-            has[BRANCH] != has[RELEASE] and sha256(self.site / path) == has[BRANCH]
+            has[BRANCH] != has[RELEASE] and self._is_laid(path, has[BRANCH])
             for path, has in manifest.items()
         )
         return manifest if is_laid else {}
+
+    def _is_laid(self, path: str, digest: str | None) -> bool:
+        return self._is_linked(path) or sha256(self.site / path) == digest
+
+    def _is_linked(self, path: str) -> bool:
+        place = self.site / path
+        return place.is_symlink() and os.readlink(place) == str(self.root / path)
 
     @property
     def is_by_links(self) -> bool:
@@ -134,7 +142,7 @@ class Overlay:
     def changed(self) -> list[str]:
         """Returns the files that are not as the overlay laid them."""
         laid = self.laid.items()
-        return [path for path, has in laid if sha256(self.site / path) != has[BRANCH]]
+        return [path for path, has in laid if not self._is_laid(path, has[BRANCH])]
 
     def has_ours(self) -> bool:
         """Whether torch has each of our files as it is in the clone."""
@@ -155,45 +163,45 @@ class Overlay:
             how = "" if self.laid else means
             return f"{where}: the branch, as it is in {self.root}{how}"
         if changed := self.changed():
-            return f"{where}: the branch, and changed since:{_listing(changed)}"
+            return f"{where}: the branch, and changed since:{listing(changed)}"
         if self.laid:
             return f"{where}: the branch, as it is not in {self.root}"
         return f"{where}: no overlay"
 
+    def check(self) -> None:
+        """Refuses a torch that is not the release's own."""
+        laid = self.laid
+        told = differences(
+            recorded(self.root, release_of(self.version))["sha256"],
+            self.ours,
+            # What an earlier overlay replaced counts as it will be given back
+            lambda p: (self.folder / RELEASE if p in laid else self.site) / p,
+        )
+        if told:
+            raise ToolError(
+                f"{self.site} is left as it is, because of these files:{listing(told)}\n"
+                "install the release itself; or, to keep what was changed, apply the "
+                "series of small patches: docs/series.md"
+            )
+
     # Laying.
 
-    def lay(self) -> str:
+    def lay(self, *, link: bool = False) -> str:
         """Lays the branch, unless it is there; says what was done."""
         if self.is_by_links:
-            raise SetupError(f"{self.site} was made by --to: run that again instead")
-        if not self.is_up_to_date():
-            self._check()
+            raise ToolError(f"{self.site} was made by --to: run that again instead")
+        is_so = self.is_up_to_date() and (
+            not self.laid or all(self._is_linked(path) == link for path in self.ours)
+        )
+        if not is_so:
+            self.check()
             if self.laid:
                 self.undo()
-            self._stage_both()
+            self._stage_both(link)
             self._switch_to(BRANCH)
         return self.status()
 
-    def _check(self) -> None:
-        """Refuses a torch that is not the release's own."""
-        known_digests = recorded(self.root, self.release)["sha256"]
-        laid, told = self.laid, []
-        for path in sorted({*known_digests, *self.ours}):
-            # What an earlier overlay replaced counts as it will be given back
-            place = (self.folder / RELEASE if path in laid else self.site) / path
-            text = difference(known_digests.get(path), sha256(place))
-            if place.is_symlink():
-                text = f"is a link to {os.readlink(place)}"
-            if text:
-                told.append(f"{path} {text}")
-        if told:
-            raise SetupError(
-                f"{self.site} is left as it is, because of these files:{_listing(told)}\n"
-                "install the release itself; or, to keep what was changed, make the "
-                f"series of small edits in these files: {SERIES} {self.site}"
-            )
-
-    def _stage_both(self) -> None:
+    def _stage_both(self, link: bool) -> None:
         """Makes the first step of [Note: An overlay is all or nothing]."""
         release, branch = self.partial / RELEASE, self.partial / BRANCH
         manifest: Manifest = {}
@@ -209,7 +217,7 @@ class Overlay:
             for path in self.ours:
                 if (self.site / path).exists():
                     _copy(self.site / path, release / path)
-                _copy(self.root / path, branch / path)
+                _copy(self.root / path, branch / path, link)
                 note_digests(path)
             for record in self.site.glob("torch-*.dist-info/RECORD"):
                 path = record.relative_to(self.site).as_posix()
@@ -233,8 +241,9 @@ class Overlay:
         with record.open(newline="") as file:
             rows = {row[0]: row[1:] for row in csv.reader(file) if row}
         for path in laid:
-            data = (self.root / path).read_bytes()
-            rows[path] = record_row(bytes.fromhex(str(laid[path][BRANCH])), len(data))
+            digest = base64.urlsafe_b64encode(bytes.fromhex(str(laid[path][BRANCH])))
+            nbytes = (self.root / path).stat().st_size
+            rows[path] = [f"sha256={digest.decode().rstrip('=')}", str(nbytes)]
         kept = [path for path, has in laid.items() if has[RELEASE]]
         kept.append(record.relative_to(self.site).as_posix())
         # Without digests, as pip lists bytecode
@@ -250,11 +259,11 @@ class Overlay:
     def undo(self) -> str:
         """Gives back what was replaced; says what is there then."""
         if self.is_by_links:
-            raise SetupError(f"{self.site} was made by --to: remove that folder")
+            raise ToolError(f"{self.site} was made by --to: remove that folder")
         if changed := self.changed():
-            raise SetupError(
+            raise ToolError(
                 f"{self.site} is left as it is, because files of the branch were changed "
-                f"there:{_listing(changed)}\nmove these changes elsewhere, copy the files "
+                f"there:{listing(changed)}\nmove these changes elsewhere, copy the files "
                 f"from {self.root}, and then undo"
             )
         if self.laid:
@@ -310,58 +319,43 @@ class Overlay:
 
     # Where torch is read-only.
 
-    def lay_to(self, folder: Path) -> str:
+    def lay_to(self, folder: Path, *, link: bool = False) -> str:
         """Makes ``folder`` of links to this torch and of our files; says so."""
         if self.is_by_links or self.laid or self.has_ours():
-            raise SetupError(
+            raise ToolError(
                 f"{self.status()}: nothing else is needed; to have a folder instead, "
                 "--undo first"
             )
-        self._check()
+        self.check()
         other = Overlay(folder, self.root)
-        if folder.exists() and [*folder.iterdir()] and not other.is_by_links:
-            raise SetupError(f"{folder} is there, and was not made by --to")
-        partial = folder.with_name(f"{folder.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        tops = {"torch", *(path.name for path in self.site.glob("torch-*.dist-info"))}
-        links = tree.plan_links(self.site, self.root, {*self.ours})
-        try:
-            tree.lay_links(
-                partial,
-                {
-                    path: target
-                    for path, target in links.items()
-                    if path.partition("/")[0] in tops and path not in self.ours
-                },
-            )
-            for path in self.ours:
-                _copy(self.root / path, partial / path)
-            (partial / FOLDER).mkdir()
-            if folder.exists():
-                other.remove_folder()
-            os.rename(partial, folder)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+        if folder.exists() and [*folder.iterdir()]:
+            if not other.is_by_links:
+                raise ToolError(f"{folder} is there, and was not made by --to")
+            other.check_folder()
+        links = torch_links(self.site, self.root, {*self.ours})
+        # So that it is known whose folder this is
+        links[f"{FOLDER}/{MANIFEST}"] = os.devnull
+        lay_links(folder, links, copies=() if link else self.ours)
         return f"{other.status()}\nbefore a command: PYTHONPATH={folder}"
 
-    def remove_folder(self) -> None:
-        """Removes what ``lay_to`` has made, if nothing has been put beside it since."""
+    def check_folder(self) -> None:
+        """Refuses a folder that ``lay_to`` has made if it holds what others put there."""
         strays = sorted(
-            path.name
-            for path in self.site.iterdir()
-            if path.name != "torch" and not path.match("torch-*.dist-info")
+            path.name for path in self.site.iterdir() if path.name != "torch"
         )
         if strays:
-            raise SetupError(
+            raise ToolError(
                 f"{self.site} has {', '.join(strays)}, which --to did not put there: "
                 "move it away first"
             )
-        shutil.rmtree(self.site)
 
 
-def _copy(source: Path, target: Path) -> None:
+def _copy(source: Path, target: Path, link: bool = False) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy2(source, target)
+    if link:
+        target.symlink_to(source)
+    else:
+        shutil.copy2(source, target)
 
 
 def _partial_of(place: Path) -> Path:
@@ -375,10 +369,6 @@ def _replace_by_link(place: Path, target: str) -> None:
     os.replace(partial, place)
 
 
-def _listing(lines: Iterable[str]) -> str:
-    return "".join(f"\n  {line}" for line in lines)
-
-
 def find_site(python: str) -> Path:
     """Returns the folder from which ``python`` imports torch."""
     try:
@@ -387,45 +377,77 @@ def find_site(python: str) -> Path:
             [python, "-c", FIND], cwd="/", capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError) as error:
-        raise SetupError(f"{python} is no Python that runs: {error}") from None
+        raise ToolError(f"{python} is no Python that runs: {error}") from None
     origin = json.loads(found.stdout.splitlines()[-1])
     if origin is None:
-        raise SetupError(
+        raise ToolError(
             f"{python} has no torch: install {known('or')} there first, or name another "
             "Python with --python"
         )
     site = Path(origin).parents[1]
     if (site / "version.txt").exists() and (site / "setup.py").exists():
-        raise SetupError(
-            f"{site} is a source checkout: python3 tools/apply_to_checkout.py {site}"
-        )
+        raise ToolError(f"{site} is a source checkout: python3 tools/overlay.py {site}")
     return site
 
 
+def record(site: Path, root: Path = ROOT) -> str:
+    """
+    Writes down the digests of the files that ours replace, and of those beside them,
+    which they are written for. ``__init__.py`` only exports what is beside it.
+    """
+    overlay = Overlay(site, root)
+    if overlay.laid:
+        raise ToolError(f"{overlay.status()}: --undo first")
+    release, files = release_of(overlay.version), set()
+    for path in files_under(root, "torch"):
+        if (site / path).is_file():
+            folder, _, name = path.rpartition("/")
+            beside = (site / folder).glob("*.py") if name != "__init__.py" else ()
+            files |= {path, *(f"{folder}/{file.name}" for file in beside)}
+    version_text = (site / "torch/version.py").read_text()
+    commit = re.search(r"(?m)^git_version = '(\w+)'$", version_text)
+    entry = {
+        "commit": commit[1] if commit else None,
+        "sha256": {path: sha256(site / path) for path in sorted(files)},
+    }
+    entries = json.loads((root / DIGESTS).read_text()) | {release: entry}
+    entries = {each: entries[each] for each in RELEASES if each in entries}
+    (root / DIGESTS).write_text(json.dumps(entries, indent=2) + "\n")
+    return f"{DIGESTS}: {len(files)} files of {release}"
+
+
 def run(parsed: argparse.Namespace) -> str:
+    if parsed.list:
+        return "\n".join(files_to_lay(ROOT))
+    if parsed.checkout:
+        checkout = parsed.checkout.expanduser().absolute()
+        return commit_branch(checkout, ROOT, only_check=parsed.check)
     # Absolute, but not resolved: in an environment it is a link
     python = shutil.which(parsed.python) or parsed.python
     if Path(python).is_dir():
-        raise SetupError(f"{python} is a folder: name its bin/python")
+        raise ToolError(f"{python} is a folder: name its bin/python")
     folder = parsed.to and parsed.to.expanduser().absolute()
     if folder and (parsed.status or parsed.undo):
         overlay = Overlay(folder)
         if not folder.exists():
             return f"{folder} does not exist: there is nothing to undo"
         if not overlay.is_by_links:
-            raise SetupError(f"{folder} was not made by --to")
+            raise ToolError(f"{folder} was not made by --to")
         if parsed.status:
             return overlay.status()
-        overlay.remove_folder()
+        overlay.check_folder()
+        shutil.rmtree(folder)
         return f"{folder}: removed"
     overlay = Overlay(find_site(python))
+    if parsed.record:
+        return record(overlay.site)
     if parsed.status:
         return overlay.status()
     if folder:
-        return overlay.lay_to(folder)
-    with locked(overlay.site / "torch", Progress()):
+        return overlay.lay_to(folder, link=parsed.link)
+    with locked(overlay.site / "torch"):
         overlay.settle()
-        return overlay.undo() if parsed.undo else overlay.lay()
+        return overlay.undo() if parsed.undo else overlay.lay(link=parsed.link)
 
 
 def main(arguments: list[str]) -> int:
@@ -433,19 +455,27 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("checkout", nargs="?", type=Path, metavar="CHECKOUT")
     parser.add_argument("--python", default=sys.executable, metavar="PATH")
     parser.add_argument("--to", type=Path, metavar="DIR")
+    parser.add_argument("--link", action="store_true", help="by links into the clone")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--status", action="store_true", help="write nothing")
-    what.add_argument("--undo", action="store_true", help="take the branch off again")
+    for option, text in {
+        "status": "write nothing",
+        "undo": "take the branch off again",
+        "record": f"write {DIGESTS}",
+        "check": "only say whether the branch fits a checkout",
+        "list": "only list what a checkout gets",
+    }.items():
+        what.add_argument(f"--{option}", action="store_true", help=text)
     parsed = parser.parse_args(arguments)
     try:
         print(run(parsed))
-    except SetupError as error:
+    except ToolError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except OSError as error:
-        text = explain(error)
+        text = f"{error.strerror or error}: {error.filename}"
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             text = f"{error.filename} cannot be written: --to DIR leaves it as it is"
         print(f"error: {text}", file=sys.stderr)

@@ -40,7 +40,8 @@ def find_release(given: Path | None, tree: Path = TREE_ROOT) -> Path | None:
             return folder
     if given is not None or not (tree / KEPT / "torch").is_dir():
         return None
-    from tools.setup_helpers.tree import files_under, lay_links, plan_links
+    from tools.links import lay_links, plan_links
+    from tools.releases import files_under
 
     planned = plan_links(tree, tree / KEPT, files_under(tree / KEPT, "torch"))
     shutil.rmtree(MADE, ignore_errors=True)

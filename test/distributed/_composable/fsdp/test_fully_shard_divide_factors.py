@@ -212,7 +212,7 @@ class TestDivideFactors(DeviceFreeTest):
         ]
         printed = run_python("-c", _PRINT_RELEASE, json.dumps(cases), on_release=True)
         path, schemas, results = json.loads(printed)
-        self.assertTrue(Path(path).resolve().is_relative_to(RELEASE_ROOT.resolve()))
+        self.assertTrue(Path(path).is_relative_to(RELEASE_ROOT))
         self.assertEqual(schemas, SCHEMAS)
         differing = [
             (case, self.factors(*case), Factors(*result))

@@ -1,0 +1,340 @@
+"""In-place build: an environment with a release, and a tree of links that lays ours over.
+
+``build/VERSION`` holds, for each release,
+
+    .venv     the environment, into which pip installs the release and what it requires
+    branch    the tree of links, which the environment imports torch from
+    base      links to the release itself, for PYTHONPATH
+    setup.json  what the environment was made of
+
+A set-up that was cut off is done anew. Needs only Python, and what pip needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from tools.links import laid_links, lay_links, torch_links
+from tools.overlay import Overlay
+from tools.releases import (
+    chosen_release,
+    DEFAULT,
+    files_under,
+    locked,
+    release_of,
+    RELEASES,
+    ROOT,
+    ToolError,
+    VARIABLE,
+)
+
+
+# Each version range is in one of these files alone: `setup.py` reads them, too.
+EXAMPLES = "requirements-examples.txt"
+MODELS = "requirements-models.txt"
+CLIENTS = "requirements-clients.txt"
+TESTS = "requirements.txt"
+# By what follows the name in `pip install -e '.[dev]'`
+EXTRAS = {
+    "examples": (EXAMPLES, MODELS),
+    "dev": (EXAMPLES, TESTS, MODELS),
+    "clients": (CLIENTS,),
+}
+PTH = "torch-fsdp2-mixed-dtype.pth"
+# Follows the release's label in a wheel's version: 2.13.0+cpu.mixeddtype1. Each wheel
+# that is given to others gets the next number.
+LABEL = "mixeddtype1"
+
+
+def run(*command: str | Path, **env: str) -> None:
+    """Runs a command, which says itself what goes wrong."""
+    status = subprocess.run([*map(str, command)], env=os.environ | env).returncode
+    if status != 0:
+        raise ToolError(
+            f"{Path(command[0]).name} stopped with status {status}, see above"
+        )
+
+
+def make_venv(folder: Path, *options: str) -> Path:
+    """Makes an environment anew; returns its Python."""
+    shutil.rmtree(folder, ignore_errors=True)
+    # From inside an environment, the Python that it was made with
+    python = getattr(sys, "_base_executable", None) or sys.executable
+    run(python, "-m", "venv", *options, folder)
+    return folder / "bin/python"
+
+
+def site_of(venv: Path) -> Path:
+    return next(venv.glob("lib/python3*/site-packages"))
+
+
+def lay_trees(site: Path, home: Path, own: set[str]) -> None:
+    """Brings ``home``'s trees of links up to date with the torch in ``site``."""
+    home.mkdir(parents=True, exist_ok=True)
+    # What pip knows of torch is for the release alone
+    known = {path.name: str(path) for path in site.glob("torch-*.dist-info")}
+    for tree, links in {
+        home / "base": torch_links(site, ROOT, set()) | known,
+        home / "branch": torch_links(site, ROOT, own),
+    }.items():
+        if laid_links(tree) != links:
+            lay_links(tree, links)
+
+
+def first_on_path(tree: Path) -> str:
+    """Returns a path file's line that puts a tree before the packages beside the file."""
+    return f"import sys; sys.path.insert(sys.path.index(sitedir), {str(tree)!r})\n"
+
+
+def digest_of(*files: str) -> str:
+    return hashlib.sha256(
+        b"\0".join((ROOT / f).read_bytes() for f in files)
+    ).hexdigest()
+
+
+class Build:
+    """What set-up keeps of one release."""
+
+    def __init__(self, release: str) -> None:
+        self.release = release
+        self.home = ROOT / "build" / release
+        self.venv = self.home / ".venv"
+        self.python = self.venv / "bin/python"
+        self.stamp = self.home / "setup.json"
+
+    def set_up(self, *, models: bool, clients: bool) -> None:
+        self.home.mkdir(parents=True, exist_ok=True)
+        with locked(self.home):
+            made_of = self._read_stamp()
+            try:
+                self._make_environment(made_of, models or clients)
+                own = files_under(ROOT, "torch")
+                lay_trees(site_of(self.venv), self.home, own)
+                if clients:
+                    self._make_clients(made_of)
+            except ToolError as error:
+                home = self.home.relative_to(ROOT)
+                raise ToolError(f"{error}; to begin anew: rm -rf {home}") from None
+            for name in (".venv", "build/base") if self.release == DEFAULT else ():
+                self._make_short(name)
+
+    def _read_stamp(self) -> dict[str, Any]:
+        return json.loads(self.stamp.read_text()) if self.stamp.exists() else {}
+
+    def _make_environment(self, made_of: dict[str, Any], models: bool) -> None:
+        """Installs the release and what we require, unless that was done."""
+        wheel = os.environ.get("TORCH_WHEEL")
+        identity = [
+            sysconfig.get_config_var("SOABI"),
+            os.path.realpath(sys.base_prefix),
+            str(self.venv),
+            # The first wheel stays until another is named
+            wheel_identity(wheel) if wheel else made_of.get("identity", [None])[-1],
+        ]
+        files = [EXAMPLES, TESTS]
+        if models or MODELS in made_of.get("files", ()):
+            files.append(MODELS)
+        wanted = {"identity": identity, "files": files, "digest": digest_of(*files)}
+        if {key: made_of.get(key) for key in wanted} == wanted:
+            return
+        if made_of.get("identity") != identity:
+            make_venv(self.venv)
+        self.stamp.unlink(missing_ok=True)
+        made_of.clear()
+        # pip looks for no other where a wheel comes first
+        torch = [*(identity[-1] or ())[:1], f"torch=={self.release}"]
+        listed = [f"--requirement={ROOT / file}" for file in files]
+        self._pip(self.python, *torch, *listed)
+        pth = first_on_path(self.home / "branch")
+        (site_of(self.venv) / PTH).write_text(pth)
+        made_of.update(wanted)
+        self._write_stamp(made_of)
+        print(
+            f"torch {self.release}: {self.python.relative_to(ROOT)} imports the branch"
+        )
+
+    def _make_clients(self, made_of: dict[str, Any]) -> None:
+        """
+        Installs what the clients want otherwise than tests do into an environment over
+        ``.venv``. What lies there counts as installed: no second torch is fetched.
+        """
+        digest = digest_of(EXAMPLES, TESTS, MODELS, CLIENTS)
+        folder = self.venv / "clients"
+        if made_of.get("clients") == digest and folder.exists():
+            return
+        python = make_venv(folder, "--without-pip")
+        lines = f"{self.home / 'branch'}\n{site_of(self.venv)}\n"
+        (site_of(folder) / PTH).write_text(lines)
+        self._pip(python, f"torch=={self.release}", f"--requirement={ROOT / CLIENTS}")
+        self._write_stamp(made_of | {"clients": digest})
+
+    def _pip(self, python: Path, *arguments: str) -> None:
+        # Python compiles what it imports
+        run(python, "-m", "pip", "install", "--no-compile", *arguments)
+
+    def _write_stamp(self, made_of: dict[str, Any]) -> None:
+        partial = self.stamp.with_suffix(".partial")
+        partial.write_text(json.dumps(made_of, indent=1))
+        partial.replace(self.stamp)
+
+    def _make_short(self, name: str) -> None:
+        """Gives what the default release has a short name in the clone."""
+        place, target = ROOT / name, self.home / Path(name).name
+        link = os.path.relpath(target, place.parent)
+        if place.is_symlink() and os.readlink(place) == link:
+            return
+        if place.exists() and not place.is_symlink():
+            raise ToolError(f"{name} was not made by set-up: move it out of the way")
+        place.unlink(missing_ok=True)
+        place.symlink_to(link)
+
+
+def wheel_identity(name: str) -> list[Any]:
+    """Tells one wheel on the disk from another without reading it."""
+    path = Path(name).expanduser().absolute()
+    if not path.is_file():
+        raise ToolError(f"TORCH_WHEEL: there is no wheel at {path}")
+    return [str(path), path.stat().st_size, path.stat().st_mtime_ns]
+
+
+# A wheel #
+
+
+def make_wheel(release: str) -> Path:
+    """Puts our files into the release's wheel; returns the path of ours."""
+    home = ROOT / "build" / "wheel"
+    python = home / ".venv/bin/python"
+    if not (home / ".venv/bin/wheel").exists():
+        run(make_venv(home / ".venv"), "-m", "pip", "install", "--quiet", "wheel>=0.45")
+    work = home / "work"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    if given := os.environ.get("TORCH_WHEEL"):
+        wheel = Path(str(wheel_identity(given)[0]))
+    else:
+        pip = (python, "-m", "pip", "download", "--no-deps", "--only-binary=:all:")
+        run(*pip, f"--dest={work}", f"torch=={release}")
+        wheel = next(work.glob("*.whl"))
+    run(python, "-m", "wheel", "unpack", f"--dest={work / 'unpacked'}", wheel)
+    (unpacked,) = (work / "unpacked").iterdir()
+    overlay = Overlay(unpacked)
+    if release_of(overlay.version) != release:
+        raise ToolError(
+            f"{wheel} is of torch {overlay.version}: take RELEASE="
+            f"{release_of(overlay.version)}"
+        )
+    overlay.check()
+    for path in overlay.ours:
+        (unpacked / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, unpacked / path)
+    set_version(unpacked, overlay.version)
+    dist = ROOT / "build" / "dist"
+    dist.mkdir(exist_ok=True)
+    # The clock's date would make each wheel another one
+    run(
+        python, "-m", "wheel", "pack", f"--dest={dist}", unpacked,
+        SOURCE_DATE_EPOCH="315532800",
+    )  # fmt: skip
+    shutil.rmtree(work)
+    return max(dist.glob("*.whl"), key=lambda path: path.stat().st_mtime_ns)
+
+
+def set_version(unpacked: Path, version: str) -> None:
+    """Names the branch in what tells a wheel's version."""
+    ours = f"{version}{'.' if '+' in version else '+'}{LABEL}"
+    (dist_info,) = unpacked.glob("*.dist-info")
+    for path, line in {
+        unpacked / "torch/version.py": r"__version__ = ['\"]([^'\"]+)['\"]",
+        dist_info / "METADATA": r"Version: (.+)",
+    }.items():
+        text = path.read_text()
+        found = re.search(f"(?m)^{line}$", text)
+        if not found:
+            raise ToolError(f"{path} does not say which torch this is")
+        path.write_text(text[: found.start(1)] + ours + text[found.end(1) :])
+    dist_info.rename(unpacked / f"torch-{ours}.dist-info")
+
+
+# An environment of the user's own #
+
+
+def editable() -> dict[str, Any]:
+    """
+    Lays a tree for the Python that runs this; returns what setuptools is told of it.
+    A torch that is there is taken if the branch fits it, and else the release installed.
+    """
+    site = Path(sysconfig.get_path("purelib"))
+    if importlib.util.find_spec("pip") is None:  # as in an isolated build
+        raise ToolError("with pip: pip install --no-build-isolation -v -e .")
+
+    def installed() -> str | None:
+        found = importlib.metadata.distributions(name="torch", path=[str(site)])
+        return next((distribution.version for distribution in found), None)
+
+    if installed() is None:
+        wheel = os.environ.get("TORCH_WHEEL")
+        wheels = [str(wheel_identity(wheel)[0])] if wheel else []
+        torch = (*wheels, f"torch=={chosen_release()}")
+        run(sys.executable, "-m", "pip", "install", *torch)
+    release = release_of(installed() or "")
+    if os.environ.get(VARIABLE, release) != release:
+        raise ToolError(f"torch {release} is installed here: pip uninstall torch first")
+    key = hashlib.sha256(os.fsencode(site)).hexdigest()[:8]
+    home = ROOT / "build" / release / f"env-{key}"
+    lay_trees(site, home, files_under(ROOT, "torch"))
+    (home / PTH).write_text(first_on_path(home / "branch"))
+    to = os.path.relpath(site, sysconfig.get_path("data"))
+    return {
+        "version": release,
+        "package_dir": {"": str((home / "branch").relative_to(ROOT))},
+        # setuptools' own path file puts the tree behind the torch that is there
+        "data_files": [(to, [str((home / PTH).relative_to(ROOT))])],
+        "extras_require": {
+            extra: [line for file in files for line in requirements(file)]
+            for extra, files in EXTRAS.items()
+        },
+    }
+
+
+def requirements(file: str) -> list[str]:
+    lines = (ROOT / file).read_text().splitlines()
+    return [line for line in lines if line.strip() and not line.startswith("#")]
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("command", choices=("setup", "wheel", "releases"))
+    parser.add_argument("--models", action="store_true", help=f"and {MODELS}")
+    parser.add_argument("--clients", action="store_true", help=f"and {CLIENTS}")
+    parsed = parser.parse_args(arguments)
+    try:
+        release = chosen_release()
+        if parsed.command == "releases":
+            print(*RELEASES)
+        elif parsed.command == "wheel":
+            print(make_wheel(release).relative_to(ROOT))
+        else:
+            Build(release).set_up(models=parsed.models, clients=parsed.clients)
+    except (ToolError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

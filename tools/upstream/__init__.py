@@ -1,1 +1,0 @@
-"""The series: mixed units as small edits of the release's own files, for upstream."""
