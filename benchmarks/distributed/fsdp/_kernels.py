@@ -123,7 +123,7 @@ def _copy_us(nbytes: int, device: str) -> float:
 # Block, the branch's way, the release's; the ratio of launches is at most so
 CASES = [(UNIFORM_BLOCK, NARROW, WIDE, 2.0), (UNIFORM_BLOCK, WIDE, WIDE, 1.0)]
 CASES += [
-    (block, AS_IT_IS, PER_DTYPE, 1.0 if block == UNIFORM_BLOCK else 0.75)
+    (block, AS_IT_IS, PER_DTYPE, 1.0 if block == UNIFORM_BLOCK else 0.8)
     for block in BLOCKS
 ]
 

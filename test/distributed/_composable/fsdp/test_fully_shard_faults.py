@@ -420,7 +420,9 @@ class TestExplanations(FakeGroupTest):
         group = model._get_fsdp_state()._fsdp_param_group
         stream = group.comm_ctx.reduce_scatter_stream
         cannot_wait = mock.patch.object(stream, "wait_stream", side_effect=LookupError)
-        cannot_reduce = mock.patch.object(group, "_reduce_batch", side_effect=Boom)
+        cannot_reduce = mock.patch.object(
+            group._reducer, "_reduce_batch", side_effect=Boom
+        )
         loss = model(torch.ones(2, 4)).sum()
         with self.assertLogs(LOGGER, "ERROR") as logs, cannot_reduce, cannot_wait:
             with self.assertRaises(Boom):

@@ -117,11 +117,12 @@ def padded_nbytes(param: nn.Parameter, ranks: int) -> int:
 
 
 def gathered_nbytes(unit: nn.Module, ranks: int) -> int:
-    """Returns the size of one gather at the parameters' own width."""
-    params = managed_parameters(unit)
-    widest = max(param.element_size() for param in params)
-    segment = sum(padded_nbytes(param, ranks) for param in params)
-    return ranks * math.ceil(segment / widest) * widest
+    """Returns the size of one gather at the parameters' own width, aligned if mixed."""
+    regions: Counter[torch.dtype] = Counter()
+    for param in managed_parameters(unit):
+        regions[param.dtype] += padded_nbytes(param, ranks)
+    alignment = 16 if len(regions) > 1 else 1
+    return ranks * sum(-(-n // alignment) * alignment for n in regions.values())
 
 
 class TestModels(FSDPProcessTest):

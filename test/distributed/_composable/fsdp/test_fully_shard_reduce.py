@@ -225,7 +225,7 @@ class TestCopyIn(DeviceFreeTest):
         in_turn = sorted((dtypes * self.COUNT)[: self.COUNT], key=str)
         slots = [ReduceSlot(i, d, 2 * (i % 3 + 1)) for i, d in enumerate(in_turn)]
         keys = [keys[d] if isinstance(keys, dict) else keys for d in in_turn]
-        buckets = plan_buckets(slots, keys, is_aligned=True)
+        buckets = plan_buckets(slots, keys, is_mixed=True)
         sizes = [(self.RANKS * n.shard_numel // 2 - n.param % 2, 2) for n in slots]
         full = [torch.randn(size).to(d) for size, d in zip(sizes, in_turn)]
         grads = [[full[slot.param] for slot in bucket.slots] for bucket in buckets]
@@ -259,9 +259,6 @@ class TestCopyIn(DeviceFreeTest):
                 self.assertTrue(is_right)
                 found = counts["aten::_chunk_cat"], counts["aten::copy_"]
                 self.assertEqual(found, (fused, copied))
-                # Padding that no fused copy into the rows themselves fills
-                filled = counts["aten::new_zeros"] + counts["aten::zero_"]
-                self.assertLessEqual(filled, copied)
 
     def test_large_ones_are_cast_without_a_temporary(self) -> None:
         for case in ("narrowed", "sent in bf16", "fp16 widened"):

@@ -57,6 +57,7 @@ from ._fsdp_copies import (
     foreach_reduce_scatter_copy_in,
     in_common_order,
     view_by_rank,
+    with_padding,
 )
 from ._fsdp_errors import explain_all_to_all, explain_copy_in, explain_reduction
 from ._fsdp_host import FOLLOWS_GRAD_DTYPE, NO_RANGE, without_grad
@@ -625,7 +626,8 @@ def _copy_in_monkeypatched(
         _default_reduce_scatter_input_fn(part.fsdp_params, grads, world_size)
     if any(grad.dtype != grads[0].dtype for grad in grads):
         grads[:] = [grad.to(reduce_input.dtype) for grad in grads]
-    foreach_reduce_scatter_copy_in(grads, reduce_input, world_size)
+    padded = with_padding(part.bucket, grads)
+    foreach_reduce_scatter_copy_in(padded, reduce_input, world_size)
 
 
 def _all_to_all_copy_in(
@@ -727,7 +729,9 @@ def _reduce_together(
         stream.wait_stream(reduction.reduce_scatter_stream)
     handle = _get_device_handle(reduction.device.type)
     # As views, gradients keep all of the output alive: so all of them, or none
-    as_views = not any(part.bucket.needs_casts for part in parts)
+    as_views = output.dtype == parts[0].bucket.dtype and not any(
+        part.bucket.needs_casts for part in parts
+    )
     with handle.stream(stream) if all_reduces else NO_RANGE:
         if all_reduces:
             _all_reduce(reduction, parts, output, factors[3])

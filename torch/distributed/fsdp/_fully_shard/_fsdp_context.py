@@ -184,9 +184,9 @@ class FSDPCommContext:
         self.reducing_groups = [group]
         excess = len(self.all_reduce_states) - self.reduce_scatter_max_input_buffers
         for held in self.all_reduce_states[: max(excess, 0)]:
-            event = held.states[-1].event
-            for stream in held.allocation_streams if event is not None else ():
-                stream.wait_event(event)
+            if (event := held.states[-1].event) is not None:
+                for stream in held.allocation_streams:
+                    stream.wait_event(event)
         del self.all_reduce_states[: max(excess, 0)]
         states = self.reduce_scatter_states
         excess = len(states) + 1 - self.reduce_scatter_max_input_buffers

@@ -242,7 +242,7 @@ def copy_in_at_once(
         dtypes = _dense_dtypes(buckets[i], grads[i])
         if any(of_grad != buckets[i].wire_dtype for of_grad in dtypes):
             return False
-        padded = _with_padding(buckets[i], grads[i])
+        padded = with_padding(buckets[i], grads[i])
         if buckets[i].wire_dtype != dtype:
             padded = [grad.unsqueeze(-1).view(dtype) for grad in padded]
         tensors += padded
@@ -260,22 +260,14 @@ def _dense_dtypes(
     ]
 
 
-def _with_padding(
+def with_padding(
     bucket: ReduceBucket, grads: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """
-    Adds one row for each gap of the bucket. The kernel gives that to the first rank and
-    zeros to the others. Nobody reads it, so it is a piece of a gradient where that is
-    long enough, which takes no kernel to fill.
-    """
+    """Adds a row of zeros for each gap of the bucket, which the kernel chunks alike."""
     padded = [*grads]
     for count, _, numel in reversed(bucket.gaps):
         if count <= len(grads):
-            if grads[0].numel() >= numel:
-                row = grads[0].as_strided((1, numel), (numel, 1))
-            else:
-                row = grads[0].new_zeros(1, numel)
-            padded.insert(count, row)
+            padded.insert(count, grads[0].new_zeros(1, numel))
     return padded
 
 
@@ -306,16 +298,16 @@ def copy_in_grads(
     is_dense, first = rows.is_contiguous(), dtypes[0]
     if is_dense and first is not None and dtypes.count(first) == len(dtypes):
         # Who sees operators is given the release's, and a uniform unit takes its memory
-        is_uniform = not bucket.is_aligned and bucket.comm_dtype is None
+        is_uniform = not bucket.is_mixed and bucket.comm_dtype is None
         if (
             casts_in_kernel(first, rows.dtype)
             or is_uniform
             or gets_operators(rows.device)
         ):
-            _chunk_cat(_with_padding(bucket, grads), rows)
+            _chunk_cat(with_padding(bucket, grads), rows)
             return
     if is_dense and copies_mixed({*dtypes, rows.dtype}, rows.device):
-        chunk_cat_by_operator(_with_padding(bucket, grads), rows)
+        chunk_cat_by_operator(with_padding(bucket, grads), rows)
         return
     taken = [
         grad
@@ -336,7 +328,7 @@ def copy_in_grads(
                 flat[: numels[i]] if i in numels else grad
                 for i, grad in enumerate(grads)
             ]
-            _chunk_cat(_with_padding(bucket, like), rows)
+            _chunk_cat(with_padding(bucket, like), rows)
             _copy_runs(bucket, grads, rows, _adjacent(bucket, grads, numels))
             return
     for count, start, numel in bucket.gaps:

@@ -13,7 +13,8 @@ Where a buffer mixes dtypes, each dtype's region and each rank's segment start a
 multiple of 16 bytes, and a region holds shards in descending order of the power of two,
 up to 16, that divides their bytes. So every shard starts at a multiple of that: all
 whose size allows it are aligned, and padding comes at the end of regions only, at most
-15 bytes for each. The same holds for the buckets of such a unit and for joined ones.
+15 bytes for each. The same holds for buckets whose gradients differ in dtype or are
+sent by an all-to-all, and for those of several units that are joined.
 
 16 bytes are the widest that copy kernels load at once and that NCCL packs. More would
 gain nothing: kernels compute on all-gather outputs, which have storages of their own.
@@ -330,6 +331,7 @@ class ReduceBucket:
     is_aligned: bool = False
     # How many slots have a new gradient, if an aligned bucket has others after them
     num_new: int | None = None
+    is_mixed: bool = False  # of a unit whose trained parameters differ in dtypes
 
     @property
     def key(self) -> BucketKey:
@@ -405,16 +407,24 @@ def describe_key(key: BucketKey, verb: str = "sent in") -> str:
 
 
 def plan_buckets(
-    slots: Sequence[ReduceSlot], keys: Sequence[BucketKey], is_aligned: bool = False
+    slots: Sequence[ReduceSlot], keys: Sequence[BucketKey], is_mixed: bool = False
 ) -> tuple[ReduceBucket, ...]:
-    """Groups slots into buckets by their keys, ordered by :func:`bucket_sort_key`."""
+    """
+    Groups slots into buckets by their keys, ordered by :func:`bucket_sort_key`. Those of
+    a mixed unit are aligned unless they are what a unit of one dtype would have: a
+    backend adds elements that lie elsewhere in another order.
+    """
     members: dict[BucketKey, list[ReduceSlot]] = {}
     for slot, key in zip(slots, keys, strict=True):
         members.setdefault(key, []).append(slot)
-    return tuple(
-        in_plan_order(ReduceBucket(key[0], tuple(members[key]), key[1], is_aligned))
-        for key in sorted(members, key=bucket_sort_key)
-    )
+    buckets = []
+    for key in sorted(members, key=bucket_sort_key):
+        of_key = tuple(members[key])
+        has_regions = any(slot.grad_dtype != of_key[0].grad_dtype for slot in of_key)
+        is_aligned = is_mixed and (has_regions or key[1] is not None)
+        bucket = ReduceBucket(key[0], of_key, key[1], is_aligned, is_mixed=is_mixed)
+        buckets.append(in_plan_order(bucket))
+    return tuple(buckets)
 
 
 class ReduceBucketCap(NamedTuple):

@@ -246,7 +246,7 @@ def _plan_buckets(
         grad_dtype = fsdp_param.sharded_param.grad_dtype
         slots.append(ReduceSlot(i, grad_dtype, numel, fsdp_param.fsdp_placement.dim))
         keys.append(bucket_key(fsdp_param, dtype))
-    return plan_buckets(slots, keys, is_aligned=is_mixed(fsdp_params))
+    return plan_buckets(slots, keys, is_mixed=is_mixed(fsdp_params))
 
 
 def _promote(

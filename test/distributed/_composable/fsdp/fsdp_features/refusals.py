@@ -76,7 +76,10 @@ def error_offloaded_elsewhere(place: Place) -> None:
     model = waves(place, offload_policy=policy)
     run_waves(model)
     group = group_of(model[1])
-    elsewhere = SimpleNamespace(device=torch.device("cuda:3"))
+    dtypes = {"dtype": torch.float32, "grad_dtype": torch.float32}
+    elsewhere = SimpleNamespace(
+        device=torch.device("cuda:3"), requires_grad=True, **dtypes
+    )
     group.fsdp_params[0].sharded_param = elsewhere
     group.lazy_init()
 

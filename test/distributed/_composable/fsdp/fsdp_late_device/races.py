@@ -21,7 +21,6 @@ import torch
 from torch.distributed.fsdp._fully_shard import (
     _fsdp_param_group as param_group,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_reduce import GradReducer
 
 
 Broken = Callable[..., contextlib.AbstractContextManager]
@@ -85,7 +84,10 @@ def _takes_pool_for_new() -> contextlib.AbstractContextManager:
     wait = _GROUP._wait_current_stream
 
     def wait_elsewhere(group: Any, event: Any) -> None:
-        if sys._getframe(1).f_code is not GradReducer._reduce_parts.__code__:
+        if (
+            sys._getframe(1).f_code
+            is not param_group.GradReducer._reduce_parts.__code__
+        ):
             wait(group, event)
 
     return mock.patch.object(_GROUP, "_wait_current_stream", wait_elsewhere)
