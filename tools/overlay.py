@@ -159,7 +159,9 @@ class Overlay:
             form = os.readlink(self.current)
             return f"{where}: the {form}; an overlay was cut off, run it again"
         if self.is_up_to_date():
-            means = ", made by --to" if self.is_by_links else ", laid by other means"
+            means = (
+                ", made by --to" if self.is_by_links else ", installed in another way"
+            )
             how = "" if self.laid else means
             return f"{where}: the branch, as it is in {self.root}{how}"
         if changed := self.changed():

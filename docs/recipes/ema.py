@@ -21,13 +21,22 @@ torch.manual_seed(0)
 model = nn.Sequential(
     nn.Linear(8, 5, dtype=torch.bfloat16), nn.Linear(5, 1, dtype=torch.bfloat16)
 )
-expected = {name: param.detach().float() for name, param in model.named_parameters()}
+model.scale = nn.Parameter(torch.ones(3))  # fp32: float() alone would not copy it
+
+
+def averages() -> dict[str, torch.Tensor]:
+    params = model.named_parameters()
+    return {name: p.detach().to(torch.float32, copy=True) for name, p in params}
+
+
+expected = averages()
 fully_shard(model, mesh=mesh)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-ema = {name: param.detach().float() for name, param in model.named_parameters()}
+ema = averages()
 
 for _ in range(3):
-    model(torch.randn(2, 8, dtype=torch.bfloat16)).square().mean().backward()
+    out = model(torch.randn(2, 8, dtype=torch.bfloat16)).float() * model.scale.sum()
+    out.square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
     with torch.no_grad():

@@ -197,14 +197,8 @@ class TestUnits(FSDPProcessTest):
         call: Collective,
         specs: Sequence[Spec],
         dtype: torch.dtype,
-        is_mixed: bool = True,
     ) -> None:
-        """In a mixed unit, those stored in one dtype are padded to 16 bytes."""
         numel = self.padded_numel(specs)
-        if is_mixed:
-            stored = {s.dtype: [t for t in specs if t.dtype == s.dtype] for s in specs}
-            numels = map(self.padded_numel, stored.values())
-            numel = sum(n + -n % (16 // dtype.itemsize) for n in numels)
         numel *= self.world_size
         op = "AVG" if dtype in (BF16, FP32) else "SUM"
         expected = Collective("reduce_scatter", dtype, numel, op, self.world_size)
@@ -234,7 +228,7 @@ class TestUnits(FSDPProcessTest):
             in_order = [d for d in (FP64, FP32, BF16, FP16) if d in dtypes]
             for call, dtype in zip(reductions, in_order, strict=True):
                 of_dtype = [spec for spec in specs if spec.dtype == dtype]
-                self.assert_reduces(call, of_dtype, dtype, len(in_order) > 1)
+                self.assert_reduces(call, of_dtype, dtype)
             self.assert_same_on_all_ranks([forward, backward, *reductions])
             self.assert_grads(module, self.weight_sums(specs), self.world_size)
 

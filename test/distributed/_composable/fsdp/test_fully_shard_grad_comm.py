@@ -242,18 +242,10 @@ class GradCommTest(ThreadTest):
 def bucket_numels(
     specs: Sequence[Spec], ranks: int
 ) -> dict[tuple[torch.dtype, torch.dtype], int]:
-    """
-    Returns the elements of a rank by what they are added and sent in. Those stored in
-    one dtype are padded to 16 bytes in both.
-    """
-    runs: Counter[tuple[torch.dtype, torch.dtype, torch.dtype]] = Counter()
-    for i, spec in enumerate(specs):
-        run = added_in(i), sent_in(i), spec.dtype
-        runs[run] += spec.padded_shard_numel(ranks)
+    """Returns the elements of a rank by what they are added and sent in."""
     numels: Counter[tuple[torch.dtype, torch.dtype]] = Counter()
-    for (added, sent, _), numel in runs.items():
-        multiple = 16 // min(added.itemsize, sent.itemsize)
-        numels[added, sent] += numel + -numel % multiple
+    for i, spec in enumerate(specs):
+        numels[added_in(i), sent_in(i)] += spec.padded_shard_numel(ranks)
     return numels
 
 
@@ -303,10 +295,10 @@ class TestRanks(GradCommTest):
             for i, spec in enumerate(specs)
         ]
         self.assert_all_same(self.full_grads(module), expected)
-        nbytes = sum(
-            numel * sent.itemsize
-            for (_, sent), numel in bucket_numels(specs, ranks).items()
-        )
+        regions: Counter[torch.dtype] = Counter()
+        for (_, dtype), numel in bucket_numels(specs, ranks).items():
+            regions[dtype] += numel * dtype.itemsize
+        nbytes = sum(n + -n % 16 for n in regions.values())  # each is padded
         sent = [("exchange", torch.uint8, ranks * nbytes)] if ranks > 1 else []
         self.assertEqual(comm.sent, sent)
 
@@ -673,9 +665,9 @@ class TestSettings(GradCommTest):
             module.set_custom_reduce_scatter(comm := Counted())
             self.backward(module, self.SPECS)
             sent[name] = comm.sent
-        # Of a rank 8 elements stored in fp32 and 2 in bf16, each padded to 16 bytes
-        self.assertEqual(sent["wide"], [("reduce", FP32, 4 * 4 * (8 + 4))])
-        self.assertEqual(sent["narrow"], [("exchange", BF16, 4 * 2 * (8 + 8))])
+        # Of a rank 8 elements stored in fp32 and 2 in bf16
+        self.assertEqual(sent["wide"], [("reduce", FP32, 4 * 4 * 10)])
+        self.assertEqual(sent["narrow"], [("exchange", BF16, 4 * 2 * 10)])
 
     def test_one_all_to_all_beside_each_reduce_scatter(self):
         patterns = {
@@ -691,12 +683,11 @@ class TestSettings(GradCommTest):
         )
         module.set_custom_reduce_scatter(comm := Counted())
         self.backward(module, self.SPECS)
-        # Each bucket of a rank is padded to 16 bytes
-        nbytes = 16 * self.world_size
-        self.assertEqual(
-            comm.sent,
-            [("exchange", torch.uint8, 2 * nbytes), ("reduce", FP32, nbytes)],
-        )
+        # What is sent is padded to 16 bytes of a rank for each dtype
+        sent = ("exchange", torch.uint8, 2 * 16 * self.world_size)
+        numel = self.SPECS[2].padded_shard_numel(self.world_size)
+        reduced = ("reduce", FP32, 4 * numel * self.world_size)
+        self.assertEqual(comm.sent, [sent, reduced])
         for i, sent in enumerate((BF16, FP16)):
             grad = module.get_parameter(f"p{i}").grad.full_tensor()
             self.assert_same(grad, self.expected(i, self.SPECS[i], comm=sent))

@@ -504,8 +504,6 @@ class TestProcesses(FSDPProcessTest):
             for shape, dtype in SHAPES.values():
                 rows = -(-shape[0] // shards)
                 numels[dtype] += rows * torch.Size(shape[1:]).numel()
-            for dtype in numels:  # each is padded to 16 bytes
-                numels[dtype] += -numels[dtype] % (16 // dtype.itemsize)
             self.assertEqual(seen, [*numels.items()])
             for name, param in model.named_parameters():
                 expected = 2 * mean_grad(name, 4, [Microbatch(ALL)])

@@ -203,7 +203,7 @@ class TestForward(StateTest):
 class TestValues(StateTest):
     """A unit that stays unsharded is warned of where its values are not those meant."""
 
-    OLD = "with the values from before. Call reshard"
+    OLD = "forward uses the old values. Call reshard"
     LOST = "which is lost when the unit reshards"
 
     def model(self) -> Any:

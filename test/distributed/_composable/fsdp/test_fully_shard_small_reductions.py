@@ -255,7 +255,9 @@ class TestBackward(JoinTest):
             self.loss(joined).backward()
         counts = [call.dtype for call in seen.reduce_scatters]
         self.assertEqual(counts, DTYPES * 2)
-        self.assertEqual(sum(call.nbytes for call in seen.reduce_scatters), sum(sizes))
+        # Each is padded to 16 bytes of a rank
+        padding = sum(call.nbytes for call in seen.reduce_scatters) - sum(sizes)
+        self.assertLess(abs(padding), 16 * self.world_size * len(DTYPES) * 2)
         self.loss(plain).backward()
         self.assert_same_grads(plain, joined)
 

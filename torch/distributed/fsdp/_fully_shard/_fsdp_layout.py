@@ -13,8 +13,9 @@ Where a buffer mixes dtypes, each dtype's region and each rank's segment start a
 multiple of 16 bytes, and a region holds shards in descending order of the power of two,
 up to 16, that divides their bytes. So every shard starts at a multiple of that: all
 whose size allows it are aligned, and padding comes at the end of regions only, at most
-15 bytes for each. The same holds for buckets whose gradients differ in dtype or are
-sent by an all-to-all, and for those of several units that are joined.
+15 bytes for each. The same holds for what one all-to-all sends of several buckets, and
+for buckets of several units that are joined. A bucket that the backend sums is laid out
+as in a unit of one dtype: elements that lie elsewhere may be added in another order.
 
 16 bytes are the widest that copy kernels load at once and that NCCL packs. More would
 gain nothing: kernels compute on all-gather outputs, which have storages of their own.
@@ -327,10 +328,7 @@ class ReduceBucket:
     dtype: torch.dtype
     slots: tuple[ReduceSlot, ...]
     comm_dtype: torch.dtype | None = None  # see `BucketKey`
-    # See [Note: Aligned to 16 bytes]. A uniform unit's are not
-    is_aligned: bool = False
-    # How many slots have a new gradient, if an aligned bucket has others after them
-    num_new: int | None = None
+    is_aligned: bool = False  # see [Note: Aligned to 16 bytes]
     is_mixed: bool = False  # of a unit whose trained parameters differ in dtypes
 
     @property
@@ -366,14 +364,10 @@ class ReduceBucket:
 
     @cached_property
     def runs(self) -> tuple[CastRun, ...]:
-        def run_of(i: int) -> tuple[torch.dtype, bool]:
-            is_new = self.num_new is None or i < self.num_new
-            return self.slots[i].grad_dtype or self.dtype, is_new
-
         runs: list[CastRun] = []
         first = start = 0
-        for (dtype, _), run in groupby(range(len(self.slots)), run_of):
-            numels = [self.slots[i].shard_numel for i in run]
+        for dtype, run in groupby(self.slots, lambda s: s.grad_dtype or self.dtype):
+            numels = [slot.shard_numel for slot in run]
             last = first + len(numels)
             runs.append(CastRun(dtype, start, sum(numels), first, last))
             first, start = last, self._round_up(start + sum(numels))
@@ -409,22 +403,16 @@ def describe_key(key: BucketKey, verb: str = "sent in") -> str:
 def plan_buckets(
     slots: Sequence[ReduceSlot], keys: Sequence[BucketKey], is_mixed: bool = False
 ) -> tuple[ReduceBucket, ...]:
-    """
-    Groups slots into buckets by their keys, ordered by :func:`bucket_sort_key`. Those of
-    a mixed unit are aligned unless they are what a unit of one dtype would have: a
-    backend adds elements that lie elsewhere in another order.
-    """
+    """Groups slots into buckets by their keys, ordered by :func:`bucket_sort_key`."""
     members: dict[BucketKey, list[ReduceSlot]] = {}
     for slot, key in zip(slots, keys, strict=True):
         members.setdefault(key, []).append(slot)
-    buckets = []
-    for key in sorted(members, key=bucket_sort_key):
-        of_key = tuple(members[key])
-        has_regions = any(slot.grad_dtype != of_key[0].grad_dtype for slot in of_key)
-        is_aligned = is_mixed and (has_regions or key[1] is not None)
-        bucket = ReduceBucket(key[0], of_key, key[1], is_aligned, is_mixed=is_mixed)
-        buckets.append(in_plan_order(bucket))
-    return tuple(buckets)
+    return tuple(
+        in_plan_order(
+            ReduceBucket(key[0], tuple(members[key]), key[1], is_mixed=is_mixed)
+        )
+        for key in sorted(members, key=bucket_sort_key)
+    )
 
 
 class ReduceBucketCap(NamedTuple):
@@ -450,10 +438,10 @@ def by_collective(
 def slot_sort_key(slot: ReduceSlot, bucket: ReduceBucket) -> tuple:
     """
     Returns a sort key of a bucket's slots: by gradient dtype, so that each is one run,
-    and if aligned see [Note: Aligned to 16 bytes].
+    and if aligned or sent see [Note: Aligned to 16 bytes].
     """
     grad_dtype, alignment = slot.grad_dtype or bucket.dtype, 0
-    if bucket.is_aligned:
+    if bucket.is_aligned or bucket.comm_dtype is not None:
         dtypes = bucket.dtype, bucket.wire_dtype, grad_dtype
         itemsize = min(dtype.itemsize for dtype in dtypes)
         alignment = _alignment_of(slot.shard_numel * itemsize)
@@ -465,19 +453,14 @@ def in_plan_order(bucket: ReduceBucket) -> ReduceBucket:
     slots = tuple(
         sorted(bucket.slots, key=lambda s: (slot_sort_key(s, bucket), s.param))
     )
-    if slots == bucket.slots and bucket.num_new is None:
-        return bucket
-    return replace(bucket, slots=slots, num_new=None)
+    return bucket if slots == bucket.slots else replace(bucket, slots=slots)
 
 
 def extend_bucket(bucket: ReduceBucket, partial: ReduceBucket) -> ReduceBucket:
     """Appends slots of a partial reduce without a gradient in this microbatch."""
     present = {slot.param for slot in bucket.slots}
     missing = tuple(slot for slot in partial.slots if slot.param not in present)
-    if not missing:
-        return bucket
-    num_new = len(bucket.slots) if bucket.is_aligned else None
-    return replace(bucket, slots=bucket.slots + missing, num_new=num_new)
+    return replace(bucket, slots=bucket.slots + missing) if missing else bucket
 
 
 def moves_between(

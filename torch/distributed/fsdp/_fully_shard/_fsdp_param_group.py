@@ -164,9 +164,9 @@ _OWN_GATHER = foreach_all_gather
 
 # Of a sharded and of an unsharded parameter, while the unit stayed unsharded
 _WRITTEN = (
-    "has changed since the unit was gathered, which has stayed unsharded, so that "
-    "forward computes with the values from before. Call reshard() on the unit's module "
-    "after the change, e.g. after optimizer.step()",
+    "has changed since the unit was gathered and left unsharded, so forward uses the old "
+    "values. Call reshard() on the unit's module after the change, e.g. after "
+    "optimizer.step()",
     "was changed in place while it was unsharded, which is lost when the unit reshards. "
     "Call reshard() on the unit's module before the change, or before the optimizer is "
     "made",

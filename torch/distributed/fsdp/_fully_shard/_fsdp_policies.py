@@ -311,8 +311,9 @@ def _check_can_train(
     if added not in _REDUCIBLE or torch.promote_types(sent, added) != added:
         raise ValueError(
             f"The gradient of parameter {fqn} would be sent in {sent} "
-            f"(grad_comm_dtype) and added in {added} (reduce_dtype), which does not "
-            "hold all values of it. Give a reduce_dtype that does, e.g. torch.float32."
+            f"(grad_comm_dtype) and added in {added} (reduce_dtype, by default "
+            "torch.float32), which does not hold all values of it. Give a reduce_dtype "
+            f"that does, e.g. {torch.promote_types(sent, added)}."
         )
 
 

@@ -283,7 +283,7 @@ class PartialReduce:
     @torch.no_grad()
     def laid_out_as(self, bucket: ReduceBucket) -> torch.Tensor:
         """Returns the output as ``bucket`` lays it out, zero where this has no slot."""
-        if bucket == self.bucket:
+        if bucket.slots == self.bucket.slots:
             return self.output
         output = self.output.new_zeros(bucket.shard_numel)
         copy_between(self.bucket, self.output, bucket, output)
@@ -324,7 +324,7 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
             return fresh
         present = [bucket.key for bucket in fresh]
         empty = [
-            replace(partial.bucket, slots=(), num_new=None)
+            replace(partial.bucket, slots=())
             for key, partial in self.items()
             if key not in present
         ]
@@ -565,8 +565,6 @@ class GradReducer:
         if reduction.replacement is None:
             # Before a partial reduce is added, which is laid out as it was prepared
             bucket = prepare_inputs(reduction, bucket, fsdp_params, own_grads)
-        else:  # what is returned may be a partial reduce, laid out without padding
-            bucket = replace(bucket, is_aligned=False)
         partial = None
         if self.partial_reduces:
             with self._group.device_handle.stream(reduction.reduce_scatter_stream):

@@ -105,7 +105,7 @@ def set_reduce_bucket_cap(
     if bucket_cap_mb is not None and not (bucket_cap_mb > 0 and small_kb > 0):
         raise ValueError(
             "set_reduce_bucket_cap expects sizes above 0, or bucket_cap_mb=None to join "
-            f"no reductions, but got {bucket_cap_mb!r} and small_kb={small_kb!r}"
+            f"no reductions, but got {bucket_cap_mb=} and {small_kb=}"
         )
     cap = None
     if bucket_cap_mb is not None:
