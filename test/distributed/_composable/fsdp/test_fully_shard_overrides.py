@@ -164,8 +164,8 @@ class TestUnits(FSDPThreadTest):
             with record_collectives() as recorder:
                 backward(model, **grads)
             (gather,) = recorder.all_gathers
-            # a and c in fp32, b and e in bf16, d in fp16
-            self.assertEqual(gather.nbytes, 2 * 4 * 4 + 2 * 4 * 2 + 4 * 2)
+            # a and c in fp32, b and e in bf16, d in fp16: each padded to 16 of a rank
+            self.assertEqual(gather.nbytes, 2 * 3 * 16)
             reduced = [(call.dtype, call.numel) for call in recorder.reduce_scatters]
             self.assertEqual(reduced, reductions(stored, policies))
         seen = {"a": FP32, "b": BF16, "c": FP32, "d": FP16, "e": BF16}
@@ -541,7 +541,7 @@ class TestHybrid(FSDPThreadTest):
         with record_collectives() as recorder:
             backward(model, a=1.0, b=1.0, c=1.0)
         issued = [(call.name, call.dtype, call.numel) for call in recorder.calls]
-        expected = [("all_gather", torch.uint8, 8 + 16 + 16)]
+        expected = [("all_gather", torch.uint8, 2 * (16 + 16))]
         for dtype, numel in reductions(stored, policies):
             expected.append(("reduce_scatter", dtype, numel))
             expected.append(("all_reduce", dtype, numel // 2))
@@ -554,9 +554,9 @@ class TestHybrid(FSDPThreadTest):
         fully_shard(model, mp_policy=policy, **kwargs)
         with record_collectives() as recorder:
             backward(model, a=1.0, b=1.0)
-        # One fp32 and one bf16 element a rank, padded to 8 bytes; then two of each
+        # One fp32 and one bf16 element a rank, each padded to 16 bytes; then two of each
         sizes = [(c.group_size, c.nbytes_per_rank) for c in recorder.all_gathers]
-        self.assertEqual(sizes, [(4, 8), (2, 12)])
+        self.assertEqual(sizes, [(4, 32), (2, 32)])
         reduced = [(call.dtype, call.numel) for call in recorder.reduce_scatters]
         expected = reductions({"a": FP32, "b": FP32}, {"a": (BF16, None)})
         self.assertEqual(reduced, expected)
