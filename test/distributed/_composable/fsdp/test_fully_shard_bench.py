@@ -18,6 +18,7 @@ from unittest import mock
 
 import pytest
 
+from fsdp_common.release_rules import FOLLOWS_GRAD_DTYPE
 from fsdp_common.utils import (
     DeviceFreeTest,
     RELEASE_ROOT,
@@ -71,6 +72,9 @@ class TestCounts(DeviceFreeTest):
 
     def test_all_is_as_expected(self) -> None:
         for key, row in self.rows.items():
+            # 2.15 takes less for one unit for each dtype, see docs/guide.md
+            if FOLLOWS_GRAD_DTYPE and key[1:] == ("peak KiB of a rank", PER_DTYPE):
+                continue
             self.assertNotEqual(row["is_met"], False, key)
         self.assertIn(OWN, self.table)
         self.assertNotIn(str(REPO_ROOT), self.table)

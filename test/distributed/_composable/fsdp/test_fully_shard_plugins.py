@@ -113,6 +113,7 @@ class TestPlugins(DeviceFreeTest):
             self.assertTrue(seen[f"{policy} like that from the start"])
         self.assertEqual({*seen["bf16 dtypes"]}, {"torch.bfloat16"})
 
+    @pytest.mark.skipif(FOLLOWS_GRAD_DTYPE, reason="the release needs one since 2.15")
     def test_a_group_is_built_without_policies(self) -> None:
         seen = self.check("group_that_is_built_directly")
         inside, after, sizes = seen["two"]

@@ -114,10 +114,12 @@ def resume_upcasts(cache: ParamGroupCache) -> None:
     """Casts the gradients that stay to what the next ones are added in."""
     for fsdp_param, param in _unsharded_params(cache.upcast_by_autograd):
         dtype = _unsharded_grad_dtype(fsdp_param)
-        if param.grad is not None and param.grad.dtype != dtype:
-            param.grad = param.grad.to(dtype)
+        if (grad := param.grad) is not None:
+            param.grad = None  # which must have the dtype that is set
         if param.requires_grad:
             param.grad_dtype = dtype
+        if grad is not None:
+            param.grad = grad.to(dtype)
 
 
 def accumulate_grads(fsdp_params: Sequence[FSDPParam]) -> None:

@@ -51,7 +51,8 @@ def tried(function: Any, *args: Any) -> str:
     try:
         return type(function(*args)).__name__
     except Exception as error:
-        begins, _, _ = f"{type(error).__name__}: {error}".partition("'")
+        first_line = str(error).partition("\n")[0]  # C++'s stack comes after it
+        begins, _, _ = f"{type(error).__name__}: {first_line}".partition("'")
         return begins
 
 
