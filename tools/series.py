@@ -161,6 +161,7 @@ def test_each(tree: Path, release: Path) -> None:
         lay_links(branch, torch_links(release, tree, own))
         print(git(tree, "log", "-1", "--format=%n%s", "--stat", commit), flush=True)
         env = os.environ | {"PYTHONPATH": str(branch)}
+        env.pop("CI", None)  # torch's tests would want a package that writes reports
         for file in sorted({*files} - own):
             if subprocess.run([sys.executable, tree / file], env=env).returncode:
                 raise ToolError(f"{file} fails at {commit}, where {tree} is now")
