@@ -342,10 +342,12 @@ def casts_in_kernel(source: torch.dtype, target: torch.dtype) -> bool:
     return source == target or (source, target) == (torch.bfloat16, torch.float32)
 
 
-def copies_mixed(dtypes: set[torch.dtype | None], device: torch.device) -> bool:
-    """Whether the operator casts between these dtypes without a temporary."""
-    on_cuda = device.type == "cuda"
-    return HAS_MIXED_CHUNK_CAT and on_cuda and dtypes <= {torch.bfloat16, torch.float32}
+def copies_mixed(
+    dtypes: set[torch.dtype | None], device: torch.device, is_uniform: bool
+) -> bool:
+    """Whether the operator is to cast: without a temporary, or as in the release."""
+    on_cuda = device.type == "cuda" and dtypes <= {torch.bfloat16, torch.float32}
+    return HAS_MIXED_CHUNK_CAT and (on_cuda or is_uniform and None not in dtypes)
 
 
 def chunk_cat_by_operator(tensors: list[torch.Tensor], rows: torch.Tensor) -> None:

@@ -296,9 +296,9 @@ def copy_in_grads(
     world_size, slots = rows.size(0), bucket.slots
     dtypes = _dense_dtypes(bucket, grads)
     is_dense, first = rows.is_contiguous(), dtypes[0]
+    # A uniform unit takes the release's memory and launches
+    is_uniform = not bucket.is_mixed and bucket.comm_dtype is None
     if is_dense and first is not None and dtypes.count(first) == len(dtypes):
-        # Who sees operators is given the release's, and a uniform unit takes its memory
-        is_uniform = not bucket.is_mixed and bucket.comm_dtype is None
         if (
             casts_in_kernel(first, rows.dtype)
             or is_uniform
@@ -306,7 +306,7 @@ def copy_in_grads(
         ):
             _chunk_cat(with_padding(bucket, grads), rows)
             return
-    if is_dense and copies_mixed({*dtypes, rows.dtype}, rows.device):
+    if is_dense and copies_mixed({*dtypes, rows.dtype}, rows.device, is_uniform):
         chunk_cat_by_operator(with_padding(bucket, grads), rows)
         return
     taken = [
