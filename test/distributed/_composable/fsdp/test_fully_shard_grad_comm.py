@@ -347,7 +347,7 @@ class TestBytes(GradCommTest):
     world_size = 3
 
     def setUp(self) -> None:
-        others = mock.patch.object(_fsdp_collectives, "copy_in_grads", None)
+        others = mock.patch.object(_fsdp_collectives.copies, "copy_in_grads", None)
         others.start()  # before the threads
         self.addCleanup(others.stop)
         super().setUp()

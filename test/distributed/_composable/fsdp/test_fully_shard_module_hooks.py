@@ -28,7 +28,6 @@ from torch.distributed.fsdp import (
     share_comm_ctx,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_param_cache import ParamGroupCache
-from torch.distributed.fsdp._fully_shard._fsdp_reduce import SmallReductions
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.common_utils import run_tests
 
@@ -321,8 +320,7 @@ class TestSharedContext(StateTest):
         share_comm_ctx([first, second])
         loss = first(self.x).sum()
         context = first._get_fsdp_state()._comm_ctx
-        context.small_reductions = SmallReductions()
-        context.small_reductions.update(waiting=[])  # as if
+        context.small_reductions = {"waiting": []}  # as if
         before = dict(vars(context))
         (unit,) = context.post_forward_order
         with torch.no_grad():

@@ -23,6 +23,8 @@ from torch.distributed.device_mesh import _get_device_handle
 from torch.distributed.distributed_c10d import ReduceOp  # noqa: F401  (as in the release)
 from torch.distributed.tensor import DTensor  # noqa: F401  (as in the release)
 
+from . import _fsdp_copies as copies
+from . import _fsdp_layout as layouts
 from ._fsdp_api import _ReduceOp, AllGather, ReduceScatter
 from ._fsdp_comms import (  # noqa: F401  (importable from here, as in the release)
     all_gather_copy_in_cuda,
@@ -46,33 +48,10 @@ from ._fsdp_comms import (  # noqa: F401  (importable from here, as in the relea
     SymmMemReduceScatter,
 )
 from ._fsdp_compat import _get_all_gather_input_metadatas, _get_param_all_gather_inputs
-from ._fsdp_copies import (
-    accumulate_sharded_grads,
-    columns_of,
-    copy_each,
-    copy_in_at_once,
-    copy_in_grads,
-    copy_out,
-    fill_segment,
-    foreach_reduce_scatter_copy_in,
-    in_common_order,
-    view_by_rank,
-    with_padding,
-)
+from ._fsdp_copies import foreach_reduce_scatter_copy_in
 from ._fsdp_errors import explain_all_to_all, explain_copy_in, explain_reduction
 from ._fsdp_host import FOLLOWS_GRAD_DTYPE, NO_RANGE, without_grad
-from ._fsdp_layout import (
-    accumulation_dtype,
-    bucket_key,
-    describe_key,
-    GatherLayout,
-    padded_shard_numel,
-    plan_all_to_all,
-    reduce_dtype_of,
-    ReduceBucket,
-    ReduceSlot,
-    slot_sort_key,
-)
+from ._fsdp_layout import GatherLayout, ReduceBucket, ReduceSlot
 from ._fsdp_param import FSDPParam, ShardedState  # noqa: F401  (as in the release)
 from ._fsdp_param_cache import layout_of, ParamGroupCache
 from ._fsdp_scaling import (
@@ -101,28 +80,6 @@ class AllGatherResult(NamedTuple):
     all_gather_input_split_sizes: list[int]
 
 
-# A gather's buffer, this rank's segment of it, and the last fields of its result
-_Staged: TypeAlias = tuple[torch.Tensor, torch.Tensor, tuple[list, list, list[int]]]
-
-
-def _stage(
-    fsdp_params: list[FSDPParam],
-    group: dist.ProcessGroup,
-    device: torch.device,
-    comm: AllGather,
-) -> _Staged:
-    """Allocates the buffer of a gather and fills this rank's segment of it."""
-    tensors, plan = ParamGroupCache.of(fsdp_params).prepare_gather()
-    output = allocate_gather_buffer(comm, plan.layout, group.size(), device)
-    try:
-        segment = fill_segment(output, plan, tensors, group.rank())
-    except Exception as error:
-        raise explain_copy_in(  # noqa: B904  (has its cause)
-            error, fsdp_params, tensors, plan.numels
-        )
-    return output, segment, (plan.dtypes, plan.numels, plan.split_sizes)
-
-
 # Which plugins may monkeypatch
 _OWN_INPUTS = (_get_param_all_gather_inputs, _get_all_gather_input_metadatas)
 
@@ -132,8 +89,11 @@ def _stage_monkeypatched(
     group: dist.ProcessGroup,
     device: torch.device,
     comm: AllGather,
-) -> _Staged:
-    """Does as :func:`_stage` with a plugin's inputs, in parameter order."""
+) -> tuple[torch.Tensor, torch.Tensor, tuple[list, list, list[int]]]:
+    """
+    Allocates the buffer of a gather and fills this rank's segment of it with a plugin's
+    inputs, in parameter order. Returns both, and the last fields of the result.
+    """
     own = _get_param_all_gather_inputs(fsdp_params)
     dtypes, numels, dtype = _get_all_gather_input_metadatas(own)
     inputs = [*chain.from_iterable(own)]
@@ -176,8 +136,21 @@ def foreach_all_gather(
     device_handle = _get_device_handle(device.type)
     with device_handle.stream(all_gather_copy_in_stream):
         own = (_get_param_all_gather_inputs, _get_all_gather_input_metadatas)
-        stage = _stage if own == _OWN_INPUTS else _stage_monkeypatched
-        output, segment, fields = stage(fsdp_params, group, device, all_gather_comm)
+        if own == _OWN_INPUTS:
+            tensors, plan = ParamGroupCache.of(fsdp_params).prepare_gather()
+            size = group.size()
+            output = allocate_gather_buffer(all_gather_comm, plan.layout, size, device)
+            try:
+                segment = copies.fill_segment(output, plan, tensors, group.rank())
+            except Exception as error:
+                raise explain_copy_in(  # noqa: B904  (has its cause)
+                    error, fsdp_params, tensors, plan.numels
+                )
+            fields = plan.dtypes, plan.numels, plan.split_sizes
+        else:
+            output, segment, fields = _stage_monkeypatched(
+                fsdp_params, group, device, all_gather_comm
+            )
     all_gather_stream.wait_stream(all_gather_copy_in_stream)
     with device_handle.stream(all_gather_stream):
         work = all_gather_comm(
@@ -195,7 +168,7 @@ def _default_all_gather_output_fn(
     layout = layout_of(dtypes, numels, split_sizes)
     cache = ParamGroupCache.of(fsdp_params)
     outputs = cache.alloc_outputs(dtypes, numels, world_size, buffer.device)
-    copy_out(fsdp_params, buffer, layout, outputs, world_size)
+    copies.copy_out(fsdp_params, buffer, layout, outputs, world_size)
 
 
 AllGatherOutputFn: TypeAlias = Callable[[list[FSDPParam], AllGatherResult, int], None]
@@ -247,7 +220,7 @@ def unshard_single_rank(fsdp_params: list[FSDPParam], device: torch.device) -> N
     tensors, plan = cache.prepare_gather()
     outputs = cache.alloc_outputs(plan.dtypes, plan.numels, 1, device)
     targets = [output.data for output in outputs.tensors]  # see `_to_columns`
-    copy_each(targets, tensors)
+    copies.copy_each(targets, tensors)
 
 
 # Reduce #
@@ -285,7 +258,7 @@ def _default_reduce_scatter_input_fn(
     for i, (fsdp_param, grad) in enumerate(zip(fsdp_params, unsharded_grads)):
         dim = fsdp_param.fsdp_placement.dim
         if dim != 0 and world_size > 1:
-            by_rank = view_by_rank(grad, dim, world_size)
+            by_rank = copies.view_by_rank(grad, dim, world_size)
             grad = unsharded_grads[i] = by_rank.flatten(0, 1)
         rows = -(-grad.size(0) // world_size) * world_size
         sizes.append(torch.Size([rows, *grad.size()[1:]]))
@@ -361,7 +334,7 @@ class BucketGrads:
         """What partial reduces are added in: the widest of the parameters'."""
         dtype = self.bucket.dtype
         for fsdp_param in self.fsdp_params:
-            dtype = accumulation_dtype(fsdp_param, dtype)
+            dtype = layouts.accumulation_dtype(fsdp_param, dtype)
         return dtype
 
 
@@ -376,7 +349,7 @@ def join_parts(parts: Sequence[BucketGrads]) -> BucketGrads:
     ]
     dtype, comm_dtype = parts[0].bucket.key
     bucket = ReduceBucket(dtype, (), comm_dtype, is_aligned=True)
-    placed.sort(key=lambda of: slot_sort_key(of[0], bucket))  # stable
+    placed.sort(key=lambda of: layouts.slot_sort_key(of[0], bucket))  # stable
     slots = tuple(replace(slot, param=i) for i, (slot, _, _) in enumerate(placed))
     bucket = replace(bucket, slots=slots)
     grads = [grad for _, _, grad in placed]
@@ -418,7 +391,23 @@ def foreach_reduce(
     gradients, which it may replace in place, and the number of ranks. It returns the
     gradients' padded sizes, which a rank gets one chunk of on dim 0.
     """
-    return _reduce_one_bucket(**locals())
+    reduction = Reduction(
+        reduce_scatter_group,
+        reduce_scatter_stream,
+        reduce_scatter_comm,
+        device,
+        gradient_divide_factor,
+        all_reduce_group,
+        all_reduce_stream,
+        all_reduce_grads,
+        all_reduce_hook,
+        force_sum_reduction_for_comms,
+        prepare_reduce_scatter_inputs,
+    )
+    dtypes = reduce_dtype, None
+    return _reduce_one_bucket(
+        reduction, fsdp_params, unsharded_grads, partial_reduce_output, *dtypes
+    )
 
 
 def _foreach_reduce_to_orig_dtype(
@@ -442,7 +431,22 @@ def _foreach_reduce_to_orig_dtype(
     Is :func:`foreach_reduce` before 2.15. Without ``orig_dtype`` each sharded gradient
     is cast to its parameter's own dtype (the release then casts nothing).
     """
-    return _reduce_one_bucket(**locals())
+    reduction = Reduction(
+        reduce_scatter_group,
+        reduce_scatter_stream,
+        reduce_scatter_comm,
+        device,
+        gradient_divide_factor,
+        all_reduce_group,
+        all_reduce_stream,
+        all_reduce_grads,
+        all_reduce_hook,
+        force_sum_reduction_for_comms,
+    )
+    dtypes = reduce_dtype, orig_dtype
+    return _reduce_one_bucket(
+        reduction, fsdp_params, unsharded_grads, partial_reduce_output, *dtypes
+    )
 
 
 if not FOLLOWS_GRAD_DTYPE:
@@ -453,14 +457,13 @@ _REDUCE_PARAMETERS = inspect.signature(foreach_reduce).parameters
 
 
 def _reduce_one_bucket(
+    reduction: Reduction,
     fsdp_params: list[FSDPParam],
     unsharded_grads: list[torch.Tensor],
-    reduce_dtype: torch.dtype | None,
     partial_reduce_output: torch.Tensor | None,
-    orig_dtype: torch.dtype | None = None,
-    **arguments: Any,
+    reduce_dtype: torch.dtype | None,
+    orig_dtype: torch.dtype | None,
 ) -> ReduceResult:
-    reduction = Reduction(**arguments)
     bucket = _plan_bucket(
         reduction, fsdp_params, unsharded_grads, orig_dtype, reduce_dtype
     )
@@ -479,13 +482,12 @@ def call_monkeypatched(reduction: Reduction, part: BucketGrads) -> ReduceResult:
         "reduce_dtype": part.bucket.dtype,
         "orig_dtype": runs[0].grad_dtype if len(runs) == 1 else None,
     }
-    positional, keyword_only = [], {}
-    for name, parameter in _REDUCE_PARAMETERS.items():
-        if parameter.kind is parameter.KEYWORD_ONLY:
-            keyword_only[name] = values[name]
-        else:
-            positional.append(values[name])
-    return ReduceResult._make(replacement(*positional, **keyword_only))
+    arguments = {name: values[name] for name in _REDUCE_PARAMETERS}
+    keyword_only = {}
+    if FOLLOWS_GRAD_DTYPE:
+        name = "prepare_reduce_scatter_inputs"
+        keyword_only[name] = arguments.pop(name)
+    return ReduceResult._make(replacement(*arguments.values(), **keyword_only))
 
 
 def _plan_bucket(
@@ -495,13 +497,15 @@ def _plan_bucket(
     orig_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
 ) -> ReduceBucket:
-    dtypes = [reduce_dtype_of(grad.dtype, reduce_dtype) for grad in unsharded_grads]
+    dtypes = [
+        layouts.reduce_dtype_of(grad.dtype, reduce_dtype) for grad in unsharded_grads
+    ]
     dtype = dtypes[0] if dtypes else cast(torch.dtype, reduce_dtype)
     dtypes += [dtype] * (len(fsdp_params) - len(dtypes))
-    keys = [bucket_key(p, d) for p, d in zip(fsdp_params, dtypes)]
+    keys = [layouts.bucket_key(p, d) for p, d in zip(fsdp_params, dtypes)]
     for key, fsdp_param in zip(keys, fsdp_params):
         if key != keys[0]:
-            first, other = map(describe_key, (keys[0], key))
+            first, other = map(layouts.describe_key, (keys[0], key))
             raise AssertionError(
                 "One reduction takes one reduce dtype, but the gradients of "
                 f"{fsdp_params[0]._param_fqn} and {fsdp_param._param_fqn} would be "
@@ -516,7 +520,7 @@ def _plan_bucket(
         dim = fsdp_param.fsdp_placement.dim
         if i < len(unsharded_grads):
             size = unsharded_grads[i].size()
-            numel = padded_shard_numel(size, reduction.shard_world_size, dim)
+            numel = layouts.padded_shard_numel(size, reduction.shard_world_size, dim)
         param = fsdp_param.sharded_param
         is_set = param.grad_dtype != param.dtype  # by users, which comes first
         grad_dtype = param.grad_dtype if is_set else orig_dtype or param.dtype
@@ -606,7 +610,7 @@ def _reduce_copy_in(reduction: Reduction, part: BucketGrads, world_size: int) ->
     reduce_input = allocate_reduce_buffer(comm, numel, dtype, reduction.device)
     if foreach_reduce_scatter_copy_in is _OWN_COPY_IN:
         rows = reduce_input.view(world_size, part.new_numel)
-        copy_in_grads(part.bucket, part.unsharded_grads, rows)
+        copies.copy_in_grads(part.bucket, part.unsharded_grads, rows)
     else:
         _copy_in_monkeypatched(reduction, part, reduce_input, world_size)
     part.reduce_scatter_input = reduce_input
@@ -626,7 +630,7 @@ def _copy_in_monkeypatched(
         _default_reduce_scatter_input_fn(part.fsdp_params, grads, world_size)
     if any(grad.dtype != grads[0].dtype for grad in grads):
         grads[:] = [grad.to(reduce_input.dtype) for grad in grads]
-    padded = with_padding(part.bucket, grads)
+    padded = copies.with_padding(part.bucket, grads)
     foreach_reduce_scatter_copy_in(padded, reduce_input, world_size)
 
 
@@ -641,10 +645,10 @@ def _all_to_all_copy_in(
     )
     buckets = [part.bucket for part in parts]
     grads = [part.unsharded_grads for part in parts]
-    if not copy_in_at_once(layout, buckets, grads, buffer, world_size):
-        columns = columns_of(buffer, layout, world_size)
+    if not copies.copy_in_at_once(layout, buckets, grads, buffer, world_size):
+        columns = copies.columns_of(buffer, layout, world_size)
         for bucket, own_grads, rows in zip(buckets, grads, columns):
-            copy_in_grads(bucket, own_grads, rows)
+            copies.copy_in_grads(bucket, own_grads, rows)
     for part in parts:
         part.reduce_scatter_input = buffer
         part.unsharded_grads.clear()
@@ -653,7 +657,7 @@ def _all_to_all_copy_in(
 def _all_to_all_layout(parts: Sequence[BucketGrads]) -> GatherLayout:
     """Lays out what a rank is sent: by dtype, as what it contributes to a gather."""
     dtypes = tuple(part.bucket.wire_dtype for part in parts)
-    return plan_all_to_all(dtypes, tuple(part.new_numel for part in parts))
+    return layouts.plan_all_to_all(dtypes, tuple(part.new_numel for part in parts))
 
 
 def _all_to_all(
@@ -672,7 +676,7 @@ def _all_to_all(
         comm.exchange(output_tensor=received, input_tensor=sent, group=group)
     except Exception as error:
         raise explain_all_to_all(error, parts, reduction.device)  # noqa: B904  (has its cause)
-    columns = columns_of(received, _all_to_all_layout(parts), world_size)
+    columns = copies.columns_of(received, _all_to_all_layout(parts), world_size)
     for part, rows in zip(parts, columns, strict=True):
         part.received = rows
 
@@ -702,28 +706,28 @@ def _reduce_together(
         reduction.gradient_divide_factor,
         reduction.force_sum_reduction_for_comms,
     )
-    whole, pieces = None, [None]
+    output, slices = None, [None]
     if len(parts) > 1:
         dtype, numels = parts[0].bucket.dtype, [p.bucket.shard_numel for p in parts]
-        whole = torch.empty(sum(numels), dtype=dtype, device=reduction.device)
-        pieces = whole.split(numels)
+        output = torch.empty(sum(numels), dtype=dtype, device=reduction.device)
+        slices = output.split(numels)
     targets = []  # (params, bucket, reduced tensor)
-    for part, piece in zip(parts, pieces, strict=True):
-        reduced = _reduce_scatter(reduction, part, world_size, factors, piece)
+    for part, slice_of in zip(parts, slices, strict=True):
+        reduced = _reduce_scatter(reduction, part, world_size, factors, slice_of)
         target = part.fsdp_params, part.bucket, reduced
         if part.is_extended and not reduction.defers_all_reduce:
-            target = in_common_order(*target)
-        if piece is not None and target[2] is not piece:
-            target = (*target[:2], piece.copy_(target[2]))
+            target = copies.in_common_order(*target)
+        if slice_of is not None and target[2] is not slice_of:
+            target = (*target[:2], slice_of.copy_(target[2]))
         targets.append(target)
-    output = targets[0][2] if whole is None else whole
+    output = targets[0][2] if output is None else output
     stream = reduction.reduce_scatter_stream
     reduce_input = parts[0].reduce_scatter_input
     scattered = done = stream.record_event()
     if reduction.defers_all_reduce:
         return [ReduceResult(reduce_input, done, stream, done, None, None, output)]
-    group, hook = reduction.all_reduce_group, reduction.all_reduce_hook
-    all_reduces = group is not None or hook is not None
+    has_hook = reduction.all_reduce_hook is not None
+    all_reduces = has_hook or reduction.all_reduce_group is not None
     if all_reduces:
         stream = reduction.all_reduce_stream
         stream.wait_stream(reduction.reduce_scatter_stream)
@@ -737,17 +741,15 @@ def _reduce_together(
             _all_reduce(reduction, parts, output, factors[3])
         _div_if_needed(output, factors[1])
         for target in targets:
-            accumulate_sharded_grads(*target, as_views, stream, current_stream)
+            copies.accumulate_sharded_grads(*target, as_views, stream, current_stream)
         done = stream.record_event()
     # Held as well if it was allocated in another stream, where the allocator must not
     # hand out its memory before this one has read it
     held = (output, done) if all_reduces else (None, None)
     if output is reduce_input and not all_reduces:
         scattered = done  # it is read until then, and nothing else holds it
-    return [
-        ReduceResult(part.reduce_scatter_input, scattered, stream, done, *held, None)
-        for part in parts
-    ]
+    done = scattered, stream, done, *held, None
+    return [ReduceResult(part.reduce_scatter_input, *done) for part in parts]
 
 
 def _reduce_scatter(

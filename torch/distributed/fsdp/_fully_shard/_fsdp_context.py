@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.device_mesh import _get_device_handle
 
-from ._fsdp_collectives import AllGatherResult, ReduceResult
+from ._fsdp_collectives import AllGatherResult, ReduceResult, Reduction
 from ._fsdp_common import TrainingState
 from ._fsdp_host import range_of
 from ._fsdp_reduce import SmallReductions
@@ -90,7 +90,9 @@ class FSDPCommContext:
         # The groups of one module that have reduced since another module's last did
         self.reducing_groups: list[Any] = []
         # Small buckets that wait to be reduced together
-        self.small_reductions = SmallReductions()
+        self.small_reductions: dict[Reduction, SmallReductions] = {}
+        # The backward whose end reduces them
+        self.small_reductions_task: int = -1
         # In the order of forwards. Each backward clears it, and its reference cycle.
         self.post_forward_order: list[Any] = []
 

@@ -131,7 +131,6 @@ from ._fsdp_param_cache import FSDPParamList, ParamGroupCache
 from ._fsdp_policies import resolve_all
 from ._fsdp_reduce import (
     accumulate_empty_grads,
-    accumulate_grads,
     drop_grads,
     GradReducer,
     is_upcast_by_autograd,
@@ -714,7 +713,9 @@ class FSDPParamGroup(PluginNames):
         self._cache.invalidate_if_changed()
         if not FOLLOWS_GRAD_DTYPE:
             with self._range("FSDP::post_backward_accumulate"):
-                accumulate_grads(self.fsdp_params)
+                for fsdp_param in self.fsdp_params:
+                    if fsdp_param.unsharded_accumulated_grad is not None:
+                        fsdp_param.accumulate_unsharded_grad_if_needed()
         with self._range("FSDP::post_backward_reshard"):
             # Read `.grad` before resharding
             grads = None

@@ -8,44 +8,20 @@ there are, in which buckets they are reduced and when, and what is kept until it
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.nn as nn
 
-from ._fsdp_collectives import (
-    BucketGrads,
-    call_monkeypatched,
-    foreach_reduce,
-    join_parts,
-    prepare_inputs,
-    reduce_buckets,
-    ReduceResult,
-    Reduction,
-)
+from . import _fsdp_collectives as collectives
+from . import _fsdp_layout as layouts
+from ._fsdp_collectives import BucketGrads, foreach_reduce, ReduceResult, Reduction
 from ._fsdp_comms import allocates_anew, DefaultReduceScatter, holds_one_input
 from ._fsdp_copies import accumulate_sharded_grad, copy_between
 from ._fsdp_host import FOLLOWS_GRAD_DTYPE
-from ._fsdp_layout import (
-    accumulation_dtype,
-    bucket_key,
-    bucket_sort_key,
-    BucketKey,
-    by_collective,
-    default_reduce_dtype,
-    describe_key,
-    dtypes_of,
-    extend_bucket,
-    is_mixed,
-    plan_buckets,
-    reduce_dtype_of,
-    ReduceBucket,
-    ReduceBucketCap,
-    ReduceSlot,
-)
+from ._fsdp_layout import BucketKey, ReduceBucket, ReduceBucketCap, ReduceSlot
 from ._fsdp_param import FSDPParam
 from ._fsdp_param_cache import ParamGroupCache
 
@@ -84,7 +60,7 @@ def _unsharded_params(
 
 def _unsharded_grad_dtype(fsdp_param: Any) -> torch.dtype | None:
     dtype = fsdp_param.unsharded_grad_dtype
-    return None if dtype is None else accumulation_dtype(fsdp_param, dtype)
+    return None if dtype is None else layouts.accumulation_dtype(fsdp_param, dtype)
 
 
 def is_upcast_by_autograd(fsdp_param: FSDPParam) -> bool:
@@ -122,23 +98,14 @@ def resume_upcasts(cache: ParamGroupCache) -> None:
             param.grad = grad.to(dtype)
 
 
-def accumulate_grads(fsdp_params: Sequence[FSDPParam]) -> None:
-    """Adds this microbatch's gradients to those of earlier ones, if there are any."""
-    for fsdp_param in fsdp_params:
-        if (accumulated := fsdp_param.unsharded_accumulated_grad) is None:
-            continue
-        param = fsdp_param.unsharded_param
-        if param.grad is not None:
-            accumulated += param.grad
-            param.grad = None
-
-
 def upcast_unreduced_grads(fsdp_params: Sequence[FSDPParam]) -> None:
     """Moves gradients off the parameters that are added up in another dtype."""
     for fsdp_param, param in _unsharded_params(fsdp_params):
         if (grad := param.grad) is None or not grad.is_floating_point():
             continue  # see `reduce_dtype_of`
-        dtype = accumulation_dtype(fsdp_param, fsdp_param.reduce_dtype or grad.dtype)
+        dtype = layouts.accumulation_dtype(
+            fsdp_param, fsdp_param.reduce_dtype or grad.dtype
+        )
         if grad.dtype != dtype:
             param.grad = None
             fsdp_param.unsharded_accumulated_grad = grad.to(dtype)
@@ -161,7 +128,7 @@ def pop_grads(
         if not FOLLOWS_GRAD_DTYPE:
             if (accumulated := fsdp_param.unsharded_accumulated_grad) is not None:
                 grad, fsdp_param.unsharded_accumulated_grad = accumulated, None
-                if default_reduce_dtype(fsdp_param) is None:
+                if layouts.default_reduce_dtype(fsdp_param) is None:
                     # Other ranks may have fresh ones only, which set the bucket
                     grad = grad.to(param.dtype)
         if grad is not None:
@@ -193,7 +160,7 @@ def _check_zeros_have_a_dtype(fsdp_params: Sequence[FSDPParam]) -> None:
     for fsdp_param in fsdp_params if FOLLOWS_GRAD_DTYPE else ():
         if not fsdp_param.sharded_param.requires_grad:
             continue
-        if default_reduce_dtype(fsdp_param) is None:
+        if layouts.default_reduce_dtype(fsdp_param) is None:
             raise ValueError(
                 f"grad_dtype of {fsdp_param._param_fqn} is None, so that a rank that "
                 "does not use it cannot know in which dtype the others reduce it: set "
@@ -235,7 +202,7 @@ def _plan_buckets(
 ) -> tuple[ReduceBucket, ...]:
     """Plans the buckets of gradients of these dtypes, None where there is none."""
     reduce_dtypes = {
-        i: reduce_dtype_of(dtype, default_reduce_dtype(fsdp_params[i]))
+        i: layouts.reduce_dtype_of(dtype, layouts.default_reduce_dtype(fsdp_params[i]))
         for i, dtype in enumerate(grad_dtypes)
         if dtype is not None
     }
@@ -247,8 +214,8 @@ def _plan_buckets(
         numel = fsdp_param.padded_sharded_param_size.numel()
         grad_dtype = fsdp_param.sharded_param.grad_dtype
         slots.append(ReduceSlot(i, grad_dtype, numel, fsdp_param.fsdp_placement.dim))
-        keys.append(bucket_key(fsdp_param, dtype))
-    return plan_buckets(slots, keys, is_mixed=is_mixed(fsdp_params))
+        keys.append(layouts.bucket_key(fsdp_param, dtype))
+    return layouts.plan_buckets(slots, keys, is_mixed=layouts.is_mixed(fsdp_params))
 
 
 def _promote(
@@ -316,9 +283,9 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
                 if key != partial.bucket.key:
                     raise RuntimeError(
                         f"{fsdp_params[slot.param]._param_fqn} was reduced in "
-                        f"{describe_key(partial.bucket.key)} in an earlier microbatch, "
+                        f"{layouts.describe_key(partial.bucket.key)} in an earlier microbatch, "
                         f"whose all-reduce was deferred, and would be in "
-                        f"{describe_key(key)} now: keep the dtypes of gradients until "
+                        f"{layouts.describe_key(key)} now: keep the dtypes of gradients until "
                         "set_requires_all_reduce(True), or set reduce_dtype in "
                         "MixedPrecisionPolicy"
                     )
@@ -330,14 +297,16 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
             for key, partial in self.items()
             if key not in present
         ]
-        return tuple(sorted((*fresh, *empty), key=lambda b: bucket_sort_key(b.key)))
+        return tuple(
+            sorted((*fresh, *empty), key=lambda b: layouts.bucket_sort_key(b.key))
+        )
 
     def pop_for(self, fresh: ReduceBucket) -> tuple[ReduceBucket, torch.Tensor | None]:
         """Pops a bucket's partial reduce, whose other parameters extend the bucket."""
         partial = self.pop(fresh.key, None)
         if partial is None:
             return fresh, None
-        extended = extend_bucket(fresh, partial.bucket)
+        extended = layouts.extend_bucket(fresh, partial.bucket)
         return extended, partial.laid_out_as(extended)
 
     def set_output(
@@ -345,7 +314,7 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
     ) -> None:
         """Makes ``output`` (1D) the only one, or raises if no bucket is like it."""
         trained = [
-            dtypes_of(p).compute if p.sharded_param.requires_grad else None
+            layouts.dtypes_of(p).compute if p.sharded_param.requires_grad else None
             for p in fsdp_params
         ]
         buckets = _plan_buckets(fsdp_params, trained)
@@ -368,35 +337,15 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
 # Reducing them #
 
 
-class SmallReductions(dict[Reduction, list[tuple[BucketGrads, torch.Stream]]]):
+@dataclass
+class SmallReductions:
     """
-    Small buckets that wait to be reduced together, with the streams that computed their
+    Small buckets that wait for one reduction, with the streams that computed their
     gradients. All ranks add the same in the same order.
     """
 
-    # Of the backward whose end reduces them
-    graph_task_id: int = -1
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nbytes: Counter[Reduction] = Counter()  # of each collective's input
-
-    def clear(self) -> None:
-        super().clear()
-        self.nbytes.clear()
-
-    def pop_joined(
-        self, reduction: Reduction
-    ) -> tuple[list[BucketGrads], dict[torch.Stream, None]]:
-        """Pops what waits as one bucket for each key, and the gradients' streams."""
-        by_key: dict[BucketKey, list[BucketGrads]] = {}
-        streams: dict[torch.Stream, None] = {}
-        del self.nbytes[reduction]
-        for part, stream in self.pop(reduction):
-            by_key.setdefault(part.bucket.key, []).append(part)
-            streams[stream] = None
-        keys = sorted(by_key, key=bucket_sort_key)
-        return [join_parts(by_key[key]) for key in keys], streams
+    parts: list[tuple[BucketGrads, torch.Stream]] = field(default_factory=list)
+    nbytes: int = 0  # of the collective's input
 
 
 class GradReducer:
@@ -510,7 +459,7 @@ class GradReducer:
         if reduction.replacement is not None:
             batches = [(bucket,) for bucket in buckets]
         elif len(buckets) > 1 and holds_one_input(reduction.reduce_scatter_comm):
-            batches = by_collective(buckets)
+            batches = layouts.by_collective(buckets)
         parts = (
             [self._pop_part(reduction, bucket, grads) for bucket in batch]
             for batch in batches
@@ -542,9 +491,9 @@ class GradReducer:
     ) -> list[ReduceResult]:
         """Reduces some buckets, and keeps their events and partial reduces."""
         if reduction.replacement is None:
-            results = reduce_buckets(reduction, parts)
+            results = collectives.reduce_buckets(reduction, parts)
         else:
-            results = [call_monkeypatched(reduction, *parts)]
+            results = [collectives.call_monkeypatched(reduction, *parts)]
         last_events = self._group.comm_ctx._last_post_reduce_events
         for part, result in zip(parts, results):
             self.event = last_events[result.post_reduce_stream] = (
@@ -566,7 +515,9 @@ class GradReducer:
         fsdp_params = [all_params[slot.param] for slot in bucket.slots]
         if reduction.replacement is None:
             # Before a partial reduce is added, which is laid out as it was prepared
-            bucket = prepare_inputs(reduction, bucket, fsdp_params, own_grads)
+            bucket = collectives.prepare_inputs(
+                reduction, bucket, fsdp_params, own_grads
+            )
         partial = None
         if self.partial_reduces:
             with self._group.device_handle.stream(reduction.reduce_scatter_stream):
@@ -594,23 +545,25 @@ class GradReducer:
             or reduction.replacement is not None
         ):
             return buckets
-        waiting = self._group.comm_ctx.small_reductions
+        context = self._group.comm_ctx
         reduction = reduction._replace(reduce_scatter_comm=_SHARED_COMM)
         stream, others = self._group.device_handle.current_stream(), []
-        for batch in by_collective(buckets):
+        for batch in layouts.by_collective(buckets):
             nbytes = sum(map(reduction.input_nbytes, batch))
             if nbytes > cap.small_nbytes:
                 others += batch
                 continue
-            parts = [self._pop_part(reduction, bucket, grads) for bucket in batch]
-            waiting.setdefault(reduction, []).extend((part, stream) for part in parts)
-            waiting.nbytes[reduction] += nbytes
-            if waiting.nbytes[reduction] >= cap.nbytes:
+            waiting = context.small_reductions.setdefault(reduction, SmallReductions())
+            for bucket in batch:
+                part = self._pop_part(reduction, bucket, grads)
+                waiting.parts.append((part, stream))
+            waiting.nbytes += nbytes
+            if waiting.nbytes >= cap.nbytes:
                 self._reduce_small(reduction)
         task = torch._C._current_graph_task_id()
-        if task not in (-1, waiting.graph_task_id):
+        if task not in (-1, context.small_reductions_task):
             # Flushes at the end of every backward: only the last is finalized
-            waiting.graph_task_id = task
+            context.small_reductions_task = task
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._reduce_small_at_end_of_backward)
         return tuple(others)
@@ -632,9 +585,14 @@ class GradReducer:
     def _reduce_small(self, reduction: Reduction) -> None:
         group = self._group
         group.comm_ctx.recycle_reduce_buffers(group)
-        parts, streams = group.comm_ctx.small_reductions.pop_joined(reduction)
+        waiting = group.comm_ctx.small_reductions.pop(reduction).parts
+        by_key: dict[BucketKey, list[BucketGrads]] = {}
+        for part, _ in waiting:
+            by_key.setdefault(part.bucket.key, []).append(part)
+        keys = sorted(by_key, key=layouts.bucket_sort_key)
+        parts = [collectives.join_parts(by_key[key]) for key in keys]
         current_stream = group.device_handle.current_stream()
-        streams.pop(current_stream, None)
+        streams = dict.fromkeys(s for _, s in waiting if s != current_stream)
         for stream in streams:
             current_stream.wait_stream(stream)
         self._reduce_parts(reduction, [parts])
