@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
@@ -14,6 +15,9 @@ from ._fsdp_collectives import AllGatherResult, ReduceResult, Reduction
 from ._fsdp_common import TrainingState
 from ._fsdp_host import range_of
 from ._fsdp_reduce import SmallReductions
+
+
+logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
 
 
 class AllGatherState(NamedTuple):
@@ -209,3 +213,20 @@ class FSDPCommContext:
             self.device_handle.current_stream().wait_event(event)
         self._last_post_reduce_events.clear()
         self.all_reduce_states.clear()
+
+    def wait_after_error(
+        self, stream: torch.Stream, last_stream: torch.Stream, unit: str
+    ) -> None:
+        """
+        Orders the current stream behind what was started before an error, whose memory
+        nothing holds any more.
+        """
+        try:
+            stream.wait_stream(last_stream)
+            self.device_handle.current_stream().wait_stream(stream)
+        except Exception:  # which must not take the place of the error
+            logger.exception(
+                "Unit '%s' could not wait for what it had started before an error: "
+                "memory that is still in use may be reused",
+                unit,
+            )

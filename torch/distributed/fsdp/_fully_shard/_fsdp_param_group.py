@@ -55,6 +55,8 @@ from torch.distributed.fsdp._common_utils import (
 from torch.distributed.fsdp.api import BackwardPrefetch
 from torch.profiler import record_function
 
+from . import _fsdp_host as host
+from . import _fsdp_reduce
 from ._fsdp_agreement import DescribedUnit, UnitAgreement
 from ._fsdp_api import (
     AllGather,
@@ -109,18 +111,7 @@ from ._fsdp_errors import (
     check_offload_policy,
     check_reduce_scatter_comm,
 )
-from ._fsdp_host import (
-    _dynamo_disable,
-    FOLLOWS_GRAD_DTYPE,
-    have_no_containers,
-    is_observed,
-    look_for_traces,
-    NO_RANGE,
-    not_type_checked,
-    range_of,
-    register_autograd_function,
-    restore_spmd_types,
-)
+from ._fsdp_host import _dynamo_disable, FOLLOWS_GRAD_DTYPE, not_type_checked
 from ._fsdp_layout import dtypes_of, ReduceBucket, ReduceBucketCap
 from ._fsdp_param import (
     FSDPParam,
@@ -129,16 +120,7 @@ from ._fsdp_param import (
 )
 from ._fsdp_param_cache import FSDPParamList, ParamGroupCache
 from ._fsdp_policies import resolve_all
-from ._fsdp_reduce import (
-    accumulate_empty_grads,
-    drop_grads,
-    GradReducer,
-    is_upcast_by_autograd,
-    pop_grads,
-    resume_upcasts,
-    suspend_upcasts,
-    upcast_unreduced_grads,
-)
+from ._fsdp_reduce import GradReducer
 from ._fsdp_registrations import (
     _get_param_module_infos,
     get_param_names,
@@ -193,6 +175,22 @@ def _is_in_function_forward() -> bool:
     return not torch._C._is_fwd_grad_enabled() and not is_inference
 
 
+def _warn_if_written(group: FSDPParamGroup) -> None:
+    """Warns if forward has values from before a step, or a step is lost."""
+    if group._param_versions is None:
+        return
+    versions = zip(group._param_versions, group._cache.get_versions(), _WRITTEN)
+    for last, now, what in versions:
+        if last != now:
+            fqns = group._registrations.fqns()
+            fqn = next(fqn for fqn, *both in zip(fqns, last, now) if ne(*both))
+            group._param_versions, group._has_warned_of_versions = None, True
+            warnings.warn(
+                f"Parameter {fqn} of unit '{group._unit_name}' {what}", stacklevel=3
+            )
+            return
+
+
 class _Checked:
     """
     A setting that is checked when it is assigned. It has no ``__get__``: reading finds
@@ -232,7 +230,99 @@ def _check_can_exchange(group: FSDPParamGroup, kind: type) -> None:
             )
 
 
-class FSDPParamGroup(PluginNames):
+def _as_mesh(mesh_info: DataParallelMeshInfo | None, kind: type) -> Any:
+    if not isinstance(mesh_info, kind):
+        raise AssertionError(
+            f"Expected mesh_info to be {kind.__name__}, got {type(mesh_info).__name__}"
+        )
+    return mesh_info
+
+
+class _Meshes:
+    """The process groups of a param group, by what its parameters are sharded over."""
+
+    mesh_info: DataParallelMeshInfo
+    post_forward_mesh_info: FSDPMeshInfo | None
+    # The same as every parameter's own
+    _sharded_state: ShardedState = ShardedState.SHARDED
+
+    @property
+    def _reshard_after_forward(self) -> bool:
+        return self.post_forward_mesh_info is not None
+
+    @property
+    def _use_post_forward_mesh(self) -> bool:
+        smaller = self.post_forward_mesh_info
+        return smaller is not None and smaller != self.mesh_info
+
+    @property
+    def _is_hsdp(self) -> bool:
+        return isinstance(self.mesh_info, HSDPMeshInfo)
+
+    @property
+    def _all_gather_process_group(self) -> dist.ProcessGroup:
+        mesh_info: DataParallelMeshInfo | None = self.mesh_info
+        if self._sharded_state is ShardedState.SHARDED_POST_FORWARD:
+            mesh_info = self.post_forward_mesh_info
+        return _as_mesh(mesh_info, FSDPMeshInfo).shard_process_group
+
+    @property
+    def _shard_process_group(self) -> dist.ProcessGroup:
+        return _as_mesh(self.mesh_info, FSDPMeshInfo).shard_process_group
+
+    @property
+    def _reduce_scatter_process_group(self) -> dist.ProcessGroup:
+        mesh_info = _as_mesh(self.mesh_info, FSDPMeshInfo)
+        return mesh_info.reduce_scatter_process_group or mesh_info.shard_process_group
+
+    @property
+    def _all_reduce_process_group(self) -> dist.ProcessGroup:
+        return _as_mesh(self.mesh_info, DDPMeshInfo).replicate_process_group
+
+    # None where nothing is to do: each rank has all, replicates or shards only
+    @property
+    def _gather_group(self) -> dist.ProcessGroup | None:
+        if not isinstance(self.mesh_info, FSDPMeshInfo):
+            return None
+        group = self._all_gather_process_group
+        return group if group.size() > 1 else None
+
+    @property
+    def _reduce_scatter_group(self) -> dist.ProcessGroup | None:
+        is_sharded = isinstance(self.mesh_info, FSDPMeshInfo)
+        return self._reduce_scatter_process_group if is_sharded else None
+
+    @property
+    def _all_reduce_group(self) -> dist.ProcessGroup | None:
+        is_replicated = isinstance(self.mesh_info, DDPMeshInfo)
+        return self._all_reduce_process_group if is_replicated else None
+
+    def _set_separate_reduce_scatter_group(
+        self, enable: bool, new_groups: dict[tuple[int, ...], dist.ProcessGroup]
+    ) -> None:
+        """
+        Gives reduce-scatter a process group of its own, so that it overlaps with
+        all-gather on the wire, or the shared one again. ``new_groups`` has those that one
+        call has made so far, by shard ranks: meshes over the same ranks share one.
+        """
+        mesh_info = _as_mesh(self.mesh_info, FSDPMeshInfo)
+        if not enable:
+            mesh_info.reduce_scatter_process_group = None
+            return
+        ranks = tuple(dist.get_process_group_ranks(mesh_info.shard_process_group))
+        group = new_groups.get(ranks) or mesh_info.reduce_scatter_process_group
+        if group is None:
+            # Synchronized among its own ranks only: under HSDP the others make
+            # groups of theirs and never come to this one
+            group = dist.new_group(
+                list(ranks),
+                group_desc="fsdp_reduce_scatter",
+                use_local_synchronization=True,
+            )
+        new_groups[ranks] = mesh_info.reduce_scatter_process_group = group
+
+
+class FSDPParamGroup(_Meshes, PluginNames):
     """
     The parameters of a unit that are gathered and reduced together.
 
@@ -297,8 +387,6 @@ class FSDPParamGroup(PluginNames):
 
     # State of the iteration #
     _training_state: TrainingState = TrainingState.IDLE
-    # The same as every parameter's own
-    _sharded_state: ShardedState = ShardedState.SHARDED
     # Resetting sharded parameters is costly, so only the first lazy init does it
     _reset_sharded_params: bool = False
     # Whether lazy init has read the parameters' dtypes
@@ -390,7 +478,7 @@ class FSDPParamGroup(PluginNames):
     # Lazy init #
     def lazy_init(self):
         """Reads the parameters as users have left them. May be called again."""
-        look_for_traces()
+        host.look_for_traces()
         if not hasattr(self.comm_ctx, "device_handle"):
             self.comm_ctx.device_handle = _get_device_handle(self.device.type)
         is_first = self.is_sharded and not self._reset_sharded_params
@@ -428,7 +516,7 @@ class FSDPParamGroup(PluginNames):
         self._cache.upcast_by_autograd = [
             fsdp_param
             for fsdp_param in self.fsdp_params
-            if is_upcast_by_autograd(fsdp_param)
+            if _fsdp_reduce.is_upcast_by_autograd(fsdp_param)
         ]
         self._cache.invalidate_buckets_if_changed()
         # What replaces it may set anything
@@ -561,7 +649,7 @@ class FSDPParamGroup(PluginNames):
         # Parameters are made once: as inference tensors they could never train
         is_inference = torch.is_inference_mode_enabled()
         try:
-            with torch.inference_mode(False) if is_inference else NO_RANGE:
+            with torch.inference_mode(False) if is_inference else host.NO_RANGE:
                 self._fill_unsharded_params(result, group)
         except BaseException as error:
             self._clean_up(error)
@@ -608,7 +696,7 @@ class FSDPParamGroup(PluginNames):
         if self._training_state is TrainingState.IDLE:
             # Users' call, or `nn.Module._apply`, after which it cannot be seen
             self._registrations.keep_grad_dtypes()
-            self._warn_if_written()
+            _warn_if_written(self)
         after_forward = self._training_state == TrainingState.FORWARD
         if after_forward and self._use_post_forward_mesh:
             self._to_state(ShardedState.SHARDED_POST_FORWARD)
@@ -624,22 +712,6 @@ class FSDPParamGroup(PluginNames):
         if self.is_unsharded and not self._has_warned_of_versions:
             self._param_versions = self._cache.get_versions()
 
-    def _warn_if_written(self) -> None:
-        """Warns if forward has values from before a step, or a step is lost."""
-        if self._param_versions is None:
-            return
-        now = self._cache.get_versions()
-        for last, current, what in zip(self._param_versions, now, _WRITTEN):
-            if last != current:
-                fqn = self._registrations.fqns()[
-                    list(map(ne, last, current)).index(True)
-                ]
-                self._param_versions, self._has_warned_of_versions = None, True
-                warnings.warn(
-                    f"Parameter {fqn} of unit '{self._unit_name}' {what}", stacklevel=2
-                )
-                return
-
     # Runtime: forward #
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -651,9 +723,9 @@ class FSDPParamGroup(PluginNames):
         with self._hook_range("FSDP::pre_forward"):
             self._training_state = TrainingState.FORWARD
             if is_first_module:
-                self._warn_if_written()
+                _warn_if_written(self)
             self._unshard_now()
-            restore_spmd_types(self.fsdp_params)
+            host.restore_spmd_types(self.fsdp_params)
             if is_first_module:
                 args, kwargs = self._register_post_backward_hook(args, kwargs)
             return args, kwargs
@@ -663,7 +735,7 @@ class FSDPParamGroup(PluginNames):
         # init has looked.
         if self._num_forwards == self.comm_ctx.num_forwards:
             self.comm_ctx.num_forwards += 1
-            look_for_traces()
+            host.look_for_traces()
         self._num_forwards = self.comm_ctx.num_forwards
 
     @not_type_checked
@@ -695,7 +767,7 @@ class FSDPParamGroup(PluginNames):
             # Left if the final callback of the last backward came to post-backward
             self._to_prefetch_late.clear()
             self._unshard_now()
-            suspend_upcasts(self._cache, self.reduce_grads)
+            _fsdp_reduce.suspend_upcasts(self._cache, self.reduce_grads)
             if default_prefetch:
                 self._backward_prefetch()
 
@@ -720,20 +792,22 @@ class FSDPParamGroup(PluginNames):
             # Read `.grad` before resharding
             grads = None
             if self.reduce_grads:
-                grads = pop_grads(self.fsdp_params, self.reduce_scatter_unused_params)
+                grads = _fsdp_reduce.pop_grads(
+                    self.fsdp_params, self.reduce_scatter_unused_params
+                )
             if self.reshard_after_backward:
                 self.reshard()
             else:
                 self._stay_unsharded()
-            resume_upcasts(self._cache)
+            _fsdp_reduce.resume_upcasts(self._cache)
             self._post_backward_pending = grads is None
             if grads is None:
                 if not FOLLOWS_GRAD_DTYPE:
-                    upcast_unreduced_grads(self.fsdp_params)
+                    _fsdp_reduce.upcast_unreduced_grads(self.fsdp_params)
                 return
         if self._cache.has_empty_params:
             stream = self.device_handle.current_stream()
-            accumulate_empty_grads(self.fsdp_params, grads, stream)
+            _fsdp_reduce.accumulate_empty_grads(self.fsdp_params, grads, stream)
         self._reducer.reduce(grads, foreach_reduce)
         if is_partial_forward:
             # Autograd goes on with the unit's other modules, whose kernels must not get
@@ -761,7 +835,7 @@ class FSDPParamGroup(PluginNames):
         self._reducer.reset()
         self._order_gathers_after_reshard()
         self._post_backward_pending = False
-        drop_grads(self._cache)
+        _fsdp_reduce.drop_grads(self._cache)
         self._post_forward_indices.clear()
         self._to_prefetch_late.clear()
         self._training_state = TrainingState.IDLE
@@ -818,7 +892,7 @@ class FSDPParamGroup(PluginNames):
         target = target_fsdp_param_group
         previous, target._training_state = target._training_state, state
         try:
-            with range_of(f"FSDP::{pass_type}_prefetch for {target._module_fqn}"):
+            with host.range_of(f"FSDP::{pass_type}_prefetch for {target._module_fqn}"):
                 target.unshard(target.unshard_async_op)
         except AttributeError as error:
             # Streams come with the root
@@ -870,7 +944,7 @@ class FSDPParamGroup(PluginNames):
         if not torch.is_grad_enabled():
             return args, kwargs
         inputs = [*args, *kwargs.values()]
-        is_flat = have_no_containers(inputs)
+        is_flat = host.have_no_containers(inputs)
         collect = _collect_from_flat if is_flat else collect_grad_tensors
         if not (tensors := collect(inputs)):
             return args, kwargs  # the root's final callback comes to this group
@@ -878,82 +952,6 @@ class FSDPParamGroup(PluginNames):
         replace_in = _replace_in_flat if is_flat else replace_grad_tensors
         inputs = replace_in(inputs, passed)
         return tuple(inputs[: len(args)]), dict(zip(kwargs, inputs[len(args) :]))
-
-    # Meshes and process groups #
-    @property
-    def _reshard_after_forward(self) -> bool:
-        return self.post_forward_mesh_info is not None
-
-    @property
-    def _use_post_forward_mesh(self) -> bool:
-        smaller = self.post_forward_mesh_info
-        return smaller is not None and smaller != self.mesh_info
-
-    @property
-    def _is_hsdp(self) -> bool:
-        return isinstance(self.mesh_info, HSDPMeshInfo)
-
-    @property
-    def _all_gather_process_group(self) -> dist.ProcessGroup:
-        mesh_info: DataParallelMeshInfo | None = self.mesh_info
-        if self._sharded_state is ShardedState.SHARDED_POST_FORWARD:
-            mesh_info = self.post_forward_mesh_info
-        return _as_mesh(mesh_info, FSDPMeshInfo).shard_process_group
-
-    @property
-    def _shard_process_group(self) -> dist.ProcessGroup:
-        return _as_mesh(self.mesh_info, FSDPMeshInfo).shard_process_group
-
-    @property
-    def _reduce_scatter_process_group(self) -> dist.ProcessGroup:
-        mesh_info = _as_mesh(self.mesh_info, FSDPMeshInfo)
-        return mesh_info.reduce_scatter_process_group or mesh_info.shard_process_group
-
-    @property
-    def _all_reduce_process_group(self) -> dist.ProcessGroup:
-        return _as_mesh(self.mesh_info, DDPMeshInfo).replicate_process_group
-
-    # None where nothing is to do: each rank has all, replicates or shards only
-    @property
-    def _gather_group(self) -> dist.ProcessGroup | None:
-        if not isinstance(self.mesh_info, FSDPMeshInfo):
-            return None
-        group = self._all_gather_process_group
-        return group if group.size() > 1 else None
-
-    @property
-    def _reduce_scatter_group(self) -> dist.ProcessGroup | None:
-        is_sharded = isinstance(self.mesh_info, FSDPMeshInfo)
-        return self._reduce_scatter_process_group if is_sharded else None
-
-    @property
-    def _all_reduce_group(self) -> dist.ProcessGroup | None:
-        is_replicated = isinstance(self.mesh_info, DDPMeshInfo)
-        return self._all_reduce_process_group if is_replicated else None
-
-    def _set_separate_reduce_scatter_group(
-        self, enable: bool, new_groups: dict[tuple[int, ...], dist.ProcessGroup]
-    ) -> None:
-        """
-        Gives reduce-scatter a process group of its own, so that it overlaps with
-        all-gather on the wire, or the shared one again. ``new_groups`` has those that one
-        call has made so far, by shard ranks: meshes over the same ranks share one.
-        """
-        mesh_info = _as_mesh(self.mesh_info, FSDPMeshInfo)
-        if not enable:
-            mesh_info.reduce_scatter_process_group = None
-            return
-        ranks = tuple(dist.get_process_group_ranks(mesh_info.shard_process_group))
-        group = new_groups.get(ranks) or mesh_info.reduce_scatter_process_group
-        if group is None:
-            # Synchronized among its own ranks only: under HSDP the others make
-            # groups of theirs and never come to this one
-            group = dist.new_group(
-                list(ranks),
-                group_desc="fsdp_reduce_scatter",
-                use_local_synchronization=True,
-            )
-        new_groups[ranks] = mesh_info.reduce_scatter_process_group = group
 
     # Labels #
     @property
@@ -963,7 +961,9 @@ class FSDPParamGroup(PluginNames):
 
     def _range(self, name: str) -> contextlib.AbstractContextManager:
         """Returns a profiler range named after the step and the unit."""
-        return record_function(self._with_fqn(name)) if is_observed() else NO_RANGE
+        if not host.is_observed():
+            return host.NO_RANGE
+        return record_function(self._with_fqn(name))
 
     def _log_hook(self, name: str) -> None:
         if logger.isEnabledFor(logging.DEBUG):
@@ -1016,32 +1016,11 @@ class FSDPParamGroup(PluginNames):
         streams: tuple[torch.Stream, torch.Stream] | None = None,
         buckets: tuple[ReduceBucket, ...] | None = None,
     ) -> None:
-        """
-        After an error, orders the current stream behind what was started before it,
-        whose memory nothing holds any more, and adds a note on the ranks to the error.
-        """
-        # What fails here must not take the place of the error
-        try:
-            if streams is not None:
-                stream, last_stream = streams
-                stream.wait_stream(last_stream)
-                self.device_handle.current_stream().wait_stream(stream)
-        except Exception:
-            logger.exception(
-                "Unit '%s' could not wait for what it had started before an error: "
-                "memory that is still in use may be reused",
-                self._unit_name,
-            )
+        """After an error: waits for what was started, and notes what this rank did."""
+        if streams is not None:
+            self.comm_ctx.wait_after_error(*streams, self._unit_name)
         if isinstance(error, Exception):
             self._agreement.add_note(error, buckets)
-
-
-def _as_mesh(mesh_info: DataParallelMeshInfo | None, kind: type) -> Any:
-    if not isinstance(mesh_info, kind):
-        raise AssertionError(
-            f"Expected mesh_info to be {kind.__name__}, got {type(mesh_info).__name__}"
-        )
-    return mesh_info
 
 
 class RegisterPostBackwardFunction(torch.autograd.Function):
@@ -1088,4 +1067,4 @@ class RegisterPostBackwardFunction(torch.autograd.Function):
         return grad_inputs
 
 
-register_autograd_function(RegisterPostBackwardFunction)
+host.register_autograd_function(RegisterPostBackwardFunction)
