@@ -358,100 +358,99 @@ def join_parts(parts: Sequence[BucketGrads]) -> BucketGrads:
     return BucketGrads([p for _, p, _ in placed], bucket, grads, None)
 
 
-def foreach_reduce(
-    fsdp_params: list[FSDPParam],
-    unsharded_grads: list[torch.Tensor],
-    reduce_scatter_group: dist.ProcessGroup | None,
-    reduce_scatter_stream: torch.Stream,
-    reduce_scatter_comm: ReduceScatter,
-    reduce_dtype: torch.dtype | None,
-    device: torch.device,
-    gradient_divide_factor: float | None,
-    all_reduce_group: dist.ProcessGroup | None,
-    all_reduce_stream: torch.Stream,
-    all_reduce_grads: bool,
-    partial_reduce_output: torch.Tensor | None,
-    all_reduce_hook: Callable[[torch.Tensor], None] | None,
-    force_sum_reduction_for_comms: bool = False,
-    *,
-    prepare_reduce_scatter_inputs: ReduceScatterInputFn = (
-        _default_reduce_scatter_input_fn
-    ),
-) -> ReduceResult:
-    """
-    Reduces gradients of any dtypes in one reduce dtype, and gives the results to
-    the sharded parameters, in what their ``grad_dtype`` says.
+if FOLLOWS_GRAD_DTYPE:
 
-    ``fsdp_params`` after the first ``len(unsharded_grads)`` have no new
-    gradient, only a part of ``partial_reduce_output``. ``unsharded_grads`` is
-    emptied once copied. Without ``reduce_dtype`` the gradients' one dtype is used.
-    ``all_reduce_grads=False`` stops before the all-reduce and returns the sum
-    so far (1D, laid out as ``fsdp_params``) for the next call to add.
-    ``prepare_reduce_scatter_inputs`` is given the parameters with a gradient, the
-    gradients, which it may replace in place, and the number of ranks. It returns the
-    gradients' padded sizes, which a rank gets one chunk of on dim 0.
-    """
-    reduction = Reduction(
-        reduce_scatter_group,
-        reduce_scatter_stream,
-        reduce_scatter_comm,
-        device,
-        gradient_divide_factor,
-        all_reduce_group,
-        all_reduce_stream,
-        all_reduce_grads,
-        all_reduce_hook,
-        force_sum_reduction_for_comms,
-        prepare_reduce_scatter_inputs,
-    )
-    dtypes = reduce_dtype, None
-    return _reduce_one_bucket(
-        reduction, fsdp_params, unsharded_grads, partial_reduce_output, *dtypes
-    )
+    def foreach_reduce(
+        fsdp_params: list[FSDPParam],
+        unsharded_grads: list[torch.Tensor],
+        reduce_scatter_group: dist.ProcessGroup | None,
+        reduce_scatter_stream: torch.Stream,
+        reduce_scatter_comm: ReduceScatter,
+        reduce_dtype: torch.dtype | None,
+        device: torch.device,
+        gradient_divide_factor: float | None,
+        all_reduce_group: dist.ProcessGroup | None,
+        all_reduce_stream: torch.Stream,
+        all_reduce_grads: bool,
+        partial_reduce_output: torch.Tensor | None,
+        all_reduce_hook: Callable[[torch.Tensor], None] | None,
+        force_sum_reduction_for_comms: bool = False,
+        *,
+        prepare_reduce_scatter_inputs: ReduceScatterInputFn = (
+            _default_reduce_scatter_input_fn
+        ),
+    ) -> ReduceResult:
+        """
+        Reduces gradients of any dtypes in one reduce dtype, and gives the results to
+        the sharded parameters, in what their ``grad_dtype`` says.
 
+        ``fsdp_params`` after the first ``len(unsharded_grads)`` have no new
+        gradient, only a part of ``partial_reduce_output``. ``unsharded_grads`` is
+        emptied once copied. Without ``reduce_dtype`` the gradients' one dtype is used.
+        ``all_reduce_grads=False`` stops before the all-reduce and returns the sum
+        so far (1D, laid out as ``fsdp_params``) for the next call to add.
+        ``prepare_reduce_scatter_inputs`` is given the parameters with a gradient, the
+        gradients, which it may replace in place, and the number of ranks. It returns the
+        gradients' padded sizes, which a rank gets one chunk of on dim 0.
+        """
+        reduction = Reduction(
+            reduce_scatter_group,
+            reduce_scatter_stream,
+            reduce_scatter_comm,
+            device,
+            gradient_divide_factor,
+            all_reduce_group,
+            all_reduce_stream,
+            all_reduce_grads,
+            all_reduce_hook,
+            force_sum_reduction_for_comms,
+            prepare_reduce_scatter_inputs,
+        )
+        dtypes = reduce_dtype, None
+        return _reduce_one_bucket(
+            reduction, fsdp_params, unsharded_grads, partial_reduce_output, *dtypes
+        )
 
-def _foreach_reduce_to_orig_dtype(
-    fsdp_params: list[FSDPParam],
-    unsharded_grads: list[torch.Tensor],
-    reduce_scatter_group: dist.ProcessGroup | None,
-    reduce_scatter_stream: torch.Stream,
-    reduce_scatter_comm: ReduceScatter,
-    orig_dtype: torch.dtype | None,
-    reduce_dtype: torch.dtype | None,
-    device: torch.device,
-    gradient_divide_factor: float | None,
-    all_reduce_group: dist.ProcessGroup | None,
-    all_reduce_stream: torch.Stream,
-    all_reduce_grads: bool,
-    partial_reduce_output: torch.Tensor | None,
-    all_reduce_hook: Callable[[torch.Tensor], None] | None,
-    force_sum_reduction_for_comms: bool = False,
-) -> ReduceResult:
-    """
-    Is :func:`foreach_reduce` before 2.15. Without ``orig_dtype`` each sharded gradient
-    is cast to its parameter's own dtype (the release then casts nothing).
-    """
-    reduction = Reduction(
-        reduce_scatter_group,
-        reduce_scatter_stream,
-        reduce_scatter_comm,
-        device,
-        gradient_divide_factor,
-        all_reduce_group,
-        all_reduce_stream,
-        all_reduce_grads,
-        all_reduce_hook,
-        force_sum_reduction_for_comms,
-    )
-    dtypes = reduce_dtype, orig_dtype
-    return _reduce_one_bucket(
-        reduction, fsdp_params, unsharded_grads, partial_reduce_output, *dtypes
-    )
+else:
 
+    def foreach_reduce(
+        fsdp_params: list[FSDPParam],
+        unsharded_grads: list[torch.Tensor],
+        reduce_scatter_group: dist.ProcessGroup | None,
+        reduce_scatter_stream: torch.Stream,
+        reduce_scatter_comm: ReduceScatter,
+        orig_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
+        device: torch.device,
+        gradient_divide_factor: float | None,
+        all_reduce_group: dist.ProcessGroup | None,
+        all_reduce_stream: torch.Stream,
+        all_reduce_grads: bool,
+        partial_reduce_output: torch.Tensor | None,
+        all_reduce_hook: Callable[[torch.Tensor], None] | None,
+        force_sum_reduction_for_comms: bool = False,
+    ) -> ReduceResult:
+        """
+        As above. Without ``orig_dtype`` each sharded gradient is cast to its parameter's own
+        dtype (the release then casts nothing).
+        """
+        reduction = Reduction(
+            reduce_scatter_group,
+            reduce_scatter_stream,
+            reduce_scatter_comm,
+            device,
+            gradient_divide_factor,
+            all_reduce_group,
+            all_reduce_stream,
+            all_reduce_grads,
+            all_reduce_hook,
+            force_sum_reduction_for_comms,
+        )
+        dtypes = reduce_dtype, orig_dtype
+        return _reduce_one_bucket(
+            reduction, fsdp_params, unsharded_grads, partial_reduce_output, *dtypes
+        )
 
-if not FOLLOWS_GRAD_DTYPE:
-    _foreach_reduce_to_orig_dtype.__name__ = foreach_reduce.__name__
-    foreach_reduce = _foreach_reduce_to_orig_dtype
 
 _REDUCE_PARAMETERS = inspect.signature(foreach_reduce).parameters
 
