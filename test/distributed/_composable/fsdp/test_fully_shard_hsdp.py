@@ -623,7 +623,7 @@ class TestBuffers(FakeGroupTest):
 
     def test_few_reduced_buffers_are_alive(self) -> None:
         """Those of this unit and of the one before, however many units there are."""
-        allocate = _fsdp_collectives.allocate_reduce_buffer
+        allocate = _fsdp_collectives.allocate
 
         def most_alive(layers: int, is_mixed: bool, mode: str) -> int:
             policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
@@ -635,13 +635,15 @@ class TestBuffers(FakeGroupTest):
             alive: list[StorageWeakRef] = []
             counts: list[int] = []
 
-            def noting(*args: Any) -> torch.Tensor:
-                buffer = allocate(*args)
+            def noting(*args: Any, gathers: bool = False) -> torch.Tensor:
+                buffer = allocate(*args, gathers=gathers)
+                if gathers:
+                    return buffer
                 alive.append(StorageWeakRef(buffer.untyped_storage()))
                 counts.append(sum(not ref.expired() for ref in alive))
                 return buffer
 
-            with mock.patch.object(_fsdp_collectives, "allocate_reduce_buffer", noting):
+            with mock.patch.object(_fsdp_collectives, "allocate", noting):
                 for is_last in (False, True) if mode == "deferred" else (True,):
                     model.set_requires_all_reduce(is_last)
                     counts.clear()

@@ -44,7 +44,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ._fsdp_api import AllGather, ReduceScatter
 from ._fsdp_common import FSDPMeshInfo
-from ._fsdp_comms import is_of_group
+from ._fsdp_comms import declares
 from ._fsdp_layout import (
     BucketKey,
     describe_key,
@@ -105,7 +105,7 @@ class UnitAgreement:
 
     def check_gather(self, group: dist.ProcessGroup, comm: AllGather) -> None:
         """Raises if the ranks of ``group``, about to gather by ``comm``, disagree."""
-        if is_of_group(comm):
+        if declares(type(comm), "needs_all_ranks"):
             unit = self._describe()
             has_compared = self._compare(unit, group, _announce(unit))
             self.on_gathers = has_compared and not _compares_always()
@@ -119,7 +119,7 @@ class UnitAgreement:
         """Does so before a reduction by ``comm``, or without one by all-reduces."""
         if self._last_buckets.get(group) is buckets:
             return
-        if comm is not None and not is_of_group(comm):
+        if comm is not None and not declares(type(comm), "needs_all_ranks"):
             return
         always, pattern = _compares_always(), _pattern_of(buckets)
         known = self._patterns.setdefault(group, set())

@@ -29,8 +29,7 @@ from ._fsdp_api import _ReduceOp, AllGather, ReduceScatter
 from ._fsdp_comms import (  # noqa: F401  (importable from here, as in the release)
     all_gather_copy_in_cuda,
     all_gather_copy_in_meta,
-    allocate_gather_buffer,
-    allocate_reduce_buffer,
+    allocate,
     allocates_anew,
     chunk_cat,
     DefaultAllGather,
@@ -138,8 +137,9 @@ def foreach_all_gather(
         own = (_get_param_all_gather_inputs, _get_all_gather_input_metadatas)
         if own == _OWN_INPUTS:
             tensors, plan = ParamGroupCache.of(fsdp_params).prepare_gather()
-            size = group.size()
-            output = allocate_gather_buffer(all_gather_comm, plan.layout, size, device)
+            layout, comm = plan.layout, all_gather_comm
+            numel, dtype = group.size() * layout.segment_numel, layout.buffer_dtype
+            output = allocate(comm, numel, dtype, device, layout.itemsize, gathers=True)
             try:
                 segment = copies.fill_segment(output, plan, tensors, group.rank())
             except Exception as error:
@@ -606,7 +606,7 @@ def _reduce_copy_in(reduction: Reduction, part: BucketGrads, world_size: int) ->
     """Copies the new gradients into the reduction's input, and drops them."""
     comm, dtype = reduction.reduce_scatter_comm, part.bucket.wire_dtype
     numel = world_size * part.new_numel
-    reduce_input = allocate_reduce_buffer(comm, numel, dtype, reduction.device)
+    reduce_input = allocate(comm, numel, dtype, reduction.device)
     if foreach_reduce_scatter_copy_in is _OWN_COPY_IN:
         rows = reduce_input.view(world_size, part.new_numel)
         copies.copy_in_grads(part.bucket, part.unsharded_grads, rows)
@@ -639,9 +639,7 @@ def _all_to_all_copy_in(
     """Copies the new gradients of buckets into one buffer to send, and drops them."""
     comm, layout = reduction.reduce_scatter_comm, _all_to_all_layout(parts)
     numel, dtype = world_size * layout.segment_numel, layout.buffer_dtype
-    buffer = allocate_reduce_buffer(
-        comm, numel, dtype, reduction.device, layout.itemsize
-    )
+    buffer = allocate(comm, numel, dtype, reduction.device, layout.itemsize)
     buckets = [part.bucket for part in parts]
     grads = [part.unsharded_grads for part in parts]
     if not copies.copy_in_at_once(layout, buckets, grads, buffer, world_size):
@@ -667,7 +665,7 @@ def _all_to_all(
     sent = cast(torch.Tensor, parts[0].reduce_scatter_input)
     if allocates_anew(comm):
         numel, dtype = sent.numel(), sent.dtype
-        received = allocate_reduce_buffer(comm, numel, dtype, reduction.device)
+        received = allocate(comm, numel, dtype, reduction.device)
     else:  # it may allocate what is sent once more
         received = torch.empty_like(sent)
     group = reduction.reduce_scatter_group
@@ -784,7 +782,7 @@ def _reduce_scatter(
     ):
         return reduce_input
     if is_own := output is None:
-        output = allocate_reduce_buffer(comm, numel, bucket.dtype, reduction.device)
+        output = allocate(comm, numel, bucket.dtype, reduction.device)
     new = output
     if part.new_numel < numel:  # the rest has a partial reduce only
         new = output[: part.new_numel]

@@ -15,7 +15,6 @@ import torch.distributed._symmetric_memory as symm_mem
 
 from ._fsdp_api import _ReduceOp, AllGather, ReduceScatter
 from ._fsdp_host import FOLLOWS_GRAD_DTYPE, HAS_MIXED_CHUNK_CAT
-from ._fsdp_layout import GatherLayout
 
 
 _Size: TypeAlias = Sequence[int | torch.SymInt]
@@ -114,21 +113,12 @@ class _SingleReduceScatter(ReduceScatter):
         dist.all_to_all_single(output_tensor, input_tensor, group=group)
 
 
-def is_of_group(comm: AllGather | ReduceScatter) -> bool:
+def declares(kind: type, name: str) -> bool:
     """
-    Whether ``comm`` completes only once all ranks of the group have called it, so that
-    ranks may be compared before. A class with its own ``__call__`` must say so.
+    Whether a class of comms has ``name``: ``exchange``, or ``needs_all_ranks``, which says
+    that a call completes only once all ranks of the group have called it, so that they
+    may be compared before. A class with its own ``__call__`` must have it itself.
     """
-    return _declares(type(comm), "needs_all_ranks")
-
-
-def can_exchange(kind: type) -> bool:
-    """Whether a reduce-scatter can send gradients without adding them."""
-    return _declares(kind, "exchange")
-
-
-def _declares(kind: type, name: str) -> bool:
-    """Whether ``name`` is set by the class that defines ``__call__``, or below it."""
     for base in kind.__mro__:
         if name in vars(base) or "__call__" in vars(base):
             return bool(vars(base).get(name))
@@ -185,80 +175,54 @@ class SymmMemReduceScatter(SymmMemAllocMixin, _SingleReduceScatter):
 # Buffers #
 
 
-def allocate_gather_buffer(
-    comm: AllGather, layout: GatherLayout, world_size: int, device: torch.device
-) -> torch.Tensor:
-    """Returns a gather's buffer (1D). Raises a ValueError if it is not as requested."""
-    numel, dtype = world_size * layout.segment_numel, layout.buffer_dtype
-    buffer = comm.allocate((numel,), dtype=dtype, device=device)
-    if type(comm) is DefaultAllGather:
-        return buffer
-    _check_buffer(comm, buffer, numel, dtype, is_contiguous=len(layout.regions) > 1)
-    _check_aligned(comm, buffer, layout.itemsize)
-    return buffer
-
-
-def allocate_reduce_buffer(
-    comm: ReduceScatter,
+def allocate(
+    comm: AllGather | ReduceScatter,
     numel: int,
     dtype: torch.dtype,
     device: torch.device,
     itemsize: int = 1,
-) -> torch.Tensor:
-    """Returns an input or output of a reduce-scatter, as requested."""
-    buffer = comm.allocate((numel,), dtype=dtype, device=device)
-    if type(comm) is not DefaultReduceScatter:
-        _check_buffer(comm, buffer, numel)
-        _check_aligned(comm, buffer, itemsize)
-    return buffer
-
-
-def _check_aligned(
-    comm: AllGather | ReduceScatter, buffer: torch.Tensor, itemsize: int
-) -> None:
-    """Raises if a buffer cannot be viewed in dtypes of up to ``itemsize`` bytes."""
-    start_nbytes = buffer.storage_offset() * buffer.itemsize
-    if start_nbytes % itemsize != 0:
-        raise ValueError(
-            f"{type(comm).__name__}.allocate returned a buffer that starts at byte "
-            f"{start_nbytes} of its storage, but the parameters of several dtypes need "
-            f"it aligned to {itemsize} bytes: return one that starts at a multiple of "
-            "that"
-        )
-
-
-def _check_buffer(
-    comm: AllGather | ReduceScatter,
-    buffer: Any,
-    numel: int,
-    dtype: torch.dtype | None = None,
     *,
-    is_contiguous: bool = True,
-) -> None:
-    """Raises if a buffer is not as requested. A gather's must be 1D of ``dtype``."""
+    gathers: bool = False,
+) -> torch.Tensor:
+    """
+    Returns a buffer that can be viewed in dtypes of up to ``itemsize`` bytes; one to
+    gather is 1D of ``dtype``. Raises a ValueError if what the comm returns is not so.
+    """
+    buffer: Any = comm.allocate((numel,), dtype=dtype, device=device)
+    if type(comm) is DefaultAllGather or type(comm) is DefaultReduceScatter:
+        return buffer
+    name = f"{type(comm).__name__}.allocate"
     if not isinstance(buffer, torch.Tensor):
         wrong = f"a {type(buffer).__name__}"
     elif buffer.numel() != numel:
         wrong = f"{buffer.numel()} elements where {numel} were asked for"
     elif buffer.device.type == "meta":
         wrong = "a tensor on the meta device"
-    elif is_contiguous and not buffer.is_contiguous():
+    elif not buffer.is_contiguous() and (itemsize > dtype.itemsize or not gathers):
         wrong = f"a tensor that is not contiguous: its stride is {buffer.stride()}"
-    elif dtype is not None and (buffer.dtype != dtype or buffer.dim() != 1):
+    elif gathers and (buffer.dtype != dtype or buffer.dim() != 1):
         wrong = f"one of {buffer.dtype} and {buffer.dim()} dims, not 1D of {dtype}"
+    elif (start_nbytes := buffer.storage_offset() * buffer.itemsize) % itemsize != 0:
+        raise ValueError(
+            f"{name} returned a buffer that starts at byte {start_nbytes} of its "
+            "storage, but the parameters of several dtypes need it aligned to "
+            f"{itemsize} bytes: return one that starts at a multiple of that"
+        )
     else:
-        return
-    setter = "reduce_scatter" if dtype is None else "all_gather"
+        return buffer
+    setter = "set_custom_all_gather" if gathers else "set_custom_reduce_scatter"
     raise ValueError(
-        f"{type(comm).__name__}.allocate, from set_custom_{setter}, returned {wrong}: "
-        "return a contiguous tensor of the size, dtype and device that it is asked for"
+        f"{name}, from {setter}, returned {wrong}: return a contiguous tensor of the "
+        "size, dtype and device that it is asked for"
     )
+
+
+_OWN_ALLOCATORS = (DefaultAllocMixin, ProcessGroupAllocMixin, SymmMemAllocMixin)
 
 
 def allocates_anew(comm: ReduceScatter) -> bool:
     """Whether no buffer from ``comm`` shares memory with one in use."""
-    mixins = (DefaultAllocMixin, ProcessGroupAllocMixin, SymmMemAllocMixin)
-    return any(type(comm).allocate is mixin.allocate for mixin in mixins)
+    return any(type(comm).allocate is kind.allocate for kind in _OWN_ALLOCATORS)
 
 
 def holds_one_input(comm: ReduceScatter) -> bool:

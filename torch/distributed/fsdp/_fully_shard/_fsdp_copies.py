@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import cast
 
 import torch
@@ -18,13 +18,7 @@ from ._fsdp_comms import (
     record_grad_output_stream,
 )
 from ._fsdp_host import gets_operators
-from ._fsdp_layout import (
-    GatherLayout,
-    in_plan_order,
-    moves_between,
-    ReduceBucket,
-    RegionCopy,
-)
+from ._fsdp_layout import GatherLayout, GatherRegion, in_plan_order, ReduceBucket
 from ._fsdp_param import FSDPParam, ShardedState
 from ._fsdp_param_cache import GatherOutputs, GatherPlan
 
@@ -46,21 +40,19 @@ def fill_segment(
         _copy_in(segment, plan.copies, tensors)
         return segment
     # The operator neither casts nor moves
-    placed: dict[int, torch.Tensor] = {}
-    for copy in plan.copies:
-        region, sources = copy.region, _sources(copy, tensors)
-        if copy.casts or _are_on_host(sources, output.device):
-            flat = output.new_empty(sum(region.numels), dtype=region.dtype)
-            pieces = flat.split(region.numels)
-            _copy_groups(pieces, sources, copy.casts)
-            sources = pieces
-        placed.update(zip(region.inputs, sources))
-    inputs = [
-        output.new_zeros(size)
-        if i is None
-        else _view_as(placed[i], layout.buffer_dtype)
-        for i, size in layout.slots
-    ]
+    if any(region.casts for region in plan.copies) or _are_on_host(
+        tensors, output.device
+    ):
+        filled = output.new_empty(numel)
+        _copy_in(filled, plan.copies, tensors)
+        inputs = [*filled.split(layout.split_sizes)]
+    else:
+        inputs = [
+            output.new_zeros(size)
+            if i is None
+            else _viewed([tensors[i]], layout.buffer_dtype)[0]
+            for i, size in layout.slots
+        ]
     segment, _ = torch.ops.fsdp.all_gather_copy_in(
         inputs, output, [*layout.split_sizes], numel, rank
     )
@@ -68,36 +60,32 @@ def fill_segment(
 
 
 def _copy_in(
-    segment: torch.Tensor, copies: Sequence[RegionCopy], inputs: Sequence[torch.Tensor]
+    segment: torch.Tensor,
+    regions: Sequence[GatherRegion],
+    tensors: Sequence[torch.Tensor],
 ) -> None:
     """Fills this rank's segment in one pass, which also casts."""
-    for copy in copies:
-        region, sources = copy.region, _sources(copy, inputs)
-        target = region.view(segment)
-        if copy.casts or _are_on_host(sources, segment.device):
+    for region in regions:
+        sources, target = [tensors[i] for i in region.inputs], region.view(segment)
+        if viewed := region.viewed:
+            sources[:viewed] = _viewed(sources[:viewed], region.dtype)
+        if region.casts or _are_on_host(sources, segment.device):
             targets = [*target.split(region.sizes)]
-            for position, _ in reversed(region.gaps):
-                del targets[position]
-            _copy_groups(targets, sources, copy.casts)
+            for k, _ in reversed(region.gaps):
+                del targets[k]
+            _copy_groups(targets, sources, region.casts)
             continue
-        for position, numel in region.gaps:
-            sources.insert(position, target.new_empty(numel))
+        for k, numel in region.gaps:
+            sources.insert(k, target.new_empty(numel))
         torch.cat(sources, out=target)  # needs no view of each slot
 
 
-def _sources(copy: RegionCopy, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the shards of a region, viewed in its dtype if none is cast."""
-    sources, dtype = [inputs[i] for i in copy.region.inputs], copy.region.dtype
-    # Shards that are not cast are sorted by dtype
-    if copy.casts or sources[0].dtype == sources[-1].dtype == dtype:
-        return sources
-    return [s if s.dtype == dtype else _view_as(s, dtype) for s in sources]
-
-
-def _view_as(shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if shard.stride(0) != 1:  # loaded with `assign=True`
-        shard = shard.clone(memory_format=torch.contiguous_format)
-    return shard.view(dtype)
+def _viewed(shards: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    try:
+        return [shard.view(dtype) for shard in shards]
+    except RuntimeError:  # one is not dense, loaded with `assign=True`
+        dense = torch.contiguous_format
+        return [shard.clone(memory_format=dense).view(dtype) for shard in shards]
 
 
 def _copy_groups(
@@ -212,12 +200,14 @@ def columns_of(
 ) -> list[torch.Tensor]:
     """Views the inputs of ``layout`` in a buffer, each with one row for each rank."""
     rows = buffer.view(world_size, layout.segment_numel)
-    if len(layout.order) == 1:
+    if len(layout.slots) == 1:
         return [rows]
-    columns = rows.split([*layout.split_sizes], dim=1)
-    of_input = {i: column for (i, _), column in zip(layout.slots, columns)}
-    placed = [(i, r.dtype) for r in layout.regions for i in r.inputs]
-    return [of_input[i].view(dtype) for i, dtype in sorted(placed, key=itemgetter(0))]
+    rest = iter(rows.split([*layout.split_sizes], dim=1))
+    columns: dict[int | None, torch.Tensor] = {}
+    for region in layout.regions:
+        for (i, _), column in zip(region.slots, rest):
+            columns[i] = column.view(region.dtype)
+    return [columns[i] for i in range(len(columns) - (None in columns))]
 
 
 def copy_in_at_once(
@@ -442,8 +432,12 @@ def copy_between(
     target: torch.Tensor,
 ) -> None:
     """Copies what both buckets hold from a rank's 1D shard of one to the other's."""
-    for start, target_start, numel in moves_between(source_bucket, target_bucket):
-        target.narrow(0, target_start, numel).copy_(source.narrow(0, start, numel))
+    slots = zip(target_bucket.slots, target_bucket.starts)
+    target_starts = {slot.param: start for slot, start in slots}
+    for slot, start in zip(source_bucket.slots, source_bucket.starts):
+        if (target_start := target_starts.get(slot.param)) is not None:
+            shard = source.narrow(0, start, slot.shard_numel)
+            target.narrow(0, target_start, slot.shard_numel).copy_(shard)
 
 
 def in_common_order(

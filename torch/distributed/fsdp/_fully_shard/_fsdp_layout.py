@@ -26,10 +26,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, groupby
+from itertools import accumulate, chain, groupby
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -54,41 +54,41 @@ def storage_dtype(dtype: torch.dtype) -> torch.dtype:
 _ALIGNMENT = 16  # in bytes, see [Note: Aligned to 16 bytes]
 
 
-def _alignment_of(nbytes: int) -> int:
-    """Returns the largest power of two up to 16 that divides ``nbytes``."""
-    return math.gcd(nbytes, _ALIGNMENT)
-
-
 # Gather: one buffer, one collective #
 
 
 @dataclass(frozen=True)
 class GatherRegion:
-    """A run of one rank's shards that have the same dtype."""
+    """A run of one rank's shards that have the same dtype, or are copied in together."""
 
     dtype: torch.dtype
     start_nbytes: int  # in the rank's segment
-    # Positions in the list of all inputs, in the order in which they lie here
-    inputs: tuple[int, ...]
-    numels: tuple[int, ...]  # of each input
-    # Padding between joined regions: position among the inputs and gaps, and elements
-    gaps: tuple[tuple[int, int], ...] = ()
+    # Position among all inputs, None for padding, and elements
+    slots: tuple[tuple[int | None, int], ...]
+    # How it is copied in: by a fused copy for each stored dtype, given the positions in
+    # `inputs`, or if nothing is cast by concatenating all, the first of them viewed
+    casts: tuple[tuple[int, ...], ...] = ()
+    viewed: int = 0
+
+    @cached_property
+    def inputs(self) -> tuple[int, ...]:
+        """Position of each input among all of them."""
+        return tuple(i for i, _ in self.slots if i is not None)
+
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """Position among the slots, and elements, of each piece of padding."""
+        slots = enumerate(self.slots)
+        return tuple((k, numel) for k, (i, numel) in slots if i is None)
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Elements of each input and gap."""
-        sizes = [*self.numels]
-        for position, numel in self.gaps:
-            sizes.insert(position, numel)
-        return sizes
-
-    @cached_property
-    def numel(self) -> int:
-        return sum(self.sizes)
+        """Elements of each slot."""
+        return [numel for _, numel in self.slots]
 
     @cached_property
     def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
+        return sum(self.sizes) * self.dtype.itemsize
 
     def view(self, segment: torch.Tensor) -> torch.Tensor:
         """Returns this region of a rank's 1D ``segment`` in the region's dtype."""
@@ -97,13 +97,17 @@ class GatherRegion:
         end_nbytes = self.start_nbytes + self.nbytes
         return segment[self.start_nbytes : end_nbytes].view(self.dtype)
 
+    def slots_in(self, dtype: torch.dtype) -> list[tuple[int | None, int]]:
+        """Returns the slots with their sizes in elements of a dtype that is no wider."""
+        ratio = self.dtype.itemsize // dtype.itemsize
+        return [(i, numel * ratio) for i, numel in self.slots]
+
 
 @dataclass(frozen=True)
 class GatherLayout:
     """The segment of each rank in the gather buffer: regions, each padded at its end."""
 
     regions: tuple[GatherRegion, ...]
-    alignment: int  # in bytes, of the starts of regions and of a segment's length
 
     @cached_property
     def buffer_dtype(self) -> torch.dtype:
@@ -117,15 +121,8 @@ class GatherLayout:
         return max((region.dtype.itemsize for region in self.regions), default=1)
 
     @cached_property
-    def padding_nbytes(self) -> int:
-        return sum(map(self._padding_after, self.regions))
-
-    def _padding_after(self, region: GatherRegion) -> int:
-        return -region.nbytes % self.alignment
-
-    @cached_property
     def segment_nbytes(self) -> int:
-        return sum(region.nbytes for region in self.regions) + self.padding_nbytes
+        return sum(region.nbytes for region in self.regions)
 
     @cached_property
     def segment_numel(self) -> int:
@@ -134,36 +131,14 @@ class GatherLayout:
 
     @cached_property
     def slots(self) -> tuple[tuple[int | None, int], ...]:
-        """
-        Position of each input, as a segment orders them, or None for padding, and
-        elements of ``buffer_dtype``.
-        """
-        slots: list[tuple[int | None, int]] = []
-        for region in self.regions:
-            numels = _numels_in(self.buffer_dtype, [region])
-            slots += zip(region.inputs, numels)
-            if padding := self._padding_after(region) // self.buffer_dtype.itemsize:
-                slots.append((None, padding))
-        return tuple(slots)
-
-    @cached_property
-    def order(self) -> tuple[int, ...]:
-        """Positions of the inputs, as a segment orders them."""
-        return tuple(i for region in self.regions for i in region.inputs)
+        """Those of all regions, in elements of ``buffer_dtype``."""
+        slots = (region.slots_in(self.buffer_dtype) for region in self.regions)
+        return tuple(chain.from_iterable(slots))
 
     @cached_property
     def split_sizes(self) -> tuple[int, ...]:
         """Elements of ``buffer_dtype`` of each of ``slots``."""
         return tuple(size for _, size in self.slots)
-
-
-def _numels_in(dtype: torch.dtype, regions: Iterable[GatherRegion]) -> tuple[int, ...]:
-    """Returns the size of each input in elements of ``dtype``."""
-    return tuple(
-        numel * region.dtype.itemsize // dtype.itemsize
-        for region in regions
-        for numel in region.numels
-    )
 
 
 def plan_gather(
@@ -180,53 +155,35 @@ def plan_gather(
     alignment = 1
     if by_dtype and any(dtype != dtypes[0] for dtype in dtypes):
         alignment = _ALIGNMENT
-        order.sort(  # stable
-            key=lambda i: (
-                dtype_sort_key(dtypes[i]),
-                -_alignment_of(numels[i] * dtypes[i].itemsize),
-            )
-        )
+
+        def sort_key(i: int) -> tuple:
+            nbytes = numels[i] * dtypes[i].itemsize
+            return dtype_sort_key(dtypes[i]), -math.gcd(nbytes, _ALIGNMENT)
+
+        order.sort(key=sort_key)  # stable
     regions: list[GatherRegion] = []
     start_nbytes = 0
     for dtype, run in groupby(order, key=lambda i: dtypes[i]):
-        inputs = tuple(run)
-        region_numels = tuple(numels[i] for i in inputs)
-        regions.append(GatherRegion(dtype, start_nbytes, inputs, region_numels))
-        start_nbytes += regions[-1].nbytes
-        start_nbytes += -start_nbytes % alignment
-    return GatherLayout(tuple(regions), alignment)
+        slots: list[tuple[int | None, int]] = [(i, numels[i]) for i in run]
+        nbytes = sum(numel for _, numel in slots) * dtype.itemsize
+        if padding := -nbytes % alignment:
+            slots.append((None, padding // dtype.itemsize))
+        regions.append(GatherRegion(dtype, start_nbytes, tuple(slots)))
+        start_nbytes += nbytes + padding
+    return GatherLayout(tuple(regions))
 
 
-@functools.lru_cache(maxsize=1024)
-def plan_all_to_all(
-    dtypes: tuple[torch.dtype, ...], numels: tuple[int, ...]
-) -> GatherLayout:
-    """
-    Lays out what one rank is sent for each of several buckets, as what one rank
-    contributes to a gather, see [Note: Aligned to 16 bytes].
-    """
-    return plan_gather(dtypes, numels)
-
+# What one rank is sent for each of several buckets lies as what one rank contributes to
+# a gather, see [Note: Aligned to 16 bytes]. Asked for at every reduction.
+plan_all_to_all = functools.lru_cache(maxsize=1024)(plan_gather)
 
 # One kernel launch costs the host about as much as 8 calls of `view()`
 _VIEWS_PER_COPY = 8
 
 
-@dataclass(frozen=True)
-class RegionCopy:
-    """
-    How a region is filled from the stored shards: by a fused copy for each stored
-    dtype, or where none is cast by concatenating all, viewed in the region's dtype.
-    """
-
-    region: GatherRegion
-    # For each stored dtype, positions in the region; empty if nothing is cast
-    casts: tuple[tuple[int, ...], ...]
-
-
 def plan_copy_in(
     layout: GatherLayout, stored_dtypes: Sequence[torch.dtype]
-) -> tuple[RegionCopy, ...]:
+) -> tuple[GatherRegion, ...]:
     """
     Plans the copies that fill a segment. Adjacent regions into which nothing is cast
     share one, which saves a kernel for each but the first, unless too many shards would
@@ -236,40 +193,32 @@ def plan_copy_in(
     def is_cast(region: GatherRegion) -> bool:
         return any(stored_dtypes[i] != region.dtype for i in region.inputs)
 
-    copies: list[RegionCopy] = []
+    def joined(regions: Sequence[GatherRegion]) -> GatherRegion:
+        """Joins regions in the last, narrowest dtype, without padding at the end."""
+        dtype = storage_dtype(regions[-1].dtype)
+        slots = [slot for region in regions for slot in region.slots_in(dtype)]
+        if slots[-1][0] is None:
+            slots.pop()
+        # Wider ones come first
+        viewed = sum(i is not None and stored_dtypes[i] != dtype for i, _ in slots)
+        start_nbytes = regions[0].start_nbytes
+        return GatherRegion(dtype, start_nbytes, tuple(slots), viewed=viewed)
+
+    copies: list[GatherRegion] = []
     for has_casts, run in groupby(layout.regions, is_cast):
         regions = [*run]
         if has_casts:
             for region in regions:
                 casts: dict[torch.dtype, list[int]] = {}
-                for position, i in enumerate(region.inputs):
-                    casts.setdefault(stored_dtypes[i], []).append(position)
-                copies.append(RegionCopy(region, tuple(map(tuple, casts.values()))))
+                for k, i in enumerate(region.inputs):
+                    casts.setdefault(stored_dtypes[i], []).append(k)
+                copies.append(replace(region, casts=tuple(map(tuple, casts.values()))))
             continue
-        joined = _join(regions)
-        views = sum(stored_dtypes[i] != joined.dtype for i in joined.inputs)
-        views += len(joined.gaps)  # each needs a tensor, too
-        if views <= _VIEWS_PER_COPY * (len(regions) - 1):
-            copies.append(RegionCopy(joined, ()))
-        else:
-            copies += [RegionCopy(_join([region]), ()) for region in regions]
+        whole = joined(regions)
+        views = whole.viewed + len(whole.gaps)  # padding needs a tensor, too
+        is_cheap = views <= _VIEWS_PER_COPY * (len(regions) - 1)
+        copies += [whole] if is_cheap else [joined([region]) for region in regions]
     return tuple(copies)
-
-
-def _join(regions: Sequence[GatherRegion]) -> GatherRegion:
-    """Joins regions in the last, narrowest dtype, in which all inputs can be viewed."""
-    dtype, start_nbytes = storage_dtype(regions[-1].dtype), regions[0].start_nbytes
-    inputs = tuple(i for region in regions for i in region.inputs)
-    gaps: list[tuple[int, int]] = []
-    position, end_nbytes = 0, start_nbytes
-    for region in regions:
-        if padding := (region.start_nbytes - end_nbytes) // dtype.itemsize:
-            gaps.append((position, padding))
-            position += 1
-        position += len(region.inputs)
-        end_nbytes = region.start_nbytes + region.nbytes
-    numels = _numels_in(dtype, regions)
-    return GatherRegion(dtype, start_nbytes, inputs, numels, tuple(gaps))
 
 
 # Reduce: one buffer and one collective for each reduce dtype #
@@ -309,16 +258,14 @@ class ReduceSlot:
 
 @dataclass(frozen=True)
 class CastRun:
-    """
-    Adjacent slots of a bucket whose sharded gradients have the same dtype. If the bucket
-    is aligned, padding follows.
-    """
+    """Adjacent slots of a bucket whose sharded gradients have the same dtype."""
 
     grad_dtype: torch.dtype
     start_numel: int
     numel: int
     first: int  # the slots are `slots[first:last]`
     last: int
+    padding: int  # elements that follow
 
 
 @dataclass(frozen=True)
@@ -340,18 +287,24 @@ class ReduceBucket:
         """Of the reduction's input."""
         return self.comm_dtype or self.dtype
 
-    def _round_up(self, numel: int) -> int:
-        """Returns what to start at to be aligned in the input and in the output."""
-        if not self.is_aligned:
-            return numel
+    @cached_property
+    def runs(self) -> tuple[CastRun, ...]:
+        # To begin aligned in the input and in the output
         itemsize = min(self.dtype.itemsize, self.wire_dtype.itemsize)
-        return numel + -numel % (_ALIGNMENT // itemsize)
+        alignment = _ALIGNMENT // itemsize if self.is_aligned else 1
+        runs: list[CastRun] = []
+        first = start = 0
+        for dtype, run in groupby(self.slots, lambda s: s.grad_dtype or self.dtype):
+            numels = [slot.shard_numel for slot in run]
+            last, end = first + len(numels), start + sum(numels)
+            padding = -end % alignment
+            runs.append(CastRun(dtype, start, end - start, first, last, padding))
+            first, start = last, end + padding
+        return tuple(runs)
 
     @cached_property
     def shard_numel(self) -> int:
-        if not self.runs:
-            return 0
-        return self._round_up(self.runs[-1].start_numel + self.runs[-1].numel)
+        return sum(run.numel + run.padding for run in self.runs)
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -363,17 +316,6 @@ class ReduceBucket:
         return tuple(starts)
 
     @cached_property
-    def runs(self) -> tuple[CastRun, ...]:
-        runs: list[CastRun] = []
-        first = start = 0
-        for dtype, run in groupby(self.slots, lambda s: s.grad_dtype or self.dtype):
-            numels = [slot.shard_numel for slot in run]
-            last = first + len(numels)
-            runs.append(CastRun(dtype, start, sum(numels), first, last))
-            first, start = last, self._round_up(start + sum(numels))
-        return tuple(runs)
-
-    @cached_property
     def needs_casts(self) -> bool:
         """Whether any sharded gradient has another dtype than what is reduced."""
         return any(run.grad_dtype != self.dtype for run in self.runs)
@@ -381,12 +323,10 @@ class ReduceBucket:
     @cached_property
     def gaps(self) -> tuple[tuple[int, int, int], ...]:
         """(slots before it, first element, elements) of each piece of padding."""
-        ends = [run.start_numel + run.numel for run in self.runs]
-        starts = [*(run.start_numel for run in self.runs[1:]), self.shard_numel]
         return tuple(
-            (run.last, end, start - end)
-            for run, end, start in zip(self.runs, ends, starts)
-            if start > end
+            (run.last, run.start_numel + run.numel, run.padding)
+            for run in self.runs
+            if run.padding
         )
 
 
@@ -444,7 +384,7 @@ def slot_sort_key(slot: ReduceSlot, bucket: ReduceBucket) -> tuple:
     if bucket.is_aligned or bucket.comm_dtype is not None:
         dtypes = bucket.dtype, bucket.wire_dtype, grad_dtype
         itemsize = min(dtype.itemsize for dtype in dtypes)
-        alignment = _alignment_of(slot.shard_numel * itemsize)
+        alignment = math.gcd(slot.shard_numel * itemsize, _ALIGNMENT)
     return dtype_sort_key(grad_dtype), -alignment
 
 
@@ -461,18 +401,6 @@ def extend_bucket(bucket: ReduceBucket, partial: ReduceBucket) -> ReduceBucket:
     present = {slot.param for slot in bucket.slots}
     missing = tuple(slot for slot in partial.slots if slot.param not in present)
     return replace(bucket, slots=bucket.slots + missing) if missing else bucket
-
-
-def moves_between(
-    source: ReduceBucket, target: ReduceBucket
-) -> tuple[tuple[int, int, int], ...]:
-    """Returns (start in source, start in target, elements) of each common parameter."""
-    starts = {slot.param: start for slot, start in zip(target.slots, target.starts)}
-    return tuple(
-        (start, starts[slot.param], slot.shard_numel)
-        for slot, start in zip(source.slots, source.starts)
-        if slot.param in starts
-    )
 
 
 # The dtypes of a parameter #

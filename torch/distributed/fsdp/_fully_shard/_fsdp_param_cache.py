@@ -23,10 +23,10 @@ from ._fsdp_errors import explain_extension
 from ._fsdp_host import keeps_storage
 from ._fsdp_layout import (
     GatherLayout,
+    GatherRegion,
     plan_copy_in,
     plan_gather,
     ReduceBucket,
-    RegionCopy,
 )
 from ._fsdp_param import FSDPParam, ShardedState
 
@@ -73,7 +73,7 @@ class GatherPlan:
     """All that is known of a gather before its data."""
 
     layout: GatherLayout
-    copies: tuple[RegionCopy, ...]
+    copies: tuple[GatherRegion, ...]
     # The fields of the gather's result
     dtypes: list[list[torch.dtype]]
     numels: list[list[int]]

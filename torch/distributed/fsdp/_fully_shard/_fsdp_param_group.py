@@ -87,7 +87,7 @@ from ._fsdp_common import (
     TrainingState,
 )
 from ._fsdp_comms import (
-    can_exchange,
+    declares,
     DefaultAllGather,
     DefaultReduceScatter,
     ProcessGroupAllocAllGather,
@@ -216,7 +216,7 @@ class _Checked:
 
 def _check_can_exchange(group: FSDPParamGroup, kind: type) -> None:
     """Raises if a reduce-scatter cannot send what the parameters' policies ask for."""
-    if can_exchange(kind):
+    if declares(kind, "exchange"):
         return
     for fsdp_param in group.fsdp_params:
         if (dtype := dtypes_of(fsdp_param).comm) is not None:

@@ -15,7 +15,7 @@ import torch.nn as nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ._fsdp_agreement import DescribedUnit
-from ._fsdp_comms import is_of_group
+from ._fsdp_comms import declares
 from ._fsdp_errors import check_has_units, check_is_module
 from ._fsdp_layout import (
     bucket_sort_key,
@@ -176,7 +176,9 @@ def _summarize(unit: DescribedUnit, name: str) -> UnitSummary:
         factors = unit.divided_by, before, after
         buckets.append(BucketSummary(bucket.dtype, nbytes, *factors, bucket.comm_dtype))
     comms = unit.comms if unit.gather_world_size > 1 else ()
-    uncompared = tuple(type(c).__name__ for c in comms if not is_of_group(c))
+    uncompared = tuple(
+        kind.__name__ for kind in map(type, comms) if not declares(kind, "needs_all_ranks")
+    )
     return UnitSummary(
         name,
         tuple(rows),
