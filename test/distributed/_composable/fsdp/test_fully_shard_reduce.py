@@ -239,12 +239,10 @@ class TestCopyIn(DeviceFreeTest):
         buffer = torch.empty(numel, dtype=layout.buffer_dtype)
         columns = copies.columns_of(buffer, layout, self.RANKS)
         with count_operators() as counts:
-            is_done = len(buckets) > 1 and copies.copy_in_at_once(
-                layout, buckets, grads, buffer, self.RANKS
-            )
-            for bucket, own, rows in zip(buckets, grads, columns):
-                if not is_done:
-                    copies.copy_in_grads(bucket, own, rows)
+            if len(buckets) > 1:
+                copies.copy_in_buckets(layout, buckets, grads, buffer, self.RANKS)
+            else:
+                copies.copy_in_grads(buckets[0], grads[0], columns[0])
         is_right = True
         for bucket, rows in zip(buckets, columns):
             for slot, start in zip(bucket.slots, bucket.starts):

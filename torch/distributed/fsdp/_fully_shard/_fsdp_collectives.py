@@ -642,10 +642,7 @@ def _all_to_all_copy_in(
     buffer = allocate(comm, numel, dtype, reduction.device, layout.itemsize)
     buckets = [part.bucket for part in parts]
     grads = [part.unsharded_grads for part in parts]
-    if not copies.copy_in_at_once(layout, buckets, grads, buffer, world_size):
-        columns = copies.columns_of(buffer, layout, world_size)
-        for bucket, own_grads, rows in zip(buckets, grads, columns):
-            copies.copy_in_grads(bucket, own_grads, rows)
+    copies.copy_in_buckets(layout, buckets, grads, buffer, world_size)
     for part in parts:
         part.reduce_scatter_input = buffer
         part.unsharded_grads.clear()

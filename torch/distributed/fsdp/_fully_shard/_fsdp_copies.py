@@ -9,7 +9,7 @@ from typing import cast
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import TensorMeta
 
 from ._fsdp_comms import (
     casts_in_kernel,
@@ -210,17 +210,17 @@ def columns_of(
     return [columns[i] for i in range(len(columns) - (None in columns))]
 
 
-def copy_in_at_once(
+def copy_in_buckets(
     layout: GatherLayout,
     buckets: Sequence[ReduceBucket],
-    grads: Sequence[Sequence[torch.Tensor]],
+    grads: Sequence[list[torch.Tensor]],
     buffer: torch.Tensor,
     world_size: int,
-) -> bool:
+) -> None:
     """
-    Copies the gradients of several buckets, the inputs of ``layout``, by one kernel, to
-    which all are viewed in the narrowest dtype. Returns False if any would have to be
-    cast, or is not dense on dim 0.
+    Copies the gradients of several buckets, the inputs of ``layout``: by one kernel, to
+    which all are viewed in the narrowest dtype, unless any would have to be cast, or is
+    not dense on dim 0.
     """
     dtype = layout.regions[-1].dtype
     tensors: list[torch.Tensor] = []
@@ -229,15 +229,17 @@ def copy_in_at_once(
             numel = size * layout.buffer_dtype.itemsize // dtype.itemsize
             tensors.append(buffer.new_zeros(1, numel, dtype=dtype))
             continue
-        dtypes = _dense_dtypes(buckets[i], grads[i])
-        if any(of_grad != buckets[i].wire_dtype for of_grad in dtypes):
-            return False
+        wire_dtype = buckets[i].wire_dtype
+        if any(found != wire_dtype for found in _dense_dtypes(buckets[i], grads[i])):
+            columns = columns_of(buffer, layout, world_size)
+            for bucket, own_grads, rows in zip(buckets, grads, columns):
+                copy_in_grads(bucket, own_grads, rows)
+            return
         padded = with_padding(buckets[i], grads[i])
-        if buckets[i].wire_dtype != dtype:
+        if wire_dtype != dtype:
             padded = [grad.unsqueeze(-1).view(dtype) for grad in padded]
         tensors += padded
     foreach_reduce_scatter_copy_in(tensors, buffer.view(dtype), world_size)
-    return True
 
 
 def _dense_dtypes(
@@ -278,13 +280,11 @@ def copy_in_grads(
     bf16 to fp32. Any other cast, and one mismatched tensor, would send all of them down
     its slow path. So it gets the gradients that match the largest one that it takes, and
     in place of each mismatched one a piece of that, whose columns are written again
-    afterwards: adjacent ones of one dtype together, fused to a temporary, and cast from
-    there by one copy; a large one alone. Since 2.15 an operator takes bf16 and fp32
+    afterwards, see :func:`_copy_in_apart`. Since 2.15 an operator takes bf16 and fp32
     together on CUDA, see :func:`copies_mixed`. Rows of a larger buffer are not dense, so
     that all gradients are copied to them as mismatched ones.
     """
-    world_size, slots = rows.size(0), bucket.slots
-    dtypes = _dense_dtypes(bucket, grads)
+    world_size, dtypes = rows.size(0), _dense_dtypes(bucket, grads)
     is_dense, first = rows.is_contiguous(), dtypes[0]
     # A uniform unit takes the release's memory and launches
     is_uniform = not bucket.is_mixed and bucket.comm_dtype is None
@@ -305,56 +305,45 @@ def copy_in_grads(
         if is_dense and dtype is not None and casts_in_kernel(dtype, rows.dtype)
     ]
     largest = max(taken, key=torch.Tensor.numel, default=None)
-    if largest is not None:
-        # The least that fills as many columns, with the kernel's padding
-        numels = {
-            i: max(world_size * (slots[i].shard_numel - 1) + 1, 0)
-            for i, dtype in enumerate(dtypes)
-            if dtype != largest.dtype
-        }
-        if max(numels.values()) <= largest.numel():
-            flat = largest.view(-1)
-            like = [
-                flat[: numels[i]] if i in numels else grad
-                for i, grad in enumerate(grads)
-            ]
-            _chunk_cat(with_padding(bucket, like), rows)
-            _copy_runs(bucket, grads, rows, _adjacent(bucket, grads, numels))
-            return
-    for count, start, numel in bucket.gaps:
-        if count <= len(grads):
-            rows.narrow(1, start, numel).zero_()
-    _copy_runs(bucket, grads, rows, _adjacent(bucket, grads, range(len(grads))))
+    # The least that fills as many columns, with the kernel's padding
+    numels = {
+        i: max(world_size * (bucket.slots[i].shard_numel - 1) + 1, 0)
+        for i, dtype in enumerate(dtypes)
+        if largest is None or dtype != largest.dtype
+    }
+    mismatched: Iterable[int] = numels
+    if largest is not None and max(numels.values()) <= largest.numel():
+        like, flat = [*grads], largest.view(-1)
+        for i, numel in numels.items():
+            like[i] = flat[:numel]
+        _chunk_cat(with_padding(bucket, like), rows)
+    else:
+        mismatched = range(len(grads))
+        for count, start, numel in bucket.gaps:
+            if count <= len(grads):
+                rows.narrow(1, start, numel).zero_()
+    _copy_in_apart(bucket, grads, dtypes, rows, mismatched)
 
 
-def _copy_runs(
+def _copy_in_apart(
     bucket: ReduceBucket,
     grads: list[torch.Tensor],
+    dtypes: Sequence[torch.dtype | None],
     rows: torch.Tensor,
-    runs: Iterable[list[int]],
+    indices: Iterable[int],
 ) -> None:
-    for run in runs:
-        numel = sum(bucket.slots[i].shard_numel for i in run)
-        columns = rows.narrow(1, bucket.starts[run[0]], numel)
-        dim = bucket.slots[run[0]].shard_dim
-        _copy_to_columns(columns, [grads[i] for i in run], dim)
-
-
-def _adjacent(
-    bucket: ReduceBucket, grads: list[torch.Tensor], indices: Iterable[int]
-) -> list[list[int]]:
     """
-    Returns runs to copy together: adjacent, dense, of one dtype, and not too large for
-    a temporary.
+    Copies some gradients to their columns: adjacent dense ones of one dtype are fused to
+    a temporary, and cast from there by one copy, unless they are too large for that.
     """
-    dtypes = _dense_dtypes(bucket, grads)
+    world_size, starts, slots = rows.size(0), bucket.starts, bucket.slots
     runs: list[list[int]] = []
     end = run_numel = 0  # of the last run, in a rank's shard and in all
     for i in indices:
         run_numel += grads[i].numel()
         if (
             runs
-            and bucket.starts[i] == end
+            and starts[i] == end
             and dtypes[i] is not None
             and dtypes[i] == dtypes[runs[-1][-1]]
             and run_numel <= _MAX_RUN_NUMEL
@@ -363,27 +352,17 @@ def _adjacent(
         else:
             runs.append([i])
             run_numel = grads[i].numel()
-        end = bucket.starts[i] + bucket.slots[i].shard_numel
-    return runs
-
-
-def _copy_to_columns(
-    columns: torch.Tensor, grads: list[torch.Tensor], dim: int
-) -> None:
-    """
-    Copies a gradient that is sharded on ``dim``, or several on dim 0 of one dtype, to
-    their columns of the rows of all ranks.
-    """
-    world_size, row_numel = columns.size()
-    if len(grads) == 1 and (dim != 0 or grads[0].size(0) % world_size == 0):
-        by_rank = view_by_rank(grads[0], dim, world_size)
-        _check_row(by_rank[0].numel(), row_numel)
-        columns.unflatten(1, by_rank.size()[1:]).copy_(by_rank)
-    else:
-        rows = grads[0].new_empty(columns.size())
-        grads = [grad.contiguous() for grad in grads]
-        _chunk_cat(grads, rows)
-        columns.copy_(rows)
+        end = starts[i] + slots[i].shard_numel
+    for run in runs:
+        first, numel = run[0], sum(slots[i].shard_numel for i in run)
+        columns, dim = rows.narrow(1, starts[first], numel), slots[first].shard_dim
+        if len(run) == 1 and (dim != 0 or grads[first].size(0) % world_size == 0):
+            by_rank = view_by_rank(grads[first], dim, world_size)
+            columns.unflatten(1, by_rank.size()[1:]).copy_(by_rank)
+        else:
+            temporary = grads[first].new_empty(columns.size())
+            _chunk_cat([grads[i].contiguous() for i in run], temporary)
+            columns.copy_(temporary)
 
 
 def view_by_rank(grad: torch.Tensor, dim: int, world_size: int) -> torch.Tensor:
@@ -414,14 +393,10 @@ def _chunk_cat(tensors: list[torch.Tensor], rows: torch.Tensor) -> None:
         chunk_cat_by_operator(tensors, rows)
     else:
         torch._chunk_cat(tensors, 0, world_size, out=rows)
-    _check_row(rows.size(1), row_numel)  # the kernel may have resized them
-
-
-def _check_row(numel: int, expected_numel: int) -> None:
-    if numel != expected_numel:
+    if rows.size(1) != row_numel:  # the kernel has resized them
         raise RuntimeError(
-            f"the gradients of a rank have {numel} elements with their padding, "
-            f"but {expected_numel} are to be reduced"
+            f"the gradients of a rank have {rows.size(1)} elements with their padding, "
+            f"but {row_numel} are to be reduced"
         )
 
 
@@ -502,26 +477,20 @@ def accumulate_sharded_grads(
                 accumulate_sharded_grad(fsdp_param, sharded_grad, stream)
 
 
-def _spec_in(
-    fsdp_param: FSDPParam, spec: DTensorSpec, dtype: torch.dtype
-) -> DTensorSpec:
-    """Returns ``spec`` with another dtype. To make one takes longer than the gradient."""
-    cached = vars(fsdp_param).setdefault("_spec_by_grad_dtype", {})
-    of, cast_spec = cached.get(dtype, (None, None))
-    if of is not spec:
-        meta = cast(TensorMeta, spec.tensor_meta)._replace(dtype=dtype)
-        cast_spec = replace(spec, tensor_meta=meta)
-        cached[dtype] = spec, cast_spec
-    return cast_spec
-
-
 def _as_dtensor(
     fsdp_param: FSDPParam, sharded_grad: torch.Tensor, dtype: torch.dtype
 ) -> DTensor:
     # Skips the size check of the parameter's own method, and an empty `__init__`
     spec = fsdp_param._sharding_spec
     if dtype != fsdp_param.orig_dtype:
-        spec = _spec_in(fsdp_param, spec, dtype)
+        # To make a spec takes longer than the gradient
+        cached = vars(fsdp_param).setdefault("_spec_by_grad_dtype", {})
+        of, cast_spec = cached.get(dtype, (None, None))
+        if of is not spec:
+            meta = cast(TensorMeta, spec.tensor_meta)._replace(dtype=dtype)
+            cast_spec = replace(spec, tensor_meta=meta)
+            cached[dtype] = spec, cast_spec
+        spec = cast_spec
     return _new_dtensor(DTensor, sharded_grad, spec, requires_grad=False)
 
 
@@ -539,8 +508,7 @@ def accumulate_sharded_grad(
         if overlaps:
             fsdp_param.grad_offload_event = stream.record_event()
     if present is None:
-        grad = _as_dtensor(fsdp_param, sharded_grad, sharded_grad.dtype)
-        sharded_param.grad = grad
+        sharded_param.grad = _as_dtensor(fsdp_param, sharded_grad, sharded_grad.dtype)
     elif isinstance(present, DTensor):
         stored = cast(DTensor, sharded_param)._local_tensor.dtype
         if sharded_param.dtype != stored:  # only its `data` was cast
