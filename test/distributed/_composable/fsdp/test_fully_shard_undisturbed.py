@@ -50,13 +50,12 @@ from torch.distributed.fsdp._fully_shard import (
     _fsdp_copies as copies,
 )
 from torch.distributed.fsdp._fully_shard import (
-    _fsdp_param_cache as param_cache,
+    _fsdp_layout as layouts,
 )
 from torch.distributed.fsdp._fully_shard import (
     _fsdp_param_group as group_file,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_host import _dynamo_disable
-from torch.distributed.fsdp._fully_shard._fsdp_layout import plan_copy_in, plan_gather
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.testing._internal.common_utils import run_tests
@@ -128,12 +127,8 @@ class TestKept(FakeGroupTest):
             model = unit_of(case)
             step(model)
             with (
-                mock.patch.object(
-                    param_cache, "plan_gather", side_effect=AssertionError
-                ),
-                mock.patch.object(
-                    param_cache, "plan_copy_in", side_effect=AssertionError
-                ),
+                mock.patch.object(layouts, "plan_gather", side_effect=AssertionError),
+                mock.patch.object(layouts, "plan_copy_in", side_effect=AssertionError),
             ):
                 group = model._get_fsdp_state()._fsdp_param_groups[0]
                 buckets = dict(group._cache.buckets)
@@ -254,8 +249,8 @@ class TestOffload(DeviceFreeTest):
         """From the host to a device, which has no memory here, if to be cast there."""
         shards = [torch.ones(8) for _ in range(5)]
         for dtype, expected in ((FP32, (0, 0)), (BF16, (5, 1))):
-            layout = plan_gather([dtype] * 5, [8] * 5)
-            planned = plan_copy_in(layout, [FP32] * 5)
+            layout = layouts.plan_gather([dtype] * 5, [8] * 5)
+            planned = layouts.plan_copy_in(layout, [FP32] * 5)
             segment = torch.empty(40, dtype=dtype, device="meta")
             with Moves() as moves:
                 copies._copy_in(segment, planned, shards)
@@ -263,10 +258,10 @@ class TestOffload(DeviceFreeTest):
 
     def test_what_an_extension_has_moved_is_not_moved_again(self) -> None:
         shards = [torch.ones(8, device=device) for device in ("meta", "cpu", "cpu")]
-        layout = plan_gather([BF16] * 3, [8] * 3)
+        layout = layouts.plan_gather([BF16] * 3, [8] * 3)
         segment = torch.empty(24, dtype=BF16, device="meta")
         with Moves() as moves:
-            copies._copy_in(segment, plan_copy_in(layout, [FP32] * 3), shards)
+            copies._copy_in(segment, layouts.plan_copy_in(layout, [FP32] * 3), shards)
             copies.copy_each([*segment.split(8)], shards)
         self.assertEqual(len(moves.moved), 4)
 

@@ -63,11 +63,6 @@ _IS_2_14: bool = hasattr(dist, "_spmd_no_typecheck")  # or newer
 FROZEN_GROUPS_HAVE_DTYPES: bool = _IS_2_14
 
 
-def keeps_storage(fsdp_params: Sequence[Any]) -> bool:
-    """Whether any unsharded storage outlives resharding (2.15)."""
-    return FOLLOWS_GRAD_DTYPE and any(p.keep_unsharded_storage for p in fsdp_params)
-
-
 # The optional package spmd_types (2.14) #
 
 _HAS_SPMD_TYPES: bool = _IS_2_14 and dist._is_spmd_types_available()

@@ -14,20 +14,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, repeat
 from operator import attrgetter, is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn as nn
 
+from . import _fsdp_layout as layouts
 from ._fsdp_errors import explain_extension
-from ._fsdp_host import keeps_storage
-from ._fsdp_layout import (
-    GatherLayout,
-    GatherRegion,
-    plan_copy_in,
-    plan_gather,
-    ReduceBucket,
-)
+from ._fsdp_host import FOLLOWS_GRAD_DTYPE
 from ._fsdp_param import FSDPParam, ShardedState
 
 
@@ -51,45 +45,54 @@ def _get_version(tensor: torch.Tensor) -> int:
 # What is gathered #
 
 
-class GatherInputs(NamedTuple):
-    """What is known of the tensors that one rank contributes to a gather."""
-
-    stored_dtypes: list[torch.dtype]
-    numels: list[int]
-    # What each is cast to on the way, None if it is not cast
-    compute_dtypes: list[torch.dtype | None]
-    # How many of the tensors are each parameter's, None if one is
-    counts: list[int] | None
-
-
 class SplitSizes(list[int]):
-    """The split sizes in a gather's result, with the layout that they come from."""
+    """
+    The split sizes in a gather's result, with the layout that they come from. Those of
+    another gather, in parameter order, are a plain list.
+    """
 
-    layout: GatherLayout
+    layout: layouts.GatherLayout
 
 
 @dataclass(frozen=True)
 class GatherPlan:
     """All that is known of a gather before its data."""
 
-    layout: GatherLayout
-    copies: tuple[GatherRegion, ...]
+    made_for: tuple[list, list, list, list | None]  # the arguments of `of`
+    layout: layouts.GatherLayout
+    copies: tuple[layouts.GatherRegion, ...]
     # The fields of the gather's result
     dtypes: list[list[torch.dtype]]
     numels: list[list[int]]
     split_sizes: SplitSizes
 
     @classmethod
-    def of(cls, inputs: GatherInputs) -> GatherPlan:
-        pairs = zip(inputs.compute_dtypes, inputs.stored_dtypes, strict=True)
+    def of(
+        cls,
+        stored_dtypes: list[torch.dtype],
+        compute_dtypes: list[torch.dtype | None],
+        numels: list[int],
+        counts: list[int] | None = None,
+    ) -> GatherPlan:
+        """
+        Plans the gather of tensors: what they are stored in, what each is cast to on the
+        way (None: nothing), elements, and how many are each parameter's (None: one).
+        """
+        made_for = stored_dtypes, compute_dtypes, numels, counts
+        pairs = zip(compute_dtypes, stored_dtypes, strict=True)
         dtypes = [compute_dtype or stored for compute_dtype, stored in pairs]
-        counts = inputs.counts or [1] * len(dtypes)
-        layout = plan_gather(dtypes, inputs.numels)
-        copies = plan_copy_in(layout, inputs.stored_dtypes)
+        layout = layouts.plan_gather(dtypes, numels)
         split_sizes = SplitSizes(layout.split_sizes)
         split_sizes.layout = layout
-        grouped = _in_groups(dtypes, counts), _in_groups(inputs.numels, counts)
-        return cls(layout, copies, *grouped, split_sizes)
+        counts = counts or [1] * len(dtypes)
+        return cls(
+            made_for,
+            layout,
+            layouts.plan_copy_in(layout, stored_dtypes),
+            _in_groups(dtypes, counts),
+            _in_groups(numels, counts),
+            split_sizes,
+        )
 
 
 def _in_groups(values: Iterable, counts: Sequence[int]) -> list[list]:
@@ -101,12 +104,12 @@ def layout_of(
     dtypes: Sequence[Sequence[torch.dtype]],
     numels: Sequence[Sequence[int]],
     split_sizes: Sequence[int],
-) -> GatherLayout:
-    """Returns a gathered buffer's layout. Another gather's is in parameter order."""
+) -> layouts.GatherLayout:
+    """Returns a gathered buffer's layout."""
     if isinstance(split_sizes, SplitSizes):
         return split_sizes.layout
     flat = [*chain.from_iterable(dtypes)], [*chain.from_iterable(numels)]
-    return plan_gather(*flat, by_dtype=False)
+    return layouts.plan_gather(*flat, by_dtype=False)
 
 
 def get_shards(fsdp_params: Sequence[FSDPParam]) -> list[torch.Tensor]:
@@ -114,32 +117,6 @@ def get_shards(fsdp_params: Sequence[FSDPParam]) -> list[torch.Tensor]:
     if fsdp_params[0].sharded_state is ShardedState.SHARDED_POST_FORWARD:
         return [*map(_get_post_forward_data, fsdp_params)]
     return [*map(_get_stored, fsdp_params)]
-
-
-def _get_gather_inputs(
-    fsdp_params: Sequence[FSDPParam], has_extensions: bool
-) -> tuple[list[torch.Tensor], GatherInputs]:
-    """
-    Collects this rank's 1D tensors to gather: plain shards as and where they are stored,
-    to be cast by the copy-in, and whatever ``fsdp_pre_all_gather`` of extensions returns.
-    """
-    counts = None
-    if not has_extensions:
-        tensors = get_shards(fsdp_params)
-        compute_dtypes = [*map(_get_compute_dtype, fsdp_params)]
-    else:
-        tensors, compute_dtypes, counts = [], [], []
-        for fsdp_param in fsdp_params:
-            if hasattr(fsdp_param._sharded_local_tensor, "fsdp_pre_all_gather"):
-                own, dtype = get_all_gather_inputs(fsdp_param), None
-            else:
-                own, dtype = get_shards([fsdp_param]), fsdp_param.param_dtype
-            tensors += own
-            compute_dtypes += [dtype] * len(own)
-            counts.append(len(own))
-    stored_dtypes = [tensor.dtype for tensor in tensors]
-    numels = [tensor.numel() for tensor in tensors]
-    return tensors, GatherInputs(stored_dtypes, numels, compute_dtypes, counts)
 
 
 # Extensions #
@@ -164,20 +141,18 @@ def _init_unsharded_param(fsdp_param: FSDPParam, is_first: bool) -> None:
     try:
         fsdp_param.init_unsharded_param()
         if is_first and _has_extension(fsdp_param):
-            _check_unsharded(fsdp_param)
+            # Nothing looks later at what an extension has returned
+            param, inner = fsdp_param._unsharded_param, fsdp_param._unsharded_inner_tensors
+            if param.device.type != fsdp_param.device.type:
+                raise ValueError(
+                    f"the tensor is on {param.device}, not {fsdp_param.device}"
+                )
+            if any(not isinstance(tensor, torch.Tensor) for tensor in inner):
+                raise TypeError(f"the tensors to free are {inner!r}")
     except Exception as error:
         raise explain_extension(  # noqa: B904  (has its cause)
             error, fsdp_param, "fsdp_post_all_gather"
         )
-
-
-def _check_unsharded(fsdp_param: FSDPParam) -> None:
-    """Checks what an extension returned first: nothing looks at it later."""
-    param, inner = fsdp_param._unsharded_param, fsdp_param._unsharded_inner_tensors
-    if param.device.type != fsdp_param.device.type:
-        raise ValueError(f"the tensor is on {param.device}, not {fsdp_param.device}")
-    if any(not isinstance(tensor, torch.Tensor) for tensor in inner):
-        raise TypeError(f"the tensors to free are {inner!r}")
 
 
 def _fit_outputs(
@@ -219,7 +194,7 @@ class GatherOutputs:
         self.tensors = [*chain.from_iterable(self.lists)]
         self.have_unsharded_params = False  # over them
         # The views that the last gather in a state was copied out to
-        self.columns: dict[ShardedState, tuple[GatherLayout, list[torch.Tensor]]] = {}
+        self.columns: dict[ShardedState, tuple[layouts.GatherLayout, list]] = {}
         self._storages = [(t.untyped_storage(), t.nbytes) for t in self.tensors]
 
     def alloc(self) -> None:
@@ -236,56 +211,45 @@ class GatherOutputs:
 # All parameters #
 
 
-class FSDPParamList(list[FSDPParam]):
+class ParamGroupCache(list[FSDPParam]):
     """
-    A group's parameters. The ``foreach_*`` functions, which others call and replace,
-    are given this list and find its cache here.
+    The parameters of a group, with what is found out about them. The ``foreach_*``
+    functions, which others call and replace, are given this list.
     """
-
-    cache: ParamGroupCache
-
-
-class ParamGroupCache:
-    """The parameters of a group, with what is found out about them."""
 
     @classmethod
     def of(cls, fsdp_params: Sequence[FSDPParam]) -> ParamGroupCache:
-        """Returns the cache of a group's list, or a new one for someone else's."""
-        if isinstance(fsdp_params, FSDPParamList):
-            return fsdp_params.cache
-        return cls(fsdp_params)
+        """Returns a group's list itself, or a new one for someone else's."""
+        return fsdp_params if isinstance(fsdp_params, cls) else cls(fsdp_params)
 
     def __init__(self, fsdp_params: Iterable[FSDPParam]):
-        self.fsdp_params = FSDPParamList(fsdp_params)
-        self.fsdp_params.cache = self
+        super().__init__(fsdp_params)
         self.invalidate()
 
     def invalidate(self) -> None:
-        self._cached_for = [*self.fsdp_params]
+        self._cached_for = [*self]
         self._local_classes: list[type] = []
-        self._has_extensions = any(map(_has_extension, self.fsdp_params))
-        self.has_empty_params = any(p._orig_size.numel() == 0 for p in self.fsdp_params)
+        self._has_extensions = any(map(_has_extension, self))
+        self.has_empty_params = any(p._orig_size.numel() == 0 for p in self)
         # Module, name and the parameter's index, for each name of each parameter
         self._names_in_modules: list[tuple[nn.Module, str, int]] = []
-        for i, info in enumerate(p._module_info for p in self.fsdp_params):
+        for i, info in enumerate(p._module_info for p in self):
             modules = [info.module, *info.shared_modules]
             names = [info.param_name, *info.shared_param_names]
             self._names_in_modules += zip(modules, names, repeat(i))
         self._modules = [*dict.fromkeys(m for m, _, _ in self._names_in_modules)]
         # One each for the shards and for those resharded after forward
-        self._plans: dict[ShardedState, tuple[GatherInputs, GatherPlan]] = {}
+        self._plans: dict[ShardedState, GatherPlan] = {}
         self._outputs: GatherOutputs | None = None
         # By the dtype of each parameter's gradient, None without one
-        self.buckets: dict[
-            tuple[torch.dtype | None, ...], tuple[ReduceBucket, ...]
-        ] = {}
+        self.buckets: dict[tuple, tuple[layouts.ReduceBucket, ...]] = {}
         self._buckets_depend_on: list[Any] = []
         # See [Note: Microbatches]
         self.upcast_by_autograd: list[FSDPParam] = []
 
     def invalidate_if_changed(self) -> None:
         """Invalidates all if the list holds other parameters now."""
-        if self.fsdp_params != self._cached_for:
+        if self != self._cached_for:
             self.invalidate()
 
     def invalidate_buckets_if_changed(self) -> bool:
@@ -294,8 +258,8 @@ class ParamGroupCache:
         dtypes, or which parameters are trained. Returns whether it has.
         """
         self.invalidate_if_changed()
-        params = map(_get_sharded_param, self.fsdp_params)
-        policies = map(_get_policy, self.fsdp_params)
+        params = map(_get_sharded_param, self)
+        policies = map(_get_policy, self)
         depend_on = [[*policies], [*map(_get_kind, params)]]
         if self._buckets_depend_on == depend_on:
             return False
@@ -308,44 +272,63 @@ class ParamGroupCache:
         sharded = [
             # Operators write to the DTensor, users to what `to_local` returns
             _get_version(p.sharded_param) + _get_version(p._sharded_local_tensor)
-            for p in self.fsdp_params
+            for p in self
         ]
-        unsharded = [_get_version(p._unsharded_param) for p in self.fsdp_params]
+        unsharded = [_get_version(p._unsharded_param) for p in self]
         return sharded, unsharded
 
     @property
     def has_extensions(self) -> bool:
         """Whether any parameter makes its all-gather inputs itself."""
         # A parameter may be replaced, or be given another local tensor, at any time
-        classes = [*map(type, map(_get_local_tensor, self.fsdp_params))]
+        classes = [*map(type, map(_get_local_tensor, self))]
         if classes != self._local_classes:
             self._local_classes = classes
-            self._has_extensions = any(map(_has_extension, self.fsdp_params))
+            self._has_extensions = any(map(_has_extension, self))
         return self._has_extensions
 
     def prepare_gather(self) -> tuple[list[torch.Tensor], GatherPlan]:
-        """Returns this rank's 1D tensors to gather and the plan of their gather."""
+        """
+        Returns this rank's 1D tensors to gather and the plan of their gather: plain
+        shards as and where they are stored, to be cast by the copy-in, and whatever
+        ``fsdp_pre_all_gather`` of extensions returns.
+        """
         self.invalidate_if_changed()
-        tensors, inputs = _get_gather_inputs(self.fsdp_params, self.has_extensions)
-        state = self.fsdp_params[0].sharded_state
-        last_inputs, plan = self._plans.get(state, (None, None))
-        if plan is None or last_inputs != inputs:
-            last, plan = plan, GatherPlan.of(inputs)
-            for i, fsdp_param in enumerate(self.fsdp_params):
+        counts = None
+        if not self.has_extensions:
+            tensors = get_shards(self)
+            compute_dtypes = [*map(_get_compute_dtype, self)]
+        else:
+            tensors, compute_dtypes, counts = [], [], []
+            for fsdp_param in self:
+                if hasattr(fsdp_param._sharded_local_tensor, "fsdp_pre_all_gather"):
+                    own, dtype = get_all_gather_inputs(fsdp_param), None
+                else:
+                    own, dtype = get_shards([fsdp_param]), fsdp_param.param_dtype
+                tensors += own
+                compute_dtypes += [dtype] * len(own)
+                counts.append(len(own))
+        stored_dtypes = [tensor.dtype for tensor in tensors]
+        numels = [tensor.numel() for tensor in tensors]
+        made_for = stored_dtypes, compute_dtypes, numels, counts
+        state = self[0].sharded_state
+        plan = self._plans.get(state)
+        if plan is None or plan.made_for != made_for:
+            last, plan = plan, GatherPlan.of(*made_for)
+            for i, fsdp_param in enumerate(self):
                 _fit_outputs(fsdp_param, i, plan, last)
-            self._plans[state] = inputs, plan
+            self._plans[state] = plan
         return tensors, plan
 
     @property
     def gather_plan(self) -> GatherPlan | None:
         """The plan of the last gather of the shards, if there was one."""
-        _, plan = self._plans.get(ShardedState.SHARDED, (None, None))
-        return plan
+        return self._plans.get(ShardedState.SHARDED)
 
     @property
     def outputs(self) -> GatherOutputs | None:
         """The all-gather outputs, None if a parameter's were never made or replaced."""
-        outputs, lists = self._outputs, map(_get_outputs, self.fsdp_params)
+        outputs, lists = self._outputs, map(_get_outputs, self)
         return outputs if outputs and all(map(is_, lists, outputs.lists)) else None
 
     def alloc_outputs(
@@ -359,23 +342,23 @@ class ParamGroupCache:
         if (outputs := self.outputs) is not None:
             outputs.alloc()
             return outputs
-        sizes = zip(self.fsdp_params, numels, dtypes, strict=True)
+        sizes = zip(self, numels, dtypes, strict=True)
         for fsdp_param, own_numels, own_dtypes in sizes:
             fsdp_param.init_all_gather_outputs(
                 own_numels, own_dtypes, world_size, device
             )
             fsdp_param.alloc_all_gather_outputs()
-        self._outputs = GatherOutputs(self.fsdp_params)
+        self._outputs = GatherOutputs(self)
         return self._outputs
 
     # Changes of state #
     def init_unsharded_params(self) -> None:
         """Makes the unsharded parameters from new all-gather outputs."""
-        outputs = self.outputs
+        outputs = self._outputs
         is_first = outputs is None or not outputs.have_unsharded_params
         if not is_first and not self._has_extensions:
             return
-        for fsdp_param in self.fsdp_params:
+        for fsdp_param in self:
             _init_unsharded_param(fsdp_param, is_first)
         if outputs is not None:
             outputs.have_unsharded_params = True
@@ -386,35 +369,37 @@ class ParamGroupCache:
         if state is ShardedState.UNSHARDED:
             self._to_unsharded()
         elif state is ShardedState.SHARDED_POST_FORWARD:
-            for fsdp_param in self.fsdp_params:
+            for fsdp_param in self:
                 fsdp_param.to_sharded_post_forward()
         elif (
             (outputs := self.outputs) is None
             or self._has_extensions
-            or keeps_storage(self.fsdp_params)
+            # Whose storage may outlive resharding
+            or FOLLOWS_GRAD_DTYPE
+            and any(fsdp_param.keep_unsharded_storage for fsdp_param in self)
         ):
-            for fsdp_param in self.fsdp_params:
+            for fsdp_param in self:
                 fsdp_param.to_sharded()
         else:
-            self._register([*map(_get_sharded_param, self.fsdp_params)])
-            for fsdp_param in self.fsdp_params:
+            self._register([*map(_get_sharded_param, self)])
+            for fsdp_param in self:
                 fsdp_param.sharded_state = state
             outputs.free()
 
     def _to_unsharded(self) -> None:
-        params = [*map(_get_unsharded_param, self.fsdp_params)]
-        requires_grad = [*map(_get_requires_grad, self.fsdp_params)]
+        params = [*map(_get_unsharded_param, self)]
+        requires_grad = [*map(_get_requires_grad, self)]
         if [param.requires_grad for param in params] != requires_grad:
             for param, is_trained in zip(params, requires_grad):
                 param.requires_grad_(is_trained)
         self._register(params)
-        if self.fsdp_params[0].sharded_state is ShardedState.SHARDED_POST_FORWARD:
+        if self[0].sharded_state is ShardedState.SHARDED_POST_FORWARD:
             # Gathered and copied out in the stream that allocated them, so that their
             # memory needs no wait
-            for fsdp_param in self.fsdp_params:
+            for fsdp_param in self:
                 fsdp_param._sharded_post_forward_param = None
                 fsdp_param._sharded_post_forward_param_data = None
-        for fsdp_param in self.fsdp_params:
+        for fsdp_param in self:
             fsdp_param.sharded_state = ShardedState.UNSHARDED
 
     def _register(self, params: Sequence[nn.Parameter]) -> None:

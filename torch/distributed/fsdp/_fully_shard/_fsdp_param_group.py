@@ -118,7 +118,7 @@ from ._fsdp_param import (
     ParamModuleInfo,  # noqa: F401  (as in the release)
     ShardedState,
 )
-from ._fsdp_param_cache import FSDPParamList, ParamGroupCache
+from ._fsdp_param_cache import ParamGroupCache
 from ._fsdp_policies import resolve_all
 from ._fsdp_reduce import GradReducer
 from ._fsdp_registrations import (
@@ -471,8 +471,8 @@ class FSDPParamGroup(_Meshes, PluginNames):
         self._param_versions = None
 
     # Plugins may assign it; a getter in C for the hot path
-    fsdp_params: FSDPParamList = cast(
-        FSDPParamList, property(attrgetter("_cache.fsdp_params"), _set_params)
+    fsdp_params: ParamGroupCache = cast(
+        ParamGroupCache, property(attrgetter("_cache"), _set_params)
     )
 
     # Lazy init #

@@ -172,12 +172,12 @@ def _check_zeros_have_a_dtype(fsdp_params: Sequence[FSDPParam]) -> None:
 
 def drop_grads(cache: ParamGroupCache) -> None:
     """Drops the gradients of an iteration that failed."""
-    for fsdp_param, param in _unsharded_params(cache.fsdp_params):
+    for fsdp_param, param in _unsharded_params(cache):
         param.grad = None
         if not FOLLOWS_GRAD_DTYPE:
             fsdp_param.unsharded_accumulated_grad = None
     if FOLLOWS_GRAD_DTYPE:
-        for fsdp_param in cache.fsdp_params:
+        for fsdp_param in cache:
             fsdp_param.sharded_param.grad = None
     resume_upcasts(cache)
 
@@ -193,7 +193,7 @@ def get_buckets(
     if (buckets := cache.buckets.get(dtypes)) is None:
         if len(cache.buckets) >= _MAX_CACHED_PATTERNS:
             cache.buckets.clear()
-        buckets = cache.buckets[dtypes] = _plan_buckets(cache.fsdp_params, dtypes)
+        buckets = cache.buckets[dtypes] = _plan_buckets(cache, dtypes)
     return buckets
 
 

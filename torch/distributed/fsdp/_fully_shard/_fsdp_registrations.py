@@ -37,7 +37,7 @@ class ParamRegistrations:
         # Before 2.15: the `grad_dtype` that users have set, and on which local tensor
         self._grad_dtypes: dict[FSDPParam, tuple[torch.Tensor, torch.dtype | None]] = {}
         self.keep_grad_dtypes()
-        for fsdp_param in cache.fsdp_params:
+        for fsdp_param in cache:
             fsdp_param._post_load_hook_handle.remove()
             module = fsdp_param._module_info.module
             hook = self.make_reset(fsdp_param)
@@ -47,10 +47,10 @@ class ParamRegistrations:
         self._first_places = {(id(module), name) for module, name, _ in own_params}
 
     def set_cache(self, cache: ParamGroupCache) -> None:
-        self._cache, fsdp_params = cache, cache.fsdp_params
-        infos = [fsdp_param._module_info for fsdp_param in fsdp_params]
+        self._cache = cache
+        infos = [fsdp_param._module_info for fsdp_param in cache]
         # Within the group's modules: the root gives names in the model at lazy init
-        self.names = dict(zip(fsdp_params, get_param_names(infos, self._modules)))
+        self.names = dict(zip(cache, get_param_names(infos, self._modules)))
 
     def fqn(self, fsdp_param: FSDPParam) -> str:
         """Returns a parameter's name, within the group's modules before lazy init."""
@@ -61,7 +61,7 @@ class ParamRegistrations:
         return self._add_module_fqn(name)
 
     def fqns(self) -> list[str]:
-        return [*map(self.fqn, self._cache.fsdp_params)]
+        return [*map(self.fqn, self._cache)]
 
     def _add_module_fqn(self, name: str) -> str:
         module_fqn = self._get_module_fqn()
@@ -72,7 +72,7 @@ class ParamRegistrations:
 
     # Resetting #
     def reset_sharded_params(self) -> None:
-        for fsdp_param in self._cache.fsdp_params:
+        for fsdp_param in self._cache:
             self.make_reset(fsdp_param)()
             check_param(fsdp_param, self.fqn(fsdp_param))
             fsdp_param._init_extensions()  # may have been added since
@@ -115,7 +115,7 @@ class ParamRegistrations:
         return reset
 
     def keep_grad_dtypes(self) -> None:
-        for fsdp_param in self._cache.fsdp_params:
+        for fsdp_param in self._cache:
             self._keep_grad_dtype(fsdp_param)
 
     def _keep_grad_dtype(self, fsdp_param: FSDPParam) -> None:
@@ -136,7 +136,7 @@ class ParamRegistrations:
     # Checks #
     def check_materialized(self, offload_policy: OffloadPolicy) -> None:
         """Raises if parameters have no data yet, or not where they are offloaded to."""
-        params = [(p, p.sharded_param.device) for p in self._cache.fsdp_params]
+        params = [(p, p.sharded_param.device) for p in self._cache]
         on_meta = [self.fqn(p) for p, device in params if device.type == "meta"]
         if on_meta:
             raise RuntimeError(
@@ -158,7 +158,7 @@ class ParamRegistrations:
     def warn_of_late_params(self) -> None:
         """Warns of parameters that were registered after ``fully_shard``."""
         # Wrappers may have moved sharded ones since
-        sharded = {id(p.sharded_param) for p in self._cache.fsdp_params}
+        sharded = {id(p.sharded_param) for p in self._cache}
         late = [
             ParamModuleInfo(module, name)
             for module, name, param in _get_own_params(self._modules)

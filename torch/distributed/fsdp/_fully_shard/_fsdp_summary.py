@@ -27,7 +27,7 @@ from ._fsdp_layout import (
     ReduceBucket,
     ReduceSlot,
 )
-from ._fsdp_param_cache import GatherInputs, GatherPlan
+from ._fsdp_param_cache import GatherPlan
 
 
 # A logger of its own, so that tables can be turned off apart from the steps
@@ -225,7 +225,7 @@ def _gathered_nbytes(unit: DescribedUnit) -> tuple[list[int] | None, int | None]
             return None, None
         dtypes = [dtypes_of(fsdp_param).compute for fsdp_param in params]
         numels = [p.padded_sharded_param_size.numel() for p in params]
-        plan = GatherPlan.of(GatherInputs(dtypes, numels, [None] * len(dtypes), None))
+        plan = GatherPlan.of(dtypes, [None] * len(dtypes), numels)
     nbytes = [
         world_size * sum(dtype.itemsize * numel for dtype, numel in zip(*of_param))
         for of_param in zip(plan.dtypes, plan.numels, strict=True)
