@@ -133,7 +133,7 @@ def summary_fields() -> str:
     from torch.distributed.fsdp._fully_shard import _fsdp_summary
 
     rows = []
-    for kind in ("LayoutSummary", "UnitSummary", "ParamsSummary", "BucketSummary"):
+    for kind in ("LayoutSummary", "LayoutRow"):
         cls = getattr(_fsdp_summary, kind)
         names = ", ".join(f"`{field.name}`" for field in dataclasses.fields(cls))
         rows.append((f"`{kind}`", plain(inspect.getdoc(cls) or ""), names))

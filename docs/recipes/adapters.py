@@ -34,7 +34,7 @@ assert model.base.weight.grad is None
 assert model.lora_B.grad.dtype == torch.float32
 assert model.head.weight.grad.dtype == torch.bfloat16
 
-(unit,) = layout_summary(model).units
-reduced = {bucket.dtype: bucket.nbytes for bucket in unit.buckets}
-assert reduced == {torch.float32: 2 * 8 * 64 * 4, torch.bfloat16: 64 * 64 * 2}
+reduced = {r.reduce_dtype: r.reduced_nbytes for r in layout_summary(model).rows[:-1]}
+frozen, adapter, head = 0, 2 * 8 * 64 * 4, 64 * 64 * 2
+assert reduced == {None: frozen, torch.float32: adapter, torch.bfloat16: head}
 dist.destroy_process_group()

@@ -56,17 +56,15 @@ policy = MixedPrecisionPolicy.by_name(
 fully_shard(model, mesh=mesh, mp_policy=policy)
 model(torch.randint(128, (2, 5))).log_softmax(-1).amax(-1).sum().backward()
 
-(unit,) = layout_summary(model).units
+rows = layout_summary(model).rows
 dtypes = {
-    name: (group.compute_dtype, group.reduce_dtype)
-    for group in unit.params
-    for name in group.names
+    name: (row.compute_dtype, row.reduce_dtype) for row in rows for name in row.names
 }
 assert dtypes["A_log"] == dtypes["router.weight"] == (fp32, fp32)
 assert dtypes["norm.weight"] == dtypes["lm_head.weight"] == (fp32, fp32)
 assert dtypes["experts"] == (bf16, fp32)
 assert dtypes["embed.weight"] == (bf16, bf16)
-assert {bucket.dtype for bucket in unit.buckets} == {fp32, bf16}
+assert {row.reduce_dtype for row in rows if row.names} == {fp32, bf16}
 if dist.get_rank() == 0:
     print(layout_summary(model))
 dist.destroy_process_group()

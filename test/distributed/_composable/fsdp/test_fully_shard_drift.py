@@ -66,7 +66,7 @@ NAMED_ALWAYS = {
     "skips a parameter": r"layers.2.up: gets a gradient .* gets no gradient on rank 1",
     "parameters of a dtype": r"layers.2.shift: gets a gradient .* no gradient on rank 1",
     "skips a unit, ": r"'layers.1' as number 2 on rank 0, .*'layers.2' as number 3 on",
-    "a unit of `rep": r"'layers.1' as number 2, .* on rank 0, .*'layers.0' as number 3",
+    "a unit of `rep": r"'layers.1' as number 2 on rank 0, .*'layers.0' as number 3",
     "a microbatch": r"with earlier gradients .* on rank 0, .* without earlier .* rank 1",
     "sync off": r"reduces unit 'layers.2' .* on rank 0, gathers unit 'layers.0' .* rank",
     "gives up": r"gathers unit 'layers.2' .* on rank 0, gathers unit 'layers.0' as",

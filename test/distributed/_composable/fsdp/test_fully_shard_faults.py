@@ -36,6 +36,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard import _fsdp_agreement as agreement
 from torch.distributed.fsdp._fully_shard import (
     _fsdp_collectives as collectives,
 )
@@ -382,7 +383,7 @@ class TestExplanations(FakeGroupTest):
         for owner, name in (
             (errors, "is_reducible"),
             (errors, "_find_wrong_sharded_grad"),
-            (FSDPParamGroup, "_describe"),
+            (agreement, "_announce"),
         ):
             for kind in (RuntimeError, KeyboardInterrupt):
                 error = self.raised(kind, mock.patch.object(owner, name, fails))

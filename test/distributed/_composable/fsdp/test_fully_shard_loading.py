@@ -23,14 +23,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
-from torch.distributed.fsdp._fully_shard._fsdp_param_cache import ParamGroupCache
-from torch.distributed.fsdp._fully_shard._fsdp_registrations import (
-    _get_param_module_infos,
-    get_param_names,
-    ParamRegistrations,
-    shard_params,
-)
+from torch.distributed.fsdp._fully_shard import _fsdp_registrations as registrations
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -147,7 +140,7 @@ class TestGradDtype(FakeGroupTest):
         group = module._get_fsdp_state()._fsdp_param_group
         group.fsdp_params = [copy.copy(param) for param in group.fsdp_params]
         plain = {"weight": torch.zeros(4, 4, dtype=BF16)}
-        with self.assertRaisesRegex(AttributeError, "^weight must be the DTensor"):
+        with self.assertRaisesRegex(AttributeError, "^weight of FSDPLinear must be the DTensor"):
             module.load_state_dict(plain, assign=True)
 
 
@@ -161,48 +154,40 @@ class TestRegistrations(FakeGroupTest):
         first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
         second.weight = first.weight
         self.module = nn.Sequential(first, second, nn.LayerNorm(4, bias=False))
-        self.module_fqn: str | None = None
-        params, modules = [*self.module.parameters()], (self.module,)
-        self.infos = _get_param_module_infos(params, modules)
-        self.names = get_param_names(self.infos, modules)
+        policy = MixedPrecisionPolicy.by_name(self.module, {"2.*": {"param_dtype": BF16}})
         mesh = init_device_mesh("cpu", (self.ranks,))
-        self.fsdp_params = shard_params(
-            params,
-            self.infos,
-            self.names,
-            [MixedPrecisionPolicy(), MixedPrecisionPolicy(BF16)],
-            mesh_info=FSDPMeshInfo(mesh, shard_mesh_dim=0),
-            post_forward_mesh_info=None,
-            device=torch.device("cpu"),
-            shard_placement_fn=None,
-            offload_policy=OffloadPolicy(),
-        )
-        self.registrations = ParamRegistrations(
-            modules, ParamGroupCache(self.fsdp_params), lambda: self.module_fqn
-        )
+        state = fully_shard(self.module, mesh=mesh, mp_policy=policy)._get_fsdp_state()
+        self.group = state._fsdp_param_group
+        self.fsdp_params = self.group.fsdp_params
 
     def test_shared_parameters_are_one(self) -> None:
-        shared = [(info.param_name, info.shared_param_names) for info in self.infos]
+        infos = [fsdp_param._module_info for fsdp_param in self.fsdp_params]
+        shared = [(info.param_name, info.shared_param_names) for info in infos]
         self.assertEqual(shared, [("weight", ["weight"]), ("weight", [])])
-        self.assertIs(self.infos[0].shared_modules[0], self.module[1])
+        self.assertIs(infos[0].shared_modules[0], self.module[1])
         with self.assertRaisesRegex(AssertionError, "not in the module tree"):
-            _get_param_module_infos([nn.Parameter(torch.ones(1))], (self.module,))
+            params = [nn.Parameter(torch.ones(1))]
+            registrations._get_param_module_infos(params, (self.module,))
 
     def test_each_has_its_policy(self) -> None:
         dtypes = [p.mp_policy.param_dtype for p in self.fsdp_params]
         self.assertEqual(dtypes, [None, BF16])
 
     def test_names(self) -> None:
-        within = ["0.weight of Sequential", "2.weight of Sequential"]
-        self.assertEqual((self.names, self.registrations.fqns()), (within, within))
+        within = [f"{i}.weight of FSDPSequential" for i in (0, 2)]
+        self.assertEqual(registrations.fqns_of(self.group), within)
         for fqn, prefix in (("", ""), ("block", "block.")):
-            self.module_fqn = fqn
-            found = self.registrations.fqns()
+            self.group._module_fqn = fqn
+            found = registrations.fqns_of(self.group)
             self.assertEqual(found, [f"{prefix}0.weight", f"{prefix}2.weight"])
-        self.fsdp_params[0]._param_fqn = "model.block.0.weight"
-        self.assertEqual(self.registrations.fqns()[0], "model.block.0.weight")
+        for fsdp_param, fqn in zip(self.fsdp_params, ("model.a", "model.b")):
+            fsdp_param._param_fqn = fqn
+        self.assertEqual(registrations.fqns_of(self.group), ["model.a", "model.b"])
         replaced = copy.copy(self.fsdp_params[1])
-        self.assertEqual(self.registrations.fqn(replaced), "weight")
+        replaced._param_fqn = None
+        self.assertEqual(
+            registrations.fqns_of(self.group, replaced), ["block.2.weight"]
+        )
 
     def test_loads_are_noticed(self) -> None:
         before = self.fsdp_params[1].sharded_param
@@ -212,24 +197,25 @@ class TestRegistrations(FakeGroupTest):
         self.assertIs(self.fsdp_params[1].sharded_param, self.module[2].weight)
 
     def test_where_parameters_must_be(self) -> None:
-        self.registrations.check_materialized(CPUOffloadPolicy())
+        self.group.offload_policy = CPUOffloadPolicy()
+        registrations.check_materialized(self.group)
         self.module.to("meta")
-        self.registrations.reset_sharded_params()
-        for policy in (OffloadPolicy(), CPUOffloadPolicy()):
+        registrations.reset_sharded_params(self.group)
+        for self.group.offload_policy in (OffloadPolicy(), CPUOffloadPolicy()):
             with self.assertRaisesRegex(
-                RuntimeError, r"(?s)\['0.weight of S.*to_empty"
+                RuntimeError, r"(?s)\['0.weight of FSDPS.*to_empty"
             ):
-                self.registrations.check_materialized(policy)
+                registrations.check_materialized(self.group)
 
     def test_late_parameters(self) -> None:
         self.module[0] = nn.Sequential(self.module[0])
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
-            self.registrations.warn_of_late_params()
-        self.module_fqn = "block"
+            registrations.warn_of_late_params(self.group)
+        self.group._module_fqn = "block"
         self.module[0].late = nn.Parameter(torch.ones(1))
         with self.assertWarnsRegex(UserWarning, r"\['block.0.late'\] were registered"):
-            self.registrations.warn_of_late_params()
+            registrations.warn_of_late_params(self.group)
 
 
 if __name__ == "__main__":

@@ -647,12 +647,10 @@ class TestNamesKnownInPart(FakeGroupTest):
     def test_the_summary_knows_them_before(self) -> None:
         root = self.sharded(self.policy(), self.model())
         for _ in range(2):
-            units = layout_summary(root).units
             dtypes = {
-                (unit.name, name): params.compute_dtype
-                for unit in units
-                for params in unit.params
-                for name in params.names
+                (row.unit, name): row.compute_dtype
+                for row in layout_summary(root).rows
+                for name in row.names
             }
             expected = {
                 (f"layers.{i}", name): FP32 if (i, name) == (1, "weight") else BF16
@@ -664,7 +662,7 @@ class TestNamesKnownInPart(FakeGroupTest):
     def test_units_that_are_gathered_before_are_refused(self) -> None:
         root = self.sharded(self.policy(), self.model())
         text = (
-            "weight of Linear may be layers.0.weight or layers.1.weight of ModuleDict"
+            "weight of FSDPLinear may be layers.0.weight or layers.1.weight of ModuleDict"
             ".* set to the default and torch.float32. Call by_name on the module"
         )
         with self.assertRaisesRegex(ValueError, text):

@@ -8,6 +8,7 @@ collectives that a step issues.
 from __future__ import annotations
 
 import logging
+from itertools import chain
 from typing import Any
 from unittest import mock
 
@@ -28,7 +29,7 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, layout_summary, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_summary import UnitSummary
+from torch.distributed.fsdp._fully_shard._fsdp_summary import LayoutRow, LayoutSummary
 from torch.testing._internal.common_utils import run_tests
 
 
@@ -37,6 +38,26 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ROOT_REDUCES = {BF16: "bfloat16              544", FP32: "float32             1,088"}[
     reduce_dtype(MixedPrecisionPolicy(param_dtype=BF16), FP32)
 ]
+
+
+def rows_by_unit(summary: LayoutSummary) -> list[list[LayoutRow]]:
+    """Returns the rows of each unit, of which the last one sums up the others."""
+    units: list[list[LayoutRow]] = [[]]
+    for row in summary.rows:
+        units[-1].append(row)
+        if not row.names:
+            units.append([])
+    return units[:-1]
+
+
+def reduced_bytes(rows: list[LayoutRow]) -> list[tuple[torch.dtype, int]]:
+    """Returns reduce dtype and bytes of a unit's reductions, which have no padding."""
+    nbytes: dict[Any, int] = {}
+    for row in rows:
+        if row.reduce_dtype is not None:
+            key = row.reduce_dtype, row.comm_dtype
+            nbytes[key] = nbytes.get(key, 0) + row.reduced_nbytes
+    return [(dtype, count) for (dtype, _), count in nbytes.items()]
 
 
 class Unit(nn.Module):
@@ -108,12 +129,12 @@ unit    parameters  elements  stored in  computes in  bytes gathered  reduced in
         self.assertEqual(str(layout_summary(model)), self.TEXT)
 
     def test_of_a_part_of_the_model(self) -> None:
-        (unit,) = layout_summary(sharded_units()[1]).units
-        self.assertEqual(unit.name, "(root)")
-        self.assertEqual(unit.gathered_nbytes, 1280)
-        names = [params.names for params in unit.params]
+        rows = layout_summary(sharded_units()[1]).rows
+        self.assertEqual({row.unit for row in rows}, {"(root)"})
+        self.assertEqual(rows[-1].gathered_nbytes, 1280)
         both = ("norm.weight", "norm.bias"), ("up.weight", "up.bias")
-        self.assertEqual(names, [*both, ("down.weight",)])
+        names = [row.names for row in rows]
+        self.assertEqual(names, [*both, ("down.weight",), ()])
 
     def test_of_a_model_without_units(self) -> None:
         with self.assertRaisesRegex(
@@ -127,17 +148,16 @@ unit    parameters  elements  stored in  computes in  bytes gathered  reduced in
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
         fully_shard([model[0], model[2]])
         fully_shard(model)
-        units = layout_summary(torch.compile(model)).units
-        self.assertEqual(
-            [unit.name for unit in units], ["_orig_mod", "_orig_mod.0, _orig_mod.2"]
-        )
+        rows = layout_summary(torch.compile(model)).rows
+        units = [row.unit for row in rows if not row.names]
+        self.assertEqual(units, ["_orig_mod", "_orig_mod.0, _orig_mod.2"])
 
     def test_gradient_dtypes(self) -> None:
         model = nn.Linear(8, 8, dtype=BF16)
         model.weight.grad_dtype, model.bias.grad_dtype = FP32, None
         fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64))
-        (unit,) = layout_summary(model).units
-        got = {params.names: params.grad_dtype for params in unit.params}
+        *rows, _ = layout_summary(model).rows
+        got = {row.names: row.grad_dtype for row in rows}
         self.assertEqual(got, {("weight",): FP32, ("bias",): torch.float64})
 
     def test_what_gradients_are_sent_in(self) -> None:
@@ -150,14 +170,17 @@ unit    parameters  elements  stored in  computes in  bytes gathered  reduced in
                 reduce_dtype=torch.float32, grad_comm_dtype_override_fn=only_matrices
             ),
         )
-        [unit] = layout_summary(module).units
-        found = [(b.dtype, b.comm_dtype, b.nbytes, b.after) for b in unit.buckets]
+        summary = layout_summary(module)
+        found = [
+            (row.reduce_dtype, row.comm_dtype, row.reduced_nbytes, row.after)
+            for row in summary.rows[:-1]
+        ]
         # Each rank has one row of both, which some have only as padding
         fp32 = torch.float32
         expected = [(fp32, None, 4 * self.ranks, None)]
         expected.append((fp32, torch.bfloat16, 8 * self.ranks, float(self.ranks)))
         self.assertEqual(found, expected)
-        self.assertIn("float32, sent in bfloat16", str(unit))
+        self.assertIn("float32, sent in bfloat16", str(summary))
 
     def test_what_tensor_subclasses_store(self) -> None:
         model = nn.Module()
@@ -167,20 +190,21 @@ unit    parameters  elements  stored in  computes in  bytes gathered  reduced in
         nested._values = Quantized(torch.ones(8, 4))
         model.nested = nn.Parameter(nested)
         fully_shard(model)
-        (unit,) = layout_summary(model).units
-        found = [(p.names, p.stored_dtype, p.inner_dtypes) for p in unit.params]
+        summary = layout_summary(model)
+        found = {row.names: row.stored_dtypes for row in summary.rows[:-1]}
         inner = torch.int8, FP32
-        names = "quantized", "nested"
-        self.assertEqual(found, [(("plain",), BF16, ()), (names, BF16, inner)])
-        self.assertIn(" int8 + float32  bfloat16 ", str(unit))
+        expected = {("plain",): (BF16,), ("quantized", "nested"): inner}
+        self.assertEqual(found, expected)
+        self.assertIn(" int8 + float32  bfloat16 ", str(summary))
 
     def test_custom_divide_factor(self) -> None:
         model = sharded_units()
         model.set_gradient_divide_factor(3.0)
         model[0].set_gradient_divide_factor(3.0)
-        root, first, second = layout_summary(model).units
-        for unit, expected in ((root, 3.0), (first, 3.0), (second, 8.0)):
-            self.assertEqual({b.divided_by for b in unit.buckets}, {expected})
+        units = rows_by_unit(layout_summary(model))
+        for rows, expected in zip(units, (3.0, 3.0, 8.0), strict=True):
+            factors = {row.divided_by for row in rows if row.reduce_dtype}
+            self.assertEqual(factors, {expected})
 
     def test_custom_collectives_that_ranks_are_not_compared_before(self) -> None:
         class Counts(DefaultReduceScatter):
@@ -196,8 +220,7 @@ unit    parameters  elements  stored in  computes in  bytes gathered  reduced in
         for unit in (model, model[1]):
             unit.set_custom_reduce_scatter(Counts())
         summary = layout_summary(model)
-        kinds = [unit.uncompared for unit in summary.units]
-        self.assertEqual(kinds, [("Counts",), (), ("Counts",)])
+        self.assertEqual(summary.uncompared, (("(root)", "Counts"), ("1", "Counts")))
         *table, note = str(summary).splitlines()
         self.assertEqual(table, self.TEXT.splitlines())
         self.assertRegex(note, r"^Ranks are not compared .* Counts\b.*: \(root\), 1$")
@@ -205,7 +228,7 @@ unit    parameters  elements  stored in  computes in  bytes gathered  reduced in
         mesh = init_device_mesh("cpu", (8, 1), mesh_dim_names=("other", "shard"))
         alone = fully_shard(nn.Linear(2, 2), mesh=mesh["shard"])
         alone.set_custom_reduce_scatter(Counts())
-        self.assertEqual(layout_summary(alone).units[0].uncompared, ())
+        self.assertEqual(layout_summary(alone).uncompared, ())
 
     def test_debug_log_at_lazy_init(self) -> None:
         logger = "torch.distributed.fsdp.fully_shard.layout"
@@ -216,12 +239,13 @@ unit    parameters  elements  stored in  computes in  bytes gathered  reduced in
                 model[0].unshard()
         tables = [record.getMessage() for record in logs.records]
         self.assertEqual(len(tables), 3)
-        for unit, table in zip(layout_summary(model).units, tables, strict=True):
-            self.assertEqual(str(unit), table)
+        units = rows_by_unit(layout_summary(model))
+        for rows, table in zip(units, tables, strict=True):
+            self.assertEqual(str(LayoutSummary(tuple(rows), ())), table)
 
     def test_costs_nothing_without_the_log(self) -> None:
         called = mock.Mock()
-        with mock.patch.object(UnitSummary, "__str__", called):
+        with mock.patch.object(LayoutSummary, "__str__", called):
             sharded_units()(torch.ones(2, 16)).sum().backward()
         called.assert_not_called()
 
@@ -246,31 +270,32 @@ class TestSummaryOfSteps(FSDPThreadTest):
         # The root holds nothing itself
         with record_collectives() as recorder:
             self.run_units(model)
-        units = layout_summary(model).units
+        units = rows_by_unit(layout_summary(model))
         gathered = [call.nbytes for call in recorder.all_gathers]
-        self.assertEqual(gathered, [unit.gathered_nbytes for unit in units])
+        self.assertEqual(gathered, [rows[-1].gathered_nbytes for rows in units])
         reduced = [(call.dtype, call.nbytes) for call in recorder.reduce_scatters]
-        self.assertEqual(
-            reduced, [(b.dtype, b.nbytes) for u in units[::-1] for b in u.buckets]
-        )
+        self.assertEqual(reduced, [*chain(*map(reduced_bytes, units[::-1]))])
+        total = sum(rows[-1].reduced_nbytes for rows in units)
+        self.assertEqual(total, sum(nbytes for _, nbytes in reduced))
         up, down, norm = reduce_dtype(MixedPrecisionPolicy(FP32), BF16), BF16, FP32
         self.assertEqual(len(reduced), len({up, down}) + len({up, down, norm}))
 
     def test_uneven_sizes_count_their_padding(self) -> None:
         model = shard_blocks(mixed_model(2).to(self.device))
         x = torch.ones(2, 9, device=self.device, requires_grad=True)
-        summary = layout_summary(model)
+        units = rows_by_unit(layout_summary(model))
         with record_collectives() as recorder:
             with torch.no_grad():
                 model(x)
         gathered = [call.nbytes for call in recorder.all_gathers]
-        self.assertEqual(gathered, [u.gathered_nbytes for u in summary.units])
+        self.assertEqual(gathered, [rows[-1].gathered_nbytes for rows in units])
         with record_collectives() as recorder:
             model(x).sum().backward()
         reduced = [call.nbytes for call in recorder.reduce_scatters]
-        self.assertEqual(
-            reduced, [b.nbytes for u in summary.units[::-1] for b in u.buckets]
-        )
+        expected = [*chain(*map(reduced_bytes, units[::-1]))]
+        self.assertEqual(reduced, [nbytes for _, nbytes in expected])
+        total = sum(rows[-1].reduced_nbytes for rows in units)
+        self.assertEqual(total, sum(reduced))
 
     def test_all_of_a_unit_has_the_padding_of_its_segments(self) -> None:
         model = nn.Module()
@@ -284,36 +309,35 @@ class TestSummaryOfSteps(FSDPThreadTest):
         # Of each rank 4 bytes and 2 bytes, both padded to 16
         self.assertEqual(gather.nbytes, self.world_size * 32)
         for summary in (before, layout_summary(model)):
-            (unit,) = summary.units
-            self.assertEqual(unit.gathered_nbytes, gather.nbytes)
-            parts = [params.gathered_nbytes for params in unit.params]
+            *rows, total = summary.rows
+            self.assertEqual(total.gathered_nbytes, gather.nbytes)
+            parts = [row.gathered_nbytes for row in rows]
             self.assertEqual(parts, [self.world_size * 4, self.world_size * 2])
-            reduced = [bucket.nbytes for bucket in unit.buckets]
-            self.assertEqual(reduced, parts)
+            self.assertEqual([row.reduced_nbytes for row in rows], parts)
 
     def test_replicated_parameters_gather_nothing(self) -> None:
         model = Unit().to(self.device)
         replicate(model, mesh=init_device_mesh("cpu", (4,)))
-        (unit,) = layout_summary(model).units
-        self.assertEqual(unit.gathered_nbytes, 0)
+        *rows, total = layout_summary(model).rows
+        self.assertEqual(total.gathered_nbytes, 0)
         with record_collectives() as recorder:
             self.run_units(model)
         reduced = [(call.dtype, call.nbytes) for call in recorder.all_reduces]
-        self.assertEqual(reduced, [(b.dtype, b.nbytes) for b in unit.buckets])
-        self.assertEqual({b.divided_by for b in unit.buckets}, {4})
+        self.assertEqual(reduced, reduced_bytes(rows))
+        self.assertEqual({row.divided_by for row in rows}, {4})
 
     def test_shards_and_replicas_divide_by_all_ranks(self) -> None:
         model = Unit().to(self.device)
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         fully_shard(model, mesh=mesh)
-        (unit,) = layout_summary(model).units
+        *rows, total = layout_summary(model).rows
         with record_collectives() as recorder:
             self.run_units(model)
         (gather,) = recorder.all_gathers
-        self.assertEqual(gather.nbytes, unit.gathered_nbytes)
-        reduced = [call.nbytes for call in recorder.reduce_scatters]
-        self.assertEqual(reduced, [bucket.nbytes for bucket in unit.buckets])
-        factors = {b.dtype: (b.divided_by, b.before, b.after) for b in unit.buckets}
+        self.assertEqual(gather.nbytes, total.gathered_nbytes)
+        reduced = [(call.dtype, call.nbytes) for call in recorder.reduce_scatters]
+        self.assertEqual(reduced, reduced_bytes(rows))
+        factors = {r.reduce_dtype: (r.divided_by, r.before, r.after) for r in rows}
         self.assertEqual(factors[FP32], (4, None, None))
         self.assertEqual(factors[FP16], (4, 2, 2))
 
@@ -328,28 +352,28 @@ class TestSummaryOfSteps(FSDPThreadTest):
         ):
             model = nn.Linear(16, 16, bias=False, dtype=BF16, device=self.device)
             shard(model, mesh=mesh, mp_policy=policy)
-            (unit,) = layout_summary(model).units
+            summary = layout_summary(model)
             with record_collectives() as recorder:
                 x = torch.ones(2, 16, dtype=BF16, device=self.device)
                 model(x).sum().backward()
             first = recorder.named("all_to_all")[0]
-            self.assertEqual(unit.buckets[0].nbytes, first.nbytes)
+            self.assertEqual(summary.rows[0].reduced_nbytes, first.nbytes)
             self.assertEqual(first.dtype, FP32 if verb == "cast to" else BF16)
-            self.assertIn(f"float32, {verb} bfloat16", str(unit))
+            self.assertIn(f"float32, {verb} bfloat16", str(summary))
 
     def test_extension_tensors_are_known_after_their_first_gather(self) -> None:
         model = nn.Module()
         model.scaled = nn.Parameter(Fp8(torch.randn(8, 2)))
         model.plain = nn.Parameter(torch.ones(3))
         fully_shard(model)
-        (unit,) = layout_summary(model).units
-        self.assertIsNone(unit.gathered_nbytes)
-        self.assertIn(" ?  ", str(unit))
+        summary = layout_summary(model)
+        self.assertIsNone(summary.rows[-1].gathered_nbytes)
+        self.assertIn(" ?  ", str(summary))
         with record_collectives() as recorder:
             model.unshard()
-        (unit,) = layout_summary(model).units
-        self.assertEqual(unit.gathered_nbytes, recorder.all_gathers[0].nbytes)
-        self.assertIn("scaled", unit.params[0].names)
+        rows = layout_summary(model).rows
+        self.assertEqual(rows[-1].gathered_nbytes, recorder.all_gathers[0].nbytes)
+        self.assertIn("scaled", rows[0].names)
 
 
 if __name__ == "__main__":

@@ -32,8 +32,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -43,25 +42,17 @@ from torch._guards import detect_fake_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ._fsdp_api import AllGather, ReduceScatter
-from ._fsdp_common import FSDPMeshInfo
 from ._fsdp_comms import declares
-from ._fsdp_layout import (
-    BucketKey,
-    describe_key,
-    dtypes_of,
-    ReduceBucket,
-    ReduceBucketCap,
-)
+from ._fsdp_errors import listed
+from ._fsdp_layout import BucketKey, describe_key, dtypes_of, ReduceBucket
 from ._fsdp_param import FSDPParam
-from ._fsdp_param_cache import GatherPlan
-from ._fsdp_scaling import backend_name, Factors
+from ._fsdp_registrations import fqns_of
+from ._fsdp_scaling import backend_name
 
 
 # Imported by name, so that patched `dist` functions do not intercept it
 all_gather_single = dist.all_gather_single
 _SWITCH = "TORCH_FSDP_CHECK_RANKS_AGREE"
-# In one message: mostly one thing is wrong
-_MAX_LISTED = 8
 # Of a unit over one group. A loop that shows more is not a steady one.
 _MAX_PATTERNS = 8
 # Which parameters of a unit have a gradient, by position, and what each is reduced in
@@ -70,31 +61,11 @@ _Pattern: TypeAlias = tuple[tuple[int, BucketKey], ...]
 _num_units: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
-@dataclass(frozen=True)
-class DescribedUnit:
-    """A unit as it is when it is described."""
-
-    fqn: str | None  # None before the root's lazy init
-    params: Sequence[FSDPParam]
-    names: tuple[str, ...]  # of the parameters, as seen from the unit
-    fqns: tuple[str, ...]  # and as seen from the model
-    device: torch.device
-    post_forward_mesh_info: FSDPMeshInfo | None
-    gather_world_size: int
-    gather_plan: GatherPlan | None  # None before the first gather
-    # What the sum over all data-parallel ranks is divided by, and how in a bucket
-    divided_by: float
-    divide_factors: Callable[[BucketKey], Factors]
-    comms: tuple[AllGather, ReduceScatter]
-    has_partial_reduces: bool
-    reduce_bucket_cap: ReduceBucketCap | None
-
-
 class UnitAgreement:
-    """Checks that all ranks are about to do the same for one unit."""
+    """Checks that all ranks are about to do the same for one unit's param group."""
 
-    def __init__(self, describe: Callable[[], DescribedUnit]):
-        self._describe = describe
+    def __init__(self, param_group: Any):
+        self._param_group = param_group
         # Whether gathers have been compared, and are not compared again
         self.on_gathers = False
         # By group: the place among its units, from 1 on, in the order of first use
@@ -106,8 +77,7 @@ class UnitAgreement:
     def check_gather(self, group: dist.ProcessGroup, comm: AllGather) -> None:
         """Raises if the ranks of ``group``, about to gather by ``comm``, disagree."""
         if declares(type(comm), "needs_all_ranks"):
-            unit = self._describe()
-            has_compared = self._compare(unit, group, _announce(unit))
+            has_compared = self._compare(group, _announce(self._param_group))
             self.on_gathers = has_compared and not _compares_always()
 
     def check_reduction(
@@ -125,11 +95,7 @@ class UnitAgreement:
         known = self._patterns.setdefault(group, set())
         is_new = pattern not in known and len(known) < _MAX_PATTERNS
         if pattern and (always or is_new):  # else nothing is sent over this group
-            unit = self._describe()
-            mine = _announce(unit, pattern)
-            if always:
-                mine = mine._replace(accumulates=_accumulates(unit, pattern))
-            if not self._compare(unit, group, mine):
+            if not self._compare(group, _announce(self._param_group, pattern)):
                 return
             if is_new:
                 known.add(pattern)
@@ -142,35 +108,34 @@ class UnitAgreement:
         """Adds what a backend does not know to an error in a gather or a reduction."""
         with contextlib.suppress(Exception):  # the error comes first
             pattern = None if buckets is None else _pattern_of(buckets)
-            _add_note(error, _announce(self._describe(), pattern))
+            _add_note(error, _announce(self._param_group, pattern))
 
-    def _compare(
-        self, unit: DescribedUnit, group: dist.ProcessGroup, mine: _Announced
-    ) -> bool:
+    def _compare(self, group: dist.ProcessGroup, mine: _Announced) -> bool:
         """
         Compares the ranks of ``group``: one all-gather of 32 bytes a rank. Returns
         False where nothing was compared that another time would be.
         """
-        if not _has_others(group, unit.device):
+        device = self._param_group.device
+        if not _has_others(group, device):
             return True
-        if _is_traced(unit.params, unit.device):
+        if _is_traced(self._param_group.fsdp_params, device):
             return False
         if group not in self._numbers:
             _num_units[group] = _num_units.get(group, 0) + 1
             self._numbers[group] = _num_units[group]
-        numbered = mine._replace(number=self._numbers[group])
-        by_rank: list[Any] = [numbered] * group.size()
+        mine = mine._replace(number=self._numbers[group])
+        by_rank: list[Any] = [mine] * group.size()
         try:
             # Counters of a user's collectives or memory are not about this
             with torch.no_grad(), _disable_current_modes():
-                digest = torch.frombuffer(numbered.digest(), dtype=torch.uint8)
-                digest = digest.to(unit.device)
+                digest = torch.frombuffer(mine.digest(), dtype=torch.uint8)
+                digest = digest.to(device)
                 digests = digest.new_empty(group.size() * digest.numel())
                 all_gather_single(digests, digest, group=group)
                 rows = digests.cpu().view(group.size(), -1)
                 if bool((rows == rows[0]).all()):
                     return True
-                dist.all_gather_object(by_rank, numbered, group=group)
+                dist.all_gather_object(by_rank, mine, group=group)
         except BaseException as error:
             _add_note(error, mine)
             raise
@@ -186,63 +151,55 @@ class _Announced(NamedTuple):
     """What one rank is about to do for a unit, and with what."""
 
     does: str  # "gathers" or "reduces"
-    params: list[tuple[str, ...]]  # what is so of each, "" where nothing is said
-    unit: str | None  # this and the parameters' FQNs are not compared
-    fqns: tuple[str, ...]
-    number: int = 0  # of the unit, see `UnitAgreement`; 0 outside of comparisons
-    # Of a gather; None before the root's lazy init
-    after_forward: str | None = None
-    # How `set_reduce_bucket_cap` was called for the unit; of a reduction
-    cap: str = ""
-    # Only if ranks are always compared: whether there are gradients of earlier
-    # reductions to add to
-    accumulates: bool | None = None
+    # By key of `_ADVICE`: of the unit or of each parameter, "" where nothing is said
+    said: dict[str, list[str]]
+    # Names, which are not compared
+    unit: str
+    fqns: list[str]
+    # Of the unit, see `UnitAgreement`; 0 outside of comparisons
+    number: int = 0
 
     def digest(self) -> bytearray:
-        compared = repr(self._replace(unit=None, fqns=()))
+        compared = repr((self.does, self.said, self.number))
         return bytearray(hashlib.sha256(compared.encode()).digest())
 
     def __str__(self) -> str:
-        text = f"{self.does} {_unit(self.unit)}"
-        if self.number > 0:
-            text += f" as number {self.number}"
-        if self.accumulates is not None:
-            has = "with" if self.accumulates else "without"
-            text += f", {has} earlier gradients to add to"
-        return text
+        text = f"{self.does} {self.unit}"
+        return f"{text} as number {self.number}" if self.number else text
 
 
 _NO_GRADIENT = "gets no gradient"
 
 
-def _unit(name: str | None) -> str:
-    return f"unit '{name}'" if name else "a unit"
-
-
-def _announce(unit: DescribedUnit, pattern: _Pattern | None = None) -> _Announced:
+def _announce(group: Any, pattern: _Pattern | None = None) -> _Announced:
     """Returns what is known before a gather, or before a reduction with a pattern."""
-    keys, params = dict(pattern or ()), []
-    for i, fsdp_param in enumerate(unit.params):
-        if pattern is None:
-            said = [f"computes in {dtypes_of(fsdp_param).compute}", ""]
-        elif i in keys:
-            said = [f"reduces in {describe_key(keys[i])}", "gets a gradient"]
-        else:
-            said = ["", _NO_GRADIENT]
-        size, placement = tuple(fsdp_param._orig_size), fsdp_param.fsdp_placement
-        params.append((f"has size {size}", f"is sharded as {placement}", *said))
-    name = "(root)" if unit.fqn == "" else unit.fqn
-    if pattern is not None:
-        cap = str(unit.reduce_bucket_cap)
-        return _Announced("reduces", params, name, unit.fqns, cap=cap)
-    after_forward = None if unit.fqn is None else _after_forward(unit)
-    return _Announced("gathers", params, name, unit.fqns, after_forward=after_forward)
+    params, fqn = group.fsdp_params, group._module_fqn
+    said = {
+        "count": [f", which has {len(params)} parameters,"],
+        "size": [f"has size {tuple(p._orig_size)}" for p in params],
+        "placement": [f"is sharded as {p.fsdp_placement}" for p in params],
+    }
+    unit = "a unit" if fqn is None else f"unit '{fqn or '(root)'}'"
+    if pattern is None:
+        said["dtype"] = [f"computes in {dtypes_of(p).compute}" for p in params]
+        said["after forward"] = [_after_forward(group)]
+        return _Announced("gathers", said, unit, fqns_of(group))
+    said["cap"] = [f", with reduce_bucket_cap={group.reduce_bucket_cap},"]
+    said["dtype"], said["gradient"] = [""] * len(params), [_NO_GRADIENT] * len(params)
+    for i, key in pattern:
+        said["dtype"][i] = f"reduces in {describe_key(key)}"
+        said["gradient"][i] = "gets a gradient"
+    if _compares_always():
+        said["microbatch"] = [_microbatch(group, pattern)]
+    return _Announced("reduces", said, unit, fqns_of(group))
 
 
-def _after_forward(unit: DescribedUnit) -> str:
-    if (mesh_info := unit.post_forward_mesh_info) is None:
-        return "stays unsharded after forward"
-    return f"is resharded to {mesh_info.shard_mesh_size} ranks after forward"
+def _after_forward(group: Any) -> str:
+    if group._module_fqn is None:  # nobody has said yet whether it is the root
+        return ""
+    if (mesh_info := group.post_forward_mesh_info) is None:
+        return ", which stays unsharded after forward,"
+    return f", which is resharded to {mesh_info.shard_mesh_size} ranks after forward,"
 
 
 def _pattern_of(buckets: Sequence[ReduceBucket]) -> _Pattern:
@@ -250,14 +207,14 @@ def _pattern_of(buckets: Sequence[ReduceBucket]) -> _Pattern:
     return tuple(sorted(keys.items()))
 
 
-def _accumulates(unit: DescribedUnit, pattern: _Pattern) -> bool | None:
-    """Returns None if this rank has no element to add to, whose gradient may be unset."""
-    if unit.has_partial_reduces:
-        return True
-    for i, _ in pattern:
-        if unit.params[i].sharded_size.numel() > 0:
-            return unit.params[i].sharded_param.grad is not None
-    return None
+def _microbatch(group: Any, pattern: _Pattern) -> str:
+    """Says whether there are gradients of earlier reductions to add to."""
+    added = [group.fsdp_params[i] for i, _ in pattern]
+    # Without an element on this rank, the gradient may be unset
+    held = [p.sharded_param.grad for p in added if p.sharded_size.numel() > 0]
+    if group._reducer.partial_reduces or (held and held[0] is not None):
+        return ", with earlier gradients to add to,"
+    return ", without earlier gradients to add to," if held else ""
 
 
 # Asking the others #
@@ -303,6 +260,18 @@ _GRADIENT_ADVICE = (
     "cannot, call set_reduce_scatter_unused_params(True) on the unit, which reduces "
     "zeros for the others."
 )
+# What may differ, in the order in which it is looked for
+_ADVICE = {
+    "cap": "Every rank must pass the same sizes to set_reduce_bucket_cap.",
+    "count": _SHARDING_ADVICE,
+    "size": _SHARDING_ADVICE,
+    "placement": _SHARDING_ADVICE,
+    "dtype": _DTYPE_ADVICE,
+    "gradient": _GRADIENT_ADVICE,
+    "microbatch": _ORDER_ADVICE,
+    "after forward": _ORDER_ADVICE,
+}
+_OF_PARAMS = ("size", "placement", "dtype", "gradient")
 _HANG_ADVICE = (
     "If no rank has failed before, the others do something else, see what they say "
     f"here. {_SWITCH}=always on all ranks finds where that begins."
@@ -312,11 +281,9 @@ _HANG_ADVICE = (
 def _add_note(error: BaseException, mine: _Announced) -> None:
     if not hasattr(error, "add_note"):  # from Python 3.11 on
         return
-    note = f"This rank {mine}"
-    if mine.does == "reduces":
-        params = zip(mine.fqns, mine.params)
-        missing = [fqn for fqn, said in params if _NO_GRADIENT in said]
-        note += f", and has no gradient of {_listed(missing)}" if missing else ""
+    note, gradients = f"This rank {mine}", mine.said.get("gradient", [])
+    missing = [fqn for fqn, s in zip(mine.fqns, gradients) if s == _NO_GRADIENT]
+    note += f", and has no gradient of {listed(missing)}" if missing else ""
     # Whether a backend says that other ranks did not come, or came with other data
     is_gloos = isinstance(error, RuntimeError) and "gloo" in str(error)
     is_about_ranks = is_gloos or isinstance(error, dist.DistError)
@@ -324,51 +291,33 @@ def _add_note(error: BaseException, mine: _Announced) -> None:
 
 
 def _raise_if_different(by_rank: Mapping[int, _Announced]) -> None:
-    said = by_rank.values()
     drift = "Ranks have drifted apart"
-    if len({(mine.does, mine.number) for mine in said}) > 1:
+    if len({(mine.does, mine.number) for mine in by_rank.values()}) > 1:
         _refuse(drift, [_by_value(by_rank)], _ORDER_ADVICE)
-    unit = _unit(min((mine.unit for mine in said if mine.unit), default=None))
-    caps = {rank: mine.cap for rank, mine in by_rank.items()}
-    if len({*caps.values()}) > 1:
-        title = f"Ranks have called set_reduce_bucket_cap differently for {unit}"
-        _refuse(title, [_by_value(caps)], "Every rank must pass the same sizes.")
-    title = f"Ranks disagree about the parameters of {unit}"
-    counts = {
-        rank: f"the unit has {len(mine.params)} parameters"
-        for rank, mine in by_rank.items()
-    }
-    if len({*counts.values()}) > 1:
-        _refuse(title, [_by_value(counts)], _SHARDING_ADVICE)
-    _refuse(title, _differing(by_rank, 0, 2), _SHARDING_ADVICE)
-    _refuse(title, _differing(by_rank, 2, 3), _DTYPE_ADVICE)
-    title = f"Ranks disagree about the gradients of {unit}"
-    _refuse(title, _differing(by_rank, 3, 4), _GRADIENT_ADVICE)
-    if len({mine.accumulates for mine in said} - {None}) > 1:
-        _refuse(drift, [_by_value(by_rank)], _ORDER_ADVICE)
-    if len({mine.after_forward for mine in said} - {None}) > 1:
-        texts = [f"{mine}, which {mine.after_forward}," for mine in said]
-        _refuse(drift, [_by_value(dict(zip(by_rank, texts)))], _ORDER_ADVICE)
+    # By its name, which comes after "a unit", where any rank knows it
+    unit = max(mine.unit for mine in by_rank.values())
+    fqns = next(iter(by_rank.values())).fqns
+    for what, advice in _ADVICE.items():
+        lines = []
+        columns = zip(*(mine.said.get(what, ()) for mine in by_rank.values()))
+        for i, texts in enumerate(columns):
+            said = {rank: text for rank, text in zip(by_rank, texts) if text}
+            if len({*said.values()}) > 1 and what in _OF_PARAMS:
+                lines.append(f"{fqns[i]}: {_by_value(said)}")
+            elif len({*said.values()}) > 1:
+                whole = {rank: f"{by_rank[rank]}{text}" for rank, text in said.items()}
+                lines.append(_by_value(whole))
+        about = "gradients" if what == "gradient" else "parameters"
+        title = f"Ranks disagree about the {about} of {unit}"
+        _refuse(title if what in _OF_PARAMS else drift, lines, advice)
     # Else one rank does not know yet what comes after forward
 
 
 def _refuse(title: str, lines: Sequence[str], advice: str) -> None:
     if lines:
         off = f"({_SWITCH}=0 on all ranks turns this check off.)"
-        listed = _listed(lines, "\n  ")
-        raise RuntimeError(f"{title}:\n  {listed}\n{advice} {off}")
-
-
-def _differing(by_rank: Mapping[int, _Announced], first: int, last: int) -> list[str]:
-    """Returns a line for each of these statements on a parameter that differs."""
-    lines = []
-    for i, fqn in enumerate(next(iter(by_rank.values())).fqns):
-        for which in range(first, last):
-            texts = {rank: mine.params[i][which] for rank, mine in by_rank.items()}
-            said = {rank: text for rank, text in texts.items() if text}
-            if len({*said.values()}) > 1:
-                lines.append(f"{fqn}: {_by_value(said)}")
-    return lines
+        lines = listed(lines, "\n  ")
+        raise RuntimeError(f"{title}:\n  {lines}\n{advice} {off}")
 
 
 def _by_value(said: Mapping[int, object]) -> str:
@@ -380,10 +329,3 @@ def _by_value(said: Mapping[int, object]) -> str:
         f"{text} on {'ranks' if len(of) > 1 else 'rank'} {', '.join(of)}"
         for text, of in ranks.items()
     )
-
-
-def _listed(texts: Sequence[str], separator: str = ", ") -> str:
-    more = len(texts) - _MAX_LISTED
-    if more > 0:
-        texts = [*texts[:_MAX_LISTED], f"and {more} more"]
-    return separator.join(texts)

@@ -14,8 +14,10 @@ import contextlib
 import functools
 import math
 import numbers
-from collections.abc import Callable, Collection, Sequence
-from itertools import chain, islice
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,10 +31,7 @@ from ._fsdp_policies import is_reducible
 
 
 def _keeps_error(explain: Callable[..., str | None]) -> Callable[..., Exception]:
-    """
-    Makes a function that is given an error, and says what is wrong, return the error
-    with that in front.
-    """
+    """Makes a function that says what an error is about return an error that says so."""
 
     @functools.wraps(explain)
     def explain_error(error: Exception, /, *args: Any) -> Exception:
@@ -40,9 +39,6 @@ def _keeps_error(explain: Callable[..., str | None]) -> Callable[..., Exception]
             return error  # it is made of more than a message
         with contextlib.suppress(Exception):
             if (message := explain(error, *args)) is not None:
-                # Of a mesh without names, the release says only that a value is None
-                if not str(error).startswith("Invariant encountered"):
-                    message += f": {error}"
                 explained = type(error)(message)
                 explained.__cause__ = error
                 return explained
@@ -51,8 +47,22 @@ def _keeps_error(explain: Callable[..., str | None]) -> Callable[..., Exception]
     return explain_error
 
 
+def listed(texts: Sequence[str], separator: str = ", ", limit: int = 8) -> str:
+    """Joins the first of some texts, and says how many more there are."""
+    more = [f"and {len(texts) - limit} more"] if len(texts) > limit else []
+    return separator.join([*texts[:limit], *more])
+
+
+def warn_user(message: str) -> None:
+    """Warns at the line outside of torch that has led here."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back and frame.f_globals["__name__"].partition(".")[0] == "torch":
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
+
+
 def _names(*fsdp_params: FSDPParam) -> str:
-    return ", ".join(p._param_fqn or p._module_info.param_name for p in fsdp_params)
+    return listed([p._param_fqn or p._module_info.param_name for p in fsdp_params])
 
 
 def _has_fractions(dtype: torch.dtype) -> bool:
@@ -62,75 +72,69 @@ def _has_fractions(dtype: torch.dtype) -> bool:
 # Settings #
 
 
-def check_mp_policy(policy: Any, unit_name: str) -> None:
-    if not isinstance(policy, MixedPrecisionPolicy):
-        raise TypeError(
-            f"mp_policy of unit '{unit_name}' must be a MixedPrecisionPolicy, but it "
-            f"is {policy!r}: pass MixedPrecisionPolicy(param_dtype=...), or leave it out"
-        )
-
-
-def check_offload_policy(policy: Any, unit_name: str) -> None:
-    # None has always meant not to offload
-    if policy is not None and not isinstance(policy, OffloadPolicy):
-        raise TypeError(
-            f"offload_policy of unit '{unit_name}' must be an OffloadPolicy, but it is "
-            f"{policy!r}: pass CPUOffloadPolicy(), or leave it out"
-        )
-
-
-def _check_comm(kind: type, comm: Any, unit_name: str) -> None:
-    kinds = (AllGather, ReduceScatter)
-    is_other = isinstance(comm, kinds) and not isinstance(comm, kind)
+def _is_comm(kind: type, comm: Any) -> bool:
+    is_other = isinstance(comm, AllGather | ReduceScatter) and not isinstance(
+        comm, kind
+    )
     is_object = callable(comm) and not isinstance(comm, type)
-    if is_other or not is_object or not callable(getattr(comm, "allocate", None)):
-        name = "all_gather" if kind is AllGather else "reduce_scatter"
-        raise TypeError(
-            f"set_custom_{name} of unit '{unit_name}' got {comm!r}: pass an object that "
-            f"has allocate and __call__ as {kind.__name__} has them"
-        )
+    return is_object and not is_other and callable(getattr(comm, "allocate", None))
 
 
-check_all_gather_comm = functools.partial(_check_comm, AllGather)
-check_reduce_scatter_comm = functools.partial(_check_comm, ReduceScatter)
+def _is_number(value: Any) -> bool:
+    is_scalar = isinstance(value, torch.Tensor) and value.dim() == 0
+    return is_scalar or isinstance(value, numbers.Real)
 
 
-def check_all_reduce_hook(hook: Any, unit_name: str) -> None:
-    if hook is not None and not callable(hook):
-        raise TypeError(
-            f"set_all_reduce_hook of unit '{unit_name}' got {hook!r}: pass a function of "
-            "the reduced buffer"
-        )
+# By the attribute of a unit's param group: whether a value is right, and what is said of
+# one that is not
+_SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "mp_policy": (
+        lambda policy: isinstance(policy, MixedPrecisionPolicy),
+        "mp_policy of unit '{}' is {!r}: pass a MixedPrecisionPolicy, or leave it out",
+    ),
+    "offload_policy": (  # None has always meant not to offload
+        lambda policy: policy is None or isinstance(policy, OffloadPolicy),
+        "offload_policy of unit '{}' is {!r}: pass CPUOffloadPolicy(), or leave it out",
+    ),
+    "_all_gather_comm": (
+        lambda comm: _is_comm(AllGather, comm),
+        "set_custom_all_gather of unit '{}' got {!r}: pass an object that has allocate "
+        "and __call__ as AllGather has them",
+    ),
+    "_reduce_scatter_comm": (
+        lambda comm: _is_comm(ReduceScatter, comm),
+        "set_custom_reduce_scatter of unit '{}' got {!r}: pass an object that has "
+        "allocate and __call__ as ReduceScatter has them",
+    ),
+    "_all_reduce_hook": (
+        lambda hook: hook is None or callable(hook),
+        "set_all_reduce_hook of unit '{}' got {!r}: pass a function of the reduced buffer",
+    ),
+    "gradient_divide_factor": (
+        lambda x: x is None or (_is_number(x) and math.isfinite(x) and x != 0),
+        "set_gradient_divide_factor of unit '{}' got {!r}: pass a finite number other "
+        "than 0",
+    ),
+}
 
 
-def check_divide_factor(factor: Any, unit_name: str) -> None:
-    if factor is None:
-        return
-    setter = f"set_gradient_divide_factor of unit '{unit_name}'"
-    is_scalar = isinstance(factor, torch.Tensor) and factor.dim() == 0
-    if not is_scalar and not isinstance(factor, numbers.Real):
-        raise TypeError(f"{setter} got {factor!r}: pass a number to divide by")
-    if not math.isfinite(factor) or factor == 0:
-        raise ValueError(f"{setter} got {factor!r}: pass a finite number other than 0")
-
-
-def check_is_module(module: Any, function: str) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"{function} expects a module first, but got {module!r}")
-
-
-def check_has_units(module: nn.Module, units: Collection, function: str) -> None:
-    if not units:
-        raise ValueError(
-            f"{function} found no unit in {type(module).__name__}: call fully_shard or "
-            "replicate on it, or on modules in it, first"
-        )
+def check_setting(name: str, value: Any, unit_name: str) -> None:
+    """Raises if a unit's setting cannot have this value."""
+    is_right, message = _SETTINGS[name]
+    if not is_right(value):
+        is_factor = name == "gradient_divide_factor" and _is_number(value)
+        kind = ValueError if is_factor else TypeError
+        raise kind(message.format(unit_name, value))
 
 
 # Parameters #
 
 
 _PINNING_ADVICE = "Without an accelerator use CPUOffloadPolicy(pin_memory=False)"
+_PLACEMENT_ADVICE = (
+    "shard_placement_fn must return Shard of a dim that it has, which must divide by the "
+    "ranks unless it is dim 0"
+)
 
 
 def _is_of_pinning(error: Exception) -> bool:
@@ -148,24 +152,20 @@ def explain_sharding(
     error: Exception, param: nn.Parameter, name: str, arguments: dict[str, Any]
 ) -> str:
     """``arguments`` are the other ones of the ``FSDPParam`` that was to be made."""
-    placement_fix = (
-        "shard_placement_fn must return Shard of a dim that it has, which must divide "
-        "by the ranks unless it is dim 0"
-    )
     if param.layout != torch.strided or param.is_quantized:
         fix = (
-            "Only dense parameters can be: call to_dense() or dequantize() on it "
-            "first, or put it in ignored_params"
+            "Only dense parameters can be: call to_dense() or dequantize() on it first, "
+            "or put it in ignored_params"
         )
     elif _is_of_pinning(error):
         fix = _PINNING_ADVICE
     elif "uneven sharding on dim" in str(error) or "Shard dim" in str(error):
-        fix = placement_fix  # also of a DTensor
+        fix = _PLACEMENT_ADVICE  # also of a DTensor
     elif isinstance(param, DTensor) and "non-contiguous" not in str(error):
         fix = (
-            "It is a DTensor already: call fully_shard on children before their "
-            "parents. If it is meant to be one, let its mesh and FSDP's have named "
-            "dims that do not overlap, or name FSDP's in dp_mesh_dims"
+            "It is a DTensor already. If its module's parent was sharded first, call "
+            "fully_shard on children before their parents. If tensor parallelism made it "
+            "one, let FSDP's mesh have other, named dims, or name FSDP's in dp_mesh_dims"
         )
     elif type(param).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         fix = (
@@ -177,10 +177,13 @@ def explain_sharding(
     elif not param.is_contiguous():
         fix = "Make it contiguous first: nn.Parameter(param.detach().contiguous())"
     elif arguments["shard_placement_fn"] is not None:
-        fix = placement_fix
+        fix = _PLACEMENT_ADVICE
     else:
         fix = "Fix it, or put it in ignored_params"
-    return f"Parameter {name} cannot be sharded. {fix}"
+    message = f"Parameter {name} cannot be sharded. {fix}"
+    # Of a mesh without names, the release says only that a value is None
+    is_clear = not str(error).startswith("Invariant encountered")
+    return f"{message}: {error}" if is_clear else message
 
 
 def check_param(fsdp_param: FSDPParam, name: str) -> None:
@@ -210,7 +213,7 @@ def explain_registered(error: Exception, fsdp_param: FSDPParam, name: str) -> st
     if wrong := _find_wrong_registration(fsdp_param, name):
         return wrong
     fix = f". {_PINNING_ADVICE}" if _is_of_pinning(error) else ""
-    return f"{name} cannot be taken as it is registered{fix}"
+    return f"{name} cannot be taken as it is registered{fix}: {error}"
 
 
 def _find_wrong_registration(fsdp_param: FSDPParam, name: str) -> str | None:
@@ -261,7 +264,10 @@ def _find_wrong_registration(fsdp_param: FSDPParam, name: str) -> str | None:
 
 @_keeps_error
 def explain_extension(
-    error: Exception, fsdp_param: FSDPParam, method: str
+    error: Exception,
+    fsdp_param: FSDPParam,
+    method: str,
+    returns: str = "((contiguous tensor, ...), metadata)",
 ) -> str | None:
     name = _names(fsdp_param)
     if not hasattr(fsdp_param._sharded_local_tensor, "fsdp_pre_all_gather"):
@@ -271,29 +277,21 @@ def explain_extension(
             f"{name} became a tensor that has fsdp_pre_all_gather after it was sharded "
             "as a plain one: replace it before the first forward"
         )
-    returned = "(tensor, (tensor to free, ...))"
-    if method == "fsdp_pre_all_gather":
-        returned = "((contiguous tensor, ...), metadata)"
-    return f"{method} of {name} failed, or did not return {returned}"
+    return f"{method} of {name} failed, or did not return {returns}: {error}"
 
 
-@_keeps_error
 def explain_copy_in(
     error: Exception,
     fsdp_params: Sequence[FSDPParam],
     tensors: Sequence[torch.Tensor],
     numels: Sequence[Sequence[int]],
-) -> str | None:
-    rest = iter(tensors)
-    for fsdp_param, own_numels in zip(fsdp_params, numels):
-        device, own = fsdp_param.device, [*islice(rest, len(own_numels))]
-        is_here = all(tensor.device.type == device.type for tensor in own)
-        if not is_here and hasattr(fsdp_param, "_extensions_data"):
-            return (
-                f"fsdp_pre_all_gather of {_names(fsdp_param)} failed, or did not return "
-                f"tensors on {device}"
-            )
-    return None
+) -> Exception:
+    owners = chain.from_iterable([p] * len(n) for p, n in zip(fsdp_params, numels))
+    for fsdp_param, tensor in zip(owners, tensors):
+        if tensor.device.type != fsdp_param.device.type:
+            returns = f"tensors on {fsdp_param.device}"
+            return explain_extension(error, fsdp_param, "fsdp_pre_all_gather", returns)
+    return error
 
 
 # Reductions #
@@ -308,7 +306,8 @@ def explain_all_to_all(
     return (
         f"The gradients of {_names(*fsdp_params)} are sent in {' and '.join(dtypes)} "
         "(grad_comm_dtype) by all_to_all_single, which failed. Use a backend that has "
-        f"it for {device.type} if this one does not, or leave grad_comm_dtype out"
+        f"it for {device.type} if this one does not, or leave grad_comm_dtype out: "
+        f"{error}"
     )
 
 
@@ -327,7 +326,8 @@ def explain_reduction(
     if not _has_fractions(bucket.dtype) or not is_reducible(bucket.dtype, device):
         return (
             f"The gradients of {_names(*fsdp_params)} cannot be averaged in {bucket.dtype} "
-            f"on {device}. Set reduce_dtype to torch.float32 for them, or do not train them"
+            f"on {device}. Set reduce_dtype to torch.float32 for them, or do not train "
+            f"them: {error}"
         )
     for fsdp_param, slot in zip(fsdp_params, bucket.slots):
         grad_dtype = slot.grad_dtype or bucket.dtype

@@ -142,7 +142,10 @@ def _init_unsharded_param(fsdp_param: FSDPParam, is_first: bool) -> None:
         fsdp_param.init_unsharded_param()
         if is_first and _has_extension(fsdp_param):
             # Nothing looks later at what an extension has returned
-            param, inner = fsdp_param._unsharded_param, fsdp_param._unsharded_inner_tensors
+            param, inner = (
+                fsdp_param._unsharded_param,
+                fsdp_param._unsharded_inner_tensors,
+            )
             if param.device.type != fsdp_param.device.type:
                 raise ValueError(
                     f"the tensor is on {param.device}, not {fsdp_param.device}"

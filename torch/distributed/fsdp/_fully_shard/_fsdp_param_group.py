@@ -34,12 +34,10 @@ the root drops the last of them at the end of its forward.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter, ne
-from typing import Any, cast, Literal
+from typing import Any, Literal
 from typing_extensions import TypeVarTuple, Unpack
 
 import torch
@@ -57,7 +55,8 @@ from torch.profiler import record_function
 
 from . import _fsdp_host as host
 from . import _fsdp_reduce
-from ._fsdp_agreement import DescribedUnit, UnitAgreement
+from . import _fsdp_registrations as registrations
+from ._fsdp_agreement import UnitAgreement
 from ._fsdp_api import (
     AllGather,
     CPUOffloadPolicy,  # noqa: F401  (as in the release)
@@ -103,14 +102,7 @@ from ._fsdp_context import (
     FSDPCommContext,
     ReduceScatterState,  # noqa: F401  (as in the release)
 )
-from ._fsdp_errors import (
-    check_all_gather_comm,
-    check_all_reduce_hook,
-    check_divide_factor,
-    check_mp_policy,
-    check_offload_policy,
-    check_reduce_scatter_comm,
-)
+from ._fsdp_errors import check_setting, warn_user
 from ._fsdp_host import _dynamo_disable, FOLLOWS_GRAD_DTYPE, not_type_checked
 from ._fsdp_layout import dtypes_of, ReduceBucket, ReduceBucketCap
 from ._fsdp_param import (
@@ -121,13 +113,7 @@ from ._fsdp_param import (
 from ._fsdp_param_cache import ParamGroupCache
 from ._fsdp_policies import resolve_all
 from ._fsdp_reduce import GradReducer
-from ._fsdp_registrations import (
-    _get_param_module_infos,
-    get_param_names,
-    ParamRegistrations,
-    shard_params,
-)
-from ._fsdp_scaling import get_divide_factors
+from ._fsdp_registrations import _get_param_module_infos, fqns_of
 from ._fsdp_summary import log_layout
 
 
@@ -182,36 +168,23 @@ def _warn_if_written(group: FSDPParamGroup) -> None:
     versions = zip(group._param_versions, group._cache.get_versions(), _WRITTEN)
     for last, now, what in versions:
         if last != now:
-            fqns = group._registrations.fqns()
-            fqn = next(fqn for fqn, *both in zip(fqns, last, now) if ne(*both))
+            fqn = fqns_of(group)[[*map(ne, last, now)].index(True)]
             group._param_versions, group._has_warned_of_versions = None, True
-            warnings.warn(
-                f"Parameter {fqn} of unit '{group._unit_name}' {what}", stacklevel=3
-            )
+            warn_user(f"Parameter {fqn} of unit '{group._unit_name}' {what}")
             return
 
 
-class _Checked:
-    """
-    A setting that is checked when it is assigned. It has no ``__get__``: reading finds
-    the value on the instance, and runs no Python.
-    """
+def _checked(name: str) -> Any:
+    """Returns a property that checks what it is set to. Reading runs no Python."""
+    attribute = f"_value_of_{name.lstrip('_')}"
 
-    def __init__(
-        self,
-        check: Callable[[Any, str], None],
-        check_fits: Callable[[FSDPParamGroup, Any], None] | None = None,
-    ):
-        self._check, self._check_fits = check, check_fits
+    def set_value(group: FSDPParamGroup, value: Any) -> None:
+        check_setting(name, value, group._unit_name)
+        if name == "_reduce_scatter_comm":
+            _check_can_exchange(group, type(value))
+        setattr(group, attribute, value)
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __set__(self, group: FSDPParamGroup, value: Any) -> None:
-        self._check(value, group._unit_name)
-        if self._check_fits is not None:
-            self._check_fits(group, value)
-        group.__dict__[self._name] = value
+    return property(attrgetter(attribute), set_value)
 
 
 def _check_can_exchange(group: FSDPParamGroup, kind: type) -> None:
@@ -220,11 +193,10 @@ def _check_can_exchange(group: FSDPParamGroup, kind: type) -> None:
         return
     for fsdp_param in group.fsdp_params:
         if (dtype := dtypes_of(fsdp_param).comm) is not None:
-            fqn = group._registrations.fqn(fsdp_param)
             raise ValueError(
                 f"{kind.__name__} of unit '{group._unit_name}' cannot reduce "
-                f"{fqn}, which is sent in {dtype} (grad_comm_dtype) and "
-                "summed on the receiving rank: give the class a method "
+                f"{fqns_of(group, fsdp_param)[0]}, which is sent in {dtype} "
+                "(grad_comm_dtype) and summed on the receiving rank: give it a method "
                 "exchange(output_tensor, input_tensor, group) that does as "
                 "torch.distributed.all_to_all_single, or leave grad_comm_dtype out"
             )
@@ -345,17 +317,11 @@ class FSDPParamGroup(_Meshes, PluginNames):
 
     # Settings #
     # Replaces the number of data-parallel ranks
-    gradient_divide_factor = cast("float | None", _Checked(check_divide_factor))
-    _all_gather_comm = cast(AllGather, _Checked(check_all_gather_comm))
-    _reduce_scatter_comm = cast(
-        ReduceScatter,
-        _Checked(
-            check_reduce_scatter_comm,
-            lambda group, comm: _check_can_exchange(group, type(comm)),
-        ),
-    )
-    _all_reduce_hook = cast(
-        "Callable[[torch.Tensor], None] | None", _Checked(check_all_reduce_hook)
+    gradient_divide_factor: float | None = _checked("gradient_divide_factor")
+    _all_gather_comm: AllGather = _checked("_all_gather_comm")
+    _reduce_scatter_comm: ReduceScatter = _checked("_reduce_scatter_comm")
+    _all_reduce_hook: Callable[[torch.Tensor], None] | None = _checked(
+        "_all_reduce_hook"
     )
     # Of the hook without native HSDP. Users may set it before lazy init.
     _all_reduce_hook_stream: torch.Stream | None = None
@@ -419,27 +385,23 @@ class FSDPParamGroup(_Meshes, PluginNames):
         self.modules = modules  # a reference cycle of one lifetime
         if _get_module_state(modules[0]) is not None:
             # Users call `fully_shard`, which has set it. Who builds a group passes None.
-            check_offload_policy(offload_policy, self._unit_name)
-            check_mp_policy(mp_policy, self._unit_name)
+            check_setting("offload_policy", offload_policy, self._unit_name)
+            check_setting("mp_policy", mp_policy, self._unit_name)
         self.mesh_info, self.post_forward_mesh_info = mesh_info, post_forward_mesh_info
         self.device, self.device_handle = device, _get_device_handle(device.type)
         self.mp_policy, self.offload_policy = mp_policy, offload_policy
-        # Not checked: there are no parameters yet that they must fit
-        vars(self).update(
-            gradient_divide_factor=None,
-            _all_gather_comm=DefaultAllGather(),
-            _reduce_scatter_comm=DefaultReduceScatter(),
-            _all_reduce_hook=None,
-        )
+        self.gradient_divide_factor = self._all_reduce_hook = None
+        self._all_gather_comm = DefaultAllGather()
+        self._reduce_scatter_comm = DefaultReduceScatter()
         infos = _get_param_module_infos(params, modules)
-        names = get_param_names(infos, modules)
+        names = registrations.get_param_names(infos, modules)
         # All of them before any is sharded, while they are as users know them
         policies, is_final = resolve_all(
             mp_policy or MixedPrecisionPolicy(), params, names, device
         )
         # None: to be resolved again when the root has named the parameters
         self._resolved_policy = mp_policy if is_final else None
-        fsdp_params = shard_params(
+        fsdp_params = registrations.shard_params(
             params,
             infos,
             names,
@@ -451,9 +413,12 @@ class FSDPParamGroup(_Meshes, PluginNames):
             offload_policy=offload_policy,
         )
         self._cache = ParamGroupCache(fsdp_params)
-        self._registrations = ParamRegistrations(
-            modules, self._cache, lambda: self._module_fqn
-        )
+        # Before 2.15: the `grad_dtype` that users have set, and on which local tensor
+        self._grad_dtypes: dict[FSDPParam, tuple[torch.Tensor, torch.dtype | None]] = {}
+        registrations.keep_grad_dtypes(self)
+        registrations.watch_loads(self)
+        own_params = registrations.get_own_params(modules)
+        self._first_places = {(id(module), name) for module, name, _ in own_params}
         # Handles of hooks, by module
         self._module_to_pre_save_state_dict_hook_handle: dict[nn.Module, Any] = {}
         self._module_to_pre_load_state_dict_hook_handle: dict[nn.Module, Any] = {}
@@ -463,17 +428,16 @@ class FSDPParamGroup(_Meshes, PluginNames):
         # Groups to gather when this one's backward is over (`BACKWARD_POST`)
         self._to_prefetch_late: list[FSDPParamGroup] = []
         self._reducer = GradReducer(self)
-        self._agreement = UnitAgreement(self._describe)
+        self._agreement = UnitAgreement(self)
 
-    def _set_params(self, params: Sequence[FSDPParam]) -> None:
+    @property
+    def fsdp_params(self) -> ParamGroupCache:
+        return self._cache
+
+    @fsdp_params.setter
+    def fsdp_params(self, params: Sequence[FSDPParam]) -> None:  # by plugins
         self._cache = ParamGroupCache(params)
-        self._registrations.set_cache(self._cache)
         self._param_versions = None
-
-    # Plugins may assign it; a getter in C for the hot path
-    fsdp_params: ParamGroupCache = cast(
-        ParamGroupCache, property(attrgetter("_cache"), _set_params)
-    )
 
     # Lazy init #
     def lazy_init(self):
@@ -483,15 +447,15 @@ class FSDPParamGroup(_Meshes, PluginNames):
             self.comm_ctx.device_handle = _get_device_handle(self.device.type)
         is_first = self.is_sharded and not self._reset_sharded_params
         if is_first:
-            self._registrations.reset_sharded_params()
+            registrations.reset_sharded_params(self)
             self._reset_sharded_params = True
             if self._param_group_index == 0:
-                self._registrations.warn_of_late_params()
+                registrations.warn_of_late_params(self)
         self._validate_reduce_scatter_max_input_buffers()
         self._init_dtypes()
         self._register_state_dict_hooks()
         if is_first:
-            log_layout(self._describe)
+            log_layout(self)
 
     def _init_dtypes(self) -> None:
         """Reads the policy and the parameters' dtypes where any of them has changed."""
@@ -500,11 +464,10 @@ class FSDPParamGroup(_Meshes, PluginNames):
         if self._has_read_dtypes and not has_changed and not self._replaces_init_dtypes:
             return
         self._has_read_dtypes = False  # if any of this fails
-        self._registrations.check_materialized(self.offload_policy)
+        registrations.check_materialized(self)
         if not is_same_policy:
-            check_mp_policy(self.mp_policy, self._unit_name)
-            fqns = self._registrations.fqns()
-            self._resolve_policies(fqns, self._module_fqn is not None)
+            check_setting("mp_policy", self.mp_policy, self._unit_name)
+            self._resolve_policies(fqns_of(self), self._module_fqn is not None)
             self._resolved_policy = self.mp_policy
             _check_can_exchange(self, type(self._reduce_scatter_comm))
         self._call_init_mp_dtypes()
@@ -512,7 +475,7 @@ class FSDPParamGroup(_Meshes, PluginNames):
             if not fsdp_param.orig_dtype.is_floating_point:
                 # Autograd would cut complex gradients to it (2.15), see `reduce_dtype_of`
                 fsdp_param.reduce_dtype = None
-        self._registrations.keep_grad_dtypes()
+        registrations.keep_grad_dtypes(self)
         self._cache.upcast_by_autograd = [
             fsdp_param
             for fsdp_param in self.fsdp_params
@@ -624,7 +587,7 @@ class FSDPParamGroup(_Meshes, PluginNames):
         try:
             with self._range("FSDP::all_gather"):
                 self._all_gather_result = foreach_all_gather(
-                    self.fsdp_params,
+                    self._cache.fsdp_params,
                     group,
                     async_op,
                     *streams,
@@ -695,7 +658,7 @@ class FSDPParamGroup(_Meshes, PluginNames):
         """Frees the unsharded parameters, or shards them to the smaller mesh."""
         if self._training_state is TrainingState.IDLE:
             # Users' call, or `nn.Module._apply`, after which it cannot be seen
-            self._registrations.keep_grad_dtypes()
+            registrations.keep_grad_dtypes(self)
             _warn_if_written(self)
         after_forward = self._training_state == TrainingState.FORWARD
         if after_forward and self._use_post_forward_mesh:
@@ -725,7 +688,7 @@ class FSDPParamGroup(_Meshes, PluginNames):
             if is_first_module:
                 _warn_if_written(self)
             self._unshard_now()
-            host.restore_spmd_types(self.fsdp_params)
+            host.restore_spmd_types(self._cache.fsdp_params)
             if is_first_module:
                 args, kwargs = self._register_post_backward_hook(args, kwargs)
             return args, kwargs
@@ -985,31 +948,6 @@ class FSDPParamGroup(_Meshes, PluginNames):
         return f"FSDPParamGroup(fqn={self._module_fqn})"
 
     # Errors #
-    def _describe(self) -> DescribedUnit:
-        gather_group = self._gather_group
-        return DescribedUnit(
-            fqn=self._module_fqn,
-            params=self.fsdp_params,
-            names=tuple(self._registrations.names.values()),
-            fqns=tuple(self._registrations.fqns()),
-            device=self.device,
-            post_forward_mesh_info=self.post_forward_mesh_info,
-            gather_world_size=1 if gather_group is None else gather_group.size(),
-            gather_plan=self._cache.gather_plan,
-            divided_by=self.gradient_divide_factor or self.mesh_info.mesh.size(),
-            divide_factors=functools.partial(
-                get_divide_factors,
-                reduce_scatter_group=self._reduce_scatter_group,
-                all_reduce_group=self._all_reduce_group,
-                device_type=self.device.type,
-                factor=self.gradient_divide_factor,
-                force_sum_reduction_for_comms=self.force_sum_reduction_for_comms,
-            ),
-            comms=(self._all_gather_comm, self._reduce_scatter_comm),
-            has_partial_reduces=bool(self._reducer.partial_reduces),
-            reduce_bucket_cap=self.reduce_bucket_cap,
-        )
-
     def _clean_up(
         self,
         error: BaseException,

@@ -5,25 +5,11 @@ backward, and which of their reductions are joined.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch.nn as nn
 from torch.distributed.fsdp.api import BackwardPrefetch
 
-from ._fsdp_errors import check_has_units, check_is_module
 from ._fsdp_layout import ReduceBucketCap
-from ._fully_shard import FSDPModule
-
-
-def _groups_of(module: nn.Module, recurse: bool, setter: str) -> Iterator[Any]:
-    """Yields the param groups of a module's units."""
-    check_is_module(module, setter)
-    modules = [*module.modules()] if recurse else [module]
-    units = [module for module in modules if isinstance(module, FSDPModule)]
-    check_has_units(module, units, setter)
-    for unit in units:
-        yield from unit._get_fsdp_state()._fsdp_param_groups
+from ._fsdp_registrations import groups_of
 
 
 def set_backward_prefetch(
@@ -60,7 +46,7 @@ def set_backward_prefetch(
             "set_backward_prefetch expects BackwardPrefetch.BACKWARD_PRE, "
             f"BackwardPrefetch.BACKWARD_POST or None, but got {backward_prefetch!r}"
         )
-    for group in _groups_of(module, recurse, "set_backward_prefetch"):
+    for group in groups_of(module, "set_backward_prefetch", recurse):
         group.backward_prefetch = backward_prefetch
 
 
@@ -72,24 +58,21 @@ def set_reduce_bucket_cap(
     recurse: bool = True,
 ) -> None:
     """
-    Lets small reductions of several units travel together. A reduce-scatter of a few KiB
-    costs its latency and nothing else, which grows with the number of ranks. With a cap,
-    gradients of a unit whose reduce-scatter would take at most ``small_kb`` wait. They
-    are reduced with those of other units, one reduce-scatter (and one all-reduce over
-    replicas) for each reduce dtype, when they have come to ``bucket_cap_mb``, as in DDP,
-    and at the end of backward. Off by default.
+    Joins small reductions of several units. A reduce-scatter of a few KiB takes as long
+    as its latency, which grows with the number of ranks. With a cap, gradients of a unit
+    whose reduce-scatter would take at most ``small_kb`` wait. They are reduced with those
+    of other units, in one reduce-scatter (and one all-reduce over replicas) for each
+    reduce dtype, once they come to ``bucket_cap_mb``, as in DDP, and at the end of
+    backward. Off by default. All ranks must set the same.
 
-    What changes: the gradients that wait stay in memory. Sharded gradients come, and
-    their post-accumulate-grad hooks run, when they are reduced. A backend may add in
-    another order, as the position of an element in the buffer is another one: with more
-    than two ranks, sums may round otherwise (not with ``grad_comm_dtype``).
+    The gradients that wait stay in memory. Sharded gradients are set, and their
+    post-accumulate-grad hooks run, when they are reduced. With more than two ranks, sums
+    may round differently, as a backend may add in another order elsewhere in a buffer
+    (not with ``grad_comm_dtype``).
 
     Units with different process groups, divide factors or dtypes are not joined. Units
-    do not wait that have a custom reduce-scatter, an all-reduce hook, memory from the
-    process group or symmetric memory, or an all-reduce that is deferred or completes
-    deferred ones.
-
-    All ranks must set the same.
+    with a custom reduce-scatter, an all-reduce hook, memory from the process group or
+    symmetric memory do not wait, nor if an all-reduce is deferred or completed.
 
     Args:
         module (nn.Module): A module with units in it.
@@ -110,5 +93,5 @@ def set_reduce_bucket_cap(
     cap = None
     if bucket_cap_mb is not None:
         cap = ReduceBucketCap(int(small_kb * 2**10), int(bucket_cap_mb * 2**20))
-    for group in _groups_of(module, recurse, "set_reduce_bucket_cap"):
+    for group in groups_of(module, "set_reduce_bucket_cap", recurse):
         group.reduce_bucket_cap = cap

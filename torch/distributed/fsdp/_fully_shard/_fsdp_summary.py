@@ -6,28 +6,19 @@ stored, computed with and reduced in which dtype, and the bytes that this sends.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ._fsdp_agreement import DescribedUnit
+from . import _fsdp_layout as layouts
 from ._fsdp_comms import declares
-from ._fsdp_errors import check_has_units, check_is_module
-from ._fsdp_layout import (
-    bucket_sort_key,
-    describe_key,
-    dtype_sort_key,
-    dtypes_of,
-    is_mixed,
-    plan_buckets,
-    ReduceBucket,
-    ReduceSlot,
-)
-from ._fsdp_param_cache import GatherPlan
+from ._fsdp_registrations import get_param_names, groups_of
+from ._fsdp_scaling import get_divide_factors
 
 
 # A logger of its own, so that tables can be turned off apart from the steps
@@ -35,77 +26,59 @@ _logger = logging.getLogger("torch.distributed.fsdp.fully_shard.layout")
 
 
 @dataclass(frozen=True)
-class ParamsSummary:
-    """Parameters of a unit that have all of their dtypes in common."""
+class LayoutRow:
+    """
+    Parameters of a unit that have all of their dtypes in common. The last row of each
+    unit sums up the others: it has no names, dtypes or divide factors.
+    """
 
+    unit: str
     names: tuple[str, ...]  # as seen from the unit
     numel: int
-    # Their part of the buffers, over all ranks. None before the first gather of an
-    # extension tensor
+    # In the collectives' larger buffers over all ranks, in the last row with padding.
+    # None before the first gather of an extension tensor
     gathered_nbytes: int | None
     reduced_nbytes: int
-    stored_dtype: torch.dtype
-    compute_dtype: torch.dtype
-    # Which reduce-scatter they share, None if they are frozen
-    reduce_dtype: torch.dtype | None
-    grad_dtype: torch.dtype | None
-    # What gradients are cast to before the unit sends them, None if to the reduce dtype
-    comm_dtype: torch.dtype | None
-    # Of the tensors in a tensor subclass, which itself is of stored_dtype
-    inner_dtypes: tuple[torch.dtype, ...]
-
-
-@dataclass(frozen=True)
-class BucketSummary:
-    """One reduction of a unit."""
-
-    dtype: torch.dtype
-    # Of its input, with padding: the gradients of one rank for all of them
-    nbytes: int
-    # What the sum over all ranks is divided by; and before and after the sum, unless
-    # the collective divides
-    divided_by: float
-    before: float | None
-    after: float | None
-    comm_dtype: torch.dtype | None  # as above
-
-
-@dataclass(frozen=True)
-class UnitSummary:
-    """What one unit gathers at once, and reduces in one collective for each dtype."""
-
-    name: str
-    params: tuple[ParamsSummary, ...]
-    # Of the all-gather's output, with padding
-    gathered_nbytes: int | None
-    buckets: tuple[BucketSummary, ...]
-    # Over how many ranks it is sharded. Between replicas, sums are sent in the reduce
-    # dtype whatever the comm dtype
     shard_world_size: int
-    # Classes of custom collectives before which its ranks are not compared
-    uncompared: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return _table([self])
+    stored_dtypes: tuple[torch.dtype, ...] = ()  # of a subclass those that it holds
+    compute_dtype: torch.dtype | None = None
+    # Rows with the same reduce and comm dtype share a reduction. None if frozen
+    reduce_dtype: torch.dtype | None = None
+    grad_dtype: torch.dtype | None = None
+    comm_dtype: torch.dtype | None = None  # None if it is the reduce dtype
+    # What the sum over all ranks is divided by; and before and after the sum, None if
+    # the collective divides
+    divided_by: float | None = None
+    before: float | None = None
+    after: float | None = None
 
 
 @dataclass(frozen=True)
 class LayoutSummary:
     """All units of a model, in the order of its modules; prints as a table."""
 
-    units: tuple[UnitSummary, ...]
+    rows: tuple[LayoutRow, ...]
+    # (unit, class) of each custom collective before which ranks are not compared
+    uncompared: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
-        return _table(self.units)
+        lines = _table(self.rows)
+        for kind in dict.fromkeys(kind for _, kind in self.uncompared):
+            units = ", ".join(unit for unit, other in self.uncompared if other == kind)
+            lines.append(
+                f"Ranks are not compared before calls of {kind}, which does not set "
+                f"needs_all_ranks = True: {units}"
+            )
+        return "\n".join(lines)
 
 
 def layout_summary(module: nn.Module) -> LayoutSummary:
     """
-    Returns how the units of a model are laid out, to be printed or looked into.
+    Returns how the units of a model are laid out. Print it, or read its rows.
 
     To be called at any time after ``fully_shard`` or ``replicate``; it sends nothing.
-    Bytes are those of a collective's larger buffer, over all ranks. It shows parameters
-    as they are now: a dtype or ``requires_grad`` may change until the first forward.
+    It shows parameters as they are now: a dtype or ``requires_grad`` may change until
+    the first forward.
 
     Args:
         module (nn.Module): The root, or any module that has units in it.
@@ -114,90 +87,92 @@ def layout_summary(module: nn.Module) -> LayoutSummary:
         TypeError: if it is not a module.
         ValueError: if there is no unit in it.
     """
-    check_is_module(module, "layout_summary")
-    names: dict[Any, list[str]] = {}  # by param group
+    groups = groups_of(module, "layout_summary")
     module_names = {submodule: name for name, submodule in module.named_modules()}
-    for submodule, name in module_names.items():
-        # Of an `FSDPModule`, whose file imports this one
-        if (get_state := getattr(type(submodule), "_get_fsdp_state", None)) is not None:
-            for group in get_state(submodule)._fsdp_param_groups:
-                names.setdefault(group, []).append(name or "(root)")
-    check_has_units(module, names, "layout_summary")
-    for group in names:
+    for group in groups:
         group.resolve_by_name(module_names)
-    units = (
-        _summarize(group._describe(), ", ".join(of)) for group, of in names.items()
-    )
-    return LayoutSummary(tuple(units))
+    return _summarize(groups)
 
 
-def log_layout(describe: Callable[[], DescribedUnit]) -> None:
+def log_layout(group: Any) -> None:
     """Logs the table of one unit if its logger is on."""
     if _logger.isEnabledFor(logging.DEBUG):
-        unit = describe()
-        _logger.debug("%s", _summarize(unit, unit.fqn or "(root)"))
+        _logger.debug("%s", _summarize({group: [group._module_fqn or "(root)"]}))
 
 
-# Units #
+def _summarize(groups: Mapping[Any, Sequence[str]]) -> LayoutSummary:
+    rows: list[LayoutRow] = []
+    uncompared: list[tuple[str, str]] = []
+    for group, names in groups.items():
+        rows += _rows_of(group, unit := ", ".join(names))
+        comms = (group._all_gather_comm, group._reduce_scatter_comm)
+        kinds = [
+            kind.__name__
+            for kind in map(type, comms)
+            if not declares(kind, "needs_all_ranks")
+        ]
+        if rows[-1].shard_world_size > 1:
+            uncompared += [(unit, kind) for kind in kinds]
+    return LayoutSummary(tuple(rows), tuple(uncompared))
 
 
-def _summarize(unit: DescribedUnit, name: str) -> UnitSummary:
-    gathered, gathered_nbytes = _gathered_nbytes(unit)
+def _rows_of(group: Any, unit: str) -> list[LayoutRow]:
+    params, shard_group = group.fsdp_params, group._reduce_scatter_group
+    world_size = 1 if shard_group is None else shard_group.size()
+    infos = [fsdp_param._module_info for fsdp_param in params]
+    names = get_param_names(infos, group.modules, module_fqn="")
+    gathered, gathered_nbytes = _gathered_nbytes(group, world_size)
     members: dict[tuple, list[int]] = {}
-    for i, fsdp_param in enumerate(unit.params):
-        stored, compute, *reduced = dtypes_of(fsdp_param)
+    for i, fsdp_param in enumerate(params):
+        stored, compute, *reduced = layouts.dtypes_of(fsdp_param)
         if not fsdp_param.sharded_param.requires_grad:
             reduced = [None] * len(reduced)
         inner = dict.fromkeys(_inner_dtypes(fsdp_param._sharded_local_tensor))
-        dtypes = stored, compute, *reduced, tuple(inner)
-        members.setdefault(dtypes, []).append(i)
+        key = tuple(inner) or (stored,), compute, *reduced[:3]
+        members.setdefault(key, []).append(i)
     rows = []
     for dtypes, of in members.items():
-        _, _, reduce, _, comm, _ = dtypes
-        params, sent = [unit.params[i] for i in of], reduce
-        if comm is not None and unit.gather_world_size > 1:
-            sent = comm
-        numel = sum(p.padded_sharded_param_size.numel() for p in params)
-        row = ParamsSummary(
-            # Without the class of the unit's module, which the table names
-            tuple(unit.names[i].partition(" of ")[0] for i in of),
-            sum(fsdp_param._orig_size.numel() for fsdp_param in params),
+        *_, reduce_dtype, _, comm_dtype = dtypes
+        sent = (comm_dtype if world_size > 1 else None) or reduce_dtype
+        numel = sum(params[i].padded_sharded_param_size.numel() for i in of)
+        row = LayoutRow(
+            unit,
+            # Without the class of the unit's module
+            tuple(names[i].partition(" of ")[0] for i in of),
+            sum(params[i]._orig_size.numel() for i in of),
             None if gathered is None else sum(gathered[i] for i in of),
-            unit.gather_world_size * numel * sent.itemsize if sent else 0,
+            world_size * numel * sent.itemsize if sent else 0,
+            world_size,
             *dtypes,
+            *(_factors_of(group, (reduce_dtype, comm_dtype)) if sent else ()),
         )
         rows.append(row)
-    rows.sort(key=_rank)
-    buckets = []
-    for bucket in _buckets_of(unit):
-        before, after, *_ = unit.divide_factors(bucket.key)
-        sent = bucket.wire_dtype if unit.gather_world_size > 1 else bucket.dtype
-        nbytes = unit.gather_world_size * bucket.shard_numel * sent.itemsize
-        factors = unit.divided_by, before, after
-        buckets.append(BucketSummary(bucket.dtype, nbytes, *factors, bucket.comm_dtype))
-    comms = unit.comms if unit.gather_world_size > 1 else ()
-    uncompared = tuple(
-        kind.__name__ for kind in map(type, comms) if not declares(kind, "needs_all_ranks")
-    )
-    return UnitSummary(
-        name,
-        tuple(rows),
-        gathered_nbytes,
-        tuple(buckets),
-        unit.gather_world_size,
-        uncompared,
-    )
+    rows.sort(key=_sort_key)
+    reduced_nbytes = 0
+    for bucket in _buckets_of(params):
+        sent = bucket.wire_dtype if world_size > 1 else bucket.dtype
+        reduced_nbytes += world_size * bucket.shard_numel * sent.itemsize
+    numel, nbytes = sum(row.numel for row in rows), (gathered_nbytes, reduced_nbytes)
+    return [*rows, LayoutRow(unit, (), numel, *nbytes, world_size)]
 
 
-def _buckets_of(unit: DescribedUnit) -> tuple[ReduceBucket, ...]:
+def _factors_of(group: Any, key: layouts.BucketKey) -> tuple[float | None, ...]:
+    factor, is_sum = group.gradient_divide_factor, group.force_sum_reduction_for_comms
+    groups = group._reduce_scatter_group, group._all_reduce_group
+    factors = get_divide_factors(key, *groups, group.device.type, factor, is_sum)
+    return (factor or group.mesh_info.mesh.size(), *factors[:2])
+
+
+def _buckets_of(params: Sequence[Any]) -> tuple[layouts.ReduceBucket, ...]:
     """Plans the reductions of a backward that gives all trained ones a gradient."""
     slots, keys = [], []
-    for i, fsdp_param in enumerate(unit.params):
+    for i, fsdp_param in enumerate(params):
         if fsdp_param.sharded_param.requires_grad:
-            dtypes, numel = dtypes_of(fsdp_param), fsdp_param.padded_sharded_param_size
-            slots.append(ReduceSlot(i, dtypes.grad, numel.numel()))
+            dtypes = layouts.dtypes_of(fsdp_param)
+            numel = fsdp_param.padded_sharded_param_size.numel()
+            slots.append(layouts.ReduceSlot(i, dtypes.grad, numel))
             keys.append((dtypes.reduce, dtypes.comm))
-    return plan_buckets(slots, keys, is_mixed(unit.params))
+    return layouts.plan_buckets(slots, keys, layouts.is_mixed(params))
 
 
 def _inner_dtypes(tensor: torch.Tensor) -> Iterator[torch.dtype]:
@@ -207,30 +182,34 @@ def _inner_dtypes(tensor: torch.Tensor) -> Iterator[torch.dtype]:
             yield from [*_inner_dtypes(inner)] or [inner.dtype]
 
 
-def _rank(row: ParamsSummary) -> tuple:
+def _sort_key(row: LayoutRow) -> tuple:
     """Returns a sort key: buckets in the order of their reductions, then frozen ones."""
-    bucket = ((0, ""),)
+    bucket: Any = ((0, ""),)
     if row.reduce_dtype is not None:
-        bucket = bucket_sort_key((row.reduce_dtype, row.comm_dtype))
-    return bucket, dtype_sort_key(row.compute_dtype), dtype_sort_key(row.stored_dtype)
+        bucket = layouts.bucket_sort_key((row.reduce_dtype, row.comm_dtype))
+    return bucket, *map(layouts.dtype_sort_key, (row.compute_dtype, *row.stored_dtypes))
 
 
-def _gathered_nbytes(unit: DescribedUnit) -> tuple[list[int] | None, int | None]:
+def _gathered_nbytes(
+    group: Any, world_size: int
+) -> tuple[list[int] | None, int | None]:
     """Returns the bytes of each parameter in a gather over all ranks, and of it all."""
-    params, world_size = unit.params, unit.gather_world_size
+    params, plan = group.fsdp_params, group._cache.gather_plan
     if world_size == 1:
         return [0] * len(params), 0
-    if (plan := unit.gather_plan) is None:
-        if any(hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather") for p in params):
-            return None, None
-        dtypes = [dtypes_of(fsdp_param).compute for fsdp_param in params]
-        numels = [p.padded_sharded_param_size.numel() for p in params]
-        plan = GatherPlan.of(dtypes, [None] * len(dtypes), numels)
+    if plan is None and group._cache.has_extensions:
+        return None, None
+    if plan is None:
+        dtypes = [[layouts.dtypes_of(fsdp_param).compute] for fsdp_param in params]
+        numels = [[p.padded_sharded_param_size.numel()] for p in params]
+        layout = layouts.plan_gather([*chain(*dtypes)], [*chain(*numels)])
+    else:
+        dtypes, numels, layout = plan.dtypes, plan.numels, plan.layout
     nbytes = [
         world_size * sum(dtype.itemsize * numel for dtype, numel in zip(*of_param))
-        for of_param in zip(plan.dtypes, plan.numels, strict=True)
+        for of_param in zip(dtypes, numels, strict=True)
     ]
-    return nbytes, world_size * plan.layout.segment_nbytes
+    return nbytes, world_size * layout.segment_nbytes
 
 
 # Table #
@@ -249,57 +228,42 @@ _COLUMNS = {
 }
 
 
-def _table(units: Sequence[UnitSummary]) -> str:
-    rows = [[*_COLUMNS], *([*map(_cell, row)] for unit in units for row in _rows(unit))]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    rows.insert(1, ["-" * width for width in widths])
-    lines = []
+def _table(rows: Sequence[LayoutRow]) -> list[str]:
+    table, names, num_rows = [[*_COLUMNS]], [], 0
     for row in rows:
-        columns = zip(row, _COLUMNS.values(), widths)
-        cells = [f"{cell:{align}{width}}" for cell, align, width in columns]
-        lines.append("  ".join(cells).rstrip())
-    for kind in dict.fromkeys(kind for unit in units for kind in unit.uncompared):
-        names = [unit.name for unit in units if kind in unit.uncompared]
-        lines.append(
-            f"Ranks are not compared before calls of {kind}, which does not set "
-            f"needs_all_ranks = True: {', '.join(names)}"
-        )
-    return "\n".join(lines)
+        num_rows += 1
+        names += row.names
+        if row.names:
+            unit = row.unit if num_rows == 1 else ""
+            table.append(_cells(row, unit, len(row.names)))
+            continue
+        if num_rows > 2:  # there is more than one row to sum up
+            table.append(_cells(row, "", len(names)))
+        names, num_rows = [], 0
+    widths = [max(map(len, column)) for column in zip(*table)]
+    table.insert(1, ["-" * width for width in widths])
+    aligned = [
+        [f"{cell:{a}{w}}" for cell, a, w in zip(cells, _COLUMNS.values(), widths)]
+        for cells in table
+    ]
+    return ["  ".join(cells).rstrip() for cells in aligned]
 
 
-def _rows(unit: UnitSummary) -> Iterator[list[str | int | None]]:
-    factors = {(b.dtype, b.comm_dtype): _factor(b) for b in unit.buckets}
-    name, rows = unit.name, unit.params
-    verb = "sent in" if unit.shard_world_size > 1 else "cast to"
-    for row in rows:
-        stored = " + ".join(map(_plain, row.inner_dtypes or [row.stored_dtype]))
-        computed, reduced, factor = _plain(row.compute_dtype), "(frozen)", ""
-        if row.reduce_dtype is not None:
-            key = row.reduce_dtype, row.comm_dtype
-            reduced, factor = _plain(describe_key(key, verb)), factors[key]
-        gathered, sent = row.gathered_nbytes, row.reduced_nbytes
-        cells = [name, len(row.names), row.numel, stored, computed, gathered]
-        yield [*cells, reduced, sent, factor]
-        name = ""
-    if len(rows) > 1:
-        count = sum(len(row.names) for row in rows)
-        numel = sum(row.numel for row in rows)
-        sent = sum(bucket.nbytes for bucket in unit.buckets)
-        yield ["", count, numel, "all", "", unit.gathered_nbytes, "", sent, ""]
+def _cells(row: LayoutRow, unit: str, count: int) -> list[str]:
+    reduced, factor = "(frozen)" if row.names else "", ""
+    if row.reduce_dtype is not None:
+        verb = "sent in" if row.shard_world_size > 1 else "cast to"
+        reduced = layouts.describe_key((row.reduce_dtype, row.comm_dtype), verb)
+        factor = f"{row.divided_by:g}"
+        if row.before not in (None, 1) and row.after not in (None, 1):
+            factor += f" ({row.before:g}, then {row.after:g})"
+    stored = " + ".join(map(str, row.stored_dtypes)) or "all"
+    gathered, computed = row.gathered_nbytes, row.compute_dtype or ""
+    cells = [unit, count, row.numel, stored, computed, gathered]
+    return [*map(_cell, [*cells, reduced, row.reduced_nbytes, factor])]
 
 
-def _cell(value: str | int | None) -> str:
+def _cell(value: object) -> str:
     if value is None:
         return "?"
-    return value if isinstance(value, str) else f"{value:,}"
-
-
-def _plain(dtype: object) -> str:
-    return str(dtype).replace("torch.", "")
-
-
-def _factor(bucket: BucketSummary) -> str:
-    text = f"{bucket.divided_by:g}"
-    if bucket.before in (None, 1) or bucket.after in (None, 1):
-        return text
-    return f"{text} ({bucket.before:g}, then {bucket.after:g})"
+    return f"{value:,}" if isinstance(value, int) else str(value).replace("torch.", "")

@@ -250,7 +250,7 @@ add_each(
             f"`mp_policy` is {shown}",
             sharding(mp_policy=value),
             TypeError,
-            "mp_policy of unit 'Scaled' must be a MixedPrecisionPolicy",
+            "mp_policy of unit 'Scaled' is ",
         )
         for what, shown, value in (
             ("a_dtype", "a dtype", BF16),
@@ -259,7 +259,7 @@ add_each(
         )
     ],
     found="`fully_shard`",
-    do="pass MixedPrecisionPolicy(param_dtype=...), or leave it out",
+    do="pass a MixedPrecisionPolicy, or leave it out",
     about="Scaled",
 )
 add_each(
@@ -270,7 +270,7 @@ add_each(
             f"`offload_policy` is {shown}",
             sharding(offload_policy=value),
             TypeError,
-            "offload_policy of unit 'Scaled' must be an OffloadPolicy",
+            "offload_policy of unit 'Scaled' is ",
         )
         for what, shown, value in (
             ("text", "a string", "cpu"),

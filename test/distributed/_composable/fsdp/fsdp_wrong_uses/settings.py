@@ -92,7 +92,7 @@ add_each(
         )
     ],
     found="`set_custom_reduce_scatter`",
-    do="give the class a method exchange(output_tensor, input_tensor, group)",
+    do="give it a method exchange(output_tensor, input_tensor, group)",
     about="unit '1'",
 )
 add_each(
@@ -139,7 +139,7 @@ add_each(
         for what, factor in (("string", "2"), ("vector", torch.ones(2)))
     ],
     found="`set_gradient_divide_factor`",
-    do="pass a number to divide by",
+    do="pass a finite number other than 0",
     about="unit '1'",
 )
 add_each(

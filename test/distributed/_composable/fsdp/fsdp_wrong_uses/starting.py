@@ -139,12 +139,12 @@ add_each(
             RuntimeError,
             "FSDP parameters should be materialized from meta device before "
             "training, but the following were still on meta device: ['weight of "
-            "Scaled', 'gain of Scaled']",
+            "FSDPScaled', 'gain of FSDPScaled']",
         )
     ],
     found="`unshard`",
     do="Call module.to_empty(device=...)",
-    about="gain of Scaled",
+    about="gain of FSDPScaled",
 )
 add_each(
     STARTING,
