@@ -56,8 +56,8 @@ NAMED = {
     "stored in": r"layers.0.gate: computes in .*32 on rank 0, computes in .*16 on",
     "another policy": r"layers.\d.scale: reduces in torch.float32 on rank 0, reduces in",
     "unit of one block": (
-        r"'layers.0' as number 1, which is resharded to 2 ranks after forward, on rank 0"
-        r".*'\(root\)' as number 1, which stays unsharded after forward, on rank 1"
+        r"'layers.0', which is resharded to 2 ranks after forward, on rank 0"
+        r".*'\(root\)', which stays unsharded after forward, on rank 1"
     ),
 }
 # The same where only `always` has all of them raise

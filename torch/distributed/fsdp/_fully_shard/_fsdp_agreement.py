@@ -11,15 +11,13 @@ that collective, over the same group:
   ``unshard`` where the others start with a forward.
 - Before a reduction with a pattern (which parameters have a gradient, reduced in which
   dtypes) that is new for this unit and group. Ranks that have agreed so far know the
-  same patterns, so all of them compare, or none does. After ``_MAX_PATTERNS`` a unit is
-  compared no more, or it might wait at every step.
+  same patterns, so all of them compare, or none does, and resetting an iteration, which
+  one rank may do alone, forgets none. After ``_MAX_PATTERNS`` a unit is compared no
+  more, or it might wait at every step.
 
 Only what the collectives depend on is compared. Names and classes may differ between
 ranks, e.g. if one of them wraps a module to log what it does. So units are told apart by
-the order in which they first came over a group, which is the same on all ranks that issue
-the same collectives.
-
-Resetting an iteration forgets none of this: the other ranks may not do so.
+the order in which they first came over a group.
 
 If a pattern is new on some ranks only, their comparison meets the others' reduction, and
 the time limit passes. If none is new but they differ, nothing is seen, as in a program
@@ -123,7 +121,7 @@ class UnitAgreement:
         if group not in self._numbers:
             _num_units[group] = _num_units.get(group, 0) + 1
             self._numbers[group] = _num_units[group]
-        mine = mine._replace(number=self._numbers[group])
+        mine.said["order"] = [f" as number {self._numbers[group]}"]
         by_rank: list[Any] = [mine] * group.size()
         try:
             # Counters of a user's collectives or memory are not about this
@@ -156,30 +154,21 @@ class _Announced(NamedTuple):
     # Names, which are not compared
     unit: str
     fqns: list[str]
-    # Of the unit, see `UnitAgreement`; 0 outside of comparisons
-    number: int = 0
 
     def digest(self) -> bytearray:
-        compared = repr((self.does, self.said, self.number))
+        compared = repr((self.does, self.said))
         return bytearray(hashlib.sha256(compared.encode()).digest())
-
-    def __str__(self) -> str:
-        text = f"{self.does} {self.unit}"
-        return f"{text} as number {self.number}" if self.number else text
-
-
-_NO_GRADIENT = "gets no gradient"
 
 
 def _announce(group: Any, pattern: _Pattern | None = None) -> _Announced:
     """Returns what is known before a gather, or before a reduction with a pattern."""
     params, fqn = group.fsdp_params, group._module_fqn
+    unit = "a unit" if fqn is None else f"unit '{fqn or '(root)'}'"
     said = {
         "count": [f", which has {len(params)} parameters,"],
         "size": [f"has size {tuple(p._orig_size)}" for p in params],
         "placement": [f"is sharded as {p.fsdp_placement}" for p in params],
     }
-    unit = "a unit" if fqn is None else f"unit '{fqn or '(root)'}'"
     if pattern is None:
         said["dtype"] = [f"computes in {dtypes_of(p).compute}" for p in params]
         said["after forward"] = [_after_forward(group)]
@@ -241,6 +230,7 @@ def _is_traced(fsdp_params: Sequence[FSDPParam], device: torch.device) -> bool:
 
 # What is said #
 
+_NO_GRADIENT = "gets no gradient"
 _ORDER_ADVICE = (
     "Every rank must have the same units with the same reshard_after_forward, run them "
     "in the same order for the same number of microbatches, and sync gradients in the "
@@ -250,28 +240,25 @@ _SHARDING_ADVICE = (
     "Every rank must build the same model and call fully_shard on the same modules of "
     "it, with the same ignored_params and shard_placement_fn."
 )
-_DTYPE_ADVICE = (
-    "Overrides of MixedPrecisionPolicy must return the same on every rank, and "
-    "parameters that no policy casts must be stored in the same dtypes, e.g. loaded "
-    "from the same checkpoint."
-)
-_GRADIENT_ADVICE = (
-    "Each backward must give gradients to the same parameters on every rank. Where it "
-    "cannot, call set_reduce_scatter_unused_params(True) on the unit, which reduces "
-    "zeros for the others."
-)
 # What may differ, in the order in which it is looked for
 _ADVICE = {
+    "order": _ORDER_ADVICE,
     "cap": "Every rank must pass the same sizes to set_reduce_bucket_cap.",
     "count": _SHARDING_ADVICE,
     "size": _SHARDING_ADVICE,
     "placement": _SHARDING_ADVICE,
-    "dtype": _DTYPE_ADVICE,
-    "gradient": _GRADIENT_ADVICE,
+    "dtype": "Overrides of MixedPrecisionPolicy must return the same on every rank, and "
+    "parameters that no policy casts must be stored in the same dtypes, e.g. loaded "
+    "from the same checkpoint.",
+    "gradient": "Each backward must give gradients to the same parameters on every rank. "
+    "Where it cannot, call set_reduce_scatter_unused_params(True) on the unit, which "
+    "reduces zeros for the others.",
     "microbatch": _ORDER_ADVICE,
     "after forward": _ORDER_ADVICE,
 }
-_OF_PARAMS = ("size", "placement", "dtype", "gradient")
+# Of these, what each parameter has
+_OF_PARAMS = dict.fromkeys(("size", "placement", "dtype"), "parameters")
+_OF_PARAMS["gradient"] = "gradients"
 _HANG_ADVICE = (
     "If no rank has failed before, the others do something else, see what they say "
     f"here. {_SWITCH}=always on all ranks finds where that begins."
@@ -281,7 +268,7 @@ _HANG_ADVICE = (
 def _add_note(error: BaseException, mine: _Announced) -> None:
     if not hasattr(error, "add_note"):  # from Python 3.11 on
         return
-    note, gradients = f"This rank {mine}", mine.said.get("gradient", [])
+    note, gradients = f"This rank {mine.does} {mine.unit}", mine.said.get("gradient", ())
     missing = [fqn for fqn, s in zip(mine.fqns, gradients) if s == _NO_GRADIENT]
     note += f", and has no gradient of {listed(missing)}" if missing else ""
     # Whether a backend says that other ranks did not come, or came with other data
@@ -291,41 +278,28 @@ def _add_note(error: BaseException, mine: _Announced) -> None:
 
 
 def _raise_if_different(by_rank: Mapping[int, _Announced]) -> None:
-    drift = "Ranks have drifted apart"
-    if len({(mine.does, mine.number) for mine in by_rank.values()}) > 1:
-        _refuse(drift, [_by_value(by_rank)], _ORDER_ADVICE)
+    """Does not raise if one rank does not know yet what comes after forward."""
     # By its name, which comes after "a unit", where any rank knows it
     unit = max(mine.unit for mine in by_rank.values())
     fqns = next(iter(by_rank.values())).fqns
     for what, advice in _ADVICE.items():
-        lines = []
+        title, lines = "Ranks have drifted apart", []
+        if (about := _OF_PARAMS.get(what)) is not None:
+            title = f"Ranks disagree about the {about} of {unit}"
         columns = zip(*(mine.said.get(what, ()) for mine in by_rank.values()))
         for i, texts in enumerate(columns):
-            said = {rank: text for rank, text in zip(by_rank, texts) if text}
-            if len({*said.values()}) > 1 and what in _OF_PARAMS:
-                lines.append(f"{fqns[i]}: {_by_value(said)}")
-            elif len({*said.values()}) > 1:
-                whole = {rank: f"{by_rank[rank]}{text}" for rank, text in said.items()}
-                lines.append(_by_value(whole))
-        about = "gradients" if what == "gradient" else "parameters"
-        title = f"Ranks disagree about the {about} of {unit}"
-        _refuse(title if what in _OF_PARAMS else drift, lines, advice)
-    # Else one rank does not know yet what comes after forward
-
-
-def _refuse(title: str, lines: Sequence[str], advice: str) -> None:
-    if lines:
-        off = f"({_SWITCH}=0 on all ranks turns this check off.)"
-        lines = listed(lines, "\n  ")
-        raise RuntimeError(f"{title}:\n  {lines}\n{advice} {off}")
-
-
-def _by_value(said: Mapping[int, object]) -> str:
-    """Returns what is so on which ranks."""
-    ranks: dict[str, list[str]] = {}
-    for rank, value in said.items():
-        ranks.setdefault(str(value), []).append(str(rank))
-    return ", ".join(
-        f"{text} on {'ranks' if len(of) > 1 else 'rank'} {', '.join(of)}"
-        for text, of in ranks.items()
-    )
+            ranks_of: dict[tuple[str, str], list[int]] = {}
+            for (rank, mine), text in zip(by_rank.items(), texts):
+                if text:
+                    ranks_of.setdefault((mine.does, text), []).append(rank)
+            if len(ranks_of) > 1:
+                subject, parts = f"{fqns[i]}: " if about else "", []
+                for (does, text), ranks in ranks_of.items():
+                    text = text if about else f"{does} {by_rank[ranks[0]].unit}{text}"
+                    where = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+                    parts.append(f"{text} on {where}")
+                lines.append(subject + ", ".join(parts))
+        if lines:
+            off = f"({_SWITCH}=0 on all ranks turns this check off.)"
+            listing = listed(lines, "\n  ")
+            raise RuntimeError(f"{title}:\n  {listing}\n{advice} {off}")

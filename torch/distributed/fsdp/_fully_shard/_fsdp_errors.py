@@ -264,10 +264,7 @@ def _find_wrong_registration(fsdp_param: FSDPParam, name: str) -> str | None:
 
 @_keeps_error
 def explain_extension(
-    error: Exception,
-    fsdp_param: FSDPParam,
-    method: str,
-    returns: str = "((contiguous tensor, ...), metadata)",
+    error: Exception, fsdp_param: FSDPParam, method: str, returns: str | None = None
 ) -> str | None:
     name = _names(fsdp_param)
     if not hasattr(fsdp_param._sharded_local_tensor, "fsdp_pre_all_gather"):
@@ -277,6 +274,9 @@ def explain_extension(
             f"{name} became a tensor that has fsdp_pre_all_gather after it was sharded "
             "as a plain one: replace it before the first forward"
         )
+    if method == "fsdp_post_all_gather":
+        returns = "(tensor, (tensor to free, ...))"
+    returns = returns or "((contiguous tensor, ...), metadata)"
     return f"{method} of {name} failed, or did not return {returns}: {error}"
 
 

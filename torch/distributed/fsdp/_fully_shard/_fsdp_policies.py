@@ -32,10 +32,10 @@ _P = TypeVar("_P", bound=_fsdp_api.MixedPrecisionPolicy)
 @dataclass(frozen=True)
 class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
     """
-    The dtypes in which a unit computes and reduces, for all of its parameters
-    or for each. Unlike autocast's they hold for a whole module: it saves activations
-    in them, and casts are at its boundary. Sharded parameters, and so the optimizer,
-    stay in the dtypes in which they were stored.
+    The dtypes in which a unit computes and reduces, for all of its parameters or for
+    each. Unlike autocast's they hold for a whole module: it saves activations in them,
+    and casts are at its boundary. Sharded parameters, and so the optimizer, stay in the
+    dtypes in which they were stored.
 
     Attributes:
         param_dtype (torch.dtype, optional): What floating-point parameters are
@@ -71,16 +71,15 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
         grad_comm_dtype_override_fn (callable, optional): The same for
             ``grad_comm_dtype``.
 
+    :meth:`by_name` makes the overrides from patterns over parameter names.
+
     Raises:
         TypeError: if a dtype is not a torch.dtype, or an override not callable.
-        ValueError: in ``fully_shard``, if an override raised a ValueError, or
-            returned a dtype that does not fit its parameter or cannot be reduced
-            on its device, or no dtype, or if the policy's own dtypes would round a
-            trainable parameter or its gradient to integers.
+        ValueError: in ``fully_shard``, if an override raised one, or returned what does
+            not fit its parameter or cannot be reduced on its device, or if the policy's
+            own dtypes would round a trainable parameter or its gradient to integers.
         RuntimeError: in ``fully_shard``, if an override raised anything else.
             Each names the parameter; what an override raised is the cause.
-
-    :meth:`by_name` makes the overrides from patterns over parameter names.
     """
 
     param_dtype_override_fn: OverrideFn | None = field(default=None, kw_only=True)
@@ -89,7 +88,7 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
     grad_comm_dtype_override_fn: OverrideFn | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name in ("param_dtype", "reduce_dtype", "output_dtype", "grad_comm_dtype"):
+        for name in (*OVERRIDDEN, "output_dtype"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, torch.dtype):
                 raise TypeError(
@@ -128,11 +127,11 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
             )
             fully_shard(model, mp_policy=policy)
 
-        A parameter that several patterns match gets what each of them sets, in
-        whatever order: they must not contradict one another. The policy can be
-        copied, pickled, and used on another model with the same names. Where a part
-        of the model does not know enough of its names, as for ``layers.0.*``,
-        patterns take effect at the first forward.
+        A parameter that several patterns match gets what each of them sets, in any
+        order: they must not contradict one another. The policy can be copied, pickled,
+        and used on another model with the same names. Where a part of the model does
+        not know enough of its names, as for ``layers.0.*``, patterns take effect at the
+        first forward.
 
         Args:
             module (nn.Module): The model, or the part whose units get this policy.
@@ -146,14 +145,13 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
             param_dtype, ..., grad_comm_dtype: The fields, where no pattern sets them.
 
         Raises:
-            TypeError: if a pattern maps neither to dtypes nor to a policy.
-            ValueError: if a pattern matches no parameter, sets an unknown field
-                or one that all parameters of a unit share (``output_dtype``,
-                ``cast_forward_inputs``), or maps to a policy with overrides, or
-                if two set the same field of one parameter to different dtypes.
-                In ``fully_shard``: if ``module`` had no such parameter. At the first
-                forward: if a name could be that of several which patterns treat
-                differently.
+            TypeError: if ``patterns`` is not a mapping, or a pattern maps neither to
+                dtypes nor to a policy.
+            ValueError: if a pattern matches no parameter, sets another field than
+                these three, or maps to a policy with overrides, or if two set the same
+                field of one parameter to different dtypes. In ``fully_shard``: if
+                ``module`` had no such parameter. At the first forward: if a name could
+                be that of several which patterns treat differently.
         """
         fields = (param_dtype, reduce_dtype, output_dtype, cast_forward_inputs)
         unit = cls(*fields, grad_comm_dtype=grad_comm_dtype)
@@ -168,13 +166,12 @@ def resolve(
     is_whole_fqn: bool | None = None,
 ) -> _P:
     """
-    Returns one parameter's policy, without overrides and with its reduce dtype. Calls
-    users' overrides, so once for each parameter, before it is sharded.
+    Returns one parameter's policy, without overrides and with its reduce dtype, and
+    raises what ``MixedPrecisionPolicy`` says of ``fully_shard``. Calls users' overrides,
+    so once for each parameter, before it is sharded.
 
     ``is_whole_fqn``: whether ``fqn`` is the whole name in the model that ``by_name``
     was called on, or may be the end of it. None while that is unknown.
-
-    Raises: what ``MixedPrecisionPolicy`` says of ``fully_shard``.
     """
     changes: dict[str, Any] = {}
     for name, override_fn in _overrides_of(policy).items():
@@ -255,10 +252,7 @@ def _check_override(
     elif stored.is_floating_point and not dtype.is_floating_point:
         wrong = ". Return a floating-point dtype"
     elif dtype == _PACKED != stored:
-        wrong = (
-            ": nothing casts to a dtype that packs several values in one element. "
-            "Return another"
-        )
+        wrong = ": no cast packs several values in one element. Return another"
     elif name == "reduce_dtype" and not is_reducible(dtype, device):
         wrong = (
             f": gradients cannot be summed in it on {device}. (float8_e4m3fn and "
@@ -281,26 +275,25 @@ def _check_can_train(
     device: torch.device,
 ) -> None:
     """Raises if a gradient could not be summed or sent, or fractions would be lost."""
-    if override is not None and policy.reduce_dtype is None:
+    sent, added = getattr(policy, "grad_comm_dtype", None), policy.reduce_dtype
+    if override is not None and added is None:
         dtype = (param.grad_dtype if FOLLOWS_GRAD_DTYPE else None) or override
         if not is_reducible(dtype, device):
             raise ValueError(
                 f"param_dtype_override_fn returned {override} for parameter {fqn}, "
-                f"which is {param.dtype}: without a reduce dtype its gradient would be "
-                f"summed in {dtype}, which cannot be done on {device}. Set "
+                f"whose gradient cannot be summed in {dtype} on {device}. Set "
                 "reduce_dtype, or let reduce_dtype_override_fn return one for it."
             )
-    for name in ("param_dtype", "reduce_dtype"):
+    for name, of in (("param_dtype", "values"), ("reduce_dtype", "gradient")):
         dtype = getattr(policy, name)
         if dtype is None or dtype.is_complex:
             continue
         if not dtype.is_floating_point or dtype == _PACKED:
             raise ValueError(
-                f"{name} of the policy is {dtype}, in which parameter {fqn}, which is "
-                f"{param.dtype}, cannot be trained. Give a floating-point dtype, or an "
-                "override that returns one for it."
+                f"{name} of the policy is {dtype}, which cannot hold the {of} of "
+                f"parameter {fqn} ({param.dtype}). Give a floating-point dtype, or "
+                "override it for this parameter."
             )
-    sent, added = getattr(policy, "grad_comm_dtype", None), policy.reduce_dtype
     if sent is None:
         return
     if sent not in _REDUCIBLE:
@@ -310,10 +303,9 @@ def _check_can_train(
         )
     if added not in _REDUCIBLE or torch.promote_types(sent, added) != added:
         raise ValueError(
-            f"The gradient of parameter {fqn} would be sent in {sent} "
-            f"(grad_comm_dtype) and added in {added} (reduce_dtype, by default "
-            "torch.float32), which does not hold all values of it. Give a reduce_dtype "
-            f"that does, e.g. {torch.promote_types(sent, added)}."
+            f"The gradient of parameter {fqn} would be sent in {sent} (grad_comm_dtype) "
+            f"and added in {added} (reduce_dtype), which does not hold all values of it. "
+            f"Give a reduce_dtype that does, e.g. {torch.promote_types(sent, added)}."
         )
 
 
@@ -354,7 +346,8 @@ class DtypeByName:
     """
 
     model: str  # the class, for messages
-    dtypes: tuple[tuple[str, torch.dtype | None], ...]  # None: the default
+    patterns: tuple[str, ...]  # that set this field
+    dtypes: tuple[tuple[str, torch.dtype | None], ...] = field(repr=False)
 
     @cached_property
     def by_fqn(self) -> dict[str, torch.dtype | None]:
@@ -409,52 +402,61 @@ def _ends(fqn: str) -> Iterator[str]:
 
 def with_overrides(unit: _P, module: nn.Module, patterns: Mapping[str, Any]) -> _P:
     """Returns a policy with overrides by patterns. Raises what ``by_name`` says."""
+    if not isinstance(patterns, Mapping):
+        raise TypeError(
+            "MixedPrecisionPolicy.by_name expects a dict from patterns to what they set, "
+            "e.g. {'*.norm.*': dict(param_dtype=torch.float32)}, but got a "
+            f"{type(patterns).__name__}"
+        )
     names: dict[nn.Parameter, list[str]] = {}  # all of each parameter
     for fqn, param in module.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(_clean(fqn))
-    fqns = [fqn for same in names.values() for fqn in same]
-    fields_of: dict[str, Mapping[str, torch.dtype | None]] = {}
+    # By field and parameter: its dtype, the pattern that set it, the name that matched
+    set_by: dict[str, dict[nn.Parameter, tuple[torch.dtype | None, str, str]]] = {}
     for pattern, given in patterns.items():
-        if isinstance(given, _fsdp_api.MixedPrecisionPolicy):
-            given = _fields_of_policy(pattern, given, unit)
-        _check_fields(pattern, given)
-        if not any(fnmatch.fnmatchcase(fqn, pattern) for fqn in fqns):
+        fields, matched = _fields_of(pattern, given, unit), {}
+        for param, same in names.items():
+            if of_param := [fqn for fqn in same if fnmatch.fnmatchcase(fqn, pattern)]:
+                matched[param] = of_param[0]
+        if not matched:
+            fqns = [fqn for same in names.values() for fqn in same]
             nearest = ", ".join(_nearest(pattern, fqns)) or "none, it has no parameters"
             raise ValueError(
-                f"Pattern {pattern!r} matches no parameter. The nearest names are: "
+                f"Pattern {pattern!r} matches no parameter. Pass shell patterns over "
+                "parameter names, e.g. 'layers.0.norm.*'. The nearest names are: "
                 f"{nearest}"
             )
-        fields_of[pattern] = given
-    merged = [(same, _merge(same, fields_of)) for same in names.values()]
-    overrides: dict[str, Any] = {
-        f"{name}_override_fn": DtypeByName(
-            type(module).__name__,
-            tuple((fqn, dtypes.get(name)) for same, dtypes in merged for fqn in same),
-        )
-        for name in OVERRIDDEN
-        if any(name in fields for fields in fields_of.values())
-    }
+        for name, dtype in fields.items():
+            for param, fqn in matched.items():
+                new = dtype, pattern, fqn
+                first = set_by.setdefault(name, {}).setdefault(param, new)
+                if first[0] != dtype:
+                    _refuse_both(name, first, new)
+    overrides: dict[str, Any] = {}
+    for name, of_field in set_by.items():
+        setters = tuple(dict.fromkeys(pattern for _, pattern, _ in of_field.values()))
+        dtypes = {param: dtype for param, (dtype, *_) in of_field.items()}
+        by_fqn = ((fqn, dtypes.get(p)) for p, same in names.items() for fqn in same)
+        table = DtypeByName(type(module).__name__, setters, tuple(by_fqn))
+        overrides[f"{name}_override_fn"] = table
     return replace(unit, **overrides)
 
 
-def _fields_of_policy(pattern: str, policy: Any, unit: Any) -> dict[str, Any]:
-    """Returns what a pattern's policy sets other than that of the unit."""
-    for name in _overrides_of(policy):
-        raise ValueError(
-            f"Pattern {pattern!r} maps to a policy with {name}_override_fn, which "
-            "chooses parameters a second time. Give each choice a pattern of its own."
-        )
-    dtypes = {name: getattr(policy, name, None) for name in OVERRIDDEN}
-    dtypes["reduce_dtype"] = reduce_dtype_of_policy(policy)
-    fields = {name: dtype for name, dtype in dtypes.items() if dtype is not None}
-    for name, default in _OF_MODULES.items():
-        if getattr(policy, name) not in (default, getattr(unit, name)):
-            fields[name] = getattr(policy, name)
-    return fields
-
-
-def _check_fields(pattern: str, fields: Mapping[str, Any]) -> None:
-    """Raises if a pattern sets what cannot be set by name."""
+def _fields_of(pattern: str, given: Any, unit: Any) -> Mapping[str, torch.dtype | None]:
+    """Returns what a pattern sets. Raises if that cannot be set by name."""
+    fields = given
+    if isinstance(given, _fsdp_api.MixedPrecisionPolicy):
+        for name in _overrides_of(given):
+            raise ValueError(
+                f"Pattern {pattern!r} maps to a policy with {name}_override_fn, which "
+                "chooses parameters again. Give each choice a pattern of its own."
+            )
+        fields = {name: getattr(given, name, None) for name in OVERRIDDEN}
+        fields["reduce_dtype"] = reduce_dtype_of_policy(given)
+        fields = {name: dtype for name, dtype in fields.items() if dtype is not None}
+        for name, default in _OF_MODULES.items():
+            if (value := getattr(given, name)) not in (default, getattr(unit, name)):
+                fields[name] = value
     if not isinstance(fields, Mapping):
         raise TypeError(
             f"Pattern {pattern!r} must map to what it sets, e.g. dict(param_dtype="
@@ -477,30 +479,17 @@ def _check_fields(pattern: str, fields: Mapping[str, Any]) -> None:
                 f"Pattern {pattern!r} sets {name} to {dtype!r}: give a torch.dtype, "
                 "or None for the policy's default"
             )
+    return fields
 
 
-def _merge(
-    names: Sequence[str], patterns: Mapping[str, Mapping[str, torch.dtype | None]]
-) -> dict[str, torch.dtype | None]:
-    """Returns what the patterns set for the one parameter that has these names."""
-    # By field: its dtype, the pattern that set it, the name that this matched
-    merged: dict[str, tuple[torch.dtype | None, str, str]] = {}
-    for pattern, fields in patterns.items():
-        matched = [fqn for fqn in names if fnmatch.fnmatchcase(fqn, pattern)]
-        for name, dtype in fields.items() if matched else ():
-            new = dtype, pattern, matched[0]
-            first_dtype, first_pattern, first_name = merged.setdefault(name, new)
-            if first_dtype == dtype:
-                continue
-            fqns = first_name
-            if first_name != matched[0]:
-                fqns += f" and {matched[0]}, one shared parameter,"
-            raise ValueError(
-                f"Patterns {first_pattern!r} and {pattern!r} set {name} of {fqns} to "
-                f"{first_dtype} and {dtype}. Change one so that it does not match, or "
-                "let both set the same."
-            )
-    return {name: dtype for name, (dtype, *_) in merged.items()}
+def _refuse_both(name: str, first: tuple, second: tuple) -> None:
+    (dtype, pattern, fqn), (other_dtype, other_pattern, other_fqn) = first, second
+    if other_fqn != fqn:
+        fqn += f" and {other_fqn}, one shared parameter,"
+    raise ValueError(
+        f"Patterns {pattern!r} and {other_pattern!r} set {name} of {fqn} to {dtype} and "
+        f"{other_dtype}. Change one so that it does not match, or let both set the same."
+    )
 
 
 def _nearest(pattern: str, fqns: Sequence[str]) -> list[str]:
@@ -509,8 +498,8 @@ def _nearest(pattern: str, fqns: Sequence[str]) -> list[str]:
     size = literal.count(".") + 1
     by_part: dict[str, list[str]] = {}
     for fqn in fqns:
-        parts = fqn.split(".")
-        for i in range(max(len(parts) - size, 0) + 1):
-            by_part.setdefault(".".join(parts[i : i + size]), []).append(fqn)
+        for end in _ends(fqn):
+            part = ".".join(end.split(".")[:size])
+            by_part.setdefault(part, []).append(fqn)
     nearest = difflib.get_close_matches(literal, by_part, n=3, cutoff=0)
     return [*dict.fromkeys(fqn for part in nearest for fqn in by_part[part])][:3]

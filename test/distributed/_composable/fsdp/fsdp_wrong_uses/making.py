@@ -230,7 +230,7 @@ add_each(
             f"`{name}` is {dtype}, and parameters train",
             under(**{name: dtype}),
             ValueError,
-            f"{name} of the policy is {dtype}, in which parameter weight of Scaled",
+            f"{name} of the policy is {dtype}, which cannot hold the",
         )
         for name, what, dtype in (
             ("param_dtype", "is_integer", INT32),
