@@ -587,7 +587,7 @@ class FSDPParamGroup(_Meshes, PluginNames):
         try:
             with self._range("FSDP::all_gather"):
                 self._all_gather_result = foreach_all_gather(
-                    self._cache.fsdp_params,
+                    self._cache,
                     group,
                     async_op,
                     *streams,
@@ -688,7 +688,7 @@ class FSDPParamGroup(_Meshes, PluginNames):
             if is_first_module:
                 _warn_if_written(self)
             self._unshard_now()
-            host.restore_spmd_types(self._cache.fsdp_params)
+            host.restore_spmd_types(self._cache)
             if is_first_module:
                 args, kwargs = self._register_post_backward_hook(args, kwargs)
             return args, kwargs
