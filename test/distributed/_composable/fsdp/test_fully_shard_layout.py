@@ -22,8 +22,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_copies import (
     _copy_in,
     _split_copy,
     _to_columns,
-    copy_between,
     copy_each,
+    relaid,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_layout import (
     dtype_sort_key,
@@ -557,7 +557,7 @@ class TestReduceBuckets(DeviceFreeTest):
         self.for_each_plan(check)
 
     def check_runs_cover(self, bucket: ReduceBucket) -> None:
-        position, first, gaps = 0, 0, []
+        position, first = 0, 0
         for run in bucket.runs:
             self.assertEqual((run.start_numel, run.first), (position, first))
             self.assertGreater(run.last, run.first)
@@ -572,11 +572,9 @@ class TestReduceBuckets(DeviceFreeTest):
             if bucket.is_aligned:
                 padding = -position * bucket.wire_dtype.itemsize % 16
                 padding //= bucket.wire_dtype.itemsize
-            if padding:
-                gaps.append((run.last, position, padding))
+            self.assertEqual(run.padding, padding)
             position, first = position + padding, run.last
         self.assertEqual((position, first), (bucket.shard_numel, len(bucket.slots)))
-        self.assertEqual([*bucket.gaps], gaps)
 
     def test_the_mixed_plan_in_full(self):
         fp32, bf16, fp16 = self.plan(self.MIXED)
@@ -591,7 +589,7 @@ class TestReduceBuckets(DeviceFreeTest):
         # The empty one is a multiple of 16 bytes, and two bf16 of 4
         self.assertEqual([slot.param for slot in fp32.slots], [5, 1, 3, 0])
         self.assertEqual(fp32.starts, (0, 0, 4, 6))
-        self.assertEqual(fp32.gaps, ((2, 1, 3), (4, 9, 3)))
+        self.assertEqual([run.padding for run in fp32.runs], [3, 3])
         self.assertEqual([b.shard_numel for b in (fp32, bf16, fp16)], [12, 8, 8])
 
     def test_nothing_to_reduce_makes_no_bucket(self):
@@ -642,11 +640,10 @@ class TestReduceBuckets(DeviceFreeTest):
         shuffled = random.sample(slots, len(slots))
         source = ReduceBucket(FP32, tuple(s for s in slots if s.param in part))
         target = ReduceBucket(FP32, tuple(shuffled))
-        held = [100 * s.param + i for s in source.slots for i in range(s.shard_numel)]
-        moved = torch.full((target.shard_numel,), -1)
-        copy_between(source, torch.tensor(held), target, moved)
+        held = [99 * s.param + i + 1 for s in source.slots for i in range(s.shard_numel)]
+        moved = relaid(source, torch.tensor(held, dtype=torch.int64), target)
         expected = [
-            100 * s.param + i if s.param in part else -1
+            99 * s.param + i + 1 if s.param in part else 0
             for s in target.slots
             for i in range(s.shard_numel)
         ]

@@ -139,7 +139,7 @@ def foreach_all_gather(
             tensors, plan = ParamGroupCache.of(fsdp_params).prepare_gather()
             layout, comm = plan.layout, all_gather_comm
             numel, dtype = group.size() * layout.segment_numel, layout.buffer_dtype
-            output = allocate(comm, numel, dtype, device, layout.itemsize, gathers=True)
+            output = allocate(comm, numel, dtype, device, layout, gathers=True)
             try:
                 segment = copies.fill_segment(output, plan, tensors, group.rank())
             except Exception as error:
@@ -639,7 +639,7 @@ def _all_to_all_copy_in(
     """Copies the new gradients of buckets into one buffer to send, and drops them."""
     comm, layout = reduction.reduce_scatter_comm, _all_to_all_layout(parts)
     numel, dtype = world_size * layout.segment_numel, layout.buffer_dtype
-    buffer = allocate(comm, numel, dtype, reduction.device, layout.itemsize)
+    buffer = allocate(comm, numel, dtype, reduction.device, layout)
     buckets = [part.bucket for part in parts]
     grads = [part.unsharded_grads for part in parts]
     copies.copy_in_buckets(layout, buckets, grads, buffer, world_size)

@@ -15,6 +15,7 @@ import torch.distributed._symmetric_memory as symm_mem
 
 from ._fsdp_api import _ReduceOp, AllGather, ReduceScatter
 from ._fsdp_host import FOLLOWS_GRAD_DTYPE, HAS_MIXED_CHUNK_CAT
+from ._fsdp_layout import GatherLayout
 
 
 _Size: TypeAlias = Sequence[int | torch.SymInt]
@@ -141,7 +142,9 @@ class ProcessGroupAllocReduceScatter(ProcessGroupAllocMixin, _SingleReduceScatte
     pass
 
 
-class SymmMemAllGather(SymmMemAllocMixin, _SingleAllGather):
+class _Registered:
+    """Registers buffers of symmetric memory before their collective."""
+
     needs_all_ranks = True
 
     def __call__(
@@ -149,27 +152,22 @@ class SymmMemAllGather(SymmMemAllocMixin, _SingleAllGather):
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
-        async_op: bool = False,
+        *args: Any,
+        **kwargs: Any,
     ) -> dist.Work | None:
-        # The input is a part of the output, so this registers both
+        if isinstance(self, ReduceScatter):  # else it is a part of the output
+            symm_mem.rendezvous(input_tensor, group=group.group_name)
         symm_mem.rendezvous(output_tensor, group=group.group_name)
-        return super().__call__(output_tensor, input_tensor, group, async_op)
+        # pyrefly: ignore [missing-attribute]
+        return super().__call__(output_tensor, input_tensor, group, *args, **kwargs)
 
 
-class SymmMemReduceScatter(SymmMemAllocMixin, _SingleReduceScatter):
-    needs_all_ranks = True
+class SymmMemAllGather(SymmMemAllocMixin, _Registered, _SingleAllGather):
+    pass
 
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: _ReduceOp,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        for tensor in (input_tensor, output_tensor):
-            symm_mem.rendezvous(tensor, group=group.group_name)
-        return super().__call__(output_tensor, input_tensor, group, op, async_op)
+
+class SymmMemReduceScatter(SymmMemAllocMixin, _Registered, _SingleReduceScatter):
+    pass
 
 
 # Buffers #
@@ -180,18 +178,20 @@ def allocate(
     numel: int,
     dtype: torch.dtype,
     device: torch.device,
-    itemsize: int = 1,
+    layout: GatherLayout | None = None,
     *,
     gathers: bool = False,
 ) -> torch.Tensor:
     """
-    Returns a buffer that can be viewed in dtypes of up to ``itemsize`` bytes; one to
-    gather is 1D of ``dtype``. Raises a ValueError if what the comm returns is not so.
+    Returns a buffer that can be viewed in the dtypes of ``layout``; one to gather is 1D
+    of ``dtype``. Raises a ValueError if what the comm returns is not so.
     """
     buffer: Any = comm.allocate((numel,), dtype=dtype, device=device)
     if type(comm) is DefaultAllGather or type(comm) is DefaultReduceScatter:
         return buffer
     name = f"{type(comm).__name__}.allocate"
+    # Of the widest dtype
+    itemsize = layout.regions[0].dtype.itemsize if layout else 1
     if not isinstance(buffer, torch.Tensor):
         wrong = f"a {type(buffer).__name__}"
     elif buffer.numel() != numel:
@@ -217,12 +217,13 @@ def allocate(
     )
 
 
-_OWN_ALLOCATORS = (DefaultAllocMixin, ProcessGroupAllocMixin, SymmMemAllocMixin)
+_OWN_KINDS = (DefaultAllocMixin, ProcessGroupAllocMixin, SymmMemAllocMixin)
+_OWN_ALLOCATORS = frozenset(kind.allocate for kind in _OWN_KINDS)
 
 
 def allocates_anew(comm: ReduceScatter) -> bool:
     """Whether no buffer from ``comm`` shares memory with one in use."""
-    return any(type(comm).allocate is kind.allocate for kind in _OWN_ALLOCATORS)
+    return type(comm).allocate in _OWN_ALLOCATORS
 
 
 def holds_one_input(comm: ReduceScatter) -> bool:
@@ -298,7 +299,8 @@ def chunk_cat(
     torch._chunk_cat(tensors, dim, num_chunks, out=out)
 
 
-_CHUNK_CAT = "chunk_cat_mixed_dtype" if HAS_MIXED_CHUNK_CAT else "chunk_cat"
+# The one that the release calls
+CHUNK_CAT = "chunk_cat_mixed_dtype" if HAS_MIXED_CHUNK_CAT else "chunk_cat"
 
 
 def casts_in_kernel(source: torch.dtype, target: torch.dtype) -> bool:
@@ -312,11 +314,6 @@ def copies_mixed(
     """Whether the operator is to cast: without a temporary, or as in the release."""
     on_cuda = device.type == "cuda" and dtypes <= {torch.bfloat16, torch.float32}
     return HAS_MIXED_CHUNK_CAT and (on_cuda or is_uniform and None not in dtypes)
-
-
-def chunk_cat_by_operator(tensors: list[torch.Tensor], rows: torch.Tensor) -> None:
-    """Fills one row for each rank by the operator that the release calls."""
-    getattr(torch.ops.fsdp, _CHUNK_CAT)(tensors, 0, rows.size(0), out=rows)
 
 
 def record_grad_output_stream(buffer: torch.Tensor, stream: torch.Stream) -> None:

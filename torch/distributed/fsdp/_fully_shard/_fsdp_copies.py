@@ -11,12 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 
-from ._fsdp_comms import (
-    casts_in_kernel,
-    chunk_cat_by_operator,
-    copies_mixed,
-    record_grad_output_stream,
-)
+from . import _fsdp_comms as comms
 from ._fsdp_host import gets_operators
 from ._fsdp_layout import GatherLayout, GatherRegion, in_plan_order, ReduceBucket
 from ._fsdp_param import FSDPParam, ShardedState
@@ -255,11 +250,11 @@ def _dense_dtypes(
 def with_padding(
     bucket: ReduceBucket, grads: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Adds a row of zeros for each gap of the bucket, which the kernel chunks alike."""
+    """Adds a row of zeros for each padding in the bucket."""
     padded = [*grads]
-    for count, _, numel in reversed(bucket.gaps):
-        if count <= len(grads):
-            padded.insert(count, grads[0].new_zeros(1, numel))
+    for run in reversed(bucket.runs):
+        if run.padding and run.last <= len(grads):
+            padded.insert(run.last, grads[0].new_zeros(1, run.padding))
     return padded
 
 
@@ -285,24 +280,21 @@ def copy_in_grads(
     that all gradients are copied to them as mismatched ones.
     """
     world_size, dtypes = rows.size(0), _dense_dtypes(bucket, grads)
-    is_dense, first = rows.is_contiguous(), dtypes[0]
+    is_dense, first, device = rows.is_contiguous(), dtypes[0], rows.device
     # A uniform unit takes the release's memory and launches
     is_uniform = not bucket.is_mixed and bucket.comm_dtype is None
-    if is_dense and first is not None and dtypes.count(first) == len(dtypes):
-        if (
-            casts_in_kernel(first, rows.dtype)
-            or is_uniform
-            or gets_operators(rows.device)
-        ):
-            _chunk_cat(with_padding(bucket, grads), rows)
-            return
-    if is_dense and copies_mixed({*dtypes, rows.dtype}, rows.device, is_uniform):
-        chunk_cat_by_operator(with_padding(bucket, grads), rows)
+    fits = (
+        first is not None
+        and dtypes.count(first) == len(dtypes)
+        and (comms.casts_in_kernel(first, rows.dtype) or is_uniform or gets_operators(device))
+    )
+    if is_dense and (fits or comms.copies_mixed({*dtypes, rows.dtype}, device, is_uniform)):
+        _chunk_cat(with_padding(bucket, grads), rows, by_operator=not fits)
         return
     taken = [
         grad
         for grad, dtype in zip(grads, dtypes)
-        if is_dense and dtype is not None and casts_in_kernel(dtype, rows.dtype)
+        if is_dense and dtype is not None and comms.casts_in_kernel(dtype, rows.dtype)
     ]
     largest = max(taken, key=torch.Tensor.numel, default=None)
     # The least that fills as many columns, with the kernel's padding
@@ -319,9 +311,9 @@ def copy_in_grads(
         _chunk_cat(with_padding(bucket, like), rows)
     else:
         mismatched = range(len(grads))
-        for count, start, numel in bucket.gaps:
-            if count <= len(grads):
-                rows.narrow(1, start, numel).zero_()
+        for run in bucket.runs:
+            if run.padding and run.last <= len(grads):
+                rows.narrow(1, run.start_numel + run.numel, run.padding).zero_()
     _copy_in_apart(bucket, grads, dtypes, rows, mismatched)
 
 
@@ -386,11 +378,13 @@ def foreach_reduce_scatter_copy_in(
     _chunk_cat(unsharded_grads, reduce_scatter_input.view(world_size, row_numel))
 
 
-def _chunk_cat(tensors: list[torch.Tensor], rows: torch.Tensor) -> None:
+def _chunk_cat(
+    tensors: list[torch.Tensor], rows: torch.Tensor, by_operator: bool = False
+) -> None:
     """Fills ``rows``, which are dense, with the chunks of ``tensors`` on dim 0."""
     world_size, row_numel = rows.size()
-    if gets_operators(rows.device):
-        chunk_cat_by_operator(tensors, rows)
+    if by_operator or gets_operators(rows.device):
+        getattr(torch.ops.fsdp, comms.CHUNK_CAT)(tensors, 0, world_size, out=rows)
     else:
         torch._chunk_cat(tensors, 0, world_size, out=rows)
     if rows.size(1) != row_numel:  # the kernel has resized them
@@ -400,19 +394,22 @@ def _chunk_cat(tensors: list[torch.Tensor], rows: torch.Tensor) -> None:
         )
 
 
-def copy_between(
-    source_bucket: ReduceBucket,
-    source: torch.Tensor,
-    target_bucket: ReduceBucket,
-    target: torch.Tensor,
-) -> None:
-    """Copies what both buckets hold from a rank's 1D shard of one to the other's."""
-    slots = zip(target_bucket.slots, target_bucket.starts)
-    target_starts = {slot.param: start for slot, start in slots}
-    for slot, start in zip(source_bucket.slots, source_bucket.starts):
-        if (target_start := target_starts.get(slot.param)) is not None:
-            shard = source.narrow(0, start, slot.shard_numel)
-            target.narrow(0, target_start, slot.shard_numel).copy_(shard)
+def relaid(
+    bucket: ReduceBucket, shard: torch.Tensor, target_bucket: ReduceBucket
+) -> torch.Tensor:
+    """
+    Returns a rank's 1D shard of a bucket as another bucket lays it out, with zeros where
+    the first has no slot.
+    """
+    if bucket.slots == target_bucket.slots:
+        return shard
+    target = shard.new_zeros(target_bucket.shard_numel)
+    starts = {s.param: at for s, at in zip(bucket.slots, bucket.starts)}
+    for slot, target_start in zip(target_bucket.slots, target_bucket.starts):
+        if (start := starts.get(slot.param)) is not None:
+            piece = shard.narrow(0, start, slot.shard_numel)
+            target.narrow(0, target_start, slot.shard_numel).copy_(piece)
+    return target
 
 
 def in_common_order(
@@ -423,12 +420,9 @@ def in_common_order(
     order of slots, may differ between replicas, whose elements must line up.
     """
     common = in_plan_order(bucket)
-    if common is bucket:
-        return fsdp_params, bucket, output
     of_slot = dict(zip((slot.param for slot in bucket.slots), fsdp_params))
-    in_order = torch.empty_like(output)
-    copy_between(bucket, output, common, in_order)
-    return [of_slot[slot.param] for slot in common.slots], common, in_order
+    params = [of_slot[slot.param] for slot in common.slots]
+    return params, common, relaid(bucket, output, common)
 
 
 # Sharded gradients out of its output #
@@ -450,14 +444,14 @@ def accumulate_sharded_grads(
     gradients, or adds them: views of ``output``, or of one copy for each gradient dtype.
     """
     starts = bucket.starts
-    record_grad_output_stream(output, reading_stream)
+    comms.record_grad_output_stream(output, reading_stream)
     for run in bucket.runs:
         flat, dtype = output, run.grad_dtype
         if len(bucket.runs) > 1:
             flat = output[run.start_numel : run.start_numel + run.numel]
         if not as_views:
             flat = flat.to(dtype, copy=True)
-            record_grad_output_stream(flat, reading_stream)
+            comms.record_grad_output_stream(flat, reading_stream)
         base = flat.storage_offset() - run.start_numel
         for i in range(run.first, run.last):
             fsdp_param = fsdp_params[i]

@@ -116,11 +116,6 @@ class GatherLayout:
         return storage_dtype(self.regions[0].dtype) if is_uniform else torch.uint8
 
     @cached_property
-    def itemsize(self) -> int:
-        """Of the widest dtype."""
-        return max((region.dtype.itemsize for region in self.regions), default=1)
-
-    @cached_property
     def segment_nbytes(self) -> int:
         return sum(region.nbytes for region in self.regions)
 
@@ -319,15 +314,6 @@ class ReduceBucket:
     def needs_casts(self) -> bool:
         """Whether any sharded gradient has another dtype than what is reduced."""
         return any(run.grad_dtype != self.dtype for run in self.runs)
-
-    @cached_property
-    def gaps(self) -> tuple[tuple[int, int, int], ...]:
-        """(slots before it, first element, elements) of each piece of padding."""
-        return tuple(
-            (run.last, run.start_numel + run.numel, run.padding)
-            for run in self.runs
-            if run.padding
-        )
 
 
 def bucket_sort_key(key: BucketKey) -> tuple[tuple[int, str], ...]:

@@ -19,7 +19,7 @@ from . import _fsdp_collectives as collectives
 from . import _fsdp_layout as layouts
 from ._fsdp_collectives import BucketGrads, foreach_reduce, ReduceResult, Reduction
 from ._fsdp_comms import allocates_anew, DefaultReduceScatter, holds_one_input
-from ._fsdp_copies import accumulate_sharded_grad, copy_between
+from ._fsdp_copies import accumulate_sharded_grad, relaid
 from ._fsdp_host import FOLLOWS_GRAD_DTYPE
 from ._fsdp_layout import BucketKey, ReduceBucket, ReduceBucketCap, ReduceSlot
 from ._fsdp_param import FSDPParam
@@ -252,11 +252,7 @@ class PartialReduce:
     @torch.no_grad()
     def laid_out_as(self, bucket: ReduceBucket) -> torch.Tensor:
         """Returns the output as ``bucket`` lays it out, zero where this has no slot."""
-        if bucket.slots == self.bucket.slots:
-            return self.output
-        output = self.output.new_zeros(bucket.shard_numel)
-        copy_between(self.bucket, self.output, bucket, output)
-        return output
+        return relaid(self.bucket, self.output, bucket)
 
 
 class PartialReduces(dict[BucketKey, PartialReduce]):
