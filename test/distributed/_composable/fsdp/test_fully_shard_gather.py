@@ -42,7 +42,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 from torch.distributed.fsdp._fully_shard._fsdp_layout import GatherLayout, ReduceBucket
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
-from torch.distributed.fsdp._fully_shard._fsdp_param_cache import layout_of
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_reduce import get_buckets
 from torch.testing._internal.common_utils import run_tests
@@ -316,7 +315,7 @@ class TestKeptBetweenSteps(ThreadTest):
     def layout(self, unit: FSDPParamGroup) -> GatherLayout:
         """Gathers, checks what this rank sent, and returns the layout."""
         result = self.all_gather(unit)
-        layout = layout_of(*result[3:])
+        layout = result.all_gather_input_split_sizes.layout
         numel = layout.segment_numel
         segment = result.all_gather_output.narrow(0, self.rank * numel, numel)
         views = [s for r in layout.regions for s in r.view(segment).split(r.sizes)]

@@ -52,7 +52,7 @@ from ._fsdp_errors import explain_all_to_all, explain_copy_in, explain_reduction
 from ._fsdp_host import FOLLOWS_GRAD_DTYPE, NO_RANGE, without_grad
 from ._fsdp_layout import GatherLayout, ReduceBucket, ReduceSlot
 from ._fsdp_param import FSDPParam, ShardedState  # noqa: F401  (as in the release)
-from ._fsdp_param_cache import layout_of, ParamGroupCache
+from ._fsdp_param_cache import ParamGroupCache
 from ._fsdp_scaling import (
     _div_if_needed,
     _get_gradient_divide_factors,  # noqa: F401  (as in the release)
@@ -165,7 +165,10 @@ def _default_all_gather_output_fn(
 ) -> None:
     """Writes every parameter's all-gather outputs from a gather's buffer."""
     buffer, _, _, dtypes, numels, split_sizes = all_gather_result
-    layout = layout_of(dtypes, numels, split_sizes)
+    if (layout := getattr(split_sizes, "layout", None)) is None:
+        # Of another gather, in parameter order
+        flat = chain.from_iterable(dtypes), chain.from_iterable(numels)
+        layout = layouts.plan_gather(*map(list, flat), by_dtype=False)
     cache = ParamGroupCache.of(fsdp_params)
     outputs = cache.alloc_outputs(dtypes, numels, world_size, buffer.device)
     copies.copy_out(fsdp_params, buffer, layout, outputs, world_size)

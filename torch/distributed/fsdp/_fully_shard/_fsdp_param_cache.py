@@ -34,7 +34,6 @@ _get_sharded_param = attrgetter("sharded_param")
 _get_unsharded_param = attrgetter("_unsharded_param")
 _get_requires_grad = attrgetter("sharded_param.requires_grad")
 _get_local_tensor = attrgetter("sharded_param._local_tensor")
-_get_policy = attrgetter("mp_policy")
 _get_kind = attrgetter("device", "dtype", "grad_dtype", "requires_grad")
 
 
@@ -46,12 +45,11 @@ def _get_version(tensor: torch.Tensor) -> int:
 
 
 class SplitSizes(list[int]):
-    """
-    The split sizes in a gather's result, with the layout that they come from. Those of
-    another gather, in parameter order, are a plain list.
-    """
+    """The split sizes in a gather's result, with the layout that they come from."""
 
-    layout: layouts.GatherLayout
+    def __init__(self, layout: layouts.GatherLayout):
+        super().__init__(layout.split_sizes)
+        self.layout = layout
 
 
 @dataclass(frozen=True)
@@ -78,38 +76,19 @@ class GatherPlan:
         Plans the gather of tensors: what they are stored in, what each is cast to on the
         way (None: nothing), elements, and how many are each parameter's (None: one).
         """
-        made_for = stored_dtypes, compute_dtypes, numels, counts
         pairs = zip(compute_dtypes, stored_dtypes, strict=True)
         dtypes = [compute_dtype or stored for compute_dtype, stored in pairs]
         layout = layouts.plan_gather(dtypes, numels)
-        split_sizes = SplitSizes(layout.split_sizes)
-        split_sizes.layout = layout
-        counts = counts or [1] * len(dtypes)
+        rest = iter(zip(dtypes, numels))
+        by_param = [[*islice(rest, count)] for count in counts or [1] * len(dtypes)]
         return cls(
-            made_for,
+            (stored_dtypes, compute_dtypes, numels, counts),
             layout,
             layouts.plan_copy_in(layout, stored_dtypes),
-            _in_groups(dtypes, counts),
-            _in_groups(numels, counts),
-            split_sizes,
+            [[dtype for dtype, _ in own] for own in by_param],
+            [[numel for _, numel in own] for own in by_param],
+            SplitSizes(layout),
         )
-
-
-def _in_groups(values: Iterable, counts: Sequence[int]) -> list[list]:
-    values = iter(values)
-    return [list(islice(values, count)) for count in counts]
-
-
-def layout_of(
-    dtypes: Sequence[Sequence[torch.dtype]],
-    numels: Sequence[Sequence[int]],
-    split_sizes: Sequence[int],
-) -> layouts.GatherLayout:
-    """Returns a gathered buffer's layout."""
-    if isinstance(split_sizes, SplitSizes):
-        return split_sizes.layout
-    flat = [*chain.from_iterable(dtypes)], [*chain.from_iterable(numels)]
-    return layouts.plan_gather(*flat, by_dtype=False)
 
 
 def get_shards(fsdp_params: Sequence[FSDPParam]) -> list[torch.Tensor]:
@@ -132,9 +111,7 @@ def get_all_gather_inputs(fsdp_param: FSDPParam) -> list[torch.Tensor]:
     try:
         return fsdp_param.all_gather_inputs
     except Exception as error:
-        raise explain_extension(  # noqa: B904  (has its cause)
-            error, fsdp_param, "fsdp_pre_all_gather"
-        )
+        raise explain_extension(error, fsdp_param, "fsdp_pre_all_gather")  # noqa: B904
 
 
 def _init_unsharded_param(fsdp_param: FSDPParam, is_first: bool) -> None:
@@ -142,20 +119,13 @@ def _init_unsharded_param(fsdp_param: FSDPParam, is_first: bool) -> None:
         fsdp_param.init_unsharded_param()
         if is_first and _has_extension(fsdp_param):
             # Nothing looks later at what an extension has returned
-            param, inner = (
-                fsdp_param._unsharded_param,
-                fsdp_param._unsharded_inner_tensors,
-            )
-            if param.device.type != fsdp_param.device.type:
-                raise ValueError(
-                    f"the tensor is on {param.device}, not {fsdp_param.device}"
-                )
+            inner, device = fsdp_param._unsharded_inner_tensors, fsdp_param.device
+            if (found := fsdp_param._unsharded_param.device).type != device.type:
+                raise ValueError(f"the tensor is on {found}, not {device}")
             if any(not isinstance(tensor, torch.Tensor) for tensor in inner):
                 raise TypeError(f"the tensors to free are {inner!r}")
     except Exception as error:
-        raise explain_extension(  # noqa: B904  (has its cause)
-            error, fsdp_param, "fsdp_post_all_gather"
-        )
+        raise explain_extension(error, fsdp_param, "fsdp_post_all_gather")  # noqa: B904
 
 
 def _fit_outputs(
@@ -198,17 +168,7 @@ class GatherOutputs:
         self.have_unsharded_params = False  # over them
         # The views that the last gather in a state was copied out to
         self.columns: dict[ShardedState, tuple[layouts.GatherLayout, list]] = {}
-        self._storages = [(t.untyped_storage(), t.nbytes) for t in self.tensors]
-
-    def alloc(self) -> None:
-        for storage, nbytes in self._storages:
-            if storage.nbytes() != nbytes:
-                storage.resize_(nbytes)
-
-    def free(self) -> None:
-        for storage, _ in self._storages:
-            if storage.nbytes():
-                storage.resize_(0)
+        self.storages = [(t.untyped_storage(), t.nbytes) for t in self.tensors]
 
 
 # All parameters #
@@ -261,9 +221,7 @@ class ParamGroupCache(list[FSDPParam]):
         dtypes, or which parameters are trained. Returns whether it has.
         """
         self.invalidate_if_changed()
-        params = map(_get_sharded_param, self)
-        policies = map(_get_policy, self)
-        depend_on = [[*policies], [*map(_get_kind, params)]]
+        depend_on = [(p.mp_policy, *_get_kind(p.sharded_param)) for p in self]
         if self._buckets_depend_on == depend_on:
             return False
         self.buckets.clear()
@@ -343,13 +301,12 @@ class ParamGroupCache(list[FSDPParam]):
     ) -> GatherOutputs:
         """Makes the all-gather outputs, or gives them their storage back."""
         if (outputs := self.outputs) is not None:
-            outputs.alloc()
+            for storage, nbytes in outputs.storages:
+                if storage.nbytes() != nbytes:
+                    storage.resize_(nbytes)
             return outputs
-        sizes = zip(self, numels, dtypes, strict=True)
-        for fsdp_param, own_numels, own_dtypes in sizes:
-            fsdp_param.init_all_gather_outputs(
-                own_numels, own_dtypes, world_size, device
-            )
+        for fsdp_param, *sizes in zip(self, numels, dtypes, strict=True):
+            fsdp_param.init_all_gather_outputs(*sizes, world_size, device)
             fsdp_param.alloc_all_gather_outputs()
         self._outputs = GatherOutputs(self)
         return self._outputs
@@ -369,41 +326,40 @@ class ParamGroupCache(list[FSDPParam]):
     def to_state(self, state: ShardedState) -> None:
         """Brings all parameters to ``state``, and their registrations with them."""
         self.invalidate_if_changed()
+        outputs = None
         if state is ShardedState.UNSHARDED:
-            self._to_unsharded()
+            params = [*map(_get_unsharded_param, self)]
+            for param, is_trained in zip(params, map(_get_requires_grad, self)):
+                if param.requires_grad is not is_trained:
+                    param.requires_grad_(is_trained)
         elif state is ShardedState.SHARDED_POST_FORWARD:
             for fsdp_param in self:
                 fsdp_param.to_sharded_post_forward()
+            return
         elif (
             (outputs := self.outputs) is None
             or self._has_extensions
-            # Whose storage may outlive resharding
-            or FOLLOWS_GRAD_DTYPE
+            or FOLLOWS_GRAD_DTYPE  # storage may outlive resharding
             and any(fsdp_param.keep_unsharded_storage for fsdp_param in self)
         ):
             for fsdp_param in self:
                 fsdp_param.to_sharded()
+            return
         else:
-            self._register([*map(_get_sharded_param, self)])
-            for fsdp_param in self:
-                fsdp_param.sharded_state = state
-            outputs.free()
-
-    def _to_unsharded(self) -> None:
-        params = [*map(_get_unsharded_param, self)]
-        requires_grad = [*map(_get_requires_grad, self)]
-        if [param.requires_grad for param in params] != requires_grad:
-            for param, is_trained in zip(params, requires_grad):
-                param.requires_grad_(is_trained)
+            params = [*map(_get_sharded_param, self)]
         self._register(params)
-        if self[0].sharded_state is ShardedState.SHARDED_POST_FORWARD:
+        was_post_forward = self[0].sharded_state is ShardedState.SHARDED_POST_FORWARD
+        if was_post_forward and state is ShardedState.UNSHARDED:
             # Gathered and copied out in the stream that allocated them, so that their
             # memory needs no wait
             for fsdp_param in self:
                 fsdp_param._sharded_post_forward_param = None
                 fsdp_param._sharded_post_forward_param_data = None
         for fsdp_param in self:
-            fsdp_param.sharded_state = ShardedState.UNSHARDED
+            fsdp_param.sharded_state = state
+        for storage, _ in outputs.storages if outputs else ():
+            if storage.nbytes():
+                storage.resize_(0)
 
     def _register(self, params: Sequence[nn.Parameter]) -> None:
         """Makes ``params`` what the modules have under the parameters' names."""
