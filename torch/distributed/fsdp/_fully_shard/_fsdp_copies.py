@@ -28,30 +28,25 @@ def fill_segment(
     output: torch.Tensor, plan: GatherPlan, tensors: Sequence[torch.Tensor], rank: int
 ) -> torch.Tensor:
     """Writes this rank's shards into its segment of a gather's buffer. Returns that."""
-    layout = plan.layout
-    numel = layout.segment_numel
+    layout, numel = plan.layout, plan.layout.segment_numel
     if not gets_operators(output.device):
         segment = output[rank * numel : (rank + 1) * numel]
         _copy_in(segment, plan.copies, tensors)
         return segment
     # The operator neither casts nor moves
-    if any(region.casts for region in plan.copies) or _are_on_host(
-        tensors, output.device
-    ):
+    has_casts = any(region.casts for region in plan.copies)
+    if has_casts or _are_on_host(tensors, output.device):
         filled = output.new_empty(numel)
         _copy_in(filled, plan.copies, tensors)
         inputs = [*filled.split(layout.split_sizes)]
     else:
+        views = _viewed(tensors, layout.buffer_dtype)
         inputs = [
-            output.new_zeros(size)
-            if i is None
-            else _viewed([tensors[i]], layout.buffer_dtype)[0]
+            output.new_zeros(size) if i is None else views[i]
             for i, size in layout.slots
         ]
-    segment, _ = torch.ops.fsdp.all_gather_copy_in(
-        inputs, output, [*layout.split_sizes], numel, rank
-    )
-    return segment
+    sizes = [*layout.split_sizes]
+    return torch.ops.fsdp.all_gather_copy_in(inputs, output, sizes, numel, rank)[0]
 
 
 def _copy_in(
@@ -75,7 +70,7 @@ def _copy_in(
         torch.cat(sources, out=target)  # needs no view of each slot
 
 
-def _viewed(shards: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+def _viewed(shards: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
     try:
         return [shard.view(dtype) for shard in shards]
     except RuntimeError:  # one is not dense, loaded with `assign=True`
@@ -129,38 +124,34 @@ def copy_out(
     """Writes the parameters' all-gather outputs from a gather's buffer."""
     state = fsdp_params[0].sharded_state
     last_layout, columns = outputs.columns.get(state, (None, []))
-    if last_layout is layout:
-        _split_copy(buffer, layout, columns)
-        return
-    targets: list[torch.Tensor] = []
     interleaved: list[tuple[FSDPParam, torch.Tensor, torch.Tensor]] = []
-    for fsdp_param in fsdp_params:
-        for output in fsdp_param.all_gather_outputs:
-            target = output
-            # Flat pieces, as after forward, lie in order whatever the dim
-            if fsdp_param.fsdp_placement.dim and state == ShardedState.SHARDED:
-                target = torch.empty_like(output)
-                interleaved.append((fsdp_param, target, output))
-            targets.append(target)
-    columns = _to_columns(targets, layout, world_size)
+    if last_layout is not layout:
+        targets: list[torch.Tensor] = []
+        for fsdp_param in fsdp_params:
+            for output in fsdp_param.all_gather_outputs:
+                target = output
+                # Flat pieces, as after forward, lie in order whatever the dim
+                if fsdp_param.fsdp_placement.dim and state == ShardedState.SHARDED:
+                    target = torch.empty_like(output)
+                    interleaved.append((fsdp_param, target, output))
+                targets.append(target)
+        columns = _to_columns(targets, layout, world_size)
+        if not interleaved:
+            outputs.columns[state] = layout, columns
     _split_copy(buffer, layout, columns)
     for fsdp_param, rank_major, output in interleaved:
         shards = rank_major.view(world_size, *fsdp_param.padded_sharded_param_size)
         shards = shards.movedim(0, fsdp_param.fsdp_placement.dim)
         output.data.view(shards.size()).copy_(shards)  # see `_to_columns`
-    if not interleaved:
-        outputs.columns[state] = layout, columns
 
 
 def _to_columns(
     outputs: Sequence[torch.Tensor], layout: GatherLayout, world_size: int
 ) -> list[torch.Tensor]:
     """
-    Views the outputs, in segment order, as columns of a gather buffer with a row for
-    each rank. Padding gets tensors that nothing reads.
-
-    The views do not share the outputs' version: to autograd an unshard, which writes
-    the same values, must not be an in-place change of what was saved.
+    Views the outputs, and tensors that nothing reads for padding, as columns of a gather
+    buffer with a row for each rank. They do not share the outputs' version: to autograd
+    an unshard, which writes the same values, must not change what was saved.
     """
     dtype = layout.buffer_dtype
     return [
@@ -179,12 +170,10 @@ def _split_copy(
     if buffer.dtype != layout.buffer_dtype:
         buffer = buffer.view(layout.buffer_dtype)
     rows = buffer.view(world_size, layout.segment_numel)
+    copy, sizes = torch.split_with_sizes_copy, [*layout.split_sizes]
     if gets_operators(buffer.device):
-        torch.ops.fsdp.split_with_sizes_copy(
-            rows, [*layout.split_sizes], dim=1, out=columns
-        )
-    else:
-        torch.split_with_sizes_copy(rows, layout.split_sizes, dim=1, out=columns)
+        copy = torch.ops.fsdp.split_with_sizes_copy
+    copy(rows, sizes, dim=1, out=columns)
 
 
 # Gradients into the input of a reduction #
@@ -286,9 +275,15 @@ def copy_in_grads(
     fits = (
         first is not None
         and dtypes.count(first) == len(dtypes)
-        and (comms.casts_in_kernel(first, rows.dtype) or is_uniform or gets_operators(device))
+        and (
+            comms.casts_in_kernel(first, rows.dtype)
+            or is_uniform
+            or gets_operators(device)
+        )
     )
-    if is_dense and (fits or comms.copies_mixed({*dtypes, rows.dtype}, device, is_uniform)):
+    if is_dense and (
+        fits or comms.copies_mixed({*dtypes, rows.dtype}, device, is_uniform)
+    ):
         _chunk_cat(with_padding(bucket, grads), rows, by_operator=not fits)
         return
     taken = [
@@ -333,17 +328,11 @@ def _copy_in_apart(
     end = run_numel = 0  # of the last run, in a rank's shard and in all
     for i in indices:
         run_numel += grads[i].numel()
-        if (
-            runs
-            and starts[i] == end
-            and dtypes[i] is not None
-            and dtypes[i] == dtypes[runs[-1][-1]]
-            and run_numel <= _MAX_RUN_NUMEL
-        ):
-            runs[-1].append(i)
-        else:
-            runs.append([i])
+        is_next = runs and starts[i] == end and dtypes[i] == dtypes[runs[-1][0]]
+        if not is_next or dtypes[i] is None or run_numel > _MAX_RUN_NUMEL:
+            runs.append([])
             run_numel = grads[i].numel()
+        runs[-1].append(i)
         end = starts[i] + slots[i].shard_numel
     for run in runs:
         first, numel = run[0], sum(slots[i].shard_numel for i in run)
@@ -364,8 +353,7 @@ def view_by_rank(grad: torch.Tensor, dim: int, world_size: int) -> torch.Tensor:
             f"Shard({dim}) requires even sharding: the gradient's size "
             f"{tuple(grad.size())} does not divide by {world_size} ranks on that dim"
         )
-    sizes = (world_size, grad.size(dim) // world_size)
-    return grad.unflatten(dim, sizes).movedim(dim, 0)
+    return grad.unflatten(dim, (world_size, -1)).movedim(dim, 0)
 
 
 def foreach_reduce_scatter_copy_in(
@@ -397,10 +385,7 @@ def _chunk_cat(
 def relaid(
     bucket: ReduceBucket, shard: torch.Tensor, target_bucket: ReduceBucket
 ) -> torch.Tensor:
-    """
-    Returns a rank's 1D shard of a bucket as another bucket lays it out, with zeros where
-    the first has no slot.
-    """
+    """Lays a rank's 1D shard out as another bucket, zero where this has no slot."""
     if bucket.slots == target_bucket.slots:
         return shard
     target = shard.new_zeros(target_bucket.shard_numel)
@@ -440,8 +425,8 @@ def accumulate_sharded_grads(
     reading_stream: torch.Stream,
 ) -> None:
     """
-    Makes the pieces of a rank's shard of the reduced bucket the parameters' sharded
-    gradients, or adds them: views of ``output``, or of one copy for each gradient dtype.
+    Accumulates a rank's shard of the reduced bucket as the parameters' sharded gradients:
+    views of ``output``, or of one copy for each gradient dtype.
     """
     starts = bucket.starts
     comms.record_grad_output_stream(output, reading_stream)

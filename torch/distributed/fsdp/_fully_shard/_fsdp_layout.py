@@ -10,16 +10,13 @@ orders come from :func:`dtype_sort_key`. Iterating a set of dtypes would not do:
 
 [Note: Aligned to 16 bytes]
 Where a buffer mixes dtypes, each dtype's region and each rank's segment start at a
-multiple of 16 bytes, and a region holds shards in descending order of the power of two,
-up to 16, that divides their bytes. So every shard starts at a multiple of that: all
-whose size allows it are aligned, and padding comes at the end of regions only, at most
-15 bytes for each. The same holds for what one all-to-all sends of several buckets, and
-for buckets of several units that are joined. A bucket that the backend sums is laid out
-as in a unit of one dtype: elements that lie elsewhere may be added in another order.
-
-16 bytes are the widest that copy kernels load at once and that NCCL packs. More would
-gain nothing: kernels compute on all-gather outputs, which have storages of their own.
-Uniform units have the release's layout, in parameter order and without padding.
+multiple of 16 bytes, the widest that copy kernels load at once and that NCCL packs. A
+region holds shards in descending order of the power of two, up to 16, that divides their
+bytes: so all whose size allows it are aligned, and padding comes at the end of regions
+only, at most 15 bytes for each. The same holds for what one all-to-all sends of several
+buckets, and for buckets of several units that are joined. A bucket that the backend sums
+is laid out as in a unit of one dtype: elements that lie elsewhere may be added in another
+order. Uniform units have the release's layout, in parameter order and without padding.
 """
 
 from __future__ import annotations
@@ -44,10 +41,7 @@ def dtype_sort_key(dtype: torch.dtype) -> tuple[int, str]:
 
 
 def storage_dtype(dtype: torch.dtype) -> torch.dtype:
-    """
-    Returns what to move ``dtype`` as: uint8 for 1-byte dtypes, some of which some
-    kernels and backends lack, else ``dtype`` itself.
-    """
+    """Returns uint8 for 1-byte dtypes, some of which some kernels and backends lack."""
     return torch.uint8 if dtype.itemsize == 1 else dtype
 
 
@@ -72,7 +66,6 @@ class GatherRegion:
 
     @cached_property
     def inputs(self) -> tuple[int, ...]:
-        """Position of each input among all of them."""
         return tuple(i for i, _ in self.slots if i is not None)
 
     @cached_property
@@ -83,7 +76,6 @@ class GatherRegion:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Elements of each slot."""
         return [numel for _, numel in self.slots]
 
     @cached_property
@@ -98,7 +90,7 @@ class GatherRegion:
         return segment[self.start_nbytes : end_nbytes].view(self.dtype)
 
     def slots_in(self, dtype: torch.dtype) -> list[tuple[int | None, int]]:
-        """Returns the slots with their sizes in elements of a dtype that is no wider."""
+        """Returns the slots in elements of a dtype that is no wider."""
         ratio = self.dtype.itemsize // dtype.itemsize
         return [(i, numel * ratio) for i, numel in self.slots]
 
@@ -132,7 +124,6 @@ class GatherLayout:
 
     @cached_property
     def split_sizes(self) -> tuple[int, ...]:
-        """Elements of ``buffer_dtype`` of each of ``slots``."""
         return tuple(size for _, size in self.slots)
 
 
@@ -150,12 +141,10 @@ def plan_gather(
     alignment = 1
     if by_dtype and any(dtype != dtypes[0] for dtype in dtypes):
         alignment = _ALIGNMENT
-
-        def sort_key(i: int) -> tuple:
-            nbytes = numels[i] * dtypes[i].itemsize
-            return dtype_sort_key(dtypes[i]), -math.gcd(nbytes, _ALIGNMENT)
-
-        order.sort(key=sort_key)  # stable
+        multiples = [
+            math.gcd(n * d.itemsize, alignment) for d, n in zip(dtypes, numels)
+        ]
+        order.sort(key=lambda i: (dtype_sort_key(dtypes[i]), -multiples[i]))  # stable
     regions: list[GatherRegion] = []
     start_nbytes = 0
     for dtype, run in groupby(order, key=lambda i: dtypes[i]):
@@ -168,8 +157,7 @@ def plan_gather(
     return GatherLayout(tuple(regions))
 
 
-# What one rank is sent for each of several buckets lies as what one rank contributes to
-# a gather, see [Note: Aligned to 16 bytes]. Asked for at every reduction.
+# Of what one rank is sent for each of several buckets, at every reduction
 plan_all_to_all = functools.lru_cache(maxsize=1024)(plan_gather)
 
 # One kernel launch costs the host about as much as 8 calls of `view()`
@@ -190,13 +178,12 @@ def plan_copy_in(
 
     def joined(regions: Sequence[GatherRegion]) -> GatherRegion:
         """Joins regions in the last, narrowest dtype, without padding at the end."""
-        dtype = storage_dtype(regions[-1].dtype)
+        dtype, start_nbytes = storage_dtype(regions[-1].dtype), regions[0].start_nbytes
         slots = [slot for region in regions for slot in region.slots_in(dtype)]
         if slots[-1][0] is None:
             slots.pop()
         # Wider ones come first
         viewed = sum(i is not None and stored_dtypes[i] != dtype for i, _ in slots)
-        start_nbytes = regions[0].start_nbytes
         return GatherRegion(dtype, start_nbytes, tuple(slots), viewed=viewed)
 
     copies: list[GatherRegion] = []
@@ -232,10 +219,7 @@ def reduce_dtype_of(
 
 
 def padded_shard_numel(size: torch.Size, world_size: int, shard_dim: int) -> int:
-    """
-    Returns the elements of one rank's padded shard: dim 0 is rounded up to a multiple
-    of ``world_size``, other dims are sharded evenly.
-    """
+    """Returns the elements of one rank's shard: padded on dim 0, even on others."""
     if shard_dim != 0:
         return size.numel() // world_size
     return -(-size[0] // world_size) * math.prod(size[1:])
@@ -333,12 +317,11 @@ def plan_buckets(
     members: dict[BucketKey, list[ReduceSlot]] = {}
     for slot, key in zip(slots, keys, strict=True):
         members.setdefault(key, []).append(slot)
-    return tuple(
-        in_plan_order(
-            ReduceBucket(key[0], tuple(members[key]), key[1], is_mixed=is_mixed)
-        )
+    buckets = (
+        ReduceBucket(key[0], tuple(members[key]), key[1], is_mixed=is_mixed)
         for key in sorted(members, key=bucket_sort_key)
     )
+    return tuple(map(in_plan_order, buckets))
 
 
 class ReduceBucketCap(NamedTuple):
@@ -352,21 +335,17 @@ class ReduceBucketCap(NamedTuple):
         return f"bucket_cap_mb={mb:g} and small_kb={kb:g}"
 
 
-def by_collective(
-    buckets: Sequence[ReduceBucket],
-) -> Sequence[tuple[ReduceBucket, ...]]:
+def by_collective(buckets: Sequence[ReduceBucket]) -> list[tuple[ReduceBucket, ...]]:
     """Groups what one collective takes: all that are sent by an all-to-all, or one."""
     sent = tuple(bucket for bucket in buckets if bucket.comm_dtype is not None)
-    others = tuple((bucket,) for bucket in buckets if bucket.comm_dtype is None)
-    return (sent, *others) if sent else others
+    others = [(bucket,) for bucket in buckets if bucket.comm_dtype is None]
+    return [sent, *others] if sent else others
 
 
 def slot_sort_key(slot: ReduceSlot, bucket: ReduceBucket) -> tuple:
-    """
-    Returns a sort key of a bucket's slots: by gradient dtype, so that each is one run,
-    and if aligned or sent see [Note: Aligned to 16 bytes].
-    """
+    """Returns a sort key that makes each gradient dtype one run of the bucket."""
     grad_dtype, alignment = slot.grad_dtype or bucket.dtype, 0
+    # See [Note: Aligned to 16 bytes]
     if bucket.is_aligned or bucket.comm_dtype is not None:
         dtypes = bucket.dtype, bucket.wire_dtype, grad_dtype
         itemsize = min(dtype.itemsize for dtype in dtypes)
