@@ -100,7 +100,8 @@ class TestDivideFactors(DeviceFreeTest):
     ) -> tuple:
         sizes, dtype = (shards, replicas), getattr(torch, dtype)
         groups = [None if size is None else FakeGroup(size) for size in sizes]
-        with mock.patch.object(scaling, "_has_premul_sum", lambda *_: premul):
+        name = "nccl" if premul else "gloo"
+        with mock.patch.object(scaling, "backend_name", lambda *_: name):
             return _get_gradient_divide_factors(
                 *groups, dtype, "cuda", factor, force_sum
             )

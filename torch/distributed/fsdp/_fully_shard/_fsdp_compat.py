@@ -17,9 +17,6 @@ from ._fsdp_param import FSDPParam, ShardedState
 from ._fsdp_param_cache import get_all_gather_inputs, get_shards
 
 
-# Of `_fsdp_collectives` #
-
-
 @torch.no_grad()
 def _get_param_all_gather_inputs(
     fsdp_params: list[FSDPParam],
@@ -31,7 +28,7 @@ def _get_param_all_gather_inputs(
     """
     inputs: list[list[torch.Tensor]] = []
     # Plain shards on the device are cast at once, as in the release
-    casts: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    casts: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for fsdp_param in fsdp_params:
         has_extension = hasattr(fsdp_param._sharded_local_tensor, "fsdp_pre_all_gather")
         dtype = fsdp_param.param_dtype
@@ -39,11 +36,11 @@ def _get_param_all_gather_inputs(
             inputs.append(get_all_gather_inputs(fsdp_param))
             continue
         (shard,) = get_shards([fsdp_param])
-        target = shard.new_empty(shard.size(), dtype=dtype)
-        inputs.append([target])
-        casts.setdefault(dtype, []).append((target, shard))
-    for pairs in casts.values():
-        targets, shards = zip(*pairs)
+        targets, shards = casts.setdefault(dtype, ([], []))
+        targets.append(shard.new_empty(shard.size(), dtype=dtype))
+        shards.append(shard)
+        inputs.append(targets[-1:])
+    for targets, shards in casts.values():
         torch._foreach_copy_(targets, shards)
     return inputs
 
@@ -58,9 +55,6 @@ def _get_all_gather_input_metadatas(
     dtypes = [[tensor.dtype for tensor in own] for own in param_all_gather_inputs]
     numels = [[tensor.numel() for tensor in own] for own in param_all_gather_inputs]
     return dtypes, numels, _common([*chain(*dtypes)]) or torch.uint8
-
-
-# Of `FSDPParamGroup` #
 
 
 class PluginNames:
@@ -126,9 +120,8 @@ class PluginNames:
         The 1D sum of the microbatches whose all-reduce is deferred, None without any; a
         tuple where a mixed unit has several. May be set, to None or as many elements.
         """
-        outputs = tuple(
-            partial.output for partial in self._reducer.partial_reduces.values()
-        )
+        partial_reduces = self._reducer.partial_reduces.values()
+        outputs = tuple(partial.output for partial in partial_reduces)
         return outputs if len(outputs) > 1 else next(iter(outputs), None)
 
     @_partial_reduce_output.setter

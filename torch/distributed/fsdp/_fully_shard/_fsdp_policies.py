@@ -38,36 +38,32 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
     dtypes in which they were stored.
 
     Attributes:
-        param_dtype (torch.dtype, optional): What floating-point parameters are
-            cast to before they are gathered, and so what forward and backward
-            see. ``None``: each keeps the dtype it is stored in.
-        reduce_dtype (torch.dtype, optional): What gradients are summed in over
-            the ranks, and accumulated in while :meth:`set_requires_gradient_sync`
-            is off. ``None``: since 2.15 each parameter's ``grad_dtype``, by default
-            the dtype it is stored in; before, each gradient's own, which is that of
-            its parameter in backward.
-        output_dtype (torch.dtype, optional): What floating-point tensors that
-            forward returns are cast to. ``None``: they stay as they are.
-        cast_forward_inputs (bool): Whether floating-point tensors given to
-            forward are cast to ``param_dtype``, where it is set, and whatever
-            overrides say. Of several modules in one unit, each casts its own.
-        param_dtype_override_fn (callable, optional): Called by ``fully_shard``
-            once with each parameter that it manages, as the user made it.
-            Returns its ``param_dtype``: any floating-point dtype, its own to keep
-            it as stored, or ``None`` for the default. Must return the same on
-            every rank.
-        reduce_dtype_override_fn (callable, optional): The same for
-            ``reduce_dtype``: float64, float32, float16 or bfloat16. Also
-            float8_e4m3fn and float8_e5m2 where NCCL is 2.24 or newer and the
-            GPU has compute capability 9.0 or higher.
-        grad_comm_dtype (torch.dtype, optional): What gradients are sent in:
-            float64, float32, float16 or bfloat16. If set, an all-to-all in this
-            dtype replaces the reduce-scatter, and FSDP adds in ``reduce_dtype``
-            (float32 if that is ``None``), which must hold every value of this
-            one, and divides once at the end. It adds in one fixed order, so that
-            the bits depend neither on the unit's other parameters nor, if shard
-            groups have a power of two of ranks, on how the mesh shards and
-            replicates. ``None``: they are sent in what the backend sums them in.
+        param_dtype (torch.dtype, optional): What floating-point parameters are cast to
+            before they are gathered, and so what forward and backward see. ``None``:
+            each keeps the dtype it is stored in.
+        reduce_dtype (torch.dtype, optional): What gradients are summed in over the
+            ranks, and accumulated in while :meth:`set_requires_gradient_sync` is off.
+            ``None``: since 2.15 each parameter's ``grad_dtype``, by default the dtype it
+            is stored in; before, that of its parameter in backward.
+        output_dtype (torch.dtype, optional): What floating-point tensors that forward
+            returns are cast to. ``None``: they stay as they are.
+        cast_forward_inputs (bool): Whether floating-point tensors given to forward are
+            cast to ``param_dtype``, where it is set, and whatever overrides say.
+        param_dtype_override_fn (callable, optional): Called by ``fully_shard`` once with
+            each parameter that it manages, as the user made it. Returns its
+            ``param_dtype``: any floating-point dtype, its own to keep it as stored, or
+            ``None`` for the default. Must return the same on every rank.
+        reduce_dtype_override_fn (callable, optional): The same for ``reduce_dtype``:
+            float64, float32, float16 or bfloat16. Also float8_e4m3fn and float8_e5m2
+            where NCCL is 2.24 or newer and the GPU has compute capability 9.0 or higher.
+        grad_comm_dtype (torch.dtype, optional): What gradients are sent in: float64,
+            float32, float16 or bfloat16. If set, an all-to-all in this dtype replaces
+            the reduce-scatter, and FSDP adds in ``reduce_dtype`` (float32 if that is
+            ``None``), which must hold every value of this one, and divides once at the
+            end. It adds in one fixed order, so that the bits depend neither on the
+            unit's other parameters nor, if shard groups have a power of two of ranks, on
+            how the mesh shards and replicates. ``None``: they are sent in what the
+            backend sums them in.
         grad_comm_dtype_override_fn (callable, optional): The same for
             ``grad_comm_dtype``.
 
@@ -89,8 +85,7 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
 
     def __post_init__(self) -> None:
         for name in (*OVERRIDDEN, "output_dtype"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, torch.dtype):
+            if not isinstance(value := getattr(self, name), torch.dtype | None):
                 raise TypeError(
                     f"{name} of MixedPrecisionPolicy is {value!r}: give a torch.dtype, "
                     "or None to leave it as it is"
@@ -127,21 +122,19 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
             )
             fully_shard(model, mp_policy=policy)
 
-        A parameter that several patterns match gets what each of them sets, in any
-        order: they must not contradict one another. The policy can be copied, pickled,
-        and used on another model with the same names. Where a part of the model does
-        not know enough of its names, as for ``layers.0.*``, patterns take effect at the
-        first forward.
+        A parameter that several patterns match gets what each of them sets: they must
+        not contradict one another. The policy can be copied, pickled, and used on another
+        model with the same names. Where a part of the model does not know enough of its
+        names, as for ``layers.0.*``, patterns take effect at the first forward.
 
         Args:
             module (nn.Module): The model, or the part whose units get this policy.
             patterns (Mapping): From case-sensitive shell patterns (:mod:`fnmatch`:
-                ``*``, which also matches dots, ``?``, ``[seq]``) over the fully
-                qualified names of ``module``'s parameters, without what activation
-                checkpointing and ``torch.compile`` add, to what they set: any of
-                ``param_dtype``, ``reduce_dtype`` and ``grad_comm_dtype`` (``None``:
-                the default), or a policy that sets them. A shared parameter has all
-                of its names.
+                ``*``, which also matches dots, ``?``, ``[seq]``) over the names of
+                ``module``'s parameters, without what activation checkpointing and
+                ``torch.compile`` add, to what they set: any of ``param_dtype``,
+                ``reduce_dtype`` and ``grad_comm_dtype`` (``None``: the default), or a
+                policy that sets them. A shared parameter has all of its names.
             param_dtype, ..., grad_comm_dtype: The fields, where no pattern sets them.
 
         Raises:
@@ -210,11 +203,8 @@ def resolve_all(
     is_whole = is_named and all(
         _clean(fqn) in table.by_fqn for table in tables for fqn in fqns
     )
-    resolved = [
-        resolve(policy, param, fqn, device, is_whole)
-        for param, fqn in zip(params, fqns, strict=True)
-    ]
-    return resolved, not tables
+    named = zip(params, fqns, strict=True)
+    return [resolve(policy, *of, device, is_whole) for of in named], not tables
 
 
 def reduce_dtype_of_policy(policy: Any) -> torch.dtype | None:
@@ -294,14 +284,12 @@ def _check_can_train(
                 f"parameter {fqn} ({param.dtype}). Give a floating-point dtype, or "
                 "override it for this parameter."
             )
-    if sent is None:
-        return
-    if sent not in _REDUCIBLE:
+    if sent is not None and sent not in _REDUCIBLE:
         raise ValueError(
             f"grad_comm_dtype of parameter {fqn} is {sent}, in which its gradient "
             f"cannot be sent without a scale. Give one of {_REDUCIBLE_NAMES}."
         )
-    if added not in _REDUCIBLE or torch.promote_types(sent, added) != added:
+    if sent and (added not in _REDUCIBLE or torch.promote_types(sent, added) != added):
         raise ValueError(
             f"The gradient of parameter {fqn} would be sent in {sent} (grad_comm_dtype) "
             f"and added in {added} (reduce_dtype), which does not hold all values of it. "
@@ -340,24 +328,19 @@ class DtypeByName:
 
     [Note: Names known in part]
     ``fully_shard`` may get a part of a model, in which ``norm.weight`` may be that of
-    any layer. The end of a name is enough if all parameters whose names end so are
-    treated alike. Otherwise the default holds until the root's first forward has named
-    all units.
+    any layer. The end of a name is enough if all that end so are treated alike. Otherwise
+    the default holds until the root's first forward has named all units.
     """
 
     model: str  # the class, for messages
     patterns: tuple[str, ...]  # that set this field
-    dtypes: tuple[tuple[str, torch.dtype | None], ...] = field(repr=False)
-
-    @cached_property
-    def by_fqn(self) -> dict[str, torch.dtype | None]:
-        return dict(self.dtypes)
+    by_fqn: dict[str, torch.dtype | None] = field(repr=False, hash=False)
 
     @cached_property
     def _by_end(self) -> dict[str, dict[torch.dtype | None, str]]:
         """For each end of names: the dtypes that are set, each with one such name."""
         found: dict[str, dict[torch.dtype | None, str]] = {}
-        for fqn, dtype in self.dtypes:
+        for fqn, dtype in self.by_fqn.items():
             for end in _ends(fqn):
                 found.setdefault(end, {}).setdefault(dtype, fqn)
         return found
@@ -375,9 +358,8 @@ class DtypeByName:
                 if end in self.by_fqn:
                     return self.by_fqn[end]
             raise ValueError(
-                f"{self.model} had no parameter of the name {fqn} when "
-                "MixedPrecisionPolicy.by_name was called on it. Call by_name on the "
-                "whole model, after what adds parameters or changes their names."
+                f"{self.model} had no parameter of the name {fqn} when by_name was called "
+                "on it. Call by_name on the whole model, after what adds parameters."
             )
         if len(dtypes) == 1:
             return next(iter(dtypes))
@@ -385,10 +367,9 @@ class DtypeByName:
             return None
         (first, one), (second, other), *_ = dtypes.items()
         raise ValueError(
-            f"Parameter {fqn} may be {one} or {other} of {self.model}, which the "
-            f"patterns of MixedPrecisionPolicy.by_name set to {first or 'the default'} "
-            f"and {second or 'the default'}. Call by_name on the module whose forward "
-            "runs first, and let that run before units are unsharded."
+            f"Parameter {fqn} may be {one} or {other} of {self.model}, which by_name's "
+            f"patterns set to {first or 'the default'} and {second or 'the default'}. Call "
+            "by_name on the root, and run its forward before you unshard units."
         )
 
 
@@ -436,8 +417,8 @@ def with_overrides(unit: _P, module: nn.Module, patterns: Mapping[str, Any]) -> 
     for name, of_field in set_by.items():
         setters = tuple(dict.fromkeys(pattern for _, pattern, _ in of_field.values()))
         dtypes = {param: dtype for param, (dtype, *_) in of_field.items()}
-        by_fqn = ((fqn, dtypes.get(p)) for p, same in names.items() for fqn in same)
-        table = DtypeByName(type(module).__name__, setters, tuple(by_fqn))
+        by_fqn = {fqn: dtypes.get(p) for p, same in names.items() for fqn in same}
+        table = DtypeByName(type(module).__name__, setters, by_fqn)
         overrides[f"{name}_override_fn"] = table
     return replace(unit, **overrides)
 
@@ -466,14 +447,11 @@ def _fields_of(pattern: str, given: Any, unit: Any) -> Mapping[str, torch.dtype 
         if name in _OF_MODULES:
             raise ValueError(
                 f"Pattern {pattern!r} sets {name} to {dtype!r}, which cannot differ "
-                "between the parameters of a unit: it is about what goes into a module "
-                f"or comes out of it. Pass {name} to by_name itself."
+                f"between the parameters of a unit. Pass {name} to by_name itself."
             )
         if name not in OVERRIDDEN:
-            raise ValueError(
-                f"Pattern {pattern!r} sets {name!r}: only {', '.join(OVERRIDDEN)} can "
-                "be set by name"
-            )
+            known = ", ".join(OVERRIDDEN)
+            raise ValueError(f"Pattern {pattern!r} sets {name!r}: set any of {known}")
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise TypeError(
                 f"Pattern {pattern!r} sets {name} to {dtype!r}: give a torch.dtype, "

@@ -3,15 +3,12 @@ How gradients are scaled and summed: divide factors, and sums over ranks in a fi
 for gradients that are sent in one dtype and added in another.
 
 [Note: One tree for every mesh]
-The order in which a library's reduce-scatter adds depends on the ranks and on how the
-mesh shards and replicates. Here each rank receives its shard of all ranks' gradients,
-and adds them along a binary tree over the ranks: neighbours, then neighbouring sums,
-and so on, where the last of an odd number waits.
-
-An HSDP mesh numbers its ranks replica by replica, so a shard group of a power of two
-ranks is a subtree, which the tree over the replicas continues. Hence each element is
-the same sum in the same order, with the same bits, on each such mesh. (With shard
-groups of other sizes the order is fixed too, but differs.)
+The order in which a library's reduce-scatter adds depends on the ranks and the mesh.
+Here each rank receives its shard of all ranks' gradients, and adds them along a binary
+tree over the ranks: neighbours, then neighbouring sums, and so on, where the last of an
+odd number waits. An HSDP mesh numbers its ranks replica by replica, so a shard group of
+a power of two ranks is a subtree, which the tree over the replicas continues. Hence each
+element is the same sum in the same order, with the same bits, on each such mesh.
 """
 
 from __future__ import annotations
@@ -44,17 +41,13 @@ def _get_gradient_divide_factors(
     no division), and the operation of each. Together they divide the sum over all N
     data-parallel ranks by ``factor``, or by N if that is None:
 
-    - fp32 and bf16 have the range to hold the sum, so the collective divides
-      (AVG, or PREMUL_SUM for a custom factor) and no kernel is spent on it.
+    - fp32 and bf16 have the range to hold the sum, so the collective divides (AVG, or
+      PREMUL_SUM for a custom factor), or where only sums are possible (forced, MTIA, a
+      backend without PREMUL_SUM) the sum is divided, which is smaller than the input.
     - Other dtypes, above all fp16, could overflow if divided after the sum and
       underflow if divided before. So they are divided by about sqrt(N) before and by
       the rest after: by the power of two f that grows from 1 while it divides N and
-      N / f > f, then by N / f. N = 8 gives 4 and 2, N = 6 gives 4 and 1.5. (The rule of
-      ``DefaultState`` in torch/distributed/algorithms/_comm_hooks/default_hooks.py.)
-    - Where only sums are possible (``force_sum_reduction_for_comms``, MTIA, a backend
-      without PREMUL_SUM), the sum is divided, which is smaller than the input.
-
-    There is no collective over one rank, see :func:`get_divide_factors`.
+      N / f > f, then by N / f. N = 8 gives 4 and 2, N = 6 gives 4 and 1.5.
     """
     shards = _size(reduce_scatter_group)
     workers = shards * _size(all_reduce_group)
@@ -73,8 +66,10 @@ def _get_gradient_divide_factors(
         return None, None, op, op
     if reduce_scatter_group is not None and factor == shards:
         return None, None, AVG, SUM
-    if shards > 1 and not _has_premul_sum(reduce_scatter_group, device_type):
-        return None, factor, SUM, SUM
+    if reduce_scatter_group is not None and shards > 1:
+        backend = backend_name(reduce_scatter_group, torch.device(device_type or "cpu"))
+        if backend in ("gloo", "mpi", "threaded", "threadpg"):  # no PREMUL_SUM
+            return None, factor, SUM, SUM
     return None, None, ReduceOp.PREMUL_SUM(1 / factor), SUM
 
 
@@ -86,12 +81,11 @@ def get_divide_factors(
     factor: float | None,
     force_sum_reduction_for_comms: bool,
 ) -> Factors:
-    """Returns a bucket's divide factors. One that no collective applies is first."""
+    """Returns a bucket's divide factors. Over one rank no collective applies any."""
     dtype, comm_dtype = key
     if comm_dtype is not None:
-        # [Note: One tree for every mesh] only sums. It divides afterwards, but for
-        # fp16, whose sums could overflow: they are divided before, by a power of two
-        # that depends on the divisor alone.
+        # [Note: One tree for every mesh] only sums, and divides afterwards. fp16, whose
+        # sums could overflow, is divided before by a power of two of the divisor alone.
         dtype = torch.float16 if dtype is torch.float16 else torch.float32
         force_sum_reduction_for_comms = True
     before, after, scatter_op, all_reduce_op = _get_gradient_divide_factors(
@@ -110,12 +104,6 @@ def get_divide_factors(
 
 def _size(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else group.size()
-
-
-def _has_premul_sum(group: dist.ProcessGroup | None, device_type: str) -> bool:
-    device = torch.device(device_type or "cpu")
-    name = None if group is None else backend_name(group, device)
-    return name not in ("gloo", "mpi", "threaded", "threadpg")
 
 
 # Looked up for each reduction with a custom factor
@@ -149,8 +137,7 @@ def add_in_tree(
 ) -> None:
     """
     Writes the sum of ``rows``, see [Note: One tree for every mesh], to ``output`` (1D).
-    Overwrites ``rows`` if in its dtype, else ``scratch`` (1D), which if as large is all
-    the memory needed.
+    Overwrites ``rows`` if in its dtype, else ``scratch`` (1D), as far as that suffices.
     """
     if rows.dtype == output.dtype:
         _add_up(rows)

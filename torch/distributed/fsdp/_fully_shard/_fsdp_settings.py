@@ -29,12 +29,11 @@ def set_backward_prefetch(
       needs a gradient prefetches nothing.
     - None: not at all. Each unit gathers when its own backward begins.
 
-    All ranks must set the same, as their collectives must come in the same order.
+    All ranks must set the same.
 
     Args:
         module (nn.Module): A module with units in it.
-        backward_prefetch (BackwardPrefetch, optional): For all of its units, until
-            it is set again.
+        backward_prefetch (BackwardPrefetch, optional): For all of its units.
         recurse (bool): False: for the module's own unit only.
 
     Raises:
@@ -85,13 +84,13 @@ def set_reduce_bucket_cap(
         TypeError: if ``module`` is not a module.
         ValueError: if a size is not positive, or if there is no such unit.
     """
-    if bucket_cap_mb is not None and not (bucket_cap_mb > 0 and small_kb > 0):
-        raise ValueError(
-            "set_reduce_bucket_cap expects sizes above 0, or bucket_cap_mb=None to join "
-            f"no reductions, but got {bucket_cap_mb=} and {small_kb=}"
-        )
     cap = None
     if bucket_cap_mb is not None:
+        if not (bucket_cap_mb > 0 and small_kb > 0):
+            raise ValueError(
+                "set_reduce_bucket_cap expects sizes above 0, or bucket_cap_mb=None to "
+                f"join no reductions, but got {bucket_cap_mb=} and {small_kb=}"
+            )
         cap = ReduceBucketCap(int(small_kb * 2**10), int(bucket_cap_mb * 2**20))
     for group in groups_of(module, "set_reduce_bucket_cap", recurse):
         group.reduce_bucket_cap = cap
