@@ -69,9 +69,6 @@ def _has_fractions(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-# Settings #
-
-
 def _is_comm(kind: type, comm: Any) -> bool:
     is_other = isinstance(comm, AllGather | ReduceScatter) and not isinstance(
         comm, kind
@@ -98,13 +95,13 @@ _SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "_all_gather_comm": (
         lambda comm: _is_comm(AllGather, comm),
-        "set_custom_all_gather of unit '{}' got {!r}: pass an object that has allocate "
-        "and __call__ as AllGather has them",
+        "set_custom_all_gather of unit '{}' got {!r}: pass an object with the methods of "
+        "AllGather",
     ),
     "_reduce_scatter_comm": (
         lambda comm: _is_comm(ReduceScatter, comm),
-        "set_custom_reduce_scatter of unit '{}' got {!r}: pass an object that has "
-        "allocate and __call__ as ReduceScatter has them",
+        "set_custom_reduce_scatter of unit '{}' got {!r}: pass an object with the methods "
+        "of ReduceScatter",
     ),
     "_all_reduce_hook": (
         lambda hook: hook is None or callable(hook),
@@ -129,7 +126,6 @@ def check_setting(name: str, value: Any, unit_name: str) -> None:
 
 # Parameters #
 
-
 _PINNING_ADVICE = "Without an accelerator use CPUOffloadPolicy(pin_memory=False)"
 _PLACEMENT_ADVICE = (
     "shard_placement_fn must return Shard of a dim that it has, which must divide by the "
@@ -153,10 +149,7 @@ def explain_sharding(
 ) -> str:
     """``arguments`` are the other ones of the ``FSDPParam`` that was to be made."""
     if param.layout != torch.strided or param.is_quantized:
-        fix = (
-            "Only dense parameters can be: call to_dense() or dequantize() on it first, "
-            "or put it in ignored_params"
-        )
+        fix = "Call to_dense() or dequantize() on it first, or put it in ignored_params"
     elif _is_of_pinning(error):
         fix = _PINNING_ADVICE
     elif "uneven sharding on dim" in str(error) or "Shard dim" in str(error):
@@ -169,10 +162,9 @@ def explain_sharding(
         )
     elif type(param).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         fix = (
-            f"It is of the tensor subclass {type(param).__name__}, which can be sharded "
-            "if it implements fsdp_pre_all_gather, fsdp_post_all_gather and the "
-            "operators split, new_zeros, slice, copy_, view, as_strided and detach. "
-            "Dequantize it first, or put it in ignored_params"
+            f"Its class, {type(param).__name__}, must implement fsdp_pre_all_gather, "
+            "fsdp_post_all_gather and the operators split, new_zeros, slice, copy_, view, "
+            "as_strided and detach. Dequantize it first, or put it in ignored_params"
         )
     elif not param.is_contiguous():
         fix = "Make it contiguous first: nn.Parameter(param.detach().contiguous())"
@@ -195,9 +187,9 @@ def check_param(fsdp_param: FSDPParam, name: str) -> None:
         size, ranks = tuple(fsdp_param._orig_size), smaller.shard_mesh_size
         if size[0] % ranks != 0:
             raise ValueError(
-                f"{name} of size {size} is sharded on dim {dim}, and cannot be "
-                f"resharded to {ranks} ranks after forward, which cuts dim 0: let "
-                "reshard_after_forward be True or False, or a factor of that dim"
+                f"{name} of size {size} is sharded on dim {dim}, but resharding it to "
+                f"{ranks} ranks after forward cuts dim 0: let reshard_after_forward be "
+                "True or False, or a factor of that dim"
             )
     param = fsdp_param.sharded_param
     grad_dtype = param.grad_dtype if param.requires_grad else None
@@ -221,29 +213,24 @@ def _find_wrong_registration(fsdp_param: FSDPParam, name: str) -> str | None:
     info = fsdp_param._module_info
     found = getattr(info.module, info.param_name, None)
     if found is None:
-        return (
-            f"{name} is gone, but it was sharded. Delete it before fully_shard, or "
-            "put it back"
-        )
+        return f"{name} is gone. Put it back, or delete it before fully_shard"
     if not isinstance(found, DTensor):
         return (
             f"{name} must be the DTensor that fully_shard made of it, but it is a "
             f"{type(found).__name__}. Replace it before fully_shard, or copy into it. "
-            "Load a full state dict with torch.distributed.checkpoint.state_dict."
-            "set_model_state_dict(..., options=StateDictOptions(full_state_dict=True))"
+            "Load a full state dict with set_model_state_dict(..., "
+            "options=StateDictOptions(full_state_dict=True))"
         )
     if not found.is_leaf:
         return (
-            f"{name} is computed from other tensors, so that no gradient can be given "
-            "to it. Parametrize it before fully_shard, and run a first forward before "
-            "a functional_call"
+            f"{name} is computed from other tensors and can get no gradient. Parametrize "
+            "it before fully_shard, and run a first forward before a functional_call"
         )
     dtype = found._local_tensor.dtype
     if type(found._local_tensor) is torch.Tensor and dtype != found.dtype:
         return (
-            f"{name} is {found.dtype} now, but its shard is {dtype}: setting the data of "
-            "a sharded parameter casts nothing. Cast by module.to(dtype), before the "
-            "first forward"
+            f"{name} is {found.dtype} now, but its shard is {dtype}, as only its data was "
+            "set. Cast by module.to(dtype), before the first forward"
         )
     spec = fsdp_param._unsharded_dtensor_spec
     size = fsdp_param._orig_size if spec is None else spec.shape
@@ -271,8 +258,8 @@ def explain_extension(
         return None
     if not hasattr(fsdp_param, "_extensions_data"):
         return (
-            f"{name} became a tensor that has fsdp_pre_all_gather after it was sharded "
-            "as a plain one: replace it before the first forward"
+            f"{name} was sharded as a plain tensor, but has fsdp_pre_all_gather now: "
+            "replace it before the first forward"
         )
     if method == "fsdp_post_all_gather":
         returns = "(tensor, (tensor to free, ...))"
@@ -306,8 +293,7 @@ def explain_all_to_all(
     return (
         f"The gradients of {_names(*fsdp_params)} are sent in {' and '.join(dtypes)} "
         "(grad_comm_dtype) by all_to_all_single, which failed. Use a backend that has "
-        f"it for {device.type} if this one does not, or leave grad_comm_dtype out: "
-        f"{error}"
+        f"it for {device.type}, or leave grad_comm_dtype out: {error}"
     )
 
 
@@ -326,8 +312,7 @@ def explain_reduction(
     if not _has_fractions(bucket.dtype) or not is_reducible(bucket.dtype, device):
         return (
             f"The gradients of {_names(*fsdp_params)} cannot be averaged in {bucket.dtype} "
-            f"on {device}. Set reduce_dtype to torch.float32 for them, or do not train "
-            f"them: {error}"
+            f"on {device}. Set reduce_dtype to torch.float32, or freeze them: {error}"
         )
     for fsdp_param, slot in zip(fsdp_params, bucket.slots):
         grad_dtype = slot.grad_dtype or bucket.dtype
@@ -337,17 +322,14 @@ def explain_reduction(
 
 
 def _find_wrong_grad(fsdp_param: FSDPParam, grad: torch.Tensor) -> str | None:
+    size, found_size = tuple(fsdp_param._orig_size), tuple(grad.size())
     if grad.layout != torch.strided:
         return (
             f"is sparse ({grad.layout}), and only dense ones are reduced. Use "
             "nn.Embedding(sparse=False), or put the parameter in ignored_params"
         )
     if isinstance(grad, DTensor):
-        return (
-            "is a DTensor, but the parameter is none while it computes. Set its "
-            "to_local() or full_tensor() instead"
-        )
-    size, found_size = tuple(fsdp_param._orig_size), tuple(grad.size())
+        return "is a DTensor: set its to_local() or full_tensor() instead"
     if found_size == size:
         return None
     return (

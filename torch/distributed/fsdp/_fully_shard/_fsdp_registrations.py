@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch.nn as nn
@@ -22,13 +23,10 @@ from ._fsdp_param import FSDPParam, ParamModuleInfo
 def _get_param_module_infos(
     params: list[nn.Parameter], modules: tuple[nn.Module, ...]
 ) -> list[ParamModuleInfo]:
-    """
-    Finds where each parameter is registered: in several places if it is shared, or if a
-    module that has it is.
-    """
+    """Finds where each is registered: in several places if it or its module is shared."""
     infos: dict[nn.Parameter, ParamModuleInfo] = {}
     trees = (module.named_modules(remove_duplicate=False) for module in modules)
-    for submodule in (submodule for tree in trees for _, submodule in tree):
+    for _, submodule in chain.from_iterable(trees):
         for name, param in _named_parameters_with_duplicates(submodule, recurse=False):
             if (info := infos.get(param)) is None:
                 infos[param] = ParamModuleInfo(submodule, name)
@@ -91,10 +89,10 @@ def fqns_of(group: Any, *fsdp_params: FSDPParam) -> list[str]:
     """Returns the names of some of a group's parameters, by default of all."""
     fsdp_params = fsdp_params or group.fsdp_params
     fqns = [fsdp_param._param_fqn for fsdp_param in fsdp_params]
-    if None in fqns:  # before the root's lazy init
-        infos = [fsdp_param._module_info for fsdp_param in fsdp_params]
-        return get_param_names(infos, group.modules, group._module_fqn)
-    return fqns
+    if None not in fqns:  # as from the root's lazy init on
+        return fqns
+    infos = [fsdp_param._module_info for fsdp_param in fsdp_params]
+    return get_param_names(infos, group.modules, group._module_fqn)
 
 
 def watch_loads(group: Any) -> None:
@@ -117,11 +115,10 @@ def reset_sharded_params(group: Any) -> None:
 def _make_reset(group: Any, fsdp_param: FSDPParam) -> Callable[..., None]:
     """
     Returns a function that makes what users have loaded, replaced, cast or materialized
-    the sharded parameter. As a hook of a user's module it runs after each load. Copying
-    that module does not copy what a function refers to, as it would for a method or a
-    partial. The module alone does not keep the group alive.
+    the sharded parameter. A copy of a user's module, whose hook it is, does not copy what
+    a function refers to, as it would for a method or a partial.
     """
-    reference = weakref.ref(group)
+    reference = weakref.ref(group)  # which the module alone does not keep alive
 
     def reset(*unused: Any) -> None:
         if (group := reference()) is None:
@@ -177,17 +174,17 @@ def check_materialized(group: Any) -> None:
     named = [*zip(fqns_of(group), devices)]
     if on_meta := [fqn for fqn, device in named if device.type == "meta"]:
         raise RuntimeError(
-            "FSDP parameters should be materialized from meta device before "
-            "training, but the following were still on meta device: "
-            f"{on_meta}\nCall module.to_empty(device=...) and then initialize "
-            "them, e.g. with each module's reset_parameters(), or load them"
+            "FSDP parameters should be materialized from meta device before training, but "
+            f"the following were still on meta device: {on_meta} (of unit "
+            f"'{group._unit_name}'; other units are checked after it)\nCall module."
+            "to_empty(device=...), and then initialize or load them"
         )
     elsewhere = [(fqn, device) for fqn, device in named if device.type != "cpu"]
     if elsewhere and isinstance(group.offload_policy, CPUOffloadPolicy):
         raise RuntimeError(
-            "FSDP parameters should be materialized on CPU when enabling CPU "
-            f"offloading, but these are on other devices: {elsewhere}\nLoad a "
-            'CPU state dict or call module.to_empty(device="cpu")'
+            "FSDP parameters should be materialized on CPU when enabling CPU offloading, "
+            f"but these are on other devices: {elsewhere}\nLoad a CPU state dict or call "
+            'module.to_empty(device="cpu")'
         )
 
 
@@ -205,9 +202,9 @@ def warn_of_late_params(group: Any) -> None:
     if late:
         names = get_param_names(late, group.modules, group._module_fqn)
         warn_user(
-            f"Parameters {names} were registered after fully_shard, which neither "
-            "shards them nor reduces their gradients: register them before it, call "
-            "fully_shard on their modules, or reduce them yourself"
+            f"Parameters {names} were registered after fully_shard, which neither shards "
+            "them nor reduces their gradients: register them before it, or reduce them "
+            "yourself"
         )
 
 
@@ -228,24 +225,19 @@ def get_own_params(
 
 
 def groups_of(module: nn.Module, function: str, recurse: bool = True) -> dict[Any, Any]:
-    """
-    Returns the param groups of a module's units, each with the names of its modules.
-    Raises as ``function``, which users called, if there is no unit.
-    """
+    """Returns the param groups of a module's units, with their modules' names."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"{function} expects a module first, but got {module!r}")
     named = module.named_modules() if recurse else [("", module)]
     # Of an `FSDPModule`, whose file imports this one
     states = {
-        name or "(root)": type(submodule)._get_fsdp_state(submodule)
+        name or "(root)": submodule._get_fsdp_state()
         for name, submodule in named
         if hasattr(type(submodule), "_get_fsdp_state")
     }
     if not states:
-        raise ValueError(
-            f"{function} found no unit in {type(module).__name__}: call fully_shard or "
-            "replicate on it, or on modules in it, first"
-        )
+        name = type(module).__name__
+        raise ValueError(f"{function} found no unit in {name}: call fully_shard first")
     groups: dict[Any, list[str]] = {}
     for name, state in states.items():
         for group in state._fsdp_param_groups:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ class LayoutRow:
     unit: str
     names: tuple[str, ...]  # as seen from the unit
     numel: int
-    # In the collectives' larger buffers over all ranks, in the last row with padding.
+    # Of the collectives' larger buffers over all ranks, with padding in the last row.
     # None before the first gather of an extension tensor
     gathered_nbytes: int | None
     reduced_nbytes: int
@@ -74,11 +73,9 @@ class LayoutSummary:
 
 def layout_summary(module: nn.Module) -> LayoutSummary:
     """
-    Returns how the units of a model are laid out. Print it, or read its rows.
-
-    To be called at any time after ``fully_shard`` or ``replicate``; it sends nothing.
-    It shows parameters as they are now: a dtype or ``requires_grad`` may change until
-    the first forward.
+    Returns how the units of a model are laid out. Print it, or read its rows. Call it at
+    any time after ``fully_shard`` or ``replicate``: it sends nothing. A parameter's dtype
+    or ``requires_grad`` may still change until the first forward.
 
     Args:
         module (nn.Module): The root, or any module that has units in it.
@@ -105,14 +102,9 @@ def _summarize(groups: Mapping[Any, Sequence[str]]) -> LayoutSummary:
     uncompared: list[tuple[str, str]] = []
     for group, names in groups.items():
         rows += _rows_of(group, unit := ", ".join(names))
-        comms = (group._all_gather_comm, group._reduce_scatter_comm)
-        kinds = [
-            kind.__name__
-            for kind in map(type, comms)
-            if not declares(kind, "needs_all_ranks")
-        ]
-        if rows[-1].shard_world_size > 1:
-            uncompared += [(unit, kind) for kind in kinds]
+        for kind in map(type, (group._all_gather_comm, group._reduce_scatter_comm)):
+            if rows[-1].shard_world_size > 1 and not declares(kind, "needs_all_ranks"):
+                uncompared.append((unit, kind.__name__))
     return LayoutSummary(tuple(rows), tuple(uncompared))
 
 
@@ -123,14 +115,23 @@ def _rows_of(group: Any, unit: str) -> list[LayoutRow]:
     names = get_param_names(infos, group.modules, module_fqn="")
     gathered, gathered_nbytes = _gathered_nbytes(group, world_size)
     members: dict[tuple, list[int]] = {}
+    slots, keys = [], []
     for i, fsdp_param in enumerate(params):
-        stored, compute, *reduced = layouts.dtypes_of(fsdp_param)
-        if not fsdp_param.sharded_param.requires_grad:
-            reduced = [None] * len(reduced)
+        dtypes = layouts.dtypes_of(fsdp_param)
         inner = dict.fromkeys(_inner_dtypes(fsdp_param._sharded_local_tensor))
-        key = tuple(inner) or (stored,), compute, *reduced[:3]
+        reduced = None, None, None
+        if fsdp_param.sharded_param.requires_grad:
+            reduced = dtypes.reduce, dtypes.grad, dtypes.comm
+            numel = fsdp_param.padded_sharded_param_size.numel()
+            slots.append(layouts.ReduceSlot(i, dtypes.grad, numel))
+            keys.append((dtypes.reduce, dtypes.comm))
+        key = tuple(inner) or (dtypes.stored,), dtypes.compute, *reduced
         members.setdefault(key, []).append(i)
-    rows = []
+    rows, reduced_nbytes = [], 0
+    # Of a backward that gives all trained ones a gradient
+    for bucket in layouts.plan_buckets(slots, keys, layouts.is_mixed(params)):
+        sent = bucket.wire_dtype if world_size > 1 else bucket.dtype
+        reduced_nbytes += world_size * bucket.shard_numel * sent.itemsize
     for dtypes, of in members.items():
         *_, reduce_dtype, _, comm_dtype = dtypes
         sent = (comm_dtype if world_size > 1 else None) or reduce_dtype
@@ -148,10 +149,6 @@ def _rows_of(group: Any, unit: str) -> list[LayoutRow]:
         )
         rows.append(row)
     rows.sort(key=_sort_key)
-    reduced_nbytes = 0
-    for bucket in _buckets_of(params):
-        sent = bucket.wire_dtype if world_size > 1 else bucket.dtype
-        reduced_nbytes += world_size * bucket.shard_numel * sent.itemsize
     numel, nbytes = sum(row.numel for row in rows), (gathered_nbytes, reduced_nbytes)
     return [*rows, LayoutRow(unit, (), numel, *nbytes, world_size)]
 
@@ -161,18 +158,6 @@ def _factors_of(group: Any, key: layouts.BucketKey) -> tuple[float | None, ...]:
     groups = group._reduce_scatter_group, group._all_reduce_group
     factors = get_divide_factors(key, *groups, group.device.type, factor, is_sum)
     return (factor or group.mesh_info.mesh.size(), *factors[:2])
-
-
-def _buckets_of(params: Sequence[Any]) -> tuple[layouts.ReduceBucket, ...]:
-    """Plans the reductions of a backward that gives all trained ones a gradient."""
-    slots, keys = [], []
-    for i, fsdp_param in enumerate(params):
-        if fsdp_param.sharded_param.requires_grad:
-            dtypes = layouts.dtypes_of(fsdp_param)
-            numel = fsdp_param.padded_sharded_param_size.numel()
-            slots.append(layouts.ReduceSlot(i, dtypes.grad, numel))
-            keys.append((dtypes.reduce, dtypes.comm))
-    return layouts.plan_buckets(slots, keys, layouts.is_mixed(params))
 
 
 def _inner_dtypes(tensor: torch.Tensor) -> Iterator[torch.dtype]:
@@ -199,15 +184,16 @@ def _gathered_nbytes(
         return [0] * len(params), 0
     if plan is None and group._cache.has_extensions:
         return None, None
-    if plan is None:
-        dtypes = [[layouts.dtypes_of(fsdp_param).compute] for fsdp_param in params]
-        numels = [[p.padded_sharded_param_size.numel()] for p in params]
-        layout = layouts.plan_gather([*chain(*dtypes)], [*chain(*numels)])
+    if plan is not None:
+        layout, gathered = plan.layout, zip(plan.dtypes, plan.numels, strict=True)
     else:
-        dtypes, numels, layout = plan.dtypes, plan.numels, plan.layout
+        dtypes = [layouts.dtypes_of(fsdp_param).compute for fsdp_param in params]
+        numels = [p.padded_sharded_param_size.numel() for p in params]
+        layout = layouts.plan_gather(dtypes, numels)
+        gathered = (([dtype], [numel]) for dtype, numel in zip(dtypes, numels))
     nbytes = [
         world_size * sum(dtype.itemsize * numel for dtype, numel in zip(*of_param))
-        for of_param in zip(dtypes, numels, strict=True)
+        for of_param in gathered
     ]
     return nbytes, world_size * layout.segment_nbytes
 

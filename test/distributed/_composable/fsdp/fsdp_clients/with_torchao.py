@@ -172,7 +172,7 @@ class TestWeightsForInference(ClientTest):
             if is_ignored:
                 shard_all()
                 continue
-            text = "0.narrow.weight of Sequential cannot be sharded. It is of the ten"
+            text = "0.narrow.weight of Sequential cannot be sharded. Its class, "
             with self.assertRaisesRegex(NotImplementedError, text):
                 shard_all()
 

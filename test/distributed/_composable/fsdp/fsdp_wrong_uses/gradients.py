@@ -115,7 +115,7 @@ add_each(
         )
     ],
     found="backward",
-    do="Set its to_local() or full_tensor() instead",
+    do="set its to_local() or full_tensor() instead",
     about="1.gain",
 )
 add_each(
@@ -130,7 +130,7 @@ add_each(
         )
     ],
     found="backward",
-    do="Set reduce_dtype to torch.float32 for them, or do not train them",
+    do="Set reduce_dtype to torch.float32, or freeze them",
     about="1.gain",
 )
 
@@ -141,7 +141,7 @@ add_each(
     "backward",
     NotImplementedError,
     "The gradients of narrow cannot be averaged in torch.float8_e4m3fn",
-    "Set reduce_dtype to torch.float32 for them, or do not train them",
+    "Set reduce_dtype to torch.float32, or freeze them",
     "narrow",
 )
 def float8_parameter(run: Run) -> Callable[[], object]:

@@ -329,7 +329,7 @@ add_each(
             f"a parameter is {what}",
             sharding(lambda make=make: Scaled(other=make())),
             NotImplementedError,
-            "Parameter other of Scaled cannot be sharded. Only dense parameters",
+            "Parameter other of Scaled cannot be sharded. Call to_dense()",
         )
         for what, make in (
             ("sparse", lambda: nn.Parameter(torch.ones(DIM).to_sparse())),
@@ -337,7 +337,7 @@ add_each(
         )
     ],
     found="`fully_shard`",
-    do="call to_dense() or dequantize() on it first, or put it in ignored_params",
+    do="Call to_dense() or dequantize() on it first, or put it in ignored_params",
     about="other of Scaled",
 )
 add_each(
@@ -349,8 +349,7 @@ add_each(
             "of torchao makes them for inference",
             sharding(lambda: Scaled(other=subclass_param())),
             NotImplementedError,
-            "Parameter other of Scaled cannot be sharded. It is of the tensor subclass "
-            "CannotSplit",
+            "Parameter other of Scaled cannot be sharded. Its class, CannotSplit, must",
         )
     ],
     found="`fully_shard`",

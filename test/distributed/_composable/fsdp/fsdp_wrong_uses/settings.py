@@ -54,7 +54,7 @@ add_each(
         )
     ],
     found="`set_custom_all_gather`",
-    do="pass an object that has allocate and __call__ as AllGather has them",
+    do="pass an object with the methods of AllGather",
     about="unit '1'",
 )
 add_each(
@@ -73,7 +73,7 @@ add_each(
         )
     ],
     found="`set_custom_reduce_scatter`",
-    do="pass an object that has allocate and __call__ as ReduceScatter has them",
+    do="pass an object with the methods of ReduceScatter",
     about="unit '1'",
 )
 add_each(
@@ -236,6 +236,6 @@ add_each(
         )
     ],
     found="`set_reduce_bucket_cap`",
-    do="call fully_shard or replicate on it, or on modules in it, first",
+    do="call fully_shard first",
     about="Linear",
 )

@@ -233,7 +233,7 @@ add_each(
             use,
             before_the_first(change),
             AttributeError,
-            "1.gain is gone, but it was sharded",
+            "1.gain is gone. Put it back",
         )
         for name, use, change in (
             (
@@ -249,7 +249,7 @@ add_each(
         )
     ],
     found="first forward",
-    do="Delete it before fully_shard",
+    do="delete it before fully_shard",
     about="1.gain",
 )
 
