@@ -268,7 +268,10 @@ _HANG_ADVICE = (
 def _add_note(error: BaseException, mine: _Announced) -> None:
     if not hasattr(error, "add_note"):  # from Python 3.11 on
         return
-    note, gradients = f"This rank {mine.does} {mine.unit}", mine.said.get("gradient", ())
+    note, gradients = (
+        f"This rank {mine.does} {mine.unit}",
+        mine.said.get("gradient", ()),
+    )
     missing = [fqn for fqn, s in zip(mine.fqns, gradients) if s == _NO_GRADIENT]
     note += f", and has no gradient of {listed(missing)}" if missing else ""
     # Whether a backend says that other ranks did not come, or came with other data

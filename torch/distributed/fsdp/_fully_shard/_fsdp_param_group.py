@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter, ne
 from typing import Any, Literal
 from typing_extensions import TypeVarTuple, Unpack
@@ -199,6 +199,21 @@ def _check_can_exchange(group: FSDPParamGroup, kind: type) -> None:
                 "(grad_comm_dtype) and summed on the receiving rank: give it a method "
                 "exchange(output_tensor, input_tensor, group) that does as "
                 "torch.distributed.all_to_all_single, or leave grad_comm_dtype out"
+            )
+
+
+def _check_comms_are(group: FSDPParamGroup, setter: str, *kinds: type) -> None:
+    """Raises if users have set a comm that is neither a default one nor of these."""
+    comms = {
+        "all gather": group._all_gather_comm,
+        "reduce scatter": group._reduce_scatter_comm,
+    }
+    for name, comm in comms.items():
+        if not isinstance(comm, (DefaultAllGather, DefaultReduceScatter, *kinds)):
+            raise AssertionError(
+                f"cannot call {setter}() when {name} comm is custom: module "
+                f"'{group._module_fqn}' uses {type(comm).__name__}, which "
+                "allocates its own buffers"
             )
 
 
@@ -467,7 +482,7 @@ class FSDPParamGroup(_Meshes, PluginNames):
         registrations.check_materialized(self)
         if not is_same_policy:
             check_setting("mp_policy", self.mp_policy, self._unit_name)
-            self._resolve_policies(fqns_of(self), self._module_fqn is not None)
+            self.resolve_policies(fqns_of(self), self._module_fqn is not None)
             self._resolved_policy = self.mp_policy
             _check_can_exchange(self, type(self._reduce_scatter_comm))
         self._call_init_mp_dtypes()
@@ -485,20 +500,12 @@ class FSDPParamGroup(_Meshes, PluginNames):
         # What replaces it may set anything
         self._has_read_dtypes = not self._replaces_init_dtypes
 
-    def _resolve_policies(self, fqns: Sequence[str], is_named: bool) -> None:
+    def resolve_policies(self, fqns: Sequence[str], is_named: bool) -> None:
+        """Gives each parameter the policy that the group's one is for it."""
         params = [fsdp_param.sharded_param for fsdp_param in self.fsdp_params]
         policies, _ = resolve_all(self.mp_policy, params, fqns, self.device, is_named)
         for fsdp_param, policy in zip(self.fsdp_params, policies, strict=True):
             fsdp_param.mp_policy = policy
-
-    def resolve_by_name(self, module_names: Mapping[nn.Module, str]) -> None:
-        """Resolves a policy by name before the root has named the parameters."""
-        if self._resolved_policy is not None:
-            return
-        infos = [fsdp_param._module_info for fsdp_param in self.fsdp_params]
-        if all(info.module in module_names for info in infos):
-            fqns = [f"{module_names[i.module]}.{i.param_name}" for i in infos]
-            self._resolve_policies([fqn.lstrip(".") for fqn in fqns], is_named=True)
 
     def _register_state_dict_hooks(self) -> None:
         """Reshards before state dicts are saved and loaded, which hold shards."""
@@ -521,7 +528,8 @@ class FSDPParamGroup(_Meshes, PluginNames):
         Allocates communication buffers from symmetric memory, those of reduce-scatter only
         with sums forced, the one reduction that NCCL's symmetric kernels know.
         """
-        self._check_comms_are("set_symm_mem", SymmMemAllGather, SymmMemReduceScatter)
+        kinds = SymmMemAllGather, SymmMemReduceScatter
+        _check_comms_are(self, "set_symm_mem", *kinds)
         if self.force_sum_reduction_for_comms:
             _check_can_exchange(self, SymmMemReduceScatter)  # before any is set
             group = self._reduce_scatter_process_group
@@ -530,8 +538,8 @@ class FSDPParamGroup(_Meshes, PluginNames):
 
     def set_allocate_memory_from_process_group(self, enable: bool) -> None:
         """Allocates communication buffers by the process groups, or by default again."""
-        kinds = (ProcessGroupAllocAllGather, ProcessGroupAllocReduceScatter)
-        self._check_comms_are("set_allocate_memory_from_process_group", *kinds)
+        kinds = ProcessGroupAllocAllGather, ProcessGroupAllocReduceScatter
+        _check_comms_are(self, "set_allocate_memory_from_process_group", *kinds)
         if not enable:
             self._all_gather_comm = DefaultAllGather()
             self._reduce_scatter_comm = DefaultReduceScatter()
@@ -539,19 +547,6 @@ class FSDPParamGroup(_Meshes, PluginNames):
         group = self._reduce_scatter_process_group
         self._all_gather_comm = ProcessGroupAllocAllGather(self._shard_process_group)
         self._reduce_scatter_comm = ProcessGroupAllocReduceScatter(group)
-
-    def _check_comms_are(self, setter: str, *kinds: type) -> None:
-        """Raises if users have set a comm that is neither a default one nor of these."""
-        for name, comm in (
-            ("all gather", self._all_gather_comm),
-            ("reduce scatter", self._reduce_scatter_comm),
-        ):
-            if not isinstance(comm, (DefaultAllGather, DefaultReduceScatter, *kinds)):
-                raise AssertionError(
-                    f"cannot call {setter}() when {name} comm is custom: module "
-                    f"'{self._module_fqn}' uses {type(comm).__name__}, which "
-                    "allocates its own buffers"
-                )
 
     def _validate_reduce_scatter_max_input_buffers(self):
         comm, wanted = self._reduce_scatter_comm, self.reduce_scatter_max_input_buffers

@@ -85,9 +85,15 @@ def layout_summary(module: nn.Module) -> LayoutSummary:
         ValueError: if there is no unit in it.
     """
     groups = groups_of(module, "layout_summary")
-    module_names = {submodule: name for name, submodule in module.named_modules()}
+    prefixes = {submodule: name for name, submodule in module.named_modules()}
     for group in groups:
-        group.resolve_by_name(module_names)
+        infos = [fsdp_param._module_info for fsdp_param in group.fsdp_params]
+        # By name, before the root has named the parameters
+        if group._resolved_policy is None and prefixes.keys() >= {
+            i.module for i in infos
+        }:
+            fqns = [f"{prefixes[info.module]}.{info.param_name}" for info in infos]
+            group.resolve_policies([fqn.lstrip(".") for fqn in fqns], is_named=True)
     return _summarize(groups)
 
 
@@ -102,9 +108,12 @@ def _summarize(groups: Mapping[Any, Sequence[str]]) -> LayoutSummary:
     uncompared: list[tuple[str, str]] = []
     for group, names in groups.items():
         rows += _rows_of(group, unit := ", ".join(names))
-        for kind in map(type, (group._all_gather_comm, group._reduce_scatter_comm)):
-            if rows[-1].shard_world_size > 1 and not declares(kind, "needs_all_ranks"):
-                uncompared.append((unit, kind.__name__))
+        comms = group._all_gather_comm, group._reduce_scatter_comm
+        uncompared += [
+            (unit, kind.__name__)
+            for kind in map(type, comms if rows[-1].shard_world_size > 1 else ())
+            if not declares(kind, "needs_all_ranks")
+        ]
     return LayoutSummary(tuple(rows), tuple(uncompared))
 
 
