@@ -48,10 +48,7 @@ class ProcessGroupAllocMixin:
 
 
 class SymmMemAllocMixin:
-    """
-    Allocates from the device's symmetric-memory pool, which registers memory for each
-    buffer in use and reuses that of freed ones.
-    """
+    """Allocates from the symmetric-memory pool, which registers what is in use."""
 
     def __init__(
         self,
@@ -116,9 +113,9 @@ class _SingleReduceScatter(ReduceScatter):
 
 def declares(kind: type, name: str) -> bool:
     """
-    Whether a class of comms has ``name``: ``exchange``, or ``needs_all_ranks``, which says
-    that a call completes only once all ranks of the group have called it, so that they
-    may be compared before. A class with its own ``__call__`` must have it itself.
+    Whether a comm class, with its own ``__call__`` or inherited with that, has ``name``:
+    ``exchange``, or ``needs_all_ranks`` if all ranks of the group must call it, so that
+    they may be compared before.
     """
     for base in kind.__mro__:
         if name in vars(base) or "__call__" in vars(base):
@@ -148,12 +145,7 @@ class _Registered:
     needs_all_ranks = True
 
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        *args: Any,
-        **kwargs: Any,
+        self, output_tensor: Any, input_tensor: Any, group: Any, *args: Any, **kwargs: Any
     ) -> dist.Work | None:
         if isinstance(self, ReduceScatter):  # else it is a part of the output
             symm_mem.rendezvous(input_tensor, group=group.group_name)
@@ -190,8 +182,7 @@ def allocate(
     if type(comm) is DefaultAllGather or type(comm) is DefaultReduceScatter:
         return buffer
     name = f"{type(comm).__name__}.allocate"
-    # Of the widest dtype
-    itemsize = layout.regions[0].dtype.itemsize if layout else 1
+    itemsize = layout.regions[0].dtype.itemsize if layout else 1  # of the widest
     if not isinstance(buffer, torch.Tensor):
         wrong = f"a {type(buffer).__name__}"
     elif buffer.numel() != numel:
@@ -227,10 +218,8 @@ def allocates_anew(comm: ReduceScatter) -> bool:
 
 
 def holds_one_input(comm: ReduceScatter) -> bool:
-    """
-    Whether a unit's buckets must be reduced one by one: the next input may be a buffer
-    still in use, or register more symmetric memory.
-    """
+    """Whether a unit's buckets must be reduced one by one."""
+    # The next input may be a buffer still in use, or register more symmetric memory
     is_symmetric = type(comm).allocate is SymmMemAllocMixin.allocate
     return is_symmetric or not allocates_anew(comm)
 
@@ -255,18 +244,6 @@ lib.define(
 )
 
 
-def all_gather_copy_in_meta(
-    all_gather_inputs: list[torch.Tensor],
-    all_gather_output: torch.Tensor,
-    inp_split_sizes: list[int],
-    all_gather_input_numel: int,
-    rank: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    start = rank * all_gather_input_numel
-    segment = all_gather_output.narrow(0, start, all_gather_input_numel)
-    return segment, all_gather_output
-
-
 def all_gather_copy_in_cuda(
     all_gather_inputs: list[torch.Tensor],
     all_gather_output: torch.Tensor,
@@ -279,6 +256,9 @@ def all_gather_copy_in_cuda(
     with torch.no_grad():
         torch._foreach_copy_(segment.split(inp_split_sizes), all_gather_inputs)
     return segment, all_gather_output
+
+
+all_gather_copy_in_meta = all_gather_copy_in_cuda  # a copy does nothing there
 
 
 def split_with_sizes_copy(
@@ -325,8 +305,7 @@ def record_grad_output_stream(buffer: torch.Tensor, stream: torch.Stream) -> Non
 
 
 for _key in ("CUDA", "XPU", "HPU", "CPU", "MTIA", "PrivateUse1", "Meta"):
-    _copy_in = all_gather_copy_in_meta if _key == "Meta" else all_gather_copy_in_cuda
-    lib.impl("all_gather_copy_in", _copy_in, _key)
+    lib.impl("all_gather_copy_in", all_gather_copy_in_cuda, _key)
     lib.impl("split_with_sizes_copy", split_with_sizes_copy, _key)
     lib.impl("chunk_cat", chunk_cat, _key)
 if FOLLOWS_GRAD_DTYPE:

@@ -20,7 +20,6 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
-from typing_extensions import ParamSpec
 
 import torch
 import torch.distributed as dist
@@ -34,8 +33,6 @@ from torch.profiler import record_function
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_Args = ParamSpec("_Args")
-_Result = TypeVar("_Result")
 
 
 # The installed release. The other files here are the same on each. #
@@ -146,12 +143,12 @@ _LEAVES = frozenset(
 )
 
 
-def _dynamo_disable(func: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+def _dynamo_disable(func: _F) -> _F:
     """Calls ``func`` directly in eager mode, and else by ``torch._dynamo.disable``."""
-    disabled: Callable[_Args, _Result] | None = None
+    disabled: Callable[..., Any] | None = None
 
     @functools.wraps(func)
-    def call(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+    def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal disabled
         # Dynamo, which traces this, knows the first only
         if not torch.compiler.is_compiling() and get_eval_frame_callback() is None:
@@ -161,14 +158,14 @@ def _dynamo_disable(func: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
             disabled = torch._dynamo.disable(func, recursive=True, reason=reason)
         return disabled(*args, **kwargs)
 
-    return call
+    return call  # pyrefly: ignore [bad-return]
 
 
-def without_grad(func: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+def without_grad(func: _F) -> _F:
     """The decorator ``torch.no_grad()`` at a fifth of its cost, in backward at none."""
 
     @functools.wraps(func)
-    def call(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+    def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
         torch._C._set_grad_enabled(False)
@@ -177,7 +174,7 @@ def without_grad(func: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
         finally:
             torch._C._set_grad_enabled(True)
 
-    return call
+    return call  # pyrefly: ignore [bad-return]
 
 
 def have_no_containers(values: Iterable[Any]) -> bool:

@@ -155,9 +155,6 @@ def _fit_outputs(
         )
 
 
-# The outputs #
-
-
 class GatherOutputs:
     """All parameters' all-gather outputs, whose storages are resized to free them."""
 
@@ -169,9 +166,6 @@ class GatherOutputs:
         # The views that the last gather in a state was copied out to
         self.columns: dict[ShardedState, tuple[layouts.GatherLayout, list]] = {}
         self.storages = [(t.untyped_storage(), t.nbytes) for t in self.tensors]
-
-
-# All parameters #
 
 
 class ParamGroupCache(list[FSDPParam]):
@@ -332,18 +326,18 @@ class ParamGroupCache(list[FSDPParam]):
             for param, is_trained in zip(params, map(_get_requires_grad, self)):
                 if param.requires_grad is not is_trained:
                     param.requires_grad_(is_trained)
-        elif state is ShardedState.SHARDED_POST_FORWARD:
-            for fsdp_param in self:
-                fsdp_param.to_sharded_post_forward()
-            return
         elif (
-            (outputs := self.outputs) is None
+            state is ShardedState.SHARDED_POST_FORWARD
+            or (outputs := self.outputs) is None
             or self._has_extensions
             or FOLLOWS_GRAD_DTYPE  # storage may outlive resharding
             and any(fsdp_param.keep_unsharded_storage for fsdp_param in self)
         ):
             for fsdp_param in self:
-                fsdp_param.to_sharded()
+                if state is ShardedState.SHARDED:
+                    fsdp_param.to_sharded()
+                else:
+                    fsdp_param.to_sharded_post_forward()
             return
         else:
             params = [*map(_get_sharded_param, self)]
