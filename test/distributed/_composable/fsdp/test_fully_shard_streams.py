@@ -196,7 +196,7 @@ class TestSchedules(DeviceFreeTest):
         told: list[tuple[torch.Tensor, Stream]] = []
         # The tensors are kept, so that nothing else gets their memory
         note = mock.patch.object(
-            copies.comms, "record_grad_output_stream", lambda *call: told.append(call)
+            copies, "record_grad_output_stream", lambda *call: told.append(call)
         )
 
         def backward(kit: Kit) -> None:

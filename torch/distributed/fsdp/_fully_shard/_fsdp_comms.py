@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 from ._fsdp_api import _ReduceOp, AllGather, ReduceScatter
-from ._fsdp_host import FOLLOWS_GRAD_DTYPE, HAS_MIXED_CHUNK_CAT
+from ._fsdp_host import FOLLOWS_GRAD_DTYPE
 from ._fsdp_layout import GatherLayout
 
 
@@ -277,23 +277,6 @@ def chunk_cat(
     tensors: list[torch.Tensor], dim: int, num_chunks: int, out: torch.Tensor
 ) -> None:
     torch._chunk_cat(tensors, dim, num_chunks, out=out)
-
-
-# The one that the release calls
-CHUNK_CAT = "chunk_cat_mixed_dtype" if HAS_MIXED_CHUNK_CAT else "chunk_cat"
-
-
-def casts_in_kernel(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether ``_chunk_cat`` takes this pair in one kernel on CUDA."""
-    return source == target or (source, target) == (torch.bfloat16, torch.float32)
-
-
-def copies_mixed(
-    dtypes: set[torch.dtype | None], device: torch.device, is_uniform: bool
-) -> bool:
-    """Whether the operator is to cast: without a temporary, or as in the release."""
-    on_cuda = device.type == "cuda" and dtypes <= {torch.bfloat16, torch.float32}
-    return HAS_MIXED_CHUNK_CAT and (on_cuda or is_uniform and None not in dtypes)
 
 
 def record_grad_output_stream(buffer: torch.Tensor, stream: torch.Stream) -> None:

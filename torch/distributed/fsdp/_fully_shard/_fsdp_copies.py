@@ -8,11 +8,12 @@ from operator import attrgetter
 from typing import cast
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 
-from . import _fsdp_comms as comms
-from ._fsdp_host import gets_operators
+from ._fsdp_comms import record_grad_output_stream
+from ._fsdp_host import gets_operators, HAS_MIXED_CHUNK_CAT
 from ._fsdp_layout import GatherLayout, GatherRegion, in_plan_order, ReduceBucket
 from ._fsdp_param import FSDPParam, ShardedState
 from ._fsdp_param_cache import GatherOutputs, GatherPlan
@@ -25,8 +26,8 @@ _is_cpu = attrgetter("is_cpu")
 
 
 def fill_segment(
-    output: torch.Tensor, plan: GatherPlan, tensors: Sequence[torch.Tensor], rank: int
-) -> torch.Tensor:
+    output: Tensor, plan: GatherPlan, tensors: Sequence[Tensor], rank: int
+) -> Tensor:
     """Writes this rank's shards into its segment of a gather's buffer. Returns that."""
     layout, numel = plan.layout, plan.layout.segment_numel
     if not gets_operators(output.device):
@@ -50,9 +51,7 @@ def fill_segment(
 
 
 def _copy_in(
-    segment: torch.Tensor,
-    regions: Sequence[GatherRegion],
-    tensors: Sequence[torch.Tensor],
+    segment: Tensor, regions: Sequence[GatherRegion], tensors: Sequence[Tensor]
 ) -> None:
     """Fills this rank's segment in one pass, which also casts."""
     for region in regions:
@@ -70,7 +69,7 @@ def _copy_in(
         torch.cat(sources, out=target)  # needs no view of each slot
 
 
-def _viewed(shards: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+def _viewed(shards: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     try:
         return [shard.view(dtype) for shard in shards]
     except RuntimeError:  # one is not dense, loaded with `assign=True`
@@ -79,8 +78,8 @@ def _viewed(shards: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Te
 
 
 def _copy_groups(
-    targets: Sequence[torch.Tensor],
-    sources: Sequence[torch.Tensor],
+    targets: Sequence[Tensor],
+    sources: Sequence[Tensor],
     groups: Iterable[Sequence[int]],
 ) -> None:
     """Copies tensors to others, moved and cast. Each group is of one pair of dtypes."""
@@ -97,7 +96,7 @@ def _copy_groups(
         torch._foreach_copy_([targets[k] for k in group], [sources[k] for k in group])
 
 
-def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copies tensors to others, moved and cast, those of a pair of dtypes at once."""
     targets, sources = [*targets], [*sources]
     groups: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
@@ -109,14 +108,14 @@ def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
     _copy_groups(targets, sources, groups.values())
 
 
-def _are_on_host(sources: Sequence[torch.Tensor], device: torch.device) -> bool:
+def _are_on_host(sources: Sequence[Tensor], device: torch.device) -> bool:
     """Whether any are offloaded, so that a copy to ``device`` moves them."""
     return device.type != "cpu" and any(map(_is_cpu, sources))
 
 
 def copy_out(
     fsdp_params: Sequence[FSDPParam],
-    buffer: torch.Tensor,
+    buffer: Tensor,
     layout: GatherLayout,
     outputs: GatherOutputs,
     world_size: int,
@@ -124,9 +123,9 @@ def copy_out(
     """Writes the parameters' all-gather outputs from a gather's buffer."""
     state = fsdp_params[0].sharded_state
     last_layout, columns = outputs.columns.get(state, (None, []))
-    interleaved: list[tuple[FSDPParam, torch.Tensor, torch.Tensor]] = []
+    interleaved: list[tuple[FSDPParam, Tensor, Tensor]] = []
     if last_layout is not layout:
-        targets: list[torch.Tensor] = []
+        targets: list[Tensor] = []
         for fsdp_param in fsdp_params:
             for output in fsdp_param.all_gather_outputs:
                 target = output
@@ -146,8 +145,8 @@ def copy_out(
 
 
 def _to_columns(
-    outputs: Sequence[torch.Tensor], layout: GatherLayout, world_size: int
-) -> list[torch.Tensor]:
+    outputs: Sequence[Tensor], layout: GatherLayout, world_size: int
+) -> list[Tensor]:
     """
     Views the outputs, and tensors that nothing reads for padding, as columns of a gather
     buffer with a row for each rank. They do not share the outputs' version: to autograd
@@ -162,9 +161,7 @@ def _to_columns(
     ]
 
 
-def _split_copy(
-    buffer: torch.Tensor, layout: GatherLayout, columns: list[torch.Tensor]
-) -> None:
+def _split_copy(buffer: Tensor, layout: GatherLayout, columns: list[Tensor]) -> None:
     """Copies a gather buffer as a whole: the fused kernel takes dense tensors only."""
     world_size = columns[0].size(0)
     if buffer.dtype != layout.buffer_dtype:
@@ -179,15 +176,13 @@ def _split_copy(
 # Gradients into the input of a reduction #
 
 
-def columns_of(
-    buffer: torch.Tensor, layout: GatherLayout, world_size: int
-) -> list[torch.Tensor]:
+def columns_of(buffer: Tensor, layout: GatherLayout, world_size: int) -> list[Tensor]:
     """Views the inputs of ``layout`` in a buffer, each with one row for each rank."""
     rows = buffer.view(world_size, layout.segment_numel)
     if len(layout.slots) == 1:
         return [rows]
     rest = iter(rows.split([*layout.split_sizes], dim=1))
-    columns: dict[int | None, torch.Tensor] = {}
+    columns: dict[int | None, Tensor] = {}
     for region in layout.regions:
         for (i, _), column in zip(region.slots, rest):
             columns[i] = column.view(region.dtype)
@@ -197,8 +192,8 @@ def columns_of(
 def copy_in_buckets(
     layout: GatherLayout,
     buckets: Sequence[ReduceBucket],
-    grads: Sequence[list[torch.Tensor]],
-    buffer: torch.Tensor,
+    grads: Sequence[list[Tensor]],
+    buffer: Tensor,
     world_size: int,
 ) -> None:
     """
@@ -207,7 +202,7 @@ def copy_in_buckets(
     not dense on dim 0.
     """
     dtype = layout.regions[-1].dtype
-    tensors: list[torch.Tensor] = []
+    tensors: list[Tensor] = []
     for i, size in layout.slots:
         if i is None:
             numel = size * layout.buffer_dtype.itemsize // dtype.itemsize
@@ -227,7 +222,7 @@ def copy_in_buckets(
 
 
 def _dense_dtypes(
-    bucket: ReduceBucket, grads: Sequence[torch.Tensor]
+    bucket: ReduceBucket, grads: Sequence[Tensor]
 ) -> list[torch.dtype | None]:
     """Returns the gradients' dtypes, None for those that the kernel cannot chunk."""
     return [
@@ -236,9 +231,7 @@ def _dense_dtypes(
     ]
 
 
-def with_padding(
-    bucket: ReduceBucket, grads: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
+def with_padding(bucket: ReduceBucket, grads: Sequence[Tensor]) -> list[Tensor]:
     """Adds a row of zeros for each padding in the bucket."""
     padded = [*grads]
     for run in reversed(bucket.runs):
@@ -247,14 +240,27 @@ def with_padding(
     return padded
 
 
+# The operator that the release calls
+_CHUNK_CAT = "chunk_cat_mixed_dtype" if HAS_MIXED_CHUNK_CAT else "chunk_cat"
 # Of gradients that are copied together through a temporary, in elements. Copying these
 # once more takes a GPU as long as launching a kernel
 _MAX_RUN_NUMEL = 2**20
 
 
-def copy_in_grads(
-    bucket: ReduceBucket, grads: list[torch.Tensor], rows: torch.Tensor
-) -> None:
+def _casts_in_kernel(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether ``_chunk_cat`` takes this pair in one kernel on CUDA."""
+    return source == target or (source, target) == (torch.bfloat16, torch.float32)
+
+
+def _copies_mixed(
+    dtypes: set[torch.dtype | None], device: torch.device, is_uniform: bool
+) -> bool:
+    """Whether the operator is to cast: without a temporary, or as in the release."""
+    on_cuda = device.type == "cuda" and dtypes <= {torch.bfloat16, torch.float32}
+    return HAS_MIXED_CHUNK_CAT and (on_cuda or is_uniform and None not in dtypes)
+
+
+def copy_in_grads(bucket: ReduceBucket, grads: list[Tensor], rows: Tensor) -> None:
     """
     Copies gradients of any dtypes, those of a bucket's first slots, to their columns of
     ``rows``, one for each rank.
@@ -265,7 +271,7 @@ def copy_in_grads(
     its slow path. So it gets the gradients that match the largest one that it takes, and
     in place of each mismatched one a piece of that, whose columns are written again
     afterwards, see :func:`_copy_in_apart`. Since 2.15 an operator takes bf16 and fp32
-    together on CUDA, see :func:`copies_mixed`. Rows of a larger buffer are not dense, so
+    together on CUDA, see :func:`_copies_mixed`. Rows of a larger buffer are not dense, so
     that all gradients are copied to them as mismatched ones.
     """
     world_size, dtypes = rows.size(0), _dense_dtypes(bucket, grads)
@@ -276,22 +282,18 @@ def copy_in_grads(
         first is not None
         and dtypes.count(first) == len(dtypes)
         and (
-            comms.casts_in_kernel(first, rows.dtype)
-            or is_uniform
-            or gets_operators(device)
+            _casts_in_kernel(first, rows.dtype) or is_uniform or gets_operators(device)
         )
     )
-    if is_dense and (
-        fits or comms.copies_mixed({*dtypes, rows.dtype}, device, is_uniform)
-    ):
+    if is_dense and (fits or _copies_mixed({*dtypes, rows.dtype}, device, is_uniform)):
         _chunk_cat(with_padding(bucket, grads), rows, by_operator=not fits)
         return
     taken = [
         grad
         for grad, dtype in zip(grads, dtypes)
-        if is_dense and dtype is not None and comms.casts_in_kernel(dtype, rows.dtype)
+        if is_dense and dtype is not None and _casts_in_kernel(dtype, rows.dtype)
     ]
-    largest = max(taken, key=torch.Tensor.numel, default=None)
+    largest = max(taken, key=Tensor.numel, default=None)
     # The least that fills as many columns, with the kernel's padding
     numels = {
         i: max(world_size * (bucket.slots[i].shard_numel - 1) + 1, 0)
@@ -314,9 +316,9 @@ def copy_in_grads(
 
 def _copy_in_apart(
     bucket: ReduceBucket,
-    grads: list[torch.Tensor],
+    grads: list[Tensor],
     dtypes: Sequence[torch.dtype | None],
-    rows: torch.Tensor,
+    rows: Tensor,
     indices: Iterable[int],
 ) -> None:
     """
@@ -346,7 +348,7 @@ def _copy_in_apart(
             columns.copy_(temporary)
 
 
-def view_by_rank(grad: torch.Tensor, dim: int, world_size: int) -> torch.Tensor:
+def view_by_rank(grad: Tensor, dim: int, world_size: int) -> Tensor:
     """Views a gradient sharded on ``dim`` with the rank as its leading dim."""
     if grad.size(dim) % world_size != 0:
         raise AssertionError(
@@ -357,22 +359,18 @@ def view_by_rank(grad: torch.Tensor, dim: int, world_size: int) -> torch.Tensor:
 
 
 def foreach_reduce_scatter_copy_in(
-    unsharded_grads: list[torch.Tensor],
-    reduce_scatter_input: torch.Tensor,
-    world_size: int,
+    unsharded_grads: list[Tensor], reduce_scatter_input: Tensor, world_size: int
 ) -> None:
     """Fills the rows of ``reduce_scatter_input`` (1D), one for each rank."""
     row_numel = reduce_scatter_input.numel() // world_size
     _chunk_cat(unsharded_grads, reduce_scatter_input.view(world_size, row_numel))
 
 
-def _chunk_cat(
-    tensors: list[torch.Tensor], rows: torch.Tensor, by_operator: bool = False
-) -> None:
+def _chunk_cat(tensors: list[Tensor], rows: Tensor, by_operator: bool = False) -> None:
     """Fills ``rows``, which are dense, with the chunks of ``tensors`` on dim 0."""
     world_size, row_numel = rows.size()
     if by_operator or gets_operators(rows.device):
-        getattr(torch.ops.fsdp, comms.CHUNK_CAT)(tensors, 0, world_size, out=rows)
+        getattr(torch.ops.fsdp, _CHUNK_CAT)(tensors, 0, world_size, out=rows)
     else:
         torch._chunk_cat(tensors, 0, world_size, out=rows)
     if rows.size(1) != row_numel:  # the kernel has resized them
@@ -382,9 +380,7 @@ def _chunk_cat(
         )
 
 
-def relaid(
-    bucket: ReduceBucket, shard: torch.Tensor, target_bucket: ReduceBucket
-) -> torch.Tensor:
+def relaid(bucket: ReduceBucket, shard: Tensor, target_bucket: ReduceBucket) -> Tensor:
     """Lays a rank's 1D shard out as another bucket, zero where this has no slot."""
     if bucket.slots == target_bucket.slots:
         return shard
@@ -398,8 +394,8 @@ def relaid(
 
 
 def in_common_order(
-    fsdp_params: list[FSDPParam], bucket: ReduceBucket, output: torch.Tensor
-) -> tuple[list[FSDPParam], ReduceBucket, torch.Tensor]:
+    fsdp_params: list[FSDPParam], bucket: ReduceBucket, output: Tensor
+) -> tuple[list[FSDPParam], ReduceBucket, Tensor]:
     """
     Reorders ``output`` as planned: which microbatch had which gradients, and so the
     order of slots, may differ between replicas, whose elements must line up.
@@ -419,7 +415,7 @@ _new_dtensor = DTensor.__new__
 def accumulate_sharded_grads(
     fsdp_params: list[FSDPParam],
     bucket: ReduceBucket,
-    output: torch.Tensor,
+    output: Tensor,
     as_views: bool,
     stream: torch.Stream,
     reading_stream: torch.Stream,
@@ -429,14 +425,14 @@ def accumulate_sharded_grads(
     views of ``output``, or of one copy for each gradient dtype.
     """
     starts = bucket.starts
-    comms.record_grad_output_stream(output, reading_stream)
+    record_grad_output_stream(output, reading_stream)
     for run in bucket.runs:
         flat, dtype = output, run.grad_dtype
         if len(bucket.runs) > 1:
             flat = output[run.start_numel : run.start_numel + run.numel]
         if not as_views:
             flat = flat.to(dtype, copy=True)
-            comms.record_grad_output_stream(flat, reading_stream)
+            record_grad_output_stream(flat, reading_stream)
         base = flat.storage_offset() - run.start_numel
         for i in range(run.first, run.last):
             fsdp_param = fsdp_params[i]
@@ -457,7 +453,7 @@ def accumulate_sharded_grads(
 
 
 def _as_dtensor(
-    fsdp_param: FSDPParam, sharded_grad: torch.Tensor, dtype: torch.dtype
+    fsdp_param: FSDPParam, sharded_grad: Tensor, dtype: torch.dtype
 ) -> DTensor:
     # Skips the size check of the parameter's own method, and an empty `__init__`
     spec = fsdp_param._sharding_spec
@@ -474,7 +470,7 @@ def _as_dtensor(
 
 
 def accumulate_sharded_grad(
-    fsdp_param: FSDPParam, sharded_grad: torch.Tensor, stream: torch.Stream
+    fsdp_param: FSDPParam, sharded_grad: Tensor, stream: torch.Stream
 ) -> None:
     """Accumulates a sharded gradient and runs its post-accumulate-grad hooks."""
     sharded_param = fsdp_param.sharded_param
