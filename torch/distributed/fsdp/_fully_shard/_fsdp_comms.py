@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
+from torch import Tensor
 
 from ._fsdp_api import _ReduceOp, AllGather, ReduceScatter
 from ._fsdp_host import FOLLOWS_GRAD_DTYPE
@@ -26,7 +27,7 @@ class DefaultAllocMixin:
 
     def allocate(
         self, size: _Size, *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
+    ) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
@@ -39,7 +40,7 @@ class ProcessGroupAllocMixin:
 
     def allocate(
         self, size: _Size, *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
+    ) -> Tensor:
         allocator = self._group._get_backend(device)
         if not allocator.supports_tensor_alloc(device):
             return torch.empty(*size, dtype=dtype, device=device)
@@ -65,7 +66,7 @@ class SymmMemAllocMixin:
 
     def allocate(
         self, size: _Size, *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
+    ) -> Tensor:
         pool = symm_mem.get_mem_pool(device)
         with torch.get_device_module(device).use_mem_pool(pool):
             return torch.empty(*size, dtype=dtype, device=device)
@@ -76,14 +77,12 @@ class _SingleAllGather(AllGather):
 
     def __call__(
         self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        return dist.all_gather_single(
-            output_tensor, input_tensor, group=group, async_op=async_op
-        )
+        return dist.all_gather_single(output_tensor, input_tensor, group, async_op)
 
 
 class _SingleReduceScatter(ReduceScatter):
@@ -91,21 +90,17 @@ class _SingleReduceScatter(ReduceScatter):
 
     def __call__(
         self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
         group: dist.ProcessGroup,
         op: _ReduceOp,
         async_op: bool = False,
     ) -> dist.Work | None:
-        return dist.reduce_scatter_single(
-            output_tensor, input_tensor, op=op, group=group, async_op=async_op
-        )
+        tensors = output_tensor, input_tensor
+        return dist.reduce_scatter_single(*tensors, op, group, async_op)
 
     def exchange(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup
     ) -> None:
         """Does the all-to-all of gradients that FSDP then adds itself."""
         dist.all_to_all_single(output_tensor, input_tensor, group=group)
@@ -145,7 +140,12 @@ class _Registered:
     needs_all_ranks = True
 
     def __call__(
-        self, output_tensor: Any, input_tensor: Any, group: Any, *args: Any, **kwargs: Any
+        self,
+        output_tensor: Any,
+        input_tensor: Any,
+        group: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> dist.Work | None:
         if isinstance(self, ReduceScatter):  # else it is a part of the output
             symm_mem.rendezvous(input_tensor, group=group.group_name)
@@ -173,7 +173,7 @@ def allocate(
     layout: GatherLayout | None = None,
     *,
     gathers: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """
     Returns a buffer that can be viewed in the dtypes of ``layout``; one to gather is 1D
     of ``dtype``. Raises a ValueError if what the comm returns is not so.
@@ -183,7 +183,7 @@ def allocate(
         return buffer
     name = f"{type(comm).__name__}.allocate"
     itemsize = layout.regions[0].dtype.itemsize if layout else 1  # of the widest
-    if not isinstance(buffer, torch.Tensor):
+    if not isinstance(buffer, Tensor):
         wrong = f"a {type(buffer).__name__}"
     elif buffer.numel() != numel:
         wrong = f"{buffer.numel()} elements where {numel} were asked for"
@@ -245,12 +245,12 @@ lib.define(
 
 
 def all_gather_copy_in_cuda(
-    all_gather_inputs: list[torch.Tensor],
-    all_gather_output: torch.Tensor,
+    all_gather_inputs: list[Tensor],
+    all_gather_output: Tensor,
     inp_split_sizes: list[int],
     all_gather_input_numel: int,
     rank: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     start = rank * all_gather_input_numel
     segment = all_gather_output.narrow(0, start, all_gather_input_numel)
     with torch.no_grad():
@@ -262,24 +262,22 @@ all_gather_copy_in_meta = all_gather_copy_in_cuda  # a copy does nothing there
 
 
 def split_with_sizes_copy(
-    all_gather_output: torch.Tensor,
+    all_gather_output: Tensor,
     all_gather_input_split_sizes: list[int],
     dim: int = 0,
     *,
-    out: list[torch.Tensor],
+    out: list[Tensor],
 ) -> None:
     torch.split_with_sizes_copy(
         all_gather_output, all_gather_input_split_sizes, dim=dim, out=out
     )
 
 
-def chunk_cat(
-    tensors: list[torch.Tensor], dim: int, num_chunks: int, out: torch.Tensor
-) -> None:
+def chunk_cat(tensors: list[Tensor], dim: int, num_chunks: int, out: Tensor) -> None:
     torch._chunk_cat(tensors, dim, num_chunks, out=out)
 
 
-def record_grad_output_stream(buffer: torch.Tensor, stream: torch.Stream) -> None:
+def record_grad_output_stream(buffer: Tensor, stream: torch.Stream) -> None:
     """Tells a vendor's kernel (2.15) which stream reads sharded gradients."""
     if FOLLOWS_GRAD_DTYPE and buffer.device.type != "cpu":
         torch.ops.fsdp.record_grad_output_stream(

@@ -20,6 +20,7 @@ from ._fsdp_param_cache import GatherOutputs, GatherPlan
 
 
 _is_cpu = attrgetter("is_cpu")
+_new_dtensor = DTensor.__new__
 
 
 # Shards into a gather's buffer, parameters out of it #
@@ -128,12 +129,11 @@ def copy_out(
         targets: list[Tensor] = []
         for fsdp_param in fsdp_params:
             for output in fsdp_param.all_gather_outputs:
-                target = output
+                targets.append(output)
                 # Flat pieces, as after forward, lie in order whatever the dim
                 if fsdp_param.fsdp_placement.dim and state == ShardedState.SHARDED:
-                    target = torch.empty_like(output)
-                    interleaved.append((fsdp_param, target, output))
-                targets.append(target)
+                    targets[-1] = torch.empty_like(output)
+                    interleaved.append((fsdp_param, targets[-1], output))
         columns = _to_columns(targets, layout, world_size)
         if not interleaved:
             outputs.columns[state] = layout, columns
@@ -267,12 +267,11 @@ def copy_in_grads(bucket: ReduceBucket, grads: list[Tensor], rows: Tensor) -> No
 
     [Note: One kernel for most gradients]
     The fused kernel needs dense tensors of one dtype and fills all columns. It casts
-    bf16 to fp32. Any other cast, and one mismatched tensor, would send all of them down
+    bf16 to fp32 only; another cast, or one mismatched tensor, would send all of them down
     its slow path. So it gets the gradients that match the largest one that it takes, and
     in place of each mismatched one a piece of that, whose columns are written again
-    afterwards, see :func:`_copy_in_apart`. Since 2.15 an operator takes bf16 and fp32
-    together on CUDA, see :func:`_copies_mixed`. Rows of a larger buffer are not dense, so
-    that all gradients are copied to them as mismatched ones.
+    afterwards. (Since 2.15 an operator takes bf16 and fp32 together on CUDA.) Rows of a
+    larger buffer are not dense, so that all gradients are copied to them apart.
     """
     world_size, dtypes = rows.size(0), _dense_dtypes(bucket, grads)
     is_dense, first, device = rows.is_contiguous(), dtypes[0], rows.device
@@ -407,9 +406,6 @@ def in_common_order(
 
 
 # Sharded gradients out of its output #
-
-
-_new_dtensor = DTensor.__new__
 
 
 def accumulate_sharded_grads(

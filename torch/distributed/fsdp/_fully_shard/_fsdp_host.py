@@ -52,9 +52,7 @@ if not hasattr(dist, "all_gather_single"):
 FOLLOWS_GRAD_DTYPE: bool = hasattr(torch.Tensor, "_has_grad_dtype_override")
 
 # Its operator, in C++, casts between bf16 and fp32 on CUDA (2.15)
-HAS_MIXED_CHUNK_CAT: bool = (
-    "fsdp::chunk_cat_mixed_dtype" in torch._C._dispatch_get_all_op_names()
-)
+HAS_MIXED_CHUNK_CAT: bool = hasattr(torch.ops.fsdp, "chunk_cat_mixed_dtype")
 _IS_2_14: bool = hasattr(dist, "_spmd_no_typecheck")  # or newer
 # Whether a frozen group has the dtypes of its floating-point parameters
 FROZEN_GROUPS_HAVE_DTYPES: bool = _IS_2_14

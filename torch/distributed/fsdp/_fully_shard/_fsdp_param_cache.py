@@ -101,7 +101,7 @@ def get_shards(fsdp_params: Sequence[FSDPParam]) -> list[torch.Tensor]:
 # Extensions #
 
 
-def _has_extension(fsdp_param: FSDPParam) -> bool:
+def has_extension(fsdp_param: FSDPParam) -> bool:
     makes_inputs = hasattr(fsdp_param._sharded_local_tensor, "fsdp_pre_all_gather")
     return makes_inputs or hasattr(fsdp_param, "_extensions_data")
 
@@ -117,7 +117,7 @@ def get_all_gather_inputs(fsdp_param: FSDPParam) -> list[torch.Tensor]:
 def _init_unsharded_param(fsdp_param: FSDPParam, is_first: bool) -> None:
     try:
         fsdp_param.init_unsharded_param()
-        if is_first and _has_extension(fsdp_param):
+        if is_first and has_extension(fsdp_param):
             # Nothing looks later at what an extension has returned
             inner, device = fsdp_param._unsharded_inner_tensors, fsdp_param.device
             if (found := fsdp_param._unsharded_param.device).type != device.type:
@@ -138,7 +138,7 @@ def _fit_outputs(
     """
     name = fsdp_param._param_fqn or fsdp_param._module_info.param_name
     dtypes, numels = plan.dtypes[i], plan.numels[i]
-    if last is not None and _has_extension(fsdp_param):
+    if last is not None and has_extension(fsdp_param):
         if (last.dtypes[i], last.numels[i]) != (dtypes, numels):
             fsdp_param.all_gather_outputs = []  # for new ones
     if not numels:
@@ -186,7 +186,7 @@ class ParamGroupCache(list[FSDPParam]):
     def invalidate(self) -> None:
         self._cached_for = [*self]
         self._local_classes: list[type] = []
-        self._has_extensions = any(map(_has_extension, self))
+        self._has_extensions = any(map(has_extension, self))
         self.has_empty_params = any(p._orig_size.numel() == 0 for p in self)
         # Module, name and the parameter's index, for each name of each parameter
         self._names_in_modules: list[tuple[nn.Module, str, int]] = []
@@ -196,7 +196,7 @@ class ParamGroupCache(list[FSDPParam]):
             self._names_in_modules += zip(modules, names, repeat(i))
         self._modules = [*dict.fromkeys(m for m, _, _ in self._names_in_modules)]
         # One each for the shards and for those resharded after forward
-        self._plans: dict[ShardedState, GatherPlan] = {}
+        self.plans: dict[ShardedState, GatherPlan] = {}
         self._outputs: GatherOutputs | None = None
         # By the dtype of each parameter's gradient, None without one
         self.buckets: dict[tuple, tuple[layouts.ReduceBucket, ...]] = {}
@@ -232,25 +232,16 @@ class ParamGroupCache(list[FSDPParam]):
         unsharded = [_get_version(p._unsharded_param) for p in self]
         return sharded, unsharded
 
-    @property
-    def has_extensions(self) -> bool:
-        """Whether any parameter makes its all-gather inputs itself."""
+    def prepare_gather(self) -> tuple[list[torch.Tensor], GatherPlan]:
+        """Returns this rank's 1D tensors to gather, shards uncast, and their plan."""
+        self.invalidate_if_changed()
         # A parameter may be replaced, or be given another local tensor, at any time
         classes = [*map(type, map(_get_local_tensor, self))]
         if classes != self._local_classes:
             self._local_classes = classes
-            self._has_extensions = any(map(_has_extension, self))
-        return self._has_extensions
-
-    def prepare_gather(self) -> tuple[list[torch.Tensor], GatherPlan]:
-        """
-        Returns this rank's 1D tensors to gather and the plan of their gather: plain
-        shards as and where they are stored, to be cast by the copy-in, and whatever
-        ``fsdp_pre_all_gather`` of extensions returns.
-        """
-        self.invalidate_if_changed()
+            self._has_extensions = any(map(has_extension, self))
         counts = None
-        if not self.has_extensions:
+        if not self._has_extensions:
             tensors = get_shards(self)
             compute_dtypes = [*map(_get_compute_dtype, self)]
         else:
@@ -267,18 +258,13 @@ class ParamGroupCache(list[FSDPParam]):
         numels = [tensor.numel() for tensor in tensors]
         made_for = stored_dtypes, compute_dtypes, numels, counts
         state = self[0].sharded_state
-        plan = self._plans.get(state)
+        plan = self.plans.get(state)
         if plan is None or plan.made_for != made_for:
             last, plan = plan, GatherPlan.of(*made_for)
             for i, fsdp_param in enumerate(self):
                 _fit_outputs(fsdp_param, i, plan, last)
-            self._plans[state] = plan
+            self.plans[state] = plan
         return tensors, plan
-
-    @property
-    def gather_plan(self) -> GatherPlan | None:
-        """The plan of the last gather of the shards, if there was one."""
-        return self._plans.get(ShardedState.SHARDED)
 
     @property
     def outputs(self) -> GatherOutputs | None:
@@ -288,8 +274,8 @@ class ParamGroupCache(list[FSDPParam]):
 
     def alloc_outputs(
         self,
-        dtypes: list[list[torch.dtype]],
-        numels: list[list[int]],
+        dtypes: list[list],
+        numels: list[list],
         world_size: int,
         device: torch.device,
     ) -> GatherOutputs:
@@ -326,6 +312,12 @@ class ParamGroupCache(list[FSDPParam]):
             for param, is_trained in zip(params, map(_get_requires_grad, self)):
                 if param.requires_grad is not is_trained:
                     param.requires_grad_(is_trained)
+            if self[0].sharded_state is ShardedState.SHARDED_POST_FORWARD:
+                # Gathered and copied out in the stream that allocated them, so that
+                # their memory needs no wait
+                for fsdp_param in self:
+                    fsdp_param._sharded_post_forward_param = None
+                    fsdp_param._sharded_post_forward_param_data = None
         elif (
             state is ShardedState.SHARDED_POST_FORWARD
             or (outputs := self.outputs) is None
@@ -342,13 +334,6 @@ class ParamGroupCache(list[FSDPParam]):
         else:
             params = [*map(_get_sharded_param, self)]
         self._register(params)
-        was_post_forward = self[0].sharded_state is ShardedState.SHARDED_POST_FORWARD
-        if was_post_forward and state is ShardedState.UNSHARDED:
-            # Gathered and copied out in the stream that allocated them, so that their
-            # memory needs no wait
-            for fsdp_param in self:
-                fsdp_param._sharded_post_forward_param = None
-                fsdp_param._sharded_post_forward_param_data = None
         for fsdp_param in self:
             fsdp_param.sharded_state = state
         for storage, _ in outputs.storages if outputs else ():

@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _fsdp_layout as layouts
 from ._fsdp_comms import declares
+from ._fsdp_param import ShardedState
+from ._fsdp_param_cache import has_extension
 from ._fsdp_registrations import get_param_names, groups_of
 from ._fsdp_scaling import get_divide_factors
 
@@ -188,10 +190,10 @@ def _gathered_nbytes(
     group: Any, world_size: int
 ) -> tuple[list[int] | None, int | None]:
     """Returns the bytes of each parameter in a gather over all ranks, and of it all."""
-    params, plan = group.fsdp_params, group._cache.gather_plan
+    params, plan = group.fsdp_params, group._cache.plans.get(ShardedState.SHARDED)
     if world_size == 1:
         return [0] * len(params), 0
-    if plan is None and group._cache.has_extensions:
+    if plan is None and any(map(has_extension, params)):
         return None, None
     if plan is not None:
         layout, gathered = plan.layout, zip(plan.dtypes, plan.numels, strict=True)
