@@ -640,7 +640,9 @@ class TestReduceBuckets(DeviceFreeTest):
         shuffled = random.sample(slots, len(slots))
         source = ReduceBucket(FP32, tuple(s for s in slots if s.param in part))
         target = ReduceBucket(FP32, tuple(shuffled))
-        held = [99 * s.param + i + 1 for s in source.slots for i in range(s.shard_numel)]
+        held = [
+            99 * s.param + i + 1 for s in source.slots for i in range(s.shard_numel)
+        ]
         moved = relaid(source, torch.tensor(held, dtype=torch.int64), target)
         expected = [
             99 * s.param + i + 1 if s.param in part else 0

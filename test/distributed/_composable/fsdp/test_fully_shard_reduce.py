@@ -144,7 +144,9 @@ class TestReduce(ThreadTest):
     def test_uneven_shards_on_another_dim_are_an_error(self):
         unit = self.unit([Spec((2, 6), FP32, shard_dim=1)])
         uneven = torch.zeros(2, 7, device=self.device)
-        with self.assertRaisesRegex(AssertionError, r"gradient of p0 has size \(2, 7\)"):
+        with self.assertRaisesRegex(
+            AssertionError, r"gradient of p0 has size \(2, 7\)"
+        ):
             self.reduce(unit, [uneven])
 
     def test_custom_factor_and_forced_sums(self):

@@ -167,8 +167,8 @@ def _default_all_gather_output_fn(
     buffer, _, _, dtypes, numels, split_sizes = all_gather_result
     if (layout := getattr(split_sizes, "layout", None)) is None:
         # Of another gather, in parameter order
-        flat = chain.from_iterable(dtypes), chain.from_iterable(numels)
-        layout = layouts.plan_gather(*map(list, flat), by_dtype=False)
+        flat = [*chain(*dtypes)], [*chain(*numels)]
+        layout = layouts.plan_gather(*flat, by_dtype=False)
     cache = ParamGroupCache.of(fsdp_params)
     outputs = cache.alloc_outputs(dtypes, numels, world_size, buffer.device)
     copies.copy_out(fsdp_params, buffer, layout, outputs, world_size)

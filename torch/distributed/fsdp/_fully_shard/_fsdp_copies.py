@@ -350,10 +350,7 @@ def _copy_in_apart(
 def view_by_rank(grad: Tensor, dim: int, world_size: int) -> Tensor:
     """Views a gradient sharded on ``dim`` with the rank as its leading dim."""
     if grad.size(dim) % world_size != 0:
-        raise AssertionError(
-            f"Shard({dim}) requires even sharding: the gradient's size "
-            f"{tuple(grad.size())} does not divide by {world_size} ranks on that dim"
-        )
+        raise AssertionError(f"Shard({dim}) requires even sharding")
     return grad.unflatten(dim, (world_size, -1)).movedim(dim, 0)
 
 

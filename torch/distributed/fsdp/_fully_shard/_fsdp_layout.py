@@ -335,11 +335,11 @@ class ReduceBucketCap(NamedTuple):
         return f"bucket_cap_mb={mb:g} and small_kb={kb:g}"
 
 
-def by_collective(buckets: Sequence[ReduceBucket]) -> list[tuple[ReduceBucket, ...]]:
+def by_collective(buckets: Sequence[ReduceBucket]) -> list[Sequence[ReduceBucket]]:
     """Groups what one collective takes: all that are sent by an all-to-all, or one."""
-    sent = tuple(bucket for bucket in buckets if bucket.comm_dtype is not None)
-    others = [(bucket,) for bucket in buckets if bucket.comm_dtype is None]
-    return [sent, *others] if sent else others
+    sent = [bucket for bucket in buckets if bucket.comm_dtype is not None]
+    others = ([bucket] for bucket in buckets if bucket.comm_dtype is None)
+    return [sent, *others] if sent else [*others]
 
 
 def slot_sort_key(slot: ReduceSlot, bucket: ReduceBucket) -> tuple:

@@ -34,6 +34,7 @@ _get_sharded_param = attrgetter("sharded_param")
 _get_unsharded_param = attrgetter("_unsharded_param")
 _get_requires_grad = attrgetter("sharded_param.requires_grad")
 _get_local_tensor = attrgetter("sharded_param._local_tensor")
+_get_keeps_storage = attrgetter("keep_unsharded_storage")
 _get_kind = attrgetter("device", "dtype", "grad_dtype", "requires_grad")
 
 
@@ -285,8 +286,8 @@ class ParamGroupCache(list[FSDPParam]):
                 if storage.nbytes() != nbytes:
                     storage.resize_(nbytes)
             return outputs
-        for fsdp_param, *sizes in zip(self, numels, dtypes, strict=True):
-            fsdp_param.init_all_gather_outputs(*sizes, world_size, device)
+        for fsdp_param, own, of in zip(self, numels, dtypes, strict=True):
+            fsdp_param.init_all_gather_outputs(own, of, world_size, device)
             fsdp_param.alloc_all_gather_outputs()
         self._outputs = GatherOutputs(self)
         return self._outputs
@@ -323,7 +324,7 @@ class ParamGroupCache(list[FSDPParam]):
             or (outputs := self.outputs) is None
             or self._has_extensions
             or FOLLOWS_GRAD_DTYPE  # storage may outlive resharding
-            and any(fsdp_param.keep_unsharded_storage for fsdp_param in self)
+            and any(map(_get_keeps_storage, self))
         ):
             for fsdp_param in self:
                 if state is ShardedState.SHARDED:
