@@ -1,7 +1,4 @@
-"""
-The backends that allocate a unit's buffers and issue its collectives, and the
-``fsdp::`` operators. As in the release, :mod:`_fsdp_collectives` exports them.
-"""
+"""The backends of collectives, which allocate, and the ``fsdp::`` operators."""
 
 from __future__ import annotations
 
@@ -230,18 +227,15 @@ def holds_one_input(comm: ReduceScatter) -> bool:
 
 lib = torch.library.Library("fsdp", "FRAGMENT")
 
-lib.define(
+for _schema in (
     "all_gather_copy_in(Tensor[] all_gather_inputs, Tensor all_gather_output, "
     "SymInt[] inp_split_sizes, SymInt all_gather_input_numel, SymInt rank) "
-    "-> (Tensor, Tensor)"
-)
-lib.define(
+    "-> (Tensor, Tensor)",
     "split_with_sizes_copy(Tensor all_gather_output, "
-    "SymInt[] all_gather_input_split_sizes, int dim=0, *, Tensor(a!)[] out) -> ()"
-)
-lib.define(
-    "chunk_cat(Tensor[] tensors, int dim, int num_chunks, *, Tensor(a!) out) -> ()"
-)
+    "SymInt[] all_gather_input_split_sizes, int dim=0, *, Tensor(a!)[] out) -> ()",
+    "chunk_cat(Tensor[] tensors, int dim, int num_chunks, *, Tensor(a!) out) -> ()",
+):
+    lib.define(_schema)
 
 
 def all_gather_copy_in_cuda(

@@ -197,9 +197,8 @@ def copy_in_buckets(
     world_size: int,
 ) -> None:
     """
-    Copies the gradients of several buckets, the inputs of ``layout``: by one kernel, to
-    which all are viewed in the narrowest dtype, unless any would have to be cast, or is
-    not dense on dim 0.
+    Copies the gradients of several buckets, the inputs of ``layout``: all viewed in the
+    narrowest dtype by one kernel, unless any is to be cast, or is not dense on dim 0.
     """
     dtype = layout.regions[-1].dtype
     tensors: list[Tensor] = []
@@ -240,8 +239,9 @@ def with_padding(bucket: ReduceBucket, grads: Sequence[Tensor]) -> list[Tensor]:
     return padded
 
 
-# The operator that the release calls
+# The operator that the release calls, and the dtypes that it takes together on CUDA
 _CHUNK_CAT = "chunk_cat_mixed_dtype" if HAS_MIXED_CHUNK_CAT else "chunk_cat"
+_MIXED_ON_CUDA = {torch.bfloat16, torch.float32}
 # Of gradients that are copied together through a temporary, in elements. Copying these
 # once more takes a GPU as long as launching a kernel
 _MAX_RUN_NUMEL = 2**20
@@ -250,14 +250,6 @@ _MAX_RUN_NUMEL = 2**20
 def _casts_in_kernel(source: torch.dtype, target: torch.dtype) -> bool:
     """Whether ``_chunk_cat`` takes this pair in one kernel on CUDA."""
     return source == target or (source, target) == (torch.bfloat16, torch.float32)
-
-
-def _copies_mixed(
-    dtypes: set[torch.dtype | None], device: torch.device, is_uniform: bool
-) -> bool:
-    """Whether the operator is to cast: without a temporary, or as in the release."""
-    on_cuda = device.type == "cuda" and dtypes <= {torch.bfloat16, torch.float32}
-    return HAS_MIXED_CHUNK_CAT and (on_cuda or is_uniform and None not in dtypes)
 
 
 def copy_in_grads(bucket: ReduceBucket, grads: list[Tensor], rows: Tensor) -> None:
@@ -284,7 +276,12 @@ def copy_in_grads(bucket: ReduceBucket, grads: list[Tensor], rows: Tensor) -> No
             _casts_in_kernel(first, rows.dtype) or is_uniform or gets_operators(device)
         )
     )
-    if is_dense and (fits or _copies_mixed({*dtypes, rows.dtype}, device, is_uniform)):
+    # The operator casts without a temporary, or as in the release
+    mixes = (not fits and HAS_MIXED_CHUNK_CAT) and (
+        (is_uniform and None not in dtypes)
+        or (device.type == "cuda" and {*dtypes, rows.dtype} <= _MIXED_ON_CUDA)
+    )
+    if is_dense and (fits or mixes):
         _chunk_cat(with_padding(bucket, grads), rows, by_operator=not fits)
         return
     taken = [
@@ -429,11 +426,8 @@ def accumulate_sharded_grads(
         base = flat.storage_offset() - run.start_numel
         for i in range(run.first, run.last):
             fsdp_param = fsdp_params[i]
-            sharded_grad = flat.as_strided(
-                fsdp_param.sharded_size,
-                fsdp_param.contiguous_sharded_stride,
-                base + starts[i],
-            )
+            size, stride = fsdp_param.sharded_size, fsdp_param.contiguous_sharded_stride
+            sharded_grad = flat.as_strided(size, stride, base + starts[i])
             sharded_param = fsdp_param.sharded_param
             if (
                 sharded_param.grad is None

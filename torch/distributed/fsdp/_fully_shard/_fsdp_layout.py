@@ -355,10 +355,8 @@ def slot_sort_key(slot: ReduceSlot, bucket: ReduceBucket) -> tuple:
 
 def in_plan_order(bucket: ReduceBucket) -> ReduceBucket:
     """Sorts slots by :func:`slot_sort_key` and then by parameter."""
-    slots = tuple(
-        sorted(bucket.slots, key=lambda s: (slot_sort_key(s, bucket), s.param))
-    )
-    return bucket if slots == bucket.slots else replace(bucket, slots=slots)
+    slots = sorted(bucket.slots, key=lambda s: (slot_sort_key(s, bucket), s.param))
+    return replace(bucket, slots=tuple(slots))
 
 
 def extend_bucket(bucket: ReduceBucket, partial: ReduceBucket) -> ReduceBucket:
@@ -396,8 +394,7 @@ def dtypes_of(fsdp_param: FSDPParam) -> ParamDtypes:
 
 def is_mixed(fsdp_params: Sequence[FSDPParam]) -> bool:
     """Whether the trained parameters of a unit differ in any of these."""
-    trained = [p for p in fsdp_params if p.sharded_param.requires_grad]
-    described = [dtypes_of(fsdp_param) for fsdp_param in trained]
+    described = [dtypes_of(p) for p in fsdp_params if p.sharded_param.requires_grad]
     return any(dtypes != described[0] for dtypes in described)
 
 
@@ -418,10 +415,7 @@ def bucket_key(fsdp_param: FSDPParam, reduce_dtype: torch.dtype) -> BucketKey:
 
 
 def accumulation_dtype(fsdp_param: FSDPParam, reduce_dtype: torch.dtype) -> torch.dtype:
-    """
-    Returns what the gradients of microbatches are added in until they are reduced over
-    all ranks: a wider ``grad_dtype`` that users have set, else what they are reduced in.
-    """
+    """Returns what gradients of microbatches are added in, see [Note: Microbatches]."""
     param = fsdp_param.sharded_param
     dtype = param.grad_dtype
     if dtype is None or dtype == param.dtype or not reduce_dtype.is_floating_point:

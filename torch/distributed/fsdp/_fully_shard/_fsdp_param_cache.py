@@ -170,10 +170,7 @@ class GatherOutputs:
 
 
 class ParamGroupCache(list[FSDPParam]):
-    """
-    The parameters of a group, with what is found out about them. The ``foreach_*``
-    functions, which others call and replace, are given this list.
-    """
+    """A group's parameters, as ``foreach_*`` are given them, and what is known of them."""
 
     @classmethod
     def of(cls, fsdp_params: Sequence[FSDPParam]) -> ParamGroupCache:
