@@ -60,7 +60,7 @@ _num_units: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 class UnitAgreement:
-    """Checks that all ranks are about to do the same for one unit's param group."""
+    """Checks that all ranks are about to do the same for a param group."""
 
     def __init__(self, param_group: Any):
         self._param_group = param_group
@@ -122,12 +122,12 @@ class UnitAgreement:
             _num_units[group] = _num_units.get(group, 0) + 1
             self._numbers[group] = _num_units[group]
         mine.said["order"] = [f" as number {self._numbers[group]}"]
+        compared = hashlib.sha256(repr((mine.does, mine.said)).encode()).digest()
         by_rank: list[Any] = [mine] * group.size()
         try:
             # Counters of a user's collectives or memory are not about this
             with torch.no_grad(), _disable_current_modes():
-                digest = torch.frombuffer(mine.digest(), dtype=torch.uint8)
-                digest = digest.to(device)
+                digest = torch.tensor([*compared], dtype=torch.uint8, device=device)
                 digests = digest.new_empty(group.size() * digest.numel())
                 all_gather_single(digests, digest, group=group)
                 rows = digests.cpu().view(group.size(), -1)
@@ -155,10 +155,6 @@ class _Announced(NamedTuple):
     unit: str
     fqns: list[str]
 
-    def digest(self) -> bytearray:
-        compared = repr((self.does, self.said))
-        return bytearray(hashlib.sha256(compared.encode()).digest())
-
 
 def _announce(group: Any, pattern: _Pattern | None = None) -> _Announced:
     """Returns what is known before a gather, or before a reduction with a pattern."""
@@ -171,7 +167,12 @@ def _announce(group: Any, pattern: _Pattern | None = None) -> _Announced:
     }
     if pattern is None:
         said["dtype"] = [f"computes in {dtypes_of(p).compute}" for p in params]
-        said["after forward"] = [_after_forward(group)]
+        after = ", which stays unsharded after forward,"
+        if (mesh_info := group.post_forward_mesh_info) is not None:
+            ranks = mesh_info.shard_mesh_size
+            after = f", which is resharded to {ranks} ranks after forward,"
+        # Before lazy init nobody has said whether it is the root
+        said["after forward"] = [after if fqn is not None else ""]
         return _Announced("gathers", said, unit, fqns_of(group))
     said["cap"] = [f", with reduce_bucket_cap={group.reduce_bucket_cap},"]
     said["dtype"], said["gradient"] = [""] * len(params), [_NO_GRADIENT] * len(params)
@@ -181,14 +182,6 @@ def _announce(group: Any, pattern: _Pattern | None = None) -> _Announced:
     if _compares_always():
         said["microbatch"] = [_microbatch(group, pattern)]
     return _Announced("reduces", said, unit, fqns_of(group))
-
-
-def _after_forward(group: Any) -> str:
-    if group._module_fqn is None:  # nobody has said yet whether it is the root
-        return ""
-    if (mesh_info := group.post_forward_mesh_info) is None:
-        return ", which stays unsharded after forward,"
-    return f", which is resharded to {mesh_info.shard_mesh_size} ranks after forward,"
 
 
 def _pattern_of(buckets: Sequence[ReduceBucket]) -> _Pattern:
@@ -281,7 +274,6 @@ def _add_note(error: BaseException, mine: _Announced) -> None:
 
 
 def _raise_if_different(by_rank: Mapping[int, _Announced]) -> None:
-    """Does not raise if one rank does not know yet what comes after forward."""
     # By its name, which comes after "a unit", where any rank knows it
     unit = max(mine.unit for mine in by_rank.values())
     fqns = next(iter(by_rank.values())).fqns

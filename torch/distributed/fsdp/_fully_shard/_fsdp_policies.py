@@ -375,19 +375,16 @@ class DtypeByName:
 
 def _ends(fqn: str) -> Iterator[str]:
     """Yields a name and the ends of it, the longest first."""
-    yield fqn
-    while "." in fqn:
-        fqn = fqn.partition(".")[2]
-        yield fqn
+    parts = fqn.split(".")
+    return (".".join(parts[i:]) for i in range(len(parts)))
 
 
 def with_overrides(unit: _P, module: nn.Module, patterns: Mapping[str, Any]) -> _P:
     """Returns a policy with overrides by patterns. Raises what ``by_name`` says."""
     if not isinstance(patterns, Mapping):
         raise TypeError(
-            "MixedPrecisionPolicy.by_name expects a dict from patterns to what they set, "
-            "e.g. {'*.norm.*': dict(param_dtype=torch.float32)}, but got a "
-            f"{type(patterns).__name__}"
+            "by_name expects a dict, e.g. {'*.norm.*': dict(param_dtype=torch.float32)}, "
+            f"but got a {type(patterns).__name__}"
         )
     names: dict[nn.Parameter, list[str]] = {}  # all of each parameter
     for fqn, param in module.named_parameters(remove_duplicate=False):
@@ -403,9 +400,8 @@ def with_overrides(unit: _P, module: nn.Module, patterns: Mapping[str, Any]) -> 
             fqns = [fqn for same in names.values() for fqn in same]
             nearest = ", ".join(_nearest(pattern, fqns)) or "none, it has no parameters"
             raise ValueError(
-                f"Pattern {pattern!r} matches no parameter. Pass shell patterns over "
-                "parameter names, e.g. 'layers.0.norm.*'. The nearest names are: "
-                f"{nearest}"
+                f"Pattern {pattern!r} matches no parameter. Pass shell patterns over their "
+                f"names, e.g. 'layers.0.norm.*'. The nearest names are: {nearest}"
             )
         for name, dtype in fields.items():
             for param, fqn in matched.items():
@@ -430,7 +426,7 @@ def _fields_of(pattern: str, given: Any, unit: Any) -> Mapping[str, torch.dtype 
         for name in _overrides_of(given):
             raise ValueError(
                 f"Pattern {pattern!r} maps to a policy with {name}_override_fn, which "
-                "chooses parameters again. Give each choice a pattern of its own."
+                "chooses again. Give each choice a pattern of its own."
             )
         fields = {name: getattr(given, name, None) for name in OVERRIDDEN}
         fields["reduce_dtype"] = reduce_dtype_of_policy(given)
@@ -475,9 +471,7 @@ def _nearest(pattern: str, fqns: Sequence[str]) -> list[str]:
     literal = pattern.translate(str.maketrans("", "", "*?[]!")).strip(".")
     size = literal.count(".") + 1
     by_part: dict[str, list[str]] = {}
-    for fqn in fqns:
-        for end in _ends(fqn):
-            part = ".".join(end.split(".")[:size])
-            by_part.setdefault(part, []).append(fqn)
+    for fqn, end in ((fqn, end) for fqn in fqns for end in _ends(fqn)):
+        by_part.setdefault(".".join(end.split(".")[:size]), []).append(fqn)
     nearest = difflib.get_close_matches(literal, by_part, n=3, cutoff=0)
     return [*dict.fromkeys(fqn for part in nearest for fqn in by_part[part])][:3]

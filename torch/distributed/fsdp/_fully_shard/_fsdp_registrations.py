@@ -129,14 +129,14 @@ def _make_reset(group: Any, fsdp_param: FSDPParam) -> Callable[..., None]:
             previous.is_leaf and previous.grad_dtype != previous.dtype
         )
         if has_grad_dtype:
-            _keep_grad_dtype(group, fsdp_param)
+            keep_grad_dtypes(group, fsdp_param)
         try:
             fsdp_param.reset_sharded_param()
         except Exception as error:
             (name,) = fqns_of(group, fsdp_param)
             raise explain_registered(error, fsdp_param, name)  # noqa: B904
         if has_grad_dtype:
-            _keep_grad_dtype(group, fsdp_param)  # on the new parameter
+            keep_grad_dtypes(group, fsdp_param)  # on the new parameter
         param: Any = fsdp_param.sharded_param
         if param is not previous:
             # Planned with the dtypes of the previous one
@@ -147,25 +147,21 @@ def _make_reset(group: Any, fsdp_param: FSDPParam) -> Callable[..., None]:
     return reset
 
 
-def keep_grad_dtypes(group: Any) -> None:
-    for fsdp_param in () if FOLLOWS_GRAD_DTYPE else group.fsdp_params:
-        _keep_grad_dtype(group, fsdp_param)
-
-
-def _keep_grad_dtype(group: Any, fsdp_param: FSDPParam) -> None:
+def keep_grad_dtypes(group: Any, *fsdp_params: FSDPParam) -> None:
     """
-    Sets a user's ``grad_dtype`` again on what was loaded or cast without it. Missing on
-    the same local tensor, it was unset by the user.
+    Sets users' ``grad_dtype`` again on what was loaded or cast without it. Missing on the
+    same local tensor, it was unset by the user. Since 2.15 the release does so.
     """
-    param: Any = fsdp_param.sharded_param
-    if FOLLOWS_GRAD_DTYPE or not param.is_leaf:
-        return  # since 2.15 the release does so; other tensors are refused
-    local_tensor = param._local_tensor
-    last = group._grad_dtypes.pop(fsdp_param, None)
-    if param.grad_dtype == param.dtype and last and last[0] is not local_tensor:
-        param.grad_dtype = last[1]
-    if param.grad_dtype != param.dtype:
-        group._grad_dtypes[fsdp_param] = (local_tensor, param.grad_dtype)
+    for fsdp_param in () if FOLLOWS_GRAD_DTYPE else fsdp_params or group.fsdp_params:
+        param: Any = fsdp_param.sharded_param
+        if not param.is_leaf:
+            continue  # it is refused
+        local_tensor = param._local_tensor
+        last = group._grad_dtypes.pop(fsdp_param, None)
+        if param.grad_dtype == param.dtype and last and last[0] is not local_tensor:
+            param.grad_dtype = last[1]
+        if param.grad_dtype != param.dtype:
+            group._grad_dtypes[fsdp_param] = (local_tensor, param.grad_dtype)
 
 
 def check_materialized(group: Any) -> None:

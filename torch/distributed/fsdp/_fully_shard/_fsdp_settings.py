@@ -20,20 +20,16 @@ def set_backward_prefetch(
 ) -> None:
     """
     Sets when units start the all-gather of the unit whose backward comes next, where
-    ``set_modules_to_backward_prefetch`` does not say which units to gather.
-
-    - ``BackwardPrefetch.BACKWARD_PRE``, the default: before this unit's backward, which
-      the all-gather overlaps with, at the cost of both units' parameters in memory.
-    - ``BackwardPrefetch.BACKWARD_POST``: after it, when its parameters are freed. The
-      all-gather overlaps with the reduce-scatter only. A unit none of whose inputs
-      needs a gradient prefetches nothing.
-    - None: not at all. Each unit gathers when its own backward begins.
-
-    All ranks must set the same.
+    ``set_modules_to_backward_prefetch`` does not say which. All ranks must set the same.
 
     Args:
         module (nn.Module): A module with units in it.
-        backward_prefetch (BackwardPrefetch, optional): For all of its units.
+        backward_prefetch (BackwardPrefetch, optional): ``BACKWARD_PRE``, the default:
+            before this unit's backward, which the all-gather overlaps with, at the cost
+            of both units' parameters in memory. ``BACKWARD_POST``: after it, when its
+            parameters are freed; the all-gather overlaps with the reduce-scatter only,
+            and a unit none of whose inputs needs a gradient prefetches nothing.
+            ``None``: each unit gathers when its own backward begins.
         recurse (bool): False: for the module's own unit only.
 
     Raises:
