@@ -736,9 +736,7 @@ class TestReductions(FSDPProcessTest):
                 replicate(block, mesh=shard_mesh())
             self.step(replicate(model, mesh=shard_mesh()))
             message = self.refused(lambda: self.step(model, run=mine))
-        text = (
-            r"reduces unit '0' as number \d+ on ranks 0, 1, 3, reduces unit '1' as"
-        )
+        text = r"reduces unit '0' as number \d+ on ranks 0, 1, 3, reduces unit '1' as"
         self.assertRegex(message, text)
 
     def test_always_compares_every_collective(self) -> None:

@@ -140,7 +140,9 @@ class TestGradDtype(FakeGroupTest):
         group = module._get_fsdp_state()._fsdp_param_group
         group.fsdp_params = [copy.copy(param) for param in group.fsdp_params]
         plain = {"weight": torch.zeros(4, 4, dtype=BF16)}
-        with self.assertRaisesRegex(AttributeError, "^weight of FSDPLinear must be the DTensor"):
+        with self.assertRaisesRegex(
+            AttributeError, "^weight of FSDPLinear must be the DTensor"
+        ):
             module.load_state_dict(plain, assign=True)
 
 
@@ -154,7 +156,9 @@ class TestRegistrations(FakeGroupTest):
         first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
         second.weight = first.weight
         self.module = nn.Sequential(first, second, nn.LayerNorm(4, bias=False))
-        policy = MixedPrecisionPolicy.by_name(self.module, {"2.*": {"param_dtype": BF16}})
+        policy = MixedPrecisionPolicy.by_name(
+            self.module, {"2.*": {"param_dtype": BF16}}
+        )
         mesh = init_device_mesh("cpu", (self.ranks,))
         state = fully_shard(self.module, mesh=mesh, mp_policy=policy)._get_fsdp_state()
         self.group = state._fsdp_param_group

@@ -10,6 +10,7 @@ import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -403,12 +404,18 @@ def with_overrides(unit: _P, module: nn.Module, patterns: Mapping[str, Any]) -> 
                 f"Pattern {pattern!r} matches no parameter. Pass shell patterns over their "
                 f"names, e.g. 'layers.0.norm.*'. The nearest names are: {nearest}"
             )
-        for name, dtype in fields.items():
-            for param, fqn in matched.items():
-                new = dtype, pattern, fqn
-                first = set_by.setdefault(name, {}).setdefault(param, new)
-                if first[0] != dtype:
-                    _refuse_both(name, first, new)
+        for (name, dtype), (param, fqn) in product(fields.items(), matched.items()):
+            of_field = set_by.setdefault(name, {})
+            other, first, same = of_field.setdefault(param, (dtype, pattern, fqn))
+            if other != dtype:
+                both = (
+                    fqn if same == fqn else f"{same} and {fqn}, one shared parameter,"
+                )
+                raise ValueError(
+                    f"Patterns {first!r} and {pattern!r} set {name} of {both} to {other} "
+                    f"and {dtype}. Change one so that it does not match, or let both set "
+                    "the same."
+                )
     overrides: dict[str, Any] = {}
     for name, of_field in set_by.items():
         setters = tuple(dict.fromkeys(pattern for _, pattern, _ in of_field.values()))
@@ -456,22 +463,13 @@ def _fields_of(pattern: str, given: Any, unit: Any) -> Mapping[str, torch.dtype 
     return fields
 
 
-def _refuse_both(name: str, first: tuple, second: tuple) -> None:
-    (dtype, pattern, fqn), (other_dtype, other_pattern, other_fqn) = first, second
-    if other_fqn != fqn:
-        fqn += f" and {other_fqn}, one shared parameter,"
-    raise ValueError(
-        f"Patterns {pattern!r} and {other_pattern!r} set {name} of {fqn} to {dtype} and "
-        f"{other_dtype}. Change one so that it does not match, or let both set the same."
-    )
-
-
 def _nearest(pattern: str, fqns: Sequence[str]) -> list[str]:
     """Returns names with a part that is like the pattern without its wildcards."""
     literal = pattern.translate(str.maketrans("", "", "*?[]!")).strip(".")
     size = literal.count(".") + 1
     by_part: dict[str, list[str]] = {}
-    for fqn, end in ((fqn, end) for fqn in fqns for end in _ends(fqn)):
-        by_part.setdefault(".".join(end.split(".")[:size]), []).append(fqn)
+    for fqn in fqns:
+        for end in _ends(fqn):
+            by_part.setdefault(".".join(end.split(".")[:size]), []).append(fqn)
     nearest = difflib.get_close_matches(literal, by_part, n=3, cutoff=0)
     return [*dict.fromkeys(fqn for part in nearest for fqn in by_part[part])][:3]

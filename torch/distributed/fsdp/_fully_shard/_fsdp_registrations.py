@@ -88,7 +88,7 @@ def get_param_names(
 def fqns_of(group: Any, *fsdp_params: FSDPParam) -> list[str]:
     """Returns the names of some of a group's parameters, by default of all."""
     fsdp_params = fsdp_params or group.fsdp_params
-    fqns = [fsdp_param._param_fqn for fsdp_param in fsdp_params]
+    fqns: list[Any] = [fsdp_param._param_fqn for fsdp_param in fsdp_params]
     if None not in fqns:  # as from the root's lazy init on
         return fqns
     infos = [fsdp_param._module_info for fsdp_param in fsdp_params]

@@ -180,10 +180,14 @@ def _inner_dtypes(tensor: torch.Tensor) -> Iterator[torch.dtype]:
 
 def _sort_key(row: LayoutRow) -> tuple:
     """Returns a sort key: buckets in the order of their reductions, then frozen ones."""
-    bucket: Any = ((0, ""),)
+    bucket, computed, stored = (), row.compute_dtype, row.stored_dtypes
     if row.reduce_dtype is not None:
         bucket = layouts.bucket_sort_key((row.reduce_dtype, row.comm_dtype))
-    return bucket, *map(layouts.dtype_sort_key, (row.compute_dtype, *row.stored_dtypes))
+    return (
+        not bucket,
+        bucket,
+        *map(layouts.dtype_sort_key, filter(None, (computed, *stored))),
+    )
 
 
 def _gathered_nbytes(
