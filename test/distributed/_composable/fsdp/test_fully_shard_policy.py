@@ -479,6 +479,7 @@ class TestByName(DeviceFreeTest):
                 by_name(Model(), {pattern: {"param_dtype": FP32}})
             message = str(caught.exception)
             self.assertIn(repr(pattern), message)
+            self.assertIn("shell patterns", message)
             self.assertIn(nearest, message)
         with self.assertRaisesRegex(ValueError, "none, it has no parameters"):
             by_name(nn.ReLU(), {"*": {"param_dtype": FP32}})
@@ -493,6 +494,14 @@ class TestByName(DeviceFreeTest):
         for wrong in ("float32", 32):
             with self.assertRaisesRegex(TypeError, r"'\*.A_log' sets param_dtype"):
                 by_name(Model(), {"*.A_log": {"param_dtype": wrong}})
+
+        with self.assertRaisesRegex(TypeError, "expects a dict, .* but got a list"):
+            by_name(Model(), ["*.A_log"])
+
+    def test_repr_names_the_patterns_and_no_parameter(self) -> None:
+        policy = by_name(Model(), {"*.A_log": {"param_dtype": FP32}})
+        self.assertIn("patterns=('*.A_log',)", repr(policy))
+        self.assertNotIn("layers.0", repr(policy))
 
     def test_patterns_are_shell_patterns_with_regard_to_case(self) -> None:
         model = Model()

@@ -87,15 +87,13 @@ def layout_summary(module: nn.Module) -> LayoutSummary:
         ValueError: if there is no unit in it.
     """
     groups = groups_of(module, "layout_summary")
-    prefixes = {submodule: name for name, submodule in module.named_modules()}
+    modules = {*module.modules()}
     for group in groups:
         infos = [fsdp_param._module_info for fsdp_param in group.fsdp_params]
-        # By name, before the root has named the parameters
-        if group._resolved_policy is None and prefixes.keys() >= {
-            i.module for i in infos
-        }:
-            fqns = [f"{prefixes[info.module]}.{info.param_name}" for info in infos]
-            group.resolve_policies([fqn.lstrip(".") for fqn in fqns], is_named=True)
+        if group._resolved_policy is None and modules.issuperset(i.module for i in infos):
+            # By name, before the root has named the parameters
+            fqns = get_param_names(infos, (module,), module_fqn="")
+            group.resolve_policies(fqns, is_named=True)
     return _summarize(groups)
 
 
