@@ -174,7 +174,7 @@ def _announce(group: Any, pattern: _Pattern | None = None) -> _Announced:
         # Before lazy init nobody has said whether it is the root
         said["after forward"] = [after if fqn is not None else ""]
         return _Announced("gathers", said, unit, fqns_of(group))
-    said["cap"] = [f", with reduce_bucket_cap={group.reduce_bucket_cap},"]
+    said["cap"] = [f", with {group.reduce_bucket_cap or 'no reduce bucket cap'},"]
     said["dtype"], said["gradient"] = [""] * len(params), [_NO_GRADIENT] * len(params)
     for i, key in pattern:
         said["dtype"][i] = f"reduces in {describe_key(key)}"

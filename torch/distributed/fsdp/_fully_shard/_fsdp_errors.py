@@ -69,12 +69,10 @@ def _has_fractions(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def _is_comm(kind: type, comm: Any) -> bool:
-    is_other = isinstance(comm, AllGather | ReduceScatter) and not isinstance(
-        comm, kind
-    )
+def _is_comm(comm: Any, kind: type, other: type) -> bool:
     is_object = callable(comm) and not isinstance(comm, type)
-    return is_object and not is_other and callable(getattr(comm, "allocate", None))
+    has_methods = is_object and callable(getattr(comm, "allocate", None))
+    return has_methods and (isinstance(comm, kind) or not isinstance(comm, other))
 
 
 def _is_number(value: Any) -> bool:
@@ -94,12 +92,12 @@ _SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "offload_policy of unit '{}' is {!r}: pass CPUOffloadPolicy(), or leave it out",
     ),
     "_all_gather_comm": (
-        lambda comm: _is_comm(AllGather, comm),
+        lambda comm: _is_comm(comm, AllGather, ReduceScatter),
         "set_custom_all_gather of unit '{}' got {!r}: pass an object with the methods of "
         "AllGather",
     ),
     "_reduce_scatter_comm": (
-        lambda comm: _is_comm(ReduceScatter, comm),
+        lambda comm: _is_comm(comm, ReduceScatter, AllGather),
         "set_custom_reduce_scatter of unit '{}' got {!r}: pass an object with the methods "
         "of ReduceScatter",
     ),

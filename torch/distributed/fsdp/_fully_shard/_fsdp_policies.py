@@ -113,15 +113,9 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
         """
         Makes a policy that treats some of a model's parameters by their names::
 
-            policy = MixedPrecisionPolicy.by_name(
-                model,
-                {
-                    "*.A_log": MixedPrecisionPolicy(param_dtype=torch.float32),
-                    "*norm*": dict(reduce_dtype=torch.float32),
-                },
-                param_dtype=torch.bfloat16,
-            )
-            fully_shard(model, mp_policy=policy)
+            patterns = {"*.A_log": dict(param_dtype=torch.float32)}
+            by_name = MixedPrecisionPolicy.by_name
+            policy = by_name(model, patterns, param_dtype=torch.bfloat16)
 
         A parameter that several patterns match gets what each of them sets: they must
         not contradict one another. The policy can be copied, pickled, and used on another

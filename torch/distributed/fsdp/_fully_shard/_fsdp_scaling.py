@@ -82,24 +82,17 @@ def get_divide_factors(
     force_sum_reduction_for_comms: bool,
 ) -> Factors:
     """Returns a bucket's divide factors. Over one rank no collective applies any."""
-    dtype, comm_dtype = key
+    (dtype, comm_dtype), is_sum = key, force_sum_reduction_for_comms
+    groups = reduce_scatter_group, all_reduce_group
     if comm_dtype is not None:
         # [Note: One tree for every mesh] only sums, and divides afterwards. fp16, whose
         # sums could overflow, is divided before by a power of two of the divisor alone.
-        dtype = torch.float16 if dtype is torch.float16 else torch.float32
-        force_sum_reduction_for_comms = True
-    before, after, scatter_op, all_reduce_op = _get_gradient_divide_factors(
-        reduce_scatter_group,
-        all_reduce_group,
-        dtype,
-        device_type,
-        factor,
-        force_sum_reduction_for_comms,
-    )
-    in_op = scatter_op not in (ReduceOp.SUM, ReduceOp.AVG)
-    if in_op and _size(reduce_scatter_group) == 1:
+        dtype, is_sum = torch.float16 if dtype is torch.float16 else torch.float32, True
+    args = dtype, device_type, factor, is_sum
+    before, after, op, all_reduce_op = _get_gradient_divide_factors(*groups, *args)
+    if op not in (ReduceOp.SUM, ReduceOp.AVG) and _size(reduce_scatter_group) == 1:
         before = factor
-    return before, after, scatter_op, all_reduce_op
+    return before, after, op, all_reduce_op
 
 
 def _size(group: dist.ProcessGroup | None) -> int:

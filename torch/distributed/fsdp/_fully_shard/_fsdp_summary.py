@@ -90,7 +90,9 @@ def layout_summary(module: nn.Module) -> LayoutSummary:
     modules = {*module.modules()}
     for group in groups:
         infos = [fsdp_param._module_info for fsdp_param in group.fsdp_params]
-        if group._resolved_policy is None and modules.issuperset(i.module for i in infos):
+        if group._resolved_policy is None and modules.issuperset(
+            i.module for i in infos
+        ):
             # By name, before the root has named the parameters
             fqns = get_param_names(infos, (module,), module_fqn="")
             group.resolve_policies(fqns, is_named=True)
@@ -178,14 +180,10 @@ def _inner_dtypes(tensor: torch.Tensor) -> Iterator[torch.dtype]:
 
 def _sort_key(row: LayoutRow) -> tuple:
     """Returns a sort key: buckets in the order of their reductions, then frozen ones."""
-    bucket, computed, stored = (), row.compute_dtype, row.stored_dtypes
+    bucket, dtypes = (), filter(None, (row.compute_dtype, *row.stored_dtypes))
     if row.reduce_dtype is not None:
         bucket = layouts.bucket_sort_key((row.reduce_dtype, row.comm_dtype))
-    return (
-        not bucket,
-        bucket,
-        *map(layouts.dtype_sort_key, filter(None, (computed, *stored))),
-    )
+    return not bucket, bucket, *map(layouts.dtype_sort_key, dtypes)
 
 
 def _gathered_nbytes(
@@ -213,18 +211,9 @@ def _gathered_nbytes(
 
 # Table #
 
-# With how they are aligned
-_COLUMNS = {
-    "unit": "<",
-    "parameters": ">",
-    "elements": ">",
-    "stored in": "<",
-    "computes in": "<",
-    "bytes gathered": ">",
-    "reduced in": "<",
-    "bytes reduced": ">",
-    "divided by": ">",
-}
+_COLUMNS = "unit", "parameters", "elements", "stored in", "computes in"
+_COLUMNS += "bytes gathered", "reduced in", "bytes reduced", "divided by"
+_ALIGNED = "<>><<><>>"
 
 
 def _table(rows: Sequence[LayoutRow]) -> list[str]:
@@ -241,11 +230,8 @@ def _table(rows: Sequence[LayoutRow]) -> list[str]:
         names, num_rows = [], 0
     widths = [max(map(len, column)) for column in zip(*table)]
     table.insert(1, ["-" * width for width in widths])
-    aligned = [
-        [f"{cell:{a}{w}}" for cell, a, w in zip(cells, _COLUMNS.values(), widths)]
-        for cells in table
-    ]
-    return ["  ".join(cells).rstrip() for cells in aligned]
+    line = "  ".join(f"{{:{align}{width}}}" for align, width in zip(_ALIGNED, widths))
+    return [line.format(*cells).rstrip() for cells in table]
 
 
 def _cells(row: LayoutRow, unit: str, count: int) -> list[str]:
