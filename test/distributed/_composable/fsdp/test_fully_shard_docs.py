@@ -136,7 +136,7 @@ class TestPages(DeviceFreeTest):
             if error.startswith(NOT_IN_PYTHON):
                 continue
             # The ellipsis at the end stands for the rest of the text
-            fixed = error.removesuffix("…")
+            fixed = error.removesuffix("…").strip()
             self.assertTrue(any(fixed in text for text in texts), error)
 
 

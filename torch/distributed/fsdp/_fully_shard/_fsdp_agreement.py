@@ -250,9 +250,9 @@ _ADVICE = {
     "after forward": _ORDER_ADVICE,
 }
 # Of these, what each parameter has
-_PARAMS_TITLE = "Ranks disagree about the parameters of "
+_PARAMS_TITLE = "Ranks disagree about the parameters of"
 _OF_PARAMS = dict.fromkeys(("size", "placement", "dtype"), _PARAMS_TITLE)
-_OF_PARAMS["gradient"] = "Ranks disagree about the gradients of "
+_OF_PARAMS["gradient"] = "Ranks disagree about the gradients of"
 _HANG_ADVICE = (
     "If no rank has failed before, the others do something else, see what they say "
     f"here. {_SWITCH}=always on all ranks finds where that begins."
@@ -281,7 +281,7 @@ def _raise_if_different(by_rank: Mapping[int, _Announced]) -> None:
     for what, advice in _ADVICE.items():
         title, lines = "Ranks have drifted apart", []
         if (about := _OF_PARAMS.get(what)) is not None:
-            title = about + unit
+            title = f"{about} {unit}"
         columns = zip(*(mine.said.get(what, ()) for mine in by_rank.values()))
         for i, texts in enumerate(columns):
             ranks_of: dict[tuple[str, str], list[int]] = {}
