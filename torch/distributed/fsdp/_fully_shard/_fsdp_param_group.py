@@ -38,7 +38,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter, ne
 from typing import Any, Literal
-from typing_extensions import TypeVarTuple, Unpack
 
 import torch
 import torch.distributed as dist
@@ -118,7 +117,6 @@ from ._fsdp_summary import log_layout
 
 
 logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
-_GradInputs = TypeVarTuple("_GradInputs")
 
 # Training state of a group while it is prefetched for this pass
 _STATE_OF_PASS = {
@@ -992,12 +990,10 @@ class RegisterPostBackwardFunction(torch.autograd.Function):
 
     @staticmethod
     # pyrefly: ignore [bad-override]
-    def jvp(
-        ctx: Any, param_group_tangent: object, *grad_inputs: Unpack[_GradInputs]
-    ) -> tuple[Unpack[_GradInputs]]:
+    def jvp(ctx: Any, param_group_tangent: object, *tangents: Any) -> tuple[Any, ...]:
         # The group is no tensor and has no tangent. Post-backward comes from
         # the pre-backward hook on the outputs, after primals and tangents.
-        return grad_inputs
+        return tangents
 
 
 host.register_autograd_function(RegisterPostBackwardFunction)
