@@ -105,7 +105,7 @@ class _SingleReduceScatter(ReduceScatter):
 
 def declares(kind: type, name: str) -> bool:
     """
-    Whether a comm class, with its own ``__call__`` or inherited with that, has ``name``:
+    Whether a comm class, by itself or inherited with its ``__call__``, has ``name``:
     ``exchange``, or ``needs_all_ranks`` if all ranks of the group must call it, so that
     they may be compared before.
     """

@@ -148,7 +148,7 @@ def _to_columns(
     outputs: Sequence[Tensor], layout: GatherLayout, world_size: int
 ) -> list[Tensor]:
     """
-    Views the outputs, and tensors that nothing reads for padding, as columns of a gather
+    Views the outputs, and for padding tensors that nothing reads, as columns of a
     buffer with a row for each rank. They do not share the outputs' version: to autograd
     an unshard, which writes the same values, must not change what was saved.
     """
@@ -247,7 +247,7 @@ _MIXED_ON_CUDA = {torch.bfloat16, torch.float32}
 _MAX_RUN_NUMEL = 2**20
 
 
-def _casts_in_kernel(source: torch.dtype, target: torch.dtype) -> bool:
+def _casts_in_kernel(source: torch.dtype | None, target: torch.dtype) -> bool:
     """Whether ``_chunk_cat`` takes this pair in one kernel on CUDA."""
     return source == target or (source, target) == (torch.bfloat16, torch.float32)
 
@@ -259,9 +259,9 @@ def copy_in_grads(bucket: ReduceBucket, grads: list[Tensor], rows: Tensor) -> No
 
     [Note: One kernel for most gradients]
     The fused kernel needs dense tensors of one dtype and fills all columns. It casts
-    bf16 to fp32 only; another cast, or one mismatched tensor, would send all of them down
-    its slow path. So it gets the gradients that match the largest one that it takes, and
-    in place of each mismatched one a piece of that, whose columns are written again
+    bf16 to fp32 only; another cast, or one mismatched tensor, would send all down its
+    slow path. So it gets the gradients that match the largest one that it takes, and in
+    place of each mismatched one a piece of that, whose columns are written again
     afterwards. (Since 2.15 an operator takes bf16 and fp32 together on CUDA.) Rows of a
     larger buffer are not dense, so that all gradients are copied to them apart.
     """
@@ -269,12 +269,9 @@ def copy_in_grads(bucket: ReduceBucket, grads: list[Tensor], rows: Tensor) -> No
     is_dense, first, device = rows.is_contiguous(), dtypes[0], rows.device
     # A uniform unit takes the release's memory and launches
     is_uniform = not bucket.is_mixed and bucket.comm_dtype is None
-    fits = (
-        first is not None
-        and dtypes.count(first) == len(dtypes)
-        and (
-            _casts_in_kernel(first, rows.dtype) or is_uniform or gets_operators(device)
-        )
+    is_same = first is not None and dtypes.count(first) == len(dtypes)
+    fits = is_same and (
+        is_uniform or _casts_in_kernel(first, rows.dtype) or gets_operators(device)
     )
     # The operator casts without a temporary, or as in the release
     mixes = (not fits and HAS_MIXED_CHUNK_CAT) and (
@@ -287,7 +284,7 @@ def copy_in_grads(bucket: ReduceBucket, grads: list[Tensor], rows: Tensor) -> No
     taken = [
         grad
         for grad, dtype in zip(grads, dtypes)
-        if is_dense and dtype is not None and _casts_in_kernel(dtype, rows.dtype)
+        if is_dense and _casts_in_kernel(dtype, rows.dtype)
     ]
     largest = max(taken, key=Tensor.numel, default=None)
     # The least that fills as many columns, with the kernel's padding
@@ -318,8 +315,8 @@ def _copy_in_apart(
     indices: Iterable[int],
 ) -> None:
     """
-    Copies some gradients to their columns: adjacent dense ones of one dtype are fused to
-    a temporary, and cast from there by one copy, unless they are too large for that.
+    Copies some gradients to their columns: adjacent dense ones of one dtype are fused
+    to a temporary, and cast from there by one copy, unless they are too large for that.
     """
     world_size, starts, slots = rows.size(0), bucket.starts, bucket.slots
     runs: list[list[int]] = []
@@ -411,8 +408,8 @@ def accumulate_sharded_grads(
     reading_stream: torch.Stream,
 ) -> None:
     """
-    Accumulates a rank's shard of the reduced bucket as the parameters' sharded gradients:
-    views of ``output``, or of one copy for each gradient dtype.
+    Accumulates a rank's shard of the reduced bucket in the sharded gradients: views of
+    ``output``, or of one copy for each gradient dtype.
     """
     starts = bucket.starts
     record_grad_output_stream(output, reading_stream)

@@ -11,12 +11,13 @@ orders come from :func:`dtype_sort_key`. Iterating a set of dtypes would not do:
 [Note: Aligned to 16 bytes]
 Where a buffer mixes dtypes, each dtype's region and each rank's segment start at a
 multiple of 16 bytes, the widest that copy kernels load at once and that NCCL packs. A
-region holds shards in descending order of the power of two, up to 16, that divides their
-bytes: so all whose size allows it are aligned, and padding comes at the end of regions
-only, at most 15 bytes for each. The same holds for what one all-to-all sends of several
-buckets, and for buckets of several units that are joined. A bucket that the backend sums
-is laid out as in a unit of one dtype: elements that lie elsewhere may be added in another
-order. Uniform units have the release's layout, in parameter order and without padding.
+region holds shards in descending order of the power of two, up to 16, that divides
+their bytes: all whose size allows it are aligned, and padding comes at the end of
+regions only, at most 15 bytes for each. The same holds for what one all-to-all sends of
+several buckets, and for buckets of several units that are joined. A bucket that the
+backend sums is laid out as in a unit of one dtype: elements that lie elsewhere may be
+added in another order. Uniform units have the release's layout, in parameter order and
+without padding.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _ALIGNMENT = 16  # in bytes, see [Note: Aligned to 16 bytes]
 
 @dataclass(frozen=True)
 class GatherRegion:
-    """A run of one rank's shards that have the same dtype, or are copied in together."""
+    """One rank's shards that have the same dtype, or are copied in together."""
 
     dtype: torch.dtype
     start_nbytes: int  # in the rank's segment
@@ -97,7 +98,7 @@ class GatherRegion:
 
 @dataclass(frozen=True)
 class GatherLayout:
-    """The segment of each rank in the gather buffer: regions, each padded at its end."""
+    """The segment of each rank in the gather buffer: regions padded at their ends."""
 
     regions: tuple[GatherRegion, ...]
 

@@ -74,8 +74,8 @@ class GatherPlan:
         counts: list[int] | None = None,
     ) -> GatherPlan:
         """
-        Plans the gather of tensors: what they are stored in, what each is cast to on the
-        way (None: nothing), elements, and how many are each parameter's (None: one).
+        Plans the gather of tensors: what each is stored in, what it is cast to on the
+        way or None, its elements, and how many are each parameter's (None: one).
         """
         pairs = zip(compute_dtypes, stored_dtypes, strict=True)
         dtypes = [compute_dtype or stored for compute_dtype, stored in pairs]
@@ -133,7 +133,7 @@ def _fit_outputs(
     fsdp_param: FSDPParam, i: int, plan: GatherPlan, last: GatherPlan | None
 ) -> None:
     """
-    Drops an extension's outputs if it gathers other inputs than last time, e.g. a weight
+    Drops an extension's outputs if it gathers other inputs than last time, e.g. those
     quantized by row in forward and by column in backward. Raises if a plain parameter's
     dtype has changed: autograd and kernels hold views of its outputs.
     """
@@ -170,7 +170,7 @@ class GatherOutputs:
 
 
 class ParamGroupCache(list[FSDPParam]):
-    """A group's parameters, as ``foreach_*`` are given them, and what is known of them."""
+    """A group's parameters, as ``foreach_*`` are given them, and what is cached."""
 
     @classmethod
     def of(cls, fsdp_params: Sequence[FSDPParam]) -> ParamGroupCache:
