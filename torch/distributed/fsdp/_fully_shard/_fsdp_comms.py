@@ -178,7 +178,7 @@ def allocate(
     buffer: Any = comm.allocate((numel,), dtype=dtype, device=device)
     if type(comm) is DefaultAllGather or type(comm) is DefaultReduceScatter:
         return buffer
-    name = f"{type(comm).__name__}.allocate"
+    kind = type(comm).__name__
     itemsize = layout.regions[0].dtype.itemsize if layout else 1  # of the widest
     if not isinstance(buffer, Tensor):
         wrong = f"a {type(buffer).__name__}"
@@ -192,16 +192,16 @@ def allocate(
         wrong = f"one of {buffer.dtype} and {buffer.dim()} dims, not 1D of {dtype}"
     elif (start_nbytes := buffer.storage_offset() * buffer.itemsize) % itemsize != 0:
         raise ValueError(
-            f"{name} returned a buffer that starts at byte {start_nbytes} of its "
-            "storage, but the parameters of several dtypes need it aligned to "
+            f"{kind}.allocate returned a buffer that starts at byte {start_nbytes} of "
+            "its storage, but the parameters of several dtypes need it aligned to "
             f"{itemsize} bytes: return one that starts at a multiple of that"
         )
     else:
         return buffer
     setter = "set_custom_all_gather" if gathers else "set_custom_reduce_scatter"
     raise ValueError(
-        f"{name}, from {setter}, returned {wrong}: return a contiguous tensor of the "
-        "size, dtype and device that it is asked for"
+        f"{kind}.allocate, from {setter}, returned {wrong}: return a contiguous tensor "
+        "of the size, dtype and device that it is asked for"
     )
 
 
