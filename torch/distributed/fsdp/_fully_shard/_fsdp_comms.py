@@ -138,9 +138,9 @@ class _Registered:
 
     def __call__(
         self,
-        output_tensor: Any,
-        input_tensor: Any,
-        group: Any,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
         *args: Any,
         **kwargs: Any,
     ) -> dist.Work | None:
