@@ -178,10 +178,8 @@ class TestEditable(BuildTestCase):
             run(
                 *pip, "install", make_wheel(self.scratch, f"{NEWEST}+cpu"), env=self.env
             )
-        text = run(
-            *pip, "install", "--no-build-isolation", ".",
-            status=1, cwd=self.root, env=self.env,
-        )
+        build = (*pip, "install", "--no-build-isolation", ".")
+        text = run(*build, status=1, cwd=self.root, env=self.env)
         self.assertIn("error: make wheel writes the wheel", text)
         # An overlay goes with the torch that it lies on
         run(sys.executable, self.root / "tools/overlay.py", "--python", python)

@@ -47,6 +47,7 @@ from fsdp_common.utils import (
 from fsdp_features.memory import peak_nbytes
 from fsdp_mixed_dtype import parity
 from fsdp_mixed_dtype.models import mixed_tower, uniform_tower
+from fsdp_wrong_uses.settings import OwnReduction
 
 import torch
 from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -614,11 +615,6 @@ class Counted(DefaultReduceScatter):
 class Unaligned(DefaultReduceScatter):
     def allocate(self, size, *, dtype, device) -> torch.Tensor:
         return super().allocate((size[0] + 1,), dtype=dtype, device=device)[1:]
-
-
-class OwnReduction(DefaultReduceScatter):
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        super().__call__(*args, **kwargs)
 
 
 class Kept(DefaultReduceScatter):

@@ -54,7 +54,11 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultReduceScatter,
+    ReduceResult,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_context import FSDPCommContext
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import distribute_tensor, DTensor, Replicate, Shard
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -620,6 +624,24 @@ class TestBuffers(FakeGroupTest):
 
     def mesh(self) -> DeviceMesh:
         return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+    def test_all_groups_of_a_module_are_one_unit(self) -> None:
+        """One group for each mesh: the buffers of the module before are not waited for."""
+        context = FSDPCommContext()
+        context.lazy_init(torch.device("cpu"))
+        reduced = torch.empty(1), None, None
+        for module in range(4):
+            modules = (module,)
+            for i in range(2):
+                group = mock.Mock(modules=modules, _module_fqn=str(module))
+                context.recycle_reduce_buffers(group)
+                held = [
+                    held.param_group._module_fqn for held in context.all_reduce_states
+                ]
+                before = [str(module - 1)] * 2 if module else []
+                self.assertEqual(held, before + [str(module)] * i)
+                result = ReduceResult(None, None, None, None, *reduced)
+                context.hold_reduce_buffers(group, [result])
 
     def test_few_reduced_buffers_are_alive(self) -> None:
         """Those of this unit and of the one before, however many units there are."""

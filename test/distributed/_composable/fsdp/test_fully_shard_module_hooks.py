@@ -27,7 +27,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     share_comm_ctx,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_param_cache import ParamGroupCache
+from torch.distributed.fsdp._fully_shard._fsdp_param_cache import ParamVersions
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.common_utils import run_tests
 
@@ -262,7 +262,7 @@ class TestValues(StateTest):
         for model, change in self.steps():
             with torch.no_grad():
                 change()
-            model.reshard()
+            self.assert_warns(None, model.reshard)
             self.assert_warns(None, self.evaluate, model)
 
     def test_backwards_that_do_not_reshard(self) -> None:
@@ -298,9 +298,8 @@ class TestValues(StateTest):
         self.assert_warns(None, lambda: model(ids).sum().backward())
 
     def test_units_that_reshard_are_not_looked_at(self) -> None:
-        get_versions = ParamGroupCache.get_versions
         with mock.patch.object(
-            ParamGroupCache, "get_versions", autospec=True, side_effect=get_versions
+            ParamVersions, "_read", autospec=True, side_effect=ParamVersions._read
         ) as read:
             model = self.model()
             optim = torch.optim.SGD(model.parameters(), lr=1, foreach=False)
@@ -310,7 +309,8 @@ class TestValues(StateTest):
             read.assert_not_called()
             for _ in range(2):
                 self.evaluate(model)
-            self.assertEqual(read.call_count, 3)  # of the root alone
+            # Of the root alone: noted, both compared, and one noted again
+            self.assertEqual(read.call_count, 2 + 2 + 1)
 
 
 class TestSharedContext(StateTest):

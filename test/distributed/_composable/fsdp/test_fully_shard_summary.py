@@ -207,12 +207,12 @@ unit    parameters  elements  stored in  computes in  bytes gathered  reduced in
             self.assertEqual(factors, {expected})
 
     def test_custom_collectives_that_ranks_are_not_compared_before(self) -> None:
-        class Counts(DefaultReduceScatter):
+        class Announced(DefaultReduceScatter):
             def __call__(self, *args: Any, **kwargs: Any) -> Any:
                 return super().__call__(*args, **kwargs)
 
-        class Announced(Counts):
-            needs_all_ranks = True
+        class Counts(Announced):
+            needs_all_ranks = False
 
         model = sharded_units()
         model[0].set_custom_reduce_scatter(Announced())

@@ -40,7 +40,6 @@ from torch._guards import detect_fake_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ._fsdp_api import AllGather, ReduceScatter
-from ._fsdp_comms import declares
 from ._fsdp_errors import listed
 from ._fsdp_layout import BucketKey, describe_key, dtypes_of, ReduceBucket
 from ._fsdp_param import FSDPParam
@@ -74,7 +73,7 @@ class UnitAgreement:
 
     def check_gather(self, group: dist.ProcessGroup, comm: AllGather) -> None:
         """Raises if the ranks of ``group``, about to gather by ``comm``, disagree."""
-        if declares(type(comm), "needs_all_ranks"):
+        if getattr(comm, "needs_all_ranks", False):
             has_compared = self._compare(group, _announce(self._param_group))
             self.on_gathers = has_compared and not _compares_always()
 
@@ -87,7 +86,7 @@ class UnitAgreement:
         """Does so before a reduction by ``comm``, or without one by all-reduces."""
         if self._last_buckets.get(group) is buckets:
             return
-        if comm is not None and not declares(type(comm), "needs_all_ranks"):
+        if comm is not None and not getattr(comm, "needs_all_ranks", False):
             return
         always, pattern = _compares_always(), _pattern_of(buckets)
         known = self._patterns.setdefault(group, set())

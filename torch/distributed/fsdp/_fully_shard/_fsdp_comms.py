@@ -70,6 +70,7 @@ class SymmMemAllocMixin:
 
 
 class _SingleAllGather(AllGather):
+    # Ranks may be compared before: a call completes only if all of them call
     needs_all_ranks = True
 
     def __call__(
@@ -103,18 +104,6 @@ class _SingleReduceScatter(ReduceScatter):
         dist.all_to_all_single(output_tensor, input_tensor, group=group)
 
 
-def declares(kind: type, name: str) -> bool:
-    """
-    Whether a comm class, by itself or inherited with its ``__call__``, has ``name``:
-    ``exchange``, or ``needs_all_ranks`` if all ranks of the group must call it, so that
-    they may be compared before.
-    """
-    for base in kind.__mro__:
-        if name in vars(base) or "__call__" in vars(base):
-            return bool(vars(base).get(name))
-    return False
-
-
 class DefaultAllGather(DefaultAllocMixin, _SingleAllGather):
     pass
 
@@ -133,8 +122,6 @@ class ProcessGroupAllocReduceScatter(ProcessGroupAllocMixin, _SingleReduceScatte
 
 class _Registered:
     """Registers buffers of symmetric memory before their collective."""
-
-    needs_all_ranks = True
 
     def __call__(
         self,
@@ -156,7 +143,7 @@ class SymmMemAllGather(SymmMemAllocMixin, _Registered, _SingleAllGather):
 
 
 class SymmMemReduceScatter(SymmMemAllocMixin, _Registered, _SingleReduceScatter):
-    pass
+    exchange = None  # its kernels only sum
 
 
 # Buffers #

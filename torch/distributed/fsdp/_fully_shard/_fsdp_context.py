@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +57,7 @@ class HeldAllReduces(NamedTuple):
     # Which may reuse their memory once freed
     allocation_streams: tuple[torch.Stream, ...]
     param_group: Any  # the group that reduced
+    reducing_groups: list[Any]  # all of its module that did
 
 
 class FSDPCommContext:
@@ -171,8 +172,8 @@ class FSDPCommContext:
             state = ReduceScatterState((*inputs,), scattered, current_stream, group)
             self.reduce_scatter_states.append(state)
         if reduced:
-            held = HeldAllReduces((*reduced,), (*streams,), group)
-            self.all_reduce_states.append(held)
+            held = (*reduced,), (*streams,), group, self.reducing_groups
+            self.all_reduce_states.append(HeldAllReduces(*held))
 
     def recycle_reduce_buffers(self, group: Any) -> None:
         """
@@ -188,12 +189,17 @@ class FSDPCommContext:
             groups.append(group)
             return
         self.reducing_groups = [group]
-        excess = len(self.all_reduce_states) - self.reduce_scatter_max_input_buffers
-        for held in self.all_reduce_states[: max(excess, 0)]:
+        by_module = groupby(
+            self.all_reduce_states, lambda held: id(held.reducing_groups)
+        )
+        modules = [[*all_held] for _, all_held in by_module]
+        excess = len(modules) - self.reduce_scatter_max_input_buffers
+        oldest = [*chain.from_iterable(modules[: max(excess, 0)])]
+        for held in oldest:
             if (event := held.states[-1].event) is not None:
                 for stream in held.allocation_streams:
                     stream.wait_event(event)
-        del self.all_reduce_states[: max(excess, 0)]
+        del self.all_reduce_states[: len(oldest)]
         states = self.reduce_scatter_states
         excess = len(states) + 1 - self.reduce_scatter_max_input_buffers
         if excess <= 0:

@@ -129,19 +129,25 @@ class GatherLayout:
 
 
 def plan_gather(
-    dtypes: Sequence[torch.dtype], numels: Sequence[int], *, by_dtype: bool = True
+    dtypes: Sequence[torch.dtype],
+    numels: Sequence[int],
+    *,
+    by_dtype: bool = True,
+    is_mixed: bool = True,
 ) -> GatherLayout:
     """
     Lays out the inputs of one rank's segment from what each is gathered in and its
     elements on every rank. ``by_dtype=False`` keeps their order as plugins' gathers do,
-    unaligned and unpadded, to be copied out as bytes.
+    unaligned and unpadded, to be copied out as bytes. If not ``is_mixed``, each parameter
+    has the same dtypes, which are aligned to the widest of them.
     """
     if len(dtypes) != len(numels):
         raise ValueError(f"Got {len(dtypes)} dtypes for {len(numels)} sizes")
     order = list(range(len(dtypes)))
     alignment = 1
     if by_dtype and any(dtype != dtypes[0] for dtype in dtypes):
-        alignment = _ALIGNMENT
+        widest = max(dtype.itemsize for dtype in dtypes)
+        alignment = _ALIGNMENT if is_mixed else widest
         multiples = [
             math.gcd(n * d.itemsize, alignment) for d, n in zip(dtypes, numels)
         ]

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, repeat
-from operator import attrgetter, is_
+from operator import attrgetter, is_, ne
 from typing import Any
 
 import torch
@@ -35,11 +35,47 @@ _get_unsharded_param = attrgetter("_unsharded_param")
 _get_requires_grad = attrgetter("sharded_param.requires_grad")
 _get_local_tensor = attrgetter("sharded_param._local_tensor")
 _get_keeps_storage = attrgetter("keep_unsharded_storage")
+_get_version = attrgetter("_version")
 _get_kind = attrgetter("device", "dtype", "grad_dtype", "requires_grad")
 
 
-def _get_version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+class ParamVersions:
+    """
+    How often sharded and unsharded parameters were written to, while both stay: of the
+    first trained ones only, so that a step costs the same in large units.
+    """
+
+    MAX_PARAMS = 32
+
+    def __init__(self, fsdp_params: Sequence[FSDPParam]):
+        trained = (p for p in fsdp_params if p.sharded_param.requires_grad)
+        fsdp_params = [*islice(trained, self.MAX_PARAMS)]
+        # Operators write to the DTensor, users to what `to_local` returns
+        sharded = [(p, p.sharded_param) for p in fsdp_params]
+        sharded += [(p, p._sharded_local_tensor) for p in fsdp_params]
+        unsharded = [(p, p._unsharded_param) for p in fsdp_params]
+        # Inference tensors have no versions
+        owned = [
+            [of for of in kind if not of[1].is_inference()]
+            for kind in (sharded, unsharded)
+        ]
+        self._owners = [[owner for owner, _ in kind] for kind in owned]
+        self._tensors = [[tensor for _, tensor in kind] for kind in owned]
+        self._noted = [self._read(0), self._read(1)]
+
+    def _read(self, kind: int) -> list[int]:
+        return [*map(_get_version, self._tensors[kind])]
+
+    def note_unsharded(self) -> None:
+        """Notes what forward or backward has written, which nobody else reads."""
+        self._noted[1] = self._read(1)
+
+    def find_written(self, kind: int) -> FSDPParam | None:
+        """Returns a sharded (0) or an unsharded (1) one that was written to since."""
+        noted, now = self._noted[kind], self._read(kind)
+        if noted == now:
+            return None
+        return self._owners[kind][[*map(ne, noted, now)].index(True)]
 
 
 # What is gathered #
@@ -79,14 +115,16 @@ class GatherPlan:
         """
         pairs = zip(compute_dtypes, stored_dtypes, strict=True)
         dtypes = [compute_dtype or stored for compute_dtype, stored in pairs]
-        layout = layouts.plan_gather(dtypes, numels)
         rest = iter(zip(dtypes, numels))
         by_param = [[*islice(rest, count)] for count in counts or [1] * len(dtypes)]
+        dtypes_of = [[dtype for dtype, _ in own] for own in by_param]
+        is_mixed = any(own != dtypes_of[0] for own in dtypes_of)
+        layout = layouts.plan_gather(dtypes, numels, is_mixed=is_mixed)
         return cls(
             (stored_dtypes, compute_dtypes, numels, counts),
             layout,
             layouts.plan_copy_in(layout, stored_dtypes),
-            [[dtype for dtype, _ in own] for own in by_param],
+            dtypes_of,
             [[numel for _, numel in own] for own in by_param],
             SplitSizes(layout),
         )
@@ -219,16 +257,6 @@ class ParamGroupCache(list[FSDPParam]):
         self.buckets.clear()
         self._buckets_depend_on = depend_on
         return True
-
-    def get_versions(self) -> tuple[list[int], list[int]]:
-        """Returns how often each sharded and unsharded parameter was written to."""
-        sharded = [
-            # Operators write to the DTensor, users to what `to_local` returns
-            _get_version(p.sharded_param) + _get_version(p._sharded_local_tensor)
-            for p in self
-        ]
-        unsharded = [_get_version(p._unsharded_param) for p in self]
-        return sharded, unsharded
 
     def prepare_gather(self) -> tuple[list[torch.Tensor], GatherPlan]:
         """Returns this rank's 1D tensors to gather, shards uncast, and their plan."""

@@ -36,7 +36,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from operator import attrgetter, ne
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -85,7 +85,6 @@ from ._fsdp_common import (
     TrainingState,
 )
 from ._fsdp_comms import (
-    declares,
     DefaultAllGather,
     DefaultReduceScatter,
     ProcessGroupAllocAllGather,
@@ -109,7 +108,7 @@ from ._fsdp_param import (
     ParamModuleInfo,  # noqa: F401  (as in the release)
     ShardedState,
 )
-from ._fsdp_param_cache import ParamGroupCache
+from ._fsdp_param_cache import ParamGroupCache, ParamVersions
 from ._fsdp_policies import resolve_all
 from ._fsdp_reduce import GradReducer
 from ._fsdp_registrations import _get_param_module_infos, fqns_of
@@ -159,17 +158,14 @@ def _is_in_function_forward() -> bool:
     return not torch._C._is_fwd_grad_enabled() and not is_inference
 
 
-def _warn_if_written(group: FSDPParamGroup) -> None:
-    """Warns if forward has values from before a step, or a step is lost."""
-    if group._param_versions is None:
-        return
-    versions = zip(group._param_versions, group._cache.get_versions(), _WRITTEN)
-    for last, now, what in versions:
-        if last != now:
-            fqn = fqns_of(group)[[*map(ne, last, now)].index(True)]
+def _warn_if_written(group: FSDPParamGroup, *kinds: int) -> None:
+    """Warns if forward has values from before a step (0), or a step is lost (1)."""
+    for kind in kinds:
+        versions = group._param_versions
+        if versions and (fsdp_param := versions.find_written(kind)) is not None:
+            (fqn,) = fqns_of(group, fsdp_param)
             group._param_versions, group._has_warned_of_versions = None, True
-            warn_user(f"Parameter {fqn} of unit '{group._unit_name}' {what}")
-            return
+            warn_user(f"Parameter {fqn} of unit '{group._unit_name}' {_WRITTEN[kind]}")
 
 
 def _checked(name: str) -> Any:
@@ -187,7 +183,7 @@ def _checked(name: str) -> Any:
 
 def _check_can_exchange(group: FSDPParamGroup, kind: type) -> None:
     """Raises if a reduce-scatter cannot send what the parameters' policies ask for."""
-    if declares(kind, "exchange"):
+    if getattr(kind, "exchange", None) is not None:
         return
     for fsdp_param in group.fsdp_params:
         if (dtype := dtypes_of(fsdp_param).comm) is not None:
@@ -375,7 +371,7 @@ class FSDPParamGroup(_Meshes, PluginNames):
     _all_gather_group: dist.ProcessGroup | None = None
     # Of sharded and unsharded parameters, while the unit stays unsharded and an
     # optimizer may step
-    _param_versions: tuple[list[int], list[int]] | None = None
+    _param_versions: ParamVersions | None = None
     _has_warned_of_versions: bool = False
     # After resharding to a smaller mesh, which the next gather reads from
     _reshard_after_forward_event: torch.Event | None = None
@@ -652,7 +648,7 @@ class FSDPParamGroup(_Meshes, PluginNames):
         if self._training_state is TrainingState.IDLE:
             # Users' call, or `nn.Module._apply`, after which it cannot be seen
             registrations.keep_grad_dtypes(self)
-            _warn_if_written(self)
+            _warn_if_written(self, 1)
         after_forward = self._training_state == TrainingState.FORWARD
         if after_forward and self._use_post_forward_mesh:
             self._to_state(ShardedState.SHARDED_POST_FORWARD)
@@ -666,7 +662,10 @@ class FSDPParamGroup(_Meshes, PluginNames):
     def _stay_unsharded(self) -> None:
         """Notes the versions of parameters: an optimizer may step before a reshard."""
         if self.is_unsharded and not self._has_warned_of_versions:
-            self._param_versions = self._cache.get_versions()
+            if self._param_versions is None:
+                self._param_versions = ParamVersions(self._cache)
+            else:
+                self._param_versions.note_unsharded()
 
     # Runtime: forward #
     def pre_forward(
@@ -679,7 +678,7 @@ class FSDPParamGroup(_Meshes, PluginNames):
         with self._hook_range("FSDP::pre_forward"):
             self._training_state = TrainingState.FORWARD
             if is_first_module:
-                _warn_if_written(self)
+                _warn_if_written(self, 0, 1)
             self._unshard_now()
             host.restore_spmd_types(self._cache)
             if is_first_module:

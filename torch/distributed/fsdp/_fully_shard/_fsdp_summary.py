@@ -15,7 +15,6 @@ import torch.nn as nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _fsdp_layout as layouts
-from ._fsdp_comms import declares
 from ._fsdp_param import ShardedState
 from ._fsdp_param_cache import has_extension
 from ._fsdp_registrations import get_param_names, groups_of
@@ -114,7 +113,7 @@ def _summarize(groups: Mapping[Any, Sequence[str]]) -> LayoutSummary:
         uncompared += [
             (unit, kind.__name__)
             for kind in map(type, comms if rows[-1].shard_world_size > 1 else ())
-            if not declares(kind, "needs_all_ranks")
+            if not getattr(kind, "needs_all_ranks", False)
         ]
     return LayoutSummary(tuple(rows), tuple(uncompared))
 

@@ -10,6 +10,7 @@ from fsdp_wrong_uses.rows import add_each, Case, FP64, Run, SETTING
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, set_reduce_bucket_cap
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
     DefaultReduceScatter,
@@ -27,9 +28,11 @@ def setting(method: str, *args: Any, mp_policy: Any = None, **kwargs: Any) -> Ca
     return case
 
 
-class OwnReduction(DefaultReduceScatter):
+class OwnReduction(ReduceScatter):
+    allocate = DefaultReduceScatter.allocate
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return super().__call__(*args, **kwargs)
+        return DefaultReduceScatter()(*args, **kwargs)
 
 
 class Uncallable:
