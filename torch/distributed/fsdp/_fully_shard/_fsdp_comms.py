@@ -146,9 +146,6 @@ class SymmMemReduceScatter(SymmMemAllocMixin, _Registered, _SingleReduceScatter)
     exchange = None  # its kernels only sum
 
 
-# Buffers #
-
-
 def allocate(
     comm: AllGather | ReduceScatter,
     numel: int,
