@@ -141,9 +141,6 @@ class UnitAgreement:
         return True
 
 
-# What is compared #
-
-
 class _Announced(NamedTuple):
     """What one rank is about to do for a unit, and with what."""
 
@@ -196,9 +193,6 @@ def _microbatch(group: Any, pattern: _Pattern) -> str:
     if group._reducer.partial_reduces or (held and held[0] is not None):
         return ", with earlier gradients to add to,"
     return ", without earlier gradients to add to," if held else ""
-
-
-# Asking the others #
 
 
 def _compares_always() -> bool:

@@ -143,9 +143,8 @@ def _is_of_pinning(error: Exception) -> bool:
 
 @_keeps_error
 def explain_sharding(
-    error: Exception, param: nn.Parameter, name: str, arguments: dict[str, Any]
+    error: Exception, param: nn.Parameter, name: str, is_placed: bool
 ) -> str:
-    """``arguments`` are the other ones of the ``FSDPParam`` that was to be made."""
     if param.layout != torch.strided or param.is_quantized:
         fix = "Call to_dense() or dequantize() on it first, or put it in ignored_params"
     elif _is_of_pinning(error):
@@ -166,7 +165,7 @@ def explain_sharding(
         )
     elif not param.is_contiguous():
         fix = "Make it contiguous first: nn.Parameter(param.detach().contiguous())"
-    elif arguments["shard_placement_fn"] is not None:
+    elif is_placed:  # by a user's `shard_placement_fn`
         fix = _PLACEMENT_ADVICE
     else:
         fix = "Fix it, or put it in ignored_params"
@@ -244,9 +243,6 @@ def _find_wrong_registration(fsdp_param: FSDPParam, name: str) -> str | None:
     )
 
 
-# Gathers #
-
-
 @_keeps_error
 def explain_extension(
     error: Exception, fsdp_param: FSDPParam, method: str, returns: str | None = None
@@ -277,9 +273,6 @@ def explain_copy_in(
             returns = f"tensors on {fsdp_param.device}"
             return explain_extension(error, fsdp_param, "fsdp_pre_all_gather", returns)
     return error
-
-
-# Reductions #
 
 
 @_keeps_error

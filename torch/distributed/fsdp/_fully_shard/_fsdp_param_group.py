@@ -111,7 +111,10 @@ from ._fsdp_param import (
 from ._fsdp_param_cache import ParamGroupCache, ParamVersions
 from ._fsdp_policies import resolve_all
 from ._fsdp_reduce import GradReducer
-from ._fsdp_registrations import _get_param_module_infos, fqns_of
+from ._fsdp_registrations import (
+    _get_param_module_infos,  # noqa: F401  (as in the release)
+    fqns_of,
+)
 from ._fsdp_summary import log_layout
 
 
@@ -402,26 +405,12 @@ class FSDPParamGroup(_Meshes, PluginNames):
         self.gradient_divide_factor = self._all_reduce_hook = None
         self._all_gather_comm = DefaultAllGather()
         self._reduce_scatter_comm = DefaultReduceScatter()
-        infos = _get_param_module_infos(params, modules)
-        names = registrations.get_param_names(infos, modules)
-        # All of them before any is sharded, while they are as users know them
-        policies, is_final = resolve_all(
-            mp_policy or MixedPrecisionPolicy(), params, names, device
-        )
-        # None: to be resolved again when the root has named the parameters
-        self._resolved_policy = mp_policy if is_final else None
-        fsdp_params = registrations.shard_params(
-            params,
-            infos,
-            names,
-            policies,
-            mesh_info=mesh_info,
-            post_forward_mesh_info=post_forward_mesh_info,
-            device=device,
-            shard_placement_fn=shard_placement_fn,
-            offload_policy=offload_policy,
+        fsdp_params, is_final = registrations.shard_params(
+            self, params, shard_placement_fn
         )
         self._cache = ParamGroupCache(fsdp_params)
+        # None: to be resolved again when the root has named the parameters
+        self._resolved_policy = mp_policy if is_final else None
         # Before 2.15: the `grad_dtype` that users have set, and on which local tensor
         self._grad_dtypes: dict[FSDPParam, tuple[torch.Tensor, torch.dtype | None]] = {}
         registrations.keep_grad_dtypes(self)

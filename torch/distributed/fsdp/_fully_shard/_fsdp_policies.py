@@ -72,11 +72,9 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
 
     Raises:
         TypeError: if a dtype is not a torch.dtype, or an override not callable.
-        ValueError: in ``fully_shard``, if an override raised one, or returned what does
-            not fit its parameter or cannot be reduced on its device, or if the policy's
-            own dtypes would round a trainable parameter or its gradient to integers.
-        RuntimeError: in ``fully_shard``, if an override raised anything else.
-            Each names the parameter; what an override raised is the cause.
+        ValueError: in ``fully_shard``, if an override raised one, or if a dtype does not
+            fit a parameter, or its gradient cannot be reduced in it.
+        RuntimeError: in ``fully_shard``, if an override raised anything else, the cause.
     """
 
     param_dtype_override_fn: OverrideFn | None = field(default=None, kw_only=True)
@@ -154,12 +152,10 @@ def resolve(
     is_whole_fqn: bool | None = None,
 ) -> _P:
     """
-    Returns one parameter's policy, without overrides and with its reduce dtype, and
-    raises what ``MixedPrecisionPolicy`` says of ``fully_shard``. Calls users' overrides,
-    so once for each parameter, before it is sharded.
-
-    ``is_whole_fqn``: whether ``fqn`` is the whole name in the model that ``by_name``
-    was called on, or may be the end of it. None while that is unknown.
+    Returns one parameter's policy, without overrides and with its reduce dtype. Calls
+    users' overrides, so once for each parameter, before it is sharded. ``is_whole_fqn``:
+    whether ``fqn`` is the whole name in the model that ``by_name`` was called on, or may
+    be the end of it. None while that is unknown.
     """
     changes: dict[str, Any] = {}
     for name, override_fn in _overrides_of(policy).items():
@@ -221,8 +217,6 @@ _PACKED = torch.float4_e2m1fn_x2
 # What every backend sums
 _REDUCIBLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _REDUCIBLE_NAMES = ", ".join(map(str, _REDUCIBLE))
-# What NCCL has a type of its own for, rather than moving it as bytes
-_NCCL_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def _check_override(
@@ -297,8 +291,9 @@ def is_reducible(dtype: torch.dtype, device: torch.device) -> bool:
     # Gradients that are not floating point keep their own dtype
     if dtype in _REDUCIBLE or not dtype.is_floating_point:
         return True
-    # NCCL adds 8-bit floats in hardware only
-    if dtype not in _NCCL_FLOAT8 or device.type != "cuda" or torch.version.hip:
+    # NCCL adds the 8-bit floats that it has types for, in hardware only
+    is_float8 = dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+    if not is_float8 or device.type != "cuda" or torch.version.hip:
         return False
     if not dist.is_nccl_available() or torch.cuda.nccl.version() < (2, 24):
         return False
@@ -321,7 +316,6 @@ class DtypeByName:
     An override of one field, by the names that a model's parameters had. It holds no
     module, so that it can be copied and pickled.
 
-    [Note: Names known in part]
     ``fully_shard`` may get a part of a model, in which ``norm.weight`` may be that of
     any layer. The end of a name is enough if all that end so are treated alike. Otherwise
     the default holds until the root's first forward has named all units.

@@ -18,6 +18,7 @@ from ._fsdp_api import CPUOffloadPolicy, MixedPrecisionPolicy
 from ._fsdp_errors import check_param, explain_registered, explain_sharding, warn_user
 from ._fsdp_host import FOLLOWS_GRAD_DTYPE
 from ._fsdp_param import FSDPParam, ParamModuleInfo
+from ._fsdp_policies import resolve_all
 
 
 def _get_param_module_infos(
@@ -39,25 +40,27 @@ def _get_param_module_infos(
 
 
 def shard_params(
-    params: Sequence[nn.Parameter],
-    infos: Sequence[ParamModuleInfo],
-    names: Sequence[str],
-    policies: Sequence[MixedPrecisionPolicy],
-    **arguments: Any,
-) -> list[FSDPParam]:
-    """Shards each parameter, with the other ``arguments`` of ``FSDPParam``."""
-    fsdp_params = []
+    group: Any, params: list[nn.Parameter], shard_placement_fn: Callable | None
+) -> tuple[list[FSDPParam], bool]:
+    """Also returns whether policies hold once the root has named the parameters."""
+    infos = _get_param_module_infos(params, group.modules)
+    names, fsdp_params = get_param_names(infos, group.modules), []
+    # All of them before any is sharded, while they are as users know them
+    policy = group.mp_policy or MixedPrecisionPolicy()
+    policies, is_final = resolve_all(policy, params, names, group.device)
+    where = group.mesh_info, group.post_forward_mesh_info, group.device
     for param, info, name, policy in zip(params, infos, names, policies, strict=True):
+        others = shard_placement_fn, policy, group.offload_policy
         try:
-            fsdp_param = FSDPParam(param, info, mp_policy=policy, **arguments)
+            fsdp_param = FSDPParam(param, info, *where, *others)
         except Exception as error:
-            # It has its cause
-            raise explain_sharding(error, param, name, arguments)  # noqa: B904
+            is_placed = shard_placement_fn is not None
+            raise explain_sharding(error, param, name, is_placed)  # noqa: B904
         check_param(fsdp_param, name)
         if not FOLLOWS_GRAD_DTYPE and param.grad_dtype != param.dtype:
             fsdp_param.sharded_param.grad_dtype = param.grad_dtype
         fsdp_params.append(fsdp_param)
-    return fsdp_params
+    return fsdp_params, is_final
 
 
 def get_param_names(

@@ -208,8 +208,6 @@ def _gathered_nbytes(
     return nbytes, world_size * layout.segment_nbytes
 
 
-# Table #
-
 _COLUMNS = "unit", "parameters", "elements", "stored in", "computes in"
 _COLUMNS += "bytes gathered", "reduced in", "bytes reduced", "divided by"
 _ALIGNED = "<>><<><>>"
