@@ -30,7 +30,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -270,25 +270,28 @@ def _add_note(error: BaseException, mine: _Announced) -> None:
 def _raise_if_different(by_rank: Mapping[int, _Announced]) -> None:
     # By its name, which comes after "a unit", where any rank knows it
     unit = max(mine.unit for mine in by_rank.values())
-    fqns = next(iter(by_rank.values())).fqns
     for what, advice in _ADVICE.items():
-        title, lines = "Ranks have drifted apart", []
-        if (about := _OF_PARAMS.get(what)) is not None:
+        title, about = "Ranks have drifted apart", _OF_PARAMS.get(what)
+        if about is not None:
             title = f"{about} {unit}"
-        columns = zip(*(mine.said.get(what, ()) for mine in by_rank.values()))
-        for i, texts in enumerate(columns):
-            ranks_of: dict[tuple[str, str], list[int]] = {}
-            for (rank, mine), text in zip(by_rank.items(), texts):
-                if text:
-                    ranks_of.setdefault((mine.does, text), []).append(rank)
-            if len(ranks_of) > 1:
-                subject, parts = f"{fqns[i]}: " if about else "", []
-                for (does, text), ranks in ranks_of.items():
-                    text = text if about else f"{does} {by_rank[ranks[0]].unit}{text}"
-                    where = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-                    parts.append(f"{text} on {where}")
-                lines.append(subject + ", ".join(parts))
-        if lines:
+        if lines := [*_differences(by_rank, what)]:
             off = f"({_SWITCH}=0 on all ranks turns this check off.)"
             listing = listed(lines, "\n  ")
             raise RuntimeError(f"{title}:\n  {listing}\n{advice} {off}")
+
+
+def _differences(by_rank: Mapping[int, _Announced], what: str) -> Iterator[str]:
+    """Yields what is said on which ranks, where that is not the same."""
+    for i, texts in enumerate(zip(*(a.said.get(what, ()) for a in by_rank.values()))):
+        ranks_of: dict[tuple[str, str], list[str]] = {}
+        for (rank, mine), text in zip(by_rank.items(), texts):
+            words = text if what in _OF_PARAMS else f"{mine.does} {mine.unit}{text}"
+            if text:
+                ranks_of.setdefault((mine.does, text), [words]).append(str(rank))
+        parts = [
+            f"{words} on {'ranks' if len(ranks) > 1 else 'rank'} {', '.join(ranks)}"
+            for words, *ranks in ranks_of.values()
+        ]
+        name = f"{mine.fqns[i]}: " if what in _OF_PARAMS else ""  # as any rank has it
+        if len(parts) > 1:
+            yield name + ", ".join(parts)

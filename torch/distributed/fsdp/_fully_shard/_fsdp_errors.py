@@ -2,10 +2,9 @@
 What errors say of the parameter that they are about, and what to do.
 
 [Note: Looked at when it fails]
-A step has no time to check all that it is given, and most of what is wrong makes it
-fail anyway. Only then does whoever holds the parameter ask here for an error that names
-it, of the same type, which callers may catch. Where nothing is known about an error, it
-is left as it is.
+A step has no time to check all that it is given, and most of what is wrong makes it fail
+anyway. Only then is it looked at, for an error of the same type that names the
+parameter. Where nothing is known about an error, it is left as it is.
 """
 
 from __future__ import annotations
@@ -269,7 +268,8 @@ def explain_copy_in(
 ) -> Exception:
     owners = chain.from_iterable([p] * len(n) for p, n in zip(fsdp_params, numels))
     for fsdp_param, tensor in zip(owners, tensors):
-        if tensor.device.type != fsdp_param.device.type:
+        is_elsewhere = tensor.device.type != fsdp_param.device.type
+        if is_elsewhere and hasattr(fsdp_param, "_extensions_data"):
             returns = f"tensors on {fsdp_param.device}"
             return explain_extension(error, fsdp_param, "fsdp_pre_all_gather", returns)
     return error

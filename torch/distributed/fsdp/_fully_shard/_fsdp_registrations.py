@@ -224,7 +224,7 @@ def get_own_params(
 
 
 def groups_of(module: nn.Module, function: str, recurse: bool = True) -> dict[Any, Any]:
-    """Returns the param groups of a module's units, with their modules' names."""
+    """Returns the param groups of a module's units, each with its modules' names."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"{function} expects a module first, but got {module!r}")
     named = module.named_modules() if recurse else [("", module)]

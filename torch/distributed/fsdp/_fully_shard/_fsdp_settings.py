@@ -66,8 +66,9 @@ def set_reduce_bucket_cap(
     (not with ``grad_comm_dtype``).
 
     Units with different process groups, divide factors or dtypes are not joined. Units
-    with a custom reduce-scatter, an all-reduce hook, memory from the process group or
-    symmetric memory do not wait, nor if an all-reduce is deferred or completed.
+    with a custom reduce-scatter, an all-reduce hook, or memory from the process group or
+    symmetric memory do not wait, nor does one whose all-reduce is deferred or completes
+    deferred ones.
 
     Args:
         module (nn.Module): A module with units in it.

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _fsdp_layout as layouts
 from ._fsdp_param import ShardedState
-from ._fsdp_param_cache import has_extension
+from ._fsdp_param_cache import GatherPlan, has_extension
 from ._fsdp_registrations import get_param_names, groups_of
 from ._fsdp_scaling import get_divide_factors
 
@@ -194,18 +194,15 @@ def _gathered_nbytes(
         return [0] * len(params), 0
     if plan is None and any(map(has_extension, params)):
         return None, None
-    if plan is not None:
-        layout, gathered = plan.layout, zip(plan.dtypes, plan.numels, strict=True)
-    else:
+    if plan is None:
         dtypes = [layouts.dtypes_of(fsdp_param).compute for fsdp_param in params]
         numels = [p.padded_sharded_param_size.numel() for p in params]
-        layout = layouts.plan_gather(dtypes, numels)
-        gathered = (([dtype], [numel]) for dtype, numel in zip(dtypes, numels))
+        plan = GatherPlan.of(dtypes, [None] * len(dtypes), numels)
     nbytes = [
         world_size * sum(dtype.itemsize * numel for dtype, numel in zip(*of_param))
-        for of_param in gathered
+        for of_param in zip(plan.dtypes, plan.numels, strict=True)
     ]
-    return nbytes, world_size * layout.segment_nbytes
+    return nbytes, world_size * plan.layout.segment_nbytes
 
 
 _COLUMNS = "unit", "parameters", "elements", "stored in", "computes in"
