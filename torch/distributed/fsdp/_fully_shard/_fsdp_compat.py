@@ -87,7 +87,6 @@ class PluginNames:
                 fsdp_param.init_dtype_attrs(fsdp_param.mp_policy)
 
     # Called by upstream's comm test, torchtitan-npu, torch_musa and ODC
-
     def _to_sharded(self: Any) -> None:
         self._to_state(ShardedState.SHARDED)
 
@@ -98,7 +97,6 @@ class PluginNames:
         self._to_state(ShardedState.UNSHARDED)
 
     # Read by few
-
     @property
     def _all_reduce_state(self: Any) -> Any:
         all_held = getattr(self.comm_ctx, "all_reduce_states", [])  # from the root on

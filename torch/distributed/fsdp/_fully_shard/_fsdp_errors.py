@@ -168,10 +168,9 @@ def explain_sharding(
         fix = _PLACEMENT_ADVICE
     else:
         fix = "Fix it, or put it in ignored_params"
-    message = f"Parameter {name} cannot be sharded. {fix}"
     # Of a mesh without names, the release says only that a value is None
-    is_clear = not str(error).startswith("Invariant encountered")
-    return f"{message}: {error}" if is_clear else message
+    tail = "" if str(error).startswith("Invariant encountered") else f": {error}"
+    return f"Parameter {name} cannot be sharded. {fix}{tail}"
 
 
 def check_param(fsdp_param: FSDPParam, name: str) -> None:
@@ -198,10 +197,9 @@ def check_param(fsdp_param: FSDPParam, name: str) -> None:
 
 @_keeps_error
 def explain_registered(error: Exception, fsdp_param: FSDPParam, name: str) -> str:
-    if wrong := _find_wrong_registration(fsdp_param, name):
-        return wrong
     fix = f". {_PINNING_ADVICE}" if _is_of_pinning(error) else ""
-    return f"{name} cannot be taken as it is registered{fix}: {error}"
+    unknown = f"{name} cannot be taken as it is registered{fix}: {error}"
+    return _find_wrong_registration(fsdp_param, name) or unknown
 
 
 def _find_wrong_registration(fsdp_param: FSDPParam, name: str) -> str | None:

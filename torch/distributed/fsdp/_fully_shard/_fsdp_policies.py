@@ -270,8 +270,7 @@ def _check_can_train(
         if not dtype.is_floating_point or dtype == _PACKED:
             raise ValueError(
                 f"{name} of the policy is {dtype}, which cannot hold the {of} of "
-                f"parameter {fqn} ({param.dtype}). Give a floating-point dtype, or "
-                "override it for this parameter."
+                f"parameter {fqn}. Give a floating-point dtype, or an override."
             )
     if sent is not None and sent not in _REDUCIBLE:
         raise ValueError(
@@ -401,8 +400,7 @@ def with_overrides(unit: _P, module: nn.Module, patterns: Mapping[str, Any]) -> 
                 )
                 raise ValueError(
                     f"Patterns {first!r} and {pattern!r} set {name} of {both} to {other} "
-                    f"and {dtype}. Change one so that it does not match, or let both set "
-                    "the same."
+                    f"and {dtype}: change one, or let both set the same"
                 )
     overrides: dict[str, Any] = {}
     for name, of_field in set_by.items():
@@ -443,11 +441,9 @@ def _fields_of(pattern: str, given: Any, unit: Any) -> Mapping[str, torch.dtype 
         if name not in OVERRIDDEN:
             known = ", ".join(OVERRIDDEN)
             raise ValueError(f"Pattern {pattern!r} sets {name!r}: set any of {known}")
-        if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise TypeError(
-                f"Pattern {pattern!r} sets {name} to {dtype!r}: give a torch.dtype, "
-                "or None for the policy's default"
-            )
+        if not isinstance(dtype, torch.dtype | None):
+            wrong = f"Pattern {pattern!r} sets {name} to {dtype!r}"
+            raise TypeError(f"{wrong}: give a torch.dtype, or None for the default")
     return fields
 
 

@@ -227,18 +227,15 @@ def groups_of(module: nn.Module, function: str, recurse: bool = True) -> dict[An
     """Returns the param groups of a module's units, each with its modules' names."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"{function} expects a module first, but got {module!r}")
-    named = module.named_modules() if recurse else [("", module)]
-    # Of an `FSDPModule`, whose file imports this one
-    states = {
-        name or "(root)": submodule._get_fsdp_state()
-        for name, submodule in named
-        if hasattr(type(submodule), "_get_fsdp_state")
-    }
-    if not states:
+    groups: dict[Any, list[str]] = {}
+    has_units = False
+    for name, submodule in module.named_modules() if recurse else [("", module)]:
+        # Of an `FSDPModule`, whose file imports this one
+        if hasattr(type(submodule), "_get_fsdp_state"):
+            has_units = True
+            for group in submodule._get_fsdp_state()._fsdp_param_groups:
+                groups.setdefault(group, []).append(name or "(root)")
+    if not has_units:
         name = type(module).__name__
         raise ValueError(f"{function} found no unit in {name}: call fully_shard first")
-    groups: dict[Any, list[str]] = {}
-    for name, state in states.items():
-        for group in state._fsdp_param_groups:
-            groups.setdefault(group, []).append(name)
     return groups
