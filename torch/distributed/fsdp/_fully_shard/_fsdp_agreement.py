@@ -271,9 +271,9 @@ def _raise_if_different(by_rank: Mapping[int, _Announced]) -> None:
     # By its name, which comes after "a unit", where any rank knows it
     unit = max(mine.unit for mine in by_rank.values())
     for what, advice in _ADVICE.items():
-        title, about = "Ranks have drifted apart", _OF_PARAMS.get(what)
-        if about is not None:
-            title = f"{about} {unit}"
+        title = "Ranks have drifted apart"
+        if what in _OF_PARAMS:
+            title = f"{_OF_PARAMS[what]} {unit}"
         if lines := [*_differences(by_rank, what)]:
             off = f"({_SWITCH}=0 on all ranks turns this check off.)"
             listing = listed(lines, "\n  ")

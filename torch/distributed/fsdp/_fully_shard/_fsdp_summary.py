@@ -109,12 +109,12 @@ def _summarize(groups: Mapping[Any, Sequence[str]]) -> LayoutSummary:
     uncompared: list[tuple[str, str]] = []
     for group, names in groups.items():
         rows += _rows_of(group, unit := ", ".join(names))
-        comms = group._all_gather_comm, group._reduce_scatter_comm
-        uncompared += [
-            (unit, kind.__name__)
-            for kind in map(type, comms if rows[-1].shard_world_size > 1 else ())
-            if not getattr(kind, "needs_all_ranks", False)
-        ]
+        if rows[-1].shard_world_size > 1:
+            kinds = map(type, (group._all_gather_comm, group._reduce_scatter_comm))
+            custom = [
+                kind for kind in kinds if not getattr(kind, "needs_all_ranks", False)
+            ]
+            uncompared += [(unit, kind.__name__) for kind in custom]
     return LayoutSummary(tuple(rows), tuple(uncompared))
 
 
