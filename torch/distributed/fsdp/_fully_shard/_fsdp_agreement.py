@@ -16,12 +16,12 @@ that collective, over the same group:
   more, or it might wait at every step.
 
 Only what the collectives depend on is compared. Names and classes may differ between
-ranks, e.g. if one of them wraps a module to log what it does. So units are told apart by
-the order in which they first came over a group.
+ranks, e.g. if one of them wraps a module to log what it does. So units are told apart
+by the order in which they first came over a group.
 
-If a pattern is new on some ranks only, their comparison meets the others' reduction, and
-the time limit passes. If none is new but they differ, nothing is seen, as in a program
-that compares nothing. ``TORCH_FSDP_CHECK_RANKS_AGREE=always`` compares before every
+If a pattern is new on some ranks only, their comparison meets the others' reduction,
+and the time limit passes. If none is new but they differ, nothing is seen, as in a
+program that compares nothing. ``TORCH_FSDP_CHECK_RANKS_AGREE=always`` compares before every
 gather and every reduction: all ranks raise where they drift apart.
 """
 
@@ -233,12 +233,12 @@ _ADVICE = {
     "count": _SHARDING_ADVICE,
     "size": _SHARDING_ADVICE,
     "placement": _SHARDING_ADVICE,
-    "dtype": "Overrides of MixedPrecisionPolicy must return the same on every rank, and "
-    "parameters that no policy casts must be stored in the same dtypes, e.g. loaded "
+    "dtype": "Overrides of MixedPrecisionPolicy must return the same on every rank, "
+    "and parameters that no policy casts must be stored in the same dtypes, e.g. loaded "
     "from the same checkpoint.",
-    "gradient": "Each backward must give gradients to the same parameters on every rank. "
-    "Where it cannot, call set_reduce_scatter_unused_params(True) on the unit, which "
-    "reduces zeros for the others.",
+    "gradient": "Each backward must give gradients to the same parameters on every "
+    "rank. Where it cannot, call set_reduce_scatter_unused_params(True) on the unit, "
+    "which reduces zeros for the others.",
     "microbatch": _ORDER_ADVICE,
     "after forward": _ORDER_ADVICE,
 }
