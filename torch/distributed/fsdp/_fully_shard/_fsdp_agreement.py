@@ -21,8 +21,8 @@ by the order in which they first came over a group.
 
 If a pattern is new on some ranks only, their comparison meets the others' reduction,
 and the time limit passes. If none is new but they differ, nothing is seen, as in a
-program that compares nothing. ``TORCH_FSDP_CHECK_RANKS_AGREE=always`` compares before every
-gather and every reduction: all ranks raise where they drift apart.
+program that compares nothing. ``TORCH_FSDP_CHECK_RANKS_AGREE=always`` compares before
+every gather and every reduction: all ranks raise where they drift apart.
 """
 
 from __future__ import annotations
@@ -234,8 +234,8 @@ _ADVICE = {
     "size": _SHARDING_ADVICE,
     "placement": _SHARDING_ADVICE,
     "dtype": "Overrides of MixedPrecisionPolicy must return the same on every rank, "
-    "and parameters that no policy casts must be stored in the same dtypes, e.g. loaded "
-    "from the same checkpoint.",
+    "and parameters that no policy casts must be stored in the same dtypes, e.g. "
+    "loaded from the same checkpoint.",
     "gradient": "Each backward must give gradients to the same parameters on every "
     "rank. Where it cannot, call set_reduce_scatter_unused_params(True) on the unit, "
     "which reduces zeros for the others.",

@@ -58,7 +58,7 @@ def _get_all_gather_input_metadatas(
 
 
 class PluginNames:
-    """A mixin: plugins look for these names on the group, and replace them on its class."""
+    """A mixin: plugins find these names on a group, or replace them on its class."""
 
     # Storage dtype and reduce dtype of the trainable parameters, None for several or
     # none. Read by tests and by trainers that check gradients.
@@ -66,7 +66,7 @@ class PluginNames:
     _reduce_dtype: torch.dtype | None
 
     def _init_mp_dtypes(self: Any) -> None:
-        """Replaced by NVIDIA ModelOpt, ms-swift and UniRL, some of which call this one."""
+        """Replaced by NVIDIA ModelOpt, ms-swift and UniRL; some call this one."""
         for fsdp_param in self.fsdp_params:
             fsdp_param.init_dtype_attrs(fsdp_param.mp_policy)
         counted = [p for p in self.fsdp_params if p.sharded_param.requires_grad]

@@ -2,8 +2,8 @@
 What errors say of the parameter that they are about, and what to do.
 
 [Note: Looked at when it fails]
-A step has no time to check all that it is given, and most of what is wrong makes it fail
-anyway. Only then is it looked at, for an error of the same type that names the
+A step has no time to check all that it is given, and most of what is wrong makes it
+fail anyway. Only then is it looked at, for an error of the same type that names the
 parameter. Where nothing is known about an error, it is left as it is.
 """
 
@@ -30,7 +30,7 @@ from ._fsdp_policies import is_reducible
 
 
 def _keeps_error(explain: Callable[..., str | None]) -> Callable[..., Exception]:
-    """Makes a function that says what an error is about return an error that says so."""
+    """Makes a function that explains an error return an error that does so."""
 
     @functools.wraps(explain)
     def explain_error(error: Exception, /, *args: Any) -> Exception:
@@ -79,8 +79,8 @@ def _is_number(value: Any) -> bool:
     return is_scalar or isinstance(value, numbers.Real)
 
 
-# By the attribute of a unit's param group: whether a value is right, and what is said of
-# one that is not
+# By the attribute of a unit's param group: whether a value is right, and what is said
+# of one that is not
 _SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "mp_policy": (
         lambda policy: isinstance(policy, MixedPrecisionPolicy),
@@ -92,17 +92,17 @@ _SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "_all_gather_comm": (
         lambda comm: _is_comm(comm, AllGather, ReduceScatter),
-        "set_custom_all_gather of unit '{}' got {!r}: pass an object with the methods of "
-        "AllGather",
+        "set_custom_all_gather of unit '{}' got {!r}: pass an object with the methods "
+        "of AllGather",
     ),
     "_reduce_scatter_comm": (
         lambda comm: _is_comm(comm, ReduceScatter, AllGather),
-        "set_custom_reduce_scatter of unit '{}' got {!r}: pass an object with the methods "
-        "of ReduceScatter",
+        "set_custom_reduce_scatter of unit '{}' got {!r}: pass an object with the "
+        "methods of ReduceScatter",
     ),
     "_all_reduce_hook": (
         lambda hook: hook is None or callable(hook),
-        "set_all_reduce_hook of unit '{}' got {!r}: pass a function of the reduced buffer",
+        "set_all_reduce_hook of unit '{}' got {!r}: pass a function of the buffer",
     ),
     "gradient_divide_factor": (
         lambda x: x is None or (_is_number(x) and math.isfinite(x) and x != 0),
@@ -125,8 +125,8 @@ def check_setting(name: str, value: Any, unit_name: str) -> None:
 
 _PINNING_ADVICE = "Without an accelerator use CPUOffloadPolicy(pin_memory=False)"
 _PLACEMENT_ADVICE = (
-    "shard_placement_fn must return Shard of a dim that it has, which must divide by the "
-    "ranks unless it is dim 0"
+    "shard_placement_fn must return Shard of a dim that it has, which must divide by "
+    "the ranks unless it is dim 0"
 )
 
 
@@ -153,14 +153,15 @@ def explain_sharding(
     elif isinstance(param, DTensor) and "non-contiguous" not in str(error):
         fix = (
             "It is a DTensor already. If its module's parent was sharded first, call "
-            "fully_shard on children before their parents. If tensor parallelism made it "
-            "one, let FSDP's mesh have other, named dims, or name FSDP's in dp_mesh_dims"
+            "fully_shard on children before their parents. If tensor parallelism made "
+            "it one, use meshes with named dims apart, or name FSDP's in dp_mesh_dims"
         )
     elif type(param).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         fix = (
             f"Its class, {type(param).__name__}, must implement fsdp_pre_all_gather, "
-            "fsdp_post_all_gather and the operators split, new_zeros, slice, copy_, view, "
-            "as_strided and detach. Dequantize it first, or put it in ignored_params"
+            "fsdp_post_all_gather and the operators split, new_zeros, slice, copy_, "
+            "view, as_strided and detach. Dequantize it first, or put it in "
+            "ignored_params"
         )
     elif not param.is_contiguous():
         fix = "Make it contiguous first: nn.Parameter(param.detach().contiguous())"
@@ -217,14 +218,15 @@ def _find_wrong_registration(fsdp_param: FSDPParam, name: str) -> str | None:
         )
     if not found.is_leaf:
         return (
-            f"{name} is computed from other tensors and can get no gradient. Parametrize "
-            "it before fully_shard, and run a first forward before a functional_call"
+            f"{name} is computed from other tensors and can get no gradient. "
+            "Parametrize it before fully_shard, and run a first forward before a "
+            "functional_call"
         )
     dtype = found._local_tensor.dtype
     if type(found._local_tensor) is torch.Tensor and dtype != found.dtype:
         return (
-            f"{name} is {found.dtype} now, but its shard is {dtype}, as only its data was "
-            "set. Cast by module.to(dtype), before the first forward"
+            f"{name} is {found.dtype} now, but its shard is {dtype}, as only its data "
+            "was set. Cast by module.to(dtype), before the first forward"
         )
     spec = fsdp_param._unsharded_dtensor_spec
     size = fsdp_param._orig_size if spec is None else spec.shape
@@ -234,9 +236,9 @@ def _find_wrong_registration(fsdp_param: FSDPParam, name: str) -> str | None:
     if found.size() == size and (found_size == shard_size or is_empty):
         return None
     return (
-        f"{name} is a DTensor of size {tuple(found.size())} ({tuple(found_size)} on this "
-        f"rank), but was sharded as {tuple(size)} ({tuple(shard_size)}). Change its size "
-        "before fully_shard, and load what is sharded alike"
+        f"{name} is a DTensor of size {tuple(found.size())} ({tuple(found_size)} on "
+        f"this rank), but was sharded as {tuple(size)} ({tuple(shard_size)}). Change "
+        "its size before fully_shard, and load what is sharded alike"
     )
 
 
@@ -300,8 +302,9 @@ def explain_reduction(
             return f"The gradient of {_names(fsdp_param)} {wrong}"
     if not _has_fractions(bucket.dtype) or not is_reducible(bucket.dtype, device):
         return (
-            f"The gradients of {_names(*fsdp_params)} cannot be averaged in {bucket.dtype} "
-            f"on {device}. Set reduce_dtype to torch.float32, or freeze them: {error}"
+            f"The gradients of {_names(*fsdp_params)} cannot be averaged in "
+            f"{bucket.dtype} on {device}. Set reduce_dtype to torch.float32, or "
+            f"freeze them: {error}"
         )
     for fsdp_param, slot in zip(fsdp_params, bucket.slots):
         grad_dtype = slot.grad_dtype or bucket.dtype
@@ -322,8 +325,8 @@ def _find_wrong_grad(fsdp_param: FSDPParam, grad: torch.Tensor) -> str | None:
     if found_size == size:
         return None
     return (
-        f"has size {found_size}, but the parameter has size {size}. Look for a hook that "
-        "resizes it or sets its data"
+        f"has size {found_size}, but the parameter has size {size}. Look for a hook "
+        "that resizes it or sets its data"
     )
 
 
@@ -341,7 +344,7 @@ def _find_wrong_sharded_grad(
     if present is None or (_has_fractions(present.dtype) and present.size() == size):
         return None
     return (
-        f"The gradient that {name} has is {present.dtype} of size {tuple(present.size())} "
-        f"on this rank, to which one of {grad_dtype} and size {tuple(size)} cannot be "
-        "added. Set None, or one that is sharded like the parameter"
+        f"The gradient that {name} has is {present.dtype} of size "
+        f"{tuple(present.size())} here, to which one of {grad_dtype} and {tuple(size)} "
+        "cannot be added. Set None, or one that is sharded like the parameter"
     )

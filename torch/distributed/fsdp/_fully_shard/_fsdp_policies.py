@@ -44,26 +44,26 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
             each keeps the dtype it is stored in.
         reduce_dtype (torch.dtype, optional): What gradients are summed in over the
             ranks, and accumulated in while :meth:`set_requires_gradient_sync` is off.
-            ``None``: since 2.15 each parameter's ``grad_dtype``, by default the dtype it
-            is stored in; before, that of its parameter in backward.
+            ``None``: since 2.15 each parameter's ``grad_dtype``, by default the dtype
+            it is stored in; before, that of its parameter in backward.
         output_dtype (torch.dtype, optional): What floating-point tensors that forward
             returns are cast to. ``None``: they stay as they are.
         cast_forward_inputs (bool): Whether floating-point tensors given to forward are
             cast to ``param_dtype``, where it is set, and whatever overrides say.
-        param_dtype_override_fn (callable, optional): Called by ``fully_shard`` once with
-            each parameter that it manages, as the user made it. Returns its
+        param_dtype_override_fn (callable, optional): Called by ``fully_shard`` once
+            with each parameter that it manages, as the user made it. Returns its
             ``param_dtype``: any floating-point dtype, its own to keep it as stored, or
             ``None`` for the default. Must return the same on every rank.
         reduce_dtype_override_fn (callable, optional): The same for ``reduce_dtype``:
             float64, float32, float16 or bfloat16. Also float8_e4m3fn and float8_e5m2
-            where NCCL is 2.24 or newer and the GPU has compute capability 9.0 or higher.
+            where NCCL is 2.24 or newer and the GPU has compute capability 9.0 or more.
         grad_comm_dtype (torch.dtype, optional): What gradients are sent in: float64,
             float32, float16 or bfloat16. If set, an all-to-all in this dtype replaces
             the reduce-scatter, and FSDP adds in ``reduce_dtype`` (float32 if that is
             ``None``), which must hold every value of this one, and divides once at the
             end. It adds in one fixed order, so that the bits depend neither on the
-            unit's other parameters nor, if shard groups have a power of two of ranks, on
-            how the mesh shards and replicates. ``None``: they are sent in what the
+            unit's other parameters nor, if shard groups have a power of two of ranks,
+            on how the mesh shards and replicates. ``None``: they are sent in what the
             backend sums them in.
         grad_comm_dtype_override_fn (callable, optional): The same for
             ``grad_comm_dtype``.
@@ -72,9 +72,9 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
 
     Raises:
         TypeError: if a dtype is not a torch.dtype, or an override not callable.
-        ValueError: in ``fully_shard``, if an override raised one, or if a dtype does not
-            fit a parameter, or its gradient cannot be reduced in it.
-        RuntimeError: in ``fully_shard``, if an override raised anything else, the cause.
+        ValueError: in ``fully_shard``, if an override raised one, or if a dtype does
+            not fit a parameter, or its gradient cannot be reduced in it.
+        RuntimeError: in ``fully_shard``, if an override raised anything else.
     """
 
     param_dtype_override_fn: OverrideFn | None = field(default=None, kw_only=True)
@@ -116,9 +116,10 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
             policy = by_name(model, patterns, param_dtype=torch.bfloat16)
 
         A parameter that several patterns match gets what each of them sets: they must
-        not contradict one another. The policy can be copied, pickled, and used on another
-        model with the same names. Where a part of the model does not know enough of its
-        names, as for ``layers.0.*``, patterns take effect at the first forward.
+        not contradict one another. The policy can be copied, pickled, and used on
+        another model with the same names. Where a part of the model does not know
+        enough of its names, as for ``layers.0.*``, patterns take effect at the first
+        forward.
 
         Args:
             module (nn.Module): The model, or the part whose units get this policy.
@@ -153,9 +154,9 @@ def resolve(
 ) -> _P:
     """
     Returns one parameter's policy, without overrides and with its reduce dtype. Calls
-    users' overrides, so once for each parameter, before it is sharded. ``is_whole_fqn``:
-    whether ``fqn`` is the whole name in the model that ``by_name`` was called on, or may
-    be the end of it. None while that is unknown.
+    users' overrides, so once for each parameter, before it is sharded.
+    ``is_whole_fqn``: whether ``fqn`` is the whole name in the model that ``by_name``
+    was called on, or may be the end of it. None while that is unknown.
     """
     changes: dict[str, Any] = {}
     for name, override_fn in _overrides_of(policy).items():
@@ -279,9 +280,10 @@ def _check_can_train(
         )
     if sent and (added not in _REDUCIBLE or torch.promote_types(sent, added) != added):
         raise ValueError(
-            f"The gradient of parameter {fqn} would be sent in {sent} (grad_comm_dtype) "
-            f"and added in {added} (reduce_dtype), which does not hold all values of it. "
-            f"Give a reduce_dtype that does, e.g. {torch.promote_types(sent, added)}."
+            f"The gradient of parameter {fqn} would be sent in {sent} "
+            f"(grad_comm_dtype) and added in {added} (reduce_dtype), which does not "
+            "hold all values of it. Give a reduce_dtype that does, e.g. "
+            f"{torch.promote_types(sent, added)}."
         )
 
 
@@ -316,8 +318,8 @@ class DtypeByName:
     module, so that it can be copied and pickled.
 
     ``fully_shard`` may get a part of a model, in which ``norm.weight`` may be that of
-    any layer. The end of a name is enough if all that end so are treated alike. Otherwise
-    the default holds until the root's first forward has named all units.
+    any layer. The end of a name is enough if all that end so are treated alike.
+    Otherwise the default holds until the root's first forward has named all units.
     """
 
     model: str  # the class, for messages
@@ -346,8 +348,9 @@ class DtypeByName:
                 if end in self.by_fqn:
                     return self.by_fqn[end]
             raise ValueError(
-                f"{self.model} had no parameter of the name {fqn} when by_name was called "
-                "on it. Call by_name on the whole model, after what adds parameters."
+                f"{self.model} had no parameter of the name {fqn} when by_name was "
+                "called on it. Call by_name on the whole model, after what adds "
+                "parameters."
             )
         if len(dtypes) == 1:
             return next(iter(dtypes))
@@ -355,8 +358,8 @@ class DtypeByName:
             return None
         (first, one), (second, other), *_ = dtypes.items()
         raise ValueError(
-            f"Parameter {fqn} may be {one} or {other} of {self.model}, which by_name's "
-            f"patterns set to {first or 'the default'} and {second or 'the default'}. Call "
+            f"Parameter {fqn} may be {one} or {other} of {self.model}, which patterns "
+            f"set to {first or 'the default'} and {second or 'the default'}. Call "
             "by_name on the root, and run its forward before you unshard units."
         )
 
@@ -371,7 +374,7 @@ def with_overrides(unit: _P, module: nn.Module, patterns: Mapping[str, Any]) -> 
     """Returns a policy with overrides by patterns. Raises what ``by_name`` says."""
     if not isinstance(patterns, Mapping):
         raise TypeError(
-            "by_name expects a dict, e.g. {'*.norm.*': dict(param_dtype=torch.float32)}, "
+            "by_name expects a dict, e.g. {'*norm*': dict(param_dtype=torch.float32)}, "
             f"but got a {type(patterns).__name__}"
         )
     names: dict[nn.Parameter, list[str]] = {}  # all of each parameter
@@ -388,8 +391,9 @@ def with_overrides(unit: _P, module: nn.Module, patterns: Mapping[str, Any]) -> 
             fqns = [fqn for same in names.values() for fqn in same]
             nearest = ", ".join(_nearest(pattern, fqns)) or "none, it has no parameters"
             raise ValueError(
-                f"Pattern {pattern!r} matches no parameter. Pass shell patterns over their "
-                f"names, e.g. 'layers.0.norm.*'. The nearest names are: {nearest}"
+                f"Pattern {pattern!r} matches no parameter. Pass shell patterns over "
+                "their names, e.g. 'layers.0.norm.*'. The nearest names are: "
+                f"{nearest}"
             )
         for (name, dtype), (param, fqn) in product(fields.items(), matched.items()):
             of_field = set_by.setdefault(name, {})
@@ -399,8 +403,8 @@ def with_overrides(unit: _P, module: nn.Module, patterns: Mapping[str, Any]) -> 
                     fqn if same == fqn else f"{same} and {fqn}, one shared parameter,"
                 )
                 raise ValueError(
-                    f"Patterns {first!r} and {pattern!r} set {name} of {both} to {other} "
-                    f"and {dtype}: change one, or let both set the same"
+                    f"Patterns {first!r} and {pattern!r} set {name} of {both} to "
+                    f"{other} and {dtype}: change one, or let both set the same"
                 )
     overrides: dict[str, Any] = {}
     for name, of_field in set_by.items():

@@ -24,7 +24,7 @@ from ._fsdp_policies import resolve_all
 def _get_param_module_infos(
     params: list[nn.Parameter], modules: tuple[nn.Module, ...]
 ) -> list[ParamModuleInfo]:
-    """Finds where each is registered: in several places if it or its module is shared."""
+    """Finds where each is registered, in several places if shared."""
     infos: dict[nn.Parameter, ParamModuleInfo] = {}
     trees = (module.named_modules(remove_duplicate=False) for module in modules)
     for _, submodule in chain.from_iterable(trees):
@@ -118,8 +118,8 @@ def reset_sharded_params(group: Any) -> None:
 def _make_reset(group: Any, fsdp_param: FSDPParam) -> Callable[..., None]:
     """
     Returns a function that makes what users have loaded, replaced, cast or materialized
-    the sharded parameter. A copy of a user's module, whose hook it is, does not copy what
-    a function refers to, as it would for a method or a partial.
+    the sharded parameter. A copy of a user's module, whose hook it is, does not copy
+    what a function refers to, as it would for a method or a partial.
     """
     reference = weakref.ref(group)  # which the module alone does not keep alive
 
@@ -152,8 +152,8 @@ def _make_reset(group: Any, fsdp_param: FSDPParam) -> Callable[..., None]:
 
 def keep_grad_dtypes(group: Any, *fsdp_params: FSDPParam) -> None:
     """
-    Sets users' ``grad_dtype`` again on what was loaded or cast without it. Missing on the
-    same local tensor, it was unset by the user. Since 2.15 the release does so.
+    Sets users' ``grad_dtype`` again on what was loaded or cast without it. Missing on
+    the same local tensor, it was unset by the user. Since 2.15 the release does so.
     """
     for fsdp_param in () if FOLLOWS_GRAD_DTYPE else fsdp_params or group.fsdp_params:
         param: Any = fsdp_param.sharded_param
@@ -173,17 +173,17 @@ def check_materialized(group: Any) -> None:
     named = [*zip(fqns_of(group), devices)]
     if on_meta := [fqn for fqn, device in named if device.type == "meta"]:
         raise RuntimeError(
-            "FSDP parameters should be materialized from meta device before training, but "
-            f"the following were still on meta device: {on_meta} (of unit "
+            "FSDP parameters should be materialized from meta device before training, "
+            f"but the following were still on meta device: {on_meta} (of unit "
             f"'{group._unit_name}'; other units are checked after it)\nCall module."
             "to_empty(device=...), and then initialize or load them"
         )
     elsewhere = [(fqn, device) for fqn, device in named if device.type != "cpu"]
     if elsewhere and isinstance(group.offload_policy, CPUOffloadPolicy):
         raise RuntimeError(
-            "FSDP parameters should be materialized on CPU when enabling CPU offloading, "
-            f"but these are on other devices: {elsewhere}\nLoad a CPU state dict or call "
-            'module.to_empty(device="cpu")'
+            "FSDP parameters should be materialized on CPU when enabling CPU "
+            f"offloading, but these are on other devices: {elsewhere}\nLoad a CPU "
+            'state dict or call module.to_empty(device="cpu")'
         )
 
 
@@ -201,9 +201,9 @@ def warn_of_late_params(group: Any) -> None:
     if late:
         names = get_param_names(late, group.modules, group._module_fqn)
         warn_user(
-            f"Parameters {names} were registered after fully_shard, which neither shards "
-            "them nor reduces their gradients: register them before it, or reduce them "
-            "yourself"
+            f"Parameters {names} were registered after fully_shard, which neither "
+            "shards them nor reduces their gradients: register them before it, or "
+            "reduce them yourself"
         )
 
 

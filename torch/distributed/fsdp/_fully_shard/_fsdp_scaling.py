@@ -1,14 +1,14 @@
 """
-How gradients are scaled and summed: divide factors, and sums over ranks in a fixed order
-for gradients that are sent in one dtype and added in another.
+How gradients are scaled and summed: divide factors, and sums over ranks in a fixed
+order for gradients that are sent in one dtype and added in another.
 
 [Note: One tree for every mesh]
 The order in which a library's reduce-scatter adds depends on the ranks and the mesh.
 Here each rank receives its shard of all ranks' gradients, and adds them along a binary
 tree over the ranks: neighbours, then neighbouring sums, and so on, where the last of an
 odd number waits. An HSDP mesh numbers its ranks replica by replica, so a shard group of
-a power of two ranks is a subtree, which the tree over the replicas continues. Hence each
-element is the same sum in the same order, with the same bits, on each such mesh.
+a power of two ranks is a subtree, which the tree over the replicas continues. Hence
+each element is the same sum in the same order, with the same bits, on each such mesh.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ def set_backward_prefetch(
 ) -> None:
     """
     Sets when units start the all-gather of the unit whose backward comes next, where
-    ``set_modules_to_backward_prefetch`` does not say which. All ranks must set the same.
+    ``set_modules_to_backward_prefetch`` does not say which. All ranks must agree.
 
     Args:
         module (nn.Module): A module with units in it.
@@ -54,21 +54,21 @@ def set_reduce_bucket_cap(
 ) -> None:
     """
     Joins small reductions of several units. A reduce-scatter of a few KiB takes as long
-    as its latency, which grows with the number of ranks. With a cap, gradients of a unit
-    whose reduce-scatter would take at most ``small_kb`` wait. They are reduced with those
-    of other units, in one reduce-scatter (and one all-reduce over replicas) for each
-    reduce dtype, once they come to ``bucket_cap_mb``, as in DDP, and at the end of
-    backward. Off by default. All ranks must set the same.
+    as its latency, which grows with the number of ranks. With a cap, gradients of a
+    unit whose reduce-scatter would take at most ``small_kb`` wait. They are reduced
+    with those of other units, in one reduce-scatter (and one all-reduce over replicas)
+    for each reduce dtype, once they come to ``bucket_cap_mb``, as in DDP, and at the
+    end of backward. Off by default. All ranks must set the same.
 
     The gradients that wait stay in memory. Sharded gradients are set, and their
-    post-accumulate-grad hooks run, when they are reduced. With more than two ranks, sums
-    may round differently, as a backend may add in another order elsewhere in a buffer
-    (not with ``grad_comm_dtype``).
+    post-accumulate-grad hooks run, when they are reduced. With more than two ranks,
+    sums may round differently, as a backend may add in another order elsewhere in a
+    buffer (not with ``grad_comm_dtype``).
 
     Units with different process groups, divide factors or dtypes are not joined. Units
-    with a custom reduce-scatter, an all-reduce hook, or memory from the process group or
-    symmetric memory do not wait, nor does one whose all-reduce is deferred or completes
-    deferred ones.
+    with a custom reduce-scatter, an all-reduce hook, or memory from the process group
+    or symmetric memory do not wait, nor does one whose all-reduce is deferred or
+    completes deferred ones.
 
     Args:
         module (nn.Module): A module with units in it.

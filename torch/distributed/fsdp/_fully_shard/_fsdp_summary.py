@@ -74,9 +74,9 @@ class LayoutSummary:
 
 def layout_summary(module: nn.Module) -> LayoutSummary:
     """
-    Returns how the units of a model are laid out. Print it, or read its rows. Call it at
-    any time after ``fully_shard`` or ``replicate``: it sends nothing. A parameter's dtype
-    or ``requires_grad`` may still change until the first forward.
+    Returns how the units of a model are laid out. Print it, or read its rows. Call it
+    at any time after ``fully_shard`` or ``replicate``: it sends nothing. A parameter's
+    dtype or ``requires_grad`` may still change until the first forward.
 
     Args:
         module (nn.Module): The root, or any module that has units in it.
@@ -178,7 +178,7 @@ def _inner_dtypes(tensor: torch.Tensor) -> Iterator[torch.dtype]:
 
 
 def _sort_key(row: LayoutRow) -> tuple:
-    """Returns a sort key: buckets in the order of their reductions, then frozen ones."""
+    """Returns a sort key: in the order of reductions, then frozen ones."""
     bucket, dtypes = (), filter(None, (row.compute_dtype, *row.stored_dtypes))
     if row.reduce_dtype is not None:
         bucket = layouts.bucket_sort_key((row.reduce_dtype, row.comm_dtype))

@@ -110,7 +110,7 @@ add_each(
         )
     ],
     found="`set_all_reduce_hook`",
-    do="pass a function of the reduced buffer",
+    do="pass a function of the buffer",
     about="unit '1'",
 )
 add_each(
