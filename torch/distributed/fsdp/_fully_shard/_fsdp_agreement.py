@@ -167,8 +167,10 @@ def _announce(group: Any, pattern: _Pattern | None = None) -> _Announced:
         if (mesh_info := group.post_forward_mesh_info) is not None:
             ranks = mesh_info.shard_mesh_size
             after = f", which is resharded to {ranks} ranks after forward,"
-        # Before lazy init nobody has said whether it is the root
-        said["after forward"] = [after if fqn is not None else ""]
+        # Before lazy init nobody has said whether it is the root, and evaluation gathers
+        # once whatever follows
+        is_known = fqn is not None and torch.is_grad_enabled()
+        said["after forward"] = [after if is_known else ""]
         return _Announced("gathers", said, unit, fqns_of(group))
     said["cap"] = [f", with {group.reduce_bucket_cap or 'no reduce bucket cap'},"]
     said["dtype"], said["gradient"] = [""] * len(params), [_NO_GRADIENT] * len(params)
