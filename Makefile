@@ -21,7 +21,7 @@ LINT = PATH="$$PWD/$(VENV)/bin:$$PATH" XDG_DATA_HOME="$$PWD/build/lint" lintrunn
 PATHS := git ls-files --cached --others --exclude-standard
 
 .DEFAULT_GOAL := help
-.PHONY: help python setup models train test test-tools clients series series-save bench gpu mutants lint wheel clean
+.PHONY: help python check setup models train test test-tools clients series series-save bench gpu mutants lint wheel clean
 
 help:  ## show this list
 	@echo "make TARGET, where TARGET is one of"
@@ -31,6 +31,9 @@ help:  ## show this list
 python:
 	@"$$PYTHON3" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "error: $$PYTHON3 is no Python 3.10 or newer: PYTHON3=PATH" >&2; exit 1; }
+
+check: python
+	@$(SETUP) check
 
 setup: python  ## build in place: .venv, build/base (TORCH_WHEEL=PATH, PYTHON3=PATH)
 	@$(SETUP) setup

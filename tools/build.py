@@ -26,32 +26,24 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-from tools.links import laid_links, lay_links, torch_links
-from tools.overlay import Overlay
+from tools.overlay import laid_links, lay_links, Overlay, torch_links
 from tools.releases import (
     chosen_release,
     DEFAULT,
     files_under,
     locked,
     release_of,
-    RELEASES,
     ROOT,
     ToolError,
     VARIABLE,
 )
 
 
-# Each version range is in one of these files alone: `setup.py` reads them, too.
+# Each version range is in one of these files alone: pyproject.toml names them, too.
 EXAMPLES = "requirements-examples.txt"
 MODELS = "requirements-models.txt"
 CLIENTS = "requirements-clients.txt"
 TESTS = "requirements.txt"
-# By what follows the name in `pip install -e '.[dev]'`
-EXTRAS = {
-    "examples": (EXAMPLES, MODELS),
-    "dev": (EXAMPLES, TESTS, MODELS),
-    "clients": (CLIENTS,),
-}
 PTH = "torch-fsdp2-mixed-dtype.pth"
 # Follows the release's label in a wheel's version: 2.13.0+cpu.mixeddtype1. Each wheel
 # that is given to others gets the next number.
@@ -135,13 +127,12 @@ class Build:
 
     def _make_environment(self, made_of: dict[str, Any], models: bool) -> None:
         """Installs the release and what we require, unless that was done."""
-        wheel = os.environ.get("TORCH_WHEEL")
         identity = [
             sysconfig.get_config_var("SOABI"),
             os.path.realpath(sys.base_prefix),
             str(self.venv),
             # The first wheel stays until another is named
-            wheel_identity(wheel) if wheel else made_of.get("identity", [None])[-1],
+            named_wheel() or made_of.get("identity", [None])[-1],
         ]
         files = [EXAMPLES, TESTS]
         if models or MODELS in made_of.get("files", ()):
@@ -201,8 +192,10 @@ class Build:
         place.symlink_to(link)
 
 
-def wheel_identity(name: str) -> list[Any]:
-    """Tells one wheel on the disk from another without reading it."""
+def named_wheel() -> list[Any] | None:
+    """Returns the path of TORCH_WHEEL, and what tells it from another without reading."""
+    if not (name := os.environ.get("TORCH_WHEEL")):
+        return None
     path = Path(name).expanduser().absolute()
     if not path.is_file():
         raise ToolError(f"TORCH_WHEEL: there is no wheel at {path}")
@@ -221,8 +214,8 @@ def make_wheel(release: str) -> Path:
     work = home / "work"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
-    if given := os.environ.get("TORCH_WHEEL"):
-        wheel = Path(str(wheel_identity(given)[0]))
+    if given := named_wheel():
+        wheel = Path(given[0])
     else:
         pip = (python, "-m", "pip", "download", "--no-deps", "--only-binary=:all:")
         run(*pip, f"--dest={work}", f"torch=={release}")
@@ -270,10 +263,25 @@ def set_version(unpacked: Path, version: str) -> None:
 # An environment of the user's own #
 
 
-def editable() -> dict[str, Any]:
+def editable(command: list[str]) -> dict[str, Any]:
+    """Returns what setuptools is told of an editable install; other ways are refused."""
+    if "bdist_wheel" in command:
+        sys.exit(
+            "error: make wheel writes the wheel; "
+            "to build in place: pip install --no-build-isolation -v -e ."
+        )
+    if not {"dist_info", "editable_wheel", "develop"} & {*command}:
+        return {"version": DEFAULT}
+    try:
+        return lay_for_this_python()
+    except (ToolError, OSError) as error:
+        sys.exit(f"error: {error}")
+
+
+def lay_for_this_python() -> dict[str, Any]:
     """
-    Lays a tree for the Python that runs this; returns what setuptools is told of it.
-    A torch that is there is taken if the branch fits it, and else the release installed.
+    Lays a tree over the torch that is installed, or else over the release, which pip
+    installs; returns how setuptools puts it first on the path.
     """
     site = Path(sysconfig.get_path("purelib"))
     if importlib.util.find_spec("pip") is None:  # as in an isolated build
@@ -284,10 +292,9 @@ def editable() -> dict[str, Any]:
         return next((distribution.version for distribution in found), None)
 
     if installed() is None:
-        wheel = os.environ.get("TORCH_WHEEL")
-        wheels = [str(wheel_identity(wheel)[0])] if wheel else []
-        torch = (*wheels, f"torch=={chosen_release()}")
-        run(sys.executable, "-m", "pip", "install", *torch)
+        wheel = (named_wheel() or ())[:1]
+        torch = f"torch=={chosen_release()}"
+        run(sys.executable, "-m", "pip", "install", *wheel, torch)
     release = release_of(installed() or "")
     if os.environ.get(VARIABLE, release) != release:
         raise ToolError(f"torch {release} is installed here: pip uninstall torch first")
@@ -301,28 +308,19 @@ def editable() -> dict[str, Any]:
         "package_dir": {"": str((home / "branch").relative_to(ROOT))},
         # setuptools' own path file puts the tree behind the torch that is there
         "data_files": [(to, [str((home / PTH).relative_to(ROOT))])],
-        "extras_require": {
-            extra: [line for file in files for line in requirements(file)]
-            for extra, files in EXTRAS.items()
-        },
     }
-
-
-def requirements(file: str) -> list[str]:
-    lines = (ROOT / file).read_text().splitlines()
-    return [line for line in lines if line.strip() and not line.startswith("#")]
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("command", choices=("setup", "wheel", "releases"))
+    parser.add_argument("command", choices=("setup", "wheel", "check"))
     parser.add_argument("--models", action="store_true", help=f"and {MODELS}")
     parser.add_argument("--clients", action="store_true", help=f"and {CLIENTS}")
     parsed = parser.parse_args(arguments)
     try:
         release = chosen_release()
-        if parsed.command == "releases":
-            print(*RELEASES)
+        if parsed.command == "check":
+            named_wheel()
         elif parsed.command == "wheel":
             print(make_wheel(release).relative_to(ROOT))
         else:

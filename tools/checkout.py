@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from typing import TYPE_CHECKING
 
 from tools.releases import (
-    differences,
     git,
     has_git,
     known,
     listing,
-    recorded,
+    refuse_changed,
     release_of,
     ToolError,
     tracked_files,
@@ -24,30 +24,8 @@ if TYPE_CHECKING:
 
 TESTS = "test/distributed/_composable/fsdp"
 BRANCH = "fsdp2-mixed-dtype"
-# Tests, and packages of theirs, of what is here alone: set-up and tools, benchmarks,
-# examples, pages. Tests of anything else are laid with what they test.
-STAYS_HERE = {
-    "fsdp_build",
-    "fsdp_clients",
-    "test_fully_shard_accelerate",
-    "test_fully_shard_alignment",
-    "test_fully_shard_architecture",
-    "test_fully_shard_bench",
-    "test_fully_shard_build",
-    "test_fully_shard_checkout",
-    "test_fully_shard_contract",
-    "test_fully_shard_distributed_config",
-    "test_fully_shard_docs",
-    "test_fully_shard_models",
-    "test_fully_shard_overlay",
-    "test_fully_shard_recipes",
-    "test_fully_shard_release_faults",
-    "test_fully_shard_runner",
-    "test_fully_shard_same_bits",
-    "test_fully_shard_series",
-    "test_fully_shard_tiny_models",
-    "test_fully_shard_tools",
-}
+# What tests of what is here alone, set-up and tools, examples, pages, have in them
+STAYS_HERE = re.compile(r'fsdp_build|fsdp_clients|REPO_ROOT|"(docs|examples)"')
 # Upstream has a test of this name, which stays; ours stands beside it
 LAID_AS = {
     f"{TESTS}/test_fully_shard_comm.py": f"{TESTS}/test_fully_shard_mixed_comm.py",
@@ -57,12 +35,13 @@ LAID_AS = {
 def files_to_lay(root: Path) -> dict[str, Path]:
     """Returns our sources and their tests, by their path in a checkout."""
 
-    def stays_here(path: str) -> bool:
-        name, _, _ = path.removeprefix(f"{TESTS}/").partition("/")
-        return name.removesuffix(".py") in STAYS_HERE
-
-    files = tracked_files(root, "torch", "test")
-    return {LAID_AS.get(p, p): root / p for p in files if not stays_here(p)}
+    files = {path: root / path for path in tracked_files(root, "torch", "test")}
+    return {
+        LAID_AS.get(path, path): source
+        for path, source in files.items()
+        if not re.search("/fsdp_(build|clients)/", path)
+        and not ("/test_" in path and STAYS_HERE.search(source.read_text()))
+    }
 
 
 def check_tree(checkout: Path, root: Path) -> None:
@@ -81,12 +60,8 @@ def check_tree(checkout: Path, root: Path) -> None:
             f"{checkout} has changes that are not committed:"
             f"{listing(changed.splitlines())}"
         )
-    theirs = recorded(root, release)["sha256"]
-    told = differences(theirs, files_to_lay(root), lambda path: checkout / path)
-    if told:
-        raise ToolError(
-            f"{checkout} is left as it is, because of these files:{listing(told)}"
-        )
+    ours = files_to_lay(root)
+    refuse_changed(checkout, root, release, ours, lambda path: checkout / path)
 
 
 def commit_branch(checkout: Path, root: Path, *, only_check: bool = False) -> str:

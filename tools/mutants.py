@@ -24,7 +24,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from tools.links import lay_links, plan_links  # noqa: E402
+from tools.overlay import lay_links, torch_links  # noqa: E402
 from tools.releases import files_under  # noqa: E402
 
 
@@ -132,7 +132,7 @@ def main() -> None:
     shutil.rmtree(COPY, ignore_errors=True)
     shutil.copytree(ROOT, COPY, ignore=shutil.ignore_patterns("build", ".git", ".venv"))
     release = Path(sys.prefix).resolve().parent / "base"
-    lay_links(TREE, plan_links(release, COPY, files_under(COPY, "torch")))
+    lay_links(TREE, torch_links(release, COPY, files_under(COPY, "torch")))
     (TREE.parent / "base").symlink_to(release)
     empty: dict[str, dict[str, Any]] = {"seconds": {}, "mutants": {}}
     table = json.loads(TABLE.read_text()) if TABLE.exists() else empty

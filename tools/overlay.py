@@ -22,33 +22,29 @@ from __future__ import annotations
 
 import argparse
 import base64
-import csv
 import errno
-import io
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tools.checkout import commit_branch, files_to_lay  # noqa: E402
-from tools.links import lay_links, torch_links  # noqa: E402
 from tools.releases import (  # noqa: E402
-    differences,
     DIGESTS,
     files_under,
     known,
     listing,
     locked,
-    recorded,
+    refuse_changed,
     release_of,
     RELEASES,
     sha256,
@@ -57,13 +53,8 @@ from tools.releases import (  # noqa: E402
 )
 
 
-if TYPE_CHECKING:
-    from typing import TypeAlias
-
-    # By path: the digests of a file's two forms, None where there is no such file
-    Manifest: TypeAlias = dict[str, dict[str, str | None]]
-
-
+# By path: the digests of a file's two forms, None where there is no such file
+Manifest = dict[str, "dict[str, str | None]"]
 FOLDER = "torch/.mixed_dtype"  # what the overlay replaced, and the manifest
 MANIFEST = "manifest.json"
 RELEASE, BRANCH = "release", "branch"
@@ -154,44 +145,37 @@ class Overlay:
         return self.has_ours() and laid <= {*self.ours} and not self.changed()
 
     def status(self) -> str:
-        where = f"torch {self.version} in {self.site}"
+        what = "no overlay"
         if self.current.is_symlink():
-            form = os.readlink(self.current)
-            return f"{where}: the {form}; an overlay was cut off, run it again"
-        if self.is_up_to_date():
-            means = (
-                ", made by --to" if self.is_by_links else ", installed in another way"
+            what = (
+                f"the {os.readlink(self.current)}; an overlay was cut off, run it again"
             )
-            how = "" if self.laid else means
-            return f"{where}: the branch, as it is in {self.root}{how}"
-        if changed := self.changed():
-            return f"{where}: the branch, and changed since:{listing(changed)}"
-        if self.laid:
-            return f"{where}: the branch, as it is not in {self.root}"
-        return f"{where}: no overlay"
+        elif self.is_up_to_date():
+            what = f"the branch, as it is in {self.root}"
+            if not self.laid:
+                what += ", made by --to" if self.is_by_links else ", not by an overlay"
+        elif changed := self.changed():
+            what = f"the branch, and changed since:{listing(changed)}"
+        elif self.laid:
+            what = f"the branch, as it is not in {self.root}"
+        return f"torch {self.version} in {self.site}: {what}"
 
     def check(self) -> None:
         """Refuses a torch that is not the release's own."""
         laid = self.laid
-        told = differences(
-            recorded(self.root, release_of(self.version))["sha256"],
+        refuse_changed(
+            self.site,
+            self.root,
+            release_of(self.version),
             self.ours,
             # What an earlier overlay replaced counts as it will be given back
             lambda p: (self.folder / RELEASE if p in laid else self.site) / p,
         )
-        if told:
-            raise ToolError(
-                f"{self.site} is left as it is, because of these files:{listing(told)}\n"
-                "install the release itself; or, to keep what was changed, apply the "
-                "series of small patches: docs/series.md"
-            )
 
     # Laying.
 
     def lay(self, *, link: bool = False) -> str:
         """Lays the branch, unless it is there; says what was done."""
-        if self.is_by_links:
-            raise ToolError(f"{self.site} was made by --to: run that again instead")
         is_so = self.is_up_to_date() and (
             not self.laid or all(self._is_linked(path) == link for path in self.ours)
         )
@@ -205,30 +189,24 @@ class Overlay:
 
     def _stage_both(self, link: bool) -> None:
         """Makes the first step of [Note: An overlay is all or nothing]."""
-        release, branch = self.partial / RELEASE, self.partial / BRANCH
+        forms = {form: self.partial / form for form in (RELEASE, BRANCH)}
         manifest: Manifest = {}
 
-        def note_digests(path: str) -> None:
-            manifest[path] = {
-                RELEASE: sha256(release / path),
-                BRANCH: sha256(branch / path),
-            }
+        def stage(path: str, ours: Path, text: str | None = None) -> None:
+            if (self.site / path).exists():
+                _copy(self.site / path, forms[RELEASE] / path)
+            _copy(ours, forms[BRANCH] / path, link and text is None)
+            if text is not None:
+                (forms[BRANCH] / path).write_text(text)
+            manifest[path] = {form: sha256(at / path) for form, at in forms.items()}
 
         try:
-            release.mkdir(parents=True)
+            forms[RELEASE].mkdir(parents=True)
             for path in self.ours:
-                if (self.site / path).exists():
-                    _copy(self.site / path, release / path)
-                _copy(self.root / path, branch / path, link)
-                note_digests(path)
+                stage(path, self.root / path)
             for record in self.site.glob("torch-*.dist-info/RECORD"):
                 path = record.relative_to(self.site).as_posix()
-                _copy(record, release / path)
-                _copy(record, branch / path)
-                (branch / path).write_text(
-                    self._record_of(record, manifest), newline=""
-                )
-                note_digests(path)
+                stage(path, record, self._record_of(record, manifest))
             (self.partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
             (self.partial / "current").symlink_to(RELEASE)
             if self.folder.exists():  # of a torch that was there before
@@ -240,28 +218,23 @@ class Overlay:
 
     def _record_of(self, record: Path, laid: Manifest) -> str:
         """Returns RECORD with what is laid, and what is kept of the release."""
-        with record.open(newline="") as file:
-            rows = {row[0]: row[1:] for row in csv.reader(file) if row}
-        for path in laid:
-            digest = base64.urlsafe_b64encode(bytes.fromhex(str(laid[path][BRANCH])))
+        lines = record.read_text().split("\n")
+        rows = [line for line in lines if line and line.partition(",")[0] not in laid]
+        for path, has in laid.items():
+            digest = base64.urlsafe_b64encode(bytes.fromhex(str(has[BRANCH])))
             nbytes = (self.root / path).stat().st_size
-            rows[path] = [f"sha256={digest.decode().rstrip('=')}", str(nbytes)]
+            rows.append(f"{path},sha256={digest.decode().rstrip('=')},{nbytes}")
         kept = [path for path, has in laid.items() if has[RELEASE]]
         kept.append(record.relative_to(self.site).as_posix())
         # Without digests, as pip lists bytecode
-        for path in (MANIFEST, *(f"{RELEASE}/{path}" for path in kept)):
-            rows[f"{FOLDER}/{path}"] = ["", ""]
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerows([path, *row] for path, row in rows.items())
-        return text.getvalue()
+        rows.append(f"{FOLDER}/{MANIFEST},,")
+        rows.extend(f"{FOLDER}/{RELEASE}/{path},," for path in kept)
+        return "\n".join(rows) + "\n"
 
     # Undoing.
 
     def undo(self) -> str:
         """Gives back what was replaced; says what is there then."""
-        if self.is_by_links:
-            raise ToolError(f"{self.site} was made by --to: remove that folder")
         if changed := self.changed():
             raise ToolError(
                 f"{self.site} is left as it is, because files of the branch were changed "
@@ -331,25 +304,67 @@ class Overlay:
         self.check()
         other = Overlay(folder, self.root)
         if folder.exists() and [*folder.iterdir()]:
-            if not other.is_by_links:
-                raise ToolError(f"{folder} is there, and was not made by --to")
             other.check_folder()
-        links = torch_links(self.site, self.root, {*self.ours})
+        links = torch_links(self.site, self.root, self.ours)
         # So that it is known whose folder this is
         links[f"{FOLDER}/{MANIFEST}"] = os.devnull
         lay_links(folder, links, copies=() if link else self.ours)
         return f"{other.status()}\nbefore a command: PYTHONPATH={folder}"
 
     def check_folder(self) -> None:
-        """Refuses a folder that ``lay_to`` has made if it holds what others put there."""
-        strays = sorted(
-            path.name for path in self.site.iterdir() if path.name != "torch"
-        )
-        if strays:
+        """Refuses a folder with anything in it that ``lay_to`` did not make."""
+        if not self.is_by_links:
+            raise ToolError(f"{self.site} is there, and was not made by --to")
+        if strays := {path.name for path in self.site.iterdir()} - {"torch"}:
             raise ToolError(
-                f"{self.site} has {', '.join(strays)}, which --to did not put there: "
-                "move it away first"
+                f"{self.site} has {', '.join(sorted(strays))}, which --to did not put "
+                "there: move it away first"
             )
+
+
+# Trees of links #
+
+
+def torch_links(site: Path, ours: Path, own: Iterable[str]) -> dict[str, str]:
+    """
+    Returns what each link of a tree leads to, by path from the tree's root: the torch in
+    ``site``, but for our ``own`` files. A folder without any of these is one link.
+    """
+    targets = {path: str(ours / path) for path in own}
+    folders = {str(parent) for path in own for parent in Path(path).parents}
+    pending = ["torch"]
+    for path in pending:  # grows
+        if path in folders and (site / path).is_dir():
+            names = os.listdir(site / path)
+            pending += [f"{path}/{name}" for name in names if name != "__pycache__"]
+        elif path not in folders:
+            targets.setdefault(path, str(site / path))
+    return targets
+
+
+def laid_links(tree: Path) -> dict[str, str]:
+    """Returns the links of a tree; refuses one in which somebody wrote a file."""
+    links = {}
+    for place in tree.rglob("*"):
+        if place.is_symlink():
+            links[place.relative_to(tree).as_posix()] = os.readlink(place)
+        elif place.is_file() and "__pycache__" not in place.parts:
+            raise ToolError(f"{place}: move it to its place in the clone")
+    return links
+
+
+def lay_links(tree: Path, targets: dict[str, str], copies: Iterable[str] = ()) -> None:
+    """Makes a tree anew; ``copies`` are copied, and all else linked."""
+    partial, old = (tree.with_name(f"{tree.name}.{end}") for end in ("partial", "old"))
+    for left in (partial, old):
+        shutil.rmtree(left, ignore_errors=True)
+    copies = {*copies}
+    for path, target in targets.items():
+        _copy(Path(target), partial / path, path not in copies)
+    if tree.exists():
+        os.rename(tree, old)
+    os.rename(partial, tree)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _copy(source: Path, target: Path, link: bool = False) -> None:
@@ -369,6 +384,9 @@ def _replace_by_link(place: Path, target: str) -> None:
     partial.unlink(missing_ok=True)
     partial.symlink_to(target)
     os.replace(partial, place)
+
+
+# The command #
 
 
 def find_site(python: str) -> Path:
@@ -428,25 +446,24 @@ def run(parsed: argparse.Namespace) -> str:
     python = shutil.which(parsed.python) or parsed.python
     if Path(python).is_dir():
         raise ToolError(f"{python} is a folder: name its bin/python")
-    folder = parsed.to and parsed.to.expanduser().absolute()
-    if folder and (parsed.status or parsed.undo):
-        overlay = Overlay(folder)
+    overlay = Overlay(find_site(python))
+    if folder := parsed.to and parsed.to.expanduser().absolute():
+        laid = Overlay(folder)
+        if parsed.status:
+            return laid.status()
+        if not parsed.undo:
+            return overlay.lay_to(folder, link=parsed.link)
         if not folder.exists():
             return f"{folder} does not exist: there is nothing to undo"
-        if not overlay.is_by_links:
-            raise ToolError(f"{folder} was not made by --to")
-        if parsed.status:
-            return overlay.status()
-        overlay.check_folder()
+        laid.check_folder()
         shutil.rmtree(folder)
         return f"{folder}: removed"
-    overlay = Overlay(find_site(python))
     if parsed.record:
         return record(overlay.site)
     if parsed.status:
         return overlay.status()
-    if folder:
-        return overlay.lay_to(folder, link=parsed.link)
+    if overlay.is_by_links:
+        raise ToolError(f"{overlay.site} was made by --to: run that again instead")
     with locked(overlay.site / "torch"):
         overlay.settle()
         return overlay.undo() if parsed.undo else overlay.lay(link=parsed.link)

@@ -15,7 +15,7 @@ import os
 import re
 import subprocess
 from pathlib import Path
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
@@ -119,24 +119,24 @@ def sha256(path: Path) -> str | None:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def recorded(root: Path, release: str) -> dict[str, Any]:
-    """Returns the commit of a release, and the digests of its files."""
-    path = root / DIGESTS
-    return json.loads(path.read_text()).get(release) or {"sha256": {}}
+def recorded(root: Path, release: str) -> dict[str, str]:
+    """Returns the digests of a release's files, by path."""
+    entries = json.loads((root / DIGESTS).read_text())
+    return entries[release]["sha256"] if release in entries else {}
 
 
-def differences(
-    theirs: dict[str, str], ours: Iterable[str], place: Callable[[str], Path]
-) -> list[str]:
+def refuse_changed(
+    where: Path,
+    root: Path,
+    release: str,
+    ours: Iterable[str],
+    place: Callable[[str], Path],
+) -> None:
     """
-    Returns a line for each file that is not the release's own, of those that ours
-    replace and of those that ours are written for.
-
-    Args:
-        theirs: The digests of the release's files.
-        place: Returns where a file is.
+    Refuses a tree in which a file is not the release's own, of those that ours replace
+    and of those that ours are written for. ``place`` returns where a file is.
     """
-    told = []
+    theirs, told = recorded(root, release), []
     for path in sorted({*theirs, *ours}):
         digest, found = theirs.get(path), sha256(place(path))
         if place(path).is_symlink():
@@ -146,7 +146,12 @@ def differences(
         elif digest != found:
             is_there = "is not the release's" if found is not None else "is missing"
             told.append(f"{path} {is_there}")
-    return told
+    if told:
+        raise ToolError(
+            f"{where} is left as it is, because of these files:{listing(told)}\n"
+            "take the release itself; or, to keep what was changed, apply the series of "
+            "small patches: docs/series.md"
+        )
 
 
 def listing(lines: Iterable[str]) -> str:

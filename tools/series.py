@@ -25,7 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.links import lay_links, torch_links
+from tools.overlay import lay_links, torch_links
 from tools.releases import git, has_git, NEWEST, ROOT, ToolError
 
 

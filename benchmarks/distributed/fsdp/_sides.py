@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import selectors
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -40,12 +39,11 @@ def find_release(given: Path | None, tree: Path = TREE_ROOT) -> Path | None:
             return folder
     if given is not None or not (tree / KEPT / "torch").is_dir():
         return None
-    from tools.links import lay_links, plan_links
+    from tools.overlay import lay_links, torch_links
     from tools.releases import files_under
 
-    planned = plan_links(tree, tree / KEPT, files_under(tree / KEPT, "torch"))
-    shutil.rmtree(MADE, ignore_errors=True)
-    lay_links(MADE, {p: to for p, to in planned.items() if p.startswith("torch/")})
+    kept = files_under(tree / KEPT, "torch")
+    lay_links(MADE, torch_links(tree, tree / KEPT, kept))
     return MADE
 
 

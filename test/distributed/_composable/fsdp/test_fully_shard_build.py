@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 import unittest
 import zipfile
 from pathlib import Path
@@ -28,6 +27,7 @@ from fsdp_build.utils import (
     make_wheel,
     REPLACED,
     run,
+    ScratchTestCase,
     VERSION,
     write,
 )
@@ -35,7 +35,7 @@ from fsdp_build.utils import (
 from tools.build import LABEL
 from tools.checkout import TESTS
 from tools.releases import DEFAULT, NEWEST
-from torch.testing._internal.common_utils import run_tests, TestCase
+from torch.testing._internal.common_utils import run_tests
 
 
 pytestmark = [pytest.mark.tools, pytest.mark.long]
@@ -48,13 +48,10 @@ NAMES = {
 SHOW = f"import {NAMES[REPLACED[1]]} as m; print(m.origin)"
 
 
-class BuildTestCase(TestCase):
+class BuildTestCase(ScratchTestCase):
     def setUp(self) -> None:
         super().setUp()
-        scratch = tempfile.TemporaryDirectory()
-        self.addCleanup(scratch.cleanup)
-        self.scratch = Path(scratch.name).resolve()
-        self.root = self.scratch / "a clone of größe"
+        self.root = self.scratch / "clone"
         for name in ("tools", "constraints"):
             shutil.copytree(REPOSITORY / name, self.root / name)
         for name in ("Makefile", "setup.py", "pyproject.toml"):
@@ -231,20 +228,23 @@ class TestWheel(BuildTestCase):
 
 
 @unittest.skipUnless(shutil.which("cmake"), "needs CMake: pip install cmake")
-class TestCMake(TestCase):
+class TestCMake(ScratchTestCase):
     def test_lists_each_test_file_and_refuses_what_does_not_fit(self):
-        with tempfile.TemporaryDirectory() as build:
-            configure = ("cmake", "-S", REPOSITORY, "-B", build)
-            text = run(*configure, "-DRELEASE=1.0", status=1)
-            self.assertIn("RELEASE=1.0: the branch fits", " ".join(text.split()))
-            text = run(*configure, f"-DPYTORCH_SOURCE_DIR={build}", status=1)
-            self.assertIn("is not a PyTorch source tree", " ".join(text.split()))
-            run(*configure, f"-DRELEASE={NEWEST}", "-DPYTORCH_SOURCE_DIR=")
-            text = run("ctest", "--test-dir", build, "--show-only=json-v1")
-            setup, *tests = json.loads(text[text.index("{\n") :])["tests"]
-            self.assertIn(f"RELEASE={NEWEST}", setup["command"])
-            files = {path.stem for path in (REPOSITORY / TESTS).glob("test_*.py")}
-            self.assertEqual({test["name"] for test in tests}, files)
+        build = self.scratch
+        configure = ("cmake", "-S", REPOSITORY, "-B", build)
+        text = run(*configure, "-DRELEASE=1.0", status=1)
+        self.assertIn("RELEASE=1.0: the branch fits", " ".join(text.split()))
+        text = run(*configure, f"-DPYTORCH_SOURCE_DIR={build}", status=1)
+        self.assertIn("is not a PyTorch source tree", " ".join(text.split()))
+        run(*configure, f"-DRELEASE={NEWEST}", "-DPYTORCH_SOURCE_DIR=")
+        text = run("ctest", "--test-dir", build, "--show-only=json-v1")
+        tests = json.loads(text[text.index("{\n") :])["tests"]
+        files = {path.stem: path for path in (REPOSITORY / TESTS).glob("test_*.py")}
+        self.assertEqual({test["name"] for test in tests}, {*files})
+        for test in tests:
+            file = files[test["name"]].relative_to(REPOSITORY)
+            self.assertIn(f"ARGS={file}", test["command"])
+            self.assertIn(f"RELEASE={NEWEST}", test["command"])
 
 
 # Launched on several ranks, one does the work: the tests share no processes.

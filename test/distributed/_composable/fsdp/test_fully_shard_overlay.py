@@ -9,7 +9,6 @@ import errno
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from fsdp_build.utils import (
     OTHER,
     REPLACED,
     run,
+    ScratchTestCase,
     VERSION,
     write,
 )
@@ -36,7 +36,6 @@ from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
-    TestCase,
 )
 
 
@@ -47,13 +46,10 @@ pytestmark = pytest.mark.tools
 DONE, FAILED, DONE_ALL_THE_SAME, KILLED = range(4)
 
 
-class SiteTestCase(TestCase):
+class SiteTestCase(ScratchTestCase):
     def setUp(self) -> None:
         super().setUp()
-        scratch = tempfile.TemporaryDirectory()
-        self.addCleanup(scratch.cleanup)
-        self.root = Path(scratch.name).resolve() / "a clone of größe"
-        self.site = Path(scratch.name).resolve() / "site-packages"
+        self.root, self.site = self.scratch / "clone", self.scratch / "site-packages"
         make_clone(self.root)
         self.dist_info = make_site(self.site)
         for number, path in enumerate(sorted(self.site.rglob("*.py"))):
@@ -75,15 +71,11 @@ class SiteTestCase(TestCase):
 
     def seen(self) -> dict[str, bytes]:
         """Returns what an import of torch, and pip, would read now."""
-        names = {
-            path.relative_to(self.site).as_posix() for path in self.site.rglob("*")
-        }
-        kept = (FOLDER, f"{FOLDER}.partial")
         return {
-            name: (self.site / name).read_bytes()
-            for name in names
-            if (self.site / name).is_file()
-            and not name.startswith(kept)
+            name: path.read_bytes()
+            for path in self.site.rglob("*")
+            if path.is_file()
+            and not (name := path.relative_to(self.site).as_posix()).startswith(FOLDER)
             and not name.endswith(".partial")
         }
 
@@ -177,8 +169,7 @@ class TestOverlay(SiteTestCase):
         write(self.site, {BESIDE: "another", OTHER: "known now"})
         self.assert_refused(f"{BESIDE} is not the release's", self.overlay.lay)
         record(self.site, self.root)
-        files = recorded(self.root, DEFAULT)["sha256"]
-        self.assertEqual({*files}, {*REPLACED, BESIDE, OTHER})
+        self.assertEqual({*recorded(self.root, DEFAULT)}, {*REPLACED, BESIDE, OTHER})
         self.overlay.lay()
         self.assert_refused("--undo first", lambda: record(self.site, self.root))
 

@@ -7,10 +7,12 @@ import hashlib
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from tools.releases import DEFAULT, DIGESTS, RELEASES
+from torch.testing._internal.common_utils import TestCase
 
 
 PACKAGE = "torch/distributed/fsdp/_fully_shard"
@@ -20,6 +22,15 @@ BESIDE = f"{PACKAGE}/_fsdp_state.py"
 OTHER = f"{PACKAGE}/_fully_shard.py"  # not known to the branch
 KNOWN = {path: f"origin = 'release: {path}'\n" for path in [*REPLACED, BESIDE]}
 VERSION = f"{DEFAULT}+cpu"
+
+
+class ScratchTestCase(TestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        scratch = tempfile.TemporaryDirectory()
+        self.addCleanup(scratch.cleanup)
+        self.scratch = Path(scratch.name).resolve() / "größe und mehr"
+        self.scratch.mkdir()
 
 
 def write(folder: Path, files: dict[str, str]) -> None:
@@ -83,11 +94,13 @@ def run(*command: object, status: int = 0, **options: Any) -> str:
 
 
 def git(folder: Path, *arguments: object) -> str:
-    who = ("-c", "user.name=a", "-c", "user.email=a@b")
-    return run("git", "-C", folder, *who, *arguments)
+    return run("git", "-C", folder, *arguments)
 
 
 def commit_all(folder: Path) -> None:
+    """Makes a repository of a folder."""
     git(folder, "init", "--quiet")
+    git(folder, "config", "user.name", "a")
+    git(folder, "config", "user.email", "a@b")
     git(folder, "add", "--all")
     git(folder, "commit", "--quiet", "--message", "all of it")
