@@ -26,7 +26,13 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-from tools.overlay import laid_links, lay_links, Overlay, torch_links
+from tools.overlay import (
+    laid_links,
+    lay_links,
+    Overlay,
+    replace_by_link,
+    torch_links,
+)
 from tools.releases import (
     chosen_release,
     DEFAULT,
@@ -68,6 +74,11 @@ def make_venv(folder: Path, *options: str) -> Path:
     return folder / "bin/python"
 
 
+def pip_install(python: Path | str, *arguments: str) -> None:
+    # Python compiles what it imports
+    run(python, "-m", "pip", "install", "--no-compile", *arguments)
+
+
 def site_of(venv: Path) -> Path:
     return next(venv.glob("lib/python3*/site-packages"))
 
@@ -90,10 +101,8 @@ def first_on_path(tree: Path) -> str:
     return f"import sys; sys.path.insert(sys.path.index(sitedir), {str(tree)!r})\n"
 
 
-def digest_of(*files: str) -> str:
-    return hashlib.sha256(
-        b"\0".join((ROOT / f).read_bytes() for f in files)
-    ).hexdigest()
+def texts(*files: str) -> dict[str, str]:
+    return {file: (ROOT / file).read_text() for file in files}
 
 
 class Build:
@@ -103,93 +112,84 @@ class Build:
         self.release = release
         self.home = ROOT / "build" / release
         self.venv = self.home / ".venv"
-        self.python = self.venv / "bin/python"
         self.stamp = self.home / "setup.json"
+        self.made_of: dict[str, Any] = {}
 
     def set_up(self, *, models: bool, clients: bool) -> None:
         self.home.mkdir(parents=True, exist_ok=True)
         with locked(self.home):
-            made_of = self._read_stamp()
+            if self.stamp.exists():
+                self.made_of = json.loads(self.stamp.read_text())
             try:
-                self._make_environment(made_of, models or clients)
-                own = files_under(ROOT, "torch")
-                lay_trees(site_of(self.venv), self.home, own)
+                self._make_environment(models or clients)
+                lay_trees(site_of(self.venv), self.home, files_under(ROOT, "torch"))
                 if clients:
-                    self._make_clients(made_of)
+                    self._make_clients()
             except ToolError as error:
                 home = self.home.relative_to(ROOT)
                 raise ToolError(f"{error}; to begin anew: rm -rf {home}") from None
             for name in (".venv", "build/base") if self.release == DEFAULT else ():
                 self._make_short(name)
 
-    def _read_stamp(self) -> dict[str, Any]:
-        return json.loads(self.stamp.read_text()) if self.stamp.exists() else {}
-
-    def _make_environment(self, made_of: dict[str, Any], models: bool) -> None:
+    def _make_environment(self, models: bool) -> None:
         """Installs the release and what we require, unless that was done."""
-        identity = [
-            sysconfig.get_config_var("SOABI"),
-            os.path.realpath(sys.base_prefix),
-            str(self.venv),
+        made_of, python = self.made_of, self.venv / "bin/python"
+        identity: dict[str, Any] = {
+            "python": [
+                sysconfig.get_config_var("SOABI"),
+                os.path.realpath(sys.base_prefix),
+                str(self.venv),
+            ],
             # The first wheel stays until another is named
-            named_wheel() or made_of.get("identity", [None])[-1],
-        ]
+            "wheel": named_wheel() or made_of.get("wheel"),
+        }
         files = [EXAMPLES, TESTS]
-        if models or MODELS in made_of.get("files", ()):
+        if models or MODELS in made_of.get("requirements", ()):
             files.append(MODELS)
-        wanted = {"identity": identity, "files": files, "digest": digest_of(*files)}
-        if {key: made_of.get(key) for key in wanted} == wanted:
+        wanted: dict[str, Any] = identity | {"requirements": texts(*files)}
+        if wanted.items() <= made_of.items():
             return
-        if made_of.get("identity") != identity:
-            make_venv(self.venv)
         self.stamp.unlink(missing_ok=True)
-        made_of.clear()
+        if not identity.items() <= made_of.items():
+            make_venv(self.venv)
         # pip looks for no other where a wheel comes first
-        torch = [*(identity[-1] or ())[:1], f"torch=={self.release}"]
-        listed = [f"--requirement={ROOT / file}" for file in files]
-        self._pip(self.python, *torch, *listed)
+        torch = [*(wanted["wheel"] or ())[:1], f"torch=={self.release}"]
+        pip_install(python, *torch, *(f"--requirement={ROOT / f}" for f in files))
         pth = first_on_path(self.home / "branch")
         (site_of(self.venv) / PTH).write_text(pth)
-        made_of.update(wanted)
-        self._write_stamp(made_of)
-        print(
-            f"torch {self.release}: {self.python.relative_to(ROOT)} imports the branch"
-        )
+        self._write_stamp(wanted)
+        print(f"torch {self.release}: {python.relative_to(ROOT)} imports the branch")
 
-    def _make_clients(self, made_of: dict[str, Any]) -> None:
+    def _make_clients(self) -> None:
         """
         Installs what the clients want otherwise than tests do into an environment over
         ``.venv``. What lies there counts as installed: no second torch is fetched.
         """
-        digest = digest_of(EXAMPLES, TESTS, MODELS, CLIENTS)
+        wanted = texts(EXAMPLES, TESTS, MODELS, CLIENTS)
         folder = self.venv / "clients"
-        if made_of.get("clients") == digest and folder.exists():
+        if self.made_of.get("clients") == wanted and folder.exists():
             return
         python = make_venv(folder, "--without-pip")
         lines = f"{self.home / 'branch'}\n{site_of(self.venv)}\n"
         (site_of(folder) / PTH).write_text(lines)
-        self._pip(python, f"torch=={self.release}", f"--requirement={ROOT / CLIENTS}")
-        self._write_stamp(made_of | {"clients": digest})
-
-    def _pip(self, python: Path, *arguments: str) -> None:
-        # Python compiles what it imports
-        run(python, "-m", "pip", "install", "--no-compile", *arguments)
+        torch = f"torch=={self.release}"
+        pip_install(python, torch, f"--requirement={ROOT / CLIENTS}")
+        self._write_stamp(self.made_of | {"clients": wanted})
 
     def _write_stamp(self, made_of: dict[str, Any]) -> None:
+        self.made_of = made_of
         partial = self.stamp.with_suffix(".partial")
         partial.write_text(json.dumps(made_of, indent=1))
         partial.replace(self.stamp)
 
     def _make_short(self, name: str) -> None:
         """Gives what the default release has a short name in the clone."""
-        place, target = ROOT / name, self.home / Path(name).name
-        link = os.path.relpath(target, place.parent)
-        if place.is_symlink() and os.readlink(place) == link:
-            return
+        place = ROOT / name
         if place.exists() and not place.is_symlink():
             raise ToolError(f"{name} was not made by set-up: move it out of the way")
-        place.unlink(missing_ok=True)
-        place.symlink_to(link)
+        target = os.path.relpath(self.home / place.name, place.parent)
+        if not place.is_symlink() or os.readlink(place) != target:
+            replace_by_link(place, target)
 
 
 def named_wheel() -> list[Any] | None:
@@ -294,7 +294,7 @@ def lay_for_this_python() -> dict[str, Any]:
     if installed() is None:
         wheel = (named_wheel() or ())[:1]
         torch = f"torch=={chosen_release()}"
-        run(sys.executable, "-m", "pip", "install", *wheel, torch)
+        pip_install(sys.executable, *wheel, torch)
     release = release_of(installed() or "")
     if os.environ.get(VARIABLE, release) != release:
         raise ToolError(f"torch {release} is installed here: pip uninstall torch first")

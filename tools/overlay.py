@@ -53,10 +53,8 @@ from tools.releases import (  # noqa: E402
 )
 
 
-# By path: the digests of a file's two forms, None where there is no such file
-Manifest = dict[str, "dict[str, str | None]"]
-FOLDER = "torch/.mixed_dtype"  # what the overlay replaced, and the manifest
-MANIFEST = "manifest.json"
+FOLDER = "torch/.mixed_dtype"  # what torch's own files are links into
+MANIFEST = "manifest.json"  # the digests of the branch's form of each file, by path
 RELEASE, BRANCH = "release", "branch"
 FIND = (
     "import importlib.util, json; spec = importlib.util.find_spec('torch'); "
@@ -71,14 +69,13 @@ class Overlay:
     One rename exchanges all files, so that whoever imports torch meanwhile, or after the
     overlay was killed, has the release or the branch as a whole:
 
-    1. ``FOLDER`` gets both forms of each file, and a link ``current`` to one of them.
-    2. Each file becomes a link through ``current`` to the form that it has now. One that
-       only the branch has leads nowhere as long as ``current`` is the release.
-    3. ``current`` is replaced by a link to the other form.
-    4. Each link becomes the file that it leads to, and ``current`` goes.
+    1. ``FOLDER`` gets both forms of each file, and a link ``current`` to the release's.
+    2. Each file becomes a link through ``current``. One that only the branch has leads
+       nowhere as yet.
+    3. ``current`` is replaced by a link to the branch's.
 
-    ``settle`` is the last step, and what a run that was cut off needs. Undoing takes the
-    same steps with the forms exchanged. What takes space on the disk is all in step 1.
+    Undoing goes back from step 3, and so does ``settle`` after a run that was cut off.
+    What takes space on the disk is all in step 1.
     """
 
     def __init__(self, site: Path, root: Path = ROOT) -> None:
@@ -104,26 +101,19 @@ class Overlay:
         return tracked_files(self.root, "torch")
 
     @property
-    def manifest(self) -> Manifest:
+    def manifest(self) -> dict[str, str]:
         path = self.folder / MANIFEST
         return json.loads(path.read_text()) if path.is_file() else {}
 
     @property
-    def laid(self) -> Manifest:
+    def laid(self) -> dict[str, str]:
         """What of the manifest holds: nothing once torch was installed anew."""
         manifest = self.manifest
-        is_laid = any(
-            has[BRANCH] != has[RELEASE] and self._is_laid(path, has[BRANCH])
-            for path, has in manifest.items()
-        )
-        return manifest if is_laid else {}
-
-    def _is_laid(self, path: str, digest: str | None) -> bool:
-        return self._is_linked(path) or sha256(self.site / path) == digest
+        return manifest if any((self.site / p).is_symlink() for p in manifest) else {}
 
     def _is_linked(self, path: str) -> bool:
-        place = self.site / path
-        return place.is_symlink() and os.readlink(place) == str(self.root / path)
+        """Whether a file is laid as a link into the clone."""
+        return (self.folder / BRANCH / path).is_symlink()
 
     @property
     def is_by_links(self) -> bool:
@@ -132,8 +122,15 @@ class Overlay:
 
     def changed(self) -> list[str]:
         """Returns the files that are not as the overlay laid them."""
-        laid = self.laid.items()
-        return [path for path, has in laid if not self._is_laid(path, has[BRANCH])]
+        return [
+            path
+            for path, digest in self.laid.items()
+            if not (self.site / path).is_symlink()
+            or (not self._is_linked(path) and sha256(self.site / path) != digest)
+        ]
+
+    def _is_cut_off(self) -> bool:
+        return self.current.is_symlink() and os.readlink(self.current) == RELEASE
 
     def has_ours(self) -> bool:
         """Whether torch has each of our files as it is in the clone."""
@@ -146,10 +143,8 @@ class Overlay:
 
     def status(self) -> str:
         what = "no overlay"
-        if self.current.is_symlink():
-            what = (
-                f"the {os.readlink(self.current)}; an overlay was cut off, run it again"
-            )
+        if self._is_cut_off():
+            what = "the release; an overlay was cut off, run it again"
         elif self.is_up_to_date():
             what = f"the branch, as it is in {self.root}"
             if not self.laid:
@@ -183,30 +178,33 @@ class Overlay:
             self.check()
             if self.laid:
                 self.undo()
-            self._stage_both(link)
-            self._switch_to(BRANCH)
+            self._stage(link)
+            try:
+                for path in self.manifest:
+                    up = "../" * path.count("/")
+                    replace_by_link(self.site / path, f"{up}{FOLDER}/current/{path}")
+                replace_by_link(self.current, BRANCH)
+            finally:
+                self.settle()
         return self.status()
 
-    def _stage_both(self, link: bool) -> None:
+    def _stage(self, link: bool) -> None:
         """Makes the first step of [Note: An overlay is all or nothing]."""
-        forms = {form: self.partial / form for form in (RELEASE, BRANCH)}
-        manifest: Manifest = {}
-
-        def stage(path: str, ours: Path, text: str | None = None) -> None:
-            if (self.site / path).exists():
-                _copy(self.site / path, forms[RELEASE] / path)
-            _copy(ours, forms[BRANCH] / path, link and text is None)
-            if text is not None:
-                (forms[BRANCH] / path).write_text(text)
-            manifest[path] = {form: sha256(at / path) for form, at in forms.items()}
-
+        release, branch = self.partial / RELEASE, self.partial / BRANCH
+        manifest: dict[str, str] = {}
         try:
-            forms[RELEASE].mkdir(parents=True)
+            release.mkdir(parents=True)
             for path in self.ours:
-                stage(path, self.root / path)
+                if (self.site / path).exists():
+                    _copy(self.site / path, release / path)
+                _copy(self.root / path, branch / path, link)
+                manifest[path] = str(sha256(branch / path))
             for record in self.site.glob("torch-*.dist-info/RECORD"):
                 path = record.relative_to(self.site).as_posix()
-                stage(path, record, self._record_of(record, manifest))
+                _copy(record, release / path)
+                _copy(record, branch / path)
+                (branch / path).write_text(self._record_of(record, manifest))
+                manifest[path] = str(sha256(branch / path))
             (self.partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
             (self.partial / "current").symlink_to(RELEASE)
             if self.folder.exists():  # of a torch that was there before
@@ -216,19 +214,18 @@ class Overlay:
             shutil.rmtree(self.partial, ignore_errors=True)
             raise
 
-    def _record_of(self, record: Path, laid: Manifest) -> str:
-        """Returns RECORD with what is laid, and what is kept of the release."""
+    def _record_of(self, record: Path, laid: dict[str, str]) -> str:
+        """Returns RECORD with what is laid, and what ``FOLDER`` holds."""
         lines = record.read_text().split("\n")
         rows = [line for line in lines if line and line.partition(",")[0] not in laid]
-        for path, has in laid.items():
-            digest = base64.urlsafe_b64encode(bytes.fromhex(str(has[BRANCH])))
+        for path, digest in laid.items():
+            encoded = base64.urlsafe_b64encode(bytes.fromhex(digest)).decode()
             nbytes = (self.root / path).stat().st_size
-            rows.append(f"{path},sha256={digest.decode().rstrip('=')},{nbytes}")
-        kept = [path for path, has in laid.items() if has[RELEASE]]
-        kept.append(record.relative_to(self.site).as_posix())
+            rows.append(f"{path},sha256={encoded.rstrip('=')},{nbytes}")
+        held = [path for path in self.partial.rglob("*") if not path.is_dir()]
+        names = [path.relative_to(self.partial).as_posix() for path in held]
         # Without digests, as pip lists bytecode
-        rows.append(f"{FOLDER}/{MANIFEST},,")
-        rows.extend(f"{FOLDER}/{RELEASE}/{path},," for path in kept)
+        rows.extend(f"{FOLDER}/{name},," for name in (*names, MANIFEST, "current"))
         return "\n".join(rows) + "\n"
 
     # Undoing.
@@ -242,51 +239,23 @@ class Overlay:
                 f"from {self.root}, and then undo"
             )
         if self.laid:
-            staged = self.folder / BRANCH
-            try:
-                for path in self.laid:
-                    _copy(self.site / path, staged / path)
-                self.current.symlink_to(BRANCH)
-            except BaseException:
-                shutil.rmtree(staged, ignore_errors=True)
-                raise
-            self._switch_to(RELEASE)
+            replace_by_link(self.current, RELEASE)
+            self.settle()
         return self.status()
 
-    # Both.
-
-    def _switch_to(self, form: str) -> None:
-        """Makes the other steps of [Note: An overlay is all or nothing]."""
-        try:
-            for path in self.manifest:
-                up = "../" * path.count("/")
-                _replace_by_link(self.site / path, f"{up}{FOLDER}/current/{path}")
-            _replace_by_link(self.current, form)
-        finally:
-            self.settle()
-
     def settle(self) -> None:
-        """Gives each file the form that ``current`` leads to, if it is there."""
+        """Gives back each file, unless ``current`` leads to the branch."""
         if self.partial.exists():
             shutil.rmtree(self.partial)
-        if not self.current.is_symlink():
-            shutil.rmtree(self.folder / BRANCH, ignore_errors=True)
+        if not self._is_cut_off():
             return
-        form, manifest = os.readlink(self.current), self.manifest
-        for path in manifest:
-            place, staged = self.site / path, self.folder / form / path
+        for path in self.manifest:
+            place, kept = self.site / path, self.folder / RELEASE / path
             _partial_of(place).unlink(missing_ok=True)
-            if staged.exists():
-                os.replace(staged, place)
+            if place.is_symlink() and kept.exists():
+                os.replace(kept, place)
             elif place.is_symlink():
                 place.unlink()
-        if form == BRANCH:
-            shutil.rmtree(self.folder / BRANCH, ignore_errors=True)
-            self.current.unlink()
-            return
-        for path, has in manifest.items():
-            if has[RELEASE] is None:
-                place = self.site / path
                 for code in place.parent.glob(f"__pycache__/{place.stem}.*.pyc"):
                     code.unlink()
         os.rename(self.folder, self.partial)
@@ -379,7 +348,7 @@ def _partial_of(place: Path) -> Path:
     return place.with_name(f".{place.name}.partial")
 
 
-def _replace_by_link(place: Path, target: str) -> None:
+def replace_by_link(place: Path, target: str) -> None:
     partial = _partial_of(place)
     partial.unlink(missing_ok=True)
     partial.symlink_to(target)
@@ -424,13 +393,8 @@ def record(site: Path, root: Path = ROOT) -> str:
             folder, _, name = path.rpartition("/")
             beside = (site / folder).glob("*.py") if name != "__init__.py" else ()
             files |= {path, *(f"{folder}/{file.name}" for file in beside)}
-    version_text = (site / "torch/version.py").read_text()
-    commit = re.search(r"(?m)^git_version = '(\w+)'$", version_text)
-    entry = {
-        "commit": commit[1] if commit else None,
-        "sha256": {path: sha256(site / path) for path in sorted(files)},
-    }
-    entries = json.loads((root / DIGESTS).read_text()) | {release: entry}
+    entries = json.loads((root / DIGESTS).read_text())
+    entries[release] = {path: sha256(site / path) for path in sorted(files)}
     entries = {each: entries[each] for each in RELEASES if each in entries}
     (root / DIGESTS).write_text(json.dumps(entries, indent=2) + "\n")
     return f"{DIGESTS}: {len(files)} files of {release}"

@@ -63,10 +63,12 @@ def chosen_release() -> str:
 # Files #
 
 
-def git(folder: Path, *arguments: str, given: bytes | None = None, **env: str) -> str:
+def git(
+    folder: Path, *arguments: str | Path, given: bytes | None = None, **env: str
+) -> str:
     """Returns git's output; an error has git's own words."""
     done = subprocess.run(
-        ["git", "-C", str(folder), *arguments],
+        ["git", "-C", folder, *arguments],
         input=given,
         capture_output=True,
         env=os.environ | env,
@@ -121,8 +123,7 @@ def sha256(path: Path) -> str | None:
 
 def recorded(root: Path, release: str) -> dict[str, str]:
     """Returns the digests of a release's files, by path."""
-    entries = json.loads((root / DIGESTS).read_text())
-    return entries[release]["sha256"] if release in entries else {}
+    return json.loads((root / DIGESTS).read_text()).get(release, {})
 
 
 def refuse_changed(

@@ -42,21 +42,21 @@ NOTHING = "0" * 40
 def edit_of(commit: str, tree: Path) -> str:
     """Returns the text of a change, from a commit."""
     parts = [git(tree, "log", "-1", "--format=%B", commit).strip(), ""]
-    raw = git(tree, "diff-tree", "-r", "--no-renames", "--no-commit-id", commit)
-    for line in raw.splitlines():
-        modes, path = line.split("\t")
-        _, _, old, new, _ = modes.split()
-        parts.append(f"=== {path} {old} {new}")
-        diff = git(
-            tree, "diff-tree", "-p", "-U0", "--no-color", "--no-ext-diff",
-            "--no-renames", "--diff-algorithm=histogram", f"{commit}~", commit, "--", path,
-        )  # fmt: skip
-        _, at, hunks = diff.partition("\n@@ ")
-        for row in f"{at[1:]}{hunks}".removesuffix("\n").split("\n"):
-            if found := re.match(r"@@ -(\d+)(?:,(\d+))? ", row):
-                parts.append(f"@@ {found[1]},{found[2] or 1}")
-            elif not row.startswith("-"):
-                parts.append(row)
+    diff = git(
+        tree, "diff-tree", "-p", "-U0", "--full-index", "--no-commit-id", "--no-color",
+        "--no-ext-diff", "--no-renames", "--diff-algorithm=histogram", commit,
+    )  # fmt: skip
+    path, in_hunk = "", False
+    for row in diff.split("\n"):
+        if row.startswith("diff --git "):
+            path, in_hunk = row.rpartition(" b/")[2], False
+        elif found := re.match(r"index (\w+)\.\.(\w+)", row):
+            parts.append(f"=== {path} {found[1]} {found[2]}")
+        elif found := re.match(r"@@ -(\d+)(?:,(\d+))? ", row):
+            parts.append(f"@@ {found[1]},{found[2] or 1}")
+            in_hunk = True
+        elif in_hunk and row.startswith("+"):
+            parts.append(row)
     return "\n".join(parts) + "\n"
 
 
@@ -91,20 +91,23 @@ def with_hunks(text: str, hunks: str) -> str:
 
 def commit_edit(tree: Path, name: str, edit: str, **env: str) -> None:
     """Makes the commit of a change, on the files that it was written for."""
+
+    def blob(place: Path) -> str:
+        return git(tree, "hash-object", place).strip() if place.exists() else NOTHING
+
     message, *files = edit.split("\n=== ")
     for file in files:
         head, _, _ = file.partition("\n")
         path, old, new = head.split(" ")
         place = tree / path
-        found = git(tree, "hash-object", path).strip() if place.exists() else NOTHING
-        if found != old:
+        if (found := blob(place)) != old:
             raise ToolError(f"{name}: {path} is {found}, and not {old} as it was")
         text = place.read_text() if place.exists() else ""
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(with_hunks(text, file.removesuffix("\n")))
         if new == NOTHING:
             place.unlink()
-        elif (found := git(tree, "hash-object", path).strip()) != new:
+        if (found := blob(place)) != new:
             raise ToolError(f"{name}: {path} is then {found}, and not {new}")
     git(tree, "add", "--all")
     commit = ("commit", "--quiet", "--cleanup=verbatim", "--file=-")
@@ -122,18 +125,15 @@ def make_tree(tree: Path, release: Path, edits: dict[str, str]) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(source, target)
     git(tree, "init", "--quiet", f"--initial-branch={BRANCH}")
-    env = {}
     try:
         git(tree, "var", "GIT_AUTHOR_IDENT")
     except ToolError:  # as for continuous integration
-        for who in ("AUTHOR", "COMMITTER"):
-            env |= {
-                f"GIT_{who}_NAME": BRANCH,
-                f"GIT_{who}_EMAIL": f"{BRANCH}@localhost",
-            }
+        git(tree, "config", "user.name", BRANCH)
+        git(tree, "config", "user.email", f"{BRANCH}@localhost")
+    env = {}
     if has_git(ROOT):  # the same commits from the same changes
         date = git(ROOT, "log", "-1", "--format=%cI").strip()
-        env |= {"GIT_AUTHOR_DATE": date, "GIT_COMMITTER_DATE": date}
+        env = {"GIT_AUTHOR_DATE": date, "GIT_COMMITTER_DATE": date}
     git(tree, "add", "--all")
     git(tree, "commit", "--quiet", "--message", f"PyTorch {NEWEST}", **env)
     git(tree, "tag", RELEASE)

@@ -50,11 +50,11 @@ class SiteTestCase(ScratchTestCase):
     def setUp(self) -> None:
         super().setUp()
         self.root, self.site = self.scratch / "clone", self.scratch / "site-packages"
-        make_clone(self.root)
         self.dist_info = make_site(self.site)
         for number, path in enumerate(sorted(self.site.rglob("*.py"))):
             os.utime(path, ns=(0, 10**18 + number))
         (self.site / REPLACED[0]).chmod(0o640)
+        make_clone(self.root)
         self.overlay = Overlay(self.site, self.root)
         self.release = self.state()
 
@@ -62,12 +62,16 @@ class SiteTestCase(ScratchTestCase):
         """Returns all of the site: content, mode and time of each file."""
         state: dict[str, Any] = {}
         for path in sorted(self.site.rglob("*")):
-            name, status = path.relative_to(self.site).as_posix(), path.lstat()
             if path.is_symlink():
-                state[name] = os.readlink(path)
+                state[self.name_of(path)] = os.readlink(path)
             elif path.is_file():
-                state[name] = (path.read_bytes(), status.st_mode, status.st_mtime_ns)
+                status = path.lstat()
+                of = (path.read_bytes(), status.st_mode, status.st_mtime_ns)
+                state[self.name_of(path)] = of
         return state
+
+    def name_of(self, path: Path) -> str:
+        return path.relative_to(self.site).as_posix()
 
     def seen(self) -> dict[str, bytes]:
         """Returns what an import of torch, and pip, would read now."""
@@ -75,7 +79,7 @@ class SiteTestCase(ScratchTestCase):
             name: path.read_bytes()
             for path in self.site.rglob("*")
             if path.is_file()
-            and not (name := path.relative_to(self.site).as_posix()).startswith(FOLDER)
+            and not (name := self.name_of(path)).startswith(FOLDER)
             and not name.endswith(".partial")
         }
 
@@ -88,8 +92,8 @@ class SiteTestCase(ScratchTestCase):
         expected.pop(name)
         self.assertEqual(seen, expected)
         for path, (digest, nbytes) in rows.items():
-            data = (self.site / path).read_bytes()
             if digest:
+                data = (self.site / path).read_bytes()
                 found = [f"sha256={encoded(data)}", str(len(data))]
                 self.assertEqual([digest, nbytes], found, path)
         self.assertEqual({*rows}, {*self.state()})
@@ -158,9 +162,10 @@ class TestOverlay(SiteTestCase):
 
     def test_torch_that_was_installed_anew_has_no_overlay(self):
         self.overlay.lay()
-        make_site(self.site)  # as `pip install --force-reinstall` leaves it
-        for path in ADDED:
+        # As `pip install --force-reinstall` does
+        for path in [*REPLACED, *ADDED, f"{self.dist_info.name}/RECORD"]:
             (self.site / path).unlink()
+        make_site(self.site)
         self.assertIn("no overlay", self.overlay.status())
         self.overlay.lay()
         self.assertIn("as it is in", self.overlay.status())
@@ -186,35 +191,35 @@ class TestRefusals(SiteTestCase):
         (self.site / BESIDE).symlink_to(self.site / OTHER)
         self.assert_refused(f"{BESIDE} is a link", self.overlay.lay)
 
-    def test_a_release_that_does_not_fit(self):
-        write(self.site, {"torch/version.py": "__version__ = '2.12.0'\n"})
-        self.assert_refused(f"2.12.0: the branch fits {DEFAULT}", self.overlay.lay)
-
-    def test_any_build_of_a_release_that_fits(self):
-        version = f"{NEWEST}+rocm7"
-        write(self.site, {"torch/version.py": f"__version__ = '{version}'\n"})
-        self.overlay.lay()
-        self.assertIn(f"torch {version}", self.overlay.status())
-
     def test_a_file_that_was_changed_after_it_was_laid(self):
         self.overlay.lay()
-        write(self.site, {ADDED[1]: "edited there"})
-        self.assert_refused(ADDED[1], self.overlay.undo)
-        self.assertIn("changed since", self.overlay.status())
+        for edit in (Path.read_bytes, lambda _: b"edited there"):
+            # As some editors do, to replace a link by a file
+            data = edit(place := self.site / ADDED[1])
+            place.unlink()
+            place.write_bytes(data)
+            self.assert_refused(ADDED[1], self.overlay.undo)
+            self.assertIn("changed since", self.overlay.status())
+
+    def test_versions(self):
+        write(self.site, {"torch/version.py": "__version__ = '2.12.0'\n"})
+        self.assert_refused(f"2.12.0: the branch fits {DEFAULT}", self.overlay.lay)
+        version = f"{NEWEST}+rocm7"  # any build of a release that fits
+        write(self.site, {"torch/version.py": f"__version__ = '{version}'\n"})
+        overlay = Overlay(self.site, self.root)
+        overlay.lay()
+        self.assertIn(f"torch {version}", overlay.status())
 
 
 class TestCutOff(SiteTestCase):
-    """Stopped before each change of the file system, one after the other."""
-
     WRITES = {
         "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "os.chmod",
         "shutil.copyfile", "shutil.rmtree", "os.utime", "os.truncate",
     }  # fmt: skip
 
-    def stopped_before(self, number: int, act: Callable[[], object], stop: Any) -> int:
+    def stopped_before(self, number: int, act: str, is_killed: bool) -> int:
         """Acts in a child that stops before its ``number``-th write. Returns its status."""
-        child = os.fork()
-        if child:
+        if child := os.fork():
             return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         left = number
 
@@ -223,83 +228,57 @@ class TestCutOff(SiteTestCase):
             is_open = event == "open" and isinstance(arguments[1], str)
             if event in self.WRITES or (is_open and arguments[1] not in ("r", "rb")):
                 left -= 1
+                if left == 0 and is_killed:
+                    os._exit(KILLED)
                 if left == 0:
-                    stop()
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         try:
             sys.addaudithook(before)
-            act()
+            getattr(self.overlay, act)()
         except BaseException:
             os._exit(FAILED)
         os._exit(DONE if left > 0 else DONE_ALL_THE_SAME)
 
-    def assert_whole(self, laid: dict[str, bytes], number: int) -> None:
-        release = {name: of[0] for name, of in self.release.items()}
-        self.assertIn(self.seen(), (release, laid), f"stopped before write {number}")
-
-    def each_stop(self, act: Callable[[], object], before: Callable[[], object], stop):
-        """Yields the status of runs of ``act``, each stopped at another place."""
+    @parametrize("is_killed", [True, False])
+    @parametrize("act", ["lay", "undo"])
+    def test_stopped_before_each_write(self, act: str, is_killed: bool) -> None:
         self.overlay.lay()
-        laid = self.seen()
+        forms = [{name: of[0] for name, of in self.release.items()}, self.seen()]
         for number in range(1, 1000):
-            self.overlay.undo()
-            before()
-            status = self.stopped_before(number, act, stop)
-            self.assert_whole(laid, number)
-            if status == DONE_ALL_THE_SAME:
-                self.assertEqual(self.seen(), laid)
-            yield status
+            if act == "lay":
+                self.overlay.undo()
+            status = self.stopped_before(number, act, is_killed)
+            self.assertIn(self.seen(), forms, f"stopped before write {number}")
+            if status in (DONE, DONE_ALL_THE_SAME):
+                self.assertEqual(self.seen(), forms[act == "lay"])
+            self.assertIn(status, (DONE, KILLED) if is_killed else range(KILLED))
+            if self.overlay.current.is_symlink() and self.seen() == forms[0]:
+                self.assertIn("an overlay was cut off", self.overlay.status())
             # As the next run of the command begins
             self.overlay.settle()
-            self.assert_whole(laid, number)
+            self.assertIn(self.seen(), forms, f"stopped before write {number}")
+            self.overlay.undo()
+            self.assertEqual(self.state(), self.release)
             self.overlay.lay()
             self.assert_laid()
             if status == DONE:
-                self.assertGreater(number, 40)
-                self.overlay.undo()
-                self.assertEqual(self.state(), self.release)
-                return
-
-    def kill(self) -> None:
-        os._exit(KILLED)
-
-    def test_killed_while_laid(self):
-        for status in self.each_stop(self.overlay.lay, int, self.kill):
-            self.assertIn(status, (DONE, KILLED))
-
-    def test_killed_while_undone(self):
-        for status in self.each_stop(self.overlay.undo, self.overlay.lay, self.kill):
-            self.assertIn(status, (DONE, KILLED))
-            self.overlay.settle()
-            self.overlay.undo()
-            self.assertEqual(self.state(), self.release)
-
-    def test_errors_while_laid_leave_the_release(self):
-        def no_space() -> None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        statuses = {*self.each_stop(self.overlay.lay, int, no_space)}
-        self.assertEqual(statuses, {DONE, FAILED, DONE_ALL_THE_SAME})
-
-    def test_what_was_cut_off_is_told(self):
-        self.overlay.lay()
-        self.overlay.current.symlink_to("branch")
-        self.assertIn("the branch; an overlay was cut off", self.overlay.status())
+                break
+        self.assertGreater(number, 30)
 
 
 class TestCommand(SiteTestCase):
     """The command, run by a Python whose torch is the small one."""
 
+    def setUp(self) -> None:
+        super().setUp()
+        for name in ("tools", "constraints"):
+            shutil.copytree(REPOSITORY / name, self.root / name, dirs_exist_ok=True)
+        make_clone(self.root)
+
     def run_tool(self, *arguments: object, status: int = 0) -> str:
-        tool = self.root / "tools/overlay.py"
-        if not tool.exists():
-            for name in ("tools", "constraints"):
-                shutil.copytree(REPOSITORY / name, self.root / name, dirs_exist_ok=True)
-            make_clone(self.root)
-        env = os.environ | {
-            "PYTHONPATH": str(self.site),
-            "PYTHONDONTWRITEBYTECODE": "1",
-        }
+        env = {"PYTHONPATH": str(self.site), "PYTHONDONTWRITEBYTECODE": "1"}
+        tool, env = self.root / "tools/overlay.py", os.environ | env
         return run(sys.executable, tool, *arguments, status=status, env=env, cwd="/")
 
     def test_lay_status_undo(self):
@@ -343,6 +322,7 @@ class TestCommand(SiteTestCase):
 
 
 instantiate_parametrized_tests(TestRefusals)
+instantiate_parametrized_tests(TestCutOff)
 
 
 # Launched on several ranks, one does the work: the tests share no processes.

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 import unittest
 from pathlib import Path
 
 import pytest
 
 from fsdp_build import REPOSITORY
-from fsdp_build.utils import commit_all, git, run, write
+from fsdp_build.utils import commit_all, git, run, ScratchTestCase, write
 
 from tools import series
 from tools.releases import NEWEST, ToolError
-from torch.testing._internal.common_utils import run_tests, TestCase
+from torch.testing._internal.common_utils import run_tests
 
 
 pytestmark = pytest.mark.tools
@@ -35,21 +34,18 @@ MESSAGES = [
 RELEASE = REPOSITORY / "build" / NEWEST / "base"
 
 
-class TestSeries(TestCase):
+class TestSeries(ScratchTestCase):
     """Two changes of a file, one of which brings a test and the other changes it."""
 
     def setUp(self) -> None:
         super().setUp()
-        scratch = tempfile.TemporaryDirectory()
-        self.addCleanup(scratch.cleanup)
-        self.home = Path(scratch.name).resolve() / "größe" / "series"
-        self.tree, self.edits = self.home / "tree", self.home / "edits"
-        self.release = self.home / "release"
+        self.home, self.tree = self.scratch, self.scratch / "tree"
+        self.edits, self.release = self.scratch / "edits", self.scratch / "release"
         self.edits.mkdir(parents=True)
         write(self.release, {CODE: OLD, "torch/gone.py": "1\n"})
         series.make_tree(self.tree, self.release, {})
-        for key, value in {"user.name": "a", "user.email": "a@b"}.items():
-            git(self.tree, "config", key, value)
+        git(self.tree, "config", "user.name", "a")
+        git(self.tree, "config", "user.email", "a@b")
         self.commit(MESSAGES[0], {CODE: OLD.replace("line 7\n", "ours\n\n")})
         write(self.tree, {TEST: "a test\n", "torch/sub/new.py": "++ x\n@@ y\n"})
         (self.tree / "torch/gone.py").unlink()
@@ -74,11 +70,10 @@ class TestSeries(TestCase):
 
     def test_made_again_and_saved_again_are_the_same(self):
         edits = self.save()
-        contents = git(self.tree, "rev-parse", f"{series.BRANCH}^{{tree}}")
+        contents = ("rev-parse", f"{series.BRANCH}^{{tree}}")
+        before = git(self.tree, *contents)
         series.make_tree(self.tree, self.release, edits)
-        self.assertEqual(
-            git(self.tree, "rev-parse", f"{series.BRANCH}^{{tree}}"), contents
-        )
+        self.assertEqual(git(self.tree, *contents), before)
         messages = git(self.tree, "log", "--reverse", "--format=%B%x00")
         found = [text.strip() for text in messages.split("\0")[1:-1]]
         self.assertEqual(found, [text.strip() for text in MESSAGES])
@@ -98,15 +93,8 @@ class TestSeries(TestCase):
         write(self.tree, {CODE: OLD.replace("line 7\n", "better\n")})
         git(self.tree, "commit", "--quiet", "--all", "--amend", "-m", "[FSDP2] Amended")
         onto = git(self.tree, "rev-parse", "HEAD").strip()
-        git(
-            self.tree,
-            "rebase",
-            "--quiet",
-            "--onto",
-            onto,
-            f"{series.BRANCH}~",
-            series.BRANCH,
-        )
+        rebase = ("rebase", "--quiet", "--onto", onto)
+        git(self.tree, *rebase, f"{series.BRANCH}~", series.BRANCH)
         with self.assertRaisesRegex(ToolError, "make series-save keeps"):
             series.check_saved(self.tree, series.stored_edits(self.edits))
         edits = self.save()
@@ -126,8 +114,6 @@ class TestSeries(TestCase):
         checkout = self.home / "checkout"
         write(checkout, {CODE: code, "torch/gone.py": "1\n", "theirs.py": ""})
         commit_all(checkout)
-        for key, value in {"user.name": "a", "user.email": "a@b"}.items():
-            git(checkout, "config", key, value)
         return checkout
 
     def test_a_checkout_that_differs_elsewhere(self):
@@ -163,15 +149,13 @@ class TestSeries(TestCase):
 
 
 @unittest.skipUnless(RELEASE.is_dir(), f"needs `make setup RELEASE={NEWEST}`")
-class TestOnRelease(TestCase):
+class TestOnRelease(ScratchTestCase):
     def test_what_is_stored_is_what_is_made_of_it(self):
         edits = series.stored_edits()
-        with tempfile.TemporaryDirectory() as folder:
-            tree = Path(folder) / "tree"
-            series.make_tree(tree, RELEASE, edits)
-            self.assertEqual(series.edits_of(tree), edits)
-            numstat = ("log", "--reverse", "--format=%x00", "--numstat", "release..")
-            changes = git(tree, *numstat, "--", "torch").split("\0")[1:]
+        series.make_tree(self.scratch / "tree", RELEASE, edits)
+        self.assertEqual(series.edits_of(self.scratch / "tree"), edits)
+        numstat = ("log", "--reverse", "--format=%x00", "--numstat", "release..")
+        changes = git(self.scratch / "tree", *numstat, "--", "torch").split("\0")[1:]
         page = (REPOSITORY / "docs/series.md").read_text()
         for number, change in enumerate(changes, 1):
             rows = [line.split()[:2] for line in change.split("\n") if line]

@@ -43,8 +43,7 @@ def make_clone(root: Path) -> None:
     """Writes files of ours, and the digests of those that they replace."""
     write(root, {p: f"origin = 'branch: {p}'\n" for p in [*REPLACED, *ADDED]})
     digests = {p: hashlib.sha256(t.encode()).hexdigest() for p, t in KNOWN.items()}
-    recorded = dict.fromkeys(RELEASES, {"commit": "v", "sha256": digests})
-    write(root, {DIGESTS: json.dumps(recorded)})
+    write(root, {DIGESTS: json.dumps(dict.fromkeys(RELEASES, digests))})
 
 
 def make_site(site: Path, version: str = VERSION) -> Path:
