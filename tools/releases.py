@@ -63,16 +63,10 @@ def chosen_release() -> str:
 # Files #
 
 
-def git(
-    folder: Path, *arguments: str | Path, given: bytes | None = None, **env: str
-) -> str:
+def git(folder: Path, *arguments: str | Path, **env: str) -> str:
     """Returns git's output; an error has git's own words."""
-    done = subprocess.run(
-        ["git", "-C", folder, *arguments],
-        input=given,
-        capture_output=True,
-        env=os.environ | env,
-    )
+    command = ["git", "-C", folder, *arguments]
+    done = subprocess.run(command, capture_output=True, env=os.environ | env)
     if done.returncode != 0:
         said = (done.stdout + done.stderr).decode(errors="replace").strip()
         raise ToolError(f"git {arguments[0]} failed in {folder}:\n{said}")

@@ -110,8 +110,8 @@ def commit_edit(tree: Path, name: str, edit: str, **env: str) -> None:
         if (found := blob(place)) != new:
             raise ToolError(f"{name}: {path} is then {found}, and not {new}")
     git(tree, "add", "--all")
-    commit = ("commit", "--quiet", "--cleanup=verbatim", "--file=-")
-    git(tree, *commit, given=f"{message.strip()}\n".encode(), **env)
+    commit = ("commit", "--quiet", "--cleanup=verbatim", "--message")
+    git(tree, *commit, message.strip(), **env)
 
 
 # The repository #
