@@ -745,8 +745,9 @@ def _reduce_together(
     held = (output, done) if all_reduces else (None, None)
     if output is reduce_input and not all_reduces:
         scattered = done  # it is read until then, and nothing else holds it
-    done = scattered, stream, done, *held, None
-    return [ReduceResult(part.reduce_scatter_input, *done) for part in parts]
+    result = ReduceResult(None, scattered, stream, done, *held, None)
+    inputs = [part.reduce_scatter_input for part in parts]
+    return [result._replace(reduce_scatter_input=tensor) for tensor in inputs]
 
 
 def _reduce_scatter(

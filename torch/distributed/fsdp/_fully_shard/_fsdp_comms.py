@@ -143,7 +143,8 @@ class SymmMemAllGather(SymmMemAllocMixin, _Registered, _SingleAllGather):
 
 
 class SymmMemReduceScatter(SymmMemAllocMixin, _Registered, _SingleReduceScatter):
-    exchange = None  # its kernels only sum
+    # Its kernels only sum
+    exchange = None  # pyrefly: ignore [bad-override-mutable-attribute]
 
 
 def allocate(
