@@ -746,8 +746,7 @@ def _reduce_together(
     if output is reduce_input and not all_reduces:
         scattered = done  # it is read until then, and nothing else holds it
     result = ReduceResult(None, scattered, stream, done, *held, None)
-    inputs = [part.reduce_scatter_input for part in parts]
-    return [result._replace(reduce_scatter_input=tensor) for tensor in inputs]
+    return [result._replace(reduce_scatter_input=p.reduce_scatter_input) for p in parts]
 
 
 def _reduce_scatter(
