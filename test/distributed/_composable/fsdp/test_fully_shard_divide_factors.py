@@ -109,6 +109,17 @@ class TestDivideFactors(DeviceFreeTest):
     def factors(self, *case: Any, **how: Any) -> Factors:
         return Factors.of(self.raw_factors(*case, **how))
 
+    def test_a_group_has_a_backend_for_each_device(self):
+        class Both:
+            def _get_backend(self, device: torch.device) -> Any:
+                names = {"cpu": "gloo", "cuda": "nccl"}
+                return mock.Mock(**{"name.return_value": names[device.type]})
+
+        group: Any = Both()
+        for device, name in (("cpu", "gloo"), ("cuda", "nccl"), ("cpu", "gloo")):
+            found = scaling.backend_name(group, torch.device(device))
+            self.assertEqual(found, name)
+
     def test_fp32_and_bf16_are_averaged_by_the_collective(self):
         for dtype, shards in itertools.product(("float32", "bfloat16"), SIZES[1:]):
             for replicas in (None, 2, 8):

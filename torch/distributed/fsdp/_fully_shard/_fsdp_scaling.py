@@ -99,19 +99,21 @@ def _size(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else group.size()
 
 
-# Looked up for each reduction with a custom factor
-_backend_names: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
+# By device: looked up for each reduction with a custom factor
+_backend_names: WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = (
+    WeakKeyDictionary()
+)
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Returns the name of the group's backend for its device, e.g. "nccl"."""
-    if (name := _backend_names.get(group)) is None:
+    """Returns the name of the group's backend for a device, e.g. "nccl"."""
+    names = _backend_names.setdefault(group, {})
+    if device.type not in names:
         try:
-            name = group._get_backend(device).name()
+            names[device.type] = group._get_backend(device).name()
         except RuntimeError:  # groups that are threads of a test
-            name = group.name()
-        _backend_names[group] = name
-    return name
+            names[device.type] = group.name()
+    return names[device.type]
 
 
 def _div_if_needed(tensor: torch.Tensor, div_factor: float | None) -> None:
