@@ -171,7 +171,12 @@ def _default_all_gather_output_fn(
         layout = layouts.plan_gather(*flat, by_dtype=False)
     cache = ParamGroupCache.of(fsdp_params)
     outputs = cache.alloc_outputs(dtypes, numels, world_size, buffer.device)
-    copies.copy_out(fsdp_params, buffer, layout, outputs, world_size)
+    state = fsdp_params[0].sharded_state
+    if (plan := cache.plans.get(state)) is None or plan.layout is not layout:
+        # They may have been resharded since, e.g. to save a state dict
+        gathered = (s for s, plan in cache.plans.items() if plan.layout is layout)
+        state = next(gathered, state)
+    copies.copy_out(fsdp_params, state, buffer, layout, outputs, world_size)
 
 
 AllGatherOutputFn: TypeAlias = Callable[[list[FSDPParam], AllGatherResult, int], None]

@@ -116,13 +116,13 @@ def _are_on_host(sources: Sequence[Tensor], device: torch.device) -> bool:
 
 def copy_out(
     fsdp_params: Sequence[FSDPParam],
+    state: ShardedState,
     buffer: Tensor,
     layout: GatherLayout,
     outputs: GatherOutputs,
     world_size: int,
 ) -> None:
-    """Writes the parameters' all-gather outputs from a gather's buffer."""
-    state = fsdp_params[0].sharded_state
+    """Writes the all-gather outputs of parameters that were gathered in ``state``."""
     last_layout, columns = outputs.columns.get(state, (None, []))
     interleaved: list[tuple[FSDPParam, Tensor, Tensor]] = []
     if last_layout is not layout:
