@@ -264,7 +264,7 @@ class TestAllowed(FSDPProcessTest, Checks):
             self.assertEqual(param.grad.full_tensor().to(grad.dtype), grad)
 
     def test_casts_after_a_forward_are_found_where_nothing_is_gathered(self) -> None:
-        text = "weight was gathered as torch.bfloat16 before, and would be as torch.fl"
+        text = "weight was gathered in torch.bfloat16 before, but is now torch.fl"
         for apply, mesh in ((fully_shard, shard_mesh(1)), (replicate, shard_mesh())):
             model = apply(Scaled().to(self.device), mesh=mesh)
             x = torch.ones(1, DIM, device=self.device)

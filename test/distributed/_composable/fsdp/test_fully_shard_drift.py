@@ -39,7 +39,9 @@ pytestmark = pytest.mark.long
 OTHER = 1 - ODD
 
 DISAGREE = r"Ranks disagree about the (gradients|parameters) of unit|Ranks have drifted"
-NOTE = r"This rank (gathers|reduces) unit '(\(root\)|layers\.\d)'"
+NOTE = (
+    r"Raised while (gathering|reducing the gradients of) unit '(\(root\)|layers\.\d)'"
+)
 LEFT = r"Connection closed by peer|Connection reset by peer"
 TIMED_OUT = f"Timed out waiting {SHORT_TIME_LIMIT.seconds * 1000}ms"
 
@@ -73,7 +75,7 @@ NAMED_ALWAYS = {
 }
 # What the odd rank's note names, below what the backend says
 NOTED = {
-    "skips a parameter": r"reduces unit 'layers.2', and has no gradient of layers.2.up\.",
+    "skips a parameter": r"reducing the gradients of unit 'layers.2', without a gradient of layers.2.up\.",
     "parameters of a dtype": r"has no gradient of layers.2.shift\.",
 }
 

@@ -495,12 +495,14 @@ class TestByName(DeviceFreeTest):
             with self.assertRaisesRegex(TypeError, r"'\*.A_log' sets param_dtype"):
                 by_name(Model(), {"*.A_log": {"param_dtype": wrong}})
 
-        with self.assertRaisesRegex(TypeError, "expects a dict, .* but got a list"):
+        with self.assertRaisesRegex(
+            TypeError, "expects a dict of patterns, .* but got a list"
+        ):
             by_name(Model(), ["*.A_log"])
 
     def test_repr_names_the_patterns_and_no_parameter(self) -> None:
         policy = by_name(Model(), {"*.A_log": {"param_dtype": FP32}})
-        self.assertIn("patterns=('*.A_log',)", repr(policy))
+        self.assertIn("patterns={'*.A_log': torch.float32}", repr(policy))
         self.assertNotIn("layers.0", repr(policy))
 
     def test_patterns_are_shell_patterns_with_regard_to_case(self) -> None:
@@ -595,7 +597,7 @@ class TestByName(DeviceFreeTest):
     def test_a_name_that_the_model_had_not_is_refused(self) -> None:
         policy = by_name(Model(), {"*.A_log": {"param_dtype": FP32}})
         text = (
-            "Model had no parameter of the name layers.0.D .*Call by_name on the whole"
+            "called on a Model, which has no parameter layers.0.D: call it on the whole"
         )
         with self.assertRaisesRegex(ValueError, text):
             resolve(policy, param(), "layers.0.D")

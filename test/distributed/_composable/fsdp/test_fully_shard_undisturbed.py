@@ -434,7 +434,7 @@ class TestNotes(FakeGroupTest):
         ):
             group._agreement.add_note(error)
             (note,) = error.__notes__
-            self.assertIn("This rank gathers unit '(root)'.", note)
+            self.assertIn("Raised while gathering unit '(root)'.", note)
             self.assertEqual(agreement._HANG_ADVICE in note, is_about_them, error)
 
 

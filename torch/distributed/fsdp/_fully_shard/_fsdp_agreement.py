@@ -238,9 +238,10 @@ _ADVICE = {
     "dtype": "Overrides of MixedPrecisionPolicy must return the same on every rank, "
     "and parameters that no policy casts must be stored in the same dtypes, e.g. "
     "loaded from the same checkpoint.",
-    "gradient": "Each backward must give gradients to the same parameters on every "
-    "rank. Where it cannot, call set_reduce_scatter_unused_params(True) on the unit, "
-    "which reduces zeros for the others.",
+    "gradient": "The same parameters must require gradients on every rank, and each "
+    "backward must give gradients to the same ones. Where it cannot, call "
+    "set_reduce_scatter_unused_params(True) on the unit, which reduces zeros for the "
+    "others.",
     "microbatch": _ORDER_ADVICE,
     "after forward": _ORDER_ADVICE,
 }
@@ -249,20 +250,18 @@ _PARAMS_TITLE = "Ranks disagree about the parameters of"
 _OF_PARAMS = dict.fromkeys(("size", "placement", "dtype"), _PARAMS_TITLE)
 _OF_PARAMS["gradient"] = "Ranks disagree about the gradients of"
 _HANG_ADVICE = (
-    "If no rank has failed before, the others do something else, see what they say "
-    f"here. {_SWITCH}=always on all ranks finds where that begins."
+    "Look first for an earlier error on another rank. If there is none, the ranks have "
+    f"run different steps: {_SWITCH}=always on all ranks finds the first difference."
 )
 
 
 def _add_note(error: BaseException, mine: _Announced) -> None:
     if not hasattr(error, "add_note"):  # from Python 3.11 on
         return
-    note, gradients = (
-        f"This rank {mine.does} {mine.unit}",
-        mine.said.get("gradient", ()),
-    )
+    what = {"gathers": "gathering", "reduces": "reducing the gradients of"}[mine.does]
+    note, gradients = f"Raised while {what} {mine.unit}", mine.said.get("gradient", ())
     missing = [fqn for fqn, s in zip(mine.fqns, gradients) if s == _NO_GRADIENT]
-    note += f", and has no gradient of {listed(missing)}" if missing else ""
+    note += f", without a gradient of {listed(missing)}" if missing else ""
     # Whether a backend says that other ranks did not come, or came with other data
     is_gloos = isinstance(error, RuntimeError) and "gloo" in str(error)
     is_about_ranks = is_gloos or isinstance(error, dist.DistError)

@@ -303,8 +303,7 @@ def explain_reduction(
     if not _has_fractions(bucket.dtype) or not is_reducible(bucket.dtype, device):
         return (
             f"The gradients of {_names(*fsdp_params)} cannot be averaged in "
-            f"{bucket.dtype} on {device}. Set reduce_dtype to torch.float32, or "
-            f"freeze them: {error}"
+            f"{bucket.dtype} on {device}. Set reduce_dtype to torch.float32: {error}"
         )
     for fsdp_param, slot in zip(fsdp_params, bucket.slots):
         grad_dtype = slot.grad_dtype or bucket.dtype

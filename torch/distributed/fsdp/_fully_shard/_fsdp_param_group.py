@@ -132,8 +132,8 @@ _OWN_GATHER = foreach_all_gather
 # Of a sharded and of an unsharded parameter, while the unit stayed unsharded
 _WRITTEN = (
     "has changed since the unit was gathered and left unsharded, so forward uses the old "
-    "values. Call reshard() on the unit's module after the change, e.g. after "
-    "optimizer.step()",
+    "values. Call reshard() on the unit's module right after the forward without "
+    "gradients, before clipping and optimizer.step()",
     "was changed in place while it was unsharded, which is lost when the unit reshards. "
     "Call reshard() on the unit's module before the change, or before the optimizer is "
     "made",

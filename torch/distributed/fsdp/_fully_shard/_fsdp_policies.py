@@ -323,7 +323,8 @@ class DtypeByName:
     """
 
     model: str  # the class, for messages
-    patterns: tuple[str, ...]  # that set this field
+    # That set this field, and to what
+    patterns: dict[str, torch.dtype | None] = field(hash=False)
     by_fqn: dict[str, torch.dtype | None] = field(repr=False, hash=False)
 
     @cached_property
@@ -348,9 +349,8 @@ class DtypeByName:
                 if end in self.by_fqn:
                     return self.by_fqn[end]
             raise ValueError(
-                f"{self.model} had no parameter of the name {fqn} when by_name was "
-                "called on it. Call by_name on the whole model, after what adds "
-                "parameters."
+                f"by_name was called on a {self.model}, which has no parameter {fqn}: "
+                "call it on the whole model, after what adds parameters"
             )
         if len(dtypes) == 1:
             return next(iter(dtypes))
@@ -374,8 +374,9 @@ def with_overrides(unit: _P, module: nn.Module, patterns: Mapping[str, Any]) -> 
     """Returns a policy with overrides by patterns. Raises what ``by_name`` says."""
     if not isinstance(patterns, Mapping):
         raise TypeError(
-            "by_name expects a dict, e.g. {'*norm*': dict(param_dtype=torch.float32)}, "
-            f"but got a {type(patterns).__name__}"
+            "by_name(module, patterns) expects a dict of patterns, e.g. "
+            "{'*norm*': dict(param_dtype=torch.float32)}, but got a "
+            f"{type(patterns).__name__}"
         )
     names: dict[nn.Parameter, list[str]] = {}  # all of each parameter
     for fqn, param in module.named_parameters(remove_duplicate=False):
@@ -392,8 +393,8 @@ def with_overrides(unit: _P, module: nn.Module, patterns: Mapping[str, Any]) -> 
             nearest = ", ".join(_nearest(pattern, fqns)) or "none, it has no parameters"
             raise ValueError(
                 f"Pattern {pattern!r} matches no parameter. Pass shell patterns over "
-                "their names, e.g. 'layers.0.norm.*'. The nearest names are: "
-                f"{nearest}"
+                "their names, e.g. 'layers.0.norm.*' for all of a module. The nearest "
+                f"names are: {nearest}"
             )
         for (name, dtype), (param, fqn) in product(fields.items(), matched.items()):
             of_field = set_by.setdefault(name, {})
@@ -408,7 +409,7 @@ def with_overrides(unit: _P, module: nn.Module, patterns: Mapping[str, Any]) -> 
                 )
     overrides: dict[str, Any] = {}
     for name, of_field in set_by.items():
-        setters = tuple(dict.fromkeys(pattern for _, pattern, _ in of_field.values()))
+        setters = {pattern: dtype for dtype, pattern, _ in of_field.values()}
         dtypes = {param: dtype for param, (dtype, *_) in of_field.items()}
         by_fqn = {fqn: dtypes.get(p) for p, same in names.items() for fqn in same}
         table = DtypeByName(type(module).__name__, setters, by_fqn)
@@ -444,7 +445,9 @@ def _fields_of(pattern: str, given: Any, unit: Any) -> Mapping[str, torch.dtype 
             )
         if name not in OVERRIDDEN:
             known = ", ".join(OVERRIDDEN)
-            raise ValueError(f"Pattern {pattern!r} sets {name!r}: set any of {known}")
+            raise ValueError(
+                f"Pattern {pattern!r} sets {name!r}, which is none of {known}"
+            )
         if not isinstance(dtype, torch.dtype | None):
             wrong = f"Pattern {pattern!r} sets {name} to {dtype!r}"
             raise TypeError(f"{wrong}: give a torch.dtype, or None for the default")

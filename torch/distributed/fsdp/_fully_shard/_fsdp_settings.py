@@ -83,7 +83,8 @@ def set_reduce_bucket_cap(
     """
     cap = None
     if bucket_cap_mb is not None:
-        if not (bucket_cap_mb > 0 and small_kb > 0):
+        sizes = bucket_cap_mb, small_kb
+        if not all(isinstance(size, (int, float)) and size > 0 for size in sizes):
             raise ValueError(
                 "set_reduce_bucket_cap expects sizes above 0, or bucket_cap_mb=None to "
                 f"join no reductions, but got {bucket_cap_mb=} and {small_kb=}"

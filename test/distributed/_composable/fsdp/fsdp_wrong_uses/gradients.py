@@ -130,7 +130,7 @@ add_each(
         )
     ],
     found="backward",
-    do="Set reduce_dtype to torch.float32, or freeze them",
+    do="Set reduce_dtype to torch.float32",
     about="1.gain",
 )
 
@@ -141,7 +141,7 @@ add_each(
     "backward",
     NotImplementedError,
     "The gradients of narrow cannot be averaged in torch.float8_e4m3fn",
-    "Set reduce_dtype to torch.float32, or freeze them",
+    "Set reduce_dtype to torch.float32",
     "narrow",
 )
 def float8_parameter(run: Run) -> Callable[[], object]:

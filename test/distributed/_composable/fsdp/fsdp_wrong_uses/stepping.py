@@ -34,8 +34,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     "a module is cast after it ran",
     "next forward",
     RuntimeError,
-    "1.weight was gathered as torch.bfloat16 before, and would be as torch.float64",
-    "cast a model, or load another dtype with assign=True, before its first forward",
+    "1.weight was gathered in torch.bfloat16 before, but is now torch.float64",
+    "only before its first forward",
     "1.weight",
 )
 def cast_between_steps(run: Run) -> Callable[[], object]:
@@ -49,8 +49,8 @@ def cast_between_steps(run: Run) -> Callable[[], object]:
     "another dtype of the same width is loaded with `assign=True` after a step",
     "next forward",
     RuntimeError,
-    "1.weight was gathered as torch.bfloat16 before, and would be as torch.float16",
-    "cast a model, or load another dtype with assign=True, before its first forward",
+    "1.weight was gathered in torch.bfloat16 before, but is now torch.float16",
+    "only before its first forward",
     "1.weight",
 )
 def loads_another_dtype(run: Run) -> Callable[[], object]:
