@@ -76,7 +76,7 @@ NAMED_ALWAYS = {
 # What the odd rank's note names, below what the backend says
 NOTED = {
     "skips a parameter": r"reducing the gradients of unit 'layers.2', without a gradient of layers.2.up\.",
-    "parameters of a dtype": r"has no gradient of layers.2.shift\.",
+    "parameters of a dtype": r"without a gradient of layers.2.shift\.",
 }
 
 
