@@ -120,31 +120,34 @@ class ProcessGroupAllocReduceScatter(ProcessGroupAllocMixin, _SingleReduceScatte
     pass
 
 
-class _Registered:
-    """Registers buffers of symmetric memory before their collective."""
+class SymmMemAllGather(SymmMemAllocMixin, _SingleAllGather):
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        # The input is a part of the output, so this registers both
+        symm_mem.rendezvous(output_tensor, group=group.group_name)
+        return super().__call__(output_tensor, input_tensor, group, async_op)
+
+
+class SymmMemReduceScatter(SymmMemAllocMixin, _SingleReduceScatter):
+    # Its kernels only sum
+    exchange = None  # pyrefly: ignore [bad-override-mutable-attribute]
 
     def __call__(
         self,
         output_tensor: Tensor,
         input_tensor: Tensor,
         group: dist.ProcessGroup,
-        *args: Any,
-        **kwargs: Any,
+        op: _ReduceOp,
+        async_op: bool = False,
     ) -> dist.Work | None:
-        if isinstance(self, ReduceScatter):  # else it is a part of the output
-            symm_mem.rendezvous(input_tensor, group=group.group_name)
-        symm_mem.rendezvous(output_tensor, group=group.group_name)
-        # pyrefly: ignore [missing-attribute]
-        return super().__call__(output_tensor, input_tensor, group, *args, **kwargs)
-
-
-class SymmMemAllGather(SymmMemAllocMixin, _Registered, _SingleAllGather):
-    pass
-
-
-class SymmMemReduceScatter(SymmMemAllocMixin, _Registered, _SingleReduceScatter):
-    # Its kernels only sum
-    exchange = None  # pyrefly: ignore [bad-override-mutable-attribute]
+        for tensor in (input_tensor, output_tensor):
+            symm_mem.rendezvous(tensor, group=group.group_name)
+        return super().__call__(output_tensor, input_tensor, group, op, async_op)
 
 
 def allocate(

@@ -38,6 +38,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, Literal
+from typing_extensions import TypeVarTuple, Unpack
 
 import torch
 import torch.distributed as dist
@@ -119,6 +120,7 @@ from ._fsdp_summary import log_layout
 
 
 logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
+_GradInputs = TypeVarTuple("_GradInputs")
 
 # Training state of a group while it is prefetched for this pass
 _STATE_OF_PASS = {
@@ -978,10 +980,12 @@ class RegisterPostBackwardFunction(torch.autograd.Function):
 
     @staticmethod
     # pyrefly: ignore [bad-override]
-    def jvp(ctx: Any, param_group_tangent: object, *tangents: Any) -> tuple[Any, ...]:
+    def jvp(
+        ctx: Any, param_group_tangent: object, *grad_inputs: Unpack[_GradInputs]
+    ) -> tuple[Unpack[_GradInputs]]:
         # The group is no tensor and has no tangent. Post-backward comes from
         # the pre-backward hook on the outputs, after primals and tangents.
-        return tangents
+        return grad_inputs
 
 
 host.register_autograd_function(RegisterPostBackwardFunction)
