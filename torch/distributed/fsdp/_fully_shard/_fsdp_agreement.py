@@ -110,7 +110,7 @@ class UnitAgreement:
     def _compare(self, group: dist.ProcessGroup, mine: _Announced) -> bool:
         """
         Compares the ranks of ``group``: one all-gather of 32 bytes a rank. Returns
-        False where nothing was compared that another time would be.
+        False if it must be tried again, as nothing is compared while tracing.
         """
         device = self._param_group.device
         if not _has_others(group, device):
@@ -167,8 +167,8 @@ def _announce(group: Any, pattern: _Pattern | None = None) -> _Announced:
         if (mesh_info := group.post_forward_mesh_info) is not None:
             ranks = mesh_info.shard_mesh_size
             after = f", which is resharded to {ranks} ranks after forward,"
-        # Before lazy init nobody has said whether it is the root, and evaluation gathers
-        # once whatever follows
+        # Before lazy init nobody has said whether it is the root, and evaluation
+        # gathers once whatever follows
         is_known = fqn is not None and torch.is_grad_enabled()
         said["after forward"] = [after if is_known else ""]
         return _Announced("gathers", said, unit, fqns_of(group))
@@ -269,7 +269,7 @@ def _add_note(error: BaseException, mine: _Announced) -> None:
 
 
 def _raise_if_different(by_rank: Mapping[int, _Announced]) -> None:
-    # By its name, which comes after "a unit", where any rank knows it
+    # "unit ..." sorts after "a unit": a rank that knows the name wins
     unit = max(mine.unit for mine in by_rank.values())
     for what, advice in _ADVICE.items():
         title = "Ranks have drifted apart"

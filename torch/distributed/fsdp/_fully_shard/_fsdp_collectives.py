@@ -4,8 +4,8 @@ What moves: the data of one unit, one step each way.
 - Unshard: copy-in, all-gather, copy-out.
 - Reduce: copy-in, reduce-scatter, all-reduce, sharded gradients, for each bucket.
 
-:mod:`_fsdp_layout` plans where things lie, and :mod:`_fsdp_param_group` decides when they
-move. :mod:`_fsdp_comms` has the backends, which allocate and communicate, and
+:mod:`_fsdp_layout` plans where things lie, and :mod:`_fsdp_param_group` decides when
+they move. :mod:`_fsdp_comms` has the backends, which allocate and communicate, and
 :mod:`_fsdp_copies` the copies into the buffers and out of them.
 """
 
@@ -398,8 +398,8 @@ if FOLLOWS_GRAD_DTYPE:
         ``all_reduce_grads=False`` stops before the all-reduce and returns the sum
         so far (1D, laid out as ``fsdp_params``) for the next call to add.
         ``prepare_reduce_scatter_inputs`` is given the parameters with a gradient, the
-        gradients, which it may replace in place, and the number of ranks. It returns the
-        gradients' padded sizes, which a rank gets one chunk of on dim 0.
+        gradients, which it may replace in place, and the number of ranks. It returns
+        the gradients' padded sizes, which a rank gets one chunk of on dim 0.
         """
         reduction = Reduction(
             reduce_scatter_group,
@@ -439,8 +439,8 @@ else:
         force_sum_reduction_for_comms: bool = False,
     ) -> ReduceResult:
         """
-        As above. Without ``orig_dtype`` each sharded gradient is cast to its parameter's own
-        dtype (the release then casts nothing).
+        As above. Without ``orig_dtype`` each sharded gradient is cast to its
+        parameter's own dtype (the release then casts nothing).
         """
         reduction = Reduction(
             reduce_scatter_group,
@@ -677,7 +677,7 @@ def _all_to_all(
     try:
         comm.exchange(output_tensor=received, input_tensor=sent, group=group)
     except Exception as error:
-        raise explain_all_to_all(error, parts, reduction.device)  # noqa: B904  (has its cause)
+        raise explain_all_to_all(error, parts, reduction.device)  # noqa: B904
     columns = copies.columns_of(received, _all_to_all_layout(parts), world_size)
     for part, rows in zip(parts, columns, strict=True):
         part.received = rows
@@ -762,9 +762,9 @@ def _reduce_scatter(
     output: torch.Tensor | None,
 ) -> torch.Tensor:
     """
-    Returns this rank's sum over the shard group and the partial reduce, which added
-    after the all-reduce would be the sum of one shard group alone. Without ``output`` it
-    is the input itself where nothing is summed or cast.
+    Returns this rank's sum over the shard group, with the partial reduce, which must be
+    added before the all-reduce, or those of other replicas would be missing. Without
+    ``output`` it is the input itself where nothing is summed or cast.
     """
     bucket, partial = part.bucket, part.partial_reduce_output
     reduce_input = part.reduce_scatter_input
@@ -826,6 +826,6 @@ def _all_reduce(
         try:
             all_reduce_in_tree(output, group)
         except Exception as error:
-            raise explain_all_to_all(error, parts, reduction.device)  # noqa: B904  (has its cause)
+            raise explain_all_to_all(error, parts, reduction.device)  # noqa: B904
     if reduction.all_reduce_hook is not None:
         reduction.all_reduce_hook(output)

@@ -44,7 +44,9 @@ class _GradientReductionState:
 
 
 class AllReduceState(NamedTuple):
-    """A bucket's reduced buffer, which the all-reduce reads and writes until ``event``."""
+    """
+    A bucket's reduced buffer, which the all-reduce reads and writes until ``event``.
+    """
 
     all_reduce_input: torch.Tensor
     event: torch.Event | None
@@ -90,7 +92,7 @@ class FSDPCommContext:
         # Oldest first. The root's lazy init resolves their maximum from all groups.
         self.reduce_scatter_states: list[ReduceScatterState] = []
         self.reduce_scatter_max_input_buffers: int = 1
-        # Oldest first, of as many post-backwards
+        # Oldest first, of as many modules, and of the newest
         self.all_reduce_states: list[HeldAllReduces] = []
         # The groups of one module that have reduced since another module's last did
         self.reducing_groups: list[Any] = []
@@ -122,9 +124,9 @@ class FSDPCommContext:
         Yields the groups that backward prefetches from ``group``, whose forward was at
         ``index``: those of the module before.
 
-        Backward runs a module's groups, one for each mesh, from last to first. The last
-        but one prefetches: earlier, parameters would be unsharded for longer; later, no
-        reduce-scatter would be left to overlap with their gathers.
+        Backward runs a module's groups, one for each mesh, from last to first. The
+        group of index 1 prefetches: before, parameters would be unsharded for longer;
+        after, no reduce-scatter would be left to overlap with their gathers.
         """
         earlier = (self.post_forward_order[i] for i in range(index - 1, -1, -1))
         if group._num_param_groups == 1:
@@ -181,8 +183,8 @@ class FSDPCommContext:
         those of ``group``. Only at the first group of a module to reduce: waiting at
         each would serialize their reduce-scatters. A group that comes again is a first.
 
-        The reduce-scatter may run beside the all-reduce of the unit before, whose
-        buffers are hence not among them.
+        The buffers of the newest module's all-reduce stay, so that it overlaps with
+        this reduce-scatter.
         """
         groups = self.reducing_groups
         if groups and groups[0].modules is group.modules and group not in groups:

@@ -260,8 +260,8 @@ def copy_in_grads(bucket: ReduceBucket, grads: list[Tensor], rows: Tensor) -> No
     [Note: One kernel for most gradients]
     The fused kernel needs dense tensors of one dtype and fills all columns. It casts
     bf16 to fp32 only; another cast, or one mismatched tensor, would send all down its
-    slow path. So it gets the gradients that match the largest one that it takes, and in
-    place of each mismatched one a piece of that, whose columns are written again
+    slow path. So it takes all gradients of the largest one's dtype. Mismatched ones
+    have placeholders, slices of the largest one, and are copied to their columns
     afterwards. (Since 2.15 an operator takes bf16 and fp32 together on CUDA.) Rows of a
     larger buffer are not dense, so that all gradients are copied to them apart.
     """

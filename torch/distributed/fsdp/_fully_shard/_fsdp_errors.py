@@ -30,7 +30,9 @@ from ._fsdp_policies import is_reducible
 
 
 def _keeps_error(explain: Callable[..., str | None]) -> Callable[..., Exception]:
-    """Makes a function that explains an error return an error that does so."""
+    """
+    Makes a function that returns a message return an error of the same type with it.
+    """
 
     @functools.wraps(explain)
     def explain_error(error: Exception, /, *args: Any) -> Exception:

@@ -4,12 +4,12 @@ of what runs at each hook of a unit.
 
 [Note: Who observes]
 A `record_function` range costs several microseconds, an operator in Python more than
-launching its kernel, and a step has a dozen and five of them per unit. They run for a
-profiler started from Python (torch sets a flag), one started on demand by a daemon
-(Kineto: the profiler is on, without the flag), and an execution trace (a range raises
-about an argument that cannot be recorded). The first unit of each forward, and each in
-its lazy init, which an explicit unshard calls, look for the last two. What starts later
-is seen from the next forward on.
+launching its kernel, and each unit has a dozen ranges and five operators a step. They
+run for a profiler started from Python (torch sets a flag), one started on demand by a
+daemon (Kineto: the profiler is on, without the flag), and an execution trace (a range
+raises about an argument that cannot be recorded). The first unit of each forward, and
+each in its lazy init, which an explicit unshard calls, look for the last two. What
+starts later is seen from the next forward on.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ multiple of 16 bytes, the widest that copy kernels load at once and that NCCL pa
 region holds shards in descending order of the power of two, up to 16, that divides
 their bytes: all whose size allows it are aligned, and padding comes at the end of
 regions only, at most 15 bytes for each. The same holds for what one all-to-all sends of
-several buckets, and for buckets of several units that are joined. A bucket that the
-backend sums is laid out as in a unit of one dtype: elements that lie elsewhere may be
-added in another order. Uniform units have the release's layout, in parameter order and
+several buckets, and for buckets of several units that are joined. Other buckets are not
+padded: elements that lie elsewhere in a reduce-scatter may be added in another order,
+with other bits. Uniform units have the release's layout, in parameter order and
 without padding.
 """
 
@@ -60,8 +60,8 @@ class GatherRegion:
     start_nbytes: int  # in the rank's segment
     # Position among all inputs, None for padding, and elements
     slots: tuple[tuple[int | None, int], ...]
-    # How it is copied in: by a fused copy for each stored dtype, given the positions in
-    # `inputs`, or if nothing is cast by concatenating all, the first of them viewed
+    # By stored dtype, positions in `inputs` that are cast and copied together; if there
+    # are none, all inputs are concatenated, of which the first `viewed` need a view
     casts: tuple[tuple[int, ...], ...] = ()
     viewed: int = 0
 
@@ -138,8 +138,8 @@ def plan_gather(
     """
     Lays out the inputs of one rank's segment from what each is gathered in and its
     elements on every rank. ``by_dtype=False`` keeps their order as plugins' gathers do,
-    unaligned and unpadded, to be copied out as bytes. If not ``is_mixed``, each parameter
-    has the same dtypes, which are aligned to the widest of them.
+    unaligned and unpadded, to be copied out as bytes. If not ``is_mixed``, each
+    parameter has the same dtypes, which are aligned to the widest of them.
     """
     if len(dtypes) != len(numels):
         raise ValueError(f"Got {len(dtypes)} dtypes for {len(numels)} sizes")
@@ -176,8 +176,8 @@ def plan_copy_in(
 ) -> tuple[GatherRegion, ...]:
     """
     Plans the copies that fill a segment. Adjacent regions into which nothing is cast
-    share one, which saves a kernel for each but the first, unless too many shards would
-    have to be viewed in the narrowest dtype.
+    are concatenated at once, in the narrowest dtype, unless that takes more views than
+    the kernels that it saves are worth.
     """
 
     def is_cast(region: GatherRegion) -> bool:

@@ -188,8 +188,8 @@ def _fit_outputs(
     first_dtypes = [output.dtype for output in fsdp_param.all_gather_outputs]
     if first_dtypes and first_dtypes != dtypes:
         raise RuntimeError(
-            f"{name} was gathered in {', '.join(map(str, first_dtypes))} before, but is "
-            f"now {', '.join(map(str, dtypes))}. Change a model's dtype, by to() or by "
+            f"{name} was gathered in {', '.join(map(str, first_dtypes))} before, but "
+            f"is now {', '.join(map(str, dtypes))}. Change a model's dtype, by to() or by "
             "load_state_dict(assign=True), only before its first forward"
         )
 

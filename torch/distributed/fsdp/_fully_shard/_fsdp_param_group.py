@@ -11,15 +11,17 @@ Each handover of data from stream to stream is one of these waits:
 - copy-in -> all-gather: ``foreach_all_gather``, stream to stream.
 - all-gather -> copy-out: ``foreach_all_gather_copy_out`` waits for the event.
 - copy-out -> next copy-in: both gather streams wait for the copy-out's event before the
-  gather's buffer is freed, in forward late, see [Note: Freeing the gather buffer late].
+  gather's buffer is freed: at once in backward, and in forward at the next unit's
+  copy-out, see [Note: Freeing the gather buffer late].
 - gradients -> reduce-scatter: ``reduce_buckets``, stream to stream. With
   ``grad_comm_dtype`` that stream has an all-to-all and the sum of what came in, which
   is allocated there. The sum overwrites the reduce-scatter's input.
 - reduce-scatter -> next copy-in: ``FSDPCommContext.reduce_scatter_states`` holds the
-  inputs of the last post-backwards until the current stream has waited for their events.
+  inputs of the last post-backwards until the current stream has waited for their
+  events.
 - all-reduce -> later reduce-scatter: ``FSDPCommContext.all_reduce_states`` holds the
-  buffers of as many post-backwards until the stream of the reduce-scatter, which
-  allocates them, has waited for their events.
+  buffers of ``reduce_scatter_max_input_buffers`` modules, and of the newest, until the
+  stream of the reduce-scatter, which allocates them, has waited for their events.
 - sharded gradients -> optimizer: the end of backward waits for the last event of every
   stream that reduced.
 
@@ -133,11 +135,11 @@ _OWN_GATHER = foreach_all_gather
 
 # Of a sharded and of an unsharded parameter, while the unit stayed unsharded
 _WRITTEN = (
-    "has changed since the unit was gathered and left unsharded, so forward uses the old "
-    "values. Call reshard() on the unit's module right after the forward without "
+    "has changed since the unit was gathered and left unsharded, so forward uses the "
+    "old values. Call reshard() on the unit's module right after the forward without "
     "gradients, before clipping and optimizer.step()",
-    "was changed in place while it was unsharded, which is lost when the unit reshards. "
-    "Call reshard() on the unit's module before the change, or before the optimizer is "
+    "was changed in place while it was unsharded, which is lost when the unit "
+    "reshards. Call reshard() on the unit's module before the change, or before the optimizer is "
     "made",
 )
 
@@ -155,9 +157,9 @@ def _replace_in_flat(inputs: Sequence[Any], tensors: Iterator[torch.Tensor]) -> 
 
 def _is_in_function_forward() -> bool:
     """
-    Whether this is the forward of an autograd function: gradients are off, but reentrant
-    checkpointing may run it again with gradients. Forward-mode gradients are off as well,
-    which ``no_grad`` leaves on.
+    Whether this is the forward of an autograd function: gradients are off, but
+    reentrant checkpointing may run it again with gradients. Forward-mode gradients are
+    off as well, which ``no_grad`` leaves on.
     """
     is_inference = torch.is_inference_mode_enabled()
     return not torch._C._is_fwd_grad_enabled() and not is_inference
@@ -288,8 +290,8 @@ class _Meshes:
     ) -> None:
         """
         Gives reduce-scatter a process group of its own, so that it overlaps with
-        all-gather on the wire, or the shared one again. ``new_groups`` has those that one
-        call has made so far, by shard ranks: meshes over the same ranks share one.
+        all-gather on the wire, or the shared one again. ``new_groups`` has those that
+        one call has made so far, by shard ranks: meshes over the same ranks share one.
         """
         mesh_info = _as_mesh(self.mesh_info, FSDPMeshInfo)
         if not enable:
@@ -372,7 +374,7 @@ class FSDPParamGroup(_Meshes, PluginNames):
     # Whether lazy init has read the parameters' dtypes
     _has_read_dtypes: bool = False
     _all_gather_result: AllGatherResult | None = None
-    # Over which it is, whatever state the group is brought to meanwhile
+    # Of the gather in flight: the state may change before copy-out
     _all_gather_group: dist.ProcessGroup | None = None
     # Of sharded and unsharded parameters, while the unit stays unsharded and an
     # optimizer may step
@@ -398,7 +400,8 @@ class FSDPParamGroup(_Meshes, PluginNames):
     ):
         self.modules = modules  # a reference cycle of one lifetime
         if _get_module_state(modules[0]) is not None:
-            # Users call `fully_shard`, which has set it. Who builds a group passes None.
+            # Users call `fully_shard`, which has set it. Who builds a group passes
+            # None.
             check_setting("offload_policy", offload_policy, self._unit_name)
             check_setting("mp_policy", mp_policy, self._unit_name)
         self.mesh_info, self.post_forward_mesh_info = mesh_info, post_forward_mesh_info
@@ -473,7 +476,8 @@ class FSDPParamGroup(_Meshes, PluginNames):
         self._call_init_mp_dtypes()
         for fsdp_param in self.fsdp_params:
             if not fsdp_param.orig_dtype.is_floating_point:
-                # Autograd would cut complex gradients to it (2.15), see `reduce_dtype_of`
+                # Autograd would cut complex gradients to it (2.15), see
+                # `reduce_dtype_of`
                 fsdp_param.reduce_dtype = None
         registrations.keep_grad_dtypes(self)
         self._cache.upcast_by_autograd = [
@@ -510,8 +514,8 @@ class FSDPParamGroup(_Meshes, PluginNames):
     # Backends of collectives #
     def set_symm_mem(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """
-        Allocates communication buffers from symmetric memory, those of reduce-scatter only
-        with sums forced, the one reduction that NCCL's symmetric kernels know.
+        Allocates communication buffers from symmetric memory, those of reduce-scatter
+        only with sums forced, the one reduction that NCCL's symmetric kernels know.
         """
         kinds = SymmMemAllGather, SymmMemReduceScatter
         _check_comms_are(self, "set_symm_mem", *kinds)
@@ -522,7 +526,9 @@ class FSDPParamGroup(_Meshes, PluginNames):
         self._all_gather_comm = SymmMemAllGather(self._shard_process_group, backend)
 
     def set_allocate_memory_from_process_group(self, enable: bool) -> None:
-        """Allocates communication buffers by the process groups, or by default again."""
+        """
+        Allocates communication buffers by the process groups, or by default again.
+        """
         kinds = ProcessGroupAllocAllGather, ProcessGroupAllocReduceScatter
         _check_comms_are(self, "set_allocate_memory_from_process_group", *kinds)
         if not enable:
@@ -677,8 +683,8 @@ class FSDPParamGroup(_Meshes, PluginNames):
             return args, kwargs
 
     def _look_for_traces_once_per_forward(self) -> None:
-        # Seeing a group twice means that a new forward began. In the first forward, lazy
-        # init has looked.
+        # Seeing a group twice means that a new forward began. In the first forward,
+        # lazy init has looked.
         if self._num_forwards == self.comm_ctx.num_forwards:
             self.comm_ctx.num_forwards += 1
             host.look_for_traces()

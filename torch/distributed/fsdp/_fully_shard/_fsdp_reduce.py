@@ -1,6 +1,7 @@
 """
-From the gradients that autograd makes to the sharded gradients of one param group: which
-there are, in which buckets they are reduced and when, and what is kept until it is done.
+From the gradients that autograd makes to the sharded gradients of one param group:
+which there are, in which buckets they are reduced and when, and what is kept until it
+is done.
 
 :mod:`_fsdp_param_group` says when backward of the group is over, and
 :mod:`_fsdp_collectives` reduces the buckets.
@@ -80,7 +81,9 @@ def is_upcast_by_autograd(fsdp_param: FSDPParam) -> bool:
 
 
 def suspend_upcasts(cache: ParamGroupCache, reduces: bool) -> None:
-    """Turns off upcasting while gradients are reduced right away."""
+    """
+    Turns off upcasting of gradients that are reduced right away, or added to some.
+    """
     for _, param in _unsharded_params(cache.upcast_by_autograd):
         if param.requires_grad and (reduces or param.grad is not None):
             param.grad_dtype = None
@@ -156,7 +159,9 @@ def accumulate_empty_grads(
 
 
 def _check_zeros_have_a_dtype(fsdp_params: Sequence[FSDPParam]) -> None:
-    """Raises, on all ranks alike, if one without a gradient could not know its dtype."""
+    """
+    Raises, on all ranks alike, if one without a gradient could not know its dtype.
+    """
     for fsdp_param in fsdp_params if FOLLOWS_GRAD_DTYPE else ():
         if not fsdp_param.sharded_param.requires_grad:
             continue
@@ -222,8 +227,8 @@ def _promote(
     fsdp_params: Sequence[FSDPParam], reduce_dtypes: dict[int, torch.dtype]
 ) -> None:
     """
-    Reduces gradients of one storage dtype without a policy's reduce dtype in a dtype that
-    holds all of theirs, as the release does in a unit.
+    Reduces gradients of one storage dtype without a policy's reduce dtype in a dtype
+    that holds all of theirs, as the release does in a unit.
     """
     promoted: dict[torch.dtype, torch.dtype] = {}
     without_policy = [
@@ -233,7 +238,7 @@ def _promote(
     ]
     for i, stored in without_policy:
         other = promoted.setdefault(stored, reduce_dtypes[i])
-        if reduce_dtypes[i] != other:  # of equal ones, float8 has none
+        if reduce_dtypes[i] != other:  # two equal float8 dtypes cannot be promoted
             promoted[stored] = torch.promote_types(reduce_dtypes[i], other)
     for i, stored in without_policy:
         reduce_dtypes[i] = promoted[stored]
@@ -279,10 +284,10 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
                 if key != partial.bucket.key:
                     raise RuntimeError(
                         f"{fsdp_params[slot.param]._param_fqn} was reduced in "
-                        f"{layouts.describe_key(partial.bucket.key)} in an earlier microbatch, "
-                        f"whose all-reduce was deferred, and would be in "
-                        f"{layouts.describe_key(key)} now: keep the dtypes of gradients until "
-                        "set_requires_all_reduce(True), or set reduce_dtype in "
+                        f"{layouts.describe_key(partial.bucket.key)} in an earlier "
+                        "microbatch, whose all-reduce was deferred, and would be in "
+                        f"{layouts.describe_key(key)} now: keep the dtypes of gradients "
+                        "until set_requires_all_reduce(True), or set reduce_dtype in "
                         "MixedPrecisionPolicy"
                     )
         if not all_reduces:
@@ -468,7 +473,9 @@ class GradReducer:
         batches: Iterable[list[BucketGrads]],
         buckets: tuple[ReduceBucket, ...] | None = None,
     ) -> None:
-        """Reduces one batch after another, and holds what they need until its events."""
+        """
+        Reduces one batch after another, and holds what they need until its events.
+        """
         group, results = self._group, []
         try:
             for parts in batches:
@@ -503,7 +510,9 @@ class GradReducer:
     def _pop_part(
         self, reduction: Reduction, bucket: ReduceBucket, grads: list[Any]
     ) -> BucketGrads:
-        """Moves a bucket's gradients out of ``grads``, so that copy-in can free them."""
+        """
+        Moves a bucket's gradients out of ``grads``, so that copy-in can free them.
+        """
         own_grads, all_params = [], self._group.fsdp_params
         for slot in bucket.slots:
             own_grads.append(grads[slot.param])
@@ -530,7 +539,8 @@ class GradReducer:
         grads: list[torch.Tensor | None],
     ) -> tuple[ReduceBucket, ...]:
         """
-        Defers small buckets, to reduce them with other units'. Returns the other buckets.
+        Defers small buckets, to reduce them with other units'. Returns the other
+        buckets.
         """
         if (
             self.partial_reduces
@@ -558,7 +568,8 @@ class GradReducer:
                 self._reduce_small(reduction)
         task = torch._C._current_graph_task_id()
         if task not in (-1, context.small_reductions_task):
-            # Flushes at the end of every backward: only the last is finalized
+            # Flushes at the end of every backward: `finalize_backward` runs for the
+            # last
             context.small_reductions_task = task
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._reduce_small_at_end_of_backward)

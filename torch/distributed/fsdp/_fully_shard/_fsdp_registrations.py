@@ -118,8 +118,8 @@ def reset_sharded_params(group: Any) -> None:
 def _make_reset(group: Any, fsdp_param: FSDPParam) -> Callable[..., None]:
     """
     Returns a function that makes what users have loaded, replaced, cast or materialized
-    the sharded parameter. A copy of a user's module, whose hook it is, does not copy
-    what a function refers to, as it would for a method or a partial.
+    the sharded parameter. A closure, because deepcopy of the user's module, whose hook
+    it is, would follow a bound method or a partial to the whole group.
     """
     reference = weakref.ref(group)  # which the module alone does not keep alive
 
@@ -152,8 +152,9 @@ def _make_reset(group: Any, fsdp_param: FSDPParam) -> Callable[..., None]:
 
 def keep_grad_dtypes(group: Any, *fsdp_params: FSDPParam) -> None:
     """
-    Sets users' ``grad_dtype`` again on what was loaded or cast without it. Missing on
-    the same local tensor, it was unset by the user. Since 2.15 the release does so.
+    Sets users' ``grad_dtype`` again on what was loaded or cast without it, unless it is
+    missing on the same local tensor: users have unset it. Since 2.15 the release does
+    so.
     """
     for fsdp_param in () if FOLLOWS_GRAD_DTYPE else fsdp_params or group.fsdp_params:
         param: Any = fsdp_param.sharded_param

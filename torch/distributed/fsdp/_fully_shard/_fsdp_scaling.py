@@ -123,7 +123,7 @@ def _div_if_needed(tensor: torch.Tensor, div_factor: float | None) -> None:
 
 # Sums in a fixed order #
 
-# That replicas send at once
+# How much of a buffer one exchange between replicas takes
 _MAX_PIECE_NBYTES = 16 * 2**20
 
 

@@ -35,8 +35,8 @@ class LayoutRow:
     unit: str
     names: tuple[str, ...]  # as seen from the unit
     numel: int
-    # Of the collectives' larger buffers over all ranks, with padding in the last row.
-    # None before the first gather of an extension tensor
+    # Of the gather's output and the reduction's input, the shards of all ranks; only
+    # the last row counts padding. None before the first gather of an extension tensor
     gathered_nbytes: int | None
     reduced_nbytes: int
     shard_world_size: int
