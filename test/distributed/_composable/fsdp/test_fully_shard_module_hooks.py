@@ -27,7 +27,9 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     share_comm_ctx,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_context import HeldAllReduces
 from torch.distributed.fsdp._fully_shard._fsdp_param_cache import ParamVersions
+from torch.distributed.fsdp._fully_shard._fsdp_reduce import SmallReductions
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.common_utils import run_tests
 
@@ -333,6 +335,25 @@ class TestSharedContext(StateTest):
         context.small_reductions.clear()
         loss.backward()
         self.assertIsNotNone(first.weight.grad)
+
+    def test_a_reset_drops_what_is_the_roots_own(self) -> None:
+        roots = [self.shard(nn.Linear(DIM, DIM)) for _ in range(2)]
+        share_comm_ctx(roots)
+        for root in roots:
+            root(self.x)
+        groups = [root._get_fsdp_state()._fsdp_param_group for root in roots]
+        context = groups[0].comm_ctx
+        held = [HeldAllReduces((), (), group, []) for group in groups]
+        parts = [(mock.Mock(fsdp_params=[*g.fsdp_params]), None) for g in groups]
+        reduction = mock.Mock(**{"input_nbytes.return_value": 4})
+        context.all_reduce_states = [*held]
+        context.small_reductions = {reduction: SmallReductions([*parts], 8)}
+        roots[1].reset_iter_state()
+        self.assertEqual(context.all_reduce_states, held[:1])
+        expected = {reduction: SmallReductions(parts[:1], 4)}
+        self.assertEqual(context.small_reductions, expected)
+        roots[0].reset_iter_state()
+        self.assertFalse(context.all_reduce_states or context.small_reductions)
 
 
 if __name__ == "__main__":

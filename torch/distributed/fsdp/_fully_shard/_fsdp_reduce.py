@@ -403,11 +403,23 @@ class GradReducer:
         self.event = None
 
     def reset(self) -> None:
-        """Waits for what is in flight, and drops what is kept."""
+        """Waits for what is in flight, and drops what is kept of this group."""
         self.wait()
         self.partial_reduces.clear()
-        self._group.comm_ctx.all_reduce_states.clear()
-        self._group.comm_ctx.small_reductions.clear()
+        context, params = self._group.comm_ctx, {*self._group.fsdp_params}
+        context.all_reduce_states = [
+            held
+            for held in context.all_reduce_states
+            if held.param_group is not self._group
+        ]
+        for reduction, waiting in [*context.small_reductions.items()]:
+            waiting.parts = [
+                of for of in waiting.parts if params.isdisjoint(of[0].fsdp_params)
+            ]
+            nbytes = [reduction.input_nbytes(part.bucket) for part, _ in waiting.parts]
+            waiting.nbytes = sum(nbytes)
+            if not nbytes:
+                del context.small_reductions[reduction]
 
     def _check_ranks(self, buckets: tuple[ReduceBucket, ...]) -> None:
         """Raises if the ranks that are about to reduce ``buckets`` disagree."""
