@@ -285,8 +285,8 @@ def explain_all_to_all(
     dtypes = dict.fromkeys(str(part.bucket.wire_dtype) for part in parts)
     return (
         f"The gradients of {_names(*fsdp_params)} are sent in {' and '.join(dtypes)} "
-        "(grad_comm_dtype) by all_to_all_single, which failed. Use a backend that has "
-        f"it for {device.type}, or leave grad_comm_dtype out: {error}"
+        "(grad_comm_dtype) by all_to_all_single, which failed. If the backend lacks it "
+        f"for {device.type}, use another one or leave grad_comm_dtype out: {error}"
     )
 
 

@@ -374,6 +374,6 @@ add_each(
         )
     ],
     found="first backward",
-    do="Use a backend that has it for",
+    do="If the backend lacks it for",
     about="1.weight",
 )
