@@ -884,7 +884,7 @@ class TestPolicies(DeviceFreeTest):
         ):
             MixedPrecisionPolicy.by_name(module, {"x": {"grad_comm_dtype": BF16}})
         with self.assertRaisesRegex(
-            ValueError, "any of param_dtype, reduce_dtype, grad_"
+            ValueError, "none of param_dtype, reduce_dtype, grad_"
         ):
             MixedPrecisionPolicy.by_name(module, {"*": {"dtype": BF16}})
 
