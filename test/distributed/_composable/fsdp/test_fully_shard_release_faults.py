@@ -1,9 +1,9 @@
 # Owner(s): ["oncall: distributed"]
 
 """
-Faults of the release that lie outside of this branch's files, shown on the release. A
-test that fails tells that a release has mended one: then say so on the pages. Uniform
-units have them all.
+Faults of the release that lie outside of this branch's files, shown on the release.
+Uniform units have them all. If a test fails, a release has mended that fault: then update
+docs/parity.md.
 """
 
 from __future__ import annotations
