@@ -119,11 +119,11 @@ SUBJECTS: dict[str, tuple[str, str, bool]] = {
     PER_DTYPE: ("release", "mixed", True),
     "branch, mixed": ("branch", "mixed", False),
 }
-# Branch, release, bar
+# Branch, release, bar for units of 16 parameters
 COMPARISONS = (
-    ("branch, uniform fp32", UNIFORM, 0.55),
+    ("branch, uniform fp32", UNIFORM, 0.52),
     ("branch, fp32, bf16 compute", "release, fp32, bf16 compute", 0.55),
-    ("branch, mixed", UNIFORM, 0.70),
+    ("branch, mixed", UNIFORM, 0.66),
     ("branch, mixed", PER_DTYPE, 0.40),
 )
 UNITS, PARAMS = 8, (4, 16, 64)
@@ -156,7 +156,10 @@ def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> list[Row]
     )
     rows = []
     for branch, versus, bar in COMPARISONS:
-        compared = [Comparison(group.name, branch, versus, bar) for group in groups]
+        compared = [
+            Comparison(group.name, branch, versus, bar if count == 16 else None)
+            for count, group in zip(params, groups)
+        ]
         quantity = f"us / unit and step, {branch.partition(', ')[2]}"
         rows += samples.rows("host", quantity, "unit_us", compared)
     return rows
