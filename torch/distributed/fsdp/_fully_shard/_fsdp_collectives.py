@@ -1,24 +1,27 @@
 """
-What moves: the data of one unit, one step each way.
+What moves: the data of one unit, one step each way, by which backend.
 
 - Unshard: copy-in, all-gather, copy-out.
-- Reduce: copy-in, reduce-scatter, all-reduce, sharded gradients, for each bucket.
+- Reduce: copy-in, reduce-scatter, all-reduce, sharded gradients, for each bucket. A
+  deferred all-reduce ends with a partial reduce, which the next reduction is given.
 
-:mod:`_fsdp_layout` plans where things lie, and :mod:`_fsdp_param_group` decides when
-they move. :mod:`_fsdp_comms` has the backends, which allocate and communicate, and
-:mod:`_fsdp_copies` the copies into the buffers and out of them.
+:mod:`_fsdp_layout` plans where things lie, :mod:`_fsdp_param_group` decides when they
+move, and :mod:`_fsdp_copies` copies them into the buffers and out of these.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
-from typing import Any, cast, NamedTuple, TypeAlias
+from typing import Any, cast, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+from torch import Tensor
 from torch.distributed.device_mesh import _get_device_handle
 from torch.distributed.distributed_c10d import ReduceOp  # noqa: F401  (as in the release)
 from torch.distributed.tensor import DTensor  # noqa: F401  (as in the release)
@@ -26,28 +29,11 @@ from torch.distributed.tensor import DTensor  # noqa: F401  (as in the release)
 from . import _fsdp_copies as copies
 from . import _fsdp_layout as layouts
 from ._fsdp_api import _ReduceOp, AllGather, ReduceScatter
-from ._fsdp_comms import (  # noqa: F401  (importable from here, as in the release)
-    all_gather_copy_in_cuda,
-    all_gather_copy_in_meta,
-    allocate,
-    allocates_anew,
-    chunk_cat,
-    DefaultAllGather,
-    DefaultAllocMixin,
-    DefaultReduceScatter,
-    lib,
-    ProcessGroupAllocAllGather,
-    ProcessGroupAllocMixin,
-    ProcessGroupAllocReduceScatter,
-    record_grad_output_stream,
-    split_with_sizes_copy,
-    symm_mem,
-    SymmMemAllGather,
-    SymmMemAllocMixin,
-    SymmMemReduceScatter,
-)
 from ._fsdp_compat import _get_all_gather_input_metadatas, _get_param_all_gather_inputs
-from ._fsdp_copies import foreach_reduce_scatter_copy_in
+from ._fsdp_copies import (
+    foreach_reduce_scatter_copy_in,
+    record_grad_output_stream,  # noqa: F401  (as in the release)
+)
 from ._fsdp_errors import explain_all_to_all, explain_copy_in, explain_reduction
 from ._fsdp_host import FOLLOWS_GRAD_DTYPE, NO_RANGE, without_grad
 from ._fsdp_layout import GatherLayout, ReduceBucket, ReduceSlot
@@ -63,13 +49,270 @@ from ._fsdp_scaling import (
 )
 
 
+# Backends of collectives, which allocate #
+
+_Size: TypeAlias = Sequence[int | torch.SymInt]
+
+
+class DefaultAllocMixin:
+    """Allocates from the device's caching allocator."""
+
+    def allocate(
+        self, size: _Size, *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class ProcessGroupAllocMixin:
+    """Allocates from the group's backend, where it has an allocator for the device."""
+
+    def __init__(self, group: dist.ProcessGroup, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._group = group
+
+    def allocate(
+        self, size: _Size, *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        allocator = self._group._get_backend(device)
+        if not allocator.supports_tensor_alloc(device):
+            return torch.empty(*size, dtype=dtype, device=device)
+        numel = math.prod(map(int, size))  # backends allocate 1D only
+        return allocator.allocate_tensor(numel, dtype=dtype, device=device)
+
+
+class SymmMemAllocMixin:
+    """Allocates from the symmetric-memory pool, which registers what is in use."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        backend: Literal["NCCL"] = "NCCL",
+        *args: Any,
+        **kwargs: Any,
+    ):
+        super().__init__(*args, **kwargs)
+        symm_mem.set_backend(backend)
+        self._group = group
+        # A rendezvous needs the communicator, which the first collective creates
+        dist.barrier(group=group)
+
+    def allocate(
+        self, size: _Size, *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        pool = symm_mem.get_mem_pool(device)
+        with torch.get_device_module(device).use_mem_pool(pool):
+            return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _SingleAllGather(AllGather):
+    # Ranks may be compared before: a call completes only if all of them call
+    needs_all_ranks = True
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        return dist.all_gather_single(output_tensor, input_tensor, group, async_op)
+
+
+class _SingleReduceScatter(ReduceScatter):
+    needs_all_ranks = True
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: _ReduceOp,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        tensors = output_tensor, input_tensor
+        return dist.reduce_scatter_single(*tensors, op, group, async_op)
+
+    def exchange(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup
+    ) -> None:
+        """Does the all-to-all of gradients that FSDP then adds itself."""
+        dist.all_to_all_single(output_tensor, input_tensor, group=group)
+
+
+class DefaultAllGather(DefaultAllocMixin, _SingleAllGather):
+    pass
+
+
+class DefaultReduceScatter(DefaultAllocMixin, _SingleReduceScatter):
+    pass
+
+
+class ProcessGroupAllocAllGather(ProcessGroupAllocMixin, _SingleAllGather):
+    pass
+
+
+class ProcessGroupAllocReduceScatter(ProcessGroupAllocMixin, _SingleReduceScatter):
+    pass
+
+
+class SymmMemAllGather(SymmMemAllocMixin, _SingleAllGather):
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        # The input is a part of the output, so this registers both
+        symm_mem.rendezvous(output_tensor, group=group.group_name)
+        return super().__call__(output_tensor, input_tensor, group, async_op)
+
+
+class SymmMemReduceScatter(SymmMemAllocMixin, _SingleReduceScatter):
+    # Its kernels only sum
+    exchange = None  # pyrefly: ignore [bad-override-mutable-attribute]
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: _ReduceOp,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        for tensor in (input_tensor, output_tensor):
+            symm_mem.rendezvous(tensor, group=group.group_name)
+        return super().__call__(output_tensor, input_tensor, group, op, async_op)
+
+
+def allocate(
+    comm: AllGather | ReduceScatter,
+    numel: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    layout: GatherLayout | None = None,
+    *,
+    gathers: bool = False,
+) -> Tensor:
+    """
+    Returns a buffer that can be viewed in the dtypes of ``layout``; one to gather is 1D
+    of ``dtype``. Raises a ValueError if what the comm returns is not so.
+    """
+    buffer: Any = comm.allocate((numel,), dtype=dtype, device=device)
+    if type(comm) is DefaultAllGather or type(comm) is DefaultReduceScatter:
+        return buffer
+    kind = type(comm).__name__
+    itemsize = layout.regions[0].dtype.itemsize if layout else 1  # of the widest
+    if not isinstance(buffer, Tensor):
+        wrong = f"a {type(buffer).__name__}"
+    elif buffer.numel() != numel:
+        wrong = f"{buffer.numel()} elements where {numel} were asked for"
+    elif buffer.device.type == "meta":
+        wrong = "a tensor on the meta device"
+    elif not buffer.is_contiguous() and (itemsize > dtype.itemsize or not gathers):
+        wrong = f"a tensor that is not contiguous: its stride is {buffer.stride()}"
+    elif gathers and (buffer.dtype != dtype or buffer.dim() != 1):
+        wrong = f"one of {buffer.dtype} and {buffer.dim()} dims, not 1D of {dtype}"
+    elif (start_nbytes := buffer.storage_offset() * buffer.itemsize) % itemsize != 0:
+        raise ValueError(
+            f"{kind}.allocate returned a buffer that starts at byte {start_nbytes} of "
+            "its storage, but the parameters of several dtypes need it aligned to "
+            f"{itemsize} bytes: return one that starts at a multiple of that"
+        )
+    else:
+        return buffer
+    setter = "set_custom_all_gather" if gathers else "set_custom_reduce_scatter"
+    raise ValueError(
+        f"{kind}.allocate, from {setter}, returned {wrong}: return a contiguous tensor "
+        "of the size, dtype and device that it is asked for"
+    )
+
+
+_OWN_KINDS = (DefaultAllocMixin, ProcessGroupAllocMixin, SymmMemAllocMixin)
+_OWN_ALLOCATORS = frozenset(kind.allocate for kind in _OWN_KINDS)
+
+
+def allocates_anew(comm: ReduceScatter) -> bool:
+    """Whether no buffer from ``comm`` shares memory with one in use."""
+    return type(comm).allocate in _OWN_ALLOCATORS
+
+
+def holds_one_input(comm: ReduceScatter) -> bool:
+    """Whether a unit's buckets must be reduced one by one."""
+    # The next input may be a buffer still in use, or register more symmetric memory
+    is_symmetric = type(comm).allocate is SymmMemAllocMixin.allocate
+    return is_symmetric or not allocates_anew(comm)
+
+
+# Operators #
+# Inductor rewrites graphs with them. An eager step calls what they call unless somebody
+# may see or replace them, see [Note: Who observes].
+
+lib = torch.library.Library("fsdp", "FRAGMENT")
+
+for _schema in (
+    "all_gather_copy_in(Tensor[] all_gather_inputs, Tensor all_gather_output, "
+    "SymInt[] inp_split_sizes, SymInt all_gather_input_numel, SymInt rank) "
+    "-> (Tensor, Tensor)",
+    "split_with_sizes_copy(Tensor all_gather_output, "
+    "SymInt[] all_gather_input_split_sizes, int dim=0, *, Tensor(a!)[] out) -> ()",
+    "chunk_cat(Tensor[] tensors, int dim, int num_chunks, *, Tensor(a!) out) -> ()",
+):
+    lib.define(_schema)
+
+
+def all_gather_copy_in_cuda(
+    all_gather_inputs: list[Tensor],
+    all_gather_output: Tensor,
+    inp_split_sizes: list[int],
+    all_gather_input_numel: int,
+    rank: int,
+) -> tuple[Tensor, Tensor]:
+    start = rank * all_gather_input_numel
+    segment = all_gather_output.narrow(0, start, all_gather_input_numel)
+    with torch.no_grad():
+        torch._foreach_copy_(segment.split(inp_split_sizes), all_gather_inputs)
+    return segment, all_gather_output
+
+
+all_gather_copy_in_meta = all_gather_copy_in_cuda  # a copy does nothing there
+
+
+def split_with_sizes_copy(
+    all_gather_output: Tensor,
+    all_gather_input_split_sizes: list[int],
+    dim: int = 0,
+    *,
+    out: list[Tensor],
+) -> None:
+    torch.split_with_sizes_copy(
+        all_gather_output, all_gather_input_split_sizes, dim=dim, out=out
+    )
+
+
+def chunk_cat(tensors: list[Tensor], dim: int, num_chunks: int, out: Tensor) -> None:
+    torch._chunk_cat(tensors, dim, num_chunks, out=out)
+
+
+for _key in ("CUDA", "XPU", "HPU", "CPU", "MTIA", "PrivateUse1", "Meta"):
+    lib.impl("all_gather_copy_in", all_gather_copy_in_cuda, _key)
+    lib.impl("split_with_sizes_copy", split_with_sizes_copy, _key)
+    lib.impl("chunk_cat", chunk_cat, _key)
+if FOLLOWS_GRAD_DTYPE:
+    lib.define(
+        "record_grad_output_stream(Tensor buffer, int stream_id, int device_index, "
+        "int device_type) -> ()"
+    )
+    lib.impl("record_grad_output_stream", lambda *_: None, "CompositeExplicitAutograd")
+
+
 # Unshard #
 
 
 class AllGatherResult(NamedTuple):
     """An all-gather in flight. It owns the buffer until copy-out is ordered."""
 
-    all_gather_output: torch.Tensor  # 1D
+    all_gather_output: Tensor  # 1D
     all_gather_event: torch.Event | None
     all_gather_work: dist.distributed_c10d.Work | None
     # For each parameter, dtype and elements on one rank of each of its inputs
@@ -88,7 +331,7 @@ def _stage_monkeypatched(
     group: dist.ProcessGroup,
     device: torch.device,
     comm: AllGather,
-) -> tuple[torch.Tensor, torch.Tensor, tuple[list, list, list[int]]]:
+) -> tuple[Tensor, Tensor, tuple[list, list, list[int]]]:
     """
     Allocates the buffer of a gather and fills this rank's segment of it with a plugin's
     inputs, in parameter order. Returns both, and the last fields of the result.
@@ -237,25 +480,25 @@ def unshard_single_rank(fsdp_params: list[FSDPParam], device: torch.device) -> N
 class ReduceResult(NamedTuple):
     """A reduction in flight: what must be held, and until which event."""
 
-    reduce_scatter_input: torch.Tensor | None  # None if there was no new gradient
+    reduce_scatter_input: Tensor | None  # None if there was no new gradient
     reduce_scatter_event: torch.Event | None
     post_reduce_stream: torch.Stream
     post_reduce_event: torch.Event
     # The reduced buffer, if other streams than the one that allocated it use it
-    all_reduce_input: torch.Tensor | None
+    all_reduce_input: Tensor | None
     all_reduce_event: torch.Event | None
     # The sum so far, if the all-reduce is deferred
-    partial_reduce_output: torch.Tensor | None
+    partial_reduce_output: Tensor | None
 
 
 # See `_default_reduce_scatter_input_fn`
 ReduceScatterInputFn: TypeAlias = Callable[
-    [list[FSDPParam], list[torch.Tensor], int], tuple[torch.Size, ...]
+    [list[FSDPParam], list[Tensor], int], tuple[torch.Size, ...]
 ]
 
 
 def _default_reduce_scatter_input_fn(
-    fsdp_params: list[FSDPParam], unsharded_grads: list[torch.Tensor], world_size: int
+    fsdp_params: list[FSDPParam], unsharded_grads: list[Tensor], world_size: int
 ) -> tuple[torch.Size, ...]:
     """
     Replaces each gradient that is sharded on another dim than 0 by one whose chunks
@@ -284,7 +527,7 @@ class Reduction(NamedTuple):
     all_reduce_group: dist.ProcessGroup | None  # not None iff HSDP or replicate
     all_reduce_stream: torch.Stream
     all_reduce_grads: bool
-    all_reduce_hook: Callable[[torch.Tensor], None] | None
+    all_reduce_hook: Callable[[Tensor], None] | None
     force_sum_reduction_for_comms: bool
     prepare_reduce_scatter_inputs: ReduceScatterInputFn = (
         _default_reduce_scatter_input_fn
@@ -320,13 +563,13 @@ class BucketGrads:
 
     fsdp_params: list[FSDPParam]  # in slot order
     bucket: ReduceBucket
-    unsharded_grads: list[torch.Tensor]  # of the first parameters, until the copy-in
-    partial_reduce_output: torch.Tensor | None
+    unsharded_grads: list[Tensor]  # of the first parameters, until the copy-in
+    partial_reduce_output: Tensor | None
     # For each rank in turn its shards of all new gradients, None if there are none.
     # Buckets of one all-to-all share it.
-    reduce_scatter_input: torch.Tensor | None = None
+    reduce_scatter_input: Tensor | None = None
     # After the all-to-all: from each rank its new gradients for this rank's shards
-    received: torch.Tensor | None = None
+    received: Tensor | None = None
 
     def __post_init__(self) -> None:
         count, bucket = len(self.unsharded_grads), self.bucket
@@ -370,7 +613,7 @@ if FOLLOWS_GRAD_DTYPE:
 
     def foreach_reduce(
         fsdp_params: list[FSDPParam],
-        unsharded_grads: list[torch.Tensor],
+        unsharded_grads: list[Tensor],
         reduce_scatter_group: dist.ProcessGroup | None,
         reduce_scatter_stream: torch.Stream,
         reduce_scatter_comm: ReduceScatter,
@@ -380,8 +623,8 @@ if FOLLOWS_GRAD_DTYPE:
         all_reduce_group: dist.ProcessGroup | None,
         all_reduce_stream: torch.Stream,
         all_reduce_grads: bool,
-        partial_reduce_output: torch.Tensor | None,
-        all_reduce_hook: Callable[[torch.Tensor], None] | None,
+        partial_reduce_output: Tensor | None,
+        all_reduce_hook: Callable[[Tensor], None] | None,
         force_sum_reduction_for_comms: bool = False,
         *,
         prepare_reduce_scatter_inputs: ReduceScatterInputFn = (
@@ -423,7 +666,7 @@ else:
 
     def foreach_reduce(
         fsdp_params: list[FSDPParam],
-        unsharded_grads: list[torch.Tensor],
+        unsharded_grads: list[Tensor],
         reduce_scatter_group: dist.ProcessGroup | None,
         reduce_scatter_stream: torch.Stream,
         reduce_scatter_comm: ReduceScatter,
@@ -434,8 +677,8 @@ else:
         all_reduce_group: dist.ProcessGroup | None,
         all_reduce_stream: torch.Stream,
         all_reduce_grads: bool,
-        partial_reduce_output: torch.Tensor | None,
-        all_reduce_hook: Callable[[torch.Tensor], None] | None,
+        partial_reduce_output: Tensor | None,
+        all_reduce_hook: Callable[[Tensor], None] | None,
         force_sum_reduction_for_comms: bool = False,
     ) -> ReduceResult:
         """
@@ -466,8 +709,8 @@ _REDUCE_PARAMETERS = inspect.signature(foreach_reduce).parameters
 def _reduce_one_bucket(
     reduction: Reduction,
     fsdp_params: list[FSDPParam],
-    unsharded_grads: list[torch.Tensor],
-    partial_reduce_output: torch.Tensor | None,
+    unsharded_grads: list[Tensor],
+    partial_reduce_output: Tensor | None,
     reduce_dtype: torch.dtype | None,
     orig_dtype: torch.dtype | None,
 ) -> ReduceResult:
@@ -500,7 +743,7 @@ def call_monkeypatched(reduction: Reduction, part: BucketGrads) -> ReduceResult:
 def _plan_bucket(
     reduction: Reduction,
     fsdp_params: list[FSDPParam],
-    unsharded_grads: list[torch.Tensor],
+    unsharded_grads: list[Tensor],
     orig_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
 ) -> ReduceBucket:
@@ -540,7 +783,7 @@ def prepare_inputs(
     reduction: Reduction,
     bucket: ReduceBucket,
     fsdp_params: list[FSDPParam],
-    unsharded_grads: list[torch.Tensor],
+    unsharded_grads: list[Tensor],
 ) -> ReduceBucket:
     """Lets a plugin prepare the gradients, and returns where these lie then."""
     world_size, count = reduction.shard_world_size, len(unsharded_grads)
@@ -629,7 +872,7 @@ _OWN_COPY_IN = foreach_reduce_scatter_copy_in
 
 
 def _copy_in_monkeypatched(
-    reduction: Reduction, part: BucketGrads, reduce_input: torch.Tensor, world_size: int
+    reduction: Reduction, part: BucketGrads, reduce_input: Tensor, world_size: int
 ) -> None:
     """Calls what is in place of the copy-in, with gradients of one dtype in chunks."""
     grads = part.unsharded_grads
@@ -667,7 +910,7 @@ def _all_to_all(
 ) -> None:
     """Exchanges the new gradients of all ``parts`` in one collective."""
     comm: Any = reduction.reduce_scatter_comm
-    sent = cast(torch.Tensor, parts[0].reduce_scatter_input)
+    sent = cast(Tensor, parts[0].reduce_scatter_input)
     if allocates_anew(comm):
         numel, dtype = sent.numel(), sent.dtype
         received = allocate(comm, numel, dtype, reduction.device)
@@ -759,8 +1002,8 @@ def _reduce_scatter(
     part: BucketGrads,
     world_size: int,
     factors: Factors,
-    output: torch.Tensor | None,
-) -> torch.Tensor:
+    output: Tensor | None,
+) -> Tensor:
     """
     Returns this rank's sum over the shard group, with the partial reduce, which must be
     added before the all-reduce, or those of other replicas would be missing. Without
@@ -815,7 +1058,7 @@ def _reduce_scatter(
 def _all_reduce(
     reduction: Reduction,
     parts: Sequence[BucketGrads],
-    output: torch.Tensor,
+    output: Tensor,
     op: _ReduceOp,
 ) -> None:
     """Reduces ``output`` over the replicas and runs the user's hook on it."""

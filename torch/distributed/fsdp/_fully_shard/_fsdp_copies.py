@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 
-from ._fsdp_comms import record_grad_output_stream
-from ._fsdp_host import gets_operators, HAS_MIXED_CHUNK_CAT
+from ._fsdp_host import FOLLOWS_GRAD_DTYPE, gets_operators, HAS_MIXED_CHUNK_CAT
 from ._fsdp_layout import GatherLayout, GatherRegion, in_plan_order, ReduceBucket
 from ._fsdp_param import FSDPParam, ShardedState
 from ._fsdp_param_cache import GatherOutputs, GatherPlan
@@ -397,6 +396,14 @@ def in_common_order(
 
 
 # Sharded gradients out of its output #
+
+
+def record_grad_output_stream(buffer: Tensor, stream: torch.Stream) -> None:
+    """Tells a vendor's kernel (2.15) which stream reads sharded gradients."""
+    if FOLLOWS_GRAD_DTYPE and buffer.device.type != "cpu":
+        torch.ops.fsdp.record_grad_output_stream(
+            buffer, stream.stream_id, stream.device_index, stream.device_type
+        )
 
 
 def accumulate_sharded_grads(

@@ -71,10 +71,16 @@ from ._fsdp_collectives import (
     _default_reduce_scatter_input_fn,
     AllGatherOutputFn,
     AllGatherResult,
+    DefaultAllGather,
+    DefaultReduceScatter,
     foreach_all_gather,
     foreach_all_gather_copy_out,
     foreach_reduce,
+    ProcessGroupAllocAllGather,
+    ProcessGroupAllocReduceScatter,
     ReduceScatterInputFn,
+    SymmMemAllGather,
+    SymmMemReduceScatter,
     unshard_single_rank,
 )
 from ._fsdp_common import (
@@ -86,14 +92,6 @@ from ._fsdp_common import (
     is_bw,
     ShardPlacementFnResult,
     TrainingState,
-)
-from ._fsdp_comms import (
-    DefaultAllGather,
-    DefaultReduceScatter,
-    ProcessGroupAllocAllGather,
-    ProcessGroupAllocReduceScatter,
-    SymmMemAllGather,
-    SymmMemReduceScatter,
 )
 from ._fsdp_compat import PluginNames
 from ._fsdp_context import (

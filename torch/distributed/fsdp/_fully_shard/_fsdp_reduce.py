@@ -18,8 +18,15 @@ import torch.nn as nn
 
 from . import _fsdp_collectives as collectives
 from . import _fsdp_layout as layouts
-from ._fsdp_collectives import BucketGrads, foreach_reduce, ReduceResult, Reduction
-from ._fsdp_comms import allocates_anew, DefaultReduceScatter, holds_one_input
+from ._fsdp_collectives import (
+    allocates_anew,
+    BucketGrads,
+    DefaultReduceScatter,
+    foreach_reduce,
+    holds_one_input,
+    ReduceResult,
+    Reduction,
+)
 from ._fsdp_copies import accumulate_sharded_grad, relaid
 from ._fsdp_host import FOLLOWS_GRAD_DTYPE
 from ._fsdp_layout import BucketKey, ReduceBucket, ReduceBucketCap, ReduceSlot
