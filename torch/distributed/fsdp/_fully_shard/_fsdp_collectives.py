@@ -414,11 +414,9 @@ def _default_all_gather_output_fn(
         layout = layouts.plan_gather(*flat, by_dtype=False)
     cache = ParamGroupCache.of(fsdp_params)
     outputs = cache.alloc_outputs(dtypes, numels, world_size, buffer.device)
-    state = fsdp_params[0].sharded_state
-    if (plan := cache.plans.get(state)) is None or plan.layout is not layout:
-        # They may have been resharded since, e.g. to save a state dict
-        gathered = (s for s, plan in cache.plans.items() if plan.layout is layout)
-        state = next(gathered, state)
+    # They may have been resharded since, e.g. to save a state dict
+    states = [state for state, plan in cache.plans.items() if plan.layout is layout]
+    state = states[0] if states else fsdp_params[0].sharded_state
     copies.copy_out(fsdp_params, state, buffer, layout, outputs, world_size)
 
 
@@ -522,13 +520,13 @@ class Reduction(NamedTuple):
     reduce_scatter_group: dist.ProcessGroup | None
     reduce_scatter_stream: torch.Stream
     reduce_scatter_comm: ReduceScatter
-    device: torch.device
-    gradient_divide_factor: float | None
     all_reduce_group: dist.ProcessGroup | None  # not None iff HSDP or replicate
     all_reduce_stream: torch.Stream
     all_reduce_grads: bool
     all_reduce_hook: Callable[[Tensor], None] | None
+    gradient_divide_factor: float | None
     force_sum_reduction_for_comms: bool
+    device: torch.device
     prepare_reduce_scatter_inputs: ReduceScatterInputFn = (
         _default_reduce_scatter_input_fn
     )
@@ -644,23 +642,13 @@ if FOLLOWS_GRAD_DTYPE:
         gradients, which it may replace in place, and the number of ranks. It returns
         the gradients' padded sizes, which a rank gets one chunk of on dim 0.
         """
-        reduction = Reduction(
-            reduce_scatter_group,
-            reduce_scatter_stream,
-            reduce_scatter_comm,
-            device,
-            gradient_divide_factor,
-            all_reduce_group,
-            all_reduce_stream,
-            all_reduce_grads,
-            all_reduce_hook,
-            force_sum_reduction_for_comms,
-            prepare_reduce_scatter_inputs,
-        )
-        dtypes = reduce_dtype, None
-        return _reduce_one_bucket(
-            reduction, fsdp_params, unsharded_grads, partial_reduce_output, *dtypes
-        )
+        scatter = reduce_scatter_group, reduce_scatter_stream, reduce_scatter_comm
+        add = all_reduce_group, all_reduce_stream, all_reduce_grads, all_reduce_hook
+        scale = gradient_divide_factor, force_sum_reduction_for_comms
+        prepare = prepare_reduce_scatter_inputs
+        reduction = Reduction(*scatter, *add, *scale, device, prepare)
+        of_bucket = fsdp_params, unsharded_grads, partial_reduce_output
+        return _reduce_one_bucket(reduction, *of_bucket, reduce_dtype, None)
 
 else:
 
@@ -685,41 +673,15 @@ else:
         As above. Without ``orig_dtype`` each sharded gradient is cast to its
         parameter's own dtype (the release then casts nothing).
         """
-        reduction = Reduction(
-            reduce_scatter_group,
-            reduce_scatter_stream,
-            reduce_scatter_comm,
-            device,
-            gradient_divide_factor,
-            all_reduce_group,
-            all_reduce_stream,
-            all_reduce_grads,
-            all_reduce_hook,
-            force_sum_reduction_for_comms,
-        )
-        dtypes = reduce_dtype, orig_dtype
-        return _reduce_one_bucket(
-            reduction, fsdp_params, unsharded_grads, partial_reduce_output, *dtypes
-        )
+        scatter = reduce_scatter_group, reduce_scatter_stream, reduce_scatter_comm
+        add = all_reduce_group, all_reduce_stream, all_reduce_grads, all_reduce_hook
+        scale = gradient_divide_factor, force_sum_reduction_for_comms
+        reduction = Reduction(*scatter, *add, *scale, device)
+        of_bucket = fsdp_params, unsharded_grads, partial_reduce_output
+        return _reduce_one_bucket(reduction, *of_bucket, reduce_dtype, orig_dtype)
 
 
-_REDUCE_PARAMETERS = inspect.signature(foreach_reduce).parameters
-
-
-def _reduce_one_bucket(
-    reduction: Reduction,
-    fsdp_params: list[FSDPParam],
-    unsharded_grads: list[Tensor],
-    partial_reduce_output: Tensor | None,
-    reduce_dtype: torch.dtype | None,
-    orig_dtype: torch.dtype | None,
-) -> ReduceResult:
-    bucket = _plan_bucket(
-        reduction, fsdp_params, unsharded_grads, orig_dtype, reduce_dtype
-    )
-    bucket = prepare_inputs(reduction, bucket, fsdp_params, unsharded_grads)
-    part = BucketGrads(fsdp_params, bucket, unsharded_grads, partial_reduce_output)
-    return reduce_buckets(reduction, [part])[0]
+_REDUCE_SIGNATURE = inspect.signature(foreach_reduce)
 
 
 def call_monkeypatched(reduction: Reduction, part: BucketGrads) -> ReduceResult:
@@ -732,21 +694,19 @@ def call_monkeypatched(reduction: Reduction, part: BucketGrads) -> ReduceResult:
         "reduce_dtype": part.bucket.dtype,
         "orig_dtype": runs[0].grad_dtype if len(runs) == 1 else None,
     }
-    arguments = {name: values[name] for name in _REDUCE_PARAMETERS}
-    keyword_only = {}
-    if FOLLOWS_GRAD_DTYPE:
-        name = "prepare_reduce_scatter_inputs"
-        keyword_only[name] = arguments.pop(name)
-    return ReduceResult._make(replacement(*arguments.values(), **keyword_only))
+    names = _REDUCE_SIGNATURE.parameters
+    bound = _REDUCE_SIGNATURE.bind(**{name: values[name] for name in names})
+    return ReduceResult._make(replacement(*bound.args, **bound.kwargs))
 
 
-def _plan_bucket(
+def _reduce_one_bucket(
     reduction: Reduction,
     fsdp_params: list[FSDPParam],
     unsharded_grads: list[Tensor],
-    orig_dtype: torch.dtype | None,
+    partial_reduce_output: Tensor | None,
     reduce_dtype: torch.dtype | None,
-) -> ReduceBucket:
+    orig_dtype: torch.dtype | None,
+) -> ReduceResult:
     dtypes = [
         layouts.reduce_dtype_of(grad.dtype, reduce_dtype) for grad in unsharded_grads
     ]
@@ -765,18 +725,16 @@ def _plan_bucket(
     # By name: which of them are new may differ between replicas
     by_name = sorted(fsdp_params, key=lambda p: str(p._param_fqn))
     slots = []
-    for i, fsdp_param in enumerate(fsdp_params):
-        numel = fsdp_param.padded_sharded_param_size.numel()
-        dim = fsdp_param.fsdp_placement.dim
-        if i < len(unsharded_grads):
-            size = unsharded_grads[i].size()
-            numel = layouts.padded_shard_numel(size, reduction.shard_world_size, dim)
-        param = fsdp_param.sharded_param
+    for fsdp_param in fsdp_params:
+        param, dim = fsdp_param.sharded_param, fsdp_param.fsdp_placement.dim
         is_set = param.grad_dtype != param.dtype  # by users, which comes first
         grad_dtype = param.grad_dtype if is_set else orig_dtype or param.dtype
-        position = by_name.index(fsdp_param)
-        slots.append(ReduceSlot(position, grad_dtype, numel, dim))
-    return ReduceBucket(dtype, tuple(slots), keys[0][1] if keys else None)
+        numel = fsdp_param.padded_sharded_param_size.numel()
+        slots.append(ReduceSlot(by_name.index(fsdp_param), grad_dtype, numel, dim))
+    bucket = ReduceBucket(dtype, tuple(slots), keys[0][1])
+    bucket = prepare_inputs(reduction, bucket, fsdp_params, unsharded_grads)
+    part = BucketGrads(fsdp_params, bucket, unsharded_grads, partial_reduce_output)
+    return reduce_buckets(reduction, [part])[0]
 
 
 def prepare_inputs(
@@ -798,7 +756,7 @@ def prepare_inputs(
         )
     slots = [
         replace(slot, shard_numel=size.numel() // world_size, shard_dim=0)
-        for slot, size in zip(bucket.slots, sizes, strict=False)
+        for slot, size in zip(bucket.slots[:count], sizes, strict=True)
     ]
     return replace(bucket, slots=(*slots, *bucket.slots[count:]))
 
@@ -818,19 +776,14 @@ def reduce_buckets(
     current_stream = handle.current_stream()
     stream, world_size = reduction.reduce_scatter_stream, reduction.shard_world_size
     results: list[ReduceResult] = []
-    sent = [
-        part
-        for part in parts
-        if part.bucket.comm_dtype is not None
-        and part.unsharded_grads
-        and world_size > 1
-    ]
+    new = [part for part in parts if part.unsharded_grads]
+    sent = [p for p in new if p.bucket.comm_dtype is not None and world_size > 1]
     # Copied into one buffer. A single bucket is copied in as for a reduce-scatter.
     joined = sent if len(sent) > 1 else []
     batch = parts
     try:
-        for part in parts:
-            if part.unsharded_grads and part not in joined:
+        for part in new:
+            if part not in joined:
                 batch = [part]
                 _reduce_copy_in(reduction, part, world_size)
         if batch := joined:
@@ -844,44 +797,32 @@ def reduce_buckets(
                     reduction, batch, world_size, current_stream
                 )
     except Exception as error:
-        explained = error
-        for part in batch:
-            if explained is error:
-                of_part = part.fsdp_params, part.bucket, part.unsharded_grads
-                explained = explain_reduction(error, *of_part, reduction.device)
-        raise explained  # noqa: B904  (has its cause)
+        of_parts = ((p.fsdp_params, p.bucket, p.unsharded_grads) for p in batch)
+        explained = (explain_reduction(error, *of, reduction.device) for of in of_parts)
+        raise next((e for e in explained if e is not error), error)  # noqa: B904
     return results
 
 
 def _reduce_copy_in(reduction: Reduction, part: BucketGrads, world_size: int) -> None:
     """Copies the new gradients into the reduction's input, and drops them."""
-    comm, dtype = reduction.reduce_scatter_comm, part.bucket.wire_dtype
-    numel = world_size * part.new_numel
-    reduce_input = allocate(comm, numel, dtype, reduction.device)
+    bucket, grads, numel = part.bucket, part.unsharded_grads, part.new_numel
+    comm, dtype = reduction.reduce_scatter_comm, bucket.wire_dtype
+    reduce_input = allocate(comm, world_size * numel, dtype, reduction.device)
     if foreach_reduce_scatter_copy_in is _OWN_COPY_IN:
-        rows = reduce_input.view(world_size, part.new_numel)
-        copies.copy_in_grads(part.bucket, part.unsharded_grads, rows)
-    else:
-        _copy_in_monkeypatched(reduction, part, reduce_input, world_size)
+        copies.copy_in_grads(bucket, grads, reduce_input.view(world_size, numel))
+    else:  # which takes gradients of one dtype, to be chunked on dim 0
+        if reduction.prepares_by_default:
+            _default_reduce_scatter_input_fn(part.fsdp_params, grads, world_size)
+        if any(grad.dtype != grads[0].dtype for grad in grads):
+            grads[:] = [grad.to(reduce_input.dtype) for grad in grads]
+        padded = copies.with_padding(bucket, grads)
+        foreach_reduce_scatter_copy_in(padded, reduce_input, world_size)
     part.reduce_scatter_input = reduce_input
-    part.unsharded_grads.clear()  # only now: the copy-in has been issued
+    grads.clear()  # only now: the copy-in has been issued
 
 
 # Which upstream's tests and plugins may monkeypatch
 _OWN_COPY_IN = foreach_reduce_scatter_copy_in
-
-
-def _copy_in_monkeypatched(
-    reduction: Reduction, part: BucketGrads, reduce_input: Tensor, world_size: int
-) -> None:
-    """Calls what is in place of the copy-in, with gradients of one dtype in chunks."""
-    grads = part.unsharded_grads
-    if reduction.prepares_by_default:
-        _default_reduce_scatter_input_fn(part.fsdp_params, grads, world_size)
-    if any(grad.dtype != grads[0].dtype for grad in grads):
-        grads[:] = [grad.to(reduce_input.dtype) for grad in grads]
-    padded = copies.with_padding(part.bucket, grads)
-    foreach_reduce_scatter_copy_in(padded, reduce_input, world_size)
 
 
 def _all_to_all_copy_in(
@@ -943,18 +884,14 @@ def _reduce_together(
     current_stream: torch.Stream,
 ) -> list[ReduceResult]:
     """Reduces buckets of one all-reduce, from the stream of the reduce-scatter."""
-    factors = get_divide_factors(
-        parts[0].bucket.key,  # the others have the same factors
-        reduction.reduce_scatter_group,
-        reduction.all_reduce_group,
-        reduction.device.type,
-        reduction.gradient_divide_factor,
-        reduction.force_sum_reduction_for_comms,
-    )
+    key, device = parts[0].bucket.key, reduction.device  # all have the same factors
+    groups = reduction.reduce_scatter_group, reduction.all_reduce_group
+    scale = reduction.gradient_divide_factor, reduction.force_sum_reduction_for_comms
+    factors = get_divide_factors(key, *groups, device.type, *scale)
     output, slices = None, [None]
     if len(parts) > 1:
-        dtype, numels = parts[0].bucket.dtype, [p.bucket.shard_numel for p in parts]
-        output = torch.empty(sum(numels), dtype=dtype, device=reduction.device)
+        numels = [part.bucket.shard_numel for part in parts]
+        output = torch.empty(sum(numels), dtype=key[0], device=device)
         slices = output.split(numels)
     targets = []  # (params, bucket, reduced tensor)
     for part, slice_of in zip(parts, slices, strict=True):
@@ -976,11 +913,10 @@ def _reduce_together(
     if all_reduces:
         stream = reduction.all_reduce_stream
         stream.wait_stream(reduction.reduce_scatter_stream)
-    handle = _get_device_handle(reduction.device.type)
+    handle = _get_device_handle(device.type)
     # As views, gradients keep all of the output alive: so all of them, or none
-    as_views = output.dtype == parts[0].bucket.dtype and not any(
-        part.bucket.needs_casts for part in parts
-    )
+    needs_casts = any(part.bucket.needs_casts for part in parts)
+    as_views = output.dtype == key[0] and not needs_casts
     with handle.stream(stream) if all_reduces else NO_RANGE:
         if all_reduces:
             _all_reduce(reduction, parts, output, factors[3])

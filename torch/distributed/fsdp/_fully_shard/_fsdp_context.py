@@ -44,9 +44,7 @@ class _GradientReductionState:
 
 
 class AllReduceState(NamedTuple):
-    """
-    A bucket's reduced buffer, which the all-reduce reads and writes until ``event``.
-    """
+    """A bucket's reduced buffer, which its all-reduce uses until ``event``."""
 
     all_reduce_input: torch.Tensor
     event: torch.Event | None
@@ -65,28 +63,10 @@ class HeldAllReduces(NamedTuple):
 class FSDPCommContext:
     """The streams and in-flight buffers that the groups of one root share."""
 
-    # See [Note: Freeing the gather buffer late]
-    all_gather_state: AllGatherState | None = None
-    # While a user's handle has not been waited for (2.15)
-    active_gradient_reduction: _GradientReductionState | None = None
-    # How many forwards have looked for traces
-    num_forwards: int = 0
-
-    def lazy_init(self, device: torch.device):
-        if hasattr(self, "all_gather_stream"):
-            return  # by another root, see `share_comm_ctx`
-        handle = _get_device_handle(device.type)
-        self.device_handle = handle
-        # Before compute, which waits for the short copies around a collective
-        high = -1
-        # In forward, the next group's copy-in beside this group's all-gather
-        self.all_gather_copy_in_stream = handle.Stream(priority=high)
-        # The next group's all-gather beside this group's compute
-        self.all_gather_stream = handle.Stream(priority=high)
-        # Scaling and reduce-scatter beside the next group's backward
-        self.reduce_scatter_stream = handle.Stream(priority=high)
-        # HSDP's, usually over another network, beside the shard group's collectives
-        self.all_reduce_stream = handle.Stream()
+    def __init__(self) -> None:
+        self.has_streams = False
+        # See [Note: Freeing the gather buffer late]
+        self.all_gather_state: AllGatherState | None = None
         # The end of backward waits for the last event of each stream that reduces
         self._last_post_reduce_events: dict[torch.Stream, torch.Event] = {}
         # Oldest first. The root's lazy init resolves their maximum from all groups.
@@ -102,6 +82,26 @@ class FSDPCommContext:
         self.small_reductions_task: int = -1
         # In the order of forwards. Each backward clears it, and its reference cycle.
         self.post_forward_order: list[Any] = []
+        # How many forwards have looked for traces
+        self.num_forwards: int = 0
+        # While a user's handle has not been waited for (2.15)
+        self.active_gradient_reduction: _GradientReductionState | None = None
+
+    def lazy_init(self, device: torch.device):
+        if self.has_streams:
+            return  # from another root, see `share_comm_ctx`
+        self.has_streams = True
+        handle = self.device_handle = _get_device_handle(device.type)
+        # Before compute, which waits for the short copies around a collective
+        high = -1
+        # In forward, the next group's copy-in beside this group's all-gather
+        self.all_gather_copy_in_stream = handle.Stream(priority=high)
+        # The next group's all-gather beside this group's compute
+        self.all_gather_stream = handle.Stream(priority=high)
+        # Scaling and reduce-scatter beside the next group's backward
+        self.reduce_scatter_stream = handle.Stream(priority=high)
+        # HSDP's, usually over another network, beside the shard group's collectives
+        self.all_reduce_stream = handle.Stream()
 
     def get_all_gather_streams(
         self, async_op: bool, training_state: TrainingState
@@ -114,8 +114,8 @@ class FSDPCommContext:
         return self.all_gather_copy_in_stream, self.all_gather_stream
 
     def wait_all_gather_streams_on_event(self, event: torch.Event | None) -> None:
-        # No streams yet if users unshard before the first forward
-        if event is not None and hasattr(self, "all_gather_stream"):
+        # Users may unshard before the first forward
+        if event is not None and self.has_streams:
             self.all_gather_copy_in_stream.wait_event(event)
             self.all_gather_stream.wait_event(event)
 
@@ -167,9 +167,8 @@ class FSDPCommContext:
                 reduced.append(AllReduceState(output, result.all_reduce_event))
                 # Over a single rank, the output is the input
                 is_input = output is reduce_input
-                streams[current_stream if is_input else self.reduce_scatter_stream] = (
-                    None
-                )
+                stream = current_stream if is_input else self.reduce_scatter_stream
+                streams[stream] = None
         if inputs:
             state = ReduceScatterState((*inputs,), scattered, current_stream, group)
             self.reduce_scatter_states.append(state)
@@ -191,9 +190,7 @@ class FSDPCommContext:
             groups.append(group)
             return
         self.reducing_groups = [group]
-        by_module = groupby(
-            self.all_reduce_states, lambda held: id(held.reducing_groups)
-        )
+        by_module = groupby(self.all_reduce_states, lambda h: id(h.reducing_groups))
         modules = [[*all_held] for _, all_held in by_module]
         excess = len(modules) - self.reduce_scatter_max_input_buffers
         oldest = [*chain.from_iterable(modules[: max(excess, 0)])]

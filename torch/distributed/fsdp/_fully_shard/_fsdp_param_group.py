@@ -2,7 +2,8 @@
 When a unit's data moves: the states of a param group, its hooks, prefetching and waits.
 
 What moves is in :mod:`_fsdp_collectives`, where it lies in :mod:`_fsdp_layout`, what
-becomes of gradients in :mod:`_fsdp_reduce`, what groups share in :mod:`_fsdp_context`.
+becomes of gradients, with partial reduces, in :mod:`_fsdp_reduce`, what groups share in
+:mod:`_fsdp_context`, and who observes a step in :mod:`_fsdp_host`.
 
 [Note: Who waits for whom]
 Each handover of data from stream to stream is one of these waits:
@@ -137,8 +138,8 @@ _WRITTEN = (
     "old values. Call reshard() on the unit's module right after the forward without "
     "gradients, before clipping and optimizer.step()",
     "was changed in place while it was unsharded, which is lost when the unit "
-    "reshards. Call reshard() on the unit's module before the change, or before the optimizer is "
-    "made",
+    "reshards. Call reshard() on the unit's module before the change, or before the "
+    "optimizer is made",
 )
 
 
@@ -251,10 +252,6 @@ class _Meshes:
         if self._sharded_state is ShardedState.SHARDED_POST_FORWARD:
             mesh_info = self.post_forward_mesh_info
         return _as_mesh(mesh_info, FSDPMeshInfo).shard_process_group
-
-    @property
-    def _shard_process_group(self) -> dist.ProcessGroup:
-        return _as_mesh(self.mesh_info, FSDPMeshInfo).shard_process_group
 
     @property
     def _reduce_scatter_process_group(self) -> dist.ProcessGroup:
@@ -444,8 +441,7 @@ class FSDPParamGroup(_Meshes, PluginNames):
     def lazy_init(self):
         """Reads the parameters as users have left them. May be called again."""
         host.look_for_traces()
-        if not hasattr(self.comm_ctx, "device_handle"):
-            self.comm_ctx.device_handle = _get_device_handle(self.device.type)
+        self.comm_ctx.device_handle = self.device_handle  # before the root's lazy init
         is_first = self.is_sharded and not self._reset_sharded_params
         if is_first:
             registrations.reset_sharded_params(self)
@@ -478,11 +474,8 @@ class FSDPParamGroup(_Meshes, PluginNames):
                 # `reduce_dtype_of`
                 fsdp_param.reduce_dtype = None
         registrations.keep_grad_dtypes(self)
-        self._cache.upcast_by_autograd = [
-            fsdp_param
-            for fsdp_param in self.fsdp_params
-            if _fsdp_reduce.is_upcast_by_autograd(fsdp_param)
-        ]
+        is_upcast = _fsdp_reduce.is_upcast_by_autograd
+        self._cache.upcast_by_autograd = [*filter(is_upcast, self.fsdp_params)]
         self._cache.invalidate_buckets_if_changed()
         # What replaces it may set anything
         self._has_read_dtypes = not self._replaces_init_dtypes
@@ -521,20 +514,20 @@ class FSDPParamGroup(_Meshes, PluginNames):
             _check_can_exchange(self, SymmMemReduceScatter)  # before any is set
             group = self._reduce_scatter_process_group
             self._reduce_scatter_comm = SymmMemReduceScatter(group, backend)
-        self._all_gather_comm = SymmMemAllGather(self._shard_process_group, backend)
+        group = _as_mesh(self.mesh_info, FSDPMeshInfo).shard_process_group
+        self._all_gather_comm = SymmMemAllGather(group, backend)
 
     def set_allocate_memory_from_process_group(self, enable: bool) -> None:
-        """
-        Allocates communication buffers by the process groups, or by default again.
-        """
+        """Allocates buffers of collectives from their groups, or by default again."""
         kinds = ProcessGroupAllocAllGather, ProcessGroupAllocReduceScatter
         _check_comms_are(self, "set_allocate_memory_from_process_group", *kinds)
         if not enable:
             self._all_gather_comm = DefaultAllGather()
             self._reduce_scatter_comm = DefaultReduceScatter()
             return
+        group = _as_mesh(self.mesh_info, FSDPMeshInfo).shard_process_group
+        self._all_gather_comm = ProcessGroupAllocAllGather(group)
         group = self._reduce_scatter_process_group
-        self._all_gather_comm = ProcessGroupAllocAllGather(self._shard_process_group)
         self._reduce_scatter_comm = ProcessGroupAllocReduceScatter(group)
 
     def _validate_reduce_scatter_max_input_buffers(self):
@@ -544,9 +537,8 @@ class FSDPParamGroup(_Meshes, PluginNames):
             raise ValueError(
                 "set_reduce_scatter_max_input_buffers(>1) is not supported with the "
                 f"symmetric-memory reduce-scatter comm, but got {wanted} for module "
-                f"'{self._module_fqn}' using {type(comm).__name__}: its pool gives "
-                "a buffer again once it is free, and each one that is held registers "
-                "more memory. Set 1, or use the default reduce-scatter comm"
+                f"'{self._module_fqn}': each buffer that is held registers more "
+                "memory. Set 1, or use the default reduce-scatter comm"
             )
 
     # Runtime: unshard and reshard #
@@ -595,9 +587,19 @@ class FSDPParamGroup(_Meshes, PluginNames):
         group = self._all_gather_group or self._gather_group
         # Parameters are made once: as inference tensors they could never train
         is_inference = torch.is_inference_mode_enabled()
+        options: dict[str, Any] = {}  # which older replacements do not accept
+        if self._all_gather_output_fn is not _default_all_gather_output_fn:
+            options["all_gather_output_fn"] = self._all_gather_output_fn
         try:
             with torch.inference_mode(False) if is_inference else host.NO_RANGE:
-                self._fill_unsharded_params(result, group)
+                if group is None:
+                    unshard_single_rank(self._cache, self.device)
+                else:
+                    with self._range("FSDP::all_gather_copy_out"):
+                        foreach_all_gather_copy_out(
+                            result, self._cache, group, **options
+                        )
+                self._cache.init_unsharded_params()
         except BaseException as error:
             self._clean_up(error)
             raise
@@ -612,24 +614,10 @@ class FSDPParamGroup(_Meshes, PluginNames):
             self.comm_ctx.wait_all_gather_streams_on_event(copy_out_event)
         self._all_gather_result = self._all_gather_group = None
 
-    def _fill_unsharded_params(
-        self, result: AllGatherResult, group: dist.ProcessGroup | None
-    ) -> None:
-        if group is not None:
-            options: dict[str, Any] = {}  # which older replacements do not accept
-            if self._all_gather_output_fn is not _default_all_gather_output_fn:
-                options["all_gather_output_fn"] = self._all_gather_output_fn
-            with self._range("FSDP::all_gather_copy_out"):
-                foreach_all_gather_copy_out(result, self.fsdp_params, group, **options)
-        else:
-            unshard_single_rank(self.fsdp_params, self.device)
-        self._cache.init_unsharded_params()
-
     def _order_gathers_after_reshard(self) -> None:
         # The shards to gather were written in the current stream
-        self.comm_ctx.wait_all_gather_streams_on_event(
-            self._reshard_after_forward_event
-        )
+        event = self._reshard_after_forward_event
+        self.comm_ctx.wait_all_gather_streams_on_event(event)
         self._reshard_after_forward_event = None
 
     @not_type_checked
@@ -669,7 +657,12 @@ class FSDPParamGroup(_Meshes, PluginNames):
         # A unit of several modules comes here for each: one post-backward is enough
         is_first_module = self._training_state != TrainingState.FORWARD
         if is_first_module:
-            self._look_for_traces_once_per_forward()
+            # Seeing a group twice means that a new forward began. In the first one,
+            # lazy init has looked.
+            if self._num_forwards == self.comm_ctx.num_forwards:
+                self.comm_ctx.num_forwards += 1
+                host.look_for_traces()
+            self._num_forwards = self.comm_ctx.num_forwards
         with self._hook_range("FSDP::pre_forward"):
             self._training_state = TrainingState.FORWARD
             if is_first_module:
@@ -679,14 +672,6 @@ class FSDPParamGroup(_Meshes, PluginNames):
             if is_first_module:
                 args, kwargs = self._register_post_backward_hook(args, kwargs)
             return args, kwargs
-
-    def _look_for_traces_once_per_forward(self) -> None:
-        # Seeing a group twice means that a new forward began. In the first forward,
-        # lazy init has looked.
-        if self._num_forwards == self.comm_ctx.num_forwards:
-            self.comm_ctx.num_forwards += 1
-            host.look_for_traces()
-        self._num_forwards = self.comm_ctx.num_forwards
 
     @not_type_checked
     def post_forward(self, module: nn.Module, input: Any, output: Any):

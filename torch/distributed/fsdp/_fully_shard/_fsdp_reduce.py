@@ -1,7 +1,8 @@
 """
 From the gradients that autograd makes to the sharded gradients of one param group:
-which there are, in which buckets they are reduced and when, and what is kept until it
-is done.
+which there are, in which buckets they are reduced and when, and what is kept until
+then: partial reduces, whose all-reduce is deferred, and small buckets, which wait for
+those of other units.
 
 :mod:`_fsdp_param_group` says when backward of the group is over, and
 :mod:`_fsdp_collectives` reduces the buckets.
@@ -88,9 +89,7 @@ def is_upcast_by_autograd(fsdp_param: FSDPParam) -> bool:
 
 
 def suspend_upcasts(cache: ParamGroupCache, reduces: bool) -> None:
-    """
-    Turns off upcasting of gradients that are reduced right away, or added to some.
-    """
+    """Turns off upcasting of gradients that are reduced at once, or added to some."""
     for _, param in _unsharded_params(cache.upcast_by_autograd):
         if param.requires_grad and (reduces or param.grad is not None):
             param.grad_dtype = None
@@ -133,18 +132,16 @@ def pop_grads(
         if param is None:  # has not been unsharded yet
             grads.append(None)
             continue
-        grad = param.grad
-        param.grad = None
+        grad, param.grad = param.grad, None
         if not FOLLOWS_GRAD_DTYPE:
             if (accumulated := fsdp_param.unsharded_accumulated_grad) is not None:
                 grad, fsdp_param.unsharded_accumulated_grad = accumulated, None
                 if layouts.default_reduce_dtype(fsdp_param) is None:
                     # Other ranks may have fresh ones only, which set the bucket
                     grad = grad.to(param.dtype)
-        if grad is not None:
-            if fsdp_param.is_dtensor:
-                grad = fsdp_param._get_grad_inner_tensor(grad)
-        elif zeros_for_unused and param.requires_grad:
+        if grad is not None and fsdp_param.is_dtensor:
+            grad = fsdp_param._get_grad_inner_tensor(grad)
+        elif grad is None and zeros_for_unused and param.requires_grad:
             grad = fsdp_param.unsharded_zero_grad_data
         grads.append(grad)
     return grads
@@ -166,13 +163,10 @@ def accumulate_empty_grads(
 
 
 def _check_zeros_have_a_dtype(fsdp_params: Sequence[FSDPParam]) -> None:
-    """
-    Raises, on all ranks alike, if one without a gradient could not know its dtype.
-    """
+    """Raises, on all ranks alike, if one without a gradient cannot know its dtype."""
     for fsdp_param in fsdp_params if FOLLOWS_GRAD_DTYPE else ():
-        if not fsdp_param.sharded_param.requires_grad:
-            continue
-        if layouts.default_reduce_dtype(fsdp_param) is None:
+        is_trained = fsdp_param.sharded_param.requires_grad
+        if is_trained and layouts.default_reduce_dtype(fsdp_param) is None:
             raise ValueError(
                 f"grad_dtype of {fsdp_param._param_fqn} is None, so that a rank that "
                 "does not use it cannot know in which dtype the others reduce it: set "
@@ -261,11 +255,6 @@ class PartialReduce:
     bucket: ReduceBucket
     output: torch.Tensor  # 1D, in the `BucketGrads.partial_dtype`
 
-    @torch.no_grad()
-    def laid_out_as(self, bucket: ReduceBucket) -> torch.Tensor:
-        """Returns the output as ``bucket`` lays it out, zero where this has no slot."""
-        return relaid(self.bucket, self.output, bucket)
-
 
 class PartialReduces(dict[BucketKey, PartialReduce]):
     """A group's partial reduces by bucket, to be used in the stream that reduces."""
@@ -285,13 +274,12 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
                 earlier microbatches.
         """
         keys = {slot.param: b.key for b in fresh for slot in b.slots}
-        for partial in self.values():
+        for earlier, partial in self.items():
             for slot in partial.bucket.slots:
-                key = keys.get(slot.param, partial.bucket.key)
-                if key != partial.bucket.key:
+                if (key := keys.get(slot.param, earlier)) != earlier:
                     raise RuntimeError(
                         f"{fsdp_params[slot.param]._param_fqn} was reduced in "
-                        f"{layouts.describe_key(partial.bucket.key)} in an earlier "
+                        f"{layouts.describe_key(earlier)} in an earlier "
                         "microbatch, whose all-reduce was deferred, and would be in "
                         f"{layouts.describe_key(key)} now: keep the dtypes of gradients "
                         "until set_requires_all_reduce(True), or set reduce_dtype in "
@@ -300,14 +288,9 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
         if not all_reduces:
             return fresh
         present = [bucket.key for bucket in fresh]
-        empty = [
-            replace(partial.bucket, slots=())
-            for key, partial in self.items()
-            if key not in present
-        ]
-        return tuple(
-            sorted((*fresh, *empty), key=lambda b: layouts.bucket_sort_key(b.key))
-        )
+        missing = [p.bucket for key, p in self.items() if key not in present]
+        buckets = [*fresh, *(replace(bucket, slots=()) for bucket in missing)]
+        return tuple(sorted(buckets, key=lambda b: layouts.bucket_sort_key(b.key)))
 
     def pop_for(self, fresh: ReduceBucket) -> tuple[ReduceBucket, torch.Tensor | None]:
         """Pops a bucket's partial reduce, whose other parameters extend the bucket."""
@@ -315,7 +298,7 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
         if partial is None:
             return fresh, None
         extended = layouts.extend_bucket(fresh, partial.bucket)
-        return extended, partial.laid_out_as(extended)
+        return extended, relaid(partial.bucket, partial.output, extended)
 
     def set_output(
         self, fsdp_params: Sequence[FSDPParam], output: torch.Tensor
@@ -396,7 +379,17 @@ class GradReducer:
             )
             if (cap := group.reduce_bucket_cap) is not None:
                 buckets = self._defer_small(cap, reduction, buckets, grads)
-            self._reduce_in_batches(reduction, buckets, grads)
+            # All at once, or one by one where a plugin or a comm needs that
+            batches: Sequence[Sequence[ReduceBucket]] = [buckets] if buckets else []
+            if replacement is not None:
+                batches = [(bucket,) for bucket in buckets]
+            elif len(buckets) > 1 and holds_one_input(comm):
+                batches = layouts.by_collective(buckets)
+            parts = (
+                [self._pop_part(reduction, bucket, grads) for bucket in batch]
+                for batch in batches
+            )
+            self._reduce_parts(reduction, parts, buckets)
 
     def wait(self) -> None:
         """Waits for the last reduction, if backward comes to the group again."""
@@ -419,14 +412,13 @@ class GradReducer:
             for held in context.all_reduce_states
             if held.param_group is not self._group
         ]
-        for reduction, waiting in [*context.small_reductions.items()]:
-            waiting.parts = [
-                of for of in waiting.parts if params.isdisjoint(of[0].fsdp_params)
-            ]
-            nbytes = [reduction.input_nbytes(part.bucket) for part, _ in waiting.parts]
-            waiting.nbytes = sum(nbytes)
-            if not nbytes:
-                del context.small_reductions[reduction]
+        small = context.small_reductions
+        for reduction, waiting in [*small.items()]:
+            parts = [of for of in waiting.parts if params.isdisjoint(of[0].fsdp_params)]
+            nbytes = sum(reduction.input_nbytes(part.bucket) for part, _ in parts)
+            small[reduction] = SmallReductions(parts, nbytes)
+            if not parts:
+                del small[reduction]
 
     def _check_ranks(self, buckets: tuple[ReduceBucket, ...]) -> None:
         """Raises if the ranks that are about to reduce ``buckets`` disagree."""
@@ -456,35 +448,17 @@ class GradReducer:
             group._reduce_scatter_group,
             group.comm_ctx.reduce_scatter_stream,
             group._reduce_scatter_comm,
-            group.device,
-            group.gradient_divide_factor,
             all_reduce_group,
             all_reduce_stream,
             group.all_reduce_grads,
             group._all_reduce_hook,
+            group.gradient_divide_factor,
             group.force_sum_reduction_for_comms,
+            group.device,
             group._prepare_reduce_scatter_inputs,
             reuses_output,
             replacement,
         )
-
-    def _reduce_in_batches(
-        self,
-        reduction: Reduction,
-        buckets: tuple[ReduceBucket, ...],
-        grads: list[torch.Tensor | None],
-    ) -> None:
-        """Reduces all at once, or one by one where a comm or a plugin needs that."""
-        batches: Sequence[Sequence[ReduceBucket]] = [buckets] if buckets else []
-        if reduction.replacement is not None:
-            batches = [(bucket,) for bucket in buckets]
-        elif len(buckets) > 1 and holds_one_input(reduction.reduce_scatter_comm):
-            batches = layouts.by_collective(buckets)
-        parts = (
-            [self._pop_part(reduction, bucket, grads) for bucket in batch]
-            for batch in batches
-        )
-        self._reduce_parts(reduction, parts, buckets)
 
     def _reduce_parts(
         self,
@@ -492,9 +466,7 @@ class GradReducer:
         batches: Iterable[list[BucketGrads]],
         buckets: tuple[ReduceBucket, ...] | None = None,
     ) -> None:
-        """
-        Reduces one batch after another, and holds what they need until its events.
-        """
+        """Reduces batches one after another, and holds what they use until done."""
         group, results = self._group, []
         try:
             for parts in batches:
@@ -529,9 +501,7 @@ class GradReducer:
     def _pop_part(
         self, reduction: Reduction, bucket: ReduceBucket, grads: list[Any]
     ) -> BucketGrads:
-        """
-        Moves a bucket's gradients out of ``grads``, so that copy-in can free them.
-        """
+        """Moves a bucket's gradients out of ``grads``, for copy-in to free them."""
         own_grads, all_params = [], self._group.fsdp_params
         for slot in bucket.slots:
             own_grads.append(grads[slot.param])
@@ -557,10 +527,7 @@ class GradReducer:
         buckets: tuple[ReduceBucket, ...],
         grads: list[torch.Tensor | None],
     ) -> tuple[ReduceBucket, ...]:
-        """
-        Defers small buckets, to reduce them with other units'. Returns the other
-        buckets.
-        """
+        """Defers small buckets, for reductions with other units'. Returns the rest."""
         if (
             self.partial_reduces
             or reduction.defers_all_reduce
@@ -587,8 +554,7 @@ class GradReducer:
                 self._reduce_small(reduction)
         task = torch._C._current_graph_task_id()
         if task not in (-1, context.small_reductions_task):
-            # Flushes at the end of every backward: `finalize_backward` runs for the
-            # last
+            # At the end of every backward: `finalize_backward` runs for the last
             context.small_reductions_task = task
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._reduce_small_at_end_of_backward)
