@@ -305,8 +305,8 @@ class TestProcesses(FSDPProcessTest):
 
     def test_what_others_prepare_is_kept_as_it_was_reduced(self):
         """Whichever parameters the next microbatch has, if any of them."""
-        name = "_prepare_reduce_scatter_inputs"
-        with mock.patch.object(FSDPParamGroup, name, staticmethod(with_a_row_more)):
+        name = "_default_reduce_scatter_input_fn"
+        with mock.patch.object(param_group, name, with_a_row_more):
             for params in (THREE_DIFFERENT, [ALL] * 3, [ALL, ALL, ["fp16"]]):
                 syncs = ("scatter", "scatter", "all")
                 check_schedule(

@@ -44,6 +44,9 @@ from torch.distributed.fsdp._fully_shard import (
 from torch.distributed.fsdp._fully_shard import (
     _fsdp_copies as copies,
 )
+from torch.distributed.fsdp._fully_shard import (
+    _fsdp_param_group as param_group,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_agreement import UnitAgreement
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
@@ -502,14 +505,13 @@ class TestOrder(FakeGroupTest):
             explained.append((bucket.dtype, len(grads)))
             return error
 
-        loss = self.forward(init_device_mesh("cpu", (self.ranks,)))
         with (
             fails,
             mock.patch.object(_fsdp_collectives, "explain_reduction", explain),
             mock.patch.object(UnitAgreement, "add_note") as add_note,
             self.assertRaisesRegex(ValueError, "failed"),
         ):
-            loss.backward()
+            self.forward(init_device_mesh("cpu", (self.ranks,))).backward()
         (_, buckets), _ = add_note.call_args
         self.assertEqual((add_note.call_count, len(buckets)), (1, 3))
         return explained
@@ -533,7 +535,7 @@ class TestOrder(FakeGroupTest):
         self,
     ) -> None:
         own = _fsdp_collectives._default_reduce_scatter_input_fn
-        prepare = "_prepare_reduce_scatter_inputs"
+        prepare = "_default_reduce_scatter_input_fn"
         for dtype in (FP32, BF16, FP16):
 
             def fail(params, grads, world_size, dtype=dtype):
@@ -541,7 +543,7 @@ class TestOrder(FakeGroupTest):
                     raise ValueError("failed")
                 return own(params, grads, world_size)
 
-            fails = mock.patch.object(FSDPParamGroup, prepare, staticmethod(fail))
+            fails = mock.patch.object(param_group, prepare, fail)
             self.assertEqual(self.explained(fails), [(dtype, 1)])
 
 

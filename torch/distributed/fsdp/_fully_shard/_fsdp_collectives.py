@@ -240,8 +240,7 @@ def allocates_anew(comm: ReduceScatter) -> bool:
 def holds_one_input(comm: ReduceScatter) -> bool:
     """Whether a unit's buckets must be reduced one by one."""
     # The next input may be a buffer still in use, or register more symmetric memory
-    is_symmetric = type(comm).allocate is SymmMemAllocMixin.allocate
-    return is_symmetric or not allocates_anew(comm)
+    return isinstance(comm, SymmMemAllocMixin) or not allocates_anew(comm)
 
 
 # Operators #
@@ -285,9 +284,8 @@ def split_with_sizes_copy(
     *,
     out: list[Tensor],
 ) -> None:
-    torch.split_with_sizes_copy(
-        all_gather_output, all_gather_input_split_sizes, dim=dim, out=out
-    )
+    sizes = all_gather_input_split_sizes
+    torch.split_with_sizes_copy(all_gather_output, sizes, dim=dim, out=out)
 
 
 def chunk_cat(tensors: list[Tensor], dim: int, num_chunks: int, out: Tensor) -> None:
@@ -490,9 +488,7 @@ class ReduceResult(NamedTuple):
 
 
 # See `_default_reduce_scatter_input_fn`
-ReduceScatterInputFn: TypeAlias = Callable[
-    [list[FSDPParam], list[Tensor], int], tuple[torch.Size, ...]
-]
+PrepareFn: TypeAlias = Callable[[list[FSDPParam], list[Tensor], int], tuple]
 
 
 def _default_reduce_scatter_input_fn(
@@ -527,9 +523,7 @@ class Reduction(NamedTuple):
     gradient_divide_factor: float | None
     force_sum_reduction_for_comms: bool
     device: torch.device
-    prepare_reduce_scatter_inputs: ReduceScatterInputFn = (
-        _default_reduce_scatter_input_fn
-    )
+    prepare_reduce_scatter_inputs: PrepareFn = _default_reduce_scatter_input_fn
     # Whether the comm may allocate the same output for the next bucket
     reuses_output: bool = False
     # What a plugin has put in place of `foreach_reduce`, if anything
@@ -547,8 +541,7 @@ class Reduction(NamedTuple):
     @property
     def prepares_by_default(self) -> bool:
         """Whether the copy-in itself does what would be prepared."""
-        default = _default_reduce_scatter_input_fn
-        return self.prepare_reduce_scatter_inputs is default
+        return self.prepare_reduce_scatter_inputs is _default_reduce_scatter_input_fn
 
     def input_nbytes(self, bucket: ReduceBucket) -> int:
         nbytes = bucket.shard_numel * bucket.wire_dtype.itemsize
@@ -574,9 +567,8 @@ class BucketGrads:
         # Whether some parameters are in the partial reduce only
         self.is_extended = count < len(bucket.slots)
         # Elements of a rank's shards of the new gradients
-        self.new_numel = (
-            bucket.starts[count] if self.is_extended else bucket.shard_numel
-        )
+        numel = bucket.starts[count] if self.is_extended else bucket.shard_numel
+        self.new_numel = numel
 
     @property
     def partial_dtype(self) -> torch.dtype:
@@ -625,9 +617,7 @@ if FOLLOWS_GRAD_DTYPE:
         all_reduce_hook: Callable[[Tensor], None] | None,
         force_sum_reduction_for_comms: bool = False,
         *,
-        prepare_reduce_scatter_inputs: ReduceScatterInputFn = (
-            _default_reduce_scatter_input_fn
-        ),
+        prepare_reduce_scatter_inputs: PrepareFn = _default_reduce_scatter_input_fn,
     ) -> ReduceResult:
         """
         Reduces gradients of any dtypes in one reduce dtype, and gives the results to
@@ -773,8 +763,8 @@ def reduce_buckets(
     dtype share the all-reduce.
     """
     handle = _get_device_handle(reduction.device.type)
-    current_stream = handle.current_stream()
-    stream, world_size = reduction.reduce_scatter_stream, reduction.shard_world_size
+    current, stream = handle.current_stream(), reduction.reduce_scatter_stream
+    world_size = reduction.shard_world_size
     results: list[ReduceResult] = []
     new = [part for part in parts if part.unsharded_grads]
     sent = [p for p in new if p.bucket.comm_dtype is not None and world_size > 1]
@@ -788,14 +778,12 @@ def reduce_buckets(
                 _reduce_copy_in(reduction, part, world_size)
         if batch := joined:
             _all_to_all_copy_in(reduction, joined, world_size)
-        stream.wait_stream(current_stream)
+        stream.wait_stream(current)
         with handle.stream(stream):
             if sent:
                 _all_to_all(reduction, sent, world_size)
             for batch in _all_reduced_together(reduction, parts):
-                results += _reduce_together(
-                    reduction, batch, world_size, current_stream
-                )
+                results += _reduce_together(reduction, batch, world_size, current)
     except Exception as error:
         of_parts = ((p.fsdp_params, p.bucket, p.unsharded_grads) for p in batch)
         explained = (explain_reduction(error, *of, reduction.device) for of in of_parts)
@@ -853,8 +841,7 @@ def _all_to_all(
     comm: Any = reduction.reduce_scatter_comm
     sent = cast(Tensor, parts[0].reduce_scatter_input)
     if allocates_anew(comm):
-        numel, dtype = sent.numel(), sent.dtype
-        received = allocate(comm, numel, dtype, reduction.device)
+        received = allocate(comm, sent.numel(), sent.dtype, reduction.device)
     else:  # it may allocate what is sent once more
         received = torch.empty_like(sent)
     group = reduction.reduce_scatter_group
@@ -881,9 +868,9 @@ def _reduce_together(
     reduction: Reduction,
     parts: Sequence[BucketGrads],
     world_size: int,
-    current_stream: torch.Stream,
+    reader: torch.Stream,
 ) -> list[ReduceResult]:
-    """Reduces buckets of one all-reduce, from the stream of the reduce-scatter."""
+    """Reduces buckets that share an all-reduce, for the stream ``reader`` to read."""
     key, device = parts[0].bucket.key, reduction.device  # all have the same factors
     groups = reduction.reduce_scatter_group, reduction.all_reduce_group
     scale = reduction.gradient_divide_factor, reduction.force_sum_reduction_for_comms
@@ -922,7 +909,7 @@ def _reduce_together(
             _all_reduce(reduction, parts, output, factors[3])
         _div_if_needed(output, factors[1])
         for target in targets:
-            copies.accumulate_sharded_grads(*target, as_views, stream, current_stream)
+            copies.accumulate_sharded_grads(*target, stream, reader, as_views=as_views)
         done = stream.record_event()
     # Held as well if it was allocated in another stream, where the allocator must not
     # hand out its memory before this one has read it
@@ -950,9 +937,7 @@ def _reduce_scatter(
     if reduce_input is None:
         if partial is None:
             raise AssertionError("Expects gradients or a partial result to reduce")
-        if reduction.defers_all_reduce:
-            return partial
-        return partial.to(bucket.dtype)
+        return partial if reduction.defers_all_reduce else partial.to(bucket.dtype)
     comm, numel = reduction.reduce_scatter_comm, bucket.shard_numel
     new_grads = reduce_input if part.received is None else part.received
     _div_if_needed(new_grads, factors[0])

@@ -128,7 +128,7 @@ class PluginNames:
             self._reducer.partial_reduces.clear()
             return
         try:
-            self._reducer.partial_reduces.set_output(self.fsdp_params, output)
+            self._reducer.set_partial_reduce(output)
         except ValueError as error:
             name = f"_partial_reduce_output of unit '{self._unit_name}'"
             raise ValueError(f"{name} {error}") from None

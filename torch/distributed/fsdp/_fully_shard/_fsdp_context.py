@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, islice
@@ -15,9 +14,6 @@ from ._fsdp_collectives import AllGatherResult, ReduceResult, Reduction
 from ._fsdp_common import TrainingState
 from ._fsdp_host import range_of
 from ._fsdp_reduce import SmallReductions
-
-
-logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
 
 
 class AllGatherState(NamedTuple):
@@ -92,8 +88,7 @@ class FSDPCommContext:
             return  # from another root, see `share_comm_ctx`
         self.has_streams = True
         handle = self.device_handle = _get_device_handle(device.type)
-        # Before compute, which waits for the short copies around a collective
-        high = -1
+        high = -1  # before compute, which waits for the copies around a collective
         # In forward, the next group's copy-in beside this group's all-gather
         self.all_gather_copy_in_stream = handle.Stream(priority=high)
         # The next group's all-gather beside this group's compute
@@ -218,20 +213,3 @@ class FSDPCommContext:
             self.device_handle.current_stream().wait_event(event)
         self._last_post_reduce_events.clear()
         self.all_reduce_states.clear()
-
-    def wait_after_error(
-        self, stream: torch.Stream, last_stream: torch.Stream, unit: str
-    ) -> None:
-        """
-        Orders the current stream behind what was started before an error, whose memory
-        nothing holds any more.
-        """
-        try:
-            stream.wait_stream(last_stream)
-            self.device_handle.current_stream().wait_stream(stream)
-        except Exception:  # which must not take the place of the error
-            logger.exception(
-                "Unit '%s' could not wait for what it had started before an error: "
-                "memory that is still in use may be reused",
-                unit,
-            )

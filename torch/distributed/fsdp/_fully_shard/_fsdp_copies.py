@@ -41,10 +41,9 @@ def fill_segment(
         _copy_in(filled, plan.copies, tensors)
         inputs = [*filled.split(layout.split_sizes)]
     else:
-        views = _viewed(tensors, layout.buffer_dtype)
+        own = _viewed(tensors, layout.buffer_dtype)
         inputs = [
-            output.new_zeros(size) if i is None else views[i]
-            for i, size in layout.slots
+            output.new_zeros(size) if i is None else own[i] for i, size in layout.slots
         ]
     sizes = [*layout.split_sizes]
     return torch.ops.fsdp.all_gather_copy_in(inputs, output, sizes, numel, rank)[0]
@@ -410,9 +409,10 @@ def accumulate_sharded_grads(
     fsdp_params: list[FSDPParam],
     bucket: ReduceBucket,
     output: Tensor,
-    as_views: bool,
     stream: torch.Stream,
     reading_stream: torch.Stream,
+    *,
+    as_views: bool,
 ) -> None:
     """
     Accumulates a rank's shard of the reduced bucket in the sharded gradients: views of

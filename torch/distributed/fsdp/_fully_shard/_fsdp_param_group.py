@@ -12,14 +12,12 @@ Each handover of data from stream to stream is one of these waits:
 - copy-in -> all-gather: ``foreach_all_gather``, stream to stream.
 - all-gather -> copy-out: ``foreach_all_gather_copy_out`` waits for the event.
 - copy-out -> next copy-in: both gather streams wait for the copy-out's event before the
-  gather's buffer is freed: at once in backward, and in forward at the next unit's
-  copy-out, see [Note: Freeing the gather buffer late].
+  gather's buffer is freed: at once in backward, in forward at the next unit's copy-out.
 - gradients -> reduce-scatter: ``reduce_buckets``, stream to stream. With
-  ``grad_comm_dtype`` that stream has an all-to-all and the sum of what came in, which
-  is allocated there. The sum overwrites the reduce-scatter's input.
+  ``grad_comm_dtype`` that stream has an all-to-all, and the sum of what came in, which
+  overwrites what was sent.
 - reduce-scatter -> next copy-in: ``FSDPCommContext.reduce_scatter_states`` holds the
-  inputs of the last post-backwards until the current stream has waited for their
-  events.
+  last post-backwards' inputs until the current stream has waited for their events.
 - all-reduce -> later reduce-scatter: ``FSDPCommContext.all_reduce_states`` holds the
   buffers of ``reduce_scatter_max_input_buffers`` modules, and of the newest, until the
   stream of the reduce-scatter, which allocates them, has waited for their events.
@@ -27,11 +25,10 @@ Each handover of data from stream to stream is one of these waits:
   stream that reduced.
 
 [Note: Freeing the gather buffer late]
-With implicit prefetching in forward, the copy-in of the next group runs in a stream of
-its own, beside this group's all-gather, into a part of the next gather's output. That
-must be other memory than this gather's buffer. Hence the shared context keeps the last
-gather alive until the next group has ordered its streams behind this group's copy-out;
-the root drops the last of them at the end of its forward.
+With implicit prefetching in forward, the next group's copy-in runs in a stream of its
+own, beside this group's all-gather, and must get other memory than this one's buffer.
+Hence the shared context keeps the last gather alive until the next group has ordered
+its streams behind this group's copy-out. The root drops the last one after forward.
 """
 
 from __future__ import annotations
@@ -46,6 +43,7 @@ from typing_extensions import TypeVarTuple, Unpack
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch import Tensor
 from torch.distributed._composable_state import _get_module_state
 from torch.distributed.device_mesh import _get_device_handle
 from torch.distributed.fsdp._common_utils import (
@@ -57,7 +55,6 @@ from torch.distributed.fsdp.api import BackwardPrefetch
 from torch.profiler import record_function
 
 from . import _fsdp_host as host
-from . import _fsdp_reduce
 from . import _fsdp_registrations as registrations
 from ._fsdp_agreement import UnitAgreement
 from ._fsdp_api import (
@@ -77,9 +74,9 @@ from ._fsdp_collectives import (
     foreach_all_gather,
     foreach_all_gather_copy_out,
     foreach_reduce,
+    PrepareFn,
     ProcessGroupAllocAllGather,
     ProcessGroupAllocReduceScatter,
-    ReduceScatterInputFn,
     SymmMemAllGather,
     SymmMemReduceScatter,
     unshard_single_rank,
@@ -112,7 +109,7 @@ from ._fsdp_param import (
 )
 from ._fsdp_param_cache import ParamGroupCache, ParamVersions
 from ._fsdp_policies import resolve_all
-from ._fsdp_reduce import GradReducer
+from ._fsdp_reduce import GradReducer, is_upcast_by_autograd
 from ._fsdp_registrations import (
     _get_param_module_infos,  # noqa: F401  (as in the release)
     fqns_of,
@@ -123,7 +120,6 @@ from ._fsdp_summary import log_layout
 logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
 _GradInputs = TypeVarTuple("_GradInputs")
 
-# Training state of a group while it is prefetched for this pass
 _STATE_OF_PASS = {
     "forward": TrainingState.FORWARD,
     "backward": TrainingState.PRE_BACKWARD,
@@ -143,15 +139,12 @@ _WRITTEN = (
 )
 
 
-def _collect_from_flat(inputs: Sequence[Any]) -> list[torch.Tensor]:
-    return [value for value in inputs if getattr(value, "requires_grad", False)]
+def _collect_from_flat(inputs: Sequence[Any]) -> list[Tensor]:
+    return [v for v in inputs if getattr(v, "requires_grad", False)]
 
 
-def _replace_in_flat(inputs: Sequence[Any], tensors: Iterator[torch.Tensor]) -> list:
-    return [
-        next(tensors) if getattr(value, "requires_grad", False) else value
-        for value in inputs
-    ]
+def _replace_in_flat(inputs: Sequence[Any], tensors: Iterator[Tensor]) -> list:
+    return [next(tensors) if getattr(v, "requires_grad", False) else v for v in inputs]
 
 
 def _is_in_function_forward() -> bool:
@@ -160,8 +153,7 @@ def _is_in_function_forward() -> bool:
     reentrant checkpointing may run it again with gradients. Forward-mode gradients are
     off as well, which ``no_grad`` leaves on.
     """
-    is_inference = torch.is_inference_mode_enabled()
-    return not torch._C._is_fwd_grad_enabled() and not is_inference
+    return not (torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
 
 
 def _warn_if_written(group: FSDPParamGroup, *kinds: int) -> None:
@@ -196,9 +188,9 @@ def _check_can_exchange(group: FSDPParamGroup, kind: type) -> None:
             raise ValueError(
                 f"{kind.__name__} of unit '{group._unit_name}' cannot reduce "
                 f"{fqns_of(group, fsdp_param)[0]}, which is sent in {dtype} "
-                "(grad_comm_dtype) and summed on the receiving rank: give it a method "
-                "exchange(output_tensor, input_tensor, group) that does as "
-                "torch.distributed.all_to_all_single, or leave grad_comm_dtype out"
+                "(grad_comm_dtype): give it a method exchange(output_tensor, "
+                "input_tensor, group) that does as torch.distributed."
+                "all_to_all_single, or leave grad_comm_dtype out"
             )
 
 
@@ -212,8 +204,7 @@ def _check_comms_are(group: FSDPParamGroup, setter: str, *kinds: type) -> None:
         if not isinstance(comm, (DefaultAllGather, DefaultReduceScatter, *kinds)):
             raise AssertionError(
                 f"cannot call {setter}() when {name} comm is custom: module "
-                f"'{group._module_fqn}' uses {type(comm).__name__}, which "
-                "allocates its own buffers"
+                f"'{group._module_fqn}' uses {type(comm).__name__}"
             )
 
 
@@ -331,9 +322,7 @@ class FSDPParamGroup(_Meshes, PluginNames):
     gradient_divide_factor: float | None = _checked("gradient_divide_factor")
     _all_gather_comm: AllGather = _checked("_all_gather_comm")
     _reduce_scatter_comm: ReduceScatter = _checked("_reduce_scatter_comm")
-    _all_reduce_hook: Callable[[torch.Tensor], None] | None = _checked(
-        "_all_reduce_hook"
-    )
+    _all_reduce_hook: Callable[[Tensor], None] | None = _checked("_all_reduce_hook")
     # Of the hook without native HSDP. Users may set it before lazy init.
     _all_reduce_hook_stream: torch.Stream | None = None
     # Gradient sync: none at all, or no all-reduce (HSDP)
@@ -354,13 +343,6 @@ class FSDPParamGroup(_Meshes, PluginNames):
     unshard_in_backward: bool = True
     # When the gather that comes next in backward starts. None: no prefetch
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
-    # Plugins may replace these steps of the copies (2.15)
-    _all_gather_output_fn: AllGatherOutputFn = staticmethod(
-        _default_all_gather_output_fn
-    )
-    _prepare_reduce_scatter_inputs: ReduceScatterInputFn = staticmethod(
-        _default_reduce_scatter_input_fn
-    )
 
     # State of the iteration #
     _training_state: TrainingState = TrainingState.IDLE
@@ -371,8 +353,7 @@ class FSDPParamGroup(_Meshes, PluginNames):
     _all_gather_result: AllGatherResult | None = None
     # Of the gather in flight: the state may change before copy-out
     _all_gather_group: dist.ProcessGroup | None = None
-    # Of sharded and unsharded parameters, while the unit stays unsharded and an
-    # optimizer may step
+    # While the unit stays unsharded, as an optimizer may step
     _param_versions: ParamVersions | None = None
     _has_warned_of_versions: bool = False
     # After resharding to a smaller mesh, which the next gather reads from
@@ -395,8 +376,7 @@ class FSDPParamGroup(_Meshes, PluginNames):
     ):
         self.modules = modules  # a reference cycle of one lifetime
         if _get_module_state(modules[0]) is not None:
-            # Users call `fully_shard`, which has set it. Who builds a group passes
-            # None.
+            # By `fully_shard`, which users call. Others may pass None.
             check_setting("offload_policy", offload_policy, self._unit_name)
             check_setting("mp_policy", mp_policy, self._unit_name)
         self.mesh_info, self.post_forward_mesh_info = mesh_info, post_forward_mesh_info
@@ -405,14 +385,17 @@ class FSDPParamGroup(_Meshes, PluginNames):
         self.gradient_divide_factor = self._all_reduce_hook = None
         self._all_gather_comm = DefaultAllGather()
         self._reduce_scatter_comm = DefaultReduceScatter()
-        fsdp_params, is_final = registrations.shard_params(
-            self, params, shard_placement_fn
+        # Plugins may replace these steps of the copies (2.15)
+        self._all_gather_output_fn: AllGatherOutputFn = _default_all_gather_output_fn
+        self._prepare_reduce_scatter_inputs: PrepareFn = (
+            _default_reduce_scatter_input_fn
         )
-        self._cache = ParamGroupCache(fsdp_params)
+        sharded, is_final = registrations.shard_params(self, params, shard_placement_fn)
+        self._cache = ParamGroupCache(sharded)
         # None: to be resolved again when the root has named the parameters
         self._resolved_policy = mp_policy if is_final else None
         # Before 2.15: the `grad_dtype` that users have set, and on which local tensor
-        self._grad_dtypes: dict[FSDPParam, tuple[torch.Tensor, torch.dtype | None]] = {}
+        self._grad_dtypes: dict[FSDPParam, tuple[Tensor, torch.dtype | None]] = {}
         registrations.keep_grad_dtypes(self)
         registrations.watch_loads(self)
         own_params = registrations.get_own_params(modules)
@@ -470,12 +453,11 @@ class FSDPParamGroup(_Meshes, PluginNames):
         self._call_init_mp_dtypes()
         for fsdp_param in self.fsdp_params:
             if not fsdp_param.orig_dtype.is_floating_point:
-                # Autograd would cut complex gradients to it (2.15), see
-                # `reduce_dtype_of`
+                # Since 2.15 autograd would cut complex gradients to it
                 fsdp_param.reduce_dtype = None
         registrations.keep_grad_dtypes(self)
-        is_upcast = _fsdp_reduce.is_upcast_by_autograd
-        self._cache.upcast_by_autograd = [*filter(is_upcast, self.fsdp_params)]
+        upcast = [*filter(is_upcast_by_autograd, self.fsdp_params)]
+        self._cache.upcast_by_autograd = upcast
         self._cache.invalidate_buckets_if_changed()
         # What replaces it may set anything
         self._has_read_dtypes = not self._replaces_init_dtypes
@@ -557,18 +539,14 @@ class FSDPParamGroup(_Meshes, PluginNames):
             nothing = torch.empty(0, device=self.device)
             self._all_gather_result = AllGatherResult(nothing, None, None, [], [], [])
             return
+        comm = self._all_gather_comm
         streams = self.comm_ctx.get_all_gather_streams(async_op, self._training_state)
         if not self._agreement.on_gathers and foreach_all_gather is _OWN_GATHER:
-            self._agreement.check_gather(group, self._all_gather_comm)
+            self._agreement.check_gather(group, comm)
         try:
             with self._range("FSDP::all_gather"):
                 self._all_gather_result = foreach_all_gather(
-                    self._cache,
-                    group,
-                    async_op,
-                    *streams,
-                    self.device,
-                    self._all_gather_comm,
+                    self._cache, group, async_op, *streams, self.device, comm
                 )
         except BaseException as error:
             self._clean_up(error, streams)
@@ -702,7 +680,7 @@ class FSDPParamGroup(_Meshes, PluginNames):
             # Left if the final callback of the last backward came to post-backward
             self._to_prefetch_late.clear()
             self._unshard_now()
-            _fsdp_reduce.suspend_upcasts(self._cache, self.reduce_grads)
+            self._reducer.suspend_upcasts()
             if default_prefetch:
                 self._backward_prefetch()
 
@@ -725,24 +703,16 @@ class FSDPParamGroup(_Meshes, PluginNames):
                         fsdp_param.accumulate_unsharded_grad_if_needed()
         with self._range("FSDP::post_backward_reshard"):
             # Read `.grad` before resharding
-            grads = None
-            if self.reduce_grads:
-                grads = _fsdp_reduce.pop_grads(
-                    self.fsdp_params, self.reduce_scatter_unused_params
-                )
+            grads = self._reducer.pop_grads() if self.reduce_grads else None
             if self.reshard_after_backward:
                 self.reshard()
             else:
                 self._stay_unsharded()
-            _fsdp_reduce.resume_upcasts(self._cache)
+            self._reducer.resume_upcasts()
             self._post_backward_pending = grads is None
             if grads is None:
-                if not FOLLOWS_GRAD_DTYPE:
-                    _fsdp_reduce.upcast_unreduced_grads(self.fsdp_params)
+                self._reducer.upcast_unreduced_grads()
                 return
-        if self._cache.has_empty_params:
-            stream = self.device_handle.current_stream()
-            _fsdp_reduce.accumulate_empty_grads(self.fsdp_params, grads, stream)
         self._reducer.reduce(grads, foreach_reduce)
         if is_partial_forward:
             # Autograd goes on with the unit's other modules, whose kernels must not get
@@ -770,7 +740,6 @@ class FSDPParamGroup(_Meshes, PluginNames):
         self._reducer.reset()
         self._order_gathers_after_reshard()
         self._post_backward_pending = False
-        _fsdp_reduce.drop_grads(self._cache)
         self._post_forward_indices.clear()
         self._to_prefetch_late.clear()
         self._training_state = TrainingState.IDLE
@@ -796,8 +765,6 @@ class FSDPParamGroup(_Meshes, PluginNames):
     # Runtime: prefetch #
     def _backward_prefetch(self) -> None:
         """Starts the gathers that are next in backward, beside this group's."""
-        if self._training_state != TrainingState.PRE_BACKWARD:
-            return
         if not self._post_forward_indices:
             return  # an earlier backward of the same forward popped them
         index = self._post_forward_indices.pop()
@@ -928,7 +895,16 @@ class FSDPParamGroup(_Meshes, PluginNames):
     ) -> None:
         """After an error: waits for what was started, and notes what this rank did."""
         if streams is not None:
-            self.comm_ctx.wait_after_error(*streams, self._unit_name)
+            first, last = streams
+            try:
+                first.wait_stream(last)
+                self.device_handle.current_stream().wait_stream(first)
+            except Exception:  # which must not take the place of the error
+                logger.exception(
+                    "Unit '%s' could not wait for what it had started before an error: "
+                    "memory that is still in use may be reused",
+                    self._unit_name,
+                )
         if isinstance(error, Exception):
             self._agreement.add_note(error, buckets)
 
@@ -939,7 +915,7 @@ class RegisterPostBackwardFunction(torch.autograd.Function):
     generate_vmap_rule = True
 
     @classmethod
-    def apply(cls, param_group: FSDPParamGroup, *inputs: torch.Tensor):
+    def apply(cls, param_group: FSDPParamGroup, *inputs: Tensor):
         if torch._C._are_functorch_transforms_active():
             return super().apply(param_group, *inputs)
         # Past what `Function.apply` does for default arguments, which there are
@@ -951,7 +927,7 @@ class RegisterPostBackwardFunction(torch.autograd.Function):
 
     @staticmethod
     # pyrefly: ignore [bad-override]
-    def forward(param_group: FSDPParamGroup, *inputs: torch.Tensor):
+    def forward(param_group: FSDPParamGroup, *inputs: Tensor):
         return inputs
 
     @staticmethod
@@ -959,7 +935,7 @@ class RegisterPostBackwardFunction(torch.autograd.Function):
         ctx.param_group = inputs[0]
 
     @staticmethod
-    def backward(ctx, *grads: torch.Tensor):
+    def backward(ctx, *grads: Tensor):
         param_group = ctx.param_group
         param_group.post_backward()
         # Not from the root's final callback: backward is over then

@@ -16,18 +16,11 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 
 from . import _fsdp_collectives as collectives
 from . import _fsdp_layout as layouts
-from ._fsdp_collectives import (
-    allocates_anew,
-    BucketGrads,
-    DefaultReduceScatter,
-    foreach_reduce,
-    holds_one_input,
-    ReduceResult,
-    Reduction,
-)
+from ._fsdp_collectives import BucketGrads, foreach_reduce, ReduceResult, Reduction
 from ._fsdp_copies import accumulate_sharded_grad, relaid
 from ._fsdp_host import FOLLOWS_GRAD_DTYPE
 from ._fsdp_layout import BucketKey, ReduceBucket, ReduceBucketCap, ReduceSlot
@@ -38,15 +31,11 @@ from ._fsdp_param_cache import ParamGroupCache
 # To detect monkeypatching: a replacement is called with the release's arguments
 _OWN_REDUCE = foreach_reduce
 # Of small reductions of several units
-_SHARED_COMM = DefaultReduceScatter()
+_SHARED_COMM = collectives.DefaultReduceScatter()
 
 # Gradient patterns (which parameters have one, in which dtype) whose buckets a group
 # caches. Most groups see one; conditional ones see more.
 _MAX_CACHED_PATTERNS = 32
-
-
-# On the unsharded parameters #
-
 
 # [Note: Microbatches]
 # While gradients are not reduced they add up in the reduce dtype, or in a wider
@@ -72,127 +61,20 @@ def _unsharded_grad_dtype(fsdp_param: Any) -> torch.dtype | None:
     return None if dtype is None else layouts.accumulation_dtype(fsdp_param, dtype)
 
 
-def is_upcast_by_autograd(fsdp_param: FSDPParam) -> bool:
+def is_upcast_by_autograd(fsdp_param: Any) -> bool:
     """Returns whether autograd would upcast gradients, see [Note: Microbatches]."""
-    if not FOLLOWS_GRAD_DTYPE:
+    # What is summed over another mesh first is summed in the wider dtype, too
+    if not FOLLOWS_GRAD_DTYPE or fsdp_param.may_reduce_grad_outside_dp:
         return False
     compute_dtype = fsdp_param.param_dtype or fsdp_param.orig_dtype
     dtype = _unsharded_grad_dtype(fsdp_param)
-    if dtype is None or not (
-        dtype.is_floating_point and compute_dtype.is_floating_point
-    ):
+    if dtype is None or not dtype.is_floating_point:
         return False
-    # What is summed over another mesh first is summed in the wider one, too
-    # pyrefly: ignore [missing-attribute]
-    outside_dp = fsdp_param.may_reduce_grad_outside_dp
-    return dtype.itemsize > compute_dtype.itemsize and not outside_dp
-
-
-def suspend_upcasts(cache: ParamGroupCache, reduces: bool) -> None:
-    """Turns off upcasting of gradients that are reduced at once, or added to some."""
-    for _, param in _unsharded_params(cache.upcast_by_autograd):
-        if param.requires_grad and (reduces or param.grad is not None):
-            param.grad_dtype = None
-
-
-def resume_upcasts(cache: ParamGroupCache) -> None:
-    """Casts the gradients that stay to what the next ones are added in."""
-    for fsdp_param, param in _unsharded_params(cache.upcast_by_autograd):
-        dtype = _unsharded_grad_dtype(fsdp_param)
-        if (grad := param.grad) is not None:
-            param.grad = None  # which must have the dtype that is set
-        if param.requires_grad:
-            param.grad_dtype = dtype
-        if grad is not None:
-            param.grad = grad.to(dtype)
-
-
-def upcast_unreduced_grads(fsdp_params: Sequence[FSDPParam]) -> None:
-    """Moves gradients off the parameters that are added up in another dtype."""
-    for fsdp_param, param in _unsharded_params(fsdp_params):
-        if (grad := param.grad) is None or not grad.is_floating_point():
-            continue  # see `reduce_dtype_of`
-        dtype = layouts.accumulation_dtype(
-            fsdp_param, fsdp_param.reduce_dtype or grad.dtype
-        )
-        if grad.dtype != dtype:
-            param.grad = None
-            fsdp_param.unsharded_accumulated_grad = grad.to(dtype)
-
-
-def pop_grads(
-    fsdp_params: Sequence[FSDPParam], zeros_for_unused: bool
-) -> list[torch.Tensor | None]:
-    """Pops the accumulated or new gradients, None or zeros where there is none."""
-    if zeros_for_unused:
-        _check_zeros_have_a_dtype(fsdp_params)
-    grads: list[torch.Tensor | None] = []
-    for fsdp_param in fsdp_params:
-        param: nn.Parameter | None = getattr(fsdp_param, "_unsharded_param", None)
-        if param is None:  # has not been unsharded yet
-            grads.append(None)
-            continue
-        grad, param.grad = param.grad, None
-        if not FOLLOWS_GRAD_DTYPE:
-            if (accumulated := fsdp_param.unsharded_accumulated_grad) is not None:
-                grad, fsdp_param.unsharded_accumulated_grad = accumulated, None
-                if layouts.default_reduce_dtype(fsdp_param) is None:
-                    # Other ranks may have fresh ones only, which set the bucket
-                    grad = grad.to(param.dtype)
-        if grad is not None and fsdp_param.is_dtensor:
-            grad = fsdp_param._get_grad_inner_tensor(grad)
-        elif grad is None and zeros_for_unused and param.requires_grad:
-            grad = fsdp_param.unsharded_zero_grad_data
-        grads.append(grad)
-    return grads
-
-
-def accumulate_empty_grads(
-    fsdp_params: Sequence[FSDPParam],
-    grads: list[torch.Tensor | None],
-    stream: torch.Stream,
-) -> None:
-    """Pops the gradients without elements, which no kernel or collective accepts."""
-    for i, (fsdp_param, grad) in enumerate(zip(fsdp_params, grads)):
-        if grad is not None and grad.numel() == 0:
-            grads[i] = None
-            param = fsdp_param.sharded_param
-            size, dtype = fsdp_param.sharded_size, param.grad_dtype or grad.dtype
-            empty = grad.new_empty(size, dtype=dtype, device=param.device)
-            accumulate_sharded_grad(fsdp_param, empty, stream)
-
-
-def _check_zeros_have_a_dtype(fsdp_params: Sequence[FSDPParam]) -> None:
-    """Raises, on all ranks alike, if one without a gradient cannot know its dtype."""
-    for fsdp_param in fsdp_params if FOLLOWS_GRAD_DTYPE else ():
-        is_trained = fsdp_param.sharded_param.requires_grad
-        if is_trained and layouts.default_reduce_dtype(fsdp_param) is None:
-            raise ValueError(
-                f"grad_dtype of {fsdp_param._param_fqn} is None, so that a rank that "
-                "does not use it cannot know in which dtype the others reduce it: set "
-                "MixedPrecisionPolicy.reduce_dtype to the dtype of its gradients, or "
-                "do not call set_reduce_scatter_unused_params. (Reducing unused "
-                "parameters with grad_dtype=None requires an explicit reduce_dtype.)"
-            )
-
-
-def drop_grads(cache: ParamGroupCache) -> None:
-    """Drops the gradients of an iteration that failed."""
-    for fsdp_param, param in _unsharded_params(cache):
-        param.grad = None
-        if not FOLLOWS_GRAD_DTYPE:
-            fsdp_param.unsharded_accumulated_grad = None
-    if FOLLOWS_GRAD_DTYPE:
-        for fsdp_param in cache:
-            fsdp_param.sharded_param.grad = None
-    resume_upcasts(cache)
-
-
-# Their buckets #
+    return compute_dtype.is_floating_point and dtype.itemsize > compute_dtype.itemsize
 
 
 def get_buckets(
-    cache: ParamGroupCache, grads: Sequence[torch.Tensor | None]
+    cache: ParamGroupCache, grads: Sequence[Tensor | None]
 ) -> tuple[ReduceBucket, ...]:
     """Returns the buckets to reduce, in the order that all ranks reduce them in."""
     dtypes = tuple([None if grad is None else grad.dtype for grad in grads])
@@ -245,87 +127,12 @@ def _promote(
         reduce_dtypes[i] = promoted[stored]
 
 
-# Deferred all-reduces #
-
-
 @dataclass(frozen=True)
 class PartialReduce:
     """A bucket's sum over microbatches and the shard group, not yet over replicas."""
 
     bucket: ReduceBucket
-    output: torch.Tensor  # 1D, in the `BucketGrads.partial_dtype`
-
-
-class PartialReduces(dict[BucketKey, PartialReduce]):
-    """A group's partial reduces by bucket, to be used in the stream that reduces."""
-
-    def complete(
-        self,
-        fsdp_params: Sequence[FSDPParam],
-        fresh: tuple[ReduceBucket, ...],
-        all_reduces: bool,
-    ) -> tuple[ReduceBucket, ...]:
-        """
-        Returns the buckets of fresh gradients and, if all-reduces are no longer
-        deferred, an empty one for each partial reduce that no gradient is added to.
-
-        Raises:
-            RuntimeError: if a gradient would be reduced in another dtype than those of
-                earlier microbatches.
-        """
-        keys = {slot.param: b.key for b in fresh for slot in b.slots}
-        for earlier, partial in self.items():
-            for slot in partial.bucket.slots:
-                if (key := keys.get(slot.param, earlier)) != earlier:
-                    raise RuntimeError(
-                        f"{fsdp_params[slot.param]._param_fqn} was reduced in "
-                        f"{layouts.describe_key(earlier)} in an earlier "
-                        "microbatch, whose all-reduce was deferred, and would be in "
-                        f"{layouts.describe_key(key)} now: keep the dtypes of gradients "
-                        "until set_requires_all_reduce(True), or set reduce_dtype in "
-                        "MixedPrecisionPolicy"
-                    )
-        if not all_reduces:
-            return fresh
-        present = [bucket.key for bucket in fresh]
-        missing = [p.bucket for key, p in self.items() if key not in present]
-        buckets = [*fresh, *(replace(bucket, slots=()) for bucket in missing)]
-        return tuple(sorted(buckets, key=lambda b: layouts.bucket_sort_key(b.key)))
-
-    def pop_for(self, fresh: ReduceBucket) -> tuple[ReduceBucket, torch.Tensor | None]:
-        """Pops a bucket's partial reduce, whose other parameters extend the bucket."""
-        partial = self.pop(fresh.key, None)
-        if partial is None:
-            return fresh, None
-        extended = layouts.extend_bucket(fresh, partial.bucket)
-        return extended, relaid(partial.bucket, partial.output, extended)
-
-    def set_output(
-        self, fsdp_params: Sequence[FSDPParam], output: torch.Tensor
-    ) -> None:
-        """Makes ``output`` (1D) the only one, or raises if no bucket is like it."""
-        trained = [
-            layouts.dtypes_of(p).compute if p.sharded_param.requires_grad else None
-            for p in fsdp_params
-        ]
-        buckets = _plan_buckets(fsdp_params, trained)
-        if len(self) == 1:  # which not all parameters may have had a gradient for
-            buckets = (*(partial.bucket for partial in self.values()), *buckets)
-        for bucket in buckets:
-            params = [fsdp_params[slot.param] for slot in bucket.slots]
-            dtypes = bucket.dtype, BucketGrads(params, bucket, [], None).partial_dtype
-            if output.dtype in dtypes and output.numel() == bucket.shard_numel:
-                self.clear()
-                self[bucket.key] = PartialReduce(bucket, output)
-                return
-        expected = [f"{b.shard_numel} of {b.dtype}" for b in buckets]
-        raise ValueError(
-            f"got {output.numel()} elements of {output.dtype}, but the unit reduces "
-            f"{', '.join(dict.fromkeys(expected))}"
-        )
-
-
-# Reducing them #
+    output: Tensor  # 1D, in the `BucketGrads.partial_dtype`
 
 
 @dataclass
@@ -347,25 +154,103 @@ class GradReducer:
 
     def __init__(self, group: Any):  # an FSDPParamGroup
         self._group = group
-        # Of microbatches whose all-reduce is deferred
-        self.partial_reduces = PartialReduces()
+        # Of microbatches whose all-reduce is deferred, for the stream that reduces
+        self.partial_reduces: dict[BucketKey, PartialReduce] = {}
         # After the last reduction, including what follows it
         self.event: torch.Event | None = None
 
-    def reduce(
-        self, grads: list[torch.Tensor | None], reduce: Callable[..., Any]
-    ) -> None:
+    # On the unsharded parameters #
+    def suspend_upcasts(self) -> None:
+        """Turns off upcasting of gradients that are reduced at once, or added to."""
+        reduces = self._group.reduce_grads
+        for _, param in _unsharded_params(self._group._cache.upcast_by_autograd):
+            if param.requires_grad and (reduces or param.grad is not None):
+                param.grad_dtype = None
+
+    def resume_upcasts(self) -> None:
+        """Casts the gradients that stay to what the next ones are added in."""
+        upcast = self._group._cache.upcast_by_autograd
+        for fsdp_param, param in _unsharded_params(upcast):
+            dtype = _unsharded_grad_dtype(fsdp_param)
+            # A gradient must have the dtype that is set
+            grad, param.grad = param.grad, None
+            if param.requires_grad:
+                param.grad_dtype = dtype
+            if grad is not None:
+                param.grad = grad.to(dtype)
+
+    def upcast_unreduced_grads(self) -> None:
+        """Before 2.15, moves gradients off parameters to be added in another dtype."""
+        params = () if FOLLOWS_GRAD_DTYPE else self._group._cache
+        for fsdp_param, param in _unsharded_params(params):
+            if (grad := param.grad) is None or not grad.is_floating_point():
+                continue  # see `reduce_dtype_of`
+            dtype = fsdp_param.reduce_dtype or grad.dtype
+            dtype = layouts.accumulation_dtype(fsdp_param, dtype)
+            if grad.dtype != dtype:
+                param.grad = None
+                fsdp_param.unsharded_accumulated_grad = grad.to(dtype)
+
+    def pop_grads(self) -> list[Tensor | None]:
+        """Pops the accumulated or new gradients, None or zeros where there is none."""
+        if zeros_for_unused := self._group.reduce_scatter_unused_params:
+            self._check_zeros_have_a_dtype()
+        grads: list[Tensor | None] = []
+        for fsdp_param in self._group._cache:
+            param: nn.Parameter | None = getattr(fsdp_param, "_unsharded_param", None)
+            if param is None:  # has not been unsharded yet
+                grads.append(None)
+                continue
+            grad, param.grad = param.grad, None
+            if not FOLLOWS_GRAD_DTYPE:
+                if (accumulated := fsdp_param.unsharded_accumulated_grad) is not None:
+                    grad, fsdp_param.unsharded_accumulated_grad = accumulated, None
+                    if layouts.default_reduce_dtype(fsdp_param) is None:
+                        # Other ranks may have fresh ones only, which set the bucket
+                        grad = grad.to(param.dtype)
+            if grad is not None and fsdp_param.is_dtensor:
+                grad = fsdp_param._get_grad_inner_tensor(grad)
+            elif grad is None and zeros_for_unused and param.requires_grad:
+                grad = fsdp_param.unsharded_zero_grad_data
+            grads.append(grad)
+        return grads
+
+    def _check_zeros_have_a_dtype(self) -> None:
+        """Raises, on all ranks alike, if zeros for one would have no dtype."""
+        for fsdp_param in self._group._cache if FOLLOWS_GRAD_DTYPE else ():
+            is_trained = fsdp_param.sharded_param.requires_grad
+            if is_trained and layouts.default_reduce_dtype(fsdp_param) is None:
+                raise ValueError(
+                    f"grad_dtype of {fsdp_param._param_fqn} is None: reducing zeros "
+                    "where it is unused requires an explicit MixedPrecisionPolicy."
+                    "reduce_dtype, the one of its gradients. Set that, or do not call "
+                    "set_reduce_scatter_unused_params"
+                )
+
+    def _accumulate_empty(self, grads: list[Tensor | None]) -> None:
+        """Pops gradients without elements, which no kernel or collective accepts."""
+        stream = self._group.device_handle.current_stream()
+        for i, (fsdp_param, grad) in enumerate(zip(self._group._cache, grads)):
+            if grad is not None and grad.numel() == 0:
+                grads[i] = None
+                param = fsdp_param.sharded_param
+                size, dtype = fsdp_param.sharded_size, param.grad_dtype or grad.dtype
+                empty = grad.new_empty(size, dtype=dtype, device=param.device)
+                accumulate_sharded_grad(fsdp_param, empty, stream)
+
+    # Reducing them #
+    def reduce(self, grads: list[Tensor | None], reduce: Callable[..., Any]) -> None:
         """
         Reduces the gradients of the parameters, None where there is none, and removes
         them from the list. ``reduce`` is :func:`foreach_reduce` or its replacement.
         """
         group = self._group
+        if group._cache.has_empty_params:
+            self._accumulate_empty(grads)
         group.comm_ctx.recycle_reduce_buffers(group)
         buckets = get_buckets(group._cache, grads)
         if self.partial_reduces:
-            buckets = self.partial_reduces.complete(
-                group.fsdp_params, buckets, group.all_reduce_grads
-            )
+            buckets = self._complete(buckets)
         if not buckets:
             return
         replacement = None if reduce is _OWN_REDUCE else reduce
@@ -374,16 +259,15 @@ class GradReducer:
         with group._range("FSDP::post_backward_reduce"):
             self.wait()
             comm = group._reduce_scatter_comm
-            reduction = self._reduction(
-                replacement, len(buckets) > 1 and not allocates_anew(comm)
-            )
+            reuses_output = len(buckets) > 1 and not collectives.allocates_anew(comm)
+            reduction = self._reduction(replacement, reuses_output)
             if (cap := group.reduce_bucket_cap) is not None:
                 buckets = self._defer_small(cap, reduction, buckets, grads)
             # All at once, or one by one where a plugin or a comm needs that
             batches: Sequence[Sequence[ReduceBucket]] = [buckets] if buckets else []
             if replacement is not None:
                 batches = [(bucket,) for bucket in buckets]
-            elif len(buckets) > 1 and holds_one_input(comm):
+            elif len(buckets) > 1 and collectives.holds_one_input(comm):
                 batches = layouts.by_collective(buckets)
             parts = (
                 [self._pop_part(reduction, bucket, grads) for bucket in batch]
@@ -403,22 +287,78 @@ class GradReducer:
         self.event = None
 
     def reset(self) -> None:
-        """Waits for what is in flight, and drops what is kept of this group."""
+        """Waits for what is in flight, and drops what is kept, with all gradients."""
         self.wait()
         self.partial_reduces.clear()
-        context, params = self._group.comm_ctx, {*self._group.fsdp_params}
+        context, cache = self._group.comm_ctx, self._group._cache
+        held = context.all_reduce_states
         context.all_reduce_states = [
-            held
-            for held in context.all_reduce_states
-            if held.param_group is not self._group
+            h for h in held if h.param_group is not self._group
         ]
-        small = context.small_reductions
+        small, own = context.small_reductions, {*cache}
         for reduction, waiting in [*small.items()]:
-            parts = [of for of in waiting.parts if params.isdisjoint(of[0].fsdp_params)]
+            parts = [of for of in waiting.parts if own.isdisjoint(of[0].fsdp_params)]
             nbytes = sum(reduction.input_nbytes(part.bucket) for part, _ in parts)
             small[reduction] = SmallReductions(parts, nbytes)
             if not parts:
                 del small[reduction]
+        for fsdp_param, param in _unsharded_params(cache):
+            param.grad = None
+            if not FOLLOWS_GRAD_DTYPE:
+                fsdp_param.unsharded_accumulated_grad = None
+        for fsdp_param in cache if FOLLOWS_GRAD_DTYPE else ():
+            fsdp_param.sharded_param.grad = None
+        self.resume_upcasts()
+
+    # Deferred all-reduces #
+    def _complete(self, fresh: tuple[ReduceBucket, ...]) -> tuple[ReduceBucket, ...]:
+        """
+        Returns the buckets of fresh gradients and, if all-reduces are no longer
+        deferred, an empty one for each partial reduce that no gradient is added to.
+        Raises if a gradient would be reduced in another dtype than before.
+        """
+        keys = {slot.param: b.key for b in fresh for slot in b.slots}
+        for earlier, partial in self.partial_reduces.items():
+            for slot in partial.bucket.slots:
+                if (key := keys.get(slot.param, earlier)) != earlier:
+                    raise RuntimeError(
+                        f"{self._group.fsdp_params[slot.param]._param_fqn} was reduced "
+                        f"in {layouts.describe_key(earlier)} in an earlier microbatch, "
+                        "whose all-reduce was deferred, and would be in "
+                        f"{layouts.describe_key(key)} now: keep the dtypes of "
+                        "gradients until set_requires_all_reduce(True), or set "
+                        "reduce_dtype in MixedPrecisionPolicy"
+                    )
+        if not self._group.all_reduce_grads:
+            return fresh
+        present = [bucket.key for bucket in fresh]
+        kept = [p.bucket for p in self.partial_reduces.values()]
+        empty = [replace(b, slots=()) for b in kept if b.key not in present]
+        buckets = [*fresh, *empty]
+        return tuple(sorted(buckets, key=lambda b: layouts.bucket_sort_key(b.key)))
+
+    def set_partial_reduce(self, output: Tensor) -> None:
+        """Makes ``output`` (1D) the only one, or raises if no bucket is like it."""
+        fsdp_params = self._group.fsdp_params
+        trained = [
+            layouts.dtypes_of(p).compute if p.sharded_param.requires_grad else None
+            for p in fsdp_params
+        ]
+        buckets = _plan_buckets(fsdp_params, trained)
+        if len(self.partial_reduces) == 1:  # of which not all may have had a gradient
+            (kept,) = self.partial_reduces.values()
+            buckets = kept.bucket, *buckets
+        for bucket in buckets:
+            params = [fsdp_params[slot.param] for slot in bucket.slots]
+            dtypes = bucket.dtype, BucketGrads(params, bucket, [], None).partial_dtype
+            if output.dtype in dtypes and output.numel() == bucket.shard_numel:
+                self.partial_reduces = {bucket.key: PartialReduce(bucket, output)}
+                return
+        expected = [f"{b.shard_numel} of {b.dtype}" for b in buckets]
+        raise ValueError(
+            f"got {output.numel()} elements of {output.dtype}, but the unit reduces "
+            f"{', '.join(dict.fromkeys(expected))}"
+        )
 
     def _check_ranks(self, buckets: tuple[ReduceBucket, ...]) -> None:
         """Raises if the ranks that are about to reduce ``buckets`` disagree."""
@@ -426,10 +366,9 @@ class GradReducer:
         if (ranks := group._reduce_scatter_group) is not None:
             agreement.check_reduction(ranks, buckets, group._reduce_scatter_comm)
         if group.all_reduce_grads and (ranks := group._all_reduce_group) is not None:
-            partial = [partial.bucket for partial in self.partial_reduces.values()]
-            agreement.check_reduction(
-                ranks, (*buckets, *partial) if partial else buckets
-            )
+            if partial := [p.bucket for p in self.partial_reduces.values()]:
+                buckets = (*buckets, *partial)
+            agreement.check_reduction(ranks, buckets)
 
     def _reduction(
         self, replacement: Callable[..., Any] | None, reuses_output: bool
@@ -467,10 +406,10 @@ class GradReducer:
         buckets: tuple[ReduceBucket, ...] | None = None,
     ) -> None:
         """Reduces batches one after another, and holds what they use until done."""
-        group, results = self._group, []
+        group, comm, results = self._group, reduction.reduce_scatter_comm, []
         try:
             for parts in batches:
-                if results and holds_one_input(reduction.reduce_scatter_comm):
+                if results and collectives.holds_one_input(comm):
                     group._wait_current_stream(results[-1].reduce_scatter_event)
                     results = [r._replace(reduce_scatter_input=None) for r in results]
                 results += self._reduce_batch(reduction, parts)
@@ -490,9 +429,8 @@ class GradReducer:
             results = [collectives.call_monkeypatched(reduction, *parts)]
         last_events = self._group.comm_ctx._last_post_reduce_events
         for part, result in zip(parts, results):
-            self.event = last_events[result.post_reduce_stream] = (
-                result.post_reduce_event
-            )
+            self.event = result.post_reduce_event
+            last_events[result.post_reduce_stream] = self.event
             if (output := result.partial_reduce_output) is not None:
                 partial = PartialReduce(part.bucket, output)
                 self.partial_reduces[part.bucket.key] = partial
@@ -502,22 +440,23 @@ class GradReducer:
         self, reduction: Reduction, bucket: ReduceBucket, grads: list[Any]
     ) -> BucketGrads:
         """Moves a bucket's gradients out of ``grads``, for copy-in to free them."""
-        own_grads, all_params = [], self._group.fsdp_params
+        popped, all_params = [], self._group.fsdp_params
         for slot in bucket.slots:
-            own_grads.append(grads[slot.param])
+            popped.append(grads[slot.param])
             grads[slot.param] = None
         fsdp_params = [all_params[slot.param] for slot in bucket.slots]
         if reduction.replacement is None:
             # Before a partial reduce is added, which is laid out as it was prepared
-            bucket = collectives.prepare_inputs(
-                reduction, bucket, fsdp_params, own_grads
-            )
-        partial = None
+            bucket = collectives.prepare_inputs(reduction, bucket, fsdp_params, popped)
+        output, partial = None, None
         if self.partial_reduces:
+            partial = self.partial_reduces.pop(bucket.key, None)
+        if partial is not None:
+            bucket = layouts.extend_bucket(bucket, partial.bucket)
             with self._group.device_handle.stream(reduction.reduce_scatter_stream):
-                bucket, partial = self.partial_reduces.pop_for(bucket)
+                output = relaid(partial.bucket, partial.output, bucket)
             fsdp_params = [all_params[slot.param] for slot in bucket.slots]
-        return BucketGrads(fsdp_params, bucket, own_grads, partial)
+        return BucketGrads(fsdp_params, bucket, popped, output)
 
     # Small buckets #
     def _defer_small(
@@ -525,7 +464,7 @@ class GradReducer:
         cap: ReduceBucketCap,
         reduction: Reduction,
         buckets: tuple[ReduceBucket, ...],
-        grads: list[torch.Tensor | None],
+        grads: list[Tensor | None],
     ) -> tuple[ReduceBucket, ...]:
         """Defers small buckets, for reductions with other units'. Returns the rest."""
         if (
@@ -533,7 +472,7 @@ class GradReducer:
             or reduction.defers_all_reduce
             or reduction.all_reduce_hook is not None
             or not reduction.prepares_by_default
-            or type(reduction.reduce_scatter_comm) is not DefaultReduceScatter
+            or type(reduction.reduce_scatter_comm) is not type(_SHARED_COMM)
             or reduction.replacement is not None
         ):
             return buckets
