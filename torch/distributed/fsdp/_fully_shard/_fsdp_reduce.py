@@ -148,8 +148,8 @@ class SmallReductions:
 
 class GradReducer:
     """
-    Reduces the gradients of one param group, with the group's settings, and keeps what
-    lives from one backward to the next: partial reduces and the last event.
+    Pops and reduces the gradients of one param group, with the group's settings, and
+    keeps what lives from one backward to the next: partial reduces and the last event.
     """
 
     def __init__(self, group: Any):  # an FSDPParamGroup
@@ -159,9 +159,9 @@ class GradReducer:
         # After the last reduction, including what follows it
         self.event: torch.Event | None = None
 
-    # On the unsharded parameters #
+    # Gradients of the unsharded parameters #
     def suspend_upcasts(self) -> None:
-        """Turns off upcasting of gradients that are reduced at once, or added to."""
+        """Turns off upcasting of gradients to reduce at once, or to add to others."""
         reduces = self._group.reduce_grads
         for _, param in _unsharded_params(self._group._cache.upcast_by_autograd):
             if param.requires_grad and (reduces or param.grad is not None):
@@ -250,7 +250,7 @@ class GradReducer:
         group.comm_ctx.recycle_reduce_buffers(group)
         buckets = get_buckets(group._cache, grads)
         if self.partial_reduces:
-            buckets = self._complete(buckets)
+            buckets = self._with_partial_reduces(buckets)
         if not buckets:
             return
         replacement = None if reduce is _OWN_REDUCE else reduce
@@ -290,11 +290,9 @@ class GradReducer:
         """Waits for what is in flight, and drops what is kept, with all gradients."""
         self.wait()
         self.partial_reduces.clear()
-        context, cache = self._group.comm_ctx, self._group._cache
+        group, context, cache = self._group, self._group.comm_ctx, self._group._cache
         held = context.all_reduce_states
-        context.all_reduce_states = [
-            h for h in held if h.param_group is not self._group
-        ]
+        context.all_reduce_states = [h for h in held if h.param_group is not group]
         small, own = context.small_reductions, {*cache}
         for reduction, waiting in [*small.items()]:
             parts = [of for of in waiting.parts if own.isdisjoint(of[0].fsdp_params)]
@@ -311,7 +309,9 @@ class GradReducer:
         self.resume_upcasts()
 
     # Deferred all-reduces #
-    def _complete(self, fresh: tuple[ReduceBucket, ...]) -> tuple[ReduceBucket, ...]:
+    def _with_partial_reduces(
+        self, fresh: tuple[ReduceBucket, ...]
+    ) -> tuple[ReduceBucket, ...]:
         """
         Returns the buckets of fresh gradients and, if all-reduces are no longer
         deferred, an empty one for each partial reduce that no gradient is added to.
