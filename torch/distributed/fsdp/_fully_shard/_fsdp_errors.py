@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
-import numbers
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -23,7 +21,6 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from ._fsdp_api import AllGather, MixedPrecisionPolicy, OffloadPolicy, ReduceScatter
 from ._fsdp_layout import ReduceBucket
 from ._fsdp_param import FSDPParam
 from ._fsdp_policies import is_reducible
@@ -68,59 +65,6 @@ def _names(*fsdp_params: FSDPParam) -> str:
 
 def _has_fractions(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
-
-
-def _is_comm(comm: Any, kind: type, other: type) -> bool:
-    is_object = callable(comm) and not isinstance(comm, type)
-    has_methods = is_object and callable(getattr(comm, "allocate", None))
-    return has_methods and (isinstance(comm, kind) or not isinstance(comm, other))
-
-
-def _is_number(value: Any) -> bool:
-    is_scalar = isinstance(value, torch.Tensor) and value.dim() == 0
-    return is_scalar or isinstance(value, numbers.Real)
-
-
-# By the attribute of a unit's param group: whether a value is right, and what is said
-# of one that is not
-_SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "mp_policy": (
-        lambda policy: isinstance(policy, MixedPrecisionPolicy),
-        "mp_policy of unit '{}' is {!r}: pass a MixedPrecisionPolicy, or leave it out",
-    ),
-    "offload_policy": (  # None has always meant not to offload
-        lambda policy: policy is None or isinstance(policy, OffloadPolicy),
-        "offload_policy of unit '{}' is {!r}: pass CPUOffloadPolicy(), or leave it out",
-    ),
-    "_all_gather_comm": (
-        lambda comm: _is_comm(comm, AllGather, ReduceScatter),
-        "set_custom_all_gather of unit '{}' got {!r}: pass an object with the methods "
-        "of AllGather",
-    ),
-    "_reduce_scatter_comm": (
-        lambda comm: _is_comm(comm, ReduceScatter, AllGather),
-        "set_custom_reduce_scatter of unit '{}' got {!r}: pass an object with the "
-        "methods of ReduceScatter",
-    ),
-    "_all_reduce_hook": (
-        lambda hook: hook is None or callable(hook),
-        "set_all_reduce_hook of unit '{}' got {!r}: pass a function of the buffer",
-    ),
-    "gradient_divide_factor": (
-        lambda x: x is None or (_is_number(x) and math.isfinite(x) and x != 0),
-        "set_gradient_divide_factor of unit '{}' got {!r}: pass a finite number other "
-        "than 0",
-    ),
-}
-
-
-def check_setting(name: str, value: Any, unit_name: str) -> None:
-    """Raises if a unit's setting cannot have this value."""
-    is_right, message = _SETTINGS[name]
-    if not is_right(value):
-        is_factor = name == "gradient_divide_factor" and _is_number(value)
-        kind = ValueError if is_factor else TypeError
-        raise kind(message.format(unit_name, value))
 
 
 # Parameters #

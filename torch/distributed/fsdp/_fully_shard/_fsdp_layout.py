@@ -1,7 +1,7 @@
 """
 Where each parameter of a unit lies in the unit's flat communication buffers.
 
-Only frozen plans: no operator, no stream, no process group.
+Only plans: no operator, no stream, no process group.
 
 [Note: Order of dtypes]
 All ranks must lay out bytes and order the collectives of reduce dtypes alike. Both
@@ -26,7 +26,6 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import accumulate, chain, groupby
 from typing import NamedTuple, TypeAlias
 
@@ -58,30 +57,24 @@ class GatherRegion:
 
     dtype: torch.dtype
     start_nbytes: int  # in the rank's segment
+    nbytes: int
     # Position among all inputs, None for padding, and elements
     slots: tuple[tuple[int | None, int], ...]
+    sizes: tuple[int, ...]  # of the slots, in elements
+    inputs: tuple[int, ...]
+    gaps: tuple[tuple[int, int], ...]  # position among the slots, and elements
     # By stored dtype, positions in `inputs` that are cast and copied together; if there
     # are none, all inputs are concatenated, of which the first `viewed` need a view
     casts: tuple[tuple[int, ...], ...] = ()
     viewed: int = 0
 
-    @cached_property
-    def inputs(self) -> tuple[int, ...]:
-        return tuple(i for i, _ in self.slots if i is not None)
-
-    @cached_property
-    def gaps(self) -> tuple[tuple[int, int], ...]:
-        """Position among the slots, and elements, of each piece of padding."""
-        slots = enumerate(self.slots)
-        return tuple((k, numel) for k, (i, numel) in slots if i is None)
-
-    @cached_property
-    def sizes(self) -> list[int]:
-        return [numel for _, numel in self.slots]
-
-    @cached_property
-    def nbytes(self) -> int:
-        return sum(self.sizes) * self.dtype.itemsize
+    @classmethod
+    def of(cls, dtype: torch.dtype, start_nbytes: int, slots: list) -> GatherRegion:
+        sizes = tuple(numel for _, numel in slots)
+        inputs = tuple(i for i, _ in slots if i is not None)
+        gaps = tuple((k, numel) for k, (i, numel) in enumerate(slots) if i is None)
+        nbytes = sum(sizes) * dtype.itemsize
+        return cls(dtype, start_nbytes, nbytes, tuple(slots), sizes, inputs, gaps)
 
     def view(self, segment: torch.Tensor) -> torch.Tensor:
         """Returns this region of a rank's 1D ``segment`` in the region's dtype."""
@@ -101,31 +94,12 @@ class GatherLayout:
     """The segment of each rank in the gather buffer: regions padded at their ends."""
 
     regions: tuple[GatherRegion, ...]
-
-    @cached_property
-    def buffer_dtype(self) -> torch.dtype:
-        """uint8 if the inputs have several dtypes."""
-        is_uniform = len(self.regions) == 1
-        return storage_dtype(self.regions[0].dtype) if is_uniform else torch.uint8
-
-    @cached_property
-    def segment_nbytes(self) -> int:
-        return sum(region.nbytes for region in self.regions)
-
-    @cached_property
-    def segment_numel(self) -> int:
-        """Elements of ``buffer_dtype`` in one rank's segment."""
-        return self.segment_nbytes // self.buffer_dtype.itemsize
-
-    @cached_property
-    def slots(self) -> tuple[tuple[int | None, int], ...]:
-        """Those of all regions, in elements of ``buffer_dtype``."""
-        slots = (region.slots_in(self.buffer_dtype) for region in self.regions)
-        return tuple(chain.from_iterable(slots))
-
-    @cached_property
-    def split_sizes(self) -> tuple[int, ...]:
-        return tuple(size for _, size in self.slots)
+    buffer_dtype: torch.dtype  # uint8 if the inputs have several dtypes
+    segment_nbytes: int
+    # In elements of `buffer_dtype`. Slots are those of all regions
+    segment_numel: int
+    slots: tuple[tuple[int | None, int], ...]
+    split_sizes: tuple[int, ...]
 
 
 def plan_gather(
@@ -159,9 +133,12 @@ def plan_gather(
         nbytes = sum(numel for _, numel in slots) * dtype.itemsize
         if padding := -nbytes % alignment:
             slots.append((None, padding // dtype.itemsize))
-        regions.append(GatherRegion(dtype, start_nbytes, tuple(slots)))
+        regions.append(GatherRegion.of(dtype, start_nbytes, slots))
         start_nbytes += nbytes + padding
-    return GatherLayout(tuple(regions))
+    dtype = storage_dtype(regions[0].dtype) if len(regions) == 1 else torch.uint8
+    all_slots = tuple(chain.from_iterable(r.slots_in(dtype) for r in regions))
+    sizes, numel = tuple(size for _, size in all_slots), start_nbytes // dtype.itemsize
+    return GatherLayout((*regions,), dtype, start_nbytes, numel, all_slots, sizes)
 
 
 # Of what one rank is sent for each of several buckets, at every reduction
@@ -191,7 +168,7 @@ def plan_copy_in(
             slots.pop()
         # Wider ones come first
         viewed = sum(i is not None and stored_dtypes[i] != dtype for i, _ in slots)
-        return GatherRegion(dtype, start_nbytes, tuple(slots), viewed=viewed)
+        return replace(GatherRegion.of(dtype, start_nbytes, slots), viewed=viewed)
 
     copies: list[GatherRegion] = []
     for has_casts, run in groupby(layout.regions, is_cast):
@@ -254,7 +231,7 @@ class CastRun:
     padding: int  # elements that follow
 
 
-@dataclass(frozen=True)
+@dataclass
 class ReduceBucket:
     """Where parameters that share a reduction lie in a rank's shard of it."""
 
@@ -264,47 +241,25 @@ class ReduceBucket:
     is_aligned: bool = False  # see [Note: Aligned to 16 bytes]
     is_mixed: bool = False  # of a unit whose trained parameters differ in dtypes
 
-    @property
-    def key(self) -> BucketKey:
-        return self.dtype, self.comm_dtype
-
-    @property
-    def wire_dtype(self) -> torch.dtype:
-        """Of the reduction's input."""
-        return self.comm_dtype or self.dtype
-
-    @cached_property
-    def runs(self) -> tuple[CastRun, ...]:
+    def __post_init__(self) -> None:
+        self.key: BucketKey = (self.dtype, self.comm_dtype)
+        self.wire_dtype = self.comm_dtype or self.dtype  # of the reduction's input
         # To begin aligned in the input and in the output
         itemsize = min(self.dtype.itemsize, self.wire_dtype.itemsize)
         alignment = _ALIGNMENT // itemsize if self.is_aligned else 1
-        runs: list[CastRun] = []
-        first = start = 0
+        self.runs: list[CastRun] = []
+        self.starts: tuple[int, ...] = ()  # of the slots, in a rank's shard
+        first = end = 0
         for dtype, run in groupby(self.slots, lambda s: s.grad_dtype or self.dtype):
-            numels = [slot.shard_numel for slot in run]
-            last, end = first + len(numels), start + sum(numels)
-            padding = -end % alignment
-            runs.append(CastRun(dtype, start, end - start, first, last, padding))
-            first, start = last, end + padding
-        return tuple(runs)
-
-    @cached_property
-    def shard_numel(self) -> int:
-        return sum(run.numel + run.padding for run in self.runs)
-
-    @cached_property
-    def starts(self) -> tuple[int, ...]:
-        """First element of each slot in a rank's shard."""
-        starts: list[int] = []
-        for run in self.runs:
-            numels = [slot.shard_numel for slot in self.slots[run.first : run.last]]
-            starts += accumulate(numels[:-1], initial=run.start_numel)
-        return tuple(starts)
-
-    @cached_property
-    def needs_casts(self) -> bool:
-        """Whether any sharded gradient has another dtype than what is reduced."""
-        return any(run.grad_dtype != self.dtype for run in self.runs)
+            start, numels = end, [slot.shard_numel for slot in run]
+            *starts, end = accumulate(numels, initial=start)
+            self.starts += (*starts,)
+            last, numel, padding = first + len(numels), end - start, -end % alignment
+            self.runs.append(CastRun(dtype, start, numel, first, last, padding))
+            first, end = last, end + padding
+        self.shard_numel = end
+        # Whether any sharded gradient has another dtype than what is reduced
+        self.needs_casts = any(run.grad_dtype != self.dtype for run in self.runs)
 
 
 def bucket_sort_key(key: BucketKey) -> tuple[tuple[int, str], ...]:

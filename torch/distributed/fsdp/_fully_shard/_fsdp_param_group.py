@@ -99,7 +99,7 @@ from ._fsdp_context import (
     FSDPCommContext,
     ReduceScatterState,  # noqa: F401  (as in the release)
 )
-from ._fsdp_errors import check_setting, warn_user
+from ._fsdp_errors import warn_user
 from ._fsdp_host import _dynamo_disable, FOLLOWS_GRAD_DTYPE, not_type_checked
 from ._fsdp_layout import dtypes_of, ReduceBucket, ReduceBucketCap
 from ._fsdp_param import (
@@ -114,6 +114,7 @@ from ._fsdp_registrations import (
     _get_param_module_infos,  # noqa: F401  (as in the release)
     fqns_of,
 )
+from ._fsdp_settings import check_setting
 from ._fsdp_summary import log_layout
 
 
