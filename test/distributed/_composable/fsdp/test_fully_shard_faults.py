@@ -43,6 +43,9 @@ from torch.distributed.fsdp._fully_shard import (
 from torch.distributed.fsdp._fully_shard import (
     _fsdp_errors as errors,
 )
+from torch.distributed.fsdp._fully_shard import (
+    _fsdp_registrations as registrations,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
     DefaultReduceScatter,
@@ -382,7 +385,6 @@ class TestExplanations(FakeGroupTest):
 
         for owner, name in (
             (errors, "is_reducible"),
-            (errors, "_find_wrong_sharded_grad"),
             (agreement, "_announce"),
         ):
             for kind in (RuntimeError, KeyboardInterrupt):
@@ -392,12 +394,15 @@ class TestExplanations(FakeGroupTest):
 
     def test_a_copy_out_that_fails_leaves_nothing_behind(self) -> None:
         """Outputs are freed, and names are registered as they were."""
-        for failing in ("split_with_sizes_copy", "init_unsharded_params", "_register"):
+        for owner, failing in (
+            (torch, "split_with_sizes_copy"),
+            (ParamGroupCache, "init_unsharded_params"),
+            (registrations, "register"),
+        ):
             model = self.unit()
             group = model._get_fsdp_state()._fsdp_param_group
             if failing != "split_with_sizes_copy":
                 model(torch.ones(2, 4)).sum().backward()
-            owner = torch if failing.startswith("split") else ParamGroupCache
             original = getattr(owner, failing)
 
             def fails(*args: Any, run: Any = original, **kwargs: Any) -> None:

@@ -30,7 +30,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -177,24 +177,20 @@ def _announce(group: Any, pattern: _Pattern | None = None) -> _Announced:
     for i, key in pattern:
         said["dtype"][i] = f"reduces in {describe_key(key)}"
         said["gradient"][i] = "gets a gradient"
-    if _compares_always():
-        said["microbatch"] = [_microbatch(group, pattern)]
+    if _compares_always():  # whether there are gradients of earlier reductions
+        added = [params[i] for i, _ in pattern]
+        # Without an element on this rank, the gradient may be unset
+        held = [p.sharded_param.grad for p in added if p.sharded_size.numel() > 0]
+        has_earlier = group._reducer.partial_reduces or (held and held[0] is not None)
+        is_known, which = has_earlier or held, "with" if has_earlier else "without"
+        text = f", {which} earlier gradients to add to,"
+        said["microbatch"] = [text if is_known else ""]
     return _Announced("reduces", said, unit, fqns_of(group))
 
 
 def _pattern_of(buckets: Sequence[ReduceBucket]) -> _Pattern:
     keys = {slot.param: bucket.key for bucket in buckets for slot in bucket.slots}
     return tuple(sorted(keys.items()))
-
-
-def _microbatch(group: Any, pattern: _Pattern) -> str:
-    """Says whether there are gradients of earlier reductions to add to."""
-    added = [group.fsdp_params[i] for i, _ in pattern]
-    # Without an element on this rank, the gradient may be unset
-    held = [p.sharded_param.grad for p in added if p.sharded_size.numel() > 0]
-    if group._reducer.partial_reduces or (held and held[0] is not None):
-        return ", with earlier gradients to add to,"
-    return ", without earlier gradients to add to," if held else ""
 
 
 def _compares_always() -> bool:
@@ -215,8 +211,6 @@ def _is_traced(fsdp_params: Sequence[FSDPParam], device: torch.device) -> bool:
         return True  # a graph is not captured before steps have been run
     return detect_fake_mode([p._sharded_local_tensor for p in fsdp_params]) is not None
 
-
-# What is said #
 
 _NO_GRADIENT = "gets no gradient"
 _ORDER_ADVICE = (
@@ -245,10 +239,7 @@ _ADVICE = {
     "microbatch": _ORDER_ADVICE,
     "after forward": _ORDER_ADVICE,
 }
-# Of these, what each parameter has
-_PARAMS_TITLE = "Ranks disagree about the parameters of"
-_OF_PARAMS = dict.fromkeys(("size", "placement", "dtype"), _PARAMS_TITLE)
-_OF_PARAMS["gradient"] = "Ranks disagree about the gradients of"
+_OF_PARAMS = ("size", "placement", "dtype", "gradient")  # of these, what each has
 _HANG_ADVICE = (
     "Look first for an earlier error on another rank. If there is none, the ranks have "
     f"run different steps: {_SWITCH}=always on all ranks finds the first difference."
@@ -269,30 +260,31 @@ def _add_note(error: BaseException, mine: _Announced) -> None:
 
 
 def _raise_if_different(by_rank: Mapping[int, _Announced]) -> None:
+    """Raises with what is said on which ranks, where that is not the same."""
     # "unit ..." sorts after "a unit": a rank that knows the name wins
     unit = max(mine.unit for mine in by_rank.values())
     for what, advice in _ADVICE.items():
         title = "Ranks have drifted apart"
-        if what in _OF_PARAMS:
-            title = f"{_OF_PARAMS[what]} {unit}"
-        if lines := [*_differences(by_rank, what)]:
+        if what == "gradient":
+            title = f"Ranks disagree about the gradients of {unit}"
+        elif what in _OF_PARAMS:
+            title = f"Ranks disagree about the parameters of {unit}"
+        lines: list[str] = []
+        said = [mine.said.get(what, ()) for mine in by_rank.values()]
+        for i, texts in enumerate(zip(*said)):
+            ranks_of: dict[tuple[str, str], list[str]] = {}
+            for (rank, mine), text in zip(by_rank.items(), texts):
+                words = text if what in _OF_PARAMS else f"{mine.does} {mine.unit}{text}"
+                if text:
+                    ranks_of.setdefault((mine.does, text), [words]).append(str(rank))
+            parts = [
+                f"{words} on {'ranks' if len(ranks) > 1 else 'rank'} {', '.join(ranks)}"
+                for words, *ranks in ranks_of.values()
+            ]
+            name = f"{mine.fqns[i]}: " if what in _OF_PARAMS else ""  # of any rank
+            if len(parts) > 1:
+                lines.append(name + ", ".join(parts))
+        if lines:
             off = f"({_SWITCH}=0 on all ranks turns this check off.)"
             listing = listed(lines, "\n  ")
             raise RuntimeError(f"{title}:\n  {listing}\n{advice} {off}")
-
-
-def _differences(by_rank: Mapping[int, _Announced], what: str) -> Iterator[str]:
-    """Yields what is said on which ranks, where that is not the same."""
-    for i, texts in enumerate(zip(*(a.said.get(what, ()) for a in by_rank.values()))):
-        ranks_of: dict[tuple[str, str], list[str]] = {}
-        for (rank, mine), text in zip(by_rank.items(), texts):
-            words = text if what in _OF_PARAMS else f"{mine.does} {mine.unit}{text}"
-            if text:
-                ranks_of.setdefault((mine.does, text), [words]).append(str(rank))
-        parts = [
-            f"{words} on {'ranks' if len(ranks) > 1 else 'rank'} {', '.join(ranks)}"
-            for words, *ranks in ranks_of.values()
-        ]
-        name = f"{mine.fqns[i]}: " if what in _OF_PARAMS else ""  # as any rank has it
-        if len(parts) > 1:
-            yield name + ", ".join(parts)

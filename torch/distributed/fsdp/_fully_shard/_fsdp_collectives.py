@@ -34,7 +34,7 @@ from ._fsdp_copies import (
     foreach_reduce_scatter_copy_in,
     record_grad_output_stream,  # noqa: F401  (as in the release)
 )
-from ._fsdp_errors import explain_all_to_all, explain_copy_in, explain_reduction
+from ._fsdp_errors import explain_all_to_all, explain_reduction
 from ._fsdp_host import FOLLOWS_GRAD_DTYPE, NO_RANGE, without_grad
 from ._fsdp_layout import GatherLayout, ReduceBucket, ReduceSlot
 from ._fsdp_param import FSDPParam, ShardedState  # noqa: F401  (as in the release)
@@ -381,12 +381,7 @@ def foreach_all_gather(
             layout, comm = plan.layout, all_gather_comm
             numel, dtype = group.size() * layout.segment_numel, layout.buffer_dtype
             output = allocate(comm, numel, dtype, device, layout, gathers=True)
-            try:
-                segment = copies.fill_segment(output, plan, tensors, group.rank())
-            except Exception as error:
-                raise explain_copy_in(  # noqa: B904  (has its cause)
-                    error, fsdp_params, tensors, plan.numels
-                )
+            segment = copies.fill_segment(output, plan, tensors, group.rank())
             fields = plan.dtypes, plan.numels, plan.split_sizes
         else:
             output, segment, fields = _stage_monkeypatched(

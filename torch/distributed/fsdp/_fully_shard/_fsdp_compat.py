@@ -14,7 +14,7 @@ import torch
 
 from ._fsdp_host import FROZEN_GROUPS_HAVE_DTYPES
 from ._fsdp_param import FSDPParam, ShardedState
-from ._fsdp_param_cache import get_all_gather_inputs, get_shards
+from ._fsdp_param_cache import get_all_gather_inputs, get_shards, has_extension
 
 
 @torch.no_grad()
@@ -30,9 +30,8 @@ def _get_param_all_gather_inputs(
     # Plain shards on the device are cast at once, as in the release
     casts: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for fsdp_param in fsdp_params:
-        has_extension = hasattr(fsdp_param._sharded_local_tensor, "fsdp_pre_all_gather")
         dtype = fsdp_param.param_dtype
-        if dtype is None or has_extension or fsdp_param.offload_to_cpu:
+        if dtype is None or fsdp_param.offload_to_cpu or has_extension(fsdp_param):
             inputs.append(get_all_gather_inputs(fsdp_param))
             continue
         (shard,) = get_shards([fsdp_param])

@@ -67,8 +67,6 @@ def _has_fractions(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-# Parameters #
-
 _PINNING_ADVICE = "Without an accelerator use CPUOffloadPolicy(pin_memory=False)"
 _PLACEMENT_ADVICE = (
     "shard_placement_fn must return Shard of a dim that it has, which must divide by "
@@ -190,7 +188,7 @@ def _find_wrong_registration(fsdp_param: FSDPParam, name: str) -> str | None:
 
 @_keeps_error
 def explain_extension(
-    error: Exception, fsdp_param: FSDPParam, method: str, returns: str | None = None
+    error: Exception, fsdp_param: FSDPParam, method: str
 ) -> str | None:
     name = _names(fsdp_param)
     if not hasattr(fsdp_param._sharded_local_tensor, "fsdp_pre_all_gather"):
@@ -200,25 +198,10 @@ def explain_extension(
             f"{name} was sharded as a plain tensor, but has fsdp_pre_all_gather now: "
             "replace it before the first forward"
         )
+    returns = "((contiguous tensor, ...), metadata)"
     if method == "fsdp_post_all_gather":
         returns = "(tensor, (tensor to free, ...))"
-    returns = returns or "((contiguous tensor, ...), metadata)"
     return f"{method} of {name} failed, or did not return {returns}: {error}"
-
-
-def explain_copy_in(
-    error: Exception,
-    fsdp_params: Sequence[FSDPParam],
-    tensors: Sequence[torch.Tensor],
-    numels: Sequence[Sequence[int]],
-) -> Exception:
-    owners = chain.from_iterable([p] * len(n) for p, n in zip(fsdp_params, numels))
-    for fsdp_param, tensor in zip(owners, tensors):
-        is_elsewhere = tensor.device.type != fsdp_param.device.type
-        if is_elsewhere and hasattr(fsdp_param, "_extensions_data"):
-            returns = f"tensors on {fsdp_param.device}"
-            return explain_extension(error, fsdp_param, "fsdp_pre_all_gather", returns)
-    return error
 
 
 @_keeps_error
@@ -244,52 +227,39 @@ def explain_reduction(
 ) -> str | None:
     """``grads`` are those of the first parameters, which have not been copied in."""
     for fsdp_param, grad in zip(fsdp_params, grads):
-        if (wrong := _find_wrong_grad(fsdp_param, grad)) is not None:
-            return f"The gradient of {_names(fsdp_param)} {wrong}"
+        about = f"The gradient of {_names(fsdp_param)}"
+        size, found_size = tuple(fsdp_param._orig_size), tuple(grad.size())
+        if grad.layout != torch.strided:
+            return (
+                f"{about} is sparse ({grad.layout}), and only dense ones are reduced. "
+                "Use nn.Embedding(sparse=False), or put the parameter in ignored_params"
+            )
+        if isinstance(grad, DTensor):
+            return f"{about} is a DTensor: set its to_local() or full_tensor() instead"
+        if found_size != size:
+            return (
+                f"{about} has size {found_size}, but the parameter has size {size}. "
+                "Look for a hook that resizes it or sets its data"
+            )
     if not _has_fractions(bucket.dtype) or not is_reducible(bucket.dtype, device):
         return (
             f"The gradients of {_names(*fsdp_params)} cannot be averaged in "
             f"{bucket.dtype} on {device}. Set reduce_dtype to torch.float32: {error}"
         )
     for fsdp_param, slot in zip(fsdp_params, bucket.slots):
-        grad_dtype = slot.grad_dtype or bucket.dtype
-        if (wrong := _find_wrong_sharded_grad(fsdp_param, grad_dtype)) is not None:
-            return wrong
+        grad_dtype, name = slot.grad_dtype or bucket.dtype, _names(fsdp_param)
+        param, size = fsdp_param.sharded_param, fsdp_param.sharded_size
+        if param.grad is None and param.grad_dtype not in (None, grad_dtype):
+            return (
+                f"{name} is {param.dtype} now, but its gradients are {grad_dtype}: "
+                "cast a model before its first forward, not between steps"
+            )
+        grad = getattr(param.grad, "_local_tensor", None)
+        if grad is not None and (not _has_fractions(grad.dtype) or grad.size() != size):
+            return (
+                f"The gradient that {name} has is {grad.dtype} of size "
+                f"{tuple(grad.size())} here, to which one of {grad_dtype} and "
+                f"{tuple(size)} cannot be added. Set None, or one that is sharded like "
+                "the parameter"
+            )
     return None
-
-
-def _find_wrong_grad(fsdp_param: FSDPParam, grad: torch.Tensor) -> str | None:
-    size, found_size = tuple(fsdp_param._orig_size), tuple(grad.size())
-    if grad.layout != torch.strided:
-        return (
-            f"is sparse ({grad.layout}), and only dense ones are reduced. Use "
-            "nn.Embedding(sparse=False), or put the parameter in ignored_params"
-        )
-    if isinstance(grad, DTensor):
-        return "is a DTensor: set its to_local() or full_tensor() instead"
-    if found_size == size:
-        return None
-    return (
-        f"has size {found_size}, but the parameter has size {size}. Look for a hook "
-        "that resizes it or sets its data"
-    )
-
-
-def _find_wrong_sharded_grad(
-    fsdp_param: FSDPParam, grad_dtype: torch.dtype
-) -> str | None:
-    """Returns why a gradient cannot be added to a sharded parameter's, if known."""
-    param, name = fsdp_param.sharded_param, _names(fsdp_param)
-    if param.grad is None and param.grad_dtype not in (None, grad_dtype):
-        return (
-            f"{name} is {param.dtype} now, but its gradients are {grad_dtype}: cast a "
-            "model before its first forward, not between steps"
-        )
-    size, present = fsdp_param.sharded_size, getattr(param.grad, "_local_tensor", None)
-    if present is None or (_has_fractions(present.dtype) and present.size() == size):
-        return None
-    return (
-        f"The gradient that {name} has is {present.dtype} of size "
-        f"{tuple(present.size())} here, to which one of {grad_dtype} and {tuple(size)} "
-        "cannot be added. Set None, or one that is sharded like the parameter"
-    )

@@ -1,5 +1,5 @@
 """
-Caches that live across steps, and state transitions of a group.
+Caches that live across steps, and state transitions of a group's parameters.
 
 [Note: Cached between steps]
 A step repeats the last one: the same dtypes, sizes and outputs. Nothing announces that
@@ -11,15 +11,14 @@ dtypes and sizes only, and keep no shard alive.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import chain, islice, repeat
+from itertools import chain, islice
 from operator import attrgetter, is_, ne
 from typing import Any
 
 import torch
-import torch.nn as nn
 
 from . import _fsdp_layout as layouts
+from . import _fsdp_registrations as registrations
 from ._fsdp_errors import explain_extension
 from ._fsdp_host import FOLLOWS_GRAD_DTYPE
 from ._fsdp_param import FSDPParam, ShardedState
@@ -55,12 +54,11 @@ class ParamVersions:
         sharded += [(p, p._sharded_local_tensor) for p in fsdp_params]
         unsharded = [(p, p._unsharded_param) for p in fsdp_params]
         # Inference tensors have no versions
-        owned = [
+        self._owned = [
             [of for of in kind if not of[1].is_inference()]
             for kind in (sharded, unsharded)
         ]
-        self._owners = [[owner for owner, _ in kind] for kind in owned]
-        self._tensors = [[tensor for _, tensor in kind] for kind in owned]
+        self._tensors = [[tensor for _, tensor in kind] for kind in self._owned]
         self._noted = [self._read(0), self._read(1)]
 
     def _read(self, kind: int) -> list[int]:
@@ -75,10 +73,7 @@ class ParamVersions:
         noted, now = self._noted[kind], self._read(kind)
         if noted == now:
             return None
-        return self._owners[kind][[*map(ne, noted, now)].index(True)]
-
-
-# What is gathered #
+        return self._owned[kind][[*map(ne, noted, now)].index(True)][0]
 
 
 class SplitSizes(list[int]):
@@ -89,55 +84,38 @@ class SplitSizes(list[int]):
         self.layout = layout
 
 
-@dataclass(frozen=True)
 class GatherPlan:
-    """All that is known of a gather before its data."""
+    """
+    All that is known of a gather before its data: what each tensor is stored in, what
+    it is cast to on the way or None, its elements, and how many are each parameter's
+    (None: one).
+    """
 
-    made_for: tuple[list, list, list, list | None]  # the arguments of `of`
-    layout: layouts.GatherLayout
-    copies: tuple[layouts.GatherRegion, ...]
-    # The fields of the gather's result
-    dtypes: list[list[torch.dtype]]
-    numels: list[list[int]]
-    split_sizes: SplitSizes
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         stored_dtypes: list[torch.dtype],
         compute_dtypes: list[torch.dtype | None],
         numels: list[int],
         counts: list[int] | None = None,
-    ) -> GatherPlan:
-        """
-        Plans the gather of tensors: what each is stored in, what it is cast to on the
-        way or None, its elements, and how many are each parameter's (None: one).
-        """
+    ):
+        self.made_for = stored_dtypes, compute_dtypes, numels, counts
         pairs = zip(compute_dtypes, stored_dtypes, strict=True)
         dtypes = [compute_dtype or stored for compute_dtype, stored in pairs]
         rest = iter(zip(dtypes, numels))
         by_param = [[*islice(rest, count)] for count in counts or [1] * len(dtypes)]
-        dtypes_of = [[dtype for dtype, _ in own] for own in by_param]
-        is_mixed = any(own != dtypes_of[0] for own in dtypes_of)
-        layout = layouts.plan_gather(dtypes, numels, is_mixed=is_mixed)
-        return cls(
-            (stored_dtypes, compute_dtypes, numels, counts),
-            layout,
-            layouts.plan_copy_in(layout, stored_dtypes),
-            dtypes_of,
-            [[numel for _, numel in own] for own in by_param],
-            SplitSizes(layout),
-        )
+        # The fields of the gather's result
+        self.dtypes = [[dtype for dtype, _ in own] for own in by_param]
+        self.numels = [[numel for _, numel in own] for own in by_param]
+        is_mixed = any(own != self.dtypes[0] for own in self.dtypes)
+        self.layout = layouts.plan_gather(dtypes, numels, is_mixed=is_mixed)
+        self.copies = layouts.plan_copy_in(self.layout, stored_dtypes)
+        self.split_sizes = SplitSizes(self.layout)
 
 
 def get_shards(fsdp_params: Sequence[FSDPParam]) -> list[torch.Tensor]:
     """Returns the flat local shards of plain parameters."""
-    if fsdp_params[0].sharded_state is ShardedState.SHARDED_POST_FORWARD:
-        return [*map(_get_post_forward_data, fsdp_params)]
-    return [*map(_get_stored, fsdp_params)]
-
-
-# Extensions #
+    is_resharded = fsdp_params[0].sharded_state is ShardedState.SHARDED_POST_FORWARD
+    return [*map(_get_post_forward_data if is_resharded else _get_stored, fsdp_params)]
 
 
 def has_extension(fsdp_param: FSDPParam) -> bool:
@@ -168,7 +146,11 @@ def _init_unsharded_param(fsdp_param: FSDPParam, is_first: bool) -> None:
 
 
 def _fit_outputs(
-    fsdp_param: FSDPParam, i: int, plan: GatherPlan, last: GatherPlan | None
+    fsdp_param: FSDPParam,
+    tensors: Sequence[torch.Tensor],
+    i: int,
+    plan: GatherPlan,
+    last: GatherPlan | None,
 ) -> None:
     """
     Drops an extension's outputs if it gathers other inputs than last time, e.g. those
@@ -176,15 +158,20 @@ def _fit_outputs(
     dtype has changed: autograd and kernels hold views of its outputs.
     """
     name = fsdp_param._param_fqn or fsdp_param._module_info.param_name
-    dtypes, numels = plan.dtypes[i], plan.numels[i]
-    if last is not None and has_extension(fsdp_param):
-        if (last.dtypes[i], last.numels[i]) != (dtypes, numels):
+    dtypes, numels, device = plan.dtypes[i], plan.numels[i], fsdp_param.device
+    if has_extension(fsdp_param):
+        if last and (last.dtypes[i], last.numels[i]) != (dtypes, numels):
             fsdp_param.all_gather_outputs = []  # for new ones
-    if not numels:
-        raise ValueError(
-            f"fsdp_pre_all_gather of {name} returned no tensor to gather: return "
-            "((tensor, ...), metadata)"
-        )
+        if not tensors:
+            raise ValueError(
+                f"fsdp_pre_all_gather of {name} returned no tensor to gather: return "
+                "((tensor, ...), metadata)"
+            )
+        if not {tensor.device.type for tensor in tensors} <= {"cpu", device.type}:
+            raise RuntimeError(
+                f"fsdp_pre_all_gather of {name} failed, or did not return tensors on "
+                f"{device}"
+            )
     first_dtypes = [output.dtype for output in fsdp_param.all_gather_outputs]
     if first_dtypes and first_dtypes != dtypes:
         raise RuntimeError(
@@ -224,13 +211,7 @@ class ParamGroupCache(list[FSDPParam]):
         self._local_classes: list[type] = []
         self._has_extensions = any(map(has_extension, self))
         self.has_empty_params = any(p._orig_size.numel() == 0 for p in self)
-        # Module, name and the parameter's index, for each name of each parameter
-        self._names_in_modules: list[tuple[nn.Module, str, int]] = []
-        for i, info in enumerate(p._module_info for p in self):
-            modules = [info.module, *info.shared_modules]
-            names = [info.param_name, *info.shared_param_names]
-            self._names_in_modules += zip(modules, names, repeat(i))
-        self._modules = [*dict.fromkeys(m for m, _, _ in self._names_in_modules)]
+        self._places = registrations.places_of(self)
         # One each for the shards and for those resharded after forward
         self.plans: dict[ShardedState, GatherPlan] = {}
         self._outputs: GatherOutputs | None = None
@@ -286,9 +267,10 @@ class ParamGroupCache(list[FSDPParam]):
         state = self[0].sharded_state
         plan = self.plans.get(state)
         if plan is None or plan.made_for != made_for:
-            last, plan = plan, GatherPlan.of(*made_for)
+            last, plan, rest = plan, GatherPlan(*made_for), iter(tensors)
             for i, fsdp_param in enumerate(self):
-                _fit_outputs(fsdp_param, i, plan, last)
+                own = [*islice(rest, len(plan.numels[i]))]
+                _fit_outputs(fsdp_param, own, i, plan, last)
             self.plans[state] = plan
         return tensors, plan
 
@@ -359,22 +341,9 @@ class ParamGroupCache(list[FSDPParam]):
             return
         else:
             params = [*map(_get_sharded_param, self)]
-        self._register(params)
+        registrations.register(self._places, params)
         for fsdp_param in self:
             fsdp_param.sharded_state = state
         for storage, _ in outputs.storages if outputs else ():
             if storage.nbytes():
                 storage.resize_(0)
-
-    def _register(self, params: Sequence[nn.Parameter]) -> None:
-        """Makes ``params`` what the modules have under the parameters' names."""
-        plain = nn.Module.__setattr__
-        # A class may define its own at any time
-        custom = [m for m in self._modules if type(m).__setattr__ is not plain]
-        for module, name, i in self._names_in_modules:
-            # Past the checks of `nn.Module.__setattr__`, which cost more than all
-            # the rest: the name already holds a parameter
-            if not custom or module not in custom:
-                module._parameters[name] = params[i]
-            else:
-                setattr(module, name, params[i])

@@ -212,8 +212,6 @@ def _overrides_of(policy: Any) -> dict[str, OverrideFn]:
     return {name: override for name, override in found.items() if override is not None}
 
 
-# Which dtypes fit #
-
 _PACKED = torch.float4_e2m1fn_x2
 # What every backend sums
 _REDUCIBLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -301,8 +299,6 @@ def is_reducible(dtype: torch.dtype, device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-# Precision by name #
-
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
 
 
@@ -389,22 +385,21 @@ def with_overrides(unit: _P, module: nn.Module, patterns: Mapping[str, Any]) -> 
             if of_param := [fqn for fqn in same if fnmatch.fnmatchcase(fqn, pattern)]:
                 matched[param] = of_param[0]
         if not matched:
-            fqns = [fqn for same in names.values() for fqn in same]
-            nearest = ", ".join(_nearest(pattern, fqns)) or "none, it has no parameters"
+            by_lower = {fqn.lower(): fqn for same in names.values() for fqn in same}
+            nearest = difflib.get_close_matches(pattern.lower(), by_lower, cutoff=0)
+            listed = ", ".join(by_lower[fqn] for fqn in nearest)
             raise ValueError(
                 f"Pattern {pattern!r} matches no parameter. Pass shell patterns over "
                 "their names, e.g. 'layers.0.norm.*' for all of a module. The nearest "
-                f"names are: {nearest}"
+                f"names are: {listed or 'none, it has no parameters'}"
             )
         for (name, dtype), (param, fqn) in product(fields.items(), matched.items()):
             of_field = set_by.setdefault(name, {})
             other, first, same = of_field.setdefault(param, (dtype, pattern, fqn))
             if other != dtype:
-                both = (
-                    fqn if same == fqn else f"{same} and {fqn}, one shared parameter,"
-                )
+                both = "" if same == fqn else f" and {fqn}, one shared parameter,"
                 raise ValueError(
-                    f"Patterns {first!r} and {pattern!r} set {name} of {both} to "
+                    f"Patterns {first!r} and {pattern!r} set {name} of {same}{both} to "
                     f"{other} and {dtype}: change one, or let both set the same"
                 )
     overrides: dict[str, Any] = {}
@@ -445,22 +440,8 @@ def _fields_of(pattern: str, given: Any, unit: Any) -> Mapping[str, torch.dtype 
             )
         if name not in OVERRIDDEN:
             known = ", ".join(OVERRIDDEN)
-            raise ValueError(
-                f"Pattern {pattern!r} sets {name!r}, which is none of {known}"
-            )
+            raise ValueError(f"Pattern {pattern!r} sets {name!r}, not one of {known}")
         if not isinstance(dtype, torch.dtype | None):
             wrong = f"Pattern {pattern!r} sets {name} to {dtype!r}"
             raise TypeError(f"{wrong}: give a torch.dtype, or None for the default")
     return fields
-
-
-def _nearest(pattern: str, fqns: Sequence[str]) -> list[str]:
-    """Returns names with a part that is like the pattern without its wildcards."""
-    literal = pattern.translate(str.maketrans("", "", "*?[]!")).strip(".")
-    size = literal.count(".") + 1
-    by_part: dict[str, list[str]] = {}
-    for fqn in fqns:
-        for end in _ends(fqn):
-            by_part.setdefault(".".join(end.split(".")[:size]), []).append(fqn)
-    nearest = difflib.get_close_matches(literal, by_part, n=3, cutoff=0)
-    return [*dict.fromkeys(fqn for part in nearest for fqn in by_part[part])][:3]

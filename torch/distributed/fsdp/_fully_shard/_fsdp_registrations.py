@@ -1,17 +1,17 @@
 """
 What modules have registered as a param group's parameters: when the group is made, when
-a state dict is loaded, and at the first forward, until when users may change them.
+a state dict is loaded, at the first forward, until when users may change them, and when
+sharded and unsharded parameters take each other's place.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any
 
 import torch.nn as nn
-from torch.distributed._composable.contract import _get_registry
 from torch.distributed.fsdp._common_utils import _named_parameters_with_duplicates
 
 from ._fsdp_api import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -98,6 +98,29 @@ def fqns_of(group: Any, *fsdp_params: FSDPParam) -> list[str]:
     return get_param_names(infos, group.modules, group._module_fqn)
 
 
+def places_of(fsdp_params: Sequence[FSDPParam]) -> list[tuple[nn.Module, str, int]]:
+    """Returns module, name, and the parameter's index for each name of each."""
+    places: list[tuple[nn.Module, str, int]] = []
+    for i, info in enumerate(fsdp_param._module_info for fsdp_param in fsdp_params):
+        modules = [info.module, *info.shared_modules]
+        places += zip(modules, [info.param_name, *info.shared_param_names], repeat(i))
+    return places
+
+
+def register(
+    places: Sequence[tuple[nn.Module, str, int]], params: Sequence[nn.Parameter]
+) -> None:
+    """Makes ``params`` what modules have at their places."""
+    plain = nn.Module.__setattr__
+    for module, name, i in places:
+        # A class may define its own at any time. Past the checks of the plain one, which
+        # cost more than all the rest: the name already holds a parameter
+        if type(module).__setattr__ is plain:
+            module._parameters[name] = params[i]
+        else:
+            setattr(module, name, params[i])
+
+
 def watch_loads(group: Any) -> None:
     """Resets each parameter after its module has loaded a state dict."""
     for fsdp_param in group.fsdp_params:
@@ -128,18 +151,13 @@ def _make_reset(group: Any, fsdp_param: FSDPParam) -> Callable[..., None]:
             fsdp_param.reset_sharded_param()
             return
         previous = fsdp_param.sharded_param
-        has_grad_dtype = fsdp_param in group._grad_dtypes or (
-            previous.is_leaf and previous.grad_dtype != previous.dtype
-        )
-        if has_grad_dtype:
-            keep_grad_dtypes(group, fsdp_param)
+        keep_grad_dtypes(group, fsdp_param)
         try:
             fsdp_param.reset_sharded_param()
         except Exception as error:
             (name,) = fqns_of(group, fsdp_param)
             raise explain_registered(error, fsdp_param, name)  # noqa: B904
-        if has_grad_dtype:
-            keep_grad_dtypes(group, fsdp_param)  # on the new parameter
+        keep_grad_dtypes(group, fsdp_param)  # on the new parameter
         param: Any = fsdp_param.sharded_param
         if param is not previous:
             # Planned with the dtypes of the previous one
@@ -212,31 +230,26 @@ def get_own_params(
     modules: tuple[nn.Module, ...],
 ) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     """Yields module, name in it, and parameter, but for those of nested units."""
-    pending, seen = [*modules], {*modules}
-    for module in pending:  # which grows
+    from ._fsdp_init import _get_managed_modules  # whose imports lead back here
+
+    for module in _get_managed_modules(modules, is_composable_fn=lambda module: True):
         for name, param in module._parameters.items():
             if param is not None:
                 yield module, name, param
-        for child in module.children():
-            is_unit = {"fully_shard", "replicate"} & (_get_registry(child) or {}).keys()
-            if child not in seen and not is_unit:
-                seen.add(child)
-                pending.append(child)
 
 
 def groups_of(module: nn.Module, function: str, recurse: bool = True) -> dict[Any, Any]:
     """Returns the param groups of a module's units, each with its modules' names."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"{function} expects a module first, but got {module!r}")
-    groups: dict[Any, list[str]] = {}
-    has_units = False
-    for name, submodule in module.named_modules() if recurse else [("", module)]:
-        # Of an `FSDPModule`, whose file imports this one
-        if hasattr(type(submodule), "_get_fsdp_state"):
-            has_units = True
-            for group in submodule._get_fsdp_state()._fsdp_param_groups:
-                groups.setdefault(group, []).append(name or "(root)")
-    if not has_units:
+    named = [*module.named_modules()] if recurse else [("", module)]
+    # Of an `FSDPModule`, whose file imports this one
+    units: list[Any] = [of for of in named if hasattr(type(of[1]), "_get_fsdp_state")]
+    if not units:
         name = type(module).__name__
         raise ValueError(f"{function} found no unit in {name}: call fully_shard first")
+    groups: dict[Any, list[str]] = {}
+    for name, unit in units:
+        for group in unit._get_fsdp_state()._fsdp_param_groups:
+            groups.setdefault(group, []).append(name or "(root)")
     return groups

@@ -121,9 +121,7 @@ def _div_if_needed(tensor: torch.Tensor, div_factor: float | None) -> None:
         tensor.div_(div_factor)
 
 
-# Sums in a fixed order #
-
-# How much of a buffer one exchange between replicas takes
+# How much of a buffer one all-to-all between replicas takes
 _MAX_PIECE_NBYTES = 16 * 2**20
 
 
@@ -139,10 +137,13 @@ def add_in_tree(
         output.copy_(rows[0])
         return
     # Every other row is cast and its neighbour added uncast, which halves the memory
-    pairs = (rows.size(0) + 1) // 2
-    memory = _view_as(scratch, output.dtype)
-    numel = memory.numel() // pairs
-    if numel == 0:  # a few elements, or none
+    pairs, itemsize = (rows.size(0) + 1) // 2, output.itemsize
+    memory = scratch.view(torch.uint8)
+    start = -memory.storage_offset() % itemsize  # from where on it is aligned
+    numel = (memory.numel() - start) // (pairs * itemsize)
+    if numel > 0:
+        memory = memory.narrow(0, start, pairs * numel * itemsize).view(output.dtype)
+    else:  # a few elements, or none
         numel = max(output.numel(), 1)
         memory = output.new_empty(pairs * numel)
     for start in range(0, output.numel(), numel):
@@ -161,16 +162,6 @@ def _add_up(rows: torch.Tensor) -> None:
     while step < count:
         rows[0 : count - step : 2 * step].add_(rows[step :: 2 * step])
         step *= 2
-
-
-def _view_as(scratch: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Views the part of ``scratch`` that is aligned for another dtype in that."""
-    as_bytes = scratch.view(torch.uint8)
-    start = -as_bytes.storage_offset() % dtype.itemsize
-    nbytes = max(as_bytes.numel() - start, 0) // dtype.itemsize * dtype.itemsize
-    if nbytes == 0:
-        return scratch.new_empty(0, dtype=dtype)
-    return as_bytes.narrow(0, start, nbytes).view(dtype)
 
 
 def all_reduce_in_tree(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -110,11 +110,9 @@ def _summarize(groups: Mapping[Any, Sequence[str]]) -> LayoutSummary:
     for group, names in groups.items():
         rows += _rows_of(group, unit := ", ".join(names))
         if rows[-1].shard_world_size > 1:
-            kinds = map(type, (group._all_gather_comm, group._reduce_scatter_comm))
-            custom = [
-                kind for kind in kinds if not getattr(kind, "needs_all_ranks", False)
-            ]
-            uncompared += [(unit, kind.__name__) for kind in custom]
+            comms = group._all_gather_comm, group._reduce_scatter_comm
+            custom = [c for c in comms if not getattr(c, "needs_all_ranks", False)]
+            uncompared += [(unit, type(comm).__name__) for comm in custom]
     return LayoutSummary(tuple(rows), tuple(uncompared))
 
 
@@ -125,25 +123,16 @@ def _rows_of(group: Any, unit: str) -> list[LayoutRow]:
     names = get_param_names(infos, group.modules, module_fqn="")
     gathered, gathered_nbytes = _gathered_nbytes(group, world_size)
     members: dict[tuple, list[int]] = {}
-    slots, keys = [], []
     for i, fsdp_param in enumerate(params):
-        dtypes = layouts.dtypes_of(fsdp_param)
+        stored, compute, *reduced = layouts.dtypes_of(fsdp_param)
         inner = dict.fromkeys(_inner_dtypes(fsdp_param._sharded_local_tensor))
-        reduced = None, None, None
-        if fsdp_param.sharded_param.requires_grad:
-            reduced = dtypes.reduce, dtypes.grad, dtypes.comm
-            numel = fsdp_param.padded_sharded_param_size.numel()
-            slots.append(layouts.ReduceSlot(i, dtypes.grad, numel))
-            keys.append((dtypes.reduce, dtypes.comm))
-        key = tuple(inner) or (dtypes.stored,), dtypes.compute, *reduced
+        if not fsdp_param.sharded_param.requires_grad:
+            reduced = [None, None, None]
+        key = tuple(inner) or (stored,), compute, *reduced
         members.setdefault(key, []).append(i)
-    rows, reduced_nbytes = [], 0
-    # Of a backward that gives all trained ones a gradient
-    for bucket in layouts.plan_buckets(slots, keys, layouts.is_mixed(params)):
-        sent = bucket.wire_dtype if world_size > 1 else bucket.dtype
-        reduced_nbytes += world_size * bucket.shard_numel * sent.itemsize
-    for dtypes, of in members.items():
-        *_, reduce_dtype, _, comm_dtype = dtypes
+    rows = []
+    for dtypes in sorted(members, key=_sort_key):
+        of, (*_, reduce_dtype, _, comm_dtype) = members[dtypes], dtypes
         sent = (comm_dtype if world_size > 1 else None) or reduce_dtype
         numel = sum(params[i].padded_sharded_param_size.numel() for i in of)
         row = LayoutRow(
@@ -158,9 +147,11 @@ def _rows_of(group: Any, unit: str) -> list[LayoutRow]:
             *(_factors_of(group, (reduce_dtype, comm_dtype)) if sent else ()),
         )
         rows.append(row)
-    rows.sort(key=_sort_key)
-    numel, nbytes = sum(row.numel for row in rows), (gathered_nbytes, reduced_nbytes)
-    return [*rows, LayoutRow(unit, (), numel, *nbytes, world_size)]
+    numel, nbytes = (
+        sum(row.numel for row in rows),
+        sum(r.reduced_nbytes for r in rows),
+    )
+    return [*rows, LayoutRow(unit, (), numel, gathered_nbytes, nbytes, world_size)]
 
 
 def _factors_of(group: Any, key: layouts.BucketKey) -> tuple[float | None, ...]:
@@ -177,12 +168,11 @@ def _inner_dtypes(tensor: torch.Tensor) -> Iterator[torch.dtype]:
             yield from [*_inner_dtypes(inner)] or [inner.dtype]
 
 
-def _sort_key(row: LayoutRow) -> tuple:
+def _sort_key(dtypes: tuple) -> tuple:
     """Returns a sort key: in the order of reductions, then frozen ones."""
-    bucket, dtypes = (), filter(None, (row.compute_dtype, *row.stored_dtypes))
-    if row.reduce_dtype is not None:
-        bucket = layouts.bucket_sort_key((row.reduce_dtype, row.comm_dtype))
-    return not bucket, bucket, *map(layouts.dtype_sort_key, dtypes)
+    stored, compute, reduce, _, comm = dtypes
+    bucket = layouts.bucket_sort_key((reduce, comm))
+    return not bucket, bucket, *map(layouts.dtype_sort_key, (compute, *stored))
 
 
 def _gathered_nbytes(
@@ -197,7 +187,7 @@ def _gathered_nbytes(
     if plan is None:
         dtypes = [layouts.dtypes_of(fsdp_param).compute for fsdp_param in params]
         numels = [p.padded_sharded_param_size.numel() for p in params]
-        plan = GatherPlan.of(dtypes, [None] * len(dtypes), numels)
+        plan = GatherPlan(dtypes, [None] * len(dtypes), numels)
     nbytes = [
         world_size * sum(dtype.itemsize * numel for dtype, numel in zip(*of_param))
         for of_param in zip(plan.dtypes, plan.numels, strict=True)
@@ -211,17 +201,16 @@ _ALIGNED = "<>><<><>>"
 
 
 def _table(rows: Sequence[LayoutRow]) -> list[str]:
-    table, names, num_rows = [[*_COLUMNS]], [], 0
+    table, count, num_rows = [[*_COLUMNS]], 0, 0
     for row in rows:
-        num_rows += 1
-        names += row.names
+        num_rows, count = num_rows + 1, count + len(row.names)
         if row.names:
             unit = row.unit if num_rows == 1 else ""
             table.append(_cells(row, unit, len(row.names)))
             continue
         if num_rows > 2:  # there is more than one row to sum up
-            table.append(_cells(row, "", len(names)))
-        names, num_rows = [], 0
+            table.append(_cells(row, "", count))
+        count = num_rows = 0
     widths = [max(map(len, column)) for column in zip(*table)]
     table.insert(1, ["-" * width for width in widths])
     line = "  ".join(f"{{:{align}{width}}}" for align, width in zip(_ALIGNED, widths))
