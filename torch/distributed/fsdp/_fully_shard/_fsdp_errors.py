@@ -27,9 +27,7 @@ from ._fsdp_policies import is_reducible
 
 
 def _keeps_error(explain: Callable[..., str | None]) -> Callable[..., Exception]:
-    """
-    Makes a function that returns a message return an error of the same type with it.
-    """
+    """Makes a function that returns a message return an error of that type with it."""
 
     @functools.wraps(explain)
     def explain_error(error: Exception, /, *args: Any) -> Exception:

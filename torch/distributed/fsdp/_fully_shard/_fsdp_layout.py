@@ -48,9 +48,6 @@ def storage_dtype(dtype: torch.dtype) -> torch.dtype:
 _ALIGNMENT = 16  # in bytes, see [Note: Aligned to 16 bytes]
 
 
-# Gather: one buffer, one collective #
-
-
 @dataclass(frozen=True)
 class GatherRegion:
     """One rank's shards that have the same dtype, or are copied in together."""
@@ -187,8 +184,6 @@ def plan_copy_in(
     return tuple(copies)
 
 
-# Reduce: one buffer and one collective for each reduce dtype #
-
 # What gradients are added in, and sent in if FSDP adds (None: the collective does)
 BucketKey: TypeAlias = tuple[torch.dtype, torch.dtype | None]
 
@@ -292,10 +287,6 @@ class ReduceBucketCap(NamedTuple):
     small_nbytes: int  # up to which a bucket waits for others
     nbytes: int  # at which those that wait are reduced
 
-    def __str__(self) -> str:
-        mb, kb = self.nbytes / 2**20, self.small_nbytes / 2**10
-        return f"bucket_cap_mb={mb:g} and small_kb={kb:g}"
-
 
 def by_collective(buckets: Sequence[ReduceBucket]) -> list[Sequence[ReduceBucket]]:
     """Groups what one collective takes: all that are sent by an all-to-all, or one."""
@@ -326,9 +317,6 @@ def extend_bucket(bucket: ReduceBucket, partial: ReduceBucket) -> ReduceBucket:
     present = {slot.param for slot in bucket.slots}
     missing = tuple(slot for slot in partial.slots if slot.param not in present)
     return replace(bucket, slots=bucket.slots + missing) if missing else bucket
-
-
-# The dtypes of a parameter #
 
 
 class ParamDtypes(NamedTuple):

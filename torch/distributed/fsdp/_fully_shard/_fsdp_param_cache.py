@@ -10,7 +10,7 @@ dtypes and sizes only, and keep no shard alive.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from operator import attrgetter, is_, ne
 from typing import Any
@@ -131,56 +131,6 @@ def get_all_gather_inputs(fsdp_param: FSDPParam) -> list[torch.Tensor]:
         raise explain_extension(error, fsdp_param, "fsdp_pre_all_gather")  # noqa: B904
 
 
-def _init_unsharded_param(fsdp_param: FSDPParam, is_first: bool) -> None:
-    try:
-        fsdp_param.init_unsharded_param()
-        if is_first and has_extension(fsdp_param):
-            # Nothing looks later at what an extension has returned
-            inner, device = fsdp_param._unsharded_inner_tensors, fsdp_param.device
-            if (found := fsdp_param._unsharded_param.device).type != device.type:
-                raise ValueError(f"the tensor is on {found}, not {device}")
-            if any(not isinstance(tensor, torch.Tensor) for tensor in inner):
-                raise TypeError(f"the tensors to free are {inner!r}")
-    except Exception as error:
-        raise explain_extension(error, fsdp_param, "fsdp_post_all_gather")  # noqa: B904
-
-
-def _fit_outputs(
-    fsdp_param: FSDPParam,
-    tensors: Sequence[torch.Tensor],
-    i: int,
-    plan: GatherPlan,
-    last: GatherPlan | None,
-) -> None:
-    """
-    Drops an extension's outputs if it gathers other inputs than last time, e.g. those
-    quantized by row in forward and by column in backward. Raises if a plain parameter's
-    dtype has changed: autograd and kernels hold views of its outputs.
-    """
-    name = fsdp_param._param_fqn or fsdp_param._module_info.param_name
-    dtypes, numels, device = plan.dtypes[i], plan.numels[i], fsdp_param.device
-    if has_extension(fsdp_param):
-        if last and (last.dtypes[i], last.numels[i]) != (dtypes, numels):
-            fsdp_param.all_gather_outputs = []  # for new ones
-        if not tensors:
-            raise ValueError(
-                f"fsdp_pre_all_gather of {name} returned no tensor to gather: return "
-                "((tensor, ...), metadata)"
-            )
-        if not {tensor.device.type for tensor in tensors} <= {"cpu", device.type}:
-            raise RuntimeError(
-                f"fsdp_pre_all_gather of {name} failed, or did not return tensors on "
-                f"{device}"
-            )
-    first_dtypes = [output.dtype for output in fsdp_param.all_gather_outputs]
-    if first_dtypes and first_dtypes != dtypes:
-        raise RuntimeError(
-            f"{name} was gathered in {', '.join(map(str, first_dtypes))} before, but "
-            f"is now {', '.join(map(str, dtypes))}. Change a model's dtype, by to() or by "
-            "load_state_dict(assign=True), only before its first forward"
-        )
-
-
 class GatherOutputs:
     """All parameters' all-gather outputs, whose storages are resized to free them."""
 
@@ -267,12 +217,42 @@ class ParamGroupCache(list[FSDPParam]):
         state = self[0].sharded_state
         plan = self.plans.get(state)
         if plan is None or plan.made_for != made_for:
-            last, plan, rest = plan, GatherPlan(*made_for), iter(tensors)
-            for i, fsdp_param in enumerate(self):
-                own = [*islice(rest, len(plan.numels[i]))]
-                _fit_outputs(fsdp_param, own, i, plan, last)
+            last, plan = plan, GatherPlan(*made_for)
+            self._fit_outputs(iter(tensors), plan, last)
             self.plans[state] = plan
         return tensors, plan
+
+    def _fit_outputs(self, tensors: Iterator, plan: GatherPlan, last: Any) -> None:
+        """
+        Drops an extension's outputs if it gathers other inputs than last time, e.g.
+        those quantized by row in forward and by column in backward. Raises if a plain
+        parameter's dtype has changed: autograd and kernels hold views of its outputs.
+        """
+        for i, fsdp_param in enumerate(self):
+            name = fsdp_param._param_fqn or fsdp_param._module_info.param_name
+            dtypes, numels, device = plan.dtypes[i], plan.numels[i], fsdp_param.device
+            own = [*islice(tensors, len(numels))]
+            if has_extension(fsdp_param):
+                if last and (dtypes, numels) != (last.dtypes[i], last.numels[i]):
+                    fsdp_param.all_gather_outputs = []  # for new ones
+                if not own:
+                    raise ValueError(
+                        f"fsdp_pre_all_gather of {name} returned no tensor to gather: "
+                        "return ((tensor, ...), metadata)"
+                    )
+                if not {tensor.device.type for tensor in own} <= {"cpu", device.type}:
+                    raise RuntimeError(
+                        f"fsdp_pre_all_gather of {name} failed, or did not return "
+                        f"tensors on {device}"
+                    )
+            first_dtypes = [output.dtype for output in fsdp_param.all_gather_outputs]
+            if first_dtypes and first_dtypes != dtypes:
+                before, now = (", ".join(map(str, of)) for of in (first_dtypes, dtypes))
+                raise RuntimeError(
+                    f"{name} was gathered in {before} before, but is now {now}. Change "
+                    "a model's dtype, by to() or by load_state_dict(assign=True), only "
+                    "before its first forward"
+                )
 
     @property
     def outputs(self) -> GatherOutputs | None:
@@ -281,11 +261,7 @@ class ParamGroupCache(list[FSDPParam]):
         return outputs if outputs and all(map(is_, lists, outputs.lists)) else None
 
     def alloc_outputs(
-        self,
-        dtypes: list[list],
-        numels: list[list],
-        world_size: int,
-        device: torch.device,
+        self, dtypes: list, numels: list, world_size: int, device: torch.device
     ) -> GatherOutputs:
         """Makes the all-gather outputs, or gives them their storage back."""
         if (outputs := self.outputs) is not None:
@@ -306,8 +282,21 @@ class ParamGroupCache(list[FSDPParam]):
         is_first = outputs is None or not outputs.have_unsharded_params
         if not is_first and not self._has_extensions:
             return
-        for fsdp_param in self:
-            _init_unsharded_param(fsdp_param, is_first)
+        try:
+            for fsdp_param in self:
+                fsdp_param.init_unsharded_param()
+                if not is_first or not has_extension(fsdp_param):
+                    continue
+                # Nothing looks later at what an extension has returned
+                device, found = fsdp_param.device, fsdp_param._unsharded_param.device
+                if found.type != device.type:
+                    raise ValueError(f"the tensor is on {found}, not {device}")
+                inner = fsdp_param._unsharded_inner_tensors
+                if any(not isinstance(tensor, torch.Tensor) for tensor in inner):
+                    raise TypeError(f"the tensors to free are {inner!r}")
+        except Exception as error:
+            method = "fsdp_post_all_gather"
+            raise explain_extension(error, fsdp_param, method)  # noqa: B904
         if outputs is not None:
             outputs.have_unsharded_params = True
 

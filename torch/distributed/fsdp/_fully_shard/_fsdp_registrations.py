@@ -113,8 +113,8 @@ def register(
     """Makes ``params`` what modules have at their places."""
     plain = nn.Module.__setattr__
     for module, name, i in places:
-        # A class may define its own at any time. Past the checks of the plain one, which
-        # cost more than all the rest: the name already holds a parameter
+        # Past the checks of the plain one, which cost more than all the rest: the name
+        # already holds a parameter. A class may define its own at any time
         if type(module).__setattr__ is plain:
             module._parameters[name] = params[i]
         else:
@@ -151,13 +151,18 @@ def _make_reset(group: Any, fsdp_param: FSDPParam) -> Callable[..., None]:
             fsdp_param.reset_sharded_param()
             return
         previous = fsdp_param.sharded_param
-        keep_grad_dtypes(group, fsdp_param)
+        has_grad_dtype = fsdp_param in group._grad_dtypes or (
+            previous.is_leaf and previous.grad_dtype != previous.dtype
+        )
+        if has_grad_dtype:
+            keep_grad_dtypes(group, fsdp_param)
         try:
             fsdp_param.reset_sharded_param()
         except Exception as error:
             (name,) = fqns_of(group, fsdp_param)
             raise explain_registered(error, fsdp_param, name)  # noqa: B904
-        keep_grad_dtypes(group, fsdp_param)  # on the new parameter
+        if has_grad_dtype:
+            keep_grad_dtypes(group, fsdp_param)  # on the new parameter
         param: Any = fsdp_param.sharded_param
         if param is not previous:
             # Planned with the dtypes of the previous one

@@ -100,9 +100,7 @@ def _size(group: dist.ProcessGroup | None) -> int:
 
 
 # By device: looked up for each reduction with a custom factor
-_backend_names: WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = (
-    WeakKeyDictionary()
-)
+_backend_names = WeakKeyDictionary[dist.ProcessGroup, dict[str, str]]()
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -147,11 +147,9 @@ def _rows_of(group: Any, unit: str) -> list[LayoutRow]:
             *(_factors_of(group, (reduce_dtype, comm_dtype)) if sent else ()),
         )
         rows.append(row)
-    numel, nbytes = (
-        sum(row.numel for row in rows),
-        sum(r.reduced_nbytes for r in rows),
-    )
-    return [*rows, LayoutRow(unit, (), numel, gathered_nbytes, nbytes, world_size)]
+    numel = sum(row.numel for row in rows)
+    nbytes = gathered_nbytes, sum(row.reduced_nbytes for row in rows)
+    return [*rows, LayoutRow(unit, (), numel, *nbytes, world_size)]
 
 
 def _factors_of(group: Any, key: layouts.BucketKey) -> tuple[float | None, ...]:
@@ -226,12 +224,8 @@ def _cells(row: LayoutRow, unit: str, count: int) -> list[str]:
         if row.before not in (None, 1) and row.after not in (None, 1):
             factor += f" ({row.before:g}, then {row.after:g})"
     stored = " + ".join(map(str, row.stored_dtypes)) or "all"
-    gathered, computed = row.gathered_nbytes, row.compute_dtype or ""
-    cells = [unit, count, row.numel, stored, computed, gathered]
-    return [*map(_cell, [*cells, reduced, row.reduced_nbytes, factor])]
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return "?"
-    return f"{value:,}" if isinstance(value, int) else str(value).replace("torch.", "")
+    gathered = "?" if row.gathered_nbytes is None else row.gathered_nbytes
+    cells = [unit, count, row.numel, stored, row.compute_dtype or "", gathered]
+    cells += [reduced, row.reduced_nbytes, factor]
+    texts = [f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in cells]
+    return [text.replace("torch.", "") for text in texts]
