@@ -50,7 +50,6 @@ from torch.distributed.fsdp._fully_shard import (
 from torch.distributed.fsdp._fully_shard._fsdp_agreement import UnitAgreement
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
-from torch.distributed.fsdp._fully_shard._fsdp_host import HAS_MIXED_CHUNK_CAT
 from torch.distributed.fsdp._fully_shard._fsdp_layout import (
     plan_all_to_all,
     plan_buckets,
@@ -59,6 +58,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_layout import (
     ReduceSlot,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_releases import HAS_MIXED_CHUNK_CAT
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.common_utils import run_tests
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch._guards import detect_fake_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ._fsdp_api import AllGather, ReduceScatter
+from ._fsdp_api import AllGather
 from ._fsdp_errors import listed
 from ._fsdp_layout import BucketKey, describe_key, dtypes_of, ReduceBucket
 from ._fsdp_param import FSDPParam
@@ -81,7 +81,7 @@ class UnitAgreement:
         self,
         group: dist.ProcessGroup,
         buckets: Sequence[ReduceBucket],
-        comm: ReduceScatter | None = None,
+        comm: Any = None,
     ) -> None:
         """Does so before a reduction by ``comm``, or without one by all-reduces."""
         if self._last_buckets.get(group) is buckets:

@@ -35,10 +35,11 @@ from ._fsdp_copies import (
     record_grad_output_stream,  # noqa: F401  (as in the release)
 )
 from ._fsdp_errors import explain_all_to_all, explain_reduction
-from ._fsdp_host import FOLLOWS_GRAD_DTYPE, NO_RANGE, without_grad
 from ._fsdp_layout import GatherLayout, ReduceBucket, ReduceSlot
+from ._fsdp_observers import NO_RANGE, without_grad
 from ._fsdp_param import FSDPParam, ShardedState  # noqa: F401  (as in the release)
 from ._fsdp_param_cache import ParamGroupCache
+from ._fsdp_releases import FOLLOWS_GRAD_DTYPE
 from ._fsdp_scaling import (
     _div_if_needed,
     _get_gradient_divide_factors,  # noqa: F401  (as in the release)

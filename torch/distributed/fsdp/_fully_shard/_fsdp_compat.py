@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from ._fsdp_host import FROZEN_GROUPS_HAVE_DTYPES
 from ._fsdp_param import FSDPParam, ShardedState
 from ._fsdp_param_cache import get_all_gather_inputs, get_shards, has_extension
+from ._fsdp_releases import IS_2_14
 
 
 @torch.no_grad()
@@ -69,7 +69,7 @@ class PluginNames:
         for fsdp_param in self.fsdp_params:
             fsdp_param.init_dtype_attrs(fsdp_param.mp_policy)
         counted = [p for p in self.fsdp_params if p.sharded_param.requires_grad]
-        if not counted and FROZEN_GROUPS_HAVE_DTYPES:
+        if not counted and IS_2_14:
             counted = [p for p in self.fsdp_params if p.orig_dtype.is_floating_point]
         self._orig_dtype = _common([p.orig_dtype for p in counted])
         self._reduce_dtype = _common([p.reduce_dtype for p in counted])

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import _get_device_handle
 
 from ._fsdp_collectives import AllGatherResult, ReduceResult, Reduction
 from ._fsdp_common import TrainingState
-from ._fsdp_host import range_of
+from ._fsdp_observers import range_of
 from ._fsdp_reduce import SmallReductions
 
 

@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 
-from ._fsdp_host import FOLLOWS_GRAD_DTYPE, gets_operators, HAS_MIXED_CHUNK_CAT
 from ._fsdp_layout import GatherLayout, GatherRegion, in_plan_order, ReduceBucket
+from ._fsdp_observers import gets_operators
 from ._fsdp_param import FSDPParam, ShardedState
 from ._fsdp_param_cache import GatherOutputs, GatherPlan
+from ._fsdp_releases import FOLLOWS_GRAD_DTYPE, HAS_MIXED_CHUNK_CAT
 
 
 _is_cpu = attrgetter("is_cpu")

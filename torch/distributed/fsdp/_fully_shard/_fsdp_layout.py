@@ -23,16 +23,16 @@ without padding.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, groupby
+from math import gcd, prod
 from typing import NamedTuple, TypeAlias
 
 import torch
 
-from ._fsdp_host import FOLLOWS_GRAD_DTYPE
 from ._fsdp_param import FSDPParam
+from ._fsdp_releases import FOLLOWS_GRAD_DTYPE
 
 
 def dtype_sort_key(dtype: torch.dtype) -> tuple[int, str]:
@@ -117,12 +117,9 @@ def plan_gather(
     order = list(range(len(dtypes)))
     alignment = 1
     if by_dtype and any(dtype != dtypes[0] for dtype in dtypes):
-        widest = max(dtype.itemsize for dtype in dtypes)
-        alignment = _ALIGNMENT if is_mixed else widest
-        multiples = [
-            math.gcd(n * d.itemsize, alignment) for d, n in zip(dtypes, numels)
-        ]
-        order.sort(key=lambda i: (dtype_sort_key(dtypes[i]), -multiples[i]))  # stable
+        alignment = _ALIGNMENT if is_mixed else max(d.itemsize for d in dtypes)
+        sizes = [n * d.itemsize for d, n in zip(dtypes, numels)]  # in bytes
+        order.sort(key=lambda i: (dtype_sort_key(dtypes[i]), -gcd(sizes[i], alignment)))
     regions: list[GatherRegion] = []
     start_nbytes = 0
     for dtype, run in groupby(order, key=lambda i: dtypes[i]):
@@ -134,8 +131,8 @@ def plan_gather(
         start_nbytes += nbytes + padding
     dtype = storage_dtype(regions[0].dtype) if len(regions) == 1 else torch.uint8
     all_slots = tuple(chain.from_iterable(r.slots_in(dtype) for r in regions))
-    sizes, numel = tuple(size for _, size in all_slots), start_nbytes // dtype.itemsize
-    return GatherLayout((*regions,), dtype, start_nbytes, numel, all_slots, sizes)
+    split, numel = tuple(size for _, size in all_slots), start_nbytes // dtype.itemsize
+    return GatherLayout((*regions,), dtype, start_nbytes, numel, all_slots, split)
 
 
 # Of what one rank is sent for each of several buckets, at every reduction
@@ -192,16 +189,14 @@ def reduce_dtype_of(
     grad_dtype: torch.dtype, policy_dtype: torch.dtype | None
 ) -> torch.dtype:
     """Returns the policy's dtype for floating-point gradients, else their own."""
-    if policy_dtype is not None and grad_dtype.is_floating_point:
-        return policy_dtype
-    return grad_dtype
+    return policy_dtype if policy_dtype and grad_dtype.is_floating_point else grad_dtype
 
 
 def padded_shard_numel(size: torch.Size, world_size: int, shard_dim: int) -> int:
     """Returns the elements of one rank's shard: padded on dim 0, even on others."""
     if shard_dim != 0:
         return size.numel() // world_size
-    return -(-size[0] // world_size) * math.prod(size[1:])
+    return -(-size[0] // world_size) * prod(size[1:])
 
 
 @dataclass(frozen=True)
@@ -302,7 +297,7 @@ def slot_sort_key(slot: ReduceSlot, bucket: ReduceBucket) -> tuple:
     if bucket.is_aligned or bucket.comm_dtype is not None:
         dtypes = bucket.dtype, bucket.wire_dtype, grad_dtype
         itemsize = min(dtype.itemsize for dtype in dtypes)
-        alignment = math.gcd(slot.shard_numel * itemsize, _ALIGNMENT)
+        alignment = gcd(slot.shard_numel * itemsize, _ALIGNMENT)
     return dtype_sort_key(grad_dtype), -alignment
 
 
@@ -350,10 +345,8 @@ def is_mixed(fsdp_params: Sequence[FSDPParam]) -> bool:
 
 def default_reduce_dtype(fsdp_param: FSDPParam) -> torch.dtype | None:
     """Returns what a parameter's gradient is reduced in, None for its own dtype."""
-    dtype = fsdp_param.mp_policy.reduce_dtype
-    if dtype is None and FOLLOWS_GRAD_DTYPE:
-        return fsdp_param.sharded_param.grad_dtype
-    return dtype
+    dtype, param = fsdp_param.mp_policy.reduce_dtype, fsdp_param.sharded_param
+    return param.grad_dtype if dtype is None and FOLLOWS_GRAD_DTYPE else dtype
 
 
 def bucket_key(fsdp_param: FSDPParam, reduce_dtype: torch.dtype) -> BucketKey:

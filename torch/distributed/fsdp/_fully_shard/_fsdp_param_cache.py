@@ -20,8 +20,8 @@ import torch
 from . import _fsdp_layout as layouts
 from . import _fsdp_registrations as registrations
 from ._fsdp_errors import explain_extension
-from ._fsdp_host import FOLLOWS_GRAD_DTYPE
 from ._fsdp_param import FSDPParam, ShardedState
+from ._fsdp_releases import FOLLOWS_GRAD_DTYPE
 
 
 # Read of all parameters several times a step, so without a loop in Python
@@ -48,15 +48,13 @@ class ParamVersions:
 
     def __init__(self, fsdp_params: Sequence[FSDPParam]):
         trained = (p for p in fsdp_params if p.sharded_param.requires_grad)
-        fsdp_params = [*islice(trained, self.MAX_PARAMS)]
+        first = [*islice(trained, self.MAX_PARAMS)]
         # Operators write to the DTensor, users to what `to_local` returns
-        sharded = [(p, p.sharded_param) for p in fsdp_params]
-        sharded += [(p, p._sharded_local_tensor) for p in fsdp_params]
-        unsharded = [(p, p._unsharded_param) for p in fsdp_params]
+        kinds = ("sharded_param", "_sharded_local_tensor"), ("_unsharded_param",)
+        owned = [[(p, getattr(p, n)) for n in kind for p in first] for kind in kinds]
         # Inference tensors have no versions
         self._owned = [
-            [of for of in kind if not of[1].is_inference()]
-            for kind in (sharded, unsharded)
+            [of for of in kind if not of[1].is_inference()] for kind in owned
         ]
         self._tensors = [[tensor for _, tensor in kind] for kind in self._owned]
         self._noted = [self._read(0), self._read(1)]
@@ -79,9 +77,7 @@ class ParamVersions:
 class SplitSizes(list[int]):
     """The split sizes in a gather's result, with the layout that they come from."""
 
-    def __init__(self, layout: layouts.GatherLayout):
-        super().__init__(layout.split_sizes)
-        self.layout = layout
+    layout: layouts.GatherLayout
 
 
 class GatherPlan:
@@ -93,10 +89,10 @@ class GatherPlan:
 
     def __init__(
         self,
-        stored_dtypes: list[torch.dtype],
-        compute_dtypes: list[torch.dtype | None],
-        numels: list[int],
-        counts: list[int] | None = None,
+        stored_dtypes: list,
+        compute_dtypes: list,
+        numels: list,
+        counts: Any = None,
     ):
         self.made_for = stored_dtypes, compute_dtypes, numels, counts
         pairs = zip(compute_dtypes, stored_dtypes, strict=True)
@@ -109,7 +105,8 @@ class GatherPlan:
         is_mixed = any(own != self.dtypes[0] for own in self.dtypes)
         self.layout = layouts.plan_gather(dtypes, numels, is_mixed=is_mixed)
         self.copies = layouts.plan_copy_in(self.layout, stored_dtypes)
-        self.split_sizes = SplitSizes(self.layout)
+        self.split_sizes = SplitSizes(self.layout.split_sizes)
+        self.split_sizes.layout = self.layout
 
 
 def get_shards(fsdp_params: Sequence[FSDPParam]) -> list[torch.Tensor]:
@@ -275,7 +272,6 @@ class ParamGroupCache(list[FSDPParam]):
         self._outputs = GatherOutputs(self)
         return self._outputs
 
-    # Changes of state #
     def init_unsharded_params(self) -> None:
         """Makes the unsharded parameters from new all-gather outputs."""
         outputs = self._outputs

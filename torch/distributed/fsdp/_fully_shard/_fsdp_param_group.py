@@ -3,7 +3,7 @@ When a unit's data moves: the states of a param group, its hooks, prefetching an
 
 What moves is in :mod:`_fsdp_collectives`, where it lies in :mod:`_fsdp_layout`, what
 becomes of gradients, with partial reduces, in :mod:`_fsdp_reduce`, what groups share in
-:mod:`_fsdp_context`, and who observes a step in :mod:`_fsdp_host`.
+:mod:`_fsdp_context`, and who observes a step in :mod:`_fsdp_observers`.
 
 [Note: Who waits for whom]
 Each handover of data from stream to stream is one of these waits:
@@ -54,8 +54,9 @@ from torch.distributed.fsdp._common_utils import (
 from torch.distributed.fsdp.api import BackwardPrefetch
 from torch.profiler import record_function
 
-from . import _fsdp_host as host
+from . import _fsdp_observers as observers
 from . import _fsdp_registrations as registrations
+from . import _fsdp_releases as releases
 from ._fsdp_agreement import UnitAgreement
 from ._fsdp_api import (
     AllGather,
@@ -100,8 +101,8 @@ from ._fsdp_context import (
     ReduceScatterState,  # noqa: F401  (as in the release)
 )
 from ._fsdp_errors import warn_user
-from ._fsdp_host import _dynamo_disable, FOLLOWS_GRAD_DTYPE, not_type_checked
 from ._fsdp_layout import dtypes_of, ReduceBucket, ReduceBucketCap
+from ._fsdp_observers import _dynamo_disable
 from ._fsdp_param import (
     FSDPParam,
     ParamModuleInfo,  # noqa: F401  (as in the release)
@@ -114,6 +115,7 @@ from ._fsdp_registrations import (
     _get_param_module_infos,  # noqa: F401  (as in the release)
     fqns_of,
 )
+from ._fsdp_releases import FOLLOWS_GRAD_DTYPE, not_type_checked
 from ._fsdp_settings import check_setting
 from ._fsdp_summary import log_layout
 
@@ -424,7 +426,7 @@ class FSDPParamGroup(_Meshes, PluginNames):
     # Lazy init #
     def lazy_init(self):
         """Reads the parameters as users have left them. May be called again."""
-        host.look_for_traces()
+        observers.look_for_traces()
         self.comm_ctx.device_handle = self.device_handle  # before the root's lazy init
         is_first = self.is_sharded and not self._reset_sharded_params
         if is_first:
@@ -570,7 +572,7 @@ class FSDPParamGroup(_Meshes, PluginNames):
         if self._all_gather_output_fn is not _default_all_gather_output_fn:
             options["all_gather_output_fn"] = self._all_gather_output_fn
         try:
-            with torch.inference_mode(False) if is_inference else host.NO_RANGE:
+            with torch.inference_mode(False) if is_inference else observers.NO_RANGE:
                 if group is None:
                     unshard_single_rank(self._cache, self.device)
                 else:
@@ -640,14 +642,14 @@ class FSDPParamGroup(_Meshes, PluginNames):
             # lazy init has looked.
             if self._num_forwards == self.comm_ctx.num_forwards:
                 self.comm_ctx.num_forwards += 1
-                host.look_for_traces()
+                observers.look_for_traces()
             self._num_forwards = self.comm_ctx.num_forwards
         with self._hook_range("FSDP::pre_forward"):
             self._training_state = TrainingState.FORWARD
             if is_first_module:
                 _warn_if_written(self, 0, 1)
             self._unshard_now()
-            host.restore_spmd_types(self._cache)
+            releases.restore_spmd_types(self._cache)
             if is_first_module:
                 args, kwargs = self._register_post_backward_hook(args, kwargs)
             return args, kwargs
@@ -795,7 +797,9 @@ class FSDPParamGroup(_Meshes, PluginNames):
         target = target_fsdp_param_group
         previous, target._training_state = target._training_state, state
         try:
-            with host.range_of(f"FSDP::{pass_type}_prefetch for {target._module_fqn}"):
+            with observers.range_of(
+                f"FSDP::{pass_type}_prefetch for {target._module_fqn}"
+            ):
                 target.unshard(target.unshard_async_op)
         except AttributeError as error:
             # Streams come with the root
@@ -847,7 +851,7 @@ class FSDPParamGroup(_Meshes, PluginNames):
         if not torch.is_grad_enabled():
             return args, kwargs
         inputs = [*args, *kwargs.values()]
-        is_flat = host.have_no_containers(inputs)
+        is_flat = observers.LEAVES.issuperset(map(type, inputs))
         collect = _collect_from_flat if is_flat else collect_grad_tensors
         if not (tensors := collect(inputs)):
             return args, kwargs  # the root's final callback comes to this group
@@ -864,8 +868,8 @@ class FSDPParamGroup(_Meshes, PluginNames):
 
     def _range(self, name: str) -> contextlib.AbstractContextManager:
         """Returns a profiler range named after the step and the unit."""
-        if not host.is_observed():
-            return host.NO_RANGE
+        if not observers.is_observed():
+            return observers.NO_RANGE
         return record_function(self._with_fqn(name))
 
     def _log_hook(self, name: str) -> None:
@@ -954,4 +958,4 @@ class RegisterPostBackwardFunction(torch.autograd.Function):
         return grad_inputs
 
 
-host.register_autograd_function(RegisterPostBackwardFunction)
+releases.register_autograd_function(RegisterPostBackwardFunction)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from . import _fsdp_api
-from ._fsdp_host import FOLLOWS_GRAD_DTYPE
+from ._fsdp_releases import FOLLOWS_GRAD_DTYPE
 
 
 # The fields that may differ between a unit's parameters, by f"{name}_override_fn"
@@ -86,8 +86,7 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
         for name in (*OVERRIDDEN, "output_dtype"):
             if not isinstance(value := getattr(self, name), torch.dtype | None):
                 raise TypeError(
-                    f"{name} of MixedPrecisionPolicy is {value!r}: give a torch.dtype, "
-                    "or None to leave it as it is"
+                    f"{name} of MixedPrecisionPolicy is {value!r}: give a torch.dtype"
                 )
         for name, override_fn in _overrides_of(self).items():
             if not callable(override_fn):
@@ -232,11 +231,8 @@ def _check_override(
     elif dtype == _PACKED != stored:
         wrong = ": no cast packs several values in one element. Return another"
     elif name == "reduce_dtype" and not is_reducible(dtype, device):
-        wrong = (
-            f": gradients cannot be summed in it on {device}. (float8_e4m3fn and "
-            "float8_e5m2 need NCCL 2.24 and a GPU of compute capability 9.0.) Return "
-            f"one of {_REDUCIBLE_NAMES}"
-        )
+        wrong = f": gradients cannot be summed in it on {device}. Return one of "
+        wrong += _REDUCIBLE_NAMES
     else:
         return
     raise ValueError(
@@ -246,11 +242,7 @@ def _check_override(
 
 
 def _check_can_train(
-    policy: Any,
-    override: torch.dtype | None,
-    param: nn.Parameter,
-    fqn: str,
-    device: torch.device,
+    policy: Any, override: Any, param: nn.Parameter, fqn: str, device: torch.device
 ) -> None:
     """Raises if a gradient could not be summed or sent, or fractions would be lost."""
     sent, added = getattr(policy, "grad_comm_dtype", None), policy.reduce_dtype
@@ -264,9 +256,8 @@ def _check_can_train(
             )
     for name, of in (("param_dtype", "values"), ("reduce_dtype", "gradient")):
         dtype = getattr(policy, name)
-        if dtype is None or dtype.is_complex:
-            continue
-        if not dtype.is_floating_point or dtype == _PACKED:
+        is_wide = dtype is None or dtype.is_floating_point or dtype.is_complex
+        if not is_wide or dtype == _PACKED:
             raise ValueError(
                 f"{name} of the policy is {dtype}, which cannot hold the {of} of "
                 f"parameter {fqn}. Give a floating-point dtype, or an override."
@@ -439,8 +430,8 @@ def _fields_of(pattern: str, given: Any, unit: Any) -> Mapping[str, torch.dtype 
                 f"between the parameters of a unit. Pass {name} to by_name itself."
             )
         if name not in OVERRIDDEN:
-            known = ", ".join(OVERRIDDEN)
-            raise ValueError(f"Pattern {pattern!r} sets {name!r}, not one of {known}")
+            wrong = f"Pattern {pattern!r} sets {name!r}"
+            raise ValueError(f"{wrong}, which is none of {', '.join(OVERRIDDEN)}")
         if not isinstance(dtype, torch.dtype | None):
             wrong = f"Pattern {pattern!r} sets {name} to {dtype!r}"
             raise TypeError(f"{wrong}: give a torch.dtype, or None for the default")

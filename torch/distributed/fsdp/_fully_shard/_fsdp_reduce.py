@@ -22,10 +22,10 @@ from . import _fsdp_collectives as collectives
 from . import _fsdp_layout as layouts
 from ._fsdp_collectives import BucketGrads, foreach_reduce, ReduceResult, Reduction
 from ._fsdp_copies import accumulate_sharded_grad, relaid
-from ._fsdp_host import FOLLOWS_GRAD_DTYPE
 from ._fsdp_layout import BucketKey, ReduceBucket, ReduceBucketCap, ReduceSlot
 from ._fsdp_param import FSDPParam
 from ._fsdp_param_cache import ParamGroupCache
+from ._fsdp_releases import FOLLOWS_GRAD_DTYPE
 
 
 # To detect monkeypatching: a replacement is called with the release's arguments

@@ -1,7 +1,7 @@
 """
 What modules have registered as a param group's parameters: when the group is made, when
 a state dict is loaded, at the first forward, until when users may change them, and when
-sharded and unsharded parameters take each other's place.
+sharded and unsharded ones take turns.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch.distributed.fsdp._common_utils import _named_parameters_with_duplicat
 
 from ._fsdp_api import CPUOffloadPolicy, MixedPrecisionPolicy
 from ._fsdp_errors import check_param, explain_registered, explain_sharding, warn_user
-from ._fsdp_host import FOLLOWS_GRAD_DTYPE
 from ._fsdp_param import FSDPParam, ParamModuleInfo
 from ._fsdp_policies import resolve_all
+from ._fsdp_releases import FOLLOWS_GRAD_DTYPE
 
 
 def _get_param_module_infos(
@@ -107,9 +107,7 @@ def places_of(fsdp_params: Sequence[FSDPParam]) -> list[tuple[nn.Module, str, in
     return places
 
 
-def register(
-    places: Sequence[tuple[nn.Module, str, int]], params: Sequence[nn.Parameter]
-) -> None:
+def register(places: Sequence[tuple], params: Sequence[nn.Parameter]) -> None:
     """Makes ``params`` what modules have at their places."""
     plain = nn.Module.__setattr__
     for module, name, i in places:

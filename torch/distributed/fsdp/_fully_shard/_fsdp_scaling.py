@@ -24,7 +24,6 @@ from ._fsdp_api import _ReduceOp
 from ._fsdp_layout import BucketKey
 
 
-# See `_get_gradient_divide_factors`
 Factors: TypeAlias = tuple[float | None, float | None, _ReduceOp, _ReduceOp]
 
 

@@ -89,9 +89,8 @@ def layout_summary(module: nn.Module) -> LayoutSummary:
     modules = {*module.modules()}
     for group in groups:
         infos = [fsdp_param._module_info for fsdp_param in group.fsdp_params]
-        if group._resolved_policy is None and modules.issuperset(
-            i.module for i in infos
-        ):
+        has_all = modules.issuperset(info.module for info in infos)
+        if group._resolved_policy is None and has_all:
             # By name, before the root has named the parameters
             fqns = get_param_names(infos, (module,), module_fqn="")
             group.resolve_policies(fqns, is_named=True)
@@ -121,7 +120,17 @@ def _rows_of(group: Any, unit: str) -> list[LayoutRow]:
     world_size = 1 if shard_group is None else shard_group.size()
     infos = [fsdp_param._module_info for fsdp_param in params]
     names = get_param_names(infos, group.modules, module_fqn="")
-    gathered, gathered_nbytes = _gathered_nbytes(group, world_size)
+    plan, gathered = group._cache.plans.get(ShardedState.SHARDED), None
+    # Only the first gather shows what an extension gathers
+    if plan is None and (world_size == 1 or not any(map(has_extension, params))):
+        computed = [layouts.dtypes_of(fsdp_param).compute for fsdp_param in params]
+        numels = [p.padded_sharded_param_size.numel() for p in params]
+        plan = GatherPlan(computed, [None] * len(params), numels)
+    num_gathered = world_size if world_size > 1 else 0
+    if plan is not None:
+        by_param = zip(plan.dtypes, plan.numels, strict=True)
+        sizes = [sum(d.itemsize * n for d, n in zip(*own)) for own in by_param]
+        gathered = [num_gathered * size for size in sizes]
     members: dict[tuple, list[int]] = {}
     for i, fsdp_param in enumerate(params):
         stored, compute, *reduced = layouts.dtypes_of(fsdp_param)
@@ -130,11 +139,17 @@ def _rows_of(group: Any, unit: str) -> list[LayoutRow]:
             reduced = [None, None, None]
         key = tuple(inner) or (stored,), compute, *reduced
         members.setdefault(key, []).append(i)
+    factor, is_sum = group.gradient_divide_factor, group.force_sum_reduction_for_comms
+    scaling = shard_group, group._all_reduce_group, group.device.type, factor, is_sum
     rows = []
     for dtypes in sorted(members, key=_sort_key):
         of, (*_, reduce_dtype, _, comm_dtype) = members[dtypes], dtypes
         sent = (comm_dtype if world_size > 1 else None) or reduce_dtype
         numel = sum(params[i].padded_sharded_param_size.numel() for i in of)
+        factors: tuple[float | None, ...] = ()
+        if sent:
+            applied = get_divide_factors((reduce_dtype, comm_dtype), *scaling)
+            factors = factor or group.mesh_info.mesh.size(), *applied[:2]
         row = LayoutRow(
             unit,
             # Without the class of the unit's module
@@ -144,19 +159,13 @@ def _rows_of(group: Any, unit: str) -> list[LayoutRow]:
             world_size * numel * sent.itemsize if sent else 0,
             world_size,
             *dtypes,
-            *(_factors_of(group, (reduce_dtype, comm_dtype)) if sent else ()),
+            *factors,
         )
         rows.append(row)
     numel = sum(row.numel for row in rows)
-    nbytes = gathered_nbytes, sum(row.reduced_nbytes for row in rows)
-    return [*rows, LayoutRow(unit, (), numel, *nbytes, world_size)]
-
-
-def _factors_of(group: Any, key: layouts.BucketKey) -> tuple[float | None, ...]:
-    factor, is_sum = group.gradient_divide_factor, group.force_sum_reduction_for_comms
-    groups = group._reduce_scatter_group, group._all_reduce_group
-    factors = get_divide_factors(key, *groups, group.device.type, factor, is_sum)
-    return (factor or group.mesh_info.mesh.size(), *factors[:2])
+    nbytes = plan and num_gathered * plan.layout.segment_nbytes
+    reduced_nbytes = sum(row.reduced_nbytes for row in rows)
+    return [*rows, LayoutRow(unit, (), numel, nbytes, reduced_nbytes, world_size)]
 
 
 def _inner_dtypes(tensor: torch.Tensor) -> Iterator[torch.dtype]:
@@ -171,26 +180,6 @@ def _sort_key(dtypes: tuple) -> tuple:
     stored, compute, reduce, _, comm = dtypes
     bucket = layouts.bucket_sort_key((reduce, comm))
     return not bucket, bucket, *map(layouts.dtype_sort_key, (compute, *stored))
-
-
-def _gathered_nbytes(
-    group: Any, world_size: int
-) -> tuple[list[int] | None, int | None]:
-    """Returns the bytes of each parameter in a gather over all ranks, and of it all."""
-    params, plan = group.fsdp_params, group._cache.plans.get(ShardedState.SHARDED)
-    if world_size == 1:
-        return [0] * len(params), 0
-    if plan is None and any(map(has_extension, params)):
-        return None, None
-    if plan is None:
-        dtypes = [layouts.dtypes_of(fsdp_param).compute for fsdp_param in params]
-        numels = [p.padded_sharded_param_size.numel() for p in params]
-        plan = GatherPlan(dtypes, [None] * len(dtypes), numels)
-    nbytes = [
-        world_size * sum(dtype.itemsize * numel for dtype, numel in zip(*of_param))
-        for of_param in zip(plan.dtypes, plan.numels, strict=True)
-    ]
-    return nbytes, world_size * plan.layout.segment_nbytes
 
 
 _COLUMNS = "unit", "parameters", "elements", "stored in", "computes in"

@@ -1,0 +1,62 @@
+"""What the releases that these files fit differ in, for all other files."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+if not hasattr(dist, "all_gather_single"):
+    raise ImportError(
+        "These files of torch.distributed.fsdp fit PyTorch 2.13.0, 2.14.1 and 2.15.0. "
+        f"This is {torch.__version__}, which lacks torch.distributed."
+        "all_gather_single: install one of those"
+    )
+
+# Since 2.15 autograd accumulates unsharded gradients in a parameter's `grad_dtype`, and
+# they are reduced in it unless the policy sets another dtype. Before, they were in the
+# dtype of the forward, and those of microbatches were accumulated apart. With it,
+# `foreach_reduce` has no argument for the dtype of sharded gradients, resetting an
+# iteration drops them, and `fsdp::record_grad_output_stream` says what reads them.
+FOLLOWS_GRAD_DTYPE: bool = hasattr(torch.Tensor, "_has_grad_dtype_override")
+
+# Its operator, in C++, casts between bf16 and fp32 on CUDA (2.15)
+HAS_MIXED_CHUNK_CAT: bool = hasattr(torch.ops.fsdp, "chunk_cat_mixed_dtype")
+IS_2_14: bool = hasattr(dist, "_spmd_no_typecheck")  # or newer
+
+# The optional package spmd_types (2.14)
+_HAS_SPMD_TYPES: bool = IS_2_14 and dist._is_spmd_types_available()
+
+
+def not_type_checked(hook: _F) -> _F:
+    """Turns off the checks of ``spmd_types`` while a hook runs."""
+    if not _HAS_SPMD_TYPES:
+        return hook
+
+    @functools.wraps(hook)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # pyrefly: ignore [missing-attribute]
+        with dist._spmd_no_typecheck():
+            return hook(*args, **kwargs)
+
+    return run  # pyrefly: ignore [bad-return]
+
+
+def restore_spmd_types(fsdp_params: Sequence[Any]) -> None:
+    """Annotates the unsharded parameters as users annotated the originals."""
+    for fsdp_param in fsdp_params if _HAS_SPMD_TYPES else ():
+        fsdp_param._restore_spmd_types(fsdp_param.unsharded_param)
+
+
+def register_autograd_function(function: type) -> None:
+    """Registers an autograd function of local tensors with ``spmd_types``."""
+    if _HAS_SPMD_TYPES:
+        import spmd_types  # pyrefly: ignore [missing-import]
+
+        spmd_types.register_local_autograd_function(function)
