@@ -278,8 +278,8 @@ class ParamGroupCache(list[FSDPParam]):
         is_first = outputs is None or not outputs.have_unsharded_params
         if not is_first and not self._has_extensions:
             return
-        try:
-            for fsdp_param in self:
+        for fsdp_param in self:
+            try:
                 fsdp_param.init_unsharded_param()
                 if not is_first or not has_extension(fsdp_param):
                     continue
@@ -290,9 +290,9 @@ class ParamGroupCache(list[FSDPParam]):
                 inner = fsdp_param._unsharded_inner_tensors
                 if any(not isinstance(tensor, torch.Tensor) for tensor in inner):
                     raise TypeError(f"the tensors to free are {inner!r}")
-        except Exception as error:
-            method = "fsdp_post_all_gather"
-            raise explain_extension(error, fsdp_param, method)  # noqa: B904
+            except Exception as error:  # noqa: PERF203
+                method = "fsdp_post_all_gather"
+                raise explain_extension(error, fsdp_param, method)  # noqa: B904
         if outputs is not None:
             outputs.have_unsharded_params = True
 
