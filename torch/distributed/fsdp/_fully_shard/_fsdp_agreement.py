@@ -172,7 +172,7 @@ def _announce(group: Any, pattern: _Pattern | None = None) -> _Announced:
         is_known = fqn is not None and torch.is_grad_enabled()
         said["after forward"] = [after if is_known else ""]
         return _Announced("gathers", said, unit, fqns_of(group))
-    said["cap"] = [f", with {group.reduce_bucket_cap or 'no ReduceBucketCap'},"]
+    said["cap"] = [f", with {group.reduce_bucket_cap or 'no reduce bucket cap'},"]
     said["dtype"], said["gradient"] = [""] * len(params), [_NO_GRADIENT] * len(params)
     for i, key in pattern:
         said["dtype"][i] = f"reduces in {describe_key(key)}"

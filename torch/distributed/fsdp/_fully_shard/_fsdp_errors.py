@@ -26,6 +26,13 @@ from ._fsdp_param import FSDPParam
 from ._fsdp_policies import is_reducible
 
 
+_PINNING_ADVICE = "Without an accelerator use CPUOffloadPolicy(pin_memory=False)"
+_PLACEMENT_ADVICE = (
+    "shard_placement_fn must return Shard of a dim that it has, which must divide by "
+    "the ranks unless it is dim 0"
+)
+
+
 def _keeps_error(explain: Callable[..., str | None]) -> Callable[..., Exception]:
     """Makes a function that returns a message return an error of that type with it."""
 
@@ -63,13 +70,6 @@ def _names(*fsdp_params: FSDPParam) -> str:
 
 def _has_fractions(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
-
-
-_PINNING_ADVICE = "Without an accelerator use CPUOffloadPolicy(pin_memory=False)"
-_PLACEMENT_ADVICE = (
-    "shard_placement_fn must return Shard of a dim that it has, which must divide by "
-    "the ranks unless it is dim 0"
-)
 
 
 def _is_of_pinning(error: Exception) -> bool:
@@ -185,9 +185,7 @@ def _find_wrong_registration(fsdp_param: FSDPParam, name: str) -> str | None:
 
 
 @_keeps_error
-def explain_extension(
-    error: Exception, fsdp_param: FSDPParam, method: str
-) -> str | None:
+def explain_extension(error: Exception, fsdp_param: FSDPParam, hook: str) -> str | None:
     name = _names(fsdp_param)
     if not hasattr(fsdp_param._sharded_local_tensor, "fsdp_pre_all_gather"):
         return None
@@ -197,9 +195,9 @@ def explain_extension(
             "replace it before the first forward"
         )
     returns = "((contiguous tensor, ...), metadata)"
-    if method == "fsdp_post_all_gather":
+    if hook == "fsdp_post_all_gather":
         returns = "(tensor, (tensor to free, ...))"
-    return f"{method} of {name} failed, or did not return {returns}: {error}"
+    return f"{hook} of {name} failed, or did not return {returns}: {error}"
 
 
 @_keeps_error

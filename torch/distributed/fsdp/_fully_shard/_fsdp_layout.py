@@ -35,6 +35,13 @@ from ._fsdp_param import FSDPParam
 from ._fsdp_releases import FOLLOWS_GRAD_DTYPE
 
 
+_ALIGNMENT = 16  # in bytes, see [Note: Aligned to 16 bytes]
+# One kernel launch costs the host about as much as 8 calls of `view()`
+_VIEWS_PER_COPY = 8
+# What gradients are added in, and sent in if FSDP adds (None: the collective does)
+BucketKey: TypeAlias = tuple[torch.dtype, torch.dtype | None]
+
+
 def dtype_sort_key(dtype: torch.dtype) -> tuple[int, str]:
     """Returns a sort key that puts wider dtypes first, see [Note: Order of dtypes]."""
     return (-dtype.itemsize, str(dtype))
@@ -43,9 +50,6 @@ def dtype_sort_key(dtype: torch.dtype) -> tuple[int, str]:
 def storage_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns uint8 for 1-byte dtypes, some of which some kernels and backends lack."""
     return torch.uint8 if dtype.itemsize == 1 else dtype
-
-
-_ALIGNMENT = 16  # in bytes, see [Note: Aligned to 16 bytes]
 
 
 @dataclass(frozen=True)
@@ -138,9 +142,6 @@ def plan_gather(
 # Of what one rank is sent for each of several buckets, at every reduction
 plan_all_to_all = functools.lru_cache(maxsize=1024)(plan_gather)
 
-# One kernel launch costs the host about as much as 8 calls of `view()`
-_VIEWS_PER_COPY = 8
-
 
 def plan_copy_in(
     layout: GatherLayout, stored_dtypes: Sequence[torch.dtype]
@@ -179,10 +180,6 @@ def plan_copy_in(
         is_cheap = views <= _VIEWS_PER_COPY * (len(regions) - 1)
         copies += [whole] if is_cheap else [joined([region]) for region in regions]
     return tuple(copies)
-
-
-# What gradients are added in, and sent in if FSDP adds (None: the collective does)
-BucketKey: TypeAlias = tuple[torch.dtype, torch.dtype | None]
 
 
 def reduce_dtype_of(
@@ -281,6 +278,10 @@ class ReduceBucketCap(NamedTuple):
 
     small_nbytes: int  # up to which a bucket waits for others
     nbytes: int  # at which those that wait are reduced
+
+    def __str__(self) -> str:
+        mb, kb = self.nbytes / 2**20, self.small_nbytes / 2**10
+        return f"bucket_cap_mb={mb:g} and small_kb={kb:g}"
 
 
 def by_collective(buckets: Sequence[ReduceBucket]) -> list[Sequence[ReduceBucket]]:

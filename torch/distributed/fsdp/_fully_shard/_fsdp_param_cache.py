@@ -290,7 +290,7 @@ class ParamGroupCache(list[FSDPParam]):
                 inner = fsdp_param._unsharded_inner_tensors
                 if any(not isinstance(tensor, torch.Tensor) for tensor in inner):
                     raise TypeError(f"the tensors to free are {inner!r}")
-            except Exception as error:  # noqa: PERF203
+            except Exception as error:
                 method = "fsdp_post_all_gather"
                 raise explain_extension(error, fsdp_param, method)  # noqa: B904
         if outputs is not None:

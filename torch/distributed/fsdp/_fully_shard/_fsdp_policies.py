@@ -28,6 +28,11 @@ _OF_MODULES = {"output_dtype": None, "cast_forward_inputs": True}
 OverrideFn: TypeAlias = Callable[[nn.Parameter], torch.dtype | None]
 # The branch's or the release's, which is the default of `fully_shard`
 _P = TypeVar("_P", bound=_fsdp_api.MixedPrecisionPolicy)
+_PACKED = torch.float4_e2m1fn_x2
+# What every backend sums
+_REDUCIBLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_REDUCIBLE_NAMES = ", ".join(map(str, _REDUCIBLE))
+_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
 
 
 @dataclass(frozen=True)
@@ -211,12 +216,6 @@ def _overrides_of(policy: Any) -> dict[str, OverrideFn]:
     return {name: override for name, override in found.items() if override is not None}
 
 
-_PACKED = torch.float4_e2m1fn_x2
-# What every backend sums
-_REDUCIBLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_REDUCIBLE_NAMES = ", ".join(map(str, _REDUCIBLE))
-
-
 def _check_override(
     name: str, dtype: Any, param: nn.Parameter, fqn: str, device: torch.device
 ) -> None:
@@ -288,9 +287,6 @@ def is_reducible(dtype: torch.dtype, device: torch.device) -> bool:
     if not dist.is_nccl_available() or torch.cuda.nccl.version() < (2, 24):
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
 
 
 def _clean(fqn: str) -> str:

@@ -25,6 +25,10 @@ from ._fsdp_layout import BucketKey
 
 
 Factors: TypeAlias = tuple[float | None, float | None, _ReduceOp, _ReduceOp]
+# How much of a buffer one all-to-all between replicas takes
+_MAX_PIECE_NBYTES = 16 * 2**20
+# By device: looked up for each reduction with a custom factor
+_backend_names = WeakKeyDictionary[dist.ProcessGroup, dict[str, str]]()
 
 
 def _get_gradient_divide_factors(
@@ -98,10 +102,6 @@ def _size(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else group.size()
 
 
-# By device: looked up for each reduction with a custom factor
-_backend_names = WeakKeyDictionary[dist.ProcessGroup, dict[str, str]]()
-
-
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """Returns the name of the group's backend for a device, e.g. "nccl"."""
     names = _backend_names.setdefault(group, {})
@@ -116,10 +116,6 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
 def _div_if_needed(tensor: torch.Tensor, div_factor: float | None) -> None:
     if div_factor not in (None, 1):
         tensor.div_(div_factor)
-
-
-# How much of a buffer one all-to-all between replicas takes
-_MAX_PIECE_NBYTES = 16 * 2**20
 
 
 def add_in_tree(

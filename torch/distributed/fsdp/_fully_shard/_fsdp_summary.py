@@ -23,6 +23,9 @@ from ._fsdp_scaling import get_divide_factors
 
 # A logger of its own, so that tables can be turned off apart from the steps
 _logger = logging.getLogger("torch.distributed.fsdp.fully_shard.layout")
+_COLUMNS = "unit", "parameters", "elements", "stored in", "computes in"
+_COLUMNS += "bytes gathered", "reduced in", "bytes reduced", "divided by"
+_ALIGNED = "<>><<><>>"
 
 
 @dataclass(frozen=True)
@@ -180,11 +183,6 @@ def _sort_key(dtypes: tuple) -> tuple:
     stored, compute, reduce, _, comm = dtypes
     bucket = layouts.bucket_sort_key((reduce, comm))
     return not bucket, bucket, *map(layouts.dtype_sort_key, (compute, *stored))
-
-
-_COLUMNS = "unit", "parameters", "elements", "stored in", "computes in"
-_COLUMNS += "bytes gathered", "reduced in", "bytes reduced", "divided by"
-_ALIGNED = "<>><<><>>"
 
 
 def _table(rows: Sequence[LayoutRow]) -> list[str]:
