@@ -89,10 +89,10 @@ class GatherPlan:
 
     def __init__(
         self,
-        stored_dtypes: list,
-        compute_dtypes: list,
-        numels: list,
-        counts: Any = None,
+        stored_dtypes: list[torch.dtype],
+        compute_dtypes: list[torch.dtype | None],
+        numels: list[int],
+        counts: list[int] | None = None,
     ):
         self.made_for = stored_dtypes, compute_dtypes, numels, counts
         pairs = zip(compute_dtypes, stored_dtypes, strict=True)
