@@ -355,7 +355,7 @@ class TestObservers(FakeGroupTest):
         for units in (1, 5):
             model = self.model(units)
             model.set_is_last_backward(False)  # as in all microbatches but the last
-            with mock.patch.object(group_file.host, "look_for_traces") as look:
+            with mock.patch.object(group_file.observers, "look_for_traces") as look:
                 for forwards in (1, 2, 3):
                     model(torch.ones(1, RANKS)).sum().backward()
                     self.assertEqual(look.call_count, forwards)
@@ -363,14 +363,14 @@ class TestObservers(FakeGroupTest):
     @torch.no_grad()
     def test_without_gradients(self) -> None:
         model = self.model(5)
-        with mock.patch.object(group_file.host, "look_for_traces") as look:
+        with mock.patch.object(group_file.observers, "look_for_traces") as look:
             for forwards in (1, 2, 3):
                 model(torch.ones(1, RANKS))
                 self.assertEqual(look.call_count, forwards)
 
     def test_parts_that_run_by_turns(self) -> None:
         model = self.model(5)
-        with mock.patch.object(group_file.host, "look_for_traces") as look:
+        with mock.patch.object(group_file.observers, "look_for_traces") as look:
             for part, looks in ((model[:3], 1), (model[3:], 1), (model[:2], 2)):
                 part(torch.ones(1, RANKS))
                 self.assertEqual(look.call_count, looks)
