@@ -140,20 +140,16 @@ class _SingleReduceScatter(ReduceScatter):
         dist.all_to_all_single(output_tensor, input_tensor, group=group)
 
 
-class DefaultAllGather(DefaultAllocMixin, _SingleAllGather):
-    pass
+class DefaultAllGather(DefaultAllocMixin, _SingleAllGather): ...
 
 
-class DefaultReduceScatter(DefaultAllocMixin, _SingleReduceScatter):
-    pass
+class DefaultReduceScatter(DefaultAllocMixin, _SingleReduceScatter): ...
 
 
-class ProcessGroupAllocAllGather(ProcessGroupAllocMixin, _SingleAllGather):
-    pass
+class ProcessGroupAllocAllGather(ProcessGroupAllocMixin, _SingleAllGather): ...
 
 
-class ProcessGroupAllocReduceScatter(ProcessGroupAllocMixin, _SingleReduceScatter):
-    pass
+class ProcessGroupAllocReduceScatter(ProcessGroupAllocMixin, _SingleReduceScatter): ...
 
 
 class SymmMemAllGather(SymmMemAllocMixin, _SingleAllGather):

@@ -98,7 +98,7 @@ class PluginNames:
     # Read by few
     @property
     def _all_reduce_state(self: Any) -> Any:
-        all_held = getattr(self.comm_ctx, "all_reduce_states", [])  # from the root on
+        all_held = self.comm_ctx.all_reduce_states
         own = [held for held in all_held if held.param_group is self]
         return own[-1].states[-1] if own else None
 

@@ -795,11 +795,10 @@ class FSDPParamGroup(_Meshes, PluginNames):
                 f"Unknown pass type: {pass_type}, expects one of {[*_STATE_OF_PASS]}"
             )
         target = target_fsdp_param_group
+        label = f"FSDP::{pass_type}_prefetch for {target._module_fqn}"
         previous, target._training_state = target._training_state, state
         try:
-            with observers.range_of(
-                f"FSDP::{pass_type}_prefetch for {target._module_fqn}"
-            ):
+            with observers.range_of(label):
                 target.unshard(target.unshard_async_op)
         except AttributeError as error:
             # Streams come with the root
