@@ -522,8 +522,8 @@ class FSDPParamGroup(_Meshes, PluginNames):
             raise ValueError(
                 "set_reduce_scatter_max_input_buffers(>1) is not supported with the "
                 f"symmetric-memory reduce-scatter comm, but got {wanted} for module "
-                f"'{self._module_fqn}': each buffer that is held registers more "
-                "memory. Set 1, or use the default reduce-scatter comm"
+                f"'{self._module_fqn}' using {type(comm).__name__}, which registers "
+                "each buffer that is held. Set 1, or use the default comm"
             )
 
     # Runtime: unshard and reshard #
