@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 from torch.distributed.device_mesh import _get_device_handle
-from torch.distributed.distributed_c10d import ReduceOp  # noqa: F401  (as in the release)
+from torch.distributed.distributed_c10d import ReduceOp  # noqa: F401  (as released)
 from torch.distributed.tensor import DTensor  # noqa: F401  (as in the release)
 
 from . import _fsdp_copies as copies
