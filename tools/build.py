@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -26,13 +25,7 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-from tools.overlay import (
-    laid_links,
-    lay_links,
-    Overlay,
-    replace_by_link,
-    torch_links,
-)
+from tools.overlay import lay_links, Overlay, replace_by_link, torch_links
 from tools.releases import (
     chosen_release,
     DEFAULT,
@@ -83,17 +76,12 @@ def site_of(venv: Path) -> Path:
     return next(venv.glob("lib/python3*/site-packages"))
 
 
-def lay_trees(site: Path, home: Path, own: set[str]) -> None:
+def lay_trees(site: Path, home: Path) -> None:
     """Brings ``home``'s trees of links up to date with the torch in ``site``."""
-    home.mkdir(parents=True, exist_ok=True)
     # What pip knows of torch is for the release alone
     known = {path.name: str(path) for path in site.glob("torch-*.dist-info")}
-    for tree, links in {
-        home / "base": torch_links(site, ROOT, set()) | known,
-        home / "branch": torch_links(site, ROOT, own),
-    }.items():
-        if laid_links(tree) != links:
-            lay_links(tree, links)
+    lay_links(home / "base", torch_links(site, ROOT, ()) | known)
+    lay_links(home / "branch", torch_links(site, ROOT, files_under(ROOT, "torch")))
 
 
 def first_on_path(tree: Path) -> str:
@@ -122,7 +110,7 @@ class Build:
                 self.made_of = json.loads(self.stamp.read_text())
             try:
                 self._make_environment(models or clients)
-                lay_trees(site_of(self.venv), self.home, files_under(ROOT, "torch"))
+                lay_trees(site_of(self.venv), self.home)
                 if clients:
                     self._make_clients()
             except ToolError as error:
@@ -134,19 +122,16 @@ class Build:
     def _make_environment(self, models: bool) -> None:
         """Installs the release and what we require, unless that was done."""
         made_of, python = self.made_of, self.venv / "bin/python"
+        soabi, prefix = sysconfig.get_config_var("SOABI"), sys.base_prefix
         identity: dict[str, Any] = {
-            "python": [
-                sysconfig.get_config_var("SOABI"),
-                os.path.realpath(sys.base_prefix),
-                str(self.venv),
-            ],
+            "python": [soabi, os.path.realpath(prefix), str(self.venv)],
             # The first wheel stays until another is named
             "wheel": named_wheel() or made_of.get("wheel"),
         }
         files = [EXAMPLES, TESTS]
         if models or MODELS in made_of.get("requirements", ()):
             files.append(MODELS)
-        wanted: dict[str, Any] = identity | {"requirements": texts(*files)}
+        wanted = identity | {"requirements": texts(*files)}
         if wanted.items() <= made_of.items():
             return
         self.stamp.unlink(missing_ok=True)
@@ -155,8 +140,7 @@ class Build:
         # pip looks for no other where a wheel comes first
         torch = [*(wanted["wheel"] or ())[:1], f"torch=={self.release}"]
         pip_install(python, *torch, *(f"--requirement={ROOT / f}" for f in files))
-        pth = first_on_path(self.home / "branch")
-        (site_of(self.venv) / PTH).write_text(pth)
+        (site_of(self.venv) / PTH).write_text(first_on_path(self.home / "branch"))
         self._write_stamp(wanted)
         print(f"torch {self.release}: {python.relative_to(ROOT)} imports the branch")
 
@@ -172,8 +156,7 @@ class Build:
         python = make_venv(folder, "--without-pip")
         lines = f"{self.home / 'branch'}\n{site_of(self.venv)}\n"
         (site_of(folder) / PTH).write_text(lines)
-        torch = f"torch=={self.release}"
-        pip_install(python, torch, f"--requirement={ROOT / CLIENTS}")
+        pip_install(python, f"torch=={self.release}", f"--requirement={ROOT / CLIENTS}")
         self._write_stamp(self.made_of | {"clients": wanted})
 
     def _write_stamp(self, made_of: dict[str, Any]) -> None:
@@ -187,9 +170,7 @@ class Build:
         place = ROOT / name
         if place.exists() and not place.is_symlink():
             raise ToolError(f"{name} was not made by set-up: move it out of the way")
-        target = os.path.relpath(self.home / place.name, place.parent)
-        if not place.is_symlink() or os.readlink(place) != target:
-            replace_by_link(place, target)
+        replace_by_link(place, os.path.relpath(self.home / place.name, place.parent))
 
 
 def named_wheel() -> list[Any] | None:
@@ -223,11 +204,8 @@ def make_wheel(release: str) -> Path:
     run(python, "-m", "wheel", "unpack", f"--dest={work / 'unpacked'}", wheel)
     (unpacked,) = (work / "unpacked").iterdir()
     overlay = Overlay(unpacked)
-    if release_of(overlay.version) != release:
-        raise ToolError(
-            f"{wheel} is of torch {overlay.version}: take RELEASE="
-            f"{release_of(overlay.version)}"
-        )
+    if (found := release_of(overlay.version)) != release:
+        raise ToolError(f"{wheel} is of torch {overlay.version}: take RELEASE={found}")
     overlay.check()
     for path in overlay.ours:
         (unpacked / path).parent.mkdir(parents=True, exist_ok=True)
@@ -235,11 +213,9 @@ def make_wheel(release: str) -> Path:
     set_version(unpacked, overlay.version)
     dist = ROOT / "build" / "dist"
     dist.mkdir(exist_ok=True)
+    pack = (python, "-m", "wheel", "pack", f"--dest={dist}", unpacked)
     # The clock's date would make each wheel another one
-    run(
-        python, "-m", "wheel", "pack", f"--dest={dist}", unpacked,
-        SOURCE_DATE_EPOCH="315532800",
-    )  # fmt: skip
+    run(*pack, SOURCE_DATE_EPOCH="315532800")
     shutil.rmtree(work)
     return max(dist.glob("*.whl"), key=lambda path: path.stat().st_mtime_ns)
 
@@ -287,20 +263,15 @@ def lay_for_this_python() -> dict[str, Any]:
     if importlib.util.find_spec("pip") is None:  # as in an isolated build
         raise ToolError("with pip: pip install --no-build-isolation -v -e .")
 
-    def installed() -> str | None:
-        found = importlib.metadata.distributions(name="torch", path=[str(site)])
-        return next((distribution.version for distribution in found), None)
-
-    if installed() is None:
+    if not (site / "torch/version.py").exists():
         wheel = (named_wheel() or ())[:1]
-        torch = f"torch=={chosen_release()}"
-        pip_install(sys.executable, *wheel, torch)
-    release = release_of(installed() or "")
+        pip_install(sys.executable, *wheel, f"torch=={chosen_release()}")
+    release = release_of(Overlay(site).version)
     if os.environ.get(VARIABLE, release) != release:
         raise ToolError(f"torch {release} is installed here: pip uninstall torch first")
     key = hashlib.sha256(os.fsencode(site)).hexdigest()[:8]
     home = ROOT / "build" / release / f"env-{key}"
-    lay_trees(site, home, files_under(ROOT, "torch"))
+    lay_trees(site, home)
     (home / PTH).write_text(first_on_path(home / "branch"))
     to = os.path.relpath(site, sysconfig.get_path("data"))
     return {

@@ -9,7 +9,7 @@
     python3 tools/overlay.py --to DIR         makes a folder for PYTHONPATH instead, where
                                               torch itself is read-only
     python3 tools/overlay.py CHECKOUT         as a commit on a source checkout of a release
-                                              (--check: writes nothing; --list: the files)
+                                              (--check: only lists the files)
     python3 tools/overlay.py --record         writes down what this release's own files are
 
 It takes any build (CPU, CUDA, ROCm) of a release that the branch fits, and writes Python
@@ -23,13 +23,14 @@ from __future__ import annotations
 import argparse
 import base64
 import errno
+import hashlib
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import cached_property
 from pathlib import Path
 
@@ -37,22 +38,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tools.checkout import commit_branch, files_to_lay  # noqa: E402
 from tools.releases import (  # noqa: E402
-    DIGESTS,
-    files_under,
+    git,
+    has_git,
     known,
-    listing,
     locked,
-    refuse_changed,
     release_of,
     RELEASES,
-    sha256,
     ToolError,
     tracked_files,
 )
 
 
+DIGESTS = "tools/release_digests.json"
 FOLDER = "torch/.mixed_dtype"  # what torch's own files are links into
 MANIFEST = "manifest.json"  # the digests of the branch's form of each file, by path
 RELEASE, BRANCH = "release", "branch"
@@ -115,11 +113,6 @@ class Overlay:
         """Whether a file is laid as a link into the clone."""
         return (self.folder / BRANCH / path).is_symlink()
 
-    @property
-    def is_by_links(self) -> bool:
-        """Whether ``--to`` made this torch."""
-        return self.folder.exists() and not (self.folder / RELEASE).exists()
-
     def changed(self) -> list[str]:
         """Returns the files that are not as the overlay laid them."""
         return [
@@ -147,8 +140,7 @@ class Overlay:
             what = "the release; an overlay was cut off, run it again"
         elif self.is_up_to_date():
             what = f"the branch, as it is in {self.root}"
-            if not self.laid:
-                what += ", made by --to" if self.is_by_links else ", not by an overlay"
+            what += "" if self.laid else ", not by an overlay"
         elif changed := self.changed():
             what = f"the branch, and changed since:{listing(changed)}"
         elif self.laid:
@@ -264,31 +256,15 @@ class Overlay:
     # Where torch is read-only.
 
     def lay_to(self, folder: Path, *, link: bool = False) -> str:
-        """Makes ``folder`` of links to this torch and of our files; says so."""
-        if self.is_by_links or self.laid or self.has_ours():
-            raise ToolError(
-                f"{self.status()}: nothing else is needed; to have a folder instead, "
-                "--undo first"
-            )
+        """Makes ``folder`` of links to this torch and of our files."""
+        if self.laid or self.has_ours():
+            raise ToolError(f"{self.status()}: nothing else is needed")
+        if folder.exists():
+            raise ToolError(f"{folder} is there: remove it, or name another")
         self.check()
-        other = Overlay(folder, self.root)
-        if folder.exists() and [*folder.iterdir()]:
-            other.check_folder()
         links = torch_links(self.site, self.root, self.ours)
-        # So that it is known whose folder this is
-        links[f"{FOLDER}/{MANIFEST}"] = os.devnull
         lay_links(folder, links, copies=() if link else self.ours)
-        return f"{other.status()}\nbefore a command: PYTHONPATH={folder}"
-
-    def check_folder(self) -> None:
-        """Refuses a folder with anything in it that ``lay_to`` did not make."""
-        if not self.is_by_links:
-            raise ToolError(f"{self.site} is there, and was not made by --to")
-        if strays := {path.name for path in self.site.iterdir()} - {"torch"}:
-            raise ToolError(
-                f"{self.site} has {', '.join(sorted(strays))}, which --to did not put "
-                "there: move it away first"
-            )
+        return f"{folder}: the branch; before a command, PYTHONPATH={folder}"
 
 
 # Trees of links #
@@ -311,23 +287,21 @@ def torch_links(site: Path, ours: Path, own: Iterable[str]) -> dict[str, str]:
     return targets
 
 
-def laid_links(tree: Path) -> dict[str, str]:
-    """Returns the links of a tree; refuses one in which somebody wrote a file."""
+def lay_links(
+    tree: Path, targets: dict[str, str], copies: Collection[str] = ()
+) -> None:
+    """Makes a tree, unless it is so; ``copies`` are copied, and all else linked."""
     links = {}
     for place in tree.rglob("*"):
         if place.is_symlink():
             links[place.relative_to(tree).as_posix()] = os.readlink(place)
         elif place.is_file() and "__pycache__" not in place.parts:
             raise ToolError(f"{place}: move it to its place in the clone")
-    return links
-
-
-def lay_links(tree: Path, targets: dict[str, str], copies: Iterable[str] = ()) -> None:
-    """Makes a tree anew; ``copies`` are copied, and all else linked."""
+    if links == targets:
+        return
     partial, old = (tree.with_name(f"{tree.name}.{end}") for end in ("partial", "old"))
     for left in (partial, old):
         shutil.rmtree(left, ignore_errors=True)
-    copies = {*copies}
     for path, target in targets.items():
         _copy(Path(target), partial / path, path not in copies)
     if tree.exists():
@@ -355,6 +329,137 @@ def replace_by_link(place: Path, target: str) -> None:
     os.replace(partial, place)
 
 
+# Which files are whose #
+
+
+def sha256(path: Path) -> str | None:
+    """Returns the digest of a file, None where there is nothing."""
+    if not path.is_file():
+        return "" if path.exists() else None
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def listing(lines: Iterable[str]) -> str:
+    return "".join(f"\n  {line}" for line in lines)
+
+
+def refuse_changed(
+    where: Path,
+    root: Path,
+    release: str,
+    ours: Iterable[str],
+    place: Callable[[str], Path],
+) -> None:
+    """
+    Refuses a tree in which a file is not the release's own, of those that ours replace
+    and of those that ours are written for. ``place`` returns where a file is.
+    """
+    theirs, told = json.loads((root / DIGESTS).read_text()).get(release, {}), []
+    for path in sorted({*theirs, *ours}):
+        digest, found = theirs.get(path), sha256(place(path))
+        if place(path).is_symlink():
+            told.append(f"{path} is a link to {os.readlink(place(path))}")
+        elif digest is None and found is not None:
+            told.append(f"{path} is no file of the release, and one of ours")
+        elif digest != found:
+            is_there = "is not the release's" if found is not None else "is missing"
+            told.append(f"{path} {is_there}")
+    if told:
+        raise ToolError(
+            f"{where} is left as it is, because of these files:{listing(told)}\n"
+            "take the release itself; or, to keep what was changed, apply the series of "
+            "small patches: docs/series.md"
+        )
+
+
+def record(site: Path, root: Path = ROOT) -> str:
+    """
+    Writes down the digests of the files that ours replace, and of those beside them,
+    which they are written for. ``__init__.py`` only exports what is beside it.
+    """
+    overlay = Overlay(site, root)
+    if overlay.laid:
+        raise ToolError(f"{overlay.status()}: --undo first")
+    files = {site / path for path in overlay.ours if (site / path).is_file()}
+    for folder in {file.parent for file in files if file.name != "__init__.py"}:
+        files |= {*folder.glob("*.py")}
+    digests = {f.relative_to(site).as_posix(): sha256(f) for f in sorted(files)}
+    entries = json.loads((root / DIGESTS).read_text())
+    entries[release := release_of(overlay.version)] = digests
+    entries = {each: entries[each] for each in RELEASES if each in entries}
+    (root / DIGESTS).write_text(json.dumps(entries, indent=2) + "\n")
+    return f"{DIGESTS}: {len(files)} files of {release}"
+
+
+# A source checkout, in which git is check and undo #
+
+
+TESTS = "test/distributed/_composable/fsdp"
+COMMIT_BRANCH = "fsdp2-mixed-dtype"
+# What tests of what is here alone, set-up and tools, examples, pages, have in them
+STAYS_HERE = re.compile(r'fsdp_build|fsdp_clients|REPO_ROOT|"(docs|examples)"')
+# Upstream has a test of this name, which stays; ours stands beside it
+LAID_AS = {
+    f"{TESTS}/test_fully_shard_comm.py": f"{TESTS}/test_fully_shard_mixed_comm.py",
+}
+
+
+def files_to_lay(root: Path = ROOT) -> dict[str, Path]:
+    """Returns our sources and their tests, by their path in a checkout."""
+    files = {path: root / path for path in tracked_files(root, "torch", "test")}
+    return {
+        LAID_AS.get(path, path): source
+        for path, source in files.items()
+        if not re.search("/fsdp_(build|clients)/", path)
+        and not ("/test_" in path and STAYS_HERE.search(source.read_text()))
+    }
+
+
+def check_checkout(checkout: Path, ours: dict[str, Path]) -> None:
+    """Refuses what is no clean tree of a release's own files."""
+    version_file = checkout / "version.txt"
+    if not version_file.is_file() or not (checkout / "torch").is_dir():
+        raise ToolError(
+            f"{checkout} is not a PyTorch source tree: git clone --branch v2.13.0 "
+            f"https://github.com/pytorch/pytorch ({known('or')}), and name that folder"
+        )
+    release = release_of(version_file.read_text().strip())
+    if not has_git(checkout):
+        raise ToolError(f"{checkout} is not the top folder of a git checkout")
+    if changed := git(checkout, "status", "--porcelain", "--untracked-files=all"):
+        lines = listing(changed.splitlines())
+        raise ToolError(f"{checkout} has changes that are not committed:{lines}")
+    refuse_changed(checkout, ROOT, release, ours, lambda path: checkout / path)
+
+
+def commit_branch(checkout: Path, *, only_check: bool = False) -> str:
+    """Makes a branch with one commit of our files; says what was done."""
+    ours = files_to_lay()
+    is_so = all(sha256(checkout / path) == sha256(ours[path]) for path in ours)
+    if not is_so:
+        check_checkout(checkout, ours)
+    if only_check:
+        return "\n".join(ours)
+    if is_so:
+        return f"{checkout}: all {len(ours)} files are there"
+    git(checkout, "var", "GIT_COMMITTER_IDENT")  # or git says who is missing
+    start = git(checkout, "rev-parse", "--abbrev-ref", "HEAD").strip()
+    git(checkout, "switch", "--create", COMMIT_BRANCH)
+    for path, source in ours.items():
+        (checkout / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, checkout / path)
+    git(checkout, "add", "--force", "--", *ours)
+    message = "[FSDP2] Units whose parameters have different dtypes"
+    git(checkout, "commit", "--quiet", "--message", message)
+    return f"""\
+{checkout}: {len(ours)} files in one commit on {COMMIT_BRANCH}, which starts at {start}
+To build it and run its tests, in that folder:
+  git submodule update --init --recursive
+  python -m pip install --group dev
+  python -m pip install --no-build-isolation -v -e .
+  python -m pytest {TESTS}"""
+
+
 # The command #
 
 
@@ -379,55 +484,19 @@ def find_site(python: str) -> Path:
     return site
 
 
-def record(site: Path, root: Path = ROOT) -> str:
-    """
-    Writes down the digests of the files that ours replace, and of those beside them,
-    which they are written for. ``__init__.py`` only exports what is beside it.
-    """
-    overlay = Overlay(site, root)
-    if overlay.laid:
-        raise ToolError(f"{overlay.status()}: --undo first")
-    release, files = release_of(overlay.version), set()
-    for path in files_under(root, "torch"):
-        if (site / path).is_file():
-            folder, _, name = path.rpartition("/")
-            beside = (site / folder).glob("*.py") if name != "__init__.py" else ()
-            files |= {path, *(f"{folder}/{file.name}" for file in beside)}
-    entries = json.loads((root / DIGESTS).read_text())
-    entries[release] = {path: sha256(site / path) for path in sorted(files)}
-    entries = {each: entries[each] for each in RELEASES if each in entries}
-    (root / DIGESTS).write_text(json.dumps(entries, indent=2) + "\n")
-    return f"{DIGESTS}: {len(files)} files of {release}"
-
-
 def run(parsed: argparse.Namespace) -> str:
-    if parsed.list:
-        return "\n".join(files_to_lay(ROOT))
     if parsed.checkout:
         checkout = parsed.checkout.expanduser().absolute()
-        return commit_branch(checkout, ROOT, only_check=parsed.check)
+        return commit_branch(checkout, only_check=parsed.check)
     # Absolute, but not resolved: in an environment it is a link
-    python = shutil.which(parsed.python) or parsed.python
-    if Path(python).is_dir():
-        raise ToolError(f"{python} is a folder: name its bin/python")
-    overlay = Overlay(find_site(python))
-    if folder := parsed.to and parsed.to.expanduser().absolute():
-        laid = Overlay(folder)
-        if parsed.status:
-            return laid.status()
-        if not parsed.undo:
-            return overlay.lay_to(folder, link=parsed.link)
-        if not folder.exists():
-            return f"{folder} does not exist: there is nothing to undo"
-        laid.check_folder()
-        shutil.rmtree(folder)
-        return f"{folder}: removed"
+    overlay = Overlay(find_site(shutil.which(parsed.python) or parsed.python))
+    if parsed.to:
+        folder = parsed.to.expanduser().absolute()
+        return overlay.lay_to(folder, link=parsed.link)
     if parsed.record:
         return record(overlay.site)
     if parsed.status:
         return overlay.status()
-    if overlay.is_by_links:
-        raise ToolError(f"{overlay.site} was made by --to: run that again instead")
     with locked(overlay.site / "torch"):
         overlay.settle()
         return overlay.undo() if parsed.undo else overlay.lay(link=parsed.link)
@@ -440,17 +509,11 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("checkout", nargs="?", type=Path, metavar="CHECKOUT")
     parser.add_argument("--python", default=sys.executable, metavar="PATH")
-    parser.add_argument("--to", type=Path, metavar="DIR")
-    parser.add_argument("--link", action="store_true", help="by links into the clone")
+    parser.add_argument("--link", action="store_true")
     what = parser.add_mutually_exclusive_group()
-    for option, text in {
-        "status": "write nothing",
-        "undo": "take the branch off again",
-        "record": f"write {DIGESTS}",
-        "check": "only say whether the branch fits a checkout",
-        "list": "only list what a checkout gets",
-    }.items():
-        what.add_argument(f"--{option}", action="store_true", help=text)
+    what.add_argument("--to", type=Path, metavar="DIR")
+    for option in ("status", "undo", "record", "check"):
+        what.add_argument(f"--{option}", action="store_true")
     parsed = parser.parse_args(arguments)
     try:
         print(run(parsed))

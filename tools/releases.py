@@ -1,5 +1,5 @@
 """
-The releases that the branch fits, and which files are their own and which are ours.
+The releases that the branch fits, and which files are ours.
 
 ``constraints/VERSION.txt`` makes a release one of them: nothing else lists them. The
 oldest is the default. Needs only Python and git.
@@ -9,26 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
-import json
 import os
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
 
 
 ROOT = Path(__file__).resolve().parents[1]
-DIGESTS = "tools/release_digests.json"
-RELEASES = tuple(
-    sorted(
-        (path.stem for path in (ROOT / "constraints").glob("*.txt")),
-        key=lambda version: [*map(int, version.split("."))],
-    )
+RELEASES = sorted(
+    (path.stem for path in (ROOT / "constraints").glob("*.txt")),
+    key=lambda version: [*map(int, version.split("."))],
 )
 DEFAULT, *_, NEWEST = RELEASES
 # What make calls RELEASE: that name is too common for an environment
@@ -106,51 +97,6 @@ def tracked_files(root: Path, *tops: str) -> list[str]:
     if drafts := listed("--others", "--exclude-standard", "--", "torch"):
         raise ToolError(f"git does not track {', '.join(drafts)}: add or remove it")
     return listed("--", *tops)
-
-
-def sha256(path: Path) -> str | None:
-    """Returns the digest of a file, None where there is nothing."""
-    if not path.is_file():
-        return "" if path.exists() else None
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def recorded(root: Path, release: str) -> dict[str, str]:
-    """Returns the digests of a release's files, by path."""
-    return json.loads((root / DIGESTS).read_text()).get(release, {})
-
-
-def refuse_changed(
-    where: Path,
-    root: Path,
-    release: str,
-    ours: Iterable[str],
-    place: Callable[[str], Path],
-) -> None:
-    """
-    Refuses a tree in which a file is not the release's own, of those that ours replace
-    and of those that ours are written for. ``place`` returns where a file is.
-    """
-    theirs, told = recorded(root, release), []
-    for path in sorted({*theirs, *ours}):
-        digest, found = theirs.get(path), sha256(place(path))
-        if place(path).is_symlink():
-            told.append(f"{path} is a link to {os.readlink(place(path))}")
-        elif digest is None and found is not None:
-            told.append(f"{path} is no file of the release, and one of ours")
-        elif digest != found:
-            is_there = "is not the release's" if found is not None else "is missing"
-            told.append(f"{path} {is_there}")
-    if told:
-        raise ToolError(
-            f"{where} is left as it is, because of these files:{listing(told)}\n"
-            "take the release itself; or, to keep what was changed, apply the series of "
-            "small patches: docs/series.md"
-        )
-
-
-def listing(lines: Iterable[str]) -> str:
-    return "".join(f"\n  {line}" for line in lines)
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ from fsdp_build.utils import (
 )
 
 from tools.build import LABEL
-from tools.checkout import TESTS
+from tools.overlay import TESTS
 from tools.releases import DEFAULT, NEWEST
 from torch.testing._internal.common_utils import run_tests
 

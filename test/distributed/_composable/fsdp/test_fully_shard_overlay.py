@@ -1,12 +1,14 @@
 # Owner(s): ["oncall: distributed"]
 
-"""``tools/overlay.py`` over a small torch, and stopped at each step."""
+"""``tools/overlay.py`` over a small torch, stopped at each step, and over a checkout."""
 
 from __future__ import annotations
 
 import csv
 import errno
+import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -19,7 +21,9 @@ from fsdp_build import REPOSITORY
 from fsdp_build.utils import (
     ADDED,
     BESIDE,
+    commit_all,
     encoded,
+    git,
     make_clone,
     make_site,
     OTHER,
@@ -29,14 +33,25 @@ from fsdp_build.utils import (
     VERSION,
     write,
 )
+from fsdp_common.utils import RELEASE_ROOT
 
-from tools.overlay import FOLDER, Overlay, record
-from tools.releases import DEFAULT, NEWEST, recorded, ToolError
+from tools.overlay import (
+    COMMIT_BRANCH,
+    commit_branch,
+    DIGESTS,
+    files_to_lay,
+    FOLDER,
+    Overlay,
+    record,
+    TESTS,
+)
+from tools.releases import DEFAULT, NEWEST, ToolError
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
 )
+from torch.version import __version__ as TORCH
 
 
 pytestmark = pytest.mark.tools
@@ -107,16 +122,18 @@ class SiteTestCase(ScratchTestCase):
 
 class TestOverlay(SiteTestCase):
     def test_lays_and_gives_back_every_byte(self):
+        # Environments may share files by hard links
+        shared = self.site.with_name("cache")
+        shutil.copytree(self.site, shared, copy_function=os.link)
+        before = {path: path.read_bytes() for path in shared.rglob("*.py")}
         self.assertIn("no overlay", self.overlay.status())
         for _ in range(2):
             self.assertIn("the branch, as it is in", self.overlay.lay())
             self.assert_laid()
-        before = self.state()
-        self.overlay.lay()
-        self.assertEqual(self.state(), before)
         for _ in range(2):
             self.assertIn("no overlay", self.overlay.undo())
             self.assertEqual(self.state(), self.release)
+        self.assertEqual({path: path.read_bytes() for path in before}, before)
 
     def test_by_links_edits_count_at_once(self):
         self.overlay.lay()
@@ -130,14 +147,6 @@ class TestOverlay(SiteTestCase):
         self.overlay.lay(link=True)
         self.overlay.undo()
         self.assertEqual(self.state(), self.release)
-
-    def test_files_that_environments_share_by_hard_links(self):
-        shared = self.site.with_name("cache")
-        shutil.copytree(self.site, shared, copy_function=os.link)
-        before = {path: path.read_bytes() for path in shared.rglob("*.py")}
-        self.overlay.lay()
-        self.overlay.undo()
-        self.assertEqual({path: path.read_bytes() for path in before}, before)
 
     def test_another_version_of_the_branch_takes_the_place_of_the_first(self):
         self.overlay.lay()
@@ -174,7 +183,8 @@ class TestOverlay(SiteTestCase):
         write(self.site, {BESIDE: "another", OTHER: "known now"})
         self.assert_refused(f"{BESIDE} is not the release's", self.overlay.lay)
         record(self.site, self.root)
-        self.assertEqual({*recorded(self.root, DEFAULT)}, {*REPLACED, BESIDE, OTHER})
+        digests = json.loads((self.root / DIGESTS).read_text())[DEFAULT]
+        self.assertEqual({*digests}, {*REPLACED, BESIDE, OTHER})
         self.overlay.lay()
         self.assert_refused("--undo first", lambda: record(self.site, self.root))
 
@@ -291,8 +301,7 @@ class TestCommand(SiteTestCase):
 
     def test_a_folder_for_a_torch_that_is_read_only(self):
         folder = self.site.with_name("to")
-        for _ in range(2):
-            self.run_tool("--to", folder)
+        self.run_tool("--to", folder)
         self.assertEqual(self.state(), self.release)
         module = ADDED[0].removesuffix(".py").replace("/", ".")
         code = f"import {module} as m, torch; print(m.origin, torch.__version__)"
@@ -300,25 +309,90 @@ class TestCommand(SiteTestCase):
         found = run(sys.executable, "-c", code, env=env, cwd="/").strip()
         self.assertEqual(found, f"branch: {ADDED[0]} {VERSION}")
         self.assertFalse((folder / ADDED[0]).is_symlink())
-        write(folder, {"mine.py": ""})
-        for arguments in (("--undo",), ()):
-            text = self.run_tool("--to", folder, *arguments, status=1)
-            self.assertIn("mine.py, which --to did not put there", text)
-        (folder / "mine.py").unlink()
-        self.run_tool("--to", folder, "--undo")
-        self.assertFalse(folder.exists())
-        write(folder, {"mine.py": ""})
-        self.assertIn("was not made by --to", self.run_tool("--to", folder, status=1))
+        self.assertIn("is there", self.run_tool("--to", folder, status=1))
 
     def test_errors_are_one_line(self):
         for arguments, text in (
             (("--python", "/nowhere"), "/nowhere is no Python that runs"),
-            (("--python", self.root), "is a folder: name its bin/python"),
+            (("--python", self.root), "is no Python that runs"),
             ((self.site,), "is not a PyTorch source tree"),
         ):
             text_found = self.run_tool(*arguments, status=1)
             self.assertIn(text, text_found)
             self.assertEqual(text_found.count("\n"), 1)
+
+
+RELEASE = TORCH.partition("+")[0]
+OWNER = '# Owner(s): ["oncall: distributed"]'
+NAMES = {
+    name
+    for name in (REPOSITORY / "tools/upstream_test_names.txt").read_text().split("\n")
+    if name.endswith(".py")
+}
+
+
+class TestCheckout(ScratchTestCase):
+    """Our files over a tree with all of upstream's test names."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.checkout = self.scratch / "pytorch"
+        if not RELEASE_ROOT.is_dir():
+            self.skipTest("needs the release's own files")
+        digests = json.loads((REPOSITORY / DIGESTS).read_text())[RELEASE]
+        files = {path: (RELEASE_ROOT / path).read_text() for path in digests}
+        files |= dict.fromkeys((f"{TESTS}/{name}" for name in NAMES), "theirs")
+        files |= {"version.txt": f"{RELEASE}a0\n", ".gitignore": "build\n"}
+        write(self.checkout, files)
+        commit_all(self.checkout)
+
+    def test_one_commit_of_our_files_that_replaces_no_test_of_upstreams(self):
+        tool = ("python3", REPOSITORY / "tools/overlay.py", self.checkout)
+        ours = files_to_lay()
+        self.assertEqual(run(*tool, "--check").splitlines(), [*ours])
+        start = git(self.checkout, "rev-parse", "HEAD")
+        self.assertIn(f"one commit on {COMMIT_BRANCH}", run(*tool))
+        self.assertEqual(git(self.checkout, "rev-parse", f"{COMMIT_BRANCH}~"), start)
+        self.assertEqual(git(self.checkout, "status", "--porcelain"), "")
+        changed = git(self.checkout, "diff", "--name-only", "HEAD~").splitlines()
+        self.assertEqual({*changed}, {*ours})
+        for path, source in ours.items():
+            self.assertTrue((self.checkout / path).read_bytes() == source.read_bytes())
+        for name in NAMES:
+            self.assertEqual((self.checkout / TESTS / name).read_text(), "theirs")
+        self.assertIn("files are there", run(*tool))
+
+    def test_refusals(self):
+        def assert_refused(text: str) -> None:
+            state = ("status", "--porcelain", "--branch")
+            before = git(self.checkout, *state)
+            with self.assertRaisesRegex(ToolError, text):
+                commit_branch(self.checkout)
+            self.assertEqual(git(self.checkout, *state), before)
+
+        theirs = "torch/distributed/fsdp/__init__.py"
+        ours = f"{TESTS}/test_fully_shard_hsdp.py"
+        write(self.checkout, {theirs: "", ours: ""})
+        assert_refused(f"not committed:(.|\n)*{ours}")
+        git(self.checkout, "add", "--all")
+        git(self.checkout, "commit", "--quiet", "--message", "a vendor's")
+        assert_refused(f"{ours} is no file(.|\n)*{theirs} is not the release's")
+        write(self.checkout, {"version.txt": "2.12.0a0\n"})
+        assert_refused(f"torch 2.12.0a0: the branch fits {DEFAULT}")
+        (self.checkout / "version.txt").unlink()
+        assert_refused("is not a PyTorch source tree")
+
+    def test_names_owners_and_what_stays_here(self):
+        """The series' test has a name of its own; no test lacks a helper there."""
+        edits = [p.read_text() for p in REPOSITORY.glob("tools/upstream/*.edit")]
+        (patched,) = {*re.findall(rf"(?m)^=== {TESTS}/(\S+)", "".join(edits))}
+        names = {path.name for path in files_to_lay().values()}
+        self.assertNotIn(patched, names | NAMES)
+        for path, source in files_to_lay().items():
+            text = source.read_text()
+            if "/test_" in path:
+                self.assertTrue(text.startswith(OWNER), path)
+            self.assertNotRegex(text, "fsdp_build|fsdp_clients|from tools", path)
 
 
 instantiate_parametrized_tests(TestRefusals)

@@ -11,7 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tools.releases import DEFAULT, DIGESTS, RELEASES
+from tools.overlay import DIGESTS
+from tools.releases import DEFAULT, RELEASES
 from torch.testing._internal.common_utils import TestCase
 
 
