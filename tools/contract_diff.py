@@ -59,12 +59,12 @@ def compare(old: Path, new: Path) -> dict[str, list[str]]:
     }
 
 
-def main(arguments: list[str] | None = None, build: Path = BUILD) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("releases", nargs=2, metavar="VERSION")
-    sides = [build / release for release in parser.parse_args(arguments).releases]
+    sides = [BUILD / release for release in parser.parse_args().releases]
     for side in sides:
         if not (side / "branch").is_dir():
             parser.error(f"there is no {side}: make setup RELEASE={side.name}")

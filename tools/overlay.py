@@ -125,14 +125,14 @@ class Overlay:
     def _is_cut_off(self) -> bool:
         return self.current.is_symlink() and os.readlink(self.current) == RELEASE
 
-    def has_ours(self) -> bool:
-        """Whether torch has each of our files as it is in the clone."""
-        return all(sha256(self.site / p) == sha256(self.root / p) for p in self.ours)
-
     def is_up_to_date(self) -> bool:
         """Whether nothing but our files as they are in the clone is laid."""
         laid = {path for path in self.laid if path.startswith("torch/")}
-        return self.has_ours() and laid <= {*self.ours} and not self.changed()
+        return (
+            all(sha256(self.site / p) == sha256(self.root / p) for p in self.ours)
+            and laid <= {*self.ours}
+            and not self.changed()
+        )
 
     def status(self) -> str:
         what = "no overlay"
@@ -257,8 +257,6 @@ class Overlay:
 
     def lay_to(self, folder: Path, *, link: bool = False) -> str:
         """Makes ``folder`` of links to this torch and of our files."""
-        if self.laid or self.has_ours():
-            raise ToolError(f"{self.status()}: nothing else is needed")
         if folder.exists():
             raise ToolError(f"{folder} is there: remove it, or name another")
         self.check()

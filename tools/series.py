@@ -42,12 +42,9 @@ NOTHING = "0" * 40
 def edit_of(commit: str, tree: Path) -> str:
     """Returns the text of a change, from a commit."""
     parts = [git(tree, "log", "-1", "--format=%B", commit).strip(), ""]
-    diff = git(
-        tree, "diff-tree", "-p", "-U0", "--full-index", "--no-commit-id", "--no-color",
-        "--no-ext-diff", "--no-renames", "--diff-algorithm=histogram", commit,
-    )  # fmt: skip
+    options = ("-p", "-U0", "--full-index", "--diff-algorithm=histogram")
     path, in_hunk = "", False
-    for row in diff.split("\n"):
+    for row in git(tree, "diff-tree", *options, commit).split("\n"):
         if row.startswith("diff --git "):
             path, in_hunk = row.rpartition(" b/")[2], False
         elif found := re.match(r"index (\w+)\.\.(\w+)", row):
@@ -62,13 +59,12 @@ def edit_of(commit: str, tree: Path) -> str:
 
 def edits_of(tree: Path) -> dict[str, str]:
     """Returns the texts of a tree's changes, by the names of their files."""
-    commits = git(tree, "rev-list", "--reverse", f"{RELEASE}..{BRANCH}").split()
-    return {
-        f"{number:04}-{git(tree, 'log', '-1', '--format=%f', commit).strip()}.edit": (
-            edit_of(commit, tree)
-        )
-        for number, commit in enumerate(commits, 1)
-    }
+    log = git(tree, "log", "--reverse", "--format=%h-%f", f"{RELEASE}..{BRANCH}")
+    edits = {}
+    for number, line in enumerate(log.split(), 1):
+        commit, _, title = line.partition("-")
+        edits[f"{number:04}-{title}.edit"] = edit_of(commit, tree)
+    return edits
 
 
 def stored_edits(folder: Path = EDITS) -> dict[str, str]:
@@ -157,7 +153,7 @@ def test_each(tree: Path, release: Path) -> None:
         git(tree, "switch", "--quiet", "--detach", commit)
         files = git(tree, "diff", "--name-only", f"{RELEASE}..{commit}").split()
         own = {file for file in files if file.startswith("torch/")}
-        branch = HOME / "branch"
+        branch = tree.parent / "branch"
         lay_links(branch, torch_links(release, tree, own))
         print(git(tree, "log", "-1", "--format=%n%s", "--stat", commit), flush=True)
         env = os.environ | {"PYTHONPATH": str(branch)}
@@ -168,6 +164,14 @@ def test_each(tree: Path, release: Path) -> None:
     git(tree, "switch", "--quiet", BRANCH)
 
 
+def write_patches(tree: Path) -> list[str]:
+    """Writes the commits beside the tree; returns the paths of the patches."""
+    for patch in tree.parent.glob("*.patch"):
+        patch.unlink()
+    options = ("--zero-commit", "--full-index", f"--output-directory={tree.parent}")
+    return git(tree, "format-patch", *options, RELEASE).splitlines()
+
+
 def commit_series(checkout: Path, tree: Path) -> None:
     """Makes the commits on a branch of a checkout, as ``git am`` does."""
     if git(checkout, "status", "--porcelain", "--untracked-files=no"):
@@ -175,18 +179,14 @@ def commit_series(checkout: Path, tree: Path) -> None:
     # The release's files, for a merge of three sides where a checkout lacks them
     git(checkout, "fetch", "--quiet", str(tree), BRANCH)
     git(checkout, "switch", "--create", BRANCH)
-    patches = map(str, sorted(tree.parent.glob("*.patch")))
-    print(git(checkout, "am", "--3way", "--keep-non-patch", *patches), end="")
+    print(git(checkout, "am", "--3way", "--keep-non-patch", *write_patches(tree)))
 
 
 def make(release: Path, checkout: Path | None, *, untested: bool) -> None:
     edits = stored_edits()
     check_saved(TREE, edits)
     make_tree(TREE, release, edits)
-    for patch in HOME.glob("*.patch"):
-        patch.unlink()
-    options = ("--quiet", "--zero-commit", "--full-index", f"--output-directory={HOME}")
-    git(TREE, "format-patch", *options, RELEASE)
+    write_patches(TREE)
     if not untested:
         test_each(TREE, release)
     print(f"{HOME.relative_to(ROOT)}: {len(edits)} patches; commits in {TREE}")

@@ -47,11 +47,9 @@ class BuildTestCase(ScratchTestCase):
     def setUp(self) -> None:
         super().setUp()
         self.root = self.scratch / "clone"
-        for name in ("tools", "constraints"):
-            shutil.copytree(REPOSITORY / name, self.root / name)
+        make_clone(self.root)
         for name in ("Makefile", "setup.py", "pyproject.toml"):
             shutil.copy(REPOSITORY / name, self.root)
-        make_clone(self.root)
         write(self.root, dict.fromkeys(LISTS, ""))
         self.wheel = make_wheel(self.scratch)
         inherited = ("TORCH_", "PIP_")  # as continuous integration sets constraints

@@ -280,12 +280,6 @@ class TestCutOff(SiteTestCase):
 class TestCommand(SiteTestCase):
     """The command, run by a Python whose torch is the small one."""
 
-    def setUp(self) -> None:
-        super().setUp()
-        for name in ("tools", "constraints"):
-            shutil.copytree(REPOSITORY / name, self.root / name, dirs_exist_ok=True)
-        make_clone(self.root)
-
     def run_tool(self, *arguments: object, status: int = 0) -> str:
         env = {"PYTHONPATH": str(self.site), "PYTHONDONTWRITEBYTECODE": "1"}
         tool, env = self.root / "tools/overlay.py", os.environ | env
@@ -295,7 +289,6 @@ class TestCommand(SiteTestCase):
         self.assertIn("no overlay", self.run_tool("--status"))
         self.run_tool()
         self.assert_laid()
-        self.assertIn("nothing else is needed", self.run_tool("--to", "x", status=1))
         self.run_tool("--undo")
         self.assertEqual(self.state(), self.release)
 

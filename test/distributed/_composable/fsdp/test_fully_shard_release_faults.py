@@ -45,75 +45,6 @@ def params_of(module: Any, **kwargs: Any) -> list[nn.Parameter]:
     return [*module.parameters()]
 
 
-# Each fault with how its error begins
-
-
-def views_out_of_bounds() -> None:
-    """IndexError: list index out of range"""
-    linear = nn.Linear(8, 3, bias=False)
-    params_of(linear, reshard_after_forward=2, shard_placement_fn=lambda _: Shard(1))
-
-
-def forgets_requires_grad() -> None:
-    """AssertionError: requires no gradient"""
-    linear: Any = nn.Linear(4, 4)
-    linear.weight.requires_grad_(False)
-    fully_shard(linear)
-    linear.unshard()
-    linear.weight.requires_grad_(True)
-    linear.reshard()
-    linear.unshard()
-    assert linear.weight.requires_grad, "requires no gradient"
-
-
-def counts_as_initialized() -> None:
-    """AttributeError: 'FSDPParam' object has no attribute"""
-    with torch.device("meta"):
-        linear = nn.Linear(4, 4)
-    fully_shard(linear)
-    assert error_of(lambda: linear(torch.ones(1, 4)))
-    linear.to_empty(device="cpu")
-    linear(torch.ones(1, 4))
-
-
-def adafactor() -> None:
-    """RuntimeError: aten.pow_.Scalar"""
-    torch.optim.Adafactor(params_of(nn.Linear(4, 4))).step()
-
-
-def fused_sgd() -> None:
-    """NotImplementedError: Operator aten._fused_sgd_.default"""
-    torch.optim.SGD(params_of(nn.Linear(4, 4)), fused=True).step()
-
-
-def norm_of_no_row() -> None:
-    """RuntimeError: _foreach_norm"""
-    nn.utils.clip_grad_norm_(params_of(nn.Linear(4, 1)), 1.0, norm_type=math.inf)
-
-
-def replaces_what_it_is_given() -> None:
-    """AssertionError: now holds {'DTensor'}"""
-    linear = nn.Linear(4, 4)
-    fully_shard(linear)
-    given: dict[str, Any] = {"weight": torch.ones(4, 4), "bias": torch.ones(4)}
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(linear, given, options=options)
-    types = {type(value).__name__ for value in given.values()}
-    assert types == {"Tensor"}, f"now holds {types}"
-
-
-# By the rank: the last one has no part of a small parameter
-FAULTS: dict[Callable[[], None], int] = {
-    views_out_of_bounds: RANKS - 1,
-    forgets_requires_grad: 0,
-    counts_as_initialized: 0,
-    adafactor: 0,
-    fused_sgd: 0,
-    norm_of_no_row: RANKS - 1,
-    replaces_what_it_is_given: 0,
-}
-
-
 def error_of(act: Callable[[], None]) -> str:
     try:
         act()
@@ -122,24 +53,78 @@ def error_of(act: Callable[[], None]) -> str:
     return ""
 
 
+class Faults:
+    """Each raises the error that begins with its docstring."""
+
+    def views_out_of_bounds() -> None:
+        """IndexError: list index out of range"""
+        linear, dim_1 = nn.Linear(8, 3, bias=False), lambda _: Shard(1)
+        params_of(linear, reshard_after_forward=2, shard_placement_fn=dim_1)
+
+    def forgets_requires_grad() -> None:
+        """AssertionError: requires no gradient"""
+        linear: Any = nn.Linear(4, 4)
+        linear.weight.requires_grad_(False)
+        fully_shard(linear)
+        linear.unshard()
+        linear.weight.requires_grad_(True)
+        linear.reshard()
+        linear.unshard()
+        assert linear.weight.requires_grad, "requires no gradient"
+
+    def counts_as_initialized() -> None:
+        """AttributeError: 'FSDPParam' object has no attribute"""
+        with torch.device("meta"):
+            linear = nn.Linear(4, 4)
+        fully_shard(linear)
+        assert error_of(lambda: linear(torch.ones(1, 4)))
+        linear.to_empty(device="cpu")
+        linear(torch.ones(1, 4))
+
+    def adafactor() -> None:
+        """RuntimeError: aten.pow_.Scalar"""
+        torch.optim.Adafactor(params_of(nn.Linear(4, 4))).step()
+
+    def fused_sgd() -> None:
+        """NotImplementedError: Operator aten._fused_sgd_.default"""
+        torch.optim.SGD(params_of(nn.Linear(4, 4)), fused=True).step()
+
+    def norm_of_no_row() -> None:
+        """RuntimeError: _foreach_norm"""
+        nn.utils.clip_grad_norm_(params_of(nn.Linear(4, 1)), 1.0, norm_type=math.inf)
+
+    def replaces_what_it_is_given() -> None:
+        """AssertionError: now holds {'DTensor'}"""
+        linear = nn.Linear(4, 4)
+        fully_shard(linear)
+        given: dict[str, Any] = {"weight": torch.ones(4, 4), "bias": torch.ones(4)}
+        options = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(linear, given, options=options)
+        types = {type(value).__name__ for value in given.values()}
+        assert types == {"Tensor"}, f"now holds {types}"
+
+
+FAULTS = {name: fault for name, fault in vars(Faults).items() if name[0] != "_"}
+
+
 def show() -> None:
     warnings.simplefilter("ignore")
-    for fault, rank in FAULTS.items():
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=RANKS)
-        print(json.dumps(error_of(fault)))
-        dist.destroy_process_group()
+    # Has no part of a small parameter
+    store, rank = FakeStore(), RANKS - 1
+    dist.init_process_group("fake", store=store, rank=rank, world_size=RANKS)
+    print(json.dumps({name: error_of(fault) for name, fault in FAULTS.items()}))
 
 
 class TestReleaseFaults(DeviceFreeTest):
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
-        cls.shown = run_python(__file__, SHOW, on_release=True).splitlines()
+        cls.shown = json.loads(run_python(__file__, SHOW, on_release=True))
 
-    @parametrize("index", range(len(FAULTS)), lambda index: [*FAULTS][index].__name__)
-    def test_is_there(self, index: int) -> None:
-        expected = [*FAULTS][index].__doc__
-        self.assertEqual(json.loads(self.shown[index])[: len(expected)], expected)
+    @parametrize("name", list(FAULTS))
+    def test_is_there(self, name: str) -> None:
+        expected = FAULTS[name].__doc__
+        self.assertEqual(self.shown[name][: len(expected)], expected)
 
 
 instantiate_parametrized_tests(TestReleaseFaults)

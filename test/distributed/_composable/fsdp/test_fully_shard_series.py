@@ -3,6 +3,7 @@
 """
 ``tools/series.py``: edits become commits and commits edits. What each change's own tests
 say is for `make series`, which runs them on the release that the edits were written for.
+And ``tools/contract_diff.py``: what changed between two releases.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from fsdp_build import REPOSITORY
 from fsdp_build.utils import commit_all, git, run, ScratchTestCase, write
 
 from tools import series
+from tools.contract_diff import compare, PACKAGE
 from tools.releases import NEWEST, ToolError
 from torch.testing._internal.common_utils import run_tests
 
@@ -63,10 +65,8 @@ class TestSeries(ScratchTestCase):
         series.save(self.tree, self.edits)
         return series.stored_edits(self.edits)
 
-    def patches(self) -> list[Path]:
-        options = ("--quiet", "--zero-commit", f"--output-directory={self.home}")
-        git(self.tree, "format-patch", *options, series.RELEASE)
-        return sorted(self.home.glob("*.patch"))
+    def patches(self) -> list[bytes]:
+        return [Path(path).read_bytes() for path in series.write_patches(self.tree)]
 
     def test_made_again_and_saved_again_are_the_same(self):
         edits = self.save()
@@ -78,14 +78,12 @@ class TestSeries(ScratchTestCase):
         found = [text.strip() for text in messages.split("\0")[1:-1]]
         self.assertEqual(found, [text.strip() for text in MESSAGES])
         self.assertEqual(self.save(), edits)
-        patches = [path.read_bytes() for path in self.patches()]
-        series.make_tree(self.tree, self.release, edits)
-        self.assertEqual([path.read_bytes() for path in self.patches()], patches)
-
-    def test_holds_our_lines_alone(self):
-        text = "".join(self.save().values())
+        # Ours alone
+        text = "".join(edits.values())
         self.assertNotIn("line ", text.replace("+line 20", ""))
-        self.assertIn("@@ 8,1\n+ours\n+\n[FSDP2]", text)
+        patches = self.patches()
+        series.make_tree(self.tree, self.release, edits)
+        self.assertEqual(self.patches(), patches)
 
     def test_amended_and_reordered(self):
         first, _ = self.save()
@@ -117,7 +115,6 @@ class TestSeries(ScratchTestCase):
         return checkout
 
     def test_a_checkout_that_differs_elsewhere(self):
-        self.patches()
         checkout = self.checkout("new\n" * 3 + OLD.replace("line 25", "other"))
         series.commit_series(checkout, self.tree)
         subjects = git(checkout, "log", "--reverse", "--format=%s").splitlines()
@@ -127,7 +124,6 @@ class TestSeries(ScratchTestCase):
             self.assertIn(line, code)
 
     def test_a_checkout_that_conflicts(self):
-        self.patches()
         checkout = self.checkout(OLD.replace("line 7", "theirs"))
         with self.assertRaisesRegex(ToolError, "(?s)git am .*onflict"):
             series.commit_series(checkout, self.tree)
@@ -137,7 +133,7 @@ class TestSeries(ScratchTestCase):
 
     @unittest.skipUnless(shutil.which("patch"), "needs patch")
     def test_an_installed_tree_by_patch(self):
-        patches = self.patches()
+        patches = series.write_patches(self.tree)
         site = self.home / "site"
         shutil.copytree(self.release, site)
         for options, files in (("", patches), ("--reverse", patches[::-1])):
@@ -162,13 +158,39 @@ class TestOnRelease(ScratchTestCase):
             added, removed = (sum(map(int, column)) for column in zip(*rows))
             self.assertRegex(page, rf"(?m)^\| {number} \|.*\| {added}, {removed} \|")
 
-    def test_messages_say_why_and_how_it_was_tested(self):
-        for edit in series.stored_edits().values():
-            message, _, _ = edit.partition("\n=== ")
-            self.assertRegex(message, r"\A\[FSDP2\] .{10,70}\n\n")
-            self.assertIn("\nTest plan:\n", message)
-            self.assertIn("\nHost time: ", message)
-            self.assertLessEqual(max(map(len, message.splitlines())), 88)
+
+OF_OLD = "class Group:\n    def wait(self, dim): pass\n    def _gone(self): pass\n"
+OF_NEW = (
+    "class Group:\n    def __init__(self): self.stream = 1; self.own = 2\n"
+    "    def wait(self, dim, op): pass\nclass _Context: pass\n"
+)
+OF_OURS = "class Group:\n    def __init__(self): self.own = 1\n"
+
+
+class TestContractDiff(ScratchTestCase):
+    def test_what_is_gone_changed_new_and_lacking(self):
+        sides = self.scratch / "1.0", self.scratch / "2.0"
+        for side, theirs in zip(sides, (OF_OLD, OF_NEW)):
+            for tree, group in {"base": theirs, "branch": OF_OURS}.items():
+                files = {"__init__.py": "", "_fully_shard/__init__.py": ""}
+                files |= {"_fully_shard/_group.py": group, "_fully_shard/user.py": "1"}
+                write(side / tree / PACKAGE, files)
+        files, changed, *others = compare(*sides).values()
+        self.assertRegex(" ".join(files), r"_group\.py\S* +\| +\d")
+        self.assertNotIn("user.py", " ".join(files))
+        self.assertEqual(
+            changed,
+            [
+                "_group - `Group.wait(op)`: *Parameter was added as required*",
+                "_group - `Group._gone`: *Public object was removed*",
+            ],
+        )
+        new, lacking = ({row.split("`")[1] for row in rows} for rows in others)
+        self.assertEqual(
+            new, {"Group.__init__", "Group.stream", "Group.own", "_Context"}
+        )
+        # Not `Group.wait`, which ours lacked on OF_OLD, too
+        self.assertEqual(lacking, {"Group.stream", "_Context"})
 
 
 # Launched on several ranks, one does the work: the tests share no processes.

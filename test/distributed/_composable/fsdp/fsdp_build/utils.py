@@ -5,11 +5,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from fsdp_build import REPOSITORY
 
 from tools.overlay import DIGESTS
 from tools.releases import DEFAULT, RELEASES
@@ -41,7 +44,9 @@ def write(folder: Path, files: dict[str, str]) -> None:
 
 
 def make_clone(root: Path) -> None:
-    """Writes files of ours, and the digests of those that they replace."""
+    """Writes files of ours, the digests of those that they replace, and the tools."""
+    for name in ("tools", "constraints"):
+        shutil.copytree(REPOSITORY / name, root / name)
     write(root, {p: f"origin = 'branch: {p}'\n" for p in [*REPLACED, *ADDED]})
     digests = {p: hashlib.sha256(t.encode()).hexdigest() for p, t in KNOWN.items()}
     write(root, {DIGESTS: json.dumps(dict.fromkeys(RELEASES, digests))})
