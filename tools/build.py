@@ -52,10 +52,9 @@ LABEL = "mixeddtype1"
 def run(*command: str | Path, **env: str) -> None:
     """Runs a command, which says itself what goes wrong."""
     status = subprocess.run([*map(str, command)], env=os.environ | env).returncode
+    name = Path(command[0]).name
     if status != 0:
-        raise ToolError(
-            f"{Path(command[0]).name} stopped with status {status}, see above"
-        )
+        raise ToolError(f"{name} stopped with status {status}, see above")
 
 
 def make_venv(folder: Path, *options: str) -> Path:
