@@ -1,6 +1,6 @@
 """
-How `make test` runs the tests: files side by side, the longest first, and with
-``--quick`` one test of each kind.
+How `make test` runs the tests: files side by side, the longest first, none of them
+forever, and with ``--quick`` one test of each kind.
 
 Nothing here belongs to the tests themselves. Each file also runs without this one,
 with python, torchrun or over a checkout.
@@ -45,6 +45,9 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
+    for item in items:
+        if item.get_closest_marker("long"):  # pyproject.toml has what others get
+            item.add_marker(pytest.mark.timeout(600))
     if config.getoption("quick"):
         chosen = set(map(id, quick_tests(items)))
         left_out = [item for item in items if id(item) not in chosen]

@@ -1,21 +1,18 @@
 # Owner(s): ["oncall: distributed"]
-"""What ``conftest.py`` makes of the tests: a first tier, and an order."""
+"""What ``make`` and ``conftest.py`` run of the tests, in which order, and for how long."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import shutil
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 
 from fsdp_build import REPOSITORY
+from fsdp_build.utils import commit_all, git, run, ScratchTestCase, write
 
 from torch.testing._internal.common_utils import run_tests, TestCase
 
@@ -23,37 +20,34 @@ from torch.testing._internal.common_utils import run_tests, TestCase
 pytestmark = pytest.mark.tools
 
 
-HERE = Path(__file__).parent
-
-
-def load_conftest() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("own", REPOSITORY / "conftest.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 class Item(NamedTuple):
-    path: Path
+    path: str
     test: int
     marks: tuple[str, ...]
+    added: list[pytest.MarkDecorator]
 
     def get_closest_marker(self, name: str) -> str | None:
         return name if name in self.marks else None
 
+    def add_marker(self, mark: pytest.MarkDecorator) -> None:
+        self.added.append(mark)
+
 
 def items_of(name: str, *marks: str, quick: tuple[int, ...] = ()) -> list[Item]:
     """Returns the three tests of a file."""
+    tests = (1, 2, 3)
     return [
-        Item(HERE / name, i, (*marks, "quick") if i in quick else marks)
-        for i in (1, 2, 3)
+        Item(name, i, marks + ("quick",) if i in quick else marks, []) for i in tests
     ]
 
 
-class TestTiers(TestCase):
+class TestConftest(TestCase):
     def setUp(self) -> None:
         super().setUp()
-        self.conftest = load_conftest()
+        file = REPOSITORY / "conftest.py"
+        spec = importlib.util.spec_from_file_location("own", file)
+        self.conftest = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(self.conftest)
 
     def test_quick_takes_what_is_marked_and_the_first_test_of_other_files(self):
         marked, long = items_of("a", quick=(2, 3)), items_of("b", "long")
@@ -67,95 +61,52 @@ class TestTiers(TestCase):
         items = [*z, *b, *a]
         self.conftest.pytest_collection_modifyitems(config, items)
         self.assertEqual(items, [*z, *b, *a])
+        self.assertEqual([item for item in items if item.added], b)
         config.workerinput = {}  # of one that runs files beside others
         self.conftest.pytest_collection_modifyitems(config, items)
         self.assertEqual(items, [*b, *z, *a])
 
-    def test_unknown_marks_are_refused(self):
-        """Or one that is misspelled would choose nothing."""
-        command = (sys.executable, "-m", "pytest", "--collect-only", "-c")
-        config = REPOSITORY / "pyproject.toml"
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "test_it.py"
-            file.write_text(
-                "import pytest\n@pytest.mark.quickest\ndef test_it(): pass\n"
-            )
-            done = subprocess.run(
-                [*command, config, file], capture_output=True, text=True, check=False
-            )
-        self.assertIn("'quickest' not found in `markers`", done.stdout)
+
+ALL = '--numprocesses=auto --dist=loadfile -m "" test'
+BRANCH = '--numprocesses=auto --dist=loadfile -m "not tools" test'
+TOOLS = "--numprocesses=auto --dist=loadfile -m tools test"
 
 
-class TestMake(TestCase):
+class TestMake(ScratchTestCase):
     """What ``make`` hands over to pytest, in a clone of its own."""
 
-    def setUp(self) -> None:
-        super().setUp()
-        scratch = tempfile.TemporaryDirectory()
-        self.addCleanup(scratch.cleanup)
-        self.clone = Path(scratch.name)
-        shutil.copy(REPOSITORY / "Makefile", self.clone)
-        self.put("tools/a.py")
-        self.put("torch/a.py")
-        self.put("test/test_of_tools.py", "pytestmark = pytest.mark.tools\n")
-        self.put("test/test_other.py")
-        self.git("init", "--quiet")
-        self.commit()
-        self.git("update-ref", "refs/remotes/origin/main", "HEAD")
-
-    def put(self, path: str, text: str = "") -> None:
-        (self.clone / path).parent.mkdir(exist_ok=True)
-        (self.clone / path).write_text(text)
-
-    def git(self, *args: str) -> None:
-        who = ("-c", "user.name=a", "-c", "user.email=a@b")
-        subprocess.run(["git", *who, *args], cwd=self.clone, check=True)
-
-    def commit(self) -> None:
-        self.git("add", "--all")
-        self.git("commit", "--quiet", "--message", "a")
-
-    def asked(self, *told: str, ci: bool = False) -> str:
-        """Returns what pytest is asked for, in one line."""
+    def asked(self, *told: str, **variables: str) -> str:
         env = {k: v for k, v in os.environ.items() if k not in ("CI", "TORCH_RELEASE")}
-        printed = subprocess.check_output(
-            ["make", "--dry-run", "--no-print-directory", *told],
-            cwd=self.clone,
-            env=env | ({"CI": "true"} if ci else {}),
-            text=True,
-        )
+        make = ("make", "--dry-run", "--no-print-directory", *told)
+        printed = run(*make, cwd=self.scratch, env=env | variables)
         words = " ".join(printed.replace("\\\n", " ").split())
         return words.partition("-m pytest --durations=10 ")[2]
 
-    ALL = '--numprocesses=auto --dist=loadfile -m "" test'
-    BRANCH = '--numprocesses=auto --dist=loadfile -m "not tools" test'
-
-    def test_tiers_and_arguments_in_the_place_of_all_files(self):
-        self.assertEqual(self.asked("test", "QUICK=1"), f"--quick {self.BRANCH}")
-        self.assertEqual(self.asked("test", "ARGS=a.py -k b"), "a.py -k b")
-        tools = "--numprocesses=auto --dist=loadfile -m tools test"
-        self.assertEqual(self.asked("test-tools"), tools)
-        self.assertEqual(self.asked("test-tools", "ARGS=a.py -k b"), "a.py -k b")
-
-    def test_tools_are_tested_where_they_have_changed(self):
-        self.assertEqual(self.asked("test"), self.BRANCH)
-        self.put("torch/a.py", "changed")
-        self.put("test/test_other.py", "changed")
-        self.assertEqual(self.asked("test"), self.BRANCH)
-        for path in ("tools/a.py", "test/test_of_tools.py", "tools/new.py", "setup.py"):
-            self.put(path, "pytestmark = pytest.mark.tools  # changed")
-            self.assertEqual(self.asked("test"), self.ALL, path)
-            self.commit()
-            self.assertEqual(self.asked("test"), self.ALL, path)
-            self.git("update-ref", "refs/remotes/origin/main", "HEAD")
-            self.assertEqual(self.asked("test"), self.BRANCH, path)
-
-    def test_tools_are_tested_where_nobody_knows(self):
-        self.git("update-ref", "-d", "refs/remotes/origin/main")
-        self.assertEqual(self.asked("test"), self.ALL)
-
-    def test_continuous_integration_runs_all(self):
-        self.assertEqual(self.asked("test", ci=True), self.ALL)
+    def test_tools_are_tested_where_they_have_changed_or_nobody_knows(self):
+        tools = "pytestmark = pytest.mark.tools\n"
+        write(self.scratch, {"tools/a.py": "", "torch/a.py": "", "test/of.py": tools})
+        shutil.copy(REPOSITORY / "Makefile", self.scratch)
+        commit_all(self.scratch)
+        self.assertEqual(self.asked("test"), ALL)
+        known = ("update-ref", "refs/remotes/origin/main", "HEAD")
+        git(self.scratch, *known)
+        write(self.scratch, {"torch/a.py": "changed"})
+        for told, expected in (
+            (("test",), BRANCH),
+            (("test", "QUICK=1"), f"--quick {BRANCH}"),
+            (("test", "ARGS=a.py -k b"), "a.py -k b"),
+            (("test-tools",), TOOLS),
+            (("test-tools", "ARGS=a.py -k b"), "a.py -k b"),
+        ):
+            self.assertEqual(self.asked(*told), expected)
+        self.assertEqual(self.asked("test", CI="true"), ALL)
+        for path in ("tools/a.py", "test/of.py", "tools/new.py", "setup.py"):
+            write(self.scratch, {path: f"{tools}  # changed"})
+            self.assertEqual(self.asked("test"), ALL, path)
+            commit_all(self.scratch)
+            self.assertEqual(self.asked("test"), ALL, path)
+            git(self.scratch, *known)
+            self.assertEqual(self.asked("test"), BRANCH, path)
 
 
 # Launched on several ranks, one does the work: the tests share no processes.
