@@ -25,7 +25,7 @@ ADDED = [f"{PACKAGE}/_fsdp_layout.py", f"{PACKAGE}/_fsdp_tree.py"]
 BESIDE = f"{PACKAGE}/_fsdp_state.py"
 OTHER = f"{PACKAGE}/_fully_shard.py"  # not known to the branch
 KNOWN = {path: f"origin = 'release: {path}'\n" for path in [*REPLACED, BESIDE]}
-VERSION = f"{DEFAULT}+cpu"
+VERSION = f"{DEFAULT}+rocm7"  # any build of a release
 
 
 class ScratchTestCase(TestCase):
