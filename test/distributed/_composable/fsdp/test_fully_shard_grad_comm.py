@@ -44,9 +44,9 @@ from fsdp_common.utils import (
     shard_mesh,
     THREAD_DEVICE_TYPE,
 )
-from fsdp_features.memory import peak_nbytes
-from fsdp_mixed_dtype import parity
-from fsdp_mixed_dtype.models import mixed_tower, uniform_tower
+from fsdp_parity import modes as parity
+from fsdp_parity.memory import peak_nbytes
+from fsdp_parity.models import mixed_tower, uniform_tower
 from fsdp_wrong_uses.settings import OwnReduction
 
 import torch
@@ -529,7 +529,7 @@ def policy_maker(compute: torch.dtype | None, comm: torch.dtype | None) -> Any:
     return make
 
 
-# One of each kind, of `fsdp_mixed_dtype/parity.py`
+# One of each kind, of `fsdp_parity/modes.py`
 UNIFORM = (
     "root_only no_reshard accumulate accumulate_in_turns several_backwards "
     "explicit_prefetch unshard_ahead shard_last_dim group group_run_in_part frozen "

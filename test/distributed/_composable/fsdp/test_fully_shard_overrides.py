@@ -5,7 +5,7 @@ Units whose policy has an override for each parameter, and gradients in another
 dtype than their parameter: what is gathered, computed, reduced and kept.
 
 That overrides leave the bits of one unit of the release for each policy is in
-``test_fully_shard_mixed_dtype.py``; what a policy says at all is in
+``test_fully_shard_parity.py``; what a policy says at all is in
 ``test_fully_shard_policy.py``.
 """
 
@@ -26,7 +26,7 @@ from fsdp_common.utils import (
     THREAD_DEVICE_TYPE,
     WORLD_SIZE,
 )
-from fsdp_features.models import Extended, Fp8, HighLow
+from fsdp_parity.waves import Extended, Fp8, HighLow
 
 import torch
 import torch.nn as nn

@@ -33,7 +33,7 @@ from fsdp_common.utils import (
     record_collectives,
     THREAD_DEVICE_TYPE,
 )
-from fsdp_features.comms import KeptScatter, SymmMemStub
+from fsdp_parity.comms import KeptScatter, SymmMemStub
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

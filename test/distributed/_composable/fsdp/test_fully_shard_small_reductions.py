@@ -35,9 +35,9 @@ from fsdp_common.utils import (
     shard_blocks,
     shard_mesh,
 )
-from fsdp_features.memory import FP32, peak_nbytes
-from fsdp_mixed_dtype import parity
-from fsdp_mixed_dtype.models import mixed_tower, Tower, uniform_tower
+from fsdp_parity import modes as parity
+from fsdp_parity.memory import FP32, peak_nbytes
+from fsdp_parity.models import mixed_tower, Tower, uniform_tower
 
 import torch
 import torch.nn as nn
@@ -572,7 +572,7 @@ class TestSettings(FakeGroupTest):
         numels = [torch.Size(size).numel() * dtype.itemsize for size, dtype in specs]
         for mode in ({}, {"is_hybrid": True}, {"buffers": 2}):
             plain = peak_nbytes(specs, mode)
-            with mock.patch("fsdp_features.memory.fully_shard", shard_and_cap):
+            with mock.patch("fsdp_parity.memory.fully_shard", shard_and_cap):
                 joined = peak_nbytes(specs, mode)
             # Two of three blocks' wait when the third's come
             self.assertLessEqual(joined, plain + 2 * sum(numels))

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from fsdp_common.release_rules import FOLLOWS_GRAD_DTYPE
-from fsdp_mixed_dtype.models import (
+from fsdp_parity.models import (
     batch_of,
     BF16,
     FP32,

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_common.run_ranks import run_ranks
-from fsdp_mixed_dtype.models import (
+from fsdp_parity.models import (
     batch_of,
     BF16,
     FP32,
@@ -44,7 +44,7 @@ from fsdp_mixed_dtype.models import (
     Tower,
     uniform_tower,
 )
-from fsdp_mixed_dtype.parity import bits_of, LR, Record
+from fsdp_parity.modes import bits_of, LR, Record
 
 import torch
 import torch._dynamo  # the first hook would, in each rank anew

@@ -21,7 +21,7 @@ from fsdp_common.parity_layers import (
     units_of,
 )
 from fsdp_common.release_rules import FOLLOWS_GRAD_DTYPE, HAS_SPMD_TYPES
-from fsdp_features.models import extended_stack, HighLow
+from fsdp_parity.waves import extended_stack, HighLow
 from fsdp_plugins.runs import mixed, one_backward, Place, scenario, train
 
 import torch

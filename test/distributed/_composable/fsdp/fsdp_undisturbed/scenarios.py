@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
-from fsdp_features.memory import Touch
+from fsdp_parity.memory import Touch
 
 import torch
 import torch.distributed as dist

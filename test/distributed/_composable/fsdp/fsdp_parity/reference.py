@@ -23,8 +23,8 @@ from typing import Any
 
 from fsdp_common.release_rules import autograd_dtype, compute_dtype, reduce_dtype
 from fsdp_common.utils import DEVICE_TYPE, FSDPProcessTest, shard_mesh, WORLD_SIZE
-from fsdp_mixed_dtype.models import batch_of, loss_of, Tower
-from fsdp_mixed_dtype.parity import LR, shard_blocks
+from fsdp_parity.models import batch_of, loss_of
+from fsdp_parity.modes import LR, shard_blocks
 
 import torch
 import torch.distributed as dist
@@ -88,7 +88,6 @@ class Reference:
         # In the dtypes that are computed in
         self._compute = copy.deepcopy(model)
         self._compute.register_forward_pre_hook(self._cast_inputs)
-        self._compute.register_forward_hook(self._cast_output)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR)
         # Whether gradients are reduced after each backward
         self.reduces = True
@@ -99,10 +98,6 @@ class Reference:
         if not policy.cast_forward_inputs or policy.param_dtype is None:
             return args
         return tuple(arg.to(policy.param_dtype) for arg in args)
-
-    def _cast_output(self, module: nn.Module, args: Any, output: Any) -> Any:
-        dtype = self.policy.output_dtype
-        return output if dtype is None else output.to(dtype)
 
     def forget(self) -> None:
         """Forgets the gradients of the step so far."""
@@ -283,11 +278,3 @@ class SideBySide:
             self.model.set_requires_gradient_sync(is_last)
             self.reference.reduces = is_last
             self.backward(run)
-
-    def set_requires_grad(
-        self, requires_grad: bool, select: Callable[[Tower], Iterable[nn.Module]]
-    ) -> None:
-        """Freezes or unfreezes the selected modules of both models."""
-        for model in (self.model, self.reference.model):
-            for module in select(model):
-                module.requires_grad_(requires_grad)

@@ -1,5 +1,5 @@
 """
-The models of the mixed-dtype tests. They keep the parameters of each dtype in a
+The towers that modes are trained on. They keep the parameters of each dtype in a
 module of their own, so that the release, which wants one dtype in a unit,
 can shard those modules where this branch shards their parent.
 

@@ -1,6 +1,6 @@
 """
-What the tests of single features train beside towers: modules that take their
-parameters as local tensors, and tensors that say themselves how they are gathered.
+What is trained beside towers: modules that take their parameters as local tensors, and
+tensors that say themselves how they are gathered.
 """
 
 from __future__ import annotations

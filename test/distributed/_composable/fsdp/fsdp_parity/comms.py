@@ -8,34 +8,31 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from fsdp_features.cases import (
+from fsdp_parity.cases import (
     add_case,
-    add_tower,
-    Case,
-    CASES,
-    each_unit,
-    GROUPS_NOTED,
+    add_mode,
+    cut_children,
+    groups_of,
     Place,
     run_mode,
-    shard_children,
-    step_on_waves,
-    tower,
+    train_children,
+    train_tower,
 )
-from fsdp_features.models import Offsets, stack_of, Waves
-from fsdp_mixed_dtype.models import Tower
-from fsdp_mixed_dtype.parity import (
+from fsdp_parity.modes import (
     Batches,
+    each_unit,
     Mode,
     one_backward,
+    prefetch_explicitly,
     Record,
-    shard_blocks,
-    shard_dtypes,
     units_of,
 )
+from fsdp_parity.waves import Offsets, stack_of, Waves
 
 import torch
 import torch.distributed as dist
@@ -84,21 +81,18 @@ class AsyncGather(Gather):
 
 
 class Scatter(ReduceScatter):
+    """Notes the groups that it sends over."""
+
+    groups: set[str] = set()  # by description, of all in this process
+
     def allocate(self, size: Any, *, dtype: Any, device: Any) -> torch.Tensor:
         return torch.full(tuple(size), 77, dtype=dtype, device=device)
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        Scatter.groups.add(group.group_desc)
         return dist.reduce_scatter_single(
             output_tensor, input_tensor, op=op, group=group, async_op=async_op
         )
-
-
-class SeparateScatter(Scatter):
-    """Notes which group each reduction is sent over."""
-
-    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
-        GROUPS_NOTED.add((group.group_desc, group.group_name))
-        return super().__call__(output_tensor, input_tensor, group, op, async_op)
 
 
 class KeptBuffers:
@@ -151,22 +145,6 @@ class KeptResults(Scatter):
         return self.inputs(*args, **kwargs)
 
 
-def set_comms(gather: Callable[[], Any], scatter: Callable[[], Any]) -> Any:
-    def prepare(model: nn.Module) -> None:
-        for unit in units_of(model):
-            unit.set_custom_all_gather(gather())
-            unit.set_custom_reduce_scatter(scatter())
-
-    return prepare
-
-
-def share_kept_scatter(model: nn.Module) -> None:
-    """One buffer for the inputs of all units."""
-    scatter = KeptScatter()
-    for unit in units_of(model):
-        unit.set_custom_reduce_scatter(scatter)
-
-
 class KeptByTurns(KeptScatter):
     """Takes each second buffer for a result, as nothing is called between them."""
 
@@ -177,10 +155,18 @@ class KeptByTurns(KeptScatter):
         return buffer
 
 
-def share_kept_buffers_by_turns(model: nn.Module) -> None:
-    scatter = KeptByTurns()
-    for unit in units_of(model):
-        unit.set_custom_reduce_scatter(scatter)
+def set_comms(gather: Callable[[], Any], scatter: Callable[[], Any]) -> Any:
+    def prepare(model: nn.Module) -> None:
+        for unit in units_of(model):
+            unit.set_custom_all_gather(gather())
+            unit.set_custom_reduce_scatter(scatter())
+
+    return prepare
+
+
+def share_scatter(kind: type[Scatter]) -> Callable[[nn.Module], None]:
+    """One buffer for the inputs of all units."""
+    return lambda model: each_unit("set_custom_reduce_scatter", kind())(model)
 
 
 def gather_asynchronously(model: nn.Module) -> None:
@@ -188,87 +174,73 @@ def gather_asynchronously(model: nn.Module) -> None:
     set_comms(AsyncGather, Scatter)(model)
 
 
-def memory_from_group_and_back(model: nn.Module) -> None:
-    each_unit("set_allocate_memory_from_process_group_for_comm", True)(model)
-    each_unit("set_allocate_memory_from_process_group_for_comm", False)(model)
+MEMORY = "set_allocate_memory_from_process_group_for_comm"
 
 
-def separate_group(model: nn.Module) -> None:
-    model.set_separate_reduce_scatter_group()
-    model.set_separate_reduce_scatter_group()  # makes no other one
-    for unit in units_of(model):
-        unit.set_custom_reduce_scatter(SeparateScatter())
-
-
-def separate_group_and_back(model: nn.Module) -> None:
+def take_back(model: nn.Module) -> None:
+    """Sets what is not the default, and the default again."""
+    each_unit(MEMORY, True)(model)
+    each_unit(MEMORY, False)(model)
     model.set_separate_reduce_scatter_group()
     model.set_separate_reduce_scatter_group(False)
 
 
-def many_input_buffers(model: nn.Module) -> None:
-    model.set_reduce_scatter_max_input_buffers(3)
-
-
-def two_buffers_in_one_block(model: nn.Module) -> None:
-    """The most that any unit wants counts for all."""
-    units_of(model)[1].set_reduce_scatter_max_input_buffers(2, recurse=False)
-
-
-MEMORY = "set_allocate_memory_from_process_group_for_comm"
-
-add_tower("custom_comms", prepare=set_comms(Gather, Scatter))
-add_tower("kept_buffers", prepare=set_comms(KeptGather, KeptScatter))
-add_tower("one_kept_buffer_for_all_units", prepare=share_kept_scatter)
-add_tower("kept_results", prepare=set_comms(Gather, KeptResults))
-add_tower("memory_from_group", prepare=each_unit(MEMORY, True))
-add_tower("memory_from_group_and_back", prepare=memory_from_group_and_back)
-add_tower("separate_group", prepare=separate_group, makes_groups=True)
-add_tower("separate_group_and_back", prepare=separate_group_and_back, makes_groups=True)
-add_tower(
-    "one_input_buffer", prepare=each_unit("set_reduce_scatter_max_input_buffers", 1)
-)
-add_tower(
-    "two_input_buffers", prepare=each_unit("set_reduce_scatter_max_input_buffers", 2)
-)
-add_tower("three_input_buffers", prepare=many_input_buffers)
-add_tower("two_input_buffers_in_one_block", prepare=two_buffers_in_one_block)
-add_tower("async_unshard_op", prepare=gather_asynchronously)
-
-
-def take_sine_in_hook(stream: bool) -> Callable[[nn.Module], None]:
+def take_sine_in_hook(has_stream: bool = False) -> Callable[[nn.Module], None]:
     def prepare(model: nn.Module) -> None:
         for unit in units_of(model):
-            kwargs = {"stream": torch.cpu.Stream()} if stream else {}
+            kwargs = {"stream": torch.cpu.Stream()} if has_stream else {}
             unit.set_all_reduce_hook(lambda grad: grad.sin_(), **kwargs)
 
     return prepare
 
 
-_HYBRID = {"is_hybrid": True}
-CASES["hybrid_separate_group"] = Case(
-    tower(prepare=separate_group, **_HYBRID), uniform=(4,), mixed=(4,)
-)
-CASES["all_reduce_hook"] = Case(tower(prepare=take_sine_in_hook(stream=False)))
-CASES["all_reduce_hook_with_stream"] = Case(
-    tower(prepare=take_sine_in_hook(stream=True))
-)
-CASES["hybrid_all_reduce_hook"] = Case(
-    tower(prepare=take_sine_in_hook(stream=False), **_HYBRID), uniform=(4,), mixed=(4,)
-)
-CASES["hybrid_custom_comms"] = Case(
-    tower(prepare=set_comms(Gather, Scatter), **_HYBRID), uniform=(4,), mixed=(4,)
-)
+_HYBRID: dict[str, Any] = {"is_hybrid": True, "ranks": 4}
+for _name, _prepare in {
+    "kept_buffers": set_comms(KeptGather, KeptScatter),
+    "one_kept_buffer_for_all_units": share_scatter(KeptScatter),
+    "kept_results": set_comms(Gather, KeptResults),
+    "async_unshard_op": gather_asynchronously,
+    "memory_from_group": each_unit(MEMORY, True),
+    "all_reduce_hook": take_sine_in_hook(),
+    "all_reduce_hook_with_stream": take_sine_in_hook(has_stream=True),
+}.items():
+    add_mode(_name, Mode(prepare=_prepare))
+add_mode("taken_back", Mode(prepare=take_back), makes_groups=True)
+add_mode("hybrid_all_reduce_hook", Mode(prepare=take_sine_in_hook(), **_HYBRID))
+add_mode("hybrid_kept", Mode(prepare=set_comms(KeptGather, KeptScatter), **_HYBRID))
 
 
-@add_case(uniform=(4,), mixed=(4,))
+def reduce_over_separate_group(place: Place, mode: Mode) -> Record:
+    def prepare(model: nn.Module) -> None:
+        model.set_separate_reduce_scatter_group()
+        model.set_separate_reduce_scatter_group()  # makes no other one
+        each_unit("set_custom_reduce_scatter", Scatter())(model)
+
+    Scatter.groups.clear()
+    record = train_tower(replace(mode, prepare=prepare), place)
+    return record | {"groups": [*Scatter.groups]}
+
+
+@add_case(makes_groups=True)
+def separate_group(place: Place) -> Record:
+    return reduce_over_separate_group(place, Mode())
+
+
+@add_case(ranks=4)
+def hybrid_separate_group(place: Place) -> Record:
+    return reduce_over_separate_group(place, Mode(**_HYBRID))
+
+
+@add_case()
+def single_rank(place: Place) -> Record:
+    return train_tower(Mode(), place, place.singles["shard"])
+
+
+@add_case(ranks=4)
 def kept_buffer_of_replicas(place: Place) -> Record:
     """With one shard each: nothing is sent before the all-reduce."""
-    cut = shard_dtypes if place.units == "dtype" else shard_blocks
-
-    def shard(model: nn.Module, **kwargs: Any) -> None:
-        cut(model, **kwargs | {"mesh": place.singles})
-
-    return tower(shard=shard, prepare=share_kept_buffers_by_turns)(place)
+    mode = Mode(prepare=share_scatter(KeptByTurns))
+    return train_tower(mode, place, place.singles)
 
 
 class SymmMemStub:
@@ -300,70 +272,61 @@ class SymmMemStub:
             yield self
 
 
-def symmetric_memory(sums: bool) -> Callable[[Place], Record]:
+def ask_for_symmetric_memory(place: Place, *, sums: bool) -> Record:
     def prepare(model: nn.Module) -> None:
         if sums:
             each_unit("set_force_sum_reduction_for_comms", True)(model)
         each_unit("set_symm_mem_for_comm")(model)
 
-    def run(place: Place) -> Record:
-        with SymmMemStub().patched() as stub:
-            record = tower(prepare=prepare)(place)
-        seen = (len(stub.backends), {*stub.backends}, stub.registered, stub.pools)
-        return record | {"symmetric memory": seen}
-
-    return run
+    with SymmMemStub().patched() as stub:
+        record = train_tower(Mode(prepare=prepare), place)
+    seen = (len(stub.backends), {*stub.backends}, stub.registered, stub.pools)
+    return record | {"symmetric memory": seen}
 
 
-CASES["symmetric_memory"] = Case(symmetric_memory(sums=False))
-CASES["symmetric_memory_sums"] = Case(symmetric_memory(sums=True))
+@add_case()
+def symmetric_memory(place: Place) -> Record:
+    return ask_for_symmetric_memory(place, sums=False)
+
+
+@add_case()
+def symmetric_memory_sums(place: Place) -> Record:
+    return ask_for_symmetric_memory(place, sums=True)
 
 
 # Meshes and contexts #
 
 
-def shard_on_two_meshes(place: Place, **kwargs: Any) -> Callable[..., None]:
+def vectors_on_smaller_mesh(place: Place) -> dict[str, Any]:
     """Gives vectors and single elements to a smaller group of ranks."""
+    smaller = place.pairs if place.mesh.size() == 4 else place.singles
+    infos = [FSDPMeshInfo(mesh, 0) for mesh in (place.mesh, smaller["shard"])]
 
-    def shard(model: nn.Module, *, mesh: DeviceMesh, **others: Any) -> None:
-        smaller = place.pairs["shard"] if mesh.size() == 4 else place.singles["shard"]
-        infos = FSDPMeshInfo(mesh, shard_mesh_dim=0), FSDPMeshInfo(smaller, 0)
+    def place_param(param: nn.Parameter) -> ShardPlacementResult:
+        return ShardPlacementResult(Shard(0), infos[param.ndim == 1])
 
-        def place_param(param: nn.Parameter) -> ShardPlacementResult:
-            return ShardPlacementResult(Shard(0), infos[param.ndim == 1])
-
-        cut = shard_dtypes if place.units == "dtype" else shard_blocks
-        if not isinstance(model, Tower):
-            cut = functools.partial(shard_children, units=place.units)
-        cut(model, mesh=mesh, shard_placement_fn=place_param, **others, **kwargs)
-
-    return shard
+    return {"shard_placement_fn": place_param}
 
 
 @add_case()
 def two_meshes(place: Place) -> Record:
-    return tower(shard=shard_on_two_meshes(place))(place)
-
-
-@add_case()
-def two_meshes_resharded(place: Place) -> Record:
-    return tower(shard=shard_on_two_meshes(place, reshard_after_forward=True))(place)
+    return train_tower(Mode(kwargs=vectors_on_smaller_mesh(place)), place)
 
 
 @add_case()
 def two_meshes_prefetched(place: Place) -> Record:
-    shard = shard_on_two_meshes(place)
-    return tower(shard=shard, prepare=prefetch_in_order)(place)
+    kwargs = vectors_on_smaller_mesh(place)
+    return train_tower(Mode(kwargs=kwargs, prepare=prefetch_explicitly), place)
 
 
 @add_case()
 def two_meshes_two_input_buffers(place: Place) -> Record:
-    shard = shard_on_two_meshes(place)
+    kwargs = vectors_on_smaller_mesh(place)
     prepare = each_unit("set_reduce_scatter_max_input_buffers", 2)
-    return tower(shard=shard, prepare=prepare)(place)
+    return train_tower(Mode(kwargs=kwargs, prepare=prepare), place)
 
 
-@add_case(uniform=(4,), mixed=(4,))
+@add_case(ranks=4)
 def three_meshes(place: Place) -> Record:
     """Which of a module's groups prefetches does not show with two of them."""
     meshes = place.mesh, place.pairs["shard"], place.singles["shard"]
@@ -372,25 +335,10 @@ def three_meshes(place: Place) -> Record:
     def place_param(param: nn.Parameter) -> ShardPlacementResult:
         return ShardPlacementResult(Shard(0), infos[param.ndim % 3])
 
-    def shard(model: nn.Module, **kwargs: Any) -> None:
-        kwargs["shard_placement_fn"] = place_param
-        shard_children(model, place.units, **kwargs)
-
     # And how far it prefetches does not show with two modules
     stacks = stack_of(Waves, place.dtypes), stack_of(Waves, place.dtypes)
     model = nn.Sequential(*itertools.chain(*stacks))
-    return run_mode(Mode(shard=shard, step=step_on_waves), model, place)
-
-
-def prefetch_in_order(model: nn.Module) -> None:
-    """Each unit starts the gather of the next, or of the one before in backward."""
-    units = [unit for unit in units_of(model) if unit is not model]
-    for unit, following in itertools.pairwise(units):
-        unit.set_modules_to_forward_prefetch([following])
-        following.set_modules_to_backward_prefetch([unit])
-
-
-add_tower("prefetched_in_order", prepare=prefetch_in_order)
+    return train_children(model, place, shard_placement_fn=place_param)
 
 
 @functools.cache
@@ -399,39 +347,35 @@ def full_mesh(names: tuple[str, str]) -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
 
 
-def spmd(dims: DataParallelMeshDims, names: tuple[str, str]) -> Callable[[Place], Any]:
+def train_on_full_mesh(
+    place: Place, dims: DataParallelMeshDims, names: tuple[str, str]
+) -> Record:
     """Trains DTensors on the mesh of all ranks, replicated but for "tp"."""
-
-    def run(place: Place) -> Record:
-        full = full_mesh(names)
-        model = stack_of(Waves, place.dtypes)
-        for waves in (module for module in model.modules() if type(module) is Waves):
-            for i, param in enumerate(waves.params):
-                on_tp = Shard(param.ndim - 1) if param.ndim == 3 else Replicate()
-                placements = [on_tp if name == "tp" else Replicate() for name in names]
-                data = distribute_tensor(param.detach(), full, placements)
-                if param.ndim == 3:
-                    data = DTensor.from_local(
-                        data.to_local().contiguous(), full, placements, run_check=False
-                    )
-                waves.params[i] = nn.Parameter(data)
-
-        def shard(model: nn.Module, *, mesh: Any, **kwargs: Any) -> None:
-            shard_children(model, place.units, mesh=full, dp_mesh_dims=dims, **kwargs)
-
-        return run_mode(Mode(shard=shard, step=step_on_waves), model, place)
-
-    return run
+    full = full_mesh(names)
+    model = stack_of(Waves, place.dtypes)
+    for waves in (module for module in model.modules() if type(module) is Waves):
+        for i, param in enumerate(waves.params):
+            on_tp = Shard(param.ndim - 1) if param.ndim == 3 else Replicate()
+            placements = [on_tp if name == "tp" else Replicate() for name in names]
+            data = distribute_tensor(param.detach(), full, placements)
+            if param.ndim == 3:
+                data = DTensor.from_local(
+                    data.to_local().contiguous(), full, placements, run_check=False
+                )
+            waves.params[i] = nn.Parameter(data)
+    return train_children(model, place, mesh=full, dp_mesh_dims=dims)
 
 
-_FOUR = {"uniform": (4,), "mixed": (4,)}
-CASES["spmd_mesh"] = Case(spmd(DataParallelMeshDims(shard="dp"), ("dp", "tp")), **_FOUR)
-CASES["spmd_mesh_hybrid"] = Case(
-    spmd(DataParallelMeshDims(shard="fsdp", replicate="dp"), ("dp", "fsdp")), **_FOUR
-)
-CASES["spmd_mesh_flattened"] = Case(
-    spmd(DataParallelMeshDims(shard=("dp", "fsdp")), ("dp", "fsdp")), **_FOUR
-)
+@add_case(ranks=4)
+def spmd_mesh(place: Place) -> Record:
+    dims = DataParallelMeshDims(shard="dp")
+    return train_on_full_mesh(place, dims, ("dp", "tp"))
+
+
+@add_case(ranks=4)
+def spmd_mesh_hybrid(place: Place) -> Record:
+    dims = DataParallelMeshDims(shard="fsdp", replicate="dp")
+    return train_on_full_mesh(place, dims, ("dp", "fsdp"))
 
 
 @add_case()
@@ -441,32 +385,22 @@ def shared_context(place: Place) -> Record:
 
     def shard(model: nn.Module, **kwargs: Any) -> None:
         for part in model:
-            shard_children(part, place.units, **kwargs)
+            cut_children(part, place, **kwargs)
         share_comm_ctx([*model])
 
-    record = run_mode(Mode(shard=shard, step=step_on_waves), model, place)
-    contexts = [
-        group.comm_ctx
-        for unit in units_of(model)
-        for group in unit._get_fsdp_state()._fsdp_param_groups
-    ]
-    return record | {"contexts": len({*map(id, contexts)})}
+    record = run_mode(Mode(shard=shard), model, place)
+    return record | {"contexts": len({id(g.comm_ctx) for g in groups_of(model)})}
 
 
 @add_case()
 def not_unsharded_in_backward(place: Place) -> Record:
     model = stack_of(Offsets, place.dtypes)
-
-    def shard(model: nn.Module, **kwargs: Any) -> None:
-        shard_children(model, place.units, reshard_after_forward=True, **kwargs)
-        each_unit("set_unshard_in_backward", False)(model)
-
-    return run_mode(Mode(shard=shard, step=step_on_waves), model, place)
+    prepare = each_unit("set_unshard_in_backward", False)
+    return train_children(model, place, prepare, reshard_after_forward=True)
 
 
-@add_case(mixed=())
-def stream_priorities(place: Place) -> dict[str, Any]:
-    """Notes what streams the shared context asks of a device."""
+def stream_priorities() -> dict[str, int]:
+    """Returns what streams the shared context asks of a device."""
     handle = mock.MagicMock()
     context = FSDPCommContext()
     module = sys.modules[FSDPCommContext.__module__]
@@ -504,4 +438,5 @@ def post_optim_event(place: Place) -> Record:
         waits.append(f"in step {batches.step}:")
         return one_backward(model, batches)
 
-    return tower(step=step)(place) | {"waits": waits}
+    record = train_tower(Mode(step=step), place)
+    return record | {"waits": waits, "priorities": stream_priorities()}

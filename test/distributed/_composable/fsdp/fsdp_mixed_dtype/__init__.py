@@ -1,1 +1,0 @@
-"""Towers of several dtypes, and what their training must come to."""

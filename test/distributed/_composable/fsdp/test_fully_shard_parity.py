@@ -1,0 +1,401 @@
+# Owner(s): ["oncall: distributed"]
+
+"""
+Whatever ``fully_shard`` can do, under the release and under this branch, with the same
+seeds and batches. Units of one dtype keep the release's bits, order of steps and
+collectives. Units of several have the bits of one unit of the release for each dtype,
+or for each policy, and the order of a uniform unit.
+
+What is run is in ``fsdp_parity/run.py``.
+"""
+
+import json
+import tempfile
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from fsdp_common.release_rules import FOLLOWS_GRAD_DTYPE
+from fsdp_common.run_both import read_results, Results, run_on
+from fsdp_common.run_forked import run_forked
+from fsdp_common.utils import (
+    FSDPThreadTest,
+    on_first_rank,
+    run_python,
+    shard_blocks,
+)
+from fsdp_parity.extensions import EXTENSIONS
+from fsdp_parity.memory import FP16, MIXED, MODES, UNALIGNED, UNIFORM
+from fsdp_parity.models import BF16, FP32
+from fsdp_parity.modes import STEPS
+from fsdp_parity.run import CASES, RANKS
+from fsdp_parity.waves import Extended, extended_stack, Fp8, HighLow
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+    TestCase,
+)
+
+
+pytestmark = pytest.mark.long
+
+TRAINED = [name for name, case in CASES.items() if case.refusal is None]
+REFUSED = [name for name, case in CASES.items() if case.refusal is not None]
+ORDERED = [name for name in TRAINED if {"uniform", "mixed"} <= {*CASES[name].kinds}]
+MODULE = "fsdp_parity.run"
+
+
+def kinds_of(names: list[str]) -> list[str]:
+    return [f"{kind} {name}" for name in names for kind in CASES[name].kinds]
+
+
+def run_release() -> Results:
+    return run_on(MODULE, "--by-dtype", on_release=True)
+
+
+def run_branch() -> Results:
+    """
+    Runs each rank in an interpreter of its own, the last one first. Each holds dtypes
+    at other addresses, by which they hash, and strings have other hashes as well: a set
+    of either has another order in each.
+    """
+    with tempfile.TemporaryDirectory() as out, tempfile.TemporaryDirectory() as met:
+        args = ("--out", out, "--store", f"{met}/store")
+
+        def run_rank(rank: int) -> None:
+            env = {"PYTHONHASHSEED": str(rank)}
+            run_python("-m", MODULE, *args, "--rank", str(rank), env=env)
+
+        with ThreadPoolExecutor(RANKS) as pool:
+            list(pool.map(run_rank, reversed(range(RANKS))))
+        return read_results(out)
+
+
+def without_stale_prefetch(name: str, release: dict[str, Any]) -> dict[str, Any]:
+    """
+    Returns a record of the release without what comes of forwards that no backward
+    follows: it records them for prefetching, and the last unit of backward looks once
+    more for one to prefetch, which finds nothing to gather.
+    """
+    if name != "evaluated_before" or "ranges" not in release:
+        return release
+    ranges = [*release["ranges"]]
+    prefetches = [i for i, label in enumerate(ranges) if "backward_prefetch" in label]
+    del ranges[prefetches[-1]]
+    return release | {"ranges": ranges}
+
+
+@on_first_rank
+class TestParity(TestCase):
+    release: Results
+    branch: Results
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        super().setUpClass()
+        with ThreadPoolExecutor() as pool:
+            release, branch = pool.submit(run_release), pool.submit(run_branch)
+        cls.release, cls.branch = release.result(), branch.result()
+
+    def by_rank(self, results: Results, kind: str, name: str) -> list[dict[str, Any]]:
+        """Returns what each rank has that ran a case: as many as the case says."""
+        key = f"{kind} {name}"
+        found = [of_rank[key] for of_rank in results if key in of_rank]
+        self.assertEqual(len(found), 2 if CASES[name].takes_turns else RANKS, key)
+        return found
+
+    def records(self, name: str) -> Iterable[tuple[str, dict[str, Any]]]:
+        """Yields all that the branch has of a case, by kind."""
+        for kind in CASES[name].kinds:
+            for record in self.by_rank(self.branch, kind, name):
+                yield kind, record
+
+    # Whether what a case computes is right #
+
+    @parametrize("case", kinds_of(TRAINED))
+    def test_bits(self, case: str) -> None:
+        """Of a uniform unit also the order of ranges, collectives, and what is held."""
+        kind, name = case.split()
+        sides = (self.by_rank(r, kind, name) for r in (self.release, self.branch))
+        for release, branch in zip(*sides, strict=True):
+            release = without_stale_prefetch(name, release)
+            names = dict.fromkeys((*release, *branch))
+            if kind != "uniform":
+                names = [n for n in names if n.startswith(("step", "final"))]
+                self.assertEqual(reductions_of(branch), reductions_of(release))
+            elif name in EXTENSIONS:  # inputs of two dtypes, which are aligned now
+                names.pop("collectives", None)
+            different = [
+                f"{n}: {branch.get(n)} != {release.get(n)}"[:2000]
+                for n in names
+                # Nothing is, see below, where the release may keep a gather's buffer
+                if n != "left" and branch.get(n) != release.get(n)
+            ]
+            self.assertEqual(different[:1], [])
+            # Equal bits say nothing of a model that did not train
+            losses = [branch[f"step {step} loss"] for step in range(STEPS)]
+            self.assertEqual(len({*losses}), STEPS)
+            self.assertTrue(any(n.startswith("final") for n in names))
+
+    def test_every_kind_of_parameter_has_gradients(self) -> None:
+        """What is compared is there: all dtypes, each with a gradient that is not 0."""
+        record = self.by_rank(self.branch, "mixed", "plain")[0]
+        for dtype in ("float32", "bfloat16", "float16"):
+            for part in ("gain", "up", "down", "code", "scale"):
+                grads = [
+                    bits
+                    for name, (of, bits) in record.items()
+                    if "gradient" in name and name.endswith(part) and dtype in of
+                ]
+                self.assertTrue(any(any(bits) for bits in grads), (dtype, part))
+
+    # Whether a mixed unit takes the steps of a uniform one #
+
+    @parametrize("name", ORDERED)
+    def test_mixed_unit_in_the_order_of_a_uniform_one(self, name: str) -> None:
+        expected = self.by_rank(self.release, "uniform", name)[0]
+        expected = without_stale_prefetch(name, expected)
+        actual = self.by_rank(self.branch, "mixed", name)[0]
+        for key in ("ranges", "waits", "contexts", "comms", "groups"):
+            self.assertEqual(actual.get(key), expected.get(key), key)
+        self.assertEqual(inputs_held(actual), inputs_held(expected))
+        sizes = [gather_sizes(record) for record in (actual, expected)]
+        self.assertEqual(*sizes)
+
+    def test_every_order_is_seen(self) -> None:
+        """What is compared is there: prefetches, reductions, and waits for them."""
+        ranges = self.by_rank(self.branch, "uniform", "two_meshes")[0]["ranges"]
+        for part in ("backward_prefetch for", "[pg=2]", "[pg=1]", "reduce", "rs_wait"):
+            self.assertTrue(any(part in name for name in ranges), part)
+
+    # Communication #
+
+    @parametrize("name, most", [("one", 1), ("two", 2), ("three", 3)])
+    def test_input_buffers_held(self, name: str, most: int) -> None:
+        """By module, however many reduce dtypes it has."""
+        for kind, record in self.records(f"{name}_input_buffer{'s' * (most > 1)}"):
+            held = inputs_held(record)
+            self.assertEqual(max(held), most, kind)
+            self.assertEqual(held[:3], [min(i, most) for i in (1, 2, 3)], kind)
+
+    def test_symmetric_memory_is_asked_for(self) -> None:
+        for name in ("symmetric_memory", "symmetric_memory_sums"):
+            for kind, record in self.records(name):
+                made, backends, registered, pools = record["symmetric memory"]
+                self.assertEqual(backends, {"NCCL"}, kind)
+                self.assertEqual(made, 6 if "sums" in name else 3, kind)
+                self.assertEqual(len(registered), pools, kind)  # each buffer once
+                self.assertGreaterEqual(len(registered), STEPS * 5, kind)
+                is_mixed = kind == "mixed" and "sums" in name
+                dtypes = {dtype for dtype, _ in registered}
+                self.assertEqual(len(dtypes), 4 if is_mixed else 1, kind)
+
+    def test_gathers_wait_for_the_given_event_once(self) -> None:
+        once = ["in step 0:", "copy-in", "gather"]
+        then = [[f"in step {i}:", "copy-in for all", "gather for all"] for i in (1, 2)]
+        for kind, record in self.records("post_optim_event"):
+            self.assertEqual(record["waits"], sum(then, once), kind)
+
+    @parametrize(
+        "name, gather, scatter, is_separate",
+        [
+            ("plain", "DefaultAllGather", "DefaultReduceScatter", False),
+            ("taken_back", "DefaultAllGather", "DefaultReduceScatter", False),
+            ("kept_buffers", "KeptGather", "KeptScatter", False),
+            (
+                "memory_from_group",
+                "ProcessGroupAllocAllGather",
+                "ProcessGroupAllocReduceScatter",
+                False,
+            ),
+            ("separate_group", "DefaultAllGather", "Scatter", True),
+            ("symmetric_memory", "SymmMemAllGather", "DefaultReduceScatter", False),
+            (
+                "symmetric_memory_sums",
+                "SymmMemAllGather",
+                "SymmMemReduceScatter",
+                False,
+            ),
+        ],
+    )
+    def test_comms_are_the_chosen_ones(
+        self, name: str, gather: str, scatter: str, is_separate: bool
+    ) -> None:
+        for kind, record in self.records(name):
+            self.assertEqual({*record["comms"]}, {(gather, scatter, is_separate)}, kind)
+            if is_separate:
+                self.assertEqual(record["groups"], ["fsdp_reduce_scatter"], kind)
+
+    def test_units_of_several_meshes_gather_over_each(self) -> None:
+        """But nothing is sent over a single rank."""
+        for name, expected in (("two_meshes", {2}), ("three_meshes", {2, 4})):
+            for kind in CASES[name].kinds:
+                record = self.by_rank(self.branch, kind, name)[0]
+                self.assertEqual({*gather_sizes(record)}, expected, name)
+
+    # Memory #
+
+    @parametrize("name", TRAINED)
+    def test_nothing_is_left_after_backward(self, name: str) -> None:
+        for kind, record in self.records(name):
+            self.assertEqual(record["left"], 0, kind)
+
+    def test_one_gather_buffer_is_kept_in_forward(self) -> None:
+        """The last one's, so that the next copy-in may run beside its copy-out."""
+        for kind, record in self.records("buffers_of_gathers"):
+            # While the modules of the tower run; after forward and backward none
+            of_step = [1] * (16 if kind == "mixed" else 12) + [0, 0]
+            self.assertEqual(record["alive"], of_step * STEPS, kind)
+
+    def test_async_gathers_keep_no_buffer(self) -> None:
+        for kind, record in self.records("async_unshard_op"):
+            kept = {is_kept for what, is_kept in record["held"] if what == "gather"}
+            self.assertEqual(kept, {False}, kind)
+
+    @parametrize(
+        "name, overlaps",
+        [
+            ("pinned", {True}),
+            # But not those that an addition or a hook reads at once
+            ("pinned_add_up", {True, False}),
+            ("pinned_step_in_backward", {False}),
+        ],
+    )
+    def test_copies_to_pinned_memory_overlap(self, name: str, overlaps: set) -> None:
+        for kind, record in self.records(name):
+            self.assertEqual({*record["copies"]}, overlaps, kind)
+
+    @parametrize("name", EXTENSIONS)
+    def test_extension_makes_the_inputs(self, name: str) -> None:
+        for kind, record in self.records(name):
+            # Two parameters in each of two blocks, in forward and in backward
+            gathers = STEPS * 2 * 2 * (1 if name.endswith("no_reshard") else 2)
+            self.assertEqual(record["gathers"], gathers, kind)
+
+    # Errors #
+
+    @parametrize("case", kinds_of(REFUSED))
+    def test_error_of_the_release(self, case: str) -> None:
+        kind, name = case.split()
+        release = self.by_rank(self.release, "uniform", name)
+        for theirs, ours in zip(release, self.by_rank(self.branch, kind, name)):
+            (wanted, _), (actual, text) = theirs["error"], ours["error"]
+            self.assertEqual(actual, wanted)
+            self.assertRegex(" ".join(text.split()), CASES[name].refusal)
+
+
+instantiate_parametrized_tests(TestParity)
+
+
+def reductions_of(record: dict[str, Any]) -> set[tuple]:
+    """Returns what kinds of reductions there were, of what dtypes, with what op."""
+    calls = record.get("collectives", [])
+    return {(name, dtype, op) for name, dtype, _, op, _ in calls if op is not None}
+
+
+def inputs_held(record: dict[str, Any]) -> list[int]:
+    return [count for what, count in record["held"] if what == "inputs"]
+
+
+def gather_sizes(record: dict[str, Any]) -> list[int]:
+    return [call[-1] for call in record["collectives"] if call[0] == "all_gather"]
+
+
+class TestExtensionOfOneRank(FSDPThreadTest):
+    """Several inputs of a parameter, with nobody to gather from."""
+
+    world_size = 1
+
+    @pytest.mark.quick
+    def test_every_input_counts(self) -> None:
+        mesh = init_device_mesh("cpu", (1,))
+        for kind in (Fp8, HighLow):
+            for dtypes in ((), (BF16,)):
+                self.check(kind, extended_stack(kind, 5, dtypes), mesh)
+
+    def check(self, kind: type[Extended], model: torch.nn.Module, mesh: Any) -> None:
+        values = [
+            param.detach()._values.clone()
+            for param in model.parameters()
+            if isinstance(param, Extended)
+        ]
+        shard_blocks(model, mesh=mesh)
+        for _ in range(2):
+            model[0].unshard()
+            unsharded = list(model[0][0].params)[-2:]
+            for param, value in zip(unsharded, values):
+                error = (param.detach() - value).abs().max()
+                bound = value.abs().max() / 16 if kind is Fp8 else 1e-3
+                self.assertLess(error, bound)
+                self.assertEqual(param.dtype, FP32)
+            model[0].reshard()
+        model(torch.ones(2, 3)).sum().backward()
+        for param in model.parameters():
+            self.assertGreater(param.grad.to_local().abs().sum(), 0)
+
+
+@on_first_rank
+class TestMemory(TestCase):
+    """Peaks of a step, to the byte, from what the allocator reports."""
+
+    release: dict[str, dict[str, int]]
+    branch: dict[str, dict[str, int]]
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        super().setUpClass()
+        release = run_python("-m", "fsdp_parity.memory", on_release=True)
+        branch = run_forked("fsdp_parity.memory", "--mixed")
+        cls.release, cls.branch = (
+            json.loads(t.splitlines()[-1]) for t in (release, branch)
+        )
+
+    @parametrize("mode", list(MODES))
+    def test_uniform_unit_takes_at_most_what_the_release_does(self, mode: str) -> None:
+        for name in UNIFORM:
+            most = self.release[name][mode]
+            if (name, mode) == ("fp16", "reduce_fp32"):
+                # Kernels cast bf16 to fp32, but fp16 is cast ahead of them
+                most += 4 * sum(numel_of(spec) for spec in UNIFORM[name])
+            self.assertLessEqual(self.branch[name][mode], most, name)
+
+    @parametrize("mode", list(MODES))
+    def test_mixed_unit_takes_at_most_what_as_many_bytes_do(self, mode: str) -> None:
+        """Each byte as much as in a uniform unit of its dtype in the release."""
+        of_dtype = {FP32: "fp32", BF16: "bf16", FP16: "fp16"}
+        for name, specs in MIXED.items():
+            nbytes = [numel_of(spec) * spec[1].itemsize for spec in specs]
+            peaks = [self.release[of_dtype[dtype]][mode] for _, dtype in specs]
+            most = sum(n * p for n, p in zip(nbytes, peaks)) / sum(nbytes)
+            halves = sum(numel_of(s) for s in specs if s[1] == FP16)
+            if mode == "reduce_fp32":
+                most += 4 * halves
+            if mode == "param_bf16" and FOLLOWS_GRAD_DTYPE:
+                most += 2 * halves  # bf16 gradients that are reduced in fp16
+            self.assertLessEqual(self.branch[name][mode], most, name)
+
+    def test_alignment_takes_no_more_than_its_padding(self) -> None:
+        nbytes = sum(numel_of(spec) * spec[1].itemsize for spec in UNALIGNED)
+        whole = sum(numel_of(spec) * spec[1].itemsize for spec in UNIFORM["fp32"])
+        for mode in ("plain", "no_reshard", "resharded", "accumulate", "hybrid"):
+            most = self.release["fp32"][mode] * nbytes / whole
+            # Of two regions of each rank, in the gather buffer and in what takes it
+            padding = 2 * 4 * 2 * 15
+            self.assertLessEqual(self.branch["unaligned"][mode], most + padding)
+
+
+def numel_of(spec: tuple[tuple[int, ...], torch.dtype]) -> int:
+    return torch.Size(spec[0]).numel()
+
+
+instantiate_parametrized_tests(TestMemory)
+
+
+if __name__ == "__main__":
+    run_tests()
