@@ -23,6 +23,8 @@ import fsdp_parity.refusals  # noqa: F401
 from fsdp_common.run_ranks import run_rank, run_ranks
 from fsdp_parity.cases import Case, CASES, Place
 
+import torch._dynamo  # noqa: F401  the first hook would, in each rank anew
+import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
 
@@ -72,13 +74,17 @@ def main() -> None:
     parser.add_argument("--out", required=True, help="folder for a file of each rank")
     parser.add_argument("--by-dtype", action="store_true", help="as the release wants")
     parser.add_argument("--only", nargs="*", help="run these cases alone")
-    parser.add_argument("--rank", type=int, help="be this rank, and start no others")
-    parser.add_argument("--store", help="file to meet the other ranks by")
+    parser.add_argument("--half", type=int, help="be every other rank, from this one")
+    parser.add_argument("--store", help="file by which the halves meet")
     args = parser.parse_args()
-    if args.rank is None:
+    if args.half is None:
         run_ranks(run_all, args, RANKS)
     else:
-        run_rank(args.rank, run_all, args, args.store, RANKS)
+        mp.start_processes(run_of_half, (args,), RANKS // 2, start_method="fork")
+
+
+def run_of_half(index: int, args: argparse.Namespace) -> None:
+    run_rank(2 * index + args.half, run_all, args, args.store, RANKS)
 
 
 if __name__ == "__main__":
