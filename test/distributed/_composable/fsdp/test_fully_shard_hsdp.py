@@ -39,7 +39,7 @@ from fsdp_common.utils import (
     on_first_rank,
     record_collectives,
 )
-from fsdp_plugins.since import with_a_row_more
+from fsdp_plugins.later_releases import with_a_row_more
 
 import torch
 import torch.distributed as dist

@@ -1,40 +1,45 @@
 """
-Prints as JSON what the rest of torch, and vendors, use of FSDP's two modules, as
-whatever torch is imported has it. The tests compare the release and this branch.
+Prints as JSON what the rest of torch, vendors and users find of FSDP's two modules and
+of sharded modules, with whatever torch is imported: names, signatures and attributes,
+what comes of copying and saving, and what a part of a model keeps alive. The tests
+compare the release and this branch.
 
 One process, which stands for a rank of four: its group sends nothing.
 """
 
 from __future__ import annotations
 
+import copy
+import gc
 import importlib
 import inspect
+import io
 import json
+import pickle
 import sys
 import typing
+import weakref
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from fsdp_common.release_rules import FOLLOWS_GRAD_DTYPE
-from fsdp_parity.models import (
+from fsdp_common.parity_layers import (
     batch_of,
     BF16,
     FP32,
     loss_of,
-    mixed_tower,
-    uniform_tower,
+    shard_stack,
+    Stack,
+    stack,
 )
+from fsdp_common.release_rules import FOLLOWS_GRAD_DTYPE
+from fsdp_common.scenarios import IS_BRANCH, POLICIES
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import (
-    RegisterPostBackwardFunction,
-)
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
@@ -169,13 +174,14 @@ def described(value: Any) -> str:
     return type(value).__name__
 
 
-def sharded(kind: str, mesh: DeviceMesh) -> nn.Module:
-    model = mixed_tower() if kind == "mixed" else uniform_tower(FP32)
-    policy = MixedPrecisionPolicy()
-    if kind == "uniform":
-        policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
-    for unit in (*model.blocks, model):
-        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+def sharded(kind: str, mesh: DeviceMesh) -> Stack:
+    model, policy = stack((FP32, FP32 if kind == "uniform" else BF16)), POLICIES["none"]
+    return shard_stack(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+
+
+def train(model: nn.Module, steps: int) -> nn.Module:
+    for step in range(steps):
+        loss_of(model(batch_of(step))).backward()
     return model
 
 
@@ -194,46 +200,85 @@ def attributes(model: nn.Module) -> dict[str, dict[str, str]]:
 def step_on_fake_tensors(kind: str, mesh: DeviceMesh) -> dict[str, Any]:
     """Returns what gradients come to be, without computing any."""
     with FakeTensorMode():
-        model = sharded(kind, mesh)
-        loss_of(model(batch_of(0))).backward()
+        model = train(sharded(kind, mesh), 1)
         return {
-            name: None
-            if param.grad is None
-            else (str(param.grad.dtype), list(param.grad.to_local().size()))
+            name: (str(param.grad.dtype), list(param.grad.to_local().size()))
             for name, param in model.named_parameters()
         }
 
 
-def operators(device: str) -> list[Any]:
-    """Returns kinds, dtypes, sizes and offsets of what each operator gives."""
-    ops, seen = torch.ops.fsdp, []
-    for dtype in (FP32, BF16, torch.uint8):
-        like = {"dtype": dtype, "device": device}
-        inputs = [torch.empty(size, **like) for size in (3, 2)]
-        whole = torch.empty(15, **like)
-        out = ops.all_gather_copy_in(inputs, whole, [3, 2], 5, 1)
-        split = [torch.empty(3, size, **like) for size in (3, 2)]
-        rows = torch.empty(3, 5, **like)
-        ops.split_with_sizes_copy(rows, [3, 2], dim=1, out=split)
-        chunks = torch.empty(2, 3, **like)
-        ops.chunk_cat(inputs, 0, 2, out=chunks)
-        if FOLLOWS_GRAD_DTYPE:
-            ops.chunk_cat_mixed_dtype(inputs, 0, 2, out=chunks)
-            ops.record_grad_output_stream(chunks, 0, 0, 0)
-        for tensor in (*out, *split, chunks):
-            kind = type(tensor).__name__, str(tensor.dtype), str(tensor.device)
-            seen.append((*kind, list(tensor.size()), tensor.storage_offset()))
-    return seen
+# What hangs on modules and parameters #
 
 
-def operators_without_data() -> dict[str, list[Any]]:
-    with FakeTensorMode():
-        on_fake = operators("cpu")
-    return {"fake": on_fake, "meta": operators("meta")}
+def hung_on(thing: Any) -> dict[str, Any]:
+    """Returns the class of each attribute, and of what dicts of hooks hold."""
+    found: dict[str, Any] = {}
+    for name, value in getattr(thing, "__dict__", {}).items():
+        name = name.partition("_key_")[0]  # some end with random digits
+        found[name] = type(value).__name__
+        if name.endswith("hooks"):
+            found[name] = [type(hook).__name__ for hook in value.values()]
+    return found
+
+
+def tried(function: Any, *args: Any) -> str:
+    """Returns what class of object comes of a call, or how its error begins."""
+    try:
+        return type(function(*args)).__name__
+    except Exception as error:
+        first_line = str(error).partition("\n")[0]  # C++'s stack comes after it
+        begins, _, _ = f"{type(error).__name__}: {first_line}".partition("'")
+        return begins
+
+
+def save(thing: Any) -> None:
+    torch.save(thing, io.BytesIO())
+
+
+def load_into_copy(part: nn.Module) -> str:
+    """Returns what zeros are loaded into, if they are loaded into a copy."""
+    copied, zeros = copy.deepcopy(part), torch.zeros_like(part.weight)
+    copied.load_state_dict({"weight": zeros}, strict=False)
+    is_zero = [bool((p.weight.to_local() == 0).all()) for p in (copied, part)]
+    return f"copy {is_zero[0]}, part {is_zero[1]}"
+
+
+def examine(kind: str, mesh: DeviceMesh, steps: int) -> dict[str, Any]:
+    """Returns what hangs on things, what copying gives, and what stays alive."""
+    model = train(sharded(kind, mesh), steps)
+    block = model.blocks[0]
+    part, sibling = block.layers
+    things = {
+        "model": model,
+        "unit": block,
+        "part": part,
+        "parameter": part.weight,
+        "gradient": part.weight.grad,
+        "state dict": model.state_dict(),
+    }
+    found: dict[str, Any] = {}
+    if steps == 0:  # after a step, the release cannot copy it either
+        found["loaded"] = load_into_copy(part)
+    for name, thing in things.items():
+        found[name] = hung_on(thing)
+        for function in (copy.copy, copy.deepcopy, pickle.dumps, save):
+            found[f"{function.__name__} of {name}"] = tried(function, thing)
+    others = {
+        "another part": weakref.ref(sibling),
+        "its weight": weakref.ref(sibling.weight),
+        "another unit": weakref.ref(model.blocks[1]),
+        "part": weakref.ref(part),
+    }
+    del model, block, sibling, things, thing
+    gc.collect()
+    found["a part keeps"] = [name for name, ref in others.items() if ref() is not None]
+    del part
+    gc.collect()
+    found["left"] = [name for name, ref in others.items() if ref() is not None]
+    return found
 
 
 def main() -> None:
-    kinds = sys.argv[1:]
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=RANKS)
     mesh = init_device_mesh("cpu", (RANKS,))
     printed: dict[str, Any] = {
@@ -241,15 +286,11 @@ def main() -> None:
         "signatures": signatures(),
         "names": names(),
         "fields": fields(),
-        "operators": operators_without_data(),
-        # Asked by functorch of whatever a unit's inputs pass through
-        "has_vmap_rule": RegisterPostBackwardFunction.generate_vmap_rule,
     }
-    for kind in kinds:
-        model = sharded(kind, mesh)
-        loss_of(model(batch_of(0))).backward()
-        printed[kind] = attributes(model)
-        printed[kind]["fake"] = step_on_fake_tensors(kind, mesh)
+    for kind in ("uniform", "mixed") if IS_BRANCH else ("uniform",):
+        held = {f"held after {n} steps": examine(kind, mesh, n) for n in (0, 2)}
+        fake = {"fake": step_on_fake_tensors(kind, mesh)}
+        printed[kind] = attributes(train(sharded(kind, mesh), 1)) | fake | held
     print(json.dumps(printed))
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import pickle
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -32,29 +31,23 @@ from fsdp_common.release_rules import (
     reduce_arguments,
     reduce_dtype,
 )
-from fsdp_plugins.runs import (
+from fsdp_common.scenarios import (
     describe,
-    gather_by_hand,
-    mixed,
     one_backward,
     Place,
     POLICIES,
-    RANKS,
     replaced,
-    scenario,
     train,
 )
+from fsdp_plugins.runs import gather_by_hand, mixed, scenario
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.testing._internal.distributed import fake_pg  # noqa: F401
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-FAKE = "fake"  # which `fake_pg` registers
-FP16 = torch.float16
 OPERATORS = (
     "fsdp::all_gather_copy_in",
     "fsdp::split_with_sizes_copy",
@@ -70,7 +63,7 @@ def inputs_and_metadatas_called(place: Place) -> Record:
     get_inputs = _fsdp_collectives._get_param_all_gather_inputs
     get_metadatas = _fsdp_collectives._get_all_gather_input_metadatas
     record: Record = {}
-    for policy, dtype in itertools.product(POLICIES, (FP32, BF16)):
+    for policy, dtype in (("bf16", FP32), ("none", BF16)):
         model = place.sharded(policy, stack((dtype, dtype)))
         one_backward(model, place, 0)
         for i, group in enumerate(groups_of(model)):
@@ -106,16 +99,8 @@ def replaced_inputs(place: Place) -> Record:
         f"{policy} {reshard}": train_with_inputs(
             place, place.sharded(policy, reshard_after_forward=reshard), lambda t: 2 * t
         )
-        for policy in POLICIES
-        for reshard in (True, False, 2)
+        for policy, reshard in (("none", True), ("none", 2), ("bf16", False))
     }
-
-
-@scenario
-def replaced_inputs_that_change_nothing(place: Place) -> Record:
-    record = train_with_inputs(place, place.sharded("bf16"), lambda tensor: tensor)
-    del record["calls"]
-    return {"same": record == train(place.sharded("bf16"), place)}
 
 
 @scenario
@@ -203,7 +188,7 @@ class Watching(TorchDispatchMode):
 @scenario
 def operators_that_a_dispatch_mode_sees(place: Place) -> Record:
     record: Record = {}
-    for policy in POLICIES:
+    for policy in ("none", "bf16_reduce_fp32"):
         model = place.sharded(policy)
         record[policy] = train(model, place)
         with Watching() as watching:
@@ -352,7 +337,7 @@ def train_with_replaced_copy_in(place: Place, model: Stack) -> Record:
 def replaced_reduce_scatter_copy_in(place: Place) -> Record:
     return {
         policy: train_with_replaced_copy_in(place, place.sharded(policy))
-        for policy in POLICIES
+        for policy in ("none", "bf16_reduce_fp32")
     }
 
 
@@ -360,81 +345,26 @@ def replaced_reduce_scatter_copy_in(place: Place) -> Record:
 def mixed_with_replaced_reduce_scatter_copy_in(place: Place) -> Record:
     return {
         policy: train_with_replaced_copy_in(place, place.mixed(policy))
-        for policy in POLICIES
+        for policy in ("none", "reduce_bf16")
     }
 
 
 # Divide factors #
 
 
-def op_of(op: Any) -> tuple[str, Any]:
-    """Returns an operation's name, and its factor where it has one."""
-    name = getattr(op, "op", op).name
-    if name != "PREMUL_SUM":
-        return name, None
-    return name, pickle.loads(pickle.dumps(op)).__getstate__()
-
-
-def factor_cases() -> Iterator[tuple[Any, ...]]:
-    return itertools.product(
-        (None, 1, 2, 4),  # shards
-        (None, 1, 2, 4),  # replicas
-        (FP32, BF16, FP16),
-        (None, 1.0, 2.0, 4.0, 3.0),
-        (False, True),
-    )
-
-
-def groups_by_size(backend: str | None) -> dict[int | None, Any]:
-    """Returns this rank's process groups, and that there is none."""
-    made: dict[int | None, Any] = {None: None}
-    for size in (1, 2, RANKS):
-        starts = range(0, RANKS, size)
-        groups = [
-            dist.new_group([*range(start, start + size)], backend=backend)
-            for start in starts
-        ]
-        made[size] = groups[dist.get_rank() // size]
-    return made
-
-
-def table_of_factors(groups: dict[int | None, Any]) -> Record:
-    record: Record = {}
-    for shards, replicas, dtype, factor, is_sum in factor_cases():
-        pre, post, scatter, reduce = _fsdp_collectives._get_gradient_divide_factors(
-            groups[shards], groups[replicas], dtype, "cpu", factor, is_sum
-        )
-        key = f"{shards} {replicas} {dtype} {factor} {is_sum}"
-        record[key] = pre, post, op_of(scatter), op_of(reduce)
-    one = _fsdp_collectives._get_gradient_divide_factors(groups[1], None, FP32)
-    record["group of one"] = one[0], one[1], op_of(one[2]), op_of(one[3])
-    return record
-
-
 @scenario
 def divide_factors(place: Place) -> Record:
-    del place
-    return table_of_factors(groups_by_size("gloo"))
-
-
-@scenario
-def divide_factors_where_sums_can_scale(place: Place) -> Record:
-    """With process groups of a backend that takes any operation, and sends nothing."""
-    del place
-    return table_of_factors(groups_by_size(FAKE))
-
-
-@scenario
-def divide_factors_of_another_device(place: Place) -> Record:
-    """Of a kind whose backend forces sums, and of none in particular."""
-    del place
-    record: Record = {}
+    """As upstream's test calls it, and of devices whose backends force sums or not."""
+    get_factors = _fsdp_collectives._get_gradient_divide_factors
+    one = dist.new_group([place.rank], use_local_synchronization=True)
+    found = {"one rank": get_factors(one, None, FP32)}
     for device, factor in itertools.product(("", "mtia"), (None, 2.0)):
-        pre, post, scatter, reduce = _fsdp_collectives._get_gradient_divide_factors(
-            dist.group.WORLD, None, FP32, device, factor, device == ""
-        )
-        record[f"{device} {factor}"] = pre, post, op_of(scatter), op_of(reduce)
-    return record
+        arguments = (dist.group.WORLD, None, FP32, device, factor, device == "")
+        found[f"{device} {factor}"] = get_factors(*arguments)
+    return {
+        key: (before, after, *(getattr(op, "op", op).name for op in ops))
+        for key, (before, after, *ops) in found.items()
+    }
 
 
 # Calling the functions #
@@ -443,7 +373,7 @@ def divide_factors_of_another_device(place: Place) -> Record:
 @scenario
 def gather_called_with_plain_lists(place: Place) -> Record:
     record: Record = {}
-    for by_keyword, policy in itertools.product((False, True), POLICIES):
+    for by_keyword, policy in ((False, "none"), (True, "bf16_reduce_fp32")):
         model = place.sharded(policy)
         one_backward(model, place, 0)
         model.zero_grad()
@@ -452,7 +382,7 @@ def gather_called_with_plain_lists(place: Place) -> Record:
         unsharded = [digest(p._unsharded_param) for p in group.fsdp_params]
         group._to_unsharded()
         group._to_sharded()
-        record[f"{policy} {by_keyword}"] = unsharded, train(model, place)
+        record[policy] = train(model, place) | {"unsharded": unsharded}
     return record
 
 
@@ -508,12 +438,11 @@ def reduce_by_hand(place: Place, policy: str, *, is_hybrid: bool, keyword: bool)
 @scenario
 def reduce_called_with_plain_lists(place: Place) -> Record:
     return {
-        f"{policy} {is_hybrid} {keyword}": reduce_by_hand(
-            place, policy, is_hybrid=is_hybrid, keyword=keyword
+        f"{policy} {is_hybrid}": reduce_by_hand(
+            place, policy, is_hybrid=is_hybrid, keyword=is_hybrid
         )
-        for policy in POLICIES
+        for policy in ("none", "bf16_reduce_fp32")
         for is_hybrid in (False, True)
-        for keyword in (False, True)
     }
 
 
@@ -521,32 +450,20 @@ def reduce_called_with_plain_lists(place: Place) -> Record:
 def replaced_globals(place: Place) -> Record:
     """Of the module whose functions test utilities replace."""
     calls: Counter[str] = Counter()
-    originals = {
-        name: getattr(_fsdp_param_group, name)
-        for name in (
-            "foreach_all_gather",
-            "foreach_all_gather_copy_out",
-            "foreach_reduce",
-        )
-    }
-
-    def gather(*args: Any, **kwargs: Any) -> Any:
-        calls["gather"] += 1
-        return originals["foreach_all_gather"](*args, **kwargs)
+    foreach_copy_out = _fsdp_param_group.foreach_all_gather_copy_out
+    foreach_reduce = _fsdp_param_group.foreach_reduce
 
     def copy_out(result: Any, params: Any, group: Any, **kwargs: Any) -> Any:
-        calls["copy out"] += 1
         calls[type(result).__name__] += 1
-        return originals["foreach_all_gather_copy_out"](result, params, group, **kwargs)
+        return foreach_copy_out(result, params, group, **kwargs)
 
     def reduce(params: Any, grads: list[torch.Tensor], *args: Any, **kwargs: Any):
         calls["reduce"] += 1
         grads[:] = [2 * grad for grad in grads]
-        return originals["foreach_reduce"](params, grads, *args, **kwargs)
+        return foreach_reduce(params, grads, *args, **kwargs)
 
     with replaced(
         _fsdp_param_group,
-        foreach_all_gather=gather,
         foreach_all_gather_copy_out=copy_out,
         foreach_reduce=reduce,
     ):

@@ -10,7 +10,6 @@ from typing import Any
 
 from fsdp_common.parity_layers import (
     batch_of,
-    digest,
     gradients,
     groups_of,
     Layer,
@@ -19,7 +18,8 @@ from fsdp_common.parity_layers import (
     Stack,
     stack,
 )
-from fsdp_plugins.runs import Place, scenario, train
+from fsdp_common.scenarios import Place, train
+from fsdp_plugins.runs import scenario
 
 import torch
 import torch.nn as nn
@@ -58,54 +58,38 @@ def kinds_while_unsharded(model: Stack) -> dict[str, str]:
 
 
 @scenario
-def handles_of_state_dict_hooks(place: Place) -> Record:
+def state_dict_hooks(place: Place) -> Record:
+    """Detaches the first block's, so that it is saved as it is."""
     model = place.sharded()
     record: Record = {"before": handles_of(model)}
     record |= train(model, place)
-    return record | {"after": handles_of(model), "kinds": kinds_while_unsharded(model)}
-
-
-@scenario
-def state_dict_hooks_that_are_removed(place: Place) -> Record:
-    """Detaches the first block's hooks, so that it is saved as it is."""
-    model = place.sharded()
-    record = train(model, place)
-    group = groups_of(model)[1]
-    counts = []
+    record |= {"after": handles_of(model), "kinds": kinds_while_unsharded(model)}
     for attribute in HANDLES:
-        handles = getattr(group, attribute)
-        counts.append(len(handles))
-        for handle in handles.values():
+        for handle in getattr(groups_of(model)[1], attribute).values():
             handle.remove()
-    record["kinds"] = kinds_while_unsharded(model)
+    record["kinds without"] = kinds_while_unsharded(model)
     record["left"] = [
         (len(module._state_dict_pre_hooks), len(module._load_state_dict_pre_hooks))
         for module in model.modules()
         if isinstance(module, Layer)
     ]
-    record |= {f"again {name}": bits for name, bits in train(model, place).items()}
-    return record | {"counts": counts}
+    return record | {"again": train(model, place)}
 
 
 # Late changes #
 
 
-def watched_layers(model: Stack) -> type[Layer]:
-    """Gives all layers of the blocks a class of their own."""
+@scenario
+def setattr_of_a_class(place: Place) -> Record:
+    """Comes after lazy init, and goes again."""
 
     class Watched(Layer):
         pass
 
+    model = stack()
     for block in model.blocks:
         for layer in block.layers:
             layer.__class__ = Watched
-    return Watched
-
-
-@scenario
-def setattr_replaced_after_lazy_init(place: Place) -> Record:
-    model = stack()
-    kind = watched_layers(model)
     place.sharded(model=model)
     record = train(model, place)
     calls: Counter[str] = Counter()
@@ -114,28 +98,10 @@ def setattr_replaced_after_lazy_init(place: Place) -> Record:
         calls[f"{name} {type(value).__name__}"] += 1
         nn.Module.__setattr__(module, name, value)
 
-    kind.__setattr__ = set_and_count
-    record |= train(model, place, steps=range(2, 4))
-    return record | {"calls": dict(calls)}
-
-
-@scenario
-def setattr_that_is_taken_away_after_lazy_init(place: Place) -> Record:
-    model = stack()
-    kind = watched_layers(model)
-    calls: Counter[str] = Counter()
-
-    def set_and_count(module: nn.Module, name: str, value: Any) -> None:
-        calls[name] += 1
-        nn.Module.__setattr__(module, name, value)
-
-    kind.__setattr__ = set_and_count
-    place.sharded(model=model)
-    record = train(model, place)
-    before = dict(calls)
-    del kind.__setattr__
-    record |= train(model, place, steps=range(2, 4))
-    return record | {"before": before, "after": dict(calls)}
+    Watched.__setattr__ = set_and_count
+    record |= train(model, place, steps=range(2, 4)) | {"calls": dict(calls)}
+    del Watched.__setattr__
+    return record | train(model, place, steps=range(4, 6)) | {"left": dict(calls)}
 
 
 class Doubled(torch.Tensor):
@@ -156,41 +122,26 @@ class Doubled(torch.Tensor):
         return None
 
 
-def give_extension(model: Stack, *, is_initialized: bool) -> None:
-    """Puts an extension tensor in the place of a plain parameter's local tensor."""
-    group = groups_of(model)[1]
-    fsdp_param = next(
-        p for p in group.fsdp_params if p._module_info.param_name == "weight"
-    )
-    sharded = fsdp_param.sharded_param
-    sharded._local_tensor = sharded._local_tensor.detach().as_subclass(Doubled)
-    if is_initialized:
-        fsdp_param._init_extensions()
-
-
-def train_with_late_extension(place: Place, *, is_initialized: bool) -> Record:
-    model = place.sharded(model=stack(dim=8))
-    step = lambda i: loss_of(model(batch_of(i, place.rank, dim=8)))  # noqa: E731
-    record = {"before": digest(step(0))}
-    step(1).backward()
-    model.zero_grad()
-    give_extension(model, is_initialized=is_initialized)
-    for i in (2, 3):
-        try:
-            loss = step(i)
-            loss.backward()
-        except Exception as error:  # which of them is told apart by the test
-            return record | {"raised": f"{type(error).__name__}: {error}"}
-        record[f"{i} loss"] = digest(loss)
-        record |= {f"{i} {name}": bits for name, bits in gradients(model)}
-    return record
-
-
 @scenario
 def extension_after_lazy_init(place: Place) -> Record:
-    return train_with_late_extension(place, is_initialized=False)
-
-
-@scenario
-def extension_after_lazy_init_that_is_initialized(place: Place) -> Record:
-    return train_with_late_extension(place, is_initialized=True)
+    """Comes in the place of a plain parameter's local tensor."""
+    record: Record = {}
+    for is_initialized in (False, True):
+        model = place.sharded(model=stack(dim=8))
+        step = lambda i: loss_of(model(batch_of(i, place.rank, dim=8)))  # noqa: B023, E731
+        step(1).backward()
+        model.zero_grad()
+        group = groups_of(model)[1]
+        names = [p._module_info.param_name for p in group.fsdp_params]
+        fsdp_param = group.fsdp_params[names.index("weight")]
+        sharded = fsdp_param.sharded_param
+        sharded._local_tensor = sharded._local_tensor.detach().as_subclass(Doubled)
+        if is_initialized:
+            fsdp_param._init_extensions()
+        try:
+            for i in (2, 3):
+                step(i).backward()
+            record[f"{is_initialized}"] = dict(gradients(model))
+        except Exception as error:  # of each release another
+            record[f"{is_initialized}"] = {"raised": isinstance(error, Exception)}
+    return record

@@ -1,7 +1,4 @@
-"""
-What 2.14 and 2.15 added to the two modules: scenarios of ``scenarios.py``, for
-the releases that have it.
-"""
+"""What 2.14 and 2.15 added to FSDP2: scenarios for the releases that have it."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ from fsdp_common.parity_layers import (
     batch_of,
     BF16,
     FP32,
+    gradients,
     groups_of,
     loss_of,
     Record,
@@ -21,8 +19,9 @@ from fsdp_common.parity_layers import (
     units_of,
 )
 from fsdp_common.release_rules import FOLLOWS_GRAD_DTYPE, HAS_SPMD_TYPES
+from fsdp_common.scenarios import one_backward, Place, train
 from fsdp_parity.waves import extended_stack, HighLow
-from fsdp_plugins.runs import mixed, one_backward, Place, scenario, train
+from fsdp_plugins.runs import mixed, scenario
 
 import torch
 import torch.nn as nn
@@ -141,10 +140,9 @@ def finalize_by_hand(model: Stack, place: Place, *, in_background: bool) -> Reco
 @since_2_15
 def finalized_by_hand(place: Place) -> Record:
     return {
-        f"{policy} {in_background}": finalize_by_hand(
-            place.sharded(policy), place, in_background=in_background
+        str(in_background): finalize_by_hand(
+            place.sharded("bf16_reduce_fp32"), place, in_background=in_background
         )
-        for policy in ("none", "bf16_reduce_fp32")
         for in_background in (False, True)
     }
 
@@ -215,7 +213,7 @@ def unshard_twice(model: nn.Sequential, place: Place) -> Record:
         model[0].unshard()
         params = groups_of(model[0])[0].fsdp_params
         wrapped = next(p for p in params if hasattr(p, "_extensions_data"))
-        record[f"{turn} values"] = wrapped.unsharded_param.detach().clone()
+        record[f"{turn} values"] = wrapped.unsharded_param.detach().tolist()
         outputs = wrapped.all_gather_outputs
         record[f"{turn} dtypes"] = [str(output.dtype) for output in outputs]
         nbytes = [output.untyped_storage().nbytes() for output in outputs]
@@ -337,7 +335,7 @@ def grad_dtypes_of_all(place: Place) -> Record:
             losses = [one_backward(model, place, step) for step in range(2)]
             record[key] = (
                 [loss.item() for loss in losses],
-                [(str(p.grad.dtype), p.grad.to_local()) for p in model.parameters()],
+                dict(gradients(model)),
             )
             model.float()  # an explicit one stays
             record[f"{key} cast"] = [str(p.grad.dtype) for p in model.parameters()]
@@ -409,8 +407,7 @@ def train_annotated(dtypes: tuple[torch.dtype, ...], place: Place) -> Record:
         spmd_types.assert_type(x, {tp: spmd_types.I, dp: spmd_types.V})
         output = model(x)
     output.sum().backward()
-    grads = [param.grad.full_tensor() for param in model.parameters()]
-    return {"seen": model.seen, "grads": grads}
+    return {"seen": model.seen} | dict(gradients(model))
 
 
 if spmd_types is not None:
