@@ -1,11 +1,12 @@
 # Owner(s): ["oncall: distributed"]
 
 """
-What the release's hooks of a unit's modules do around a unit of the branch: how inputs
-and outputs are cast, when its parameters are whole, and what is warned of.
+What hooks of a unit's modules do: they pass inputs through, and warn of values that are
+not those meant. Also what the roots of one context share.
 
 In which order units are gathered is in ``test_fully_shard_prefetch.py``, which waits
-there are in ``test_fully_shard_streams.py``.
+there are in ``test_fully_shard_streams.py``. How inputs and outputs are cast, and when
+a forward's parameters are whole, is the release's own code.
 """
 
 from __future__ import annotations
@@ -13,78 +14,39 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
-from fsdp_common.utils import CastLinear, FakeGroupTest
+from fsdp_common.utils import FakeGroupTest
 
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    fully_shard,
-    MixedPrecisionPolicy,
-    share_comm_ctx,
-)
+from torch.distributed.fsdp import fully_shard, share_comm_ctx
 from torch.distributed.fsdp._fully_shard._fsdp_context import HeldAllReduces
 from torch.distributed.fsdp._fully_shard._fsdp_param_cache import ParamVersions
 from torch.distributed.fsdp._fully_shard._fsdp_reduce import SmallReductions
-from torch.distributed.tensor import DTensor
 from torch.testing._internal.common_utils import run_tests
+from torch.utils._pytree import tree_leaves
 
 
 RANKS, DIM = 2, 4
-FP32, BF16 = torch.float32, torch.bfloat16
-IN_BF16 = MixedPrecisionPolicy(param_dtype=BF16)
-OUT_BF16 = MixedPrecisionPolicy(output_dtype=BF16)
-
-
-@dataclass
-class Batch:
-    values: torch.Tensor
-    size: int
-
-
-class Pair(NamedTuple):
-    first: torch.Tensor
-    second: torch.Tensor | None
 
 
 class Given(nn.Module):
-    """Keeps what its forward is given, and returns what it is told to."""
+    """Keeps what its forward is given."""
 
-    def __init__(self, result: Any = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(RANKS))
-        self.result = result
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.given = args, kwargs
-        return self.weight.sum() if self.result is None else self.result
+        tensors = (v for v in tree_leaves(self.given) if isinstance(v, torch.Tensor))
+        return sum((t.sum() for t in tensors if t.requires_grad), self.weight.sum())
 
 
-class Failing(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(DIM, DIM)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        raise ArithmeticError
-
-
-class Part(nn.Sequential):
-    """Runs the first of two modules, and that of the two behind them."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self[2](self[0](x)).float()
-
-
-class Viewing(Given):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x * self.weight.sum()).view(2, -1)
-
-
-class StateTest(FakeGroupTest):
+class HooksTest(FakeGroupTest):
     ranks = RANKS
 
     def setUp(self) -> None:
@@ -96,112 +58,55 @@ class StateTest(FakeGroupTest):
         return fully_shard(module, mesh=self.mesh, **kwargs)
 
 
-class TestCasts(StateTest):
-    """Floating-point tensors are cast wherever they are, and nothing else is."""
+class TestInputs(HooksTest):
+    """Inputs of forward arrive as they were given, but for those that need gradients."""
 
-    def arrived(self, *args: Any, **kwargs: Any) -> tuple[tuple, dict[str, Any]]:
-        model = self.shard(Given(), mp_policy=IN_BF16)
-        model(*args, **kwargs)
+    def run_with(self, *args: Any, **kwargs: Any) -> tuple[tuple, dict[str, Any]]:
+        """Returns what arrives."""
+        model = self.shard(Given())
+        model(*args, **kwargs).backward()
+        self.assertIsNotNone(model.weight.grad)
         return model.given
 
-    def test_flat_inputs_are_cast(self) -> None:
-        ids, cast, x = torch.arange(3), self.x.to(BF16), self.x
-        args, kwargs = self.arrived(x, ids, None, 3, x=x, ids=ids, y=cast, n="a")
-        self.assertEqual((args[0].dtype, kwargs["x"].dtype), (BF16, BF16))
-        self.assertTrue(torch.equal(args[0], cast))
-        self.assertIs(args[1], ids)
+    def assert_passed(self, arrived: torch.Tensor, given: torch.Tensor) -> None:
+        node = type(arrived.grad_fn).__name__
+        self.assertEqual(node, "RegisterPostBackwardFunctionBackward")
+        self.assertTrue(torch.equal(arrived, given))
+        self.assertEqual(given.grad.tolist(), [1.0, 1.0])
+
+    def test_tensors_of_their_own(self) -> None:
+        x, y = (torch.rand(2, requires_grad=True) for _ in range(2))
+        mask = torch.ones(2)
+        args, kwargs = self.run_with(x, mask, None, 3, mask=mask, y=y, name="a")
+        self.assert_passed(args[0], x)
+        self.assert_passed(kwargs["y"], y)
+        self.assertIs(args[1], mask)
         self.assertEqual(args[2:], (None, 3))
-        self.assertEqual([*kwargs], ["x", "ids", "y", "n"])
-        self.assertIs(kwargs["ids"], ids)
-        self.assertIs(kwargs["y"], cast)
-        self.assertEqual(kwargs["n"], "a")
+        self.assertEqual([*kwargs], ["mask", "y", "name"])
+        self.assertIs(kwargs["mask"], mask)
+        self.assertEqual(kwargs["name"], "a")
 
-    def test_nested_inputs_are_cast(self) -> None:
-        ids, x = torch.arange(3), self.x
-        args, kwargs = self.arrived(
-            Batch(x, 3), {"x": x, "ids": ids, "n": 2}, pair=Pair(x, None), list=[x, ids]
+    def test_tensors_in_containers(self) -> None:
+        x, y, z = (torch.rand(2, requires_grad=True) for _ in range(3))
+        mask, other = torch.ones(2), object()
+        args, kwargs = self.run_with(
+            [x, mask], other, states={"y": (y, None)}, z=z, mask=mask
         )
-        batch, by_name = args
-        self.assertEqual((type(batch), batch.size), (Batch, 3))
-        self.assertEqual((by_name["n"], [*by_name]), (2, ["x", "ids", "n"]))
-        pair, (listed, listed_ids) = kwargs["pair"], kwargs["list"]
-        self.assertEqual((type(pair), pair.second), (Pair, None))
-        for cast in (batch.values, by_name["x"], pair.first, listed):
-            self.assertEqual(cast.dtype, BF16)
-        for kept in (by_name["ids"], listed_ids):
-            self.assertIs(kept, ids)
-        self.assertEqual(x.dtype, FP32)
+        self.assert_passed(args[0][0], x)
+        self.assert_passed(kwargs["states"]["y"][0], y)
+        self.assert_passed(kwargs["z"], z)
+        self.assertIs(args[0][1], mask)
+        self.assertIs(args[1], other)
+        self.assertEqual([*kwargs], ["states", "z", "mask"])
 
-    def test_inputs_are_left_alone_where_the_policy_says_so(self) -> None:
-        policy = MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=False)
-        model = self.shard(Given(), mp_policy=policy)
-        model(self.x, x=[self.x])
-        args, kwargs = model.given
-        self.assertIs(args[0], self.x)
-        self.assertIs(kwargs["x"][0], self.x)
-
-    def test_outputs_are_cast(self) -> None:
-        ids, x = torch.arange(3), self.x
-        for result, cast, kept in (
-            ((x, ids), 0, 1),
-            ({"x": x, "ids": ids}, "x", "ids"),
-            ([x, ids], 0, 1),
-            (Pair(x, ids), 0, 1),
-        ):
-            output = self.shard(Given(result), mp_policy=OUT_BF16)()
-            self.assertIs(type(output), type(result))
-            self.assertEqual(output[cast].dtype, BF16)
-            self.assertIs(output[kept], ids)
+    def test_without_gradients_nothing_is_replaced(self) -> None:
+        x, mask = torch.rand(2), torch.ones(2)
+        args, kwargs = self.run_with(x, mask=mask)
+        self.assertIs(args[0], x)
+        self.assertIs(kwargs["mask"], mask)
 
 
-class TestForward(StateTest):
-    def test_a_root_of_parameters_keeps_them_for_backward(self) -> None:
-        """Unless users have said what is to become of them."""
-        for kwargs, is_kept in (({}, True), ({"reshard_after_forward": True}, False)):
-            model = self.shard(CastLinear(DIM, DIM), **kwargs)
-            model(self.x)
-            self.assertEqual(not isinstance(model.weight, DTensor), is_kept)
-
-    def test_hooks_of_users_find_unsharded_parameters(self) -> None:
-        """Those that were there before, too."""
-        seen: list[bool] = []
-
-        def note(module: nn.Module, *_: Any) -> None:
-            seen.append(isinstance(module.weight, DTensor))
-
-        for modules in ([CastLinear(DIM, DIM)], [CastLinear(DIM, DIM) for _ in "ab"]):
-            for module in modules:
-                module.register_forward_pre_hook(note)
-            self.shard(modules)
-            self.shard(nn.Sequential(*modules))(self.x)
-        self.assertEqual(seen, [False] * 3)
-
-    def test_a_module_that_fails_is_over(self) -> None:
-        model = nn.Sequential(CastLinear(DIM, DIM), Failing())
-        self.shard([*model])
-        with self.assertRaises(ArithmeticError):
-            self.shard(model)(self.x)
-        self.assertIsInstance(model[0].weight, DTensor)
-
-    def test_units_of_which_a_part_ran_cast_outputs(self) -> None:
-        """The module's own, and then the root's: that of the outermost unit holds."""
-        model = Part(*(CastLinear(DIM, DIM) for _ in range(4)))
-        outputs: list[torch.dtype] = []
-        for modules, dtype in ((model[:2], BF16), (model[2:], torch.float16)):
-            policy = MixedPrecisionPolicy(output_dtype=dtype)
-            self.shard([*modules], mp_policy=policy)
-            modules[0].register_forward_hook(lambda *a: outputs.append(a[-1].dtype))
-        self.assertEqual(self.shard(model)(self.x).dtype, BF16)
-        self.assertEqual(outputs, [BF16, torch.float16])
-
-    def test_a_view_is_warned_of(self) -> None:
-        model = self.shard(Viewing())
-        text = r"FSDP2-wrapped module \(FSDPViewing\) returned a view tensor"
-        with self.assertWarnsRegex(UserWarning, text):
-            model(torch.ones(DIM))
-
-
-class TestValues(StateTest):
+class TestValues(HooksTest):
     """A unit that stays unsharded is warned of where its values are not those meant."""
 
     OLD = "forward uses the old values. Call reshard"
@@ -315,7 +220,7 @@ class TestValues(StateTest):
             self.assertEqual(read.call_count, 2 + 2 + 1)
 
 
-class TestSharedContext(StateTest):
+class TestSharedContext(HooksTest):
     def test_a_second_root_keeps_what_the_first_has_started(self) -> None:
         """Its first forward comes before the backward of the first."""
         first, second = (self.shard(nn.Linear(DIM, DIM)) for _ in range(2))

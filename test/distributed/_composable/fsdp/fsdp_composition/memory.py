@@ -1,6 +1,6 @@
 """
-Prints, as JSON, what one rank of two finds with whatever torch is imported: how much
-memory copy-in takes, and what a unit keeps between steps. The group sends nothing.
+Prints, as JSON, the peak of memory within post-backward of one rank of two, with
+whatever torch is imported. The group sends nothing.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import gc
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
+from fsdp_common.scenarios import COPIES, IS_BRANCH
 from fsdp_parity.memory import Touch
 
 import torch
@@ -25,8 +25,6 @@ from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
-COPIES = "torch.distributed.fsdp._fully_shard._fsdp_copies"
-IS_BRANCH = find_spec(COPIES) is not None
 RANKS = 2
 ROWS, COLUMNS, COUNT = 64, 32, 4
 ELEMENTS = ROWS * COLUMNS * COUNT
@@ -51,41 +49,27 @@ def by_columns(param: nn.Parameter) -> Shard | None:
 
 
 # Storage dtype, dtype of one more parameter, and arguments of `fully_shard`
-CASES: dict[str, tuple[torch.dtype, torch.dtype | None, dict[str, Any]]] = {
+Case = tuple["torch.dtype", "torch.dtype | None", dict[str, Any]]
+REDUCE_FP32 = {"mp_policy": MixedPrecisionPolicy(None, FP32)}
+BF16_REDUCE_FP32 = {"mp_policy": MixedPrecisionPolicy(BF16, FP32)}
+CASES: dict[str, Case] = {
     "bf16": (BF16, None, {}),
     "fp32": (FP32, None, {}),
-    "bf16, reduce fp32": (BF16, None, {"mp_policy": MixedPrecisionPolicy(None, FP32)}),
+    "bf16, reduce fp32": (BF16, None, REDUCE_FP32),
     "fp32, reduce bf16": (FP32, None, {"mp_policy": MixedPrecisionPolicy(None, BF16)}),
-    "bf16, Shard(1)": (BF16, None, {"shard_placement_fn": by_columns}),
-    "fp32 as bf16, reduce fp32": (
-        FP32,
-        None,
-        {"mp_policy": MixedPrecisionPolicy(BF16, FP32)},
-    ),
     "fp32 as bf16, reduce fp32, Shard(1)": (
         FP32,
         None,
-        {
-            "mp_policy": MixedPrecisionPolicy(BF16, FP32),
-            "shard_placement_fn": by_columns,
-        },
+        BF16_REDUCE_FP32 | {"shard_placement_fn": by_columns},
     ),
 }
-MIXED: dict[str, tuple[torch.dtype, torch.dtype | None, dict[str, Any]]] = {
-    "bf16 and one fp32, reduce fp32": (
-        BF16,
-        FP32,
-        {"mp_policy": MixedPrecisionPolicy(None, FP32)},
-    ),
-    "fp32 and one bf16, reduce fp32": (
-        FP32,
-        BF16,
-        {"mp_policy": MixedPrecisionPolicy(None, FP32)},
-    ),
+MIXED: dict[str, Case] = {
+    "bf16 and one fp32, reduce fp32": (BF16, FP32, REDUCE_FP32),
+    "fp32 and one bf16, reduce fp32": (FP32, BF16, REDUCE_FP32),
 }
 
 
-def unit_of(case: tuple[torch.dtype, torch.dtype | None, dict[str, Any]]) -> nn.Module:
+def unit_of(case: Case) -> nn.Module:
     dtype, odd, kwargs = case
     mesh = init_device_mesh("cpu", (RANKS,))
     return fully_shard(Weights(dtype, odd), mesh=mesh, **kwargs)

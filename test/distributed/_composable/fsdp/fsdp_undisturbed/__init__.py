@@ -1,1 +1,0 @@
-"""What shows that units of one dtype are as in the release."""

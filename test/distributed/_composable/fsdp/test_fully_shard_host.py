@@ -1,0 +1,126 @@
+# Owner(s): ["oncall: distributed"]
+
+"""
+What the host does around a step: it looks for observers, keeps the compiler out of
+hooks, and adds notes to errors.
+"""
+
+from __future__ import annotations
+
+import sys
+import unittest
+from typing import Any
+from unittest import mock
+
+from fsdp_common.utils import DeviceFreeTest, FakeGroupTest
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import (
+    _fsdp_agreement as agreement,
+)
+from torch.distributed.fsdp._fully_shard import (
+    _fsdp_param_group as group_file,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_host import _dynamo_disable
+from torch.testing._internal.common_utils import run_tests
+
+
+RANKS = 2
+
+
+class TestObservers(FakeGroupTest):
+    """Who observes is asked once for each forward, whatever the number of units."""
+
+    ranks = RANKS
+
+    def looks(self, run: Any) -> int:
+        with mock.patch.object(group_file.host, "look_for_traces") as look:
+            run(torch.ones(1, RANKS))
+        return look.call_count
+
+    def test_who_observes_is_asked_once_a_forward(self) -> None:
+        mesh = init_device_mesh("cpu", (RANKS,))
+        # Units in a root that has no parameters
+        model = nn.Sequential(*(nn.Linear(RANKS, RANKS) for _ in range(5)))
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)(torch.ones(1, RANKS))
+        model.set_is_last_backward(False)  # as in all microbatches but the last
+        for _ in range(2):
+            self.assertEqual(self.looks(lambda x: model(x).sum().backward()), 1)
+        with torch.no_grad():
+            for run in (model, model, model[:3]):
+                self.assertEqual(self.looks(run), 1)
+            self.assertEqual(self.looks(model[3:]), 0)  # the rest of that forward
+            self.assertEqual(self.looks(model[:2]), 1)
+
+
+class TestCompiler(DeviceFreeTest):
+    """Dynamo is kept out of hooks where it is in, and is not asked for where not."""
+
+    def test_a_hook_of_eager_training_is_called_as_it_is(self) -> None:
+        hook = _dynamo_disable(lambda: "called")
+        with mock.patch.object(torch._dynamo, "disable", side_effect=AssertionError):
+            self.assertEqual(hook(), "called")
+
+    def test_a_hook_of_what_is_exported_says_why_it_is_skipped(self) -> None:
+        hook = _dynamo_disable(lambda: "called")
+        disable = torch._dynamo.disable
+        with (
+            mock.patch.object(torch.compiler, "_is_compiling_flag", True),
+            mock.patch.object(torch._dynamo, "disable", wraps=disable) as disabling,
+        ):
+            self.assertEqual([hook(), hook()], ["called", "called"])
+        disabling.assert_called_once()
+        self.assertEqual(disabling.call_args.kwargs["reason"], "skipping FSDP hooks")
+
+    def test_a_hook_of_a_compiled_program_is_not_traced(self) -> None:
+        callbacks, graphs = [], []
+
+        @_dynamo_disable
+        def hook() -> None:
+            callbacks.append(get_eval_frame_callback())
+
+        def program(x: torch.Tensor) -> torch.Tensor:
+            x = x + 1
+            hook()
+            return x + 2
+
+        def backend(graph: Any, inputs: Any) -> Any:
+            graphs.append(graph)
+            return graph.forward
+
+        compiled = torch.compile(program, backend=backend)
+        self.assertEqual(compiled(torch.ones(1)).item(), 4.0)
+        self.assertEqual(callbacks, [None])
+        self.assertEqual(len(graphs), 2)  # before the hook, and after it
+
+
+@unittest.skipIf(sys.version_info < (3, 11), "exceptions take no notes")
+class TestNotes(FakeGroupTest):
+    ranks = RANKS
+
+    def test_only_errors_about_other_ranks_speak_of_them(self) -> None:
+        model = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (RANKS,)))
+        model(torch.ones(1, 2))
+        group = model._get_fsdp_state()._fsdp_param_group
+        for error, is_about_them in (
+            (torch.OutOfMemoryError("CUDA out of memory"), False),
+            (RuntimeError("[gloo/transport/tcp/pair.cc:1] Timed out waiting"), True),
+            (dist.DistBackendError("NCCL error: remote process exited"), True),
+            (RuntimeError("expected all tensors on one device"), False),
+            (ValueError("a user's own"), False),
+        ):
+            group._agreement.add_note(error)
+            (note,) = error.__notes__
+            self.assertIn("Raised while gathering unit '(root)'.", note)
+            self.assertEqual(agreement._HANG_ADVICE in note, is_about_them, error)
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,177 @@
+# Owner(s): ["oncall: distributed"]
+"""
+What scripts on the release gave is kept until something that it comes from changes, and
+forks of this process end as interpreters do.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import tempfile
+import unittest
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+from fsdp_common import kept
+from fsdp_common.run_forked import run_forked
+from fsdp_common.utils import DeviceFreeTest
+
+import torch
+from torch.testing._internal.common_utils import run_tests
+
+
+SCRIPT = ("-m", "fsdp_first.script", "argument")
+RECORD = "release/torch-1.0.dist-info/RECORD"
+
+
+class TestKept(DeviceFreeTest):
+    """Of packages of its own: the first imports the second by a computed name."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        scratch = tempfile.TemporaryDirectory()
+        self.addCleanup(scratch.cleanup)
+        self.root = Path(scratch.name)
+        self.release = self.root / "release"
+        self.put(RECORD, "torch/__init__.py,sha256=a,1\n")
+        self.put("fsdp_first/script.py", "import_module('fsdp_second' + '.helper')")
+        self.put("fsdp_second/deep/helper.py", "fsdp_first, fsdp_second")
+        self.put("fsdp_third/other.py", "fsdp_first")
+        self.put("examples/example.py", "")
+        folders = {folder.name: folder for folder in self.root.glob("[fe]*")}
+        environ = {name: v for name, v in os.environ.items() if name != "CI"}
+        environ.pop(kept.FRESH, None)
+        for patch in (
+            mock.patch.object(kept, "FOLDERS", folders),
+            mock.patch.dict(os.environ, environ, clear=True),
+            mock.patch.object(torch.accelerator, "is_available", lambda: False),
+        ):
+            patch.start()
+            self.addCleanup(patch.stop)
+        self.runs = 0
+
+    def put(self, path: str, text: str) -> None:
+        (self.root / path).parent.mkdir(parents=True, exist_ok=True)
+        (self.root / path).write_text(text)
+
+    def ran(
+        self,
+        *args: str,
+        env: dict[str, str] | None = None,
+        run: Callable[[], object] | None = None,
+    ) -> bool:
+        """Asks for the result, and returns whether that took a run."""
+
+        def count() -> int:
+            self.runs += 1
+            return self.runs
+
+        before = self.runs
+        kept.surroundings.cache_clear()
+        result = kept.of_release(self.release, args or SCRIPT, env, run or count)
+        self.assertEqual(result, self.runs)
+        return self.runs > before
+
+    def test_runs_again_once_where_something_changed(self) -> None:
+        for path, text in (
+            ("fsdp_first/script.py", "fsdp_second  # changed"),
+            ("fsdp_first/beside.py", "a new file"),
+            ("fsdp_second/deep/helper.py", "of an imported package"),
+            ("fsdp_second/table.json", "not of Python"),
+            (RECORD, "torch/__init__.py,sha256=b,1\n"),
+        ):
+            self.ran()
+            self.put(path, text)
+            self.assertEqual([self.ran(), self.ran()], [True, False], path)
+        self.put("fsdp_third/other.py", "changed, which nothing names")
+        self.assertFalse(self.ran())
+        (self.root / "fsdp_second/deep/helper.py").unlink()
+        self.assertTrue(self.ran())
+
+    def test_a_script_is_known_by_what_it_holds(self) -> None:
+        script = str(self.root / "alone.py")
+        self.put("alone.py", "EXAMPLES")
+        self.assertEqual([self.ran(script), self.ran(script)], [True, False])
+        for path in ("examples/example.py", "alone.py"):
+            self.put(path, "changed")
+            self.assertEqual([self.ran(script), self.ran(script)], [True, False])
+
+    def test_arguments_variables_and_surroundings_matter(self) -> None:
+        for args, env in (
+            (SCRIPT, {"PYTHONHASHSEED": "1"}),
+            (SCRIPT, {"PYTHONHASHSEED": "2"}),
+            (SCRIPT[:-1], None),
+            (("-c", "import fsdp_first"), None),
+        ):
+            self.assertTrue(self.ran(*args, env=env), (args, env))
+        cpuinfo = "model name : A\nflags : avx2\n"
+        for patch in (
+            mock.patch.dict(os.environ, {"ATEN_CPU_CAPABILITY": "default"}),
+            mock.patch("sys.version", "3.99"),
+            mock.patch("sys.path", [str(self.root)]),
+            mock.patch.object(platform, "machine", lambda: "another"),
+            mock.patch.object(Path, "read_text", lambda path: cpuinfo),
+        ):
+            self.ran()
+            with patch:
+                self.assertTrue(self.ran(), patch)
+
+    def test_a_damaged_result_runs_it_again(self) -> None:
+        self.ran()
+        (file,) = (self.root / "kept").iterdir()
+        whole = file.read_bytes()
+        for damaged in (b"", whole[:-1], b"0" + whole, whole[:-1] + b"?"):
+            file.write_bytes(damaged)
+            self.assertEqual([self.ran(), self.ran()], [True, False], damaged)
+
+    def test_nothing_is_kept_of_a_run_during_which_a_file_changes(self) -> None:
+        def edit() -> int:
+            self.put("fsdp_second/deep/helper.py", "edited")
+            self.runs += 1
+            return self.runs
+
+        self.assertTrue(self.ran(run=edit))
+        self.put("fsdp_second/deep/helper.py", "fsdp_first, fsdp_second")
+        self.assertTrue(self.ran())
+
+    def test_who_asks_for_it_gets_a_new_run_which_is_kept(self) -> None:
+        for variable in ("CI", kept.FRESH):
+            self.ran()
+            with mock.patch.dict(os.environ, {variable: "true"}):
+                self.assertEqual([self.ran(), self.ran()], [True, True])
+            self.assertFalse(self.ran())
+        with mock.patch.object(torch.accelerator, "is_available", lambda: True):
+            self.assertTrue(self.ran())  # whose kernels may add in any order
+
+
+@unittest.skipIf(torch.accelerator.is_available(), "no fork could use it")
+class TestForks(DeviceFreeTest):
+    def test_failures_are_told(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            code = (
+                "import os, sys, time\nif __name__ == '__main__':\n  exec(sys.argv[-1])"
+            )
+            (Path(folder) / "probe.py").write_text(code)
+            with mock.patch("sys.path", [*sys.path, folder]):
+                printed = run_forked("probe", "print(sys.argv); sys.exit(0)")
+                self.assertIn("probe.py', 'print(", printed)
+                for ending, status, text in (
+                    ("sys.exit(3)", 3, ""),
+                    ("sys.exit('why')", 1, "why\n"),
+                    ("raise ValueError('wrong')", 1, "ValueError: wrong\n"),
+                    ("os.kill(os.getpid(), 9)", -9, ""),
+                ):
+                    with self.assertRaises(AssertionError) as raised:
+                        run_forked("probe", ending)
+                    told = str(raised.exception)
+                    self.assertTrue(told.startswith(f"Exit status {status}:"), told)
+                    self.assertTrue(told.endswith(text), told)
+                with self.assertRaisesRegex(TimeoutError, "probe was not done"):
+                    run_forked("probe", "time.sleep(600)", timeout=1)
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,237 @@
+# Owner(s): ["oncall: distributed"]
+
+"""
+Plans of copies: they outlive an explicit unshard, follow what changes, and what is
+copied by them takes no more memory than in the release.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from fsdp_common.run_forked import run_forked
+from fsdp_common.utils import DeviceFreeTest, FakeGroupTest, run_python
+from fsdp_composition.memory import (
+    ALONE,
+    BF16,
+    CASES,
+    ELEMENTS,
+    FP32,
+    MIXED,
+    RANKS,
+    step,
+    unit_alone,
+    unit_of,
+)
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard import (
+    _fsdp_copies as copies,
+)
+from torch.distributed.fsdp._fully_shard import (
+    _fsdp_layout as layouts,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.testing._internal.common_utils import run_tests
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+pytestmark = pytest.mark.long
+
+
+SCRIPT = "fsdp_composition.memory"
+ODD_NUMEL = 64
+
+
+class TestMemory(DeviceFreeTest):
+    """The peak within post-backward, of four weights."""
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        super().setUpClass()
+        printed = run_python("-m", SCRIPT, on_release=True), run_forked(SCRIPT)
+        cls.release, cls.branch = (json.loads(t.splitlines()[-1]) for t in printed)
+
+    def test_uniform_units_take_at_most_what_the_release_takes(self) -> None:
+        self.assertEqual(self.release.keys(), {*CASES, *ALONE})
+        for name, nbytes in self.release.items():
+            self.assertLessEqual(self.branch[name], nbytes, name)
+
+    def test_one_odd_gradient_takes_its_own_bytes_alone(self) -> None:
+        """Itself, and its columns of the reduction's input and output."""
+        fused = self.branch["bf16, reduce fp32"]
+        own = ODD_NUMEL * (FP32.itemsize + FP32.itemsize)
+        self.assertLessEqual(self.branch["bf16 and one fp32, reduce fp32"], fused + own)
+        fused = self.branch["fp32"]
+        # And a copy that the kernel for CPUs makes of what stands in for it
+        own = ODD_NUMEL * (2 * BF16.itemsize + FP32.itemsize + FP32.itemsize)
+        self.assertLessEqual(self.branch["fp32 and one bf16, reduce fp32"], fused + own)
+        self.assertEqual({*self.branch} - {*self.release}, {*MIXED})
+
+    def test_a_factor_over_a_single_rank_takes_no_memory(self) -> None:
+        """The release makes a buffer for what is divided, and copies that."""
+        plain, divided = ALONE
+        self.assertEqual(self.branch[divided], self.branch[plain])
+        more = self.release[divided] - self.branch[divided]
+        self.assertGreaterEqual(more, ELEMENTS * FP32.itemsize)
+
+
+class TestCachedPlans(FakeGroupTest):
+    ranks = RANKS
+
+    @pytest.mark.quick
+    def test_an_explicit_unshard_plans_nothing_anew(self) -> None:
+        for name, case in (CASES | MIXED).items():
+            model = unit_of(case)
+            step(model)
+            with (
+                mock.patch.object(layouts, "plan_gather", side_effect=AssertionError),
+                mock.patch.object(layouts, "plan_copy_in", side_effect=AssertionError),
+            ):
+                group = model._get_fsdp_state()._fsdp_param_groups[0]
+                buckets = dict(group._cache.buckets)
+                for _ in range(2):
+                    model.unshard()
+                    model.reshard()
+                    step(model)
+            self.assertEqual(len(buckets), 1, name)
+            for pattern, planned in group._cache.buckets.items():
+                self.assertIs(buckets[pattern], planned, name)
+
+    def test_an_explicit_unshard_reads_what_has_changed(self) -> None:
+        """A parameter's dtypes are read once, if it has a policy of its own as well."""
+        own = MixedPrecisionPolicy(
+            reduce_dtype=FP32, param_dtype_override_fn=lambda _: BF16
+        )
+        reads: list[Any] = []
+        read = FSDPParam.init_dtype_attrs
+
+        def noting(fsdp_param: FSDPParam, policy: Any) -> None:
+            reads.append(fsdp_param)
+            read(fsdp_param, policy)
+
+        mesh = init_device_mesh("cpu", (RANKS,))
+        for policy in (MixedPrecisionPolicy(param_dtype=BF16), own):
+            model = fully_shard(nn.Linear(4, 4), mesh=mesh, mp_policy=policy)
+            group = model._get_fsdp_state()._fsdp_param_group
+            params = group.fsdp_params
+            changes = (
+                partial(setattr, model.bias, "grad_dtype", BF16),
+                partial(setattr, model.bias, "grad_dtype", FP32),
+                partial(model.requires_grad_, False),
+                partial(setattr, group, "mp_policy", MixedPrecisionPolicy(BF16, FP32)),
+                partial(setattr, group, "fsdp_params", [*params]),  # as plugins do
+            )
+            with mock.patch.object(FSDPParam, "init_dtype_attrs", noting):
+                model(torch.ones(1, 4, dtype=BF16))
+                for change in changes:
+                    self.assertEqual(reads, params)
+                    reads.clear()
+                    model.unshard()
+                    model.reshard()
+                    self.assertEqual(reads, [])
+                    change()
+                    model.unshard()
+                    model.reshard()
+                self.assertEqual(reads, params)
+                with mock.patch.object(FSDPParamGroup, "_init_mp_dtypes") as replaced:
+                    model.unshard()
+                    model.unshard()
+                self.assertEqual(replaced.call_count, 2)
+                reads.clear()
+                model.unshard()  # what replaced it may have set anything
+                self.assertEqual(reads, params)
+                reads.clear()
+                model.to("meta")
+                for _ in range(2):
+                    with self.assertRaisesRegex(RuntimeError, "materialized"):
+                        model.unshard()
+
+    def test_a_single_rank_divides_gradients_where_they_are(self) -> None:
+        """What is held until the next reduction is the gradients themselves."""
+        held: list[int] = []
+        finalize = FSDPParamGroup.finalize_backward
+
+        def noting(group: FSDPParamGroup) -> None:
+            for state in group.comm_ctx.reduce_scatter_states:
+                held.extend(t.data_ptr() for t in state.reduce_scatter_inputs)
+            finalize(group)
+
+        for factor in ALONE.values():
+            held.clear()
+            model = unit_alone(factor)
+            with mock.patch.object(FSDPParamGroup, "finalize_backward", noting):
+                model(torch.ones(1, requires_grad=True)).sum().backward()
+            grad = next(model.parameters()).grad
+            self.assertEqual(held, [grad.to_local().untyped_storage().data_ptr()])
+
+    def test_a_dtype_that_changes_plans_anew(self) -> None:
+        model = unit_of(CASES["bf16"])
+        step(model)
+        group = model._get_fsdp_state()._fsdp_param_groups[0]
+        (planned,) = group._cache.buckets.values()
+        group.fsdp_params[0].sharded_param.grad_dtype = FP32
+        model.unshard()
+        step(model)
+        (planned_anew,) = group._cache.buckets.values()
+        self.assertIsNot(planned_anew, planned)
+        local = torch.ones(1, requires_grad=True)
+        model(local).sum().backward()
+        dtypes = [param.grad.dtype for param in model.parameters()]
+        self.assertEqual(dtypes, [FP32, BF16, BF16, BF16])
+
+
+class Moves(TorchDispatchMode):
+    """Notes how many tensors that were moved are there at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moved: list[weakref.ref] = []
+        self.most = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default:
+            self.moved.append(weakref.ref(result))
+            alive = [ref for ref in self.moved if ref() is not None]
+            self.most = max(self.most, len(alive))
+        return result
+
+
+class TestOffload(DeviceFreeTest):
+    @pytest.mark.quick
+    def test_shards_are_moved_one_at_a_time(self) -> None:
+        """From the host to a device, which has no memory here, if to be cast there."""
+        shards = [torch.ones(8) for _ in range(5)]
+        for dtype, expected in ((FP32, (0, 0)), (BF16, (5, 1))):
+            layout = layouts.plan_gather([dtype] * 5, [8] * 5)
+            planned = layouts.plan_copy_in(layout, [FP32] * 5)
+            segment = torch.empty(40, dtype=dtype, device="meta")
+            with Moves() as moves:
+                copies._copy_in(segment, planned, shards)
+            self.assertEqual((len(moves.moved), moves.most), expected)
+
+    def test_what_an_extension_has_moved_is_not_moved_again(self) -> None:
+        shards = [torch.ones(8, device=device) for device in ("meta", "cpu", "cpu")]
+        layout = layouts.plan_gather([BF16] * 3, [8] * 3)
+        segment = torch.empty(24, dtype=BF16, device="meta")
+        with Moves() as moves:
+            copies._copy_in(segment, layouts.plan_copy_in(layout, [FP32] * 3), shards)
+            copies.copy_each([*segment.split(8)], shards)
+        self.assertEqual(len(moves.moved), 4)
+
+
+if __name__ == "__main__":
+    run_tests()
