@@ -11,13 +11,11 @@ import contextlib
 import re
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 import fsdp_clients.real_models  # noqa: F401
 from fsdp_common.utils import (
-    DeviceFreeTest,
     FSDPProcessTest,
     LAUNCHED_RANK,
     record_collectives,
@@ -129,13 +127,6 @@ class TestDistributedConfig(FSDPProcessTest):
                 # Some are sums of nothing but rounding
                 self.assertLessEqual(apart, 2**-4 * grads[1].norm() + 2**-12, name)
         self.assertEqual(len({param.dtype for param in whole.parameters()}), 2)
-
-
-class TestPage(DeviceFreeTest):
-    def test_the_page_names_all_tests_of_clients(self) -> None:
-        named = {*re.findall(r"`fsdp_clients/(with_\w+\.py)`", PAGE.read_text())}
-        clients = Path(__file__).with_name("fsdp_clients").glob("with_*.py")
-        self.assertEqual(named, {path.name for path in clients})
 
 
 if __name__ == "__main__":

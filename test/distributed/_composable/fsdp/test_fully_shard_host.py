@@ -26,7 +26,7 @@ from torch.distributed.fsdp._fully_shard import (
 from torch.distributed.fsdp._fully_shard import (
     _fsdp_param_group as group_file,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_host import _dynamo_disable
+from torch.distributed.fsdp._fully_shard._fsdp_observers import _dynamo_disable
 from torch.testing._internal.common_utils import run_tests
 
 

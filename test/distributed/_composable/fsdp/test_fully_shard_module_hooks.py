@@ -205,19 +205,13 @@ class TestValues(HooksTest):
         self.assert_warns(None, lambda: model(ids).sum().backward())
 
     def test_units_that_reshard_are_not_looked_at(self) -> None:
-        with mock.patch.object(
-            ParamVersions, "_read", autospec=True, side_effect=ParamVersions._read
-        ) as read:
+        with mock.patch.object(ParamVersions, "_read", autospec=True) as read:
             model = self.model()
             optim = torch.optim.SGD(model.parameters(), lr=1, foreach=False)
             for _ in range(2):
                 self.train(model)
                 optim.step()
             read.assert_not_called()
-            for _ in range(2):
-                self.evaluate(model)
-            # Of the root alone: noted, both compared, and one noted again
-            self.assertEqual(read.call_count, 2 + 2 + 1)
 
 
 class TestSharedContext(HooksTest):

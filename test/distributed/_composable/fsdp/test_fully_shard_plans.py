@@ -26,7 +26,6 @@ from fsdp_composition.memory import (
     MIXED,
     RANKS,
     step,
-    unit_alone,
     unit_of,
 )
 
@@ -156,24 +155,6 @@ class TestCachedPlans(FakeGroupTest):
                 for _ in range(2):
                     with self.assertRaisesRegex(RuntimeError, "materialized"):
                         model.unshard()
-
-    def test_a_single_rank_divides_gradients_where_they_are(self) -> None:
-        """What is held until the next reduction is the gradients themselves."""
-        held: list[int] = []
-        finalize = FSDPParamGroup.finalize_backward
-
-        def noting(group: FSDPParamGroup) -> None:
-            for state in group.comm_ctx.reduce_scatter_states:
-                held.extend(t.data_ptr() for t in state.reduce_scatter_inputs)
-            finalize(group)
-
-        for factor in ALONE.values():
-            held.clear()
-            model = unit_alone(factor)
-            with mock.patch.object(FSDPParamGroup, "finalize_backward", noting):
-                model(torch.ones(1, requires_grad=True)).sum().backward()
-            grad = next(model.parameters()).grad
-            self.assertEqual(held, [grad.to_local().untyped_storage().data_ptr()])
 
     def test_a_dtype_that_changes_plans_anew(self) -> None:
         model = unit_of(CASES["bf16"])

@@ -28,12 +28,10 @@ class TestSameBits(FSDPProcessTest):
         with contextlib.redirect_stdout(printed):
             self.assertEqual(same_bits.compare(args), 0)
         if self.rank == 0:
-            narrow, wide, note = printed.getvalue().strip().split("\n\n")
+            narrow, wide, _ = printed.getvalue().strip().split("\n\n")
             self.assertEqual(len({*self.digests(narrow)}), 1)
-            self.assertEqual(len(self.digests(narrow)), 4)
             # Each mesh drifts its own way; of one shard, all is replicated
             self.assertEqual(len({*self.digests(wide)}), 3)
-            self.assertIn("depend on the machine", note)
 
     def digests(self, table: str) -> list[tuple[str, ...]]:
         """Returns those of losses, gradients and parameters on each mesh."""

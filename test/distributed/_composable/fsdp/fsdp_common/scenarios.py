@@ -65,6 +65,11 @@ class Place:
     def mixed(self, policy: str = "none", **kwargs: Any) -> Stack:
         return self.sharded(policy, stack((FP32, BF16)), **kwargs)
 
+    def of_kind(self, policy: str = "none", **kwargs: Any) -> Stack:
+        """Returns a mixed model if the scenario is to run with one."""
+        make = self.mixed if self.is_mixed else self.sharded
+        return make(policy, **kwargs)
+
 
 # Runs the step of a number, and returns the loss where there is one
 Step = Callable[[nn.Module, Place, int], Any]
@@ -88,6 +93,14 @@ class Scenarios(dict[str, Scenario]):
     def on_branch(self, run: Callable[[Place], Record]) -> Callable[[Place], Record]:
         self[run.__name__] = Scenario(run, is_on_release=False)
         return run
+
+    def of_both_kinds(
+        self, run: Callable[[Place], Record]
+    ) -> Callable[[Place], Record]:
+        """Lets the branch run it with mixed units as well, which the release refuses."""
+        name = f"mixed_{run.__name__}"
+        self[name] = Scenario(run, is_mixed=True, is_on_release=False)
+        return self.on_both(run)
 
     def names(self, is_on_release: bool) -> list[str]:
         return [n for n, each in self.items() if each.is_on_release == is_on_release]

@@ -63,6 +63,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import (
 )
 from torch.distributed.pipelining import (
     PipelineStage,
+    Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
 )
@@ -295,17 +296,16 @@ def pipelined(place: Place, schedule_class: type, count: int) -> Record:
     return train(nn.ModuleList(stages.values()), place, run=step_of)
 
 
-def gpipe(place: Place) -> Record:
-    return pipelined(place, ScheduleGPipe, 2)
+def pipelines(place: Place) -> Record:
+    """Interleaved, units gather and reduce as the schedule says, not by hooks alone."""
+    return {
+        "GPipe": pipelined(place, ScheduleGPipe, 2),
+        "1F1B": pipelined(place, Schedule1F1B, 2),
+        "interleaved": pipelined(place, ScheduleInterleaved1F1B, 4),
+    }
 
 
-def interleaved(place: Place) -> Record:
-    """Unshards, reshards and reduces as the schedule says, not by hooks alone."""
-    return pipelined(place, ScheduleInterleaved1F1B, 4)
-
-
-for schedule in (gpipe, interleaved):
-    enlist(schedule, as_by_dtype=True, by_halves=False)
+enlist(pipelines, as_by_dtype=True, by_halves=False)
 
 
 # Casting #
@@ -419,40 +419,35 @@ def comm_debug_counts(place: Place) -> Record:
     return {str(op): count for op, count in mode.get_comm_counts().items()}
 
 
-# What torch's own tests replace, and by which of their utilities
-GROUP_PATCHES = {
-    "patch_unshard": (FSDPParamGroup, "unshard"),
-    "patch_reshard": (FSDPParamGroup, "reshard"),
-    "patch_post_backward": (FSDPParamGroup, "post_backward"),
-    "patch_register_post_backward_hook_backward": (
-        RegisterPostBackwardFunction,
-        "backward",
-    ),
+# What torch's own tests replace, by a utility called ``patch_`` and a name
+PATCHES = {
+    "unshard": FSDPParamGroup,
+    "reshard": FSDPParamGroup,
+    "post_backward": FSDPParamGroup,
+    "register_post_backward_hook_backward": RegisterPostBackwardFunction,
+    "all_gather": dist,
+    "reduce_scatter": dist,
+    "all_reduce": dist,
+    "foreach_all_gather": _fsdp_param_group,
+    "foreach_reduce": _fsdp_param_group,
 }
-CALL_PATCHES = {
-    "patch_all_gather": (dist, "all_gather_single"),
-    "patch_reduce_scatter": (dist, "reduce_scatter_single"),
-    "patch_all_reduce": (dist, "all_reduce"),
-    "patch_foreach_all_gather": (_fsdp_param_group, "foreach_all_gather"),
-    "patch_foreach_reduce": (_fsdp_param_group, "foreach_reduce"),
+# Names of functions that are not those of their utilities
+PATCHED = {
+    "register_post_backward_hook_backward": "backward",
+    "all_gather": "all_gather_single",
+    "reduce_scatter": "reduce_scatter_single",
 }
 
 
-def watching_group(original: Callable[..., Any], seen: list[Any]) -> Callable[..., Any]:
-    def call(this: Any, *args: Any) -> Any:
-        group = getattr(this, "param_group", this)  # of an autograd context
-        seen.append((group._module_fqn, len(args)))
-        return original(this, *args)
-
-    return call
-
-
-def watching_call(original: Callable[..., Any], seen: list[Any]) -> Callable[..., Any]:
+def watching(original: Callable[..., Any], seen: list[Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs).arguments
-        seen.append({name: describe(arg) for name, arg in bound.items()})
+        first = next(iter(bound.values()))
+        group = getattr(first, "param_group", first)  # of an autograd context
+        what = {name: describe(arg) for name, arg in bound.items()}
+        seen.append((getattr(group, "_module_fqn", None), what))
         return original(*args, **kwargs)
 
     return call
@@ -462,12 +457,11 @@ def watching_call(original: Callable[..., Any], seen: list[Any]) -> Callable[...
 def patches(place: Place) -> Record:
     """What each utility intercepts of one step of HSDP, in order."""
     seen: dict[str, list[Any]] = {}
-    for name, (owner, attribute) in {**GROUP_PATCHES, **CALL_PATCHES}.items():
-        watching = watching_group if name in GROUP_PATCHES else watching_call
+    for name, owner in PATCHES.items():
         calls = seen.setdefault(name, [])
-        new = watching(getattr(owner, attribute), calls)
+        new = watching(getattr(owner, PATCHED.get(name, name)), calls)
         model = shard(place, stack_of(place), mesh=place.pairs)
-        with getattr(common_fsdp, name)(new):
+        with getattr(common_fsdp, f"patch_{name}")(new):
             one_backward(model, place, 0)
     return seen
 

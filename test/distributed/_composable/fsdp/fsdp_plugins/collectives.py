@@ -127,21 +127,7 @@ def mixed_replaced_inputs_that_change_nothing(place: Place) -> Record:
 
 @scenario
 def replaced_metadatas(place: Place) -> Record:
-    original, calls = _fsdp_collectives._get_all_gather_input_metadatas, []
-
-    def get_metadatas(inputs: list[list[torch.Tensor]]) -> Any:
-        metadatas = original(inputs)
-        calls.append(str(metadatas))
-        return metadatas
-
-    with replaced(_fsdp_collectives, _get_all_gather_input_metadatas=get_metadatas):
-        record = train(place.sharded("bf16_reduce_fp32"), place)
-    return record | {"calls": calls}
-
-
-@scenario
-def replaced_inputs_and_metadatas(place: Place) -> Record:
-    """As a backend does that has its own of all of it."""
+    """Alone, and with the inputs: as a backend does that has its own of all of it."""
     calls: Counter[str] = Counter()
 
     def get_inputs(fsdp_params: list[FSDPParam]) -> list[list[torch.Tensor]]:
@@ -154,13 +140,13 @@ def replaced_inputs_and_metadatas(place: Place) -> Record:
         numels = [[tensor.numel() for tensor in tensors] for tensors in inputs]
         return dtypes, numels, dtypes[0][0]
 
-    with replaced(
-        _fsdp_collectives,
-        _get_param_all_gather_inputs=get_inputs,
-        _get_all_gather_input_metadatas=get_metadatas,
-    ):
-        record = train(place.sharded("bf16_reduce_fp32"), place)
-    return record | {"calls": dict(calls)}
+    found: Record = {}
+    new = {"_get_all_gather_input_metadatas": get_metadatas}
+    for more in ({}, {"_get_param_all_gather_inputs": get_inputs}):
+        with replaced(_fsdp_collectives, **new, **more):
+            record = train(place.sharded("bf16_reduce_fp32"), place)
+        found[str(len(more))] = record | {"calls": dict(calls)}
+    return found
 
 
 # Operators #
@@ -391,34 +377,33 @@ def reduce_by_hand(place: Place, policy: str, *, is_hybrid: bool, keyword: bool)
     model = place.sharded(policy, mesh=mesh)
     one_backward(model, place, 0)
     model.zero_grad()
-    group = groups_of(model)[1]
+    group, mp_policy = groups_of(model)[1], POLICIES[policy]
     grads = [
         batch_of(i, place.rank, dim=p._orig_size.numel())[0].view(p._orig_size)
         for i, p in enumerate(group.fsdp_params)
     ]
-    grads = [grad.to(POLICIES[policy].param_dtype or FP32) for grad in grads]
-    stream = torch.cpu.current_stream()
-    arguments = {
-        "fsdp_params": [*group.fsdp_params],
-        "unsharded_grads": grads,
-        "reduce_scatter_group": group.mesh_info.shard_process_group,
-        "reduce_scatter_stream": stream,
-        "reduce_scatter_comm": _fsdp_collectives.DefaultReduceScatter(),
-        "orig_dtype": FP32,
-        "reduce_dtype": POLICIES[policy].reduce_dtype,
-        "device": group.device,
-        "gradient_divide_factor": None,
-        "all_reduce_group": (
-            group.mesh_info.replicate_process_group if is_hybrid else None
+    grads = [grad.to(mp_policy.param_dtype or FP32) for grad in grads]
+    replicas = group.mesh_info.replicate_process_group if is_hybrid else None
+    arguments = reduce_arguments(
+        fsdp_params=[*group.fsdp_params],
+        unsharded_grads=grads,
+        reduce_scatter_group=group.mesh_info.shard_process_group,
+        reduce_scatter_stream=torch.cpu.current_stream(),
+        reduce_scatter_comm=_fsdp_collectives.DefaultReduceScatter(),
+        orig_dtype=FP32,
+        reduce_dtype=(
+            reduce_dtype(mp_policy, FP32)
+            if FOLLOWS_GRAD_DTYPE
+            else mp_policy.reduce_dtype
         ),
-        "all_reduce_stream": stream,
-        "all_reduce_grads": True,
-        "partial_reduce_output": None,
-        "all_reduce_hook": None,
-    }
-    if FOLLOWS_GRAD_DTYPE:
-        arguments["reduce_dtype"] = reduce_dtype(POLICIES[policy], FP32)
-    arguments = reduce_arguments(**arguments)
+        device=group.device,
+        gradient_divide_factor=None,
+        all_reduce_group=replicas,
+        all_reduce_stream=torch.cpu.current_stream(),
+        all_reduce_grads=True,
+        partial_reduce_output=None,
+        all_reduce_hook=None,
+    )
     foreach_reduce = _fsdp_collectives.foreach_reduce
     if keyword:
         results = foreach_reduce(**arguments, force_sum_reduction_for_comms=False)

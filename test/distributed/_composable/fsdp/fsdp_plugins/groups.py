@@ -56,13 +56,15 @@ def init_like_a_plugin(group: FSDPParamGroup) -> None:
     group._reduce_dtype = trained[0].reduce_dtype if trained else None
 
 
-def train_with_replaced_init(place: Place, model: Stack) -> Record:
+def train_with_replaced_init(
+    place: Place, model: Stack, init: Callable[[FSDPParamGroup], None]
+) -> Record:
     # Saved and put back by hand, as they do at import
     original, calls = FSDPParamGroup._init_mp_dtypes, []
 
     def replacement(group: FSDPParamGroup) -> None:
-        calls.append(group._module_fqn)
-        init_like_a_plugin(group)
+        init(group)
+        calls.append((group._module_fqn, str(group._reduce_dtype)))
 
     FSDPParamGroup._init_mp_dtypes = replacement
     try:
@@ -78,23 +80,14 @@ def train_with_replaced_init(place: Place, model: Stack) -> Record:
 
 @scenario
 def replaced_init_mp_dtypes(place: Place) -> Record:
+    """By one that knows the first parameter's, and by one that calls the original."""
     return {
-        policy: train_with_replaced_init(place, place.sharded(policy))
-        for policy in ("none", "bf16_reduce_fp32")
+        init.__name__: train_with_replaced_init(place, place.sharded(policy), init)
+        for policy, init in (
+            ("bf16_reduce_fp32", init_like_a_plugin),
+            ("reduce_bf16", FSDPParamGroup._init_mp_dtypes),
+        )
     }
-
-
-@scenario
-def init_mp_dtypes_that_calls_the_original(place: Place) -> Record:
-    original, calls = FSDPParamGroup._init_mp_dtypes, []
-
-    def replacement(group: FSDPParamGroup) -> None:
-        original(group)
-        calls.append((group._module_fqn, str(group._reduce_dtype)))
-
-    with replaced(FSDPParamGroup, _init_mp_dtypes=replacement):
-        record = train(place.sharded("bf16_reduce_fp32"), place)
-    return record | {"calls": calls}
 
 
 @mixed
@@ -102,7 +95,9 @@ def mixed_with_replaced_init_mp_dtypes(place: Place) -> Record:
     pairs = {}
     for policy in ("none", "bf16", "reduce_bf16"):
         plain = train(place.mixed(policy), place)
-        pairs[policy] = plain, train_with_replaced_init(place, place.mixed(policy))
+        model = place.mixed(policy)
+        found = train_with_replaced_init(place, model, init_like_a_plugin)
+        pairs[policy] = plain, found
     return pairs
 
 
@@ -240,8 +235,6 @@ def mixed_parameter_replaced_while_unsharded(place: Place) -> Record:
 @scenario
 def same_parameters_in_a_plain_list(place: Place) -> Record:
     model = place.sharded("bf16_reduce_fp32")
-    for group in groups_of(model):
-        group.fsdp_params = [*group.fsdp_params]
     record = train(model, place)
     for group in groups_of(model):
         group.fsdp_params = list(reversed(group.fsdp_params))
@@ -353,20 +346,6 @@ def replaced_wait_for_unshard_and_post_forward(place: Place) -> Record:
             model = place.sharded("bf16", reshard_after_forward=reshard)
             record[str(reshard)] = train(model, place) | {"orders": orders}
     return record | {"calls": dict(calls)}
-
-
-@scenario
-def record_post_forward(place: Place) -> Record:
-    """Replaces only what is recorded, and how often."""
-    original, calls = FSDPParamGroup._record_post_forward, []
-
-    def recording(group: FSDPParamGroup) -> None:
-        calls.append(group._module_fqn)
-        original(group)
-
-    with replaced(FSDPParamGroup, _record_post_forward=recording):
-        record = train(place.sharded(), place)
-    return record | {"calls": calls}
 
 
 # What HSDP keeps #

@@ -21,7 +21,7 @@ from fsdp_common.parity_layers import (
 from fsdp_common.release_rules import FOLLOWS_GRAD_DTYPE, HAS_SPMD_TYPES
 from fsdp_common.scenarios import one_backward, Place, train
 from fsdp_parity.waves import extended_stack, HighLow
-from fsdp_plugins.runs import mixed, scenario
+from fsdp_plugins.runs import mixed, of_both_kinds, scenario
 
 import torch
 import torch.nn as nn
@@ -39,11 +39,7 @@ else:
 
 
 def since_2_15(run: Callable[[Place], Record]) -> Callable[[Place], Record]:
-    return scenario(run) if FOLLOWS_GRAD_DTYPE else run
-
-
-def mixed_since_2_15(run: Callable[[Place], Record]) -> Callable[[Place], Record]:
-    return mixed(run) if FOLLOWS_GRAD_DTYPE else run
+    return of_both_kinds(run) if FOLLOWS_GRAD_DTYPE else run
 
 
 def outputs_of(model: nn.Module) -> Iterator[torch.Tensor]:
@@ -55,33 +51,24 @@ def outputs_of(model: nn.Module) -> Iterator[torch.Tensor]:
 # Storage that stays #
 
 
-def keep_storage(model: Stack, place: Place) -> Record:
+@since_2_15
+def storage_that_is_kept(place: Place) -> Record:
+    plain = train(place.of_kind("bf16_reduce_fp32"), place, steps=range(5))
+    model = place.of_kind("bf16_reduce_fp32")
     model.set_keep_unsharded_storage(True)
     record = train(model, place)
     for unit in units_of(model):
         unit.reshard()
     before = [output.data_ptr() for output in outputs_of(model)]
-    record["allocated"] = all(o.untyped_storage().nbytes() for o in outputs_of(model))
+    facts = [all(o.untyped_storage().nbytes() for o in outputs_of(model))]
     record |= train(model, place, steps=range(2, 4))
-    after = [output.data_ptr() for output in outputs_of(model)]
-    record["same places"] = before == after
+    facts.append(before == [output.data_ptr() for output in outputs_of(model)])
     model.set_keep_unsharded_storage(False)
     record |= train(model, place, steps=range(4, 5))
     for unit in units_of(model):
         unit.reshard()
-    record["freed"] = not any(o.untyped_storage().nbytes() for o in outputs_of(model))
-    return record
-
-
-@since_2_15
-def storage_that_is_kept(place: Place) -> Record:
-    return keep_storage(place.sharded("bf16_reduce_fp32"), place)
-
-
-@mixed_since_2_15
-def mixed_storage_that_is_kept(place: Place) -> Record:
-    plain = train(place.mixed(), place, steps=range(5))
-    return {"plain": plain, "kept": keep_storage(place.mixed(), place)}
+    facts.append(not any(o.untyped_storage().nbytes() for o in outputs_of(model)))
+    return {"plain": plain, "kept": record, "allocated, in place, freed": facts}
 
 
 # Finalization by hand #
@@ -122,61 +109,34 @@ def synced_step(model: Stack, place: Place, step: int) -> torch.Tensor:
     return one_backward(model, place, 2 * step + 1)
 
 
-def finalize_by_hand(model: Stack, place: Place, *, in_background: bool) -> Record:
-    model.set_manual_backward_finalization(True)
-    seen: list[Any] = []
-    step = functools.partial(finalized_step, in_background=in_background, seen=seen)
-    record = train(model, place, run=step)
-    # A backward that is to reduce at once waits for the finalization all the same
-    one_backward(model, place, 9)
-    model.finalize_backward()
-    record |= {
-        "seen": seen,
-        "left": [g._post_backward_pending for g in groups_of(model)],
-    }
-    return record
-
-
 @since_2_15
 def finalized_by_hand(place: Place) -> Record:
-    return {
-        str(in_background): finalize_by_hand(
-            place.sharded("bf16_reduce_fp32"), place, in_background=in_background
-        )
-        for in_background in (False, True)
-    }
-
-
-@mixed_since_2_15
-def mixed_finalized_by_hand(place: Place) -> Record:
-    record: Record = {"plain": train(place.mixed(), place, run=synced_step)}
+    record: Record = {"plain": train(place.of_kind(), place, run=synced_step)}
     for in_background in (False, True):
-        record[str(in_background)] = finalize_by_hand(
-            place.mixed(), place, in_background=in_background
-        )
+        model, seen = place.of_kind(), []
+        model.set_manual_backward_finalization(True)
+        run = functools.partial(finalized_step, in_background=in_background, seen=seen)
+        record[str(in_background)] = train(model, place, run=run)
+        # A backward that is to reduce at once waits for the finalization all the same
+        one_backward(model, place, 9)
+        model.finalize_backward()
+        left = [group._post_backward_pending for group in groups_of(model)]
+        record[f"{in_background} seen"] = {"seen": seen, "left": left}
     return record
-
-
-def refused_finalization(model: Stack, place: Place) -> str | None:
-    model.set_requires_all_reduce(False)
-    one_backward(model, place, 0)
-    model.set_manual_backward_finalization(True)
-    return error_of(model.finalize_backward)
 
 
 @since_2_15
 def finalization_that_is_refused(place: Place) -> Record:
-    return {"refused": refused_finalization(place.sharded(mesh=place.pairs), place)}
-
-
-@mixed_since_2_15
-def mixed_finalization_that_is_refused(place: Place) -> Record:
-    """The root keeps one sum, or several where it is the only unit."""
-    whole = fully_shard(stack((FP32, BF16)), mesh=place.pairs)
-    return {
-        "refused": refused_finalization(place.mixed(mesh=place.pairs), place),
-        "refused with several sums": refused_finalization(whole, place),
-    }
+    """The root keeps one sum, or in a mixed unit several where it is the only one."""
+    dtypes = (FP32, BF16) if place.is_mixed else (FP32, FP32)
+    record: Record = {}
+    whole = fully_shard(stack(dtypes), mesh=place.pairs)
+    for name, model in (("units", place.of_kind(mesh=place.pairs)), ("whole", whole)):
+        model.set_requires_all_reduce(False)
+        one_backward(model, place, 0)
+        model.set_manual_backward_finalization(True)
+        record[name] = error_of(model.finalize_backward)
+    return record
 
 
 # Extensions #
@@ -224,12 +184,8 @@ def unshard_twice(model: nn.Sequential, place: Place) -> Record:
 
 @since_2_15
 def outputs_that_an_extension_releases(place: Place) -> Record:
-    return unshard_twice(extended_stack(Released, 8, ()), place)
-
-
-@mixed_since_2_15
-def mixed_outputs_that_an_extension_releases(place: Place) -> Record:
-    return unshard_twice(extended_stack(Released, 8, (BF16,)), place)
+    dtypes = (BF16,) if place.is_mixed else ()
+    return unshard_twice(extended_stack(Released, 8, dtypes), place)
 
 
 @mixed
@@ -240,7 +196,9 @@ def inputs_that_an_extension_changes(place: Place) -> Record:
 # What others put in place of a step #
 
 
-def with_own_steps(model: Stack, place: Place, *, gathers: bool) -> Record:
+@since_2_15
+def steps_of_ones_own(place: Place) -> Record:
+    """Of mixed units, those of the reduction alone: what is gathered has one dtype."""
     calls = {"outputs": 0, "inputs": 0}
 
     def outputs(*args: Any) -> None:
@@ -254,25 +212,18 @@ def with_own_steps(model: Stack, place: Place, *, gathers: bool) -> Record:
         default = _fsdp_collectives._default_reduce_scatter_input_fn
         return default(params, grads, world_size)
 
+    model = place.of_kind()
     for group in groups_of(model):
         group._prepare_reduce_scatter_inputs = inputs
-        if gathers:
+        if not place.is_mixed:
             group._all_gather_output_fn = outputs
-    return train(model, place) | {"calls": calls}
-
-
-@since_2_15
-def steps_of_ones_own(place: Place) -> Record:
-    return with_own_steps(place.sharded("bf16_reduce_fp32"), place, gathers=True)
-
-
-@mixed_since_2_15
-def mixed_steps_of_ones_own(place: Place) -> Record:
-    record = with_own_steps(place.mixed(), place, gathers=False)
-    try:
-        with_own_steps(place.mixed(), place, gathers=True)
-    except NotImplementedError as error:
-        record["refused"] = str(error)
+    record = train(model, place) | {"calls": dict(calls)}
+    if place.is_mixed:
+        groups_of(model)[1]._all_gather_output_fn = outputs
+        try:
+            one_backward(model, place, 2)
+        except NotImplementedError as error:
+            record["refused"] = str(error)
     return record
 
 
@@ -288,30 +239,17 @@ def with_a_row_more(params: Any, grads: list[torch.Tensor], world_size: int) -> 
     return tuple(grad.size() for grad in grads)
 
 
-def train_with_a_row_more(model: Stack, place: Place) -> Record:
-    for group in groups_of(model):
-        group._prepare_reduce_scatter_inputs = with_a_row_more
-    return train(model, place)
-
-
-def on_the_last_dim(place: Place) -> dict[str, Any]:
-    return {
-        "mesh": place.pairs,
-        "shard_placement_fn": lambda param: Shard(param.ndim - 1),
-    }
-
-
 @since_2_15
 def inputs_that_are_padded(place: Place) -> Record:
-    model = place.sharded("bf16_reduce_fp32", **on_the_last_dim(place))
-    return train_with_a_row_more(model, place)
-
-
-@mixed_since_2_15
-def mixed_inputs_that_are_padded(place: Place) -> Record:
-    plain = train(place.mixed(**on_the_last_dim(place)), place)
-    padded = train_with_a_row_more(place.mixed(**on_the_last_dim(place)), place)
-    return {"plain": plain, "padded": padded}
+    record: Record = {}
+    for name in ("plain", "padded"):
+        model = place.of_kind(
+            mesh=place.pairs, shard_placement_fn=lambda param: Shard(param.ndim - 1)
+        )
+        for group in groups_of(model) if name == "padded" else ():
+            group._prepare_reduce_scatter_inputs = with_a_row_more
+        record[name] = train(model, place)
+    return record
 
 
 # Gradients' dtypes #
@@ -323,26 +261,25 @@ def set_grad_dtypes(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     return model
 
 
-@since_2_15
 def grad_dtypes_of_all(place: Place) -> Record:
     """Reduced, summed and kept in them, which is another dtype than is stored."""
     record: Record = {}
-    for policy in ("none", "bf16", "reduce_bf16"):
-        for stored, dtype in ((BF16, FP32), (FP32, None), (BF16, BF16)):
-            model = set_grad_dtypes(stack((stored, stored)), dtype)
-            model = place.sharded(policy, model)
-            key = f"{policy} {stored} {dtype}"
-            losses = [one_backward(model, place, step) for step in range(2)]
-            record[key] = (
-                [loss.item() for loss in losses],
-                dict(gradients(model)),
-            )
-            model.float()  # an explicit one stays
-            record[f"{key} cast"] = [str(p.grad.dtype) for p in model.parameters()]
+    for policy, stored, dtype in (
+        ("none", BF16, FP32),
+        ("bf16", FP32, None),
+        ("reduce_bf16", BF16, FP32),
+        ("bf16", BF16, BF16),
+    ):
+        model = set_grad_dtypes(stack((stored, stored)), dtype)
+        model = place.sharded(policy, model)
+        losses = [one_backward(model, place, step).item() for step in range(2)]
+        record[f"{policy} {stored} {dtype}"] = dict(gradients(model)) | {"": losses}
+        model.float()  # an explicit one stays
+        dtypes = [str(param.grad.dtype) for param in model.parameters()]
+        record[f"{policy} {stored} {dtype} cast"] = {"": dtypes}
     return record
 
 
-@since_2_15
 def iteration_that_is_given_up(place: Place) -> Record:
     model = place.sharded()
     one_backward(model, place, 0)
@@ -358,7 +295,6 @@ def iteration_that_is_given_up(place: Place) -> Record:
     return train(model, place) | {"left": left, "pending": pending}
 
 
-@since_2_15
 def unused_without_a_dtype(place: Place) -> Record:
     model = place.sharded(model=set_grad_dtypes(stack(), None))
     model.set_reduce_scatter_unused_params(True)
@@ -367,6 +303,11 @@ def unused_without_a_dtype(place: Place) -> Record:
     except ValueError as error:
         return {"raised": "requires an explicit" in str(error)}
     return {"raised": False}
+
+
+if FOLLOWS_GRAD_DTYPE:
+    for run in (grad_dtypes_of_all, iteration_that_is_given_up, unused_without_a_dtype):
+        scenario(run)
 
 
 # Types of what ranks hold (2.14) #
@@ -394,10 +335,10 @@ class Annotated(nn.Module):
         return x
 
 
-def train_annotated(dtypes: tuple[torch.dtype, ...], place: Place) -> Record:
+def annotated_parameters(place: Place) -> Record:
     torch.manual_seed(0)
     mesh = place.pairs
-    model = Annotated(dtypes, mesh)
+    model = Annotated((FP32, BF16) if place.is_mixed else (FP32, FP32), mesh)
     fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="shard"))
     x = torch.ones(2, 4) * (1 + mesh.get_local_rank("shard"))
     model(x).sum().backward()
@@ -411,11 +352,4 @@ def train_annotated(dtypes: tuple[torch.dtype, ...], place: Place) -> Record:
 
 
 if spmd_types is not None:
-
-    @scenario
-    def annotated_parameters(place: Place) -> Record:
-        return train_annotated((FP32, FP32), place)
-
-    @mixed
-    def mixed_annotated_parameters(place: Place) -> Record:
-        return train_annotated((FP32, BF16), place)
+    of_both_kinds(annotated_parameters)

@@ -13,6 +13,7 @@ SCENARIOS = Scenarios()
 scenario = SCENARIOS.on_both
 # Of units with several dtypes, which the release refuses
 mixed = SCENARIOS.on_branch
+of_both_kinds = SCENARIOS.of_both_kinds
 
 
 def gather_by_hand(group: FSDPParamGroup, *, by_keyword: bool = False) -> None:
