@@ -18,8 +18,8 @@ from _calls import seen_by
 from _ratios import exact_row, Row
 from _sides import Side, SideError
 
+from fsdp_late_device.operators import is_view
 from fsdp_late_device.schedules import KINDS, Kit, SCHEDULES
-from fsdp_streams.operators import is_view
 
 import torch
 import torch.distributed as dist

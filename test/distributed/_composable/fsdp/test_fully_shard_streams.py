@@ -7,39 +7,7 @@ that it issues may use memory that something else uses without an order.
 
 Then each call in our modules that orders streams is left out, one at a time, as
 is each reference that keeps memory from being reused, and some schedule has to
-show a pair without an order (:class:`TestWhatOrders`). These show nothing, alone,
-and why; "all" stands for each call of the function:
-
-======================================================  ========================
-call                                                    why nothing shows
-======================================================  ========================
-wait_all_gather_streams_on_event > wait_event #1        the gather stream waits
-                                                        for the copy-in stream
-                                                        before each gather, and
-                                                        allocates nothing
-reduce > wait #0, wait > _wait_current_stream #0        a group's reductions
-                                                        follow one another in one
-                                                        stream, unless settings
-                                                        change between backwards
-reset > wait #0                                         the root has waited for
-                                                        every stream's last event
-_reset_iter_state > _order_gathers_after_reshard #0     the next root forward
-                                                        orders gathers behind the
-                                                        current stream; what
-                                                        matters is that the event
-                                                        is dropped
-recycle_reduce_buffers > wait_event #2                  the memory goes back to
-                                                        the stream that has waited
-                                                        already; it bounds how
-                                                        many inputs are there at
-                                                        once
-release_all_gather_state_on_current_stream > ...        the current stream itself
-                                                        copied out
-post_backward > _wait_current_stream #0                 nothing that is freed
-                                                        there is in use by another
-                                                        stream: the release waits
-                                                        for what it met on ROCm
-======================================================  ========================
+show a pair without an order (:class:`TestWhatOrders`), but for :data:`UNSEEN`.
 """
 
 from __future__ import annotations
@@ -47,23 +15,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
 
 from fsdp_common.utils import DeviceFreeTest
 from fsdp_late_device.check import unordered
-from fsdp_late_device.queues import Entry
-from fsdp_late_device.races import forgets, never_blocks
-from fsdp_late_device.runs import MODULES
-from fsdp_late_device.schedules import KINDS, Kit, record_alone, SCHEDULES
-from fsdp_streams.devices import Event, Stream
-from fsdp_streams.sites import find_sites, Site
+from fsdp_late_device.devices import Event, Stream
+from fsdp_late_device.queues import Entry, Recording
+from fsdp_late_device.record import Rank
+from fsdp_late_device.schedules import KINDS, Kit, record, SCHEDULES
+from fsdp_late_device.sites import find_sites, MODULES, Site
 
 import torch
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import (
     _fsdp_copies as copies,
 )
@@ -83,61 +50,71 @@ from torch.testing._internal.common_utils import (
 pytestmark = pytest.mark.long
 
 
-# The reasons are at the top
-UNSEEN = frozenset(
-    (
-        "wait_all_gather_streams_on_event > wait_event #1",
-        "reduce > wait #0",
-        "wait > _wait_current_stream #0",
-        "reset > wait #0",
-        "_reset_iter_state > _order_gathers_after_reshard #0",
-        "post_backward > _wait_current_stream #0",
-        "recycle_reduce_buffers > wait_event #2",
-        "release_all_gather_state_on_current_stream > wait_event #0",
-    )
+_IN_ONE_STREAM = (
+    "a group's reductions follow one another in one stream, unless settings change"
 )
+# Calls without which, alone, nothing shows, and why
+UNSEEN = {
+    "wait_all_gather_streams_on_event > wait_event #1": "the gather stream waits for "
+    "the copy-in stream before each gather, and allocates nothing",
+    "reduce > wait #0": _IN_ONE_STREAM,
+    "wait > _wait_current_stream #0": _IN_ONE_STREAM,
+    "reset > wait #0": "the root has waited for every stream's last event",
+    "_reset_iter_state > _order_gathers_after_reshard #0": "the next root forward "
+    "orders gathers behind the current stream; what matters is that the event is "
+    "dropped",
+    "recycle_reduce_buffers > wait_event #2": "the memory goes back to the stream that "
+    "has waited already; it bounds how many inputs are there at once",
+    "release_all_gather_state_on_current_stream > wait_event #0": "the current stream "
+    "itself copied out",
+    "post_backward > _wait_current_stream #0": "nothing that is freed there is in use "
+    "by another stream: the release waits for what it met on ROCm",
+}
+
+# In these all schedules run, and in each of the others some
+IN_FULL = ("uniform, cast", "mixed, cast", "mixed, joined")
+_OTHERS = [kind for kind in KINDS if kind not in IN_FULL]
+SCHEDULES_OF = dict.fromkeys(IN_FULL, [*SCHEDULES]) | {
+    kind: [*SCHEDULES][n :: len(_OTHERS)] for n, kind in enumerate(_OTHERS)
+}
+
+SITES = {str(site): site for module in MODULES for site in find_sites(module)}
 
 
-# Running them #
-
-
-def run(name: str, kind: str, **options: Any) -> list[str]:
+def run(name: str | Callable[[Kit], None], kind: str, **options: Any) -> list[str]:
     """Returns the pairs of a schedule that nothing orders."""
-    return unordered(record_alone(name, kind, watched=MODULES, **options))
+    return unordered(record(name, kind, **options))
+
+
+class Clean:
+    """What a schedule shows with nothing left out."""
+
+    def __init__(self, recording: Recording):
+        self.unordered = unordered(recording)
+        self.events_left = recording.events_left
+        self.sites = [
+            name
+            for name, site in SITES.items()
+            if any(site.is_at(line) for line in recording.visited)
+        ]
 
 
 @functools.cache
 def run_clean(name: str, kind: str) -> Clean:
-    recording = record_alone(name, kind, watched=MODULES)
-    return Clean(unordered(recording), recording.visited, recording.events_left)
+    return Clean(record(name, kind))
 
 
-class Clean(NamedTuple):
-    """What a schedule shows with nothing left out."""
-
-    unordered: list[str]
-    visited: set[tuple[str, int]]
-    events_left: list[int]
-
-
-class TestSites(DeviceFreeTest):
-    @pytest.mark.quick
-    def test_sites(self) -> None:
-        names = [str(site) for module in MODULES for site in find_sites(module)]
-        self.assertEqual(len(names), len(set(names)))
-        self.assertIn("foreach_all_gather > wait_stream #0", names)
-
-
+@instantiate_parametrized_tests
 class TestSchedules(DeviceFreeTest):
     @parametrize("kind", [*KINDS])
     def test_all_is_ordered(self, kind: str) -> None:
-        for name in SCHEDULES:
+        for name in SCHEDULES_OF[kind]:
             with self.subTest(name):
                 self.assertEqual(run_clean(name, kind).unordered, [])
 
     @parametrize("kind", [*KINDS])
     def test_events_do_not_outlive_a_step(self, kind: str) -> None:
-        for name in SCHEDULES:
+        for name in SCHEDULES_OF[kind]:
             left = run_clean(name, kind).events_left
             if name == "part_of_a_unit_after_the_root":
                 # What it reduces after the root's end is waited for by the next
@@ -146,20 +123,25 @@ class TestSchedules(DeviceFreeTest):
             else:
                 self.assertEqual({*left}, {0}, name)
 
-    def test_finalization_by_hand_is_among_them_where_there_is_one(self) -> None:
-        names = [name for name in SCHEDULES if name.startswith("finalized_")]
-        has_it = hasattr(FSDPModule, "finalize_backward")
-        self.assertEqual(len(names), 4 * has_it)
-
     @pytest.mark.quick
     @parametrize("kind", ["uniform", "mixed"])
     def test_backward_waits_for_a_part_of_a_unit(self, kind: str) -> None:
         """Until all of its reduction is done, though no buffer here needs it."""
         waits: list[tuple[bool, bool]] = []
-        note = mock.patch.object(
-            param_group.FSDPParamGroup, "post_backward", noting_wait(waits)
-        )
-        with note:
+        post_backward = param_group.FSDPParamGroup.post_backward
+
+        def noting_wait(group: Any, *args: Any) -> None:
+            earlier = group._reducer.event
+            is_part = group._training_state == TrainingState.FORWARD
+            post_backward(group, *args)
+            event = group._reducer.event
+            if len(group.modules) > 1 and event not in (None, earlier):
+                before = all_before(group.device_handle.current_stream())
+                waits.append((is_part, event.clock <= before))
+
+        with mock.patch.object(
+            param_group.FSDPParamGroup, "post_backward", noting_wait
+        ):
             run("part_of_a_unit_after_the_root", kind)
         # Three of four post-backwards of the unit come while its forward is not
         # complete, and only the fourth overlaps with what follows
@@ -188,7 +170,7 @@ class TestSchedules(DeviceFreeTest):
         def train(kit: Kit) -> None:
             kit.train(kit.sharded_net(mesh=kit.mesh(*shape), mp_policy=policy))
 
-        self.assertEqual(unordered(record_alone(train, "mixed", watched=MODULES)), [])
+        self.assertEqual(run(train, "mixed"), [])
 
     @parametrize("kind", [*KINDS])
     def test_devices_are_told_who_reads_gradients(self, kind: str) -> None:
@@ -209,29 +191,7 @@ class TestSchedules(DeviceFreeTest):
                 self.assertIn(local.untyped_storage().data_ptr(), places)
 
         with note:
-            record_alone(backward, kind)
-
-
-instantiate_parametrized_tests(TestSchedules)
-
-
-def noting_wait(waits: list[tuple[bool, bool]]) -> Callable[..., None]:
-    """
-    Notes of each reduction of a unit of several modules whether its forward was
-    complete, and whether post-backward waited for all of it.
-    """
-    post_backward = param_group.FSDPParamGroup.post_backward
-
-    def call(group: Any, *args: Any) -> None:
-        earlier = group._reducer.event
-        is_part = group._training_state == TrainingState.FORWARD
-        post_backward(group, *args)
-        event = group._reducer.event
-        if len(group.modules) > 1 and event not in (None, earlier):
-            waited = event.clock <= all_before(group.device_handle.current_stream())
-            waits.append((is_part, waited))
-
-    return call
+            record(backward, kind)
 
 
 def all_before(stream: Stream) -> set[Entry]:
@@ -247,8 +207,46 @@ def all_before(stream: Stream) -> set[Entry]:
 
 # Breaking things #
 
+Broken = Callable[[], contextlib.AbstractContextManager]
 
-def scattered_too_early() -> contextlib.AbstractContextManager:
+
+def _without_tensors(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return None
+    if isinstance(value, tuple):
+        items = [_without_tensors(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    return value
+
+
+class _Forgetful(list):
+    def append(self, item: Any) -> None:
+        super().append(_without_tensors(item))
+
+
+def forgets(name: str) -> Broken:
+    """Keeps the events of what the context holds under a name, but not the tensors."""
+
+    def set_attribute(instance: Any, attribute: str, value: Any) -> None:
+        if attribute == name:
+            is_list = isinstance(value, list)
+            value = _Forgetful(value) if is_list else _without_tensors(value)
+        object.__setattr__(instance, attribute, value)
+
+    context = param_group.FSDPCommContext
+    return lambda: mock.patch.object(context, "__setattr__", set_attribute)
+
+
+def never_blocks() -> contextlib.AbstractContextManager:
+    """Gradients are copied to pinned memory, and nobody waits for the copies."""
+    copy = Rank.copy_across
+    return mock.patch.object(
+        Rank, "copy_across", lambda rank, tensor, non_blocking: copy(rank, tensor, True)
+    )
+
+
+@contextlib.contextmanager
+def scattered_too_early() -> Iterator[None]:
     """Gives the first event of a reduction for that after which its input is free."""
     reduce, record_event = param_group.foreach_reduce, Stream.record_event
 
@@ -264,29 +262,26 @@ def scattered_too_early() -> contextlib.AbstractContextManager:
             result = reduce(*args, **kwargs)
         return result._replace(reduce_scatter_event=events[0])
 
-    return mock.patch.object(param_group, "foreach_reduce", foreach_reduce)
+    with mock.patch.object(param_group, "foreach_reduce", foreach_reduce):
+        yield
 
 
-_CONTEXT, _GROUP = param_group.FSDPCommContext, param_group.FSDPParamGroup
 # What to break to how, and the schedules that show it
-BROKEN = {
+BROKEN: dict[str, tuple[Broken, tuple[str, ...]]] = {
     "all_gather_state": (
-        forgets(_CONTEXT, "all_gather_state"),
+        forgets("all_gather_state"),
         ("implicit_prefetch", "evaluation_between"),
     ),
     "reduce_scatter_states": (
-        forgets(_CONTEXT, "reduce_scatter_states"),
+        forgets("reduce_scatter_states"),
         ("implicit_prefetch", "two_input_buffers", "hsdp", "one_rank"),
     ),
     "all_reduce_states": (
-        forgets(_CONTEXT, "all_reduce_states"),
+        forgets("all_reduce_states"),
         ("hsdp", "hsdp_deferred", "all_reduce_hook"),
     ),
     "input of one rank": (scattered_too_early, ("one_rank",)),
-    "blocking copies": (
-        never_blocks,
-        ("offload_pinned_accumulation", "offload_pinned_hook"),
-    ),
+    "blocking copies": (never_blocks, ("offload_pinned", "offload_pinned_hook")),
 }
 
 
@@ -297,48 +292,34 @@ class SeveralSites(tuple[Site, ...]):
         return any(site.is_at(line) for site in self)
 
 
+@instantiate_parametrized_tests
 class TestWhatOrders(DeviceFreeTest):
-    kinds = ("uniform", "uniform, cast", "mixed", "mixed, cast", "mixed, joined")
-
-    def test_each_call_matters(self) -> None:
-        for module in MODULES:
-            for site in find_sites(module):
-                if str(site) not in UNSEEN:
-                    with self.subTest(str(site)):
-                        self._check_is_seen(site)
+    @parametrize("name", [name for name in SITES if name not in UNSEEN])
+    def test_each_call_matters(self, name: str) -> None:
+        visitors = [
+            (schedule, kind)
+            for kind in IN_FULL
+            for schedule in SCHEDULES
+            if name in run_clean(schedule, kind).sites
+        ]
+        self.assertTrue(visitors, "no schedule comes here")
+        shown = (run(*visitor, without=SITES[name]) for visitor in visitors)
+        self.assertTrue(any(shown), f"nothing shows without it in {visitors}")
 
     def test_what_is_left_out_of_this_is_still_unseen(self) -> None:
         """Of all at once nothing shows, and so of none."""
-        sites = [s for module in MODULES for s in find_sites(module)]
-        unseen = [site for site in sites if str(site) in UNSEEN]
-        self.assertEqual({*map(str, unseen)}, UNSEEN)
+        unseen = SeveralSites(SITES[name] for name in sorted(UNSEEN))
         # A sample: all of it takes minutes
-        for name, kind in zip(SCHEDULES, itertools.cycle(self.kinds), strict=False):
+        for name, kind in zip(SCHEDULES, itertools.cycle(IN_FULL), strict=False):
             with self.subTest(f"{name}, {kind}"):
-                self.assertEqual(run(name, kind, without=SeveralSites(unseen)), [])
-
-    def _check_is_seen(self, site: Site) -> None:
-        visitors = [
-            (name, kind)
-            for name in SCHEDULES
-            for kind in self.kinds
-            if any(site.is_at(line) for line in run_clean(name, kind).visited)
-        ]
-        self.assertTrue(visitors, "no schedule comes here")
-        for name, kind in visitors:
-            if run(name, kind, without=site):
-                return
-        self.fail(f"nothing shows without it in {visitors}")
+                self.assertEqual(run(name, kind, without=unseen), [])
 
     @parametrize("what", [*BROKEN])
     def test_each_kept_reference_matters(self, what: str) -> None:
         broken, names = BROKEN[what]
         for name in names:
-            kinds = [k for k in KINDS if run(name, k, broken=broken)]
-            self.assertNotEqual(kinds, [], name)
-
-
-instantiate_parametrized_tests(TestWhatOrders)
+            shown = (run(name, kind, broken=broken) for kind in KINDS)
+            self.assertTrue(any(shown), name)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ once and whatever its size. At that place of that stream's queue it is overwritt
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from fsdp_late_device.operators import flat
 from fsdp_late_device.queues import (
     Entry,
     HostRead,
@@ -24,16 +24,10 @@ from fsdp_late_device.queues import (
     Poisoning,
     Recording,
 )
-from fsdp_streams.operators import flat
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-
-# Which of the freed blocks an allocation gets: the last, the first, any, or none
-REUSES = ("last", "first", "any", "none")
-# Besides what is not a number: of integers, and of what compares or drops those
-PATTERNS = (POISON, 0xA5)
 
 _ALIGNMENT = 64
 # Up to here all blocks have one size, so that each fits every allocation
@@ -48,9 +42,8 @@ def _block_nbytes(nbytes: int, largest: int) -> int:
     return 1 << max(nbytes - 1, _ALIGNMENT - 1).bit_length()
 
 
-def place(recording: Recording, reuse: str, seed: int = 0) -> tuple[dict, int]:
+def place(recording: Recording) -> tuple[dict[Memory, int], int]:
     """Returns the address of each memory, and how many bytes there are in all."""
-    rng = random.Random(seed)
     end = 0
     addresses: dict[Memory, int] = {}
     free: dict[Any, list[int]] = {}
@@ -62,43 +55,30 @@ def place(recording: Recording, reuse: str, seed: int = 0) -> tuple[dict, int]:
             continue
         nbytes = _block_nbytes(memory.nbytes, largest)
         blocks = free.setdefault((memory.owner, nbytes), [])
+        is_host = memory.owner is memory.owner.rank.host
         if is_free:
-            if memory.is_reusable and reuse != "none":
+            if memory.is_reusable:
                 blocks.append(addresses[memory])
-        elif blocks and memory.initial is None and memory.owner is not _host(memory):
-            at = {"last": -1, "first": 0, "any": rng.randrange(len(blocks))}[reuse]
-            addresses[memory] = blocks.pop(at)
+        elif blocks and memory.initial is None and not is_host:
+            addresses[memory] = blocks.pop()
         else:
             addresses[memory] = end
             end += nbytes
     return addresses, end
 
 
-def _host(memory: Memory) -> Any:
-    return memory.owner.issuer.host
-
-
 class Device:
     """All entries of a recording, to run one by one in any order."""
 
-    def __init__(
-        self,
-        recording: Recording,
-        *,
-        reuse: str = "last",
-        pattern: int = POISON,
-        seed: int = 0,
-    ):
-        self.recording, self.pattern = recording, pattern
-        self.name = f"{reuse}-{pattern:02x}"
-        self._addresses, nbytes = place(recording, reuse, seed)
+    def __init__(self, recording: Recording):
+        self.recording = recording
+        self._addresses, nbytes = place(recording)
         # A few bytes more, for views of no elements at its end
         self.arena = torch.empty(nbytes + _ALIGNMENT, dtype=torch.uint8)
-        self._image = torch.full_like(self.arena, pattern)
-        for memory, address in self._addresses.items():
+        self._image = torch.full_like(self.arena, POISON)
+        for memory in self._addresses:
             if memory.initial is not None:
-                end = address + memory.nbytes
-                self._image[address:end] = memory.initial
+                self._bytes_of(memory, self._image).copy_(memory.initial)
         self.reset()
         self._runs = [self._bind(entry.work) for entry in recording.entries]
         self._results = [self._bind_results(entry) for entry in recording.entries]
@@ -150,14 +130,17 @@ class Device:
                 entry = self.recording.entries[index]
                 if isinstance(entry.work, HostRead):
                     self._expected[index] = self._host_value
-                    wrong = not _is_same(self._host_value, entry.work.value)
-                    if wrong and self.pattern == POISON:
+                    if not _is_same(self._host_value, entry.work.value):
                         raise AssertionError(f"the host reads another value: {entry}")
                 else:
                     results = self._results[index]
                     self._expected[index] = [result.clone() for result in results]
-            if self.pattern == POISON:
-                self._check_final()
+        for memory, final in self.recording.final:
+            if not torch.equal(self._bytes_of(memory, self.arena), final):
+                raise AssertionError(
+                    f"in order, {memory.nbytes} bytes of {memory.label} end up as "
+                    f"others than when they were issued"
+                )
         self._last = self.arena.clone()
 
     def changed_at_end(self) -> tuple[int, int] | None:
@@ -170,17 +153,11 @@ class Device:
         first = int((self.arena != self._last).nonzero()[0])
         return first, first + 1
 
-    def _check_final(self) -> None:
-        for memory, final in self.recording.final:
-            address = self._addresses[memory]
-            mine = self.arena[address : address + memory.nbytes]
-            if not torch.equal(mine, final):
-                raise AssertionError(
-                    f"in order, {memory.nbytes} bytes of {memory.label} of rank "
-                    f"{memory.rank} end up as others than when they were issued"
-                )
-
     # Binding #
+    def _bytes_of(self, memory: Memory, arena: torch.Tensor) -> torch.Tensor:
+        address = self._addresses[memory]
+        return arena[address : address + memory.nbytes]
+
     def _tensor(self, piece: Piece) -> torch.Tensor:
         address = self._addresses[piece.memory] // piece.dtype.itemsize
         storage = self.arena.untyped_storage()
@@ -205,22 +182,16 @@ class Device:
             results.append(whole.view(_AS_INTEGERS[whole.dtype.itemsize]))
         return results
 
-    def _bind(self, work: Any) -> Callable[[], None]:
+    def _bind(self, work: Any) -> Callable[[], Any]:
         if isinstance(work, Poisoning):
-            address = self._addresses[work.memory]
-            mine = self.arena[address : address + work.memory.nbytes]
-            return lambda: mine.fill_(self.pattern)
+            mine = self._bytes_of(work.memory, self.arena)
+            return lambda: mine.fill_(POISON)
         if isinstance(work, Meeting):
-            inputs = [self._tensor(piece) for piece in work.inputs]
-            outputs = [self._tensor(piece) for piece in work.outputs]
-            return lambda: work.call.run(inputs, outputs)
+            source, target = self._tensor(work.source), self._tensor(work.target)
+            return lambda: work.call.run(source, target)
         if isinstance(work, HostRead):
             read = self._bind_operator(work.kernel)
-
-            def keep() -> None:
-                self._host_value = read()
-
-            return keep
+            return lambda: setattr(self, "_host_value", read())
         return self._bind_kernel(work)
 
     def _bind_operator(self, kernel: Kernel) -> Callable[[], Any]:
@@ -238,14 +209,9 @@ class Device:
 
         return draw
 
-    def _bind_kernel(self, kernel: Kernel) -> Callable[[], None]:
+    def _bind_kernel(self, kernel: Kernel) -> Callable[[], Any]:
         operator = self._bind_operator(kernel)
         targets = [p if p is None else self._tensor(p) for p in kernel.outputs]
-        if not any(target is not None for target in targets):
-            return operator
-        if len(targets) == 1:
-            (only,) = targets
-            return lambda: only.copy_(flat(operator())[0])
 
         def run() -> None:
             for target, value in zip(targets, flat(operator())):

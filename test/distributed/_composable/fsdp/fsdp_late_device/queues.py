@@ -1,5 +1,6 @@
 """
-What a recording of a device that is late holds. ``record.py`` makes one.
+What a recording holds: what the streams of a rank have to do, and in which memory.
+``record.py`` makes one.
 """
 
 from __future__ import annotations
@@ -7,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from fsdp_late_device.collectives import Call
-from fsdp_streams.devices import Stream
+from fsdp_late_device.devices import Stream
 
 import torch
 
@@ -21,7 +21,6 @@ POISON = 0xFF
 class Memory:
     """Storage from its allocation until it is freed."""
 
-    rank: int
     owner: Stream  # the host for host memory
     nbytes: int
     label: str
@@ -72,12 +71,35 @@ class Poisoning(NamedTuple):
     memory: Memory
 
 
+class Call(NamedTuple):
+    """A collective, to which all ranks bring what this one does."""
+
+    name: str
+    operation: str | None  # of a reduction
+    rank: int  # in the group
+    ranks: int
+
+    def run(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        flat = source.reshape(-1)
+        if self.name.startswith("all_gather"):
+            result = flat.repeat(self.ranks)
+        elif self.name.startswith("all_to_all"):
+            result = flat.view(self.ranks, -1)[self.rank].repeat(self.ranks)
+        else:
+            if self.operation not in ("SUM", "AVG", "MAX", "MIN"):
+                raise NotImplementedError(f"a reduction by {self.operation}")
+            result = flat * self.ranks if self.operation == "SUM" else flat
+            if self.name.startswith("reduce_scatter"):
+                result = result.chunk(self.ranks)[self.rank]
+        target.copy_(result.view(target.size()))
+
+
 class Meeting(NamedTuple):
-    """A collective, and for each of its ranks the input and the output."""
+    """A collective in this rank's stream."""
 
     call: Call
-    inputs: list[Piece]
-    outputs: list[Piece]
+    source: Piece
+    target: Piece
 
 
 Work = Kernel | HostRead | Poisoning | Meeting
@@ -85,10 +107,10 @@ Work = Kernel | HostRead | Poisoning | Meeting
 
 @dataclass(eq=False, repr=False)  # each would show all that it comes after
 class Entry:
-    """What one stream has to do, or one of each rank for a collective."""
+    """What a stream has to do."""
 
     index: int  # in the order of issue
-    streams: tuple[Stream, ...]
+    stream: Stream
     label: str
     line: tuple[str, int, str]
     work: Work
@@ -99,8 +121,7 @@ class Entry:
     def __repr__(self) -> str:
         file, number, function = self.line
         at = f"{file.rpartition('/')[2]}:{number} {function}"
-        where = ", ".join(f"{s.issuer.number}:{s.name}" for s in self.streams)
-        return f"[{where}] {self.label} ({at})"
+        return f"[{self.stream}] {self.label} ({at})"
 
 
 class Change(NamedTuple):
@@ -112,14 +133,13 @@ class Change(NamedTuple):
 
 @dataclass
 class Recording:
-    """What all ranks issued."""
+    """What a rank issued."""
 
     entries: list[Entry] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
     # What was still there at the end, and its bytes then
     final: list[tuple[Memory, torch.Tensor]] = field(default_factory=list)
-    # The number of entries at each `Rank.mark`
-    marks: list[int] = field(default_factory=list)
-    # How many events each rank still held at the end of each step
+    # How many events were still held at the end of each step
     events_left: list[int] = field(default_factory=list)
+    # Files and lines of the calls that order streams
     visited: set[tuple[str, int]] = field(default_factory=set)

@@ -16,8 +16,8 @@ from unittest import mock
 from fsdp_common.release_rules import FOLLOWS_GRAD_DTYPE
 from fsdp_common.utils import CastLinear, MixedBlock
 from fsdp_late_device.queues import Recording
-from fsdp_late_device.ranks import Rank
-from fsdp_late_device.record import Recorder
+from fsdp_late_device.record import Rank
+from fsdp_late_device.record import record as record_program
 
 import torch
 import torch.distributed.fsdp as fsdp_package
@@ -185,23 +185,17 @@ def schedule(function: Callable[[Kit], None]) -> Callable[[Kit], None]:
     return function
 
 
-def schedule_since_2_15(function: Callable[[Kit], None]) -> Callable[[Kit], None]:
-    return schedule(function) if FOLLOWS_GRAD_DTYPE else function
+def schedule_with(has_it: bool) -> Callable[[Callable[[Kit], None]], Any]:
+    """Registers a schedule where there is what it uses."""
+    return schedule if has_it else lambda function: function
+
+
+_since_2_15 = schedule_with(FOLLOWS_GRAD_DTYPE)
 
 
 @schedule
 def implicit_prefetch(kit: Kit) -> None:
     kit.train(kit.sharded_net(), steps=3)
-
-
-@schedule
-def never_reshard_after_forward(kit: Kit) -> None:
-    kit.train(kit.sharded_net(reshard_after_forward=False))
-
-
-@schedule
-def reshard_to_smaller_mesh(kit: Kit) -> None:
-    kit.train(kit.sharded_net(reshard_after_forward=2))
 
 
 @schedule
@@ -221,24 +215,11 @@ def smaller_mesh_given_up(kit: Kit) -> None:
     kit.train(net)
 
 
-@schedule
-def explicit_prefetch(kit: Kit) -> None:
-    net = kit.sharded_net()
-    first, second, third = net.blocks
-    net.set_modules_to_forward_prefetch([first, second])
-    first.set_modules_to_forward_prefetch([second, third])
-    third.set_modules_to_backward_prefetch([second, first])
-    kit.train(net)
-
-
+@schedule_with(hasattr(fsdp_package, "set_backward_prefetch"))
 def prefetch_after_backward(kit: Kit) -> None:
     net = kit.sharded_net()
     fsdp_package.set_backward_prefetch(net, BackwardPrefetch.BACKWARD_POST)
     kit.train(net)
-
-
-if hasattr(fsdp_package, "set_backward_prefetch"):  # the release has none
-    schedule(prefetch_after_backward)
 
 
 @schedule
@@ -253,6 +234,7 @@ def mistargeted_prefetch(kit: Kit) -> None:
 @schedule
 def unshard_ahead(kit: Kit) -> None:
     net = kit.sharded_net()
+    net.blocks[0].unshard()
     kit.train(net, steps=1)
     for _ in range(2):
         handles = [block.unshard(async_op=True) for block in net.blocks]
@@ -276,20 +258,14 @@ def unshard_ahead_in_vain(kit: Kit) -> None:
 
 
 @schedule
-def unshard_before_first_forward(kit: Kit) -> None:
-    net = kit.sharded_net()
-    net.blocks[0].unshard()
-    kit.train(net)
-
-
-@schedule
 def asynchronous_gathers(kit: Kit) -> None:
     net = kit.sharded_net()
     net._set_unshard_async_op(True)
-    net.blocks[0].set_modules_to_forward_prefetch([net.blocks[1]])
+    net.blocks[0].set_modules_to_forward_prefetch([*net.blocks[1:]])
     kit.train(net)
 
 
+@schedule_with(hasattr(fsdp_package, "set_reduce_bucket_cap"))
 def joined_from_several_streams(kit: Kit) -> None:
     """
     A pipeline ends units outside of backward, with zeros for what was not used: each in
@@ -322,19 +298,6 @@ def joined_from_several_streams(kit: Kit) -> None:
                 [torch.zeros(*param.size(), dtype=param.dtype) for param in zeros]
             handle.current_stream().wait_stream(stream)
         kit.optimize(net)
-
-
-if hasattr(fsdp_package, "set_reduce_bucket_cap"):  # the release has none
-    schedule(joined_from_several_streams)
-
-
-@schedule
-def nested_units(kit: Kit) -> None:
-    net = kit.net()
-    for block in net.blocks:
-        kit.shard(block.up)
-        kit.shard(block)
-    kit.train(kit.shard(net))
 
 
 def _two_meshes(kit: Kit) -> Callable[[nn.Parameter], ShardPlacementResult]:
@@ -416,13 +379,9 @@ def hsdp_deferred_other_dtype(kit: Kit) -> None:
 
 
 @schedule
-def replicated(kit: Kit) -> None:
-    kit.train(kit.sharded_net(api=replicate))
-
-
-@schedule
 def replicated_deferred(kit: Kit) -> None:
     net = kit.sharded_net(api=replicate)
+    kit.train(net, steps=1)
     for is_last in (False, True):
         net.set_requires_all_reduce(is_last)
         kit.backward(net)
@@ -442,26 +401,6 @@ def accumulation_without_sync(kit: Kit) -> None:
             net.set_requires_gradient_sync(is_last)
             net.set_is_last_backward(is_last)
             net.set_reshard_after_backward(is_last)
-            kit.backward(net)
-        kit.optimize(net)
-
-
-@schedule
-def accumulation_with_sync(kit: Kit) -> None:
-    net = kit.sharded_net()
-    for _ in range(2):
-        kit.backward(net)
-        kit.backward(net)
-        kit.optimize(net)
-
-
-@schedule
-def accumulation_before_the_last_backward(kit: Kit) -> None:
-    """Each unit reduces twice before the current stream waits for anything."""
-    for mesh in (kit.mesh(RANKS), kit.mesh(2, 2)):
-        net = kit.sharded_net(mesh=mesh)
-        for is_last in (False, True):
-            net.set_is_last_backward(is_last)
             kit.backward(net)
         kit.optimize(net)
 
@@ -497,14 +436,6 @@ def unused_parameters_reduced(kit: Kit) -> None:
     kit.train(net)
 
 
-@schedule
-def no_unshard_in_backward(kit: Kit) -> None:
-    net = kit.sharded_net()
-    net.blocks[2].set_unshard_in_backward(True)
-    net.set_separate_reduce_scatter_group(True)
-    kit.train(net)
-
-
 # Finalization by hand #
 
 
@@ -525,14 +456,14 @@ def _nets_to_finalize(kit: Kit) -> Iterator[Net]:
             yield net
 
 
-@schedule_since_2_15
+@_since_2_15
 def finalized_by_hand(kit: Kit) -> None:
     for net in _nets_to_finalize(kit):
         net.finalize_backward()
         kit.optimize(net)
 
 
-@schedule_since_2_15
+@_since_2_15
 def finalized_in_background(kit: Kit) -> None:
     """Until the handle is waited for, other work may take what memory is free."""
     for net in _nets_to_finalize(kit):
@@ -542,7 +473,7 @@ def finalized_in_background(kit: Kit) -> None:
         kit.optimize(net)
 
 
-@schedule_since_2_15
+@_since_2_15
 def finalized_in_its_own_stream(kit: Kit) -> None:
     """What is left to reduce is copied in there, and waited for where it is used."""
     handle, side = kit.rank.handle, kit.rank.new_stream("finalization")
@@ -558,7 +489,7 @@ def finalized_in_its_own_stream(kit: Kit) -> None:
         kit.optimize(net)
 
 
-@schedule_since_2_15
+@_since_2_15
 def finalized_with_shared_streams(kit: Kit) -> None:
     """One root after the other, as only one may be in the background."""
     first, second = kit.sharded_net(), kit.sharded_net()
@@ -591,16 +522,13 @@ def offload(kit: Kit) -> None:
 
 @schedule
 def offload_pinned(kit: Kit) -> None:
+    """At last, a second backward adds to what the first has brought to the host."""
     for mesh in (kit.mesh(RANKS), kit.mesh(2, 2)):
-        kit.train(_offloaded_net(kit, pin_memory=True, mesh=mesh))
-
-
-@schedule
-def offload_pinned_accumulation(kit: Kit) -> None:
-    net = _offloaded_net(kit, pin_memory=True, mesh=kit.mesh(RANKS))
-    kit.backward(net)
-    kit.backward(net)
-    kit.optimize(net)
+        net = _offloaded_net(kit, pin_memory=True, mesh=mesh)
+        kit.train(net, steps=1)
+        kit.backward(net)
+        kit.backward(net)
+        kit.optimize(net)
 
 
 @schedule
@@ -632,39 +560,25 @@ def optimizer_in_backward(kit: Kit) -> None:
 
 
 class Parts(nn.Module):
-    """Has two modules in one unit, of which ``forward`` may run only the first."""
+    """Two of its modules are one unit, of which ``forward`` runs only the first."""
 
     def __init__(self):
         super().__init__()
         self.before = MixedBlock(DIM, DIM // 2)
         self.first, self.second = (MixedBlock(DIM, DIM // 2) for _ in range(2))
-        self.runs_second = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(self.before(x))
-        return self.second(x) if self.runs_second else x
-
-
-def _sharded_parts(kit: Kit, mesh: DeviceMesh) -> Parts:
-    model = Parts() if kit.kind.is_mixed else Parts().float()
-    kit.shard(model.before, mesh=mesh)
-    kit.shard([model.first, model.second], mesh=mesh)
-    return kit.shard(model, mesh=mesh)
-
-
-@schedule
-def part_of_a_unit(kit: Kit) -> None:
-    for mesh in (kit.mesh(RANKS), kit.mesh(2, 2)):
-        model = _sharded_parts(kit, mesh)
-        for model.runs_second in (False, True, False):
-            kit.train(model, steps=1)
+        return self.first(self.before(x))
 
 
 @schedule
 def part_of_a_unit_after_the_root(kit: Kit) -> None:
     """A loss in chunks: the unit reduces after each, and again after its first part."""
     for mesh in (kit.mesh(RANKS), kit.mesh(2, 2), kit.mesh(RANKS, 1)["shard"]):
-        model = _sharded_parts(kit, mesh)
+        model = Parts() if kit.kind.is_mixed else Parts().float()
+        kit.shard(model.before, mesh=mesh)
+        kit.shard([model.first, model.second], mesh=mesh)
+        kit.shard(model, mesh=mesh)
         for _ in range(2):
             model.set_is_last_backward(False)
             hidden = model(kit.input())
@@ -721,13 +635,6 @@ def pooled_reduce_input(kit: Kit) -> None:
     for module in (*net.blocks, net):
         module.set_custom_reduce_scatter(comm)
     kit.train(net)
-
-
-@schedule
-def two_forwards_one_backward(kit: Kit) -> None:
-    net = kit.sharded_net()
-    (kit.loss(net) + kit.loss(net)).backward()
-    kit.optimize(net)
 
 
 @schedule
@@ -887,15 +794,6 @@ def record(
     """
     run = SCHEDULES[schedule] if isinstance(schedule, str) else schedule
     with _pinning() if "pinned" in run.__name__ else contextlib.nullcontext(), broken():
-        recorder = Recorder(RANKS, **options)
-        return recorder.record(lambda rank: run(Kit(rank, KINDS[kind])))
-
-
-def record_alone(
-    schedule: str | Callable[[Kit], None], kind: str, **options: Any
-) -> Recording:
-    """
-    Records it on one rank, whose group has no others, and in which collectives have
-    no order: enough to find what nothing orders, :func:`orders.conflicts`.
-    """
-    return record(schedule, kind, alone=True, comms_in_order=False, **options)
+        return record_program(
+            lambda rank: run(Kit(rank, KINDS[kind])), RANKS, **options
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from fsdp_streams.sites import CHECKERS
+from fsdp_late_device.sites import CHECKERS
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -73,12 +73,28 @@ def is_on_device(value: Any) -> bool:
     return type(value) in PLAIN and value.device.type == "cpu"
 
 
-class OperatorMode(TorchDispatchMode):
-    """Hands all operators on plain tensors to ``issuer.issue``."""
+def functional_call(name: str, given: dict[str, Any]) -> tuple[str | None, list[int]]:
+    """
+    Returns how the functional collective of that name and arguments reduces, and the
+    size of its result.
+    """
+    operation = given.get("reduce_op")
+    size = [*given["input"].size()]
+    if name in ("all_gather_into_tensor", "all_gather_single"):
+        size[0] *= given["group_size"]
+    elif name in ("reduce_scatter_tensor", "reduce_scatter_single"):
+        size[0] //= given["group_size"]
+    elif name != "all_reduce":
+        raise NotImplementedError(f"the functional collective {name}")
+    return operation and operation.upper(), size
 
-    def __init__(self, issuer: Any):
+
+class OperatorMode(TorchDispatchMode):
+    """Hands all operators on plain tensors to ``rank.issue``."""
+
+    def __init__(self, rank: Any):
         super().__init__()
-        self.issuer = issuer
+        self.rank = rank
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -86,6 +102,6 @@ class OperatorMode(TorchDispatchMode):
             return func(*args, **kwargs)  # DTensor finds a placement
         if any(kind not in PLAIN for kind in types):
             return NotImplemented  # its own dispatch comes here with plain tensors
-        if self.issuer.is_paused:
+        if self.rank.is_paused:
             return func(*args, **kwargs)
-        return self.issuer.issue(func, args, kwargs)
+        return self.rank.issue(func, args, kwargs)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import NamedTuple
@@ -21,6 +21,13 @@ import torch.distributed.fsdp._fully_shard as fsdp_package
 
 
 # Calls that order streams #
+
+# The release has no context of its own, but all of it in the last one
+MODULES = [
+    importlib.import_module(f"{fsdp_package.__name__}._fsdp{name}")
+    for name in ("_collectives", "_context", "_param_group", "_reduce")
+    if importlib.util.find_spec(f"{fsdp_package.__name__}._fsdp{name}")
+]
 
 # Methods of streams, events and works, and the handle's context
 _ORDERING_METHODS = frozenset(
@@ -76,19 +83,17 @@ def find_sites(module: ModuleType) -> list[Site]:
 
 class Watch:
     """
-    Takes note in ``visited`` of the lines of the watched modules that order streams,
-    and leaves out the calls of one site.
+    Takes note in ``visited`` of the lines of :data:`MODULES` that order streams, and
+    leaves out the calls of one site.
     """
 
-    def __init__(self, watched: Iterable[ModuleType], without: Site | None):
+    def __init__(self, without: Site | None):
         self.visited: set[tuple[str, int]] = set()  # files and lines
-        self._files = {inspect.getsourcefile(module) for module in watched}
+        self._files = {inspect.getsourcefile(module) for module in MODULES}
         self._without = without
 
     def comes_to_call(self) -> bool:
         """Says whether the call that orders streams now is made."""
-        if not self._files:
-            return True
         frame: FrameType | None = sys._getframe(1)
         is_made = True
         while frame is not None:
