@@ -30,7 +30,7 @@ from fsdp_parity.models import loss_of, mixed_tower, Tower
 from fsdp_parity.modes import prefetch_explicitly, shard_blocks, units_of
 from fsdp_parity.reference import SideBySide
 from fsdp_parity.waves import extended_stack, Fp8
-from fsdp_random.cases import BF16, Case, FP16, FP32, Microbatch, Param, shard_model
+from fsdp_random.cases import BF16, Case, FP16, FP32, Param, shard_model
 
 import torch
 import torch.nn as nn
@@ -309,7 +309,6 @@ class TestNotFinite(FSDPProcessTest):
         blocks=((Param((5, 2), FP16), Param((7,), BF16), Param((4,), FP32)),),
         parallelism="shard",
         mesh=(WORLD_SIZE,),
-        schedule=(Microbatch("all"),),
     )
 
     @parametrize("value", [float("inf"), float("-inf"), float("nan")])

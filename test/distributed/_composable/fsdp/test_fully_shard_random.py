@@ -1,7 +1,7 @@
 # Owner(s): ["oncall: distributed"]
 """
 Random models, meshes, policies and schedules against what the gradients must be, see
-``fsdp_random/cases.py``. ``FSDP_RANDOM_CASES`` and ``FSDP_RANDOM_SEED`` choose a longer
+``fsdp_random/exact.py``. ``FSDP_RANDOM_CASES`` and ``FSDP_RANDOM_SEED`` choose a longer
 run than the one that is the same every time.
 """
 
@@ -11,7 +11,7 @@ import os
 from typing import Any
 
 import pytest
-from hypothesis import given, HealthCheck, Phase, seed, settings
+from hypothesis import given, HealthCheck, Phase, seed, settings, strategies
 
 from fsdp_common.utils import (
     DEVICE_TYPE,
@@ -19,7 +19,8 @@ from fsdp_common.utils import (
     on_first_rank,
     WORLD_SIZE,
 )
-from fsdp_random.cases import Case, cases, cases_of_replicas, run_case
+from fsdp_random.cases import Case, draw_case
+from fsdp_random.exact import check_case
 
 import torch.distributed as dist
 from torch.testing._internal.common_distributed import spawn_threads_and_init_comms
@@ -31,11 +32,15 @@ pytestmark = pytest.mark.long
 
 CASES = int(os.environ.get("FSDP_RANDOM_CASES", "300"))
 SEED = os.environ.get("FSDP_RANDOM_SEED")
-PROCESS_CASES = max(CASES // 10, 1)
 
 
-def chosen_settings(**kwargs: Any) -> settings:
-    return settings(
+def on_cases(count: int, *ranks: int, reverses: bool = False, **kwargs: Any) -> Any:
+    """Runs a test on so many cases, each for one of these numbers of ranks."""
+    cases = strategies.randoms(use_true_random=False).map(
+        lambda rng: draw_case(rng, ranks, reverses=reverses)
+    )
+    chosen = settings(
+        max_examples=max(count, 1),
         deadline=None,
         database=None,
         derandomize=SEED is None,
@@ -43,40 +48,36 @@ def chosen_settings(**kwargs: Any) -> settings:
         **kwargs,
     )
 
+    def decorate(test: Any) -> Any:
+        test = chosen(given(cases)(test))
+        return test if SEED is None else seed(int(SEED))(test)
 
-def seeded(test: Any) -> Any:
-    return test if SEED is None else seed(int(SEED))(test)
+    return decorate
 
 
 @on_first_rank
 class TestThreads(TestCase):
-    @seeded
-    @chosen_settings(max_examples=CASES)
-    @given(cases((1, 2, 3, 4, 8)))
+    @on_cases(CASES, 1, 2, 3, 4, 8)
     def test_gradients(self, case: Case):
         self.run_on_threads(case)
 
-    @seeded
-    @chosen_settings(max_examples=max(CASES // 5, 1))
-    @given(cases_of_replicas((2, 4, 8)))
+    @on_cases(CASES // 5, 2, 4, 8, reverses=True)
     def test_replicas_in_opposite_order(self, case: Case):
         self.run_on_threads(case)
 
     def run_on_threads(self, case: Case) -> None:
         @spawn_threads_and_init_comms(world_size=case.ranks)
         def run(self: TestCase) -> None:
-            run_case(case, dist.get_rank(), "cpu")
+            check_case(case, dist.get_rank(), "cpu")
 
         run(self)
 
 
 class TestProcesses(FSDPProcessTest):
     # Without shrinking, so that all ranks draw the same cases
-    @seeded
-    @chosen_settings(max_examples=PROCESS_CASES, phases=[Phase.generate])
-    @given(cases((WORLD_SIZE,)))
+    @on_cases(CASES // 10, WORLD_SIZE, phases=[Phase.generate])
     def test_gradients(self, case: Case):
-        run_case(case, self.rank, DEVICE_TYPE)
+        check_case(case, self.rank, DEVICE_TYPE)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import ctypes
 import gc
 import json
 import sys
-import weakref
 from typing import Any
 
 from fsdp_random.cases import (
@@ -21,17 +20,23 @@ from fsdp_random.cases import (
     Param,
     run_microbatch,
     shard_model,
+    Step,
 )
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import (
+    FSDPCommContext,
+    FSDPParamGroup,
+)
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 WARM_UP = 20
 EVENTS = (torch.Event, torch.cpu.Event)
+UNITS = (nn.Module, FSDPParam, FSDPParamGroup, FSDPCommContext)
 BLOCK = (
     Param((9, 3), FP32),
     Param((16,), BF16, has_two_names=True),
@@ -39,42 +44,38 @@ BLOCK = (
     Param((4,), FP32, reduce=BF16),
     Param((3,), BF16, is_trained=False),
 )
-ALL = Microbatch("all")
 PARTS = (
-    Microbatch("scatter", skipped_params=frozenset([(0, 0), (1, 2)])),
-    Microbatch("scatter", skipped_blocks=frozenset([1])),
-    ALL,
+    Microbatch("scatter", skipped_params=frozenset([(0, 0), (1, 2)]), is_last=False),
+    Microbatch("scatter", skipped_blocks=frozenset([1]), is_last=False),
+    Microbatch(),
 )
+UNREDUCED = (Microbatch("none", is_last=False),) * 2 + (Microbatch(),)
 
 
-def case(parallelism: str = "shard", **changes: Any) -> Case:
-    fields = {"mesh": (2, 4) if parallelism == "hybrid" else (8,), "schedule": (ALL,)}
-    return Case((BLOCK,) * 3, parallelism, **(fields | changes))
+def case(parallelism: str, *microbatches: Microbatch, **changes: Any) -> Case:
+    mesh = (2, 4) if parallelism == "hybrid" else (8,)
+    step = Step(microbatches or (Microbatch(),))
+    return Case((BLOCK,) * 3, parallelism, mesh, (step,), **changes)
 
 
 MODES = {
-    "sharded": case(),
-    "kept after forward": case(reshard=False),
-    "resharded to 4": case(reshard=4),
-    "bf16 compute": case(param_dtype=BF16, reduce_dtype=FP32),
-    "prefetched": case(prefetch=2),
-    "recomputed": case(recomputes=True),
-    "offloaded": case(offloads=True),
-    "accumulated": case(schedule=(Microbatch("none"), Microbatch("none"), ALL)),
+    "sharded": case("shard"),
+    "replicated": case("replicate"),
+    "resharded to 4, prefetched": case("shard", reshard=4, prefetch=(2, 2)),
+    "bf16 compute, recomputed": case(
+        "shard", param_dtype=BF16, reduce_dtype=FP32, recomputes=True
+    ),
+    "offloaded": case("shard", offloads=True),
+    "accumulated": case("shard", *UNREDUCED),
     "hybrid": case("hybrid"),
-    "hybrid, all-reduce put off": case("hybrid", schedule=PARTS),
-    "replicated": case("replicate", schedule=PARTS),
+    "hybrid, all-reduce put off": case("hybrid", *PARTS),
 }
 
 
 class MallInfo(ctypes.Structure):
-    """``struct mallinfo2`` of the GNU C library."""
+    """``struct mallinfo2`` of the GNU C library: ``hblkhd``, ``uordblks`` and others."""
 
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks")
-        + ("fsmblks", "uordblks", "fordblks", "keepcost")
-    ]
+    _fields_ = [("sizes", ctypes.c_size_t * 10)]
 
 
 def allocated_nbytes() -> int | None:
@@ -86,8 +87,8 @@ def allocated_nbytes() -> int | None:
     if mallinfo is None:
         return None
     mallinfo.restype = MallInfo
-    info = mallinfo()
-    return info.uordblks + info.hblkhd
+    sizes = mallinfo().sizes
+    return sizes[4] + sizes[7]
 
 
 def living() -> dict[str, Any]:
@@ -100,52 +101,37 @@ def living() -> dict[str, Any]:
     storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
     return {
         "objects": len(objects),
-        "tensors": len(tensors),
+        # Meshes, which live on, have others
+        "tensors": sum(tensor.is_floating_point() for tensor in tensors),
         "bytes": sum(storage.nbytes() for storage in storages.values()),
+        "units": sum(issubclass(type(o), UNITS) for o in objects),
         "events": sum(issubclass(type(o), EVENTS) for o in objects),
         "allocated_bytes": allocated_nbytes(),
     }
 
 
-def run_mode(case: Case, steps: int) -> dict[str, dict[str, Any]]:
+def run_mode(case: Case, steps: int) -> dict[str, Any]:
     """Returns what lives after a few steps, after half and after all of them."""
+    before = living()
     model = shard_model(case, "cpu")
-    found = {}
+    found: dict[str, Any] = {}
     times = {WARM_UP: "few", steps // 2: "half", steps: "all"}
     for step in range(1, steps + 1):
-        for i in range(len(case.schedule)):
-            run_microbatch(case, model, 0, i, rank=0)
+        for batch in range(len(case.steps[0].microbatches)):
+            run_microbatch(case, model, 0, batch, rank=0)
         model.zero_grad()
         if step in times:
             found[times[step]] = living()
-    refs = references(model)
     del model
-    gc.collect()
-    found["left"] = {"objects": sum(ref() is not None for ref in refs)}
+    after = living()
+    found["left"] = {what: after[what] - before[what] for what in ("units", "tensors")}
     return found
 
 
-def references(model: nn.Module) -> list[weakref.ref]:
-    """Returns weak references to a model's units and all of their tensors."""
-    found: list[object] = []
-    for module in model.modules():
-        found += [module, *module.parameters()]
-        if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                found += [group, group.comm_ctx]
-                for fsdp_param in group.fsdp_params:
-                    found += [fsdp_param, fsdp_param._unsharded_param]
-                    found += [fsdp_param._sharded_param_data]
-                    found += fsdp_param.all_gather_outputs
-    return [*map(weakref.ref, found)]
-
-
-def main(steps: int) -> None:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    run_mode(MODES["hybrid"], steps)  # what is made once for a process
-    results = {name: run_mode(mode, steps) for name, mode in MODES.items()}
-    print(json.dumps(results))
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    count = int(sys.argv[1])
+    run_mode(MODES["hybrid"], count)  # what is made once for a process
+    gc.collect()
+    gc.freeze()
+    print(json.dumps({name: run_mode(mode, count) for name, mode in MODES.items()}))
