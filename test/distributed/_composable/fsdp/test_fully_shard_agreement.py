@@ -1,9 +1,10 @@
 # Owner(s): ["oncall: distributed"]
 
 """
-Ranks that lay a unit out differently are found before the unit sends anything,
-and every one of them raises. Ranks that agree pay one small collective for each
-unit, once, and no correct program waits for it.
+Ranks that lay a unit out differently, or reduce other gradients of it, are found before
+the unit sends anything, and every one of them raises. Ranks that agree pay one small
+collective for each unit, once, and no correct program waits for it. What follows where
+nothing is found, or too late, is in ``test_fully_shard_drift.py``.
 """
 
 from __future__ import annotations
@@ -86,6 +87,10 @@ def shard(model: nn.Module, **kwargs: Any) -> nn.Module:
     return fully_shard(model, **kwargs)
 
 
+def switched(value: str) -> Any:
+    return mock.patch.dict(os.environ, {SWITCH: value})
+
+
 @contextlib.contextmanager
 def counting_comparisons() -> Iterator[list[int]]:
     """Notes the bytes of each all-gather that compares, and of nothing else."""
@@ -97,31 +102,51 @@ def counting_comparisons() -> Iterator[list[int]]:
         return all_gather(output, tensor, **kwargs)
 
     with mock.patch.object(agreement, "all_gather_single", noting):
-        yield sent
+        # Which only ranks that disagree need
+        with mock.patch.object(dist, "all_gather_object", side_effect=AssertionError):
+            yield sent
 
 
-class Elastic(dist.ProcessGroup):
-    def __init__(self):
-        super().__init__(0, 2)
-
-
-class TestRanksDisagree(FSDPProcessTest):
+class AgreementTest(FSDPProcessTest):
     """
     Real processes. Whether all of them raise is found out by a collective, which
     only those come to that did.
     """
 
-    def step(self, model: nn.Module) -> None:
-        x = torch.ones(2, device=self.device, requires_grad=True)
-        model(x).sum().backward()
+    def sharded(self, **kwargs: Any) -> Any:
+        model = blocks(3, gate=4, up=4).to(self.device)
+        return shard(model, **({"mesh": shard_mesh()} | kwargs))
 
-    def refused(self, run: Callable[[], None], gathers: int = 0) -> str:
-        """Returns what all ranks alike raise, before more than some gathers was sent."""
+    def backward(self, model: nn.Module, **kwargs: Any) -> None:
+        x = torch.ones(2, requires_grad=True, device=self.device)
+        model(x, **kwargs).sum().backward()
+
+    def step(self, model: nn.Module, microbatches: int = 1, **kwargs: Any) -> None:
+        for _ in range(microbatches):
+            self.backward(model, **kwargs)
+        model.zero_grad()
+
+    def count(self, model: nn.Module, times: int, **kwargs: Any) -> list[int]:
+        """Returns how often ranks were compared in each of some steps."""
+        counts = []
+        for _ in range(times):
+            with counting_comparisons() as sent:
+                self.step(model, **kwargs)
+            self.assertEqual(sent, [32] * len(sent))
+            counts.append(len(sent))
+        return counts
+
+    def refused(self, run: Callable[[], object], gathers: int | None = None) -> str:
+        """
+        Returns what all ranks alike raise, before they reduced anything, or sent
+        anything but some gathers.
+        """
         with record_collectives() as recorder:
             with self.assertRaises(RuntimeError) as caught:
                 run()
-        self.assertEqual(len(recorder.calls), gathers)
-        self.assertEqual(len(recorder.all_gathers), gathers)
+        self.assertEqual(len(recorder.calls), len(recorder.all_gathers))
+        if gathers is not None:
+            self.assertEqual(len(recorder.calls), gathers)
         messages: list[Any] = [None] * WORLD_SIZE
         dist.all_gather_object(messages, str(caught.exception))
         self.assertEqual(messages, messages[:1] * WORLD_SIZE)
@@ -136,11 +161,14 @@ class TestRanksDisagree(FSDPProcessTest):
 
         return MixedPrecisionPolicy(**{f"{field}_override_fn": override})
 
+
+class TestRanksDisagree(AgreementTest):
     def test_an_override_that_differs(self) -> None:
         """Before the first gather, or where the last unit is the first to reduce."""
-        for field, verb, unit, gathers in (
-            ("param_dtype", "computes", 0, 0),
-            ("reduce_dtype", "reduces", 1, 2),
+        for field, text, unit, gathers in (
+            ("param_dtype", "computes in torch.{}", 0, 0),
+            ("reduce_dtype", "reduces in torch.{}", 1, 2),
+            ("grad_comm_dtype", "reduces in torch.float32, sent in torch.{}", 1, 2),
         ):
             model = shard(
                 blocks().to(self.device),
@@ -150,11 +178,9 @@ class TestRanksDisagree(FSDPProcessTest):
             )
             message = self.refused(lambda model=model: self.step(model), gathers)
             self.assertIn(f"unit '{unit}'", message)
-            text = (
-                f"{unit}.gate: {verb} in torch.float32 on ranks 0, 1, 3, "
-                f"{verb} in torch.bfloat16 on rank 2"
-            )
-            self.assertIn(text, message)
+            one, other = text.format("float32"), text.format("bfloat16")
+            said = f"{unit}.gate: {one} on ranks 0, 1, 3, {other} on rank 2"
+            self.assertIn(said, message)
             self.assertNotIn(f"{unit}.up", message)
             self.assertIn("MixedPrecisionPolicy must return the same", message)
             self.assertIn(SWITCH, message)
@@ -164,37 +190,24 @@ class TestRanksDisagree(FSDPProcessTest):
         policy = self.policy_by_rank("reduce_dtype")
         fully_shard(model, mp_policy=policy, mesh=shard_mesh())
         message = self.refused(lambda: self.step(model), gathers=1)
-        self.assertIn("\n  w0: reduces in torch.float32 on ranks 0, 1, 3, red", message)
-        for text in ("float32 on ranks 0, 1, 3", "bfloat16 on rank 2"):
-            self.assertEqual(message.count(f"reduces in torch.{text}"), 8)
+        self.assertEqual(message.count("reduces in torch.float32 on ranks 0, 1, 3"), 8)
         self.assertIn("\n  and 12 more\n", message)
 
-    def test_what_is_sent_differs(self) -> None:
-        model = blocks(1).to(self.device)
-        policy = self.policy_by_rank("grad_comm_dtype")
-        fully_shard(model, mp_policy=policy, mesh=shard_mesh())
-        message = self.refused(lambda: self.step(model), gathers=1)
-        for dtype, ranks in (("float32", "ranks 0, 1, 3"), ("bfloat16", "rank 2")):
-            text = f"reduces in torch.float32, sent in torch.{dtype} on {ranks}"
-            self.assertIn(text, message)
-
-    def test_stored_dtypes_that_no_policy_casts_differ(self) -> None:
+    def test_stored_dtypes_that_differ(self) -> None:
+        """Those that a policy casts are each rank's own."""
         dtype = BF16 if self.rank == 0 else FP32
-        model = blocks(1, dtype=dtype).to(self.device)
-        fully_shard(model, mesh=shard_mesh())
-        message = self.refused(lambda: self.step(model))
-        for name in ("0.gate", "0.up"):
-            text = f"{name}: computes in torch.bfloat16 on rank 0, computes in torch."
-            self.assertIn(text, message)
-
-    def test_stored_dtypes_that_a_policy_casts_are_each_ranks_own(self) -> None:
-        model = blocks(1, dtype=BF16 if self.rank == 0 else FP32).to(self.device)
-        fully_shard(
-            model, mesh=shard_mesh(), mp_policy=MixedPrecisionPolicy(BF16, BF16)
-        )
-        self.step(model)
-        for param in model.parameters():
-            self.assertEqual(param.grad.dtype, param.dtype)
+        for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(BF16, BF16)):
+            model = blocks(1, dtype=dtype).to(self.device)
+            fully_shard(model, mesh=shard_mesh(), mp_policy=policy)
+            if policy.param_dtype is None:
+                message = self.refused(lambda model=model: self.step(model), gathers=0)
+                for name in ("0.gate", "0.up"):
+                    text = f"{name}: computes in torch.bfloat16 on rank 0, computes in"
+                    self.assertIn(text, message)
+                continue
+            self.backward(model)
+            for param in model.parameters():
+                self.assertEqual(param.grad.dtype, param.dtype)
 
     def test_dtypes_of_sharded_gradients_are_each_ranks_own(self) -> None:
         model = Scales(BF16).to(self.device)
@@ -202,33 +215,24 @@ class TestRanksDisagree(FSDPProcessTest):
             model.gate.grad_dtype = FP32
         policy = MixedPrecisionPolicy(reduce_dtype=BF16)
         fully_shard(model, mesh=shard_mesh(), mp_policy=policy)
-        self.step(model)
+        self.backward(model)
         expected = FP32 if self.rank == 1 else BF16
         self.assertEqual(model.gate.grad.dtype, expected)
 
-    def test_cast_after_sharding_on_one_rank(self) -> None:
-        model = shard(blocks().to(self.device), mesh=shard_mesh())
-        if self.rank == 1:
-            model[1].bfloat16()
-        # The first unit agrees and is gathered; the second is not
-        with record_collectives() as recorder:
-            with self.assertRaisesRegex(RuntimeError, "1.gate: computes in"):
-                self.step(model)
-        self.assertEqual(len(recorder.all_gathers), 1)
-        dist.barrier()
-
     def test_sizes_and_counts_that_differ(self) -> None:
         is_odd = self.rank == 1
-        cases: list[tuple[nn.Module, str]] = []
-        model = Scales(gate=8 if is_odd else 4)
-        cases.append(
-            (model, r"gate: has size \(4,\) on ranks 0, 2, 3, has size \(8,\)")
-        )
-        model = Scales(**({"gate": 4} if is_odd else {"gate": 4, "up": 4}))
-        cases.append((model, "has 2 parameters, on ranks 0, 2, 3, .* has 1 param"))
-        for model, text in cases:
+        for model, text in (
+            (
+                Scales(gate=8 if is_odd else 4),
+                r"gate: has size \(4,\) on ranks 0, 2, 3, has size \(8,\)",
+            ),
+            (
+                Scales(**({"gate": 4} if is_odd else {"gate": 4, "up": 4})),
+                "has 2 parameters, on ranks 0, 2, 3, .* has 1 param",
+            ),
+        ):
             fully_shard(model.to(self.device), mesh=shard_mesh())
-            message = self.refused(lambda model=model: self.step(model))
+            message = self.refused(lambda model=model: self.step(model), gathers=0)
             self.assertRegex(message, text)
 
     def test_one_rank_forgets_to_shard_a_child(self) -> None:
@@ -248,7 +252,7 @@ class TestRanksDisagree(FSDPProcessTest):
             if self.rank != 2:
                 fully_shard(model[0], mesh=shard_mesh())
             fully_shard(model, mesh=shard_mesh())
-            message = self.refused(lambda model=model: self.step(model))
+            message = self.refused(lambda model=model: self.step(model), gathers=0)
             self.assertRegex(message, expected)
             advice = "call fully_shard on the same modules" if own else "the same units"
             self.assertIn(advice, message)
@@ -258,18 +262,15 @@ class TestRanksDisagree(FSDPProcessTest):
         model = nn.Linear(8, 8, bias=False, device=self.device)
         dim = 1 if self.rank == 0 else 0
         fully_shard(model, mesh=shard_mesh(), shard_placement_fn=lambda _: Shard(dim))
-        message = self.refused(lambda: self.step_linear(model))
-        self.assertIn("weight: is sharded as S(1) on rank 0", message)
-
-    def step_linear(self, model: nn.Module) -> None:
-        model(torch.ones(2, 8, device=self.device)).sum().backward()
+        message = self.refused(model.unshard, gathers=0)
+        self.assertIn("weight of FSDPLinear: is sharded as S(1) on rank 0", message)
 
     def test_replicas_that_disagree(self) -> None:
         """Nothing is gathered, so the first all-reduce is what comes after it."""
         model = blocks(1).to(self.device)
         policy = self.policy_by_rank("reduce_dtype")
         replicate(model, mp_policy=policy, mesh=shard_mesh())
-        message = self.refused(lambda: self.step(model))
+        message = self.refused(lambda: self.step(model), gathers=0)
         self.assertIn("0.gate: reduces in torch.float32 on ranks 0, 1, 3", message)
 
     def test_shard_groups_compare_within_themselves(self) -> None:
@@ -279,12 +280,9 @@ class TestRanksDisagree(FSDPProcessTest):
         # An odd rank in each shard group
         odd = self.policy_by_rank("param_dtype", odd=self.rank // 2 * 2)
         fully_shard(model, mp_policy=odd, mesh=mesh)
-        with self.assertRaises(RuntimeError) as caught:
+        text = "bfloat16 on rank {}, computes in torch.float32 on rank {}"
+        with self.assertRaisesRegex(RuntimeError, text.format(*ranks)):
             self.step(model)
-        text = (
-            f"bfloat16 on rank {ranks[0]}, computes in torch.float32 on rank {ranks[1]}"
-        )
-        self.assertIn(text, str(caught.exception))
         dist.barrier()
 
     def test_raises_again_at_the_next_try(self) -> None:
@@ -292,7 +290,56 @@ class TestRanksDisagree(FSDPProcessTest):
         policy = self.policy_by_rank("param_dtype")
         fully_shard(model, mp_policy=policy, mesh=shard_mesh())
         for _ in range(2):
-            self.refused(model.unshard)
+            self.refused(model.unshard, gathers=0)
+
+
+class TestRanksAgree(AgreementTest):
+    def test_costs_a_few_small_collectives_for_each_unit_once(self) -> None:
+        # Before gathers, before reduce-scatters and before all-reduces
+        for mesh, first in (
+            (shard_mesh(), 3 + 3),
+            (hybrid_mesh(2), 3 + 3 + 3),
+            (hybrid_mesh(1), 3),
+            (shard_mesh(1), 0),
+        ):
+            model = self.sharded(mesh=mesh)
+            self.assertEqual(self.count(model, 1), [first])
+            for child in model:
+                child.unshard()
+                child.reshard()
+            self.assertEqual(self.count(model, 2), [0, 0])
+
+    def test_is_not_seen_by_counters_of_collectives(self) -> None:
+        model, counter = self.sharded(reshard_after_forward=False), CommDebugMode()
+        with counter:
+            self.assertEqual(self.count(model, 1), [6])
+        # Three gathers, and three reductions
+        self.assertEqual(counter.get_total_counts(), 6)
+
+    def test_environment_turns_it_off(self) -> None:
+        for value, expected in (("0", 0), ("1", 6)):
+            with switched(value):
+                self.assertEqual(self.count(self.sharded(), 1), [expected])
+
+    def test_always_compares_every_collective(self) -> None:
+        with switched("always"):
+            for mesh, each in ((shard_mesh(), 2), (hybrid_mesh(2), 3)):
+                model = self.sharded(reshard_after_forward=False, mesh=mesh)
+                self.assertEqual(self.count(model, 3), [3 * each] * 3)
+
+    def test_put_off_all_reduce_is_not_compared_for(self) -> None:
+        """With one shard, nothing is sent before the last microbatch."""
+        model = self.sharded(mesh=hybrid_mesh(1))
+        for is_last, expected in ((False, 0), (True, 3)):
+            model.set_requires_all_reduce(is_last)
+            self.assertEqual(self.count(model, 1), [expected])
+
+    def test_in_inference_mode(self) -> None:
+        model = self.sharded()
+        with counting_comparisons() as sent, torch.inference_mode():
+            model(torch.ones(2, device=self.device))
+        self.assertEqual(len(sent), 3)  # of gathers
+        self.step(model)
 
     def test_one_rank_evaluates_replicated_parameters_alone(self) -> None:
         model = replicate(blocks(1).to(self.device), mesh=shard_mesh())
@@ -304,97 +351,15 @@ class TestRanksDisagree(FSDPProcessTest):
                 model.reshard()
             dist.barrier()
             self.assertEqual(sent, [])
-            self.step(model)
-            self.assertEqual(sent, [32])
+        self.assertEqual(self.count(model, 1), [1])
 
     def test_ranks_that_begin_in_different_ways(self) -> None:
         """One gathers a unit itself, which the others come to in their forward."""
         model = shard(blocks().to(self.device), mesh=shard_mesh())
         if self.rank == 1:
             model[0].unshard()
-        with counting_comparisons() as sent:
-            self.step(model)
         gathers = 1 if self.rank == 1 else 2
-        self.assertEqual(sent, [32] * (gathers + 2))
-
-
-class TestRanksAgree(FSDPProcessTest):
-    def step(self, model: nn.Module) -> None:
-        x = torch.ones(2, requires_grad=True, device=self.device)
-        model(x).sum().backward()
-
-    def sharded(self, **kwargs: Any) -> nn.Module:
-        return shard(blocks(3).to(self.device), **({"mesh": shard_mesh()} | kwargs))
-
-    def test_costs_a_few_small_collectives_for_each_unit_once(self) -> None:
-        # Before gathers, before reduce-scatters and before all-reduces
-        for kwargs, first in (
-            ({}, 3 + 3),
-            ({"mesh": hybrid_mesh(2)}, 3 + 3 + 3),
-            ({"mesh": hybrid_mesh(1)}, 3),
-            ({"reshard_after_forward": True}, 3 + 3),
-        ):
-            model = self.sharded(**kwargs)
-            with counting_comparisons() as sent:
-                self.step(model)
-                self.assertEqual(sent, [32] * first)
-                for child in model:
-                    child.unshard()
-                    child.reshard()
-                for _ in range(3):
-                    self.step(model)
-                self.assertEqual(sent, [32] * first)
-
-    def test_one_comparison_is_one_gather_and_one_copy(self) -> None:
-        model, groups = self.sharded(), []
-        all_gather_object = dist.all_gather_object
-
-        def noting(found: list, mine: Any, group: Any = None) -> None:
-            groups.append(group)
-            all_gather_object(found, mine, group=group)
-
-        with mock.patch.object(dist, "all_gather_object", noting):
-            with mock.patch.object(dist, "all_gather", side_effect=AssertionError):
-                self.step(model)
-        self.assertEqual(groups, [])
-
-    def test_is_not_seen_by_counters_of_collectives(self) -> None:
-        model, counter = self.sharded(reshard_after_forward=False), CommDebugMode()
-        with counting_comparisons() as sent, counter:
-            self.step(model)
-        self.assertEqual(len(sent), 6)
-        # Three gathers, and three reductions
-        self.assertEqual(counter.get_total_counts(), 6)
-
-    def test_environment_turns_it_off(self) -> None:
-        for value, expected in (("0", 0), ("1", 6)):
-            with mock.patch.dict(os.environ, {SWITCH: value}):
-                with counting_comparisons() as sent:
-                    self.step(self.sharded())
-            self.assertEqual(len(sent), expected)
-
-    def test_a_single_rank_is_not_asked(self) -> None:
-        with counting_comparisons() as sent:
-            self.step(self.sharded(mesh=shard_mesh(1)))
-        self.assertEqual(sent, [])
-
-    def test_put_off_all_reduce_is_not_compared_for(self) -> None:
-        """With one shard, nothing is sent before the last microbatch."""
-        model = self.sharded(mesh=hybrid_mesh(1))
-        model.set_requires_all_reduce(False)
-        with counting_comparisons() as sent:
-            self.step(model)
-            self.assertEqual(sent, [])
-            model.set_requires_all_reduce(True)
-            self.step(model)
-            self.assertEqual(sent, [32] * 3)
-
-    def test_in_inference_mode(self) -> None:
-        model = self.sharded()
-        with counting_comparisons() as sent, torch.inference_mode():
-            model(torch.ones(2, device=self.device))
-        self.assertEqual(len(sent), 3)  # of gathers
-        self.step(model)
+        self.assertEqual(self.count(model, 1), [gathers + 2])
 
 
 class Timed(Scales):
@@ -410,7 +375,7 @@ class Wrapped(nn.Module):
         return self.inner(*args)
 
 
-class TestEachRanksOwn(FSDPProcessTest):
+class TestEachRanksOwn(AgreementTest):
     """What no collective depends on may differ, and ranks train as if it did not."""
 
     def check(
@@ -431,7 +396,7 @@ class TestEachRanksOwn(FSDPProcessTest):
             for unit in (*model, model):
                 inner = getattr(unit, "inner", unit)
                 apply(inner, mesh=shard_mesh())
-            with mock.patch.dict(os.environ, {SWITCH: value}):
+            with switched(value):
                 for step in range(3):
                     model(x, (), run).sum().backward()
                     self.assertEqual(x.grad, expected)
@@ -440,18 +405,16 @@ class TestEachRanksOwn(FSDPProcessTest):
                     if self.rank == 0 and later and step == 0:
                         change(model)
 
-    def test_class_and_names_of_parameters(self) -> None:
-        def change(model: Chain) -> None:
+    def test_classes_names_and_wrappers(self) -> None:
+        def rename(model: Chain) -> None:
             model[1] = Timed(opened=4, raised=8).to(self.device)
 
-        self.check(change)
-
-    def test_a_wrapper(self) -> None:
-        def change(model: Chain) -> None:
+        def wrap(model: Chain) -> None:
             model[1] = Wrapped(model[1])
 
-        for later in (False, True):
-            self.check(change, later=later)
+        self.check(rename)
+        self.check(wrap)
+        self.check(wrap, later=True)
 
     def test_the_order_in_which_blocks_are_registered(self) -> None:
         def change(model: Chain) -> None:
@@ -470,56 +433,24 @@ class TestEachRanksOwn(FSDPProcessTest):
         ):
             model = blocks(1).to(self.device).requires_grad_(trains)
             apply(model, mesh=shard_mesh(), mp_policy=policy)
-            x = torch.ones(2, device=self.device, requires_grad=True)
-            model(x).sum().backward()
-            self.assertEqual(x.grad, torch.ones(2))
+            self.backward(model)
             for param in model.parameters():
                 self.assertEqual(param.grad is not None, trains)
 
-    def test_how_a_rank_came_to_the_first_gather(self) -> None:
-        """One does not know yet that the root stays unsharded."""
-        model = blocks(1).to(self.device)
-        fully_shard(model, mesh=shard_mesh())
-        if self.rank == 1:
-            model.unshard()
-        model(torch.ones(2, device=self.device)).sum().backward()
+    def test_whether_a_rank_keeps_gradients(self) -> None:
+        """One that has no element of a parameter need not keep its gradient."""
+        for value, gone in (("1", (0,)), ("1", (2, 3)), ("always", (2, 3))):
+            model = Scales(gate=2, up=2).to(self.device)
+            fully_shard(model, mesh=shard_mesh())
+            with switched(value):
+                for _ in range(3):
+                    self.backward(model)
+                    if self.rank in gone:
+                        model.zero_grad()
 
 
-class TestReductions(FSDPProcessTest):
+class TestReductions(AgreementTest):
     """What each backward gives gradients to: the same on all ranks, or all raise."""
-
-    def sharded(self, **kwargs: Any) -> nn.Module:
-        model = blocks(3, gate=4, up=4).to(self.device)
-        return shard(model, **({"mesh": shard_mesh()} | kwargs))
-
-    def backward(self, model: nn.Module, **kwargs: Any) -> None:
-        x = torch.ones(2, requires_grad=True, device=self.device)
-        model(x, **kwargs).sum().backward()
-
-    def step(self, model: nn.Module, microbatches: int = 1, **kwargs: Any) -> None:
-        for _ in range(microbatches):
-            self.backward(model, **kwargs)
-        model.zero_grad()
-
-    def count(self, model: nn.Module, times: int, **kwargs: Any) -> list[int]:
-        """Returns how often ranks were compared in each of some steps."""
-        counts = []
-        for _ in range(times):
-            with counting_comparisons() as sent:
-                self.step(model, **kwargs)
-            counts.append(len(sent))
-        return counts
-
-    def refused(self, run: Callable[[], None]) -> str:
-        """Returns what all ranks alike raise, before they reduced anything."""
-        with record_collectives() as recorder:
-            with self.assertRaises(RuntimeError) as caught:
-                run()
-        self.assertEqual(recorder.reduce_scatters + recorder.all_reduces, [])
-        messages: list[Any] = [None] * WORLD_SIZE
-        dist.all_gather_object(messages, str(caught.exception))
-        self.assertEqual(messages, messages[:1] * WORLD_SIZE)
-        return messages[0]
 
     def test_patterns_are_compared_once_each(self) -> None:
         model = self.sharded()
@@ -534,37 +465,39 @@ class TestReductions(FSDPProcessTest):
     def test_steady_loops_compare_nothing(self) -> None:
         """From the third optimizer step on, in every microbatch of it."""
 
-        def accumulates(model: nn.Module, i: int) -> None:
+        def accumulates(model: Any, i: int) -> None:
             self.step(model, microbatches=3)
 
-        def syncs_the_last(model: nn.Module, i: int) -> None:
+        def syncs_the_last(model: Any, i: int) -> None:
             for microbatch in range(3):
                 model.set_requires_gradient_sync(microbatch == 2)
                 self.backward(model)
             model.zero_grad()
 
-        def puts_off(model: nn.Module, i: int) -> None:
+        def puts_off(model: Any, i: int) -> None:
             for microbatch in range(4):
                 model.set_requires_all_reduce(microbatch == 3)
                 self.backward(model)
             model.zero_grad()
 
-        def takes_turns(model: nn.Module, i: int) -> None:
+        def takes_turns(model: Any, i: int) -> None:
             self.step(model, used=["gate"] if i % 2 else ["up"])
 
-        def keeps_gradients(model: nn.Module, i: int) -> None:
+        def keeps_gradients(model: Any, i: int) -> None:
             self.backward(model)
             model.zero_grad(set_to_none=False)
 
-        for loop, kwargs in (
-            (accumulates, {}),
-            (syncs_the_last, {}),
-            (puts_off, {"mesh": hybrid_mesh(2)}),
-            (takes_turns, {}),
-            (keeps_gradients, {}),
+        for loop in (
+            accumulates,
+            syncs_the_last,
+            puts_off,
+            takes_turns,
+            keeps_gradients,
         ):
-            model = self.sharded(**kwargs)
-            for i in range(6):
+            model = self.sharded(
+                mesh=hybrid_mesh(2 if loop is puts_off else WORLD_SIZE)
+            )
+            for i in range(4):
                 with counting_comparisons() as sent:
                     loop(model, i)
                 if i >= 2:
@@ -576,13 +509,13 @@ class TestReductions(FSDPProcessTest):
         fully_shard(model, mesh=shard_mesh())
         counts = [self.count(model, 1, used=[name])[0] for name in names]
         self.assertEqual(counts, [2] + [1] * 7 + [0, 0])
-        with mock.patch.dict(os.environ, {SWITCH: "always"}):
+        with switched("always"):
             self.assertEqual(self.count(model, 1, used=names[:2]), [1])
 
     def test_one_rank_gives_up_what_all_skip(self) -> None:
         """Its data is bad, say: the others have nothing to compare."""
         for value, settled in (("1", 0), ("always", 9)):
-            with mock.patch.dict(os.environ, {SWITCH: value}):
+            with switched(value):
                 model = self.sharded()
                 self.assertEqual(self.count(model, 2)[1], settled)
                 if self.rank == 1:
@@ -598,16 +531,13 @@ class TestReductions(FSDPProcessTest):
         class OwnScatter(DefaultReduceScatter):
             needs_all_ranks = False
 
-            def __call__(self, *args: Any, **kwargs: Any) -> Any:
-                return super().__call__(*args, **kwargs)
-
         class OwnMemory(DefaultAllGather):
             def allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
                 return super().allocate(*args, **kwargs)
 
         # The second unit's gathers, and reductions of the second and the third
         for value, expected in (("1", [1 + 2, 0]), ("always", [2 + 2] * 2)):
-            with mock.patch.dict(os.environ, {SWITCH: value}):
+            with switched(value):
                 model = self.sharded()
                 for unit in model:
                     unit.set_custom_all_gather(OwnGather())
@@ -636,50 +566,16 @@ class TestReductions(FSDPProcessTest):
         self.assertIn("unit '0'", refused)
 
     def test_functions_in_place_of_ours_are_not_compared(self) -> None:
-        for name, expected in (("foreach_all_gather", 3), ("foreach_reduce", 3)):
+        for name in ("foreach_all_gather", "foreach_reduce"):
             wrapped = functools.partial(getattr(param_group, name))
             with mock.patch.object(param_group, name, wrapped):
-                model = self.sharded()
-                self.assertEqual(self.count(model, 2), [expected, 0])
-
-    def test_groups_of_ones_own_are_not_compared(self) -> None:
-        """Their ranks may come and go, and they may have no all-gather."""
-        group = Elastic()
-        self.assertFalse(agreement._has_others(group, self.device))
-        self.assertTrue(agreement._has_others(shard_mesh().get_group(), self.device))
+                self.assertEqual(self.count(self.sharded(), 2), [3, 0])
 
     def test_what_was_traced_is_not_remembered(self) -> None:
         model = self.sharded()
         with mock.patch.object(agreement, "_is_traced", lambda *_: True):
             self.assertEqual(self.count(model, 2), [0, 0])
         self.assertEqual(self.count(model, 2), [6, 0])
-
-    def test_whether_a_rank_keeps_gradients_is_its_own_matter(self) -> None:
-        """One that has no element of a parameter need not keep its gradient."""
-        for value in ("1", "always"):
-            model = Scales(gate=2, up=2).to(self.device)
-            fully_shard(model, mesh=shard_mesh())
-            with mock.patch.dict(os.environ, {SWITCH: value}):
-                for _ in range(3):
-                    self.backward(model)
-                    if self.rank >= 2:
-                        model.zero_grad()
-        model = self.sharded()
-        for _ in range(3):
-            self.backward(model)
-            if self.rank == 0:
-                model.zero_grad()
-
-    def test_how_many_microbatches_accumulate_is_not_compared(self) -> None:
-        model = replicate(blocks(3).to(self.device), mesh=shard_mesh())
-        self.count(model, 2)
-        for microbatches in (1, 3 if self.rank else 2):
-            with counting_comparisons() as sent:
-                for i in range(microbatches):
-                    model.set_requires_gradient_sync(i == microbatches - 1)
-                    self.backward(model)
-                model.zero_grad()
-            self.assertEqual(sent, [])
 
     def test_other_parameters(self) -> None:
         """In the first step, and after steps that were alike."""
@@ -704,11 +600,10 @@ class TestReductions(FSDPProcessTest):
     def test_replicas_that_reduce_other_parameters(self) -> None:
         """Each shard group agrees within itself."""
         model = self.sharded(mesh=hybrid_mesh(2))
-        with self.assertRaises(RuntimeError) as caught:
-            self.step(model, used=["up" if self.rank >= 2 else "gate"])
         ranks = (self.rank % 2, self.rank % 2 + 2)
         text = "2.up: gets no gradient on rank {}, gets a gradient on rank {}"
-        self.assertRegex(str(caught.exception), text.format(*ranks))
+        with self.assertRaisesRegex(RuntimeError, text.format(*ranks)):
+            self.step(model, used=["up" if self.rank >= 2 else "gate"])
         dist.barrier()
 
     def test_a_unit_that_stays_unsharded(self) -> None:
@@ -718,44 +613,6 @@ class TestReductions(FSDPProcessTest):
             model[1].set_reshard_after_forward(False)
         message = self.refused(lambda: self.step(model))
         self.assertRegex(message, "'1', which stays unsharded .*, on rank 3\nEvery")
-
-    def test_another_unit(self) -> None:
-        """After a step that was alike, if ranks are always compared."""
-        mine = [1 if self.rank == 2 else 0]
-        with mock.patch.dict(os.environ, {SWITCH: "always"}):
-            model = blocks(2).to(self.device)
-            for block in model:
-                replicate(block, mesh=shard_mesh())
-            self.step(replicate(model, mesh=shard_mesh()))
-            message = self.refused(lambda: self.step(model, run=mine))
-        text = r"reduces unit '0' as number \d+ on ranks 0, 1, 3, reduces unit '1' as"
-        self.assertRegex(message, text)
-
-    def test_always_compares_every_collective(self) -> None:
-        with mock.patch.dict(os.environ, {SWITCH: "always"}):
-            for kwargs, each in (({}, 2), ({"mesh": hybrid_mesh(2)}, 3)):
-                model = self.sharded(reshard_after_forward=False, **kwargs)
-                self.assertEqual(self.count(model, 3), [3 * each] * 3)
-            model = self.sharded()
-            self.step(model)
-            mine = [0, 2] if self.rank == 1 else [0, 1, 2]
-            message = self.refused(lambda: self.step(model, run=mine))
-        text = (
-            r"gathers unit '1' as number \d+ on ranks 0, 2, 3, gathers unit '2' as .* 1"
-        )
-        self.assertRegex(message, text)
-
-    def test_always_finds_microbatches_that_are_skipped(self) -> None:
-        """Where the next step meets the microbatch that is left out."""
-        with mock.patch.dict(os.environ, {SWITCH: "always"}):
-            model = replicate(blocks(2).to(self.device), mesh=shard_mesh())
-            self.step(model, microbatches=2)
-            self.backward(model)
-            if self.rank == 1:
-                model.zero_grad()
-            message = self.refused(lambda: self.backward(model))
-        text = "with earlier gradients to add to, on ranks 0, 2, 3, .* without earlier"
-        self.assertRegex(message, text)
 
 
 class TestThreads(FSDPThreadTest):
@@ -772,25 +629,30 @@ class TestThreads(FSDPThreadTest):
             model.unshard()
 
 
+class Elastic(dist.ProcessGroup):
+    """Its ranks may come and go, and it may have no all-gather."""
+
+    def __init__(self):
+        super().__init__(0, 2)
+
+
 @unittest.skipIf(LAUNCHED_RANK is not None, "the launched group is there already")
 class TestWithoutOtherRanks(FakeGroupTest):
     """A process group that sends nothing, or no data to send."""
 
     ranks = 2
 
-    def test_fake_process_group(self) -> None:
-        with counting_comparisons() as sent:
-            fully_shard(Scales())(torch.ones(2)).sum().backward()
-        self.assertEqual(sent, [])
-
-    def test_fake_tensors(self) -> None:
+    def test_nothing_is_compared(self) -> None:
         mesh = dist.init_device_mesh("cpu", (2,))
-        name = mock.patch.object(agreement, "backend_name", lambda *_: "gloo")
-        with FakeTensorMode(), name:
-            with counting_comparisons() as sent:
+        self.assertFalse(agreement._has_others(Elastic(), torch.device("cpu")))
+        real = mock.patch.object(agreement, "backend_name", lambda *_: "gloo")
+        for contexts in ((), (FakeTensorMode(), real)):
+            with contextlib.ExitStack() as stack, counting_comparisons() as sent:
+                for context in contexts:
+                    stack.enter_context(context)
                 model = fully_shard(Scales(), mesh=mesh)
                 model(torch.ones(2)).sum().backward()
-        self.assertEqual(sent, [])
+            self.assertEqual(sent, [])
 
 
 if __name__ == "__main__":

@@ -6,18 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 from fsdp_parity.waves import Extended
-from fsdp_wrong_uses.rows import (
-    add_each,
+from fsdp_wrong_uses.run import (
     BF16,
     Case,
     DIM,
+    Errors,
     FP8,
     FP32,
     INT32,
-    MAKING,
     Run,
     Scaled,
-    wrong,
 )
 
 import torch
@@ -28,7 +26,12 @@ from torch.distributed.fsdp import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
 )
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Shard
+
+
+MAKING = Errors()
+
+# Policies #
 
 
 def policy(**dtypes: Any) -> Case:
@@ -49,238 +52,86 @@ def under(**fields: Any) -> Case:
     return lambda run: sharding(mp_policy=MixedPrecisionPolicy(**fields))(run)
 
 
-def placed(result: Any, **others: Callable[[], nn.Parameter]) -> Case:
-    def make() -> nn.Module:
-        return Scaled(**{name: param() for name, param in others.items()})
+for _name in ("param_dtype", "reduce_dtype", "output_dtype", "grad_comm_dtype"):
+    MAKING.add(
+        TypeError,
+        f"{_name} of MixedPrecisionPolicy is 'bfloat16'…give a torch.dtype",
+        **{f"{_name}_is_text": policy(**{_name: "bfloat16"})},
+    )
+MAKING.add(
+    TypeError,
+    "param_dtype_override_fn takes a parameter and returns a dtype or None",
+    override_is_a_dtype=policy(param_dtype_override_fn=FP32),
+)
+MAKING.add(
+    ValueError,
+    "Pattern '*.gian' matches no parameter…gain",
+    pattern_matches_nothing=by_name({"*.gian": {"param_dtype": FP32}}),
+)
+MAKING.add(
+    ValueError,
+    "Patterns 'gain' and 'g*' set param_dtype of gain…let both set the same",
+    patterns_contradict=by_name(
+        {"gain": {"param_dtype": FP32}, "g*": {"param_dtype": BF16}}
+    ),
+)
+MAKING.add(
+    ValueError,
+    "Pattern 'gain' sets output_dtype to torch.float32…Pass output_dtype to by_name",
+    pattern_sets_what_modules_have=by_name(
+        {"gain": MixedPrecisionPolicy(output_dtype=FP32)}
+    ),
+)
+MAKING.add(
+    ValueError,
+    "Pattern 'gain' maps to a policy with param_dtype_override_fn…a pattern of its own",
+    pattern_policy_has_overrides=by_name(
+        {"gain": MixedPrecisionPolicy(param_dtype_override_fn=id)}
+    ),
+)
+MAKING.add(
+    ValueError,
+    "reduce_dtype_override_fn returned torch.float8_e4m3fnuz for parameter weight of "
+    "Scaled…Return one of torch.float64",
+    override_returns_float8=under(
+        reduce_dtype_override_fn=lambda p: torch.float8_e4m3fnuz
+    ),
+)
+MAKING.add(
+    ValueError,
+    "grad_comm_dtype of parameter weight of Scaled is torch.float8_e4m3fn…Give one of",
+    grad_comm_dtype_is_float8=under(grad_comm_dtype=FP8),
+)
+MAKING.add(
+    ValueError,
+    "The gradient of parameter weight of Scaled would be sent in torch.float32…"
+    "Give a reduce_dtype that does",
+    grad_comm_dtype_does_not_fit=under(grad_comm_dtype=FP32, reduce_dtype=BF16),
+)
+for _name, _what, _dtype in (
+    ("param_dtype", "is_integer", INT32),
+    ("reduce_dtype", "is_integer", INT32),
+    ("param_dtype", "is_packed", torch.float4_e2m1fn_x2),
+):
+    MAKING.add(
+        ValueError,
+        f"{_name} of the policy is {_dtype}, which cannot hold the …weight of Scaled. "
+        "Give a floating-point dtype",
+        **{f"{_name}_{_what}": under(**{_name: _dtype})},
+    )
+MAKING.add(
+    TypeError,
+    "mp_policy of unit 'Scaled' is …pass a MixedPrecisionPolicy, or leave it out",
+    policy_is_none=sharding(mp_policy=None),
+    policy_is_a_class=sharding(mp_policy=MixedPrecisionPolicy),
+)
+MAKING.add(
+    TypeError,
+    "offload_policy of unit 'Scaled' is …pass CPUOffloadPolicy(), or leave it out",
+    offload_policy_is_a_class=sharding(offload_policy=CPUOffloadPolicy),
+)
 
-    return sharding(make, shard_placement_fn=lambda p: result if p.ndim == 2 else None)
-
-
-add_each(
-    MAKING,
-    [
-        (
-            f"{name}_is_text",
-            f"`{name}` is a string",
-            policy(**{name: "bfloat16"}),
-            TypeError,
-            f"{name} of MixedPrecisionPolicy is 'bfloat16'",
-        )
-        for name in ("param_dtype", "reduce_dtype", "output_dtype", "grad_comm_dtype")
-    ],
-    found="`MixedPrecisionPolicy`",
-    do="give a torch.dtype",
-)
-add_each(
-    MAKING,
-    [
-        (
-            "override_is_a_dtype",
-            "an override is a dtype, not a function",
-            policy(param_dtype_override_fn=FP32),
-            TypeError,
-            "param_dtype_override_fn takes a parameter",
-        )
-    ],
-    found="`MixedPrecisionPolicy`",
-    do="takes a parameter and returns a dtype or None",
-)
-add_each(
-    MAKING,
-    [
-        (
-            "pattern_matches_nothing",
-            "a pattern matches no parameter",
-            by_name({"*.gian": {"param_dtype": FP32}}),
-            ValueError,
-            "Pattern '*.gian' matches no parameter",
-        )
-    ],
-    found="`MixedPrecisionPolicy.by_name`",
-    do="take one of the nearest names, which the error lists",
-    is_ours=False,
-)
-add_each(
-    MAKING,
-    [
-        (
-            "patterns_contradict",
-            "two patterns set different dtypes",
-            by_name({"gain": {"param_dtype": FP32}, "g*": {"param_dtype": BF16}}),
-            ValueError,
-            "Patterns 'gain' and 'g*' set param_dtype of gain",
-        )
-    ],
-    found="`MixedPrecisionPolicy.by_name`",
-    do="let both set the same",
-    about="gain",
-)
-add_each(
-    MAKING,
-    [
-        (
-            "pattern_sets_what_modules_have",
-            "a pattern sets what a unit has as a whole",
-            by_name({"gain": MixedPrecisionPolicy(output_dtype=FP32)}),
-            ValueError,
-            "Pattern 'gain' sets output_dtype to torch.float32",
-        )
-    ],
-    found="`MixedPrecisionPolicy.by_name`",
-    do="Pass output_dtype to by_name itself",
-    about="gain",
-)
-add_each(
-    MAKING,
-    [
-        (
-            "pattern_policy_has_overrides",
-            "a pattern maps to a policy that has overrides",
-            by_name({"gain": MixedPrecisionPolicy(param_dtype_override_fn=id)}),
-            ValueError,
-            "Pattern 'gain' maps to a policy with param_dtype_override_fn",
-        )
-    ],
-    found="`MixedPrecisionPolicy.by_name`",
-    do="Give each choice a pattern of its own",
-    about="gain",
-)
-add_each(
-    MAKING,
-    [
-        (
-            "override_returns_text",
-            "an override returns a string",
-            under(param_dtype_override_fn=lambda p: "bfloat16"),
-            ValueError,
-            "param_dtype_override_fn returned 'bfloat16' for parameter weight of Scaled",
-        )
-    ],
-    found="`fully_shard`",
-    do="Return a torch.dtype",
-    about="weight of Scaled",
-)
-add_each(
-    MAKING,
-    [
-        (
-            "override_raises",
-            "an override raises",
-            under(reduce_dtype_override_fn=lambda p: p.no_such_thing),
-            RuntimeError,
-            "reduce_dtype_override_fn failed for parameter weight of Scaled",
-        )
-    ],
-    found="`fully_shard`",
-    do="fix the override: what it raised is the cause",
-    about="weight of Scaled",
-    is_ours=False,
-)
-add_each(
-    MAKING,
-    [
-        (
-            "override_returns_float8",
-            "gradients reduced in float8 where nothing adds them",
-            under(reduce_dtype_override_fn=lambda p: torch.float8_e4m3fnuz),
-            ValueError,
-            "reduce_dtype_override_fn returned torch.float8_e4m3fnuz for parameter "
-            "weight of Scaled",
-        )
-    ],
-    found="`fully_shard`",
-    do="Return one of torch.float64",
-    about="weight of Scaled",
-)
-add_each(
-    MAKING,
-    [
-        (
-            "grad_comm_dtype_is_float8",
-            "gradients sent in float8, which have no scale",
-            under(grad_comm_dtype=FP8),
-            ValueError,
-            "grad_comm_dtype of parameter weight of Scaled is torch.float8_e4m3fn",
-        )
-    ],
-    found="`fully_shard`",
-    do="Give one of torch.float64",
-    about="weight of Scaled",
-)
-add_each(
-    MAKING,
-    [
-        (
-            "grad_comm_dtype_does_not_fit",
-            "gradients sent in a dtype whose values `reduce_dtype` does not hold",
-            under(grad_comm_dtype=FP32, reduce_dtype=BF16),
-            ValueError,
-            "The gradient of parameter weight of Scaled would be sent in torch.float32",
-        )
-    ],
-    found="`fully_shard`",
-    do="Give a reduce_dtype that does",
-    about="weight of Scaled",
-)
-add_each(
-    MAKING,
-    [
-        (
-            f"{name}_{what}",
-            f"`{name}` is {dtype}, and parameters train",
-            under(**{name: dtype}),
-            ValueError,
-            f"{name} of the policy is {dtype}, which cannot hold the",
-        )
-        for name, what, dtype in (
-            ("param_dtype", "is_integer", INT32),
-            ("reduce_dtype", "is_integer", INT32),
-            ("param_dtype", "is_packed", torch.float4_e2m1fn_x2),
-        )
-    ],
-    found="`fully_shard`",
-    do="Give a floating-point dtype",
-    about="weight of Scaled",
-)
-add_each(
-    MAKING,
-    [
-        (
-            f"policy_is_{what}",
-            f"`mp_policy` is {shown}",
-            sharding(mp_policy=value),
-            TypeError,
-            "mp_policy of unit 'Scaled' is ",
-        )
-        for what, shown, value in (
-            ("a_dtype", "a dtype", BF16),
-            ("none", "None", None),
-            ("a_class", "a class", MixedPrecisionPolicy),
-        )
-    ],
-    found="`fully_shard`",
-    do="pass a MixedPrecisionPolicy, or leave it out",
-    about="Scaled",
-)
-add_each(
-    MAKING,
-    [
-        (
-            f"offload_policy_is_{what}",
-            f"`offload_policy` is {shown}",
-            sharding(offload_policy=value),
-            TypeError,
-            "offload_policy of unit 'Scaled' is ",
-        )
-        for what, shown, value in (
-            ("text", "a string", "cpu"),
-            ("a_class", "a class", CPUOffloadPolicy),
-        )
-    ],
-    found="`fully_shard`",
-    do="pass CPUOffloadPolicy(), or leave it out",
-    about="Scaled",
-)
+# Parameters #
 
 
 class CannotSplit(Extended):
@@ -293,132 +144,59 @@ class CannotSplit(Extended):
         return super().__torch_dispatch__(func, *args)
 
 
-def subclass_param() -> nn.Parameter:
-    return nn.Parameter(CannotSplit(torch.ones(DIM, DIM)))
+def beside(make: Callable[[], torch.Tensor]) -> Case:
+    """Of a unit that has another parameter."""
+    return sharding(lambda: Scaled(other=nn.Parameter(make(), requires_grad=False)))
 
 
-def strided_param() -> nn.Parameter:
-    return nn.Parameter(torch.ones(DIM, DIM).t()[:, :4])
-
-
-def quantized_param() -> nn.Parameter:
-    values = torch.quantize_per_tensor(torch.ones(DIM), 1.0, 0, torch.qint8)
-    return nn.Parameter(values, requires_grad=False)
-
-
-add_each(
-    MAKING,
-    [
-        (
-            "not_contiguous",
-            "a parameter is not contiguous",
-            sharding(lambda: Scaled(other=strided_param())),
-            NotImplementedError,
-            "Parameter other of Scaled cannot be sharded",
-        )
-    ],
-    found="`fully_shard`",
-    do="Make it contiguous first",
-    about="other of Scaled",
+MAKING.add(
+    NotImplementedError,
+    "Parameter other of Scaled cannot be sharded. Make it contiguous first",
+    not_contiguous=beside(lambda: torch.ones(DIM, DIM).t()[:, :4]),
 )
-add_each(
-    MAKING,
-    [
-        (
-            f"{what}_parameter",
-            f"a parameter is {what}",
-            sharding(lambda make=make: Scaled(other=make())),
-            NotImplementedError,
-            "Parameter other of Scaled cannot be sharded. Call to_dense()",
-        )
-        for what, make in (
-            ("sparse", lambda: nn.Parameter(torch.ones(DIM).to_sparse())),
-            ("quantized", quantized_param),
-        )
-    ],
-    found="`fully_shard`",
-    do="Call to_dense() or dequantize() on it first, or put it in ignored_params",
-    about="other of Scaled",
+MAKING.add(
+    NotImplementedError,
+    "Parameter other of Scaled cannot be sharded. Call to_dense() or dequantize() on "
+    "it first, or put it in ignored_params",
+    sparse_parameter=beside(lambda: torch.ones(DIM).to_sparse()),
+    quantized_parameter=beside(
+        lambda: torch.quantize_per_tensor(torch.ones(DIM), 1.0, 0, torch.qint8)
+    ),
 )
-add_each(
-    MAKING,
-    [
-        (
-            "subclass_that_cannot_be_cut",
-            "a parameter is of a tensor subclass that cannot be cut, e.g. as `quantize_` "
-            "of torchao makes them for inference",
-            sharding(lambda: Scaled(other=subclass_param())),
-            NotImplementedError,
-            "Parameter other of Scaled cannot be sharded. Its class, CannotSplit, must",
-        )
-    ],
-    found="`fully_shard`",
-    do="Dequantize it first, or put it in ignored_params",
-    about="other of Scaled",
+MAKING.add(
+    NotImplementedError,
+    "Parameter other of Scaled cannot be sharded. Its class, CannotSplit, must …"
+    "Dequantize it first, or put it in ignored_params",
+    subclass_that_cannot_be_cut=beside(lambda: CannotSplit(torch.ones(DIM, DIM))),
 )
-add_each(
-    MAKING,
-    [
-        (
-            "dim_too_high",
-            "`shard_placement_fn` returns a dim that does not exist",
-            placed(Shard(2)),
-            AssertionError,
-            "Parameter weight of Scaled cannot be sharded",
-        ),
-        (
-            "dim_too_low",
-            "it returns a negative dim that does not exist",
-            placed(Shard(-3)),
-            AssertionError,
-            "Parameter weight of Scaled cannot be sharded",
-        ),
-        (
-            "uneven_dim",
-            "it returns another dim than 0 that does not divide by the ranks",
-            lambda run: (
-                lambda: run.fully_shard(
-                    nn.Linear(7, 8, bias=False, device=run.device),
-                    shard_placement_fn=lambda p: Shard(1),
-                )
-            ),
-            NotImplementedError,
-            "Parameter weight of Linear cannot be sharded",
-        ),
-    ],
-    found="`fully_shard`",
-    do="shard_placement_fn must return Shard of a dim that it has",
-    about="weight of",
+MAKING.add(
+    ValueError,
+    "fully_shard doesn't support scalar parameters. Change other to a 1D tensor",
+    scalar=beside(lambda: torch.tensor(1.0)),
 )
-add_each(
-    MAKING,
-    [
-        (
-            "placement_replicates",
-            "`shard_placement_fn` returns `Replicate()`",
-            placed(Replicate()),
-            ValueError,
-            "Invalid shard_placement_fn result",
-        )
-    ],
-    found="`fully_shard`",
-    do="return `Shard`, `None` or a `ShardPlacementResult`",
-    is_ours=False,
+
+
+def placed(dim: int) -> Case:
+    """Of a unit whose matrix is sharded on a dim."""
+    return sharding(shard_placement_fn=lambda p: Shard(dim) if p.ndim == 2 else None)
+
+
+def uneven_dim(run: Run) -> Callable[[], object]:
+    linear = nn.Linear(7, 8, bias=False, device=run.device)
+    return sharding(lambda: linear, shard_placement_fn=lambda p: Shard(1))(run)
+
+
+NO_SUCH_DIM = "cannot be sharded. shard_placement_fn must return Shard of a dim that it"
+MAKING.add(
+    AssertionError,
+    f"Parameter weight of Scaled {NO_SUCH_DIM}",
+    dim_too_high=placed(2),
+    dim_too_low=placed(-3),
 )
-add_each(
-    MAKING,
-    [
-        (
-            "scalar",
-            "a parameter has no dim",
-            sharding(lambda: Scaled(other=nn.Parameter(torch.tensor(1.0)))),
-            ValueError,
-            "fully_shard doesn't support scalar parameters. Change other",
-        )
-    ],
-    found="`fully_shard`",
-    do="to a 1D tensor with numel equal to 1",
-    about="other",
+MAKING.add(
+    NotImplementedError,
+    f"Parameter weight of Linear {NO_SUCH_DIM}",
+    uneven_dim=uneven_dim,
 )
 
 
@@ -431,160 +209,37 @@ def parent_before_child(make_mesh: Callable[[Run], DeviceMesh | None]) -> Case:
     return case
 
 
-def unnamed_mesh(run: Run) -> DeviceMesh:
-    return DeviceMesh.from_group(run.mesh.get_group(), run.mesh.device_type)
-
-
-add_each(
-    MAKING,
-    [
-        (
-            f"parent_before_child_{what}",
-            f"a parent is sharded before its child, {shown}",
-            parent_before_child(make_mesh),
-            kind,
-            "Parameter weight of Scaled cannot be sharded. It is a DTensor already",
-        )
-        for what, shown, make_mesh, kind in (
-            ("by_default", "without a `mesh`", lambda run: None, TypeError),
-            ("unnamed", "over a mesh without names", unnamed_mesh, TypeError),
-            ("named", "over a mesh with names", lambda run: run.mesh, RuntimeError),
-        )
-    ],
-    found="`fully_shard`",
-    do="call fully_shard on children before their parents",
-    about="weight of Scaled",
+ALREADY = (
+    "Parameter weight of Scaled cannot be sharded. It is a DTensor already…call "
+    "fully_shard on children before their parents"
 )
-
-
-@wrong(
-    MAKING,
-    "a parameter is a DTensor over FSDP's own mesh",
-    "`fully_shard`",
+MAKING.add(
+    TypeError,
+    ALREADY,
+    parent_before_child_by_default=parent_before_child(lambda run: None),
+)
+MAKING.add(
     RuntimeError,
-    "Parameter other of Holder cannot be sharded. It is a DTensor already",
-    "or name FSDP's in dp_mesh_dims",
-    "other of Holder",
+    ALREADY,
+    parent_before_child_named=parent_before_child(lambda run: run.mesh),
 )
+
+
 def already_sharded(run: Run) -> Callable[[], object]:
-    class Holder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.other = nn.Parameter(run.replicated())
-
-    return lambda: run.fully_shard(Holder())
+    return sharding(lambda: Scaled(other=nn.Parameter(run.replicated())))(run)
 
 
-add_each(
-    MAKING,
-    [
-        (
-            "dims_of_plain_parameters",
-            "`dp_mesh_dims`, but parameters are plain tensors",
-            lambda run: sharding(
-                dp_mesh_dims=DataParallelMeshDims(shard=run.mesh.mesh_dim_names[0])
-            )(run),
-            ValueError,
-            "Parameter weight of Scaled cannot be sharded",
-        )
-    ],
-    found="`fully_shard`",
-    do="all parameters must be DTensors on the full SPMD mesh",
-    about="weight of Scaled",
+MAKING.add(
+    RuntimeError,
+    "Parameter other of Scaled cannot be sharded. It is a DTensor already…"
+    "or name FSDP's in dp_mesh_dims",
+    already_sharded=already_sharded,
 )
-add_each(
-    MAKING,
-    [
-        (
-            "unknown_mesh_dim",
-            "`dp_mesh_dims` names a dim that does not exist in the mesh",
-            sharding(dp_mesh_dims=DataParallelMeshDims(shard="nowhere")),
-            ValueError,
-            "Mesh dim name 'nowhere' not found",
-        ),
-        (
-            "mesh_of_three_dims",
-            "a mesh of 3 dims",
-            lambda run: sharding(
-                mesh=DeviceMesh(
-                    run.mesh.device_type,
-                    run.mesh.mesh.view(1, 1, -1),
-                    mesh_dim_names=("a", "b", "c"),
-                )
-            )(run),
-            ValueError,
-            "fully_shard expects a 1D or 2D DeviceMesh",
-        ),
-        (
-            "mesh_without_names",
-            "a 2-D mesh without names",
-            lambda run: sharding(
-                mesh=DeviceMesh(run.mesh.device_type, run.mesh.mesh.view(1, -1))
-            )(run),
-            AssertionError,
-            "Please init the 2D mesh for HSDP with mesh_dim_names specified",
-        ),
-    ],
-    found="`fully_shard`",
-    do="name one or two dims of the mesh: `init_device_mesh(..., mesh_dim_names=...)`",
-    is_ours=False,
-)
-add_each(
-    MAKING,
-    [
-        (
-            f"reshard_to_{what}",
-            f"`reshard_after_forward={shown}`",
-            sharding(reshard_after_forward=value),
-            ValueError,
-            begins,
-        )
-        for what, shown, value, begins in (
-            ("none", "0", 0, "If passing reshard_after_forward as an int"),
-            ("less_than_none", "-1", -1, "If passing reshard_after_forward as an int"),
-            ("no_factor", "3", 3, "If passing reshard_after_forward as an int"),
-            (
-                "text",
-                '"yes"',
-                "yes",
-                "reshard_after_forward should be a bool or an int",
-            ),
-        )
-    ],
-    found="`fully_shard`",
-    do="pass a bool, or a factor of the number of ranks",
-    is_ours=False,
-)
-
-
-@wrong(
-    MAKING,
-    "a module is sharded twice",
-    "`fully_shard`",
-    AssertionError,
-    "Each distinct composable distributed API can only be applied to a module once",
-    "call it once for each module",
-    "FSDPScaled",
-    is_ours=False,
-)
-def sharded_twice(run: Run) -> Callable[[], object]:
-    unit = run.fully_shard(Scaled().to(run.device))
-    return lambda: run.fully_shard(unit)
-
-
-add_each(
-    MAKING,
-    [
-        (
-            "container",
-            "a `ModuleList`, which has no forward",
-            sharding(lambda: nn.ModuleList([Scaled()])),
-            ValueError,
-            "fully_shard does not support containers that do not implement forward",
-        )
-    ],
-    found="`fully_shard`",
-    do="shard what is in it",
-    about="ModuleList",
-    is_ours=False,
+MAKING.add(
+    ValueError,
+    "Parameter weight of Scaled cannot be sharded…all parameters must be DTensors on "
+    "the full SPMD mesh",
+    dims_of_plain_parameters=lambda run: sharding(
+        dp_mesh_dims=DataParallelMeshDims(shard=run.mesh.mesh_dim_names[0])
+    )(run),
 )

@@ -1,4 +1,4 @@
-"""Wrong uses of dtypes, collectives and extensions, which are found in a step."""
+"""Wrong uses that are found in a step."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 from fsdp_parity.waves import Extended
-from fsdp_wrong_uses.rows import (
-    add_each,
+from fsdp_wrong_uses.run import (
     BF16,
     Case,
+    DIM,
+    Errors,
+    FP8,
     FP64,
+    INT32,
     Run,
     Scaled,
-    STEPPING,
-    wrong,
 )
 
 import torch
@@ -26,33 +27,134 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 
 
+STEPPING = Errors()
+
+# Gradients #
+
+
+def in_hook(change: Callable[[Run, nn.Parameter], object]) -> Case:
+    """Of a step in which a gradient of the second block is changed by a hook."""
+
+    def case(run: Run) -> Callable[[], object]:
+        model = run.trained(reshard_after_forward=False)
+        loss = model(run.input()).sum()
+        param = run.blocks[1].gain
+        handle = param.register_post_accumulate_grad_hook(lambda p: change(run, p))
+        param.grad_dtype = None
+
+        def undo() -> None:
+            handle.remove()
+            param.grad_dtype = param.dtype
+
+        run.undo = undo
+        return loss.backward
+
+    return case
+
+
+def hook_sets(grad: Callable[[Run], torch.Tensor]) -> Case:
+    def change(run: Run, param: nn.Parameter) -> None:
+        param.grad = None
+        param.grad = grad(run)
+
+    return in_hook(change)
+
+
+def hook_resizes(numel: int) -> Case:
+    def change(run: Run, param: nn.Parameter) -> None:
+        param.grad.data = run.ones(numel)
+
+    return in_hook(change)
+
+
+for _numel in (9, 1):
+    STEPPING.add(
+        RuntimeError,
+        f"The gradient of 1.gain has size ({_numel},), but the parameter has size (6,)."
+        " Look for a hook that resizes it or sets its data",
+        **{f"gradient_of_{_numel}": hook_resizes(_numel)},
+    )
+STEPPING.add(
+    RuntimeError,
+    "The gradient of 1.gain is sparse…only dense ones are reduced. Use "
+    "nn.Embedding(sparse=False), or put the parameter in ignored_params",
+    sparse_gradient=hook_sets(lambda run: run.ones(DIM).to_sparse()),
+)
+STEPPING.add(
+    RuntimeError,
+    "The gradient of 1.gain is a DTensor: set its to_local() or full_tensor() instead",
+    distributed_gradient=hook_sets(lambda run: run.replicated()),
+)
+STEPPING.add(
+    RuntimeError,
+    "The gradients of 1.gain cannot be averaged in torch.int32…Set reduce_dtype to "
+    "torch.float32",
+    integer_gradient=hook_sets(lambda run: run.ones(DIM, dtype=INT32)),
+)
+
+
+class Narrow(Scaled):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.narrow.to(x.dtype)
+
+
+def float8_parameter(run: Run) -> Callable[[], object]:
+    narrow = nn.Parameter(run.ones(DIM, dtype=FP8))
+    model = run.fully_shard(Narrow(narrow=narrow).to(run.device))
+    return lambda: run.step(model)
+
+
+STEPPING.add(
+    NotImplementedError,
+    "The gradients of narrow cannot be averaged in torch.float8_e4m3fn…Set "
+    "reduce_dtype to torch.float32",
+    float8_parameter=float8_parameter,
+)
+
+
+def on_sharded(grad: Callable[[Run, Any], torch.Tensor]) -> Case:
+    """Of a step that finds a gradient on the sharded parameter."""
+
+    def case(run: Run) -> Callable[[], object]:
+        model = run.trained()
+        param = run.blocks[1].gain
+        param.grad_dtype = None
+        param.grad = grad(run, param)
+
+        def undo() -> None:
+            param.grad = None
+            param.grad_dtype = param.dtype
+
+        run.undo = undo
+        return lambda: run.step(model)
+
+    return case
+
+
+STEPPING.add(
+    AssertionError,
+    "The gradient of 1.gain must be a DTensor like its sharded parameter…do not set the "
+    "gradient of a sharded parameter to a plain tensor",
+    plain_gradient_of_shard=on_sharded(lambda run, param: run.ones(DIM)),
+)
+STEPPING.add(
+    RuntimeError,
+    "The gradient that 1.gain has is …Set None, or one that is sharded like the parameter",
+    whole_gradient_of_shard=on_sharded(lambda run, param: run.replicated()),
+    integer_gradient_of_shard=on_sharded(
+        lambda run, param: run.like(param, param.to_local().detach().to(INT32))
+    ),
+)
+
 # Dtypes #
 
 
-@wrong(
-    STEPPING,
-    "a module is cast after it ran",
-    "next forward",
-    RuntimeError,
-    "1.weight was gathered in torch.bfloat16 before, but is now torch.float64",
-    "only before its first forward",
-    "1.weight",
-)
 def cast_between_steps(run: Run) -> Callable[[], object]:
     model = run.trained()
     run.blocks[1].to(FP64)
     return lambda: model(run.input())
 
 
-@wrong(
-    STEPPING,
-    "another dtype of the same width is loaded with `assign=True` after a step",
-    "next forward",
-    RuntimeError,
-    "1.weight was gathered in torch.bfloat16 before, but is now torch.float16",
-    "only before its first forward",
-    "1.weight",
-)
 def loads_another_dtype(run: Run) -> Callable[[], object]:
     model = run.trained()
     state = dict(model.state_dict())
@@ -61,38 +163,32 @@ def loads_another_dtype(run: Run) -> Callable[[], object]:
     return lambda: model(run.input())
 
 
-@wrong(
-    STEPPING,
-    "a parameter's `data` is cast after a step",
-    "backward",
-    RuntimeError,
-    "1.gain is torch.bfloat16 now, but its gradients are torch.float32",
-    "cast a model before its first forward, not between steps",
-    "1.gain",
-)
-def cast_data(run: Run) -> Callable[[], object]:
-    model = run.trained()
-    gain = run.blocks[1].gain
-    gain.data = gain.data.to(BF16)
-    return lambda: run.step(model)
+def data_is_cast(has_grad: bool) -> Case:
+    def case(run: Run) -> Callable[[], object]:
+        model = run.trained()
+        if has_grad:
+            run.step(model)
+        gain = run.blocks[1].gain
+        gain.data = gain.data.to(BF16)
+        return lambda: run.step(model)
+
+    return case
 
 
-@wrong(
-    STEPPING,
-    "a parameter's `data` is cast after a step, and its gradient stays",
-    "backward",
-    RuntimeError,
-    "1.gain is torch.bfloat16 now, but its shard is torch.float32",
-    "cast a model before its first forward, not between steps",
-    "1.gain",
-)
-def cast_data_beside_grad(run: Run) -> Callable[[], object]:
-    model = run.trained()
-    run.step(model)
-    gain = run.blocks[1].gain
-    gain.data = gain.data.to(BF16)
-    return lambda: run.step(model)
-
+for _case, _dtype in ((cast_between_steps, FP64), (loads_another_dtype, torch.float16)):
+    STEPPING.add(
+        RuntimeError,
+        f"1.weight was gathered in torch.bfloat16 before, but is now {_dtype}…"
+        "only before its first forward",
+        **{_case.__name__: _case},
+    )
+for _has_grad, _other in ((False, "its gradients are"), (True, "its shard is")):
+    STEPPING.add(
+        RuntimeError,
+        f"1.gain is torch.bfloat16 now, but {_other} torch.float32…cast a model before "
+        "its first forward, not between steps",
+        **{f"data_is_cast_{_has_grad}": data_is_cast(_has_grad)},
+    )
 
 # Collectives #
 
@@ -102,7 +198,7 @@ def allocating(kind: type, allocate: Callable[..., Any], **kwargs: Any) -> Case:
 
     class Custom(kind):  # type: ignore[misc, valid-type]
         def allocate(self, size: Any, *, dtype: Any, device: Any) -> Any:
-            return allocate(size[0], dtype, device)
+            return allocate(size[0], dtype=dtype, device=device)
 
     def case(run: Run) -> Callable[[], object]:
         model = run.trained(**kwargs)
@@ -110,234 +206,74 @@ def allocating(kind: type, allocate: Callable[..., Any], **kwargs: Any) -> Case:
         if kind is DefaultAllGather:
             setter = run.blocks[1].set_custom_all_gather
         setter(Custom())
-        run.mend = lambda: setter(kind())
+        run.undo = lambda: setter(kind())
         return lambda: run.step(model)
 
     return case
 
 
-ALLOCATES: dict[str, tuple[str, Callable[..., Any], str]] = {
-    "nothing": ("`None`", lambda n, dtype, device: None, "a NoneType"),
-    "too_little": (
-        "too small a buffer",
-        lambda n, dtype, device: torch.empty(n - 1, dtype=dtype, device=device),
-        "",
-    ),
-    "too_much": (
-        "too large a buffer",
-        lambda n, dtype, device: torch.empty(n + 1, dtype=dtype, device=device),
-        "",
-    ),
-    "with_gaps": (
-        "a buffer with gaps",
-        lambda n, dtype, device: torch.empty(2 * n, dtype=dtype, device=device)[::2],
+def no_buffer(numel: int, **kwargs: Any) -> None:
+    return None
+
+
+def too_small(numel: int, **kwargs: Any) -> torch.Tensor:
+    return torch.empty(numel - 1, **kwargs)
+
+
+def too_large(numel: int, **kwargs: Any) -> torch.Tensor:
+    return torch.empty(numel + 1, **kwargs)
+
+
+def with_gaps(numel: int, **kwargs: Any) -> torch.Tensor:
+    return torch.empty(2 * numel, **kwargs)[::2]
+
+
+def on_meta(numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(numel, dtype=dtype, device="meta")
+
+
+def of_doubles(numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(numel, dtype=FP64, device=device)
+
+
+def unaligned(numel: int, **kwargs: Any) -> torch.Tensor:
+    return torch.empty(numel + 1, **kwargs)[1:]
+
+
+for _kind, _setter, _allocate, _returned in (
+    (DefaultAllGather, "set_custom_all_gather", no_buffer, "a NoneType"),
+    (DefaultAllGather, "set_custom_all_gather", of_doubles, "one of torch.float64"),
+    (DefaultReduceScatter, "set_custom_reduce_scatter", no_buffer, "a NoneType"),
+    (DefaultReduceScatter, "set_custom_reduce_scatter", too_small, ""),
+    (DefaultReduceScatter, "set_custom_reduce_scatter", too_large, ""),
+    (
+        DefaultReduceScatter,
+        "set_custom_reduce_scatter",
+        with_gaps,
         "a tensor that is not contiguous",
     ),
-    "on_meta": (
-        "a buffer on the meta device",
-        lambda n, dtype, device: torch.empty(n, dtype=dtype, device="meta"),
+    (
+        DefaultReduceScatter,
+        "set_custom_reduce_scatter",
+        on_meta,
         "a tensor on the meta device",
     ),
-}
-for _kind, _setter, _found in (
-    (DefaultAllGather, "set_custom_all_gather", "next forward"),
-    (DefaultReduceScatter, "set_custom_reduce_scatter", "backward"),
 ):
-    _what = "all-gather" if _kind is DefaultAllGather else "reduce-scatter"
-    add_each(
-        STEPPING,
-        [
-            (
-                f"{_what.replace('-', '_')}_allocates_{name}",
-                f"a custom {_what} allocates {shown}",
-                allocating(_kind, allocate),
-                ValueError,
-                f"Custom.allocate, from {_setter}, returned {returned}".rstrip(),
-            )
-            for name, (shown, allocate, returned) in ALLOCATES.items()
-        ],
-        found=_found,
-        do="return a contiguous tensor of the size, dtype and device that it is asked",
-        about=_setter,
+    STEPPING.add(
+        ValueError,
+        f"Custom.allocate, from {_setter}, returned {_returned}…return a contiguous "
+        "tensor of the size, dtype and device that it is asked",
+        **{f"{_setter}_{_allocate.__name__}": allocating(_kind, _allocate)},
     )
-add_each(
-    STEPPING,
-    [
-        (
-            "all_gather_allocates_floats",
-            "a custom all-gather allocates another dtype",
-            allocating(
-                DefaultAllGather,
-                lambda n, dtype, device: torch.empty(n, dtype=FP64, device=device),
-            ),
-            ValueError,
-            "Custom.allocate, from set_custom_all_gather, returned one of torch.float64",
-        )
-    ],
-    found="next forward",
-    do="return a contiguous tensor of the size, dtype and device that it is asked",
-    about="set_custom_all_gather",
-)
-add_each(
-    STEPPING,
-    [
-        (
-            "reduce_scatter_allocates_unaligned",
-            "a custom reduce-scatter allocates a buffer that is not aligned for the "
-            "dtypes that are sent together",
-            allocating(
-                DefaultReduceScatter,
-                lambda n, dtype, device: torch.empty(n + 1, dtype=dtype, device=device)[
-                    1:
-                ],
-                mp_policy=MixedPrecisionPolicy(
-                    grad_comm_dtype_override_fn=lambda param: param.dtype
-                ),
-            ),
-            ValueError,
-            "Custom.allocate returned a buffer that starts at byte 1 of its storage",
-        )
-    ],
-    found="backward",
-    do="return one that starts at a multiple of that",
-)
-
-
-# Extensions #
-
-
-def extension(
-    pre: Callable[[torch.Tensor], Any] | None = None,
-    post: Callable[[torch.Tensor], Any] | None = None,
-) -> Case:
-    """Of a first step with a tensor whose extension returns something else."""
-
-    class Wrong(Extended):
-        def fsdp_pre_all_gather(self, mesh: Any) -> Any:
-            whole = self.whole_shard()
-            return ((whole,), type(self).__name__) if pre is None else pre(whole)
-
-        def fsdp_post_all_gather(
-            self, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None
-        ) -> Any:
-            (values,) = outputs
-            if out is None:
-                return (values, (values,)) if post is None else post(values)
-            return None
-
-    def case(run: Run) -> Callable[[], object]:
-        block = Scaled().to(run.device)
-        block.gain = nn.Parameter(Wrong(block.gain.detach()))
-        model = run.fully_shard(nn.Sequential(run.fully_shard(block)))
-        return lambda: run.step(model)
-
-    return case
-
-
-add_each(
-    STEPPING,
-    [
-        (
-            f"pre_all_gather_returns_{name}",
-            f"`fsdp_pre_all_gather` returns {shown}",
-            extension(pre=pre),
-            kind,
-            begins,
-        )
-        for name, shown, pre, kind, begins in (
-            (
-                "none",
-                "`None`",
-                lambda whole: None,
-                TypeError,
-                "fsdp_pre_all_gather of 0.gain failed, or did not return",
-            ),
-            (
-                "three",
-                "three values",
-                lambda whole: ((whole,), None, None),
-                ValueError,
-                "fsdp_pre_all_gather of 0.gain failed, or did not return",
-            ),
-            (
-                "numbers",
-                "numbers",
-                lambda whole: ((1, 2), None),
-                AttributeError,
-                "fsdp_pre_all_gather of 0.gain failed, or did not return",
-            ),
-        )
-    ],
-    found="first forward",
-    do="((contiguous tensor, ...), metadata)",
-    about="0.gain",
-)
-add_each(
-    STEPPING,
-    [
-        (
-            "pre_all_gather_returns_nothing",
-            "`fsdp_pre_all_gather` returns no tensor",
-            extension(pre=lambda whole: ((), None)),
-            ValueError,
-            "fsdp_pre_all_gather of 0.gain returned no tensor to gather",
-        )
-    ],
-    found="first forward",
-    do="return ((tensor, ...), metadata)",
-    about="0.gain",
-)
-add_each(
-    STEPPING,
-    [
-        (
-            "pre_all_gather_returns_meta",
-            "`fsdp_pre_all_gather` returns a tensor on another device",
-            extension(pre=lambda whole: ((whole.to("meta"),), None)),
-            RuntimeError,
-            "fsdp_pre_all_gather of 0.gain failed, or did not return tensors on",
-        )
-    ],
-    found="first forward",
-    do="return tensors on",
-    about="0.gain",
-)
-add_each(
-    STEPPING,
-    [
-        (
-            f"post_all_gather_returns_{name}",
-            f"`fsdp_post_all_gather` returns {shown}",
-            extension(post=post),
-            kind,
-            "fsdp_post_all_gather of 0.gain failed, or did not return",
-        )
-        for name, shown, post, kind in (
-            ("none", "`None`", lambda values: None, TypeError),
-            ("one", "a tensor alone", lambda values: values, ValueError),
-            (
-                "too_little",
-                "too small a tensor",
-                lambda values: (values[:1].clone(), (values,)),
-                RuntimeError,
-            ),
-            (
-                "meta",
-                "a tensor on another device",
-                lambda values: (values.to("meta"), (values,)),
-                ValueError,
-            ),
-            (
-                "nothing_to_free",
-                "`None` for the tensors to free",
-                lambda values: (values, None),
-                TypeError,
-            ),
-        )
-    ],
-    found="first forward",
-    do="(tensor, (tensor to free, ...))",
-    about="0.gain",
+STEPPING.add(
+    ValueError,
+    "Custom.allocate returned a buffer that starts at byte 1 of its storage…"
+    "return one that starts at a multiple of that",
+    reduce_scatter_allocates_unaligned=allocating(
+        DefaultReduceScatter,
+        unaligned,
+        mp_policy=MixedPrecisionPolicy(grad_comm_dtype_override_fn=lambda p: p.dtype),
+    ),
 )
 
 
@@ -351,29 +287,81 @@ class Unable(DefaultReduceScatter):
 def cannot_exchange(run: Run) -> Callable[[], object]:
     policy = MixedPrecisionPolicy(grad_comm_dtype=FP64, reduce_dtype=FP64)
     model = run.model(mp_policy=policy)
-    for block in run.blocks:
-        block.set_custom_reduce_scatter(Unable())
 
-    def mend() -> None:
+    def set_all(kind: type) -> None:
         for block in run.blocks:
-            block.set_custom_reduce_scatter(DefaultReduceScatter())
+            block.set_custom_reduce_scatter(kind())
 
-    run.mend = mend
+    set_all(Unable)
+    run.undo = lambda: set_all(DefaultReduceScatter)
     return lambda: run.step(model)
 
 
-add_each(
-    STEPPING,
-    [
-        (
-            "backend_cannot_exchange",
-            "`grad_comm_dtype` on a backend without `all_to_all_single`",
-            cannot_exchange,
-            RuntimeError,
-            "The gradients of 1.",
-        )
-    ],
-    found="first backward",
-    do="If the backend lacks it for",
-    about="1.weight",
+STEPPING.add(
+    RuntimeError,
+    "The gradients of …1.weight are sent in torch.float64…If the backend lacks it for",
+    backend_cannot_exchange=cannot_exchange,
 )
+
+# Extensions #
+
+
+def extension(
+    pre: Callable[[torch.Tensor], Any] = lambda whole: ((whole,), None),
+    post: Callable[[torch.Tensor], Any] = lambda values: (values, (values,)),
+) -> Case:
+    """Of a first step with a tensor whose extension returns something else."""
+
+    class Wrong(Extended):
+        def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+            return pre(self.whole_shard())
+
+        def fsdp_post_all_gather(
+            self, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None
+        ) -> Any:
+            return post(outputs[0]) if out is None else None
+
+    def case(run: Run) -> Callable[[], object]:
+        block = Scaled().to(run.device)
+        block.gain = nn.Parameter(Wrong(block.gain.detach()))
+        model = run.fully_shard(nn.Sequential(run.fully_shard(block)))
+        return lambda: run.step(model)
+
+    return case
+
+
+PRE = "fsdp_pre_all_gather of 0.gain failed, or did not return "
+POST = "fsdp_post_all_gather of 0.gain failed, or did not return "
+STEPPING.add(
+    TypeError,
+    f"{PRE}((contiguous tensor, ...), metadata)",
+    pre_all_gather_returns_none=extension(pre=lambda whole: None),
+)
+STEPPING.add(
+    AttributeError,
+    f"{PRE}((contiguous tensor, ...), metadata)",
+    pre_all_gather_returns_numbers=extension(pre=lambda whole: ((1, 2), None)),
+)
+STEPPING.add(
+    ValueError,
+    "fsdp_pre_all_gather of 0.gain returned no tensor to gather…return ((tensor, ...)",
+    pre_all_gather_returns_nothing=extension(pre=lambda whole: ((), None)),
+)
+STEPPING.add(
+    RuntimeError,
+    f"{PRE}tensors on",
+    pre_all_gather_returns_meta=extension(
+        pre=lambda whole: ((whole.to("meta"),), None)
+    ),
+)
+for _case, _kind, _post in (
+    ("none", TypeError, lambda values: None),
+    ("too_little", RuntimeError, lambda values: (values[:1].clone(), (values,))),
+    ("meta", ValueError, lambda values: (values.to("meta"), (values,))),
+    ("nothing_to_free", TypeError, lambda values: (values, None)),
+):
+    STEPPING.add(
+        _kind,
+        f"{POST}(tensor, (tensor to free, ...))",
+        **{f"post_all_gather_returns_{_case}": extension(post=_post)},
+    )

@@ -1,13 +1,10 @@
-"""
-What a wrong use of ``fully_shard`` is told of by, what it is tried on, and the rows of
-all that are found, by the phase of training in which they are.
-"""
+"""What wrong uses of ``fully_shard`` are tried on, and the table of their errors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -37,28 +34,6 @@ class Scaled(nn.Module):
         return (x.to(self.weight.dtype) @ self.weight).to(FP32) * self.gain
 
 
-class Lookup(nn.Module):
-    """An embedding, whose gradients are sparse if it is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(DIM, DIM, sparse=True)
-        self.scaled = Scaled()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.scaled(self.table((x > 0).long()[:, 0]))
-
-
-class Narrow(Scaled):
-    """Trains a parameter of 8 bits."""
-
-    def __init__(self) -> None:
-        super().__init__(narrow=nn.Parameter(torch.ones(DIM).to(FP8)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * self.narrow.to(FP32)
-
-
 @dataclass
 class Run:
     """One rank, on which one wrong use is tried."""
@@ -67,7 +42,7 @@ class Run:
     mesh: DeviceMesh
     # Of what can go on: how to undo what was wrong, before `reset_iter_state`
     root: Any = None
-    mend: Callable[[], object] | None = None
+    undo: Callable[[], object] | None = None
     blocks: list[Any] = field(default_factory=list)
 
     def fully_shard(self, module: Any, **kwargs: Any) -> Any:
@@ -95,6 +70,9 @@ class Run:
     def step(self, model: nn.Module) -> None:
         model(self.input()).sum().backward()
 
+    def ones(self, *size: int, dtype: torch.dtype = FP32) -> torch.Tensor:
+        return torch.ones(size, device=self.device).to(dtype)
+
     def like(self, param: torch.Tensor, local: torch.Tensor) -> DTensor:
         return DTensor.from_local(
             local.to(self.device), self.mesh, [Shard(0)], run_check=False,
@@ -102,72 +80,26 @@ class Run:
         )  # fmt: skip
 
     def replicated(self, size: int = DIM) -> DTensor:
-        ones = torch.ones(size, device=self.device)
-        return DTensor.from_local(ones, self.mesh, [Replicate()], run_check=False)
+        placements = [Replicate()]
+        return DTensor.from_local(
+            self.ones(size), self.mesh, placements, run_check=False
+        )
 
 
+# Prepares what is needed, and returns the call that must raise
 Case = Callable[[Run], Callable[[], object]]
 
 
-@dataclass(frozen=True)
-class WrongUse:
-    name: str
-    use: str
-    found: str
+class WrongUse(NamedTuple):
     kind: type[Exception]
-    begins: str
-    do: str
-    # The parameter or unit that the error must name, where one is concerned
-    about: str
-    # Whether the error has the words of ``do``. Others are the release's, or torch's,
-    # or say it in words that depend on the case
-    is_ours: bool
+    # How the error begins, and what it says further on: "…" stands for anything
+    text: str
     case: Case
 
 
-MAKING = "Policies and `fully_shard`"
-SETTING = "Settings"
-STARTING = "Before the first step"
-STEPPING = "In a step"
+class Errors(dict[str, WrongUse]):
+    """By the name of a case: what it raises. There is one for each phase of training."""
 
-WRONG_USES: dict[str, WrongUse] = {}
-# In the page's order, whatever order the rows are added in
-SECTIONS: dict[str, list[str]] = {
-    section: [] for section in (MAKING, SETTING, STARTING, STEPPING)
-}
-
-
-def wrong(
-    section: str,
-    use: str,
-    found: str,
-    kind: type[Exception],
-    begins: str,
-    do: str,
-    about: str = "",
-    is_ours: bool = True,
-) -> Callable[[Case], Case]:
-    def add(case: Case) -> Case:
-        name = case.__name__
-        row = WrongUse(name, use, found, kind, begins, do, about, is_ours, case)
-        WRONG_USES[name] = row
-        SECTIONS[section].append(name)
-        return case
-
-    return add
-
-
-def add_each(
-    section: str,
-    rows: Iterable[tuple[str, str, Case, type[Exception], str]],
-    *,
-    found: str,
-    do: str,
-    about: str = "",
-    is_ours: bool = True,
-) -> None:
-    """Adds rows that differ in little: (name, use, case, kind, begins) of each."""
-    for name, use, case, kind, begins in rows:
-        row = WrongUse(name, use, found, kind, begins, do, about, is_ours, case)
-        WRONG_USES[name] = row
-        SECTIONS[section].append(name)
+    def add(self, kind: type[Exception], text: str, **cases: Case) -> None:
+        for name, case in cases.items():
+            self[name] = WrongUse(kind, text, case)
