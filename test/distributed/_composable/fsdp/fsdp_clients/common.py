@@ -1,43 +1,24 @@
-"""What the tests of clients share: their ranks, and what the release answers them."""
+"""What the tests of clients share."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Iterable, Iterator
+from typing import Any
 from unittest import mock
 
-from fsdp_clients.real_models import EXAMPLES
-from fsdp_common.utils import FSDPProcessTest, RELEASE_ROOT, run_python
+import fsdp_clients.real_models  # noqa: F401
+from fsdp_common.utils import (
+    DEVICE_TYPE,
+    FSDPProcessTest,
+    LAUNCHED_RANK,
+    WORLD_SIZE,
+)
 
-from _one_process import Step
-
-
-# Calls what a module has for it, in a group of one rank, and prints the error
-ASKED = """
-import importlib, json, sys, torch
-import torch.distributed as dist
-sys.path.append({examples!r})
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-client = importlib.import_module({module!r})
-try:
-    client.one_step()
-    error = ""
-except Exception as caught:
-    error = f"{{type(caught).__name__}}: {{caught}}"
-print(json.dumps([torch.__file__, error]))
-"""
-
-
-def refusal(module: str) -> str:
-    """Returns how the release answers ``one_step`` of a module: "" if it does it."""
-    code = ASKED.format(examples=str(EXAMPLES), module=module)
-    printed = run_python("-c", code, on_release=True)
-    file, error = json.loads(printed.splitlines()[-1])
-    if not file.startswith(str(RELEASE_ROOT)):
-        raise AssertionError(f"not the release: {file}")
-    return error
+import torch
+from _one_process import OneProcess, Step
+from torch import nn
 
 
 @contextlib.contextmanager
@@ -59,7 +40,24 @@ def as_launched(rank: int, ranks: int) -> Iterator[None]:
         yield
 
 
+def fsdp_accelerator(**kwargs: Any) -> Any:
+    """Returns an ``accelerate.Accelerator`` that shards, on a CPU as well."""
+    from accelerate import Accelerator, DistributedType, PartialState
+
+    accelerator = Accelerator(**kwargs)
+    if DEVICE_TYPE == "cpu":
+        # What AcceleratorState does itself where there is an accelerator
+        for state in (PartialState(), accelerator.state):
+            state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = plugin = kwargs["fsdp_plugin"]
+        if kwargs.get("mixed_precision") == "bf16":
+            plugin.set_mixed_precision("bf16")
+    return accelerator
+
+
 class ClientTest(FSDPProcessTest):
+    world_size = 2 if LAUNCHED_RANK is None else WORLD_SIZE
+
     def check_steps(self, steps: Iterable[Step]) -> None:
         """Each is as in one process, with gradients of both dtypes."""
         for step in steps:
@@ -67,3 +65,27 @@ class ClientTest(FSDPProcessTest):
             self.assertEqual(wrong, [])
             kinds = {each.what for each in step.differences}
             self.assertGreaterEqual(kinds, {"bfloat16 gradients", "float32 gradients"})
+
+    def check_backward(
+        self,
+        reference: OneProcess,
+        model: nn.Module,
+        loss: torch.Tensor,
+        chunks: tuple[torch.Tensor, ...],
+        place: int,
+    ) -> None:
+        """Loss and gradients of chunk ``place`` are as in one process."""
+        expected = reference.backward(chunks)
+        self.assertEqual(loss.detach(), expected[place], rtol=0, atol=0)
+        found = [*reference.gradient_differences(model)]
+        self.assertEqual([str(each) for each in found if not each.ok], [])
+
+    def check_step(
+        self, reference: OneProcess, model: nn.Module, optimizer: Any
+    ) -> None:
+        """Steps both, whose parameters are alike after it."""
+        reference.step(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        found = reference.parameter_differences(model)
+        self.assertEqual([str(each) for each in found if not each.ok], [])

@@ -11,8 +11,8 @@ import copy
 from typing import Any
 
 from fsdp_clients import real_models
-from fsdp_clients.common import as_launched, ClientTest, refusal
-from fsdp_common.utils import DeviceFreeTest, shared_folder
+from fsdp_clients.common import as_launched, ClientTest
+from fsdp_common.utils import shared_folder
 
 import torch
 import torch.nn as nn
@@ -31,8 +31,6 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 class TestFabric(ClientTest):
-    world_size = 2
-
     def fabric(self) -> Any:
         from lightning.fabric import Fabric
         from lightning.fabric.strategies import ModelParallelStrategy
@@ -55,14 +53,8 @@ class TestFabric(ClientTest):
                 chunks = batch.chunk(self.world_size)
                 loss = causal_loss(model, chunks[self.rank])
                 fabric.backward(loss)
-                expected = reference.backward(chunks)
-                self.assertEqual(loss.detach(), expected[self.rank], rtol=0, atol=0)
-                found = [*reference.gradient_differences(built)]
-                reference.step(built)
-                optimizer.step()
-                optimizer.zero_grad()
-                found += reference.parameter_differences(built)
-                self.assertEqual([str(each) for each in found if not each.ok], [])
+                self.check_backward(reference, built, loss, chunks, self.rank)
+                self.check_step(reference, built, optimizer)
                 state["steps"] += 1
                 if state["steps"] == 2:
                     fabric.save(folder / "checkpoint", state)
@@ -73,26 +65,6 @@ class TestFabric(ClientTest):
             full = param.full_tensor()
             self.assertEqual(full.dtype, saved[name].dtype, name)
             self.assertTrue(torch.equal(full, saved[name]), name)
-
-
-class TestRelease(DeviceFreeTest):
-    def test_refuses(self) -> None:
-        self.assertIn(
-            "FSDP expects uniform original", refusal("fsdp_clients.with_lightning")
-        )
-
-
-def one_step() -> None:
-    """What the release is asked to do, in a group of one rank."""
-    from lightning.fabric import Fabric
-    from lightning.fabric.strategies import ModelParallelStrategy
-
-    with as_launched(0, 1):
-        strategy = ModelParallelStrategy(parallelize, 1, 1)
-        fabric = Fabric(accelerator="cpu", strategy=strategy, devices=1)
-        fabric.launch()
-        model = fabric.setup_module(MODEL.build_model())
-        causal_loss(model, next(token_batches(1, 2, torch.device("cpu"))))
 
 
 if __name__ == "__main__":

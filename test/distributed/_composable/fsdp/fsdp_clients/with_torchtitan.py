@@ -18,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 from fsdp_clients import real_models
-from fsdp_clients.common import ClientTest, refusal
+from fsdp_clients.common import ClientTest
 from fsdp_common.utils import DeviceFreeTest
 
 import torch
@@ -103,8 +103,6 @@ def batches(steps: int, size: int) -> Iterator[torch.Tensor]:
 
 
 class TestLlama(ClientTest):
-    world_size = 2
-
     def test_trains_as_one_process(self) -> None:
         loss_of = functools.partial(token_loss, self.world_size)
         mesh, data = make_mesh("cpu"), batches(3, 2 * self.world_size)
@@ -144,15 +142,12 @@ class TestExperts(ClientTest):
             place = meshes.get_local_rank("efsdp")
             loss = loss_of(model, chunks[place])
             loss.backward()
-            expected = reference.backward(chunks)
-            self.assertEqual(loss, expected[place], rtol=0, atol=0)
             for name, param in model.named_parameters():
                 self.assertIsNotNone(param.grad, name)
                 if "inner_experts" in name:
                     self.assertEqual(param.device_mesh, meshes["efsdp"])
                     param.grad *= 2  # the sum of two, not of four
-            found = [*reference.gradient_differences(model)]
-            self.assertEqual([str(each) for each in found if not each.ok], [])
+            self.check_backward(reference, model, loss, chunks, place)
             model.zero_grad()
 
 
@@ -168,20 +163,6 @@ class TestPage(DeviceFreeTest):
         source = inspect.getsource(parallelize.parallelize_llama)
         self.assertEqual(len(taken), 2)
         self.assertIn("\n".join(f"        {line}" for line in taken), source)
-
-
-class TestRelease(DeviceFreeTest):
-    def test_refuses(self) -> None:
-        self.assertIn(
-            "FSDP expects uniform original", refusal("fsdp_clients.with_torchtitan")
-        )
-
-
-def one_step() -> None:
-    """What the release is asked to do, in a group of one rank."""
-    model = build()
-    shard(model, make_mesh("cpu"))
-    token_loss(1, model, next(batches(1, 2))).backward()
 
 
 if __name__ == "__main__":

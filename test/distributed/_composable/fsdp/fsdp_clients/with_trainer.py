@@ -4,21 +4,20 @@
 transformers' ``Trainer`` and TRL's ``SFTTrainer``, on FSDP2 by accelerate: each optimizer
 step beside one process, on the batches that the trainer chose, and resuming.
 
-accelerate takes DDP on a CPU. :func:`fsdp_accelerator` has it take FSDP there, as it does
+accelerate takes DDP on a CPU. ``fsdp_accelerator`` has it take FSDP there, as it does
 by itself on an accelerator; all else is what runs there.
 """
 
 from __future__ import annotations
 
 import copy
-import tempfile
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from fsdp_clients import real_models
-from fsdp_clients.common import as_launched, ClientTest, refusal
-from fsdp_common.utils import DeviceFreeTest, shared_folder
+from fsdp_clients.common import as_launched, ClientTest, fsdp_accelerator
+from fsdp_common.utils import shared_folder
 
 import torch
 import torch.distributed as dist
@@ -39,17 +38,6 @@ LAYERS = {"mamba2": "Mamba2Block", "llama_peft": "LlamaDecoderLayer"}
 ACCUMULATED = 2
 # What a checkpointed layer has in its name
 CHECKPOINTED = "_checkpoint_wrapped_module"
-
-
-def fsdp_accelerator(**kwargs: Any) -> Any:
-    """Returns an accelerator of a CPU that shards."""
-    from accelerate import Accelerator, DistributedType, PartialState
-
-    accelerator = Accelerator(**kwargs)
-    for state in (PartialState(), accelerator.state):
-        state.distributed_type = DistributedType.FSDP
-    accelerator.state.fsdp_plugin = kwargs["fsdp_plugin"]
-    return accelerator
 
 
 def arguments(
@@ -149,8 +137,6 @@ def beside_one_process(model: nn.Module, loss_of: LossFunction = causal_loss) ->
 
 
 class TestTrainer(ClientTest):
-    world_size = 2
-
     def trainer(self, name: str, folder: Path, **kwargs: Any) -> tuple[Any, Any]:
         from transformers import Trainer, TrainingArguments
 
@@ -203,8 +189,6 @@ instantiate_parametrized_tests(TestTrainer)
 
 
 class TestSFT(ClientTest):
-    world_size = 2
-
     def trainer(self, folder: Path) -> Any:
         """TRL is given a model and a configuration, and calls peft itself."""
         from trl import SFTConfig, SFTTrainer
@@ -250,24 +234,6 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(
         tokenizer_object=of_words, eos_token="1", pad_token="2", unk_token="0"
     )
-
-
-class TestRelease(DeviceFreeTest):
-    def test_refuses(self) -> None:
-        self.assertIn(
-            "FSDP expects uniform original", refusal("fsdp_clients.with_trainer")
-        )
-
-
-def one_step() -> None:
-    """What the release is asked to do, in a group of one rank."""
-    from transformers import Trainer, TrainingArguments
-
-    model = real_models.example_of("mamba2").build_model()
-    patch = mock.patch("transformers.trainer.Accelerator", fsdp_accelerator)
-    with as_launched(0, 1), patch, tempfile.TemporaryDirectory() as folder:
-        args = arguments(TrainingArguments, folder, LAYERS["mamba2"], max_steps=1)
-        Trainer(model, args, train_dataset=token_rows(4)).train()
 
 
 if __name__ == "__main__":
