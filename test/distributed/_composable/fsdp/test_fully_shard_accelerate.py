@@ -133,7 +133,7 @@ class TestAccelerate(ClientTest):
         others = {"", "backbone.embeddings", "backbone.norm_f", "lm_head"}
         self.assertEqual(units, blocks | others)
 
-    def test_saves_and_loads_state(self) -> None:
+    def test_clips_saves_and_loads_state(self) -> None:
         with self.accelerator("mamba2") as accelerator:
             model = self.model_of("mamba2")
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -143,6 +143,11 @@ class TestAccelerate(ClientTest):
             def step(batch: torch.Tensor) -> None:
                 loss = causal_loss(model, batch.chunk(self.world_size)[self.rank])
                 accelerator.backward(loss)
+                accelerator.clip_grad_norm_(model.parameters(), 0.01)
+                grads = [param.grad.full_tensor() for param in model.parameters()]
+                norm = torch.stack([grad.double().norm() for grad in grads]).norm()
+                # All dtypes by one norm; that of bf16 gradients is bf16
+                self.assertEqual(norm.item(), 0.01, rtol=2**-6, atol=0)
                 optimizer.step()
                 optimizer.zero_grad()
 

@@ -154,60 +154,49 @@ class Routed(nn.Module):
         return self.router(x.to(self.router.weight.dtype) if self.casts else x)
 
 
-def bf16_into_an_fp32_router() -> None:
-    fully_shard(Routed(bias=True))(torch.ones(2, 4))
+def linear(*, dtype: torch.dtype | None = None) -> nn.Linear:
+    return fully_shard(nn.Linear(4, 4, dtype=dtype))
 
 
-def bf16_into_an_fp32_router_without_bias() -> None:
-    fully_shard(Routed(bias=False))(torch.ones(2, 4))
-
-
-def full_state_dict() -> None:
-    model = fully_shard(nn.Linear(4, 4))
-    model.load_state_dict(nn.Linear(4, 4).state_dict())
-
-
-def full_state_dict_assigned() -> None:
-    model = fully_shard(nn.Linear(4, 4))
-    model.load_state_dict(nn.Linear(4, 4).state_dict(), assign=True)
-
-
-def parent_before_child() -> None:
-    model = fully_shard(nn.Sequential(nn.Linear(4, 4)))
-    fully_shard(model[0])
-
-
-def sharded_twice() -> None:
-    fully_shard(fully_shard(nn.Linear(4, 4)))
+def load(assign: bool) -> None:
+    linear().load_state_dict(nn.Linear(4, 4).state_dict(), assign=assign)
 
 
 def wider_gradients_in_adamw() -> None:
-    model = fully_shard(nn.Linear(4, 4, dtype=torch.bfloat16))
+    model = linear(dtype=torch.bfloat16)
     model.weight.grad_dtype = torch.float32
     model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
     torch.optim.AdamW(model.parameters()).step()
 
 
-# And what the table must say to do
-COMMON = {
-    bf16_into_an_fp32_router: "`x.to(self.weight.dtype)`",
-    bf16_into_an_fp32_router_without_bias: "`x.to(self.weight.dtype)`",
-    full_state_dict: "for loading see the next row",
-    full_state_dict_assigned: "StateDictOptions(full_state_dict=True)",
-    parent_before_child: "call it on children first",
-    sharded_twice: "once for each module",
-    wider_gradients_in_adamw: "`reduce_dtype=torch.float32`",
+# What users do wrong most often, and what the table must say to do
+COMMON: dict[str, tuple[Callable[[], object], str]] = {
+    "bf16_into_an_fp32_router": (
+        lambda: fully_shard(Routed(bias=True))(torch.ones(2, 4)),
+        "`x.to(self.weight.dtype)`",
+    ),
+    "the_same_without_bias": (
+        lambda: fully_shard(Routed(bias=False))(torch.ones(2, 4)),
+        "`x.to(self.weight.dtype)`",
+    ),
+    "full_state_dict": (lambda: load(False), "for loading see the next row"),
+    "assigned": (lambda: load(True), "StateDictOptions(full_state_dict=True)"),
+    "parent_before_child": (
+        lambda: fully_shard(fully_shard(nn.Sequential(nn.Linear(4, 4)))[0]),
+        "call it on children first",
+    ),
+    "sharded_twice": (lambda: fully_shard(linear()), "once for each module"),
+    "wider_gradients": (wider_gradients_in_adamw, "`reduce_dtype=torch.float32`"),
 }
 
 
 @instantiate_parametrized_tests
 class TestErrors(FakeGroupTest):
-    """What users do wrong most often is in the table of errors, with what to do."""
-
     ranks = 2
 
-    @parametrize("wrong", [*COMMON], name_fn=lambda wrong: wrong.__name__)
-    def test_table_tells_what_to_do(self, wrong: Callable[[], None]) -> None:
+    @parametrize("name", [*COMMON])
+    def test_table_tells_what_to_do(self, name: str) -> None:
+        wrong, expected = COMMON[name]
         with self.assertRaises(Exception) as caught:
             wrong()
         found = []
@@ -217,7 +206,7 @@ class TestErrors(FakeGroupTest):
                 if re.search(".+".join(parts), str(caught.exception), re.DOTALL):
                     found.append(to_do)
         self.assertEqual(len(found), 1, str(caught.exception))
-        self.assertIn(COMMON[wrong], found[0])
+        self.assertIn(expected, found[0])
 
     def test_first_row_says_what_lets_bf16_meet_fp32(self) -> None:
         for bias in (True, False):

@@ -121,9 +121,7 @@ class Faults:
     """The places of a model's step that can be made to fail."""
 
     def __init__(self, model: Tower):
-        names = "allocate_gather gather allocate_reduce reduce forward backward hook"
-        self.alarms = {name: Alarm() for name in (*names.split(), "all_reduce_hook")}
-        alarms = self.alarms
+        self.alarms = alarms = {name: Alarm() for name in PLACES}
         self.comms: list[_Watched] = []
         for unit in units_of(model):
             gather = WatchedAllGather(alarms["allocate_gather"], alarms["gather"])

@@ -169,11 +169,6 @@ MAKING.add(
     "Dequantize it first, or put it in ignored_params",
     subclass_that_cannot_be_cut=beside(lambda: CannotSplit(torch.ones(DIM, DIM))),
 )
-MAKING.add(
-    ValueError,
-    "fully_shard doesn't support scalar parameters. Change other to a 1D tensor",
-    scalar=beside(lambda: torch.tensor(1.0)),
-)
 
 
 def placed(dim: int) -> Case:

@@ -158,15 +158,6 @@ STARTING.add(
 # Units #
 
 
-def in_two_units(run: Run) -> Callable[[], object]:
-    blocks = [Scaled().to(run.device) for _ in range(2)]
-    blocks[1].gain = blocks[0].gain
-    for block in blocks:
-        run.fully_shard(block)
-    model = run.fully_shard(nn.Sequential(*blocks))
-    return lambda: model(run.input())
-
-
 def foreign_prefetch(run: Run) -> Callable[[], object]:
     model = run.model()
     other = run.fully_shard(Scaled().to(run.device))
@@ -174,18 +165,6 @@ def foreign_prefetch(run: Run) -> Callable[[], object]:
     return lambda: model(run.input())
 
 
-STARTING.add(
-    ValueError,
-    "Parameter '1.gain' is shared with a parameter already managed by another FSDP…"
-    "fully_shard([module_a, module_b])",
-    in_two_units=in_two_units,
-)
-STARTING.add(
-    RuntimeError,
-    "FSDP state has already been lazily initialized for 1…FSDP requires running forward "
-    "through the root module first",
-    child_runs_first=changed(lambda run, block: block(run.input())),
-)
 STARTING.add(
     AttributeError,
     "Unit 'FSDPScaled' cannot be prefetched…prefetch units of the same root",

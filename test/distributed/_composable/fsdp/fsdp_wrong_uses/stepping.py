@@ -193,8 +193,34 @@ for _has_grad, _other in ((False, "its gradients are"), (True, "its shard is")):
 # Collectives #
 
 
-def allocating(kind: type, allocate: Callable[..., Any], **kwargs: Any) -> Case:
+# What a custom collective allocates, and what the error says of it
+ALLOCATES: dict[str, tuple[Callable[..., Any], str]] = {
+    "nothing": (lambda n, **like: None, "a NoneType"),
+    "too_little": (lambda n, **like: torch.empty(n - 1, **like), ""),
+    "too_much": (lambda n, **like: torch.empty(n + 1, **like), ""),
+    "gaps": (
+        lambda n, **like: torch.empty(2 * n, **like)[::2],
+        "a tensor that is not contiguous",
+    ),
+    "on_meta": (
+        lambda n, **like: torch.empty(n, **like | {"device": "meta"}),
+        "a tensor on the meta device",
+    ),
+    "doubles": (
+        lambda n, **like: torch.empty(n, **like | {"dtype": FP64}),
+        "one of torch.float64",
+    ),
+    "unaligned": (lambda n, **like: torch.empty(n + 1, **like)[1:], ""),
+}
+KINDS = {
+    "set_custom_all_gather": DefaultAllGather,
+    "set_custom_reduce_scatter": DefaultReduceScatter,
+}
+
+
+def allocating(setter: str, what: str, **kwargs: Any) -> Case:
     """Of a step in which a custom collective allocates something else."""
+    kind, (allocate, _) = KINDS[setter], ALLOCATES[what]
 
     class Custom(kind):  # type: ignore[misc, valid-type]
         def allocate(self, size: Any, *, dtype: Any, device: Any) -> Any:
@@ -202,76 +228,32 @@ def allocating(kind: type, allocate: Callable[..., Any], **kwargs: Any) -> Case:
 
     def case(run: Run) -> Callable[[], object]:
         model = run.trained(**kwargs)
-        setter = run.blocks[1].set_custom_reduce_scatter
-        if kind is DefaultAllGather:
-            setter = run.blocks[1].set_custom_all_gather
-        setter(Custom())
-        run.undo = lambda: setter(kind())
+        set_comm = getattr(run.blocks[1], setter)
+        set_comm(Custom())
+        run.undo = lambda: set_comm(kind())
         return lambda: run.step(model)
 
     return case
 
 
-def no_buffer(numel: int, **kwargs: Any) -> None:
-    return None
-
-
-def too_small(numel: int, **kwargs: Any) -> torch.Tensor:
-    return torch.empty(numel - 1, **kwargs)
-
-
-def too_large(numel: int, **kwargs: Any) -> torch.Tensor:
-    return torch.empty(numel + 1, **kwargs)
-
-
-def with_gaps(numel: int, **kwargs: Any) -> torch.Tensor:
-    return torch.empty(2 * numel, **kwargs)[::2]
-
-
-def on_meta(numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.empty(numel, dtype=dtype, device="meta")
-
-
-def of_doubles(numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.empty(numel, dtype=FP64, device=device)
-
-
-def unaligned(numel: int, **kwargs: Any) -> torch.Tensor:
-    return torch.empty(numel + 1, **kwargs)[1:]
-
-
-for _kind, _setter, _allocate, _returned in (
-    (DefaultAllGather, "set_custom_all_gather", no_buffer, "a NoneType"),
-    (DefaultAllGather, "set_custom_all_gather", of_doubles, "one of torch.float64"),
-    (DefaultReduceScatter, "set_custom_reduce_scatter", no_buffer, "a NoneType"),
-    (DefaultReduceScatter, "set_custom_reduce_scatter", too_small, ""),
-    (DefaultReduceScatter, "set_custom_reduce_scatter", too_large, ""),
-    (
-        DefaultReduceScatter,
-        "set_custom_reduce_scatter",
-        with_gaps,
-        "a tensor that is not contiguous",
-    ),
-    (
-        DefaultReduceScatter,
-        "set_custom_reduce_scatter",
-        on_meta,
-        "a tensor on the meta device",
-    ),
+for _setter, _names in (
+    ("set_custom_all_gather", "nothing doubles"),
+    ("set_custom_reduce_scatter", "nothing too_little too_much gaps on_meta"),
 ):
-    STEPPING.add(
-        ValueError,
-        f"Custom.allocate, from {_setter}, returned {_returned}…return a contiguous "
-        "tensor of the size, dtype and device that it is asked",
-        **{f"{_setter}_{_allocate.__name__}": allocating(_kind, _allocate)},
-    )
+    for _name in _names.split():
+        STEPPING.add(
+            ValueError,
+            f"Custom.allocate, from {_setter}, returned {ALLOCATES[_name][1]}…return a "
+            "contiguous tensor of the size, dtype and device that it is asked",
+            **{f"{_setter}_allocates_{_name}": allocating(_setter, _name)},
+        )
 STEPPING.add(
     ValueError,
     "Custom.allocate returned a buffer that starts at byte 1 of its storage…"
     "return one that starts at a multiple of that",
-    reduce_scatter_allocates_unaligned=allocating(
-        DefaultReduceScatter,
-        unaligned,
+    set_custom_reduce_scatter_allocates_unaligned=allocating(
+        "set_custom_reduce_scatter",
+        "unaligned",
         mp_policy=MixedPrecisionPolicy(grad_comm_dtype_override_fn=lambda p: p.dtype),
     ),
 )
