@@ -228,16 +228,6 @@ class TestAllowed(FSDPProcessTest, Checks):
             with self.assertRaisesRegex(RuntimeError, text):
                 model(x)
 
-    def test_a_first_forward_that_failed_has_made_a_root(self) -> None:
-        run = self.run_on(self.device)
-        model = run.model()
-        child = run.blocks[1]
-        child.to("meta")
-        with self.assertRaisesRegex(RuntimeError, "still on meta device.*of unit"):
-            child(run.input())  # as a root of its own
-        with self.assertRaisesRegex(RuntimeError, "already been lazily initialized"):
-            model(run.input())
-
     def test_state_dicts_of_unsharded_units(self) -> None:
         run, model = self.setting_up()
         run.step(model)

@@ -249,15 +249,6 @@ def root_sharded_first(rank: Rank) -> None:
 
 
 @case(OTHERS_RAISE)
-def dies_between_steps(rank: Rank) -> None:
-    """It dies between steps."""
-    model = rank.trained()
-    if rank.is_odd:
-        os._exit(3)
-    rank.step(model)
-
-
-@case(OTHERS_RAISE)
 def dies_in_backward(rank: Rank) -> None:
     """It dies in backward."""
     model = rank.trained()
