@@ -58,7 +58,7 @@ for size in sys.argv[1:]:
 
 class TestCost(DeviceFreeTest):
     def test_calls_for_each_parameter_are_at_most_the_releases(self) -> None:
-        few, many = (50, 500)
+        few, many = (20, 100)
         args = ("-c", COUNT_CALLS, str(few), str(many))
         (own_of_few, own), (_, release) = (
             map(json.loads, run_python(*args, on_release=on_release).splitlines())
