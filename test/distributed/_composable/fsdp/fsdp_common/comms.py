@@ -95,6 +95,29 @@ class Weighted(nn.Module):
         return torch.stack(terms).sum()
 
 
+class GivenGrads(nn.Module):
+    """Gets exactly the gradients that it is called with: its loss is their product."""
+
+    def __init__(self, **params: torch.Tensor):
+        super().__init__()
+        for name, values in params.items():
+            self.register_parameter(name, nn.Parameter(values))
+        self.seen: dict[str, torch.dtype] = {}  # in forward
+
+    def forward(self, x: torch.Tensor, **grads: float | torch.Tensor) -> torch.Tensor:
+        for name, grad in grads.items():
+            param = self.get_parameter(name)
+            self.seen[name] = param.dtype
+            x = x + (param * grad).sum().to(x.dtype)
+        return x
+
+
+def backward(model: nn.Module, **grads: float | torch.Tensor) -> None:
+    device = next(model.parameters()).device
+    x = torch.zeros(1, requires_grad=True, device=device)
+    model(x, **grads).sum().backward()
+
+
 def sharded(
     specs: Sequence[Spec], mesh: DeviceMesh, *, device: str, **kwargs: Any
 ) -> Weighted:
@@ -120,6 +143,12 @@ def group_of(module: nn.Module) -> FSDPParamGroup:
     return module._get_fsdp_state()._fsdp_param_group
 
 
+def thread_mesh(*sizes: int) -> DeviceMesh:
+    """Returns a mesh of threads: to shard over, or to replicate and to shard over."""
+    names = ("replicate", "shard")[-len(sizes) :]
+    return init_device_mesh(THREAD_DEVICE_TYPE, sizes, mesh_dim_names=names)
+
+
 def integers(
     size: Sequence[int], limit: int, *, seed: int, dtype: torch.dtype, device: str
 ) -> torch.Tensor:
@@ -136,7 +165,7 @@ class ThreadTest(FSDPThreadTest):
     """Calls into the collectives directly, on a unit of this thread's rank."""
 
     def mesh(self) -> DeviceMesh:
-        return init_device_mesh(THREAD_DEVICE_TYPE, (self.world_size,))
+        return thread_mesh(self.world_size)
 
     def unit(self, specs: Sequence[Spec], **kwargs: Any) -> FSDPParamGroup:
         module = sharded(specs, self.mesh(), device=THREAD_DEVICE_TYPE, **kwargs)
