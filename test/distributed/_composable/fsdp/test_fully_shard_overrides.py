@@ -15,8 +15,16 @@ import copy
 import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
-from unittest import mock
 
+from fsdp_common.comms import (
+    backward,
+    BF16,
+    FP16,
+    FP32,
+    GivenGrads,
+    group_of,
+    thread_mesh,
+)
 from fsdp_common.release_rules import reduce_arguments, reduce_dtype, summed_apart_dtype
 from fsdp_common.utils import (
     FakeGroupTest,
@@ -31,7 +39,7 @@ from fsdp_parity.waves import Extended, Fp8, HighLow
 import torch
 import torch.nn as nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     fully_shard,
@@ -39,37 +47,12 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import distribute_tensor, DTensor, Replicate, Shard
 from torch.testing._internal.common_utils import run_tests
 
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # What a parameter's policy is: param_dtype, reduce_dtype
 Pair = tuple["torch.dtype | None", "torch.dtype | None"]
-
-
-class GivenGrads(nn.Module):
-    """Gets exactly the gradients that it is called with: its loss is their product."""
-
-    def __init__(self, **params: torch.Tensor):
-        super().__init__()
-        for name, values in params.items():
-            self.register_parameter(name, nn.Parameter(values))
-        self.seen: dict[str, torch.dtype] = {}
-
-    def forward(self, x: torch.Tensor, **grads: float) -> torch.Tensor:
-        for name, value in grads.items():
-            param = self.get_parameter(name)
-            self.seen[name] = param.dtype
-            x = x + (param * value).sum().to(x.dtype)
-        return x
-
-
-def backward(model: nn.Module, **grads: float) -> None:
-    x = torch.zeros(1, requires_grad=True, device=THREAD_DEVICE_TYPE)
-    model(x, **grads).sum().backward()
 
 
 def given(**dtypes: torch.dtype) -> GivenGrads:
@@ -106,16 +89,6 @@ def grad_of(param: nn.Parameter) -> torch.Tensor:
     if full.dtype != local.dtype:
         raise AssertionError(f"shards are {local.dtype}, but all of it {full.dtype}")
     return full
-
-
-def group_of(unit: nn.Module) -> FSDPParamGroup:
-    (group,) = unit._get_fsdp_state()._fsdp_param_groups
-    return group
-
-
-def mesh_of(*sizes: int) -> DeviceMesh:
-    names = ("replicate", "shard")[-len(sizes) :]
-    return init_device_mesh(THREAD_DEVICE_TYPE, sizes, mesh_dim_names=names)
 
 
 class TestUnits(FSDPThreadTest):
@@ -173,15 +146,6 @@ class TestUnits(FSDPThreadTest):
         grad_dtypes = {name: p.grad.dtype for name, p in model.named_parameters()}
         self.assertEqual(grad_dtypes, stored)
 
-    def test_its_own_dtype_keeps_a_parameter_as_stored(self) -> None:
-        model = given(a=FP32, b=FP16, c=BF16)
-        policy = MixedPrecisionPolicy(
-            BF16, BF16, param_dtype_override_fn=lambda param: param.dtype
-        )
-        fully_shard(model, mp_policy=policy)
-        backward(model, a=1.0, b=1.0, c=1.0)
-        self.assertEqual(model.seen, {"a": FP32, "b": FP16, "c": BF16})
-
     def test_overrides_stay_when_the_sharded_parameters_are_cast(self) -> None:
         model = given(a=FP32, b=FP32)
         policies = {"a": (FP32, None)}
@@ -207,18 +171,6 @@ class TestUnits(FSDPThreadTest):
         expected = torch.full((4,), 256.0, dtype=dtype) + 1
         self.assertEqual(grad_of(model.b), expected.to(FP32))
 
-    def test_unused_parameters_reduce_zeros_in_their_own_reduce_dtype(self) -> None:
-        model = given(a=FP32, b=FP32)
-        policy = by_name(model, {"a": (None, BF16)}, reduce_dtype=FP32)
-        fully_shard(model, mp_policy=policy)
-        model.set_reduce_scatter_unused_params(True)
-        mine = "ab"[self.rank]
-        with record_collectives() as recorder:
-            backward(model, **{mine: 2.0})
-        self.assertEqual([c.dtype for c in recorder.reduce_scatters], [FP32, BF16])
-        for param in model.parameters():
-            self.assertEqual(grad_of(param), torch.ones(4))
-
     def test_unfrozen_later_is_reduced_in_its_own_dtype(self) -> None:
         model = given(a=FP32, b=FP32, c=FP32)
         policies = {"a": (BF16, FP32), "b": (BF16, None)}
@@ -240,7 +192,7 @@ class TestUnits(FSDPThreadTest):
         stored = {"a": FP32, "b": FP32, "c": BF16}
         model = given(**stored)
         policies = {"a": (BF16, None), "c": (None, FP32)}
-        replicate(model, mp_policy=by_name(model, policies), mesh=mesh_of(2))
+        replicate(model, mp_policy=by_name(model, policies), mesh=thread_mesh(2))
         with record_collectives() as recorder:
             backward(model, a=1.0, b=1.0, c=1.0)
         self.assertEqual(model.seen, {"a": BF16, "b": FP32, "c": BF16})
@@ -261,13 +213,6 @@ class TestUnits(FSDPThreadTest):
             fully_shard(model, mp_policy=policy)
         for name, param in model.named_parameters():
             self.assertIs(param, before[name])
-
-    def test_a_refused_parameter_of_a_group_is_named_with_its_module(self) -> None:
-        policy = MixedPrecisionPolicy(param_dtype_override_fn=lambda _: torch.int8)
-        with self.assertRaisesRegex(ValueError, "parameter a of GivenGrads"):
-            fully_shard([given(a=FP32), nn.Linear(4, 4)], mp_policy=policy)
-        with self.assertRaisesRegex(ValueError, "parameter weight of Linear"):
-            fully_shard([nn.Linear(4, 4), given(a=FP32)], mp_policy=policy)
 
 
 class TestExtensions(FSDPThreadTest):
@@ -419,23 +364,6 @@ class TestGradDtype(FSDPThreadTest):
                     self.check(param, FP32, 257.0 * times)
                     self.assertEqual(param.grad.device.type, "cpu")
 
-    def test_hooks_see_that_dtype(self) -> None:
-        model, seen = self.sharded({"a": FP32}), []
-        model.a.register_post_accumulate_grad_hook(
-            lambda param: seen.append(param.grad.dtype)
-        )
-        self.backward(model)
-        self.assertEqual(seen, [FP32])
-
-    def test_optimizers_that_take_it(self) -> None:
-        for kind in (torch.optim.SGD, torch.optim.Adagrad):
-            for foreach in (False, True):
-                model = self.sharded({"a": FP32})
-                self.backward(model)
-                kind([model.a], lr=1.0, foreach=foreach).step()
-                self.assertEqual(model.a.dtype, BF16)
-                self.assertTrue((model.a.full_tensor() < 0).all())
-
     def test_stays_with_what_replaces_the_sharded_parameter(self) -> None:
         model = self.sharded({"a": FP32, "b": None})
 
@@ -453,17 +381,6 @@ class TestGradDtype(FSDPThreadTest):
             self.check(model.a, FP32, 128.5)
             self.check(model.b, FP32, 128.5)
             self.check(model.c, FP32, 128.5)
-
-    def test_meta_device(self) -> None:
-        with torch.device("meta"):
-            model = GivenGrads(a=torch.zeros(4).bfloat16(), b=torch.zeros(4))
-        model.a.grad_dtype = FP32
-        fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=FP32))
-        model.to_empty(device=self.device)
-        for param in model.parameters():
-            param.data.zero_()
-        self.backward(model, "ab")
-        self.check(model.a, FP32, 128.5)
 
     def test_stays_when_the_parameter_is_cast(self) -> None:
         model = self.sharded({"a": torch.float64})
@@ -489,15 +406,6 @@ class TestGradDtype(FSDPThreadTest):
         self.check(model.a, FP32, 128.5)
         self.check(model.b, BF16, 128.0)
         self.check(model.c, FP32, 128.5)
-
-    def test_replicated_parameters(self) -> None:
-        model = given(a=BF16, b=BF16)
-        model.a.grad_dtype = FP32
-        policy = MixedPrecisionPolicy(reduce_dtype=FP32)
-        replicate(model, mp_policy=policy, mesh=mesh_of(2))
-        self.backward(model, "ab")
-        self.check(model.a, FP32, 128.5)
-        self.check(model.b, BF16, 128.0)
 
     def test_vendors_call_of_foreach_reduce(self) -> None:
         for orig_dtype in (None, BF16):
@@ -533,24 +441,10 @@ class TestHybrid(FSDPThreadTest):
 
     world_size = 4
 
-    def test_one_reduction_of_each_kind_for_each_reduce_dtype(self) -> None:
-        stored = {"a": FP32, "b": FP32, "c": BF16}
-        model = given(**stored)
-        policies = {"a": (BF16, None), "c": (FP32, FP32)}
-        fully_shard(model, mesh=mesh_of(2, 2), mp_policy=by_name(model, policies))
-        with record_collectives() as recorder:
-            backward(model, a=1.0, b=1.0, c=1.0)
-        issued = [(call.name, call.dtype, call.numel) for call in recorder.calls]
-        expected = [("all_gather", torch.uint8, 2 * (16 + 16))]
-        for dtype, numel in reductions(stored, policies):
-            expected.append(("reduce_scatter", dtype, numel))
-            expected.append(("all_reduce", dtype, numel // 2))
-        self.assertEqual(issued, expected)
-
     def test_resharded_to_fewer_ranks(self) -> None:
         model = given(a=FP32, b=FP32)
         policy = by_name(model, {"a": (BF16, None)})
-        kwargs = {"mesh": mesh_of(4), "reshard_after_forward": 2}
+        kwargs = {"mesh": thread_mesh(4), "reshard_after_forward": 2}
         fully_shard(model, mp_policy=policy, **kwargs)
         with record_collectives() as recorder:
             backward(model, a=1.0, b=1.0)
@@ -566,7 +460,9 @@ class TestHybrid(FSDPThreadTest):
         model = given(a=BF16, b=BF16, c=BF16)
         model.a.grad_dtype, model.b.grad_dtype = FP32, None
         fully_shard(
-            model, mesh=mesh_of(2, 2), mp_policy=MixedPrecisionPolicy(reduce_dtype=FP32)
+            model,
+            mesh=thread_mesh(2, 2),
+            mp_policy=MixedPrecisionPolicy(reduce_dtype=FP32),
         )
         for names, all_reduces in (("abc", False), ("c", True)):
             model.set_requires_all_reduce(all_reduces)
@@ -575,28 +471,6 @@ class TestHybrid(FSDPThreadTest):
         self.assertEqual(grad_of(model.b), torch.full((4,), 128.5))
         self.assertEqual(grad_of(model.c), torch.full((4,), 257.0).bfloat16())
         self.assertEqual(model.c.grad.dtype, BF16)
-
-
-class TestCost(FakeGroupTest):
-    ranks = 2
-
-    def test_dtypes_are_read_once_for_each_parameter(self) -> None:
-        policy = MixedPrecisionPolicy(
-            BF16, param_dtype_override_fn=lambda p: FP32 if p.dim() == 1 else None
-        )
-        mesh = init_device_mesh("cpu", (self.ranks,))
-        model = fully_shard(nn.Linear(4, 4), mesh=mesh, mp_policy=policy)
-        read: list[FSDPParam] = []
-        init = FSDPParam.init_dtype_attrs
-
-        def noting(fsdp_param: FSDPParam, *args: Any) -> None:
-            read.append(fsdp_param)
-            init(fsdp_param, *args)
-
-        with mock.patch.object(FSDPParam, "init_dtype_attrs", noting):
-            model.unshard()
-        self.assertEqual(read, model._get_fsdp_state()._fsdp_param_group.fsdp_params)
-        self.assertEqual((model.weight.dtype, model.bias.dtype), (BF16, FP32))
 
 
 class TestNamesKnownInPart(FakeGroupTest):
