@@ -28,11 +28,9 @@ from fsdp_common.comms import (
 from fsdp_common.release_rules import reduce_arguments, reduce_dtype, summed_apart_dtype
 from fsdp_common.utils import (
     FakeGroupTest,
-    FSDPProcessTest,
     FSDPThreadTest,
     record_collectives,
     THREAD_DEVICE_TYPE,
-    WORLD_SIZE,
 )
 from fsdp_parity.waves import Extended, Fp8, HighLow
 
@@ -543,13 +541,13 @@ class TestNamesKnownInPart(FakeGroupTest):
             root.layers[1].unshard()
 
 
-class TestTensorParallel(FSDPProcessTest):
+class TestTensorParallel(FSDPThreadTest):
+    world_size = 4
+
     def test_sum_runs_in_each_gradients_dtype(self) -> None:
         """`wide` computes in fp32; bf16 rounds 256 + 1 to 256."""
         names = ("dp", "tp")
-        mesh = init_device_mesh(
-            self.device_type(), (WORLD_SIZE // 2, 2), mesh_dim_names=names
-        )
+        mesh = init_device_mesh(THREAD_DEVICE_TYPE, (2, 2), mesh_dim_names=names)
         tp_mesh = mesh["tp"]
 
         class Gains(nn.Module):

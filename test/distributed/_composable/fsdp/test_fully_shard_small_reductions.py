@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest import mock, skipUnless
 
 import pytest
 
-from fsdp_common.comms import group_of
+from fsdp_common.comms import FP32, group_of, thread_mesh
 from fsdp_common.release_rules import FOLLOWS_GRAD_DTYPE
 from fsdp_common.utils import (
     BACKEND,
@@ -41,10 +41,8 @@ from fsdp_parity.models import mixed_tower, Tower, uniform_tower
 
 import torch
 import torch.nn as nn
-from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
     fully_shard,
     MixedPrecisionPolicy,
     set_reduce_bucket_cap,
@@ -54,8 +52,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
     FSDPMeshInfo,
     ShardPlacementResult,
 )
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -70,19 +67,22 @@ BLOCKS, DIM = 3, 9
 # MiB: never reached, and one that a few buckets reach
 CAPS = {"at_the_end": 1.0, "now_and_then": 0.002}
 
-UNIFORM = [
-    name for name in parity.UNIFORM_MODES if not name.startswith("reshard_to_two")
-]
-NAMES = [f"uniform_{name}" for name in UNIFORM]
-NAMES += [f"mixed_{name}" for name in parity.MIXED_MODES]
+# Of `fsdp_mixed_dtype/parity.py`, what happens to gradients
+UNIFORM = (
+    "fp32 fp16 param_bf16_reduce_fp32 root_only accumulate_in_turns several_backwards "
+    "group_run_in_part frozen unused_by_rank cpu_offload_accumulate divide_fp16 "
+    "two_input_buffers step_in_backward hybrid hybrid_deferred replicate"
+)
+MIXED = "plain reduce_fp32 accumulate_in_turns shard_last_dim skipped_part "
+MIXED += "unfrozen_later step_in_backward"
+NAMES = [f"uniform_{name}" for name in UNIFORM.split()]
+NAMES += [f"mixed_{name}" for name in MIXED.split()]
 
 
 class TestModes(FSDPProcessTest):
     """All that FSDP2 can do."""
 
     world_size = 4
-
-    without_cap: dict[str, tuple[parity.Record, int]] = {}  # by mode, on this rank
 
     def train(self, name: str, cap: float | None) -> tuple[parity.Record, int]:
         """Returns the bits, and how many reductions a rank issued."""
@@ -103,46 +103,21 @@ class TestModes(FSDPProcessTest):
             record = parity.train(mode, model.to(DEVICE_TYPE), mesh, rank, DEVICE_TYPE)
         return record, len(seen.reduce_scatters) + len(seen.all_reduces)
 
-    @parametrize("cap", [*CAPS])
     @parametrize("name", NAMES)
-    def test_equals_a_reduction_for_each_unit(self, name: str, cap: str) -> None:
+    def test_equals_a_reduction_for_each_unit(self, name: str) -> None:
         if BACKEND != "gloo" and "hybrid" in name:
             self.skipTest("the backend may add over replicas in another order")
-        if name not in self.without_cap:
-            self.without_cap[name] = self.train(name, None)
-        expected, most = self.without_cap[name]
+        expected, most = self.train(name, None)
         self.assertNotEqual(expected["step 0 loss"], expected["step 1 loss"])
-        actual, count = self.train(name, CAPS[cap])
-        self.assertEqual(parity.differing(actual, expected), [])
-        if "root_only" in name or "group" in name or cap == "now_and_then":
-            self.assertLessEqual(count, most)
-        elif "deferred" in name:
-            self.assertEqual(count, most)
-        else:
-            self.assertLess(count, most)
-
-    def test_over_tensor_parallelism(self) -> None:
-        mesh = init_device_mesh(DEVICE_TYPE, (2, 2), mesh_dim_names=("dp", "tp"))
-        found = []
-        for cap in (None, 1.0):
-            torch.manual_seed(0)
-            model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2)))
-            for layer in model.to(DEVICE_TYPE):
-                parallelize_module(
-                    layer, mesh["tp"], ColwiseParallel(output_layouts=Replicate())
-                )
-            shard_blocks(model, mesh=mesh["dp"])
-            set_reduce_bucket_cap(model, cap)
-            x = torch.arange(32.0).view(4, 8).sin() * (1 + mesh["dp"].get_local_rank())
-            with record_collectives() as seen:
-                model(x.to(DEVICE_TYPE)).square().sum().backward()
-            grads = [p.grad.full_tensor() for p in model.parameters()]
-            found.append((grads, len(seen.reduce_scatters)))
-        (plain, most), (joined, count) = found
-        self.assertEqual((most, count), (2, 1))
-        for one, other in zip(plain, joined, strict=True):
-            self.assertTrue(bool(one.any()))
-            self.assertTrue(torch.equal(one, other))
+        for cap in CAPS:
+            actual, count = self.train(name, CAPS[cap])
+            self.assertEqual(parity.differing(actual, expected), [])
+            if "root_only" in name or "group" in name or cap == "now_and_then":
+                self.assertLessEqual(count, most)
+            elif "deferred" in name:
+                self.assertEqual(count, most)
+            else:
+                self.assertLess(count, most)
 
     def test_ranks_that_disagree_are_told(self) -> None:
         for sizes in (
@@ -183,9 +158,7 @@ class JoinTest(FSDPThreadTest):
         **kwargs: Any,
     ) -> nn.Sequential:
         model = kind(*copy.deepcopy(first_blocks())).to(self.device)
-        kwargs.setdefault(
-            "mesh", init_device_mesh(self.device.type, (self.world_size,))
-        )
+        kwargs.setdefault("mesh", thread_mesh(self.world_size))
         for unit in (*model, model):
             api(unit, **kwargs)
         set_reduce_bucket_cap(model, cap)
@@ -283,14 +256,6 @@ class TestBackward(JoinTest):
         self.loss(plain).backward()
         self.assert_same_grads(plain, joined)
 
-    def test_several_backwards_of_one_forward(self):
-        models = self.pair()
-        for model in models:
-            loss = self.loss(model)
-            loss.backward(retain_graph=True)
-            loss.backward()
-        self.assert_same_grads(*models)
-
     def test_gradients_are_there_after_each_backward(self):
         """Also of those that are not the last, after which nothing is finalized."""
         plain, joined = self.pair()
@@ -338,16 +303,6 @@ class TestBackward(JoinTest):
             self.assertEqual(found, expected)
             self.assert_same_grads(plain, joined)
 
-    def test_without_sync(self):
-        plain, joined = self.pair()
-        for batch in range(2):
-            for model in (plain, joined):
-                model.set_requires_gradient_sync(batch == 1)
-            self.loss(plain, batch).backward()
-            found = reductions(joined, self.loss(joined, batch).backward)
-            self.assertEqual(found, DTYPES if batch else [])
-        self.assert_same_grads(plain, joined)
-
     def test_hooks_run_once_gradients_are_there(self):
         plain, joined = self.pair()
         seen: dict[nn.Module, list[torch.Tensor]] = {plain: [], joined: []}
@@ -361,33 +316,6 @@ class TestBackward(JoinTest):
         total = [sum(g.double().sum() for g in grads) for grads in seen.values()]
         self.assertEqual(*total)
         self.assert_same_grads(plain, joined)
-
-    def test_offloaded_gradients(self):
-        models = self.pair(offload_policy=CPUOffloadPolicy(pin_memory=False))
-        found = [reductions(m, self.loss(m).backward) for m in models]
-        self.assertEqual([len(dtypes) for dtypes in found], [3 * BLOCKS, 3])
-        self.assert_same_grads(*models)
-
-    def test_replicas(self):
-        for kind in ("hybrid", "replicate"):
-            shape, names = (self.world_size, 1), ("replicate", "shard")
-            api, mesh = (
-                fully_shard,
-                init_device_mesh(self.device.type, shape, mesh_dim_names=names),
-            )
-            if kind == "replicate":
-                api, mesh = (
-                    replicate,
-                    init_device_mesh(self.device.type, (self.world_size,)),
-                )
-            models = self.pair(api=api, mesh=mesh)
-            counts = []
-            for model in models:
-                with record_collectives() as seen:
-                    self.loss(model).backward()
-                counts.append(len(seen.all_reduces))
-            self.assertEqual(counts, [3 * BLOCKS, 3])
-            self.assert_same_grads(*models)
 
     def test_a_mesh_for_each_parameter(self):
         names = ("other", "shard")
@@ -487,41 +415,29 @@ class TestExcluded(JoinTest):
 
     world_size = 4
 
-    def counts(self, **kwargs: Any) -> Iterator[tuple[nn.Module, Callable[[], int]]]:
-        model = self.make(**kwargs)
-
-        def count() -> int:
-            with record_collectives() as seen:
-                self.loss(model).backward()
-            return len(seen.reduce_scatters)
-
-        yield model, count
-
     def test_units_with_another_divide_factor(self):
-        [(model, count)] = self.counts()
+        model = self.make()
         model[1].set_gradient_divide_factor(2.0)
         # Three reductions of that unit, and three of the others
-        self.assertEqual(count(), 6)
+        self.assertEqual(len(reductions(model, self.loss(model).backward)), 6)
         self.assert_nothing_waits(model)
 
     @parametrize("which", ["hook", "comm"])
     def test_units_that_reduce_in_their_own_way(self, which: str) -> None:
         """Each of its own, also where all of them have the same."""
-        [(model, count)] = self.counts()
-        seen, comm = [], Watched()
+        model, seen, comm = self.make(), [], Watched()
         for unit in model[1:]:
             if which == "hook":
                 unit.set_all_reduce_hook(seen.append)
             else:
                 unit.set_custom_reduce_scatter(comm)
-        self.assertEqual(count(), 3 * BLOCKS)
+        found = reductions(model, self.loss(model).backward)
+        self.assertEqual(len(found), 3 * BLOCKS)
         self.assertEqual(len(seen), 6 if which == "hook" else 0)
         self.assert_nothing_waits(model)
 
     def test_deferred_all_reduces(self):
-        names = ("replicate", "shard")
-        mesh = init_device_mesh(self.device.type, (2, 2), mesh_dim_names=names)
-        model = self.make(mesh=mesh)
+        model = self.make(mesh=thread_mesh(2, 2))
         for batch in range(3):
             model.set_requires_all_reduce(batch > 0)
             with record_collectives() as seen:
@@ -536,26 +452,8 @@ instantiate_parametrized_tests(TestExcluded)
 
 
 class TestSettings(FakeGroupTest):
-    def test_wrong_sizes(self):
-        model = fully_shard(nn.Linear(2, 2))
-        for sizes in ({"bucket_cap_mb": 0}, {"bucket_cap_mb": -1.0}, {"small_kb": 0}):
-            with self.assertRaisesRegex(ValueError, "sizes above 0, or bucket_cap_mb="):
-                set_reduce_bucket_cap(model, **sizes)
-
-    def test_no_unit(self):
-        for module, recurse in ((nn.Linear(2, 2), True), (self.parent(), False)):
-            with self.assertRaisesRegex(
-                ValueError, "set_reduce_bucket_cap found no unit"
-            ):
-                set_reduce_bucket_cap(module, recurse=recurse)
-        with self.assertRaisesRegex(TypeError, "expects a module first, but got 0"):
-            set_reduce_bucket_cap(0)
-
-    def parent(self) -> nn.Module:
-        return nn.Sequential(fully_shard(nn.Linear(2, 2)))
-
     def test_recurse(self):
-        model = fully_shard(self.parent())
+        model = fully_shard(nn.Sequential(fully_shard(nn.Linear(2, 2))))
         set_reduce_bucket_cap(model, recurse=False)
         self.assertIsNone(group_of(model[0]).reduce_bucket_cap)
         set_reduce_bucket_cap(model)
