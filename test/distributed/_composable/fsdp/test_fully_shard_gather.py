@@ -110,32 +110,27 @@ class TestAllGather(ThreadTest):
         size = self.world_size
         return [Spec((2 * size,), BF16), Spec((size,), FP32)]
 
-    def test_own_and_other_gathers_take_turns(self):
+    def test_any_gathers_take_turns(self):
+        """This one's, somebody else's, a copy of the result, and into new outputs."""
         specs = [Spec((5, 3), BF16), Spec((4,), FP32), Spec((9,), FP16)]
-        unit = self.unit(specs)
-        for factor, is_own in ((1, True), (-2, False), (4, True), (-8, False)):
-            gather = self.all_gather if is_own else self.gather_in_parameter_order
+        unit, factor = self.unit(specs), 1
+        ways = (
+            self.all_gather,
+            self.gather_in_parameter_order,
+            lambda unit: AllGatherResult(*self.all_gather(unit)),
+            self.drop_outputs_and_gather,
+        )
+        for gather in ways * 2:
             self.copy_out(unit, gather(unit))
             self.assert_scaled(unit, specs, factor)
             self.reshard_scaled(unit)
+            factor *= -2
 
-    def test_copies_out_to_where_the_outputs_are_now(self):
-        specs = [Spec((5, 3), BF16), Spec((4,), FP32), Spec((9,), FP16)]
-        unit = self.unit(specs)
-        for factor in (1, -2, 4):
-            self.copy_out(unit, self.all_gather(unit))
-            self.assert_scaled(unit, specs, factor)
-            self.reshard_scaled(unit)
-            for fsdp_param in unit.fsdp_params:
-                fsdp_param.all_gather_outputs = []
-                del fsdp_param._unsharded_param
-
-    def test_copies_out_a_copy_of_its_own_result(self):
-        for policy in (policy_of(), policy_of(FP16)):
-            specs = mixed_specs(self.world_size)
-            unit = self.unit(specs, mp_policy=policy)
-            self.copy_out(unit, AllGatherResult(*self.all_gather(unit)))
-            self.assert_unsharded(unit, specs, policy.param_dtype)
+    def drop_outputs_and_gather(self, unit: FSDPParamGroup) -> AllGatherResult:
+        for fsdp_param in unit.fsdp_params:
+            fsdp_param.all_gather_outputs = []
+            del fsdp_param._unsharded_param
+        return self.all_gather(unit)
 
     def test_buffer_that_is_not_aligned_is_an_error_that_names_the_comm(self):
         class Shifted(DefaultAllGather):
@@ -180,65 +175,34 @@ class TestAllGather(ThreadTest):
             expected = random_input(*spec.size, seed=i, **how) * factor
             self.assert_same(fsdp_param.unsharded_param, expected)
 
-    def test_layout_follows_a_changed_compute_dtype(self):
-        specs = mixed_specs(self.world_size)
-        unit = self.unit(specs)
-        self.assertEqual(self.all_gather(unit).all_gather_output.dtype, torch.uint8)
-        for fsdp_param in unit.fsdp_params:
-            fsdp_param.init_dtype_attrs(policy_of(BF16))
-        result = self.all_gather(unit)
-        self.assertEqual(result.all_gather_output.dtype, BF16)
-        self.copy_out(unit, result)
-        self.assert_unsharded(unit, specs, BF16)
-
-    def test_gathers_all_inputs_of_an_extension_tensor(self):
-        """It sends fp8 data and an fp64 scale in place of a bf16 parameter."""
-        specs = [Spec((3,), FP32), Spec((6, 2), BF16), Spec((5,), FP16)]
-        unit = self.unit(specs)
-        extended = unit.fsdp_params[1]
-        local = extended._sharded_local_tensor
-        scale = torch.tensor([2.0**-self.rank], dtype=FP64, device=self.device)
-        data = torch.full((2, 2), self.rank + 1.0, device=self.device).to(FP8)
-        local.fsdp_pre_all_gather = lambda mesh: ((data, scale), None)
-        local.fsdp_post_all_gather = None
-        extended._init_extensions()
-        unit._cache.invalidate()  # as lazy init does
-        result = self.all_gather(unit)
-        self.assertEqual(
-            result.param_all_gather_input_dtypes, [[FP32], [FP8, FP64], [FP16]]
-        )
-        group = unit.mesh_info.shard_process_group
-        foreach_all_gather_copy_out(result, unit.fsdp_params, group)
-        gathered_data, gathered_scale = extended.all_gather_outputs
-        rows = [float(rank + 1) for rank in range(3) for _ in range(4)]
-        self.assertEqual(gathered_data.float().tolist(), rows)
-        self.assertEqual(gathered_scale.tolist(), [1.0, 0.5, 0.25])
-        for i in (0, 2):
-            unit.fsdp_params[i].init_unsharded_param()
-        others = SimpleNamespace(fsdp_params=[unit.fsdp_params[0]])
-        self.assert_unsharded(others, specs[:1])
-
     def test_an_extension_may_gather_other_inputs_than_before(self):
         """As a weight that is quantized by row in forward, and by column in backward."""
-        unit = self.unit([Spec((4,), FP32), Spec((6, 2), BF16)])
+        specs = [Spec((3,), FP32), Spec((6, 2), BF16), Spec((5,), FP16)]
+        unit = self.unit(specs)
         extended = unit.fsdp_params[1]
         local = extended._sharded_local_tensor
         inputs: list[torch.Tensor] = []
         local.fsdp_pre_all_gather = lambda mesh: ((*inputs,), None)
         local.fsdp_post_all_gather = None
         extended._init_extensions()
+        unit._cache.invalidate()  # as lazy init does
         group = unit.mesh_info.shard_process_group
-        for dtypes, numel in (((FP8,), 4), ((FP8, FP32), 2), ((FP32, FP8), 2)):
+        for dtypes, numel in (((FP8, FP64), 4), ((FP8,), 2), ((FP64, FP8), 2)):
             inputs[:] = [
                 torch.full((numel,), self.rank + 1.0, device=self.device).to(dtype)
                 for dtype in dtypes
             ]
-            foreach_all_gather_copy_out(self.all_gather(unit), unit.fsdp_params, group)
-            outputs = extended.all_gather_outputs
-            self.assertEqual([output.dtype for output in outputs], [*dtypes])
+            result = self.all_gather(unit)
+            found = result.param_all_gather_input_dtypes
+            self.assertEqual(found, [[FP32], [*dtypes], [FP16]])
+            foreach_all_gather_copy_out(result, unit.fsdp_params, group)
             rows = [rank + 1.0 for rank in range(3) for _ in range(numel)]
-            for output in outputs:
+            for output in extended.all_gather_outputs:
                 self.assertEqual(output.float().tolist(), rows)
+        for i in (0, 2):
+            unit.fsdp_params[i].init_unsharded_param()
+        others = SimpleNamespace(fsdp_params=[unit.fsdp_params[0]])
+        self.assert_unsharded(others, specs[:1])
 
     def test_copies_do_not_multiply_with_parameters(self):
         """
@@ -327,12 +291,6 @@ class TestKeptBetweenSteps(ThreadTest):
             self.assert_same(slot, shard.to(fsdp_param.param_dtype or shard.dtype))
         return layout
 
-    def test_layout_is_planned_once(self):
-        unit = self.unit(self.SPECS)
-        first = self.layout(unit)
-        for _ in range(2):
-            self.assertIs(self.layout(unit), first)
-
     def test_layout_follows_what_it_was_made_of(self):
         unit = self.unit(self.SPECS)
         param = unit.fsdp_params[1]
@@ -352,19 +310,6 @@ class TestKeptBetweenSteps(ThreadTest):
             layouts.append(self.layout(unit))
             self.assertIs(self.layout(unit), layouts[-1])
         self.assertEqual(len({*map(id, layouts)}), 4)
-
-    def test_outputs_on_another_device_are_not_those_that_were_kept(self):
-        unit = self.unit(self.SPECS)
-        self.copy_out(unit, self.all_gather(unit))
-        kept = unit._cache.outputs
-        self.assertIs(unit._cache.outputs, kept)
-        param = unit.fsdp_params[0]
-        param.all_gather_outputs = [t.to("meta") for t in param.all_gather_outputs]
-        self.assertIsNone(unit._cache.outputs)
-        param.all_gather_outputs = kept.lists[0]
-        self.assertIs(unit._cache.outputs, kept)
-        unit._cache.invalidate()
-        self.assertIsNone(unit._cache.outputs)
 
     def test_unsharded_parameters_follow_requires_grad(self):
         unit = self.unit(self.SPECS)
@@ -418,8 +363,6 @@ class TestKeptBetweenSteps(ThreadTest):
         of_last = reduce_dtype_of_grad(policy_of(), BF16, FP32)
         last = [[1, 2, 0]] if of_last == FP32 else [[1, 2], [0]]
         self.assertEqual(members, [[[1, 2], [0]], [[2], [0]], last])
-        for pattern, first in zip(patterns, found):
-            self.assertIs(buckets(pattern), first)
         unit.lazy_init()  # as an explicit unshard does
         for pattern, first in zip(patterns, found):
             self.assertIs(buckets(pattern), first)

@@ -25,6 +25,7 @@ from fsdp_common.comms import (
     policy_of,
     sharded,
     Spec,
+    thread_mesh,
     ThreadTest,
 )
 from fsdp_common.utils import (
@@ -104,11 +105,7 @@ class TestReduce(ThreadTest):
         self.assertEqual((reduce_input.dtype, reduce_input.numel()), (FP32, 3 * 11))
         self.assertEqual(stream, self.stream)
         self.assertEqual((all_reduce_input, all_reduce_event, kept), (None, None, None))
-
-    def test_gradients_are_let_go_of(self):
-        unit, grads = self.new_unit(), self.new_grads()
-        self.reduce(unit, grads, reduce_dtype=FP32)
-        self.assertEqual(grads, [])
+        self.assertEqual(grads, [])  # let go of
 
     def test_adds_to_the_sharded_gradient_that_is_there(self):
         unit = self.new_unit()
@@ -151,37 +148,6 @@ class TestReduce(ThreadTest):
             AssertionError, r"gradient of p0 has size \(2, 7\)"
         ):
             self.reduce(unit, [uneven])
-
-    def test_custom_factor_and_forced_sums(self):
-        for factor, force_sum in itertools.product((None, 2.0, 3.0), (False, True)):
-            unit = self.new_unit()
-            changes = {"gradient_divide_factor": factor, "reduce_dtype": FP32}
-            changes["force_sum_reduction_for_comms"] = force_sum
-            with record_collectives() as recorded:
-                self.reduce(unit, self.new_grads(), **changes)
-            averages = not force_sum and factor in (None, 3.0)
-            self.assertEqual(recorded.calls[0].op, "AVG" if averages else "SUM")
-            self.assert_reduced(unit, self.SPECS, self.DTYPES, FP32, divisor=factor)
-
-    def test_hook_sees_the_reduced_bucket_before_the_cast(self):
-        unit, seen = self.new_unit(), []
-
-        def hook(buffer: torch.Tensor) -> None:
-            seen.append((buffer.dtype, buffer.numel()))
-            buffer.mul_(-2)
-
-        self.reduce(unit, self.new_grads(), reduce_dtype=FP32, all_reduce_hook=hook)
-        self.assertEqual(seen, [(FP32, 11)])
-        self.assert_reduced(unit, self.SPECS, self.DTYPES, FP32, divisor=-1.5)
-
-    def test_post_accumulate_grad_hooks_run_once_for_each_parameter(self):
-        unit, seen = self.new_unit(), []
-        for i, fsdp_param in enumerate(unit.fsdp_params):
-            fsdp_param.sharded_param.register_post_accumulate_grad_hook(
-                lambda param, i=i: seen.append((i, param.grad is not None))
-            )
-        self.reduce(unit, self.new_grads(), reduce_dtype=FP32)
-        self.assertEqual(sorted(seen), [(0, True), (1, True), (2, True)])
 
     def test_copy_in_does_not_multiply_with_parameters(self):
         specs = [Spec((4,), dtype) for dtype in (FP32, BF16, FP16) for _ in range(7)]
@@ -313,48 +279,30 @@ class TestHybridReduce(ThreadTest):
     SPECS = (Spec((3, 2), BF16), Spec((1,), FP32), Spec((2, 4), FP32, shard_dim=1))
     DTYPES = (BF16, FP32, BF16)
 
-    def hybrid_unit(self) -> tuple[FSDPParamGroup, dict[str, Any]]:
-        names = ("replicate", "shard")
-        mesh = init_device_mesh(THREAD_DEVICE_TYPE, (2, 2), mesh_dim_names=names)
+    def test_sum_of_microbatches_is_kept_in_the_reduce_dtype(self):
+        mesh = thread_mesh(2, 2)
         unit = group_of(sharded(self.SPECS, mesh, device=THREAD_DEVICE_TYPE))
         unit.lazy_init()
-        groups = {"all_reduce_group": unit.mesh_info.replicate_process_group}
-        return unit, groups | {"reduce_dtype": FP32}
-
-    def assert_hybrid_mean(self, unit: FSDPParamGroup, times: int) -> None:
+        how = {"all_reduce_group": unit.mesh_info.replicate_process_group}
+        kept = None
+        for is_last in (False, False, True):
+            grads = self.grads(self.SPECS, self.DTYPES)
+            how |= {"all_reduce_grads": is_last, "partial_reduce_output": kept}
+            with record_collectives() as recorded:
+                result = self.reduce(unit, grads, reduce_dtype=FP32, **how)
+            self.assertEqual(len(recorded.reduce_scatters), 1)
+            all_reduced = [call.numel for call in recorded.all_reduces]
+            self.assertEqual(all_reduced, [9] if is_last else [])
+            kept = result[6]
+            if not is_last:
+                self.assertEqual((kept.dtype, kept.numel()), (FP32, 9))
+                self.assertIsNone(unit.fsdp_params[0].sharded_param.grad)
+        self.assertEqual(result[4].numel(), 9)  # held until it has been read
         for i, (fsdp_param, spec) in enumerate(zip(unit.fsdp_params, self.SPECS)):
             parts = [self.grad(r, i, spec, self.DTYPES[i]) for r in range(4)]
-            mean = (torch.stack(parts).float().sum(0) * times / 4).to(spec.dtype)
+            mean = (torch.stack(parts).float().sum(0) * 3 / 4).to(spec.dtype)
             expected = spec.shard(mean, self.rank % 2, 2)
             self.assert_same(fsdp_param.sharded_param.grad.to_local(), expected)
-
-    def test_reduces_over_shards_and_then_replicas(self):
-        unit, how = self.hybrid_unit()
-        with record_collectives() as recorded:
-            result = self.reduce(unit, self.grads(self.SPECS, self.DTYPES), **how)
-        self.assert_hybrid_mean(unit, times=1)
-        self.assertEqual(len(recorded.reduce_scatters), 1)
-        self.assertEqual([call.numel for call in recorded.all_reduces], [9])
-        self.assertEqual(result[4].numel(), 9)  # held until it has been read
-
-    def test_sum_of_microbatches_is_kept_in_the_reduce_dtype(self):
-        unit, how = self.hybrid_unit()
-        kept = None
-        for _ in range(2):
-            grads = self.grads(self.SPECS, self.DTYPES)
-            result = self.reduce(
-                unit,
-                grads,
-                all_reduce_grads=False,
-                partial_reduce_output=kept,
-                **how,
-            )
-            kept = result[6]
-            self.assertEqual((kept.dtype, kept.numel()), (FP32, 9))
-            self.assertIsNone(unit.fsdp_params[0].sharded_param.grad)
-        grads = self.grads(self.SPECS, self.DTYPES)
-        self.reduce(unit, grads, partial_reduce_output=kept, **how)
-        self.assert_hybrid_mean(unit, times=3)
 
 
 class NeverSplitPool:
@@ -486,9 +434,7 @@ class TestOrder(FakeGroupTest):
         self.assertEqual(issued, [self.COPY_IN] * 3 + [self.SCATTER] * 3)
 
     def test_each_all_reduce_runs_beside_the_next_reduce_scatter(self) -> None:
-        names = ("replicate", "shard")
-        mesh = init_device_mesh("cpu", (2, self.ranks // 2), mesh_dim_names=names)
-        issued = self.issued(mesh)
+        issued = self.issued(thread_mesh(2, self.ranks // 2))
         both = [self.SCATTER, self.ALL_REDUCE]
         self.assertEqual(issued, [self.COPY_IN] * 3 + both * 3)
 
@@ -517,34 +463,28 @@ class TestOrder(FakeGroupTest):
         return explained
 
     def test_an_error_is_explained_with_the_bucket_that_failed(self) -> None:
-        steps = {"_reduce_copy_in": 1, "_reduce_scatter": 0}  # gradients still there
-        for (step, number), dtype in itertools.product(
-            steps.items(), (FP32, BF16, FP16)
+        def failing(own: Any, dtype: torch.dtype) -> Any:
+            def fail(first, second, *rest):
+                # A plugin is given gradients, the steps are given a part
+                found = second[0].dtype if type(second) is list else second.bucket.dtype
+                if found == dtype:
+                    raise ValueError("failed")
+                return own(first, second, *rest)
+
+            return fail
+
+        own = _fsdp_collectives
+        for (holder, step, number), dtype in itertools.product(
+            [
+                (own, "_reduce_copy_in", 1),
+                (own, "_reduce_scatter", 0),
+                (param_group, "_default_reduce_scatter_input_fn", 1),
+            ],
+            (FP32, BF16, FP16),
         ):
-            own = getattr(_fsdp_collectives, step)
-
-            def fail(reduction, part, *rest, dtype=dtype, own=own):
-                if part.bucket.dtype == dtype:
-                    raise ValueError("failed")
-                return own(reduction, part, *rest)
-
-            fails = mock.patch.object(_fsdp_collectives, step, fail)
+            fail = failing(getattr(holder, step), dtype)
+            fails = mock.patch.object(holder, step, fail)
             self.assertEqual(self.explained(fails), [(dtype, number)])
-
-    def test_an_error_while_a_plugin_prepares_is_explained_with_its_bucket(
-        self,
-    ) -> None:
-        own = _fsdp_collectives._default_reduce_scatter_input_fn
-        prepare = "_default_reduce_scatter_input_fn"
-        for dtype in (FP32, BF16, FP16):
-
-            def fail(params, grads, world_size, dtype=dtype):
-                if grads[0].dtype == dtype:
-                    raise ValueError("failed")
-                return own(params, grads, world_size)
-
-            fails = mock.patch.object(param_group, prepare, fail)
-            self.assertEqual(self.explained(fails), [(dtype, 1)])
 
 
 if __name__ == "__main__":

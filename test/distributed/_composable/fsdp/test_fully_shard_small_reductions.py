@@ -36,7 +36,7 @@ from fsdp_common.utils import (
     shard_mesh,
 )
 from fsdp_parity import modes as parity
-from fsdp_parity.memory import FP32, peak_nbytes
+from fsdp_parity.memory import peak_nbytes
 from fsdp_parity.models import mixed_tower, Tower, uniform_tower
 
 import torch
