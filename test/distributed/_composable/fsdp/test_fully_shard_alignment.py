@@ -5,11 +5,10 @@ any number of ranks. Needs no device and no process group.
 """
 
 import itertools
-import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 
-from fsdp_common.utils import DeviceFreeTest, REPO_ROOT
+from fsdp_common.utils import DeviceFreeTest
 
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
@@ -26,10 +25,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_layout import (
     ReduceSlot,
 )
 from torch.testing._internal.common_utils import run_tests
-
-
-sys.path.append(str(REPO_ROOT / "benchmarks" / "distributed" / "fsdp"))
-from _models import BLOCKS
 
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -57,10 +52,6 @@ UNITS = {
     "Mamba-2 2.7B": mamba2(2560, 80),
     "Nemotron-H 8B": mamba2(4096, 128, groups=8),
 }
-with torch.device("meta"):
-    for name, block in BLOCKS.items():
-        UNITS[name] = [(tuple(p.shape), p.dtype) for p in block().parameters()]
-MIXED = {name: unit for name, unit in UNITS.items() if len({d for _, d in unit}) > 1}
 RANKS = range(2, 1025)
 LARGE = 256  # bytes of a shard that must lie aligned if it is a multiple of 16
 
@@ -116,19 +107,8 @@ def part_of(bucket: ReduceBucket) -> BucketGrads:
 
 
 class TestAlignment(DeviceFreeTest):
-    def test_some_would_not_be_aligned_widest_first_alone(self):
-        """So that the tests below say something."""
-        unit = UNITS["Mamba-2 130M"]
-        numels = numels_of(unit, 8)
-        order = sorted(range(len(unit)), key=lambda i: -unit[i][1].itemsize)
-        sizes = [numels[i] * unit[i][1].itemsize for i in order]
-        starts = [*itertools.accumulate(sizes, initial=0)][:-1]
-        large = [s % 16 for s, size in zip(starts, sizes) if size >= LARGE]
-        self.assertEqual({*large}, {4})
-        self.assertEqual(sum(sizes) % 16, 4)
-
     def test_gathers(self):
-        for (name, unit), ranks in itertools.product(MIXED.items(), RANKS):
+        for (name, unit), ranks in itertools.product(UNITS.items(), RANKS):
             dtypes = [dtype for _, dtype in unit]
             layout = plan_gather(dtypes, numels_of(unit, ranks))
             for region in layout.regions:
@@ -144,7 +124,7 @@ class TestAlignment(DeviceFreeTest):
             self.assertLessEqual(sum(padding), 15 * len(layout.regions))
 
     def test_what_a_backend_sums_lies_as_in_a_unit_of_one_dtype(self):
-        for unit, ranks in itertools.product(MIXED.values(), (2, 8, 24, 96, 1000)):
+        for unit, ranks in itertools.product(UNITS.values(), (2, 8, 24, 96, 1000)):
             for bucket in buckets_of(unit, ranks, "none"):
                 params = [slot.param for slot in bucket.slots]
                 self.assertEqual(params, sorted(params))
@@ -152,7 +132,7 @@ class TestAlignment(DeviceFreeTest):
                 self.assertEqual(bucket.shard_numel, held)
 
     def test_what_one_all_to_all_sends(self):
-        for (name, unit), ranks in itertools.product(MIXED.items(), RANKS):
+        for (name, unit), ranks in itertools.product(UNITS.items(), RANKS):
             buckets = buckets_of(unit, ranks, "fp32, sent as stored")
             dtypes = tuple(bucket.wire_dtype for bucket in buckets)
             layout = plan_all_to_all(dtypes, tuple(b.shard_numel for b in buckets))
@@ -166,7 +146,7 @@ class TestAlignment(DeviceFreeTest):
                     self.assertFalse(misaligned(place, row_nbytes, numel, itemsize))
 
     def test_joined_reductions(self):
-        cases = itertools.product(MIXED.values(), (2, 8, 24, 96, 1000), POLICIES)
+        cases = itertools.product(UNITS.values(), (2, 8, 24, 96, 1000), POLICIES)
         for unit, ranks, policy in cases:
             for bucket in buckets_of(unit, ranks, policy):
                 joined = join_parts([part_of(bucket) for _ in range(3)])

@@ -140,10 +140,15 @@ class CheckpointTest(FSDPProcessTest):
 
 
 class TestDistributedCheckpoint(CheckpointTest):
-    @parametrize("way", ["at_once", "in_background"])
-    @parametrize("saved,loaded", [("all", "hybrid"), ("hybrid", "halves"),
-                                  ("halves", "all")])  # fmt: skip
-    def test_loads_over_another_mesh(self, way: str, saved: str, loaded: str) -> None:
+    @parametrize(
+        "saved,way,loaded",
+        [
+            ("all", "in_background", "hybrid"),
+            ("hybrid", "at_once", "halves"),
+            ("halves", "in_background", "all"),
+        ],
+    )
+    def test_loads_over_another_mesh(self, saved: str, way: str, loaded: str) -> None:
         training = trained(MESHES[saved]())
         expected = training.full()
         self.check_dtypes(expected)

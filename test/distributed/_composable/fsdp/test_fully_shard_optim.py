@@ -24,11 +24,10 @@ from fsdp_common.utils import (
 
 import torch
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
-from torch.optim import Adafactor, AdamW, Muon, Optimizer, SGD
+from torch.optim import AdamW, Muon, Optimizer, SGD
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -42,10 +41,6 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Powers of two: a product is exact, so that it does not matter which kernels round it
 # before they add and which do not
 LR, MOMENTUM = 0.25, 0.5
-MESHES: dict[str, Callable[[], DeviceMesh]] = {
-    "all": shard_mesh,
-    "hybrid": lambda: hybrid_mesh(WORLD_SIZE // 2),
-}
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
@@ -61,7 +56,6 @@ def sgd(**kwargs: Any) -> MakeOptimizer:
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "adamw_foreach": adamw(foreach=True),
     "adamw_fused": adamw(fused=True),
-    "adamw_plain": adamw(foreach=False),
     "sgd_foreach": sgd(foreach=True),
     "sgd_plain": sgd(foreach=False),
 }
@@ -70,16 +64,11 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 class Pair:
     """A sharded model and, in one process, one that is given its gradients."""
 
-    def __init__(
-        self,
-        test: FSDPProcessTest,
-        mesh: DeviceMesh,
-        model: nn.Sequential | None = None,
-    ):
+    def __init__(self, test: FSDPProcessTest):
         self.rank = test.rank
-        self.model = (model or mixed_model()).to(test.device)
+        self.model = mixed_model().to(test.device)
         self.alone = copy.deepcopy(self.model)
-        shard_blocks(self.model, mesh=mesh)
+        shard_blocks(self.model, mesh=hybrid_mesh(WORLD_SIZE // 2))
 
     def backward(self, step: int, model: nn.Module | None = None) -> None:
         x = random_input(4, 9, seed=WORLD_SIZE * step + self.rank)
@@ -111,13 +100,12 @@ class OptimTest(FSDPProcessTest):
 
 class TestOptimizers(OptimTest):
     @parametrize("name", list(OPTIMIZERS))
-    @parametrize("mesh", list(MESHES))
-    def test_steps_as_one_process(self, name: str, mesh: str) -> None:
+    def test_steps_as_one_process(self, name: str) -> None:
         """
         To the last bit, as do the states, in the dtype of their parameter. Adam's
         kernels may round an element once less by its place in a shard, in each step.
         """
-        pair = Pair(self, MESHES[mesh]())
+        pair = Pair(self)
         optimizer = OPTIMIZERS[name](pair.model.parameters())
         alone = OPTIMIZERS[name](pair.alone.parameters())
         before = [own.detach().clone() for _, own in pair.params()]
@@ -137,14 +125,13 @@ class TestOptimizers(OptimTest):
                     self.check_equal(optimizer.state[param][key], state, tolerance)
                     self.assertEqual(state.dtype, own.dtype)
 
-    @parametrize("mesh", list(MESHES))
-    def test_muon(self, mesh: str) -> None:
+    def test_muon(self) -> None:
         """Orthogonalizes whole matrices in bf16, which sums in another order."""
 
         def matrices(model: nn.Module) -> list[nn.Parameter]:
             return [param for param in model.parameters() if param.dim() == 2]
 
-        pair = Pair(self, MESHES[mesh]())
+        pair = Pair(self)
         params, owns = matrices(pair.model), matrices(pair.alone)
         self.assertEqual({param.dtype for param in params}, {BF16, FP16})
         optimizers = Muon(params, lr=0.1), Muon(owns, lr=0.1)
@@ -161,7 +148,7 @@ class TestOptimizers(OptimTest):
 
     def test_steps_in_hooks(self) -> None:
         """Each parameter as soon as its gradient is reduced, and freed at once."""
-        hooked, plain = (Pair(self, shard_mesh()) for _ in range(2))
+        hooked, plain = (Pair(self) for _ in range(2))
         own: dict[nn.Parameter, Optimizer] = {}
 
         def step_now(param: nn.Parameter) -> None:
@@ -184,7 +171,7 @@ class TestOptimizers(OptimTest):
 
     @parametrize("set_to_none", [False, True])
     def test_zero_grad(self, set_to_none: bool) -> None:
-        pair = Pair(self, shard_mesh())
+        pair = Pair(self)
         pair.backward(0)
         pair.share_gradients()
         expected = [own.grad for _, own in pair.params()]
@@ -200,7 +187,7 @@ class TestOptimizers(OptimTest):
 
     def test_moving_average(self) -> None:
         """Made before sharding: a sharded model cannot be copied."""
-        pair = Pair(self, shard_mesh())
+        pair = Pair(self)
         average = get_ema_multi_avg_fn(0.5)
         averaged = AveragedModel(mixed_model().to(self.device), multi_avg_fn=average)
         shard_blocks(averaged.module, mesh=shard_mesh())
@@ -221,22 +208,12 @@ class TestOptimizers(OptimTest):
         with self.assertRaisesRegex(AssertionError, "does not support deepcopy"):
             AveragedModel(pair.model)
 
-    def test_what_sharded_tensors_refuse(self) -> None:
-        """As with parameters of one dtype: a limit of DTensor's operators."""
-        pair = Pair(self, shard_mesh(), linear_stack([FP32], dim=9))
-        pair.backward(0)
-        with self.assertRaisesRegex(NotImplementedError, "_fused_sgd_"):
-            SGD(pair.model.parameters(), lr=LR, fused=True).step()
-        with self.assertRaisesRegex(RuntimeError, "require placement changes"):
-            Adafactor(pair.model.parameters()).step()
-
 
 class TestGradients(OptimTest):
     @parametrize("foreach", [None, False, True])
-    @parametrize("mesh", list(MESHES))
-    def test_clipping(self, foreach: bool | None, mesh: str) -> None:
+    def test_clipping(self, foreach: bool | None) -> None:
         """One norm over all dtypes, and each gradient scaled in its own."""
-        pair = Pair(self, MESHES[mesh]())
+        pair = Pair(self)
         pair.backward(0)
         pair.share_gradients()
         grads = [own.grad.double() for _, own in pair.params()]

@@ -12,11 +12,10 @@ import copy
 import functools
 from typing import Any
 
-from fsdp_common.comms import group_of
+from fsdp_common.comms import group_of, thread_mesh
 from fsdp_common.utils import (
     FakeGroupTest,
     FSDPThreadTest,
-    linear_stack,
     mixed_model,
     random_input,
     record_collectives,
@@ -62,15 +61,13 @@ class Chain(nn.Sequential):
 
 
 @functools.cache
-def first_blocks(kind: str) -> nn.Sequential:
-    if kind == "uniform":
-        return linear_stack([torch.float32] * BLOCKS, dim=DIM)
+def first_blocks() -> nn.Sequential:
     return mixed_model(BLOCKS, dim=DIM)
 
 
-def make(kind: str, mesh: Any) -> Chain:
+def make(mesh: Any) -> Chain:
     """Returns blocks, each a unit, in a root that has no parameters of its own."""
-    model = Chain(*copy.deepcopy(first_blocks(kind)))
+    model = Chain(*copy.deepcopy(first_blocks()))
     shard_blocks(model, mesh=mesh)
     return model
 
@@ -95,15 +92,14 @@ class Boundary(nn.Module):
 
 class PrefetchTest(FSDPThreadTest):
     def setUp(self) -> None:
-        for kind in ("uniform", "mixed"):
-            first_blocks(kind)  # threads share the random number generator
+        first_blocks()  # threads share the random number generator
         super().setUp()
 
     def mesh(self) -> Any:
-        return init_device_mesh(self.device.type, (self.world_size,))
+        return thread_mesh(self.world_size)
 
     def noting(self, notes: list[Any]) -> nn.Sequential:
-        blocks = copy.deepcopy(first_blocks("mixed"))
+        blocks = copy.deepcopy(first_blocks())
         model = nn.Sequential(*(Boundary(b, notes, i) for i, b in enumerate(blocks)))
         return shard_blocks(model.to(self.device), mesh=self.mesh())
 
@@ -121,10 +117,11 @@ class PrefetchTest(FSDPThreadTest):
 
 
 class TestOrder(PrefetchTest):
-    def order(self, mode: BackwardPrefetch | None) -> tuple[list[Any], list[str]]:
+    def order(self, mode: Any) -> tuple[list[Any], list[str]]:
         notes: list[Any] = []
         model = self.noting(notes)
-        set_backward_prefetch(model, mode)
+        if mode != "default":
+            set_backward_prefetch(model, mode)
         for _ in range(2):
             loss = model(self.input()).sum()
             notes.clear()
@@ -133,31 +130,23 @@ class TestOrder(PrefetchTest):
         self.assert_at_rest(model)
         return notes, [call.name for call in recorder.calls]
 
-    def test_before_is_the_default(self) -> None:
-        notes: list[Any] = []
-        self.noting(notes)(self.input()).sum().backward()
-        self.assertEqual(self.order(PRE)[0], notes)
-
     def test_before(self) -> None:
-        ahead, calls = self.order(PRE)
-        self.assertEqual(ahead, [(3, False), (2, True), (1, True), (0, True)])
-        gather, reductions = "all_gather", ["reduce_scatter"] * 3
-        expected = [gather, gather, *reductions, gather, *reductions]
-        self.assertEqual(calls, [*expected, gather, *reductions, *reductions])
+        for mode in (PRE, "default"):
+            ahead, calls = self.order(mode)
+            self.assertEqual(ahead, [(3, False), (2, True), (1, True), (0, True)])
+            gather, reductions = "all_gather", ["reduce_scatter"] * 3
+            expected = [gather, gather, *reductions, gather, *reductions]
+            self.assertEqual(calls, [*expected, gather, *reductions, *reductions])
 
-    def test_after(self) -> None:
-        """As far ahead, but behind the reductions of the unit before."""
-        ahead, calls = self.order(POST)
-        self.assertEqual(ahead, [(3, False), (2, True), (1, True), (0, True)])
-        self.assertEqual(calls, ["all_gather", *["reduce_scatter"] * 3] * BLOCKS)
-
-    def test_never(self) -> None:
-        ahead, calls = self.order(None)
-        self.assertEqual(ahead, [(i, False) for i in reversed(range(BLOCKS))])
-        self.assertEqual(calls, ["all_gather", *["reduce_scatter"] * 3] * BLOCKS)
+    def test_after_and_never(self) -> None:
+        """As far ahead or not, but behind the reductions of the unit before."""
+        for mode, is_ahead in ((POST, True), (None, False)):
+            ahead, calls = self.order(mode)
+            self.assertEqual(ahead, [(3, False), *((i, is_ahead) for i in (2, 1, 0))])
+            self.assertEqual(calls, ["all_gather", *["reduce_scatter"] * 3] * BLOCKS)
 
     def test_forwards_without_gradients_are_not_recorded(self) -> None:
-        model = make("mixed", self.mesh())
+        model = make(self.mesh())
         for mode in (torch.no_grad, torch.inference_mode):
             with mode():
                 for _ in range(3):
@@ -177,7 +166,7 @@ class TestOrder(PrefetchTest):
                     x = checkpoint(block, x, use_reentrant=True)
                 return x
 
-        model = Checkpointed(*copy.deepcopy(first_blocks("mixed")))
+        model = Checkpointed(*copy.deepcopy(first_blocks()))
         shard_blocks(model, mesh=self.mesh())
         loss = model(self.input()).sum()
         groups = [group_of(block) for block in model]
@@ -201,11 +190,9 @@ class TestOrder(PrefetchTest):
 
 
 class TestSteps(PrefetchTest):
-    def steps(
-        self, kind: str, mode: BackwardPrefetch | None, detached: int | None
-    ) -> Any:
+    def steps(self, mode: BackwardPrefetch | None, detached: int | None) -> Any:
         """Trains, with a block whose input needs no gradient."""
-        model = make(kind, self.mesh())
+        model = make(self.mesh())
         model.detached = detached
         set_backward_prefetch(model, mode)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -220,12 +207,11 @@ class TestSteps(PrefetchTest):
             optimizer.zero_grad()
         return found
 
-    @parametrize("kind", ("uniform", "mixed"))
     @parametrize("detached", (None, 0, 2))
-    def test_bits_are_the_same(self, kind: str, detached: int) -> None:
-        expected = self.steps(kind, PRE, detached)
+    def test_bits_are_the_same(self, detached: int | None) -> None:
+        expected = self.steps(PRE, detached)
         for mode in (POST, None):
-            for one, other in zip(self.steps(kind, mode, detached), expected):
+            for one, other in zip(self.steps(mode, detached), expected):
                 self.assertTrue(torch.equal(one, other))
 
     def test_microbatches_that_reduce_nothing(self) -> None:
@@ -274,7 +260,7 @@ class TestSteps(PrefetchTest):
 
     def test_backward_that_is_given_up(self) -> None:
         """What was about to be gathered is not, and the next step is right."""
-        model, expected = (make("mixed", self.mesh()) for _ in range(2))
+        model, expected = (make(self.mesh()) for _ in range(2))
         x = self.input()
         set_backward_prefetch(model, POST)
         for fails in range(BLOCKS):
@@ -299,7 +285,7 @@ class TestSetting(FakeGroupTest):
         return [group_of(block).backward_prefetch for block in model]
 
     def test_which_units_are_meant(self) -> None:
-        model = make("mixed", init_device_mesh("cpu", (self.ranks,)))
+        model = make(init_device_mesh("cpu", (self.ranks,)))
         self.assertEqual(self.modes(model), [PRE] * BLOCKS)
         set_backward_prefetch(model[1], POST, recurse=False)
         self.assertEqual(self.modes(model), [PRE, POST, PRE, PRE])
@@ -311,7 +297,7 @@ class TestSetting(FakeGroupTest):
         self.assertEqual(self.modes(model), [PRE] * BLOCKS)
 
     def test_what_is_no_mode(self) -> None:
-        model = make("mixed", init_device_mesh("cpu", (self.ranks,)))
+        model = make(init_device_mesh("cpu", (self.ranks,)))
         with self.assertRaisesRegex(TypeError, "BACKWARD_POST or None, but got 'POST'"):
             set_backward_prefetch(model, "POST")
         self.assertEqual(self.modes(model), [PRE] * BLOCKS)
@@ -326,10 +312,8 @@ class TestSetting(FakeGroupTest):
 
 
 class TestMemory(FakeGroupTest):
-    def peak(self, kind: str, mode: BackwardPrefetch | None) -> int:
+    def peak(self, mode: BackwardPrefetch | None) -> int:
         model = mixed_model(BLOCKS, dim=128)
-        if kind == "uniform":
-            model = linear_stack([torch.float32] * BLOCKS, dim=128)
         shard_blocks(model, mesh=init_device_mesh("cpu", (self.ranks,)))
         set_backward_prefetch(model, mode)
         x = torch.ones(1, 128, requires_grad=True)
@@ -341,16 +325,14 @@ class TestMemory(FakeGroupTest):
             model(x).sum().backward()
         return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
 
-    @parametrize("kind", ("uniform", "mixed"))
-    def test_after_takes_no_more_than_never(self, kind: str) -> None:
+    def test_after_takes_no_more_than_never(self) -> None:
         """Of the next unit neither buffer nor parameters are there in backward."""
-        before, after, never = (self.peak(kind, mode) for mode in (PRE, POST, None))
+        before, after, never = (self.peak(mode) for mode in (PRE, POST, None))
         self.assertLess(after, before)
         self.assertEqual(after, never)
 
 
 instantiate_parametrized_tests(TestSteps)
-instantiate_parametrized_tests(TestMemory)
 
 if __name__ == "__main__":
     run_tests()

@@ -12,6 +12,7 @@ from itertools import chain
 from typing import Any
 from unittest import mock
 
+from fsdp_common.comms import BF16, FP16, FP32, FP64, thread_mesh
 from fsdp_common.release_rules import reduce_dtype
 from fsdp_common.utils import (
     CastLinear,
@@ -33,7 +34,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_summary import LayoutRow, LayoutS
 from torch.testing._internal.common_utils import run_tests
 
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # What 272 parameters in fp32, computed with in bf16, are reduced in, and their bytes
 ROOT_REDUCES = {BF16: "bfloat16              544", FP32: "float32             1,088"}[
     reduce_dtype(MixedPrecisionPolicy(param_dtype=BF16), FP32)
@@ -120,11 +120,9 @@ unit    parameters  elements  stored in  computes in  bytes gathered  reduced in
                  1       256  float16    bfloat16                512  float16               512  8 (4, then 2)
                  5       560  all                              1,280                      1,184"""
 
-    def test_prints_a_table(self) -> None:
-        self.assertEqual(str(layout_summary(sharded_units())), self.TEXT)
-
-    def test_is_the_same_before_and_after_steps(self) -> None:
+    def test_is_the_same_table_before_and_after_steps(self) -> None:
         model = sharded_units()
+        self.assertEqual(str(layout_summary(model)), self.TEXT)
         model(torch.ones(2, 16)).sum().backward()
         self.assertEqual(str(layout_summary(model)), self.TEXT)
 
@@ -155,19 +153,19 @@ unit    parameters  elements  stored in  computes in  bytes gathered  reduced in
     def test_gradient_dtypes(self) -> None:
         model = nn.Linear(8, 8, dtype=BF16)
         model.weight.grad_dtype, model.bias.grad_dtype = FP32, None
-        fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64))
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=FP64))
         *rows, _ = layout_summary(model).rows
         got = {row.names: row.grad_dtype for row in rows}
-        self.assertEqual(got, {("weight",): FP32, ("bias",): torch.float64})
+        self.assertEqual(got, {("weight",): FP32, ("bias",): FP64})
 
     def test_what_gradients_are_sent_in(self) -> None:
         def only_matrices(param: nn.Parameter) -> torch.dtype | None:
-            return torch.bfloat16 if param.ndim == 2 else None
+            return BF16 if param.ndim == 2 else None
 
         module = fully_shard(
             nn.Linear(4, 4),
             mp_policy=MixedPrecisionPolicy(
-                reduce_dtype=torch.float32, grad_comm_dtype_override_fn=only_matrices
+                reduce_dtype=FP32, grad_comm_dtype_override_fn=only_matrices
             ),
         )
         summary = layout_summary(module)
@@ -176,9 +174,8 @@ unit    parameters  elements  stored in  computes in  bytes gathered  reduced in
             for row in summary.rows[:-1]
         ]
         # Each rank has one row of both, which some have only as padding
-        fp32 = torch.float32
-        expected = [(fp32, None, 4 * self.ranks, None)]
-        expected.append((fp32, torch.bfloat16, 8 * self.ranks, float(self.ranks)))
+        expected = [(FP32, None, 4 * self.ranks, None)]
+        expected.append((FP32, BF16, 8 * self.ranks, float(self.ranks)))
         self.assertEqual(found, expected)
         self.assertIn("float32, sent in bfloat16", str(summary))
 
@@ -260,42 +257,26 @@ class TestSummaryOfSteps(FSDPThreadTest):
         model(x).sum().backward()
 
     def test_bytes_of_a_step(self) -> None:
-        torch.manual_seed(0)
-        model = nn.Sequential(Unit(), Unit()).to(self.device)
+        model: Any = nn.Sequential(Unit(), Unit())
         model[0].norm.requires_grad_(False)
         patterns = {"*.down.*": {"reduce_dtype": BF16}, "*.up.*": {"param_dtype": FP32}}
         policy = MixedPrecisionPolicy.by_name(model, patterns)
-        for unit in (*model, model):
-            fully_shard(unit, mp_policy=policy, reshard_after_forward=False)
-        # The root holds nothing itself
-        with record_collectives() as recorder:
-            self.run_units(model)
-        units = rows_by_unit(layout_summary(model))
-        gathered = [call.nbytes for call in recorder.all_gathers]
-        self.assertEqual(gathered, [rows[-1].gathered_nbytes for rows in units])
-        reduced = [(call.dtype, call.nbytes) for call in recorder.reduce_scatters]
-        self.assertEqual(reduced, [*chain(*map(reduced_bytes, units[::-1]))])
-        total = sum(rows[-1].reduced_nbytes for rows in units)
-        self.assertEqual(total, sum(nbytes for _, nbytes in reduced))
-        up, down, norm = reduce_dtype(MixedPrecisionPolicy(FP32), BF16), BF16, FP32
-        self.assertEqual(len(reduced), len({up, down}) + len({up, down, norm}))
-
-    def test_uneven_sizes_count_their_padding(self) -> None:
-        model = shard_blocks(mixed_model(2).to(self.device))
-        x = torch.ones(2, 9, device=self.device, requires_grad=True)
-        units = rows_by_unit(layout_summary(model))
-        with record_collectives() as recorder:
-            with torch.no_grad():
-                model(x)
-        gathered = [call.nbytes for call in recorder.all_gathers]
-        self.assertEqual(gathered, [rows[-1].gathered_nbytes for rows in units])
-        with record_collectives() as recorder:
-            model(x).sum().backward()
-        reduced = [call.nbytes for call in recorder.reduce_scatters]
-        expected = [*chain(*map(reduced_bytes, units[::-1]))]
-        self.assertEqual(reduced, [nbytes for _, nbytes in expected])
-        total = sum(rows[-1].reduced_nbytes for rows in units)
-        self.assertEqual(total, sum(reduced))
+        cases = [(model, 16, {"mp_policy": policy}), (mixed_model(2), 9, {})]
+        for model, dim, kwargs in cases:
+            shard_blocks(model, reshard_after_forward=False, **kwargs)
+            before = layout_summary(model)
+            x = torch.ones(2, dim, device=self.device, requires_grad=True)
+            # The root holds nothing itself
+            with record_collectives() as recorder:
+                model(x).sum().backward()
+            self.assertEqual(before, layout_summary(model))
+            units = rows_by_unit(before)
+            gathered = [call.nbytes for call in recorder.all_gathers]
+            self.assertEqual(gathered, [rows[-1].gathered_nbytes for rows in units])
+            reduced = [(call.dtype, call.nbytes) for call in recorder.reduce_scatters]
+            self.assertEqual(reduced, [*chain(*map(reduced_bytes, units[::-1]))])
+            total = sum(rows[-1].reduced_nbytes for rows in units)
+            self.assertEqual(total, sum(nbytes for _, nbytes in reduced))
 
     def test_all_of_a_unit_has_the_padding_of_its_segments(self) -> None:
         model = nn.Module()
@@ -328,8 +309,7 @@ class TestSummaryOfSteps(FSDPThreadTest):
 
     def test_shards_and_replicas_divide_by_all_ranks(self) -> None:
         model = Unit().to(self.device)
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        fully_shard(model, mesh=mesh)
+        fully_shard(model, mesh=thread_mesh(2, 2))
         *rows, total = layout_summary(model).rows
         with record_collectives() as recorder:
             self.run_units(model)
@@ -343,12 +323,10 @@ class TestSummaryOfSteps(FSDPThreadTest):
 
     def test_one_shard_rank_sends_nothing_in_the_comm_dtype(self) -> None:
         policy = MixedPrecisionPolicy(reduce_dtype=FP32, grad_comm_dtype=BF16)
-        names = "replicate", "shard"
-        one_shard = init_device_mesh("cpu", (4, 1), mesh_dim_names=names)
         for shard, mesh, verb in (
-            (replicate, init_device_mesh("cpu", (4,)), "cast to"),
-            (fully_shard, one_shard, "cast to"),
-            (fully_shard, init_device_mesh("cpu", (4,)), "sent in"),
+            (replicate, thread_mesh(4), "cast to"),
+            (fully_shard, thread_mesh(4, 1), "cast to"),
+            (fully_shard, thread_mesh(4), "sent in"),
         ):
             model = nn.Linear(16, 16, bias=False, dtype=BF16, device=self.device)
             shard(model, mesh=mesh, mp_policy=policy)
