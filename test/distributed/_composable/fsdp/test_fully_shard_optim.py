@@ -169,28 +169,23 @@ class TestOptimizers(OptimTest):
         for param, expected in zip(*models, strict=True):
             self.check_equal(param, full(expected))
 
-    @parametrize("set_to_none", [False, True])
-    def test_zero_grad(self, set_to_none: bool) -> None:
+    def test_zero_grad(self) -> None:
         pair = Pair(self)
         pair.backward(0)
         pair.share_gradients()
-        expected = [own.grad for _, own in pair.params()]
-        pair.model.zero_grad(set_to_none)
+        pair.model.zero_grad(set_to_none=False)
         for param, own in pair.params():
-            if set_to_none:
-                self.assertIsNone(param.grad)
-            else:
-                self.check_equal(param.grad, torch.zeros_like(own))
+            self.check_equal(param.grad, torch.zeros_like(own))
         pair.backward(0)
-        for (param, _), grad in zip(pair.params(), expected, strict=True):
-            self.check_equal(param.grad, grad)
+        for param, own in pair.params():
+            self.check_equal(param.grad, own.grad)
 
     def test_moving_average(self) -> None:
         """Made before sharding: a sharded model cannot be copied."""
         pair = Pair(self)
         average = get_ema_multi_avg_fn(0.5)
         averaged = AveragedModel(mixed_model().to(self.device), multi_avg_fn=average)
-        shard_blocks(averaged.module, mesh=shard_mesh())
+        shard_blocks(averaged.module, mesh=hybrid_mesh(WORLD_SIZE // 2))
         alone = AveragedModel(pair.alone, multi_avg_fn=average)
         optimizers = sgd()(pair.model.parameters()), sgd()(pair.alone.parameters())
         for step in range(STEPS):
@@ -205,12 +200,10 @@ class TestOptimizers(OptimTest):
         for param, own in zip(*models, strict=True):
             self.check_equal(param, own)
         pair.backward(0, averaged)
-        with self.assertRaisesRegex(AssertionError, "does not support deepcopy"):
-            AveragedModel(pair.model)
 
 
 class TestGradients(OptimTest):
-    @parametrize("foreach", [None, False, True])
+    @parametrize("foreach", [None, False])
     def test_clipping(self, foreach: bool | None) -> None:
         """One norm over all dtypes, and each gradient scaled in its own."""
         pair = Pair(self)
