@@ -2,8 +2,7 @@
 
 """
 Gradients of mixed dtypes over shards and replicas: HSDP, replicate, microbatches
-that sync in different ways, divide factors, the all-reduce hook, and tensor
-parallelism beneath.
+that sync in different ways, divide factors and the all-reduce hook.
 
 Most tests give each rank's gradients directly, see :class:`GivenGrads`, and
 compare with their mean over ranks and microbatches in fp64. The bound is
@@ -24,7 +23,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_common.comms import backward, GivenGrads, group_of, thread_mesh
+from fsdp_common.comms import (
+    backward,
+    BF16,
+    FP16,
+    FP32,
+    FP64,
+    GivenGrads,
+    group_of,
+    mesh_of,
+)
 from fsdp_common.release_rules import (
     FOLLOWS_GRAD_DTYPE,
     REDUCE_ARGUMENTS,
@@ -45,7 +53,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     fully_shard,
@@ -68,11 +76,11 @@ from torch.testing._internal.common_utils import run_tests, TestCase
 # Name of each parameter to its shape and dtype: dim 0 smaller than a shard group,
 # not divisible by it, and divisible by it
 SHAPES = {
-    "fp32": ((9, 3), torch.float32),
-    "fp32_single": ((1,), torch.float32),
-    "bf16": ((16, 2), torch.bfloat16),
-    "bf16_uneven": ((5, 2), torch.bfloat16),
-    "fp16": ((8,), torch.float16),
+    "fp32": ((9, 3), FP32),
+    "fp32_single": ((1,), FP32),
+    "bf16": ((16, 2), BF16),
+    "bf16_uneven": ((5, 2), BF16),
+    "fp16": ((8,), FP16),
 }
 ALL = tuple(SHAPES)
 NO_POLICY = MixedPrecisionPolicy()
@@ -122,7 +130,7 @@ def rounding_bound(
     eps = max(torch.finfo(d).eps for d in dtypes)
     roundings = ranks + len(schedule) + 4
     magnitude = mean_grad(name, ranks, schedule, torch.abs)
-    return eps / 2 * roundings * magnitude + torch.finfo(torch.float16).tiny
+    return eps / 2 * roundings * magnitude + torch.finfo(FP16).tiny
 
 
 def mean_grad(
@@ -131,12 +139,11 @@ def mean_grad(
     schedule: Sequence[Microbatch],
     of: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
 ) -> torch.Tensor:
-    total = torch.zeros(SHAPES[name][0], dtype=torch.float64)
+    total = torch.zeros(SHAPES[name][0], dtype=FP64)
     for i, microbatch in enumerate(schedule):
         if name in microbatch.params:
-            total += sum(
-                of(given_grad(name, rank, i).double()) for rank in range(ranks)
-            )
+            grads = (given_grad(name, rank, i).double() for rank in range(ranks))
+            total += sum(map(of, grads))
     return total / ranks
 
 
@@ -197,23 +204,23 @@ class TestManyRanks(FSDPThreadTest):
             [*(Microbatch(p, "scatter") for p in (first, second)), Microbatch(third)],
             [Microbatch(ALL, "scatter"), Microbatch(["fp16"])],
         ):
-            check_schedule(self.rank, thread_mesh(4, 8), schedule)
+            check_schedule(self.rank, mesh_of(4, 8), schedule)
 
     def test_one_dimension_of_size_one(self):
         schedule = [Microbatch(ALL, "scatter"), Microbatch(["fp16"], "none")]
         schedule.append(Microbatch(ALL))
         for sizes in ((1, 32), (32, 1)):
-            check_schedule(self.rank, thread_mesh(*sizes), schedule)
-        check_schedule(self.rank, thread_mesh(32), schedule, api=replicate)
+            check_schedule(self.rank, mesh_of(*sizes), schedule)
+        check_schedule(self.rank, mesh_of(32), schedule, api=replicate)
 
     def test_fp16_neither_overflows_nor_underflows(self):
         """8 before and 4 after: 32 at once would lose one of the two values."""
         large, small = 2.0**13, 2.0**-20
-        values = torch.tensor([large, small], dtype=torch.float16)
+        values = torch.tensor([large, small], dtype=FP16)
         self.assertEqual((values / 32)[1].item(), 0)
         self.assertEqual((values * 32)[0].item(), float("inf"))
-        model = model_of({"p": ((2,), torch.float16)})
-        backward(fully_shard(model, mesh=thread_mesh(4, 8)), p=values)
+        model = model_of({"p": ((2,), FP16)})
+        backward(fully_shard(model, mesh=mesh_of(4, 8)), p=values)
         self.assertEqual(full_grad(model.p), values.double())
 
 
@@ -225,7 +232,7 @@ class TestProcesses(FSDPProcessTest):
         with record_collectives() as recorder:
             run_backward(model, self.rank, [Microbatch(ALL)])
         issued = [(c.name, c.dtype) for c in recorder.calls if c.name != "all_gather"]
-        dtypes = (torch.float32, torch.bfloat16, torch.float16)
+        dtypes = (FP32, BF16, FP16)
         kinds = ("reduce_scatter", "all_reduce")
         self.assertEqual(issued, [(kind, dtype) for dtype in dtypes for kind in kinds])
         with record_collectives() as recorder:
@@ -256,19 +263,18 @@ class TestProcesses(FSDPProcessTest):
         with mock.patch.object(param_group, name, with_a_row_more):
             for params in (THREE_DIFFERENT, [ALL] * 3, [ALL, ALL, ["fp16"]]):
                 syncs = ("scatter", "scatter", "all")
-                check_schedule(
-                    self.rank, hybrid_mesh(2), [*map(Microbatch, params, syncs)]
-                )
+                schedule = [*map(Microbatch, params, syncs)]
+                check_schedule(self.rank, hybrid_mesh(2), schedule)
 
     def test_microbatches_add_up_in_a_wider_grad_dtype(self):
         """Which users have set: bf16 would add up 256, 1 and -256 to 0."""
-        dtype = torch.bfloat16
+        dtype = BF16
         setters = "set_requires_all_reduce", "set_requires_gradient_sync"
         for setter, reduce_dtype in itertools.product(setters, (dtype, None)):
             policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
             model = model_of({"p": ((4,), dtype), "q": ((4,), dtype)})
             for param in model.parameters():
-                param.grad_dtype = torch.float32
+                param.grad_dtype = FP32
             fully_shard(model, mesh=hybrid_mesh(2), mp_policy=policy)
             for i, value in enumerate((256.0, 1.0, -256.0)):
                 getattr(model, setter)(i == 2)
@@ -280,13 +286,11 @@ class TestProcesses(FSDPProcessTest):
                 in_fp32 = FOLLOWS_GRAD_DTYPE and reduce_dtype is None
                 expected = torch.full((4,), 257.0 if in_fp32 else 256.0).double()
                 self.assertEqual(full_grad(model.q), expected)
-                self.assertEqual(model.p.grad.dtype, torch.float32)
+                self.assertEqual(model.p.grad.dtype, FP32)
 
     def test_replicas_use_the_same_parameters_in_another_order(self):
+        """Also if others replace the reduction: it gets no plan, but the same arguments."""
         self.check_parameters_in_another_order()
-
-    def test_reduction_that_others_replace_gets_the_same_arguments(self):
-        """No plan comes along: which parameter lies where, it finds out itself."""
         own, calls = param_group.foreach_reduce, []
 
         def foreach_reduce(*args, **kwargs):
@@ -311,7 +315,7 @@ class TestProcesses(FSDPProcessTest):
         """What replicas all-reduce in the end is laid out alike nevertheless."""
         orders = {False: ("first", "second"), True: ("second", "first")}
         for last in ((), ("first",), ("first", "second")):
-            shapes = dict.fromkeys(orders[False], ((4,), torch.float32))
+            shapes = dict.fromkeys(orders[False], ((4,), FP32))
             model = fully_shard(model_of(shapes), mesh=hybrid_mesh(2))
             expected = dict.fromkeys(shapes, 0.0)
             for i in range(2 + bool(last)):
@@ -341,7 +345,7 @@ class TestProcesses(FSDPProcessTest):
             check_schedule(self.rank, mesh, schedule, prepare=prepare, scale=scale)
 
     def test_reduce_dtype_that_changes_before_the_all_reduce_is_an_error(self):
-        model = model_of({"p": ((4,), torch.float32)})
+        model = model_of({"p": ((4,), FP32)})
         fully_shard(model, mesh=hybrid_mesh(2))
         group = group_of(model)
 
@@ -353,17 +357,17 @@ class TestProcesses(FSDPProcessTest):
             backward(model, p=1.0)
 
         for is_last in (False, True):
-            microbatch(torch.float32, is_last=False)
+            microbatch(FP32, is_last=False)
             with self.assertRaisesRegex(
                 RuntimeError,
                 r"p was reduced in torch\.float32 in an earlier microbatch, whose "
                 r"all-reduce was deferred, and would be in torch\.bfloat16 now",
             ):
-                microbatch(torch.bfloat16, is_last)
+                microbatch(BF16, is_last)
             model.reset_iter_state()
-            microbatch(torch.bfloat16, is_last=False)
-            microbatch(torch.bfloat16, is_last=True)
-            expected = torch.full((4,), 2.0, dtype=torch.float64)
+            microbatch(BF16, is_last=False)
+            microbatch(BF16, is_last=True)
+            expected = torch.full((4,), 2.0, dtype=FP64)
             self.assertEqual(full_grad(model.p), expected)
             self.assertEqual(group._reducer.partial_reduces, {})
             model.zero_grad()
@@ -377,8 +381,8 @@ class TestProcesses(FSDPProcessTest):
 
         for mesh in (hybrid_mesh(2), hybrid_mesh(4)["shard"]):
             seen.clear()
-            handle = torch.get_device_module(self.device)
             # Native HSDP has a stream of its own for the hook
+            handle = torch.get_device_module(self.device)
             stream = handle.Stream() if mesh.ndim == 1 else None
             check_schedule(
                 self.rank,
@@ -388,7 +392,7 @@ class TestProcesses(FSDPProcessTest):
                 scale=2,
             )
             shards = mesh.size(-1)
-            numels = dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), 0)
+            numels = dict.fromkeys((FP32, BF16, FP16), 0)
             for shape, dtype in SHAPES.values():
                 rows = -(-shape[0] // shards)
                 numels[dtype] += rows * torch.Size(shape[1:]).numel()
@@ -422,7 +426,7 @@ SCHEDULES = st.lists(
     min_size=1,
     max_size=4,
 )
-DTYPES = st.sampled_from([None, torch.float32, torch.bfloat16])
+DTYPES = st.sampled_from([None, FP32, BF16])
 POLICIES = st.builds(MixedPrecisionPolicy, DTYPES, DTYPES)
 
 
@@ -435,7 +439,7 @@ class TestRandomSchedules(TestCase):
 
         @spawn_threads_and_init_comms(world_size=4)
         def run(self: TestCase) -> None:
-            check_schedule(dist.get_rank(), thread_mesh(*mesh_shape), schedule, policy)
+            check_schedule(dist.get_rank(), mesh_of(*mesh_shape), schedule, policy)
 
         run(self)
 
@@ -460,18 +464,12 @@ class TestBuffers(FakeGroupTest):
         api: Callable[..., Any] = fully_shard,
         **kwargs: Any,
     ) -> Any:
-        dtypes = (torch.bfloat16, torch.float32 if is_mixed else torch.bfloat16)
+        dtypes = (BF16, FP32 if is_mixed else BF16)
         shapes = {"weight": ((64, 64), dtypes[0]), "gain": ((64,), dtypes[1])}
         model = Layers(model_of(shapes) for _ in range(layers))
         for layer in model:
             api(layer, **kwargs)
         return api(model, **kwargs)
-
-    def backward(self, model: nn.Module) -> None:
-        model(torch.zeros(1, requires_grad=True)).sum().backward()
-
-    def mesh(self) -> DeviceMesh:
-        return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
     def test_all_groups_of_a_module_are_one_unit(self) -> None:
         """One group for each mesh: the buffers of the module before are not waited for."""
@@ -496,8 +494,12 @@ class TestBuffers(FakeGroupTest):
         allocate = _fsdp_collectives.allocate
 
         def most_alive(layers: int, is_mixed: bool, mode: str) -> int:
-            policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-            mesh = self.mesh() if mode != "hook" else self.mesh()["shard"]
+            policy = MixedPrecisionPolicy(reduce_dtype=FP32)
+            mesh = (
+                mesh_of(2, 2, device="cpu")
+                if mode != "hook"
+                else mesh_of(2, 2, device="cpu")["shard"]
+            )
             model = self.make(layers, is_mixed, mesh=mesh, mp_policy=policy)
             if mode == "hook":
                 for unit in (*model, model):
@@ -517,7 +519,7 @@ class TestBuffers(FakeGroupTest):
                 for is_last in (False, True) if mode == "deferred" else (True,):
                     model.set_requires_all_reduce(is_last)
                     counts.clear()
-                    self.backward(model)
+                    backward(model)
             return max(counts) - (layers if mode == "deferred" else 0)
 
         modes = "plain", "deferred", "hook"
@@ -529,33 +531,29 @@ class TestBuffers(FakeGroupTest):
 
     def test_gradients_keep_nothing_else_alive(self) -> None:
         sent = MixedPrecisionPolicy(
-            grad_comm_dtype=torch.bfloat16,
-            grad_comm_dtype_override_fn=lambda p: (
-                torch.float32 if p.ndim == 1 else None
-            ),
+            grad_comm_dtype=BF16,
+            grad_comm_dtype_override_fn=lambda p: FP32 if p.ndim == 1 else None,
         )
         policies = {
             "none": MixedPrecisionPolicy(),
-            "fp32": MixedPrecisionPolicy(reduce_dtype=torch.float32),
+            "fp32": MixedPrecisionPolicy(reduce_dtype=FP32),
             "sent": sent,
         }
-        meshes = {"plain": self.mesh()["shard"], "hsdp": self.mesh()}
-        modes = itertools.product(policies, (*meshes, "replicate"), (None, 1.0))
-        for policy, mesh, cap in modes:
-            kwargs = {"mesh": meshes[mesh]} if mesh in meshes else {}
-            model = self.make(
-                3,
-                is_mixed=True,
-                mp_policy=policies[policy],
-                api=fully_shard if mesh in meshes else replicate,
-                **kwargs,
-            )
+        hybrid = mesh_of(2, 2, device="cpu")
+        apis = {
+            "plain": (fully_shard, {"mesh": hybrid["shard"]}),
+            "hsdp": (fully_shard, {"mesh": hybrid}),
+            "replicate": (replicate, {}),
+        }
+        for policy, how, cap in itertools.product(policies, apis, (None, 1.0)):
+            api, kwargs = apis[how]
+            model = self.make(3, True, mp_policy=policies[policy], api=api, **kwargs)
             set_reduce_bucket_cap(model, cap)
-            self.backward(model)
+            backward(model)
             grads = [p.grad._local_tensor for p in model.parameters()]
             storages = {g.untyped_storage().data_ptr(): g for g in grads}
             held = sum(g.untyped_storage().nbytes() for g in storages.values())
-            with self.subTest(f"{policy}, {mesh}, {cap}"):
+            with self.subTest(f"{policy}, {how}, {cap}"):
                 self.assertLessEqual(held, 1.05 * sum(g.nbytes for g in grads))
 
 
@@ -565,10 +563,9 @@ class TestAssignedPartialReduce(FakeGroupTest):
     ranks = 4
 
     def test_only_what_the_unit_reduces_is_accepted(self) -> None:
-        model = model_of({"p": ((8,), torch.float32)})
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        group = group_of(fully_shard(model, mesh=mesh))
-        for dtype, numel in ((torch.bfloat16, 4), (torch.float32, 5)):
+        model = model_of({"p": ((8,), FP32)})
+        group = group_of(fully_shard(model, mesh=mesh_of(2, 2, device="cpu")))
+        for dtype, numel in ((BF16, 4), (FP32, 5)):
             with self.assertRaisesRegex(
                 ValueError,
                 f"_partial_reduce_output of unit .* got {numel} elements of {dtype}, "

@@ -21,11 +21,12 @@ from fsdp_common.comms import (
     BF16,
     FP16,
     FP32,
+    FP64,
     GivenGrads,
     group_of,
-    thread_mesh,
+    mesh_of,
 )
-from fsdp_common.release_rules import reduce_arguments, reduce_dtype, summed_apart_dtype
+from fsdp_common.release_rules import reduce_dtype, summed_apart_dtype
 from fsdp_common.utils import (
     FakeGroupTest,
     FSDPThreadTest,
@@ -44,7 +45,6 @@ from torch.distributed.fsdp import (
     layout_summary,
     MixedPrecisionPolicy,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
 from torch.distributed.tensor import distribute_tensor, DTensor, Replicate, Shard
 from torch.testing._internal.common_utils import run_tests
 
@@ -78,6 +78,13 @@ def reductions(
     ]
     widest_first = (FP32, BF16, FP16)
     return [(d, 4 * dtypes.count(d)) for d in widest_first if d in dtypes]
+
+
+def reduced(model: nn.Module, **grads: float) -> list[tuple[torch.dtype, int]]:
+    """Returns dtype and size of each reduction of a backward."""
+    with record_collectives() as recorder:
+        backward(model, **grads)
+    return [(call.dtype, call.numel) for call in recorder.reduce_scatters]
 
 
 def grad_of(param: nn.Parameter) -> torch.Tensor:
@@ -149,11 +156,10 @@ class TestUnits(FSDPThreadTest):
         policies = {"a": (FP32, None)}
         fully_shard(model, mp_policy=by_name(model, policies))
         model.bfloat16()
-        with record_collectives() as recorder:
-            backward(model, a=1.0, b=1.0)
+        self.assertEqual(
+            reduced(model, a=1.0, b=1.0), reductions({"a": BF16, "b": BF16}, policies)
+        )
         self.assertEqual(model.seen, {"a": FP32, "b": BF16})
-        reduced = [(call.dtype, call.numel) for call in recorder.reduce_scatters]
-        self.assertEqual(reduced, reductions({"a": BF16, "b": BF16}, policies))
         self.assertEqual({p.grad.dtype for p in model.parameters()}, {BF16})
 
     def test_sums_over_microbatches_run_in_each_reduce_dtype(self) -> None:
@@ -179,10 +185,7 @@ class TestUnits(FSDPThreadTest):
         for unfrozen in "cba":
             model.get_parameter(unfrozen).requires_grad_(True)
             trained[unfrozen] = FP32
-            with record_collectives() as recorder:
-                backward(model, **grads)
-            reduced = [(call.dtype, call.numel) for call in recorder.reduce_scatters]
-            self.assertEqual(reduced, reductions(trained, policies))
+            self.assertEqual(reduced(model, **grads), reductions(trained, policies))
         self.assertEqual(grad_of(model.c), torch.full((4,), 3.0))
         self.assertEqual(grad_of(model.a), torch.ones(4))
 
@@ -190,7 +193,7 @@ class TestUnits(FSDPThreadTest):
         stored = {"a": FP32, "b": FP32, "c": BF16}
         model = given(**stored)
         policies = {"a": (BF16, None), "c": (None, FP32)}
-        replicate(model, mp_policy=by_name(model, policies), mesh=thread_mesh(2))
+        replicate(model, mp_policy=by_name(model, policies), mesh=mesh_of(2))
         with record_collectives() as recorder:
             backward(model, a=1.0, b=1.0, c=1.0)
         self.assertEqual(model.seen, {"a": BF16, "b": FP32, "c": BF16})
@@ -296,9 +299,12 @@ class TestGradDtype(FSDPThreadTest):
         kwargs.setdefault("mp_policy", MixedPrecisionPolicy(reduce_dtype=FP32))
         return fully_shard(model, **kwargs)
 
-    def backward(self, model: GivenGrads, names: str = "abcd") -> None:
-        """Its mean over the ranks is 128.5, which is 128 in bf16."""
-        backward(model, **dict.fromkeys(names, (256.0, 1.0)[self.rank]))
+    def grads(self, names: str) -> dict[str, float]:
+        """Their mean over the ranks is 128.5, which is 128 in bf16."""
+        return dict.fromkeys(names, (256.0, 1.0)[self.rank])
+
+    def backward(self, model: GivenGrads) -> None:
+        backward(model, **self.grads("abcd"))
 
     def check(self, param: nn.Parameter, dtype: torch.dtype, value: float) -> None:
         grad = grad_of(param)
@@ -307,15 +313,12 @@ class TestGradDtype(FSDPThreadTest):
         self.assertEqual(param.grad._spec.tensor_meta.dtype, dtype)
 
     def test_gradient_is_cast_once_from_the_reduce_dtype(self) -> None:
-        model = self.sharded({"a": FP32, "c": BF16, "d": torch.float64})
-        with record_collectives() as recorder:
-            self.backward(model)
-        (reduction,) = recorder.reduce_scatters
-        self.assertEqual((reduction.dtype, reduction.numel), (FP32, 16))
+        model = self.sharded({"a": FP32, "c": BF16, "d": FP64})
+        self.assertEqual(reduced(model, **self.grads("abcd")), [(FP32, 16)])
         self.check(model.a, FP32, 128.5)
         self.check(model.b, BF16, 128.0)
         self.check(model.c, BF16, 128.0)
-        self.check(model.d, torch.float64, 128.5)
+        self.check(model.d, FP64, 128.5)
         self.assertEqual({p.dtype for p in (model.a, model.b)}, {BF16})
 
     def test_none_is_what_the_reduction_gave(self) -> None:
@@ -332,10 +335,8 @@ class TestGradDtype(FSDPThreadTest):
         model = given(a=FP32, b=FP32, c=BF16)
         model.a.grad_dtype = BF16
         fully_shard(model)
-        with record_collectives() as recorder:
-            self.backward(model, "abc")
-        reduced = [(call.dtype, call.numel) for call in recorder.reduce_scatters]
-        self.assertEqual(reduced, [(FP32, 8), (BF16, 4)])
+        found = reduced(model, **self.grads("abc"))
+        self.assertEqual(found, [(FP32, 8), (BF16, 4)])
         self.check(model.a, BF16, 128.0)
         self.check(model.b, FP32, 128.5)
 
@@ -381,57 +382,22 @@ class TestGradDtype(FSDPThreadTest):
             self.check(model.c, FP32, 128.5)
 
     def test_stays_when_the_parameter_is_cast(self) -> None:
-        model = self.sharded({"a": torch.float64})
+        model = self.sharded({})
+        model.a.grad_dtype = FP64  # or set on the sharded parameter
         model.float()
         self.backward(model)
-        self.check(model.a, torch.float64, 128.5)
+        self.check(model.a, FP64, 128.5)
         self.check(model.b, FP32, 128.5)
-
-    def test_set_on_the_sharded_parameter(self) -> None:
-        model = self.sharded({})
-        model.a.grad_dtype = FP32
-        self.backward(model)
-        self.check(model.a, FP32, 128.5)
 
     def test_with_overrides(self) -> None:
         model = given(a=BF16, b=BF16, c=FP32)
         model.a.grad_dtype, model.b.grad_dtype, model.c.grad_dtype = FP32, None, None
         fully_shard(model, mp_policy=by_name(model, {"a": (None, FP32)}))
-        with record_collectives() as recorder:
-            self.backward(model, "abc")
-        reduced = [(call.dtype, call.numel) for call in recorder.reduce_scatters]
-        self.assertEqual(reduced, [(FP32, 8), (BF16, 4)])
+        found = reduced(model, **self.grads("abc"))
+        self.assertEqual(found, [(FP32, 8), (BF16, 4)])
         self.check(model.a, FP32, 128.5)
         self.check(model.b, BF16, 128.0)
         self.check(model.c, FP32, 128.5)
-
-    def test_vendors_call_of_foreach_reduce(self) -> None:
-        for orig_dtype in (None, BF16):
-            model = self.sharded({"a": FP32})
-            self.backward(model)
-            model.zero_grad()
-            group = group_of(model)
-            stream = group.comm_ctx.reduce_scatter_stream
-            grads = [torch.full((4,), (256.0, 1.0)[self.rank]).bfloat16()] * 2
-            arguments = reduce_arguments(
-                fsdp_params=[*group.fsdp_params[:2]],
-                unsharded_grads=[grad.to(self.device) for grad in grads],
-                reduce_scatter_group=group.mesh_info.shard_process_group,
-                reduce_scatter_stream=stream,
-                reduce_scatter_comm=group._reduce_scatter_comm,
-                orig_dtype=orig_dtype,
-                reduce_dtype=FP32,
-                device=self.device,
-                gradient_divide_factor=None,
-                all_reduce_group=None,
-                all_reduce_stream=stream,
-                all_reduce_grads=True,
-                partial_reduce_output=None,
-                all_reduce_hook=None,
-            )
-            foreach_reduce(*arguments.values())
-            self.check(model.a, FP32, 128.5)
-            self.check(model.b, BF16, 128.0)
 
 
 class TestHybrid(FSDPThreadTest):
@@ -442,7 +408,7 @@ class TestHybrid(FSDPThreadTest):
     def test_resharded_to_fewer_ranks(self) -> None:
         model = given(a=FP32, b=FP32)
         policy = by_name(model, {"a": (BF16, None)})
-        kwargs = {"mesh": thread_mesh(4), "reshard_after_forward": 2}
+        kwargs = {"mesh": mesh_of(4), "reshard_after_forward": 2}
         fully_shard(model, mp_policy=policy, **kwargs)
         with record_collectives() as recorder:
             backward(model, a=1.0, b=1.0)
@@ -459,7 +425,7 @@ class TestHybrid(FSDPThreadTest):
         model.a.grad_dtype, model.b.grad_dtype = FP32, None
         fully_shard(
             model,
-            mesh=thread_mesh(2, 2),
+            mesh=mesh_of(2, 2),
             mp_policy=MixedPrecisionPolicy(reduce_dtype=FP32),
         )
         for names, all_reduces in (("abc", False), ("c", True)):

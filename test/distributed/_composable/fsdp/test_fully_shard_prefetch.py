@@ -12,7 +12,7 @@ import copy
 import functools
 from typing import Any
 
-from fsdp_common.comms import group_of, thread_mesh
+from fsdp_common.comms import group_of, mesh_of
 from fsdp_common.utils import (
     FakeGroupTest,
     FSDPThreadTest,
@@ -96,7 +96,7 @@ class PrefetchTest(FSDPThreadTest):
         super().setUp()
 
     def mesh(self) -> Any:
-        return thread_mesh(self.world_size)
+        return mesh_of(self.world_size)
 
     def noting(self, notes: list[Any]) -> nn.Sequential:
         blocks = copy.deepcopy(first_blocks())

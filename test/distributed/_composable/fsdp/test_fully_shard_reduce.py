@@ -21,11 +21,11 @@ from fsdp_common.comms import (
     FP16,
     FP32,
     group_of,
+    mesh_of,
     NoReduceScatter,
     policy_of,
     sharded,
     Spec,
-    thread_mesh,
     ThreadTest,
 )
 from fsdp_common.utils import (
@@ -37,7 +37,7 @@ from fsdp_common.utils import (
 from fsdp_parity.comms import KeptScatter, SymmMemStub
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import (
     _fsdp_collectives,
@@ -112,6 +112,18 @@ class TestReduce(ThreadTest):
         for _ in range(3):
             self.reduce(unit, self.new_grads(), reduce_dtype=FP32)
         self.assert_reduced(unit, self.SPECS, self.DTYPES, FP32, times=3)
+
+    def test_a_grad_dtype_comes_before_the_original_dtype(self):
+        specs = [Spec((4,), BF16), Spec((4,), BF16)]
+        for orig_dtype in (None, BF16):
+            unit = self.unit(specs)
+            unit.fsdp_params[0].sharded_param.grad_dtype = FP32
+            grads = self.grads(specs, [BF16, BF16])
+            self.reduce(unit, grads, orig_dtype=orig_dtype, reduce_dtype=FP32)
+            for i, dtype in enumerate((FP32, BF16)):
+                expected = self.mean_shard(i, Spec((4,), dtype), BF16, FP32)
+                grad = unit.fsdp_params[i].sharded_param.grad
+                self.assert_same(grad.to_local(), expected)
 
     def test_gradient_that_is_no_dtensor_is_an_error_that_names_the_parameter(self):
         unit = self.new_unit()
@@ -280,7 +292,7 @@ class TestHybridReduce(ThreadTest):
     DTYPES = (BF16, FP32, BF16)
 
     def test_sum_of_microbatches_is_kept_in_the_reduce_dtype(self):
-        mesh = thread_mesh(2, 2)
+        mesh = mesh_of(2, 2)
         unit = group_of(sharded(self.SPECS, mesh, device=THREAD_DEVICE_TYPE))
         unit.lazy_init()
         how = {"all_reduce_group": unit.mesh_info.replicate_process_group}
@@ -339,7 +351,7 @@ class TestSymmetricMemory(FakeGroupTest):
         """As `set_reduce_scatter_max_input_buffers` wants it of units of one dtype."""
         sizes = {FP32: (8, 4), BF16: (8, 8), FP16: (8, 8)}  # all of 128 bytes
         specs = [Spec(size, dtype) for dtype, size in sizes.items()]
-        model = sharded(specs, init_device_mesh("cpu", (self.ranks,)), device="cpu")
+        model = sharded(specs, mesh_of(self.ranks, device="cpu"), device="cpu")
         model.set_force_sum_reduction_for_comms(True)
         pool, waited = NeverSplitPool(), []
 
@@ -380,7 +392,7 @@ class TestEmptyParameters(FakeGroupTest):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 return (x * self.weight).sum() + self.rows.sum() + self.columns.sum()
 
-        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+        mesh = mesh_of(2, 4, device="cpu")
         for zeros, syncs in itertools.product((False, True), repeat=2):
             model = fully_shard(Model(), mesh=mesh)
             model.set_reduce_scatter_unused_params(zeros)
@@ -430,16 +442,16 @@ class TestOrder(FakeGroupTest):
         return [n for n in issued if n in (self.COPY_IN, self.SCATTER, self.ALL_REDUCE)]
 
     def test_all_copy_ins_come_first(self) -> None:
-        issued = self.issued(init_device_mesh("cpu", (self.ranks,)))
+        issued = self.issued(mesh_of(self.ranks, device="cpu"))
         self.assertEqual(issued, [self.COPY_IN] * 3 + [self.SCATTER] * 3)
 
     def test_each_all_reduce_runs_beside_the_next_reduce_scatter(self) -> None:
-        issued = self.issued(thread_mesh(2, self.ranks // 2))
+        issued = self.issued(mesh_of(2, self.ranks // 2, device="cpu"))
         both = [self.SCATTER, self.ALL_REDUCE]
         self.assertEqual(issued, [self.COPY_IN] * 3 + both * 3)
 
     def test_a_buffer_that_serves_all_is_sent_before_it_is_filled_again(self) -> None:
-        mesh = init_device_mesh("cpu", (self.ranks,))
+        mesh = mesh_of(self.ranks, device="cpu")
         issued = self.issued(mesh, KeptScatter())
         self.assertEqual(issued, [self.COPY_IN, self.SCATTER] * 3)
 
@@ -457,7 +469,7 @@ class TestOrder(FakeGroupTest):
             mock.patch.object(UnitAgreement, "add_note") as add_note,
             self.assertRaisesRegex(ValueError, "failed"),
         ):
-            self.forward(init_device_mesh("cpu", (self.ranks,))).backward()
+            self.forward(mesh_of(self.ranks, device="cpu")).backward()
         (_, buckets), _ = add_note.call_args
         self.assertEqual((add_note.call_count, len(buckets)), (1, 3))
         return explained

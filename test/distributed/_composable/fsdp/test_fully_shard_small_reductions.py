@@ -20,7 +20,7 @@ from unittest import mock, skipUnless
 
 import pytest
 
-from fsdp_common.comms import FP32, group_of, thread_mesh
+from fsdp_common.comms import FP32, group_of, mesh_of
 from fsdp_common.release_rules import FOLLOWS_GRAD_DTYPE
 from fsdp_common.utils import (
     BACKEND,
@@ -158,7 +158,7 @@ class JoinTest(FSDPThreadTest):
         **kwargs: Any,
     ) -> nn.Sequential:
         model = kind(*copy.deepcopy(first_blocks())).to(self.device)
-        kwargs.setdefault("mesh", thread_mesh(self.world_size))
+        kwargs.setdefault("mesh", mesh_of(self.world_size))
         for unit in (*model, model):
             api(unit, **kwargs)
         set_reduce_bucket_cap(model, cap)
@@ -437,7 +437,7 @@ class TestExcluded(JoinTest):
         self.assert_nothing_waits(model)
 
     def test_deferred_all_reduces(self):
-        model = self.make(mesh=thread_mesh(2, 2))
+        model = self.make(mesh=mesh_of(2, 2))
         for batch in range(3):
             model.set_requires_all_reduce(batch > 0)
             with record_collectives() as seen:

@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any
 from unittest import mock
 
-from fsdp_common.comms import BF16, FP16, FP32, FP64, thread_mesh
+from fsdp_common.comms import BF16, FP16, FP32, FP64, mesh_of
 from fsdp_common.release_rules import reduce_dtype
 from fsdp_common.utils import (
     CastLinear,
@@ -309,7 +309,7 @@ class TestSummaryOfSteps(FSDPThreadTest):
 
     def test_shards_and_replicas_divide_by_all_ranks(self) -> None:
         model = Unit().to(self.device)
-        fully_shard(model, mesh=thread_mesh(2, 2))
+        fully_shard(model, mesh=mesh_of(2, 2))
         *rows, total = layout_summary(model).rows
         with record_collectives() as recorder:
             self.run_units(model)
@@ -324,9 +324,9 @@ class TestSummaryOfSteps(FSDPThreadTest):
     def test_one_shard_rank_sends_nothing_in_the_comm_dtype(self) -> None:
         policy = MixedPrecisionPolicy(reduce_dtype=FP32, grad_comm_dtype=BF16)
         for shard, mesh, verb in (
-            (replicate, thread_mesh(4), "cast to"),
-            (fully_shard, thread_mesh(4, 1), "cast to"),
-            (fully_shard, thread_mesh(4), "sent in"),
+            (replicate, mesh_of(4), "cast to"),
+            (fully_shard, mesh_of(4, 1), "cast to"),
+            (fully_shard, mesh_of(4), "sent in"),
         ):
             model = nn.Linear(16, 16, bias=False, dtype=BF16, device=self.device)
             shard(model, mesh=mesh, mp_policy=policy)

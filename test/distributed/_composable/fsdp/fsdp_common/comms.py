@@ -143,10 +143,10 @@ def group_of(module: nn.Module) -> FSDPParamGroup:
     return module._get_fsdp_state()._fsdp_param_group
 
 
-def thread_mesh(*sizes: int) -> DeviceMesh:
-    """Returns a mesh of threads: to shard over, or to replicate and to shard over."""
+def mesh_of(*sizes: int, device: str = THREAD_DEVICE_TYPE) -> DeviceMesh:
+    """Returns a mesh to shard over, or to replicate and to shard over."""
     names = ("replicate", "shard")[-len(sizes) :]
-    return init_device_mesh(THREAD_DEVICE_TYPE, sizes, mesh_dim_names=names)
+    return init_device_mesh(device, sizes, mesh_dim_names=names)
 
 
 def integers(
@@ -165,7 +165,7 @@ class ThreadTest(FSDPThreadTest):
     """Calls into the collectives directly, on a unit of this thread's rank."""
 
     def mesh(self) -> DeviceMesh:
-        return thread_mesh(self.world_size)
+        return mesh_of(self.world_size)
 
     def unit(self, specs: Sequence[Spec], **kwargs: Any) -> FSDPParamGroup:
         module = sharded(specs, self.mesh(), device=THREAD_DEVICE_TYPE, **kwargs)
