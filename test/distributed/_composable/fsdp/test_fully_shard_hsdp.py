@@ -67,7 +67,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     ReduceResult,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_context import FSDPCommContext
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.common_distributed import spawn_threads_and_init_comms
 from torch.testing._internal.common_utils import run_tests, TestCase

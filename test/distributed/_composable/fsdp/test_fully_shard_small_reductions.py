@@ -67,7 +67,7 @@ BLOCKS, DIM = 3, 9
 # MiB: never reached, and one that a few buckets reach
 CAPS = {"at_the_end": 1.0, "now_and_then": 0.002}
 
-# Of `fsdp_mixed_dtype/parity.py`, what happens to gradients
+# Of `fsdp_parity/modes.py`, what happens to gradients
 UNIFORM = (
     "fp32 fp16 param_bf16_reduce_fp32 root_only accumulate_in_turns several_backwards "
     "group_run_in_part frozen unused_by_rank cpu_offload_accumulate divide_fp16 "
