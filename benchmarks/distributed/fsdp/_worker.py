@@ -26,7 +26,6 @@ MODULES = {
     "step": "_step_time",
     "memory": "_peak_memory",
     "kernels": "_kernels",
-    "copies": "_copies",
     "late": "_late_kernels",
     "sanitizer": "_device",
     "alignment": "_device",

@@ -247,29 +247,20 @@ class TestComparison(ImportingTest):
 
 
 class TestStudies(ImportingTest):
-    """Of collectives: over nodes of 8, in which a hop takes 1 us, and 5 us between."""
+    """Of collectives, over nodes of 8."""
 
     def test_a_ring_and_an_all_to_all(self) -> None:
         import studies
         from _calls import Call
 
-        def us(call: Call, trees: bool) -> float:
-            return studies.seconds(call, studies.Network(), trees=trees) * 1e6
-
-        # 7 of 8 parts of 2.4 MB at 300 GB/s
-        for kind, passes in {"all-gather": 1, "all-reduce": 2}.items():
-            call = Call(kind, 2_400_000, 8, 1)
-            self.assertAlmostEqual(us(call, False), passes * (7 + 7))
-            self.assertAlmostEqual(us(call, True), passes * (3 + 7))
-            self.assertEqual(studies.sent(call), (passes * 2_100_000, 0))
-        # 8 parts of 16 go to the other node, at 50 GB/s
-        call = Call("all-to-all", 1_600_000, 16, 1)
-        self.assertEqual(studies.sent(call), (700_000, 800_000))
-        self.assertAlmostEqual(us(call, True), 1 + 5 + 7 / 3 + 16)
-        # Of replicas, each is in another node
-        call = Call("all-reduce", 2_000_000, 4, 8)
-        self.assertEqual(studies.sent(call), (0, 3_000_000))
-        self.assertAlmostEqual(us(call, False), 2 * (3 * 5 + 30))
+        # 7 of 8 parts; of 16, 8 go to the other node; replicas are in other nodes
+        for call, sent in {
+            Call("all-gather", 2_400_000, 8, 1): (2_100_000, 0),
+            Call("all-reduce", 2_400_000, 8, 1): (4_200_000, 0),
+            Call("all-to-all", 1_600_000, 16, 1): (700_000, 800_000),
+            Call("all-reduce", 2_000_000, 4, 8): (0, 3_000_000),
+        }.items():
+            self.assertEqual(studies.sent(call), sent)
 
     def test_counts(self) -> None:
         printed = run_python(str(FOLDER / "studies.py"), "counts").splitlines()

@@ -39,7 +39,7 @@ class TestObservers(FakeGroupTest):
     ranks = RANKS
 
     def looks(self, run: Any) -> int:
-        with mock.patch.object(group_file.host, "look_for_traces") as look:
+        with mock.patch.object(group_file.observers, "look_for_traces") as look:
             run(torch.ones(1, RANKS))
         return look.call_count
 
