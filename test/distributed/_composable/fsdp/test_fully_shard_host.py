@@ -68,17 +68,6 @@ class TestCompiler(DeviceFreeTest):
         with mock.patch.object(torch._dynamo, "disable", side_effect=AssertionError):
             self.assertEqual(hook(), "called")
 
-    def test_a_hook_of_what_is_exported_says_why_it_is_skipped(self) -> None:
-        hook = _dynamo_disable(lambda: "called")
-        disable = torch._dynamo.disable
-        with (
-            mock.patch.object(torch.compiler, "_is_compiling_flag", True),
-            mock.patch.object(torch._dynamo, "disable", wraps=disable) as disabling,
-        ):
-            self.assertEqual([hook(), hook()], ["called", "called"])
-        disabling.assert_called_once()
-        self.assertEqual(disabling.call_args.kwargs["reason"], "skipping FSDP hooks")
-
     def test_a_hook_of_a_compiled_program_is_not_traced(self) -> None:
         callbacks, graphs = [], []
 

@@ -91,20 +91,13 @@ class TestKept(DeviceFreeTest):
         (self.root / "fsdp_second/deep/helper.py").unlink()
         self.assertTrue(self.ran())
 
-    def test_a_script_is_known_by_what_it_holds(self) -> None:
-        script = str(self.root / "alone.py")
-        self.put("alone.py", "EXAMPLES")
-        self.assertEqual([self.ran(script), self.ran(script)], [True, False])
-        for path in ("examples/example.py", "alone.py"):
-            self.put(path, "changed")
-            self.assertEqual([self.ran(script), self.ran(script)], [True, False])
-
     def test_arguments_variables_and_surroundings_matter(self) -> None:
         for args, env in (
             (SCRIPT, {"PYTHONHASHSEED": "1"}),
             (SCRIPT, {"PYTHONHASHSEED": "2"}),
             (SCRIPT[:-1], None),
             (("-c", "import fsdp_first"), None),
+            ((str(self.root / "fsdp_first/script.py"),), None),
         ):
             self.assertTrue(self.ran(*args, env=env), (args, env))
         cpuinfo = "model name : A\nflags : avx2\n"
@@ -118,14 +111,6 @@ class TestKept(DeviceFreeTest):
             self.ran()
             with patch:
                 self.assertTrue(self.ran(), patch)
-
-    def test_a_damaged_result_runs_it_again(self) -> None:
-        self.ran()
-        (file,) = (self.root / "kept").iterdir()
-        whole = file.read_bytes()
-        for damaged in (b"", whole[:-1], b"0" + whole, whole[:-1] + b"?"):
-            file.write_bytes(damaged)
-            self.assertEqual([self.ran(), self.ran()], [True, False], damaged)
 
     def test_nothing_is_kept_of_a_run_during_which_a_file_changes(self) -> None:
         def edit() -> int:
@@ -150,27 +135,22 @@ class TestKept(DeviceFreeTest):
 @unittest.skipIf(torch.accelerator.is_available(), "no fork could use it")
 class TestForks(DeviceFreeTest):
     def test_failures_are_told(self) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            code = (
-                "import os, sys, time\nif __name__ == '__main__':\n  exec(sys.argv[-1])"
-            )
-            (Path(folder) / "probe.py").write_text(code)
-            with mock.patch("sys.path", [*sys.path, folder]):
-                printed = run_forked("probe", "print(sys.argv); sys.exit(0)")
-                self.assertIn("probe.py', 'print(", printed)
-                for ending, status, text in (
-                    ("sys.exit(3)", 3, ""),
-                    ("sys.exit('why')", 1, "why\n"),
-                    ("raise ValueError('wrong')", 1, "ValueError: wrong\n"),
-                    ("os.kill(os.getpid(), 9)", -9, ""),
-                ):
-                    with self.assertRaises(AssertionError) as raised:
-                        run_forked("probe", ending)
-                    told = str(raised.exception)
-                    self.assertTrue(told.startswith(f"Exit status {status}:"), told)
-                    self.assertTrue(told.endswith(text), told)
-                with self.assertRaisesRegex(TimeoutError, "probe was not done"):
-                    run_forked("probe", "time.sleep(600)", timeout=1)
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            mock.patch("sys.path", [*sys.path, folder]),
+        ):
+            (Path(folder) / "probe.py").write_text("import sys; exec(sys.argv[-1])")
+            self.assertEqual(run_forked("probe", "print(1); sys.exit(0)"), "1\n")
+            for ending, told in (
+                ("sys.exit(3)", "Exit status 3:"),
+                ("sys.exit('why')", "Exit status 1:\nwhy"),
+                ("raise ValueError('wrong')", "(?s)Exit status 1:.*ValueError: wrong"),
+                ("import os; os.kill(os.getpid(), 9)", "Exit status -9:"),
+            ):
+                with self.assertRaisesRegex(AssertionError, told):
+                    run_forked("probe", ending)
+            with self.assertRaisesRegex(TimeoutError, "probe was not done"):
+                run_forked("probe", "import time; time.sleep(600)", timeout=1)
 
 
 if __name__ == "__main__":

@@ -74,30 +74,19 @@ class TestInputs(HooksTest):
         self.assertTrue(torch.equal(arrived, given))
         self.assertEqual(given.grad.tolist(), [1.0, 1.0])
 
-    def test_tensors_of_their_own(self) -> None:
-        x, y = (torch.rand(2, requires_grad=True) for _ in range(2))
-        mask = torch.ones(2)
-        args, kwargs = self.run_with(x, mask, None, 3, mask=mask, y=y, name="a")
-        self.assert_passed(args[0], x)
-        self.assert_passed(kwargs["y"], y)
-        self.assertIs(args[1], mask)
-        self.assertEqual(args[2:], (None, 3))
-        self.assertEqual([*kwargs], ["mask", "y", "name"])
-        self.assertIs(kwargs["mask"], mask)
-        self.assertEqual(kwargs["name"], "a")
-
-    def test_tensors_in_containers(self) -> None:
-        x, y, z = (torch.rand(2, requires_grad=True) for _ in range(3))
+    def test_tensors_in_containers_or_not(self) -> None:
         mask, other = torch.ones(2), object()
-        args, kwargs = self.run_with(
-            [x, mask], other, states={"y": (y, None)}, z=z, mask=mask
-        )
-        self.assert_passed(args[0][0], x)
-        self.assert_passed(kwargs["states"]["y"][0], y)
-        self.assert_passed(kwargs["z"], z)
-        self.assertIs(args[0][1], mask)
-        self.assertIs(args[1], other)
-        self.assertEqual([*kwargs], ["states", "z", "mask"])
+        for x_of in (lambda t: t, lambda t: [t, None], lambda t: {"x": (t, mask)}):
+            x, y = (torch.rand(2, requires_grad=True) for _ in range(2))
+            args, kwargs = self.run_with(x_of(x), mask, 3, y=y, mask=mask, other=other)
+            self.assert_passed(tree_leaves(args)[0], x)
+            self.assert_passed(kwargs["y"], y)
+            self.assertEqual(type(args[0]), type(x_of(x)))
+            self.assertIs(args[1], mask)
+            self.assertEqual(args[2:], (3,))
+            self.assertEqual([*kwargs], ["y", "mask", "other"])
+            self.assertIs(kwargs["mask"], mask)
+            self.assertIs(kwargs["other"], other)
 
     def test_without_gradients_nothing_is_replaced(self) -> None:
         x, mask = torch.rand(2), torch.ones(2)

@@ -192,26 +192,23 @@ class Moves(TorchDispatchMode):
 
 
 class TestOffload(DeviceFreeTest):
+    """From the host to a device, which has no memory here."""
+
     @pytest.mark.quick
     def test_shards_are_moved_one_at_a_time(self) -> None:
-        """From the host to a device, which has no memory here, if to be cast there."""
-        shards = [torch.ones(8) for _ in range(5)]
-        for dtype, expected in ((FP32, (0, 0)), (BF16, (5, 1))):
-            layout = layouts.plan_gather([dtype] * 5, [8] * 5)
-            planned = layouts.plan_copy_in(layout, [FP32] * 5)
-            segment = torch.empty(40, dtype=dtype, device="meta")
+        """If they are to be cast there, and not again what an extension has moved."""
+        for dtype, devices, expected in (
+            (FP32, ["cpu"] * 5, (0, 0)),
+            (BF16, ["cpu"] * 5, (5, 1)),
+            (BF16, ["meta", "cpu", "cpu"], (2, 1)),
+        ):
+            shards = [torch.ones(8, device=device) for device in devices]
+            layout = layouts.plan_gather([dtype] * len(shards), [8] * len(shards))
+            planned = layouts.plan_copy_in(layout, [FP32] * len(shards))
+            segment = torch.empty(8 * len(shards), dtype=dtype, device="meta")
             with Moves() as moves:
                 copies._copy_in(segment, planned, shards)
             self.assertEqual((len(moves.moved), moves.most), expected)
-
-    def test_what_an_extension_has_moved_is_not_moved_again(self) -> None:
-        shards = [torch.ones(8, device=device) for device in ("meta", "cpu", "cpu")]
-        layout = layouts.plan_gather([BF16] * 3, [8] * 3)
-        segment = torch.empty(24, dtype=BF16, device="meta")
-        with Moves() as moves:
-            copies._copy_in(segment, layouts.plan_copy_in(layout, [FP32] * 3), shards)
-            copies.copy_each([*segment.split(8)], shards)
-        self.assertEqual(len(moves.moved), 4)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ One process, which stands for a rank of four: its group sends nothing.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import importlib
@@ -32,7 +33,6 @@ from fsdp_common.parity_layers import (
     Stack,
     stack,
 )
-from fsdp_common.release_rules import FOLLOWS_GRAD_DTYPE
 from fsdp_common.scenarios import IS_BRANCH, POLICIES
 
 import torch
@@ -40,6 +40,9 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import (
+    RegisterPostBackwardFunction,
+)
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
@@ -48,40 +51,6 @@ MODULES = ("_fsdp_collectives", "_fsdp_param_group")
 # Files that the release has as well
 RELEASED = (*MODULES, "_fsdp_api", "_fsdp_common", "_fsdp_param", "_fully_shard")
 RANKS = 4
-
-GROUP_ATTRIBUTES = (
-    "fsdp_params modules mesh_info post_forward_mesh_info comm_ctx lazy_init unshard "
-    "wait_for_unshard reshard pre_forward post_forward pre_backward post_backward "
-    "finalize_backward is_unsharded is_sharded is_sharded_post_forward reduce_grads "
-    "all_reduce_grads reshard_after_backward unshard_async_op unshard_in_backward "
-    "gradient_divide_factor force_sum_reduction_for_comms reduce_scatter_unused_params "
-    "reduce_scatter_max_input_buffers set_allocate_memory_from_process_group "
-    "set_symm_mem _set_separate_reduce_scatter_group _prefetch_unshard "
-    "_reset_iter_state _training_state _sharded_state _module_fqn _param_group_index "
-    "_num_param_groups _all_gather_comm _reduce_scatter_comm _all_reduce_hook "
-    "_all_reduce_hook_stream _is_hsdp _all_gather_result _post_forward_indices "
-    "_reset_sharded_params use_training_state device device_handle "
-    "offload_policy _all_gather_process_group _reduce_scatter_process_group "
-    "_reshard_after_forward _use_post_forward_mesh _with_fqn"
-).split()
-CONTEXT_ATTRIBUTES = (
-    "lazy_init get_all_gather_streams device_handle all_gather_copy_in_stream "
-    "all_gather_stream reduce_scatter_stream all_reduce_stream all_gather_state "
-    "reduce_scatter_states post_forward_order _last_post_reduce_events "
-    "reduce_scatter_max_input_buffers"
-).split()
-if FOLLOWS_GRAD_DTYPE:
-    GROUP_ATTRIBUTES += (
-        "_post_backward_pending _partial_reduce_output _all_gather_output_fn "
-        "_prepare_reduce_scatter_inputs"
-    ).split()
-    CONTEXT_ATTRIBUTES += (
-        "active_gradient_reduction wait_all_gather_streams_on_event "
-        "release_all_gather_state_for_comm_reuse "
-        "release_all_gather_state_on_current_stream"
-    ).split()
-else:
-    GROUP_ATTRIBUTES += ["mp_policy"]
 
 
 def modules() -> Iterator[tuple[str, Any]]:
@@ -186,15 +155,16 @@ def train(model: nn.Module, steps: int) -> nn.Module:
 
 
 def attributes(model: nn.Module) -> dict[str, dict[str, str]]:
-    """Of a group and of the context, as they are once initialized."""
+    """Of a group and of the context, private ones too, once they are initialized."""
     (group,) = model.blocks[1]._get_fsdp_state()._fsdp_param_groups
-    return {
-        "group": {name: described(getattr(group, name)) for name in GROUP_ATTRIBUTES},
-        "context": {
-            name: described(getattr(group.comm_ctx, name))
-            for name in CONTEXT_ATTRIBUTES
-        },
-    }
+    found: dict[str, dict[str, str]] = {}
+    for title, owner in (("group", group), ("context", group.comm_ctx)):
+        of_owner = found[title] = {}
+        for name in dir(owner):
+            if not name.startswith("__"):
+                with contextlib.suppress(AssertionError):  # of another mesh
+                    of_owner[name] = described(getattr(owner, name))
+    return found
 
 
 def step_on_fake_tensors(kind: str, mesh: DeviceMesh) -> dict[str, Any]:
@@ -286,6 +256,8 @@ def main() -> None:
         "signatures": signatures(),
         "names": names(),
         "fields": fields(),
+        # Asked by functorch of whatever a unit's inputs pass through
+        "has_vmap_rule": RegisterPostBackwardFunction.generate_vmap_rule,
     }
     for kind in ("uniform", "mixed") if IS_BRANCH else ("uniform",):
         held = {f"held after {n} steps": examine(kind, mesh, n) for n in (0, 2)}

@@ -1,14 +1,15 @@
 """
-Prints, as JSON, the peak of memory within post-backward of one rank of two, with
-whatever torch is imported. The group sends nothing.
+Prints, as JSON, the peak of memory of one rank of two in a step, which is one of its
+post-backward, with whatever torch is imported. The group sends nothing.
 """
 
 from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 from unittest import mock
 
@@ -20,7 +21,6 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -29,7 +29,6 @@ RANKS = 2
 ROWS, COLUMNS, COUNT = 64, 32, 4
 ELEMENTS = ROWS * COLUMNS * COUNT
 FP32, BF16 = torch.float32, torch.bfloat16
-STEP = "one post-backward"
 
 
 class Weights(nn.Module):
@@ -103,41 +102,19 @@ def unobserved() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def marked(method: str) -> Iterator[None]:
-    """Gives the profiler a range around a method of all groups."""
-    group = _fsdp_param_group.FSDPParamGroup
-    original: Callable[..., Any] = getattr(group, method)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with torch.profiler.record_function(STEP):
-            return original(*args, **kwargs)
-
-    with mock.patch.object(group, method, run):
-        yield
-
-
 def peak_nbytes(model: nn.Module) -> int:
-    """Returns the peak within post-backward, above what is there before the step."""
+    """Returns the peak of a step, above what is there before it."""
     gc.collect()  # of the case before, which would be freed in between
     cpu = torch.profiler.ProfilerActivity.CPU
-    with unobserved(), marked("post_backward"):
+    with unobserved():
         for _ in range(3):
             step(model)
         with torch.profiler.profile(activities=[cpu], profile_memory=True) as profiler:
             step(model)
-    events = sorted(
-        profiler.profiler.kineto_results.events(), key=lambda e: e.start_ns()
-    )
-    ranges = [(e.start_ns(), e.end_ns()) for e in events if e.name() == STEP]
-    begin, end = ranges[0]
-    held = peak = 0
-    for event in events:
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            if begin <= event.start_ns() <= end:
-                peak = max(peak, held)
-    return peak
+    events = profiler.profiler.kineto_results.events()
+    changes = [e for e in events if e.name() == "[memory]"]
+    changes.sort(key=lambda event: event.start_ns())
+    return max(accumulate(event.nbytes() for event in changes))
 
 
 def main() -> None:

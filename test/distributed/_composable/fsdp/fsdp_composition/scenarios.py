@@ -10,13 +10,13 @@ dtypes. The release cuts these into one unit for each dtype.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import inspect
 import logging
 import sys
+import unittest
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -351,38 +351,23 @@ def profiler_ranges(place: Place) -> Record:
     return {"ranges": ranges}
 
 
-@contextlib.contextmanager
-def logged() -> Iterator[list[tuple[str, str]]]:
-    """Collects levels and texts of what FSDP logs, instead of printing it."""
-    logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
-    before = logger.level, logger.propagate
-    messages: list[tuple[str, str]] = []
-    handler = logging.Handler()
-    handler.addFilter(lambda r: r.name == logger.name)  # no tables of layouts
-    handler.emit = lambda r: messages.append((r.levelname, r.getMessage()))
-    logger.setLevel(logging.DEBUG)
-    logger.propagate = False
-    logger.addHandler(handler)
-    try:
-        yield messages
-    finally:
-        logger.removeHandler(handler)
-        level, logger.propagate = before
-        logger.setLevel(level)
-
-
 @seen_alike
 def log_messages(place: Place) -> Record:
     """Of steps with and without a reduction, and with a forward again in backward."""
     model = sharded_stack(place)
-    with logged() as messages:
+    logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
+    with unittest.TestCase().assertLogs(logger, logging.DEBUG) as logged:
         one_backward(model, place, 0)
         model.set_requires_gradient_sync(False)
         one_backward(model, place, 1)
         model.set_requires_gradient_sync(True)
         wrap_blocks(model, CheckpointImpl.REENTRANT)
-        one_backward(model, place, 2)
-    return {"messages": messages}
+        with CommDebugMode() as mode:
+            one_backward(model, place, 2)
+    records = [r for r in logged.records if r.name == logger.name]  # but for tables
+    messages = [(r.levelname, r.getMessage()) for r in records]
+    gathers = mode.get_comm_counts()[torch.ops.c10d._allgather_base_]
+    return {"messages": messages, "gathers": gathers}
 
 
 @seen_alike

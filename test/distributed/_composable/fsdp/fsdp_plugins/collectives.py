@@ -11,6 +11,7 @@ import json
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +47,6 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.utils._python_dispatch import TorchDispatchMode
-
-
-OPERATORS = (
-    "fsdp::all_gather_copy_in",
-    "fsdp::split_with_sizes_copy",
-    f"fsdp::{CHUNK_CAT}",
-)
 
 
 # What is gathered #
@@ -159,51 +153,27 @@ def count_of(names: list[str]) -> dict[str, int]:
     return dict(sorted(ours.items()))
 
 
-class Watching(TorchDispatchMode):
-    """Sees each operator that is called."""
+@contextlib.contextmanager
+def dispatched() -> Iterator[list[str]]:
+    names: list[str] = []
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(func._schema.name)
+            return func(*args, **(kwargs or {}))
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func._schema.name)
-        return func(*args, **(kwargs or {}))
-
-
-@scenario
-def operators_that_a_dispatch_mode_sees(place: Place) -> Record:
-    record: Record = {}
-    for policy in ("none", "bf16_reduce_fp32"):
-        model = place.sharded(policy)
-        record[policy] = train(model, place)
-        with Watching() as watching:
-            record[f"{policy} watched"] = train(model, place, steps=range(2, 3))
-        record[f"{policy} counts"] = count_of(watching.names)
-    return record
+    with Watching():
+        yield names
 
 
-@scenario
-def operators_and_ranges_that_profilers_see(place: Place) -> Record:
-    record: Record = {}
-    cpu = [torch.profiler.ProfilerActivity.CPU]
-    all_threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-    for name, config in (("plain", None), ("all threads", all_threads)):
-        model = place.sharded("bf16_reduce_fp32")
-        train(model, place)
-        with torch.profiler.profile(
-            activities=cpu, experimental_config=config
-        ) as profiler:
-            one_backward(model, place, 2)
-        record[name] = count_of([event.name for event in profiler.events()])
-    model = place.sharded("bf16_reduce_fp32")
-    train(model, place)
-    for name in ("not from Python", "not from Python, once more"):
-        with profiled_on_demand() as names:
-            one_backward(model, place, 2)
-        record[name] = count_of(names)
-        record[f"{name}, then not"] = train(model, place, steps=range(3, 4))
-    return record
+@contextlib.contextmanager
+def profiled(*, all_threads: bool) -> Iterator[list[str]]:
+    cpu, names = [torch.profiler.ProfilerActivity.CPU], []
+    experimental = torch._C._profiler._ExperimentalConfig
+    config = experimental(profile_all_threads=True) if all_threads else None
+    with torch.profiler.profile(activities=cpu, experimental_config=config) as profiler:
+        yield names
+    names += [event.name for event in profiler.events()]
 
 
 @contextlib.contextmanager
@@ -221,39 +191,52 @@ def profiled_on_demand() -> Iterator[list[str]]:
     names += [event.name() for event in events]
 
 
-@scenario
-def operators_and_ranges_of_an_execution_trace(place: Place) -> Record:
-    model = place.sharded("bf16_reduce_fp32")
-    train(model, place)
+@contextlib.contextmanager
+def traced() -> Iterator[list[str]]:
+    observer, names = torch.profiler.ExecutionTraceObserver(), []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
-        observer = torch.profiler.ExecutionTraceObserver()
         observer.register_callback(str(path))
         observer.start()
-        one_backward(model, place, 2)
+        yield names
         observer.stop()
         observer.unregister_callback()
-        nodes = json.loads(path.read_text())["nodes"]
-    return {"counts": count_of([node["name"] for node in nodes])}
+        names += [node["name"] for node in json.loads(path.read_text())["nodes"]]
 
 
-def copy_in_of_a_vendor(
-    calls: Counter[str],
-) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    def copy_in(inputs, output, split_sizes, numel, rank):
-        calls["copy in"] += 1
-        own = output.narrow(0, numel * rank, numel)
-        for slot, tensor in zip(own.split(split_sizes), inputs, strict=True):
-            slot.copy_(tensor)
-        return own, output
+OBSERVERS = {
+    "dispatch mode": dispatched,
+    "profiler": partial(profiled, all_threads=False),
+    "profiler of all threads": partial(profiled, all_threads=True),
+    "profiler on demand": profiled_on_demand,
+    "profiler on demand, once more": profiled_on_demand,
+    "execution trace": traced,
+}
 
-    return copy_in
+
+@scenario
+def operators_and_ranges_that_observers_see(place: Place) -> Record:
+    model = place.sharded("bf16_reduce_fp32")
+    record = train(model, place)
+    for name, observe in OBSERVERS.items():
+        with observe() as names:
+            observed = train(model, place, steps=range(2, 3))
+        afterwards = train(model, place, steps=range(3, 4))
+        record[name] = observed | afterwards | {"calls": count_of(names)}
+    return record
 
 
 @contextlib.contextmanager
 def kernels_of_a_vendor(key: str) -> Iterator[Counter[str]]:
     """Replaces the operators' kernels for a kind of device, and counts their calls."""
     calls: Counter[str] = Counter()
+
+    def copy_in(inputs, output, split_sizes, numel, rank):
+        calls["copy in"] += 1
+        own = output.narrow(0, numel * rank, numel)
+        for slot, tensor in zip(own.split(split_sizes), inputs, strict=True):
+            slot.copy_(tensor)
+        return own, output
 
     def split(output, split_sizes, dim=0, *, out):
         calls["split"] += 1
@@ -265,10 +248,14 @@ def kernels_of_a_vendor(key: str) -> Iterator[Counter[str]]:
         torch._chunk_cat(tensors, dim, num_chunks, out=out)
 
     library = torch.library.Library("fsdp", "IMPL")
-    kernels = (copy_in_of_a_vendor(calls), split, chunk_cat)
+    kernels = {
+        "all_gather_copy_in": copy_in,
+        "split_with_sizes_copy": split,
+        CHUNK_CAT: chunk_cat,
+    }
     try:
-        for operator, kernel in zip(OPERATORS, kernels):
-            library.impl(operator.removeprefix("fsdp::"), kernel, key)
+        for operator, kernel in kernels.items():
+            library.impl(operator, kernel, key)
         yield calls
     finally:
         library._destroy()
