@@ -21,9 +21,9 @@ from fsdp_common.utils import (
 from fsdp_common.utils import (
     shard_blocks as shard_children,
 )
-from fsdp_parity.models import BF16, DIM, FP16, FP32, mixed_tower, Part
-from fsdp_parity.modes import LR, shard_last_dim, shard_root_only, units_of
-from fsdp_parity.reference import Reference, run_model, run_skipping, SideBySide
+from fsdp_parity.models import BF16, DIM, FP16, FP32, mixed_tower
+from fsdp_parity.modes import shard_last_dim, shard_root_only
+from fsdp_parity.reference import run_model, run_skipping, SideBySide
 
 import torch
 import torch.nn as nn
@@ -64,32 +64,6 @@ class ComplexPart(nn.Module):
         return F.linear(y.to(self.mix.dtype), self.mix)
 
 
-class Tables(nn.Module):
-    """Frozen parameters that are no floating-point numbers, or of one byte."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name, values in self.expected().items():
-            self.register_parameter(name, nn.Parameter(values, requires_grad=False))
-        self.seen: dict[str, torch.Tensor] = {}
-
-    @staticmethod
-    def expected() -> dict[str, torch.Tensor]:
-        return {
-            "index": torch.arange(DIM) * 3_000_000_019,
-            "mask": torch.arange(DIM) % 3 != 0,
-            "small": torch.arange(5, dtype=torch.uint8) * 50,
-            "byte": torch.tensor([-128, 127, 3], dtype=torch.int8),
-            "eighth": torch.linspace(-2, 2, 7).to(torch.float8_e4m3fn),
-            "wide": torch.linspace(0, 1, 3, dtype=torch.float64),
-        }
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen = {name: p.detach().clone() for name, p in self.named_parameters()}
-        kept = torch.where(self.mask, x, 0)
-        return kept + (self.index % 7 + self.byte.sum()).to(x.dtype) / 64
-
-
 class TestMixedDtypeTraining(FSDPProcessTest):
     def side_by_side(self, *args: Any, **kwargs: Any) -> SideBySide:
         return SideBySide(self, mixed_tower(), *args, **kwargs)
@@ -98,6 +72,7 @@ class TestMixedDtypeTraining(FSDPProcessTest):
     def test_policy(self, policy: str) -> None:
         self.side_by_side(policy=POLICIES[policy]).train()
 
+    @pytest.mark.quick
     def test_resharded_to_two(self) -> None:
         pair = self.side_by_side(reshard_after_forward=2)
         pair.train(steps=1)
@@ -122,23 +97,6 @@ class TestMixedDtypeTraining(FSDPProcessTest):
             pair.accumulate(run_skipping(1, 2), run_skipping(0, 2), run_skipping(0))
             pair.step()
 
-    @pytest.mark.quick
-    def test_unused_parameters_reduce_zeros(self) -> None:
-        """Ranks run different parts, so each lacks gradients that others have."""
-        pair = self.side_by_side()
-        pair.model.set_reduce_scatter_unused_params(True)
-        for _ in range(2):
-            # No rank runs the third part
-            pair.backward(by_rank=lambda rank: run_skipping(rank % 2, 2))
-            pair.step(zeros=True)
-
-    @parametrize("factor", [2.0, 3.0])
-    def test_gradient_divide_factor(self, factor: float) -> None:
-        pair = self.side_by_side(divisor=factor)
-        for unit in units_of(pair.model):
-            unit.set_gradient_divide_factor(factor)
-        pair.train()
-
     @parametrize("policy", ["none", "param_bf16_reduce_fp32", "reduce_bf16"])
     def test_unfreeze_after_a_first_forward(self, policy: str) -> None:
         """What is reduced later is reduced in the policy's dtype (pytorch 186998)."""
@@ -161,31 +119,6 @@ class TestMixedDtypeTraining(FSDPProcessTest):
         )
         pair.step()
         pair.train(steps=1)
-
-    @parametrize("policy", ["none", "param_bf16"])
-    def test_frozen_parameters_of_other_types(self, policy: str) -> None:
-        torch.manual_seed(0)
-        model = nn.Sequential(Part(BF16), Tables(), Part(FP32))
-        pair = SideBySide(self, model, shard_root_only, policy=POLICIES[policy])
-        pair.train()
-        param_dtype = POLICIES[policy].param_dtype
-        for name, full in Tables.expected().items():
-            full, seen = full.to(self.device), model[1].seen[name]
-            if param_dtype is not None and full.is_floating_point():
-                full = full.to(param_dtype)
-            self.assertEqual(seen.dtype, full.dtype, name)
-            same = torch.equal(seen.view(torch.uint8), full.view(torch.uint8))
-            self.assertTrue(same, name)
-
-    def test_dtype_changed_before_the_first_forward(self) -> None:
-        pair = self.side_by_side()
-        for model in (pair.model, pair.reference.model):
-            model.head.to(BF16)
-            model.blocks[0].parts[1].to(FP16)
-        pair.check_params()
-        pair.reference = Reference(pair.reference.model, MixedPrecisionPolicy())
-        pair.optimizer = torch.optim.SGD(pair.model.parameters(), lr=LR)
-        pair.train()
 
     @parametrize("reduce_dtype", [None, FP32])
     def test_complex_parameter(self, reduce_dtype: torch.dtype | None) -> None:

@@ -33,7 +33,7 @@ from fsdp_common.utils import (
     record_collectives,
     THREAD_DEVICE_TYPE,
 )
-from fsdp_parity.waves import Extended, Fp8, HighLow
+from fsdp_parity.models import Extended, Fp8, HighLow
 
 import torch
 import torch.nn as nn

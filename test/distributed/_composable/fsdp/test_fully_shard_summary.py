@@ -22,7 +22,7 @@ from fsdp_common.utils import (
     record_collectives,
     shard_blocks,
 )
-from fsdp_parity.waves import Fp8
+from fsdp_parity.models import Fp8
 
 import torch
 import torch.nn as nn

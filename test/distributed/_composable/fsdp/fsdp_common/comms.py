@@ -185,7 +185,6 @@ class ThreadTest(FSDPThreadTest):
         self.assertEqual(actual.size(), expected.size())
         self.assertTrue(torch.equal(as_bytes(actual), as_bytes(expected)))
 
-    # All-gather
     def all_gather(
         self, unit: FSDPParamGroup, params: list | None = None, **changes: Any
     ) -> AllGatherResult:
@@ -217,7 +216,6 @@ class ThreadTest(FSDPThreadTest):
             expected = full.to(dtype) if casts else full
             self.assert_same(fsdp_param.unsharded_param, expected)
 
-    # Reduce
     def grad(self, rank: int, i: int, spec: Spec, dtype, limit=None) -> torch.Tensor:
         """Returns the gradient of the ``i``-th parameter on ``rank``."""
         limit = EXACT[dtype] if limit is None else limit
@@ -313,21 +311,3 @@ def count_operators() -> Iterator[Counter[str]]:
     direct = mock.patch.object(copies, "gets_operators", lambda _: False)
     with _one_counts, direct, Counting():
         yield counts
-
-
-# Of the release, which compiled graphs are matched with
-SCHEMAS = {
-    "all_gather_copy_in": (
-        "fsdp::all_gather_copy_in(Tensor[] all_gather_inputs, Tensor "
-        "all_gather_output, SymInt[] inp_split_sizes, SymInt all_gather_input_numel, "
-        "SymInt rank) -> (Tensor, Tensor)"
-    ),
-    "split_with_sizes_copy": (
-        "fsdp::split_with_sizes_copy(Tensor all_gather_output, SymInt[] "
-        "all_gather_input_split_sizes, int dim=0, *, Tensor(a!)[] out) -> ()"
-    ),
-    "chunk_cat": (
-        "fsdp::chunk_cat(Tensor[] tensors, int dim, int num_chunks, *, "
-        "Tensor(a!) out) -> ()"
-    ),
-}

@@ -8,6 +8,7 @@ on some processors.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -87,10 +88,16 @@ class Stack(nn.Module):
         return self.head(x)
 
 
-def stack(*args: Any, seed: int = 0, **kwargs: Any) -> Stack:
-    """Returns a stack with the same values on every rank."""
+@contextlib.contextmanager
+def seeded(seed: int = 0) -> Iterator[None]:
+    """Gives what is made inside the same values on every rank."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
+        yield
+
+
+def stack(*args: Any, seed: int = 0, **kwargs: Any) -> Stack:
+    with seeded(seed):
         return Stack(*args, **kwargs)
 
 

@@ -91,31 +91,24 @@ def autograd_dtype(
     return wanted
 
 
-def _reduce_arguments() -> list[str]:
-    names = [
-        "fsdp_params",
-        "unsharded_grads",
-        "reduce_scatter_group",
-        "reduce_scatter_stream",
-        "reduce_scatter_comm",
-        "orig_dtype",
-        "reduce_dtype",
-        "device",
-        "gradient_divide_factor",
-        "all_reduce_group",
-        "all_reduce_stream",
-        "all_reduce_grads",
-        "partial_reduce_output",
-        "all_reduce_hook",
-        "force_sum_reduction_for_comms",
-    ]
-    if FOLLOWS_GRAD_DTYPE:  # what each sharded gradient is cast to
-        names.remove("orig_dtype")
-    return names
-
-
 # What `foreach_reduce` is called with by position, in order
-REDUCE_ARGUMENTS = _reduce_arguments()
+REDUCE_ARGUMENTS = [
+    "fsdp_params",
+    "unsharded_grads",
+    "reduce_scatter_group",
+    "reduce_scatter_stream",
+    "reduce_scatter_comm",
+    *([] if FOLLOWS_GRAD_DTYPE else ["orig_dtype"]),
+    "reduce_dtype",
+    "device",
+    "gradient_divide_factor",
+    "all_reduce_group",
+    "all_reduce_stream",
+    "all_reduce_grads",
+    "partial_reduce_output",
+    "all_reduce_hook",
+    "force_sum_reduction_for_comms",
+]
 # And by name
 REDUCE_KEYWORDS = ["prepare_reduce_scatter_inputs"] if FOLLOWS_GRAD_DTYPE else []
 

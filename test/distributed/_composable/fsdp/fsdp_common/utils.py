@@ -1,12 +1,8 @@
 """
-What the tests of ``fully_shard`` share: a recorder of collectives, small models
-of several dtypes, the base classes of tests that need ranks, and a way to run a
-piece of Python on the release.
-
-A test that needs processes derives from :class:`FSDPProcessTest`: 4 processes on
-the CPU, or NCCL where there are as many devices; under torchrun it joins the
-launched group. A test that threads can serve derives from
-:class:`FSDPThreadTest`, and one that needs neither from :class:`DeviceFreeTest`.
+What the tests of ``fully_shard`` share: the base classes of tests with ranks in
+processes (gloo, or NCCL where there are as many devices; under torchrun they join the
+launched group), with ranks in threads and with none, a recorder of collectives, small
+models of several dtypes, and a way to run Python on the release.
 """
 
 from __future__ import annotations
@@ -31,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_common import kept
+from fsdp_common.parity_layers import seeded
 
 import torch
 import torch.distributed as dist
@@ -170,17 +167,9 @@ class CollectiveRecorder:
     def named(self, name: str) -> list[Collective]:
         return [call for call in self.calls if call.name == name]
 
-    @property
-    def all_gathers(self) -> list[Collective]:
-        return self.named("all_gather")
-
-    @property
-    def reduce_scatters(self) -> list[Collective]:
-        return self.named("reduce_scatter")
-
-    @property
-    def all_reduces(self) -> list[Collective]:
-        return self.named("all_reduce")
+    all_gathers = property(lambda self: self.named("all_gather"))
+    reduce_scatters = property(lambda self: self.named("reduce_scatter"))
+    all_reduces = property(lambda self: self.named("all_reduce"))
 
     def clear(self) -> None:
         self.calls.clear()
@@ -283,21 +272,17 @@ class MixedBlock(nn.Module):
 
 
 def mixed_model(blocks: int = 2, *, dim: int = 9, seed: int = 0) -> nn.Sequential:
-    """Returns mixed blocks with the same values on every rank."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         return nn.Sequential(*(MixedBlock(dim) for _ in range(blocks)))
 
 
 def linear_stack(
     dtypes: Sequence[torch.dtype], *, dim: int = 6, bias: bool = True, seed: int = 0
 ) -> nn.Sequential:
-    """Returns square linear layers of these dtypes, the same on every rank."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return nn.Sequential(
-            *(CastLinear(dim, dim, bias=bias, dtype=dtype) for dtype in dtypes)
-        )
+    """Returns square linear layers of these dtypes."""
+    with seeded(seed):
+        layers = [CastLinear(dim, dim, bias=bias, dtype=dtype) for dtype in dtypes]
+    return nn.Sequential(*layers)
 
 
 def random_input(

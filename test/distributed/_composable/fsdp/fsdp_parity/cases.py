@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
+from fsdp_common.parity_layers import groups_of, units_of
 from fsdp_common.utils import record_collectives
 from fsdp_parity import modes
 from fsdp_parity.models import BF16, FP16, FP32, mixed_tower, uniform_tower
@@ -21,7 +22,6 @@ from fsdp_parity.modes import (
     one_backward,
     Record,
     train,
-    units_of,
 )
 
 import torch
@@ -133,11 +133,6 @@ def comms_of(model: nn.Module) -> list[tuple[str, str, bool]]:
         )
         for group in groups_of(model)
     ]
-
-
-def groups_of(model: nn.Module) -> list[FSDPParamGroup]:
-    states = (unit._get_fsdp_state() for unit in units_of(model))
-    return [group for state in states for group in state._fsdp_param_groups]
 
 
 def has_something_left(unit: nn.Module) -> bool:

@@ -3,36 +3,38 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from fsdp_common.parity_layers import groups_of, units_of
 from fsdp_parity.cases import (
     add_case,
     add_mode,
+    Case,
+    CASES,
     cut_children,
-    groups_of,
     Place,
     run_mode,
     train_children,
     train_tower,
 )
+from fsdp_parity.models import Offsets, stack_of, Waves
 from fsdp_parity.modes import (
     Batches,
     each_unit,
+    keep_inputs,
     Mode,
     one_backward,
     prefetch_explicitly,
     Record,
-    units_of,
+    UNIFORM,
 )
-from fsdp_parity.waves import Offsets, stack_of, Waves
 
 import torch
 import torch.distributed as dist
@@ -55,13 +57,8 @@ from torch.distributed.tensor import distribute_tensor, DTensor, Replicate, Shar
 class Gather(AllGather):
     """Uses nothing of the default one."""
 
-    def __init__(self) -> None:
-        self.buffers: list[weakref.ref] = []
-
     def allocate(self, size: Any, *, dtype: Any, device: Any) -> torch.Tensor:
-        buffer = torch.full(tuple(size), 77, dtype=dtype, device=device)
-        self.buffers.append(weakref.ref(buffer.untyped_storage()))
-        return buffer
+        return torch.full(tuple(size), 77, dtype=dtype, device=device)
 
     def __call__(self, output_tensor, input_tensor, group, async_op=False):
         if input_tensor.data_ptr() - output_tensor.data_ptr() != (
@@ -205,6 +202,8 @@ for _name, _prepare in {
     "all_reduce_hook_with_stream": take_sine_in_hook(has_stream=True),
 }.items():
     add_mode(_name, Mode(prepare=_prepare))
+# Only with more than two ranks most segments are neither the first nor the last
+add_mode("custom_comms", Mode(UNIFORM, prepare=set_comms(Gather, Scatter), ranks=4))
 add_mode("taken_back", Mode(prepare=take_back), makes_groups=True)
 add_mode("hybrid_all_reduce_hook", Mode(prepare=take_sine_in_hook(), **_HYBRID))
 add_mode("hybrid_kept", Mode(prepare=set_comms(KeptGather, KeptScatter), **_HYBRID))
@@ -221,14 +220,12 @@ def reduce_over_separate_group(place: Place, mode: Mode) -> Record:
     return record | {"groups": [*Scatter.groups]}
 
 
-@add_case(makes_groups=True)
-def separate_group(place: Place) -> Record:
-    return reduce_over_separate_group(place, Mode())
-
-
-@add_case(ranks=4)
-def hybrid_separate_group(place: Place) -> Record:
-    return reduce_over_separate_group(place, Mode(**_HYBRID))
+CASES["separate_group"] = Case(
+    partial(reduce_over_separate_group, mode=Mode()), makes_groups=True
+)
+CASES["hybrid_separate_group"] = Case(
+    partial(reduce_over_separate_group, mode=Mode(**_HYBRID)), ranks=4
+)
 
 
 @add_case()
@@ -280,50 +277,35 @@ def ask_for_symmetric_memory(place: Place, *, sums: bool) -> Record:
 
     with SymmMemStub().patched() as stub:
         record = train_tower(Mode(prepare=prepare), place)
-    seen = (len(stub.backends), {*stub.backends}, stub.registered, stub.pools)
-    return record | {"symmetric memory": seen}
+    seen = {"symmetric memory": (stub.registered, stub.pools)}
+    return record | seen | {"backends": stub.backends}
 
 
-@add_case()
-def symmetric_memory(place: Place) -> Record:
-    return ask_for_symmetric_memory(place, sums=False)
-
-
-@add_case()
-def symmetric_memory_sums(place: Place) -> Record:
-    return ask_for_symmetric_memory(place, sums=True)
+CASES["symmetric_memory"] = Case(partial(ask_for_symmetric_memory, sums=False))
+CASES["symmetric_memory_sums"] = Case(partial(ask_for_symmetric_memory, sums=True))
 
 
 # Meshes and contexts #
 
 
-def vectors_on_smaller_mesh(place: Place) -> dict[str, Any]:
+def train_on_two_meshes(place: Place, prepare: Any = None) -> Record:
     """Gives vectors and single elements to a smaller group of ranks."""
-    smaller = place.pairs if place.mesh.size() == 4 else place.singles
-    infos = [FSDPMeshInfo(mesh, 0) for mesh in (place.mesh, smaller["shard"])]
+    meshes = (place.mesh, place.singles["shard"])
+    infos = [FSDPMeshInfo(mesh, shard_mesh_dim=0) for mesh in meshes]
 
     def place_param(param: nn.Parameter) -> ShardPlacementResult:
         return ShardPlacementResult(Shard(0), infos[param.ndim == 1])
 
-    return {"shard_placement_fn": place_param}
-
-
-@add_case()
-def two_meshes(place: Place) -> Record:
-    return train_tower(Mode(kwargs=vectors_on_smaller_mesh(place)), place)
-
-
-@add_case()
-def two_meshes_prefetched(place: Place) -> Record:
-    kwargs = vectors_on_smaller_mesh(place)
-    return train_tower(Mode(kwargs=kwargs, prepare=prefetch_explicitly), place)
-
-
-@add_case()
-def two_meshes_two_input_buffers(place: Place) -> Record:
-    kwargs = vectors_on_smaller_mesh(place)
-    prepare = each_unit("set_reduce_scatter_max_input_buffers", 2)
+    kwargs = {"shard_placement_fn": place_param}
     return train_tower(Mode(kwargs=kwargs, prepare=prepare), place)
+
+
+for _name, _prepare in {
+    "two_meshes": None,
+    "two_meshes_prefetched": prefetch_explicitly,
+    "two_meshes_two_input_buffers": keep_inputs(2),
+}.items():
+    CASES[_name] = Case(partial(train_on_two_meshes, prepare=_prepare))
 
 
 @add_case(ranks=4)
@@ -341,41 +323,26 @@ def three_meshes(place: Place) -> Record:
     return train_children(model, place, shard_placement_fn=place_param)
 
 
-@functools.cache
-def full_mesh(names: tuple[str, str]) -> DeviceMesh:
+@cache
+def dp_tp_mesh() -> DeviceMesh:
     """Returns the one mesh of these names: FSDP wants the object that DTensors have."""
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
-def train_on_full_mesh(
-    place: Place, dims: DataParallelMeshDims, names: tuple[str, str]
-) -> Record:
-    """Trains DTensors on the mesh of all ranks, replicated but for "tp"."""
-    full = full_mesh(names)
+@add_case(ranks=4)
+def tensor_parallel(place: Place) -> Record:
+    """Trains DTensors on a mesh of all ranks, of which some are sharded already."""
+    mesh = dp_tp_mesh()
     model = stack_of(Waves, place.dtypes)
     for waves in (module for module in model.modules() if type(module) is Waves):
         for i, param in enumerate(waves.params):
             on_tp = Shard(param.ndim - 1) if param.ndim == 3 else Replicate()
-            placements = [on_tp if name == "tp" else Replicate() for name in names]
-            data = distribute_tensor(param.detach(), full, placements)
-            if param.ndim == 3:
-                data = DTensor.from_local(
-                    data.to_local().contiguous(), full, placements, run_check=False
-                )
+            placements = [Replicate(), on_tp]
+            local = distribute_tensor(param.detach(), mesh, placements).to_local()
+            data = DTensor.from_local(local.contiguous(), mesh, placements)
             waves.params[i] = nn.Parameter(data)
-    return train_children(model, place, mesh=full, dp_mesh_dims=dims)
-
-
-@add_case(ranks=4)
-def spmd_mesh(place: Place) -> Record:
     dims = DataParallelMeshDims(shard="dp")
-    return train_on_full_mesh(place, dims, ("dp", "tp"))
-
-
-@add_case(ranks=4)
-def spmd_mesh_hybrid(place: Place) -> Record:
-    dims = DataParallelMeshDims(shard="fsdp", replicate="dp")
-    return train_on_full_mesh(place, dims, ("dp", "fsdp"))
+    return train_children(model, place, mesh=mesh, dp_mesh_dims=dims)
 
 
 @add_case()

@@ -1,10 +1,7 @@
 """
-The modes that towers are trained in, and ``train``, which does so with whatever torch
-is imported and returns what came of each step.
-
-Uniform towers are cut alike into units on the release and on this branch. Mixed ones
-are blocks of three dtypes on this branch, and on the release, which refuses those, one
-unit for each dtype. With overrides it is a policy of its own that each of these has.
+The modes that towers are trained in. Uniform towers are cut alike into units on the
+release and on this branch. Mixed ones are blocks of three dtypes on this branch, and on
+the release, which refuses those, one unit for each dtype, or for each policy.
 """
 
 from __future__ import annotations
@@ -15,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fsdp_common.parity_layers import units_of
 from fsdp_parity.models import batch_of, BF16, FP16, FP32, loss_of, Tower
 
 import torch
@@ -23,10 +21,8 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
-    FSDPModule,
     fully_shard,
     MixedPrecisionPolicy,
-    register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor, Shard
 
@@ -51,8 +47,7 @@ class Batches:
 
 # Of `MixedPrecisionPolicy`: param_dtype, reduce_dtype
 Policy = tuple["torch.dtype | None", "torch.dtype | None"]
-# Of the three parts of a block
-Policies = tuple[Policy, Policy, Policy]
+Policies = tuple[Policy, Policy, Policy]  # of the three parts of a block
 # Each part takes whatever it is given: only of a unit all inputs are cast
 UNCAST = {"cast_forward_inputs": False}
 
@@ -95,19 +90,16 @@ def accumulate_keeping_params(model: Tower, batches: Batches) -> torch.Tensor:
     return loss
 
 
-def defer_all_reduce(model: Tower, batches: Batches) -> torch.Tensor:
-    """Reduces every microbatch over the shards, and the last over replicas too."""
-    for i in range(2):
-        model.set_requires_all_reduce(i == 1)
-        loss = one_backward(model, replace(batches, step=batches.step + 10 * i))
-    return loss
+def two_microbatches(last: str) -> Callable[[Tower, Batches], torch.Tensor]:
+    """Returns a step that calls the method ``last`` to say which one is the last."""
 
+    def step(model: Tower, batches: Batches) -> torch.Tensor:
+        for i in range(2):
+            getattr(model, last)(i == 1)
+            loss = one_backward(model, replace(batches, step=batches.step + 10 * i))
+        return loss
 
-def several_backwards(model: Tower, batches: Batches) -> torch.Tensor:
-    for i in range(2):
-        model.set_is_last_backward(i == 1)
-        loss = one_backward(model, replace(batches, step=batches.step + 10 * i))
-    return loss
+    return step
 
 
 def gradients_add_up(model: Tower, batches: Batches) -> torch.Tensor:
@@ -120,15 +112,6 @@ def two_forwards(model: Tower, batches: Batches) -> torch.Tensor:
     loss = sum(loss_of(model(batches[i])) for i in range(2))
     loss.backward()
     return loss
-
-
-def two_losses(model: Tower, batches: Batches) -> torch.Tensor:
-    """Both graphs are there before the first of them is gone back through."""
-    losses = [loss_of(model(batches[i])) for i in range(2)]
-    for i, loss in enumerate(losses):
-        model.set_is_last_backward(i == 1)
-        loss.backward()
-    return torch.stack(losses)
 
 
 def backward_twice(model: Tower, batches: Batches) -> torch.Tensor:
@@ -238,16 +221,6 @@ def state_dict_before_backward(model: Tower, batches: Batches) -> torch.Tensor:
     return loss
 
 
-def run_another_method(model: Tower, batches: Batches) -> torch.Tensor:
-    """Runs a method that is not called forward, with the hooks that forward has."""
-    if batches.step == 0:
-        model.run = model.forward
-        register_fsdp_forward_method(model, "run")
-    loss = loss_of(model.run(batches[0]))
-    loss.backward()
-    return loss
-
-
 # How a model is cut into units #
 
 
@@ -345,10 +318,6 @@ def shard_last_dim(param: nn.Parameter) -> Shard | None:
 # What is set on a model once it is sharded #
 
 
-def units_of(model: nn.Module) -> list[FSDPModule]:
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
 def each_unit(method: str, *args: Any) -> Callable[[nn.Module], None]:
     def prepare(model: nn.Module) -> None:
         for unit in units_of(model):
@@ -390,10 +359,7 @@ def freeze_matrices(model: Tower) -> None:
         part.down.requires_grad_(False)
 
 
-def reduce_unused(model: Tower) -> None:
-    model.set_reduce_scatter_unused_params(True)
-
-
+reduce_unused = each_unit("set_reduce_scatter_unused_params", True)
 sum_only = each_unit("set_force_sum_reduction_for_comms", True)
 
 
@@ -402,8 +368,8 @@ def divide_by_six(model: Tower) -> None:
     each_unit("set_gradient_divide_factor", 6.0)(model)
 
 
-def keep_inputs(count: int) -> Callable[[Tower], None]:
-    return lambda model: model.set_reduce_scatter_max_input_buffers(count)
+def keep_inputs(count: int) -> Callable[[nn.Module], None]:
+    return each_unit("set_reduce_scatter_max_input_buffers", count)
 
 
 def keep_two_inputs_of_one_block(model: Tower) -> None:
@@ -483,8 +449,7 @@ MODES: dict[str, Mode] = {
     ),
     "accumulate_keeping_params": Mode(step=accumulate_keeping_params),
     "gradients_add_up": Mode(step=gradients_add_up),
-    "several_backwards": Mode(ALL, step=several_backwards),
-    "two_losses": Mode(step=two_losses),
+    "several_backwards": Mode(ALL, step=two_microbatches("set_is_last_backward")),
     "two_forwards": Mode(step=two_forwards),
     "two_forwards_resharded": Mode(kwargs=_RESHARD, step=two_forwards),
     "backward_twice": Mode(step=backward_twice),
@@ -499,7 +464,6 @@ MODES: dict[str, Mode] = {
     "state_dict_before_backward": Mode(
         kwargs=_NO_RESHARD, step=state_dict_before_backward
     ),
-    "another_method": Mode(step=run_another_method),
     "shard_last_dim": Mode(ALL, kwargs={"shard_placement_fn": shard_last_dim}),
     "group": Mode(shard=shard_blocks_as_group),
     "group_run_in_part": Mode(shard=shard_blocks_as_group, step=only_first_block),
@@ -533,7 +497,12 @@ MODES: dict[str, Mode] = {
     "hybrid": Mode(ALL, **_HYBRID),
     "hybrid_fp16": Mode(UNIFORM, dtype=FP16, **_HYBRID),
     "hybrid_accumulate": Mode(OVERRIDE, step=accumulate, **_HYBRID),
-    "hybrid_deferred": Mode(ALL, policy=(BF16, FP32), step=defer_all_reduce, **_HYBRID),
+    "hybrid_deferred": Mode(
+        ALL,
+        policy=(BF16, FP32),
+        step=two_microbatches("set_requires_all_reduce"),
+        **_HYBRID,
+    ),
     "replicate": Mode(ALL, shard=replicate_blocks),
     "replicate_bf16_reduce_fp32": Mode(policy=(BF16, FP32), shard=replicate_blocks),
     "replicate_accumulate": Mode(OVERRIDE, shard=replicate_blocks, step=accumulate),
@@ -546,10 +515,8 @@ MIXED_MODES = {name: mode for name, mode in MODES.items() if "mixed" in mode.kin
 
 def cut_for(mode: Mode, kind: str, *, by_dtype: bool) -> Mode:
     """
-    Returns the mode with its tower cut for one of its kinds.
-
-    Args:
-        by_dtype: Whether for the release: a unit for each dtype, or for each policy.
+    Returns the mode with its tower cut for one of its kinds, and with ``by_dtype`` for
+    the release: a unit for each dtype, or for each policy.
     """
     if kind == "override":
         apply = replicate if mode.shard is replicate_blocks else fully_shard

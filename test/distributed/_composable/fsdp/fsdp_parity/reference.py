@@ -1,18 +1,11 @@
 """
 A sharded model beside the same model unsharded, trained on the same batches.
 
-[Note: What must be equal]
-Every rank runs the batches of all ranks through the unsharded model, so that it
-knows the gradient that each rank computes, bit for bit, and the exact sum of them.
-
-- A rank's loss is equal: the same operators on the same values. A parameter that
-  was gathered wrong would change it.
-- A reduced gradient is within the rounding of its own reduction, see `_bound`.
-- After the optimizer's step parameters are equal: the reference steps with the
-  gradients that the sharded model has, which were checked just before.
-
-So rounding never adds up over steps, and the bound is as tight in the last step
-as in the first.
+Every rank runs the batches of all ranks through the unsharded model, so that it knows
+each rank's loss bit for bit, and the exact sum of the gradients. A reduced gradient is
+within the rounding of its own reduction, see ``bound``. The reference steps with the
+gradients of the sharded model, which were checked just before: after that parameters
+are equal, and rounding does not add up over steps.
 """
 
 from __future__ import annotations
@@ -116,13 +109,11 @@ class Reference:
             computed.grad_dtype = autograd_dtype(self.policy, param.dtype, is_deferred)
         return self._compute
 
-    def backward(
-        self, batches: Iterable[torch.Tensor], run: Callable[[int], Run]
-    ) -> list[torch.Tensor]:
+    def backward(self, batches: Iterable[torch.Tensor], run: Run) -> list[torch.Tensor]:
         """Adds the gradients of every rank's batch, and returns their losses."""
         model, losses = self.computing(), []
-        for rank, x in enumerate(batches):
-            loss = run(rank)(model, x)
+        for x in batches:
+            loss = run(model, x)
             loss.backward()
             losses.append(loss.detach())
             for name, param in model.named_parameters():
@@ -136,23 +127,19 @@ class Reference:
         self._microbatches += 1
         return losses
 
-    def bound(self, name: str, param: torch.Tensor, divisor: float) -> torch.Tensor:
+    def bound(self, name: str, param: torch.Tensor) -> torch.Tensor:
         """
         Returns how far a reduced gradient may be from the exact one.
 
-        Each addition rounds to the dtype it is done in by at most half an eps of
-        a partial sum, which is at most the sum of the absolute values. There is
-        one for each rank and each microbatch, and a division by no power of two
-        rounds twice more. Then the result is cast to the parameter's own dtype.
-        What fp16 divides before it sums may be subnormal.
+        Each addition, one for each rank and microbatch, rounds by at most half an eps
+        of the sum of the absolute values, and so do two divisions. Then the result is
+        cast to the parameter's dtype. What fp16 divides before it sums may be subnormal.
         """
         info = torch.finfo(reduce_dtype(self.policy, param.dtype))
         roundings = WORLD_SIZE + self._microbatches + 2
         roundings += 0 if _IS_EXACT else 1000
-        if name not in self.gradients:
-            return torch.zeros(param.size(), device=param.device)
-        magnitude = self._magnitudes[name] / divisor
-        exact = self.gradients[name].abs() / divisor
+        magnitude = self._magnitudes[name] / WORLD_SIZE
+        exact = self.gradients[name].abs() / WORLD_SIZE
         subnormals = roundings * info.smallest_normal * info.eps
         return (
             roundings * info.eps / 2 * magnitude
@@ -163,11 +150,8 @@ class Reference:
 
 class SideBySide:
     """
-    A model that is sharded, and trained step by step beside its reference.
-
-    Args:
-        shard: Applies ``fully_shard`` with ``kwargs`` and the policy.
-        divisor: Of the sum of all ranks' gradients, by default their number.
+    A model that ``shard`` shards, and that is trained step by step beside its
+    reference.
     """
 
     def __init__(
@@ -177,11 +161,10 @@ class SideBySide:
         shard: Callable[..., None] = shard_blocks,
         *,
         policy: MixedPrecisionPolicy | None = None,
-        divisor: float = WORLD_SIZE,
         **kwargs: Any,
     ):
         policy = policy or MixedPrecisionPolicy()
-        self.test, self.divisor = test, divisor
+        self.test = test
         self.model = model.to(test.device)
         self.reference = Reference(model, policy)
         kwargs.setdefault("mesh", shard_mesh())
@@ -195,42 +178,27 @@ class SideBySide:
         device = self.test.device
         return [batch_of(self._batch, rank).to(device) for rank in range(WORLD_SIZE)]
 
-    def backward(self, run: Run = run_model, *, by_rank: Any = None) -> None:
-        """
-        Runs one microbatch on both, and compares this rank's loss.
-
-        Args:
-            by_rank: From a rank to its run, if ranks do not run the same.
-        """
+    def backward(self, run: Run = run_model) -> None:
+        """Runs one microbatch on both, and compares this rank's loss."""
         batches, rank = self.next_batches(), self.test.rank
-        run_of = by_rank or (lambda rank: run)
-        expected = self.reference.backward(batches, run_of)[rank]
-        loss = run_of(rank)(self.model, batches[rank])
+        expected = self.reference.backward(batches, run)[rank]
+        loss = run(self.model, batches[rank])
         self.check_equal(loss.detach(), expected)
         loss.backward()
 
     def check_equal(self, actual: torch.Tensor, expected: torch.Tensor) -> None:
-        if _IS_EXACT:
-            self.test.assertEqual(actual, expected, atol=0, rtol=0)
-        else:
-            self.test.assertEqual(actual, expected, atol=1e-2, rtol=1e-2)
+        tolerance = 0 if _IS_EXACT else 1e-2
+        self.test.assertEqual(actual, expected, atol=tolerance, rtol=tolerance)
 
-    def check_gradients(self, *, zeros: bool = False) -> None:
-        """
-        Compares every gradient with the exact one.
-
-        Args:
-            zeros: Whether what got no gradient on any rank has a zero one.
-        """
+    def check_gradients(self) -> None:
+        """Compares every gradient with the exact one."""
         for name, param in self.model.named_parameters():
             grad, exact = param.grad, self.reference.gradients.get(name)
-            if exact is None and zeros and param.requires_grad:
-                exact = torch.zeros_like(wide(self.reference.model.get_parameter(name)))
             if exact is None or grad is None:
                 self._check(grad is exact, name, grad, exact)
                 continue
-            expected = local_part(exact / self.divisor, param)
-            bound = self.reference.bound(name, param, self.divisor)
+            expected = local_part(exact / WORLD_SIZE, param)
+            bound = self.reference.bound(name, param)
             excess = (wide(grad.to_local()) - expected).abs() - local_part(bound, param)
             # A NaN is not below the bound
             is_close = bool((excess <= 0).all()) and grad.dtype == param.dtype
@@ -241,20 +209,21 @@ class SideBySide:
         actual = dict(self.model.named_parameters())
         self.test.assertEqual(list(actual), list(expected))
         for name, param in actual.items():
-            full = expected[name]
-            self._check(isinstance(param, DTensor), name, param, full)
-            self._check(param.dtype == full.dtype, name, param, full)
-            self._check(param.requires_grad == full.requires_grad, name, param, full)
-            local = local_part(full.detach(), param)
-            self._check(torch.equal(param.to_local(), local), name, param, local)
+            full, local = expected[name], param.to_local()
+            same = (param.dtype, param.requires_grad) == (
+                full.dtype,
+                full.requires_grad,
+            )
+            part = local_part(full.detach(), param)
+            self._check(same and torch.equal(local, part), name, param, full)
 
     def _check(self, is_right: bool, name: str, actual: Any, expected: Any) -> None:
         if not is_right:  # tensors take long to print
             self.test.fail(f"{name}: got {actual}, expected {expected}")
 
-    def step(self, *, zeros: bool = False) -> None:
+    def step(self) -> None:
         """Checks the gradients, steps both and checks the parameters."""
-        self.check_gradients(zeros=zeros)
+        self.check_gradients()
         params = dict(self.model.named_parameters())
         grads = {n: p.grad for n, p in params.items() if p.grad is not None}
         full = full_tensors(grads)
@@ -266,9 +235,9 @@ class SideBySide:
         self.reference.forget()
         self.check_params()
 
-    def train(self, run: Run = run_model, *, steps: int = 2, **kwargs: Any) -> None:
+    def train(self, run: Run = run_model, *, steps: int = 2) -> None:
         for _ in range(steps):
-            self.backward(run, **kwargs)
+            self.backward(run)
             self.step()
 
     def accumulate(self, *runs: Run) -> None:

@@ -6,31 +6,22 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from fsdp_common.parity_layers import groups_of
 from fsdp_common.utils import shard_blocks
-from fsdp_parity.cases import Case, CASES, groups_of, Place
+from fsdp_parity.cases import Case, CASES, Place
 from fsdp_parity.comms import Gather, MEMORY, Scatter, SymmMemStub
+from fsdp_parity.models import stack_of, Waves
 from fsdp_parity.modes import Record
-from fsdp_parity.waves import Extended, extended_stack, HighLow, stack_of, Waves
 
 import torch
 import torch.nn as nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.tensor import Shard
 
 
 def refused(pattern: str) -> Callable[[Callable[[Place], Any]], None]:
-    """
-    Adds a case that raises.
-
-    Args:
-        pattern: What the error must say, such as the parameter's name.
-    """
+    """Adds a case that raises, with what the error must say."""
 
     def add(run: Callable[[Place], Any]) -> None:
         def raising(place: Place) -> Record:
@@ -51,13 +42,6 @@ def waves(place: Place, **kwargs: Any) -> nn.Module:
 
 def run_waves(model: nn.Module) -> None:
     model(torch.ones(2, 3)).sum().backward()
-
-
-@refused(r"meta device.*\['0\.0\.params\.0', '0\.0\.params\.1'")
-def on_meta_device(place: Place) -> None:
-    with torch.device("meta"):
-        model = stack_of(Waves, place.dtypes)
-    run_waves(shard_blocks(model, mesh=place.mesh))
 
 
 @refused(r"on CPU.*'1\.0\.params\.0', device\(type='cuda', index=3")
@@ -130,62 +114,10 @@ for _name, _pattern, *_calls in (
     refuse_calls(_name, _pattern, *_calls)
 
 
-@refused(r"dim 1: torch\.Size\(\[8, 3\]\).*size: 4")
-def uneven_shards_of_another_dim(place: Place) -> None:
-    def place_param(param: nn.Parameter) -> Shard | None:
-        return Shard(1) if param.ndim > 1 else None
-
-    waves(place, shard_placement_fn=place_param)
-
-
 @refused("Unknown pass type: sideways")
 def unknown_pass(place: Place) -> None:
     (group,) = groups_of(waves(place)[0])
     FSDPParamGroup._prefetch_unshard(group, "sideways")
-
-
-@refused(r"not in the module tree of \(Linear")
-def parameter_not_in_the_modules(place: Place) -> None:
-    (group,) = groups_of(waves(place)[0])
-    foreign, modules = [nn.Parameter(torch.zeros(4))], (nn.Linear(2, 2),)
-    policies = MixedPrecisionPolicy(), OffloadPolicy()
-    device = torch.device("cpu")
-    FSDPParamGroup(foreign, modules, group.mesh_info, None, device, None, *policies)
-
-
-@refused("fsdp_post_all_gather should be defined")
-def extension_without_post_all_gather(place: Place) -> None:
-    class Half(Extended):
-        fsdp_post_all_gather = property()  # there is none
-
-        def fsdp_pre_all_gather(self, mesh: Any) -> Any:
-            raise AssertionError("Should not come here")
-
-    model = stack_of(Waves, place.dtypes)
-    model[0][0].params.append(nn.Parameter(Half(torch.ones(8, 2))))
-    shard_blocks(model, mesh=place.mesh)
-
-
-@refused("Invalid fsdp_pre_all_gather.*size: 'Any'")
-def extension_with_another_signature(place: Place) -> None:
-    class Odd(HighLow):
-        def fsdp_pre_all_gather(self, mesh: Any, size: Any) -> Any:
-            raise AssertionError("Should not come here")
-
-    model = extended_stack(Odd, 8, place.dtypes[1:])
-    run_waves(shard_blocks(model, mesh=place.mesh))
-
-
-@refused(r"padded sharded size torch\.Size\(\[2, 3\]\)|has no padding")
-def extension_that_does_not_pad(place: Place) -> None:
-    class Short(HighLow):
-        def fsdp_pre_all_gather(self, mesh, size, stride, module, policy):
-            if self.whole_shard().size() == self.size():  # or it would wait
-                raise AssertionError("has no padding")
-            return (self._values,), None
-
-    model = extended_stack(Short, 5, place.dtypes[1:])
-    run_waves(shard_blocks(model, mesh=place.mesh))
 
 
 # Of the release's own files, which must come to it #

@@ -20,7 +20,7 @@ from fsdp_common.parity_layers import (
 )
 from fsdp_common.release_rules import FOLLOWS_GRAD_DTYPE, HAS_SPMD_TYPES
 from fsdp_common.scenarios import one_backward, Place, train
-from fsdp_parity.waves import extended_stack, HighLow
+from fsdp_parity.models import extended_stack, HighLow
 from fsdp_plugins.runs import mixed, of_both_kinds, scenario
 
 import torch

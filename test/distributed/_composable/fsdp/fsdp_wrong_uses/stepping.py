@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fsdp_parity.waves import Extended
+from fsdp_parity.models import Extended
 from fsdp_wrong_uses.run import (
     BF16,
     Case,
