@@ -127,17 +127,6 @@ class CheckpointTest(FSDPProcessTest):
         others = {path: actual[path] for path in expected if path not in tensors}
         self.assertEqual(others, {path: expected[path] for path in others})
 
-    def check_dtypes(self, state: dict[str, Any]) -> None:
-        """Three of parameters, and the same of both moments of each."""
-        for end in ("", "exp_avg", "exp_avg_sq"):
-            kind = "model" if not end else "optimizer"
-            found = {
-                value.dtype
-                for path, value in state.items()
-                if path.startswith(f"/{kind}") and path.endswith(f"/{end}" * bool(end))
-            }
-            self.assertEqual(found, {BF16, FP16, FP32})
-
 
 class TestDistributedCheckpoint(CheckpointTest):
     @parametrize(
@@ -151,7 +140,6 @@ class TestDistributedCheckpoint(CheckpointTest):
     def test_loads_over_another_mesh(self, saved: str, way: str, loaded: str) -> None:
         training = trained(MESHES[saved]())
         expected = training.full()
-        self.check_dtypes(expected)
         with shared_folder() as folder:
             self.save(training, folder, saved, way)
             other = Training(MESHES[loaded](), seed=1)

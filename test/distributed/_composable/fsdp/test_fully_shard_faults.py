@@ -29,7 +29,6 @@ from fsdp_common.utils import (
 from fsdp_parity.models import extended_stack, Fp8, loss_of, mixed_tower, Tower
 from fsdp_parity.modes import prefetch_explicitly, shard_blocks, units_of
 from fsdp_parity.reference import SideBySide
-from fsdp_parity.models import extended_stack, Fp8
 from fsdp_random.cases import BF16, Case, FP16, FP32, Param, shard_model
 
 import torch

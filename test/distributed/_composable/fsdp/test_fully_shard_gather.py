@@ -3,13 +3,10 @@
 """
 The all-gather of a unit: what is sent and copied out, in whose order, and what of it
 is kept between steps.
-
-Runs with pytest, python or ``torchrun --nproc-per-node 4``.
 """
 
 import itertools
 from collections.abc import Sequence
-from types import SimpleNamespace
 
 from fsdp_common.comms import (
     as_bytes,
@@ -101,14 +98,11 @@ class TestAllGather(ThreadTest):
     def test_copies_out_what_somebody_else_gathered_in_parameter_order(self):
         for policy in (policy_of(), policy_of(FP16)):
             # The second's sizes are the same in both orders
-            for specs in (mixed_specs(self.world_size), self.ambiguous_specs()):
+            ambiguous = [Spec((6,), BF16), Spec((3,), FP32)]
+            for specs in (mixed_specs(self.world_size), ambiguous):
                 unit = self.unit(specs, mp_policy=policy)
                 self.copy_out(unit, self.gather_in_parameter_order(unit))
                 self.assert_unsharded(unit, specs, policy.param_dtype)
-
-    def ambiguous_specs(self) -> list[Spec]:
-        size = self.world_size
-        return [Spec((2 * size,), BF16), Spec((size,), FP32)]
 
     def test_any_gathers_take_turns(self):
         """This one's, somebody else's, a copy of the result, and into new outputs."""
@@ -147,16 +141,14 @@ class TestAllGather(ThreadTest):
 
     def test_next_gather_takes_new_values_into_the_same_outputs(self):
         mixed = mixed_specs(self.world_size)
-        on_dim_0 = [spec for spec in mixed if spec.shard_dim == 0]
-        for specs in (mixed, on_dim_0):
+        for specs in (mixed, [spec for spec in mixed if spec.shard_dim == 0]):
             unit = self.unit(specs)
             self.copy_out(unit, self.all_gather(unit))
             before = [fsdp_param.unsharded_param for fsdp_param in unit.fsdp_params]
             versions = [param._version for param in before]
-            for factor in (-2, 4, -8):
-                self.reshard_scaled(unit)
-                self.copy_out(unit, self.all_gather(unit))
-                self.assert_scaled(unit, specs, factor)
+            self.reshard_scaled(unit)
+            self.copy_out(unit, self.all_gather(unit))
+            self.assert_scaled(unit, specs, -2)
             for fsdp_param, param in zip(unit.fsdp_params, before, strict=True):
                 self.assertIs(fsdp_param.unsharded_param, param)
             # Autograd must not take it for a change of what it saved
@@ -199,10 +191,10 @@ class TestAllGather(ThreadTest):
             rows = [rank + 1.0 for rank in range(3) for _ in range(numel)]
             for output in extended.all_gather_outputs:
                 self.assertEqual(output.float().tolist(), rows)
-        for i in (0, 2):
-            unit.fsdp_params[i].init_unsharded_param()
-        others = SimpleNamespace(fsdp_params=[unit.fsdp_params[0]])
-        self.assert_unsharded(others, specs[:1])
+        plain = unit.fsdp_params[0]
+        plain.init_unsharded_param()
+        values = random_input(3, seed=0).to(self.device)
+        self.assert_same(plain.unsharded_param, values)
 
     def test_copies_do_not_multiply_with_parameters(self):
         """

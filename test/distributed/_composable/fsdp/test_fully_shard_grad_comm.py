@@ -35,32 +35,20 @@ from fsdp_common.comms import (
     Weighted,
 )
 from fsdp_common.utils import (
-    DEVICE_TYPE,
     DeviceFreeTest,
     FakeGroupTest,
-    FSDPProcessTest,
-    hybrid_mesh,
     record_collectives,
-    shard_mesh,
     THREAD_DEVICE_TYPE,
 )
-from fsdp_parity import modes as parity
 from fsdp_parity.memory import peak_nbytes
-from fsdp_parity.models import mixed_tower, uniform_tower
 from fsdp_wrong_uses.settings import OwnReduction
 
 import torch
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    fully_shard,
-    MixedPrecisionPolicy,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_scaling as tree
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
-    DefaultReduceScatter,
-)
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_policies import resolve
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -433,14 +421,6 @@ class TestOneAllToAll(GradCommTest):
             total = add([part.to(sent_in(i)).to(added_in(i)) for part in parts])
             self.assert_same(grad, (total / self.world_size).to(spec.dtype))
 
-    def test_a_buffer_that_is_not_aligned(self):
-        module = self.module()
-        module.set_custom_reduce_scatter(Unaligned())
-        with self.assertRaisesRegex(
-            ValueError, r"Unaligned\.allocate .* starts at byte 1 .* aligned to 4 bytes"
-        ):
-            self.backward(module, self.SPECS)
-
     def test_foreach_reduce_follows_the_policy(self):
         unit = self.unit(self.SPECS, mp_policy=policy())
         grads = [self.weight(self.rank, i) for i in range(len(self.SPECS))]
@@ -472,66 +452,6 @@ class TestOneAllToAll(GradCommTest):
             module.set_symm_mem_for_comm()
 
 
-def policy_maker(compute: torch.dtype | None, comm: torch.dtype | None) -> Any:
-    """Makes policies that reduce in fp32, whatever they are asked for."""
-
-    def make(**kwargs: Any) -> MixedPrecisionPolicy:
-        kwargs |= {"param_dtype": compute, "reduce_dtype": FP32}
-        return MixedPrecisionPolicy(grad_comm_dtype=comm, **kwargs)
-
-    return make
-
-
-# One of each kind, of `fsdp_parity/modes.py`
-UNIFORM = (
-    "accumulate_in_turns several_backwards group_run_in_part cpu_offload_accumulate "
-    "divide_fp32 two_input_buffers step_in_backward hybrid_deferred replicate"
-)
-MIXED = "shard_last_dim skipped_part unfrozen_later"
-NAMES = [f"uniform_{name}" for name in UNIFORM.split()]
-NAMES += [f"mixed_{name}" for name in MIXED.split()]
-
-
-class TestModes(FSDPProcessTest):
-    """
-    Two ranks, and two replicas of two, have one order to add in. So what is sent in the
-    dtype that gradients have gives the bits of a reduction in fp32, which the other
-    tests compare with the release's.
-    """
-
-    world_size = 4
-
-    def train(self, name: str, compute: Any, comm: Any) -> parity.Record:
-        kind, _, name = name.partition("_")
-        if kind == "mixed":
-            mode = parity.MIXED_MODES[name]
-            mode = replace(mode, shard=parity.shard_blocks)
-        else:
-            mode = parity.UNIFORM_MODES[name]
-        model = mixed_tower() if kind == "mixed" else uniform_tower(mode.dtype)
-        mesh = hybrid_mesh(2) if mode.is_hybrid else shard_mesh(2)
-        rank = self.rank if mode.is_hybrid else self.rank % 2
-        make = policy_maker(compute, comm)
-        with (
-            mock.patch.object(parity, "MixedPrecisionPolicy", make),
-            mock.patch.object(parity, "STEPS", 2),
-        ):
-            model = model.to(DEVICE_TYPE)
-            return parity.train(mode, model, mesh, rank, DEVICE_TYPE)
-
-    @parametrize("name", NAMES)
-    def test_equals_a_reduction_in_fp32(self, name: str) -> None:
-        # Without sync gradients add up in fp32, and would be rounded to be sent
-        compute, comm = (None, FP32) if "accumulate" in name else (BF16, BF16)
-        expected = self.train(name, compute, None)
-        self.assertNotEqual(expected["step 0 loss"], expected["step 1 loss"])
-        actual = self.train(name, compute, comm)
-        self.assertEqual(parity.differing(actual, expected), [])
-
-
-instantiate_parametrized_tests(TestModes)
-
-
 class Counted(DefaultReduceScatter):
     """Notes what is sent, and how."""
 
@@ -545,11 +465,6 @@ class Counted(DefaultReduceScatter):
     def exchange(self, output_tensor, input_tensor, group) -> None:
         self.sent.append(("exchange", input_tensor.dtype, input_tensor.nbytes))
         super().exchange(output_tensor, input_tensor, group)
-
-
-class Unaligned(DefaultReduceScatter):
-    def allocate(self, size, *, dtype, device) -> torch.Tensor:
-        return super().allocate((size[0] + 1,), dtype=dtype, device=device)[1:]
 
 
 class Kept(DefaultReduceScatter):
@@ -591,10 +506,6 @@ class TestPolicies(DeviceFreeTest):
 
 
 class TestUnitsOfFakeRanks(FakeGroupTest):
-    def module(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        module = torch.nn.Linear(4, 4)
-        return fully_shard(module, mp_policy=MixedPrecisionPolicy(*args, **kwargs))
-
     def test_integers_and_frozen_parameters_may_be_anything(self):
         module = torch.nn.Linear(4, 4)
         module.weight = torch.nn.Parameter(torch.ones(4, 4).long(), requires_grad=False)

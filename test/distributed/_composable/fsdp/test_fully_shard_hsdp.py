@@ -183,11 +183,7 @@ def check_schedule(
 
 
 # Which parameters, of which dtypes, get gradients in three microbatches
-THREE_DIFFERENT = (
-    ("fp32", "bf16"),
-    ("bf16_uneven", "fp16"),
-    ("fp32", "fp32_single"),
-)
+THREE_DIFFERENT = (("fp32", "bf16"), ("bf16_uneven", "fp16"), ("fp32", "fp32_single"))
 
 
 class TestManyRanks(FSDPThreadTest):
@@ -216,8 +212,6 @@ class TestManyRanks(FSDPThreadTest):
         """8 before and 4 after: 32 at once would lose one of the two values."""
         large, small = 2.0**13, 2.0**-20
         values = torch.tensor([large, small], dtype=FP16)
-        self.assertEqual((values / 32)[1].item(), 0)
-        self.assertEqual((values * 32)[0].item(), float("inf"))
         model = model_of({"p": ((2,), FP16)})
         backward(fully_shard(model, mesh=mesh_of(4, 8)), p=values)
         self.assertEqual(full_grad(model.p), values.double())
@@ -329,19 +323,6 @@ class TestProcesses(FSDPProcessTest):
                         backward(model, **dict.fromkeys(names, value))
             found = {n: full_grad(p).tolist() for n, p in model.named_parameters()}
             self.assertEqual(found, {n: [v] * 4 for n, v in expected.items()}, last)
-
-    def test_custom_divide_factor_and_forced_sums(self):
-        schedule = [Microbatch(ALL, "scatter"), Microbatch(ALL)]
-        for factor, forced in ((3.0, False), (3.0, True), (None, True), (2.0, False)):
-
-            def prepare(model: Any, factor=factor, forced=forced) -> None:
-                if factor is not None:
-                    model.set_gradient_divide_factor(factor)
-                model.set_force_sum_reduction_for_comms(forced)
-
-            scale = 4 / (factor or 4)
-            mesh = hybrid_mesh(2)
-            check_schedule(self.rank, mesh, schedule, prepare=prepare, scale=scale)
 
     def test_reduce_dtype_that_changes_before_the_all_reduce_is_an_error(self):
         model = model_of({"p": ((4,), FP32)})

@@ -4,7 +4,7 @@
 The operators ``fsdp::*``, which compiled graphs are matched with. Their schemas are in
 ``test_fully_shard_divide_factors.py``, which calls the release as well.
 
-Runs with pytest, python or ``torchrun --nproc-per-node 4``.
+
 """
 
 from fsdp_common.utils import DeviceFreeTest

@@ -78,6 +78,13 @@ class Pair:
         for param, own in self.params():
             own.grad = full(param.grad)
 
+    def step(self, step: int, *optimizers: Optimizer) -> None:
+        self.backward(step)
+        self.share_gradients()
+        for each in optimizers:
+            each.step()
+        self.model.zero_grad()
+
     def params(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
         """Returns pairs of a sharded parameter and the whole one."""
         pair = self.model.parameters(), self.alone.parameters()
@@ -110,11 +117,7 @@ class TestOptimizers(OptimTest):
         alone = OPTIMIZERS[name](pair.alone.parameters())
         before = [own.detach().clone() for _, own in pair.params()]
         for step in range(STEPS):
-            pair.backward(step)
-            pair.share_gradients()
-            for each in (optimizer, alone):
-                each.step()
-                each.zero_grad()
+            pair.step(step, optimizer, alone)
         for (param, own), start in zip(pair.params(), before, strict=True):
             eps = torch.finfo(own.dtype).eps
             tolerance = STEPS * eps if name.startswith("adam") else 0
@@ -137,11 +140,7 @@ class TestOptimizers(OptimTest):
         optimizers = Muon(params, lr=0.1), Muon(owns, lr=0.1)
         before = [own.detach().clone() for own in owns]
         for step in range(STEPS):
-            pair.backward(step)
-            pair.share_gradients()
-            for each in optimizers:
-                each.step()
-            pair.model.zero_grad()
+            pair.step(step, *optimizers)
         for param, own, start in zip(params, owns, before, strict=True):
             moved = (own - start).float().norm()
             self.assertLess((full(param) - own).float().norm(), 2**-4 * moved)
@@ -169,31 +168,15 @@ class TestOptimizers(OptimTest):
         for param, expected in zip(*models, strict=True):
             self.check_equal(param, full(expected))
 
-    def test_zero_grad(self) -> None:
-        pair = Pair(self)
-        pair.backward(0)
-        pair.share_gradients()
-        pair.model.zero_grad(set_to_none=False)
-        for param, own in pair.params():
-            self.check_equal(param.grad, torch.zeros_like(own))
-        pair.backward(0)
-        for param, own in pair.params():
-            self.check_equal(param.grad, own.grad)
-
     def test_moving_average(self) -> None:
         """Made before sharding: a sharded model cannot be copied."""
-        pair = Pair(self)
-        average = get_ema_multi_avg_fn(0.5)
-        averaged = AveragedModel(mixed_model().to(self.device), multi_avg_fn=average)
+        pair, how = Pair(self), {"multi_avg_fn": get_ema_multi_avg_fn(0.5)}
+        averaged = AveragedModel(mixed_model().to(self.device), **how)
         shard_blocks(averaged.module, mesh=hybrid_mesh(WORLD_SIZE // 2))
-        alone = AveragedModel(pair.alone, multi_avg_fn=average)
-        optimizers = sgd()(pair.model.parameters()), sgd()(pair.alone.parameters())
+        alone = AveragedModel(pair.alone, **how)
         for step in range(STEPS):
-            pair.backward(step)
-            pair.share_gradients()
-            for each in optimizers:
-                each.step()
-                each.zero_grad()
+            models = pair.model, pair.alone
+            pair.step(step, *(sgd()(model.parameters()) for model in models))
             averaged.update_parameters(pair.model)
             alone.update_parameters(pair.alone)
         models = averaged.module.parameters(), alone.module.parameters()

@@ -33,11 +33,10 @@ from fsdp_common.utils import (
     record_collectives,
     THREAD_DEVICE_TYPE,
 )
-from fsdp_parity.models import Extended, Fp8, HighLow
+from fsdp_parity.models import HighLow
 
 import torch
 import torch.nn as nn
-from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -189,18 +188,6 @@ class TestUnits(FSDPThreadTest):
         self.assertEqual(grad_of(model.c), torch.full((4,), 3.0))
         self.assertEqual(grad_of(model.a), torch.ones(4))
 
-    def test_replicated_parameters(self) -> None:
-        stored = {"a": FP32, "b": FP32, "c": BF16}
-        model = given(**stored)
-        policies = {"a": (BF16, None), "c": (None, FP32)}
-        replicate(model, mp_policy=by_name(model, policies), mesh=mesh_of(2))
-        with record_collectives() as recorder:
-            backward(model, a=1.0, b=1.0, c=1.0)
-        self.assertEqual(model.seen, {"a": BF16, "b": FP32, "c": BF16})
-        self.assertEqual(recorder.all_gathers + recorder.reduce_scatters, [])
-        reduced = [(call.dtype, call.numel) for call in recorder.all_reduces]
-        self.assertEqual(reduced, reductions(stored, policies))
-
     def test_a_refused_override_leaves_all_parameters_as_they_are(self) -> None:
         model = nn.Sequential(given(a=FP32), given(b=FP32))
         before = dict(model.named_parameters())
@@ -245,43 +232,6 @@ class TestExtensions(FSDPThreadTest):
         of_c = reduce_dtype(MixedPrecisionPolicy(FP16), FP32)
         by_itself = [(FP32, 16), (FP16, 4)]
         self.assertEqual(reduced, by_itself if of_c == FP16 else [(FP32, 20)])
-
-    def test_bits_are_those_of_one_unit_for_each_policy(self) -> None:
-        for kind in (Fp8, HighLow):
-            whole, apart = self.train(kind, "override"), self.train(kind, "own")
-            self.assertEqual(len(whole), 9)
-            for one, other in zip(whole, apart, strict=True):
-                self.assertEqual(one.dtype, other.dtype)
-                self.assertTrue(torch.equal(one, other))
-
-    def train(self, kind: type[Extended], policies: str) -> list[torch.Tensor]:
-        """Returns all local gradients of three steps."""
-        generator = torch.Generator().manual_seed(0)
-        a, b, c = (torch.randn(4, 2, generator=generator) for _ in range(3))
-        model = Chain(GivenGrads(p=kind(a)), GivenGrads(p=kind(b)), GivenGrads(p=c))
-        pairs = ((BF16, FP32), (FP32, BF16), (BF16, None))
-        if policies == "override":
-            patterns = {f"{i}.p": pair for i, pair in enumerate(pairs)}
-            fully_shard(model, mp_policy=by_name(model, patterns))
-        else:
-            for part, pair in zip(model, pairs, strict=True):
-                policy = MixedPrecisionPolicy(*pair, cast_forward_inputs=False)
-                fully_shard(part, mp_policy=policy)
-        grads = []
-        for step in range(3):
-            model.zero_grad()
-            backward(model, p=1 + (3 * step + self.rank) / 7)
-            grads += [p.grad.to_local().clone() for p in model.parameters()]
-        return grads
-
-
-class Chain(nn.Sequential):
-    """Gives every child the same gradients."""
-
-    def forward(self, x: torch.Tensor, **grads: float) -> torch.Tensor:
-        for child in self:
-            x = child(x, **grads)
-        return x
 
 
 class TestGradDtype(FSDPThreadTest):
@@ -401,32 +351,14 @@ class TestGradDtype(FSDPThreadTest):
 
 
 class TestHybrid(FSDPThreadTest):
-    """2 replicas of 2 shards."""
-
     world_size = 4
-
-    def test_resharded_to_fewer_ranks(self) -> None:
-        model = given(a=FP32, b=FP32)
-        policy = by_name(model, {"a": (BF16, None)})
-        kwargs = {"mesh": mesh_of(4), "reshard_after_forward": 2}
-        fully_shard(model, mp_policy=policy, **kwargs)
-        with record_collectives() as recorder:
-            backward(model, a=1.0, b=1.0)
-        # One fp32 and one bf16 element a rank, each padded to 16 bytes; then two of each
-        sizes = [(c.group_size, c.nbytes_per_rank) for c in recorder.all_gathers]
-        self.assertEqual(sizes, [(4, 32), (2, 32)])
-        reduced = [(call.dtype, call.numel) for call in recorder.reduce_scatters]
-        expected = reductions({"a": FP32, "b": FP32}, {"a": (BF16, None)})
-        self.assertEqual(reduced, expected)
 
     def test_kept_partial_results_and_grad_dtype(self) -> None:
         """What waits for the all-reduce keeps the reduce dtype's digits."""
         model = given(a=BF16, b=BF16, c=BF16)
         model.a.grad_dtype, model.b.grad_dtype = FP32, None
         fully_shard(
-            model,
-            mesh=mesh_of(2, 2),
-            mp_policy=MixedPrecisionPolicy(reduce_dtype=FP32),
+            model, mesh=mesh_of(2, 2), mp_policy=MixedPrecisionPolicy(reduce_dtype=FP32)
         )
         for names, all_reduces in (("abc", False), ("c", True)):
             model.set_requires_all_reduce(all_reduces)

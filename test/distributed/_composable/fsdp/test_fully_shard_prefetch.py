@@ -2,8 +2,6 @@
 
 """
 When the gather that comes next in backward starts, as ``set_backward_prefetch`` says.
-
-Runs with pytest, python or ``torchrun --nproc-per-node 4``.
 """
 
 from __future__ import annotations
@@ -296,14 +294,10 @@ class TestSetting(FakeGroupTest):
         set_backward_prefetch(nn.ModuleList([model]), PRE)
         self.assertEqual(self.modes(model), [PRE] * BLOCKS)
 
-    def test_what_is_no_mode(self) -> None:
-        model = make(init_device_mesh("cpu", (self.ranks,)))
-        with self.assertRaisesRegex(TypeError, "BACKWARD_POST or None, but got 'POST'"):
-            set_backward_prefetch(model, "POST")
-        self.assertEqual(self.modes(model), [PRE] * BLOCKS)
-
-    def test_what_is_no_unit(self) -> None:
+    def test_what_is_no_mode_or_no_unit(self) -> None:
         plain = nn.Linear(2, 2)
+        with self.assertRaisesRegex(TypeError, "BACKWARD_POST or None, but got 'POST'"):
+            set_backward_prefetch(fully_shard(nn.Linear(2, 2)), "POST")
         with self.assertRaisesRegex(ValueError, "found no unit in Linear: call"):
             set_backward_prefetch(plain, POST)
         outer = nn.Sequential(fully_shard(nn.Linear(2, 2)))
