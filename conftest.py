@@ -45,7 +45,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    for item in items:
+    for item in items if config.getoption("timeout") is None else ():
         if item.get_closest_marker("long"):  # pyproject.toml has what others get
             item.add_marker(pytest.mark.timeout(600))
     if config.getoption("quick"):

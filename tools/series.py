@@ -179,7 +179,8 @@ def commit_series(checkout: Path, tree: Path) -> None:
     # The release's files, for a merge of three sides where a checkout lacks them
     git(checkout, "fetch", "--quiet", str(tree), BRANCH)
     git(checkout, "switch", "--create", BRANCH)
-    print(git(checkout, "am", "--3way", "--keep-non-patch", *write_patches(tree)))
+    patches = write_patches(tree)
+    print(git(checkout, "am", "--3way", "--keep-non-patch", *patches), end="")
 
 
 def make(release: Path, checkout: Path | None, *, untested: bool) -> None:

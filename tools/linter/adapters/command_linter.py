@@ -18,8 +18,8 @@ from lintrunner_adapters import LintMessage, LintSeverity
 
 
 spec = importlib.util.find_spec("torch")
-# The folder that `torch` is imported from
-TREE = os.path.relpath(os.path.join((spec and spec.origin) or "./torch/a", "../.."))
+origin = spec.origin if spec and spec.origin else "torch/__init__.py"
+TREE = os.path.relpath(os.path.join(origin, "../.."))  # which `torch` is imported from
 # All but the first are what a script finds its neighbours by
 SEARCH_PATH = (TREE, ".", "examples", "benchmarks/distributed/fsdp")
 COMMANDS = {

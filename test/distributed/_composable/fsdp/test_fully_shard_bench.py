@@ -52,6 +52,12 @@ class ImportingTest(DeviceFreeTest):
             sys.path.insert(0, folder)
             cls.addClassCleanup(sys.path.remove, folder)
 
+    def setUp(self) -> None:
+        super().setUp()
+        scratch = tempfile.TemporaryDirectory()
+        self.addCleanup(scratch.cleanup)
+        self.folder = Path(scratch.name)
+
 
 @unittest.skipUnless(RELEASE_ROOT.is_dir(), "needs the release beside the branch")
 class TestCounts(DeviceFreeTest):
@@ -120,42 +126,40 @@ class TestSides(ImportingTest):
 
         side = _sides.Side("branch", TREE_ROOT, backend="gloo", world_size=2)
         self.addCleanup(side.stop)
-        with tempfile.TemporaryDirectory() as folder:
-            worker = WORKER.format(rank=rank, end=ENDS[when])
-            (Path(folder) / "_worker.py").write_text(worker)
-            with mock.patch.object(_sides, "HERE", Path(folder)):
-                side.start()
-            processes = [*side._processes]
-            with self.assertRaises(_sides.SideError) as raised:
-                side.ask("bytes", {}, seconds=3 if when == "never" else None)
-        statuses = [process.poll() for process in processes]
-        self.assertEqual(statuses[1 - rank], -signal.SIGKILL)
+        worker = WORKER.format(rank=rank, end=ENDS[when])
+        (self.folder / "_worker.py").write_text(worker)
+        with mock.patch.object(_sides, "HERE", self.folder):
+            side.start()
+        processes = [*side._processes]
+        with self.assertRaises(_sides.SideError) as raised:
+            side.ask("bytes", {}, seconds=3 if when == "never" else None)
+        self.assertEqual(processes[1 - rank].poll(), -signal.SIGKILL)
+        said = str(raised.exception)
         if when == "never":
-            self.assertIn("no answer of rank 0, 1 in time", str(raised.exception))
+            self.assertIn("no answer of rank 0, 1 in time", said)
         else:
             lines = [f"branch, rank {rank}: ended with status 1", f"of rank {rank}"]
-            self.assertEqual(str(raised.exception).splitlines(), [*lines, "it broke"])
+            self.assertEqual(said.splitlines(), [*lines, "it broke"])
 
     def test_release_of_an_overlay(self) -> None:
         """Files that it replaced are the release's, and all others are as they are."""
         import _sides
 
-        with tempfile.TemporaryDirectory() as folder:
-            site, made = Path(folder) / "site", Path(folder) / "made"
-            self.assertIsNone(_sides.find_release(None, site))
-            files = {
-                "torch/a.py": "as it is",
-                "torch/fsdp/b.py": "branch",
-                "torch/fsdp/new.py": "branch",
-                f"{_sides.KEPT}/torch/fsdp/b.py": "release",
-            }
-            for name, text in files.items():
-                (site / name).parent.mkdir(parents=True, exist_ok=True)
-                (site / name).write_text(text)
-            with mock.patch.object(_sides, "MADE", made):
-                self.assertEqual(_sides.find_release(None, site), made)
-            self.assertEqual((made / "torch/a.py").read_text(), "as it is")
-            self.assertEqual((made / "torch/fsdp/b.py").read_text(), "release")
+        site, made = self.folder / "site", self.folder / "made"
+        self.assertIsNone(_sides.find_release(None, site))
+        replaced = "torch/fsdp/b.py"
+        files = {
+            "torch/a.py": "as it is",
+            replaced: "branch",
+            "torch/fsdp/c.py": "branch",
+        }
+        for name, text in (files | {f"{_sides.KEPT}/{replaced}": "release"}).items():
+            (site / name).parent.mkdir(parents=True, exist_ok=True)
+            (site / name).write_text(text)
+        with mock.patch.object(_sides, "MADE", made):
+            self.assertEqual(_sides.find_release(None, site), made)
+        self.assertEqual((made / "torch/a.py").read_text(), "as it is")
+        self.assertEqual((made / replaced).read_text(), "release")
 
 
 class Recorder:
@@ -234,15 +238,11 @@ class TestComparison(ImportingTest):
             return [exact_row("bytes", "block", "bytes", 4, "release", 4)]
 
         parts = [bytes_of, mock.Mock(side_effect=KeyboardInterrupt)]
-        with tempfile.TemporaryDirectory() as folder:
-            argv = ["--parts", "bytes,memory", "--output", folder]
-            modules = [SimpleNamespace(run=part) for part in parts]
-            with mock.patch.object(
-                bench.importlib, "import_module", side_effect=modules
-            ):
-                with self.assertRaises(KeyboardInterrupt):
-                    bench.main(argv)
-            (row,) = json.loads((Path(folder) / "results.json").read_text())["rows"]
+        modules = [SimpleNamespace(run=part) for part in parts]
+        argv = ["--parts", "bytes,memory", "--output", str(self.folder)]
+        with mock.patch.object(bench.importlib, "import_module", side_effect=modules):
+            self.assertRaises(KeyboardInterrupt, bench.main, argv)
+        (row,) = json.loads((self.folder / "results.json").read_text())["rows"]
         self.assertEqual((row["part"], row["branch"]), ("bytes", 4))
 
 
@@ -275,17 +275,16 @@ class TestStudies(ImportingTest):
 class TestGpu(ImportingTest):
     """Runs on a CPU what ``make gpu`` runs there."""
 
-    def run_gpu(self, *args: str) -> tuple[int, list[dict[str, str]], str]:
+    def run_gpu(self, only: str) -> tuple[int, list[dict[str, str]], str]:
         import gpu
 
-        with tempfile.TemporaryDirectory() as folder:
-            argv = ["--device", "cpu", "--output", folder, *args]
-            status = gpu.main(argv)
-            found = json.loads((Path(folder) / "report.json").read_text())
-            return status, found["lines"], (Path(folder) / "report.md").read_text()
+        argv = ["--device", "cpu", "--output", str(self.folder), "--only", only]
+        status = gpu.main(argv)
+        lines = json.loads((self.folder / "report.json").read_text())["lines"]
+        return status, lines, (self.folder / "report.md").read_text()
 
     def test_dry_run(self) -> None:
-        status, lines, page = self.run_gpu("--only", "tests,sanitizer,late")
+        status, lines, page = self.run_gpu("tests,sanitizer,late")
         verdicts = {line["part"]: line["verdict"] for line in lines}
         expected = {"tests": "as expected", "sanitizer": "not run"}
         self.assertEqual(verdicts, expected | {"late": "as expected"})
@@ -298,22 +297,16 @@ class TestGpu(ImportingTest):
     def test_what_hangs_or_dies_loses_nothing(self) -> None:
         import gpu
 
-        real = gpu.finished
-
-        def finished(*command: str) -> tuple[str, str]:
-            if "kernels" in command:
-                code = "import time; print('begun', flush=True); time.sleep(999)"
-                return real("-c", code, seconds=20)
-            if "late" in command:
-                return real("-c", "import os; print('begun', flush=True); os.abort()")
-            return real(*command)
-
-        with mock.patch.object(gpu, "finished", finished):
-            status, lines, _ = self.run_gpu("--only", "late,kernels,sanitizer")
-        found = {line["part"]: (line["verdict"], line["value"]) for line in lines}
-        self.assertEqual(found["late"], ("died", "begun"))
-        self.assertEqual(found["kernels"], ("died", "not done after 20 s: begun"))
-        self.assertEqual((status, found["sanitizer"][0]), (1, "not run"))
+        begun = "import os, time; print('begun', flush=True); "
+        hung = gpu.finished("-c", f"{begun}time.sleep(999)", seconds=5)
+        self.assertEqual(hung, ("died", "not done after 5 s: begun"))
+        died = gpu.finished("-c", f"{begun}os.abort()")
+        self.assertEqual(died, ("died", "begun"))
+        with mock.patch.object(gpu, "finished", side_effect=[("", "{}"), hung, died]):
+            status, lines, _ = self.run_gpu("late,kernels,sanitizer")
+        found = {line["part"]: line["verdict"] for line in lines}
+        self.assertEqual([found["late"], found["kernels"]], ["died", "died"])
+        self.assertEqual((status, found["sanitizer"]), (1, "not run"))
 
 
 instantiate_parametrized_tests(TestSides)

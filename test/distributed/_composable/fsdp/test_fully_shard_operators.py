@@ -3,8 +3,6 @@
 """
 The operators ``fsdp::*``, which compiled graphs are matched with. Their schemas are in
 ``test_fully_shard_divide_factors.py``, which calls the release as well.
-
-
 """
 
 from fsdp_common.utils import DeviceFreeTest

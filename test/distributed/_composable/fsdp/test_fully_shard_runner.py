@@ -56,7 +56,7 @@ class TestConftest(TestCase):
         self.assertEqual(chosen, [marked[1], marked[2], marked_long[2], other[0]])
 
     def test_longest_first_and_others_as_they_come(self):
-        config = SimpleNamespace(getoption=lambda name, default=None: False)
+        config = SimpleNamespace(getoption={"quick": False, "timeout": None}.get)
         z, b, a = items_of("z"), items_of("b", "long"), items_of("a")
         items = [*z, *b, *a]
         self.conftest.pytest_collection_modifyitems(config, items)
