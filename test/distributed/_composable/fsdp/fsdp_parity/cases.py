@@ -1,5 +1,5 @@
 """
-What a case of ``run.py`` is: where it runs, what it trains, and what is seen of the run.
+What a case of ``run.py`` is: where it runs, what it trains, and what is seen of it.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ class Reference:
 
         Each addition, one for each rank and microbatch, rounds by at most half an eps
         of the sum of the absolute values, and so do two divisions. Then the result is
-        cast to the parameter's dtype. What fp16 divides before it sums may be subnormal.
+        cast to the parameter's dtype. What fp16 divides before may be subnormal.
         """
         info = torch.finfo(reduce_dtype(self.policy, param.dtype))
         roundings = WORLD_SIZE + self._microbatches + 2
