@@ -45,8 +45,12 @@ class TestComposition(ScenarioTest):
     def test_equals_the_release(self, name: str) -> None:
         """To the last bit, a mixed unit as one of the release for each dtype."""
         record = self.check(name)
-        if record.get("0 loss") is not None:
-            self.assertNotEqual(record["0 loss"], record["1 loss"])
+        for found in (record, *(v for v in record.values() if isinstance(v, dict))):
+            # What is equal has trained
+            gradients = [v for k, v in found.items() if k.startswith("1 gradient")]
+            self.assertNotIn(None, gradients)
+            if found.get("0 loss") is not None:
+                self.assertNotEqual(found["0 loss"], found["1 loss"])
 
     @parametrize("name", ["profiler_ranges", "log_messages", "memory_tracker"])
     def test_mixed_unit_is_seen_as_a_uniform_one(self, name: str) -> None:
