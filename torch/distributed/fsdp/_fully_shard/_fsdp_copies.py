@@ -487,8 +487,8 @@ def accumulate_sharded_grad(
     else:
         raise AssertionError(
             f"The gradient of {fsdp_param._param_fqn} must be a DTensor like its "
-            f"sharded parameter, but it is a {type(present).__name__}: do not set it "
-            "to a plain tensor"
+            f"sharded parameter, but it is a {type(present).__name__}: do not set "
+            "the gradient of a sharded parameter to a plain tensor"
         )
     for hook in [*hooks.values()] if hooks else ():
         hook(sharded_param)

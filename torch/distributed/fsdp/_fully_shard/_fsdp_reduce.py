@@ -1,8 +1,7 @@
 """
 From the gradients that autograd makes to the sharded gradients of one param group:
-which there are, in which buckets they are reduced and when, and what is kept until
-then: partial reduces, whose all-reduce is deferred, and small buckets, which wait for
-those of other units.
+their buckets, when they are reduced, and what is kept until then: partial reduces of
+deferred all-reduces, and small buckets, which wait for other units'.
 
 :mod:`_fsdp_param_group` says when backward of the group is over, and
 :mod:`_fsdp_collectives` reduces the buckets.
