@@ -198,7 +198,7 @@ class TestUnits(FSDPThreadTest):
         policy = MixedPrecisionPolicy(param_dtype_override_fn=override)
         text = r"returned torch.int8 for parameter 1.b of Sequential, which is torch.fl"
         with self.assertRaisesRegex(ValueError, text):
-            fully_shard(model, mp_policy=policy)
+            fully_shard([nn.Linear(4, 4), model], mp_policy=policy)
         for name, param in model.named_parameters():
             self.assertIs(param, before[name])
 
