@@ -235,8 +235,8 @@ def allocates_anew(comm: ReduceScatter) -> bool:
 
 
 def holds_one_input(comm: ReduceScatter) -> bool:
-    """Whether a unit's buckets must be reduced one by one."""
-    # The next input may be a buffer still in use, or register more symmetric memory
+    """Whether only one reduce-scatter input may be in use at a time."""
+    # The next may be the same buffer, or register more symmetric memory
     return isinstance(comm, SymmMemAllocMixin) or not allocates_anew(comm)
 
 
@@ -762,7 +762,7 @@ def reduce_buckets(
     sent = [p for p in new if p.bucket.comm_dtype is not None and world_size > 1]
     # Copied into one buffer. A single bucket is copied in as for a reduce-scatter.
     joined = sent if len(sent) > 1 else []
-    batch = parts
+    batch = parts  # what an error is explained by
     try:
         for part in new:
             if part not in joined:
@@ -893,7 +893,7 @@ def _reduce_together(
         stream = reduction.all_reduce_stream
         stream.wait_stream(reduction.reduce_scatter_stream)
     handle = _get_device_handle(device.type)
-    # As views, gradients keep all of the output alive: so all of them, or none
+    # A view keeps all of the output alive: no use where another gradient is cast
     needs_casts = any(part.bucket.needs_casts for part in parts)
     as_views = output.dtype == key[0] and not needs_casts
     with handle.stream(stream) if all_reduces else NO_RANGE:

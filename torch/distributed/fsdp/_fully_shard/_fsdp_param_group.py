@@ -12,10 +12,10 @@ Each handover of data from stream to stream is one of these waits:
 - copy-in -> all-gather: ``foreach_all_gather``, stream to stream.
 - all-gather -> copy-out: ``foreach_all_gather_copy_out`` waits for the event.
 - copy-out -> next copy-in: both gather streams wait for the copy-out's event before the
-  gather's buffer is freed: at once in backward, in forward at the next unit's copy-out.
+  gather's buffer is freed: in forward with implicit prefetching at the next unit's
+  copy-out, else at once.
 - gradients -> reduce-scatter: ``reduce_buckets``, stream to stream. With
-  ``grad_comm_dtype`` that stream has an all-to-all, and the sum of what came in, which
-  overwrites what was sent.
+  ``grad_comm_dtype`` that stream has an all-to-all and the sum of what it received.
 - reduce-scatter -> next copy-in: ``FSDPCommContext.reduce_scatter_states`` holds the
   last post-backwards' inputs until the current stream has waited for their events.
 - all-reduce -> later reduce-scatter: ``FSDPCommContext.all_reduce_states`` holds the
@@ -591,7 +591,8 @@ class FSDPParamGroup(_Meshes, PluginNames):
             # See [Note: Freeing the gather buffer late]
             self.comm_ctx.all_gather_state = AllGatherState(result, copy_out_event)
         else:
-            # In backward the copy-out runs beside a reduce-scatter anyway
+            # In backward the copy-out runs beside a reduce-scatter anyway, and a gather
+            # in the current stream (`async_op`) is behind it
             self.comm_ctx.wait_all_gather_streams_on_event(copy_out_event)
         self._all_gather_result = self._all_gather_group = None
 

@@ -167,7 +167,7 @@ class GradReducer:
                 param.grad_dtype = None
 
     def resume_upcasts(self) -> None:
-        """Casts the gradients that stay to what the next ones are added in."""
+        """Turns upcasting on again, and upcasts gradients that were not reduced."""
         upcast = self._group._cache.upcast_by_autograd
         for fsdp_param, param in _unsharded_params(upcast):
             dtype = _unsharded_grad_dtype(fsdp_param)
@@ -312,8 +312,8 @@ class GradReducer:
         self, fresh: tuple[ReduceBucket, ...]
     ) -> tuple[ReduceBucket, ...]:
         """
-        Returns the buckets of fresh gradients and, if all-reduces are no longer
-        deferred, an empty one for each partial reduce that no gradient is added to.
+        Adds to the buckets of fresh gradients, if all-reduces are no longer deferred,
+        an empty one for each partial reduce that they do not complete.
         Raises if a gradient would be reduced in another dtype than before.
         """
         keys = {slot.param: b.key for b in fresh for slot in b.slots}
