@@ -7,11 +7,9 @@ forks of this process end as interpreters do.
 from __future__ import annotations
 
 import os
-import platform
 import sys
 import tempfile
 import unittest
-from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -23,29 +21,19 @@ import torch
 from torch.testing._internal.common_utils import run_tests
 
 
-SCRIPT = ("-m", "fsdp_first.script", "argument")
-RECORD = "release/torch-1.0.dist-info/RECORD"
-
-
 class TestKept(DeviceFreeTest):
-    """Of packages of its own: the first imports the second by a computed name."""
-
     def setUp(self) -> None:
         super().setUp()
         scratch = tempfile.TemporaryDirectory()
         self.addCleanup(scratch.cleanup)
         self.root = Path(scratch.name)
         self.release = self.root / "release"
-        self.put(RECORD, "torch/__init__.py,sha256=a,1\n")
-        self.put("fsdp_first/script.py", "import_module('fsdp_second' + '.helper')")
-        self.put("fsdp_second/deep/helper.py", "fsdp_first, fsdp_second")
-        self.put("fsdp_third/other.py", "fsdp_first")
-        self.put("examples/example.py", "")
-        folders = {folder.name: folder for folder in self.root.glob("[fe]*")}
+        self.put("release/torch-1.0.dist-info/RECORD", "torch/__init__.py,sha256=a,1\n")
+        self.put("tests/script.py", "")
         environ = {name: v for name, v in os.environ.items() if name != "CI"}
         environ.pop(kept.FRESH, None)
         for patch in (
-            mock.patch.object(kept, "FOLDERS", folders),
+            mock.patch.object(kept, "SOURCES", [self.root / "tests"]),
             mock.patch.dict(os.environ, environ, clear=True),
             mock.patch.object(torch.accelerator, "is_available", lambda: False),
         ):
@@ -57,55 +45,37 @@ class TestKept(DeviceFreeTest):
         (self.root / path).parent.mkdir(parents=True, exist_ok=True)
         (self.root / path).write_text(text)
 
-    def ran(
-        self,
-        *args: str,
-        env: dict[str, str] | None = None,
-        run: Callable[[], object] | None = None,
-    ) -> bool:
+    def ran(self, *args: str, edit: str = "", **env: str) -> bool:
         """Asks for the result, and returns whether that took a run."""
 
-        def count() -> int:
+        def run() -> int:
+            if edit:
+                self.put("tests/script.py", edit)
             self.runs += 1
             return self.runs
 
         before = self.runs
-        kept.surroundings.cache_clear()
-        result = kept.of_release(self.release, args or SCRIPT, env, run or count)
-        self.assertEqual(result, self.runs)
+        self.assertEqual(kept.of_release(self.release, args, env, run), self.runs)
         return self.runs > before
 
     def test_runs_again_once_where_something_changed(self) -> None:
         for path, text in (
-            ("fsdp_first/script.py", "fsdp_second  # changed"),
-            ("fsdp_first/beside.py", "a new file"),
-            ("fsdp_second/deep/helper.py", "of an imported package"),
-            ("fsdp_second/table.json", "not of Python"),
-            (RECORD, "torch/__init__.py,sha256=b,1\n"),
+            ("tests/script.py", "changed"),
+            ("tests/package/beside.py", "new"),
+            ("release/torch-1.0.dist-info/RECORD", "torch/__init__.py,sha256=b,1\n"),
         ):
             self.ran()
             self.put(path, text)
             self.assertEqual([self.ran(), self.ran()], [True, False], path)
-        self.put("fsdp_third/other.py", "changed, which nothing names")
-        self.assertFalse(self.ran())
-        (self.root / "fsdp_second/deep/helper.py").unlink()
-        self.assertTrue(self.ran())
+        self.assertEqual([self.ran("other"), self.ran("other")], [True, False])
+        self.assertEqual([self.ran(SEED="1"), self.ran(SEED="2")], [True, True])
 
-    def test_arguments_variables_and_surroundings_matter(self) -> None:
-        for args, env in (
-            (SCRIPT, {"PYTHONHASHSEED": "1"}),
-            (SCRIPT, {"PYTHONHASHSEED": "2"}),
-            (SCRIPT[:-1], None),
-            (("-c", "import fsdp_first"), None),
-            ((str(self.root / "fsdp_first/script.py"),), None),
-        ):
-            self.assertTrue(self.ran(*args, env=env), (args, env))
+    def test_surroundings_matter(self) -> None:
         cpuinfo = "model name : A\nflags : avx2\n"
         for patch in (
             mock.patch.dict(os.environ, {"ATEN_CPU_CAPABILITY": "default"}),
             mock.patch("sys.version", "3.99"),
-            mock.patch("sys.path", [str(self.root)]),
-            mock.patch.object(platform, "machine", lambda: "another"),
+            mock.patch("sys.path", [str(self.root), str(self.release)]),
             mock.patch.object(Path, "read_text", lambda path: cpuinfo),
         ):
             self.ran()
@@ -113,13 +83,8 @@ class TestKept(DeviceFreeTest):
                 self.assertTrue(self.ran(), patch)
 
     def test_nothing_is_kept_of_a_run_during_which_a_file_changes(self) -> None:
-        def edit() -> int:
-            self.put("fsdp_second/deep/helper.py", "edited")
-            self.runs += 1
-            return self.runs
-
-        self.assertTrue(self.ran(run=edit))
-        self.put("fsdp_second/deep/helper.py", "fsdp_first, fsdp_second")
+        self.assertTrue(self.ran(edit="edited"))
+        self.put("tests/script.py", "")
         self.assertTrue(self.ran())
 
     def test_who_asks_for_it_gets_a_new_run_which_is_kept(self) -> None:
