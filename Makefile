@@ -52,17 +52,11 @@ PYTEST = PYTHONPYCACHEPREFIX="$$PWD/build/pycache" PYTHONDONTWRITEBYTECODE= \
   $(PYTHON) -m pytest --durations=10 $(if $(QUICK),--quick)
 SIDE_BY_SIDE = --numprocesses=auto --dist=loadfile
 
-# What surrounds the branch is tested where it differs from origin/main, where that is
-# not known, and by continuous integration
-AROUND = .ci benchmarks tools CMakeLists.txt Makefile conftest.py pyproject.toml \
-  requirements*.txt setup.py test/distributed/_composable/fsdp/fsdp_build \
-  $(shell grep -rlE 'pytestmark = .*mark\.tools' test)
-IS_SAME = git diff --quiet origin/main -- $(AROUND) 2>/dev/null && \
-  test -z "$$(git ls-files --others --exclude-standard -- $(AROUND))"
-MARKS = $(if $(CI),,$(shell $(IS_SAME) && echo not tools))
+# Continuous integration also tests what surrounds the branch, see `make test-tools`
+MARKS = $(if $(CI),,not tools)
 
 test: models  ## run the tests (QUICK=1: one of each kind; ARGS=... goes to pytest)
-	@$(PYTEST) $(or $(ARGS),$(SIDE_BY_SIDE) -m "$(if $(QUICK),not tools,$(MARKS))" test)
+	@$(PYTEST) $(or $(ARGS),$(SIDE_BY_SIDE) -m "$(MARKS)" test)
 
 test-tools: models  ## run those of what surrounds the branch: set-up, wheels, benchmarks
 	@$(PYTEST) $(or $(ARGS),$(SIDE_BY_SIDE) -m tools test)
