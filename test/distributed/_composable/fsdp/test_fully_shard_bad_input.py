@@ -36,6 +36,7 @@ from fsdp_wrong_uses.stepping import STEPPING
 import torch
 import torch._dynamo
 import torch.nn as nn
+from torch.distributed._composable.replicate import replicate as ddp_replicate
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
@@ -259,6 +260,7 @@ class TestAllowed(FSDPProcessTest, Checks):
         run.fully_shard(outer, ignored_params={outer.ignored})
         outer.frozen = nn.Parameter(torch.ones(DIM, device=run.device), False)
         outer.unit = run.fully_shard(Scaled().to(run.device))
+        outer.of_ddp = ddp_replicate(Scaled().to(run.device))
         outer.ignored = nn.Parameter(2 * outer.ignored.detach())
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)

@@ -82,6 +82,12 @@ class TestKept(DeviceFreeTest):
             with patch:
                 self.assertTrue(self.ran(), patch)
 
+    def test_what_cannot_be_read_is_made_anew(self) -> None:
+        self.ran()
+        (file,) = (self.root / "kept").iterdir()
+        file.write_bytes(file.read_bytes()[:9])
+        self.assertEqual([self.ran(), self.ran()], [True, False])
+
     def test_nothing_is_kept_of_a_run_during_which_a_file_changes(self) -> None:
         self.assertTrue(self.ran(edit="edited"))
         self.put("tests/script.py", "")

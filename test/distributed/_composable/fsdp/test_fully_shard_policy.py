@@ -390,7 +390,7 @@ class TestByName(DeviceFreeTest):
             message = str(caught.exception)
             self.assertIn(repr(pattern), message)
             self.assertIn("shell patterns", message)
-            self.assertIn(nearest, message)
+            self.assertIn(f"names are: {nearest}", message)
         with self.assertRaisesRegex(ValueError, "none, it has no parameters"):
             by_name(nn.ReLU(), {"*": {"param_dtype": FP32}})
 

@@ -38,6 +38,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_copies as copies
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
 from torch.distributed.fsdp._fully_shard._fsdp_layout import (
@@ -423,6 +424,14 @@ class TestOrder(FakeGroupTest):
         with Recording():
             loss.backward()
         return [n for n in issued if n in (self.COPY_IN, self.SCATTER, self.ALL_REDUCE)]
+
+    def test_sizes_of_other_gradients_than_those_to_prepare_are_refused(self) -> None:
+        prepare = "_default_reduce_scatter_input_fn"
+        with (
+            mock.patch.object(param_group, prepare, lambda *_: ()),
+            self.assertRaisesRegex(ValueError, "first that of .+, returned 0 sizes"),
+        ):
+            self.forward(mesh_of(self.ranks, device="cpu")).backward()
 
     def test_all_copy_ins_come_first(self) -> None:
         issued = self.issued(mesh_of(self.ranks, device="cpu"))

@@ -713,7 +713,7 @@ def _reduce_one_bucket(
         grad_dtype = param.grad_dtype if is_set else orig_dtype or param.dtype
         numel = fsdp_param.padded_sharded_param_size.numel()
         slots.append(ReduceSlot(by_name.index(fsdp_param), grad_dtype, numel, dim))
-    bucket = ReduceBucket(dtype, tuple(slots), keys[0][1])
+    bucket = ReduceBucket(dtype, tuple(slots), keys[0][1] if keys else None)
     bucket = prepare_inputs(reduction, bucket, fsdp_params, unsharded_grads)
     part = BucketGrads(fsdp_params, bucket, unsharded_grads, partial_reduce_output)
     return reduce_buckets(reduction, [part])[0]
@@ -732,13 +732,18 @@ def prepare_inputs(
     prepare = reduction.prepare_reduce_scatter_inputs
     try:
         sizes = prepare(fsdp_params[:count], unsharded_grads, world_size)
+        if len(sizes) != count:
+            raise ValueError(
+                f"the function that prepares {count} gradients, first that of "
+                f"{fsdp_params[0]._param_fqn}, returned {len(sizes)} sizes"
+            )
     except Exception as error:
         raise explain_reduction(  # noqa: B904  (has its cause)
             error, fsdp_params, bucket, unsharded_grads, reduction.device
         )
     slots = [
         replace(slot, shard_numel=size.numel() // world_size, shard_dim=0)
-        for slot, size in zip(bucket.slots[:count], sizes, strict=True)
+        for slot, size in zip(bucket.slots, sizes)
     ]
     return replace(bucket, slots=(*slots, *bucket.slots[count:]))
 

@@ -369,6 +369,7 @@ def _chunk_cat(tensors: list[Tensor], rows: Tensor, by_operator: bool = False) -
         )
 
 
+@torch.no_grad()
 def relaid(bucket: ReduceBucket, shard: Tensor, target_bucket: ReduceBucket) -> Tensor:
     """Lays a rank's 1D shard out as another bucket, zero where this has no slot."""
     if bucket.slots == target_bucket.slots:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -372,9 +373,15 @@ def with_overrides(unit: _P, module: nn.Module, patterns: Mapping[str, Any]) -> 
             if of_param := [fqn for fqn in same if fnmatch.fnmatchcase(fqn, pattern)]:
                 matched[param] = of_param[0]
         if not matched:
-            by_lower = {fqn.lower(): fqn for same in names.values() for fqn in same}
-            nearest = difflib.get_close_matches(pattern.lower(), by_lower, cutoff=0)
-            listed = ", ".join(by_lower[fqn] for fqn in nearest)
+            literal = re.sub(r"[][*?!]", "", pattern).strip(".").lower()
+            size, by_part = literal.count(".") + 1, dict[str, list[str]]()
+            for fqn in (fqn for same in names.values() for fqn in same):
+                parts = fqn.lower().split(".")
+                for i in range(len(parts)):
+                    by_part.setdefault(".".join(parts[i : i + size]), []).append(fqn)
+            like = difflib.get_close_matches(literal, by_part, cutoff=0)
+            nearest = dict.fromkeys(fqn for part in like for fqn in by_part[part])
+            listed = ", ".join([*nearest][:3])
             raise ValueError(
                 f"Pattern {pattern!r} matches no parameter. Pass shell patterns over "
                 "their names, e.g. 'layers.0.norm.*' for all of a module. The nearest "

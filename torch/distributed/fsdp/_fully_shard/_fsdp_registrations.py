@@ -233,9 +233,11 @@ def get_own_params(
     modules: tuple[nn.Module, ...],
 ) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     """Yields module, name in it, and parameter, but for those of nested units."""
-    from ._fsdp_init import _get_managed_modules  # whose imports lead back here
+    from ._fsdp_init import _get_managed_modules, _is_composable_with_fsdp  # a cycle
 
-    for module in _get_managed_modules(modules, is_composable_fn=lambda module: True):
+    for module in _get_managed_modules(
+        modules, is_composable_fn=lambda m: m in modules or _is_composable_with_fsdp(m)
+    ):
         for name, param in module._parameters.items():
             if param is not None:
                 yield module, name, param

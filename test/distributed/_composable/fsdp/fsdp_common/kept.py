@@ -51,7 +51,7 @@ def of_release(
     file = release.with_name("kept") / hashlib.sha256(what.encode()).hexdigest()
     key = surroundings(release)
     if not any(map(os.environ.get, (FRESH, "CI"))):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(Exception):  # nothing there, or of another format
             kept_key, result = pickle.loads(file.read_bytes())
             if kept_key == key:
                 return result
