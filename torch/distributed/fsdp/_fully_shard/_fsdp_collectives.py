@@ -897,11 +897,11 @@ def _reduce_together(
     if all_reduces:
         stream = reduction.all_reduce_stream
         stream.wait_stream(reduction.reduce_scatter_stream)
-    handle = _get_device_handle(device.type)
     # A view keeps all of the output alive: no use where another gradient is cast
     needs_casts = any(part.bucket.needs_casts for part in parts)
     as_views = output.dtype == key[0] and not needs_casts
-    with handle.stream(stream) if all_reduces else NO_RANGE:
+    handle = _get_device_handle(device.type) if all_reduces else None
+    with handle.stream(stream) if handle else NO_RANGE:
         if all_reduces:
             _all_reduce(reduction, parts, output, factors[3])
         _div_if_needed(output, factors[1])
@@ -913,8 +913,8 @@ def _reduce_together(
     held = (output, done) if all_reduces else (None, None)
     if output is reduce_input and not all_reduces:
         scattered = done  # it is read until then, and nothing else holds it
-    result = ReduceResult(None, scattered, stream, done, *held, None)
-    return [result._replace(reduce_scatter_input=p.reduce_scatter_input) for p in parts]
+    rest = scattered, stream, done, *held, None
+    return [ReduceResult(part.reduce_scatter_input, *rest) for part in parts]
 
 
 def _reduce_scatter(
