@@ -913,8 +913,8 @@ def _reduce_together(
     held = (output, done) if all_reduces else (None, None)
     if output is reduce_input and not all_reduces:
         scattered = done  # it is read until then, and nothing else holds it
-    rest = scattered, stream, done, *held, None
-    return [ReduceResult(part.reduce_scatter_input, *rest) for part in parts]
+    inputs = [part.reduce_scatter_input for part in parts]
+    return [ReduceResult(i, scattered, stream, done, *held, None) for i in inputs]
 
 
 def _reduce_scatter(
