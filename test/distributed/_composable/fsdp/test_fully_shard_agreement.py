@@ -326,7 +326,7 @@ class TestRanksAgree(AgreementTest):
                 model = self.sharded(reshard_after_forward=False, mesh=mesh)
                 self.assertEqual(self.count(model, 3), [3 * each] * 3)
 
-    def test_put_off_all_reduce_is_not_compared_for(self) -> None:
+    def test_deferred_all_reduce_is_not_compared_for(self) -> None:
         """With one shard, nothing is sent before the last microbatch."""
         model = self.sharded(mesh=hybrid_mesh(1))
         for is_last, expected in ((False, 0), (True, 3)):

@@ -115,7 +115,7 @@ class Hooks:
 
     def _come(self, group: FSDPParamGroup, original: Callable[..., None]) -> None:
         if group._param_group_index == self.order.late:
-            # The root's callback comes to a group whose own hook has not come
+            # The root's callback runs first for a group whose own hook has not run
             if id(group) not in self._held_back:
                 self._held_back.add(id(group))
                 return

@@ -117,18 +117,18 @@ def _draw_step(
     chosen.sort(key=ACTIONS.index)
     kind = rng.choice(("plain", "plain", "accumulate", "several"))
     if has_replicas and rng.random() < 0.5:
-        kind = "put off"
+        kind = "deferred"
     count = 1 if kind == "plain" else rng.choice((2, 3))
     may_keep = kind != "plain" and rng.random() < 0.3
     skips = [_draw_skips(rng, step) for _ in range(count)]
     microbatches = []
     for n, (blocks, params) in enumerate(skips):
         is_end = n == count - 1
-        if kind == "put off":
+        if kind == "deferred":
             blocks = skips[0][0]
-        if kind in ("put off", "accumulate"):
+        if kind in ("deferred", "accumulate"):
             params = skips[0][1]
-        sync = {"accumulate": "none", "put off": "scatter"}.get(kind, "all")
+        sync = {"accumulate": "none", "deferred": "scatter"}.get(kind, "all")
         microbatches.append(
             Microbatch(
                 "all" if is_end else sync,

@@ -68,7 +68,7 @@ MODES = {
     "offloaded": case("shard", offloads=True),
     "accumulated": case("shard", *UNREDUCED),
     "hybrid": case("hybrid"),
-    "hybrid, all-reduce put off": case("hybrid", *PARTS),
+    "hybrid, deferred all-reduce": case("hybrid", *PARTS),
 }
 
 
