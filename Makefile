@@ -3,7 +3,7 @@
 PYTHON3 ?= python3
 # Names that a user gives go through the environment: a shell would split them.
 SETUP := "$$PYTHON3" -B -m tools.build
-export PYTHON3 NPROC STEPS POLICY DEVICE CHECKOUT
+export F PYTHON3 NPROC STEPS POLICY DEVICE CHECKOUT
 
 # The release to build on, under another name: RELEASE is a common one.  What a recipe
 # starts is not told what was told to this make.
@@ -21,7 +21,7 @@ LINT = PATH="$$PWD/$(VENV)/bin:$$PATH" XDG_DATA_HOME="$$PWD/build/lint" lintrunn
 PATHS := git ls-files --cached --others --exclude-standard
 
 .DEFAULT_GOAL := help
-.PHONY: help python check setup models train test test-tools clients series series-save bench gpu mutants lint wheel clean
+.PHONY: help python check setup models train test test-tools clients series series-save bench gpu mutants which lint wheel clean
 
 help:  ## show this list
 	@echo "make TARGET, where TARGET is one of"
@@ -49,14 +49,18 @@ train: setup  ## train a model of mixed dtypes (NPROC= STEPS= POLICY= DEVICE=)
 # Files of torch and of other packages are compiled once, for the processes that tests
 # start too.
 PYTEST = PYTHONPYCACHEPREFIX="$$PWD/build/pycache" PYTHONDONTWRITEBYTECODE= \
-  $(PYTHON) -m pytest --durations=10 $(if $(QUICK),--quick)
+  $(PYTHON) -m pytest --durations=10
 SIDE_BY_SIDE = --numprocesses=auto --dist=loadfile
 
 # Continuous integration also tests what surrounds the branch, see `make test-tools`
-MARKS = $(if $(CI),,not tools)
+MARKS = $(if $(QUICK),quick,$(if $(CI),,not tools))
 
 test: models  ## run the tests (QUICK=1: one of each kind; ARGS=... goes to pytest)
 	@$(PYTEST) $(or $(ARGS),$(SIDE_BY_SIDE) -m "$(MARKS)" test)
+
+which:  ## tell which tests notice that a function is broken, and which name it (F=NAME)
+	@grep -w -e "$$F" tools/found_by.txt | cut -d: -f1-3; \
+	  git grep -cw -e "$$F" -- test
 
 test-tools: models  ## run those of what surrounds the branch: set-up, wheels, benchmarks
 	@$(PYTEST) $(or $(ARGS),$(SIDE_BY_SIDE) -m tools test)

@@ -1,8 +1,10 @@
-"""Breaks the product on purpose, one line at a time, and tells which test notices.
+"""
+Breaks the product on purpose, one line at a time, and tells which test notices.
 
-Edits a line of each function, always the same ones, in a copy of the clone, and runs
-test files, likeliest first, until one fails. build/mutants.json keeps what was found: a
-run that was stopped goes on; other --tests are tried on what is still alive.
+Edits a line of each function, always the same ones, in copies of the clone. The test
+files that run this line, nearest and quickest first, run until one fails. What is found
+goes to build/mutants.json, from which a run that was stopped goes on, and of each
+function to tools/found_by.txt, which `make which F=NAME` reads.
 """
 
 import argparse
@@ -11,15 +13,21 @@ import contextlib
 import itertools
 import json
 import os
+import queue
 import random
 import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from coverage import CoverageData, CoverageException
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,9 +36,9 @@ from tools.overlay import lay_links, torch_links  # noqa: E402
 from tools.releases import files_under  # noqa: E402
 
 
-COPY, TABLE = ROOT / "build/mutants", ROOT / "build/mutants.json"
-TREE, PRODUCT = COPY / "build/tree", "torch/distributed/fsdp/_fully_shard"
-TESTS = COPY / "test" / "distributed" / "_composable" / "fsdp"
+TABLE, FOUND_BY = ROOT / "build/mutants.json", ROOT / "tools/found_by.txt"
+PRODUCT = Path("torch/distributed/fsdp/_fully_shard")
+TESTS = Path("test/distributed/_composable/fsdp")
 # What an edit is about, what it replaces, and by what. Capitals are preferred
 CALL, PASS = r"^(\s*)[\w.()]*%s\(.*\)$", r"\1pass"
 RULES = (
@@ -48,6 +56,13 @@ RULES = (
     ("constant", r"\b(True|False|0|1)\b", r"(not \1)"),
     ("return", r"^(\s*)return [^#]+$", r"\1return None"),
 )
+COVERAGE = """[run]
+include = */_fully_shard/*
+parallel = true
+data_file = {}/data
+patch = subprocess, fork, _exit
+"""
+lock, copies = threading.Lock(), queue.Queue()
 
 
 def mutants_in(path: Path) -> list[dict[str, Any]]:
@@ -66,7 +81,8 @@ def mutants_in(path: Path) -> list[dict[str, Any]]:
             row = {"key": key, "file": path.name, "function": node.name, "kind": kind}
             with contextlib.suppress(SyntaxError):
                 if lines[start:end] != [after] and compile(edited, path.name, "exec"):
-                    mutants.append(row | {"of": node.lineno, "edited": edited})
+                    span = {"of": node.lineno, "lines": [start + 1, end]}
+                    mutants.append(row | span | {"edited": edited})
     return mutants
 
 
@@ -81,70 +97,126 @@ def chosen() -> list[dict[str, Any]]:
 
 
 def text_of(test: str) -> str:  # with the packages that it names
-    text = (TESTS / test).read_text()
+    text = (ROOT / TESTS / test).read_text()
     for folder in {*re.findall(r"\bfsdp_\w+", text)} - {"fsdp_common"}:
-        text += "".join(p.read_text() for p in (TESTS / folder).glob("*.py"))
+        text += "".join(p.read_text() for p in (ROOT / TESTS / folder).glob("*.py"))
     return text
 
 
-def failure_of(test: str, seconds: float, *, caches: bool = False) -> str:
+def copy_of_clone(number: int) -> Path:
+    copy, release = ROOT / f"build/mutants/{number}", Path(sys.prefix).resolve().parent
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns("build", ".git", ".venv"))
+    tree = copy / "build/tree"
+    lay_links(tree, torch_links(release / "base", copy, files_under(copy, "torch")))
+    (copy / "build/base").symlink_to(release / "base")
+    return copy
+
+
+def failure_of(test: str, copy: Path, seconds: float, *under: str) -> str:
     """Returns the first test of a file that fails, or that it hung; "" if all pass."""
-    env = os.environ | {"PYTHONPATH": str(TREE), "PYTHONPYCACHEPREFIX": f"{COPY}.pyc"}
-    env["PYTHONDONTWRITEBYTECODE"] = "" if caches else "1"  # but none of an edit
+    env = os.environ | {"PYTHONPATH": f"{copy}/build/tree"}
+    env |= {"PYTHONPYCACHEPREFIX": f"{copy}.pyc", "PYTHONDONTWRITEBYTECODE": ""}
     command = ["timeout", "--kill-after=5", str(seconds)]  # all its processes
-    command += [sys.executable, "-m", "pytest", "-qx", "--tb=no", str(TESTS / test)]
-    done = subprocess.run(command, cwd=COPY, env=env, capture_output=True, text=True)
+    command += [sys.executable, *under, "-m", "pytest", "-q", "--tb=no"]
+    command += ["-m", "not tools", str(TESTS / test), *([] if under else ["-x"])]
+    done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True)
     failed = re.findall(r"(?m)^(?:FAILED|ERROR) \S*?(\w+)(?: - .*)?$", done.stdout)
-    return {0: "", 124: "hung", 137: "hung"}.get(
+    return {0: "", 5: "", 124: "hung", 137: "hung"}.get(
         done.returncode, (failed or ["did not start"])[0]
     )
 
 
-def try_on(mutant: dict[str, Any], tests: list[str], table: dict[str, Any]) -> None:
-    rows, seconds = table["mutants"], table["seconds"]
+@contextlib.contextmanager
+def one_copy(table: dict[str, Any]) -> Iterator[Path]:
+    copy = copies.get()
+    try:
+        yield copy
+    finally:
+        copies.put(copy)
+        with lock:
+            TABLE.write_text(json.dumps(table))
+
+
+def measure(test: str, table: dict[str, Any]) -> None:
+    """Adds how long a test file takes, and which lines run in any process of it."""
+    with one_copy(table) as copy:
+        (folder := copy / "build" / test).mkdir()
+        (folder / "rc").write_text(COVERAGE.format(folder))
+        under = ("-m", "coverage", "run", f"--rcfile={folder / 'rc'}")
+        begun = time.monotonic()
+        failed, lines = failure_of(test, copy, 1200, *under), {}
+        seconds = time.monotonic() - begun
+        for path in folder.glob("data*"):
+            with contextlib.suppress(CoverageException):  # of a killed process
+                (data := CoverageData(path)).read()
+                for name in map(Path, data.measured_files()):
+                    of_file = lines.setdefault(name.name, set())
+                    of_file.update(data.lines(str(name)) or ())
+        if failed and failure_of(test, copy, 1200):  # without an edit: it shows nothing
+            lines = {}
+        lines = {name: sorted(lines[name]) for name in sorted(lines)}
+        table["tests"][test] = {"seconds": seconds, "lines": lines}
+
+
+def try_on(mutant: dict[str, Any], table: dict[str, Any], files: int) -> None:
+    """Runs a mutant's tests until one fails, or so many files have passed."""
     edited, name = mutant.pop("edited"), mutant["function"].strip("_")
-    row = rows.setdefault(mutant["key"], {**mutant, "tried": [], "killed_by": ""})
-    near = [r for r in rows.values() if r["file"] == row["file"] and r["killed_by"]]
+    rows, tests = table["mutants"], table["tests"]
+    with lock:
+        row = rows.setdefault(mutant["key"], {**mutant, "tried": [], "killed_by": ""})
+        near = [r for r in rows.values() if r["file"] == row["file"] and r["killed_by"]]
     likely = Counter(r["tried"][-1] for r in near)
-    likely.update({t: 2 * min(text_of(t).count(name), 5) for t in tests})
-    tests.sort(key=lambda t: (-likely[t], seconds.get(t, 30)))
-    whole = (path := COPY / PRODUCT / row["file"]).read_text()
-    for test in tests:
-        if row["killed_by"] or test in row["tried"]:
-            continue
-        if test not in seconds:  # 0 if it fails without any mutant, and is left out
-            begun, failed = time.monotonic(), failure_of(test, 1200, caches=True)
-            seconds[test] = 0 if failed else time.monotonic() - begun
-        if seconds[test]:
+    span = {*range(row["lines"][0], row["lines"][1] + 1)}
+    run = [
+        t for t in tests if span.intersection(tests[t]["lines"].get(row["file"], ()))
+    ]
+    likely.update({t: 3 * min(text_of(t).count(name), 5) for t in run})
+    run.sort(key=lambda t: (10 + tests[t]["seconds"]) / (1 + likely[t]))
+    with one_copy(table) as copy:
+        whole = (path := copy / PRODUCT / row["file"]).read_text()
+        for test in [t for t in run if t not in row["tried"]][:files]:
+            if row["killed_by"]:
+                break
             path.write_text(edited)
-            row["killed_by"] = failure_of(test, 60 + 4 * seconds[test])
+            row["killed_by"] = failure_of(test, copy, 120 + 6 * tests[test]["seconds"])
             path.write_text(whole)
             row["tried"].append(test)
-        TABLE.write_text(json.dumps(table, indent=1))
     print(f"{row['key']}: {row['killed_by'] or 'ALIVE'}", flush=True)
+
+
+def keep(rows: Iterable[dict[str, Any]]) -> None:
+    """Writes which test notices first that a function is broken."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in sorted(rows, key=lambda row: (row["file"], row["of"])):
+        test = row["killed_by"] and f"{row['tried'][-1]}::{row['killed_by']}"
+        names = found.setdefault((row["file"], test or "nothing"), [])
+        names += [row["function"]] * (row["function"] not in names)
+    lines = [f"{file} {test}: {' '.join(n)}\n" for (file, test), n in found.items()]
+    FOUND_BY.write_text("".join(sorted(lines)))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tests", nargs="+", default=["test_fully_shard_*.py"])
+    parser.add_argument("--files", type=int, default=6, help="so many for each mutant")
     parser.add_argument("--limit", type=int, help="try so many; 0 shows the table")
+    parser.add_argument("--only", default="", help="mutants whose key has this")
     args = parser.parse_args()
-    shutil.rmtree(COPY, ignore_errors=True)
-    shutil.copytree(ROOT, COPY, ignore=shutil.ignore_patterns("build", ".git", ".venv"))
-    release = Path(sys.prefix).resolve().parent / "base"
-    lay_links(TREE, torch_links(release, COPY, files_under(COPY, "torch")))
-    (TREE.parent / "base").symlink_to(release)
-    empty: dict[str, dict[str, Any]] = {"seconds": {}, "mutants": {}}
+    shutil.rmtree(ROOT / "build/mutants", ignore_errors=True)
+    jobs = len(os.sched_getaffinity(0))
+    for number in range(jobs):
+        copies.put(copy_of_clone(number))
+    empty: dict[str, dict[str, Any]] = {"tests": {}, "mutants": {}}
     table = json.loads(TABLE.read_text()) if TABLE.exists() else empty
-    found = {path for each in args.tests for path in TESTS.glob(each)}
-    tests = [p.name for p in sorted(found) if "mark.tools" not in p.read_text()]
-    for mutant in chosen()[: args.limit]:
-        try_on(mutant, tests, table)
-    rows = table["mutants"].values()
-    first = Counter(row["tried"][-1] for row in rows if row["killed_by"])
-    left_out = [test for test, took in table["seconds"].items() if not took]
-    alive = [row["key"] for row in rows if not row["killed_by"]]
-    print(f"{len(rows)} tried, {first}; left out {left_out}", *alive, sep="\n  ALIVE ")
+    tests, rows = table["tests"], table["mutants"]
+    wanted = [m for m in chosen() if args.only in m["key"]]
+    wanted = [m for m in wanted if not rows.get(m["key"], {}).get("killed_by")]
+    with ThreadPoolExecutor(jobs) as pool:
+        new = [p.name for p in (ROOT / TESTS).glob("test_*.py") if p.name not in tests]
+        [*pool.map(lambda test: measure(test, table), new)]
+        [*pool.map(lambda m: try_on(m, table, args.files), wanted[: args.limit])]
+    keep(rows.values())
+    killed = Counter(r["tried"][-1] for r in rows.values() if r["killed_by"])
+    print(f"{len(rows)} tried, {killed.total()} found: {killed}")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ spec = importlib.util.find_spec("torch")
 origin = spec.origin if spec and spec.origin else "torch/__init__.py"
 TREE = os.path.relpath(os.path.join(origin, "../.."))  # which `torch` is imported from
 # All but the first are what a script finds its neighbours by
-SEARCH_PATH = (TREE, ".", "examples", "benchmarks/distributed/fsdp")
+TESTS = "test/distributed/_composable/fsdp"
+SEARCH_PATH = (TREE, TESTS, ".", "examples", "benchmarks/distributed/fsdp")
 COMMANDS = {
     "CODESPELL": [sys.executable, "-m", "codespell_lib", "--disable-colors", "--"],
     "PYREFLY": [

@@ -34,7 +34,7 @@ from torch.testing._internal.common_utils import (
 )
 
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.timeout(600)
 
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -19,7 +19,6 @@ from unittest import mock
 import pytest
 
 from fsdp_common.release_rules import REFUSED_BY_RELEASE
-from fsdp_common.tiers import quick_alone
 from fsdp_common.utils import (
     FSDPProcessTest,
     FSDPThreadTest,
@@ -58,7 +57,7 @@ from torch.testing._internal.common_utils import (
 )
 
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.timeout(600)
 
 
 def expected_grads(device: torch.device) -> list[torch.Tensor]:
@@ -113,7 +112,7 @@ class TestWithThreads(FSDPThreadTest, Checks):
         mesh = init_device_mesh(THREAD_DEVICE_TYPE, size, mesh_dim_names=names)
         return Run(device, mesh)
 
-    @parametrize("name", quick_alone("already_sharded", MAKING))
+    @parametrize("name", MAKING)
     def test_found(self, name: str) -> None:
         self.check(MAKING, name)
 

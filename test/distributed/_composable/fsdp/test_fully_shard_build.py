@@ -36,7 +36,7 @@ from tools.releases import DEFAULT, NEWEST
 from torch.testing._internal.common_utils import run_tests
 
 
-pytestmark = [pytest.mark.tools, pytest.mark.long]
+pytestmark = [pytest.mark.tools, pytest.mark.timeout(600)]
 
 
 LISTS = [path.name for path in REPOSITORY.glob("requirements*.txt")]

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import (
 )
 
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.timeout(600)
 
 
 STEPS = 2

@@ -32,7 +32,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.common_utils import run_tests
 
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.timeout(600)
 
 
 PAGE = REPO_ROOT / "docs" / "migration.md"

@@ -57,7 +57,7 @@ from torch.testing._internal.common_utils import (
 
 
 LOGGER = "torch.distributed.fsdp.fully_shard"
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.timeout(600)
 
 
 class Boom(Exception):

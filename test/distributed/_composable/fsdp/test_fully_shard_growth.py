@@ -16,7 +16,7 @@ from fsdp_common.utils import DeviceFreeTest, run_python
 from torch.testing._internal.common_utils import run_tests
 
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.timeout(600)
 
 
 STEPS = int(os.environ.get("FSDP_GROWTH_STEPS", "60"))

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 
 from fsdp_clients.real_models import EXAMPLES, needs
-from fsdp_common.tiers import quick_alone
 from fsdp_common.utils import (
     Collective,
     DeviceFreeTest,
@@ -42,7 +41,7 @@ from torch.testing._internal.common_utils import (
 )
 
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.timeout(600)
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -161,7 +160,7 @@ class TestModels(ModelTest):
 
     world_size = 2 if LAUNCHED_RANK is None else WORLD_SIZE
 
-    @parametrize("name", quick_alone("mamba2", TINY_MODELS))
+    @parametrize("name", TINY_MODELS)
     def test_each_step_equals_one_process(self, name: str) -> None:
         self.check(name, replicas=1)
 

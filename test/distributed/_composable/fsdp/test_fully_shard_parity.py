@@ -43,7 +43,7 @@ from torch.testing._internal.common_utils import (
 )
 
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.timeout(600)
 
 TRAINED = [name for name, case in CASES.items() if case.refusal is None]
 REFUSED = [name for name, case in CASES.items() if case.refusal is not None]

@@ -45,7 +45,7 @@ from torch.testing._internal.common_utils import run_tests
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.timeout(600)
 
 
 SCRIPT = "fsdp_composition.memory"

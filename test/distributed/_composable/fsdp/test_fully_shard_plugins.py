@@ -33,7 +33,7 @@ from torch.testing._internal.common_utils import (
 )
 
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.timeout(600)
 
 
 def told(*dtypes: str) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ from torch.testing._internal.common_distributed import spawn_threads_and_init_co
 from torch.testing._internal.common_utils import run_tests, TestCase
 
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.timeout(600)
 
 
 CASES = int(os.environ.get("FSDP_RANDOM_CASES", "300"))

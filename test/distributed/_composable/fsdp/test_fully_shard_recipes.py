@@ -8,7 +8,6 @@ import runpy
 from pathlib import Path
 from unittest import mock
 
-from fsdp_common.tiers import quick_alone
 from fsdp_common.utils import DEVICE_TYPE, FSDPProcessTest
 
 import torch.distributed as dist
@@ -25,7 +24,7 @@ RECIPES = sorted(path.stem for path in FOLDER.glob("*.py"))
 
 
 class TestRecipes(FSDPProcessTest):
-    @parametrize("name", quick_alone("by_name", RECIPES))
+    @parametrize("name", RECIPES)
     def test_runs(self, name: str) -> None:
         if DEVICE_TYPE != "cpu":
             self.skipTest("recipes make groups of CPUs")

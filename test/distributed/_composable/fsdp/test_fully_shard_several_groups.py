@@ -27,7 +27,7 @@ from fsdp_composition.several_groups import BLOCKS, GROUPS, Order, ORDERS, Ran
 from torch.testing._internal.common_utils import run_tests
 
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.timeout(600)
 
 
 UNITS = BLOCKS + 1

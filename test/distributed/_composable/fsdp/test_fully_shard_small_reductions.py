@@ -60,7 +60,7 @@ from torch.testing._internal.common_utils import (
 from torch.utils.checkpoint import checkpoint
 
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.timeout(600)
 
 BLOCKS, DIM = 3, 9
 # MiB: never reached, and one that a few buckets reach

@@ -47,7 +47,7 @@ from torch.testing._internal.common_utils import (
 )
 
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.timeout(600)
 
 
 _IN_ONE_STREAM = (

@@ -167,8 +167,7 @@ def _announce(group: Any, pattern: _Pattern | None = None) -> _Announced:
         if (mesh_info := group.post_forward_mesh_info) is not None:
             ranks = mesh_info.shard_mesh_size
             after = f", which is resharded to {ranks} ranks after forward,"
-        # Before lazy init nobody has said whether it is the root, and evaluation
-        # gathers once whatever follows
+        # Before lazy init the root is unknown, and evaluation gathers only once
         is_known = fqn is not None and torch.is_grad_enabled()
         said["after forward"] = [after if is_known else ""]
         return _Announced("gathers", said, unit, fqns_of(group))

@@ -548,8 +548,7 @@ class BucketGrads:
     bucket: ReduceBucket
     unsharded_grads: list[Tensor]  # of the first parameters, until the copy-in
     partial_reduce_output: Tensor | None
-    # For each rank in turn its shards of all new gradients, None if there are none.
-    # Buckets of one all-to-all share it.
+    # Each rank's shards of new gradients, or None. One all-to-all's buckets share it.
     reduce_scatter_input: Tensor | None = None
     # After the all-to-all: from each rank its new gradients for this rank's shards
     received: Tensor | None = None

@@ -177,8 +177,7 @@ class FSDPCommContext:
         those of ``group``. Only at the first group of a module to reduce: waiting at
         each would serialize their reduce-scatters. A group that comes again is a first.
 
-        The buffers of the newest module's all-reduce stay, so that it overlaps with
-        this reduce-scatter.
+        The newest module's all-reduce keeps its buffers, to overlap with this one.
         """
         groups = self.reducing_groups
         if groups and groups[0].modules is group.modules and group not in groups:

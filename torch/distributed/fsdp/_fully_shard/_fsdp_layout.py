@@ -16,8 +16,7 @@ their bytes: all whose size allows it are aligned, and padding comes at the end 
 regions only, at most 15 bytes for each. The same holds for what one all-to-all sends of
 several buckets, and for buckets of several units that are joined. Other buckets are not
 padded: elements that lie elsewhere in a reduce-scatter may be added in another order,
-with other bits. Uniform units have the release's layout, in parameter order and
-without padding.
+with other bits. Uniform units have the release's layout: parameter order, unpadded.
 """
 
 from __future__ import annotations

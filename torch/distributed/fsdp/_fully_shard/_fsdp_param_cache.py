@@ -82,9 +82,8 @@ class SplitSizes(list[int]):
 
 class GatherPlan:
     """
-    All that is known of a gather before its data: what each tensor is stored in, what
-    it is cast to on the way or None, its elements, and how many are each parameter's
-    (None: one).
+    What is known of a gather before its data: what each tensor is stored in, what it is
+    cast to on the way or None, its elements, and each parameter's count (None: one).
     """
 
     def __init__(
@@ -306,8 +305,7 @@ class ParamGroupCache(list[FSDPParam]):
                 if param.requires_grad is not is_trained:
                     param.requires_grad_(is_trained)
             if self[0].sharded_state is ShardedState.SHARDED_POST_FORWARD:
-                # Gathered and copied out in the stream that allocated them, so that
-                # their memory needs no wait
+                # Gathered and copied out in the stream that allocated them: no wait
                 for fsdp_param in self:
                     fsdp_param._sharded_post_forward_param = None
                     fsdp_param._sharded_post_forward_param_data = None

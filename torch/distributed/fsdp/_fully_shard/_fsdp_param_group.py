@@ -21,8 +21,7 @@ Each handover of data from stream to stream is one of these waits:
 - all-reduce -> later reduce-scatter: ``FSDPCommContext.all_reduce_states`` holds the
   buffers of ``reduce_scatter_max_input_buffers`` modules, and of the newest, until the
   stream of the reduce-scatter, which allocates them, has waited for their events.
-- sharded gradients -> optimizer: the end of backward waits for the last event of every
-  stream that reduced.
+- sharded gradients -> optimizer: backward ends with waits for all streams that reduced.
 
 [Note: Freeing the gather buffer late]
 With implicit prefetching in forward, the next group's copy-in runs in a stream of its
@@ -111,10 +110,7 @@ from ._fsdp_param import (
 from ._fsdp_param_cache import ParamGroupCache, ParamVersions
 from ._fsdp_policies import resolve_all
 from ._fsdp_reduce import GradReducer, is_upcast_by_autograd
-from ._fsdp_registrations import (
-    _get_param_module_infos,  # noqa: F401  (as in the release)
-    fqns_of,
-)
+from ._fsdp_registrations import _get_param_module_infos, fqns_of  # noqa: F401
 from ._fsdp_releases import FOLLOWS_GRAD_DTYPE, not_type_checked
 from ._fsdp_settings import check_setting
 from ._fsdp_summary import log_layout
@@ -639,8 +635,7 @@ class FSDPParamGroup(_Meshes, PluginNames):
         # A unit of several modules comes here for each: one post-backward is enough
         is_first_module = self._training_state != TrainingState.FORWARD
         if is_first_module:
-            # Seeing a group twice means that a new forward began. In the first one,
-            # lazy init has looked.
+            # Seeing a group twice: a new forward began. In the first, lazy init looked
             if self._num_forwards == self.comm_ctx.num_forwards:
                 self.comm_ctx.num_forwards += 1
                 observers.look_for_traces()
@@ -658,8 +653,7 @@ class FSDPParamGroup(_Meshes, PluginNames):
     @not_type_checked
     def post_forward(self, module: nn.Module, input: Any, output: Any):
         with self._hook_range("FSDP::post_forward"):
-            # A forward that checkpointing repeats in backward keeps the parameters,
-            # and is not one to prefetch for
+            # What checkpointing repeats keeps the parameters and is no prefetch target
             if not is_bw():
                 self._record_post_forward()
                 self.reshard()
@@ -719,8 +713,7 @@ class FSDPParamGroup(_Meshes, PluginNames):
                 return
         self._reducer.reduce(grads, foreach_reduce)
         if is_partial_forward:
-            # Autograd goes on with the unit's other modules, whose kernels must not get
-            # memory that this reduction still uses
+            # Kernels of the unit's other modules must not get memory that it still uses
             self._wait_current_stream(self._reducer.event)
 
     def finalize_backward(self):

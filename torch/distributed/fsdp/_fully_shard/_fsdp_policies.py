@@ -71,8 +71,7 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
             unit's other parameters nor, if shard groups have a power of two of ranks,
             on how the mesh shards and replicates. ``None``: they are sent in what the
             backend sums them in.
-        grad_comm_dtype_override_fn (callable, optional): The same for
-            ``grad_comm_dtype``.
+        grad_comm_dtype_override_fn (callable, optional): Same for ``grad_comm_dtype``.
 
     :meth:`by_name` makes the overrides from patterns over parameter names.
 
@@ -122,9 +121,8 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
 
         A parameter that several patterns match gets what each of them sets: they must
         not contradict one another. The policy can be copied, pickled, and used on
-        another model with the same names. Where a part of the model does not know
-        enough of its names, as for ``layers.0.*``, patterns take effect at the first
-        forward.
+        another model with the same names. A part of the model does not know all of its
+        names: there ``layers.0.*``, for one, takes effect at the first forward.
 
         Args:
             module (nn.Module): The model, or the part whose units get this policy.

@@ -174,8 +174,7 @@ def _make_reset(group: Any, fsdp_param: FSDPParam) -> Callable[..., None]:
 def keep_grad_dtypes(group: Any, *fsdp_params: FSDPParam) -> None:
     """
     Sets users' ``grad_dtype`` again on what was loaded or cast without it, unless it is
-    missing on the same local tensor: users have unset it. Since 2.15 the release does
-    so.
+    missing on the same local tensor: users have unset it. As the release since 2.15.
     """
     for fsdp_param in () if FOLLOWS_GRAD_DTYPE else fsdp_params or group.fsdp_params:
         param: Any = fsdp_param.sharded_param

@@ -112,8 +112,7 @@ def _is_number(value: Any) -> bool:
     return is_scalar or isinstance(value, numbers.Real)
 
 
-# By the attribute of a unit's param group: whether a value is right, and what is said
-# of one that is not
+# By attribute of the param group: whether a value is right, and what is said if not
 _SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "mp_policy": (
         lambda policy: isinstance(policy, MixedPrecisionPolicy),

@@ -49,8 +49,7 @@ class LayoutRow:
     reduce_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
     comm_dtype: torch.dtype | None = None  # None if it is the reduce dtype
-    # What the sum over all ranks is divided by; and before and after the sum, None if
-    # the collective divides
+    # By what the sum is divided; before and after it, None if the collective divides
     divided_by: float | None = None
     before: float | None = None
     after: float | None = None

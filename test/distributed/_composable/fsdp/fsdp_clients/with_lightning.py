@@ -49,6 +49,7 @@ class TestFabric(ClientTest):
             model = fabric.setup_module(built)
             optimizer = fabric.setup_optimizers(make_optimizer(model))
             state = {"model": model, "optimizer": optimizer, "steps": 0}
+            saved: dict[str, torch.Tensor] = {}
             for batch in token_batches(3, 2 * self.world_size, self.device):
                 chunks = batch.chunk(self.world_size)
                 loss = causal_loss(model, chunks[self.rank])

@@ -25,8 +25,6 @@ TESTS = Path(__file__).absolute().parents[1]
 SOURCES = (TESTS, TESTS.parents[3] / "examples")
 # Inherited variables that may change what torch computes
 READ_BY_TORCH = re.compile("TORCH|PYTORCH|ATEN|OMP|MKL|KMP|GLOO|CUDA|HF_|TRANSFORMERS")
-# Asks that everything runs: `pytest --fresh` sets it, as continuous integration sets CI
-FRESH = "FSDP_TEST_FRESH"
 
 
 def of_release(
@@ -50,7 +48,7 @@ def of_release(
     # In the place of what was kept of the same before something changed
     file = release.with_name("kept") / hashlib.sha256(what.encode()).hexdigest()
     key = surroundings(release)
-    if not any(map(os.environ.get, (FRESH, "CI"))):
+    if not os.environ.get("CI"):
         with contextlib.suppress(Exception):  # nothing there, or of another format
             kept_key, result = pickle.loads(file.read_bytes())
             if kept_key == key:
