@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_clients.real_models import example_of
+from fsdp_clients.real_models import example_of, needs
 from fsdp_common.utils import DEVICE_TYPE, FSDPProcessTest, WORLD_SIZE
 
 import torch
@@ -67,6 +67,8 @@ TOOLS: dict[str, tuple[Callable[[nn.Module], None], str]] = {
 }
 
 
+@needs("transformers", "peft", "accelerate")
+@instantiate_parametrized_tests
 class TestCompiledAndCheckpointed(FSDPProcessTest):
     @parametrize("tool", list(TOOLS))
     def test_each_step_equals_one_process(self, tool: str) -> None:
@@ -93,9 +95,6 @@ class TestCompiledAndCheckpointed(FSDPProcessTest):
         self.assertEqual("aten.mm.default" in SELECTED, tool == "selective")
         dtypes = {param.dtype for param in models[0].parameters()}
         self.assertEqual(dtypes, {torch.bfloat16, torch.float32})
-
-
-instantiate_parametrized_tests(TestCompiledAndCheckpointed)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-import fsdp_clients.real_models  # noqa: F401
+from fsdp_clients.real_models import needs
 from fsdp_common.utils import (
     DeviceFreeTest,
     FSDPProcessTest,
@@ -69,6 +69,7 @@ def units_of(model: nn.Module) -> int:
     return sum(len(unit._fsdp_param_groups) > 0 for unit in units.values())
 
 
+@needs("transformers", "accelerate")
 class TestDistributedConfig(FSDPProcessTest):
     world_size = 2 if LAUNCHED_RANK is None else WORLD_SIZE
 

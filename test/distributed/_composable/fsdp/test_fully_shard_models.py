@@ -153,7 +153,7 @@ class ModelTest(FSDPProcessTest):
         self.assertEqual(all_reduces, reductions if replicas > 1 else Counter())
 
 
-@needs("transformers", "peft", "diffusers")
+@needs("transformers", "peft", "accelerate", "diffusers")
 @instantiate_parametrized_tests
 class TestModels(ModelTest):
     """Every model trains as it does in one process, at the fewest bytes."""
