@@ -24,6 +24,8 @@ from torch import Tensor
 
 
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
+# What it registers lasts as long as it does
+_LIBRARY = torch.library.Library("aten", "IMPL")
 
 
 def slow_dtypes() -> frozenset[torch.dtype]:
@@ -38,26 +40,20 @@ def slow_dtypes() -> frozenset[torch.dtype]:
 
 
 @functools.cache  # once in a process
-def widen_half_products(dtypes: frozenset[torch.dtype] | None = None) -> None:
-    """Multiplies matrices of these dtypes, by default the slow ones, in fp32 on the CPU.
+def widen_half_products() -> None:
+    """Multiplies matrices of the slow dtypes in fp32 on the CPU.
 
     It replaces CPU kernels of the whole process, so it is for scripts and tests, not
     for libraries. See [Note: how half matrices are multiplied].
     """
-    widened = slow_dtypes() if dtypes is None else dtypes
-    if not widened:
+    if not (widened := slow_dtypes()):
         return
     kernels = {n: torch.library.get_kernel(f"aten::{n}", "CPU") for n in PRODUCTS}
     with warnings.catch_warnings():
         # That a kernel is replaced is what is wanted here
         warnings.filterwarnings("ignore", "Warning only once for all operators")
         for name, kernel in kernels.items():
-            _library().impl(name, _in_fp32(kernel, widened), "CPU", with_keyset=True)
-
-
-@functools.cache  # what it registers lasts as long as it does
-def _library() -> torch.library.Library:
-    return torch.library.Library("aten", "IMPL")
+            _LIBRARY.impl(name, _in_fp32(kernel, widened), "CPU", with_keyset=True)
 
 
 def _in_fp32(kernel: Any, widened: frozenset[torch.dtype]) -> Callable[..., Tensor]:

@@ -11,6 +11,7 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from _half_products import widen_half_products
 from torch.distributed import run as torchrun
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -54,10 +55,12 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def run(args: argparse.Namespace, argv: Sequence[str], work: Callable[[], int]) -> int:
-    """Does the work of one rank, or starts this script once for each."""
+def run(
+    args: argparse.Namespace, argv: Sequence[str], work: Callable[[torch.device], int]
+) -> int:
+    """Does the work of one rank on its device, or starts this script once for each."""
     if dist.is_torchelastic_launched():
-        return as_rank(work)
+        return as_rank(lambda: in_group(args.device, work))
     threads = max(1, len(os.sched_getaffinity(0)) // args.nproc)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     # Where other programs use the cores too, threads that wait must not spin on them
@@ -71,6 +74,14 @@ def run(args: argparse.Namespace, argv: Sequence[str], work: Callable[[], int]) 
         print(f"error: {str(error).strip().splitlines()[1]}", file=sys.stderr)
         return 1
     return 0
+
+
+def in_group(device_type: str, work: Callable[[torch.device], int]) -> int:
+    """Does the work of one rank, and returns its exit status."""
+    widen_half_products()
+    status = work(join(device_type))
+    dist.destroy_process_group()
+    return status
 
 
 def join(device_type: str) -> torch.device:

@@ -29,6 +29,7 @@ from torch.distributed.fsdp import fully_shard
 STATE_SPACE = ("A_log", "D", "dt_bias")
 # Nothing ends a sequence, nor fills one up
 TOKENS = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+# Names that a configuration does not know do no harm
 DECODER = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -39,6 +40,7 @@ DECODER = {
     **TOKENS,
 }
 LATENT = {
+    "q_lora_rank": 8,
     "num_key_value_heads": 4,
     "kv_lora_rank": 8,
     "qk_rope_head_dim": 4,
@@ -51,6 +53,7 @@ EXPERTS = {
     "n_group": 1,
     "topk_group": 1,
     "n_routed_experts": 4,
+    "num_local_experts": 4,
 }
 LINEAR_AND_FULL = {
     "layer_types": ["linear_attention", "full_attention"],
@@ -65,10 +68,6 @@ DELTA_RULE = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
-
-
-def without(settings: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if name not in names}
 
 
 @dataclass(frozen=True)
@@ -157,9 +156,7 @@ TINY_MODELS = {
     "mamba2": TinyModel(
         ("Mamba2ForCausalLM", "Mamba2Config"),
         {
-            "vocab_size": VOCABULARY,
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
+            **DECODER,
             "num_heads": 8,
             "head_dim": 8,
             "state_size": 8,
@@ -171,25 +168,16 @@ TINY_MODELS = {
     "nemotron_h": TinyModel(
         ("NemotronHForCausalLM", "NemotronHConfig"),
         {
-            "vocab_size": VOCABULARY,
-            "hidden_size": 32,
+            **DECODER,
+            **EXPERTS,
             "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
-            "initializer_range": 0.1,
-            # Mamba
             "mamba_num_heads": 4,
             "mamba_head_dim": 8,
             "ssm_state_size": 8,
             "n_groups": 2,
             "chunk_size": 8,
-            # Attention and MLP
-            "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "head_dim": 8,
-            "intermediate_size": 48,
-            # Mixture of experts
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
             "moe_shared_expert_intermediate_size": 16,
         },
         # As its checkpoints store them
@@ -203,7 +191,6 @@ TINY_MODELS = {
             **LATENT,
             **EXPERTS,
             "first_k_dense_replace": 1,  # then one layer of experts
-            "q_lora_rank": 8,
             "n_group": 2,
         },
         # Near ties between experts are not decided by rounding
@@ -212,8 +199,9 @@ TINY_MODELS = {
     "deepseek_v4": TinyModel(
         ("DeepseekV4ForCausalLM", "DeepseekV4Config"),
         {
-            **without(DECODER, "intermediate_size"),
-            **without(EXPERTS, "n_group", "topk_group"),
+            **DECODER,
+            **EXPERTS,
+            "intermediate_size": 16,  # of experts
             "layer_types": [
                 "heavily_compressed_attention",
                 "compressed_sparse_attention",
@@ -241,10 +229,8 @@ TINY_MODELS = {
         {
             **DECODER,
             **LATENT,
-            **without(EXPERTS, "n_routed_experts"),
+            **EXPERTS,
             **LINEAR_AND_FULL,
-            "num_local_experts": 4,
-            "q_lora_rank": 8,
             "linear_head_dim": 8,
             "linear_num_heads": 4,
         },
@@ -259,11 +245,10 @@ TINY_MODELS = {
     "qwen3_next": TinyModel(
         ("Qwen3NextForCausalLM", "Qwen3NextConfig"),
         {
-            **without(DECODER, "intermediate_size"),
+            **DECODER,
+            **EXPERTS,
             **DELTA_RULE,
             "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
             "shared_expert_intermediate_size": 16,
         },
         fp32=("A_log", "dt_bias", "linear_attn.norm.weight"),
@@ -301,9 +286,8 @@ TINY_MODELS = {
         {
             **DECODER,
             **LATENT,
-            **without(EXPERTS, "n_routed_experts"),
+            **EXPERTS,
             **LINEAR_AND_FULL,
-            "num_local_experts": 4,
             "head_dim": 8,
             "num_mtp_layers": 0,
         },
@@ -312,8 +296,8 @@ TINY_MODELS = {
         ("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoeConfig"),
         {
             **DECODER,
+            **EXPERTS,
             "num_key_value_heads": 2,
-            "moe_intermediate_size": 16,
             "moe_k": 2,
             "moe_num_experts": 4,
             "moe_num_shared_experts": 1,
@@ -325,7 +309,6 @@ TINY_MODELS = {
             **DECODER,
             **LATENT,
             **EXPERTS,
-            "q_lora_rank": 8,
             "hc_mult": 2,
             "index_topk": 4,
             "index_head_dim": 8,

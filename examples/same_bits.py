@@ -14,8 +14,7 @@ import argparse
 import functools
 import hashlib
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import cast
 
 import _setup  # noqa: F401
@@ -23,10 +22,11 @@ import _setup  # noqa: F401
 
 # isort: split
 
+from tabulate import tabulate
+
 import torch
 import torch.distributed as dist
-from _half_products import widen_half_products
-from _launch import join, make_parser, parse_args, run
+from _launch import make_parser, parse_args, run
 from torch import nn, Tensor
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
@@ -60,29 +60,16 @@ def build_model() -> nn.Sequential:
     return nn.Sequential(embedding, *(Block() for _ in range(3)), head)
 
 
-def layouts(ranks: int) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yields what each mesh is called, and its replicas and the shards of each."""
-    shards = ranks
-    while shards > 1:
-        yield f"{ranks // shards} x {shards}", (ranks // shards, shards)
-        shards //= 2
-    yield f"{ranks} x 1", (ranks, 1)
+def layouts(ranks: int) -> dict[str, tuple[int, int]]:
+    """Returns what each mesh is called, and its replicas and the shards of each."""
+    powers = range(ranks.bit_length() - 1)
+    shapes = [(2**i, ranks // 2**i) for i in powers] + [(ranks, 1)]
+    return {f"{replicas} x {shards}": (replicas, shards) for replicas, shards in shapes}
 
 
-@dataclass(frozen=True)
-class Bits:
-    """Digests of what a run gave in all of its steps."""
-
-    losses: str
-    gradients: str
-    parameters: str
-    # Of the gradients, by `clip_grad_norm_` and by `norm_of`
-    norms: str
-    same_norms: str
-    last_loss: float
-
-
-FIELDS = ("losses", "gradients", "parameters", "norms", "same_norms")
+# What a run's digests are of; those of `clip_grad_norm_`'s norm depend on the mesh
+SAME = ("losses", "gradients", "parameters", "norm_of")
+COLUMNS = ("losses", "gradients", "parameters", "norm", "norm_of")
 
 
 def norm_of(grads: Iterable[DTensor]) -> Tensor:
@@ -94,7 +81,10 @@ def norm_of(grads: Iterable[DTensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
-def train(args: argparse.Namespace, layout: str, comm: torch.dtype | None) -> Bits:
+def train(
+    args: argparse.Namespace, layout: str, comm: torch.dtype | None
+) -> dict[str, str]:
+    """Returns a row of the table: digests of what all steps gave, and the last loss."""
     policy = MixedPrecisionPolicy(
         reduce_dtype=FP32 if comm else None,
         grad_comm_dtype=comm,
@@ -105,8 +95,7 @@ def train(args: argparse.Namespace, layout: str, comm: torch.dtype | None) -> Bi
         mesh = init_device_mesh(args.device, (args.nproc,))
         apply = functools.partial(replicate, mesh=mesh, mp_policy=policy)
     else:
-        names = ("replicate", "shard")
-        shape = dict(layouts(args.nproc))[layout]
+        names, shape = ("replicate", "shard"), layouts(args.nproc)[layout]
         mesh = init_device_mesh(args.device, shape, mesh_dim_names=names)
         apply = functools.partial(fully_shard, mesh=mesh, mp_policy=policy)
     for i in range(1, len(model) - 1):
@@ -114,26 +103,28 @@ def train(args: argparse.Namespace, layout: str, comm: torch.dtype | None) -> Bi
     apply(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batches = torch.Generator().manual_seed(dist.get_rank())
-    digests = {field: hashlib.sha256() for field in FIELDS}
+    digests = {column: hashlib.sha256() for column in COLUMNS}
+    losses = [torch.empty((), device=args.device) for _ in range(args.nproc)]
     for _ in range(args.steps):
         tokens = torch.randint(VOCABULARY, (ROWS, 17), generator=batches)
         tokens = tokens.sort(dim=1).values.to(args.device)  # something to learn
         logits = model(tokens[:, :-1].flatten())
         loss = nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
         loss.backward()
-        losses = by_rank(loss.detach())
+        dist.all_gather(losses, loss.detach())
         grads = [cast(DTensor, param.grad) for param in model.parameters()]
         update(digests["losses"], losses)
         update(digests["gradients"], (grad.full_tensor() for grad in grads))
         norm = cast(DTensor, nn.utils.get_total_norm(grads))
-        update(digests["norms"], [norm.full_tensor()])
-        update(digests["same_norms"], [norm_of(grads)])
+        update(digests["norm"], [norm.full_tensor()])
+        update(digests["norm_of"], [norm_of(grads)])
         optimizer.step()
         optimizer.zero_grad()
         params = [cast(DTensor, param) for param in model.parameters()]
         update(digests["parameters"], (param.full_tensor() for param in params))
-    found = {field: digest.hexdigest()[:8] for field, digest in digests.items()}
-    return Bits(**found, last_loss=torch.stack(losses).mean().item())
+    found = {column: digest.hexdigest()[:8] for column, digest in digests.items()}
+    last = torch.stack(losses).mean().item()
+    return {"mesh": layout, **found, "last loss": f"{last:.6f}"}
 
 
 def update(digest: "hashlib._Hash", tensors: Iterable[Tensor]) -> None:
@@ -142,49 +133,22 @@ def update(digest: "hashlib._Hash", tensors: Iterable[Tensor]) -> None:
         digest.update(flat.numpy().tobytes())
 
 
-def by_rank(loss: Tensor) -> list[Tensor]:
-    losses = [torch.empty_like(loss) for _ in range(dist.get_world_size())]
-    dist.all_gather(losses, loss)
-    return losses
-
-
-def table(runs: dict[str, Bits]) -> str:
-    rows = [
-        ("mesh", "losses", "gradients", "parameters", "norm", "norm_of", "last loss")
-    ]
-    for layout, bits in runs.items():
-        digests = (bits.losses, bits.gradients, bits.parameters)
-        norms = (bits.norms, bits.same_norms, f"{bits.last_loss:.6f}")
-        rows.append((layout, *digests, *norms))
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = ["  ".join(text.ljust(w) for text, w in zip(row, widths)) for row in rows]
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def kinds_of_bits(runs: dict[str, Bits]) -> int:
-    return len(
-        {(b.losses, b.gradients, b.parameters, b.same_norms) for b in runs.values()}
-    )
-
-
 def compare(args: argparse.Namespace) -> int:
-    names = [*dict(layouts(args.nproc)), "replicate"]
-    status = 0
-    ways = (
+    is_first, status = dist.get_rank() == 0, 0
+    for comm, title in (
         (BF16, "grad_comm_dtype=torch.bfloat16"),
         (None, "without grad_comm_dtype"),
-    )
-    for comm, title in ways:
-        runs = {name: train(args, name, comm) for name in names}
-        kinds = kinds_of_bits(runs)
-        if dist.get_rank() == 0:
-            print(
-                f"{title}, {args.steps} steps, {args.nproc} ranks: digests of all bits"
-            )
-            print(f"{table(runs)}\n", flush=True)
-        if (kinds == 1) != (comm is not None):
+    ):
+        names = [*layouts(args.nproc), "replicate"]
+        rows = [train(args, name, comm) for name in names]
+        if is_first:
+            what = f"{args.steps} steps, {args.nproc} ranks: digests of all bits"
+            table = tabulate(rows, "keys", "plain", disable_numparse=True)
+            print(f"{title}, {what}\n{table}\n", flush=True)
+        kinds = {tuple(row[column] for column in SAME) for row in rows}
+        if (len(kinds) == 1) != (comm is not None):
             status = 1
-    if dist.get_rank() == 0:
+    if is_first:
         print("Digests depend on the machine: compare the rows of one run.", flush=True)
     return status
 
@@ -194,16 +158,11 @@ def main(argv: list[str]) -> int:
     parser.set_defaults(steps=6, nproc=8)
     args = parse_args(parser, argv)
 
-    def train_rank() -> int:
+    def compare_rank(device: torch.device) -> int:
         torch.set_num_threads(1)
-        widen_half_products()
-        join(args.device)
-        try:
-            return compare(args)
-        finally:
-            dist.destroy_process_group()
+        return compare(args)
 
-    return run(args, argv, train_rank)
+    return run(args, argv, compare_rank)
 
 
 if __name__ == "__main__":

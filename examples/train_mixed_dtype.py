@@ -10,7 +10,6 @@ rounding explains, or that the loss did not halve.
 
 import argparse
 import sys
-from collections.abc import Iterator
 
 import _setup  # noqa: F401
 
@@ -19,9 +18,8 @@ import _setup  # noqa: F401
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _byte_lm import build_model, text_batches
-from _half_products import widen_half_products
-from _launch import join, make_mesh, make_parser, parse_args, run
+from _byte_lm import ByteLM, text_batches
+from _launch import make_mesh, make_parser, parse_args, run
 from _one_process import report, train_side_by_side
 from torch import nn, Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -83,15 +81,8 @@ def loss_of(model: nn.Module, windows: Tensor) -> Tensor:
     return LOSS_SCALE * F.cross_entropy(predicted, windows[:, 1:].flatten())
 
 
-def batches(count: int, size: int, device: torch.device) -> Iterator[Tensor]:
-    for tokens, targets in text_batches(count, size):
-        yield torch.cat([tokens, targets[:, -1:]], dim=1).to(device)
-
-
-def train_rank(args: argparse.Namespace) -> int:
+def train_rank(args: argparse.Namespace, device: torch.device) -> int:
     """Does what one process has to do; returns its exit status."""
-    widen_half_products()
-    device = join(args.device)
     is_first = dist.get_rank() == 0
 
     def shard_and_show(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -100,12 +91,14 @@ def train_rank(args: argparse.Namespace) -> int:
             print(f"Policy {args.policy}: {POLICIES[args.policy][0]}\n")
             print(layout_summary(model), "\n", flush=True)
 
+    torch.manual_seed(0)
+    windows = text_batches(args.steps, SEQUENCES * args.nproc)
     steps = train_side_by_side(
-        build_model().to(device),
+        ByteLM().to(device),
         shard_and_show,
         make_mesh(args.device),
         loss_of,
-        batches(args.steps, SEQUENCES * args.nproc, device),
+        (batch.to(device) for batch in windows),
         checked=CHECKED if args.policy == "stored" else 0,
     )
     losses, is_right = [], True
@@ -114,7 +107,6 @@ def train_rank(args: argparse.Namespace) -> int:
         losses.append(step.loss)
         if step.differences or number % 20 == 0 or number == args.steps:
             is_right &= report(number, step)
-    dist.destroy_process_group()
     last = sum(losses[-10:]) / len(losses[-10:])
     is_halved = last <= losses[0] / 2
     if is_first:
@@ -131,7 +123,7 @@ def main(argv: list[str]) -> int:
     meanings = [f"  {name:<20}  {of[0]}" for name, of in POLICIES.items()]
     parser.epilog = "\n".join(["policies:", *meanings])
     args = parse_args(parser, argv)
-    return run(args, argv, lambda: train_rank(args))
+    return run(args, argv, lambda device: train_rank(args, device))
 
 
 if __name__ == "__main__":

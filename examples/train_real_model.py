@@ -13,9 +13,9 @@ import _setup  # noqa: F401
 
 
 # isort: split
+import torch
 import torch.distributed as dist
-from _half_products import widen_half_products
-from _launch import join, make_mesh, make_parser, parse_args, positive, run
+from _launch import make_mesh, make_parser, parse_args, positive, run
 from _one_process import report
 from _real_model import token_batches, train
 from _tiny_models import TINY_MODELS
@@ -38,9 +38,8 @@ def main(argv: list[str]) -> int:
             f"--replicas {args.replicas}: {args.nproc} processes do not divide"
         )
 
-    def train_rank() -> int:
-        widen_half_products()
-        device, tiny = join(args.device), TINY_MODELS[args.name]
+    def train_rank(device: torch.device) -> int:
+        tiny = TINY_MODELS[args.name]
 
         def shard(model: nn.Module, mesh: DeviceMesh) -> None:
             tiny.shard(model, mesh)
@@ -51,7 +50,6 @@ def main(argv: list[str]) -> int:
         batches = token_batches(args.steps, 4 * args.nproc, device)
         steps = train(tiny.build_model, shard, mesh, batches, device, tiny.loss_of)
         is_right = [report(number, step) for number, step in enumerate(steps, 1)]
-        dist.destroy_process_group()
         return 0 if all(is_right) else 1
 
     return run(args, argv, train_rank)

@@ -1,12 +1,10 @@
 """Whether losses, gradients and parameters of a few steps have the release's bits."""
 
-import hashlib
 from typing import Any
 
-from _models import BLOCKS, language_model
+from _models import AS_IT_IS, BLOCKS, digest_of, language_model, PER_DTYPE
 from _ratios import exact_row, Row
 from _sides import Side
-from _step_time import BRANCH, groups_of, RELEASE
 
 import torch
 import torch.distributed as dist
@@ -25,36 +23,31 @@ def measure(*, device: str, block: str, way: str) -> dict[str, Any]:
     for step in range(STEPS):
         loss = model(x).float().square().mean()
         loss.backward()
-        tensors = {"loss": loss.detach()}
+        tensors = {"loss": loss}
         tensors |= {f"gradient {n}": p.grad._local_tensor for n, p in params}  # type: ignore[union-attr]
         optimizer.step()
-        tensors |= {n: p._local_tensor.detach() for n, p in params}  # type: ignore[attr-defined]
+        tensors |= {n: p._local_tensor for n, p in params}  # type: ignore[attr-defined]
         for name, tensor in tensors.items():
-            flat = tensor.contiguous().view(-1).view(torch.uint8).cpu()
-            digest = hashlib.sha256(flat.numpy().tobytes()).hexdigest()
-            digests[f"step {step} {name} {tensor.dtype}"] = digest[:12]
+            digests[f"step {step} {name} {tensor.dtype}"] = digest_of(tensor)[:12]
         optimizer.zero_grad()
     of_all: list[dict[str, str]] = [{}] * dist.get_world_size()
     dist.all_gather_object(of_all, digests)
     return {f"{rank} {n}": d for rank, of in enumerate(of_all) for n, d in of.items()}
 
 
-def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> list[Row]:
+def run(sides: dict[str, Side], **options: Any) -> list[Row]:
     """Counts the tensors that differ."""
     rows = []
     for block in BLOCKS:
-        (group,) = groups_of({}, block=block, setting="")
-        release, branch = group.subjects[:2]
-        for side in sides.values():
+        found = {}
+        for name, side in sides.items():
             side.start()
-        ours, theirs = (
-            sides[subject.side].ask("bits", subject.request)
-            for subject in (branch, release)
-        )
-        assert (branch.side, release.side) == (BRANCH, RELEASE)
+            way = AS_IT_IS if name == "branch" else PER_DTYPE
+            found[name] = side.ask(__name__, {"block": block, "way": way})
+        ours, theirs = found["branch"], found["release"]
         differ = [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
-        case = f"{group.name}{f', first {differ[0]}' if differ else ''}"
-        counts = (len(theirs) + len(differ), release.name, len(theirs))
+        case = f"{block} blocks{f', first {differ[0]}' if differ else ''}"
+        counts = (len(theirs) + len(differ), "release", len(theirs))
         rows.append(
             exact_row("bits", case, "tensors, and those that differ", *counts, 1.0)
         )

@@ -39,10 +39,8 @@ def measure(*, device: str, block: str, way: str) -> dict[str, Any]:
 
 def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> list[Row]:
     """Counts what a step of each block sends in each way."""
-    groups = [
-        group for block in BLOCKS for group in groups_of({}, block=block, setting="")
-    ]
-    values = alternate("bytes", sides, groups).values
+    groups = [group for group in groups_of() if group.name.endswith(" blocks")]
+    values = alternate(__name__, sides, groups).values
     rows = []
     for name, subjects in groups:
         found = {

@@ -7,6 +7,7 @@ import functools
 import inspect
 import platform
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from _calls import CALLED
@@ -27,11 +28,7 @@ MOVES = (*MOVES, "fsdp::", "c10d::")
 WIDE, LARGE = 16, 256  # bytes of one load, and of tensors that should begin on it
 
 
-def measure(
-    *, device: str, what: str, block: str = "", way: str = AS_IT_IS
-) -> dict[str, Any]:
-    if what == "about":
-        return about(device)
+def measure(*, device: str, what: str, block: str, way: str) -> dict[str, Any]:
     return {"sanitizer": sanitized, "alignment": unaligned}[what](device, block, way)
 
 
@@ -100,10 +97,8 @@ def unaligned(device: str, block: str, way: str) -> dict[str, Any]:
 
 def run_sanitizer(sides: dict[str, Side], **options: Any) -> list[Row]:
     """Runs the branch, and the release to tell what is not the branch's."""
-    sanitized = {
-        name: Side(name, side.root, device=side.device, env={SANITIZER: "1"})
-        for name, side in sides.items()
-    }
+    env = {SANITIZER: "1"}
+    sanitized = {name: replace(side, env=env) for name, side in sides.items()}
     return _rows(sanitized, "sanitizer", "accesses that nothing orders")
 
 
@@ -119,7 +114,7 @@ def _rows(sides: dict[str, Side], what: str, quantity: str) -> list[Row]:
             side.start()
             way = AS_IT_IS if name == "branch" else PER_DTYPE
             request = {"what": what, "block": block, "way": way}
-            found[name] = side.ask(what, request)
+            found[name] = side.ask(__name__, request)
         of = found["branch"].get("of")
         case = f"{block}{f', of {of}' if of else ''} {found['branch']['first']}".strip()
         ours, theirs = found["branch"]["count"], found["release"]["count"]

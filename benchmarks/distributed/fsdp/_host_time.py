@@ -148,7 +148,7 @@ def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> list[Row]
     params = PARAMS[1:2] if quick else PARAMS
     groups = [group_of(UNITS, count, 0.06 if quick else 0.12) for count in params]
     samples = alternate(
-        "host",
+        __name__,
         sides,
         groups,
         rounds=rounds or (2 if quick else 12),
@@ -170,7 +170,7 @@ def run_growth(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> li
     sizes = sorted({size for pair in GROWTH.values() for size in pair})
     groups = {size: group_of(*size, 0.03) for size in sizes}
     samples = alternate(
-        "host", sides, [*groups.values()], rounds=rounds or (2 if quick else 6)
+        __name__, sides, [*groups.values()], rounds=rounds or (2 if quick else 6)
     )
     rows = []
     for what, (small, large) in GROWTH.items():
@@ -194,6 +194,6 @@ def run_profile(sides: dict[str, Side], **options: Any) -> list[Row]:
         side.start()
     for name in (UNIFORM, "branch, uniform fp32", "branch, mixed"):
         (subject,) = (s for s in group_of(UNITS, 16, 1).subjects if s.name == name)
-        found = sides[subject.side].ask("profile", {**subject.request, "profile": True})
+        found = sides[subject.side].ask(__name__, {**subject.request, "profile": True})
         print(f"{name}, 16 parameters:\n{found['profile']}")
     return []

@@ -138,7 +138,7 @@ def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> list[Row]
         for name, way in (("branch", ours), ("release", theirs)):
             sides[name].start()
             request = {"block": block, "way": way}
-            found[name] = sides[name].ask("kernels", request)
+            found[name] = sides[name].ask(__name__, request)
         case = f"{block}, {ours}"
         counts, us = (
             [sum(found[side][of].values()) / NUM_BLOCKS for side in found]

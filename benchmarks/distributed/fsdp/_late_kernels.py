@@ -8,13 +8,13 @@ same bits.
 """
 
 import contextlib
-import hashlib
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from _calls import seen_by
+from _models import digest_of
 from _ratios import exact_row, Row
 from _sides import Side, SideError
 
@@ -95,13 +95,8 @@ class DeviceKit(Kit):
         params: Any = dict.fromkeys(
             p for unit in self.modules for p in unit.parameters()
         )
-        last = [p._local_tensor.detach() for p in params]
-        return [_digest(tensor) for tensor in [*self.noted, *last]]
-
-
-def _digest(tensor: Tensor) -> str:
-    as_bytes = tensor.cpu().reshape(-1).clone().view(torch.uint8)
-    return hashlib.sha256(as_bytes.numpy().tobytes()).hexdigest()
+        last = [p._local_tensor for p in params]
+        return [digest_of(tensor) for tensor in [*self.noted, *last]]
 
 
 class AfterEach(TorchDispatchMode):
@@ -178,7 +173,7 @@ def run(sides: dict[str, Side], **options: Any) -> list[Row]:
             case, request = f"{name}, {kind}", {"schedule": name, "kind": kind}
             found: dict[str, Any]
             try:
-                found = side.ask("late", request, seconds=SECONDS)
+                found = side.ask(__name__, request, seconds=SECONDS)
             except SideError as error:  # the next one gets new processes
                 case = f"{case}: {str(error).splitlines()[0]}"
                 found = {"tensors": 1, "differ": {"ended": 1}}

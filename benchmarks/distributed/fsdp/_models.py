@@ -1,18 +1,16 @@
 """The models that are measured, and how each side makes units of them."""
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as fsdp
 import torch.nn.functional as F
 from torch import nn, Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    fully_shard,
-    MixedPrecisionPolicy,
-)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import BackwardPrefetch, fully_shard, MixedPrecisionPolicy
 
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -48,9 +46,7 @@ PRECISIONS: dict[str, tuple[tuple[torch.dtype, ...], dict[str, torch.dtype]]] = 
 
 def scales_block(params: int, dtypes: Sequence[torch.dtype]) -> nn.Sequential:
     """Returns ``params`` parameters, as evenly over the dtypes as they divide."""
-    counts = [params // len(dtypes)] * len(dtypes)
-    for i in range(params % len(dtypes)):
-        counts[i] += 1
+    counts = [len(range(i, params, len(dtypes))) for i in range(len(dtypes))]
     return nn.Sequential(
         *(Scales(n, SHAPE, dtype) for n, dtype in zip(counts, dtypes) if n)
     )
@@ -217,15 +213,36 @@ PROMOTED = "gradients promoted to fp32"  # all of a unit in one reduction
 LATE = "BACKWARD_POST"
 # All in bf16, and gradients added in fp32: sent in fp32 too, or in bf16
 WIDE, NARROW = "sent in fp32", "sent in bf16"
+# Sent in one all-to-all, as wide as they are; small reductions joined; and both
+EXCHANGED, JOINED, BOTH = "grad_comm_dtype", "set_reduce_bucket_cap", "both"
+AS_WIDE = {"grad_comm_dtype_override_fn": lambda param: param.dtype}
 POLICIES: dict[str, dict[str, Any]] = {
     PROMOTED: {"reduce_dtype": FP32},
     WIDE: {"param_dtype": BF16, "reduce_dtype": FP32},
     NARROW: {"param_dtype": BF16, "reduce_dtype": FP32, "grad_comm_dtype": BF16},
+    EXCHANGED: AS_WIDE,
+    BOTH: AS_WIDE,
 }
 
 
 def is_large(device: str, size: str) -> bool:
     return device == "cuda" and size != "small"
+
+
+def shard(model: nn.Sequential, way: str, mesh: DeviceMesh) -> None:
+    """Makes each block a unit, or one for each of its dtypes."""
+    policy = MixedPrecisionPolicy(**POLICIES.get(way, {}))
+    for block in model:
+        assert isinstance(block, Block)
+        if way == PER_DTYPE and (second := block.second_unit()):
+            fully_shard(second, mesh=mesh)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh)
+    # What the release does not have, as grad_comm_dtype
+    if way == LATE:
+        fsdp.set_backward_prefetch(model, BackwardPrefetch.BACKWARD_POST)
+    if way in (JOINED, BOTH):
+        fsdp.set_reduce_bucket_cap(model)
 
 
 class Run(NamedTuple):
@@ -246,25 +263,18 @@ def language_model(block: str, way: str, device: str, size: str = "") -> Run:
         model = nn.Sequential(*(BLOCKS[block](**sizes) for _ in range(NUM_BLOCKS)))
     if way == ALL_FP32:
         model.float()
-    policy = MixedPrecisionPolicy(**POLICIES.get(way, {}))
-    mesh = init_device_mesh(device, (dist.get_world_size(),))
-    for module in model:
-        assert isinstance(module, Block)
-        second = module.second_unit() if way == PER_DTYPE else []
-        if second:
-            fully_shard(second, mesh=mesh)
-        fully_shard(module, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh)
-    if way == LATE:  # which the release does not have, as grad_comm_dtype
-        from torch.distributed.fsdp import set_backward_prefetch
-
-        set_backward_prefetch(model, BackwardPrefetch.BACKWARD_POST)
+    shard(model, way, init_device_mesh(device, (dist.get_world_size(),)))
     x = torch.randn(
         *(TOKENS if not is_large(device, size) else (1, 512)),
         sizes.get("dim", 512),
         generator=torch.Generator().manual_seed(dist.get_rank()),
     )
     return Run(model, x.to(device, FP32 if way == ALL_FP32 else BF16))
+
+
+def digest_of(tensor: Tensor) -> str:
+    as_bytes = tensor.detach().cpu().reshape(-1).clone().view(torch.uint8)
+    return hashlib.sha256(as_bytes.numpy().tobytes()).hexdigest()
 
 
 def training_step(model: nn.Module, x: Tensor) -> None:

@@ -132,7 +132,7 @@ class Samples:
 
 
 def alternate(
-    part: str,
+    module: str,
     sides: dict[str, Side],
     groups: Sequence[Group],
     *,
@@ -140,14 +140,14 @@ def alternate(
     launches: int = 1,
 ) -> Samples:
     """
-    Measures every subject once in each of ``rounds``. If there are several
+    Has ``module`` measure every subject once in each of ``rounds``. If there are several
     ``launches``, each begins with new processes, so that what a process has by chance
     (the addresses that it got, the order in which it hashes) is averaged out as well.
     """
     samples = Samples()
     total = rounds * sum(len(group.subjects) for group in groups)
     interval = 0.5 if sys.stderr.isatty() else 10.0
-    with tqdm(total=total, desc=f"{part:>7}", unit="run", mininterval=interval) as bar:
+    with tqdm(total=total, desc=module, unit="run", mininterval=interval) as bar:
         for launch in range(launches):
             first, last = (rounds * (launch + i) // launches for i in range(2))
             if launches > 1:
@@ -157,7 +157,7 @@ def alternate(
             for group in [g for _ in range(first, last) for g in groups]:
                 for subject in group.subjects:
                     bar.set_postfix_str(f"{group.name}: {subject.name}", False)
-                    measured = sides[subject.side].ask(part, subject.request)
+                    measured = sides[subject.side].ask(module, subject.request)
                     samples.add(group.name, subject.name, measured)
                     bar.update()
     return samples

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field, KW_ONLY
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -51,34 +52,26 @@ class SideError(RuntimeError):
     """A process of a side has ended, and so the side."""
 
 
+@dataclass
 class Side:
     """
     One or more processes that import ``torch`` from ``root``. They live on between
     measurements and wait for the next request, without using a core meanwhile.
 
-    Args:
+    Attributes:
         backend: ``fake`` takes one process for all ranks.
         env: Variables that its processes get beside those of this one.
     """
 
-    def __init__(
-        self,
-        name: str,
-        root: Path,
-        *,
-        backend: str = "fake",
-        world_size: int = 8,
-        device: str = "cpu",
-        env: Mapping[str, str] | None = None,
-    ):
-        self.name = name
-        self.root = root
-        self.backend = backend
-        self.world_size = world_size
-        self.device = device
-        self.env = env or {}
-        self._processes: list[subprocess.Popen[str]] = []
-        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+    name: str
+    root: Path
+    _: KW_ONLY
+    backend: str = "fake"
+    world_size: int = 8
+    device: str = "cpu"
+    env: Mapping[str, str] = field(default_factory=dict)
+    _processes: list[subprocess.Popen[str]] = field(init=False, default_factory=list)
+    _scratch: tempfile.TemporaryDirectory[str] | None = field(init=False, default=None)
 
     def start(self) -> None:
         """
@@ -128,10 +121,10 @@ class Side:
         return inherited | ours | {"PYTHONPYCACHEPREFIX": str(CACHE)} | {**self.env}
 
     def ask(
-        self, part: str, request: dict[str, Any], *, seconds: float | None = None
+        self, module: str, request: dict[str, Any], *, seconds: float | None = None
     ) -> dict[str, Any]:
         """
-        Has all processes measure; returns the first rank's result.
+        Has ``measure`` of a module run in all processes; returns the first rank's result.
 
         Raises:
             SideError: as soon as one of them has ended, or if one has not answered
@@ -139,7 +132,7 @@ class Side:
                 are ended too.
         """
         deadline = None if seconds is None else time.monotonic() + seconds
-        line = json.dumps({"part": part, "request": request}) + "\n"
+        line = json.dumps({"module": module, "request": request}) + "\n"
         for process in self._processes:
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # its output has ended as well
@@ -158,31 +151,24 @@ class Side:
                 left = None if deadline is None else max(deadline - time.monotonic(), 0)
                 ready = selector.select(left)
                 if not ready:
-                    self._end_late({*range(len(self._processes))} - {*replies})
+                    late = {*range(len(self._processes))} - {*replies}
+                    named = ", ".join(map(str, sorted(late)))
+                    self._give_up(min(late), f": no answer of rank {named} in time")
                 for key, _ in ready:
                     output = self._processes[key.data].stdout
                     assert output is not None
                     line = output.readline()
                     if not line:
-                        self._give_up(key.data)
+                        status = self._processes[key.data].wait()
+                        ended = f", rank {key.data}: ended with status {status}"
+                        self._give_up(key.data, ended)
                     replies[key.data] = json.loads(line)
         return replies
 
-    def _give_up(self, rank: int) -> NoReturn:
-        status = self._processes[rank].wait()
-        lines = self._last_lines(rank)
-        self.stop()
-        raise SideError(f"{self.name}, rank {rank}: ended with status {status}{lines}")
-
-    def _end_late(self, ranks: set[int]) -> NoReturn:
-        lines = self._last_lines(min(ranks))
-        self.stop()
-        named = ", ".join(map(str, sorted(ranks)))
-        raise SideError(f"{self.name}: no answer of rank {named} in time{lines}")
-
-    def _last_lines(self, rank: int) -> str:
+    def _give_up(self, rank: int, why: str) -> NoReturn:
         said = self._errors_of(rank).read_text(errors="replace").splitlines()
-        return "\n".join(["", *said[-LAST_LINES:]])
+        self.stop()
+        raise SideError("\n".join([f"{self.name}{why}", *said[-LAST_LINES:]]))
 
     def stop(self) -> None:
         for process in self._processes:

@@ -69,10 +69,10 @@ ALL_FP32_RELEASE = "release, all fp32"
 EARLY = "BACKWARD_PRE, the default (by the branch)"
 
 
-def groups_of(extra: dict[str, Any], **named: str) -> Iterator[Group]:
+def groups_of(**extra: Any) -> Iterator[Group]:
     """
     Yields each block as it is, with BACKWARD_POST and with ``grad_comm_dtype``, and what
-    it is compared with. ``named`` picks groups, by "block" or by "setting".
+    it is compared with.
     """
     for block in BLOCKS:
         is_uniform = block == UNIFORM_BLOCK
@@ -98,13 +98,11 @@ def groups_of(extra: dict[str, Any], **named: str) -> Iterator[Group]:
         if not is_uniform:
             del ways["grad_comm_dtype"]
         for setting, of_setting in ways.items():
-            if named.get("setting", setting) == setting:
-                if named.get("block", block) == block:
-                    subjects = [
-                        Subject(name, side, {"block": block, "way": way, **extra})
-                        for name, side, way in of_setting
-                    ]
-                    yield Group(f"{block} blocks{setting and f', {setting}'}", subjects)
+            subjects = [
+                Subject(name, side, {"block": block, "way": way, **extra})
+                for name, side, way in of_setting
+            ]
+            yield Group(f"{block} blocks{setting and f', {setting}'}", subjects)
 
 
 def rows_of(
@@ -130,11 +128,11 @@ def rows_of(
 
 def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> list[Row]:
     """Compares the time of a step."""
-    steps = {"steps": 3 if quick else 5}
-    picked = {"block": "Nemotron-H-like", "setting": ""} if quick else {}
-    groups = [*groups_of(steps, **picked)]
+    groups = [*groups_of(steps=3 if quick else 5)]
+    if quick:
+        groups = [group for group in groups if group.name == "Nemotron-H-like blocks"]
     samples = alternate(
-        "step",
+        __name__,
         sides,
         groups,
         rounds=rounds or (2 if quick else 10),

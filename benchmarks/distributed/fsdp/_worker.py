@@ -17,22 +17,6 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
-# Parts by name: each module has a function `measure`
-MODULES = {
-    "host": "_host_time",
-    "profile": "_host_time",
-    "bytes": "_bytes",
-    "bits": "_bits",
-    "step": "_step_time",
-    "memory": "_peak_memory",
-    "kernels": "_kernels",
-    "late": "_late_kernels",
-    "sanitizer": "_device",
-    "alignment": "_device",
-    "about": "_device",
-}
-
-
 def join_group(options: dict[str, Any]) -> None:
     """Becomes one rank of many: of real ones, or the first of none but itself."""
     rank, world_size = options["rank"], options["world_size"]
@@ -69,7 +53,7 @@ def main() -> None:
     join_group(options)
     for line in sys.stdin:
         asked = json.loads(line)
-        module = importlib.import_module(MODULES[asked["part"]])
+        module = importlib.import_module(asked["module"])
         measured = module.measure(device=options["device"], **asked["request"])
         print(json.dumps(measured), file=answers)
 

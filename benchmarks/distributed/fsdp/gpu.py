@@ -23,11 +23,10 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[3]
 TESTS = "test/distributed/_composable/fsdp"
 BENCH = "benchmarks/distributed/fsdp/bench.py"
-# What is right comes first. Those that need CUDA are not run without
+# What is right comes first
 PARTS = ("tests", "bits", "alignment", "sanitizer", "late", "kernels", "memory")
 PARTS = (*PARTS, "host", "step")
-NEED_CUDA = {"sanitizer": "the sanitizer needs CUDA"}
-ON_CPU = {"tests": "test_fully_shard_operators.py"}  # `make test` runs the others there
+ON_CPU = "test_fully_shard_operators.py"  # `make test` runs the other tests there
 AS_EXPECTED, WRONG, SLOWER = "as expected", "wrong", "slower than expected"
 DIED, NOT_RUN = "died", "not run"
 SECONDS = 300  # of each process
@@ -81,7 +80,7 @@ def finished(*command: str, seconds: int = SECONDS) -> tuple[str, str]:
 
 def run_tests(args: argparse.Namespace) -> Iterator[Line]:
     """Yields a line for each file, several at a time."""
-    pattern = "test_fully_shard_*.py" if args.device == "cuda" else ON_CPU["tests"]
+    pattern = "test_fully_shard_*.py" if args.device == "cuda" else ON_CPU
     files = sorted((ROOT / TESTS).glob(pattern))
     files = [file for file in files if "mark.tools" not in file.read_text()]
     with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // 4)) as pool:
@@ -154,8 +153,8 @@ def main(argv: Sequence[str]) -> int:
     args.output.mkdir(parents=True, exist_ok=True)
     for part in (p for p in PARTS if p in args.only):
         before = len(lines)
-        if part in NEED_CUDA and args.device != "cuda":
-            lines.append(Line(part, "", NEED_CUDA[part], "", NOT_RUN, ""))
+        if part == "sanitizer" and args.device != "cuda":
+            lines.append(Line(part, "", "it needs CUDA", "", NOT_RUN, ""))
         else:
             lines += run_tests(args) if part == "tests" else run_bench(part, args)
         found = {"header": header, "lines": [line._asdict() for line in lines]}

@@ -12,53 +12,37 @@ nothing, so sizes are those of real models.
 import argparse
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from _calls import Call, seen_by
-from _models import BF16, Block, BLOCKS, FP32, LARGE, training_step
+from _models import (
+    ALL_FP32,
+    AS_IT_IS,
+    BF16,
+    Block,
+    BLOCKS,
+    BOTH,
+    EXCHANGED,
+    FP32,
+    JOINED,
+    LARGE,
+    NARROW,
+    PER_DTYPE,
+    shard,
+    training_step,
+    WIDE,
+)
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 NODE = 8  # ranks, numbered node by node
-DEFAULT, EXCHANGED = "default", "grad_comm_dtype"  # as wide as the gradient
-JOINED, BOTH = "set_reduce_bucket_cap", "both"
-UPCAST, PER_DTYPE = "all fp32", "one unit per dtype"
-WAYS = (DEFAULT, EXCHANGED, JOINED, BOTH, UPCAST)
-# Of gradients that are added in fp32: sent so, or in bf16
-WIDE, NARROW = "sent in fp32", "sent in bf16"
-
-
-def shard(blocks: Sequence[Block], way: str, mesh: DeviceMesh) -> nn.Module:
-    """Makes each block a unit, or one for each of its dtypes."""
-    model, policy = nn.Sequential(*blocks), MixedPrecisionPolicy()
-    if way == UPCAST:
-        for module in model.modules():  # which hold nothing: `float` would swap them
-            for name, param in module.named_parameters(recurse=False):
-                setattr(module, name, nn.Parameter(param.float()))
-    if way in (EXCHANGED, BOTH):
-        policy = replace(policy, grad_comm_dtype_override_fn=lambda p: p.dtype)
-    if way in (WIDE, NARROW):
-        policy = replace(policy, reduce_dtype=FP32)
-    if way == NARROW:
-        policy = replace(policy, grad_comm_dtype=BF16)
-    for block in blocks:
-        if way == PER_DTYPE and (second := block.second_unit()):
-            fully_shard(second, mesh=mesh, mp_policy=policy)
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    if way in (JOINED, BOTH):
-        from torch.distributed.fsdp import set_reduce_bucket_cap
-
-        set_reduce_bucket_cap(model)
-    return model
+WAYS = (AS_IT_IS, EXCHANGED, JOINED, BOTH, ALL_FP32, PER_DTYPE)
 
 
 class Mesh(NamedTuple):
@@ -84,8 +68,13 @@ def calls_of(
     """Returns the collectives of one step of some blocks, each gathered twice."""
     calls: list[Call] = []
     with mesh.faked() as device_mesh, FakeTensorMode():
-        model = shard([block(**sizes) for _ in range(count)], way, device_mesh)
-        dtype = FP32 if way == UPCAST else BF16
+        model = nn.Sequential(*(block(**sizes) for _ in range(count)))
+        for module in model.modules() if way == ALL_FP32 else ():
+            # They hold nothing: `float` would swap them
+            for name, param in module.named_parameters(recurse=False):
+                setattr(module, name, nn.Parameter(param.float()))
+        shard(model, way, device_mesh)
+        dtype = FP32 if way == ALL_FP32 else BF16
         with seen_by(calls.append):
             training_step(model, torch.randn(1, 4, sizes.get("dim", 512), dtype=dtype))
     return calls
@@ -101,11 +90,10 @@ def header(*cells: Any) -> None:
 
 def print_counts() -> None:
     """Gathers and reductions of a step of three blocks, and the KiB of both."""
-    ways = (*WAYS, PER_DTYPE)
-    header("blocks", *ways)
+    header("blocks", *WAYS)
     for name, block in BLOCKS.items():
         cells = []
-        for way in ways:
+        for way in WAYS:
             calls = calls_of(block, 3, way, Mesh(1, 8))
             gathers = sum(call.kind == "all-gather" for call in calls)
             kib = sum(call.nbytes for call in calls) / 2**10

@@ -35,6 +35,7 @@ from fsdp_common.comms import (
     Weighted,
 )
 from fsdp_common.utils import (
+    CollectiveRecorder,
     DeviceFreeTest,
     FakeGroupTest,
     record_collectives,
@@ -105,6 +106,12 @@ def given_weight(rank: int, i: int, spec: Spec, batch: int = 0) -> torch.Tensor:
     scale = torch.randint(-14, 10, size, generator=generator).double().exp2()
     values = torch.randn(size, generator=generator, dtype=FP64) * scale
     return values.to(THREAD_DEVICE_TYPE)
+
+
+def reductions(recorder: CollectiveRecorder) -> list[tuple[str, torch.dtype, int]]:
+    """Returns the name, dtype and size of each."""
+    calls = [call for call in recorder.calls if call.name != "all_gather"]
+    return [(call.name, call.dtype, call.numel) for call in calls]
 
 
 class TestTree(TestCase):
@@ -213,14 +220,14 @@ class TestRanks(GradCommTest):
             module = sharded(
                 specs, mesh, device=THREAD_DEVICE_TYPE, mp_policy=policy(comm, reduce)
             )
-            module.set_custom_reduce_scatter(counted := Counted())
-            self.backward(module, specs)
+            with record_collectives() as recorder:
+                self.backward(module, specs)
             how = {"comm": comm, "reduce": reduce or FP32, "ranks": ranks}
             expected = [self.expected(i, s, **how) for i, s in enumerate(specs)]
             self.assert_all_same(self.full_grads(module), expected)
             numel = ranks * sum(spec.padded_shard_numel(ranks) for spec in specs)
-            sent = [("exchange", comm, comm.itemsize * numel)] if ranks > 1 else []
-            self.assertEqual(counted.sent, sent)
+            sent = [("all_to_all", comm, numel)] if ranks > 1 else []
+            self.assertEqual(reductions(recorder), sent)
 
     @parametrize("ranks", (1, 2, 3, 4, 5, 7))
     @parametrize("is_cast", (True, False))
@@ -234,8 +241,8 @@ class TestRanks(GradCommTest):
             specs = [Spec(spec.size, sent_in(i)) for i, spec in enumerate(specs)]
             policy, how = policy_of_several(compute=None), {"as_stored": True}
         module = sharded(specs, mesh, device=THREAD_DEVICE_TYPE, mp_policy=policy)
-        module.set_custom_reduce_scatter(comm := Counted())
-        self.backward(module, specs, **how)
+        with record_collectives() as recorder:
+            self.backward(module, specs, **how)
         compute = BF16 if is_cast else None
         expected = self.expected_mix(specs, ranks=ranks, compute=compute)
         self.assert_all_same(self.full_grads(module), expected)
@@ -243,8 +250,8 @@ class TestRanks(GradCommTest):
         for i, spec in enumerate(specs):
             regions[sent_in(i)] += spec.padded_shard_numel(ranks) * sent_in(i).itemsize
         nbytes = sum(n + -n % 16 for n in regions.values())  # each is padded
-        sent = [("exchange", torch.uint8, ranks * nbytes)] if ranks > 1 else []
-        self.assertEqual(comm.sent, sent)
+        sent = [("all_to_all", torch.uint8, ranks * nbytes)] if ranks > 1 else []
+        self.assertEqual(reductions(recorder), sent)
 
 
 instantiate_parametrized_tests(TestRanks)
@@ -308,11 +315,13 @@ class TestOneAllToAll(GradCommTest):
         """Which replicas add by itself: two pairs are added in the order of the tree."""
         policy = policy_of_several(lambda i: None if i == 1 else sent_in(i))
         module = self.module(self.meshes()["2x2"], mp_policy=policy)
-        module.set_custom_reduce_scatter(comm := Counted())
-        self.backward(module, self.SPECS)
+        with record_collectives() as recorder:
+            self.backward(module, self.SPECS)
         self.assert_all_same(self.full_grads(module), self.expected_mix(self.SPECS))
-        issued = [(name, dtype) for name, dtype, _ in comm.sent]
-        self.assertEqual(issued, [("exchange", torch.uint8), ("reduce", added_in(1))])
+        issued = [(name, dtype) for name, dtype, _ in reductions(recorder)]
+        shards = [("all_to_all", torch.uint8), ("all_to_all", FP64)]
+        by_itself = [("reduce_scatter", FP32), ("all_reduce", FP32)]
+        self.assertEqual(issued, [*shards, *by_itself, ("all_to_all", FP32)])
 
     def test_hook_sees_each_sum(self):
         module, seen = self.module(), []
@@ -450,21 +459,6 @@ class TestOneAllToAll(GradCommTest):
         module.set_force_sum_reduction_for_comms(True)
         with self.assertRaisesRegex(ValueError, "SymmMemReduceScatter.*grad_comm"):
             module.set_symm_mem_for_comm()
-
-
-class Counted(DefaultReduceScatter):
-    """Notes what is sent, and how."""
-
-    def __init__(self) -> None:
-        self.sent: list[tuple[str, torch.dtype, int]] = []
-
-    def __call__(self, output_tensor, input_tensor, *args: Any, **kwargs: Any) -> None:
-        self.sent.append(("reduce", input_tensor.dtype, input_tensor.nbytes))
-        super().__call__(output_tensor, input_tensor, *args, **kwargs)
-
-    def exchange(self, output_tensor, input_tensor, group) -> None:
-        self.sent.append(("exchange", input_tensor.dtype, input_tensor.nbytes))
-        super().exchange(output_tensor, input_tensor, group)
 
 
 class Kept(DefaultReduceScatter):

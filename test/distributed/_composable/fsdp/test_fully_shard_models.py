@@ -20,7 +20,7 @@ import pytest
 
 from fsdp_clients.real_models import EXAMPLES, needs
 from fsdp_common.utils import (
-    Collective,
+    CollectiveRecorder,
     DeviceFreeTest,
     FSDPProcessTest,
     LAUNCHED_RANK,
@@ -84,7 +84,7 @@ class ModelTest(FSDPProcessTest):
         replicas: int = 1,
         shard: Callable[[nn.Module, DeviceMesh], object] | None = None,
         steps: int = STEPS,
-    ) -> tuple[nn.Module, list[Any], list[Collective]]:
+    ) -> tuple[nn.Module, list[Any], CollectiveRecorder]:
         """Returns the model, its steps and what the last one sent."""
         import _real_model
 
@@ -105,26 +105,22 @@ class ModelTest(FSDPProcessTest):
                 if len(found) < steps:
                     recorder.clear()
         # Not the mean of the losses
-        sent = [call for call in recorder.calls if call.numel > 1]
-        return models[0], found, sent
+        recorder.calls = [call for call in recorder.calls if call.numel > 1]
+        return models[0], found, recorder
 
     def check(self, name: str, replicas: int) -> None:
         model, steps, sent = self.train(name, replicas)
-        gradients = {
-            f"{d}".removeprefix("torch.") for d in (FP32, TINY_MODELS[name].dtype)
-        }
+        dtypes = (FP32, TINY_MODELS[name].dtype)
+        gradients = {f"{d} gradients".removeprefix("torch.") for d in dtypes}
         for step in steps:
-            self.assertEqual(
-                [str(each) for each in step.differences if not each.ok], []
-            )
+            wrong = [str(each) for each in step.differences if not each.ok]
+            self.assertEqual(wrong, [])
             kinds = {each.what for each in step.differences}
-            self.assertGreaterEqual(
-                kinds, {f"{dtype} gradients" for dtype in gradients}
-            )
+            self.assertGreaterEqual(kinds, gradients)
         self.check_sent(model, sent, replicas)
 
     def check_sent(
-        self, model: nn.Module, sent: list[Collective], replicas: int
+        self, model: nn.Module, sent: CollectiveRecorder, replicas: int
     ) -> None:
         """One gather for each unshard, one reduction for each dtype, no more bytes."""
         units = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
@@ -144,12 +140,11 @@ class ModelTest(FSDPProcessTest):
             stored.append({param.dtype for param in params if param.requires_grad})
             reductions.update(stored[-1])
         self.assertGreater(max(map(len, stored)), 1)
-        by_name = {n: [c for c in sent if c.name == n] for n in {c.name for c in sent}}
-        of_gathers = Counter(call.nbytes for call in by_name["all_gather"])
+        of_gathers = Counter(call.nbytes for call in sent.all_gathers)
         self.assertEqual(of_gathers, gathers)
-        of_reductions = Counter(call.dtype for call in by_name["reduce_scatter"])
+        of_reductions = Counter(call.dtype for call in sent.reduce_scatters)
         self.assertEqual(of_reductions, reductions)
-        all_reduces = Counter(call.dtype for call in by_name.get("all_reduce", ()))
+        all_reduces = Counter(call.dtype for call in sent.all_reduces)
         self.assertEqual(all_reduces, reductions if replicas > 1 else Counter())
 
 

@@ -4,8 +4,8 @@
 Units whose policy has an override for each parameter, and gradients in another
 dtype than their parameter: what is gathered, computed, reduced and kept.
 
-That overrides leave the bits of one unit of the release for each policy is in
-``test_fully_shard_parity.py``; what a policy says at all is in
+That overrides leave the bits of one unit of the release for each policy, also over
+microbatches and replicas, is in ``test_fully_shard_parity.py``; what a policy says at all is in
 ``test_fully_shard_policy.py``.
 """
 
@@ -24,7 +24,6 @@ from fsdp_common.comms import (
     FP64,
     GivenGrads,
     group_of,
-    mesh_of,
 )
 from fsdp_common.release_rules import reduce_dtype, summed_apart_dtype
 from fsdp_common.utils import (
@@ -143,8 +142,8 @@ class TestUnits(FSDPThreadTest):
             (gather,) = recorder.all_gathers
             # a and c in fp32, b and e in bf16, d in fp16: each padded to 16 of a rank
             self.assertEqual(gather.nbytes, 2 * 3 * 16)
-            reduced = [(call.dtype, call.numel) for call in recorder.reduce_scatters]
-            self.assertEqual(reduced, reductions(stored, policies))
+            found = [(call.dtype, call.numel) for call in recorder.reduce_scatters]
+            self.assertEqual(found, reductions(stored, policies))
         seen = {"a": FP32, "b": BF16, "c": FP32, "d": FP16, "e": BF16}
         self.assertEqual(model.seen, seen)
         grad_dtypes = {name: p.grad.dtype for name, p in model.named_parameters()}
@@ -160,19 +159,6 @@ class TestUnits(FSDPThreadTest):
         )
         self.assertEqual(model.seen, {"a": FP32, "b": BF16})
         self.assertEqual({p.grad.dtype for p in model.parameters()}, {BF16})
-
-    def test_sums_over_microbatches_run_in_each_reduce_dtype(self) -> None:
-        """bf16 has no room for 256 + 1, which fp32 keeps."""
-        model = given(a=FP32, b=FP32)
-        policy = by_name(model, {"a": (None, FP32)}, param_dtype=BF16)
-        fully_shard(model, mp_policy=policy)
-        for value, syncs in ((256.0, False), (1.0, True)):
-            model.set_requires_gradient_sync(syncs)
-            backward(model, a=value, b=value)
-        self.assertEqual(grad_of(model.a), torch.full((4,), 257.0))
-        dtype = reduce_dtype(MixedPrecisionPolicy(BF16), FP32)
-        expected = torch.full((4,), 256.0, dtype=dtype) + 1
-        self.assertEqual(grad_of(model.b), expected.to(FP32))
 
     def test_unfrozen_later_is_reduced_in_its_own_dtype(self) -> None:
         model = given(a=FP32, b=FP32, c=FP32)
@@ -348,25 +334,6 @@ class TestGradDtype(FSDPThreadTest):
         self.check(model.a, FP32, 128.5)
         self.check(model.b, BF16, 128.0)
         self.check(model.c, FP32, 128.5)
-
-
-class TestHybrid(FSDPThreadTest):
-    world_size = 4
-
-    def test_kept_partial_results_and_grad_dtype(self) -> None:
-        """What waits for the all-reduce keeps the reduce dtype's digits."""
-        model = given(a=BF16, b=BF16, c=BF16)
-        model.a.grad_dtype, model.b.grad_dtype = FP32, None
-        fully_shard(
-            model, mesh=mesh_of(2, 2), mp_policy=MixedPrecisionPolicy(reduce_dtype=FP32)
-        )
-        for names, all_reduces in (("abc", False), ("c", True)):
-            model.set_requires_all_reduce(all_reduces)
-            backward(model, **dict.fromkeys(names, (256.0, 1.0)[self.rank % 2]))
-        self.assertEqual(grad_of(model.a), torch.full((4,), 128.5))
-        self.assertEqual(grad_of(model.b), torch.full((4,), 128.5))
-        self.assertEqual(grad_of(model.c), torch.full((4,), 257.0).bfloat16())
-        self.assertEqual(model.c.grad.dtype, BF16)
 
 
 class TestNamesKnownInPart(FakeGroupTest):
