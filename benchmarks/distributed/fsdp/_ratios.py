@@ -147,7 +147,7 @@ def alternate(
     samples = Samples()
     total = rounds * sum(len(group.subjects) for group in groups)
     interval = 0.5 if sys.stderr.isatty() else 10.0
-    with tqdm(total=total, desc=module, unit="run", mininterval=interval) as bar:
+    with tqdm(total=total, desc=module[1:], unit="run", mininterval=interval) as bar:
         for launch in range(launches):
             first, last = (rounds * (launch + i) // launches for i in range(2))
             if launches > 1:
