@@ -33,12 +33,8 @@ import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard import (
-    _fsdp_copies as copies,
-)
-from torch.distributed.fsdp._fully_shard import (
-    _fsdp_layout as layouts,
-)
+from torch.distributed.fsdp._fully_shard import _fsdp_copies as copies
+from torch.distributed.fsdp._fully_shard import _fsdp_layout as layouts
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.testing._internal.common_utils import run_tests

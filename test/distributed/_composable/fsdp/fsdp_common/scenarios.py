@@ -7,13 +7,11 @@ as its error, so that each of them is told apart.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
-from unittest import mock
 
 from fsdp_common.parity_layers import (
     batch_of,
@@ -156,15 +154,6 @@ def train(
         optimizer.zero_grad()
         record |= {f"{step} {name}": bits for name, bits in parameters(model)}
     return record
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, **new: Any) -> Iterator[None]:
-    """Replaces attributes that must be there, and puts them back."""
-    with contextlib.ExitStack() as patches:
-        for name, value in new.items():
-            patches.enter_context(mock.patch.object(owner, name, value))
-        yield
 
 
 def describe(value: Any) -> Any:

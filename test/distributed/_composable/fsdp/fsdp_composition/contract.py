@@ -82,18 +82,13 @@ def signatures() -> dict[str, Any]:
     found = {}
     for _, module in modules():
         for name, value in vars(module).items():
-            if (
-                name[0] == "_"
-                or not callable(value)
-                or not is_defined_here(value, module)
-            ):
+            is_public = name[0] != "_" and callable(value)
+            if not is_public or not is_defined_here(value, module):
                 continue
             found[name] = parameters_of(value)
-            for method_name in dir(value) if inspect.isclass(value) else ():
-                method = getattr(value, method_name)
-                is_call = method_name == "__call__"
-                is_public = is_call or not method_name.startswith("_")
-                if inspect.isfunction(method) and is_public:
+            methods = inspect.getmembers(value, inspect.isfunction)
+            for method_name, method in methods if inspect.isclass(value) else ():
+                if method_name == "__call__" or method_name[0] != "_":
                     found[f"{name}.{method_name}"] = parameters_of(method)
     return found
 

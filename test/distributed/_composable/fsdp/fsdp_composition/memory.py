@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from itertools import accumulate
 from typing import Any
 from unittest import mock
@@ -92,21 +91,13 @@ def step(model: nn.Module) -> None:
         param.grad = None
 
 
-@contextmanager
-def unobserved() -> Iterator[None]:
-    """Lets the branch copy as it does while no profiler looks at it."""
-    if IS_BRANCH:
-        with mock.patch(f"{COPIES}.gets_operators", lambda _: False):
-            yield
-    else:
-        yield
-
-
 def peak_nbytes(model: nn.Module) -> int:
     """Returns the peak of a step, above what is there before it."""
     gc.collect()  # of the case before, which would be freed in between
     cpu = torch.profiler.ProfilerActivity.CPU
-    with unobserved():
+    # The branch is to copy as it does while no profiler looks at it
+    directly = mock.patch(f"{COPIES}.gets_operators", lambda _: False)
+    with directly if IS_BRANCH else nullcontext():
         for _ in range(3):
             step(model)
         with torch.profiler.profile(activities=[cpu], profile_memory=True) as profiler:

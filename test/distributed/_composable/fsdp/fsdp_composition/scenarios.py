@@ -1,7 +1,7 @@
 """
 Uses sharded models with what else torch has: activation checkpointing, functorch, the
-compiler, pipelining, the memory tracker, the profiler, logging, and the utilities of
-torch's own tests.
+compiler, pipelining, the memory tracker, logging, and the utilities of torch's own
+tests.
 
 Each scenario runs with ``uniform`` models, which are cut into the same units by the
 release and by this branch, and with ``mixed`` ones, whose blocks are units of two
@@ -15,9 +15,8 @@ import inspect
 import logging
 import sys
 import unittest
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 from fsdp_common.parity_layers import (
@@ -72,15 +71,13 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 
 MICROBATCHES = 2
-KINDS = ("uniform", "mixed")
 SCENARIOS = Scenarios()
 
 Run = Callable[[Place], Record]
 
 
 def enlist(run: Run, *, as_by_dtype: bool, by_halves: bool) -> Run:
-    for kind in KINDS:
-        is_mixed = kind == "mixed"
+    for kind, is_mixed in (("uniform", False), ("mixed", True)):
         on_release = as_by_dtype or not is_mixed
         scenario = Scenario(run, is_mixed, on_release, by_halves)
         SCENARIOS[f"{kind} {run.__name__}"] = scenario
@@ -152,22 +149,15 @@ def wrap_blocks(model: Stack, impl: CheckpointImpl) -> None:
 
 
 @same_numbers
-def wrapper_around_unit(place: Place) -> Record:
+def wrapper_around_unit_and_unit_around_wrapper(place: Place) -> Record:
     record: Record = {}
     for impl in CheckpointImpl:
-        model = sharded_stack(place)
-        wrap_blocks(model, impl)
-        record[impl.name] = train(model, place, run=step_from_input)
-    return record
-
-
-@same_numbers
-def unit_around_wrapper(place: Place) -> Record:
-    record: Record = {}
-    for impl in CheckpointImpl:
-        model = stack_of(place)
-        wrap_blocks(model, impl)
-        record[impl.name] = train(shard(place, model), place, run=step_from_input)
+        inner, outer = sharded_stack(place), stack_of(place)
+        for model in (inner, outer):
+            wrap_blocks(model, impl)
+        shard(place, outer)
+        for name, model in (("unit in it", inner), ("unit around it", outer)):
+            record[f"{impl.name}, {name}"] = train(model, place, run=step_from_input)
     return record
 
 
@@ -341,23 +331,6 @@ def doubled_in_between(place: Place) -> Record:
 # What is seen from outside #
 
 
-def two_steps(place: Place, model: nn.Module, watch: AbstractContextManager) -> None:
-    """Runs once to initialize, and once more under ``watch``."""
-    one_backward(model, place, 0)
-    with watch:
-        one_backward(model, place, 1)
-
-
-@seen_alike
-def profiler_ranges(place: Place) -> Record:
-    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-    two_steps(place, sharded_stack(place), profile)
-    names = [event.name for event in profile.events()]
-    ranges = Counter(name for name in names if name.startswith("FSDP::"))
-    del ranges["FSDP::cast_forward_inputs"]  # where there is a policy to cast them
-    return {"ranges": ranges}
-
-
 @seen_alike
 def log_messages(place: Place) -> Record:
     """Of steps with and without a reduction, and with a forward again in backward."""
@@ -397,20 +370,6 @@ def memory_tracker(place: Place) -> Record:
     return {"phases": phases, "categories": categories}
 
 
-# Numbers of collectives and of calls, more of which are for more dtypes #
-
-
-def counted(run: Run) -> Run:
-    return enlist(run, as_by_dtype=False, by_halves=False)
-
-
-@counted
-def comm_debug_counts(place: Place) -> Record:
-    with CommDebugMode() as mode:
-        one_backward(sharded_stack(place), place, 0)
-    return {str(op): count for op, count in mode.get_comm_counts().items()}
-
-
 # What torch's own tests replace, by a utility called ``patch_`` and a name
 PATCHES = {
     "unshard": FSDPParamGroup,
@@ -445,7 +404,6 @@ def watching(original: Callable[..., Any], seen: list[Any]) -> Callable[..., Any
     return call
 
 
-@counted
 def patches(place: Place) -> Record:
     """What each utility intercepts of one step of HSDP, in order."""
     seen: dict[str, list[Any]] = {}
@@ -456,6 +414,10 @@ def patches(place: Place) -> Record:
         with getattr(common_fsdp, f"patch_{name}")(new):
             one_backward(model, place, 0)
     return seen
+
+
+# More of which are for more dtypes
+enlist(patches, as_by_dtype=False, by_halves=False)
 
 
 # What compiling a model imports: once, and not in each rank anew

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 from fsdp_common.parity_layers import (
     batch_of,
@@ -26,7 +27,7 @@ from fsdp_common.parity_layers import (
     Stack,
     stack,
 )
-from fsdp_common.scenarios import Place, replaced, Scenario, Scenarios, train
+from fsdp_common.scenarios import Place, Scenario, Scenarios, train
 
 import torch
 import torch.nn as nn
@@ -103,7 +104,7 @@ class Hooks:
         def post_backward(group: FSDPParamGroup, *args: Any) -> None:
             self._come(group, original)
 
-        with replaced(FSDPParamGroup, post_backward=post_backward):
+        with mock.patch.object(FSDPParamGroup, "post_backward", post_backward):
             yield
 
     def pop(self) -> list[Ran]:

@@ -14,33 +14,20 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from fsdp_common.parity_layers import (
-    batch_of,
     BF16,
     digest,
     FP32,
-    gradients,
     groups_of,
     Record,
     Stack,
     stack,
 )
-from fsdp_common.release_rules import (
-    CHUNK_CAT,
-    FOLLOWS_GRAD_DTYPE,
-    reduce_arguments,
-    reduce_dtype,
-)
-from fsdp_common.scenarios import (
-    describe,
-    one_backward,
-    Place,
-    POLICIES,
-    replaced,
-    train,
-)
-from fsdp_plugins.runs import gather_by_hand, mixed, scenario
+from fsdp_common.release_rules import CHUNK_CAT
+from fsdp_common.scenarios import one_backward, Place, train
+from fsdp_plugins import mixed, of_both_kinds, scenario
 
 import torch
 import torch.distributed as dist
@@ -82,24 +69,22 @@ def train_with_inputs(
         calls.append([[t.numel() for t in tensors] for tensors in inputs])
         return [[change(t) for t in tensors] for tensors in inputs]
 
-    with replaced(_fsdp_collectives, _get_param_all_gather_inputs=get_inputs):
+    name = "_get_param_all_gather_inputs"
+    with mock.patch.object(_fsdp_collectives, name, get_inputs):
         record = train(model, place)
     return record | {"calls": calls}
 
 
 @scenario
 def replaced_inputs(place: Place) -> Record:
-    return {
+    record = {
         f"{policy} {reshard}": train_with_inputs(
             place, place.sharded(policy, reshard_after_forward=reshard), lambda t: 2 * t
         )
         for policy, reshard in (("none", True), ("none", 2), ("bf16", False))
     }
-
-
-@scenario
-def replaced_inputs_of_another_dtype(place: Place) -> Record:
-    return train_with_inputs(place, place.sharded(), lambda t: t.to(BF16))
+    narrow = train_with_inputs(place, place.sharded(), lambda t: t.to(BF16))
+    return record | {"of another dtype": narrow}
 
 
 @scenario
@@ -112,11 +97,11 @@ def inputs_replaced_between_steps(place: Place) -> Record:
 
 
 @mixed
-def mixed_replaced_inputs_that_change_nothing(place: Place) -> Record:
-    model = place.mixed()
-    record = train_with_inputs(place, model, lambda tensor: tensor)
+def mixed_replaced_inputs(place: Place) -> Record:
+    """By what they would have been."""
+    record = train_with_inputs(place, place.mixed(), lambda tensor: tensor)
     calls = record.pop("calls")
-    return {"same": record == train(place.mixed(), place), "calls": len(calls)}
+    return {"plain": train(place.mixed(), place), "replaced": record, "calls": calls}
 
 
 @scenario
@@ -137,7 +122,7 @@ def replaced_metadatas(place: Place) -> Record:
     found: Record = {}
     new = {"_get_all_gather_input_metadatas": get_metadatas}
     for more in ({}, {"_get_param_all_gather_inputs": get_inputs}):
-        with replaced(_fsdp_collectives, **new, **more):
+        with mock.patch.multiple(_fsdp_collectives, **new, **more):
             record = train(place.sharded("bf16_reduce_fp32"), place)
         found[str(len(more))] = record | {"calls": dict(calls)}
     return found
@@ -226,39 +211,21 @@ def operators_and_ranges_that_observers_see(place: Place) -> Record:
     return record
 
 
-@contextlib.contextmanager
-def kernels_of_a_vendor(key: str) -> Iterator[Counter[str]]:
-    """Replaces the operators' kernels for a kind of device, and counts their calls."""
-    calls: Counter[str] = Counter()
+def replace_kernels(library: torch.library.Library, key: str, seen: list[str]) -> None:
+    """Registers a vendor's kernels of the operators for a kind of device."""
 
     def copy_in(inputs, output, split_sizes, numel, rank):
-        calls["copy in"] += 1
-        own = output.narrow(0, numel * rank, numel)
-        for slot, tensor in zip(own.split(split_sizes), inputs, strict=True):
-            slot.copy_(tensor)
-        return own, output
+        seen.append("copy in")
+        return output.narrow(0, numel * rank, numel), output
 
-    def split(output, split_sizes, dim=0, *, out):
-        calls["split"] += 1
-        for piece, target in zip(output.split(split_sizes, dim), out, strict=True):
-            target.copy_(piece)
-
-    def chunk_cat(tensors, dim, num_chunks, out):
-        calls["cat"] += 1
-        torch._chunk_cat(tensors, dim, num_chunks, out=out)
-
-    library = torch.library.Library("fsdp", "IMPL")
+    # As there are no data, nothing is to be done
     kernels = {
         "all_gather_copy_in": copy_in,
-        "split_with_sizes_copy": split,
-        CHUNK_CAT: chunk_cat,
+        "split_with_sizes_copy": lambda *_, out, **__: seen.append("split"),
+        CHUNK_CAT: lambda *_, out: seen.append("cat"),
     }
-    try:
-        for operator, kernel in kernels.items():
-            library.impl(operator, kernel, key)
-        yield calls
-    finally:
-        library._destroy()
+    for operator, kernel in kernels.items():
+        library.impl(operator, kernel, key)
 
 
 @scenario
@@ -272,13 +239,13 @@ def operators_of_another_device(place: Place) -> Record:
         fsdp_param.init_dtype_attrs(fsdp_param.mp_policy)
         fsdp_param.device = torch.device("meta")
     device, stream = torch.device("meta"), torch.cpu.current_stream()
-    process_group = group.mesh_info.shard_process_group
+    process_group, seen = group.mesh_info.shard_process_group, []
     with (
-        kernels_of_a_vendor("Meta") as calls,
-        replaced(_fsdp_collectives, _get_device_handle=lambda kind: torch.cpu),
-        # There are no data to send
-        replaced(dist, all_gather_single=lambda *args, **kwargs: None),
+        torch.library._scoped_library("fsdp", "IMPL") as library,
+        mock.patch.object(_fsdp_collectives, "_get_device_handle", lambda _: torch.cpu),
+        mock.patch.object(dist, "all_gather_single", lambda *args, **kwargs: None),
     ):
+        replace_kernels(library, "Meta", seen)
         comm = _fsdp_collectives.DefaultAllGather()
         params = [*group.fsdp_params]
         result = _fsdp_collectives.foreach_all_gather(
@@ -288,37 +255,30 @@ def operators_of_another_device(place: Place) -> Record:
         grads = [torch.empty(8, 3, device=device), torch.empty(4, device=device)]
         output = torch.empty(4 * 7, device=device)
         _fsdp_collectives.foreach_reduce_scatter_copy_in(grads, output, 4)
-    return {"calls": dict(calls)}
+    return {"calls": seen}
 
 
 # What is reduced #
 
 
 def train_with_replaced_copy_in(place: Place, model: Stack) -> Record:
-    original, calls = _fsdp_collectives.foreach_reduce_scatter_copy_in, []
+    name, calls = "foreach_reduce_scatter_copy_in", []
+    original = getattr(_fsdp_collectives, name)
 
     def copy_in(grads: list[torch.Tensor], output: torch.Tensor, world_size: int):
         dtypes = {str(grad.dtype) for grad in grads}
         calls.append((len(grads), len(dtypes), output.numel(), world_size))
         original([2 * grad for grad in grads], output, world_size)
 
-    with replaced(_fsdp_collectives, foreach_reduce_scatter_copy_in=copy_in):
+    with mock.patch.object(_fsdp_collectives, name, copy_in):
         return train(model, place) | {"calls": calls}
 
 
-@scenario
+@of_both_kinds
 def replaced_reduce_scatter_copy_in(place: Place) -> Record:
     return {
-        policy: train_with_replaced_copy_in(place, place.sharded(policy))
-        for policy in ("none", "bf16_reduce_fp32")
-    }
-
-
-@mixed
-def mixed_with_replaced_reduce_scatter_copy_in(place: Place) -> Record:
-    return {
-        policy: train_with_replaced_copy_in(place, place.mixed(policy))
-        for policy in ("none", "reduce_bf16")
+        policy: train_with_replaced_copy_in(place, place.of_kind(policy))
+        for policy in ("none", "bf16_reduce_fp32", "reduce_bf16")
     }
 
 
@@ -340,82 +300,7 @@ def divide_factors(place: Place) -> Record:
     }
 
 
-# Calling the functions #
-
-
-@scenario
-def gather_called_with_plain_lists(place: Place) -> Record:
-    record: Record = {}
-    for by_keyword, policy in ((False, "none"), (True, "bf16_reduce_fp32")):
-        model = place.sharded(policy)
-        one_backward(model, place, 0)
-        model.zero_grad()
-        group = groups_of(model)[1]
-        gather_by_hand(group, by_keyword=by_keyword)
-        unsharded = [digest(p._unsharded_param) for p in group.fsdp_params]
-        group._to_unsharded()
-        group._to_sharded()
-        record[policy] = train(model, place) | {"unsharded": unsharded}
-    return record
-
-
-def reduce_by_hand(place: Place, policy: str, *, is_hybrid: bool, keyword: bool) -> Any:
-    mesh = place.pairs if is_hybrid else place.mesh
-    model = place.sharded(policy, mesh=mesh)
-    one_backward(model, place, 0)
-    model.zero_grad()
-    group, mp_policy = groups_of(model)[1], POLICIES[policy]
-    grads = [
-        batch_of(i, place.rank, dim=p._orig_size.numel())[0].view(p._orig_size)
-        for i, p in enumerate(group.fsdp_params)
-    ]
-    grads = [grad.to(mp_policy.param_dtype or FP32) for grad in grads]
-    replicas = group.mesh_info.replicate_process_group if is_hybrid else None
-    arguments = reduce_arguments(
-        fsdp_params=[*group.fsdp_params],
-        unsharded_grads=grads,
-        reduce_scatter_group=group.mesh_info.shard_process_group,
-        reduce_scatter_stream=torch.cpu.current_stream(),
-        reduce_scatter_comm=_fsdp_collectives.DefaultReduceScatter(),
-        orig_dtype=FP32,
-        reduce_dtype=(
-            reduce_dtype(mp_policy, FP32)
-            if FOLLOWS_GRAD_DTYPE
-            else mp_policy.reduce_dtype
-        ),
-        device=group.device,
-        gradient_divide_factor=None,
-        all_reduce_group=replicas,
-        all_reduce_stream=torch.cpu.current_stream(),
-        all_reduce_grads=True,
-        partial_reduce_output=None,
-        all_reduce_hook=None,
-    )
-    foreach_reduce = _fsdp_collectives.foreach_reduce
-    if keyword:
-        results = foreach_reduce(**arguments, force_sum_reduction_for_comms=False)
-    else:
-        results = foreach_reduce(*arguments.values())
-    (scattered, _, post, _, shared, _, partial) = results
-    return (
-        digest(scattered) if shared is None else describe(scattered),
-        type(post).__name__,
-        digest(shared),
-        partial is None,
-        len(grads),  # which it empties
-        dict(gradients(model.blocks[0])),
-    )
-
-
-@scenario
-def reduce_called_with_plain_lists(place: Place) -> Record:
-    return {
-        f"{policy} {is_hybrid}": reduce_by_hand(
-            place, policy, is_hybrid=is_hybrid, keyword=is_hybrid
-        )
-        for policy in ("none", "bf16_reduce_fp32")
-        for is_hybrid in (False, True)
-    }
+# Globals #
 
 
 @scenario
@@ -434,10 +319,7 @@ def replaced_globals(place: Place) -> Record:
         grads[:] = [2 * grad for grad in grads]
         return foreach_reduce(params, grads, *args, **kwargs)
 
-    with replaced(
-        _fsdp_param_group,
-        foreach_all_gather_copy_out=copy_out,
-        foreach_reduce=reduce,
-    ):
+    new = {"foreach_all_gather_copy_out": copy_out, "foreach_reduce": reduce}
+    with mock.patch.multiple(_fsdp_param_group, **new):
         record = train(place.sharded("bf16_reduce_fp32"), place)
     return record | {"calls": dict(calls)}

@@ -1,26 +1,31 @@
 """
-What plugins do with a unit's group: its dtypes, its list of parameters, its states, and
-what it keeps between backward and the all-reduce.
+What plugins do with a unit: its dtypes, its list of parameters, its states, what it keeps
+between backward and the all-reduce, hooks of state dicts, and changes that come late.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 from fsdp_common.parity_layers import (
     batch_of,
     BF16,
     digest,
     FP32,
+    gradients,
     groups_of,
+    Layer,
     local_of,
     loss_of,
     parameters,
     Record,
     Stack,
     stack,
+    units_of,
 )
 from fsdp_common.release_rules import FOLLOWS_GRAD_DTYPE
 from fsdp_common.scenarios import (
@@ -28,14 +33,14 @@ from fsdp_common.scenarios import (
     one_backward,
     Place,
     POLICIES,
-    replaced,
     Step,
     train,
 )
-from fsdp_plugins.runs import gather_by_hand, mixed, scenario
+from fsdp_plugins import mixed, of_both_kinds, scenario
 
 import torch
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
@@ -57,10 +62,10 @@ def init_like_a_plugin(group: FSDPParamGroup) -> None:
 
 
 def train_with_replaced_init(
-    place: Place, model: Stack, init: Callable[[FSDPParamGroup], None]
+    place: Place, policy: str, init: Callable[[FSDPParamGroup], None], calls: list[Any]
 ) -> Record:
     # Saved and put back by hand, as they do at import
-    original, calls = FSDPParamGroup._init_mp_dtypes, []
+    original, model = FSDPParamGroup._init_mp_dtypes, place.of_kind(policy)
 
     def replacement(group: FSDPParamGroup) -> None:
         init(group)
@@ -69,36 +74,25 @@ def train_with_replaced_init(
     FSDPParamGroup._init_mp_dtypes = replacement
     try:
         record = train(model, place)
-        seen = [*calls]
         model.unshard()  # may set up again
-        record["calls after unshard"] = len(calls)
         model.reshard()
     finally:
         FSDPParamGroup._init_mp_dtypes = original
-    return record | {"calls": seen}
+    return record
 
 
-@scenario
+@of_both_kinds
 def replaced_init_mp_dtypes(place: Place) -> Record:
-    """By one that knows the first parameter's, and by one that calls the original."""
-    return {
-        init.__name__: train_with_replaced_init(place, place.sharded(policy), init)
-        for policy, init in (
-            ("bf16_reduce_fp32", init_like_a_plugin),
-            ("reduce_bf16", FSDPParamGroup._init_mp_dtypes),
-        )
-    }
-
-
-@mixed
-def mixed_with_replaced_init_mp_dtypes(place: Place) -> Record:
-    pairs = {}
-    for policy in ("none", "bf16", "reduce_bf16"):
-        plain = train(place.mixed(policy), place)
-        model = place.mixed(policy)
-        found = train_with_replaced_init(place, model, init_like_a_plugin)
-        pairs[policy] = plain, found
-    return pairs
+    """By one that knows of one dtype for all, and by one that calls the original."""
+    calls: list[Any] = []
+    record: Record = {"calls": calls}
+    record["plain"] = {name: train(place.of_kind(name), place) for name in POLICIES}
+    for init in (init_like_a_plugin, FSDPParamGroup._init_mp_dtypes):
+        record[init.__name__] = {
+            name: train_with_replaced_init(place, name, init, calls)
+            for name in POLICIES
+        }
+    return record
 
 
 def dtypes_of_groups(model: nn.Module) -> list[tuple[str, ...]]:
@@ -139,15 +133,10 @@ def policy_set_before_the_first_forward(place: Place) -> Record:
         group.mp_policy = policy
         for fsdp_param in group.fsdp_params if FOLLOWS_GRAD_DTYPE else ():
             fsdp_param.mp_policy = policy  # the only ones that 2.15 has
-    return train(model, place) | {"gathered in": dtypes_of_weights(model)}
-
-
-def dtypes_of_weights(model: Stack) -> list[str]:
-    """Returns what the weights are gathered in."""
+    record = train(model, place)
     model.blocks[0].unshard()
     dtypes = [str(param.dtype) for param in model.blocks[0].parameters()]
-    model.blocks[0].reshard()
-    return dtypes
+    return record | {"gathered in": dtypes}
 
 
 def group_that_is_built_directly(place: Place) -> Record:
@@ -192,7 +181,7 @@ def replace_weight(group: FSDPParamGroup, i: int, scale: float) -> FSDPParam:
     return new
 
 
-def update_weights(model: Stack) -> list[str]:
+def update_weights(model: Stack) -> None:
     """As a quantizer that writes its weights back, one unit at a time."""
     for block in model.blocks:
         group = block._get_fsdp_state()._fsdp_param_group
@@ -205,63 +194,55 @@ def update_weights(model: Stack) -> list[str]:
             for i, fsdp_param in enumerate(group.fsdp_params)
         ]
         block.reshard()
-    return [type(param).__name__ for param in model.blocks.parameters()]
 
 
-def train_with_updated_weights(place: Place, model: Stack) -> Record:
-    record = train(model, place)
-    record["kinds"] = update_weights(model)
-    record |= {f"updated {name}": bits for name, bits in parameters(model)}
-    record |= train(model, place, steps=range(2, 4))
-    record["places"] = [len(group.fsdp_params) for group in groups_of(model)]
-    return record
-
-
-@scenario
-def parameter_replaced_while_unsharded(place: Place) -> Record:
-    return {
-        str(reshard): train_with_updated_weights(
-            place, place.sharded(reshard_after_forward=reshard)
-        )
-        for reshard in (True, False)
-    }
-
-
-@mixed
-def mixed_parameter_replaced_while_unsharded(place: Place) -> Record:
-    return train_with_updated_weights(place, place.mixed())
-
-
-@scenario
-def same_parameters_in_a_plain_list(place: Place) -> Record:
-    model = place.sharded("bf16_reduce_fp32")
-    record = train(model, place)
+def reverse(model: Stack) -> None:
     for group in groups_of(model):
         group.fsdp_params = list(reversed(group.fsdp_params))
-    return record | train(model, place, steps=range(2, 4))
 
 
-@scenario
-def list_changed_in_place(place: Place) -> Record:
-    """Leaves a frozen parameter to somebody else."""
-    model = stack()
-    model.blocks[0].layers[0].shift.requires_grad_(False)
-    model = place.sharded(model=model)
-    group = model.blocks[0]._get_fsdp_state()._fsdp_param_group
-    record = train(model, place)
+def drop_in_place(model: Stack) -> None:
+    """Leaves a parameter to somebody else, frozen."""
+    group, layer = groups_of(model)[1], model.blocks[0].layers[0]
     model.blocks[0].unshard()
-    shard = group.fsdp_params[2].sharded_param
-    whole = model.blocks[0].layers[0].shift.detach().clone()
+    whole = layer.shift.detach().clone()
     model.blocks[0].reshard()
     del group.fsdp_params[2]
     if FOLLOWS_GRAD_DTYPE:
         group.lazy_init()  # which numbers them
-    model.blocks[0].layers[0].shift = nn.Parameter(whole, requires_grad=False)
-    record |= train(model, place, steps=range(2, 4))
-    return record | {"left": len(group.fsdp_params), "shard": digest(shard)}
+    layer.shift = nn.Parameter(whole, requires_grad=False)
+
+
+@of_both_kinds
+def list_of_parameters_changed(place: Place) -> Record:
+    record: Record = {}
+    changes = (update_weights, reverse, drop_in_place)
+    for change, reshard in itertools.product(changes, (True, False)):
+        model = place.of_kind(reshard_after_forward=reshard)
+        found = train(model, place)
+        change(model)
+        found |= {f"changed {name}": bits for name, bits in parameters(model)}
+        found |= train(model, place, steps=range(2, 4))
+        found["places"] = [len(group.fsdp_params) for group in groups_of(model)]
+        record[f"{change.__name__} {reshard}"] = found
+    return record
 
 
 # States #
+
+
+def wait_by_hand(group: FSDPParamGroup) -> None:
+    result = group._all_gather_result
+    if result is None:
+        return
+    process_group = group._all_gather_process_group
+    _fsdp_param_group.foreach_all_gather_copy_out(
+        result, group.fsdp_params, process_group
+    )
+    for fsdp_param in group.fsdp_params:
+        fsdp_param.init_unsharded_param()
+    group._to_unsharded()
+    group._all_gather_result = None
 
 
 def states_of(group: FSDPParamGroup) -> tuple[Any, ...]:
@@ -283,8 +264,8 @@ def states_changed_by_hand(place: Place) -> Record:
     model = place.sharded("bf16_reduce_fp32", reshard_after_forward=2)
     one_backward(model, place, 0)
     group = groups_of(model)[1]
-    gather_by_hand(group)
-    group._to_unsharded()
+    group.unshard()
+    wait_by_hand(group)
     seen = [states_of(group)]
     seen += [digest(param) for param in model.blocks[0].parameters()]
     group._to_unsharded()  # changes nothing
@@ -297,20 +278,6 @@ def states_changed_by_hand(place: Place) -> Record:
     seen.append(states_of(group))
     model.zero_grad()
     return train(model, place) | {"seen": seen}
-
-
-def wait_by_hand(group: FSDPParamGroup) -> None:
-    result = group._all_gather_result
-    if result is None:
-        return
-    process_group = group._all_gather_process_group
-    _fsdp_param_group.foreach_all_gather_copy_out(
-        result, group.fsdp_params, process_group
-    )
-    for fsdp_param in group.fsdp_params:
-        fsdp_param.init_unsharded_param()
-    group._to_unsharded()
-    group._all_gather_result = None
 
 
 def post_forward_by_hand(
@@ -342,7 +309,8 @@ def replaced_wait_for_unshard_and_post_forward(place: Place) -> Record:
 
     for reshard in (True, False, 2):
         orders: list[Any] = []
-        with replaced(FSDPParamGroup, wait_for_unshard=wait, post_forward=post_forward):
+        new = {"wait_for_unshard": wait, "post_forward": post_forward}
+        with mock.patch.multiple(FSDPParamGroup, **new):
             model = place.sharded("bf16", reshard_after_forward=reshard)
             record[str(reshard)] = train(model, place) | {"orders": orders}
     return record | {"calls": dict(calls)}
@@ -351,7 +319,7 @@ def replaced_wait_for_unshard_and_post_forward(place: Place) -> Record:
 # What HSDP keeps #
 
 
-def deferred(change: Callable[[FSDPParamGroup], Any] | None, seen: list[Any]) -> Step:
+def deferred(change: Callable[[FSDPParamGroup], Any], seen: list[Any]) -> Step:
     """Returns a step of two microbatches, of which the second is all-reduced."""
 
     def run(model: Stack, place: Place, step: int) -> torch.Tensor:
@@ -361,38 +329,32 @@ def deferred(change: Callable[[FSDPParamGroup], Any] | None, seen: list[Any]) ->
             loss.backward()
             for group in groups_of(model):
                 seen.append(digest(group._partial_reduce_output))
-                if i == 0 and change is not None:
+                if i == 0:
                     change(group)
         return loss
 
     return run
 
 
-def set_partial(value: Callable[[torch.Tensor], Any]) -> Callable[..., None]:
-    def change(group: FSDPParamGroup) -> None:
-        group._partial_reduce_output = value(group._partial_reduce_output)
-
-    return change
-
-
-PARTIALS = {
-    "read": None,
-    "dropped": set_partial(lambda kept: None),
-    "replaced": set_partial(lambda kept: 2 * kept),
-    "scaled_in_place": lambda group: group._partial_reduce_output.mul_(0.5),
+KEPT = "_partial_reduce_output"
+CHANGES: dict[str, Callable[[FSDPParamGroup], Any]] = {
+    "read": lambda group: None,
+    "dropped": lambda group: setattr(group, KEPT, None),
+    "replaced": lambda group: setattr(group, KEPT, 2 * getattr(group, KEPT)),
+    "scaled_in_place": lambda group: getattr(group, KEPT).mul_(0.5),
 }
 
 
 def train_deferred(place: Place, policy: str, name: str) -> Record:
     model = place.sharded(policy, mesh=place.pairs)
     seen: list[Any] = [group._partial_reduce_output for group in groups_of(model)]
-    record = train(model, place, run=deferred(PARTIALS[name], seen))
+    record = train(model, place, run=deferred(CHANGES[name], seen))
     return record | {"seen": seen}
 
 
 @scenario
 def partial_reduce_output(place: Place) -> Record:
-    found = {name: train_deferred(place, "none", name) for name in PARTIALS}
+    found = {name: train_deferred(place, "none", name) for name in CHANGES}
     policy = "bf16_reduce_fp32"
     return found | {policy: train_deferred(place, policy, "replaced")}
 
@@ -431,7 +393,7 @@ def partial_reduce_output_set_where_none_is_kept(place: Place) -> Record:
 
 
 @scenario
-def all_reduce_state(place: Place) -> Record:
+def buffers_that_few_read(place: Place) -> Record:
     seen: list[Any] = []
     original = FSDPParamGroup.post_backward
 
@@ -442,15 +404,122 @@ def all_reduce_state(place: Place) -> Record:
         if state is not None:
             seen.append((digest(state.all_reduce_input), state.event is None))
 
-    with replaced(FSDPParamGroup, post_backward=post_backward):
-        model = place.sharded("bf16_reduce_fp32", mesh=place.pairs)
+    model = place.sharded("bf16_reduce_fp32", mesh=place.pairs)
+    seen += [describe(group._all_gather_output) for group in groups_of(model)]
+    with mock.patch.object(FSDPParamGroup, "post_backward", post_backward):
         record = train(model, place)
     seen += [describe(group._all_reduce_state) for group in groups_of(model)]
     return record | {"seen": seen}
 
 
+# Hooks of state dicts #
+
+HANDLES = (
+    "_module_to_pre_save_state_dict_hook_handle",
+    "_module_to_pre_load_state_dict_hook_handle",
+)
+
+
+def handles_of(model: nn.Module) -> dict[str, list[Any]]:
+    """Returns the modules and the kinds of handles that each group has."""
+    names = {module: name for name, module in model.named_modules()}
+    return {
+        attribute: [
+            sorted(
+                (names[module], type(handle).__name__)
+                for module, handle in getattr(group, attribute).items()
+            )
+            for group in groups_of(model)
+        ]
+        for attribute in HANDLES
+    }
+
+
+def kinds_while_unsharded(model: Stack) -> dict[str, str]:
+    """Returns what a state dict has of units that are unsharded now."""
+    for unit in units_of(model):
+        unit.unshard()
+    kinds = {name: type(value).__name__ for name, value in model.state_dict().items()}
+    for unit in units_of(model):
+        unit.reshard()
+    return kinds
+
+
 @scenario
-def all_gather_output(place: Place) -> Record:
+def state_dict_hooks(place: Place) -> Record:
+    """Detaches the first block's, so that it is saved as it is."""
     model = place.sharded()
-    before = [describe(group._all_gather_output) for group in groups_of(model)]
-    return {"before": before}
+    record: Record = {"before": handles_of(model)}
+    record |= train(model, place)
+    record |= {"after": handles_of(model), "kinds": kinds_while_unsharded(model)}
+    for attribute in HANDLES:
+        for handle in getattr(groups_of(model)[1], attribute).values():
+            handle.remove()
+    record["kinds without"] = kinds_while_unsharded(model)
+    record["left"] = [
+        (len(module._state_dict_pre_hooks), len(module._load_state_dict_pre_hooks))
+        for module in model.modules()
+        if isinstance(module, Layer)
+    ]
+    return record | {"again": train(model, place)}
+
+
+# Late changes #
+
+
+@scenario
+def setattr_of_a_class(place: Place) -> Record:
+    """Comes after lazy init, and goes again."""
+    model, calls = place.sharded(), Counter()
+    record = train(model, place)
+
+    def set_and_count(module: nn.Module, name: str, value: Any) -> None:
+        calls[f"{name} {type(value).__name__}"] += 1
+        nn.Module.__setattr__(module, name, value)
+
+    with mock.patch.object(Layer, "__setattr__", set_and_count):
+        record |= train(model, place, steps=range(2, 4)) | {"calls": dict(calls)}
+    return record | train(model, place, steps=range(4, 6)) | {"left": dict(calls)}
+
+
+class Doubled(torch.Tensor):
+    """Is gathered as twice its values."""
+
+    @torch.no_grad()
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> Any:
+        plain = self.as_subclass(torch.Tensor).detach()
+        return (2 * plain.contiguous(),), "doubled"
+
+    @torch.no_grad()
+    def fsdp_post_all_gather(self, outputs, metadata, dtype, *, out=None) -> Any:
+        (gathered,) = outputs
+        if out is None:
+            return gathered, (gathered,)
+        with torch.autograd._unsafe_preserve_version_counter(out):
+            out.copy_(gathered.view_as(out))
+        return None
+
+
+@scenario
+def extension_after_lazy_init(place: Place) -> Record:
+    """Comes in the place of a plain parameter's local tensor."""
+    record: Record = {}
+    for is_initialized in (False, True):
+        model = place.sharded(model=stack(dim=8))
+        step = lambda i: loss_of(model(batch_of(i, place.rank, dim=8)))  # noqa: B023, E731
+        step(1).backward()
+        model.zero_grad()
+        group = groups_of(model)[1]
+        names = [p._module_info.param_name for p in group.fsdp_params]
+        fsdp_param = group.fsdp_params[names.index("weight")]
+        sharded = fsdp_param.sharded_param
+        sharded._local_tensor = sharded._local_tensor.detach().as_subclass(Doubled)
+        if is_initialized:
+            fsdp_param._init_extensions()
+        try:
+            for i in (2, 3):
+                step(i).backward()
+            record[f"{is_initialized}"] = dict(gradients(model))
+        except Exception as error:  # of each release another
+            record[f"{is_initialized}"] = {"raised": isinstance(error, Exception)}
+    return record

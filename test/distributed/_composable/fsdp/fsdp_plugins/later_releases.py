@@ -12,7 +12,6 @@ from fsdp_common.parity_layers import (
     FP32,
     gradients,
     groups_of,
-    loss_of,
     Record,
     Stack,
     stack,
@@ -21,7 +20,7 @@ from fsdp_common.parity_layers import (
 from fsdp_common.release_rules import FOLLOWS_GRAD_DTYPE, HAS_SPMD_TYPES
 from fsdp_common.scenarios import one_backward, Place, train
 from fsdp_parity.models import extended_stack, HighLow
-from fsdp_plugins.runs import mixed, of_both_kinds, scenario
+from fsdp_plugins import of_both_kinds, scenario
 
 import torch
 import torch.nn as nn
@@ -38,8 +37,16 @@ else:
     spmd_types = typecheck = None
 
 
-def since_2_15(run: Callable[[Place], Record]) -> Callable[[Place], Record]:
-    return of_both_kinds(run) if FOLLOWS_GRAD_DTYPE else run
+Add = Callable[[Callable[[Place], Record]], Any]
+
+
+def where(is_there: bool, add: Add) -> Add:
+    """Returns a decorator that adds a scenario if the release has what it runs."""
+    return add if is_there else lambda run: run
+
+
+since_2_15 = where(FOLLOWS_GRAD_DTYPE, of_both_kinds)
+uniform_since_2_15 = where(FOLLOWS_GRAD_DTYPE, scenario)
 
 
 def outputs_of(model: nn.Module) -> Iterator[torch.Tensor]:
@@ -77,7 +84,7 @@ def storage_that_is_kept(place: Place) -> Record:
 def error_of(action: Callable[[], Any]) -> str | None:
     try:
         action()
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         return str(error)
     return None
 
@@ -120,8 +127,15 @@ def finalized_by_hand(place: Place) -> Record:
         # A backward that is to reduce at once waits for the finalization all the same
         one_backward(model, place, 9)
         model.finalize_backward()
+        record[f"{in_background} seen"] = seen
         left = [group._post_backward_pending for group in groups_of(model)]
-        record[f"{in_background} seen"] = {"seen": seen, "left": left}
+        # Nor is anything left to finalize of an iteration that is given up
+        model.set_requires_gradient_sync(False)
+        one_backward(model, place, 10)
+        model.reset_iter_state()
+        left += [group._post_backward_pending for group in groups_of(model)]
+        left += [param.grad is not None for param in model.parameters()]
+        record[f"{in_background} left"] = left
     return record
 
 
@@ -149,23 +163,9 @@ class Released(HighLow):
         return True
 
 
-class Turning(HighLow):
-    """Gathered in two parts for forward, and whole for backward."""
-
-    turns = 0
-
-    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, policy):
-        self.turns += 1
-        if self.turns % 2:
-            arguments = (mesh, outer_size, outer_stride, module, policy)
-            return super().fsdp_pre_all_gather(*arguments)
-        return (self.whole_shard(),), type(self).__name__
-
-    def unpack(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        return inputs[0] if len(inputs) == 1 else super().unpack(inputs)
-
-
-def unshard_twice(model: nn.Sequential, place: Place) -> Record:
+@since_2_15
+def outputs_that_an_extension_releases(place: Place) -> Record:
+    model = extended_stack(Released, 8, (BF16,) if place.is_mixed else ())
     for block in model:
         fully_shard(block, mesh=place.mesh)
     record: Record = {}
@@ -174,23 +174,10 @@ def unshard_twice(model: nn.Sequential, place: Place) -> Record:
         params = groups_of(model[0])[0].fsdp_params
         wrapped = next(p for p in params if hasattr(p, "_extensions_data"))
         record[f"{turn} values"] = wrapped.unsharded_param.detach().tolist()
-        outputs = wrapped.all_gather_outputs
-        record[f"{turn} dtypes"] = [str(output.dtype) for output in outputs]
-        nbytes = [output.untyped_storage().nbytes() for output in outputs]
+        nbytes = [o.untyped_storage().nbytes() for o in wrapped.all_gather_outputs]
         record[f"{turn} freed"] = not any(nbytes)
         model[0].reshard()
     return record
-
-
-@since_2_15
-def outputs_that_an_extension_releases(place: Place) -> Record:
-    dtypes = (BF16,) if place.is_mixed else ()
-    return unshard_twice(extended_stack(Released, 8, dtypes), place)
-
-
-@mixed
-def inputs_that_an_extension_changes(place: Place) -> Record:
-    return unshard_twice(extended_stack(Turning, 8, (BF16,)), place)
 
 
 # What others put in place of a step #
@@ -220,10 +207,7 @@ def steps_of_ones_own(place: Place) -> Record:
     record = train(model, place) | {"calls": dict(calls)}
     if place.is_mixed:
         groups_of(model)[1]._all_gather_output_fn = outputs
-        try:
-            one_backward(model, place, 2)
-        except NotImplementedError as error:
-            record["refused"] = str(error)
+        record["refused"] = error_of(lambda: one_backward(model, place, 2))
     return record
 
 
@@ -261,6 +245,7 @@ def set_grad_dtypes(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     return model
 
 
+@uniform_since_2_15
 def grad_dtypes_of_all(place: Place) -> Record:
     """Reduced, summed and kept in them, which is another dtype than is stored."""
     record: Record = {}
@@ -280,34 +265,12 @@ def grad_dtypes_of_all(place: Place) -> Record:
     return record
 
 
-def iteration_that_is_given_up(place: Place) -> Record:
-    model = place.sharded()
-    one_backward(model, place, 0)
-    loss_of(model(batch_of(1, place.rank)))
-    model.reset_iter_state()
-    left = [param.grad is None for param in model.parameters()]
-    model.set_requires_gradient_sync(False)
-    loss_of(model(batch_of(2, place.rank))).backward()
-    pending = [[g._post_backward_pending for g in groups_of(model)]]
-    model.reset_iter_state()
-    model.set_requires_gradient_sync(True)
-    pending.append([g._post_backward_pending for g in groups_of(model)])
-    return train(model, place) | {"left": left, "pending": pending}
-
-
+@uniform_since_2_15
 def unused_without_a_dtype(place: Place) -> Record:
     model = place.sharded(model=set_grad_dtypes(stack(), None))
     model.set_reduce_scatter_unused_params(True)
-    try:
-        one_backward(model, place, 0)
-    except ValueError as error:
-        return {"raised": "requires an explicit" in str(error)}
-    return {"raised": False}
-
-
-if FOLLOWS_GRAD_DTYPE:
-    for run in (grad_dtypes_of_all, iteration_that_is_given_up, unused_without_a_dtype):
-        scenario(run)
+    error = error_of(lambda: one_backward(model, place, 0))
+    return {"raised": "requires an explicit" in str(error)}
 
 
 # Types of what ranks hold (2.14) #
@@ -335,6 +298,7 @@ class Annotated(nn.Module):
         return x
 
 
+@where(HAS_SPMD_TYPES, of_both_kinds)
 def annotated_parameters(place: Place) -> Record:
     torch.manual_seed(0)
     mesh = place.pairs
@@ -349,7 +313,3 @@ def annotated_parameters(place: Place) -> Record:
         output = model(x)
     output.sum().backward()
     return {"seen": model.seen} | dict(gradients(model))
-
-
-if spmd_types is not None:
-    of_both_kinds(annotated_parameters)

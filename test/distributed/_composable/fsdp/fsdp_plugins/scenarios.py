@@ -9,9 +9,8 @@ import sys
 # Each adds its scenarios
 import fsdp_plugins.collectives
 import fsdp_plugins.groups
-import fsdp_plugins.later_releases
-import fsdp_plugins.modules  # noqa: F401
-from fsdp_plugins.runs import SCENARIOS
+import fsdp_plugins.later_releases  # noqa: F401
+from fsdp_plugins import SCENARIOS
 
 
 if __name__ == "__main__":
