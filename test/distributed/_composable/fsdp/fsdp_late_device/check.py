@@ -10,38 +10,29 @@ CUDA allow. Whole training steps run on it with the streams, events and buffers 
 
     print(check(train, ranks=4, orders=200))
 
-docs/architecture.md says what that proves and what not. On the command line::
-
-    python fsdp_late_device FILE.py:FUNCTION --ranks 4 --orders 200
-    python fsdp_late_device FILE.py:FUNCTION --order late:default
+docs/architecture.md says what that proves and what not.
 """
 
 from __future__ import annotations
 
-import argparse
-import runpy
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsdp_late_device.memory import Device
-from fsdp_late_device.orders import by_name, conflicts, Finding, Graph, names, run
+from fsdp_late_device.orders import conflicts, Finding, names, run
 from fsdp_late_device.queues import Recording
 from fsdp_late_device.record import Rank, record
 
 
-@dataclass
-class Report:
+class Report(NamedTuple):
     """What running in other orders has shown."""
 
     entries: int
     orders: int
     # Orders that gave other bits
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[Finding]
     # Pairs of entries that use the same memory with nothing to order them
-    unordered: list[str] = field(default_factory=list)
+    unordered: list[str]
 
     @property
     def is_clean(self) -> bool:
@@ -50,14 +41,10 @@ class Report:
     def __str__(self) -> str:
         lines = [
             f"{self.entries} entries: {len(self.findings)} of {self.orders} orders "
-            f"give other bits"
+            f"give other bits",
+            f"{len(self.unordered)} pairs of entries share memory in no order",
         ]
-        if self.unordered:
-            count = len(self.unordered)
-            lines += [f"{count} pairs of entries share memory in no order, e.g."]
-            lines += self.unordered[:3]
-        lines += [str(finding) for finding in self.findings[:1]]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.unordered[:3], *map(str, self.findings[:1])])
 
 
 def unordered(recording: Recording) -> list[str]:
@@ -70,12 +57,10 @@ def examine(recording: Recording, orders: Sequence[str] | int) -> Report:
     Runs what was recorded in these orders, or in so many, and looks for pairs of
     entries that nothing orders.
     """
-    graph, device = Graph(recording), Device(recording)
-    wanted = names(graph, orders) if isinstance(orders, int) else orders
-    found = [run(device, graph, by_name(graph, name)) for name in wanted]
-    findings = [finding for finding in found if finding is not None]
-    entries = len(recording.entries)
-    return Report(entries, len(wanted), findings, unordered(recording))
+    device = Device(recording)
+    wanted = names(recording, orders) if isinstance(orders, int) else orders
+    findings = [found for name in wanted if (found := run(device, name))]
+    return Report(len(recording.entries), len(wanted), findings, unordered(recording))
 
 
 def check(
@@ -97,24 +82,3 @@ def check(
         AssertionError: if in order, too, it reads memory that nobody wrote.
     """
     return examine(record(program, ranks), orders)
-
-
-# The command line #
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="fsdp_late_device", description="Runs a program on a late device."
-    )
-    parser.add_argument("program", help="FILE.py:FUNCTION, given its rank")
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--orders", type=int, default=200)
-    parser.add_argument("--order", help="the name of one order, to run it again")
-    args = parser.parse_args(arguments)
-    orders = args.orders if args.order is None else [args.order]
-    file, _, function = args.program.rpartition(":")
-    sys.path.insert(0, str(Path(file).parent))
-    program = runpy.run_path(file)[function]
-    report = check(program, ranks=args.ranks, orders=orders)
-    print(report)
-    return not report.is_clean

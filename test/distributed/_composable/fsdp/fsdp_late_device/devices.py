@@ -12,8 +12,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, TYPE_CHECKING
 
-from fsdp_late_device.sites import CHECKERS
-
 import torch
 import torch.distributed as dist
 
@@ -21,8 +19,6 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from fsdp_late_device.queues import Entry
     from fsdp_late_device.record import Rank
-
-CHECKERS.add(__file__)
 
 # What must have run: of each stream its last entry. Never changed in place.
 Clock = frozenset["Entry"]

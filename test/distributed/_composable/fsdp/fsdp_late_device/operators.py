@@ -5,14 +5,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from fsdp_late_device.sites import CHECKERS
-
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-
-CHECKERS.add(__file__)
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -45,18 +41,6 @@ def argument_names(func: torch._ops.OpOverload) -> tuple[str, ...]:
     return tuple(arg.name for arg in func._schema.arguments)
 
 
-@functools.cache
-def draws_random_numbers(func: torch._ops.OpOverload) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags
-
-
-def flat(value: Any) -> list[Any]:
-    """Returns what an operator is given, or returns, without lists around it."""
-    if isinstance(value, (list, tuple)):
-        return [item for items in value for item in flat(items)]
-    return [value]
-
-
 # Function of `torch.distributed` to the names of its input and its output
 COLLECTIVES = {
     "all_gather_single": ("input_tensor", "output_tensor"),
@@ -68,25 +52,33 @@ COLLECTIVES = {
 }
 
 
+def exchange(
+    source: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    name: str,
+    operation: str | None,
+    rank: int,
+    ranks: int,
+) -> None:
+    """Runs a collective of one rank, where all ranks bring what this one does."""
+    flat = source.reshape(-1)
+    if name.startswith("all_gather"):
+        result = flat.repeat(ranks)
+    elif name.startswith("all_to_all"):
+        result = flat.view(ranks, -1)[rank].repeat(ranks)
+    else:
+        if operation not in ("SUM", "AVG", "MAX", "MIN"):
+            raise NotImplementedError(f"a reduction by {operation}")
+        result = flat * ranks if operation == "SUM" else flat
+        if name.startswith("reduce_scatter"):
+            result = result.chunk(ranks)[rank]
+    target.copy_(result.view(target.size()))
+
+
 def is_on_device(value: Any) -> bool:
     """Says whether a value is a tensor of the device, for which the CPU stands in."""
     return type(value) in PLAIN and value.device.type == "cpu"
-
-
-def functional_call(name: str, given: dict[str, Any]) -> tuple[str | None, list[int]]:
-    """
-    Returns how the functional collective of that name and arguments reduces, and the
-    size of its result.
-    """
-    operation = given.get("reduce_op")
-    size = [*given["input"].size()]
-    if name in ("all_gather_into_tensor", "all_gather_single"):
-        size[0] *= given["group_size"]
-    elif name in ("reduce_scatter_tensor", "reduce_scatter_single"):
-        size[0] //= given["group_size"]
-    elif name != "all_reduce":
-        raise NotImplementedError(f"the functional collective {name}")
-    return operation and operation.upper(), size
 
 
 class OperatorMode(TorchDispatchMode):
@@ -102,6 +94,4 @@ class OperatorMode(TorchDispatchMode):
             return func(*args, **kwargs)  # DTensor finds a placement
         if any(kind not in PLAIN for kind in types):
             return NotImplemented  # its own dispatch comes here with plain tensors
-        if self.rank.is_paused:
-            return func(*args, **kwargs)
         return self.rank.issue(func, args, kwargs)

@@ -1,147 +1,70 @@
 """
-In which order a device that is late runs what its queues hold: any that the edges
-between them allow. And which entries use the same memory with no edge between.
+In which order a device that is late runs what its queues hold: any in which each entry
+comes after those that it must come after. And which entries use the same memory with
+nothing to order them.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from typing import NamedTuple
 
 from fsdp_late_device.memory import Device, place
 from fsdp_late_device.queues import Entry, Recording
 
 
-# Orders #
-
-
-class Order(NamedTuple):
-    """One order, by a name that gives the same one again."""
-
-    name: str
-    # From what could run next to what runs next
-    pick: Callable[[Sequence[int]], int]
-
-
-class Graph:
-    """Which entry must come after which."""
-
-    def __init__(self, recording: Recording):
-        self.entries = recording.entries
-        self.before = [sorted({b.index for b in e.before}) for e in self.entries]
-        self.after: list[list[int]] = [[] for _ in self.entries]
-        for index, earlier in enumerate(self.before):
-            for other in earlier:
-                self.after[other].append(index)
-
-    def linear(self, order: Order) -> Iterator[int]:
-        """Yields all entries, each after those that it must come after."""
-        missing = [len(earlier) for earlier in self.before]
-        ready = [index for index, count in enumerate(missing) if count == 0]
-        while ready:
-            index = order.pick(ready)
-            ready.remove(index)
-            yield index
-            for other in self.after[index]:
-                missing[other] -= 1
-                if missing[other] == 0:
-                    ready.append(other)
-
-
-def by_name(graph: Graph, name: str) -> Order:
-    """Returns the order of that name."""
-    kind, _, what = name.partition(":")
-    if kind == "uniform":
-        rng = random.Random(int(what))
-        return Order(name, lambda ready: ready[rng.randrange(len(ready))])
-    if kind == "late":
-        is_late = [entry.stream.name == what for entry in graph.entries]
-        return Order(name, lambda ready: min(ready, key=lambda i: (is_late[i], i)))
-    if name != "in order":
-        raise ValueError(f"there is no order {name!r}")
-    return Order(name, min)
-
-
-def names(graph: Graph, count: int) -> list[str]:
+def names(recording: Recording, count: int) -> list[str]:
     """
     Returns the names of ``count`` orders: each stream as late as possible, and for the
     rest, but at least for half, random ones.
     """
-    streams = dict.fromkeys(entry.stream.name for entry in graph.entries)
+    streams = dict.fromkeys(entry.stream.name for entry in recording.entries)
     late = [f"late:{name}" for name in streams][: count // 2]
     return late + [f"uniform:{n}" for n in range(count - len(late))]
 
 
-# Running them #
+def in_order(recording: Recording, name: str) -> Iterator[Entry]:
+    """Yields all entries, in the same order for the same name."""
+    kind, _, late_stream = name.partition(":")
+    rng = random.Random(name)
+    sorter = TopologicalSorter({e: e.before for e in recording.entries})
+    sorter.prepare()
+    ready: list[Entry] = []
+    while sorter.is_active():
+        ready += sorter.get_ready()
+        if kind == "late":
+            entry = min(ready, key=lambda e: (e.stream.name == late_stream, e.index))
+        else:
+            entry = rng.choice(ready)
+        ready.remove(entry)
+        yield entry
+        sorter.done(entry)
 
 
-@dataclass(repr=False)
-class Finding:
-    """An order that gives other bits."""
+class Finding(NamedTuple):
+    """An order that gives other bits, and the first entry that does."""
 
     order: str
-    ran: list[Entry]  # up to the first that gave other bits
-    touching: list[tuple[int, Entry]]  # with their places in the order
+    entry: Entry | None  # None if only what is left in memory differs
 
-    def __repr__(self) -> str:
-        entry = self.ran[-1]
-        lines = [
-            f"order '{self.order}': the entry at place {len(self.ran) - 1} gives, or "
-            f"leaves, other bits than in order",
-            f"  {entry}",
-            "  who used its memory before, with the places in this order and in order:",
-        ]
-        lines += [f"  {at:5} {e.index:5} {e}" for at, e in self.touching]
-        return "\n".join(lines)
+    def __str__(self) -> str:
+        what = self.entry or "what is left in memory"
+        return f"order '{self.order}' gives other bits than in order: {what}"
 
 
-def run(device: Device, graph: Graph, order: Order) -> Finding | None:
+def run(device: Device, order: str) -> Finding | None:
     """
-    Runs all entries in an order, up to the first that gives other bits, and compares
-    what they leave in memory.
+    Runs all entries in the order of that name, up to the first that gives other bits,
+    and compares what they leave in memory.
     """
     device.reset()
-    ran: list[int] = []
-    with device.running():
-        for index in graph.linear(order):
-            ran.append(index)
-            if not device.run(index):
-                return _describe(device, graph, order, ran)
-        changed = device.changed_at_end()
-    if changed is None:
-        return None
-    # As two writes do that nothing orders, and that nobody reads
-    writers = [
-        at
-        for at, index in enumerate(ran)
-        if any(
-            _overlaps(device.span(p), [changed]) for p in graph.entries[index].writes
-        )
-    ]
-    return _describe(device, graph, order, ran[: writers[-1] + 1])
-
-
-def _describe(
-    device: Device, graph: Graph, order: Order, ran: Sequence[int], limit: int = 12
-) -> Finding:
-    entries = [graph.entries[index] for index in ran]
-    last = entries[-1]
-    mine = [device.span(piece) for piece in (*last.reads, *last.writes)]
-    touching = [
-        (at, entry)
-        for at, entry in enumerate(entries[:-1])
-        if any(_overlaps(device.span(p), mine) for p in entry.writes)
-    ]
-    return Finding(order.name, entries, touching[-limit:])
-
-
-def _overlaps(span: tuple[int, int], others: Iterable[tuple[int, int]]) -> bool:
-    return any(span[0] < end and start < span[1] for start, end in others)
-
-
-# Which orders matter #
+    for entry in in_order(device.recording, order):
+        if not device.run(entry):
+            return Finding(order, entry)
+    # Two writes that nothing orders give their own bits, each of them
+    return None if device.is_as_in_order() else Finding(order, None)
 
 
 def conflicts(recording: Recording) -> list[tuple[Entry, Entry]]:

@@ -5,6 +5,7 @@ What a recording holds: what the streams of a rank have to do, and in which memo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -29,7 +30,8 @@ class Memory:
     is_reusable: bool = True
 
 
-class Piece(NamedTuple):
+@dataclass(eq=False)
+class Piece:
     """A tensor: where it lies in which memory."""
 
     memory: Memory
@@ -48,61 +50,17 @@ class Piece(NamedTuple):
         return start, start + (last + 1) * self.dtype.itemsize
 
 
-class Kernel(NamedTuple):
-    """An operator, with pieces in place of tensors."""
+@dataclass
+class Kernel:
+    """An operator or a function, with pieces in place of tensors."""
 
-    operator: Any
+    run: Callable[..., Any]
     args: list[Any]
-    kwargs: dict[str, Any]
-    outputs: list[Piece | None]  # None where it is an argument, or no tensor
-    rng_state: torch.Tensor | None  # of what draws random numbers
-
-
-class HostRead(NamedTuple):
-    """An operator whose result the host goes on with."""
-
-    kernel: Kernel
-    value: Any
-
-
-class Poisoning(NamedTuple):
-    """Memory is freed."""
-
-    memory: Memory
-
-
-class Call(NamedTuple):
-    """A collective, to which all ranks bring what this one does."""
-
-    name: str
-    operation: str | None  # of a reduction
-    rank: int  # in the group
-    ranks: int
-
-    def run(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        flat = source.reshape(-1)
-        if self.name.startswith("all_gather"):
-            result = flat.repeat(self.ranks)
-        elif self.name.startswith("all_to_all"):
-            result = flat.view(self.ranks, -1)[self.rank].repeat(self.ranks)
-        else:
-            if self.operation not in ("SUM", "AVG", "MAX", "MIN"):
-                raise NotImplementedError(f"a reduction by {self.operation}")
-            result = flat * self.ranks if self.operation == "SUM" else flat
-            if self.name.startswith("reduce_scatter"):
-                result = result.chunk(self.ranks)[self.rank]
-        target.copy_(result.view(target.size()))
-
-
-class Meeting(NamedTuple):
-    """A collective in this rank's stream."""
-
-    call: Call
-    source: Piece
-    target: Piece
-
-
-Work = Kernel | HostRead | Poisoning | Meeting
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    # None where a result is an argument, or no tensor
+    outputs: list[Piece | None] = field(default_factory=list)
+    rng_state: torch.Tensor | None = None  # of what draws random numbers
+    host_value: str = ""  # what the host reads, and goes on with
 
 
 @dataclass(eq=False, repr=False)  # each would show all that it comes after
@@ -113,7 +71,7 @@ class Entry:
     stream: Stream
     label: str
     line: tuple[str, int, str]
-    work: Work
+    kernel: Kernel
     before: frozenset[Entry]  # what must have run
     reads: list[Piece]
     writes: list[Piece]

@@ -19,14 +19,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
+from fsdp_common.utils import op_name
 from fsdp_late_device.devices import DeviceHandle, Event, Pending, Stream
 from fsdp_late_device.operators import (
     ALLOCATING,
     argument_names,
     COLLECTIVES,
-    draws_random_numbers,
-    flat,
-    functional_call,
+    exchange,
     HOST_READING,
     is_on_device,
     is_view,
@@ -34,29 +33,24 @@ from fsdp_late_device.operators import (
     written_names,
 )
 from fsdp_late_device.queues import (
-    Call,
     Change,
     Entry,
-    HostRead,
     Kernel,
-    Meeting,
     Memory,
     Piece,
     POISON,
-    Poisoning,
     Recording,
-    Work,
 )
-from fsdp_late_device.sites import caller_line, CHECKERS, Site, Watch
+from fsdp_late_device.sites import caller_line, Site, Watch
 
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp._fully_shard as fsdp_package
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
 
-
-CHECKERS.add(__file__)
 
 # What the schema of an operator does not say that it writes
 _WRITTEN_BESIDES = {"fsdp::all_gather_copy_in": frozenset(("all_gather_output",))}
@@ -69,8 +63,6 @@ def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 class Rank:
     """What a program is given, and what takes note of all that it issues."""
 
-    is_paused = False  # takes no note of operators
-
     def __init__(self, number: int, watch: Watch):
         self.number, self._watch = number, watch
         self.recording = Recording(visited=watch.visited)
@@ -80,8 +72,6 @@ class Rank:
         self._streams = [self.default_stream]
         self._comm_streams: dict[Any, Stream] = {}
         self._memory: dict[int, tuple[StorageWeakRef, Memory]] = {}
-        # Functional collectives by their results' storage
-        self._pending: dict[int, Any] = {}
         self._recorded: set[Memory] = set()  # in streams, so freed after them
         # By owner: memory that its next allocation may get
         self._freed: dict[Stream, list[Memory]] = {}
@@ -89,9 +79,7 @@ class Rank:
 
     # What a program may use #
     def new_stream(self, name: str | None = None) -> Stream:
-        name = name or f"stream {len(self._streams)}"
-        same = sum(s.name.partition("#")[0] == name for s in self._streams)
-        stream = Stream(self, f"{name}#{same}" if same else name)
+        stream = Stream(self, name or f"stream {len(self._streams)}")
         self._streams.append(stream)
         return stream
 
@@ -124,18 +112,10 @@ class Rank:
         self.collect()
         return self._watch.comes_to_call()
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        was_paused, self.is_paused = self.is_paused, True
-        try:
-            yield
-        finally:
-            self.is_paused = was_paused
-
     # Entries #
     def _add(
         self,
-        work: Work,
+        kernel: Kernel,
         label: Any,
         reads: list[Piece],
         writes: list[Piece],
@@ -144,7 +124,7 @@ class Rank:
         entries, before = self.recording.entries, stream.clock | self.host.clock
         line = caller_line()
         entry = Entry(
-            len(entries), stream, str(label), line, work, before, reads, writes
+            len(entries), stream, str(label), line, kernel, before, reads, writes
         )
         entries.append(entry)
         stream.clock = frozenset((entry,))
@@ -152,23 +132,15 @@ class Rank:
     def issue(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs an operator, and records it unless it moves no data."""
         self.collect()
-        if operator.namespace == "_c10d_functional":
-            return self._issue_collective(operator, args, kwargs)
+        if operator.namespace.startswith("_c10d_functional"):
+            raise NotImplementedError(f"the functional collective {operator}")
         if is_view(operator):
             return operator(*args, **kwargs)
-        given, reads, writes = self._given(operator, args, kwargs)
-        names, written = argument_names(operator), written_names(operator)
-        named = (*zip(names, args), *kwargs.items())
-        changed = [v for n, v in named if n in written and is_on_device(v)]
-        nbytes = [v.untyped_storage().nbytes() for v in changed]
-        rng_state = None
-        if draws_random_numbers(operator):
-            generator = kwargs.get("generator") or torch.default_generator
-            rng_state = generator.get_state()
+        kernel, reads, writes = self._given(operator, args, kwargs)
+        if torch.Tag.nondeterministic_seeded in operator.tags:
+            kernel.rng_state = torch.get_rng_state()
         result = operator(*args, **kwargs)
-        if nbytes != [v.untyped_storage().nbytes() for v in changed]:
-            raise NotImplementedError(f"{operator} resizes its arguments' memory")
-        results = flat(result)
+        results = tree_leaves(result)
         name = operator._schema.name
         if name in ALLOCATING:
             for tensor in filter(is_on_device, results):
@@ -177,11 +149,11 @@ class Rank:
         owners = [piece.memory.owner for piece in (*reads, *writes)]
         on_host = bool(owners) and all(owner is self.host for owner in owners)
         stream = self.host if on_host else self.stream
-        outputs = [self._output(v, operator, stream) for v in results]
-        writes = [piece for piece in outputs if piece is not None] + writes
-        kernel = Kernel(operator, *given, outputs, rng_state)
+        kernel.outputs = [self._output(v, operator, stream) for v in results]
+        writes = [*filter(None, kernel.outputs), *writes]
         if name in HOST_READING:
-            self._add(HostRead(kernel, result), operator, reads, [], stream)
+            kernel.host_value = repr(result)
+            self._add(kernel, operator, reads, [], stream)
             self.host.clock |= stream.clock
         elif writes or not any(map(is_on_device, results)):
             # else it returned an argument
@@ -190,25 +162,26 @@ class Rank:
 
     def _given(
         self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> tuple[tuple[list[Any], dict[str, Any]], list[Piece], list[Piece]]:
-        """Returns arguments with pieces for tensors, and those read and written."""
+    ) -> tuple[Kernel, list[Piece], list[Piece]]:
+        """Returns an operator with pieces for tensors, and those read and written."""
         written = written_names(operator)
         written |= _WRITTEN_BESIDES.get(operator._schema.name, frozenset())
         reads: list[Piece] = []
         writes: list[Piece] = []
 
         def pieces(name: str, value: Any) -> Any:
-            if is_on_device(value):
+            def one(value: Any) -> Any:
+                if not is_on_device(value):
+                    return value
                 piece = self._piece(value)
                 (writes if name in written else reads).append(piece)
                 return piece
-            if isinstance(value, (list, tuple)):
-                return [pieces(name, item) for item in value]
-            return value
+
+            return tree_map(one, value)
 
         mine = [pieces(*pair) for pair in zip(argument_names(operator), args)]
         named = {name: pieces(name, value) for name, value in kwargs.items()}
-        return (mine, named), reads, writes
+        return Kernel(operator, mine, named), reads, writes
 
     def _output(self, value: Any, operator: Any, stream: Stream) -> Piece | None:
         if not is_on_device(value) or value.untyped_storage()._cdata in self._memory:
@@ -246,7 +219,8 @@ class Rank:
         for memory in self._freed.pop(owner, ()):
             whole = Piece(memory, torch.uint8, (memory.nbytes,), (1,), 0)
             freed = f"free {memory.nbytes} bytes of {memory.label}"
-            self._add(Poisoning(memory), freed, [], [whole], memory.owner)
+            kernel = Kernel(torch.Tensor.fill_, [whole, POISON])
+            self._add(kernel, freed, [], [whole], memory.owner)
         memory = Memory(owner, storage.nbytes(), label)
         # The weak reference keeps another storage from getting the same key
         self._memory[storage._cdata] = StorageWeakRef(storage), memory
@@ -274,14 +248,14 @@ class Rank:
         self.collect()
         before = storage.nbytes()
         result = original(storage, nbytes)
-        if self.is_paused or before == nbytes or storage.device.type != "cpu":
+        if before == nbytes or storage.device.type != "cpu":
             return result
         known = self._memory.pop(storage._cdata, None)
         if known is not None and before > 0:
             self._free(known[1])
         self._allocate(storage, "resize_")
         if nbytes > 0:
-            with self.paused():
+            with _disable_current_modes():
                 _as_bytes(storage).fill_(POISON)
         return result
 
@@ -293,11 +267,11 @@ class Rank:
         self.collect()
         source = self._piece(tensor)
         to_device = source.memory.owner is self.host
-        with self.paused():
+        with _disable_current_modes():
             copy = tensor.detach().clone()
         owner = self.stream if to_device else self.host
         target = self._piece(copy, "copy across", owner)
-        kernel = Kernel(torch.ops.aten.clone.default, [source], {}, [target], None)
+        kernel = Kernel(torch.ops.aten.clone.default, [source], {}, [target])
         self._add(kernel, "copy across", [source], [target], self.stream)
         if not non_blocking:
             self.host.clock |= self.stream.clock
@@ -328,38 +302,22 @@ class Rank:
                 self._comm_streams[group] = self.new_stream(comm)
             stream = self._comm_streams[group]
             stream.clock |= self.stream.clock
-        call = Call(name, operation, dist.get_rank(group), dist.get_world_size(group))
-        reads, writes = [self._piece(source)], [self._piece(target)]
-        with self.paused(), torch.no_grad():
-            call.run(source, target)
-        self._add(Meeting(call, *reads, *writes), name, reads, writes, stream)
+        call = functools.partial(
+            exchange,
+            name=name,
+            operation=operation,
+            rank=dist.get_rank(group),
+            ranks=dist.get_world_size(group),
+        )
+        read, written = self._piece(source), self._piece(target)
+        with _disable_current_modes(), torch.no_grad():
+            call(source, target)
+        self._add(Kernel(call, [read, written]), name, [read], [written], stream)
         if not is_async:
             return None
         done = self.new_event()
         done.clock = stream.clock
         return Pending(done, (source, target))
-
-    def _issue_collective(
-        self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> torch.Tensor:
-        """Takes part in a functional collective, as DTensor issues them."""
-        given = dict(zip(argument_names(operator), args)) | kwargs
-        source = args[0]
-        name = operator._schema.name.partition("::")[2]
-        if name == "wait_tensor":
-            pending = self._pending.pop(source.untyped_storage()._cdata, None)
-            if pending is not None:
-                pending.wait()
-            return source
-        if name.startswith("_"):
-            return operator(*args, **kwargs)  # makes a subclass of it
-        operation, size = functional_call(name, given)
-        target = source.new_empty(size)
-        self._piece(target, label="empty")
-        group = dist.distributed_c10d._resolve_process_group(given["group_name"])
-        pending = self.meet(name, operation, group, source, target, is_async=True)
-        self._pending[target.untyped_storage()._cdata] = pending
-        return target
 
 
 # Recording a program #
@@ -370,10 +328,10 @@ def record(
     ranks: int = 1,
     *,
     number: int = 0,
-    without: Site | None = None,
+    without: Sequence[Site] = (),
 ) -> Recording:
     """
-    Runs a program as one rank of a group of so many, without one of the calls that
+    Runs a program as one rank of a group of so many, without some of the calls that
     order streams, and returns what it issued.
     """
     torch.manual_seed(0)
@@ -396,8 +354,8 @@ def record(
 def _patched(rank: Rank) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
 
-        def patch(*args: Any) -> None:
-            stack.enter_context(mock.patch.object(*args))
+        def patch(owner: Any, name: str, call: Callable[..., Any]) -> None:
+            stack.enter_context(mock.patch.object(owner, name, call))
 
         for name, module in [*sys.modules.items()]:
             is_fsdp = name.startswith(fsdp_package.__name__)
@@ -406,8 +364,11 @@ def _patched(rank: Rank) -> Iterator[None]:
         for name, tensors in COLLECTIVES.items():
             patch(dist, name, _collective(rank, name, tensors))
         patch(dist, "barrier", lambda *args, **kwargs: rank.synchronize())
-        for owner, name, call in _methods(rank):
-            patch(owner, name, call)
+        patch(torch.UntypedStorage, "resize_", _resize(rank))
+        patch(torch.Tensor, "to", _to(rank))
+        patch(
+            torch.Tensor, "record_stream", lambda tensor, _: rank.record_stream(tensor)
+        )
         gc.disable()  # or memory would be freed at other places each time
         stack.callback(gc.enable)
         gc.freeze()  # what a schedule collects is its own
@@ -426,47 +387,27 @@ def _collective(
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
-        if any(given.get(f"{side}_split_sizes") for side in ("input", "output")):
+        if given.get("input_split_sizes") or given.get("output_split_sizes"):
             raise NotImplementedError(f"{name} with split sizes")
-        operation = getattr(given.get("op"), "op", given.get("op"))
-        return rank.meet(
-            name,
-            getattr(operation, "name", None),
-            given["group"],
-            *(given[argument] for argument in tensors),
-            given["async_op"],
-        )
+        operation = op_name(given["op"]) if "op" in given else None
+        source, target = (given[argument] for argument in tensors)
+        is_async = given["async_op"]
+        return rank.meet(name, operation, given["group"], source, target, is_async)
 
     return call
 
 
-def _methods(rank: Rank) -> Iterator[tuple[Any, str, Any]]:
-    resize, to = torch.UntypedStorage.resize_, torch.Tensor.to
-    tolist = torch.Tensor.tolist
+def _resize(rank: Rank) -> Callable[[torch.UntypedStorage, int], Any]:
+    original = torch.UntypedStorage.resize_
+    return lambda storage, nbytes: rank.resize(storage, original, nbytes)
 
-    def is_copied(tensor: torch.Tensor) -> bool:
-        return is_on_device(tensor) and not rank.is_paused
 
-    @functools.wraps(resize)
-    def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
-        return rank.resize(storage, resize, nbytes)
+def _to(rank: Rank) -> Callable[..., torch.Tensor]:
+    original = torch.Tensor.to
 
-    @functools.wraps(to)
-    def to_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if is_copied(tensor) and "non_blocking" in kwargs:
+    def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if is_on_device(tensor) and "non_blocking" in kwargs:
             return rank.copy_across(tensor, kwargs["non_blocking"])
-        return to(tensor, *args, **kwargs)
+        return original(tensor, *args, **kwargs)
 
-    @functools.wraps(tolist)
-    def tolist_(tensor: torch.Tensor) -> Any:
-        if is_copied(tensor) and not rank.is_on_host(tensor):
-            tensor = rank.copy_across(tensor, non_blocking=False)
-        return tolist(tensor)
-
-    def record_stream(tensor: torch.Tensor, stream: Stream) -> None:
-        rank.record_stream(tensor)
-
-    yield torch.UntypedStorage, "resize_", resize_
-    yield torch.Tensor, "to", to_
-    yield torch.Tensor, "tolist", tolist_
-    yield torch.Tensor, "record_stream", record_stream
+    return to

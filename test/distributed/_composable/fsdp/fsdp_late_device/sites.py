@@ -6,14 +6,15 @@ out, and the line that issues what is looked at.
 from __future__ import annotations
 
 import ast
-import contextlib
 import functools
 import importlib.util
 import inspect
 import re
 import sys
+import traceback
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -84,27 +85,22 @@ def find_sites(module: ModuleType) -> list[Site]:
 class Watch:
     """
     Takes note in ``visited`` of the lines of :data:`MODULES` that order streams, and
-    leaves out the calls of one site.
+    leaves out the calls of some sites.
     """
 
-    def __init__(self, without: Site | None):
+    def __init__(self, without: Sequence[Site]):
         self.visited: set[tuple[str, int]] = set()  # files and lines
         self._files = {inspect.getsourcefile(module) for module in MODULES}
         self._without = without
 
     def comes_to_call(self) -> bool:
         """Says whether the call that orders streams now is made."""
-        frame: FrameType | None = sys._getframe(1)
         is_made = True
-        while frame is not None:
-            file = frame.f_code.co_filename
-            if file in self._files:
-                self.visited.add(line := (file, frame.f_lineno))
-                if self._without is not None:
-                    is_made &= not self._without.is_at(line)
-            elif file not in CHECKERS and file != contextlib.__file__:
-                break
-            frame = frame.f_back
+        for frame, number in traceback.walk_stack(sys._getframe(1)):
+            line = frame.f_code.co_filename, number
+            if line[0] in self._files:
+                self.visited.add(line)
+                is_made &= not any(site.is_at(line) for site in self._without)
         return is_made
 
 
@@ -113,13 +109,16 @@ class Watch:
 _PACKAGE_DIR = str(Path(fsdp_package.__file__).parent)
 _TORCH_DIR = str(Path(torch.__file__).parent)
 # Files that look on, whose lines tell nothing
-CHECKERS = {__file__}
+_CHECKERS = tuple(
+    str(Path(__file__).with_name(f"{name}.py"))
+    for name in ("devices", "operators", "record", "sites")
+)
 
 
 @functools.cache
 def _is_worth_telling(file: str) -> bool:
-    is_torch = file.startswith((_TORCH_DIR, "<")) or "importlib" in file
-    return file.startswith(_PACKAGE_DIR) or not (is_torch or file in CHECKERS)
+    is_other = file.startswith((_TORCH_DIR, "<", *_CHECKERS)) or "importlib" in file
+    return file.startswith(_PACKAGE_DIR) or not is_other
 
 
 def caller_line() -> tuple[str, int, str]:
@@ -127,10 +126,7 @@ def caller_line() -> tuple[str, int, str]:
     Returns the innermost line of ``fully_shard`` or of what is not torch: in
     backward that is a hook's line or the call of backward.
     """
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        code = frame.f_code
-        if _is_worth_telling(code.co_filename):
-            return code.co_filename, frame.f_lineno, code.co_name
-        frame = frame.f_back
+    for frame, number in traceback.walk_stack(sys._getframe(2)):
+        if _is_worth_telling(frame.f_code.co_filename):
+            return frame.f_code.co_filename, number, frame.f_code.co_name
     return "unknown", 0, ""
