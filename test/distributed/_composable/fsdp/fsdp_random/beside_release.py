@@ -25,6 +25,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 from unittest import mock
@@ -39,19 +40,14 @@ from fsdp_common.parity_layers import (
 )
 from fsdp_common.run_ranks import run_ranks
 from fsdp_random.cases import (
-    BF16,
     Case,
-    draw_mesh,
-    draw_reshard,
+    draw_case,
     fill,
     FP32,
-    Microbatch,
     Model,
-    Param,
     run_forward,
     run_microbatch,
     shard_model,
-    Step,
 )
 
 import torch
@@ -65,166 +61,107 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 RANKS = 4
 CASES = 40
 STEPS = 5
-BLOCKS = 3  # the last is the root's own
-PARAMS = 3
-
-
-# How cases are drawn #
-
-
-def draw(number: int) -> Case:
-    rng = random.Random(number)
-    parallelism, mesh = draw_mesh(rng, RANKS, has_replicas=rng.random() < 0.4)
-    reshard = draw_reshard(rng, parallelism, mesh)
-    policies = ((None, None), (None, None), (BF16, FP32), (BF16, None), (None, BF16))
-    policy, stored = rng.choice(policies), rng.choice((FP32, FP32, FP32, BF16))
-    # Resharded over fewer ranks, columns divide by neither in the release
-    may_shard_columns = parallelism != "replicate" and reshard != 2
-    shapes = (rng.randint(1, 17),), (3, 4 * rng.randint(1, 2)), (rng.randint(1, 9), 4)
-    steps = [
-        _draw_step(
-            rng,
-            step,
-            has_replicas=parallelism != "shard",
-            may_freeze_blocks=policy == (None, None) and stored == FP32,
-        )
-        for step in range(STEPS)
-    ]
-    return Case(
-        (tuple(Param(shape, stored) for shape in shapes),) * BLOCKS,
-        parallelism,
-        mesh,
-        tuple(steps),
-        *policy,
-        reshard,
-        prefetch=(rng.choice((0, 0, 1, 2)), rng.choice((0, 0, 1))),
-        offloads=rng.random() < 0.2,
-        shards_columns=may_shard_columns and rng.random() < 0.4,
-        input_buffers=rng.choice((1, 1, 2)),
-    )
-
-
-def _draw_step(
-    rng: random.Random, step: int, *, has_replicas: bool, may_freeze_blocks: bool
-) -> Step:
-    actions = ["save", "reshard", "unshard", "unshard_async", "evaluate"]
-    if step > 0:
-        actions += ["freeze_parameters", "unfreeze", "load", "load_and_assign", "fail"]
-        actions += ["reshard_after_forward", "keep_after_forward", "unshard"]
-        actions += ["freeze_a_block"] if may_freeze_blocks else []
-    chosen = rng.sample(actions, rng.choice((0, 0, 1, 2, 3)))
-    # In their order below: nothing unsharded is saved, frozen or given up
-    chosen.sort(key=ACTIONS.index)
-    kind = rng.choice(("plain", "plain", "accumulate", "several"))
-    if has_replicas and rng.random() < 0.5:
-        kind = "deferred"
-    count = 1 if kind == "plain" else rng.choice((2, 3))
-    may_keep = kind != "plain" and rng.random() < 0.3
-    skips = [_draw_skips(rng, step) for _ in range(count)]
-    microbatches = []
-    for n, (blocks, params) in enumerate(skips):
-        is_end = n == count - 1
-        if kind == "deferred":
-            blocks = skips[0][0]
-        if kind in ("deferred", "accumulate"):
-            params = skips[0][1]
-        sync = {"accumulate": "none", "deferred": "scatter"}.get(kind, "all")
-        microbatches.append(
-            Microbatch(
-                "all" if is_end else sync,
-                blocks,
-                params,
-                reshards=is_end or not may_keep,
-                is_last=is_end or kind != "several",
-            )
-        )
-    return Step(tuple(microbatches), tuple(chosen), rng.random() < 0.7)
-
-
-def _draw_skips(rng: random.Random, step: int) -> tuple[frozenset, frozenset]:
-    """Returns blocks and parameters to leave out."""
-    if step == 0 or rng.random() < 0.6:
-        return frozenset(), frozenset()
-    if rng.random() < 0.5:
-        return frozenset((rng.randrange(BLOCKS - 1),)), frozenset()
-    param = rng.randrange(PARAMS)
-    return frozenset(), frozenset((block, param) for block in range(BLOCKS))
 
 
 # What a case does before a step #
 
 
-class Actions:
-    """Acts on a model in training, and has what was saved of it."""
-
-    def __init__(self, case: Case, rank: int, model: Model):
-        self._case, self._rank, self._model = case, rank, model
-        self.save()
-
-    def save(self) -> None:
-        state = self._model.state_dict()
-        self._saved = {name: value.detach().clone() for name, value in state.items()}
-
-    def load(self) -> None:
-        self._model.load_state_dict(self._saved)
-
-    def load_and_assign(self) -> None:
-        copies = {name: value.clone() for name, value in self._saved.items()}
-        self._model.load_state_dict(copies, assign=True)
-
-    def freeze_parameters(self) -> None:
-        for block in self._model.blocks:
-            block.p0.requires_grad_(False)
-
-    def freeze_a_block(self) -> None:
-        self._model.blocks[0].requires_grad_(False)
-
-    def unfreeze(self) -> None:
-        self._model.requires_grad_(True)
-
-    def _forward(self) -> None:
-        batch = {"step": 0, "batch": 9, "rank": self._rank}
-        run_forward(self._case, self._model, Microbatch(), **batch)
-
-    def fail(self) -> None:
-        """Gives up a forward in its middle, and starts anew."""
-
-        def stop(*args: Any) -> None:
-            raise ArithmeticError("as meant")
-
-        handle = self._model.blocks[1].register_forward_pre_hook(stop)
-        with contextlib.suppress(ArithmeticError):
-            self._forward()
-        handle.remove()
-        self._model.reset_iter_state()
-
-    def reshard_after_forward(self, reshards: bool = True) -> None:
-        if self._case.parallelism != "replicate":
-            self._model.set_reshard_after_forward(reshards)
-
-    def keep_after_forward(self) -> None:
-        self.reshard_after_forward(False)
-
-    def evaluate(self) -> None:
-        with torch.no_grad():
-            self._forward()
-
-    def reshard(self) -> None:
-        for unit in units_of(self._model):
-            unit.unshard()
-            unit.reshard()
-
-    def unshard(self) -> None:
-        for unit in units_of(self._model):
-            unit.unshard()
-
-    def unshard_async(self) -> None:
-        """Waits for one of them, and leaves the others to forward."""
-        handles = [unit.unshard(async_op=True) for unit in units_of(self._model)]
-        handles[0].wait()
+def save(model: Model) -> None:
+    state = model.state_dict()
+    model.saved = {name: value.detach().clone() for name, value in state.items()}
 
 
-ACTIONS = [name for name in vars(Actions) if not name.startswith("_")]
+def load_and_assign(model: Model) -> None:
+    copies = {name: value.clone() for name, value in model.saved.items()}
+    model.load_state_dict(copies, assign=True)
+
+
+def freeze_parameters(model: Model) -> None:
+    for block in model.blocks:
+        block.p0.requires_grad_(False)
+
+
+@torch.no_grad()
+def evaluate(model: Model) -> None:
+    run_forward(model, 0, 0)
+
+
+def fail(model: Model) -> None:
+    """Gives up a forward in its middle, and starts anew."""
+
+    def stop(*args: Any) -> None:
+        raise ArithmeticError("as meant")
+
+    handle = model.blocks[-1].register_forward_pre_hook(stop)
+    with contextlib.suppress(ArithmeticError):
+        run_forward(model, 0, 0)
+    handle.remove()
+    model.reset_iter_state()
+
+
+def unshard(model: Model) -> None:
+    for unit in units_of(model):
+        unit.unshard()
+
+
+def reshard(model: Model) -> None:
+    for unit in units_of(model):
+        unit.unshard()
+        unit.reshard()
+
+
+def unshard_async(model: Model) -> None:
+    """Waits for one of them, and leaves the others to forward."""
+    handles = [unit.unshard(async_op=True) for unit in units_of(model)]
+    handles[0].wait()
+
+
+# In the order in which a step has them: nothing unsharded is saved, frozen or given up
+ACTIONS: dict[str, Callable[[Model], Any]] = {
+    "save": save,
+    "load": lambda model: model.load_state_dict(model.saved),
+    "load_and_assign": load_and_assign,
+    "freeze_parameters": freeze_parameters,
+    "freeze_a_block": lambda model: model.blocks[0].requires_grad_(False),
+    "unfreeze": lambda model: model.requires_grad_(True),
+    "fail": fail,
+    "reshard_after_forward": lambda model: model.set_reshard_after_forward(True),
+    "keep_after_forward": lambda model: model.set_reshard_after_forward(False),
+    "evaluate": evaluate,
+    "reshard": reshard,
+    "unshard": unshard,
+    "unshard_async": unshard_async,
+}
+# Those of what has run before
+LATER_ACTIONS = {*ACTIONS} - {"save", "evaluate", "reshard", "unshard", "unshard_async"}
+
+
+@functools.cache
+def draw(number: int) -> Case:
+    rng = random.Random(number)
+    case = draw_case(rng, (RANKS,), uniform_steps=STEPS)
+    if rng.random() < 0.6:  # most often without a policy
+        case = replace(case, param_dtype=None, reduce_dtype=None)
+    never = set()
+    if case.parallelism == "replicate" or case.reshard == 2:
+        never = {"reshard_after_forward", "keep_after_forward"}
+    has_policy = case.param_dtype is not None or case.reduce_dtype is not None
+    if has_policy or case.blocks[0][0].dtype != FP32:
+        never.add("freeze_a_block")
+    steps = []
+    for n, step in enumerate(case.steps):
+        left_out = never if n > 0 else never | LATER_ACTIONS
+        possible = [name for name in ACTIONS if name not in left_out]
+        some = rng.sample(range(len(possible)), rng.choice((0, 0, 1, 2, 3)))
+        actions = tuple(possible[i] for i in sorted(some))
+        if n == 0 or rng.random() < 0.5:  # all blocks run at first, most often all do
+            microbatches = [
+                replace(m, skipped_blocks=frozenset(), skipped_params=frozenset())
+                for m in step.microbatches
+            ]
+            step = replace(step, microbatches=tuple(microbatches))
+        steps.append(replace(step, actions=actions, to_none=rng.random() < 0.7))
+    return replace(case, steps=tuple(steps))
 
 
 def optimize(model: Model, to_none: bool) -> None:
@@ -247,7 +184,7 @@ COLLECTIVES = [
 
 
 class Watch:
-    """Notes the collectives that this rank issues, and what is reduced first."""
+    """Notes the collectives that this rank issues, and what the release reduces."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -257,25 +194,27 @@ class Watch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
+        # Only the branch has it, which compares ranks
+        agreement = getattr(_fully_shard, "_fsdp_agreement", None)
         with contextlib.ExitStack() as patches:
-            # Only the branch has the last, which compares ranks
-            agreement = getattr(_fully_shard, "_fsdp_agreement", None)
             for name in COLLECTIVES:
                 call = self._watch(getattr(distributed_c10d, name), self._note_call)
                 for owner in (dist, distributed_c10d, agreement):
                     if hasattr(owner, name):
                         patches.enter_context(mock.patch.object(owner, name, call))
-            call = self._watch(_fsdp_param_group.foreach_reduce, self._note_reduction)
-            patches.enter_context(
-                mock.patch.object(_fsdp_param_group, "foreach_reduce", call)
-            )
+            # The branch compares no ranks before a reduction that a plugin replaced
+            if agreement is None:
+                reduce = _fsdp_param_group.foreach_reduce
+                call = self._watch(reduce, self._note_reduction)
+                patches.enter_context(
+                    mock.patch.object(_fsdp_param_group, "foreach_reduce", call)
+                )
             yield
 
     def take(self) -> dict[str, Any]:
         """Returns what was noted since the last call."""
-        taken = {"collectives": [*self.calls], "patterns": [*self.patterns]}
-        self.calls.clear()
-        self.patterns.clear()
+        taken = {"collectives": self.calls, "patterns": self.patterns}
+        self.calls, self.patterns = [], []
         return taken
 
     def _watch(
@@ -300,10 +239,8 @@ class Watch:
             self.calls.append((name, *_describe(arguments)))
 
     def _note_reduction(self, name: str, arguments: dict[str, Any]) -> None:
-        # A unit that is unsharded before the first forward has no names yet
-        infos = [param._module_info for param in arguments["fsdp_params"]]
-        names = tuple((id(info.module), info.param_name) for info in infos)
-        self.patterns.append((names, arguments["all_reduce_grads"]))
+        params = tuple(map(id, arguments["fsdp_params"]))
+        self.patterns.append((params, arguments["all_reduce_grads"]))
 
 
 def _describe(arguments: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
@@ -322,18 +259,19 @@ def _describe(arguments: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
 # Running #
 
 
-def run_steps(case: Case, rank: int) -> list[Record]:
+def run_steps(case: Case) -> list[Record]:
     """Returns what is seen of each step, and at last of the parameters."""
     model = shard_model(case, "cpu")
-    fill(case, model, 0)
-    actions, watch, records = Actions(case, rank, model), Watch(), []
+    fill(model, 0)
+    save(model)
+    watch, records = Watch(), []
     with watch.watching():
         for number, step in enumerate(case.steps):
             for action in step.actions:
-                getattr(actions, action)()
+                ACTIONS[action](model)
             record: Record = {"actions": step.actions}
             for batch in range(len(step.microbatches)):
-                loss = run_microbatch(case, model, number, batch, rank)
+                loss = run_microbatch(model, number, batch)
                 seen = [block.seen.values() for block in model.all_blocks()]
                 tensors = [loss, *(value for values in seen for value in values)]
                 record[f"microbatch {batch}"] = [digest(each) for each in tensors]
@@ -343,11 +281,11 @@ def run_steps(case: Case, rank: int) -> list[Record]:
     return [*records, dict(parameters(model))]
 
 
-def run_case(number: int, rank: int) -> Record:
+def run_case(number: int) -> Record:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            steps = run_steps(draw(number), rank)
+            steps = run_steps(draw(number))
         except Exception as error:
             # All ranks do the same, so that they also fail alike
             return {"error": f"{type(error).__name__}: {error}"}
@@ -356,13 +294,12 @@ def run_case(number: int, rank: int) -> Record:
 
 
 def run_all(args: argparse.Namespace, rank: int) -> dict[str, Any]:
-    return {f"{n}": run_case(n, rank) for n in args.only or range(CASES)}
+    return {f"{n}": run_case(n) for n in range(CASES)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", required=True, help="folder for a file of each rank")
-    parser.add_argument("--only", nargs="+", type=int, help="numbers of cases")
     run_ranks(run_all, parser.parse_args(), RANKS)
 
 

@@ -12,12 +12,15 @@ stored values, cast once, bit for bit.
 
 from __future__ import annotations
 
+import functools
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.fsdp as fsdp_package
 import torch.nn as nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -27,13 +30,10 @@ from torch.distributed.tensor import distribute_tensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 
-FP64, FP32, BF16, FP16 = (
-    torch.float64,
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-)
+FP64, FP32 = torch.float64, torch.float32
+BF16, FP16 = torch.bfloat16, torch.float16
 DTYPES = (FP32, BF16, FP16, FP64)
+PARALLELISMS = ("shard", "hybrid", "replicate")
 
 
 # What a case is #
@@ -78,7 +78,7 @@ class Step:
 class Case:
     # The last block's parameters are the root's own
     blocks: tuple[tuple[Param, ...], ...]
-    parallelism: str  # "shard", "hybrid" or "replicate"
+    parallelism: str  # of `PARALLELISMS`
     mesh: tuple[int, ...]
     steps: tuple[Step, ...] = (Step(),)
     param_dtype: torch.dtype | None = None
@@ -100,9 +100,7 @@ class Case:
     def microbatches(self, step: int, rank: int) -> list[Microbatch]:
         """Returns the microbatches of a step as this rank runs them."""
         mine = [*self.steps[step].microbatches]
-        shards = {"shard": self.ranks, "hybrid": self.mesh[-1], "replicate": 1}
-        replica = rank // shards[self.parallelism]
-        if not self.reverses or replica % 2 == 0:
+        if not self.reverses or rank // self.shards % 2 == 0:
             return mine
         ends = [n + 1 for n, m in enumerate(mine) if m.sync == "all"]
         opposite = []
@@ -115,7 +113,11 @@ class Case:
 
     @property
     def ranks(self) -> int:
-        return torch.Size(self.mesh).numel()
+        return math.prod(self.mesh)
+
+    @property
+    def shards(self) -> int:
+        return 1 if self.parallelism == "replicate" else self.mesh[-1]
 
     def params(self) -> Iterator[tuple[int, int, Param]]:
         for block, params in enumerate(self.blocks):
@@ -140,100 +142,111 @@ class Case:
 # How cases are drawn #
 
 
-def draw_mesh(
-    rng: random.Random, ranks: int, *, has_replicas: bool
-) -> tuple[str, tuple[int, ...]]:
-    kinds = (
-        ("hybrid", "replicate") if has_replicas else ("shard", "hybrid", "replicate")
+def draw_case(
+    rng: random.Random, rank_counts: Sequence[int], *, uniform_steps: int = 0
+) -> Case:
+    """
+    Draws a case for one of these numbers of ranks: of two steps, with units of any
+    dtypes, or of ``uniform_steps`` with one dtype, which the release gets right.
+    """
+    ranks, parallelism = rng.choice(rank_counts), rng.choice(PARALLELISMS)
+    mesh: tuple[int, ...] = (ranks,)
+    if parallelism == "hybrid":
+        replicas = rng.choice([n for n in (1, 2, 4, 8) if ranks % n == 0])
+        mesh = (replicas, ranks // replicas)
+    reshard = None
+    if parallelism != "replicate":
+        fewer = [n for n in (2, 4) if n < mesh[-1] and mesh[-1] % n == 0]
+        reshard = rng.choice([None, True, False, *fewer])
+    is_uniform = uniform_steps > 0
+    stored = (rng.choice((FP32, *DTYPES)),) if is_uniform else DTYPES
+    blocks = tuple(
+        tuple(_draw_param(rng, stored) for _ in range(rng.randint(1 + is_uniform, 4)))
+        for _ in range(rng.randint(1 + is_uniform, 4))
     )
-    parallelism = rng.choice(kinds)
-    if parallelism != "hybrid":
-        return parallelism, (ranks,)
-    replicas = [n for n in (1, 2, 4, 8) if ranks % n == 0]
-    count = 2 if has_replicas else rng.choice(replicas)
-    return parallelism, (count, ranks // count)
+    has_replicas = mesh[0] > 1 and parallelism != "shard"
+    if reverses := has_replicas and not is_uniform and rng.random() < 0.4:
+        # Replicas all-reduce blocks in one order
+        blocks = tuple((replace(b[0], is_trained=True), *b[1:]) for b in blocks)
+    how = {"is_uniform": is_uniform, "reverses": reverses}
+    return Case(
+        blocks,
+        parallelism,
+        mesh,
+        tuple(_draw_step(rng, blocks, **how) for _ in range(uniform_steps or 2)),
+        param_dtype=rng.choice((None, FP32, BF16, FP16)),
+        reduce_dtype=rng.choice((None, FP32, BF16, FP16)),
+        reshard=reshard,
+        prefetch=(rng.randint(0, 2), rng.randint(0, 2)),
+        divide_factor=None if is_uniform else rng.choice((None, None, 1.0, 3.0, 4.0)),
+        recomputes=rng.random() < 0.5,
+        offloads=rng.random() < 0.3,
+        # Resharded over fewer ranks, columns divide by neither in the release
+        shards_columns=reshard not in (2, 4) and rng.random() < 0.4,
+        input_buffers=rng.choice((1, 1, 2)),
+        reverses=reverses,
+        # Never reached, and by a few blocks
+        bucket_cap_mb=None if is_uniform else rng.choice((None, 1.0, 2.0**-12)),
+    )
 
 
-def draw_reshard(
-    rng: random.Random, parallelism: str, mesh: tuple[int, ...]
-) -> bool | int | None:
-    sizes = [n for n in (2, 4) if n < mesh[-1] and mesh[-1] % n == 0]
-    chosen = rng.choice([None, True, False, *sizes])
-    return None if parallelism == "replicate" else chosen
-
-
-def _draw_param(rng: random.Random) -> Param:
+def _draw_param(rng: random.Random, dtypes: Sequence[torch.dtype]) -> Param:
+    columns = (rng.choice((1, 2, 3, 4, 8)),) if rng.random() < 0.5 else ()
+    shape, dtype = (rng.randint(1, 9), *columns), rng.choice(dtypes)
+    has_two_names = rng.random() < 0.25
+    if len(dtypes) == 1:
+        return Param(shape, dtype, has_two_names=has_two_names)
     maybe = (None, None, None, None, FP32, BF16, FP16)
-    is_matrix = rng.random() < 0.5
     return Param(
-        (rng.randint(1, 9), rng.randint(1, 3)) if is_matrix else (rng.randint(1, 17),),
-        rng.choice(DTYPES),
+        shape,
+        dtype,
         is_trained=rng.random() < 0.75,
-        has_two_names=rng.random() < 0.25,
+        has_two_names=has_two_names,
         compute=rng.choice(maybe),
         reduce=rng.choice(maybe),
         is_sent=rng.random() < 0.5,
     )
 
 
-def draw_case(
-    rng: random.Random, rank_counts: Sequence[int], *, reverses: bool = False
-) -> Case:
-    """Draws a case for one of these numbers of ranks, with units of any dtypes."""
-    blocks = []
-    for _ in range(rng.randint(1, 4)):
-        params = [_draw_param(rng) for _ in range(rng.randint(1, 5))]
-        if reverses:  # replicas all-reduce blocks in one order
-            params[0] = replace(params[0], is_trained=True)
-        blocks.append(tuple(params))
-    ranks = rng.choice(rank_counts)
-    parallelism, mesh = draw_mesh(rng, ranks, has_replicas=reverses)
-    prefetch = rng.randint(0, 2)
-    maybe_dtype = (None, FP32, BF16, FP16)
-    return Case(
-        tuple(blocks),
-        parallelism,
-        mesh,
-        tuple(Step(_draw_microbatches(rng, blocks, reverses)) for _ in range(2)),
-        param_dtype=rng.choice(maybe_dtype),
-        reduce_dtype=rng.choice(maybe_dtype),
-        reshard=draw_reshard(rng, parallelism, mesh),
-        prefetch=(prefetch, prefetch),
-        divide_factor=rng.choice((None, None, 1.0, 3.0, 4.0)),
-        recomputes=rng.random() < 0.5,
-        offloads=rng.random() < 0.3,
-        reverses=reverses,
-        # Never reached, and by a few blocks
-        bucket_cap_mb=rng.choice((None, 1.0, 2.0**-12)),
-    )
+def _draw_step(
+    rng: random.Random,
+    blocks: Sequence[Sequence[Param]],
+    *,
+    is_uniform: bool,
+    reverses: bool,
+) -> Step:
+    count = rng.randint(1, 3)
+    keeps, is_always_last = rng.random() < 0.3, rng.random() < 0.3
+    microbatches: list[Microbatch] = []
+    skips = frozenset(), frozenset()
+    for n in range(count)[::-1]:
+        is_end = n == count - 1
+        sync = "all" if is_end else rng.choice(("all", "none", "scatter"))
+        # In the release, those that share a reduction or an all-reduce skip the same
+        if sync == "all" or not is_uniform:
+            skips = _draw_skips(rng, blocks, reverses=reverses)
+        microbatch = Microbatch(
+            sync,
+            *skips,
+            reshards=is_end or not keeps,
+            is_last=is_end or is_always_last,
+        )
+        microbatches.insert(0, microbatch)
+    return Step(tuple(microbatches))
 
 
-def _draw_microbatches(
-    rng: random.Random, blocks: Sequence[Sequence[Param]], reverses: bool
-) -> tuple[Microbatch, ...]:
+def _draw_skips(
+    rng: random.Random, blocks: Sequence[Sequence[Param]], *, reverses: bool
+) -> tuple[frozenset[int], frozenset[tuple[int, int]]]:
+    """Returns blocks and parameters to leave out, often none."""
     places = [
-        (b, i)
-        for b, params in enumerate(blocks)
-        for i in range(int(reverses), len(params))
+        (b, i) for b, params in enumerate(blocks) for i in range(reverses, len(params))
     ]
-    count = rng.randint(1, 4)
-    microbatches = []
-    for n in range(count):
-        is_last = n == count - 1
-        sync = "all" if is_last else rng.choice(("all", "none", "scatter"))
-        some_blocks = rng.sample(
-            range(len(blocks)), rng.randint(0, min(2, len(blocks)))
-        )
-        some_params = rng.sample(places, rng.randint(0, min(3, len(places))))
-        microbatches.append(
-            Microbatch(
-                sync,
-                frozenset(() if reverses else some_blocks),
-                frozenset(some_params),
-                is_last=is_last,
-            )
-        )
-    return tuple(microbatches)
+    some_blocks = rng.sample(
+        range(len(blocks)), min(rng.choice((0, 0, 1, 2)), len(blocks))
+    )
+    some_params = rng.sample(places, min(rng.randint(0, 3), len(places)))
+    return frozenset(() if reverses else some_blocks), frozenset(some_params)
 
 
 # The model #
@@ -271,7 +284,7 @@ class Model(Block):
     def __init__(self, case: Case):
         super().__init__(case.blocks[-1])
         self.blocks = nn.ModuleList(map(Block, case.blocks[:-1]))
-        self.recomputes = case.recomputes
+        self.case = case
 
     def all_blocks(self) -> list[Block]:
         return [*self.blocks, self]
@@ -280,38 +293,34 @@ class Model(Block):
         for block in self.blocks:
             if not block.weights:
                 continue
-            if self.recomputes:
+            if self.case.recomputes:
                 x = checkpoint(block, x, use_reentrant=False)
             else:
                 x = block(x)
         return super().forward(x)
 
 
-def _place_columns(param: nn.Parameter) -> Shard | None:
-    return Shard(1) if param.ndim == 2 else None
-
-
 def shard_model(case: Case, device: str) -> Model:
     model = Model(case).to(device)
-    named = case.parallelism == "hybrid"
-    names = ("replicate", "shard") if named else None
+    names = ("replicate", "shard")[-len(case.mesh) :]
     mesh = init_device_mesh(device, case.mesh, mesh_dim_names=names)
     kwargs: dict[str, Any] = {"mesh": mesh, "mp_policy": _policy(case, model)}
     if case.offloads:
         kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=device != "cpu")
-    if case.shards_columns:
-        kwargs["shard_placement_fn"] = _place_columns
-    apply = fully_shard
-    if case.parallelism == "replicate":
-        apply = replicate
-    elif case.reshard is not None:
+    apply = replicate
+    if case.parallelism != "replicate":
+        apply = fully_shard
         kwargs["reshard_after_forward"] = case.reshard
+        if case.shards_columns:  # where they divide, as they must
+            kwargs["shard_placement_fn"] = lambda param: (
+                Shard(1)
+                if param.ndim == 2 and param.size(1) % case.shards == 0
+                else None
+            )
     for block in (*model.blocks, model):
         apply(block, **kwargs)
+        block.set_gradient_divide_factor(case.divide_factor)
     model.set_reduce_scatter_max_input_buffers(case.input_buffers)
-    if case.divide_factor is not None:
-        for block in model.all_blocks():
-            block.set_gradient_divide_factor(case.divide_factor)
     if case.bucket_cap_mb is not None:
         fsdp_package.set_reduce_bucket_cap(model, case.bucket_cap_mb)
     _prefetch([*model.blocks], *case.prefetch)
@@ -348,32 +357,33 @@ def _prefetch(blocks: list[Any], forward: int, backward: int) -> None:
 # A run #
 
 
-def values_of(step: int, block: int, i: int, param: Param) -> torch.Tensor:
-    """Returns what the parameter holds in a step, on every rank."""
+def values_of(case: Case, step: int, block: int, i: int) -> torch.Tensor:
+    """Returns what a parameter holds in a step, on every rank."""
+    param = case.blocks[block][i]
     return _random(param.shape, 1, step, block, i).to(param.dtype)
 
 
-def weight_of(
-    case: Case, block: int, i: int, param: Param, *, step: int, batch: int, rank: int
-) -> torch.Tensor:
-    """Returns the gradient that a rank gives, times the names that it is used by."""
-    values = _random(param.shape, 2, step, block, i, batch, rank)
-    return values.to(case.compute_dtype(param))
+def weights_of(case: Case, step: int, block: int, i: int) -> torch.Tensor:
+    """
+    Returns the gradients, times the names that the parameter is used by, that each rank
+    gives in each microbatch.
+    """
+    param = case.blocks[block][i]
+    size = (case.ranks, len(case.steps[step].microbatches), *param.shape)
+    return _random(size, 2, step, block, i).to(case.compute_dtype(param))
 
 
-def _random(shape: tuple[int, ...], *seeds: int) -> torch.Tensor:
-    seed = 0
-    for part in seeds:
-        seed = seed * 31 + part
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+def _random(size: tuple[int, ...], *seeds: int) -> torch.Tensor:
+    seed = functools.reduce(lambda whole, part: whole * 31 + part, seeds)
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
 
 
-def fill(case: Case, model: Model, step: int) -> None:
+def fill(model: Model, step: int) -> None:
     """Writes new values to the shards, as an optimizer does."""
     blocks = model.all_blocks()
-    for block, i, param in case.params():
+    for block, i, _ in model.case.params():
         sharded = getattr(blocks[block], f"p{i}")
-        full = values_of(step, block, i, param)
+        full = values_of(model.case, step, block, i)
         with torch.no_grad():
             sharded.to_local().copy_(local_of(full, sharded))
 
@@ -384,35 +394,26 @@ def local_of(full: torch.Tensor, like: Any) -> torch.Tensor:
     return distribute_tensor(full, mesh, placements, src_data_rank=None).to_local()
 
 
-def run_forward(
-    case: Case,
-    model: Model,
-    microbatch: Microbatch,
-    *,
-    step: int,
-    batch: int,
-    rank: int,
-) -> torch.Tensor:
-    blocks = model.all_blocks()
+def run_forward(model: Model, step: int, batch: int) -> torch.Tensor:
+    """Returns the loss of a microbatch."""
+    case, rank, blocks = model.case, dist.get_rank(), model.all_blocks()
+    microbatch = case.microbatches(step, rank)[batch]
     for block in blocks:
         block.weights, block.seen = {}, {}
-    for block, i, param in case.params():
+    for block, i, _ in case.params():
         if microbatch.uses(block, i):
-            weight = weight_of(case, block, i, param, step=step, batch=batch, rank=rank)
+            weight = weights_of(case, step, block, i)[rank, batch]
             blocks[block].weights[i] = weight.to(model.device)
-    x = torch.zeros(1, device=model.device, requires_grad=True)
-    return model(x).sum()
+    return model(torch.zeros(1, device=model.device, requires_grad=True)).sum()
 
 
-def run_microbatch(
-    case: Case, model: Model, step: int, batch: int, rank: int
-) -> torch.Tensor:
+def run_microbatch(model: Model, step: int, batch: int) -> torch.Tensor:
     """Runs it forward and backward, and returns the loss."""
-    microbatch = case.microbatches(step, rank)[batch]
+    microbatch = model.case.microbatches(step, dist.get_rank())[batch]
     model.set_requires_gradient_sync(microbatch.sync != "none")
     model.set_requires_all_reduce(microbatch.sync == "all")
     model.set_reshard_after_backward(microbatch.reshards)
     model.set_is_last_backward(microbatch.is_last)
-    loss = run_forward(case, model, microbatch, step=step, batch=batch, rank=rank)
+    loss = run_forward(model, step, batch)
     loss.backward()
     return loss

@@ -118,7 +118,7 @@ def run_mode(case: Case, steps: int) -> dict[str, Any]:
     times = {WARM_UP: "few", steps // 2: "half", steps: "all"}
     for step in range(1, steps + 1):
         for batch in range(len(case.steps[0].microbatches)):
-            run_microbatch(case, model, 0, batch, rank=0)
+            run_microbatch(model, 0, batch)
         model.zero_grad()
         if step in times:
             found[times[step]] = living()
