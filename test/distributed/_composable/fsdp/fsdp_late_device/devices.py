@@ -103,14 +103,14 @@ class DeviceHandle:
     def Event(self, *args: Any, **kwargs: Any) -> Event:
         return self._rank.new_event()
 
-    def current_stream(self, device: Any = None) -> Stream:
+    def current_stream(self, device: Any = None) -> Any:
         return self._rank.stream
 
     def synchronize(self, device: Any = None) -> None:
         self._rank.synchronize()
 
     @contextlib.contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
+    def stream(self, stream: Any) -> Iterator[None]:
         rank = self._rank
         previous = rank.stream
         # A call of ours, the context manager's and then the site's

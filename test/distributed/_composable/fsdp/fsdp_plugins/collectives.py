@@ -167,6 +167,7 @@ def profiled_on_demand() -> Iterator[list[str]]:
     activities = {torch.profiler.ProfilerActivity.CPU}
     state, flags = torch.autograd.ProfilerState.KINETO, [False] * 5
     experimental = torch._C._profiler._ExperimentalConfig()
+    # pyrefly: ignore [bad-argument-count]
     config = torch.autograd.ProfilerConfig(state, *flags, experimental)
     torch.autograd._prepare_profiler(config, activities)
     torch.autograd._enable_profiler(config, activities)
