@@ -191,7 +191,6 @@ class TestComparison(ImportingTest):
         Recorder.asked = []
         self.sides: Any = {name: Recorder(name) for name in ("release", "branch")}
 
-    @pytest.mark.quick
     def test_ratio_is_of_pairs(self) -> None:
         from _ratios import Comparison, exact_row, Samples, table
 

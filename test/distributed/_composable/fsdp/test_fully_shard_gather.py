@@ -8,6 +8,8 @@ is kept between steps.
 import itertools
 from collections.abc import Sequence
 
+import pytest
+
 from fsdp_common.comms import (
     as_bytes,
     BF16,
@@ -42,6 +44,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_reduce import get_buckets
 from torch.testing._internal.common_utils import run_tests
+
+
+pytestmark = pytest.mark.quick
 
 
 class TestAllGather(ThreadTest):

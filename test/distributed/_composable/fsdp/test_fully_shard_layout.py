@@ -8,6 +8,7 @@ import math
 import random
 from dataclasses import replace
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -43,6 +44,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_layout import (
 )
 from torch.testing._internal.common_utils import run_tests
 
+
+pytestmark = pytest.mark.quick
 
 NAMES = (
     "float64 float32 bfloat16 float16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz "

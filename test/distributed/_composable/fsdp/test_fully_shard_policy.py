@@ -15,6 +15,8 @@ import weakref
 from typing import Any
 from unittest import mock
 
+import pytest
+
 from fsdp_common.comms import BF16, FP8, FP16, FP32, FP64
 from fsdp_common.release_rules import reduce_dtype
 from fsdp_common.utils import DeviceFreeTest, run_python
@@ -30,6 +32,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_api
 from torch.distributed.fsdp._fully_shard import _fsdp_policies as policies
 from torch.testing._internal.common_utils import run_tests
 
+
+pytestmark = pytest.mark.quick
 
 FP8_FNUZ = torch.float8_e4m3fnuz
 CPU = torch.device("cpu")

@@ -13,6 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
+
 from fsdp_common.comms import (
     BF16,
     count_operators,
@@ -53,6 +55,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_releases import HAS_MIXED_CHUNK_C
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.common_utils import run_tests
 from torch.utils._python_dispatch import TorchDispatchMode
+
+
+pytestmark = pytest.mark.quick
 
 
 class TestReduce(ThreadTest):
