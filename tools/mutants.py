@@ -108,7 +108,9 @@ def copy_of_clone(number: int) -> Path:
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns("build", ".git", ".venv"))
     tree = copy / "build/tree"
     lay_links(tree, torch_links(release / "base", copy, files_under(copy, "torch")))
-    (copy / "build/base").symlink_to(release / "base")
+    # No link itself: what runs there compares paths
+    base = {path.name: os.readlink(path) for path in (release / "base").iterdir()}
+    lay_links(copy / "build/base", base)
     return copy
 
 
