@@ -162,10 +162,11 @@ def measure(test: str, table: dict[str, Any]) -> None:
 
 def try_on(mutant: dict[str, Any], table: dict[str, Any], files: int) -> None:
     """Runs a mutant's tests until one fails, or so many files have passed."""
-    edited, name = mutant.pop("edited"), mutant["function"].strip("_")
+    edited, name = mutant["edited"], mutant["function"].strip("_")
     rows, tests = table["mutants"], table["tests"]
     with lock:
-        row = rows.setdefault(mutant["key"], {**mutant, "tried": [], "killed_by": ""})
+        new = {**mutant, "edited": None, "tried": [], "killed_by": ""}
+        row = rows.setdefault(mutant["key"], new)
         near = [r for r in rows.values() if r["file"] == row["file"] and r["killed_by"]]
     likely = Counter(r["tried"][-1] for r in near)
     span = {*range(row["lines"][0], row["lines"][1] + 1)}
@@ -173,6 +174,9 @@ def try_on(mutant: dict[str, Any], table: dict[str, Any], files: int) -> None:
         t for t in tests if span.intersection(tests[t]["lines"].get(row["file"], ()))
     ]
     likely.update({t: 3 * min(text_of(t).count(name), 5) for t in run})
+    named = re.search(r"(?m)^# Tests: (.*)$", edited)  # by the product
+    for test in named[1].split(", ") if named else ():
+        likely[f"test_fully_shard_{test}.py"] += 20
     run.sort(key=lambda t: (10 + tests[t]["seconds"]) / (1 + likely[t]))
     with one_copy(table) as copy:
         whole = (path := copy / PRODUCT / row["file"]).read_text()

@@ -25,6 +25,7 @@ program that compares nothing. ``TORCH_FSDP_CHECK_RANKS_AGREE=always`` compares 
 every gather and every reduction: all ranks raise where they drift apart.
 """
 
+# Tests: agreement, drift
 from __future__ import annotations
 
 import contextlib

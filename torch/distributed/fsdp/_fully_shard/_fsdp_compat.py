@@ -4,6 +4,7 @@ part in a step until somebody calls, sets or replaces it. For uniform units they
 as in the release. Of mixed units they say what is true, or refuse to say.
 """
 
+# Tests: plugins
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,5 +1,6 @@
 """What the groups of one root share, see :class:`FSDPCommContext`."""
 
+# Tests: streams, hsdp
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence

@@ -1,5 +1,6 @@
 """The copies between a unit's tensors and its flat buffers. No collectives."""
 
+# Tests: reduce, layout, gather
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence

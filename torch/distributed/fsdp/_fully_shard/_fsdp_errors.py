@@ -7,6 +7,7 @@ fail anyway. Only then is it looked at, for an error of the same type that names
 parameter. Where nothing is known about an error, it is left as it is.
 """
 
+# Tests: bad_input
 from __future__ import annotations
 
 import contextlib

@@ -19,6 +19,7 @@ padded: elements that lie elsewhere in a reduce-scatter may be added in another 
 with other bits. Uniform units have the release's layout: parameter order, unpadded.
 """
 
+# Tests: layout, overrides
 from __future__ import annotations
 
 import functools

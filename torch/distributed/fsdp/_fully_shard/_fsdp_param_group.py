@@ -30,6 +30,7 @@ Hence the shared context keeps the last gather alive until the next group has or
 its streams behind this group's copy-out. The root drops the last one after forward.
 """
 
+# Tests: module_hooks, prefetch, streams
 from __future__ import annotations
 
 import contextlib

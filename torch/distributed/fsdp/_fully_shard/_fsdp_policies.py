@@ -3,6 +3,7 @@
 function or by patterns over parameter names.
 """
 
+# Tests: policy, overrides
 from __future__ import annotations
 
 import difflib

@@ -4,6 +4,7 @@ a state dict is loaded, at the first forward, until when users may change them, 
 sharded and unsharded ones take turns.
 """
 
+# Tests: loading, module_hooks
 from __future__ import annotations
 
 import weakref

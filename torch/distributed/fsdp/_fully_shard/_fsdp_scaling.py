@@ -11,6 +11,7 @@ a power of two ranks is a subtree, which the tree over the replicas continues. H
 each element is the same sum in the same order, with the same bits, on each such mesh.
 """
 
+# Tests: divide_factors, grad_comm
 from __future__ import annotations
 
 from typing import TypeAlias

@@ -3,6 +3,7 @@ What users set of units: the checks of it, and beside the methods of ``FSDPModul
 units prefetch in backward, and which of their reductions are joined.
 """
 
+# Tests: bad_input, small_reductions
 from __future__ import annotations
 
 import math

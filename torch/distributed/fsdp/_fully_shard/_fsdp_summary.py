@@ -3,6 +3,7 @@ How a model's units are laid out, for people to look at: which parameters are
 stored, computed with and reduced in which dtype, and the bytes that this sends.
 """
 
+# Tests: summary, overrides
 from __future__ import annotations
 
 import logging
