@@ -62,9 +62,11 @@ for-tests: setup
 test: for-tests  ## run the tests (QUICK=1: those marked so; ARGS=... goes to pytest)
 	@$(PYTEST) $(or $(ARGS),$(SIDE_BY_SIDE) -m "$(MARKS)" test)
 
-which:  ## tell which tests notice that a function is broken, and which name it (F=NAME)
-	@grep -w -e "$$F" tools/found_by.txt | cut -d: -f1-3; \
-	  git grep -cw -e "$$F" -- test
+which:  ## tell the tests of a function: its file's, who notices its mutant, who names it (F=NAME)
+	@for file in $$(git grep -lw -e "def $$F" -- torch); do \
+	  echo "$$file: $$(sed -n 's/^# Tests: //p' "$$file")"; done
+	@grep -w -e "$$F" tools/found_by.txt | cut -d: -f1-3 | grep . || echo "tried no mutant of it"
+	@git grep -npw -e "$$F" -- test || echo "no test names it"
 
 test-tools: for-tests  ## run those of what surrounds the branch: set-up, wheels, benchmarks
 	@$(PYTEST) $(or $(ARGS),$(SIDE_BY_SIDE) -m tools test)

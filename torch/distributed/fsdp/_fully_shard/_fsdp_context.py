@@ -1,6 +1,6 @@
 """What the groups of one root share, see :class:`FSDPCommContext`."""
 
-# Tests: streams, hsdp
+# Tests: streams, hsdp, prefetch
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence

@@ -8,7 +8,7 @@ with the parameters at each use, which costs far less than to plan anew. Plans h
 dtypes and sizes only, and keep no shard alive.
 """
 
-# Tests: module_hooks, gather, loading
+# Tests: module_hooks, gather, plugins
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence

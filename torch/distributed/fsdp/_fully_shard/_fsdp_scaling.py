@@ -11,7 +11,7 @@ a power of two ranks is a subtree, which the tree over the replicas continues. H
 each element is the same sum in the same order, with the same bits, on each such mesh.
 """
 
-# Tests: divide_factors, grad_comm
+# Tests: divide_factors, grad_comm, comm
 from __future__ import annotations
 
 from typing import TypeAlias
