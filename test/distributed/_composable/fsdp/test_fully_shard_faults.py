@@ -46,6 +46,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
     DefaultReduceScatter,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_cache import ParamGroupCache
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
@@ -216,6 +217,10 @@ class TestExceptions(FSDPProcessTest):
         pair.model.reset_iter_state()
         pair.model.zero_grad()
         pair.reference.forget()
+        for group in registrations.groups_of(pair.model, "recover"):
+            of_step = group._post_forward_indices, group.comm_ctx.reducing_groups
+            self.assertEqual(of_step, ([], []), after)
+            self.assertEqual(group._training_state, TrainingState.IDLE, after)
         gc.collect()  # what autograd keeps of the lost step is in cycles
         deadline = time.monotonic() + 60
         while faults.buffers_alive() and time.monotonic() < deadline:

@@ -155,11 +155,12 @@ class TestValues(HooksTest):
                 self.assert_warns(None, run, model)  # once
 
     def test_a_reshard_brings_new_values(self) -> None:
-        for model, change in self.steps():
-            with torch.no_grad():
-                change()
-            self.assert_warns(None, model.reshard)
-            self.assert_warns(None, self.evaluate, model)
+        for name in ("reshard", "reset_iter_state"):
+            for model, change in self.steps():
+                with torch.no_grad():
+                    change()
+                self.assert_warns(None, getattr(model, name))
+                self.assert_warns(None, self.evaluate, model)
 
     def test_backwards_that_do_not_reshard(self) -> None:
         model = self.model()
