@@ -117,7 +117,10 @@ def copy_of_clone(number: int) -> Path:
 def failure_of(test: str, copy: Path, seconds: float, *under: str) -> str:
     """Returns the first test of a file that fails, or that it hung; "" if all pass."""
     env = os.environ | {"PYTHONPATH": f"{copy}/build/tree"}
-    env |= {"PYTHONPYCACHEPREFIX": f"{copy}.pyc", "PYTHONDONTWRITEBYTECODE": ""}
+    env |= {
+        "PYTHONPYCACHEPREFIX": f"{ROOT}/build/pycache",
+        "PYTHONDONTWRITEBYTECODE": "",
+    }
     command = ["timeout", "--kill-after=5", str(seconds)]  # all its processes
     command += [sys.executable, *under, "-m", "pytest", "-q", "--tb=no"]
     command += ["-m", "not tools", str(TESTS / test), *([] if under else ["-x"])]
