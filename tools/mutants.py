@@ -125,7 +125,10 @@ def failure_of(test: str, copy: Path, seconds: float, *under: str) -> str:
     command += [sys.executable, *under, "-m", "pytest", "-q", "--tb=no"]
     command += ["-m", "not tools", str(TESTS / test), *([] if under else ["-x"])]
     done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True)
-    failed = re.findall(r"(?m)^(?:FAILED|ERROR) \S*?(\w+)(?: - .*)?$", done.stdout)
+    failed = re.findall(
+        r"(?m)^(?:ERROR|(?:SUB)?FAILED\S*?(?:\[.*?\])?) \S*?(\w+)(?: - .*)?$",
+        done.stdout,
+    )
     return {0: "", 5: "", 124: "hung", 137: "hung"}.get(
         done.returncode, (failed or ["did not start"])[0]
     )
