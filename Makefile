@@ -56,8 +56,9 @@ SIDE_BY_SIDE = --numprocesses=auto --dist=loadfile
 MARKS = $(if $(QUICK),quick,$(if $(CI),,not tools))
 
 # A package of other people's that cannot be had stops no test of the core, but CI
-for-tests: setup
-	@$(SETUP) setup --models || { echo "what needs these is skipped"; test -z "$$CI"; }
+for-tests: python
+	@$(SETUP) setup --models || \
+	  { test -z "$$CI" && echo "what needs these is skipped" && $(SETUP) setup; }
 
 test: for-tests  ## run the tests (QUICK=1: those marked so; ARGS=... goes to pytest)
 	@$(PYTEST) $(or $(ARGS),$(SIDE_BY_SIDE) -m "$(MARKS)" test)

@@ -163,7 +163,8 @@ def measure(test: str, table: dict[str, Any]) -> None:
         if failed and failure_of(test, copy, 1200):  # without an edit: it shows nothing
             lines = {}
         lines = {name: sorted(lines[name]) for name in sorted(lines)}
-        table["tests"][test] = {"seconds": seconds, "lines": lines}
+        with lock:
+            table["tests"][test] = {"seconds": seconds, "lines": lines}
 
 
 def try_on(mutant: dict[str, Any], table: dict[str, Any], files: int) -> None:
@@ -226,7 +227,8 @@ def main() -> None:
         new = [p.name for p in (ROOT / TESTS).glob("test_*.py") if p.name not in tests]
         [*pool.map(lambda test: measure(test, table), new)]
         [*pool.map(lambda m: try_on(m, table, args.files), wanted[: args.limit])]
-    keep(rows.values())
+    if args.limit is None and not args.only:  # else others' rows would be lost
+        keep(rows.values())
     killed = Counter(r["tried"][-1] for r in rows.values() if r["killed_by"])
     print(f"{len(rows)} tried, {killed.total()} found: {killed}")
 

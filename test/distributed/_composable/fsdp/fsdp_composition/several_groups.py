@@ -116,7 +116,7 @@ class Hooks:
 
     def _come(self, group: FSDPParamGroup, original: Callable[..., None]) -> None:
         if group._param_group_index == self.order.late:
-            # The root's callback runs first for a group whose own hook has not run
+            # Held back once: then the root's final callback runs its post-backward
             if id(group) not in self._held_back:
                 self._held_back.add(id(group))
                 return
