@@ -14,13 +14,13 @@ import itertools
 import json
 import os
 import queue
-import random
 import re
 import shutil
 import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -75,25 +75,27 @@ def mutants_in(path: Path) -> list[dict[str, Any]]:
         for n, (kind, old, new) in itertools.product(range(first, last), RULES):
             if lines[n].lstrip()[:1] != "#":
                 found += [(kind, n, n + 1, re.sub(old, new, lines[n], count=1))]
+        parts = [s for s in ast.walk(node) if isinstance(s, ast.stmt)]
         for kind, start, end, after in found:
+            # Of a statement in several lines not all count as run
+            around = [s for s in parts if s.lineno <= start + 1 <= (s.end_lineno or 0)]
+            whole = max(around, key=lambda s: s.lineno)
             key = f"{path.name} {node.name}+{start - node.lineno}: {after.strip()}"
             edited = "\n".join([*lines[:start], after, *lines[end:], ""])
             row = {"key": key, "file": path.name, "function": node.name, "kind": kind}
             with contextlib.suppress(SyntaxError):
                 if lines[start:end] != [after] and compile(edited, path.name, "exec"):
-                    span = {"of": node.lineno, "lines": [start + 1, end]}
+                    span = {"of": node.lineno, "lines": [whole.lineno, end]}
                     mutants.append(row | span | {"edited": edited})
     return mutants
 
 
 def chosen() -> list[dict[str, Any]]:
+    """Returns one of each function, the same ones whatever changes elsewhere."""
     found = [m for p in sorted((ROOT / PRODUCT).glob("*.py")) for m in mutants_in(p)]
-    random.Random(0).shuffle(found)
+    found.sort(key=lambda m: zlib.crc32(m["key"].encode()))
     found.sort(key=lambda m: (m["kind"] == "body") - m["kind"].isupper())  # stable
-    first = {(m["file"], m["of"]): m for m in reversed(found)}
-    more = [m for m in found if first[m["file"], m["of"]] is not m]
-    wanted = [*first.values(), *more[: max(250 - len(first), 0)]]
-    return random.Random(0).sample(wanted, len(wanted))
+    return [*{(m["file"], m["of"]): m for m in reversed(found)}.values()]
 
 
 def text_of(test: str) -> str:  # with the packages that it names
@@ -125,12 +127,10 @@ def failure_of(test: str, copy: Path, seconds: float, *under: str) -> str:
     command += [sys.executable, *under, "-m", "pytest", "-q", "--tb=no"]
     command += ["-m", "not tools", str(TESTS / test), *([] if under else ["-x"])]
     done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True)
-    failed = re.findall(
-        r"(?m)^(?:ERROR|(?:SUB)?FAILED\S*?(?:\[.*?\])?) \S*?(\w+)(?: - .*)?$",
-        done.stdout,
-    )
+    # Of a name with spaces the first word, which is the test's
+    failed = re.findall(r"(?m)^(?:ERROR|(?:SUB)?FAILED)\b.*? \S+::(\w+)", done.stdout)
     return {0: "", 5: "", 124: "hung", 137: "hung"}.get(
-        done.returncode, (failed or ["did not start"])[0]
+        done.returncode, (failed or ["crashed"])[0]
     )
 
 

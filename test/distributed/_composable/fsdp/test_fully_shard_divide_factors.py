@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 
+from fsdp_common.comms import count_operators
 from fsdp_common.run_both import check_torch
 from fsdp_common.utils import DeviceFreeTest, op_name, run_python
 
@@ -139,6 +140,13 @@ class TestDivideFactors(DeviceFreeTest):
             expected = (replicas or 1) if factor is None else factor
             divisor = alone.divisor(1, replicas or 1)
             self.assertTrue(math.isclose(divisor, expected), (case, found))
+
+    def test_a_factor_of_one_is_no_kernel(self):
+        grad = torch.ones(2)
+        with count_operators() as counts:
+            for factor in (None, 1, 1.0, 2.0):
+                scaling._div_if_needed(grad, factor)
+        self.assertEqual(counts, {"aten::div_": 1})
 
     def test_a_group_has_a_backend_for_each_device(self):
         class Both:

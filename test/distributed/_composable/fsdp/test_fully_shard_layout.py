@@ -228,6 +228,8 @@ def gather_by_copies(
     buffer = torch.zeros(len(shards) * numel, dtype=layout.buffer_dtype)
     for segment, inputs in zip(buffer.split(max(numel, 1)), shards):
         copies = plan_copy_in(layout, [tensor.dtype for tensor in inputs])
+        last = [copy.slots[-1][0] for copy in copies if not copy.casts]
+        assert None not in last, "padding at the end is copied"
         _copy_in(segment, copies, inputs)
     return buffer
 

@@ -393,11 +393,17 @@ class TestNamesKnownInPart(FakeGroupTest):
             self.assertEqual([p.reduce_dtype for p in of_bias], [FP32] * 3)
 
     def test_the_summary_knows_them_before(self) -> None:
-        root = self.sharded(self.policy(), self.model())
+        model: Any = nn.Sequential()
+        model.layers = self.model()["layers"]
+        # Its name is the end of others, too
+        model.weight = nn.Parameter(torch.ones(4, dtype=BF16))
+        policy = by_name(model, self.PATTERNS, param_dtype=BF16)
+        for module in (*model.layers, model):
+            fully_shard(module, mp_policy=policy, mesh=init_device_mesh("cpu", (2,)))
         for _ in range(2):
             dtypes = {
                 (row.unit, name): row.compute_dtype
-                for row in layout_summary(root).rows
+                for row in layout_summary(model).rows
                 for name in row.names
             }
             expected = {
@@ -405,7 +411,7 @@ class TestNamesKnownInPart(FakeGroupTest):
                 for i in range(3)
                 for name in ("weight", "bias")
             }
-            self.assertEqual(dtypes, expected)
+            self.assertEqual(dtypes, expected | {("(root)", "weight"): BF16})
 
     def test_units_that_are_gathered_before_are_refused(self) -> None:
         root = self.sharded(self.policy(), self.model())

@@ -167,6 +167,18 @@ class TestCachedPlans(FakeGroupTest):
         dtypes = [param.grad.dtype for param in model.parameters()]
         self.assertEqual(dtypes, [FP32, BF16, BF16, BF16])
 
+    def test_a_list_that_changes_in_place_plans_anew(self) -> None:
+        model = unit_of(CASES["bf16"])
+        step(model)
+        group = model._get_fsdp_state()._fsdp_param_groups[0]
+        (planned,) = group._cache.buckets.values()
+        model.set_reshard_after_backward(False)
+        loss = model(torch.ones(1, requires_grad=True)).sum()
+        group.fsdp_params.reverse()
+        loss.backward()
+        (planned_anew,) = group._cache.buckets.values()
+        self.assertIsNot(planned_anew, planned)
+
 
 class Moves(TorchDispatchMode):
     """Notes how many tensors that were moved are there at once."""

@@ -9,7 +9,7 @@ What moves: the data of one unit, one step each way, by which backend.
 move, and :mod:`_fsdp_copies` copies them into the buffers and out of these.
 """
 
-# Tests: gather, reduce, comm
+# Tests: comm, reduce, hsdp, parity
 from __future__ import annotations
 
 import inspect

@@ -11,7 +11,7 @@ each in its lazy init, which an explicit unshard calls, look for the last two. W
 starts later is seen from the next forward on.
 """
 
-# Tests: host, module_hooks
+# Tests: host, plugins
 from __future__ import annotations
 
 import contextlib

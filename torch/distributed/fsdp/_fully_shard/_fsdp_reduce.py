@@ -7,7 +7,7 @@ deferred all-reduces, and small buckets, which wait for other units'.
 :mod:`_fsdp_collectives` reduces the buckets.
 """
 
-# Tests: reduce, hsdp, grad_comm
+# Tests: reduce, hsdp, grad_comm, streams
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,6 +1,6 @@
 """What the releases that these files fit differ in, for all other files."""
 
-# Tests: operators, plugins
+# Tests: plugins, distributed_config
 from __future__ import annotations
 
 import functools

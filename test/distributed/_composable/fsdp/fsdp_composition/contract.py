@@ -159,6 +159,7 @@ def attributes(model: nn.Module) -> dict[str, dict[str, str]]:
             if not name.startswith("__"):
                 with contextlib.suppress(AssertionError):  # of another mesh
                     of_owner[name] = described(getattr(owner, name))
+    found["group"]["__repr__"] = repr(group)
     return found
 
 

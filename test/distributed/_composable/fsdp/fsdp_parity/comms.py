@@ -65,6 +65,8 @@ class Gather(AllGather):
             group.rank() * input_tensor.nbytes
         ):
             raise AssertionError("A rank's input is no part of the output")
+        if torch.is_grad_enabled():
+            raise AssertionError("A gather is no part of the graph")
         return dist.all_gather_single(
             output_tensor, input_tensor, group=group, async_op=async_op
         )

@@ -63,8 +63,8 @@ def resharded_across(run: Run) -> Callable[[], object]:
 
 STARTING.add(
     ValueError,
-    "weight of Linear of size (3, 8) is sharded on dim 1…let reshard_after_forward be "
-    "True or False, or a factor of that dim",
+    "weight of Linear of size (3, 8) is sharded on dim 1…cuts dim 0: let "
+    "reshard_after_forward be True or False, or a factor of that dim",
     resharded_across=resharded_across,
 )
 
