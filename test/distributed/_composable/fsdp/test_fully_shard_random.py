@@ -29,7 +29,7 @@ from torch.testing._internal.common_utils import run_tests, TestCase
 pytestmark = pytest.mark.timeout(600)
 
 
-DEFAULT_CASES = 300 if os.environ.get("CI") else 75
+DEFAULT_CASES = 300 if os.environ.get("CI") else 50
 CASES = int(os.environ.get("FSDP_RANDOM_CASES", DEFAULT_CASES))
 SEED = int(os.environ.get("FSDP_RANDOM_SEED", "0"))
 
