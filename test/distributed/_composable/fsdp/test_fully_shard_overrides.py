@@ -398,8 +398,9 @@ class TestNamesKnownInPart(FakeGroupTest):
         # Its name is the end of others, too
         model.weight = nn.Parameter(torch.ones(4, dtype=BF16))
         policy = by_name(model, self.PATTERNS, param_dtype=BF16)
+        mesh = init_device_mesh("cpu", (self.ranks,))
         for module in (*model.layers, model):
-            fully_shard(module, mp_policy=policy, mesh=init_device_mesh("cpu", (2,)))
+            fully_shard(module, mp_policy=policy, mesh=mesh)
         for _ in range(2):
             dtypes = {
                 (row.unit, name): row.compute_dtype
