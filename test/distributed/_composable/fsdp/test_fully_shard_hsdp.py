@@ -56,13 +56,11 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     set_reduce_bucket_cap,
 )
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_context
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultReduceScatter,
-    ReduceResult,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_context import FSDPCommContext
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.common_utils import run_tests
 
@@ -372,23 +370,7 @@ class TestBuffers(FakeGroupTest):
             api(layer, **kwargs)
         return api(model, **kwargs)
 
-    def test_all_groups_of_a_module_are_one_unit(self) -> None:
-        """One group for each mesh: the buffers of the module before are not waited for."""
-        context = FSDPCommContext()
-        context.lazy_init(torch.device("cpu"))
-        reduced = torch.empty(1), None, None
-        for module in range(4):
-            modules = (module,)
-            for i in range(2):
-                group = mock.Mock(modules=modules, _module_fqn=str(module))
-                context.recycle_reduce_buffers(group)
-                held = [h.param_group._module_fqn for h in context.all_reduce_states]
-                before = [str(module - 1)] * 2 if module else []
-                self.assertEqual(held, before + [str(module)] * i)
-                result = ReduceResult(None, None, None, None, *reduced)
-                context.hold_reduce_buffers(group, [result])
-
-    def test_few_reduced_buffers_are_alive(self) -> None:
+    def test_few_reduced_buffers_are_held_beyond_the_limit(self) -> None:
         """Those of this unit and of the one before, however many units there are."""
         allocate = _fsdp_collectives.allocate
 
@@ -411,7 +393,8 @@ class TestBuffers(FakeGroupTest):
                 counts.append(sum(not ref.expired() for ref in alive))
                 return buffer
 
-            with mock.patch.object(_fsdp_collectives, "allocate", noting):
+            no_room = mock.patch.object(_fsdp_context, "_MAX_HELD_NBYTES", 0)
+            with no_room, mock.patch.object(_fsdp_collectives, "allocate", noting):
                 for is_last in (False, True) if mode == "deferred" else (True,):
                     model.set_requires_all_reduce(is_last)
                     counts.clear()

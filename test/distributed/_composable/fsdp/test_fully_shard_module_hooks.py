@@ -23,7 +23,10 @@ import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, share_comm_ctx
-from torch.distributed.fsdp._fully_shard._fsdp_context import HeldAllReduces
+from torch.distributed.fsdp._fully_shard._fsdp_context import (
+    AllReduceState,
+    HeldAllReduces,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_param_cache import ParamVersions
 from torch.distributed.fsdp._fully_shard._fsdp_reduce import SmallReductions
 from torch.testing._internal.common_utils import run_tests
@@ -232,10 +235,14 @@ class TestSharedContext(HooksTest):
             root(self.x)
         groups = [root._get_fsdp_state()._fsdp_param_group for root in roots]
         context = groups[0].comm_ctx
-        held = [HeldAllReduces((), (), group, []) for group in groups]
+        event = torch.cpu.Event()
+        state = AllReduceState(torch.empty(0), event)
+        held = [HeldAllReduces((state,), (), group, 0) for group in groups]
         parts = [(mock.Mock(fsdp_params=[*g.fsdp_params]), None) for g in groups]
         reduction = mock.Mock(**{"input_nbytes.return_value": 4})
         context.all_reduce_states = [*held]
+        for group in groups:
+            group._reducer.event = event
         context.small_reductions = {reduction: SmallReductions([*parts], 8)}
         roots[1].reset_iter_state()
         self.assertEqual(context.all_reduce_states, held[:1])

@@ -1,11 +1,22 @@
-"""What the groups of one root share, see :class:`FSDPCommContext`."""
+"""
+What the groups of one root share, see :class:`FSDPCommContext`.
+
+[Note: Holding reduced buffers]
+An all-reduce over replicas may take longer than backward of several units, and its
+buffer was allocated in another stream, which may reuse the memory once it is freed. Yet
+neither compute nor a reduce-scatter, which compute waits for, waits for an all-reduce
+while backward goes on. Where sharded gradients view the buffer, to hold it takes no
+memory: it is held until its group reduces again, or to the end of backward. Buffers
+whose gradients are cast are held up to ``_MAX_HELD_NBYTES``. Beyond that, the streams
+that allocated them wait for the oldest, but never for the newest.
+"""
 
 # Tests: streams, hsdp, prefetch
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby, islice
+from itertools import groupby, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -47,14 +58,19 @@ class AllReduceState(NamedTuple):
     event: torch.Event | None
 
 
-class HeldAllReduces(NamedTuple):
+@dataclass(eq=False)
+class HeldAllReduces:
     """The reduced buffers of one post-backward, held until all of their events."""
 
     states: tuple[AllReduceState, ...]
     # Which may reuse their memory once freed
     allocation_streams: tuple[torch.Stream, ...]
     param_group: Any  # the group that reduced
-    reducing_groups: list[Any]  # all of its module that did
+    nbytes: int  # 0 if the sharded gradients view the buffers, and so hold them too
+
+
+# Reduced buffers that no sharded gradient views are held up to this many bytes
+_MAX_HELD_NBYTES = 512 * 2**20
 
 
 class FSDPCommContext:
@@ -69,7 +85,7 @@ class FSDPCommContext:
         # Oldest first. The root's lazy init resolves their maximum from all groups.
         self.reduce_scatter_states: list[ReduceScatterState] = []
         self.reduce_scatter_max_input_buffers: int = 1
-        # Oldest first, of as many modules, and of the newest
+        # Oldest first, see [Note: Holding reduced buffers]
         self.all_reduce_states: list[HeldAllReduces] = []
         # The groups of one module that have reduced since another module's last did
         self.reducing_groups: list[Any] = []
@@ -146,8 +162,13 @@ class FSDPCommContext:
                 self.device_handle.current_stream().wait_event(state.event)
             self.all_gather_state = None
 
-    def hold_reduce_buffers(self, group: Any, results: Sequence[ReduceResult]) -> None:
-        """Holds what the reductions of one post-backward use until their events."""
+    def hold_reduce_buffers(
+        self, group: Any, results: Sequence[ReduceResult], *, are_viewed: bool
+    ) -> None:
+        """
+        Holds what the reductions of one post-backward use until their events.
+        ``are_viewed``: whether the sharded gradients are views of the reduced buffers.
+        """
         current_stream = self.device_handle.current_stream()
         # Several buckets may share an input, which the last of them reads last
         inputs: dict[torch.Tensor, None] = {}
@@ -169,31 +190,28 @@ class FSDPCommContext:
             state = ReduceScatterState((*inputs,), scattered, current_stream, group)
             self.reduce_scatter_states.append(state)
         if reduced:
-            held = (*reduced,), (*streams,), group, self.reducing_groups
-            self.all_reduce_states.append(HeldAllReduces(*held))
+            nbytes = (
+                0 if are_viewed else sum(r.all_reduce_input.nbytes for r in reduced)
+            )
+            held = HeldAllReduces((*reduced,), (*streams,), group, nbytes)
+            self.all_reduce_states.append(held)
 
     def recycle_reduce_buffers(self, group: Any) -> None:
         """
         Drops the oldest buffers of reductions after their events, to make room for
         those of ``group``. Only at the first group of a module to reduce: waiting at
         each would serialize their reduce-scatters. A group that comes again is a first.
-
-        The newest module's all-reduce keeps its buffers, to overlap with this one.
         """
         groups = self.reducing_groups
         if groups and groups[0].modules is group.modules and group not in groups:
             groups.append(group)
             return
         self.reducing_groups = [group]
-        by_module = groupby(self.all_reduce_states, lambda h: id(h.reducing_groups))
-        modules = [[*all_held] for _, all_held in by_module]
-        excess = len(modules) - self.reduce_scatter_max_input_buffers
-        oldest = [*chain.from_iterable(modules[: max(excess, 0)])]
-        for held in oldest:
-            if (event := held.states[-1].event) is not None:
-                for stream in held.allocation_streams:
-                    stream.wait_event(event)
-        del self.all_reduce_states[: len(oldest)]
+        held = self.all_reduce_states
+        nbytes, count = sum(h.nbytes for h in held), 0
+        while nbytes > _MAX_HELD_NBYTES and count < len(held) - 1:
+            nbytes, count = nbytes - held[count].nbytes, count + 1
+        self.drop_all_reduces(held[:count])
         states = self.reduce_scatter_states
         excess = len(states) + 1 - self.reduce_scatter_max_input_buffers
         if excess <= 0:
@@ -206,6 +224,14 @@ class FSDPCommContext:
                     if state.allocation_stream != current_stream:
                         current_stream.wait_event(state.event)
             del states[:excess]
+
+    def drop_all_reduces(self, dropped: Sequence[HeldAllReduces]) -> None:
+        """Drops reduced buffers, which the streams that may reuse them wait for."""
+        for held in dropped:
+            if (event := held.states[-1].event) is not None:
+                for stream in held.allocation_streams:
+                    stream.wait_event(event)
+            self.all_reduce_states.remove(held)
 
     def wait_current_stream_on_reductions(self) -> None:
         """Makes the current stream wait for all reductions."""

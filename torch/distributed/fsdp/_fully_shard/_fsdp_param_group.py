@@ -18,9 +18,8 @@ Each handover of data from stream to stream is one of these waits:
   ``grad_comm_dtype`` that stream has an all-to-all and the sum of what it received.
 - reduce-scatter -> next copy-in: ``FSDPCommContext.reduce_scatter_states`` holds the
   last post-backwards' inputs until the current stream has waited for their events.
-- all-reduce -> later reduce-scatter: ``FSDPCommContext.all_reduce_states`` holds the
-  buffers of ``reduce_scatter_max_input_buffers`` modules, and of the newest, until the
-  stream of the reduce-scatter, which allocates them, has waited for their events.
+- all-reduce -> later reduce-scatter: none, while there is room, see
+  [Note: Holding reduced buffers].
 - sharded gradients -> optimizer: backward ends with waits for all streams that reduced.
 
 [Note: Freeing the gather buffer late]

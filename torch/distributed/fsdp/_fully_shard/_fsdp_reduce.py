@@ -277,7 +277,12 @@ class GradReducer:
 
     def wait(self) -> None:
         """Waits for the last reduction, if backward comes to the group again."""
-        self._group._wait_current_stream(self.event)
+        if self.event is None:
+            return
+        group, context = self._group, self._group.comm_ctx
+        group._wait_current_stream(self.event)
+        held = [h for h in context.all_reduce_states if h.param_group is group]
+        context.drop_all_reduces(held)
         self.event = None
 
     def finish(self) -> None:
@@ -290,9 +295,7 @@ class GradReducer:
         """Waits for what is in flight, and drops what is kept, with all gradients."""
         self.wait()
         self.partial_reduces.clear()
-        group, context, cache = self._group, self._group.comm_ctx, self._group._cache
-        held = context.all_reduce_states
-        context.all_reduce_states = [h for h in held if h.param_group is not group]
+        context, cache = self._group.comm_ctx, self._group._cache
         small, own = context.small_reductions, {*cache}
         for reduction, waiting in [*small.items()]:
             parts = [of for of in waiting.parts if own.isdisjoint(of[0].fsdp_params)]
@@ -407,8 +410,11 @@ class GradReducer:
     ) -> None:
         """Reduces batches one after another, and holds what they use until done."""
         group, comm, results = self._group, reduction.reduce_scatter_comm, []
+        are_viewed = True
         try:
             for parts in batches:
+                if any(part.bucket.needs_casts for part in parts):
+                    are_viewed = False
                 if results and collectives.holds_one_input(comm):
                     group._wait_current_stream(results[-1].reduce_scatter_event)
                     results = [r._replace(reduce_scatter_input=None) for r in results]
@@ -417,7 +423,7 @@ class GradReducer:
             streams = reduction.reduce_scatter_stream, reduction.all_reduce_stream
             group._clean_up(error, streams, buckets)
             raise
-        group.comm_ctx.hold_reduce_buffers(group, results)
+        group.comm_ctx.hold_reduce_buffers(group, results, are_viewed=are_viewed)
 
     def _reduce_batch(
         self, reduction: Reduction, parts: list[BucketGrads]

@@ -34,6 +34,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._fully_shard import (
     _fsdp_collectives as collectives,
 )
+from torch.distributed.fsdp._fully_shard import (
+    _fsdp_context as shared,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_common import (
     FSDPMeshInfo,
     ShardPlacementResult,
@@ -322,6 +325,13 @@ def two_groups_of_a_module(kit: Kit) -> None:
 @schedule
 def hsdp(kit: Kit) -> None:
     kit.train(kit.sharded_net(mesh=kit.mesh(2, 2)), steps=3)
+
+
+@schedule
+def hsdp_without_room(kit: Kit) -> None:
+    """Reduced buffers that gradients do not view are not held for later units."""
+    with mock.patch.object(shared, "_MAX_HELD_NBYTES", 0):
+        kit.train(kit.sharded_net(mesh=kit.mesh(2, 2)), steps=3)
 
 
 @schedule
