@@ -26,8 +26,8 @@ from ._fsdp_layout import BucketKey
 
 
 Factors: TypeAlias = tuple[float | None, float | None, _ReduceOp, _ReduceOp]
-# How much of a buffer one all-to-all between replicas takes
-_MAX_PIECE_NBYTES = 16 * 2**20
+# What one all-to-all between replicas takes of a buffer, at least and at most
+_MIN_PIECE_NBYTES, _MAX_PIECES = 16 * 2**20, 8
 # By device: looked up for each reduction with a custom factor
 _backend_names = WeakKeyDictionary[dist.ProcessGroup, dict[str, str]]()
 
@@ -159,11 +159,17 @@ def _add_up(rows: torch.Tensor) -> None:
 
 
 def all_reduce_in_tree(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Sums ``tensor`` (1D) in place: each rank sums one part, which all gather."""
-    world_size = group.size()
+    """
+    Sums ``tensor`` (1D) in place: of each piece, each rank sums a part, which all gather.
+    Takes the memory of one piece, an eighth of the tensor or 16 MiB if that is more, and
+    of another for the last one if its size must be padded.
+    """
+    world_size, itemsize = group.size(), tensor.itemsize
     if world_size == 1:
         return
-    for piece in tensor.split(_MAX_PIECE_NBYTES // tensor.itemsize):
+    numel = max(_MIN_PIECE_NBYTES // itemsize, -(-tensor.numel() // _MAX_PIECES))
+    numel += -numel % (world_size * -(-16 // itemsize))  # parts begin on 16 bytes
+    for piece in tensor.split(numel):
         part_numel = -(-piece.numel() // world_size)
         padded = piece
         if piece.numel() % world_size != 0:
@@ -176,3 +182,4 @@ def all_reduce_in_tree(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
         dist.all_gather_single(padded, rows[0], group=group)
         if padded is not piece:
             piece.copy_(padded[: piece.numel()])
+        del received, rows, padded  # before the next ones are allocated
