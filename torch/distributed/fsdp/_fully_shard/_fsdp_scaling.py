@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import ReduceOp
 
 from ._fsdp_api import _ReduceOp
 from ._fsdp_layout import BucketKey
+from ._fsdp_releases import SCALES_BF16
 
 
 Factors: TypeAlias = tuple[float | None, float | None, _ReduceOp, _ReduceOp]
@@ -47,7 +48,8 @@ def _get_gradient_divide_factors(
 
     - fp32 and bf16 have the range to hold the sum, so the collective divides (AVG, or
       PREMUL_SUM for a custom factor), or where only sums are possible (forced, MTIA, a
-      backend without PREMUL_SUM) the sum is divided, which is smaller than the input.
+      backend without PREMUL_SUM, bf16 in releases that may scale it wrongly) the sum is
+      divided, which is smaller than the input.
     - Other dtypes, above all fp16, could overflow if divided after the sum and
       underflow if divided before. So they are divided by about sqrt(N) before and by
       the rest after: by the power of two f that grows from 1 while it divides N and
@@ -72,7 +74,8 @@ def _get_gradient_divide_factors(
         return None, None, AVG, SUM
     if reduce_scatter_group is not None and shards > 1:
         backend = backend_name(reduce_scatter_group, torch.device(device_type or "cpu"))
-        if backend in ("gloo", "mpi", "threaded", "threadpg"):  # no PREMUL_SUM
+        has_premul_sum = backend not in ("gloo", "mpi", "threaded", "threadpg")
+        if not has_premul_sum or (reduce_dtype is torch.bfloat16 and not SCALES_BF16):
             return None, factor, SUM, SUM
     return None, None, ReduceOp.PREMUL_SUM(1 / factor), SUM
 
