@@ -405,7 +405,7 @@ class TestByName(DeviceFreeTest):
                 by_name(Model(), {"*.A_log": {"param_dtype": wrong}})
 
         with self.assertRaisesRegex(
-            TypeError, "expects a dict of patterns, .* but got a list"
+            TypeError, "a dict of patterns, .* a Model and a list"
         ):
             by_name(Model(), ["*.A_log"])
 

@@ -77,7 +77,8 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
     :meth:`by_name` makes the overrides from patterns over parameter names.
 
     Raises:
-        TypeError: if a dtype is not a torch.dtype, or an override not callable.
+        TypeError: if a dtype is not a torch.dtype, an override not callable, or
+            ``cast_forward_inputs`` a dtype.
         ValueError: in ``fully_shard``, if an override raised one, or if a dtype does
             not fit a parameter, or its gradient cannot be reduced in it.
         RuntimeError: in ``fully_shard``, if an override raised anything else.
@@ -92,6 +93,12 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
         for name in (*OVERRIDDEN, "output_dtype"):
             if not isinstance(value := getattr(self, name), torch.dtype | None):
                 raise TypeError(
+        if isinstance(self.cast_forward_inputs, torch.dtype):
+            raise TypeError(
+                "cast_forward_inputs of MixedPrecisionPolicy is "
+                f"{self.cast_forward_inputs}: give a bool, and what follows "
+                "output_dtype by keyword"
+            )
                     f"{name} of MixedPrecisionPolicy is {value!r}: give a torch.dtype"
                 )
         for name, override_fn in _overrides_of(self).items():
@@ -136,8 +143,8 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
             param_dtype, ..., grad_comm_dtype: The fields, where no pattern sets them.
 
         Raises:
-            TypeError: if ``patterns`` is not a mapping, or a pattern maps neither to
-                dtypes nor to a policy.
+            TypeError: if ``module`` is not a module, ``patterns`` not a mapping, or a
+                pattern not a string, or if it maps neither to dtypes nor to a policy.
             ValueError: if a pattern matches no parameter, sets another field than
                 these three, or maps to a policy with overrides, or if two set the same
                 field of one parameter to different dtypes. In ``fully_shard``: if
@@ -346,6 +353,11 @@ class DtypeByName:
             "by_name on the root, and run its forward before you unshard units."
         )
 
+        if not isinstance(pattern, str):
+            raise TypeError(
+                f"Pattern {pattern!r} is not a string: give a shell pattern over names "
+                "of parameters, e.g. '*norm*'"
+            )
 
 def _ends(fqn: str) -> Iterator[str]:
     """Yields a name and the ends of it, the longest first."""
@@ -355,11 +367,11 @@ def _ends(fqn: str) -> Iterator[str]:
 
 def with_overrides(unit: _P, module: nn.Module, patterns: Mapping[str, Any]) -> _P:
     """Returns a policy with overrides by patterns. Raises what ``by_name`` says."""
-    if not isinstance(patterns, Mapping):
+    if not isinstance(module, nn.Module) or not isinstance(patterns, Mapping):
         raise TypeError(
-            "by_name(module, patterns) expects a dict of patterns, e.g. "
+            "by_name(module, patterns) expects a module and a dict of patterns, e.g. "
             "{'*norm*': dict(param_dtype=torch.float32)}, but got a "
-            f"{type(patterns).__name__}"
+            f"{type(module).__name__} and a {type(patterns).__name__}"
         )
     names: dict[nn.Parameter, list[str]] = {}  # all of each parameter
     for fqn, param in module.named_parameters(remove_duplicate=False):

@@ -39,8 +39,8 @@ def policy(**dtypes: Any) -> Case:
     return lambda run: lambda: MixedPrecisionPolicy(**dtypes)
 
 
-def by_name(patterns: Any) -> Case:
-    return lambda run: lambda: MixedPrecisionPolicy.by_name(Scaled(), patterns)
+def by_name(patterns: Any, module: Any = Scaled) -> Case:
+    return lambda run: lambda: MixedPrecisionPolicy.by_name(module(), patterns)
 
 
 def sharding(make: Callable[[], nn.Module] = Scaled, **kwargs: Any) -> Case:
@@ -62,6 +62,23 @@ MAKING.add(
     TypeError,
     "param_dtype_override_fn takes a parameter and returns a dtype or None",
     override_is_a_dtype=policy(param_dtype_override_fn=FP32),
+)
+MAKING.add(
+    TypeError,
+    "cast_forward_inputs of MixedPrecisionPolicy is torch.float32: give a bool, and what "
+    "follows output_dtype by keyword",
+    four_dtypes=lambda run: lambda: MixedPrecisionPolicy(BF16, FP32, FP32, FP32),
+)
+MAKING.add(
+    TypeError,
+    "by_name(module, patterns) expects a module and a dict of patterns…but got a",
+    by_name_without_module=by_name({}, str),
+    by_name_of_a_class=by_name({}, lambda: Scaled),
+)
+MAKING.add(
+    TypeError,
+    "Pattern 1 is not a string: give a shell pattern over names of parameters",
+    pattern_is_a_number=by_name({1: {"param_dtype": FP32}}),
 )
 MAKING.add(
     ValueError,
