@@ -503,7 +503,7 @@ class TestPolicies(DeviceFreeTest):
     def test_reduces_in_fp32_unless_said_otherwise(self):
         def added_in(given: MixedPrecisionPolicy) -> torch.dtype | None:
             param = torch.nn.Parameter(torch.zeros(2))
-            return resolve(given, param, "weight", torch.device("cpu")).reduce_dtype
+            return resolve(given, param, "weight").reduce_dtype
 
         self.assertEqual(added_in(policy()), FP32)
         self.assertEqual(added_in(policy(BF16, FP64)), FP64)
