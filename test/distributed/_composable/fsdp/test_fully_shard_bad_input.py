@@ -170,6 +170,10 @@ class TestAllowed(FSDPProcessTest, Checks):
         run.blocks[0].set_all_reduce_hook(None)
         self.check_step(run, model)
 
+    def test_complex_sums_of_real_gradients(self) -> None:
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.complex64)
+        self.check_step(*self.setting_up(mp_policy=policy))
+
     def test_parameters_that_are_no_floats(self) -> None:
         run = self.run_on(self.device)
         dtypes = (torch.int32, torch.bool, torch.complex64)

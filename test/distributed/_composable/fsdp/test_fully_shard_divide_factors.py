@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 
 from fsdp_common.comms import count_operators
+from fsdp_common.release_rules import FOLLOWS_GRAD_DTYPE
 from fsdp_common.run_both import check_torch
 from fsdp_common.utils import DeviceFreeTest, op_name, run_python
 
@@ -89,10 +90,11 @@ print(json.dumps([torch.__file__, schemas, results]))
 
 
 class TestDivideFactors(DeviceFreeTest):
-    def factors(self, case: tuple, backend: str) -> Factors:
+    def factors(self, case: tuple, backend: str, scales_bf16: bool = True) -> Factors:
         *sizes, dtype, factor, force_sum = case
         groups = [None if size is None else FakeGroup(size) for size in sizes]
-        with mock.patch.object(scaling, "backend_name", lambda *_: backend):
+        names = {"backend_name": lambda *_: backend, "SCALES_BF16": scales_bf16}
+        with mock.patch.multiple(scaling, **names):
             return Factors.of(
                 _get_gradient_divide_factors(
                     *groups, getattr(torch, dtype), "cuda", factor, force_sum
@@ -124,6 +126,14 @@ class TestDivideFactors(DeviceFreeTest):
             is_scaled = nccl.shard_op == "PREMUL_SUM" and sizes[0] > 1
             plain = Factors(None, case[3], "SUM", None, "SUM")
             self.assertEqual(gloo, plain if is_scaled else nccl)
+
+    def test_bf16_is_divided_after_the_sum_where_its_scaled_sum_may_be_wrong(self):
+        """As over gloo. 2.15.0 has the fix of NCCL's factors."""
+        self.assertEqual(scaling.SCALES_BF16, FOLLOWS_GRAD_DTYPE)
+        for case in CASES:
+            backend = "gloo" if case[2] == "bfloat16" else "nccl"
+            found = self.factors(case, "nccl", scales_bf16=False)
+            self.assertEqual(found, self.factors(case, backend), case)
 
     def test_over_one_rank_nothing_is_left_to_the_reduce_scatter(self):
         """Which does not run there, so that its input is divided."""

@@ -41,10 +41,11 @@ from fsdp_common.utils import (
     record_collectives,
     THREAD_DEVICE_TYPE,
 )
-from fsdp_parity.memory import peak_nbytes
+from fsdp_parity.memory import peak_nbytes, peak_nbytes_of
 from fsdp_wrong_uses.settings import OwnReduction
 
 import torch
+import torch.distributed as dist
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard, MixedPrecisionPolicy
@@ -263,7 +264,7 @@ class TestMeshes(GradCommTest):
     world_size = 8
 
     def setUp(self) -> None:
-        pieces = mock.patch.object(tree, "_MAX_PIECE_NBYTES", 12)
+        pieces = mock.patch.object(tree, "_MIN_PIECE_NBYTES", 12)
         pieces.start()  # before the threads
         self.addCleanup(pieces.stop)
         super().setUp()
@@ -284,6 +285,19 @@ class TestMeshes(GradCommTest):
         )
         self.backward(module, flat)
         self.assert_all_same(self.full_grads(module), expected)
+
+    def test_replicas_add_a_buffer_in_at_most_eight_pieces_with_the_same_bits(self):
+        """Each takes a few bytes, or an eighth of the buffer if that is more."""
+        group, ranks = self.mesh().get_group(), range(self.world_size)
+        # A piece of 32 fp32 elements is the least whose parts begin on 16 bytes
+        for numel, pieces in ((5, 1), (32, 1), (33, 2), (256, 8), (1001, 8)):
+            parts = [given_weight(r, 0, Spec((numel,), FP32)).float() for r in ranks]
+            found = parts[self.rank].clone()
+            with record_collectives() as recorder:
+                tree.all_reduce_in_tree(found, group)
+            self.assertEqual(found, add(parts), atol=0, rtol=0)
+            self.assertEqual(len(recorder.named("all_to_all")), pieces)
+            self.assertEqual(len(recorder.named("all_gather")), pieces)
 
 
 class TestOneAllToAll(GradCommTest):
@@ -489,7 +503,7 @@ class TestPolicies(DeviceFreeTest):
     def test_reduces_in_fp32_unless_said_otherwise(self):
         def added_in(given: MixedPrecisionPolicy) -> torch.dtype | None:
             param = torch.nn.Parameter(torch.zeros(2))
-            return resolve(given, param, "weight", torch.device("cpu")).reduce_dtype
+            return resolve(given, param, "weight").reduce_dtype
 
         self.assertEqual(added_in(policy()), FP32)
         self.assertEqual(added_in(policy(BF16, FP64)), FP64)
@@ -514,6 +528,14 @@ class TestUnitsOfFakeRanks(FakeGroupTest):
                 for comm in (None, BF16)
             )
             self.assertLessEqual(narrow, wide)
+
+    def test_replicas_add_in_the_memory_of_one_piece(self):
+        tensor = torch.ones(2**20)
+        with mock.patch.object(tree, "_MIN_PIECE_NBYTES", 12):
+            peak = peak_nbytes_of(
+                lambda: tree.all_reduce_in_tree(tensor, dist.group.WORLD)
+            )
+        self.assertLess(peak, 1.1 * tensor.nbytes / 8)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,6 @@ from torch.testing._internal.common_utils import run_tests
 pytestmark = pytest.mark.quick
 
 FP8_FNUZ = torch.float8_e4m3fnuz
-CPU = torch.device("cpu")
 by_name = MixedPrecisionPolicy.by_name
 
 
@@ -49,9 +48,8 @@ def resolve(
     policy: MixedPrecisionPolicy,
     of: nn.Parameter,
     fqn: str = "layers.0.gate",
-    device: torch.device = CPU,
 ) -> tuple[torch.dtype | None, torch.dtype | None]:
-    resolved = policies.resolve(policy, of, fqn, device)
+    resolved = policies.resolve(policy, of, fqn)
     return resolved.param_dtype, resolved.reduce_dtype
 
 
@@ -103,7 +101,7 @@ def computed(
     model = Model() if model is None else model
     policy = by_name(model, fields, param_dtype=BF16)
     params = [param() for _ in fqns]
-    resolved, _ = policies.resolve_all(policy, params, fqns, CPU, is_named)
+    resolved, _ = policies.resolve_all(policy, params, fqns, is_named)
     return [of.param_dtype for of in resolved]
 
 
@@ -148,7 +146,7 @@ class TestResolve(DeviceFreeTest):
         policy = MixedPrecisionPolicy(
             BF16, FP32, FP16, False, param_dtype_override_fn=lambda _: FP64
         )
-        resolved = policies.resolve(policy, param(), "gate", CPU)
+        resolved = policies.resolve(policy, param(), "gate")
         self.assertEqual(resolved, MixedPrecisionPolicy(FP64, FP32, FP16, False))
 
     def test_which_dtypes_fit(self) -> None:
@@ -175,42 +173,18 @@ class TestResolve(DeviceFreeTest):
                 text = f"{name}_override_fn returned {dtype} for .* {stored}.*{text}"
                 with self.assertRaisesRegex(ValueError, text):
                     resolve(returning(**{name: dtype}), param(stored))
-        for dtype in (FP8, torch.float8_e5m2, FP8_FNUZ):
-            for stored in (FP32, dtype):
-                with self.assertRaisesRegex(
-                    ValueError, f"{dtype} for parameter layers.0.gate.*on cpu.*Return"
-                ):
-                    resolve(returning(reduce_dtype=dtype), param(stored))
 
-    def test_reduces_float8_where_the_hardware_does(self) -> None:
-        gpu = torch.device("cuda", 0)
-        good: dict[str, Any] = {"nccl": (2, 24, 3), "capability": (9, 0), "hip": None}
-        for changed, accepted in [
-            ({}, True),
-            ({"nccl": (2, 27, 5), "capability": (10, 0)}, True),
-            ({"nccl": (2, 23, 4)}, False),
-            ({"capability": (8, 9)}, False),
-            ({"hip": "6.4"}, False),
-        ]:
-            has = good | changed
-            with (
-                self.subTest(**changed),
-                mock.patch.object(torch.version, "hip", has["hip"]),
-                mock.patch("torch.cuda.nccl.version", lambda has=has: has["nccl"]),
-                mock.patch(
-                    "torch.cuda.get_device_capability",
-                    lambda _, has=has: has["capability"],
-                ),
-                mock.patch("torch.distributed.is_nccl_available", lambda: True),
-            ):
-                for dtype in (FP8, FP8_FNUZ):  # NCCL has no type for the latter
-                    policy = returning(reduce_dtype=dtype)
-                    if accepted and dtype == FP8:
-                        got = resolve(policy, param(), device=gpu)
-                        self.assertEqual(got, (BF16, FP8))
-                        continue
-                    with self.assertRaisesRegex(ValueError, f"{dtype}.*on cuda:0"):
-                        resolve(policy, param(), device=gpu)
+    def test_no_gradient_is_reduced_in_float8(self) -> None:
+        """But a frozen parameter has none."""
+        for dtype in (FP8, torch.float8_e5m2, FP8_FNUZ):
+            text = f"^reduce_dtype of parameter layers.0.gate is {dtype},.* Give one of"
+            plain = MixedPrecisionPolicy(BF16, dtype)
+            for given in (plain, returning(reduce_dtype=dtype)):
+                for stored in (FP32, dtype):
+                    with self.assertRaisesRegex(ValueError, text):
+                        resolve(given, param(stored))
+                    frozen = param(stored).requires_grad_(False)
+                    self.assertEqual(resolve(given, frozen), (BF16, dtype))
 
     def test_what_is_reduced_in_by_default_must_be_reducible(self) -> None:
         for computed, stored in itertools.product((FP8, BF16), (FP8, FP32)):
@@ -220,7 +194,7 @@ class TestResolve(DeviceFreeTest):
             trained, frozen = param(stored), param(stored).requires_grad_(False)
             if reduce_dtype(MixedPrecisionPolicy(computed), stored) == FP8:
                 text = f"{computed} for parameter layers.0.gate, whose gradient .*in "
-                text += "torch.float8_e4m3fn.*cpu. Set reduce_dtype"
+                text += "torch.float8_e4m3fn. Set reduce_dtype"
                 with self.assertRaisesRegex(ValueError, text):
                     resolve(policy, trained)
             else:
@@ -282,7 +256,7 @@ class TestByName(DeviceFreeTest):
                 f"layers.{i}.proj.weight": (BF16, FP32),
             }
         self.assertEqual(dtypes_of(model, policy), expected)
-        resolved = policies.resolve(policy, model.embed.weight, "embed.weight", CPU)
+        resolved = policies.resolve(policy, model.embed.weight, "embed.weight")
         self.assertEqual(resolved, MixedPrecisionPolicy(BF16, BF16, FP16, False))
 
     def test_a_policy_sets_the_dtypes_that_it_has(self) -> None:
@@ -303,7 +277,7 @@ class TestByName(DeviceFreeTest):
         }
         expected = by_name(model, as_dicts, param_dtype=BF16, reduce_dtype=BF16)
         for fqn, p in model.named_parameters():
-            resolved = [policies.resolve(x, p, fqn, CPU) for x in (policy, expected)]
+            resolved = [policies.resolve(x, p, fqn) for x in (policy, expected)]
             self.assertEqual(*resolved, fqn)
         self.assertEqual(dtypes_of(model, policy)["layers.0.A_log"], (FP32, BF16))
         contradicting = {**patterns, "layers.1.A_log": {"param_dtype": BF16}}
@@ -405,7 +379,7 @@ class TestByName(DeviceFreeTest):
                 by_name(Model(), {"*.A_log": {"param_dtype": wrong}})
 
         with self.assertRaisesRegex(
-            TypeError, "expects a dict of patterns, .* but got a list"
+            TypeError, "a dict of patterns, .* a Model and a list"
         ):
             by_name(Model(), ["*.A_log"])
 
@@ -492,7 +466,7 @@ class TestByName(DeviceFreeTest):
 
             sys.setprofile(profile)
             try:
-                policies.resolve_all(policy, params, fqns, CPU, True)
+                policies.resolve_all(policy, params, fqns, True)
             finally:
                 sys.setprofile(None)
             return count

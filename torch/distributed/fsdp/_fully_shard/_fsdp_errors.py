@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from ._fsdp_layout import ReduceBucket
 from ._fsdp_param import FSDPParam
-from ._fsdp_policies import is_reducible
+from ._fsdp_policies import REDUCIBLE
 
 
 _PINNING_ADVICE = "Without an accelerator use CPUOffloadPolicy(pin_memory=False)"
@@ -238,7 +238,7 @@ def explain_reduction(
                 f"{about} has size {found_size}, but the parameter has size {size}. "
                 "Look for a hook that resizes it or sets its data"
             )
-    if not _has_fractions(bucket.dtype) or not is_reducible(bucket.dtype, device):
+    if bucket.dtype not in REDUCIBLE and not bucket.dtype.is_complex:
         return (
             f"The gradients of {_names(*fsdp_params)} cannot be averaged in "
             f"{bucket.dtype} on {device}. Set reduce_dtype to torch.float32: {error}"

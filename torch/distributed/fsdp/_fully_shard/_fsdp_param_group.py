@@ -464,7 +464,7 @@ class FSDPParamGroup(_Meshes, PluginNames):
     def resolve_policies(self, fqns: Sequence[str], is_named: bool) -> None:
         """Gives each parameter the policy that the group's one is for it."""
         params = [fsdp_param.sharded_param for fsdp_param in self.fsdp_params]
-        policies, _ = resolve_all(self.mp_policy, params, fqns, self.device, is_named)
+        policies, _ = resolve_all(self.mp_policy, params, fqns, is_named)
         for fsdp_param, policy in zip(self.fsdp_params, policies, strict=True):
             fsdp_param.mp_policy = policy
 

@@ -16,7 +16,6 @@ from itertools import product
 from typing import Any, TypeAlias, TypeVar
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 
 from . import _fsdp_api
@@ -31,9 +30,9 @@ OverrideFn: TypeAlias = Callable[[nn.Parameter], torch.dtype | None]
 # The branch's or the release's, which is the default of `fully_shard`
 _P = TypeVar("_P", bound=_fsdp_api.MixedPrecisionPolicy)
 _PACKED = torch.float4_e2m1fn_x2
-# What every backend sums
-_REDUCIBLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_REDUCIBLE_NAMES = ", ".join(map(str, _REDUCIBLE))
+# The floating-point dtypes that are summed and divided everywhere
+REDUCIBLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_REDUCIBLE_NAMES = ", ".join(map(str, REDUCIBLE))
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
 
 
@@ -50,9 +49,10 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
             before they are gathered, and so what forward and backward see. ``None``:
             each keeps the dtype it is stored in.
         reduce_dtype (torch.dtype, optional): What gradients are summed in over the
-            ranks, and accumulated in while :meth:`set_requires_gradient_sync` is off.
-            ``None``: since 2.15 each parameter's ``grad_dtype``, by default the dtype
-            it is stored in; before, that of its parameter in backward.
+            ranks, and accumulated in while :meth:`set_requires_gradient_sync` is off:
+            float64, float32, float16 or bfloat16. ``None``: since 2.15 each parameter's
+            ``grad_dtype``, by default the dtype it is stored in; before, that of its
+            parameter in backward.
         output_dtype (torch.dtype, optional): What floating-point tensors that forward
             returns are cast to. ``None``: they stay as they are.
         cast_forward_inputs (bool): Whether floating-point tensors given to forward are
@@ -61,9 +61,7 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
             with each parameter that it manages, as the user made it. Returns its
             ``param_dtype``: any floating-point dtype, its own to keep it as stored, or
             ``None`` for the default. Must return the same on every rank.
-        reduce_dtype_override_fn (callable, optional): The same for ``reduce_dtype``:
-            float64, float32, float16 or bfloat16. Also float8_e4m3fn and float8_e5m2
-            where NCCL is 2.24 or newer and the GPU has compute capability 9.0 or more.
+        reduce_dtype_override_fn (callable, optional): The same for ``reduce_dtype``.
         grad_comm_dtype (torch.dtype, optional): What gradients are sent in: float64,
             float32, float16 or bfloat16. If set, an all-to-all in this dtype replaces
             the reduce-scatter, and FSDP adds in ``reduce_dtype`` (float32 if that is
@@ -77,7 +75,8 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
     :meth:`by_name` makes the overrides from patterns over parameter names.
 
     Raises:
-        TypeError: if a dtype is not a torch.dtype, or an override not callable.
+        TypeError: if a dtype is not a torch.dtype, an override not callable, or
+            ``cast_forward_inputs`` a dtype.
         ValueError: in ``fully_shard``, if an override raised one, or if a dtype does
             not fit a parameter, or its gradient cannot be reduced in it.
         RuntimeError: in ``fully_shard``, if an override raised anything else.
@@ -94,6 +93,12 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
                 raise TypeError(
                     f"{name} of MixedPrecisionPolicy is {value!r}: give a torch.dtype"
                 )
+        if isinstance(self.cast_forward_inputs, torch.dtype):
+            raise TypeError(
+                "cast_forward_inputs of MixedPrecisionPolicy is "
+                f"{self.cast_forward_inputs}: give a bool, and what follows "
+                "output_dtype by keyword"
+            )
         for name, override_fn in _overrides_of(self).items():
             if not callable(override_fn):
                 raise TypeError(
@@ -136,8 +141,8 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
             param_dtype, ..., grad_comm_dtype: The fields, where no pattern sets them.
 
         Raises:
-            TypeError: if ``patterns`` is not a mapping, or a pattern maps neither to
-                dtypes nor to a policy.
+            TypeError: if ``module`` is not a module, ``patterns`` not a mapping, or a
+                pattern not a string, or if it maps neither to dtypes nor to a policy.
             ValueError: if a pattern matches no parameter, sets another field than
                 these three, or maps to a policy with overrides, or if two set the same
                 field of one parameter to different dtypes. In ``fully_shard``: if
@@ -153,7 +158,6 @@ def resolve(
     policy: _P,
     param: nn.Parameter,
     fqn: str,
-    device: torch.device,
     is_whole_fqn: bool | None = None,
 ) -> _P:
     """
@@ -176,13 +180,13 @@ def resolve(
                 message = f"{name}_override_fn failed for parameter {fqn}: {error!r}"
                 raise kind(message) from error
         if dtype is not None:
-            _check_override(name, dtype, param, fqn, device)
+            _check_override(name, dtype, param, fqn)
             changes[name] = dtype
     resolved = replace(policy, **changes) if changes else policy
     if (reduce_dtype := reduce_dtype_of_policy(resolved)) != resolved.reduce_dtype:
         resolved = replace(resolved, reduce_dtype=reduce_dtype)
     if param.requires_grad and param.dtype.is_floating_point:
-        _check_can_train(resolved, changes.get("param_dtype"), param, fqn, device)
+        _check_can_train(resolved, changes.get("param_dtype"), param, fqn)
     return resolved
 
 
@@ -190,7 +194,6 @@ def resolve_all(
     policy: _P,
     params: Sequence[nn.Parameter],
     fqns: Sequence[str],
-    device: torch.device,
     is_named: bool | None = None,  # by a root; None: not yet
 ) -> tuple[list[_P], bool]:
     """Resolves a unit's policies. Also returns whether they hold once it is named."""
@@ -200,7 +203,7 @@ def resolve_all(
         _clean(fqn) in table.by_fqn for table in tables for fqn in fqns
     )
     named = zip(params, fqns, strict=True)
-    return [resolve(policy, *of, device, is_whole) for of in named], not tables
+    return [resolve(policy, *of, is_whole) for of in named], not tables
 
 
 def reduce_dtype_of_policy(policy: Any) -> torch.dtype | None:
@@ -216,9 +219,7 @@ def _overrides_of(policy: Any) -> dict[str, OverrideFn]:
     return {name: override for name, override in found.items() if override is not None}
 
 
-def _check_override(
-    name: str, dtype: Any, param: nn.Parameter, fqn: str, device: torch.device
-) -> None:
+def _check_override(name: str, dtype: Any, param: nn.Parameter, fqn: str) -> None:
     """Raises if an override returned what does not fit its parameter."""
     stored = param.dtype
     if not isinstance(dtype, torch.dtype):
@@ -229,9 +230,6 @@ def _check_override(
         wrong = ". Return a floating-point dtype"
     elif dtype == _PACKED != stored:
         wrong = ": no cast packs several values in one element. Return another"
-    elif name == "reduce_dtype" and not is_reducible(dtype, device):
-        wrong = f": gradients cannot be summed in it on {device}. Return one of "
-        wrong += _REDUCIBLE_NAMES
     else:
         return
     raise ValueError(
@@ -240,53 +238,41 @@ def _check_override(
     )
 
 
-def _check_can_train(
-    policy: Any, override: Any, param: nn.Parameter, fqn: str, device: torch.device
-) -> None:
+def _check_can_train(policy: Any, override: Any, param: nn.Parameter, fqn: str) -> None:
     """Raises if a gradient could not be summed or sent, or fractions would be lost."""
     sent, added = getattr(policy, "grad_comm_dtype", None), policy.reduce_dtype
     if override is not None and added is None:
         dtype = (param.grad_dtype if FOLLOWS_GRAD_DTYPE else None) or override
-        if not is_reducible(dtype, device):
+        if dtype not in REDUCIBLE:
             raise ValueError(
                 f"param_dtype_override_fn returned {override} for parameter {fqn}, "
-                f"whose gradient cannot be summed in {dtype} on {device}. Set "
-                "reduce_dtype, or let reduce_dtype_override_fn return one for it."
+                f"whose gradient cannot be averaged in {dtype}. Set reduce_dtype, or "
+                "let reduce_dtype_override_fn return one for it."
             )
-    for name, of in (("param_dtype", "values"), ("reduce_dtype", "gradient")):
-        dtype = getattr(policy, name)
-        is_wide = dtype is None or dtype.is_floating_point or dtype.is_complex
-        if not is_wide or dtype == _PACKED:
-            raise ValueError(
-                f"{name} of the policy is {dtype}, which cannot hold the {of} of "
-                f"parameter {fqn}. Give a floating-point dtype, or an override."
-            )
-    if sent is not None and sent not in _REDUCIBLE:
+    computed = policy.param_dtype or torch.float32
+    is_wide = computed.is_floating_point or computed.is_complex
+    if not is_wide or computed == _PACKED:
+        raise ValueError(
+            f"param_dtype of the policy is {computed}, which cannot hold the values of "
+            f"parameter {fqn}. Give a floating-point dtype, or an override."
+        )
+    if added not in (None, *REDUCIBLE) and not added.is_complex:
+        raise ValueError(
+            f"reduce_dtype of parameter {fqn} is {added}, in which its gradient cannot "
+            f"be averaged. Give one of {_REDUCIBLE_NAMES}."
+        )
+    if sent not in (None, *REDUCIBLE):
         raise ValueError(
             f"grad_comm_dtype of parameter {fqn} is {sent}, in which its gradient "
             f"cannot be sent without a scale. Give one of {_REDUCIBLE_NAMES}."
         )
-    if sent and (added not in _REDUCIBLE or torch.promote_types(sent, added) != added):
+    if sent and (added not in REDUCIBLE or torch.promote_types(sent, added) != added):
         raise ValueError(
             f"The gradient of parameter {fqn} would be sent in {sent} "
             f"(grad_comm_dtype) and added in {added} (reduce_dtype), which does not "
             "hold all values of it. Give a reduce_dtype that does, e.g. "
             f"{torch.promote_types(sent, added)}."
         )
-
-
-def is_reducible(dtype: torch.dtype, device: torch.device) -> bool:
-    """Returns whether gradients can be summed in ``dtype``."""
-    # Gradients that are not floating point keep their own dtype
-    if dtype in _REDUCIBLE or not dtype.is_floating_point:
-        return True
-    # NCCL adds the 8-bit floats that it has types for, in hardware only
-    is_float8 = dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
-    if not is_float8 or device.type != "cuda" or torch.version.hip:
-        return False
-    if not dist.is_nccl_available() or torch.cuda.nccl.version() < (2, 24):
-        return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _clean(fqn: str) -> str:
@@ -355,11 +341,11 @@ def _ends(fqn: str) -> Iterator[str]:
 
 def with_overrides(unit: _P, module: nn.Module, patterns: Mapping[str, Any]) -> _P:
     """Returns a policy with overrides by patterns. Raises what ``by_name`` says."""
-    if not isinstance(patterns, Mapping):
+    if not isinstance(module, nn.Module) or not isinstance(patterns, Mapping):
         raise TypeError(
-            "by_name(module, patterns) expects a dict of patterns, e.g. "
+            "by_name(module, patterns) expects a module and a dict of patterns, e.g. "
             "{'*norm*': dict(param_dtype=torch.float32)}, but got a "
-            f"{type(patterns).__name__}"
+            f"{type(module).__name__} and a {type(patterns).__name__}"
         )
     names: dict[nn.Parameter, list[str]] = {}  # all of each parameter
     for fqn, param in module.named_parameters(remove_duplicate=False):
@@ -367,6 +353,11 @@ def with_overrides(unit: _P, module: nn.Module, patterns: Mapping[str, Any]) -> 
     # By field and parameter: its dtype, the pattern that set it, the name that matched
     set_by: dict[str, dict[nn.Parameter, tuple[torch.dtype | None, str, str]]] = {}
     for pattern, given in patterns.items():
+        if not isinstance(pattern, str):
+            raise TypeError(
+                f"Pattern {pattern!r} is not a string: give a shell pattern over names "
+                "of parameters, e.g. '*norm*'"
+            )
         fields, matched = _fields_of(pattern, given, unit), {}
         for param, same in names.items():
             if of_param := [fqn for fqn in same if fnmatch.fnmatchcase(fqn, pattern)]:

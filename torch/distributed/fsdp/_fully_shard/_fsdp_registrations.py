@@ -48,7 +48,7 @@ def shard_params(
     names, fsdp_params = get_param_names(infos, group.modules), []
     # All of them before any is sharded, while they are as users know them
     policy = group.mp_policy or MixedPrecisionPolicy()
-    policies, is_final = resolve_all(policy, params, names, group.device)
+    policies, is_final = resolve_all(policy, params, names)
     where = group.mesh_info, group.post_forward_mesh_info, group.device
     for param, info, name, policy in zip(params, infos, names, policies, strict=True):
         others = shard_placement_fn, policy, group.offload_policy

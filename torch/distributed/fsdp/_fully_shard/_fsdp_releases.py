@@ -29,6 +29,9 @@ FOLLOWS_GRAD_DTYPE: bool = hasattr(torch.Tensor, "_has_grad_dtype_override")
 
 # Its operator, in C++, casts between bf16 and fp32 on CUDA (2.15)
 HAS_MIXED_CHUNK_CAT: bool = hasattr(torch.ops.fsdp, "chunk_cat_mixed_dtype")
+# NCCL multiplies by the factor of a bf16 PREMUL_SUM. Releases before 2.15 may lack that
+# fix (pytorch 190745): they multiply by 0 or by garbage
+SCALES_BF16: bool = FOLLOWS_GRAD_DTYPE
 IS_2_14: bool = hasattr(dist, "_spmd_no_typecheck")  # or newer
 
 # The optional package spmd_types (2.14)

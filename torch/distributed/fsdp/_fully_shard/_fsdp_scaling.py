@@ -23,11 +23,12 @@ from torch.distributed.distributed_c10d import ReduceOp
 
 from ._fsdp_api import _ReduceOp
 from ._fsdp_layout import BucketKey
+from ._fsdp_releases import SCALES_BF16
 
 
 Factors: TypeAlias = tuple[float | None, float | None, _ReduceOp, _ReduceOp]
-# How much of a buffer one all-to-all between replicas takes
-_MAX_PIECE_NBYTES = 16 * 2**20
+# What one all-to-all between replicas takes of a buffer, at least and at most
+_MIN_PIECE_NBYTES, _MAX_PIECES = 16 * 2**20, 8
 # By device: looked up for each reduction with a custom factor
 _backend_names = WeakKeyDictionary[dist.ProcessGroup, dict[str, str]]()
 
@@ -47,7 +48,8 @@ def _get_gradient_divide_factors(
 
     - fp32 and bf16 have the range to hold the sum, so the collective divides (AVG, or
       PREMUL_SUM for a custom factor), or where only sums are possible (forced, MTIA, a
-      backend without PREMUL_SUM) the sum is divided, which is smaller than the input.
+      backend without PREMUL_SUM, bf16 in releases that may scale it wrongly) the sum is
+      divided, which is smaller than the input.
     - Other dtypes, above all fp16, could overflow if divided after the sum and
       underflow if divided before. So they are divided by about sqrt(N) before and by
       the rest after: by the power of two f that grows from 1 while it divides N and
@@ -72,7 +74,8 @@ def _get_gradient_divide_factors(
         return None, None, AVG, SUM
     if reduce_scatter_group is not None and shards > 1:
         backend = backend_name(reduce_scatter_group, torch.device(device_type or "cpu"))
-        if backend in ("gloo", "mpi", "threaded", "threadpg"):  # no PREMUL_SUM
+        has_premul_sum = backend not in ("gloo", "mpi", "threaded", "threadpg")
+        if not has_premul_sum or (reduce_dtype is torch.bfloat16 and not SCALES_BF16):
             return None, factor, SUM, SUM
     return None, None, ReduceOp.PREMUL_SUM(1 / factor), SUM
 
@@ -159,11 +162,17 @@ def _add_up(rows: torch.Tensor) -> None:
 
 
 def all_reduce_in_tree(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Sums ``tensor`` (1D) in place: each rank sums one part, which all gather."""
-    world_size = group.size()
+    """
+    Sums ``tensor`` (1D) in place: of each piece, each rank sums a part, which all gather.
+    Takes the memory of one piece, an eighth of the tensor or 16 MiB if that is more, and
+    of another for the last one if its size must be padded.
+    """
+    world_size, itemsize = group.size(), tensor.itemsize
     if world_size == 1:
         return
-    for piece in tensor.split(_MAX_PIECE_NBYTES // tensor.itemsize):
+    numel = max(_MIN_PIECE_NBYTES // itemsize, -(-tensor.numel() // _MAX_PIECES))
+    numel += -numel % (world_size * -(-16 // itemsize))  # parts begin on 16 bytes
+    for piece in tensor.split(numel):
         part_numel = -(-piece.numel() // world_size)
         padded = piece
         if piece.numel() % world_size != 0:
@@ -176,3 +185,4 @@ def all_reduce_in_tree(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
         dist.all_gather_single(padded, rows[0], group=group)
         if padded is not piece:
             piece.copy_(padded[: piece.numel()])
+        del received, rows, padded  # before the next ones are allocated

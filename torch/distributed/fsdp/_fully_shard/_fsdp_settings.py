@@ -87,15 +87,16 @@ def set_reduce_bucket_cap(
 
     Raises:
         TypeError: if ``module`` is not a module.
-        ValueError: if a size is not positive, or if there is no such unit.
+        ValueError: if a size is not positive and finite, or if there is no such unit.
     """
     cap = None
     if bucket_cap_mb is not None:
         sizes = bucket_cap_mb, small_kb
-        if not all(isinstance(size, (int, float)) and size > 0 for size in sizes):
+        if not all(_is_number(size) and 0 < size * 2**20 < math.inf for size in sizes):
             raise ValueError(
-                "set_reduce_bucket_cap expects sizes above 0, or bucket_cap_mb=None to "
-                f"join no reductions, but got {bucket_cap_mb=} and {small_kb=}"
+                "set_reduce_bucket_cap expects finite sizes above 0, or "
+                "bucket_cap_mb=None to join no reductions, but got "
+                f"{bucket_cap_mb=} and {small_kb=}"
             )
         cap = ReduceBucketCap(int(small_kb * 2**10), int(bucket_cap_mb * 2**20))
     for group in groups_of(module, "set_reduce_bucket_cap", recurse):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -102,9 +102,14 @@ def peak_nbytes(specs: Specs, mode: dict[str, Any]) -> int:
 
     step()
     step()
+    return peak_nbytes_of(step)
+
+
+def peak_nbytes_of(run: Callable[[], None]) -> int:
+    """Returns the peak of a call, above what is there before it."""
     cpu = torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[cpu], profile_memory=True) as profiler:
-        step()
+        run()
     events = profiler.profiler.kineto_results.events()
     memory = [event for event in events if event.name() == "[memory]"]
     memory.sort(key=lambda event: event.start_ns())

@@ -39,8 +39,8 @@ def policy(**dtypes: Any) -> Case:
     return lambda run: lambda: MixedPrecisionPolicy(**dtypes)
 
 
-def by_name(patterns: Any) -> Case:
-    return lambda run: lambda: MixedPrecisionPolicy.by_name(Scaled(), patterns)
+def by_name(patterns: Any, module: Any = Scaled) -> Case:
+    return lambda run: lambda: MixedPrecisionPolicy.by_name(module(), patterns)
 
 
 def sharding(make: Callable[[], nn.Module] = Scaled, **kwargs: Any) -> Case:
@@ -62,6 +62,23 @@ MAKING.add(
     TypeError,
     "param_dtype_override_fn takes a parameter and returns a dtype or None",
     override_is_a_dtype=policy(param_dtype_override_fn=FP32),
+)
+MAKING.add(
+    TypeError,
+    "cast_forward_inputs of MixedPrecisionPolicy is torch.float32: give a bool, and what "
+    "follows output_dtype by keyword",
+    four_dtypes=lambda run: lambda: MixedPrecisionPolicy(BF16, FP32, FP32, FP32),
+)
+MAKING.add(
+    TypeError,
+    "by_name(module, patterns) expects a module and a dict of patterns…but got a",
+    by_name_without_module=by_name({}, str),
+    by_name_of_a_class=by_name({}, lambda: Scaled),
+)
+MAKING.add(
+    TypeError,
+    "Pattern 1 is not a string: give a shell pattern over names of parameters",
+    pattern_is_a_number=by_name({1: {"param_dtype": FP32}}),
 )
 MAKING.add(
     ValueError,
@@ -91,11 +108,10 @@ MAKING.add(
 )
 MAKING.add(
     ValueError,
-    "reduce_dtype_override_fn returned torch.float8_e4m3fnuz for parameter weight of "
-    "Scaled…Return one of torch.float64",
-    override_returns_float8=under(
-        reduce_dtype_override_fn=lambda p: torch.float8_e4m3fnuz
-    ),
+    "reduce_dtype of parameter weight of Scaled is torch.float8_e4m3fn, in which its "
+    "gradient cannot be averaged. Give one of torch.float64",
+    reduce_dtype_is_float8=under(reduce_dtype=FP8),
+    override_returns_float8=under(reduce_dtype_override_fn=lambda p: FP8),
 )
 MAKING.add(
     ValueError,
@@ -108,17 +124,18 @@ MAKING.add(
     "Give a reduce_dtype that does",
     grad_comm_dtype_does_not_fit=under(grad_comm_dtype=FP32, reduce_dtype=BF16),
 )
-for _name, _what, _dtype in (
-    ("param_dtype", "is_integer", INT32),
-    ("reduce_dtype", "is_integer", INT32),
-    ("param_dtype", "is_packed", torch.float4_e2m1fn_x2),
-):
-    MAKING.add(
-        ValueError,
-        f"{_name} of the policy is {_dtype}, which cannot hold the …weight of Scaled. "
-        "Give a floating-point dtype",
-        **{f"{_name}_{_what}": under(**{_name: _dtype})},
-    )
+MAKING.add(
+    ValueError,
+    "reduce_dtype of parameter weight of Scaled is torch.int32, in which its",
+    reduce_dtype_is_integer=under(reduce_dtype=INT32),
+)
+MAKING.add(
+    ValueError,
+    "param_dtype of the policy is …which cannot hold the values of parameter weight of "
+    "Scaled. Give a floating-point dtype",
+    param_dtype_is_integer=under(param_dtype=INT32),
+    param_dtype_is_packed=under(param_dtype=torch.float4_e2m1fn_x2),
+)
 MAKING.add(
     TypeError,
     "mp_policy of unit 'Scaled' is …pass a MixedPrecisionPolicy, or leave it out",

@@ -83,7 +83,7 @@ for _kind, _what, _factor in (
     )
 
 
-def capping(**sizes: float) -> Case:
+def capping(**sizes: Any) -> Case:
     def case(run: Run) -> Callable[[], object]:
         model = run.trained()
         run.undo = lambda: None
@@ -94,7 +94,11 @@ def capping(**sizes: float) -> Case:
 
 SETTING.add(
     ValueError,
-    "set_reduce_bucket_cap expects sizes above 0…bucket_cap_mb=None to join no reductions",
+    "set_reduce_bucket_cap expects finite sizes above 0…bucket_cap_mb=None to join no reductions",
     reduce_bucket_cap_of_0=capping(bucket_cap_mb=0),
     reduce_bucket_cap_of_nothing_small=capping(small_kb=0),
+    reduce_bucket_cap_without_end=capping(bucket_cap_mb=float("inf")),
+    reduce_bucket_cap_too_large=capping(small_kb=1e305),
+    reduce_bucket_cap_of_nan=capping(bucket_cap_mb=float("nan")),
+    reduce_bucket_cap_is_text=capping(bucket_cap_mb="1"),
 )
