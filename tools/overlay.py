@@ -64,8 +64,9 @@ class Overlay:
     """The branch over the torch in ``site``, the folder that holds ``torch/``.
 
     [Note: An overlay is all or nothing]
-    One rename exchanges all files, so that whoever imports torch meanwhile, or after the
-    overlay was killed, has the release or the branch as a whole:
+    One rename exchanges all files, so that whoever imports FSDP before or after it, also
+    after the overlay was killed, has the release or the branch as a whole. No order of
+    links could do that for a process that has read some of the files at the rename.
 
     1. ``FOLDER`` gets both forms of each file, and a link ``current`` to the release's.
     2. Each file becomes a link through ``current``. One that only the branch has leads
@@ -376,8 +377,8 @@ def record(site: Path, root: Path = ROOT) -> str:
     which they are written for. ``__init__.py`` only exports what is beside it.
     """
     overlay = Overlay(site, root)
-    if overlay.laid:
-        raise ToolError(f"{overlay.status()}: --undo first")
+    if overlay.laid or overlay.is_up_to_date():
+        raise ToolError(f"{overlay.status()}: --undo first, or name the release's own")
     files = {site / path for path in overlay.ours if (site / path).is_file()}
     for folder in {file.parent for file in files if file.name != "__init__.py"}:
         files |= {*folder.glob("*.py")}
@@ -487,7 +488,8 @@ def run(parsed: argparse.Namespace) -> str:
         checkout = parsed.checkout.expanduser().absolute()
         return commit_branch(checkout, only_check=parsed.check)
     # Absolute, but not resolved: in an environment it is a link
-    overlay = Overlay(find_site(shutil.which(parsed.python) or parsed.python))
+    python = os.path.abspath(shutil.which(parsed.python) or parsed.python)
+    overlay = Overlay(find_site(python))
     if parsed.to:
         folder = parsed.to.expanduser().absolute()
         return overlay.lay_to(folder, link=parsed.link)

@@ -74,6 +74,7 @@ SOURCES = [
     "torch/_meta_registrations.py",
     "torch/distributed/_composable/contract.py",
     "torch/distributed/tensor/_dispatch.py",
+    "torch/distributed/tensor/_ops/_tensor_ops.py",
     "torch/distributed/tensor/_sharding_prop.py",
     "torch/utils/checkpoint.py",
     f"{RELEASE_ROOT}/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py",
@@ -162,6 +163,20 @@ def load(assign: bool) -> None:
     linear().load_state_dict(nn.Linear(4, 4).state_dict(), assign=assign)
 
 
+def fp32_norm_before(bias: bool) -> None:
+    layer = nn.Linear(4, 4, bias=bias, dtype=torch.bfloat16)
+    fully_shard(nn.Sequential(nn.LayerNorm(4), layer))(torch.ones(2, 4))
+
+
+def clip_over_two_meshes() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for unit, shape, names in ((model[0], (2,), "s"), (model[1], (2, 1), "rs")):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=tuple(names))
+        fully_shard(unit, mesh=mesh)
+    model(torch.ones(2, 4)).sum().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
 def wider_gradients_in_adamw() -> None:
     model = linear(dtype=torch.bfloat16)
     model.weight.grad_dtype = torch.float32
@@ -179,6 +194,9 @@ COMMON: dict[str, tuple[Callable[[], object], str]] = {
         lambda: fully_shard(Routed(bias=False))(torch.ones(2, 4)),
         "`x.to(self.weight.dtype)`",
     ),
+    "fp32_norm": (lambda: fp32_norm_before(True), "`x.to(self.weight.dtype)`"),
+    "fp32_norm_no_bias": (lambda: fp32_norm_before(False), "`x.to(self.weight.dtype)`"),
+    "two_meshes": (clip_over_two_meshes, "recipes/clip_grad_norm.py"),
     "full_state_dict": (lambda: load(False), "for loading see the next row"),
     "assigned": (lambda: load(True), "StateDictOptions(full_state_dict=True)"),
     "parent_before_child": (
@@ -235,6 +253,13 @@ class TestErrors(FakeGroupTest):
         _, why, to_do = error_rows()[1]
         self.assertIn("before `fully_shard`", why)
         self.assertIn("after `fully_shard`", to_do)
+
+    def test_third_row_is_the_sync_that_was_left_off(self) -> None:
+        model = linear()
+        model.set_requires_gradient_sync(False)
+        model(torch.ones(2, 4)).sum().backward()
+        self.assertEqual([param.grad for param in model.parameters()], [None, None])
+        self.assertIn("set_requires_gradient_sync(False)", error_rows()[2][1])
 
 
 class Product(nn.Module):

@@ -187,6 +187,10 @@ class TestOverlay(SiteTestCase):
         self.assertEqual({*digests}, {*REPLACED, BESIDE, OTHER})
         self.overlay.lay()
         self.assert_refused("--undo first", lambda: record(self.site, self.root))
+        self.overlay.undo()  # and where the same files are no overlay, as in `.venv`
+        ours = [*REPLACED, *ADDED]
+        write(self.site, {path: (self.root / path).read_text() for path in ours})
+        self.assert_refused("the release's own", lambda: record(self.site, self.root))
 
 
 class TestRefusals(SiteTestCase):
@@ -278,11 +282,13 @@ class TestCommand(SiteTestCase):
     def run_tool(self, *arguments: object, status: int = 0) -> str:
         env = {"PYTHONPATH": str(self.site), "PYTHONDONTWRITEBYTECODE": "1"}
         tool, env = self.root / "tools/overlay.py", os.environ | env
-        return run(sys.executable, tool, *arguments, status=status, env=env, cwd="/")
+        options = {"status": status, "env": env, "cwd": self.site.parent}
+        return run(sys.executable, tool, *arguments, **options)
 
     def test_lay_status_undo(self):
         self.assertIn("no overlay", self.run_tool("--status"))
-        self.run_tool()
+        self.site.with_name("python").symlink_to(sys.executable)
+        self.run_tool("--python", "./python")
         self.assert_laid()
         self.run_tool("--undo")
         self.assertEqual(self.state(), self.release)

@@ -35,8 +35,9 @@ def set_backward_prefetch(
         backward_prefetch (BackwardPrefetch, optional): ``BACKWARD_PRE``, the default:
             before this unit's backward, which the all-gather overlaps with, at the cost
             of both units' parameters in memory. ``BACKWARD_POST``: after it, when its
-            parameters are freed; the all-gather overlaps with the reduce-scatter only,
-            and a unit none of whose inputs needs a gradient prefetches nothing.
+            parameters are freed: less is allocated at the peak, if not reserved, as each
+            stream has its own pool. The all-gather overlaps with the reduce-scatter
+            only, and a unit none of whose inputs needs a gradient prefetches nothing.
             ``None``: each unit gathers when its own backward begins.
         recurse (bool): False: for the module's own unit only.
 
