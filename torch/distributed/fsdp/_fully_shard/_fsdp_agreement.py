@@ -101,10 +101,20 @@ class UnitAgreement:
             self._last_buckets[group] = buckets
 
     def add_note(
-        self, error: BaseException, buckets: Sequence[ReduceBucket] | None = None
+        self,
+        error: BaseException,
+        buckets: Sequence[ReduceBucket] | None = None,
+        joined: Sequence[FSDPParam] = (),
     ) -> None:
-        """Adds what a backend does not know to an error in a gather or a reduction."""
+        """
+        Adds what a backend does not know to an error in a gather, in a reduction of
+        ``buckets``, or in one that several units' parameters have ``joined``.
+        """
         with contextlib.suppress(Exception):  # the error comes first
+            if joined:
+                names = listed([str(p._param_fqn) for p in joined])
+                what = f"{names}, joined by set_reduce_bucket_cap"
+                return _add_note(error, _Announced("reduces", {}, what, []))
             pattern = None if buckets is None else _pattern_of(buckets)
             _add_note(error, _announce(self._param_group, pattern))
 
