@@ -288,9 +288,13 @@ class TestRanksAgree(AgreementTest):
         self.assertEqual(counter.get_total_counts(), 6)
 
     def test_environment_turns_it_off(self) -> None:
-        for value, expected in (("0", 0), ("1", 6)):
+        for value, expected in (("0", 0), ("1", 6), ("", 6)):
             with switched(value):
                 self.assertEqual(self.count(self.sharded(), 1), [expected])
+
+    def test_environment_with_an_unknown_value_is_refused(self) -> None:
+        with switched("Always"), self.assertRaisesRegex(ValueError, "'Always': set it"):
+            self.sharded()
 
     def test_always_compares_every_collective(self) -> None:
         with switched("always"):

@@ -64,6 +64,7 @@ class UnitAgreement:
 
     def __init__(self, param_group: Any):
         self._param_group = param_group
+        _mode()  # raises if it is unknown
         # Whether gathers have been compared, and are not compared again
         self.on_gathers = False
         # By group: the place among its units, from 1 on, in the order of first use
@@ -76,7 +77,7 @@ class UnitAgreement:
         """Raises if the ranks of ``group``, about to gather by ``comm``, disagree."""
         if getattr(comm, "needs_all_ranks", False):
             has_compared = self._compare(group, _announce(self._param_group))
-            self.on_gathers = has_compared and not _compares_always()
+            self.on_gathers = has_compared and _mode() != "always"
 
     def check_reduction(
         self,
@@ -89,7 +90,7 @@ class UnitAgreement:
             return
         if comm is not None and not getattr(comm, "needs_all_ranks", False):
             return
-        always, pattern = _compares_always(), _pattern_of(buckets)
+        always, pattern = _mode() == "always", _pattern_of(buckets)
         known = self._patterns.setdefault(group, set())
         is_new = pattern not in known and len(known) < _MAX_PATTERNS
         if pattern and (always or is_new):  # else nothing is sent over this group
@@ -187,7 +188,7 @@ def _announce(group: Any, pattern: _Pattern | None = None) -> _Announced:
     for i, key in pattern:
         said["dtype"][i] = f"reduces in {describe_key(key)}"
         said["gradient"][i] = "gets a gradient"
-    if _compares_always():  # whether there are gradients of earlier reductions
+    if _mode() == "always":  # whether there are gradients of earlier reductions
         added = [params[i] for i, _ in pattern]
         # Without an element on this rank, the gradient may be unset
         held = [p.sharded_param.grad for p in added if p.sharded_size.numel() > 0]
@@ -203,12 +204,20 @@ def _pattern_of(buckets: Sequence[ReduceBucket]) -> _Pattern:
     return tuple(sorted(keys.items()))
 
 
-def _compares_always() -> bool:
-    return os.environ.get(_SWITCH) == "always"
+def _mode() -> str:
+    """Returns what the environment says, or raises if that is unknown."""
+    mode = os.environ.get(_SWITCH) or "1"
+    if mode not in ("0", "1", "always"):
+        raise ValueError(
+            f"The environment variable {_SWITCH} is {mode!r}: set it to always to "
+            "compare ranks before every collective, to 0 to never compare them, or "
+            "unset it to compare them before what is new"
+        )
+    return mode
 
 
 def _has_others(group: dist.ProcessGroup, device: torch.device) -> bool:
-    if group.size() == 1 or os.environ.get(_SWITCH) == "0":
+    if group.size() == 1 or _mode() == "0":
         return False
     if not type(group).__module__.startswith("torch."):
         return False  # it may have no all-gather, or members that come and go
