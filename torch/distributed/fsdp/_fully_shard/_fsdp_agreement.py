@@ -19,10 +19,11 @@ Only what the collectives depend on is compared. Names and classes may differ be
 ranks, e.g. if one of them wraps a module to log what it does. So units are told apart
 by the order in which they first came over a group.
 
-If a pattern is new on some ranks only, their comparison meets the others' reduction,
-and the time limit passes. If none is new but they differ, nothing is seen, as in a
-program that compares nothing. ``TORCH_FSDP_CHECK_RANKS_AGREE=always`` compares before
-every gather and every reduction: all ranks raise where they drift apart.
+If something is new on some ranks only, their comparison meets another collective of
+the others, and the time limit passes. If nothing is new but they differ, nothing is
+seen, as in a program that compares nothing. ``TORCH_FSDP_CHECK_RANKS_AGREE=always``
+compares before every gather and every reduction: all ranks raise where they drift
+apart.
 """
 
 # Tests: agreement, drift
@@ -121,8 +122,9 @@ class UnitAgreement:
 
     def _compare(self, group: dist.ProcessGroup, mine: _Announced) -> bool:
         """
-        Compares the ranks of ``group``: one all-gather of 32 bytes a rank. Returns
-        False if it must be tried again, as nothing is compared while tracing.
+        Compares the ranks of ``group``: one all-gather of 32 bytes a rank, over gloo
+        after a barrier. Returns False if it must be tried again, as nothing is compared
+        while tracing.
         """
         device = self._param_group.device
         if not _has_others(group, device):
@@ -140,6 +142,11 @@ class UnitAgreement:
             with torch.no_grad(), _disable_current_modes():
                 digest = torch.tensor([*compared], dtype=torch.uint8, device=device)
                 digests = digest.new_empty(group.size() * digest.numel())
+                if backend_name(group, device) == "gloo":
+                    # Which aborts a process if all-gathers of two sizes meet. Where a
+                    # barrier meets another collective, both time out.
+                    # pyrefly: ignore [missing-attribute]
+                    group._get_backend(device).barrier().wait()
                 all_gather_single(digests, digest, group=group)
                 rows = digests.cpu().view(group.size(), -1)
                 if bool((rows == rows[0]).all()):
