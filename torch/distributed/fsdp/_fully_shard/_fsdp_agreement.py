@@ -239,10 +239,19 @@ def _is_traced(fsdp_params: Sequence[FSDPParam], device: torch.device) -> bool:
 
 
 _NO_GRADIENT = "gets no gradient"
+# `x + 0 * unit(x)` is alike in any place: an input that needs no gradient may move the
+# unit's reduction to the end of backward
+_SKIP_ADVICE = (
+    "A rank without data for a unit, e.g. with a batch without images, must run it in "
+    "its turn nevertheless, on a dummy input that requires a gradient if the others' "
+    "does, and add its output times 0. set_reduce_scatter_unused_params(True) is for "
+    "parameters that a unit which runs does not use."
+)
 _ORDER_ADVICE = (
     "Every rank must have the same units with the same reshard_after_forward, run them "
     "in the same order for the same number of microbatches, and sync gradients in the "
-    "same ones. (Units are numbered in the order in which they first came.)"
+    "same ones. (Units are numbered in the order in which they first came.) "
+    f"{_SKIP_ADVICE}"
 )
 _SHARDING_ADVICE = (
     "Every rank must build the same model and call fully_shard on the same modules of "
@@ -268,7 +277,8 @@ _ADVICE = {
 _OF_PARAMS = ("size", "placement", "dtype", "gradient")  # of these, what each has
 _HANG_ADVICE = (
     "Look first for an earlier error on another rank. If there is none, the ranks have "
-    f"run different steps: {_SWITCH}=always on all ranks finds the first difference."
+    f"run different steps: {_SWITCH}=always on all ranks finds the first difference. "
+    f"{_SKIP_ADVICE}"
 )
 
 
@@ -287,8 +297,10 @@ def _add_note(error: BaseException, mine: _Announced) -> None:
 
 def _raise_if_different(by_rank: Mapping[int, _Announced]) -> None:
     """Raises with what is said on which ranks, where that is not the same."""
-    # "unit ..." sorts after "a unit": a rank that knows the name wins
-    unit = max(mine.unit for mine in by_rank.values())
+    units = {mine.unit: mine for mine in by_rank.values()}
+    if len(units) > 1:
+        units.pop("a unit", None)  # of ranks that do not know its name yet
+    unit = " and ".join(units)
     for what, advice in _ADVICE.items():
         title = "Ranks have drifted apart"
         if what == "gradient":
@@ -307,10 +319,14 @@ def _raise_if_different(by_rank: Mapping[int, _Announced]) -> None:
                 f"{words} on {'ranks' if len(ranks) > 1 else 'rank'} {', '.join(ranks)}"
                 for words, *ranks in ranks_of.values()
             ]
-            name = f"{mine.fqns[i]}: " if what in _OF_PARAMS else ""  # of any rank
             if len(parts) > 1:
+                name = ""
+                if what in _OF_PARAMS:
+                    name = " or ".join(mine.fqns[i] for mine in units.values()) + ": "
                 lines.append(name + ", ".join(parts))
         if lines:
+            if len(units) > 1 and advice != _ORDER_ADVICE:
+                advice = f"{advice} {_ORDER_ADVICE}"
             off = f"({_SWITCH}=0 on all ranks turns this check off.)"
             listing = listed(lines, "\n  ")
             raise RuntimeError(f"{title}:\n  {listing}\n{advice} {off}")
