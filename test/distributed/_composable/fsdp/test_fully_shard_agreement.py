@@ -212,6 +212,16 @@ class TestRanksDisagree(AgreementTest):
         text = "gate: has size (4,) on ranks 0, 2, 3, has size (8,)"
         self.assertIn(text, message)
 
+    def test_one_rank_skips_a_unit_before_one_of_another_size(self) -> None:
+        model = Chain(*(Scales(gate=size) for size in (4, 8, 16))).to(self.device)
+        shard_blocks(model, mesh=shard_mesh())
+        run = [0, 2] if self.rank == 3 else None
+        message = self.refused(lambda: self.step(model, run=run), gathers=1)
+        self.assertIn(
+            "the parameters of unit '1' and unit '2':\n  1.gate or 2.", message
+        )
+        self.assertIn("must run it in its turn nevertheless, on a dummy", message)
+
     def test_one_rank_forgets_to_shard_a_child(self) -> None:
         """It has the child's parameters in the root, where others have their own."""
         stays = r"unit '\(root\)', which stays unsharded after forward, on rank 2"
@@ -288,9 +298,13 @@ class TestRanksAgree(AgreementTest):
         self.assertEqual(counter.get_total_counts(), 6)
 
     def test_environment_turns_it_off(self) -> None:
-        for value, expected in (("0", 0), ("1", 6)):
+        for value, expected in (("0", 0), ("1", 6), ("", 6)):
             with switched(value):
                 self.assertEqual(self.count(self.sharded(), 1), [expected])
+
+    def test_environment_with_an_unknown_value_is_refused(self) -> None:
+        with switched("Always"), self.assertRaisesRegex(ValueError, "'Always': set it"):
+            self.sharded()
 
     def test_always_compares_every_collective(self) -> None:
         with switched("always"):

@@ -42,6 +42,7 @@ OTHER = 1 - ODD
 DISAGREE = r"Ranks disagree about the (gradients|parameters) of unit|Ranks have drifted"
 NOTE = (
     r"Raised while (gathering|reducing the gradients of) unit '(\(root\)|layers\.\d)'"
+    ".*must run it .* on a dummy input"
 )
 LEFT = r"Connection closed by peer|Connection reset by peer"
 TIMED_OUT = f"Timed out waiting {SHORT_TIME_LIMIT.seconds * 1000}ms"

@@ -12,14 +12,14 @@ import unittest
 from typing import Any
 from unittest import mock
 
-from fsdp_common.utils import DeviceFreeTest, FakeGroupTest
+from fsdp_common.utils import DeviceFreeTest, FakeGroupTest, shard_blocks
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, set_reduce_bucket_cap
 from torch.distributed.fsdp._fully_shard import (
     _fsdp_agreement as agreement,
 )
@@ -109,6 +109,17 @@ class TestNotes(FakeGroupTest):
             (note,) = error.__notes__
             self.assertIn("Raised while gathering unit '(root)'.", note)
             self.assertEqual(agreement._HANG_ADVICE in note, is_about_them, error)
+
+    def test_errors_in_joined_reductions_name_their_parameters(self) -> None:
+        model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(3)))
+        shard_blocks(model, mesh=init_device_mesh("cpu", (RANKS,)))
+        set_reduce_bucket_cap(model)
+        fails = mock.patch.object(dist, "reduce_scatter_single", side_effect=ValueError)
+        with fails, self.assertRaises(ValueError) as caught:
+            model(torch.ones(1, 2)).sum().backward()
+        (note,) = caught.exception.__notes__
+        text = "reducing the gradients of 2.weight, 1.weight, 0.weight, joined by set_"
+        self.assertIn(text, note)
 
 
 if __name__ == "__main__":

@@ -19,10 +19,11 @@ Only what the collectives depend on is compared. Names and classes may differ be
 ranks, e.g. if one of them wraps a module to log what it does. So units are told apart
 by the order in which they first came over a group.
 
-If a pattern is new on some ranks only, their comparison meets the others' reduction,
-and the time limit passes. If none is new but they differ, nothing is seen, as in a
-program that compares nothing. ``TORCH_FSDP_CHECK_RANKS_AGREE=always`` compares before
-every gather and every reduction: all ranks raise where they drift apart.
+If something is new on some ranks only, their comparison meets another collective of
+the others, and the time limit passes. If nothing is new but they differ, nothing is
+seen, as in a program that compares nothing. ``TORCH_FSDP_CHECK_RANKS_AGREE=always``
+compares before every gather and every reduction: all ranks raise where they drift
+apart.
 """
 
 # Tests: agreement, drift
@@ -64,6 +65,7 @@ class UnitAgreement:
 
     def __init__(self, param_group: Any):
         self._param_group = param_group
+        _mode()  # raises if it is unknown
         # Whether gathers have been compared, and are not compared again
         self.on_gathers = False
         # By group: the place among its units, from 1 on, in the order of first use
@@ -76,7 +78,7 @@ class UnitAgreement:
         """Raises if the ranks of ``group``, about to gather by ``comm``, disagree."""
         if getattr(comm, "needs_all_ranks", False):
             has_compared = self._compare(group, _announce(self._param_group))
-            self.on_gathers = has_compared and not _compares_always()
+            self.on_gathers = has_compared and _mode() != "always"
 
     def check_reduction(
         self,
@@ -89,7 +91,7 @@ class UnitAgreement:
             return
         if comm is not None and not getattr(comm, "needs_all_ranks", False):
             return
-        always, pattern = _compares_always(), _pattern_of(buckets)
+        always, pattern = _mode() == "always", _pattern_of(buckets)
         known = self._patterns.setdefault(group, set())
         is_new = pattern not in known and len(known) < _MAX_PATTERNS
         if pattern and (always or is_new):  # else nothing is sent over this group
@@ -101,17 +103,28 @@ class UnitAgreement:
             self._last_buckets[group] = buckets
 
     def add_note(
-        self, error: BaseException, buckets: Sequence[ReduceBucket] | None = None
+        self,
+        error: BaseException,
+        buckets: Sequence[ReduceBucket] | None = None,
+        joined: Sequence[FSDPParam] = (),
     ) -> None:
-        """Adds what a backend does not know to an error in a gather or a reduction."""
+        """
+        Adds what a backend does not know to an error in a gather, in a reduction of
+        ``buckets``, or in one that several units' parameters have ``joined``.
+        """
         with contextlib.suppress(Exception):  # the error comes first
+            if joined:
+                names = listed([str(p._param_fqn) for p in joined])
+                what = f"{names}, joined by set_reduce_bucket_cap"
+                return _add_note(error, _Announced("reduces", {}, what, []))
             pattern = None if buckets is None else _pattern_of(buckets)
             _add_note(error, _announce(self._param_group, pattern))
 
     def _compare(self, group: dist.ProcessGroup, mine: _Announced) -> bool:
         """
-        Compares the ranks of ``group``: one all-gather of 32 bytes a rank. Returns
-        False if it must be tried again, as nothing is compared while tracing.
+        Compares the ranks of ``group``: one all-gather of 32 bytes a rank, over gloo
+        after a barrier. Returns False if it must be tried again, as nothing is compared
+        while tracing.
         """
         device = self._param_group.device
         if not _has_others(group, device):
@@ -129,6 +142,11 @@ class UnitAgreement:
             with torch.no_grad(), _disable_current_modes():
                 digest = torch.tensor([*compared], dtype=torch.uint8, device=device)
                 digests = digest.new_empty(group.size() * digest.numel())
+                if backend_name(group, device) == "gloo":
+                    # Which aborts a process if all-gathers of two sizes meet. Where a
+                    # barrier meets another collective, both time out.
+                    # pyrefly: ignore [missing-attribute]
+                    group._get_backend(device).barrier().wait()
                 all_gather_single(digests, digest, group=group)
                 rows = digests.cpu().view(group.size(), -1)
                 if bool((rows == rows[0]).all()):
@@ -177,7 +195,7 @@ def _announce(group: Any, pattern: _Pattern | None = None) -> _Announced:
     for i, key in pattern:
         said["dtype"][i] = f"reduces in {describe_key(key)}"
         said["gradient"][i] = "gets a gradient"
-    if _compares_always():  # whether there are gradients of earlier reductions
+    if _mode() == "always":  # whether there are gradients of earlier reductions
         added = [params[i] for i, _ in pattern]
         # Without an element on this rank, the gradient may be unset
         held = [p.sharded_param.grad for p in added if p.sharded_size.numel() > 0]
@@ -193,12 +211,20 @@ def _pattern_of(buckets: Sequence[ReduceBucket]) -> _Pattern:
     return tuple(sorted(keys.items()))
 
 
-def _compares_always() -> bool:
-    return os.environ.get(_SWITCH) == "always"
+def _mode() -> str:
+    """Returns what the environment says, or raises if that is unknown."""
+    mode = os.environ.get(_SWITCH) or "1"
+    if mode not in ("0", "1", "always"):
+        raise ValueError(
+            f"The environment variable {_SWITCH} is {mode!r}: set it to always to "
+            "compare ranks before every collective, to 0 to never compare them, or "
+            "unset it to compare them before what is new"
+        )
+    return mode
 
 
 def _has_others(group: dist.ProcessGroup, device: torch.device) -> bool:
-    if group.size() == 1 or os.environ.get(_SWITCH) == "0":
+    if group.size() == 1 or _mode() == "0":
         return False
     if not type(group).__module__.startswith("torch."):
         return False  # it may have no all-gather, or members that come and go
@@ -213,10 +239,19 @@ def _is_traced(fsdp_params: Sequence[FSDPParam], device: torch.device) -> bool:
 
 
 _NO_GRADIENT = "gets no gradient"
+# `x + 0 * unit(x)` is alike in any place: an input that needs no gradient may move the
+# unit's reduction to the end of backward
+_SKIP_ADVICE = (
+    "A rank without data for a unit, e.g. with a batch without images, must run it in "
+    "its turn nevertheless, on a dummy input that requires a gradient if the others' "
+    "does, and add its output times 0. set_reduce_scatter_unused_params(True) is for "
+    "parameters that a unit which runs does not use."
+)
 _ORDER_ADVICE = (
     "Every rank must have the same units with the same reshard_after_forward, run them "
     "in the same order for the same number of microbatches, and sync gradients in the "
-    "same ones. (Units are numbered in the order in which they first came.)"
+    "same ones. (Units are numbered in the order in which they first came.) "
+    f"{_SKIP_ADVICE}"
 )
 _SHARDING_ADVICE = (
     "Every rank must build the same model and call fully_shard on the same modules of "
@@ -242,7 +277,8 @@ _ADVICE = {
 _OF_PARAMS = ("size", "placement", "dtype", "gradient")  # of these, what each has
 _HANG_ADVICE = (
     "Look first for an earlier error on another rank. If there is none, the ranks have "
-    f"run different steps: {_SWITCH}=always on all ranks finds the first difference."
+    f"run different steps: {_SWITCH}=always on all ranks finds the first difference. "
+    f"{_SKIP_ADVICE}"
 )
 
 
@@ -261,8 +297,10 @@ def _add_note(error: BaseException, mine: _Announced) -> None:
 
 def _raise_if_different(by_rank: Mapping[int, _Announced]) -> None:
     """Raises with what is said on which ranks, where that is not the same."""
-    # "unit ..." sorts after "a unit": a rank that knows the name wins
-    unit = max(mine.unit for mine in by_rank.values())
+    units = {mine.unit: mine for mine in by_rank.values()}
+    if len(units) > 1:
+        units.pop("a unit", None)  # of ranks that do not know its name yet
+    unit = " and ".join(units)
     for what, advice in _ADVICE.items():
         title = "Ranks have drifted apart"
         if what == "gradient":
@@ -281,10 +319,14 @@ def _raise_if_different(by_rank: Mapping[int, _Announced]) -> None:
                 f"{words} on {'ranks' if len(ranks) > 1 else 'rank'} {', '.join(ranks)}"
                 for words, *ranks in ranks_of.values()
             ]
-            name = f"{mine.fqns[i]}: " if what in _OF_PARAMS else ""  # of any rank
             if len(parts) > 1:
+                name = ""
+                if what in _OF_PARAMS:
+                    name = " or ".join(mine.fqns[i] for mine in units.values()) + ": "
                 lines.append(name + ", ".join(parts))
         if lines:
+            if len(units) > 1 and advice != _ORDER_ADVICE:
+                advice = f"{advice} {_ORDER_ADVICE}"
             off = f"({_SWITCH}=0 on all ranks turns this check off.)"
             listing = listed(lines, "\n  ")
             raise RuntimeError(f"{title}:\n  {listing}\n{advice} {off}")

@@ -100,7 +100,7 @@ from ._fsdp_context import (
     ReduceScatterState,  # noqa: F401  (as in the release)
 )
 from ._fsdp_errors import warn_user
-from ._fsdp_layout import dtypes_of, ReduceBucket, ReduceBucketCap
+from ._fsdp_layout import dtypes_of, ReduceBucketCap
 from ._fsdp_observers import _dynamo_disable
 from ._fsdp_param import (
     FSDPParam,
@@ -889,7 +889,7 @@ class FSDPParamGroup(_Meshes, PluginNames):
         self,
         error: BaseException,
         streams: tuple[torch.Stream, torch.Stream] | None = None,
-        buckets: tuple[ReduceBucket, ...] | None = None,
+        *reduced: Any,
     ) -> None:
         """After an error: waits for what was started, and notes what this rank did."""
         if streams is not None:
@@ -904,7 +904,7 @@ class FSDPParamGroup(_Meshes, PluginNames):
                     self._unit_name,
                 )
         if isinstance(error, Exception):
-            self._agreement.add_note(error, buckets)
+            self._agreement.add_note(error, *reduced)
 
 
 class RegisterPostBackwardFunction(torch.autograd.Function):

@@ -406,9 +406,13 @@ class GradReducer:
         self,
         reduction: Reduction,
         batches: Iterable[list[BucketGrads]],
-        buckets: tuple[ReduceBucket, ...] | None = None,
+        buckets: tuple[ReduceBucket, ...] = (),
+        joined: Sequence[FSDPParam] = (),
     ) -> None:
-        """Reduces batches one after another, and holds what they use until done."""
+        """
+        Reduces batches one after another, and holds what they use until done: all
+        ``buckets`` of this unit, or those that several units' parameters have joined.
+        """
         group, comm, results = self._group, reduction.reduce_scatter_comm, []
         are_viewed = True
         try:
@@ -421,7 +425,7 @@ class GradReducer:
                 results += self._reduce_batch(reduction, parts)
         except BaseException as error:
             streams = reduction.reduce_scatter_stream, reduction.all_reduce_stream
-            group._clean_up(error, streams, buckets)
+            group._clean_up(error, streams, buckets, joined)
             raise
         group.comm_ctx.hold_reduce_buffers(group, results, are_viewed=are_viewed)
 
@@ -532,6 +536,7 @@ class GradReducer:
         streams = dict.fromkeys(s for _, s in waiting if s != current_stream)
         for stream in streams:
             current_stream.wait_stream(stream)
-        self._reduce_parts(reduction, [parts])
+        joined = [fsdp_param for part in parts for fsdp_param in part.fsdp_params]
+        self._reduce_parts(reduction, [parts], joined=joined)
         for stream in streams:  # which may reuse the memory of the gradients
             stream.wait_stream(current_stream)

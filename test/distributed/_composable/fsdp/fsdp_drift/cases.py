@@ -101,10 +101,12 @@ class Rank:
         model.zero_grad()
         self.steps += 1
 
-    def trained(self, microbatches: int = 1, **kwargs: Any) -> Any:
+    def trained(
+        self, microbatches: int = 1, steps: int = GOOD_STEPS, **kwargs: Any
+    ) -> Any:
         """Returns a model after some steps that are alike on all ranks."""
         model = self.shard(**kwargs)
-        for _ in range(GOOD_STEPS):
+        for _ in range(steps):
             self.step(model, microbatches)
         self.steps = 0
         if self.hangs:
@@ -156,6 +158,13 @@ def unit_later(rank: Rank) -> None:
     model = rank.trained()
     for _ in range(2):
         rank.step(model, skipped=(1,) if rank.is_odd else ())
+
+
+@case(TIME_OUT, says=r"'layers.2' as number 3 on rank 0, .*'layers.1' as number 2 on")
+def unit_at_first(rank: Rank) -> None:
+    """It skips the last unit from the first step on."""
+    model = rank.trained(steps=0)
+    rank.step(model, skipped=(2,) if rank.is_odd else ())
 
 
 @case(NOT_SEEN, says=r"'layers.1' as number 2 on rank 0, .*'layers.0' as number 3")
