@@ -623,6 +623,7 @@ class FSDPParamGroup(_Meshes, PluginNames):
 
     def _stay_unsharded(self) -> None:
         """Notes the versions of parameters: an optimizer may step before a reshard."""
+        self._cache.keep_requires_grad()
         if self.is_unsharded and not self._has_warned_of_versions:
             if self._param_versions is None:
                 self._param_versions = ParamVersions(self._cache)
