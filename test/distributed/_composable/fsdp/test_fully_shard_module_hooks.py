@@ -277,24 +277,57 @@ class TestRequiresGrad(FakeGroupTest):
                     self.assertEqual(param.requires_grad, expected, name)
                     self.assertEqual(param.grad is not None, expected, name)
 
-    def test_microbatches_before_it_count(self) -> None:
-        """As without FSDP. Over one rank, whose gradients are whole."""
-        mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("other", "shard"))
-        plain: Any = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(3)))
-        sharded = copy.deepcopy(plain)
-        for unit in (sharded[0], sharded):
+
+@instantiate_parametrized_tests
+class TestOverOneRank(HooksTest):
+    """Where gradients are whole, they are those of the model without FSDP."""
+
+    def models(self, activation: type[nn.Module] = nn.Tanh) -> Iterator[Any]:
+        mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("other", "shard"))
+        block = nn.Sequential(nn.Linear(DIM, DIM), activation(), nn.Linear(DIM, DIM))
+        self.plain: Any = nn.Sequential(nn.Linear(DIM, DIM), block, nn.Linear(DIM, DIM))
+        self.sharded = copy.deepcopy(self.plain)
+        units = self.sharded[1], self.sharded
+        for unit in units:
             fully_shard(unit, mesh=mesh["shard"])
-        for model in (plain, sharded):
+        yield from (self.plain, self.sharded)
+        for unit in units:
+            unit.reshard()
+        pairs = zip(self.sharded.named_parameters(), self.plain.parameters())
+        for (name, param), expected in pairs:
+            grad = torch.zeros(()) if param.grad is None else param.grad.full_tensor()
+            self.assertTrue(torch.equal(grad, expected.grad), name)
+
+    def test_microbatches_before_a_parameter_was_frozen_count(self) -> None:
+        for model in self.models():
             for microbatch, is_trained in enumerate((True, False, True, False)):
-                if model is sharded:
+                if model is self.sharded:
                     model.set_requires_gradient_sync(microbatch == 3)
-                loss = model(torch.ones(1, DIM) + microbatch).sum()
+                loss = model(self.x + microbatch).sum()
                 # Before the backward of what has used them
-                for name in ("0.weight", "2.bias", "2.weight"):
+                for name in ("1.0.weight", "2.bias", "2.weight"):
                     model.get_parameter(name).requires_grad_(is_trained)
                 loss.backward()
-        for param, expected in zip(sharded.parameters(), plain.parameters()):
-            self.assertEqual(param.grad.to_local().tolist(), expected.grad.tolist())
+
+    @parametrize("activation", [nn.Tanh, nn.Identity])
+    @parametrize("of_input", [False, True])
+    @parametrize("reshards", [False, True])
+    def test_gradients_may_be_differentiated_again(
+        self, activation: type[nn.Module], of_input: bool, reshards: bool
+    ) -> None:
+        for model in self.models(activation):
+            if model is self.sharded:
+                model.set_reshard_after_forward(reshards)
+                model.set_reshard_after_backward(reshards)
+            outputs: list[torch.Tensor] = []
+            model[0].register_forward_hook(lambda *args, to=outputs: to.append(args[2]))
+            for _ in range(2):
+                x = self.x.clone().requires_grad_(of_input)
+                loss = model(x).square().sum()
+                # Or of what the root has computed for its first unit
+                inner = x if of_input else outputs[-1]
+                (grad,) = torch.autograd.grad(loss, inner, create_graph=True)
+                grad.square().sum().backward()
 
 
 class TestSharedContext(HooksTest):

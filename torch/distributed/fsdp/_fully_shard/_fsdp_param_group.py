@@ -855,6 +855,18 @@ class FSDPParamGroup(_Meshes, PluginNames):
         inputs = replace_in(inputs, passed)
         return tuple(inputs[: len(args)]), dict(zip(kwargs, inputs[len(args) :]))
 
+    def _register_second_pre_backward(self, grads: Sequence[Tensor | None]) -> None:
+        """
+        Makes a backward through gradients of the unit's inputs, of which this one makes
+        a graph, unshard what it has saved, and end as any other.
+        """
+        state = self.modules[0]._get_fsdp_state()
+        # It may come to the root's parameters by this unit only
+        for unsharded in (state._state_ctx.all_states[0], state):
+            for grad in grads:
+                if grad is not None and grad.requires_grad:
+                    grad.register_hook(unsharded._pre_backward)
+
     # Labels #
     @property
     def _unit_name(self) -> str:
@@ -941,6 +953,8 @@ class RegisterPostBackwardFunction(torch.autograd.Function):
         # Not from the root's final callback: backward is over then
         if param_group._to_prefetch_late:
             param_group._backward_prefetch_late()
+        if torch.is_grad_enabled():
+            param_group._register_second_pre_backward(grads)
         return (None, *grads)
 
     @staticmethod
