@@ -223,9 +223,10 @@ unit    parameters  elements  stored in  computes in  bytes gathered  reduced in
         alone.set_custom_reduce_scatter(Counts())
         self.assertEqual(layout_summary(alone).uncompared, ())
 
-    def test_debug_log_at_lazy_init(self) -> None:
+    def test_debug_log_at_first_forwards(self) -> None:
         logger = "torch.distributed.fsdp.fully_shard.layout"
         model = sharded_units()
+        model[1].unshard()
         with self.assertLogs(logger, logging.DEBUG) as logs:
             for _ in range(2):
                 model(torch.ones(2, 16)).sum().backward()

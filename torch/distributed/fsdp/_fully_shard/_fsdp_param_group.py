@@ -425,17 +425,13 @@ class FSDPParamGroup(_Meshes, PluginNames):
         """Reads the parameters as users have left them. May be called again."""
         observers.look_for_traces()
         self.comm_ctx.device_handle = self.device_handle  # before the root's lazy init
-        is_first = self.is_sharded and not self._reset_sharded_params
-        if is_first:
+        if self.is_sharded and not self._reset_sharded_params:
             registrations.reset_sharded_params(self)
-            self._reset_sharded_params = True
-            if self._param_group_index == 0:
-                registrations.warn_of_late_params(self)
+            # Users who unshard before the root's first forward may go on replacing
+            self._reset_sharded_params = self._module_fqn is not None
         self._validate_reduce_scatter_max_input_buffers()
         self._init_dtypes()
         self._register_state_dict_hooks()
-        if is_first:
-            log_layout(self)
 
     def _init_dtypes(self) -> None:
         """Reads the policy and the parameters' dtypes where any of them has changed."""
@@ -638,6 +634,10 @@ class FSDPParamGroup(_Meshes, PluginNames):
         is_first_module = self._training_state != TrainingState.FORWARD
         if is_first_module:
             # Seeing a group twice: a new forward began. In the first, lazy init looked
+            if self._num_forwards < 0:
+                log_layout(self)
+                if self._param_group_index == 0:
+                    registrations.warn_of_late_params(self)
             if self._num_forwards == self.comm_ctx.num_forwards:
                 self.comm_ctx.num_forwards += 1
                 observers.look_for_traces()
