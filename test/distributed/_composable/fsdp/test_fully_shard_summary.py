@@ -8,6 +8,8 @@ collectives that a step issues.
 from __future__ import annotations
 
 import logging
+import operator
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -129,6 +131,38 @@ unit    parameters  elements  stored in  computes in  bytes gathered  reduced in
         both = ("norm.weight", "norm.bias"), ("up.weight", "up.bias")
         names = [row.names for row in rows]
         self.assertEqual(names, [*both, ("down.weight",), ()])
+
+    def test_of_parts_whose_names_are_ambiguous_until_the_first_forward(self) -> None:
+        """It knows what it says, and changes nothing."""
+        blocks = [nn.Sequential(CastLinear(8, 8), nn.LayerNorm(8)) for _ in range(2)]
+        model = nn.Sequential(*blocks, CastLinear(8, 8))
+        # "1.weight" is a name of a part's norm, and the end of those of both norms;
+        # "0.weight" is the root's only as the end of the names of two others
+        patterns = {"1.1.*": {"param_dtype": FP32}, "0.0.*": {"reduce_dtype": FP64}}
+        policy = MixedPrecisionPolicy.by_name(model, patterns, param_dtype=BF16)
+        for unit in (*blocks, model):
+            fully_shard(unit, mp_policy=policy)
+        groups = [u._get_fsdp_state()._fsdp_param_group for u in (*blocks, model)]
+        policies = [p.mp_policy for group in groups for p in group.fsdp_params]
+        whole = layout_summary(model)
+        parts = [layout_summary(block) for block in blocks]
+        after = [p.mp_policy for group in groups for p in group.fsdp_params]
+        self.assertTrue(all(map(operator.is_, after, policies)))
+        for summary in parts:
+            first, total = summary.rows
+            self.assertEqual(len(first.names), 4)
+            self.assertEqual((first.compute_dtype, first.reduce_dtype), (None, None))
+            self.assertEqual((total.gathered_nbytes, total.reduced_nbytes), (None,) * 2)
+            line = str(summary).splitlines()[2].split()
+            self.assertEqual(line, ["(root)", "4", "88", "float32", *"????"])
+        of_wrapped = layout_summary(nn.Sequential(model)).rows
+        for row, expected in zip(of_wrapped, whole.rows, strict=True):
+            self.assertEqual(replace(row, unit=expected.unit), expected)
+        model(torch.ones(2, 8)).sum().backward()
+        self.assertEqual(layout_summary(model), whole)
+        for block, rows in zip(blocks, rows_by_unit(whole)[1:], strict=True):
+            found = [row.compute_dtype for row in layout_summary(block).rows]
+            self.assertEqual(found, [row.compute_dtype for row in rows])
 
     def test_of_a_model_without_units(self) -> None:
         with self.assertRaisesRegex(

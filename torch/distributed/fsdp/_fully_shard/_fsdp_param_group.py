@@ -443,7 +443,11 @@ class FSDPParamGroup(_Meshes, PluginNames):
         registrations.check_materialized(self)
         if not is_same_policy:
             check_setting("mp_policy", self.mp_policy, self._unit_name)
-            self.resolve_policies(fqns_of(self), self._module_fqn is not None)
+            params = [fsdp_param.sharded_param for fsdp_param in self.fsdp_params]
+            named = params, fqns_of(self), self.device, self._module_fqn is not None
+            policies, _ = resolve_all(self.mp_policy, *named)
+            for fsdp_param, policy in zip(self.fsdp_params, policies, strict=True):
+                fsdp_param.mp_policy = policy
             self._resolved_policy = self.mp_policy
             _check_can_exchange(self, type(self._reduce_scatter_comm))
         self._call_init_mp_dtypes()
@@ -457,13 +461,6 @@ class FSDPParamGroup(_Meshes, PluginNames):
         self._cache.invalidate_buckets_if_changed()
         # What replaces it may set anything
         self._has_read_dtypes = not self._replaces_init_dtypes
-
-    def resolve_policies(self, fqns: Sequence[str], is_named: bool) -> None:
-        """Gives each parameter the policy that the group's one is for it."""
-        params = [fsdp_param.sharded_param for fsdp_param in self.fsdp_params]
-        policies, _ = resolve_all(self.mp_policy, params, fqns, self.device, is_named)
-        for fsdp_param, policy in zip(self.fsdp_params, policies, strict=True):
-            fsdp_param.mp_policy = policy
 
     def _register_state_dict_hooks(self) -> None:
         """Reshards before state dicts are saved and loaded, which hold shards."""

@@ -289,6 +289,22 @@ def is_reducible(dtype: torch.dtype, device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+def names_in(module: nn.Module) -> set[str]:
+    """Returns all names of a module's parameters, also of shared ones."""
+    named = module.named_parameters(remove_duplicate=False)
+    return {_clean(fqn) for fqn, _ in named}
+
+
+def is_for_names(policy: Any, names: set[str]) -> bool:
+    """Returns whether all overrides by name were made for such a model, or in it."""
+    for table in _overrides_of(policy).values():
+        fqns = [*table.by_fqn] if isinstance(table, DtypeByName) else []
+        prefixes = {n.removesuffix(f) for f in fqns[:1] for n in names if n.endswith(f)}
+        if fqns and not any(names.issuperset(p + f for f in fqns) for p in prefixes):
+            return False
+    return True
+
+
 def _clean(fqn: str) -> str:
     """Returns a name without what checkpointing and compilation add to it."""
     return ".".join(part for part in fqn.split(".") if part not in _WRAPPERS)
