@@ -360,9 +360,8 @@ class TestSummaryOfSteps(FSDPThreadTest):
             self.assertIn(f"float32, {verb} bfloat16", str(summary))
 
     def test_extension_tensors_are_known_after_their_first_gather(self) -> None:
-        model = nn.Module()
-        model.scaled = nn.Parameter(Fp8(torch.randn(8, 2)))
-        model.plain = nn.Parameter(torch.ones(3))
+        model = nn.Linear(2, 8)
+        model.weight = nn.Parameter(Fp8(torch.randn(8, 2)))
         fully_shard(model)
         summary = layout_summary(model)
         self.assertIsNone(summary.rows[-1].gathered_nbytes)
@@ -371,7 +370,10 @@ class TestSummaryOfSteps(FSDPThreadTest):
             model.unshard()
         rows = layout_summary(model).rows
         self.assertEqual(rows[-1].gathered_nbytes, recorder.all_gathers[0].nbytes)
-        self.assertIn("scaled", rows[0].names)
+        self.assertIn("weight", rows[0].names)
+        model.reshard()
+        model(torch.ones(1, 2)).sum().backward()
+        self.assertEqual(layout_summary(model).rows, rows)
 
 
 if __name__ == "__main__":

@@ -346,8 +346,10 @@ class FSDPParamGroup(_Meshes, PluginNames):
 
     # State of the iteration #
     _training_state: TrainingState = TrainingState.IDLE
-    # Resetting sharded parameters is costly, so only the first lazy init does it
+    # Resetting sharded parameters is costly, so only the first lazy init does it, and
+    # the root's, before which users may have unsharded and then replaced them
     _reset_sharded_params: bool = False
+    _reset_by_root: bool = False
     # Whether lazy init has read the parameters' dtypes
     _has_read_dtypes: bool = False
     _all_gather_result: AllGatherResult | None = None
@@ -425,10 +427,11 @@ class FSDPParamGroup(_Meshes, PluginNames):
         """Reads the parameters as users have left them. May be called again."""
         observers.look_for_traces()
         self.comm_ctx.device_handle = self.device_handle  # before the root's lazy init
-        if self.is_sharded and not self._reset_sharded_params:
+        by_root = self._module_fqn is not None
+        has_reset = self._reset_by_root if by_root else self._reset_sharded_params
+        if self.is_sharded and not has_reset:
             registrations.reset_sharded_params(self)
-            # Users who unshard before the root's first forward may go on replacing
-            self._reset_sharded_params = self._module_fqn is not None
+            self._reset_sharded_params, self._reset_by_root = True, by_root
         self._validate_reduce_scatter_max_input_buffers()
         self._init_dtypes()
         self._register_state_dict_hooks()
@@ -630,11 +633,11 @@ class FSDPParamGroup(_Meshes, PluginNames):
         # A unit of several modules comes here for each: one post-backward is enough
         is_first_module = self._training_state != TrainingState.FORWARD
         if is_first_module:
-            # Seeing a group twice: a new forward began. In the first, lazy init looked
             if self._num_forwards < 0:
                 log_layout(self)
                 if self._param_group_index == 0:
                     registrations.warn_of_late_params(self)
+            # Seeing a group twice: a new forward began. In the first, lazy init looked
             if self._num_forwards == self.comm_ctx.num_forwards:
                 self.comm_ctx.num_forwards += 1
                 observers.look_for_traces()
@@ -857,7 +860,7 @@ class FSDPParamGroup(_Meshes, PluginNames):
         Makes a backward through gradients of the unit's inputs, of which this one makes
         a graph, unshard what it has saved, and end as any other.
         """
-        state = self.modules[0]._get_fsdp_state()
+        state: Any = _get_module_state(self.modules[0])
         # It may come to the root's parameters by this unit only
         for unsharded in (state._state_ctx.all_states[0], state):
             for grad in grads:

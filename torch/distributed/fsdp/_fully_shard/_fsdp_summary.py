@@ -201,8 +201,8 @@ def _rows_of(group: Any, params: Sequence[FSDPParam], unit: str) -> list[LayoutR
         rows.append(row)
     numel = sum(row.numel for row in rows)
     nbytes = plan and num_gathered * plan.layout.segment_nbytes
-    reduced = [row.reduced_nbytes for row in rows]
-    total = None if None in reduced else sum(reduced)
+    sizes = [row.reduced_nbytes for row in rows]
+    total = None if None in sizes else sum(filter(None, sizes))
     return [*rows, LayoutRow(unit, (), numel, nbytes, total, world_size)]
 
 
