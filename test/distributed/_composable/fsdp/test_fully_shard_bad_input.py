@@ -241,19 +241,21 @@ class TestAllowed(FSDPProcessTest, Checks):
         self.check_step(run, model)
 
     def test_late_parameters_are_told_of(self) -> None:
-        run = self.run_on(self.device)
-        blocks = [Late().to(run.device) for _ in range(2)]
-        for block in blocks:
-            run.fully_shard(block)
-        model = run.fully_shard(nn.Sequential(*blocks))
-        late = nn.Parameter(torch.ones(DIM, device=run.device))
-        blocks[1].late = late
-        with self.assertWarns(UserWarning) as caught:
-            run.step(model)
-        text = str(caught.warning)
-        self.assertTrue(text.startswith("Parameters ['1.late'] were registered"), text)
-        self.assertNotIn("torch", Path(caught.filename).parts)
-        self.assertIsNotNone(late.grad)
+        for calls in ((), ("unshard",), ("unshard", "reshard")):
+            run = self.run_on(self.device)
+            blocks = [Late().to(run.device) for _ in range(2)]
+            run.fully_shard(blocks[0])
+            model = run.fully_shard(nn.Sequential(*blocks))
+            for call in calls:
+                getattr(model, call)()
+            late = nn.Parameter(torch.ones(DIM, device=run.device))
+            model[1] = Late(late=late).to(run.device)
+            with self.assertWarns(UserWarning) as caught:
+                run.step(model)
+            text, names = str(caught.warning), ["1.weight", "1.gain", "1.late"]
+            self.assertTrue(text.startswith(f"Parameters {names} were reg"), text)
+            self.assertNotIn("torch", Path(caught.filename).parts)
+            self.assertIsNotNone(late.grad)
 
     def test_parameters_of_others_are_not_told_of(self) -> None:
         run = self.run_on(self.device)

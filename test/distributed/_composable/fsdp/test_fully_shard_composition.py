@@ -77,12 +77,10 @@ class TestComposition(ScenarioTest):
                 self.assertEqual(units, expected, patch)
 
 
-# Names of the release that may be gone: its own helpers, and what it imports for them
+# Names of the release that are gone: its own helpers, and what it imports for them
 GONE = {
     "_fsdp_collectives": {
-        "_get_all_gather_input_metadatas",
         "_get_dim0_padded_size",
-        "_get_param_all_gather_inputs",
         "_raise_assert_with_print",
         "_to_dtype_if_needed",
         # Of 2.15
@@ -100,7 +98,7 @@ GONE = {
         "spmd_types",
     },
 }
-# Attributes of a group that may be gone, likewise
+# Attributes of a group that are gone, likewise
 GONE_ATTRIBUTES = {
     "_post_reduce_event",
     "_validate_cpu_offload_params",
@@ -145,8 +143,18 @@ class TestContract(DeviceFreeTest):
 
     def test_names_of_the_release_can_be_imported(self) -> None:
         for module, names in self.release["names"].items():
-            missing = {*names} - {*self.branch["names"][module]}
-            self.assertLessEqual(missing, GONE[module], module)
+            self.assert_gone(names, self.branch["names"][module], GONE[module])
+
+    def test_classes_have_the_names_of_the_release(self) -> None:
+        gone = {"FSDPParamGroup": GONE_ATTRIBUTES}
+        gone[CHANGED_RECORD] = {"reduce_scatter_input"}
+        for kind, names in self.release["class names"].items():
+            found = self.branch["class names"][kind]
+            self.assert_gone(names, found, gone.get(kind, set()))
+
+    def assert_gone(self, names: Any, found: Any, gone: set[str]) -> None:
+        """Checks that ``found`` lacks those ``names`` that are ``gone``, and no other."""
+        self.assertEqual({*names} - {*found}, gone & {*names})
 
     def test_functions_and_methods_take_what_they_do_in_the_release(self) -> None:
         differing = {}
@@ -182,7 +190,7 @@ class TestContract(DeviceFreeTest):
         for kind, absent in (("uniform", set()), ("mixed", OF_ONE_DTYPE)):
             expected = {n: v for n, v in release.items() if n not in absent}
             found = self.branch[kind][owner]
-            self.assertLessEqual(expected.keys() - found.keys(), GONE_ATTRIBUTES)
+            self.assert_gone(expected, found, GONE_ATTRIBUTES)
             found = {name: found.get(name, value) for name, value in expected.items()}
             self.assertEqual(found, expected)
 

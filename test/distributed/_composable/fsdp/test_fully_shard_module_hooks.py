@@ -11,9 +11,11 @@ a forward's parameters are whole, is the release's own code.
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -29,8 +31,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_context import (
 )
 from torch.distributed.fsdp._fully_shard._fsdp_param_cache import ParamVersions
 from torch.distributed.fsdp._fully_shard._fsdp_reduce import SmallReductions
-from torch.testing._internal.common_utils import run_tests
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+)
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 
 RANKS, DIM = 2, 4
@@ -205,6 +212,125 @@ class TestValues(HooksTest):
                 self.train(model)
                 optim.step()
             read.assert_not_called()
+
+
+def train(model: Any, is_last: bool = True) -> None:
+    model.set_reshard_after_backward(is_last)
+    model(torch.ones(1, DIM, requires_grad=True)).sum().backward()
+
+
+def evaluate(model: Any) -> None:
+    with torch.no_grad():
+        model(torch.ones(1, DIM))
+
+
+def in_all_units(name: str) -> Callable[[Any], None]:
+    return lambda model: [getattr(unit, name)() for unit in (model, *model[:2])]
+
+
+@instantiate_parametrized_tests
+class TestRequiresGrad(FakeGroupTest):
+    """What users set on parameters stays, whether they are sharded then or not."""
+
+    ranks = 4
+    CHANGED = ("0.bias", "1.weight", "2.weight")
+    LEAVES_UNSHARDED = {
+        "evaluation": evaluate,
+        "backward": functools.partial(train, is_last=False),
+        "unshard": in_all_units("unshard"),
+    }
+    RESHARDS = {
+        "backward": train,
+        "evaluation": evaluate,
+        "reshard": in_all_units("reshard"),
+        "state dict": lambda model: model.state_dict(),
+    }
+
+    def model(self, ranks: tuple[int, ...], reshard_after_forward: Any) -> Any:
+        model: Any = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(3)))
+        mesh = init_device_mesh("cpu", ranks, mesh_dim_names=("r", "s")[-len(ranks) :])
+        for unit in (*model[:2], model):
+            fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward)
+        forward = model[1].forward
+        model[1].forward = functools.partial(checkpoint, forward, use_reentrant=True)
+        train(model)
+        return model
+
+    @parametrize("leave", LEAVES_UNSHARDED)
+    @parametrize("reshard", RESHARDS)
+    @parametrize("on_shards", [False, True])
+    def test_stays_when_units_reshard(
+        self, leave: str, reshard: str, on_shards: bool
+    ) -> None:
+        for ranks, after in product([(4,), (2, 2)], [True, False, 2]):
+            model = self.model(ranks, after)
+            shards = dict(model.named_parameters())
+            for is_trained in (False, True):
+                self.LEAVES_UNSHARDED[leave](model)
+                params = shards if on_shards else dict(model.named_parameters())
+                for name in self.CHANGED:
+                    params[name].requires_grad_(is_trained)
+                self.RESHARDS[reshard](model)
+                in_all_units("reshard")(model)
+                model.zero_grad()
+                train(model)
+                for name, param in model.named_parameters():
+                    self.assertIs(param, shards[name])
+                    expected = is_trained or name not in self.CHANGED
+                    self.assertEqual(param.requires_grad, expected, name)
+                    self.assertEqual(param.grad is not None, expected, name)
+
+
+@instantiate_parametrized_tests
+class TestOverOneRank(HooksTest):
+    """Where gradients are whole, they are those of the model without FSDP."""
+
+    def models(self, activation: type[nn.Module] = nn.Tanh) -> Iterator[Any]:
+        mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("other", "shard"))
+        block = nn.Sequential(nn.Linear(DIM, DIM), activation(), nn.Linear(DIM, DIM))
+        self.plain: Any = nn.Sequential(nn.Linear(DIM, DIM), block, nn.Linear(DIM, DIM))
+        self.sharded = copy.deepcopy(self.plain)
+        units = self.sharded[1], self.sharded
+        for unit in units:
+            fully_shard(unit, mesh=mesh["shard"])
+        yield from (self.plain, self.sharded)
+        for unit in units:
+            unit.reshard()
+        pairs = zip(self.sharded.named_parameters(), self.plain.parameters())
+        for (name, param), expected in pairs:
+            grad = torch.zeros(()) if param.grad is None else param.grad.full_tensor()
+            self.assertTrue(torch.equal(grad, expected.grad), name)
+
+    def test_microbatches_before_a_parameter_was_frozen_count(self) -> None:
+        for model in self.models():
+            for microbatch, is_trained in enumerate((True, False, True, False)):
+                if model is self.sharded:
+                    model.set_requires_gradient_sync(microbatch == 3)
+                loss = model(self.x + microbatch).sum()
+                # Before the backward of what has used them
+                for name in ("1.0.weight", "2.bias", "2.weight"):
+                    model.get_parameter(name).requires_grad_(is_trained)
+                loss.backward()
+
+    @parametrize("activation", [nn.Tanh, nn.Identity])
+    @parametrize("of_input", [False, True])
+    @parametrize("reshards", [False, True])
+    def test_gradients_may_be_differentiated_again(
+        self, activation: type[nn.Module], of_input: bool, reshards: bool
+    ) -> None:
+        for model in self.models(activation):
+            if model is self.sharded:
+                model.set_reshard_after_forward(reshards)
+                model.set_reshard_after_backward(reshards)
+            outputs: list[torch.Tensor] = []
+            model[0].register_forward_hook(lambda *args, to=outputs: to.append(args[2]))
+            for _ in range(2):
+                x = self.x.clone().requires_grad_(of_input)
+                loss = model(x).square().sum()
+                # Or of what the root has computed for its first unit
+                inner = x if of_input else outputs[-1]
+                (grad,) = torch.autograd.grad(loss, inner, create_graph=True)
+                grad.square().sum().backward()
 
 
 class TestSharedContext(HooksTest):

@@ -61,17 +61,6 @@ class Faults:
         linear, dim_1 = nn.Linear(8, 3, bias=False), lambda _: Shard(1)
         params_of(linear, reshard_after_forward=2, shard_placement_fn=dim_1)
 
-    def forgets_requires_grad() -> None:
-        """AssertionError: requires no gradient"""
-        linear: Any = nn.Linear(4, 4)
-        linear.weight.requires_grad_(False)
-        fully_shard(linear)
-        linear.unshard()
-        linear.weight.requires_grad_(True)
-        linear.reshard()
-        linear.unshard()
-        assert linear.weight.requires_grad, "requires no gradient"
-
     def counts_as_initialized() -> None:
         """AttributeError: 'FSDPParam' object has no attribute"""
         with torch.device("meta"):

@@ -8,6 +8,8 @@ collectives that a step issues.
 from __future__ import annotations
 
 import logging
+import operator
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -130,6 +132,38 @@ unit    parameters  elements  stored in  computes in  bytes gathered  reduced in
         names = [row.names for row in rows]
         self.assertEqual(names, [*both, ("down.weight",), ()])
 
+    def test_of_parts_whose_names_are_ambiguous_until_the_first_forward(self) -> None:
+        """It knows what it says, and changes nothing."""
+        blocks = [nn.Sequential(CastLinear(8, 8), nn.LayerNorm(8)) for _ in range(2)]
+        model = nn.Sequential(*blocks, CastLinear(8, 8))
+        # "1.weight" is a name of a part's norm, and the end of those of both norms;
+        # "0.weight" is the root's only as the end of the names of two others
+        patterns = {"1.1.*": {"param_dtype": FP32}, "0.0.*": {"reduce_dtype": FP64}}
+        policy = MixedPrecisionPolicy.by_name(model, patterns, param_dtype=BF16)
+        for unit in (*blocks, model):
+            fully_shard(unit, mp_policy=policy)
+        groups = [u._get_fsdp_state()._fsdp_param_group for u in (*blocks, model)]
+        policies = [p.mp_policy for group in groups for p in group.fsdp_params]
+        whole = layout_summary(model)
+        parts = [layout_summary(block) for block in blocks]
+        after = [p.mp_policy for group in groups for p in group.fsdp_params]
+        self.assertTrue(all(map(operator.is_, after, policies)))
+        for summary in parts:
+            first, total = summary.rows
+            self.assertEqual(len(first.names), 4)
+            self.assertEqual((first.compute_dtype, first.reduce_dtype), (None, None))
+            self.assertEqual((total.gathered_nbytes, total.reduced_nbytes), (None,) * 2)
+            line = str(summary).splitlines()[2].split()
+            self.assertEqual(line, ["(root)", "4", "88", "float32", *"????"])
+        of_wrapped = layout_summary(nn.Sequential(model)).rows
+        for row, expected in zip(of_wrapped, whole.rows, strict=True):
+            self.assertEqual(replace(row, unit=expected.unit), expected)
+        model(torch.ones(2, 8)).sum().backward()
+        self.assertEqual(layout_summary(model), whole)
+        for block, rows in zip(blocks, rows_by_unit(whole)[1:], strict=True):
+            found = [row.compute_dtype for row in layout_summary(block).rows]
+            self.assertEqual(found, [row.compute_dtype for row in rows])
+
     def test_of_a_model_without_units(self) -> None:
         with self.assertRaisesRegex(
             ValueError, "layout_summary found no unit in Linear: call fully_shard"
@@ -223,9 +257,10 @@ unit    parameters  elements  stored in  computes in  bytes gathered  reduced in
         alone.set_custom_reduce_scatter(Counts())
         self.assertEqual(layout_summary(alone).uncompared, ())
 
-    def test_debug_log_at_lazy_init(self) -> None:
+    def test_debug_log_at_first_forwards(self) -> None:
         logger = "torch.distributed.fsdp.fully_shard.layout"
         model = sharded_units()
+        model[1].unshard()
         with self.assertLogs(logger, logging.DEBUG) as logs:
             for _ in range(2):
                 model(torch.ones(2, 16)).sum().backward()
@@ -325,9 +360,8 @@ class TestSummaryOfSteps(FSDPThreadTest):
             self.assertIn(f"float32, {verb} bfloat16", str(summary))
 
     def test_extension_tensors_are_known_after_their_first_gather(self) -> None:
-        model = nn.Module()
-        model.scaled = nn.Parameter(Fp8(torch.randn(8, 2)))
-        model.plain = nn.Parameter(torch.ones(3))
+        model = nn.Linear(2, 8)
+        model.weight = nn.Parameter(Fp8(torch.randn(8, 2)))
         fully_shard(model)
         summary = layout_summary(model)
         self.assertIsNone(summary.rows[-1].gathered_nbytes)
@@ -336,7 +370,10 @@ class TestSummaryOfSteps(FSDPThreadTest):
             model.unshard()
         rows = layout_summary(model).rows
         self.assertEqual(rows[-1].gathered_nbytes, recorder.all_gathers[0].nbytes)
-        self.assertIn("scaled", rows[0].names)
+        self.assertIn("weight", rows[0].names)
+        model.reshard()
+        model(torch.ones(1, 2)).sum().backward()
+        self.assertEqual(layout_summary(model).rows, rows)
 
 
 if __name__ == "__main__":

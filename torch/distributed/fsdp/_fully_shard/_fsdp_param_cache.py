@@ -32,7 +32,7 @@ _get_compute_dtype = attrgetter("param_dtype")
 _get_outputs = attrgetter("all_gather_outputs")
 _get_sharded_param = attrgetter("sharded_param")
 _get_unsharded_param = attrgetter("_unsharded_param")
-_get_requires_grad = attrgetter("sharded_param.requires_grad")
+_get_requires_grad = attrgetter("requires_grad")
 _get_local_tensor = attrgetter("sharded_param._local_tensor")
 _get_keeps_storage = attrgetter("keep_unsharded_storage")
 _get_version = attrgetter("_version")
@@ -167,6 +167,9 @@ class ParamGroupCache(list[FSDPParam]):
         self._buckets_depend_on: list[Any] = []
         # See [Note: Microbatches]
         self.upcast_by_autograd: list[FSDPParam] = []
+        # Registered instead of the sharded ones, and what users have set there so far
+        self._in_use: list[Any] = []
+        self._requires_grad: list[bool] = []
 
     def invalidate_if_changed(self) -> None:
         """Invalidates all if the list holds other parameters now."""
@@ -296,15 +299,31 @@ class ParamGroupCache(list[FSDPParam]):
         if outputs is not None:
             outputs.have_unsharded_params = True
 
+    def keep_requires_grad(self) -> None:
+        """Gives sharded parameters the flags that users have set on those in use."""
+        before, now = self._requires_grad, [*map(_get_requires_grad, self._in_use)]
+        if now != before:
+            for fsdp_param, was_trained, is_trained in zip(self, before, now):
+                if is_trained is not was_trained:
+                    fsdp_param.sharded_param.requires_grad_(is_trained)
+            self._requires_grad = now
+
+    def _note_in_use(self, params: list[Any]) -> None:
+        self._in_use = params
+        self._requires_grad = [*map(_get_requires_grad, params)]
+
     def to_state(self, state: ShardedState) -> None:
         """Brings all parameters to ``state``, and their registrations with them."""
         self.invalidate_if_changed()
-        outputs = None
+        self.keep_requires_grad()
+        self._note_in_use([])
+        sharded, outputs = [*map(_get_sharded_param, self)], None
         if state is ShardedState.UNSHARDED:
             params = [*map(_get_unsharded_param, self)]
-            for param, is_trained in zip(params, map(_get_requires_grad, self)):
+            for param, is_trained in zip(params, map(_get_requires_grad, sharded)):
                 if param.requires_grad is not is_trained:
                     param.requires_grad_(is_trained)
+            self._note_in_use(params)
             if self[0].sharded_state is ShardedState.SHARDED_POST_FORWARD:
                 # Gathered and copied out in the stream that allocated them: no wait
                 for fsdp_param in self:
@@ -322,9 +341,11 @@ class ParamGroupCache(list[FSDPParam]):
                     fsdp_param.to_sharded()
                 else:
                     fsdp_param.to_sharded_post_forward()
+            if state is ShardedState.SHARDED_POST_FORWARD:
+                self._note_in_use([p._sharded_post_forward_param for p in self])
             return
         else:
-            params = [*map(_get_sharded_param, self)]
+            params = sharded
         registrations.register(self._places, params)
         for fsdp_param in self:
             fsdp_param.sharded_state = state

@@ -345,8 +345,10 @@ class FSDPParamGroup(_Meshes, PluginNames):
 
     # State of the iteration #
     _training_state: TrainingState = TrainingState.IDLE
-    # Resetting sharded parameters is costly, so only the first lazy init does it
+    # Resetting sharded parameters is costly, so only the first lazy init does it, and
+    # the root's, before which users may have unsharded and then replaced them
     _reset_sharded_params: bool = False
+    _reset_by_root: bool = False
     # Whether lazy init has read the parameters' dtypes
     _has_read_dtypes: bool = False
     _all_gather_result: AllGatherResult | None = None
@@ -424,17 +426,14 @@ class FSDPParamGroup(_Meshes, PluginNames):
         """Reads the parameters as users have left them. May be called again."""
         observers.look_for_traces()
         self.comm_ctx.device_handle = self.device_handle  # before the root's lazy init
-        is_first = self.is_sharded and not self._reset_sharded_params
-        if is_first:
+        by_root = self._module_fqn is not None
+        has_reset = self._reset_by_root if by_root else self._reset_sharded_params
+        if self.is_sharded and not has_reset:
             registrations.reset_sharded_params(self)
-            self._reset_sharded_params = True
-            if self._param_group_index == 0:
-                registrations.warn_of_late_params(self)
+            self._reset_sharded_params, self._reset_by_root = True, by_root
         self._validate_reduce_scatter_max_input_buffers()
         self._init_dtypes()
         self._register_state_dict_hooks()
-        if is_first:
-            log_layout(self)
 
     def _init_dtypes(self) -> None:
         """Reads the policy and the parameters' dtypes where any of them has changed."""
@@ -446,7 +445,11 @@ class FSDPParamGroup(_Meshes, PluginNames):
         registrations.check_materialized(self)
         if not is_same_policy:
             check_setting("mp_policy", self.mp_policy, self._unit_name)
-            self.resolve_policies(fqns_of(self), self._module_fqn is not None)
+            params = [fsdp_param.sharded_param for fsdp_param in self.fsdp_params]
+            named = params, fqns_of(self), self._module_fqn is not None
+            policies, _ = resolve_all(self.mp_policy, *named)
+            for fsdp_param, policy in zip(self.fsdp_params, policies, strict=True):
+                fsdp_param.mp_policy = policy
             self._resolved_policy = self.mp_policy
             _check_can_exchange(self, type(self._reduce_scatter_comm))
         self._call_init_mp_dtypes()
@@ -460,13 +463,6 @@ class FSDPParamGroup(_Meshes, PluginNames):
         self._cache.invalidate_buckets_if_changed()
         # What replaces it may set anything
         self._has_read_dtypes = not self._replaces_init_dtypes
-
-    def resolve_policies(self, fqns: Sequence[str], is_named: bool) -> None:
-        """Gives each parameter the policy that the group's one is for it."""
-        params = [fsdp_param.sharded_param for fsdp_param in self.fsdp_params]
-        policies, _ = resolve_all(self.mp_policy, params, fqns, is_named)
-        for fsdp_param, policy in zip(self.fsdp_params, policies, strict=True):
-            fsdp_param.mp_policy = policy
 
     def _register_state_dict_hooks(self) -> None:
         """Reshards before state dicts are saved and loaded, which hold shards."""
@@ -622,6 +618,7 @@ class FSDPParamGroup(_Meshes, PluginNames):
 
     def _stay_unsharded(self) -> None:
         """Notes the versions of parameters: an optimizer may step before a reshard."""
+        self._cache.keep_requires_grad()
         if self.is_unsharded and not self._has_warned_of_versions:
             if self._param_versions is None:
                 self._param_versions = ParamVersions(self._cache)
@@ -635,6 +632,10 @@ class FSDPParamGroup(_Meshes, PluginNames):
         # A unit of several modules comes here for each: one post-backward is enough
         is_first_module = self._training_state != TrainingState.FORWARD
         if is_first_module:
+            if self._num_forwards < 0:
+                log_layout(self)
+                if self._param_group_index == 0:
+                    registrations.warn_of_late_params(self)
             # Seeing a group twice: a new forward began. In the first, lazy init looked
             if self._num_forwards == self.comm_ctx.num_forwards:
                 self.comm_ctx.num_forwards += 1
@@ -853,6 +854,18 @@ class FSDPParamGroup(_Meshes, PluginNames):
         inputs = replace_in(inputs, passed)
         return tuple(inputs[: len(args)]), dict(zip(kwargs, inputs[len(args) :]))
 
+    def _register_second_pre_backward(self, grads: Sequence[Tensor | None]) -> None:
+        """
+        Makes a backward through gradients of the unit's inputs, of which this one makes
+        a graph, unshard what it has saved, and end as any other.
+        """
+        state: Any = _get_module_state(self.modules[0])
+        # It may come to the root's parameters by this unit only
+        for unsharded in (state._state_ctx.all_states[0], state):
+            for grad in grads:
+                if grad is not None and grad.requires_grad:
+                    grad.register_hook(unsharded._pre_backward)
+
     # Labels #
     @property
     def _unit_name(self) -> str:
@@ -939,6 +952,8 @@ class RegisterPostBackwardFunction(torch.autograd.Function):
         # Not from the root's final callback: backward is over then
         if param_group._to_prefetch_late:
             param_group._backward_prefetch_late()
+        if torch.is_grad_enabled():
+            param_group._register_second_pre_backward(grads)
         return (None, *grads)
 
     @staticmethod

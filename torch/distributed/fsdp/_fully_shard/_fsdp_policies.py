@@ -275,6 +275,22 @@ def _check_can_train(policy: Any, override: Any, param: nn.Parameter, fqn: str) 
         )
 
 
+def names_in(module: nn.Module) -> set[str]:
+    """Returns all names of a module's parameters, also of shared ones."""
+    named = module.named_parameters(remove_duplicate=False)
+    return {_clean(fqn) for fqn, _ in named}
+
+
+def is_for_names(policy: Any, names: set[str]) -> bool:
+    """Returns whether all overrides by name were made for such a model, or in it."""
+    for table in _overrides_of(policy).values():
+        fqns = [*table.by_fqn] if isinstance(table, DtypeByName) else []
+        prefixes = {n.removesuffix(f) for f in fqns[:1] for n in names if n.endswith(f)}
+        if fqns and not any(names.issuperset(p + f for f in fqns) for p in prefixes):
+            return False
+    return True
+
+
 def _clean(fqn: str) -> str:
     """Returns a name without what checkpointing and compilation add to it."""
     return ".".join(part for part in fqn.split(".") if part not in _WRAPPERS)

@@ -217,9 +217,10 @@ class GradReducer:
 
     def _check_zeros_have_a_dtype(self) -> None:
         """Raises, on all ranks alike, if zeros for one would have no dtype."""
-        for fsdp_param in self._group._cache if FOLLOWS_GRAD_DTYPE else ():
-            is_trained = fsdp_param.sharded_param.requires_grad
-            if is_trained and layouts.default_reduce_dtype(fsdp_param) is None:
+        params = self._group._cache if FOLLOWS_GRAD_DTYPE else ()
+        for fsdp_param, param in _unsharded_params(params):
+            has_dtype = layouts.default_reduce_dtype(fsdp_param) is not None
+            if param.requires_grad and not has_dtype:
                 raise ValueError(
                     f"grad_dtype of {fsdp_param._param_fqn} is None: reducing zeros "
                     "where it is unused requires an explicit MixedPrecisionPolicy."

@@ -133,7 +133,8 @@ def reset_sharded_params(group: Any) -> None:
     for fsdp_param, fqn in zip(group.fsdp_params, fqns_of(group)):
         _make_reset(group, fsdp_param)()
         check_param(fsdp_param, fqn)
-        fsdp_param._init_extensions()  # may have been added since
+        if not hasattr(fsdp_param, "_unsharded_param"):
+            fsdp_param._init_extensions()  # may have been added since
     group._cache.invalidate()
 
 

@@ -6,6 +6,7 @@ stored, computed with and reduced in which dtype, and the bytes that this sends.
 # Tests: summary, overrides
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +17,10 @@ import torch.nn as nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _fsdp_layout as layouts
-from ._fsdp_param import ShardedState
+from ._fsdp_param import FSDPParam, ShardedState
 from ._fsdp_param_cache import GatherPlan, has_extension
-from ._fsdp_registrations import get_param_names, groups_of
+from ._fsdp_policies import is_for_names, names_in, resolve_all
+from ._fsdp_registrations import fqns_of, get_param_names, groups_of
 from ._fsdp_scaling import get_divide_factors
 
 
@@ -42,9 +44,11 @@ class LayoutRow:
     # Of the gather's output and the reduction's input, the shards of all ranks; only
     # the last row counts padding. None before the first gather of an extension tensor
     gathered_nbytes: int | None
-    reduced_nbytes: int
+    reduced_nbytes: int | None
     shard_world_size: int
     stored_dtypes: tuple[torch.dtype, ...] = ()  # of a subclass those that it holds
+    # None, like all that follows, where only the root's first forward tells the names
+    # by which a policy chooses
     compute_dtype: torch.dtype | None = None
     # Rows with the same reduce and comm dtype share a reduction. None if frozen
     reduce_dtype: torch.dtype | None = None
@@ -78,8 +82,10 @@ class LayoutSummary:
 def layout_summary(module: nn.Module) -> LayoutSummary:
     """
     Returns how the units of a model are laid out. Print it, or read its rows. Call it
-    at any time after ``fully_shard`` or ``replicate``: it sends nothing. A parameter's
-    dtype or ``requires_grad`` may still change until the first forward.
+    at any time after ``fully_shard`` or ``replicate``: it sends and changes nothing. A
+    parameter's dtype or ``requires_grad`` may still change until the first forward.
+    Until then a part of the model may be too small to tell which dtypes ``by_name``
+    has chosen, for which it prints a question mark.
 
     Args:
         module (nn.Module): The root, or any module that has units in it.
@@ -89,28 +95,49 @@ def layout_summary(module: nn.Module) -> LayoutSummary:
         ValueError: if there is no unit in it.
     """
     groups = groups_of(module, "layout_summary")
-    modules = {*module.modules()}
+    modules, names = {*module.modules()}, names_in(module)
+    unresolved: dict[Any, list[FSDPParam]] = {}
     for group in groups:
+        if (policy := group.mp_policy) is group._resolved_policy:
+            continue
+        fqns, is_named = fqns_of(group), group._module_fqn is not None
         infos = [fsdp_param._module_info for fsdp_param in group.fsdp_params]
         has_all = modules.issuperset(info.module for info in infos)
-        if group._resolved_policy is None and has_all:
-            # By name, before the root has named the parameters
-            fqns = get_param_names(infos, (module,), module_fqn="")
-            group.resolve_policies(fqns, is_named=True)
-    return _summarize(groups)
+        if not is_named and has_all and is_for_names(policy, names):
+            # As the root will name them
+            fqns, is_named = get_param_names(infos, (module,), module_fqn=""), True
+        named = zip(group.fsdp_params, fqns)
+        unresolved[group] = [_with_policy(policy, *of, is_named) for of in named]
+    return _summarize(groups, unresolved)
+
+
+def _with_policy(
+    policy: Any, fsdp_param: FSDPParam, fqn: str, is_named: bool
+) -> FSDPParam:
+    """Returns a copy with a parameter's policy, None if its name is ambiguous."""
+    described: Any = copy.copy(fsdp_param)
+    named = [fsdp_param.sharded_param], [fqn], is_named
+    try:
+        (described.mp_policy,), _ = resolve_all(policy, *named)
+    except ValueError:
+        described.mp_policy = None
+    return described
 
 
 def log_layout(group: Any) -> None:
     """Logs the table of one unit if its logger is on."""
     if _logger.isEnabledFor(logging.DEBUG):
-        _logger.debug("%s", _summarize({group: [group._module_fqn or "(root)"]}))
+        _logger.debug("%s", _summarize({group: [group._module_fqn or "(root)"]}, {}))
 
 
-def _summarize(groups: Mapping[Any, Sequence[str]]) -> LayoutSummary:
+def _summarize(
+    groups: Mapping[Any, Sequence[str]], unresolved: Mapping[Any, list[FSDPParam]]
+) -> LayoutSummary:
     rows: list[LayoutRow] = []
     uncompared: list[tuple[str, str]] = []
     for group, names in groups.items():
-        rows += _rows_of(group, unit := ", ".join(names))
+        params = unresolved.get(group, group.fsdp_params)
+        rows += _rows_of(group, params, unit := ", ".join(names))
         if rows[-1].shard_world_size > 1:
             comms = group._all_gather_comm, group._reduce_scatter_comm
             custom = [c for c in comms if not getattr(c, "needs_all_ranks", False)]
@@ -118,14 +145,17 @@ def _summarize(groups: Mapping[Any, Sequence[str]]) -> LayoutSummary:
     return LayoutSummary(tuple(rows), tuple(uncompared))
 
 
-def _rows_of(group: Any, unit: str) -> list[LayoutRow]:
-    params, shard_group = group.fsdp_params, group._reduce_scatter_group
+def _rows_of(group: Any, params: Sequence[FSDPParam], unit: str) -> list[LayoutRow]:
+    shard_group = group._reduce_scatter_group
     world_size = 1 if shard_group is None else shard_group.size()
     infos = [fsdp_param._module_info for fsdp_param in params]
     names = get_param_names(infos, group.modules, module_fqn="")
     plan, gathered = group._cache.plans.get(ShardedState.SHARDED), None
+    is_known = all(fsdp_param.mp_policy is not None for fsdp_param in params)
     # Only the first gather shows what an extension gathers
-    if plan is None and (world_size == 1 or not any(map(has_extension, params))):
+    if world_size > 1 and any(map(has_extension, params)):
+        is_known = False
+    if plan is None and is_known:
         computed = [layouts.dtypes_of(fsdp_param).compute for fsdp_param in params]
         numels = [p.padded_sharded_param_size.numel() for p in params]
         plan = GatherPlan(computed, [None] * len(params), numels)
@@ -136,7 +166,10 @@ def _rows_of(group: Any, unit: str) -> list[LayoutRow]:
         gathered = [num_gathered * size for size in sizes]
     members: dict[tuple, list[int]] = {}
     for i, fsdp_param in enumerate(params):
-        stored, compute, *reduced = layouts.dtypes_of(fsdp_param)
+        stored, compute = fsdp_param.sharded_param.dtype, None
+        reduced: list[torch.dtype | None] = [None, None, None]
+        if fsdp_param.mp_policy is not None:
+            stored, compute, *reduced = layouts.dtypes_of(fsdp_param)
         inner = dict.fromkeys(_inner_dtypes(fsdp_param._sharded_local_tensor))
         if not fsdp_param.sharded_param.requires_grad:
             reduced = [None, None, None]
@@ -153,13 +186,14 @@ def _rows_of(group: Any, unit: str) -> list[LayoutRow]:
         if sent:
             applied = get_divide_factors((reduce_dtype, comm_dtype), *scaling)
             factors = factor or group.mesh_info.mesh.size(), *applied[:2]
+        reduced_nbytes = world_size * numel * sent.itemsize if sent else 0
         row = LayoutRow(
             unit,
             # Without the class of the unit's module
             tuple(names[i].partition(" of ")[0] for i in of),
             sum(params[i]._orig_size.numel() for i in of),
             None if gathered is None else sum(gathered[i] for i in of),
-            world_size * numel * sent.itemsize if sent else 0,
+            reduced_nbytes if dtypes[1] else None,
             world_size,
             *dtypes,
             *factors,
@@ -167,8 +201,9 @@ def _rows_of(group: Any, unit: str) -> list[LayoutRow]:
         rows.append(row)
     numel = sum(row.numel for row in rows)
     nbytes = plan and num_gathered * plan.layout.segment_nbytes
-    reduced_nbytes = sum(row.reduced_nbytes for row in rows)
-    return [*rows, LayoutRow(unit, (), numel, nbytes, reduced_nbytes, world_size)]
+    sizes = [row.reduced_nbytes for row in rows]
+    total = None if None in sizes else sum(filter(None, sizes))
+    return [*rows, LayoutRow(unit, (), numel, nbytes, total, world_size)]
 
 
 def _inner_dtypes(tensor: torch.Tensor) -> Iterator[torch.dtype]:
@@ -182,7 +217,8 @@ def _sort_key(dtypes: tuple) -> tuple:
     """Returns a sort key: in the order of reductions, then frozen ones."""
     stored, compute, reduce, _, comm = dtypes
     bucket = layouts.bucket_sort_key((reduce, comm))
-    return not bucket, bucket, *map(layouts.dtype_sort_key, (compute, *stored))
+    by_dtype = (layouts.dtype_sort_key(d) for d in (compute, *stored) if d)
+    return not bucket, bucket, *by_dtype
 
 
 def _table(rows: Sequence[LayoutRow]) -> list[str]:
@@ -203,7 +239,9 @@ def _table(rows: Sequence[LayoutRow]) -> list[str]:
 
 
 def _cells(row: LayoutRow, unit: str, count: int) -> list[str]:
-    reduced, factor = "(frozen)" if row.names else "", ""
+    reduced, factor = "", ""
+    if row.names:
+        reduced = "?" if row.compute_dtype is None else "(frozen)"
     if row.reduce_dtype is not None:
         verb = "sent in" if row.shard_world_size > 1 else "cast to"
         reduced = layouts.describe_key((row.reduce_dtype, row.comm_dtype), verb)
@@ -211,8 +249,9 @@ def _cells(row: LayoutRow, unit: str, count: int) -> list[str]:
         if row.before not in (None, 1) and row.after not in (None, 1):
             factor += f" ({row.before:g}, then {row.after:g})"
     stored = " + ".join(map(str, row.stored_dtypes)) or "all"
-    gathered = "?" if row.gathered_nbytes is None else row.gathered_nbytes
-    cells = [unit, count, row.numel, stored, row.compute_dtype or "", gathered]
+    compute = row.compute_dtype if row.names else ""
+    cells = [unit, count, row.numel, stored, compute, row.gathered_nbytes]
     cells += [reduced, row.reduced_nbytes, factor]
+    cells = ["?" if cell is None else cell for cell in cells]
     texts = [f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in cells]
     return [text.replace("torch.", "") for text in texts]

@@ -117,6 +117,21 @@ def names() -> dict[str, list[str]]:
     }
 
 
+def class_names(group: dist.ProcessGroup) -> dict[str, list[str]]:
+    """Of each class, and of what it makes of nothing or of a process group."""
+    found = {}
+    for _, module in modules():
+        for name, value in vars(module).items():
+            if not inspect.isclass(value) or not is_defined_here(value, module):
+                continue
+            owner: Any = value
+            for args in ((), (group,)):
+                with contextlib.suppress(Exception):
+                    owner = value(*args)
+            found[name] = [n for n in dir(owner) if not n.startswith("__")]
+    return found
+
+
 def fields() -> dict[str, list[str]]:
     return {
         name: list(value._fields)
@@ -251,6 +266,7 @@ def main() -> None:
         "torch": torch.__file__,
         "signatures": signatures(),
         "names": names(),
+        "class names": class_names(mesh.get_group()),
         "fields": fields(),
         # Asked by functorch of whatever a unit's inputs pass through
         "has_vmap_rule": RegisterPostBackwardFunction.generate_vmap_rule,

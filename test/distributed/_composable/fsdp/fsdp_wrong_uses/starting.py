@@ -32,8 +32,10 @@ def changed(change: Callable[[Run, Scaled], object], call: str = "forward") -> C
     return case
 
 
-def replaced(value: Callable[[Run], Any]) -> Case:
+def replaced(value: Callable[[Run], Any], *calls: str) -> Case:
     def change(run: Run, block: Scaled) -> None:
+        for call in calls:
+            getattr(block, call)()
         del block.gain
         block.gain = value(run)
 
@@ -113,6 +115,7 @@ STARTING.add(
     "fully_shard, or copy into it",
     plain_parameter=replaced(lambda run: nn.Parameter(run.ones(DIM))),
     plain_tensor=replaced(lambda run: run.ones(DIM)),
+    after_unshard=replaced(lambda run: run.ones(DIM), "unshard", "reshard"),
 )
 STARTING.add(
     AttributeError,
