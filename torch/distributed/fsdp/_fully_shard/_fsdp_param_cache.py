@@ -308,22 +308,20 @@ class ParamGroupCache(list[FSDPParam]):
                     fsdp_param.sharded_param.requires_grad_(is_trained)
             self._requires_grad = now
 
-    def _note_in_use(self, params: list[Any]) -> None:
-        self._in_use = params
-        self._requires_grad = [*map(_get_requires_grad, params)]
-
     def to_state(self, state: ShardedState) -> None:
         """Brings all parameters to ``state``, and their registrations with them."""
         self.invalidate_if_changed()
         self.keep_requires_grad()
-        self._note_in_use([])
+        self._in_use, self._requires_grad = [], []
         sharded, outputs = [*map(_get_sharded_param, self)], None
+        if state is not ShardedState.SHARDED:
+            self._requires_grad = [*map(_get_requires_grad, sharded)]
         if state is ShardedState.UNSHARDED:
             params = [*map(_get_unsharded_param, self)]
-            for param, is_trained in zip(params, map(_get_requires_grad, sharded)):
-                if param.requires_grad is not is_trained:
+            if [*map(_get_requires_grad, params)] != self._requires_grad:
+                for param, is_trained in zip(params, self._requires_grad):
                     param.requires_grad_(is_trained)
-            self._note_in_use(params)
+            self._in_use = params
             if self[0].sharded_state is ShardedState.SHARDED_POST_FORWARD:
                 # Gathered and copied out in the stream that allocated them: no wait
                 for fsdp_param in self:
@@ -342,7 +340,7 @@ class ParamGroupCache(list[FSDPParam]):
                 else:
                     fsdp_param.to_sharded_post_forward()
             if state is ShardedState.SHARDED_POST_FORWARD:
-                self._note_in_use([p._sharded_post_forward_param for p in self])
+                self._in_use = [p._sharded_post_forward_param for p in self]
             return
         else:
             params = sharded
