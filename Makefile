@@ -3,7 +3,7 @@
 PYTHON3 ?= python3
 # Names that a user gives go through the environment: a shell would split them.
 SETUP := "$$PYTHON3" -B -m tools.build
-export F PYTHON3 NPROC STEPS POLICY DEVICE CHECKOUT
+export PYTHON3 NPROC STEPS POLICY DEVICE CHECKOUT
 
 # The release to build on, under another name: RELEASE is a common one.  What a recipe
 # starts is not told what was told to this make.
@@ -21,7 +21,7 @@ LINT = PATH="$$PWD/$(VENV)/bin:$$PATH" XDG_DATA_HOME="$$PWD/build/lint" lintrunn
 PATHS := git ls-files --cached --others --exclude-standard
 
 .DEFAULT_GOAL := help
-.PHONY: help python check setup models train for-tests test test-tools clients series series-save bench gpu mutants which lint wheel clean
+.PHONY: help python check setup models train for-tests test test-tools clients series series-save bench gpu mutants lint wheel clean
 
 help:  ## show this list
 	@echo "make TARGET, where TARGET is one of"
@@ -62,12 +62,6 @@ for-tests: python
 
 test: for-tests  ## run the tests (QUICK=1: those marked so; ARGS=... goes to pytest)
 	@$(PYTEST) $(or $(ARGS),$(SIDE_BY_SIDE) -m "$(MARKS)" test)
-
-which:  ## tell the tests of a function: its file's, who notices its mutant, who names it (F=NAME)
-	@for file in $$(git grep -lw -e "def $$F" -- torch); do \
-	  echo "$$file: $$(sed -n 's/^# Tests: //p' "$$file")"; done
-	@grep -w -e "$$F" tools/found_by.txt | cut -d: -f1-3 | grep . || echo "tried no mutant of it"
-	@git grep -npw -e "$$F" -- test || echo "no test names it"
 
 test-tools: for-tests  ## run those of what surrounds the branch: set-up, wheels, benchmarks
 	@$(PYTEST) $(or $(ARGS),$(SIDE_BY_SIDE) -m tools test)

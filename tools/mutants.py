@@ -3,8 +3,7 @@ Breaks the product on purpose, one line at a time, and tells which test notices.
 
 Edits a line of each function, always the same ones, in copies of the clone. The test
 files that run this line, nearest and quickest first, run until one fails. What is found
-goes to build/mutants.json, from which a run that was stopped goes on, and of each
-function to tools/found_by.txt, which `make which F=NAME` reads.
+goes to build/mutants.json, from which a run that was stopped goes on.
 """
 
 import argparse
@@ -22,7 +21,7 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ from tools.overlay import lay_links, torch_links  # noqa: E402
 from tools.releases import files_under  # noqa: E402
 
 
-TABLE, FOUND_BY = ROOT / "build/mutants.json", ROOT / "tools/found_by.txt"
+TABLE = ROOT / "build/mutants.json"
 PRODUCT = Path("torch/distributed/fsdp/_fully_shard")
 TESTS = Path("test/distributed/_composable/fsdp")
 # What an edit is about, what it replaces, and by what. Capitals are preferred
@@ -181,9 +180,6 @@ def try_on(mutant: dict[str, Any], table: dict[str, Any], files: int) -> None:
         t for t in tests if span.intersection(tests[t]["lines"].get(row["file"], ()))
     ]
     likely.update({t: 3 * min(text_of(t).count(name), 5) for t in run})
-    named = re.search(r"(?m)^# Tests: (.*)$", edited)  # by the product
-    for test in named[1].split(", ") if named else ():
-        likely[f"test_fully_shard_{test}.py"] += 20
     run.sort(key=lambda t: (10 + tests[t]["seconds"]) / (1 + likely[t]))
     with one_copy(table) as copy:
         whole = (path := copy / PRODUCT / row["file"]).read_text()
@@ -195,17 +191,6 @@ def try_on(mutant: dict[str, Any], table: dict[str, Any], files: int) -> None:
             path.write_text(whole)
             row["tried"].append(test)
     print(f"{row['key']}: {row['killed_by'] or 'ALIVE'}", flush=True)
-
-
-def keep(rows: Iterable[dict[str, Any]]) -> None:
-    """Writes which test notices first that a function is broken."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for row in sorted(rows, key=lambda row: (row["file"], row["of"])):
-        test = row["killed_by"] and f"{row['tried'][-1]}::{row['killed_by']}"
-        names = found.setdefault((row["file"], test or "nothing"), [])
-        names += [row["function"]] * (row["function"] not in names)
-    lines = [f"{file} {test}: {' '.join(n)}\n" for (file, test), n in found.items()]
-    FOUND_BY.write_text("".join(sorted(lines)))
 
 
 def main() -> None:
@@ -227,8 +212,6 @@ def main() -> None:
         new = [p.name for p in (ROOT / TESTS).glob("test_*.py") if p.name not in tests]
         [*pool.map(lambda test: measure(test, table), new)]
         [*pool.map(lambda m: try_on(m, table, args.files), wanted[: args.limit])]
-    if args.limit is None and not args.only:  # else others' rows would be lost
-        keep(rows.values())
     killed = Counter(r["tried"][-1] for r in rows.values() if r["killed_by"])
     print(f"{len(rows)} tried, {killed.total()} found: {killed}")
 

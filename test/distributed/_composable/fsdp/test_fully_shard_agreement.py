@@ -153,8 +153,8 @@ class TestRanksDisagree(AgreementTest):
         """Before the first gather, or where the last unit is the first to reduce."""
         for field, text, unit, gathers in (
             ("param_dtype", "computes in torch.{}", 0, 0),
-            ("reduce_dtype", "reduces in torch.{}", 1, 2),
-            ("grad_comm_dtype", "reduces in torch.float32, sent in torch.{}", 1, 2),
+            ("reduce_dtype", "reduced in torch.{}", 1, 2),
+            ("grad_comm_dtype", "reduced in torch.float32, sent in torch.{}", 1, 2),
         ):
             model = shard_blocks(
                 blocks().to(self.device),
@@ -165,8 +165,8 @@ class TestRanksDisagree(AgreementTest):
             message = self.refused(lambda model=model: self.step(model), gathers)
             self.assertIn(f"unit '{unit}'", message)
             one, other = text.format("float32"), text.format("bfloat16")
-            said = f"{unit}.gate: {one} on ranks 0, 1, 3, {other} on rank 2"
-            self.assertIn(said, message)
+            said = f"{unit}.gate .*{one}, .* on ranks 0, 1, 3; .*{other}, .* on rank 2"
+            self.assertRegex(message, said)
             self.assertNotIn(f"{unit}.up", message)
             self.assertIn("MixedPrecisionPolicy must return the same", message)
             self.assertIn(SWITCH, message)
@@ -176,7 +176,7 @@ class TestRanksDisagree(AgreementTest):
         policy = self.policy_by_rank("reduce_dtype")
         fully_shard(model, mp_policy=policy, mesh=shard_mesh())
         message = self.refused(lambda: self.step(model), gathers=1)
-        self.assertEqual(message.count("reduces in torch.float32 on ranks 0, 1, 3"), 8)
+        self.assertEqual(message.count("reduced in torch.float32"), 8)
         self.assertIn("\n  and 12 more\n", message)
 
     def test_stored_dtypes_that_differ(self) -> None:
@@ -188,8 +188,8 @@ class TestRanksDisagree(AgreementTest):
             if policy.param_dtype is None:
                 message = self.refused(lambda model=model: self.step(model), gathers=0)
                 for name in ("0.gate", "0.up"):
-                    text = f"{name}: computes in torch.bfloat16 on rank 0, computes in"
-                    self.assertIn(text, message)
+                    text = f"{name} computes in torch.bfloat16, .* on rank 0; "
+                    self.assertRegex(message, text)
                 continue
             self.backward(model)
             for param in model.parameters():
@@ -209,28 +209,22 @@ class TestRanksDisagree(AgreementTest):
         model = Scales(gate=8 if self.rank == 1 else 4).to(self.device)
         fully_shard(model, mesh=shard_mesh())
         message = self.refused(lambda: self.step(model), gathers=0)
-        text = "gate: has size (4,) on ranks 0, 2, 3, has size (8,)"
-        self.assertIn(text, message)
+        text = r"gate .* has size \(4,\), .* on ranks 0, 2, 3; .* has size \(8,\)"
+        self.assertRegex(message, text)
 
     def test_one_rank_skips_a_unit_before_one_of_another_size(self) -> None:
         model = Chain(*(Scales(gate=size) for size in (4, 8, 16))).to(self.device)
         shard_blocks(model, mesh=shard_mesh())
         run = [0, 2] if self.rank == 3 else None
         message = self.refused(lambda: self.step(model, run=run), gathers=1)
-        self.assertIn(
-            "the parameters of unit '1' and unit '2':\n  1.gate or 2.", message
-        )
+        self.assertIn("the parameters of unit '1' and unit '2':\n  1.gate", message)
         self.assertIn("must run it in its turn nevertheless, on a dummy", message)
 
     def test_one_rank_forgets_to_shard_a_child(self) -> None:
         """It has the child's parameters in the root, where others have their own."""
-        stays = r"unit '\(root\)', which stays unsharded after forward, on rank 2"
         for own, expected in (
-            ({"gate": 4}, "has 1 parameters, on ranks 0, 1, 3, .* has 2 par"),
-            (
-                {},
-                rf"'0', which .* to 4 ranks after forward, on ranks 0, 1, 3, .* {stays}",
-            ),
+            ({"gate": 4}, r"\(1 parameters\) .*'\(root\)' is gathered \(2 par"),
+            ({}, "'0' is resharded to 4 ranks .*' stays unsharded after forward on"),
         ):
             model = Chain(Scales(gate=4))
             for name, size in own.items():
@@ -241,8 +235,7 @@ class TestRanksDisagree(AgreementTest):
             fully_shard(model, mesh=shard_mesh())
             message = self.refused(lambda model=model: self.step(model), gathers=0)
             self.assertRegex(message, expected)
-            advice = "call fully_shard on the same modules" if own else "the same units"
-            self.assertIn(advice, message)
+            self.assertIn("call fully_shard on the same modules", message)
             self.assertNotIn("MixedPrecisionPolicy", message)
 
     def test_dims_that_are_sharded_differ(self) -> None:
@@ -251,7 +244,7 @@ class TestRanksDisagree(AgreementTest):
         fully_shard(model, mesh=shard_mesh(), shard_placement_fn=lambda _: Shard(dim))
         for _ in range(2):  # it raises again at the next try
             message = self.refused(model.unshard, gathers=0)
-            self.assertIn("weight of FSDPLinear: is sharded as S(1) on rank 0", message)
+            self.assertIn("is sharded as S(1), on rank 0", message)
 
     def test_replicas_that_disagree(self) -> None:
         """Nothing is gathered, so the first all-reduce is what comes after it."""
@@ -259,7 +252,7 @@ class TestRanksDisagree(AgreementTest):
         policy = self.policy_by_rank("reduce_dtype")
         replicate(model, mp_policy=policy, mesh=shard_mesh())
         message = self.refused(lambda: self.step(model), gathers=0)
-        self.assertIn("0.gate: reduces in torch.float32 on ranks 0, 1, 3", message)
+        self.assertRegex(message, "0.gate .*in torch.float32, .* on ranks 0, 1, 3;")
 
     def test_shard_groups_compare_within_themselves(self) -> None:
         mesh = hybrid_mesh(2)
@@ -268,7 +261,7 @@ class TestRanksDisagree(AgreementTest):
         # An odd rank in each shard group
         odd = self.policy_by_rank("param_dtype", odd=self.rank // 2 * 2)
         fully_shard(model, mp_policy=odd, mesh=mesh)
-        text = "bfloat16 on rank {}, computes in torch.float32 on rank {}"
+        text = "bfloat16, .* on rank {}; .* computes in torch.float32, .* on rank {}"
         with self.assertRaisesRegex(RuntimeError, text.format(*ranks)):
             self.step(model)
         dist.barrier()
@@ -569,8 +562,9 @@ class TestReductions(AgreementTest):
             model = self.sharded()
             self.count(model, steps)
             message = self.refused(lambda model=model: self.step(model, used=mine))
-            self.assertIn("the gradients of unit '2':\n  2.gate: gets a gra", message)
-            self.assertRegex(message, "2.up: gets no gradient on ranks 0, 1, 3, gets a")
+            self.assertIn("the gradients of unit '2':\n  2.gate gets a gra", message)
+            text = "2.up gets no gradient, .* on ranks 0, 1, 3; 2.up gets a"
+            self.assertRegex(message, text)
             self.assertIn("set_reduce_scatter_unused_params(True)", message)
 
     def test_other_parameters_are_fine_where_zeros_stand_in(self) -> None:
@@ -586,7 +580,7 @@ class TestReductions(AgreementTest):
         """Each shard group agrees within itself."""
         model = self.sharded(mesh=hybrid_mesh(2))
         ranks = (self.rank % 2, self.rank % 2 + 2)
-        text = "2.up: gets no gradient on rank {}, gets a gradient on rank {}"
+        text = "2.up gets no gradient, .* on rank {}; 2.up gets a gradient.* on rank {}"
         with self.assertRaisesRegex(RuntimeError, text.format(*ranks)):
             self.step(model, used=["up" if self.rank >= 2 else "gate"])
         dist.barrier()
@@ -597,7 +591,7 @@ class TestReductions(AgreementTest):
         if self.rank == 3:
             model[1].set_reshard_after_forward(False)
         message = self.refused(lambda: self.step(model))
-        self.assertRegex(message, "'1', which stays unsharded .*, on rank 3\nEvery")
+        self.assertRegex(message, "'1' stays unsharded after forward on rank 3\nEvery")
 
 
 class TestThreads(FSDPThreadTest):
@@ -609,7 +603,7 @@ class TestThreads(FSDPThreadTest):
         dtype = BF16 if self.rank == 3 else FP32
         policy = MixedPrecisionPolicy(param_dtype_override_fn=lambda _: dtype)
         model = fully_shard(Scales().to(self.device), mp_policy=policy)
-        text = "of a unit:(?s:.*)gate of FSDPScales: computes in .* on ranks 0, 1, 2,"
+        text = "of a unit:(?s:.*)gate of FSDPScales computes in .* on ranks 0, 1, 2;"
         with self.assertRaisesRegex(RuntimeError, text):
             model.unshard()
 

@@ -1,17 +1,14 @@
 # Owner(s): ["oncall: distributed"]
 """
 Files of ``_fully_shard`` import from one another in one direction, and what training
-does not need knows no param group. ``docs/architecture.md`` lists them in that order. Each
-names the tests that notice most of what is broken in it.
+does not need knows no param group. ``docs/architecture.md`` lists them in that order.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import sys
 import tempfile
-from collections import Counter
 from graphlib import CycleError
 from pathlib import Path
 
@@ -66,17 +63,6 @@ class TestArchitecture(TestCase):
         self.assertIn("_fsdp_collectives", reached_from("_fsdp_param_group"))
         for name in BESIDE:
             self.assertEqual(reached_from(name) & OF_GROUP, set(), name)
-
-    def test_named_tests_notice_most_of_what_is_broken(self):
-        found = (ROOT / "tools" / "found_by.txt").read_text()
-        row = r"(?m)^(\w+)\.py test_fully_shard_(\w+)\.py::\w+: (.*)$"
-        for path in SOURCES.glob("*.py"):
-            noticed: Counter[str] = Counter()
-            for file, test, names in re.findall(row, found):
-                noticed[test] += len(names.split()) * (file == path.stem)
-            (named,) = re.findall(r"(?m)^# Tests: (.*)$", path.read_text())
-            share = sum(noticed[test] for test in named.split(", "))
-            self.assertGreaterEqual(2 * share, noticed.total(), path.name)
 
 
 # Launched on several ranks, one does the work: the tests share no processes.

@@ -82,6 +82,8 @@ GONE = {
     "_fsdp_collectives": {
         "_get_dim0_padded_size",
         "_raise_assert_with_print",
+        "_ReduceOp",
+        "symm_mem",
         "_to_dtype_if_needed",
         # Of 2.15
         "_cast_and_view_sharded_grads",
@@ -90,8 +92,12 @@ GONE = {
         "_record_grad_output_stream_default",
     },
     "_fsdp_param_group": {
+        "_dynamo_disable",
+        "_GradInputs",
         "_ModuleToHandleDict",
         "alloc_storage",
+        "collect_grad_tensors",
+        "replace_grad_tensors",
         "RemovableHandle",
         # Of 2.15
         "_spmd_no_typecheck",
@@ -100,11 +106,9 @@ GONE = {
 }
 # Attributes of a group that are gone, likewise
 GONE_ATTRIBUTES = {
-    "_post_reduce_event",
     "_validate_cpu_offload_params",
     "_validate_no_meta_params",
     "_wait_all_gather_streams_on_event",
-    "_wait_for_post_backward",
     # Of 2.15
     "_fsdp_params_with_wider_grad_dtype",
     "_get_partial_reduce_grad",
@@ -121,7 +125,7 @@ GONE_ATTRIBUTES = {
 # What a group of several dtypes has no one of
 OF_ONE_DTYPE = {"_orig_dtype", "_reduce_dtype"}
 # A keyword that may be left out, and that only 2.15 has
-SINCE_2_15 = "all_gather_output_fn"
+NEW_KEYWORDS = {"all_gather_output_fn", "cache"}
 # One record holds the reduce-scatter inputs of all dtypes
 CHANGED_RECORD = "ReduceScatterState"
 
@@ -169,7 +173,7 @@ class TestContract(DeviceFreeTest):
         """Whether what ``mine`` has after ``parameters`` may be left out."""
         more = mine[len(parameters) :]
         optional = all(
-            kind.startswith("VAR_") or name == SINCE_2_15 for name, kind, _ in more
+            kind.startswith("VAR_") or name in NEW_KEYWORDS for name, kind, _ in more
         )
         return mine[: len(parameters)] == parameters and optional
 

@@ -217,13 +217,14 @@ class TestErrors(FakeGroupTest):
         wrong, expected = COMMON[name]
         with self.assertRaises(Exception) as caught:
             wrong()
-        found = []
+        notes = getattr(caught.exception, "__notes__", ())  # from Python 3.11 on
+        found, raised = [], "\n".join([str(caught.exception), *notes])
         for error, _, to_do in error_rows():
             for text in quoted(error):
                 parts = map(re.escape, text.split("…"))
-                if re.search(".+".join(parts), str(caught.exception), re.DOTALL):
+                if re.search(".+".join(parts), raised, re.DOTALL):
                     found.append(to_do)
-        self.assertEqual(len(found), 1, str(caught.exception))
+        self.assertEqual(len(found), 1, raised)
         self.assertIn(expected, found[0])
 
     def test_first_row_says_what_lets_bf16_meet_fp32(self) -> None:

@@ -36,9 +36,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_agreement as agreement
-from torch.distributed.fsdp._fully_shard import (
-    _fsdp_errors as errors,
-)
+from torch.distributed.fsdp._fully_shard import _fsdp_context as shared
 from torch.distributed.fsdp._fully_shard import (
     _fsdp_registrations as registrations,
 )
@@ -48,7 +46,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_cache import ParamGroupCache
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -333,31 +330,16 @@ class TestExplanations(FakeGroupTest):
             model(x).sum().backward()
         return caught.exception
 
-    def test_errors_that_are_made_of_more_than_a_message_stay(self) -> None:
-        """A gradient of float8 is explained, unless the error is of another's type."""
-        cannot = mock.patch.object(errors, "REDUCIBLE", ())
-        for error, is_explained in (
-            (Boom, False),
-            (KeyboardInterrupt, False),
-            (RuntimeError, True),
-        ):
-            raised = self.raised(error, cannot)
-            self.assertIs(type(raised), error)
-            self.assertEqual("cannot be averaged in" in str(raised), is_explained)
-            self.assertEqual(isinstance(raised.__cause__, error), is_explained)
+    def test_a_note_names_the_parameters(self) -> None:
+        error = self.raised(RuntimeError, contextlib.nullcontext())
+        self.assertEqual(str(error), "on purpose")
+        text = "Raised while reducing the gradients of weight, bias in torch.float32"
+        self.assertIn(text, getattr(error, "__notes__", [text]))  # Python 3.10 has none
 
-    def test_an_explanation_that_fails_leaves_the_error(self) -> None:
-        def fails(*_: object) -> None:
-            raise LookupError
-
-        for owner, name in (
-            (errors, "REDUCIBLE"),
-            (agreement, "_announce"),
-        ):
-            for kind in (RuntimeError, KeyboardInterrupt):
-                error = self.raised(kind, mock.patch.object(owner, name, fails))
-                self.assertIs(type(error), kind)
-                self.assertIsNone(error.__cause__)
+    def test_a_note_that_fails_leaves_the_error(self) -> None:
+        fails = mock.patch.object(agreement, "_announce", side_effect=LookupError)
+        for kind in (RuntimeError, KeyboardInterrupt):
+            self.assertIs(type(self.raised(kind, fails)), kind)
 
     def test_a_copy_out_that_fails_leaves_nothing_behind(self) -> None:
         """Outputs are freed, and names are registered as they were."""
@@ -393,25 +375,17 @@ class TestExplanations(FakeGroupTest):
         group = model._get_fsdp_state()._fsdp_param_group
         stream = group.comm_ctx.reduce_scatter_stream
         cannot_wait = mock.patch.object(stream, "wait_stream", side_effect=LookupError)
-        cannot_reduce = mock.patch.object(
-            group._reducer, "_reduce_batch", side_effect=Boom
-        )
+        cannot_reduce = mock.patch.object(shared, "reduce_buckets", side_effect=Boom)
         loss = model(torch.ones(2, 4)).sum()
         with self.assertLogs(LOGGER, "ERROR") as logs, cannot_reduce, cannot_wait:
             with self.assertRaises(Boom):
                 loss.backward()
         (line,) = logs.output
-        self.assertIn("Unit 'FSDPLinear' could not wait", line)
+        self.assertIn("could not be waited for", line)
         self.assertIn("LookupError", line)
 
-    def test_other_attribute_errors_of_a_prefetch_stay(self) -> None:
-        """They are not for want of a root, although there is none yet."""
+    def test_a_prefetch_without_a_root_is_told(self) -> None:
         group = self.unit()._get_fsdp_state()._fsdp_param_group
-        for error in (AttributeError("of a user"), AttributeError(name="x", obj=self)):
-            with mock.patch.object(FSDPParamGroup, "unshard", side_effect=error):
-                with self.assertRaises(AttributeError) as caught:
-                    group._prefetch_unshard(group, "forward")
-            self.assertIs(caught.exception, error)
         with self.assertRaisesRegex(AttributeError, "units of the same root"):
             group._prefetch_unshard(group, "forward")
 

@@ -1,8 +1,7 @@
 # Owner(s): ["oncall: distributed"]
 
 """
-What the host does around a step: it looks for observers, keeps the compiler out of
-hooks, and adds notes to errors.
+What the host does around a step: it looks for observers, and adds notes to errors.
 """
 
 from __future__ import annotations
@@ -12,12 +11,11 @@ import unittest
 from typing import Any
 from unittest import mock
 
-from fsdp_common.utils import DeviceFreeTest, FakeGroupTest, shard_blocks
+from fsdp_common.utils import FakeGroupTest, shard_blocks
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, set_reduce_bucket_cap
 from torch.distributed.fsdp._fully_shard import (
@@ -26,7 +24,6 @@ from torch.distributed.fsdp._fully_shard import (
 from torch.distributed.fsdp._fully_shard import (
     _fsdp_param_group as group_file,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_observers import _dynamo_disable
 from torch.testing._internal.common_utils import run_tests
 
 
@@ -60,36 +57,6 @@ class TestObservers(FakeGroupTest):
             self.assertEqual(self.looks(model[:2]), 1)
 
 
-class TestCompiler(DeviceFreeTest):
-    """Dynamo is kept out of hooks where it is in, and is not asked for where not."""
-
-    def test_a_hook_of_eager_training_is_called_as_it_is(self) -> None:
-        hook = _dynamo_disable(lambda: "called")
-        with mock.patch.object(torch._dynamo, "disable", side_effect=AssertionError):
-            self.assertEqual(hook(), "called")
-
-    def test_a_hook_of_a_compiled_program_is_not_traced(self) -> None:
-        callbacks, graphs = [], []
-
-        @_dynamo_disable
-        def hook() -> None:
-            callbacks.append(get_eval_frame_callback())
-
-        def program(x: torch.Tensor) -> torch.Tensor:
-            x = x + 1
-            hook()
-            return x + 2
-
-        def backend(graph: Any, inputs: Any) -> Any:
-            graphs.append(graph)
-            return graph.forward
-
-        compiled = torch.compile(program, backend=backend)
-        self.assertEqual(compiled(torch.ones(1)).item(), 4.0)
-        self.assertEqual(callbacks, [None])
-        self.assertEqual(len(graphs), 2)  # before the hook, and after it
-
-
 @unittest.skipIf(sys.version_info < (3, 11), "exceptions take no notes")
 class TestNotes(FakeGroupTest):
     ranks = RANKS
@@ -118,7 +85,7 @@ class TestNotes(FakeGroupTest):
         with fails, self.assertRaises(ValueError) as caught:
             model(torch.ones(1, 2)).sum().backward()
         (note,) = caught.exception.__notes__
-        text = "reducing the gradients of 2.weight, 1.weight, 0.weight, joined by set_"
+        text = "reducing the gradients of 2.weight, 1.weight, 0.weight in torch.float32"
         self.assertIn(text, note)
 
 

@@ -56,7 +56,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     set_reduce_bucket_cap,
 )
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_context
+from torch.distributed.fsdp._fully_shard import _fsdp_context, _fsdp_reduce
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultReduceScatter,
@@ -143,7 +143,7 @@ def check_schedule(
         expected = scale * mean_grad(name, mesh.size(), schedule)
         assert torch.equal(grad, expected), f"{name}: {grad}, not {expected}"
     group = group_of(model)
-    assert not group._reducer.partial_reduces and not group.comm_ctx.all_reduce_states
+    assert not group._partial_reduces and not group.comm_ctx.all_reduce_states
     assert not group.comm_ctx.reduce_scatter_states
 
 
@@ -295,7 +295,7 @@ class TestProcesses(FSDPProcessTest):
             microbatch(BF16, is_last=True)
             expected = torch.full((4,), 2.0, dtype=FP64)
             self.assertEqual(full_grad(model.p), expected)
-            self.assertEqual(group._reducer.partial_reduces, {})
+            self.assertEqual(group._partial_reduces, {})
             model.zero_grad()
 
     def test_all_reduce_hook_gets_each_bucket_once(self):
@@ -372,7 +372,7 @@ class TestBuffers(FakeGroupTest):
 
     def test_few_reduced_buffers_are_held_beyond_the_limit(self) -> None:
         """Those of this unit and of the one before, however many units there are."""
-        allocate = _fsdp_collectives.allocate
+        allocate = _fsdp_reduce.allocate
 
         def most_alive(layers: int, is_mixed: bool, mode: str) -> int:
             policy = MixedPrecisionPolicy(reduce_dtype=FP32)
@@ -394,7 +394,7 @@ class TestBuffers(FakeGroupTest):
                 return buffer
 
             no_room = mock.patch.object(_fsdp_context, "_MAX_HELD_NBYTES", 0)
-            with no_room, mock.patch.object(_fsdp_collectives, "allocate", noting):
+            with no_room, mock.patch.object(_fsdp_reduce, "allocate", noting):
                 for is_last in (False, True) if mode == "deferred" else (True,):
                     model.set_requires_all_reduce(is_last)
                     counts.clear()
@@ -407,6 +407,22 @@ class TestBuffers(FakeGroupTest):
                 few = most_alive(4, is_mixed, mode)
                 self.assertLessEqual(few, 5)  # with inputs, of two units and one more
                 self.assertEqual(most_alive(8, is_mixed, mode), few)
+
+    def test_reduced_buffers_count_unless_gradients_view_them(self) -> None:
+        viewed: list[bool] = []
+        hold = _fsdp_context.FSDPCommContext._hold_reduce_buffers
+
+        def noting(*args: Any, are_viewed: bool) -> None:
+            viewed.append(are_viewed)
+            hold(*args, are_viewed=are_viewed)
+
+        model = self.make(2, False, mesh=mesh_of(2, 2, device="cpu"))
+        with mock.patch.object(
+            _fsdp_context.FSDPCommContext, "_hold_reduce_buffers", noting
+        ):
+            backward(model)
+            backward(model)  # adds to the gradients of the first
+        self.assertEqual(viewed, [True, True, False, False])
 
     def test_gradients_keep_nothing_else_alive(self) -> None:
         sent = MixedPrecisionPolicy(

@@ -6,7 +6,6 @@ process group: the plans are checked by themselves, and on plain CPU tensors.
 
 import math
 import random
-from dataclasses import replace
 
 import pytest
 from hypothesis import example, given, settings
@@ -16,32 +15,26 @@ from fsdp_common.comms import BF16, count_operators, FP8, FP16, FP32, FP64
 from fsdp_common.utils import DeviceFreeTest
 
 import torch
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
-    BucketGrads,
-    join_parts,
-)
 from torch.distributed.fsdp._fully_shard._fsdp_copies import (
     _copy_in,
     _split_copy,
-    _to_columns,
+    _view_outputs,
     copy_each,
-    relaid,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_layout import (
     dtype_sort_key,
     extend_bucket,
     GatherLayout,
-    in_plan_order,
-    padded_shard_numel,
-    plan_all_to_all,
     plan_buckets,
     plan_copy_in,
     plan_gather,
     reduce_dtype_of,
     ReduceBucket,
     ReduceSlot,
+    sort_slots,
     storage_dtype,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_reduce import relayout
 from torch.testing._internal.common_utils import run_tests
 
 
@@ -117,20 +110,6 @@ class TestDtypes(DeviceFreeTest):
             self.assertEqual(reduce_dtype_of(dtype, FP32), expected)
 
 
-class TestPaddedShards(DeviceFreeTest):
-    SIZES = [(1,), (2,), (7,), (128,), (129,), (5, 3), (3, 1, 4), (127, 2), (6, 0)]
-
-    def test_shards_are_as_large_as_the_largest_chunk(self):
-        for ranks in range(1, 129):
-            cases = [(size, 0) for size in self.SIZES]
-            cases += [((3, 2 * ranks, 5), 1), ((3, 2, 5 * ranks), 2)]
-            for size, dim in cases:
-                chunks = torch.empty(size, device="meta").chunk(ranks, dim=dim)
-                largest = max(chunk.numel() for chunk in chunks)
-                numel = padded_shard_numel(torch.Size(size), ranks, dim)
-                self.assertEqual(numel, largest, msg=f"{size} over {ranks}")
-
-
 class TestGatherLayout(DeviceFreeTest):
     def check_mixed(self, mix, layout) -> None:
         """Regions by dtype, in each the best aligned first, and padding at its end."""
@@ -140,7 +119,8 @@ class TestGatherLayout(DeviceFreeTest):
         for region in layout.regions:
             of_dtype = [i for i, (dtype, _) in enumerate(mix) if dtype == region.dtype]
             of_dtype.sort(key=lambda i: -math.gcd(nbytes(mix[i]), 16))
-            self.assertEqual([*region.inputs], of_dtype)
+            inputs = [i for i, _ in region.slots if i is not None]
+            self.assertEqual(inputs, of_dtype)
             used = sum(nbytes(mix[i]) for i in of_dtype)
             self.assertEqual(region.nbytes, used + -used % 16)
 
@@ -153,8 +133,9 @@ class TestGatherLayout(DeviceFreeTest):
         elif mix:  # as in the release
             self.assertEqual(order_of(layout), [*range(len(mix))])
             self.assertEqual(layout.buffer_dtype, storage_dtype(mix[0][0]))
-            self.assertEqual(layout.split_sizes, tuple(numel for _, numel in mix))
+            self.assertEqual(layout.split_sizes, [numel for _, numel in mix])
         slots, position = slots_of(layout), 0
+        segment_nbytes = sum(region.nbytes for region in layout.regions)
         for i, size in layout.slots:
             start, position = position, position + size * layout.buffer_dtype.itemsize
             if i is None:
@@ -167,15 +148,16 @@ class TestGatherLayout(DeviceFreeTest):
             self.assertEqual(position - start, nbytes(mix[i]))
             multiple = math.gcd(position - start, 16) if is_mixed else dtype.itemsize
             for rank in (0, 1, 127):
-                place = rank * layout.segment_nbytes + start
+                place = rank * segment_nbytes + start
                 self.assertEqual(place % multiple, 0)
-        self.assertEqual(position, layout.segment_nbytes)
+        self.assertEqual(position, segment_nbytes)
         self.assertEqual(sum(layout.split_sizes), layout.segment_numel)
 
     def check_unsorted(self, mix) -> None:
         layout = plan(mix, by_dtype=False)
         self.assertEqual([i for i, _ in layout.slots], [*range(len(mix))])
-        self.assertEqual(layout.segment_nbytes, sum(map(nbytes, mix)))
+        regions = sum(region.nbytes for region in layout.regions)
+        self.assertEqual(regions, sum(map(nbytes, mix)))
 
     def test_fixed_mixes(self):
         uniform = [[(dtype, n) for n in (3, 0, 7)] for dtype in ALL_DTYPES]
@@ -189,10 +171,6 @@ class TestGatherLayout(DeviceFreeTest):
     def test_random_mixes(self, mix):
         self.check(mix)
         self.check_unsorted(mix)
-
-    def test_a_size_for_each_dtype_is_required(self):
-        with self.assertRaisesRegex(ValueError, "2 dtypes for 1 sizes"):
-            plan_gather([FP32, BF16], [3])
 
 
 def nbytes(entry: tuple[torch.dtype, int]) -> int:
@@ -228,7 +206,7 @@ def gather_by_copies(
     buffer = torch.zeros(len(shards) * numel, dtype=layout.buffer_dtype)
     for segment, inputs in zip(buffer.split(max(numel, 1)), shards):
         copies = plan_copy_in(layout, [tensor.dtype for tensor in inputs])
-        last = [copy.slots[-1][0] for copy in copies if not copy.casts]
+        last = [copy.region.slots[-1][0] for copy in copies if not copy.casts]
         assert None not in last, "padding at the end is copied"
         _copy_in(segment, copies, inputs)
     return buffer
@@ -243,7 +221,7 @@ class TestCopies(DeviceFreeTest):
             .contiguous()
             for dtype, numel in mix
         ]
-        _split_copy(buffer, layout, _to_columns(outputs, layout, world_size))
+        _split_copy(buffer, layout, _view_outputs(outputs, layout, world_size))
         for i, output in enumerate(outputs):
             expected = torch.cat([inputs[i].view(torch.uint8) for inputs in shards])
             self.assertEqual(as_bytes(output), expected.tolist())
@@ -331,14 +309,9 @@ class TestReduceBuckets(DeviceFreeTest):
         max_size=12,
     )
 
-    def plan(self, params, is_aligned: bool = False) -> tuple[ReduceBucket, ...]:
+    def plan(self, params) -> tuple[ReduceBucket, ...]:
         slots = [ReduceSlot(i, orig, n) for i, (orig, _, n) in enumerate(params)]
-        keys = [(dtype, None) for _, dtype, _ in params]
-        buckets = plan_buckets(slots, keys)
-        if not is_aligned:
-            return buckets
-        # As joined ones of several units
-        return tuple(in_plan_order(replace(b, is_aligned=True)) for b in buckets)
+        return plan_buckets(slots, [(dtype, None) for _, dtype, _ in params])
 
     def check(self, params, buckets) -> None:
         slots = [(slot, bucket) for bucket in buckets for slot in bucket.slots]
@@ -352,86 +325,29 @@ class TestReduceBuckets(DeviceFreeTest):
         for bucket in buckets:
             self.check_runs_cover(bucket)
             dtypes = {slot.grad_dtype for slot in bucket.slots}
-            runs = [run.grad_dtype for run in bucket.runs]
+            runs = [dtype for dtype, _ in bucket.runs]
             self.assertEqual(runs, sorted(dtypes, key=dtype_sort_key))
-            for run in bucket.runs:
-                itemsize = min(run.grad_dtype.itemsize, bucket.dtype.itemsize)
-                members = [
-                    (-math.gcd(s.shard_numel * itemsize, 16), s.param)
-                    if bucket.is_aligned
-                    else s.param
-                    for s in bucket.slots[run.first : run.last]
-                ]
+            for _, indices in bucket.runs:
+                members = [bucket.slots[i].param for i in indices]
                 self.assertEqual(members, sorted(members))
 
     @plans
-    @given(params, st.booleans())
-    @example(MIXED, False)
-    @example(MIXED, True)
+    @given(params)
+    @example(MIXED)
     def test_each_storage_dtype_is_one_run_of_the_bucket_of_its_reduce_dtype(
-        self, params, is_aligned
+        self, params
     ):
-        self.check(params, self.plan(params, is_aligned))
+        self.check(params, self.plan(params))
 
     def check_runs_cover(self, bucket: ReduceBucket) -> None:
-        position, first = 0, 0
-        for run in bucket.runs:
-            self.assertEqual((run.start_numel, run.first), (position, first))
-            self.assertGreater(run.last, run.first)
-            members = bucket.slots[run.first : run.last]
-            self.assertEqual({slot.grad_dtype for slot in members}, {run.grad_dtype})
-            starts = bucket.starts[run.first : run.last]
-            for slot, start in zip(members, starts, strict=True):
-                self.assertEqual(start, position)
-                position += slot.shard_numel
-            self.assertEqual(run.numel, position - run.start_numel)
-            padding = 0
-            if bucket.is_aligned:
-                padding = -position * bucket.wire_dtype.itemsize % 16
-                padding //= bucket.wire_dtype.itemsize
-            self.assertEqual(run.padding, padding)
-            position, first = position + padding, run.last
-        self.assertEqual((position, first), (bucket.shard_numel, len(bucket.slots)))
-
-    def assert_aligned(self, bucket: ReduceBucket, start: int, row: int) -> None:
-        """In the input of two ranks, from ``start``, in the output and if cast."""
-        wire, dtype = bucket.wire_dtype.itemsize, bucket.dtype.itemsize
-        for run in bucket.runs:
-            grad = run.grad_dtype.itemsize
-            for i in range(run.first, run.last):
-                if bucket.slots[i].shard_numel * min(wire, dtype, grad) % 16 == 0:
-                    at, base = bucket.starts[i], run.start_numel
-                    places = (start + at * wire, row, at * dtype, (at - base) * grad)
-                    self.assertEqual([place % 16 for place in places], [0] * 4)
-
-    @plans
-    @given(
-        st.lists(
-            st.tuples(
-                st.sampled_from((FP32, BF16)), st.sampled_from((0, 1, 3, 4, 8, 24))
-            ),
-            min_size=1,
-            max_size=12,
-        ),
-        st.sampled_from((None, "as stored", BF16)),
-    )
-    def test_what_is_joined_or_sent_is_aligned(self, params, sent):
-        slots = [ReduceSlot(i, dtype, n) for i, (dtype, n) in enumerate(params)]
-        keys = [(FP32, d if sent == "as stored" else sent) for d, _ in params]
-        buckets = plan_buckets(slots, keys, is_mixed=True)
-        for bucket in buckets:
-            grads = [torch.empty(0)] * len(bucket.slots)
-            parts = [BucketGrads(grads, bucket, [*grads], None) for _ in range(3)]
-            joined = join_parts(parts).bucket
-            self.assertEqual(len(joined.slots), 3 * len(bucket.slots))
-            row = joined.shard_numel * joined.wire_dtype.itemsize
-            self.assert_aligned(joined, 0, row)
-        if len(buckets) > 1:
-            numels = tuple(bucket.shard_numel for bucket in buckets)
-            layout = plan_all_to_all(tuple(b.wire_dtype for b in buckets), numels)
-            for region in layout.regions:
-                bucket = buckets[region.inputs[0]]
-                self.assert_aligned(bucket, region.start_nbytes, layout.segment_nbytes)
+        numels = [slot.shard_numel for slot in bucket.slots]
+        starts = [sum(numels[:i]) for i in range(len(numels) + 1)]
+        self.assertEqual(bucket.starts, starts)
+        self.assertEqual(bucket.shard_numel, starts[-1])
+        dtypes = [dtype for dtype, indices in bucket.runs for _ in indices]
+        self.assertEqual(dtypes, [slot.grad_dtype for slot in bucket.slots])
+        indices = [i for _, indices in bucket.runs for i in indices]
+        self.assertEqual(indices, [*range(len(dtypes))])
 
     @plans
     @given(params, st.sets(st.integers(0, 11)), st.sets(st.integers(0, 11)))
@@ -452,12 +368,9 @@ class TestReduceBuckets(DeviceFreeTest):
         self.assertEqual(len({s.param for s in extended.slots}), len(extended.slots))
         self.check_runs_cover(extended)
         # The new ones are as in a bucket of their own, which is what is sent
-        count = len(fresh.slots)
-        self.assertEqual(extended.starts[:count], fresh.starts)
-        if gained:
-            self.assertEqual(extended.starts[count], fresh.shard_numel)
-        in_order = in_plan_order(extended)
-        self.assertEqual(in_plan_order(in_order), in_order)
+        self.assertEqual(extended.starts[: len(fresh.starts)], fresh.starts)
+        in_order = sort_slots(extended)
+        self.assertEqual(sort_slots(in_order), in_order)
 
     @plans
     @given(params, st.sets(st.integers(0, 11)), st.randoms(use_true_random=False))
@@ -469,7 +382,7 @@ class TestReduceBuckets(DeviceFreeTest):
         held = [
             99 * s.param + i + 1 for s in source.slots for i in range(s.shard_numel)
         ]
-        moved = relaid(source, torch.tensor(held, dtype=torch.int64), target)
+        moved = relayout(source, torch.tensor(held, dtype=torch.int64), target)
         expected = [
             99 * s.param + i + 1 if s.param in part else 0
             for s in target.slots

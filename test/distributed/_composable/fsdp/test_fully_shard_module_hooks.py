@@ -29,8 +29,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_context import (
     AllReduceState,
     HeldAllReduces,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_grads import JoinedReduction
 from torch.distributed.fsdp._fully_shard._fsdp_param_cache import ParamVersions
-from torch.distributed.fsdp._fully_shard._fsdp_reduce import SmallReductions
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -340,7 +340,7 @@ class TestSharedContext(HooksTest):
         share_comm_ctx([first, second])
         loss = first(self.x).sum()
         context = first._get_fsdp_state()._comm_ctx
-        context.small_reductions = {"waiting": []}  # as if
+        context.joined_reductions = {"waiting": []}  # as if
         before = dict(vars(context))
         (unit,) = context.post_forward_order
         with torch.no_grad():
@@ -350,7 +350,7 @@ class TestSharedContext(HooksTest):
             if name != "all_gather_state":
                 self.assertIs(vars(context)[name], value, name)
         self.assertEqual(context.post_forward_order, [unit])
-        context.small_reductions.clear()
+        context.joined_reductions.clear()
         loss.backward()
         self.assertIsNotNone(first.weight.grad)
 
@@ -364,18 +364,17 @@ class TestSharedContext(HooksTest):
         event = torch.cpu.Event()
         state = AllReduceState(torch.empty(0), event)
         held = [HeldAllReduces((state,), (), group, 0) for group in groups]
-        parts = [(mock.Mock(fsdp_params=[*g.fsdp_params]), None) for g in groups]
-        reduction = mock.Mock(**{"input_nbytes.return_value": 4})
+        parts = [mock.Mock(fsdp_params=[*group.fsdp_params]) for group in groups]
         context.all_reduce_states = [*held]
         for group in groups:
-            group._reducer.event = event
-        context.small_reductions = {reduction: SmallReductions([*parts], 8)}
+            group._post_reduce_event = event
+        joined = JoinedReduction(mock.Mock(), [*parts], [mock.Mock(), mock.Mock()])
+        context.joined_reductions = {(): joined}
         roots[1].reset_iter_state()
         self.assertEqual(context.all_reduce_states, held[:1])
-        expected = {reduction: SmallReductions(parts[:1], 4)}
-        self.assertEqual(context.small_reductions, expected)
+        self.assertEqual((joined.parts, len(joined.streams)), (parts[:1], 1))
         roots[0].reset_iter_state()
-        self.assertFalse(context.all_reduce_states or context.small_reductions)
+        self.assertFalse(context.all_reduce_states or context.joined_reductions)
 
 
 if __name__ == "__main__":

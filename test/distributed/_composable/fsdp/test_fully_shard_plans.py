@@ -125,7 +125,6 @@ class TestCachedPlans(FakeGroupTest):
                 partial(setattr, model.bias, "grad_dtype", FP32),
                 partial(model.requires_grad_, False),
                 partial(setattr, group, "mp_policy", MixedPrecisionPolicy(BF16, FP32)),
-                partial(setattr, group, "fsdp_params", [*params]),  # as plugins do
             )
             with mock.patch.object(FSDPParam, "init_dtype_attrs", noting):
                 model(torch.ones(1, 4, dtype=BF16))

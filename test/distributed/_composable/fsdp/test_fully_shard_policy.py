@@ -10,6 +10,7 @@ import dataclasses
 import gc
 import itertools
 import pickle
+import re
 import sys
 import weakref
 from typing import Any
@@ -161,12 +162,12 @@ class TestResolve(DeviceFreeTest):
 
     def test_which_dtypes_are_refused(self) -> None:
         wrong = [
-            (FP32, torch.int8, "Return a floating-point dtype"),
-            (FP32, torch.complex64, "Return a floating-point dtype"),
+            (FP32, torch.int8, "Return a floating-point"),
+            (FP32, torch.complex64, "Return a floating-point"),
             (torch.int8, FP32, "Return its own dtype"),
             (torch.complex64, FP32, "Return its own dtype"),
             (torch.int8, torch.uint8, "Return its own dtype"),
-            (FP32, torch.float4_e2m1fn_x2, "packs.* Return another"),
+            (FP32, torch.float4_e2m1fn_x2, "not packed"),
         ]
         for name in ("param_dtype", "reduce_dtype"):
             for stored, dtype, text in wrong:
@@ -177,7 +178,7 @@ class TestResolve(DeviceFreeTest):
     def test_no_gradient_is_reduced_in_float8(self) -> None:
         """But a frozen parameter has none."""
         for dtype in (FP8, torch.float8_e5m2, FP8_FNUZ):
-            text = f"^reduce_dtype of parameter layers.0.gate is {dtype},.* Give one of"
+            text = f"layers.0.gate cannot be averaged in {dtype}. Set reduce_dtype to"
             plain = MixedPrecisionPolicy(BF16, dtype)
             for given in (plain, returning(reduce_dtype=dtype)):
                 for stored in (FP32, dtype):
@@ -193,8 +194,7 @@ class TestResolve(DeviceFreeTest):
             )
             trained, frozen = param(stored), param(stored).requires_grad_(False)
             if reduce_dtype(MixedPrecisionPolicy(computed), stored) == FP8:
-                text = f"{computed} for parameter layers.0.gate, whose gradient .*in "
-                text += "torch.float8_e4m3fn. Set reduce_dtype"
+                text = f"layers.0.gate cannot be averaged in {FP8}. Set reduce_dtype"
                 with self.assertRaisesRegex(ValueError, text):
                     resolve(policy, trained)
             else:
@@ -288,9 +288,7 @@ class TestByName(DeviceFreeTest):
         for name, value in {"output_dtype": FP32, "cast_forward_inputs": False}.items():
             one: Any = {name: value}
             for given in (MixedPrecisionPolicy(**one), one):
-                text = (
-                    rf"'\*.A_log' sets {name} to {value}, which cannot differ between"
-                )
+                text = rf"'\*.A_log' sets {name}, but patterns set only .*{name}"
                 with self.assertRaisesRegex(ValueError, text):
                     by_name(Model(), {"*.A_log": given}, param_dtype=BF16)
         # The same as the unit's, or nothing, is no difference
@@ -326,8 +324,8 @@ class TestByName(DeviceFreeTest):
         model.last = model.layers[1]
         for first, second, names in [
             ("*.norm.*", "layers.1.*", ["layers.1.norm.weight"]),
-            ("head.*", "embed.*", ["head.weight", "embed.weight", "one shared"]),
-            ("last.A_log", "*.1.*", ["last.A_log", "layers.1.A_log", "one shared"]),
+            ("head.*", "embed.*", ["embed.weight alias head.weight"]),
+            ("last.A_log", "*.1.*", ["layers.1.A_log alias last.A_log"]),
         ]:
             given = {first: {"param_dtype": FP32}, second: {"param_dtype": BF16}}
             for patterns in (given, dict(reversed(given.items()))):
@@ -350,36 +348,25 @@ class TestByName(DeviceFreeTest):
             found = computed({pattern: FP32}, *fqns, model=model)
             self.assertEqual(found, [FP32, FP32])
 
-    def test_a_pattern_that_matches_nothing_names_the_nearest(self) -> None:
-        for pattern, nearest in [
-            ("*.A_logs", "layers.0.A_log"),
-            ("norm.weight", "layers.0.norm.weight"),
-            ("*.layer.0.nrm.*", "layers.0.norm.weight"),
-            ("*.NORM.weight", "layers.0.norm.weight"),
-            ("haed.weight", "head.weight"),
-        ]:
-            with self.subTest(pattern), self.assertRaises(ValueError) as caught:
+    def test_a_pattern_that_matches_nothing(self) -> None:
+        for pattern in ("norm.weight", "*.NORM.weight"):
+            text = re.escape(f"Pattern {pattern!r} matches no parameter of Model")
+            with self.assertRaisesRegex(ValueError, text):
                 by_name(Model(), {pattern: {"param_dtype": FP32}})
-            message = str(caught.exception)
-            self.assertIn(repr(pattern), message)
-            self.assertIn("shell patterns", message)
-            self.assertIn(f"names are: {nearest}", message)
-        with self.assertRaisesRegex(ValueError, "none, it has no parameters"):
-            by_name(nn.ReLU(), {"*": {"param_dtype": FP32}})
 
     def test_unknown_fields_and_wrong_values(self) -> None:
-        with self.assertRaisesRegex(ValueError, r"'\*.A_log' sets 'dtype'"):
+        with self.assertRaisesRegex(ValueError, r"'\*.A_log' sets dtype, but"):
             by_name(Model(), {"*.A_log": {"dtype": FP32}})
         wrong: Any
         for wrong in (FP32, None, "float32"):
             with self.assertRaisesRegex(TypeError, r"'\*.A_log' must map"):
                 by_name(Model(), {"*.A_log": wrong})
         for wrong in ("float32", 32):
-            with self.assertRaisesRegex(TypeError, r"'\*.A_log' sets param_dtype"):
+            with self.assertRaisesRegex(TypeError, r"'\*.A_log' must map"):
                 by_name(Model(), {"*.A_log": {"param_dtype": wrong}})
 
         with self.assertRaisesRegex(
-            TypeError, "a dict of patterns, .* a Model and a list"
+            TypeError, "a dict of patterns, .* a Model and \\["
         ):
             by_name(Model(), ["*.A_log"])
 
@@ -397,10 +384,6 @@ class TestByName(DeviceFreeTest):
         fqns = [fqn for fqn, _ in whole.named_parameters() if "norm" in fqn]
         found = computed(patterns, "layers.0.A_log", *fqns, model=whole)
         self.assertEqual(found, [FP32, *[FP64, BF16] * 2])
-        with self.assertRaises(ValueError) as caught:
-            by_name(whole, {"*.nrm.weight": {"param_dtype": FP32}})
-        self.assertNotIn("_orig_mod", str(caught.exception))
-        self.assertIn("layers.1.norm.weight", str(caught.exception))
         # Also if wrapped afterwards
         wrapped = "layers.0._checkpoint_wrapped_module.A_log"
         self.assertEqual(computed({"layers.0.A_log": FP32}, wrapped), [FP32])

@@ -129,7 +129,7 @@ class TestModes(FSDPProcessTest):
             x = random_input(3, DIM, seed=self.rank).requires_grad_()
             with self.assertRaisesRegex(
                 RuntimeError,
-                r"with bucket_cap_mb=1 .* on ranks 0, 2, 3, .* on rank 1\n.*set_reduce_bu",
+                r"bucket_cap_mb=1 .* on ranks 0, 2, 3; .* on rank 1\n.*same settings",
             ):
                 model(x).float().square().mean().backward()
 
@@ -178,7 +178,7 @@ class JoinTest(FSDPThreadTest):
         self.assert_nothing_waits(joined)
 
     def assert_nothing_waits(self, model: nn.Module) -> None:
-        self.assertFalse(model._get_fsdp_state()._comm_ctx.small_reductions)
+        self.assertFalse(model._get_fsdp_state()._comm_ctx.joined_reductions)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -227,10 +227,7 @@ class TestBackward(JoinTest):
             self.loss(joined).backward()
         counts = [call.dtype for call in seen.reduce_scatters]
         self.assertEqual(counts, DTYPES * 2)
-        # Joined, each is padded to 16 bytes of a rank
-        padding = sum(call.nbytes for call in seen.reduce_scatters) - sum(sizes)
-        self.assertGreaterEqual(padding, 0)
-        self.assertLess(padding, 16 * self.world_size * len(counts))
+        self.assertEqual(sum(call.nbytes for call in seen.reduce_scatters), sum(sizes))
         self.loss(plain).backward()
         self.assert_same_grads(plain, joined)
 
@@ -253,7 +250,7 @@ class TestBackward(JoinTest):
             for model in (plain, joined):
                 model.set_is_last_backward(batch == 2)
                 self.loss(model, batch).backward()
-            self.assertFalse(group_of(joined[0]).comm_ctx.small_reductions)
+            self.assertFalse(group_of(joined[0]).comm_ctx.joined_reductions)
             for one, other in zip(plain.parameters(), joined.parameters()):
                 self.assertTrue(torch.equal(_local(one.grad), _local(other.grad)))
         self.assert_same_grads(plain, joined)
@@ -389,7 +386,7 @@ class TestFailures(JoinTest):
 
     def test_nothing_of_a_failed_backward_is_reduced_later(self):
         plain, joined = self.model(None), self.model(1.0)
-        waiting = group_of(joined[0]).comm_ctx.small_reductions
+        waiting = group_of(joined[0]).comm_ctx.joined_reductions
         for model in (plain, joined):
             self.fail(model)
             self.assertEqual(bool(waiting), model is joined)

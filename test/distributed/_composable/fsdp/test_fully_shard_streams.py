@@ -33,10 +33,10 @@ from fsdp_late_device.sites import find_sites, MODULES
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import (
-    _fsdp_copies as copies,
+    _fsdp_param_group as param_group,
 )
 from torch.distributed.fsdp._fully_shard import (
-    _fsdp_param_group as param_group,
+    _fsdp_reduce as reduce_file,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_common import (
     TrainingState,
@@ -59,17 +59,17 @@ _IN_ONE_STREAM = (
 UNSEEN = {
     "wait_all_gather_streams_on_event > wait_event #1": "the gather stream waits for "
     "the copy-in stream before each gather, and allocates nothing",
-    "reduce > wait #0": _IN_ONE_STREAM,
-    "wait > _wait_current_stream #0": _IN_ONE_STREAM,
-    "reset > wait #0": "the root has waited for every stream's last event",
+    "_wait_for_post_backward > wait_current_stream #0": _IN_ONE_STREAM,
+    "_reset_iter_state > _wait_for_post_backward #0": "the root has waited for every "
+    "stream's last event",
     "_reset_iter_state > _order_gathers_after_reshard #0": "the next root forward "
     "orders gathers behind the current stream; what matters is that the event is "
     "dropped",
     "recycle_reduce_buffers > wait_event #1": "the memory goes back to the stream that "
     "has waited already; it bounds how many inputs are there at once",
-    "release_all_gather_state_on_current_stream > wait_event #0": "the current stream "
+    "release_all_gather_state_on_current_stream > wait_current_stream #0": "the current stream "
     "itself copied out",
-    "post_backward > _wait_current_stream #0": "nothing that is freed there is in use "
+    "post_backward > wait_current_stream #0": "nothing that is freed there is in use "
     "by another stream: the release waits for what it met on ROCm",
 }
 
@@ -132,10 +132,10 @@ class TestSchedules(DeviceFreeTest):
         post_backward = param_group.FSDPParamGroup.post_backward
 
         def noting_wait(group: Any, *args: Any) -> None:
-            earlier = group._reducer.event
+            earlier = group._post_reduce_event
             is_part = group._training_state == TrainingState.FORWARD
             post_backward(group, *args)
-            event = group._reducer.event
+            event = group._post_reduce_event
             if len(group.modules) > 1 and event not in (None, earlier):
                 before = all_before(group.device_handle.current_stream())
                 waits.append((is_part, event.clock <= before))
@@ -207,7 +207,7 @@ class TestSchedules(DeviceFreeTest):
         told: list[tuple[torch.Tensor, Stream]] = []
         # The tensors are kept, so that nothing else gets their memory
         note = mock.patch.object(
-            copies, "record_grad_output_stream", lambda *call: told.append(call)
+            reduce_file, "record_grad_output_stream", lambda *call: told.append(call)
         )
 
         def backward(kit: Kit) -> None:

@@ -110,13 +110,13 @@ unit    parameters  elements  stored in  computes in  bytes gathered  reduced in
 ------  ----------  --------  ---------  -----------  --------------  ----------  -------------  -------------
 (root)           2       272  float32    bfloat16                544  {ROOT_REDUCES}              8
 0                2       272  bfloat16   bfloat16                544  bfloat16              544              8
-                 1       256  float16    bfloat16                512  float16               512  8 (4, then 2)
-                 2        32  float32    float32                 128  (frozen)                0
-                 5       560  all                              1,280                      1,056
+0                1       256  float16    bfloat16                512  float16               512  8 (4, then 2)
+0                2        32  float32    float32                 128  (frozen)                0
+0              all       560                                   1,280                      1,056
 1                2        32  float32    float32                 128  float32               128              8
-                 2       272  bfloat16   bfloat16                544  bfloat16              544              8
-                 1       256  float16    bfloat16                512  float16               512  8 (4, then 2)
-                 5       560  all                              1,280                      1,184"""
+1                2       272  bfloat16   bfloat16                544  bfloat16              544              8
+1                1       256  float16    bfloat16                512  float16               512  8 (4, then 2)
+1              all       560                                   1,280                      1,184"""
 
     def test_is_the_same_table_before_and_after_steps(self) -> None:
         model = sharded_units()

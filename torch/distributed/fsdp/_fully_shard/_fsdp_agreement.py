@@ -2,38 +2,33 @@
 Compares ranks before they gather or reduce a unit.
 
 [Note: When ranks are compared]
-Ranks that disagree would send buffers of different sizes or contents: a hang, a crash,
-or sums of the wrong elements. So they are compared where every rank is about to issue
-that collective, over the same group:
+Ranks that disagree would hang, crash, or sum the wrong elements. So they are compared
+where every rank is about to issue a collective, over the same group:
 
 - Before a unit's first gather: what it gathers, and whether it will gather again in
   backward. Not in lazy init: one rank may evaluate replicated parameters alone, or call
   ``unshard`` where the others start with a forward.
 - Before a reduction with a pattern (which parameters have a gradient, reduced in which
   dtypes) that is new for this unit and group. Ranks that have agreed so far know the
-  same patterns, so all of them compare, or none does, and resetting an iteration, which
-  one rank may do alone, forgets none. After ``_MAX_PATTERNS`` a unit is compared no
-  more, or it might wait at every step.
+  same patterns, so all of them compare, or none does. After ``_MAX_PATTERNS`` a unit is
+  compared no more, or it might wait at every step.
 
-Only what the collectives depend on is compared. Names and classes may differ between
-ranks, e.g. if one of them wraps a module to log what it does. So units are told apart
-by the order in which they first came over a group.
+Names may differ between ranks, e.g. if one of them wraps a module. So units are told
+apart by the order in which they first came over a group.
 
 If something is new on some ranks only, their comparison meets another collective of
-the others, and the time limit passes. If nothing is new but they differ, nothing is
-seen, as in a program that compares nothing. ``TORCH_FSDP_CHECK_RANKS_AGREE=always``
-compares before every gather and every reduction: all ranks raise where they drift
-apart.
+the others, and the time limit passes. If nothing is new, a difference is not noticed.
+``TORCH_FSDP_CHECK_RANKS_AGREE=always`` compares before every gather and every
+reduction: all ranks raise where they drift apart.
 """
 
-# Tests: agreement, drift
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -42,7 +37,7 @@ from torch._guards import detect_fake_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ._fsdp_api import AllGather
-from ._fsdp_errors import listed
+from ._fsdp_errors import add_note, listed
 from ._fsdp_layout import BucketKey, describe_key, dtypes_of, ReduceBucket
 from ._fsdp_param import FSDPParam
 from ._fsdp_registrations import fqns_of
@@ -52,10 +47,13 @@ from ._fsdp_scaling import backend_name
 # Imported by name, so that patched `dist` functions do not intercept it
 all_gather_single = dist.all_gather_single
 _SWITCH = "TORCH_FSDP_CHECK_RANKS_AGREE"
-# Of a unit over one group. A loop that shows more is not a steady one.
+# A unit with more patterns over one group is not in a steady loop
 _MAX_PATTERNS = 8
 # Which parameters of a unit have a gradient, by position, and what each is reduced in
 _Pattern: TypeAlias = tuple[tuple[int, BucketKey], ...]
+# What a rank says of a unit, of each parameter, and of the unit's state: a name, which
+# is not compared, and a text, which is empty where the rank does not know it
+_Lines: TypeAlias = list[tuple[str, str]]
 # How many units have been compared over a group
 _num_units: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
@@ -71,7 +69,7 @@ class UnitAgreement:
         # By group: the place among its units, from 1 on, in the order of first use
         self._numbers: dict[dist.ProcessGroup, int] = {}
         self._patterns: dict[dist.ProcessGroup, set[_Pattern]] = {}
-        # Those last checked, which a steady loop repeats
+        # The last that were checked: a steady loop repeats them
         self._last_buckets: dict[dist.ProcessGroup, Sequence[ReduceBucket]] = {}
 
     def check_gather(self, group: dist.ProcessGroup, comm: AllGather) -> None:
@@ -86,7 +84,7 @@ class UnitAgreement:
         buckets: Sequence[ReduceBucket],
         comm: Any = None,
     ) -> None:
-        """Does so before a reduction by ``comm``, or without one by all-reduces."""
+        """Raises before a reduction by ``comm``, or before an all-reduce without it."""
         if self._last_buckets.get(group) is buckets:
             return
         if comm is not None and not getattr(comm, "needs_all_ranks", False):
@@ -103,48 +101,36 @@ class UnitAgreement:
             self._last_buckets[group] = buckets
 
     def add_note(
-        self,
-        error: BaseException,
-        buckets: Sequence[ReduceBucket] | None = None,
-        joined: Sequence[FSDPParam] = (),
+        self, error: BaseException, buckets: Sequence[ReduceBucket] | None = None
     ) -> None:
-        """
-        Adds what a backend does not know to an error in a gather, in a reduction of
-        ``buckets``, or in one that several units' parameters have ``joined``.
-        """
+        """Adds what a backend does not know to an error in a gather or a reduction."""
         with contextlib.suppress(Exception):  # the error comes first
-            if joined:
-                names = listed([str(p._param_fqn) for p in joined])
-                what = f"{names}, joined by set_reduce_bucket_cap"
-                return _add_note(error, _Announced("reduces", {}, what, []))
             pattern = None if buckets is None else _pattern_of(buckets)
             _add_note(error, _announce(self._param_group, pattern))
 
-    def _compare(self, group: dist.ProcessGroup, mine: _Announced) -> bool:
-        """
-        Compares the ranks of ``group``: one all-gather of 32 bytes a rank, over gloo
-        after a barrier. Returns False if it must be tried again, as nothing is compared
-        while tracing.
-        """
+    def _compare(self, group: dist.ProcessGroup, mine: _Lines) -> bool:
+        """Compares ranks by an all-gather of 32 bytes. Returns False while tracing."""
         device = self._param_group.device
         if not _has_others(group, device):
             return True
         if _is_traced(self._param_group.fsdp_params, device):
-            return False
+            return False  # to be tried again
         if group not in self._numbers:
             _num_units[group] = _num_units.get(group, 0) + 1
             self._numbers[group] = _num_units[group]
-        mine.said["order"] = [f" as number {self._numbers[group]}"]
-        compared = hashlib.sha256(repr((mine.does, mine.said)).encode()).digest()
+        unit, text = mine[0]
+        mine[0] = unit, f"{text} as number {self._numbers[group]}"
+        texts = "\n".join(text for _, text in mine)
         by_rank: list[Any] = [mine] * group.size()
         try:
-            # Counters of a user's collectives or memory are not about this
+            # Users' counters of collectives or memory must not see this
             with torch.no_grad(), _disable_current_modes():
-                digest = torch.tensor([*compared], dtype=torch.uint8, device=device)
+                data = [*hashlib.sha256(texts.encode()).digest()]
+                digest = torch.tensor(data, dtype=torch.uint8, device=device)
                 digests = digest.new_empty(group.size() * digest.numel())
                 if backend_name(group, device) == "gloo":
-                    # Which aborts a process if all-gathers of two sizes meet. Where a
-                    # barrier meets another collective, both time out.
+                    # All-gathers of two sizes would abort the process. Where a barrier
+                    # meets another collective, both time out.
                     # pyrefly: ignore [missing-attribute]
                     group._get_backend(device).barrier().wait()
                 all_gather_single(digests, digest, group=group)
@@ -160,50 +146,36 @@ class UnitAgreement:
         return True
 
 
-class _Announced(NamedTuple):
-    """What one rank is about to do for a unit, and with what."""
-
-    does: str  # "gathers" or "reduces"
-    # By key of `_ADVICE`: of the unit or of each parameter, "" where nothing is said
-    said: dict[str, list[str]]
-    # Names, which are not compared
-    unit: str
-    fqns: list[str]
-
-
-def _announce(group: Any, pattern: _Pattern | None = None) -> _Announced:
+def _announce(group: Any, pattern: _Pattern | None = None) -> _Lines:
     """Returns what is known before a gather, or before a reduction with a pattern."""
     params, fqn = group.fsdp_params, group._module_fqn
     unit = "a unit" if fqn is None else f"unit '{fqn or '(root)'}'"
-    said = {
-        "count": [f", which has {len(params)} parameters,"],
-        "size": [f"has size {tuple(p._orig_size)}" for p in params],
-        "placement": [f"is sharded as {p.fsdp_placement}" for p in params],
-    }
+    size, state = f"{len(params)} parameters", ""
     if pattern is None:
-        said["dtype"] = [f"computes in {dtypes_of(p).compute}" for p in params]
-        after = ", which stays unsharded after forward,"
-        if (mesh_info := group.post_forward_mesh_info) is not None:
-            ranks = mesh_info.shard_mesh_size
-            after = f", which is resharded to {ranks} ranks after forward,"
+        texts = [f"computes in {dtypes_of(p).compute}" for p in params]
         # Before lazy init the root is unknown, and evaluation gathers only once
-        is_known = fqn is not None and torch.is_grad_enabled()
-        said["after forward"] = [after if is_known else ""]
-        return _Announced("gathers", said, unit, fqns_of(group))
-    said["cap"] = [f", with {group.reduce_bucket_cap or 'no reduce bucket cap'},"]
-    said["dtype"], said["gradient"] = [""] * len(params), [_NO_GRADIENT] * len(params)
-    for i, key in pattern:
-        said["dtype"][i] = f"reduces in {describe_key(key)}"
-        said["gradient"][i] = "gets a gradient"
-    if _mode() == "always":  # whether there are gradients of earlier reductions
-        added = [params[i] for i, _ in pattern]
-        # Without an element on this rank, the gradient may be unset
-        held = [p.sharded_param.grad for p in added if p.sharded_size.numel() > 0]
-        has_earlier = group._reducer.partial_reduces or (held and held[0] is not None)
-        is_known, which = has_earlier or held, "with" if has_earlier else "without"
-        text = f", {which} earlier gradients to add to,"
-        said["microbatch"] = [text if is_known else ""]
-    return _Announced("reduces", said, unit, fqns_of(group))
+        if fqn is not None and torch.is_grad_enabled():
+            state = "stays unsharded after forward"
+            if (mesh_info := group.post_forward_mesh_info) is not None:
+                num_ranks = mesh_info.shard_mesh_size
+                state = f"is resharded to {num_ranks} ranks after forward"
+    else:
+        size += f", {group.reduce_bucket_cap or 'no reduce bucket cap'}"
+        texts = [_NO_GRADIENT] * len(params)
+        for i, key in pattern:
+            texts[i] = f"gets a gradient, reduced in {describe_key(key)}"
+        # Without an element on this rank, a gradient may be unset
+        reduced = [params[i] for i, _ in pattern if params[i].sharded_size.numel() > 0]
+        if _mode() == "always" and (group._partial_reduces or reduced):
+            has_grad = reduced and reduced[0].sharded_param.grad is not None
+            has_earlier = group._partial_reduces or has_grad
+            state = f"has {'' if has_earlier else 'no '}earlier gradients to add to"
+    texts = [
+        f"{text}, has size {tuple(p._orig_size)}, is sharded as {p.fsdp_placement},"
+        for text, p in zip(texts, params, strict=True)
+    ]
+    verb = _GATHERED if pattern is None else "is reduced"
+    return [(unit, f"{verb} ({size})"), *zip(fqns_of(group), texts), (unit, state)]
 
 
 def _pattern_of(buckets: Sequence[ReduceBucket]) -> _Pattern:
@@ -215,11 +187,7 @@ def _mode() -> str:
     """Returns what the environment says, or raises if that is unknown."""
     mode = os.environ.get(_SWITCH) or "1"
     if mode not in ("0", "1", "always"):
-        raise ValueError(
-            f"The environment variable {_SWITCH} is {mode!r}: set it to always to "
-            "compare ranks before every collective, to 0 to never compare them, or "
-            "unset it to compare them before what is new"
-        )
+        raise ValueError(f"{_SWITCH} is {mode!r}: set it to always or 0, or unset it")
     return mode
 
 
@@ -238,7 +206,7 @@ def _is_traced(fsdp_params: Sequence[FSDPParam], device: torch.device) -> bool:
     return detect_fake_mode([p._sharded_local_tensor for p in fsdp_params]) is not None
 
 
-_NO_GRADIENT = "gets no gradient"
+_GATHERED, _NO_GRADIENT = "is gathered", "gets no gradient"
 # `x + 0 * unit(x)` is alike in any place: an input that needs no gradient may move the
 # unit's reduction to the end of backward
 _SKIP_ADVICE = (
@@ -247,34 +215,21 @@ _SKIP_ADVICE = (
     "does, and add its output times 0. set_reduce_scatter_unused_params(True) is for "
     "parameters that a unit which runs does not use."
 )
-_ORDER_ADVICE = (
-    "Every rank must have the same units with the same reshard_after_forward, run them "
-    "in the same order for the same number of microbatches, and sync gradients in the "
-    "same ones. (Units are numbered in the order in which they first came.) "
-    f"{_SKIP_ADVICE}"
+_UNIT_ADVICE = (
+    "Every rank must call fully_shard on the same modules of the same model with the "
+    "same settings, run the same units in the same order for the same number of "
+    f"microbatches, and sync gradients in the same ones. {_SKIP_ADVICE}"
 )
-_SHARDING_ADVICE = (
-    "Every rank must build the same model and call fully_shard on the same modules of "
-    "it, with the same ignored_params and shard_placement_fn."
+_PARAM_ADVICE = (
+    "Every rank must build and shard the same model. Overrides of MixedPrecisionPolicy "
+    "must return the same, and parameters that no policy casts must be stored in the "
+    "same dtypes."
 )
-# What may differ, in the order in which it is looked for
-_ADVICE = {
-    "order": _ORDER_ADVICE,
-    "cap": "Every rank must pass the same sizes to set_reduce_bucket_cap.",
-    "count": _SHARDING_ADVICE,
-    "size": _SHARDING_ADVICE,
-    "placement": _SHARDING_ADVICE,
-    "dtype": "Overrides of MixedPrecisionPolicy must return the same on every rank, "
-    "and parameters that no policy casts must be stored in the same dtypes, e.g. "
-    "loaded from the same checkpoint.",
-    "gradient": "The same parameters must require gradients on every rank, and each "
-    "backward must give gradients to the same ones. Where it cannot, call "
-    "set_reduce_scatter_unused_params(True) on the unit, which reduces zeros for the "
-    "others.",
-    "microbatch": _ORDER_ADVICE,
-    "after forward": _ORDER_ADVICE,
-}
-_OF_PARAMS = ("size", "placement", "dtype", "gradient")  # of these, what each has
+_GRADIENT_ADVICE = (
+    "Each backward must give gradients to the same parameters on every rank. Where it "
+    "cannot, call set_reduce_scatter_unused_params(True) on the unit, which reduces "
+    "zeros for the others."
+)
 _HANG_ADVICE = (
     "Look first for an earlier error on another rank. If there is none, the ranks have "
     f"run different steps: {_SWITCH}=always on all ranks finds the first difference. "
@@ -282,51 +237,51 @@ _HANG_ADVICE = (
 )
 
 
-def _add_note(error: BaseException, mine: _Announced) -> None:
-    if not hasattr(error, "add_note"):  # from Python 3.11 on
-        return
-    what = {"gathers": "gathering", "reduces": "reducing the gradients of"}[mine.does]
-    note, gradients = f"Raised while {what} {mine.unit}", mine.said.get("gradient", ())
-    missing = [fqn for fqn, s in zip(mine.fqns, gradients) if s == _NO_GRADIENT]
-    note += f", without a gradient of {listed(missing)}" if missing else ""
+def _add_note(error: BaseException, lines: _Lines) -> None:
+    (unit, text), *params, _ = lines
+    doing = "gathering" if _GATHERED in text else "reducing the gradients of"
+    missing = [fqn for fqn, text in params if _NO_GRADIENT in text]
+    without = f", without a gradient of {listed(missing)}" if missing else ""
     # Whether a backend says that other ranks did not come, or came with other data
     is_gloos = isinstance(error, RuntimeError) and "gloo" in str(error)
     is_about_ranks = is_gloos or isinstance(error, dist.DistError)
-    error.add_note(f"{note}. {_HANG_ADVICE}" if is_about_ranks else f"{note}.")
+    advice = f" {_HANG_ADVICE}" if is_about_ranks else ""
+    add_note(error, f"Raised while {doing} {unit}{without}.{advice}")
 
 
-def _raise_if_different(by_rank: Mapping[int, _Announced]) -> None:
-    """Raises with what is said on which ranks, where that is not the same."""
-    units = {mine.unit: mine for mine in by_rank.values()}
-    if len(units) > 1:
-        units.pop("a unit", None)  # of ranks that do not know its name yet
-    unit = " and ".join(units)
-    for what, advice in _ADVICE.items():
-        title = "Ranks have drifted apart"
-        if what == "gradient":
-            title = f"Ranks disagree about the gradients of {unit}"
-        elif what in _OF_PARAMS:
-            title = f"Ranks disagree about the parameters of {unit}"
-        lines: list[str] = []
-        said = [mine.said.get(what, ()) for mine in by_rank.values()]
-        for i, texts in enumerate(zip(*said)):
-            ranks_of: dict[tuple[str, str], list[str]] = {}
-            for (rank, mine), text in zip(by_rank.items(), texts):
-                words = text if what in _OF_PARAMS else f"{mine.does} {mine.unit}{text}"
-                if text:
-                    ranks_of.setdefault((mine.does, text), [words]).append(str(rank))
-            parts = [
-                f"{words} on {'ranks' if len(ranks) > 1 else 'rank'} {', '.join(ranks)}"
-                for words, *ranks in ranks_of.values()
-            ]
-            if len(parts) > 1:
-                name = ""
-                if what in _OF_PARAMS:
-                    name = " or ".join(mine.fqns[i] for mine in units.values()) + ": "
-                lines.append(name + ", ".join(parts))
-        if lines:
-            if len(units) > 1 and advice != _ORDER_ADVICE:
-                advice = f"{advice} {_ORDER_ADVICE}"
-            off = f"({_SWITCH}=0 on all ranks turns this check off.)"
-            listing = listed(lines, "\n  ")
-            raise RuntimeError(f"{title}:\n  {listing}\n{advice} {off}")
+def _raise_if_different(by_rank: Mapping[int, _Lines]) -> None:
+    """Raises with the first lines that are not the same on all ranks, if any."""
+    columns = [dict(zip(by_rank, lines)) for lines in zip(*by_rank.values())]
+    unit, *params, state = map(_find_difference, columns)
+    differences = [difference for difference in params if difference]
+    title, advice = "Ranks have drifted apart", _UNIT_ADVICE
+    if unit or not differences:
+        # Where units differ, the parameters' lines say no more
+        differences = [unit or state]
+    else:
+        units = [*dict.fromkeys(name for name, _ in columns[0].values())]
+        title = f"Ranks disagree about the parameters of {' and '.join(units)}"
+        advice = _PARAM_ADVICE
+        if any(_NO_GRADIENT in difference for difference in differences):
+            title = f"Ranks disagree about the gradients of {' and '.join(units)}"
+            advice = _GRADIENT_ADVICE
+        advice += f" {_UNIT_ADVICE}" if len(units) > 1 else ""
+    if any(differences):
+        listing = listed(differences, separator="\n  ")
+        switch = f"({_SWITCH}=0 on all ranks turns this check off.)"
+        raise RuntimeError(f"{title}:\n  {listing}\n{advice} {switch}")
+
+
+def _find_difference(lines: Mapping[int, tuple[str, str]]) -> str:
+    """Returns what is said on which ranks, if those that know it do not say the same."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, (_, text) in lines.items():
+        if text:
+            ranks_of.setdefault(text, []).append(rank)
+    if len(ranks_of) < 2:
+        return ""
+    return "; ".join(
+        f"{lines[ranks[0]][0]} {text} on {'ranks' if ranks[1:] else 'rank'} "
+        f"{', '.join(map(str, ranks))}"
+        for text, ranks in ranks_of.items()
+    )

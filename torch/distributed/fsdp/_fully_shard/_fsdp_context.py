@@ -11,21 +11,29 @@ whose gradients are cast are held up to ``_MAX_HELD_NBYTES``. Beyond that, the s
 that allocated them wait for the oldest, but never for the newest.
 """
 
-# Tests: streams, hsdp, prefetch
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import compress, islice, takewhile
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import _get_device_handle
 
-from ._fsdp_collectives import AllGatherResult, ReduceResult, Reduction
+from . import _fsdp_layout as layouts
+from ._fsdp_collectives import AllGatherResult, call_monkeypatched
 from ._fsdp_common import TrainingState
+from ._fsdp_comms import holds_one_input
+from ._fsdp_grads import JoinedReduction
+from ._fsdp_layout import ReduceBucket, ReduceBucketCap
 from ._fsdp_observers import range_of
-from ._fsdp_reduce import SmallReductions
+from ._fsdp_param import FSDPParam
+from ._fsdp_reduce import BucketGrads, reduce_buckets, ReduceResult, Reduction
+
+
+logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
 
 
 class AllGatherState(NamedTuple):
@@ -66,7 +74,7 @@ class HeldAllReduces:
     # Which may reuse their memory once freed
     allocation_streams: tuple[torch.Stream, ...]
     param_group: Any  # the group that reduced
-    nbytes: int  # 0 if the sharded gradients view the buffers, and so hold them too
+    nbytes: int  # 0 if the sharded gradients are views of the buffers
 
 
 # Reduced buffers that no sharded gradient views are held up to this many bytes
@@ -87,12 +95,12 @@ class FSDPCommContext:
         self.reduce_scatter_max_input_buffers: int = 1
         # Oldest first, see [Note: Holding reduced buffers]
         self.all_reduce_states: list[HeldAllReduces] = []
-        # The groups of one module that have reduced since another module's last did
+        # The groups of the module now in post-backward that have come to their reduction
         self.reducing_groups: list[Any] = []
-        # Small buckets that wait to be reduced together
-        self.small_reductions: dict[Reduction, SmallReductions] = {}
+        # Small buckets that wait to be reduced together, see `Reduction.join_key`
+        self.joined_reductions: dict[tuple, JoinedReduction] = {}
         # The backward whose end reduces them
-        self.small_reductions_task: int = -1
+        self.joined_reductions_task: int = -1
         # In the order of forwards. Each backward clears it, and its reference cycle.
         self.post_forward_order: list[Any] = []
         # How many forwards have looked for traces
@@ -118,11 +126,16 @@ class FSDPCommContext:
     def get_all_gather_streams(
         self, async_op: bool, training_state: TrainingState
     ) -> tuple[torch.Stream, torch.Stream]:
-        """Returns the streams of copy-in and all-gather: own ones for a prefetch."""
+        """Returns the streams of copy-in and all-gather: the shared ones for prefetch."""
         prefetches = (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)
         if async_op or training_state not in prefetches:
             stream = self.device_handle.current_stream()
             return stream, stream
+        if not self.has_streams:
+            raise AttributeError(
+                "A unit cannot be prefetched before a root that has it ran its forward: "
+                "prefetch units of the same root"
+            )
         return self.all_gather_copy_in_stream, self.all_gather_stream
 
     def wait_all_gather_streams_on_event(self, event: torch.Event | None) -> None:
@@ -144,10 +157,10 @@ class FSDPCommContext:
         if group._num_param_groups == 1:
             yield from islice(earlier, 1)
         elif group._param_group_index == 1:
-            others = (other for other in earlier if other.modules is not group.modules)
-            for _, same in groupby(others, key=lambda other: id(other.modules)):
-                yield from same
-                return
+            candidates = (g for g in earlier if g.modules is not group.modules)
+            if (first := next(candidates, None)) is not None:
+                yield first
+                yield from takewhile(lambda g: g.modules is first.modules, candidates)
 
     def release_all_gather_state_for_comm_reuse(self) -> None:
         """Frees the last gather's buffer for the next gather, after its copy-out."""
@@ -158,22 +171,67 @@ class FSDPCommContext:
     def release_all_gather_state_on_current_stream(self) -> None:
         """Frees the last gather's buffer once the current stream has waited for it."""
         if (state := self.all_gather_state) is not None:
-            if state.event is not None:
-                self.device_handle.current_stream().wait_event(state.event)
+            self.wait_current_stream(state.event)
             self.all_gather_state = None
 
-    def hold_reduce_buffers(
+    def wait_current_stream(self, event: torch.Event | None) -> None:
+        if event is not None:
+            self.device_handle.current_stream().wait_event(event)
+
+    def reduce(
+        self,
+        group: Any,
+        reduction: Reduction,
+        buckets: Sequence[ReduceBucket],
+        pop_part: Callable[[ReduceBucket], BucketGrads],
+        replacement: Callable[..., Any] | None = None,
+    ) -> list[tuple[ReduceBucket, ReduceResult]]:
+        """
+        Reduces buckets, whose gradients ``pop_part`` pops, and holds what that uses
+        until it is done: all of them at once, or one after another if the comm or a
+        ``replacement`` of ``foreach_reduce`` needs that. After an error the current
+        stream waits for what was started. Returns each bucket with its result.
+        """
+        batches, holds_one = [buckets], holds_one_input(reduction.reduce_scatter_comm)
+        if replacement is not None:
+            batches = [[bucket] for bucket in buckets]
+        elif holds_one:
+            batches = layouts.by_collective(buckets)
+        reduced: list[ReduceBucket] = []
+        results: list[ReduceResult] = []
+        are_viewed = True
+        try:
+            for batch in filter(None, batches):
+                if results and holds_one:
+                    self.wait_current_stream(results[-1].reduce_scatter_event)
+                    results = [r._replace(reduce_scatter_input=None) for r in results]
+                parts = [*map(pop_part, batch)]
+                if replacement is None:
+                    results += reduce_buckets(reduction, parts)
+                else:
+                    results.append(call_monkeypatched(replacement, reduction, *parts))
+                reduced += [part.bucket for part in parts]
+                are_viewed = are_viewed and all(part.is_viewed for part in parts)
+        except BaseException:
+            self.wait_after_error(
+                reduction.reduce_scatter_stream, reduction.all_reduce_stream
+            )
+            raise
+        for result in results:
+            event = result.post_reduce_event
+            self._last_post_reduce_events[result.post_reduce_stream] = event
+        self._hold_reduce_buffers(group, results, are_viewed=are_viewed)
+        return [*zip(reduced, results, strict=True)]
+
+    def _hold_reduce_buffers(
         self, group: Any, results: Sequence[ReduceResult], *, are_viewed: bool
     ) -> None:
-        """
-        Holds what the reductions of one post-backward use until their events.
-        ``are_viewed``: whether the sharded gradients are views of the reduced buffers.
-        """
+        """Holds inputs and reduced buffers; ``are_viewed`` by the sharded gradients."""
         current_stream = self.device_handle.current_stream()
-        # Several buckets may share an input, which the last of them reads last
+        # Several buckets may share an input or a buffer, which the last of them uses last
         inputs: dict[torch.Tensor, None] = {}
         scattered: torch.Event | None = None
-        reduced: list[AllReduceState] = []
+        reduced: dict[torch.Tensor, AllReduceState] = {}
         streams: dict[torch.Stream, None] = {}
         for result in results:
             reduce_input, output = result.reduce_scatter_input, result.all_reduce_input
@@ -181,7 +239,7 @@ class FSDPCommContext:
                 inputs[reduce_input] = None
                 scattered = result.reduce_scatter_event
             if output is not None:
-                reduced.append(AllReduceState(output, result.all_reduce_event))
+                reduced[output] = AllReduceState(output, result.all_reduce_event)
                 # Over a single rank, the output is the input
                 is_input = output is reduce_input
                 stream = current_stream if is_input else self.reduce_scatter_stream
@@ -190,17 +248,77 @@ class FSDPCommContext:
             state = ReduceScatterState((*inputs,), scattered, current_stream, group)
             self.reduce_scatter_states.append(state)
         if reduced:
-            nbytes = (
-                0 if are_viewed else sum(r.all_reduce_input.nbytes for r in reduced)
+            nbytes = 0 if are_viewed else sum(buffer.nbytes for buffer in reduced)
+            held = (*reduced.values(),), (*streams,), group, nbytes
+            self.all_reduce_states.append(HeldAllReduces(*held))
+
+    def wait_after_error(
+        self, earlier_stream: torch.Stream, later_stream: torch.Stream
+    ) -> None:
+        """Makes the current stream wait for the work in both streams."""
+        try:
+            earlier_stream.wait_stream(later_stream)
+            self.device_handle.current_stream().wait_stream(earlier_stream)
+        except Exception:  # which must not take the place of the error
+            logger.exception(
+                "What was started before an error could not be waited for: memory that "
+                "is still in use may be reused"
             )
-            held = HeldAllReduces((*reduced,), (*streams,), group, nbytes)
-            self.all_reduce_states.append(held)
+
+    def join_small(
+        self,
+        group: Any,
+        reduction: Reduction,
+        buckets: Sequence[ReduceBucket],
+        pop_part: Callable[[ReduceBucket], BucketGrads],
+    ) -> list[ReduceBucket]:
+        """
+        Lets small buckets wait for a reduction with other units' and reduces those that
+        have come to the cap. Returns the buckets that do not wait.
+        """
+        cap: ReduceBucketCap = group.reduce_bucket_cap
+        key, kept = reduction.join_key, []
+        for batch in layouts.by_collective(buckets):
+            if sum(map(reduction.input_nbytes, batch)) > cap.small_nbytes:
+                kept += batch
+                continue
+            joined = self.joined_reductions.setdefault(key, JoinedReduction(reduction))
+            for bucket in batch:
+                joined.parts.append(pop_part(bucket))
+                joined.streams.append(self.device_handle.current_stream())
+            if joined.nbytes >= cap.nbytes:
+                self.reduce_joined(group, key)
+        return kept
+
+    def reduce_joined(self, group: Any, *keys: tuple) -> None:
+        """Reduces the small buckets that wait under ``keys``, by default all."""
+        for key in keys or [*self.joined_reductions]:
+            self.recycle_reduce_buffers(group)
+            joined = self.joined_reductions.pop(key)
+            parts = joined.join()
+            current_stream = self.device_handle.current_stream()
+            streams = dict.fromkeys(s for s in joined.streams if s != current_stream)
+            for stream in streams:
+                current_stream.wait_stream(stream)
+            buckets = [part.bucket for part in parts]
+            in_turn = iter(parts)
+            try:
+                self.reduce(
+                    group,
+                    joined.reduction,
+                    buckets,
+                    lambda _, parts=in_turn: next(parts),
+                )
+            finally:  # these streams may reuse the memory of the gradients
+                for stream in streams:
+                    stream.wait_stream(current_stream)
 
     def recycle_reduce_buffers(self, group: Any) -> None:
         """
-        Drops the oldest buffers of reductions after their events, to make room for
-        those of ``group``. Only at the first group of a module to reduce: waiting at
-        each would serialize their reduce-scatters. A group that comes again is a first.
+        Waits for the oldest buffers of reductions and drops them, to make room for those
+        of ``group``. Only the module's first group in a backward does so: if each waited,
+        their reduce-scatters would run one after another. A group that comes again is in
+        its next backward, and counts as the first.
         """
         groups = self.reducing_groups
         if groups and groups[0].modules is group.modules and group not in groups:
@@ -211,7 +329,7 @@ class FSDPCommContext:
         nbytes, count = sum(h.nbytes for h in held), 0
         while nbytes > _MAX_HELD_NBYTES and count < len(held) - 1:
             nbytes, count = nbytes - held[count].nbytes, count + 1
-        self.drop_all_reduces(held[:count])
+        self._free_all_reduces(held[:count])
         states = self.reduce_scatter_states
         excess = len(states) + 1 - self.reduce_scatter_max_input_buffers
         if excess <= 0:
@@ -225,17 +343,32 @@ class FSDPCommContext:
                         current_stream.wait_event(state.event)
             del states[:excess]
 
-    def drop_all_reduces(self, dropped: Sequence[HeldAllReduces]) -> None:
-        """Drops reduced buffers, which the streams that may reuse them wait for."""
+    def drop_all_reduces(self, group: Any) -> None:
+        """Drops the reduced buffers of a group, before it reduces again."""
+        held = [h for h in self.all_reduce_states if h.param_group is group]
+        self._free_all_reduces(held)
+
+    def _free_all_reduces(self, dropped: Sequence[HeldAllReduces]) -> None:
+        """The streams that may reuse the buffers wait for them."""
         for held in dropped:
             if (event := held.states[-1].event) is not None:
                 for stream in held.allocation_streams:
                     stream.wait_event(event)
             self.all_reduce_states.remove(held)
 
+    def drop_joined(self, fsdp_params: Sequence[FSDPParam]) -> None:
+        """Drops small buckets with gradients of any of these parameters."""
+        dropped = {*fsdp_params}
+        for key, joined in [*self.joined_reductions.items()]:
+            is_kept = [dropped.isdisjoint(part.fsdp_params) for part in joined.parts]
+            joined.parts = [*compress(joined.parts, is_kept)]
+            joined.streams = [*compress(joined.streams, is_kept)]
+            if not joined.parts:
+                del self.joined_reductions[key]
+
     def wait_current_stream_on_reductions(self) -> None:
         """Makes the current stream wait for all reductions."""
         for event in self._last_post_reduce_events.values():
-            self.device_handle.current_stream().wait_event(event)
+            self.wait_current_stream(event)
         self._last_post_reduce_events.clear()
         self.all_reduce_states.clear()

@@ -1,7 +1,16 @@
 """
 Where each parameter of a unit lies in the unit's flat communication buffers.
 
-Only plans: no operator, no stream, no process group.
+Only plans: no operator, no stream, no process group. A gather's buffer has a segment
+for each rank, a region in it for each dtype, and a slot in that for each parameter. In
+bytes, with 8 bf16 elements of ``a``, 3 fp32 of ``b`` and 2 bf16 of ``c`` on each rank::
+
+    |------------- rank 0 -------------|------------- rank 1 -------------|
+    |--- fp32 ----|------ bf16 --------|--- fp32 ----|------ bf16 --------|
+    | b 12, pad 4 | a 16, c 4, pad 12  | b 12, pad 4 | a 16, c 4, pad 12  |
+
+The buffer of a reduction, a bucket, has a row for each rank, with a slot for each
+parameter. One all-to-all sends the rows of several buckets as regions of segments.
 
 [Note: Order of dtypes]
 All ranks must lay out bytes and order the collectives of reduce dtypes alike. Both
@@ -9,24 +18,21 @@ orders come from :func:`dtype_sort_key`. Iterating a set of dtypes would not do:
 ``torch.dtype`` hashes by address.
 
 [Note: Aligned to 16 bytes]
-Where a buffer mixes dtypes, each dtype's region and each rank's segment start at a
-multiple of 16 bytes, the widest that copy kernels load at once and that NCCL packs. A
-region holds shards in descending order of the power of two, up to 16, that divides
-their bytes: all whose size allows it are aligned, and padding comes at the end of
-regions only, at most 15 bytes for each. The same holds for what one all-to-all sends of
-several buckets, and for buckets of several units that are joined. Other buckets are not
-padded: elements that lie elsewhere in a reduce-scatter may be added in another order,
-with other bits. Uniform units have the release's layout: parameter order, unpadded.
+Copy kernels load at most 16 bytes at once, and NCCL packs as many. Where a buffer mixes
+dtypes, each region starts at a multiple of 16 bytes. Its slots are in descending order
+of the power of two, up to 16, that divides their bytes: all whose size allows it are
+aligned, and padding comes at the end. Rows of buckets are not padded: a reduce-scatter
+may add elements that lie elsewhere in another order, with other bits. Uniform units
+have the release's layout: parameter order, unpadded.
 """
 
-# Tests: layout, overrides
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain, groupby
-from math import gcd, prod
+from itertools import accumulate, groupby
+from math import gcd
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -38,7 +44,9 @@ from ._fsdp_releases import FOLLOWS_GRAD_DTYPE
 _ALIGNMENT = 16  # in bytes, see [Note: Aligned to 16 bytes]
 # One kernel launch costs the host about as much as 8 calls of `view()`
 _VIEWS_PER_COPY = 8
-# What gradients are added in, and sent in if FSDP adds (None: the collective does)
+# An input's position among all inputs (None: padding) and its number of elements
+Slot: TypeAlias = tuple[int | None, int]
+# The dtypes that gradients are added in, and sent in (None: the collective adds them)
 BucketKey: TypeAlias = tuple[torch.dtype, torch.dtype | None]
 
 
@@ -54,28 +62,12 @@ def storage_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class GatherRegion:
-    """One rank's shards that have the same dtype, or are copied in together."""
+    """Adjacent slots of a rank's segment that are viewed in one dtype."""
 
     dtype: torch.dtype
     start_nbytes: int  # in the rank's segment
     nbytes: int
-    # Position among all inputs, None for padding, and elements
-    slots: tuple[tuple[int | None, int], ...]
-    sizes: tuple[int, ...]  # of the slots, in elements
-    inputs: tuple[int, ...]
-    gaps: tuple[tuple[int, int], ...]  # position among the slots, and elements
-    # By stored dtype, positions in `inputs` that are cast and copied together; if there
-    # are none, all inputs are concatenated, of which the first `viewed` need a view
-    casts: tuple[tuple[int, ...], ...] = ()
-    viewed: int = 0
-
-    @classmethod
-    def of(cls, dtype: torch.dtype, start_nbytes: int, slots: list) -> GatherRegion:
-        sizes = tuple(numel for _, numel in slots)
-        inputs = tuple(i for i, _ in slots if i is not None)
-        gaps = tuple((k, numel) for k, (i, numel) in enumerate(slots) if i is None)
-        nbytes = sum(sizes) * dtype.itemsize
-        return cls(dtype, start_nbytes, nbytes, tuple(slots), sizes, inputs, gaps)
+    slots: tuple[Slot, ...]
 
     def view(self, segment: torch.Tensor) -> torch.Tensor:
         """Returns this region of a rank's 1D ``segment`` in the region's dtype."""
@@ -84,7 +76,7 @@ class GatherRegion:
         end_nbytes = self.start_nbytes + self.nbytes
         return segment[self.start_nbytes : end_nbytes].view(self.dtype)
 
-    def slots_in(self, dtype: torch.dtype) -> list[tuple[int | None, int]]:
+    def slots_in(self, dtype: torch.dtype) -> list[Slot]:
         """Returns the slots in elements of a dtype that is no wider."""
         ratio = self.dtype.itemsize // dtype.itemsize
         return [(i, numel * ratio) for i, numel in self.slots]
@@ -92,15 +84,16 @@ class GatherRegion:
 
 @dataclass(frozen=True)
 class GatherLayout:
-    """The segment of each rank in the gather buffer: regions padded at their ends."""
+    """The segment of each rank in the gather buffer."""
 
-    regions: tuple[GatherRegion, ...]
+    regions: tuple[GatherRegion, ...]  # from the widest dtype to the narrowest
     buffer_dtype: torch.dtype  # uint8 if the inputs have several dtypes
-    segment_nbytes: int
-    # In elements of `buffer_dtype`. Slots are those of all regions
+    slots: tuple[Slot, ...]  # of all regions, in elements of `buffer_dtype`
     segment_numel: int
-    slots: tuple[tuple[int | None, int], ...]
-    split_sizes: tuple[int, ...]
+
+    @property
+    def split_sizes(self) -> list[int]:
+        return [numel for _, numel in self.slots]
 
 
 def plan_gather(
@@ -111,13 +104,10 @@ def plan_gather(
     is_mixed: bool = True,
 ) -> GatherLayout:
     """
-    Lays out the inputs of one rank's segment from what each is gathered in and its
-    elements on every rank. ``by_dtype=False`` keeps their order as plugins' gathers do,
-    unaligned and unpadded, to be copied out as bytes. If not ``is_mixed``, each
-    parameter has the same dtypes, which are aligned to the widest of them.
+    Lays out a segment from each input's dtype and its elements on one rank. With
+    ``by_dtype=False`` the inputs keep their order, without padding, as in plugins'
+    gathers. ``is_mixed=False`` aligns to the widest dtype: each parameter has the same.
     """
-    if len(dtypes) != len(numels):
-        raise ValueError(f"Got {len(dtypes)} dtypes for {len(numels)} sizes")
     order = list(range(len(dtypes)))
     alignment = 1
     if by_dtype and any(dtype != dtypes[0] for dtype in dtypes):
@@ -127,58 +117,64 @@ def plan_gather(
     regions: list[GatherRegion] = []
     start_nbytes = 0
     for dtype, run in groupby(order, key=lambda i: dtypes[i]):
-        slots: list[tuple[int | None, int]] = [(i, numels[i]) for i in run]
+        slots: list[Slot] = [(i, numels[i]) for i in run]
         nbytes = sum(numel for _, numel in slots) * dtype.itemsize
         if padding := -nbytes % alignment:
             slots.append((None, padding // dtype.itemsize))
-        regions.append(GatherRegion.of(dtype, start_nbytes, slots))
-        start_nbytes += nbytes + padding
+        nbytes += padding
+        regions.append(GatherRegion(dtype, start_nbytes, nbytes, tuple(slots)))
+        start_nbytes += nbytes
     dtype = storage_dtype(regions[0].dtype) if len(regions) == 1 else torch.uint8
-    all_slots = tuple(chain.from_iterable(r.slots_in(dtype) for r in regions))
-    split, numel = tuple(size for _, size in all_slots), start_nbytes // dtype.itemsize
-    return GatherLayout((*regions,), dtype, start_nbytes, numel, all_slots, split)
+    all_slots = tuple(slot for region in regions for slot in region.slots_in(dtype))
+    return GatherLayout((*regions,), dtype, all_slots, start_nbytes // dtype.itemsize)
 
 
-# Of what one rank is sent for each of several buckets, at every reduction
+# Every reduction lays out what an all-to-all sends to one rank
 plan_all_to_all = functools.lru_cache(maxsize=1024)(plan_gather)
+
+
+class CopyPlan(NamedTuple):
+    """One copy into a region, or into adjacent ones that are joined."""
+
+    region: GatherRegion
+    # Positions of slots, by the dtype that is cast from. If there are none, all inputs
+    # are concatenated, and the first ones must be viewed in the region's dtype.
+    casts: tuple[tuple[int, ...], ...] = ()
+    num_viewed: int = 0
 
 
 def plan_copy_in(
     layout: GatherLayout, stored_dtypes: Sequence[torch.dtype]
-) -> tuple[GatherRegion, ...]:
+) -> tuple[CopyPlan, ...]:
     """
-    Plans the copies that fill a segment. Adjacent regions into which nothing is cast
-    are concatenated at once, in the narrowest dtype, unless that takes more views than
-    the kernels that it saves are worth.
+    Plans the copies that fill a segment: one for each region, or one for all without
+    casts, in the narrowest dtype, unless its views take longer than the others' kernels.
     """
 
-    def is_cast(region: GatherRegion) -> bool:
-        return any(stored_dtypes[i] != region.dtype for i in region.inputs)
-
-    def joined(regions: Sequence[GatherRegion]) -> GatherRegion:
-        """Joins regions in the last, narrowest dtype, without padding at the end."""
-        dtype, start_nbytes = storage_dtype(regions[-1].dtype), regions[0].start_nbytes
+    def join(*regions: GatherRegion) -> CopyPlan:
+        dtype = storage_dtype(regions[-1].dtype)
         slots = [slot for region in regions for slot in region.slots_in(dtype)]
         if slots[-1][0] is None:
             slots.pop()
-        # Wider ones come first
-        viewed = sum(i is not None and stored_dtypes[i] != dtype for i, _ in slots)
-        return replace(GatherRegion.of(dtype, start_nbytes, slots), viewed=viewed)
+        nbytes = sum(numel for _, numel in slots) * dtype.itemsize
+        # These come first: other dtypes are wider, and padding ends their regions
+        num_viewed = sum(i is None or stored_dtypes[i] != dtype for i, _ in slots)
+        region = GatherRegion(dtype, regions[0].start_nbytes, nbytes, tuple(slots))
+        return CopyPlan(region, num_viewed=num_viewed)
 
-    copies: list[GatherRegion] = []
-    for has_casts, run in groupby(layout.regions, is_cast):
-        regions = [*run]
-        if has_casts:
-            for region in regions:
-                casts: dict[torch.dtype, list[int]] = {}
-                for k, i in enumerate(region.inputs):
-                    casts.setdefault(stored_dtypes[i], []).append(k)
-                copies.append(replace(region, casts=tuple(map(tuple, casts.values()))))
-            continue
-        whole = joined(regions)
-        views = whole.viewed + len(whole.gaps)  # padding needs a tensor, too
-        is_cheap = views <= _VIEWS_PER_COPY * (len(regions) - 1)
-        copies += [whole] if is_cheap else [joined([region]) for region in regions]
+    copies: list[CopyPlan] = []
+    for region in layout.regions:
+        casts: dict[torch.dtype, list[int]] = {}
+        for k, (i, _) in enumerate(region.slots):
+            if i is not None:
+                casts.setdefault(stored_dtypes[i], []).append(k)
+        is_cast = [*casts] != [region.dtype]
+        groups = tuple(map(tuple, casts.values()))
+        copies.append(CopyPlan(region, groups) if is_cast else join(region))
+    if len(copies) > 1 and not any(copy.casts for copy in copies):
+        joined = join(*layout.regions)
+        if joined.num_viewed <= _VIEWS_PER_COPY * (len(copies) - 1):
+            return (joined,)
     return tuple(copies)
 
 
@@ -189,64 +185,36 @@ def reduce_dtype_of(
     return policy_dtype if policy_dtype and grad_dtype.is_floating_point else grad_dtype
 
 
-def padded_shard_numel(size: torch.Size, world_size: int, shard_dim: int) -> int:
-    """Returns the elements of one rank's shard: padded on dim 0, even on others."""
-    if shard_dim != 0:
-        return size.numel() // world_size
-    return -(-size[0] // world_size) * prod(size[1:])
-
-
 @dataclass(frozen=True)
 class ReduceSlot:
     """A parameter's place in a bucket."""
 
     param: int  # position in the unit's list of parameters
-    grad_dtype: torch.dtype | None  # of the sharded gradient, None: as reduced
+    grad_dtype: torch.dtype | None  # of the sharded gradient, None: the reduce dtype
     shard_numel: int  # of one rank's padded shard
     shard_dim: int = 0  # of the gradient that is copied in
 
 
-@dataclass(frozen=True)
-class CastRun:
-    """Adjacent slots of a bucket whose sharded gradients have the same dtype."""
-
-    grad_dtype: torch.dtype
-    start_numel: int
-    numel: int
-    first: int  # the slots are `slots[first:last]`
-    last: int
-    padding: int  # elements that follow
-
-
 @dataclass
 class ReduceBucket:
-    """Where parameters that share a reduction lie in a rank's shard of it."""
+    """The parameters that share a reduction, as they lie in each rank's row of it."""
 
     dtype: torch.dtype
     slots: tuple[ReduceSlot, ...]
     comm_dtype: torch.dtype | None = None  # see `BucketKey`
-    is_aligned: bool = False  # see [Note: Aligned to 16 bytes]
-    is_mixed: bool = False  # of a unit whose trained parameters differ in dtypes
+    is_mixed: bool = False  # whether the unit's trained parameters differ in dtypes
 
     def __post_init__(self) -> None:
         self.key: BucketKey = (self.dtype, self.comm_dtype)
         self.wire_dtype = self.comm_dtype or self.dtype  # of the reduction's input
-        # To begin aligned in the input and in the output
-        itemsize = min(self.dtype.itemsize, self.wire_dtype.itemsize)
-        alignment = _ALIGNMENT // itemsize if self.is_aligned else 1
-        self.runs: list[CastRun] = []
-        self.starts: tuple[int, ...] = ()  # of the slots, in a rank's shard
-        first = end = 0
-        for dtype, run in groupby(self.slots, lambda s: s.grad_dtype or self.dtype):
-            start, numels = end, [slot.shard_numel for slot in run]
-            *starts, end = accumulate(numels, initial=start)
-            self.starts += (*starts,)
-            last, numel, padding = first + len(numels), end - start, -end % alignment
-            self.runs.append(CastRun(dtype, start, numel, first, last, padding))
-            first, end = last, end + padding
-        self.shard_numel = end
-        # Whether any sharded gradient has another dtype than what is reduced
-        self.needs_casts = any(run.grad_dtype != self.dtype for run in self.runs)
+        # Where the slots start in a row, and where the row ends
+        self.starts = [*accumulate((s.shard_numel for s in self.slots), initial=0)]
+        self.shard_numel = self.starts[-1]
+        # The dtypes of sharded gradients, each with the indices of adjacent slots
+        dtypes = [slot.grad_dtype or self.dtype for slot in self.slots]
+        runs = groupby(range(len(dtypes)), key=dtypes.__getitem__)
+        self.runs = [(dtype, [*indices]) for dtype, indices in runs]
+        self.needs_casts = any(dtype != self.dtype for dtype in dtypes)
 
 
 def bucket_sort_key(key: BucketKey) -> tuple[tuple[int, str], ...]:
@@ -266,18 +234,16 @@ def plan_buckets(
     members: dict[BucketKey, list[ReduceSlot]] = {}
     for slot, key in zip(slots, keys, strict=True):
         members.setdefault(key, []).append(slot)
-    buckets = (
-        ReduceBucket(key[0], tuple(members[key]), key[1], is_mixed=is_mixed)
-        for key in sorted(members, key=bucket_sort_key)
-    )
-    return tuple(map(in_plan_order, buckets))
+    keys = sorted(members, key=bucket_sort_key)
+    buckets = (ReduceBucket(k[0], tuple(members[k]), k[1], is_mixed) for k in keys)
+    return tuple(map(sort_slots, buckets))
 
 
 class ReduceBucketCap(NamedTuple):
     """Sizes of reductions' inputs, set by ``set_reduce_bucket_cap``."""
 
-    small_nbytes: int  # up to which a bucket waits for others
-    nbytes: int  # at which those that wait are reduced
+    small_nbytes: int  # buckets up to this size wait for those of other units
+    nbytes: int  # waiting buckets are reduced once they have this size together
 
     def __str__(self) -> str:
         mb, kb = self.nbytes / 2**20, self.small_nbytes / 2**10
@@ -285,27 +251,22 @@ class ReduceBucketCap(NamedTuple):
 
 
 def by_collective(buckets: Sequence[ReduceBucket]) -> list[Sequence[ReduceBucket]]:
-    """Groups what one collective takes: all that are sent by an all-to-all, or one."""
-    sent = [bucket for bucket in buckets if bucket.comm_dtype is not None]
-    others = ([bucket] for bucket in buckets if bucket.comm_dtype is None)
-    return [sent, *others] if sent else [*others]
+    """Groups buckets by collective: one all-to-all, and a reduce-scatter for each."""
+    exchanged = [bucket for bucket in buckets if bucket.comm_dtype is not None]
+    scattered = [[bucket] for bucket in buckets if bucket.comm_dtype is None]
+    return [exchanged, *scattered] if exchanged else [*scattered]
 
 
-def slot_sort_key(slot: ReduceSlot, bucket: ReduceBucket) -> tuple:
-    """Returns a sort key that makes each gradient dtype one run of the bucket."""
-    grad_dtype, alignment = slot.grad_dtype or bucket.dtype, 0
-    # See [Note: Aligned to 16 bytes]
-    if bucket.is_aligned or bucket.comm_dtype is not None:
-        dtypes = bucket.dtype, bucket.wire_dtype, grad_dtype
-        itemsize = min(dtype.itemsize for dtype in dtypes)
-        alignment = gcd(slot.shard_numel * itemsize, _ALIGNMENT)
-    return dtype_sort_key(grad_dtype), -alignment
+def sort_slots(bucket: ReduceBucket) -> ReduceBucket:
+    """Sorts slots by gradient dtype, which makes each a run, and then by parameter."""
 
+    def sort_key(slot: ReduceSlot) -> tuple:
+        grad_dtype, alignment = slot.grad_dtype or bucket.dtype, 0
+        if bucket.comm_dtype is not None:  # see [Note: Aligned to 16 bytes]
+            alignment = gcd(slot.shard_numel * bucket.comm_dtype.itemsize, _ALIGNMENT)
+        return dtype_sort_key(grad_dtype), -alignment, slot.param
 
-def in_plan_order(bucket: ReduceBucket) -> ReduceBucket:
-    """Sorts slots by :func:`slot_sort_key` and then by parameter."""
-    slots = sorted(bucket.slots, key=lambda s: (slot_sort_key(s, bucket), s.param))
-    return replace(bucket, slots=tuple(slots))
+    return replace(bucket, slots=tuple(sorted(bucket.slots, key=sort_key)))
 
 
 def extend_bucket(bucket: ReduceBucket, partial: ReduceBucket) -> ReduceBucket:
@@ -316,15 +277,13 @@ def extend_bucket(bucket: ReduceBucket, partial: ReduceBucket) -> ReduceBucket:
 
 
 class ParamDtypes(NamedTuple):
-    """The dtypes of one parameter, those that a policy does not touch included."""
+    """The dtypes of one parameter, whether or not its policy sets them."""
 
     stored: torch.dtype
-    compute: torch.dtype
-    # Of a gradient in the compute dtype, as autograd makes it
+    compute: torch.dtype  # of unsharded gradients as well
     reduce: torch.dtype
-    grad: torch.dtype
-    # What is sent to be reduced, None if what it is reduced in
-    comm: torch.dtype | None
+    grad: torch.dtype  # of the sharded gradient
+    comm: torch.dtype | None  # see `BucketKey`
 
 
 def dtypes_of(fsdp_param: FSDPParam) -> ParamDtypes:
@@ -339,27 +298,27 @@ def dtypes_of(fsdp_param: FSDPParam) -> ParamDtypes:
 
 
 def is_mixed(fsdp_params: Sequence[FSDPParam]) -> bool:
-    """Whether the trained parameters of a unit differ in any of these."""
-    described = [dtypes_of(p) for p in fsdp_params if p.sharded_param.requires_grad]
-    return any(dtypes != described[0] for dtypes in described)
+    """Whether the trained parameters of a unit differ in any dtype."""
+    by_param = [dtypes_of(p) for p in fsdp_params if p.sharded_param.requires_grad]
+    return any(dtypes != by_param[0] for dtypes in by_param)
 
 
 def default_reduce_dtype(fsdp_param: FSDPParam) -> torch.dtype | None:
-    """Returns what a parameter's gradient is reduced in, None for its own dtype."""
+    """Returns the dtype to reduce a gradient in, None for that of the gradient."""
     dtype, param = fsdp_param.mp_policy.reduce_dtype, fsdp_param.sharded_param
     return param.grad_dtype if dtype is None and FOLLOWS_GRAD_DTYPE else dtype
 
 
 def bucket_key(fsdp_param: FSDPParam, reduce_dtype: torch.dtype) -> BucketKey:
-    """Returns what a gradient is reduced and sent in."""
+    """Returns the dtypes that a gradient is reduced and sent in."""
     if not reduce_dtype.is_floating_point:
-        return reduce_dtype, None  # see `reduce_dtype_of`
+        return reduce_dtype, None
     # Users may have a policy class of their own
     return reduce_dtype, getattr(fsdp_param.mp_policy, "grad_comm_dtype", None)
 
 
 def accumulation_dtype(fsdp_param: FSDPParam, reduce_dtype: torch.dtype) -> torch.dtype:
-    """Returns what gradients of microbatches are added in, see [Note: Microbatches]."""
+    """Returns the dtype to add microbatches' gradients in: [Note: Microbatches]."""
     param = fsdp_param.sharded_param
     dtype = param.grad_dtype
     if dtype is None or dtype == param.dtype or not reduce_dtype.is_floating_point:

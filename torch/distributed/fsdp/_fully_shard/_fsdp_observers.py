@@ -1,41 +1,31 @@
 """
-Who observes a step, and cheaper forms of what runs at each hook where nobody does.
+Who observes a step, and what runs instead of a profiler's ranges and operators where
+nobody does.
 
 [Note: Who observes]
 A `record_function` range costs several microseconds, an operator in Python more than
 launching its kernel, and each unit has a dozen ranges and five operators a step. They
 run for a profiler started from Python (torch sets a flag), one started on demand by a
 daemon (Kineto: the profiler is on, without the flag), and an execution trace (a range
-raises about an argument that cannot be recorded). The first unit of each forward, and
-each in its lazy init, which an explicit unshard calls, look for the last two. What
+raises about an argument that cannot be recorded). The first unit of each forward looks
+for the last two, and each unit in its lazy init, which an explicit unshard calls. What
 starts later is seen from the next forward on.
 """
 
-# Tests: host, plugins
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
-from typing import Any, TypeVar
 
 import torch
-import torch.nn as nn
 from torch._C import _len_torch_dispatch_stack
 from torch._C._autograd import _profiler_enabled, _record_function_with_args_enter
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import profiler
-from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 
-_F = TypeVar("_F", bound=Callable[..., Any])
-# Types whose values contain no others: to ask takes a tenth of walking through all
-LEAVES = frozenset(
-    (torch.Tensor, nn.Parameter, DTensor, int, float, bool, str, type(None))
-)
 NO_RANGE = contextlib.nullcontext()
-# Of a device. To read the type takes longer
+# Reading a device's type takes longer than looking the device up
 _is_vendors = functools.cache(lambda device: device.type not in ("cpu", "cuda"))
 _has_unflagged_observer = False
 
@@ -67,37 +57,3 @@ def gets_operators(device: torch.device) -> bool:
 def range_of(label: str) -> contextlib.AbstractContextManager:
     """Returns a profiler range, or nothing where nobody would see it."""
     return record_function(label) if is_observed() else NO_RANGE
-
-
-def _dynamo_disable(func: _F) -> _F:
-    """Calls ``func`` directly in eager mode, and else by ``torch._dynamo.disable``."""
-    disabled: Callable[..., Any] | None = None
-
-    @functools.wraps(func)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal disabled
-        # Dynamo, which traces this, knows the first only
-        if not torch.compiler.is_compiling() and get_eval_frame_callback() is None:
-            return func(*args, **kwargs)
-        if disabled is None:
-            reason = "skipping FSDP hooks"
-            disabled = torch._dynamo.disable(func, recursive=True, reason=reason)
-        return disabled(*args, **kwargs)
-
-    return call  # pyrefly: ignore [bad-return]
-
-
-def without_grad(func: _F) -> _F:
-    """The decorator ``torch.no_grad()`` at a fifth of its cost, in backward at none."""
-
-    @functools.wraps(func)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return func(*args, **kwargs)
-        torch._C._set_grad_enabled(False)
-        try:
-            return func(*args, **kwargs)
-        finally:
-            torch._C._set_grad_enabled(True)
-
-    return call  # pyrefly: ignore [bad-return]

@@ -3,14 +3,11 @@
 function or by patterns over parameter names.
 """
 
-# Tests: policy, overrides
 from __future__ import annotations
 
-import difflib
-import fnmatch
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import product
 from typing import Any, TypeAlias, TypeVar
@@ -24,15 +21,12 @@ from ._fsdp_releases import FOLLOWS_GRAD_DTYPE
 
 # The fields that may differ between a unit's parameters, by f"{name}_override_fn"
 OVERRIDDEN = ("param_dtype", "reduce_dtype", "grad_comm_dtype")
-# The fields that apply to a module's inputs and outputs, with their defaults
-_OF_MODULES = {"output_dtype": None, "cast_forward_inputs": True}
 OverrideFn: TypeAlias = Callable[[nn.Parameter], torch.dtype | None]
 # The branch's or the release's, which is the default of `fully_shard`
 _P = TypeVar("_P", bound=_fsdp_api.MixedPrecisionPolicy)
 _PACKED = torch.float4_e2m1fn_x2
 # The floating-point dtypes that are summed and divided everywhere
 REDUCIBLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_REDUCIBLE_NAMES = ", ".join(map(str, REDUCIBLE))
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
 
 
@@ -40,9 +34,8 @@ _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
 class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
     """
     The dtypes in which a unit computes and reduces, for all of its parameters or for
-    each. Unlike autocast's they hold for a whole module: it saves activations in them,
-    and casts are at its boundary. Sharded parameters, and so the optimizer, stay in the
-    dtypes in which they were stored.
+    each. Sharded parameters, and so the optimizer, stay in the dtypes in which they
+    were stored.
 
     Attributes:
         param_dtype (torch.dtype, optional): What floating-point parameters are cast to
@@ -65,21 +58,18 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
         grad_comm_dtype (torch.dtype, optional): What gradients are sent in: float64,
             float32, float16 or bfloat16. If set, an all-to-all in this dtype replaces
             the reduce-scatter, and FSDP adds in ``reduce_dtype`` (float32 if that is
-            ``None``), which must hold every value of this one, and divides once at the
-            end. It adds in one fixed order, so that the bits depend neither on the
-            unit's other parameters nor, if shard groups have a power of two of ranks,
-            on how the mesh shards and replicates. ``None``: they are sent in what the
-            backend sums them in.
+            ``None``), which must hold every value of this one. It adds in one fixed
+            order: the bits depend neither on the unit's other parameters nor, if shard
+            groups have a power of two of ranks, on how the mesh shards and replicates.
+            ``None``: they are sent in what the backend sums them in.
         grad_comm_dtype_override_fn (callable, optional): Same for ``grad_comm_dtype``.
 
     :meth:`by_name` makes the overrides from patterns over parameter names.
 
     Raises:
-        TypeError: if a dtype is not a torch.dtype, an override not callable, or
-            ``cast_forward_inputs`` a dtype.
-        ValueError: in ``fully_shard``, if an override raised one, or if a dtype does
-            not fit a parameter, or its gradient cannot be reduced in it.
-        RuntimeError: in ``fully_shard``, if an override raised anything else.
+        TypeError: if a value has the wrong type.
+        ValueError: in ``fully_shard``, if a dtype does not fit a parameter.
+        RuntimeError: in ``fully_shard``, if an override raised anything but ValueError.
     """
 
     param_dtype_override_fn: OverrideFn | None = field(default=None, kw_only=True)
@@ -91,20 +81,17 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
         for name in (*OVERRIDDEN, "output_dtype"):
             if not isinstance(value := getattr(self, name), torch.dtype | None):
                 raise TypeError(
-                    f"{name} of MixedPrecisionPolicy is {value!r}: give a torch.dtype"
+                    f"{name} of the policy is {value!r}: give a torch.dtype"
                 )
-        if isinstance(self.cast_forward_inputs, torch.dtype):
-            raise TypeError(
-                "cast_forward_inputs of MixedPrecisionPolicy is "
-                f"{self.cast_forward_inputs}: give a bool, and what follows "
-                "output_dtype by keyword"
-            )
-        for name, override_fn in _overrides_of(self).items():
-            if not callable(override_fn):
-                raise TypeError(
-                    f"{name}_override_fn takes a parameter and returns a dtype or "
-                    f"None, but {override_fn!r} cannot be called"
+        if isinstance(value := self.cast_forward_inputs, torch.dtype):
+            fix = "give a bool, and what follows output_dtype by keyword"
+            raise TypeError(f"cast_forward_inputs of the policy is {value}: {fix}")
+        for name, fn in _overrides_of(self).items():
+            if not callable(fn):
+                fix = (
+                    "give a function that takes a parameter and returns a dtype or None"
                 )
+                raise TypeError(f"{name}_override_fn of the policy is {fn!r}: {fix}")
 
     @classmethod
     def by_name(
@@ -125,44 +112,36 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
             by_name = MixedPrecisionPolicy.by_name
             policy = by_name(model, patterns, param_dtype=torch.bfloat16)
 
-        A parameter that several patterns match gets what each of them sets: they must
-        not contradict one another. The policy can be copied, pickled, and used on
-        another model with the same names. A part of the model does not know all of its
-        names: there ``layers.0.*``, for one, takes effect at the first forward.
+        A parameter that several patterns match gets what each of them sets. The policy
+        can be copied, pickled, and used on another model with the same names. Where
+        only parts are sharded with it, ``layers.0.*``, for one, takes effect at the
+        first forward, when full names are known.
 
         Args:
             module (nn.Module): The model, or the part whose units get this policy.
-            patterns (Mapping): From case-sensitive shell patterns (:mod:`fnmatch`:
-                ``*``, which also matches dots, ``?``, ``[seq]``) over the names of
-                ``module``'s parameters, without what activation checkpointing and
-                ``torch.compile`` add, to what they set: any of ``param_dtype``,
-                ``reduce_dtype`` and ``grad_comm_dtype`` (``None``: the default), or a
-                policy that sets them. A shared parameter has all of its names.
+            patterns (Mapping): From case-sensitive shell patterns (:mod:`fnmatch`; ``*``
+                matches dots as well) over the names of ``module``'s parameters, without
+                what activation checkpointing and ``torch.compile`` add, to any of
+                ``param_dtype``, ``reduce_dtype`` and ``grad_comm_dtype`` (``None``: the
+                default), or to a policy that sets them. A shared parameter has all of
+                its names.
             param_dtype, ..., grad_comm_dtype: The fields, where no pattern sets them.
 
         Raises:
-            TypeError: if ``module`` is not a module, ``patterns`` not a mapping, or a
-                pattern not a string, or if it maps neither to dtypes nor to a policy.
-            ValueError: if a pattern matches no parameter, sets another field than
-                these three, or maps to a policy with overrides, or if two set the same
-                field of one parameter to different dtypes. In ``fully_shard``: if
-                ``module`` had no such parameter. At the first forward: if a name could
-                be that of several which patterns treat differently.
+            TypeError: if an argument, a pattern or a dtype has the wrong type.
+            ValueError: if a pattern matches no parameter or sets another field, if two
+                contradict each other, or later if a name is unknown or ambiguous.
         """
-        fields = (param_dtype, reduce_dtype, output_dtype, cast_forward_inputs)
-        unit = cls(*fields, grad_comm_dtype=grad_comm_dtype)
-        return with_overrides(unit, module, patterns)
+        values = (param_dtype, reduce_dtype, output_dtype, cast_forward_inputs)
+        policy = cls(*values, grad_comm_dtype=grad_comm_dtype)
+        return _with_overrides(policy, module, patterns)
 
 
 def resolve(
-    policy: _P,
-    param: nn.Parameter,
-    fqn: str,
-    is_whole_fqn: bool | None = None,
+    policy: _P, param: nn.Parameter, fqn: str, is_whole_fqn: bool | None = None
 ) -> _P:
     """
-    Returns one parameter's policy, without overrides and with its reduce dtype. Calls
-    users' overrides, so once for each parameter, before it is sharded.
+    Returns one parameter's policy, without overrides and with its reduce dtype.
     ``is_whole_fqn``: whether ``fqn`` is the whole name in the model that ``by_name``
     was called on, or may be the end of it. None while that is unknown.
     """
@@ -176,9 +155,9 @@ def resolve(
                 dtype = override_fn(param)
             except Exception as error:
                 # Users refuse a parameter with a ValueError
-                kind = ValueError if isinstance(error, ValueError) else RuntimeError
+                cls = ValueError if isinstance(error, ValueError) else RuntimeError
                 message = f"{name}_override_fn failed for parameter {fqn}: {error!r}"
-                raise kind(message) from error
+                raise cls(message) from error
         if dtype is not None:
             _check_override(name, dtype, param, fqn)
             changes[name] = dtype
@@ -197,13 +176,12 @@ def resolve_all(
     is_named: bool | None = None,  # by a root; None: not yet
 ) -> tuple[list[_P], bool]:
     """Resolves a unit's policies. Also returns whether they hold once it is named."""
-    overrides = _overrides_of(policy).values()
-    tables = [table for table in overrides if isinstance(table, DtypeByName)]
+    tables = _tables_of(policy)
     is_whole = is_named and all(
         _clean(fqn) in table.by_fqn for table in tables for fqn in fqns
     )
     named = zip(params, fqns, strict=True)
-    return [resolve(policy, *of, is_whole) for of in named], not tables
+    return [resolve(policy, param, fqn, is_whole) for param, fqn in named], not tables
 
 
 def reduce_dtype_of_policy(policy: Any) -> torch.dtype | None:
@@ -213,87 +191,77 @@ def reduce_dtype_of_policy(policy: Any) -> torch.dtype | None:
     return policy.reduce_dtype
 
 
+def num_names_of(policy: Any) -> int:
+    """Returns how many names the model has that ``by_name`` was called on, or 0."""
+    return max((len(table.by_fqn) for table in _tables_of(policy)), default=0)
+
+
 def _overrides_of(policy: Any) -> dict[str, OverrideFn]:
     """Returns a policy's overrides, by the field that each overrides."""
-    found = {name: getattr(policy, f"{name}_override_fn", None) for name in OVERRIDDEN}
-    return {name: override for name, override in found.items() if override is not None}
+    overrides = {n: getattr(policy, f"{n}_override_fn", None) for n in OVERRIDDEN}
+    return {name: fn for name, fn in overrides.items() if fn is not None}
+
+
+def _tables_of(policy: Any) -> list[DtypeByName]:
+    overrides = _overrides_of(policy).values()
+    return [table for table in overrides if isinstance(table, DtypeByName)]
 
 
 def _check_override(name: str, dtype: Any, param: nn.Parameter, fqn: str) -> None:
-    """Raises if an override returned what does not fit its parameter."""
-    stored = param.dtype
-    if not isinstance(dtype, torch.dtype):
-        wrong = ". Return a torch.dtype"
-    elif not stored.is_floating_point and dtype != stored:
-        wrong = ": only floating-point parameters are cast. Return its own dtype"
-    elif stored.is_floating_point and not dtype.is_floating_point:
-        wrong = ". Return a floating-point dtype"
-    elif dtype == _PACKED != stored:
-        wrong = ": no cast packs several values in one element. Return another"
-    else:
+    """Raises if an override returned what its parameter cannot be cast to."""
+    is_float = param.dtype.is_floating_point
+    is_float_dtype = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+    # No cast packs several values in one element
+    if dtype == param.dtype or (is_float and is_float_dtype and dtype != _PACKED):
         return
+    fix = "a floating-point dtype that is not packed" if is_float else "its own dtype"
     raise ValueError(
         f"{name}_override_fn returned {dtype!r} for parameter {fqn}, which is "
-        f"{stored}{wrong}, or None for the policy's default."
+        f"{param.dtype}. Return {fix}, or None for the policy's default."
     )
 
 
 def _check_can_train(policy: Any, override: Any, param: nn.Parameter, fqn: str) -> None:
     """Raises if a gradient could not be summed or sent, or fractions would be lost."""
-    sent, added = getattr(policy, "grad_comm_dtype", None), policy.reduce_dtype
-    if override is not None and added is None:
-        dtype = (param.grad_dtype if FOLLOWS_GRAD_DTYPE else None) or override
-        if dtype not in REDUCIBLE:
+    compute_dtype = policy.param_dtype or torch.float32
+    has_fractions = compute_dtype.is_floating_point or compute_dtype.is_complex
+    if not has_fractions or compute_dtype == _PACKED:
+        raise ValueError(
+            f"param_dtype of the policy is {compute_dtype}, which cannot hold the "
+            f"values of parameter {fqn}. Give a floating-point dtype, or an override."
+        )
+    reduce_dtype = policy.reduce_dtype
+    comm_dtype = getattr(policy, "grad_comm_dtype", None)  # not in the release's class
+    if reduce_dtype is None and override is not None:
+        reduce_dtype = (param.grad_dtype if FOLLOWS_GRAD_DTYPE else None) or override
+    for name, dtype, verb in (
+        ("reduce_dtype", reduce_dtype, "averaged"),
+        ("grad_comm_dtype", comm_dtype, "sent"),
+    ):
+        # Sums of real gradients may be complex
+        is_sum = dtype and dtype.is_complex and comm_dtype is None
+        if dtype not in (None, *REDUCIBLE) and not is_sum:
             raise ValueError(
-                f"param_dtype_override_fn returned {override} for parameter {fqn}, "
-                f"whose gradient cannot be averaged in {dtype}. Set reduce_dtype, or "
-                "let reduce_dtype_override_fn return one for it."
+                f"The gradient of parameter {fqn} cannot be {verb} in {dtype}. Set "
+                f"{name} to one of {', '.join(map(str, REDUCIBLE))}."
             )
-    computed = policy.param_dtype or torch.float32
-    is_wide = computed.is_floating_point or computed.is_complex
-    if not is_wide or computed == _PACKED:
+    if comm_dtype and torch.promote_types(comm_dtype, reduce_dtype) != reduce_dtype:
         raise ValueError(
-            f"param_dtype of the policy is {computed}, which cannot hold the values of "
-            f"parameter {fqn}. Give a floating-point dtype, or an override."
+            f"The gradient of parameter {fqn} would be sent in {comm_dtype} "
+            f"(grad_comm_dtype) and added in {reduce_dtype}, which does not hold all "
+            "values of it. Give a reduce_dtype that does."
         )
-    if added not in (None, *REDUCIBLE) and not added.is_complex:
-        raise ValueError(
-            f"reduce_dtype of parameter {fqn} is {added}, in which its gradient cannot "
-            f"be averaged. Give one of {_REDUCIBLE_NAMES}."
-        )
-    if sent not in (None, *REDUCIBLE):
-        raise ValueError(
-            f"grad_comm_dtype of parameter {fqn} is {sent}, in which its gradient "
-            f"cannot be sent without a scale. Give one of {_REDUCIBLE_NAMES}."
-        )
-    if sent and (added not in REDUCIBLE or torch.promote_types(sent, added) != added):
-        raise ValueError(
-            f"The gradient of parameter {fqn} would be sent in {sent} "
-            f"(grad_comm_dtype) and added in {added} (reduce_dtype), which does not "
-            "hold all values of it. Give a reduce_dtype that does, e.g. "
-            f"{torch.promote_types(sent, added)}."
-        )
-
-
-def names_in(module: nn.Module) -> set[str]:
-    """Returns all names of a module's parameters, also of shared ones."""
-    named = module.named_parameters(remove_duplicate=False)
-    return {_clean(fqn) for fqn, _ in named}
-
-
-def is_for_names(policy: Any, names: set[str]) -> bool:
-    """Returns whether all overrides by name were made for such a model, or in it."""
-    for table in _overrides_of(policy).values():
-        fqns = [*table.by_fqn] if isinstance(table, DtypeByName) else []
-        prefixes = {n.removesuffix(f) for f in fqns[:1] for n in names if n.endswith(f)}
-        if fqns and not any(names.issuperset(p + f for f in fqns) for p in prefixes):
-            return False
-    return True
 
 
 def _clean(fqn: str) -> str:
     """Returns a name without what checkpointing and compilation add to it."""
     return ".".join(part for part in fqn.split(".") if part not in _WRAPPERS)
+
+
+def _ends_of(fqn: str) -> Iterator[str]:
+    """Yields a name and the ends of it, the longest first."""
+    parts = fqn.split(".")
+    return (".".join(parts[i:]) for i in range(len(parts)))
 
 
 @dataclass(frozen=True)
@@ -308,18 +276,18 @@ class DtypeByName:
     """
 
     model: str  # the class, for messages
-    # That set this field, and to what
+    # The patterns that set this field, and to what
     patterns: dict[str, torch.dtype | None] = field(hash=False)
     by_fqn: dict[str, torch.dtype | None] = field(repr=False, hash=False)
 
     @cached_property
     def _by_end(self) -> dict[str, dict[torch.dtype | None, str]]:
         """For each end of names: the dtypes that are set, each with one such name."""
-        found: dict[str, dict[torch.dtype | None, str]] = {}
+        by_end: dict[str, dict[torch.dtype | None, str]] = {}
         for fqn, dtype in self.by_fqn.items():
-            for end in _ends(fqn):
-                found.setdefault(end, {}).setdefault(dtype, fqn)
-        return found
+            for end in _ends_of(fqn):
+                by_end.setdefault(end, {}).setdefault(dtype, fqn)
+        return by_end
 
     def __call__(self, param: nn.Parameter) -> torch.dtype | None:
         raise TypeError("An override of MixedPrecisionPolicy.by_name is asked by name")
@@ -330,7 +298,7 @@ class DtypeByName:
         if is_whole:
             return self.by_fqn[name]
         if (dtypes := self._by_end.get(name)) is None:
-            for end in _ends(name):  # `by_name` was called on a part of the root
+            for end in _ends_of(name):  # `by_name` was called on a part of the root
                 if end in self.by_fqn:
                     return self.by_fqn[end]
             raise ValueError(
@@ -341,107 +309,79 @@ class DtypeByName:
             return next(iter(dtypes))
         if is_whole is None:
             return None
-        (first, one), (second, other), *_ = dtypes.items()
         raise ValueError(
-            f"Parameter {fqn} may be {one} or {other} of {self.model}, which patterns "
-            f"set to {first or 'the default'} and {second or 'the default'}. Call "
-            "by_name on the root, and run its forward before you unshard units."
+            f"Parameter {fqn} may be {' or '.join(dtypes.values())} of {self.model}, "
+            "which patterns set to different dtypes. Call by_name on the root, and run "
+            "its forward before you unshard units."
         )
 
 
-def _ends(fqn: str) -> Iterator[str]:
-    """Yields a name and the ends of it, the longest first."""
-    parts = fqn.split(".")
-    return (".".join(parts[i:]) for i in range(len(parts)))
-
-
-def with_overrides(unit: _P, module: nn.Module, patterns: Mapping[str, Any]) -> _P:
+def _with_overrides(policy: _P, module: nn.Module, patterns: Mapping[str, Any]) -> _P:
     """Returns a policy with overrides by patterns. Raises what ``by_name`` says."""
-    if not isinstance(module, nn.Module) or not isinstance(patterns, Mapping):
+    has_patterns = isinstance(patterns, Mapping) and all(
+        isinstance(pattern, str) for pattern in patterns
+    )
+    if not isinstance(module, nn.Module) or not has_patterns:
         raise TypeError(
             "by_name(module, patterns) expects a module and a dict of patterns, e.g. "
             "{'*norm*': dict(param_dtype=torch.float32)}, but got a "
-            f"{type(module).__name__} and a {type(patterns).__name__}"
+            f"{type(module).__name__} and {patterns!r}"
         )
-    names: dict[nn.Parameter, list[str]] = {}  # all of each parameter
+    fqns: dict[nn.Parameter, list[str]] = {}  # shared parameters have several
     for fqn, param in module.named_parameters(remove_duplicate=False):
-        names.setdefault(param, []).append(_clean(fqn))
-    # By field and parameter: its dtype, the pattern that set it, the name that matched
-    set_by: dict[str, dict[nn.Parameter, tuple[torch.dtype | None, str, str]]] = {}
-    for pattern, given in patterns.items():
-        if not isinstance(pattern, str):
-            raise TypeError(
-                f"Pattern {pattern!r} is not a string: give a shell pattern over names "
-                "of parameters, e.g. '*norm*'"
-            )
-        fields, matched = _fields_of(pattern, given, unit), {}
-        for param, same in names.items():
-            if of_param := [fqn for fqn in same if fnmatch.fnmatchcase(fqn, pattern)]:
-                matched[param] = of_param[0]
+        fqns.setdefault(param, []).append(_clean(fqn))
+    # By field: each parameter's dtype, and the pattern that has set it
+    set_by: dict[str, dict[nn.Parameter, tuple[torch.dtype | None, str]]] = {}
+    for pattern, value in patterns.items():
+        dtypes = _dtypes_of(pattern, value, policy)
+        matched = [p for p in fqns if any(fnmatchcase(f, pattern) for f in fqns[p])]
         if not matched:
-            literal = re.sub(r"[][*?!]", "", pattern).strip(".").lower()
-            size, by_part = literal.count(".") + 1, dict[str, list[str]]()
-            for fqn in (fqn for same in names.values() for fqn in same):
-                parts = fqn.lower().split(".")
-                for i in range(len(parts)):
-                    by_part.setdefault(".".join(parts[i : i + size]), []).append(fqn)
-            like = difflib.get_close_matches(literal, by_part, cutoff=0)
-            nearest = dict.fromkeys(fqn for part in like for fqn in by_part[part])
-            listed = ", ".join([*nearest][:3])
             raise ValueError(
-                f"Pattern {pattern!r} matches no parameter. Pass shell patterns over "
-                "their names, e.g. 'layers.0.norm.*' for all of a module. The nearest "
-                f"names are: {listed or 'none, it has no parameters'}"
+                f"Pattern {pattern!r} matches no parameter of {type(module).__name__}: "
+                "patterns are over names, e.g. 'layers.0.norm.*' for all of a module"
             )
-        for (name, dtype), (param, fqn) in product(fields.items(), matched.items()):
-            of_field = set_by.setdefault(name, {})
-            other, first, same = of_field.setdefault(param, (dtype, pattern, fqn))
-            if other != dtype:
-                both = "" if same == fqn else f" and {fqn}, one shared parameter,"
+        for (name, dtype), param in product(dtypes.items(), matched):
+            by_param = set_by.setdefault(name, {})
+            first_dtype, first = by_param.setdefault(param, (dtype, pattern))
+            if first_dtype != dtype:
                 raise ValueError(
-                    f"Patterns {first!r} and {pattern!r} set {name} of {same}{both} to "
-                    f"{other} and {dtype}: change one, or let both set the same"
+                    f"Patterns {first!r} and {pattern!r} set {name} of "
+                    f"{' alias '.join(fqns[param])} to {first_dtype} and {dtype}: "
+                    "change one, or let both set the same"
                 )
     overrides: dict[str, Any] = {}
-    for name, of_field in set_by.items():
-        setters = {pattern: dtype for dtype, pattern, _ in of_field.values()}
-        dtypes = {param: dtype for param, (dtype, *_) in of_field.items()}
-        by_fqn = {fqn: dtypes.get(p) for p, same in names.items() for fqn in same}
-        table = DtypeByName(type(module).__name__, setters, by_fqn)
+    for name, by_param in set_by.items():
+        setters = {pattern: dtype for dtype, pattern in by_param.values()}
+        table = DtypeByName(type(module).__name__, setters, {})
+        for param, aliases in fqns.items():
+            dtype, _ = by_param.get(param, (None, ""))
+            table.by_fqn.update(dict.fromkeys(aliases, dtype))
         overrides[f"{name}_override_fn"] = table
-    return replace(unit, **overrides)
+    return replace(policy, **overrides)
 
 
-def _fields_of(pattern: str, given: Any, unit: Any) -> Mapping[str, torch.dtype | None]:
+def _dtypes_of(pattern: str, value: Any, policy: Any) -> Mapping[str, Any]:
     """Returns what a pattern sets. Raises if that cannot be set by name."""
-    fields = given
-    if isinstance(given, _fsdp_api.MixedPrecisionPolicy):
-        for name in _overrides_of(given):
-            raise ValueError(
-                f"Pattern {pattern!r} maps to a policy with {name}_override_fn, which "
-                "chooses again. Give each choice a pattern of its own."
-            )
-        fields = {name: getattr(given, name, None) for name in OVERRIDDEN}
-        fields["reduce_dtype"] = reduce_dtype_of_policy(given)
-        fields = {name: dtype for name, dtype in fields.items() if dtype is not None}
-        for name, default in _OF_MODULES.items():
-            if (value := getattr(given, name)) not in (default, getattr(unit, name)):
-                fields[name] = value
-    if not isinstance(fields, Mapping):
-        raise TypeError(
-            f"Pattern {pattern!r} must map to what it sets, e.g. dict(param_dtype="
-            f"torch.float32) or a MixedPrecisionPolicy, not to {fields!r}"
+    dtypes = value
+    if isinstance(value, _fsdp_api.MixedPrecisionPolicy):
+        dtypes = {f.name: getattr(value, f.name) for f in fields(value)}
+        dtypes["reduce_dtype"] = reduce_dtype_of_policy(value)
+        for name, default in ((f.name, f.default) for f in fields(value)):
+            # What holds for whole modules may be set as `policy` sets it
+            same_as = default if name in OVERRIDDEN else getattr(policy, name, default)
+            if dtypes[name] in (default, same_as):
+                del dtypes[name]
+    is_mapping = isinstance(dtypes, Mapping)
+    if is_mapping and (unknown := [name for name in dtypes if name not in OVERRIDDEN]):
+        raise ValueError(
+            f"Pattern {pattern!r} sets {unknown[0]}, but patterns set only "
+            f"{', '.join(OVERRIDDEN)}. Pass output_dtype and cast_forward_inputs to "
+            "by_name itself, and give each choice a pattern of its own"
         )
-    for name, dtype in fields.items():
-        if name in _OF_MODULES:
-            raise ValueError(
-                f"Pattern {pattern!r} sets {name} to {dtype!r}, which cannot differ "
-                f"between the parameters of a unit. Pass {name} to by_name itself."
-            )
-        if name not in OVERRIDDEN:
-            wrong = f"Pattern {pattern!r} sets {name!r}"
-            raise ValueError(f"{wrong}, which is none of {', '.join(OVERRIDDEN)}")
-        if not isinstance(dtype, torch.dtype | None):
-            wrong = f"Pattern {pattern!r} sets {name} to {dtype!r}"
-            raise TypeError(f"{wrong}: give a torch.dtype, or None for the default")
-    return fields
+    values = dtypes.values() if is_mapping else ()
+    if not is_mapping or not all(isinstance(v, torch.dtype | None) for v in values):
+        raise TypeError(
+            f"Pattern {pattern!r} must map to dtypes, e.g. dict(param_dtype="
+            f"torch.float32), or to a MixedPrecisionPolicy, not to {value!r}"
+        )
+    return dtypes

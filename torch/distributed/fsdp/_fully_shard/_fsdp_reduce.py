@@ -1,543 +1,789 @@
 """
-From the gradients that autograd makes to the sharded gradients of one param group:
-their buckets, when they are reduced, and what is kept until then: partial reduces of
-deferred all-reduces, and small buckets, which wait for other units'.
+How gradients are reduced, from a bucket's unsharded gradients to sharded gradients.
 
-:mod:`_fsdp_param_group` says when backward of the group is over, and
-:mod:`_fsdp_collectives` reduces the buckets.
+:func:`reduce_buckets` takes the buckets of one post-backward through three phases:
+
+1. Copy-in: gradients are cast into each bucket's input, and dropped.
+2. Over the shard group: each bucket is reduce-scattered. Buckets with a comm dtype share
+   one all-to-all, and each rank adds the rows that it receives. The partial reduce is
+   added.
+3. Over replicas: an all-reduce. If it is deferred, the reduction stops here and returns
+   a partial reduce. Then the result is divided, and becomes the sharded gradients.
+
+[Note: Lifetimes in a reduction]
+Phases 1, 2 and 3 run in the streams of compute, reduce-scatter and all-reduce. Without
+an all-reduce the third runs in that of the reduce-scatter.
+
+=================  ==============  =================  ==============================
+tensor             allocated in    last used in       held by, until
+=================  ==============  =================  ==============================
+gradients          compute         compute            ``BucketGrads``, the copy-in
+reduction's input  compute         reduce-scatter     ``ReduceScatterState``,
+                                                      ``reduce_scatter_event``
+received rows      reduce-scatter  reduce-scatter     ``BucketGrads``, their sum
+reduced shard      reduce-scatter  all-reduce         ``AllReduceState``,
+                                                      ``all_reduce_event``
+partial reduce     reduce-scatter  reduce-scatter     ``PartialReduces``, the next sum
+sharded gradients  all-reduce      the optimizer's    sharded parameters
+=================  ==============  =================  ==============================
+
+Sharded gradients that need no cast are views of the reduced shard. Over a single rank
+the reduced shard may be the reduction's input.
 """
 
-# Tests: reduce, hsdp, grad_comm, streams
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any, cast, NamedTuple, TypeAlias
 
 import torch
-import torch.nn as nn
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import _get_device_handle
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import TensorMeta
 
-from . import _fsdp_collectives as collectives
 from . import _fsdp_layout as layouts
-from ._fsdp_collectives import BucketGrads, foreach_reduce, ReduceResult, Reduction
-from ._fsdp_copies import accumulate_sharded_grad, relaid
-from ._fsdp_layout import BucketKey, ReduceBucket, ReduceBucketCap, ReduceSlot
+from ._fsdp_api import _ReduceOp, ReduceScatter
+from ._fsdp_comms import allocate, allocates_anew
+from ._fsdp_errors import note_reduction
+from ._fsdp_layout import GatherLayout, ReduceBucket
+from ._fsdp_observers import gets_operators
 from ._fsdp_param import FSDPParam
-from ._fsdp_param_cache import ParamGroupCache
-from ._fsdp_releases import FOLLOWS_GRAD_DTYPE
+from ._fsdp_releases import FOLLOWS_GRAD_DTYPE, HAS_MIXED_CHUNK_CAT
+from ._fsdp_scaling import (
+    _div_if_needed,
+    add_in_tree,
+    all_reduce_in_tree,
+    Factors,
+    get_divide_factors,
+)
 
 
-# To detect monkeypatching: a replacement is called with the release's arguments
-_OWN_REDUCE = foreach_reduce
-# Of small reductions of several units
-_SHARED_COMM = collectives.DefaultReduceScatter()
+class ReduceResult(NamedTuple):
+    """The tensors that a reduction in flight uses, and the events that end their use."""
 
-# Gradient patterns (which parameters have one, in which dtype) whose buckets a group
-# caches. Most groups see one; conditional ones see more.
-_MAX_CACHED_PATTERNS = 32
-
-# [Note: Microbatches]
-# While gradients are not reduced they add up in the reduce dtype, or in a wider
-# `grad_dtype` that users have set. Before 2.15 that is ours to do: they move from the
-# unsharded parameters to `unsharded_accumulated_grad`. Since 2.15 they stay, and
-# autograd adds to them in the unsharded parameters' `grad_dtype`. Where that is wider
-# than what forward computes in, autograd would upcast each gradient, also those that
-# are reduced at once and cast on their way into the bucket. So backward runs without
-# it, and gradients that stay are cast at its end.
+    reduce_scatter_input: Tensor | None  # None if there was no new gradient
+    reduce_scatter_event: torch.Event | None
+    post_reduce_stream: torch.Stream
+    post_reduce_event: torch.Event
+    # The reduced buffer, if other streams than the one that allocated it use it
+    all_reduce_input: Tensor | None
+    all_reduce_event: torch.Event | None
+    # To be added to the next microbatch's sum, if the all-reduce is deferred
+    partial_reduce_output: Tensor | None
 
 
-def _unsharded_params(
-    fsdp_params: Iterable[FSDPParam],
-) -> Iterator[tuple[FSDPParam, nn.Parameter]]:
-    """Yields those that have been unsharded before."""
-    for fsdp_param in fsdp_params:
-        if (param := getattr(fsdp_param, "_unsharded_param", None)) is not None:
-            yield fsdp_param, param
+# See `_default_reduce_scatter_input_fn`
+PrepareFn: TypeAlias = Callable[[list[FSDPParam], list[Tensor], int], tuple]
 
 
-def _unsharded_grad_dtype(fsdp_param: Any) -> torch.dtype | None:
-    dtype = fsdp_param.unsharded_grad_dtype
-    return None if dtype is None else layouts.accumulation_dtype(fsdp_param, dtype)
+def _default_reduce_scatter_input_fn(
+    fsdp_params: list[FSDPParam], unsharded_grads: list[Tensor], world_size: int
+) -> tuple[torch.Size, ...]:
+    """
+    Replaces each gradient that is sharded on another dim than 0 by one whose chunks
+    on dim 0 are the ranks' shards. Returns the sizes of all, with dim 0 padded to a
+    multiple of ``world_size``.
+    """
+    sizes: list[torch.Size] = []
+    for i, (fsdp_param, grad) in enumerate(zip(fsdp_params, unsharded_grads)):
+        dim = fsdp_param.fsdp_placement.dim
+        if dim != 0 and world_size > 1:
+            by_rank = _view_by_rank(grad, dim, world_size)
+            grad = unsharded_grads[i] = by_rank.flatten(0, 1)
+        rows = -(-grad.size(0) // world_size) * world_size
+        sizes.append(torch.Size([rows, *grad.size()[1:]]))
+    return tuple(sizes)
 
 
-def is_upcast_by_autograd(fsdp_param: Any) -> bool:
-    """Returns whether autograd would upcast gradients, see [Note: Microbatches]."""
-    # What is summed over another mesh first is summed in the wider dtype, too
-    if not FOLLOWS_GRAD_DTYPE or fsdp_param.may_reduce_grad_outside_dp:
-        return False
-    compute_dtype = fsdp_param.param_dtype or fsdp_param.orig_dtype
-    dtype = _unsharded_grad_dtype(fsdp_param)
-    if dtype is None or not dtype.is_floating_point:
-        return False
-    return compute_dtype.is_floating_point and dtype.itemsize > compute_dtype.itemsize
+class Reduction(NamedTuple):
+    """What all buckets of a unit are reduced with."""
+
+    reduce_scatter_group: dist.ProcessGroup | None
+    reduce_scatter_stream: torch.Stream
+    reduce_scatter_comm: ReduceScatter
+    all_reduce_group: dist.ProcessGroup | None  # not None iff HSDP or replicate
+    all_reduce_stream: torch.Stream
+    all_reduce_grads: bool
+    all_reduce_hook: Callable[[Tensor], None] | None
+    gradient_divide_factor: float | None
+    force_sum_reduction_for_comms: bool
+    device: torch.device
+    # Plugins may replace these two. Buckets that share an all-to-all use no `copy_in`
+    copy_in: Callable[[list[Tensor], Tensor, int], None]
+    prepare_reduce_scatter_inputs: PrepareFn = _default_reduce_scatter_input_fn
+    # Whether the comm may allocate the same output for the unit's next bucket
+    reuses_output: bool = False
+
+    @property
+    def defers_all_reduce(self) -> bool:
+        return self.all_reduce_group is not None and not self.all_reduce_grads
+
+    @property
+    def all_reduces(self) -> bool:
+        """Whether the all-reduce stream is used, for a collective or for a hook."""
+        has_work = self.all_reduce_group is not None or self.all_reduce_hook is not None
+        return has_work and not self.defers_all_reduce
+
+    @property
+    def shard_world_size(self) -> int:
+        group = self.reduce_scatter_group
+        return 1 if group is None else group.size()
+
+    @property
+    def prepares_by_default(self) -> bool:
+        """Whether no plugin prepares gradients: then the copy-in handles other dims."""
+        return self.prepare_reduce_scatter_inputs is _default_reduce_scatter_input_fn
+
+    def input_nbytes(self, bucket: ReduceBucket) -> int:
+        nbytes = bucket.shard_numel * bucket.wire_dtype.itemsize
+        return nbytes * self.shard_world_size
+
+    @property
+    def join_key(self) -> tuple[Any, ...]:
+        """What is the same for units whose buckets may be joined."""
+        return (
+            self.reduce_scatter_group,
+            self.all_reduce_group,
+            self.gradient_divide_factor,
+            self.force_sum_reduction_for_comms,
+        )
+
+    def divide_factors(self, bucket: ReduceBucket) -> Factors:
+        return get_divide_factors(
+            key=bucket.key,
+            reduce_scatter_group=self.reduce_scatter_group,
+            all_reduce_group=self.all_reduce_group,
+            device_type=self.device.type,
+            factor=self.gradient_divide_factor,
+            force_sum_reduction_for_comms=self.force_sum_reduction_for_comms,
+        )
 
 
-def get_buckets(
-    cache: ParamGroupCache, grads: Sequence[Tensor | None]
-) -> tuple[ReduceBucket, ...]:
-    """Returns the buckets to reduce, in the order that all ranks reduce them in."""
-    dtypes = tuple([None if grad is None else grad.dtype for grad in grads])
-    if (buckets := cache.buckets.get(dtypes)) is None:
-        if len(cache.buckets) >= _MAX_CACHED_PATTERNS:
-            cache.buckets.clear()
-        buckets = cache.buckets[dtypes] = _plan_buckets(cache, dtypes)
-    return buckets
+@dataclass(eq=False)
+class BucketGrads:
+    """A bucket to reduce, its parameters, their new gradients and their partial reduce."""
+
+    fsdp_params: list[FSDPParam]  # in slot order
+    bucket: ReduceBucket
+    unsharded_grads: list[Tensor]  # of the first parameters; the copy-in drops them
+    partial_reduce_output: Tensor | None = None
+    # Each rank's shards of new gradients, or None. One all-to-all's buckets share it.
+    reduce_scatter_input: Tensor | None = None
+    # After the all-to-all: from each rank its new gradients for this rank's shards
+    received: Tensor | None = None
+    # Whether the sharded gradients are views of the reduced buffer
+    is_viewed: bool = False
+
+    def __post_init__(self) -> None:
+        count, bucket = len(self.unsharded_grads), self.bucket
+        # Whether some parameters are in the partial reduce only
+        self.is_extended = count < len(bucket.slots)
+        # Elements of a rank's shards of the new gradients
+        self.new_numel = bucket.starts[count]
+
+    @property
+    def partial_dtype(self) -> torch.dtype:
+        """The dtype that partial reduces are added in: the widest accumulation dtype."""
+        dtype = self.bucket.dtype
+        for fsdp_param in self.fsdp_params:
+            dtype = layouts.accumulation_dtype(fsdp_param, dtype)
+        return dtype
 
 
-def _plan_buckets(
-    fsdp_params: Sequence[FSDPParam], grad_dtypes: Sequence[torch.dtype | None]
-) -> tuple[ReduceBucket, ...]:
-    """Plans the buckets of gradients of these dtypes, None where there is none."""
-    reduce_dtypes = {
-        i: layouts.reduce_dtype_of(dtype, layouts.default_reduce_dtype(fsdp_params[i]))
-        for i, dtype in enumerate(grad_dtypes)
-        if dtype is not None
-    }
-    if FOLLOWS_GRAD_DTYPE:
-        _promote(fsdp_params, reduce_dtypes)
-    slots, keys = [], []
-    for i, dtype in reduce_dtypes.items():
-        fsdp_param = fsdp_params[i]
-        numel = fsdp_param.padded_sharded_param_size.numel()
-        grad_dtype = fsdp_param.sharded_param.grad_dtype
-        slots.append(ReduceSlot(i, grad_dtype, numel, fsdp_param.fsdp_placement.dim))
-        keys.append(layouts.bucket_key(fsdp_param, dtype))
-    return layouts.plan_buckets(slots, keys, is_mixed=layouts.is_mixed(fsdp_params))
+def prepare_inputs(
+    reduction: Reduction,
+    bucket: ReduceBucket,
+    fsdp_params: list[FSDPParam],
+    unsharded_grads: list[Tensor],
+) -> ReduceBucket:
+    """Lets a plugin prepare the gradients. Returns the bucket with their new sizes."""
+    world_size, count = reduction.shard_world_size, len(unsharded_grads)
+    if count == 0 or reduction.prepares_by_default:
+        return bucket
+    prepare = reduction.prepare_reduce_scatter_inputs
+    sizes = prepare(fsdp_params[:count], unsharded_grads, world_size)
+    if len(sizes) != count:
+        raise ValueError(
+            f"the function that prepares {count} gradients, first that of "
+            f"{fsdp_params[0]._param_fqn}, returned {len(sizes)} sizes"
+        )
+    slots = [
+        replace(slot, shard_numel=size.numel() // world_size, shard_dim=0)
+        for slot, size in zip(bucket.slots, sizes)
+    ]
+    return replace(bucket, slots=(*slots, *bucket.slots[count:]))
 
 
-def _promote(
-    fsdp_params: Sequence[FSDPParam], reduce_dtypes: dict[int, torch.dtype]
+@torch.no_grad()
+def reduce_buckets(
+    reduction: Reduction, parts: Sequence[BucketGrads]
+) -> list[ReduceResult]:
+    """
+    Reduces the buckets of one post-backward. All copy-ins come first, so that the
+    streams meet once: the first collective waits for the last copy-in.
+
+    Buckets with a comm dtype share one all-to-all. Over replicas, those of one reduce
+    dtype share the all-reduce.
+    """
+    handle = _get_device_handle(reduction.device.type)
+    compute_stream, stream = handle.current_stream(), reduction.reduce_scatter_stream
+    with_grads = [part for part in parts if part.unsharded_grads]
+    has_peers = reduction.shard_world_size > 1
+    exchanged = [p for p in with_grads if has_peers and p.bucket.comm_dtype is not None]
+    # Several are copied into one buffer, a single one as for a reduce-scatter
+    joined = exchanged if len(exchanged) > 1 else []
+    results: list[ReduceResult] = []
+    batch = parts  # an error gets a note about these buckets
+    try:
+        for part in with_grads:
+            if part not in joined:
+                batch = [part]
+                _copy_in(reduction, part)
+        if joined:
+            batch = joined
+            _copy_in_joined(reduction, joined)
+        stream.wait_stream(compute_stream)
+        with handle.stream(stream):
+            if exchanged:
+                batch = exchanged
+                _all_to_all(reduction, exchanged)
+            for batch in _all_reduced_together(reduction, parts):
+                results += _reduce_batch(reduction, batch, compute_stream)
+    except Exception as error:
+        note_reduction(error, batch)
+        raise
+    return results
+
+
+# Phase 1: copy-in #
+
+
+def _copy_in(reduction: Reduction, part: BucketGrads) -> None:
+    """Copies a bucket's new gradients into the reduction's input, and drops them."""
+    bucket, grads, numel = part.bucket, part.unsharded_grads, part.new_numel
+    comm, dtype = reduction.reduce_scatter_comm, bucket.wire_dtype
+    world_size = reduction.shard_world_size
+    reduce_input = allocate(comm, world_size * numel, dtype, reduction.device)
+    if reduction.copy_in is foreach_reduce_scatter_copy_in:
+        copy_in_grads(bucket, grads, reduce_input.view(world_size, numel))
+    else:  # a plugin's, which takes gradients of one dtype, to be chunked on dim 0
+        if reduction.prepares_by_default:
+            _default_reduce_scatter_input_fn(part.fsdp_params, grads, world_size)
+        if any(grad.dtype != grads[0].dtype for grad in grads):
+            grads[:] = [grad.to(reduce_input.dtype) for grad in grads]
+        reduction.copy_in(grads, reduce_input, world_size)
+    part.reduce_scatter_input = reduce_input
+    grads.clear()  # only now: the copy-in has been issued
+
+
+def _copy_in_joined(reduction: Reduction, parts: Sequence[BucketGrads]) -> None:
+    """Copies the new gradients of buckets into one buffer to send, and drops them."""
+    comm, layout = reduction.reduce_scatter_comm, _all_to_all_layout(parts)
+    world_size = reduction.shard_world_size
+    numel, dtype = world_size * layout.segment_numel, layout.buffer_dtype
+    buffer = allocate(comm, numel, dtype, reduction.device)
+    copy_in_buckets(
+        layout,
+        buckets=[part.bucket for part in parts],
+        grads=[part.unsharded_grads for part in parts],
+        buffer=buffer,
+        world_size=world_size,
+    )
+    for part in parts:
+        part.reduce_scatter_input = buffer
+        part.unsharded_grads.clear()
+
+
+def copy_in_buckets(
+    layout: GatherLayout,
+    *,
+    buckets: Sequence[ReduceBucket],
+    grads: Sequence[list[Tensor]],
+    buffer: Tensor,
+    world_size: int,
 ) -> None:
     """
-    Reduces gradients of one storage dtype without a policy's reduce dtype in a dtype
-    that holds all of theirs, as the release does in a unit.
+    Copies the gradients of several buckets, the inputs of ``layout``. One kernel copies
+    all of them, viewed in the narrowest dtype, unless a gradient must be cast or is not
+    dense on dim 0: then each bucket is copied by itself.
     """
-    promoted: dict[torch.dtype, torch.dtype] = {}
-    without_policy = [
-        (i, fsdp_params[i].sharded_param.dtype)
-        for i in reduce_dtypes
-        if fsdp_params[i].mp_policy.reduce_dtype is None
+    dtype = layout.regions[-1].dtype
+    tensors: list[Tensor] = []
+    for i, numel in layout.slots:
+        if i is None:
+            padding_numel = numel * layout.buffer_dtype.itemsize // dtype.itemsize
+            tensors.append(buffer.new_zeros(1, padding_numel, dtype=dtype))
+            continue
+        wire_dtype = buckets[i].wire_dtype
+        dense_dtypes = _dense_dtypes(buckets[i], grads[i])
+        if any(dtype != wire_dtype for dtype in dense_dtypes):
+            columns = _view_columns(buffer, layout, world_size)
+            for bucket, bucket_grads, rows in zip(buckets, grads, columns):
+                copy_in_grads(bucket, bucket_grads, rows)
+            return
+        for grad in grads[i]:
+            is_narrowest = wire_dtype == dtype
+            tensors.append(grad if is_narrowest else grad.unsqueeze(-1).view(dtype))
+    foreach_reduce_scatter_copy_in(tensors, buffer.view(dtype), world_size)
+
+
+def _view_columns(
+    buffer: Tensor, layout: GatherLayout, world_size: int
+) -> list[Tensor]:
+    """Views the inputs of ``layout`` in a buffer, each with one row for each rank."""
+    rows = buffer.view(world_size, layout.segment_numel)
+    if len(layout.slots) == 1:
+        return [rows]
+    pieces = iter(rows.split(layout.split_sizes, dim=1))
+    columns: dict[int | None, Tensor] = {}
+    for region in layout.regions:
+        for (i, _), column in zip(region.slots, pieces):
+            columns[i] = column.view(region.dtype)
+    return [columns[i] for i in range(len(columns) - (None in columns))]
+
+
+def _dense_dtypes(
+    bucket: ReduceBucket, grads: Sequence[Tensor]
+) -> list[torch.dtype | None]:
+    """Returns the gradients' dtypes, None for those that the kernel cannot chunk."""
+    return [
+        grad.dtype if slot.shard_dim == 0 and grad.is_contiguous() else None
+        for slot, grad in zip(bucket.slots, grads)
     ]
-    for i, stored in without_policy:
-        other = promoted.setdefault(stored, reduce_dtypes[i])
-        if reduce_dtypes[i] != other:  # two equal float8 dtypes cannot be promoted
-            promoted[stored] = torch.promote_types(reduce_dtypes[i], other)
-    for i, stored in without_policy:
-        reduce_dtypes[i] = promoted[stored]
 
 
-@dataclass(frozen=True)
-class PartialReduce:
-    """A bucket's sum over microbatches and the shard group, not yet over replicas."""
+# The operator that the release calls, and the dtypes that it takes together on CUDA
+_CHUNK_CAT = "chunk_cat_mixed_dtype" if HAS_MIXED_CHUNK_CAT else "chunk_cat"
+_MIXED_ON_CUDA = {torch.bfloat16, torch.float32}
+# Gradients are copied together through a temporary up to this many elements: copying
+# that many once more takes a GPU as long as launching a kernel
+_MAX_RUN_NUMEL = 2**20
 
-    bucket: ReduceBucket
-    output: Tensor  # 1D, in the `BucketGrads.partial_dtype`
+
+def _kernel_takes(source: torch.dtype | None, target: torch.dtype) -> bool:
+    """Whether ``_chunk_cat`` takes this pair in one kernel on CUDA."""
+    return source == target or (source, target) == (torch.bfloat16, torch.float32)
 
 
-@dataclass
-class SmallReductions:
+def copy_in_grads(bucket: ReduceBucket, grads: list[Tensor], rows: Tensor) -> None:
     """
-    Small buckets that wait for one reduction, with the streams that computed their
-    gradients. All ranks add the same in the same order.
+    Copies gradients of any dtypes, those of a bucket's first slots, to their columns of
+    ``rows``, one for each rank.
+
+    [Note: One kernel for most gradients]
+    The fused kernel needs dense tensors of one dtype and fills all columns. It casts
+    bf16 to fp32 only; another cast, or one mismatched tensor, would send all down its
+    slow path. So it takes all gradients of the largest one's dtype. Slices of the largest
+    gradient stand in for mismatched ones, which are copied over their columns
+    afterwards. (Since 2.15 an operator takes bf16 and fp32 together on CUDA.) Rows that
+    are columns of a larger buffer are not dense: all gradients are copied there apart.
     """
+    world_size, dtypes = rows.size(0), _dense_dtypes(bucket, grads)
+    is_dense, first, device = rows.is_contiguous(), dtypes[0], rows.device
+    # A uniform unit takes the release's memory and launches
+    is_uniform = not bucket.is_mixed and bucket.comm_dtype is None
+    is_same = first is not None and dtypes.count(first) == len(dtypes)
+    fits = is_same and (
+        is_uniform or _kernel_takes(first, rows.dtype) or gets_operators(device)
+    )
+    # The operator casts without a temporary on CUDA. Uniform units call it as in the
+    # release
+    mixes = (not fits and HAS_MIXED_CHUNK_CAT) and (
+        (is_uniform and None not in dtypes)
+        or (device.type == "cuda" and {*dtypes, rows.dtype} <= _MIXED_ON_CUDA)
+    )
+    if is_dense and (fits or mixes):
+        _chunk_cat(grads, rows, by_operator=not fits)
+        return
+    taken = [
+        grad
+        for grad, dtype in zip(grads, dtypes)
+        if is_dense and _kernel_takes(dtype, rows.dtype)
+    ]
+    largest = max(taken, key=Tensor.numel, default=None)
+    # The fewest elements that the kernel pads to as many columns as the gradient has
+    numels = {
+        i: max(world_size * (bucket.slots[i].shard_numel - 1) + 1, 0)
+        for i, dtype in enumerate(dtypes)
+        if largest is None or dtype != largest.dtype
+    }
+    mismatched: Iterable[int] = numels
+    if largest is not None and max(numels.values()) <= largest.numel():
+        placed, flat = [*grads], largest.view(-1)
+        for i, numel in numels.items():
+            placed[i] = flat[:numel]
+        _chunk_cat(placed, rows)
+    else:
+        mismatched = range(len(grads))
+    _copy_in_apart(bucket, grads, dtypes, rows, mismatched)
 
-    parts: list[tuple[BucketGrads, torch.Stream]] = field(default_factory=list)
-    nbytes: int = 0  # of the collective's input
 
-
-class GradReducer:
+def _copy_in_apart(
+    bucket: ReduceBucket,
+    grads: list[Tensor],
+    dtypes: Sequence[torch.dtype | None],
+    rows: Tensor,
+    indices: Iterable[int],
+) -> None:
     """
-    Pops and reduces the gradients of one param group, with the group's settings, and
-    keeps what lives from one backward to the next: partial reduces and the last event.
+    Copies some gradients to their columns: adjacent dense ones of one dtype are fused
+    to a temporary, and cast from there by one copy, unless they are too large for that.
     """
-
-    def __init__(self, group: Any):  # an FSDPParamGroup
-        self._group = group
-        # Of microbatches whose all-reduce is deferred, for the stream that reduces
-        self.partial_reduces: dict[BucketKey, PartialReduce] = {}
-        # After the last reduction, including what follows it
-        self.event: torch.Event | None = None
-
-    # Gradients of the unsharded parameters #
-    def suspend_upcasts(self) -> None:
-        """Turns off upcasting of gradients to reduce at once, or to add to others."""
-        reduces = self._group.reduce_grads
-        for _, param in _unsharded_params(self._group._cache.upcast_by_autograd):
-            if param.requires_grad and (reduces or param.grad is not None):
-                param.grad_dtype = None
-
-    def resume_upcasts(self) -> None:
-        """Turns upcasting on again, and upcasts gradients that were not reduced."""
-        upcast = self._group._cache.upcast_by_autograd
-        for fsdp_param, param in _unsharded_params(upcast):
-            dtype = _unsharded_grad_dtype(fsdp_param)
-            # A gradient must have the dtype that is set
-            grad, param.grad = param.grad, None
-            if param.requires_grad:
-                param.grad_dtype = dtype
-            if grad is not None:
-                param.grad = grad.to(dtype)
-
-    def upcast_unreduced_grads(self) -> None:
-        """Before 2.15, moves gradients off parameters to be added in another dtype."""
-        params = () if FOLLOWS_GRAD_DTYPE else self._group._cache
-        for fsdp_param, param in _unsharded_params(params):
-            if (grad := param.grad) is None or not grad.is_floating_point():
-                continue  # see `reduce_dtype_of`
-            dtype = fsdp_param.reduce_dtype or grad.dtype
-            dtype = layouts.accumulation_dtype(fsdp_param, dtype)
-            if grad.dtype != dtype:
-                param.grad = None
-                fsdp_param.unsharded_accumulated_grad = grad.to(dtype)
-
-    def pop_grads(self) -> list[Tensor | None]:
-        """Pops the accumulated or new gradients, None or zeros where there is none."""
-        if zeros_for_unused := self._group.reduce_scatter_unused_params:
-            self._check_zeros_have_a_dtype()
-        grads: list[Tensor | None] = []
-        for fsdp_param in self._group._cache:
-            param: nn.Parameter | None = getattr(fsdp_param, "_unsharded_param", None)
-            if param is None:  # has not been unsharded yet
-                grads.append(None)
-                continue
-            grad, param.grad = param.grad, None
-            if not FOLLOWS_GRAD_DTYPE:
-                if (accumulated := fsdp_param.unsharded_accumulated_grad) is not None:
-                    grad, fsdp_param.unsharded_accumulated_grad = accumulated, None
-                    if layouts.default_reduce_dtype(fsdp_param) is None:
-                        # Other ranks may have fresh ones only, which set the bucket
-                        grad = grad.to(param.dtype)
-            if grad is not None and fsdp_param.is_dtensor:
-                grad = fsdp_param._get_grad_inner_tensor(grad)
-            elif grad is None and zeros_for_unused and param.requires_grad:
-                grad = fsdp_param.unsharded_zero_grad_data
-            grads.append(grad)
-        return grads
-
-    def _check_zeros_have_a_dtype(self) -> None:
-        """Raises, on all ranks alike, if zeros for one would have no dtype."""
-        params = self._group._cache if FOLLOWS_GRAD_DTYPE else ()
-        for fsdp_param, param in _unsharded_params(params):
-            has_dtype = layouts.default_reduce_dtype(fsdp_param) is not None
-            if param.requires_grad and not has_dtype:
-                raise ValueError(
-                    f"grad_dtype of {fsdp_param._param_fqn} is None: reducing zeros "
-                    "where it is unused requires an explicit MixedPrecisionPolicy."
-                    "reduce_dtype, the one of its gradients. Set that, or do not call "
-                    "set_reduce_scatter_unused_params"
-                )
-
-    def _accumulate_empty(self, grads: list[Tensor | None]) -> None:
-        """Pops gradients without elements, which no kernel or collective accepts."""
-        stream = self._group.device_handle.current_stream()
-        for i, (fsdp_param, grad) in enumerate(zip(self._group._cache, grads)):
-            if grad is not None and grad.numel() == 0:
-                grads[i] = None
-                param = fsdp_param.sharded_param
-                size, dtype = fsdp_param.sharded_size, param.grad_dtype or grad.dtype
-                empty = grad.new_empty(size, dtype=dtype, device=param.device)
-                accumulate_sharded_grad(fsdp_param, empty, stream)
-
-    # Reducing them #
-    def reduce(self, grads: list[Tensor | None], reduce: Callable[..., Any]) -> None:
-        """
-        Reduces the gradients of the parameters, None where there is none, and removes
-        them from the list. ``reduce`` is :func:`foreach_reduce` or its replacement.
-        """
-        group = self._group
-        if group._cache.has_empty_params:
-            self._accumulate_empty(grads)
-        group.comm_ctx.recycle_reduce_buffers(group)
-        buckets = get_buckets(group._cache, grads)
-        if self.partial_reduces:
-            buckets = self._with_partial_reduces(buckets)
-        if not buckets:
-            return
-        replacement = None if reduce is _OWN_REDUCE else reduce
-        if replacement is None:  # which may need no other ranks
-            self._check_ranks(buckets)
-        with group._range("FSDP::post_backward_reduce"):
-            self.wait()
-            comm = group._reduce_scatter_comm
-            reuses_output = len(buckets) > 1 and not collectives.allocates_anew(comm)
-            reduction = self._reduction(replacement, reuses_output)
-            if (cap := group.reduce_bucket_cap) is not None:
-                buckets = self._defer_small(cap, reduction, buckets, grads)
-            # All at once, or one by one where a plugin or a comm needs that
-            batches: Sequence[Sequence[ReduceBucket]] = [buckets] if buckets else []
-            if replacement is not None:
-                batches = [(bucket,) for bucket in buckets]
-            elif len(buckets) > 1 and collectives.holds_one_input(comm):
-                batches = layouts.by_collective(buckets)
-            parts = (
-                [self._pop_part(reduction, bucket, grads) for bucket in batch]
-                for batch in batches
-            )
-            self._reduce_parts(reduction, parts, buckets)
-
-    def wait(self) -> None:
-        """Waits for the last reduction, if backward comes to the group again."""
-        if self.event is None:
-            return
-        group, context = self._group, self._group.comm_ctx
-        group._wait_current_stream(self.event)
-        held = [h for h in context.all_reduce_states if h.param_group is group]
-        context.drop_all_reduces(held)
-        self.event = None
-
-    def finish(self) -> None:
-        """Orders the current stream behind all reductions, at the end of backward."""
-        self._reduce_all_small()
-        self._group.comm_ctx.wait_current_stream_on_reductions()
-        self.event = None
-
-    def reset(self) -> None:
-        """Waits for what is in flight, and drops what is kept, with all gradients."""
-        self.wait()
-        self.partial_reduces.clear()
-        context, cache = self._group.comm_ctx, self._group._cache
-        small, own = context.small_reductions, {*cache}
-        for reduction, waiting in [*small.items()]:
-            parts = [of for of in waiting.parts if own.isdisjoint(of[0].fsdp_params)]
-            nbytes = sum(reduction.input_nbytes(part.bucket) for part, _ in parts)
-            small[reduction] = SmallReductions(parts, nbytes)
-            if not parts:
-                del small[reduction]
-        for fsdp_param, param in _unsharded_params(cache):
-            param.grad = None
-            if not FOLLOWS_GRAD_DTYPE:
-                fsdp_param.unsharded_accumulated_grad = None
-        for fsdp_param in cache if FOLLOWS_GRAD_DTYPE else ():
-            fsdp_param.sharded_param.grad = None
-        self.resume_upcasts()
-
-    # Deferred all-reduces #
-    def _with_partial_reduces(
-        self, fresh: tuple[ReduceBucket, ...]
-    ) -> tuple[ReduceBucket, ...]:
-        """
-        Adds to the buckets of fresh gradients, if all-reduces are no longer deferred,
-        an empty one for each partial reduce that they do not complete.
-        Raises if a gradient would be reduced in another dtype than before.
-        """
-        keys = {slot.param: b.key for b in fresh for slot in b.slots}
-        for earlier, partial in self.partial_reduces.items():
-            for slot in partial.bucket.slots:
-                if (key := keys.get(slot.param, earlier)) != earlier:
-                    raise RuntimeError(
-                        f"{self._group.fsdp_params[slot.param]._param_fqn} was reduced "
-                        f"in {layouts.describe_key(earlier)} in an earlier microbatch, "
-                        "whose all-reduce was deferred, and would be in "
-                        f"{layouts.describe_key(key)} now: keep the dtypes of "
-                        "gradients until set_requires_all_reduce(True), or set "
-                        "reduce_dtype in MixedPrecisionPolicy"
-                    )
-        if not self._group.all_reduce_grads:
-            return fresh
-        present = [bucket.key for bucket in fresh]
-        kept = [p.bucket for p in self.partial_reduces.values()]
-        empty = [replace(b, slots=()) for b in kept if b.key not in present]
-        buckets = [*fresh, *empty]
-        return tuple(sorted(buckets, key=lambda b: layouts.bucket_sort_key(b.key)))
-
-    def set_partial_reduce(self, output: Tensor) -> None:
-        """Makes ``output`` (1D) the only one, or raises if no bucket is like it."""
-        fsdp_params = self._group.fsdp_params
-        trained = [
-            layouts.dtypes_of(p).compute if p.sharded_param.requires_grad else None
-            for p in fsdp_params
-        ]
-        buckets = _plan_buckets(fsdp_params, trained)
-        if len(self.partial_reduces) == 1:  # of which not all may have had a gradient
-            (kept,) = self.partial_reduces.values()
-            buckets = kept.bucket, *buckets
-        for bucket in buckets:
-            params = [fsdp_params[slot.param] for slot in bucket.slots]
-            dtypes = bucket.dtype, BucketGrads(params, bucket, [], None).partial_dtype
-            if output.dtype in dtypes and output.numel() == bucket.shard_numel:
-                self.partial_reduces = {bucket.key: PartialReduce(bucket, output)}
-                return
-        expected = [f"{b.shard_numel} of {b.dtype}" for b in buckets]
-        raise ValueError(
-            f"got {output.numel()} elements of {output.dtype}, but the unit reduces "
-            f"{', '.join(dict.fromkeys(expected))}"
-        )
-
-    def _check_ranks(self, buckets: tuple[ReduceBucket, ...]) -> None:
-        """Raises if the ranks that are about to reduce ``buckets`` disagree."""
-        group, agreement = self._group, self._group._agreement
-        if (ranks := group._reduce_scatter_group) is not None:
-            agreement.check_reduction(ranks, buckets, group._reduce_scatter_comm)
-        if group.all_reduce_grads and (ranks := group._all_reduce_group) is not None:
-            if partial := [p.bucket for p in self.partial_reduces.values()]:
-                buckets = (*buckets, *partial)
-            agreement.check_reduction(ranks, buckets)
-
-    def _reduction(
-        self, replacement: Callable[..., Any] | None, reuses_output: bool
-    ) -> Reduction:
-        group = self._group
-        all_reduce_group = group._all_reduce_group
-        all_reduce_stream = group._all_reduce_hook_stream
-        if all_reduce_stream is None or all_reduce_group is not None:
-            all_reduce_stream = group.comm_ctx.all_reduce_stream
-        elif group._all_reduce_hook is None:
-            raise AssertionError(
-                "all reduce hook stream is specified but hook itself is missing: call "
-                f"set_all_reduce_hook with a hook on module '{group._module_fqn}'"
-            )
-        return Reduction(
-            group._reduce_scatter_group,
-            group.comm_ctx.reduce_scatter_stream,
-            group._reduce_scatter_comm,
-            all_reduce_group,
-            all_reduce_stream,
-            group.all_reduce_grads,
-            group._all_reduce_hook,
-            group.gradient_divide_factor,
-            group.force_sum_reduction_for_comms,
-            group.device,
-            group._prepare_reduce_scatter_inputs,
-            reuses_output,
-            replacement,
-        )
-
-    def _reduce_parts(
-        self,
-        reduction: Reduction,
-        batches: Iterable[list[BucketGrads]],
-        buckets: tuple[ReduceBucket, ...] = (),
-        joined: Sequence[FSDPParam] = (),
-    ) -> None:
-        """
-        Reduces batches one after another, and holds what they use until done: all
-        ``buckets`` of this unit, or those that several units' parameters have joined.
-        """
-        group, comm, results = self._group, reduction.reduce_scatter_comm, []
-        are_viewed = True
-        try:
-            for parts in batches:
-                if any(part.bucket.needs_casts for part in parts):
-                    are_viewed = False
-                if results and collectives.holds_one_input(comm):
-                    group._wait_current_stream(results[-1].reduce_scatter_event)
-                    results = [r._replace(reduce_scatter_input=None) for r in results]
-                results += self._reduce_batch(reduction, parts)
-        except BaseException as error:
-            streams = reduction.reduce_scatter_stream, reduction.all_reduce_stream
-            group._clean_up(error, streams, buckets, joined)
-            raise
-        group.comm_ctx.hold_reduce_buffers(group, results, are_viewed=are_viewed)
-
-    def _reduce_batch(
-        self, reduction: Reduction, parts: list[BucketGrads]
-    ) -> list[ReduceResult]:
-        """Reduces some buckets, and keeps their events and partial reduces."""
-        if reduction.replacement is None:
-            results = collectives.reduce_buckets(reduction, parts)
+    world_size, starts, slots = rows.size(0), bucket.starts, bucket.slots
+    runs: list[list[int]] = []
+    end = run_numel = 0  # of the current run, in a rank's shard and in all
+    for i in indices:
+        run_numel += grads[i].numel()
+        is_next = runs and starts[i] == end and dtypes[i] == dtypes[runs[-1][0]]
+        if not is_next or dtypes[i] is None or run_numel > _MAX_RUN_NUMEL:
+            runs.append([])
+            run_numel = grads[i].numel()
+        runs[-1].append(i)
+        end = starts[i] + slots[i].shard_numel
+    for run in runs:
+        first, numel = run[0], sum(slots[i].shard_numel for i in run)
+        columns, dim = rows.narrow(1, starts[first], numel), slots[first].shard_dim
+        if len(run) == 1 and (dim != 0 or grads[first].size(0) % world_size == 0):
+            by_rank = _view_by_rank(grads[first], dim, world_size)
+            columns.unflatten(1, by_rank.size()[1:]).copy_(by_rank)
         else:
-            results = [collectives.call_monkeypatched(reduction, *parts)]
-        last_events = self._group.comm_ctx._last_post_reduce_events
-        for part, result in zip(parts, results):
-            self.event = result.post_reduce_event
-            last_events[result.post_reduce_stream] = self.event
-            if (output := result.partial_reduce_output) is not None:
-                partial = PartialReduce(part.bucket, output)
-                self.partial_reduces[part.bucket.key] = partial
-        return results
+            temporary = grads[first].new_empty(columns.size())
+            _chunk_cat([grads[i].contiguous() for i in run], temporary)
+            columns.copy_(temporary)
 
-    def _pop_part(
-        self, reduction: Reduction, bucket: ReduceBucket, grads: list[Any]
-    ) -> BucketGrads:
-        """Moves a bucket's gradients out of ``grads``, for copy-in to free them."""
-        popped, all_params = [], self._group.fsdp_params
-        for slot in bucket.slots:
-            popped.append(grads[slot.param])
-            grads[slot.param] = None
-        fsdp_params = [all_params[slot.param] for slot in bucket.slots]
-        if reduction.replacement is None:
-            # Before a partial reduce is added, which is laid out as it was prepared
-            bucket = collectives.prepare_inputs(reduction, bucket, fsdp_params, popped)
-        output, partial = None, None
-        if self.partial_reduces:
-            partial = self.partial_reduces.pop(bucket.key, None)
-        if partial is not None:
-            bucket = layouts.extend_bucket(bucket, partial.bucket)
-            with self._group.device_handle.stream(reduction.reduce_scatter_stream):
-                output = relaid(partial.bucket, partial.output, bucket)
-            fsdp_params = [all_params[slot.param] for slot in bucket.slots]
-        return BucketGrads(fsdp_params, bucket, popped, output)
 
-    # Small buckets #
-    def _defer_small(
-        self,
-        cap: ReduceBucketCap,
-        reduction: Reduction,
-        buckets: tuple[ReduceBucket, ...],
-        grads: list[Tensor | None],
-    ) -> tuple[ReduceBucket, ...]:
-        """Defers small buckets, for reductions with other units'. Returns the rest."""
-        if (
-            self.partial_reduces
-            or reduction.defers_all_reduce
-            or reduction.all_reduce_hook is not None
-            or not reduction.prepares_by_default
-            or type(reduction.reduce_scatter_comm) is not type(_SHARED_COMM)
-            or reduction.replacement is not None
-        ):
-            return buckets
-        context = self._group.comm_ctx
-        reduction = reduction._replace(reduce_scatter_comm=_SHARED_COMM)
-        stream, others = self._group.device_handle.current_stream(), []
-        for batch in layouts.by_collective(buckets):
-            nbytes = sum(map(reduction.input_nbytes, batch))
-            if nbytes > cap.small_nbytes:
-                others += batch
-                continue
-            waiting = context.small_reductions.setdefault(reduction, SmallReductions())
-            for bucket in batch:
-                part = self._pop_part(reduction, bucket, grads)
-                waiting.parts.append((part, stream))
-            waiting.nbytes += nbytes
-            if waiting.nbytes >= cap.nbytes:
-                self._reduce_small(reduction)
-        task = torch._C._current_graph_task_id()
-        if task not in (-1, context.small_reductions_task):
-            # At the end of every backward: `finalize_backward` runs for the last
-            context.small_reductions_task = task
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._reduce_small_at_end_of_backward)
-        return tuple(others)
+def _view_by_rank(grad: Tensor, dim: int, world_size: int) -> Tensor:
+    """Views a gradient sharded on ``dim`` with the rank as its leading dim."""
+    if grad.size(dim) % world_size != 0:
+        raise AssertionError(f"Shard({dim}) requires even sharding")
+    return grad.unflatten(dim, (world_size, -1)).movedim(dim, 0)
 
-    def _reduce_small_at_end_of_backward(self) -> None:
-        """Reduces what waits unless the root, whose end comes later, will do it."""
-        context = self._group.modules[0]._get_fsdp_state()._state_ctx
-        # Backward inside of backward, as reentrant checkpointing runs it for a segment
-        is_nested = context.post_backward_final_callback_queued
-        by_hand = getattr(context, "manual_backward_finalization_active", False)
-        if not is_nested or not context.is_last_backward or by_hand:
-            self._reduce_all_small()
 
-    def _reduce_all_small(self) -> None:
-        """Reduces what waits of all units."""
-        for reduction in [*self._group.comm_ctx.small_reductions]:
-            self._reduce_small(reduction)
+def foreach_reduce_scatter_copy_in(
+    unsharded_grads: list[Tensor], reduce_scatter_input: Tensor, world_size: int
+) -> None:
+    """Fills the rows of ``reduce_scatter_input`` (1D), one for each rank."""
+    row_numel = reduce_scatter_input.numel() // world_size
+    _chunk_cat(unsharded_grads, reduce_scatter_input.view(world_size, row_numel))
 
-    def _reduce_small(self, reduction: Reduction) -> None:
-        group = self._group
-        group.comm_ctx.recycle_reduce_buffers(group)
-        waiting = group.comm_ctx.small_reductions.pop(reduction).parts
-        by_key: dict[BucketKey, list[BucketGrads]] = {}
-        for part, _ in waiting:
-            by_key.setdefault(part.bucket.key, []).append(part)
-        keys = sorted(by_key, key=layouts.bucket_sort_key)
-        parts = [collectives.join_parts(by_key[key]) for key in keys]
-        current_stream = group.device_handle.current_stream()
-        streams = dict.fromkeys(s for _, s in waiting if s != current_stream)
-        for stream in streams:
-            current_stream.wait_stream(stream)
-        joined = [fsdp_param for part in parts for fsdp_param in part.fsdp_params]
-        self._reduce_parts(reduction, [parts], joined=joined)
-        for stream in streams:  # which may reuse the memory of the gradients
-            stream.wait_stream(current_stream)
+
+def _chunk_cat(tensors: list[Tensor], rows: Tensor, by_operator: bool = False) -> None:
+    """Fills ``rows``, which are dense, with the chunks of ``tensors`` on dim 0."""
+    world_size, row_numel = rows.size()
+    if by_operator or gets_operators(rows.device):
+        getattr(torch.ops.fsdp, _CHUNK_CAT)(tensors, 0, world_size, out=rows)
+    else:
+        torch._chunk_cat(tensors, 0, world_size, out=rows)
+    if rows.size(1) != row_numel:  # the kernel has resized them
+        raise RuntimeError(
+            f"the gradients of a rank have {rows.size(1)} elements with their padding, "
+            f"but {row_numel} are to be reduced"
+        )
+
+
+# Phase 2: over the shard group #
+
+
+def _all_to_all_layout(parts: Sequence[BucketGrads]) -> GatherLayout:
+    """Lays out what a rank is sent: by dtype, as what it contributes to a gather."""
+    dtypes = tuple(part.bucket.wire_dtype for part in parts)
+    return layouts.plan_all_to_all(dtypes, tuple(part.new_numel for part in parts))
+
+
+def _all_to_all(reduction: Reduction, parts: Sequence[BucketGrads]) -> None:
+    """Exchanges the new gradients of all ``parts`` in one collective."""
+    comm: Any = reduction.reduce_scatter_comm
+    sent = cast(Tensor, parts[0].reduce_scatter_input)
+    if allocates_anew(comm):
+        received = allocate(comm, sent.numel(), sent.dtype, reduction.device)
+    else:  # the comm may return the memory that is being sent
+        received = torch.empty_like(sent)
+    group = reduction.reduce_scatter_group
+    comm.exchange(output_tensor=received, input_tensor=sent, group=group)
+    layout = _all_to_all_layout(parts)
+    columns = _view_columns(received, layout, reduction.shard_world_size)
+    for part, rows in zip(parts, columns, strict=True):
+        part.received = rows
+
+
+def _reduce_over_shards(
+    reduction: Reduction, part: BucketGrads, factors: Factors, target: Tensor | None
+) -> Tensor:
+    """
+    Returns this rank's 1D sum over the shard group and the partial reduce, which is
+    added before the all-reduce, as that must sum the partial reduces of all replicas.
+    The sum is written to ``target`` if there is one. Otherwise it is a new tensor, or the
+    input or the partial reduce itself where nothing needs to be computed.
+    """
+    bucket, partial = part.bucket, part.partial_reduce_output
+    world_size, reduce_input = reduction.shard_world_size, part.reduce_scatter_input
+    if reduce_input is None:
+        if partial is None:
+            raise AssertionError("Expects gradients or a partial result to reduce")
+        return partial if reduction.defers_all_reduce else partial.to(bucket.dtype)
+    comm, numel = reduction.reduce_scatter_comm, bucket.shard_numel
+    _div_if_needed(reduce_input if part.received is None else part.received, factors[0])
+    if (
+        world_size == 1
+        and target is None
+        and partial is None
+        and not reduction.defers_all_reduce
+        and reduce_input.dtype == bucket.dtype
+        and allocates_anew(comm)
+    ):
+        return reduce_input
+    output = target
+    if output is None:
+        output = allocate(comm, numel, bucket.dtype, reduction.device)
+    new = output
+    if part.new_numel < numel:  # other parameters have a partial reduce only
+        new = output[: part.new_numel]
+        output[part.new_numel :].zero_()
+    if world_size == 1:
+        new.copy_(reduce_input)
+    elif part.received is None:
+        comm(
+            output_tensor=new,
+            input_tensor=reduce_input,
+            group=cast(dist.ProcessGroup, reduction.reduce_scatter_group),
+            op=factors[2],
+        )
+    else:  # the sent input is only scratch memory now
+        add_in_tree(part.received, new, reduce_input)
+        part.received = None
+    if reduction.defers_all_reduce and part.partial_dtype != output.dtype:
+        wider = output.to(part.partial_dtype)
+        return wider if partial is None else wider.add_(partial)
+    if partial is not None:
+        output += partial
+    return output.clone() if target is None and reduction.reuses_output else output
+
+
+class _ReducedShard(NamedTuple):
+    """A rank's shard of a bucket, reduced over the shard group."""
+
+    fsdp_params: list[FSDPParam]  # in slot order
+    bucket: ReduceBucket
+    shard: Tensor  # 1D
+
+
+def _reduce_batch_over_shards(
+    reduction: Reduction, parts: Sequence[BucketGrads], factors: Factors
+) -> tuple[list[_ReducedShard], Tensor]:
+    """
+    Returns the reduced shards of buckets that share an all-reduce, and its 1D input: a
+    buffer of which the shards are slices, or the only shard itself.
+    """
+    buffer, targets = None, [None]
+    if len(parts) > 1:
+        numels = [part.bucket.shard_numel for part in parts]
+        dtype = parts[0].bucket.dtype
+        buffer = torch.empty(sum(numels), dtype=dtype, device=reduction.device)
+        targets = buffer.split(numels)
+    reduced: list[_ReducedShard] = []
+    for part, target in zip(parts, targets, strict=True):
+        shard = _reduce_over_shards(reduction, part, factors, target)
+        result = _ReducedShard(part.fsdp_params, part.bucket, shard)
+        if part.is_extended and not reduction.defers_all_reduce:
+            result = _sort_for_replicas(*result)
+        if target is not None and result.shard is not target:
+            result = result._replace(shard=target.copy_(result.shard))
+        reduced.append(result)
+    return reduced, reduced[0].shard if buffer is None else buffer
+
+
+@torch.no_grad()
+def relayout(
+    bucket: ReduceBucket, shard: Tensor, target_bucket: ReduceBucket
+) -> Tensor:
+    """Lays a rank's 1D shard out as another bucket, zero where this has no slot."""
+    if bucket.slots == target_bucket.slots:
+        return shard
+    target = shard.new_zeros(target_bucket.shard_numel)
+    starts = {slot.param: start for slot, start in zip(bucket.slots, bucket.starts)}
+    for slot, target_start in zip(target_bucket.slots, target_bucket.starts):
+        if (start := starts.get(slot.param)) is not None:
+            piece = shard.narrow(0, start, slot.shard_numel)
+            target.narrow(0, target_start, slot.shard_numel).copy_(piece)
+    return target
+
+
+def _sort_for_replicas(
+    fsdp_params: list[FSDPParam], bucket: ReduceBucket, shard: Tensor
+) -> _ReducedShard:
+    """
+    Sorts a shard as planned: which microbatch had which gradients, and so the order of
+    slots, may differ between replicas, whose elements must line up.
+    """
+    planned = layouts.sort_slots(bucket)
+    by_index = {slot.param: p for slot, p in zip(bucket.slots, fsdp_params)}
+    params = [by_index[slot.param] for slot in planned.slots]
+    return _ReducedShard(params, planned, relayout(bucket, shard, planned))
+
+
+# Phase 3: over replicas, and into sharded gradients #
+
+
+def _all_reduced_together(
+    reduction: Reduction, parts: Sequence[BucketGrads]
+) -> Sequence[Sequence[BucketGrads]]:
+    """Groups buckets that share one all-reduce, by keys equal on all replicas."""
+    if reduction.all_reduce_group is None or reduction.defers_all_reduce:
+        return [[part] for part in parts]
+    grouped = groupby(parts, lambda p: (p.bucket.dtype, p.bucket.comm_dtype is None))
+    return [[*batch] for _, batch in grouped]
+
+
+def _reduce_batch(
+    reduction: Reduction, parts: Sequence[BucketGrads], reading_stream: torch.Stream
+) -> list[ReduceResult]:
+    """
+    Reduces buckets that share an all-reduce, and so have the same factors. What
+    ``reading_stream`` reads are the sharded gradients.
+    """
+    factors = reduction.divide_factors(parts[0].bucket)
+    reduced, buffer = _reduce_batch_over_shards(reduction, parts, factors)
+    inputs = [part.reduce_scatter_input for part in parts]
+    stream = reduction.reduce_scatter_stream
+    scattered = stream.record_event()
+    if reduction.defers_all_reduce:
+        (reduce_input,) = inputs
+        partial = reduced[0].shard
+        events = scattered, stream, scattered
+        return [ReduceResult(reduce_input, *events, None, None, partial)]
+    # A view keeps the whole buffer alive. If any gradient is cast, all are copied, so
+    # that the buffer can be freed
+    needs_casts = any(part.bucket.needs_casts for part in parts)
+    as_views = buffer.dtype == parts[0].bucket.dtype and not needs_casts
+    handle = _get_device_handle(reduction.device.type)
+    if reduction.all_reduces:
+        stream = reduction.all_reduce_stream
+        stream.wait_stream(reduction.reduce_scatter_stream)
+    with handle.stream(stream) if reduction.all_reduces else contextlib.nullcontext():
+        if reduction.all_reduces:
+            _all_reduce(reduction, parts, buffer, factors[3])
+        _div_if_needed(buffer, factors[1])
+        for part, shard in zip(parts, reduced, strict=True):
+            part.is_viewed = accumulate_sharded_grads(
+                *shard, stream, reading_stream, as_views=as_views
+            )
+        done = stream.record_event()
+    # See [Note: Lifetimes in a reduction]
+    held = (buffer, done) if reduction.all_reduces else (None, None)
+    if buffer is inputs[0] and not reduction.all_reduces:
+        scattered = done  # the input is the buffer, and only its own state holds it
+    return [ReduceResult(i, scattered, stream, done, *held, None) for i in inputs]
+
+
+def _all_reduce(
+    reduction: Reduction,
+    parts: Sequence[BucketGrads],
+    buffer: Tensor,
+    op: _ReduceOp,
+) -> None:
+    """Reduces ``buffer`` over the replicas and runs the user's hook on it."""
+    group = reduction.all_reduce_group
+    if group is not None and parts[0].bucket.comm_dtype is None:
+        dist.all_reduce(buffer, group=group, op=op)
+    elif group is not None:
+        all_reduce_in_tree(buffer, group)
+    if reduction.all_reduce_hook is not None:
+        reduction.all_reduce_hook(buffer)
+
+
+def record_grad_output_stream(buffer: Tensor, stream: torch.Stream) -> None:
+    """Tells a vendor's kernel (2.15) which stream reads sharded gradients."""
+    if FOLLOWS_GRAD_DTYPE and buffer.device.type != "cpu":
+        torch.ops.fsdp.record_grad_output_stream(
+            buffer, stream.stream_id, stream.device_index, stream.device_type
+        )
+
+
+def accumulate_sharded_grads(
+    fsdp_params: list[FSDPParam],
+    bucket: ReduceBucket,
+    shard: Tensor,
+    stream: torch.Stream,
+    reading_stream: torch.Stream,
+    *,
+    as_views: bool,
+) -> bool:
+    """
+    Accumulates a rank's shard of the reduced bucket in the sharded gradients: views of
+    ``shard``, or of one copy for each gradient dtype. Returns whether all of them are
+    views of ``shard`` now.
+    """
+    starts, are_views = bucket.starts, as_views
+    record_grad_output_stream(shard, reading_stream)
+    for dtype, indices in bucket.runs:
+        flat, start = shard, starts[indices[0]]
+        if len(bucket.runs) > 1:
+            flat = shard[start : starts[indices[-1] + 1]]
+        if not as_views:
+            flat = flat.to(dtype, copy=True)
+            record_grad_output_stream(flat, reading_stream)
+        base = flat.storage_offset() - start
+        for i in indices:
+            fsdp_param = fsdp_params[i]
+            size, stride = fsdp_param.sharded_size, fsdp_param.contiguous_sharded_stride
+            sharded_grad = flat.as_strided(size, stride, base + starts[i])
+            is_set = accumulate_sharded_grad(fsdp_param, sharded_grad, stream)
+            are_views = are_views and is_set
+    return are_views
+
+
+def _as_dtensor(fsdp_param: FSDPParam, sharded_grad: Tensor) -> DTensor:
+    spec, dtype = fsdp_param._sharding_spec, sharded_grad.dtype
+    if dtype != fsdp_param.orig_dtype:
+        # Making a spec takes longer than making the gradient
+        cached = vars(fsdp_param).setdefault("_spec_by_grad_dtype", {})
+        source_spec, cast_spec = cached.get(dtype, (None, None))
+        if source_spec is not spec:
+            meta = cast(TensorMeta, spec.tensor_meta)._replace(dtype=dtype)
+            cast_spec = replace(spec, tensor_meta=meta)
+            cached[dtype] = spec, cast_spec
+        spec = cast_spec
+    # The parameter's own method would check the size, and take twice as long
+    return DTensor(sharded_grad, spec, requires_grad=False)
+
+
+def accumulate_sharded_grad(
+    fsdp_param: FSDPParam, sharded_grad: Tensor, stream: torch.Stream
+) -> bool:
+    """
+    Accumulates a sharded gradient and runs its post-accumulate-grad hooks. Returns
+    whether the sharded parameter keeps the tensor itself.
+    """
+    sharded_param = fsdp_param.sharded_param
+    hooks, present = sharded_param._post_accumulate_grad_hooks, sharded_param.grad
+    if fsdp_param.offload_to_cpu:
+        # An addition on the CPU and a hook read the gradient at once, so its copy to
+        # the host may be in flight only without either
+        overlaps = fsdp_param.pin_memory and present is None and not hooks
+        sharded_grad = sharded_grad.to(torch.device("cpu"), non_blocking=overlaps)
+        if overlaps:
+            fsdp_param.grad_offload_event = stream.record_event()
+    if present is None:
+        sharded_param.grad = _as_dtensor(fsdp_param, sharded_grad)
+    elif isinstance(present, DTensor):
+        stored = cast(DTensor, sharded_param)._local_tensor.dtype
+        if sharded_param.dtype != stored:  # only its `data` was cast
+            raise RuntimeError(
+                f"{fsdp_param._param_fqn} is {sharded_param.dtype} now, but its shard "
+                f"is {stored}: cast a model before its first forward, not between steps"
+            )
+        present._local_tensor += sharded_grad
+    else:
+        raise AssertionError(
+            f"The gradient of {fsdp_param._param_fqn} must be a DTensor like its "
+            f"sharded parameter, but it is a {type(present).__name__}: do not set "
+            "the gradient of a sharded parameter to a plain tensor"
+        )
+    for hook in [*hooks.values()] if hooks else ():
+        hook(sharded_param)
+    return present is None and not hooks and not fsdp_param.offload_to_cpu

@@ -1,10 +1,9 @@
 """
-What modules have registered as a param group's parameters: when the group is made, when
-a state dict is loaded, at the first forward, until when users may change them, and when
-sharded and unsharded ones take turns.
+Keeps a param group's parameters and those that its modules have registered the same:
+when the group is made, when a state dict is loaded, at the first forward, up to which
+users may replace them, and when the group is unsharded or resharded.
 """
 
-# Tests: loading, module_hooks
 from __future__ import annotations
 
 import weakref
@@ -16,7 +15,7 @@ import torch.nn as nn
 from torch.distributed.fsdp._common_utils import _named_parameters_with_duplicates
 
 from ._fsdp_api import CPUOffloadPolicy, MixedPrecisionPolicy
-from ._fsdp_errors import check_param, explain_registered, explain_sharding, warn_user
+from ._fsdp_errors import check_param, note_registered, note_sharding, warn_user
 from ._fsdp_param import FSDPParam, ParamModuleInfo
 from ._fsdp_policies import resolve_all
 from ._fsdp_releases import FOLLOWS_GRAD_DTYPE
@@ -25,18 +24,16 @@ from ._fsdp_releases import FOLLOWS_GRAD_DTYPE
 def _get_param_module_infos(
     params: list[nn.Parameter], modules: tuple[nn.Module, ...]
 ) -> list[ParamModuleInfo]:
-    """Finds where each is registered, in several places if shared."""
+    """Finds the modules that have each parameter, several if it is shared."""
     infos: dict[nn.Parameter, ParamModuleInfo] = {}
-    trees = (module.named_modules(remove_duplicate=False) for module in modules)
-    for _, submodule in chain.from_iterable(trees):
+    trees = [module.named_modules(remove_duplicate=False) for module in modules]
+    for _, submodule in chain(*trees):
         for name, param in _named_parameters_with_duplicates(submodule, recurse=False):
             if (info := infos.get(param)) is None:
                 infos[param] = ParamModuleInfo(submodule, name)
             else:
                 info.shared_modules.append(submodule)
                 info.shared_param_names.append(name)
-    if not infos.keys() >= {*params}:
-        raise AssertionError(f"Some parameters are not in the module tree of {modules}")
     return [infos[param] for param in params]
 
 
@@ -46,17 +43,18 @@ def shard_params(
     """Also returns whether policies hold once the root has named the parameters."""
     infos = _get_param_module_infos(params, group.modules)
     names, fsdp_params = get_param_names(infos, group.modules), []
-    # All of them before any is sharded, while they are as users know them
+    # Overrides are called before any parameter is sharded
     policy = group.mp_policy or MixedPrecisionPolicy()
     policies, is_final = resolve_all(policy, params, names)
-    where = group.mesh_info, group.post_forward_mesh_info, group.device
+    mesh_infos = group.mesh_info, group.post_forward_mesh_info
+    device, offload = group.device, group.offload_policy
     for param, info, name, policy in zip(params, infos, names, policies, strict=True):
-        others = shard_placement_fn, policy, group.offload_policy
+        settings = *mesh_infos, device, shard_placement_fn, policy, offload
         try:
-            fsdp_param = FSDPParam(param, info, *where, *others)
+            fsdp_param = FSDPParam(param, info, *settings)
         except Exception as error:
-            is_placed = shard_placement_fn is not None
-            raise explain_sharding(error, param, name, is_placed)  # noqa: B904
+            note_sharding(error, param, name, getattr(offload, "pin_memory", False))
+            raise
         check_param(fsdp_param, name)
         if not FOLLOWS_GRAD_DTYPE and param.grad_dtype != param.dtype:
             fsdp_param.sharded_param.grad_dtype = param.grad_dtype
@@ -70,8 +68,8 @@ def get_param_names(
     module_fqn: str | None = None,
 ) -> list[str]:
     """
-    Returns what each parameter is called in which of ``modules``, or in the model if
-    there is one, which has the name ``module_fqn`` there.
+    Returns each parameter's name in the model, where a single module is called
+    ``module_fqn``, or else its name in one of ``modules`` and the class of that.
     """
     places: dict[nn.Module, tuple[str, str]] = {}
     for module in modules:
@@ -79,10 +77,10 @@ def get_param_names(
             places.setdefault(submodule, (prefix, type(module).__name__))
     names = []
     for info in infos:
-        prefix, of = places.get(info.module, ("", type(info.module).__name__))
+        prefix, class_name = places.get(info.module, ("", type(info.module).__name__))
         name = f"{prefix}.{info.param_name}".lstrip(".")
         if module_fqn is None or len(modules) > 1:
-            name = f"{name} of {of}"
+            name = f"{name} of {class_name}"
         elif module_fqn:
             name = f"{module_fqn}.{name}"
         names.append(name)
@@ -100,7 +98,7 @@ def fqns_of(group: Any, *fsdp_params: FSDPParam) -> list[str]:
 
 
 def places_of(fsdp_params: Sequence[FSDPParam]) -> list[tuple[nn.Module, str, int]]:
-    """Returns module, name, and the parameter's index for each name of each."""
+    """Returns module, name and index of each parameter, for each name if shared."""
     places: list[tuple[nn.Module, str, int]] = []
     for i, info in enumerate(fsdp_param._module_info for fsdp_param in fsdp_params):
         modules = [info.module, *info.shared_modules]
@@ -112,8 +110,8 @@ def register(places: Sequence[tuple], params: Sequence[nn.Parameter]) -> None:
     """Makes ``params`` what modules have at their places."""
     plain = nn.Module.__setattr__
     for module, name, i in places:
-        # Past the checks of the plain one, which cost more than all the rest: the name
-        # already holds a parameter. A class may define its own at any time
+        # The plain one's checks cost more than all else here, and pass: the name holds
+        # a parameter. A class may define another method at any time
         if type(module).__setattr__ is plain:
             module._parameters[name] = params[i]
         else:
@@ -124,9 +122,24 @@ def watch_loads(group: Any) -> None:
     """Resets each parameter after its module has loaded a state dict."""
     for fsdp_param in group.fsdp_params:
         fsdp_param._post_load_hook_handle.remove()
-        module, hook = fsdp_param._module_info.module, _make_reset(group, fsdp_param)
-        handle = module.register_load_state_dict_post_hook(hook)
-        fsdp_param._post_load_hook_handle = handle
+        add_hook = fsdp_param._module_info.module.register_load_state_dict_post_hook
+        fsdp_param._post_load_hook_handle = add_hook(_make_reset(group, fsdp_param))
+
+
+def register_state_dict_hooks(group: Any) -> None:
+    """Reshards before state dicts are saved and loaded, which hold shards."""
+    save_handles = group._module_to_pre_save_state_dict_hook_handle
+    load_handles = group._module_to_pre_load_state_dict_hook_handle
+
+    def to_sharded_hook(*unused: Any) -> None:
+        group._to_sharded()
+
+    for fsdp_param in group.fsdp_params:
+        if (module := fsdp_param._module_info.module) in save_handles:
+            continue
+        save_handles[module] = module.register_state_dict_pre_hook(to_sharded_hook)
+        register_load = module._register_load_state_dict_pre_hook
+        load_handles[module] = register_load(to_sharded_hook)
 
 
 def reset_sharded_params(group: Any) -> None:
@@ -148,8 +161,7 @@ def _make_reset(group: Any, fsdp_param: FSDPParam) -> Callable[..., None]:
 
     def reset(*unused: Any) -> None:
         if (group := reference()) is None:
-            fsdp_param.reset_sharded_param()
-            return
+            return fsdp_param.reset_sharded_param()
         previous = fsdp_param.sharded_param
         has_grad_dtype = fsdp_param in group._grad_dtypes or (
             previous.is_leaf and previous.grad_dtype != previous.dtype
@@ -160,7 +172,8 @@ def _make_reset(group: Any, fsdp_param: FSDPParam) -> Callable[..., None]:
             fsdp_param.reset_sharded_param()
         except Exception as error:
             (name,) = fqns_of(group, fsdp_param)
-            raise explain_registered(error, fsdp_param, name)  # noqa: B904
+            note_registered(error, fsdp_param, name)
+            raise
         if has_grad_dtype:
             keep_grad_dtypes(group, fsdp_param)  # on the new parameter
         param: Any = fsdp_param.sharded_param
@@ -178,16 +191,17 @@ def keep_grad_dtypes(group: Any, *fsdp_params: FSDPParam) -> None:
     Sets users' ``grad_dtype`` again on what was loaded or cast without it, unless it is
     missing on the same local tensor: users have unset it. As the release since 2.15.
     """
-    for fsdp_param in () if FOLLOWS_GRAD_DTYPE else fsdp_params or group.fsdp_params:
+    if FOLLOWS_GRAD_DTYPE:
+        return
+    for fsdp_param in fsdp_params or group.fsdp_params:
         param: Any = fsdp_param.sharded_param
         if not param.is_leaf:
             continue  # it is refused
-        local_tensor = param._local_tensor
-        last = group._grad_dtypes.pop(fsdp_param, None)
-        if param.grad_dtype == param.dtype and last and last[0] is not local_tensor:
-            param.grad_dtype = last[1]
+        shard, previous = param._local_tensor, group._grad_dtypes.pop(fsdp_param, None)
+        if param.grad_dtype == param.dtype and previous and previous[0] is not shard:
+            param.grad_dtype = previous[1]
         if param.grad_dtype != param.dtype:
-            group._grad_dtypes[fsdp_param] = (local_tensor, param.grad_dtype)
+            group._grad_dtypes[fsdp_param] = (shard, param.grad_dtype)
 
 
 def check_materialized(group: Any) -> None:
@@ -197,15 +211,14 @@ def check_materialized(group: Any) -> None:
     if on_meta := [fqn for fqn, device in named if device.type == "meta"]:
         raise RuntimeError(
             "FSDP parameters should be materialized from meta device before training, "
-            f"but the following were still on meta device: {on_meta} (of unit "
-            f"'{group._unit_name}'; other units are checked after it)\nCall module."
+            f"but the following were still on meta device: {on_meta}\nCall module."
             "to_empty(device=...), and then initialize or load them"
         )
-    elsewhere = [(fqn, device) for fqn, device in named if device.type != "cpu"]
-    if elsewhere and isinstance(group.offload_policy, CPUOffloadPolicy):
+    misplaced = [(fqn, device) for fqn, device in named if device.type != "cpu"]
+    if misplaced and isinstance(group.offload_policy, CPUOffloadPolicy):
         raise RuntimeError(
             "FSDP parameters should be materialized on CPU when enabling CPU "
-            f"offloading, but these are on other devices: {elsewhere}\nLoad a CPU "
+            f"offloading, but these are on other devices: {misplaced}\nLoad a CPU "
             'state dict or call module.to_empty(device="cpu")'
         )
 
@@ -233,7 +246,7 @@ def warn_of_late_params(group: Any) -> None:
 def get_own_params(
     modules: tuple[nn.Module, ...],
 ) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Yields module, name in it, and parameter, but for those of nested units."""
+    """Yields each module, name and parameter that is not in a nested unit."""
     from ._fsdp_init import _get_managed_modules, _is_composable_with_fsdp  # a cycle
 
     for module in _get_managed_modules(
@@ -248,9 +261,9 @@ def groups_of(module: nn.Module, function: str, recurse: bool = True) -> dict[An
     """Returns the param groups of a module's units, each with its modules' names."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"{function} expects a module first, but got {module!r}")
-    named = [*module.named_modules()] if recurse else [("", module)]
-    # Of an `FSDPModule`, whose file imports this one
-    units: list[Any] = [of for of in named if hasattr(type(of[1]), "_get_fsdp_state")]
+    named: list[Any] = [*module.named_modules()] if recurse else [("", module)]
+    # An `FSDPModule`, whose file imports this one. Wrappers pass attributes on
+    units = [item for item in named if hasattr(type(item[1]), "_get_fsdp_state")]
     if not units:
         name = type(module).__name__
         raise ValueError(f"{function} found no unit in {name}: call fully_shard first")

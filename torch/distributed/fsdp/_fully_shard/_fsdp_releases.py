@@ -1,6 +1,5 @@
-"""What the releases that these files fit differ in, for all other files."""
+"""The differences between the releases that these files fit."""
 
-# Tests: plugins, distributed_config
 from __future__ import annotations
 
 import functools
@@ -24,13 +23,13 @@ if not hasattr(dist, "all_gather_single"):
 # they are reduced in it unless the policy sets another dtype. Before, they were in the
 # dtype of the forward, and those of microbatches were accumulated apart. With it,
 # `foreach_reduce` has no argument for the dtype of sharded gradients, resetting an
-# iteration drops them, and `fsdp::record_grad_output_stream` says what reads them.
+# iteration drops them, and `fsdp::record_grad_output_stream` tells who reads them.
 FOLLOWS_GRAD_DTYPE: bool = hasattr(torch.Tensor, "_has_grad_dtype_override")
 
-# Its operator, in C++, casts between bf16 and fp32 on CUDA (2.15)
+# Whether an operator in C++ casts between bf16 and fp32 on CUDA (2.15)
 HAS_MIXED_CHUNK_CAT: bool = hasattr(torch.ops.fsdp, "chunk_cat_mixed_dtype")
-# NCCL multiplies by the factor of a bf16 PREMUL_SUM. Releases before 2.15 may lack that
-# fix (pytorch 190745): they multiply by 0 or by garbage
+# Whether NCCL multiplies by the factor of a bf16 PREMUL_SUM. Releases before 2.15 may
+# lack that fix (pytorch 190745): they multiply by 0 or by garbage.
 SCALES_BF16: bool = FOLLOWS_GRAD_DTYPE
 IS_2_14: bool = hasattr(dist, "_spmd_no_typecheck")  # or newer
 

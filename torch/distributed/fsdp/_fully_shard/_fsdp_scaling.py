@@ -4,22 +4,21 @@ order for gradients that are sent in one dtype and added in another.
 
 [Note: One tree for every mesh]
 The order in which a library's reduce-scatter adds depends on the ranks and the mesh.
-Here each rank receives its shard of all ranks' gradients, and adds them along a binary
-tree over the ranks: neighbours, then neighbouring sums, and so on, where the last of an
-odd number waits. An HSDP mesh numbers its ranks replica by replica, so a shard group of
-a power of two ranks is a subtree, which the tree over the replicas continues. Hence
-each element is the same sum in the same order, with the same bits, on each such mesh.
+Here each rank receives its shard of all ranks' gradients and adds neighbours, then
+neighbouring sums, and so on; the last of an odd number waits. An HSDP mesh numbers its
+ranks replica by replica, so a shard group of a power of two ranks is a subtree, which
+the tree over the replicas continues. Hence all such meshes add in the same order, with
+the same bits.
 """
 
-# Tests: divide_factors, grad_comm, comm
 from __future__ import annotations
 
 from typing import TypeAlias
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import ReduceOp
+from torch.nn.functional import pad
 
 from ._fsdp_api import _ReduceOp
 from ._fsdp_layout import BucketKey
@@ -27,10 +26,8 @@ from ._fsdp_releases import SCALES_BF16
 
 
 Factors: TypeAlias = tuple[float | None, float | None, _ReduceOp, _ReduceOp]
-# What one all-to-all between replicas takes of a buffer, at least and at most
+# Into which pieces a buffer is split for the all-to-alls between replicas
 _MIN_PIECE_NBYTES, _MAX_PIECES = 16 * 2**20, 8
-# By device: looked up for each reduction with a custom factor
-_backend_names = WeakKeyDictionary[dist.ProcessGroup, dict[str, str]]()
 
 
 def _get_gradient_divide_factors(
@@ -43,17 +40,14 @@ def _get_gradient_divide_factors(
 ) -> Factors:
     """
     Returns the divide factors before the reduce-scatter and after the all-reduce (None:
-    no division), and the operation of each. Together they divide the sum over all N
-    data-parallel ranks by ``factor``, or by N if that is None:
+    no division), and the operation of each. Together they divide the sum by d, which is
+    ``factor`` or the number of data-parallel ranks:
 
-    - fp32 and bf16 have the range to hold the sum, so the collective divides (AVG, or
-      PREMUL_SUM for a custom factor), or where only sums are possible (forced, MTIA, a
-      backend without PREMUL_SUM, bf16 in releases that may scale it wrongly) the sum is
-      divided, which is smaller than the input.
-    - Other dtypes, above all fp16, could overflow if divided after the sum and
-      underflow if divided before. So they are divided by about sqrt(N) before and by
-      the rest after: by the power of two f that grows from 1 while it divides N and
-      N / f > f, then by N / f. N = 8 gives 4 and 2, N = 6 gives 4 and 1.5.
+    - fp32 and bf16: the collective divides (AVG, or PREMUL_SUM by 1 / d). Where it can
+      only sum, the result is divided by d, as it is smaller than the input.
+    - Other dtypes: before by f, after by d / f, as fp16 could overflow in the sum or
+      underflow before it. f is the least power of two that is at least sqrt(d) or does
+      not divide d: 4 for 8 ranks, 4 for 6.
     """
     shards = _size(reduce_scatter_group)
     workers = shards * _size(all_reduce_group)
@@ -88,15 +82,15 @@ def get_divide_factors(
     factor: float | None,
     force_sum_reduction_for_comms: bool,
 ) -> Factors:
-    """Returns a bucket's divide factors. Over one rank no collective applies any."""
+    """Returns a bucket's divide factors, which over one rank no collective applies."""
     (dtype, comm_dtype), is_sum = key, force_sum_reduction_for_comms
-    groups = reduce_scatter_group, all_reduce_group
     if comm_dtype is not None:
         # [Note: One tree for every mesh] only sums, and divides afterwards. fp16, whose
         # sums could overflow, is divided before by a power of two of the divisor alone.
         dtype, is_sum = torch.float16 if dtype is torch.float16 else torch.float32, True
-    args = dtype, device_type, factor, is_sum
-    before, after, op, all_reduce_op = _get_gradient_divide_factors(*groups, *args)
+    before, after, op, all_reduce_op = _get_gradient_divide_factors(
+        reduce_scatter_group, all_reduce_group, dtype, device_type, factor, is_sum
+    )
     if op not in (ReduceOp.SUM, ReduceOp.AVG) and _size(reduce_scatter_group) == 1:
         before = factor
     return before, after, op, all_reduce_op
@@ -108,13 +102,10 @@ def _size(group: dist.ProcessGroup | None) -> int:
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """Returns the name of the group's backend for a device, e.g. "nccl"."""
-    names = _backend_names.setdefault(group, {})
-    if device.type not in names:
-        try:
-            names[device.type] = group._get_backend(device).name()
-        except RuntimeError:  # groups that are threads of a test
-            names[device.type] = group.name()
-    return names[device.type]
+    try:
+        return group._get_backend(device).name()
+    except RuntimeError:  # groups that are threads of a test
+        return group.name()
 
 
 def _div_if_needed(tensor: torch.Tensor, div_factor: float | None) -> None:
@@ -127,7 +118,7 @@ def add_in_tree(
 ) -> None:
     """
     Writes the sum of ``rows``, see [Note: One tree for every mesh], to ``output`` (1D).
-    Overwrites ``rows`` if in its dtype, else ``scratch`` (1D), as far as that suffices.
+    Overwrites ``rows``, or ``scratch`` (1D) if rows have another dtype than the output.
     """
     if rows.dtype == output.dtype:
         _add_up(rows)
@@ -136,7 +127,7 @@ def add_in_tree(
     # Every other row is cast and its neighbour added uncast, which halves the memory
     pairs, itemsize = (rows.size(0) + 1) // 2, output.itemsize
     memory = scratch.view(torch.uint8)
-    start = -memory.storage_offset() % itemsize  # from where on it is aligned
+    start = -memory.storage_offset() % itemsize  # to align it
     numel = (memory.numel() - start) // (pairs * itemsize)
     if numel > 0:
         memory = memory.narrow(0, start, pairs * numel * itemsize).view(output.dtype)
@@ -163,9 +154,8 @@ def _add_up(rows: torch.Tensor) -> None:
 
 def all_reduce_in_tree(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     """
-    Sums ``tensor`` (1D) in place: of each piece, each rank sums a part, which all gather.
-    Takes the memory of one piece, an eighth of the tensor or 16 MiB if that is more, and
-    of another for the last one if its size must be padded.
+    Sums ``tensor`` (1D) in place: each rank sums a part of each piece, which all gather.
+    Takes the memory of a piece, and of another for the last one if it must be padded.
     """
     world_size, itemsize = group.size(), tensor.itemsize
     if world_size == 1:
@@ -173,14 +163,12 @@ def all_reduce_in_tree(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     numel = max(_MIN_PIECE_NBYTES // itemsize, -(-tensor.numel() // _MAX_PIECES))
     numel += -numel % (world_size * -(-16 // itemsize))  # parts begin on 16 bytes
     for piece in tensor.split(numel):
-        part_numel = -(-piece.numel() // world_size)
         padded = piece
-        if piece.numel() % world_size != 0:
-            padded = piece.new_zeros(world_size * part_numel)
-            padded[: piece.numel()].copy_(piece)
+        if (remainder := piece.numel() % world_size) != 0:
+            padded = pad(piece, (0, world_size - remainder))
         received = torch.empty_like(padded)
         dist.all_to_all_single(received, padded, group=group)
-        rows = received.view(world_size, part_numel)
+        rows = received.view(world_size, padded.numel() // world_size)
         _add_up(rows)
         dist.all_gather_single(padded, rows[0], group=group)
         if padded is not piece:

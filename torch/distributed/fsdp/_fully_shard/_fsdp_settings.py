@@ -1,23 +1,25 @@
 """
-What users set of units: the checks of it, and beside the methods of ``FSDPModule`` when
-units prefetch in backward, and which of their reductions are joined.
+Checks of what users set on units, and two setters beside the methods of ``FSDPModule``:
+when units prefetch in backward, and which of their reductions are joined.
 """
 
-# Tests: bad_input, small_reductions
 from __future__ import annotations
 
 import math
 import numbers
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, NoReturn
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp.api import BackwardPrefetch
 
+from . import _fsdp_comms as comms
 from ._fsdp_api import AllGather, MixedPrecisionPolicy, OffloadPolicy, ReduceScatter
-from ._fsdp_layout import ReduceBucketCap
-from ._fsdp_registrations import groups_of
+from ._fsdp_common import FSDPMeshInfo
+from ._fsdp_layout import dtypes_of, ReduceBucketCap
+from ._fsdp_registrations import fqns_of, groups_of
 
 
 def set_backward_prefetch(
@@ -33,11 +35,10 @@ def set_backward_prefetch(
     Args:
         module (nn.Module): A module with units in it.
         backward_prefetch (BackwardPrefetch, optional): ``BACKWARD_PRE``, the default:
-            before this unit's backward, which the all-gather overlaps with, at the cost
-            of both units' parameters in memory. ``BACKWARD_POST``: after it, when its
-            parameters are freed: less is allocated at the peak, if not reserved, as each
-            stream has its own pool. The all-gather overlaps with the reduce-scatter
-            only, and a unit none of whose inputs needs a gradient prefetches nothing.
+            before this unit's backward, which the all-gather overlaps with, while both
+            units' parameters are in memory. ``BACKWARD_POST``: after it, when its
+            parameters are freed. The all-gather overlaps with the reduce-scatter only,
+            and a unit none of whose inputs needs a gradient prefetches nothing.
             ``None``: each unit gathers when its own backward begins.
         recurse (bool): False: for the module's own unit only.
 
@@ -62,22 +63,19 @@ def set_reduce_bucket_cap(
     recurse: bool = True,
 ) -> None:
     """
-    Joins small reductions of several units. A reduce-scatter of a few KiB takes as long
-    as its latency, which grows with the number of ranks. With a cap, gradients of a
-    unit whose reduce-scatter would take at most ``small_kb`` wait. They are reduced
-    with those of other units, in one reduce-scatter (and one all-reduce over replicas)
-    for each reduce dtype, once they come to ``bucket_cap_mb``, as in DDP, and at the
-    end of backward. Off by default. All ranks must set the same.
+    Joins small reductions of several units, which take as long as their latency. With a
+    cap, gradients of a unit whose reduce-scatter would take at most ``small_kb`` wait.
+    They are reduced with those of other units, in one reduce-scatter (and one
+    all-reduce over replicas) for each reduce dtype, once they come to
+    ``bucket_cap_mb``, and at the end of backward. All ranks must set the same.
 
     The gradients that wait stay in memory. Sharded gradients are set, and their
     post-accumulate-grad hooks run, when they are reduced. With more than two ranks,
-    sums may round differently, as a backend may add in another order elsewhere in a
-    buffer (not with ``grad_comm_dtype``).
+    sums may round differently (not with ``grad_comm_dtype``).
 
     Units with different process groups, divide factors or dtypes are not joined. Units
-    with a custom reduce-scatter, an all-reduce hook, or memory from the process group
-    or symmetric memory do not wait, nor does one whose all-reduce is deferred or
-    completes deferred ones.
+    with a custom reduce-scatter, an all-reduce hook, memory from the process group,
+    symmetric memory or deferred all-reduces do not wait.
 
     Args:
         module (nn.Module): A module with units in it.
@@ -96,18 +94,25 @@ def set_reduce_bucket_cap(
         if not all(_is_number(size) and 0 < size * 2**20 < math.inf for size in sizes):
             raise ValueError(
                 "set_reduce_bucket_cap expects finite sizes above 0, or "
-                "bucket_cap_mb=None to join no reductions, but got "
-                f"{bucket_cap_mb=} and {small_kb=}"
+                f"bucket_cap_mb=None, but got {bucket_cap_mb=} and {small_kb=}"
             )
         cap = ReduceBucketCap(int(small_kb * 2**10), int(bucket_cap_mb * 2**20))
     for group in groups_of(module, "set_reduce_bucket_cap", recurse):
         group.reduce_bucket_cap = cap
 
 
-def _is_comm(comm: Any, kind: type, other: type) -> bool:
-    is_object = callable(comm) and not isinstance(comm, type)
-    has_methods = is_object and callable(getattr(comm, "allocate", None))
-    return has_methods and (isinstance(comm, kind) or not isinstance(comm, other))
+class Checked:
+    """An attribute of a param group that is checked when it is set, and read as any."""
+
+    def __init__(self, check: Callable[[Any, Any], None]):
+        self._check = check
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __set__(self, group: Any, value: Any) -> None:
+        self._check(group, value)
+        vars(group)[self._name] = value
 
 
 def _is_number(value: Any) -> bool:
@@ -115,42 +120,153 @@ def _is_number(value: Any) -> bool:
     return is_scalar or isinstance(value, numbers.Real)
 
 
-# By attribute of the param group: whether a value is right, and what is said if not
-_SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "mp_policy": (
-        lambda policy: isinstance(policy, MixedPrecisionPolicy),
-        "mp_policy of unit '{}' is {!r}: pass a MixedPrecisionPolicy, or leave it out",
-    ),
-    "offload_policy": (  # None has always meant not to offload
-        lambda policy: policy is None or isinstance(policy, OffloadPolicy),
-        "offload_policy of unit '{}' is {!r}: pass CPUOffloadPolicy(), or leave it out",
-    ),
-    "_all_gather_comm": (
-        lambda comm: _is_comm(comm, AllGather, ReduceScatter),
-        "set_custom_all_gather of unit '{}' got {!r}: pass an object with the methods "
-        "of AllGather",
-    ),
-    "_reduce_scatter_comm": (
-        lambda comm: _is_comm(comm, ReduceScatter, AllGather),
-        "set_custom_reduce_scatter of unit '{}' got {!r}: pass an object with the "
-        "methods of ReduceScatter",
-    ),
-    "_all_reduce_hook": (
-        lambda hook: hook is None or callable(hook),
-        "set_all_reduce_hook of unit '{}' got {!r}: pass a function of the buffer",
-    ),
-    "gradient_divide_factor": (
-        lambda x: x is None or (_is_number(x) and math.isfinite(x) and x != 0),
-        "set_gradient_divide_factor of unit '{}' got {!r}: pass a finite number other "
-        "than 0",
-    ),
-}
+def _raise(error: type, setter: str, group: Any, value: Any, fix: str) -> NoReturn:
+    raise error(f"{setter} of unit '{group._unit_name}' got {value!r}: pass {fix}")
 
 
-def check_setting(name: str, value: Any, unit_name: str) -> None:
-    """Raises if a unit's setting cannot have this value."""
-    is_right, message = _SETTINGS[name]
-    if not is_right(value):
-        is_factor = name == "gradient_divide_factor" and _is_number(value)
-        kind = ValueError if is_factor else TypeError
-        raise kind(message.format(unit_name, value))
+def check_mp_policy(group: Any, policy: Any) -> None:
+    if not isinstance(policy, MixedPrecisionPolicy):
+        _raise(TypeError, "mp_policy", group, policy, "a MixedPrecisionPolicy")
+
+
+def check_offload_policy(group: Any, policy: Any) -> None:
+    if not isinstance(policy, OffloadPolicy | None):  # None has always meant no offload
+        _raise(TypeError, "offload_policy", group, policy, "CPUOffloadPolicy()")
+
+
+def check_divide_factor(group: Any, factor: Any) -> None:
+    is_number = _is_number(factor)
+    if factor is not None and not (is_number and math.isfinite(factor) and factor != 0):
+        error = ValueError if is_number else TypeError
+        fix = "a finite number other than 0"
+        _raise(error, "set_gradient_divide_factor", group, factor, fix)
+
+
+def check_all_reduce_hook(group: Any, hook: Any) -> None:
+    if hook is not None and not callable(hook):
+        _raise(
+            TypeError, "set_all_reduce_hook", group, hook, "a function of the buffer"
+        )
+
+
+def _is_comm(comm: Any, cls: type, wrong_cls: type) -> bool:
+    """Whether a comm has the methods, and is not of the other collective alone."""
+    is_object = callable(comm) and not isinstance(comm, type)
+    has_methods = is_object and callable(getattr(comm, "allocate", None))
+    return has_methods and (isinstance(comm, cls) or not isinstance(comm, wrong_cls))
+
+
+def check_all_gather_comm(group: Any, comm: Any) -> None:
+    if not _is_comm(comm, AllGather, ReduceScatter):
+        fix = "an object with the methods of AllGather"
+        _raise(TypeError, "set_custom_all_gather", group, comm, fix)
+
+
+def check_reduce_scatter_comm(group: Any, comm: Any) -> None:
+    if not _is_comm(comm, ReduceScatter, AllGather):
+        fix = "an object with the methods of ReduceScatter"
+        _raise(TypeError, "set_custom_reduce_scatter", group, comm, fix)
+    check_can_exchange(group, type(comm))
+
+
+def check_can_exchange(group: Any, cls: type) -> None:
+    """Raises if a reduce-scatter cannot send what the parameters' policies ask for."""
+    for fsdp_param in () if getattr(cls, "exchange", None) else group.fsdp_params:
+        if (dtype := dtypes_of(fsdp_param).comm) is not None:
+            raise ValueError(
+                f"{cls.__name__} of unit '{group._unit_name}' cannot reduce "
+                f"{fqns_of(group, fsdp_param)[0]}, which is sent in {dtype} "
+                "(grad_comm_dtype): give it a method exchange(output_tensor, "
+                "input_tensor, group) like torch.distributed.all_to_all_single, or "
+                "leave grad_comm_dtype out"
+            )
+
+
+def check_no_custom_comm(group: Any, setter: str, *allowed: type) -> None:
+    """Raises if users have set a comm that is neither a default one nor of these."""
+    allowed += comms.DefaultAllGather, comms.DefaultReduceScatter
+    for name in ("all gather", "reduce scatter"):
+        comm = getattr(group, f"_{name.replace(' ', '_')}_comm")
+        if not isinstance(comm, allowed):
+            raise AssertionError(
+                f"cannot call {setter}() when {name} comm is custom: module "
+                f"'{group._module_fqn}' uses {type(comm).__name__}"
+            )
+
+
+# Methods of a param group, which `FSDPModule` calls #
+
+
+def as_mesh(mesh_info: Any, kind: type) -> Any:
+    if not isinstance(mesh_info, kind):
+        raise AssertionError(
+            f"Expected mesh_info to be {kind.__name__}, got {type(mesh_info).__name__}"
+        )
+    return mesh_info
+
+
+def set_separate_reduce_scatter_group(
+    self: Any, enable: bool, new_groups: dict[tuple[int, ...], dist.ProcessGroup]
+) -> None:
+    """
+    Gives reduce-scatter a process group of its own, so that it overlaps with
+    all-gather on the wire, or the shared one again. ``new_groups`` has those that
+    one call has made so far, by shard ranks: meshes over the same ranks share one.
+    """
+    mesh_info = as_mesh(self.mesh_info, FSDPMeshInfo)
+    if not enable:
+        mesh_info.reduce_scatter_process_group = None
+        return
+    ranks = tuple(dist.get_process_group_ranks(mesh_info.shard_process_group))
+    ranks_group = new_groups.get(ranks) or mesh_info.reduce_scatter_process_group
+    if ranks_group is None:
+        # Synchronized among its own ranks only: under HSDP the others make
+        # groups of theirs and never come to this one
+        ranks_group = dist.new_group(
+            list(ranks),
+            group_desc="fsdp_reduce_scatter",
+            use_local_synchronization=True,
+        )
+    new_groups[ranks] = mesh_info.reduce_scatter_process_group = ranks_group
+
+
+def set_symm_mem(self: Any, backend: Literal["NCCL"] = "NCCL") -> None:
+    """
+    Allocates communication buffers from symmetric memory, those of reduce-scatter
+    only with sums forced, the one reduction that NCCL's symmetric kernels know.
+    """
+    gather, reduce_scatter = comms.SymmMemAllGather, comms.SymmMemReduceScatter
+    check_no_custom_comm(self, "set_symm_mem", gather, reduce_scatter)
+    if self.force_sum_reduction_for_comms:
+        check_can_exchange(self, reduce_scatter)  # before any is set
+        scatter_group = self._reduce_scatter_process_group
+        self._reduce_scatter_comm = reduce_scatter(scatter_group, backend)
+    shard_group = as_mesh(self.mesh_info, FSDPMeshInfo).shard_process_group
+    self._all_gather_comm = gather(shard_group, backend)
+
+
+def set_process_group_memory(self: Any, enable: bool) -> None:
+    """Allocates buffers of collectives from their groups, or by default again."""
+    gather = comms.ProcessGroupAllocAllGather
+    reduce_scatter = comms.ProcessGroupAllocReduceScatter
+    setter = "set_allocate_memory_from_process_group"
+    check_no_custom_comm(self, setter, gather, reduce_scatter)
+    if not enable:
+        self._all_gather_comm = comms.DefaultAllGather()
+        self._reduce_scatter_comm = comms.DefaultReduceScatter()
+        return
+    shard_group = as_mesh(self.mesh_info, FSDPMeshInfo).shard_process_group
+    self._all_gather_comm = gather(shard_group)
+    self._reduce_scatter_comm = reduce_scatter(self._reduce_scatter_process_group)
+
+
+def check_max_input_buffers(self: Any) -> None:
+    comm, wanted = self._reduce_scatter_comm, self.reduce_scatter_max_input_buffers
+    # As requested: users may unshard before the context is set up
+    if wanted > 1 and isinstance(comm, comms.SymmMemReduceScatter):
+        raise ValueError(
+            "set_reduce_scatter_max_input_buffers(>1) is not supported with the "
+            f"symmetric-memory reduce-scatter comm, but got {wanted} for module "
+            f"'{self._module_fqn}' using {type(comm).__name__}, which registers "
+            "each buffer that is held. Set 1, or use the default comm"
+        )

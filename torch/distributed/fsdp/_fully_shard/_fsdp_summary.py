@@ -3,13 +3,13 @@ How a model's units are laid out, for people to look at: which parameters are
 stored, computed with and reduced in which dtype, and the bytes that this sends.
 """
 
-# Tests: summary, overrides
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from . import _fsdp_layout as layouts
 from ._fsdp_param import FSDPParam, ShardedState
 from ._fsdp_param_cache import GatherPlan, has_extension
-from ._fsdp_policies import is_for_names, names_in, resolve_all
+from ._fsdp_policies import num_names_of, resolve_all
 from ._fsdp_registrations import fqns_of, get_param_names, groups_of
 from ._fsdp_scaling import get_divide_factors
 
@@ -41,15 +41,13 @@ class LayoutRow:
     unit: str
     names: tuple[str, ...]  # as seen from the unit
     numel: int
-    # Of the gather's output and the reduction's input, the shards of all ranks; only
-    # the last row counts padding. None before the first gather of an extension tensor
+    # Sent and received by all ranks; only the last row counts padding. None: unknown
+    # before the first gather of an extension tensor, or while a name is ambiguous
     gathered_nbytes: int | None
     reduced_nbytes: int | None
     shard_world_size: int
     stored_dtypes: tuple[torch.dtype, ...] = ()  # of a subclass those that it holds
-    # None, like all that follows, where only the root's first forward tells the names
-    # by which a policy chooses
-    compute_dtype: torch.dtype | None = None
+    compute_dtype: torch.dtype | None = None  # None while a name is ambiguous
     # Rows with the same reduce and comm dtype share a reduction. None if frozen
     reduce_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
@@ -70,10 +68,10 @@ class LayoutSummary:
 
     def __str__(self) -> str:
         lines = _table(self.rows)
-        for kind in dict.fromkeys(kind for _, kind in self.uncompared):
-            units = ", ".join(unit for unit, other in self.uncompared if other == kind)
+        for name in dict.fromkeys(name for _, name in self.uncompared):
+            units = ", ".join(unit for unit, other in self.uncompared if other == name)
             lines.append(
-                f"Ranks are not compared before calls of {kind}, which does not set "
+                f"Ranks are not compared before calls of {name}, which does not set "
                 f"needs_all_ranks = True: {units}"
             )
         return "\n".join(lines)
@@ -81,11 +79,10 @@ class LayoutSummary:
 
 def layout_summary(module: nn.Module) -> LayoutSummary:
     """
-    Returns how the units of a model are laid out. Print it, or read its rows. Call it
-    at any time after ``fully_shard`` or ``replicate``: it sends and changes nothing. A
-    parameter's dtype or ``requires_grad`` may still change until the first forward.
-    Until then a part of the model may be too small to tell which dtypes ``by_name``
-    has chosen, for which it prints a question mark.
+    Returns how the units of a model are laid out, to print or to read. It sends and
+    changes nothing. Until the first forward a parameter's dtype or ``requires_grad``
+    may still change, and a part of the model may be too small to tell which dtypes
+    ``by_name`` has chosen, for which it prints a question mark.
 
     Args:
         module (nn.Module): The root, or any module that has units in it.
@@ -95,49 +92,43 @@ def layout_summary(module: nn.Module) -> LayoutSummary:
         ValueError: if there is no unit in it.
     """
     groups = groups_of(module, "layout_summary")
-    modules, names = {*module.modules()}, names_in(module)
-    unresolved: dict[Any, list[FSDPParam]] = {}
-    for group in groups:
-        if (policy := group.mp_policy) is group._resolved_policy:
-            continue
-        fqns, is_named = fqns_of(group), group._module_fqn is not None
+    params = {group: _resolve_policies(group, module) for group in groups}
+    return _summarize(groups, params)
+
+
+def _resolve_policies(group: Any, module: nn.Module) -> list[Any]:
+    """Returns parameters with their policies, None where these are not known yet."""
+    if group.mp_policy is group._resolved_policy:
+        return group.fsdp_params
+    fqns, is_named = fqns_of(group), group._module_fqn is not None
+    num_names = len([*module.named_parameters(remove_duplicate=False)])
+    if not is_named and num_names >= num_names_of(group.mp_policy):
+        # No part of the model, so it names them as the root will
         infos = [fsdp_param._module_info for fsdp_param in group.fsdp_params]
-        has_all = modules.issuperset(info.module for info in infos)
-        if not is_named and has_all and is_for_names(policy, names):
-            # As the root will name them
-            fqns, is_named = get_param_names(infos, (module,), module_fqn=""), True
-        named = zip(group.fsdp_params, fqns)
-        unresolved[group] = [_with_policy(policy, *of, is_named) for of in named]
-    return _summarize(groups, unresolved)
-
-
-def _with_policy(
-    policy: Any, fsdp_param: FSDPParam, fqn: str, is_named: bool
-) -> FSDPParam:
-    """Returns a copy with a parameter's policy, None if its name is ambiguous."""
-    described: Any = copy.copy(fsdp_param)
-    named = [fsdp_param.sharded_param], [fqn], is_named
-    try:
-        (described.mp_policy,), _ = resolve_all(policy, *named)
-    except ValueError:
-        described.mp_policy = None
-    return described
+        fqns, is_named = get_param_names(infos, (module,), module_fqn=""), True
+    copies: list[Any] = [copy.copy(fsdp_param) for fsdp_param in group.fsdp_params]
+    for fsdp_param, fqn in zip(copies, fqns, strict=True):
+        params, fsdp_param.mp_policy = [fsdp_param.sharded_param], None
+        with contextlib.suppress(ValueError):  # the name is ambiguous
+            policies, _ = resolve_all(group.mp_policy, params, [fqn], is_named)
+            (fsdp_param.mp_policy,) = policies
+    return copies
 
 
 def log_layout(group: Any) -> None:
     """Logs the table of one unit if its logger is on."""
     if _logger.isEnabledFor(logging.DEBUG):
-        _logger.debug("%s", _summarize({group: [group._module_fqn or "(root)"]}, {}))
+        names = [group._module_fqn or "(root)"]
+        _logger.debug("%s", _summarize({group: names}, {group: group.fsdp_params}))
 
 
 def _summarize(
-    groups: Mapping[Any, Sequence[str]], unresolved: Mapping[Any, list[FSDPParam]]
+    groups: Mapping[Any, Sequence[str]], params: Mapping[Any, list[Any]]
 ) -> LayoutSummary:
     rows: list[LayoutRow] = []
     uncompared: list[tuple[str, str]] = []
     for group, names in groups.items():
-        params = unresolved.get(group, group.fsdp_params)
-        rows += _rows_of(group, params, unit := ", ".join(names))
+        rows += _rows_of(group, params[group], unit := ", ".join(names))
         if rows[-1].shard_world_size > 1:
             comms = group._all_gather_comm, group._reduce_scatter_comm
             custom = [c for c in comms if not getattr(c, "needs_all_ranks", False)]
@@ -146,64 +137,83 @@ def _summarize(
 
 
 def _rows_of(group: Any, params: Sequence[FSDPParam], unit: str) -> list[LayoutRow]:
-    shard_group = group._reduce_scatter_group
+    shard_group, _ = group._reduce_groups()
     world_size = 1 if shard_group is None else shard_group.size()
     infos = [fsdp_param._module_info for fsdp_param in params]
     names = get_param_names(infos, group.modules, module_fqn="")
-    plan, gathered = group._cache.plans.get(ShardedState.SHARDED), None
-    is_known = all(fsdp_param.mp_policy is not None for fsdp_param in params)
-    # Only the first gather shows what an extension gathers
-    if world_size > 1 and any(map(has_extension, params)):
-        is_known = False
-    if plan is None and is_known:
-        computed = [layouts.dtypes_of(fsdp_param).compute for fsdp_param in params]
-        numels = [p.padded_sharded_param_size.numel() for p in params]
-        plan = GatherPlan(computed, [None] * len(params), numels)
-    num_gathered = world_size if world_size > 1 else 0
-    if plan is not None:
-        by_param = zip(plan.dtypes, plan.numels, strict=True)
-        sizes = [sum(d.itemsize * n for d, n in zip(*own)) for own in by_param]
-        gathered = [num_gathered * size for size in sizes]
-    members: dict[tuple, list[int]] = {}
+    gathered, total_gathered = _gathered_nbytes(group, params, world_size)
+    total = LayoutRow(unit, (), 0, total_gathered, 0, world_size)
+    positions: dict[LayoutRow, list[int]] = {}
     for i, fsdp_param in enumerate(params):
-        stored, compute = fsdp_param.sharded_param.dtype, None
-        reduced: list[torch.dtype | None] = [None, None, None]
-        if fsdp_param.mp_policy is not None:
-            stored, compute, *reduced = layouts.dtypes_of(fsdp_param)
-        inner = dict.fromkeys(_inner_dtypes(fsdp_param._sharded_local_tensor))
-        if not fsdp_param.sharded_param.requires_grad:
-            reduced = [None, None, None]
-        key = tuple(inner) or (stored,), compute, *reduced
-        members.setdefault(key, []).append(i)
-    factor, is_sum = group.gradient_divide_factor, group.force_sum_reduction_for_comms
-    scaling = shard_group, group._all_reduce_group, group.device.type, factor, is_sum
+        row = _with_dtypes(total, group, fsdp_param)
+        positions.setdefault(row, []).append(i)
     rows = []
-    for dtypes in sorted(members, key=_sort_key):
-        of, (*_, reduce_dtype, _, comm_dtype) = members[dtypes], dtypes
-        sent = (comm_dtype if world_size > 1 else None) or reduce_dtype
-        numel = sum(params[i].padded_sharded_param_size.numel() for i in of)
-        factors: tuple[float | None, ...] = ()
-        if sent:
-            applied = get_divide_factors((reduce_dtype, comm_dtype), *scaling)
-            factors = factor or group.mesh_info.mesh.size(), *applied[:2]
-        reduced_nbytes = world_size * numel * sent.itemsize if sent else 0
-        row = LayoutRow(
-            unit,
-            # Without the class of the unit's module
-            tuple(names[i].partition(" of ")[0] for i in of),
-            sum(params[i]._orig_size.numel() for i in of),
-            None if gathered is None else sum(gathered[i] for i in of),
-            reduced_nbytes if dtypes[1] else None,
-            world_size,
-            *dtypes,
-            *factors,
+    for row in sorted(positions, key=_sort_key):
+        own, reduced = positions[row], None if row.compute_dtype is None else 0
+        if row.reduce_dtype is not None:
+            sent = (row.comm_dtype if world_size > 1 else None) or row.reduce_dtype
+            shard_numel = sum(params[i].padded_sharded_param_size.numel() for i in own)
+            reduced = world_size * shard_numel * sent.itemsize
+        row = replace(
+            row,
+            names=tuple(names[i].partition(" of ")[0] for i in own),  # without a class
+            numel=sum(params[i]._orig_size.numel() for i in own),
+            gathered_nbytes=_sum(gathered[i] for i in own),
+            reduced_nbytes=reduced,
         )
         rows.append(row)
-    numel = sum(row.numel for row in rows)
-    nbytes = plan and num_gathered * plan.layout.segment_nbytes
-    sizes = [row.reduced_nbytes for row in rows]
-    total = None if None in sizes else sum(filter(None, sizes))
-    return [*rows, LayoutRow(unit, (), numel, nbytes, total, world_size)]
+    numel, reduced = sum(r.numel for r in rows), _sum(r.reduced_nbytes for r in rows)
+    return [*rows, replace(total, numel=numel, reduced_nbytes=reduced)]
+
+
+def _sum(counts: Iterable[int | None]) -> int | None:
+    return None if None in (counts := [*counts]) else sum(filter(None, counts))
+
+
+def _gathered_nbytes(
+    group: Any, params: Sequence[FSDPParam], world_size: int
+) -> tuple[Sequence[int | None], int | None]:
+    """Returns the bytes of each parameter, and of all with padding, if known."""
+    if world_size == 1:
+        return [0] * len(params), 0
+    if (plan := group._cache.plans.get(ShardedState.SHARDED)) is None:
+        # Only the first gather shows what an extension gathers
+        if any(p.mp_policy is None or has_extension(p) for p in params):
+            return [None] * len(params), None
+        dtypes = [layouts.dtypes_of(fsdp_param).compute for fsdp_param in params]
+        numels = [p.padded_sharded_param_size.numel() for p in params]
+        plan = GatherPlan(dtypes, [None] * len(params), numels)
+    by_param = zip(plan.dtypes, plan.numels, strict=True)
+    sizes = [sum(d.itemsize * n for d, n in zip(*pair)) for pair in by_param]
+    return [world_size * n for n in sizes], world_size * sum(
+        region.nbytes for region in plan.layout.regions
+    )
+
+
+def _with_dtypes(row: LayoutRow, group: Any, fsdp_param: FSDPParam) -> LayoutRow:
+    """Returns a row with a parameter's dtypes, and how its gradient is divided."""
+    param = fsdp_param.sharded_param
+    stored = tuple(dict.fromkeys(_inner_dtypes(fsdp_param._sharded_local_tensor)))
+    row = replace(row, stored_dtypes=stored or (param.dtype,))
+    if fsdp_param.mp_policy is None:
+        return row
+    dtypes, factor = layouts.dtypes_of(fsdp_param), group.gradient_divide_factor
+    row = replace(row, compute_dtype=dtypes.compute)
+    if not param.requires_grad:
+        return row
+    shard_group, replicate_group = group._reduce_groups()
+    is_sum = group.force_sum_reduction_for_comms
+    scaling = shard_group, replicate_group, group.device.type, factor, is_sum
+    before, after, *_ = get_divide_factors((dtypes.reduce, dtypes.comm), *scaling)
+    return replace(
+        row,
+        reduce_dtype=dtypes.reduce,
+        grad_dtype=dtypes.grad,
+        comm_dtype=dtypes.comm,
+        divided_by=factor or group.mesh_info.mesh.size(),
+        before=before,
+        after=after,
+    )
 
 
 def _inner_dtypes(tensor: torch.Tensor) -> Iterator[torch.dtype]:
@@ -213,45 +223,39 @@ def _inner_dtypes(tensor: torch.Tensor) -> Iterator[torch.dtype]:
             yield from [*_inner_dtypes(inner)] or [inner.dtype]
 
 
-def _sort_key(dtypes: tuple) -> tuple:
+def _sort_key(row: LayoutRow) -> tuple:
     """Returns a sort key: in the order of reductions, then frozen ones."""
-    stored, compute, reduce, _, comm = dtypes
-    bucket = layouts.bucket_sort_key((reduce, comm))
-    by_dtype = (layouts.dtype_sort_key(d) for d in (compute, *stored) if d)
-    return not bucket, bucket, *by_dtype
+    reduced: Any = row.reduce_dtype, row.comm_dtype
+    bucket = layouts.bucket_sort_key(reduced)
+    dtypes = filter(None, (row.compute_dtype, *row.stored_dtypes))
+    return not bucket, bucket, *map(layouts.dtype_sort_key, dtypes)
 
 
 def _table(rows: Sequence[LayoutRow]) -> list[str]:
-    table, count, num_rows = [[*_COLUMNS]], 0, 0
-    for row in rows:
-        num_rows, count = num_rows + 1, count + len(row.names)
-        if row.names:
-            unit = row.unit if num_rows == 1 else ""
-            table.append(_cells(row, unit, len(row.names)))
-            continue
-        if num_rows > 2:  # there is more than one row to sum up
-            table.append(_cells(row, "", count))
-        count = num_rows = 0
+    table = [[*_COLUMNS]]
+    for i, row in enumerate(rows):
+        # A row that sums up only the one before it says nothing new
+        if row.names or row.numel != rows[i - 1].numel:
+            table.append(_cells(row))
     widths = [max(map(len, column)) for column in zip(*table)]
     table.insert(1, ["-" * width for width in widths])
     line = "  ".join(f"{{:{align}{width}}}" for align, width in zip(_ALIGNED, widths))
     return [line.format(*cells).rstrip() for cells in table]
 
 
-def _cells(row: LayoutRow, unit: str, count: int) -> list[str]:
-    reduced, factor = "", ""
+def _cells(row: LayoutRow) -> list[str]:
+    stored = compute = reduced = factor = ""
     if row.names:
-        reduced = "?" if row.compute_dtype is None else "(frozen)"
+        stored, compute = " + ".join(map(str, row.stored_dtypes)), row.compute_dtype
+        reduced = "?" if compute is None else "(frozen)"
     if row.reduce_dtype is not None:
         verb = "sent in" if row.shard_world_size > 1 else "cast to"
         reduced = layouts.describe_key((row.reduce_dtype, row.comm_dtype), verb)
         factor = f"{row.divided_by:g}"
         if row.before not in (None, 1) and row.after not in (None, 1):
             factor += f" ({row.before:g}, then {row.after:g})"
-    stored = " + ".join(map(str, row.stored_dtypes)) or "all"
-    compute = row.compute_dtype if row.names else ""
-    cells = [unit, count, row.numel, stored, compute, row.gathered_nbytes]
-    cells += [reduced, row.reduced_nbytes, factor]
+    cells = [row.unit, len(row.names) or "all", row.numel, stored, compute]
+    cells += [row.gathered_nbytes, reduced, row.reduced_nbytes, factor]
     cells = ["?" if cell is None else cell for cell in cells]
     texts = [f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in cells]
     return [text.replace("torch.", "") for text in texts]

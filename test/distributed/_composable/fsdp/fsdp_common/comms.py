@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import (
     init_device_mesh,
 )
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard import _fsdp_copies as copies
+from torch.distributed.fsdp._fully_shard import _fsdp_copies, _fsdp_reduce
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     AllGatherResult,
     DefaultAllGather,
@@ -196,12 +196,13 @@ class ThreadTest(FSDPThreadTest):
             "all_gather_stream": self.stream,
             "device": self.device,
             "all_gather_comm": DefaultAllGather(),
+            "cache": unit._cache if params is None else None,
         }
         return foreach_all_gather(**(arguments | changes))
 
     def copy_out(self, unit: FSDPParamGroup, result: AllGatherResult) -> None:
         group = unit.mesh_info.shard_process_group
-        foreach_all_gather_copy_out(result, unit.fsdp_params, group)
+        foreach_all_gather_copy_out(result, unit.fsdp_params, group, cache=unit._cache)
         for fsdp_param in unit.fsdp_params:
             fsdp_param.init_unsharded_param()
 
@@ -308,6 +309,9 @@ def count_operators() -> Iterator[Counter[str]]:
             return func(*args, **(kwargs or {}))
 
     # As if the mode that counts, which gets operators, were not there
-    direct = mock.patch.object(copies, "gets_operators", lambda _: False)
-    with _one_counts, direct, Counting():
+    gather, reduce = (
+        mock.patch.object(module, "gets_operators", lambda _: False)
+        for module in (_fsdp_copies, _fsdp_reduce)
+    )
+    with _one_counts, gather, reduce, Counting():
         yield counts

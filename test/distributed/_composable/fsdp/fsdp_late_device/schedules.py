@@ -34,9 +34,6 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._fully_shard import (
     _fsdp_collectives as collectives,
 )
-from torch.distributed.fsdp._fully_shard import (
-    _fsdp_context as shared,
-)
 from torch.distributed.fsdp._fully_shard._fsdp_common import (
     FSDPMeshInfo,
     ShardPlacementResult,
@@ -330,6 +327,8 @@ def hsdp(kit: Kit) -> None:
 @schedule
 def hsdp_without_room(kit: Kit) -> None:
     """Reduced buffers that gradients do not view are not held for later units."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_context as shared
+
     with mock.patch.object(shared, "_MAX_HELD_NBYTES", 0):
         kit.train(kit.sharded_net(mesh=kit.mesh(2, 2)), steps=3)
 

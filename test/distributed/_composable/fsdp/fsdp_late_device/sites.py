@@ -26,7 +26,7 @@ import torch.distributed.fsdp._fully_shard as fsdp_package
 # The release has no context of its own, but all of it in the last one
 MODULES = [
     importlib.import_module(f"{fsdp_package.__name__}._fsdp{name}")
-    for name in ("_collectives", "_context", "_param_group", "_reduce")
+    for name in ("_collectives", "_context", "_grads", "_param_group", "_reduce")
     if importlib.util.find_spec(f"{fsdp_package.__name__}._fsdp{name}")
 ]
 
@@ -36,7 +36,9 @@ _ORDERING_METHODS = frozenset(
     + ("stream",)
 )
 # Functions that only wait, by the names that their modules give them
-_WAITING_HELPER = re.compile(r"_(wait|order|drop)_|wait_all_gather_streams")
+_WAITING_HELPER = re.compile(
+    r"_(wait|order|drop)_|wait_(all_gather_streams|current_stream)"
+)
 
 
 class Site(NamedTuple):

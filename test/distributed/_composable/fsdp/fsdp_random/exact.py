@@ -93,9 +93,9 @@ def _exact_gradient(
 def _check_nothing_is_left(model: Model) -> None:
     for block in model.all_blocks():
         for group in block._get_fsdp_state()._fsdp_param_groups:
-            assert not group._reducer.partial_reduces
+            assert not group._partial_reduces
             assert not group.comm_ctx.all_reduce_states
             assert not group.comm_ctx.reduce_scatter_states
-            assert not group.comm_ctx.small_reductions
+            assert not group.comm_ctx.joined_reductions
             assert group._all_gather_result is None
             assert not group.is_unsharded

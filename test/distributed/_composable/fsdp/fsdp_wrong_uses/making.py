@@ -55,18 +55,18 @@ def under(**fields: Any) -> Case:
 for _name in ("param_dtype", "reduce_dtype", "output_dtype", "grad_comm_dtype"):
     MAKING.add(
         TypeError,
-        f"{_name} of MixedPrecisionPolicy is 'bfloat16'…give a torch.dtype",
+        f"{_name} of the policy is 'bfloat16': give a torch.dtype",
         **{f"{_name}_is_text": policy(**{_name: "bfloat16"})},
     )
 MAKING.add(
     TypeError,
-    "param_dtype_override_fn takes a parameter and returns a dtype or None",
+    "param_dtype_override_fn of the policy is …give a function that takes a parameter",
     override_is_a_dtype=policy(param_dtype_override_fn=FP32),
 )
 MAKING.add(
     TypeError,
-    "cast_forward_inputs of MixedPrecisionPolicy is torch.float32: give a bool, and what "
-    "follows output_dtype by keyword",
+    "cast_forward_inputs of the policy is torch.float32: give a bool, and what follows "
+    "output_dtype by keyword",
     four_dtypes=lambda run: lambda: MixedPrecisionPolicy(BF16, FP32, FP32, FP32),
 )
 MAKING.add(
@@ -74,15 +74,11 @@ MAKING.add(
     "by_name(module, patterns) expects a module and a dict of patterns…but got a",
     by_name_without_module=by_name({}, str),
     by_name_of_a_class=by_name({}, lambda: Scaled),
-)
-MAKING.add(
-    TypeError,
-    "Pattern 1 is not a string: give a shell pattern over names of parameters",
     pattern_is_a_number=by_name({1: {"param_dtype": FP32}}),
 )
 MAKING.add(
     ValueError,
-    "Pattern '*.gian' matches no parameter…gain",
+    "Pattern '*.gian' matches no parameter of Scaled: patterns are over names",
     pattern_matches_nothing=by_name({"*.gian": {"param_dtype": FP32}}),
 )
 MAKING.add(
@@ -94,28 +90,29 @@ MAKING.add(
 )
 MAKING.add(
     ValueError,
-    "Pattern 'gain' sets output_dtype to torch.float32…Pass output_dtype to by_name",
+    "Pattern 'gain' sets output_dtype, but patterns set only …Pass output_dtype",
     pattern_sets_what_modules_have=by_name(
         {"gain": MixedPrecisionPolicy(output_dtype=FP32)}
     ),
 )
 MAKING.add(
     ValueError,
-    "Pattern 'gain' maps to a policy with param_dtype_override_fn…a pattern of its own",
+    "Pattern 'gain' sets param_dtype_override_fn, but…a pattern of its own",
     pattern_policy_has_overrides=by_name(
         {"gain": MixedPrecisionPolicy(param_dtype_override_fn=id)}
     ),
 )
 MAKING.add(
     ValueError,
-    "reduce_dtype of parameter weight of Scaled is torch.float8_e4m3fn, in which its "
-    "gradient cannot be averaged. Give one of torch.float64",
+    "The gradient of parameter weight of Scaled cannot be averaged in "
+    "torch.float8_e4m3fn. Set reduce_dtype to one of torch.float64",
     reduce_dtype_is_float8=under(reduce_dtype=FP8),
     override_returns_float8=under(reduce_dtype_override_fn=lambda p: FP8),
 )
 MAKING.add(
     ValueError,
-    "grad_comm_dtype of parameter weight of Scaled is torch.float8_e4m3fn…Give one of",
+    "The gradient of parameter weight of Scaled cannot be sent in torch.float8_e4m3fn. "
+    "Set grad_comm_dtype to one of",
     grad_comm_dtype_is_float8=under(grad_comm_dtype=FP8),
 )
 MAKING.add(
@@ -126,7 +123,7 @@ MAKING.add(
 )
 MAKING.add(
     ValueError,
-    "reduce_dtype of parameter weight of Scaled is torch.int32, in which its",
+    "The gradient of parameter weight of Scaled cannot be averaged in torch.int32",
     reduce_dtype_is_integer=under(reduce_dtype=INT32),
 )
 MAKING.add(
@@ -138,13 +135,13 @@ MAKING.add(
 )
 MAKING.add(
     TypeError,
-    "mp_policy of unit 'Scaled' is …pass a MixedPrecisionPolicy, or leave it out",
+    "mp_policy of unit 'Scaled' got …pass a MixedPrecisionPolicy",
     policy_is_none=sharding(mp_policy=None),
     policy_is_a_class=sharding(mp_policy=MixedPrecisionPolicy),
 )
 MAKING.add(
     TypeError,
-    "offload_policy of unit 'Scaled' is …pass CPUOffloadPolicy(), or leave it out",
+    "offload_policy of unit 'Scaled' got …pass CPUOffloadPolicy()",
     offload_policy_is_a_class=sharding(offload_policy=CPUOffloadPolicy),
 )
 
@@ -168,13 +165,13 @@ def beside(make: Callable[[], torch.Tensor]) -> Case:
 
 MAKING.add(
     NotImplementedError,
-    "Parameter other of Scaled cannot be sharded. Make it contiguous first",
+    "FSDP does not support non-contiguous …Parameter other of Scaled cannot be sharded",
     not_contiguous=beside(lambda: torch.ones(DIM, DIM).t()[:, :4]),
 )
 MAKING.add(
     NotImplementedError,
     "Parameter other of Scaled cannot be sharded. Call to_dense() or dequantize() on "
-    "it first, or put it in ignored_params",
+    "it, or put it in ignored_params",
     sparse_parameter=beside(lambda: torch.ones(DIM).to_sparse()),
     quantized_parameter=beside(
         lambda: torch.quantize_per_tensor(torch.ones(DIM), 1.0, 0, torch.qint8)
@@ -183,7 +180,7 @@ MAKING.add(
 MAKING.add(
     NotImplementedError,
     "Parameter other of Scaled cannot be sharded. Its class, CannotSplit, must …"
-    "Dequantize it first, or put it in ignored_params",
+    "Otherwise put it in ignored_params",
     subclass_that_cannot_be_cut=beside(lambda: CannotSplit(torch.ones(DIM, DIM))),
 )
 
@@ -198,16 +195,15 @@ def uneven_dim(run: Run) -> Callable[[], object]:
     return sharding(lambda: linear, shard_placement_fn=lambda p: Shard(1))(run)
 
 
-NO_SUCH_DIM = "cannot be sharded. shard_placement_fn must return Shard of a dim that it"
 MAKING.add(
     AssertionError,
-    f"Parameter weight of Scaled {NO_SUCH_DIM}",
+    "…dim…Parameter weight of Scaled cannot be sharded",
     dim_too_high=placed(2),
     dim_too_low=placed(-3),
 )
 MAKING.add(
     NotImplementedError,
-    f"Parameter weight of Linear {NO_SUCH_DIM}",
+    "FSDP does not support uneven sharding on dim 1…Parameter weight of Linear cannot be",
     uneven_dim=uneven_dim,
 )
 
@@ -222,7 +218,7 @@ def parent_before_child(make_mesh: Callable[[Run], DeviceMesh | None]) -> Case:
 
 
 ALREADY = (
-    "Parameter weight of Scaled cannot be sharded. It is a DTensor already…call "
+    "Parameter weight of Scaled cannot be sharded. It is a DTensor already. Call "
     "fully_shard on children before their parents"
 )
 MAKING.add(
@@ -244,13 +240,12 @@ def already_sharded(run: Run) -> Callable[[], object]:
 MAKING.add(
     RuntimeError,
     "Parameter other of Scaled cannot be sharded. It is a DTensor already…"
-    "or name FSDP's in dp_mesh_dims",
+    "named mesh dims other than FSDP's",
     already_sharded=already_sharded,
 )
 MAKING.add(
     ValueError,
-    "Parameter weight of Scaled cannot be sharded…all parameters must be DTensors on "
-    "the full SPMD mesh",
+    "…all parameters must be DTensors on the full SPMD mesh…Parameter weight of Scaled",
     dims_of_plain_parameters=lambda run: sharding(
         dp_mesh_dims=DataParallelMeshDims(shard=run.mesh.mesh_dim_names[0])
     )(run),

@@ -92,7 +92,7 @@ Case = Callable[[Run], Callable[[], object]]
 
 class WrongUse(NamedTuple):
     kind: type[Exception]
-    # How the error begins, and what it says further on: "…" stands for anything
+    # How a line of the error or its notes begins, and what follows. "…" is anything
     text: str
     case: Case
 

@@ -94,7 +94,7 @@ def capping(**sizes: Any) -> Case:
 
 SETTING.add(
     ValueError,
-    "set_reduce_bucket_cap expects finite sizes above 0…bucket_cap_mb=None to join no reductions",
+    "set_reduce_bucket_cap expects finite sizes above 0…bucket_cap_mb=None, but got",
     reduce_bucket_cap_of_0=capping(bucket_cap_mb=0),
     reduce_bucket_cap_of_nothing_small=capping(small_kb=0),
     reduce_bucket_cap_without_end=capping(bucket_cap_mb=float("inf")),

@@ -65,8 +65,8 @@ def resharded_across(run: Run) -> Callable[[], object]:
 
 STARTING.add(
     ValueError,
-    "weight of Linear of size (3, 8) is sharded on dim 1…cuts dim 0: let "
-    "reshard_after_forward be True or False, or a factor of that dim",
+    "weight of Linear, sharded on dim 1, has 3 rows, which 2 does not divide: let "
+    "reshard_after_forward be True, False or a factor",
     resharded_across=resharded_across,
 )
 
@@ -96,8 +96,7 @@ STARTING.add(
 )
 STARTING.add(
     RuntimeError,
-    "1.gain is a DTensor of size …Change its size before fully_shard, and load what is "
-    "sharded alike",
+    "1.gain is torch.float32 [… with a shard that is …Resize it before fully_shard",
     resized=with_data(lambda run, data: run.ones(7)),
     larger_shard=with_shard(7),
     smaller_shard=with_shard(1),
@@ -105,21 +104,17 @@ STARTING.add(
 )
 STARTING.add(
     RuntimeError,
-    "1.gain is torch.bfloat16 now, but its shard is torch.float32…Cast by "
-    "module.to(dtype), before the first forward",
+    "1.gain is torch.bfloat16 [6] with a shard that is torch.float32…cast it by "
+    "module.to(dtype)",
     data_is_cast=with_data(lambda run, data: data.to(BF16)),
 )
 STARTING.add(
     AttributeError,
-    "1.gain must be the DTensor that fully_shard made of it…Replace it before "
-    "fully_shard, or copy into it",
+    "1.gain must be the DTensor that fully_shard made of it…Replace or delete it before "
+    "fully_shard",
     plain_parameter=replaced(lambda run: nn.Parameter(run.ones(DIM))),
     plain_tensor=replaced(lambda run: run.ones(DIM)),
     after_unshard=replaced(lambda run: run.ones(DIM), "unshard", "reshard"),
-)
-STARTING.add(
-    AttributeError,
-    "1.gain is gone. Put it back, or delete it before fully_shard",
     deleted=changed(lambda run, block: delattr(block, "gain")),
     set_to_none=changed(lambda run, block: setattr(block, "gain", None)),
 )
@@ -147,12 +142,12 @@ def functional_call_first(run: Run) -> Callable[[], object]:
 
 STARTING.add(
     RuntimeError,
-    "1.gain is computed from other tensors…run a first forward before a functional_call",
+    "1.gain is computed from other tensors…run a forward before a functional_call",
     functional_call_first=functional_call_first,
 )
 STARTING.add(
     ValueError,
-    "grad_dtype of 1.gain is torch.int32…set a floating-point dtype, or leave it as it",
+    "grad_dtype of 1.gain is torch.int32…set a floating-point dtype",
     integer_grad_dtype=changed(
         lambda run, block: setattr(block.gain, "grad_dtype", INT32)
     ),
@@ -170,6 +165,6 @@ def foreign_prefetch(run: Run) -> Callable[[], object]:
 
 STARTING.add(
     AttributeError,
-    "Unit 'FSDPScaled' cannot be prefetched…prefetch units of the same root",
+    "A unit cannot be prefetched before a root…prefetch units of the same root",
     foreign_prefetch=foreign_prefetch,
 )

@@ -70,24 +70,23 @@ def hook_resizes(numel: int) -> Case:
 for _numel in (9, 1):
     STEPPING.add(
         RuntimeError,
-        f"The gradient of 1.gain has size ({_numel},), but the parameter has size (6,)."
-        " Look for a hook that resizes it or sets its data",
+        f"The gradient of 1.gain is a torch.strided Tensor [{_numel}], not a dense "
+        "tensor [6]: look for a hook",
         **{f"gradient_of_{_numel}": hook_resizes(_numel)},
     )
 STEPPING.add(
     RuntimeError,
-    "The gradient of 1.gain is sparse…only dense ones are reduced. Use "
-    "nn.Embedding(sparse=False), or put the parameter in ignored_params",
+    "The gradient of 1.gain is a torch.sparse_coo…nn.Embedding(sparse=True)",
     sparse_gradient=hook_sets(lambda run: run.ones(DIM).to_sparse()),
 )
 STEPPING.add(
     RuntimeError,
-    "The gradient of 1.gain is a DTensor: set its to_local() or full_tensor() instead",
+    "The gradient of 1.gain is a torch.strided DTensor [6], not a dense tensor",
     distributed_gradient=hook_sets(lambda run: run.replicated()),
 )
 STEPPING.add(
     RuntimeError,
-    "The gradients of 1.gain cannot be averaged in torch.int32…Set reduce_dtype to "
+    "Raised while reducing the gradients of 1.gain in torch.int32…set reduce_dtype to "
     "torch.float32",
     integer_gradient=hook_sets(lambda run: run.ones(DIM, dtype=INT32)),
 )
@@ -106,7 +105,7 @@ def float8_parameter(run: Run) -> Callable[[], object]:
 
 STEPPING.add(
     NotImplementedError,
-    "The gradients of narrow cannot be averaged in torch.float8_e4m3fn…Set "
+    "Raised while reducing the gradients of narrow in torch.float8_e4m3fn…set "
     "reduce_dtype to torch.float32",
     float8_parameter=float8_parameter,
 )
@@ -139,7 +138,7 @@ STEPPING.add(
 )
 STEPPING.add(
     RuntimeError,
-    "The gradient that 1.gain has is …Set None, or one that is sharded like the parameter",
+    "Raised while reducing the gradients of 1.gain in torch.float32",
     whole_gradient_of_shard=on_sharded(lambda run, param: run.replicated()),
     integer_gradient_of_shard=on_sharded(
         lambda run, param: run.like(param, param.to_local().detach().to(INT32))
@@ -182,35 +181,23 @@ for _case, _dtype in ((cast_between_steps, FP64), (loads_another_dtype, torch.fl
         "only before its first forward",
         **{_case.__name__: _case},
     )
-for _has_grad, _other in ((False, "its gradients are"), (True, "its shard is")):
+for _has_grad, _text in (
+    (False, "Raised while reducing the gradients of 1.gain in torch.float32"),
+    (True, "1.gain is torch.bfloat16 now, but its shard is torch.float32…cast a model"),
+):
     STEPPING.add(
-        RuntimeError,
-        f"1.gain is torch.bfloat16 now, but {_other} torch.float32…cast a model before "
-        "its first forward, not between steps",
-        **{f"data_is_cast_{_has_grad}": data_is_cast(_has_grad)},
+        RuntimeError, _text, **{f"data_is_cast_{_has_grad}": data_is_cast(_has_grad)}
     )
 
 # Collectives #
 
 
-# What a custom collective allocates, and what the error says of it
-ALLOCATES: dict[str, tuple[Callable[..., Any], str]] = {
-    "nothing": (lambda n, **like: None, "a NoneType"),
-    "too_little": (lambda n, **like: torch.empty(n - 1, **like), ""),
-    "too_much": (lambda n, **like: torch.empty(n + 1, **like), ""),
-    "gaps": (
-        lambda n, **like: torch.empty(2 * n, **like)[::2],
-        "a tensor that is not contiguous",
-    ),
-    "on_meta": (
-        lambda n, **like: torch.empty(n, **like | {"device": "meta"}),
-        "a tensor on the meta device",
-    ),
-    "doubles": (
-        lambda n, **like: torch.empty(n, **like | {"dtype": FP64}),
-        "one of torch.float64",
-    ),
-    "unaligned": (lambda n, **like: torch.empty(n + 1, **like)[1:], ""),
+# What a custom collective allocates
+ALLOCATES: dict[str, Callable[..., Any]] = {
+    "too_little": lambda n, **like: torch.empty(n - 1, **like),
+    "too_much": lambda n, **like: torch.empty(n + 1, **like),
+    "on_meta": lambda n, **like: torch.empty(n, **like | {"device": "meta"}),
+    "doubles": lambda n, **like: torch.empty(n, **like | {"dtype": FP64}),
 }
 KINDS = {
     "set_custom_all_gather": DefaultAllGather,
@@ -218,16 +205,16 @@ KINDS = {
 }
 
 
-def allocating(setter: str, what: str, **kwargs: Any) -> Case:
+def allocating(setter: str, what: str) -> Case:
     """Of a step in which a custom collective allocates something else."""
-    kind, (allocate, _) = KINDS[setter], ALLOCATES[what]
+    kind, allocate = KINDS[setter], ALLOCATES[what]
 
     class Custom(kind):  # type: ignore[misc, valid-type]
         def allocate(self, size: Any, *, dtype: Any, device: Any) -> Any:
             return allocate(size[0], dtype=dtype, device=device)
 
     def case(run: Run) -> Callable[[], object]:
-        model = run.trained(**kwargs)
+        model = run.trained()
         set_comm = getattr(run.blocks[1], setter)
         set_comm(Custom())
         run.undo = lambda: set_comm(kind())
@@ -237,26 +224,15 @@ def allocating(setter: str, what: str, **kwargs: Any) -> Case:
 
 
 for _setter, _names in (
-    ("set_custom_all_gather", "nothing doubles"),
-    ("set_custom_reduce_scatter", "nothing too_little too_much gaps on_meta"),
+    ("set_custom_all_gather", "doubles"),
+    ("set_custom_reduce_scatter", "too_little too_much on_meta"),
 ):
     for _name in _names.split():
         STEPPING.add(
             ValueError,
-            f"Custom.allocate, from {_setter}, returned {ALLOCATES[_name][1]}…return a "
-            "contiguous tensor of the size, dtype and device that it is asked",
+            "Custom.allocate returned …: return …contiguous elements of ",
             **{f"{_setter}_allocates_{_name}": allocating(_setter, _name)},
         )
-STEPPING.add(
-    ValueError,
-    "Custom.allocate returned a buffer that starts at byte 1 of its storage…"
-    "return one that starts at a multiple of that",
-    set_custom_reduce_scatter_allocates_unaligned=allocating(
-        "set_custom_reduce_scatter",
-        "unaligned",
-        mp_policy=MixedPrecisionPolicy(grad_comm_dtype_override_fn=lambda p: p.dtype),
-    ),
-)
 
 
 class Unable(DefaultReduceScatter):
@@ -281,7 +257,7 @@ def cannot_exchange(run: Run) -> Callable[[], object]:
 
 STEPPING.add(
     RuntimeError,
-    "The gradients of …1.weight are sent in torch.float64…If the backend lacks it for",
+    "Raised while reducing the gradients of …1.weight…in torch.float64. If the backend",
     backend_cannot_exchange=cannot_exchange,
 )
 
@@ -326,12 +302,8 @@ STEPPING.add(
 )
 STEPPING.add(
     ValueError,
-    "fsdp_pre_all_gather of 0.gain returned no tensor to gather…return ((tensor, ...)",
+    f"{PRE}((contiguous tensor, ...), metadata)",
     pre_all_gather_returns_nothing=extension(pre=lambda whole: ((), None)),
-)
-STEPPING.add(
-    RuntimeError,
-    f"{PRE}tensors on",
     pre_all_gather_returns_meta=extension(
         pre=lambda whole: ((whole.to("meta"),), None)
     ),

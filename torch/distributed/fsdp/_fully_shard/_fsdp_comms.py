@@ -1,0 +1,193 @@
+"""Backends of collectives: which one allocates a buffer and issues a collective, and how."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+from torch import Tensor
+
+from ._fsdp_api import _ReduceOp, AllGather, ReduceScatter
+
+
+# What the release's `_fsdp_collectives` has
+__all__ = [
+    "DefaultAllGather",
+    "DefaultAllocMixin",
+    "DefaultReduceScatter",
+    "ProcessGroupAllocAllGather",
+    "ProcessGroupAllocMixin",
+    "ProcessGroupAllocReduceScatter",
+    "SymmMemAllGather",
+    "SymmMemAllocMixin",
+    "SymmMemReduceScatter",
+]
+
+_Size: TypeAlias = Sequence[int | torch.SymInt]
+
+
+class DefaultAllocMixin:
+    """Allocates from the device's caching allocator."""
+
+    def allocate(
+        self, size: _Size, *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class ProcessGroupAllocMixin:
+    """Allocates from the group's backend, where it has an allocator for the device."""
+
+    def __init__(self, group: dist.ProcessGroup, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._group = group
+
+    def allocate(
+        self, size: _Size, *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        allocator = self._group._get_backend(device)
+        if not allocator.supports_tensor_alloc(device):
+            return torch.empty(*size, dtype=dtype, device=device)
+        numel = math.prod(map(int, size))  # backends allocate 1D only
+        return allocator.allocate_tensor(numel, dtype=dtype, device=device)
+
+
+class SymmMemAllocMixin:
+    """Allocates from the symmetric-memory pool, which registers what is in use."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        backend: Literal["NCCL"] = "NCCL",
+        *args: Any,
+        **kwargs: Any,
+    ):
+        super().__init__(*args, **kwargs)
+        symm_mem.set_backend(backend)
+        self._group = group
+        # A rendezvous needs the communicator, which the first collective creates
+        dist.barrier(group=group)
+
+    def allocate(
+        self, size: _Size, *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        pool = symm_mem.get_mem_pool(device)
+        with torch.get_device_module(device).use_mem_pool(pool):
+            return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _SingleAllGather(AllGather):
+    # Ranks may be compared before: a call completes only if all of them call
+    needs_all_ranks = True
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        return dist.all_gather_single(output_tensor, input_tensor, group, async_op)
+
+
+class _SingleReduceScatter(ReduceScatter):
+    needs_all_ranks = True
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: _ReduceOp,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        tensors = output_tensor, input_tensor
+        return dist.reduce_scatter_single(*tensors, op, group, async_op)
+
+    def exchange(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup
+    ) -> None:
+        """Does the all-to-all of gradients that FSDP then adds itself."""
+        dist.all_to_all_single(output_tensor, input_tensor, group=group)
+
+
+class DefaultAllGather(DefaultAllocMixin, _SingleAllGather): ...
+
+
+class DefaultReduceScatter(DefaultAllocMixin, _SingleReduceScatter): ...
+
+
+class ProcessGroupAllocAllGather(ProcessGroupAllocMixin, _SingleAllGather): ...
+
+
+class ProcessGroupAllocReduceScatter(ProcessGroupAllocMixin, _SingleReduceScatter): ...
+
+
+class SymmMemAllGather(SymmMemAllocMixin, _SingleAllGather):
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        # The input is a part of the output, so this registers both
+        symm_mem.rendezvous(output_tensor, group=group.group_name)
+        return super().__call__(output_tensor, input_tensor, group, async_op)
+
+
+class SymmMemReduceScatter(SymmMemAllocMixin, _SingleReduceScatter):
+    # Its kernels only sum
+    exchange = None  # pyrefly: ignore [bad-override-mutable-attribute]
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: _ReduceOp,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        for tensor in (input_tensor, output_tensor):
+            symm_mem.rendezvous(tensor, group=group.group_name)
+        return super().__call__(output_tensor, input_tensor, group, op, async_op)
+
+
+def allocate(
+    comm: AllGather | ReduceScatter,
+    numel: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    gathers: bool = False,
+) -> Tensor:
+    """Returns a buffer from ``comm``. One to reduce may have another dtype."""
+    buffer = comm.allocate((numel,), dtype=dtype, device=device)
+    if type(comm) is DefaultAllGather or type(comm) is DefaultReduceScatter:
+        return buffer
+    has_dtype = buffer.dtype == dtype or not gathers
+    if buffer.numel() != numel or buffer.device.type != device.type or not has_dtype:
+        raise ValueError(
+            f"{type(comm).__name__}.allocate returned {buffer.numel()} elements of "
+            f"{buffer.dtype} on {buffer.device}: return {numel} contiguous elements of "
+            f"{dtype} on {device}"
+        )
+    return buffer
+
+
+_MIXINS = (DefaultAllocMixin, ProcessGroupAllocMixin, SymmMemAllocMixin)
+_FRESH_ALLOCATES = frozenset(mixin.allocate for mixin in _MIXINS)
+
+
+def allocates_anew(comm: ReduceScatter) -> bool:
+    """Whether no buffer from ``comm`` shares memory with one in use."""
+    return type(comm).allocate in _FRESH_ALLOCATES
+
+
+def holds_one_input(comm: ReduceScatter) -> bool:
+    """Whether only one input may be in use: another would use its memory, or more."""
+    return isinstance(comm, SymmMemAllocMixin) or not allocates_anew(comm)

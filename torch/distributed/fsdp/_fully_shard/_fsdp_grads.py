@@ -1,0 +1,394 @@
+"""
+Turns the gradients that autograd makes into buckets: decides which gradients of a param
+group are reduced, and in which dtypes, and holds what waits for a later reduction:
+partial reduces of deferred all-reduces, and small buckets.
+
+:mod:`_fsdp_param_group` says when backward of the group is over, and
+:mod:`_fsdp_reduce` reduces the buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.device_mesh import _get_device_handle
+
+from . import _fsdp_layout as layouts
+from ._fsdp_comms import DefaultReduceScatter
+from ._fsdp_layout import BucketKey, ReduceBucket, ReduceSlot
+from ._fsdp_param import FSDPParam
+from ._fsdp_param_cache import ParamGroupCache
+from ._fsdp_reduce import (
+    accumulate_sharded_grad,
+    BucketGrads,
+    prepare_inputs,
+    Reduction,
+    relayout,
+)
+from ._fsdp_releases import FOLLOWS_GRAD_DTYPE
+
+
+# Gradient patterns (which parameters have one, in which dtype) whose buckets a group
+# caches. Most groups see one; conditional ones see more.
+_MAX_CACHED_PATTERNS = 32
+
+# [Note: Microbatches]
+# While gradients are not reduced they add up in the reduce dtype, or in a wider
+# `grad_dtype` that users have set. Before 2.15 FSDP adds them: it moves them from the
+# unsharded parameters to `unsharded_accumulated_grad`. Since 2.15 the gradients stay on
+# the unsharded parameters, and autograd adds to them in these parameters' `grad_dtype`.
+# If that dtype is wider than the compute dtype, autograd would upcast every gradient,
+# even one that is reduced at once and cast by the copy-in. So FSDP unsets `grad_dtype`
+# during backward, and at its end casts the gradients that were not reduced.
+
+
+def _unsharded_params(
+    fsdp_params: Iterable[FSDPParam],
+) -> Iterator[tuple[FSDPParam, nn.Parameter]]:
+    """Yields each parameter that was ever unsharded, with its unsharded parameter."""
+    for fsdp_param in fsdp_params:
+        if (param := getattr(fsdp_param, "_unsharded_param", None)) is not None:
+            yield fsdp_param, param
+
+
+def _unsharded_grad_dtype(fsdp_param: Any) -> torch.dtype | None:
+    dtype = fsdp_param.unsharded_grad_dtype
+    return None if dtype is None else layouts.accumulation_dtype(fsdp_param, dtype)
+
+
+def is_upcast_by_autograd(fsdp_param: Any) -> bool:
+    """Returns whether autograd would upcast gradients, see [Note: Microbatches]."""
+    # Gradients that are first summed over another mesh are summed in the wider dtype
+    if not FOLLOWS_GRAD_DTYPE or fsdp_param.may_reduce_grad_outside_dp:
+        return False
+    compute_dtype = fsdp_param.param_dtype or fsdp_param.orig_dtype
+    dtype = _unsharded_grad_dtype(fsdp_param)
+    if dtype is None or not dtype.is_floating_point:
+        return False
+    return compute_dtype.is_floating_point and dtype.itemsize > compute_dtype.itemsize
+
+
+def _get_buckets(
+    cache: ParamGroupCache, grads: Sequence[Tensor | None]
+) -> tuple[ReduceBucket, ...]:
+    """Returns the buckets to reduce, in the order that all ranks reduce them in."""
+    dtypes = tuple([None if grad is None else grad.dtype for grad in grads])
+    if (buckets := cache.buckets.get(dtypes)) is None:
+        if len(cache.buckets) >= _MAX_CACHED_PATTERNS:
+            cache.buckets.clear()
+        buckets = cache.buckets[dtypes] = _plan_buckets(cache.fsdp_params, dtypes)
+    return buckets
+
+
+def _plan_buckets(
+    fsdp_params: Sequence[FSDPParam], grad_dtypes: Sequence[torch.dtype | None]
+) -> tuple[ReduceBucket, ...]:
+    """Plans the buckets of gradients of these dtypes, None where there is none."""
+    reduce_dtypes = {
+        i: layouts.reduce_dtype_of(dtype, layouts.default_reduce_dtype(fsdp_params[i]))
+        for i, dtype in enumerate(grad_dtypes)
+        if dtype is not None
+    }
+    if FOLLOWS_GRAD_DTYPE:
+        _promote(fsdp_params, reduce_dtypes)
+    slots, keys = [], []
+    for i, dtype in reduce_dtypes.items():
+        fsdp_param = fsdp_params[i]
+        numel = fsdp_param.padded_sharded_param_size.numel()
+        grad_dtype = fsdp_param.sharded_param.grad_dtype
+        slots.append(ReduceSlot(i, grad_dtype, numel, fsdp_param.fsdp_placement.dim))
+        keys.append(layouts.bucket_key(fsdp_param, dtype))
+    return layouts.plan_buckets(slots, keys, is_mixed=layouts.is_mixed(fsdp_params))
+
+
+def _promote(
+    fsdp_params: Sequence[FSDPParam], reduce_dtypes: dict[int, torch.dtype]
+) -> None:
+    """
+    Reduces gradients of one storage dtype without a policy's reduce dtype in a dtype
+    that holds all of theirs, as the release does in a unit.
+    """
+    promoted: dict[torch.dtype, torch.dtype] = {}
+    without_policy = [
+        (i, fsdp_params[i].sharded_param.dtype)
+        for i in reduce_dtypes
+        if fsdp_params[i].mp_policy.reduce_dtype is None
+    ]
+    for i, stored in without_policy:
+        other = promoted.setdefault(stored, reduce_dtypes[i])
+        if reduce_dtypes[i] != other:  # two equal float8 dtypes cannot be promoted
+            promoted[stored] = torch.promote_types(reduce_dtypes[i], other)
+    for i, stored in without_policy:
+        reduce_dtypes[i] = promoted[stored]
+
+
+# Gradients of the unsharded parameters #
+
+
+def suspend_upcasts(cache: ParamGroupCache, *, reduces: bool) -> None:
+    """Turns off upcasting of gradients that are reduced at once or added to earlier ones."""
+    for _, param in _unsharded_params(cache.upcast_by_autograd):
+        if param.requires_grad and (reduces or param.grad is not None):
+            param.grad_dtype = None
+
+
+def resume_upcasts(cache: ParamGroupCache) -> None:
+    """Turns upcasting on again, and upcasts gradients that were not reduced."""
+    for fsdp_param, param in _unsharded_params(cache.upcast_by_autograd):
+        dtype = _unsharded_grad_dtype(fsdp_param)
+        # A gradient must have the dtype that is set
+        grad, param.grad = param.grad, None
+        if param.requires_grad:
+            param.grad_dtype = dtype
+        if grad is not None:
+            param.grad = grad.to(dtype)
+
+
+def upcast_unreduced_grads(fsdp_params: Iterable[FSDPParam]) -> None:
+    """Before 2.15, moves gradients off parameters to be added in another dtype."""
+    if FOLLOWS_GRAD_DTYPE:
+        return
+    for fsdp_param, param in _unsharded_params(fsdp_params):
+        if (grad := param.grad) is None or not grad.is_floating_point():
+            continue  # see `reduce_dtype_of`
+        dtype = fsdp_param.reduce_dtype or grad.dtype
+        dtype = layouts.accumulation_dtype(fsdp_param, dtype)
+        if grad.dtype != dtype:
+            param.grad = None
+            fsdp_param.unsharded_accumulated_grad = grad.to(dtype)
+
+
+def pop_grads(
+    fsdp_params: Sequence[FSDPParam], *, zeros_for_unused: bool
+) -> list[Tensor | None]:
+    """Pops the accumulated or new gradients, None or zeros where there is none."""
+    if zeros_for_unused and FOLLOWS_GRAD_DTYPE:
+        _check_zeros_have_a_dtype(fsdp_params)
+    grads: list[Tensor | None] = []
+    for fsdp_param in fsdp_params:
+        param: nn.Parameter | None = getattr(fsdp_param, "_unsharded_param", None)
+        if param is None:  # it has not been unsharded yet
+            grads.append(None)
+            continue
+        grad, param.grad = param.grad, None
+        if not FOLLOWS_GRAD_DTYPE:
+            if (accumulated := fsdp_param.unsharded_accumulated_grad) is not None:
+                grad, fsdp_param.unsharded_accumulated_grad = accumulated, None
+                if layouts.default_reduce_dtype(fsdp_param) is None:
+                    # A rank without earlier microbatches chooses the bucket by it
+                    grad = grad.to(param.dtype)
+        if grad is not None and fsdp_param.is_dtensor:
+            grad = fsdp_param._get_grad_inner_tensor(grad)
+        elif grad is None and zeros_for_unused and param.requires_grad:
+            grad = fsdp_param.unsharded_zero_grad_data
+        grads.append(grad)
+    return grads
+
+
+def _check_zeros_have_a_dtype(fsdp_params: Iterable[FSDPParam]) -> None:
+    """Raises, on all ranks alike, if zeros for one would have no dtype."""
+    for fsdp_param, param in _unsharded_params(fsdp_params):
+        has_dtype = layouts.default_reduce_dtype(fsdp_param) is not None
+        if param.requires_grad and not has_dtype:
+            raise ValueError(
+                f"grad_dtype of {fsdp_param._param_fqn} is None: reducing zeros "
+                "where it is unused requires an explicit MixedPrecisionPolicy."
+                "reduce_dtype, the one of its gradients. Set that, or do not call "
+                "set_reduce_scatter_unused_params"
+            )
+
+
+def accumulate_empty_grads(
+    fsdp_params: Sequence[FSDPParam], grads: list[Tensor | None], stream: torch.Stream
+) -> None:
+    """Pops gradients without elements, which no kernel or collective accepts."""
+    for i, (fsdp_param, grad) in enumerate(zip(fsdp_params, grads)):
+        if grad is not None and grad.numel() == 0:
+            grads[i] = None
+            param = fsdp_param.sharded_param
+            size, dtype = fsdp_param.sharded_size, param.grad_dtype or grad.dtype
+            empty = grad.new_empty(size, dtype=dtype, device=param.device)
+            accumulate_sharded_grad(fsdp_param, empty, stream)
+
+
+def drop_grads(cache: ParamGroupCache) -> None:
+    """Drops all gradients: those of unsharded parameters and, since 2.15, of sharded."""
+    for fsdp_param, param in _unsharded_params(cache.fsdp_params):
+        param.grad = None
+        if not FOLLOWS_GRAD_DTYPE:
+            fsdp_param.unsharded_accumulated_grad = None
+    for fsdp_param in cache.fsdp_params if FOLLOWS_GRAD_DTYPE else ():
+        fsdp_param.sharded_param.grad = None
+    resume_upcasts(cache)
+
+
+# Deferred all-reduces #
+
+
+class PartialReduce(NamedTuple):
+    """A bucket's sum over microbatches and the shard group, not yet over replicas."""
+
+    bucket: ReduceBucket
+    output: Tensor  # 1D, in the `BucketGrads.partial_dtype`
+
+
+class PartialReduces(dict[BucketKey, PartialReduce]):
+    """The partial reduces of a param group, by what their buckets are reduced in."""
+
+    def plan(
+        self, cache: ParamGroupCache, grads: Sequence[Tensor | None], *, completes: bool
+    ) -> tuple[ReduceBucket, ...]:
+        """
+        Returns the buckets of gradients, in the order that all ranks reduce them in. If
+        that ``completes`` partial reduces, there is a bucket for each of these, which
+        is empty where nothing is added to it.
+        """
+        fresh = _get_buckets(cache, grads)
+        if not self:
+            return fresh
+        self._check_dtypes(cache.fsdp_params, fresh)
+        if not completes:
+            return fresh
+        present = [bucket.key for bucket in fresh]
+        empty = [
+            replace(partial.bucket, slots=())
+            for key, partial in self.items()
+            if key not in present
+        ]
+        buckets = [*fresh, *empty]
+        return tuple(sorted(buckets, key=lambda b: layouts.bucket_sort_key(b.key)))
+
+    def _check_dtypes(
+        self, fsdp_params: Sequence[FSDPParam], fresh: Iterable[ReduceBucket]
+    ) -> None:
+        """Raises if a gradient would be reduced in another dtype than before."""
+        keys = {slot.param: bucket.key for bucket in fresh for slot in bucket.slots}
+        for earlier, partial in self.items():
+            for slot in partial.bucket.slots:
+                if (key := keys.get(slot.param, earlier)) != earlier:
+                    raise RuntimeError(
+                        f"{fsdp_params[slot.param]._param_fqn} was reduced in "
+                        f"{layouts.describe_key(earlier)} in an earlier microbatch, "
+                        "whose all-reduce was deferred, and would be in "
+                        f"{layouts.describe_key(key)} now: keep the dtypes of "
+                        "gradients until set_requires_all_reduce(True), or set "
+                        "reduce_dtype in MixedPrecisionPolicy"
+                    )
+
+    def pop_part(
+        self,
+        reduction: Reduction,
+        fsdp_params: Sequence[FSDPParam],
+        bucket: ReduceBucket,
+        grads: list[Any],
+        *,
+        prepares: bool = True,
+    ) -> BucketGrads:
+        """
+        Moves a bucket's gradients out of ``grads``, so that only the copy-in holds them,
+        and the bucket's partial reduce out of ``self``.
+        """
+        popped = []
+        for slot in bucket.slots:
+            popped.append(grads[slot.param])
+            grads[slot.param] = None
+        params = [fsdp_params[slot.param] for slot in bucket.slots]
+        if prepares:
+            # Before extending: slots of a partial reduce have prepared sizes already
+            bucket = prepare_inputs(reduction, bucket, params, popped)
+        output = None
+        if self and (partial := self.pop(bucket.key, None)) is not None:
+            bucket = layouts.extend_bucket(bucket, partial.bucket)
+            with _get_device_handle(reduction.device.type).stream(
+                reduction.reduce_scatter_stream
+            ):
+                output = relayout(partial.bucket, partial.output, bucket)
+            params = [fsdp_params[slot.param] for slot in bucket.slots]
+        return BucketGrads(params, bucket, popped, output)
+
+    def assign(self, fsdp_params: Sequence[FSDPParam], output: Tensor) -> None:
+        """Makes ``output`` (1D) the only partial reduce. Raises if it fits no bucket."""
+        compute_dtypes = [
+            layouts.dtypes_of(p).compute if p.sharded_param.requires_grad else None
+            for p in fsdp_params
+        ]
+        buckets = _plan_buckets(fsdp_params, compute_dtypes)
+        if len(self) == 1:  # its bucket may lack parameters that had no gradient
+            (partial,) = self.values()
+            buckets = partial.bucket, *buckets
+        for bucket in buckets:
+            params = [fsdp_params[slot.param] for slot in bucket.slots]
+            dtypes = bucket.dtype, BucketGrads(params, bucket, []).partial_dtype
+            if output.dtype in dtypes and output.numel() == bucket.shard_numel:
+                self.clear()
+                self[bucket.key] = PartialReduce(bucket, output)
+                return
+        expected = [f"{b.shard_numel} of {b.dtype}" for b in buckets]
+        raise ValueError(
+            f"got {output.numel()} elements of {output.dtype}, but the unit reduces "
+            f"{', '.join(dict.fromkeys(expected))}"
+        )
+
+
+# Small buckets #
+
+
+@dataclass(eq=False)
+class JoinedReduction:
+    """Small buckets that wait for one reduction, in the same order on all ranks."""
+
+    reduction: Reduction
+    parts: list[BucketGrads] = field(default_factory=list)
+    # The gradients of `parts[i]` were computed in `streams[i]`
+    streams: list[torch.Stream] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:  # of the collective's input
+        return sum(self.reduction.input_nbytes(part.bucket) for part in self.parts)
+
+    def join(self) -> list[BucketGrads]:
+        """Returns a bucket for each key, with the gradients of all units."""
+        by_key: dict[BucketKey, list[BucketGrads]] = {}
+        for part in self.parts:
+            by_key.setdefault(part.bucket.key, []).append(part)
+        keys = sorted(by_key, key=layouts.bucket_sort_key)
+        return [_join_parts(by_key[key]) for key in keys]
+
+
+def _join_parts(parts: Sequence[BucketGrads]) -> BucketGrads:
+    """Joins buckets of one key, of several units, to one. All gradients are new."""
+    placed = [
+        (slot, fsdp_param, grad)
+        for part in parts
+        for slot, fsdp_param, grad in zip(
+            part.bucket.slots, part.fsdp_params, part.unsharded_grads, strict=True
+        )
+    ]
+    dtype, comm_dtype = parts[0].bucket.key
+    # A stable sort, which makes each gradient dtype one run
+    placed.sort(key=lambda item: layouts.dtype_sort_key(item[0].grad_dtype or dtype))
+    slots = tuple(replace(slot, param=i) for i, (slot, _, _) in enumerate(placed))
+    for part in parts:
+        part.unsharded_grads.clear()
+    return BucketGrads(
+        fsdp_params=[fsdp_param for _, fsdp_param, _ in placed],
+        bucket=ReduceBucket(
+            dtype, slots, comm_dtype, any(p.bucket.is_mixed for p in parts)
+        ),
+        unsharded_grads=[grad for _, _, grad in placed],
+    )
+
+
+def can_join(reduction: Reduction) -> bool:
+    """Whether the buckets of a unit that reduces so may be joined with other units'."""
+    return (
+        not reduction.defers_all_reduce
+        and reduction.all_reduce_hook is None
+        and reduction.prepares_by_default
+        and type(reduction.reduce_scatter_comm) is DefaultReduceScatter
+    )
