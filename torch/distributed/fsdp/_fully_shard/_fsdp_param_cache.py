@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import chain, islice
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -21,6 +21,15 @@ from . import _fsdp_registrations as registrations
 from ._fsdp_errors import note_extension
 from ._fsdp_param import FSDPParam, ShardedState
 from ._fsdp_releases import FOLLOWS_GRAD_DTYPE
+
+
+# A step reads these of all parameters several times: a map takes half of a loop's time
+_get_local_tensor = attrgetter("sharded_param._local_tensor")
+_get_shard = attrgetter("_sharded_param_data")
+_get_compute_dtype = attrgetter("param_dtype")
+_get_outputs = attrgetter("all_gather_outputs")
+_get_requires_grad = attrgetter("requires_grad")
+_get_dtype = attrgetter("dtype")
 
 
 class ParamVersions:
@@ -100,7 +109,7 @@ def get_shards(fsdp_params: Sequence[Any]) -> list[torch.Tensor]:
     """Returns the flat local shards of plain parameters."""
     if fsdp_params[0].sharded_state is ShardedState.SHARDED_POST_FORWARD:
         return [p._sharded_post_forward_param_data for p in fsdp_params]
-    return [p._sharded_param_data for p in fsdp_params]
+    return [*map(_get_shard, fsdp_params)]
 
 
 def has_extension(fsdp_param: FSDPParam) -> bool:
@@ -168,8 +177,9 @@ class ParamGroupCache:
         self._buckets_depend_on: list[Any] = []
         # See [Note: Microbatches]
         self.upcast_by_autograd: list[FSDPParam] = []
-        # The parameters registered instead of the sharded ones, with their flags
-        self._registered: list[tuple[Any, bool]] = []
+        # The parameters registered instead of the sharded ones, and their flags
+        self._registered: list[Any] = []
+        self._requires_grad: list[bool] = []
 
     def invalidate_buckets_if_changed(self) -> bool:
         """
@@ -190,13 +200,13 @@ class ParamGroupCache:
         """Returns this rank's 1D tensors to gather, shards uncast, and their plan."""
         # A parameter may be replaced, or be given another local tensor, at any time
         params, counts = self.fsdp_params, None
-        classes = [type(p.sharded_param._local_tensor) for p in params]
+        classes = [*map(type, map(_get_local_tensor, params))]
         if classes != self._local_classes:
             self._local_classes = classes
             self._has_extensions = any(map(has_extension, params))
         if not self._has_extensions:
             tensors = get_shards(params)
-            compute_dtypes = [fsdp_param.param_dtype for fsdp_param in params]
+            compute_dtypes = [*map(_get_compute_dtype, params)]
         else:
             tensors, compute_dtypes, counts = [], [], []
             for fsdp_param in params:
@@ -207,8 +217,8 @@ class ParamGroupCache:
                 tensors += inputs
                 compute_dtypes += [dtype] * len(inputs)
                 counts.append(len(inputs))
-        stored_dtypes = [tensor.dtype for tensor in tensors]
-        numels = [tensor.numel() for tensor in tensors]
+        stored_dtypes = [*map(_get_dtype, tensors)]
+        numels = [*map(torch.Tensor.numel, tensors)]
         made_for = stored_dtypes, compute_dtypes, numels, counts
         state = params[0].sharded_state
         plan = self.plans.get(state)
@@ -227,7 +237,7 @@ class ParamGroupCache:
     @property
     def outputs(self) -> GatherOutputs | None:
         """The all-gather outputs, None if a parameter's were never made or replaced."""
-        outputs, lists = self._outputs, [p.all_gather_outputs for p in self.fsdp_params]
+        outputs, lists = self._outputs, map(_get_outputs, self.fsdp_params)
         return outputs if outputs and all(map(is_, lists, outputs.lists)) else None
 
     def alloc_outputs(
@@ -273,10 +283,15 @@ class ParamGroupCache:
 
     def keep_requires_grad(self) -> None:
         """Gives sharded parameters the flags that users have set on registered ones."""
-        for fsdp_param, (param, was_trained) in zip(self.fsdp_params, self._registered):
-            if param.requires_grad is not was_trained:
-                fsdp_param.sharded_param.requires_grad_(param.requires_grad)
-        self._registered = [(p, p.requires_grad) for p, _ in self._registered]
+        flags = [*map(_get_requires_grad, self._registered)]
+        if flags == self._requires_grad:
+            return
+        for fsdp_param, flag, noted in zip(
+            self.fsdp_params, flags, self._requires_grad, strict=True
+        ):
+            if flag is not noted:
+                fsdp_param.sharded_param.requires_grad_(flag)
+        self._requires_grad = flags
 
     def to_state(self, state: ShardedState) -> None:
         """Brings all parameters to ``state``, and their registrations with them."""
@@ -302,7 +317,8 @@ class ParamGroupCache:
                 else:
                     fsdp_param.to_sharded_post_forward()
                     params.append(fsdp_param._sharded_post_forward_param)
-        self._registered = [(param, param.requires_grad) for param in params]
+        self._registered = params
+        self._requires_grad = [*map(_get_requires_grad, params)]
 
     def _register(self, params: Sequence[Any], state: ShardedState) -> None:
         registrations.register(self._places, params)

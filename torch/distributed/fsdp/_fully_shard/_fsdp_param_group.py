@@ -555,7 +555,8 @@ class FSDPParamGroup(PluginNames):
         if not FOLLOWS_GRAD_DTYPE:
             with self._range("FSDP::post_backward_accumulate"):
                 for fsdp_param in self.fsdp_params:
-                    fsdp_param.accumulate_unsharded_grad_if_needed()
+                    if fsdp_param.unsharded_accumulated_grad is not None:
+                        fsdp_param.accumulate_unsharded_grad_if_needed()
         with self._range("FSDP::post_backward_reshard"):
             # Read `.grad` before resharding
             grads: list[Tensor | None] | None = None
