@@ -31,6 +31,7 @@ from ._fsdp_comms import *  # noqa: F403  (as in the release)
 from ._fsdp_comms import allocate
 from ._fsdp_compat import _get_all_gather_input_metadatas, _get_param_all_gather_inputs
 from ._fsdp_layout import ReduceBucket, ReduceSlot
+from ._fsdp_observers import without_grad
 from ._fsdp_param import FSDPParam, ShardedState  # noqa: F401  (as in the release)
 from ._fsdp_param_cache import ParamGroupCache
 from ._fsdp_reduce import (
@@ -160,7 +161,7 @@ def _stage_monkeypatched(
     return output, segment, (dtypes, numels, split_sizes)
 
 
-@torch.no_grad()
+@without_grad
 def foreach_all_gather(
     fsdp_params: list[FSDPParam],
     group: dist.ProcessGroup,
@@ -227,7 +228,7 @@ def _copy_out(
 AllGatherOutputFn: TypeAlias = Callable[[list[FSDPParam], AllGatherResult, int], None]
 
 
-@torch.no_grad()
+@without_grad
 def foreach_all_gather_copy_out(
     all_gather_result: AllGatherResult,
     fsdp_params: list[FSDPParam],
@@ -263,7 +264,7 @@ def foreach_all_gather_copy_out(
         all_gather_output_fn(fsdp_params, all_gather_result, group.size())
 
 
-@torch.no_grad()
+@without_grad
 def unshard_single_rank(cache: ParamGroupCache, device: torch.device) -> None:
     """Unshards parameters over a single rank: a copy in place of an all-gather."""
     tensors, plan = cache.prepare_gather()

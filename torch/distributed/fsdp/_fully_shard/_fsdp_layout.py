@@ -91,7 +91,7 @@ class GatherLayout:
     slots: tuple[Slot, ...]  # of all regions, in elements of `buffer_dtype`
     segment_numel: int
 
-    @property
+    @functools.cached_property
     def split_sizes(self) -> list[int]:
         return [numel for _, numel in self.slots]
 

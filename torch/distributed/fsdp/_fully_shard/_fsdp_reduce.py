@@ -51,7 +51,7 @@ from ._fsdp_api import _ReduceOp, ReduceScatter
 from ._fsdp_comms import allocate, allocates_anew
 from ._fsdp_errors import note_reduction
 from ._fsdp_layout import GatherLayout, ReduceBucket
-from ._fsdp_observers import gets_operators
+from ._fsdp_observers import gets_operators, without_grad
 from ._fsdp_param import FSDPParam
 from ._fsdp_releases import FOLLOWS_GRAD_DTYPE, HAS_MIXED_CHUNK_CAT
 from ._fsdp_scaling import (
@@ -219,7 +219,7 @@ def prepare_inputs(
     return replace(bucket, slots=(*slots, *bucket.slots[count:]))
 
 
-@torch.no_grad()
+@without_grad
 def reduce_buckets(
     reduction: Reduction, parts: Sequence[BucketGrads]
 ) -> list[ReduceResult]:
@@ -597,7 +597,7 @@ def _reduce_batch_over_shards(
     return reduced, reduced[0].shard if buffer is None else buffer
 
 
-@torch.no_grad()
+@without_grad
 def relayout(
     bucket: ReduceBucket, shard: Tensor, target_bucket: ReduceBucket
 ) -> Tensor:
