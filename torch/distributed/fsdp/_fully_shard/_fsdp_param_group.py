@@ -623,10 +623,8 @@ class FSDPParamGroup(PluginNames):
     def _make_reduction(self, num_buckets: int) -> Reduction:
         """Returns what the unit's buckets are reduced with now."""
         scatter_group, all_reduce_group = self._reduce_groups()
-        comm, all_reduce_stream = (
-            self._reduce_scatter_comm,
-            self._all_reduce_hook_stream,
-        )
+        comm = self._reduce_scatter_comm
+        all_reduce_stream = self._all_reduce_hook_stream
         if all_reduce_stream is None or all_reduce_group is not None:
             all_reduce_stream = self.comm_ctx.all_reduce_stream
         elif self._all_reduce_hook is None:
