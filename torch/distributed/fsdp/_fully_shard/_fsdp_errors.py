@@ -2,9 +2,9 @@
 Which parameter an error is about, and what to do.
 
 [Note: Notes on errors]
-Most mistakes make torch or a backend raise an error, which does not name the parameter.
-A note adds the name, and advice that follows from the parameter, never from the error's
-message. Only what would be silently wrong, or hang some ranks, is checked.
+Most mistakes make torch or a backend raise an error that does not name the parameter.
+A note adds the name, and advice that follows from the parameter, not from the message.
+Only what would be silently wrong, or hang some ranks, is checked.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from ._fsdp_policies import REDUCIBLE
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Adds a note, which tracebacks show below the message, from Python 3.11 on."""
-    if hasattr(error, "add_note"):
+    """Adds a note, which tracebacks show below the message."""
+    if hasattr(error, "add_note"):  # from Python 3.11 on
         error.add_note(note)
 
 
-def listed(texts: Sequence[str], separator: str = ", ", limit: int = 8) -> str:
-    """Joins the first of some texts, and says how many more there are."""
-    more = [f"and {len(texts) - limit} more"] if len(texts) > limit else []
-    return separator.join([*texts[:limit], *more])
+def listed(texts: Sequence[str], separator: str = ", ") -> str:
+    """Joins the first eight texts, and says how many more there are."""
+    more = [f"and {len(texts) - 8} more"] if len(texts) > 8 else []
+    return separator.join([*texts[:8], *more])
 
 
 def warn_user(message: str) -> None:
@@ -52,8 +52,8 @@ def note_sharding(error: Exception, param: torch.Tensor, name: str, pins: bool) 
         )
     elif type(param).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         note += (
-            f" Its class, {type(param).__name__}, must implement fsdp_pre_all_gather, "
-            "split, new_zeros and copy_. Otherwise put it in ignored_params."
+            f" Implement fsdp_pre_all_gather, split, new_zeros and copy_ in "
+            f"{type(param).__name__}, or put it in ignored_params."
         )
     add_note(error, note + _pinning_advice(pins))
 
@@ -74,14 +74,6 @@ def check_param(fsdp_param: FSDPParam, name: str) -> None:
     """Raises if a parameter that was just sharded, or loaded, cannot be trained."""
     if (wrong := _find_wrong_registration(fsdp_param, name)) is not None:
         raise RuntimeError(wrong)
-    mesh_info, dim = fsdp_param.post_forward_mesh_info, fsdp_param.fsdp_placement.dim
-    if dim != 0 and mesh_info is not None and mesh_info != fsdp_param.mesh_info:
-        rows, ranks = fsdp_param._orig_size[0], mesh_info.shard_mesh_size
-        if rows % ranks != 0:
-            raise ValueError(
-                f"{name}, sharded on dim {dim}, has {rows} rows, which {ranks} does "
-                "not divide: let reshard_after_forward be True, False or a factor"
-            )
     dtype = fsdp_param.sharded_param.grad_dtype
     has_fractions = dtype is None or dtype.is_floating_point or dtype.is_complex
     if fsdp_param.sharded_param.requires_grad and not has_fractions:
@@ -96,8 +88,7 @@ def _find_wrong_registration(fsdp_param: FSDPParam, name: str) -> str | None:
         return (
             f"{name} must be the DTensor that fully_shard made of it, but it is a "
             f"{type(param).__name__}. Replace or delete it before fully_shard, or load "
-            "a full state dict with set_model_state_dict(..., "
-            "options=StateDictOptions(full_state_dict=True))"
+            "a full state dict by set_model_state_dict with full_state_dict=True"
         )
     if not param.is_leaf:
         return (
@@ -137,7 +128,7 @@ def note_reduction(error: Exception, parts: Sequence[Any]) -> None:
     if parts[0].bucket.comm_dtype is not None:
         note += ". If the backend lacks all_to_all_single, leave grad_comm_dtype out"
     for part in parts:
-        # The gradients of the first parameters, until they are copied in
+        # Only the first parameters may have gradients, which the copy-in drops
         for fsdp_param, grad in zip(part.fsdp_params, part.unsharded_grads):
             size, is_dense = fsdp_param._orig_size, grad.layout == torch.strided
             if not is_dense or isinstance(grad, DTensor) or grad.size() != size:
