@@ -102,7 +102,7 @@ def computed(
     model = Model() if model is None else model
     policy = by_name(model, fields, param_dtype=BF16)
     params = [param() for _ in fqns]
-    resolved, _ = policies.resolve_all(policy, params, fqns, is_named)
+    resolved = policies.resolve_all(policy, params, fqns, is_named)
     return [of.param_dtype for of in resolved]
 
 

@@ -157,18 +157,14 @@ def resolve_all(
     policy: _P,
     params: Sequence[nn.Parameter],
     fqns: Sequence[str],
-    is_named: bool | None = None,
-) -> tuple[list[_P], bool]:
-    """
-    Resolves a unit's policies. ``is_named``: whether a root has named the parameters,
-    None: not yet. Also returns whether the policies will hold then.
-    """
-    tables = tables_of(policy)
+    is_named: bool | None = None,  # by the root; None: not yet
+) -> list[_P]:
+    """Returns the policies of a unit's parameters."""
     is_whole = is_named and all(
-        _clean(fqn) in table.by_fqn for table in tables for fqn in fqns
+        _clean(fqn) in table.by_fqn for table in tables_of(policy) for fqn in fqns
     )
     named = zip(params, fqns, strict=True)
-    return [resolve(policy, param, fqn, is_whole) for param, fqn in named], not tables
+    return [resolve(policy, param, fqn, is_whole) for param, fqn in named]
 
 
 def reduce_dtype_of_policy(policy: Any) -> torch.dtype | None:
@@ -179,7 +175,7 @@ def reduce_dtype_of_policy(policy: Any) -> torch.dtype | None:
 
 
 def tables_of(policy: Any) -> list[DtypeByName]:
-    """Returns the overrides of a policy that ``by_name`` has made."""
+    """Returns the overrides that ``by_name`` has made: they need the root's names."""
     overrides = _overrides_of(policy).values()
     return [table for table in overrides if isinstance(table, DtypeByName)]
 

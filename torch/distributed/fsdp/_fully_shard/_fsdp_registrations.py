@@ -39,13 +39,12 @@ def _get_param_module_infos(
 
 def shard_params(
     group: Any, params: list[nn.Parameter], shard_placement_fn: Callable | None
-) -> tuple[list[FSDPParam], bool]:
-    """Also returns whether policies hold once the root has named the parameters."""
+) -> list[FSDPParam]:
     infos = _get_param_module_infos(params, group.modules)
-    names, fsdp_params = get_param_names(infos, group.modules), []
+    names = get_param_names(infos, group.modules, with_class=True)
     # Users' overrides see parameters of which none is sharded yet
-    policy = group.mp_policy or MixedPrecisionPolicy()
-    policies, is_final = resolve_all(policy, params, names)
+    policies = resolve_all(group.mp_policy or MixedPrecisionPolicy(), params, names)
+    fsdp_params: list[FSDPParam] = []
     mesh_infos = group.mesh_info, group.post_forward_mesh_info
     device, offload = group.device, group.offload_policy
     for param, info, name, policy in zip(params, infos, names, policies, strict=True):
@@ -55,22 +54,19 @@ def shard_params(
         except Exception as error:
             note_sharding(error, param, name, getattr(offload, "pin_memory", False))
             raise
-        check_param(fsdp_param, name)
         if not FOLLOWS_GRAD_DTYPE and param.grad_dtype != param.dtype:
             fsdp_param.sharded_param.grad_dtype = param.grad_dtype
         fsdp_params.append(fsdp_param)
-    return fsdp_params, is_final
+    return fsdp_params
 
 
 def get_param_names(
     infos: Sequence[ParamModuleInfo],
     modules: tuple[nn.Module, ...],
-    module_fqn: str | None = None,
+    *,
+    with_class: bool = False,
 ) -> list[str]:
-    """
-    Returns each parameter's name in the model, where a single module is called
-    ``module_fqn``, or else its name in one of ``modules`` and the class of that.
-    """
+    """Returns each parameter's name in one of ``modules``, or that and its class."""
     places: dict[nn.Module, tuple[str, str]] = {}
     for module in modules:
         for prefix, submodule in module.named_modules():
@@ -79,11 +75,7 @@ def get_param_names(
     for info in infos:
         prefix, class_name = places.get(info.module, ("", type(info.module).__name__))
         name = f"{prefix}.{info.param_name}".lstrip(".")
-        if module_fqn is None or len(modules) > 1:
-            name = f"{name} of {class_name}"
-        elif module_fqn:
-            name = f"{module_fqn}.{name}"
-        names.append(name)
+        names.append(f"{name} of {class_name}" if with_class else name)
     return names
 
 
@@ -91,10 +83,11 @@ def fqns_of(group: Any, *fsdp_params: FSDPParam) -> list[str]:
     """Returns the names of some of a group's parameters, by default of all."""
     fsdp_params = fsdp_params or group.fsdp_params
     fqns: list[Any] = [fsdp_param._param_fqn for fsdp_param in fsdp_params]
-    if None not in fqns:  # as from the root's lazy init on
+    if None not in fqns:
         return fqns
+    # Before the root's lazy init a part of the name is known
     infos = [fsdp_param._module_info for fsdp_param in fsdp_params]
-    return get_param_names(infos, group.modules, group._module_fqn)
+    return get_param_names(infos, group.modules, with_class=True)
 
 
 def places_of(fsdp_params: Sequence[FSDPParam]) -> list[tuple[nn.Module, str, int]]:
@@ -226,9 +219,9 @@ def warn_of_late_params(group: Any) -> None:
         and (id(module), name) not in group._first_places
     ]
     if late:
-        names = get_param_names(late, group.modules, group._module_fqn)
         warn_user(
-            f"Parameters {names} were registered after fully_shard, which neither "
+            f"Parameters {get_param_names(late, group.modules)} of unit "
+            f"'{group._unit_name}' were registered after fully_shard, which neither "
             "shards them nor reduces their gradients. Register them before it."
         )
 

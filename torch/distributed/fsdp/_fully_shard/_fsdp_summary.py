@@ -103,7 +103,7 @@ def _resolve_policies(group: Any, module: nn.Module) -> list[Any]:
     if group.mp_policy is group._resolved_policy:
         return group.fsdp_params
     infos = [fsdp_param._module_info for fsdp_param in group.fsdp_params]
-    fqns = get_param_names(infos, (module,), module_fqn="")
+    fqns = get_param_names(infos, (module,))
     # A part of the model has fewer names, which may be names of other parts too
     num_names = len([*module.named_parameters(remove_duplicate=False)])
     is_whole = all(num_names >= len(t.by_fqn) for t in tables_of(group.mp_policy))
@@ -111,8 +111,8 @@ def _resolve_policies(group: Any, module: nn.Module) -> list[Any]:
     for fsdp_param, fqn in zip(copies, fqns, strict=True):
         params, fsdp_param.mp_policy = [fsdp_param.sharded_param], None
         with contextlib.suppress(ValueError):  # raised if the name is ambiguous
-            policies, _ = resolve_all(group.mp_policy, params, [fqn], is_whole)
-            (fsdp_param.mp_policy,) = policies
+            (policy,) = resolve_all(group.mp_policy, params, [fqn], is_whole)
+            fsdp_param.mp_policy = policy
     return copies
 
 
@@ -133,12 +133,12 @@ def _rows_of(group: Any, unit: str, params: Sequence[FSDPParam]) -> list[LayoutR
     shard_group, _ = group._reduce_groups()
     world_size = 1 if shard_group is None else shard_group.size()
     infos = [fsdp_param._module_info for fsdp_param in params]
-    names = get_param_names(infos, group.modules, module_fqn="")
+    names = get_param_names(infos, group.modules)
     by_param, gathered_nbytes = _gathered_nbytes(group, params, world_size)
     total = LayoutRow(unit, (), 0, gathered_nbytes, 0, world_size)
     rows: list[LayoutRow] = []
     for fsdp_param, name, nbytes in zip(params, names, by_param, strict=True):
-        name, numel = name.partition(" of ")[0], fsdp_param._orig_size.numel()
+        numel = fsdp_param._orig_size.numel()
         row = replace(total, names=(name,), numel=numel, gathered_nbytes=nbytes)
         rows.append(_with_dtypes(row, group, fsdp_param))
     rows.sort(key=_sort_key)

@@ -171,8 +171,8 @@ MAKING.add(
 )
 MAKING.add(
     NotImplementedError,
-    "Parameter other of Scaled cannot be sharded. Its class, CannotSplit, must …"
-    "Otherwise put it in ignored_params",
+    "Parameter other of Scaled cannot be sharded. Implement …in CannotSplit, or put it "
+    "in ignored_params",
     subclass_that_cannot_be_cut=beside(lambda: CannotSplit(torch.ones(DIM, DIM))),
 )
 
