@@ -13,13 +13,10 @@ where every rank is about to issue a collective over the same group:
   same patterns, so all of them compare, or none does. A unit with more patterns than
   ``_MAX_PATTERNS`` is in no steady loop, and might wait at every step.
 
-Names may differ between ranks, e.g. if one of them wraps a module. So units are told
-apart by the order in which they first came over a group.
-
 If something is new on some ranks only, their comparison meets another collective of
 the others, and the time limit passes. If nothing is new, a difference is not noticed.
-``TORCH_FSDP_CHECK_RANKS_AGREE=always`` compares before every gather and every
-reduction: all ranks raise where they drift apart.
+``TORCH_FSDP_CHECK_RANKS_AGREE=always`` compares before every gather and reduction, so
+that all ranks raise where they drift apart.
 """
 
 from __future__ import annotations
@@ -43,21 +40,20 @@ from ._fsdp_registrations import fqns_of
 from ._fsdp_scaling import backend_name
 
 
-# Imported by name, so that patched `dist` functions do not intercept it
+# Bound at import, so that functions that users patch in `dist` do not see comparisons
 all_gather_single = dist.all_gather_single
 _SWITCH = "TORCH_FSDP_CHECK_RANKS_AGREE"
 _MAX_PATTERNS = 8  # of one unit over one group
 # Which parameters of a unit have a gradient, by position, and what each is reduced in
 _Pattern: TypeAlias = tuple[tuple[int, BucketKey], ...]
 # What a rank says of a unit, of each parameter, and of the unit's state: a name, which
-# is not compared, and a text, which is empty where the rank does not know it
+# may differ between ranks, and a text, which is empty where the rank does not know it
 _Lines: TypeAlias = list[tuple[str, str]]
-# How many units have been compared over a group
+# How many units have been compared over a group: that number tells units apart
 _num_units: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 _GATHERED, _NO_GRADIENT = "is gathered", "gets no gradient"
-# A sum without the unit could hang: an input that needs no gradient may move the unit's
-# reduction to the end of backward
+# An input that needs no gradient may move the unit's reduction to the end of backward
 _UNIT_ADVICE = (
     "Every rank must call fully_shard on the same modules with the same settings, and "
     "run the same units in the same order in each microbatch. A rank without data for a "
@@ -86,7 +82,7 @@ class UnitAgreement:
         _mode()  # raises if it is unknown
         # Whether gathers have been compared, and are not compared again
         self.on_gathers = False
-        # By group: the place among its units, from 1 on, in the order of first use
+        # By group: the unit's number, as its name may differ between ranks
         self._numbers: dict[dist.ProcessGroup, int] = {}
         self._patterns: dict[dist.ProcessGroup, set[_Pattern]] = {}
         # The last that were checked: a steady loop repeats them

@@ -85,9 +85,11 @@ def fqns_of(group: Any, *fsdp_params: FSDPParam) -> list[str]:
     fqns: list[Any] = [fsdp_param._param_fqn for fsdp_param in fsdp_params]
     if None not in fqns:
         return fqns
-    # Before the root's lazy init a part of the name is known
+    # The root's lazy init has not named them yet, or did not find what users replaced
     infos = [fsdp_param._module_info for fsdp_param in fsdp_params]
-    return get_param_names(infos, group.modules, with_class=True)
+    unit = group._module_fqn if len(group.modules) == 1 else None
+    names = get_param_names(infos, group.modules, with_class=unit is None)
+    return [f"{unit}.{name}" if unit else name for name in names]
 
 
 def places_of(fsdp_params: Sequence[FSDPParam]) -> list[tuple[nn.Module, str, int]]:

@@ -108,18 +108,18 @@ def _is_number(value: Any) -> bool:
     return is_scalar or isinstance(value, numbers.Real)
 
 
-def _refuse(group: Any, setter: str, value: Any, fix: str, error=TypeError) -> NoReturn:
+def _refuse(error: type, group: Any, setter: str, value: Any, fix: str) -> NoReturn:
     raise error(f"{setter} of unit '{group._unit_name}' got {value!r}: pass {fix}")
 
 
 def check_mp_policy(group: Any, policy: Any) -> None:
     if not isinstance(policy, MixedPrecisionPolicy):
-        _refuse(group, "mp_policy", policy, "a MixedPrecisionPolicy")
+        _refuse(TypeError, group, "mp_policy", policy, "a MixedPrecisionPolicy")
 
 
 def check_offload_policy(group: Any, policy: Any) -> None:
     if not isinstance(policy, OffloadPolicy | None):  # None has always meant no offload
-        _refuse(group, "offload_policy", policy, "CPUOffloadPolicy()")
+        _refuse(TypeError, group, "offload_policy", policy, "CPUOffloadPolicy()")
 
 
 def check_divide_factor(group: Any, factor: Any) -> None:
@@ -127,12 +127,12 @@ def check_divide_factor(group: Any, factor: Any) -> None:
     if factor is not None and not (is_number and math.isfinite(factor) and factor != 0):
         error = ValueError if is_number else TypeError
         fix = "a finite number other than 0"
-        _refuse(group, "set_gradient_divide_factor", factor, fix, error)
+        _refuse(error, group, "set_gradient_divide_factor", factor, fix)
 
 
 def check_all_reduce_hook(group: Any, hook: Any) -> None:
     if hook is not None and not callable(hook):
-        _refuse(group, "set_all_reduce_hook", hook, "a function of the buffer")
+        _refuse(TypeError, group, "set_all_reduce_hook", hook, "a function of a buffer")
 
 
 def _check_comm(group: Any, setter: str, comm: Any, cls: type, other: type) -> None:
@@ -140,7 +140,8 @@ def _check_comm(group: Any, setter: str, comm: Any, cls: type, other: type) -> N
     is_object = callable(comm) and not isinstance(comm, type)
     has_methods = is_object and callable(getattr(comm, "allocate", None))
     if not has_methods or (isinstance(comm, other) and not isinstance(comm, cls)):
-        _refuse(group, setter, comm, f"an object with the methods of {cls.__name__}")
+        fix = f"an object with the methods of {cls.__name__}"
+        _refuse(TypeError, group, setter, comm, fix)
 
 
 def check_all_gather_comm(group: Any, comm: Any) -> None:
@@ -213,7 +214,7 @@ def set_symm_mem(self: Any, backend: Literal["NCCL"] = "NCCL") -> None:
     gather, reduce_scatter = comms.SymmMemAllGather, comms.SymmMemReduceScatter
     check_no_custom_comm(self, "set_symm_mem", gather, reduce_scatter)
     if self.force_sum_reduction_for_comms:
-        check_can_exchange(self, reduce_scatter)  # may raise, before anything is set
+        check_can_exchange(self, reduce_scatter)  # before the constructor's barrier
         scatter_group = self._reduce_scatter_process_group
         self._reduce_scatter_comm = reduce_scatter(scatter_group, backend)
     shard_group = as_mesh(self.mesh_info, FSDPMeshInfo).shard_process_group

@@ -102,8 +102,7 @@ def _resolve_policies(group: Any, module: nn.Module) -> list[Any]:
     """Returns parameters with their policies, None where these are not known yet."""
     if group.mp_policy is group._resolved_policy:
         return group.fsdp_params
-    infos = [fsdp_param._module_info for fsdp_param in group.fsdp_params]
-    fqns = get_param_names(infos, (module,))
+    fqns = get_param_names([p._module_info for p in group.fsdp_params], (module,))
     # A part of the model has fewer names, which may be names of other parts too
     num_names = len([*module.named_parameters(remove_duplicate=False)])
     is_whole = all(num_names >= len(t.by_fqn) for t in tables_of(group.mp_policy))
@@ -132,8 +131,7 @@ def _summarize(units: Iterable[tuple[Any, str, Sequence[FSDPParam]]]) -> LayoutS
 def _rows_of(group: Any, unit: str, params: Sequence[FSDPParam]) -> list[LayoutRow]:
     shard_group, _ = group._reduce_groups()
     world_size = 1 if shard_group is None else shard_group.size()
-    infos = [fsdp_param._module_info for fsdp_param in params]
-    names = get_param_names(infos, group.modules)
+    names = get_param_names([p._module_info for p in params], group.modules)
     by_param, gathered_nbytes = _gathered_nbytes(group, params, world_size)
     total = LayoutRow(unit, (), 0, gathered_nbytes, 0, world_size)
     rows: list[LayoutRow] = []
@@ -184,12 +182,11 @@ def _gathered_nbytes(
 
 def _with_dtypes(row: LayoutRow, group: Any, fsdp_param: FSDPParam) -> LayoutRow:
     """Returns the row of a parameter with its dtypes, and how its gradient is divided."""
-    stored = _inner_dtypes(fsdp_param._sharded_local_tensor)
-    row = replace(row, stored_dtypes=tuple(dict.fromkeys(stored)))
+    stored = tuple(dict.fromkeys(_inner_dtypes(fsdp_param._sharded_local_tensor)))
     if fsdp_param.mp_policy is None:
-        return replace(row, reduced_nbytes=None)
+        return replace(row, stored_dtypes=stored, reduced_nbytes=None)
     dtypes, factor = layouts.dtypes_of(fsdp_param), group.gradient_divide_factor
-    row = replace(row, compute_dtype=dtypes.compute)
+    row = replace(row, stored_dtypes=stored, compute_dtype=dtypes.compute)
     if not fsdp_param.sharded_param.requires_grad:
         return row
     groups, is_sum = group._reduce_groups(), group.force_sum_reduction_for_comms

@@ -67,7 +67,7 @@ SETTING.add(
 )
 SETTING.add(
     TypeError,
-    "set_all_reduce_hook of unit '1' got 'all_reduce': pass a function of the buffer",
+    "set_all_reduce_hook of unit '1' got 'all_reduce': pass a function of a buffer",
     hook_is_text=setting("set_all_reduce_hook", "all_reduce"),
 )
 for _kind, _what, _factor in (
