@@ -41,33 +41,24 @@ def warn_user(message: str) -> None:
     warnings.warn(message, stacklevel=level)
 
 
-def note_sharding(error: Exception, param: torch.Tensor, name: str, pins: bool) -> None:
+def note_sharding(error: Exception, param: torch.Tensor, name: str) -> None:
     note = f"Parameter {name} cannot be sharded."
-    if param.layout != torch.strided or param.is_quantized:
-        note += " Call to_dense() or dequantize() on it, or put it in ignored_params."
-    elif isinstance(param, DTensor):
+    if isinstance(param, DTensor):
         note += (
             " It is a DTensor already. Call fully_shard on children before their "
             "parents, and tensor parallelism with named mesh dims other than FSDP's."
         )
     elif type(param).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         note += (
-            f" Implement fsdp_pre_all_gather, split, new_zeros and copy_ in "
+            " Implement fsdp_pre_all_gather, split, new_zeros and copy_ in "
             f"{type(param).__name__}, or put it in ignored_params."
         )
-    add_note(error, note + _pinning_advice(pins))
+    add_note(error, note)
 
 
 def note_registered(error: Exception, fsdp_param: FSDPParam, name: str) -> None:
-    note = f"{name} cannot be taken as it is registered."
-    note += _pinning_advice(fsdp_param.pin_memory)
-    add_note(error, _find_wrong_registration(fsdp_param, name) or note)
-
-
-def _pinning_advice(pins: bool) -> str:
-    if not pins or torch.accelerator.is_available():
-        return ""
-    return " Without an accelerator use CPUOffloadPolicy(pin_memory=False)."
+    wrong = _find_wrong_registration(fsdp_param, name)
+    add_note(error, wrong or f"{name} cannot be taken as it is registered.")
 
 
 def check_param(fsdp_param: FSDPParam, name: str) -> None:

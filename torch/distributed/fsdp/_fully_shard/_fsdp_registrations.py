@@ -45,14 +45,13 @@ def shard_params(
     # Users' overrides see parameters of which none is sharded yet
     policies = resolve_all(group.mp_policy or MixedPrecisionPolicy(), params, names)
     fsdp_params: list[FSDPParam] = []
-    mesh_infos = group.mesh_info, group.post_forward_mesh_info
-    device, offload = group.device, group.offload_policy
+    places = group.mesh_info, group.post_forward_mesh_info, group.device
     for param, info, name, policy in zip(params, infos, names, policies, strict=True):
-        settings = *mesh_infos, device, shard_placement_fn, policy, offload
+        settings = shard_placement_fn, policy, group.offload_policy
         try:
-            fsdp_param = FSDPParam(param, info, *settings)
+            fsdp_param = FSDPParam(param, info, *places, *settings)
         except Exception as error:
-            note_sharding(error, param, name, getattr(offload, "pin_memory", False))
+            note_sharding(error, param, name)
             raise
         if not FOLLOWS_GRAD_DTYPE and param.grad_dtype != param.dtype:
             fsdp_param.sharded_param.grad_dtype = param.grad_dtype

@@ -162,8 +162,7 @@ MAKING.add(
 )
 MAKING.add(
     NotImplementedError,
-    "Parameter other of Scaled cannot be sharded. Call to_dense() or dequantize() on "
-    "it, or put it in ignored_params",
+    "Parameter other of Scaled cannot be sharded.",
     sparse_parameter=beside(lambda: torch.ones(DIM).to_sparse()),
     quantized_parameter=beside(
         lambda: torch.quantize_per_tensor(torch.ones(DIM), 1.0, 0, torch.qint8)
