@@ -164,7 +164,7 @@ def _make_reset(group: Any, fsdp_param: FSDPParam) -> Callable[..., None]:
         keep_grad_dtypes(group, fsdp_param)  # on the new parameter
         param: Any = fsdp_param.sharded_param
         if param is not previous:
-            group._cache.buckets.clear()  # the previous one's dtypes are in their plans
+            group._cache.buckets.clear()  # which have the previous one's dtypes
             # Only then look up the name: that loops over all modules of the group
             if param._local_tensor.size() != fsdp_param.sharded_size:
                 check_param(fsdp_param, *fqns_of(group, fsdp_param))

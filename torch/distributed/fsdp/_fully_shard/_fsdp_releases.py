@@ -10,16 +10,10 @@ import torch
 import torch.distributed as dist
 
 
-if not hasattr(dist, "all_gather_single"):
-    raise ImportError(
-        "These files of torch.distributed.fsdp fit PyTorch 2.13.0, 2.14.1 and 2.15.0, "
-        f"but this is {torch.__version__}: install one of those"
-    )
-
 # Since 2.15 autograd accumulates unsharded gradients in a parameter's `grad_dtype`, and
 # they are reduced in it unless the policy sets another dtype. Before, they were in the
-# dtype of the forward, and those of microbatches were accumulated apart. With it,
-# `foreach_reduce` has no argument for the dtype of sharded gradients, resetting an
+# dtype of the forward, and those of microbatches were accumulated apart. Also since
+# 2.15, `foreach_reduce` has no argument for the dtype of sharded gradients, resetting an
 # iteration drops them, and `fsdp::record_grad_output_stream` tells who reads them.
 FOLLOWS_GRAD_DTYPE: bool = hasattr(torch.Tensor, "_has_grad_dtype_override")
 

@@ -224,7 +224,8 @@ def _sort_key(row: LayoutRow) -> tuple:
     reduced: Any = row.reduce_dtype, row.comm_dtype
     bucket = layouts.bucket_sort_key(reduced)
     dtypes = filter(None, (row.compute_dtype, *row.stored_dtypes, row.grad_dtype))
-    return not bucket, bucket, *map(layouts.dtype_sort_key, dtypes)
+    is_unknown = row.compute_dtype is None
+    return not bucket, bucket, is_unknown, *map(layouts.dtype_sort_key, dtypes)
 
 
 def _table(rows: Sequence[LayoutRow]) -> list[str]:
