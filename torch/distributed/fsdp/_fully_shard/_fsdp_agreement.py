@@ -245,10 +245,10 @@ def _raise_if_different(by_rank: Mapping[int, _Lines]) -> None:
         differences = [*filter(None, [unit or state])]
     else:
         units = [*dict.fromkeys(name for name, _ in columns[0].values())]
-        what, advice = "parameters", _PARAM_ADVICE
+        title, advice = "Ranks disagree about the parameters of ", _PARAM_ADVICE
         if any(_NO_GRADIENT in difference for difference in differences):
-            what, advice = "gradients", _GRADIENT_ADVICE
-        title = f"Ranks disagree about the {what} of {' and '.join(units)}"
+            title, advice = "Ranks disagree about the gradients of ", _GRADIENT_ADVICE
+        title += " and ".join(units)
         advice += f" {_UNIT_ADVICE}" if len(units) > 1 else ""
     if differences:
         listing = listed(differences, separator="\n  ")
