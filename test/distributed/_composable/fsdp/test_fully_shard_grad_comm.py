@@ -466,7 +466,7 @@ class TestOneAllToAll(GradCommTest):
         group_of(module).mp_policy = policy()  # too late for the setter to refuse it
         with self.assertRaisesRegex(
             ValueError,
-            r"OwnReduction of unit 'FSDPWeighted' cannot reduce p0.*sent in torch\.bf",
+            r"OwnReduction of unit 'FSDPWeighted' cannot reduce p0.*dtype is torch\.bf",
         ):
             self.backward(module, self.SPECS)
         module = self.module()

@@ -169,8 +169,6 @@ unit    parameters  elements  stored in  computes in  bytes gathered  reduced in
             ValueError, "layout_summary found no unit in Linear: call fully_shard"
         ):
             layout_summary(nn.Linear(2, 2))
-        with self.assertRaisesRegex(TypeError, "expects a module first, but got 3"):
-            layout_summary(3)
 
     def test_group_of_modules_and_compiled_root_are_one_unit_each(self) -> None:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
@@ -250,7 +248,7 @@ unit    parameters  elements  stored in  computes in  bytes gathered  reduced in
         self.assertEqual(summary.uncompared, (("(root)", "Counts"), ("1", "Counts")))
         *table, note = str(summary).splitlines()
         self.assertEqual(table, self.TEXT.splitlines())
-        self.assertRegex(note, r"^Ranks are not compared .* Counts\b.*: \(root\), 1$")
+        self.assertRegex(note, r": Counts of \(root\), Counts of 1$")
         # A rank that sends nothing has none to be compared with
         mesh = init_device_mesh("cpu", (8, 1), mesh_dim_names=("other", "shard"))
         alone = fully_shard(nn.Linear(2, 2), mesh=mesh["shard"])

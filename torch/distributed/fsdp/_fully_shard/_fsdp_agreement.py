@@ -3,23 +3,20 @@ Compares ranks before they gather or reduce a unit.
 
 [Note: When ranks are compared]
 Ranks that disagree would hang, crash, or sum the wrong elements. So they are compared
-where every rank is about to issue a collective, over the same group:
+where every rank is about to issue a collective over the same group:
 
 - Before a unit's first gather: what it gathers, and whether it will gather again in
-  backward. Not in lazy init: one rank may evaluate replicated parameters alone, or call
-  ``unshard`` where the others start with a forward.
+  backward. Lazy init is too early: one rank may evaluate replicated parameters alone,
+  or call ``unshard`` where the others start with a forward.
 - Before a reduction with a pattern (which parameters have a gradient, reduced in which
   dtypes) that is new for this unit and group. Ranks that have agreed so far know the
-  same patterns, so all of them compare, or none does. After ``_MAX_PATTERNS`` a unit is
-  compared no more, or it might wait at every step.
-
-Names may differ between ranks, e.g. if one of them wraps a module. So units are told
-apart by the order in which they first came over a group.
+  same patterns, so all of them compare, or none does. A unit with more patterns than
+  ``_MAX_PATTERNS`` is in no steady loop, and might wait at every step.
 
 If something is new on some ranks only, their comparison meets another collective of
 the others, and the time limit passes. If nothing is new, a difference is not noticed.
-``TORCH_FSDP_CHECK_RANKS_AGREE=always`` compares before every gather and every
-reduction: all ranks raise where they drift apart.
+``TORCH_FSDP_CHECK_RANKS_AGREE=always`` compares before every gather and reduction, so
+that all ranks raise where they drift apart.
 """
 
 from __future__ import annotations
@@ -39,23 +36,42 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ._fsdp_api import AllGather
 from ._fsdp_errors import add_note, listed
 from ._fsdp_layout import BucketKey, describe_key, dtypes_of, ReduceBucket
-from ._fsdp_param import FSDPParam
 from ._fsdp_registrations import fqns_of
 from ._fsdp_scaling import backend_name
 
 
-# Imported by name, so that patched `dist` functions do not intercept it
+# Bound at import, so that functions that users patch in `dist` do not see comparisons
 all_gather_single = dist.all_gather_single
 _SWITCH = "TORCH_FSDP_CHECK_RANKS_AGREE"
-# A unit with more patterns over one group is not in a steady loop
-_MAX_PATTERNS = 8
+_MAX_PATTERNS = 8  # of one unit over one group
 # Which parameters of a unit have a gradient, by position, and what each is reduced in
 _Pattern: TypeAlias = tuple[tuple[int, BucketKey], ...]
 # What a rank says of a unit, of each parameter, and of the unit's state: a name, which
-# is not compared, and a text, which is empty where the rank does not know it
+# may differ between ranks, and a text, which is empty where the rank does not know it
 _Lines: TypeAlias = list[tuple[str, str]]
-# How many units have been compared over a group
+# How many units have been compared over a group: that number tells units apart
 _num_units: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+
+_GATHERED, _NO_GRADIENT = "is gathered", "gets no gradient"
+# An input that needs no gradient may move the unit's reduction to the end of backward
+_UNIT_ADVICE = (
+    "Every rank must call fully_shard on the same modules with the same settings, and "
+    "run the same units in the same order in each microbatch. A rank without data for a "
+    "unit must run it in its turn nevertheless, on a dummy input that requires a "
+    "gradient if the others' does, and add its output times 0."
+)
+_PARAM_ADVICE = (
+    "Every rank must shard the same model. Overrides of MixedPrecisionPolicy must return "
+    "the same, and what no policy casts must be stored in the same dtypes."
+)
+_GRADIENT_ADVICE = (
+    "Each backward must give gradients to the same parameters on every rank. Where it "
+    "cannot, call set_reduce_scatter_unused_params(True) on the unit."
+)
+_HANG_ADVICE = (
+    "Look for an earlier error on another rank. If there is none, the ranks have run "
+    f"different steps: {_SWITCH}=always on all ranks finds the first difference."
+)
 
 
 class UnitAgreement:
@@ -66,7 +82,7 @@ class UnitAgreement:
         _mode()  # raises if it is unknown
         # Whether gathers have been compared, and are not compared again
         self.on_gathers = False
-        # By group: the place among its units, from 1 on, in the order of first use
+        # By group: the unit's number, as its name may differ between ranks
         self._numbers: dict[dist.ProcessGroup, int] = {}
         self._patterns: dict[dist.ProcessGroup, set[_Pattern]] = {}
         # The last that were checked: a steady loop repeats them
@@ -113,11 +129,10 @@ class UnitAgreement:
         device = self._param_group.device
         if not _has_others(group, device):
             return True
-        if _is_traced(self._param_group.fsdp_params, device):
+        if _is_traced(self._param_group):
             return False  # to be tried again
         if group not in self._numbers:
-            _num_units[group] = _num_units.get(group, 0) + 1
-            self._numbers[group] = _num_units[group]
+            self._numbers[group] = _num_units[group] = _num_units.get(group, 0) + 1
         unit, text = mine[0]
         mine[0] = unit, f"{text} as number {self._numbers[group]}"
         texts = "\n".join(text for _, text in mine)
@@ -152,7 +167,7 @@ def _announce(group: Any, pattern: _Pattern | None = None) -> _Lines:
     unit = "a unit" if fqn is None else f"unit '{fqn or '(root)'}'"
     size, state = f"{len(params)} parameters", ""
     if pattern is None:
-        texts = [f"computes in {dtypes_of(p).compute}" for p in params]
+        verb, texts = _GATHERED, [f"computes in {dtypes_of(p).compute}" for p in params]
         # Before lazy init the root is unknown, and evaluation gathers only once
         if fqn is not None and torch.is_grad_enabled():
             state = "stays unsharded after forward"
@@ -160,8 +175,8 @@ def _announce(group: Any, pattern: _Pattern | None = None) -> _Lines:
                 num_ranks = mesh_info.shard_mesh_size
                 state = f"is resharded to {num_ranks} ranks after forward"
     else:
+        verb, texts = "is reduced", [_NO_GRADIENT] * len(params)
         size += f", {group.reduce_bucket_cap or 'no reduce bucket cap'}"
-        texts = [_NO_GRADIENT] * len(params)
         for i, key in pattern:
             texts[i] = f"gets a gradient, reduced in {describe_key(key)}"
         # Without an element on this rank, a gradient may be unset
@@ -174,7 +189,6 @@ def _announce(group: Any, pattern: _Pattern | None = None) -> _Lines:
         f"{text}, has size {tuple(p._orig_size)}, is sharded as {p.fsdp_placement},"
         for text, p in zip(texts, params, strict=True)
     ]
-    verb = _GATHERED if pattern is None else "is reduced"
     return [(unit, f"{verb} ({size})"), *zip(fqns_of(group), texts), (unit, state)]
 
 
@@ -192,49 +206,19 @@ def _mode() -> str:
 
 
 def _has_others(group: dist.ProcessGroup, device: torch.device) -> bool:
-    if group.size() == 1 or _mode() == "0":
+    # A group of another class may have no all-gather, or members that come and go
+    is_known = type(group).__module__.startswith("torch.")
+    if group.size() == 1 or _mode() == "0" or not is_known:
         return False
-    if not type(group).__module__.startswith("torch."):
-        return False  # it may have no all-gather, or members that come and go
     return backend_name(group, device) != "fake"
 
 
-def _is_traced(fsdp_params: Sequence[FSDPParam], device: torch.device) -> bool:
-    """Whether what is issued now is recorded or simulated, and not run."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return True  # a graph is not captured before steps have been run
-    return detect_fake_mode([p._sharded_local_tensor for p in fsdp_params]) is not None
-
-
-_GATHERED, _NO_GRADIENT = "is gathered", "gets no gradient"
-# `x + 0 * unit(x)` is alike in any place: an input that needs no gradient may move the
-# unit's reduction to the end of backward
-_SKIP_ADVICE = (
-    "A rank without data for a unit, e.g. with a batch without images, must run it in "
-    "its turn nevertheless, on a dummy input that requires a gradient if the others' "
-    "does, and add its output times 0. set_reduce_scatter_unused_params(True) is for "
-    "parameters that a unit which runs does not use."
-)
-_UNIT_ADVICE = (
-    "Every rank must call fully_shard on the same modules of the same model with the "
-    "same settings, run the same units in the same order for the same number of "
-    f"microbatches, and sync gradients in the same ones. {_SKIP_ADVICE}"
-)
-_PARAM_ADVICE = (
-    "Every rank must build and shard the same model. Overrides of MixedPrecisionPolicy "
-    "must return the same, and parameters that no policy casts must be stored in the "
-    "same dtypes."
-)
-_GRADIENT_ADVICE = (
-    "Each backward must give gradients to the same parameters on every rank. Where it "
-    "cannot, call set_reduce_scatter_unused_params(True) on the unit, which reduces "
-    "zeros for the others."
-)
-_HANG_ADVICE = (
-    "Look first for an earlier error on another rank. If there is none, the ranks have "
-    f"run different steps: {_SWITCH}=always on all ranks finds the first difference. "
-    f"{_SKIP_ADVICE}"
-)
+def _is_traced(group: Any) -> bool:
+    """Whether what a param group issues now is recorded or simulated, and not run."""
+    if group.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return True
+    shards = [fsdp_param._sharded_local_tensor for fsdp_param in group.fsdp_params]
+    return detect_fake_mode(shards) is not None
 
 
 def _add_note(error: BaseException, lines: _Lines) -> None:
@@ -242,31 +226,31 @@ def _add_note(error: BaseException, lines: _Lines) -> None:
     doing = "gathering" if _GATHERED in text else "reducing the gradients of"
     missing = [fqn for fqn, text in params if _NO_GRADIENT in text]
     without = f", without a gradient of {listed(missing)}" if missing else ""
-    # Whether a backend says that other ranks did not come, or came with other data
+    note = f"Raised while {doing} {unit}{without}."
+    # Backends raise these where other ranks did not come, or came with other data
     is_gloos = isinstance(error, RuntimeError) and "gloo" in str(error)
-    is_about_ranks = is_gloos or isinstance(error, dist.DistError)
-    advice = f" {_HANG_ADVICE}" if is_about_ranks else ""
-    add_note(error, f"Raised while {doing} {unit}{without}.{advice}")
+    if is_gloos or isinstance(error, dist.DistError):
+        note += f" {_HANG_ADVICE} {_UNIT_ADVICE}"
+    add_note(error, note)
 
 
 def _raise_if_different(by_rank: Mapping[int, _Lines]) -> None:
     """Raises with the first lines that are not the same on all ranks, if any."""
     columns = [dict(zip(by_rank, lines)) for lines in zip(*by_rank.values())]
     unit, *params, state = map(_find_difference, columns)
-    differences = [difference for difference in params if difference]
+    differences = [*filter(None, params)]
     title, advice = "Ranks have drifted apart", _UNIT_ADVICE
     if unit or not differences:
         # Where units differ, the parameters' lines say no more
-        differences = [unit or state]
+        differences = [*filter(None, [unit or state])]
     else:
         units = [*dict.fromkeys(name for name, _ in columns[0].values())]
-        title = f"Ranks disagree about the parameters of {' and '.join(units)}"
-        advice = _PARAM_ADVICE
+        title, advice = "Ranks disagree about the parameters of ", _PARAM_ADVICE
         if any(_NO_GRADIENT in difference for difference in differences):
-            title = f"Ranks disagree about the gradients of {' and '.join(units)}"
-            advice = _GRADIENT_ADVICE
+            title, advice = "Ranks disagree about the gradients of ", _GRADIENT_ADVICE
+        title += " and ".join(units)
         advice += f" {_UNIT_ADVICE}" if len(units) > 1 else ""
-    if any(differences):
+    if differences:
         listing = listed(differences, separator="\n  ")
         switch = f"({_SWITCH}=0 on all ranks turns this check off.)"
         raise RuntimeError(f"{title}:\n  {listing}\n{advice} {switch}")

@@ -22,9 +22,9 @@ def _get_param_all_gather_inputs(
     fsdp_params: list[FSDPParam],
 ) -> list[list[torch.Tensor]]:
     """
-    Returns each parameter's 1D all-gather inputs, cast. Called and replaced by
-    torchtitan-npu, torch_musa, XTuner, ODC and torch_npu. What a replacement returns is
-    gathered in parameter order.
+    Returns each parameter's 1D all-gather inputs, cast. torchtitan-npu, torch_musa,
+    XTuner, ODC and torch_npu call and replace it. What a replacement returns is gathered
+    in parameter order.
     """
     return [get_all_gather_inputs(fsdp_param) for fsdp_param in fsdp_params]
 
@@ -34,7 +34,7 @@ def _get_all_gather_input_metadatas(
 ) -> tuple[list[list[torch.dtype]], list[list[int]], torch.dtype]:
     """
     Returns each input's dtype and number of elements, and the dtype of a buffer for all
-    of them: their common one, else uint8. Called and replaced by the same plugins.
+    of them: their common one, else uint8. The same plugins call and replace it.
     """
     dtypes = [[tensor.dtype for tensor in p] for p in param_all_gather_inputs]
     numels = [[tensor.numel() for tensor in p] for p in param_all_gather_inputs]
@@ -44,13 +44,13 @@ def _get_all_gather_input_metadatas(
 class PluginNames:
     """A mixin: plugins find these names on a group, or replace them on its class."""
 
-    # Of the trained parameters, None if they have several or there are none. Tests and
-    # trainers that check gradients read them.
+    # Of the trained parameters; None without any, and where they have several dtypes.
+    # Tests and trainers that check gradients read them.
     _orig_dtype: torch.dtype | None
     _reduce_dtype: torch.dtype | None
 
     def _init_mp_dtypes(self: Any) -> None:
-        """Replaced by NVIDIA ModelOpt, ms-swift and UniRL; some call this one."""
+        """NVIDIA ModelOpt, ms-swift and UniRL replace it, and some then call this one."""
         for fsdp_param in self.fsdp_params:
             fsdp_param.init_dtype_attrs(fsdp_param.mp_policy)
         params = [p for p in self.fsdp_params if p.sharded_param.requires_grad]
@@ -66,11 +66,11 @@ class PluginNames:
     def _call_init_mp_dtypes(self: Any) -> None:
         self._init_mp_dtypes()
         for fsdp_param in self.fsdp_params if self._replaces_init_dtypes else ():
-            # A replacement may have applied one policy to all
+            # A replacement may have applied the unit's policy to all parameters
             if fsdp_param.mp_policy is not self.mp_policy:
                 fsdp_param.init_dtype_attrs(fsdp_param.mp_policy)
 
-    # Called by upstream's comm test, torchtitan-npu, torch_musa and ODC
+    # Upstream's comm test, torchtitan-npu, torch_musa and ODC call these
     def _to_sharded(self: Any) -> None:
         self._to_state(ShardedState.SHARDED)
 
@@ -92,15 +92,13 @@ class PluginNames:
         """Empty, as in a unit of one rank, which gathers nothing."""
         return torch.empty(0, device=self.device)
 
-    # A plugin that defers all-reduces reads and sets it. Since 2.15 the root refuses to
-    # finalize backward by hand unless it is None.
     @property
-    def _partial_reduce_output(
-        self: Any,
-    ) -> torch.Tensor | tuple[torch.Tensor, ...] | None:
+    def _partial_reduce_output(self: Any) -> Any:
         """
         The 1D sum of the microbatches whose all-reduce is deferred, None without any; a
-        tuple where a mixed unit has several. May be set, to None or as many elements.
+        tuple where a mixed unit has several. A plugin that defers all-reduces sets it to
+        None or as many elements. Since 2.15 the root refuses to finalize backward by
+        hand unless it is None.
         """
         outputs = tuple(p.output for p in self._partial_reduces.values())
         return outputs if len(outputs) > 1 else next(iter(outputs), None)

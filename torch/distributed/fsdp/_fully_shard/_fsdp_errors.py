@@ -2,9 +2,9 @@
 Which parameter an error is about, and what to do.
 
 [Note: Notes on errors]
-Most mistakes make torch or a backend raise an error, which does not name the parameter.
-A note adds the name, and advice that follows from the parameter, never from the error's
-message. Only what would be silently wrong, or hang some ranks, is checked.
+Most mistakes make torch or a backend raise an error that does not name the parameter.
+A note adds the name, and advice that follows from the parameter, not from the message.
+Only what would be silently wrong, or hang some ranks, is checked.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from ._fsdp_policies import REDUCIBLE
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Adds a note, which tracebacks show below the message, from Python 3.11 on."""
-    if hasattr(error, "add_note"):
+    """Adds a note, which tracebacks show below the message."""
+    if hasattr(error, "add_note"):  # from Python 3.11 on
         error.add_note(note)
 
 
-def listed(texts: Sequence[str], separator: str = ", ", limit: int = 8) -> str:
-    """Joins the first of some texts, and says how many more there are."""
-    more = [f"and {len(texts) - limit} more"] if len(texts) > limit else []
-    return separator.join([*texts[:limit], *more])
+def listed(texts: Sequence[str], separator: str = ", ") -> str:
+    """Joins the first eight texts, and says how many more there are."""
+    more = [f"and {len(texts) - 8} more"] if len(texts) > 8 else []
+    return separator.join([*texts[:8], *more])
 
 
 def warn_user(message: str) -> None:
@@ -41,47 +41,30 @@ def warn_user(message: str) -> None:
     warnings.warn(message, stacklevel=level)
 
 
-def note_sharding(error: Exception, param: torch.Tensor, name: str, pins: bool) -> None:
+def note_sharding(error: Exception, param: torch.Tensor, name: str) -> None:
     note = f"Parameter {name} cannot be sharded."
-    if param.layout != torch.strided or param.is_quantized:
-        note += " Call to_dense() or dequantize() on it, or put it in ignored_params."
-    elif isinstance(param, DTensor):
+    if isinstance(param, DTensor):
         note += (
             " It is a DTensor already. Call fully_shard on children before their "
             "parents, and tensor parallelism with named mesh dims other than FSDP's."
         )
     elif type(param).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         note += (
-            f" Its class, {type(param).__name__}, must implement fsdp_pre_all_gather, "
-            "split, new_zeros and copy_. Otherwise put it in ignored_params."
+            " Implement fsdp_pre_all_gather, split, new_zeros and copy_ in "
+            f"{type(param).__name__}, or put it in ignored_params."
         )
-    add_note(error, note + _pinning_advice(pins))
+    add_note(error, note)
 
 
 def note_registered(error: Exception, fsdp_param: FSDPParam, name: str) -> None:
-    note = f"{name} cannot be taken as it is registered."
-    note += _pinning_advice(fsdp_param.pin_memory)
-    add_note(error, _find_wrong_registration(fsdp_param, name) or note)
-
-
-def _pinning_advice(pins: bool) -> str:
-    if not pins or torch.accelerator.is_available():
-        return ""
-    return " Without an accelerator use CPUOffloadPolicy(pin_memory=False)."
+    wrong = _find_wrong_registration(fsdp_param, name)
+    add_note(error, wrong or f"{name} cannot be taken as it is registered.")
 
 
 def check_param(fsdp_param: FSDPParam, name: str) -> None:
     """Raises if a parameter that was just sharded, or loaded, cannot be trained."""
     if (wrong := _find_wrong_registration(fsdp_param, name)) is not None:
         raise RuntimeError(wrong)
-    mesh_info, dim = fsdp_param.post_forward_mesh_info, fsdp_param.fsdp_placement.dim
-    if dim != 0 and mesh_info is not None and mesh_info != fsdp_param.mesh_info:
-        rows, ranks = fsdp_param._orig_size[0], mesh_info.shard_mesh_size
-        if rows % ranks != 0:
-            raise ValueError(
-                f"{name}, sharded on dim {dim}, has {rows} rows, which {ranks} does "
-                "not divide: let reshard_after_forward be True, False or a factor"
-            )
     dtype = fsdp_param.sharded_param.grad_dtype
     has_fractions = dtype is None or dtype.is_floating_point or dtype.is_complex
     if fsdp_param.sharded_param.requires_grad and not has_fractions:
@@ -96,8 +79,7 @@ def _find_wrong_registration(fsdp_param: FSDPParam, name: str) -> str | None:
         return (
             f"{name} must be the DTensor that fully_shard made of it, but it is a "
             f"{type(param).__name__}. Replace or delete it before fully_shard, or load "
-            "a full state dict with set_model_state_dict(..., "
-            "options=StateDictOptions(full_state_dict=True))"
+            "a full state dict by set_model_state_dict with full_state_dict=True"
         )
     if not param.is_leaf:
         return (
@@ -137,7 +119,7 @@ def note_reduction(error: Exception, parts: Sequence[Any]) -> None:
     if parts[0].bucket.comm_dtype is not None:
         note += ". If the backend lacks all_to_all_single, leave grad_comm_dtype out"
     for part in parts:
-        # The gradients of the first parameters, until they are copied in
+        # Only the first parameters may have gradients, which the copy-in drops
         for fsdp_param, grad in zip(part.fsdp_params, part.unsharded_grads):
             size, is_dense = fsdp_param._orig_size, grad.layout == torch.strided
             if not is_dense or isinstance(grad, DTensor) or grad.size() != size:

@@ -102,7 +102,7 @@ from ._fsdp_param import (
     ShardedState,
 )
 from ._fsdp_param_cache import ParamGroupCache, ParamVersions
-from ._fsdp_policies import resolve_all
+from ._fsdp_policies import resolve_all, tables_of
 from ._fsdp_reduce import _default_reduce_scatter_input_fn, BucketGrads, Reduction
 from ._fsdp_registrations import _get_param_module_infos, fqns_of  # noqa: F401
 from ._fsdp_releases import FOLLOWS_GRAD_DTYPE, not_type_checked
@@ -250,11 +250,11 @@ class FSDPParamGroup(PluginNames):
         # Plugins may replace these steps of the copies (2.15)
         self._all_gather_output_fn: Any = _default_all_gather_output_fn
         self._prepare_reduce_scatter_inputs: Any = _default_reduce_scatter_input_fn
-        sharded, is_final = registrations.shard_params(self, params, shard_placement_fn)
+        sharded = registrations.shard_params(self, params, shard_placement_fn)
         self.fsdp_params: list[FSDPParam] = sharded  # plugins may set another list
         self._cache = ParamGroupCache(sharded)
         # None: to be resolved again when the root has named the parameters
-        self._resolved_policy = mp_policy if is_final else None
+        self._resolved_policy = None if tables_of(mp_policy) else mp_policy
         # Before 2.15: the `grad_dtype` that users have set, and on which local tensor
         self._grad_dtypes: dict[FSDPParam, tuple[Tensor, torch.dtype | None]] = {}
         registrations.keep_grad_dtypes(self)
@@ -307,7 +307,7 @@ class FSDPParamGroup(PluginNames):
             settings.check_mp_policy(self, self.mp_policy)
             params = [fsdp_param.sharded_param for fsdp_param in self.fsdp_params]
             is_named = self._module_fqn is not None
-            policies, _ = resolve_all(self.mp_policy, params, fqns_of(self), is_named)
+            policies = resolve_all(self.mp_policy, params, fqns_of(self), is_named)
             for fsdp_param, policy in zip(self.fsdp_params, policies, strict=True):
                 fsdp_param.mp_policy = policy
             self._resolved_policy = self.mp_policy

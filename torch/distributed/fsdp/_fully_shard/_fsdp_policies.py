@@ -19,7 +19,7 @@ from . import _fsdp_api
 from ._fsdp_releases import FOLLOWS_GRAD_DTYPE
 
 
-# The fields that may differ between a unit's parameters, by f"{name}_override_fn"
+# The fields that f"{name}_override_fn" may set for each parameter
 OVERRIDDEN = ("param_dtype", "reduce_dtype", "grad_comm_dtype")
 OverrideFn: TypeAlias = Callable[[nn.Parameter], torch.dtype | None]
 # The branch's or the release's, which is the default of `fully_shard`
@@ -27,7 +27,6 @@ _P = TypeVar("_P", bound=_fsdp_api.MixedPrecisionPolicy)
 _PACKED = torch.float4_e2m1fn_x2
 # The floating-point dtypes that are summed and divided everywhere
 REDUCIBLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
     """
     The dtypes in which a unit computes and reduces, for all of its parameters or for
     each. Sharded parameters, and so the optimizer, stay in the dtypes in which they
-    were stored.
+    were stored. :meth:`by_name` makes overrides from patterns over parameter names.
 
     Attributes:
         param_dtype (torch.dtype, optional): What floating-point parameters are cast to
@@ -63,13 +62,6 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
             groups have a power of two of ranks, on how the mesh shards and replicates.
             ``None``: they are sent in what the backend sums them in.
         grad_comm_dtype_override_fn (callable, optional): Same for ``grad_comm_dtype``.
-
-    :meth:`by_name` makes the overrides from patterns over parameter names.
-
-    Raises:
-        TypeError: if a value has the wrong type.
-        ValueError: in ``fully_shard``, if a dtype does not fit a parameter.
-        RuntimeError: in ``fully_shard``, if an override raised anything but ValueError.
     """
 
     param_dtype_override_fn: OverrideFn | None = field(default=None, kw_only=True)
@@ -80,18 +72,14 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
     def __post_init__(self) -> None:
         for name in (*OVERRIDDEN, "output_dtype"):
             if not isinstance(value := getattr(self, name), torch.dtype | None):
-                raise TypeError(
-                    f"{name} of the policy is {value!r}: give a torch.dtype"
-                )
+                raise TypeError(f"{name} is {value!r}: give a torch.dtype")
         if isinstance(value := self.cast_forward_inputs, torch.dtype):
             fix = "give a bool, and what follows output_dtype by keyword"
-            raise TypeError(f"cast_forward_inputs of the policy is {value}: {fix}")
+            raise TypeError(f"cast_forward_inputs is {value}: {fix}")
         for name, fn in _overrides_of(self).items():
             if not callable(fn):
-                fix = (
-                    "give a function that takes a parameter and returns a dtype or None"
-                )
-                raise TypeError(f"{name}_override_fn of the policy is {fn!r}: {fix}")
+                fix = "give a function from a parameter to a dtype or None"
+                raise TypeError(f"{name}_override_fn is {fn!r}: {fix}")
 
     @classmethod
     def by_name(
@@ -112,10 +100,11 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
             by_name = MixedPrecisionPolicy.by_name
             policy = by_name(model, patterns, param_dtype=torch.bfloat16)
 
-        A parameter that several patterns match gets what each of them sets. The policy
-        can be copied, pickled, and used on another model with the same names. Where
-        only parts are sharded with it, ``layers.0.*``, for one, takes effect at the
-        first forward, when full names are known.
+        A parameter that several patterns match gets what each of them sets; patterns
+        that match nothing or contradict each other are refused. The policy can be
+        copied, pickled, and used on another model with the same names. Where only parts
+        are sharded with it, ``layers.0.*``, for one, takes effect at the first forward,
+        when full names are known.
 
         Args:
             module (nn.Module): The model, or the part whose units get this policy.
@@ -126,11 +115,6 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
                 default), or to a policy that sets them. A shared parameter has all of
                 its names.
             param_dtype, ..., grad_comm_dtype: The fields, where no pattern sets them.
-
-        Raises:
-            TypeError: if an argument, a pattern or a dtype has the wrong type.
-            ValueError: if a pattern matches no parameter or sets another field, if two
-                contradict each other, or later if a name is unknown or ambiguous.
         """
         values = (param_dtype, reduce_dtype, output_dtype, cast_forward_inputs)
         policy = cls(*values, grad_comm_dtype=grad_comm_dtype)
@@ -142,8 +126,8 @@ def resolve(
 ) -> _P:
     """
     Returns one parameter's policy, without overrides and with its reduce dtype.
-    ``is_whole_fqn``: whether ``fqn`` is the whole name in the model that ``by_name``
-    was called on, or may be the end of it. None while that is unknown.
+    ``is_whole_fqn`` is False if ``fqn`` may be only the end of the name in the model
+    that ``by_name`` was called on, and None while nobody knows.
     """
     changes: dict[str, Any] = {}
     for name, override_fn in _overrides_of(policy).items():
@@ -173,15 +157,14 @@ def resolve_all(
     policy: _P,
     params: Sequence[nn.Parameter],
     fqns: Sequence[str],
-    is_named: bool | None = None,  # by a root; None: not yet
-) -> tuple[list[_P], bool]:
-    """Resolves a unit's policies. Also returns whether they hold once it is named."""
-    tables = _tables_of(policy)
+    is_named: bool | None = None,  # by the root; None: not yet
+) -> list[_P]:
+    """Returns the policies of a unit's parameters."""
     is_whole = is_named and all(
-        _clean(fqn) in table.by_fqn for table in tables for fqn in fqns
+        _clean(fqn) in table.by_fqn for table in tables_of(policy) for fqn in fqns
     )
     named = zip(params, fqns, strict=True)
-    return [resolve(policy, param, fqn, is_whole) for param, fqn in named], not tables
+    return [resolve(policy, param, fqn, is_whole) for param, fqn in named]
 
 
 def reduce_dtype_of_policy(policy: Any) -> torch.dtype | None:
@@ -191,20 +174,16 @@ def reduce_dtype_of_policy(policy: Any) -> torch.dtype | None:
     return policy.reduce_dtype
 
 
-def num_names_of(policy: Any) -> int:
-    """Returns how many names the model has that ``by_name`` was called on, or 0."""
-    return max((len(table.by_fqn) for table in _tables_of(policy)), default=0)
+def tables_of(policy: Any) -> list[DtypeByName]:
+    """Returns the overrides that ``by_name`` has made: they need the root's names."""
+    overrides = _overrides_of(policy).values()
+    return [table for table in overrides if isinstance(table, DtypeByName)]
 
 
 def _overrides_of(policy: Any) -> dict[str, OverrideFn]:
     """Returns a policy's overrides, by the field that each overrides."""
     overrides = {n: getattr(policy, f"{n}_override_fn", None) for n in OVERRIDDEN}
     return {name: fn for name, fn in overrides.items() if fn is not None}
-
-
-def _tables_of(policy: Any) -> list[DtypeByName]:
-    overrides = _overrides_of(policy).values()
-    return [table for table in overrides if isinstance(table, DtypeByName)]
 
 
 def _check_override(name: str, dtype: Any, param: nn.Parameter, fqn: str) -> None:
@@ -227,39 +206,37 @@ def _check_can_train(policy: Any, override: Any, param: nn.Parameter, fqn: str) 
     has_fractions = compute_dtype.is_floating_point or compute_dtype.is_complex
     if not has_fractions or compute_dtype == _PACKED:
         raise ValueError(
-            f"param_dtype of the policy is {compute_dtype}, which cannot hold the "
-            f"values of parameter {fqn}. Give a floating-point dtype, or an override."
+            f"Parameter {fqn} cannot be trained in param_dtype={compute_dtype}. Give a "
+            "floating-point dtype, or an override."
         )
     reduce_dtype = policy.reduce_dtype
     comm_dtype = getattr(policy, "grad_comm_dtype", None)  # not in the release's class
     if reduce_dtype is None and override is not None:
         reduce_dtype = (param.grad_dtype if FOLLOWS_GRAD_DTYPE else None) or override
-    for name, dtype, verb in (
-        ("reduce_dtype", reduce_dtype, "averaged"),
-        ("grad_comm_dtype", comm_dtype, "sent"),
-    ):
+    dtypes = {"reduce_dtype": reduce_dtype, "grad_comm_dtype": comm_dtype}
+    for name, dtype in dtypes.items():
         # Sums of real gradients may be complex
         is_sum = dtype and dtype.is_complex and comm_dtype is None
         if dtype not in (None, *REDUCIBLE) and not is_sum:
             raise ValueError(
-                f"The gradient of parameter {fqn} cannot be {verb} in {dtype}. Set "
+                f"The gradient of parameter {fqn} cannot be reduced in {dtype}. Set "
                 f"{name} to one of {', '.join(map(str, REDUCIBLE))}."
             )
     if comm_dtype and torch.promote_types(comm_dtype, reduce_dtype) != reduce_dtype:
         raise ValueError(
-            f"The gradient of parameter {fqn} would be sent in {comm_dtype} "
-            f"(grad_comm_dtype) and added in {reduce_dtype}, which does not hold all "
-            "values of it. Give a reduce_dtype that does."
+            f"The gradient of parameter {fqn} cannot be sent in {comm_dtype} and added "
+            f"in {reduce_dtype}. Set a reduce_dtype that holds all values of the other."
         )
 
 
 def _clean(fqn: str) -> str:
     """Returns a name without what checkpointing and compilation add to it."""
-    return ".".join(part for part in fqn.split(".") if part not in _WRAPPERS)
+    wrappers = "_checkpoint_wrapped_module", "_orig_mod"
+    return ".".join(part for part in fqn.split(".") if part not in wrappers)
 
 
 def _ends_of(fqn: str) -> Iterator[str]:
-    """Yields a name and the ends of it, the longest first."""
+    """Returns a name and the ends of it, the longest first."""
     parts = fqn.split(".")
     return (".".join(parts[i:]) for i in range(len(parts)))
 
@@ -317,16 +294,7 @@ class DtypeByName:
 
 
 def _with_overrides(policy: _P, module: nn.Module, patterns: Mapping[str, Any]) -> _P:
-    """Returns a policy with overrides by patterns. Raises what ``by_name`` says."""
-    has_patterns = isinstance(patterns, Mapping) and all(
-        isinstance(pattern, str) for pattern in patterns
-    )
-    if not isinstance(module, nn.Module) or not has_patterns:
-        raise TypeError(
-            "by_name(module, patterns) expects a module and a dict of patterns, e.g. "
-            "{'*norm*': dict(param_dtype=torch.float32)}, but got a "
-            f"{type(module).__name__} and {patterns!r}"
-        )
+    """Returns a policy with overrides by patterns, see ``by_name``."""
     fqns: dict[nn.Parameter, list[str]] = {}  # shared parameters have several
     for fqn, param in module.named_parameters(remove_duplicate=False):
         fqns.setdefault(param, []).append(_clean(fqn))
@@ -337,8 +305,8 @@ def _with_overrides(policy: _P, module: nn.Module, patterns: Mapping[str, Any]) 
         matched = [p for p in fqns if any(fnmatchcase(f, pattern) for f in fqns[p])]
         if not matched:
             raise ValueError(
-                f"Pattern {pattern!r} matches no parameter of {type(module).__name__}: "
-                "patterns are over names, e.g. 'layers.0.norm.*' for all of a module"
+                f"Pattern {pattern!r} matches no parameter of {type(module).__name__}. "
+                "Give patterns over whole names, e.g. 'layers.0.norm.*'."
             )
         for (name, dtype), param in product(dtypes.items(), matched):
             by_param = set_by.setdefault(name, {})
@@ -346,8 +314,8 @@ def _with_overrides(policy: _P, module: nn.Module, patterns: Mapping[str, Any]) 
             if first_dtype != dtype:
                 raise ValueError(
                     f"Patterns {first!r} and {pattern!r} set {name} of "
-                    f"{' alias '.join(fqns[param])} to {first_dtype} and {dtype}: "
-                    "change one, or let both set the same"
+                    f"{' alias '.join(fqns[param])} to {first_dtype} and {dtype}. "
+                    "Change one of them."
                 )
     overrides: dict[str, Any] = {}
     for name, by_param in set_by.items():
@@ -364,24 +332,21 @@ def _dtypes_of(pattern: str, value: Any, policy: Any) -> Mapping[str, Any]:
     """Returns what a pattern sets. Raises if that cannot be set by name."""
     dtypes = value
     if isinstance(value, _fsdp_api.MixedPrecisionPolicy):
-        dtypes = {f.name: getattr(value, f.name) for f in fields(value)}
+        defaults = {f.name: f.default for f in fields(value)}
+        dtypes = {name: getattr(value, name) for name in defaults}
         dtypes["reduce_dtype"] = reduce_dtype_of_policy(value)
-        for name, default in ((f.name, f.default) for f in fields(value)):
-            # What holds for whole modules may be set as `policy` sets it
-            same_as = default if name in OVERRIDDEN else getattr(policy, name, default)
-            if dtypes[name] in (default, same_as):
-                del dtypes[name]
-    is_mapping = isinstance(dtypes, Mapping)
-    if is_mapping and (unknown := [name for name in dtypes if name not in OVERRIDDEN]):
-        raise ValueError(
-            f"Pattern {pattern!r} sets {unknown[0]}, but patterns set only "
-            f"{', '.join(OVERRIDDEN)}. Pass output_dtype and cast_forward_inputs to "
-            "by_name itself, and give each choice a pattern of its own"
-        )
-    values = dtypes.values() if is_mapping else ()
-    if not is_mapping or not all(isinstance(v, torch.dtype | None) for v in values):
-        raise TypeError(
-            f"Pattern {pattern!r} must map to dtypes, e.g. dict(param_dtype="
-            f"torch.float32), or to a MixedPrecisionPolicy, not to {value!r}"
-        )
+        # What holds for whole modules may be set as `policy` sets it
+        alike = {n: getattr(policy, n) for n in ("output_dtype", "cast_forward_inputs")}
+        alike = defaults | alike
+        dtypes = {n: v for n, v in dtypes.items() if v not in (defaults[n], alike[n])}
+    if not isinstance(dtypes, Mapping):
+        fix = "a dict of dtypes or a MixedPrecisionPolicy"
+        raise TypeError(f"Pattern {pattern!r} is set to {value!r}: give {fix}")
+    for name, dtype in dtypes.items():
+        if name not in OVERRIDDEN:
+            fix = f"set only {', '.join(OVERRIDDEN)}, and give by_name the other fields"
+            raise ValueError(f"Pattern {pattern!r} sets {name}: {fix}")
+        if not isinstance(dtype, torch.dtype | None):
+            fix = "give a torch.dtype"
+            raise TypeError(f"Pattern {pattern!r} sets {name} to {dtype!r}: {fix}")
     return dtypes

@@ -39,38 +39,33 @@ def _get_param_module_infos(
 
 def shard_params(
     group: Any, params: list[nn.Parameter], shard_placement_fn: Callable | None
-) -> tuple[list[FSDPParam], bool]:
-    """Also returns whether policies hold once the root has named the parameters."""
+) -> list[FSDPParam]:
     infos = _get_param_module_infos(params, group.modules)
-    names, fsdp_params = get_param_names(infos, group.modules), []
-    # Overrides are called before any parameter is sharded
-    policy = group.mp_policy or MixedPrecisionPolicy()
-    policies, is_final = resolve_all(policy, params, names)
-    mesh_infos = group.mesh_info, group.post_forward_mesh_info
-    device, offload = group.device, group.offload_policy
+    names = get_param_names(infos, group.modules, with_class=True)
+    # Users' overrides see parameters of which none is sharded yet
+    policies = resolve_all(group.mp_policy or MixedPrecisionPolicy(), params, names)
+    fsdp_params: list[FSDPParam] = []
+    places = group.mesh_info, group.post_forward_mesh_info, group.device
     for param, info, name, policy in zip(params, infos, names, policies, strict=True):
-        settings = *mesh_infos, device, shard_placement_fn, policy, offload
+        settings = shard_placement_fn, policy, group.offload_policy
         try:
-            fsdp_param = FSDPParam(param, info, *settings)
+            fsdp_param = FSDPParam(param, info, *places, *settings)
         except Exception as error:
-            note_sharding(error, param, name, getattr(offload, "pin_memory", False))
+            note_sharding(error, param, name)
             raise
-        check_param(fsdp_param, name)
         if not FOLLOWS_GRAD_DTYPE and param.grad_dtype != param.dtype:
             fsdp_param.sharded_param.grad_dtype = param.grad_dtype
         fsdp_params.append(fsdp_param)
-    return fsdp_params, is_final
+    return fsdp_params
 
 
 def get_param_names(
     infos: Sequence[ParamModuleInfo],
     modules: tuple[nn.Module, ...],
-    module_fqn: str | None = None,
+    *,
+    with_class: bool = False,
 ) -> list[str]:
-    """
-    Returns each parameter's name in the model, where a single module is called
-    ``module_fqn``, or else its name in one of ``modules`` and the class of that.
-    """
+    """Returns each parameter's name in one of ``modules``, or that and its class."""
     places: dict[nn.Module, tuple[str, str]] = {}
     for module in modules:
         for prefix, submodule in module.named_modules():
@@ -79,11 +74,7 @@ def get_param_names(
     for info in infos:
         prefix, class_name = places.get(info.module, ("", type(info.module).__name__))
         name = f"{prefix}.{info.param_name}".lstrip(".")
-        if module_fqn is None or len(modules) > 1:
-            name = f"{name} of {class_name}"
-        elif module_fqn:
-            name = f"{module_fqn}.{name}"
-        names.append(name)
+        names.append(f"{name} of {class_name}" if with_class else name)
     return names
 
 
@@ -91,10 +82,13 @@ def fqns_of(group: Any, *fsdp_params: FSDPParam) -> list[str]:
     """Returns the names of some of a group's parameters, by default of all."""
     fsdp_params = fsdp_params or group.fsdp_params
     fqns: list[Any] = [fsdp_param._param_fqn for fsdp_param in fsdp_params]
-    if None not in fqns:  # as from the root's lazy init on
+    if None not in fqns:
         return fqns
+    # The root's lazy init has not named them yet, or did not find what users replaced
     infos = [fsdp_param._module_info for fsdp_param in fsdp_params]
-    return get_param_names(infos, group.modules, group._module_fqn)
+    unit = group._module_fqn if len(group.modules) == 1 else None
+    names = get_param_names(infos, group.modules, with_class=unit is None)
+    return [f"{unit}.{name}" if unit else name for name in names]
 
 
 def places_of(fsdp_params: Sequence[FSDPParam]) -> list[tuple[nn.Module, str, int]]:
@@ -110,8 +104,8 @@ def register(places: Sequence[tuple], params: Sequence[nn.Parameter]) -> None:
     """Makes ``params`` what modules have at their places."""
     plain = nn.Module.__setattr__
     for module, name, i in places:
-        # The plain one's checks cost more than all else here, and pass: the name holds
-        # a parameter. A class may define another method at any time
+        # The plain method's checks cost more than all else here, and pass, as the name
+        # holds a parameter. A class may define another method at any time
         if type(module).__setattr__ is plain:
             module._parameters[name] = params[i]
         else:
@@ -131,15 +125,13 @@ def register_state_dict_hooks(group: Any) -> None:
     save_handles = group._module_to_pre_save_state_dict_hook_handle
     load_handles = group._module_to_pre_load_state_dict_hook_handle
 
-    def to_sharded_hook(*unused: Any) -> None:
+    def reshard(*unused: Any) -> None:
         group._to_sharded()
 
     for fsdp_param in group.fsdp_params:
-        if (module := fsdp_param._module_info.module) in save_handles:
-            continue
-        save_handles[module] = module.register_state_dict_pre_hook(to_sharded_hook)
-        register_load = module._register_load_state_dict_pre_hook
-        load_handles[module] = register_load(to_sharded_hook)
+        if (module := fsdp_param._module_info.module) not in save_handles:
+            save_handles[module] = module.register_state_dict_pre_hook(reshard)
+            load_handles[module] = module._register_load_state_dict_pre_hook(reshard)
 
 
 def reset_sharded_params(group: Any) -> None:
@@ -154,15 +146,16 @@ def reset_sharded_params(group: Any) -> None:
 def _make_reset(group: Any, fsdp_param: FSDPParam) -> Callable[..., None]:
     """
     Returns a function that makes what users have loaded, replaced, cast or materialized
-    the sharded parameter. A closure, because deepcopy of the user's module, whose hook
-    it is, would follow a bound method or a partial to the whole group.
+    the sharded parameter. It is a closure, because deepcopy of the user's module, whose
+    hook it is, would follow a bound method or a partial to the whole group.
     """
-    reference = weakref.ref(group)  # which the module alone does not keep alive
+    reference = weakref.ref(group)  # the module alone does not keep the group alive
 
     def reset(*unused: Any) -> None:
         if (group := reference()) is None:
             return fsdp_param.reset_sharded_param()
         previous = fsdp_param.sharded_param
+        # Loading comes here for each parameter, few of which have one
         has_grad_dtype = fsdp_param in group._grad_dtypes or (
             previous.is_leaf and previous.grad_dtype != previous.dtype
         )
@@ -171,15 +164,14 @@ def _make_reset(group: Any, fsdp_param: FSDPParam) -> Callable[..., None]:
         try:
             fsdp_param.reset_sharded_param()
         except Exception as error:
-            (name,) = fqns_of(group, fsdp_param)
-            note_registered(error, fsdp_param, name)
+            note_registered(error, fsdp_param, *fqns_of(group, fsdp_param))
             raise
         if has_grad_dtype:
             keep_grad_dtypes(group, fsdp_param)  # on the new parameter
         param: Any = fsdp_param.sharded_param
         if param is not previous:
-            # Planned with the dtypes of the previous one
-            group._cache.buckets.clear()
+            group._cache.buckets.clear()  # which have the previous one's dtypes
+            # Only then look up the name: that loops over all modules of the group
             if param._local_tensor.size() != fsdp_param.sharded_size:
                 check_param(fsdp_param, *fqns_of(group, fsdp_param))
 
@@ -189,14 +181,14 @@ def _make_reset(group: Any, fsdp_param: FSDPParam) -> Callable[..., None]:
 def keep_grad_dtypes(group: Any, *fsdp_params: FSDPParam) -> None:
     """
     Sets users' ``grad_dtype`` again on what was loaded or cast without it, unless it is
-    missing on the same local tensor: users have unset it. As the release since 2.15.
+    missing on the same local tensor: then users have unset it.
     """
     if FOLLOWS_GRAD_DTYPE:
-        return
+        return  # the release does so itself
     for fsdp_param in fsdp_params or group.fsdp_params:
         param: Any = fsdp_param.sharded_param
         if not param.is_leaf:
-            continue  # it is refused
+            continue  # `check_param` refuses it
         shard, previous = param._local_tensor, group._grad_dtypes.pop(fsdp_param, None)
         if param.grad_dtype == param.dtype and previous and previous[0] is not shard:
             param.grad_dtype = previous[1]
@@ -218,14 +210,13 @@ def check_materialized(group: Any) -> None:
     if misplaced and isinstance(group.offload_policy, CPUOffloadPolicy):
         raise RuntimeError(
             "FSDP parameters should be materialized on CPU when enabling CPU "
-            f"offloading, but these are on other devices: {misplaced}\nLoad a CPU "
-            'state dict or call module.to_empty(device="cpu")'
+            f'offloading, but got {misplaced}\nCall module.to_empty(device="cpu")'
         )
 
 
 def warn_of_late_params(group: Any) -> None:
     """Warns of parameters that were registered after ``fully_shard``."""
-    # Wrappers may have moved sharded ones since
+    # Wrappers may have moved sharded parameters to other modules since
     sharded = {id(p.sharded_param) for p in group.fsdp_params}
     late = [
         ParamModuleInfo(module, name)
@@ -235,11 +226,10 @@ def warn_of_late_params(group: Any) -> None:
         and (id(module), name) not in group._first_places
     ]
     if late:
-        names = get_param_names(late, group.modules, group._module_fqn)
         warn_user(
-            f"Parameters {names} were registered after fully_shard, which neither "
-            "shards them nor reduces their gradients: register them before it, or "
-            "reduce them yourself"
+            f"Parameters {get_param_names(late, group.modules)} of unit "
+            f"'{group._unit_name}' were registered after fully_shard, which neither "
+            "shards them nor reduces their gradients. Register them before it."
         )
 
 
@@ -259,10 +249,9 @@ def get_own_params(
 
 def groups_of(module: nn.Module, function: str, recurse: bool = True) -> dict[Any, Any]:
     """Returns the param groups of a module's units, each with its modules' names."""
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"{function} expects a module first, but got {module!r}")
     named: list[Any] = [*module.named_modules()] if recurse else [("", module)]
-    # An `FSDPModule`, whose file imports this one. Wrappers pass attributes on
+    # `FSDPModule` cannot be imported: its file imports this one. Wrappers of a unit may
+    # pass on its attributes, so only classes are asked
     units = [item for item in named if hasattr(type(item[1]), "_get_fsdp_state")]
     if not units:
         name = type(module).__name__

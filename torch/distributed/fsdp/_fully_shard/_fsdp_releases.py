@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-if not hasattr(dist, "all_gather_single"):
-    raise ImportError(
-        "These files of torch.distributed.fsdp fit PyTorch 2.13.0, 2.14.1 and 2.15.0. "
-        f"This is {torch.__version__}, which lacks torch.distributed."
-        "all_gather_single: install one of those"
-    )
-
 # Since 2.15 autograd accumulates unsharded gradients in a parameter's `grad_dtype`, and
 # they are reduced in it unless the policy sets another dtype. Before, they were in the
-# dtype of the forward, and those of microbatches were accumulated apart. With it,
-# `foreach_reduce` has no argument for the dtype of sharded gradients, resetting an
+# dtype of the forward, and those of microbatches were accumulated apart. Also since
+# 2.15, `foreach_reduce` has no argument for the dtype of sharded gradients, resetting an
 # iteration drops them, and `fsdp::record_grad_output_stream` tells who reads them.
 FOLLOWS_GRAD_DTYPE: bool = hasattr(torch.Tensor, "_has_grad_dtype_override")
 
@@ -37,7 +28,7 @@ IS_2_14: bool = hasattr(dist, "_spmd_no_typecheck")  # or newer
 _HAS_SPMD_TYPES: bool = IS_2_14 and dist._is_spmd_types_available()
 
 
-def not_type_checked(hook: _F) -> _F:
+def not_type_checked(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Turns off the checks of ``spmd_types`` while a hook runs."""
     if not _HAS_SPMD_TYPES:
         return hook
@@ -48,7 +39,7 @@ def not_type_checked(hook: _F) -> _F:
         with dist._spmd_no_typecheck():
             return hook(*args, **kwargs)
 
-    return run  # pyrefly: ignore [bad-return]
+    return run
 
 
 def restore_spmd_types(fsdp_params: Sequence[Any]) -> None:

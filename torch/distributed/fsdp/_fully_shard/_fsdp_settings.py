@@ -41,15 +41,10 @@ def set_backward_prefetch(
             and a unit none of whose inputs needs a gradient prefetches nothing.
             ``None``: each unit gathers when its own backward begins.
         recurse (bool): False: for the module's own unit only.
-
-    Raises:
-        TypeError: if it is none of the three, or ``module`` is not a module.
-        ValueError: if there is no such unit.
     """
     if not isinstance(backward_prefetch, BackwardPrefetch | None):
         raise TypeError(
-            "set_backward_prefetch expects BackwardPrefetch.BACKWARD_PRE, "
-            f"BackwardPrefetch.BACKWARD_POST or None, but got {backward_prefetch!r}"
+            f"backward_prefetch is {backward_prefetch!r}: give a BackwardPrefetch or None"
         )
     for group in groups_of(module, "set_backward_prefetch", recurse):
         group.backward_prefetch = backward_prefetch
@@ -83,19 +78,12 @@ def set_reduce_bucket_cap(
             of one rank for all of them. ``None``: no reduction waits.
         small_kb (float): Up to how many KiB one reduction waits.
         recurse (bool): False: for the module's own unit only.
-
-    Raises:
-        TypeError: if ``module`` is not a module.
-        ValueError: if a size is not positive and finite, or if there is no such unit.
     """
     cap = None
     if bucket_cap_mb is not None:
         sizes = bucket_cap_mb, small_kb
         if not all(_is_number(size) and 0 < size * 2**20 < math.inf for size in sizes):
-            raise ValueError(
-                "set_reduce_bucket_cap expects finite sizes above 0, or "
-                f"bucket_cap_mb=None, but got {bucket_cap_mb=} and {small_kb=}"
-            )
+            raise ValueError(f"{bucket_cap_mb=} and {small_kb=} must be finite and > 0")
         cap = ReduceBucketCap(int(small_kb * 2**10), int(bucket_cap_mb * 2**20))
     for group in groups_of(module, "set_reduce_bucket_cap", recurse):
         group.reduce_bucket_cap = cap
@@ -120,18 +108,18 @@ def _is_number(value: Any) -> bool:
     return is_scalar or isinstance(value, numbers.Real)
 
 
-def _raise(error: type, setter: str, group: Any, value: Any, fix: str) -> NoReturn:
+def _refuse(error: type, group: Any, setter: str, value: Any, fix: str) -> NoReturn:
     raise error(f"{setter} of unit '{group._unit_name}' got {value!r}: pass {fix}")
 
 
 def check_mp_policy(group: Any, policy: Any) -> None:
     if not isinstance(policy, MixedPrecisionPolicy):
-        _raise(TypeError, "mp_policy", group, policy, "a MixedPrecisionPolicy")
+        _refuse(TypeError, group, "mp_policy", policy, "a MixedPrecisionPolicy")
 
 
 def check_offload_policy(group: Any, policy: Any) -> None:
     if not isinstance(policy, OffloadPolicy | None):  # None has always meant no offload
-        _raise(TypeError, "offload_policy", group, policy, "CPUOffloadPolicy()")
+        _refuse(TypeError, group, "offload_policy", policy, "CPUOffloadPolicy()")
 
 
 def check_divide_factor(group: Any, factor: Any) -> None:
@@ -139,33 +127,29 @@ def check_divide_factor(group: Any, factor: Any) -> None:
     if factor is not None and not (is_number and math.isfinite(factor) and factor != 0):
         error = ValueError if is_number else TypeError
         fix = "a finite number other than 0"
-        _raise(error, "set_gradient_divide_factor", group, factor, fix)
+        _refuse(error, group, "set_gradient_divide_factor", factor, fix)
 
 
 def check_all_reduce_hook(group: Any, hook: Any) -> None:
     if hook is not None and not callable(hook):
-        _raise(
-            TypeError, "set_all_reduce_hook", group, hook, "a function of the buffer"
-        )
+        _refuse(TypeError, group, "set_all_reduce_hook", hook, "a function of a buffer")
 
 
-def _is_comm(comm: Any, cls: type, wrong_cls: type) -> bool:
-    """Whether a comm has the methods, and is not of the other collective alone."""
+def _check_comm(group: Any, setter: str, comm: Any, cls: type, other: type) -> None:
+    """Raises if a comm lacks the methods, or is of the other collective alone."""
     is_object = callable(comm) and not isinstance(comm, type)
     has_methods = is_object and callable(getattr(comm, "allocate", None))
-    return has_methods and (isinstance(comm, cls) or not isinstance(comm, wrong_cls))
+    if not has_methods or (isinstance(comm, other) and not isinstance(comm, cls)):
+        fix = f"an object with the methods of {cls.__name__}"
+        _refuse(TypeError, group, setter, comm, fix)
 
 
 def check_all_gather_comm(group: Any, comm: Any) -> None:
-    if not _is_comm(comm, AllGather, ReduceScatter):
-        fix = "an object with the methods of AllGather"
-        _raise(TypeError, "set_custom_all_gather", group, comm, fix)
+    _check_comm(group, "set_custom_all_gather", comm, AllGather, ReduceScatter)
 
 
 def check_reduce_scatter_comm(group: Any, comm: Any) -> None:
-    if not _is_comm(comm, ReduceScatter, AllGather):
-        fix = "an object with the methods of ReduceScatter"
-        _raise(TypeError, "set_custom_reduce_scatter", group, comm, fix)
+    _check_comm(group, "set_custom_reduce_scatter", comm, ReduceScatter, AllGather)
     check_can_exchange(group, type(comm))
 
 
@@ -175,33 +159,28 @@ def check_can_exchange(group: Any, cls: type) -> None:
         if (dtype := dtypes_of(fsdp_param).comm) is not None:
             raise ValueError(
                 f"{cls.__name__} of unit '{group._unit_name}' cannot reduce "
-                f"{fqns_of(group, fsdp_param)[0]}, which is sent in {dtype} "
-                "(grad_comm_dtype): give it a method exchange(output_tensor, "
-                "input_tensor, group) like torch.distributed.all_to_all_single, or "
-                "leave grad_comm_dtype out"
+                f"{fqns_of(group, fsdp_param)[0]}, whose grad_comm_dtype is {dtype}. Add "
+                "a method exchange(output_tensor, input_tensor, group) that does as "
+                "torch.distributed.all_to_all_single, or leave grad_comm_dtype out."
             )
 
 
 def check_no_custom_comm(group: Any, setter: str, *allowed: type) -> None:
     """Raises if users have set a comm that is neither a default one nor of these."""
     allowed += comms.DefaultAllGather, comms.DefaultReduceScatter
-    for name in ("all gather", "reduce scatter"):
-        comm = getattr(group, f"_{name.replace(' ', '_')}_comm")
+    for comm in (group._all_gather_comm, group._reduce_scatter_comm):
         if not isinstance(comm, allowed):
-            raise AssertionError(
-                f"cannot call {setter}() when {name} comm is custom: module "
-                f"'{group._module_fqn}' uses {type(comm).__name__}"
-            )
+            custom = f"unit '{group._unit_name}' has a custom {type(comm).__name__}"
+            raise AssertionError(f"{setter} cannot be called: {custom}")
 
 
 # Methods of a param group, which `FSDPModule` calls #
 
 
-def as_mesh(mesh_info: Any, kind: type) -> Any:
-    if not isinstance(mesh_info, kind):
-        raise AssertionError(
-            f"Expected mesh_info to be {kind.__name__}, got {type(mesh_info).__name__}"
-        )
+def as_mesh(mesh_info: Any, cls: type) -> Any:
+    if not isinstance(mesh_info, cls):
+        found = type(mesh_info).__name__
+        raise AssertionError(f"Expected mesh_info to be {cls.__name__}, got {found}")
     return mesh_info
 
 
@@ -209,9 +188,9 @@ def set_separate_reduce_scatter_group(
     self: Any, enable: bool, new_groups: dict[tuple[int, ...], dist.ProcessGroup]
 ) -> None:
     """
-    Gives reduce-scatter a process group of its own, so that it overlaps with
-    all-gather on the wire, or the shared one again. ``new_groups`` has those that
-    one call has made so far, by shard ranks: meshes over the same ranks share one.
+    Gives reduce-scatter a process group of its own, which lets it overlap with
+    all-gather, or the shared one again. ``new_groups`` has those that one call of the
+    user has made so far, by shard ranks: meshes over the same ranks share one.
     """
     mesh_info = as_mesh(self.mesh_info, FSDPMeshInfo)
     if not enable:
@@ -220,25 +199,22 @@ def set_separate_reduce_scatter_group(
     ranks = tuple(dist.get_process_group_ranks(mesh_info.shard_process_group))
     ranks_group = new_groups.get(ranks) or mesh_info.reduce_scatter_process_group
     if ranks_group is None:
-        # Synchronized among its own ranks only: under HSDP the others make
-        # groups of theirs and never come to this one
+        # Under HSDP other ranks make their own groups, and never come to this one
         ranks_group = dist.new_group(
-            list(ranks),
-            group_desc="fsdp_reduce_scatter",
-            use_local_synchronization=True,
+            [*ranks], group_desc="fsdp_reduce_scatter", use_local_synchronization=True
         )
     new_groups[ranks] = mesh_info.reduce_scatter_process_group = ranks_group
 
 
 def set_symm_mem(self: Any, backend: Literal["NCCL"] = "NCCL") -> None:
     """
-    Allocates communication buffers from symmetric memory, those of reduce-scatter
-    only with sums forced, the one reduction that NCCL's symmetric kernels know.
+    Allocates buffers of collectives from symmetric memory; those of reduce-scatter only
+    if sums are forced, as NCCL's symmetric kernels have no other reduction.
     """
     gather, reduce_scatter = comms.SymmMemAllGather, comms.SymmMemReduceScatter
     check_no_custom_comm(self, "set_symm_mem", gather, reduce_scatter)
     if self.force_sum_reduction_for_comms:
-        check_can_exchange(self, reduce_scatter)  # before any is set
+        check_can_exchange(self, reduce_scatter)  # before the constructor's barrier
         scatter_group = self._reduce_scatter_process_group
         self._reduce_scatter_comm = reduce_scatter(scatter_group, backend)
     shard_group = as_mesh(self.mesh_info, FSDPMeshInfo).shard_process_group
@@ -251,22 +227,20 @@ def set_process_group_memory(self: Any, enable: bool) -> None:
     reduce_scatter = comms.ProcessGroupAllocReduceScatter
     setter = "set_allocate_memory_from_process_group"
     check_no_custom_comm(self, setter, gather, reduce_scatter)
-    if not enable:
+    if enable:
+        shard_group = as_mesh(self.mesh_info, FSDPMeshInfo).shard_process_group
+        self._all_gather_comm = gather(shard_group)
+        self._reduce_scatter_comm = reduce_scatter(self._reduce_scatter_process_group)
+    else:
         self._all_gather_comm = comms.DefaultAllGather()
         self._reduce_scatter_comm = comms.DefaultReduceScatter()
-        return
-    shard_group = as_mesh(self.mesh_info, FSDPMeshInfo).shard_process_group
-    self._all_gather_comm = gather(shard_group)
-    self._reduce_scatter_comm = reduce_scatter(self._reduce_scatter_process_group)
 
 
 def check_max_input_buffers(self: Any) -> None:
     comm, wanted = self._reduce_scatter_comm, self.reduce_scatter_max_input_buffers
-    # As requested: users may unshard before the context is set up
     if wanted > 1 and isinstance(comm, comms.SymmMemReduceScatter):
         raise ValueError(
-            "set_reduce_scatter_max_input_buffers(>1) is not supported with the "
-            f"symmetric-memory reduce-scatter comm, but got {wanted} for module "
-            f"'{self._module_fqn}' using {type(comm).__name__}, which registers "
-            "each buffer that is held. Set 1, or use the default comm"
+            f"set_reduce_scatter_max_input_buffers({wanted}) of unit "
+            f"'{self._unit_name}' would hold several buffers, which symmetric memory "
+            "cannot reuse. Set 1, or use the default comm."
         )

@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -19,12 +20,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from . import _fsdp_layout as layouts
 from ._fsdp_param import FSDPParam, ShardedState
 from ._fsdp_param_cache import GatherPlan, has_extension
-from ._fsdp_policies import num_names_of, resolve_all
-from ._fsdp_registrations import fqns_of, get_param_names, groups_of
+from ._fsdp_policies import resolve_all, tables_of
+from ._fsdp_registrations import get_param_names, groups_of
 from ._fsdp_scaling import get_divide_factors
 
 
-# A logger of its own, so that tables can be turned off apart from the steps
+# Has a name of its own, so that users can turn tables off and keep the log of steps
 _logger = logging.getLogger("torch.distributed.fsdp.fully_shard.layout")
 _COLUMNS = "unit", "parameters", "elements", "stored in", "computes in"
 _COLUMNS += "bytes gathered", "reduced in", "bytes reduced", "divided by"
@@ -41,7 +42,7 @@ class LayoutRow:
     unit: str
     names: tuple[str, ...]  # as seen from the unit
     numel: int
-    # Sent and received by all ranks; only the last row counts padding. None: unknown
+    # What all ranks send and receive, with padding in the last row only. None: unknown
     # before the first gather of an extension tensor, or while a name is ambiguous
     gathered_nbytes: int | None
     reduced_nbytes: int | None
@@ -52,7 +53,7 @@ class LayoutRow:
     reduce_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
     comm_dtype: torch.dtype | None = None  # None if it is the reduce dtype
-    # By what the sum is divided; before and after it, None if the collective divides
+    # The sum's divisor, and what divides before and after it, None if the collective does
     divided_by: float | None = None
     before: float | None = None
     after: float | None = None
@@ -68,12 +69,8 @@ class LayoutSummary:
 
     def __str__(self) -> str:
         lines = _table(self.rows)
-        for name in dict.fromkeys(name for _, name in self.uncompared):
-            units = ", ".join(unit for unit, other in self.uncompared if other == name)
-            lines.append(
-                f"Ranks are not compared before calls of {name}, which does not set "
-                f"needs_all_ranks = True: {units}"
-            )
+        if comms := ", ".join(f"{name} of {unit}" for unit, name in self.uncompared):
+            lines.append(f"Not compared before, as needs_all_ranks is not set: {comms}")
         return "\n".join(lines)
 
 
@@ -86,49 +83,44 @@ def layout_summary(module: nn.Module) -> LayoutSummary:
 
     Args:
         module (nn.Module): The root, or any module that has units in it.
-
-    Raises:
-        TypeError: if it is not a module.
-        ValueError: if there is no unit in it.
     """
     groups = groups_of(module, "layout_summary")
-    params = {group: _resolve_policies(group, module) for group in groups}
-    return _summarize(groups, params)
+    return _summarize(
+        (group, ", ".join(names), _resolve_policies(group, module))
+        for group, names in groups.items()
+    )
+
+
+def log_layout(group: Any) -> None:
+    """Logs the table of one unit if its logger is on."""
+    if _logger.isEnabledFor(logging.DEBUG):
+        unit = group, group._module_fqn or "(root)", group.fsdp_params
+        _logger.debug("%s", _summarize([unit]))
 
 
 def _resolve_policies(group: Any, module: nn.Module) -> list[Any]:
     """Returns parameters with their policies, None where these are not known yet."""
     if group.mp_policy is group._resolved_policy:
         return group.fsdp_params
-    fqns, is_named = fqns_of(group), group._module_fqn is not None
+    fqns = get_param_names([p._module_info for p in group.fsdp_params], (module,))
+    # A part of the model has fewer names, which may be names of other parts too
     num_names = len([*module.named_parameters(remove_duplicate=False)])
-    if not is_named and num_names >= num_names_of(group.mp_policy):
-        # No part of the model, so it names them as the root will
-        infos = [fsdp_param._module_info for fsdp_param in group.fsdp_params]
-        fqns, is_named = get_param_names(infos, (module,), module_fqn=""), True
+    is_whole = all(num_names >= len(t.by_fqn) for t in tables_of(group.mp_policy))
     copies: list[Any] = [copy.copy(fsdp_param) for fsdp_param in group.fsdp_params]
     for fsdp_param, fqn in zip(copies, fqns, strict=True):
         params, fsdp_param.mp_policy = [fsdp_param.sharded_param], None
-        with contextlib.suppress(ValueError):  # the name is ambiguous
-            policies, _ = resolve_all(group.mp_policy, params, [fqn], is_named)
-            (fsdp_param.mp_policy,) = policies
+        with contextlib.suppress(ValueError):  # raised if the name is ambiguous
+            (policy,) = resolve_all(group.mp_policy, params, [fqn], is_whole)
+            fsdp_param.mp_policy = policy
     return copies
 
 
-def log_layout(group: Any) -> None:
-    """Logs the table of one unit if its logger is on."""
-    if _logger.isEnabledFor(logging.DEBUG):
-        names = [group._module_fqn or "(root)"]
-        _logger.debug("%s", _summarize({group: names}, {group: group.fsdp_params}))
-
-
-def _summarize(
-    groups: Mapping[Any, Sequence[str]], params: Mapping[Any, list[Any]]
-) -> LayoutSummary:
+def _summarize(units: Iterable[tuple[Any, str, Sequence[FSDPParam]]]) -> LayoutSummary:
+    """Summarizes units, each given as its param group, name and parameters."""
     rows: list[LayoutRow] = []
     uncompared: list[tuple[str, str]] = []
-    for group, names in groups.items():
-        rows += _rows_of(group, params[group], unit := ", ".join(names))
+    for group, unit, params in units:
+        rows += _rows_of(group, unit, params)
         if rows[-1].shard_world_size > 1:
             comms = group._all_gather_comm, group._reduce_scatter_comm
             custom = [c for c in comms if not getattr(c, "needs_all_ranks", False)]
@@ -136,38 +128,36 @@ def _summarize(
     return LayoutSummary(tuple(rows), tuple(uncompared))
 
 
-def _rows_of(group: Any, params: Sequence[FSDPParam], unit: str) -> list[LayoutRow]:
+def _rows_of(group: Any, unit: str, params: Sequence[FSDPParam]) -> list[LayoutRow]:
     shard_group, _ = group._reduce_groups()
     world_size = 1 if shard_group is None else shard_group.size()
-    infos = [fsdp_param._module_info for fsdp_param in params]
-    names = get_param_names(infos, group.modules, module_fqn="")
-    gathered, total_gathered = _gathered_nbytes(group, params, world_size)
-    total = LayoutRow(unit, (), 0, total_gathered, 0, world_size)
-    positions: dict[LayoutRow, list[int]] = {}
-    for i, fsdp_param in enumerate(params):
-        row = _with_dtypes(total, group, fsdp_param)
-        positions.setdefault(row, []).append(i)
-    rows = []
-    for row in sorted(positions, key=_sort_key):
-        own, reduced = positions[row], None if row.compute_dtype is None else 0
-        if row.reduce_dtype is not None:
-            sent = (row.comm_dtype if world_size > 1 else None) or row.reduce_dtype
-            shard_numel = sum(params[i].padded_sharded_param_size.numel() for i in own)
-            reduced = world_size * shard_numel * sent.itemsize
-        row = replace(
-            row,
-            names=tuple(names[i].partition(" of ")[0] for i in own),  # without a class
-            numel=sum(params[i]._orig_size.numel() for i in own),
-            gathered_nbytes=_sum(gathered[i] for i in own),
-            reduced_nbytes=reduced,
-        )
-        rows.append(row)
-    numel, reduced = sum(r.numel for r in rows), _sum(r.reduced_nbytes for r in rows)
+    names = get_param_names([p._module_info for p in params], group.modules)
+    by_param, gathered_nbytes = _gathered_nbytes(group, params, world_size)
+    total = LayoutRow(unit, (), 0, gathered_nbytes, 0, world_size)
+    rows: list[LayoutRow] = []
+    for fsdp_param, name, nbytes in zip(params, names, by_param, strict=True):
+        numel = fsdp_param._orig_size.numel()
+        row = replace(total, names=(name,), numel=numel, gathered_nbytes=nbytes)
+        rows.append(_with_dtypes(row, group, fsdp_param))
+    rows.sort(key=_sort_key)
+    rows = [_add_up([*same_dtypes]) for _, same_dtypes in groupby(rows, _sort_key)]
+    numel, reduced = sum(r.numel for r in rows), _sum([r.reduced_nbytes for r in rows])
     return [*rows, replace(total, numel=numel, reduced_nbytes=reduced)]
 
 
-def _sum(counts: Iterable[int | None]) -> int | None:
-    return None if None in (counts := [*counts]) else sum(filter(None, counts))
+def _add_up(rows: Sequence[LayoutRow]) -> LayoutRow:
+    """Returns one row for the parameters of several rows, which have the same dtypes."""
+    return replace(
+        rows[0],
+        names=tuple(name for row in rows for name in row.names),
+        numel=sum(row.numel for row in rows),
+        gathered_nbytes=_sum([row.gathered_nbytes for row in rows]),
+        reduced_nbytes=_sum([row.reduced_nbytes for row in rows]),
+    )
+
+
+def _sum(counts: Sequence[int | None]) -> int | None:
+    return None if None in counts else sum(filter(None, counts))
 
 
 def _gathered_nbytes(
@@ -191,22 +181,23 @@ def _gathered_nbytes(
 
 
 def _with_dtypes(row: LayoutRow, group: Any, fsdp_param: FSDPParam) -> LayoutRow:
-    """Returns a row with a parameter's dtypes, and how its gradient is divided."""
-    param = fsdp_param.sharded_param
+    """Returns the row of a parameter with its dtypes, and how its gradient is divided."""
     stored = tuple(dict.fromkeys(_inner_dtypes(fsdp_param._sharded_local_tensor)))
-    row = replace(row, stored_dtypes=stored or (param.dtype,))
     if fsdp_param.mp_policy is None:
-        return row
+        return replace(row, stored_dtypes=stored, reduced_nbytes=None)
     dtypes, factor = layouts.dtypes_of(fsdp_param), group.gradient_divide_factor
-    row = replace(row, compute_dtype=dtypes.compute)
-    if not param.requires_grad:
+    row = replace(row, stored_dtypes=stored, compute_dtype=dtypes.compute)
+    if not fsdp_param.sharded_param.requires_grad:
         return row
-    shard_group, replicate_group = group._reduce_groups()
-    is_sum = group.force_sum_reduction_for_comms
-    scaling = shard_group, replicate_group, group.device.type, factor, is_sum
+    groups, is_sum = group._reduce_groups(), group.force_sum_reduction_for_comms
+    scaling = *groups, group.device.type, factor, is_sum
     before, after, *_ = get_divide_factors((dtypes.reduce, dtypes.comm), *scaling)
+    is_sent = row.shard_world_size > 1 and dtypes.comm is not None
+    sent_dtype: Any = dtypes.comm if is_sent else dtypes.reduce
+    numel = row.shard_world_size * fsdp_param.padded_sharded_param_size.numel()
     return replace(
         row,
+        reduced_nbytes=numel * sent_dtype.itemsize,
         reduce_dtype=dtypes.reduce,
         grad_dtype=dtypes.grad,
         comm_dtype=dtypes.comm,
@@ -217,18 +208,24 @@ def _with_dtypes(row: LayoutRow, group: Any, fsdp_param: FSDPParam) -> LayoutRow
 
 
 def _inner_dtypes(tensor: torch.Tensor) -> Iterator[torch.dtype]:
+    """Yields the dtype of a plain tensor, and those that a subclass holds."""
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
-            inner = getattr(tensor, name)
-            yield from [*_inner_dtypes(inner)] or [inner.dtype]
+            yield from _inner_dtypes(getattr(tensor, name))
+    else:
+        yield tensor.dtype
 
 
 def _sort_key(row: LayoutRow) -> tuple:
-    """Returns a sort key: in the order of reductions, then frozen ones."""
+    """
+    Returns a sort key that puts rows in the order of reductions, and frozen ones last.
+    Those of one unit that have the same key have all of their dtypes in common.
+    """
     reduced: Any = row.reduce_dtype, row.comm_dtype
     bucket = layouts.bucket_sort_key(reduced)
-    dtypes = filter(None, (row.compute_dtype, *row.stored_dtypes))
-    return not bucket, bucket, *map(layouts.dtype_sort_key, dtypes)
+    dtypes = filter(None, (row.compute_dtype, *row.stored_dtypes, row.grad_dtype))
+    is_unknown = row.compute_dtype is None
+    return not bucket, bucket, is_unknown, *map(layouts.dtype_sort_key, dtypes)
 
 
 def _table(rows: Sequence[LayoutRow]) -> list[str]:

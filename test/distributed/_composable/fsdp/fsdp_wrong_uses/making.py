@@ -55,81 +55,73 @@ def under(**fields: Any) -> Case:
 for _name in ("param_dtype", "reduce_dtype", "output_dtype", "grad_comm_dtype"):
     MAKING.add(
         TypeError,
-        f"{_name} of the policy is 'bfloat16': give a torch.dtype",
+        f"{_name} is 'bfloat16': give a torch.dtype",
         **{f"{_name}_is_text": policy(**{_name: "bfloat16"})},
     )
 MAKING.add(
     TypeError,
-    "param_dtype_override_fn of the policy is …give a function that takes a parameter",
+    "param_dtype_override_fn is …give a function from a parameter to a dtype",
     override_is_a_dtype=policy(param_dtype_override_fn=FP32),
 )
 MAKING.add(
     TypeError,
-    "cast_forward_inputs of the policy is torch.float32: give a bool, and what follows "
-    "output_dtype by keyword",
+    "cast_forward_inputs is torch.float32: give a bool, and what follows output_dtype by "
+    "keyword",
     four_dtypes=lambda run: lambda: MixedPrecisionPolicy(BF16, FP32, FP32, FP32),
 )
 MAKING.add(
-    TypeError,
-    "by_name(module, patterns) expects a module and a dict of patterns…but got a",
-    by_name_without_module=by_name({}, str),
-    by_name_of_a_class=by_name({}, lambda: Scaled),
-    pattern_is_a_number=by_name({1: {"param_dtype": FP32}}),
-)
-MAKING.add(
     ValueError,
-    "Pattern '*.gian' matches no parameter of Scaled: patterns are over names",
+    "Pattern '*.gian' matches no parameter of Scaled. Give patterns over whole",
     pattern_matches_nothing=by_name({"*.gian": {"param_dtype": FP32}}),
 )
 MAKING.add(
     ValueError,
-    "Patterns 'gain' and 'g*' set param_dtype of gain…let both set the same",
+    "Patterns 'gain' and 'g*' set param_dtype of gain…Change one",
     patterns_contradict=by_name(
         {"gain": {"param_dtype": FP32}, "g*": {"param_dtype": BF16}}
     ),
 )
 MAKING.add(
     ValueError,
-    "Pattern 'gain' sets output_dtype, but patterns set only …Pass output_dtype",
+    "Pattern 'gain' sets output_dtype: set only …give by_name the other",
     pattern_sets_what_modules_have=by_name(
         {"gain": MixedPrecisionPolicy(output_dtype=FP32)}
     ),
 )
 MAKING.add(
     ValueError,
-    "Pattern 'gain' sets param_dtype_override_fn, but…a pattern of its own",
+    "Pattern 'gain' sets param_dtype_override_fn: set only param_dtype",
     pattern_policy_has_overrides=by_name(
         {"gain": MixedPrecisionPolicy(param_dtype_override_fn=id)}
     ),
 )
 MAKING.add(
     ValueError,
-    "The gradient of parameter weight of Scaled cannot be averaged in "
+    "The gradient of parameter weight of Scaled cannot be reduced in "
     "torch.float8_e4m3fn. Set reduce_dtype to one of torch.float64",
     reduce_dtype_is_float8=under(reduce_dtype=FP8),
     override_returns_float8=under(reduce_dtype_override_fn=lambda p: FP8),
 )
 MAKING.add(
     ValueError,
-    "The gradient of parameter weight of Scaled cannot be sent in torch.float8_e4m3fn. "
+    "The gradient of parameter weight of Scaled cannot be reduced in torch.float8_e4m3fn. "
     "Set grad_comm_dtype to one of",
     grad_comm_dtype_is_float8=under(grad_comm_dtype=FP8),
 )
 MAKING.add(
     ValueError,
-    "The gradient of parameter weight of Scaled would be sent in torch.float32…"
-    "Give a reduce_dtype that does",
+    "The gradient of parameter weight of Scaled cannot be sent in torch.float32…Set a "
+    "reduce_dtype that holds",
     grad_comm_dtype_does_not_fit=under(grad_comm_dtype=FP32, reduce_dtype=BF16),
 )
 MAKING.add(
     ValueError,
-    "The gradient of parameter weight of Scaled cannot be averaged in torch.int32",
+    "The gradient of parameter weight of Scaled cannot be reduced in torch.int32",
     reduce_dtype_is_integer=under(reduce_dtype=INT32),
 )
 MAKING.add(
     ValueError,
-    "param_dtype of the policy is …which cannot hold the values of parameter weight of "
-    "Scaled. Give a floating-point dtype",
+    "Parameter weight of Scaled cannot be trained in param_dtype=…Give a floating-point",
     param_dtype_is_integer=under(param_dtype=INT32),
     param_dtype_is_packed=under(param_dtype=torch.float4_e2m1fn_x2),
 )
@@ -170,8 +162,7 @@ MAKING.add(
 )
 MAKING.add(
     NotImplementedError,
-    "Parameter other of Scaled cannot be sharded. Call to_dense() or dequantize() on "
-    "it, or put it in ignored_params",
+    "Parameter other of Scaled cannot be sharded.",
     sparse_parameter=beside(lambda: torch.ones(DIM).to_sparse()),
     quantized_parameter=beside(
         lambda: torch.quantize_per_tensor(torch.ones(DIM), 1.0, 0, torch.qint8)
@@ -179,8 +170,8 @@ MAKING.add(
 )
 MAKING.add(
     NotImplementedError,
-    "Parameter other of Scaled cannot be sharded. Its class, CannotSplit, must …"
-    "Otherwise put it in ignored_params",
+    "Parameter other of Scaled cannot be sharded. Implement …in CannotSplit, or put it "
+    "in ignored_params",
     subclass_that_cannot_be_cut=beside(lambda: CannotSplit(torch.ones(DIM, DIM))),
 )
 

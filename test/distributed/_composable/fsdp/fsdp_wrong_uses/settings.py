@@ -57,7 +57,7 @@ SETTING.add(
 )
 SETTING.add(
     ValueError,
-    "OwnReduction of unit '1' cannot reduce 1.weight, which is sent in …give it a "
+    "OwnReduction of unit '1' cannot reduce 1.weight, whose grad_comm_dtype is …Add a "
     "method exchange(output_tensor, input_tensor, group)",
     scatter_cannot_exchange=setting(
         "set_custom_reduce_scatter",
@@ -67,7 +67,7 @@ SETTING.add(
 )
 SETTING.add(
     TypeError,
-    "set_all_reduce_hook of unit '1' got 'all_reduce': pass a function of the buffer",
+    "set_all_reduce_hook of unit '1' got 'all_reduce': pass a function of a buffer",
     hook_is_text=setting("set_all_reduce_hook", "all_reduce"),
 )
 for _kind, _what, _factor in (
@@ -94,7 +94,7 @@ def capping(**sizes: Any) -> Case:
 
 SETTING.add(
     ValueError,
-    "set_reduce_bucket_cap expects finite sizes above 0…bucket_cap_mb=None, but got",
+    "bucket_cap_mb=…small_kb=…must be finite and > 0",
     reduce_bucket_cap_of_0=capping(bucket_cap_mb=0),
     reduce_bucket_cap_of_nothing_small=capping(small_kb=0),
     reduce_bucket_cap_without_end=capping(bucket_cap_mb=float("inf")),

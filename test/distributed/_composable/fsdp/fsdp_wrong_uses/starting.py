@@ -12,7 +12,6 @@ from fsdp_wrong_uses.run import BF16, Case, DIM, Errors, INT32, Run, Scaled
 
 import torch
 import torch.nn as nn
-from torch.distributed.tensor import Shard
 from torch.func import functional_call
 
 
@@ -54,21 +53,6 @@ def with_data(data: Callable[[Run, torch.Tensor], torch.Tensor]) -> Case:
         block.gain.data = data(run, block.gain.data)
 
     return changed(change)
-
-
-def resharded_across(run: Run) -> Callable[[], object]:
-    linear = nn.Linear(8, 3, bias=False, device=run.device)
-    return lambda: run.fully_shard(
-        linear, shard_placement_fn=lambda p: Shard(1), reshard_after_forward=2
-    )
-
-
-STARTING.add(
-    ValueError,
-    "weight of Linear, sharded on dim 1, has 3 rows, which 2 does not divide: let "
-    "reshard_after_forward be True, False or a factor",
-    resharded_across=resharded_across,
-)
 
 
 # Parameters #
@@ -128,8 +112,7 @@ def loads_plain_tensor(run: Run) -> Callable[[], object]:
 
 STARTING.add(
     AttributeError,
-    "1.gain must be the DTensor that fully_shard made of it…set_model_state_dict(..., "
-    "options=StateDictOptions(full_state_dict=True))",
+    "1.gain must be the DTensor that fully_shard made of it…by set_model_state_dict",
     loads_plain_tensor=loads_plain_tensor,
 )
 
