@@ -180,11 +180,9 @@ class BucketGrads:
     is_viewed: bool = False
 
     def __post_init__(self) -> None:
-        count, bucket = len(self.unsharded_grads), self.bucket
-        # Whether some parameters are in the partial reduce only
-        self.is_extended = count < len(bucket.slots)
-        # Elements of a rank's shards of the new gradients
-        self.new_numel = bucket.starts[count]
+        # Elements of a rank's shards of the new gradients. Those of parameters that are
+        # in the partial reduce only come behind them.
+        self.new_numel = self.bucket.starts[len(self.unsharded_grads)]
 
     @property
     def partial_dtype(self) -> torch.dtype:
@@ -512,36 +510,30 @@ def _all_to_all(reduction: Reduction, parts: Sequence[BucketGrads]) -> None:
 
 
 def _reduce_over_shards(
-    reduction: Reduction, part: BucketGrads, factors: Factors, target: Tensor | None
+    reduction: Reduction, part: BucketGrads, factors: Factors
 ) -> Tensor:
     """
     Returns this rank's 1D sum over the shard group and the partial reduce, which is
     added before the all-reduce, as that must sum the partial reduces of all replicas.
-    The sum is written to ``target`` if there is one. Otherwise it is a new tensor, or the
-    input or the partial reduce itself where nothing needs to be computed.
+    Where nothing needs to be computed, it is the input or the partial reduce itself.
     """
     bucket, partial = part.bucket, part.partial_reduce_output
     world_size, reduce_input = reduction.shard_world_size, part.reduce_scatter_input
     if reduce_input is None:
-        if partial is None:
-            raise AssertionError("Expects gradients or a partial result to reduce")
+        partial = cast(Tensor, partial)
         return partial if reduction.defers_all_reduce else partial.to(bucket.dtype)
     comm, numel = reduction.reduce_scatter_comm, bucket.shard_numel
     _div_if_needed(reduce_input if part.received is None else part.received, factors[0])
     if (
         world_size == 1
-        and target is None
         and partial is None
         and not reduction.defers_all_reduce
         and reduce_input.dtype == bucket.dtype
         and allocates_anew(comm)
     ):
         return reduce_input
-    output = target
-    if output is None:
-        output = allocate(comm, numel, bucket.dtype, reduction.device)
-    new = output
-    if part.new_numel < numel:  # other parameters have a partial reduce only
+    new = output = allocate(comm, numel, bucket.dtype, reduction.device)
+    if part.new_numel < numel:
         new = output[: part.new_numel]
         output[part.new_numel :].zero_()
     if world_size == 1:
@@ -556,45 +548,11 @@ def _reduce_over_shards(
     else:  # the sent input is only scratch memory now
         add_in_tree(part.received, new, reduce_input)
         part.received = None
-    if reduction.defers_all_reduce and part.partial_dtype != output.dtype:
-        wider = output.to(part.partial_dtype)
-        return wider if partial is None else wider.add_(partial)
+    if reduction.defers_all_reduce:
+        output = output.to(part.partial_dtype)
     if partial is not None:
         output += partial
-    return output.clone() if target is None and reduction.reuses_output else output
-
-
-class _ReducedShard(NamedTuple):
-    """A rank's shard of a bucket, reduced over the shard group."""
-
-    fsdp_params: list[FSDPParam]  # in slot order
-    bucket: ReduceBucket
-    shard: Tensor  # 1D
-
-
-def _reduce_batch_over_shards(
-    reduction: Reduction, parts: Sequence[BucketGrads], factors: Factors
-) -> tuple[list[_ReducedShard], Tensor]:
-    """
-    Returns the reduced shards of buckets that share an all-reduce, and its 1D input: a
-    buffer of which the shards are slices, or the only shard itself.
-    """
-    buffer, targets = None, [None]
-    if len(parts) > 1:
-        numels = [part.bucket.shard_numel for part in parts]
-        dtype = parts[0].bucket.dtype
-        buffer = torch.empty(sum(numels), dtype=dtype, device=reduction.device)
-        targets = buffer.split(numels)
-    reduced: list[_ReducedShard] = []
-    for part, target in zip(parts, targets, strict=True):
-        shard = _reduce_over_shards(reduction, part, factors, target)
-        result = _ReducedShard(part.fsdp_params, part.bucket, shard)
-        if part.is_extended and not reduction.defers_all_reduce:
-            result = _sort_for_replicas(*result)
-        if target is not None and result.shard is not target:
-            result = result._replace(shard=target.copy_(result.shard))
-        reduced.append(result)
-    return reduced, reduced[0].shard if buffer is None else buffer
+    return output.clone() if reduction.reuses_output else output
 
 
 @without_grad
@@ -613,17 +571,18 @@ def relayout(
     return target
 
 
-def _sort_for_replicas(
-    fsdp_params: list[FSDPParam], bucket: ReduceBucket, shard: Tensor
-) -> _ReducedShard:
+def _sort_for_replicas(part: BucketGrads, shard: Tensor) -> Tensor:
     """
-    Sorts a shard as planned: which microbatch had which gradients, and so the order of
-    slots, may differ between replicas, whose elements must line up.
+    Sorts a bucket and its shard as planned: which microbatch had which gradients, and so
+    the order of slots, may differ between replicas, whose elements must line up.
     """
-    planned = layouts.sort_slots(bucket)
-    by_index = {slot.param: p for slot, p in zip(bucket.slots, fsdp_params)}
-    params = [by_index[slot.param] for slot in planned.slots]
-    return _ReducedShard(params, planned, relayout(bucket, shard, planned))
+    bucket = part.bucket
+    if part.new_numel == bucket.shard_numel:
+        return shard
+    part.bucket = layouts.sort_slots(bucket)
+    by_index = {slot.param: p for slot, p in zip(bucket.slots, part.fsdp_params)}
+    part.fsdp_params = [by_index[slot.param] for slot in part.bucket.slots]
+    return relayout(bucket, shard, part.bucket)
 
 
 # Phase 3: over replicas, and into sharded gradients #
@@ -647,15 +606,21 @@ def _reduce_batch(
     ``reading_stream`` reads are the sharded gradients.
     """
     factors = reduction.divide_factors(parts[0].bucket)
-    reduced, buffer = _reduce_batch_over_shards(reduction, parts, factors)
+    shards: Sequence[Tensor]
+    shards = [_reduce_over_shards(reduction, part, factors) for part in parts]
+    if not reduction.defers_all_reduce:
+        shards = [*map(_sort_for_replicas, parts, shards)]
+    buffer = shards[0]
+    if len(shards) > 1:
+        buffer = torch.cat(shards)
+        shards = buffer.split([shard.numel() for shard in shards])
     inputs = [part.reduce_scatter_input for part in parts]
     stream = reduction.reduce_scatter_stream
     scattered = stream.record_event()
     if reduction.defers_all_reduce:
         (reduce_input,) = inputs
-        partial = reduced[0].shard
         events = scattered, stream, scattered
-        return [ReduceResult(reduce_input, *events, None, None, partial)]
+        return [ReduceResult(reduce_input, *events, None, None, buffer)]
     # A view keeps the whole buffer alive. If any gradient is cast, all are copied, so
     # that the buffer can be freed
     needs_casts = any(part.bucket.needs_casts for part in parts)
@@ -668,9 +633,9 @@ def _reduce_batch(
         if reduction.all_reduces:
             _all_reduce(reduction, parts, buffer, factors[3])
         _div_if_needed(buffer, factors[1])
-        for part, shard in zip(parts, reduced, strict=True):
-            part.is_viewed = accumulate_sharded_grads(
-                *shard, stream, reading_stream, as_views=as_views
+        for part, shard in zip(parts, shards, strict=True):
+            accumulate_sharded_grads(
+                part, shard, stream, reading_stream, as_views=as_views
             )
         done = stream.record_event()
     # See [Note: Lifetimes in a reduction]
@@ -705,20 +670,19 @@ def record_grad_output_stream(buffer: Tensor, stream: torch.Stream) -> None:
 
 
 def accumulate_sharded_grads(
-    fsdp_params: list[FSDPParam],
-    bucket: ReduceBucket,
+    part: BucketGrads,
     shard: Tensor,
     stream: torch.Stream,
     reading_stream: torch.Stream,
     *,
     as_views: bool,
-) -> bool:
+) -> None:
     """
     Accumulates a rank's shard of the reduced bucket in the sharded gradients: views of
-    ``shard``, or of one copy for each gradient dtype. Returns whether all of them are
-    views of ``shard`` now.
+    ``shard``, or of one copy for each gradient dtype.
     """
-    starts, are_views = bucket.starts, as_views
+    bucket, starts, fsdp_params = part.bucket, part.bucket.starts, part.fsdp_params
+    part.is_viewed = as_views
     record_grad_output_stream(shard, reading_stream)
     for dtype, indices in bucket.runs:
         flat, start = shard, starts[indices[0]]
@@ -740,8 +704,7 @@ def accumulate_sharded_grads(
                 param.grad = _as_dtensor(fsdp_param, sharded_grad)
             else:
                 accumulate_sharded_grad(fsdp_param, sharded_grad, stream)
-                are_views = False
-    return are_views
+                part.is_viewed = False
 
 
 def _as_dtensor(fsdp_param: FSDPParam, sharded_grad: Tensor) -> DTensor:
