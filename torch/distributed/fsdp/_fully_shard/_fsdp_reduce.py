@@ -37,7 +37,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, cast, NamedTuple, TypeAlias
+from typing import Any, cast, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -64,7 +64,7 @@ from ._fsdp_scaling import (
 
 
 class ReduceResult(NamedTuple):
-    """The tensors that a reduction in flight uses, and the events that end their use."""
+    """What a reduction in flight uses, and the events after which it does not."""
 
     reduce_scatter_input: Tensor | None  # None if there was no new gradient
     reduce_scatter_event: torch.Event | None
@@ -77,10 +77,6 @@ class ReduceResult(NamedTuple):
     partial_reduce_output: Tensor | None
 
 
-# See `_default_reduce_scatter_input_fn`
-PrepareFn: TypeAlias = Callable[[list[FSDPParam], list[Tensor], int], tuple]
-
-
 def _default_reduce_scatter_input_fn(
     fsdp_params: list[FSDPParam], unsharded_grads: list[Tensor], world_size: int
 ) -> tuple[torch.Size, ...]:
@@ -91,8 +87,7 @@ def _default_reduce_scatter_input_fn(
     """
     sizes: list[torch.Size] = []
     for i, (fsdp_param, grad) in enumerate(zip(fsdp_params, unsharded_grads)):
-        dim = fsdp_param.fsdp_placement.dim
-        if dim != 0 and world_size > 1:
+        if (dim := fsdp_param.fsdp_placement.dim) != 0 and world_size > 1:
             by_rank = _view_by_rank(grad, dim, world_size)
             grad = unsharded_grads[i] = by_rank.flatten(0, 1)
         rows = -(-grad.size(0) // world_size) * world_size
@@ -113,9 +108,11 @@ class Reduction(NamedTuple):
     gradient_divide_factor: float | None
     force_sum_reduction_for_comms: bool
     device: torch.device
-    # Plugins may replace these two. Buckets that share an all-to-all use no `copy_in`
+    # Plugins may replace these two. Buckets that share an all-to-all use no `copy_in`.
     copy_in: Callable[[list[Tensor], Tensor, int], None]
-    prepare_reduce_scatter_inputs: PrepareFn = _default_reduce_scatter_input_fn
+    prepare_reduce_scatter_inputs: Callable[..., tuple] = (
+        _default_reduce_scatter_input_fn
+    )
     # Whether the comm may allocate the same output for the unit's next bucket
     reuses_output: bool = False
 
@@ -126,8 +123,9 @@ class Reduction(NamedTuple):
     @property
     def all_reduces(self) -> bool:
         """Whether the all-reduce stream is used, for a collective or for a hook."""
-        has_work = self.all_reduce_group is not None or self.all_reduce_hook is not None
-        return has_work and not self.defers_all_reduce
+        if self.all_reduce_group is not None:
+            return self.all_reduce_grads
+        return self.all_reduce_hook is not None
 
     @property
     def shard_world_size(self) -> int:
@@ -145,7 +143,7 @@ class Reduction(NamedTuple):
 
     @property
     def join_key(self) -> tuple[Any, ...]:
-        """What is the same for units whose buckets may be joined."""
+        """Units whose buckets may be joined have the same key."""
         return (
             self.reduce_scatter_group,
             self.all_reduce_group,
@@ -172,9 +170,9 @@ class BucketGrads:
     bucket: ReduceBucket
     unsharded_grads: list[Tensor]  # of the first parameters; the copy-in drops them
     partial_reduce_output: Tensor | None = None
-    # Each rank's shards of new gradients, or None. One all-to-all's buckets share it.
+    # The new gradients, if there are any. Buckets of one all-to-all share it.
     reduce_scatter_input: Tensor | None = None
-    # After the all-to-all: from each rank its new gradients for this rank's shards
+    # This rank's shards of all ranks' new gradients, after an all-to-all
     received: Tensor | None = None
     # Whether the sharded gradients are views of the reduced buffer
     is_viewed: bool = False
@@ -207,8 +205,8 @@ def prepare_inputs(
     sizes = prepare(fsdp_params[:count], unsharded_grads, world_size)
     if len(sizes) != count:
         raise ValueError(
-            f"the function that prepares {count} gradients, first that of "
-            f"{fsdp_params[0]._param_fqn}, returned {len(sizes)} sizes"
+            f"_prepare_reduce_scatter_inputs returned {len(sizes)} sizes for {count} "
+            f"gradients, the first of {fsdp_params[0]._param_fqn}: return one for each"
         )
     slots = [
         replace(slot, shard_numel=size.numel() // world_size, shard_dim=0)
@@ -224,16 +222,14 @@ def reduce_buckets(
     """
     Reduces the buckets of one post-backward. All copy-ins come first, so that the
     streams meet once: the first collective waits for the last copy-in.
-
-    Buckets with a comm dtype share one all-to-all. Over replicas, those of one reduce
-    dtype share the all-reduce.
     """
     handle = _get_device_handle(reduction.device.type)
     compute_stream, stream = handle.current_stream(), reduction.reduce_scatter_stream
     with_grads = [part for part in parts if part.unsharded_grads]
-    has_peers = reduction.shard_world_size > 1
-    exchanged = [p for p in with_grads if has_peers and p.bucket.comm_dtype is not None]
-    # Several are copied into one buffer, a single one as for a reduce-scatter
+    exchanged: list[BucketGrads] = []
+    if reduction.shard_world_size > 1:
+        exchanged = [p for p in with_grads if p.bucket.comm_dtype is not None]
+    # A single one is copied in as for a reduce-scatter
     joined = exchanged if len(exchanged) > 1 else []
     results: list[ReduceResult] = []
     batch = parts  # an error gets a note about these buckets
@@ -263,10 +259,15 @@ def reduce_buckets(
 
 def _copy_in(reduction: Reduction, part: BucketGrads) -> None:
     """Copies a bucket's new gradients into the reduction's input, and drops them."""
-    bucket, grads, numel = part.bucket, part.unsharded_grads, part.new_numel
-    comm, dtype = reduction.reduce_scatter_comm, bucket.wire_dtype
-    world_size = reduction.shard_world_size
-    reduce_input = allocate(comm, world_size * numel, dtype, reduction.device)
+    comm, bucket, grads = (
+        reduction.reduce_scatter_comm,
+        part.bucket,
+        part.unsharded_grads,
+    )
+    world_size, numel = reduction.shard_world_size, part.new_numel
+    reduce_input = allocate(
+        comm, world_size * numel, bucket.wire_dtype, reduction.device
+    )
     if reduction.copy_in is foreach_reduce_scatter_copy_in:
         copy_in_grads(bucket, grads, reduce_input.view(world_size, numel))
     else:  # a plugin's, which takes gradients of one dtype, to be chunked on dim 0
@@ -281,8 +282,8 @@ def _copy_in(reduction: Reduction, part: BucketGrads) -> None:
 
 def _copy_in_joined(reduction: Reduction, parts: Sequence[BucketGrads]) -> None:
     """Copies the new gradients of buckets into one buffer to send, and drops them."""
-    comm, layout = reduction.reduce_scatter_comm, _all_to_all_layout(parts)
-    world_size = reduction.shard_world_size
+    comm, world_size = reduction.reduce_scatter_comm, reduction.shard_world_size
+    layout = _all_to_all_layout(parts)
     numel, dtype = world_size * layout.segment_numel, layout.buffer_dtype
     buffer = allocate(comm, numel, dtype, reduction.device)
     copy_in_buckets(
@@ -342,7 +343,8 @@ def _view_columns(
     for region in layout.regions:
         for (i, _), column in zip(region.slots, pieces):
             columns[i] = column.view(region.dtype)
-    return [columns[i] for i in range(len(columns) - (None in columns))]
+    columns.pop(None, None)  # padding
+    return [columns[i] for i in range(len(columns))]
 
 
 def _dense_dtypes(
@@ -358,8 +360,8 @@ def _dense_dtypes(
 # The operator that the release calls, and the dtypes that it takes together on CUDA
 _CHUNK_CAT = "chunk_cat_mixed_dtype" if HAS_MIXED_CHUNK_CAT else "chunk_cat"
 _MIXED_ON_CUDA = {torch.bfloat16, torch.float32}
-# Gradients are copied together through a temporary up to this many elements: copying
-# that many once more takes a GPU as long as launching a kernel
+# Gradients are copied together through a temporary up to this many elements, which a
+# GPU copies once more in the time of a kernel launch
 _MAX_RUN_NUMEL = 2**20
 
 
@@ -479,8 +481,7 @@ def _chunk_cat(tensors: list[Tensor], rows: Tensor, by_operator: bool = False) -
         torch._chunk_cat(tensors, 0, world_size, out=rows)
     if rows.size(1) != row_numel:  # the kernel has resized them
         raise RuntimeError(
-            f"the gradients of a rank have {rows.size(1)} elements with their padding, "
-            f"but {row_numel} are to be reduced"
+            f"a rank's gradients have {rows.size(1)} padded elements, not {row_numel}"
         )
 
 
