@@ -12,7 +12,7 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any, cast, NamedTuple, TypeVar
+from typing import Any, cast, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,17 +43,12 @@ from ._fsdp_reduce import (
     Reduction,
 )
 from ._fsdp_releases import FOLLOWS_GRAD_DTYPE
-from ._fsdp_scaling import (
-    _div_if_needed,  # noqa: F401  (as in the release)
-    _get_gradient_divide_factors,  # noqa: F401  (as in the release)
-)
+from ._fsdp_scaling import _div_if_needed, _get_gradient_divide_factors  # noqa: F401
 
-
-_T = TypeVar("_T")
 
 # Operators #
-# Inductor rewrites graphs with these operators. An eager step calls their kernels
-# directly, unless somebody may see or replace them, see [Note: Who observes].
+# Inductor rewrites graphs with these operators. An eager step calls them only where
+# somebody may see or replace them, see [Note: Who observes], else their kernels.
 
 lib = torch.library.Library("fsdp", "FRAGMENT")
 
@@ -264,7 +259,7 @@ def unshard_single_rank(cache: ParamGroupCache, device: torch.device) -> None:
 # Reduce #
 
 
-def _fit_release(function: Callable[..., _T]) -> Callable[..., _T]:
+def _fit_release(function: Callable[..., Any]) -> Callable[..., Any]:
     """Removes the argument that this release lacks from a signature, and passes None."""
     lacking = "orig_dtype" if FOLLOWS_GRAD_DTYPE else "prepare_reduce_scatter_inputs"
     signature = inspect.signature(function)
@@ -272,7 +267,7 @@ def _fit_release(function: Callable[..., _T]) -> Callable[..., _T]:
     signature = signature.replace(parameters=parameters)
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> _T:
+    def call(*args: Any, **kwargs: Any) -> Any:
         return function(**signature.bind(*args, **kwargs).arguments, **{lacking: None})
 
     call.__signature__ = signature  # pyrefly: ignore [missing-attribute]

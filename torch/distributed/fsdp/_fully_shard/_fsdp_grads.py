@@ -148,7 +148,7 @@ def resume_upcasts(cache: ParamGroupCache) -> None:
 
 
 def upcast_unreduced_grads(fsdp_params: Iterable[FSDPParam]) -> None:
-    """Before 2.15, moves gradients off parameters to be added in another dtype."""
+    """Before 2.15, moves gradients off parameters where they add up in another dtype."""
     if FOLLOWS_GRAD_DTYPE:
         return
     for fsdp_param, param in _unsharded_params(fsdp_params):
@@ -284,20 +284,18 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
         Moves a bucket's gradients out of ``grads``, so that nothing else holds them, and
         the bucket's partial reduce out of ``self``.
         """
-        popped = []
+        popped = [grads[slot.param] for slot in bucket.slots]
         for slot in bucket.slots:
-            popped.append(grads[slot.param])
             grads[slot.param] = None
         params = [fsdp_params[slot.param] for slot in bucket.slots]
         if prepares:
             # Before extending: slots of a partial reduce have prepared sizes already
             bucket = prepare_inputs(reduction, bucket, params, popped)
         output = None
-        if self and (partial := self.pop(bucket.key, None)) is not None:
+        if (partial := self.pop(bucket.key, None)) is not None:
             bucket = layouts.extend_bucket(bucket, partial.bucket)
-            with _get_device_handle(reduction.device.type).stream(
-                reduction.reduce_scatter_stream
-            ):
+            handle = _get_device_handle(reduction.device.type)
+            with handle.stream(reduction.reduce_scatter_stream):
                 output = relayout(partial.bucket, partial.output, bucket)
             params = [fsdp_params[slot.param] for slot in bucket.slots]
         return BucketGrads(params, bucket, popped, output)
@@ -318,10 +316,10 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
                 self.clear()
                 self[bucket.key] = PartialReduce(bucket, output)
                 return
-        expected = [f"{b.shard_numel} of {b.dtype}" for b in buckets]
+        expected = dict.fromkeys(f"{b.shard_numel} of {b.dtype}" for b in buckets)
         raise ValueError(
             f"got {output.numel()} elements of {output.dtype}, but the unit reduces "
-            f"{', '.join(dict.fromkeys(expected))}"
+            f"{', '.join(expected)}"
         )
 
 

@@ -110,9 +110,7 @@ class Reduction(NamedTuple):
     device: torch.device
     # Plugins may replace these two. Buckets that share an all-to-all use no `copy_in`.
     copy_in: Callable[[list[Tensor], Tensor, int], None]
-    prepare_reduce_scatter_inputs: Callable[..., tuple] = (
-        _default_reduce_scatter_input_fn
-    )
+    prepare_reduce_scatter_inputs: Callable = _default_reduce_scatter_input_fn
     # Whether the comm may allocate the same output for the unit's next bucket
     reuses_output: bool = False
 
@@ -151,11 +149,14 @@ class Reduction(NamedTuple):
             self.force_sum_reduction_for_comms,
         )
 
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return allocate(self.reduce_scatter_comm, numel, dtype, self.device)
+
     def divide_factors(self, bucket: ReduceBucket) -> Factors:
         return get_divide_factors(
-            key=bucket.key,
-            reduce_scatter_group=self.reduce_scatter_group,
-            all_reduce_group=self.all_reduce_group,
+            bucket.key,
+            self.reduce_scatter_group,
+            self.all_reduce_group,
             device_type=self.device.type,
             factor=self.gradient_divide_factor,
             force_sum_reduction_for_comms=self.force_sum_reduction_for_comms,
@@ -259,15 +260,9 @@ def reduce_buckets(
 
 def _copy_in(reduction: Reduction, part: BucketGrads) -> None:
     """Copies a bucket's new gradients into the reduction's input, and drops them."""
-    comm, bucket, grads = (
-        reduction.reduce_scatter_comm,
-        part.bucket,
-        part.unsharded_grads,
-    )
-    world_size, numel = reduction.shard_world_size, part.new_numel
-    reduce_input = allocate(
-        comm, world_size * numel, bucket.wire_dtype, reduction.device
-    )
+    bucket, grads, numel = part.bucket, part.unsharded_grads, part.new_numel
+    world_size = reduction.shard_world_size
+    reduce_input = reduction.allocate(world_size * numel, bucket.wire_dtype)
     if reduction.copy_in is foreach_reduce_scatter_copy_in:
         copy_in_grads(bucket, grads, reduce_input.view(world_size, numel))
     else:  # a plugin's, which takes gradients of one dtype, to be chunked on dim 0
@@ -282,10 +277,8 @@ def _copy_in(reduction: Reduction, part: BucketGrads) -> None:
 
 def _copy_in_joined(reduction: Reduction, parts: Sequence[BucketGrads]) -> None:
     """Copies the new gradients of buckets into one buffer to send, and drops them."""
-    comm, world_size = reduction.reduce_scatter_comm, reduction.shard_world_size
-    layout = _all_to_all_layout(parts)
-    numel, dtype = world_size * layout.segment_numel, layout.buffer_dtype
-    buffer = allocate(comm, numel, dtype, reduction.device)
+    layout, world_size = _all_to_all_layout(parts), reduction.shard_world_size
+    buffer = reduction.allocate(world_size * layout.segment_numel, layout.buffer_dtype)
     copy_in_buckets(
         layout,
         buckets=[part.bucket for part in parts],
@@ -499,12 +492,11 @@ def _all_to_all(reduction: Reduction, parts: Sequence[BucketGrads]) -> None:
     comm: Any = reduction.reduce_scatter_comm
     sent = cast(Tensor, parts[0].reduce_scatter_input)
     if allocates_anew(comm):
-        received = allocate(comm, sent.numel(), sent.dtype, reduction.device)
+        received = reduction.allocate(sent.numel(), sent.dtype)
     else:  # the comm may return the memory that is being sent
         received = torch.empty_like(sent)
-    group = reduction.reduce_scatter_group
+    group, layout = reduction.reduce_scatter_group, _all_to_all_layout(parts)
     comm.exchange(output_tensor=received, input_tensor=sent, group=group)
-    layout = _all_to_all_layout(parts)
     columns = _view_columns(received, layout, reduction.shard_world_size)
     for part, rows in zip(parts, columns, strict=True):
         part.received = rows
@@ -523,24 +515,23 @@ def _reduce_over_shards(
     if reduce_input is None:
         partial = cast(Tensor, partial)
         return partial if reduction.defers_all_reduce else partial.to(bucket.dtype)
-    comm, numel = reduction.reduce_scatter_comm, bucket.shard_numel
     _div_if_needed(reduce_input if part.received is None else part.received, factors[0])
     if (
         world_size == 1
         and partial is None
         and not reduction.defers_all_reduce
         and reduce_input.dtype == bucket.dtype
-        and allocates_anew(comm)
+        and allocates_anew(reduction.reduce_scatter_comm)
     ):
         return reduce_input
-    new = output = allocate(comm, numel, bucket.dtype, reduction.device)
-    if part.new_numel < numel:
+    new = output = reduction.allocate(bucket.shard_numel, bucket.dtype)
+    if part.new_numel < bucket.shard_numel:
         new = output[: part.new_numel]
         output[part.new_numel :].zero_()
     if world_size == 1:
         new.copy_(reduce_input)
     elif part.received is None:
-        comm(
+        reduction.reduce_scatter_comm(
             output_tensor=new,
             input_tensor=reduce_input,
             group=cast(dist.ProcessGroup, reduction.reduce_scatter_group),
@@ -603,10 +594,11 @@ def _reduce_batch(
     reduction: Reduction, parts: Sequence[BucketGrads], reading_stream: torch.Stream
 ) -> list[ReduceResult]:
     """
-    Reduces buckets that share an all-reduce, and so have the same factors. What
-    ``reading_stream`` reads are the sharded gradients.
+    Reduces buckets that share an all-reduce, and so have the same factors. The sharded
+    gradients are read in ``reading_stream``.
     """
-    factors = reduction.divide_factors(parts[0].bucket)
+    bucket = parts[0].bucket
+    factors = reduction.divide_factors(bucket)
     shards: Sequence[Tensor]
     shards = [_reduce_over_shards(reduction, part, factors) for part in parts]
     if not reduction.defers_all_reduce:
@@ -625,14 +617,14 @@ def _reduce_batch(
     # A view keeps the whole buffer alive. If any gradient is cast, all are copied, so
     # that the buffer can be freed
     needs_casts = any(part.bucket.needs_casts for part in parts)
-    as_views = buffer.dtype == parts[0].bucket.dtype and not needs_casts
+    as_views = buffer.dtype == bucket.dtype and not needs_casts
     handle = _get_device_handle(reduction.device.type)
     if reduction.all_reduces:
         stream = reduction.all_reduce_stream
         stream.wait_stream(reduction.reduce_scatter_stream)
     with handle.stream(stream) if reduction.all_reduces else contextlib.nullcontext():
         if reduction.all_reduces:
-            _all_reduce(reduction, parts, buffer, factors[3])
+            _all_reduce(reduction, bucket, buffer, factors[3])
         _div_if_needed(buffer, factors[1])
         for part, shard in zip(parts, shards, strict=True):
             accumulate_sharded_grads(
@@ -647,14 +639,11 @@ def _reduce_batch(
 
 
 def _all_reduce(
-    reduction: Reduction,
-    parts: Sequence[BucketGrads],
-    buffer: Tensor,
-    op: _ReduceOp,
+    reduction: Reduction, bucket: ReduceBucket, buffer: Tensor, op: _ReduceOp
 ) -> None:
     """Reduces ``buffer`` over the replicas and runs the user's hook on it."""
     group = reduction.all_reduce_group
-    if group is not None and parts[0].bucket.comm_dtype is None:
+    if group is not None and bucket.comm_dtype is None:
         dist.all_reduce(buffer, group=group, op=op)
     elif group is not None:
         all_reduce_in_tree(buffer, group)
@@ -665,9 +654,8 @@ def _all_reduce(
 def record_grad_output_stream(buffer: Tensor, stream: torch.Stream) -> None:
     """Tells a vendor's kernel (2.15) which stream reads sharded gradients."""
     if FOLLOWS_GRAD_DTYPE and buffer.device.type != "cpu":
-        torch.ops.fsdp.record_grad_output_stream(
-            buffer, stream.stream_id, stream.device_index, stream.device_type
-        )
+        args = stream.stream_id, stream.device_index, stream.device_type
+        torch.ops.fsdp.record_grad_output_stream(buffer, *args)
 
 
 def accumulate_sharded_grads(
@@ -698,10 +686,9 @@ def accumulate_sharded_grads(
             size, stride = fsdp_param.sharded_size, fsdp_param.contiguous_sharded_stride
             sharded_grad = flat.as_strided(size, stride, base + starts[i])
             param = fsdp_param.sharded_param
-            has_more_to_do = (
-                fsdp_param.offload_to_cpu or param._post_accumulate_grad_hooks
-            )
-            if param.grad is None and not has_more_to_do:  # without the call below
+            hooks = param._post_accumulate_grad_hooks
+            if param.grad is None and not hooks and not fsdp_param.offload_to_cpu:
+                # The same as the call below, without its time
                 param.grad = _as_dtensor(fsdp_param, sharded_grad)
             else:
                 accumulate_sharded_grad(fsdp_param, sharded_grad, stream)
@@ -743,14 +730,13 @@ def accumulate_sharded_grad(
         if sharded_param.dtype != stored:  # only its `data` was cast
             raise RuntimeError(
                 f"{fsdp_param._param_fqn} is {sharded_param.dtype} now, but its shard "
-                f"is {stored}: cast a model before its first forward, not between steps"
+                f"is {stored}: cast a model before its first forward"
             )
         present._local_tensor += sharded_grad
     else:
         raise AssertionError(
-            f"The gradient of {fsdp_param._param_fqn} must be a DTensor like its "
-            f"sharded parameter, but it is a {type(present).__name__}: do not set "
-            "the gradient of a sharded parameter to a plain tensor"
+            f"The gradient of {fsdp_param._param_fqn} is a {type(present).__name__}: set "
+            "the gradient of a sharded parameter to a DTensor like it, or to None"
         )
     for hook in [*hooks.values()] if hooks else ():
         hook(sharded_param)
