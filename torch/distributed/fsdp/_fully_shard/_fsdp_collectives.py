@@ -164,19 +164,17 @@ def foreach_all_gather(
     cache: ParamGroupCache | None = None,
 ) -> AllGatherResult | None:
     """
-    Starts the one all-gather of a unit, whatever dtypes its parameters have. All of them
-    are sharded, or all are resharded after forward. The buffer is allocated and filled
-    in one stream and gathered in the other. It is 1D, in bytes if the inputs have
-    several dtypes. ``cache`` is of these parameters.
+    Starts the one all-gather of a unit, whose parameters may have any dtypes but must
+    all be sharded, or all be resharded after forward. The buffer is allocated and filled
+    in one stream and gathered in the other. ``cache`` is of these parameters.
     """
     device_handle, comm = _get_device_handle(device.type), all_gather_comm
     with device_handle.stream(all_gather_copy_in_stream):
         current = (_get_param_all_gather_inputs, _get_all_gather_input_metadatas)
         if current == _OWN_INPUTS:
             tensors, plan = (cache or ParamGroupCache(fsdp_params)).prepare_gather()
-            layout, world_size = plan.layout, group.size()
-            numel, dtype = world_size * layout.segment_numel, layout.buffer_dtype
-            output = allocate(comm, numel, dtype, device, gathers=True)
+            numel, dtype = plan.layout.segment_numel, plan.layout.buffer_dtype
+            output = allocate(comm, group.size() * numel, dtype, device, gathers=True)
             segment = copies.fill_segment(output, plan, tensors, group.rank())
             fields = plan.dtypes, plan.numels, plan.split_sizes
         else:

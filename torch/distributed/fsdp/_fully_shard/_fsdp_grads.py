@@ -31,8 +31,8 @@ from ._fsdp_reduce import (
 from ._fsdp_releases import FOLLOWS_GRAD_DTYPE
 
 
-# A group caches its buckets for so many patterns: which parameters have a gradient, and
-# in which dtype. Most groups see one pattern, those with conditional parameters more.
+# A group caches its buckets for up to so many patterns of gradients: which parameters
+# have one, in which dtype. Most groups see one pattern, conditional ones see more.
 _MAX_CACHED_PATTERNS = 32
 
 # [Note: Microbatches]
@@ -341,29 +341,21 @@ class JoinedReduction:
 
     def join(self) -> list[BucketGrads]:
         """Returns a bucket for each key, with the gradients of all units."""
-        by_key: dict[BucketKey, list[BucketGrads]] = {}
+        slots, keys, fsdp_params, grads = [], [], [], []
         for part in self.parts:
-            by_key.setdefault(part.bucket.key, []).append(part)
-        keys = sorted(by_key, key=layouts.bucket_sort_key)
-        return [_join_parts(by_key[key]) for key in keys]
-
-
-def _join_parts(parts: Sequence[BucketGrads]) -> BucketGrads:
-    """Joins buckets of one key, of several units, to one. All gradients are new."""
-    slots, fsdp_params, grads = [], [], []
-    for part in parts:
-        slots += part.bucket.slots
-        fsdp_params += part.fsdp_params
-        grads += part.unsharded_grads
-        part.unsharded_grads.clear()
-    dtype, comm_dtype = parts[0].bucket.key
-    is_mixed = any(part.bucket.is_mixed for part in parts)
-    slots = tuple(replace(slot, param=i) for i, slot in enumerate(slots))
-    bucket = layouts.sort_slots(ReduceBucket(dtype, slots, comm_dtype, is_mixed))
-    order = [slot.param for slot in bucket.slots]
-    return BucketGrads(
-        [fsdp_params[i] for i in order], bucket, [grads[i] for i in order]
-    )
+            for slot in part.bucket.slots:
+                slots.append(replace(slot, param=len(slots)))
+                keys.append(part.bucket.key)
+            fsdp_params += part.fsdp_params
+            grads += part.unsharded_grads  # all of them are new
+            part.unsharded_grads.clear()
+        is_mixed = any(part.bucket.is_mixed for part in self.parts)
+        joined: list[BucketGrads] = []
+        for bucket in layouts.plan_buckets(slots, keys, is_mixed):
+            order = [slot.param for slot in bucket.slots]
+            params = [fsdp_params[i] for i in order]
+            joined.append(BucketGrads(params, bucket, [grads[i] for i in order]))
+        return joined
 
 
 def can_join(reduction: Reduction) -> bool:
