@@ -440,7 +440,7 @@ class TestOrder(FakeGroupTest):
         prepare = "_default_reduce_scatter_input_fn"
         with (
             mock.patch.object(param_group, prepare, lambda *_: ()),
-            self.assertRaisesRegex(ValueError, "first that of .+, returned 0 sizes"),
+            self.assertRaisesRegex(ValueError, "0 sizes for .+, the first of "),
         ):
             self.forward(mesh_of(self.ranks, device="cpu")).backward()
 

@@ -1,12 +1,9 @@
 """
 Moves the data of one unit by one collective, with one copy before and one after it.
 
-- Unshard: copy-in, all-gather, copy-out.
-- Reduce: :func:`foreach_reduce`, for callers outside. :mod:`_fsdp_reduce` does it.
-
 :mod:`_fsdp_layout` plans where things lie, :mod:`_fsdp_param_group` decides when they
-move, :mod:`_fsdp_copies` copies shards and parameters, and :mod:`_fsdp_comms` allocates
-the buffers and issues the collectives.
+move, :mod:`_fsdp_copies` copies shards and parameters, :mod:`_fsdp_reduce` reduces
+gradients, and :mod:`_fsdp_comms` allocates the buffers and issues the collectives.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any, cast, NamedTuple, TypeAlias, TypeVar
+from typing import Any, cast, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,7 +27,8 @@ from ._fsdp_api import AllGather, ReduceScatter
 from ._fsdp_comms import *  # noqa: F403  (as in the release)
 from ._fsdp_comms import allocate
 from ._fsdp_compat import _get_all_gather_input_metadatas, _get_param_all_gather_inputs
-from ._fsdp_layout import ReduceBucket, ReduceSlot
+from ._fsdp_grads import make_slot
+from ._fsdp_layout import ReduceBucket
 from ._fsdp_observers import without_grad
 from ._fsdp_param import FSDPParam, ShardedState  # noqa: F401  (as in the release)
 from ._fsdp_param_cache import ParamGroupCache
@@ -39,24 +37,18 @@ from ._fsdp_reduce import (
     BucketGrads,
     foreach_reduce_scatter_copy_in,
     prepare_inputs,
-    PrepareFn,
     record_grad_output_stream,  # noqa: F401  (as in the release)
     reduce_buckets,
     ReduceResult,
     Reduction,
 )
 from ._fsdp_releases import FOLLOWS_GRAD_DTYPE
-from ._fsdp_scaling import (
-    _div_if_needed,  # noqa: F401  (as in the release)
-    _get_gradient_divide_factors,  # noqa: F401  (as in the release)
-)
+from ._fsdp_scaling import _div_if_needed, _get_gradient_divide_factors  # noqa: F401
 
-
-_T = TypeVar("_T")
 
 # Operators #
-# Inductor rewrites graphs with these operators. An eager step calls their kernels
-# directly, unless somebody may see or replace them, see [Note: Who observes].
+# Inductor rewrites graphs with these operators. An eager step calls them only where
+# somebody may see or replace them, see [Note: Who observes], else their kernels.
 
 lib = torch.library.Library("fsdp", "FRAGMENT")
 
@@ -85,9 +77,7 @@ def all_gather_copy_in_cuda(
     return segment, all_gather_output
 
 
-all_gather_copy_in_meta = (
-    all_gather_copy_in_cuda  # on meta tensors the copy does nothing
-)
+all_gather_copy_in_meta = all_gather_copy_in_cuda  # meta tensors have no data to copy
 
 
 def split_with_sizes_copy(
@@ -147,9 +137,9 @@ def _stage_monkeypatched(
     Allocates the buffer of a gather and fills this rank's segment of it with a plugin's
     inputs, in parameter order. Returns both, and the last fields of the result.
     """
-    own = _get_param_all_gather_inputs(fsdp_params)
-    dtypes, numels, dtype = _get_all_gather_input_metadatas(own)
-    inputs = [*chain.from_iterable(own)]
+    param_inputs = _get_param_all_gather_inputs(fsdp_params)
+    dtypes, numels, dtype = _get_all_gather_input_metadatas(param_inputs)
+    inputs = [*chain.from_iterable(param_inputs)]
     if dtype == torch.uint8:
         inputs = [tensor.view(torch.uint8) for tensor in inputs]
     split_sizes = [tensor.numel() for tensor in inputs]
@@ -174,29 +164,25 @@ def foreach_all_gather(
     cache: ParamGroupCache | None = None,
 ) -> AllGatherResult | None:
     """
-    Starts the one all-gather of a unit, whatever dtypes its parameters have: all of
-    them are sharded, or all are resharded after forward. The buffer is allocated and
-    filled in one stream, and gathered in the other, which are the same if ``async_op``.
-    It is 1D, in the inputs' one dtype, else in bytes. ``cache`` is of these parameters.
+    Starts the one all-gather of a unit, whose parameters may have any dtypes but must
+    all be sharded, or all be resharded after forward. The buffer is allocated and filled
+    in one stream and gathered in the other. ``cache`` is of these parameters.
     """
-    device_handle = _get_device_handle(device.type)
+    device_handle, comm = _get_device_handle(device.type), all_gather_comm
     with device_handle.stream(all_gather_copy_in_stream):
-        own = (_get_param_all_gather_inputs, _get_all_gather_input_metadatas)
-        if own == _OWN_INPUTS:
-            cache = cache or ParamGroupCache(fsdp_params)
-            tensors, plan = cache.prepare_gather()
-            layout, comm = plan.layout, all_gather_comm
-            numel, dtype = group.size() * layout.segment_numel, layout.buffer_dtype
-            output = allocate(comm, numel, dtype, device, gathers=True)
+        current = (_get_param_all_gather_inputs, _get_all_gather_input_metadatas)
+        if current == _OWN_INPUTS:
+            tensors, plan = (cache or ParamGroupCache(fsdp_params)).prepare_gather()
+            numel, dtype = plan.layout.segment_numel, plan.layout.buffer_dtype
+            output = allocate(comm, group.size() * numel, dtype, device, gathers=True)
             segment = copies.fill_segment(output, plan, tensors, group.rank())
             fields = plan.dtypes, plan.numels, plan.split_sizes
         else:
-            output, segment, fields = _stage_monkeypatched(
-                fsdp_params, group, device, all_gather_comm
-            )
+            staged = _stage_monkeypatched(fsdp_params, group, device, comm)
+            output, segment, fields = staged
     all_gather_stream.wait_stream(all_gather_copy_in_stream)
     with device_handle.stream(all_gather_stream):
-        work = all_gather_comm(
+        work = comm(
             output_tensor=output, input_tensor=segment, group=group, async_op=async_op
         )
         event = all_gather_stream.record_event()
@@ -225,34 +211,29 @@ def _copy_out(
     copies.copy_out(cache.fsdp_params, state, buffer, layout, outputs, world_size)
 
 
-AllGatherOutputFn: TypeAlias = Callable[[list[FSDPParam], AllGatherResult, int], None]
-
-
 @without_grad
 def foreach_all_gather_copy_out(
     all_gather_result: AllGatherResult,
     fsdp_params: list[FSDPParam],
     group: dist.ProcessGroup,
     *,
-    all_gather_output_fn: AllGatherOutputFn = _default_all_gather_output_fn,
+    all_gather_output_fn: Callable[..., None] = _default_all_gather_output_fn,
     cache: ParamGroupCache | None = None,
 ) -> None:
     """
-    Waits for an all-gather, from :func:`foreach_all_gather` or from another one whose
-    segments hold the inputs in parameter order, and writes every parameter's all-gather
+    Waits for an all-gather, from :func:`foreach_all_gather` or from a plugin's, whose
+    segments hold the inputs in parameter order. Writes every parameter's all-gather
     outputs from its buffer: one kernel, and one more copy for each parameter not sharded
-    on dim 0. ``all_gather_output_fn`` does so instead, given ``fsdp_params``, the
-    result, which is complete then, and the number of ranks. Raises a NotImplementedError
-    if a custom one would be given several dtypes.
+    on dim 0. A custom ``all_gather_output_fn`` does so instead, given ``fsdp_params``,
+    the complete result and the number of ranks.
     """
     buffer, event, work, dtypes, *_ = all_gather_result
     is_default = all_gather_output_fn is _default_all_gather_output_fn
     if not is_default and len({*chain.from_iterable(dtypes)}) > 1:
         names = ", ".join(str(p._param_fqn) for p in fsdp_params)
         raise NotImplementedError(
-            f"_all_gather_output_fn would be given parameters of several dtypes, "
-            f"which do not lie in their own order: {names}. Set it on units of "
-            "one dtype only"
+            f"_all_gather_output_fn cannot be given {names}: they have several dtypes, "
+            "and do not lie in their own order. Set it on units of one dtype only"
         )
     if event is not None:
         _get_device_handle(buffer.device.type).current_stream().wait_event(event)
@@ -276,6 +257,22 @@ def unshard_single_rank(cache: ParamGroupCache, device: torch.device) -> None:
 # Reduce #
 
 
+def _fit_release(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Removes the argument that this release lacks from a signature, and passes None."""
+    lacking = "orig_dtype" if FOLLOWS_GRAD_DTYPE else "prepare_reduce_scatter_inputs"
+    signature = inspect.signature(function)
+    parameters = [p for p in signature.parameters.values() if p.name != lacking]
+    signature = signature.replace(parameters=parameters)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(**signature.bind(*args, **kwargs).arguments, **{lacking: None})
+
+    call.__signature__ = signature  # pyrefly: ignore [missing-attribute]
+    return call
+
+
+@_fit_release
 def foreach_reduce(
     fsdp_params: list[FSDPParam],
     unsharded_grads: list[Tensor],
@@ -293,21 +290,18 @@ def foreach_reduce(
     all_reduce_hook: Callable[[Tensor], None] | None,
     force_sum_reduction_for_comms: bool = False,
     *,
-    prepare_reduce_scatter_inputs: PrepareFn | None = _default_reduce_scatter_input_fn,
+    prepare_reduce_scatter_inputs: Callable | None = _default_reduce_scatter_input_fn,
 ) -> ReduceResult:
     """
     Reduces gradients of any dtypes in one reduce dtype, by default their one dtype, and
-    gives the results to the sharded parameters, in ``orig_dtype`` (until 2.14) or what
-    each parameter's ``grad_dtype`` says. Plugins and tests call it; a step calls
-    :func:`reduce_buckets`.
+    accumulates them in the sharded parameters, in each one's ``grad_dtype``, whatever
+    ``orig_dtype``. Plugins and tests call it; a step calls :func:`reduce_buckets`.
 
     ``fsdp_params`` after the first ``len(unsharded_grads)`` have only a part of
     ``partial_reduce_output``. ``unsharded_grads`` is emptied once they are copied.
     ``all_reduce_grads=False`` stops before the all-reduce and returns the sum so far
     (1D, laid out as ``fsdp_params``) for the next call to add.
-    ``prepare_reduce_scatter_inputs`` is given the parameters with a gradient, the
-    gradients, which it may replace in place, and the number of ranks. It returns the
-    gradients' padded sizes, which a rank gets one chunk of on dim 0.
+    ``prepare_reduce_scatter_inputs`` is as :func:`_default_reduce_scatter_input_fn`.
     """
     reduction = Reduction(
         reduce_scatter_group=reduce_scatter_group,
@@ -325,30 +319,12 @@ def foreach_reduce(
         or _default_reduce_scatter_input_fn,
     )
     grad_dtypes = [grad.dtype for grad in unsharded_grads]
-    bucket = _plan_one_bucket(fsdp_params, grad_dtypes, reduce_dtype, orig_dtype)
+    bucket = _plan_one_bucket(fsdp_params, grad_dtypes, reduce_dtype)
     bucket = prepare_inputs(reduction, bucket, fsdp_params, unsharded_grads)
     part = BucketGrads(fsdp_params, bucket, unsharded_grads, partial_reduce_output)
     return reduce_buckets(reduction, [part])[0]
 
 
-def _without(name: str, function: Callable[..., _T]) -> Callable[..., _T]:
-    """Removes an argument that this release lacks from a signature, and passes None."""
-    whole = inspect.signature(function)
-    parameters = [p for p in whole.parameters.values() if p.name != name]
-    signature = whole.replace(parameters=parameters)
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> _T:
-        return function(**signature.bind(*args, **kwargs).arguments, **{name: None})
-
-    call.__signature__ = signature  # pyrefly: ignore [missing-attribute]
-    return call
-
-
-foreach_reduce = _without(
-    "orig_dtype" if FOLLOWS_GRAD_DTYPE else "prepare_reduce_scatter_inputs",
-    foreach_reduce,
-)
 _REDUCE_SIGNATURE = inspect.signature(foreach_reduce)
 
 
@@ -373,7 +349,6 @@ def _plan_one_bucket(
     fsdp_params: Sequence[FSDPParam],
     grad_dtypes: Sequence[torch.dtype],
     reduce_dtype: torch.dtype | None,
-    orig_dtype: torch.dtype | None,
 ) -> ReduceBucket:
     """Plans the bucket of a caller. Raises if the gradients do not fit in one."""
     dtypes = [layouts.reduce_dtype_of(dtype, reduce_dtype) for dtype in grad_dtypes]
@@ -384,18 +359,11 @@ def _plan_one_bucket(
         if key != keys[0]:
             first, other = map(layouts.describe_key, (keys[0], key))
             raise AssertionError(
-                "One reduction takes one reduce dtype, but the gradients of "
-                f"{fsdp_params[0]._param_fqn} and {fsdp_param._param_fqn} would be "
-                f"reduced in {first} and {other}: pass reduce_dtype, or reduce "
-                "them in two calls"
+                f"The gradients of {fsdp_params[0]._param_fqn} and "
+                f"{fsdp_param._param_fqn} would be reduced in {first} and {other}: "
+                "pass reduce_dtype, or reduce them in two calls"
             )
     # By name, as replicas may list the parameters in different orders
     by_name = sorted(fsdp_params, key=lambda p: str(p._param_fqn))
-    slots = []
-    for fsdp_param in fsdp_params:
-        param, dim = fsdp_param.sharded_param, fsdp_param.fsdp_placement.dim
-        is_set = param.grad_dtype != param.dtype  # by users, which comes first
-        grad_dtype = param.grad_dtype if is_set else orig_dtype or param.dtype
-        numel = fsdp_param.padded_sharded_param_size.numel()
-        slots.append(ReduceSlot(by_name.index(fsdp_param), grad_dtype, numel, dim))
+    slots = (make_slot(by_name.index(p), p) for p in fsdp_params)
     return ReduceBucket(dtype, tuple(slots), keys[0][1] if keys else None)

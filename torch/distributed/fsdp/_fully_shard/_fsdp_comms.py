@@ -91,6 +91,8 @@ class _SingleAllGather(AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
+        if isinstance(self, SymmMemAllocMixin):  # the input is a part of the output
+            symm_mem.rendezvous(output_tensor, group=group.group_name)
         return dist.all_gather_single(output_tensor, input_tensor, group, async_op)
 
 
@@ -105,6 +107,9 @@ class _SingleReduceScatter(ReduceScatter):
         op: _ReduceOp,
         async_op: bool = False,
     ) -> dist.Work | None:
+        if isinstance(self, SymmMemAllocMixin):
+            symm_mem.rendezvous(input_tensor, group=group.group_name)
+            symm_mem.rendezvous(output_tensor, group=group.group_name)
         tensors = output_tensor, input_tensor
         return dist.reduce_scatter_single(*tensors, op, group, async_op)
 
@@ -127,34 +132,12 @@ class ProcessGroupAllocAllGather(ProcessGroupAllocMixin, _SingleAllGather): ...
 class ProcessGroupAllocReduceScatter(ProcessGroupAllocMixin, _SingleReduceScatter): ...
 
 
-class SymmMemAllGather(SymmMemAllocMixin, _SingleAllGather):
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        # The input is a part of the output, so this registers both
-        symm_mem.rendezvous(output_tensor, group=group.group_name)
-        return super().__call__(output_tensor, input_tensor, group, async_op)
+class SymmMemAllGather(SymmMemAllocMixin, _SingleAllGather): ...
 
 
 class SymmMemReduceScatter(SymmMemAllocMixin, _SingleReduceScatter):
-    # Its kernels only sum
+    # The kernels of symmetric memory only sum
     exchange = None  # pyrefly: ignore [bad-override-mutable-attribute]
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: _ReduceOp,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        for tensor in (input_tensor, output_tensor):
-            symm_mem.rendezvous(tensor, group=group.group_name)
-        return super().__call__(output_tensor, input_tensor, group, op, async_op)
 
 
 def allocate(

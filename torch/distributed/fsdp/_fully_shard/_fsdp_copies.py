@@ -33,8 +33,8 @@ def fill_segment(
             output.new_zeros(size) if i is None else views[i]
             for i, size in layout.slots
         ]
-    sizes = layout.split_sizes
-    return torch.ops.fsdp.all_gather_copy_in(inputs, output, sizes, numel, rank)[0]
+    args = inputs, output, layout.split_sizes, numel, rank
+    return torch.ops.fsdp.all_gather_copy_in(*args)[0]
 
 
 def _copy_in(
@@ -64,7 +64,7 @@ def _view_as(dtype: torch.dtype, shards: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _copy_group(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copies tensors of one dtype to others of one dtype, moved and cast."""
+    """Copies tensors of one dtype to tensors of one dtype, to another device as well."""
     device = targets[0].device
     if not _are_on_host(sources, device):
         torch._foreach_copy_(targets, sources)
@@ -78,7 +78,7 @@ def _copy_group(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copies tensors to others, moved and cast, those of a pair of dtypes at once."""
+    """Copies tensors of any dtypes, those of each pair of dtypes at once."""
     groups: dict[tuple[torch.dtype, torch.dtype], tuple[list, list]] = {}
     for target, source in zip(targets, sources, strict=True):
         if target.dtype == source.dtype and source.itemsize == 1:

@@ -2,13 +2,11 @@
 Turns the gradients that autograd makes into buckets: decides which gradients of a param
 group are reduced, and in which dtypes, and holds what waits for a later reduction:
 partial reduces of deferred all-reduces, and small buckets.
-
-:mod:`_fsdp_param_group` says when backward of the group is over, and
-:mod:`_fsdp_reduce` reduces the buckets.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -33,18 +31,18 @@ from ._fsdp_reduce import (
 from ._fsdp_releases import FOLLOWS_GRAD_DTYPE
 
 
-# Gradient patterns (which parameters have one, in which dtype) whose buckets a group
-# caches. Most groups see one; conditional ones see more.
+# A group caches its buckets for up to so many patterns of gradients: which parameters
+# have one, in which dtype. Most groups see one pattern, conditional ones see more.
 _MAX_CACHED_PATTERNS = 32
 
 # [Note: Microbatches]
 # While gradients are not reduced they add up in the reduce dtype, or in a wider
-# `grad_dtype` that users have set. Before 2.15 FSDP adds them: it moves them from the
-# unsharded parameters to `unsharded_accumulated_grad`. Since 2.15 the gradients stay on
-# the unsharded parameters, and autograd adds to them in these parameters' `grad_dtype`.
-# If that dtype is wider than the compute dtype, autograd would upcast every gradient,
-# even one that is reduced at once and cast by the copy-in. So FSDP unsets `grad_dtype`
-# during backward, and at its end casts the gradients that were not reduced.
+# `grad_dtype` that users have set. Before 2.15 FSDP adds them in
+# `unsharded_accumulated_grad`. Since 2.15 they stay on the unsharded parameters, and
+# autograd adds to them in these parameters' `grad_dtype`. If that is wider than the
+# compute dtype, autograd would upcast every gradient, even one that is reduced at once
+# and cast by the copy-in. So FSDP unsets `grad_dtype` during backward, and at its end
+# casts the gradients that were not reduced.
 
 
 def _unsharded_params(
@@ -96,14 +94,16 @@ def _plan_buckets(
     }
     if FOLLOWS_GRAD_DTYPE:
         _promote(fsdp_params, reduce_dtypes)
-    slots, keys = [], []
-    for i, dtype in reduce_dtypes.items():
-        fsdp_param = fsdp_params[i]
-        numel = fsdp_param.padded_sharded_param_size.numel()
-        grad_dtype = fsdp_param.sharded_param.grad_dtype
-        slots.append(ReduceSlot(i, grad_dtype, numel, fsdp_param.fsdp_placement.dim))
-        keys.append(layouts.bucket_key(fsdp_param, dtype))
+    slots = [make_slot(i, fsdp_params[i]) for i in reduce_dtypes]
+    keys = [layouts.bucket_key(fsdp_params[i], d) for i, d in reduce_dtypes.items()]
     return layouts.plan_buckets(slots, keys, is_mixed=layouts.is_mixed(fsdp_params))
+
+
+def make_slot(index: int, fsdp_param: FSDPParam) -> ReduceSlot:
+    """Returns the slot of a parameter that has this position among its unit's."""
+    grad_dtype = fsdp_param.sharded_param.grad_dtype
+    numel = fsdp_param.padded_sharded_param_size.numel()
+    return ReduceSlot(index, grad_dtype, numel, fsdp_param.fsdp_placement.dim)
 
 
 def _promote(
@@ -113,18 +113,16 @@ def _promote(
     Reduces gradients of one storage dtype without a policy's reduce dtype in a dtype
     that holds all of theirs, as the release does in a unit.
     """
-    promoted: dict[torch.dtype, torch.dtype] = {}
-    without_policy = [
-        (i, fsdp_params[i].sharded_param.dtype)
-        for i in reduce_dtypes
-        if fsdp_params[i].mp_policy.reduce_dtype is None
-    ]
-    for i, stored in without_policy:
-        other = promoted.setdefault(stored, reduce_dtypes[i])
-        if reduce_dtypes[i] != other:  # two equal float8 dtypes cannot be promoted
-            promoted[stored] = torch.promote_types(reduce_dtypes[i], other)
-    for i, stored in without_policy:
-        reduce_dtypes[i] = promoted[stored]
+    by_storage: dict[torch.dtype, list[int]] = {}
+    for i in reduce_dtypes:
+        if fsdp_params[i].mp_policy.reduce_dtype is None:
+            stored = fsdp_params[i].sharded_param.dtype
+            by_storage.setdefault(stored, []).append(i)
+    for indices in by_storage.values():
+        # Each dtype once, as two equal float8 dtypes cannot be promoted
+        dtypes = dict.fromkeys(reduce_dtypes[i] for i in indices)
+        promoted = functools.reduce(torch.promote_types, dtypes)
+        reduce_dtypes.update(dict.fromkeys(indices, promoted))
 
 
 # Gradients of the unsharded parameters #
@@ -150,13 +148,13 @@ def resume_upcasts(cache: ParamGroupCache) -> None:
 
 
 def upcast_unreduced_grads(fsdp_params: Iterable[FSDPParam]) -> None:
-    """Before 2.15, moves gradients off parameters to be added in another dtype."""
+    """Before 2.15, moves gradients off parameters where they add up in another dtype."""
     if FOLLOWS_GRAD_DTYPE:
         return
     for fsdp_param, param in _unsharded_params(fsdp_params):
-        if (grad := param.grad) is None or not grad.is_floating_point():
-            continue  # see `reduce_dtype_of`
-        dtype = fsdp_param.reduce_dtype or grad.dtype
+        if (grad := param.grad) is None:
+            continue
+        dtype = layouts.reduce_dtype_of(grad.dtype, fsdp_param.reduce_dtype)
         dtype = layouts.accumulation_dtype(fsdp_param, dtype)
         if grad.dtype != dtype:
             param.grad = None
@@ -196,9 +194,8 @@ def _check_zeros_have_a_dtype(fsdp_params: Iterable[FSDPParam]) -> None:
         has_dtype = layouts.default_reduce_dtype(fsdp_param) is not None
         if param.requires_grad and not has_dtype:
             raise ValueError(
-                f"grad_dtype of {fsdp_param._param_fqn} is None: reducing zeros "
-                "where it is unused requires an explicit MixedPrecisionPolicy."
-                "reduce_dtype, the one of its gradients. Set that, or do not call "
+                f"grad_dtype of {fsdp_param._param_fqn} is None, so zeros for it have no "
+                "dtype: set reduce_dtype in MixedPrecisionPolicy, or do not call "
                 "set_reduce_scatter_unused_params"
             )
 
@@ -248,36 +245,30 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
         that ``completes`` partial reduces, there is a bucket for each of these, which
         is empty where nothing is added to it.
         """
-        fresh = _get_buckets(cache, grads)
+        buckets = _get_buckets(cache, grads)
         if not self:
-            return fresh
-        self._check_dtypes(cache.fsdp_params, fresh)
+            return buckets
+        self._check_dtypes(cache.fsdp_params, buckets)
         if not completes:
-            return fresh
-        present = [bucket.key for bucket in fresh]
-        empty = [
-            replace(partial.bucket, slots=())
-            for key, partial in self.items()
-            if key not in present
-        ]
-        buckets = [*fresh, *empty]
-        return tuple(sorted(buckets, key=lambda b: layouts.bucket_sort_key(b.key)))
+            return buckets
+        empty = {key: replace(p.bucket, slots=()) for key, p in self.items()}
+        by_key = empty | {bucket.key: bucket for bucket in buckets}
+        return tuple(by_key[key] for key in sorted(by_key, key=layouts.bucket_sort_key))
 
     def _check_dtypes(
-        self, fsdp_params: Sequence[FSDPParam], fresh: Iterable[ReduceBucket]
+        self, fsdp_params: Sequence[FSDPParam], buckets: Iterable[ReduceBucket]
     ) -> None:
         """Raises if a gradient would be reduced in another dtype than before."""
-        keys = {slot.param: bucket.key for bucket in fresh for slot in bucket.slots}
+        keys = {slot.param: bucket.key for bucket in buckets for slot in bucket.slots}
         for earlier, partial in self.items():
             for slot in partial.bucket.slots:
                 if (key := keys.get(slot.param, earlier)) != earlier:
+                    before, now = map(layouts.describe_key, (earlier, key))
                     raise RuntimeError(
-                        f"{fsdp_params[slot.param]._param_fqn} was reduced in "
-                        f"{layouts.describe_key(earlier)} in an earlier microbatch, "
-                        "whose all-reduce was deferred, and would be in "
-                        f"{layouts.describe_key(key)} now: keep the dtypes of "
-                        "gradients until set_requires_all_reduce(True), or set "
-                        "reduce_dtype in MixedPrecisionPolicy"
+                        f"{fsdp_params[slot.param]._param_fqn} was reduced in {before} "
+                        "in an earlier microbatch, whose all-reduce was deferred, and "
+                        f"would be in {now} now: set reduce_dtype in "
+                        "MixedPrecisionPolicy, or keep the dtypes of gradients"
                     )
 
     def pop_part(
@@ -290,23 +281,21 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
         prepares: bool = True,
     ) -> BucketGrads:
         """
-        Moves a bucket's gradients out of ``grads``, so that only the copy-in holds them,
-        and the bucket's partial reduce out of ``self``.
+        Moves a bucket's gradients out of ``grads``, so that nothing else holds them, and
+        the bucket's partial reduce out of ``self``.
         """
-        popped = []
+        popped = [grads[slot.param] for slot in bucket.slots]
         for slot in bucket.slots:
-            popped.append(grads[slot.param])
             grads[slot.param] = None
         params = [fsdp_params[slot.param] for slot in bucket.slots]
         if prepares:
             # Before extending: slots of a partial reduce have prepared sizes already
             bucket = prepare_inputs(reduction, bucket, params, popped)
         output = None
-        if self and (partial := self.pop(bucket.key, None)) is not None:
+        if (partial := self.pop(bucket.key, None)) is not None:
             bucket = layouts.extend_bucket(bucket, partial.bucket)
-            with _get_device_handle(reduction.device.type).stream(
-                reduction.reduce_scatter_stream
-            ):
+            handle = _get_device_handle(reduction.device.type)
+            with handle.stream(reduction.reduce_scatter_stream):
                 output = relayout(partial.bucket, partial.output, bucket)
             params = [fsdp_params[slot.param] for slot in bucket.slots]
         return BucketGrads(params, bucket, popped, output)
@@ -317,10 +306,9 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
             layouts.dtypes_of(p).compute if p.sharded_param.requires_grad else None
             for p in fsdp_params
         ]
-        buckets = _plan_buckets(fsdp_params, compute_dtypes)
-        if len(self) == 1:  # its bucket may lack parameters that had no gradient
-            (partial,) = self.values()
-            buckets = partial.bucket, *buckets
+        # The bucket of a partial reduce may lack parameters that had no gradient
+        buckets = [partial.bucket for partial in self.values()]
+        buckets += _plan_buckets(fsdp_params, compute_dtypes)
         for bucket in buckets:
             params = [fsdp_params[slot.param] for slot in bucket.slots]
             dtypes = bucket.dtype, BucketGrads(params, bucket, []).partial_dtype
@@ -328,10 +316,10 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
                 self.clear()
                 self[bucket.key] = PartialReduce(bucket, output)
                 return
-        expected = [f"{b.shard_numel} of {b.dtype}" for b in buckets]
+        expected = dict.fromkeys(f"{b.shard_numel} of {b.dtype}" for b in buckets)
         raise ValueError(
             f"got {output.numel()} elements of {output.dtype}, but the unit reduces "
-            f"{', '.join(dict.fromkeys(expected))}"
+            f"{', '.join(expected)}"
         )
 
 
@@ -353,35 +341,21 @@ class JoinedReduction:
 
     def join(self) -> list[BucketGrads]:
         """Returns a bucket for each key, with the gradients of all units."""
-        by_key: dict[BucketKey, list[BucketGrads]] = {}
+        slots, keys, fsdp_params, grads = [], [], [], []
         for part in self.parts:
-            by_key.setdefault(part.bucket.key, []).append(part)
-        keys = sorted(by_key, key=layouts.bucket_sort_key)
-        return [_join_parts(by_key[key]) for key in keys]
-
-
-def _join_parts(parts: Sequence[BucketGrads]) -> BucketGrads:
-    """Joins buckets of one key, of several units, to one. All gradients are new."""
-    placed = [
-        (slot, fsdp_param, grad)
-        for part in parts
-        for slot, fsdp_param, grad in zip(
-            part.bucket.slots, part.fsdp_params, part.unsharded_grads, strict=True
-        )
-    ]
-    dtype, comm_dtype = parts[0].bucket.key
-    # A stable sort, which makes each gradient dtype one run
-    placed.sort(key=lambda item: layouts.dtype_sort_key(item[0].grad_dtype or dtype))
-    slots = tuple(replace(slot, param=i) for i, (slot, _, _) in enumerate(placed))
-    for part in parts:
-        part.unsharded_grads.clear()
-    return BucketGrads(
-        fsdp_params=[fsdp_param for _, fsdp_param, _ in placed],
-        bucket=ReduceBucket(
-            dtype, slots, comm_dtype, any(p.bucket.is_mixed for p in parts)
-        ),
-        unsharded_grads=[grad for _, _, grad in placed],
-    )
+            for slot in part.bucket.slots:
+                slots.append(replace(slot, param=len(slots)))
+                keys.append(part.bucket.key)
+            fsdp_params += part.fsdp_params
+            grads += part.unsharded_grads  # all of them are new
+            part.unsharded_grads.clear()
+        is_mixed = any(part.bucket.is_mixed for part in self.parts)
+        joined: list[BucketGrads] = []
+        for bucket in layouts.plan_buckets(slots, keys, is_mixed):
+            order = [slot.param for slot in bucket.slots]
+            params = [fsdp_params[i] for i in order]
+            joined.append(BucketGrads(params, bucket, [grads[i] for i in order]))
+        return joined
 
 
 def can_join(reduction: Reduction) -> bool:

@@ -37,7 +37,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, cast, NamedTuple, TypeAlias
+from typing import Any, cast, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -64,7 +64,7 @@ from ._fsdp_scaling import (
 
 
 class ReduceResult(NamedTuple):
-    """The tensors that a reduction in flight uses, and the events that end their use."""
+    """What a reduction in flight uses, and the events after which it does not."""
 
     reduce_scatter_input: Tensor | None  # None if there was no new gradient
     reduce_scatter_event: torch.Event | None
@@ -77,10 +77,6 @@ class ReduceResult(NamedTuple):
     partial_reduce_output: Tensor | None
 
 
-# See `_default_reduce_scatter_input_fn`
-PrepareFn: TypeAlias = Callable[[list[FSDPParam], list[Tensor], int], tuple]
-
-
 def _default_reduce_scatter_input_fn(
     fsdp_params: list[FSDPParam], unsharded_grads: list[Tensor], world_size: int
 ) -> tuple[torch.Size, ...]:
@@ -91,8 +87,7 @@ def _default_reduce_scatter_input_fn(
     """
     sizes: list[torch.Size] = []
     for i, (fsdp_param, grad) in enumerate(zip(fsdp_params, unsharded_grads)):
-        dim = fsdp_param.fsdp_placement.dim
-        if dim != 0 and world_size > 1:
+        if (dim := fsdp_param.fsdp_placement.dim) != 0 and world_size > 1:
             by_rank = _view_by_rank(grad, dim, world_size)
             grad = unsharded_grads[i] = by_rank.flatten(0, 1)
         rows = -(-grad.size(0) // world_size) * world_size
@@ -113,9 +108,9 @@ class Reduction(NamedTuple):
     gradient_divide_factor: float | None
     force_sum_reduction_for_comms: bool
     device: torch.device
-    # Plugins may replace these two. Buckets that share an all-to-all use no `copy_in`
+    # Plugins may replace these two. Buckets that share an all-to-all use no `copy_in`.
     copy_in: Callable[[list[Tensor], Tensor, int], None]
-    prepare_reduce_scatter_inputs: PrepareFn = _default_reduce_scatter_input_fn
+    prepare_reduce_scatter_inputs: Callable = _default_reduce_scatter_input_fn
     # Whether the comm may allocate the same output for the unit's next bucket
     reuses_output: bool = False
 
@@ -126,8 +121,9 @@ class Reduction(NamedTuple):
     @property
     def all_reduces(self) -> bool:
         """Whether the all-reduce stream is used, for a collective or for a hook."""
-        has_work = self.all_reduce_group is not None or self.all_reduce_hook is not None
-        return has_work and not self.defers_all_reduce
+        if self.all_reduce_group is not None:
+            return self.all_reduce_grads
+        return self.all_reduce_hook is not None
 
     @property
     def shard_world_size(self) -> int:
@@ -145,7 +141,7 @@ class Reduction(NamedTuple):
 
     @property
     def join_key(self) -> tuple[Any, ...]:
-        """What is the same for units whose buckets may be joined."""
+        """Units whose buckets may be joined have the same key."""
         return (
             self.reduce_scatter_group,
             self.all_reduce_group,
@@ -153,11 +149,14 @@ class Reduction(NamedTuple):
             self.force_sum_reduction_for_comms,
         )
 
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return allocate(self.reduce_scatter_comm, numel, dtype, self.device)
+
     def divide_factors(self, bucket: ReduceBucket) -> Factors:
         return get_divide_factors(
-            key=bucket.key,
-            reduce_scatter_group=self.reduce_scatter_group,
-            all_reduce_group=self.all_reduce_group,
+            bucket.key,
+            self.reduce_scatter_group,
+            self.all_reduce_group,
             device_type=self.device.type,
             factor=self.gradient_divide_factor,
             force_sum_reduction_for_comms=self.force_sum_reduction_for_comms,
@@ -172,19 +171,17 @@ class BucketGrads:
     bucket: ReduceBucket
     unsharded_grads: list[Tensor]  # of the first parameters; the copy-in drops them
     partial_reduce_output: Tensor | None = None
-    # Each rank's shards of new gradients, or None. One all-to-all's buckets share it.
+    # The new gradients, if there are any. Buckets of one all-to-all share it.
     reduce_scatter_input: Tensor | None = None
-    # After the all-to-all: from each rank its new gradients for this rank's shards
+    # This rank's shards of all ranks' new gradients, after an all-to-all
     received: Tensor | None = None
     # Whether the sharded gradients are views of the reduced buffer
     is_viewed: bool = False
 
     def __post_init__(self) -> None:
-        count, bucket = len(self.unsharded_grads), self.bucket
-        # Whether some parameters are in the partial reduce only
-        self.is_extended = count < len(bucket.slots)
-        # Elements of a rank's shards of the new gradients
-        self.new_numel = bucket.starts[count]
+        # Elements of a rank's shards of the new gradients. Those of parameters that are
+        # in the partial reduce only come behind them.
+        self.new_numel = self.bucket.starts[len(self.unsharded_grads)]
 
     @property
     def partial_dtype(self) -> torch.dtype:
@@ -209,8 +206,8 @@ def prepare_inputs(
     sizes = prepare(fsdp_params[:count], unsharded_grads, world_size)
     if len(sizes) != count:
         raise ValueError(
-            f"the function that prepares {count} gradients, first that of "
-            f"{fsdp_params[0]._param_fqn}, returned {len(sizes)} sizes"
+            f"_prepare_reduce_scatter_inputs returned {len(sizes)} sizes for {count} "
+            f"gradients, the first of {fsdp_params[0]._param_fqn}: return one for each"
         )
     slots = [
         replace(slot, shard_numel=size.numel() // world_size, shard_dim=0)
@@ -226,16 +223,14 @@ def reduce_buckets(
     """
     Reduces the buckets of one post-backward. All copy-ins come first, so that the
     streams meet once: the first collective waits for the last copy-in.
-
-    Buckets with a comm dtype share one all-to-all. Over replicas, those of one reduce
-    dtype share the all-reduce.
     """
     handle = _get_device_handle(reduction.device.type)
     compute_stream, stream = handle.current_stream(), reduction.reduce_scatter_stream
     with_grads = [part for part in parts if part.unsharded_grads]
-    has_peers = reduction.shard_world_size > 1
-    exchanged = [p for p in with_grads if has_peers and p.bucket.comm_dtype is not None]
-    # Several are copied into one buffer, a single one as for a reduce-scatter
+    exchanged: list[BucketGrads] = []
+    if reduction.shard_world_size > 1:
+        exchanged = [p for p in with_grads if p.bucket.comm_dtype is not None]
+    # A single one is copied in as for a reduce-scatter
     joined = exchanged if len(exchanged) > 1 else []
     results: list[ReduceResult] = []
     batch = parts  # an error gets a note about these buckets
@@ -266,9 +261,8 @@ def reduce_buckets(
 def _copy_in(reduction: Reduction, part: BucketGrads) -> None:
     """Copies a bucket's new gradients into the reduction's input, and drops them."""
     bucket, grads, numel = part.bucket, part.unsharded_grads, part.new_numel
-    comm, dtype = reduction.reduce_scatter_comm, bucket.wire_dtype
     world_size = reduction.shard_world_size
-    reduce_input = allocate(comm, world_size * numel, dtype, reduction.device)
+    reduce_input = reduction.allocate(world_size * numel, bucket.wire_dtype)
     if reduction.copy_in is foreach_reduce_scatter_copy_in:
         copy_in_grads(bucket, grads, reduce_input.view(world_size, numel))
     else:  # a plugin's, which takes gradients of one dtype, to be chunked on dim 0
@@ -283,10 +277,8 @@ def _copy_in(reduction: Reduction, part: BucketGrads) -> None:
 
 def _copy_in_joined(reduction: Reduction, parts: Sequence[BucketGrads]) -> None:
     """Copies the new gradients of buckets into one buffer to send, and drops them."""
-    comm, layout = reduction.reduce_scatter_comm, _all_to_all_layout(parts)
-    world_size = reduction.shard_world_size
-    numel, dtype = world_size * layout.segment_numel, layout.buffer_dtype
-    buffer = allocate(comm, numel, dtype, reduction.device)
+    layout, world_size = _all_to_all_layout(parts), reduction.shard_world_size
+    buffer = reduction.allocate(world_size * layout.segment_numel, layout.buffer_dtype)
     copy_in_buckets(
         layout,
         buckets=[part.bucket for part in parts],
@@ -344,7 +336,8 @@ def _view_columns(
     for region in layout.regions:
         for (i, _), column in zip(region.slots, pieces):
             columns[i] = column.view(region.dtype)
-    return [columns[i] for i in range(len(columns) - (None in columns))]
+    columns.pop(None, None)  # padding
+    return [columns[i] for i in range(len(columns))]
 
 
 def _dense_dtypes(
@@ -360,8 +353,8 @@ def _dense_dtypes(
 # The operator that the release calls, and the dtypes that it takes together on CUDA
 _CHUNK_CAT = "chunk_cat_mixed_dtype" if HAS_MIXED_CHUNK_CAT else "chunk_cat"
 _MIXED_ON_CUDA = {torch.bfloat16, torch.float32}
-# Gradients are copied together through a temporary up to this many elements: copying
-# that many once more takes a GPU as long as launching a kernel
+# Gradients are copied together through a temporary up to this many elements, which a
+# GPU copies once more in the time of a kernel launch
 _MAX_RUN_NUMEL = 2**20
 
 
@@ -481,8 +474,7 @@ def _chunk_cat(tensors: list[Tensor], rows: Tensor, by_operator: bool = False) -
         torch._chunk_cat(tensors, 0, world_size, out=rows)
     if rows.size(1) != row_numel:  # the kernel has resized them
         raise RuntimeError(
-            f"the gradients of a rank have {rows.size(1)} elements with their padding, "
-            f"but {row_numel} are to be reduced"
+            f"a rank's gradients have {rows.size(1)} padded elements, not {row_numel}"
         )
 
 
@@ -500,54 +492,46 @@ def _all_to_all(reduction: Reduction, parts: Sequence[BucketGrads]) -> None:
     comm: Any = reduction.reduce_scatter_comm
     sent = cast(Tensor, parts[0].reduce_scatter_input)
     if allocates_anew(comm):
-        received = allocate(comm, sent.numel(), sent.dtype, reduction.device)
+        received = reduction.allocate(sent.numel(), sent.dtype)
     else:  # the comm may return the memory that is being sent
         received = torch.empty_like(sent)
-    group = reduction.reduce_scatter_group
+    group, layout = reduction.reduce_scatter_group, _all_to_all_layout(parts)
     comm.exchange(output_tensor=received, input_tensor=sent, group=group)
-    layout = _all_to_all_layout(parts)
     columns = _view_columns(received, layout, reduction.shard_world_size)
     for part, rows in zip(parts, columns, strict=True):
         part.received = rows
 
 
 def _reduce_over_shards(
-    reduction: Reduction, part: BucketGrads, factors: Factors, target: Tensor | None
+    reduction: Reduction, part: BucketGrads, factors: Factors
 ) -> Tensor:
     """
     Returns this rank's 1D sum over the shard group and the partial reduce, which is
     added before the all-reduce, as that must sum the partial reduces of all replicas.
-    The sum is written to ``target`` if there is one. Otherwise it is a new tensor, or the
-    input or the partial reduce itself where nothing needs to be computed.
+    Where nothing needs to be computed, it is the input or the partial reduce itself.
     """
     bucket, partial = part.bucket, part.partial_reduce_output
     world_size, reduce_input = reduction.shard_world_size, part.reduce_scatter_input
     if reduce_input is None:
-        if partial is None:
-            raise AssertionError("Expects gradients or a partial result to reduce")
+        partial = cast(Tensor, partial)
         return partial if reduction.defers_all_reduce else partial.to(bucket.dtype)
-    comm, numel = reduction.reduce_scatter_comm, bucket.shard_numel
     _div_if_needed(reduce_input if part.received is None else part.received, factors[0])
     if (
         world_size == 1
-        and target is None
         and partial is None
         and not reduction.defers_all_reduce
         and reduce_input.dtype == bucket.dtype
-        and allocates_anew(comm)
+        and allocates_anew(reduction.reduce_scatter_comm)
     ):
         return reduce_input
-    output = target
-    if output is None:
-        output = allocate(comm, numel, bucket.dtype, reduction.device)
-    new = output
-    if part.new_numel < numel:  # other parameters have a partial reduce only
+    new = output = reduction.allocate(bucket.shard_numel, bucket.dtype)
+    if part.new_numel < bucket.shard_numel:
         new = output[: part.new_numel]
         output[part.new_numel :].zero_()
     if world_size == 1:
         new.copy_(reduce_input)
     elif part.received is None:
-        comm(
+        reduction.reduce_scatter_comm(
             output_tensor=new,
             input_tensor=reduce_input,
             group=cast(dist.ProcessGroup, reduction.reduce_scatter_group),
@@ -556,45 +540,11 @@ def _reduce_over_shards(
     else:  # the sent input is only scratch memory now
         add_in_tree(part.received, new, reduce_input)
         part.received = None
-    if reduction.defers_all_reduce and part.partial_dtype != output.dtype:
-        wider = output.to(part.partial_dtype)
-        return wider if partial is None else wider.add_(partial)
+    if reduction.defers_all_reduce:
+        output = output.to(part.partial_dtype)
     if partial is not None:
         output += partial
-    return output.clone() if target is None and reduction.reuses_output else output
-
-
-class _ReducedShard(NamedTuple):
-    """A rank's shard of a bucket, reduced over the shard group."""
-
-    fsdp_params: list[FSDPParam]  # in slot order
-    bucket: ReduceBucket
-    shard: Tensor  # 1D
-
-
-def _reduce_batch_over_shards(
-    reduction: Reduction, parts: Sequence[BucketGrads], factors: Factors
-) -> tuple[list[_ReducedShard], Tensor]:
-    """
-    Returns the reduced shards of buckets that share an all-reduce, and its 1D input: a
-    buffer of which the shards are slices, or the only shard itself.
-    """
-    buffer, targets = None, [None]
-    if len(parts) > 1:
-        numels = [part.bucket.shard_numel for part in parts]
-        dtype = parts[0].bucket.dtype
-        buffer = torch.empty(sum(numels), dtype=dtype, device=reduction.device)
-        targets = buffer.split(numels)
-    reduced: list[_ReducedShard] = []
-    for part, target in zip(parts, targets, strict=True):
-        shard = _reduce_over_shards(reduction, part, factors, target)
-        result = _ReducedShard(part.fsdp_params, part.bucket, shard)
-        if part.is_extended and not reduction.defers_all_reduce:
-            result = _sort_for_replicas(*result)
-        if target is not None and result.shard is not target:
-            result = result._replace(shard=target.copy_(result.shard))
-        reduced.append(result)
-    return reduced, reduced[0].shard if buffer is None else buffer
+    return output.clone() if reduction.reuses_output else output
 
 
 @without_grad
@@ -613,17 +563,18 @@ def relayout(
     return target
 
 
-def _sort_for_replicas(
-    fsdp_params: list[FSDPParam], bucket: ReduceBucket, shard: Tensor
-) -> _ReducedShard:
+def _sort_for_replicas(part: BucketGrads, shard: Tensor) -> Tensor:
     """
-    Sorts a shard as planned: which microbatch had which gradients, and so the order of
-    slots, may differ between replicas, whose elements must line up.
+    Sorts a bucket and its shard as planned: which microbatch had which gradients, and so
+    the order of slots, may differ between replicas, whose elements must line up.
     """
-    planned = layouts.sort_slots(bucket)
-    by_index = {slot.param: p for slot, p in zip(bucket.slots, fsdp_params)}
-    params = [by_index[slot.param] for slot in planned.slots]
-    return _ReducedShard(params, planned, relayout(bucket, shard, planned))
+    bucket = part.bucket
+    if part.new_numel == bucket.shard_numel:
+        return shard
+    part.bucket = layouts.sort_slots(bucket)
+    by_index = {slot.param: p for slot, p in zip(bucket.slots, part.fsdp_params)}
+    part.fsdp_params = [by_index[slot.param] for slot in part.bucket.slots]
+    return relayout(bucket, shard, part.bucket)
 
 
 # Phase 3: over replicas, and into sharded gradients #
@@ -643,34 +594,41 @@ def _reduce_batch(
     reduction: Reduction, parts: Sequence[BucketGrads], reading_stream: torch.Stream
 ) -> list[ReduceResult]:
     """
-    Reduces buckets that share an all-reduce, and so have the same factors. What
-    ``reading_stream`` reads are the sharded gradients.
+    Reduces buckets that share an all-reduce, and so have the same factors. The sharded
+    gradients are read in ``reading_stream``.
     """
-    factors = reduction.divide_factors(parts[0].bucket)
-    reduced, buffer = _reduce_batch_over_shards(reduction, parts, factors)
+    bucket = parts[0].bucket
+    factors = reduction.divide_factors(bucket)
+    shards: Sequence[Tensor]
+    shards = [_reduce_over_shards(reduction, part, factors) for part in parts]
+    if not reduction.defers_all_reduce:
+        shards = [*map(_sort_for_replicas, parts, shards)]
+    buffer = shards[0]
+    if len(shards) > 1:
+        buffer = torch.cat(shards)
+        shards = buffer.split([shard.numel() for shard in shards])
     inputs = [part.reduce_scatter_input for part in parts]
     stream = reduction.reduce_scatter_stream
     scattered = stream.record_event()
     if reduction.defers_all_reduce:
         (reduce_input,) = inputs
-        partial = reduced[0].shard
         events = scattered, stream, scattered
-        return [ReduceResult(reduce_input, *events, None, None, partial)]
+        return [ReduceResult(reduce_input, *events, None, None, buffer)]
     # A view keeps the whole buffer alive. If any gradient is cast, all are copied, so
     # that the buffer can be freed
     needs_casts = any(part.bucket.needs_casts for part in parts)
-    as_views = buffer.dtype == parts[0].bucket.dtype and not needs_casts
+    as_views = buffer.dtype == bucket.dtype and not needs_casts
     handle = _get_device_handle(reduction.device.type)
     if reduction.all_reduces:
         stream = reduction.all_reduce_stream
         stream.wait_stream(reduction.reduce_scatter_stream)
     with handle.stream(stream) if reduction.all_reduces else contextlib.nullcontext():
         if reduction.all_reduces:
-            _all_reduce(reduction, parts, buffer, factors[3])
+            _all_reduce(reduction, bucket, buffer, factors[3])
         _div_if_needed(buffer, factors[1])
-        for part, shard in zip(parts, reduced, strict=True):
-            part.is_viewed = accumulate_sharded_grads(
-                *shard, stream, reading_stream, as_views=as_views
+        for part, shard in zip(parts, shards, strict=True):
+            accumulate_sharded_grads(
+                part, shard, stream, reading_stream, as_views=as_views
             )
         done = stream.record_event()
     # See [Note: Lifetimes in a reduction]
@@ -681,14 +639,11 @@ def _reduce_batch(
 
 
 def _all_reduce(
-    reduction: Reduction,
-    parts: Sequence[BucketGrads],
-    buffer: Tensor,
-    op: _ReduceOp,
+    reduction: Reduction, bucket: ReduceBucket, buffer: Tensor, op: _ReduceOp
 ) -> None:
     """Reduces ``buffer`` over the replicas and runs the user's hook on it."""
     group = reduction.all_reduce_group
-    if group is not None and parts[0].bucket.comm_dtype is None:
+    if group is not None and bucket.comm_dtype is None:
         dist.all_reduce(buffer, group=group, op=op)
     elif group is not None:
         all_reduce_in_tree(buffer, group)
@@ -699,26 +654,24 @@ def _all_reduce(
 def record_grad_output_stream(buffer: Tensor, stream: torch.Stream) -> None:
     """Tells a vendor's kernel (2.15) which stream reads sharded gradients."""
     if FOLLOWS_GRAD_DTYPE and buffer.device.type != "cpu":
-        torch.ops.fsdp.record_grad_output_stream(
-            buffer, stream.stream_id, stream.device_index, stream.device_type
-        )
+        args = stream.stream_id, stream.device_index, stream.device_type
+        torch.ops.fsdp.record_grad_output_stream(buffer, *args)
 
 
 def accumulate_sharded_grads(
-    fsdp_params: list[FSDPParam],
-    bucket: ReduceBucket,
+    part: BucketGrads,
     shard: Tensor,
     stream: torch.Stream,
     reading_stream: torch.Stream,
     *,
     as_views: bool,
-) -> bool:
+) -> None:
     """
     Accumulates a rank's shard of the reduced bucket in the sharded gradients: views of
-    ``shard``, or of one copy for each gradient dtype. Returns whether all of them are
-    views of ``shard`` now.
+    ``shard``, or of one copy for each gradient dtype.
     """
-    starts, are_views = bucket.starts, as_views
+    bucket, starts, fsdp_params = part.bucket, part.bucket.starts, part.fsdp_params
+    part.is_viewed = as_views
     record_grad_output_stream(shard, reading_stream)
     for dtype, indices in bucket.runs:
         flat, start = shard, starts[indices[0]]
@@ -733,15 +686,13 @@ def accumulate_sharded_grads(
             size, stride = fsdp_param.sharded_size, fsdp_param.contiguous_sharded_stride
             sharded_grad = flat.as_strided(size, stride, base + starts[i])
             param = fsdp_param.sharded_param
-            has_more_to_do = (
-                fsdp_param.offload_to_cpu or param._post_accumulate_grad_hooks
-            )
-            if param.grad is None and not has_more_to_do:  # without the call below
+            hooks = param._post_accumulate_grad_hooks
+            if param.grad is None and not hooks and not fsdp_param.offload_to_cpu:
+                # The same as the call below, without its time
                 param.grad = _as_dtensor(fsdp_param, sharded_grad)
             else:
                 accumulate_sharded_grad(fsdp_param, sharded_grad, stream)
-                are_views = False
-    return are_views
+                part.is_viewed = False
 
 
 def _as_dtensor(fsdp_param: FSDPParam, sharded_grad: Tensor) -> DTensor:
@@ -779,14 +730,13 @@ def accumulate_sharded_grad(
         if sharded_param.dtype != stored:  # only its `data` was cast
             raise RuntimeError(
                 f"{fsdp_param._param_fqn} is {sharded_param.dtype} now, but its shard "
-                f"is {stored}: cast a model before its first forward, not between steps"
+                f"is {stored}: cast a model before its first forward"
             )
         present._local_tensor += sharded_grad
     else:
         raise AssertionError(
-            f"The gradient of {fsdp_param._param_fqn} must be a DTensor like its "
-            f"sharded parameter, but it is a {type(present).__name__}: do not set "
-            "the gradient of a sharded parameter to a plain tensor"
+            f"The gradient of {fsdp_param._param_fqn} is a {type(present).__name__}: set "
+            "the gradient of a sharded parameter to a DTensor like it, or to None"
         )
     for hook in [*hooks.values()] if hooks else ():
         hook(sharded_param)

@@ -26,7 +26,7 @@ from ._fsdp_releases import SCALES_BF16
 
 
 Factors: TypeAlias = tuple[float | None, float | None, _ReduceOp, _ReduceOp]
-# Into which pieces a buffer is split for the all-to-alls between replicas
+# The pieces that a buffer is split into for the all-to-alls between replicas
 _MIN_PIECE_NBYTES, _MAX_PIECES = 16 * 2**20, 8
 
 

@@ -132,8 +132,8 @@ def on_sharded(grad: Callable[[Run, Any], torch.Tensor]) -> Case:
 
 STEPPING.add(
     AssertionError,
-    "The gradient of 1.gain must be a DTensor like its sharded parameter…do not set the "
-    "gradient of a sharded parameter to a plain tensor",
+    "The gradient of 1.gain is a Tensor: set the gradient of a sharded parameter to a "
+    "DTensor",
     plain_gradient_of_shard=on_sharded(lambda run, param: run.ones(DIM)),
 )
 STEPPING.add(
