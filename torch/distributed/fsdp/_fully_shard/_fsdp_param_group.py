@@ -701,7 +701,6 @@ class FSDPParamGroup(PluginNames):
         self.comm_ctx.release_all_gather_state_on_current_stream()
         self._post_forward_indices.clear()
         self._to_prefetch_late.clear()
-        self.comm_ctx.reducing_groups.clear()
 
     def _reset_iter_state(self) -> None:
         """Waits for what is in flight, drops it and all gradients, and reshards."""
@@ -719,7 +718,6 @@ class FSDPParamGroup(PluginNames):
         self._cache.to_state(ShardedState.SHARDED)
         self._sharded_state = ShardedState.SHARDED
         self._param_versions = None
-        self.comm_ctx.reducing_groups.clear()
 
     def _drop_all_gather(self) -> None:
         if self._all_gather_result is None:
