@@ -30,7 +30,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_context import (
     HeldAllReduces,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_grads import JoinedReduction
-from torch.distributed.fsdp._fully_shard._fsdp_param_cache import ParamVersions
+from torch.distributed.fsdp._fully_shard._fsdp_param_cache import ParamGroupCache
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -205,13 +205,13 @@ class TestValues(HooksTest):
         self.assert_warns(None, lambda: model(ids).sum().backward())
 
     def test_units_that_reshard_are_not_looked_at(self) -> None:
-        with mock.patch.object(ParamVersions, "_read", autospec=True) as read:
+        with mock.patch.object(ParamGroupCache, "note_versions") as note:
             model = self.model()
             optim = torch.optim.SGD(model.parameters(), lr=1, foreach=False)
             for _ in range(2):
                 self.train(model)
                 optim.step()
-            read.assert_not_called()
+            note.assert_not_called()
 
 
 def train(model: Any, is_last: bool = True) -> None:
