@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import compress, islice, takewhile
+from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,6 @@ from ._fsdp_comms import holds_one_input
 from ._fsdp_grads import JoinedReduction
 from ._fsdp_layout import ReduceBucket
 from ._fsdp_observers import range_of
-from ._fsdp_param import FSDPParam
 from ._fsdp_reduce import BucketGrads, reduce_buckets, ReduceResult, Reduction
 
 
@@ -82,20 +81,16 @@ class FSDPCommContext:
         self.has_streams = False
         # See [Note: Freeing the gather buffer late]
         self.all_gather_state: AllGatherState | None = None
-        # The end of backward waits for the last event of each stream that reduces
+        # Of each stream that reduces. The end of backward waits for them
         self._last_post_reduce_events: dict[torch.Stream, torch.Event] = {}
-        # Oldest first. The root's lazy init resolves their maximum from all groups.
-        self.reduce_scatter_states: list[ReduceScatterState] = []
-        self.reduce_scatter_max_input_buffers: int = 1
-        # Oldest first, see [Note: Holding reduced buffers]
-        self.all_reduce_states: list[HeldAllReduces] = []
+        self.reduce_scatter_states: list[ReduceScatterState] = []  # oldest first
+        self.reduce_scatter_max_input_buffers: int = 1  # the largest of all groups
+        self.all_reduce_states: list[HeldAllReduces] = []  # oldest first
         # Small buckets that wait to be reduced together, see `Reduction.join_key`
         self.joined_reductions: dict[tuple, JoinedReduction] = {}
         self.joined_reductions_task: int = -1  # the backward whose end reduces them
-        # Each backward clears it, and with it a reference cycle
-        self.post_forward_order: list[Any] = []
-        # How many forwards have looked for traces
-        self.num_forwards: int = 0
+        self.post_forward_order: list[Any] = []  # each backward clears it
+        self.num_forwards: int = 0  # how many have looked for traces
         # While a user's handle has not been waited for (2.15)
         self.active_gradient_reduction: _GradientReductionState | None = None
 
@@ -219,8 +214,8 @@ class FSDPCommContext:
         # Buckets may share an input or a buffer, which the last of them uses last
         scattered = [r for r in results if r.reduce_scatter_input is not None]
         if scattered:
-            inputs = tuple(dict.fromkeys(r.reduce_scatter_input for r in scattered))
-            held = inputs, scattered[-1].reduce_scatter_event, current_stream, group
+            inputs: Any = dict.fromkeys(r.reduce_scatter_input for r in scattered)
+            held = (*inputs,), scattered[-1].reduce_scatter_event, current_stream, group
             self.reduce_scatter_states.append(ReduceScatterState(*held))
         states: dict[torch.Tensor, AllReduceState] = {}
         streams: dict[torch.Stream, None] = {}
@@ -297,7 +292,7 @@ class FSDPCommContext:
         if siblings and group not in siblings:  # else it is in its next backward
             return
         while len(held) > 1 and sum(h.nbytes for h in held) > _MAX_HELD_NBYTES:
-            self._free_all_reduces(held[:1])
+            self.drop_all_reduces(held[:1])
         excess = len(states) + 1 - self.reduce_scatter_max_input_buffers
         if excess <= 0:
             return
@@ -310,28 +305,13 @@ class FSDPCommContext:
                         current_stream.wait_event(state.event)
             del states[:excess]
 
-    def drop_all_reduces(self, group: Any) -> None:
-        """Drops the reduced buffers of a group, before it reduces again."""
-        held = self.all_reduce_states
-        self._free_all_reduces([h for h in held if h.param_group is group])
-
-    def _free_all_reduces(self, dropped: Sequence[HeldAllReduces]) -> None:
-        """Drops buffers, once the streams that may reuse them have been made to wait."""
+    def drop_all_reduces(self, dropped: Sequence[HeldAllReduces]) -> None:
+        """Drops buffers, once the streams that may reuse their memory are to wait."""
         for held in dropped:
             if (event := held.states[-1].event) is not None:
                 for stream in held.allocation_streams:
                     stream.wait_event(event)
             self.all_reduce_states.remove(held)
-
-    def drop_joined(self, fsdp_params: Sequence[FSDPParam]) -> None:
-        """Drops small buckets with gradients of any of these parameters."""
-        dropped = {*fsdp_params}
-        for key, joined in [*self.joined_reductions.items()]:
-            is_kept = [dropped.isdisjoint(part.fsdp_params) for part in joined.parts]
-            joined.parts = [*compress(joined.parts, is_kept)]
-            joined.streams = [*compress(joined.streams, is_kept)]
-            if not joined.parts:
-                del self.joined_reductions[key]
 
     def wait_current_stream_on_reductions(self) -> None:
         """Makes the current stream wait for all reductions."""

@@ -239,10 +239,10 @@ def plan_buckets(
 
 
 class ReduceBucketCap(NamedTuple):
-    """Sizes of reductions' inputs, set by ``set_reduce_bucket_cap``."""
+    """Up to which size buckets wait for others, and at which size all are reduced."""
 
-    small_nbytes: int  # buckets up to this size wait for those of other units
-    nbytes: int  # waiting buckets are reduced once they have this size together
+    small_nbytes: int
+    nbytes: int
 
 
 def by_collective(buckets: Sequence[ReduceBucket]) -> list[Sequence[ReduceBucket]]:

@@ -196,7 +196,7 @@ class ParamGroupCache:
                 if replaced and has_extension(fsdp_param):
                     # It may quantize by row in forward, and by column in backward
                     if gathered != (replaced.dtypes[i], replaced.numels[i]):
-                        fsdp_param.all_gather_outputs = []  # for new ones
+                        fsdp_param.all_gather_outputs = []
                 _check_dtypes(fsdp_param, plan.dtypes[i])
             self.plans[state] = plan
         return tensors, plan
@@ -301,7 +301,7 @@ class ParamGroupCache:
         return True
 
     def note_versions(self) -> None:
-        """Notes how often parameters were written to, as an optimizer may write next."""
+        """Notes how often parameters were written to, before an optimizer may do so."""
         if self._has_found_written:
             return
         trained = (p for p in self.fsdp_params if p.sharded_param.requires_grad)

@@ -80,25 +80,18 @@ from ._fsdp_context import (  # noqa: F401  (as in the release)
     ReduceScatterState,
 )
 from ._fsdp_errors import warn_user
-from ._fsdp_grads import PartialReduce, PartialReduces
 from ._fsdp_layout import ReduceBucket, ReduceBucketCap
 from ._fsdp_param import FSDPParam, ParamModuleInfo, ShardedState  # noqa: F401
 from ._fsdp_param_cache import ParamGroupCache
 from ._fsdp_policies import resolve_all
 from ._fsdp_reduce import _default_reduce_scatter_input_fn, BucketGrads, Reduction
 from ._fsdp_registrations import _get_param_module_infos, fqns_of  # noqa: F401
-from ._fsdp_releases import FOLLOWS_GRAD_DTYPE, not_type_checked
-from ._fsdp_settings import Checked
 from ._fsdp_summary import log_layout
 
 
 logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
-_STATE_OF_PASS = {
-    "forward": TrainingState.FORWARD,
-    "backward": TrainingState.PRE_BACKWARD,
-}
 
-# Replacements of these are called with the release's arguments
+# A plugin that replaces one of these expects the release's arguments
 _OWN_GATHER, _OWN_COPY_OUT = foreach_all_gather, foreach_all_gather_copy_out
 _OWN_REDUCE = foreach_reduce
 
@@ -131,16 +124,9 @@ class FSDPParamGroup(PluginNames):
     """
     The parameters of a unit that are gathered and reduced together.
 
-    ``_sharded_state``: they are sharded, unsharded, or, between forward and backward,
-    sharded over a smaller mesh. ``_training_state``:
-
-    - IDLE: outside of a step, or between forward and backward.
-    - FORWARD: from pre-forward, which unshards, to post-forward, which reshards.
-    - PRE_BACKWARD: from pre-backward, which unshards, until all gradients are there.
-    - POST_BACKWARD: from post-backward, which reshards and reduces the gradients, to
-      the end of the root's backward.
-
-    A prefetch sets the state of its pass while it starts the gather.
+    FORWARD and PRE_BACKWARD begin with the hook that unshards, and a prefetch sets them
+    while it starts the gather. POST_BACKWARD, which reshards and reduces, lasts until
+    the end of the root's backward. IDLE is all other time.
     """
 
     # The root's lazy init sets these. Modules have a group for each mesh
@@ -149,21 +135,19 @@ class FSDPParamGroup(PluginNames):
     _num_param_groups: int = 1
 
     # Settings #
-    gradient_divide_factor: Any = Checked(settings.check_divide_factor)
-    _all_gather_comm: Any = Checked(settings.check_all_gather_comm)
-    _reduce_scatter_comm: Any = Checked(settings.check_reduce_scatter_comm)
-    _all_reduce_hook: Any = Checked(settings.check_all_reduce_hook)
+    gradient_divide_factor: Any = settings.Checked(settings.check_divide_factor)
+    _all_gather_comm: Any = settings.Checked(settings.check_all_gather_comm)
+    _reduce_scatter_comm: Any = settings.Checked(settings.check_reduce_scatter_comm)
+    _all_reduce_hook: Any = settings.Checked(settings.check_all_reduce_hook)
     # In which the hook runs, unless the mesh has replicas
     _all_reduce_hook_stream: torch.Stream | None = None
     reduce_grads: bool = True
     all_reduce_grads: bool = True  # over replicas
     reshard_after_backward: bool = True
-    # Collectives only sum, and gradients are scaled before and after
-    force_sum_reduction_for_comms: bool = False
+    force_sum_reduction_for_comms: bool = False  # and scale apart from collectives
     # Reduce zeros for parameters without a gradient, so that all ranks reduce alike
     reduce_scatter_unused_params: bool = False
-    # As users want it: `comm_ctx` has the largest one of all units
-    reduce_scatter_max_input_buffers: int = 1
+    reduce_scatter_max_input_buffers: int = 1  # `comm_ctx` has that of all units
     # Gather in the current stream: less memory, only explicit prefetching
     unshard_async_op: bool = False
     reduce_bucket_cap: ReduceBucketCap | None = None
@@ -178,18 +162,15 @@ class FSDPParamGroup(PluginNames):
     # the root's, before which users may have unsharded and then replaced them
     _reset_sharded_params: bool = False
     _reset_by_root: bool = False
-    _has_read_dtypes: bool = False  # in lazy init
+    _has_read_dtypes: bool = False
     _all_gather_result: AllGatherResult | None = None
     # The group of that gather: the sharded state may change before copy-out
     _all_gather_group: dist.ProcessGroup | None = None
-    # The end of the last reduction
     _post_reduce_event: torch.Event | None = None
-    # The last reshard to the smaller mesh, which the next gather waits for
-    _reshard_after_forward_event: torch.Event | None = None
+    _reshard_after_forward_event: torch.Event | None = None  # to the smaller mesh
     # Whether gradients wait for `FSDPModule.finalize_backward` (2.15)
     _post_backward_pending: bool = False
-    # `comm_ctx.num_forwards` as of this group's last forward
-    _num_forwards: int = -1
+    _num_forwards: int = -1  # `comm_ctx.num_forwards` as of the group's last forward
 
     def __init__(
         self,
@@ -233,7 +214,7 @@ class FSDPParamGroup(PluginNames):
         self._post_forward_indices: list[int] = []  # in `comm_ctx.post_forward_order`
         # Groups to gather when this one's backward is over (`BACKWARD_POST`)
         self._to_prefetch_late: list[FSDPParamGroup] = []
-        self._partial_reduces = PartialReduces()
+        self._partial_reduces = grads_.PartialReduces()
         self._agreement = UnitAgreement(self)
 
     def _get_cache(self) -> ParamGroupCache:
@@ -315,6 +296,13 @@ class FSDPParamGroup(PluginNames):
     @property
     def _all_reduce_process_group(self) -> dist.ProcessGroup:
         return settings.as_mesh(self.mesh_info, DDPMeshInfo).replicate_process_group
+
+    def _reduce_groups(self) -> tuple[dist.ProcessGroup | None, ...]:
+        """Returns the groups of reduce-scatter and all-reduce, None without one."""
+        shards = isinstance(self.mesh_info, FSDPMeshInfo)
+        replicates = isinstance(self.mesh_info, DDPMeshInfo)
+        scatter_group = self._reduce_scatter_process_group if shards else None
+        return scatter_group, self._all_reduce_process_group if replicates else None
 
     _register_state_dict_hooks = registrations.register_state_dict_hooks
     _validate_reduce_scatter_max_input_buffers = settings.check_max_input_buffers
@@ -399,7 +387,7 @@ class FSDPParamGroup(PluginNames):
             self.comm_ctx.wait_all_gather_streams_on_event(copy_out_event)
         self._all_gather_result = self._all_gather_group = None
 
-    @not_type_checked
+    @releases.not_type_checked
     def _unshard_now(self) -> None:
         self.unshard(self.unshard_async_op)  # does nothing if prefetched
         self.wait_for_unshard()
@@ -452,7 +440,7 @@ class FSDPParamGroup(PluginNames):
                 args, kwargs = self._register_post_backward_hook(args, kwargs)
             return args, kwargs
 
-    @not_type_checked
+    @releases.not_type_checked
     def post_forward(self, module: nn.Module, input: Any, output: Any):
         with self._range("FSDP::post_forward", logs=True):
             # A forward that checkpointing repeats in backward keeps the parameters
@@ -471,7 +459,7 @@ class FSDPParamGroup(PluginNames):
         order.append(self)
 
     # Runtime: backward #
-    @not_type_checked
+    @releases.not_type_checked
     def pre_backward(self, default_prefetch: bool, *unused: Any):
         if self._training_state == TrainingState.PRE_BACKWARD:
             return
@@ -485,7 +473,7 @@ class FSDPParamGroup(PluginNames):
                 self._backward_prefetch()
 
     @torch._disable_dynamo
-    @not_type_checked
+    @releases.not_type_checked
     def post_backward(self, *unused: Any):
         """Reshards, and reduces gradients, also those of earlier microbatches."""
         self._range("FSDP::post_backward", logs=True)  # only logged
@@ -494,7 +482,7 @@ class FSDPParamGroup(PluginNames):
         is_partial_forward = in_forward and len(self.modules) > 1
         self._training_state = TrainingState.POST_BACKWARD
         cache = self._get_cache()
-        if not FOLLOWS_GRAD_DTYPE:
+        if not releases.FOLLOWS_GRAD_DTYPE:
             with self._range("FSDP::post_backward_accumulate"):
                 for fsdp_param in self.fsdp_params:
                     if fsdp_param.unsharded_accumulated_grad is not None:
@@ -527,9 +515,7 @@ class FSDPParamGroup(PluginNames):
             grads_.accumulate_empty_grads(self.fsdp_params, grads, stream)
         context.recycle_reduce_buffers(self)
         partial_reduces, completes = self._partial_reduces, self.all_reduce_grads
-        buckets: Sequence[ReduceBucket] = partial_reduces.plan(
-            cache, grads, completes=completes
-        )
+        buckets: Any = partial_reduces.plan(cache, grads, completes=completes)
         if not buckets:
             return
         reduction = self._make_reduction(len(buckets))
@@ -547,24 +533,20 @@ class FSDPParamGroup(PluginNames):
             if joins and not partial_reduces and grads_.can_join(reduction):
                 buckets = context.join_small(self, reduction, buckets, pop_part)
                 self._reduce_joined_after_backward()
-            args = self, reduction, buckets, pop_part, replacement
+            to_reduce = reduction, buckets, pop_part, replacement
             try:
-                results = context.reduce(*args)
+                results = context.reduce(self, *to_reduce)
             except BaseException as error:
                 self._agreement.add_note(error, buckets)
                 raise
             for bucket, result in results:
                 self._post_reduce_event = result.post_reduce_event
                 if (output := result.partial_reduce_output) is not None:
-                    partial_reduces[bucket.key] = PartialReduce(bucket, output)
+                    partial_reduces[bucket.key] = grads_.PartialReduce(bucket, output)
 
     def _make_reduction(self, num_buckets: int) -> Reduction:
         """Returns what the unit's buckets are reduced with now."""
-        scatter_group = all_reduce_group = None
-        if isinstance(self.mesh_info, FSDPMeshInfo):
-            scatter_group = self._reduce_scatter_process_group
-        if isinstance(self.mesh_info, DDPMeshInfo):
-            all_reduce_group = self._all_reduce_process_group
+        scatter_group, all_reduce_group = self._reduce_groups()
         comm = self._reduce_scatter_comm
         all_reduce_stream = self._all_reduce_hook_stream
         if all_reduce_stream is None or all_reduce_group is not None:
@@ -606,7 +588,8 @@ class FSDPParamGroup(PluginNames):
         """Waits for the last reduction, if backward comes to the group again."""
         self.comm_ctx.wait_current_stream(self._post_reduce_event)
         self._post_reduce_event = None
-        self.comm_ctx.drop_all_reduces(self)
+        held = self.comm_ctx.all_reduce_states
+        self.comm_ctx.drop_all_reduces([h for h in held if h.param_group is self])
 
     def _reduce_joined_after_backward(self) -> None:
         """Reduces the waiting buckets at the end, if ``finalize_backward`` does not."""
@@ -646,9 +629,10 @@ class FSDPParamGroup(PluginNames):
         self._drop_all_gather()
         self._wait_for_post_backward()
         self._partial_reduces.clear()
-        self.comm_ctx.drop_joined(self.fsdp_params)
+        self.comm_ctx.joined_reductions.clear()
         grads_.drop_grads(self._get_cache())
-        self._reshard_after_forward_event = None
+        event, self._reshard_after_forward_event = self._reshard_after_forward_event, None
+        self.comm_ctx.wait_all_gather_streams_on_event(event)
         self._post_backward_pending = False
         self._post_forward_indices.clear()
         self._to_prefetch_late.clear()
@@ -691,9 +675,10 @@ class FSDPParamGroup(PluginNames):
         target_fsdp_param_group: FSDPParamGroup, pass_type: str
     ) -> None:
         """Starts a group's gather as in its own forward or backward."""
-        target, state = target_fsdp_param_group, _STATE_OF_PASS.get(pass_type)
-        if state is None:
+        target, in_forward = target_fsdp_param_group, pass_type == "forward"
+        if not in_forward and pass_type != "backward":
             raise ValueError(f"Unknown pass type: {pass_type}")
+        state = TrainingState.FORWARD if in_forward else TrainingState.PRE_BACKWARD
         label = f"FSDP::{pass_type}_prefetch for {target._module_fqn}"
         with observers.range_of(label), target.use_training_state(state):
             target.unshard(target.unshard_async_op)
