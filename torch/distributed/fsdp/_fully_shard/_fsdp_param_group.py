@@ -631,8 +631,9 @@ class FSDPParamGroup(PluginNames):
         self._partial_reduces.clear()
         self.comm_ctx.joined_reductions.clear()
         grads_.drop_grads(self._get_cache())
-        event, self._reshard_after_forward_event = self._reshard_after_forward_event, None
+        event = self._reshard_after_forward_event
         self.comm_ctx.wait_all_gather_streams_on_event(event)
+        self._reshard_after_forward_event = None
         self._post_backward_pending = False
         self._post_forward_indices.clear()
         self._to_prefetch_late.clear()
