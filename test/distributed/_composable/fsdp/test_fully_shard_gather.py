@@ -41,6 +41,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 from torch.distributed.fsdp._fully_shard._fsdp_layout import GatherLayout, ReduceBucket
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_param_cache import ParamGroupCache
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.testing._internal.common_utils import run_tests
 
@@ -181,7 +182,7 @@ class TestAllGather(ThreadTest):
         local.fsdp_pre_all_gather = lambda mesh: ((*inputs,), None)
         local.fsdp_post_all_gather = None
         extended._init_extensions()
-        unit._cache.invalidate()  # as lazy init does
+        unit._cache = ParamGroupCache(unit.fsdp_params)  # as lazy init does
         group = unit.mesh_info.shard_process_group
         for dtypes, numel in (((FP8, FP64), 4), ((FP8,), 2), ((FP64, FP8), 2)):
             inputs[:] = [

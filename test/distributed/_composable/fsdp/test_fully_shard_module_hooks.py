@@ -29,8 +29,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_context import (
     AllReduceState,
     HeldAllReduces,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_grads import JoinedReduction
-from torch.distributed.fsdp._fully_shard._fsdp_param_cache import ParamVersions
+from torch.distributed.fsdp._fully_shard._fsdp_param_cache import ParamGroupCache
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -205,13 +204,13 @@ class TestValues(HooksTest):
         self.assert_warns(None, lambda: model(ids).sum().backward())
 
     def test_units_that_reshard_are_not_looked_at(self) -> None:
-        with mock.patch.object(ParamVersions, "_read", autospec=True) as read:
+        with mock.patch.object(ParamGroupCache, "note_versions") as note:
             model = self.model()
             optim = torch.optim.SGD(model.parameters(), lr=1, foreach=False)
             for _ in range(2):
                 self.train(model)
                 optim.step()
-            read.assert_not_called()
+            note.assert_not_called()
 
 
 def train(model: Any, is_last: bool = True) -> None:
@@ -364,17 +363,13 @@ class TestSharedContext(HooksTest):
         event = torch.cpu.Event()
         state = AllReduceState(torch.empty(0), event)
         held = [HeldAllReduces((state,), (), group, 0) for group in groups]
-        parts = [mock.Mock(fsdp_params=[*group.fsdp_params]) for group in groups]
         context.all_reduce_states = [*held]
         for group in groups:
             group._post_reduce_event = event
-        joined = JoinedReduction(mock.Mock(), [*parts], [mock.Mock(), mock.Mock()])
-        context.joined_reductions = {(): joined}
         roots[1].reset_iter_state()
         self.assertEqual(context.all_reduce_states, held[:1])
-        self.assertEqual((joined.parts, len(joined.streams)), (parts[:1], 1))
         roots[0].reset_iter_state()
-        self.assertFalse(context.all_reduce_states or context.joined_reductions)
+        self.assertFalse(context.all_reduce_states)
 
 
 if __name__ == "__main__":

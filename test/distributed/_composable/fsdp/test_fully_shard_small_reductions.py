@@ -129,7 +129,7 @@ class TestModes(FSDPProcessTest):
             x = random_input(3, DIM, seed=self.rank).requires_grad_()
             with self.assertRaisesRegex(
                 RuntimeError,
-                r"bucket_cap_mb=1 .* on ranks 0, 2, 3; .* on rank 1\n.*same settings",
+                r" nbytes=1048576.* on ranks 0, 2, 3; .* on rank 1\n.*same settings",
             ):
                 model(x).float().square().mean().backward()
 

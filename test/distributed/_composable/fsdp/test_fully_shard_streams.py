@@ -62,7 +62,7 @@ UNSEEN = {
     "_wait_for_post_backward > wait_current_stream #0": _IN_ONE_STREAM,
     "_reset_iter_state > _wait_for_post_backward #0": "the root has waited for every "
     "stream's last event",
-    "_reset_iter_state > _order_gathers_after_reshard #0": "the next root forward "
+    "_reset_iter_state > wait_all_gather_streams_on_event #0": "the next root forward "
     "orders gathers behind the current stream; what matters is that the event is "
     "dropped",
     "recycle_reduce_buffers > wait_event #1": "the memory goes back to the stream that "

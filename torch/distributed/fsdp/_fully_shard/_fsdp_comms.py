@@ -16,12 +16,14 @@ from ._fsdp_api import _ReduceOp, AllGather, ReduceScatter
 
 # What the release's `_fsdp_collectives` has
 __all__ = [
+    "AllGather",
     "DefaultAllGather",
     "DefaultAllocMixin",
     "DefaultReduceScatter",
     "ProcessGroupAllocAllGather",
     "ProcessGroupAllocMixin",
     "ProcessGroupAllocReduceScatter",
+    "ReduceScatter",
     "SymmMemAllGather",
     "SymmMemAllocMixin",
     "SymmMemReduceScatter",

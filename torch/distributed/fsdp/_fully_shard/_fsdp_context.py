@@ -2,21 +2,19 @@
 What the groups of one root share, see :class:`FSDPCommContext`.
 
 [Note: Holding reduced buffers]
-An all-reduce over replicas may take longer than backward of several units, and its
-buffer was allocated in another stream, which may reuse the memory once it is freed. Yet
-neither compute nor a reduce-scatter, which compute waits for, waits for an all-reduce
-while backward goes on. Where sharded gradients view the buffer, to hold it takes no
-memory: it is held until its group reduces again, or to the end of backward. Buffers
-whose gradients are cast are held up to ``_MAX_HELD_NBYTES``. Beyond that, the streams
-that allocated them wait for the oldest, but never for the newest.
+An all-reduce over replicas may take longer than backward of several units. The stream
+that allocated its buffer may reuse the memory once that is freed, so the context holds
+it until its group reduces again, or to the end of backward. Holding it takes no memory
+where the sharded gradients are views of it. Where they are cast, up to
+``_MAX_HELD_NBYTES`` are held: beyond that, the allocating streams wait for the oldest
+buffers. They never wait for the newest, which would keep compute waiting as well.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import compress, islice, takewhile
+from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -27,13 +25,13 @@ from ._fsdp_collectives import AllGatherResult, call_monkeypatched
 from ._fsdp_common import TrainingState
 from ._fsdp_comms import holds_one_input
 from ._fsdp_grads import JoinedReduction
-from ._fsdp_layout import ReduceBucket, ReduceBucketCap
+from ._fsdp_layout import ReduceBucket
 from ._fsdp_observers import range_of
-from ._fsdp_param import FSDPParam
 from ._fsdp_reduce import BucketGrads, reduce_buckets, ReduceResult, Reduction
 
 
-logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
+# See [Note: Holding reduced buffers]
+_MAX_HELD_NBYTES = 512 * 2**20
 
 
 class AllGatherState(NamedTuple):
@@ -48,7 +46,7 @@ class ReduceScatterState(NamedTuple):
 
     reduce_scatter_inputs: tuple[torch.Tensor, ...]  # one for each collective
     event: torch.Event | None
-    allocation_stream: torch.Stream  # which may reuse their memory once freed
+    allocation_stream: torch.Stream  # which may reuse their memory
     param_group: Any  # the group that reduced
 
 
@@ -71,14 +69,9 @@ class HeldAllReduces:
     """The reduced buffers of one post-backward, held until all of their events."""
 
     states: tuple[AllReduceState, ...]
-    # Which may reuse their memory once freed
-    allocation_streams: tuple[torch.Stream, ...]
+    allocation_streams: tuple[torch.Stream, ...]  # which may reuse their memory
     param_group: Any  # the group that reduced
     nbytes: int  # 0 if the sharded gradients are views of the buffers
-
-
-# Reduced buffers that no sharded gradient views are held up to this many bytes
-_MAX_HELD_NBYTES = 512 * 2**20
 
 
 class FSDPCommContext:
@@ -88,23 +81,16 @@ class FSDPCommContext:
         self.has_streams = False
         # See [Note: Freeing the gather buffer late]
         self.all_gather_state: AllGatherState | None = None
-        # The end of backward waits for the last event of each stream that reduces
+        # Of each stream that reduces. The end of backward waits for them
         self._last_post_reduce_events: dict[torch.Stream, torch.Event] = {}
-        # Oldest first. The root's lazy init resolves their maximum from all groups.
-        self.reduce_scatter_states: list[ReduceScatterState] = []
-        self.reduce_scatter_max_input_buffers: int = 1
-        # Oldest first, see [Note: Holding reduced buffers]
-        self.all_reduce_states: list[HeldAllReduces] = []
-        # The groups of the module now in post-backward that have come to their reduction
-        self.reducing_groups: list[Any] = []
+        self.reduce_scatter_states: list[ReduceScatterState] = []  # oldest first
+        self.reduce_scatter_max_input_buffers: int = 1  # the largest of all groups
+        self.all_reduce_states: list[HeldAllReduces] = []  # oldest first
         # Small buckets that wait to be reduced together, see `Reduction.join_key`
         self.joined_reductions: dict[tuple, JoinedReduction] = {}
-        # The backward whose end reduces them
-        self.joined_reductions_task: int = -1
-        # In the order of forwards. Each backward clears it, and its reference cycle.
-        self.post_forward_order: list[Any] = []
-        # How many forwards have looked for traces
-        self.num_forwards: int = 0
+        self.joined_reductions_task: int = -1  # the backward whose end reduces them
+        self.post_forward_order: list[Any] = []  # each backward clears it
+        self.num_forwards: int = 0  # how many have looked for traces
         # While a user's handle has not been waited for (2.15)
         self.active_gradient_reduction: _GradientReductionState | None = None
 
@@ -113,14 +99,14 @@ class FSDPCommContext:
             return  # from another root, see `share_comm_ctx`
         self.has_streams = True
         handle = self.device_handle = _get_device_handle(device.type)
-        high = -1  # before compute, which waits for the copies around a collective
-        # In forward, the next group's copy-in beside this group's all-gather
+        high = -1  # compute waits for the copies around a collective
+        # In forward, the next group's copy-in runs beside this group's all-gather,
         self.all_gather_copy_in_stream = handle.Stream(priority=high)
-        # The next group's all-gather beside this group's compute
+        # the next group's all-gather beside this group's compute,
         self.all_gather_stream = handle.Stream(priority=high)
-        # Scaling and reduce-scatter beside the next group's backward
+        # scaling and reduce-scatter beside the next group's backward,
         self.reduce_scatter_stream = handle.Stream(priority=high)
-        # HSDP's, usually over another network, beside the shard group's collectives
+        # and the all-reduce, usually over another network, beside other collectives
         self.all_reduce_stream = handle.Stream()
 
     def get_all_gather_streams(
@@ -146,12 +132,11 @@ class FSDPCommContext:
 
     def get_groups_to_prefetch(self, group: Any, index: int) -> Iterator[Any]:
         """
-        Yields the groups that backward prefetches from ``group``, whose forward was at
-        ``index``: those of the module before.
-
-        Backward runs a module's groups, one for each mesh, from last to first. The
-        group of index 1 prefetches: before, parameters would be unsharded for longer;
-        after, no reduce-scatter would be left to overlap with their gathers.
+        Yields the groups of the module before, which backward prefetches from
+        ``group``, whose forward was at ``index``. Backward runs a module's groups, one
+        for each mesh, from last to first, and the second to last one prefetches: any
+        earlier, parameters would be unsharded for longer, and any later, the gathers
+        would overlap with no reduce-scatter.
         """
         earlier = (self.post_forward_order[i] for i in range(index - 1, -1, -1))
         if group._num_param_groups == 1:
@@ -187,10 +172,9 @@ class FSDPCommContext:
         replacement: Callable[..., Any] | None = None,
     ) -> list[tuple[ReduceBucket, ReduceResult]]:
         """
-        Reduces buckets, whose gradients ``pop_part`` pops, and holds what that uses
-        until it is done: all of them at once, or one after another if the comm or a
-        ``replacement`` of ``foreach_reduce`` needs that. After an error the current
-        stream waits for what was started. Returns each bucket with its result.
+        Reduces buckets, whose gradients ``pop_part`` pops, and holds the memory that is
+        in use: all buckets at once, or one by one if the comm or a ``replacement`` of
+        ``foreach_reduce`` needs that. Returns each bucket with its result.
         """
         batches, holds_one = [buckets], holds_one_input(reduction.reduce_scatter_comm)
         if replacement is not None:
@@ -213,9 +197,8 @@ class FSDPCommContext:
                 reduced += [part.bucket for part in parts]
                 are_viewed = are_viewed and all(part.is_viewed for part in parts)
         except BaseException:
-            self.wait_after_error(
-                reduction.reduce_scatter_stream, reduction.all_reduce_stream
-            )
+            streams = reduction.reduce_scatter_stream, reduction.all_reduce_stream
+            self.wait_after_error(*streams)
             raise
         for result in results:
             event = result.post_reduce_event
@@ -228,42 +211,32 @@ class FSDPCommContext:
     ) -> None:
         """Holds inputs and reduced buffers; ``are_viewed`` by the sharded gradients."""
         current_stream = self.device_handle.current_stream()
-        # Several buckets may share an input or a buffer, which the last of them uses last
-        inputs: dict[torch.Tensor, None] = {}
-        scattered: torch.Event | None = None
-        reduced: dict[torch.Tensor, AllReduceState] = {}
+        # Buckets may share an input or a buffer, which the last of them uses last
+        scattered = [r for r in results if r.reduce_scatter_input is not None]
+        if scattered:
+            inputs: Any = dict.fromkeys(r.reduce_scatter_input for r in scattered)
+            held = (*inputs,), scattered[-1].reduce_scatter_event, current_stream, group
+            self.reduce_scatter_states.append(ReduceScatterState(*held))
+        states: dict[torch.Tensor, AllReduceState] = {}
         streams: dict[torch.Stream, None] = {}
         for result in results:
-            reduce_input, output = result.reduce_scatter_input, result.all_reduce_input
-            if reduce_input is not None:
-                inputs[reduce_input] = None
-                scattered = result.reduce_scatter_event
-            if output is not None:
-                reduced[output] = AllReduceState(output, result.all_reduce_event)
-                # Over a single rank, the output is the input
-                is_input = output is reduce_input
+            if (buffer := result.all_reduce_input) is not None:
+                states[buffer] = AllReduceState(buffer, result.all_reduce_event)
+                # Over a single rank the buffer is the input
+                is_input = buffer is result.reduce_scatter_input
                 stream = current_stream if is_input else self.reduce_scatter_stream
                 streams[stream] = None
-        if inputs:
-            state = ReduceScatterState((*inputs,), scattered, current_stream, group)
-            self.reduce_scatter_states.append(state)
-        if reduced:
-            nbytes = 0 if are_viewed else sum(buffer.nbytes for buffer in reduced)
-            held = (*reduced.values(),), (*streams,), group, nbytes
+        if states:
+            nbytes = 0 if are_viewed else sum(buffer.nbytes for buffer in states)
+            held = (*states.values(),), (*streams,), group, nbytes
             self.all_reduce_states.append(HeldAllReduces(*held))
 
     def wait_after_error(
         self, earlier_stream: torch.Stream, later_stream: torch.Stream
     ) -> None:
-        """Makes the current stream wait for the work in both streams."""
-        try:
-            earlier_stream.wait_stream(later_stream)
-            self.device_handle.current_stream().wait_stream(earlier_stream)
-        except Exception:  # which must not take the place of the error
-            logger.exception(
-                "What was started before an error could not be waited for: memory that "
-                "is still in use may be reused"
-            )
+        """Makes the current stream wait for what was started in both streams."""
+        earlier_stream.wait_stream(later_stream)
+        self.device_handle.current_stream().wait_stream(earlier_stream)
 
     def join_small(
         self,
@@ -273,11 +246,10 @@ class FSDPCommContext:
         pop_part: Callable[[ReduceBucket], BucketGrads],
     ) -> list[ReduceBucket]:
         """
-        Lets small buckets wait for a reduction with other units' and reduces those that
-        have come to the cap. Returns the buckets that do not wait.
+        Lets small buckets wait for a reduction with those of other units, and reduces
+        them if they have come to the cap. Returns the buckets that do not wait.
         """
-        cap: ReduceBucketCap = group.reduce_bucket_cap
-        key, kept = reduction.join_key, []
+        cap, key, kept = group.reduce_bucket_cap, reduction.join_key, []
         for batch in layouts.by_collective(buckets):
             if sum(map(reduction.input_nbytes, batch)) > cap.small_nbytes:
                 kept += batch
@@ -295,19 +267,14 @@ class FSDPCommContext:
         for key in keys or [*self.joined_reductions]:
             self.recycle_reduce_buffers(group)
             joined = self.joined_reductions.pop(key)
-            parts = joined.join()
-            current_stream = self.device_handle.current_stream()
+            parts, current_stream = joined.join(), self.device_handle.current_stream()
             streams = dict.fromkeys(s for s in joined.streams if s != current_stream)
             for stream in streams:
                 current_stream.wait_stream(stream)
             buckets = [part.bucket for part in parts]
-            in_turn = iter(parts)
             try:
                 self.reduce(
-                    group,
-                    joined.reduction,
-                    buckets,
-                    lambda _, parts=in_turn: next(parts),
+                    group, joined.reduction, buckets, lambda _, p=parts: p.pop(0)
                 )
             finally:  # these streams may reuse the memory of the gradients
                 for stream in streams:
@@ -316,21 +283,16 @@ class FSDPCommContext:
     def recycle_reduce_buffers(self, group: Any) -> None:
         """
         Waits for the oldest buffers of reductions and drops them, to make room for those
-        of ``group``. Only the module's first group in a backward does so: if each waited,
-        their reduce-scatters would run one after another. A group that comes again is in
-        its next backward, and counts as the first.
+        of ``group``. Only the module's first group in a backward waits: if each did,
+        their reduce-scatters would run one after another.
         """
-        groups = self.reducing_groups
-        if groups and groups[0].modules is group.modules and group not in groups:
-            groups.append(group)
+        states, held = self.reduce_scatter_states, self.all_reduce_states
+        last_groups = (state.param_group for state in reversed(states))
+        siblings = [*takewhile(lambda g: g.modules is group.modules, last_groups)]
+        if siblings and group not in siblings:  # else it is in its next backward
             return
-        self.reducing_groups = [group]
-        held = self.all_reduce_states
-        nbytes, count = sum(h.nbytes for h in held), 0
-        while nbytes > _MAX_HELD_NBYTES and count < len(held) - 1:
-            nbytes, count = nbytes - held[count].nbytes, count + 1
-        self._free_all_reduces(held[:count])
-        states = self.reduce_scatter_states
+        while len(held) > 1 and sum(h.nbytes for h in held) > _MAX_HELD_NBYTES:
+            self.drop_all_reduces(held[:1])
         excess = len(states) + 1 - self.reduce_scatter_max_input_buffers
         if excess <= 0:
             return
@@ -343,28 +305,13 @@ class FSDPCommContext:
                         current_stream.wait_event(state.event)
             del states[:excess]
 
-    def drop_all_reduces(self, group: Any) -> None:
-        """Drops the reduced buffers of a group, before it reduces again."""
-        held = [h for h in self.all_reduce_states if h.param_group is group]
-        self._free_all_reduces(held)
-
-    def _free_all_reduces(self, dropped: Sequence[HeldAllReduces]) -> None:
-        """The streams that may reuse the buffers wait for them."""
+    def drop_all_reduces(self, dropped: Sequence[HeldAllReduces]) -> None:
+        """Drops buffers, once the streams that may reuse their memory are to wait."""
         for held in dropped:
             if (event := held.states[-1].event) is not None:
                 for stream in held.allocation_streams:
                     stream.wait_event(event)
             self.all_reduce_states.remove(held)
-
-    def drop_joined(self, fsdp_params: Sequence[FSDPParam]) -> None:
-        """Drops small buckets with gradients of any of these parameters."""
-        dropped = {*fsdp_params}
-        for key, joined in [*self.joined_reductions.items()]:
-            is_kept = [dropped.isdisjoint(part.fsdp_params) for part in joined.parts]
-            joined.parts = [*compress(joined.parts, is_kept)]
-            joined.streams = [*compress(joined.streams, is_kept)]
-            if not joined.parts:
-                del self.joined_reductions[key]
 
     def wait_current_stream_on_reductions(self) -> None:
         """Makes the current stream wait for all reductions."""

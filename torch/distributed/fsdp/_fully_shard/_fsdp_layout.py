@@ -1,9 +1,9 @@
 """
 Where each parameter of a unit lies in the unit's flat communication buffers.
 
-Only plans: no operator, no stream, no process group. A gather's buffer has a segment
-for each rank, a region in it for each dtype, and a slot in that for each parameter. In
-bytes, with 8 bf16 elements of ``a``, 3 fp32 of ``b`` and 2 bf16 of ``c`` on each rank::
+A gather's buffer has a segment for each rank, a region in it for each dtype, and a slot
+in that for each parameter. In bytes, with 8 bf16 elements of ``a``, 3 fp32 of ``b`` and 2
+bf16 of ``c`` on each rank::
 
     |------------- rank 0 -------------|------------- rank 1 -------------|
     |--- fp32 ----|------ bf16 --------|--- fp32 ----|------ bf16 --------|
@@ -13,17 +13,16 @@ The buffer of a reduction, a bucket, has a row for each rank, with a slot for ea
 parameter. One all-to-all sends the rows of several buckets as regions of segments.
 
 [Note: Order of dtypes]
-All ranks must lay out bytes and order the collectives of reduce dtypes alike. Both
-orders come from :func:`dtype_sort_key`. Iterating a set of dtypes would not do:
-``torch.dtype`` hashes by address.
+All ranks lay out bytes and order collectives by :func:`dtype_sort_key`. A set of dtypes
+has another order on each rank, as ``torch.dtype`` hashes by address.
 
 [Note: Aligned to 16 bytes]
-Copy kernels load at most 16 bytes at once, and NCCL packs as many. Where a buffer mixes
-dtypes, each region starts at a multiple of 16 bytes. Its slots are in descending order
-of the power of two, up to 16, that divides their bytes: all whose size allows it are
-aligned, and padding comes at the end. Rows of buckets are not padded: a reduce-scatter
-may add elements that lie elsewhere in another order, with other bits. Uniform units
-have the release's layout: parameter order, unpadded.
+Copy kernels and NCCL move at most 16 bytes at once, if these are aligned. So where a
+buffer mixes dtypes, each region starts at a multiple of 16 bytes. Its slots are sorted by
+the largest power of two, up to 16, that divides their bytes, and padding comes last. Rows
+of buckets are not padded: a reduce-scatter may add elements in another order where they
+lie elsewhere, with other bits. Uniform units have the release's layout: parameter order,
+unpadded.
 """
 
 from __future__ import annotations
@@ -104,9 +103,9 @@ def plan_gather(
     is_mixed: bool = True,
 ) -> GatherLayout:
     """
-    Lays out a segment from each input's dtype and its elements on one rank. With
-    ``by_dtype=False`` the inputs keep their order, without padding, as in plugins'
-    gathers. ``is_mixed=False`` aligns to the widest dtype: each parameter has the same.
+    Lays out a segment from each input's dtype and number of elements on one rank.
+    ``by_dtype=False``: as plugins gather, in the inputs' order without padding.
+    ``is_mixed=False``: the parameters are alike, so regions align to the widest dtype.
     """
     order = list(range(len(dtypes)))
     alignment = 1
@@ -137,8 +136,8 @@ class CopyPlan(NamedTuple):
     """One copy into a region, or into adjacent ones that are joined."""
 
     region: GatherRegion
-    # Positions of slots, by the dtype that is cast from. If there are none, all inputs
-    # are concatenated, and the first ones must be viewed in the region's dtype.
+    # Positions of slots, by the dtype that is cast from. Without casts all inputs are
+    # concatenated, the first ones viewed in the region's dtype
     casts: tuple[tuple[int, ...], ...] = ()
     num_viewed: int = 0
 
@@ -147,8 +146,8 @@ def plan_copy_in(
     layout: GatherLayout, stored_dtypes: Sequence[torch.dtype]
 ) -> tuple[CopyPlan, ...]:
     """
-    Plans the copies that fill a segment: one for each region, or one for all without
-    casts, in the narrowest dtype, unless its views take longer than the others' kernels.
+    Plans the copies that fill a segment: one for each region. Without casts, one copy in
+    the narrowest dtype fills all, unless the views for it take longer than more kernels.
     """
 
     def join(*regions: GatherRegion) -> CopyPlan:
@@ -157,7 +156,7 @@ def plan_copy_in(
         if slots[-1][0] is None:
             slots.pop()
         nbytes = sum(numel for _, numel in slots) * dtype.itemsize
-        # These come first: other dtypes are wider, and padding ends their regions
+        # These come first, as the other dtypes are wider
         num_viewed = sum(i is None or stored_dtypes[i] != dtype for i, _ in slots)
         region = GatherRegion(dtype, regions[0].start_nbytes, nbytes, tuple(slots))
         return CopyPlan(region, num_viewed=num_viewed)
@@ -240,14 +239,10 @@ def plan_buckets(
 
 
 class ReduceBucketCap(NamedTuple):
-    """Sizes of reductions' inputs, set by ``set_reduce_bucket_cap``."""
+    """Up to which size buckets wait for others, and at which size all are reduced."""
 
-    small_nbytes: int  # buckets up to this size wait for those of other units
-    nbytes: int  # waiting buckets are reduced once they have this size together
-
-    def __str__(self) -> str:
-        mb, kb = self.nbytes / 2**20, self.small_nbytes / 2**10
-        return f"bucket_cap_mb={mb:g} and small_kb={kb:g}"
+    small_nbytes: int
+    nbytes: int
 
 
 def by_collective(buckets: Sequence[ReduceBucket]) -> list[Sequence[ReduceBucket]]:

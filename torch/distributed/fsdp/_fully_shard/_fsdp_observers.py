@@ -3,13 +3,12 @@ Who observes a step, and what runs instead of a profiler's ranges and operators 
 nobody does.
 
 [Note: Who observes]
-A `record_function` range costs several microseconds, an operator in Python more than
-launching its kernel, and each unit has a dozen ranges and five operators a step. They
-run for a profiler started from Python (torch sets a flag), one started on demand by a
-daemon (Kineto: the profiler is on, without the flag), and an execution trace (a range
-raises about an argument that cannot be recorded). The first unit of each forward looks
-for the last two, and each unit in its lazy init, which an explicit unshard calls. What
-starts later is seen from the next forward on.
+A `record_function` range takes several microseconds, and a call of a Python operator
+longer than launching its kernel. A unit has a dozen ranges and five operators a step,
+which run only if somebody sees them: a profiler started from Python, for which torch
+sets a flag, one started on demand (Kineto), which is on without the flag, or an execution
+trace, for which a range raises if an argument cannot be recorded. The first unit of a
+forward looks for the last two, as does each lazy init.
 """
 
 from __future__ import annotations
@@ -51,14 +50,14 @@ def is_observed() -> bool:
 
 def gets_operators(device: torch.device) -> bool:
     """
-    Whether a step must call the ``fsdp::`` operators rather than what these call: for
-    observers, dispatch modes, and devices whose vendors may replace their kernels.
+    Whether a step calls the ``fsdp::`` operators, not their kernels directly: observers,
+    dispatch modes and vendors that replace kernels expect them.
     """
     return is_observed() or _len_torch_dispatch_stack() > 0 or _is_vendors(device)
 
 
 def range_of(label: str) -> contextlib.AbstractContextManager:
-    """Returns a profiler range, or nothing where nobody would see it."""
+    """Returns a profiler range, or one that does nothing if nobody sees it."""
     return record_function(label) if is_observed() else NO_RANGE
 
 

@@ -30,42 +30,8 @@ _get_compute_dtype = attrgetter("param_dtype")
 _get_outputs = attrgetter("all_gather_outputs")
 _get_requires_grad = attrgetter("requires_grad")
 _get_dtype = attrgetter("dtype")
-
-
-class ParamVersions:
-    """
-    How often sharded and unsharded parameters were written to, while both stay: only
-    the first trained ones, so that large units take no longer.
-    """
-
-    MAX_PARAMS = 32
-
-    def __init__(self, fsdp_params: Sequence[FSDPParam]):
-        trained = (p for p in fsdp_params if p.sharded_param.requires_grad)
-        params = [*islice(trained, self.MAX_PARAMS)]
-        # Operators write to the DTensor, users to what `to_local` returns
-        sharded = [(p, p.sharded_param) for p in params]
-        sharded += [(p, p._sharded_local_tensor) for p in params]
-        unsharded = [(p, p._unsharded_param) for p in params]
-        self._tensors = {
-            ShardedState.SHARDED: sharded,
-            ShardedState.UNSHARDED: unsharded,
-        }
-        self._versions = {state: self._read(state) for state in self._tensors}
-
-    def _read(self, state: ShardedState) -> list[int]:
-        # Inference tensors have no versions
-        tensors = (tensor for _, tensor in self._tensors[state])
-        return [0 if t.is_inference() else t._version for t in tensors]
-
-    def note_unsharded(self) -> None:
-        """Notes what forward or backward has written, which nobody else reads."""
-        self._versions[ShardedState.UNSHARDED] = self._read(ShardedState.UNSHARDED)
-
-    def find_written(self, state: ShardedState) -> FSDPParam | None:
-        """Returns a parameter whose tensor in ``state`` was written to since."""
-        versions = zip(self._tensors[state], self._versions[state], self._read(state))
-        return next((p for (p, _), before, now in versions if now != before), None)
+# Reading the versions of more parameters would slow down large units
+_MAX_VERSIONED_PARAMS = 32
 
 
 class SplitSizes(list[int]):
@@ -76,8 +42,8 @@ class SplitSizes(list[int]):
 
 class GatherPlan:
     """
-    What is known of a gather before its data. Each input is cast to its compute dtype,
-    if that is not None. Each parameter has one input, unless ``counts`` are given.
+    A gather's layout and copies. Each input is cast to its compute dtype, unless that is
+    None. ``counts`` says how many inputs each parameter has, None: one.
     """
 
     def __init__(
@@ -91,7 +57,7 @@ class GatherPlan:
         pairs = zip(compute_dtypes, stored_dtypes, strict=True)
         dtypes = [compute_dtype or stored for compute_dtype, stored in pairs]
         counts = counts or [1] * len(dtypes)
-        # The fields of the gather's result, which have a list for each parameter
+        # Fields of the gather's result, which have a list for each parameter
         self.dtypes, self.numels = _group(dtypes, counts), _group(numels, counts)
         is_mixed = any(d != self.dtypes[0] for d in self.dtypes)
         self.layout = layouts.plan_gather(dtypes, numels, is_mixed=is_mixed)
@@ -103,6 +69,11 @@ class GatherPlan:
 def _group(values: Iterable, counts: Iterable[int]) -> list[list]:
     iterator = iter(values)
     return [[*islice(iterator, count)] for count in counts]
+
+
+def _read_versions(tensors: Iterable[tuple[FSDPParam, torch.Tensor]]) -> list[tuple]:
+    # Inference tensors have no versions
+    return [(p, t, 0 if t.is_inference() else t._version) for p, t in tensors]
 
 
 def get_shards(fsdp_params: Sequence[Any]) -> list[torch.Tensor]:
@@ -131,27 +102,25 @@ def get_all_gather_inputs(fsdp_param: FSDPParam) -> list[torch.Tensor]:
 
 
 def _check_dtypes(fsdp_param: FSDPParam, dtypes: list[torch.dtype]) -> None:
-    """Raises if dtypes have changed: autograd and kernels hold views of the outputs."""
+    """Raises if dtypes have changed: autograd still holds views of the outputs."""
     made_in = [output.dtype for output in fsdp_param.all_gather_outputs]
     if made_in and made_in != dtypes:
         name = fsdp_param._param_fqn or fsdp_param._module_info.param_name
         before, now = (", ".join(map(str, d)) for d in (made_in, dtypes))
         raise RuntimeError(
-            f"{name} was gathered in {before} before, but is now {now}. Change a "
-            "model's dtype, by to() or by load_state_dict(assign=True), only before "
-            "its first forward"
+            f"{name} was gathered in {before} before, but is now {now}. Cast a model, "
+            "by to() or load_state_dict(assign=True), only before its first forward"
         )
 
 
 class GatherOutputs:
-    """The all-gather outputs of all parameters: resizing their storages frees them."""
+    """The all-gather outputs of all parameters, which resizing their storages frees."""
 
     def __init__(self, fsdp_params: Iterable[FSDPParam]):
         # A parameter that gets new outputs gets them in a new list
         self.lists = [fsdp_param.all_gather_outputs for fsdp_param in fsdp_params]
         self.tensors = [*chain.from_iterable(self.lists)]
-        self.have_unsharded_params = False
-        # The views that the last gather in a state was copied out to
+        # What the last gather in a state was copied out to: views of the outputs
         self.columns: dict[ShardedState, tuple[layouts.GatherLayout, list]] = {}
         self.storages = [(t.untyped_storage(), t.nbytes) for t in self.tensors]
 
@@ -162,9 +131,6 @@ class ParamGroupCache:
     def __init__(self, fsdp_params: Iterable[FSDPParam]):
         # Their class has other attributes in each release
         self.fsdp_params: list[Any] = [*fsdp_params]
-        self.invalidate()
-
-    def invalidate(self) -> None:
         self._local_classes: list[type] = []
         self._has_extensions = any(map(has_extension, self.fsdp_params))
         self.has_empty_params = any(p._orig_size.numel() == 0 for p in self.fsdp_params)
@@ -172,20 +138,21 @@ class ParamGroupCache:
         # By the state that is gathered from
         self.plans: dict[ShardedState, GatherPlan] = {}
         self._outputs: GatherOutputs | None = None
+        self._has_unsharded_params = False
         # By the dtype of each parameter's gradient, None without one
         self.buckets: dict[tuple, tuple[layouts.ReduceBucket, ...]] = {}
         self._buckets_depend_on: list[Any] = []
         # See [Note: Microbatches]
         self.upcast_by_autograd: list[FSDPParam] = []
-        # The parameters registered instead of the sharded ones, and their flags
+        # The parameters registered instead of the sharded ones, their `requires_grad`
         self._registered: list[Any] = []
-        self._requires_grad: list[bool] = []
+        self._flags: list[bool] = []
+        # While parameters stay unsharded: by state, how often each was written to
+        self._versions: dict[ShardedState, list[tuple]] = {}
+        self._has_found_written = False
 
     def invalidate_buckets_if_changed(self) -> bool:
-        """
-        Invalidates the buckets if what they depend on has changed: policies, devices,
-        dtypes, or which parameters are trained. Returns whether it has.
-        """
+        """Invalidates the buckets if what they depend on has changed, and returns if so."""
         depend_on = [
             (policy, p.device, p.dtype, p.grad_dtype, p.requires_grad)
             for policy, p in ((p.mp_policy, p.sharded_param) for p in self.fsdp_params)
@@ -229,7 +196,7 @@ class ParamGroupCache:
                 if replaced and has_extension(fsdp_param):
                     # It may quantize by row in forward, and by column in backward
                     if gathered != (replaced.dtypes[i], replaced.numels[i]):
-                        fsdp_param.all_gather_outputs = []  # for new ones
+                        fsdp_param.all_gather_outputs = []
                 _check_dtypes(fsdp_param, plan.dtypes[i])
             self.plans[state] = plan
         return tensors, plan
@@ -257,8 +224,7 @@ class ParamGroupCache:
 
     def init_unsharded_params(self) -> None:
         """Makes the unsharded parameters from new all-gather outputs."""
-        outputs = self._outputs
-        is_first = outputs is None or not outputs.have_unsharded_params
+        is_first = not self._has_unsharded_params
         if not is_first and not self._has_extensions:
             return
         for fsdp_param in self.fsdp_params:
@@ -278,24 +244,21 @@ class ParamGroupCache:
                     result = "(tensor, (tensor to free, ...))"
                     note_extension(error, fsdp_param, "fsdp_post_all_gather", result)
                 raise
-        if outputs is not None:
-            outputs.have_unsharded_params = True
+        self._has_unsharded_params = True
 
     def keep_requires_grad(self) -> None:
         """Gives sharded parameters the flags that users have set on registered ones."""
-        flags = [*map(_get_requires_grad, self._registered)]
-        if flags == self._requires_grad:
-            return
-        for fsdp_param, flag, noted in zip(
-            self.fsdp_params, flags, self._requires_grad, strict=True
-        ):
-            if flag is not noted:
-                fsdp_param.sharded_param.requires_grad_(flag)
-        self._requires_grad = flags
+        flags, noted_flags = [*map(_get_requires_grad, self._registered)], self._flags
+        if flags != noted_flags:
+            for fsdp_param, flag, noted in zip(self.fsdp_params, flags, noted_flags):
+                if flag is not noted:
+                    fsdp_param.sharded_param.requires_grad_(flag)
+            self._flags = flags
 
     def to_state(self, state: ShardedState) -> None:
         """Brings all parameters to ``state``, and their registrations with them."""
         self.keep_requires_grad()
+        self._versions.clear()
         fsdp_params, params = self.fsdp_params, []
         if state is ShardedState.UNSHARDED:
             params = [fsdp_param._unsharded_param for fsdp_param in fsdp_params]
@@ -318,7 +281,7 @@ class ParamGroupCache:
                     fsdp_param.to_sharded_post_forward()
                     params.append(fsdp_param._sharded_post_forward_param)
         self._registered = params
-        self._requires_grad = [*map(_get_requires_grad, params)]
+        self._flags = [*map(_get_requires_grad, params)]
 
     def _register(self, params: Sequence[Any], state: ShardedState) -> None:
         registrations.register(self._places, params)
@@ -336,3 +299,28 @@ class ParamGroupCache:
             if storage.nbytes():
                 storage.resize_(0)
         return True
+
+    def note_versions(self) -> None:
+        """Notes how often parameters were written to, before an optimizer may do so."""
+        if self._has_found_written:
+            return
+        trained = (p for p in self.fsdp_params if p.sharded_param.requires_grad)
+        params = [*islice(trained, _MAX_VERSIONED_PARAMS)]
+        if not self._versions:
+            # Operators write to the DTensor, users to what `to_local` returns
+            sharded = [(p, p.sharded_param) for p in params]
+            sharded += [(p, p._sharded_local_tensor) for p in params]
+            self._versions[ShardedState.SHARDED] = _read_versions(sharded)
+        # Forward and backward may have written to these
+        unsharded = [(p, p._unsharded_param) for p in params]
+        self._versions[ShardedState.UNSHARDED] = _read_versions(unsharded)
+
+    def find_written(self, state: ShardedState) -> FSDPParam | None:
+        """Returns, once, a parameter whose tensor in ``state`` was written to since."""
+        noted = self._versions.get(state, [])
+        read = _read_versions((param, tensor) for param, tensor, _ in noted)
+        for (param, _, before), (_, _, now) in zip(noted, read):
+            if now != before:
+                self._versions, self._has_found_written = {}, True
+                return param
+        return None

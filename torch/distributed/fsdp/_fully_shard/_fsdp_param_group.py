@@ -1,10 +1,6 @@
 """
 When a unit's data moves: the states of a param group, its hooks, prefetching and waits.
 
-What moves is in :mod:`_fsdp_collectives`, where it lies in :mod:`_fsdp_layout`, which
-gradients are reduced in :mod:`_fsdp_grads`, and how in :mod:`_fsdp_reduce`, what groups
-share in :mod:`_fsdp_context`, and who observes a step in :mod:`_fsdp_observers`.
-
 [Note: Who waits for whom]
 Each handover of data from stream to stream is one of these waits:
 
@@ -12,10 +8,8 @@ Each handover of data from stream to stream is one of these waits:
 - copy-in -> all-gather: ``foreach_all_gather``, stream to stream.
 - all-gather -> copy-out: ``foreach_all_gather_copy_out`` waits for the event.
 - copy-out -> next copy-in: both gather streams wait for the copy-out's event before the
-  gather's buffer is freed: in forward with implicit prefetching at the next unit's
-  copy-out, else at once.
-- gradients -> reduce-scatter: ``reduce_buckets``, stream to stream. With
-  ``grad_comm_dtype`` that stream has an all-to-all and the sum of what it received.
+  gather's buffer is freed, see [Note: Freeing the gather buffer late].
+- gradients -> reduce-scatter: ``reduce_buckets``, stream to stream.
 - reduce-scatter -> next copy-in: ``FSDPCommContext.reduce_scatter_states`` holds the
   last post-backwards' inputs until the current stream has waited for their events.
 - all-reduce -> later reduce-scatter: none, while there is room, see
@@ -23,10 +17,10 @@ Each handover of data from stream to stream is one of these waits:
 - sharded gradients -> optimizer: backward ends with waits for all streams that reduced.
 
 [Note: Freeing the gather buffer late]
-With implicit prefetching in forward, the next group's copy-in runs in a stream of its
-own, beside this group's all-gather, and must get other memory than this one's buffer.
-Hence the shared context keeps the last gather alive until the next group has ordered
-its streams behind this group's copy-out. The root drops the last one after forward.
+With implicit prefetching in forward, the next group's copy-in runs beside this group's
+all-gather, and must get other memory than this one's buffer. So the shared context
+holds the last gather until the next group's copy-out is about to start. The root drops
+the last one after forward. All other gathers are freed right after their copy-out.
 """
 
 from __future__ import annotations
@@ -44,6 +38,8 @@ from torch.distributed._composable_state import _get_module_state
 from torch.distributed.device_mesh import _get_device_handle
 from torch.distributed.fsdp._common_utils import (
     _named_parameters_with_duplicates,  # noqa: F401  (as in the release)
+    collect_grad_tensors,
+    replace_grad_tensors,
 )
 from torch.distributed.fsdp.api import BackwardPrefetch
 from torch.profiler import record_function
@@ -56,17 +52,7 @@ from . import _fsdp_registrations as registrations
 from . import _fsdp_releases as releases
 from . import _fsdp_settings as settings
 from ._fsdp_agreement import UnitAgreement
-from ._fsdp_api import (
-    AllGather,  # noqa: F401  (as in the release)
-    CPUOffloadPolicy,  # noqa: F401  (as in the release)
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    ReduceScatter,  # noqa: F401  (as in the release)
-)
-from ._fsdp_autograd import (
-    register_post_backward,
-    RegisterPostBackwardFunction,  # noqa: F401  (as in the release)
-)
+from ._fsdp_api import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy  # noqa: F401
 from ._fsdp_collectives import (
     _default_all_gather_output_fn,
     AllGatherResult,
@@ -86,69 +72,51 @@ from ._fsdp_common import (
 )
 from ._fsdp_comms import *  # noqa: F403  (as in the release)
 from ._fsdp_compat import PluginNames
-from ._fsdp_context import (
-    _GradientReductionState,  # noqa: F401  (as in the release)
+from ._fsdp_context import (  # noqa: F401  (as in the release)
+    _GradientReductionState,
     AllGatherState,
-    AllReduceState,  # noqa: F401  (as in the release)
+    AllReduceState,
     FSDPCommContext,
-    ReduceScatterState,  # noqa: F401  (as in the release)
+    ReduceScatterState,
 )
 from ._fsdp_errors import warn_user
-from ._fsdp_grads import PartialReduce, PartialReduces
 from ._fsdp_layout import ReduceBucket, ReduceBucketCap
-from ._fsdp_param import (
-    FSDPParam,
-    ParamModuleInfo,  # noqa: F401  (as in the release)
-    ShardedState,
-)
-from ._fsdp_param_cache import ParamGroupCache, ParamVersions
+from ._fsdp_param import FSDPParam, ParamModuleInfo, ShardedState  # noqa: F401
+from ._fsdp_param_cache import ParamGroupCache
 from ._fsdp_policies import resolve_all, tables_of
 from ._fsdp_reduce import _default_reduce_scatter_input_fn, BucketGrads, Reduction
 from ._fsdp_registrations import _get_param_module_infos, fqns_of  # noqa: F401
-from ._fsdp_releases import FOLLOWS_GRAD_DTYPE, not_type_checked
-from ._fsdp_settings import Checked
 from ._fsdp_summary import log_layout
 
 
 logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
-_STATE_OF_PASS = {
-    "forward": TrainingState.FORWARD,
-    "backward": TrainingState.PRE_BACKWARD,
-}
 
-# To detect monkeypatching: replacements are called with the release's arguments
+# A plugin that replaces one of these expects the release's arguments
 _OWN_GATHER, _OWN_COPY_OUT = foreach_all_gather, foreach_all_gather_copy_out
 _OWN_REDUCE = foreach_reduce
 
-# How a parameter that is written to is warned of, while the unit stayed unsharded
+# Warnings of parameters that are written to while the unit stays unsharded
 _WRITTEN = {
-    ShardedState.SHARDED: "has changed since the unit was gathered and left unsharded, "
-    "so forward uses the old values. Call reshard() on the unit's module right after "
-    "the forward without gradients, before clipping and optimizer.step()",
-    ShardedState.UNSHARDED: "was changed in place while it was unsharded, which is "
-    "lost when the unit reshards. Call reshard() on the unit's module before the "
-    "change, or before the optimizer is made",
+    ShardedState.SHARDED: "has changed since the unit was gathered, so forward uses the "
+    "old values. Call reshard() on the unit's module right after a forward without "
+    "gradients, before clipping and optimizer.step()",
+    ShardedState.UNSHARDED: "was changed in place while it was unsharded, which is lost "
+    "when the unit reshards. Call reshard() on the unit's module before that",
 }
 
 
 def _runs_without_backward() -> bool:
-    """
-    Whether users have turned gradients off. An autograd function turns them off, too,
-    along with forward-mode gradients, but reentrant checkpointing is such a function and
-    may run the same forward again with gradients.
-    """
-    in_function = not torch._C._is_fwd_grad_enabled()
-    by_users = torch.is_inference_mode_enabled() or not in_function
+    # Reentrant checkpointing also turns gradients off, but runs the forward again with
+    # them. Being an autograd function, it turns forward-mode gradients off as well
+    by_users = torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled()
     return by_users and not torch.is_grad_enabled()
 
 
 def _warn_if_written(group: FSDPParamGroup, *states: ShardedState) -> None:
-    """Warns if forward has values from before a step (sharded), or a step is lost."""
+    """Warns if a parameter was written to in one of these states."""
     for state in states:
-        versions = group._param_versions
-        if versions and (fsdp_param := versions.find_written(state)) is not None:
+        if (fsdp_param := group._cache.find_written(state)) is not None:
             (fqn,) = fqns_of(group, fsdp_param)
-            group._param_versions, group._has_warned_of_versions = None, True
             warn_user(f"Parameter {fqn} of unit '{group._unit_name}' {_WRITTEN[state]}")
 
 
@@ -156,74 +124,53 @@ class FSDPParamGroup(PluginNames):
     """
     The parameters of a unit that are gathered and reduced together.
 
-    They are sharded, unsharded, or between forward and backward sharded over a smaller
-    mesh: ``_sharded_state``. Where in a step they are is ``_training_state``:
-
-    - IDLE: in none, or between forward and backward.
-    - FORWARD: from pre-forward, which unshards, to post-forward, which reshards.
-    - PRE_BACKWARD: from pre-backward, which unshards, until all gradients are there.
-    - POST_BACKWARD: from post-backward, which reshards and reduces the gradients, to
-      the end of the root's backward.
-
-    A group that is prefetched is in the state of that pass meanwhile.
+    FORWARD and PRE_BACKWARD begin with the hook that unshards, and a prefetch sets them
+    while it starts the gather. POST_BACKWARD, which reshards and reduces, lasts until
+    the end of the root's backward. IDLE is all other time.
     """
 
-    # Set by the root's lazy init: of the modules, and among their groups for each mesh
+    # The root's lazy init sets these. Modules have a group for each mesh
     _module_fqn: str | None = None
     _param_group_index: int = 0
     _num_param_groups: int = 1
 
     # Settings #
-    # Replaces the number of data-parallel ranks
-    gradient_divide_factor: Any = Checked(settings.check_divide_factor)
-    _all_gather_comm: Any = Checked(settings.check_all_gather_comm)
-    _reduce_scatter_comm: Any = Checked(settings.check_reduce_scatter_comm)
-    _all_reduce_hook: Any = Checked(settings.check_all_reduce_hook)
-    # The hook runs in it without native HSDP. Users may set it before lazy init
+    gradient_divide_factor: Any = settings.Checked(settings.check_divide_factor)
+    _all_gather_comm: Any = settings.Checked(settings.check_all_gather_comm)
+    _reduce_scatter_comm: Any = settings.Checked(settings.check_reduce_scatter_comm)
+    _all_reduce_hook: Any = settings.Checked(settings.check_all_reduce_hook)
+    # In which the hook runs, unless the mesh has replicas
     _all_reduce_hook_stream: torch.Stream | None = None
-    # Gradient sync: none at all, or no all-reduce (HSDP)
     reduce_grads: bool = True
-    all_reduce_grads: bool = True
+    all_reduce_grads: bool = True  # over replicas
     reshard_after_backward: bool = True
-    # Scale apart from the collectives, which then only sum
-    force_sum_reduction_for_comms: bool = False
+    force_sum_reduction_for_comms: bool = False  # and scale apart from collectives
     # Reduce zeros for parameters without a gradient, so that all ranks reduce alike
     reduce_scatter_unused_params: bool = False
-    # Requested; the effective value is in `comm_ctx`
-    reduce_scatter_max_input_buffers: int = 1
-    # Gather in the current stream, with a work: less memory, only explicit prefetching
+    reduce_scatter_max_input_buffers: int = 1  # `comm_ctx` has that of all units
+    # Gather in the current stream: less memory, only explicit prefetching
     unshard_async_op: bool = False
-    # Which buckets wait for those of other units. None: never joined
     reduce_bucket_cap: ReduceBucketCap | None = None
     # False if backward does not need the parameters, e.g. an embedding's
     unshard_in_backward: bool = True
-    # When the gather that comes next in backward starts. None: no prefetch
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
 
     # State of the iteration #
     _training_state: TrainingState = TrainingState.IDLE
-    # The same as every parameter's own
     _sharded_state: ShardedState = ShardedState.SHARDED
     # Resetting sharded parameters is costly, so only the first lazy init does it, and
     # the root's, before which users may have unsharded and then replaced them
     _reset_sharded_params: bool = False
     _reset_by_root: bool = False
-    # Whether lazy init has read the parameters' dtypes
     _has_read_dtypes: bool = False
     _all_gather_result: AllGatherResult | None = None
-    # The gather in flight uses it: the state may change before copy-out
+    # The group of that gather: the sharded state may change before copy-out
     _all_gather_group: dist.ProcessGroup | None = None
-    # Noted while the unit stays unsharded, as an optimizer may step then
-    _param_versions: ParamVersions | None = None
-    _has_warned_of_versions: bool = False
-    # Recorded after the last reduction and the work behind it
     _post_reduce_event: torch.Event | None = None
-    # Recorded after resharding to the smaller mesh. The next gather waits for it
-    _reshard_after_forward_event: torch.Event | None = None
+    _reshard_after_forward_event: torch.Event | None = None  # to the smaller mesh
     # Whether gradients wait for `FSDPModule.finalize_backward` (2.15)
     _post_backward_pending: bool = False
-    # `comm_ctx.num_forwards` as of this group's last forward
-    _num_forwards: int = -1
+    _num_forwards: int = -1  # `comm_ctx.num_forwards` as of the group's last forward
 
     def __init__(
         self,
@@ -238,7 +185,7 @@ class FSDPParamGroup(PluginNames):
     ):
         self.modules = modules  # a reference cycle of one lifetime
         if _get_module_state(modules[0]) is not None:
-            # Users call `fully_shard`; plugins that make groups may pass None
+            # `fully_shard` makes the group; plugins that do may pass None
             settings.check_offload_policy(self, offload_policy)
             settings.check_mp_policy(self, mp_policy)
         self.mesh_info, self.post_forward_mesh_info = mesh_info, post_forward_mesh_info
@@ -247,7 +194,7 @@ class FSDPParamGroup(PluginNames):
         self.gradient_divide_factor = self._all_reduce_hook = None
         self._all_gather_comm = comms.DefaultAllGather()
         self._reduce_scatter_comm = comms.DefaultReduceScatter()
-        # Plugins may replace these steps of the copies (2.15)
+        # Plugins may replace these two (2.15)
         self._all_gather_output_fn: Any = _default_all_gather_output_fn
         self._prepare_reduce_scatter_inputs: Any = _default_reduce_scatter_input_fn
         sharded = registrations.shard_params(self, params, shard_placement_fn)
@@ -261,23 +208,19 @@ class FSDPParamGroup(PluginNames):
         registrations.watch_loads(self)
         own_params = registrations.get_own_params(modules)
         self._first_places = {(id(module), name) for module, name, _ in own_params}
-        # Handles of hooks, by module
         self._module_to_pre_save_state_dict_hook_handle: dict[nn.Module, Any] = {}
         self._module_to_pre_load_state_dict_hook_handle: dict[nn.Module, Any] = {}
         self.comm_ctx = FSDPCommContext()
-        # The places of this group's forwards in the shared order
-        self._post_forward_indices: list[int] = []
+        self._post_forward_indices: list[int] = []  # in `comm_ctx.post_forward_order`
         # Groups to gather when this one's backward is over (`BACKWARD_POST`)
         self._to_prefetch_late: list[FSDPParamGroup] = []
-        # Of microbatches whose all-reduce is deferred
-        self._partial_reduces = PartialReduces()
+        self._partial_reduces = grads_.PartialReduces()
         self._agreement = UnitAgreement(self)
 
     def _get_cache(self) -> ParamGroupCache:
-        """Returns what is cached, nothing if plugins have replaced parameters since."""
+        """Returns the cache, a new one if plugins have replaced parameters since."""
         if self._cache.fsdp_params != self.fsdp_params:
             self._cache = ParamGroupCache(self.fsdp_params)
-            self._param_versions = None
         return self._cache
 
     # Lazy init #
@@ -289,15 +232,16 @@ class FSDPParamGroup(PluginNames):
         has_reset = self._reset_by_root if by_root else self._reset_sharded_params
         if self.is_sharded and not has_reset:
             registrations.reset_sharded_params(self)
+            self._cache = ParamGroupCache(self.fsdp_params)
             self._reset_sharded_params, self._reset_by_root = True, by_root
         self._validate_reduce_scatter_max_input_buffers()
         self._init_dtypes()
         self._register_state_dict_hooks()
 
     def _init_dtypes(self) -> None:
-        """Reads the policy and the parameters' dtypes where any of them has changed."""
-        is_same_policy = self.mp_policy is self._resolved_policy
+        """Reads the policy and the parameters' dtypes if any of them has changed."""
         cache = self._get_cache()
+        is_same_policy = self.mp_policy is self._resolved_policy
         has_changed = cache.invalidate_buckets_if_changed() or not is_same_policy
         if self._has_read_dtypes and not has_changed and not self._replaces_init_dtypes:
             return
@@ -318,9 +262,8 @@ class FSDPParamGroup(PluginNames):
                 # Since 2.15 autograd would cut complex gradients to a real dtype
                 fsdp_param.reduce_dtype = None
         registrations.keep_grad_dtypes(self)
-        cache.upcast_by_autograd = [
-            *filter(grads_.is_upcast_by_autograd, self.fsdp_params)
-        ]
+        upcast = filter(grads_.is_upcast_by_autograd, self.fsdp_params)
+        cache.upcast_by_autograd = [*upcast]
         cache.invalidate_buckets_if_changed()
         # A plugin's `_init_mp_dtypes` may set other dtypes at each call
         self._has_read_dtypes = not self._replaces_init_dtypes
@@ -355,7 +298,7 @@ class FSDPParamGroup(PluginNames):
         return settings.as_mesh(self.mesh_info, DDPMeshInfo).replicate_process_group
 
     def _reduce_groups(self) -> tuple[dist.ProcessGroup | None, ...]:
-        """Returns the groups of reduce-scatter and all-reduce, None for neither."""
+        """Returns the groups of reduce-scatter and all-reduce, None without one."""
         shards = isinstance(self.mesh_info, FSDPMeshInfo)
         replicates = isinstance(self.mesh_info, DDPMeshInfo)
         scatter_group = self._reduce_scatter_process_group if shards else None
@@ -370,14 +313,15 @@ class FSDPParamGroup(PluginNames):
     # Runtime: unshard and reshard #
     @_disable_functorch_if_active
     def unshard(self, async_op: bool = False):
-        """Starts the all-gather, unless it is under way or nothing is to do."""
+        """Starts the all-gather, unless it is under way or not needed."""
         if self._all_gather_result is not None or self.is_unsharded:
             return
         in_backward = self._training_state == TrainingState.PRE_BACKWARD
         if in_backward and not self.unshard_in_backward:
             return
-        self._order_gathers_after_reshard()
-        group = None
+        event = self._reshard_after_forward_event
+        self.comm_ctx.wait_all_gather_streams_on_event(event)
+        self._reshard_after_forward_event = group = None
         if isinstance(self.mesh_info, FSDPMeshInfo):
             group = self._all_gather_process_group
         self._all_gather_group = group
@@ -418,7 +362,7 @@ class FSDPParamGroup(PluginNames):
             options["cache"] = cache
         if self._all_gather_output_fn is not _default_all_gather_output_fn:
             options["all_gather_output_fn"] = self._all_gather_output_fn
-        # Parameters are made once: as inference tensors they could never train
+        # Parameters are made once, and as inference tensors they could never train
         is_inference = torch.is_inference_mode_enabled()
         try:
             with torch.inference_mode(False) if is_inference else observers.NO_RANGE:
@@ -440,18 +384,10 @@ class FSDPParamGroup(PluginNames):
             # See [Note: Freeing the gather buffer late]
             self.comm_ctx.all_gather_state = AllGatherState(result, copy_out_event)
         else:
-            # In backward the copy-out runs beside a reduce-scatter anyway, and a gather
-            # in the current stream (`async_op`) is behind it
             self.comm_ctx.wait_all_gather_streams_on_event(copy_out_event)
         self._all_gather_result = self._all_gather_group = None
 
-    def _order_gathers_after_reshard(self) -> None:
-        # The shards to gather were written in the current stream
-        event = self._reshard_after_forward_event
-        self.comm_ctx.wait_all_gather_streams_on_event(event)
-        self._reshard_after_forward_event = None
-
-    @not_type_checked
+    @releases.not_type_checked
     def _unshard_now(self) -> None:
         self.unshard(self.unshard_async_op)  # does nothing if prefetched
         self.wait_for_unshard()
@@ -460,7 +396,7 @@ class FSDPParamGroup(PluginNames):
     def reshard(self):
         """Frees the unsharded parameters, or shards them to the smaller mesh."""
         if self._training_state is TrainingState.IDLE:
-            # Users' call, or `nn.Module._apply`, after which it cannot be seen
+            # By users, or before `nn.Module._apply` replaces the parameters
             registrations.keep_grad_dtypes(self)
             _warn_if_written(self, ShardedState.UNSHARDED)
         after_forward = self._training_state == TrainingState.FORWARD
@@ -474,19 +410,15 @@ class FSDPParamGroup(PluginNames):
             self._stay_unsharded()
 
     def _stay_unsharded(self) -> None:
-        """Notes the versions of parameters: an optimizer may step before a reshard."""
         self._cache.keep_requires_grad()
-        if self.is_unsharded and not self._has_warned_of_versions:
-            if self._param_versions is None:
-                self._param_versions = ParamVersions(self.fsdp_params)
-            else:
-                self._param_versions.note_unsharded()
+        if self.is_unsharded:
+            self._cache.note_versions()
 
     # Runtime: forward #
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        # A unit of several modules comes here for each: one post-backward is enough
+        # A unit of several modules comes here for each, but has one post-backward
         is_first_module = self._training_state != TrainingState.FORWARD
         if is_first_module:
             if self._num_forwards < 0:
@@ -508,7 +440,7 @@ class FSDPParamGroup(PluginNames):
                 args, kwargs = self._register_post_backward_hook(args, kwargs)
             return args, kwargs
 
-    @not_type_checked
+    @releases.not_type_checked
     def post_forward(self, module: nn.Module, input: Any, output: Any):
         with self._range("FSDP::post_forward", logs=True):
             # A forward that checkpointing repeats in backward keeps the parameters
@@ -527,7 +459,7 @@ class FSDPParamGroup(PluginNames):
         order.append(self)
 
     # Runtime: backward #
-    @not_type_checked
+    @releases.not_type_checked
     def pre_backward(self, default_prefetch: bool, *unused: Any):
         if self._training_state == TrainingState.PRE_BACKWARD:
             return
@@ -541,24 +473,21 @@ class FSDPParamGroup(PluginNames):
                 self._backward_prefetch()
 
     @torch._disable_dynamo
-    @not_type_checked
+    @releases.not_type_checked
     def post_backward(self, *unused: Any):
         """Reshards, and reduces gradients, also those of earlier microbatches."""
         self._range("FSDP::post_backward", logs=True)  # only logged
-        # In a unit of several modules of which some did not run, forward never
-        # ended for the unit and no pre-backward was registered
-        is_partial_forward = (
-            len(self.modules) > 1 and self._training_state == TrainingState.FORWARD
-        )
+        # If some modules of the unit did not run, its forward never ended
+        in_forward = self._training_state == TrainingState.FORWARD
+        is_partial_forward = in_forward and len(self.modules) > 1
         self._training_state = TrainingState.POST_BACKWARD
         cache = self._get_cache()
-        if not FOLLOWS_GRAD_DTYPE:
+        if not releases.FOLLOWS_GRAD_DTYPE:
             with self._range("FSDP::post_backward_accumulate"):
                 for fsdp_param in self.fsdp_params:
                     if fsdp_param.unsharded_accumulated_grad is not None:
                         fsdp_param.accumulate_unsharded_grad_if_needed()
         with self._range("FSDP::post_backward_reshard"):
-            # Read `.grad` before resharding
             grads: list[Tensor | None] | None = None
             if self.reduce_grads:
                 zeros = self.reduce_scatter_unused_params
@@ -580,45 +509,40 @@ class FSDPParamGroup(PluginNames):
     # Runtime: reduce #
     def _reduce(self, grads: list[Tensor | None]) -> None:
         """Reduces gradients, None where a parameter has none, bucket by bucket."""
-        cache, context, completes = self._cache, self.comm_ctx, self.all_reduce_grads
+        cache, context = self._cache, self.comm_ctx
         if cache.has_empty_params:
             stream = self.device_handle.current_stream()
             grads_.accumulate_empty_grads(self.fsdp_params, grads, stream)
         context.recycle_reduce_buffers(self)
-        buckets = self._partial_reduces.plan(cache, grads, completes=completes)
+        partial_reduces, completes = self._partial_reduces, self.all_reduce_grads
+        buckets: Any = partial_reduces.plan(cache, grads, completes=completes)
         if not buckets:
             return
-        if foreach_reduce is _OWN_REDUCE:  # else it may need no other ranks
-            self._check_ranks(buckets)
-        with self._range("FSDP::post_backward_reduce"):
-            self._wait_for_post_backward()
-            self._reduce_buckets(buckets, grads)
-
-    def _reduce_buckets(
-        self, buckets: Sequence[ReduceBucket], grads: list[Tensor | None]
-    ) -> None:
-        context, partial_reduces = self.comm_ctx, self._partial_reduces
         reduction = self._make_reduction(len(buckets))
         replacement = None if foreach_reduce is _OWN_REDUCE else foreach_reduce
+        if replacement is None:  # a replacement may need no other ranks
+            self._check_ranks(reduction, buckets)
 
         def pop_part(bucket: ReduceBucket) -> BucketGrads:
-            part = self.fsdp_params, bucket, grads
-            prepares = replacement is None
-            return partial_reduces.pop_part(reduction, *part, prepares=prepares)
+            part = reduction, self.fsdp_params, bucket, grads
+            return partial_reduces.pop_part(*part, prepares=replacement is None)
 
-        if self.reduce_bucket_cap is not None and replacement is None:
-            if not partial_reduces and grads_.can_join(reduction):
+        with self._range("FSDP::post_backward_reduce"):
+            self._wait_for_post_backward()
+            joins = self.reduce_bucket_cap is not None and replacement is None
+            if joins and not partial_reduces and grads_.can_join(reduction):
                 buckets = context.join_small(self, reduction, buckets, pop_part)
                 self._reduce_joined_after_backward()
-        try:
-            results = context.reduce(self, reduction, buckets, pop_part, replacement)
-        except BaseException as error:
-            self._agreement.add_note(error, buckets)
-            raise
-        for bucket, result in results:
-            self._post_reduce_event = result.post_reduce_event
-            if (output := result.partial_reduce_output) is not None:
-                partial_reduces[bucket.key] = PartialReduce(bucket, output)
+            to_reduce = reduction, buckets, pop_part, replacement
+            try:
+                results = context.reduce(self, *to_reduce)
+            except BaseException as error:
+                self._agreement.add_note(error, buckets)
+                raise
+            for bucket, result in results:
+                self._post_reduce_event = result.post_reduce_event
+                if (output := result.partial_reduce_output) is not None:
+                    partial_reduces[bucket.key] = grads_.PartialReduce(bucket, output)
 
     def _make_reduction(self, num_buckets: int) -> Reduction:
         """Returns what the unit's buckets are reduced with now."""
@@ -630,7 +554,7 @@ class FSDPParamGroup(PluginNames):
         elif self._all_reduce_hook is None:
             raise AssertionError(
                 "all reduce hook stream is specified but hook itself is missing: call "
-                f"set_all_reduce_hook with a hook on module '{self._module_fqn}'"
+                f"set_all_reduce_hook on module '{self._module_fqn}'"
             )
         return Reduction(
             reduce_scatter_group=scatter_group,
@@ -648,28 +572,27 @@ class FSDPParamGroup(PluginNames):
             reuses_output=num_buckets > 1 and not comms.allocates_anew(comm),
         )
 
-    def _check_ranks(self, buckets: tuple[ReduceBucket, ...]) -> None:
+    def _check_ranks(
+        self, reduction: Reduction, buckets: Sequence[ReduceBucket]
+    ) -> None:
         """Raises if the ranks that are about to reduce ``buckets`` disagree."""
-        scatter_group, all_reduce_group = self._reduce_groups()
         check = self._agreement.check_reduction
-        if scatter_group is not None:
-            check(scatter_group, buckets, self._reduce_scatter_comm)
-        if self.all_reduce_grads and all_reduce_group is not None:
+        if (group := reduction.reduce_scatter_group) is not None:
+            check(group, buckets, reduction.reduce_scatter_comm)
+        if (group := reduction.all_reduce_group) is not None and self.all_reduce_grads:
             if partial := [p.bucket for p in self._partial_reduces.values()]:
                 buckets = (*buckets, *partial)
-            check(all_reduce_group, buckets)
+            check(group, buckets)
 
     def _wait_for_post_backward(self) -> None:
         """Waits for the last reduction, if backward comes to the group again."""
         self.comm_ctx.wait_current_stream(self._post_reduce_event)
         self._post_reduce_event = None
-        self.comm_ctx.drop_all_reduces(self)
+        held = self.comm_ctx.all_reduce_states
+        self.comm_ctx.drop_all_reduces([h for h in held if h.param_group is self])
 
     def _reduce_joined_after_backward(self) -> None:
-        """
-        Queues a callback that reduces the waiting small buckets when this backward ends,
-        unless ``finalize_backward`` will do that.
-        """
+        """Reduces the waiting buckets at the end, if ``finalize_backward`` does not."""
         context, task = self.comm_ctx, torch._C._current_graph_task_id()
         if task in (-1, context.joined_reductions_task):
             return
@@ -678,7 +601,7 @@ class FSDPParamGroup(PluginNames):
         def reduce_joined() -> None:
             module_state: Any = _get_module_state(self.modules[0])
             state = module_state._state_ctx
-            # Reentrant checkpointing runs a backward inside of another
+            # By reentrant checkpointing in another backward
             is_nested = state.post_backward_final_callback_queued
             by_hand = getattr(state, "manual_backward_finalization_active", False)
             if not (is_nested and state.is_last_backward and not by_hand):
@@ -687,7 +610,7 @@ class FSDPParamGroup(PluginNames):
         torch.autograd.Variable._execution_engine.queue_callback(reduce_joined)
 
     def finalize_backward(self):
-        """Orders the current stream behind all that backward has started."""
+        """Makes the current stream wait for all that backward has started."""
         self.comm_ctx.reduce_joined(self)
         self.comm_ctx.wait_current_stream_on_reductions()
         self._post_reduce_event = None
@@ -695,22 +618,22 @@ class FSDPParamGroup(PluginNames):
             if (event := fsdp_param.grad_offload_event) is not None:
                 event.synchronize()  # the optimizer reads it on the CPU
                 fsdp_param.grad_offload_event = None
-        # Backward may not have used a prefetched group
-        self._drop_all_gather()
-        # A forward that skipped modules of a unit leaves its last gather's buffer
+        self._drop_all_gather()  # of a prefetched group that backward did not use
+        # If forward skipped modules of a unit, the last gather's buffer is still there
         self.comm_ctx.release_all_gather_state_on_current_stream()
         self._post_forward_indices.clear()
         self._to_prefetch_late.clear()
-        self.comm_ctx.reducing_groups.clear()
 
     def _reset_iter_state(self) -> None:
         """Waits for what is in flight, drops it and all gradients, and reshards."""
         self._drop_all_gather()
         self._wait_for_post_backward()
         self._partial_reduces.clear()
-        self.comm_ctx.drop_joined(self.fsdp_params)
+        self.comm_ctx.joined_reductions.clear()
         grads_.drop_grads(self._get_cache())
-        self._order_gathers_after_reshard()
+        event = self._reshard_after_forward_event
+        self.comm_ctx.wait_all_gather_streams_on_event(event)
+        self._reshard_after_forward_event = None
         self._post_backward_pending = False
         self._post_forward_indices.clear()
         self._to_prefetch_late.clear()
@@ -718,8 +641,6 @@ class FSDPParamGroup(PluginNames):
         # Also if it is sharded: what failed may have left outputs or registrations
         self._cache.to_state(ShardedState.SHARDED)
         self._sharded_state = ShardedState.SHARDED
-        self._param_versions = None
-        self.comm_ctx.reducing_groups.clear()
 
     def _drop_all_gather(self) -> None:
         if self._all_gather_result is None:
@@ -732,7 +653,7 @@ class FSDPParamGroup(PluginNames):
 
     # Runtime: prefetch #
     def _backward_prefetch(self) -> None:
-        """Starts the gathers that are next in backward, beside this group's."""
+        """Starts the gathers that are next in backward, or leaves them for later."""
         if not self._post_forward_indices:
             return  # an earlier backward of the same forward popped them
         index = self._post_forward_indices.pop()
@@ -745,7 +666,7 @@ class FSDPParamGroup(PluginNames):
 
     @torch._disable_dynamo
     def _backward_prefetch_late(self) -> None:
-        """Starts those that were to wait for the end of this group's backward."""
+        """Starts the gathers that were to wait for the end of this group's backward."""
         targets, self._to_prefetch_late = self._to_prefetch_late, []
         for target in targets:
             self._prefetch_unshard(target, "backward")
@@ -754,12 +675,11 @@ class FSDPParamGroup(PluginNames):
     def _prefetch_unshard(
         target_fsdp_param_group: FSDPParamGroup, pass_type: str
     ) -> None:
-        """Starts a group's gather as if in its own forward or backward."""
-        if (state := _STATE_OF_PASS.get(pass_type)) is None:
-            raise ValueError(
-                f"Unknown pass type: {pass_type}, expects one of {[*_STATE_OF_PASS]}"
-            )
-        target = target_fsdp_param_group
+        """Starts a group's gather as in its own forward or backward."""
+        target, in_forward = target_fsdp_param_group, pass_type == "forward"
+        if not in_forward and pass_type != "backward":
+            raise ValueError(f"Unknown pass type: {pass_type}")
+        state = TrainingState.FORWARD if in_forward else TrainingState.PRE_BACKWARD
         label = f"FSDP::{pass_type}_prefetch for {target._module_fqn}"
         with observers.range_of(label), target.use_training_state(state):
             target.unshard(target.unshard_async_op)
@@ -767,11 +687,9 @@ class FSDPParamGroup(PluginNames):
     # Sharded state #
     def _to_state(self, state: ShardedState) -> None:
         """Brings all parameters, and with them the group, to ``state``."""
-        if self._sharded_state is state:
-            return
-        self._get_cache().to_state(state)
-        self._sharded_state = state
-        self._param_versions = None
+        if self._sharded_state is not state:
+            self._get_cache().to_state(state)
+            self._sharded_state = state
 
     @property
     def is_sharded(self) -> bool:
@@ -793,22 +711,29 @@ class FSDPParamGroup(PluginNames):
         finally:
             self._training_state = previous
 
-    _register_post_backward_hook = register_post_backward
+    def _register_post_backward_hook(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """
+        Passes the inputs that need gradients through an autograd node, whose backward
+        runs when these gradients are there, and with them those of the parameters.
+        """
+        inputs = [*args, *kwargs.values()]
+        if not torch.is_grad_enabled() or not (tensors := collect_grad_tensors(inputs)):
+            return args, kwargs  # the root's final callback comes to this group
+        passed = iter(RegisterPostBackwardFunction.apply(self, *tensors))
+        inputs = replace_grad_tensors(inputs, passed)
+        return tuple(inputs[: len(args)]), dict(zip(kwargs, inputs[len(args) :]))
 
     def after_post_backward(self, grads: Sequence[Tensor | None]) -> None:
         """Is called after post-backward, but not by the root's final callback."""
         if self._to_prefetch_late:
             self._backward_prefetch_late()
-        if torch.is_grad_enabled():
-            self._register_second_pre_backward(grads)
-
-    def _register_second_pre_backward(self, grads: Sequence[Tensor | None]) -> None:
-        """
-        Registers pre-backward on gradients of the unit's inputs (``create_graph``): a
-        second backward through them needs the unit unsharded, and must be finalized.
-        """
+        if not torch.is_grad_enabled():
+            return
+        # With `create_graph`, a second backward through these gradients needs the unit
+        # unsharded and must be finalized. It may reach the root only through this unit
         state: Any = _get_module_state(self.modules[0])
-        # The second backward may reach the root only through this unit
         for hooked_state in (state._state_ctx.all_states[0], state):
             for grad in grads:
                 if grad is not None and grad.requires_grad:
@@ -839,3 +764,45 @@ class FSDPParamGroup(PluginNames):
 
     def __repr__(self):
         return f"FSDPParamGroup(fqn={self._module_fqn})"
+
+
+class RegisterPostBackwardFunction(torch.autograd.Function):
+    """The identity on a unit's inputs, whose backward is the unit's post-backward."""
+
+    generate_vmap_rule = True
+
+    @classmethod
+    def apply(cls, param_group: FSDPParamGroup, *inputs: Tensor):
+        if torch._C._are_functorch_transforms_active():
+            return super().apply(param_group, *inputs)
+        # `Function.apply` would look for default arguments, of which there are none.
+        # That takes 13 of its 18 us, 2 % of a unit's host time
+        inputs = torch._functorch.utils.unwrap_dead_wrappers(inputs)
+        directly = super(torch.autograd.Function, cls)
+        # pyrefly: ignore [missing-attribute]
+        return directly.apply(param_group, *inputs)
+
+    @staticmethod
+    # pyrefly: ignore [bad-override]
+    def forward(param_group: FSDPParamGroup, *inputs: Tensor):
+        return inputs
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.param_group = inputs[0]
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        ctx.param_group.post_backward()
+        ctx.param_group.after_post_backward(grads)
+        return (None, *grads)
+
+    @staticmethod
+    # pyrefly: ignore [bad-override]
+    def jvp(ctx: Any, param_group_tangent: object, *grad_inputs: Tensor):
+        # The group has no tangent. Post-backward follows the pre-backward hook on the
+        # outputs, after primals and tangents
+        return grad_inputs
+
+
+releases.register_autograd_function(RegisterPostBackwardFunction)

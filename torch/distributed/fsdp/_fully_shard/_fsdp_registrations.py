@@ -140,7 +140,6 @@ def reset_sharded_params(group: Any) -> None:
         check_param(fsdp_param, fqn)
         if not hasattr(fsdp_param, "_unsharded_param"):
             fsdp_param._init_extensions()  # may have been added since
-    group._cache.invalidate()
 
 
 def _make_reset(group: Any, fsdp_param: FSDPParam) -> Callable[..., None]:
