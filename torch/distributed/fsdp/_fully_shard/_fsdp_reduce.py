@@ -130,6 +130,11 @@ class Reduction(NamedTuple):
         return has_work and not self.defers_all_reduce
 
     @property
+    def ends_over_shards(self) -> bool:
+        """Whether nothing adds to the sum over the shard group, nor sees it."""
+        return self.all_reduce_group is None and self.all_reduce_hook is None
+
+    @property
     def shard_world_size(self) -> int:
         group = self.reduce_scatter_group
         return 1 if group is None else group.size()
@@ -554,7 +559,8 @@ def _reduce_over_shards(
             op=factors[2],
         )
     else:  # the sent input is only scratch memory now
-        add_in_tree(part.received, new, reduce_input)
+        divisor = factors[1] if reduction.ends_over_shards else None
+        add_in_tree(part.received, new, reduce_input, divisor)
         part.received = None
     if reduction.defers_all_reduce and part.partial_dtype != output.dtype:
         wider = output.to(part.partial_dtype)
@@ -647,6 +653,8 @@ def _reduce_batch(
     ``reading_stream`` reads are the sharded gradients.
     """
     factors = reduction.divide_factors(parts[0].bucket)
+    # Then the sum in a tree divides, too
+    is_divided = reduction.ends_over_shards and parts[0].received is not None
     reduced, buffer = _reduce_batch_over_shards(reduction, parts, factors)
     inputs = [part.reduce_scatter_input for part in parts]
     stream = reduction.reduce_scatter_stream
@@ -667,7 +675,8 @@ def _reduce_batch(
     with handle.stream(stream) if reduction.all_reduces else contextlib.nullcontext():
         if reduction.all_reduces:
             _all_reduce(reduction, parts, buffer, factors[3])
-        _div_if_needed(buffer, factors[1])
+        if not is_divided:
+            _div_if_needed(buffer, factors[1])
         for part, shard in zip(parts, reduced, strict=True):
             part.is_viewed = accumulate_sharded_grads(
                 *shard, stream, reading_stream, as_views=as_views
