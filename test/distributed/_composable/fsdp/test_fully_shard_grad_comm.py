@@ -186,19 +186,13 @@ class TestKernel(TestCase):
 
     def setUp(self) -> None:
         super().setUp()
-        for name, value in (
-            ("_KERNEL_DEVICE_TYPE", self.device),
-            ("_has_kernel", True),
-        ):
-            patch = mock.patch.object(tree, name, value)
-            patch.start()
-            self.addCleanup(patch.stop)
+        change = {"_KERNEL_DEVICE_TYPE": self.device, "_has_kernel": True}
+        patches = [mock.patch.multiple(tree, **change)]
         if IS_INTERPRETED:
-            from triton.runtime.interpreter import InterpreterBuilder
+            from triton.runtime.interpreter import InterpreterBuilder as Builder
 
-            patch = mock.patch.object(
-                InterpreterBuilder, "create_fp_trunc", cast_by_torch
-            )
+            patches.append(mock.patch.object(Builder, "create_fp_trunc", cast_by_torch))
+        for patch in patches:
             patch.start()
             self.addCleanup(patch.stop)
 
@@ -211,10 +205,11 @@ class TestKernel(TestCase):
         offset: int = 0,
         gap: int = 0,
     ) -> torch.Tensor:
-        """Returns rows, with ``gap`` elements between them."""
+        """Returns rows with ``gap`` elements between them. First in each is -0.0."""
         generator = torch.Generator().manual_seed(count)
         scale = torch.randint(-8, 9, (count, numel + gap), generator=generator)
         values = torch.randn(scale.size(), generator=generator) * scale.double().exp2()
+        values[:, :1] = -0.0
         memory = torch.empty(offset + values.numel(), dtype=dtype, device=self.device)
         rows = memory[offset:].view(values.size()).copy_(values)
         return rows[:, :numel]
@@ -229,9 +224,10 @@ class TestKernel(TestCase):
         with mock.patch.object(tree, "_has_kernel", False):
             tree.add_in_tree(rows.clone(), expected, torch.empty_like(rows).view(-1))
         if divisor is not None:
-            expected.mul_(1 / divisor)  # what a CUDA device divides by
-        tree.add_in_tree(rows, target[1:-1], None, divisor)  # without scratch memory
-        self.assertTrue(torch.equal(target[1:-1], expected))
+            expected.mul_(1 / divisor)  # as CUDA divides
+        tree.add_in_tree(rows, target[1:-1], None, divisor)  # it needs no scratch
+        actual = target[1:-1].contiguous()
+        self.assertTrue(torch.equal(actual.view(torch.int8), expected.view(torch.int8)))
         self.assertTrue(torch.equal(rows, before))
         self.assertTrue(bool(target[[0, -1]].isnan().all()))
 

@@ -1,6 +1,6 @@
 """
 How gradients are scaled and summed: divide factors, and sums over ranks in a fixed
-order for gradients that are sent in one dtype and added in another.
+order for ``grad_comm_dtype``.
 
 [Note: One tree for every mesh]
 The order in which a library's reduce-scatter adds depends on the ranks and the mesh.

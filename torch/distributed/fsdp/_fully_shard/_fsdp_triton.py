@@ -1,4 +1,4 @@
-"""Kernels in Triton, an optional package: only sums of CUDA tensors import this file."""
+"""A Triton kernel that adds gradients. Only a sum of CUDA tensors imports this file."""
 
 from __future__ import annotations
 
