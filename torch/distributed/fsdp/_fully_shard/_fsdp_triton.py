@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import triton  # pyrefly: ignore [missing-import]
-import triton.language as tl  # pyrefly: ignore [missing-import]
-from triton.language import constexpr  # pyrefly: ignore [missing-import]
+import triton
+import triton.language as tl
+from triton.language import constexpr
 
 import torch
 
