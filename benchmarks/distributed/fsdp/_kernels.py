@@ -9,7 +9,7 @@ that takes a list of tensors counts as one. Counted is what runs inside of the r
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from _models import (
@@ -33,7 +33,7 @@ from torch.profiler import profile, ProfilerActivity
 
 LISTS = ("aten::_foreach", "aten::split_with_sizes_copy", "aten::_chunk_cat", "fsdp::")
 ALLOCATES = ("aten::empty", "aten::new_empty", "aten::resize_", "aten::set_")
-COPY_OUT = "FSDP::all_gather_copy_out"
+COPY_OUT, COPY = "FSDP::all_gather_copy_out", "a copy of as many bytes"
 
 
 def _range_of(event: Any) -> str | None:
@@ -84,7 +84,8 @@ def _launched(events: Any, is_cuda: bool) -> Iterator[tuple[Any, float]]:
 def measure(*, device: str, block: str, way: str) -> dict[str, Any]:
     """
     Returns launches and their microseconds by range, per unit and step, and on a device
-    what a copy takes of as many bytes as copy-out writes.
+    what a copy takes of as many bytes as copy-out writes, and as a sum of gradients that
+    are sent in bf16 moves.
     """
     is_cuda = device == "cuda"
     model, x = language_model(block, way, device)
@@ -102,18 +103,35 @@ def measure(*, device: str, block: str, way: str) -> dict[str, Any]:
         if (where := _range_of(event)) is not None:
             counts[where] += 1
             us[where] += duration
-    plain = _copy_us(nbytes, device) if is_cuda else 0.0
-    return {"counts": counts, "us": us, "copy_us": plain}
+    plain = _copy_us(nbytes) if is_cuda else 0.0
+    sums = _sum_us() if is_cuda and way == NARROW else None
+    return {"counts": counts, "us": us, "copy_us": plain, "sum_us": sums}
 
 
-def _copy_us(nbytes: int, device: str) -> float:
-    source = torch.empty(nbytes, dtype=torch.uint8, device=device)
+def _copy_us(nbytes: int) -> float:
+    source = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
+    return _shortest_us(lambda: target.copy_(source))
+
+
+def _sum_us(numel: int = 2**24) -> tuple[float, float]:
+    """Returns how long 8 bf16 rows are added in fp32, and as many bytes copied."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_scaling as scaling
+
+    rows = torch.zeros(8, numel, dtype=torch.bfloat16, device="cuda")
+    output = torch.empty(numel, device="cuda")
+    scratch = torch.empty_like(rows).view(-1)
+    us = _shortest_us(lambda: scaling.add_in_tree(rows, output, scratch, 8.0))
+    # A copy moves each of its bytes twice
+    return us, _copy_us((rows.nbytes + output.nbytes) // 2)
+
+
+def _shortest_us(launch: Callable[[], object]) -> float:
     times = []
     for _ in range(5):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        target.copy_(source)
+        launch()
         end.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) * 1e3)
@@ -151,6 +169,9 @@ def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> list[Row]
             rows.append(exact_row("kernels", case, what, us[0], theirs, us[1], 1.1))
             copy_out = found["branch"]["us"].get(COPY_OUT, 0.0)
             what = "us of copy-out / step"
-            two = (copy_out, "a copy of as many bytes", plain)
+            two = (copy_out, COPY, plain)
             rows.append(exact_row("kernels", case, what, *two, 1.25))
+        if sums := found["branch"]["sum_us"]:
+            two = (sums[0], COPY, sums[1])
+            rows.append(exact_row("kernels", case, "us of a sum", *two, 1.25))
     return rows

@@ -10,11 +10,18 @@ process adds up by the definition of the tree.
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import math
+import os
+import sys
+import tempfile
+import unittest
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -39,6 +46,7 @@ from fsdp_common.utils import (
     DeviceFreeTest,
     FakeGroupTest,
     record_collectives,
+    run_python,
     THREAD_DEVICE_TYPE,
 )
 from fsdp_parity.memory import peak_nbytes, peak_nbytes_of
@@ -52,6 +60,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard, MixedPrecision
 from torch.distributed.fsdp._fully_shard import _fsdp_scaling as tree
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_policies import resolve
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -128,10 +137,11 @@ class TestTree(TestCase):
         ),
         offset=st.integers(0, 3),
         rows_of_scratch=st.integers(0, 40),
+        divisor=st.sampled_from([None, 3.0]),
         seed=st.integers(0, 10**6),
     )
     def test_adds_in_the_order_of_the_tree(
-        self, count, numel, dtypes, offset, rows_of_scratch, seed
+        self, count, numel, dtypes, offset, rows_of_scratch, divisor, seed
     ):
         sent, added = dtypes
         generator = torch.Generator().manual_seed(seed)
@@ -140,14 +150,183 @@ class TestTree(TestCase):
         rows = (values * scale.double().exp2()).to(sent)
         actual = torch.full((numel,), math.nan, dtype=added)
         scratch = torch.empty(rows_of_scratch * numel + offset, dtype=sent)[offset:]
-        tree.add_in_tree(rows.clone(), actual, scratch)
-        self.assertTrue(torch.equal(actual, add([*rows.to(added)])))
+        tree.add_in_tree(rows.clone(), actual, scratch, divisor)
+        expected = add([*rows.to(added)])
+        self.assertTrue(torch.equal(actual, expected / (divisor or 1)))
         # Each element takes part in as many additions as the tree is high, each of
         # which rounds by at most half an ulp of what is no larger than all magnitudes
         height = (count - 1).bit_length()
         bound = rows.double().abs().sum(0) * torch.finfo(added).eps / 2 * height * 1.01
-        error = (actual.double() - rows.double().sum(0)).abs()
+        error = (expected.double() - rows.double().sum(0)).abs()
         self.assertTrue(bool((error <= bound + torch.finfo(added).tiny).all()))
+
+
+KERNELS = "torch.distributed.fsdp._fully_shard._fsdp_triton"
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+needs_triton = unittest.skipUnless(HAS_TRITON, "needs Triton")
+
+
+def cast_by_torch(builder: Any, handle: Any, to: Any) -> Any:
+    """Casts in the interpreter, which rounds to bf16 towards zero, as a GPU does."""
+    if to.scalar.name != "bf16":
+        return builder.cast_impl(handle, to)
+    cast = torch.from_numpy(handle.data).to(BF16).view(torch.uint16)
+    return type(handle)(cast.numpy(), to.scalar)
+
+
+@unittest.skipUnless(
+    HAS_TRITON and (IS_INTERPRETED or torch.cuda.is_available()),
+    "needs Triton and a GPU. Without one another process interprets it",
+)
+class TestKernel(TestCase):
+    """The sum in Triton, on a GPU or interpreted."""
+
+    device = "cpu" if IS_INTERPRETED else "cuda"
+
+    def setUp(self) -> None:
+        super().setUp()
+        change = {"_KERNEL_DEVICE_TYPE": self.device, "_has_kernel": True}
+        patches = [mock.patch.multiple(tree, **change)]
+        if IS_INTERPRETED:
+            from triton.runtime.interpreter import InterpreterBuilder as Builder
+
+            patches.append(mock.patch.object(Builder, "create_fp_trunc", cast_by_torch))
+        for patch in patches:
+            patch.start()
+            self.addCleanup(patch.stop)
+
+    def rows(
+        self,
+        count: int,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        offset: int = 0,
+        gap: int = 0,
+    ) -> torch.Tensor:
+        """Returns rows with ``gap`` elements between them. First in each is -0.0."""
+        generator = torch.Generator().manual_seed(count)
+        scale = torch.randint(-8, 9, (count, numel + gap), generator=generator)
+        values = torch.randn(scale.size(), generator=generator) * scale.double().exp2()
+        values[:, :1] = -0.0
+        memory = torch.empty(offset + values.numel(), dtype=dtype, device=self.device)
+        rows = memory[offset:].view(values.size()).copy_(values)
+        return rows[:, :numel]
+
+    def check(
+        self, rows: torch.Tensor, added: torch.dtype, divisor: float | None
+    ) -> None:
+        """Compares the bits of the kernel and of the operators."""
+        numel, before = rows.size(1), rows.clone()
+        target = torch.full((numel + 2,), math.nan, dtype=added, device=self.device)
+        expected = torch.empty(numel, dtype=added, device=self.device)
+        with mock.patch.object(tree, "_has_kernel", False):
+            tree.add_in_tree(rows.clone(), expected, torch.empty_like(rows).view(-1))
+        if divisor is not None:
+            expected.mul_(1 / divisor)  # as CUDA divides
+        tree.add_in_tree(rows, target[1:-1], None, divisor)  # it needs no scratch
+        actual = target[1:-1].contiguous()
+        self.assertTrue(torch.equal(actual.view(torch.int8), expected.view(torch.int8)))
+        self.assertTrue(torch.equal(rows, before))
+        self.assertTrue(bool(target[[0, -1]].isnan().all()))
+
+    def test_has_the_bits_of_the_operators(self):
+        for count in (2, 3, 4, 5, 6, 7, 8, 9, 16, 24, 64):
+            with self.subTest(f"{count} rows"):
+                self.check(self.rows(count, 32, BF16), FP32, None)
+                self.check(self.rows(count, 33, FP16, offset=1, gap=3), FP16, 3.0)
+        for sent, added in ((FP32, FP32), (BF16, FP32), (FP16, FP32), (BF16, BF16)):
+            for numel in (0, 1, 2049):  # the last one takes three blocks
+                with self.subTest(f"{numel} of {sent} in {added}"):
+                    self.check(self.rows(5, numel, sent), added, 8.0)
+
+    def test_replaces_the_first_row(self):
+        """As between replicas."""
+        rows = self.rows(5, 40, FP32)
+        expected = add([*rows.clone()])
+        self.assertTrue(tree._add_by_kernel(rows, rows[0]))
+        self.assertTrue(torch.equal(rows[0], expected))
+
+    def test_rows_far_apart(self):
+        if self.device == "cpu" or torch.cuda.mem_get_info()[0] < 2**34:
+            self.skipTest("needs a GPU with 16 GiB")
+        memory = torch.empty(3 * 2**30 + 8, dtype=BF16, device=self.device)
+        rows = memory.as_strided((4, 8), (2**30, 1)).copy_(self.rows(4, 8, BF16))
+        self.check(rows, FP32, None)
+
+
+class TestAroundKernel(TestCase):
+    """What needs no GPU."""
+
+    @needs_triton
+    def test_interpreted(self):
+        run_python(
+            __file__, "TestKernel", env={"TRITON_INTERPRET": "1"}, on_release=False
+        )
+
+    @needs_triton
+    def test_compiles_to_loads_of_16_bytes(self):
+        """Without a GPU. A thousand rows take no more code than 24."""
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        from torch.distributed.fsdp._fully_shard._fsdp_triton import _add_rows
+
+        types = ["*bf16", "*fp32", "i32", "i32", "fp32", "constexpr", "constexpr"]
+        signature = dict(zip(_add_rows.arg_names, types, strict=True))
+        aligned = {(i,): [["tt.divisibility", 16]] for i in range(4)}
+        for count in (24, 1024):
+            source = ASTSource(_add_rows, signature, {(5,): count, (6,): 1024}, aligned)
+            with (
+                tempfile.TemporaryDirectory() as folder,
+                mock.patch.dict(os.environ, TRITON_CACHE_DIR=folder),
+            ):
+                target, options = GPUTarget("cuda", 80, 32), {"enable_fp_fusion": False}
+                code = triton.compile(source, target, options)
+            lines = code.asm["ptx"].splitlines()
+            loads = [line for line in lines if "ld.global" in line]
+            self.assertTrue(all(".v4.b32" in line for line in loads), loads)
+            self.assertLessEqual(len(loads), 16)
+
+    def test_falls_back_to_operators(self):
+        """Silently without Triton, and with a warning where it fails, once."""
+        fail = mock.Mock(side_effect=RuntimeError("Failed to find C compiler"))
+        for module in (None, SimpleNamespace(add_rows=fail)):
+            rows = torch.ones(3, 5)
+            with (
+                mock.patch.dict(sys.modules, {KERNELS: module}),
+                mock.patch.object(tree, "_KERNEL_DEVICE_TYPE", "cpu"),
+                mock.patch.object(tree, "_has_kernel", True),
+                warnings.catch_warnings(record=True) as warned,
+            ):
+                warnings.simplefilter("always")
+                for _ in range(2):
+                    actual = torch.empty(5)
+                    tree.add_in_tree(rows.clone(), actual, actual.new_empty(0), 2.0)
+                    self.assertEqual(actual.tolist(), [1.5] * 5)
+            texts = [str(warning.message) for warning in warned]
+            self.assertEqual(len(texts), 0 if module is None else 1)
+        self.assertEqual(fail.call_count, 1)
+        self.assertIn("C compiler'). Gradients with a grad_comm_dtype", texts[0])
+
+    def test_leaves_other_sums_to_operators(self):
+        """Of other dtypes, devices, and where a dispatch mode wants to see them."""
+        asked = SimpleNamespace(add_rows=mock.Mock(side_effect=AssertionError))
+        rows = torch.ones(2, 3)
+        with mock.patch.dict(sys.modules, {KERNELS: asked}):
+            with mock.patch.object(tree, "_KERNEL_DEVICE_TYPE", "xpu"):
+                self.assertFalse(tree._add_by_kernel(rows, rows[0]))
+            with mock.patch.object(tree, "_KERNEL_DEVICE_TYPE", "cpu"):
+                self.assertFalse(tree._add_by_kernel(rows.double(), rows[0]))
+                with CommDebugMode():
+                    self.assertFalse(tree._add_by_kernel(rows, rows[0]))
+        self.assertTrue(tree._has_kernel)
+
+    def test_nothing_else_imports_triton(self):
+        code = "import sys, torch.distributed.fsdp; print('triton' in sys.modules)"
+        self.assertEqual(run_python("-c", code, on_release=False).strip(), "False")
 
 
 class GradCommTest(ThreadTest):
@@ -349,6 +528,13 @@ class TestOneAllToAll(GradCommTest):
         expected = self.expected_mix(self.SPECS, divisor=self.world_size / 2)
         self.assert_all_same(self.full_grads(module), expected)
         self.assertEqual(seen, [FP64, FP32, FP32])
+
+    def test_hook_comes_before_the_division(self):
+        module = self.module()
+        module.set_all_reduce_hook(lambda output: output.fill_(self.world_size))
+        self.backward(module, self.SPECS)
+        for grad in self.full_grads(module):
+            self.assertEqual({*grad.flatten().tolist()}, {1.0})
 
     def test_sums_in_fp16_are_divided_before(self):
         """By a power of two that depends on the number of ranks alone."""

@@ -126,6 +126,11 @@ class Reduction(NamedTuple):
         return self.all_reduce_hook is not None
 
     @property
+    def ends_over_shards(self) -> bool:
+        """Whether nothing adds to the sum over the shard group, nor sees it."""
+        return self.all_reduce_group is None and self.all_reduce_hook is None
+
+    @property
     def shard_world_size(self) -> int:
         group = self.reduce_scatter_group
         return 1 if group is None else group.size()
@@ -538,7 +543,8 @@ def _reduce_over_shards(
             op=factors[2],
         )
     else:  # the sent input is only scratch memory now
-        add_in_tree(part.received, new, reduce_input)
+        divisor = factors[1] if reduction.ends_over_shards else None
+        add_in_tree(part.received, new, reduce_input, divisor)
         part.received = None
     if reduction.defers_all_reduce:
         output = output.to(part.partial_dtype)
@@ -599,6 +605,8 @@ def _reduce_batch(
     """
     bucket = parts[0].bucket
     factors = reduction.divide_factors(bucket)
+    # Then the sum in a tree divides, too
+    is_divided = reduction.ends_over_shards and parts[0].received is not None
     shards: Sequence[Tensor]
     shards = [_reduce_over_shards(reduction, part, factors) for part in parts]
     if not reduction.defers_all_reduce:
@@ -625,7 +633,8 @@ def _reduce_batch(
     with handle.stream(stream) if reduction.all_reduces else contextlib.nullcontext():
         if reduction.all_reduces:
             _all_reduce(reduction, bucket, buffer, factors[3])
-        _div_if_needed(buffer, factors[1])
+        if not is_divided:
+            _div_if_needed(buffer, factors[1])
         for part, shard in zip(parts, shards, strict=True):
             accumulate_sharded_grads(
                 part, shard, stream, reading_stream, as_views=as_views

@@ -1,6 +1,6 @@
 """
 How gradients are scaled and summed: divide factors, and sums over ranks in a fixed
-order for gradients that are sent in one dtype and added in another.
+order for ``grad_comm_dtype``.
 
 [Note: One tree for every mesh]
 The order in which a library's reduce-scatter adds depends on the ranks and the mesh.
@@ -13,10 +13,12 @@ the same bits.
 
 from __future__ import annotations
 
+import warnings
 from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch._C import _len_torch_dispatch_stack
 from torch.distributed.distributed_c10d import ReduceOp
 from torch.nn.functional import pad
 
@@ -28,6 +30,10 @@ from ._fsdp_releases import SCALES_BF16
 Factors: TypeAlias = tuple[float | None, float | None, _ReduceOp, _ReduceOp]
 # The pieces that a buffer is split into for the all-to-alls between replicas
 _MIN_PIECE_NBYTES, _MAX_PIECES = 16 * 2**20, 8
+# Of what a Triton kernel adds. ROCm's devices have this type, too
+_KERNEL_DEVICE_TYPE = "cuda"
+_KERNEL_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+_has_kernel = True  # until Triton turns out to be missing or to fail
 
 
 def _get_gradient_divide_factors(
@@ -114,16 +120,61 @@ def _div_if_needed(tensor: torch.Tensor, div_factor: float | None) -> None:
 
 
 def add_in_tree(
-    rows: torch.Tensor, output: torch.Tensor, scratch: torch.Tensor
+    rows: torch.Tensor,
+    output: torch.Tensor,
+    scratch: torch.Tensor,
+    divisor: float | None = None,
 ) -> None:
     """
-    Writes the sum of ``rows``, see [Note: One tree for every mesh], to ``output`` (1D).
-    Overwrites ``rows``, or ``scratch`` (1D) if rows have another dtype than the output.
+    Writes the sum of ``rows``, see [Note: One tree for every mesh], to ``output`` (1D),
+    divided. May overwrite ``rows`` and ``scratch`` (1D).
     """
+    if _add_by_kernel(rows, output, divisor):
+        return
     if rows.dtype == output.dtype:
         _add_up(rows)
         output.copy_(rows[0])
-        return
+    else:
+        _add_up_wider(rows, output, scratch)
+    _div_if_needed(output, divisor)
+
+
+def _add_by_kernel(
+    rows: torch.Tensor, output: torch.Tensor, divisor: float | None = None
+) -> bool:
+    """
+    Adds rows by one kernel, which has the bits of the operators below but reads each row
+    once, and writes no intermediate sum. Returns whether it did.
+    """
+    global _has_kernel
+    device_type, dtypes = rows.device.type, {rows.dtype, output.dtype}
+    # Dispatch modes (fake tensors, the sanitizer of CUDA streams) see only operators
+    if not _has_kernel or device_type != _KERNEL_DEVICE_TYPE:
+        return False
+    if _len_torch_dispatch_stack() > 0 or not dtypes <= _KERNEL_DTYPES:
+        return False
+    try:
+        from ._fsdp_triton import add_rows
+
+        add_rows(rows, output, divisor)
+    except Exception as error:
+        # It did not compile, so nothing has been written. Other ranks may still use
+        # theirs: no collective depends on it
+        _has_kernel = False
+        if not isinstance(error, ModuleNotFoundError):
+            warnings.warn(
+                f"The Triton kernel that adds gradients failed: {error!r}. Gradients with "
+                "a grad_comm_dtype are added by operators, slower but with the same "
+                "bits. Triton needs a C compiler and a folder, TRITON_CACHE_DIR",
+                stacklevel=2,
+            )
+    return _has_kernel
+
+
+def _add_up_wider(
+    rows: torch.Tensor, output: torch.Tensor, scratch: torch.Tensor
+) -> None:
+    """Adds rows that must be cast, in ``scratch``."""
     # Every other row is cast and its neighbour added uncast, which halves the memory
     pairs, itemsize = (rows.size(0) + 1) // 2, output.itemsize
     memory = scratch.view(torch.uint8)
@@ -169,7 +220,8 @@ def all_reduce_in_tree(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
         received = torch.empty_like(padded)
         dist.all_to_all_single(received, padded, group=group)
         rows = received.view(world_size, padded.numel() // world_size)
-        _add_up(rows)
+        if not _add_by_kernel(rows, rows[0]):
+            _add_up(rows)
         dist.all_gather_single(padded, rows[0], group=group)
         if padded is not piece:
             piece.copy_(padded[: piece.numel()])
