@@ -11,6 +11,9 @@ from ._fully_shard._fsdp_settings import (
     set_backward_prefetch as set_backward_prefetch,
 )
 from ._fully_shard._fsdp_settings import (
+    set_coalesced_collectives as set_coalesced_collectives,
+)
+from ._fully_shard._fsdp_settings import (
     set_reduce_bucket_cap as set_reduce_bucket_cap,
 )
 from ._fully_shard._fsdp_summary import layout_summary as layout_summary
@@ -39,6 +42,7 @@ _OF_FSDP2 = [
     *_OF_FULLY_SHARD,
     "layout_summary",
     "set_backward_prefetch",
+    "set_coalesced_collectives",
     "set_reduce_bucket_cap",
 ]
 # pyrefly: ignore [bad-dunder-all]

@@ -25,7 +25,7 @@ from . import _fsdp_copies as copies
 from . import _fsdp_layout as layouts
 from ._fsdp_api import AllGather, ReduceScatter
 from ._fsdp_comms import *  # noqa: F403  (as in the release)
-from ._fsdp_comms import allocate
+from ._fsdp_comms import all_gather_coalesced, allocate
 from ._fsdp_compat import _get_all_gather_input_metadatas, _get_param_all_gather_inputs
 from ._fsdp_grads import make_slot
 from ._fsdp_layout import ReduceBucket
@@ -123,6 +123,14 @@ class AllGatherResult(NamedTuple):
     all_gather_input_split_sizes: list[int]
 
 
+class DirectGatherResult(AllGatherResult):
+    """An all-gather in flight, some of whose outputs are not in the buffer."""
+
+    sent: list[Tensor]  # shards of direct parameters
+    # Their all-gather outputs, and what they were received in if that is elsewhere
+    copies: tuple[list[Tensor], list[Tensor]]
+
+
 # Plugins may monkeypatch these two
 _OWN_INPUTS = (_get_param_all_gather_inputs, _get_all_gather_input_metadatas)
 
@@ -172,21 +180,43 @@ def foreach_all_gather(
     with device_handle.stream(all_gather_copy_in_stream):
         current = (_get_param_all_gather_inputs, _get_all_gather_input_metadatas)
         if current == _OWN_INPUTS:
-            tensors, plan = (cache or ParamGroupCache(fsdp_params)).prepare_gather()
+            cache = cache or ParamGroupCache(fsdp_params)
+            tensors, plan = cache.prepare_gather()
             numel, dtype = plan.layout.segment_numel, plan.layout.buffer_dtype
             output = allocate(comm, group.size() * numel, dtype, device, gathers=True)
             segment = copies.fill_segment(output, plan, tensors, group.rank())
             fields = plan.dtypes, plan.numels, plan.split_sizes
+            if plan.direct:
+                sent = copies.stage_direct(plan, tensors, device)
         else:
+            plan = None
             staged = _stage_monkeypatched(fsdp_params, group, device, comm)
             output, segment, fields = staged
+    compute_stream = device_handle.current_stream()
     all_gather_stream.wait_stream(all_gather_copy_in_stream)
     with device_handle.stream(all_gather_stream):
-        work = comm(
-            output_tensor=output, input_tensor=segment, group=group, async_op=async_op
+        if plan is None or not plan.direct:
+            tensors = {"output_tensor": output, "input_tensor": segment}
+            work = comm(**tensors, group=group, async_op=async_op)
+            event = all_gather_stream.record_event()
+            return AllGatherResult(output, event, work, *fields)
+        outputs, received = cache.direct_memory.prepare(
+            [cache.fsdp_params[i] for i, _ in plan.direct],
+            [plan.dtypes[i] for i, _ in plan.direct],
+            [plan.numels[i] for i, _ in plan.direct],
+            group.size(),
+            device,
+            rotates=all_gather_stream != compute_stream,
         )
+        members = [received, sent]
+        if plan.layout.slots:
+            members = [[*received, output], [*sent, segment]]
+        work = all_gather_coalesced(*members, group, async_op)
         event = all_gather_stream.record_event()
-    return AllGatherResult(output, event, work, *fields)
+    result = DirectGatherResult(output, event, work, *fields)
+    result.sent = sent
+    result.copies = ([], []) if received is outputs else (outputs, received)
+    return result
 
 
 def _default_all_gather_output_fn(
@@ -209,6 +239,8 @@ def _copy_out(
     states = [state for state, plan in cache.plans.items() if plan.layout is layout]
     state = states[0] if states else cache.fsdp_params[0].sharded_state
     copies.copy_out(cache.fsdp_params, state, buffer, layout, outputs, world_size)
+    if isinstance(all_gather_result, DirectGatherResult):
+        copies.copy_each(*all_gather_result.copies)
 
 
 @without_grad

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from ._fsdp_api import _ReduceOp, AllGather, ReduceScatter
 
@@ -140,6 +141,42 @@ class SymmMemAllGather(SymmMemAllocMixin, _SingleAllGather): ...
 class SymmMemReduceScatter(SymmMemAllocMixin, _SingleReduceScatter):
     # The kernels of symmetric memory only sum
     exchange = None  # pyrefly: ignore [bad-override-mutable-attribute]
+
+
+def all_gather_coalesced(
+    outputs: list[Tensor],
+    inputs: list[Tensor],
+    group: dist.ProcessGroup,
+    async_op: bool = False,
+) -> dist.Work | None:
+    """Gathers dense 1D tensors, each into its own output, by one grouped call."""
+    dtype = inputs[0].dtype
+    is_plain = dtype.itemsize > 1 and not dtype.is_complex
+    if not is_plain or any(tensor.dtype != dtype for tensor in inputs):
+        # Backends lack some dtypes, and gloo sends all tensors in that of the first
+        outputs = [tensor.view(torch.uint8) for tensor in outputs]
+        inputs = [tensor.view(torch.uint8) for tensor in inputs]
+    options = AllgatherOptions()
+    options.asyncOp = async_op
+    work = group.allgather_into_tensor_coalesced(outputs, inputs, options)
+    if async_op or work is None:
+        return work
+    work.wait()
+    return None
+
+
+def reduce_scatter_coalesced(
+    outputs: list[Tensor],
+    inputs: list[Tensor],
+    group: dist.ProcessGroup,
+    op: _ReduceOp,
+) -> None:
+    """Reduce-scatters 1D tensors of one dtype, each to its own output, by one call."""
+    options = ReduceScatterOptions()
+    options.reduceOp, options.asyncOp = op, False
+    work = group.reduce_scatter_tensor_coalesced(outputs, inputs, options)
+    if work is not None:
+        work.wait()
 
 
 def allocate(

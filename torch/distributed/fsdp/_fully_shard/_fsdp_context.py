@@ -24,6 +24,7 @@ from . import _fsdp_layout as layouts
 from ._fsdp_collectives import AllGatherResult, call_monkeypatched
 from ._fsdp_common import TrainingState
 from ._fsdp_comms import holds_one_input
+from ._fsdp_direct import DirectMemory
 from ._fsdp_grads import JoinedReduction
 from ._fsdp_layout import ReduceBucket
 from ._fsdp_observers import range_of
@@ -86,6 +87,8 @@ class FSDPCommContext:
         self.reduce_scatter_states: list[ReduceScatterState] = []  # oldest first
         self.reduce_scatter_max_input_buffers: int = 1  # the largest of all groups
         self.all_reduce_states: list[HeldAllReduces] = []  # oldest first
+        # The memory of resharded units, and when compute has read it
+        self.resharded: dict[DirectMemory, torch.Event] = {}
         # Small buckets that wait to be reduced together, see `Reduction.join_key`
         self.joined_reductions: dict[tuple, JoinedReduction] = {}
         self.joined_reductions_task: int = -1  # the backward whose end reduces them
@@ -129,6 +132,19 @@ class FSDPCommContext:
         if event is not None and self.has_streams:
             self.all_gather_copy_in_stream.wait_event(event)
             self.all_gather_stream.wait_event(event)
+
+    def hold_resharded(self, memory: DirectMemory) -> None:
+        """Holds what the current stream still reads, see [Note: Direct gathers]."""
+        if memory.rotating:
+            event = self.device_handle.current_stream().record_event()
+            self.resharded[memory] = event
+
+    def free_resharded(self) -> None:
+        """Frees the memory of resharded units for the next gather."""
+        for memory, event in self.resharded.items():
+            self.all_gather_stream.wait_event(event)
+            memory.free()
+        self.resharded.clear()
 
     def get_groups_to_prefetch(self, group: Any, index: int) -> Iterator[Any]:
         """
@@ -183,6 +199,7 @@ class FSDPCommContext:
             batches = layouts.by_collective(buckets)
         reduced: list[ReduceBucket] = []
         results: list[ReduceResult] = []
+        direct_inputs: list[torch.Tensor] = []
         are_viewed = True
         try:
             for batch in filter(None, batches):
@@ -195,6 +212,8 @@ class FSDPCommContext:
                 else:
                     results.append(call_monkeypatched(replacement, reduction, *parts))
                 reduced += [part.bucket for part in parts]
+                for part in parts:
+                    direct_inputs += part.direct_inputs
                 are_viewed = are_viewed and all(part.is_viewed for part in parts)
         except BaseException:
             streams = reduction.reduce_scatter_stream, reduction.all_reduce_stream
@@ -203,11 +222,18 @@ class FSDPCommContext:
         for result in results:
             event = result.post_reduce_event
             self._last_post_reduce_events[result.post_reduce_stream] = event
-        self._hold_reduce_buffers(group, results, are_viewed=are_viewed)
+        self._hold_reduce_buffers(
+            group, results, direct_inputs=direct_inputs, are_viewed=are_viewed
+        )
         return [*zip(reduced, results, strict=True)]
 
     def _hold_reduce_buffers(
-        self, group: Any, results: Sequence[ReduceResult], *, are_viewed: bool
+        self,
+        group: Any,
+        results: Sequence[ReduceResult],
+        *,
+        direct_inputs: Sequence[torch.Tensor],
+        are_viewed: bool,
     ) -> None:
         """Holds inputs and reduced buffers; ``are_viewed`` by the sharded gradients."""
         current_stream = self.device_handle.current_stream()
@@ -215,6 +241,7 @@ class FSDPCommContext:
         scattered = [r for r in results if r.reduce_scatter_input is not None]
         if scattered:
             inputs: Any = dict.fromkeys(r.reduce_scatter_input for r in scattered)
+            inputs |= dict.fromkeys(direct_inputs)
             held = (*inputs,), scattered[-1].reduce_scatter_event, current_stream, group
             self.reduce_scatter_states.append(ReduceScatterState(*held))
         states: dict[torch.Tensor, AllReduceState] = {}

@@ -18,6 +18,8 @@ def fill_segment(
 ) -> Tensor:
     """Writes this rank's shards into its segment of a gather's buffer. Returns that."""
     layout, numel = plan.layout, plan.layout.segment_numel
+    if not layout.slots:
+        return output
     if not gets_operators(output.device):
         segment = output[rank * numel : (rank + 1) * numel]
         _copy_in(segment, plan.copies, tensors)
@@ -53,6 +55,23 @@ def _copy_in(
         not_padding = [k for k, (i, _) in enumerate(slots) if i is not None]
         for group in casts or [not_padding]:
             _copy_group([targets[k] for k in group], [sources[k] for k in group])
+
+
+def stage_direct(
+    plan: GatherPlan, tensors: Sequence[Tensor], device: torch.device
+) -> list[Tensor]:
+    """Returns the shards of direct parameters as they are sent, moved and cast."""
+    sent: list[Tensor] = []
+    moved: tuple[list[Tensor], list[Tensor]] = [], []
+    for i, position in plan.direct:
+        shard, (dtype,) = tensors[position], plan.dtypes[i]
+        if shard.dtype != dtype or shard.device.type != device.type:
+            moved[1].append(shard)
+            shard = torch.empty(shard.numel(), dtype=dtype, device=device)
+            moved[0].append(shard)
+        sent.append(shard.contiguous())
+    copy_each(*moved)
+    return sent
 
 
 def _view_as(dtype: torch.dtype, shards: Sequence[Tensor]) -> list[Tensor]:
@@ -105,6 +124,8 @@ def copy_out(
     world_size: int,
 ) -> None:
     """Writes the all-gather outputs of parameters that were gathered in ``state``."""
+    if not layout.slots:
+        return
     cached_layout, columns = outputs.columns.get(state, (None, []))
     interleaved: list[tuple[FSDPParam, Tensor, Tensor]] = []
     if cached_layout is not layout:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import _get_device_handle
 
 from . import _fsdp_layout as layouts
 from ._fsdp_comms import DefaultReduceScatter
+from ._fsdp_direct import is_direct
 from ._fsdp_layout import BucketKey, ReduceBucket, ReduceSlot
 from ._fsdp_param import FSDPParam
 from ._fsdp_param_cache import ParamGroupCache
@@ -79,12 +80,16 @@ def _get_buckets(
     if (buckets := cache.buckets.get(dtypes)) is None:
         if len(cache.buckets) >= _MAX_CACHED_PATTERNS:
             cache.buckets.clear()
-        buckets = cache.buckets[dtypes] = _plan_buckets(cache.fsdp_params, dtypes)
+        min_nbytes = cache.direct_memory.min_nbytes
+        buckets = _plan_buckets(cache.fsdp_params, dtypes, min_nbytes)
+        cache.buckets[dtypes] = buckets
     return buckets
 
 
 def _plan_buckets(
-    fsdp_params: Sequence[FSDPParam], grad_dtypes: Sequence[torch.dtype | None]
+    fsdp_params: Sequence[FSDPParam],
+    grad_dtypes: Sequence[torch.dtype | None],
+    min_nbytes: int | None = None,
 ) -> tuple[ReduceBucket, ...]:
     """Plans the buckets of gradients of these dtypes, None where there is none."""
     reduce_dtypes = {
@@ -94,16 +99,21 @@ def _plan_buckets(
     }
     if FOLLOWS_GRAD_DTYPE:
         _promote(fsdp_params, reduce_dtypes)
-    slots = [make_slot(i, fsdp_params[i]) for i in reduce_dtypes]
-    keys = [layouts.bucket_key(fsdp_params[i], d) for i, d in reduce_dtypes.items()]
+    slots, keys = [], []
+    for i, dtype in reduce_dtypes.items():
+        fsdp_param = fsdp_params[i]
+        reduces_directly = is_direct(fsdp_param, dtype, min_nbytes, reduces=True)
+        slots.append(make_slot(i, fsdp_param, reduces_directly))
+        keys.append(layouts.bucket_key(fsdp_param, dtype))
     return layouts.plan_buckets(slots, keys, is_mixed=layouts.is_mixed(fsdp_params))
 
 
-def make_slot(index: int, fsdp_param: FSDPParam) -> ReduceSlot:
+def make_slot(index: int, fsdp_param: FSDPParam, is_direct: bool = False) -> ReduceSlot:
     """Returns the slot of a parameter that has this position among its unit's."""
     grad_dtype = fsdp_param.sharded_param.grad_dtype
     numel = fsdp_param.padded_sharded_param_size.numel()
-    return ReduceSlot(index, grad_dtype, numel, fsdp_param.fsdp_placement.dim)
+    dim = fsdp_param.fsdp_placement.dim
+    return ReduceSlot(index, grad_dtype, numel, dim, is_direct)
 
 
 def _promote(

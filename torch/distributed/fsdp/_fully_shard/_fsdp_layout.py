@@ -28,7 +28,7 @@ unpadded.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from math import gcd
@@ -101,15 +101,17 @@ def plan_gather(
     *,
     by_dtype: bool = True,
     is_mixed: bool = True,
+    direct: Collection[int] = (),
 ) -> GatherLayout:
     """
     Lays out a segment from each input's dtype and number of elements on one rank.
     ``by_dtype=False``: as plugins gather, in the inputs' order without padding.
     ``is_mixed=False``: the parameters are alike, so regions align to the widest dtype.
+    ``direct``: inputs that have no slot, see [Note: Direct gathers].
     """
-    order = list(range(len(dtypes)))
+    order = [i for i in range(len(dtypes)) if i not in direct]
     alignment = 1
-    if by_dtype and any(dtype != dtypes[0] for dtype in dtypes):
+    if by_dtype and any(dtypes[i] != dtypes[order[0]] for i in order):
         alignment = _ALIGNMENT if is_mixed else max(d.itemsize for d in dtypes)
         sizes = [n * d.itemsize for d, n in zip(dtypes, numels)]  # in bytes
         order.sort(key=lambda i: (dtype_sort_key(dtypes[i]), -gcd(sizes[i], alignment)))
@@ -192,6 +194,7 @@ class ReduceSlot:
     grad_dtype: torch.dtype | None  # of the sharded gradient, None: the reduce dtype
     shard_numel: int  # of one rank's padded shard
     shard_dim: int = 0  # of the gradient that is copied in
+    is_direct: bool = False  # see [Note: Direct reductions]
 
 
 @dataclass
@@ -259,7 +262,7 @@ def sort_slots(bucket: ReduceBucket) -> ReduceBucket:
         grad_dtype, alignment = slot.grad_dtype or bucket.dtype, 0
         if bucket.comm_dtype is not None:  # see [Note: Aligned to 16 bytes]
             alignment = gcd(slot.shard_numel * bucket.comm_dtype.itemsize, _ALIGNMENT)
-        return dtype_sort_key(grad_dtype), -alignment, slot.param
+        return dtype_sort_key(grad_dtype), not slot.is_direct, -alignment, slot.param
 
     return replace(bucket, slots=tuple(sorted(bucket.slots, key=sort_key)))
 

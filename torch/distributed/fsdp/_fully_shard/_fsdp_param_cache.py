@@ -18,6 +18,7 @@ import torch
 
 from . import _fsdp_layout as layouts
 from . import _fsdp_registrations as registrations
+from ._fsdp_direct import DirectMemory, is_direct
 from ._fsdp_errors import note_extension
 from ._fsdp_param import FSDPParam, ShardedState
 from ._fsdp_releases import FOLLOWS_GRAD_DTYPE
@@ -46,21 +47,27 @@ class GatherPlan:
     None. ``counts`` says how many inputs each parameter has, None: one.
     """
 
+    made_for: tuple[Any, ...] = ()  # the plan is replaced if this changes
+
     def __init__(
         self,
         stored_dtypes: list[torch.dtype],
         compute_dtypes: list[torch.dtype | None],
         numels: list[int],
         counts: list[int] | None = None,
+        direct: Sequence[tuple[int, int]] = (),
     ):
-        self.made_for = stored_dtypes, compute_dtypes, numels, counts
+        # The direct parameters, each with the position of its input
+        self.direct = direct
         pairs = zip(compute_dtypes, stored_dtypes, strict=True)
         dtypes = [compute_dtype or stored for compute_dtype, stored in pairs]
         counts = counts or [1] * len(dtypes)
         # Fields of the gather's result, which have a list for each parameter
         self.dtypes, self.numels = _group(dtypes, counts), _group(numels, counts)
         is_mixed = any(d != self.dtypes[0] for d in self.dtypes)
-        self.layout = layouts.plan_gather(dtypes, numels, is_mixed=is_mixed)
+        self.layout = layouts.plan_gather(
+            dtypes, numels, is_mixed=is_mixed, direct=[i for _, i in direct]
+        )
         self.copies = layouts.plan_copy_in(self.layout, stored_dtypes)
         self.split_sizes = SplitSizes(self.layout.split_sizes)
         self.split_sizes.layout = self.layout
@@ -128,9 +135,12 @@ class GatherOutputs:
 class ParamGroupCache:
     """What is cached of a group's parameters between steps."""
 
-    def __init__(self, fsdp_params: Iterable[FSDPParam]):
+    def __init__(
+        self, fsdp_params: Iterable[FSDPParam], memory: DirectMemory | None = None
+    ):
         # Their class has other attributes in each release
         self.fsdp_params: list[Any] = [*fsdp_params]
+        self.direct_memory = memory or DirectMemory()
         self._local_classes: list[type] = []
         self._has_extensions = any(map(has_extension, self.fsdp_params))
         self.has_empty_params = any(p._orig_size.numel() == 0 for p in self.fsdp_params)
@@ -186,11 +196,17 @@ class ParamGroupCache:
                 counts.append(len(inputs))
         stored_dtypes = [*map(_get_dtype, tensors)]
         numels = [*map(torch.Tensor.numel, tensors)]
-        made_for = stored_dtypes, compute_dtypes, numels, counts
+        memory, direct = self.direct_memory, []
+        min_nbytes = memory.min_nbytes if memory.gathers else None
+        made_for = stored_dtypes, compute_dtypes, numels, counts, min_nbytes
         state = params[0].sharded_state
         plan = self.plans.get(state)
         if plan is None or plan.made_for != made_for:
-            replaced, plan = plan, GatherPlan(*made_for)
+            if min_nbytes is not None:
+                dtypes = [c or s for c, s in zip(compute_dtypes, stored_dtypes)]
+                direct = self._find_direct(dtypes, counts)
+            replaced, plan = plan, GatherPlan(*made_for[:4], direct)
+            plan.made_for = made_for
             for i, fsdp_param in enumerate(params):
                 gathered = plan.dtypes[i], plan.numels[i]
                 if replaced and has_extension(fsdp_param):
@@ -200,6 +216,18 @@ class ParamGroupCache:
                 _check_dtypes(fsdp_param, plan.dtypes[i])
             self.plans[state] = plan
         return tensors, plan
+
+    def _find_direct(
+        self, dtypes: list[torch.dtype], counts: list[int] | None
+    ) -> list[tuple[int, int]]:
+        """Returns the parameters to gather directly, each with its input's position."""
+        min_nbytes, found, position = self.direct_memory.min_nbytes, [], 0
+        for i, fsdp_param in enumerate(self.fsdp_params):
+            if is_direct(fsdp_param, dtypes[position], min_nbytes):
+                if not has_extension(fsdp_param):
+                    found.append((i, position))
+            position += counts[i] if counts else 1
+        return found
 
     @property
     def outputs(self) -> GatherOutputs | None:
@@ -276,7 +304,11 @@ class ParamGroupCache:
                 if state is ShardedState.UNSHARDED:
                     fsdp_param.to_unsharded()
                 elif state is ShardedState.SHARDED:
+                    outputs = fsdp_param.all_gather_outputs
+                    if self.direct_memory.holds(fsdp_param):
+                        fsdp_param.all_gather_outputs = []
                     fsdp_param.to_sharded()
+                    fsdp_param.all_gather_outputs = outputs
                 else:
                     fsdp_param.to_sharded_post_forward()
                     params.append(fsdp_param._sharded_post_forward_param)
@@ -295,8 +327,9 @@ class ParamGroupCache:
         keeps = FOLLOWS_GRAD_DTYPE and any(p.keep_unsharded_storage for p in params)
         if outputs is None or self._has_extensions or keeps:
             return False
+        rotating = self.direct_memory.rotating
         for storage, _ in outputs.storages:
-            if storage.nbytes():
+            if storage.nbytes() and storage._cdata not in rotating:
                 storage.resize_(0)
         return True
 

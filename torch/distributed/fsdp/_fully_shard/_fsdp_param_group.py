@@ -79,6 +79,7 @@ from ._fsdp_context import (  # noqa: F401  (as in the release)
     FSDPCommContext,
     ReduceScatterState,
 )
+from ._fsdp_direct import DirectMemory
 from ._fsdp_errors import warn_user
 from ._fsdp_layout import ReduceBucket, ReduceBucketCap
 from ._fsdp_param import FSDPParam, ParamModuleInfo, ShardedState  # noqa: F401
@@ -199,7 +200,8 @@ class FSDPParamGroup(PluginNames):
         self._prepare_reduce_scatter_inputs: Any = _default_reduce_scatter_input_fn
         sharded = registrations.shard_params(self, params, shard_placement_fn)
         self.fsdp_params: list[FSDPParam] = sharded  # plugins may set another list
-        self._cache = ParamGroupCache(sharded)
+        self._direct_memory = DirectMemory()
+        self._cache = ParamGroupCache(sharded, self._direct_memory)
         # None: to be resolved again when the root has named the parameters
         self._resolved_policy = None if tables_of(mp_policy) else mp_policy
         # Before 2.15: the `grad_dtype` that users have set, and on which local tensor
@@ -220,7 +222,7 @@ class FSDPParamGroup(PluginNames):
     def _get_cache(self) -> ParamGroupCache:
         """Returns the cache, a new one if plugins have replaced parameters since."""
         if self._cache.fsdp_params != self.fsdp_params:
-            self._cache = ParamGroupCache(self.fsdp_params)
+            self._cache = ParamGroupCache(self.fsdp_params, self._direct_memory)
         return self._cache
 
     # Lazy init #
@@ -232,7 +234,7 @@ class FSDPParamGroup(PluginNames):
         has_reset = self._reset_by_root if by_root else self._reset_sharded_params
         if self.is_sharded and not has_reset:
             registrations.reset_sharded_params(self)
-            self._cache = ParamGroupCache(self.fsdp_params)
+            self._cache = ParamGroupCache(self.fsdp_params, self._direct_memory)
             self._reset_sharded_params, self._reset_by_root = True, by_root
         self._validate_reduce_scatter_max_input_buffers()
         self._init_dtypes()
@@ -307,6 +309,7 @@ class FSDPParamGroup(PluginNames):
     _register_state_dict_hooks = registrations.register_state_dict_hooks
     _validate_reduce_scatter_max_input_buffers = settings.check_max_input_buffers
     _set_separate_reduce_scatter_group = settings.set_separate_reduce_scatter_group
+    set_direct_min_nbytes = settings.set_direct_min_nbytes
     set_symm_mem = settings.set_symm_mem
     set_allocate_memory_from_process_group = settings.set_process_group_memory
 
@@ -336,6 +339,9 @@ class FSDPParamGroup(PluginNames):
             self._agreement.check_gather(group, comm)
         args = self.fsdp_params, group, async_op, *streams, self.device, comm
         options = {} if is_replaced else {"cache": self._get_cache()}
+        if (memory := self._direct_memory).min_nbytes is not None:
+            memory.gathers = self._can_gather_directly()
+            self.comm_ctx.resharded.pop(memory, None)  # its memory is used again
         try:
             with self._range("FSDP::all_gather"):
                 self._all_gather_result = foreach_all_gather(*args, **options)
@@ -385,7 +391,19 @@ class FSDPParamGroup(PluginNames):
             self.comm_ctx.all_gather_state = AllGatherState(result, copy_out_event)
         else:
             self.comm_ctx.wait_all_gather_streams_on_event(copy_out_event)
+        self.comm_ctx.free_resharded()
         self._all_gather_result = self._all_gather_group = None
+
+    def _can_gather_directly(self) -> bool:
+        """Whether nobody replaces a step, or frees the memory elsewhere."""
+        params = self.fsdp_params
+        return (
+            type(self._all_gather_comm) is comms.DefaultAllGather
+            and foreach_all_gather_copy_out is _OWN_COPY_OUT
+            and self._all_gather_output_fn is _default_all_gather_output_fn
+            and not self._use_post_forward_mesh
+            and not any(getattr(p, "keep_unsharded_storage", False) for p in params)
+        )
 
     @releases.not_type_checked
     def _unshard_now(self) -> None:
@@ -404,6 +422,7 @@ class FSDPParamGroup(PluginNames):
             self._to_state(ShardedState.SHARDED_POST_FORWARD)
             event = self._reshard_after_forward_event = self.device_handle.Event()
             event.record()
+            self.comm_ctx.free_resharded()  # it is freed already
         elif self._reshard_after_forward or not after_forward:
             self._to_state(ShardedState.SHARDED)
         elif _runs_without_backward():
@@ -623,6 +642,7 @@ class FSDPParamGroup(PluginNames):
         self.comm_ctx.release_all_gather_state_on_current_stream()
         self._post_forward_indices.clear()
         self._to_prefetch_late.clear()
+        self.comm_ctx.free_resharded()
 
     def _reset_iter_state(self) -> None:
         """Waits for what is in flight, drops it and all gradients, and reshards."""
@@ -641,6 +661,7 @@ class FSDPParamGroup(PluginNames):
         # Also if it is sharded: what failed may have left outputs or registrations
         self._cache.to_state(ShardedState.SHARDED)
         self._sharded_state = ShardedState.SHARDED
+        self.comm_ctx.hold_resharded(self._direct_memory)
 
     def _drop_all_gather(self) -> None:
         if self._all_gather_result is None:
@@ -650,6 +671,8 @@ class FSDPParamGroup(PluginNames):
         if isinstance(work, dist.distributed_c10d.Work):
             work.wait()
         self._all_gather_result = self._all_gather_group = None
+        if not self.is_unsharded:
+            self.comm_ctx.hold_resharded(self._direct_memory)
 
     # Runtime: prefetch #
     def _backward_prefetch(self) -> None:
@@ -690,6 +713,8 @@ class FSDPParamGroup(PluginNames):
         if self._sharded_state is not state:
             self._get_cache().to_state(state)
             self._sharded_state = state
+            if state is not ShardedState.UNSHARDED:
+                self.comm_ctx.hold_resharded(self._direct_memory)
 
     @property
     def is_sharded(self) -> bool:

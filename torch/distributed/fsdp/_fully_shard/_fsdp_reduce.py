@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, cast, NamedTuple
 
@@ -48,7 +48,12 @@ from torch.distributed.tensor._dtensor_spec import TensorMeta
 
 from . import _fsdp_layout as layouts
 from ._fsdp_api import _ReduceOp, ReduceScatter
-from ._fsdp_comms import allocate, allocates_anew
+from ._fsdp_comms import (
+    allocate,
+    allocates_anew,
+    DefaultReduceScatter,
+    reduce_scatter_coalesced,
+)
 from ._fsdp_errors import note_reduction
 from ._fsdp_layout import GatherLayout, ReduceBucket
 from ._fsdp_observers import gets_operators, without_grad
@@ -140,6 +145,16 @@ class Reduction(NamedTuple):
         """Whether no plugin prepares gradients: then the copy-in handles other dims."""
         return self.prepare_reduce_scatter_inputs is _default_reduce_scatter_input_fn
 
+    def is_direct(self, bucket: ReduceBucket) -> bool:
+        """Whether gradients of the bucket are direct, see [Note: Direct reductions]."""
+        return (
+            self.shard_world_size > 1
+            and bucket.comm_dtype is None
+            and type(self.reduce_scatter_comm) is DefaultReduceScatter
+            and self.copy_in is foreach_reduce_scatter_copy_in
+            and self.prepares_by_default
+        )
+
     def input_nbytes(self, bucket: ReduceBucket) -> int:
         nbytes = bucket.shard_numel * bucket.wire_dtype.itemsize
         return nbytes * self.shard_world_size
@@ -178,6 +193,8 @@ class BucketGrads:
     partial_reduce_output: Tensor | None = None
     # The new gradients, if there are any. Buckets of one all-to-all share it.
     reduce_scatter_input: Tensor | None = None
+    # See [Note: Direct reductions]: the inputs of the grouped call
+    direct_inputs: list[Tensor] = field(default_factory=list)
     # This rank's shards of all ranks' new gradients, after an all-to-all
     received: Tensor | None = None
     # Whether the sharded gradients are views of the reduced buffer
@@ -267,6 +284,9 @@ def _copy_in(reduction: Reduction, part: BucketGrads) -> None:
     """Copies a bucket's new gradients into the reduction's input, and drops them."""
     bucket, grads, numel = part.bucket, part.unsharded_grads, part.new_numel
     world_size = reduction.shard_world_size
+    if any(slot.is_direct for slot in bucket.slots) and reduction.is_direct(bucket):
+        _stage_direct(reduction, part)
+        return
     reduce_input = reduction.allocate(world_size * numel, bucket.wire_dtype)
     if reduction.copy_in is foreach_reduce_scatter_copy_in:
         copy_in_grads(bucket, grads, reduce_input.view(world_size, numel))
@@ -278,6 +298,26 @@ def _copy_in(reduction: Reduction, part: BucketGrads) -> None:
         reduction.copy_in(grads, reduce_input, world_size)
     part.reduce_scatter_input = reduce_input
     grads.clear()  # only now: the copy-in has been issued
+
+
+def _stage_direct(reduction: Reduction, part: BucketGrads) -> None:
+    """Collects a bucket's direct gradients, and packs those between them."""
+    bucket, grads = part.bucket, part.unsharded_grads
+    in_order = enumerate(bucket.slots[: len(grads)])
+    for is_direct, run in groupby(in_order, lambda item: item[1].is_direct):
+        indices, slots = zip(*run)
+        if is_direct:
+            dense = (grads[i].to(bucket.dtype).contiguous() for i in indices)
+            part.direct_inputs += [grad.view(-1) for grad in dense]
+            continue
+        packed = replace(bucket, slots=slots)
+        numel = reduction.shard_world_size * packed.shard_numel
+        buffer = reduction.allocate(numel, bucket.dtype)
+        rows = buffer.view(reduction.shard_world_size, -1)
+        copy_in_grads(packed, [grads[i] for i in indices], rows)
+        part.direct_inputs.append(buffer)
+    part.reduce_scatter_input = part.direct_inputs[0]
+    grads.clear()
 
 
 def _copy_in_joined(reduction: Reduction, parts: Sequence[BucketGrads]) -> None:
@@ -520,7 +560,9 @@ def _reduce_over_shards(
     if reduce_input is None:
         partial = cast(Tensor, partial)
         return partial if reduction.defers_all_reduce else partial.to(bucket.dtype)
-    _div_if_needed(reduce_input if part.received is None else part.received, factors[0])
+    if not part.direct_inputs:
+        divided = reduce_input if part.received is None else part.received
+        _div_if_needed(divided, factors[0])
     if (
         world_size == 1
         and partial is None
@@ -535,6 +577,13 @@ def _reduce_over_shards(
         output[part.new_numel :].zero_()
     if world_size == 1:
         new.copy_(reduce_input)
+    elif part.direct_inputs:
+        inputs, group = part.direct_inputs, reduction.reduce_scatter_group
+        if factors[0] not in (None, 1):  # not in place: users may hold gradients
+            inputs = torch._foreach_div(inputs, factors[0])
+        outputs = new.split([tensor.numel() // world_size for tensor in inputs])
+        group = cast(dist.ProcessGroup, group)
+        reduce_scatter_coalesced([*outputs], inputs, group, factors[2])
     elif part.received is None:
         reduction.reduce_scatter_comm(
             output_tensor=new,

@@ -89,6 +89,43 @@ def set_reduce_bucket_cap(
         group.reduce_bucket_cap = cap
 
 
+def set_coalesced_collectives(
+    module: nn.Module, min_nbytes: int | None = 2**20, *, recurse: bool = True
+) -> None:
+    """
+    Gathers large parameters straight into the memory of the unsharded parameters, and
+    reduces their gradients straight from where autograd has put them. One grouped call
+    each way takes them and a buffer with all others, which saves the copies into and out
+    of that. All ranks must set the same.
+
+    A parameter goes by itself if it is sharded on dim 0, has no all-gather extension and
+    has at least ``min_nbytes``; its gradient, if it is also sharded evenly and has no
+    ``grad_comm_dtype``. With more than two ranks sums may round differently. Units with
+    a custom collective, memory from the process group or symmetric memory, or with
+    ``reshard_after_forward=<int>``, which gather as before, are left as they are.
+
+    Memory of the last unit that was resharded is held until the next gather.
+
+    Args:
+        module (nn.Module): A module with units in it.
+        min_nbytes (int, optional): The size of the unsharded parameter, or of its
+            gradient, as it is sent, from which on it goes by itself. ``None``: none does.
+        recurse (bool): False: for the module's own unit only.
+
+    Raises:
+        TypeError: if ``module`` is not a module.
+        ValueError: if ``min_nbytes`` is not a number of bytes, or there is no such unit.
+    """
+    is_number = isinstance(min_nbytes, int) and not isinstance(min_nbytes, bool)
+    if min_nbytes is not None and not (is_number and min_nbytes >= 0):
+        raise ValueError(
+            "set_coalesced_collectives expects a number of bytes from 0 on, or None, "
+            f"but got {min_nbytes=}"
+        )
+    for group in groups_of(module, "set_coalesced_collectives", recurse):
+        group.set_direct_min_nbytes(min_nbytes)
+
+
 class Checked:
     """An attribute of a param group that is checked when it is set, and read as any."""
 
@@ -204,6 +241,15 @@ def set_separate_reduce_scatter_group(
             [*ranks], group_desc="fsdp_reduce_scatter", use_local_synchronization=True
         )
     new_groups[ranks] = mesh_info.reduce_scatter_process_group = ranks_group
+
+
+def set_direct_min_nbytes(self: Any, min_nbytes: int | None) -> None:
+    """Sets from which size on parameters are direct. Ranks are compared again."""
+    if self._direct_memory.min_nbytes != min_nbytes:
+        self._direct_memory.min_nbytes = min_nbytes
+        self._direct_memory.gathers = False
+        self._get_cache().buckets.clear()
+        self._agreement.on_gathers = False
 
 
 def set_symm_mem(self: Any, backend: Literal["NCCL"] = "NCCL") -> None:

@@ -1,0 +1,101 @@
+"""
+Direct parameters, which :func:`set_coalesced_collectives` gathers and reduces uncopied.
+
+[Note: Direct gathers]
+A direct parameter's shard is sent as it is, or cast, and received in the memory of its
+unsharded parameter: the all-gather outputs of all ranks lie there in order. One grouped
+call gathers the direct parameters of a unit, and the buffer of all others.
+
+The stream of the all-gather writes this memory, and so it is allocated there. At reshard
+compute still reads it. It is freed once the gather stream has been made to wait for
+compute, which happens when the next gather has been started, so that this one does not
+wait: a unit in use and one that is gathered rotate. If the unit itself is gathered
+before that, it is gathered into temporaries, and copied from there. All of this is known
+to each rank alone, and changes only where its own data lies.
+
+[Note: Direct reductions]
+The gradient of a direct parameter that is sharded evenly is itself the input of its
+reduce-scatter, whose output is the parameter's slot in the bucket's output. One grouped
+call reduces the direct gradients of a bucket, and the rows of those that are packed
+between them. Which ones are direct depends on what ranks agree on. What one rank alone
+knows, e.g. that a gradient is not contiguous, costs a copy. Gradients are held until
+compute has waited for the reduction, as any input of a reduce-scatter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ._fsdp_param import FSDPParam
+
+
+def is_direct(
+    fsdp_param: FSDPParam,
+    dtype: torch.dtype,
+    min_nbytes: int | None,
+    *,
+    reduces: bool = False,
+) -> bool:
+    """
+    Whether each rank's shard is a slice of the unsharded tensor, or of its gradient,
+    which has at least ``min_nbytes`` in ``dtype``. Gradients have no padding.
+    """
+    size, placement = fsdp_param._orig_size, fsdp_param.fsdp_placement
+    if min_nbytes is None or placement.dim != 0:
+        return False
+    if reduces:
+        num_ranks = getattr(fsdp_param.mesh_info, "shard_mesh_size", 1)
+        if size[:1].numel() % num_ranks or not dtype.is_floating_point:
+            return False
+    return size.numel() * dtype.itemsize >= max(min_nbytes, 1)
+
+
+class DirectMemory:
+    """The unsharded memory of a group's direct parameters, while it is allocated."""
+
+    def __init__(self) -> None:
+        self.min_nbytes: int | None = None  # None: no parameter is direct
+        self.gathers = False  # whether the next gather may be direct
+        # By address. Only memory of the gather stream rotates
+        self.rotating: dict[int, torch.UntypedStorage] = {}
+
+    def prepare(
+        self,
+        fsdp_params: Sequence[Any],
+        dtypes: list[list[torch.dtype]],
+        numels: list[list[int]],
+        world_size: int,
+        device: torch.device,
+        *,
+        rotates: bool,
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """
+        Returns the 1D all-gather outputs of direct parameters, which have one each, and
+        what to gather into: these, or temporaries if compute still reads them.
+        """
+        if not self.rotating:
+            with torch.inference_mode(False):  # see `wait_for_unshard`
+                for fsdp_param, *inputs in zip(fsdp_params, numels, dtypes):
+                    fsdp_param.init_all_gather_outputs(*inputs, world_size, device)
+                    fsdp_param.alloc_all_gather_outputs()
+        # These do not share the outputs' version, see `_view_outputs`
+        outputs = [fsdp_param.all_gather_outputs[0].data for fsdp_param in fsdp_params]
+        if self.rotating:
+            return outputs, [*map(torch.empty_like, outputs)]
+        if rotates:
+            storages = (output.untyped_storage() for output in outputs)
+            self.rotating = {storage._cdata: storage for storage in storages}
+        return outputs, outputs
+
+    def holds(self, fsdp_param: FSDPParam) -> bool:
+        """Whether the parameter's output must not be freed at reshard."""
+        outputs = fsdp_param.all_gather_outputs
+        return any(t.untyped_storage()._cdata in self.rotating for t in outputs)
+
+    def free(self) -> None:
+        for storage in self.rotating.values():
+            storage.resize_(0)
+        self.rotating = {}
