@@ -96,8 +96,6 @@ GONE = {
         "_GradInputs",
         "_ModuleToHandleDict",
         "alloc_storage",
-        "collect_grad_tensors",
-        "replace_grad_tensors",
         "RemovableHandle",
         # Of 2.15
         "_spmd_no_typecheck",

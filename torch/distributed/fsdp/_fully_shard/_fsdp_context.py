@@ -103,13 +103,13 @@ class FSDPCommContext:
         self.has_streams = True
         handle = self.device_handle = _get_device_handle(device.type)
         high = -1  # compute waits for the copies around a collective
-        # In forward, the next group's copy-in runs beside this group's all-gather,
+        # The next group's copy-in in forward, beside this group's all-gather
         self.all_gather_copy_in_stream = handle.Stream(priority=high)
-        # the next group's all-gather beside this group's compute,
+        # The next group's all-gather, beside this group's compute
         self.all_gather_stream = handle.Stream(priority=high)
-        # scaling and reduce-scatter beside the next group's backward,
+        # Scaling and reduce-scatter, beside the next group's backward
         self.reduce_scatter_stream = handle.Stream(priority=high)
-        # and the all-reduce, usually over another network, beside other collectives
+        # The all-reduce, usually over another network, beside the other collectives
         self.all_reduce_stream = handle.Stream()
 
     def get_all_gather_streams(
@@ -316,7 +316,8 @@ class FSDPCommContext:
         states, held = self.reduce_scatter_states, self.all_reduce_states
         last_groups = (state.param_group for state in reversed(states))
         siblings = [*takewhile(lambda g: g.modules is group.modules, last_groups)]
-        if siblings and group not in siblings:  # else it is in its next backward
+        # A group that has reduced already is in its next backward, and the first again
+        if siblings and group not in siblings:
             return
         while len(held) > 1 and sum(h.nbytes for h in held) > _MAX_HELD_NBYTES:
             self.drop_all_reduces(held[:1])
@@ -333,7 +334,7 @@ class FSDPCommContext:
             del states[:excess]
 
     def drop_all_reduces(self, dropped: Sequence[HeldAllReduces]) -> None:
-        """Drops buffers, once the streams that may reuse their memory are to wait."""
+        """Makes the streams that may reuse the buffers wait for them, and drops these."""
         for held in dropped:
             if (event := held.states[-1].event) is not None:
                 for stream in held.allocation_streams:

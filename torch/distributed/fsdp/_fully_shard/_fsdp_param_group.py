@@ -186,7 +186,7 @@ class FSDPParamGroup(PluginNames):
     ):
         self.modules = modules  # a reference cycle of one lifetime
         if _get_module_state(modules[0]) is not None:
-            # `fully_shard` makes the group; plugins that do may pass None
+            # Plugins that make a group without `fully_shard` may pass None
             settings.check_offload_policy(self, offload_policy)
             settings.check_mp_policy(self, mp_policy)
         self.mesh_info, self.post_forward_mesh_info = mesh_info, post_forward_mesh_info
@@ -611,7 +611,7 @@ class FSDPParamGroup(PluginNames):
         self.comm_ctx.drop_all_reduces([h for h in held if h.param_group is self])
 
     def _reduce_joined_after_backward(self) -> None:
-        """Reduces the waiting buckets at the end, if ``finalize_backward`` does not."""
+        """Reduces waiting buckets when backward ends, if ``finalize_backward`` does not."""
         context, task = self.comm_ctx, torch._C._current_graph_task_id()
         if task in (-1, context.joined_reductions_task):
             return
@@ -620,7 +620,7 @@ class FSDPParamGroup(PluginNames):
         def reduce_joined() -> None:
             module_state: Any = _get_module_state(self.modules[0])
             state = module_state._state_ctx
-            # By reentrant checkpointing in another backward
+            # Reentrant checkpointing runs a backward inside of another
             is_nested = state.post_backward_final_callback_queued
             by_hand = getattr(state, "manual_backward_finalization_active", False)
             if not (is_nested and state.is_last_backward and not by_hand):
