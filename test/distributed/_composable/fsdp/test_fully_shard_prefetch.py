@@ -296,7 +296,7 @@ class TestSetting(FakeGroupTest):
 
     def test_what_is_no_mode_or_no_unit(self) -> None:
         plain = nn.Linear(2, 2)
-        with self.assertRaisesRegex(TypeError, "BACKWARD_POST or None, but got 'POST'"):
+        with self.assertRaisesRegex(TypeError, "is 'POST': give a BackwardPrefetch"):
             set_backward_prefetch(fully_shard(nn.Linear(2, 2)), "POST")
         with self.assertRaisesRegex(ValueError, "found no unit in Linear: call"):
             set_backward_prefetch(plain, POST)
