@@ -69,6 +69,7 @@ def functions() -> str:
     added = {
         "MixedPrecisionPolicy.by_name": fsdp.MixedPrecisionPolicy.by_name,
         "set_backward_prefetch": fsdp.set_backward_prefetch,
+        "set_coalesced_collectives": fsdp.set_coalesced_collectives,
         "set_reduce_bucket_cap": fsdp.set_reduce_bucket_cap,
         "layout_summary": fsdp.layout_summary,
     }

@@ -74,7 +74,7 @@ UNSEEN = {
 }
 
 # In these all schedules run, and in each of the others some
-IN_FULL = ("uniform, cast", "mixed, cast", "mixed, joined")
+IN_FULL = ("uniform, cast", "mixed, cast", "mixed, joined", "mixed, direct")
 _OTHERS = [kind for kind in KINDS if kind not in IN_FULL]
 SCHEDULES_OF = dict.fromkeys(IN_FULL, [*SCHEDULES]) | {
     kind: [*SCHEDULES][n :: len(_OTHERS)] for n, kind in enumerate(_OTHERS)

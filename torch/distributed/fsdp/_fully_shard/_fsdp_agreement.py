@@ -166,6 +166,8 @@ def _announce(group: Any, pattern: _Pattern | None = None) -> _Lines:
     params, fqn = group.fsdp_params, group._module_fqn
     unit = "a unit" if fqn is None else f"unit '{fqn or '(root)'}'"
     size, state = f"{len(params)} parameters", ""
+    if (min_nbytes := group._direct_memory.min_nbytes) is not None:
+        size += f", those of {min_nbytes} bytes or more coalesced"
     if pattern is None:
         verb, texts = _GATHERED, [f"computes in {dtypes_of(p).compute}" for p in params]
         # Before lazy init the root is unknown, and evaluation gathers only once

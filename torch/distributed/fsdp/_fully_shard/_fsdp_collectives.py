@@ -177,10 +177,11 @@ def foreach_all_gather(
     in one stream and gathered in the other. ``cache`` is of these parameters.
     """
     device_handle, comm = _get_device_handle(device.type), all_gather_comm
+    cache = cache or ParamGroupCache(fsdp_params)
+    sent: list[Tensor] = []
     with device_handle.stream(all_gather_copy_in_stream):
         current = (_get_param_all_gather_inputs, _get_all_gather_input_metadatas)
         if current == _OWN_INPUTS:
-            cache = cache or ParamGroupCache(fsdp_params)
             tensors, plan = cache.prepare_gather()
             numel, dtype = plan.layout.segment_numel, plan.layout.buffer_dtype
             output = allocate(comm, group.size() * numel, dtype, device, gathers=True)
@@ -208,10 +209,9 @@ def foreach_all_gather(
             device,
             rotates=all_gather_stream != compute_stream,
         )
-        members = [received, sent]
-        if plan.layout.slots:
-            members = [[*received, output], [*sent, segment]]
-        work = all_gather_coalesced(*members, group, async_op)
+        packed = [(output, segment)] if plan.layout.slots else []
+        members = [*zip(received, sent), *packed]
+        work = all_gather_coalesced(members, group, async_op=async_op)
         event = all_gather_stream.record_event()
     result = DirectGatherResult(output, event, work, *fields)
     result.sent = sent

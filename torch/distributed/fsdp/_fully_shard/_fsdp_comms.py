@@ -144,18 +144,18 @@ class SymmMemReduceScatter(SymmMemAllocMixin, _SingleReduceScatter):
 
 
 def all_gather_coalesced(
-    outputs: list[Tensor],
-    inputs: list[Tensor],
+    members: Sequence[tuple[Tensor, Tensor]],
     group: dist.ProcessGroup,
-    async_op: bool = False,
+    *,
+    async_op: bool,
 ) -> dist.Work | None:
-    """Gathers dense 1D tensors, each into its own output, by one grouped call."""
-    dtype = inputs[0].dtype
+    """Gathers dense 1D tensors by one grouped call, given pairs of output and input."""
+    dtype = members[0][0].dtype
     is_plain = dtype.itemsize > 1 and not dtype.is_complex
-    if not is_plain or any(tensor.dtype != dtype for tensor in inputs):
+    if not is_plain or any(output.dtype != dtype for output, _ in members):
         # Backends lack some dtypes, and gloo sends all tensors in that of the first
-        outputs = [tensor.view(torch.uint8) for tensor in outputs]
-        inputs = [tensor.view(torch.uint8) for tensor in inputs]
+        members = [(o.view(torch.uint8), i.view(torch.uint8)) for o, i in members]
+    outputs, inputs = map(list, zip(*members))
     options = AllgatherOptions()
     options.asyncOp = async_op
     work = group.allgather_into_tensor_coalesced(outputs, inputs, options)
@@ -166,15 +166,15 @@ def all_gather_coalesced(
 
 
 def reduce_scatter_coalesced(
-    outputs: list[Tensor],
-    inputs: list[Tensor],
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
     group: dist.ProcessGroup,
-    op: _ReduceOp,
+    op: Any,
 ) -> None:
     """Reduce-scatters 1D tensors of one dtype, each to its own output, by one call."""
     options = ReduceScatterOptions()
     options.reduceOp, options.asyncOp = op, False
-    work = group.reduce_scatter_tensor_coalesced(outputs, inputs, options)
+    work = group.reduce_scatter_tensor_coalesced([*outputs], [*inputs], options)
     if work is not None:
         work.wait()
 

@@ -354,7 +354,7 @@ class JoinedReduction:
         slots, keys, fsdp_params, grads = [], [], [], []
         for part in self.parts:
             for slot in part.bucket.slots:
-                slots.append(replace(slot, param=len(slots)))
+                slots.append(replace(slot, param=len(slots), is_direct=False))
                 keys.append(part.bucket.key)
             fsdp_params += part.fsdp_params
             grads += part.unsharded_grads  # all of them are new

@@ -578,12 +578,12 @@ def _reduce_over_shards(
     if world_size == 1:
         new.copy_(reduce_input)
     elif part.direct_inputs:
-        inputs, group = part.direct_inputs, reduction.reduce_scatter_group
+        inputs: Any = part.direct_inputs
         if factors[0] not in (None, 1):  # not in place: users may hold gradients
             inputs = torch._foreach_div(inputs, factors[0])
         outputs = new.split([tensor.numel() // world_size for tensor in inputs])
-        group = cast(dist.ProcessGroup, group)
-        reduce_scatter_coalesced([*outputs], inputs, group, factors[2])
+        group = cast(dist.ProcessGroup, reduction.reduce_scatter_group)
+        reduce_scatter_coalesced(outputs, inputs, group, factors[2])
     elif part.received is None:
         reduction.reduce_scatter_comm(
             output_tensor=new,

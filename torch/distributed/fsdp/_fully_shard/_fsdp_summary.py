@@ -18,6 +18,7 @@ import torch.nn as nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _fsdp_layout as layouts
+from ._fsdp_direct import is_direct
 from ._fsdp_param import FSDPParam, ShardedState
 from ._fsdp_param_cache import GatherPlan, has_extension
 from ._fsdp_policies import resolve_all, tables_of
@@ -57,6 +58,8 @@ class LayoutRow:
     divided_by: float | None = None
     before: float | None = None
     after: float | None = None
+    # Those of `names` that are gathered without copies: `set_coalesced_collectives`
+    direct: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,8 @@ def _rows_of(group: Any, unit: str, params: Sequence[FSDPParam]) -> list[LayoutR
     for fsdp_param, name, nbytes in zip(params, names, by_param, strict=True):
         numel = fsdp_param._orig_size.numel()
         row = replace(total, names=(name,), numel=numel, gathered_nbytes=nbytes)
+        if world_size > 1 and _is_direct(group, fsdp_param):
+            row = replace(row, direct=(name,))
         rows.append(_with_dtypes(row, group, fsdp_param))
     rows.sort(key=_sort_key)
     rows = [_add_up([*same_dtypes]) for _, same_dtypes in groupby(rows, _sort_key)]
@@ -150,6 +155,7 @@ def _add_up(rows: Sequence[LayoutRow]) -> LayoutRow:
     return replace(
         rows[0],
         names=tuple(name for row in rows for name in row.names),
+        direct=tuple(name for row in rows for name in row.direct),
         numel=sum(row.numel for row in rows),
         gathered_nbytes=_sum([row.gathered_nbytes for row in rows]),
         reduced_nbytes=_sum([row.reduced_nbytes for row in rows]),
@@ -158,6 +164,14 @@ def _add_up(rows: Sequence[LayoutRow]) -> LayoutRow:
 
 def _sum(counts: Sequence[int | None]) -> int | None:
     return None if None in counts else sum(filter(None, counts))
+
+
+def _is_direct(group: Any, fsdp_param: FSDPParam) -> bool:
+    min_nbytes = group._direct_memory.min_nbytes
+    if min_nbytes is None or fsdp_param.mp_policy is None or has_extension(fsdp_param):
+        return False
+    dtype = layouts.dtypes_of(fsdp_param).compute
+    return group._can_gather_directly() and is_direct(fsdp_param, dtype, min_nbytes)
 
 
 def _gathered_nbytes(
@@ -175,9 +189,9 @@ def _gathered_nbytes(
         plan = GatherPlan(dtypes, [None] * len(params), numels)
     by_param = zip(plan.dtypes, plan.numels, strict=True)
     sizes = [sum(d.itemsize * n for d, n in zip(*pair)) for pair in by_param]
-    return [world_size * n for n in sizes], world_size * sum(
-        region.nbytes for region in plan.layout.regions
-    )
+    nbytes = sum(region.nbytes for region in plan.layout.regions)
+    nbytes += sum(sizes[i] for i, _ in plan.direct)
+    return [world_size * n for n in sizes], world_size * nbytes
 
 
 def _with_dtypes(row: LayoutRow, group: Any, fsdp_param: FSDPParam) -> LayoutRow:
@@ -251,7 +265,10 @@ def _cells(row: LayoutRow) -> list[str]:
         factor = f"{row.divided_by:g}"
         if row.before not in (None, 1) and row.after not in (None, 1):
             factor += f" ({row.before:g}, then {row.after:g})"
-    cells = [row.unit, len(row.names) or "all", row.numel, stored, compute]
+    count = f"{len(row.names) or 'all'}"
+    if row.direct:
+        count += f", {len(row.direct)} direct"
+    cells = [row.unit, count, row.numel, stored, compute]
     cells += [row.gathered_nbytes, reduced, row.reduced_nbytes, factor]
     cells = ["?" if cell is None else cell for cell in cells]
     texts = [f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in cells]

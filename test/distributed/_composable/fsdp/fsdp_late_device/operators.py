@@ -51,6 +51,12 @@ COLLECTIVES = {
     "all_to_all_single": ("input", "output"),
 }
 
+# Methods of groups that do several of these at once
+COALESCED = {
+    "allgather_into_tensor_coalesced": "all_gather_single",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_single",
+}
+
 
 def exchange(
     source: torch.Tensor,

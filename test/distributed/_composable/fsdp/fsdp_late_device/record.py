@@ -24,6 +24,7 @@ from fsdp_late_device.devices import DeviceHandle, Event, Pending, Stream
 from fsdp_late_device.operators import (
     ALLOCATING,
     argument_names,
+    COALESCED,
     COLLECTIVES,
     exchange,
     HOST_READING,
@@ -363,6 +364,8 @@ def _patched(rank: Rank) -> Iterator[None]:
                 patch(module, "_get_device_handle", lambda *unused: rank.handle)
         for name, tensors in COLLECTIVES.items():
             patch(dist, name, _collective(rank, name, tensors))
+        for name, single in COALESCED.items():
+            patch(dist.ProcessGroup, name, _coalesced(rank, single))
         patch(dist, "barrier", lambda *args, **kwargs: rank.synchronize())
         patch(torch.UntypedStorage, "resize_", _resize(rank))
         patch(torch.Tensor, "to", _to(rank))
@@ -393,6 +396,24 @@ def _collective(
         source, target = (given[argument] for argument in tensors)
         is_async = given["async_op"]
         return rank.meet(name, operation, given["group"], source, target, is_async)
+
+    return call
+
+
+def _coalesced(rank: Rank, name: str) -> Callable[..., Pending | None]:
+    def call(
+        group: dist.ProcessGroup,
+        targets: list[torch.Tensor],
+        sources: list[torch.Tensor],
+        options: Any,
+    ) -> Pending | None:
+        op = getattr(options, "reduceOp", None)
+        operation = None if op is None else op_name(op)
+        met = [
+            rank.meet(name, operation, group, source, target, options.asyncOp)
+            for source, target in zip(sources, targets, strict=True)
+        ]
+        return met[-1]
 
     return call
 

@@ -58,6 +58,8 @@ class Kind:
     policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
     # Of reductions that are joined
     bucket_cap_mb: float | None = None
+    # From which size on parameters are gathered and reduced without copies
+    direct_min_nbytes: int | None = None
 
 
 KINDS = {
@@ -86,6 +88,8 @@ if hasattr(MixedPrecisionPolicy, "grad_comm_dtype"):  # it comes after the core
         ),
     )
     KINDS["mixed, joined"] = Kind(True, bucket_cap_mb=2 / 2**10)
+    # Matrices alone
+    KINDS["mixed, direct"] = Kind(True, direct_min_nbytes=128)
 
 
 class Net(nn.Module):
@@ -138,9 +142,11 @@ class Kit:
         if api is fully_shard:
             kwargs.setdefault("shard_placement_fn", self.placement)
         unit = api(module, **kwargs)
+        first = unit[0] if isinstance(unit, list) else unit
         if (cap := self.kind.bucket_cap_mb) is not None:
-            first = unit[0] if isinstance(unit, list) else unit
             fsdp_package.set_reduce_bucket_cap(first, cap, recurse=False)
+        if (nbytes := self.kind.direct_min_nbytes) is not None:
+            fsdp_package.set_coalesced_collectives(first, nbytes, recurse=False)
         return unit
 
     def sharded_net(self, **kwargs: Any) -> Net:

@@ -1,0 +1,279 @@
+# Owner(s): ["oncall: distributed"]
+
+"""
+Large parameters that are gathered and reduced without copies, as
+``set_coalesced_collectives`` says: the same bits as with copies, in grouped calls.
+
+The order of streams and the reuse of memory are in ``test_fully_shard_streams.py`` and
+``test_fully_shard_late_device.py``, with units of the kind "mixed, direct".
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from fsdp_common.utils import (
+    BACKEND,
+    DEVICE_TYPE,
+    FSDPProcessTest,
+    hybrid_mesh,
+    mixed_model,
+    random_input,
+    shard_blocks,
+    shard_mesh,
+)
+from fsdp_parity import modes as parity
+from fsdp_parity.models import mixed_tower, Tower, uniform_tower
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.fsdp import (
+    layout_summary,
+    MixedPrecisionPolicy,
+    set_coalesced_collectives,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.distributed.fsdp._fully_shard._fsdp_direct import DirectMemory
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+)
+
+
+pytestmark = pytest.mark.timeout(600)
+
+BLOCKS, DIM = 3, 16
+GROUPED = ("allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced")
+SINGLE = ("all_gather_single", "reduce_scatter_single")
+COPIES = ("cat", "_foreach_copy_", "_chunk_cat", "split_with_sizes_copy")
+# A few bytes: matrices alone are direct
+SOME_NBYTES = 60
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Counts collectives, members of grouped calls, and the copies around them."""
+    counts: Counter[str] = Counter()
+
+    def count(owner: Any, name: str) -> Any:
+        original = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            if name in GROUPED:
+                counts[f"members of {name}"] += len(args[1])
+            return original(*args, **kwargs)
+
+        return mock.patch.object(owner, name, call)
+
+    with contextlib.ExitStack() as stack:
+        for owner, names in (
+            (dist.ProcessGroup, GROUPED),
+            (dist, SINGLE),
+            (torch, COPIES),
+        ):
+            for name in names:
+                stack.enter_context(count(owner, name))
+        yield counts
+
+
+def make(dtype: torch.dtype | None = None, dim: int = DIM, **kwargs: Any) -> Any:
+    model = mixed_model(BLOCKS, dim=dim)
+    model = model if dtype is None else model.to(dtype)
+    return shard_blocks(model.to(DEVICE_TYPE), **kwargs)
+
+
+class TestCoalesced(FSDPProcessTest):
+    world_size = 4
+
+    def step(self, model: nn.Module, seed: int = 0) -> torch.Tensor:
+        loss = model(random_input(3, DIM, seed=10 * seed + self.rank)).float().sum()
+        loss.backward()
+        return loss.detach()
+
+    # Bits #
+
+    def train(self, name: str, min_nbytes: int | None, ranks: int) -> parity.Record:
+        kind, _, name = name.partition(" ")
+        modes = parity.MIXED_MODES if kind == "mixed" else parity.UNIFORM_MODES
+        mode = modes[name]
+        shard = parity.shard_blocks if kind == "mixed" else mode.shard
+
+        def shard_and_set(model: Tower, **kwargs: Any) -> None:
+            shard(model, **kwargs)
+            set_coalesced_collectives(model, min_nbytes)
+
+        model = mixed_tower() if kind == "mixed" else uniform_tower(mode.dtype)
+        mesh = hybrid_mesh(2) if mode.is_hybrid else shard_mesh(ranks)
+        rank = self.rank if mode.is_hybrid else self.rank % ranks
+        mode = replace(mode, shard=shard_and_set)
+        with mock.patch.object(parity, "STEPS", 2):
+            model = model.to(DEVICE_TYPE)
+            return parity.train(mode, model, mesh, rank, DEVICE_TYPE)
+
+    @parametrize(
+        "name",
+        [f"uniform {name}" for name in parity.UNIFORM_MODES]
+        + [f"mixed {name}" for name in parity.MIXED_MODES],
+    )
+    def test_has_the_bits_of_copies(self, name: str) -> None:
+        if BACKEND != "gloo":
+            self.skipTest("the backend may add in another order")
+        expected, actual = (
+            self.train(name, nbytes, 2) for nbytes in (None, SOME_NBYTES)
+        )
+        self.assertNotEqual(expected["step 0 loss"], expected["step 1 loss"])
+        self.assertEqual(parity.differing(actual, expected), [])
+        # Over more ranks a sum of what is packed, as it is sharded unevenly, may round
+        # differently where it lies elsewhere
+        ranks = self.world_size
+        expected, actual = (self.train(name, nbytes, ranks) for nbytes in (None, 0))
+        different = parity.differing(actual, expected)
+        params = mixed_tower().named_parameters()
+        uneven = {name for name, param in params if param.shape[0] % ranks}
+        first = [each for each in different if each.startswith("step 0")]
+        self.assertEqual([f for f in first if f.split()[-1] not in uneven], [])
+
+    # Collectives and copies #
+
+    @parametrize("dtype", [None, torch.float32, torch.float16])
+    def test_one_grouped_call_each_way_and_no_copy(self, dtype: Any) -> None:
+        model = make(dtype)
+        set_coalesced_collectives(model, 0)
+        self.step(model)  # ranks are compared
+        self.step(model)
+        for param in model.parameters():
+            param.grad = None
+        with counted() as counts:
+            self.step(model)
+        dtypes = {p.dtype for p in model[0].parameters()}
+        # Every unit twice
+        self.assertEqual(counts[GROUPED[0]], 2 * BLOCKS)
+        self.assertEqual(counts[GROUPED[1]], len(dtypes) * BLOCKS)
+        self.assertEqual([counts[name] for name in SINGLE], [0, 0])
+        params = len([*model[0].parameters()])
+        self.assertEqual(counts[f"members of {GROUPED[0]}"], 2 * BLOCKS * params)
+        # But for the last unit, whose memory compute still reads when backward begins
+        copies = {name: counts[name] for name in COPIES if counts[name]}
+        self.assertEqual(copies.pop("_foreach_copy_", 0), len(dtypes))
+        # Vectors shorter than the ranks' number of rows are not sharded evenly
+        uneven = any(p.shape[0] % self.world_size for p in model[0].parameters())
+        self.assertEqual({*copies} <= ({"_chunk_cat"} if uneven else set()), True)
+
+    def test_small_parameters_are_one_more_member(self) -> None:
+        model = make()
+        set_coalesced_collectives(model, SOME_NBYTES)
+        self.step(model)
+        direct = [len(row.direct) for row in layout_summary(model).rows if row.names]
+        self.assertIn(" direct", str(layout_summary(model)))
+        with counted() as counts:
+            self.step(model)
+        members = 2 * (sum(direct) + BLOCKS)  # a buffer for each unit
+        self.assertEqual(counts[f"members of {GROUPED[0]}"], members)
+        self.assertLess(sum(direct), BLOCKS * len([*model[0].parameters()]))
+        self.assertGreater(sum(direct), 0)
+
+    def test_bytes_of_the_summary_do_not_change(self) -> None:
+        def gathered(min_nbytes: int | None) -> list[int | None]:
+            model = make(torch.float32)
+            set_coalesced_collectives(model, min_nbytes)
+            self.step(model)
+            return [row.gathered_nbytes for row in layout_summary(model).rows]
+
+        self.assertEqual(gathered(0), gathered(None))
+
+    def test_a_replaced_step_keeps_the_copies(self) -> None:
+        class Gather(DefaultAllGather):
+            pass
+
+        for change in ("comm", "mesh", "exchange", "off"):
+            kwargs: dict[str, Any] = {}
+            if change == "mesh":
+                kwargs["reshard_after_forward"] = 2
+            if change == "exchange":
+                kwargs["mp_policy"] = MixedPrecisionPolicy(
+                    grad_comm_dtype=torch.bfloat16
+                )
+            model = make(torch.float32, **kwargs)
+            set_coalesced_collectives(model, 0)
+            if change == "comm":
+                for block in model:
+                    block.set_custom_all_gather(Gather())
+            if change == "off":
+                self.step(model)
+                set_coalesced_collectives(model, None)
+            self.step(model)
+            with counted() as counts:
+                self.step(model)
+            gathers, reductions = (counts[name] for name in GROUPED)
+            self.assertEqual(gathers > 0, change == "exchange", change)
+            self.assertEqual(reductions > 0, change in ("comm", "mesh"), change)
+
+    # Memory #
+
+    def test_two_units_have_unsharded_memory(self) -> None:
+        model = make()
+        set_coalesced_collectives(model, 0)
+        self.step(model)
+        memories = [block._get_fsdp_state()._fsdp_param_group for block in model]
+        memories = [group._direct_memory for group in memories]
+        most, original = [0], DirectMemory.prepare
+
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            most[0] = max(most[0], sum(1 for each in memories if each.rotating))
+            return result
+
+        with mock.patch.object(DirectMemory, "prepare", noting):
+            self.step(model)
+        self.assertEqual(most[0], 2)
+        self.assertEqual([each.rotating for each in memories], [{}] * BLOCKS)
+
+    def test_a_gradient_that_is_held_is_not_written(self) -> None:
+        """Gradients of fp16 are divided before they are summed."""
+        model = make(torch.float16)
+        set_coalesced_collectives(model, 0)
+        self.step(model)
+        group = model[0]._get_fsdp_state()._fsdp_param_group
+        held: list[tuple[torch.Tensor, torch.Tensor]] = []
+        param = group.fsdp_params[0].unsharded_param
+        param.register_post_accumulate_grad_hook(
+            lambda p: held.append((p.grad, p.grad.clone()))
+        )
+        self.step(model)
+        ((grad, before),) = held
+        self.assertEqual(grad, before, rtol=0, atol=0)
+
+    # Errors #
+
+    def test_ranks_that_disagree_are_told(self) -> None:
+        model = make()
+        if self.rank == 1:
+            set_coalesced_collectives(model, 100)
+        with self.assertRaisesRegex(
+            RuntimeError, r"100 bytes or more coalesced.* on rank 1"
+        ):
+            self.step(model)
+
+    def test_wrong_sizes_are_refused(self) -> None:
+        for value in (-1, 0.5, True, "1"):
+            with self.assertRaisesRegex(ValueError, "a number of bytes"):
+                set_coalesced_collectives(make(), value)
+        with self.assertRaisesRegex(ValueError, "set_coalesced_collectives"):
+            set_coalesced_collectives(nn.Linear(2, 2))
+
+
+instantiate_parametrized_tests(TestCoalesced)
+
+
+if __name__ == "__main__":
+    run_tests()
