@@ -3,7 +3,7 @@
 PYTHON3 ?= python3
 # Names that a user gives go through the environment: a shell would split them.
 SETUP := "$$PYTHON3" -B -m tools.build
-export PYTHON3 NPROC STEPS POLICY DEVICE CHECKOUT
+export PYTHON3 NPROC STEPS POLICY DEVICE
 
 # The release to build on, under another name: RELEASE is a common one.  What a recipe
 # starts is not told what was told to this make.
@@ -75,8 +75,8 @@ clients: python  ## train with torchtitan, trl, torchao, lightning and others (A
 
 # The series edits one release's own files: it runs on that, whatever RELEASE is
 series: export TORCH_RELEASE = $(shell basename -s .txt constraints/* | sort -V | tail -n 1)
-series: setup  ## make the series for upstream as commits, test each, write patches (CHECKOUT=PATH)
-	@$(PYTHON) tools/series.py make $(if $(CHECKOUT),--checkout "$$CHECKOUT") $(ARGS)
+series: setup  ## make the series for upstream as commits and patches, test each
+	@$(PYTHON) tools/series.py make $(ARGS)
 
 series-save: python  ## write tools/upstream anew from the commits in build/series/tree
 	@"$$PYTHON3" -B tools/series.py save

@@ -1,20 +1,17 @@
-"""The series for upstream: small edits of the release's own functions, as git has them.
+"""The series for upstream: small edits of the release's own functions, as git commits.
 
-``tools/upstream/000N-*.edit`` is a change: its commit's message, and what it does to each
-file, as ``git diff -U0`` tells but without the lines that go: those are not ours. A file
-has a line ``=== PATH BLOB BLOB``, which name it before and after, and each place in it a
-line ``@@ LINE,COUNT``, which says how many old lines go there (``LINE,0``: behind LINE).
+``tools/upstream/000N-*.edit`` is a commit: its message, then its diff as ``git diff -U0``
+prints it, but for the text of the lines that it removes. That text is the release's, which
+has it: ``make`` fills it in, lets git apply the diff, and writes whole patches.
 
-    make series                 build/series/tree: a git repository with a commit for each
-                                change; runs the tests of each; build/series/*.patch
-    make series CHECKOUT=PATH   and makes these commits on a branch of that git checkout
-    make series-save            writes the changes anew from the commits, once you have
-                                amended or rebased them in build/series/tree
+    make series         build/series/tree: a git repository with a commit for each file;
+                        build/series/*.patch; tests over each commit
+    make series-save    writes the files anew from the commits, once you have amended or
+                        rebased them in build/series/tree
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shutil
@@ -26,203 +23,154 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.overlay import lay_links, torch_links
-from tools.releases import git, has_git, NEWEST, ROOT, ToolError
+from tools.releases import git, NEWEST, ROOT, ToolError
 
 
-EDITS = ROOT / "tools/upstream"
-HOME = ROOT / "build/series"
-TREE = HOME / "tree"
+EDITS, TREE = ROOT / "tools/upstream", ROOT / "build/series/tree"
 BRANCH, RELEASE = "fsdp2-series", "release"
-NOTHING = "0" * 40
+TESTS = "test/distributed/_composable/fsdp"
+# Our tests that compare uniform units of a commit with the release's; `evaluated_before`
+# is about a prefetch that the branch leaves out
+UNIFORM = {
+    "test_fully_shard_schedules.py": "is_as_with_the_release",
+    "test_fully_shard_parity.py": (
+        "(test_bits and uniform and not evaluated_before) or uniform_unit"
+    ),
+}
+# No wheel has upstream's test files. The series adds to the end of these instead
+STAND_INS = ("comm", "mixed_precision", "training")
+STAND_IN = """# Owner(s): ["oncall: distributed"]
+
+# Here is the rest of upstream's file.
 
 
-# Edits #
+if __name__ == "__main__":
+    run_tests()
+"""
+# Where a hunk is, its function, and what it removes
+HUNK = re.compile(r"(?m)^(@@ -(\d+)(?:,(\d+))? \S+ @@)(.*)\n((?:-.*\n)*)")
 
 
-def edit_of(commit: str, tree: Path) -> str:
-    """Returns the text of a change, from a commit."""
-    parts = [git(tree, "log", "-1", "--format=%B", commit).strip(), ""]
-    options = ("-p", "-U0", "--full-index", "--diff-algorithm=histogram")
-    path, in_hunk = "", False
-    for row in git(tree, "diff-tree", *options, commit).split("\n"):
-        if row.startswith("diff --git "):
-            path, in_hunk = row.rpartition(" b/")[2], False
-        elif found := re.match(r"index (\w+)\.\.(\w+)", row):
-            parts.append(f"=== {path} {found[1]} {found[2]}")
-        elif found := re.match(r"@@ -(\d+)(?:,(\d+))? ", row):
-            parts.append(f"@@ {found[1]},{found[2] or 1}")
-            in_hunk = True
-        elif in_hunk and row.startswith("+"):
-            parts.append(row)
-    return "\n".join(parts) + "\n"
+def without_text(hunk: re.Match[str]) -> str:
+    names = re.findall(r"(?:class|def) \w+", hunk[4])
+    return " ".join([hunk[1], *names]) + "\n" + "-\n" * hunk[5].count("\n")
 
 
 def edits_of(tree: Path) -> dict[str, str]:
-    """Returns the texts of a tree's changes, by the names of their files."""
-    log = git(tree, "log", "--reverse", "--format=%h-%f", f"{RELEASE}..{BRANCH}")
-    edits = {}
-    for number, line in enumerate(log.split(), 1):
-        commit, _, title = line.partition("-")
-        edits[f"{number:04}-{title}.edit"] = edit_of(commit, tree)
+    """Returns the texts of a tree's commits, by the names of their files."""
+    edits: dict[str, str] = {}
+    for commit in git(tree, "rev-list", "--reverse", f"{RELEASE}..{BRANCH}").split():
+        log = git(tree, "log", "-1", "--format=%f%n%B", commit)
+        name, _, message = log.partition("\n")
+        diff = git(
+            tree, "diff-tree", "--no-commit-id", "-p", "-U0", "--full-index", commit
+        )
+        text = f"{message.strip()}\n\n{HUNK.sub(without_text, diff)}"
+        edits[f"{len(edits) + 1:04}-{name}.edit"] = text
     return edits
 
 
-def stored_edits(folder: Path = EDITS) -> dict[str, str]:
-    return {path.name: path.read_text() for path in sorted(folder.glob("*.edit"))}
+def stored_edits() -> dict[str, str]:
+    return {path.name: path.read_text() for path in sorted(EDITS.glob("*.edit"))}
 
 
-def with_hunks(text: str, hunks: str) -> str:
-    """Returns a file's text with its places edited."""
-    lines = text.split("\n")
-    done: list[str] = []
-    at = 0
-    for hunk in hunks.split("\n@@ ")[1:]:
-        place, *rows = hunk.split("\n")
-        start, count = map(int, place.split(","))
-        begin = start - 1 if count else start
-        done += lines[at:begin] + [row[1:] for row in rows if row.startswith("+")]
-        at = begin + count
-    return "\n".join(done + lines[at:])
+def save() -> None:
+    for path in EDITS.glob("*.edit"):
+        path.unlink()
+    for name, edit in edits_of(TREE).items():
+        (EDITS / name).write_text(edit)
 
 
-def commit_edit(tree: Path, name: str, edit: str, **env: str) -> None:
-    """Makes the commit of a change, on the files that it was written for."""
+def commit_edit(tree: Path, name: str, edit: str) -> None:
+    """Makes a commit, on the files that it was written for."""
+    message, *files = re.split(r"(?m)^(?=diff --git )", edit)
+    for i, file in enumerate(files):
+        path, old = re.findall(r"(?m)^diff --git a/(\S+)|^index (\w+)", file)
+        if (found := git(tree, "hash-object", path[0]).strip()) != old[1]:
+            raise ToolError(f"{name}: {path[0]} is {found}, and not {old[1]} as it was")
+        lines = (tree / path[0]).read_text().splitlines(keepends=True)
 
-    def blob(place: Path) -> str:
-        return git(tree, "hash-object", place).strip() if place.exists() else NOTHING
+        def with_text(hunk: re.Match[str], lines: list[str] = lines) -> str:
+            start, count = int(hunk[2]) - 1, int(hunk[3] or 1)
+            removed = ["-" + line for line in lines[start : start + count]]
+            return "".join([hunk[1], "\n", *removed])
 
-    message, *files = edit.split("\n=== ")
-    for file in files:
-        head, _, _ = file.partition("\n")
-        path, old, new = head.split(" ")
-        place = tree / path
-        if (found := blob(place)) != old:
-            raise ToolError(f"{name}: {path} is {found}, and not {old} as it was")
-        text = place.read_text() if place.exists() else ""
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(with_hunks(text, file.removesuffix("\n")))
-        if new == NOTHING:
-            place.unlink()
-        if (found := blob(place)) != new:
-            raise ToolError(f"{name}: {path} is then {found}, and not {new}")
-    git(tree, "add", "--all")
-    commit = ("commit", "--quiet", "--cleanup=verbatim", "--message")
-    git(tree, *commit, message.strip(), **env)
-
-
-# The repository #
+        files[i] = HUNK.sub(with_text, file)
+    diff = tree / ".git/edit.diff"
+    diff.write_text("".join(files))
+    git(tree, "apply", "--unidiff-zero", "--index", diff)
+    git(tree, "commit", "--quiet", "--cleanup=verbatim", "-m", message.strip())
 
 
 def make_tree(tree: Path, release: Path, edits: dict[str, str]) -> None:
-    """Makes a repository of a release's Python files, and a commit for each change."""
+    """Makes a repository of a release's Python files, and a commit for each edit."""
     shutil.rmtree(tree, ignore_errors=True)
     for source in (release / "torch").rglob("*.py"):
         target = tree / source.relative_to(release)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(source, target)
+    (tree / TESTS).mkdir(parents=True)
+    for area in STAND_INS:
+        (tree / TESTS / f"test_fully_shard_{area}.py").write_text(STAND_IN)
     git(tree, "init", "--quiet", f"--initial-branch={BRANCH}")
+    (tree / ".git/info/attributes").write_text("*.py diff=python\n")
     try:
         git(tree, "var", "GIT_AUTHOR_IDENT")
     except ToolError:  # as for continuous integration
         git(tree, "config", "user.name", BRANCH)
         git(tree, "config", "user.email", f"{BRANCH}@localhost")
-    env = {}
-    if has_git(ROOT):  # the same commits from the same changes
-        date = git(ROOT, "log", "-1", "--format=%cI").strip()
-        env = {"GIT_AUTHOR_DATE": date, "GIT_COMMITTER_DATE": date}
     git(tree, "add", "--all")
-    git(tree, "commit", "--quiet", "--message", f"PyTorch {NEWEST}", **env)
+    git(tree, "commit", "--quiet", "-m", f"PyTorch {NEWEST}")
     git(tree, "tag", RELEASE)
     for name, edit in edits.items():
-        commit_edit(tree, name, edit, **env)
-
-
-def check_saved(tree: Path, edits: dict[str, str]) -> None:
-    """Refuses to go on where commits would be lost."""
-    is_there = (tree / ".git").exists()
-    if is_there and (git(tree, "status", "--porcelain") or edits_of(tree) != edits):
-        raise ToolError(
-            f"{tree} differs from {EDITS.relative_to(ROOT)}: make series-save keeps "
-            f"what was committed there, rm -rf {tree} drops it"
-        )
+        commit_edit(tree, name, edit)
+    for patch in tree.parent.glob("*.patch"):
+        patch.unlink()
+    git(tree, "format-patch", "--quiet", "--full-index", "-o", tree.parent, RELEASE)
 
 
 def test_each(tree: Path, release: Path) -> None:
-    """Runs at each commit the tests that the series has brought by then."""
-    for commit in git(tree, "rev-list", "--reverse", f"{RELEASE}..{BRANCH}").split():
+    """Runs what each commit tests, uniform units beside the release, then all tests."""
+    home = tree.parent
+    base = {path.name: os.readlink(path) for path in release.iterdir()}
+    lay_links(home / "base", base)  # no link itself, since tests compare paths
+    env = {"PYTHONPATH": str(home / "branch"), "FSDP_PARITY_KINDS": "uniform"}
+    env = os.environ | env
+    env.pop("CI", None)  # torch's tests would want a package that writes reports
+    commits = git(tree, "rev-list", "--reverse", f"{RELEASE}..{BRANCH}").split()
+    for commit in commits:
         git(tree, "switch", "--quiet", "--detach", commit)
-        files = git(tree, "diff", "--name-only", f"{RELEASE}..{commit}").split()
-        own = {file for file in files if file.startswith("torch/")}
-        branch = tree.parent / "branch"
-        lay_links(branch, torch_links(release, tree, own))
+        changed = git(tree, "diff", "--name-only", RELEASE, commit).split()
+        ours = {file for file in changed if file.startswith("torch/")}
+        lay_links(home / "branch", torch_links(release, tree, ours))
         print(git(tree, "log", "-1", "--format=%n%s", "--stat", commit), flush=True)
-        env = os.environ | {"PYTHONPATH": str(branch)}
-        env.pop("CI", None)  # torch's tests would want a package that writes reports
-        for file in sorted({*files} - own):
-            if subprocess.run([sys.executable, tree / file], env=env).returncode:
-                raise ToolError(f"{file} fails at {commit}, where {tree} is now")
+        if commit != commits[-1]:
+            changed = git(tree, "diff", "--name-only", f"{commit}~", commit).split()
+        runs = [[str(tree / file)] for file in changed if file.startswith("test/")]
+        for file, names in UNIFORM.items():
+            runs.append(["-m", "pytest", "-q", f"{ROOT}/{TESTS}/{file}", "-k", names])
+        # Side by side: threads of a test share one core
+        started = [
+            subprocess.Popen([sys.executable, *r], cwd=home, env=env) for r in runs
+        ]
+        failed = [" ".join(r) for r, process in zip(runs, started) if process.wait()]
+        if failed:
+            raise ToolError(f"{commit}, which is in {tree}:\n" + "\n".join(failed))
     git(tree, "switch", "--quiet", BRANCH)
 
 
-def write_patches(tree: Path) -> list[str]:
-    """Writes the commits beside the tree; returns the paths of the patches."""
-    for patch in tree.parent.glob("*.patch"):
-        patch.unlink()
-    options = ("--zero-commit", "--full-index", f"--output-directory={tree.parent}")
-    return git(tree, "format-patch", *options, RELEASE).splitlines()
-
-
-def commit_series(checkout: Path, tree: Path) -> None:
-    """Makes the commits on a branch of a checkout, as ``git am`` does."""
-    if git(checkout, "status", "--porcelain", "--untracked-files=no"):
-        raise ToolError(f"{checkout} has changes that are not committed")
-    # The release's files, for a merge of three sides where a checkout lacks them
-    git(checkout, "fetch", "--quiet", str(tree), BRANCH)
-    git(checkout, "switch", "--create", BRANCH)
-    patches = write_patches(tree)
-    print(git(checkout, "am", "--3way", "--keep-non-patch", *patches), end="")
-
-
-def make(release: Path, checkout: Path | None, *, untested: bool) -> None:
-    edits = stored_edits()
-    check_saved(TREE, edits)
+def make(*options: str) -> None:
+    edits, release = stored_edits(), ROOT / "build" / NEWEST / "base"
+    is_made = (TREE / ".git").exists()
+    if is_made and (git(TREE, "status", "--porcelain") or edits_of(TREE) != edits):
+        raise ToolError(f"{TREE} has changes: make series-save, or rm -rf it")
     make_tree(TREE, release, edits)
-    write_patches(TREE)
-    if not untested:
+    if "--untested" not in options:
         test_each(TREE, release)
-    print(f"{HOME.relative_to(ROOT)}: {len(edits)} patches; commits in {TREE}")
-    if checkout:
-        commit_series(checkout, TREE)
-
-
-def save(tree: Path = TREE, folder: Path = EDITS) -> None:
-    edits = edits_of(tree)
-    for name in stored_edits(folder).keys() - edits.keys():
-        (folder / name).unlink()
-    for name, edit in edits.items():
-        (folder / name).write_text(edit)
-
-
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("command", choices=("make", "save"))
-    parser.add_argument("--checkout", type=Path, metavar="PATH")
-    parser.add_argument("--untested", action="store_true", help="run no tests")
-    parsed = parser.parse_args(arguments)
-    try:
-        if parsed.command == "save":
-            save()
-        else:
-            checkout = parsed.checkout and parsed.checkout.expanduser().absolute()
-            release = ROOT / "build" / NEWEST / "base"
-            make(release, checkout, untested=parsed.untested)
-    except (ToolError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        {"make": make, "save": save}[sys.argv[1]](*sys.argv[2:])
+    except (ToolError, OSError) as error:
+        sys.exit(f"error: {error}")

@@ -11,6 +11,7 @@ What is run is in ``fsdp_parity/run.py``.
 
 import itertools
 import json
+import os
 import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +32,7 @@ from fsdp_parity.memory import FP16, MIXED, MODES, UNALIGNED, UNIFORM
 from fsdp_parity.models import BF16, Extended, extended_stack, Fp8, FP32, HighLow
 from fsdp_parity.modes import STEPS
 from fsdp_parity.params import EXTENSIONS
-from fsdp_parity.run import CASES, RANKS
+from fsdp_parity.run import CASES, KINDS, RANKS
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -49,6 +50,8 @@ TRAINED = [name for name, case in CASES.items() if case.refusal is None]
 REFUSED = [name for name, case in CASES.items() if case.refusal is not None]
 ORDERED = [name for name in TRAINED if {"uniform", "mixed"} <= {*CASES[name].kinds}]
 MODULE = "fsdp_parity.run"
+# Of the series for upstream, uniform units alone
+KIND_ARGS = ("--kinds", *os.environ.get("FSDP_PARITY_KINDS", " ".join(KINDS)).split())
 
 
 def kinds_of(names: list[str]) -> list[str]:
@@ -56,7 +59,7 @@ def kinds_of(names: list[str]) -> list[str]:
 
 
 def run_release() -> Results:
-    return run_on(MODULE, "--by-dtype", on_release=True)
+    return run_on(MODULE, "--by-dtype", *KIND_ARGS, on_release=True)
 
 
 def run_branch() -> Results:
@@ -69,7 +72,7 @@ def run_branch() -> Results:
 
         def run_half(half: str) -> None:
             env = {"PYTHONHASHSEED": half}
-            run_python("-m", MODULE, *args, "--half", half, env=env)
+            run_python("-m", MODULE, *args, *KIND_ARGS, "--half", half, env=env)
 
         with ThreadPoolExecutor() as pool:
             list(pool.map(run_half, ("1", "0")))
@@ -265,7 +268,8 @@ class TestMemory(TestCase):
     def setUpClass(cls) -> None:
         super().setUpClass()
         release = run_python("-m", "fsdp_parity.memory", on_release=True)
-        branch = run_forked("fsdp_parity.memory", "--mixed")
+        mixed = ["--mixed"] if "mixed" in KIND_ARGS else []
+        branch = run_forked("fsdp_parity.memory", *mixed)
         cls.release, cls.branch = (
             json.loads(t.splitlines()[-1]) for t in (release, branch)
         )

@@ -9,14 +9,13 @@ And ``tools/contract_diff.py``: what changed between two releases.
 from __future__ import annotations
 
 import os
-import shutil
 import unittest
-from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from fsdp_build import REPOSITORY
-from fsdp_build.utils import commit_all, git, run, ScratchTestCase, write
+from fsdp_build.utils import commit_all, git, ScratchTestCase, write
 
 from tools import series
 from tools.contract_diff import compare, PACKAGE
@@ -27,131 +26,109 @@ from torch.testing._internal.common_utils import run_tests
 pytestmark = pytest.mark.tools
 
 
-CODE, TEST = "torch/fsdp/group.py", "test/test_new.py"
-OLD = "".join(f"line {number}\n" for number in range(30))
+CODE = "torch/fsdp/group.py"
+OLD = "class Group:\n" + "".join(f"    theirs = {number}\n" for number in range(30))
+TEST = f"{series.TESTS}/test_fully_shard_comm.py"
+END = 'if __name__ == "__main__":\n    run_tests()\n'
 MESSAGES = [
-    "[FSDP2] Change a line\n\nWhy.\n\n    indented\n",
-    "[FSDP2] Add, change and remove\n\n# no comment\n",
+    "[FSDP2] Change a line\n\nWhy.\n\n=== indented\n@@ -1 +1 @@",
+    "[FSDP2] Add, change and remove\n\n# no comment",
 ]
 RELEASE = REPOSITORY / "build" / NEWEST / "base"
 
 
 class TestSeries(ScratchTestCase):
-    """Two changes of a file, one of which brings a test and the other changes it."""
+    """Two changes of a file, one of which brings a test, too."""
 
     def setUp(self) -> None:
         super().setUp()
-        self.home, self.tree = self.scratch, self.scratch / "tree"
-        self.edits, self.release = self.scratch / "edits", self.scratch / "release"
-        self.edits.mkdir(parents=True)
-        write(self.release, {CODE: OLD, "torch/gone.py": "1\n"})
-        series.make_tree(self.tree, self.release, {})
+        self.tree, edits = self.scratch / "tree", self.scratch / "edits"
+        edits.mkdir(parents=True)
+        self.release = self.scratch / "build" / NEWEST / "base"
+        write(self.release, {CODE: OLD})
+        places = {"ROOT": self.scratch, "TREE": self.tree, "EDITS": edits}
+        patcher = mock.patch.multiple(series, **places)
+        patcher.start()
+        self.addCleanup(patcher.stop)
+        series.make("--untested")
         git(self.tree, "config", "user.name", "a")
         git(self.tree, "config", "user.email", "a@b")
-        self.commit(MESSAGES[0], {CODE: OLD.replace("line 7\n", "ours\n\n")})
-        write(self.tree, {TEST: "a test\n", "torch/sub/new.py": "++ x\n@@ y\n"})
-        (self.tree / "torch/gone.py").unlink()
-        code = (self.tree / CODE).read_text()
-        code = code.replace("line 9\n", "").replace("line 20\n", "line 20\n=== z\n")
-        self.commit(MESSAGES[1], {CODE: code})
-        self.save()
+        code = OLD.replace("    theirs = 7\n", "    ours = 7\n\n    -- x\n")
+        self.commit(MESSAGES[0], {CODE: code})
+        code = code.replace("    theirs = 9\n", "").replace("0\n", "0\n++ y\n")
+        test = (self.tree / TEST).read_text().replace(END, f"a test\n\n\n{END}")
+        self.commit(MESSAGES[1], {CODE: code + "a last line\n", TEST: test})
 
     def commit(self, message: str, files: dict[str, str]) -> None:
         write(self.tree, files)
         git(self.tree, "add", "--all")
         git(self.tree, "commit", "--quiet", "--cleanup=verbatim", "-m", message)
 
-    def save(self) -> dict[str, str]:
-        series.save(self.tree, self.edits)
-        return series.stored_edits(self.edits)
-
-    def patches(self) -> list[bytes]:
-        return [Path(path).read_bytes() for path in series.write_patches(self.tree)]
+    def patches(self) -> list[str]:
+        return sorted(map(str, self.scratch.glob("*.patch")))
 
     def test_made_again_and_saved_again_are_the_same(self):
-        edits = self.save()
         contents = ("rev-parse", f"{series.BRANCH}^{{tree}}")
         before = git(self.tree, *contents)
-        series.make_tree(self.tree, self.release, edits)
+        series.save()
+        edits = series.stored_edits()
+        self.assertEqual(len(edits), 2)
+        self.assertNotIn("theirs", "".join(edits.values()))
+        self.assertRegex(edits[min(edits)], r"(?m)^@@ -9 \+9,3 @@ class Group\n-\n\+")
+        series.make("--untested")
         self.assertEqual(git(self.tree, *contents), before)
         messages = git(self.tree, "log", "--reverse", "--format=%B%x00")
-        found = [text.strip() for text in messages.split("\0")[1:-1]]
-        self.assertEqual(found, [text.strip() for text in MESSAGES])
-        self.assertEqual(self.save(), edits)
-        # Ours alone
-        text = "".join(edits.values())
-        self.assertNotIn("line ", text.replace("+line 20", ""))
-        patches = self.patches()
-        series.make_tree(self.tree, self.release, edits)
-        self.assertEqual(self.patches(), patches)
+        self.assertEqual([m.strip() for m in messages.split("\0")[1:-1]], MESSAGES)
+        self.assertEqual(series.edits_of(self.tree), edits)
 
-    def test_amended_and_reordered(self):
-        first, _ = self.save()
-        git(self.tree, "switch", "--quiet", "--detach", f"{series.BRANCH}~")
-        write(self.tree, {CODE: OLD.replace("line 7\n", "better\n")})
-        git(self.tree, "commit", "--quiet", "--all", "--amend", "-m", "[FSDP2] Amended")
-        onto = git(self.tree, "rev-parse", "HEAD").strip()
-        rebase = ("rebase", "--quiet", "--onto", onto)
-        git(self.tree, *rebase, f"{series.BRANCH}~", series.BRANCH)
-        with self.assertRaisesRegex(ToolError, "make series-save keeps"):
-            series.check_saved(self.tree, series.stored_edits(self.edits))
-        edits = self.save()
-        self.assertNotIn(first, edits)
-        self.assertEqual(len(edits), 2)
-        series.check_saved(self.tree, edits)
-        series.make_tree(self.tree, self.release, edits)
-        self.assertEqual(self.save(), edits)
-        self.assertIn("better\n", (self.tree / CODE).read_text())
+    def test_commits_that_are_not_saved_stay(self):
+        with self.assertRaisesRegex(ToolError, "make series-save"):
+            series.make("--untested")
+        series.save()
+        first = min(series.stored_edits())
+        git(self.tree, "reset", "--quiet", "--hard", f"{series.BRANCH}~2")
+        self.commit("[FSDP2] Amended", {CODE: OLD + "ours\n"})
+        series.save()
+        self.assertNotIn(first, series.stored_edits())
+        series.make("--untested")
+        self.assertEqual((self.tree / CODE).read_text(), OLD + "ours\n")
 
     def test_a_release_with_other_files_is_refused(self):
+        series.save()
         write(self.release, {CODE: OLD + "one more\n"})
         with self.assertRaisesRegex(ToolError, f"0001-.*: {CODE} is .*, and not "):
-            series.make_tree(self.tree, self.release, self.save())
-
-    def checkout(self, code: str) -> Path:
-        checkout = self.home / "checkout"
-        write(checkout, {CODE: code, "torch/gone.py": "1\n", "theirs.py": ""})
-        commit_all(checkout)
-        return checkout
+            series.make("--untested")
 
     def test_a_checkout_that_differs_elsewhere(self):
-        checkout = self.checkout("new\n" * 3 + OLD.replace("line 25", "other"))
-        series.commit_series(checkout, self.tree)
-        subjects = git(checkout, "log", "--reverse", "--format=%s").splitlines()
-        self.assertEqual(subjects[1:], [m.partition("\n")[0] for m in MESSAGES])
-        code = (checkout / CODE).read_text()
-        for line in ("new\n", "ours\n", "other\n", "=== z\n"):
+        """As docs/series.md says, with upstream's own test file."""
+        series.save()
+        series.make("--untested")
+        checkout = self.scratch / "checkout"
+        theirs = "# Owner\n\nimport os\n\n\nclass Test:\n    x = 1\n\n\n" + END
+        write(
+            checkout, {CODE: "new\n" + OLD.replace("= 25", "= 'other'"), TEST: theirs}
+        )
+        commit_all(checkout)
+        git(checkout, "fetch", "--quiet", str(self.tree), series.BRANCH)
+        git(checkout, "am", "--3way", "-C2", "--keep-non-patch", *self.patches())
+        code, test = ((checkout / path).read_text() for path in (CODE, TEST))
+        for line in ("new\n", "    ours = 7\n", "= 'other'\n", "a last line\n"):
             self.assertIn(line, code)
-
-    def test_a_checkout_that_conflicts(self):
-        checkout = self.checkout(OLD.replace("line 7", "theirs"))
-        with self.assertRaisesRegex(ToolError, "(?s)git am .*onflict"):
-            series.commit_series(checkout, self.tree)
-        self.assertIn("<<<<<<<", (checkout / CODE).read_text())
-        git(checkout, "am", "--abort")
-        self.assertEqual(git(checkout, "status", "--porcelain"), "")
-
-    @unittest.skipUnless(shutil.which("patch"), "needs patch")
-    def test_an_installed_tree_by_patch(self):
-        patches = series.write_patches(self.tree)
-        site = self.home / "site"
-        shutil.copytree(self.release, site)
-        for options, files in (("", patches), ("--reverse", patches[::-1])):
-            for file in files:
-                run("patch", "-p1", "-s", *options.split(), "-d", site, "-i", file)
-            is_ours = "ours\n" in (site / CODE).read_text()
-            self.assertEqual(is_ours, not options)
-        self.assertEqual((site / CODE).read_text(), OLD)
+        self.assertEqual(test, theirs.replace(END, f"a test\n\n\n{END}"))
+        subject = git(checkout, "log", "-1", "--format=%s").strip()
+        self.assertEqual(subject, MESSAGES[1].partition("\n")[0])
 
 
 @unittest.skipUnless(RELEASE.is_dir(), f"needs `make setup RELEASE={NEWEST}`")
 class TestOnRelease(ScratchTestCase):
     def test_what_is_stored_is_what_is_made_of_it(self):
-        edits = series.stored_edits()
-        series.make_tree(self.scratch / "tree", RELEASE, edits)
-        self.assertEqual(series.edits_of(self.scratch / "tree"), edits)
+        tree, edits = self.scratch / "tree", series.stored_edits()
+        series.make_tree(tree, RELEASE, edits)
+        # The stored hashes of files are those that the patches were reviewed with
+        self.assertEqual(series.edits_of(tree), edits)
         numstat = ("log", "--reverse", "--format=%x00", "--numstat", "release..")
-        changes = git(self.scratch / "tree", *numstat, "--", "torch").split("\0")[1:]
+        product = ("--", "torch/distributed")
+        changes = git(tree, *numstat, *product).split("\0")[1:]
         page = (REPOSITORY / "docs/series.md").read_text()
         for number, change in enumerate(changes, 1):
             rows = [line.split()[:2] for line in change.split("\n") if line]

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 
 RANKS = 4
+KINDS = ("uniform", "mixed", "override")
 
 
 def cases_to_run(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
@@ -35,7 +36,8 @@ def cases_to_run(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     for name in args.only or CASES:
         for kind in CASES[name].kinds:
             # What the release would say to other units is no matter
-            if kind == "uniform" or not (args.by_dtype and CASES[name].refusal):
+            is_moot = kind != "uniform" and args.by_dtype and CASES[name].refusal
+            if kind in args.kinds and not is_moot:
                 yield kind, name
 
 
@@ -72,6 +74,7 @@ def main() -> None:
     parser.add_argument("--out", required=True, help="folder for a file of each rank")
     parser.add_argument("--by-dtype", action="store_true", help="as the release wants")
     parser.add_argument("--only", nargs="*", help="run these cases alone")
+    parser.add_argument("--kinds", nargs="*", default=KINDS, help="of units")
     parser.add_argument("--half", type=int, help="be every other rank, from this one")
     parser.add_argument("--store", help="file by which the halves meet")
     args = parser.parse_args()
