@@ -662,6 +662,7 @@ class FSDPParamGroup(PluginNames):
         self._cache.to_state(ShardedState.SHARDED)
         self._sharded_state = ShardedState.SHARDED
         self.comm_ctx.hold_resharded(self._direct_memory)
+        self.comm_ctx.free_resharded()
 
     def _drop_all_gather(self) -> None:
         if self._all_gather_result is None:
