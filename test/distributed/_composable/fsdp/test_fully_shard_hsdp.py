@@ -412,9 +412,9 @@ class TestBuffers(FakeGroupTest):
         viewed: list[bool] = []
         hold = _fsdp_context.FSDPCommContext._hold_reduce_buffers
 
-        def noting(*args: Any, are_viewed: bool) -> None:
-            viewed.append(are_viewed)
-            hold(*args, are_viewed=are_viewed)
+        def noting(*args: Any, **kwargs: Any) -> None:
+            viewed.append(kwargs["are_viewed"])
+            hold(*args, **kwargs)
 
         model = self.make(2, False, mesh=mesh_of(2, 2, device="cpu"))
         with mock.patch.object(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import chain, islice, takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -212,8 +212,8 @@ class FSDPCommContext:
                 else:
                     results.append(call_monkeypatched(replacement, reduction, *parts))
                 reduced += [part.bucket for part in parts]
-                for part in parts:
-                    direct_inputs += part.direct_inputs
+                # No loop variable: it would hold the last part's input
+                direct_inputs += chain.from_iterable(p.direct_inputs for p in parts)
                 are_viewed = are_viewed and all(part.is_viewed for part in parts)
         except BaseException:
             streams = reduction.reduce_scatter_stream, reduction.all_reduce_stream

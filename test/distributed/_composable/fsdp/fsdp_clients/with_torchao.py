@@ -148,7 +148,7 @@ class TestWeightsForInference(ClientTest):
             quantization.quantize_(model, kind, lambda _, name: "narrow" in name)
             return model
 
-        text = "0.narrow.weight of Sequential cannot be sharded. Its class, "
+        text = "0.narrow.weight of Sequential cannot be sharded. Implement "
         with self.assertRaises(NotImplementedError) as caught:
             fully_shard(quantized(), mesh=make_mesh("cpu"))
         self.assertIn(text, "".join(getattr(caught.exception, "__notes__", [text])))
