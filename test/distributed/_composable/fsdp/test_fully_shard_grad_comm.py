@@ -135,13 +135,12 @@ class TestTree(TestCase):
         dtypes=st.sampled_from(
             [(BF16, FP32), (FP16, FP32), (BF16, FP64), (FP32, FP32), (BF16, BF16)]
         ),
-        offset=st.integers(0, 3),
-        rows_of_scratch=st.integers(0, 40),
+        piece_nbytes=st.sampled_from([1, 200, 2**24]),
         divisor=st.sampled_from([None, 3.0]),
         seed=st.integers(0, 10**6),
     )
     def test_adds_in_the_order_of_the_tree(
-        self, count, numel, dtypes, offset, rows_of_scratch, divisor, seed
+        self, count, numel, dtypes, piece_nbytes, divisor, seed
     ):
         sent, added = dtypes
         generator = torch.Generator().manual_seed(seed)
@@ -149,8 +148,8 @@ class TestTree(TestCase):
         values = torch.randn(count, numel, generator=generator)
         rows = (values * scale.double().exp2()).to(sent)
         actual = torch.full((numel,), math.nan, dtype=added)
-        scratch = torch.empty(rows_of_scratch * numel + offset, dtype=sent)[offset:]
-        tree.add_in_tree(rows.clone(), actual, scratch, divisor)
+        with mock.patch.object(tree, "_MIN_PIECE_NBYTES", piece_nbytes):
+            tree.add_in_tree(rows.clone(), actual, divisor)
         expected = add([*rows.to(added)])
         self.assertTrue(torch.equal(actual, expected / (divisor or 1)))
         # Each element takes part in as many additions as the tree is high, each of
@@ -222,10 +221,10 @@ class TestKernel(TestCase):
         target = torch.full((numel + 2,), math.nan, dtype=added, device=self.device)
         expected = torch.empty(numel, dtype=added, device=self.device)
         with mock.patch.object(tree, "_has_kernel", False):
-            tree.add_in_tree(rows.clone(), expected, torch.empty_like(rows).view(-1))
+            tree.add_in_tree(rows.clone(), expected)
         if divisor is not None:
             expected.mul_(1 / divisor)  # as CUDA divides
-        tree.add_in_tree(rows, target[1:-1], None, divisor)  # it needs no scratch
+        tree.add_in_tree(rows, target[1:-1], divisor)
         actual = target[1:-1].contiguous()
         self.assertTrue(torch.equal(actual.view(torch.int8), expected.view(torch.int8)))
         self.assertTrue(torch.equal(rows, before))
@@ -304,7 +303,7 @@ class TestAroundKernel(TestCase):
                 warnings.simplefilter("always")
                 for _ in range(2):
                     actual = torch.empty(5)
-                    tree.add_in_tree(rows.clone(), actual, actual.new_empty(0), 2.0)
+                    tree.add_in_tree(rows.clone(), actual, 2.0)
                     self.assertEqual(actual.tolist(), [1.5] * 5)
             texts = [str(warning.message) for warning in warned]
             self.assertEqual(len(texts), 0 if module is None else 1)
@@ -705,15 +704,17 @@ class TestUnitsOfFakeRanks(FakeGroupTest):
         module.weight = torch.nn.Parameter(torch.ones(4, 4).long(), requires_grad=False)
         fully_shard(module, mp_policy=MixedPrecisionPolicy(grad_comm_dtype=BF16))
 
-    def test_post_backward_needs_no_more_memory_than_in_fp32(self):
+    def test_post_backward_needs_hardly_more_memory_than_in_fp32(self):
+        """For half of the rows of a piece in fp32, which a kernel does without."""
         specs = [((128, 32), BF16), ((128, 32), BF16), ((64, 16), BF16)]
         modes: dict[str, dict[str, Any]] = {"plain": {}, "hybrid": {"is_hybrid": True}}
         for mode in modes.values():
-            wide, narrow = (
-                peak_nbytes(specs, mode | {"mp_policy": policy(comm, FP32)})
-                for comm in (None, BF16)
-            )
-            self.assertLessEqual(narrow, wide)
+            with mock.patch.object(tree, "_MIN_PIECE_NBYTES", 12):
+                wide, narrow = (
+                    peak_nbytes(specs, mode | {"mp_policy": policy(comm, FP32)})
+                    for comm in (None, BF16)
+                )
+            self.assertLessEqual(narrow, 1.07 * wide)
 
     def test_replicas_add_in_the_memory_of_one_piece(self):
         tensor = torch.ones(2**20)

@@ -140,8 +140,8 @@ class UnitAgreement:
         try:
             # Users' counters of collectives or memory must not see this
             with torch.no_grad(), _disable_current_modes():
-                data = [*hashlib.sha256(texts.encode()).digest()]
-                digest = torch.tensor(data, dtype=torch.uint8, device=device)
+                data = hashlib.sha256(texts.encode()).digest()
+                digest = torch.tensor([*data], dtype=torch.uint8, device=device)
                 digests = digest.new_empty(group.size() * digest.numel())
                 if backend_name(group, device) == "gloo":
                     # All-gathers of two sizes would abort the process. Where a barrier
@@ -240,19 +240,20 @@ def _raise_if_different(by_rank: Mapping[int, _Lines]) -> None:
     """Raises with the first lines that are not the same on all ranks, if any."""
     columns = [dict(zip(by_rank, lines)) for lines in zip(*by_rank.values())]
     unit, *params, state = map(_find_difference, columns)
-    differences = [*filter(None, params)]
-    title, advice = "Ranks have drifted apart", _UNIT_ADVICE
-    if unit or not differences:
-        # Where units differ, the parameters' lines say no more
-        differences = [*filter(None, [unit or state])]
-    else:
+    differences, title, advice = (
+        [unit or state],
+        "Ranks have drifted apart",
+        _UNIT_ADVICE,
+    )
+    if any(params) and not unit:  # where units differ, their parameters say no more
+        differences = [*filter(None, params)]
         units = [*dict.fromkeys(name for name, _ in columns[0].values())]
-        title, advice = "Ranks disagree about the parameters of ", _PARAM_ADVICE
+        what, advice = "parameters", _PARAM_ADVICE
         if any(_NO_GRADIENT in difference for difference in differences):
-            title, advice = "Ranks disagree about the gradients of ", _GRADIENT_ADVICE
-        title += " and ".join(units)
+            what, advice = "gradients", _GRADIENT_ADVICE
+        title = f"Ranks disagree about the {what} of {' and '.join(units)}"
         advice += f" {_UNIT_ADVICE}" if len(units) > 1 else ""
-    if differences:
+    if any(differences):
         listing = listed(differences, separator="\n  ")
         switch = f"({_SWITCH}=0 on all ranks turns this check off.)"
         raise RuntimeError(f"{title}:\n  {listing}\n{advice} {switch}")

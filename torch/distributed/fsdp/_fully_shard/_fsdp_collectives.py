@@ -128,7 +128,7 @@ class DirectGatherResult(AllGatherResult):
 
     sent: list[Tensor]  # shards of direct parameters
     # Their all-gather outputs, and what they were received in if that is elsewhere
-    copies: tuple[list[Tensor], list[Tensor]]
+    copies: tuple[list[Tensor], list[Tensor]] = ([], [])
 
 
 # Plugins may monkeypatch these two
@@ -177,8 +177,7 @@ def foreach_all_gather(
     in one stream and gathered in the other. ``cache`` is of these parameters.
     """
     device_handle, comm = _get_device_handle(device.type), all_gather_comm
-    cache = cache or ParamGroupCache(fsdp_params)
-    sent: list[Tensor] = []
+    cache, plan, sent = cache or ParamGroupCache(fsdp_params), None, []
     with device_handle.stream(all_gather_copy_in_stream):
         current = (_get_param_all_gather_inputs, _get_all_gather_input_metadatas)
         if current == _OWN_INPUTS:
@@ -187,35 +186,29 @@ def foreach_all_gather(
             output = allocate(comm, group.size() * numel, dtype, device, gathers=True)
             segment = copies.fill_segment(output, plan, tensors, group.rank())
             fields = plan.dtypes, plan.numels, plan.split_sizes
-            if plan.direct:
-                sent = copies.stage_direct(plan, tensors, device)
+            sent = copies.stage_direct(plan, tensors, device)
         else:
-            plan = None
             staged = _stage_monkeypatched(fsdp_params, group, device, comm)
             output, segment, fields = staged
     compute_stream = device_handle.current_stream()
     all_gather_stream.wait_stream(all_gather_copy_in_stream)
     with device_handle.stream(all_gather_stream):
-        if plan is None or not plan.direct:
-            tensors = {"output_tensor": output, "input_tensor": segment}
-            work = comm(**tensors, group=group, async_op=async_op)
+        if not sent:
+            buffers = {"output_tensor": output, "input_tensor": segment}
+            work = comm(**buffers, group=group, async_op=async_op)
             event = all_gather_stream.record_event()
             return AllGatherResult(output, event, work, *fields)
-        outputs, received = cache.direct_memory.prepare(
-            [cache.fsdp_params[i] for i, _ in plan.direct],
-            [plan.dtypes[i] for i, _ in plan.direct],
-            [plan.numels[i] for i, _ in plan.direct],
-            group.size(),
-            device,
-            rotates=all_gather_stream != compute_stream,
-        )
-        packed = [(output, segment)] if plan.layout.slots else []
+        rotates = all_gather_stream != compute_stream
+        to_prepare = cache.fsdp_params, plan, group.size(), device
+        outputs, received = cache.direct_memory.prepare(*to_prepare, rotates=rotates)
+        packed = [(output, segment)] if output.numel() else []
         members = [*zip(received, sent), *packed]
         work = all_gather_coalesced(members, group, async_op=async_op)
         event = all_gather_stream.record_event()
     result = DirectGatherResult(output, event, work, *fields)
     result.sent = sent
-    result.copies = ([], []) if received is outputs else (outputs, received)
+    if received is not outputs:
+        result.copies = outputs, received
     return result
 
 
@@ -333,7 +326,6 @@ def foreach_reduce(
     ``partial_reduce_output``. ``unsharded_grads`` is emptied once they are copied.
     ``all_reduce_grads=False`` stops before the all-reduce and returns the sum so far
     (1D, laid out as ``fsdp_params``) for the next call to add.
-    ``prepare_reduce_scatter_inputs`` is as :func:`_default_reduce_scatter_input_fn`.
     """
     reduction = Reduction(
         reduce_scatter_group=reduce_scatter_group,
@@ -387,14 +379,12 @@ def _plan_one_bucket(
     dtype = dtypes[0] if dtypes else cast(torch.dtype, reduce_dtype)
     dtypes += [dtype] * (len(fsdp_params) - len(dtypes))
     keys = [layouts.bucket_key(p, d) for p, d in zip(fsdp_params, dtypes)]
-    for key, fsdp_param in zip(keys, fsdp_params):
-        if key != keys[0]:
-            first, other = map(layouts.describe_key, (keys[0], key))
-            raise AssertionError(
-                f"The gradients of {fsdp_params[0]._param_fqn} and "
-                f"{fsdp_param._param_fqn} would be reduced in {first} and {other}: "
-                "pass reduce_dtype, or reduce them in two calls"
-            )
+    if any(key != keys[0] for key in keys):
+        names = ", ".join(str(fsdp_param._param_fqn) for fsdp_param in fsdp_params)
+        raise AssertionError(
+            f"Gradients of {names} would be reduced in several dtypes: pass "
+            "reduce_dtype, or reduce them in several calls"
+        )
     # By name, as replicas may list the parameters in different orders
     by_name = sorted(fsdp_params, key=lambda p: str(p._param_fqn))
     slots = (make_slot(by_name.index(p), p) for p in fsdp_params)

@@ -107,12 +107,9 @@ class PluginNames:
     def _partial_reduce_output(self: Any, output: torch.Tensor | None) -> None:
         if output is None:
             self._partial_reduces.clear()
-            return
-        try:
-            self._partial_reduces.assign(self.fsdp_params, output)
-        except ValueError as error:
-            name = f"_partial_reduce_output of unit '{self._unit_name}'"
-            raise ValueError(f"{name} {error}") from None
+        else:
+            unit = self._unit_name
+            self._partial_reduces.assign(self.fsdp_params, output, unit)
 
 
 _OWN_INIT = PluginNames._init_mp_dtypes

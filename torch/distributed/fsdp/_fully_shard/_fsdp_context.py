@@ -120,11 +120,6 @@ class FSDPCommContext:
         if async_op or training_state not in prefetches:
             stream = self.device_handle.current_stream()
             return stream, stream
-        if not self.has_streams:
-            raise AttributeError(
-                "A unit cannot be prefetched before a root that has it ran its forward: "
-                "prefetch units of the same root"
-            )
         return self.all_gather_copy_in_stream, self.all_gather_stream
 
     def wait_all_gather_streams_on_event(self, event: torch.Event | None) -> None:
@@ -197,10 +192,7 @@ class FSDPCommContext:
             batches = [[bucket] for bucket in buckets]
         elif holds_one:
             batches = layouts.by_collective(buckets)
-        reduced: list[ReduceBucket] = []
-        results: list[ReduceResult] = []
-        direct_inputs: list[torch.Tensor] = []
-        are_viewed = True
+        reduced, results, direct_inputs, are_viewed = [], [], [], True
         try:
             for batch in filter(None, batches):
                 if results and holds_one:

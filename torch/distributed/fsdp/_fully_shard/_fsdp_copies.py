@@ -61,16 +61,14 @@ def stage_direct(
     plan: GatherPlan, tensors: Sequence[Tensor], device: torch.device
 ) -> list[Tensor]:
     """Returns the shards of direct parameters as they are sent, moved and cast."""
-    sent: list[Tensor] = []
-    moved: tuple[list[Tensor], list[Tensor]] = [], []
-    for i, position in plan.direct:
-        shard, (dtype,) = tensors[position], plan.dtypes[i]
+    sent = [tensors[position].contiguous() for _, position in plan.direct]
+    moved: dict[int, Tensor] = {}
+    for k, (i, _) in enumerate(plan.direct):
+        shard, (dtype,) = sent[k], plan.dtypes[i]
         if shard.dtype != dtype or shard.device.type != device.type:
-            moved[1].append(shard)
-            shard = torch.empty(shard.numel(), dtype=dtype, device=device)
-            moved[0].append(shard)
-        sent.append(shard.contiguous())
-    copy_each(*moved)
+            moved[k] = shard
+            sent[k] = torch.empty(shard.numel(), dtype=dtype, device=device)
+    copy_each([sent[k] for k in moved], [*moved.values()])
     return sent
 
 

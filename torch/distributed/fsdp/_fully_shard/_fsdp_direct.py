@@ -32,7 +32,7 @@ import torch
 from ._fsdp_param import FSDPParam
 
 
-def is_direct(
+def can_be_direct(
     fsdp_param: FSDPParam,
     dtype: torch.dtype,
     min_nbytes: int | None,
@@ -65,8 +65,7 @@ class DirectMemory:
     def prepare(
         self,
         fsdp_params: Sequence[Any],
-        dtypes: list[list[torch.dtype]],
-        numels: list[list[int]],
+        plan: Any,  # their `GatherPlan`
         world_size: int,
         device: torch.device,
         *,
@@ -76,13 +75,15 @@ class DirectMemory:
         Returns the 1D all-gather outputs of direct parameters, which have one each, and
         what to gather into: these, or temporaries if compute still reads them.
         """
+        direct = [i for i, _ in plan.direct]
         if not self.rotating:
             with torch.inference_mode(False):  # see `wait_for_unshard`
-                for fsdp_param, *inputs in zip(fsdp_params, numels, dtypes):
-                    fsdp_param.init_all_gather_outputs(*inputs, world_size, device)
-                    fsdp_param.alloc_all_gather_outputs()
+                for i in direct:
+                    inputs = plan.numels[i], plan.dtypes[i]
+                    fsdp_params[i].init_all_gather_outputs(*inputs, world_size, device)
+                    fsdp_params[i].alloc_all_gather_outputs()
         # These do not share the outputs' version, see `_view_outputs`
-        outputs = [fsdp_param.all_gather_outputs[0].data for fsdp_param in fsdp_params]
+        outputs = [fsdp_params[i].all_gather_outputs[0].data for i in direct]
         if self.rotating:
             return outputs, [*map(torch.empty_like, outputs)]
         if rotates:

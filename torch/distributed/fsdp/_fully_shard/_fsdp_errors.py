@@ -9,8 +9,6 @@ Only what would be silently wrong, or hang some ranks, is checked.
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,14 +29,6 @@ def listed(texts: Sequence[str], separator: str = ", ") -> str:
     """Joins the first eight texts, and says how many more there are."""
     more = [f"and {len(texts) - 8} more"] if len(texts) > 8 else []
     return separator.join([*texts[:8], *more])
-
-
-def warn_user(message: str) -> None:
-    """Warns at the line outside of torch that has led here."""
-    level, frame = 1, sys._getframe()
-    while frame.f_back and frame.f_globals["__name__"].partition(".")[0] == "torch":
-        level, frame = level + 1, frame.f_back
-    warnings.warn(message, stacklevel=level)
 
 
 def note_sharding(error: Exception, param: torch.Tensor, name: str) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import _get_device_handle
 
 from . import _fsdp_layout as layouts
 from ._fsdp_comms import DefaultReduceScatter
-from ._fsdp_direct import is_direct
+from ._fsdp_direct import can_be_direct
 from ._fsdp_layout import BucketKey, ReduceBucket, ReduceSlot
 from ._fsdp_param import FSDPParam
 from ._fsdp_param_cache import ParamGroupCache
@@ -102,7 +102,7 @@ def _plan_buckets(
     slots, keys = [], []
     for i, dtype in reduce_dtypes.items():
         fsdp_param = fsdp_params[i]
-        reduces_directly = is_direct(fsdp_param, dtype, min_nbytes, reduces=True)
+        reduces_directly = can_be_direct(fsdp_param, dtype, min_nbytes, reduces=True)
         slots.append(make_slot(i, fsdp_param, reduces_directly))
         keys.append(layouts.bucket_key(fsdp_param, dtype))
     return layouts.plan_buckets(slots, keys, is_mixed=layouts.is_mixed(fsdp_params))
@@ -205,8 +205,7 @@ def _check_zeros_have_a_dtype(fsdp_params: Iterable[FSDPParam]) -> None:
         if param.requires_grad and not has_dtype:
             raise ValueError(
                 f"grad_dtype of {fsdp_param._param_fqn} is None, so zeros for it have no "
-                "dtype: set reduce_dtype in MixedPrecisionPolicy, or do not call "
-                "set_reduce_scatter_unused_params"
+                "dtype: set reduce_dtype in MixedPrecisionPolicy"
             )
 
 
@@ -273,12 +272,12 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
         for earlier, partial in self.items():
             for slot in partial.bucket.slots:
                 if (key := keys.get(slot.param, earlier)) != earlier:
+                    name = fsdp_params[slot.param]._param_fqn
                     before, now = map(layouts.describe_key, (earlier, key))
                     raise RuntimeError(
-                        f"{fsdp_params[slot.param]._param_fqn} was reduced in {before} "
-                        "in an earlier microbatch, whose all-reduce was deferred, and "
-                        f"would be in {now} now: set reduce_dtype in "
-                        "MixedPrecisionPolicy, or keep the dtypes of gradients"
+                        f"{name} was reduced in {before} in an earlier microbatch, whose "
+                        f"all-reduce was deferred, and would be in {now} now: set "
+                        "reduce_dtype in MixedPrecisionPolicy"
                     )
 
     def pop_part(
@@ -310,7 +309,9 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
             params = [fsdp_params[slot.param] for slot in bucket.slots]
         return BucketGrads(params, bucket, popped, output)
 
-    def assign(self, fsdp_params: Sequence[FSDPParam], output: Tensor) -> None:
+    def assign(
+        self, fsdp_params: Sequence[FSDPParam], output: Tensor, unit: str
+    ) -> None:
         """Makes ``output`` (1D) the only partial reduce. Raises if it fits no bucket."""
         compute_dtypes = [
             layouts.dtypes_of(p).compute if p.sharded_param.requires_grad else None
@@ -328,8 +329,8 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
                 return
         expected = dict.fromkeys(f"{b.shard_numel} of {b.dtype}" for b in buckets)
         raise ValueError(
-            f"got {output.numel()} elements of {output.dtype}, but the unit reduces "
-            f"{', '.join(expected)}"
+            f"_partial_reduce_output of unit '{unit}' got {output.numel()} elements of "
+            f"{output.dtype}, but the unit reduces {', '.join(expected)}"
         )
 
 

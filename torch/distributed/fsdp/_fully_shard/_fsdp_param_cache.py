@@ -10,7 +10,7 @@ compared with the parameters at each use. Plans hold dtypes and sizes only, no s
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from operator import attrgetter, is_
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 
 from . import _fsdp_layout as layouts
 from . import _fsdp_registrations as registrations
-from ._fsdp_direct import DirectMemory, is_direct
+from ._fsdp_direct import can_be_direct, DirectMemory
 from ._fsdp_errors import note_extension
 from ._fsdp_param import FSDPParam, ShardedState
 from ._fsdp_releases import FOLLOWS_GRAD_DTYPE
@@ -31,8 +31,6 @@ _get_compute_dtype = attrgetter("param_dtype")
 _get_outputs = attrgetter("all_gather_outputs")
 _get_requires_grad = attrgetter("requires_grad")
 _get_dtype = attrgetter("dtype")
-# Reading the versions of more parameters would slow down large units
-_MAX_VERSIONED_PARAMS = 32
 
 
 class SplitSizes(list[int]):
@@ -76,11 +74,6 @@ class GatherPlan:
 def _group(values: Iterable, counts: Iterable[int]) -> list[list]:
     iterator = iter(values)
     return [[*islice(iterator, count)] for count in counts]
-
-
-def _read_versions(tensors: Iterable[tuple[FSDPParam, torch.Tensor]]) -> list[tuple]:
-    # Inference tensors have no versions
-    return [(p, t, 0 if t.is_inference() else t._version) for p, t in tensors]
 
 
 def get_shards(fsdp_params: Sequence[Any]) -> list[torch.Tensor]:
@@ -157,9 +150,6 @@ class ParamGroupCache:
         # The parameters registered instead of the sharded ones, their `requires_grad`
         self._registered: list[Any] = []
         self._flags: list[bool] = []
-        # While parameters stay unsharded: by state, how often each was written to
-        self._versions: dict[ShardedState, list[tuple]] = {}
-        self._has_found_written = False
 
     def invalidate_buckets_if_changed(self) -> bool:
         """Invalidates the buckets if what they depend on has changed, and returns if so."""
@@ -204,7 +194,7 @@ class ParamGroupCache:
         if plan is None or plan.made_for != made_for:
             if min_nbytes is not None:
                 dtypes = [c or s for c, s in zip(compute_dtypes, stored_dtypes)]
-                direct = self._find_direct(dtypes, counts)
+                direct = self.find_direct(dtypes, counts)
             replaced, plan = plan, GatherPlan(*made_for[:4], direct)
             plan.made_for = made_for
             for i, fsdp_param in enumerate(params):
@@ -217,17 +207,18 @@ class ParamGroupCache:
             self.plans[state] = plan
         return tensors, plan
 
-    def _find_direct(
-        self, dtypes: list[torch.dtype], counts: list[int] | None
+    def find_direct(
+        self, dtypes: list[torch.dtype], counts: list[int] | None = None
     ) -> list[tuple[int, int]]:
         """Returns the parameters to gather directly, each with its input's position."""
-        min_nbytes, found, position = self.direct_memory.min_nbytes, [], 0
-        for i, fsdp_param in enumerate(self.fsdp_params):
-            if is_direct(fsdp_param, dtypes[position], min_nbytes):
-                if not has_extension(fsdp_param):
-                    found.append((i, position))
-            position += counts[i] if counts else 1
-        return found
+        min_nbytes, params = self.direct_memory.min_nbytes, self.fsdp_params
+        positions = accumulate(counts or [1] * len(params), initial=0)
+        return [
+            (i, k)
+            for i, (fsdp_param, k) in enumerate(zip(params, positions))
+            if can_be_direct(fsdp_param, dtypes[k], min_nbytes)
+            and not has_extension(fsdp_param)
+        ]
 
     @property
     def outputs(self) -> GatherOutputs | None:
@@ -252,26 +243,17 @@ class ParamGroupCache:
 
     def init_unsharded_params(self) -> None:
         """Makes the unsharded parameters from new all-gather outputs."""
-        is_first = not self._has_unsharded_params
-        if not is_first and not self._has_extensions:
+        if self._has_unsharded_params and not self._has_extensions:
             return
-        for fsdp_param in self.fsdp_params:
-            try:
+        fsdp_param = self.fsdp_params[0]
+        try:
+            for fsdp_param in self.fsdp_params:
                 fsdp_param.init_unsharded_param()
-                if not is_first or not has_extension(fsdp_param):
-                    continue
-                # Nothing looks later at what an extension has returned
-                device, found = fsdp_param.device, fsdp_param._unsharded_param.device
-                if found.type != device.type:
-                    raise ValueError(f"the tensor is on {found}, not {device}")
-                inner = fsdp_param._unsharded_inner_tensors
-                if any(not isinstance(tensor, torch.Tensor) for tensor in inner):
-                    raise TypeError(f"the tensors to free are {inner!r}")
-            except Exception as error:
-                if has_extension(fsdp_param):
-                    result = "(tensor, (tensor to free, ...))"
-                    note_extension(error, fsdp_param, "fsdp_post_all_gather", result)
-                raise
+        except Exception as error:
+            if has_extension(fsdp_param):
+                result = "(tensor, (tensor to free, ...))"
+                note_extension(error, fsdp_param, "fsdp_post_all_gather", result)
+            raise
         self._has_unsharded_params = True
 
     def keep_requires_grad(self) -> None:
@@ -286,7 +268,6 @@ class ParamGroupCache:
     def to_state(self, state: ShardedState) -> None:
         """Brings all parameters to ``state``, and their registrations with them."""
         self.keep_requires_grad()
-        self._versions.clear()
         fsdp_params, params = self.fsdp_params, []
         if state is ShardedState.UNSHARDED:
             params = [fsdp_param._unsharded_param for fsdp_param in fsdp_params]
@@ -332,28 +313,3 @@ class ParamGroupCache:
             if storage.nbytes() and storage._cdata not in rotating:
                 storage.resize_(0)
         return True
-
-    def note_versions(self) -> None:
-        """Notes how often parameters were written to, before an optimizer may do so."""
-        if self._has_found_written:
-            return
-        trained = (p for p in self.fsdp_params if p.sharded_param.requires_grad)
-        params = [*islice(trained, _MAX_VERSIONED_PARAMS)]
-        if not self._versions:
-            # Operators write to the DTensor, users to what `to_local` returns
-            sharded = [(p, p.sharded_param) for p in params]
-            sharded += [(p, p._sharded_local_tensor) for p in params]
-            self._versions[ShardedState.SHARDED] = _read_versions(sharded)
-        # Forward and backward may have written to these
-        unsharded = [(p, p._unsharded_param) for p in params]
-        self._versions[ShardedState.UNSHARDED] = _read_versions(unsharded)
-
-    def find_written(self, state: ShardedState) -> FSDPParam | None:
-        """Returns, once, a parameter whose tensor in ``state`` was written to since."""
-        noted = self._versions.get(state, [])
-        read = _read_versions((param, tensor) for param, tensor, _ in noted)
-        for (param, _, before), (_, _, now) in zip(noted, read):
-            if now != before:
-                self._versions, self._has_found_written = {}, True
-                return param
-        return None

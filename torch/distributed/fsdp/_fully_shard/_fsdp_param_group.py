@@ -80,7 +80,6 @@ from ._fsdp_context import (  # noqa: F401  (as in the release)
     ReduceScatterState,
 )
 from ._fsdp_direct import DirectMemory
-from ._fsdp_errors import warn_user
 from ._fsdp_layout import ReduceBucket, ReduceBucketCap
 from ._fsdp_param import FSDPParam, ParamModuleInfo, ShardedState  # noqa: F401
 from ._fsdp_param_cache import ParamGroupCache
@@ -96,29 +95,12 @@ logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
 _OWN_GATHER, _OWN_COPY_OUT = foreach_all_gather, foreach_all_gather_copy_out
 _OWN_REDUCE = foreach_reduce
 
-# Warnings of parameters that are written to while the unit stays unsharded
-_WRITTEN = {
-    ShardedState.SHARDED: "has changed since the unit was gathered, so forward uses the "
-    "old values. Call reshard() on the unit's module right after a forward without "
-    "gradients, before clipping and optimizer.step()",
-    ShardedState.UNSHARDED: "was changed in place while it was unsharded, which is lost "
-    "when the unit reshards. Call reshard() on the unit's module before that",
-}
-
 
 def _runs_without_backward() -> bool:
     # Reentrant checkpointing also turns gradients off, but runs the forward again with
     # them. Being an autograd function, it turns forward-mode gradients off as well
     by_users = torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled()
     return by_users and not torch.is_grad_enabled()
-
-
-def _warn_if_written(group: FSDPParamGroup, *states: ShardedState) -> None:
-    """Warns if a parameter was written to in one of these states."""
-    for state in states:
-        if (fsdp_param := group._cache.find_written(state)) is not None:
-            (fqn,) = fqns_of(group, fsdp_param)
-            warn_user(f"Parameter {fqn} of unit '{group._unit_name}' {_WRITTEN[state]}")
 
 
 class FSDPParamGroup(PluginNames):
@@ -139,7 +121,7 @@ class FSDPParamGroup(PluginNames):
     gradient_divide_factor: Any = settings.Checked(settings.check_divide_factor)
     _all_gather_comm: Any = settings.Checked(settings.check_all_gather_comm)
     _reduce_scatter_comm: Any = settings.Checked(settings.check_reduce_scatter_comm)
-    _all_reduce_hook: Any = settings.Checked(settings.check_all_reduce_hook)
+    _all_reduce_hook: Callable[[Tensor], None] | None = None
     # In which the hook runs, unless the mesh has replicas
     _all_reduce_hook_stream: torch.Stream | None = None
     reduce_grads: bool = True
@@ -192,7 +174,7 @@ class FSDPParamGroup(PluginNames):
         self.mesh_info, self.post_forward_mesh_info = mesh_info, post_forward_mesh_info
         self.device, self.device_handle = device, _get_device_handle(device.type)
         self.mp_policy, self.offload_policy = mp_policy, offload_policy
-        self.gradient_divide_factor = self._all_reduce_hook = None
+        self.gradient_divide_factor = None
         self._all_gather_comm = comms.DefaultAllGather()
         self._reduce_scatter_comm = comms.DefaultReduceScatter()
         # Plugins may replace these two (2.15)
@@ -208,8 +190,6 @@ class FSDPParamGroup(PluginNames):
         self._grad_dtypes: dict[FSDPParam, tuple[Tensor, torch.dtype | None]] = {}
         registrations.keep_grad_dtypes(self)
         registrations.watch_loads(self)
-        own_params = registrations.get_own_params(modules)
-        self._first_places = {(id(module), name) for module, name, _ in own_params}
         self._module_to_pre_save_state_dict_hook_handle: dict[nn.Module, Any] = {}
         self._module_to_pre_load_state_dict_hook_handle: dict[nn.Module, Any] = {}
         self.comm_ctx = FSDPCommContext()
@@ -416,7 +396,6 @@ class FSDPParamGroup(PluginNames):
         if self._training_state is TrainingState.IDLE:
             # By users, or before `nn.Module._apply` replaces the parameters
             registrations.keep_grad_dtypes(self)
-            _warn_if_written(self, ShardedState.UNSHARDED)
         after_forward = self._training_state == TrainingState.FORWARD
         if after_forward and self._use_post_forward_mesh:
             self._to_state(ShardedState.SHARDED_POST_FORWARD)
@@ -426,12 +405,7 @@ class FSDPParamGroup(PluginNames):
         elif self._reshard_after_forward or not after_forward:
             self._to_state(ShardedState.SHARDED)
         elif _runs_without_backward():
-            self._stay_unsharded()
-
-    def _stay_unsharded(self) -> None:
-        self._cache.keep_requires_grad()
-        if self.is_unsharded:
-            self._cache.note_versions()
+            self._cache.keep_requires_grad()
 
     # Runtime: forward #
     def pre_forward(
@@ -442,8 +416,6 @@ class FSDPParamGroup(PluginNames):
         if is_first_module:
             if self._num_forwards < 0:
                 log_layout(self)
-                if self._param_group_index == 0:
-                    registrations.warn_of_late_params(self)
             # A group seen twice starts a new forward. Lazy init has looked in the first
             if self._num_forwards == self.comm_ctx.num_forwards:
                 self.comm_ctx.num_forwards += 1
@@ -451,8 +423,6 @@ class FSDPParamGroup(PluginNames):
             self._num_forwards = self.comm_ctx.num_forwards
         with self._range("FSDP::pre_forward", logs=True):
             self._training_state = TrainingState.FORWARD
-            if is_first_module:
-                _warn_if_written(self, *_WRITTEN)
             self._unshard_now()
             releases.restore_spmd_types(self.fsdp_params)
             if is_first_module:
@@ -514,7 +484,7 @@ class FSDPParamGroup(PluginNames):
             if self.reshard_after_backward:
                 self.reshard()
             else:
-                self._stay_unsharded()
+                cache.keep_requires_grad()
             grads_.resume_upcasts(cache)
             self._post_backward_pending = grads is None
             if grads is None:

@@ -73,9 +73,8 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
         for name in (*OVERRIDDEN, "output_dtype"):
             if not isinstance(value := getattr(self, name), torch.dtype | None):
                 raise TypeError(f"{name} is {value!r}: give a torch.dtype")
-        if isinstance(value := self.cast_forward_inputs, torch.dtype):
-            fix = "give a bool, and what follows output_dtype by keyword"
-            raise TypeError(f"cast_forward_inputs is {value}: {fix}")
+        if isinstance(self.cast_forward_inputs, torch.dtype):
+            raise TypeError("cast_forward_inputs is a dtype: give fields by keyword")
         for name, fn in _overrides_of(self).items():
             if not callable(fn):
                 fix = "give a function from a parameter to a dtype or None"
@@ -312,10 +311,9 @@ def _with_overrides(policy: _P, module: nn.Module, patterns: Mapping[str, Any]) 
             by_param = set_by.setdefault(name, {})
             first_dtype, first = by_param.setdefault(param, (dtype, pattern))
             if first_dtype != dtype:
+                found = f"{' alias '.join(fqns[param])} to {first_dtype} and {dtype}"
                 raise ValueError(
-                    f"Patterns {first!r} and {pattern!r} set {name} of "
-                    f"{' alias '.join(fqns[param])} to {first_dtype} and {dtype}. "
-                    "Change one of them."
+                    f"Patterns {first!r} and {pattern!r} set {name} of {found}"
                 )
     overrides: dict[str, Any] = {}
     for name, by_param in set_by.items():

@@ -145,8 +145,8 @@ class Reduction(NamedTuple):
         """Whether no plugin prepares gradients: then the copy-in handles other dims."""
         return self.prepare_reduce_scatter_inputs is _default_reduce_scatter_input_fn
 
-    def is_direct(self, bucket: ReduceBucket) -> bool:
-        """Whether gradients of the bucket are direct, see [Note: Direct reductions]."""
+    def sends_directly(self, bucket: ReduceBucket) -> bool:
+        """Whether direct slots are sent so, see [Note: Direct reductions]."""
         return (
             self.shard_world_size > 1
             and bucket.comm_dtype is None
@@ -226,14 +226,9 @@ def prepare_inputs(
         return bucket
     prepare = reduction.prepare_reduce_scatter_inputs
     sizes = prepare(fsdp_params[:count], unsharded_grads, world_size)
-    if len(sizes) != count:
-        raise ValueError(
-            f"_prepare_reduce_scatter_inputs returned {len(sizes)} sizes for {count} "
-            f"gradients, the first of {fsdp_params[0]._param_fqn}: return one for each"
-        )
     slots = [
         replace(slot, shard_numel=size.numel() // world_size, shard_dim=0)
-        for slot, size in zip(bucket.slots, sizes)
+        for slot, size in zip(bucket.slots[:count], sizes, strict=True)
     ]
     return replace(bucket, slots=(*slots, *bucket.slots[count:]))
 
@@ -284,7 +279,9 @@ def _copy_in(reduction: Reduction, part: BucketGrads) -> None:
     """Copies a bucket's new gradients into the reduction's input, and drops them."""
     bucket, grads, numel = part.bucket, part.unsharded_grads, part.new_numel
     world_size = reduction.shard_world_size
-    if any(slot.is_direct for slot in bucket.slots) and reduction.is_direct(bucket):
+    if any(slot.is_direct for slot in bucket.slots) and reduction.sends_directly(
+        bucket
+    ):
         _stage_direct(reduction, part)
         return
     reduce_input = reduction.allocate(world_size * numel, bucket.wire_dtype)
@@ -591,9 +588,9 @@ def _reduce_over_shards(
             group=cast(dist.ProcessGroup, reduction.reduce_scatter_group),
             op=factors[2],
         )
-    else:  # the sent input is only scratch memory now
+    else:
         divisor = factors[1] if reduction.ends_over_shards else None
-        add_in_tree(part.received, new, reduce_input, divisor)
+        add_in_tree(part.received, new, divisor)
         part.received = None
     if reduction.defers_all_reduce:
         output = output.to(part.partial_dtype)

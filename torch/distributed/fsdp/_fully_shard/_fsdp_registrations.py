@@ -7,7 +7,7 @@ users may replace them, and when the group is unsharded or resharded.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, repeat
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch.nn as nn
 from torch.distributed.fsdp._common_utils import _named_parameters_with_duplicates
 
 from ._fsdp_api import CPUOffloadPolicy, MixedPrecisionPolicy
-from ._fsdp_errors import check_param, note_registered, note_sharding, warn_user
+from ._fsdp_errors import check_param, note_registered, note_sharding
 from ._fsdp_param import FSDPParam, ParamModuleInfo
 from ._fsdp_policies import resolve_all
 from ._fsdp_releases import FOLLOWS_GRAD_DTYPE
@@ -84,7 +84,7 @@ def fqns_of(group: Any, *fsdp_params: FSDPParam) -> list[str]:
     fqns: list[Any] = [fsdp_param._param_fqn for fsdp_param in fsdp_params]
     if None not in fqns:
         return fqns
-    # The root's lazy init has not named them yet, or did not find what users replaced
+    # Before the root's lazy init, and where it did not find what users have replaced
     infos = [fsdp_param._module_info for fsdp_param in fsdp_params]
     unit = group._module_fqn if len(group.modules) == 1 else None
     names = get_param_names(infos, group.modules, with_class=unit is None)
@@ -197,7 +197,7 @@ def keep_grad_dtypes(group: Any, *fsdp_params: FSDPParam) -> None:
 
 def check_materialized(group: Any) -> None:
     """Raises if parameters have no data yet, or not where they are offloaded to."""
-    devices = [fsdp_param.sharded_param.device for fsdp_param in group.fsdp_params]
+    devices = (fsdp_param.sharded_param.device for fsdp_param in group.fsdp_params)
     named = [*zip(fqns_of(group), devices)]
     if on_meta := [fqn for fqn, device in named if device.type == "meta"]:
         raise RuntimeError(
@@ -211,39 +211,6 @@ def check_materialized(group: Any) -> None:
             "FSDP parameters should be materialized on CPU when enabling CPU "
             f'offloading, but got {misplaced}\nCall module.to_empty(device="cpu")'
         )
-
-
-def warn_of_late_params(group: Any) -> None:
-    """Warns of parameters that were registered after ``fully_shard``."""
-    # Wrappers may have moved sharded parameters to other modules since
-    sharded = {id(p.sharded_param) for p in group.fsdp_params}
-    late = [
-        ParamModuleInfo(module, name)
-        for module, name, param in get_own_params(group.modules)
-        if param.requires_grad
-        and id(param) not in sharded
-        and (id(module), name) not in group._first_places
-    ]
-    if late:
-        warn_user(
-            f"Parameters {get_param_names(late, group.modules)} of unit "
-            f"'{group._unit_name}' were registered after fully_shard, which neither "
-            "shards them nor reduces their gradients. Register them before it."
-        )
-
-
-def get_own_params(
-    modules: tuple[nn.Module, ...],
-) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Yields each module, name and parameter that is not in a nested unit."""
-    from ._fsdp_init import _get_managed_modules, _is_composable_with_fsdp  # a cycle
-
-    for module in _get_managed_modules(
-        modules, is_composable_fn=lambda m: m in modules or _is_composable_with_fsdp(m)
-    ):
-        for name, param in module._parameters.items():
-            if param is not None:
-                yield module, name, param
 
 
 def groups_of(module: nn.Module, function: str, recurse: bool = True) -> dict[Any, Any]:

@@ -28,7 +28,7 @@ from ._fsdp_releases import SCALES_BF16
 
 
 Factors: TypeAlias = tuple[float | None, float | None, _ReduceOp, _ReduceOp]
-# The pieces that a buffer is split into for the all-to-alls between replicas
+# The pieces that a large buffer is summed in, to bound the memory for that
 _MIN_PIECE_NBYTES, _MAX_PIECES = 16 * 2**20, 8
 # Of what a Triton kernel adds. ROCm's devices have this type, too
 _KERNEL_DEVICE_TYPE = "cuda"
@@ -120,14 +120,11 @@ def _div_if_needed(tensor: torch.Tensor, div_factor: float | None) -> None:
 
 
 def add_in_tree(
-    rows: torch.Tensor,
-    output: torch.Tensor,
-    scratch: torch.Tensor,
-    divisor: float | None = None,
+    rows: torch.Tensor, output: torch.Tensor, divisor: float | None = None
 ) -> None:
     """
     Writes the sum of ``rows``, see [Note: One tree for every mesh], to ``output`` (1D),
-    divided. May overwrite ``rows`` and ``scratch`` (1D).
+    divided. May overwrite ``rows``.
     """
     if _add_by_kernel(rows, output, divisor):
         return
@@ -135,7 +132,7 @@ def add_in_tree(
         _add_up(rows)
         output.copy_(rows[0])
     else:
-        _add_up_wider(rows, output, scratch)
+        _add_up_wider(rows, output)
     _div_if_needed(output, divisor)
 
 
@@ -171,28 +168,20 @@ def _add_by_kernel(
     return _has_kernel
 
 
-def _add_up_wider(
-    rows: torch.Tensor, output: torch.Tensor, scratch: torch.Tensor
-) -> None:
-    """Adds rows that must be cast, in ``scratch``."""
-    # Every other row is cast and its neighbour added uncast, which halves the memory
-    pairs, itemsize = (rows.size(0) + 1) // 2, output.itemsize
-    memory = scratch.view(torch.uint8)
-    start = -memory.storage_offset() % itemsize  # to align it
-    numel = (memory.numel() - start) // (pairs * itemsize)
-    if numel > 0:
-        memory = memory.narrow(0, start, pairs * numel * itemsize).view(output.dtype)
-    else:  # a few elements, or none
-        numel = max(output.numel(), 1)
-        memory = output.new_empty(pairs * numel)
-    for start in range(0, output.numel(), numel):
-        piece = rows[:, start : start + numel]
-        sums = memory[: pairs * piece.size(1)].view(pairs, -1)
-        sums.copy_(piece[0::2])
-        neighbours = piece[1::2]
+def _add_up_wider(rows: torch.Tensor, output: torch.Tensor) -> None:
+    """Adds rows that must be cast, piece by piece, as the casts take memory."""
+    numel = max(_piece_numel(rows) // rows.size(0), 1)
+    for piece, target in zip(rows.split(numel, dim=1), output.split(numel)):
+        # Only every other row is cast, and its neighbour added uncast
+        sums, neighbours = piece[0::2].to(output.dtype), piece[1::2]
         sums[: neighbours.size(0)].add_(neighbours)
         _add_up(sums)
-        output[start : start + numel].copy_(sums[0])
+        target.copy_(sums[0])
+
+
+def _piece_numel(tensor: torch.Tensor) -> int:
+    numel = -(-tensor.numel() // _MAX_PIECES)
+    return max(numel, _MIN_PIECE_NBYTES // tensor.itemsize)
 
 
 def _add_up(rows: torch.Tensor) -> None:
@@ -208,11 +197,11 @@ def all_reduce_in_tree(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     Sums ``tensor`` (1D) in place: each rank sums a part of each piece, which all gather.
     Takes the memory of a piece, and of another for the last one if it must be padded.
     """
-    world_size, itemsize = group.size(), tensor.itemsize
+    world_size = group.size()
     if world_size == 1:
         return
-    numel = max(_MIN_PIECE_NBYTES // itemsize, -(-tensor.numel() // _MAX_PIECES))
-    numel += -numel % (world_size * -(-16 // itemsize))  # parts begin on 16 bytes
+    numel = _piece_numel(tensor)
+    numel += -numel % (world_size * -(-16 // tensor.itemsize))  # aligns each part
     for piece in tensor.split(numel):
         padded = piece
         if (remainder := piece.numel() % world_size) != 0:

@@ -167,11 +167,6 @@ def check_divide_factor(group: Any, factor: Any) -> None:
         _refuse(error, group, "set_gradient_divide_factor", factor, fix)
 
 
-def check_all_reduce_hook(group: Any, hook: Any) -> None:
-    if hook is not None and not callable(hook):
-        _refuse(TypeError, group, "set_all_reduce_hook", hook, "a function of a buffer")
-
-
 def _check_comm(group: Any, setter: str, comm: Any, cls: type, other: type) -> None:
     """Raises if a comm lacks the methods, or is of the other collective alone."""
     is_object = callable(comm) and not isinstance(comm, type)
@@ -248,7 +243,9 @@ def set_direct_min_nbytes(self: Any, min_nbytes: int | None) -> None:
     if self._direct_memory.min_nbytes != min_nbytes:
         self._direct_memory.min_nbytes = min_nbytes
         self._direct_memory.gathers = False
-        self._get_cache().buckets.clear()
+        cache = self._get_cache()
+        cache.plans.clear()
+        cache.buckets.clear()
         self._agreement.on_gathers = False
 
 

@@ -18,7 +18,6 @@ import torch.nn as nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _fsdp_layout as layouts
-from ._fsdp_direct import is_direct
 from ._fsdp_param import FSDPParam, ShardedState
 from ._fsdp_param_cache import GatherPlan, has_extension
 from ._fsdp_policies import resolve_all, tables_of
@@ -67,14 +66,9 @@ class LayoutSummary:
     """All units of a model, in the order of its modules; prints as a table."""
 
     rows: tuple[LayoutRow, ...]
-    # (unit, class) of each custom collective before which ranks are not compared
-    uncompared: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
-        lines = _table(self.rows)
-        if comms := ", ".join(f"{name} of {unit}" for unit, name in self.uncompared):
-            lines.append(f"Not compared before, as needs_all_ranks is not set: {comms}")
-        return "\n".join(lines)
+        return "\n".join(_table(self.rows))
 
 
 def layout_summary(module: nn.Module) -> LayoutSummary:
@@ -120,29 +114,23 @@ def _resolve_policies(group: Any, module: nn.Module) -> list[Any]:
 
 def _summarize(units: Iterable[tuple[Any, str, Sequence[FSDPParam]]]) -> LayoutSummary:
     """Summarizes units, each given as its param group, name and parameters."""
-    rows: list[LayoutRow] = []
-    uncompared: list[tuple[str, str]] = []
-    for group, unit, params in units:
-        rows += _rows_of(group, unit, params)
-        if rows[-1].shard_world_size > 1:
-            comms = group._all_gather_comm, group._reduce_scatter_comm
-            custom = [c for c in comms if not getattr(c, "needs_all_ranks", False)]
-            uncompared += [(unit, type(comm).__name__) for comm in custom]
-    return LayoutSummary(tuple(rows), tuple(uncompared))
+    return LayoutSummary(tuple(row for unit in units for row in _rows_of(*unit)))
 
 
 def _rows_of(group: Any, unit: str, params: Sequence[FSDPParam]) -> list[LayoutRow]:
     shard_group, _ = group._reduce_groups()
     world_size = 1 if shard_group is None else shard_group.size()
     names = get_param_names([p._module_info for p in params], group.modules)
-    by_param, gathered_nbytes = _gathered_nbytes(group, params, world_size)
+    plan = _get_plan(group, params) if world_size > 1 else None
+    direct = {i for i, _ in plan.direct} if plan else ()
+    by_param, gathered_nbytes = _gathered_nbytes(plan, len(params), world_size)
     total = LayoutRow(unit, (), 0, gathered_nbytes, 0, world_size)
     rows: list[LayoutRow] = []
-    for fsdp_param, name, nbytes in zip(params, names, by_param, strict=True):
+    named = zip(params, names, by_param, strict=True)
+    for i, (fsdp_param, name, nbytes) in enumerate(named):
         numel = fsdp_param._orig_size.numel()
         row = replace(total, names=(name,), numel=numel, gathered_nbytes=nbytes)
-        if world_size > 1 and _is_direct(group, fsdp_param):
-            row = replace(row, direct=(name,))
+        row = replace(row, direct=(name,) if i in direct else ())
         rows.append(_with_dtypes(row, group, fsdp_param))
     rows.sort(key=_sort_key)
     rows = [_add_up([*same_dtypes]) for _, same_dtypes in groupby(rows, _sort_key)]
@@ -166,27 +154,26 @@ def _sum(counts: Sequence[int | None]) -> int | None:
     return None if None in counts else sum(filter(None, counts))
 
 
-def _is_direct(group: Any, fsdp_param: FSDPParam) -> bool:
-    min_nbytes = group._direct_memory.min_nbytes
-    if min_nbytes is None or fsdp_param.mp_policy is None or has_extension(fsdp_param):
-        return False
-    dtype = layouts.dtypes_of(fsdp_param).compute
-    return group._can_gather_directly() and is_direct(fsdp_param, dtype, min_nbytes)
+def _get_plan(group: Any, params: Sequence[FSDPParam]) -> GatherPlan | None:
+    """Returns the gather's plan, None if only the first gather of an extension shows it."""
+    if (plan := group._cache.plans.get(ShardedState.SHARDED)) is not None:
+        return plan
+    if any(p.mp_policy is None or has_extension(p) for p in params):
+        return None
+    dtypes = [layouts.dtypes_of(fsdp_param).compute for fsdp_param in params]
+    numels = [p.padded_sharded_param_size.numel() for p in params]
+    can_be_direct = group._can_gather_directly()
+    direct = group._cache.find_direct(dtypes) if can_be_direct else []
+    return GatherPlan(dtypes, [None] * len(params), numels, direct=direct)
 
 
 def _gathered_nbytes(
-    group: Any, params: Sequence[FSDPParam], world_size: int
+    plan: GatherPlan | None, num_params: int, world_size: int
 ) -> tuple[Sequence[int | None], int | None]:
     """Returns the bytes of each parameter, and of all with padding, if known."""
-    if world_size == 1:
-        return [0] * len(params), 0
-    if (plan := group._cache.plans.get(ShardedState.SHARDED)) is None:
-        # Only the first gather shows what an extension gathers
-        if any(p.mp_policy is None or has_extension(p) for p in params):
-            return [None] * len(params), None
-        dtypes = [layouts.dtypes_of(fsdp_param).compute for fsdp_param in params]
-        numels = [p.padded_sharded_param_size.numel() for p in params]
-        plan = GatherPlan(dtypes, [None] * len(params), numels)
+    if plan is None:
+        nbytes = 0 if world_size == 1 else None
+        return [nbytes] * num_params, nbytes
     by_param = zip(plan.dtypes, plan.numels, strict=True)
     sizes = [sum(d.itemsize * n for d, n in zip(*pair)) for pair in by_param]
     nbytes = sum(region.nbytes for region in plan.layout.regions)
