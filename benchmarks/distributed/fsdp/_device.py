@@ -3,14 +3,10 @@ What only a device shows, or a look at all pointers: what CUDA's sanitizer of st
 and whether large tensors that are copied or sent begin on 16 bytes.
 """
 
-import functools
-import inspect
 import platform
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from _calls import CALLED
 from _models import AS_IT_IS, BLOCKS, language_model, PER_DTYPE, training_step
 from _ratios import exact_row, Row
 from _sides import Side
@@ -124,50 +120,3 @@ def _rows(sides: dict[str, Side], what: str, quantity: str) -> list[Row]:
     for side in sides.values():
         side.stop()
     return rows
-
-
-# Several ranks on one device #
-
-
-class Done(dist.Work):
-    """What was waited for already."""
-
-    def wait(self, timeout: Any = None) -> bool:
-        return True
-
-
-def _staged(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the collective, over copies on the host."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        on_device = {n: t for n, t in given.items() if getattr(t, "is_cuda", False)}
-        hosts = {name: tensor.cpu() for name, tensor in on_device.items()}
-        is_async = given.pop("async_op", False)
-        original(**given | hosts)
-        for name in {"output_tensor", "output", "tensor"} & {*on_device}:
-            on_device[name].copy_(hosts[name])
-        return Done() if is_async else None
-
-    return call
-
-
-def stage_what_gloo_lacks() -> None:
-    """Lets collectives that gloo does not have for CUDA tensors go over the host."""
-    one = torch.ones(1, device="cuda")
-    all_ranks = torch.ones(dist.get_world_size(), device="cuda")
-    tensors = {
-        "all-gather": (all_ranks, one),
-        "reduce-scatter": (one, all_ranks),
-        "all-to-all": (torch.empty_like(all_ranks), all_ranks),
-        "all-reduce": (one,),
-    }
-    for name, (kind, _) in CALLED.items():
-        if (original := getattr(dist, name, None)) is not None:
-            try:
-                original(*tensors[kind])
-                torch.cuda.synchronize()
-            except (RuntimeError, ValueError, NotImplementedError):
-                setattr(dist, name, _staged(original))

@@ -20,6 +20,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 def join_group(options: dict[str, Any]) -> None:
     """Becomes one rank of many: of real ones, or the first of none but itself."""
     rank, world_size = options["rank"], options["world_size"]
+    if options["device"] == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        if torch.cuda.device_count() < world_size:
+            # NCCL takes ranks that share a device only for those of several hosts
+            os.environ["NCCL_HOSTID"] = f"rank{rank}"
     if options["backend"] == "fake":
         store: dist.Store = FakeStore()
     else:
@@ -27,12 +32,6 @@ def join_group(options: dict[str, Any]) -> None:
     dist.init_process_group(
         options["backend"], rank=rank, world_size=world_size, store=store
     )
-    if options["device"] == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-        if options["backend"] == "gloo":
-            from _device import stage_what_gloo_lacks
-
-            stage_what_gloo_lacks()
 
 
 def check_root(root: str) -> None:

@@ -96,10 +96,10 @@ def make_sides(part: str, args: argparse.Namespace) -> dict[str, Side]:
     """Returns release and branch, with the process group that the part wants."""
     options: dict[str, Any] = {"device": args.device}
     devices = torch.cuda.device_count() if args.device == "cuda" else 0
-    if part in ("step", "bits", "late") and (part != "step" or devices != 1):
-        backend, ranks = ("nccl", devices) if devices > 1 else ("gloo", 4)
-        if part == "late" and devices < 4:
-            backend, ranks = "gloo", 4
+    if part in ("bits", "late") or (part == "step" and devices != 1):
+        # Four ranks may share a device
+        ranks = 4 if part == "late" or devices < 2 else devices
+        backend = "nccl" if devices else "gloo"
         options |= {"backend": backend, "world_size": ranks}
     roots = {"release": args.release, "branch": TREE_ROOT}
     return {name: Side(name, root, **options) for name, root in roots.items()}

@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,8 +29,10 @@ PARTS = ("tests", "bits", "alignment", "sanitizer", "late", "kernels", "memory")
 PARTS = (*PARTS, "host", "step")
 ON_CPU = "test_fully_shard_operators.py"  # `make test` runs the other tests there
 AS_EXPECTED, WRONG, SLOWER = "as expected", "wrong", "slower than expected"
-DIED, NOT_RUN = "died", "not run"
+DIED, HUNG, NOT_RUN = "died", "timed out", "not run"
 SECONDS = 300  # of each process
+TIMED_OUT = 124  # as `timeout` says it
+SOME_FAILED, NONE_COLLECTED = 1, 5  # as pytest says it
 
 
 class Line(NamedTuple):
@@ -59,12 +62,12 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def finished(*command: str, seconds: int = SECONDS) -> tuple[str, str]:
-    """Runs Python; returns a verdict if it died or hung, and the last line it wrote."""
-    ended = ["timeout", "--kill-after=5", str(seconds)]  # with all its processes
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
+def finished(*command: str, **variables: str) -> tuple[int, str]:
+    """Runs Python; returns its exit status and the last line it wrote."""
+    limit = ["timeout", "--kill-after=5", str(SECONDS)]  # with all its processes
+    env = os.environ | {"OMP_NUM_THREADS": "1"} | variables
     done = subprocess.run(
-        [*ended, sys.executable, *command],
+        [*limit, sys.executable, *command],
         cwd=ROOT,
         env=env,
         stdout=subprocess.PIPE,
@@ -73,9 +76,30 @@ def finished(*command: str, seconds: int = SECONDS) -> tuple[str, str]:
         errors="replace",
     )
     last = (done.stdout.strip().splitlines() or [""])[-1]
-    if done.returncode == 124:
-        return DIED, f"not done after {seconds} s: {last}"
-    return (DIED if done.returncode else ""), last
+    return done.returncode, last
+
+
+def ended(status: int) -> str:
+    return HUNG if status == TIMED_OUT else DIED
+
+
+def run_file(file: Path) -> Line:
+    """Runs the tests of a file, and says how many of them ran where."""
+    command = ("-m", "pytest", "-q", os.path.relpath(file, ROOT))
+    with tempfile.TemporaryDirectory() as folder:
+        counts = Path(folder, "counts.json")
+        paths = os.pathsep.join([str(ROOT / "benchmarks/distributed/fsdp"), *sys.path])
+        variables = {"FSDP_TESTS_RAN": str(counts), "PYTHONPATH": paths}
+        status, last = finished(*command, "-p", "_where", **variables)
+        found = json.loads(counts.read_text()) if counts.exists() else {}
+    texts = [f"{count} {what}" for what, count in sorted(found.items())]
+    has_run = any(what.startswith("on ") for what in found)
+    verdict = AS_EXPECTED if has_run else NOT_RUN
+    if status not in (0, NONE_COLLECTED):
+        verdict = WRONG if status == SOME_FAILED else ended(status)
+        texts.append(last)
+    shell = f"python3 {' '.join(command)}"
+    return Line("tests", file.stem, ", ".join(texts), "all pass", verdict, shell)
 
 
 def run_tests(args: argparse.Namespace) -> Iterator[Line]:
@@ -84,14 +108,7 @@ def run_tests(args: argparse.Namespace) -> Iterator[Line]:
     files = sorted((ROOT / TESTS).glob(pattern))
     files = [file for file in files if "mark.tools" not in file.read_text()]
     with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // 4)) as pool:
-        commands = [("-m", "pytest", "-q", f"{TESTS}/{file.name}") for file in files]
-        for command, (verdict, last) in zip(
-            commands, pool.map(lambda command: finished(*command), commands)
-        ):
-            verdict = WRONG if verdict else AS_EXPECTED
-            name = Path(command[-1]).stem
-            shell = f"python3 {' '.join(command)}"
-            yield Line("tests", name, last, "all pass", verdict, shell)
+        yield from pool.map(run_file, files)
 
 
 def run_bench(part: str, args: argparse.Namespace) -> Iterator[Line]:
@@ -103,9 +120,9 @@ def run_bench(part: str, args: argparse.Namespace) -> Iterator[Line]:
     folder = args.output / part
     (folder / "results.json").unlink(missing_ok=True)
     quick = ["--quick"] if args.device == "cpu" else []
-    verdict, last = finished(BENCH, *options, *quick, "--output", str(folder))
-    if verdict:
-        yield Line(part, "", last, "", verdict, command)
+    status, last = finished(BENCH, *options, *quick, "--output", str(folder))
+    if status != 0:
+        yield Line(part, "", last, "", ended(status), command)
         return
     for row in json.loads((folder / "results.json").read_text())["rows"]:
         if row["is_met"] is not None:
@@ -121,8 +138,8 @@ def header_of(device: str) -> dict[str, Any]:
     """Returns what the report begins with; a process looks at the device."""
     code = f"import sys, json; sys.path[:0] = {sys.path!r}; import _device as d; "
     code += f"print(json.dumps(d.about({device!r})))"
-    verdict, last = finished("-c", code)
-    if verdict:
+    status, last = finished("-c", code)
+    if status != 0:
         sys.exit(f"error: no {device} device can be used: {last}")
     described = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     commit = subprocess.run(described, capture_output=True, text=True).stdout.strip()
@@ -166,7 +183,7 @@ def main(argv: Sequence[str]) -> int:
             if line.verdict not in (AS_EXPECTED, NOT_RUN):
                 print(f"  {line.verdict}: {line.case}: {line.value}", flush=True)
     print(args.output / "report.md")
-    return any(line.verdict in (WRONG, DIED) for line in lines)
+    return any(line.verdict in (WRONG, DIED, HUNG) for line in lines)
 
 
 if __name__ == "__main__":

@@ -285,6 +285,7 @@ class TestGpu(ImportingTest):
     def test_dry_run(self) -> None:
         status, lines, page = self.run_gpu("tests,sanitizer,late")
         verdicts = {line["part"]: line["verdict"] for line in lines}
+        self.assertEqual(lines[0]["value"], "3 on cpu")
         expected = {"tests": "as expected", "sanitizer": "not run"}
         self.assertEqual(verdicts, expected | {"late": "as expected"})
         self.assertEqual(status, 0)
@@ -293,18 +294,37 @@ class TestGpu(ImportingTest):
         self.assertIn("- device: CPU only", page)
         self.assertNotIn(str(REPO_ROOT), page)
 
+    def test_files_that_run_nothing_or_fail(self) -> None:
+        import gpu
+
+        bodies = {
+            "skips": "import pytest\npytest.skip('', allow_module_level=True)",
+            "fails": "def test_1(): assert False\ndef test_2(): pass",
+            "dies": "import os\ndef test_1(): os.abort()",
+        }
+        found = {}
+        for name, body in bodies.items():
+            file = self.folder / f"test_{name}.py"
+            file.write_text(body)
+            line = gpu.run_file(file)
+            found[name] = line.verdict, line.value.partition(", 1 failed in")[0]
+        self.assertEqual(found["skips"], ("not run", "1 skipped"))
+        self.assertEqual(found["fails"][0], "wrong")
+        self.assertIn("1 failed, 2 on cpu", found["fails"][1])
+        self.assertEqual(found["dies"][0], "died")
+
     def test_what_hangs_or_dies_loses_nothing(self) -> None:
         import gpu
 
         begun = "import os, time; print('begun', flush=True); "
-        hung = gpu.finished("-c", f"{begun}time.sleep(999)", seconds=5)
-        self.assertEqual(hung, ("died", "not done after 5 s: begun"))
+        with mock.patch.object(gpu, "SECONDS", 5):
+            hung = gpu.finished("-c", f"{begun}time.sleep(999)")
         died = gpu.finished("-c", f"{begun}os.abort()")
-        self.assertEqual(died, ("died", "begun"))
-        with mock.patch.object(gpu, "finished", side_effect=[("", "{}"), hung, died]):
+        self.assertEqual([hung[1], died[1]], ["begun", "begun"])
+        with mock.patch.object(gpu, "finished", side_effect=[(0, "{}"), hung, died]):
             status, lines, _ = self.run_gpu("late,kernels,sanitizer")
         found = {line["part"]: line["verdict"] for line in lines}
-        self.assertEqual([found["late"], found["kernels"]], ["died", "died"])
+        self.assertEqual([found["late"], found["kernels"]], ["timed out", "died"])
         self.assertEqual((status, found["sanitizer"]), (1, "not run"))
 
 

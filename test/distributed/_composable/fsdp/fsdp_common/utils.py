@@ -50,11 +50,12 @@ WORLD_SIZE = int(os.environ["WORLD_SIZE"]) if _IS_LAUNCHED else 4
 
 
 def _device_type(ranks: int) -> str:
-    """Returns the accelerator's type if each rank can have one of its own."""
+    """Returns the accelerator's type, if each rank can have one, or share one of CUDA."""
     accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or torch.accelerator.device_count() < ranks:
+    if accelerator is None:
         return "cpu"
-    return accelerator.type
+    has_enough = torch.accelerator.device_count() >= ranks
+    return accelerator.type if has_enough or accelerator.type == "cuda" else "cpu"
 
 
 # Of tests with processes
@@ -446,7 +447,11 @@ def _take_device(local_rank: int) -> None:
     torch.set_num_threads(1)  # the ranks share the cores
     gc.freeze()  # and the memory of what was imported before they forked
     if DEVICE_TYPE != "cpu":
-        torch.accelerator.set_device_index(local_rank)
+        devices = torch.accelerator.device_count()
+        torch.accelerator.set_device_index(local_rank % devices)
+        if devices < WORLD_SIZE:
+            # NCCL takes ranks that share a device only for those of several hosts
+            os.environ["NCCL_HOSTID"] = f"rank{local_rank}"
 
 
 def _join_launched_group() -> None:
