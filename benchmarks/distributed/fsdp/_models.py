@@ -215,6 +215,7 @@ LATE = "BACKWARD_POST"
 WIDE, NARROW = "sent in fp32", "sent in bf16"
 # Sent in one all-to-all, as wide as they are; small reductions joined; and both
 EXCHANGED, JOINED, BOTH = "grad_comm_dtype", "set_reduce_bucket_cap", "both"
+COALESCED = "set_coalesced_collectives"
 AS_WIDE = {"grad_comm_dtype_override_fn": lambda param: param.dtype}
 POLICIES: dict[str, dict[str, Any]] = {
     PROMOTED: {"reduce_dtype": FP32},
@@ -241,6 +242,9 @@ def shard(model: nn.Sequential, way: str, mesh: DeviceMesh) -> None:
     # What the release does not have, as grad_comm_dtype
     if way == LATE:
         fsdp.set_backward_prefetch(model, BackwardPrefetch.BACKWARD_POST)
+    if way == COALESCED:  # of small models, all parameters
+        is_small = all(param.nbytes < 2**24 for param in model.parameters())
+        fsdp.set_coalesced_collectives(model, 0 if is_small else 2**20)
     if way in (JOINED, BOTH):
         fsdp.set_reduce_bucket_cap(model)
 

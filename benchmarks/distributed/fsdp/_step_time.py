@@ -17,6 +17,7 @@ from _models import (
     ALL_FP32,
     AS_IT_IS,
     BLOCKS,
+    COALESCED,
     language_model,
     LATE,
     NARROW,
@@ -71,8 +72,8 @@ EARLY = "BACKWARD_PRE, the default (by the branch)"
 
 def groups_of(**extra: Any) -> Iterator[Group]:
     """
-    Yields each block as it is, with BACKWARD_POST and with ``grad_comm_dtype``, and what
-    it is compared with.
+    Yields each block as it is, with BACKWARD_POST, without copies, and with
+    ``grad_comm_dtype``, and what it is compared with.
     """
     for block in BLOCKS:
         is_uniform = block == UNIFORM_BLOCK
@@ -89,6 +90,11 @@ def groups_of(**extra: Any) -> Iterator[Group]:
                 (release, RELEASE, PER_DTYPE),
                 (BRANCH, BRANCH, LATE),
                 (EARLY, BRANCH, AS_IT_IS),
+            ],
+            COALESCED: [
+                (release, RELEASE, PER_DTYPE),
+                (BRANCH, BRANCH, COALESCED),
+                ("the default (by the branch)", BRANCH, AS_IT_IS),
             ],
             "grad_comm_dtype": [
                 (BRANCH, BRANCH, NARROW),
