@@ -17,6 +17,8 @@ memory are counted and the same in every run. *At most* is the ratio that the br
   *Gradients promoted* is the branch with `reduce_dtype=torch.float32`.
 - **memory**: the peak that `FSDPMemTracker` counts on one of 8 ranks in one step, without an
   optimizer.
+- **timeline**: simulated milliseconds of a step on a device, and with matplotlib a picture of
+  its streams, build/bench/timeline.svg. Only if it is named.
 - **growth**: what a further parameter takes of the host, by the difference of two sizes.
 """
 
@@ -62,6 +64,7 @@ MORE = {
     "kernels": ("_kernels", "run"),
     "bits": ("_bits", "run"),
     "late": ("_late_kernels", "run"),
+    "timeline": ("_timeline", "run"),
     "alignment": ("_device", "run_alignment"),
     "sanitizer": ("_device", "run_sanitizer"),
 }

@@ -69,7 +69,13 @@ class TestCounts(DeviceFreeTest):
     def setUpClass(cls) -> None:
         super().setUpClass()
         with tempfile.TemporaryDirectory() as folder:
-            args = ("--quick", "--parts", "bytes,memory,kernels", "--output", folder)
+            args = (
+                "--quick",
+                "--parts",
+                "bytes,memory,kernels,timeline",
+                "--output",
+                folder,
+            )
             cls.table = run_python(str(FOLDER / "bench.py"), *args)
             found = json.loads((Path(folder) / "results.json").read_text())
         cls.rows = {

@@ -1,0 +1,326 @@
+"""
+How long a step would take on a device whose host is always ahead, by simulated clocks.
+
+[Note: Simulated clocks]
+The real code runs on a CPU, as one of 8 ranks of a fake group. Each stream has a clock, in
+microseconds. Collectives, copies between parameters, gradients and buffers, and the compute
+of each block move the clock of the stream that issues them; waits and events order the
+streams as on a device. Rates are those of one H200, with a link of 200 GB/s, and 50 GB/s
+between replicas. Tensors are small, and each of their bytes counts ``SCALE`` times. So the
+figures are the same in every run, on any machine.
+
+``measure`` must come before anything else imports FSDP, which then gets these streams.
+"""
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from _calls import Call, seen_by
+from _ratios import exact_row, Row
+from _sides import Side
+
+import torch
+import torch.distributed as dist
+from torch import nn, Tensor
+from torch.distributed import device_mesh
+
+
+SCALE = 3400.0
+LATENCY, LAUNCH = 25.0, 5.0  # us
+LINK, LINK_OF_REPLICAS = 200e3, 50e3  # bytes / us
+# What copies are for, and the bytes / us that they read and write
+COPIES = {
+    "cat": ("copy-in", 2.0e6),
+    "_foreach_copy_": ("copy-in", 2.3e6),
+    "split_with_sizes_copy": ("copy-out", 3.3e6),
+    "_chunk_cat": ("reduce copy-in", 2.9e6),
+}
+COPY_RATE, MIN_COPY_NBYTES = 3.2e6, 1e6
+COMPUTE = "compute"
+PICTURE = Path(__file__).resolve().parents[3] / "build/bench/timeline.svg"
+
+
+class Stream:
+    count = 0
+
+    def __init__(self, priority: int = 0, name: str = ""):
+        Stream.count += 1
+        self.clock, self.name = 0.0, name or f"stream {Stream.count}"
+        self.stream_id = self.device_index = self.device_type = 0
+
+    def wait_event(self, event: "Event") -> None:
+        self.clock = max(self.clock, event.time)
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.clock = max(self.clock, other.clock)
+
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        event = event or Event()
+        event.time = self.clock
+        return event
+
+
+class Event:
+    time = 0.0
+
+    def __init__(self, *args: Any, **kwargs: Any): ...
+
+    def record(self, stream: Stream | None = None) -> None:
+        (stream or Handle.current).record_event(self)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or Handle.current).wait_event(self)
+
+    def synchronize(self) -> None: ...
+
+
+class Handle:
+    """What FSDP takes for ``torch.cuda``."""
+
+    Stream, Event = Stream, Event
+    current = Stream(name=COMPUTE)
+    spans: list[tuple[str, str, float, float]] = []  # of the current step
+
+    @classmethod
+    def current_stream(cls, *unused: Any) -> Stream:
+        return cls.current
+
+    @staticmethod
+    def current_device() -> str:
+        return "cpu"
+
+    @classmethod
+    @contextlib.contextmanager
+    def stream(cls, stream: Stream) -> Iterator[None]:
+        before, cls.current = cls.current, stream
+        try:
+            yield
+        finally:
+            cls.current = before
+
+    @classmethod
+    def spend(cls, what: str, us: float) -> None:
+        stream = cls.current
+        cls.spans.append((stream.name, what, stream.clock, stream.clock + us))
+        stream.clock += us
+
+
+def scaled_nbytes(tensors: Tensor | Iterable[Tensor]) -> float:
+    tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+    return SCALE * sum(tensor.nbytes for tensor in tensors)
+
+
+def spend_collective(kind: str, nbytes: float, ranks: int, link: float = LINK) -> None:
+    """``nbytes`` of the larger buffer. An all-reduce moves it twice."""
+    moved = nbytes * (ranks - 1) / ranks * (2 if kind == "all-reduce" else 1)
+    Handle.spend(kind, LATENCY + moved / link)
+
+
+def see(call: Call) -> None:
+    link = LINK if call.stride == 1 else LINK_OF_REPLICAS
+    spend_collective(call.kind, SCALE * call.nbytes, call.ranks, link)
+
+
+def counting(function: Callable, spend: Callable[..., None]) -> Callable:
+    """Returns a function that spends time too, unless what it calls has done so."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = Handle.current.clock
+        result = function(*args, **kwargs)
+        if Handle.current.clock == before:
+            spend(*args, **kwargs)
+        return result
+
+    return call
+
+
+def spend_copy(what: str, rate: float, tensors: Any, *args: Any, **kwargs: Any) -> None:
+    Handle.spend(what, LAUNCH + 2 * scaled_nbytes(tensors) / rate)
+
+
+def spend_plain_copy(target: Tensor, *args: Any, **kwargs: Any) -> None:
+    if scaled_nbytes(target) > MIN_COPY_NBYTES:
+        spend_copy("copies", COPY_RATE, target)
+
+
+@contextlib.contextmanager
+def simulated() -> Iterator[None]:
+    """Has FSDP's collectives and copies spend time."""
+    group = dist.ProcessGroup
+    with contextlib.ExitStack() as stack:
+
+        def count(owner: Any, name: str, spend: Callable[..., None]) -> None:
+            if (function := getattr(owner, name, None)) is not None:
+                patch = mock.patch.object(owner, name, counting(function, spend))
+                stack.enter_context(patch)
+
+        for name, how in COPIES.items():
+            count(torch, name, functools.partial(spend_copy, *how))
+        mixed = functools.partial(spend_copy, *COPIES["_chunk_cat"])
+        count(torch.ops.fsdp, "chunk_cat_mixed_dtype", mixed)
+        count(Tensor, "copy_", spend_plain_copy)
+        for name, kind, larger in (
+            ("allgather_into_tensor_coalesced", "all-gather", 0),
+            ("reduce_scatter_tensor_coalesced", "reduce-scatter", 1),
+        ):
+
+            def spend(
+                of: Any, *buffers: Any, kind: str = kind, larger: int = larger
+            ) -> None:
+                spend_collective(kind, scaled_nbytes(buffers[larger]), of.size())
+
+            count(group, name, spend)
+        stack.enter_context(seen_by(see))
+        yield
+
+
+class Compute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, us: float) -> Tensor:
+        ctx.us = us
+        Handle.spend(COMPUTE, us)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        Handle.spend(COMPUTE, 2 * ctx.us)
+        return grad, None
+
+
+class Block(nn.Module):
+    """Eight matrices in fp16, and a vector in another dtype if the block is mixed."""
+
+    def __init__(self, us: float = 1700.0, rows: int = 64, mixed: bool = False):
+        super().__init__()
+        self.us = us
+        matrices = (torch.randn(rows, 128).half() for _ in range(8))
+        self.matrices = nn.ParameterList(map(nn.Parameter, matrices))
+        self.norm = nn.LayerNorm(16, bias=False)
+        self.norm.to(torch.float32 if mixed else torch.float16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        used = sum(matrix.float().sum() for matrix in self.matrices)
+        gain = self.norm(x.to(self.norm.weight.dtype)).float()
+        return Compute.apply(x + 1e-6 * used + 1e-6 * gain, self.us)
+
+
+def with_head() -> list[Block]:
+    return [*(Block(us=900.0, rows=8) for _ in range(14)), Block(us=900.0, rows=128)]
+
+
+CASES: dict[str, Callable[[], list[Block]]] = {
+    "compute-bound": lambda: [Block() for _ in range(6)],
+    "link-bound": lambda: [Block(us=600.0) for _ in range(6)],
+    "mixed": lambda: [Block(mixed=True) for _ in range(6)],
+    "HSDP, large head": with_head,
+    "replicate, large head": with_head,
+}
+
+
+def shard(model: nn.Sequential, case: str, *, per_dtype: bool) -> None:
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+    from torch.distributed.fsdp import fully_shard
+
+    names, ranks = ("replicate", "shard"), dist.get_world_size()
+    mesh = device_mesh.init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=names)
+    if not case.startswith("HSDP"):
+        mesh = device_mesh.init_device_mesh("cpu", (ranks,))
+    make_unit: Any = replicate if case.startswith("replicate") else fully_shard
+    for block in model:
+        if per_dtype and case == "mixed":
+            make_unit(block.norm, mesh=mesh)
+        make_unit(block, mesh=mesh)
+    make_unit(model, mesh=mesh)
+
+
+def measure(*, device: str, case: str, per_dtype: bool, coalesced: bool) -> dict:
+    """Returns the simulated milliseconds of a step, and when each stream did what."""
+    if not hasattr(device_mesh._get_device_handle, "is_simulated"):
+        if "torch.distributed.fsdp._fully_shard" in sys.modules:
+            raise RuntimeError("FSDP has been imported, with other streams")
+
+        def get_handle(device_type: str = "cuda") -> Any:
+            return Handle
+
+        get_handle.is_simulated = True  # type: ignore[attr-defined]
+        device_mesh._get_device_handle = get_handle  # type: ignore[assignment]
+    import torch.distributed.fsdp as fsdp
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*CASES[case]())
+    shard(model, case, per_dtype=per_dtype)
+    if coalesced:
+        fsdp.set_coalesced_collectives(model, 0)
+    begun = 0.0
+    with simulated():
+        for _ in range(3):
+            begun = Handle.current.clock
+            Handle.spans.clear()
+            model(torch.ones(2, 16, requires_grad=True)).sum().backward()
+            model.zero_grad()
+    spans = [(s, what, b - begun, e - begun) for s, what, b, e in Handle.spans]
+    return {"ms": (Handle.current.clock - begun) / 1e3, "spans": spans}
+
+
+def draw(found: dict[str, list[tuple[str, str, float, float]]]) -> None:
+    """Draws the streams of several steps below each other, if matplotlib is there."""
+    try:
+        from matplotlib import pyplot as plt
+    except ModuleNotFoundError:
+        return
+    kinds = [*dict.fromkeys(what for spans in found.values() for _, what, *_ in spans)]
+    figure, axes = plt.subplots(len(found), sharex=True, figsize=(12, 2 * len(found)))
+    for axis, (name, spans) in zip(axes, found.items(), strict=True):
+        streams = [*dict.fromkeys(stream for stream, *_ in spans)]
+        for kind in kinds:
+            for row, stream in enumerate(streams):
+                bars = [
+                    (begin / 1e3, (end - begin) / 1e3)
+                    for of, what, begin, end in spans
+                    if (of, what) == (stream, kind)
+                ]
+                color = f"C{kinds.index(kind)}"
+                axis.broken_barh(bars, (row - 0.4, 0.8), color=color, label=kind)
+        axis.set_yticks([])
+        axis.set_title(name, loc="left")
+    handles = [plt.Rectangle((0, 0), 1, 1, color=f"C{i}") for i in range(len(kinds))]
+    axes[-1].set_xlabel("ms")
+    place = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0)}
+    figure.legend(handles, kinds, ncol=len(kinds), **place)
+    PICTURE.parent.mkdir(parents=True, exist_ok=True)
+    # Text as text, and the same bytes in every run
+    plt.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "timeline"}
+    figure.savefig(PICTURE, bbox_inches="tight", metadata={"Date": None})
+
+
+def run(sides: dict[str, Side], **options: Any) -> list[Row]:
+    """Compares the branch with the release, and the branch without copies with itself."""
+    rows, drawn = [], {}
+    for case in CASES:
+        found = {}
+        for name, side, is_coalesced in (
+            ("release", "release", False),
+            ("branch", "branch", False),
+            ("branch, set_coalesced_collectives", "branch", True),
+        ):
+            sides[side].start()
+            request = {"case": case, "coalesced": is_coalesced}
+            request["per_dtype"] = name == "release"
+            found[name] = sides[side].ask(__name__, request)
+        release, branch, direct = (each["ms"] for each in found.values())
+        what = "simulated ms / step"
+        # Half a percent: `cat` is charged at what it takes for small shards
+        row = "timeline", case, what, branch, "release", release, 1.005
+        rows.append(exact_row(*row))
+        case_of_direct = f"{case}, set_coalesced_collectives"
+        two = direct, "the default (by the branch)", branch
+        rows.append(exact_row("timeline", case_of_direct, what, *two, 1.0))
+        drawn |= {f"{case}: {n}": f["spans"] for n, f in found.items()}
+    draw({name: spans for name, spans in drawn.items() if name.startswith("mixed")})
+    return rows
