@@ -18,18 +18,11 @@ from unittest import mock
 
 import pytest
 
+from fsdp_common.comms import BF16, FP32, FP64
 from fsdp_common.release_rules import REFUSED_BY_RELEASE
-from fsdp_common.utils import (
-    FSDPProcessTest,
-    FSDPThreadTest,
-    shard_mesh,
-    THREAD_DEVICE_TYPE,
-)
-from fsdp_wrong_uses.making import MAKING
-from fsdp_wrong_uses.run import BF16, DIM, Errors, FP32, FP64, Run, Scaled
-from fsdp_wrong_uses.settings import SETTING
-from fsdp_wrong_uses.starting import STARTING
-from fsdp_wrong_uses.stepping import STEPPING
+from fsdp_common.utils import FSDPProcessTest, shard_mesh
+from fsdp_wrong_uses.cases import CASES
+from fsdp_wrong_uses.run import DIM, Run, Scaled
 
 import torch
 import torch._dynamo
@@ -39,7 +32,6 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -63,28 +55,11 @@ def expected_grads(device: torch.device) -> list[torch.Tensor]:
     return [param.grad for param in model.parameters()]
 
 
-class Checks:
-    """What is checked of a wrong use, by ranks of any kind."""
+class Checks(FSDPProcessTest):
+    """Ranks of which the last has no row."""
 
-    def run_on(self, device: torch.device) -> Run:
-        raise NotImplementedError
-
-    def check(self, errors: Errors, name: str) -> None:
-        (kind, expected, case), run = errors[name], self.run_on(self.device)
-        call = case(run)
-        with self.assertRaises(kind) as caught:
-            call()
-        self.assertIs(type(caught.exception), kind)
-        parts = REFUSED_BY_RELEASE.get(name, expected).split("…")
-        pattern = ".*".join(re.escape(part.strip()) for part in parts)
-        self.check_text(caught.exception, f"(?ms)^{pattern}")
-        if run.undo is not None:
-            run.undo()
-            run.root.reset_iter_state()
-            run.root.zero_grad()
-            self.check_step(run, run.root)
-        good = self.run_on(self.device)
-        self.check_step(good, good.model())
+    def run_here(self) -> Run:
+        return Run(self.device, shard_mesh())
 
     def check_text(self, error: BaseException, pattern: str) -> None:
         if hasattr(error, "add_note"):  # from Python 3.11 on
@@ -100,34 +75,24 @@ class Checks:
 
 
 @instantiate_parametrized_tests
-class TestWithThreads(FSDPThreadTest, Checks):
-    """Two ranks, each with rows of every parameter."""
-
-    def run_on(self, device: torch.device) -> Run:
-        names = ("shard",)
-        size = (self.world_size,)
-        mesh = init_device_mesh(THREAD_DEVICE_TYPE, size, mesh_dim_names=names)
-        return Run(device, mesh)
-
-    @parametrize("name", MAKING)
-    def test_found(self, name: str) -> None:
-        self.check(MAKING, name)
-
-
-@instantiate_parametrized_tests
-class TestWithProcesses(FSDPProcessTest, Checks):
-    """Ranks of which the last has no row."""
-
-    def run_on(self, device: torch.device) -> Run:
-        return Run(device, shard_mesh())
-
-    @parametrize("name", [*SETTING, *STARTING])
-    def test_found_before_a_step(self, name: str) -> None:
-        self.check(SETTING | STARTING, name)
-
-    @parametrize("name", [*STEPPING])
-    def test_found_in_a_step(self, name: str) -> None:
-        self.check(STEPPING, name)
+class TestWrongUses(Checks):
+    @parametrize("name", CASES)
+    def test_is_refused_and_training_goes_on(self, name: str) -> None:
+        (kind, expected, case), run = CASES[name], self.run_here()
+        call = case(run)
+        with self.assertRaises(kind) as caught:
+            call()
+        self.assertIs(type(caught.exception), kind)
+        parts = REFUSED_BY_RELEASE.get(name, expected).split("…")
+        pattern = ".*".join(re.escape(part.strip()) for part in parts)
+        self.check_text(caught.exception, f"(?ms)^{pattern}")
+        if run.undo is None:
+            run.model()
+        else:
+            run.undo()
+            run.root.reset_iter_state()
+            run.root.zero_grad()
+        self.check_step(run, run.root)
 
 
 # What is unusual and right #
@@ -141,13 +106,11 @@ class Late(Scaled):
         return scaled * self.late if hasattr(self, "late") else scaled
 
 
-class TestAllowed(FSDPProcessTest, Checks):
+class TestAllowed(Checks):
     """None of these is refused, and the gradients are right to the last bit."""
 
-    run_on = TestWithProcesses.run_on
-
     def setting_up(self, **kwargs: Any) -> tuple[Run, nn.Module]:
-        run = self.run_on(self.device)
+        run = self.run_here()
         return run, run.model(**kwargs)
 
     def test_factors_of_any_sign_and_kind(self) -> None:
@@ -172,7 +135,7 @@ class TestAllowed(FSDPProcessTest, Checks):
         self.check_step(*self.setting_up(mp_policy=policy))
 
     def test_parameters_that_are_no_floats(self) -> None:
-        run = self.run_on(self.device)
+        run = self.run_here()
         dtypes = (torch.int32, torch.bool, torch.complex64)
         for policy in (
             MixedPrecisionPolicy(),
@@ -239,7 +202,7 @@ class TestAllowed(FSDPProcessTest, Checks):
 
     def test_late_parameters_are_told_of(self) -> None:
         for calls in ((), ("unshard",), ("unshard", "reshard")):
-            run = self.run_on(self.device)
+            run = self.run_here()
             blocks = [Late().to(run.device) for _ in range(2)]
             run.fully_shard(blocks[0])
             model = run.fully_shard(nn.Sequential(*blocks))
@@ -255,7 +218,7 @@ class TestAllowed(FSDPProcessTest, Checks):
             self.assertIsNotNone(late.grad)
 
     def test_parameters_of_others_are_not_told_of(self) -> None:
-        run = self.run_on(self.device)
+        run = self.run_here()
         inner, outer = Scaled().to(run.device), Late().to(run.device)
         outer.inner = run.fully_shard(inner)
         outer.ignored = nn.Parameter(torch.ones(DIM, device=run.device))
@@ -271,7 +234,7 @@ class TestAllowed(FSDPProcessTest, Checks):
     def test_wrapped_children_are_not_late(self) -> None:
         compiled = functools.partial(torch.compile, backend="eager")
         for wrap in (checkpoint_wrapper, compiled, nn.Sequential):
-            run = self.run_on(self.device)
+            run = self.run_here()
             model = nn.Sequential(*(Scaled().to(run.device) for _ in range(3)))
             run.fully_shard(model)
             model[1] = wrap(model[1])
@@ -281,7 +244,7 @@ class TestAllowed(FSDPProcessTest, Checks):
                     run.step(model)
 
     def test_errors_that_are_not_about_sizes_do_not_speak_of_them(self) -> None:
-        run = self.run_on(self.device)
+        run = self.run_here()
         model = run.model()
         error = RuntimeError("no device")
         fails = mock.patch.object(FSDPParam, "reset_sharded_param", side_effect=error)

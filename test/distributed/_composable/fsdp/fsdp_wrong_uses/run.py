@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from fsdp_common.comms import BF16, FP32
+
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,8 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 
-BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
-INT32, FP8 = torch.int32, torch.float8_e4m3fn
+INT32 = torch.int32
 # Divides by no number of ranks, so that one of 4 has no row
 DIM = 6
 
@@ -98,7 +99,7 @@ class WrongUse(NamedTuple):
 
 
 class Errors(dict[str, WrongUse]):
-    """By the name of a case: what it raises. There is one for each phase of training."""
+    """What each case raises, by its name."""
 
     def add(self, kind: type[Exception], text: str, **cases: Case) -> None:
         for name, case in cases.items():
