@@ -18,11 +18,17 @@ from unittest import mock
 
 import pytest
 
-from fsdp_common.comms import BF16, FP32, FP64
-from fsdp_common.release_rules import REFUSED_BY_RELEASE
-from fsdp_common.utils import FSDPProcessTest, shard_mesh
+from fsdp_common.comms import BF16, FP8, FP32, FP64
+from fsdp_common.release_rules import FOLLOWS_GRAD_DTYPE
+from fsdp_common.utils import (
+    FakeGroupTest,
+    FSDPProcessTest,
+    shard_blocks,
+    shard_mesh,
+)
+from fsdp_parity.models import Extended
 from fsdp_wrong_uses.cases import CASES
-from fsdp_wrong_uses.run import DIM, Run, Scaled
+from fsdp_wrong_uses.run import DIM, OwnReduction, Run, Scaled
 
 import torch
 import torch._dynamo
@@ -32,13 +38,25 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
-from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    fully_shard,
+    MixedPrecisionPolicy,
+    set_reduce_bucket_cap,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
+    TestCase,
 )
 
 
@@ -55,16 +73,162 @@ def expected_grads(device: torch.device) -> list[torch.Tensor]:
     return [param.grad for param in model.parameters()]
 
 
+def check_text(test: TestCase, error: BaseException, text: str) -> None:
+    """``text`` is how a line of the error or its notes begins. "…" is anything."""
+    if hasattr(error, "add_note"):  # from Python 3.11 on
+        found = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        pattern = ".*".join(re.escape(part.strip()) for part in text.split("…"))
+        test.assertRegex(found, f"(?ms)^{pattern}")
+
+
+class CannotSplit(Extended):
+    """As torchao's weights for inference."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, *args: Any) -> Any:
+        if func is torch.ops.aten.split.Tensor:
+            raise NotImplementedError(f"no {func}")
+        return super().__torch_dispatch__(func, *args)
+
+
+class Uncallable:
+    allocate = DefaultAllGather.allocate
+
+
+class TestRefusedAtOnce(FakeGroupTest):
+    """By ``fully_shard`` and by setters, before anything has changed."""
+
+    ranks = 2
+
+    def check(
+        self, kind: type[Exception], text: str, call: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        with self.subTest(text, args=args, **kwargs):
+            with self.assertRaises(kind) as caught:
+                call(*args, **kwargs)
+            self.assertIs(type(caught.exception), kind)
+            check_text(self, caught.exception, text)
+
+    def check_sharding(
+        self, kind: type[Exception], text: str, module: Any = None, **kwargs: Any
+    ) -> None:
+        mesh = init_device_mesh("cpu", (self.ranks,), mesh_dim_names=("shard",))
+        module = Scaled() if module is None else module
+        self.check(kind, text, fully_shard, module, **{"mesh": mesh} | kwargs)
+
+    def test_policies(self) -> None:
+        policy = MixedPrecisionPolicy(reduce_dtype=FP8)
+        text = f"The gradient of parameter weight of Scaled cannot be reduced in {FP8}"
+        self.check_sharding(ValueError, text, mp_policy=policy)
+        text = "mp_policy of unit 'Scaled' got …pass a MixedPrecisionPolicy"
+        if FOLLOWS_GRAD_DTYPE:  # since then a unit's state copies the policy
+            text = "replace() should be called on dataclass instances"
+        for policy in (None, MixedPrecisionPolicy):
+            self.check_sharding(TypeError, text, mp_policy=policy)
+        text = "offload_policy of unit 'Scaled' got …pass CPUOffloadPolicy()"
+        self.check_sharding(TypeError, text, offload_policy=CPUOffloadPolicy)
+
+    def test_parameters(self) -> None:
+        text = "Parameter other of Scaled cannot be sharded."
+        for data, of_torch, advice in (
+            (torch.ones(6, 6).t()[:, :4], "FSDP does not support non-contiguous …", ""),
+            (torch.ones(6).to_sparse(), "", ""),
+            (
+                CannotSplit(torch.ones(6, 6)),
+                "",
+                " Implement …in CannotSplit, or put it in ignored_params",
+            ),
+        ):
+            other = nn.Parameter(data, requires_grad=False)
+            text_of_data = of_torch + text + advice
+            self.check_sharding(NotImplementedError, text_of_data, Scaled(other=other))
+
+        def second_dim(param: nn.Parameter) -> Shard | None:
+            return Shard(2) if param.ndim == 2 else None
+
+        text = "…dim…Parameter weight of Scaled cannot be sharded"
+        self.check_sharding(AssertionError, text, shard_placement_fn=second_dim)
+        dims = DataParallelMeshDims(shard="shard")
+        text = (
+            "…all parameters must be DTensors on the full SPMD mesh…Parameter weight of"
+        )
+        self.check_sharding(ValueError, text, dp_mesh_dims=dims)
+
+    def test_dtensors(self) -> None:
+        text = (
+            "Parameter {} of Scaled cannot be sharded. It is a DTensor already. Call "
+            "fully_shard on children before their parents…named mesh dims other"
+        )
+        default = init_device_mesh("cpu", (self.ranks,))
+        for kind, mesh in ((TypeError, default), (RuntimeError, None)):
+            child = Scaled()
+            kwargs = {} if mesh is None else {"mesh": mesh}
+            fully_shard(nn.Sequential(child), **kwargs or {"mesh": self.named_mesh()})
+            self.check_sharding(kind, text.format("weight"), child, **kwargs)
+        local = torch.ones(6)
+        other = DTensor.from_local(local, self.named_mesh(), [Replicate()])
+        module = Scaled(other=nn.Parameter(other))
+        self.check_sharding(RuntimeError, text.format("other"), module)
+
+    def named_mesh(self) -> DeviceMesh:
+        return init_device_mesh("cpu", (self.ranks,), mesh_dim_names=("shard",))
+
+    def test_setters(self) -> None:
+        policy = MixedPrecisionPolicy(grad_comm_dtype=FP64, reduce_dtype=FP64)
+        model = shard_blocks(nn.Sequential(Scaled(), Scaled()), mp_policy=policy)
+        model(torch.ones(1, DIM))
+        for kind, setter, wrong, fix in (
+            (
+                TypeError,
+                "set_custom_all_gather",
+                (DefaultAllGather, Uncallable(), print, DefaultReduceScatter()),
+                "an object with the methods of AllGather",
+            ),
+            (
+                TypeError,
+                "set_custom_reduce_scatter",
+                (DefaultAllGather(),),
+                "an object with the methods of ReduceScatter",
+            ),
+            (
+                TypeError,
+                "set_all_reduce_hook",
+                ("all_reduce",),
+                "a function of a buffer",
+            ),
+            (
+                TypeError,
+                "set_gradient_divide_factor",
+                ("2", torch.ones(2)),
+                "a finite number other than 0",
+            ),
+            (
+                ValueError,
+                "set_gradient_divide_factor",
+                (0, float("nan")),
+                "a finite number other than 0",
+            ),
+        ):
+            for value in wrong:
+                text = f"{setter} of unit '1' got …pass {fix}"
+                self.check(kind, text, getattr(model[1], setter), value)
+        text = (
+            "OwnReduction of unit '1' cannot reduce 1.weight, whose grad_comm_dtype is "
+            "…Add a method exchange(output_tensor, input_tensor, group)"
+        )
+        set_scatter = model[1].set_custom_reduce_scatter
+        self.check(ValueError, text, set_scatter, OwnReduction())
+        text = "bucket_cap_mb=…small_kb=…must be finite and > 0"
+        for cap in (0, float("inf"), "1"):
+            self.check(ValueError, text, set_reduce_bucket_cap, model, cap)
+        self.check(ValueError, text, set_reduce_bucket_cap, model, small_kb=0)
+
+
 class Checks(FSDPProcessTest):
     """Ranks of which the last has no row."""
 
     def run_here(self) -> Run:
         return Run(self.device, shard_mesh())
-
-    def check_text(self, error: BaseException, pattern: str) -> None:
-        if hasattr(error, "add_note"):  # from Python 3.11 on
-            text = "\n".join([str(error), *getattr(error, "__notes__", ())])
-            self.assertRegex(text, pattern)
 
     def check_step(self, run: Run, model: nn.Module) -> None:
         run.step(model)
@@ -75,7 +239,7 @@ class Checks(FSDPProcessTest):
 
 
 @instantiate_parametrized_tests
-class TestWrongUses(Checks):
+class TestRefusedInTraining(Checks):
     @parametrize("name", CASES)
     def test_is_refused_and_training_goes_on(self, name: str) -> None:
         (kind, expected, case), run = CASES[name], self.run_here()
@@ -83,9 +247,7 @@ class TestWrongUses(Checks):
         with self.assertRaises(kind) as caught:
             call()
         self.assertIs(type(caught.exception), kind)
-        parts = REFUSED_BY_RELEASE.get(name, expected).split("…")
-        pattern = ".*".join(re.escape(part.strip()) for part in parts)
-        self.check_text(caught.exception, f"(?ms)^{pattern}")
+        check_text(self, caught.exception, expected)
         if run.undo is None:
             run.model()
         else:
@@ -251,8 +413,9 @@ class TestAllowed(Checks):
         with fails, self.assertRaises(RuntimeError) as caught:
             run.step(model)
         self.assertIs(caught.exception, error)
-        text = "no device\n.*weight cannot be taken as it is registered.$"
-        self.check_text(error, text)
+        check_text(
+            self, error, "no device\n…weight cannot be taken as it is registered."
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """
-The table of wrong uses: what each raises, by where it is found. What a policy alone
-refuses is in ``test_fully_shard_policy.py``.
+The table of wrong uses that are found in training: what each raises, and how. What is
+refused at once is in ``test_fully_shard_bad_input.py``.
 """
 
 from __future__ import annotations
@@ -15,208 +15,16 @@ from fsdp_wrong_uses.run import Case, DIM, Errors, INT32, Run, Scaled
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    DataParallelMeshDims,
     MixedPrecisionPolicy,
-    set_reduce_bucket_cap,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
     DefaultReduceScatter,
 )
-from torch.distributed.tensor import Shard
 from torch.func import functional_call
 
 
 CASES = Errors()
-
-# Found by `fully_shard` #
-
-
-def sharding(make: Callable[[], nn.Module] = Scaled, **kwargs: Any) -> Case:
-    """Of one unit that cannot be made."""
-    return lambda run: lambda: run.fully_shard(make().to(run.device), **kwargs)
-
-
-CASES.add(
-    ValueError,
-    "The gradient of parameter weight of Scaled cannot be reduced in torch.float8_e4m3fn",
-    reduce_dtype_is_float8=sharding(mp_policy=MixedPrecisionPolicy(reduce_dtype=FP8)),
-)
-CASES.add(
-    TypeError,
-    "mp_policy of unit 'Scaled' got …pass a MixedPrecisionPolicy",
-    policy_is_none=sharding(mp_policy=None),
-    policy_is_a_class=sharding(mp_policy=MixedPrecisionPolicy),
-)
-CASES.add(
-    TypeError,
-    "offload_policy of unit 'Scaled' got …pass CPUOffloadPolicy()",
-    offload_policy_is_a_class=sharding(offload_policy=CPUOffloadPolicy),
-)
-
-
-class CannotSplit(Extended):
-    """As torchao's weights for inference."""
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, *args: Any) -> Any:
-        if func is torch.ops.aten.split.Tensor:
-            raise NotImplementedError(f"no {func}")
-        return super().__torch_dispatch__(func, *args)
-
-
-def beside(make: Callable[[], torch.Tensor]) -> Case:
-    """Of a unit that has another parameter."""
-    return sharding(lambda: Scaled(other=nn.Parameter(make(), requires_grad=False)))
-
-
-CASES.add(
-    NotImplementedError,
-    "FSDP does not support non-contiguous …Parameter other of Scaled cannot be sharded",
-    not_contiguous=beside(lambda: torch.ones(DIM, DIM).t()[:, :4]),
-)
-CASES.add(
-    NotImplementedError,
-    "Parameter other of Scaled cannot be sharded.",
-    sparse_parameter=beside(lambda: torch.ones(DIM).to_sparse()),
-)
-CASES.add(
-    NotImplementedError,
-    "Parameter other of Scaled cannot be sharded. Implement …in CannotSplit, or put it "
-    "in ignored_params",
-    subclass_that_cannot_be_cut=beside(lambda: CannotSplit(torch.ones(DIM, DIM))),
-)
-CASES.add(
-    AssertionError,
-    "…dim…Parameter weight of Scaled cannot be sharded",
-    dim_too_high=sharding(
-        shard_placement_fn=lambda p: Shard(2) if p.ndim == 2 else None
-    ),
-)
-
-
-def parent_before_child(is_named: bool) -> Case:
-    def case(run: Run) -> Callable[[], object]:
-        child, mesh = Scaled().to(run.device), run.mesh if is_named else None
-        run.fully_shard(nn.Sequential(child), mesh=mesh)
-        return lambda: run.fully_shard(child, mesh=mesh)
-
-    return case
-
-
-ALREADY = (
-    "cannot be sharded. It is a DTensor already. Call fully_shard on children before"
-)
-CASES.add(
-    TypeError,
-    f"Parameter weight of Scaled {ALREADY} their parents",
-    parent_before_child_by_default=parent_before_child(is_named=False),
-)
-CASES.add(
-    RuntimeError,
-    f"Parameter weight of Scaled {ALREADY} their parents",
-    parent_before_child_named=parent_before_child(is_named=True),
-)
-CASES.add(
-    RuntimeError,
-    f"Parameter other of Scaled {ALREADY}…named mesh dims other than FSDP's",
-    already_sharded=lambda run: sharding(
-        lambda: Scaled(other=nn.Parameter(run.replicated()))
-    )(run),
-)
-CASES.add(
-    ValueError,
-    "…all parameters must be DTensors on the full SPMD mesh…Parameter weight of Scaled",
-    dims_of_plain_parameters=lambda run: sharding(
-        dp_mesh_dims=DataParallelMeshDims(shard=run.mesh.mesh_dim_names[0])
-    )(run),
-)
-
-# Found by setters #
-
-
-def setting(method: str, value: Any, **kwargs: Any) -> Case:
-    """Of the second unit of a model that has run."""
-
-    def case(run: Run) -> Callable[[], object]:
-        run.trained(**kwargs)
-        run.undo = lambda: None
-        return lambda: getattr(run.blocks[1], method)(value)
-
-    return case
-
-
-class OwnReduction(ReduceScatter):
-    allocate = DefaultReduceScatter.allocate
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return DefaultReduceScatter()(*args, **kwargs)
-
-
-class Uncallable:
-    allocate = DefaultAllGather.allocate
-
-
-CASES.add(
-    TypeError,
-    "set_custom_all_gather of unit '1' got …pass an object with the methods of AllGather",
-    gather_is_a_class=setting("set_custom_all_gather", DefaultAllGather),
-    gather_is_not_callable=setting("set_custom_all_gather", Uncallable()),
-    gather_cannot_allocate=setting("set_custom_all_gather", print),
-    gather_is_a_scatter=setting("set_custom_all_gather", DefaultReduceScatter()),
-)
-CASES.add(
-    TypeError,
-    "set_custom_reduce_scatter of unit '1' got …with the methods of ReduceScatter",
-    scatter_is_a_gather=setting("set_custom_reduce_scatter", DefaultAllGather()),
-)
-CASES.add(
-    ValueError,
-    "OwnReduction of unit '1' cannot reduce 1.weight, whose grad_comm_dtype is …Add a "
-    "method exchange(output_tensor, input_tensor, group)",
-    scatter_cannot_exchange=setting(
-        "set_custom_reduce_scatter",
-        OwnReduction(),
-        mp_policy=MixedPrecisionPolicy(grad_comm_dtype=FP64, reduce_dtype=FP64),
-    ),
-)
-CASES.add(
-    TypeError,
-    "set_all_reduce_hook of unit '1' got 'all_reduce': pass a function of a buffer",
-    hook_is_text=setting("set_all_reduce_hook", "all_reduce"),
-)
-for _kind, _what, _factor in (
-    (ValueError, "zero", 0),
-    (ValueError, "nan", float("nan")),
-    (TypeError, "text", "2"),
-    (TypeError, "a_vector", torch.ones(2)),
-):
-    CASES.add(
-        _kind,
-        "set_gradient_divide_factor of unit '1' got …pass a finite number other than 0",
-        **{f"divide_factor_is_{_what}": setting("set_gradient_divide_factor", _factor)},
-    )
-
-
-def capping(**sizes: Any) -> Case:
-    def case(run: Run) -> Callable[[], object]:
-        model = run.trained()
-        run.undo = lambda: None
-        return lambda: set_reduce_bucket_cap(model, **sizes)
-
-    return case
-
-
-CASES.add(
-    ValueError,
-    "bucket_cap_mb=…small_kb=…must be finite and > 0",
-    reduce_bucket_cap_of_0=capping(bucket_cap_mb=0),
-    reduce_bucket_cap_of_nothing_small=capping(small_kb=0),
-    reduce_bucket_cap_without_end=capping(bucket_cap_mb=float("inf")),
-    reduce_bucket_cap_is_text=capping(bucket_cap_mb="1"),
-)
 
 # Found between `fully_shard` and the end of the first forward, or by a load #
 

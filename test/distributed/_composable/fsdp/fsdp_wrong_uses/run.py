@@ -12,6 +12,8 @@ import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 
@@ -33,6 +35,15 @@ class Scaled(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (x.to(self.weight.dtype) @ self.weight).to(FP32) * self.gain
+
+
+class OwnReduction(ReduceScatter):
+    """Has no ``exchange``, which ``grad_comm_dtype`` needs."""
+
+    allocate = DefaultReduceScatter.allocate
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return DefaultReduceScatter()(*args, **kwargs)
 
 
 @dataclass
