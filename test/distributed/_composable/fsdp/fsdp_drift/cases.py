@@ -31,40 +31,39 @@ GOOD_STEPS = 3
 TIME_LIMIT = datetime.timedelta(seconds=300)
 # From where ranks drift apart that nothing but this stops
 SHORT_TIME_LIMIT = datetime.timedelta(seconds=6)
-NAMES = ("gate", "up", "shift")
 
 
 # What trains #
 
 
-class Block(nn.Module):
-    """Uses those of its parameters that it is told to: two of them of one size."""
+class Scales(nn.Module):
+    """Parameters of these sizes, or values. Uses those that it is told to."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32, **params: Any):
         super().__init__()
-        self.gate, self.up = (nn.Parameter(torch.ones(4)) for _ in range(2))
-        self.shift = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+        for name, size in (params or {"gate": 4, "up": 8}).items():
+            is_value = isinstance(size, torch.Tensor)
+            value = size if is_value else torch.ones(size, dtype=dtype)
+            self.register_parameter(name, nn.Parameter(value))
 
-    def forward(self, x: torch.Tensor, used: Sequence[str]) -> torch.Tensor:
-        for name in used:
-            x = x * getattr(self, name).float().mean()
+    def forward(self, x: torch.Tensor, used: Sequence[str] = ()) -> torch.Tensor:
+        for name, param in self.named_parameters():
+            if not used or name in used:
+                x = x * param.float().mean().to(x.dtype)
         return x
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(3))
+class Chain(nn.Sequential):
+    """Runs those of its blocks, with those of their parameters, that it is told to."""
 
     def forward(
         self,
         x: torch.Tensor,
-        used: Sequence[str] = NAMES,
-        skipped: Sequence[int] = (),
+        used: Sequence[str] = (),
+        run: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        for i, layer in enumerate(self.layers):
-            if i not in skipped:
-                x = layer(x, used)
+        for i in range(len(self)) if run is None else run:
+            x = self[i](x, used)
         return x
 
 
@@ -81,11 +80,11 @@ class Rank:
     def is_odd(self) -> bool:
         return self.number == ODD
 
-    def microbatch(self, model: Model, **kwargs: Any) -> None:
+    def microbatch(self, model: nn.Module, **kwargs: Any) -> None:
         x = torch.ones(3, requires_grad=True, device=self.device)
         model(x, **kwargs).sum().backward()
 
-    def step(self, model: Model, microbatches: int = 1, **kwargs: Any) -> None:
+    def step(self, model: nn.Module, microbatches: int = 1, **kwargs: Any) -> None:
         for _ in range(microbatches):
             self.microbatch(model, **kwargs)
         model.zero_grad()
@@ -98,9 +97,11 @@ class Rank:
         apply: Callable[..., Any] = fully_shard,
     ) -> Any:
         """Returns a model after some steps that are alike on all ranks."""
-        model: Any = Model().to(self.device)
-        for layer in model.layers:
-            apply(layer)
+        shift = torch.ones(4, dtype=torch.bfloat16)
+        blocks = [Scales(gate=4, up=4, shift=shift.clone()) for _ in range(3)]
+        model: Any = Chain(*blocks).to(self.device)
+        for block in blocks:
+            apply(block)
         model = apply(model)
         for _ in range(steps):
             self.step(model, microbatches)
@@ -153,7 +154,7 @@ def step_given_up(rank: Rank) -> None:
 
     model = rank.trained()
     if rank.is_odd:
-        handle = model.layers[1].register_forward_pre_hook(out_of_memory)
+        handle = model[1].register_forward_pre_hook(out_of_memory)
         try:
             rank.step(model)
         except torch.OutOfMemoryError:
@@ -167,7 +168,7 @@ def step_given_up(rank: Rank) -> None:
 def dies_in_backward(rank: Rank) -> None:
     model = rank.trained()
     if rank.is_odd:
-        model.layers[1].register_full_backward_pre_hook(lambda *_: os._exit(3))
+        model[1].register_full_backward_pre_hook(lambda *_: os._exit(3))
     rank.step(model)
 
 
@@ -183,21 +184,21 @@ class Case:
 
 CASES = {
     "parameter_skipped": Case(
-        other_step({"used": NAMES[1:]}),
-        r"layers.2.gate gets a gradient.* gets no gradient, .* on rank 1",
+        other_step({"used": ("up", "shift")}),
+        r"2.gate gets a gradient.* gets no gradient, .* on rank 1",
     ),
     "unit_skipped": Case(
-        other_step({"skipped": (1,)}),
-        r"'layers.1' .* on ranks? 0[^;]*; .*'layers.2' .* on rank 1",
+        other_step({"run": (0, 2)}),
+        r"'1' .* on ranks? 0[^;]*; .*'2' .* on rank 1",
     ),
     "unit_skipped_at_first": Case(
-        other_step({"skipped": (2,)}, steps=0),
-        r"'layers.2' .* on ranks? 0[^;]*; .*'layers.1' .* on rank 1",
+        other_step({"run": (0, 1)}, steps=0),
+        r"'2' .* on ranks? 0[^;]*; .*'1' .* on rank 1",
     ),
     # All-reduces of units of one size meet unnoticed, until a rank has none left
     "replicated_unit_skipped": Case(
-        other_step({"skipped": (1,)}, apply=replicate),
-        r"'layers.1' .* on ranks? 0[^;]*; .*'layers.0' .* on rank 1",
+        other_step({"run": (0, 2)}, apply=replicate),
+        r"'1' .* on ranks? 0[^;]*; .*'0' .* on rank 1",
         is_left_after=(1, 2),
     ),
     "microbatch_skipped": Case(
@@ -207,12 +208,12 @@ CASES = {
     ),
     "sync_of_a_microbatch": Case(
         sync_of_a_microbatch,
-        r"'layers.2' is reduced .* on ranks? 0[^;]*; unit 'layers.0' is gathered .* rank",
+        r"'2' is reduced .* on ranks? 0[^;]*; unit '0' is gathered .* rank",
     ),
     "prefetch": Case(prefetch, "is gathered"),
     "step_given_up": Case(
         step_given_up,
-        r"'layers.2' is gathered .* on ranks? 0[^;]*; unit 'layers.0' is gathered",
+        r"'2' is gathered .* on ranks? 0[^;]*; unit '0' is gathered",
     ),
     "dies_in_backward": Case(dies_in_backward, is_left_after=(0, 0)),
 }
