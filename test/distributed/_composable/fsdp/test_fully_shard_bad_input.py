@@ -18,18 +18,17 @@ from unittest import mock
 
 import pytest
 
-from fsdp_common.release_rules import REFUSED_BY_RELEASE
+from fsdp_common.comms import BF16, FP8, FP32, FP64
+from fsdp_common.release_rules import FOLLOWS_GRAD_DTYPE
 from fsdp_common.utils import (
+    FakeGroupTest,
     FSDPProcessTest,
-    FSDPThreadTest,
+    shard_blocks,
     shard_mesh,
-    THREAD_DEVICE_TYPE,
 )
-from fsdp_wrong_uses.making import MAKING
-from fsdp_wrong_uses.run import BF16, DIM, Errors, FP32, FP64, Run, Scaled
-from fsdp_wrong_uses.settings import SETTING
-from fsdp_wrong_uses.starting import STARTING
-from fsdp_wrong_uses.stepping import STEPPING
+from fsdp_parity.models import Extended
+from fsdp_wrong_uses.cases import CASES
+from fsdp_wrong_uses.run import DIM, OwnReduction, Run, Scaled
 
 import torch
 import torch._dynamo
@@ -39,14 +38,25 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    fully_shard,
+    MixedPrecisionPolicy,
+    set_reduce_bucket_cap,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
+    TestCase,
 )
 
 
@@ -63,33 +73,148 @@ def expected_grads(device: torch.device) -> list[torch.Tensor]:
     return [param.grad for param in model.parameters()]
 
 
-class Checks:
-    """What is checked of a wrong use, by ranks of any kind."""
+def check_text(test: TestCase, error: BaseException, text: str) -> None:
+    """``text`` is how a line of the error or its notes begins. "…" is anything."""
+    if hasattr(error, "add_note"):  # from Python 3.11 on
+        found = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        pattern = ".*".join(re.escape(part.strip()) for part in text.split("…"))
+        test.assertRegex(found, f"(?ms)^{pattern}")
 
-    def run_on(self, device: torch.device) -> Run:
-        raise NotImplementedError
 
-    def check(self, errors: Errors, name: str) -> None:
-        (kind, expected, case), run = errors[name], self.run_on(self.device)
-        call = case(run)
-        with self.assertRaises(kind) as caught:
-            call()
-        self.assertIs(type(caught.exception), kind)
-        parts = REFUSED_BY_RELEASE.get(name, expected).split("…")
-        pattern = ".*".join(re.escape(part.strip()) for part in parts)
-        self.check_text(caught.exception, f"(?ms)^{pattern}")
-        if run.undo is not None:
-            run.undo()
-            run.root.reset_iter_state()
-            run.root.zero_grad()
-            self.check_step(run, run.root)
-        good = self.run_on(self.device)
-        self.check_step(good, good.model())
+class CannotSplit(Extended):
+    """As torchao's weights for inference."""
 
-    def check_text(self, error: BaseException, pattern: str) -> None:
-        if hasattr(error, "add_note"):  # from Python 3.11 on
-            text = "\n".join([str(error), *getattr(error, "__notes__", ())])
-            self.assertRegex(text, pattern)
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, *args: Any) -> Any:
+        if func is torch.ops.aten.split.Tensor:
+            raise NotImplementedError(f"no {func}")
+        return super().__torch_dispatch__(func, *args)
+
+
+class Uncallable:
+    allocate = DefaultAllGather.allocate
+
+
+class TestRefusedAtOnce(FakeGroupTest):
+    """By ``fully_shard`` and by setters, before anything has changed."""
+
+    ranks = 2
+
+    def check(
+        self, kind: type[Exception], text: str, call: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        with self.subTest(text, args=args, **kwargs):
+            with self.assertRaises(kind) as caught:
+                call(*args, **kwargs)
+            self.assertIs(type(caught.exception), kind)
+            check_text(self, caught.exception, text)
+
+    def check_sharding(
+        self, kind: type[Exception], text: str, module: Any = None, **kwargs: Any
+    ) -> None:
+        kwargs = {"mesh": self.named_mesh()} | kwargs
+        self.check(kind, text, fully_shard, module or Scaled(), **kwargs)
+
+    def named_mesh(self) -> DeviceMesh:
+        return init_device_mesh("cpu", (self.ranks,), mesh_dim_names=("shard",))
+
+    def test_policies(self) -> None:
+        policy = MixedPrecisionPolicy(reduce_dtype=FP8)
+        text = f"The gradient of parameter weight of Scaled cannot be reduced in {FP8}"
+        self.check_sharding(ValueError, text, mp_policy=policy)
+        text = "mp_policy of unit 'Scaled' got …pass a MixedPrecisionPolicy"
+        if FOLLOWS_GRAD_DTYPE:  # since then a unit's state copies the policy
+            text = "replace() should be called on dataclass instances"
+        for policy in (None, MixedPrecisionPolicy):
+            self.check_sharding(TypeError, text, mp_policy=policy)
+        text = "offload_policy of unit 'Scaled' got …pass CPUOffloadPolicy()"
+        self.check_sharding(TypeError, text, offload_policy=CPUOffloadPolicy)
+
+    def test_parameters(self) -> None:
+        text = "Parameter other of Scaled cannot be sharded."
+        strided = torch.ones(6, 6).t()[:, :4]
+        for data, text_of_data in (
+            (strided, f"FSDP does not support non-contiguous …{text}"),
+            (torch.ones(6).to_sparse(), text),
+            (
+                CannotSplit(torch.ones(6, 6)),
+                f"{text} Implement …in CannotSplit, or put it in ignored_params",
+            ),
+        ):
+            other = nn.Parameter(data, requires_grad=False)
+            self.check_sharding(NotImplementedError, text_of_data, Scaled(other=other))
+
+        def second_dim(param: nn.Parameter) -> Shard | None:
+            return Shard(2) if param.ndim == 2 else None
+
+        text = "…dim…Parameter weight of Scaled cannot be sharded"
+        self.check_sharding(AssertionError, text, shard_placement_fn=second_dim)
+        dims = DataParallelMeshDims(shard="shard")
+        text = (
+            "…all parameters must be DTensors on the full SPMD mesh…Parameter weight of"
+        )
+        self.check_sharding(ValueError, text, dp_mesh_dims=dims)
+
+    def test_dtensors(self) -> None:
+        text = (
+            "Parameter {} of Scaled cannot be sharded. It is a DTensor already. Call "
+            "fully_shard on children before their parents…named mesh dims other"
+        )
+        named = self.named_mesh()
+        for kind, mesh in (
+            (TypeError, init_device_mesh("cpu", (self.ranks,))),
+            (RuntimeError, named),
+        ):
+            child = Scaled()
+            fully_shard(nn.Sequential(child), mesh=mesh)
+            self.check_sharding(kind, text.format("weight"), child, mesh=mesh)
+        other = DTensor.from_local(torch.ones(6), named, [Replicate()])
+        module = Scaled(other=nn.Parameter(other))
+        self.check_sharding(RuntimeError, text.format("other"), module)
+
+    def test_setters(self) -> None:
+        policy = MixedPrecisionPolicy(grad_comm_dtype=FP64, reduce_dtype=FP64)
+        model = shard_blocks(nn.Sequential(Scaled(), Scaled()), mp_policy=policy)
+        model(torch.ones(1, DIM))
+        for setter, fix, wrong in (
+            (
+                "set_custom_all_gather",
+                "an object with the methods of AllGather",
+                (DefaultAllGather, Uncallable(), print, DefaultReduceScatter()),
+            ),
+            (
+                "set_custom_reduce_scatter",
+                "an object with the methods of ReduceScatter",
+                (DefaultAllGather(),),
+            ),
+            ("set_all_reduce_hook", "a function of a buffer", ("all_reduce",)),
+            (
+                "set_gradient_divide_factor",
+                "a finite number other than 0",
+                (0, float("nan"), "2", torch.ones(2)),
+            ),
+        ):
+            for value in wrong:
+                kind = ValueError if isinstance(value, int | float) else TypeError
+                text = f"{setter} of unit '1' got …pass {fix}"
+                self.check(kind, text, getattr(model[1], setter), value)
+        text = (
+            "OwnReduction of unit '1' cannot reduce 1.weight, whose grad_comm_dtype is "
+            "…Add a method exchange(output_tensor, input_tensor, group)"
+        )
+        set_scatter = model[1].set_custom_reduce_scatter
+        self.check(ValueError, text, set_scatter, OwnReduction())
+        text = "bucket_cap_mb=…small_kb=…must be finite and > 0"
+        for cap in (0, float("inf"), "1"):
+            self.check(ValueError, text, set_reduce_bucket_cap, model, cap)
+        self.check(ValueError, text, set_reduce_bucket_cap, model, small_kb=0)
+
+
+class Checks(FSDPProcessTest):
+    """Ranks of which the last has no row."""
+
+    def run_here(self) -> Run:
+        return Run(self.device, shard_mesh())
 
     def check_step(self, run: Run, model: nn.Module) -> None:
         run.step(model)
@@ -100,34 +225,22 @@ class Checks:
 
 
 @instantiate_parametrized_tests
-class TestWithThreads(FSDPThreadTest, Checks):
-    """Two ranks, each with rows of every parameter."""
-
-    def run_on(self, device: torch.device) -> Run:
-        names = ("shard",)
-        size = (self.world_size,)
-        mesh = init_device_mesh(THREAD_DEVICE_TYPE, size, mesh_dim_names=names)
-        return Run(device, mesh)
-
-    @parametrize("name", MAKING)
-    def test_found(self, name: str) -> None:
-        self.check(MAKING, name)
-
-
-@instantiate_parametrized_tests
-class TestWithProcesses(FSDPProcessTest, Checks):
-    """Ranks of which the last has no row."""
-
-    def run_on(self, device: torch.device) -> Run:
-        return Run(device, shard_mesh())
-
-    @parametrize("name", [*SETTING, *STARTING])
-    def test_found_before_a_step(self, name: str) -> None:
-        self.check(SETTING | STARTING, name)
-
-    @parametrize("name", [*STEPPING])
-    def test_found_in_a_step(self, name: str) -> None:
-        self.check(STEPPING, name)
+class TestRefusedInTraining(Checks):
+    @parametrize("name", CASES)
+    def test_is_refused_and_training_goes_on(self, name: str) -> None:
+        (kind, expected, case), run = CASES[name], self.run_here()
+        call = case(run)
+        with self.assertRaises(kind) as caught:
+            call()
+        self.assertIs(type(caught.exception), kind)
+        check_text(self, caught.exception, expected)
+        if run.undo is None:
+            run.model()
+        else:
+            run.undo()
+            run.root.reset_iter_state()
+            run.root.zero_grad()
+        self.check_step(run, run.root)
 
 
 # What is unusual and right #
@@ -141,17 +254,16 @@ class Late(Scaled):
         return scaled * self.late if hasattr(self, "late") else scaled
 
 
-class TestAllowed(FSDPProcessTest, Checks):
+class TestAllowed(Checks):
     """None of these is refused, and the gradients are right to the last bit."""
 
-    run_on = TestWithProcesses.run_on
-
     def setting_up(self, **kwargs: Any) -> tuple[Run, nn.Module]:
-        run = self.run_on(self.device)
+        run = self.run_here()
         return run, run.model(**kwargs)
 
     def test_factors_of_any_sign_and_kind(self) -> None:
-        run, model = self.setting_up()
+        run, model = self.setting_up(offload_policy=None)
+        run.blocks[0].set_all_reduce_hook(None)
         for factor in (-1, torch.tensor(2.0), True, None, 0.5):
             for block in run.blocks:
                 block.set_gradient_divide_factor(factor)
@@ -162,17 +274,12 @@ class TestAllowed(FSDPProcessTest, Checks):
                 self.assertEqual(grad, expected * run.mesh.size() / by, atol=0, rtol=0)
             model.zero_grad()
 
-    def test_none_is_the_default(self) -> None:
-        run, model = self.setting_up(offload_policy=None)
-        run.blocks[0].set_all_reduce_hook(None)
-        self.check_step(run, model)
-
     def test_complex_sums_of_real_gradients(self) -> None:
         policy = MixedPrecisionPolicy(reduce_dtype=torch.complex64)
         self.check_step(*self.setting_up(mp_policy=policy))
 
     def test_parameters_that_are_no_floats(self) -> None:
-        run = self.run_on(self.device)
+        run = self.run_here()
         dtypes = (torch.int32, torch.bool, torch.complex64)
         for policy in (
             MixedPrecisionPolicy(),
@@ -187,7 +294,7 @@ class TestAllowed(FSDPProcessTest, Checks):
             self.assertIsNotNone(model.gain.grad)
             self.assertEqual([model.p0.dtype, model.p1.dtype, model.p2.dtype], dtypes)
 
-    def test_a_gradient_that_a_hook_takes_away(self) -> None:
+    def test_gradient_that_a_hook_removes(self) -> None:
         run, model = self.setting_up(reshard_after_forward=False)
         run.step(model)
         model.zero_grad()
@@ -210,15 +317,6 @@ class TestAllowed(FSDPProcessTest, Checks):
         run.blocks[1].set_custom_reduce_scatter(Wider())
         self.check_step(run, model)
 
-    def test_casts_before_the_first_forward(self) -> None:
-        run, model = self.setting_up()
-        model.to(FP64)
-        run.step(model)
-        expected = expected_grads(run.device)
-        for param, grad in zip(model.parameters(), expected, strict=True):
-            self.assertEqual(param.grad.dtype, FP64)
-            self.assertEqual(param.grad.full_tensor().to(grad.dtype), grad)
-
     def test_casts_after_a_forward_are_found_where_nothing_is_gathered(self) -> None:
         text = "weight was gathered in torch.bfloat16 before, but is now torch.fl"
         for apply, mesh in ((fully_shard, shard_mesh(1)), (replicate, shard_mesh())):
@@ -237,9 +335,9 @@ class TestAllowed(FSDPProcessTest, Checks):
         model.zero_grad()
         self.check_step(run, model)
 
-    def test_late_parameters_are_told_of(self) -> None:
+    def test_late_parameters_are_warned_of(self) -> None:
         for calls in ((), ("unshard",), ("unshard", "reshard")):
-            run = self.run_on(self.device)
+            run = self.run_here()
             blocks = [Late().to(run.device) for _ in range(2)]
             run.fully_shard(blocks[0])
             model = run.fully_shard(nn.Sequential(*blocks))
@@ -254,8 +352,8 @@ class TestAllowed(FSDPProcessTest, Checks):
             self.assertNotIn("torch", Path(caught.filename).parts)
             self.assertIsNotNone(late.grad)
 
-    def test_parameters_of_others_are_not_told_of(self) -> None:
-        run = self.run_on(self.device)
+    def test_parameters_that_others_manage_are_not_warned_of(self) -> None:
+        run = self.run_here()
         inner, outer = Scaled().to(run.device), Late().to(run.device)
         outer.inner = run.fully_shard(inner)
         outer.ignored = nn.Parameter(torch.ones(DIM, device=run.device))
@@ -271,7 +369,7 @@ class TestAllowed(FSDPProcessTest, Checks):
     def test_wrapped_children_are_not_late(self) -> None:
         compiled = functools.partial(torch.compile, backend="eager")
         for wrap in (checkpoint_wrapper, compiled, nn.Sequential):
-            run = self.run_on(self.device)
+            run = self.run_here()
             model = nn.Sequential(*(Scaled().to(run.device) for _ in range(3)))
             run.fully_shard(model)
             model[1] = wrap(model[1])
@@ -280,16 +378,17 @@ class TestAllowed(FSDPProcessTest, Checks):
                     warnings.simplefilter("error", UserWarning)
                     run.step(model)
 
-    def test_errors_that_are_not_about_sizes_do_not_speak_of_them(self) -> None:
-        run = self.run_on(self.device)
+    def test_error_of_another_kind_does_not_speak_of_sizes(self) -> None:
+        run = self.run_here()
         model = run.model()
         error = RuntimeError("no device")
         fails = mock.patch.object(FSDPParam, "reset_sharded_param", side_effect=error)
         with fails, self.assertRaises(RuntimeError) as caught:
             run.step(model)
         self.assertIs(caught.exception, error)
-        text = "no device\n.*weight cannot be taken as it is registered.$"
-        self.check_text(error, text)
+        check_text(
+            self, error, "no device\n…weight cannot be taken as it is registered."
+        )
 
 
 if __name__ == "__main__":

@@ -2,30 +2,23 @@
 
 """
 What the pages say of the code is so: tables are those that cog makes of it, links lead
-somewhere, errors that ``docs/guide.md`` quotes are raised, the memory that it shows is
-what is counted, and the code of ``README.md`` runs.
+somewhere, for the commonest errors ``docs/guide.md`` says what to do, the memory that it
+shows is what is counted, and the code of ``README.md`` runs.
 """
 
-import ast
 import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from glob import glob
 from pathlib import Path
 
 import pytest
 
 import fsdp_build  # noqa: F401
 import fsdp_clients.real_models  # noqa: F401
-from fsdp_common.utils import (
-    DeviceFreeTest,
-    FakeGroupTest,
-    RELEASE_ROOT,
-    TREE_ROOT,
-)
+from fsdp_common.utils import DeviceFreeTest, FakeGroupTest
 
 import torch
 import torch.distributed.fsdp as fsdp
@@ -68,38 +61,9 @@ def run_tool(name: str, *args: str) -> None:
         raise AssertionError(done.stdout + done.stderr)
 
 
-# Where the errors come from that the page quotes, and, of the release alone, the last
-SOURCES = [
-    "torch/distributed/fsdp/_fully_shard/*.py",
-    "torch/_meta_registrations.py",
-    "torch/distributed/_composable/contract.py",
-    "torch/distributed/tensor/_dispatch.py",
-    "torch/distributed/tensor/_ops/_tensor_ops.py",
-    "torch/distributed/tensor/_sharding_prop.py",
-    "torch/utils/checkpoint.py",
-    f"{RELEASE_ROOT}/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py",
-]
-
-
-def texts_in(source: str) -> list[str]:
-    """Returns all strings of a file, with an ellipsis for what is filled in."""
-    texts = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            texts.append(node.value)
-        elif isinstance(node, ast.JoinedStr):
-            parts = (getattr(part, "value", None) for part in node.values)
-            texts.append("".join(p if isinstance(p, str) else "…" for p in parts))
-    return [" ".join(text.split()) for text in texts]
-
-
 def quoted(cell: str) -> list[str]:
     """Returns the errors that a cell quotes, if it begins with one."""
     return [text for _, text in re.findall(r"(`+)(.+?)\1", cell) if cell[0] == "`"]
-
-
-# How errors begin that are raised in C++; `TestErrors` raises them
-NOT_IN_PYTHON = ("mat1 and mat2 must", "expected m1 and m2 to")
 
 
 class TestPages(DeviceFreeTest):
@@ -116,9 +80,11 @@ class TestPages(DeviceFreeTest):
         self.assertGreater(len(pages), 2)
         run_tool("cog", "--check", "--diff", "-I", "docs", *pages)
 
-    def test_pages_stay_short(self) -> None:
-        words = sum(len(page.read_text().split()) for page in PAGES)
-        self.assertLessEqual(words, 16_000)
+    def test_each_page_is_read_at_one_sitting(self) -> None:
+        """A page that outgrows it is cut, or becomes two."""
+        words = {page.name: len(page.read_text().split()) for page in PAGES}
+        longest = max(words, key=words.__getitem__)
+        self.assertLessEqual(words[longest], 4_200, longest)
         self.assertLessEqual(len(README.read_text().splitlines()), 120)
 
     def test_releases_are_those_that_the_branch_fits(self) -> None:
@@ -127,32 +93,17 @@ class TestPages(DeviceFreeTest):
             named = {*re.findall(r"\b2\.\d+\.\d+\b", page.read_text())}
             self.assertEqual(named, versions, page.name)
 
-    def test_quoted_errors_are_raised(self) -> None:
-        # An absolute path stays what it is
-        paths = [path for source in SOURCES for path in glob(str(TREE_ROOT / source))]
-        texts = [text for path in paths for text in texts_in(Path(path).read_text())]
-        errors = [text for cells in error_rows() for text in quoted(cells[0])]
-        self.assertGreater(len(errors), 10)
-        for error in errors:
-            if error.startswith(NOT_IN_PYTHON):
-                continue
-            # The ellipsis at the end stands for the rest of the text
-            fixed = error.removesuffix("…").strip()
-            self.assertTrue(any(fixed in text for text in texts), error)
-
 
 class Routed(nn.Module):
     """bf16 activations meet an fp32 router."""
 
-    def __init__(self, bias: bool, casts: bool = False) -> None:
+    def __init__(self, bias: bool) -> None:
         super().__init__()
         self.proj = nn.Linear(4, 4, dtype=torch.bfloat16)
         self.router = nn.Linear(4, 2, bias=bias)
-        self.casts = casts
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.proj(x.to(self.proj.weight.dtype))
-        return self.router(x.to(self.router.weight.dtype) if self.casts else x)
+        return self.router(self.proj(x.to(self.proj.weight.dtype)))
 
 
 def linear(*, dtype: torch.dtype | None = None) -> nn.Linear:
@@ -213,7 +164,7 @@ class TestErrors(FakeGroupTest):
     ranks = 2
 
     @parametrize("name", [*COMMON])
-    def test_table_tells_what_to_do(self, name: str) -> None:
+    def test_is_in_one_row_which_says_what_to_do(self, name: str) -> None:
         wrong, expected = COMMON[name]
         with self.assertRaises(Exception) as caught:
             wrong()
@@ -226,41 +177,6 @@ class TestErrors(FakeGroupTest):
                     found.append(to_do)
         self.assertEqual(len(found), 1, raised)
         self.assertIn(expected, found[0])
-
-    def test_first_row_says_what_lets_bf16_meet_fp32(self) -> None:
-        for bias in (True, False):
-            model = fully_shard(Routed(bias, casts=True))
-            model(torch.ones(2, 4)).sum().backward()
-            dtypes = {
-                name: param.grad.dtype for name, param in model.named_parameters()
-            }
-            self.assertEqual(dtypes["proj.weight"], torch.bfloat16)
-            self.assertEqual(dtypes["router.weight"], torch.float32)
-        self.assertIn("mat1 and mat2", error_rows()[0][0])
-
-    def test_second_row_is_the_optimizer_that_steps_nothing(self) -> None:
-        """One that was made before ``fully_shard`` says nothing, and changes nothing."""
-        model = nn.Linear(4, 4)
-        early = torch.optim.SGD(model.parameters(), lr=1.0)
-        fully_shard(model)
-        late = torch.optim.SGD(model.parameters(), lr=1.0)
-        before = model.weight.to_local().clone()
-        model(torch.ones(2, 4)).sum().backward()
-        early.step()
-        self.assertIsNone(early.param_groups[0]["params"][0].grad)
-        self.assertTrue(torch.equal(model.weight.to_local(), before))
-        late.step()
-        self.assertFalse(torch.equal(model.weight.to_local(), before))
-        _, why, to_do = error_rows()[1]
-        self.assertIn("before `fully_shard`", why)
-        self.assertIn("after `fully_shard`", to_do)
-
-    def test_third_row_is_the_sync_that_was_left_off(self) -> None:
-        model = linear()
-        model.set_requires_gradient_sync(False)
-        model(torch.ones(2, 4)).sum().backward()
-        self.assertEqual([param.grad for param in model.parameters()], [None, None])
-        self.assertIn("set_requires_gradient_sync(False)", error_rows()[2][1])
 
 
 class Product(nn.Module):

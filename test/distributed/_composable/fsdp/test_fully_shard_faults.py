@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import time
+import unittest
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,15 +28,24 @@ from fsdp_common.utils import (
     shard_mesh,
     WORLD_SIZE,
 )
+from fsdp_common.utils import (
+    shard_blocks as shard_layers,
+)
 from fsdp_parity.models import extended_stack, Fp8, loss_of, mixed_tower, Tower
 from fsdp_parity.modes import prefetch_explicitly, shard_blocks, units_of
 from fsdp_parity.reference import SideBySide
 from fsdp_random.cases import BF16, Case, FP16, FP32, Param, shard_model
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard, MixedPrecisionPolicy
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    fully_shard,
+    MixedPrecisionPolicy,
+    set_reduce_bucket_cap,
+)
 from torch.distributed.fsdp._fully_shard import _fsdp_agreement as agreement
 from torch.distributed.fsdp._fully_shard import (
     _fsdp_registrations as registrations,
@@ -169,7 +180,7 @@ MODES: dict[str, Callable[[], dict[str, Any]]] = {
 
 class TestExceptions(FSDPProcessTest):
     @parametrize("mode", [*MODES])
-    def test_next_step_is_right(self, mode: str) -> None:
+    def test_step_after_it_is_right(self, mode: str) -> None:
         pair, faults = self.start(mode)
         cases = [(place, at) for place, ats in PLACES.items() for at in ats]
         if mode != "sharded":  # there are many, and each takes its time
@@ -254,7 +265,7 @@ class TestExtensions(FSDPProcessTest):
         return grads
 
     @parametrize("hook", ["before", "after"])
-    def test_next_step_is_right(self, hook: str) -> None:
+    def test_step_after_it_is_right(self, hook: str) -> None:
         model, other = self.sharded(), self.sharded()
         alarm = getattr(Guarded, hook)
         # Two tensors in each of two units, in forward and again in backward
@@ -294,7 +305,7 @@ class TestNotFinite(FSDPProcessTest):
         return [param.grad.full_tensor().cpu() for param in model.parameters()]
 
     @pytest.mark.quick
-    def test_stays_in_its_bucket(self) -> None:
+    def test_infinite_gradient_stays_in_its_bucket(self) -> None:
         for value in (float("inf"), float("nan")):
             grads = self.grads_of(value, is_whole=False)
             expected = [torch.ones(p.shape, dtype=p.dtype) for p in self.CASE.blocks[0]]
@@ -328,18 +339,40 @@ class TestExplanations(FakeGroupTest):
             model(x).sum().backward()
         return caught.exception
 
-    def test_a_note_names_the_parameters(self) -> None:
-        error = self.raised(RuntimeError, contextlib.nullcontext())
-        self.assertEqual(str(error), "on purpose")
-        text = "Raised while reducing the gradients of weight, bias in torch.float32"
-        self.assertIn(text, getattr(error, "__notes__", [text]))  # Python 3.10 has none
+    @unittest.skipIf(sys.version_info < (3, 11), "exceptions take no notes")
+    def test_note_names_the_parameters_of_all_joined_units(self) -> None:
+        model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(3)))
+        shard_layers(model, mesh=init_device_mesh("cpu", (self.ranks,)))
+        set_reduce_bucket_cap(model)
+        fails = mock.patch.object(dist, "reduce_scatter_single", side_effect=ValueError)
+        with fails, self.assertRaises(ValueError) as caught:
+            model(torch.ones(1, 2)).sum().backward()
+        (note,) = caught.exception.__notes__
+        text = "reducing the gradients of 2.weight, 1.weight, 0.weight in torch.float32"
+        self.assertIn(text, note)
 
-    def test_a_note_that_fails_leaves_the_error(self) -> None:
+    @unittest.skipIf(sys.version_info < (3, 11), "exceptions take no notes")
+    def test_only_errors_about_other_ranks_speak_of_them(self) -> None:
+        model = self.unit()
+        model(torch.ones(1, 4))
+        group = model._get_fsdp_state()._fsdp_param_group
+        for error, is_about_them in (
+            (torch.OutOfMemoryError("CUDA out of memory"), False),
+            (RuntimeError("[gloo/transport/tcp/pair.cc:1] Timed out waiting"), True),
+            (dist.DistBackendError("NCCL error: remote process exited"), True),
+            (ValueError("a user's own"), False),
+        ):
+            group._agreement.add_note(error)
+            (note,) = error.__notes__
+            self.assertIn("Raised while gathering unit '(root)'.", note)
+            self.assertEqual(agreement._HANG_ADVICE in note, is_about_them, error)
+
+    def test_note_that_fails_leaves_the_error(self) -> None:
         fails = mock.patch.object(agreement, "_announce", side_effect=LookupError)
         for kind in (RuntimeError, KeyboardInterrupt):
             self.assertIs(type(self.raised(kind, fails)), kind)
 
-    def test_a_copy_out_that_fails_leaves_nothing_behind(self) -> None:
+    def test_copy_out_that_fails_leaves_nothing_behind(self) -> None:
         """Outputs are freed, and names are registered as they were."""
         for owner, failing in (
             (torch, "split_with_sizes_copy"),
@@ -365,11 +398,6 @@ class TestExplanations(FakeGroupTest):
             for param in model.parameters():
                 self.assertIsInstance(param, DTensor)
             model(torch.ones(2, 4)).sum().backward()
-
-    def test_a_prefetch_without_a_root_is_told(self) -> None:
-        group = self.unit()._get_fsdp_state()._fsdp_param_group
-        with self.assertRaisesRegex(AttributeError, "units of the same root"):
-            group._prefetch_unshard(group, "forward")
 
 
 instantiate_parametrized_tests(TestExceptions)

@@ -4,32 +4,38 @@
 Models of ``transformers``, ``peft`` and ``diffusers`` in the dtypes that they themselves
 ask for, sharded by layer with plain ``fully_shard``, each step beside one process: the
 rows of ``examples/_tiny_models.py``. ``examples/_one_process.py`` says what of a step
-must equal one process, and how closely.
+must equal one process, and how closely. Some also with the compiler, with activation
+checkpointing, and with transformers' own ``DistributedConfig``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
+import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fsdp_clients.common import ClientTest
 from fsdp_clients.real_models import EXAMPLES, needs
 from fsdp_common.utils import (
     CollectiveRecorder,
     DeviceFreeTest,
-    FSDPProcessTest,
-    LAUNCHED_RANK,
     record_collectives,
+    REPO_ROOT,
     run_python,
     WORLD_SIZE,
 )
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from _tiny_models import TINY_MODELS, TinyModel
 from torch.distributed.device_mesh import DeviceMesh
@@ -39,6 +45,10 @@ from torch.testing._internal.common_utils import (
     parametrize,
     run_tests,
 )
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    create_selective_checkpoint_contexts,
+)
 
 
 pytestmark = pytest.mark.timeout(600)
@@ -46,6 +56,7 @@ pytestmark = pytest.mark.timeout(600)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 STEPS = 2
+PAGE = REPO_ROOT / "docs" / "migration.md"
 # Those that say themselves what is fp32
 LISTING = [n for n, m in TINY_MODELS.items() if not (m.fp32 or m.build)]
 
@@ -77,7 +88,7 @@ def gathered_nbytes(params: Sequence[nn.Parameter], ranks: int) -> int:
     return ranks * sum(-(-n // alignment) * alignment for n in regions.values())
 
 
-class ModelTest(FSDPProcessTest):
+class ModelTest(ClientTest):
     def train(
         self,
         name: str,
@@ -110,13 +121,7 @@ class ModelTest(FSDPProcessTest):
 
     def check(self, name: str, replicas: int) -> None:
         model, steps, sent = self.train(name, replicas)
-        dtypes = (FP32, TINY_MODELS[name].dtype)
-        gradients = {f"{d} gradients".removeprefix("torch.") for d in dtypes}
-        for step in steps:
-            wrong = [str(each) for each in step.differences if not each.ok]
-            self.assertEqual(wrong, [])
-            kinds = {each.what for each in step.differences}
-            self.assertGreaterEqual(kinds, gradients)
+        self.check_steps(steps, dtypes=(FP32, TINY_MODELS[name].dtype))
         self.check_sent(model, sent, replicas)
 
     def check_sent(
@@ -153,8 +158,6 @@ class ModelTest(FSDPProcessTest):
 class TestModels(ModelTest):
     """Every model trains as it does in one process, at the fewest bytes."""
 
-    world_size = 2 if LAUNCHED_RANK is None else WORLD_SIZE
-
     @parametrize("name", TINY_MODELS)
     def test_each_step_equals_one_process(self, name: str) -> None:
         self.check(name, replicas=1)
@@ -163,6 +166,8 @@ class TestModels(ModelTest):
 @needs("transformers")
 @instantiate_parametrized_tests
 class TestReplicas(ModelTest):
+    world_size = WORLD_SIZE
+
     def test_each_step_equals_one_process(self) -> None:
         self.check("mamba2", replicas=2)
 
@@ -183,6 +188,148 @@ class TestReplicas(ModelTest):
         wrong = {each.what for each in step.differences if not each.ok}
         both = {"bfloat16 gradients", "float32 gradients"}
         self.assertEqual(wrong, {"float32 gradients"} if fault == "bf16_sums" else both)
+
+
+# With the compiler, and with activation checkpointing as transformers does it #
+
+# Operators that were asked about
+SELECTED: Counter[str] = Counter()
+
+
+def compiled_blocks(model: nn.Module) -> None:
+    layers = [m for n, m in model.named_modules() if n.split(".")[-1] == "layers"]
+    for layer in layers[0]:
+        layer.compile(backend="aot_eager")
+
+
+def checkpointed(model: nn.Module, **kwargs: Any) -> None:
+    model.gradient_checkpointing_enable({"use_reentrant": False, **kwargs})
+    model.train()
+
+
+def keep_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keeps what matrix products give, and computes all else again."""
+    SELECTED[str(op)] += 1
+    if op is torch.ops.aten.mm.default:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+CONTEXTS = partial(create_selective_checkpoint_contexts, keep_products)
+TOOLS: dict[str, tuple[Callable[[nn.Module], None], str]] = {
+    "compiled": (compiled_blocks, "llama_peft"),
+    "checkpointed": (checkpointed, "nemotron_h"),
+    "selective": (partial(checkpointed, context_fn=CONTEXTS), "qwen3_next"),
+}
+
+
+@needs("transformers", "peft", "accelerate")
+@instantiate_parametrized_tests
+class TestCompiledAndCheckpointed(ModelTest):
+    """Around units, whose collectives a recomputed forward may run again."""
+
+    @parametrize("tool", TOOLS)
+    def test_each_step_equals_one_process(self, tool: str) -> None:
+        apply, name = TOOLS[tool]
+
+        def shard(model: nn.Module, mesh: DeviceMesh) -> None:
+            apply(model)
+            TINY_MODELS[name].shard(model, mesh)
+
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        SELECTED.clear()
+        _, steps, _ = self.train(name, shard=shard)
+        self.check_steps(steps)
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        self.assertEqual(graphs > 0, tool == "compiled")
+        self.assertEqual("aten.mm.default" in SELECTED, tool == "selective")
+
+
+# What transformers' own sharding sends #
+
+
+def told() -> list[list[str]]:
+    """Returns the cells of the page's table, but for names and the last column."""
+    table = PAGE.read_text().split("| tiny DeepSeek-V4")[1].split("\n\n")[0]
+    rows = [line.strip("|").split("|") for line in table.splitlines()[2:]]
+    return [[cell.strip() for cell in cells[1:6]] for cells in rows]
+
+
+@contextlib.contextmanager
+def unsplit() -> Iterator[None]:
+    """Has transformers (5.23) find nothing to make units of because of its dtype.
+
+    Loading looks names up by its own import of the function: dtypes stay as they are.
+    """
+    from transformers.distributed import mixin
+
+    splits = mixin.build_glob_alternation
+    mixin.build_glob_alternation = lambda names: (re.compile("(?!)"), {}, {})
+    try:
+        yield
+    finally:
+        mixin.build_glob_alternation = splits
+
+
+def units_of(model: nn.Module) -> int:
+    """Returns how many units there are that have parameters."""
+    modules = [each for each in model.modules() if isinstance(each, FSDPModule)]
+    units = {id(each._get_fsdp_state()): each._get_fsdp_state() for each in modules}
+    return sum(len(unit._fsdp_param_groups) > 0 for unit in units.values())
+
+
+@needs("transformers", "accelerate")
+class TestDistributedConfig(ClientTest):
+    """It makes a unit for each dtype. The page says what that sends, beside one a layer."""
+
+    def models(self) -> list[nn.Module]:
+        """Loads one checkpoint with a unit for each dtype, for each layer, and upcast."""
+        import transformers
+        from transformers.distributed import DistributedConfig
+
+        tiny = TINY_MODELS["deepseek_v4"]
+        folders = [tempfile.mkdtemp()]
+        dist.broadcast_object_list(folders)
+        if self.rank == 0:
+            torch.manual_seed(0)
+            tiny.build_model().save_pretrained(folders[0])
+        dist.barrier()
+        load = getattr(transformers, tiny.architecture[0]).from_pretrained
+        ranks = DistributedConfig(fsdp_size=self.world_size)
+        split = load(folders[0], dtype=BF16, distributed_config=ranks)
+        with unsplit():
+            whole = load(folders[0], dtype=BF16, distributed_config=ranks)
+        upcast = load(folders[0], dtype=FP32, distributed_config=ranks)
+        return [split, whole, upcast]
+
+    def loss_of(self, model: nn.Module) -> torch.Tensor:
+        from _real_model import causal_loss, token_batches
+
+        batch = next(token_batches(1, 2 * self.world_size, self.device))
+        return causal_loss(model, batch.chunk(self.world_size)[self.rank])
+
+    @pytest.mark.quick
+    def test_sends_what_the_page_says(self) -> None:
+        found = []
+        for model in self.models():
+            with record_collectives() as recorder:
+                self.loss_of(model).backward()
+            row = [units_of(model)]
+            for calls in (recorder.all_gathers, recorder.reduce_scatters):
+                row += [len(calls), sum(call.nbytes for call in calls)]
+            found.append([f"{cell:,}" for cell in row])
+        self.assertEqual(found, told())
+
+
+class TestPage(DeviceFreeTest):
+    def test_names_all_tests_of_clients(self) -> None:
+        named = {*re.findall(r"`fsdp_clients/(with_\w+\.py)`", PAGE.read_text())}
+        clients = Path(__file__).with_name("fsdp_clients").glob("with_*.py")
+        self.assertEqual(named, {path.name for path in clients})
+
+
+# What is kept in fp32 #
 
 
 @needs("transformers", "diffusers")

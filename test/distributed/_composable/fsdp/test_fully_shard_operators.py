@@ -1,13 +1,21 @@
 # Owner(s): ["oncall: distributed"]
 
 """
-The operators ``fsdp::*``, which compiled graphs are matched with. Their schemas are in
+The operators ``fsdp::*``, which compiled graphs are matched with, and how often a step
+looks for observers, for whom alone it calls them. Schemas are in
 ``test_fully_shard_divide_factors.py``, which calls the release as well.
 """
 
-from fsdp_common.utils import DeviceFreeTest
+from typing import Any
+from unittest import mock
+
+from fsdp_common.utils import DeviceFreeTest, FakeGroupTest
 
 import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_observers as observers
 from torch.testing._internal.common_utils import run_tests
 
 
@@ -44,6 +52,38 @@ class TestOperators(DeviceFreeTest):
             self.assertEqual(out.size(), (2, 3))
             if device == "cpu":
                 self.assertEqual(out.tolist(), [[1, 2, 4], [3, 0, 5]])
+
+
+class TestObservers(FakeGroupTest):
+    """Whether operators are called, and how often that is asked."""
+
+    ranks = 2
+
+    def test_devices_of_vendors_get_operators_also_if_nobody_observes(self) -> None:
+        """They may have replaced the kernels."""
+        for device, expected in (("cpu", False), ("cuda", False), ("meta", True)):
+            self.assertEqual(observers.gets_operators(torch.device(device)), expected)
+
+    def looks(self, run: Any) -> int:
+        with mock.patch.object(observers, "look_for_traces") as look:
+            run(torch.ones(1, self.ranks))
+        return look.call_count
+
+    def test_who_observes_is_asked_once_a_forward(self) -> None:
+        mesh = init_device_mesh("cpu", (self.ranks,))
+        # Units in a root that has no parameters
+        model = nn.Sequential(*(nn.Linear(self.ranks, self.ranks) for _ in range(5)))
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)(torch.ones(1, self.ranks))
+        model.set_is_last_backward(False)  # as in all microbatches but the last
+        for _ in range(2):
+            self.assertEqual(self.looks(lambda x: model(x).sum().backward()), 1)
+        with torch.no_grad():
+            for run in (model, model, model[:3]):
+                self.assertEqual(self.looks(run), 1)
+            self.assertEqual(self.looks(model[3:]), 0)  # the rest of that forward
+            self.assertEqual(self.looks(model[:2]), 1)
 
 
 if __name__ == "__main__":

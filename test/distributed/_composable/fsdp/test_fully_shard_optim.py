@@ -128,7 +128,7 @@ class TestOptimizers(OptimTest):
                     self.check_equal(optimizer.state[param][key], state, tolerance)
                     self.assertEqual(state.dtype, own.dtype)
 
-    def test_muon(self) -> None:
+    def test_muon_steps_as_one_process(self) -> None:
         """Orthogonalizes whole matrices in bf16, which sums in another order."""
 
         def matrices(model: nn.Module) -> list[nn.Parameter]:
@@ -145,7 +145,7 @@ class TestOptimizers(OptimTest):
             moved = (own - start).float().norm()
             self.assertLess((full(param) - own).float().norm(), 2**-4 * moved)
 
-    def test_steps_in_hooks(self) -> None:
+    def test_steps_in_hooks_equal_steps_after_backward(self) -> None:
         """Each parameter as soon as its gradient is reduced, and freed at once."""
         hooked, plain = (Pair(self) for _ in range(2))
         own: dict[nn.Parameter, Optimizer] = {}
@@ -168,7 +168,7 @@ class TestOptimizers(OptimTest):
         for param, expected in zip(*models, strict=True):
             self.check_equal(param, full(expected))
 
-    def test_moving_average(self) -> None:
+    def test_moving_average_is_that_of_one_process(self) -> None:
         """Made before sharding: a sharded model cannot be copied."""
         pair, how = Pair(self), {"multi_avg_fn": get_ema_multi_avg_fn(0.5)}
         averaged = AveragedModel(mixed_model().to(self.device), **how)
@@ -187,7 +187,7 @@ class TestOptimizers(OptimTest):
 
 class TestGradients(OptimTest):
     @parametrize("foreach", [None, False])
-    def test_clipping(self, foreach: bool | None) -> None:
+    def test_clipping_scales_all_dtypes_by_one_norm(self, foreach: bool | None) -> None:
         """One norm over all dtypes, and each gradient scaled in its own."""
         pair = Pair(self)
         pair.backward(0)
@@ -213,7 +213,7 @@ class TestGradients(OptimTest):
             self.assertEqual(actual, scaled, rtol=2 * finfo.eps, atol=least)
 
     @parametrize("overflows", [False, True])
-    def test_grad_scaler(self, overflows: bool) -> None:
+    def test_grad_scaler_skips_the_step_of_all_ranks(self, overflows: bool) -> None:
         """What overflows on one rank makes all of them skip the step."""
         model = linear_stack([FP32, BF16, FP32], dim=9)
         model = nn.Sequential(model, linear_stack([BF16, FP32], dim=9)).to(self.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -58,13 +58,18 @@ def fsdp_accelerator(**kwargs: Any) -> Any:
 class ClientTest(FSDPProcessTest):
     world_size = 2 if LAUNCHED_RANK is None else WORLD_SIZE
 
-    def check_steps(self, steps: Iterable[Step]) -> None:
+    def check_steps(
+        self,
+        steps: Iterable[Step],
+        dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float32),
+    ) -> None:
         """Each is as in one process, with gradients of both dtypes."""
+        gradients = {f"{d} gradients".removeprefix("torch.") for d in dtypes}
         for step in steps:
             wrong = [str(each) for each in step.differences if not each.ok]
             self.assertEqual(wrong, [])
             kinds = {each.what for each in step.differences}
-            self.assertGreaterEqual(kinds, {"bfloat16 gradients", "float32 gradients"})
+            self.assertGreaterEqual(kinds, gradients)
 
     def check_backward(
         self,

@@ -23,13 +23,6 @@ HAS_SPMD_TYPES = TELLS_FROZEN_DTYPES and dist._is_spmd_types_available()
 # The operator that copies gradients into the reduction's input
 CHUNK_CAT = "chunk_cat_mixed_dtype" if FOLLOWS_GRAD_DTYPE else "chunk_cat"
 
-# Names of `fsdp_wrong_uses/making.py` that the release refuses before the branch looks at
-# them, and how its error begins: since 2.15 a unit's state copies the policy
-REFUSED_BY_RELEASE: dict[str, str] = dict.fromkeys(
-    ("policy_is_none", "policy_is_a_class") if FOLLOWS_GRAD_DTYPE else (),
-    "replace() should be called on dataclass instances",
-)
-
 
 def compute_dtype(policy: MixedPrecisionPolicy, stored: torch.dtype) -> torch.dtype:
     """Returns what a parameter is gathered in."""

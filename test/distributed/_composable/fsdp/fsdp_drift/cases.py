@@ -1,8 +1,8 @@
 """
-Lets ranks drift apart in many ways, and prints as JSON what each of them sees.
+Ways in which ranks drift apart. As a program, prints as JSON what each rank then sees.
 
-Each case runs on ranks of its own, processes forked from this one: what is sent to
-the wrong partner leaves a process group that nobody can use again.
+There each case runs on ranks of its own, processes forked from this one: what is sent
+to the wrong partner leaves a process group that nobody can use again.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch._dynamo  # what the hooks import: once for all ranks
@@ -28,46 +27,43 @@ from torch.distributed.fsdp import fully_shard, set_backward_prefetch
 RANKS = 2
 ODD = 1  # the rank that does something else
 GOOD_STEPS = 3
-AT_ONCE = 10  # cases: most of them wait most of the time
 # Of the process group, however late a rank is on a busy machine
 TIME_LIMIT = datetime.timedelta(seconds=300)
 # From where ranks drift apart that nothing but this stops
 SHORT_TIME_LIMIT = datetime.timedelta(seconds=6)
-SWITCH = "TORCH_FSDP_CHECK_RANKS_AGREE"
-NAMES = ("gate", "up", "shift")
 
 
 # What trains #
 
 
-class Block(nn.Module):
-    """Uses those of its parameters that it is told to: two of them of one size."""
+class Scales(nn.Module):
+    """Parameters of these sizes, or values. Uses those that it is told to."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32, **params: Any):
         super().__init__()
-        self.gate, self.up = (nn.Parameter(torch.ones(4)) for _ in range(2))
-        self.shift = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+        for name, size in (params or {"gate": 4, "up": 8}).items():
+            is_value = isinstance(size, torch.Tensor)
+            value = size if is_value else torch.ones(size, dtype=dtype)
+            self.register_parameter(name, nn.Parameter(value))
 
-    def forward(self, x: torch.Tensor, used: Sequence[str]) -> torch.Tensor:
-        for name in used:
-            x = x * getattr(self, name).float().mean()
+    def forward(self, x: torch.Tensor, used: Sequence[str] = ()) -> torch.Tensor:
+        for name, param in self.named_parameters():
+            if not used or name in used:
+                x = x * param.float().mean().to(x.dtype)
         return x
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(3))
+class Chain(nn.Sequential):
+    """Runs those of its blocks, with those of their parameters, that it is told to."""
 
     def forward(
         self,
         x: torch.Tensor,
-        used: Sequence[str] = NAMES,
-        skipped: Sequence[int] = (),
+        used: Sequence[str] = (),
+        run: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        for i, layer in enumerate(self.layers):
-            if i not in skipped:
-                x = layer(x, used)
+        for i in range(len(self)) if run is None else run:
+            x = self[i](x, used)
         return x
 
 
@@ -76,6 +72,7 @@ class Rank:
     """One rank of a case, and how far it has come."""
 
     number: int
+    device: torch.device
     hangs: bool = False  # where it has drifted apart
     steps: int = 0
 
@@ -83,29 +80,29 @@ class Rank:
     def is_odd(self) -> bool:
         return self.number == ODD
 
-    def shard(
-        self, model: Model | None = None, apply: Callable[..., Any] = fully_shard
-    ) -> Any:
-        model = model or Model()
-        for layer in model.layers:
-            apply(layer)
-        return apply(model)
-
-    def microbatch(self, model: Model, **kwargs: Any) -> None:
-        x = torch.ones(3, requires_grad=True)
+    def microbatch(self, model: nn.Module, **kwargs: Any) -> None:
+        x = torch.ones(3, requires_grad=True, device=self.device)
         model(x, **kwargs).sum().backward()
 
-    def step(self, model: Model, microbatches: int = 1, **kwargs: Any) -> None:
+    def step(self, model: nn.Module, microbatches: int = 1, **kwargs: Any) -> None:
         for _ in range(microbatches):
             self.microbatch(model, **kwargs)
         model.zero_grad()
         self.steps += 1
 
     def trained(
-        self, microbatches: int = 1, steps: int = GOOD_STEPS, **kwargs: Any
+        self,
+        microbatches: int = 1,
+        steps: int = GOOD_STEPS,
+        apply: Callable[..., Any] = fully_shard,
     ) -> Any:
         """Returns a model after some steps that are alike on all ranks."""
-        model = self.shard(**kwargs)
+        shift = torch.ones(4, dtype=torch.bfloat16)
+        blocks = [Scales(gate=4, up=4, shift=shift.clone()) for _ in range(3)]
+        model: Any = Chain(*blocks).to(self.device)
+        for block in blocks:
+            apply(block)
+        model = apply(model)
         for _ in range(steps):
             self.step(model, microbatches)
         self.steps = 0
@@ -117,82 +114,21 @@ class Rank:
 
 # How ranks drift #
 
-# What comes of it
-ALL_RAISE, OTHERS_RAISE = "all raise", "others raise"
-TIME_OUT, NOT_SEEN, FINE = "time limit", "not seen", "fine"
-MODES = ("1", "always")  # by default, and where ranks always compare
+
+def other_step(odd: dict[str, Any], **trained: Any) -> Callable[[Rank], None]:
+    """The odd rank's step is another, after steps that were alike."""
+
+    def run(rank: Rank) -> None:
+        model = rank.trained(**trained)
+        alike = {"microbatches": trained.get("microbatches", 1)}
+        for _ in range(2):
+            rank.step(model, **alike | (odd if rank.is_odd else {}))
+
+    return run
 
 
-class Case(NamedTuple):
-    run: Callable[[Rank], None]
-    outcomes: dict[str, str]  # by mode
-    says: str  # what errors say where all ranks raise
-
-
-CASES: dict[str, Case] = {}
-
-
-def case(by_default: str, says: str = "") -> Callable[..., Any]:
-    """Makes a case of a function: where ranks always compare, all may raise."""
-
-    def add(run: Callable[[Rank], None]) -> Callable[[Rank], None]:
-        always = ALL_RAISE if says else by_default
-        outcomes = dict(zip(MODES, (by_default, always), strict=True))
-        CASES[run.__name__] = Case(run, outcomes, says)
-        return run
-
-    return add
-
-
-@case(TIME_OUT, says=r"layers.2.gate gets a gradient.* gets no gradient, .* on rank 1")
-def parameter_later(rank: Rank) -> None:
-    """It skips a parameter, after steps that were alike."""
-    model = rank.trained()
-    for _ in range(2):
-        rank.step(model, used=NAMES[1:] if rank.is_odd else NAMES)
-
-
-@case(
-    TIME_OUT, says=r"'layers.1' .* as number 2 on rank 0; .*'layers.2' .* number 3 on"
-)
-def unit_later(rank: Rank) -> None:
-    """It skips a unit, after such steps."""
-    model = rank.trained()
-    for _ in range(2):
-        rank.step(model, skipped=(1,) if rank.is_odd else ())
-
-
-@case(
-    TIME_OUT, says=r"'layers.2' .* as number 3 on rank 0; .*'layers.1' .* number 2 on"
-)
-def unit_at_first(rank: Rank) -> None:
-    """It skips the last unit from the first step on."""
-    model = rank.trained(steps=0)
-    rank.step(model, skipped=(2,) if rank.is_odd else ())
-
-
-@case(NOT_SEEN, says=r"'layers.1' .* as number 2 on rank 0; .*'layers.0' .* number 3")
-def replicated_unit_later(rank: Rank) -> None:
-    """It skips a unit of `replicate`, after such steps."""
-    model = rank.trained(apply=replicate)
-    for _ in range(2):
-        rank.step(model, skipped=(1,) if rank.is_odd else ())
-
-
-@case(NOT_SEEN, says=r"has earlier gradients .* on rank 0; .* has no earlier .* rank 1")
-def microbatch(rank: Rank) -> None:
-    """It skips a microbatch, where each microbatch reduces."""
-    model = rank.trained(microbatches=2)
-    for _ in range(2):
-        rank.step(model, microbatches=1 if rank.is_odd else 2)
-
-
-@case(
-    TIME_OUT,
-    says=r"'layers.2' is reduced .* on rank 0; unit 'layers.0' is gathered .* rank",
-)
 def sync_of_a_microbatch(rank: Rank) -> None:
-    """It has gradient sync off where the others sync."""
+    """The odd rank has gradient sync off where the others sync."""
     model = rank.trained()
     for _ in range(2):
         model.set_requires_gradient_sync(not rank.is_odd)
@@ -201,9 +137,8 @@ def sync_of_a_microbatch(rank: Rank) -> None:
         rank.step(model)
 
 
-@case(TIME_OUT, says="is gathered")
 def prefetch(rank: Rank) -> None:
-    """It gathers ahead in backward, where the others do not."""
+    """The odd rank gathers ahead in backward, where the others do not."""
     model = rank.trained()
     if not rank.is_odd:
         set_backward_prefetch(model, None)
@@ -211,22 +146,15 @@ def prefetch(rank: Rank) -> None:
         rank.step(model)
 
 
-@case(OTHERS_RAISE)
-def fewer_steps(rank: Rank) -> None:
-    """It has data for fewer steps, and ends."""
-    model = rank.trained()
-    for _ in range(1 if rank.is_odd else 2):
-        rank.step(model)
+def step_given_up(rank: Rank) -> None:
+    """The odd rank's batch is too large for its memory: it goes on with the next."""
 
+    def out_of_memory(*args: Any) -> None:
+        raise torch.OutOfMemoryError("on purpose")
 
-@case(
-    TIME_OUT, says=r"'layers.2' is gathered .* on rank 0; unit 'layers.0' is gathered"
-)
-def step_given_up_by_one_rank(rank: Rank) -> None:
-    """It gives up a step (out of memory) and goes on with the next."""
     model = rank.trained()
-    if rank.is_odd:  # as if its batch had been too large, and goes on with the next
-        handle = model.layers[1].register_forward_pre_hook(_out_of_memory)
+    if rank.is_odd:
+        handle = model[1].register_forward_pre_hook(out_of_memory)
         try:
             rank.step(model)
         except torch.OutOfMemoryError:
@@ -237,52 +165,74 @@ def step_given_up_by_one_rank(rank: Rank) -> None:
         rank.step(model)
 
 
-def _out_of_memory(*args: Any) -> None:
-    raise torch.OutOfMemoryError("on purpose")
-
-
-@case(FINE)
-def units_sharded_in_another_order(rank: Rank) -> None:
-    """It calls `fully_shard` on the blocks in another order."""
-    model = Model()
-    for layer in [*model.layers][:: -1 if rank.is_odd else 1]:
-        fully_shard(layer)
-    rank.step(fully_shard(model))
-
-
-@case(OTHERS_RAISE)
-def root_sharded_first(rank: Rank) -> None:
-    """It calls `fully_shard` on the root first."""
-    model = Model()
-    if rank.is_odd:
-        fully_shard(model)
-    rank.step(rank.shard(model))
-
-
-@case(OTHERS_RAISE)
 def dies_in_backward(rank: Rank) -> None:
-    """It dies in backward."""
     model = rank.trained()
     if rank.is_odd:
-        model.layers[1].register_full_backward_pre_hook(lambda *_: os._exit(3))
+        model[1].register_full_backward_pre_hook(lambda *_: os._exit(3))
     rank.step(model)
+
+
+@dataclass(frozen=True)
+class Case:
+    run: Callable[[Rank], None]
+    # Regex of what all ranks raise if they always compare; empty: the same as by default
+    says: str = ""
+    # By default, ranks wait for one another until their time limit, but for those that
+    # the odd one leaves behind: then these are the steps that each has done until then
+    is_left_after: tuple[int, int] | None = None
+
+
+CASES = {
+    "parameter_skipped": Case(
+        other_step({"used": ("up", "shift")}),
+        r"2.gate gets a gradient.* gets no gradient, .* on rank 1",
+    ),
+    "unit_skipped": Case(
+        other_step({"run": (0, 2)}),
+        r"'1' .* on ranks? 0[^;]*; .*'2' .* on rank 1",
+    ),
+    "unit_skipped_at_first": Case(
+        other_step({"run": (0, 1)}, steps=0),
+        r"'2' .* on ranks? 0[^;]*; .*'1' .* on rank 1",
+    ),
+    # All-reduces of units of one size meet unnoticed, until a rank has none left
+    "replicated_unit_skipped": Case(
+        other_step({"run": (0, 2)}, apply=replicate),
+        r"'1' .* on ranks? 0[^;]*; .*'0' .* on rank 1",
+        is_left_after=(1, 2),
+    ),
+    "microbatch_skipped": Case(
+        other_step({"microbatches": 1}, microbatches=2),
+        r"has earlier gradients .* on ranks? 0[^;]*; .* has no earlier .* rank 1",
+        is_left_after=(1, 2),
+    ),
+    "sync_of_a_microbatch": Case(
+        sync_of_a_microbatch,
+        r"'2' is reduced .* on ranks? 0[^;]*; unit '0' is gathered .* rank",
+    ),
+    "prefetch": Case(prefetch, "is gathered"),
+    "step_given_up": Case(
+        step_given_up,
+        r"'2' is gathered .* on ranks? 0[^;]*; unit '0' is gathered",
+    ),
+    "dies_in_backward": Case(dies_in_backward, is_left_after=(0, 0)),
+}
 
 
 # Running them #
 
 
-def run_rank(name: str, mode: str, number: int, folder: Path) -> None:
+def run_rank(name: str, number: int, folder: Path) -> None:
     # Anew after the fork, before threads of autograd do so, which may abort since 2.15
     torch.set_num_threads(1)
-    os.environ[SWITCH] = mode
-    run, outcomes, _ = CASES[name]
-    rank, found = Rank(number, hangs=outcomes[mode] == TIME_OUT), {}
+    hangs = CASES[name].is_left_after is None
+    rank, found = Rank(number, torch.device("cpu"), hangs), {}
     store = dist.FileStore(str(folder / "store"), RANKS)
     dist.init_process_group(
         "gloo", store=store, rank=number, world_size=RANKS, timeout=TIME_LIMIT
     )
     try:
-        run(rank)
+        CASES[name].run(rank)
     except Exception as error:
         lines = [str(error), *getattr(error, "__notes__", ())]
         found["error"] = f"{type(error).__name__}: " + "\n".join(lines)
@@ -290,14 +240,14 @@ def run_rank(name: str, mode: str, number: int, folder: Path) -> None:
     (folder / f"{number}.json").write_text(json.dumps(found))
 
 
-def start(name: str, mode: str, number: int, folder: Path) -> None:
+def start(name: str, number: int, folder: Path) -> None:
     if os.fork():
         return
     try:
         # What a backend says as it aborts the process
         log = os.open(folder / f"{number}.log", os.O_CREAT | os.O_WRONLY)
         os.dup2(log, 2)
-        run_rank(name, mode, number, folder)
+        run_rank(name, number, folder)
     finally:
         os._exit(0)  # as one that fails, without a word to the others
 
@@ -310,23 +260,21 @@ def found_in(folder: Path, number: int) -> dict[str, Any]:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as root:
-        folders = {run: Path(root) / "-".join(run) for run in product(CASES, MODES)}
-        running = 0
-        for run, folder in folders.items():
+        folders = {name: Path(root) / name for name in CASES}
+        for name, folder in folders.items():
             folder.mkdir()
             for number in range(RANKS):
-                if running == AT_ONCE * RANKS:
-                    os.wait()
-                    running -= 1
-                start(*run, number, folder)
-                running += 1
-        while running:
+                start(name, number, folder)
+        for _ in range(RANKS * len(CASES)):  # most of them wait most of the time
             os.wait()
-            running -= 1
-        found = [
-            [*run, [found_in(f, i) for i in range(RANKS)]] for run, f in folders.items()
-        ]
-    print(json.dumps(found))
+        print(
+            json.dumps(
+                {
+                    name: [found_in(folder, number) for number in range(RANKS)]
+                    for name, folder in folders.items()
+                }
+            )
+        )
 
 
 if __name__ == "__main__":

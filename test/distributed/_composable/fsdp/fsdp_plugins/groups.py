@@ -5,7 +5,6 @@ between backward and the all-reduce, hooks of state dicts, and changes that come
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -13,13 +12,10 @@ from unittest import mock
 
 from fsdp_common.parity_layers import (
     batch_of,
-    BF16,
     digest,
-    FP32,
     gradients,
     groups_of,
     Layer,
-    local_of,
     loss_of,
     parameters,
     Record,
@@ -46,7 +42,6 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.tensor import DTensor
 
 
 # Dtypes #
@@ -61,38 +56,23 @@ def init_like_a_plugin(group: FSDPParamGroup) -> None:
     group._reduce_dtype = trained[0].reduce_dtype if trained else None
 
 
-def train_with_replaced_init(
-    place: Place, policy: str, init: Callable[[FSDPParamGroup], None], calls: list[Any]
-) -> Record:
-    # Saved and put back by hand, as they do at import
-    original, model = FSDPParamGroup._init_mp_dtypes, place.of_kind(policy)
-
-    def replacement(group: FSDPParamGroup) -> None:
-        init(group)
-        calls.append((group._module_fqn, str(group._reduce_dtype)))
-
-    FSDPParamGroup._init_mp_dtypes = replacement
-    try:
-        record = train(model, place)
-        model.unshard()  # may set up again
-        model.reshard()
-    finally:
-        FSDPParamGroup._init_mp_dtypes = original
-    return record
-
-
 @of_both_kinds
 def replaced_init_mp_dtypes(place: Place) -> Record:
     """By one that knows of one dtype for all, and by one that calls the original."""
-    calls: list[Any] = []
-    record: Record = {"calls": calls}
-    record["plain"] = {name: train(place.of_kind(name), place) for name in POLICIES}
+    record: Record = {"plain": train(place.of_kind("bf16_reduce_fp32"), place)}
+    units: list[str] = []
     for init in (init_like_a_plugin, FSDPParamGroup._init_mp_dtypes):
-        record[init.__name__] = {
-            name: train_with_replaced_init(place, name, init, calls)
-            for name in POLICIES
-        }
-    return record
+
+        def replacement(group: FSDPParamGroup, init: Any = init) -> None:
+            init(group)
+            units.append(group._module_fqn)
+
+        model = place.of_kind("bf16_reduce_fp32")
+        with mock.patch.object(FSDPParamGroup, "_init_mp_dtypes", replacement):
+            record[init.__name__] = train(model, place)
+            model.unshard()  # may set up again
+            model.reshard()
+    return record | {"calls": units}
 
 
 def dtypes_of_groups(model: nn.Module) -> list[tuple[str, ...]]:
@@ -105,23 +85,16 @@ def dtypes_of_groups(model: nn.Module) -> list[tuple[str, ...]]:
     ]
 
 
-@scenario
+@of_both_kinds
 def dtypes_of_a_group(place: Place) -> Record:
+    """Of trained, of frozen and of mixed parameters."""
     record: Record = {}
     for policy in POLICIES:
-        for dtype in (FP32, BF16):
-            model = place.sharded(policy, stack((dtype, dtype)))
-            model.blocks[0].requires_grad_(False)
-            one_backward(model, place, 0)
-            record[f"{policy} {dtype}"] = dtypes_of_groups(model)
+        model = place.of_kind(policy)
+        model.blocks[0].requires_grad_(False)
+        one_backward(model, place, 0)
+        record[policy] = dtypes_of_groups(model)
     return record
-
-
-@mixed
-def dtypes_of_a_mixed_group(place: Place) -> Record:
-    model = place.mixed()
-    one_backward(model, place, 0)
-    return {"dtypes": dtypes_of_groups(model)}
 
 
 @scenario
@@ -216,15 +189,12 @@ def drop_in_place(model: Stack) -> None:
 @of_both_kinds
 def list_of_parameters_changed(place: Place) -> Record:
     record: Record = {}
-    changes = (update_weights, reverse, drop_in_place)
-    for change, reshard in itertools.product(changes, (True, False)):
-        model = place.of_kind(reshard_after_forward=reshard)
+    for change in (update_weights, reverse, drop_in_place):
+        model = place.of_kind()
         found = train(model, place)
         change(model)
         found |= {f"changed {name}": bits for name, bits in parameters(model)}
-        found |= train(model, place, steps=range(2, 4))
-        found["places"] = [len(group.fsdp_params) for group in groups_of(model)]
-        record[f"{change.__name__} {reshard}"] = found
+        record[change.__name__] = found | train(model, place, steps=range(2, 4))
     return record
 
 
@@ -245,41 +215,6 @@ def wait_by_hand(group: FSDPParamGroup) -> None:
     group._all_gather_result = None
 
 
-def states_of(group: FSDPParamGroup) -> tuple[Any, ...]:
-    """Returns the state of a group, its parameters, and what is registered."""
-    params = [
-        getattr(p._module_info.module, p._module_info.param_name)
-        for p in group.fsdp_params
-    ]
-    return (
-        group._sharded_state.name,
-        [p.sharded_state.name for p in group.fsdp_params],
-        [isinstance(param, DTensor) for param in params],
-        [tuple(local_of(param).shape) for param in params],
-    )
-
-
-@scenario
-def states_changed_by_hand(place: Place) -> Record:
-    model = place.sharded("bf16_reduce_fp32", reshard_after_forward=2)
-    one_backward(model, place, 0)
-    group = groups_of(model)[1]
-    group.unshard()
-    wait_by_hand(group)
-    seen = [states_of(group)]
-    seen += [digest(param) for param in model.blocks[0].parameters()]
-    group._to_unsharded()  # changes nothing
-    group._to_sharded_post_forward()
-    seen.append(states_of(group))
-    group.unshard()
-    group.wait_for_unshard()
-    seen.append(states_of(group))
-    group._to_sharded()
-    seen.append(states_of(group))
-    model.zero_grad()
-    return train(model, place) | {"seen": seen}
-
-
 def post_forward_by_hand(
     group: FSDPParamGroup, module: nn.Module, input: Any, output: Any
 ) -> Any:
@@ -294,26 +229,21 @@ def post_forward_by_hand(
 
 @scenario
 def replaced_wait_for_unshard_and_post_forward(place: Place) -> Record:
+    """What a replaced forward records is the order in which backward prefetches."""
     record: Record = {}
-    calls: Counter[str] = Counter()
-
-    def wait(group: FSDPParamGroup) -> None:
-        calls["wait"] += 1
-        wait_by_hand(group)
+    orders: list[Any] = []
 
     def post_forward(group: FSDPParamGroup, *args: Any) -> Any:
         output = post_forward_by_hand(group, *args)
         orders.append([g._module_fqn for g in group.comm_ctx.post_forward_order])
-        orders.append([*group._post_forward_indices])
         return output
 
+    new = {"wait_for_unshard": wait_by_hand, "post_forward": post_forward}
     for reshard in (True, False, 2):
-        orders: list[Any] = []
-        new = {"wait_for_unshard": wait, "post_forward": post_forward}
         with mock.patch.multiple(FSDPParamGroup, **new):
             model = place.sharded("bf16", reshard_after_forward=reshard)
-            record[str(reshard)] = train(model, place) | {"orders": orders}
-    return record | {"calls": dict(calls)}
+            record[str(reshard)] = train(model, place)
+    return record | {"calls": orders}
 
 
 # What HSDP keeps #
@@ -345,18 +275,14 @@ CHANGES: dict[str, Callable[[FSDPParamGroup], Any]] = {
 }
 
 
-def train_deferred(place: Place, policy: str, name: str) -> Record:
-    model = place.sharded(policy, mesh=place.pairs)
-    seen: list[Any] = [group._partial_reduce_output for group in groups_of(model)]
-    record = train(model, place, run=deferred(CHANGES[name], seen))
-    return record | {"seen": seen}
-
-
 @scenario
 def partial_reduce_output(place: Place) -> Record:
-    found = {name: train_deferred(place, "none", name) for name in CHANGES}
-    policy = "bf16_reduce_fp32"
-    return found | {policy: train_deferred(place, policy, "replaced")}
+    record: Record = {}
+    for name, change in CHANGES.items():
+        model, seen = place.sharded("bf16_reduce_fp32", mesh=place.pairs), []
+        found = train(model, place, run=deferred(change, seen))
+        record[name] = found | {"seen": seen}
+    return record
 
 
 @mixed
@@ -393,23 +319,20 @@ def partial_reduce_output_set_where_none_is_kept(place: Place) -> Record:
 
 
 @scenario
-def buffers_that_few_read(place: Place) -> Record:
+def all_reduce_state(place: Place) -> Record:
     seen: list[Any] = []
     original = FSDPParamGroup.post_backward
 
     def post_backward(group: FSDPParamGroup, *args: Any) -> None:
         original(group, *args)
-        state = group._all_reduce_state
-        seen.append(describe(state))
-        if state is not None:
+        if (state := group._all_reduce_state) is not None:
             seen.append((digest(state.all_reduce_input), state.event is None))
 
     model = place.sharded("bf16_reduce_fp32", mesh=place.pairs)
-    seen += [describe(group._all_gather_output) for group in groups_of(model)]
     with mock.patch.object(FSDPParamGroup, "post_backward", post_backward):
         record = train(model, place)
-    seen += [describe(group._all_reduce_state) for group in groups_of(model)]
-    return record | {"seen": seen}
+    left = [describe(group._all_reduce_state) for group in groups_of(model)]
+    return record | {"calls": seen, "left": left}
 
 
 # Hooks of state dicts #
@@ -418,21 +341,6 @@ HANDLES = (
     "_module_to_pre_save_state_dict_hook_handle",
     "_module_to_pre_load_state_dict_hook_handle",
 )
-
-
-def handles_of(model: nn.Module) -> dict[str, list[Any]]:
-    """Returns the modules and the kinds of handles that each group has."""
-    names = {module: name for name, module in model.named_modules()}
-    return {
-        attribute: [
-            sorted(
-                (names[module], type(handle).__name__)
-                for module, handle in getattr(group, attribute).items()
-            )
-            for group in groups_of(model)
-        ]
-        for attribute in HANDLES
-    }
 
 
 def kinds_while_unsharded(model: Stack) -> dict[str, str]:
@@ -447,21 +355,18 @@ def kinds_while_unsharded(model: Stack) -> dict[str, str]:
 
 @scenario
 def state_dict_hooks(place: Place) -> Record:
-    """Detaches the first block's, so that it is saved as it is."""
+    """A plugin detaches the first block's, so that it is saved as it is."""
     model = place.sharded()
-    record: Record = {"before": handles_of(model)}
-    record |= train(model, place)
-    record |= {"after": handles_of(model), "kinds": kinds_while_unsharded(model)}
+    record: Record = train(model, place)
+    record["kinds"] = kinds_while_unsharded(model)
+    layer = model.blocks[0].layers[0]
+    group = groups_of(model)[1]
     for attribute in HANDLES:
-        for handle in getattr(groups_of(model)[1], attribute).values():
+        for handle in getattr(group, attribute).values():
             handle.remove()
     record["kinds without"] = kinds_while_unsharded(model)
-    record["left"] = [
-        (len(module._state_dict_pre_hooks), len(module._load_state_dict_pre_hooks))
-        for module in model.modules()
-        if isinstance(module, Layer)
-    ]
-    return record | {"again": train(model, place)}
+    hooks = layer._state_dict_pre_hooks, layer._load_state_dict_pre_hooks
+    return record | {"left": [*map(len, hooks)]}
 
 
 # Late changes #
@@ -502,24 +407,31 @@ class Doubled(torch.Tensor):
 
 @scenario
 def extension_after_lazy_init(place: Place) -> Record:
-    """Comes in the place of a plain parameter's local tensor."""
+    """Replaces a plain parameter's local tensor, and is set up by hand or not."""
     record: Record = {}
-    for is_initialized in (False, True):
+    for is_set_up in (False, True):
         model = place.sharded(model=stack(dim=8))
-        step = lambda i: loss_of(model(batch_of(i, place.rank, dim=8)))  # noqa: B023, E731
-        step(1).backward()
+
+        def backward(step: int, model: Stack = model) -> None:
+            loss_of(model(batch_of(step, place.rank, dim=8))).backward()
+
+        backward(1)
         model.zero_grad()
-        group = groups_of(model)[1]
-        names = [p._module_info.param_name for p in group.fsdp_params]
-        fsdp_param = group.fsdp_params[names.index("weight")]
+        fsdp_param = next(
+            param
+            for param in groups_of(model)[1].fsdp_params
+            if param._module_info.param_name == "weight"
+        )
         sharded = fsdp_param.sharded_param
         sharded._local_tensor = sharded._local_tensor.detach().as_subclass(Doubled)
-        if is_initialized:
+        if is_set_up:
             fsdp_param._init_extensions()
+            backward(2)
+            record |= dict(gradients(model))
+            continue
         try:
-            for i in (2, 3):
-                step(i).backward()
-            record[f"{is_initialized}"] = dict(gradients(model))
-        except Exception as error:  # of each release another
-            record[f"{is_initialized}"] = {"raised": isinstance(error, Exception)}
+            backward(2)
+        except AttributeError as error:
+            # Where an extension keeps its metadata
+            record["refused"] = "_extensions_data" in str(error)
     return record

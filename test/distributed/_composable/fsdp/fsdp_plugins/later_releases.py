@@ -180,11 +180,11 @@ def outputs_that_an_extension_releases(place: Place) -> Record:
     return record
 
 
-# What others put in place of a step #
+# Steps that a plugin replaces #
 
 
 @since_2_15
-def steps_of_ones_own(place: Place) -> Record:
+def replaced_steps(place: Place) -> Record:
     """Of mixed units, those of the reduction alone: what is gathered has one dtype."""
     calls = {"outputs": 0, "inputs": 0}
 
@@ -270,7 +270,7 @@ def unused_without_a_dtype(place: Place) -> Record:
     model = place.sharded(model=set_grad_dtypes(stack(), None))
     model.set_reduce_scatter_unused_params(True)
     error = error_of(lambda: one_backward(model, place, 0))
-    return {"raised": "requires an explicit" in str(error)}
+    return {"names the dtype": "grad_dtype" in str(error)}
 
 
 # Types of what ranks hold (2.14) #

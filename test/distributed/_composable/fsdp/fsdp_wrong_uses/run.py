@@ -6,15 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from fsdp_common.comms import BF16, FP32
+
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 
-BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
-INT32, FP8 = torch.int32, torch.float8_e4m3fn
+INT32 = torch.int32
 # Divides by no number of ranks, so that one of 4 has no row
 DIM = 6
 
@@ -32,6 +35,15 @@ class Scaled(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (x.to(self.weight.dtype) @ self.weight).to(FP32) * self.gain
+
+
+class OwnReduction(ReduceScatter):
+    """Has no ``exchange``, which ``grad_comm_dtype`` needs."""
+
+    allocate = DefaultReduceScatter.allocate
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return DefaultReduceScatter()(*args, **kwargs)
 
 
 @dataclass
@@ -98,7 +110,7 @@ class WrongUse(NamedTuple):
 
 
 class Errors(dict[str, WrongUse]):
-    """By the name of a case: what it raises. There is one for each phase of training."""
+    """What each case raises, by its name."""
 
     def add(self, kind: type[Exception], text: str, **cases: Case) -> None:
         for name, case in cases.items():

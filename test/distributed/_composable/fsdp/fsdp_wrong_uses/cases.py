@@ -1,0 +1,424 @@
+"""
+The table of wrong uses that are found in training: what each raises, and how. What is
+refused at once is in ``test_fully_shard_bad_input.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fsdp_common.comms import BF16, FP8, FP16, FP64
+from fsdp_parity.models import Extended
+from fsdp_wrong_uses.run import Case, DIM, Errors, INT32, Run, Scaled
+
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import (
+    MixedPrecisionPolicy,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
+from torch.func import functional_call
+
+
+CASES = Errors()
+
+# Found between `fully_shard` and the end of the first forward, or by a load #
+
+
+def changed(change: Callable[[Run, Scaled], object], call: str = "forward") -> Case:
+    """Of a model whose second block is changed after `fully_shard`."""
+
+    def case(run: Run) -> Callable[[], object]:
+        model = run.model()
+        change(run, run.blocks[1])
+        if call == "unshard":
+            return run.blocks[1].unshard
+        return lambda: model(run.input())
+
+    return case
+
+
+def replaced(value: Callable[[Run], Any], *calls: str) -> Case:
+    def change(run: Run, block: Scaled) -> None:
+        for call in calls:
+            getattr(block, call)()
+        del block.gain
+        block.gain = value(run)
+
+    return changed(change)
+
+
+def with_data(data: Callable[[Run, torch.Tensor], torch.Tensor]) -> Case:
+    def change(run: Run, block: Scaled) -> None:
+        block.gain.data = data(run, block.gain.data)
+
+    return changed(change)
+
+
+def with_shard(numel: int) -> Case:
+    def change(run: Run, block: Scaled) -> None:
+        block.gain._local_tensor = run.ones(numel)
+
+    return changed(change)
+
+
+ON_META = (
+    "FSDP parameters should be materialized from meta device before training, but the "
+    "following were still on meta device: [{}]…Call module.to_empty(device=...)"
+)
+CASES.add(
+    RuntimeError,
+    ON_META.format("'1.weight', '1.gain'"),
+    meta_at_forward=changed(lambda run, block: block.to("meta")),
+)
+CASES.add(
+    RuntimeError,
+    ON_META.format("'weight of FSDPScaled', 'gain of FSDPScaled'"),
+    meta_at_unshard=changed(lambda run, block: block.to("meta"), "unshard"),
+)
+CASES.add(
+    RuntimeError,
+    "1.gain is torch.float32 [… with a shard that is …Resize it before fully_shard",
+    resized=with_data(lambda run, data: run.ones(7)),
+    larger_shard=with_shard(7),
+    smaller_shard=with_shard(1),
+    replicated=replaced(lambda run: nn.Parameter(run.replicated())),
+)
+CASES.add(
+    RuntimeError,
+    "1.gain is torch.bfloat16 [6] with a shard that is torch.float32…cast it by "
+    "module.to(dtype)",
+    data_is_cast=with_data(lambda run, data: data.to(BF16)),
+)
+CASES.add(
+    AttributeError,
+    "1.gain must be the DTensor that fully_shard made of it…Replace or delete it before "
+    "fully_shard",
+    plain_parameter=replaced(lambda run: nn.Parameter(run.ones(DIM))),
+    plain_tensor_after_unshard=replaced(
+        lambda run: run.ones(DIM), "unshard", "reshard"
+    ),
+    deleted=changed(lambda run, block: delattr(block, "gain")),
+)
+
+
+def loads_plain_tensor(run: Run) -> Callable[[], object]:
+    model = run.trained()
+    state = model.state_dict() | {"1.gain": run.ones(DIM)}
+    return lambda: model.load_state_dict(state, assign=True)
+
+
+CASES.add(
+    AttributeError,
+    "1.gain must be the DTensor that fully_shard made of it…by set_model_state_dict",
+    loads_plain_tensor=loads_plain_tensor,
+)
+
+
+def functional_call_first(run: Run) -> Callable[[], object]:
+    model = run.model()
+    computed = {"1.gain": model[1].gain * 2}
+    return lambda: functional_call(model, computed, (run.input(),))
+
+
+CASES.add(
+    RuntimeError,
+    "1.gain is computed from other tensors…run a forward before a functional_call",
+    functional_call_first=functional_call_first,
+)
+CASES.add(
+    ValueError,
+    "grad_dtype of 1.gain is torch.int32…set a floating-point dtype",
+    integer_grad_dtype=changed(
+        lambda run, block: setattr(block.gain, "grad_dtype", INT32)
+    ),
+)
+
+
+def foreign_prefetch(run: Run) -> Callable[[], object]:
+    model = run.model()
+    other = run.fully_shard(Scaled().to(run.device))
+    run.blocks[0].set_modules_to_forward_prefetch([other])
+    return lambda: model(run.input())
+
+
+CASES.add(
+    AttributeError,
+    "A unit cannot be prefetched before a root…prefetch units of the same root",
+    foreign_prefetch=foreign_prefetch,
+)
+
+# Found in a step #
+
+
+def in_hook(change: Callable[[Run, nn.Parameter], object]) -> Case:
+    """Of a step in which a hook changes a gradient of the second block."""
+
+    def case(run: Run) -> Callable[[], object]:
+        model = run.trained(reshard_after_forward=False)
+        loss = model(run.input()).sum()
+        param = run.blocks[1].gain
+        handle = param.register_post_accumulate_grad_hook(lambda p: change(run, p))
+        param.grad_dtype = None
+
+        def undo() -> None:
+            handle.remove()
+            param.grad_dtype = param.dtype
+
+        run.undo = undo
+        return loss.backward
+
+    return case
+
+
+def hook_sets(grad: Callable[[Run], torch.Tensor]) -> Case:
+    def change(run: Run, param: nn.Parameter) -> None:
+        param.grad = None
+        param.grad = grad(run)
+
+    return in_hook(change)
+
+
+def hook_resizes(run: Run, param: nn.Parameter) -> None:
+    param.grad.data = run.ones(9)
+
+
+CASES.add(
+    RuntimeError,
+    "The gradient of 1.gain is a torch.strided Tensor [9], not a dense tensor [6]: look "
+    "for a hook",
+    gradient_of_another_size=in_hook(hook_resizes),
+)
+CASES.add(
+    RuntimeError,
+    "The gradient of 1.gain is a torch.sparse_coo…nn.Embedding(sparse=True)",
+    sparse_gradient=hook_sets(lambda run: run.ones(DIM).to_sparse()),
+)
+CASES.add(
+    RuntimeError,
+    "The gradient of 1.gain is a torch.strided DTensor [6], not a dense tensor",
+    distributed_gradient=hook_sets(lambda run: run.replicated()),
+)
+CASES.add(
+    RuntimeError,
+    "Raised while reducing the gradients of 1.gain in torch.int32…set reduce_dtype to "
+    "torch.float32",
+    integer_gradient=hook_sets(lambda run: run.ones(DIM, dtype=INT32)),
+)
+
+
+class Narrow(Scaled):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.narrow.to(x.dtype)
+
+
+def float8_parameter(run: Run) -> Callable[[], object]:
+    narrow = nn.Parameter(run.ones(DIM, dtype=FP8))
+    model = run.fully_shard(Narrow(narrow=narrow).to(run.device))
+    return lambda: run.step(model)
+
+
+CASES.add(
+    NotImplementedError,
+    "Raised while reducing the gradients of narrow in torch.float8_e4m3fn…set "
+    "reduce_dtype to torch.float32",
+    float8_parameter=float8_parameter,
+)
+
+
+def on_sharded(grad: Callable[[Run, Any], torch.Tensor]) -> Case:
+    """Of a step that finds a gradient on the sharded parameter."""
+
+    def case(run: Run) -> Callable[[], object]:
+        model = run.trained()
+        param = run.blocks[1].gain
+        param.grad_dtype = None
+        param.grad = grad(run, param)
+
+        def undo() -> None:
+            param.grad = None
+            param.grad_dtype = param.dtype
+
+        run.undo = undo
+        return lambda: run.step(model)
+
+    return case
+
+
+CASES.add(
+    AssertionError,
+    "The gradient of 1.gain is a Tensor: set the gradient of a sharded parameter to a "
+    "DTensor",
+    plain_gradient_of_shard=on_sharded(lambda run, param: run.ones(DIM)),
+)
+CASES.add(
+    RuntimeError,
+    "Raised while reducing the gradients of 1.gain in torch.float32",
+    whole_gradient_of_shard=on_sharded(lambda run, param: run.replicated()),
+    integer_gradient_of_shard=on_sharded(
+        lambda run, param: run.like(param, param.to_local().detach().to(INT32))
+    ),
+)
+
+
+def cast_between_steps(run: Run) -> Callable[[], object]:
+    model = run.trained()
+    run.blocks[1].to(FP64)
+    return lambda: model(run.input())
+
+
+def loads_another_dtype(run: Run) -> Callable[[], object]:
+    model = run.trained()
+    state = dict(model.state_dict())
+    state["1.weight"] = state["1.weight"].to(FP16)
+    model.load_state_dict(state, assign=True)
+    return lambda: model(run.input())
+
+
+def data_is_cast(has_grad: bool) -> Case:
+    def case(run: Run) -> Callable[[], object]:
+        model = run.trained()
+        if has_grad:
+            run.step(model)
+        gain = run.blocks[1].gain
+        gain.data = gain.data.to(BF16)
+        return lambda: run.step(model)
+
+    return case
+
+
+CASES.add(
+    RuntimeError,
+    "1.weight was gathered in torch.bfloat16 before, but is now …only before its first "
+    "forward",
+    cast_between_steps=cast_between_steps,
+    loads_another_dtype=loads_another_dtype,
+)
+CASES.add(
+    RuntimeError,
+    "Raised while reducing the gradients of 1.gain in torch.float32",
+    data_is_cast_without_gradient=data_is_cast(False),
+)
+CASES.add(
+    RuntimeError,
+    "1.gain is torch.bfloat16 now, but its shard is torch.float32…cast a model",
+    data_is_cast_with_gradient=data_is_cast(True),
+)
+
+# What a custom collective allocates
+ALLOCATES: dict[str, Callable[..., Any]] = {
+    "too_little": lambda n, **like: torch.empty(n - 1, **like),
+    "too_much": lambda n, **like: torch.empty(n + 1, **like),
+    "on_meta": lambda n, **like: torch.empty(n, **like | {"device": "meta"}),
+    "doubles": lambda n, **like: torch.empty(n, **like | {"dtype": FP64}),
+}
+
+
+def allocating(setter: str, kind: type, what: str) -> Case:
+    """Of a step in which a custom collective allocates something else."""
+    allocate = ALLOCATES[what]
+
+    class Custom(kind):  # type: ignore[misc, valid-type]
+        def allocate(self, size: Any, *, dtype: Any, device: Any) -> Any:
+            return allocate(size[0], dtype=dtype, device=device)
+
+    def case(run: Run) -> Callable[[], object]:
+        model = run.trained()
+        set_comm = getattr(run.blocks[1], setter)
+        set_comm(Custom())
+        run.undo = lambda: set_comm(kind())
+        return lambda: run.step(model)
+
+    return case
+
+
+for _kind, _setter, _names in (
+    (DefaultAllGather, "set_custom_all_gather", ["doubles"]),
+    (DefaultReduceScatter, "set_custom_reduce_scatter", [*ALLOCATES][:3]),
+):
+    CASES.add(
+        ValueError,
+        "Custom.allocate returned …: return …contiguous elements of ",
+        **{f"{_setter}_allocates_{n}": allocating(_setter, _kind, n) for n in _names},
+    )
+
+
+class Unable(DefaultReduceScatter):
+    """Of a backend that has no all-to-all."""
+
+    def exchange(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("Backend mpi does not support alltoall_base")
+
+
+def cannot_exchange(run: Run) -> Callable[[], object]:
+    policy = MixedPrecisionPolicy(grad_comm_dtype=FP64, reduce_dtype=FP64)
+    model = run.model(mp_policy=policy)
+
+    def set_all(kind: type) -> None:
+        for block in run.blocks:
+            block.set_custom_reduce_scatter(kind())
+
+    set_all(Unable)
+    run.undo = lambda: set_all(DefaultReduceScatter)
+    return lambda: run.step(model)
+
+
+CASES.add(
+    RuntimeError,
+    "Raised while reducing the gradients of …1.weight…in torch.float64. If the backend",
+    backend_cannot_exchange=cannot_exchange,
+)
+
+
+def extension(
+    pre: Callable[[torch.Tensor], Any] = lambda whole: ((whole,), None),
+    post: Callable[[torch.Tensor], Any] = lambda values: (values, (values,)),
+) -> Case:
+    """Of a first step with a tensor whose extension returns something else."""
+
+    class Wrong(Extended):
+        def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+            return pre(self.whole_shard())
+
+        def fsdp_post_all_gather(
+            self, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None
+        ) -> Any:
+            return post(outputs[0]) if out is None else None
+
+    def case(run: Run) -> Callable[[], object]:
+        block = Scaled().to(run.device)
+        block.gain = nn.Parameter(Wrong(block.gain.detach()))
+        model = run.fully_shard(nn.Sequential(run.fully_shard(block)))
+        return lambda: run.step(model)
+
+    return case
+
+
+for _kind, _what, _pre in (
+    (TypeError, "none", lambda whole: None),
+    (AttributeError, "numbers", lambda whole: ((1, 2), None)),
+    (ValueError, "nothing", lambda whole: ((), None)),
+    (ValueError, "meta", lambda whole: ((whole.to("meta"),), None)),
+):
+    CASES.add(
+        _kind,
+        "fsdp_pre_all_gather of 0.gain failed, or did not return ((contiguous tensor, "
+        "...), metadata)",
+        **{f"pre_all_gather_returns_{_what}": extension(pre=_pre)},
+    )
+for _kind, _what, _post in (
+    (TypeError, "none", lambda values: None),
+    (RuntimeError, "too_little", lambda values: (values[:1].clone(), (values,))),
+    (ValueError, "meta", lambda values: (values.to("meta"), (values,))),
+    (TypeError, "nothing_to_free", lambda values: (values, None)),
+):
+    CASES.add(
+        _kind,
+        "fsdp_post_all_gather of 0.gain failed, or did not return (tensor, (tensor to "
+        "free, ...))",
+        **{f"post_all_gather_returns_{_what}": extension(post=_post)},
+    )
