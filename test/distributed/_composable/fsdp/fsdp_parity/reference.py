@@ -26,20 +26,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import distribute_tensor, DTensor, Shard
 
 
-# Computes a loss from a model, sharded or not, and a batch
-Run = Callable[[nn.Module, torch.Tensor], torch.Tensor]
-
 # Accelerators may choose other kernels for the same operators
 _IS_EXACT = DEVICE_TYPE == "cpu"
-
-
-def run_model(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return loss_of(model(x))
-
-
-def run_skipping(*parts: int) -> Run:
-    """Returns a run in which no block runs these parts."""
-    return lambda model, x: loss_of(model(x, skip=parts))
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
@@ -109,11 +97,11 @@ class Reference:
             computed.grad_dtype = autograd_dtype(self.policy, param.dtype, is_deferred)
         return self._compute
 
-    def backward(self, batches: Iterable[torch.Tensor], run: Run) -> list[torch.Tensor]:
+    def backward(self, batches: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Adds the gradients of every rank's batch, and returns their losses."""
         model, losses = self.computing(), []
         for x in batches:
-            loss = run(model, x)
+            loss = loss_of(model(x))
             loss.backward()
             losses.append(loss.detach())
             for name, param in model.named_parameters():
@@ -178,11 +166,11 @@ class SideBySide:
         device = self.test.device
         return [batch_of(self._batch, rank).to(device) for rank in range(WORLD_SIZE)]
 
-    def backward(self, run: Run = run_model) -> None:
+    def backward(self) -> None:
         """Runs one microbatch on both, and compares this rank's loss."""
         batches, rank = self.next_batches(), self.test.rank
-        expected = self.reference.backward(batches, run)[rank]
-        loss = run(self.model, batches[rank])
+        expected = self.reference.backward(batches)[rank]
+        loss = loss_of(self.model(batches[rank]))
         self.check_equal(loss.detach(), expected)
         loss.backward()
 
@@ -235,15 +223,15 @@ class SideBySide:
         self.reference.forget()
         self.check_params()
 
-    def train(self, run: Run = run_model, *, steps: int = 2) -> None:
+    def train(self, *, steps: int = 2) -> None:
         for _ in range(steps):
-            self.backward(run)
+            self.backward()
             self.step()
 
-    def accumulate(self, *runs: Run) -> None:
-        """Runs several microbatches and syncs after the last one only."""
-        for i, run in enumerate(runs):
-            is_last = i == len(runs) - 1
+    def accumulate(self, microbatches: int) -> None:
+        """Syncs after the last microbatch only."""
+        for i in range(microbatches):
+            is_last = i == microbatches - 1
             self.model.set_requires_gradient_sync(is_last)
             self.reference.reduces = is_last
-            self.backward(run)
+            self.backward()
