@@ -113,9 +113,7 @@ def full_grad(param: nn.Parameter) -> torch.Tensor | None:
     return None if grad is None else grad.full_tensor().double().cpu()
 
 
-def check_schedule(
-    rank: int, mesh: DeviceMesh, schedule: Sequence[Microbatch]
-) -> None:
+def check_schedule(rank: int, mesh: DeviceMesh, schedule: Sequence[Microbatch]) -> None:
     """Runs the microbatches and compares with the mean of what they gave."""
     model = fully_shard(model_of(SHAPES), mesh=mesh)
     run_backward(model, rank, schedule)
