@@ -189,7 +189,7 @@ class TestExceptions(FSDPProcessTest):
             error = ERRORS[i % len(ERRORS)]
             # No subtest: after a failure this rank would go on where others wait
             with faults.alarms[place].set(error, at), self.assertRaises(error):
-                loss_of(pair.model(pair.next_batches()[self.rank])).backward()
+                loss_of(pair.model(pair.next_batch())).backward()
             self.recover(pair, faults, f"{error.__name__} in {place} {at}")
             pair.train(steps=1)
 
@@ -205,7 +205,7 @@ class TestExceptions(FSDPProcessTest):
             model.set_requires_gradient_sync(True)
             model.set_requires_all_reduce(True)
             with faults.alarms[place].set(Boom, at=2), self.assertRaises(Boom):
-                loss_of(model(pair.next_batches()[self.rank])).backward()
+                loss_of(model(pair.next_batch())).backward()
             self.recover(pair, faults, place)
             pair.train(steps=1)
 
@@ -220,9 +220,7 @@ class TestExceptions(FSDPProcessTest):
         return pair, faults
 
     def recover(self, pair: SideBySide, faults: Faults, after: str) -> None:
-        pair.model.reset_iter_state()
-        pair.model.zero_grad()
-        pair.reference.forget()
+        pair.forget()
         for group in registrations.groups_of(pair.model, "recover"):
             of_step = group._post_forward_indices, group.comm_ctx.reduce_scatter_states
             self.assertEqual(of_step, ([], []), after)

@@ -316,16 +316,6 @@ class TestKeptBetweenSteps(ThreadTest):
             self.assertIs(self.layout(unit), layouts[-1])
         self.assertEqual(len({*map(id, layouts)}), 4)
 
-    def test_unsharded_parameters_follow_requires_grad(self):
-        unit = self.unit(self.SPECS)
-        self.copy_out(unit, self.all_gather(unit))
-        for requires_grad in (True, False, True):
-            unit.fsdp_params[1].sharded_param.requires_grad_(requires_grad)
-            unit._cache.to_state(ShardedState.UNSHARDED)
-            found = [p.unsharded_param.requires_grad for p in unit.fsdp_params]
-            self.assertEqual(found, [True, requires_grad, True])
-            unit._cache.to_state(ShardedState.SHARDED)
-
     def test_each_name_of_a_parameter_is_given_its_states(self):
         plain, other = nn.Linear(6, 4, bias=False), nn.Linear(6, 4)
         other.weight = plain.weight

@@ -56,7 +56,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard, MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_scaling as tree
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_policies import resolve
@@ -109,9 +109,9 @@ def add(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return add(parts[:left]) + add(parts[left:])
 
 
-def given_weight(rank: int, i: int, spec: Spec, batch: int = 0) -> torch.Tensor:
+def given_weight(rank: int, i: int, spec: Spec) -> torch.Tensor:
     """What the ``i``-th parameter gets on a rank: of more magnitudes than fp32 adds."""
-    generator = torch.Generator().manual_seed((rank * 100 + i) * 100 + batch)
+    generator = torch.Generator().manual_seed(rank * 100 + i)
     size = spec.size
     scale = torch.randint(-14, 10, size, generator=generator).double().exp2()
     values = torch.randn(size, generator=generator, dtype=FP64) * scale
@@ -341,12 +341,12 @@ class GradCommTest(ThreadTest):
         return meshes
 
     def backward(
-        self, module: torch.nn.Module, specs: Sequence[Spec], batch: int = 0, **how: Any
+        self, module: torch.nn.Module, specs: Sequence[Spec], **how: Any
     ) -> None:
         weights = []
         for i, spec in enumerate(specs):
             dtype = module.get_parameter(f"p{i}").dtype if "as_stored" in how else BF16
-            weights.append(given_weight(self.rank, i, spec, batch).to(dtype))
+            weights.append(given_weight(self.rank, i, spec).to(dtype))
         module(weights).backward()
 
     def full_grads(self, module: torch.nn.Module) -> list[torch.Tensor]:
@@ -359,13 +359,12 @@ class GradCommTest(ThreadTest):
         *,
         comm: torch.dtype = BF16,
         reduce: torch.dtype = FP32,
-        batch: int = 0,
         divisor: float | None = None,
         ranks: int | None = None,
         compute: torch.dtype | None = BF16,
     ) -> torch.Tensor:
         ranks = ranks or self.world_size
-        weights = [given_weight(rank, i, spec, batch) for rank in range(ranks)]
+        weights = [given_weight(rank, i, spec) for rank in range(ranks)]
         made = [weight.to(compute or spec.dtype) for weight in weights]
         total = add([grad.to(comm).to(reduce) for grad in made])
         return (total / (divisor or ranks)).to(spec.dtype)
@@ -389,7 +388,7 @@ class TestRanks(GradCommTest):
 
     world_size = 7
 
-    @parametrize("ranks", (1, 2, 3, 4, 5, 7))
+    @parametrize("ranks", (1, 4, 7))
     def test_sums_are_those_of_the_tree(self, ranks: int) -> None:
         mesh = DeviceMesh(THREAD_DEVICE_TYPE, torch.arange(ranks))
         if self.rank >= ranks:
@@ -408,7 +407,7 @@ class TestRanks(GradCommTest):
             sent = [("all_to_all", comm, numel)] if ranks > 1 else []
             self.assertEqual(reductions(recorder), sent)
 
-    @parametrize("ranks", (1, 2, 3, 4, 5, 7))
+    @parametrize("ranks", (1, 4, 7))
     @parametrize("is_cast", (True, False))
     def test_one_all_to_all_for_any_mix(self, ranks: int, is_cast: bool) -> None:
         mesh = DeviceMesh(THREAD_DEVICE_TYPE, torch.arange(ranks))
@@ -546,88 +545,18 @@ class TestOneAllToAll(GradCommTest):
             for grad in self.full_grads(module):
                 self.assertEqual({*grad.double().flatten().tolist()}, {value})
 
-    def weight(self, rank: int, i: int, batch: int = 0) -> torch.Tensor:
-        return given_weight(rank, i, self.SPECS[i], batch).to(BF16)
-
-    def test_microbatches_use_what_they_like(self):
-        """Partial reduces of some buckets, with gradients of others."""
-        uses = ((0, 1), (1, 2, 3))
-        for ranks_alike in (True, False):
-            module = self.module(self.meshes()["2x2"])
-            for batch in range(2):
-                module.set_requires_all_reduce(batch == 1)
-                # Replicas may have used other parameters in another order
-                swap = not ranks_alike and self.rank >= 2
-                used = uses[1 - batch if swap else batch]
-                weights = [
-                    self.weight(self.rank, i, batch) if i in used else None
-                    for i in range(len(self.SPECS))
-                ]
-                module(weights).backward()
-            for i, (spec, grad) in enumerate(zip(self.SPECS, self.full_grads(module))):
-                sums = []
-                for replica in (0, 1):
-                    swap = not ranks_alike and replica == 1
-                    ranks = (2 * replica, 2 * replica + 1)
-                    batches = [
-                        add(
-                            [
-                                self.weight(r, i, b).to(sent_in(i)).to(added_in(i))
-                                for r in ranks
-                            ]
-                        )
-                        for b in range(2)
-                        if i in uses[1 - b if swap else b]
-                    ]
-                    sums.append(sum(reversed(batches[:-1]), start=batches[-1]))
-                self.assert_same(grad, (add(sums) / 4).to(spec.dtype))
-
-    def test_gradients_that_have_to_be_cast_first(self):
-        """Added up in fp32 without sync, and sent narrower."""
-        module = self.module()
-        for batch in range(2):
-            module.set_requires_gradient_sync(batch == 1)
-            self.backward(module, self.SPECS, batch)
-        for i, (spec, grad) in enumerate(zip(self.SPECS, self.full_grads(module))):
-            parts = []
-            for rank in range(self.world_size):
-                first, second = (
-                    self.weight(rank, i, b).to(added_in(i)) for b in range(2)
-                )
-                parts.append((first + second).to(sent_in(i)).to(added_in(i)))
-            self.assert_same(grad, (add(parts) / self.world_size).to(spec.dtype))
+    def weight(self, rank: int, i: int) -> torch.Tensor:
+        return given_weight(rank, i, self.SPECS[i]).to(BF16)
 
     def test_settings_that_change_no_bits(self):
-        pinned = THREAD_DEVICE_TYPE != "cpu"
-        offload = {"offload_policy": CPUOffloadPolicy(pin_memory=pinned)}
-        for name, change, kwargs in (
-            *((name, change, {}) for name, change in CHANGE_NO_BITS.items()),
-            ("no reshard", None, {"reshard_after_forward": False}),
-            ("reshard to two", None, {"reshard_after_forward": 2}),
-            ("offload", None, offload),
-        ):
+        for name, change in CHANGE_NO_BITS.items():
             with self.subTest(name):
-                module = self.module(**kwargs)
-                if change is not None:
-                    change(module)
+                module = self.module()
+                change(module)
                 for _ in range(2):  # the second in buffers that are there
                     self.backward(module, self.SPECS)
-                expected = self.expected_mix(self.SPECS)
-                doubled = [grad + grad for grad in expected]
+                doubled = [grad + grad for grad in self.expected_mix(self.SPECS)]
                 self.assert_all_same(self.full_grads(module), doubled)
-
-    def test_zeros_for_what_a_rank_does_not_use(self):
-        module = self.module()
-        module.set_reduce_scatter_unused_params(True)
-        weights: list[torch.Tensor | None] = [None] * len(self.SPECS)
-        used = self.rank % len(self.SPECS)
-        weights[used] = self.weight(self.rank, used)
-        module(weights).backward()
-        ranks = range(self.world_size)
-        for i, (spec, grad) in enumerate(zip(self.SPECS, self.full_grads(module))):
-            parts = [self.weight(rank, i) * (rank == i) for rank in ranks]
-            total = add([part.to(sent_in(i)).to(added_in(i)) for part in parts])
-            self.assert_same(grad, (total / self.world_size).to(spec.dtype))
 
     def test_foreach_reduce_follows_the_policy(self):
         unit = self.unit(self.SPECS, mp_policy=policy())

@@ -1,19 +1,14 @@
 # Owner(s): ["oncall: distributed"]
 
 """
-Gradients of mixed dtypes over shards and replicas: HSDP, replicate, microbatches
-that sync in different ways, and the all-reduce hook. Random schedules, meshes and
-policies are in ``test_fully_shard_random.py``.
-
-Most tests give each rank's gradients directly, see :class:`GivenGrads`: small integers,
-whose mean over ranks and microbatches is exact in any order.
+Gradients of mixed dtypes over shards and replicas: what is all-reduced, what waits for
+a later microbatch, and how long buffers live. Random schedules, meshes and policies are
+in ``test_fully_shard_random.py``, all-reduce hooks in ``test_fully_shard_parity.py``.
 """
 
 from __future__ import annotations
 
-import gc
 import itertools
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,9 +53,6 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp._fully_shard import _fsdp_context, _fsdp_reduce
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
-    DefaultReduceScatter,
-)
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.common_utils import run_tests
 
@@ -121,17 +113,9 @@ def full_grad(param: nn.Parameter) -> torch.Tensor | None:
     return None if grad is None else grad.full_tensor().double().cpu()
 
 
-def check_schedule(
-    rank: int,
-    mesh: DeviceMesh,
-    schedule: Sequence[Microbatch],
-    *,
-    prepare: Callable[[Any], Any] = lambda model: None,
-    scale: float = 1,
-) -> None:
-    """Runs the microbatches and compares with the scaled mean of what they gave."""
+def check_schedule(rank: int, mesh: DeviceMesh, schedule: Sequence[Microbatch]) -> None:
+    """Runs the microbatches and compares with the mean of what they gave."""
     model = fully_shard(model_of(SHAPES), mesh=mesh)
-    prepare(model)
     run_backward(model, rank, schedule)
     for name, param in model.named_parameters():
         grad = full_grad(param)
@@ -140,7 +124,7 @@ def check_schedule(
             continue
         assert grad is not None, f"{name} lost its gradient"
         assert param.grad.dtype == SHAPES[name][1]
-        expected = scale * mean_grad(name, mesh.size(), schedule)
+        expected = mean_grad(name, mesh.size(), schedule)
         assert torch.equal(grad, expected), f"{name}: {grad}, not {expected}"
     group = group_of(model)
     assert not group._partial_reduces and not group.comm_ctx.all_reduce_states
@@ -157,15 +141,6 @@ class TestManyRanks(FSDPThreadTest):
     world_size = 32
 
     @pytest.mark.quick
-    def test_deferred_all_reduces(self):
-        first, second, third = THREE_DIFFERENT
-        for schedule in (
-            [Microbatch(ALL, "scatter"), Microbatch(ALL, "scatter"), Microbatch(ALL)],
-            [*(Microbatch(p, "scatter") for p in (first, second)), Microbatch(third)],
-            [Microbatch(ALL, "scatter"), Microbatch(["fp16"])],
-        ):
-            check_schedule(self.rank, mesh_of(4, 8), schedule)
-
     def test_fp16_neither_overflows_nor_underflows(self):
         """8 before and 4 after: 32 at once would lose one of the two values."""
         large, small = 2.0**13, 2.0**-20
@@ -227,9 +202,8 @@ class TestProcesses(FSDPProcessTest):
                 self.assertEqual(full_grad(model.q), expected)
                 self.assertEqual(model.p.grad.dtype, FP32)
 
-    def test_replicas_use_the_same_parameters_in_another_order(self):
-        """Also if others replace the reduction: it gets no plan, but the same arguments."""
-        self.check_parameters_in_another_order()
+    def test_replaced_reduction_gets_the_arguments_of_the_release(self):
+        """And no plan of the branch, though replicas use parameters in another order."""
         own, calls = param_group.foreach_reduce, []
 
         def foreach_reduce(*args, **kwargs):
@@ -242,33 +216,20 @@ class TestProcesses(FSDPProcessTest):
             return tuple(own(*args, **kwargs))
 
         with mock.patch.object(param_group, "foreach_reduce", foreach_reduce):
-            self.check_parameters_in_another_order()
+            model = fully_shard(
+                model_of(dict.fromkeys("pq", ((4,), FP32))), mesh=hybrid_mesh(2)
+            )
+            for i in range(2):
+                model.set_requires_all_reduce(i == 1)
+                backward(model, **{"pq"[(i + self.rank // 2) % 2]: 1.0})
             *others, last = THREE_DIFFERENT
             schedule = [Microbatch(params, "scatter") for params in others]
             check_schedule(self.rank, hybrid_mesh(2), [*schedule, Microbatch(last)])
-        self.assertGreater(len(calls), 0)
+        for param in model.parameters():
+            self.assertEqual(full_grad(param).tolist(), [1.0] * 4)
+        self.assertGreater(len(calls), 2 + 3)  # one for each bucket
         for found in calls:
             self.assertEqual(found, (len(REDUCE_ARGUMENTS), REDUCE_KEYWORDS))
-
-    def check_parameters_in_another_order(self):
-        """What replicas all-reduce in the end is laid out alike nevertheless."""
-        orders = {False: ("first", "second"), True: ("second", "first")}
-        for last in ((), ("first",), ("first", "second")):
-            shapes = dict.fromkeys(orders[False], ((4,), FP32))
-            model = fully_shard(model_of(shapes), mesh=hybrid_mesh(2))
-            expected = dict.fromkeys(shapes, 0.0)
-            for i in range(2 + bool(last)):
-                is_last = i == 1 + bool(last)
-                model.set_requires_all_reduce(is_last)
-                for rank in range(4):
-                    names = orders[rank >= 2][i : i + 1] if i < 2 else last
-                    value = 2.0 ** (4 * i + rank)
-                    for name in names:
-                        expected[name] += value / 4
-                    if rank == self.rank:
-                        backward(model, **dict.fromkeys(names, value))
-            found = {n: full_grad(p).tolist() for n, p in model.named_parameters()}
-            self.assertEqual(found, {n: [v] * 4 for n, v in expected.items()}, last)
 
     def test_reduce_dtype_that_changes_before_the_all_reduce_is_an_error(self):
         model = model_of({"p": ((4,), FP32)})
@@ -297,50 +258,6 @@ class TestProcesses(FSDPProcessTest):
             self.assertEqual(full_grad(model.p), expected)
             self.assertEqual(group._partial_reduces, {})
             model.zero_grad()
-
-    def test_all_reduce_hook_gets_each_bucket_once(self):
-        seen: list[tuple[torch.dtype, int]] = []
-
-        def double(buffer: torch.Tensor) -> None:
-            seen.append((buffer.dtype, buffer.numel()))
-            buffer.mul_(2)
-
-        for mesh in (hybrid_mesh(2), hybrid_mesh(4)["shard"]):
-            seen.clear()
-            # Native HSDP has a stream of its own for the hook
-            handle = torch.get_device_module(self.device)
-            stream = handle.Stream() if mesh.ndim == 1 else None
-            check_schedule(
-                self.rank,
-                mesh,
-                [Microbatch(ALL)],
-                prepare=lambda m, s=stream: m.set_all_reduce_hook(double, stream=s),
-                scale=2,
-            )
-            shards = mesh.size(-1)
-            numels = dict.fromkeys((FP32, BF16, FP16), 0)
-            for shape, dtype in SHAPES.values():
-                rows = -(-shape[0] // shards)
-                numels[dtype] += rows * torch.Size(shape[1:]).numel()
-            self.assertEqual(seen, [*numels.items()])
-
-    def test_no_buffer_outlives_the_last_microbatch(self):
-        buffers: list[weakref.ref[torch.Tensor]] = []
-
-        class Watched(DefaultReduceScatter):
-            def allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-                buffer = super().allocate(*args, **kwargs)
-                buffers.append(weakref.ref(buffer))
-                return buffer
-
-        model = fully_shard(model_of(SHAPES), mesh=hybrid_mesh(2))
-        model.set_custom_reduce_scatter(Watched())
-        schedule = [Microbatch(p, "scatter") for p in THREE_DIFFERENT]
-        run_backward(model, self.rank, [*schedule, Microbatch(["fp16"])])
-        model.zero_grad()
-        gc.collect()
-        self.assertGreater(len(buffers), 8)
-        self.assertEqual([ref for ref in buffers if ref() is not None], [])
 
 
 class Layers(nn.ModuleList):

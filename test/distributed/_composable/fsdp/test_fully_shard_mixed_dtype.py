@@ -1,14 +1,13 @@
 # Owner(s): ["oncall: distributed"]
 
 """
-Units of fp32, bf16 and fp16 parameters on four ranks, beside the same model unsharded.
-Over two ranks each mode has the bits of the release (``test_fully_shard_parity.py``);
-what is here has no such counterpart: the release makes another sum, or refuses it.
+Mixed units on four ranks where the release has no counterpart: it would lose imaginary
+parts, or refuses to reshard.
 
 Runs with pytest, python or ``torchrun --nproc-per-node 4``.
 """
 
-from collections.abc import Callable
+import itertools
 from typing import Any
 
 import pytest
@@ -17,34 +16,21 @@ from fsdp_common.utils import (
     FSDPProcessTest,
     linear_stack,
     record_collectives,
+    shard_blocks,
+    shard_mesh,
 )
-from fsdp_common.utils import (
-    shard_blocks as shard_children,
-)
-from fsdp_parity.models import BF16, DIM, FP16, FP32, mixed_tower
-from fsdp_parity.modes import shard_last_dim, shard_root_only
-from fsdp_parity.reference import run_model, run_skipping, SideBySide
+from fsdp_parity.models import batch_of, BF16, DIM, FP16, FP32, loss_of
+from fsdp_parity.modes import shard_last_dim
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
 )
-
-
-POLICIES = {
-    "none": MixedPrecisionPolicy(),
-    "param_bf16": MixedPrecisionPolicy(param_dtype=BF16),
-    "reduce_fp32": MixedPrecisionPolicy(reduce_dtype=FP32),
-    "reduce_bf16": MixedPrecisionPolicy(reduce_dtype=BF16),
-    "param_bf16_reduce_fp32": MixedPrecisionPolicy(BF16, FP32),
-    "param_fp16_reduce_bf16": MixedPrecisionPolicy(FP16, BF16),
-    "inputs_not_cast": MixedPrecisionPolicy(BF16, FP32, cast_forward_inputs=False),
-}
 
 
 class ComplexPart(nn.Module):
@@ -65,83 +51,59 @@ class ComplexPart(nn.Module):
 
 
 class TestMixedDtypeTraining(FSDPProcessTest):
-    def side_by_side(self, *args: Any, **kwargs: Any) -> SideBySide:
-        return SideBySide(self, mixed_tower(), *args, **kwargs)
-
-    @parametrize("policy", list(POLICIES))
-    def test_policy(self, policy: str) -> None:
-        self.side_by_side(policy=POLICIES[policy]).train()
+    def train(self, model: nn.Module, **kwargs: Any) -> list[torch.Tensor]:
+        """Returns the parameters after two steps of square layers, each a unit."""
+        shard_blocks(model.to(self.device), mesh=shard_mesh(), **kwargs)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+        for step in range(2):
+            loss_of(model(batch_of(step, self.rank).to(self.device))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [param.full_tensor() for param in model.parameters()]
 
     @pytest.mark.quick
-    def test_resharded_to_two(self) -> None:
-        pair = self.side_by_side(reshard_after_forward=2)
-        pair.train(steps=1)
+    def test_reshards_to_two_ranks_on_another_dim(self) -> None:
+        def train(reshard_after_forward: int | bool) -> list[torch.Tensor]:
+            return self.train(
+                linear_stack([BF16, FP32, FP16], dim=DIM),
+                reshard_after_forward=reshard_after_forward,
+                shard_placement_fn=shard_last_dim,
+            )
+
         with record_collectives() as recorder:
-            pair.backward()
+            actual = train(2)
         sizes = [call.group_size for call in recorder.all_gathers]
-        self.assertEqual(sizes, [4] * 3 + [2] * 3)
-        pair.step()
-        # On another dim: the release's own part of this wants both dims to divide
-        kwargs = {"reshard_after_forward": 2, "shard_placement_fn": shard_last_dim}
-        model = linear_stack([BF16, FP32, FP16], dim=DIM)
-        SideBySide(self, model, shard_children, **kwargs).train()
-
-    @parametrize("policy", ["none", "param_bf16_reduce_fp32"])
-    def test_accumulate_in_turns(self, policy: str) -> None:
-        """
-        Fresh and accumulated gradients meet in one unit, in bf16 and in fp32 if
-        they are reduced in another dtype than computed (pytorch 196996).
-        """
-        pair = self.side_by_side(policy=POLICIES[policy])
-        for _ in range(2):
-            pair.accumulate(run_skipping(1, 2), run_skipping(0, 2), run_skipping(0))
-            pair.step()
-
-    @parametrize("policy", ["none", "param_bf16_reduce_fp32", "reduce_bf16"])
-    def test_unfreeze_after_a_first_forward(self, policy: str) -> None:
-        """What is reduced later is reduced in the policy's dtype (pytorch 186998)."""
-        pair = self.side_by_side(
-            shard_root_only, policy=POLICIES[policy], reshard_after_forward=True
-        )
-        pair.model.requires_grad_(False)
-        self.assertFalse(pair.model(pair.next_batches()[0]).requires_grad)
-        pair.model.requires_grad_(True)
-        pair.reference.model.requires_grad_(True)
-        with record_collectives() as recorder:
-            pair.backward()
-        self.assertEqual(
-            [call.dtype for call in recorder.reduce_scatters],
-            {
-                "none": [FP32, BF16, FP16],
-                "param_bf16_reduce_fp32": [FP32],
-                "reduce_bf16": [BF16],
-            }[policy],
-        )
-        pair.step()
-        pair.train(steps=1)
+        self.assertEqual(sizes, ([4] * 3 + [2] * 3) * 2)
+        self.assertEqual(actual, train(True), atol=0, rtol=0)
 
     @parametrize("reduce_dtype", [None, FP32])
-    def test_complex_parameter(self, reduce_dtype: torch.dtype | None) -> None:
-        """The policy's reduce dtype must not take its imaginary part away."""
+    def test_reduce_dtype_keeps_imaginary_parts(
+        self, reduce_dtype: torch.dtype | None
+    ) -> None:
+        model = ComplexPart().to(self.device)
+        microbatches = range(2)
+        expected: dict[str, torch.Tensor] = {}
+        for name, param in model.named_parameters():
+            expected[name] = torch.zeros_like(param, dtype=torch.complex128)
+        for key in itertools.product(microbatches, range(self.world_size)):
+            loss_of(model(batch_of(*key).to(self.device))).backward()
+            for name, param in model.named_parameters():
+                expected[name] += param.grad / self.world_size
+            model.zero_grad()
         policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
-        pair = SideBySide(self, ComplexPart(), shard_root_only, policy=policy)
+        fully_shard(model, mesh=shard_mesh(), mp_policy=policy)
         with record_collectives() as recorder:
-            pair.accumulate(run_model, run_model)
+            for i in microbatches:
+                model.set_requires_gradient_sync(i == 1)
+                loss_of(model(batch_of(i, self.rank).to(self.device))).backward()
         dtypes = [call.dtype for call in recorder.reduce_scatters]
         real = [FP32] if reduce_dtype else [FP32, BF16]
         self.assertEqual(dtypes, [torch.complex64, *real])
-        self.assertTrue((pair.reference.gradients["pole"].imag != 0).all())
-        pair.step()
-        pair.train()
-
-    @parametrize("mode", [torch.no_grad, torch.inference_mode])
-    def test_inference_before_training(self, mode: Callable[[], Any]) -> None:
-        pair = self.side_by_side()
-        for _ in range(2):
-            x = pair.next_batches()[0]
-            with mode():
-                pair.check_equal(pair.model(x), pair.reference.computing()(x))
-            pair.train(steps=1)
+        self.assertTrue((expected["pole"].imag != 0).all())
+        for name, param in model.named_parameters():
+            grad = param.grad.full_tensor().to(torch.complex128)
+            precision = torch.finfo(param.dtype).eps * 8
+            self.assertEqual(grad, expected[name], atol=precision, rtol=precision)
 
 
 instantiate_parametrized_tests(TestMixedDtypeTraining)

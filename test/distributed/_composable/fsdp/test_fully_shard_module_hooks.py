@@ -15,7 +15,6 @@ import copy
 import functools
 import warnings
 from collections.abc import Callable, Iterator
-from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -245,9 +244,9 @@ class TestRequiresGrad(FakeGroupTest):
         "state dict": lambda model: model.state_dict(),
     }
 
-    def model(self, ranks: tuple[int, ...], reshard_after_forward: Any) -> Any:
+    def model(self, reshard_after_forward: Any) -> Any:
         model: Any = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(3)))
-        mesh = init_device_mesh("cpu", ranks, mesh_dim_names=("r", "s")[-len(ranks) :])
+        mesh = init_device_mesh("cpu", (self.ranks,))
         for unit in (*model[:2], model):
             fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward)
         forward = model[1].forward
@@ -261,8 +260,8 @@ class TestRequiresGrad(FakeGroupTest):
     def test_stays_when_units_reshard(
         self, leave: str, reshard: str, on_shards: bool
     ) -> None:
-        for ranks, after in product([(4,), (2, 2)], [True, False, 2]):
-            model = self.model(ranks, after)
+        for reshard_after_forward in (True, False, 2):
+            model = self.model(reshard_after_forward)
             shards = dict(model.named_parameters())
             for is_trained in (False, True):
                 self.LEAVES_UNSHARDED[leave](model)

@@ -38,7 +38,6 @@ import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
     fully_shard,
     layout_summary,
     MixedPrecisionPolicy,
@@ -232,7 +231,10 @@ class TestExtensions(FSDPThreadTest):
 
 
 class TestGradDtype(FSDPThreadTest):
-    """``grad_dtype`` set on parameters before they are sharded."""
+    """
+    ``grad_dtype`` set on parameters before they are sharded. Microbatches, offload and
+    overrides with it are in ``test_fully_shard_random.py``.
+    """
 
     world_size = 2
 
@@ -287,29 +289,6 @@ class TestGradDtype(FSDPThreadTest):
         self.check(model.a, BF16, 128.0)
         self.check(model.b, FP32, 128.5)
 
-    def test_adds_up_over_backwards_in_that_dtype(self) -> None:
-        for dtype in (FP32, None):
-            model = self.sharded({"a": dtype})
-            for times in (1, 2, 3):
-                self.backward(model)
-                self.check(model.a, FP32, 128.5 * times)
-            model.zero_grad()
-            self.backward(model)
-            self.check(model.a, FP32, 128.5)
-
-    def test_microbatches_without_sync_and_offload(self) -> None:
-        # Without pinned memory, which a CPU-only build has none of
-        policy = CPUOffloadPolicy(pin_memory=False)
-        for kwargs in ({}, {"offload_policy": policy}):
-            model = self.sharded({"a": FP32, "b": None}, **kwargs)
-            for times in (1, 2):
-                for syncs in (False, True):
-                    model.set_requires_gradient_sync(syncs)
-                    self.backward(model)
-                for param in (model.a, model.b):
-                    self.check(param, FP32, 257.0 * times)
-                    self.assertEqual(param.grad.device.type, "cpu")
-
     def test_stays_with_what_replaces_the_sharded_parameter(self) -> None:
         model = self.sharded({"a": FP32, "b": None})
 
@@ -335,16 +314,6 @@ class TestGradDtype(FSDPThreadTest):
         self.backward(model)
         self.check(model.a, FP64, 128.5)
         self.check(model.b, FP32, 128.5)
-
-    def test_with_overrides(self) -> None:
-        model = given(a=BF16, b=BF16, c=FP32)
-        model.a.grad_dtype, model.b.grad_dtype, model.c.grad_dtype = FP32, None, None
-        fully_shard(model, mp_policy=by_name(model, {"a": (None, FP32)}))
-        found = reduced(model, **self.grads("abc"))
-        self.assertEqual(found, [(FP32, 8), (BF16, 4)])
-        self.check(model.a, FP32, 128.5)
-        self.check(model.b, BF16, 128.0)
-        self.check(model.c, FP32, 128.5)
 
 
 class TestNamesKnownInPart(FakeGroupTest):

@@ -28,7 +28,16 @@ from fsdp_common.utils import (
     run_python,
     shard_blocks,
 )
-from fsdp_parity.memory import FP16, MIXED, MODES, UNALIGNED, UNIFORM
+from fsdp_parity.memory import (
+    FOUR,
+    FP16,
+    MIXED,
+    MODES,
+    ODD_NUMEL,
+    ONE_UNIT,
+    UNALIGNED,
+    UNIFORM,
+)
 from fsdp_parity.models import BF16, Extended, extended_stack, Fp8, FP32, HighLow
 from fsdp_parity.modes import STEPS
 from fsdp_parity.params import EXTENSIONS
@@ -109,6 +118,8 @@ class TestParity(TestCase):
         key = f"{kind} {name}"
         found = [of_rank[key] for of_rank in results if key in of_rank]
         self.assertEqual(len(found), 2 if CASES[name].takes_turns else RANKS, key)
+        if CASES[name].refusal is None:
+            self.assertEqual([r["error"] for r in found if "error" in r], [], key)
         return found
 
     def records(self, name: str) -> Iterable[tuple[str, dict[str, Any]]]:
@@ -199,6 +210,7 @@ class TestParity(TestCase):
         kind, name = case.split()
         release = self.by_rank(self.release, "uniform", name)
         for theirs, ours in zip(release, self.by_rank(self.branch, kind, name)):
+            self.assertIn("error", ours)
             (wanted, _), (actual, text) = theirs["error"], ours["error"]
             self.assertEqual(actual, wanted)
             self.assertRegex(" ".join(text.split()), CASES[name].refusal)
@@ -306,6 +318,30 @@ class TestMemory(TestCase):
             # Of two regions of each rank, in the gather buffer and in what takes it
             padding = 2 * 4 * 2 * 15
             self.assertLessEqual(self.branch["unaligned"][mode], most + padding)
+
+    def test_one_unit_takes_at_most_what_the_release_does(self) -> None:
+        for name in ONE_UNIT:
+            nbytes = self.branch["one unit"][name]
+            self.assertLessEqual(nbytes, self.release["one unit"][name], name)
+
+    def test_one_odd_gradient_takes_its_own_bytes_alone(self) -> None:
+        """Itself, its columns of the reduction's input and output, and its shard."""
+        peaks = self.branch["one unit"]
+        columns = ODD_NUMEL * FP32.itemsize
+        own = columns + 2 * columns // RANKS
+        most = peaks["bf16"] + ODD_NUMEL * FP32.itemsize + own
+        self.assertLessEqual(peaks["bf16 and one fp32"], most)
+        # And a copy that the kernel for CPUs makes of what stands in for it
+        most = peaks["fp32"] + ODD_NUMEL * (2 * BF16.itemsize + FP32.itemsize) + own
+        self.assertLessEqual(peaks["fp32 and one bf16"], most)
+
+    def test_a_factor_over_a_single_rank_takes_no_memory(self) -> None:
+        """The release makes a buffer for what is divided, and copies that."""
+        peaks = self.branch["one unit"]
+        self.assertEqual(peaks["one rank, divided"], peaks["one rank"])
+        more = self.release["one unit"]["one rank, divided"] - peaks["one rank"]
+        nbytes = sum(numel_of(spec) * spec[1].itemsize for spec in FOUR[FP32])
+        self.assertGreaterEqual(more, nbytes)
 
 
 def numel_of(spec: tuple[tuple[int, ...], torch.dtype]) -> int:

@@ -98,24 +98,6 @@ class TestReduce(ThreadTest):
         self.assertEqual((all_reduce_input, all_reduce_event, kept), (None, None, None))
         self.assertEqual(grads, [])  # let go of
 
-    def test_adds_to_the_sharded_gradient_that_is_there(self):
-        unit = self.new_unit()
-        for _ in range(3):
-            self.reduce(unit, self.new_grads(), reduce_dtype=FP32)
-        self.assert_reduced(unit, self.SPECS, self.DTYPES, FP32, times=3)
-
-    def test_a_grad_dtype_comes_before_the_original_dtype(self):
-        specs = [Spec((4,), BF16), Spec((4,), BF16)]
-        for orig_dtype in (None, BF16):
-            unit = self.unit(specs)
-            unit.fsdp_params[0].sharded_param.grad_dtype = FP32
-            grads = self.grads(specs, [BF16, BF16])
-            self.reduce(unit, grads, orig_dtype=orig_dtype, reduce_dtype=FP32)
-            for i, dtype in enumerate((FP32, BF16)):
-                expected = self.mean_shard(i, Spec((4,), dtype), BF16, FP32)
-                grad = unit.fsdp_params[i].sharded_param.grad
-                self.assert_same(grad.to_local(), expected)
-
     def test_gradient_that_is_no_dtensor_is_an_error_that_names_the_parameter(self):
         unit = self.new_unit()
         plain = torch.zeros(1, device=self.device)

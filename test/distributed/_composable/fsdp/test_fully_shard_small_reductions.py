@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 from unittest import mock, skipUnless
 
@@ -27,16 +26,13 @@ from fsdp_common.utils import (
     FakeGroupTest,
     FSDPProcessTest,
     FSDPThreadTest,
-    hybrid_mesh,
     mixed_model,
     random_input,
     record_collectives,
     shard_blocks,
-    shard_mesh,
 )
-from fsdp_parity import modes as parity
 from fsdp_parity.memory import peak_nbytes
-from fsdp_parity.models import mixed_tower, Tower, uniform_tower
+from fsdp_parity.modes import differing, Record, train_with
 
 import torch
 import torch.nn as nn
@@ -66,54 +62,40 @@ BLOCKS, DIM = 3, 9
 # MiB: never reached, and one that a few buckets reach
 CAPS = {"at_the_end": 1.0, "now_and_then": 0.002}
 
-# Of `fsdp_parity/modes.py`, what happens to gradients
-UNIFORM = (
-    "fp32 fp16 param_bf16_reduce_fp32 root_only accumulate_in_turns several_backwards "
-    "group_run_in_part frozen unused_by_rank cpu_offload_accumulate divide_fp16 "
-    "two_input_buffers step_in_backward hybrid hybrid_deferred replicate"
+# Of `fsdp_parity/modes.py`, what random cases do not do to gradients
+CASES = (
+    "uniform root_only",
+    "uniform group_run_in_part",
+    "uniform unused_by_rank",
+    "uniform hybrid_deferred",
+    "mixed unfrozen_later",
+    "mixed step_in_backward",
 )
-MIXED = "plain reduce_fp32 accumulate_in_turns shard_last_dim skipped_part "
-MIXED += "unfrozen_later step_in_backward"
-NAMES = [f"uniform_{name}" for name in UNIFORM.split()]
-NAMES += [f"mixed_{name}" for name in MIXED.split()]
 
 
 class TestModes(FSDPProcessTest):
-    """All that FSDP2 can do."""
-
     world_size = 4
 
-    def train(self, name: str, cap: float | None) -> tuple[parity.Record, int]:
+    def train(self, case: str, cap: float | None) -> tuple[Record, int]:
         """Returns the bits, and how many reductions a rank issued."""
-        kind, _, name = name.partition("_")
-        modes = parity.MIXED_MODES if kind == "mixed" else parity.UNIFORM_MODES
-        mode = modes[name]
-        shard = parity.shard_blocks if kind == "mixed" else mode.shard
-
-        def shard_and_cap(model: Tower, **kwargs: Any) -> None:
-            shard(model, **kwargs)
-            set_reduce_bucket_cap(model, cap)
-
-        model = mixed_tower() if kind == "mixed" else uniform_tower(mode.dtype)
-        mesh = hybrid_mesh(2) if mode.is_hybrid else shard_mesh(2)
-        rank = self.rank if mode.is_hybrid else self.rank % 2
-        mode = replace(mode, shard=shard_and_cap)
-        with record_collectives() as seen, mock.patch.object(parity, "STEPS", 2):
-            record = parity.train(mode, model.to(DEVICE_TYPE), mesh, rank, DEVICE_TYPE)
+        with record_collectives() as seen:
+            record = train_with(
+                lambda model: set_reduce_bucket_cap(model, cap), case, self.rank
+            )
         return record, len(seen.reduce_scatters) + len(seen.all_reduces)
 
-    @parametrize("name", NAMES)
-    def test_equals_a_reduction_for_each_unit(self, name: str) -> None:
-        if BACKEND != "gloo" and "hybrid" in name:
+    @parametrize("case", CASES)
+    def test_equals_a_reduction_for_each_unit(self, case: str) -> None:
+        if BACKEND != "gloo" and "hybrid" in case:
             self.skipTest("the backend may add over replicas in another order")
-        expected, most = self.train(name, None)
+        expected, most = self.train(case, None)
         self.assertNotEqual(expected["step 0 loss"], expected["step 1 loss"])
         for cap in CAPS:
-            actual, count = self.train(name, CAPS[cap])
-            self.assertEqual(parity.differing(actual, expected), [])
-            if "root_only" in name or "group" in name or cap == "now_and_then":
+            actual, count = self.train(case, CAPS[cap])
+            self.assertEqual(differing(actual, expected), [])
+            if "root_only" in case or "group" in case or cap == "now_and_then":
                 self.assertLessEqual(count, most)
-            elif "deferred" in name:
+            elif "deferred" in case:
                 self.assertEqual(count, most)
             else:
                 self.assertLess(count, most)
@@ -289,20 +271,6 @@ class TestBackward(JoinTest):
             found = reductions(joined, self.loss(joined).backward)
             self.assertEqual(found, expected)
             self.assert_same_grads(plain, joined)
-
-    def test_hooks_run_once_gradients_are_there(self):
-        plain, joined = self.pair()
-        seen: dict[nn.Module, list[torch.Tensor]] = {plain: [], joined: []}
-        for model, grads in seen.items():
-            for param in model.parameters():
-                param.register_post_accumulate_grad_hook(
-                    lambda p, grads=grads: grads.append(_local(p.grad).clone())
-                )
-            self.loss(model).backward()
-        self.assertEqual(len(seen[plain]), len(seen[joined]))
-        total = [sum(g.double().sum() for g in grads) for grads in seen.values()]
-        self.assertEqual(*total)
-        self.assert_same_grads(plain, joined)
 
     def test_a_mesh_for_each_parameter(self):
         names = ("other", "shard")

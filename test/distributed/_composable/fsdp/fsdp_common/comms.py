@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-FP8, INT64 = torch.float8_e4m3fn, torch.int64
+FP8 = torch.float8_e4m3fn
 # Integers up to here, of at most 64 ranks, sum up exactly in any order, in the
 # gradients' own dtype or in one that holds more
 EXACT = {BF16: 4, FP16: 4, FP32: 4000, FP64: 4000}
@@ -267,12 +267,9 @@ class ThreadTest(FSDPThreadTest):
     def reduce(self, unit: FSDPParamGroup, grads: list[torch.Tensor], **changes: Any):
         return foreach_reduce(**self.reduce_arguments(unit, grads, **changes))
 
-    def assert_reduced(
-        self, unit, specs, dtypes, reduce_dtype, *, times: int = 1, **how: Any
-    ) -> None:
+    def assert_reduced(self, unit, specs, dtypes, reduce_dtype, **how: Any) -> None:
         for i, (fsdp_param, spec) in enumerate(zip(unit.fsdp_params, specs)):
             expected = self.mean_shard(i, spec, dtypes[i], reduce_dtype, **how)
-            expected = sum([expected] * (times - 1), start=expected)
             grad = fsdp_param.sharded_param.grad
             self.assertEqual(grad.size(), spec.size)
             self.assert_same(grad.to_local(), expected)

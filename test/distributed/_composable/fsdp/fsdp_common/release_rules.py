@@ -65,25 +65,6 @@ def reduce_dtypes(
     return sorted(found, key=lambda dtype: (-dtype.itemsize, str(dtype)))
 
 
-def autograd_dtype(
-    policy: MixedPrecisionPolicy, stored: torch.dtype, is_deferred: bool
-) -> torch.dtype | None:
-    """
-    Returns what autograd casts the gradients of a parameter's uses to before it adds
-    them up, None if to nothing.
-
-    Args:
-        is_deferred: Whether the gradient is reduced after this backward, or meets one
-            that an earlier backward left.
-    """
-    if not FOLLOWS_GRAD_DTYPE or not stored.is_floating_point:
-        return None
-    wanted, computed = reduce_dtype(policy, stored), compute_dtype(policy, stored)
-    if is_deferred and wanted.itemsize > computed.itemsize:
-        return None
-    return wanted
-
-
 # What `foreach_reduce` is called with by position, in order
 REDUCE_ARGUMENTS = [
     "fsdp_params",

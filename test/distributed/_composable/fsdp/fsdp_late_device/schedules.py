@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+from fsdp_common.comms import GivenGrads
 from fsdp_common.release_rules import FOLLOWS_GRAD_DTYPE
 from fsdp_common.utils import CastLinear, MixedBlock
 from fsdp_late_device.queues import Recording
@@ -20,16 +21,14 @@ from fsdp_late_device.record import Rank
 from fsdp_late_device.record import record as record_program
 
 import torch
-import torch.distributed.fsdp as fsdp_package
 import torch.nn as nn
-from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
-    BackwardPrefetch,
     CPUOffloadPolicy,
     fully_shard,
     MixedPrecisionPolicy,
-    share_comm_ctx,
+    set_coalesced_collectives,
+    set_reduce_bucket_cap,
 )
 from torch.distributed.fsdp._fully_shard import (
     _fsdp_collectives as collectives,
@@ -39,7 +38,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
     ShardPlacementResult,
 )
 from torch.distributed.tensor import Shard
-from torch.utils.checkpoint import checkpoint
 
 
 RANKS = 4
@@ -75,9 +73,7 @@ KINDS = {
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32
         ),
     ),
-}
-if hasattr(MixedPrecisionPolicy, "grad_comm_dtype"):  # it comes after the core
-    KINDS["mixed, exchanged"] = Kind(
+    "mixed, exchanged": Kind(
         True,
         policy=MixedPrecisionPolicy(
             param_dtype=torch.bfloat16,
@@ -86,10 +82,11 @@ if hasattr(MixedPrecisionPolicy, "grad_comm_dtype"):  # it comes after the core
                 torch.float32 if param.ndim == 1 else None
             ),
         ),
-    )
-    KINDS["mixed, joined"] = Kind(True, bucket_cap_mb=2 / 2**10)
+    ),
+    "mixed, joined": Kind(True, bucket_cap_mb=2 / 2**10),
     # Matrices alone
-    KINDS["mixed, direct"] = Kind(True, direct_min_nbytes=128)
+    "mixed, direct": Kind(True, direct_min_nbytes=128),
+}
 
 
 class Net(nn.Module):
@@ -100,16 +97,12 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(MixedBlock(DIM, DIM // 2) for _ in range(3))
         self.scale = nn.Parameter(torch.ones(DIM))
         self.head = CastLinear(DIM, DIM, dtype=torch.bfloat16)
-        self.checkpoints = False
         self.blocks_to_run = 3
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x * self.scale
         for block in self.blocks[: self.blocks_to_run]:
-            if self.checkpoints:
-                x = checkpoint(block, x, use_reentrant=False)
-            else:
-                x = block(x)
+            x = block(x)
         return self.head(x).float()
 
 
@@ -144,9 +137,9 @@ class Kit:
         unit = api(module, **kwargs)
         first = unit[0] if isinstance(unit, list) else unit
         if (cap := self.kind.bucket_cap_mb) is not None:
-            fsdp_package.set_reduce_bucket_cap(first, cap, recurse=False)
+            set_reduce_bucket_cap(first, cap, recurse=False)
         if (nbytes := self.kind.direct_min_nbytes) is not None:
-            fsdp_package.set_coalesced_collectives(first, nbytes, recurse=False)
+            set_coalesced_collectives(first, nbytes, recurse=False)
         return unit
 
     def sharded_net(self, **kwargs: Any) -> Net:
@@ -191,14 +184,6 @@ def schedule(function: Callable[[Kit], None]) -> Callable[[Kit], None]:
     return function
 
 
-def schedule_with(has_it: bool) -> Callable[[Callable[[Kit], None]], Any]:
-    """Registers a schedule where there is what it uses."""
-    return schedule if has_it else lambda function: function
-
-
-_since_2_15 = schedule_with(FOLLOWS_GRAD_DTYPE)
-
-
 @schedule
 def implicit_prefetch(kit: Kit) -> None:
     kit.train(kit.sharded_net(), steps=3)
@@ -214,39 +199,12 @@ def two_forwards_on_smaller_mesh(kit: Kit) -> None:
 
 
 @schedule
-def smaller_mesh_given_up(kit: Kit) -> None:
-    net = kit.sharded_net(reshard_after_forward=2)
-    kit.loss(net)
-    net.reset_iter_state()
-    kit.train(net)
-
-
-@schedule_with(hasattr(fsdp_package, "set_backward_prefetch"))
-def prefetch_after_backward(kit: Kit) -> None:
-    net = kit.sharded_net()
-    fsdp_package.set_backward_prefetch(net, BackwardPrefetch.BACKWARD_POST)
-    kit.train(net)
-
-
-@schedule
 def mistargeted_prefetch(kit: Kit) -> None:
     """Backward prefetches a unit that it has no use for."""
     net = kit.sharded_net()
     net.blocks_to_run = 2
     net.blocks[0].set_modules_to_backward_prefetch([net.blocks[2]])
     kit.train(net)
-
-
-@schedule
-def unshard_ahead(kit: Kit) -> None:
-    net = kit.sharded_net()
-    net.blocks[0].unshard()
-    kit.train(net, steps=1)
-    for _ in range(2):
-        handles = [block.unshard(async_op=True) for block in net.blocks]
-        handles[0].wait()
-        kit.backward(net)
-        kit.optimize(net)
 
 
 @schedule
@@ -271,7 +229,7 @@ def asynchronous_gathers(kit: Kit) -> None:
     kit.train(net)
 
 
-@schedule_with(hasattr(fsdp_package, "set_reduce_bucket_cap"))
+@schedule
 def joined_from_several_streams(kit: Kit) -> None:
     """
     A pipeline ends units outside of backward, with zeros for what was not used: each in
@@ -279,7 +237,7 @@ def joined_from_several_streams(kit: Kit) -> None:
     """
     net, handle = kit.sharded_net(), kit.rank.handle
     net.set_reduce_scatter_unused_params(True)
-    fsdp_package.set_reduce_bucket_cap(net)
+    set_reduce_bucket_cap(net)
     state, streams = (
         net._get_fsdp_state(),
         [kit.rank.new_stream(f"side {i}") for i in range(4)],
@@ -340,84 +298,26 @@ def hsdp_without_room(kit: Kit) -> None:
 
 
 @schedule
-def hsdp_deferred(kit: Kit) -> None:
-    """The first microbatch leaves out a unit, and all leave out a parameter."""
-    net = kit.sharded_net(mesh=kit.mesh(2, 2))
-    for _ in range(2):
-        for is_last in (False, True):
-            net.set_requires_all_reduce(is_last)
-            net.set_is_last_backward(is_last)
-            net.blocks_to_run = 3 if is_last else 2
-            kit.backward(net)
-        kit.optimize(net)
-
-
-class Chosen(nn.Module):
-    """Gives gradients to the parameters that it is told to."""
-
-    def __init__(self, kind: Kind):
-        super().__init__()
-        dtypes = (torch.float32, torch.bfloat16, torch.float16)
-        for i, dtype in enumerate(dtypes if kind.is_mixed else (torch.float32,) * 3):
-            self.register_parameter(f"p{i}", nn.Parameter(torch.ones(DIM, dtype=dtype)))
-            self.register_parameter(f"q{i}", nn.Parameter(torch.ones(DIM, dtype=dtype)))
-
-    def forward(self, x: torch.Tensor, chosen: Sequence[str]) -> torch.Tensor:
-        for name in chosen:
-            x = x * getattr(self, name).float()
-        return x
-
-
-@schedule
 def hsdp_deferred_other_parameters(kit: Kit) -> None:
-    unit = kit.shard(Chosen(kit.kind), mesh=kit.mesh(2, 2))
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    params = {
+        f"{name}{i}": torch.ones(DIM, dtype=dtype if kit.kind.is_mixed else dtypes[0])
+        for name in "pq"
+        for i, dtype in enumerate(dtypes)
+    }
+    unit = kit.shard(GivenGrads(**params), mesh=kit.mesh(2, 2))
     microbatches = ("p0", "p1"), ("p1", "q1", "p2"), ("q0", "q1", "q2")
     for _ in range(2):
         for i, chosen in enumerate(microbatches):
             unit.set_requires_all_reduce(i == 2)
             x = kit.input().requires_grad_()
-            unit(x, chosen).sum().backward()
+            unit(x, **dict.fromkeys(chosen, 2.0)).sum().backward()
         kit.optimize(unit)
-
-
-@schedule
-def hsdp_deferred_other_dtype(kit: Kit) -> None:
-    """What is kept is merged, as the second microbatch reduces in a wider dtype."""
-    unit = kit.shard(Chosen(kit.kind), mesh=kit.mesh(2, 2))
-    (group,) = unit._get_fsdp_state()._fsdp_param_groups
-    for dtype in (torch.bfloat16, torch.float32):
-        for fsdp_param in group.fsdp_params:
-            fsdp_param.mp_policy = MixedPrecisionPolicy(reduce_dtype=dtype)
-        unit.set_requires_all_reduce(dtype == torch.float32)
-        unit(kit.input().requires_grad_(), ("p0", "p1", "q2")).sum().backward()
-    kit.optimize(unit)
-
-
-@schedule
-def replicated_deferred(kit: Kit) -> None:
-    net = kit.sharded_net(api=replicate)
-    kit.train(net, steps=1)
-    for is_last in (False, True):
-        net.set_requires_all_reduce(is_last)
-        kit.backward(net)
-    kit.optimize(net)
 
 
 @schedule
 def one_rank(kit: Kit) -> None:
     kit.train(kit.sharded_net(mesh=kit.mesh(RANKS, 1)["shard"]), steps=3)
-
-
-@schedule
-def accumulation_without_sync(kit: Kit) -> None:
-    net = kit.sharded_net()
-    for _ in range(2):
-        for is_last in (False, True):
-            net.set_requires_gradient_sync(is_last)
-            net.set_is_last_backward(is_last)
-            net.set_reshard_after_backward(is_last)
-            kit.backward(net)
-        kit.optimize(net)
 
 
 @schedule
@@ -443,14 +343,6 @@ def backwards_in_two_streams(kit: Kit) -> None:
             kit.optimize(net)
 
 
-@schedule
-def unused_parameters_reduced(kit: Kit) -> None:
-    net = kit.sharded_net()
-    net.set_reduce_scatter_unused_params(True)
-    net.blocks_to_run = 2
-    kit.train(net)
-
-
 # Finalization by hand #
 
 
@@ -471,24 +363,6 @@ def _nets_to_finalize(kit: Kit) -> Iterator[Net]:
             yield net
 
 
-@_since_2_15
-def finalized_by_hand(kit: Kit) -> None:
-    for net in _nets_to_finalize(kit):
-        net.finalize_backward()
-        kit.optimize(net)
-
-
-@_since_2_15
-def finalized_in_background(kit: Kit) -> None:
-    """Until the handle is waited for, other work may take what memory is free."""
-    for net in _nets_to_finalize(kit):
-        reduction = net.finalize_backward(async_op=True)
-        kit.input() @ torch.ones(DIM, DIM)
-        reduction.wait()
-        kit.optimize(net)
-
-
-@_since_2_15
 def finalized_in_its_own_stream(kit: Kit) -> None:
     """What is left to reduce is copied in there, and waited for where it is used."""
     handle, side = kit.rank.handle, kit.rank.new_stream("finalization")
@@ -504,19 +378,8 @@ def finalized_in_its_own_stream(kit: Kit) -> None:
         kit.optimize(net)
 
 
-@_since_2_15
-def finalized_with_shared_streams(kit: Kit) -> None:
-    """One root after the other, as only one may be in the background."""
-    first, second = kit.sharded_net(), kit.sharded_net()
-    share_comm_ctx([first, second])
-    for net in (first, second):
-        net.set_manual_backward_finalization(True)
-    for _ in range(2):
-        second(first(kit.input())).sum().backward()
-        first.finalize_backward()
-        second.finalize_backward()
-        kit.optimize(first)
-        kit.optimize(second)
+if FOLLOWS_GRAD_DTYPE:  # since 2.15
+    schedule(finalized_in_its_own_stream)
 
 
 # On the host and in hooks #
@@ -527,12 +390,6 @@ def _offloaded_net(kit: Kit, *, pin_memory: bool, mesh: DeviceMesh) -> Net:
     net = kit.sharded_net(offload_policy=policy, mesh=mesh)
     kit.rank.put_on_host(param._local_tensor for param in net.parameters())
     return net
-
-
-@schedule
-def offload(kit: Kit) -> None:
-    for mesh in (kit.mesh(RANKS), kit.mesh(2, 2)):
-        kit.train(_offloaded_net(kit, pin_memory=False, mesh=mesh))
 
 
 @schedule
@@ -555,23 +412,6 @@ def offload_pinned_hook(kit: Kit) -> None:
             lambda param: param.grad._local_tensor.mul_(2)
         )
     kit.train(net)
-
-
-@schedule
-def optimizer_in_backward(kit: Kit) -> None:
-    for mesh in (kit.mesh(RANKS), kit.mesh(2, 2)):
-        net = kit.sharded_net(mesh=mesh)
-
-        @torch.no_grad()
-        def step(param: nn.Parameter) -> None:
-            param._local_tensor.sub_(param.grad._local_tensor)
-            param.grad = None
-
-        for param in net.parameters():
-            param.register_post_accumulate_grad_hook(step)
-        for _ in range(2):
-            kit.backward(net)
-            kit.rank.end_step()
 
 
 class Parts(nn.Module):
@@ -653,26 +493,6 @@ def pooled_reduce_input(kit: Kit) -> None:
 
 
 @schedule
-def two_backwards_per_forward(kit: Kit) -> None:
-    for mesh in (kit.mesh(RANKS), kit.mesh(2, 2)):
-        net = kit.sharded_net(mesh=mesh)
-        for _ in range(2):
-            loss = kit.loss(net)
-            net.set_is_last_backward(False)
-            loss.backward(retain_graph=True)
-            net.set_is_last_backward(True)
-            loss.backward()
-            kit.optimize(net)
-
-
-@schedule
-def activation_checkpointing(kit: Kit) -> None:
-    net = kit.sharded_net()
-    net.checkpoints = True
-    kit.train(net)
-
-
-@schedule
 def evaluation_between(kit: Kit) -> None:
     net = kit.sharded_net()
     for context in (torch.no_grad, torch.inference_mode):
@@ -682,63 +502,12 @@ def evaluation_between(kit: Kit) -> None:
         kit.train(net, steps=1)
 
 
-@schedule
-def shared_streams(kit: Kit) -> None:
-    first, second = kit.sharded_net(), kit.sharded_net()
-    share_comm_ctx([first, second])
-    for _ in range(2):
-        second(first(kit.input())).sum().backward()
-        kit.optimize(first)
-        kit.optimize(second)
-
-
-@schedule
-def optimizer_in_its_own_stream(kit: Kit) -> None:
-    net, handle = kit.sharded_net(), kit.rank.handle
-    stream = kit.rank.new_stream("optimizer")
-    for _ in range(2):
-        kit.backward(net)
-        stream.wait_stream(handle.current_stream())
-        with handle.stream(stream):
-            kit.optimize(net)
-        net.set_post_optim_event(stream.record_event())
-
-
 class Interrupted(RuntimeError):
     pass
 
 
 def _interrupt(*unused: Any) -> None:
     raise Interrupted
-
-
-@schedule
-def forward_given_up(kit: Kit) -> None:
-    net = kit.sharded_net()
-    net.set_modules_to_forward_prefetch([net.blocks[1]])
-    kit.train(net, steps=1)
-    hook = net.blocks[0].up.register_forward_hook(_interrupt)
-    with contextlib.suppress(Interrupted):
-        kit.loss(net)
-    hook.remove()
-    net.reset_iter_state()
-    kit.optimize(net)
-    kit.train(net, steps=1)
-
-
-@schedule
-def backward_given_up(kit: Kit) -> None:
-    for mesh in (kit.mesh(RANKS), kit.mesh(2, 2)):
-        net = kit.sharded_net(mesh=mesh)
-        net.set_reduce_scatter_max_input_buffers(2)
-        kit.train(net, steps=1)
-        hook = net.blocks[0].up.register_full_backward_pre_hook(_interrupt)
-        with contextlib.suppress(Interrupted):
-            kit.backward(net)
-        hook.remove()
-        net.reset_iter_state()
-        kit.optimize(net)
-        kit.train(net, steps=1)
 
 
 class FailsAfter(collectives.DefaultAllGather):

@@ -152,7 +152,7 @@ def has_something_left(unit: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Case:
-    run: Callable[[Place], Record]
+    run: Callable[[Place], Record | None]
     kinds: tuple[str, ...] = ("uniform", "mixed")
     ranks: int = 2
     # Makes process groups, which all ranks must make as many of

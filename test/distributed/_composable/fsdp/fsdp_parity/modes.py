@@ -13,7 +13,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fsdp_common.parity_layers import units_of
-from fsdp_parity.models import batch_of, BF16, FP16, FP32, loss_of, Tower
+from fsdp_common.utils import DEVICE_TYPE, hybrid_mesh, shard_mesh
+from fsdp_parity.models import (
+    batch_of,
+    BF16,
+    FP16,
+    FP32,
+    loss_of,
+    mixed_tower,
+    Tower,
+    uniform_tower,
+)
 
 import torch
 import torch.nn as nn
@@ -509,10 +519,6 @@ MODES: dict[str, Mode] = {
 }
 
 
-UNIFORM_MODES = {name: mode for name, mode in MODES.items() if "uniform" in mode.kinds}
-MIXED_MODES = {name: mode for name, mode in MODES.items() if "mixed" in mode.kinds}
-
-
 def cut_for(mode: Mode, kind: str, *, by_dtype: bool) -> Mode:
     """
     Returns the mode with its tower cut for one of its kinds, and with ``by_dtype`` for
@@ -572,3 +578,25 @@ def train(
     for name, param in model.named_parameters():
         record[f"final {name}"] = bits_of(param)
     return record
+
+
+def train_with(
+    setter: Callable[[nn.Module], Any], case: str, rank: int, *, ranks: int = 2
+) -> Record:
+    """
+    Trains the tower of a case, e.g. "mixed plain", over so many ranks, or over two
+    replicas if its mode is hybrid, once ``setter`` has changed the sharded model.
+    """
+    kind, name = case.split()
+    mode = MODES[name]
+
+    def shard(model: Tower, **kwargs: Any) -> None:
+        mode.shard(model, **kwargs)
+        setter(model)
+
+    model = mixed_tower() if kind == "mixed" else uniform_tower(mode.dtype)
+    mesh = hybrid_mesh(2) if mode.is_hybrid else shard_mesh(ranks)
+    if not mode.is_hybrid:
+        rank %= ranks
+    changed = replace(mode, shard=shard)
+    return train(changed, model.to(DEVICE_TYPE), mesh, rank, DEVICE_TYPE)

@@ -1,7 +1,7 @@
 """
 Runs each case with whatever torch is imported, and saves what came of it: every step's
 loss and sharded gradients, the final parameters, the order of profiler ranges, the
-collectives, and what was held.
+collectives, and what was held; or the error that it raised.
 
 The cases lie in a file for each family of features. Of those that take two ranks two
 run at a time, one on either half of the four.
@@ -62,10 +62,11 @@ def run_all(args: argparse.Namespace, rank: int) -> dict[str, Any]:
             is_first=rank % case.ranks == 0,
         )
         try:
-            results[f"{kind} {name}"] = case.run(place)
+            found = case.run(place) or {}
         except Exception as error:
-            error.add_note(f"in {kind} {name}")
-            raise
+            # All ranks do the same, so that they also fail alike
+            found = {"error": (type(error).__name__, str(error))}
+        results[f"{kind} {name}"] = found
     return results
 
 

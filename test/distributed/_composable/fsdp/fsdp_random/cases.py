@@ -25,7 +25,12 @@ import torch.distributed.fsdp as fsdp_package
 import torch.nn as nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard, MixedPrecisionPolicy
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffloadPolicy,
+    fully_shard,
+    MixedPrecisionPolicy,
+)
 from torch.distributed.tensor import distribute_tensor, Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -34,6 +39,7 @@ FP64, FP32 = torch.float64, torch.float32
 BF16, FP16 = torch.bfloat16, torch.float16
 DTYPES = (FP32, BF16, FP16, FP64)
 PARALLELISMS = ("shard", "hybrid", "replicate")
+PREFETCHES = (BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None)
 
 
 # What a case is #
@@ -45,6 +51,8 @@ class Param:
     dtype: torch.dtype
     is_trained: bool = True
     has_two_names: bool = False
+    # Set on it before it is sharded
+    grad_dtype: torch.dtype | None = None
     # Overrides of the policy
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
@@ -96,6 +104,10 @@ class Case:
     reverses: bool = False
     # MiB up to which small reductions of several blocks are joined
     bucket_cap_mb: float | None = None
+    # From which size on parameters are gathered and reduced without copies
+    direct_min_nbytes: int | None = None
+    # When the next gather of backward starts; None: not before it is needed
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
 
     def microbatches(self, step: int, rank: int) -> list[Microbatch]:
         """Returns the microbatches of a step as this rank runs them."""
@@ -187,6 +199,8 @@ def draw_case(
         reverses=reverses,
         # Never reached, and by a few blocks
         bucket_cap_mb=None if is_uniform else rng.choice((None, 1.0, 2.0**-12)),
+        direct_min_nbytes=None if is_uniform else rng.choice((None, None, 0, 32)),
+        backward_prefetch=PREFETCHES[0] if is_uniform else rng.choice(PREFETCHES),
     )
 
 
@@ -202,6 +216,7 @@ def _draw_param(rng: random.Random, dtypes: Sequence[torch.dtype]) -> Param:
         dtype,
         is_trained=rng.random() < 0.75,
         has_two_names=has_two_names,
+        grad_dtype=rng.choice(maybe),
         compute=rng.choice(maybe),
         reduce=rng.choice(maybe),
         is_sent=rng.random() < 0.5,
@@ -265,6 +280,8 @@ class Block(nn.Module):
                 torch.zeros(param.shape, dtype=param.dtype),
                 requires_grad=param.is_trained,
             )
+            if param.grad_dtype is not None:
+                value.grad_dtype = param.grad_dtype
             self.register_parameter(f"p{i}", value)
             if param.has_two_names:
                 self.names.register_parameter(f"p{i}", value)
@@ -323,6 +340,10 @@ def shard_model(case: Case, device: str) -> Model:
     model.set_reduce_scatter_max_input_buffers(case.input_buffers)
     if case.bucket_cap_mb is not None:
         fsdp_package.set_reduce_bucket_cap(model, case.bucket_cap_mb)
+    if case.direct_min_nbytes is not None:
+        fsdp_package.set_coalesced_collectives(model, case.direct_min_nbytes)
+    if case.backward_prefetch != PREFETCHES[0]:
+        fsdp_package.set_backward_prefetch(model, case.backward_prefetch)
     _prefetch([*model.blocks], *case.prefetch)
     model.device = device
     return model

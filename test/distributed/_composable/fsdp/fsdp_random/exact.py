@@ -57,7 +57,8 @@ def _check_gradients(model: Model, step: int) -> None:
             assert grad is None, f"{name} got a gradient from nowhere"
             continue
         assert grad is not None, f"{name} lost its gradient"
-        assert grad.dtype == param.dtype, f"{name}: the gradient is {grad.dtype}"
+        expected = param.grad_dtype or param.dtype
+        assert grad.dtype == expected, f"{name}: the gradient is {grad.dtype}"
         exact, bound = _exact_gradient(case, step, block, i)
         error = (grad.to_local().double() - local_of(exact, sharded)).abs()
         # A NaN is not below the bound
@@ -83,6 +84,7 @@ def _exact_gradient(
     given = names * weights_of(case, step, block, i).double()[is_used]
     divisor = case.divide_factor or case.ranks
     dtypes = {param.dtype, case.compute_dtype(param), case.reduce_dtype_of(param)}
+    dtypes.add(param.grad_dtype or param.dtype)
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
     roundings = case.ranks + 2 * len(by_rank[0]) + 5
     subnormals = roundings * 2.0**-24 if FP16 in dtypes else 0.0

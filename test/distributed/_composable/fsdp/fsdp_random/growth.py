@@ -59,7 +59,6 @@ def case(parallelism: str, *microbatches: Microbatch, **changes: Any) -> Case:
 
 
 MODES = {
-    "sharded": case("shard"),
     "replicated": case("replicate"),
     "resharded to 4, prefetched": case("shard", reshard=4, prefetch=(2, 2)),
     "bf16 compute, recomputed": case(
@@ -67,7 +66,6 @@ MODES = {
     ),
     "offloaded": case("shard", offloads=True),
     "accumulated": case("shard", *UNREDUCED),
-    "hybrid": case("hybrid"),
     "hybrid, deferred all-reduce": case("hybrid", *PARTS),
 }
 
@@ -131,7 +129,9 @@ def run_mode(case: Case, steps: int) -> dict[str, Any]:
 if __name__ == "__main__":
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     count = int(sys.argv[1])
-    run_mode(MODES["hybrid"], count)  # what is made once for a process
+    run_mode(
+        MODES["hybrid, deferred all-reduce"], count
+    )  # what is made once for a process
     gc.collect()
     gc.freeze()
     print(json.dumps({name: run_mode(mode, count) for name, mode in MODES.items()}))
