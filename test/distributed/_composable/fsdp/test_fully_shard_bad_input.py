@@ -187,7 +187,6 @@ class TestRefusedAtOnce(FakeGroupTest):
                 "an object with the methods of ReduceScatter",
                 (DefaultAllGather(),),
             ),
-            ("set_all_reduce_hook", "a function of a buffer", ("all_reduce",)),
             (
                 "set_gradient_divide_factor",
                 "a finite number other than 0",

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 from fsdp_common.utils import FakeGroupTest
 
@@ -28,7 +26,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_context import (
     AllReduceState,
     HeldAllReduces,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_param_cache import ParamGroupCache
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -101,115 +98,6 @@ class TestInputs(HooksTest):
         args, kwargs = self.run_with(x, mask=mask)
         self.assertIs(args[0], x)
         self.assertIs(kwargs["mask"], mask)
-
-
-class TestValues(HooksTest):
-    """A unit that stays unsharded is warned of where its values are not those meant."""
-
-    OLD = "forward uses the old values. Call reshard"
-    LOST = "which is lost when the unit reshards"
-
-    def model(self) -> Any:
-        """Returns a root that stays unsharded, of a unit that does not."""
-        inner = self.shard(nn.Linear(DIM, DIM))
-        return self.shard(nn.Sequential(inner, nn.Linear(DIM, DIM, bias=False)))
-
-    def evaluate(self, model: Any, context: Any = torch.no_grad) -> None:
-        with context():
-            model(self.x)
-
-    def train(self, model: Any) -> None:
-        model(self.x).sum().backward()
-
-    def assert_warns(self, expected: str | None, run: Any, *args: Any) -> None:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            run(*args)
-        said = [str(warning.message) for warning in caught]
-        self.assertEqual(len(said), expected is not None, said)
-        if expected is not None:
-            self.assertRegex(
-                said[0], "Parameter 1.weight of unit 'FSDPSeq.*' (has|was)"
-            )
-            self.assertIn(expected, said[0])
-
-    def steps(self) -> Iterator[tuple[Any, Any]]:
-        """Yields trained models that were evaluated, with what changes their shards."""
-        model = self.model()
-        # Those of foreach and fused do not count as writing to a DTensor
-        optim = torch.optim.SGD(model.parameters(), lr=1, foreach=False)
-        self.train(model)
-        self.evaluate(model)
-        yield model, optim.step
-        for context in (torch.no_grad, torch.inference_mode):
-            for change in (
-                lambda shards: [shard.copy_(shard + 1) for shard in shards],
-                lambda shards: [shard.to_local().mul_(2) for shard in shards],
-            ):
-                model = self.model()
-                shards = [*model.parameters()]
-                self.evaluate(model, context)
-                yield model, functools.partial(change, shards)
-
-    def test_values_from_before(self) -> None:
-        for is_training in (False, True):
-            for model, change in self.steps():
-                with torch.no_grad():
-                    change()
-                run = self.train if is_training else self.evaluate
-                self.assert_warns(self.OLD, run, model)
-                with torch.no_grad():
-                    change()
-                self.assert_warns(None, run, model)  # once
-
-    def test_a_reshard_brings_new_values(self) -> None:
-        for name in ("reshard", "reset_iter_state"):
-            for model, change in self.steps():
-                with torch.no_grad():
-                    change()
-                self.assert_warns(None, getattr(model, name))
-                self.assert_warns(None, self.evaluate, model)
-
-    def test_backwards_that_do_not_reshard(self) -> None:
-        model = self.model()
-        optim = torch.optim.SGD(model.parameters(), lr=1, foreach=False)
-        for is_last in (False, True):
-            for microbatch in range(3):
-                resharded = is_last and microbatch == 2
-                model.set_reshard_after_backward(resharded, recurse=False)
-                self.assert_warns(None, self.train, model)
-            if is_last:
-                optim.step()
-        model.set_reshard_after_backward(False, recurse=False)
-        self.assert_warns(None, self.train, model)
-        optim.step()
-        self.assert_warns(self.OLD, self.train, model)
-
-    def test_unsharded_parameters_that_are_written_to(self) -> None:
-        for find in (self.evaluate, self.train, lambda model: model.reshard()):
-            model = self.model()
-            self.evaluate(model)
-            self.evaluate(model)
-            with torch.no_grad():
-                model[1].weight.mul_(2)
-            self.assert_warns(self.LOST, find, model)
-
-    def test_forwards_that_write_to_their_parameters(self) -> None:
-        model = self.shard(nn.Embedding(RANKS, DIM, max_norm=0.1))
-        ids = torch.arange(RANKS)
-        for _ in range(3):
-            with torch.no_grad():
-                self.assert_warns(None, model, ids)
-        self.assert_warns(None, lambda: model(ids).sum().backward())
-
-    def test_units_that_reshard_are_not_looked_at(self) -> None:
-        with mock.patch.object(ParamGroupCache, "note_versions") as note:
-            model = self.model()
-            optim = torch.optim.SGD(model.parameters(), lr=1, foreach=False)
-            for _ in range(2):
-                self.train(model)
-                optim.step()
-            note.assert_not_called()
 
 
 def train(model: Any, is_last: bool = True) -> None:

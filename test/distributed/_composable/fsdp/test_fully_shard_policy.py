@@ -128,7 +128,7 @@ class TestWrongUses(DeviceFreeTest):
             name = f"{name}_override_fn"
             text = f"{name} is torch.float32: give a function from a parameter"
             self.check(TypeError, text, MixedPrecisionPolicy, **{name: FP32})
-        text = "cast_forward_inputs is torch.float32: give a bool, and what follows"
+        text = "cast_forward_inputs is a dtype: give fields by keyword"
         self.check(TypeError, text, MixedPrecisionPolicy, BF16, FP32, FP32, FP32)
 
     def test_overrides_that_return_what_does_not_fit(self) -> None:

@@ -422,7 +422,7 @@ class TestOrder(FakeGroupTest):
         prepare = "_default_reduce_scatter_input_fn"
         with (
             mock.patch.object(param_group, prepare, lambda *_: ()),
-            self.assertRaisesRegex(ValueError, "0 sizes for .+, the first of "),
+            self.assertRaisesRegex(ValueError, "shorter"),
         ):
             self.forward(mesh_of(self.ranks, device="cpu")).backward()
 

@@ -28,9 +28,7 @@ from fsdp_parity.models import Fp8
 import torch
 import torch.nn as nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, layout_summary, MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_summary import LayoutRow, LayoutSummary
 from torch.testing._internal.common_utils import run_tests
 
@@ -213,22 +211,6 @@ unit    parameters  elements  stored in  computes in  bytes gathered  reduced in
             factors = {row.divided_by for row in rows if row.reduce_dtype}
             self.assertEqual(factors, {expected})
 
-    def test_custom_collectives_that_ranks_are_not_compared_before(self) -> None:
-        class Counts(DefaultReduceScatter):
-            needs_all_ranks = False
-
-        model = sharded_units()
-        for unit in (model, model[1]):
-            unit.set_custom_reduce_scatter(Counts())
-        *table, note = str(layout_summary(model)).splitlines()
-        self.assertEqual(table, self.TEXT.splitlines())
-        self.assertRegex(note, r": Counts of \(root\), Counts of 1$")
-        # A rank that sends nothing has none to be compared with
-        mesh = init_device_mesh("cpu", (8, 1), mesh_dim_names=("other", "shard"))
-        alone = fully_shard(nn.Linear(2, 2), mesh=mesh["shard"])
-        alone.set_custom_reduce_scatter(Counts())
-        self.assertEqual(layout_summary(alone).uncompared, ())
-
     def test_debug_log_at_first_forwards(self) -> None:
         logger = "torch.distributed.fsdp.fully_shard.layout"
         model = sharded_units()
@@ -241,7 +223,7 @@ unit    parameters  elements  stored in  computes in  bytes gathered  reduced in
         self.assertEqual(len(tables), 3)
         units = rows_by_unit(layout_summary(model))
         for rows, table in zip(units, tables, strict=True):
-            self.assertEqual(str(LayoutSummary(tuple(rows), ())), table)
+            self.assertEqual(str(LayoutSummary(tuple(rows))), table)
 
 
 class TestSummaryOfSteps(FSDPThreadTest):

@@ -139,19 +139,6 @@ CASES.add(
 )
 
 
-def foreign_prefetch(run: Run) -> Callable[[], object]:
-    model = run.model()
-    other = run.fully_shard(Scaled().to(run.device))
-    run.blocks[0].set_modules_to_forward_prefetch([other])
-    return lambda: model(run.input())
-
-
-CASES.add(
-    AttributeError,
-    "A unit cannot be prefetched before a root…prefetch units of the same root",
-    foreign_prefetch=foreign_prefetch,
-)
-
 # Found in a step #
 
 
@@ -413,8 +400,6 @@ for _kind, _what, _pre in (
 for _kind, _what, _post in (
     (TypeError, "none", lambda values: None),
     (RuntimeError, "too_little", lambda values: (values[:1].clone(), (values,))),
-    (ValueError, "meta", lambda values: (values.to("meta"), (values,))),
-    (TypeError, "nothing_to_free", lambda values: (values, None)),
 ):
     CASES.add(
         _kind,
