@@ -1,19 +1,21 @@
 """The collectives of one step, seen where FSDP2 calls torch.distributed."""
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch.distributed as dist
+from torch import Tensor
 
 
 class Call(NamedTuple):
     """One collective."""
 
     kind: str
-    nbytes: int  # of its larger buffer
+    nbytes: int  # of its larger buffer, or buffers
     ranks: int
     stride: int  # from one rank of its group to the next
 
@@ -28,9 +30,20 @@ CALLED = {
     "all_to_all_single": ("all-to-all", 1),
     "all_reduce": ("all-reduce", 0),
 }
+# Methods of a process group, by which its larger buffers are the first or second argument
+COALESCED = {
+    "allgather_into_tensor_coalesced": ("all-gather", 0),
+    "reduce_scatter_tensor_coalesced": ("reduce-scatter", 1),
+}
 
 
-@contextmanager
+def call_of(kind: str, group: dist.ProcessGroup, buffers: Iterable[Tensor]) -> Call:
+    ranks = dist.get_process_group_ranks(group)
+    stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    return Call(kind, sum(buffer.nbytes for buffer in buffers), len(ranks), stride)
+
+
+@contextlib.contextmanager
 def seen_by(see: Callable[[Call], None]) -> Iterator[None]:
     """Shows ``see`` each collective of this process before it is called."""
     inside: list[str] = []  # of one that calls another of them
@@ -44,9 +57,8 @@ def seen_by(see: Callable[[Call], None]) -> Iterator[None]:
             if inside:
                 return original(*args, **kwargs)
             given = signature.bind(*args, **kwargs).arguments
-            ranks = dist.get_process_group_ranks(given.get("group") or dist.group.WORLD)
-            stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-            see(Call(kind, given[buffer].nbytes, len(ranks), stride))
+            group = given.get("group") or dist.group.WORLD
+            see(call_of(kind, group, [given[buffer]]))
             inside.append(kind)
             try:
                 return original(*args, **kwargs)
@@ -55,11 +67,20 @@ def seen_by(see: Callable[[Call], None]) -> Iterator[None]:
 
         return call
 
-    originals = {name: getattr(dist, name) for name in CALLED if hasattr(dist, name)}
-    for name, original in originals.items():
-        setattr(dist, name, shown(original, *CALLED[name]))
-    try:
+    def shown_method(original: Callable[..., Any], kind: str, position: int) -> Any:
+        @functools.wraps(original)
+        def call(group: dist.ProcessGroup, *args: Any) -> Any:
+            see(call_of(kind, group, args[position]))
+            return original(group, *args)
+
+        return call
+
+    with contextlib.ExitStack() as patches:
+        for owner, called, show in (
+            (dist, CALLED, shown),
+            (dist.ProcessGroup, COALESCED, shown_method),
+        ):
+            for name in filter(functools.partial(hasattr, owner), called):
+                replaced = show(getattr(owner, name), *called[name])
+                patches.enter_context(mock.patch.object(owner, name, replaced))
         yield
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)

@@ -115,15 +115,12 @@ def scaled_nbytes(tensors: Tensor | Iterable[Tensor]) -> float:
     return SCALE * sum(tensor.nbytes for tensor in tensors)
 
 
-def spend_collective(kind: str, nbytes: float, ranks: int, link: float = LINK) -> None:
-    """``nbytes`` of the larger buffer. An all-reduce moves it twice."""
-    moved = nbytes * (ranks - 1) / ranks * (2 if kind == "all-reduce" else 1)
-    Handle.spend(kind, LATENCY + moved / link)
-
-
-def see(call: Call) -> None:
+def spend_collective(call: Call) -> None:
+    """An all-reduce moves its buffer twice."""
     link = LINK if call.stride == 1 else LINK_OF_REPLICAS
-    spend_collective(call.kind, SCALE * call.nbytes, call.ranks, link)
+    times = 2 if call.kind == "all-reduce" else 1
+    moved = SCALE * call.nbytes * times * (call.ranks - 1) / call.ranks
+    Handle.spend(call.kind, LATENCY + moved / link)
 
 
 def counting(function: Callable, spend: Callable[..., None]) -> Callable:
@@ -152,7 +149,6 @@ def spend_plain_copy(target: Tensor, *args: Any, **kwargs: Any) -> None:
 @contextlib.contextmanager
 def simulated() -> Iterator[None]:
     """Has FSDP's collectives and copies spend time."""
-    group = dist.ProcessGroup
     with contextlib.ExitStack() as stack:
 
         def count(owner: Any, name: str, spend: Callable[..., None]) -> None:
@@ -165,18 +161,7 @@ def simulated() -> Iterator[None]:
         mixed = functools.partial(spend_copy, *COPIES["_chunk_cat"])
         count(torch.ops.fsdp, "chunk_cat_mixed_dtype", mixed)
         count(Tensor, "copy_", spend_plain_copy)
-        for name, kind, larger in (
-            ("allgather_into_tensor_coalesced", "all-gather", 0),
-            ("reduce_scatter_tensor_coalesced", "reduce-scatter", 1),
-        ):
-
-            def spend(
-                of: Any, *buffers: Any, kind: str = kind, larger: int = larger
-            ) -> None:
-                spend_collective(kind, scaled_nbytes(buffers[larger]), of.size())
-
-            count(group, name, spend)
-        stack.enter_context(seen_by(see))
+        stack.enter_context(seen_by(spend_collective))
         yield
 
 

@@ -18,7 +18,9 @@ memory are counted and the same in every run. *At most* is the ratio that the br
 - **memory**: the peak that `FSDPMemTracker` counts on one of 8 ranks in one step, without an
   optimizer.
 - **timeline**: simulated milliseconds of a step on a device, and with matplotlib a picture of
-  its streams, build/bench/timeline.svg. Only if it is named.
+  its streams, build/bench/timeline.svg. Only if it is named, as the next.
+- **network**: the time of a step on a device whose collectives take as long as over a link of
+  200 or 40 GB/s.
 - **growth**: what a further parameter takes of the host, by the difference of two sizes.
 """
 
@@ -64,6 +66,7 @@ MORE = {
     "kernels": ("_kernels", "run"),
     "bits": ("_bits", "run"),
     "late": ("_late_kernels", "run"),
+    "network": ("_network", "run"),
     "timeline": ("_timeline", "run"),
     "alignment": ("_device", "run_alignment"),
     "sanitizer": ("_device", "run_sanitizer"),

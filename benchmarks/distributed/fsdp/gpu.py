@@ -26,7 +26,7 @@ TESTS = "test/distributed/_composable/fsdp"
 BENCH = "benchmarks/distributed/fsdp/bench.py"
 # What is right comes first
 PARTS = ("tests", "bits", "alignment", "sanitizer", "late", "kernels", "memory")
-PARTS = (*PARTS, "host", "step")
+PARTS = (*PARTS, "host", "step", "network")
 ON_CPU = "test_fully_shard_operators.py"  # `make test` runs the other tests there
 AS_EXPECTED, WRONG, SLOWER = "as expected", "wrong", "slower than expected"
 DIED, HUNG, NOT_RUN = "died", "timed out", "not run"

@@ -1,0 +1,62 @@
+"""
+A step on one device as one of 8 ranks, whose collectives take as long as over a link.
+
+The process group is fake. Each collective keeps its stream busy for 25 us, and for the time
+that its bytes take at the rate of the link: what the branch would bring at your link's speed.
+On a CPU collectives take no time.
+"""
+
+import functools
+from typing import Any
+
+import _step_time
+from _calls import Call, seen_by
+from _ratios import alternate, Row
+from _sides import Side
+
+import torch
+
+
+LATENCY = 25.0  # us
+LINKS = (200, 40)  # GB/s
+
+
+@functools.cache
+def cycles_per_us() -> float:
+    torch.cuda._sleep(1000)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    torch.cuda._sleep(cycles := 20_000_000)
+    end.record()
+    torch.cuda.synchronize()
+    return cycles / (start.elapsed_time(end) * 1e3)
+
+
+def measure(*, device: str, link: float, **step: Any) -> dict[str, Any]:
+    """Returns the median step of several, in milliseconds, with a link of so many GB/s."""
+
+    def sleep(call: Call) -> None:
+        times = 2 if call.kind == "all-reduce" else 1
+        moved = call.nbytes * times * (call.ranks - 1) / call.ranks
+        if device == "cuda":
+            us = LATENCY + moved / (link * 1e3)
+            torch.cuda._sleep(int(us * cycles_per_us()))
+
+    with seen_by(sleep):
+        return _step_time.measure(device=device, **step)
+
+
+def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> list[Row]:
+    """Compares each block and way at each link."""
+    rows = []
+    for link in LINKS[:1] if quick else LINKS:
+        groups = [*_step_time.groups_of(steps=5, link=link)]
+        groups = groups[-1:] if quick else groups
+        samples = alternate(
+            __name__, sides, groups, rounds=rounds or (1 if quick else 5)
+        )
+        bars = {_step_time.RELEASE: 1.0, _step_time.PROMOTED: 1.0}
+        quantity = f"ms / step at {link} GB/s"
+        found = quantity, "wall_ms", groups, samples, bars
+        rows += _step_time.rows_of("network", *found)
+    return rows
