@@ -9,10 +9,7 @@ Runs with pytest, python or ``torchrun --nproc-per-node 4``.
 
 from __future__ import annotations
 
-import functools
 import re
-import warnings
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -33,11 +30,7 @@ from fsdp_wrong_uses.run import DIM, OwnReduction, Run, Scaled
 import torch
 import torch._dynamo
 import torch.nn as nn
-from torch.distributed._composable.replicate import replicate as ddp_replicate
 from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    checkpoint_wrapper,
-)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -333,49 +326,6 @@ class TestAllowed(Checks):
         model.load_state_dict(model.state_dict(), assign=True)
         model.zero_grad()
         self.check_step(run, model)
-
-    def test_late_parameters_are_warned_of(self) -> None:
-        for calls in ((), ("unshard",), ("unshard", "reshard")):
-            run = self.run_here()
-            blocks = [Late().to(run.device) for _ in range(2)]
-            run.fully_shard(blocks[0])
-            model = run.fully_shard(nn.Sequential(*blocks))
-            for call in calls:
-                getattr(model, call)()
-            late = nn.Parameter(torch.ones(DIM, device=run.device))
-            model[1] = Late(late=late).to(run.device)
-            with self.assertWarns(UserWarning) as caught:
-                run.step(model)
-            text, names = str(caught.warning), ["1.weight", "1.gain", "1.late"]
-            self.assertTrue(text.startswith(f"Parameters {names} of unit"), text)
-            self.assertNotIn("torch", Path(caught.filename).parts)
-            self.assertIsNotNone(late.grad)
-
-    def test_parameters_that_others_manage_are_not_warned_of(self) -> None:
-        run = self.run_here()
-        inner, outer = Scaled().to(run.device), Late().to(run.device)
-        outer.inner = run.fully_shard(inner)
-        outer.ignored = nn.Parameter(torch.ones(DIM, device=run.device))
-        run.fully_shard(outer, ignored_params={outer.ignored})
-        outer.frozen = nn.Parameter(torch.ones(DIM, device=run.device), False)
-        outer.unit = run.fully_shard(Scaled().to(run.device))
-        outer.of_ddp = ddp_replicate(Scaled().to(run.device))
-        outer.ignored = nn.Parameter(2 * outer.ignored.detach())
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)
-            run.step(outer)
-
-    def test_wrapped_children_are_not_late(self) -> None:
-        compiled = functools.partial(torch.compile, backend="eager")
-        for wrap in (checkpoint_wrapper, compiled, nn.Sequential):
-            run = self.run_here()
-            model = nn.Sequential(*(Scaled().to(run.device) for _ in range(3)))
-            run.fully_shard(model)
-            model[1] = wrap(model[1])
-            with mock.patch.object(torch._dynamo.config, "disable", True):
-                with warnings.catch_warnings():
-                    warnings.simplefilter("error", UserWarning)
-                    run.step(model)
 
     def test_error_of_another_kind_does_not_speak_of_sizes(self) -> None:
         run = self.run_here()

@@ -184,7 +184,7 @@ class TestWrongUses(DeviceFreeTest):
         ):
             both = {first: MixedPrecisionPolicy(FP32), second: {"param_dtype": None}}
             text = f"Patterns '{first}' and '{second}' set param_dtype of {names} to "
-            text += "torch.float32 and None. Change one"
+            text += "torch.float32 and None"
             self.check(ValueError, text, by_name, Model(), both)
 
     def test_patterns_that_set_something_else(self) -> None:
