@@ -238,14 +238,6 @@ class TestRefusedInTraining(Checks):
 # What is unusual and right #
 
 
-class Late(Scaled):
-    """Uses a parameter that it may not have yet."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scaled = super().forward(x)
-        return scaled * self.late if hasattr(self, "late") else scaled
-
-
 class TestAllowed(Checks):
     """None of these is refused, and the gradients are right to the last bit."""
 
