@@ -325,14 +325,14 @@ class TestRanksAgree(AgreementTest):
             model.set_requires_all_reduce(is_last)
             self.assertEqual(self.count(model, 1), [expected])
 
-    def test_in_inference_mode(self) -> None:
+    def test_inference_mode_compares_gathers(self) -> None:
         model = self.sharded()
         with counting_comparisons() as sent, torch.inference_mode():
             model(torch.ones(2, device=self.device))
         self.assertEqual(sent.call_count, 3)  # of gathers
         self.step(model)
 
-    def test_one_rank_evaluates_replicated_parameters_alone(self) -> None:
+    def test_one_rank_may_evaluate_replicated_parameters_alone(self) -> None:
         model = replicate(blocks(1).to(self.device), mesh=shard_mesh())
         with counting_comparisons() as sent:
             if self.rank == 1:
@@ -344,7 +344,7 @@ class TestRanksAgree(AgreementTest):
         sent.assert_not_called()
         self.assertEqual(self.count(model, 1), [1])
 
-    def test_ranks_that_begin_in_different_ways(self) -> None:
+    def test_ranks_may_begin_in_different_ways(self) -> None:
         """One gathers a unit itself, which the others come to in their forward."""
         model = shard_blocks(blocks().to(self.device), mesh=shard_mesh())
         if self.rank == 1:
@@ -368,7 +368,7 @@ class Wrapped(nn.Module):
         return self.inner(*args)
 
 
-class TestEachRanksOwn(AgreementTest):
+class TestRanksMayDiffer(AgreementTest):
     """What no collective depends on may differ, and ranks train as if it did not."""
 
     def check(
@@ -398,7 +398,7 @@ class TestEachRanksOwn(AgreementTest):
                     if self.rank == 0 and later and step == 0:
                         change(model)
 
-    def test_classes_names_and_wrappers(self) -> None:
+    def test_classes_names_and_wrappers_may_differ(self) -> None:
         def rename(model: Chain) -> None:
             model[1] = Timed(opened=4, raised=8).to(self.device)
 
@@ -409,13 +409,13 @@ class TestEachRanksOwn(AgreementTest):
         self.check(wrap)
         self.check(wrap, later=True)
 
-    def test_the_order_in_which_blocks_are_registered(self) -> None:
+    def test_order_of_registration_may_differ(self) -> None:
         def change(model: Chain) -> None:
             model[0], model[1] = model[1], model[0]
 
         self.check(change, run=(1, 0))
 
-    def test_dtypes_that_no_collective_has(self) -> None:
+    def test_dtypes_that_no_collective_has_may_differ(self) -> None:
         """
         What a policy casts is stored in, what replicas compute in, what a frozen
         parameter would reduce in, and a ``grad_dtype``.
@@ -436,7 +436,7 @@ class TestEachRanksOwn(AgreementTest):
             if trains:
                 self.assertEqual(model[0].gate.grad.dtype, dtype)
 
-    def test_whether_a_rank_keeps_gradients(self) -> None:
+    def test_some_ranks_may_keep_gradients(self) -> None:
         """One that has no element of a parameter need not keep its gradient."""
         for value, gone in (("1", (0,)), ("1", (2, 3)), ("always", (2, 3))):
             model = Scales(gate=2, up=2).to(self.device)
@@ -498,7 +498,7 @@ class TestReductions(AgreementTest):
                 if i >= 2:
                     self.assertEqual(sent.call_count, 0, loop.__name__)
 
-    def test_a_unit_that_never_settles_is_compared_no_more(self) -> None:
+    def test_unit_that_never_settles_is_compared_no_more(self) -> None:
         names = [f"p{i}" for i in range(10)]
         model = Scales(**dict.fromkeys(names, 4)).to(self.device)
         fully_shard(model, mesh=shard_mesh())
@@ -507,7 +507,7 @@ class TestReductions(AgreementTest):
         with switched("always"):
             self.assertEqual(self.count(model, 1, used=names[:2]), [1])
 
-    def test_one_rank_gives_up_what_all_skip(self) -> None:
+    def test_one_rank_may_give_up_what_all_skip(self) -> None:
         """Its data is bad, say: the others have nothing to compare."""
         for value, settled in (("1", 0), ("always", 9)):
             with switched(value):
@@ -517,16 +517,16 @@ class TestReductions(AgreementTest):
                     model.reset_iter_state()
                 self.assertEqual(self.count(model, 2), [settled] * 2)
 
-    def test_collectives_of_ones_own_are_not_compared(self) -> None:
+    def test_custom_collectives_are_not_compared(self) -> None:
         """They may need neither the other ranks nor the group."""
 
-        class OwnGather(DefaultAllGather):
+        class CustomGather(DefaultAllGather):
             needs_all_ranks = False
 
-        class OwnScatter(DefaultReduceScatter):
+        class CustomScatter(DefaultReduceScatter):
             needs_all_ranks = False
 
-        class OwnMemory(DefaultAllGather):
+        class CustomMemory(DefaultAllGather):
             def allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
                 return super().allocate(*args, **kwargs)
 
@@ -535,12 +535,12 @@ class TestReductions(AgreementTest):
             with switched(value):
                 model = self.sharded()
                 for unit in model:
-                    unit.set_custom_all_gather(OwnGather())
-                model[0].set_custom_reduce_scatter(OwnScatter())
-                model[1].set_custom_all_gather(OwnMemory())
+                    unit.set_custom_all_gather(CustomGather())
+                model[0].set_custom_reduce_scatter(CustomScatter())
+                model[1].set_custom_all_gather(CustomMemory())
                 self.assertEqual(self.count(model, 2), expected)
 
-    def test_a_subclass_is_compared_as_its_base(self) -> None:
+    def test_subclass_is_compared_as_its_base(self) -> None:
         """It may wrap the call on one rank alone, e.g. to time or to count it."""
 
         class Timed:
@@ -562,13 +562,13 @@ class TestReductions(AgreementTest):
         refused = self.refused(lambda: self.step(model, used=[used], run=[0]))
         self.assertIn("unit '0'", refused)
 
-    def test_functions_in_place_of_ours_are_not_compared(self) -> None:
+    def test_monkeypatched_functions_are_not_compared(self) -> None:
         for name in ("foreach_all_gather", "foreach_reduce"):
             wrapped = functools.partial(getattr(param_group, name))
             with mock.patch.object(param_group, name, wrapped):
                 self.assertEqual(self.count(self.sharded(), 2), [3, 0])
 
-    def test_what_was_traced_is_not_remembered(self) -> None:
+    def test_traced_steps_are_not_remembered(self) -> None:
         model = self.sharded()
         with mock.patch.object(agreement, "_is_traced", lambda *_: True):
             self.assertEqual(self.count(model, 2), [0, 0])
@@ -589,7 +589,7 @@ class TestThreads(FSDPThreadTest):
 
     world_size = 4
 
-    def test_all_raise(self) -> None:
+    def test_all_threads_raise(self) -> None:
         dtype = BF16 if self.rank == 3 else FP32
         policy = MixedPrecisionPolicy(param_dtype_override_fn=lambda _: dtype)
         model = fully_shard(Scales().to(self.device), mp_policy=policy)

@@ -111,7 +111,7 @@ class TestRefusedAtOnce(FakeGroupTest):
     def named_mesh(self) -> DeviceMesh:
         return init_device_mesh("cpu", (self.ranks,), mesh_dim_names=("shard",))
 
-    def test_policies(self) -> None:
+    def test_policies_of_another_type_are_refused(self) -> None:
         policy = MixedPrecisionPolicy(reduce_dtype=FP8)
         text = f"The gradient of parameter weight of Scaled cannot be reduced in {FP8}"
         self.check_sharding(ValueError, text, mp_policy=policy)
@@ -123,7 +123,7 @@ class TestRefusedAtOnce(FakeGroupTest):
         text = "offload_policy of unit 'Scaled' got …pass CPUOffloadPolicy()"
         self.check_sharding(TypeError, text, offload_policy=CPUOffloadPolicy)
 
-    def test_parameters(self) -> None:
+    def test_parameters_that_cannot_be_sharded_are_named(self) -> None:
         text = "Parameter other of Scaled cannot be sharded."
         strided = torch.ones(6, 6).t()[:, :4]
         for data, text_of_data in (
@@ -148,7 +148,7 @@ class TestRefusedAtOnce(FakeGroupTest):
         )
         self.check_sharding(ValueError, text, dp_mesh_dims=dims)
 
-    def test_dtensors(self) -> None:
+    def test_parameters_that_are_sharded_already_are_named(self) -> None:
         text = (
             "Parameter {} of Scaled cannot be sharded. It is a DTensor already. Call "
             "fully_shard on children before their parents…named mesh dims other"
@@ -165,7 +165,7 @@ class TestRefusedAtOnce(FakeGroupTest):
         module = Scaled(other=nn.Parameter(other))
         self.check_sharding(RuntimeError, text.format("other"), module)
 
-    def test_setters(self) -> None:
+    def test_setters_refuse_what_they_cannot_use(self) -> None:
         policy = MixedPrecisionPolicy(grad_comm_dtype=FP64, reduce_dtype=FP64)
         model = shard_blocks(nn.Sequential(Scaled(), Scaled()), mp_policy=policy)
         model(torch.ones(1, DIM))
@@ -292,7 +292,7 @@ class TestAllowed(Checks):
         model.zero_grad()
         self.check_step(run, model)
 
-    def test_wider_reduce_buffers_of_a_users(self) -> None:
+    def test_reduce_buffers_may_be_wider(self) -> None:
         class Wider(DefaultReduceScatter):
             def allocate(self, size: Any, *, dtype: Any, device: Any) -> Any:
                 return torch.empty(*size, dtype=FP64, device=device)

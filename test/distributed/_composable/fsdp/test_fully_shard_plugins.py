@@ -14,6 +14,7 @@ Runs with pytest, python or ``torchrun --nproc-per-node 4``.
 from __future__ import annotations
 
 import unittest
+from itertools import chain
 
 import pytest
 
@@ -86,10 +87,10 @@ class TestPlugins(ScenarioTest):
 
     def test_mixed_group_has_no_one_dtype(self) -> None:
         for results in self.results_of("mixed_dtypes_of_a_group"):
-            root, *blocks = [dtypes[0] for dtypes in results["none"]]
+            root, *blocks = results["none"]
             by_release = "None" if FOLLOWS_GRAD_DTYPE else "torch.float32"
-            self.assertEqual(root, by_release)
-            self.assertEqual(blocks, ["None"] * 2)
+            self.assertEqual(root[0], by_release)
+            self.assertEqual({*chain(*blocks)}, {"None"})
 
     def test_mixed_unit_trains_on_with_other_parameters(self) -> None:
         """Some of which were replaced while the unit was unsharded."""

@@ -90,8 +90,7 @@ class Quantized(Fp8):
 
     def __init__(self, values: torch.Tensor):
         super().__init__(values.to(torch.int8))
-        # A subclass may hold another one
-        self._scale = Fp8(torch.ones(len(values)))
+        self._scale = torch.ones(len(values))
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["_values", "_scale"], None
@@ -162,7 +161,7 @@ unit    parameters  elements  stored in  computes in  bytes gathered  reduced in
         units = [row.unit for row in rows if not row.names]
         self.assertEqual(units, ["_orig_mod", "_orig_mod.0, _orig_mod.2"])
 
-    def test_gradient_dtypes(self) -> None:
+    def test_gradient_dtypes_are_those_that_users_set(self) -> None:
         model = nn.Linear(8, 8, dtype=BF16)
         model.weight.grad_dtype, model.bias.grad_dtype = FP32, None
         fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=FP64))
@@ -170,7 +169,7 @@ unit    parameters  elements  stored in  computes in  bytes gathered  reduced in
         got = {row.names: row.grad_dtype for row in rows}
         self.assertEqual(got, {("weight",): FP32, ("bias",): FP64})
 
-    def test_what_gradients_are_sent_in(self) -> None:
+    def test_comm_dtypes_are_those_of_overrides(self) -> None:
         def only_matrices(param: nn.Parameter) -> torch.dtype | None:
             return BF16 if param.ndim == 2 else None
 
@@ -195,14 +194,18 @@ unit    parameters  elements  stored in  computes in  bytes gathered  reduced in
         model = nn.Module()
         model.plain = nn.Parameter(torch.ones(8, 4, dtype=BF16))
         model.quantized = nn.Parameter(Quantized(torch.ones(8, 4)))
+        nested = Quantized(torch.ones(8, 4))
+        nested._values = Quantized(torch.ones(8, 4))
+        model.nested = nn.Parameter(nested)
         fully_shard(model)
         found = {
             row.names: row.stored_dtypes for row in layout_summary(model).rows[:-1]
         }
         inner = torch.int8, FP32
-        self.assertEqual(found, {("plain",): (BF16,), ("quantized",): inner})
+        expected = {("plain",): (BF16,), ("quantized", "nested"): inner}
+        self.assertEqual(found, expected)
 
-    def test_custom_divide_factor(self) -> None:
+    def test_custom_divide_factor_is_shown(self) -> None:
         model = sharded_units()
         model.set_gradient_divide_factor(3.0)
         model[0].set_gradient_divide_factor(3.0)
@@ -235,7 +238,7 @@ class TestSummaryOfSteps(FSDPThreadTest):
         x = torch.ones(2, 16, device=self.device, requires_grad=True)
         model(x).sum().backward()
 
-    def test_bytes_of_a_step(self) -> None:
+    def test_bytes_are_those_of_a_step(self) -> None:
         model: Any = nn.Sequential(Unit(), Unit())
         model[0].norm.requires_grad_(False)
         patterns = {"*.down.*": {"reduce_dtype": BF16}, "*.up.*": {"param_dtype": FP32}}

@@ -229,13 +229,14 @@ def post_forward_by_hand(
 
 @scenario
 def replaced_wait_for_unshard_and_post_forward(place: Place) -> Record:
-    """What a replaced forward records is the order in which backward prefetches."""
+    """They change a group's state, and record the order in which backward prefetches."""
     record: Record = {}
-    orders: list[Any] = []
+    seen: list[Any] = []
 
     def post_forward(group: FSDPParamGroup, *args: Any) -> Any:
         output = post_forward_by_hand(group, *args)
-        orders.append([g._module_fqn for g in group.comm_ctx.post_forward_order])
+        order = [each._module_fqn for each in group.comm_ctx.post_forward_order]
+        seen.append((group._sharded_state.name, order))
         return output
 
     new = {"wait_for_unshard": wait_by_hand, "post_forward": post_forward}
@@ -243,7 +244,7 @@ def replaced_wait_for_unshard_and_post_forward(place: Place) -> Record:
         with mock.patch.multiple(FSDPParamGroup, **new):
             model = place.sharded("bf16", reshard_after_forward=reshard)
             record[str(reshard)] = train(model, place)
-    return record | {"calls": orders}
+    return record | {"calls": seen}
 
 
 # What HSDP keeps #

@@ -25,12 +25,12 @@ DIM = 6
 class Scaled(nn.Module):
     """A bf16 matrix beside an fp32 gain."""
 
-    def __init__(self, **others: nn.Parameter) -> None:
+    def __init__(self, **extra: nn.Parameter) -> None:
         super().__init__()
         values = torch.arange(DIM * DIM, dtype=FP32).view(DIM, DIM) % 7 - 3
         self.weight = nn.Parameter(values.to(BF16))
         self.gain = nn.Parameter(torch.arange(DIM, dtype=FP32) - 2)
-        for name, param in others.items():
+        for name, param in extra.items():
             self.register_parameter(name, param)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -91,10 +91,10 @@ class Run:
             shape=param.size(), stride=param.stride(),
         )  # fmt: skip
 
-    def replicated(self, size: int = DIM) -> DTensor:
+    def replicated(self) -> DTensor:
         placements = [Replicate()]
         return DTensor.from_local(
-            self.ones(size), self.mesh, placements, run_check=False
+            self.ones(DIM), self.mesh, placements, run_check=False
         )
 
 

@@ -1,7 +1,8 @@
 # Owner(s): ["oncall: distributed"]
 """
 Exceptions anywhere in a step: after ``reset_iter_state`` the next steps are exactly
-right, and nothing of the lost one survives. And gradients that are not finite.
+right, and nothing of the lost one survives. Errors name their parameters, and gradients
+that are not finite stay where they are.
 
 Runs with pytest, python or ``torchrun --nproc-per-node 4``.
 """
