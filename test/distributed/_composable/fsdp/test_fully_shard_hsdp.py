@@ -202,6 +202,21 @@ class TestProcesses(FSDPProcessTest):
                 self.assertEqual(full_grad(model.q), expected)
                 self.assertEqual(model.p.grad.dtype, FP32)
 
+    def check_replicas_in_another_order(self):
+        """One replica uses p and then q, the other q and then p."""
+        shapes = dict.fromkeys("pq", ((4,), FP32))
+        model = fully_shard(model_of(shapes), mesh=hybrid_mesh(2))
+        for i in range(2):
+            model.set_requires_all_reduce(i == 1)
+            name, value = (("p", 1.0), ("q", 2.0))[(i + self.rank // 2) % 2]
+            backward(model, **{name: value})
+        found = {n: full_grad(p).tolist() for n, p in model.named_parameters()}
+        self.assertEqual(found, {"p": [1.0] * 4, "q": [2.0] * 4})
+
+    def test_replicas_may_use_parameters_in_another_order(self):
+        """What they all-reduce in the end is laid out alike nevertheless."""
+        self.check_replicas_in_another_order()
+
     def test_replaced_reduction_gets_the_arguments_of_the_release(self):
         """And no plan of the branch, though replicas use parameters in another order."""
         own, calls = param_group.foreach_reduce, []
@@ -216,17 +231,10 @@ class TestProcesses(FSDPProcessTest):
             return tuple(own(*args, **kwargs))
 
         with mock.patch.object(param_group, "foreach_reduce", foreach_reduce):
-            model = fully_shard(
-                model_of(dict.fromkeys("pq", ((4,), FP32))), mesh=hybrid_mesh(2)
-            )
-            for i in range(2):
-                model.set_requires_all_reduce(i == 1)
-                backward(model, **{"pq"[(i + self.rank // 2) % 2]: 1.0})
+            self.check_replicas_in_another_order()
             *others, last = THREE_DIFFERENT
             schedule = [Microbatch(params, "scatter") for params in others]
             check_schedule(self.rank, hybrid_mesh(2), [*schedule, Microbatch(last)])
-        for param in model.parameters():
-            self.assertEqual(full_grad(param).tolist(), [1.0] * 4)
         self.assertGreater(len(calls), 2 + 3)  # one for each bucket
         for found in calls:
             self.assertEqual(found, (len(REDUCE_ARGUMENTS), REDUCE_KEYWORDS))
