@@ -288,17 +288,14 @@ class TestNotFinite(FSDPProcessTest):
         mesh=(WORLD_SIZE,),
     )
 
-    def grads_of(self, value: float, is_whole: bool, divide_by: float | None = None):
-        """Returns those of weights of ones, of which fp16 ones have a value."""
+    def grads_of(self, value: float) -> list[torch.Tensor]:
+        """Returns those of weights of ones, of which one has another value."""
         model = shard_model(self.CASE, DEVICE_TYPE)
         for i, param in enumerate(self.CASE.blocks[0]):
             weight = torch.ones(param.shape, dtype=param.dtype, device=self.device)
-            if i == 0 and is_whole:
-                weight.fill_(value)
-            elif i == 0 and self.rank == WORLD_SIZE - 1:
+            if i == 0 and self.rank == WORLD_SIZE - 1:
                 weight[3, 1] = value
             model.weights[i] = weight
-        model.set_gradient_divide_factor(divide_by)
         x = torch.zeros(1, device=self.device, requires_grad=True)
         model(x).sum().backward()
         return [param.grad.full_tensor().cpu() for param in model.parameters()]
@@ -306,18 +303,11 @@ class TestNotFinite(FSDPProcessTest):
     @pytest.mark.quick
     def test_infinite_gradient_stays_in_its_bucket(self) -> None:
         for value in (float("inf"), float("nan")):
-            grads = self.grads_of(value, is_whole=False)
+            grads = self.grads_of(value)
             expected = [torch.ones(p.shape, dtype=p.dtype) for p in self.CASE.blocks[0]]
             expected[0][3, 1] = value
             for grad, right in zip(grads, expected, strict=True):
                 self.assertEqual(grad, right, atol=0, rtol=0, equal_nan=True)
-
-    def test_sum_that_overflows_is_infinite(self) -> None:
-        largest = torch.finfo(FP16).max
-        fp16, *others = self.grads_of(largest, is_whole=True, divide_by=1.0)
-        self.assertTrue(torch.isinf(fp16).all())
-        for grad in others:
-            self.assertTrue((grad == WORLD_SIZE).all())
 
 
 class TestExplanations(FakeGroupTest):
@@ -327,16 +317,6 @@ class TestExplanations(FakeGroupTest):
 
     def unit(self) -> Any:
         return fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (self.ranks,)))
-
-    def raised(self, error: type[BaseException], patch: Any) -> BaseException:
-        """Returns what a reduction raises, after a step without errors."""
-        model, alarm = self.unit(), Alarm()
-        model.set_custom_reduce_scatter(WatchedReduceScatter(Alarm(), alarm))
-        x = torch.ones(2, 4, requires_grad=True)
-        model(x).sum().backward()
-        with patch, alarm.set(error, 1), self.assertRaises(error) as caught:
-            model(x).sum().backward()
-        return caught.exception
 
     @unittest.skipIf(sys.version_info < (3, 11), "exceptions take no notes")
     def test_note_names_the_parameters_of_all_joined_units(self) -> None:
@@ -367,9 +347,16 @@ class TestExplanations(FakeGroupTest):
             self.assertEqual(agreement._HANG_ADVICE in note, is_about_them, error)
 
     def test_note_that_fails_leaves_the_error(self) -> None:
+        model, alarm = self.unit(), Alarm()
+        model.set_custom_reduce_scatter(WatchedReduceScatter(Alarm(), alarm))
+        x = torch.ones(2, 4, requires_grad=True)
+        model(x).sum().backward()  # ranks are compared before their first reduction
         fails = mock.patch.object(agreement, "_announce", side_effect=LookupError)
         for kind in (RuntimeError, KeyboardInterrupt):
-            self.assertIs(type(self.raised(kind, fails)), kind)
+            with fails, alarm.set(kind, 1), self.assertRaises(kind) as caught:
+                model(x).sum().backward()
+            self.assertIs(type(caught.exception), kind)
+            model.reset_iter_state()
 
     def test_copy_out_that_fails_leaves_nothing_behind(self) -> None:
         """Outputs are freed, and names are registered as they were."""

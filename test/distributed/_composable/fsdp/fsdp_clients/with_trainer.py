@@ -36,22 +36,15 @@ RATE = 2**-8
 # Example to the class of its layers
 LAYERS = {"mamba2": "Mamba2Block", "llama_peft": "LlamaDecoderLayer"}
 ACCUMULATED = 2
-# What a checkpointed layer has in its name
-CHECKPOINTED = "_checkpoint_wrapped_module"
 
 
-def arguments(
-    kind: type, folder: Path | str, layers: str, recompute: bool = False, **kwargs: Any
-) -> Any:
-    """Returns those of a trainer whose units are ``layers``, checkpointed or not."""
+def arguments(kind: type, folder: Path | str, layers: str, **kwargs: Any) -> Any:
+    """Returns those of a trainer whose units are ``layers``."""
     return kind(
         output_dir=str(folder),
         use_cpu=True,
         fsdp=True,
-        fsdp_config={
-            "transformer_layer_cls_to_wrap": [layers],
-            "activation_checkpointing": recompute,
-        },
+        fsdp_config={"transformer_layer_cls_to_wrap": [layers]},
         per_device_train_batch_size=2,
         gradient_accumulation_steps=ACCUMULATED,
         optim="adamw_torch",
@@ -81,16 +74,6 @@ def token_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return -outputs.log_probs.sum() / (4 * tokens[:, 1:].numel()) * 4
 
 
-class Unwrapped:
-    """A model's parameters, by their names without what checkpointing adds."""
-
-    def __init__(self, model: nn.Module) -> None:
-        named = model.named_parameters()
-        self.params = {n.replace(f"{CHECKPOINTED}.", ""): p for n, p in named}
-        self.named_parameters = self.params.items
-        self.get_parameter = self.params.__getitem__
-
-
 def beside_one_process(model: nn.Module, loss_of: LossFunction = causal_loss) -> Any:
     """Returns a callback that compares each step with ``model``, and notes what differs."""
     from transformers import TrainerCallback
@@ -117,26 +100,32 @@ def beside_one_process(model: nn.Module, loss_of: LossFunction = causal_loss) ->
         def on_pre_optimizer_step(
             self, *args: Any, model: nn.Module, **kwargs: Any
         ) -> None:
-            sharded: Any = Unwrapped(model)
             ranks: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(ranks, self.seen)
             self.reference.backward(tuple(seen for rank in ranks for seen in rank))
-            found = [*self.reference.gradient_differences(sharded)]
+            found = [*self.reference.gradient_differences(model)]
             self.kinds |= {each.what for each in found}
             self.wrong += [str(each) for each in found if not each.ok]
-            self.reference.step(sharded)
+            self.reference.step(model)
             self.seen.clear()
 
         def on_step_end(self, *args: Any, model: nn.Module, **kwargs: Any) -> None:
-            sharded: Any = Unwrapped(model)
-            found = self.reference.parameter_differences(sharded)
+            found = self.reference.parameter_differences(model)
             self.wrong += [str(each) for each in found if not each.ok]
             self.steps += 1
 
     return Beside()
 
 
-class TestTrainer(ClientTest):
+class TrainerTest(ClientTest):
+    def check_beside(self, beside: Any, steps: int) -> None:
+        """The trainer's steps were those of one process, with gradients of both dtypes."""
+        self.assertFalse(beside.wrong, beside.wrong)
+        self.assertEqual(beside.steps, steps)
+        self.assertEqual(beside.kinds, {"bfloat16 gradients", "float32 gradients"})
+
+
+class TestTrainer(TrainerTest):
     def trainer(self, name: str, folder: Path, **kwargs: Any) -> tuple[Any, Any]:
         from transformers import Trainer, TrainingArguments
 
@@ -155,19 +144,7 @@ class TestTrainer(ClientTest):
             trainer, beside = self.trainer(name, folder, max_steps=3)
             self.assertTrue(trainer.is_fsdp_enabled)
             trainer.train()
-        self.assertFalse(beside.wrong, beside.wrong)
-        self.assertEqual(beside.steps, 3)
-        self.assertEqual(beside.kinds, {"bfloat16 gradients", "float32 gradients"})
-
-    def test_activation_checkpointing(self) -> None:
-        with as_launched(self.rank, self.world_size), shared_folder() as folder:
-            settings = {"max_steps": 2, "recompute": True}
-            trainer, beside = self.trainer("llama_peft", folder, **settings)
-            trainer.train()
-        wrapped = [n for n, _ in trainer.model.named_modules() if CHECKPOINTED in n]
-        self.assertGreater(len(wrapped), 2)
-        self.assertFalse(beside.wrong, beside.wrong)
-        self.assertEqual(beside.steps, 2)
+        self.check_beside(beside, steps=3)
 
     def test_resumes_where_it_was(self) -> None:
         with as_launched(self.rank, self.world_size), shared_folder() as folder:
@@ -188,7 +165,7 @@ class TestTrainer(ClientTest):
 instantiate_parametrized_tests(TestTrainer)
 
 
-class TestSFT(ClientTest):
+class TestSFT(TrainerTest):
     def trainer(self, folder: Path) -> Any:
         """TRL is given a model and a configuration, and calls peft itself."""
         from trl import SFTConfig, SFTTrainer
@@ -219,9 +196,7 @@ class TestSFT(ClientTest):
             beside = beside_one_process(other.model, token_loss)
             trainer.add_callback(beside)
             trainer.train()
-        self.assertFalse(beside.wrong, beside.wrong)
-        self.assertEqual(beside.steps, 3)
-        self.assertEqual(beside.kinds, {"bfloat16 gradients", "float32 gradients"})
+        self.check_beside(beside, steps=3)
 
 
 def tokenizer() -> Any:

@@ -10,7 +10,6 @@ import json
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -106,11 +105,9 @@ def dispatched() -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def profiled(*, all_threads: bool) -> Iterator[list[str]]:
+def profiled() -> Iterator[list[str]]:
     cpu, names = [torch.profiler.ProfilerActivity.CPU], []
-    experimental = torch._C._profiler._ExperimentalConfig
-    config = experimental(profile_all_threads=True) if all_threads else None
-    with torch.profiler.profile(activities=cpu, experimental_config=config) as profiler:
+    with torch.profiler.profile(activities=cpu) as profiler:
         yield names
     names += [event.name for event in profiler.events()]
 
@@ -146,8 +143,7 @@ def traced() -> Iterator[list[str]]:
 
 OBSERVERS = {
     "dispatch mode": dispatched,
-    "profiler": partial(profiled, all_threads=False),
-    "profiler of all threads": partial(profiled, all_threads=True),
+    "profiler": profiled,
     "profiler on demand": profiled_on_demand,
     "execution trace": traced,
 }
