@@ -21,7 +21,7 @@ LINT = PATH="$$PWD/$(VENV)/bin:$$PATH" XDG_DATA_HOME="$$PWD/build/lint" lintrunn
 PATHS := git ls-files --cached --others --exclude-standard
 
 .DEFAULT_GOAL := help
-.PHONY: help python check setup models train for-tests test test-tools clients series series-save bench gpu mutants lint wheel clean
+.PHONY: help python setup models train for-tests test test-tools clients series series-save bench gpu mutants lint wheel clean
 
 help:  ## show this list
 	@echo "make TARGET, where TARGET is one of"
@@ -32,14 +32,11 @@ python:
 	@"$$PYTHON3" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "error: $$PYTHON3 is no Python 3.10 or newer: PYTHON3=PATH" >&2; exit 1; }
 
-check: python
-	@$(SETUP) check
-
 setup: python  ## build in place: .venv, build/base (TORCH_WHEEL=PATH, PYTHON3=PATH)
-	@$(SETUP) setup
+	@$(SETUP) setup dev
 
-models: python  ## set up, with the packages that the examples of real models train
-	@$(SETUP) setup --models
+models: python  ## set up, with the packages of real models that tests train
+	@$(SETUP) setup dev models
 
 train: setup  ## train a model of mixed dtypes (NPROC= STEPS= POLICY= DEVICE=)
 	@$(PYTHON) examples/train_mixed_dtype.py $(if $(NPROC),--nproc "$$NPROC") \
@@ -57,8 +54,8 @@ MARKS = $(if $(QUICK),quick,$(if $(CI),,not tools))
 
 # A package of other people's that cannot be had stops no test of the core, but CI
 for-tests: python
-	@$(SETUP) setup --models || \
-	  { test -z "$$CI" && echo "what needs these is skipped" && $(SETUP) setup; }
+	@$(SETUP) setup dev models || \
+	  { test -z "$$CI" && echo "what needs these is skipped" && $(SETUP) setup dev; }
 
 test: for-tests  ## run the tests (QUICK=1: those marked so; ARGS=... goes to pytest)
 	@$(PYTEST) $(or $(ARGS),$(SIDE_BY_SIDE) -m "$(MARKS)" test)
@@ -69,12 +66,12 @@ test-tools: for-tests  ## run those of what surrounds the branch: set-up, wheels
 # Their files are not called test_*.py, so that `make test` does not collect them.
 CLIENTS = test/distributed/_composable/fsdp/fsdp_clients/with_*.py
 clients: python  ## train with torchtitan, trl, torchao, lightning and others (ARGS=...)
-	@$(SETUP) setup --clients
+	@$(SETUP) setup dev models clients
 	@PYTHONPYCACHEPREFIX="$$PWD/build/pycache" PYTHONDONTWRITEBYTECODE= \
 	  "$(VENV)/clients/bin/python" -m pytest --durations=10 $(or $(ARGS),$(CLIENTS))
 
 # The series edits one release's own files: it runs on that, whatever RELEASE is
-series: export TORCH_RELEASE = $(shell basename -s .txt constraints/* | sort -V | tail -n 1)
+series: export TORCH_RELEASE = $(shell basename -s .txt constraints/*.txt | sort -V | tail -n 1)
 series: setup  ## make the series for upstream as commits and patches, test each
 	@$(PYTHON) tools/series.py make $(ARGS)
 
