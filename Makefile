@@ -3,7 +3,7 @@
 PYTHON3 ?= python3
 # Names that a user gives go through the environment: a shell would split them.
 SETUP := "$$PYTHON3" -B -m tools.build
-export PYTHON3 NPROC STEPS POLICY DEVICE
+export PYTHON3 NPROC STEPS DEVICE
 
 # The release to build on, under another name: RELEASE is a common one.  What a recipe
 # starts is not told what was told to this make.
@@ -38,10 +38,11 @@ setup: python  ## build in place: .venv, build/base (TORCH_WHEEL=PATH, PYTHON3=P
 models: python  ## set up, with the packages of real models that tests train
 	@$(SETUP) setup dev models
 
-train: setup  ## train a model of mixed dtypes (NPROC= STEPS= POLICY= DEVICE=)
-	@$(PYTHON) examples/train_mixed_dtype.py $(if $(NPROC),--nproc "$$NPROC") \
-	  $(if $(STEPS),--steps "$$STEPS") $(if $(POLICY),--policy "$$POLICY") \
-	  $(if $(DEVICE),--device "$$DEVICE")
+train: python  ## train examples/train.py anew, without test tools (NPROC= STEPS=)
+	@$(SETUP) setup
+	@rm -rf build/train
+	@OMP_NUM_THREADS=1 "$(VENV)/bin/torchrun" --nproc-per-node "$${NPROC:-4}" \
+	  examples/train.py "$${STEPS:-60}" build/train
 
 # Files of torch and of other packages are compiled once, for the processes that tests
 # start too.

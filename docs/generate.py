@@ -53,13 +53,12 @@ def files() -> str:
 
 
 def recipes() -> str:
-    """Returns a section for each program: its title links to it, and its text."""
-    parts = []
+    """Returns a list of the programs, by the first lines of their docstrings."""
+    lines = []
     for path in sorted((DOCS / "recipes").glob("*.py")):
-        text = ast.get_docstring(ast.parse(path.read_text())) or ""
-        title, _, rest = text.partition("\n\n")
-        parts.append(f"## [{title}](recipes/{path.name})\n\n{rest}")
-    return "\n\n".join(parts)
+        title = (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()[0]
+        lines.append(f"- [{title}](recipes/{path.name})")
+    return "\n".join(lines)
 
 
 def functions() -> str:

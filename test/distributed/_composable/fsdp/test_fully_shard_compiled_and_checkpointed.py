@@ -72,7 +72,7 @@ TOOLS: dict[str, tuple[Callable[[nn.Module], None], str]] = {
 class TestCompiledAndCheckpointed(FSDPProcessTest):
     @parametrize("tool", list(TOOLS))
     def test_each_step_equals_one_process(self, tool: str) -> None:
-        from _real_model import make_mesh, token_batches, train
+        from fsdp_clients.real_models import make_mesh, token_batches, train
 
         apply, name = TOOLS[tool]
         example = example_of(name)

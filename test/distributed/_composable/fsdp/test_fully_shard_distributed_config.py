@@ -78,7 +78,7 @@ class TestDistributedConfig(FSDPProcessTest):
         import transformers
         from transformers.distributed import DistributedConfig
 
-        from _tiny_models import TINY_MODELS
+        from fsdp_clients.tiny_models import TINY_MODELS
 
         tiny = TINY_MODELS["deepseek_v4"]
         folders = [tempfile.mkdtemp()]
@@ -96,7 +96,7 @@ class TestDistributedConfig(FSDPProcessTest):
         return [split, whole, upcast]
 
     def loss_of(self, model: nn.Module) -> torch.Tensor:
-        from _real_model import causal_loss, token_batches
+        from fsdp_clients.real_models import causal_loss, token_batches
 
         batch = next(token_batches(1, 2 * self.world_size, self.device))
         return causal_loss(model, batch.chunk(self.world_size)[self.rank])

@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import fsdp_clients.real_models  # noqa: F401
+from fsdp_clients.one_process import OneProcess, Step
 from fsdp_common.utils import (
     DEVICE_TYPE,
     FSDPProcessTest,
@@ -17,7 +18,6 @@ from fsdp_common.utils import (
 )
 
 import torch
-from _one_process import OneProcess, Step
 from torch import nn
 
 

@@ -23,7 +23,6 @@ tolerances are wider, and still tell a gradient that is wrong by a factor of 2.
 
 import copy
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -71,11 +70,6 @@ class Step:
     expected_loss: float
     differences: list[Difference]  # the largest ones that this rank sees
 
-    def scaled(self, factor: float) -> "Step":
-        """Returns the step with the losses that it would have without a loss scale."""
-        losses = self.loss * factor, self.expected_loss * factor
-        return Step(*losses, self.differences)
-
     @property
     def ok(self) -> bool:
         return all(difference.ok for difference in self.differences)
@@ -116,20 +110,6 @@ def train_side_by_side(
         mean = loss.detach() / len(chunks)
         dist.all_reduce(mean)
         yield Step(mean.item(), torch.stack(losses).mean().item(), found)
-
-
-def report(number: int, step: Step) -> bool:
-    """Prints a step's loss and what of it is wrong; returns whether all is right."""
-    if dist.get_rank() == 0:
-        alone = f", in one process {step.expected_loss:.6f}" if step.differences else ""
-        print(f"step {number}: loss {step.loss:.6f}{alone}", flush=True)
-    for each in step.differences:
-        if not each.ok:
-            what = f"{each.what}, {each.where} differ by {each.relative:.1e}"
-            print(
-                f"error: step {number}, rank {dist.get_rank()}: {what}", file=sys.stderr
-            )
-    return step.ok
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
