@@ -37,7 +37,7 @@ from tools.releases import (
 
 
 DEV = "dev"  # requirements.txt; the other groups are lists of pyproject.toml
-MODELS, CLIENTS = "models", "clients"
+TRAIN, MODELS, CLIENTS = "train", "models", "clients"
 PTH = "torch-fsdp2-mixed-dtype.pth"
 # Follows the release's label in a wheel's version: 2.13.0+cpu.mixeddtype1. Each wheel
 # that is given to others gets the next number.
@@ -139,7 +139,7 @@ class Build:
             "wheel": named_wheel() or made_of.get("wheel"),
         }
         # Groups that are there stay up to date
-        groups = sorted({*groups, *made_of.get("groups", ())})
+        groups = sorted({TRAIN, *groups, *made_of.get("groups", ())})
         wanted = identity | {"groups": {each: requirements_of(each) for each in groups}}
         if wanted.items() <= made_of.items():
             return

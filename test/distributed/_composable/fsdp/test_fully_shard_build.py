@@ -47,7 +47,7 @@ class BuildTestCase(ScratchTestCase):
         make_clone(self.root)
         for name in ("Makefile", "setup.py"):
             shutil.copy(REPOSITORY / name, self.root)
-        groups = "models = [\n]\nclients = [\n]\n"
+        groups = "".join(f"{name} = [\n]\n" for name in ("train", "models", "clients"))
         write(self.root, {"requirements.txt": "", "pyproject.toml": groups})
         self.wheel = make_wheel(self.scratch)
         inherited = ("TORCH_", "PIP_")  # as continuous integration sets constraints
@@ -99,7 +99,7 @@ class TestSetUp(BuildTestCase):
     def test_groups_are_installed_once_and_stay(self):
         self.assertIn("pip installs", self.make("models"))
         self.assertNotIn("pip installs", self.make("setup"))
-        groups = 'models = [\n    "no-such-package",\n]\n'
+        groups = 'train = [\n]\nmodels = [\n    "no-such-package",\n]\n'
         write(self.root, {"pyproject.toml": groups})
         self.assertIn("no-such-package", self.make("setup", status=2))
 
