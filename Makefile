@@ -25,7 +25,7 @@ PATHS := git ls-files --cached --others --exclude-standard
 
 help:  ## show this list
 	@echo "make TARGET, where TARGET is one of"
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-11s%s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s%s\n", $$1, $$2 }' Makefile
 	@echo "RELEASE=VERSION takes one of" $(basename $(notdir $(wildcard constraints/*.txt)))
 
 python:
