@@ -78,7 +78,8 @@ def mutants_in(path: Path) -> list[dict[str, Any]]:
             # Of a statement in several lines not all count as run
             around = [s for s in parts if s.lineno <= n + 1 <= (s.end_lineno or 0)]
             whole = max(around, key=lambda s: s.lineno, default=node)
-            says = isinstance(whole, ast.Raise) or lines[n].lstrip()[:1] in "#\"'f"
+            # No comments, and no texts of errors
+            says = isinstance(whole, ast.Raise) or re.match(r"\s*(#|f?[\"'])", lines[n])
             key = f"{path.name} {node.name}+{n + 1 - node.lineno}: {after.strip()}"
             edited = "\n".join([*lines[:n], after, *lines[n + 1 :], ""])
             row = {"key": key, "file": path.name, "function": node.name, "kind": kind}
