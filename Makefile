@@ -5,8 +5,8 @@ PYTHON3 ?= python3
 SETUP := "$$PYTHON3" -B -m tools.build
 export PYTHON3 NPROC STEPS DEVICE
 
-# The release to build on, under another name: RELEASE is a common one.  What a recipe
-# starts is not told what was told to this make.
+# The release to build on. Its variable gets a rarer name, as other programs may read
+# RELEASE, and the options of this make do not reach makes that a recipe starts.
 RELEASE ?= $(TORCH_RELEASE)
 export TORCH_RELEASE := $(RELEASE)
 unexport RELEASE MAKEFLAGS QUICK ARGS
@@ -50,18 +50,18 @@ PYTEST = PYTHONPYCACHEPREFIX="$$PWD/build/pycache" PYTHONDONTWRITEBYTECODE= \
   $(PYTHON) -m pytest --durations=10
 SIDE_BY_SIDE = --numprocesses=auto --dist=loadfile
 
-# Continuous integration also tests what surrounds the branch, see `make test-tools`
+# Continuous integration also runs the tests of `make test-tools`
 MARKS = $(if $(QUICK),quick,$(if $(CI),,not tools))
 
-# A package of other people's that cannot be had stops no test of the core, but CI
+# Without packages of models all other tests run, but in CI
 for-tests: python
 	@$(SETUP) setup dev models || \
-	  { test -z "$$CI" && echo "what needs these is skipped" && $(SETUP) setup dev; }
+	  { test -z "$$CI" && echo "tests of models are skipped" && $(SETUP) setup dev; }
 
 test: for-tests  ## run the tests (QUICK=1: those marked so; ARGS=... goes to pytest)
 	@$(PYTEST) $(or $(ARGS),$(SIDE_BY_SIDE) -m "$(MARKS)" test)
 
-test-tools: for-tests  ## run those of what surrounds the branch: set-up, wheels, benchmarks
+test-tools: for-tests  ## run the tests of set-up, wheels, overlays and benchmarks
 	@$(PYTEST) $(or $(ARGS),$(SIDE_BY_SIDE) -m tools test)
 
 # Their files are not called test_*.py, so that `make test` does not collect them.

@@ -8,7 +8,6 @@
     python3 tools/overlay.py --to DIR         makes a folder for PYTHONPATH instead, where
                                               torch itself is read-only
     python3 tools/overlay.py CHECKOUT         as a commit on a source checkout of a release
-                                              (--check: only lists the files)
     python3 tools/overlay.py --record         writes down what this release's own files are
 
 It takes any build (CPU, CUDA, ROCm) of a release that the branch fits, and writes Python
@@ -422,16 +421,12 @@ def check_checkout(checkout: Path, ours: dict[str, Path]) -> None:
     refuse_changed(checkout, ROOT, release, ours, lambda path: checkout / path)
 
 
-def commit_branch(checkout: Path, *, only_check: bool = False) -> str:
+def commit_branch(checkout: Path) -> str:
     """Makes a branch with one commit of our files; says what was done."""
     ours = files_to_lay()
-    is_so = all(sha256(checkout / path) == sha256(ours[path]) for path in ours)
-    if not is_so:
-        check_checkout(checkout, ours)
-    if only_check:
-        return "\n".join(ours)
-    if is_so:
+    if all(sha256(checkout / path) == sha256(ours[path]) for path in ours):
         return f"{checkout}: all {len(ours)} files are there"
+    check_checkout(checkout, ours)
     git(checkout, "var", "GIT_COMMITTER_IDENT")  # or git says who is missing
     start = git(checkout, "rev-parse", "--abbrev-ref", "HEAD").strip()
     git(checkout, "switch", "--create", COMMIT_BRANCH)
@@ -476,8 +471,7 @@ def find_site(python: str) -> Path:
 
 def run(parsed: argparse.Namespace) -> str:
     if parsed.checkout:
-        checkout = parsed.checkout.expanduser().absolute()
-        return commit_branch(checkout, only_check=parsed.check)
+        return commit_branch(parsed.checkout.expanduser().absolute())
     # Absolute, but not resolved: in an environment it is a link
     python = os.path.abspath(shutil.which(parsed.python) or parsed.python)
     overlay = Overlay(find_site(python))
@@ -501,7 +495,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--python", default=sys.executable, metavar="PATH")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--to", type=Path, metavar="DIR")
-    for option in ("status", "undo", "record", "check"):
+    for option in ("status", "undo", "record"):
         what.add_argument(f"--{option}", action="store_true")
     parsed = parser.parse_args(arguments)
     try:
