@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 import fsdp_clients.real_models  # noqa: F401
-from fsdp_clients.one_process import OneProcess, Step
+from fsdp_clients.one_process import Difference, OneProcess
 from fsdp_common.utils import (
     DEVICE_TYPE,
     FSDPProcessTest,
@@ -58,12 +58,12 @@ def fsdp_accelerator(**kwargs: Any) -> Any:
 class ClientTest(FSDPProcessTest):
     world_size = 2 if LAUNCHED_RANK is None else WORLD_SIZE
 
-    def check_steps(self, steps: Iterable[Step]) -> None:
+    def check_steps(self, steps: Iterable[list[Difference]]) -> None:
         """Each is as in one process, with gradients of both dtypes."""
         for step in steps:
-            wrong = [str(each) for each in step.differences if not each.ok]
+            wrong = [str(each) for each in step if not each.ok]
             self.assertEqual(wrong, [])
-            kinds = {each.what for each in step.differences}
+            kinds = {each.what for each in step}
             self.assertGreaterEqual(kinds, {"bfloat16 gradients", "float32 gradients"})
 
     def check_backward(

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from fsdp_clients.half_products import widen_half_products
-from fsdp_clients.one_process import LossFunction, Step, train_side_by_side
+from fsdp_clients.one_process import Difference, LossFunction, train_side_by_side
 from fsdp_common.utils import PRELOADED, REPO_ROOT
 
 import torch
@@ -98,7 +98,7 @@ def train(
     batches: Iterator[Tensor],
     device: torch.device,
     loss_of: LossFunction = causal_loss,
-) -> Iterator[Step]:
+) -> Iterator[list[Difference]]:
     """Trains the model sharded, and yields its steps, compared with one process."""
     torch.manual_seed(0)
     model = build_model().to(device)
