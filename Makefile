@@ -3,10 +3,10 @@
 PYTHON3 ?= python3
 # Names that a user gives go through the environment: a shell would split them.
 SETUP := "$$PYTHON3" -B -m tools.build
-export PYTHON3 NPROC STEPS POLICY DEVICE
+export PYTHON3 NPROC STEPS DEVICE
 
-# The release to build on, under another name: RELEASE is a common one.  What a recipe
-# starts is not told what was told to this make.
+# The release to build on. Its variable gets a rarer name, as other programs may read
+# RELEASE, and the options of this make do not reach makes that a recipe starts.
 RELEASE ?= $(TORCH_RELEASE)
 export TORCH_RELEASE := $(RELEASE)
 unexport RELEASE MAKEFLAGS QUICK ARGS
@@ -21,30 +21,28 @@ LINT = PATH="$$PWD/$(VENV)/bin:$$PATH" XDG_DATA_HOME="$$PWD/build/lint" lintrunn
 PATHS := git ls-files --cached --others --exclude-standard
 
 .DEFAULT_GOAL := help
-.PHONY: help python check setup models train for-tests test test-tools clients series series-save bench gpu mutants lint wheel clean
+.PHONY: help python setup models train for-tests test test-tools clients series series-save bench gpu mutants lint wheel clean
 
 help:  ## show this list
 	@echo "make TARGET, where TARGET is one of"
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-11s%s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s%s\n", $$1, $$2 }' Makefile
 	@echo "RELEASE=VERSION takes one of" $(basename $(notdir $(wildcard constraints/*.txt)))
 
 python:
 	@"$$PYTHON3" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "error: $$PYTHON3 is no Python 3.10 or newer: PYTHON3=PATH" >&2; exit 1; }
 
-check: python
-	@$(SETUP) check
-
 setup: python  ## build in place: .venv, build/base (TORCH_WHEEL=PATH, PYTHON3=PATH)
+	@$(SETUP) setup dev
+
+models: python  ## set up, with the packages of real models that tests train
+	@$(SETUP) setup dev models
+
+train: python  ## train examples/train.py anew, without test tools (NPROC= STEPS=)
 	@$(SETUP) setup
-
-models: python  ## set up, with the packages that the examples of real models train
-	@$(SETUP) setup --models
-
-train: setup  ## train a model of mixed dtypes (NPROC= STEPS= POLICY= DEVICE=)
-	@$(PYTHON) examples/train_mixed_dtype.py $(if $(NPROC),--nproc "$$NPROC") \
-	  $(if $(STEPS),--steps "$$STEPS") $(if $(POLICY),--policy "$$POLICY") \
-	  $(if $(DEVICE),--device "$$DEVICE")
+	@rm -rf build/train
+	@OMP_NUM_THREADS=1 "$(VENV)/bin/torchrun" --nproc-per-node "$${NPROC:-4}" \
+	  examples/train.py "$${STEPS:-60}" build/train
 
 # Files of torch and of other packages are compiled once, for the processes that tests
 # start too.
@@ -52,29 +50,29 @@ PYTEST = PYTHONPYCACHEPREFIX="$$PWD/build/pycache" PYTHONDONTWRITEBYTECODE= \
   $(PYTHON) -m pytest --durations=10
 SIDE_BY_SIDE = --numprocesses=auto --dist=loadfile
 
-# Continuous integration also tests what surrounds the branch, see `make test-tools`
+# Continuous integration also runs the tests of `make test-tools`
 MARKS = $(if $(QUICK),quick,$(if $(CI),,not tools))
 
-# A package of other people's that cannot be had stops no test of the core, but CI
+# Without packages of models all other tests run, but in CI
 for-tests: python
-	@$(SETUP) setup --models || \
-	  { test -z "$$CI" && echo "what needs these is skipped" && $(SETUP) setup; }
+	@$(SETUP) setup dev models || \
+	  { test -z "$$CI" && echo "tests of models are skipped" && $(SETUP) setup dev; }
 
 test: for-tests  ## run the tests (QUICK=1: those marked so; ARGS=... goes to pytest)
 	@$(PYTEST) $(or $(ARGS),$(SIDE_BY_SIDE) -m "$(MARKS)" test)
 
-test-tools: for-tests  ## run those of what surrounds the branch: set-up, wheels, benchmarks
+test-tools: for-tests  ## run the tests of set-up, wheels, overlays and benchmarks
 	@$(PYTEST) $(or $(ARGS),$(SIDE_BY_SIDE) -m tools test)
 
 # Their files are not called test_*.py, so that `make test` does not collect them.
 CLIENTS = test/distributed/_composable/fsdp/fsdp_clients/with_*.py
 clients: python  ## train with torchtitan, trl, torchao, lightning and others (ARGS=...)
-	@$(SETUP) setup --clients
+	@$(SETUP) setup dev models clients
 	@PYTHONPYCACHEPREFIX="$$PWD/build/pycache" PYTHONDONTWRITEBYTECODE= \
 	  "$(VENV)/clients/bin/python" -m pytest --durations=10 $(or $(ARGS),$(CLIENTS))
 
 # The series edits one release's own files: it runs on that, whatever RELEASE is
-series: export TORCH_RELEASE = $(shell basename -s .txt constraints/* | sort -V | tail -n 1)
+series: export TORCH_RELEASE = $(shell basename -s .txt constraints/*.txt | sort -V | tail -n 1)
 series: setup  ## make the series for upstream as commits and patches, test each
 	@$(PYTHON) tools/series.py make $(ARGS)
 

@@ -1,27 +1,25 @@
-"""In-place build into the current environment, as upstream's developers do it:
-
-    pip install --no-build-isolation -v -e .
-
-Takes the torch that is installed, or has pip install the release (TORCH_RELEASE=VERSION).
-`make wheel` writes the wheel.
+"""
+What upstream's developers type, by `make`: `python setup.py develop` builds in place as
+`make setup` does, `python setup.py bdist_wheel` writes the wheel as `make wheel` does.
 """
 
 import sys
 from pathlib import Path
 
-import setuptools
-
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from tools.build import editable
+from tools.build import main
 
 
-class Distribution(setuptools.Distribution):
-    def has_data(self) -> bool:
-        """Editable installs ask this, and not `has_data_files`."""
-        return self.has_data_files()
-
+COMMANDS = {("develop",): ["setup", "dev"], ("bdist_wheel",): ["wheel"]}
 
 if __name__ == "__main__":
-    setuptools.setup(distclass=Distribution, **editable(sys.argv))
+    arguments = COMMANDS.get(tuple(sys.argv[1:]))
+    sys.exit(
+        main(arguments)
+        if arguments
+        else "error: pip cannot install files over torch: `make setup` builds in place, "
+        "`make wheel` writes a wheel, and `python3 tools/overlay.py` lays the branch over "
+        "the torch that is installed"
+    )

@@ -53,17 +53,16 @@ def files() -> str:
 
 
 def recipes() -> str:
-    """Returns a section for each program: its title links to it, and its text."""
-    parts = []
+    """Returns a list of the programs, by the first lines of their docstrings."""
+    lines = []
     for path in sorted((DOCS / "recipes").glob("*.py")):
-        text = ast.get_docstring(ast.parse(path.read_text())) or ""
-        title, _, rest = text.partition("\n\n")
-        parts.append(f"## [{title}](recipes/{path.name})\n\n{rest}")
-    return "\n\n".join(parts)
+        title = (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()[0]
+        lines.append(f"- [{title}](recipes/{path.name})")
+    return "\n".join(lines)
 
 
 def functions() -> str:
-    """Returns each new function: how it is called, and its docstring's beginning."""
+    """Returns each new function: how it is called, and its docstring's first sentence."""
     import torch.distributed.fsdp as fsdp
 
     added = {
@@ -82,7 +81,7 @@ def functions() -> str:
         ]
         call = f"{name}{signature.replace(parameters=bare, return_annotation=signature.empty)}"
         text = inspect.getdoc(function) or ""
-        first = re.sub("::$", ".", plain(text.split("\n\n")[0]))
+        first = first_sentence(text)
         code = "\n".join(textwrap.wrap(call, 84, subsequent_indent="    "))
         body = textwrap.fill(first, 88)
         parts.append(f"### `{name}`\n\n```\n{code}\n```\n\n{body}")
@@ -90,13 +89,13 @@ def functions() -> str:
 
 
 def fields() -> str:
-    """Returns a table of the policy's fields, from its docstring."""
+    """Returns a table of the policy's fields, by the first sentences of their descriptions."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     text = (inspect.getdoc(MixedPrecisionPolicy) or "").split("Attributes:\n")[1]
     text = text.split("\nRaises:")[0]
     found = re.findall(r"^    (\w+) \(.*?\): (.+?)(?=^    \w|\Z)", text, re.M | re.S)
-    described = {name: plain(rest.strip()) for name, rest in found}
+    described = {name: first_sentence(rest) for name, rest in found}
     rows = [
         (f"`{field.name}`", f"`{field.default}`", described[field.name])
         for field in dataclasses.fields(MixedPrecisionPolicy)
@@ -139,6 +138,10 @@ def summary_fields() -> str:
         names = ", ".join(f"`{field.name}`" for field in dataclasses.fields(cls))
         rows.append((f"`{kind}`", plain(inspect.getdoc(cls) or ""), names))
     return table(("class", "is", "fields"), rows)
+
+
+def first_sentence(text: str) -> str:
+    return plain(text.split("\n\n")[0]).split(". ")[0].rstrip(".:") + "."
 
 
 def plain(text: str) -> str:

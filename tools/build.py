@@ -6,6 +6,7 @@
     branch    the tree of links, which the environment imports torch from
     base      links to the release itself, for PYTHONPATH
     setup.json  what the environment was made of
+    pip.log   what pip said last
 
 A set-up that was cut off is done anew. Needs only Python, and what pip needs.
 """
@@ -13,8 +14,6 @@ A set-up that was cut off is done anew. Needs only Python, and what pip needs.
 from __future__ import annotations
 
 import argparse
-import hashlib
-import importlib.util
 import json
 import os
 import re
@@ -34,15 +33,11 @@ from tools.releases import (
     release_of,
     ROOT,
     ToolError,
-    VARIABLE,
 )
 
 
-# Each version range is in one of these files alone: pyproject.toml names them, too.
-EXAMPLES = "requirements-examples.txt"
-MODELS = "requirements-models.txt"
-CLIENTS = "requirements-clients.txt"
-TESTS = "requirements.txt"
+DEV = "dev"  # requirements.txt; the other groups are lists of pyproject.toml
+TRAIN, MODELS, CLIENTS = "train", "models", "clients"
 PTH = "torch-fsdp2-mixed-dtype.pth"
 # Follows the release's label in a wheel's version: 2.13.0+cpu.mixeddtype1. Each wheel
 # that is given to others gets the next number.
@@ -66,9 +61,28 @@ def make_venv(folder: Path, *options: str) -> Path:
     return folder / "bin/python"
 
 
-def pip_install(python: Path | str, *arguments: str) -> None:
+def pip_install(python: Path, log: Path, *arguments: str) -> None:
+    """Installs packages; pip's pages go to ``log``, and are shown where it fails."""
     # Python compiles what it imports
-    run(python, "-m", "pip", "install", "--no-compile", *arguments)
+    command = (python, "-m", "pip", "install", "--no-compile", *arguments)
+    place = python.parents[1].relative_to(ROOT)
+    print(f"pip installs into {place}, which may take minutes: {log}", flush=True)
+    with log.open("w") as file:
+        done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT)
+    if done.returncode != 0:
+        print(log.read_text(), file=sys.stderr)
+        raise ToolError(f"pip stopped with status {done.returncode}, see above")
+
+
+def requirements_of(group: str) -> list[str]:
+    """Returns what a group has pip install, in a form that tells when it has changed."""
+    if group == DEV:
+        return [*re.findall(r"(?m)^[a-z].*", (ROOT / "requirements.txt").read_text())]
+    # Python 3.10 reads no TOML
+    (listed,) = re.findall(
+        rf"(?ms)^{group} = \[$(.*?)^\]", (ROOT / "pyproject.toml").read_text()
+    )
+    return re.findall('"(.+)"', listed)
 
 
 def site_of(venv: Path) -> Path:
@@ -88,10 +102,6 @@ def first_on_path(tree: Path) -> str:
     return f"import sys; sys.path.insert(sys.path.index(sitedir), {str(tree)!r})\n"
 
 
-def texts(*files: str) -> dict[str, str]:
-    return {file: (ROOT / file).read_text() for file in files}
-
-
 class Build:
     """What set-up keeps of one release."""
 
@@ -100,17 +110,18 @@ class Build:
         self.home = ROOT / "build" / release
         self.venv = self.home / ".venv"
         self.stamp = self.home / "setup.json"
+        self.log = self.home / "pip.log"
         self.made_of: dict[str, Any] = {}
 
-    def set_up(self, *, models: bool, clients: bool) -> None:
+    def set_up(self, groups: list[str]) -> None:
         self.home.mkdir(parents=True, exist_ok=True)
         with locked(self.home):
             if self.stamp.exists():
                 self.made_of = json.loads(self.stamp.read_text())
             try:
-                self._make_environment(models or clients)
+                self._make_environment([each for each in groups if each != CLIENTS])
                 lay_trees(site_of(self.venv), self.home)
-                if clients:
+                if CLIENTS in groups:
                     self._make_clients()
             except ToolError as error:
                 home = self.home.relative_to(ROOT)
@@ -118,8 +129,8 @@ class Build:
             for name in (".venv", "build/base") if self.release == DEFAULT else ():
                 self._make_short(name)
 
-    def _make_environment(self, models: bool) -> None:
-        """Installs the release and what we require, unless that was done."""
+    def _make_environment(self, groups: list[str]) -> None:
+        """Installs the release and the groups, unless that was done."""
         made_of, python = self.made_of, self.venv / "bin/python"
         soabi, prefix = sysconfig.get_config_var("SOABI"), sys.base_prefix
         identity: dict[str, Any] = {
@@ -127,10 +138,9 @@ class Build:
             # The first wheel stays until another is named
             "wheel": named_wheel() or made_of.get("wheel"),
         }
-        files = [EXAMPLES, TESTS]
-        if models or MODELS in made_of.get("requirements", ()):
-            files.append(MODELS)
-        wanted = identity | {"requirements": texts(*files)}
+        # Groups that are there stay up to date
+        groups = sorted({TRAIN, *groups, *made_of.get("groups", ())})
+        wanted = identity | {"groups": {each: requirements_of(each) for each in groups}}
         if wanted.items() <= made_of.items():
             return
         self.stamp.unlink(missing_ok=True)
@@ -138,7 +148,7 @@ class Build:
             make_venv(self.venv)
         # pip looks for no other where a wheel comes first
         torch = [*(wanted["wheel"] or ())[:1], f"torch=={self.release}"]
-        pip_install(python, *torch, *(f"--requirement={ROOT / f}" for f in files))
+        pip_install(python, self.log, *torch, *sum(wanted["groups"].values(), []))
         (site_of(self.venv) / PTH).write_text(first_on_path(self.home / "branch"))
         self._write_stamp(wanted)
         print(f"torch {self.release}: {python.relative_to(ROOT)} imports the branch")
@@ -148,14 +158,15 @@ class Build:
         Installs what the clients want otherwise than tests do into an environment over
         ``.venv``. What lies there counts as installed: no second torch is fetched.
         """
-        wanted = texts(EXAMPLES, TESTS, MODELS, CLIENTS)
+        required = requirements_of(CLIENTS)
+        wanted = [self.made_of["groups"], required]
         folder = self.venv / "clients"
         if self.made_of.get("clients") == wanted and folder.exists():
             return
         python = make_venv(folder, "--without-pip")
         lines = f"{self.home / 'branch'}\n{site_of(self.venv)}\n"
         (site_of(folder) / PTH).write_text(lines)
-        pip_install(python, f"torch=={self.release}", f"--requirement={ROOT / CLIENTS}")
+        pip_install(python, self.log, f"torch=={self.release}", *required)
         self._write_stamp(self.made_of | {"clients": wanted})
 
     def _write_stamp(self, made_of: dict[str, Any]) -> None:
@@ -235,66 +246,18 @@ def set_version(unpacked: Path, version: str) -> None:
     dist_info.rename(unpacked / f"torch-{ours}.dist-info")
 
 
-# An environment of the user's own #
-
-
-def editable(command: list[str]) -> dict[str, Any]:
-    """Returns what setuptools is told of an editable install; other ways are refused."""
-    if "bdist_wheel" in command:
-        sys.exit(
-            "error: make wheel writes the wheel; "
-            "to build in place: pip install --no-build-isolation -v -e ."
-        )
-    if not {"dist_info", "editable_wheel", "develop"} & {*command}:
-        return {"version": DEFAULT}
-    try:
-        return lay_for_this_python()
-    except (ToolError, OSError) as error:
-        sys.exit(f"error: {error}")
-
-
-def lay_for_this_python() -> dict[str, Any]:
-    """
-    Lays a tree over the torch that is installed, or else over the release, which pip
-    installs; returns how setuptools puts it first on the path.
-    """
-    site = Path(sysconfig.get_path("purelib"))
-    if importlib.util.find_spec("pip") is None:  # as in an isolated build
-        raise ToolError("with pip: pip install --no-build-isolation -v -e .")
-
-    if not (site / "torch/version.py").exists():
-        wheel = (named_wheel() or ())[:1]
-        pip_install(sys.executable, *wheel, f"torch=={chosen_release()}")
-    release = release_of(Overlay(site).version)
-    if os.environ.get(VARIABLE, release) != release:
-        raise ToolError(f"torch {release} is installed here: pip uninstall torch first")
-    key = hashlib.sha256(os.fsencode(site)).hexdigest()[:8]
-    home = ROOT / "build" / release / f"env-{key}"
-    lay_trees(site, home)
-    (home / PTH).write_text(first_on_path(home / "branch"))
-    to = os.path.relpath(site, sysconfig.get_path("data"))
-    return {
-        "version": release,
-        "package_dir": {"": str((home / "branch").relative_to(ROOT))},
-        # setuptools' own path file puts the tree behind the torch that is there
-        "data_files": [(to, [str((home / PTH).relative_to(ROOT))])],
-    }
-
-
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("command", choices=("setup", "wheel", "check"))
-    parser.add_argument("--models", action="store_true", help=f"and {MODELS}")
-    parser.add_argument("--clients", action="store_true", help=f"and {CLIENTS}")
+    parser.add_argument("command", choices=("setup", "wheel"))
+    groups = ", ".join((DEV, MODELS, CLIENTS))
+    parser.add_argument("groups", nargs="*", help=f"what setup installs too: {groups}")
     parsed = parser.parse_args(arguments)
     try:
         release = chosen_release()
-        if parsed.command == "check":
-            named_wheel()
-        elif parsed.command == "wheel":
+        if parsed.command == "wheel":
             print(make_wheel(release).relative_to(ROOT))
         else:
-            Build(release).set_up(models=parsed.models, clients=parsed.clients)
+            Build(release).set_up(parsed.groups)
     except (ToolError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -38,22 +38,24 @@ from tools.releases import files_under  # noqa: E402
 TABLE = ROOT / "build/mutants.json"
 PRODUCT = Path("torch/distributed/fsdp/_fully_shard")
 TESTS = Path("test/distributed/_composable/fsdp")
-# What an edit is about, what it replaces, and by what. Capitals are preferred
-CALL, PASS = r"^(\s*)[\w.()]*%s\(.*\)$", r"\1pass"
+# What an edit is about, what it replaces, and by what: those that go on with wrong values,
+# and do not crash at once. The first that a function has are preferred
+PASS = r"\1pass"
 RULES = (
-    ("WAIT", CALL % r"\.(wait|record)(_event|_stream)?", PASS),
-    ("ORDER", r"\b(sorted|reversed)\(", "(lambda found, **_: [*found])("),
-    ("FACTOR", " ([*]|/{1,2}) ", " + "),
-    ("DTYPE", r"\.(param|reduce|wire|comm)_dtype\b", ".orig_dtype"),
-    ("DTYPE", r"torch\.(float32|bfloat16|uint8)", "torch.float16"),
-    ("ALIAS", r"\[\*([\w.]+)\]|\.(?:clone|detach|copy|to)\([\w. =]*\)", r"\1"),
-    ("LIFETIME", r"^(\s*)([\w.]+ = None|del .*|.*\.(clear|pop)\(.*\))$", PASS),
-    ("call", CALL % "", PASS),
+    ("wait", r"^(\s*)[\w.()]*\.(wait|record)(_event|_stream)?\(.*\)$", PASS),
+    ("order", r"\b(sorted|reversed)\(", "(lambda found, **_: [*found])("),
+    ("factor", " ([*]|/{1,2}) ", " + "),
+    ("dtype", r"\.(param|reduce|wire|comm)_dtype\b", ".orig_dtype"),
+    ("dtype", r"torch\.(float32|bfloat16|uint8)", "torch.float16"),
+    ("alias", r"\[\*([\w.]+)\]|\.(?:clone|detach|copy|to)\([\w. =]*\)", r"\1"),
+    ("lifetime", r"^(\s*)([\w.]+ = None|del .*|.*\.(clear|pop)\(.*\))$", PASS),
+    ("boundary", " (<|>)= ", r" \1 "),
+    ("boundary", " (<|>) ", r" \1= "),
+    ("boundary", r" [+-] 1\b", ""),
     ("condition", " and ", " or "),
     ("condition", r"\bif (?!not )(.+):$", r"if not (\1):"),
     ("condition", " == ", " != "),
     ("constant", r"\b(True|False|0|1)\b", r"(not \1)"),
-    ("return", r"^(\s*)return [^#]+$", r"\1return None"),
 )
 COVERAGE = """[run]
 include = */_fully_shard/*
@@ -70,21 +72,20 @@ def mutants_in(path: Path) -> list[dict[str, Any]]:
     for node in (n for n in ast.walk(ast.parse(text)) if type(n) is ast.FunctionDef):
         body = node.body[bool(ast.get_docstring(node)) :] or node.body
         first, last = body[0].lineno - 1, node.end_lineno or 0
-        found = [("body", first, last, " " * body[0].col_offset + "pass")]
-        for n, (kind, old, new) in itertools.product(range(first, last), RULES):
-            if lines[n].lstrip()[:1] != "#":
-                found += [(kind, n, n + 1, re.sub(old, new, lines[n], count=1))]
         parts = [s for s in ast.walk(node) if isinstance(s, ast.stmt)]
-        for kind, start, end, after in found:
+        for n, (kind, old, new) in itertools.product(range(first, last), RULES):
+            after = re.sub(old, new, lines[n], count=1)
             # Of a statement in several lines not all count as run
-            around = [s for s in parts if s.lineno <= start + 1 <= (s.end_lineno or 0)]
-            whole = max(around, key=lambda s: s.lineno)
-            key = f"{path.name} {node.name}+{start - node.lineno}: {after.strip()}"
-            edited = "\n".join([*lines[:start], after, *lines[end:], ""])
+            around = [s for s in parts if s.lineno <= n + 1 <= (s.end_lineno or 0)]
+            whole = max(around, key=lambda s: s.lineno, default=node)
+            # No comments, and no texts of errors
+            says = isinstance(whole, ast.Raise) or re.match(r"\s*(#|f?[\"'])", lines[n])
+            key = f"{path.name} {node.name}+{n + 1 - node.lineno}: {after.strip()}"
+            edited = "\n".join([*lines[:n], after, *lines[n + 1 :], ""])
             row = {"key": key, "file": path.name, "function": node.name, "kind": kind}
             with contextlib.suppress(SyntaxError):
-                if lines[start:end] != [after] and compile(edited, path.name, "exec"):
-                    span = {"of": node.lineno, "lines": [whole.lineno, end]}
+                if lines[n] != after and not says and compile(edited, "", "exec"):
+                    span = {"of": node.lineno, "lines": [whole.lineno, n + 1]}
                     mutants.append(row | span | {"edited": edited})
     return mutants
 
@@ -93,7 +94,8 @@ def chosen() -> list[dict[str, Any]]:
     """Returns one of each function, the same ones whatever changes elsewhere."""
     found = [m for p in sorted((ROOT / PRODUCT).glob("*.py")) for m in mutants_in(p)]
     found.sort(key=lambda m: zlib.crc32(m["key"].encode()))
-    found.sort(key=lambda m: (m["kind"] == "body") - m["kind"].isupper())  # stable
+    kinds = [kind for kind, *_ in RULES]
+    found.sort(key=lambda m: kinds.index(m["kind"]))  # stable
     return [*{(m["file"], m["of"]): m for m in reversed(found)}.values()]
 
 

@@ -3,13 +3,11 @@
 
     python3 tools/overlay.py                  over the torch of this interpreter
     python3 tools/overlay.py --python PATH    over that of another one
-    python3 tools/overlay.py --link           by links into this clone, not by copies
     python3 tools/overlay.py --status         tells what is there
     python3 tools/overlay.py --undo           gives back every byte
     python3 tools/overlay.py --to DIR         makes a folder for PYTHONPATH instead, where
                                               torch itself is read-only
     python3 tools/overlay.py CHECKOUT         as a commit on a source checkout of a release
-                                              (--check: only lists the files)
     python3 tools/overlay.py --record         writes down what this release's own files are
 
 It takes any build (CPU, CUDA, ROCm) of a release that the branch fits, and writes Python
@@ -110,17 +108,12 @@ class Overlay:
         manifest = self.manifest
         return manifest if any((self.site / p).is_symlink() for p in manifest) else {}
 
-    def _is_linked(self, path: str) -> bool:
-        """Whether a file is laid as a link into the clone."""
-        return (self.folder / BRANCH / path).is_symlink()
-
     def changed(self) -> list[str]:
         """Returns the files that are not as the overlay laid them."""
         return [
             path
             for path, digest in self.laid.items()
-            if not (self.site / path).is_symlink()
-            or (not self._is_linked(path) and sha256(self.site / path) != digest)
+            if not (self.site / path).is_symlink() or sha256(self.site / path) != digest
         ]
 
     def _is_cut_off(self) -> bool:
@@ -162,16 +155,13 @@ class Overlay:
 
     # Laying.
 
-    def lay(self, *, link: bool = False) -> str:
+    def lay(self) -> str:
         """Lays the branch, unless it is there; says what was done."""
-        is_so = self.is_up_to_date() and (
-            not self.laid or all(self._is_linked(path) == link for path in self.ours)
-        )
-        if not is_so:
+        if not self.is_up_to_date():
             self.check()
             if self.laid:
                 self.undo()
-            self._stage(link)
+            self._stage()
             try:
                 for path in self.manifest:
                     up = "../" * path.count("/")
@@ -181,7 +171,7 @@ class Overlay:
                 self.settle()
         return self.status()
 
-    def _stage(self, link: bool) -> None:
+    def _stage(self) -> None:
         """Makes the first step of [Note: An overlay is all or nothing]."""
         release, branch = self.partial / RELEASE, self.partial / BRANCH
         manifest: dict[str, str] = {}
@@ -190,7 +180,7 @@ class Overlay:
             for path in self.ours:
                 if (self.site / path).exists():
                     _copy(self.site / path, release / path)
-                _copy(self.root / path, branch / path, link)
+                _copy(self.root / path, branch / path)
                 manifest[path] = str(sha256(branch / path))
             for record in self.site.glob("torch-*.dist-info/RECORD"):
                 path = record.relative_to(self.site).as_posix()
@@ -256,13 +246,13 @@ class Overlay:
 
     # Where torch is read-only.
 
-    def lay_to(self, folder: Path, *, link: bool = False) -> str:
+    def lay_to(self, folder: Path) -> str:
         """Makes ``folder`` of links to this torch and of our files."""
         if folder.exists():
             raise ToolError(f"{folder} is there: remove it, or name another")
         self.check()
         links = torch_links(self.site, self.root, self.ours)
-        lay_links(folder, links, copies=() if link else self.ours)
+        lay_links(folder, links, copies=self.ours)
         return f"{folder}: the branch; before a command, PYTHONPATH={folder}"
 
 
@@ -431,16 +421,12 @@ def check_checkout(checkout: Path, ours: dict[str, Path]) -> None:
     refuse_changed(checkout, ROOT, release, ours, lambda path: checkout / path)
 
 
-def commit_branch(checkout: Path, *, only_check: bool = False) -> str:
+def commit_branch(checkout: Path) -> str:
     """Makes a branch with one commit of our files; says what was done."""
     ours = files_to_lay()
-    is_so = all(sha256(checkout / path) == sha256(ours[path]) for path in ours)
-    if not is_so:
-        check_checkout(checkout, ours)
-    if only_check:
-        return "\n".join(ours)
-    if is_so:
+    if all(sha256(checkout / path) == sha256(ours[path]) for path in ours):
         return f"{checkout}: all {len(ours)} files are there"
+    check_checkout(checkout, ours)
     git(checkout, "var", "GIT_COMMITTER_IDENT")  # or git says who is missing
     start = git(checkout, "rev-parse", "--abbrev-ref", "HEAD").strip()
     git(checkout, "switch", "--create", COMMIT_BRANCH)
@@ -485,21 +471,19 @@ def find_site(python: str) -> Path:
 
 def run(parsed: argparse.Namespace) -> str:
     if parsed.checkout:
-        checkout = parsed.checkout.expanduser().absolute()
-        return commit_branch(checkout, only_check=parsed.check)
+        return commit_branch(parsed.checkout.expanduser().absolute())
     # Absolute, but not resolved: in an environment it is a link
     python = os.path.abspath(shutil.which(parsed.python) or parsed.python)
     overlay = Overlay(find_site(python))
     if parsed.to:
-        folder = parsed.to.expanduser().absolute()
-        return overlay.lay_to(folder, link=parsed.link)
+        return overlay.lay_to(parsed.to.expanduser().absolute())
     if parsed.record:
         return record(overlay.site)
     if parsed.status:
         return overlay.status()
     with locked(overlay.site / "torch"):
         overlay.settle()
-        return overlay.undo() if parsed.undo else overlay.lay(link=parsed.link)
+        return overlay.undo() if parsed.undo else overlay.lay()
 
 
 def main(arguments: list[str]) -> int:
@@ -509,10 +493,9 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("checkout", nargs="?", type=Path, metavar="CHECKOUT")
     parser.add_argument("--python", default=sys.executable, metavar="PATH")
-    parser.add_argument("--link", action="store_true")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--to", type=Path, metavar="DIR")
-    for option in ("status", "undo", "record", "check"):
+    for option in ("status", "undo", "record"):
         what.add_argument(f"--{option}", action="store_true")
     parsed = parser.parse_args(arguments)
     try:

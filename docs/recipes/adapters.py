@@ -2,12 +2,18 @@
 fp32 adapters over frozen bf16 weights, with a trainable bf16 head
 
 One unit holds all three. Each parameter computes in its stored dtype; frozen weights
-are gathered and not reduced. The adapter's module casts its input and its result.
+are gathered and not reduced. The adapter's module casts its input and its result. Saved
+is what is trained alone (`ignore_frozen_params`), which loads with `strict=False`.
 """
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    set_model_state_dict,
+    StateDictOptions,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, layout_summary
 
@@ -37,4 +43,16 @@ assert model.head.weight.grad.dtype == torch.bfloat16
 reduced = {r.reduce_dtype: r.reduced_nbytes for r in layout_summary(model).rows[:-1]}
 frozen, adapter, head = 0, 2 * 8 * 64 * 4, 64 * 64 * 2
 assert reduced == {None: frozen, torch.float32: adapter, torch.bfloat16: head}
+
+trained = StateDictOptions(ignore_frozen_params=True, full_state_dict=True)
+saved = get_model_state_dict(model, options=trained)  # on rank 0; elsewhere it is empty
+if dist.get_rank() == 0:
+    assert {*saved} == {"lora_A", "lora_B", "head.weight"}
+before = model.lora_A.full_tensor()
+torch.nn.init.zeros_(model.lora_A)
+loading = StateDictOptions(
+    strict=False, full_state_dict=True, broadcast_from_rank0=True
+)
+set_model_state_dict(model, saved, options=loading)
+assert torch.equal(model.lora_A.full_tensor(), before)
 dist.destroy_process_group()

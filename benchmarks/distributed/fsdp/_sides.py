@@ -115,7 +115,7 @@ class Side:
             if not name.startswith(("PYTHON", "TORCH_LOGS", "OMP_", "MKL_"))
         }
         # One thread, so that process time is the time of the thread that issues
-        paths = os.pathsep.join(map(str, (self.root, REPO_ROOT / "examples", TESTS)))
+        paths = os.pathsep.join(map(str, (self.root, TESTS)))
         ours = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
         # Compiled once, but not into the release, which nothing writes to
         return inherited | ours | {"PYTHONPYCACHEPREFIX": str(CACHE)} | {**self.env}

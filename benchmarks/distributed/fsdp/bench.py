@@ -38,17 +38,17 @@ from typing import Any
 
 
 ROOT = Path(__file__).resolve().parents[3]
-# Where _half_products is, which the step benchmark shares with the examples, and what
-# late kernels share with the tests
+# What benchmarks share with the tests
 TESTS = ROOT / "test" / "distributed" / "_composable" / "fsdp"
-sys.path += [str(TESTS), str(ROOT / "examples"), str(ROOT)]
+sys.path += [str(TESTS), str(ROOT)]
 
 try:
     from _ratios import Row, stop, table
     from _sides import find_release, Side, SideError, TREE_ROOT
 
+    from fsdp_clients.half_products import slow_dtypes
+
     import torch
-    from _half_products import slow_dtypes
 except ImportError as missing:
     sys.exit(f"error: {missing}: run `make setup` first, or `make bench`")
 

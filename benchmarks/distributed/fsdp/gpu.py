@@ -187,5 +187,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT / "examples"), str(ROOT)]
+    sys.path[:0] = [str(ROOT / TESTS), str(ROOT)]
     sys.exit(main(sys.argv[1:]))

@@ -19,13 +19,12 @@ from typing import Any
 import pytest
 
 from fsdp_clients.common import as_launched, ClientTest, fsdp_accelerator
-from fsdp_clients.real_models import example_of, needs
+from fsdp_clients.one_process import make_optimizer, OneProcess
+from fsdp_clients.real_models import causal_loss, example_of, needs, token_batches
 from fsdp_common.utils import DEVICE_TYPE, shared_folder
 
 import torch
 import torch.nn as nn
-from _one_process import make_optimizer, OneProcess
-from _real_model import causal_loss, token_batches
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,

@@ -1,13 +1,12 @@
 # Owner(s): ["oncall: distributed"]
 
 """
-Set-up, editable installs, wheels and CMake, by their commands: with pip itself, in a clone
-of few files, with a small torch and no network.
+Set-up, wheels and CMake, by their commands: with pip itself, in a clone of few files, with
+a small torch and no network.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -31,7 +30,6 @@ from fsdp_build.utils import (
 )
 
 from tools.build import LABEL
-from tools.overlay import TESTS
 from tools.releases import DEFAULT, NEWEST
 from torch.testing._internal.common_utils import run_tests
 
@@ -39,7 +37,6 @@ from torch.testing._internal.common_utils import run_tests
 pytestmark = [pytest.mark.tools, pytest.mark.timeout(600)]
 
 
-LISTS = [path.name for path in REPOSITORY.glob("requirements*.txt")]
 SHOW = f"import {REPLACED[1][:-3].replace('/', '.')} as m; print(m.origin)"
 
 
@@ -48,9 +45,10 @@ class BuildTestCase(ScratchTestCase):
         super().setUp()
         self.root = self.scratch / "clone"
         make_clone(self.root)
-        for name in ("Makefile", "setup.py", "pyproject.toml"):
+        for name in ("Makefile", "setup.py"):
             shutil.copy(REPOSITORY / name, self.root)
-        write(self.root, dict.fromkeys(LISTS, ""))
+        groups = "".join(f"{name} = [\n]\n" for name in ("train", "models", "clients"))
+        write(self.root, {"requirements.txt": "", "pyproject.toml": groups})
         self.wheel = make_wheel(self.scratch)
         inherited = ("TORCH_", "PIP_")  # as continuous integration sets constraints
         self.env = {k: v for k, v in os.environ.items() if not k.startswith(inherited)}
@@ -80,7 +78,8 @@ class TestSetUp(BuildTestCase):
         # A new file at the next set-up, which asks pip for nothing
         new = f"{Path(ADDED[0]).parent}/_fsdp_new.py"
         write(self.root, {new: ""})
-        self.assertNotIn("Collecting", self.make("setup"))
+        text = run(sys.executable, "setup.py", "develop", cwd=self.root, env=self.env)
+        self.assertEqual(text, "")
         tree = self.root / "build" / DEFAULT / "branch"
         self.assertTrue((tree / new).is_symlink())
         write(tree, {f"{new}x": "somebody's"})
@@ -94,19 +93,21 @@ class TestSetUp(BuildTestCase):
         home = self.root / "build" / DEFAULT
         (home / "setup.json").unlink()
         shutil.rmtree(next(home.glob(".venv/lib/*/site-packages/torch/distributed")))
-        self.assertIn("imports the branch", self.make("models"))
+        self.assertIn("imports the branch", self.make("setup"))
         self.assertEqual(self.shown(), "branch")
-        # Models that are there stay
-        self.assertEqual(self.make("setup"), self.make("models"))
-        self.assertNotIn("Collecting", self.make("setup"))
+
+    def test_groups_are_installed_once_and_stay(self):
+        self.assertIn("pip installs", self.make("models"))
+        self.assertNotIn("pip installs", self.make("setup"))
+        groups = 'train = [\n]\nmodels = [\n    "no-such-package",\n]\n'
+        write(self.root, {"pyproject.toml": groups})
+        self.assertIn("no-such-package", self.make("setup", status=2))
 
     def test_clients_over_the_environment(self):
         clients = f"build/{DEFAULT}/.venv/clients"
+        setup = (sys.executable, "-B", "-m", "tools.build", "setup", "clients")
         for _ in range(2):
-            text = run(
-                sys.executable, "-B", "-m", "tools.build", "setup", "--clients",
-                cwd=self.root, env=self.env,
-            )  # fmt: skip
+            text = run(*setup, cwd=self.root, env=self.env)
         self.assertEqual(text, "")
         self.assertEqual(self.shown(f"{clients}/bin/python"), "branch")
         self.assertEqual(self.shown(f"{clients}/bin/python", "build/base"), "release")
@@ -120,7 +121,7 @@ class TestSetUp(BuildTestCase):
         named = (f"TORCH_WHEEL={wheel}", f"RELEASE={NEWEST}")
         self.make("setup", *named)
         # It stays until another is named
-        self.assertNotIn("Collecting", self.make("setup", f"RELEASE={NEWEST}"))
+        self.assertNotIn("pip", self.make("setup", f"RELEASE={NEWEST}"))
         self.assertEqual(self.shown(f"build/{NEWEST}/.venv/bin/python"), "branch")
         self.assertFalse((self.root / ".venv").exists())
 
@@ -139,39 +140,6 @@ class TestSetUp(BuildTestCase):
         text = self.make("setup", status=2)
         self.assertIn("The user requested (constraint) torch<2.13", text)
         self.assertIn(f"to begin anew: rm -rf build/{DEFAULT}", text)
-
-
-class TestEditable(BuildTestCase):
-    def test_lays_the_branch_over_the_torch_that_is_there_until_uninstalled(self):
-        venv = self.scratch / "venv"
-        run(sys.executable, "-m", "venv", venv)
-        site = next(venv.glob("lib/python3*/site-packages"))
-        python = venv / "bin/python"
-        setuptools = Path(__import__("setuptools").__file__).parents[1]
-        run(python, "-m", "pip", "uninstall", "--yes", "setuptools", env=self.env)
-        for path in [*setuptools.glob("setuptools*"), setuptools / "_distutils_hack"]:
-            (site / path.name).symlink_to(path)
-        pip = (python, "-m", "pip")
-        install = (*pip, "install", "--no-build-isolation", "--verbose", "-e", ".")
-        for version in (VERSION, f"{NEWEST}+cpu"):
-            # None at first, and then another: each is taken
-            run(*install, cwd=self.root, env=self.env)
-            self.assertEqual(self.shown(python), "branch")
-            (base,) = (self.root / "build").glob(f"{version[:6]}/env-*/base")
-            self.assertEqual(self.shown(python, str(base)), "release")
-            run(*pip, "uninstall", "--yes", "torch-fsdp2-mixed-dtype", env=self.env)
-            self.assertEqual(self.shown(python), "release")
-            run(
-                *pip, "install", make_wheel(self.scratch, f"{NEWEST}+cpu"), env=self.env
-            )
-        build = (*pip, "install", "--no-build-isolation", ".")
-        text = run(*build, status=1, cwd=self.root, env=self.env)
-        self.assertIn("error: make wheel writes the wheel", text)
-        # An overlay goes with the torch that it lies on
-        run(sys.executable, self.root / "tools/overlay.py", "--python", python)
-        self.assertEqual(self.shown(python), "branch")
-        run(*pip, "uninstall", "--yes", "torch", env=self.env)
-        self.assertFalse((site / "torch").exists())
 
 
 class TestWheel(BuildTestCase):
@@ -210,24 +178,11 @@ class TestWheel(BuildTestCase):
         self.assertIn(f"torch=={NEWEST}", text)
 
 
-@unittest.skipUnless(shutil.which("cmake"), "needs CMake: pip install cmake")
 class TestCMake(ScratchTestCase):
-    def test_lists_each_test_file_and_refuses_what_does_not_fit(self):
-        build = self.scratch
-        configure = ("cmake", "-S", REPOSITORY, "-B", build)
-        text = run(*configure, "-DRELEASE=1.0", status=1)
-        self.assertIn("RELEASE=1.0: the branch fits", " ".join(text.split()))
-        text = run(*configure, f"-DPYTORCH_SOURCE_DIR={build}", status=1)
-        self.assertIn("is not a PyTorch source tree", " ".join(text.split()))
-        run(*configure, f"-DRELEASE={NEWEST}", "-DPYTORCH_SOURCE_DIR=")
-        text = run("ctest", "--test-dir", build, "--show-only=json-v1")
-        tests = json.loads(text[text.index("{\n") :])["tests"]
-        files = {path.stem: path for path in (REPOSITORY / TESTS).glob("test_*.py")}
-        self.assertEqual({test["name"] for test in tests}, {*files})
-        for test in tests:
-            file = files[test["name"]].relative_to(REPOSITORY)
-            self.assertIn(f"ARGS={file}", test["command"])
-            self.assertIn(f"RELEASE={NEWEST}", test["command"])
+    @unittest.skipUnless(shutil.which("cmake"), "needs CMake: pip install cmake")
+    def test_says_where_the_build_is(self):
+        text = run("cmake", "-S", REPOSITORY, "-B", self.scratch)
+        self.assertIn(f"{REPOSITORY}/.venv/bin/python", " ".join(text.split()))
 
 
 # Launched on several ranks, one does the work: the tests share no processes.

@@ -3,9 +3,9 @@
 """
 Models of ``transformers``, ``peft`` and ``diffusers`` in the dtypes that they themselves
 ask for, sharded by layer with plain ``fully_shard``, each step beside one process: the
-rows of ``examples/_tiny_models.py``. ``examples/_one_process.py`` says what of a step
-must equal one process, and how closely. Some also with the compiler, with activation
-checkpointing, and with transformers' own ``DistributedConfig``.
+rows of ``fsdp_clients/tiny_models.py``. ``fsdp_clients/one_process.py`` says what of a
+step must equal one process, and how closely. Some also with the compiler, with
+activation checkpointing, and with transformers' own ``DistributedConfig``.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from typing import Any
 
 import pytest
 
+from fsdp_clients import real_models
 from fsdp_clients.common import ClientTest
-from fsdp_clients.real_models import EXAMPLES, needs
+from fsdp_clients.real_models import needs
+from fsdp_clients.tiny_models import TINY_MODELS, TinyModel
 from fsdp_common.utils import (
     CollectiveRecorder,
     DeviceFreeTest,
     record_collectives,
     REPO_ROOT,
-    run_python,
     WORLD_SIZE,
 )
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from _tiny_models import TINY_MODELS, TinyModel
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, MixedPrecisionPolicy
 from torch.testing._internal.common_utils import (
@@ -59,19 +59,6 @@ STEPS = 2
 PAGE = REPO_ROOT / "docs" / "migration.md"
 # Those that say themselves what is fp32
 LISTING = [n for n, m in TINY_MODELS.items() if not (m.fp32 or m.build)]
-
-# A rank whose work ends in one way or another
-ENDING = """
-import atexit, sys
-sys.path.append({examples!r})
-from _launch import as_rank
-for stream in (sys.stdout, sys.stderr):
-    atexit.register(print, "finalized", file=stream)
-def work():
-    print("worked")
-    {ending}
-as_rank(work)
-"""
 
 
 def gathered_nbytes(params: Sequence[nn.Parameter], ranks: int) -> int:
@@ -97,26 +84,22 @@ class ModelTest(ClientTest):
         steps: int = STEPS,
     ) -> tuple[nn.Module, list[Any], CollectiveRecorder]:
         """Returns the model, its steps and what the last one sent."""
-        import _real_model
-
         models, tiny, found = [], TINY_MODELS[name], []
 
         def shard_and_keep(model: nn.Module, mesh: DeviceMesh) -> None:
             models.append(model)
             (shard or tiny.shard)(model, mesh)
 
-        batches = _real_model.token_batches(steps, 2 * self.world_size, self.device)
-        mesh = _real_model.make_mesh(self.device.type, replicas)
+        batches = real_models.token_batches(steps, 2 * self.world_size, self.device)
+        mesh = real_models.make_mesh(self.device.type, replicas)
         build, loss_of = tiny.build_model, tiny.loss_of
         with record_collectives() as recorder:
-            for step in _real_model.train(
+            for step in real_models.train(
                 build, shard_and_keep, mesh, batches, self.device, loss_of
             ):
                 found.append(step)
                 if len(found) < steps:
                     recorder.clear()
-        # Not the mean of the losses
-        recorder.calls = [call for call in recorder.calls if call.numel > 1]
         return models[0], found, recorder
 
     def check(self, name: str, replicas: int) -> None:
@@ -185,7 +168,7 @@ class TestReplicas(ModelTest):
                 model.backbone.layers[0].set_gradient_divide_factor(2.0)
 
         _, (step,), _ = self.train("mamba2", 2, shard, steps=1)
-        wrong = {each.what for each in step.differences if not each.ok}
+        wrong = {each.what for each in step if not each.ok}
         both = {"bfloat16 gradients", "float32 gradients"}
         self.assertEqual(wrong, {"float32 gradients"} if fault == "bf16_sums" else both)
 
@@ -304,7 +287,7 @@ class TestDistributedConfig(ClientTest):
         return [split, whole, upcast]
 
     def loss_of(self, model: nn.Module) -> torch.Tensor:
-        from _real_model import causal_loss, token_batches
+        from fsdp_clients.real_models import causal_loss, token_batches
 
         batch = next(token_batches(1, 2 * self.world_size, self.device))
         return causal_loss(model, batch.chunk(self.world_size)[self.rank])
@@ -345,7 +328,7 @@ class TestKeptInFP32(DeviceFreeTest):
             return loads(folder, **{name: dtype})
 
     def test_agrees_with_what_is_loaded(self) -> None:
-        from _kept_in_fp32 import kept_in_fp32
+        from kept_in_fp32 import kept_in_fp32
 
         for name in LISTING:
             for dtype in (BF16, FP16):
@@ -358,7 +341,7 @@ class TestKeptInFP32(DeviceFreeTest):
                     self.assertEqual(kept_in_fp32(model, FP32), [])
 
     def test_diffusers_lists_whole_components(self) -> None:
-        from _kept_in_fp32 import kept_in_fp32
+        from kept_in_fp32 import kept_in_fp32
 
         model = nn.ModuleDict({name: nn.Linear(2, 2, False) for name in ("up", "ups")})
         model._keep_in_fp32_modules = ["up"]
@@ -369,7 +352,7 @@ class TestKeptInFP32(DeviceFreeTest):
         self.assertEqual(kept_in_fp32(model, FP16), ["up.weight", "ups.weight"])
 
     def test_policies_are_what_by_name_takes(self) -> None:
-        from _kept_in_fp32 import fp32_policies, kept_in_fp32
+        from kept_in_fp32 import fp32_policies, kept_in_fp32
 
         model, dtype = TINY_MODELS["deepseek_v4"].build_model().float(), BF16
         policies = fp32_policies(model, dtype)
@@ -378,30 +361,6 @@ class TestKeptInFP32(DeviceFreeTest):
         names = [name for name, _ in model.named_parameters()]
         found = {name for name in names if override.look_up(name, True) == FP32}
         self.assertEqual(found, set(kept_in_fp32(model, dtype)))
-
-
-class TestScripts(DeviceFreeTest):
-    @needs("transformers")
-    def test_script_starts_its_processes(self) -> None:
-        args = ("--nproc", "2", "--replicas", "2", "--steps", "2", "--device", "cpu")
-        printed = run_python(str(EXAMPLES / "train_real_model.py"), "mamba2", *args)
-        self.assertEqual(printed.count("in one process"), 2)
-        self.assertIn("bytes reduced", printed)
-
-    def test_rank_ends_before_its_interpreter_does(self) -> None:
-        """Threads of gloo that want the GIL of one that finalizes abort the process."""
-        for ending, said in (
-            ("return 0", ""),
-            ("raise KeyboardInterrupt", "Exit status 130:"),
-            ("raise ValueError('wrong')", "Exit status 1:.*ValueError: wrong"),
-        ):
-            code = ENDING.format(examples=str(EXAMPLES), ending=ending)
-            if not said:
-                printed = run_python("-c", code, env={"RANK": "0"})
-                self.assertEqual(printed, "worked\n")
-                continue
-            with self.assertRaisesRegex(AssertionError, f"(?s)^{said}\n$"):
-                run_python("-c", code, env={"RANK": "0"})
 
 
 if __name__ == "__main__":

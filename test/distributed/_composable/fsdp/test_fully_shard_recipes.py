@@ -1,15 +1,22 @@
 # Owner(s): ["oncall: distributed"]
 """
-Runs every program in ``docs/recipes``: each asserts what it says, and ends with the
-processes of its group in step.
+Runs ``examples/train.py`` and every program in ``docs/recipes``: each recipe asserts what
+it says, and ends with the processes of its group in step.
 """
 
+import contextlib
+import os
 import runpy
+import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from fsdp_common.utils import DEVICE_TYPE, FSDPProcessTest
 
+import torch
 import torch.distributed as dist
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -19,25 +26,62 @@ from torch.testing._internal.common_utils import (
 
 
 # Not where torch is: this file may be run on another one
-FOLDER = Path(__file__).parents[4] / "docs" / "recipes"
+ROOT = Path(__file__).parents[4]
+FOLDER = ROOT / "docs" / "recipes"
 RECIPES = sorted(path.stem for path in FOLDER.glob("*.py"))
 
 
-class TestRecipes(FSDPProcessTest):
-    @parametrize("name", RECIPES)
-    def test_runs(self, name: str) -> None:
+@contextlib.contextmanager
+def group_is_kept() -> Iterator[None]:
+    """Lets a program find the group that its process has already, and leave it."""
+    with (
+        mock.patch.object(dist, "init_process_group"),
+        mock.patch.object(dist, "destroy_process_group"),
+        mock.patch.object(os, "_exit"),
+    ):
+        yield
+    dist.barrier()
+
+
+class TestPrograms(FSDPProcessTest):
+    def setUp(self) -> None:
+        super().setUp()
         if DEVICE_TYPE != "cpu":
             self.skipTest("recipes make groups of CPUs")
-        # The processes have a group already, and keep it
-        with (
-            mock.patch.object(dist, "init_process_group"),
-            mock.patch.object(dist, "destroy_process_group"),
-        ):
+
+    @parametrize("name", RECIPES)
+    def test_recipe_runs(self, name: str) -> None:
+        with group_is_kept():
             runpy.run_path(str(FOLDER / f"{name}.py"))
-        dist.barrier()
+
+    def train(self, steps: int, folder: str) -> dict[str, Any]:
+        """Returns what is there after the example has trained."""
+        script = str(ROOT / "examples" / "train.py")
+        ranks = {"LOCAL_WORLD_SIZE": str(self.world_size)}
+        argv = [script, str(steps), folder]
+        with (
+            mock.patch.object(sys, "argv", argv),
+            mock.patch.dict(os.environ, ranks),
+            group_is_kept(),
+        ):
+            return runpy.run_path(script)
+
+    def test_example_learns_and_resumes_bit_for_bit(self) -> None:
+        folders = [tempfile.mkdtemp() for _ in range(2)]
+        dist.broadcast_object_list(folders)
+        first, half = self.train(8, folders[0]), self.train(4, folders[1])
+        self.assertLess(first["loss"].item(), half["loss"].item())
+        resumed = self.train(8, folders[1])
+        self.assertEqual(resumed["saved"], 4)
+        self.assertEqual(first["norm"], resumed["norm"], rtol=0, atol=0)
+        params = zip(first["model"].parameters(), resumed["model"].parameters())
+        for param, other in params:
+            self.assertTrue(torch.equal(param.to_local(), other.to_local()))
+        dtypes = {param.dtype for param in first["model"][1].parameters()}
+        self.assertEqual(dtypes, {torch.bfloat16, torch.float32})
 
 
-instantiate_parametrized_tests(TestRecipes)
+instantiate_parametrized_tests(TestPrograms)
 
 
 if __name__ == "__main__":

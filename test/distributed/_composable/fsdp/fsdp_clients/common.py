@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import fsdp_clients.real_models  # noqa: F401
+from fsdp_clients.one_process import Difference, OneProcess
 from fsdp_common.utils import (
     DEVICE_TYPE,
     FSDPProcessTest,
@@ -17,7 +18,6 @@ from fsdp_common.utils import (
 )
 
 import torch
-from _one_process import OneProcess, Step
 from torch import nn
 
 
@@ -60,15 +60,15 @@ class ClientTest(FSDPProcessTest):
 
     def check_steps(
         self,
-        steps: Iterable[Step],
+        steps: Iterable[list[Difference]],
         dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float32),
     ) -> None:
         """Each is as in one process, with gradients of both dtypes."""
         gradients = {f"{d} gradients".removeprefix("torch.") for d in dtypes}
         for step in steps:
-            wrong = [str(each) for each in step.differences if not each.ok]
+            wrong = [str(each) for each in step if not each.ok]
             self.assertEqual(wrong, [])
-            kinds = {each.what for each in step.differences}
+            kinds = {each.what for each in step}
             self.assertGreaterEqual(kinds, gradients)
 
     def check_backward(

@@ -12,12 +12,12 @@ from typing import Any
 
 from fsdp_clients import real_models
 from fsdp_clients.common import as_launched, ClientTest
+from fsdp_clients.one_process import make_optimizer, OneProcess
+from fsdp_clients.real_models import causal_loss, token_batches
 from fsdp_common.utils import shared_folder
 
 import torch
 import torch.nn as nn
-from _one_process import make_optimizer, OneProcess
-from _real_model import causal_loss, token_batches
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.common_utils import run_tests
 

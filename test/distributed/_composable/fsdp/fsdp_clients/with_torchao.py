@@ -13,12 +13,12 @@ from typing import Any
 
 import fsdp_clients.real_models  # noqa: F401
 from fsdp_clients.common import ClientTest
+from fsdp_clients.one_process import OneProcess
+from fsdp_clients.real_models import make_mesh
 from fsdp_common.utils import record_collectives
 
 import torch
 import torch.nn as nn
-from _one_process import OneProcess
-from _real_model import make_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.testing._internal.common_utils import (

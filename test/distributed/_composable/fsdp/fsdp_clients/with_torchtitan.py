@@ -19,13 +19,13 @@ from unittest import mock
 
 from fsdp_clients import real_models
 from fsdp_clients.common import ClientTest
+from fsdp_clients.one_process import OneProcess, train_side_by_side
+from fsdp_clients.real_models import make_mesh
 from fsdp_common.utils import DeviceFreeTest
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from _one_process import OneProcess, train_side_by_side
-from _real_model import make_mesh
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard

@@ -17,13 +17,13 @@ from unittest import mock
 
 from fsdp_clients import real_models
 from fsdp_clients.common import as_launched, ClientTest, fsdp_accelerator
+from fsdp_clients.one_process import LossFunction, OneProcess
+from fsdp_clients.real_models import causal_loss, SEQUENCE_LENGTH, VOCABULARY
 from fsdp_common.utils import shared_folder
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from _one_process import LossFunction, OneProcess
-from _real_model import causal_loss, SEQUENCE_LENGTH, VOCABULARY
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,

@@ -23,7 +23,6 @@ tolerances are wider, and still tell a gradient that is wrong by a factor of 2.
 
 import copy
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -63,73 +62,33 @@ class Difference:
 LossFunction = Callable[[nn.Module, Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class Step:
-    """One step of both runs."""
-
-    loss: float  # mean over the ranks
-    expected_loss: float
-    differences: list[Difference]  # the largest ones that this rank sees
-
-    def scaled(self, factor: float) -> "Step":
-        """Returns the step with the losses that it would have without a loss scale."""
-        losses = self.loss * factor, self.expected_loss * factor
-        return Step(*losses, self.differences)
-
-    @property
-    def ok(self) -> bool:
-        return all(difference.ok for difference in self.differences)
-
-
 def train_side_by_side(
     model: nn.Module,
     shard: Callable[[nn.Module, DeviceMesh], object],
     mesh: DeviceMesh,
     loss_of: LossFunction,
     batches: Iterable[Tensor],
-    checked: int | None = None,
-) -> Iterator[Step]:
-    """Shards ``model``, trains it, and yields each step as it is compared.
-
-    Each batch has one chunk for each rank along its first dimension. Of the steps
-    only the first ``checked`` are compared, by default all.
+) -> Iterator[list[Difference]]:
+    """
+    Shards ``model``, trains it, and yields the largest differences that this rank sees in
+    each step. Each batch has one chunk for each rank along its first dimension.
     """
     reference = OneProcess(copy.deepcopy(model), loss_of)
     shard(model, mesh)
     optimizer = make_optimizer(model)
-    for number, batch in enumerate(batches):
+    for batch in batches:
         chunks = batch.chunk(dist.get_world_size())
         loss = loss_of(model, chunks[dist.get_rank()])
         loss.backward()
-        losses, found = [loss.detach()], []
-        if checked is None or number < checked:
-            losses = reference.backward(chunks)
-            found = [
-                _loss_difference(loss.detach(), losses[dist.get_rank()]),
-                *_largest(reference.gradient_differences(model)),
-            ]
-            reference.step(model)
+        losses = reference.backward(chunks)
+        found = [
+            _loss_difference(loss.detach(), losses[dist.get_rank()]),
+            *_largest(reference.gradient_differences(model)),
+        ]
+        reference.step(model)
         optimizer.step()
         optimizer.zero_grad()
-        if found:
-            found += _largest(reference.parameter_differences(model))
-        mean = loss.detach() / len(chunks)
-        dist.all_reduce(mean)
-        yield Step(mean.item(), torch.stack(losses).mean().item(), found)
-
-
-def report(number: int, step: Step) -> bool:
-    """Prints a step's loss and what of it is wrong; returns whether all is right."""
-    if dist.get_rank() == 0:
-        alone = f", in one process {step.expected_loss:.6f}" if step.differences else ""
-        print(f"step {number}: loss {step.loss:.6f}{alone}", flush=True)
-    for each in step.differences:
-        if not each.ok:
-            what = f"{each.what}, {each.where} differ by {each.relative:.1e}"
-            print(
-                f"error: step {number}, rank {dist.get_rank()}: {what}", file=sys.stderr
-            )
-    return step.ok
+        yield found + _largest(reference.parameter_differences(model))
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:

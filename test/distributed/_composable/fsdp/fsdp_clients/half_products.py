@@ -2,7 +2,7 @@
 
 [Note: how half matrices are multiplied]
 An x86 CPU without AVX512 multiplies bf16 and fp16 matrices one element at a time, 30 to
-150 times slower than fp32 ones. The examples would then spend nine tenths of their time
+150 times slower than fp32 ones. Tests of models would then spend nine tenths of their time
 there. :func:`widen_half_products` makes ``mm``, ``bmm``, ``addmm`` and ``baddbmm`` do on
 such a CPU what kernels for half precision do in hardware: convert the factors to fp32,
 which is exact, add the products up in fp32, and round the result once.

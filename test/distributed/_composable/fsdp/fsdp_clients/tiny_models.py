@@ -1,7 +1,8 @@
 """
-Tiny random configurations of models that mix dtypes: one row each. Those of ``transformers`` take tokens and compute their loss themselves.
+Tiny random configurations of models that mix dtypes: one row each. Those of
+``transformers`` take tokens and compute their loss themselves.
 
-Which parameters are fp32 is asked of the model (``examples/_kept_in_fp32.py``). Where a
+Which parameters are fp32 is asked of the model (``examples/kept_in_fp32.py``). Where a
 model lists none, the row does, by the ends of names, and says why.
 
 [Note: What several units read]
@@ -17,10 +18,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fsdp_clients.real_models import cast_parameters, causal_loss, VOCABULARY
+
 import torch
 import torch.nn as nn
-from _kept_in_fp32 import kept_in_fp32
-from _real_model import cast_parameters, causal_loss, VOCABULARY
+from kept_in_fp32 import kept_in_fp32
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
