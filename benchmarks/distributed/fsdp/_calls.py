@@ -57,7 +57,7 @@ def seen_by(see: Callable[[Call], None]) -> Iterator[None]:
             if inside:
                 return original(*args, **kwargs)
             given = signature.bind(*args, **kwargs).arguments
-            group = given.get("group") or dist.group.WORLD
+            group: Any = given.get("group") or dist.group.WORLD
             see(call_of(kind, group, [given[buffer]]))
             inside.append(kind)
             try:

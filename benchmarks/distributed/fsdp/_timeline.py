@@ -173,6 +173,7 @@ class Compute(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
+    # pyrefly: ignore [bad-override]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         Handle.spend(COMPUTE, 2 * ctx.us)
         return grad, None
@@ -256,6 +257,7 @@ def measure(*, device: str, case: str, per_dtype: bool, coalesced: bool) -> dict
 def draw(found: dict[str, list[tuple[str, str, float, float]]]) -> None:
     """Draws the streams of several steps below each other, if matplotlib is there."""
     try:
+        # pyrefly: ignore [missing-import]
         from matplotlib import pyplot as plt
     except ModuleNotFoundError:
         return
