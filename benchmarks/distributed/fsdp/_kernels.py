@@ -142,7 +142,7 @@ def _shortest_us(launch: Callable[[], object]) -> float:
 # gradients in fp32 since 2.15: narrowed off CUDA by two launches more
 NARROW_BAR = 2.4 if hasattr(torch.Tensor, "_has_grad_dtype_override") else 2.0
 CASES = [(UNIFORM_BLOCK, NARROW, WIDE, NARROW_BAR), (UNIFORM_BLOCK, WIDE, WIDE, 1.0)]
-CASES += [(block, COALESCED, PER_DTYPE, 0.4) for block in BLOCKS]
+CASES += [(UNIFORM_BLOCK, COALESCED, PER_DTYPE, 0.4)]
 CASES += [
     (block, AS_IT_IS, PER_DTYPE, 1.0 if block == UNIFORM_BLOCK else 0.8)
     for block in BLOCKS

@@ -103,7 +103,7 @@ def groups_of(**extra: Any) -> Iterator[Group]:
             ],
         }
         if not is_uniform:
-            del ways["grad_comm_dtype"]
+            del ways["grad_comm_dtype"], ways[COALESCED]
         for setting, of_setting in ways.items():
             subjects = [
                 Subject(name, side, {"block": block, "way": way, **extra})

@@ -381,9 +381,10 @@ def _plan_one_bucket(
     keys = [layouts.bucket_key(p, d) for p, d in zip(fsdp_params, dtypes)]
     if any(key != keys[0] for key in keys):
         names = ", ".join(str(fsdp_param._param_fqn) for fsdp_param in fsdp_params)
+        found = " and ".join(dict.fromkeys(map(layouts.describe_key, keys)))
         raise AssertionError(
-            f"Gradients of {names} would be reduced in several dtypes: pass "
-            "reduce_dtype, or reduce them in several calls"
+            f"Gradients of {names} would be reduced in {found}: pass reduce_dtype, or "
+            "reduce them in several calls"
         )
     # By name, as replicas may list the parameters in different orders
     by_name = sorted(fsdp_params, key=lambda p: str(p._param_fqn))

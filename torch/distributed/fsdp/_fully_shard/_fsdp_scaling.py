@@ -180,8 +180,7 @@ def _add_up_wider(rows: torch.Tensor, output: torch.Tensor) -> None:
 
 
 def _piece_numel(tensor: torch.Tensor) -> int:
-    numel = -(-tensor.numel() // _MAX_PIECES)
-    return max(numel, _MIN_PIECE_NBYTES // tensor.itemsize)
+    return max(-(-tensor.numel() // _MAX_PIECES), _MIN_PIECE_NBYTES // tensor.itemsize)
 
 
 def _add_up(rows: torch.Tensor) -> None:
