@@ -34,7 +34,7 @@ from torch.testing._internal.common_utils import (
 )
 
 
-pytestmark = [pytest.mark.tools, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.tools, pytest.mark.timeout(1200)]
 
 
 FOLDER = REPO_ROOT / "benchmarks" / "distributed" / "fsdp"
