@@ -291,7 +291,7 @@ class TestGpu(ImportingTest):
     def test_dry_run(self) -> None:
         status, lines, page = self.run_gpu("tests,sanitizer,late")
         verdicts = {line["part"]: line["verdict"] for line in lines}
-        self.assertEqual(lines[0]["value"], "3 on cpu")
+        self.assertRegex(lines[0]["value"], r"^\d+ on cpu$")
         expected = {"tests": "as expected", "sanitizer": "not run"}
         self.assertEqual(verdicts, expected | {"late": "as expected"})
         self.assertEqual(status, 0)
