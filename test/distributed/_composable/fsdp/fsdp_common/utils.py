@@ -52,10 +52,11 @@ WORLD_SIZE = int(os.environ["WORLD_SIZE"]) if _IS_LAUNCHED else 4
 def _device_type(ranks: int) -> str:
     """Returns the accelerator's type, if each rank can have one, or share one of CUDA."""
     accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None:
+    devices = torch.accelerator.device_count()
+    if accelerator is None or devices == 0:  # a build for CUDA without a device
         return "cpu"
-    has_enough = torch.accelerator.device_count() >= ranks
-    return accelerator.type if has_enough or accelerator.type == "cuda" else "cpu"
+    shares = accelerator.type == "cuda"
+    return accelerator.type if shares or devices >= ranks else "cpu"
 
 
 # Of tests with processes
