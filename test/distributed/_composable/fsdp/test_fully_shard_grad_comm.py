@@ -571,7 +571,7 @@ class TestOneAllToAll(GradCommTest):
         unit = self.unit(self.SPECS, mp_policy=policy())
         unit.fsdp_params[1].mp_policy = policy(None, FP32)
         grads = [torch.zeros(spec.size, dtype=BF16) for spec in self.SPECS]
-        with self.assertRaisesRegex(AssertionError, "p0, p1 .* sent in torch.bf"):
+        with self.assertRaisesRegex(AssertionError, "p0, p1, .* sent in torch.bf"):
             self.reduce(unit, grads, reduce_dtype=FP32)
 
     def test_reductions_that_cannot_send(self):
