@@ -94,6 +94,24 @@ class Handle:
     def current_device() -> str:
         return "cpu"
 
+    @staticmethod
+    def device_count() -> int:
+        return 1
+
+    @staticmethod
+    def is_initialized() -> bool:
+        return True
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    @staticmethod
+    def set_device(device: Any) -> None: ...
+
+    @staticmethod
+    def synchronize(device: Any = None) -> None: ...
+
     @classmethod
     @contextlib.contextmanager
     def stream(cls, stream: Stream) -> Iterator[None]:
