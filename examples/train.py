@@ -90,7 +90,6 @@ for step in range(saved, steps):
         state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
         dcp.save(state, checkpoint_id=folder / str(step + 1))
 dist.destroy_process_group()
-if (
-    device.type == "cpu"
-):  # gloo's threads may abort a process whose interpreter finalizes
+# Threads of gloo may abort a process whose interpreter finalizes
+if device.type == "cpu":
     os._exit(0)

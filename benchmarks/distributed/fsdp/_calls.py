@@ -19,6 +19,12 @@ class Call(NamedTuple):
     ranks: int
     stride: int  # from one rank of its group to the next
 
+    @property
+    def sent_nbytes(self) -> float:
+        """What a rank sends in a ring: an all-reduce is a reduce-scatter and a gather."""
+        passes = 2 if self.kind == "all-reduce" else 1
+        return passes * self.nbytes / self.ranks * (self.ranks - 1)
+
 
 # By function: the collective, and the position of its larger buffer. What releases call
 # differs in name.

@@ -36,10 +36,8 @@ def measure(*, device: str, link: float, **step: Any) -> dict[str, Any]:
     """Returns the median step of several, in milliseconds, with a link of so many GB/s."""
 
     def sleep(call: Call) -> None:
-        times = 2 if call.kind == "all-reduce" else 1
-        moved = call.nbytes * times * (call.ranks - 1) / call.ranks
         if device == "cuda":
-            us = LATENCY + moved / (link * 1e3)
+            us = LATENCY + call.sent_nbytes / (link * 1e3)
             torch.cuda._sleep(int(us * cycles_per_us()))
 
     with seen_by(sleep):

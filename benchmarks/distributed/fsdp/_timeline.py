@@ -134,11 +134,8 @@ def scaled_nbytes(tensors: Tensor | Iterable[Tensor]) -> float:
 
 
 def spend_collective(call: Call) -> None:
-    """An all-reduce moves its buffer twice."""
     link = LINK if call.stride == 1 else LINK_OF_REPLICAS
-    times = 2 if call.kind == "all-reduce" else 1
-    moved = SCALE * call.nbytes * times * (call.ranks - 1) / call.ranks
-    Handle.spend(call.kind, LATENCY + moved / link)
+    Handle.spend(call.kind, LATENCY + SCALE * call.sent_nbytes / link)
 
 
 def counting(function: Callable, spend: Callable[..., None]) -> Callable:
@@ -283,15 +280,9 @@ def draw(found: dict[str, list[tuple[str, str, float, float]]]) -> None:
     figure, axes = plt.subplots(len(found), sharex=True, figsize=(12, 2 * len(found)))
     for axis, (name, spans) in zip(axes, found.items(), strict=True):
         streams = [*dict.fromkeys(stream for stream, *_ in spans)]
-        for kind in kinds:
-            for row, stream in enumerate(streams):
-                bars = [
-                    (begin / 1e3, (end - begin) / 1e3)
-                    for of, what, begin, end in spans
-                    if (of, what) == (stream, kind)
-                ]
-                color = f"C{kinds.index(kind)}"
-                axis.broken_barh(bars, (row - 0.4, 0.8), color=color, label=kind)
+        for stream, kind, begin, end in spans:
+            row, color = streams.index(stream), f"C{kinds.index(kind)}"
+            axis.barh(row, (end - begin) / 1e3, left=begin / 1e3, color=color)
         axis.set_yticks([])
         axis.set_title(name, loc="left")
     handles = [plt.Rectangle((0, 0), 1, 1, color=f"C{i}") for i in range(len(kinds))]
@@ -306,7 +297,7 @@ def draw(found: dict[str, list[tuple[str, str, float, float]]]) -> None:
 
 def run(sides: dict[str, Side], **options: Any) -> list[Row]:
     """Compares the branch with the release, and the branch without copies with itself."""
-    rows, drawn = [], {}
+    rows = []
     for case in CASES:
         found = {}
         for name, side, is_coalesced in (
@@ -326,6 +317,6 @@ def run(sides: dict[str, Side], **options: Any) -> list[Row]:
         case_of_direct = f"{case}, set_coalesced_collectives"
         two = direct, "the default (by the branch)", branch
         rows.append(exact_row("timeline", case_of_direct, what, *two, 1.0))
-        drawn |= {f"{case}: {n}": f["spans"] for n, f in found.items()}
-    draw({name: spans for name, spans in drawn.items() if name.startswith("mixed")})
+        if case == "mixed":
+            draw({f"{case}: {name}": each["spans"] for name, each in found.items()})
     return rows

@@ -112,10 +112,8 @@ def sent(call: Call) -> tuple[float, float]:
     part = call.nbytes / call.ranks
     if call.kind == "all-to-all":
         return part * (inside - 1), part * (call.ranks - inside)
-    passes = 2 if call.kind == "all-reduce" else 1
-    nbytes = passes * part * (call.ranks - 1)
     crossing = 0.0 if call.ranks == inside else 1 / inside  # the last rank of each node
-    return nbytes * (1 - crossing), nbytes * crossing
+    return call.sent_nbytes * (1 - crossing), call.sent_nbytes * crossing
 
 
 def meshes(ranks: Sequence[int]) -> Iterator[Mesh]:

@@ -240,11 +240,8 @@ def _raise_if_different(by_rank: Mapping[int, _Lines]) -> None:
     """Raises with the first lines that are not the same on all ranks, if any."""
     columns = [dict(zip(by_rank, lines)) for lines in zip(*by_rank.values())]
     unit, *params, state = map(_find_difference, columns)
-    differences, title, advice = (
-        [unit or state],
-        "Ranks have drifted apart",
-        _UNIT_ADVICE,
-    )
+    differences = [unit or state]
+    title, advice = "Ranks have drifted apart", _UNIT_ADVICE
     if any(params) and not unit:  # where units differ, their parameters say no more
         differences = [*filter(None, params)]
         units = [*dict.fromkeys(name for name, _ in columns[0].values())]

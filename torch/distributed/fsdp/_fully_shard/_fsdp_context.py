@@ -192,7 +192,9 @@ class FSDPCommContext:
             batches = [[bucket] for bucket in buckets]
         elif holds_one:
             batches = layouts.by_collective(buckets)
-        reduced, results, direct_inputs, are_viewed = [], [], [], True
+        reduced: list[ReduceBucket] = []
+        results: list[ReduceResult] = []
+        direct_inputs, are_viewed = [], True
         try:
             for batch in filter(None, batches):
                 if results and holds_one:

@@ -61,7 +61,7 @@ def stage_direct(
     plan: GatherPlan, tensors: Sequence[Tensor], device: torch.device
 ) -> list[Tensor]:
     """Returns the shards of direct parameters as they are sent, moved and cast."""
-    sent = [tensors[position].contiguous() for _, position in plan.direct]
+    sent = [tensors[position] for _, position in plan.direct]
     moved: dict[int, Tensor] = {}
     for k, (i, _) in enumerate(plan.direct):
         shard, (dtype,) = sent[k], plan.dtypes[i]
@@ -69,7 +69,7 @@ def stage_direct(
             moved[k] = shard
             sent[k] = torch.empty(shard.numel(), dtype=dtype, device=device)
     copy_each([sent[k] for k in moved], [*moved.values()])
-    return sent
+    return [shard.contiguous() for shard in sent]
 
 
 def _view_as(dtype: torch.dtype, shards: Sequence[Tensor]) -> list[Tensor]:

@@ -279,9 +279,8 @@ def _copy_in(reduction: Reduction, part: BucketGrads) -> None:
     """Copies a bucket's new gradients into the reduction's input, and drops them."""
     bucket, grads, numel = part.bucket, part.unsharded_grads, part.new_numel
     world_size = reduction.shard_world_size
-    if any(slot.is_direct for slot in bucket.slots) and reduction.sends_directly(
-        bucket
-    ):
+    has_direct = any(slot.is_direct for slot in bucket.slots)
+    if has_direct and reduction.sends_directly(bucket):
         _stage_direct(reduction, part)
         return
     reduce_input = reduction.allocate(world_size * numel, bucket.wire_dtype)

@@ -130,7 +130,8 @@ def _rows_of(group: Any, unit: str, params: Sequence[FSDPParam]) -> list[LayoutR
     for i, (fsdp_param, name, nbytes) in enumerate(named):
         numel = fsdp_param._orig_size.numel()
         row = replace(total, names=(name,), numel=numel, gathered_nbytes=nbytes)
-        row = replace(row, direct=(name,) if i in direct else ())
+        if i in direct:
+            row = replace(row, direct=(name,))
         rows.append(_with_dtypes(row, group, fsdp_param))
     rows.sort(key=_sort_key)
     rows = [_add_up([*same_dtypes]) for _, same_dtypes in groupby(rows, _sort_key)]
