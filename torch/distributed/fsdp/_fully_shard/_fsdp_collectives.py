@@ -186,7 +186,7 @@ def foreach_all_gather(
             output = allocate(comm, group.size() * numel, dtype, device, gathers=True)
             segment = copies.fill_segment(output, plan, tensors, group.rank())
             fields = plan.dtypes, plan.numels, plan.split_sizes
-            sent = copies.stage_direct(plan, tensors, device)
+            sent = copies.stage_direct(plan, tensors, device) if plan.direct else []
         else:
             staged = _stage_monkeypatched(fsdp_params, group, device, comm)
             output, segment, fields = staged

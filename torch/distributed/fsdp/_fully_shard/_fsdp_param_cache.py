@@ -30,6 +30,8 @@ _get_shard = attrgetter("_sharded_param_data")
 _get_compute_dtype = attrgetter("param_dtype")
 _get_outputs = attrgetter("all_gather_outputs")
 _get_requires_grad = attrgetter("requires_grad")
+_get_sharded_requires_grad = attrgetter("sharded_param.requires_grad")
+_get_unsharded_param = attrgetter("_unsharded_param")
 _get_dtype = attrgetter("dtype")
 
 
@@ -270,13 +272,12 @@ class ParamGroupCache:
         self.keep_requires_grad()
         fsdp_params, params = self.fsdp_params, []
         if state is ShardedState.UNSHARDED:
-            params = [fsdp_param._unsharded_param for fsdp_param in fsdp_params]
-        is_sharded = fsdp_params[0].sharded_state is ShardedState.SHARDED
-        if state is ShardedState.UNSHARDED and is_sharded:
-            for fsdp_param, param in zip(fsdp_params, params):
-                is_trained = fsdp_param.sharded_param.requires_grad
-                if param.requires_grad is not is_trained:
-                    param.requires_grad_(is_trained)
+            params = [*map(_get_unsharded_param, fsdp_params)]
+        if params and fsdp_params[0].sharded_state is ShardedState.SHARDED:
+            flags = map(_get_sharded_requires_grad, fsdp_params)
+            for param, flag in zip(params, flags):
+                if param.requires_grad is not flag:
+                    param.requires_grad_(flag)
             self._register(params, state)
         elif state is ShardedState.SHARDED and self._free_together():
             self._register([p.sharded_param for p in fsdp_params], state)
@@ -310,6 +311,6 @@ class ParamGroupCache:
             return False
         rotating = self.direct_memory.rotating
         for storage, _ in outputs.storages:
-            if storage.nbytes() and storage._cdata not in rotating:
+            if not rotating or storage._cdata not in rotating:
                 storage.resize_(0)
         return True
