@@ -376,13 +376,16 @@ class FSDPParamGroup(PluginNames):
 
     def _can_gather_directly(self) -> bool:
         """Whether nobody replaces a step, or frees the memory elsewhere."""
-        params = self.fsdp_params
+        keeps = (
+            releases.FOLLOWS_GRAD_DTYPE  # since 2.15 storage may outlive resharding
+            and any(p.keep_unsharded_storage for p in self.fsdp_params)
+        )
         return (
             type(self._all_gather_comm) is comms.DefaultAllGather
             and foreach_all_gather_copy_out is _OWN_COPY_OUT
             and self._all_gather_output_fn is _default_all_gather_output_fn
             and not self._use_post_forward_mesh
-            and not any(getattr(p, "keep_unsharded_storage", False) for p in params)
+            and not keeps
         )
 
     @releases.not_type_checked
