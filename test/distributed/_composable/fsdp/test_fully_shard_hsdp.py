@@ -184,6 +184,17 @@ class TestProcesses(FSDPProcessTest):
                 self.assertEqual(full_grad(model.q), expected)
                 self.assertEqual(model.p.grad.dtype, FP32)
 
+    def test_replicas_may_use_parameters_in_another_order(self):
+        """One uses p and then q, the other q and then p: their sums are laid out alike."""
+        model = model_of(dict.fromkeys("pq", ((4,), FP32)))
+        fully_shard(model, mesh=hybrid_mesh(2))
+        for i in range(2):
+            model.set_requires_all_reduce(i == 1)
+            name, value = (("p", 1.0), ("q", 2.0))[(i + self.rank // 2) % 2]
+            backward(model, **{name: value})
+        found = {n: full_grad(p).tolist() for n, p in model.named_parameters()}
+        self.assertEqual(found, {"p": [1.0] * 4, "q": [2.0] * 4})
+
     def test_replaced_reduction_gets_the_arguments_of_the_release(self):
         own, calls = param_group.foreach_reduce, []
 
