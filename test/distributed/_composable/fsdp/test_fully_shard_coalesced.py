@@ -4,8 +4,8 @@
 Large parameters that are gathered and reduced without copies, as
 ``set_coalesced_collectives`` says: the same bits as with copies, in grouped calls.
 
-The order of streams and the reuse of memory are in ``test_fully_shard_streams.py`` and
-``test_fully_shard_late_device.py``, with units of the kind "mixed, direct".
+The order of streams and the reuse of memory are in ``test_fully_shard_streams.py``,
+with units of the kind "mixed, direct".
 """
 
 from __future__ import annotations
@@ -47,18 +47,13 @@ from torch.testing._internal.common_utils import (
 
 pytestmark = pytest.mark.timeout(600)
 
-# Of `fsdp_parity/modes.py`, a few, and what random cases do not do
+# Of `fsdp_parity/modes.py`, what random cases do not do
 CASES = (
-    "uniform accumulate_keeping_params",
     "uniform backward_twice",
     "uniform given_up_twice",
     "uniform mistargeted_prefetch",
     "uniform unused_by_rank",
-    "mixed plain",
     "mixed group_run_in_chunks",
-    "mixed hybrid_deferred",
-    "mixed root_only",
-    "mixed shard_last_dim",
     "mixed state_dict_before_backward",
     "mixed step_in_backward",
     "mixed two_forwards_resharded",

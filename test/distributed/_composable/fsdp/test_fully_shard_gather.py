@@ -7,6 +7,9 @@ is kept between steps.
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -26,12 +29,13 @@ from fsdp_common.comms import (
     ThreadTest,
 )
 from fsdp_common.release_rules import reduce_dtype_of_grad
-from fsdp_common.utils import random_input, THREAD_DEVICE_TYPE
+from fsdp_common.utils import FakeGroupTest, random_input, THREAD_DEVICE_TYPE
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_grads as grads_file
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     AllGatherResult,
@@ -40,7 +44,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     foreach_all_gather_copy_out,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_layout import GatherLayout, ReduceBucket
-from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_cache import ParamGroupCache
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.testing._internal.common_utils import run_tests
@@ -63,7 +67,7 @@ class TestAllGather(ThreadTest):
         foreach_all_gather_copy_out(result, params, group)
         for fsdp_param in params:
             fsdp_param.init_unsharded_param()
-        self.assert_unsharded(unit, specs)
+        self.assert_scaled(unit, specs, 1)
 
     def test_result_has_six_fields(self):
         specs = [Spec((5, 3), BF16), Spec((1,), FP32), Spec((4,), BF16)]
@@ -75,15 +79,6 @@ class TestAllGather(ThreadTest):
         # fp32 first, then bf16 in parameter order, each with padding to 16 bytes
         self.assertEqual((output.dtype, output.numel()), (torch.uint8, 96))
         self.assertEqual(sizes, [4, 12, 12, 4])
-
-    def test_uniform_result_is_laid_out_as_the_release_does(self):
-        specs = [Spec((5, 3), BF16), Spec((1,), BF16), Spec((4,), BF16)]
-        unit = self.unit(specs)
-        result = self.all_gather(unit)
-        self.assertEqual(result.all_gather_input_split_sizes, [6, 1, 2])
-        own = torch.cat([p._sharded_param_data for p in unit.fsdp_params])
-        row = result.all_gather_output.view(3, 9)[self.rank]
-        self.assert_same(row, own)
 
     def gather_in_parameter_order(self, unit: FSDPParamGroup) -> AllGatherResult:
         """Makes a result of six fields, as somebody else's gather would."""
@@ -100,30 +95,34 @@ class TestAllGather(ThreadTest):
         sizes = [piece.numel() for piece in pieces]
         return AllGatherResult(output, None, None, dtypes, numels, sizes)
 
-    def test_copies_out_what_somebody_else_gathered_in_parameter_order(self):
-        for policy in (policy_of(), policy_of(FP16)):
-            # The second's sizes are the same in both orders
-            ambiguous = [Spec((6,), BF16), Spec((3,), FP32)]
-            for specs in (mixed_specs(self.world_size), ambiguous):
-                unit = self.unit(specs, mp_policy=policy)
-                self.copy_out(unit, self.gather_in_parameter_order(unit))
-                self.assert_unsharded(unit, specs, policy.param_dtype)
-
     def test_any_gathers_take_turns(self):
         """This one's, somebody else's, a copy of the result, and into new outputs."""
-        specs = [Spec((5, 3), BF16), Spec((4,), FP32), Spec((9,), FP16)]
-        unit, factor = self.unit(specs), 1
         ways = (
             self.all_gather,
             self.gather_in_parameter_order,
             lambda unit: AllGatherResult(*self.all_gather(unit)),
             self.drop_outputs_and_gather,
         )
-        for gather in ways * 2:
-            self.copy_out(unit, gather(unit))
-            self.assert_scaled(unit, specs, factor)
-            self.reshard_scaled(unit)
-            factor *= -2
+        mixed = mixed_specs(self.world_size)
+        of_rows = [spec for spec in mixed if spec.shard_dim == 0]
+        # Whose sizes are the same in both orders
+        ambiguous = [Spec((6,), BF16), Spec((3,), FP32)]
+        for specs in (mixed, of_rows, ambiguous):
+            unit, factor = self.unit(specs), -2
+            self.copy_out(unit, self.all_gather(unit))
+            for gather in ways * 2:
+                before = self.unsharded_versions(unit)
+                self.reshard_scaled(unit)
+                self.copy_out(unit, gather(unit))
+                self.assert_scaled(unit, specs, factor)
+                if gather != self.drop_outputs_and_gather:
+                    # Autograd must not take it for a change of what it saved
+                    self.assertEqual(self.unsharded_versions(unit), before)
+                factor *= -2
+
+    def unsharded_versions(self, unit: FSDPParamGroup) -> list[tuple[int, int]]:
+        params = [fsdp_param.unsharded_param for fsdp_param in unit.fsdp_params]
+        return [(id(param), param._version) for param in params]
 
     def drop_outputs_and_gather(self, unit: FSDPParamGroup) -> AllGatherResult:
         for fsdp_param in unit.fsdp_params:
@@ -142,22 +141,7 @@ class TestAllGather(ThreadTest):
         specs = [Spec((3,), BF16), Spec((6,), BF16)]
         uniform = self.unit(specs)
         self.copy_out(uniform, self.all_gather(uniform, all_gather_comm=Shifted()))
-        self.assert_unsharded(uniform, specs)
-
-    def test_next_gather_takes_new_values_into_the_same_outputs(self):
-        mixed = mixed_specs(self.world_size)
-        for specs in (mixed, [spec for spec in mixed if spec.shard_dim == 0]):
-            unit = self.unit(specs)
-            self.copy_out(unit, self.all_gather(unit))
-            before = [fsdp_param.unsharded_param for fsdp_param in unit.fsdp_params]
-            versions = [param._version for param in before]
-            self.reshard_scaled(unit)
-            self.copy_out(unit, self.all_gather(unit))
-            self.assert_scaled(unit, specs, -2)
-            for fsdp_param, param in zip(unit.fsdp_params, before, strict=True):
-                self.assertIs(fsdp_param.unsharded_param, param)
-            # Autograd must not take it for a change of what it saved
-            self.assertEqual([param._version for param in before], versions)
+        self.assert_scaled(uniform, specs, 1)
 
     def reshard_scaled(self, unit: FSDPParamGroup) -> None:
         """Doubles the shards and turns their sign, as an optimizer would."""
@@ -313,6 +297,7 @@ class TestKeptBetweenSteps(ThreadTest):
         for change in (cast, lengthen, compute_in_bf16):
             change(param._sharded_param_data)
             layouts.append(self.layout(unit))
+            unit.lazy_init()  # as an explicit unshard does
             self.assertIs(self.layout(unit), layouts[-1])
         self.assertEqual(len({*map(id, layouts)}), 4)
 
@@ -374,6 +359,58 @@ class TestKeptBetweenSteps(ThreadTest):
         for pattern in many:
             buckets(pattern)
             self.assertLessEqual(len(unit._cache.buckets), most)
+
+
+class TestExplicitUnshard(FakeGroupTest):
+    ranks = 2
+
+    def test_an_explicit_unshard_reads_what_has_changed(self) -> None:
+        """A parameter's dtypes are read once, if it has a policy of its own as well."""
+        own = MixedPrecisionPolicy(
+            reduce_dtype=FP32, param_dtype_override_fn=lambda _: BF16
+        )
+        reads: list[Any] = []
+        read = FSDPParam.init_dtype_attrs
+
+        def noting(fsdp_param: FSDPParam, policy: Any) -> None:
+            reads.append(fsdp_param)
+            read(fsdp_param, policy)
+
+        mesh = init_device_mesh("cpu", (self.ranks,))
+        for policy in (MixedPrecisionPolicy(param_dtype=BF16), own):
+            model = fully_shard(nn.Linear(4, 4), mesh=mesh, mp_policy=policy)
+            group = model._get_fsdp_state()._fsdp_param_group
+            params = group.fsdp_params
+            changes = (
+                partial(setattr, model.bias, "grad_dtype", BF16),
+                partial(setattr, model.bias, "grad_dtype", FP32),
+                partial(model.requires_grad_, False),
+                partial(setattr, group, "mp_policy", MixedPrecisionPolicy(BF16, FP32)),
+            )
+            with mock.patch.object(FSDPParam, "init_dtype_attrs", noting):
+                model(torch.ones(1, 4, dtype=BF16))
+                for change in changes:
+                    self.assertEqual(reads, params)
+                    reads.clear()
+                    model.unshard()
+                    model.reshard()
+                    self.assertEqual(reads, [])
+                    change()
+                    model.unshard()
+                    model.reshard()
+                self.assertEqual(reads, params)
+                with mock.patch.object(FSDPParamGroup, "_init_mp_dtypes") as replaced:
+                    model.unshard()
+                    model.unshard()
+                self.assertEqual(replaced.call_count, 2)
+                reads.clear()
+                model.unshard()  # what replaced it may have set anything
+                self.assertEqual(reads, params)
+                reads.clear()
+                model.to("meta")
+                for _ in range(2):
+                    with self.assertRaisesRegex(RuntimeError, "materialized"):
+                        model.unshard()
 
 
 if __name__ == "__main__":

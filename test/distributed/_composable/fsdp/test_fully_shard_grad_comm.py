@@ -20,7 +20,6 @@ import unittest
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -43,7 +42,6 @@ from fsdp_common.comms import (
 )
 from fsdp_common.utils import (
     CollectiveRecorder,
-    DeviceFreeTest,
     FakeGroupTest,
     record_collectives,
     run_python,
@@ -59,7 +57,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_scaling as tree
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_policies import resolve
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -545,9 +542,6 @@ class TestOneAllToAll(GradCommTest):
             for grad in self.full_grads(module):
                 self.assertEqual({*grad.double().flatten().tolist()}, {value})
 
-    def weight(self, rank: int, i: int) -> torch.Tensor:
-        return given_weight(rank, i, self.SPECS[i]).to(BF16)
-
     def test_settings_that_change_no_bits(self):
         for name, change in CHANGE_NO_BITS.items():
             with self.subTest(name):
@@ -558,19 +552,16 @@ class TestOneAllToAll(GradCommTest):
                 doubled = [grad + grad for grad in self.expected_mix(self.SPECS)]
                 self.assert_all_same(self.full_grads(module), doubled)
 
-    def test_foreach_reduce_follows_the_policy(self):
+    def test_foreach_reduce_follows_the_policy_and_takes_one_pair_of_dtypes(self):
         unit = self.unit(self.SPECS, mp_policy=policy())
-        grads = [self.weight(self.rank, i) for i in range(len(self.SPECS))]
-        result = self.reduce(unit, grads, reduce_dtype=FP32)
+        weights = [given_weight(self.rank, i, s) for i, s in enumerate(self.SPECS)]
+        grads = [weight.to(BF16) for weight in weights]
+        result = self.reduce(unit, [*grads], reduce_dtype=FP32)
         self.assertEqual(result.reduce_scatter_input.dtype, BF16)
         for i, (fsdp_param, spec) in enumerate(zip(unit.fsdp_params, self.SPECS)):
             expected = spec.shard(self.expected(i, spec), self.rank, self.world_size)
             self.assert_same(fsdp_param.sharded_param.grad.to_local(), expected)
-
-    def test_foreach_reduce_takes_one_pair_of_dtypes(self):
-        unit = self.unit(self.SPECS, mp_policy=policy())
         unit.fsdp_params[1].mp_policy = policy(None, FP32)
-        grads = [torch.zeros(spec.size, dtype=BF16) for spec in self.SPECS]
         with self.assertRaisesRegex(AssertionError, "p0, p1, .* sent in torch.bf"):
             self.reduce(unit, grads, reduce_dtype=FP32)
 
@@ -609,22 +600,6 @@ CHANGE_NO_BITS: dict[str, Callable[[Any], None]] = {
     "kept buffers": lambda m: m.set_custom_reduce_scatter(Kept()),
     "own group": lambda m: m.set_separate_reduce_scatter_group(True),
 }
-
-
-class TestPolicies(DeviceFreeTest):
-    """What can be asked for."""
-
-    def test_reduces_in_fp32_unless_said_otherwise(self):
-        def added_in(given: MixedPrecisionPolicy) -> torch.dtype | None:
-            param = torch.nn.Parameter(torch.zeros(2))
-            return resolve(given, param, "weight").reduce_dtype
-
-        self.assertEqual(added_in(policy()), FP32)
-        self.assertEqual(added_in(policy(BF16, FP64)), FP64)
-        self.assertIsNone(added_in(policy(None)))
-        fn = {"grad_comm_dtype_override_fn": lambda param: BF16}
-        self.assertEqual(added_in(replace(policy(None), **fn)), FP32)
-        self.assertIsNone(policy().reduce_dtype)  # so it can be taken back
 
 
 class TestUnitsOfFakeRanks(FakeGroupTest):

@@ -26,35 +26,24 @@ from torch.testing._internal.common_utils import (
 @instantiate_parametrized_tests
 class TestOperators(DeviceFreeTest):
     @parametrize("device", ["cpu", "meta"])
-    def test_copy_in_fills_the_segment_of_its_rank(self, device: str) -> None:
+    def test_each_fills_its_output(self, device: str) -> None:
+        """A segment of its rank, columns, and a padded row for each rank."""
+        ops = torch.ops.fsdp
         inputs = [torch.arange(1.0, 4.0), torch.arange(4.0, 6.0)]
         inputs = [tensor.to(device) for tensor in inputs]
         output = torch.zeros(15, device=device)
-        segment, same = torch.ops.fsdp.all_gather_copy_in(inputs, output, [3, 2], 5, 1)
-        self.assertEqual(segment.size(), (5,))
-        self.assertEqual(segment.storage_offset(), 5)
+        segment, same = ops.all_gather_copy_in(inputs, output, [3, 2], 5, 1)
+        self.assertEqual((segment.size(), segment.storage_offset()), ((5,), 5))
         self.assertEqual((same.size(), same.device.type), ((15,), device))
+        columns = [torch.empty(2, size, device=device) for size in (3, 2)]
+        rows = torch.arange(10.0).view(2, 5).to(device)
+        ops.split_with_sizes_copy(rows, [3, 2], dim=1, out=columns)
+        padded = torch.full((2, 3), -1.0, device=device)
+        ops.chunk_cat(inputs, dim=0, num_chunks=2, out=padded)
         if device == "cpu":
             self.assertEqual(output.tolist(), [0] * 5 + [1, 2, 3, 4, 5] + [0] * 5)
-
-    @parametrize("device", ["cpu", "meta"])
-    def test_split_copy_takes_columns(self, device: str) -> None:
-        rows = torch.arange(10.0).view(2, 5).to(device)
-        out = [torch.empty(2, size, device=device) for size in (3, 2)]
-        torch.ops.fsdp.split_with_sizes_copy(rows, [3, 2], dim=1, out=out)
-        self.assertEqual([t.size() for t in out], [(2, 3), (2, 2)])
-        if device == "cpu":
-            self.assertEqual(out[1].tolist(), [[3, 4], [8, 9]])
-
-    @parametrize("device", ["cpu", "meta"])
-    def test_chunk_cat_gives_each_rank_a_padded_row(self, device: str) -> None:
-        tensors = [torch.arange(1.0, 4.0), torch.arange(4.0, 6.0)]
-        tensors = [tensor.to(device) for tensor in tensors]
-        out = torch.full((2, 3), -1.0, device=device)
-        torch.ops.fsdp.chunk_cat(tensors, dim=0, num_chunks=2, out=out)
-        self.assertEqual(out.size(), (2, 3))
-        if device == "cpu":
-            self.assertEqual(out.tolist(), [[1, 2, 4], [3, 0, 5]])
+            self.assertEqual(columns[1].tolist(), [[3, 4], [8, 9]])
+            self.assertEqual(padded.tolist(), [[1, 2, 4], [3, 0, 5]])
 
 
 class TestObservers(FakeGroupTest):

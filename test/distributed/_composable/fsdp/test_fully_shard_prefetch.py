@@ -6,16 +6,13 @@ When the gather that comes next in backward starts, as ``set_backward_prefetch``
 
 from __future__ import annotations
 
-import copy
-import functools
 from typing import Any
 
-from fsdp_common.comms import group_of, mesh_of
+from fsdp_common.comms import BlocksTest, Checkpointed, group_of, mesh_of
 from fsdp_common.utils import (
     FakeGroupTest,
-    FSDPThreadTest,
+    linear_stack,
     mixed_model,
-    random_input,
     record_collectives,
     shard_blocks,
 )
@@ -30,11 +27,10 @@ from torch.testing._internal.common_utils import (
     parametrize,
     run_tests,
 )
-from torch.utils.checkpoint import checkpoint
 
 
 PRE, POST = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST
-BLOCKS, DIM = 4, 9
+BLOCKS = 4
 
 
 class Chain(nn.Sequential):
@@ -57,18 +53,6 @@ class Chain(nn.Sequential):
         raise ArithmeticError
 
 
-@functools.cache
-def first_blocks() -> nn.Sequential:
-    return mixed_model(BLOCKS, dim=DIM)
-
-
-def make(mesh: Any) -> Chain:
-    """Returns blocks, each a unit, in a root that has no parameters of its own."""
-    model = Chain(*copy.deepcopy(first_blocks()))
-    shard_blocks(model, mesh=mesh)
-    return model
-
-
 class Boundary(nn.Module):
     """Notes when backward comes to the unit, before the unit itself does so."""
 
@@ -87,22 +71,15 @@ class Boundary(nn.Module):
         return y
 
 
-class PrefetchTest(FSDPThreadTest):
-    def setUp(self) -> None:
-        first_blocks()  # threads share the random number generator
-        super().setUp()
+class PrefetchTest(BlocksTest):
+    blocks = BLOCKS
 
     def mesh(self) -> Any:
         return mesh_of(self.world_size)
 
     def noting(self, notes: list[Any]) -> nn.Sequential:
-        blocks = copy.deepcopy(first_blocks())
-        model = nn.Sequential(*(Boundary(b, notes, i) for i, b in enumerate(blocks)))
-        return shard_blocks(model.to(self.device), mesh=self.mesh())
-
-    def input(self, seed: int = 0) -> torch.Tensor:
-        x = random_input(3, DIM, seed=seed + self.rank, device=self.device.type)
-        return x.requires_grad_()
+        units = (Boundary(b, notes, i) for i, b in enumerate(self.new_blocks()))
+        return shard_blocks(nn.Sequential(*units), mesh=self.mesh())
 
     def assert_at_rest(self, model: nn.Module) -> None:
         """Nothing is gathered, or waits to be."""
@@ -127,23 +104,20 @@ class TestOrder(PrefetchTest):
         self.assert_at_rest(model)
         return notes, [call.name for call in recorder.calls]
 
-    def test_before(self) -> None:
-        for mode in (PRE, "default"):
-            ahead, calls = self.order(mode)
-            self.assertEqual(ahead, [(3, False), (2, True), (1, True), (0, True)])
-            gather, reductions = "all_gather", ["reduce_scatter"] * 3
-            expected = [gather, gather, *reductions, gather, *reductions]
-            self.assertEqual(calls, [*expected, gather, *reductions, *reductions])
-
-    def test_after_and_never(self) -> None:
+    @parametrize("mode", ("default", PRE, POST, None))
+    def test_when_the_next_unit_is_gathered(self, mode: Any) -> None:
         """As far ahead or not, but behind the reductions of the unit before."""
-        for mode, is_ahead in ((POST, True), (None, False)):
-            ahead, calls = self.order(mode)
-            self.assertEqual(ahead, [(3, False), *((i, is_ahead) for i in (2, 1, 0))])
-            self.assertEqual(calls, ["all_gather", *["reduce_scatter"] * 3] * BLOCKS)
+        ahead, calls = self.order(mode)
+        is_ahead = mode is not None
+        self.assertEqual(ahead, [(3, False), *((i, is_ahead) for i in (2, 1, 0))])
+        expected = ["all_gather", *["reduce_scatter"] * 3] * BLOCKS
+        if mode in (PRE, "default"):  # each gather but the first before a reduction
+            gather, *reductions = expected[:4]
+            expected = [gather, *[gather, *reductions] * (BLOCKS - 1), *reductions]
+        self.assertEqual(calls, expected)
 
     def test_forwards_without_gradients_are_not_recorded(self) -> None:
-        model = make(self.mesh())
+        model = shard_blocks(self.new_blocks(), mesh=self.mesh())
         for mode in (torch.no_grad, torch.inference_mode):
             with mode():
                 for _ in range(3):
@@ -151,22 +125,14 @@ class TestOrder(PrefetchTest):
             groups = [group_of(block) for block in model]
             self.assertEqual(groups[0].comm_ctx.post_forward_order, [])
             self.assertEqual([g._post_forward_indices for g in groups], [[]] * BLOCKS)
-        loss = model(self.input())
+        loss = model(self.input()).sum()
         self.assertEqual(groups[0].comm_ctx.post_forward_order, groups)
         loss.backward()  # needs no tensor of the inference mode
         self.assert_at_rest(model)
 
     def test_reentrant_checkpoints_are_recorded(self) -> None:
         """Their forwards run without gradients, and again when backward comes."""
-
-        class Checkpointed(nn.Sequential):
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                for block in self:
-                    x = checkpoint(block, x, use_reentrant=True)
-                return x
-
-        model = Checkpointed(*copy.deepcopy(first_blocks()))
-        shard_blocks(model, mesh=self.mesh())
+        model = shard_blocks(Checkpointed(*self.new_blocks()), mesh=self.mesh())
         loss = model(self.input()).sum()
         groups = [group_of(block) for block in model]
         self.assertEqual(groups[0].comm_ctx.post_forward_order, groups)
@@ -235,7 +201,9 @@ class TestSteps(PrefetchTest):
 
     def test_backward_that_is_given_up(self) -> None:
         """What was about to be gathered is not, and the next step is right."""
-        model, expected = (make(self.mesh()) for _ in range(2))
+        model, expected = (Chain(*self.new_blocks()) for _ in range(2))
+        for each in (model, expected):
+            shard_blocks(each, mesh=self.mesh())
         x = self.input()
         set_backward_prefetch(model, POST)
         for fails in range(BLOCKS):
@@ -250,26 +218,24 @@ class TestSteps(PrefetchTest):
             model(x).backward()
             self.assert_at_rest(model)
             expected(x).backward()
-            for mine, its in zip(model.parameters(), expected.parameters()):
-                self.assertTrue(torch.equal(mine.grad.to_local(), its.grad.to_local()))
-                mine.grad = its.grad = None
+            self.assert_same_grads(model, expected)
+            model.zero_grad()
+            expected.zero_grad()
 
 
 class TestSetting(FakeGroupTest):
-    def modes(self, model: nn.Module) -> list[BackwardPrefetch | None]:
-        return [group_of(block).backward_prefetch for block in model]
-
     def test_which_units_are_meant(self) -> None:
-        model = make(init_device_mesh("cpu", (self.ranks,)))
-        self.assertEqual(self.modes(model), [PRE] * BLOCKS)
-        set_backward_prefetch(model[1], POST, recurse=False)
-        self.assertEqual(self.modes(model), [PRE, POST, PRE, PRE])
-        set_backward_prefetch(model, None, recurse=False)
-        self.assertEqual(self.modes(model), [PRE, POST, PRE, PRE])
-        set_backward_prefetch(model, None)
-        self.assertEqual(self.modes(model), [None] * BLOCKS)
-        set_backward_prefetch(nn.ModuleList([model]), PRE)
-        self.assertEqual(self.modes(model), [PRE] * BLOCKS)
+        layers = linear_stack([torch.float32] * BLOCKS)
+        model = shard_blocks(layers, mesh=init_device_mesh("cpu", (self.ranks,)))
+        for unit, mode, recurse, expected in (
+            (model[1], POST, False, [PRE, POST, PRE, PRE]),
+            (model, None, False, [PRE, POST, PRE, PRE]),
+            (model, None, True, [None] * BLOCKS),
+            (nn.ModuleList([model]), PRE, True, [PRE] * BLOCKS),
+        ):
+            set_backward_prefetch(unit, mode, recurse=recurse)
+            modes = [group_of(block).backward_prefetch for block in model]
+            self.assertEqual(modes, expected)
 
     def test_what_is_no_mode_or_no_unit(self) -> None:
         plain = nn.Linear(2, 2)
@@ -303,6 +269,7 @@ class TestMemory(FakeGroupTest):
         self.assertEqual(after, never)
 
 
+instantiate_parametrized_tests(TestOrder)
 instantiate_parametrized_tests(TestSteps)
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 # Owner(s): ["oncall: distributed"]
 
 """
-The reduction of a unit's gradients, over shards and over replicas, against sums on
-paper.
+The reduction of a unit's gradients over shards, against sums on paper.
 """
 
 import contextlib
@@ -20,7 +19,6 @@ from fsdp_common.comms import (
     count_operators,
     FP16,
     FP32,
-    group_of,
     mesh_of,
     NoReduceScatter,
     policy_of,
@@ -32,24 +30,19 @@ from fsdp_common.utils import (
     DeviceFreeTest,
     FakeGroupTest,
     record_collectives,
-    THREAD_DEVICE_TYPE,
 )
 from fsdp_parity.comms import KeptScatter, SymmMemStub
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.fsdp._fully_shard import _fsdp_copies as copies
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
 from torch.distributed.fsdp._fully_shard import _fsdp_reduce as reduce_file
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
 from torch.distributed.fsdp._fully_shard._fsdp_context import FSDPCommContext
 from torch.distributed.fsdp._fully_shard._fsdp_layout import (
     plan_all_to_all,
     plan_buckets,
-    plan_copy_in,
-    plan_gather,
     ReduceSlot,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -72,13 +65,6 @@ class TestReduce(ThreadTest):
 
     def new_grads(self) -> list[torch.Tensor]:
         return self.grads(self.SPECS, self.DTYPES)
-
-    def test_takes_arguments_of_the_release_by_position(self):
-        for count in (None, -1):  # the last may be left out
-            unit = self.new_unit()
-            arguments = self.reduce_arguments(unit, self.new_grads(), reduce_dtype=FP32)
-            foreach_reduce(*[*arguments.values()][:count])
-            self.assert_reduced(unit, self.SPECS, self.DTYPES, FP32)
 
     def test_uniform_call_of_a_vendor(self):
         """Both dtypes given, fp32 parameters computed and reduced in bf16."""
@@ -230,68 +216,6 @@ class TestCopyIn(DeviceFreeTest):
             self.assertEqual(counts["aten::copy_"], self.COUNT)
             # Those that do not divide by the ranks
             self.assertEqual(counts["aten::_chunk_cat"], self.COUNT // 2)
-
-    def test_host_shards_go_straight_into_the_segment_unless_cast(self) -> None:
-        dtypes, numels = [FP32, BF16, FP32], [3, 5, 8]
-        layout = plan_gather(dtypes, numels)
-        for stored, moves in ((dtypes, 0), ([BF16, BF16, FP32], 1)):
-            shards = [torch.ones(n, dtype=d) for n, d in zip(numels, stored)]
-            segment = torch.empty(
-                layout.segment_numel, dtype=torch.uint8, device="meta"
-            )
-            with RecordCopies() as recorded:
-                copies._copy_in(segment, plan_copy_in(layout, stored), shards)
-            moved = [call for call in recorded.calls if call[0] == "aten::_to_copy"]
-            self.assertEqual(len(moved), moves)
-            copied = [call for call in recorded.calls if call[0] == "aten::copy_"]
-            self.assertEqual(len(copied), 3)
-            self.assertTrue(all(waits_not for _, waits_not in recorded.calls))
-
-
-class RecordCopies(TorchDispatchMode):
-    """Records copies, and whether the host does not wait for them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[str, bool]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name, kwargs = func._schema.name, kwargs or {}
-        if name in ("aten::copy_", "aten::_to_copy", "aten::cat"):
-            waits_not = kwargs.get("non_blocking", args[2:3] == (True,))
-            self.calls.append((name, bool(waits_not)))
-        return func(*args, **kwargs)
-
-
-class TestHybridReduce(ThreadTest):
-    world_size = 4
-    SPECS = (Spec((3, 2), BF16), Spec((1,), FP32), Spec((2, 4), FP32, shard_dim=1))
-    DTYPES = (BF16, FP32, BF16)
-
-    def test_sum_of_microbatches_is_kept_in_the_reduce_dtype(self):
-        mesh = mesh_of(2, 2)
-        unit = group_of(sharded(self.SPECS, mesh, device=THREAD_DEVICE_TYPE))
-        unit.lazy_init()
-        how = {"all_reduce_group": unit.mesh_info.replicate_process_group}
-        kept = None
-        for is_last in (False, False, True):
-            grads = self.grads(self.SPECS, self.DTYPES)
-            how |= {"all_reduce_grads": is_last, "partial_reduce_output": kept}
-            with record_collectives() as recorded:
-                result = self.reduce(unit, grads, reduce_dtype=FP32, **how)
-            self.assertEqual(len(recorded.reduce_scatters), 1)
-            all_reduced = [call.numel for call in recorded.all_reduces]
-            self.assertEqual(all_reduced, [9] if is_last else [])
-            kept = result[6]
-            if not is_last:
-                self.assertEqual((kept.dtype, kept.numel()), (FP32, 9))
-                self.assertIsNone(unit.fsdp_params[0].sharded_param.grad)
-        self.assertEqual(result[4].numel(), 9)  # held until it has been read
-        for i, (fsdp_param, spec) in enumerate(zip(unit.fsdp_params, self.SPECS)):
-            parts = [self.grad(r, i, spec, self.DTYPES[i]) for r in range(4)]
-            mean = (torch.stack(parts).float().sum(0) * 3 / 4).to(spec.dtype)
-            expected = spec.shard(mean, self.rank % 2, 2)
-            self.assert_same(fsdp_param.sharded_param.grad.to_local(), expected)
 
 
 class NeverSplitPool:

@@ -10,22 +10,19 @@ another one where elements lie elsewhere.
 
 from __future__ import annotations
 
-import copy
-import functools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock, skipUnless
 
 import pytest
 
-from fsdp_common.comms import FP32, group_of, mesh_of
+from fsdp_common.comms import BlocksTest, Checkpointed, FP32, group_of, mesh_of
 from fsdp_common.release_rules import FOLLOWS_GRAD_DTYPE
 from fsdp_common.utils import (
     BACKEND,
     DEVICE_TYPE,
     FakeGroupTest,
     FSDPProcessTest,
-    FSDPThreadTest,
     mixed_model,
     random_input,
     record_collectives,
@@ -47,13 +44,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
     FSDPMeshInfo,
     ShardPlacementResult,
 )
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
 )
-from torch.utils.checkpoint import checkpoint
 
 
 pytestmark = pytest.mark.timeout(600)
@@ -119,29 +115,25 @@ class TestModes(FSDPProcessTest):
 instantiate_parametrized_tests(TestModes)
 
 
-class Watched(DefaultReduceScatter):
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return super().__call__(*args, **kwargs)
+class OwnScatter(DefaultReduceScatter):
+    """Reduces as the default does, but may not be known to."""
 
 
-class JoinTest(FSDPThreadTest):
+class JoinTest(BlocksTest):
     """Two models of the same blocks, of which only the second joins reductions."""
 
-    def setUp(self) -> None:
-        first_blocks()  # threads share the random number generator
-        super().setUp()
+    blocks = BLOCKS
 
     def make(
         self,
         cap: float | None = 1.0,
-        api: Callable[..., Any] = fully_shard,
         kind: type[nn.Sequential] = nn.Sequential,
         **kwargs: Any,
     ) -> nn.Sequential:
-        model = kind(*copy.deepcopy(first_blocks())).to(self.device)
+        model = kind(*self.new_blocks())
         kwargs.setdefault("mesh", mesh_of(self.world_size))
         for unit in (*model, model):
-            api(unit, **kwargs)
+            fully_shard(unit, **kwargs)
         set_reduce_bucket_cap(model, cap)
         return model
 
@@ -149,33 +141,36 @@ class JoinTest(FSDPThreadTest):
         return self.make(None, **kwargs), self.make(**kwargs)
 
     def loss(self, model: nn.Module, seed: int = 0) -> torch.Tensor:
-        x = random_input(3, DIM, seed=2 * seed + self.rank, device=self.device.type)
-        return model(x.requires_grad_()).float().square().mean()
+        return model(self.input(seed)).float().square().mean()
 
-    def assert_same_grads(self, plain: nn.Module, joined: nn.Module) -> None:
-        for one, other in zip(plain.parameters(), joined.parameters(), strict=True):
-            self.assertEqual(one.grad is None, other.grad is None)
-            if one.grad is not None:
-                self.assertTrue(torch.equal(_local(one.grad), _local(other.grad)))
-        self.assert_nothing_waits(joined)
+    def reductions(self, model: nn.Module, seed: int = 0) -> list[torch.dtype]:
+        """Returns the dtype of each that a step issues."""
+        with record_collectives() as seen:
+            self.loss(model, seed).backward()
+        return [call.dtype for call in seen.reduce_scatters]
+
+    def compare(
+        self, run: Callable[[Any], object] | None = None, **kwargs: Any
+    ) -> list[Any]:
+        """
+        Trains both models, or runs them, compares the bits of their gradients, and
+        returns what either issued.
+        """
+        models, recorders = self.pair(**kwargs), []
+        for model in models:
+            with record_collectives() as seen:
+                run(model) if run else self.loss(model).backward()
+            recorders.append(seen)
+        self.assert_same_grads(*models)
+        return recorders
+
+    def assert_same_grads(self, model: nn.Module, expected: nn.Module) -> None:
+        super().assert_same_grads(model, expected)
+        for each in (model, expected):
+            self.assert_nothing_waits(each)
 
     def assert_nothing_waits(self, model: nn.Module) -> None:
         self.assertFalse(model._get_fsdp_state()._comm_ctx.joined_reductions)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-@functools.cache
-def first_blocks() -> nn.Sequential:
-    return mixed_model(BLOCKS, dim=DIM)
-
-
-def reductions(model: nn.Module, backward: Callable[[], None]) -> list[torch.dtype]:
-    with record_collectives() as seen:
-        backward()
-    return [call.dtype for call in seen.reduce_scatters]
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -188,29 +183,21 @@ class TestBackward(JoinTest):
 
     @pytest.mark.quick
     def test_one_reduction_for_each_dtype(self):
-        plain, joined = self.pair()
-        found = [
-            reductions(model, self.loss(model).backward) for model in (plain, joined)
-        ]
+        found = [[c.dtype for c in seen.reduce_scatters] for seen in self.compare()]
         self.assertEqual(found, [DTYPES * BLOCKS, DTYPES])
-        self.assert_same_grads(plain, joined)
-        context = joined._get_fsdp_state()._comm_ctx
-        self.assertEqual(context.reduce_scatter_states, [])
 
     def test_a_cap_is_kept(self):
         """A bucket that reaches it is sent with those before, and not with more."""
-        plain, unjoined = (self.make(None) for _ in range(2))
+        plain = self.make(None)
         with record_collectives() as seen:
-            self.loss(unjoined).backward()
+            self.loss(plain).backward()
         sizes = [call.nbytes for call in seen.reduce_scatters]
         # Of the units' buckets of three dtypes, those of two units fit
         joined = self.make(cap=(sum(sizes) // BLOCKS * 2 - 1) / 2**20)
         with record_collectives() as seen:
             self.loss(joined).backward()
-        counts = [call.dtype for call in seen.reduce_scatters]
-        self.assertEqual(counts, DTYPES * 2)
+        self.assertEqual([call.dtype for call in seen.reduce_scatters], DTYPES * 2)
         self.assertEqual(sum(call.nbytes for call in seen.reduce_scatters), sum(sizes))
-        self.loss(plain).backward()
         self.assert_same_grads(plain, joined)
 
     def test_larger_ones_do_not_wait(self):
@@ -219,58 +206,39 @@ class TestBackward(JoinTest):
             self.loss(plain).backward()
         largest = max(call.nbytes for call in seen.reduce_scatters)
         set_reduce_bucket_cap(joined, small_kb=(largest - 1) / 2**10)
-        found = reductions(joined, self.loss(joined).backward)
+        found = self.reductions(joined)
         wide = [c.dtype for c in seen.reduce_scatters if c.nbytes == largest]
         self.assertEqual(found[: len(wide)], wide)
         self.assertEqual(len(found), len(wide) + len({*DTYPES} - {*wide}))
         self.assert_same_grads(plain, joined)
 
-    def test_gradients_are_there_after_each_backward(self):
-        """Also of those that are not the last, after which nothing is finalized."""
-        plain, joined = self.pair()
-        for batch in range(3):
-            for model in (plain, joined):
-                model.set_is_last_backward(batch == 2)
-                self.loss(model, batch).backward()
-            self.assertFalse(group_of(joined[0]).comm_ctx.joined_reductions)
-            for one, other in zip(plain.parameters(), joined.parameters()):
-                self.assertTrue(torch.equal(_local(one.grad), _local(other.grad)))
-        self.assert_same_grads(plain, joined)
-
     def test_nested_backwards(self):
         """One within a hook of another: each has its gradients at its end."""
-        models = self.pair()
-        for model in models:
+
+        def run(model: Any) -> None:
             self.loss(model).backward()  # makes the whole model the root
             model.zero_grad()
 
-            def run_other(_: torch.Tensor, model=model) -> None:
+            def run_other(_: torch.Tensor) -> None:
                 with torch.enable_grad():
                     self.loss(model[2:], 5).backward()
 
-            x = random_input(3, DIM, seed=self.rank, device=self.device.type)
-            hidden = model[:2](x.requires_grad_())
+            hidden = model[:2](self.input())
             hidden.register_hook(run_other)
             hidden.float().square().mean().backward()
-        self.assert_same_grads(*models)
+
+        self.compare(run)
 
     def test_reentrant_checkpoints(self):
-        """Each segment runs a backward of its own inside of the root's."""
-
-        class Checkpointed(nn.Sequential):
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                for block in self:
-                    x = checkpoint(block, x, use_reentrant=True)
-                return x
-
+        """Gradients are there after a backward that is not the last, too."""
         for is_last, expected in ((True, DTYPES), (False, DTYPES * BLOCKS)):
-            plain, joined = self.pair(kind=Checkpointed)
-            for model in (plain, joined):
+
+            def run(model: Any, is_last: bool = is_last) -> None:
                 model.set_is_last_backward(is_last)
-            self.loss(plain).backward()
-            found = reductions(joined, self.loss(joined).backward)
-            self.assertEqual(found, expected)
-            self.assert_same_grads(plain, joined)
+                self.loss(model).backward()
+
+            _, seen = self.compare(run, kind=Checkpointed)
+            self.assertEqual([c.dtype for c in seen.reduce_scatters], expected)
 
     def test_a_mesh_for_each_parameter(self):
         names = ("other", "shard")
@@ -280,10 +248,8 @@ class TestBackward(JoinTest):
         def place(param: nn.Parameter) -> ShardPlacementResult:
             return ShardPlacementResult(Shard(0), infos[param.ndim == 1])
 
-        models = self.pair(mesh=mesh["shard"], shard_placement_fn=place)
-        found = [reductions(m, self.loss(m).backward) for m in models]
-        self.assertLess(len(found[1]), len(found[0]))
-        self.assert_same_grads(*models)
+        plain, joined = self.compare(mesh=mesh["shard"], shard_placement_fn=place)
+        self.assertLess(len(joined.reduce_scatters), len(plain.reduce_scatters))
 
     def test_gradients_sent_in_another_dtype(self):
         """All that waits is one all-to-all."""
@@ -291,43 +257,36 @@ class TestBackward(JoinTest):
             reduce_dtype=torch.float32,
             grad_comm_dtype_override_fn=lambda param: param.dtype,
         )
-        models = self.pair(mp_policy=policy)
-        counts = []
-        for model in models:
-            with record_collectives() as seen:
-                self.loss(model).backward()
-            self.assertEqual(seen.reduce_scatters, [])
-            counts.append(len(seen.named("all_to_all")))
-        self.assertEqual(counts, [BLOCKS, 1])
-        self.assert_same_grads(*models)
+        found = self.compare(mp_policy=policy)
+        counts = [(len(s.reduce_scatters), len(s.named("all_to_all"))) for s in found]
+        self.assertEqual(counts, [(0, BLOCKS), (0, 1)])
 
     @skipUnless(FOLLOWS_GRAD_DTYPE, "finalized by hand since 2.15")
     def test_finalized_by_hand(self):
-        plain, joined = self.pair()
-        for model in (plain, joined):
+        def run(model: Any) -> None:
             model.set_manual_backward_finalization(True)
             self.loss(model).backward()
             model.finalize_backward()
-        self.assert_same_grads(plain, joined)
+
+        self.compare(run)
 
     def test_as_a_stage_of_a_pipeline(self):
         """Whose last backward is finished outside of any."""
-        plain, joined = self.pair()
-        for model in (plain, joined):
-            model.set_is_last_backward(False)
-            model.set_reshard_after_backward(False)
-            model.set_requires_gradient_sync(False)
-            for batch in range(2):
-                self.loss(model, batch).backward()
-            model.set_is_last_backward(True)
-            model.set_reshard_after_backward(True)
-            model.set_requires_gradient_sync(True)
+
+        def run(model: Any) -> None:
+            for syncs in (False, True):
+                model.set_is_last_backward(syncs)
+                model.set_reshard_after_backward(syncs)
+                model.set_requires_gradient_sync(syncs)
+                for batch in () if syncs else range(2):
+                    self.loss(model, batch).backward()
             state = model._get_fsdp_state()
             for unit in state._state_ctx.all_states:
                 for group in unit._fsdp_param_groups:
                     group.post_backward()
             state._root_post_backward_final_callback()
-        self.assert_same_grads(plain, joined)
+
+        self.compare(run)
 
 
 class TestFailures(JoinTest):
@@ -339,30 +298,28 @@ class TestFailures(JoinTest):
         def stop(_: torch.Tensor) -> None:
             raise ArithmeticError
 
-        x = random_input(3, DIM, seed=7 + self.rank, device=self.device.type)
-        hidden = 2 * model[0](x.requires_grad_())
+        hidden = 2 * model[0](self.input(7))
         hidden.register_hook(stop)  # before backward comes to the first block
         loss = model[2](model[1](hidden)).float().square().mean()
         with self.assertRaises(ArithmeticError):
             loss.backward()
 
-    def model(self, cap: float | None) -> nn.Sequential:
-        model = self.make(cap)
-        self.loss(model).backward()  # makes the whole model the root
-        model.zero_grad()
-        return model
-
     def test_nothing_of_a_failed_backward_is_reduced_later(self):
-        plain, joined = self.model(None), self.model(1.0)
-        waiting = group_of(joined[0]).comm_ctx.joined_reductions
-        for model in (plain, joined):
+        were_waiting = []
+
+        def run(model: Any) -> None:
+            self.loss(model).backward()  # makes the whole model the root
             self.fail(model)
-            self.assertEqual(bool(waiting), model is joined)
+            were_waiting.append(
+                bool(model._get_fsdp_state()._comm_ctx.joined_reductions)
+            )
             model.reset_iter_state()
-            self.assertFalse(waiting)
+            self.assert_nothing_waits(model)
             model.zero_grad()
             self.loss(model, 1).backward()
-        self.assert_same_grads(plain, joined)
+
+        self.compare(run)
+        self.assertEqual(were_waiting, [False, True])
 
 
 class TestExcluded(JoinTest):
@@ -374,33 +331,22 @@ class TestExcluded(JoinTest):
         model = self.make()
         model[1].set_gradient_divide_factor(2.0)
         # Three reductions of that unit, and three of the others
-        self.assertEqual(len(reductions(model, self.loss(model).backward)), 6)
+        self.assertEqual(len(self.reductions(model)), 6)
         self.assert_nothing_waits(model)
 
     @parametrize("which", ["hook", "comm"])
     def test_units_that_reduce_in_their_own_way(self, which: str) -> None:
         """Each of its own, also where all of them have the same."""
-        model, seen, comm = self.make(), [], Watched()
+        model, seen, comm = self.make(), [], OwnScatter()
         for unit in model[1:]:
             if which == "hook":
                 unit.set_all_reduce_hook(seen.append)
             else:
                 unit.set_custom_reduce_scatter(comm)
-        found = reductions(model, self.loss(model).backward)
+        found = self.reductions(model)
         self.assertEqual(len(found), 3 * BLOCKS)
         self.assertEqual(len(seen), 6 if which == "hook" else 0)
         self.assert_nothing_waits(model)
-
-    def test_deferred_all_reduces(self):
-        model = self.make(mesh=mesh_of(2, 2))
-        for batch in range(3):
-            model.set_requires_all_reduce(batch > 0)
-            with record_collectives() as seen:
-                self.loss(model, batch).backward()
-            counts = len(seen.reduce_scatters), len(seen.all_reduces)
-            # The second completes what the first has deferred, the third is as any
-            expected = (3 * BLOCKS, 0), (3 * BLOCKS, 3 * BLOCKS), (3, 3)
-            self.assertEqual(counts, expected[batch])
 
 
 instantiate_parametrized_tests(TestExcluded)

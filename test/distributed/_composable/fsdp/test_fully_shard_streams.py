@@ -31,16 +31,9 @@ from fsdp_late_device.schedules import KINDS, Kit, record, SCHEDULES
 from fsdp_late_device.sites import find_sites, MODULES
 
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard import (
-    _fsdp_param_group as param_group,
-)
-from torch.distributed.fsdp._fully_shard import (
-    _fsdp_reduce as reduce_file,
-)
-from torch.distributed.fsdp._fully_shard._fsdp_common import (
-    TrainingState,
-)
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
+from torch.distributed.fsdp._fully_shard import _fsdp_reduce as reduce_file
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_context import HeldAllReduces
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -77,7 +70,8 @@ UNSEEN = {
 IN_FULL = ("uniform, cast", "mixed, cast", "mixed, joined", "mixed, direct")
 _OTHERS = [kind for kind in KINDS if kind not in IN_FULL]
 SCHEDULES_OF = dict.fromkeys(IN_FULL, [*SCHEDULES]) | {
-    kind: [*SCHEDULES][n :: len(_OTHERS)] for n, kind in enumerate(_OTHERS)
+    kind: dict.fromkeys(("implicit_prefetch", "hsdp", *[*SCHEDULES][n :: len(_OTHERS)]))
+    for n, kind in enumerate(_OTHERS)
 }
 
 SITES = {str(site): site for module in MODULES for site in find_sites(module)}
@@ -178,28 +172,6 @@ class TestSchedules(DeviceFreeTest):
         ):
             record(backward, kind)
         self.assertEqual(waited, [set()] * 4)
-
-    @pytest.mark.quick
-    @parametrize("shape", [(4,), (2, 2)])
-    def test_a_shared_input_is_held_for_the_last_bucket(self, shape: tuple) -> None:
-        """The first and the last bucket are sent by one all-to-all, the second is not."""
-
-        def dtype_by_dim(of_vectors: torch.dtype, of_matrices: torch.dtype | None):
-            return lambda p: of_matrices if p.ndim == 2 else of_vectors
-
-        fp64, fp32, bf16 = torch.float64, torch.float32, torch.bfloat16
-        policy = MixedPrecisionPolicy(
-            param_dtype=fp32,
-            reduce_dtype_override_fn=dtype_by_dim(fp64, fp32),
-            grad_comm_dtype_override_fn=lambda p: (
-                None if p.dtype is torch.float16 else fp32 if p.ndim == 1 else bf16
-            ),
-        )
-
-        def train(kit: Kit) -> None:
-            kit.train(kit.sharded_net(mesh=kit.mesh(*shape), mp_policy=policy))
-
-        self.assertEqual(run(train, "mixed"), [])
 
     @parametrize("kind", [*KINDS])
     def test_devices_are_told_who_reads_gradients(self, kind: str) -> None:

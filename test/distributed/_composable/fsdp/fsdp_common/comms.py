@@ -4,6 +4,8 @@ What the tests of collectives share: units whose gradients are given, the functi
 """
 
 import contextlib
+import copy
+import functools
 import math
 import threading
 from collections import Counter
@@ -13,7 +15,12 @@ from typing import Any
 from unittest import mock
 
 from fsdp_common.release_rules import reduce_arguments
-from fsdp_common.utils import FSDPThreadTest, random_input, THREAD_DEVICE_TYPE
+from fsdp_common.utils import (
+    FSDPThreadTest,
+    mixed_model,
+    random_input,
+    THREAD_DEVICE_TYPE,
+)
 
 import torch
 import torch.nn as nn
@@ -35,13 +42,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 FP8 = torch.float8_e4m3fn
-# Integers up to here, of at most 64 ranks, sum up exactly in any order, in the
-# gradients' own dtype or in one that holds more
-EXACT = {BF16: 4, FP16: 4, FP32: 4000, FP64: 4000}
 
 
 @dataclass(frozen=True)
@@ -206,43 +211,22 @@ class ThreadTest(FSDPThreadTest):
         for fsdp_param in unit.fsdp_params:
             fsdp_param.init_unsharded_param()
 
-    def assert_unsharded(
-        self, unit: FSDPParamGroup, specs: Sequence[Spec], dtype: Any = None
-    ) -> None:
-        for i, (fsdp_param, spec) in enumerate(zip(unit.fsdp_params, specs)):
-            full = random_input(
-                *spec.size, seed=i, dtype=spec.dtype, device=THREAD_DEVICE_TYPE
-            )
-            casts = dtype is not None and spec.dtype.is_floating_point
-            expected = full.to(dtype) if casts else full
-            self.assert_same(fsdp_param.unsharded_param, expected)
-
-    def grad(self, rank: int, i: int, spec: Spec, dtype, limit=None) -> torch.Tensor:
-        """Returns the gradient of the ``i``-th parameter on ``rank``."""
-        limit = EXACT[dtype] if limit is None else limit
-        how = {"dtype": dtype, "device": THREAD_DEVICE_TYPE}
-        return integers(spec.size, limit, seed=1000 * rank + i, **how)
-
     def grads(
-        self, specs: Sequence[Spec], dtypes: Sequence[torch.dtype], **how: Any
+        self,
+        specs: Sequence[Spec],
+        dtypes: Sequence[torch.dtype],
+        rank: int | None = None,
     ) -> list[torch.Tensor]:
-        pairs = enumerate(zip(specs, dtypes, strict=True))
-        return [self.grad(self.rank, i, s, dtype, **how) for i, (s, dtype) in pairs]
+        """Returns a rank's, in these dtypes, of integers that add up exactly."""
+        first_seed = 1000 * (self.rank if rank is None else rank)
+        device = THREAD_DEVICE_TYPE
+        return [
+            integers(spec.size, 4, seed=first_seed + i, dtype=dtype, device=device)
+            for i, (spec, dtype) in enumerate(zip(specs, dtypes, strict=True))
+        ]
 
-    def mean_shard(
-        self, i: int, spec: Spec, dtype, reduce_dtype, divisor=None, **how: Any
-    ) -> torch.Tensor:
-        """Returns this rank's part of what the gradients are reduced to."""
-        ranks = range(self.world_size)
-        parts = [self.grad(rank, i, spec, dtype, **how) for rank in ranks]
-        total = torch.stack(parts).to(reduce_dtype).double().sum(0).to(reduce_dtype)
-        mean = total / (self.world_size if divisor is None else divisor)
-        return spec.shard(mean.to(spec.dtype), self.rank, self.world_size)
-
-    def reduce_arguments(
-        self, unit: FSDPParamGroup, grads: list[torch.Tensor], **changes: Any
-    ) -> dict[str, Any]:
-        """Returns what the release takes, in its order."""
+    def reduce(self, unit: FSDPParamGroup, grads: list[torch.Tensor], **changes: Any):
+        """Calls with what the release takes, in its order."""
         arguments = {
             "fsdp_params": [*unit.fsdp_params],
             "unsharded_grads": grads,
@@ -260,19 +244,62 @@ class ThreadTest(FSDPThreadTest):
             "all_reduce_hook": None,
             "force_sum_reduction_for_comms": False,
         }
-        if unknown := changes.keys() - arguments.keys():
-            raise AssertionError(f"No such arguments: {unknown}")
-        return reduce_arguments(**arguments | changes)
+        return foreach_reduce(**reduce_arguments(**arguments | changes))
 
-    def reduce(self, unit: FSDPParamGroup, grads: list[torch.Tensor], **changes: Any):
-        return foreach_reduce(**self.reduce_arguments(unit, grads, **changes))
-
-    def assert_reduced(self, unit, specs, dtypes, reduce_dtype, **how: Any) -> None:
-        for i, (fsdp_param, spec) in enumerate(zip(unit.fsdp_params, specs)):
-            expected = self.mean_shard(i, spec, dtypes[i], reduce_dtype, **how)
+    def assert_reduced(self, unit, specs, dtypes, reduce_dtype) -> None:
+        """Compares with the mean of what all ranks gave."""
+        ranks = range(self.world_size)
+        given = zip(*(self.grads(specs, dtypes, rank) for rank in ranks))
+        for fsdp_param, spec, parts in zip(unit.fsdp_params, specs, given):
+            total = torch.stack(parts).to(reduce_dtype).double().sum(0)
+            mean = (total.to(reduce_dtype) / self.world_size).to(spec.dtype)
             grad = fsdp_param.sharded_param.grad
             self.assertEqual(grad.size(), spec.size)
+            expected = spec.shard(mean, self.rank, self.world_size)
             self.assert_same(grad.to_local(), expected)
+
+
+BLOCK_DIM = 9
+
+
+@functools.cache
+def first_blocks(count: int) -> nn.Sequential:
+    """Returns the same ones again. Call it before there are threads."""
+    return mixed_model(count, dim=BLOCK_DIM)
+
+
+class Checkpointed(nn.Sequential):
+    """Each of its segments runs a backward of its own inside of the root's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self:
+            x = checkpoint(block, x, use_reentrant=True)
+        return x
+
+
+class BlocksTest(FSDPThreadTest):
+    """Trains copies of the same blocks."""
+
+    blocks: int
+
+    def setUp(self) -> None:
+        first_blocks(self.blocks)  # threads share the random number generator
+        super().setUp()
+
+    def new_blocks(self) -> nn.Sequential:
+        return copy.deepcopy(first_blocks(self.blocks)).to(self.device)
+
+    def input(self, seed: int = 0) -> torch.Tensor:
+        """Returns another one on each rank."""
+        seed = self.world_size * seed + self.rank
+        device = self.device.type
+        return random_input(3, BLOCK_DIM, seed=seed, device=device).requires_grad_()
+
+    def assert_same_grads(self, model: nn.Module, expected: nn.Module) -> None:
+        for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+            self.assertEqual(one.grad is None, other.grad is None)
+            if one.grad is not None:
+                self.assertTrue(torch.equal(one.grad.to_local(), other.grad.to_local()))
 
 
 class NoGather(DefaultAllGather):

@@ -3,8 +3,7 @@ Records what a program issues to a device that is late: which operator, copy and
 collective it put into which stream, after what, and in which memory.
 
 One rank runs, in a group of several: what the others do is what it does. It runs what it
-issues at once, on tensors of its own: that gives the shapes, what the host reads, and
-the bits to expect. What was issued runs again, in other orders: ``orders.py``.
+issues at once, on tensors of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
-from fsdp_common.utils import op_name
 from fsdp_late_device.devices import DeviceHandle, Event, Pending, Stream
 from fsdp_late_device.operators import (
     ALLOCATING,
@@ -33,15 +31,7 @@ from fsdp_late_device.operators import (
     OperatorMode,
     written_names,
 )
-from fsdp_late_device.queues import (
-    Change,
-    Entry,
-    Kernel,
-    Memory,
-    Piece,
-    POISON,
-    Recording,
-)
+from fsdp_late_device.queues import Change, Entry, Memory, Piece, Recording
 from fsdp_late_device.sites import caller_line, Site, Watch
 
 import torch
@@ -50,22 +40,30 @@ import torch.distributed.fsdp._fully_shard as fsdp_package
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 
 # What the schema of an operator does not say that it writes
 _WRITTEN_BESIDES = {"fsdp::all_gather_copy_in": frozenset(("all_gather_output",))}
 
 
-def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8).set_(storage)
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Returns the bytes of its storage from the first to the last element."""
+    if tensor.numel() == 0:
+        return 0, 0
+    steps = zip(tensor.size(), tensor.stride())
+    first = tensor.storage_offset()
+    last = first + sum((n - 1) * step for n, step in steps)
+    return first * tensor.itemsize, (last + 1) * tensor.itemsize
 
 
 class Rank:
     """What a program is given, and what takes note of all that it issues."""
 
-    def __init__(self, number: int, watch: Watch):
-        self.number, self._watch = number, watch
+    number = 0
+
+    def __init__(self, watch: Watch):
+        self._watch = watch
         self.recording = Recording(visited=watch.visited)
         self.handle = DeviceHandle(self)
         self.host = Stream(self, "host")
@@ -116,7 +114,6 @@ class Rank:
     # Entries #
     def _add(
         self,
-        kernel: Kernel,
         label: Any,
         reads: list[Piece],
         writes: list[Piece],
@@ -124,9 +121,7 @@ class Rank:
     ) -> None:
         entries, before = self.recording.entries, stream.clock | self.host.clock
         line = caller_line()
-        entry = Entry(
-            len(entries), stream, str(label), line, kernel, before, reads, writes
-        )
+        entry = Entry(len(entries), stream, str(label), line, before, reads, writes)
         entries.append(entry)
         stream.clock = frozenset((entry,))
 
@@ -137,9 +132,7 @@ class Rank:
             raise NotImplementedError(f"the functional collective {operator}")
         if is_view(operator):
             return operator(*args, **kwargs)
-        kernel, reads, writes = self._given(operator, args, kwargs)
-        if torch.Tag.nondeterministic_seeded in operator.tags:
-            kernel.rng_state = torch.get_rng_state()
+        reads, writes = self._given(operator, args, kwargs)
         result = operator(*args, **kwargs)
         results = tree_leaves(result)
         name = operator._schema.name
@@ -150,39 +143,29 @@ class Rank:
         owners = [piece.memory.owner for piece in (*reads, *writes)]
         on_host = bool(owners) and all(owner is self.host for owner in owners)
         stream = self.host if on_host else self.stream
-        kernel.outputs = [self._output(v, operator, stream) for v in results]
-        writes = [*filter(None, kernel.outputs), *writes]
+        outputs = [self._output(v, operator, stream) for v in results]
+        writes = [*filter(None, outputs), *writes]
         if name in HOST_READING:
-            kernel.host_value = repr(result)
-            self._add(kernel, operator, reads, [], stream)
+            self._add(operator, reads, [], stream)
             self.host.clock |= stream.clock
         elif writes or not any(map(is_on_device, results)):
             # else it returned an argument
-            self._add(kernel, operator, reads, writes, stream)
+            self._add(operator, reads, writes, stream)
         return result
 
     def _given(
         self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> tuple[Kernel, list[Piece], list[Piece]]:
-        """Returns an operator with pieces for tensors, and those read and written."""
+    ) -> tuple[list[Piece], list[Piece]]:
+        """Returns what an operator reads and writes of the tensors that it is given."""
         written = written_names(operator)
         written |= _WRITTEN_BESIDES.get(operator._schema.name, frozenset())
+        named = {**dict(zip(argument_names(operator), args)), **kwargs}
         reads: list[Piece] = []
         writes: list[Piece] = []
-
-        def pieces(name: str, value: Any) -> Any:
-            def one(value: Any) -> Any:
-                if not is_on_device(value):
-                    return value
-                piece = self._piece(value)
-                (writes if name in written else reads).append(piece)
-                return piece
-
-            return tree_map(one, value)
-
-        mine = [pieces(*pair) for pair in zip(argument_names(operator), args)]
-        named = {name: pieces(name, value) for name, value in kwargs.items()}
-        return Kernel(operator, mine, named), reads, writes
+        for name, value in named.items():
+            pieces = map(self._piece, filter(is_on_device, tree_leaves(value)))
+            (writes if name in written else reads).extend(pieces)
+        return reads, writes
 
     def _output(self, value: Any, operator: Any, stream: Stream) -> Piece | None:
         if not is_on_device(value) or value.untyped_storage()._cdata in self._memory:
@@ -198,30 +181,25 @@ class Rank:
     ) -> Piece:
         """
         Returns where a tensor lies. With a label, its memory was allocated right
-        now. Otherwise memory that was never seen was there with its contents.
+        now. Otherwise memory that was never seen was there before.
         """
         storage = tensor.untyped_storage()
         known = self._memory.get(storage._cdata)
         if known is None:
             memory = self._allocate(storage, label or "someone before", owner)
-            if label is None:
-                memory.initial = _as_bytes(storage).clone()
-            elif label == "empty":
-                _as_bytes(storage).fill_(POISON)
+            memory.was_there = label is None
         else:
             memory = known[1]
-        size, stride = tuple(tensor.size()), tensor.stride()
-        return Piece(memory, tensor.dtype, size, stride, tensor.storage_offset())
+        return Piece(memory, _span(tensor))
 
     def _allocate(
         self, storage: torch.UntypedStorage, label: str, owner: Stream | None = None
     ) -> Memory:
         owner = owner or self.stream
         for memory in self._freed.pop(owner, ()):
-            whole = Piece(memory, torch.uint8, (memory.nbytes,), (1,), 0)
+            whole = Piece(memory, (0, memory.nbytes))
             freed = f"free {memory.nbytes} bytes of {memory.label}"
-            kernel = Kernel(torch.Tensor.fill_, [whole, POISON])
-            self._add(kernel, freed, [], [whole], memory.owner)
+            self._add(freed, [], [whole], memory.owner)
         memory = Memory(owner, storage.nbytes(), label)
         # The weak reference keeps another storage from getting the same key
         self._memory[storage._cdata] = StorageWeakRef(storage), memory
@@ -255,9 +233,6 @@ class Rank:
         if known is not None and before > 0:
             self._free(known[1])
         self._allocate(storage, "resize_")
-        if nbytes > 0:
-            with _disable_current_modes():
-                _as_bytes(storage).fill_(POISON)
         return result
 
     def record_stream(self, tensor: torch.Tensor) -> None:
@@ -272,24 +247,15 @@ class Rank:
             copy = tensor.detach().clone()
         owner = self.stream if to_device else self.host
         target = self._piece(copy, "copy across", owner)
-        kernel = Kernel(torch.ops.aten.clone.default, [source], {}, [target])
-        self._add(kernel, "copy across", [source], [target], self.stream)
+        self._add("copy across", [source], [target], self.stream)
         if not non_blocking:
             self.host.clock |= self.stream.clock
         return copy
-
-    def finish(self) -> None:
-        """Takes note of what is left in memory."""
-        for ref, memory in self._memory.values():
-            storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
-            if memory.nbytes and storage is not None:
-                self.recording.final.append((memory, _as_bytes(storage).clone()))
 
     # Collectives #
     def meet(
         self,
         name: str,
-        operation: str | None,
         group: Any,
         source: torch.Tensor,
         target: torch.Tensor,
@@ -303,17 +269,10 @@ class Rank:
                 self._comm_streams[group] = self.new_stream(comm)
             stream = self._comm_streams[group]
             stream.clock |= self.stream.clock
-        call = functools.partial(
-            exchange,
-            name=name,
-            operation=operation,
-            rank=dist.get_rank(group),
-            ranks=dist.get_world_size(group),
-        )
         read, written = self._piece(source), self._piece(target)
         with _disable_current_modes(), torch.no_grad():
-            call(source, target)
-        self._add(Kernel(call, [read, written]), name, [read], [written], stream)
+            exchange(name, source, target, dist.get_world_size(group))
+        self._add(name, [read], [written], stream)
         if not is_async:
             return None
         done = self.new_event()
@@ -328,7 +287,6 @@ def record(
     program: Callable[[Rank], Any],
     ranks: int = 1,
     *,
-    number: int = 0,
     without: Sequence[Site] = (),
 ) -> Recording:
     """
@@ -336,16 +294,14 @@ def record(
     order streams, and returns what it issued.
     """
     torch.manual_seed(0)
-    rank = Rank(number, Watch(without))
+    rank = Rank(Watch(without))
     with _patched(rank):
         store = FakeStore()
-        dist.init_process_group("fake", store=store, rank=number, world_size=ranks)
+        dist.init_process_group("fake", store=store, rank=0, world_size=ranks)
         try:
             with OperatorMode(rank):
-                kept = program(rank)
+                program(rank)
                 rank.collect()
-            rank.finish()
-            del kept
         finally:
             dist.destroy_process_group()
     return rank.recording
@@ -392,10 +348,9 @@ def _collective(
         given = bound.arguments
         if given.get("input_split_sizes") or given.get("output_split_sizes"):
             raise NotImplementedError(f"{name} with split sizes")
-        operation = op_name(given["op"]) if "op" in given else None
         source, target = (given[argument] for argument in tensors)
         is_async = given["async_op"]
-        return rank.meet(name, operation, given["group"], source, target, is_async)
+        return rank.meet(name, given["group"], source, target, is_async)
 
     return call
 
@@ -407,10 +362,8 @@ def _coalesced(rank: Rank, name: str) -> Callable[..., Pending | None]:
         sources: list[torch.Tensor],
         options: Any,
     ) -> Pending | None:
-        op = getattr(options, "reduceOp", None)
-        operation = None if op is None else op_name(op)
         met = [
-            rank.meet(name, operation, group, source, target, options.asyncOp)
+            rank.meet(name, group, source, target, options.asyncOp)
             for source, target in zip(sources, targets, strict=True)
         ]
         return met[-1]

@@ -30,9 +30,8 @@ from torch.distributed.fsdp import (
     set_coalesced_collectives,
     set_reduce_bucket_cap,
 )
-from torch.distributed.fsdp._fully_shard import (
-    _fsdp_collectives as collectives,
-)
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+from torch.distributed.fsdp._fully_shard import _fsdp_context
 from torch.distributed.fsdp._fully_shard._fsdp_common import (
     FSDPMeshInfo,
     ShardPlacementResult,
@@ -73,13 +72,20 @@ KINDS = {
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32
         ),
     ),
+    # The first and the last bucket are sent by one all-to-all, the second is not
     "mixed, exchanged": Kind(
         True,
         policy=MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16,
-            grad_comm_dtype=torch.bfloat16,
+            param_dtype=torch.float32,
+            reduce_dtype_override_fn=lambda param: (
+                torch.float32 if param.ndim == 2 else torch.float64
+            ),
             grad_comm_dtype_override_fn=lambda param: (
-                torch.float32 if param.ndim == 1 else None
+                None
+                if param.dtype is torch.float16
+                else torch.float32
+                if param.ndim == 1
+                else torch.bfloat16
             ),
         ),
     ),
@@ -291,9 +297,7 @@ def hsdp(kit: Kit) -> None:
 @schedule
 def hsdp_without_room(kit: Kit) -> None:
     """Reduced buffers that gradients do not view are not held for later units."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_context as shared
-
-    with mock.patch.object(shared, "_MAX_HELD_NBYTES", 0):
+    with mock.patch.object(_fsdp_context, "_MAX_HELD_NBYTES", 0):
         kit.train(kit.sharded_net(mesh=kit.mesh(2, 2)), steps=3)
 
 

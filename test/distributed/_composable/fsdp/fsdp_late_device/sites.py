@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib.util
 import inspect
 import re
 import sys
@@ -19,16 +18,24 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed.fsdp._fully_shard as fsdp_package
+from torch.distributed.fsdp._fully_shard import (
+    _fsdp_collectives,
+    _fsdp_context,
+    _fsdp_grads,
+    _fsdp_param_group,
+    _fsdp_reduce,
+)
 
 
 # Calls that order streams #
 
-# The release has no context of its own, but all of it in the last one
-MODULES = [
-    importlib.import_module(f"{fsdp_package.__name__}._fsdp{name}")
-    for name in ("_collectives", "_context", "_grads", "_param_group", "_reduce")
-    if importlib.util.find_spec(f"{fsdp_package.__name__}._fsdp{name}")
-]
+MODULES = (
+    _fsdp_collectives,
+    _fsdp_context,
+    _fsdp_grads,
+    _fsdp_param_group,
+    _fsdp_reduce,
+)
 
 # Methods of streams, events and works, and the handle's context
 _ORDERING_METHODS = frozenset(
