@@ -4,8 +4,8 @@
 Models of ``transformers``, ``peft`` and ``diffusers`` in the dtypes that they themselves
 ask for, sharded by layer with plain ``fully_shard``, each step beside one process: the
 rows of ``fsdp_clients/tiny_models.py``. ``fsdp_clients/one_process.py`` says what of a
-step must equal one process, and how closely. Some also with the compiler and with
-activation checkpointing, and with transformers' own ``DistributedConfig``.
+step must equal one process, and how closely. One also with transformers' own
+``DistributedConfig``.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import math
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -32,7 +31,6 @@ from fsdp_common.utils import (
     record_collectives,
     REPO_ROOT,
     shared_folder,
-    WORLD_SIZE,
 )
 
 import torch
@@ -44,10 +42,6 @@ from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
-)
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    create_selective_checkpoint_contexts,
 )
 
 
@@ -74,41 +68,33 @@ def gathered_nbytes(params: Sequence[nn.Parameter], ranks: int) -> int:
     return ranks * sum(-(-n // alignment) * alignment for n in regions.values())
 
 
-class ModelTest(ClientTest):
-    def train(
-        self,
-        name: str,
-        replicas: int = 1,
-        shard: Callable[[nn.Module, DeviceMesh], object] | None = None,
-        steps: int = STEPS,
-    ) -> tuple[nn.Module, list[Any], CollectiveRecorder]:
-        """Returns the model, its steps and what the last one sent."""
-        models, tiny, found = [], TINY_MODELS[name], []
+@needs("transformers", "peft", "accelerate", "diffusers")
+@instantiate_parametrized_tests
+class TestModels(ClientTest):
+    """Every model trains as it does in one process, at the fewest bytes."""
+
+    @parametrize("name", TINY_MODELS)
+    def test_each_step_equals_one_process(self, name: str) -> None:
+        models, tiny, steps = [], TINY_MODELS[name], []
 
         def shard_and_keep(model: nn.Module, mesh: DeviceMesh) -> None:
             models.append(model)
-            (shard or tiny.shard)(model, mesh)
+            tiny.shard(model, mesh)
 
-        batches = real_models.token_batches(steps, 2 * self.world_size, self.device)
-        mesh = real_models.make_mesh(self.device.type, replicas)
+        batches = real_models.token_batches(STEPS, 2 * self.world_size, self.device)
+        mesh = real_models.make_mesh(self.device.type)
         build, loss_of = tiny.build_model, tiny.loss_of
         with record_collectives() as recorder:
             for step in real_models.train(
                 build, shard_and_keep, mesh, batches, self.device, loss_of
             ):
-                found.append(step)
-                if len(found) < steps:
+                steps.append(step)
+                if len(steps) < STEPS:
                     recorder.clear()
-        return models[0], found, recorder
+        self.check_steps(steps, dtypes=(FP32, tiny.dtype))
+        self.check_sent(models[0], recorder)
 
-    def check(self, name: str, replicas: int) -> None:
-        model, steps, sent = self.train(name, replicas)
-        self.check_steps(steps, dtypes=(FP32, TINY_MODELS[name].dtype))
-        self.check_sent(model, sent, replicas)
-
-    def check_sent(
-        self, model: nn.Module, sent: CollectiveRecorder, replicas: int
-    ) -> None:
+    def check_sent(self, model: nn.Module, sent: CollectiveRecorder) -> None:
         """One gather for each unshard, one reduction for each dtype, no more bytes."""
         units = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
         groups = {
@@ -121,7 +107,7 @@ class ModelTest(ClientTest):
         stored = []
         for group, is_root in groups.values():
             params = [fsdp_param.sharded_param for fsdp_param in group.fsdp_params]
-            nbytes = gathered_nbytes(params, self.world_size // replicas)
+            nbytes = gathered_nbytes(params, self.world_size)
             # All but the root are resharded after forward
             gathers[nbytes] += 1 if is_root else 2
             stored.append({param.dtype for param in params if param.requires_grad})
@@ -131,82 +117,7 @@ class ModelTest(ClientTest):
         self.assertEqual(of_gathers, gathers)
         of_reductions = Counter(call.dtype for call in sent.reduce_scatters)
         self.assertEqual(of_reductions, reductions)
-        all_reduces = Counter(call.dtype for call in sent.all_reduces)
-        self.assertEqual(all_reduces, reductions if replicas > 1 else Counter())
-
-
-@needs("transformers", "peft", "accelerate", "diffusers")
-@instantiate_parametrized_tests
-class TestModels(ModelTest):
-    """Every model trains as it does in one process, at the fewest bytes."""
-
-    @parametrize("name", TINY_MODELS)
-    def test_each_step_equals_one_process(self, name: str) -> None:
-        self.check(name, replicas=1)
-
-
-@needs("transformers")
-class TestReplicas(ModelTest):
-    world_size = WORLD_SIZE
-
-    def test_each_step_equals_one_process(self) -> None:
-        self.check("mamba2", replicas=2)
-
-
-# With the compiler, and with activation checkpointing as transformers does it #
-
-# Operators that were asked about
-SELECTED: Counter[str] = Counter()
-
-
-def compiled_blocks(model: nn.Module) -> None:
-    layers = [m for n, m in model.named_modules() if n.split(".")[-1] == "layers"]
-    for layer in layers[0]:
-        layer.compile(backend="aot_eager")
-
-
-def checkpointed(model: nn.Module, **kwargs: Any) -> None:
-    model.gradient_checkpointing_enable({"use_reentrant": False, **kwargs})
-    model.train()
-
-
-def keep_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keeps what matrix products give, and computes all else again."""
-    SELECTED[str(op)] += 1
-    if op is torch.ops.aten.mm.default:
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
-
-
-CONTEXTS = partial(create_selective_checkpoint_contexts, keep_products)
-TOOLS: dict[str, tuple[Callable[[nn.Module], None], str]] = {
-    "compiled": (compiled_blocks, "llama_peft"),
-    "checkpointed": (checkpointed, "nemotron_h"),
-    "selective": (partial(checkpointed, context_fn=CONTEXTS), "qwen3_next"),
-}
-
-
-@needs("transformers", "peft", "accelerate")
-@instantiate_parametrized_tests
-class TestCompiledAndCheckpointed(ModelTest):
-    """Around units, whose collectives a recomputed forward may run again."""
-
-    @parametrize("tool", TOOLS)
-    def test_each_step_equals_one_process(self, tool: str) -> None:
-        apply, name = TOOLS[tool]
-
-        def shard(model: nn.Module, mesh: DeviceMesh) -> None:
-            apply(model)
-            TINY_MODELS[name].shard(model, mesh)
-
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        SELECTED.clear()
-        _, steps, _ = self.train(name, shard=shard)
-        self.check_steps(steps)
-        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        self.assertEqual(graphs > 0, tool == "compiled")
-        self.assertEqual("aten.mm.default" in SELECTED, tool == "selective")
+        self.assertEqual(sent.all_reduces, [])
 
 
 # What transformers' own sharding sends #
