@@ -195,6 +195,11 @@ DISAGREEMENTS = {
     ),
     "size": Disagreement((r"0.gate .* size \(4, 4\)", r"size \(8, 4\)"), {"size": 8}),
     "dim": Disagreement((r"sharded as S\(0\)", r"sharded as S\(1\)"), {"dim": 1}),
+    "two_children_that_are_not_sharded": Disagreement(
+        (r"'0' is gathered \(2 param", r"'\(root\)' is gathered \(4 param"),
+        {"units": (2,)},
+        advice=ON_UNITS,
+    ),
     "unit_that_stays_unsharded": Disagreement(
         ("'0' is resharded to 4 ranks after forward", "'0' stays unsharded after"),
         {"reshard": False},
