@@ -166,9 +166,9 @@ unit    parameters  elements  stored in  computes in  bytes gathered  reduced in
             return BF16 if param.ndim == 2 else None
 
         model = nn.Linear(4, 4, dtype=BF16)
-        model.weight.grad_dtype, model.bias.grad_dtype = FP32, None
+        model.weight.grad_dtype, model.bias.grad_dtype = FP64, None
         policy = MixedPrecisionPolicy(
-            reduce_dtype=FP64, grad_comm_dtype_override_fn=only_matrices
+            reduce_dtype=FP32, grad_comm_dtype_override_fn=only_matrices
         )
         fully_shard(model, mp_policy=policy)
         found = {
@@ -177,8 +177,8 @@ unit    parameters  elements  stored in  computes in  bytes gathered  reduced in
         }
         # Each rank has one row of both, which some have only as padding
         expected = {
-            ("bias",): (FP64, None, 8 * self.ranks, None),
-            ("weight",): (FP32, BF16, 8 * self.ranks, float(self.ranks)),
+            ("bias",): (FP32, None, 4 * self.ranks, None),
+            ("weight",): (FP64, BF16, 8 * self.ranks, float(self.ranks)),
         }
         self.assertEqual(found, expected)
 
