@@ -1,4 +1,4 @@
-"""What codespell and pyrefly find, as lintrunner's messages.
+"""What codespell, rumdl, cog and pyrefly find, as lintrunner's messages.
 
 pyrefly follows imports into the release that is installed, but reports only on the files
 named to it. Those under ``torch/`` are named as the tree of links has them, as which
@@ -25,6 +25,12 @@ TESTS = "test/distributed/_composable/fsdp"
 SEARCH_PATH = (TREE, TESTS, ".", "examples", "benchmarks/distributed/fsdp")
 COMMANDS = {
     "CODESPELL": [sys.executable, "-m", "codespell_lib", "--disable-colors", "--"],
+    # Parts of pages that are made of the code: `cog -r -I docs docs/*.md` makes them
+    "COG": [sys.executable, "-m", "cogapp", "--check", "--diff", "-I", "docs"],
+    # Links lead to anchors, references and files that are there
+    "LINKS": [
+        "rumdl", "check", "--no-cache", "--enable", "MD051,MD052,MD053,MD057", "--",
+    ],
     "PYREFLY": [
         "pyrefly", "check", "--config=pyproject.toml", "--output-format=min-text",
         "--progress-bar=no", *(f"--search-path={each}" for each in SEARCH_PATH), "--",

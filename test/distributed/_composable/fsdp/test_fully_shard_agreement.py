@@ -43,7 +43,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.fsdp import FSDPModule, fully_shard, MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_agreement as agreement
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
@@ -193,17 +193,8 @@ DISAGREEMENTS = {
         REDUCES_IN_BF16,
         {"apply": replicate},
     ),
-    "stored_dtype": Disagreement(
-        ("0.up computes in torch.float32", "0.up computes in torch.bfloat16"),
-        {"dtype": BF16},
-    ),
     "size": Disagreement((r"0.gate .* size \(4, 4\)", r"size \(8, 4\)"), {"size": 8}),
     "dim": Disagreement((r"sharded as S\(0\)", r"sharded as S\(1\)"), {"dim": 1}),
-    "one_child_that_is_not_sharded": Disagreement(
-        ("'0' is resharded to 4 ranks after", "' stays unsharded after forward"),
-        {"units": (1, 2)},
-        advice=ON_UNITS,
-    ),
     "two_children_that_are_not_sharded": Disagreement(
         (r"'0' is gathered \(2 param", r"'\(root\)' is gathered \(4 param"),
         {"units": (2,)},
@@ -219,12 +210,6 @@ DISAGREEMENTS = {
         {"run": (0, 2)},
         gathers=1,
         advice=ON_UNITS,
-    ),
-    "other_gradients": Disagreement(
-        ("2.gate gets a gradient", "2.gate gets no gradient"),
-        {"used": ("up",)},
-        gathers=None,
-        advice=r"set_reduce_scatter_unused_params\(True\)",
     ),
     "other_gradients_after_steps_that_were_alike": Disagreement(
         ("2.up gets no gradient", "2.up gets a gradient"),
@@ -305,18 +290,21 @@ class TestRanksAgree(AgreementTest):
         # Three gathers, and three reductions
         self.assertEqual(counter.get_total_counts(), 6)
 
-    def test_environment_turns_it_off(self) -> None:
-        for value, expected in (("0", 0), ("1", 6), ("", 6)):
+    def test_environment_turns_it_off_or_compares_always(self) -> None:
+        for value, expected in (
+            ("0", [0, 0]),
+            ("1", [6, 0]),
+            ("", [6, 0]),
+            ("always", [6, 6]),
+        ):
             with switched(value):
-                self.assertEqual(self.count(self.sharded(), 1), [expected])
+                model = self.sharded(reshard_after_forward=False)
+                self.assertEqual(self.count(model, 2), expected)
+        with switched("always"):
+            model = self.sharded(reshard_after_forward=False, mesh=hybrid_mesh(2))
+            self.assertEqual(self.count(model, 2), [9, 9])
         with switched("Always"), self.assertRaisesRegex(ValueError, "'Always': set it"):
             self.sharded()
-
-    def test_always_compares_every_collective(self) -> None:
-        with switched("always"):
-            for mesh, each in ((shard_mesh(), 2), (hybrid_mesh(2), 3)):
-                model = self.sharded(reshard_after_forward=False, mesh=mesh)
-                self.assertEqual(self.count(model, 3), [3 * each] * 3)
 
     def test_deferred_all_reduce_is_not_compared_for(self) -> None:
         """With one shard, nothing is sent before the last microbatch."""
@@ -355,10 +343,6 @@ class TestRanksAgree(AgreementTest):
         self.assertEqual(sent.call_count, gathers + 2)
 
 
-class Timed(Scales):
-    pass
-
-
 class Wrapped(nn.Module):
     def __init__(self, inner: nn.Module):
         super().__init__()
@@ -368,16 +352,28 @@ class Wrapped(nn.Module):
         return self.inner(*args)
 
 
+def wrap(model: Chain) -> None:
+    model[1] = Wrapped(model[1])
+
+
+def swap(model: Chain) -> None:
+    model[0], model[1] = model[1], model[0]
+
+
+@instantiate_parametrized_tests
 class TestRanksMayDiffer(AgreementTest):
     """What no collective depends on may differ, and ranks train as if it did not."""
 
-    def check(
-        self,
-        change: Callable[[Chain], Any],
-        run: Sequence[int] = (0, 1),
-        later: bool = False,
-    ) -> None:
-        """Trains, where rank 0 changes its model before or ``later`` after a step."""
+    # How rank 0 changes its model, what it runs then, and whether after its first step
+    CHANGES = {
+        "wrapper": (wrap, (0, 1), False),
+        "wrapper_later": (wrap, (0, 1), True),
+        "order_of_registration": (swap, (1, 0), False),
+    }
+
+    @parametrize("name", CHANGES)
+    def test_names_and_order_of_registration_may_differ(self, name: str) -> None:
+        change, run, later = self.CHANGES[name]
         x = torch.ones(2, device=self.device, requires_grad=True)
         blocks().to(self.device)(x).sum().backward()
         expected, x.grad = x.grad, None
@@ -387,8 +383,7 @@ class TestRanksMayDiffer(AgreementTest):
             if self.rank == 0 and not later:
                 change(model)
             for unit in (*model, model):
-                inner = getattr(unit, "inner", unit)
-                apply(inner, mesh=shard_mesh())
+                apply(getattr(unit, "inner", unit), mesh=shard_mesh())
             with switched(value):
                 for step in range(3):
                     model(x, (), run).sum().backward()
@@ -397,23 +392,6 @@ class TestRanksMayDiffer(AgreementTest):
                     x.grad = None
                     if self.rank == 0 and later and step == 0:
                         change(model)
-
-    def test_classes_names_and_wrappers_may_differ(self) -> None:
-        def rename(model: Chain) -> None:
-            model[1] = Timed(opened=4, raised=8).to(self.device)
-
-        def wrap(model: Chain) -> None:
-            model[1] = Wrapped(model[1])
-
-        self.check(rename)
-        self.check(wrap)
-        self.check(wrap, later=True)
-
-    def test_order_of_registration_may_differ(self) -> None:
-        def change(model: Chain) -> None:
-            model[0], model[1] = model[1], model[0]
-
-        self.check(change, run=(1, 0))
 
     def test_dtypes_that_no_collective_has_may_differ(self) -> None:
         """
@@ -464,37 +442,24 @@ class TestReductions(AgreementTest):
     def test_steady_loops_compare_nothing(self) -> None:
         """From the third optimizer step on, in every microbatch of it."""
 
-        def accumulates(model: Any, i: int, set_last: Any = lambda *_: None) -> None:
+        def defers_all_reduces(model: Any) -> None:
             for microbatch in range(3):
-                set_last(model, microbatch == 2)
+                model.set_requires_all_reduce(microbatch == 2)
                 self.backward(model)
             model.zero_grad()
 
-        def syncs_the_last(model: Any, i: int) -> None:
-            accumulates(model, i, FSDPModule.set_requires_gradient_sync)
-
-        def defers_all_reduces(model: Any, i: int) -> None:
-            accumulates(model, i, FSDPModule.set_requires_all_reduce)
-
-        def takes_turns(model: Any, i: int) -> None:
-            self.step(model, used=["gate"] if i % 2 else ["up"])
-
-        def keeps_gradients(model: Any, i: int) -> None:
+        def keeps_gradients(model: Any) -> None:
             self.backward(model)
             model.zero_grad(set_to_none=False)
 
-        meshes = {
-            accumulates: shard_mesh(),
-            syncs_the_last: shard_mesh(),
-            defers_all_reduces: hybrid_mesh(2),
-            takes_turns: shard_mesh(),
-            keeps_gradients: shard_mesh(),
-        }
-        for loop, mesh in meshes.items():
+        for loop, mesh in (
+            (defers_all_reduces, hybrid_mesh(2)),
+            (keeps_gradients, shard_mesh()),
+        ):
             model = self.sharded(mesh=mesh)
             for i in range(4):
                 with counting_comparisons() as sent:
-                    loop(model, i)
+                    loop(model)
                 if i >= 2:
                     self.assertEqual(sent.call_count, 0, loop.__name__)
 

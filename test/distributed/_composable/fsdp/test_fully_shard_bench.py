@@ -12,7 +12,6 @@ import sys
 import tempfile
 import unittest
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -234,21 +233,6 @@ class TestComparison(ImportingTest):
 
         rows = run_growth(self.sides, quick=True, rounds=2)
         self.assertEqual({(row.branch, row.other) for row in rows}, {(2, 4)})
-
-    def test_run_that_is_cut_off_leaves_the_parts_that_it_finished(self) -> None:
-        import bench
-        from _ratios import exact_row
-
-        def bytes_of(sides: Any, **options: Any) -> list[Any]:
-            return [exact_row("bytes", "block", "bytes", 4, "release", 4)]
-
-        parts = [bytes_of, mock.Mock(side_effect=KeyboardInterrupt)]
-        modules = [SimpleNamespace(run=part) for part in parts]
-        argv = ["--parts", "bytes,memory", "--output", str(self.folder)]
-        with mock.patch.object(bench.importlib, "import_module", side_effect=modules):
-            self.assertRaises(KeyboardInterrupt, bench.main, argv)
-        (row,) = json.loads((self.folder / "results.json").read_text())["rows"]
-        self.assertEqual((row["part"], row["branch"]), ("bytes", 4))
 
 
 class TestStudies(ImportingTest):

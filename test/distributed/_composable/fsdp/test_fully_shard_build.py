@@ -125,22 +125,6 @@ class TestSetUp(BuildTestCase):
         self.assertEqual(self.shown(f"build/{NEWEST}/.venv/bin/python"), "branch")
         self.assertFalse((self.root / ".venv").exists())
 
-    def test_errors_are_one_line_or_what_pip_says(self):
-        for arguments, text in (
-            (("setup", "RELEASE=1.0"), f"RELEASE=1.0: the branch fits {DEFAULT}"),
-            (("setup", "TORCH_WHEEL=no.whl"), "there is no wheel at"),
-            (("setup", "PYTHON3=/no/python"), "/no/python is no Python 3.10 or newer"),
-        ):
-            lines = self.make(*arguments, status=2).splitlines()
-            errors = [line for line in lines if line.startswith("error: ")]
-            self.assertEqual(len(errors), 1, lines)
-            self.assertIn(text, errors[0])
-        write(self.scratch, {"constraints.txt": "torch<2.13\n"})
-        self.env["PIP_CONSTRAINT"] = (self.scratch / "constraints.txt").as_uri()
-        text = self.make("setup", status=2)
-        self.assertIn("The user requested (constraint) torch<2.13", text)
-        self.assertIn(f"to begin anew: rm -rf build/{DEFAULT}", text)
-
 
 class TestWheel(BuildTestCase):
     def setUp(self) -> None:

@@ -57,13 +57,6 @@ class TestComposition(ScenarioTest):
         mixed, uniform = (self.results_of(f"{k} {name}") for k in ("mixed", "uniform"))
         self.assertEqual(mixed, uniform)
 
-    def test_functorch_transforms_run(self) -> None:
-        for kind in ("uniform", "mixed"):
-            for outcomes in self.results_of(f"{kind} functorch_of_inputs"):
-                refused = [k for k, v in outcomes.items() if v.startswith("refused")]
-                # As in the release: the hook on a unit's inputs passes them as they are
-                self.assertEqual(refused, ["dual, grad"])
-
     def test_mixed_unit_is_intercepted(self) -> None:
         """As often as a uniform one, but for a reduction for each dtype."""
         sides = (self.results_of(f"{kind} patches") for kind in ("uniform", "mixed"))

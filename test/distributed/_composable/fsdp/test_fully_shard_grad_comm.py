@@ -48,7 +48,7 @@ from fsdp_common.utils import (
     THREAD_DEVICE_TYPE,
 )
 from fsdp_parity.memory import peak_nbytes, peak_nbytes_of
-from fsdp_wrong_uses.run import OwnReduction
+from fsdp_wrong_uses.cases import OwnReduction
 
 import torch
 import torch.distributed as dist

@@ -61,11 +61,6 @@ class TestPlugins(ScenarioTest):
             last = {record["0 gradient head.weight"] for record in results.values()}
             self.assertEqual(len(last), 4)  # read, dropped, replaced, scaled in place
 
-    def test_extension_that_comes_late_is_refused_or_used(self) -> None:
-        for results in self.results_of("extension_after_lazy_init"):
-            self.assertTrue(results["refused"])
-            self.assertIn("gradient blocks.0.layers.0.weight", results)
-
     # Of mixed units #
 
     @parametrize("name", AS_PLAIN + AS_PLAIN_SINCE_2_15 * FOLLOWS_GRAD_DTYPE)
@@ -77,13 +72,6 @@ class TestPlugins(ScenarioTest):
             for key, record in records.items():
                 self.check_same(key, record, plain)
             self.assertTrue(results.get("calls", True))
-
-    def test_mixed_unit_calls_a_replaced_init_as_a_uniform_one(self) -> None:
-        uniform, mixed = (
-            [results["calls"] for results in self.results_of(name)]
-            for name in ("replaced_init_mp_dtypes", "mixed_replaced_init_mp_dtypes")
-        )
-        self.assertEqual(mixed, uniform)
 
     def test_mixed_group_has_no_one_dtype(self) -> None:
         for results in self.results_of("mixed_dtypes_of_a_group"):

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 from fsdp_build import REPOSITORY
-from fsdp_build.utils import commit_all, git, ScratchTestCase, write
+from fsdp_build.utils import git, ScratchTestCase, write
 
 from tools import series
 from tools.contract_diff import compare, PACKAGE
@@ -64,9 +64,6 @@ class TestSeries(ScratchTestCase):
         git(self.tree, "add", "--all")
         git(self.tree, "commit", "--quiet", "--cleanup=verbatim", "-m", message)
 
-    def patches(self) -> list[str]:
-        return sorted(map(str, self.scratch.glob("*.patch")))
-
     def test_made_again_and_saved_again_are_the_same(self):
         contents = ("rev-parse", f"{series.BRANCH}^{{tree}}")
         before = git(self.tree, *contents)
@@ -99,25 +96,6 @@ class TestSeries(ScratchTestCase):
         with self.assertRaisesRegex(ToolError, f"0001-.*: {CODE} is .*, and not "):
             series.make("--untested")
 
-    def test_a_checkout_that_differs_elsewhere(self):
-        """As docs/series.md says, with upstream's own test file."""
-        series.save()
-        series.make("--untested")
-        checkout = self.scratch / "checkout"
-        theirs = "# Owner\n\nimport os\n\n\nclass Test:\n    x = 1\n\n\n" + END
-        write(
-            checkout, {CODE: "new\n" + OLD.replace("= 25", "= 'other'"), TEST: theirs}
-        )
-        commit_all(checkout)
-        git(checkout, "fetch", "--quiet", str(self.tree), series.BRANCH)
-        git(checkout, "am", "--3way", "-C2", "--keep-non-patch", *self.patches())
-        code, test = ((checkout / path).read_text() for path in (CODE, TEST))
-        for line in ("new\n", "    ours = 7\n", "= 'other'\n", "a last line\n"):
-            self.assertIn(line, code)
-        self.assertEqual(test, theirs.replace(END, f"a test\n\n\n{END}"))
-        subject = git(checkout, "log", "-1", "--format=%s").strip()
-        self.assertEqual(subject, MESSAGES[1].partition("\n")[0])
-
 
 @unittest.skipUnless(RELEASE.is_dir(), f"needs `make setup RELEASE={NEWEST}`")
 class TestOnRelease(ScratchTestCase):
@@ -126,14 +104,6 @@ class TestOnRelease(ScratchTestCase):
         series.make_tree(tree, RELEASE, edits)
         # The stored hashes of files are those that the patches were reviewed with
         self.assertEqual(series.edits_of(tree), edits)
-        numstat = ("log", "--reverse", "--format=%x00", "--numstat", "release..")
-        product = ("--", "torch/distributed")
-        changes = git(tree, *numstat, *product).split("\0")[1:]
-        page = (REPOSITORY / "docs/series.md").read_text()
-        for number, change in enumerate(changes, 1):
-            rows = [line.split()[:2] for line in change.split("\n") if line]
-            added, removed = (sum(map(int, column)) for column in zip(*rows))
-            self.assertRegex(page, rf"(?m)^\| {number} \|.*\| {added}, {removed} \|")
 
 
 OF_OLD = "class Group:\n    def wait(self, dim): pass\n    def _gone(self): pass\n"

@@ -24,19 +24,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
 sys.path.append(str(REPO_ROOT / "examples"))
-PRELOADED += ["transformers", "peft", "diffusers", "torch._dynamo.backends.debugging"]
+PRELOADED += ["transformers", "peft", "diffusers"]
 # In each process of a test: tiny bf16 models would mostly wait for slow products
 widen_half_products()
 
 VOCABULARY = 64
 SEQUENCE_LENGTH = 16
-
-
-def example_of(name: str) -> Any:
-    """Returns what builds and shards a model."""
-    from fsdp_clients.tiny_models import TINY_MODELS
-
-    return TINY_MODELS[name]
 
 
 def needs(*packages: str) -> Any:
@@ -49,13 +42,8 @@ def needs(*packages: str) -> Any:
     return unittest.skipIf(bool(missing) and not os.environ.get("CI"), reason)
 
 
-def make_mesh(device_type: str, replicas: int = 1) -> DeviceMesh:
-    """All ranks to shard over, or groups of them that each have the whole model."""
-    ranks = dist.get_world_size()
-    if replicas == 1:
-        return init_device_mesh(device_type, (ranks,))
-    shape, names = (replicas, ranks // replicas), ("replicate", "shard")
-    return init_device_mesh(device_type, shape, mesh_dim_names=names)
+def make_mesh(device_type: str) -> DeviceMesh:
+    return init_device_mesh(device_type, (dist.get_world_size(),))
 
 
 def cast_parameters(

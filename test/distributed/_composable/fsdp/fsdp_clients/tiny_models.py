@@ -41,14 +41,6 @@ DECODER = {
     "intermediate_size": 48,
     **TOKENS,
 }
-LATENT = {
-    "q_lora_rank": 8,
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-}
 EXPERTS = {
     "moe_intermediate_size": 16,
     "num_experts_per_tok": 2,
@@ -56,19 +48,6 @@ EXPERTS = {
     "topk_group": 1,
     "n_routed_experts": 4,
     "num_local_experts": 4,
-}
-LINEAR_AND_FULL = {
-    "layer_types": ["linear_attention", "full_attention"],
-    "mlp_layer_types": ["dense", "sparse"],
-}
-DELTA_RULE = {
-    "layer_types": ["linear_attention", "full_attention"],
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
 }
 
 
@@ -82,7 +61,6 @@ class TinyModel:
         settings: What the configuration is made with, or the model itself.
         fp32: What a model that lists none has in fp32, by the ends of names.
         units: Modules that are units, by the names of the lists that they are in.
-        tied: Modules with parameters in common, which are one unit, by name.
         dtype: What all other parameters are stored in.
         build: Builds the model in another way.
     """
@@ -91,7 +69,6 @@ class TinyModel:
     settings: Mapping[str, Any]
     fp32: tuple[str, ...] = ()
     units: tuple[str, ...] = ("layers",)
-    tied: tuple[str, ...] = ()
     dtype: torch.dtype = torch.bfloat16
     library: str = "transformers"
     loss_of: Callable[[nn.Module, torch.Tensor], torch.Tensor] = field(
@@ -114,8 +91,6 @@ class TinyModel:
         return model
 
     def shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        if self.tied:
-            fully_shard([model.get_submodule(name) for name in self.tied], mesh=mesh)
         lists = [m for n, m in model.named_modules() if n.split(".")[-1] in self.units]
         for unit in (unit for each in lists for unit in each):
             fully_shard(unit, mesh=mesh)
@@ -190,7 +165,12 @@ TINY_MODELS = {
         ("DeepseekV3ForCausalLM", "DeepseekV3Config"),
         {
             **DECODER,
-            **LATENT,
+            "q_lora_rank": 8,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
             **EXPERTS,
             "first_k_dense_replace": 1,  # then one layer of experts
             "n_group": 2,
@@ -226,96 +206,22 @@ TINY_MODELS = {
             "index_topk": 2,
         },
     ),
-    "kimi_linear": TinyModel(
-        ("KimiLinearForCausalLM", "KimiLinearConfig"),
-        {
-            **DECODER,
-            **LATENT,
-            **EXPERTS,
-            **LINEAR_AND_FULL,
-            "linear_head_dim": 8,
-            "linear_num_heads": 4,
-        },
-        fp32=("A_log", "dt_bias"),
-    ),
-    "qwen3_5": TinyModel(
-        ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig"),
-        {**DECODER, **DELTA_RULE},
-        # The checkpoints' own
-        fp32=("A_log", "linear_attn.norm.weight"),
-    ),
     "qwen3_next": TinyModel(
         ("Qwen3NextForCausalLM", "Qwen3NextConfig"),
         {
             **DECODER,
             **EXPERTS,
-            **DELTA_RULE,
+            "layer_types": ["linear_attention", "full_attention"],
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
             "num_experts": 4,
             "shared_expert_intermediate_size": 16,
         },
         fp32=("A_log", "dt_bias", "linear_attn.norm.weight"),
-    ),
-    "falcon_h1": TinyModel(
-        ("FalconH1ForCausalLM", "FalconH1Config"),
-        {
-            **DECODER,
-            "num_key_value_heads": 2,
-            "mamba_d_ssm": 32,
-            "mamba_n_heads": 4,
-            "mamba_d_state": 8,
-            "mamba_n_groups": 2,
-            "mamba_chunk_size": 8,
-        },
-        fp32=STATE_SPACE,
-    ),
-    "zamba2": TinyModel(
-        ("Zamba2ForCausalLM", "Zamba2Config"),
-        {
-            **DECODER,
-            "num_hidden_layers": 3,
-            "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
-            "num_key_value_heads": 4,
-            "n_mamba_heads": 4,
-            "mamba_d_state": 8,
-            "mamba_ngroups": 2,
-            "chunk_size": 8,
-        },
-        fp32=STATE_SPACE,
-        tied=tuple(f"model.layers.{i}.shared_transformer" for i in (1, 2)),
-    ),
-    "bailing_hybrid": TinyModel(
-        ("BailingHybridForCausalLM", "BailingHybridConfig"),
-        {
-            **DECODER,
-            **LATENT,
-            **EXPERTS,
-            **LINEAR_AND_FULL,
-            "head_dim": 8,
-            "num_mtp_layers": 0,
-        },
-    ),
-    "ernie4_5_moe": TinyModel(
-        ("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoeConfig"),
-        {
-            **DECODER,
-            **EXPERTS,
-            "num_key_value_heads": 2,
-            "moe_k": 2,
-            "moe_num_experts": 4,
-            "moe_num_shared_experts": 1,
-        },
-    ),
-    "hy_v4": TinyModel(
-        ("HYV4ForCausalLM", "HYV4Config"),
-        {
-            **DECODER,
-            **LATENT,
-            **EXPERTS,
-            "hc_mult": 2,
-            "index_topk": 4,
-            "index_head_dim": 8,
-            "index_n_heads": 2,
-        },
     ),
     "t5": TinyModel(
         ("T5ForConditionalGeneration", "T5Config"),

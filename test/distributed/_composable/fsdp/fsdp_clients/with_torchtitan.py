@@ -11,17 +11,14 @@ the models get torchtitan's other attention, that of ``scaled_dot_product_attent
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from fsdp_clients import real_models
 from fsdp_clients.common import ClientTest
 from fsdp_clients.one_process import OneProcess, train_side_by_side
 from fsdp_clients.real_models import make_mesh
-from fsdp_common.utils import DeviceFreeTest
 
 import torch
 import torch.nn as nn
@@ -149,20 +146,6 @@ class TestExperts(ClientTest):
                     param.grad *= 2  # the sum of two, not of four
             self.check_backward(reference, model, loss, chunks, place)
             model.zero_grad()
-
-
-class TestPage(DeviceFreeTest):
-    def test_moving_here_is_a_diff_of_its_own_file(self) -> None:
-        """What the page takes out stands in ``parallelize_llama``, and is all of it."""
-        sys.modules.setdefault(KERNELS, mock.MagicMock())
-        from torchtitan.models.llama3 import parallelize
-
-        page = (real_models.REPO_ROOT / "docs" / "migration.md").read_text()
-        diff = page.split("## torchtitan")[1].split("```")[1]
-        taken = [line[1:].strip() for line in diff.splitlines() if line[:1] == "-"]
-        source = inspect.getsource(parallelize.parallelize_llama)
-        self.assertEqual(len(taken), 2)
-        self.assertIn("\n".join(f"        {line}" for line in taken), source)
 
 
 if __name__ == "__main__":

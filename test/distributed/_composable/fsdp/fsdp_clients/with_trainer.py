@@ -1,8 +1,8 @@
 # Owner(s): ["oncall: distributed"]
 
 """
-transformers' ``Trainer`` and TRL's ``SFTTrainer``, on FSDP2 by accelerate: each optimizer
-step beside one process, on the batches that the trainer chose, and resuming.
+transformers' ``Trainer`` and TRL's ``SFTTrainer``, on FSDP2 by accelerate, and Lightning
+Fabric: each optimizer step beside one process, and resuming from a checkpoint.
 
 accelerate takes DDP on a CPU. ``fsdp_accelerator`` has it take FSDP there, as it does
 by itself on an accelerator; all else is what runs there.
@@ -15,15 +15,21 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from fsdp_clients import real_models
 from fsdp_clients.common import as_launched, ClientTest, fsdp_accelerator
-from fsdp_clients.one_process import LossFunction, OneProcess
-from fsdp_clients.real_models import causal_loss, SEQUENCE_LENGTH, VOCABULARY
+from fsdp_clients.one_process import LossFunction, make_optimizer, OneProcess
+from fsdp_clients.real_models import (
+    causal_loss,
+    SEQUENCE_LENGTH,
+    token_batches,
+    VOCABULARY,
+)
+from fsdp_clients.tiny_models import TINY_MODELS
 from fsdp_common.utils import shared_folder
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -130,7 +136,7 @@ class TestTrainer(TrainerTest):
         from transformers import Trainer, TrainingArguments
 
         torch.manual_seed(0)
-        model = real_models.example_of(name).build_model()
+        model = TINY_MODELS[name].build_model()
         beside = beside_one_process(copy.deepcopy(model))
         with mock.patch("transformers.trainer.Accelerator", fsdp_accelerator):
             args = arguments(TrainingArguments, folder, LAYERS[name], **kwargs)
@@ -171,7 +177,7 @@ class TestSFT(TrainerTest):
         from trl import SFTConfig, SFTTrainer
 
         torch.manual_seed(0)
-        model = real_models.example_of("llama_peft").build_model()
+        model = TINY_MODELS["llama_peft"].build_model()
         config = copy.deepcopy(model.peft_config["default"])
         # Of a head that is trained whole, TRL's fused loss reduces no gradient: it
         # gathers the weight by itself. So what is trained whole is norms.
@@ -209,6 +215,50 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(
         tokenizer_object=of_words, eos_token="1", pad_token="2", unk_token="0"
     )
+
+
+class TestFabric(ClientTest):
+    """Lightning Fabric with its ``ModelParallelStrategy``, whose function shards the model."""
+
+    def fabric(self) -> Any:
+        from lightning.fabric import Fabric
+        from lightning.fabric.strategies import ModelParallelStrategy
+
+        def parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+            TINY_MODELS["nemotron_h"].shard(model, mesh["data_parallel"])
+            return model
+
+        strategy = ModelParallelStrategy(parallelize, self.world_size, 1)
+        fabric = Fabric(accelerator="cpu", strategy=strategy, devices=self.world_size)
+        fabric.launch()
+        return fabric
+
+    def test_trains_saves_and_loads(self) -> None:
+        with as_launched(self.rank, self.world_size), shared_folder() as folder:
+            fabric = self.fabric()
+            torch.manual_seed(0)
+            built = TINY_MODELS["nemotron_h"].build_model()
+            reference = OneProcess(copy.deepcopy(built), causal_loss)
+            model = fabric.setup_module(built)
+            optimizer = fabric.setup_optimizers(make_optimizer(model))
+            state = {"model": model, "optimizer": optimizer, "steps": 0}
+            saved: dict[str, torch.Tensor] = {}
+            for batch in token_batches(3, 2 * self.world_size, self.device):
+                chunks = batch.chunk(self.world_size)
+                loss = causal_loss(model, chunks[self.rank])
+                fabric.backward(loss)
+                self.check_backward(reference, built, loss, chunks, self.rank)
+                self.check_step(reference, built, optimizer)
+                state["steps"] += 1
+                if state["steps"] == 2:
+                    fabric.save(folder / "checkpoint", state)
+                    saved = copy.deepcopy(reference.model.state_dict())
+            fabric.load(folder / "checkpoint", state)
+        self.assertEqual(state["steps"], 2)
+        for name, param in built.named_parameters():
+            full = param.full_tensor()
+            self.assertEqual(full.dtype, saved[name].dtype, name)
+            self.assertTrue(torch.equal(full, saved[name]), name)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from typing import Any
 from fsdp_common.parity_layers import (
     batch_of,
     BF16,
-    digest,
     FP32,
     Layer,
     loss_of,
@@ -197,35 +196,6 @@ def backward_through_functorch(place: Place) -> Record:
         each.__name__: train(sharded_stack(place), place, run=step_through(each))
         for each in (jvp_of, vmap_of)
     }
-
-
-def through_dual(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-    with torch.autograd.forward_ad.dual_level():
-        dual = model(torch.autograd.forward_ad.make_dual(x, t))
-        return torch.autograd.forward_ad.unpack_dual(dual).tangent
-
-
-@same_numbers
-def functorch_of_inputs(place: Place) -> Record:
-    """Derivatives by the inputs, or what refuses them."""
-    x, t = (batch_of(0, i, place.rank) for i in range(2))
-    transforms: dict[str, Callable[[nn.Module], Any]] = {
-        "vmap": lambda model: torch.func.vmap(model)(torch.stack([x, t])),
-        "jvp": lambda model: torch.func.jvp(model, (x,), (t,))[1],
-        "grad": lambda model: torch.func.grad(lambda x: loss_of(model(x)))(x),
-        "dual": lambda model: through_dual(model, x.clone().requires_grad_(), t),
-        "jacrev": lambda model: torch.func.jacrev(model)(x[:1]),
-    }
-    results = {}
-    for name, transform in transforms.items():
-        for has_grad in (False, True):
-            with torch.set_grad_enabled(has_grad):
-                label = f"{name}, {'grad' if has_grad else 'no grad'}"
-                try:
-                    results[label] = digest(transform(sharded_stack(place)))
-                except RuntimeError as error:
-                    results[label] = f"refused: {str(error).splitlines()[0]}"
-    return results
 
 
 # The compiler #

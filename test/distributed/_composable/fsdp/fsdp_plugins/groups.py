@@ -12,7 +12,9 @@ from unittest import mock
 
 from fsdp_common.parity_layers import (
     batch_of,
+    BF16,
     digest,
+    FP32,
     gradients,
     groups_of,
     Layer,
@@ -48,18 +50,27 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 
 def init_like_a_plugin(group: FSDPParamGroup) -> None:
-    """Takes the first parameter's dtypes for the group's, and checks nothing."""
+    """Takes the unit's policy and the first parameter's dtypes for those of all."""
     for fsdp_param in group.fsdp_params:
-        fsdp_param.init_dtype_attrs(fsdp_param.mp_policy)
+        # Which the release has no more since 2.15
+        policy = getattr(group, "mp_policy", fsdp_param.mp_policy)
+        fsdp_param.init_dtype_attrs(policy)
     trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
     group._orig_dtype = trained[0].orig_dtype if trained else None
     group._reduce_dtype = trained[0].reduce_dtype if trained else None
 
 
+def gain_in_fp32(param: nn.Parameter) -> torch.dtype | None:
+    return FP32 if param.ndim == 1 else None
+
+
 @of_both_kinds
 def replaced_init_mp_dtypes(place: Place) -> Record:
     """By one that knows of one dtype for all, and by one that calls the original."""
-    record: Record = {"plain": train(place.of_kind("bf16_reduce_fp32"), place)}
+    # Parameters of mixed units keep policies of their own
+    overrides = {"param_dtype_override_fn": gain_in_fp32} if place.is_mixed else {}
+    policy = MixedPrecisionPolicy(BF16, FP32, **overrides)
+    record: Record = {"plain": train(place.of_kind(mp_policy=policy), place)}
     units: list[str] = []
     for init in (init_like_a_plugin, FSDPParamGroup._init_mp_dtypes):
 
@@ -67,7 +78,7 @@ def replaced_init_mp_dtypes(place: Place) -> Record:
             init(group)
             units.append(group._module_fqn)
 
-        model = place.of_kind("bf16_reduce_fp32")
+        model = place.of_kind(mp_policy=policy)
         with mock.patch.object(FSDPParamGroup, "_init_mp_dtypes", replacement):
             record[init.__name__] = train(model, place)
             model.unshard()  # may set up again
@@ -408,31 +419,21 @@ class Doubled(torch.Tensor):
 
 @scenario
 def extension_after_lazy_init(place: Place) -> Record:
-    """Replaces a plain parameter's local tensor, and is set up by hand or not."""
-    record: Record = {}
-    for is_set_up in (False, True):
-        model = place.sharded(model=stack(dim=8))
+    """Replaces a plain parameter's local tensor, and is set up by hand."""
+    model = place.sharded(model=stack(dim=8))
 
-        def backward(step: int, model: Stack = model) -> None:
-            loss_of(model(batch_of(step, place.rank, dim=8))).backward()
+    def backward(step: int) -> None:
+        loss_of(model(batch_of(step, place.rank, dim=8))).backward()
 
-        backward(1)
-        model.zero_grad()
-        fsdp_param = next(
-            param
-            for param in groups_of(model)[1].fsdp_params
-            if param._module_info.param_name == "weight"
-        )
-        sharded = fsdp_param.sharded_param
-        sharded._local_tensor = sharded._local_tensor.detach().as_subclass(Doubled)
-        if is_set_up:
-            fsdp_param._init_extensions()
-            backward(2)
-            record |= dict(gradients(model))
-            continue
-        try:
-            backward(2)
-        except AttributeError as error:
-            # Where an extension keeps its metadata
-            record["refused"] = "_extensions_data" in str(error)
-    return record
+    backward(1)
+    model.zero_grad()
+    fsdp_param = next(
+        param
+        for param in groups_of(model)[1].fsdp_params
+        if param._module_info.param_name == "weight"
+    )
+    sharded = fsdp_param.sharded_param
+    sharded._local_tensor = sharded._local_tensor.detach().as_subclass(Doubled)
+    fsdp_param._init_extensions()
+    backward(2)
+    return dict(gradients(model))

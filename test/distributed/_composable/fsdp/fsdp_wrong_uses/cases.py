@@ -6,22 +6,115 @@ refused at once is in ``test_fully_shard_bad_input.py``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from fsdp_common.comms import BF16, FP8, FP16, FP64
+from fsdp_common.comms import BF16, FP32, FP64
 from fsdp_parity.models import Extended
-from fsdp_wrong_uses.run import Case, DIM, Errors, INT32, Run, Scaled
 
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp import (
-    MixedPrecisionPolicy,
-)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
     DefaultReduceScatter,
 )
+from torch.distributed.tensor import DTensor, Replicate
 from torch.func import functional_call
+
+
+INT32 = torch.int32
+# Divides by no number of ranks, so that one of 4 has no row
+DIM = 6
+
+
+class Scaled(nn.Module):
+    """A bf16 matrix beside an fp32 gain."""
+
+    def __init__(self, **extra: nn.Parameter) -> None:
+        super().__init__()
+        values = torch.arange(DIM * DIM, dtype=FP32).view(DIM, DIM) % 7 - 3
+        self.weight = nn.Parameter(values.to(BF16))
+        self.gain = nn.Parameter(torch.arange(DIM, dtype=FP32) - 2)
+        for name, param in extra.items():
+            self.register_parameter(name, param)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.to(self.weight.dtype) @ self.weight).to(FP32) * self.gain
+
+
+class OwnReduction(ReduceScatter):
+    """Has no ``exchange``, which ``grad_comm_dtype`` needs."""
+
+    allocate = DefaultReduceScatter.allocate
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return DefaultReduceScatter()(*args, **kwargs)
+
+
+@dataclass
+class Run:
+    """One rank, on which one wrong use is tried."""
+
+    device: torch.device
+    mesh: DeviceMesh
+    # Of what can go on: how to undo what was wrong, before `reset_iter_state`
+    root: Any = None
+    undo: Callable[[], object] | None = None
+    blocks: list[Any] = field(default_factory=list)
+
+    def fully_shard(self, module: Any, **kwargs: Any) -> Any:
+        return fully_shard(module, **{"mesh": self.mesh, **kwargs})
+
+    def model(self, **kwargs: Any) -> Any:
+        """Returns two blocks, each a unit, in a root that is one as well."""
+        self.blocks = [Scaled().to(self.device) for _ in range(2)]
+        model = nn.Sequential(*self.blocks)
+        for block in self.blocks:
+            self.fully_shard(block, **kwargs)
+        self.root = self.fully_shard(model, **kwargs)
+        return self.root
+
+    def trained(self, **kwargs: Any) -> Any:
+        model = self.model(**kwargs)
+        self.step(model)
+        model.zero_grad()
+        return model
+
+    def input(self) -> torch.Tensor:
+        x = torch.arange(2 * DIM, dtype=FP32, device=self.device).view(2, DIM) - 5
+        return x.requires_grad_()
+
+    def step(self, model: nn.Module) -> None:
+        model(self.input()).sum().backward()
+
+    def ones(self, *size: int, dtype: torch.dtype = FP32) -> torch.Tensor:
+        return torch.ones(size, device=self.device).to(dtype)
+
+    def replicated(self) -> DTensor:
+        values = self.ones(DIM)
+        return DTensor.from_local(values, self.mesh, [Replicate()], run_check=False)
+
+
+# Prepares what is needed, and returns the call that must raise
+Case = Callable[[Run], Callable[[], object]]
+
+
+class WrongUse(NamedTuple):
+    kind: type[Exception]
+    # How a line of the error or its notes begins, and what follows. "…" is anything
+    text: str
+    case: Case
+
+
+class Errors(dict[str, WrongUse]):
+    """What each case raises, by its name."""
+
+    def add(self, kind: type[Exception], text: str, **cases: Case) -> None:
+        for name, case in cases.items():
+            self[name] = WrongUse(kind, text, case)
 
 
 CASES = Errors()
@@ -59,11 +152,8 @@ def with_data(data: Callable[[Run, torch.Tensor], torch.Tensor]) -> Case:
     return changed(change)
 
 
-def with_shard(numel: int) -> Case:
-    def change(run: Run, block: Scaled) -> None:
-        block.gain._local_tensor = run.ones(numel)
-
-    return changed(change)
+def with_larger_shard(run: Run, block: Scaled) -> None:
+    block.gain._local_tensor = run.ones(7)
 
 
 ON_META = (
@@ -84,8 +174,7 @@ CASES.add(
     RuntimeError,
     "1.gain is torch.float32 [… with a shard that is …Resize it before fully_shard",
     resized=with_data(lambda run, data: run.ones(7)),
-    larger_shard=with_shard(7),
-    smaller_shard=with_shard(1),
+    larger_shard=changed(with_larger_shard),
     replicated=replaced(lambda run: nn.Parameter(run.replicated())),
 )
 CASES.add(
@@ -198,25 +287,6 @@ CASES.add(
 )
 
 
-class Narrow(Scaled):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * self.narrow.to(x.dtype)
-
-
-def float8_parameter(run: Run) -> Callable[[], object]:
-    narrow = nn.Parameter(run.ones(DIM, dtype=FP8))
-    model = run.fully_shard(Narrow(narrow=narrow).to(run.device))
-    return lambda: run.step(model)
-
-
-CASES.add(
-    NotImplementedError,
-    "Raised while reducing the gradients of narrow in torch.float8_e4m3fn…set "
-    "reduce_dtype to torch.float32",
-    float8_parameter=float8_parameter,
-)
-
-
 def on_sharded(grad: Callable[[Run, Any], torch.Tensor]) -> Case:
     """Of a step that finds a gradient on the sharded parameter."""
 
@@ -246,23 +316,12 @@ CASES.add(
     RuntimeError,
     "Raised while reducing the gradients of 1.gain in torch.float32",
     whole_gradient_of_shard=on_sharded(lambda run, param: run.replicated()),
-    integer_gradient_of_shard=on_sharded(
-        lambda run, param: run.like(param, param.to_local().detach().to(INT32))
-    ),
 )
 
 
 def cast_between_steps(run: Run) -> Callable[[], object]:
     model = run.trained()
     run.blocks[1].to(FP64)
-    return lambda: model(run.input())
-
-
-def loads_another_dtype(run: Run) -> Callable[[], object]:
-    model = run.trained()
-    state = dict(model.state_dict())
-    state["1.weight"] = state["1.weight"].to(FP16)
-    model.load_state_dict(state, assign=True)
     return lambda: model(run.input())
 
 
@@ -283,7 +342,6 @@ CASES.add(
     "1.weight was gathered in torch.bfloat16 before, but is now …only before its first "
     "forward",
     cast_between_steps=cast_between_steps,
-    loads_another_dtype=loads_another_dtype,
 )
 CASES.add(
     RuntimeError,
@@ -296,22 +354,14 @@ CASES.add(
     data_is_cast_with_gradient=data_is_cast(True),
 )
 
-# What a custom collective allocates
-ALLOCATES: dict[str, Callable[..., Any]] = {
-    "too_little": lambda n, **like: torch.empty(n - 1, **like),
-    "too_much": lambda n, **like: torch.empty(n + 1, **like),
-    "on_meta": lambda n, **like: torch.empty(n, **like | {"device": "meta"}),
-    "doubles": lambda n, **like: torch.empty(n, **like | {"dtype": FP64}),
-}
 
-
-def allocating(setter: str, kind: type, what: str) -> Case:
-    """Of a step in which a custom collective allocates something else."""
-    allocate = ALLOCATES[what]
+def allocating(setter: str, kind: type, n: int = 0, **other: Any) -> Case:
+    """Of a step in which a custom collective allocates ``n`` more, or something else."""
 
     class Custom(kind):  # type: ignore[misc, valid-type]
         def allocate(self, size: Any, *, dtype: Any, device: Any) -> Any:
-            return allocate(size[0], dtype=dtype, device=device)
+            like = {"dtype": dtype, "device": device} | other
+            return torch.empty(size[0] + n, **like)
 
     def case(run: Run) -> Callable[[], object]:
         model = run.trained()
@@ -323,15 +373,16 @@ def allocating(setter: str, kind: type, what: str) -> Case:
     return case
 
 
-for _kind, _setter, _names in (
-    (DefaultAllGather, "set_custom_all_gather", ["doubles"]),
-    (DefaultReduceScatter, "set_custom_reduce_scatter", [*ALLOCATES][:3]),
-):
-    CASES.add(
-        ValueError,
-        "Custom.allocate returned …: return …contiguous elements of ",
-        **{f"{_setter}_allocates_{n}": allocating(_setter, _kind, n) for n in _names},
-    )
+_GATHER = "set_custom_all_gather", DefaultAllGather
+_SCATTER = "set_custom_reduce_scatter", DefaultReduceScatter
+CASES.add(
+    ValueError,
+    "Custom.allocate returned …: return …contiguous elements of ",
+    all_gather_allocates_doubles=allocating(*_GATHER, dtype=FP64),
+    reduce_scatter_allocates_too_little=allocating(*_SCATTER, n=-1),
+    reduce_scatter_allocates_too_much=allocating(*_SCATTER, n=1),
+    reduce_scatter_allocates_on_meta=allocating(*_SCATTER, device="meta"),
+)
 
 
 class Unable(DefaultReduceScatter):
@@ -385,25 +436,20 @@ def extension(
     return case
 
 
-for _kind, _what, _pre in (
-    (TypeError, "none", lambda whole: None),
-    (AttributeError, "numbers", lambda whole: ((1, 2), None)),
-    (ValueError, "nothing", lambda whole: ((), None)),
-    (ValueError, "meta", lambda whole: ((whole.to("meta"),), None)),
-):
-    CASES.add(
-        _kind,
-        "fsdp_pre_all_gather of 0.gain failed, or did not return ((contiguous tensor, "
-        "...), metadata)",
-        **{f"pre_all_gather_returns_{_what}": extension(pre=_pre)},
-    )
-for _kind, _what, _post in (
-    (TypeError, "none", lambda values: None),
-    (RuntimeError, "too_little", lambda values: (values[:1].clone(), (values,))),
-):
-    CASES.add(
-        _kind,
-        "fsdp_post_all_gather of 0.gain failed, or did not return (tensor, (tensor to "
-        "free, ...))",
-        **{f"post_all_gather_returns_{_what}": extension(post=_post)},
-    )
+PRE = (
+    "fsdp_pre_all_gather of 0.gain failed, or did not return ((contiguous tensor, ...), "
+    "metadata)"
+)
+CASES.add(TypeError, PRE, pre_all_gather_returns_none=extension(lambda whole: None))
+CASES.add(
+    ValueError,
+    PRE,
+    pre_all_gather_returns_nothing=extension(lambda whole: ((), None)),
+    pre_all_gather_returns_meta=extension(lambda whole: ((whole.to("meta"),), None)),
+)
+CASES.add(
+    TypeError,
+    "fsdp_post_all_gather of 0.gain failed, or did not return (tensor, (tensor to free, "
+    "...))",
+    post_all_gather_returns_none=extension(post=lambda values: None),
+)
