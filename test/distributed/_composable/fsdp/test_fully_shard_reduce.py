@@ -46,6 +46,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_layout import (
     ReduceSlot,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_reduce import BucketGrads
 from torch.distributed.fsdp._fully_shard._fsdp_releases import HAS_MIXED_CHUNK_CAT
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.common_utils import run_tests
@@ -178,15 +179,13 @@ class TestCopyIn(DeviceFreeTest):
         numel = self.RANKS * layout.segment_numel
         buffer = torch.empty(numel, dtype=layout.buffer_dtype)
         columns = reduce_file._view_columns(buffer, layout, self.RANKS)
+        reduction: Any = SimpleNamespace(
+            shard_world_size=self.RANKS, allocate=lambda *_: buffer
+        )
+        parts = [BucketGrads([], *pair) for pair in zip(buckets, grads)]
         with count_operators() as counts:
             if len(buckets) > 1:
-                reduce_file.copy_in_buckets(
-                    layout,
-                    buckets=buckets,
-                    grads=grads,
-                    buffer=buffer,
-                    world_size=self.RANKS,
-                )
+                reduce_file._copy_in_joined(reduction, parts)
             else:
                 reduce_file.copy_in_grads(buckets[0], grads[0], columns[0])
         is_right = True

@@ -317,52 +317,32 @@ def _stage_direct(reduction: Reduction, part: BucketGrads) -> None:
 
 
 def _copy_in_joined(reduction: Reduction, parts: Sequence[BucketGrads]) -> None:
-    """Copies the new gradients of buckets into one buffer to send, and drops them."""
+    """
+    Copies the new gradients of buckets into one buffer to send, and drops them. One
+    kernel copies all, viewed in the narrowest dtype, unless a gradient must be cast or
+    is not dense on dim 0: then each bucket is copied by itself.
+    """
     layout, world_size = _all_to_all_layout(parts), reduction.shard_world_size
     buffer = reduction.allocate(world_size * layout.segment_numel, layout.buffer_dtype)
-    copy_in_buckets(
-        layout,
-        buckets=[part.bucket for part in parts],
-        grads=[part.unsharded_grads for part in parts],
-        buffer=buffer,
-        world_size=world_size,
-    )
-    for part in parts:
-        part.reduce_scatter_input = buffer
-        part.unsharded_grads.clear()
-
-
-def copy_in_buckets(
-    layout: GatherLayout,
-    *,
-    buckets: Sequence[ReduceBucket],
-    grads: Sequence[list[Tensor]],
-    buffer: Tensor,
-    world_size: int,
-) -> None:
-    """
-    Copies the gradients of several buckets, the inputs of ``layout``. One kernel copies
-    all of them, viewed in the narrowest dtype, unless a gradient must be cast or is not
-    dense on dim 0: then each bucket is copied by itself.
-    """
-    dtype = layout.regions[-1].dtype
-    tensors: list[Tensor] = []
+    dtype, tensors, are_chunked = layout.regions[-1].dtype, [], True
     for i, numel in layout.slots:
         if i is None:
             padding_numel = numel * layout.buffer_dtype.itemsize // dtype.itemsize
             tensors.append(buffer.new_zeros(1, padding_numel, dtype=dtype))
             continue
-        wire_dtype = buckets[i].wire_dtype
-        dense_dtypes = _dense_dtypes(buckets[i], grads[i])
-        if any(dtype != wire_dtype for dtype in dense_dtypes):
-            columns = _view_columns(buffer, layout, world_size)
-            for bucket, bucket_grads, rows in zip(buckets, grads, columns):
-                copy_in_grads(bucket, bucket_grads, rows)
-            return
-        for grad in grads[i]:
-            is_narrowest = wire_dtype == dtype
-            tensors.append(grad if is_narrowest else grad.unsqueeze(-1).view(dtype))
-    foreach_reduce_scatter_copy_in(tensors, buffer.view(dtype), world_size)
+        bucket, grads = parts[i].bucket, parts[i].unsharded_grads
+        are_chunked &= {*_dense_dtypes(bucket, grads)} == {bucket.wire_dtype}
+        if are_chunked:
+            is_viewed = bucket.wire_dtype != dtype
+            tensors += [g.unsqueeze(-1).view(dtype) if is_viewed else g for g in grads]
+    if are_chunked:
+        foreach_reduce_scatter_copy_in(tensors, buffer.view(dtype), world_size)
+    columns = _view_columns(buffer, layout, world_size)
+    for part, rows in zip(parts, columns, strict=True):
+        if not are_chunked:
+            copy_in_grads(part.bucket, part.unsharded_grads, rows)
+        part.reduce_scatter_input = buffer
+        part.unsharded_grads.clear()
 
 
 def _view_columns(
