@@ -131,15 +131,6 @@ def backward_twice(model: Tower, batches: Batches) -> torch.Tensor:
     return loss
 
 
-def backward_twice_of_one_iteration(model: Tower, batches: Batches) -> Any:
-    model.set_is_last_backward(False)
-    loss = loss_of(model(batches[0]))
-    loss.backward(retain_graph=True)
-    model.set_is_last_backward(True)
-    loss.backward()
-    return loss
-
-
 def unshard_ahead(model: Tower, batches: Batches) -> torch.Tensor:
     """Waits for all units but the root, the last first, and twice for each."""
     units = units_of(model)
@@ -211,11 +202,6 @@ def evaluate_before(model: Tower, batches: Batches) -> torch.Tensor:
             actual = model(batches[1])
         if not torch.equal(actual, expected):
             raise AssertionError("Inference mode gives something else")
-    return one_backward(model, batches)
-
-
-def reshard_after_first_forward(model: Tower, batches: Batches) -> torch.Tensor:
-    model.set_reshard_after_forward(batches.step == 0)
     return one_backward(model, batches)
 
 
@@ -432,12 +418,9 @@ _HYBRID: dict[str, Any] = {"is_hybrid": True, "ranks": 4}
 
 MODES: dict[str, Mode] = {
     "plain": Mode(ALL),
-    "fp32": Mode(UNIFORM, ranks=4),
-    "bf16": Mode(UNIFORM, dtype=BF16),
     "fp16": Mode(UNIFORM, dtype=FP16, ranks=4),
     "param_bf16_reduce_fp32": Mode(policy=(BF16, FP32)),
     "param_bf16": Mode(policy=(BF16, None)),
-    "param_fp32": Mode(policy=(FP32, None)),
     "reduce_bf16": Mode(policy=(None, BF16)),
     "reduce_fp32": Mode(policy=(None, FP32)),
     "compute_only": Mode(OVERRIDE, policies=((BF16, None), (FP32, None), (None, None))),
@@ -447,11 +430,7 @@ MODES: dict[str, Mode] = {
     "reshard": Mode(kwargs=_RESHARD),
     "no_reshard": Mode(ALL, kwargs=_NO_RESHARD),
     "reshard_to_two": Mode(UNIFORM, kwargs=_TO_TWO, ranks=4),
-    "reshard_to_two_bf16": Mode(UNIFORM, policy=(BF16, FP32), kwargs=_TO_TWO, ranks=4),
-    "resharded_after_first_forward": Mode(step=reshard_after_first_forward),
     "accumulate": Mode(ALL, step=accumulate),
-    "accumulate_bf16_reduce_fp32": Mode(policy=(BF16, FP32), step=accumulate),
-    "accumulate_reduce_bf16": Mode(policy=(None, BF16), step=accumulate),
     "accumulate_in_turns": Mode(ALL, step=accumulate_in_turns),
     # In which the release fails for uniform units (pytorch 196996)
     "accumulate_in_turns_bf16": Mode(
@@ -463,7 +442,6 @@ MODES: dict[str, Mode] = {
     "two_forwards": Mode(step=two_forwards),
     "two_forwards_resharded": Mode(kwargs=_RESHARD, step=two_forwards),
     "backward_twice": Mode(step=backward_twice),
-    "backward_twice_of_one_iteration": Mode(step=backward_twice_of_one_iteration),
     "explicit_prefetch": Mode(prepare=prefetch_explicitly),
     "mistargeted_prefetch": Mode(
         step=only_first_block, prepare=prefetch_what_does_not_run
@@ -492,21 +470,14 @@ MODES: dict[str, Mode] = {
     "cpu_offload_accumulate": Mode(
         ALL, policy=(BF16, FP32), kwargs=_OFFLOAD, step=accumulate
     ),
-    "cpu_offload_add_up": Mode(kwargs=_OFFLOAD, step=gradients_add_up),
     "cpu_offload_step_in_backward": Mode(kwargs=_OFFLOAD, prepare=step_in_backward),
-    "cpu_offload_hybrid": Mode(kwargs=_OFFLOAD, **_HYBRID),
-    "divide_fp32": Mode(UNIFORM, prepare=divide_by_six),
     "divide_fp16": Mode(UNIFORM, dtype=FP16, prepare=divide_by_six),
     "divide": Mode(("mixed", "override"), prepare=divide_by_six),
     "sum_only": Mode(prepare=sum_only),
-    "one_input_buffer": Mode(prepare=keep_inputs(1)),
-    "two_input_buffers": Mode(prepare=keep_inputs(2)),
     "three_input_buffers": Mode(prepare=keep_inputs(3)),
     "two_input_buffers_in_one_block": Mode(prepare=keep_two_inputs_of_one_block),
     "step_in_backward": Mode(ALL, prepare=step_in_backward),
     "hybrid": Mode(ALL, **_HYBRID),
-    "hybrid_fp16": Mode(UNIFORM, dtype=FP16, **_HYBRID),
-    "hybrid_accumulate": Mode(OVERRIDE, step=accumulate, **_HYBRID),
     "hybrid_deferred": Mode(
         ALL,
         policy=(BF16, FP32),
@@ -514,8 +485,6 @@ MODES: dict[str, Mode] = {
         **_HYBRID,
     ),
     "replicate": Mode(ALL, shard=replicate_blocks),
-    "replicate_bf16_reduce_fp32": Mode(policy=(BF16, FP32), shard=replicate_blocks),
-    "replicate_accumulate": Mode(OVERRIDE, shard=replicate_blocks, step=accumulate),
 }
 
 
