@@ -21,6 +21,7 @@ from unittest import mock
 
 import pytest
 
+from fsdp_common.parity_layers import loss_of
 from fsdp_common.utils import (
     DEVICE_TYPE,
     FakeGroupTest,
@@ -32,7 +33,7 @@ from fsdp_common.utils import (
 from fsdp_common.utils import (
     shard_blocks as shard_layers,
 )
-from fsdp_parity.models import extended_stack, Fp8, loss_of, mixed_tower, Tower
+from fsdp_parity.models import extended_stack, Fp8, mixed_tower, Tower
 from fsdp_parity.modes import prefetch_explicitly, shard_blocks, units_of
 from fsdp_parity.reference import SideBySide
 from fsdp_random.cases import BF16, Case, FP16, FP32, Param, shard_model

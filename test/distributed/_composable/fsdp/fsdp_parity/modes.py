@@ -12,18 +12,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fsdp_common.parity_layers import units_of
-from fsdp_common.utils import DEVICE_TYPE, hybrid_mesh, shard_mesh
-from fsdp_parity.models import (
-    batch_of,
+from fsdp_common.parity_layers import (
     BF16,
     FP16,
     FP32,
     loss_of,
-    mixed_tower,
-    Tower,
-    uniform_tower,
+    LR,
+    Record,
+    train_steps,
+    units_of,
 )
+from fsdp_common.utils import DEVICE_TYPE, hybrid_mesh, shard_mesh
+from fsdp_parity.models import batch_of, mixed_tower, Tower, uniform_tower
 
 import torch
 import torch.nn as nn
@@ -39,8 +39,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 # What a step leaves wrong shows in the next one
 STEPS = 2
-# A power of two: `param - LR * grad` rounds once, however it is computed
-LR = 0.125
 
 
 @dataclass(frozen=True)
@@ -506,9 +504,6 @@ def cut_for(mode: Mode, kind: str, *, by_dtype: bool) -> Mode:
 
 # Running #
 
-# What a tensor is of, to its dtype and bits
-Record = dict[str, Any]
-
 
 def differing(actual: Record, expected: Record) -> list[str]:
     """Returns the names of what is not the same, or is there on one side only."""
@@ -516,37 +511,17 @@ def differing(actual: Record, expected: Record) -> list[str]:
     return [name for name in names if actual.get(name) != expected.get(name)]
 
 
-def bits_of(tensor: torch.Tensor) -> tuple[str, bytes]:
-    """Returns the dtype and the bytes of this rank's part of ``tensor``."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    flat = local.detach().cpu().reshape(-1)
-    # Also of one element that lies in a wider tensor
-    as_bytes = flat.clone(memory_format=torch.contiguous_format).view(torch.uint8)
-    return str(local.dtype), as_bytes.numpy().tobytes()
-
-
 def train(
     mode: Mode, model: nn.Module, mesh: DeviceMesh, rank: int, device: str
 ) -> Record:
-    """Returns every step's loss and sharded gradients, and the final parameters."""
-    param_dtype, reduce_dtype = mode.policy
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    """Returns every step's loss, sharded gradients and parameters."""
+    policy = MixedPrecisionPolicy(*mode.policy)
     mode.shard(model, mesh=mesh, mp_policy=policy, **mode.kwargs)
     if mode.prepare is not None:
         mode.prepare(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    record: Record = {}
-    for step in range(STEPS):
-        loss = mode.step(model, Batches(step, rank, device))
-        record[f"step {step} loss"] = bits_of(loss)
-        for name, param in model.named_parameters():
-            if param.grad is not None:
-                record[f"step {step} gradient {name}"] = bits_of(param.grad)
-        optimizer.step()
-        optimizer.zero_grad()
-    for name, param in model.named_parameters():
-        record[f"final {name}"] = bits_of(param)
-    return record
+    return train_steps(
+        model, lambda step: mode.step(model, Batches(step, rank, device)), range(STEPS)
+    )
 
 
 def train_with(
