@@ -519,9 +519,12 @@ def train(
     mode.shard(model, mesh=mesh, mp_policy=policy, **mode.kwargs)
     if mode.prepare is not None:
         mode.prepare(model)
-    return train_steps(
-        model, lambda step: mode.step(model, Batches(step, rank, device)), range(STEPS)
-    )
+
+    def run(step: int) -> torch.Tensor:
+        return mode.step(model, Batches(step, rank, device))
+
+    record = train_steps(model, run, range(STEPS))
+    return {f"step {what}": bits for what, bits in record.items()}
 
 
 def train_with(
