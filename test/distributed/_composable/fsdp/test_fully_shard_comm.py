@@ -27,10 +27,7 @@ from fsdp_common.utils import (
     Collective,
     DEVICE_TYPE,
     FSDPProcessTest,
-    mixed_model,
-    random_input,
     record_collectives,
-    shard_blocks,
     shard_mesh,
 )
 
@@ -139,18 +136,6 @@ class TestUnits(FSDPProcessTest):
         self.assert_same_on_all_ranks(recorded.calls)
         by_rank = [self.weights(specs, rank) for rank in range(self.world_size)]
         self.assert_grads(module, [sum(parts) for parts in zip(*by_rank)])
-
-    def test_units_reduce_in_one_order_on_every_rank_but_for_a_frozen_one(self) -> None:
-        model = mixed_model(3)
-        model[1].requires_grad_(False)
-        shard_blocks(model, mesh=shard_mesh())
-        with record_collectives() as recorded:
-            model(random_input(2, 9, seed=self.rank)).sum().backward()
-        self.assertEqual(len(recorded.all_gathers), 3 + 3)
-        dtypes = [call.dtype for call in recorded.reduce_scatters]
-        self.assertEqual(dtypes, [FP32, BF16, FP16] * 2)
-        self.assertEqual(len(recorded.calls), 6 + 6)
-        self.assert_same_on_all_ranks(recorded.calls)
 
     @parametrize("dtypes", [(None, None), (BF16, None), (BF16, FP32)])
     def test_unused_parameters_reduce_zeros_in_their_own_dtype(

@@ -22,6 +22,7 @@ from unittest import mock
 import pytest
 
 from fsdp_common.comms import backward, BF16, FP16, FP32, GivenGrads, mesh_of
+from fsdp_common.parity_layers import loss_of
 from fsdp_common.utils import (
     DEVICE_TYPE,
     FakeGroupTest,
@@ -32,7 +33,7 @@ from fsdp_common.utils import (
     WORLD_SIZE,
 )
 from fsdp_common.utils import shard_blocks as shard_layers
-from fsdp_parity.models import extended_stack, Fp8, loss_of, mixed_tower, Tower
+from fsdp_parity.models import extended_stack, Fp8, mixed_tower, Tower
 from fsdp_parity.modes import prefetch_explicitly, shard_blocks, units_of
 from fsdp_parity.reference import SideBySide
 

@@ -49,15 +49,14 @@ def adamw(**kwargs: Any) -> MakeOptimizer:
     return lambda params: AdamW(params, lr=0.01, eps=1e-3, **kwargs)
 
 
-def sgd(**kwargs: Any) -> MakeOptimizer:
-    return lambda params: SGD(params, lr=LR, momentum=MOMENTUM, **kwargs)
+def sgd(params: Iterable[nn.Parameter]) -> Optimizer:
+    return SGD(params, lr=LR, momentum=MOMENTUM, foreach=True)
 
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "adamw_foreach": adamw(foreach=True),
     "adamw_fused": adamw(fused=True),
-    "sgd_foreach": sgd(foreach=True),
-    "sgd_plain": sgd(foreach=False),
+    "sgd": sgd,
 }
 
 
@@ -70,17 +69,14 @@ class Pair:
         self.alone = copy.deepcopy(self.model)
         shard_blocks(self.model, mesh=hybrid_mesh(WORLD_SIZE // 2))
 
-    def backward(self, step: int, model: nn.Module | None = None) -> None:
+    def backward(self, step: int) -> None:
         x = random_input(4, 9, seed=WORLD_SIZE * step + self.rank)
-        (model or self.model)(x).float().square().mean().backward()
-
-    def share_gradients(self) -> None:
-        for param, own in self.params():
-            own.grad = full(param.grad)
+        self.model(x).float().square().mean().backward()
+        for param, alone in self.params():
+            alone.grad = full(param.grad)
 
     def step(self, step: int, *optimizers: Optimizer) -> None:
         self.backward(step)
-        self.share_gradients()
         for each in optimizers:
             each.step()
         self.model.zero_grad()
@@ -96,7 +92,8 @@ def full(tensor: Any) -> torch.Tensor:
     return tensor.full_tensor().detach()
 
 
-class OptimTest(FSDPProcessTest):
+@instantiate_parametrized_tests
+class TestOptim(FSDPProcessTest):
     def check_equal(
         self, sharded: torch.Tensor, whole: torch.Tensor, tolerance: float = 0
     ) -> None:
@@ -104,8 +101,6 @@ class OptimTest(FSDPProcessTest):
         self.assertEqual(actual.dtype, whole.dtype)
         self.assertEqual(actual, whole, rtol=tolerance, atol=tolerance * LR)
 
-
-class TestOptimizers(OptimTest):
     @parametrize("name", list(OPTIMIZERS))
     def test_steps_as_one_process(self, name: str) -> None:
         """
@@ -115,58 +110,31 @@ class TestOptimizers(OptimTest):
         pair = Pair(self)
         optimizer = OPTIMIZERS[name](pair.model.parameters())
         alone = OPTIMIZERS[name](pair.alone.parameters())
-        before = [own.detach().clone() for _, own in pair.params()]
+        before = [whole.detach().clone() for _, whole in pair.params()]
         for step in range(STEPS):
             pair.step(step, optimizer, alone)
-        for (param, own), start in zip(pair.params(), before, strict=True):
-            eps = torch.finfo(own.dtype).eps
+        for (param, whole), start in zip(pair.params(), before, strict=True):
+            eps = torch.finfo(whole.dtype).eps
             tolerance = STEPS * eps if name.startswith("adam") else 0
-            self.check_equal(param, own, tolerance)
-            self.assertFalse(torch.equal(own, start))
-            for key, state in alone.state[own].items():
+            self.check_equal(param, whole, tolerance)
+            self.assertFalse(torch.equal(whole, start))
+            for key, state in alone.state[whole].items():
                 if key != "step":
                     self.check_equal(optimizer.state[param][key], state, tolerance)
-                    self.assertEqual(state.dtype, own.dtype)
+                    self.assertEqual(state.dtype, whole.dtype)
 
     def test_muon_steps_as_one_process(self) -> None:
         """Orthogonalizes whole matrices in bf16, which sums in another order."""
-
-        def matrices(model: nn.Module) -> list[nn.Parameter]:
-            return [param for param in model.parameters() if param.dim() == 2]
-
         pair = Pair(self)
-        params, owns = matrices(pair.model), matrices(pair.alone)
-        self.assertEqual({param.dtype for param in params}, {BF16, FP16})
-        optimizers = Muon(params, lr=0.1), Muon(owns, lr=0.1)
-        before = [own.detach().clone() for own in owns]
+        matrices = [each for each in pair.params() if each[0].dim() == 2]
+        self.assertEqual({param.dtype for param, _ in matrices}, {BF16, FP16})
+        optimizers = [Muon(params, lr=0.1) for params in zip(*matrices)]
+        before = [whole.detach().clone() for _, whole in matrices]
         for step in range(STEPS):
             pair.step(step, *optimizers)
-        for param, own, start in zip(params, owns, before, strict=True):
-            moved = (own - start).float().norm()
-            self.assertLess((full(param) - own).float().norm(), 2**-4 * moved)
-
-    def test_steps_in_hooks_equal_steps_after_backward(self) -> None:
-        """Each parameter as soon as its gradient is reduced, and freed at once."""
-        hooked, plain = (Pair(self) for _ in range(2))
-        own: dict[nn.Parameter, Optimizer] = {}
-
-        def step_now(param: nn.Parameter) -> None:
-            own[param].step()
-            own[param].zero_grad()
-
-        for param in hooked.model.parameters():
-            own[param] = sgd()([param])
-            param.register_post_accumulate_grad_hook(step_now)
-        optimizer = sgd()(plain.model.parameters())
-        for step in range(STEPS):
-            hooked.backward(step)
-            self.assertEqual([p.grad for p in hooked.model.parameters()], [None] * 10)
-            plain.backward(step)
-            optimizer.step()
-            optimizer.zero_grad()
-        models = hooked.model.parameters(), plain.model.parameters()
-        for param, expected in zip(*models, strict=True):
-            self.check_equal(param, full(expected))
+        for (param, whole), start in zip(matrices, before, strict=True):
+            moved = (whole - start).float().norm()
+            self.assertLess((full(param) - whole).float().norm(), 2**-4 * moved)
 
     def test_moving_average_is_that_of_one_process(self) -> None:
         """Made before sharding: a sharded model cannot be copied."""
@@ -174,25 +142,21 @@ class TestOptimizers(OptimTest):
         averaged = AveragedModel(mixed_model().to(self.device), **how)
         shard_blocks(averaged.module, mesh=hybrid_mesh(WORLD_SIZE // 2))
         alone = AveragedModel(pair.alone, **how)
+        optimizers = [sgd(params) for params in zip(*pair.params())]
         for step in range(STEPS):
-            models = pair.model, pair.alone
-            pair.step(step, *(sgd()(model.parameters()) for model in models))
+            pair.step(step, *optimizers)
             averaged.update_parameters(pair.model)
             alone.update_parameters(pair.alone)
         models = averaged.module.parameters(), alone.module.parameters()
-        for param, own in zip(*models, strict=True):
-            self.check_equal(param, own)
-        pair.backward(0, averaged)
+        for param, whole in zip(*models, strict=True):
+            self.check_equal(param, whole)
 
-
-class TestGradients(OptimTest):
     @parametrize("foreach", [None, False])
     def test_clipping_scales_all_dtypes_by_one_norm(self, foreach: bool | None) -> None:
         """One norm over all dtypes, and each gradient scaled in its own."""
         pair = Pair(self)
         pair.backward(0)
-        pair.share_gradients()
-        grads = [own.grad.double() for _, own in pair.params()]
+        grads = [whole.grad.double() for _, whole in pair.params()]
         exact = torch.stack([grad.norm() for grad in grads]).norm()
         args = {"foreach": foreach}
         total = get_total_norm([param.grad for param, _ in pair.params()], **args)
@@ -203,10 +167,10 @@ class TestGradients(OptimTest):
             self.assertEqual(each.dtype, FP32)
             eps = torch.finfo(BF16).eps
             self.assertEqual(full(each).double(), exact, rtol=eps, atol=0)
-        for (param, own), grad in zip(pair.params(), grads, strict=True):
-            self.assertEqual(param.grad.dtype, own.dtype)
+        for (param, whole), grad in zip(pair.params(), grads, strict=True):
+            self.assertEqual(param.grad.dtype, whole.dtype)
             scaled = grad * (0.1 / (full(norm).double() + 1e-6))
-            finfo = torch.finfo(own.dtype)
+            finfo = torch.finfo(whole.dtype)
             least = finfo.smallest_normal * finfo.eps  # fp16 may be subnormal
             actual = full(param.grad).double()
             # The factor is rounded to the gradient's dtype, and the product is
@@ -239,10 +203,6 @@ class TestGradients(OptimTest):
             self.check_equal(param, expected)
             # Far from the scale, by which all gradients were multiplied
             self.assertTrue(overflows or grad.float().norm() < 8)
-
-
-instantiate_parametrized_tests(TestOptimizers)
-instantiate_parametrized_tests(TestGradients)
 
 
 if __name__ == "__main__":

@@ -11,23 +11,15 @@ What is run is in ``fsdp_parity/run.py``.
 
 import itertools
 import json
-import os
-import tempfile
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from fsdp_common.release_rules import FOLLOWS_GRAD_DTYPE
-from fsdp_common.run_both import read_results, Results, run_on
 from fsdp_common.run_forked import run_forked
-from fsdp_common.utils import (
-    FSDPThreadTest,
-    on_first_rank,
-    run_python,
-    shard_blocks,
-)
+from fsdp_common.scenario_test import ScenarioTest
+from fsdp_common.scenarios import RANKS
+from fsdp_common.utils import DeviceFreeTest, FakeGroupTest, run_python, shard_blocks
 from fsdp_parity.memory import (
     FOUR,
     FP16,
@@ -41,7 +33,7 @@ from fsdp_parity.memory import (
 from fsdp_parity.models import BF16, Extended, extended_stack, Fp8, FP32, HighLow
 from fsdp_parity.modes import STEPS
 from fsdp_parity.params import EXTENSIONS
-from fsdp_parity.run import CASES, KINDS, RANKS
+from fsdp_parity.run import CASES, KINDS
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -49,43 +41,19 @@ from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
-    TestCase,
 )
 
 
 pytestmark = pytest.mark.timeout(600)
 
-TRAINED = [name for name, case in CASES.items() if case.refusal is None]
-REFUSED = [name for name, case in CASES.items() if case.refusal is not None]
-ORDERED = [name for name in TRAINED if {"uniform", "mixed"} <= {*CASES[name].kinds}]
-MODULE = "fsdp_parity.run"
-# Of the series for upstream, uniform units alone
-KIND_ARGS = ("--kinds", *os.environ.get("FSDP_PARITY_KINDS", " ".join(KINDS)).split())
-
-
-def kinds_of(names: list[str]) -> list[str]:
-    return [f"{kind} {name}" for name in names for kind in CASES[name].kinds]
-
-
-def run_release() -> Results:
-    return run_on(MODULE, "--by-dtype", *KIND_ARGS, on_release=True)
-
-
-def run_branch() -> Results:
-    """
-    Runs every other rank in another interpreter. Dtypes, which hash by address, and
-    strings have other hashes in each, and sets another order.
-    """
-    with tempfile.TemporaryDirectory() as out, tempfile.TemporaryDirectory() as met:
-        args = ("--out", out, "--store", f"{met}/store")
-
-        def run_half(half: str) -> None:
-            env = {"PYTHONHASHSEED": half}
-            run_python("-m", MODULE, *args, *KIND_ARGS, "--half", half, env=env)
-
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(run_half, ("1", "0")))
-        return read_results(out)
+CASE_OF = {f"{kind} {name}": c for name, c in CASES.items() for kind in c.kinds}
+TRAINED = [key for key, case in CASE_OF.items() if case.refusal is None]
+REFUSED = [key for key, case in CASE_OF.items() if case.refusal is not None]
+ORDERED = [
+    name
+    for name in CASES
+    if f"uniform {name}" in TRAINED and f"mixed {name}" in TRAINED
+]
 
 
 def without_stale_prefetch(name: str, release: dict[str, Any]) -> dict[str, Any]:
@@ -101,45 +69,22 @@ def without_stale_prefetch(name: str, release: dict[str, Any]) -> dict[str, Any]
     return release | {"ranges": ranges}
 
 
-@on_first_rank
-class TestParity(TestCase):
-    release: Results
-    branch: Results
-
-    @classmethod
-    def setUpClass(cls) -> None:
-        super().setUpClass()
-        with ThreadPoolExecutor() as pool:
-            release, branch = pool.submit(run_release), pool.submit(run_branch)
-        cls.release, cls.branch = release.result(), branch.result()
-
-    def by_rank(self, results: Results, kind: str, name: str) -> list[dict[str, Any]]:
-        """Returns what each rank has that ran a case: as many as the case says."""
-        key = f"{kind} {name}"
-        found = [of_rank[key] for of_rank in results if key in of_rank]
-        self.assertEqual(len(found), 2 if CASES[name].takes_turns else RANKS, key)
-        if CASES[name].refusal is None:
-            self.assertEqual([r["error"] for r in found if "error" in r], [], key)
-        return found
-
-    def records(self, name: str) -> Iterable[tuple[str, dict[str, Any]]]:
-        """Yields all that the branch has of a case, by kind."""
-        for kind in CASES[name].kinds:
-            for record in self.by_rank(self.branch, kind, name):
-                yield kind, record
+class TestParity(ScenarioTest):
+    script = "fsdp_parity.run"
+    in_halves = True
 
     # Whether what a case computes is right #
 
-    @parametrize("case", kinds_of(TRAINED))
+    @parametrize("case", TRAINED)
     def test_bits(self, case: str) -> None:
         """Of a uniform unit also the order of ranges, collectives, and what is held."""
         kind, name = case.split()
-        sides = (self.by_rank(r, kind, name) for r in (self.release, self.branch))
+        sides = (self.records_of(r, case) for r in (self.release, self.branch))
         for release, branch in zip(*sides, strict=True):
             release = without_stale_prefetch(name, release)
             names = dict.fromkeys((*release, *branch))
             if kind != "uniform":
-                names = [n for n in names if n.startswith(("step", "final"))]
+                names = [n for n in names if n.startswith("step")]
                 self.assertEqual(reductions_of(branch), reductions_of(release))
             elif name in EXTENSIONS:  # inputs of two dtypes, which are aligned now
                 names.pop("collectives", None)
@@ -153,17 +98,18 @@ class TestParity(TestCase):
             # Equal bits say nothing of a model that did not train
             losses = [branch[f"step {step} loss"] for step in range(STEPS)]
             self.assertEqual(len({*losses}), STEPS)
-            self.assertTrue(any(n.startswith("final") for n in names))
+            self.assertTrue(any("parameter" in n for n in names))
 
     def test_every_kind_of_parameter_has_gradients(self) -> None:
-        """What is compared is there: all dtypes, each with a gradient that is not 0."""
-        record = self.by_rank(self.branch, "mixed", "plain")[0]
+        """What is compared is there: all dtypes, with gradients that change."""
+        record = self.results_of("mixed plain")[0]
         found = {
-            (of.removeprefix("torch."), name.split(".")[-1])
-            for name, (of, bits) in (i for i in record.items() if "gradient" in i[0])
-            if any(bits)
+            (bits.split()[0], name.rpartition(".")[-1])
+            for name, bits in record.items()
+            if name.startswith("step 0 gradient") and bits is not None
+            if bits != record[name.replace("step 0", "step 1")]
         }
-        dtypes = ("float32", "bfloat16", "float16")
+        dtypes = ("torch.float32", "torch.bfloat16", "torch.float16")
         kinds = ("gain", "up", "down", "code", "scale")
         self.assertEqual(found, {*itertools.product(dtypes, kinds)})
 
@@ -171,16 +117,16 @@ class TestParity(TestCase):
 
     @parametrize("name", ORDERED)
     def test_mixed_unit_in_the_order_of_a_uniform_one(self, name: str) -> None:
-        expected = self.by_rank(self.release, "uniform", name)[0]
+        expected = self.records_of(self.release, f"uniform {name}")[0]
         expected = seen_in(without_stale_prefetch(name, expected))
-        actual = seen_in(self.by_rank(self.branch, "mixed", name)[0])
+        actual = seen_in(self.results_of(f"mixed {name}")[0])
         self.assertEqual(list(actual), list(expected))
         for key, seen in actual.items():
             self.assertEqual(seen, expected[key], key)
 
     def test_every_order_is_seen(self) -> None:
         """What is compared is there: prefetches, reductions, and waits for them."""
-        ranges = self.by_rank(self.branch, "uniform", "two_meshes")[0]["ranges"]
+        ranges = self.results_of("uniform two_meshes")[0]["ranges"]
         for part in ("backward_prefetch for", "[pg=2]", "[pg=1]", "reduce", "rs_wait"):
             self.assertTrue(any(part in name for name in ranges), part)
         for name, key in (
@@ -188,30 +134,28 @@ class TestParity(TestCase):
             ("pinned_add_up", "copies"),
             ("post_optim_event", "waits"),
         ):
-            seen = seen_in(self.by_rank(self.branch, "mixed", name)[0])[key]
+            seen = seen_in(self.results_of(f"mixed {name}")[0])[key]
             self.assertGreater(len({*seen}), 1, name)
 
-    @parametrize("name", TRAINED)
-    def test_nothing_is_left_after_backward(self, name: str) -> None:
-        for kind, record in self.records(name):
-            self.assertEqual(record["left"], 0, kind)
+    @parametrize("case", TRAINED)
+    def test_nothing_is_left_after_backward(self, case: str) -> None:
+        self.assertEqual({record["left"] for record in self.results_of(case)}, {0})
 
     def test_symmetric_memory_of_each_dtype(self) -> None:
-        for kind, record in self.records("symmetric_memory_sums"):
-            registered, pools = record["symmetric memory"]
-            self.assertEqual(len(registered), pools, kind)  # each buffer once
-            dtypes = {dtype for dtype, _ in registered}
-            self.assertEqual(len(dtypes), 4 if kind == "mixed" else 1, kind)
+        for kind, count in (("uniform", 1), ("mixed", 4)):
+            for record in self.results_of(f"{kind} symmetric_memory_sums"):
+                registered, pools = record["symmetric memory"]
+                self.assertEqual(len(registered), pools, kind)  # each buffer once
+                self.assertEqual(len({dtype for dtype, _ in registered}), count)
 
     # Errors #
 
-    @parametrize("case", kinds_of(REFUSED))
+    @parametrize("case", REFUSED)
     def test_error_of_the_release(self, case: str) -> None:
-        kind, name = case.split()
-        release = self.by_rank(self.release, "uniform", name)
-        for theirs, ours in zip(release, self.by_rank(self.branch, kind, name)):
-            self.assertIn("error", ours)
-            (wanted, _), (actual, text) = theirs["error"], ours["error"]
+        name = case.split()[-1]
+        for release, branch in zip(self.release, self.branch, strict=True):
+            wanted = release[f"uniform {name}"]["error"].partition(":")[0]
+            actual, _, text = branch[case]["error"].partition(":")
             self.assertEqual(actual, wanted)
             self.assertRegex(" ".join(text.split()), CASES[name].refusal)
 
@@ -240,37 +184,33 @@ def seen_in(record: dict[str, Any]) -> dict[str, Any]:
     return seen
 
 
-class TestExtensionOfOneRank(FSDPThreadTest):
-    """Several inputs of a parameter, with nobody to gather from."""
+class TestExtensionOfOneRank(FakeGroupTest):
+    """Several inputs of a parameter, with nobody to gather from, which no release takes."""
 
-    world_size = 1
+    ranks = 1
 
     @pytest.mark.quick
-    def test_every_input_counts(self) -> None:
-        mesh = init_device_mesh("cpu", (1,))
-        for kind in (Fp8, HighLow):
-            for dtypes in ((), (BF16,)):
-                self.check(kind, extended_stack(kind, 5, dtypes), mesh)
-
-    def check(self, kind: type[Extended], model: torch.nn.Module, mesh: Any) -> None:
-        params = [*model[0][0].params][-2:]
-        values = [param.detach()._values.clone() for param in params]
-        shard_blocks(model, mesh=mesh)
-        for _ in range(2):
-            model[0].unshard()
-            for param, value in zip([*model[0][0].params][-2:], values):
-                error = (param.detach() - value).abs().max()
-                bound = value.abs().max() / 16 if kind is Fp8 else 1e-3
-                self.assertLess(error, bound)
-                self.assertEqual(param.dtype, FP32)
-            model[0].reshard()
-        model(torch.ones(2, 3)).sum().backward()
-        for param in model.parameters():
-            self.assertGreater(param.grad.to_local().abs().sum(), 0)
+    @parametrize("kind", [Fp8, HighLow])
+    def test_every_input_counts(self, kind: type[Extended]) -> None:
+        for dtypes in ((), (BF16,)):
+            model = extended_stack(kind, 5, dtypes)
+            params = [*model[0][0].params][-2:]
+            values = [param.detach()._values.clone() for param in params]
+            shard_blocks(model, mesh=init_device_mesh("cpu", (1,)))
+            for _ in range(2):
+                model[0].unshard()
+                for param, value in zip([*model[0][0].params][-2:], values):
+                    error = (param.detach() - value).abs().max().item()
+                    bound = value.abs().max().item() / 16 if kind is Fp8 else 1e-3
+                    self.assertLess(error, bound)
+                model[0].reshard()
+            model(torch.ones(2, 3)).sum().backward()
 
 
-@on_first_rank
-class TestMemory(TestCase):
+instantiate_parametrized_tests(TestExtensionOfOneRank)
+
+
+class TestMemory(DeviceFreeTest):
     """Peaks of a step, to the byte, from what the allocator reports."""
 
     release: dict[str, dict[str, int]]
@@ -280,7 +220,7 @@ class TestMemory(TestCase):
     def setUpClass(cls) -> None:
         super().setUpClass()
         release = run_python("-m", "fsdp_parity.memory", on_release=True)
-        mixed = ["--mixed"] if "mixed" in KIND_ARGS else []
+        mixed = ["--mixed"] if "mixed" in KINDS else []
         branch = run_forked("fsdp_parity.memory", *mixed)
         cls.release, cls.branch = (
             json.loads(t.splitlines()[-1]) for t in (release, branch)

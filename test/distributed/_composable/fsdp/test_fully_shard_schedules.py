@@ -24,8 +24,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_common.run_both import Results, run_on_both
-from fsdp_common.utils import DeviceFreeTest
+from fsdp_common.scenario_test import ScenarioTest
 from fsdp_random.beside_release import ACTIONS, CASES, draw
 
 from torch.testing._internal.common_utils import (
@@ -73,23 +72,15 @@ def new_patterns(number: int, steps: list[dict[str, Any]]) -> Iterator[int]:
 
 
 @instantiate_parametrized_tests
-class TestSchedules(DeviceFreeTest):
+class TestSchedules(ScenarioTest):
     """Each schedule under the release and under this branch."""
 
-    release: Results
-    branch: Results
-
-    @classmethod
-    def setUpClass(cls) -> None:
-        super().setUpClass()
-        cls.release, cls.branch = run_on_both("fsdp_random.beside_release")
+    script = "fsdp_random.beside_release"
 
     @parametrize("number", range(CASES))
     def test_is_as_with_the_release(self, number: int) -> None:
-        for release, branch in zip(self.release, self.branch, strict=True):
-            expected, actual = release[str(number)], branch[str(number)]
-            self.assertNotIn("error", expected)
-            self.assertEqual(actual.get("error"), None, draw(number))
+        sides = (self.records_of(r, f"{number}") for r in (self.release, self.branch))
+        for expected, actual in zip(*sides, strict=True):
             self.assertEqual(actual["warnings"], expected["warnings"])
             self.check_collectives(number, expected["steps"][:-1], actual["steps"][:-1])
             steps = zip(expected["steps"], actual["steps"], strict=True)

@@ -24,7 +24,9 @@ T = TypeVar("T")
 TESTS = Path(__file__).absolute().parents[1]
 SOURCES = (TESTS, TESTS.parents[3] / "examples")
 # Inherited variables that may change what torch computes
-READ_BY_TORCH = re.compile("TORCH|PYTORCH|ATEN|OMP|MKL|KMP|GLOO|CUDA|HF_|TRANSFORMERS")
+READ_BY_TORCH = re.compile(
+    "FSDP|TORCH|PYTORCH|ATEN|OMP|MKL|KMP|GLOO|CUDA|HF_|TRANSFORMERS"
+)
 
 
 def of_release(

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 DIM = 6
 # A power of two: `param - LR * grad` rounds once, however it is computed
 LR = 0.125
-FP32, BF16 = torch.float32, torch.bfloat16
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 Record = dict[str, Any]
 
@@ -140,10 +140,29 @@ def digest(tensor: torch.Tensor | None) -> str | None:
     if tensor is None:
         return None
     # Cloned, as a storage that numpy has seen cannot be resized
-    local = local_of(tensor.detach()).clone(memory_format=torch.contiguous_format)
+    local = local_of(tensor.detach()).cpu()
+    local = local.clone(memory_format=torch.contiguous_format)
     data = local.reshape(-1).view(torch.uint8).numpy().tobytes()
     bits = hashlib.sha256(data).hexdigest()[:16]
     return f"{local.dtype} {tuple(local.shape)} {bits}"
+
+
+def train_steps(
+    model: nn.Module, run: Callable[[int], torch.Tensor], steps: range
+) -> Record:
+    """
+    Returns the loss, sharded gradients and parameters of steps that ``run`` takes up to
+    their backward.
+    """
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    record: Record = {}
+    for step in steps:
+        record[f"{step} loss"] = digest(run(step))
+        record |= {f"{step} {name}": bits for name, bits in gradients(model)}
+        optimizer.step()
+        optimizer.zero_grad()
+        record |= {f"{step} {name}": bits for name, bits in parameters(model)}
+    return record
 
 
 def gradients(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from fsdp_common import kept
 from fsdp_common.run_forked import run_forked
-from fsdp_common.utils import RELEASE_ROOT, run_anew
+from fsdp_common.utils import RELEASE_ROOT, run_anew, run_python
 
 
 # What each rank found
@@ -26,45 +26,51 @@ def check_torch(path: str, on_release: bool) -> None:
         raise AssertionError(f"ran another torch than meant: {path}")
 
 
-def read_results(folder: str | Path) -> Results:
-    results = [
-        pickle.loads(path.read_bytes()) for path in sorted(Path(folder).iterdir())
-    ]
-    if not results:
-        raise AssertionError("no rank wrote what it found")
-    return results
-
-
-def run_on(
-    module: str, *args: str, on_release: bool, env: dict[str, str] | None = None
-) -> Results:
+def run_on(module: str, *, on_release: bool, in_halves: bool = False) -> Results:
     """
-    Runs a module of a package beside the tests. It takes ``--out``. On the release it
-    returns what that gave before, if nothing has changed.
+    Runs a module of a package beside the tests. It takes ``--out``.
+
+    Args:
+        in_halves: Run every other rank in another interpreter. Dtypes, which hash by
+            address, and strings have other hashes in each, and sets another order.
     """
 
     def run() -> Results:
         with tempfile.TemporaryDirectory() as out:
-            command = (module, "--out", out, *args)
-            if on_release or env is not None:
-                printed = run_anew("-m", *command, on_release=on_release, env=env)
+            command = (module, "--out", out)
+            if in_halves:
+                printed = _run_halves(*command)
+            elif on_release:
+                printed = run_anew("-m", *command, on_release=True)
             else:
                 printed = run_forked(*command)
             check_torch(printed.splitlines()[-1], on_release)
-            return read_results(out)
+            files = sorted(Path(out).iterdir())
+            if not files:
+                raise AssertionError("no rank wrote what it found")
+            return [pickle.loads(file.read_bytes()) for file in files]
 
-    what = ("-m", module, *args)
-    return kept.of_release(RELEASE_ROOT, what, env, run) if on_release else run()
+    return (
+        kept.of_release(RELEASE_ROOT, ("-m", module), None, run)
+        if on_release
+        else run()
+    )
 
 
-def run_on_both(module: str, *, only_branch: tuple[str, ...] = ()) -> list[Results]:
-    """
-    Returns the release's results and the branch's.
+def _run_halves(*command: str) -> str:
+    with tempfile.TemporaryDirectory() as met:
 
-    Args:
-        only_branch: Arguments that the module gets on the branch alone.
-    """
+        def run(half: str) -> str:
+            args = ("-m", *command, "--half", half, "--store", f"{met}/store")
+            return run_python(*args, env={"PYTHONHASHSEED": half})
+
+        with ThreadPoolExecutor() as pool:
+            return "".join(pool.map(run, ("1", "0")))
+
+
+def run_on_both(module: str, *, in_halves: bool = False) -> list[Results]:
+    """Returns the release's results and the branch's, see `run_on`."""
     with ThreadPoolExecutor() as pool:
         release = pool.submit(run_on, module, on_release=True)
-        branch = pool.submit(run_on, module, *only_branch, on_release=False)
+        branch = pool.submit(run_on, module, on_release=False, in_halves=in_halves)
     return [release.result(), branch.result()]

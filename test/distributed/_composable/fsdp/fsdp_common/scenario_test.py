@@ -18,13 +18,14 @@ class ScenarioTest(DeviceFreeTest):
     """Each scenario of a script under the release and under this branch."""
 
     script: ClassVar[str]  # the module
+    in_halves: ClassVar[bool] = False  # see `run_on`
     release: Results
     branch: Results
 
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
-        cls.release, cls.branch = _results_of(cls.script)
+        cls.release, cls.branch = _results_of(cls.script, in_halves=cls.in_halves)
 
     def records_of(self, results: Results, name: str) -> list[Record]:
         """Returns what each rank found that ran it, and did not fail."""

@@ -5,22 +5,22 @@ What a case of ``run.py`` is: where it runs, what it trains, and what is seen of
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
-from fsdp_common.parity_layers import groups_of, units_of
+from fsdp_common.parity_layers import groups_of, Record, units_of
+from fsdp_common.scenarios import Place
 from fsdp_common.utils import record_collectives
 from fsdp_parity import modes
-from fsdp_parity.models import BF16, FP16, FP32, mixed_tower, uniform_tower
+from fsdp_parity.models import mixed_tower, uniform_tower
 from fsdp_parity.modes import (
     Batches,
     cut_for,
     Mode,
     MODES,
     one_backward,
-    Record,
     train,
 )
 
@@ -29,23 +29,6 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a case runs."""
-
-    kind: str  # "uniform", "mixed" or "override"
-    by_dtype: bool  # cut as the release wants it
-    rank: int  # in the mesh
-    mesh: DeviceMesh  # to shard over
-    pairs: DeviceMesh  # of all ranks, in two dims
-    singles: DeviceMesh  # this rank alone
-    is_first: bool  # of the ranks that run it
-
-    @property
-    def dtypes(self) -> Sequence[torch.dtype]:
-        return (FP32, FP32) if self.kind == "uniform" else (FP32, BF16, FP16)
 
 
 # What is seen of a run #
@@ -114,7 +97,8 @@ def run_mode(mode: Mode, model: nn.Module, place: Place, mesh: Any = None) -> Re
         note_gathers(model, held)
 
     # All ranks do the same
-    step = watched(mode.step, seen, not place.by_dtype) if place.is_first else mode.step
+    is_first = place.rank == 0
+    step = watched(mode.step, seen, not place.is_by_dtype) if is_first else mode.step
     mesh = mesh or (place.pairs if mode.is_hybrid else place.mesh)
     observed = replace(mode, step=step, prepare=prepare)
     with noting_post_backwards(held):
@@ -179,7 +163,7 @@ def add_case(**kwargs: Any) -> Callable[..., Any]:
 def train_tower(mode: Mode, place: Place, mesh: DeviceMesh | None = None) -> Record:
     is_uniform = place.kind == "uniform"
     model = uniform_tower(mode.dtype) if is_uniform else mixed_tower()
-    mode = cut_for(mode, place.kind, by_dtype=place.by_dtype)
+    mode = cut_for(mode, place.kind, by_dtype=place.is_by_dtype)
     return run_mode(mode, model, place, mesh)
 
 
@@ -197,7 +181,7 @@ for _name, _mode in MODES.items():
 def cut_children(model: nn.Module, place: Place, **kwargs: Any) -> None:
     """Cuts a sequence of blocks into units like a tower."""
     for block in model:
-        for module in block if place.by_dtype else [block]:
+        for module in block if place.is_by_dtype else [block]:
             fully_shard(module, **kwargs)
     fully_shard(model, **kwargs)
 

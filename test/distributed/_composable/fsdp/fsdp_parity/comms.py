@@ -12,14 +12,14 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from fsdp_common.parity_layers import groups_of, units_of
+from fsdp_common.parity_layers import groups_of, Record, units_of
+from fsdp_common.scenarios import Place
 from fsdp_parity.cases import (
     add_case,
     add_mode,
     Case,
     CASES,
     cut_children,
-    Place,
     run_mode,
     train_children,
     train_tower,
@@ -32,7 +32,6 @@ from fsdp_parity.modes import (
     Mode,
     one_backward,
     prefetch_explicitly,
-    Record,
     UNIFORM,
 )
 

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from fsdp_common.parity_layers import seeded
+from fsdp_common import parity_layers
+from fsdp_common.parity_layers import BF16, FP16, FP32, seeded
 
 import torch
 import torch.nn as nn
@@ -27,7 +29,6 @@ DIM = 8
 HIDDEN = 5
 CODE = 3
 
-FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 MIXED = ((FP32, BF16, FP16), (FP16, FP32, BF16))
 
 
@@ -125,15 +126,7 @@ def uniform_tower(dtype: torch.dtype) -> Tower:
         return Tower(((dtype, dtype),) * 2, stem=dtype, head=dtype)
 
 
-def batch_of(*key: int) -> torch.Tensor:
-    """Returns the input that belongs to ``key``, e.g. a step and a rank."""
-    seed = sum(part * 1000**i for i, part in enumerate(key))
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(4, DIM, generator=generator)
-
-
-def loss_of(output: torch.Tensor) -> torch.Tensor:
-    return output.float().square().mean()
+batch_of = partial(parity_layers.batch_of, dim=DIM)
 
 
 # What takes its parameters as local tensors #

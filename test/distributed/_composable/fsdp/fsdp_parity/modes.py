@@ -12,18 +12,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fsdp_common.parity_layers import units_of
-from fsdp_common.utils import DEVICE_TYPE, hybrid_mesh, shard_mesh
-from fsdp_parity.models import (
-    batch_of,
+from fsdp_common.parity_layers import (
     BF16,
     FP16,
     FP32,
     loss_of,
-    mixed_tower,
-    Tower,
-    uniform_tower,
+    LR,
+    Record,
+    train_steps,
+    units_of,
 )
+from fsdp_common.utils import DEVICE_TYPE, hybrid_mesh, shard_mesh
+from fsdp_parity.models import batch_of, mixed_tower, Tower, uniform_tower
 
 import torch
 import torch.nn as nn
@@ -39,8 +39,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 # What a step leaves wrong shows in the next one
 STEPS = 2
-# A power of two: `param - LR * grad` rounds once, however it is computed
-LR = 0.125
 
 
 @dataclass(frozen=True)
@@ -131,15 +129,6 @@ def backward_twice(model: Tower, batches: Batches) -> torch.Tensor:
     return loss
 
 
-def backward_twice_of_one_iteration(model: Tower, batches: Batches) -> Any:
-    model.set_is_last_backward(False)
-    loss = loss_of(model(batches[0]))
-    loss.backward(retain_graph=True)
-    model.set_is_last_backward(True)
-    loss.backward()
-    return loss
-
-
 def unshard_ahead(model: Tower, batches: Batches) -> torch.Tensor:
     """Waits for all units but the root, the last first, and twice for each."""
     units = units_of(model)
@@ -211,11 +200,6 @@ def evaluate_before(model: Tower, batches: Batches) -> torch.Tensor:
             actual = model(batches[1])
         if not torch.equal(actual, expected):
             raise AssertionError("Inference mode gives something else")
-    return one_backward(model, batches)
-
-
-def reshard_after_first_forward(model: Tower, batches: Batches) -> torch.Tensor:
-    model.set_reshard_after_forward(batches.step == 0)
     return one_backward(model, batches)
 
 
@@ -432,12 +416,9 @@ _HYBRID: dict[str, Any] = {"is_hybrid": True, "ranks": 4}
 
 MODES: dict[str, Mode] = {
     "plain": Mode(ALL),
-    "fp32": Mode(UNIFORM, ranks=4),
-    "bf16": Mode(UNIFORM, dtype=BF16),
     "fp16": Mode(UNIFORM, dtype=FP16, ranks=4),
     "param_bf16_reduce_fp32": Mode(policy=(BF16, FP32)),
     "param_bf16": Mode(policy=(BF16, None)),
-    "param_fp32": Mode(policy=(FP32, None)),
     "reduce_bf16": Mode(policy=(None, BF16)),
     "reduce_fp32": Mode(policy=(None, FP32)),
     "compute_only": Mode(OVERRIDE, policies=((BF16, None), (FP32, None), (None, None))),
@@ -447,11 +428,7 @@ MODES: dict[str, Mode] = {
     "reshard": Mode(kwargs=_RESHARD),
     "no_reshard": Mode(ALL, kwargs=_NO_RESHARD),
     "reshard_to_two": Mode(UNIFORM, kwargs=_TO_TWO, ranks=4),
-    "reshard_to_two_bf16": Mode(UNIFORM, policy=(BF16, FP32), kwargs=_TO_TWO, ranks=4),
-    "resharded_after_first_forward": Mode(step=reshard_after_first_forward),
     "accumulate": Mode(ALL, step=accumulate),
-    "accumulate_bf16_reduce_fp32": Mode(policy=(BF16, FP32), step=accumulate),
-    "accumulate_reduce_bf16": Mode(policy=(None, BF16), step=accumulate),
     "accumulate_in_turns": Mode(ALL, step=accumulate_in_turns),
     # In which the release fails for uniform units (pytorch 196996)
     "accumulate_in_turns_bf16": Mode(
@@ -463,7 +440,6 @@ MODES: dict[str, Mode] = {
     "two_forwards": Mode(step=two_forwards),
     "two_forwards_resharded": Mode(kwargs=_RESHARD, step=two_forwards),
     "backward_twice": Mode(step=backward_twice),
-    "backward_twice_of_one_iteration": Mode(step=backward_twice_of_one_iteration),
     "explicit_prefetch": Mode(prepare=prefetch_explicitly),
     "mistargeted_prefetch": Mode(
         step=only_first_block, prepare=prefetch_what_does_not_run
@@ -492,21 +468,14 @@ MODES: dict[str, Mode] = {
     "cpu_offload_accumulate": Mode(
         ALL, policy=(BF16, FP32), kwargs=_OFFLOAD, step=accumulate
     ),
-    "cpu_offload_add_up": Mode(kwargs=_OFFLOAD, step=gradients_add_up),
     "cpu_offload_step_in_backward": Mode(kwargs=_OFFLOAD, prepare=step_in_backward),
-    "cpu_offload_hybrid": Mode(kwargs=_OFFLOAD, **_HYBRID),
-    "divide_fp32": Mode(UNIFORM, prepare=divide_by_six),
     "divide_fp16": Mode(UNIFORM, dtype=FP16, prepare=divide_by_six),
     "divide": Mode(("mixed", "override"), prepare=divide_by_six),
     "sum_only": Mode(prepare=sum_only),
-    "one_input_buffer": Mode(prepare=keep_inputs(1)),
-    "two_input_buffers": Mode(prepare=keep_inputs(2)),
     "three_input_buffers": Mode(prepare=keep_inputs(3)),
     "two_input_buffers_in_one_block": Mode(prepare=keep_two_inputs_of_one_block),
     "step_in_backward": Mode(ALL, prepare=step_in_backward),
     "hybrid": Mode(ALL, **_HYBRID),
-    "hybrid_fp16": Mode(UNIFORM, dtype=FP16, **_HYBRID),
-    "hybrid_accumulate": Mode(OVERRIDE, step=accumulate, **_HYBRID),
     "hybrid_deferred": Mode(
         ALL,
         policy=(BF16, FP32),
@@ -514,8 +483,6 @@ MODES: dict[str, Mode] = {
         **_HYBRID,
     ),
     "replicate": Mode(ALL, shard=replicate_blocks),
-    "replicate_bf16_reduce_fp32": Mode(policy=(BF16, FP32), shard=replicate_blocks),
-    "replicate_accumulate": Mode(OVERRIDE, shard=replicate_blocks, step=accumulate),
 }
 
 
@@ -537,9 +504,6 @@ def cut_for(mode: Mode, kind: str, *, by_dtype: bool) -> Mode:
 
 # Running #
 
-# What a tensor is of, to its dtype and bits
-Record = dict[str, Any]
-
 
 def differing(actual: Record, expected: Record) -> list[str]:
     """Returns the names of what is not the same, or is there on one side only."""
@@ -547,37 +511,20 @@ def differing(actual: Record, expected: Record) -> list[str]:
     return [name for name in names if actual.get(name) != expected.get(name)]
 
 
-def bits_of(tensor: torch.Tensor) -> tuple[str, bytes]:
-    """Returns the dtype and the bytes of this rank's part of ``tensor``."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    flat = local.detach().cpu().reshape(-1)
-    # Also of one element that lies in a wider tensor
-    as_bytes = flat.clone(memory_format=torch.contiguous_format).view(torch.uint8)
-    return str(local.dtype), as_bytes.numpy().tobytes()
-
-
 def train(
     mode: Mode, model: nn.Module, mesh: DeviceMesh, rank: int, device: str
 ) -> Record:
-    """Returns every step's loss and sharded gradients, and the final parameters."""
-    param_dtype, reduce_dtype = mode.policy
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    """Returns every step's loss, sharded gradients and parameters."""
+    policy = MixedPrecisionPolicy(*mode.policy)
     mode.shard(model, mesh=mesh, mp_policy=policy, **mode.kwargs)
     if mode.prepare is not None:
         mode.prepare(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    record: Record = {}
-    for step in range(STEPS):
-        loss = mode.step(model, Batches(step, rank, device))
-        record[f"step {step} loss"] = bits_of(loss)
-        for name, param in model.named_parameters():
-            if param.grad is not None:
-                record[f"step {step} gradient {name}"] = bits_of(param.grad)
-        optimizer.step()
-        optimizer.zero_grad()
-    for name, param in model.named_parameters():
-        record[f"final {name}"] = bits_of(param)
-    return record
+
+    def run(step: int) -> torch.Tensor:
+        return mode.step(model, Batches(step, rank, device))
+
+    record = train_steps(model, run, range(STEPS))
+    return {f"step {what}": bits for what, bits in record.items()}
 
 
 def train_with(

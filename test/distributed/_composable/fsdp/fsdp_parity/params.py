@@ -9,11 +9,12 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+from fsdp_common.parity_layers import loss_of, Record
+from fsdp_common.scenarios import Place
 from fsdp_parity.cases import (
     add_case,
     Case,
     CASES,
-    Place,
     train_children,
     train_tower,
 )
@@ -25,7 +26,6 @@ from fsdp_parity.models import (
     FP32,
     Hidden,
     HighLow,
-    loss_of,
     NestedWaves,
     stack_of,
     Waves,
@@ -35,7 +35,6 @@ from fsdp_parity.modes import (
     gradients_add_up,
     Mode,
     one_backward,
-    Record,
     step_in_backward,
 )
 

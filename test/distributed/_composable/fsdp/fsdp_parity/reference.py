@@ -9,10 +9,10 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from fsdp_common.parity_layers import local_of
+from fsdp_common.parity_layers import local_of, loss_of, LR
 from fsdp_common.utils import FSDPProcessTest, shard_mesh
-from fsdp_parity.models import batch_of, loss_of
-from fsdp_parity.modes import LR, shard_blocks
+from fsdp_parity.models import batch_of
+from fsdp_parity.modes import shard_blocks
 
 import torch
 import torch.nn as nn

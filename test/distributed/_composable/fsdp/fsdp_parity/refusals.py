@@ -7,8 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from fsdp_common.parity_layers import groups_of
+from fsdp_common.scenarios import Place
 from fsdp_common.utils import shard_blocks
-from fsdp_parity.cases import Case, CASES, Place
+from fsdp_parity.cases import Case, CASES
 from fsdp_parity.comms import Gather, MEMORY, Scatter, SymmMemStub
 from fsdp_parity.models import stack_of, Waves
 
@@ -105,20 +106,3 @@ for _name, _pattern, *_calls in (
 def unknown_pass(place: Place) -> None:
     (group,) = groups_of(waves(place)[0])
     FSDPParamGroup._prefetch_unshard(group, "sideways")
-
-
-# Of the release's own files, which must come to it #
-
-
-@refused("Parameter '1.0.params.0' is shared")
-def parameter_in_two_units(place: Place) -> None:
-    model = stack_of(Waves, place.dtypes)
-    model[1][0].params[0] = model[0][0].params[0]
-    run_waves(shard_blocks(model, mesh=place.mesh))
-
-
-@refused("already been lazily initialized for 0")
-def root_is_not_first(place: Place) -> None:
-    model = waves(place)
-    run_waves(model[0])
-    run_waves(model)

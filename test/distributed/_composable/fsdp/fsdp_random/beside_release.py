@@ -17,7 +17,6 @@ does not get right is not drawn:
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import inspect
@@ -38,7 +37,7 @@ from fsdp_common.parity_layers import (
     Record,
     units_of,
 )
-from fsdp_common.run_ranks import run_ranks
+from fsdp_common.scenarios import Place, RANKS, Scenario, Scenarios
 from fsdp_random.cases import (
     Case,
     draw_case,
@@ -51,14 +50,12 @@ from fsdp_random.cases import (
 )
 
 import torch
-import torch._dynamo  # the first hook would, in each rank anew
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import _fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 
-RANKS = 4
 CASES = 40
 STEPS = 5
 
@@ -281,27 +278,18 @@ def run_steps(case: Case) -> list[Record]:
     return [*records, dict(parameters(model))]
 
 
-def run_case(number: int) -> Record:
+def run_case(place: Place, number: int) -> Record:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        try:
-            steps = run_steps(draw(number))
-        except Exception as error:
-            # All ranks do the same, so that they also fail alike
-            return {"error": f"{type(error).__name__}: {error}"}
+        steps = run_steps(draw(number))
     texts = [(each.category.__name__, str(each.message)) for each in caught]
     return {"steps": steps, "warnings": texts}
 
 
-def run_all(args: argparse.Namespace, rank: int) -> dict[str, Any]:
-    return {f"{n}": run_case(n) for n in range(CASES)}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", required=True, help="folder for a file of each rank")
-    run_ranks(run_all, parser.parse_args(), RANKS)
+SCENARIOS = Scenarios(
+    {f"{n}": Scenario(functools.partial(run_case, number=n)) for n in range(CASES)}
+)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(SCENARIOS.main(__doc__))
