@@ -1,23 +1,27 @@
 # Owner(s): ["oncall: distributed"]
 
 """
-Units of complex and real parameters, where the release has no counterpart: it would lose
-imaginary parts.
+Mixed units on four ranks where the release has no counterpart: it would lose imaginary
+parts, or refuses to reshard.
 
 Runs with pytest, python or ``torchrun --nproc-per-node 4``.
 """
 
 import itertools
+from typing import Any
 
 import pytest
 
 from fsdp_common.parity_layers import BF16, FP32, loss_of
 from fsdp_common.utils import (
     FSDPProcessTest,
+    linear_stack,
     record_collectives,
+    shard_blocks,
     shard_mesh,
 )
-from fsdp_parity.models import batch_of, DIM
+from fsdp_parity.models import batch_of, DIM, FP16
+from fsdp_parity.modes import shard_last_dim
 
 import torch
 import torch.nn as nn
@@ -48,7 +52,31 @@ class ComplexPart(nn.Module):
 
 
 class TestMixedDtypeTraining(FSDPProcessTest):
+    def train(self, model: nn.Module, **kwargs: Any) -> list[torch.Tensor]:
+        """Returns the parameters after two steps of square layers, each a unit."""
+        shard_blocks(model.to(self.device), mesh=shard_mesh(), **kwargs)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+        for step in range(2):
+            loss_of(model(batch_of(step, self.rank).to(self.device))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [param.full_tensor() for param in model.parameters()]
+
     @pytest.mark.quick
+    def test_reshards_to_two_ranks_on_another_dim(self) -> None:
+        def train(reshard_after_forward: int | bool) -> list[torch.Tensor]:
+            return self.train(
+                linear_stack([BF16, FP32, FP16], dim=DIM),
+                reshard_after_forward=reshard_after_forward,
+                shard_placement_fn=shard_last_dim,
+            )
+
+        with record_collectives() as recorder:
+            actual = train(2)
+        sizes = [call.group_size for call in recorder.all_gathers]
+        self.assertEqual(sizes, ([4] * 3 + [2] * 3) * 2)
+        self.assertEqual(actual, train(True), atol=0, rtol=0)
+
     @parametrize("reduce_dtype", [None, FP32])
     def test_reduce_dtype_keeps_imaginary_parts(
         self, reduce_dtype: torch.dtype | None
