@@ -150,9 +150,9 @@ def all_gather_coalesced(
     async_op: bool,
 ) -> dist.Work | None:
     """Gathers dense 1D tensors by one grouped call, given pairs of output and input."""
-    dtype = members[0][0].dtype
+    dtype, *dtypes = [output.dtype for output, _ in members]
     is_plain = dtype.itemsize > 1 and not dtype.is_complex
-    if not is_plain or any(output.dtype != dtype for output, _ in members):
+    if not is_plain or dtypes.count(dtype) != len(dtypes):
         # Backends lack some dtypes, and gloo sends all tensors in that of the first
         members = [(o.view(torch.uint8), i.view(torch.uint8)) for o, i in members]
     outputs, inputs = map(list, zip(*members))

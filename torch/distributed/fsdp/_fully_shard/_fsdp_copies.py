@@ -62,14 +62,14 @@ def stage_direct(
 ) -> list[Tensor]:
     """Returns the shards of direct parameters as they are sent, moved and cast."""
     sent = [tensors[position] for _, position in plan.direct]
-    moved: dict[int, Tensor] = {}
-    for k, (i, _) in enumerate(plan.direct):
-        shard, (dtype,) = sent[k], plan.dtypes[i]
-        if shard.dtype != dtype or shard.device.type != device.type:
-            moved[k] = shard
-            sent[k] = torch.empty(shard.numel(), dtype=dtype, device=device)
-    copy_each([sent[k] for k in moved], [*moved.values()])
-    return [shard.contiguous() for shard in sent]
+    is_on_host = _are_on_host(sent, device)
+    moved = [*range(len(sent))] if is_on_host else plan.direct_casts
+    shards = [sent[k] for k in moved]
+    for k, shard in zip(moved, shards):
+        (dtype,) = plan.dtypes[plan.direct[k][0]]
+        sent[k] = torch.empty(shard.numel(), dtype=dtype, device=device)
+    copy_each([sent[k] for k in moved], shards)
+    return [*map(Tensor.contiguous, sent)]
 
 
 def _view_as(dtype: torch.dtype, shards: Sequence[Tensor]) -> list[Tensor]:

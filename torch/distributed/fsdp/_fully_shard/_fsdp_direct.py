@@ -25,6 +25,7 @@ compute has waited for the reduction, as any input of a reduce-scatter.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -61,6 +62,11 @@ class DirectMemory:
         self.gathers = False  # whether the next gather may be direct
         # By address. Only memory of the gather stream rotates
         self.rotating: dict[int, torch.UntypedStorage] = {}
+        # The outputs of the last plan's direct parameters, and what frees them
+        self._plan: Any = None
+        self._lists: list[list[torch.Tensor]] = []
+        self._outputs: list[torch.Tensor] = []
+        self._storages: list[tuple[torch.UntypedStorage, int]] = []
 
     def prepare(
         self,
@@ -75,21 +81,33 @@ class DirectMemory:
         Returns the 1D all-gather outputs of direct parameters, which have one each, and
         what to gather into: these, or temporaries if compute still reads them.
         """
-        direct = [i for i, _ in plan.direct]
-        if not self.rotating:
-            with torch.inference_mode(False):  # see `wait_for_unshard`
-                for i in direct:
-                    inputs = plan.numels[i], plan.dtypes[i]
-                    fsdp_params[i].init_all_gather_outputs(*inputs, world_size, device)
-                    fsdp_params[i].alloc_all_gather_outputs()
-        # These do not share the outputs' version, see `_view_outputs`
-        outputs = [fsdp_params[i].all_gather_outputs[0].data for i in direct]
+        outputs = self._get_outputs(fsdp_params, plan, world_size, device)
         if self.rotating:
             return outputs, [*map(torch.empty_like, outputs)]
+        for storage, nbytes in self._storages:
+            if storage.nbytes() != nbytes:
+                storage.resize_(nbytes)
         if rotates:
-            storages = (output.untyped_storage() for output in outputs)
-            self.rotating = {storage._cdata: storage for storage in storages}
+            self.rotating = {storage._cdata: storage for storage, _ in self._storages}
         return outputs, outputs
+
+    def _get_outputs(
+        self, fsdp_params: Sequence[Any], plan: Any, world_size: int, device: Any
+    ) -> list[torch.Tensor]:
+        """Returns the outputs of direct parameters, made anew if any was replaced."""
+        lists = [fsdp_params[i].all_gather_outputs for i, _ in plan.direct]
+        if self._plan is plan and all(map(is_, lists, self._lists)):
+            return self._outputs
+        with torch.inference_mode(False):  # see `wait_for_unshard`
+            for i, _ in plan.direct:
+                inputs = plan.numels[i], plan.dtypes[i]
+                fsdp_params[i].init_all_gather_outputs(*inputs, world_size, device)
+        self._plan = plan
+        self._lists = [fsdp_params[i].all_gather_outputs for i, _ in plan.direct]
+        # These do not share the outputs' version, see `_view_outputs`
+        self._outputs = [output.data for (output,) in self._lists]
+        self._storages = [(t.untyped_storage(), t.nbytes) for t in self._outputs]
+        return self._outputs
 
     def holds(self, fsdp_param: FSDPParam) -> bool:
         """Whether the parameter's output must not be freed at reshard."""

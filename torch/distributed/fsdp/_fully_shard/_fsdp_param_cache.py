@@ -61,7 +61,9 @@ class GatherPlan:
         self.direct = direct
         pairs = zip(compute_dtypes, stored_dtypes, strict=True)
         dtypes = [compute_dtype or stored for compute_dtype, stored in pairs]
-        counts = counts or [1] * len(dtypes)
+        # Which of the direct parameters are cast
+        casts = [k for k, (_, i) in enumerate(direct) if dtypes[i] != stored_dtypes[i]]
+        self.direct_casts, counts = casts, counts or [1] * len(dtypes)
         # Fields of the gather's result, which have a list for each parameter
         self.dtypes, self.numels = _group(dtypes, counts), _group(numels, counts)
         is_mixed = any(d != self.dtypes[0] for d in self.dtypes)

@@ -375,17 +375,14 @@ class FSDPParamGroup(PluginNames):
         self._all_gather_result = self._all_gather_group = None
 
     def _can_gather_directly(self) -> bool:
-        """Whether nobody replaces a step, or frees the memory elsewhere."""
-        keeps = (
-            releases.FOLLOWS_GRAD_DTYPE  # since 2.15 storage may outlive resharding
-            and any(p.keep_unsharded_storage for p in self.fsdp_params)
-        )
+        """Whether nobody replaces a step, frees memory elsewhere, or keeps it (2.15)."""
+        params: list[Any] = self.fsdp_params if releases.FOLLOWS_GRAD_DTYPE else []
         return (
             type(self._all_gather_comm) is comms.DefaultAllGather
             and foreach_all_gather_copy_out is _OWN_COPY_OUT
             and self._all_gather_output_fn is _default_all_gather_output_fn
             and not self._use_post_forward_mesh
-            and not keeps
+            and not any(p.keep_unsharded_storage for p in params)
         )
 
     @releases.not_type_checked
