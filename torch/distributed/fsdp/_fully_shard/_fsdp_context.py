@@ -234,7 +234,7 @@ class FSDPCommContext:
         # Buckets may share an input or a buffer, which the last of them uses last
         scattered = [r for r in results if r.reduce_scatter_input is not None]
         if scattered:
-            inputs = dict.fromkeys(r.reduce_scatter_input for r in scattered)
+            inputs: Any = dict.fromkeys(r.reduce_scatter_input for r in scattered)
             event = scattered[-1].reduce_scatter_event
             held = (*inputs, *direct_inputs), event, current_stream, group
             self.reduce_scatter_states.append(ReduceScatterState(*held))
