@@ -221,6 +221,17 @@ class TestCoalesced(FSDPProcessTest):
             self.assertEqual(gathers > 0, change == "exchange", change)
             self.assertEqual(reductions > 0, change in ("comm", "mesh"), change)
 
+    @parametrize("compute_dtype", [None, torch.bfloat16])
+    def test_the_size_may_change_between_steps(self, compute_dtype: Any) -> None:
+        x = random_input(3, DIM, seed=self.rank).requires_grad_()
+        policy = MixedPrecisionPolicy(compute_dtype)
+        model, expected = make(mp_policy=policy), make(mp_policy=policy)(x)
+        for min_nbytes in (SOME_NBYTES, 0, None, SOME_NBYTES):
+            set_coalesced_collectives(model, min_nbytes)
+            output = model(x)
+            self.assertEqual(output, expected, atol=0, rtol=0)
+            output.float().sum().backward()
+
     # Memory #
 
     def test_two_units_have_unsharded_memory(self) -> None:

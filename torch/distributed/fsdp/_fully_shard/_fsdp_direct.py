@@ -25,7 +25,6 @@ compute has waited for the reduction, as any input of a reduce-scatter.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import is_
 from typing import Any
 
 import torch
@@ -64,7 +63,6 @@ class DirectMemory:
         self.rotating: dict[int, torch.UntypedStorage] = {}
         # The outputs of the last plan's direct parameters, and what frees them
         self._plan: Any = None
-        self._lists: list[list[torch.Tensor]] = []
         self._outputs: list[torch.Tensor] = []
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
 
@@ -94,18 +92,17 @@ class DirectMemory:
     def _get_outputs(
         self, fsdp_params: Sequence[Any], plan: Any, world_size: int, device: Any
     ) -> list[torch.Tensor]:
-        """Returns the outputs of direct parameters, made anew if any was replaced."""
-        lists = [fsdp_params[i].all_gather_outputs for i, _ in plan.direct]
-        if self._plan is plan and all(map(is_, lists, self._lists)):
+        """Returns the outputs of direct parameters, made when their plan is new."""
+        if self._plan is plan:
             return self._outputs
         with torch.inference_mode(False):  # see `wait_for_unshard`
             for i, _ in plan.direct:
                 inputs = plan.numels[i], plan.dtypes[i]
                 fsdp_params[i].init_all_gather_outputs(*inputs, world_size, device)
         self._plan = plan
-        self._lists = [fsdp_params[i].all_gather_outputs for i, _ in plan.direct]
+        outputs = [fsdp_params[i].all_gather_outputs[0] for i, _ in plan.direct]
         # These do not share the outputs' version, see `_view_outputs`
-        self._outputs = [output.data for (output,) in self._lists]
+        self._outputs = [output.data for output in outputs]
         self._storages = [(t.untyped_storage(), t.nbytes) for t in self._outputs]
         return self._outputs
 
