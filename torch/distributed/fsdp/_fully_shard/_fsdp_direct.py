@@ -53,6 +53,13 @@ def can_be_direct(
     return size.numel() * dtype.itemsize >= max(min_nbytes, 1)
 
 
+def alloc_storages(storages: Sequence[tuple[torch.UntypedStorage, int]]) -> None:
+    """Gives freed storages, each with its number of bytes, their memory back."""
+    for storage, nbytes in storages:
+        if storage.nbytes() != nbytes:
+            storage.resize_(nbytes)
+
+
 class DirectMemory:
     """The unsharded memory of a group's direct parameters, while it is allocated."""
 
@@ -82,9 +89,7 @@ class DirectMemory:
         outputs = self._get_outputs(fsdp_params, plan, world_size, device)
         if self.rotating:
             return outputs, [*map(torch.empty_like, outputs)]
-        for storage, nbytes in self._storages:
-            if storage.nbytes() != nbytes:
-                storage.resize_(nbytes)
+        alloc_storages(self._storages)
         if rotates:
             self.rotating = {storage._cdata: storage for storage, _ in self._storages}
         return outputs, outputs

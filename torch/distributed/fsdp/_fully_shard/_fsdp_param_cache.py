@@ -18,7 +18,7 @@ import torch
 
 from . import _fsdp_layout as layouts
 from . import _fsdp_registrations as registrations
-from ._fsdp_direct import can_be_direct, DirectMemory
+from ._fsdp_direct import alloc_storages, can_be_direct, DirectMemory
 from ._fsdp_errors import note_extension
 from ._fsdp_param import FSDPParam, ShardedState
 from ._fsdp_releases import FOLLOWS_GRAD_DTYPE
@@ -235,9 +235,7 @@ class ParamGroupCache:
     ) -> GatherOutputs:
         """Makes the all-gather outputs, or gives them their storage back."""
         if (outputs := self.outputs) is not None:
-            for storage, nbytes in outputs.storages:
-                if storage.nbytes() != nbytes:
-                    storage.resize_(nbytes)
+            alloc_storages(outputs.storages)
             return outputs
         for fsdp_param, *sizes in zip(self.fsdp_params, numels, dtypes, strict=True):
             fsdp_param.init_all_gather_outputs(*sizes, world_size, device)

@@ -337,10 +337,11 @@ def _copy_in_joined(reduction: Reduction, parts: Sequence[BucketGrads]) -> None:
             tensors += [g.unsqueeze(-1).view(dtype) if is_viewed else g for g in grads]
     if are_chunked:
         foreach_reduce_scatter_copy_in(tensors, buffer.view(dtype), world_size)
-    columns = _view_columns(buffer, layout, world_size)
-    for part, rows in zip(parts, columns, strict=True):
-        if not are_chunked:
+    else:
+        columns = _view_columns(buffer, layout, world_size)
+        for part, rows in zip(parts, columns, strict=True):
             copy_in_grads(part.bucket, part.unsharded_grads, rows)
+    for part in parts:
         part.reduce_scatter_input = buffer
         part.unsharded_grads.clear()
 
