@@ -65,7 +65,7 @@ test-tools: for-tests  ## run the tests of set-up, wheels, overlays and benchmar
 	@$(PYTEST) $(or $(ARGS),$(SIDE_BY_SIDE) -m tools test)
 
 # Their files are not called test_*.py, so that `make test` does not collect them.
-CLIENTS = test/distributed/_composable/fsdp/fsdp_clients/with_*.py
+CLIENTS = test/distributed/_composable/fsdp/fsdp_helpers/clients/with_*.py
 clients: python  ## train with torchtitan, trl, torchao, lightning and others (ARGS=...)
 	@$(SETUP) setup dev models clients
 	@PYTHONPYCACHEPREFIX="$$PWD/build/pycache" PYTHONDONTWRITEBYTECODE= \

@@ -101,8 +101,10 @@ def chosen() -> list[dict[str, Any]]:
 
 def text_of(test: str) -> str:  # with the packages that it names
     text = (ROOT / TESTS / test).read_text()
-    for folder in {*re.findall(r"\bfsdp_\w+", text)} - {"fsdp_common"}:
-        text += "".join(p.read_text() for p in (ROOT / TESTS / folder).glob("*.py"))
+    for name in {*re.findall(r"\bfsdp_helpers\W(\w+)", text)} - {"common"}:
+        helpers = ROOT / TESTS / "fsdp_helpers"
+        files = [*helpers.glob(f"{name}.py"), *helpers.glob(f"{name}/*.py")]
+        text += "".join(path.read_text() for path in files)
     return text
 
 

@@ -386,7 +386,7 @@ def record(site: Path, root: Path = ROOT) -> str:
 TESTS = "test/distributed/_composable/fsdp"
 COMMIT_BRANCH = "fsdp2-mixed-dtype"
 # What tests of what is here alone, set-up and tools, examples, pages, have in them
-STAYS_HERE = re.compile(r'fsdp_build|fsdp_clients|REPO_ROOT|"(docs|examples)"')
+STAYS_HERE = re.compile(r'fsdp_helpers\W(build|clients)\b|REPO_ROOT|"(docs|examples)"')
 # Upstream has a test of this name, which stays; ours stands beside it
 LAID_AS = {
     f"{TESTS}/test_fully_shard_comm.py": f"{TESTS}/test_fully_shard_mixed_comm.py",
@@ -399,7 +399,7 @@ def files_to_lay(root: Path = ROOT) -> dict[str, Path]:
     return {
         LAID_AS.get(path, path): source
         for path, source in files.items()
-        if not re.search("/fsdp_(build|clients)/", path)
+        if not re.search("/fsdp_helpers/(build|clients)/", path)
         and not ("/test_" in path and STAYS_HERE.search(source.read_text()))
     }
 

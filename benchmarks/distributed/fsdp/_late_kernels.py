@@ -18,8 +18,8 @@ from _models import digest_of
 from _ratios import exact_row, Row
 from _sides import Side, SideError
 
-from fsdp_late_device.operators import is_view
-from fsdp_late_device.schedules import KINDS, Kit, SCHEDULES
+from fsdp_helpers.late_device.operators import is_view
+from fsdp_helpers.late_device.schedules import KINDS, Kit, SCHEDULES
 
 import torch
 import torch.distributed as dist

@@ -31,7 +31,7 @@ from _models import (
 from _ratios import alternate, Comparison, Group, Row, Samples, Subject
 from _sides import Side
 
-from fsdp_clients.half_products import widen_half_products
+from fsdp_helpers.clients.half_products import widen_half_products
 
 import torch
 import torch.distributed as dist

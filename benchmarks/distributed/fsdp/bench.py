@@ -46,7 +46,7 @@ try:
     from _ratios import Row, stop, table
     from _sides import find_release, Side, SideError, TREE_ROOT
 
-    from fsdp_clients.half_products import slow_dtypes
+    from fsdp_helpers.clients.half_products import slow_dtypes
 
     import torch
 except ImportError as missing:

@@ -5,7 +5,7 @@
 the dtypes that it has.
 
 ``accelerate`` chooses FSDP where there is an accelerator, and DDP on a CPU. Here a
-CPU run is told to be FSDP, see ``fsdp_clients/common.py``; all that follows, from
+CPU run is told to be FSDP, see ``fsdp_helpers/clients/common.py``; all that follows, from
 ``prepare`` to the optimizer step, is the code that runs on an accelerator.
 """
 
@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 
-from fsdp_clients.common import as_launched, ClientTest, fsdp_accelerator
-from fsdp_clients.one_process import make_optimizer, OneProcess
-from fsdp_clients.real_models import causal_loss, needs, token_batches
-from fsdp_clients.tiny_models import TINY_MODELS
-from fsdp_common.utils import DEVICE_TYPE
+from fsdp_helpers.clients.common import as_launched, ClientTest, fsdp_accelerator
+from fsdp_helpers.clients.one_process import make_optimizer, OneProcess
+from fsdp_helpers.clients.real_models import causal_loss, needs, token_batches
+from fsdp_helpers.clients.tiny_models import TINY_MODELS
+from fsdp_helpers.common.utils import DEVICE_TYPE
 
 import torch
 import torch.nn as nn

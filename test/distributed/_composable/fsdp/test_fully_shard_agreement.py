@@ -4,7 +4,7 @@
 Ranks that lay a unit out differently, or reduce other gradients of it, are found before
 the unit sends anything, and every one of them raises. Ranks that agree pay one small
 collective for each unit, once, and no correct program waits for it. Where ranks drift
-apart later (``fsdp_drift/cases.py``), all raise if they always compare, and else no rank
+apart later (``fsdp_helpers/drift.py``), all raise if they always compare, and else no rank
 goes on with a wrong gradient.
 """
 
@@ -23,8 +23,8 @@ from itertools import product
 from typing import Any, NamedTuple
 from unittest import mock
 
-from fsdp_common.run_forked import run_forked
-from fsdp_common.utils import (
+from fsdp_helpers.common.run_forked import run_forked
+from fsdp_helpers.common.utils import (
     DeviceFreeTest,
     FakeGroupTest,
     FSDPProcessTest,
@@ -36,7 +36,7 @@ from fsdp_common.utils import (
     shard_mesh,
     WORLD_SIZE,
 )
-from fsdp_drift.cases import CASES, Chain, ODD, Rank, Scales, SHORT_TIME_LIMIT
+from fsdp_helpers.drift import CASES, Chain, ODD, Rank, Scales, SHORT_TIME_LIMIT
 
 import torch
 import torch.distributed as dist
@@ -608,7 +608,7 @@ class TestRanksDriftApart(DeviceFreeTest):
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
-        cls.found = json.loads(run_forked("fsdp_drift.cases").splitlines()[-1])
+        cls.found = json.loads(run_forked("fsdp_helpers.drift").splitlines()[-1])
 
     @parametrize("name", CASES)
     def test_no_rank_goes_on(self, name: str) -> None:

@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-import fsdp_build  # noqa: F401
+import fsdp_helpers.build  # noqa: F401
 
 from torch.testing._internal.common_utils import run_tests, TestCase
 

@@ -15,16 +15,16 @@ from unittest import mock
 
 import pytest
 
-from fsdp_common.comms import BF16, FP8, FP32, FP64
-from fsdp_common.release_rules import FOLLOWS_GRAD_DTYPE
-from fsdp_common.utils import (
+from fsdp_helpers.common.comms import BF16, FP8, FP32, FP64
+from fsdp_helpers.common.release_rules import FOLLOWS_GRAD_DTYPE
+from fsdp_helpers.common.utils import (
     FakeGroupTest,
     FSDPProcessTest,
     shard_blocks,
     shard_mesh,
 )
-from fsdp_parity.models import Extended
-from fsdp_wrong_uses.cases import CASES, DIM, OwnReduction, Run, Scaled
+from fsdp_helpers.parity.models import Extended
+from fsdp_helpers.wrong_uses import CASES, DIM, OwnReduction, Run, Scaled
 
 import torch
 import torch._dynamo

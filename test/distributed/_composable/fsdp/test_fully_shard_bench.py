@@ -17,8 +17,8 @@ from unittest import mock
 
 import pytest
 
-from fsdp_common.release_rules import FOLLOWS_GRAD_DTYPE
-from fsdp_common.utils import (
+from fsdp_helpers.common.release_rules import FOLLOWS_GRAD_DTYPE
+from fsdp_helpers.common.utils import (
     DeviceFreeTest,
     RELEASE_ROOT,
     REPO_ROOT,

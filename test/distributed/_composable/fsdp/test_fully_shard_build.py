@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_build import REPOSITORY
-from fsdp_build.utils import (
+from fsdp_helpers.build import REPOSITORY
+from fsdp_helpers.build.utils import (
     ADDED,
     BESIDE,
     make_clone,

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from fsdp_common.utils import (
+from fsdp_helpers.common.utils import (
     FSDPProcessTest,
     hybrid_mesh,
     mixed_model,

@@ -18,15 +18,15 @@ from unittest import mock
 
 import pytest
 
-from fsdp_common.utils import (
+from fsdp_helpers.common.utils import (
     BACKEND,
     DEVICE_TYPE,
     FSDPProcessTest,
     random_input,
     shard_blocks,
 )
-from fsdp_parity.models import mixed_tower
-from fsdp_parity.modes import differing, Record, train_with
+from fsdp_helpers.parity.models import mixed_tower
+from fsdp_helpers.parity.modes import differing, Record, train_with
 
 import torch
 import torch.distributed as dist
@@ -47,7 +47,7 @@ from torch.testing._internal.common_utils import (
 
 pytestmark = pytest.mark.timeout(600)
 
-# Of `fsdp_parity/modes.py`, what random cases do not do
+# Of `fsdp_helpers/parity/modes.py`, what random cases do not do
 CASES = (
     "uniform backward_twice",
     "uniform given_up_twice",

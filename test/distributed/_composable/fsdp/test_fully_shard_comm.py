@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_common.comms import (
+from fsdp_helpers.common.comms import (
     BF16,
     FP16,
     FP32,
@@ -22,8 +22,8 @@ from fsdp_common.comms import (
     Spec,
     Weighted,
 )
-from fsdp_common.release_rules import compute_dtype, reduce_dtype, reduce_dtypes
-from fsdp_common.utils import (
+from fsdp_helpers.common.release_rules import compute_dtype, reduce_dtype, reduce_dtypes
+from fsdp_helpers.common.utils import (
     Collective,
     DEVICE_TYPE,
     FSDPProcessTest,

@@ -5,7 +5,7 @@
 compiler, pipelining, the memory tracker, logging, copying and saving, and what the rest
 of torch, its tests and vendors use of FSDP's modules.
 
-``fsdp_composition/scenarios.py`` runs on four ranks and ``contract.py`` in one process,
+``fsdp_helpers/composition/scenarios.py`` runs on four ranks and ``contract.py`` in one process,
 each on the release and on this branch. Units of one dtype come to the same as in the
 release; units of several dtypes come to the same as one unit of the release for each
 dtype, in numbers, and to the same as units of one dtype in everything else.
@@ -21,11 +21,11 @@ from typing import Any
 
 import pytest
 
-from fsdp_common.run_both import check_torch
-from fsdp_common.run_forked import run_forked
-from fsdp_common.scenario_test import ScenarioTest
-from fsdp_common.utils import DeviceFreeTest, run_python
-from fsdp_composition.scenarios import PATCHES, SCENARIOS
+from fsdp_helpers.common.run_both import check_torch
+from fsdp_helpers.common.run_forked import run_forked
+from fsdp_helpers.common.scenario_test import ScenarioTest
+from fsdp_helpers.common.utils import DeviceFreeTest, run_python
+from fsdp_helpers.composition.scenarios import PATCHES, SCENARIOS
 
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.timeout(600)
 
 @instantiate_parametrized_tests
 class TestComposition(ScenarioTest):
-    script = "fsdp_composition.scenarios"
+    script = "fsdp_helpers.composition.scenarios"
 
     @parametrize("name", SCENARIOS.names(is_on_release=True))
     def test_equals_the_release(self, name: str) -> None:
@@ -130,7 +130,7 @@ class TestContract(DeviceFreeTest):
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
-        script = "fsdp_composition.contract"
+        script = "fsdp_helpers.composition.contract"
         printed = run_python("-m", script, on_release=True), run_forked(script)
         cls.release, cls.branch = (json.loads(t.splitlines()[-1]) for t in printed)
         check_torch(cls.release["torch"], on_release=True)

@@ -14,10 +14,10 @@ from unittest import mock
 
 import pytest
 
-from fsdp_common.comms import count_operators
-from fsdp_common.release_rules import FOLLOWS_GRAD_DTYPE
-from fsdp_common.run_both import check_torch
-from fsdp_common.utils import DeviceFreeTest, op_name, run_python
+from fsdp_helpers.common.comms import count_operators
+from fsdp_helpers.common.release_rules import FOLLOWS_GRAD_DTYPE
+from fsdp_helpers.common.run_both import check_torch
+from fsdp_helpers.common.utils import DeviceFreeTest, op_name, run_python
 
 import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_scaling as scaling

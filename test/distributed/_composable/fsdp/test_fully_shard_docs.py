@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-import fsdp_build  # noqa: F401
-import fsdp_clients.real_models  # noqa: F401
-from fsdp_common.utils import DeviceFreeTest, FakeGroupTest
+import fsdp_helpers.build
+import fsdp_helpers.clients.real_models  # noqa: F401
+from fsdp_helpers.common.utils import DeviceFreeTest, FakeGroupTest
 
 import torch
 import torch.distributed.fsdp as fsdp

@@ -21,9 +21,9 @@ from unittest import mock
 
 import pytest
 
-from fsdp_common.comms import backward, BF16, FP16, FP32, GivenGrads, mesh_of
-from fsdp_common.parity_layers import loss_of
-from fsdp_common.utils import (
+from fsdp_helpers.common.comms import backward, BF16, FP16, FP32, GivenGrads, mesh_of
+from fsdp_helpers.common.parity_layers import loss_of
+from fsdp_helpers.common.utils import (
     DEVICE_TYPE,
     FakeGroupTest,
     FSDPProcessTest,
@@ -32,10 +32,10 @@ from fsdp_common.utils import (
     shard_mesh,
     WORLD_SIZE,
 )
-from fsdp_common.utils import shard_blocks as shard_layers
-from fsdp_parity.models import extended_stack, Fp8, mixed_tower, Tower
-from fsdp_parity.modes import prefetch_explicitly, shard_blocks, units_of
-from fsdp_parity.reference import SideBySide
+from fsdp_helpers.common.utils import shard_blocks as shard_layers
+from fsdp_helpers.parity.models import extended_stack, Fp8, mixed_tower, Tower
+from fsdp_helpers.parity.modes import prefetch_explicitly, shard_blocks, units_of
+from fsdp_helpers.parity.reference import SideBySide
 
 import torch
 import torch.distributed as dist

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 
-from fsdp_common.comms import (
+from fsdp_helpers.common.comms import (
     as_bytes,
     BF16,
     count_operators,
@@ -28,8 +28,8 @@ from fsdp_common.comms import (
     Spec,
     ThreadTest,
 )
-from fsdp_common.release_rules import reduce_dtype_of_grad
-from fsdp_common.utils import FakeGroupTest, random_input, THREAD_DEVICE_TYPE
+from fsdp_helpers.common.release_rules import reduce_dtype_of_grad
+from fsdp_helpers.common.utils import FakeGroupTest, random_input, THREAD_DEVICE_TYPE
 
 import torch
 import torch.distributed as dist

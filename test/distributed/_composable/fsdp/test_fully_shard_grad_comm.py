@@ -28,7 +28,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_common.comms import (
+from fsdp_helpers.common.comms import (
     BF16,
     FP16,
     FP32,
@@ -40,15 +40,15 @@ from fsdp_common.comms import (
     ThreadTest,
     Weighted,
 )
-from fsdp_common.utils import (
+from fsdp_helpers.common.utils import (
     CollectiveRecorder,
     FakeGroupTest,
     record_collectives,
     run_python,
     THREAD_DEVICE_TYPE,
 )
-from fsdp_parity.memory import peak_nbytes, peak_nbytes_of
-from fsdp_wrong_uses.cases import OwnReduction
+from fsdp_helpers.parity.memory import peak_nbytes, peak_nbytes_of
+from fsdp_helpers.wrong_uses import OwnReduction
 
 import torch
 import torch.distributed as dist

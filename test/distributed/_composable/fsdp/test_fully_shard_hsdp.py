@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from fsdp_common.comms import (
+from fsdp_helpers.common.comms import (
     backward,
     BF16,
     FP16,
@@ -25,19 +25,19 @@ from fsdp_common.comms import (
     integers,
     mesh_of,
 )
-from fsdp_common.release_rules import (
+from fsdp_helpers.common.release_rules import (
     FOLLOWS_GRAD_DTYPE,
     REDUCE_ARGUMENTS,
     REDUCE_KEYWORDS,
 )
-from fsdp_common.utils import (
+from fsdp_helpers.common.utils import (
     DEVICE_TYPE,
     FakeGroupTest,
     FSDPProcessTest,
     hybrid_mesh,
     record_collectives,
 )
-from fsdp_plugins.later_releases import with_a_row_more
+from fsdp_helpers.plugins.later_releases import with_a_row_more
 
 import torch
 import torch.nn as nn

@@ -13,9 +13,9 @@ import unittest
 from pathlib import Path
 from unittest import mock
 
-from fsdp_common import kept
-from fsdp_common.run_forked import run_forked
-from fsdp_common.utils import DeviceFreeTest
+from fsdp_helpers.common import kept
+from fsdp_helpers.common.run_forked import run_forked
+from fsdp_helpers.common.utils import DeviceFreeTest
 
 import torch
 from torch.testing._internal.common_utils import run_tests

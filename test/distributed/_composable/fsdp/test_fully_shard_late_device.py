@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from fsdp_common.utils import DeviceFreeTest
-from fsdp_late_device.check import check
-from fsdp_late_device.record import Rank
+from fsdp_helpers.common.utils import DeviceFreeTest
+from fsdp_helpers.late_device.check import check
+from fsdp_helpers.late_device.record import Rank
 
 import torch
 import torch.distributed as dist

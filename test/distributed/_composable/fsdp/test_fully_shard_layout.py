@@ -13,8 +13,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fsdp_common.comms import as_bytes, BF16, count_operators, FP8, FP16, FP32, FP64
-from fsdp_common.utils import DeviceFreeTest
+from fsdp_helpers.common.comms import (
+    as_bytes,
+    BF16,
+    count_operators,
+    FP8,
+    FP16,
+    FP32,
+    FP64,
+)
+from fsdp_helpers.common.utils import DeviceFreeTest
 
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_copies import (

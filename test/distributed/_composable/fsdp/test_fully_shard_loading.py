@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from fsdp_common.utils import DeviceFreeTest, FakeGroupTest, run_python
+from fsdp_helpers.common.utils import DeviceFreeTest, FakeGroupTest, run_python
 
 import torch
 import torch.nn as nn

@@ -11,7 +11,7 @@ import os
 
 import pytest
 
-from fsdp_common.utils import DeviceFreeTest, run_python
+from fsdp_helpers.common.utils import DeviceFreeTest, run_python
 
 from torch.testing._internal.common_utils import run_tests
 
@@ -27,7 +27,7 @@ MAX_GROWTH_NBYTES = 16 * 2**10
 
 class TestGrowth(DeviceFreeTest):
     def test_steps_and_models_leave_nothing_behind(self) -> None:
-        args = ("-m", "fsdp_random.growth", str(STEPS))
+        args = ("-m", "fsdp_helpers.random.growth", str(STEPS))
         printed = run_python(*args, timeout=1200 + 2 * STEPS)
         modes = json.loads(printed.splitlines()[-1])
         self.assertGreater(len(modes), 0)

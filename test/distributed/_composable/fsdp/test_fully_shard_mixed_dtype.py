@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from fsdp_common.parity_layers import BF16, FP32, loss_of
-from fsdp_common.utils import (
+from fsdp_helpers.common.parity_layers import BF16, FP32, loss_of
+from fsdp_helpers.common.utils import (
     FSDPProcessTest,
     linear_stack,
     record_collectives,
     shard_blocks,
     shard_mesh,
 )
-from fsdp_parity.models import batch_of, DIM, FP16
-from fsdp_parity.modes import shard_last_dim
+from fsdp_helpers.parity.models import batch_of, DIM, FP16
+from fsdp_helpers.parity.modes import shard_last_dim
 
 import torch
 import torch.nn as nn

@@ -3,7 +3,7 @@
 """
 Models of ``transformers``, ``peft`` and ``diffusers`` in the dtypes that they themselves
 ask for, sharded by layer with plain ``fully_shard``, each step beside one process: the
-rows of ``fsdp_clients/tiny_models.py``. ``fsdp_clients/one_process.py`` says what of a
+rows of ``fsdp_helpers/clients/tiny_models.py``. ``fsdp_helpers/clients/one_process.py`` says what of a
 step must equal one process, and how closely. One also with transformers' own
 ``DistributedConfig``.
 """
@@ -21,11 +21,11 @@ from unittest import mock
 
 import pytest
 
-from fsdp_clients import real_models
-from fsdp_clients.common import ClientTest
-from fsdp_clients.real_models import needs
-from fsdp_clients.tiny_models import TINY_MODELS, TinyModel
-from fsdp_common.utils import (
+from fsdp_helpers.clients import real_models
+from fsdp_helpers.clients.common import ClientTest
+from fsdp_helpers.clients.real_models import needs
+from fsdp_helpers.clients.tiny_models import TINY_MODELS, TinyModel
+from fsdp_helpers.common.utils import (
     CollectiveRecorder,
     DeviceFreeTest,
     record_collectives,

@@ -16,7 +16,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from fsdp_common.utils import FakeGroupTest
+from fsdp_helpers.common.utils import FakeGroupTest
 
 import torch
 import torch.nn as nn

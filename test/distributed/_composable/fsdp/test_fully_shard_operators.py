@@ -9,7 +9,7 @@ looks for observers, for whom alone it calls them. Schemas are in
 from typing import Any
 from unittest import mock
 
-from fsdp_common.utils import DeviceFreeTest, FakeGroupTest
+from fsdp_helpers.common.utils import DeviceFreeTest, FakeGroupTest
 
 import torch
 import torch.nn as nn

@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from fsdp_common.utils import (
+from fsdp_helpers.common.utils import (
     FSDPProcessTest,
     hybrid_mesh,
     linear_stack,

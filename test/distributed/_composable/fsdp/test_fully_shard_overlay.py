@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_build import REPOSITORY
-from fsdp_build.utils import (
+from fsdp_helpers.build import REPOSITORY
+from fsdp_helpers.build.utils import (
     ADDED,
     BESIDE,
     commit_all,
@@ -32,7 +32,7 @@ from fsdp_build.utils import (
     VERSION,
     write,
 )
-from fsdp_common.utils import RELEASE_ROOT
+from fsdp_helpers.common.utils import RELEASE_ROOT
 
 from tools.overlay import (
     COMMIT_BRANCH,
@@ -351,7 +351,7 @@ class TestCheckout(ScratchTestCase):
             text = source.read_text()
             if "/test_" in path:
                 self.assertTrue(text.startswith(OWNER), path)
-            self.assertNotRegex(text, "fsdp_build|fsdp_clients|from tools", path)
+            self.assertNotRegex(text, "fsdp_helpers\\W(build|clients)|from tools", path)
 
 
 instantiate_parametrized_tests(TestRefusals)

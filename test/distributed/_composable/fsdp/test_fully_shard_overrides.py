@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fsdp_common.comms import (
+from fsdp_helpers.common.comms import (
     backward,
     BF16,
     FP16,
@@ -23,14 +23,14 @@ from fsdp_common.comms import (
     GivenGrads,
     group_of,
 )
-from fsdp_common.release_rules import reduce_dtype, summed_apart_dtype
-from fsdp_common.utils import (
+from fsdp_helpers.common.release_rules import reduce_dtype, summed_apart_dtype
+from fsdp_helpers.common.utils import (
     FakeGroupTest,
     FSDPThreadTest,
     record_collectives,
     THREAD_DEVICE_TYPE,
 )
-from fsdp_parity.models import HighLow
+from fsdp_helpers.parity.models import HighLow
 
 import torch
 import torch.nn as nn

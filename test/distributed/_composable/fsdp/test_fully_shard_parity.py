@@ -6,7 +6,7 @@ seeds and batches. Units of one dtype keep the release's bits, order of steps an
 collectives. Units of several have the bits of one unit of the release for each dtype,
 or for each policy, and the order of a uniform unit.
 
-What is run is in ``fsdp_parity/run.py``.
+What is run is in ``fsdp_helpers/parity/run.py``.
 """
 
 import itertools
@@ -15,12 +15,17 @@ from typing import Any
 
 import pytest
 
-from fsdp_common.release_rules import FOLLOWS_GRAD_DTYPE
-from fsdp_common.run_forked import run_forked
-from fsdp_common.scenario_test import ScenarioTest
-from fsdp_common.scenarios import RANKS
-from fsdp_common.utils import DeviceFreeTest, FakeGroupTest, run_python, shard_blocks
-from fsdp_parity.memory import (
+from fsdp_helpers.common.release_rules import FOLLOWS_GRAD_DTYPE
+from fsdp_helpers.common.run_forked import run_forked
+from fsdp_helpers.common.scenario_test import ScenarioTest
+from fsdp_helpers.common.scenarios import RANKS
+from fsdp_helpers.common.utils import (
+    DeviceFreeTest,
+    FakeGroupTest,
+    run_python,
+    shard_blocks,
+)
+from fsdp_helpers.parity.memory import (
     FOUR,
     FP16,
     MIXED,
@@ -30,10 +35,17 @@ from fsdp_parity.memory import (
     UNALIGNED,
     UNIFORM,
 )
-from fsdp_parity.models import BF16, Extended, extended_stack, Fp8, FP32, HighLow
-from fsdp_parity.modes import STEPS
-from fsdp_parity.params import EXTENSIONS
-from fsdp_parity.run import CASES, KINDS
+from fsdp_helpers.parity.models import (
+    BF16,
+    Extended,
+    extended_stack,
+    Fp8,
+    FP32,
+    HighLow,
+)
+from fsdp_helpers.parity.modes import STEPS
+from fsdp_helpers.parity.params import EXTENSIONS
+from fsdp_helpers.parity.run import CASES, KINDS
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -70,7 +82,7 @@ def without_stale_prefetch(name: str, release: dict[str, Any]) -> dict[str, Any]
 
 
 class TestParity(ScenarioTest):
-    script = "fsdp_parity.run"
+    script = "fsdp_helpers.parity.run"
     in_halves = True
 
     # Whether what a case computes is right #
@@ -219,9 +231,9 @@ class TestMemory(DeviceFreeTest):
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
-        release = run_python("-m", "fsdp_parity.memory", on_release=True)
+        release = run_python("-m", "fsdp_helpers.parity.memory", on_release=True)
         mixed = ["--mixed"] if "mixed" in KINDS else []
-        branch = run_forked("fsdp_parity.memory", *mixed)
+        branch = run_forked("fsdp_helpers.parity.memory", *mixed)
         cls.release, cls.branch = (
             json.loads(t.splitlines()[-1]) for t in (release, branch)
         )

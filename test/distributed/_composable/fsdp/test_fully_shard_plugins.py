@@ -6,7 +6,7 @@ they read, write, call and replace. Under this branch a unit of one dtype gives 
 what it gives under the release, and what they replace is called as often. The same of
 what later releases than 2.13 added, and of mixed units what is said here.
 
-What is run is in ``fsdp_plugins/scenarios.py``, under both torches.
+What is run is in ``fsdp_helpers/plugins/scenarios.py``, under both torches.
 
 Runs with pytest, python or ``torchrun --nproc-per-node 4``.
 """
@@ -18,9 +18,9 @@ from itertools import chain
 
 import pytest
 
-from fsdp_common.release_rules import FOLLOWS_GRAD_DTYPE, HAS_SPMD_TYPES
-from fsdp_common.scenario_test import ScenarioTest
-from fsdp_plugins.scenarios import SCENARIOS
+from fsdp_helpers.common.release_rules import FOLLOWS_GRAD_DTYPE, HAS_SPMD_TYPES
+from fsdp_helpers.common.scenario_test import ScenarioTest
+from fsdp_helpers.plugins.scenarios import SCENARIOS
 
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -44,7 +44,7 @@ AS_PLAIN_SINCE_2_15 = [
 
 @instantiate_parametrized_tests
 class TestPlugins(ScenarioTest):
-    script = "fsdp_plugins.scenarios"
+    script = "fsdp_helpers.plugins.scenarios"
 
     @parametrize("name", SCENARIOS.names(is_on_release=True))
     def test_uniform_unit_does_as_the_release(self, name: str) -> None:
@@ -122,7 +122,7 @@ class TestPlugins(ScenarioTest):
 class TestMixedUnitsOf215(ScenarioTest):
     """What 2.15 added works in mixed units as in uniform ones."""
 
-    script = "fsdp_plugins.scenarios"
+    script = "fsdp_helpers.plugins.scenarios"
 
     def test_storage_is_kept_until_it_need_not_be(self) -> None:
         for results in self.results_of("mixed_storage_that_is_kept"):

@@ -17,9 +17,9 @@ from unittest import mock
 
 import pytest
 
-from fsdp_common.comms import BF16, FP8, FP16, FP32, FP64
-from fsdp_common.release_rules import reduce_dtype
-from fsdp_common.utils import DeviceFreeTest
+from fsdp_helpers.common.comms import BF16, FP8, FP16, FP32, FP64
+from fsdp_helpers.common.release_rules import reduce_dtype
+from fsdp_helpers.common.utils import DeviceFreeTest
 
 import torch
 import torch.nn as nn

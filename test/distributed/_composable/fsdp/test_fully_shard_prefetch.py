@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp_common.comms import BlocksTest, Checkpointed, group_of, mesh_of
-from fsdp_common.utils import (
+from fsdp_helpers.common.comms import BlocksTest, Checkpointed, group_of, mesh_of
+from fsdp_helpers.common.utils import (
     FakeGroupTest,
     linear_stack,
     mixed_model,

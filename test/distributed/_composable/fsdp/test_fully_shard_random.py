@@ -1,7 +1,7 @@
 # Owner(s): ["oncall: distributed"]
 """
 Random models, meshes, policies and schedules against what the gradients must be, see
-``fsdp_random/exact.py``. ``FSDP_RANDOM_CASES`` and ``FSDP_RANDOM_SEED`` choose another
+``fsdp_helpers/random/exact.py``. ``FSDP_RANDOM_CASES`` and ``FSDP_RANDOM_SEED`` choose another
 run than the one that is the same every time.
 """
 
@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 from hypothesis import given, HealthCheck, Phase, seed, settings, strategies
 
-from fsdp_common.utils import (
+from fsdp_helpers.common.utils import (
     DEVICE_TYPE,
     FSDPProcessTest,
     on_first_rank,
     WORLD_SIZE,
 )
-from fsdp_random.cases import Case, draw_case
-from fsdp_random.exact import check_case
+from fsdp_helpers.random.cases import Case, draw_case
+from fsdp_helpers.random.exact import check_case
 
 from torch.testing._internal.common_distributed import spawn_threads_and_init_comms
 from torch.testing._internal.common_utils import run_tests, TestCase

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from fsdp_common.utils import DEVICE_TYPE, FSDPProcessTest
+from fsdp_helpers.common.utils import DEVICE_TYPE, FSDPProcessTest
 
 import torch
 import torch.distributed as dist

@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 
-from fsdp_common.comms import (
+from fsdp_helpers.common.comms import (
     BF16,
     count_operators,
     FP16,
@@ -26,12 +26,12 @@ from fsdp_common.comms import (
     Spec,
     ThreadTest,
 )
-from fsdp_common.utils import (
+from fsdp_helpers.common.utils import (
     DeviceFreeTest,
     FakeGroupTest,
     record_collectives,
 )
-from fsdp_parity.comms import KeptScatter, SymmMemStub
+from fsdp_helpers.parity.comms import KeptScatter, SymmMemStub
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh

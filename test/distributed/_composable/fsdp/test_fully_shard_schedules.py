@@ -4,7 +4,7 @@
 Random schedules of training steps: a unit of one dtype has the bits, the collectives
 and the warnings of the release in each of them.
 
-What is run is in ``fsdp_random/beside_release.py``, under both torches.
+What is run is in ``fsdp_helpers/random/beside_release.py``, under both torches.
 
 [Note: What may be compared]
 Ranks may compare what they are about to do, with gathers of a few bytes, in the first
@@ -24,8 +24,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_common.scenario_test import ScenarioTest
-from fsdp_random.beside_release import ACTIONS, CASES, draw
+from fsdp_helpers.common.scenario_test import ScenarioTest
+from fsdp_helpers.random.beside_release import ACTIONS, CASES, draw
 
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -75,7 +75,7 @@ def new_patterns(number: int, steps: list[dict[str, Any]]) -> Iterator[int]:
 class TestSchedules(ScenarioTest):
     """Each schedule under the release and under this branch."""
 
-    script = "fsdp_random.beside_release"
+    script = "fsdp_helpers.random.beside_release"
 
     @parametrize("number", range(CASES))
     def test_is_as_with_the_release(self, number: int) -> None:

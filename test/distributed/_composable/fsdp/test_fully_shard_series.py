@@ -14,8 +14,8 @@ from unittest import mock
 
 import pytest
 
-from fsdp_build import REPOSITORY
-from fsdp_build.utils import git, ScratchTestCase, write
+from fsdp_helpers.build import REPOSITORY
+from fsdp_helpers.build.utils import git, ScratchTestCase, write
 
 from tools import series
 from tools.contract_diff import compare, PACKAGE

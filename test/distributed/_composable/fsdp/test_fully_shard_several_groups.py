@@ -24,7 +24,7 @@ from unittest import mock
 
 import pytest
 
-from fsdp_common.parity_layers import (
+from fsdp_helpers.common.parity_layers import (
     batch_of,
     BF16,
     FP32,
@@ -33,7 +33,7 @@ from fsdp_common.parity_layers import (
     Stack,
     stack,
 )
-from fsdp_common.utils import FSDPProcessTest, hybrid_mesh, shard_mesh
+from fsdp_helpers.common.utils import FSDPProcessTest, hybrid_mesh, shard_mesh
 
 import torch
 import torch.nn as nn

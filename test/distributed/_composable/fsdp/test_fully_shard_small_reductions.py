@@ -16,9 +16,9 @@ from unittest import mock, skipUnless
 
 import pytest
 
-from fsdp_common.comms import BlocksTest, Checkpointed, FP32, group_of, mesh_of
-from fsdp_common.release_rules import FOLLOWS_GRAD_DTYPE
-from fsdp_common.utils import (
+from fsdp_helpers.common.comms import BlocksTest, Checkpointed, FP32, group_of, mesh_of
+from fsdp_helpers.common.release_rules import FOLLOWS_GRAD_DTYPE
+from fsdp_helpers.common.utils import (
     BACKEND,
     DEVICE_TYPE,
     FakeGroupTest,
@@ -28,8 +28,8 @@ from fsdp_common.utils import (
     record_collectives,
     shard_blocks,
 )
-from fsdp_parity.memory import peak_nbytes
-from fsdp_parity.modes import differing, Record, train_with
+from fsdp_helpers.parity.memory import peak_nbytes
+from fsdp_helpers.parity.modes import differing, Record, train_with
 
 import torch
 import torch.nn as nn
@@ -58,7 +58,7 @@ BLOCKS, DIM = 3, 9
 # MiB: never reached, and one that a few buckets reach
 CAPS = {"at_the_end": 1.0, "now_and_then": 0.002}
 
-# Of `fsdp_parity/modes.py`, what random cases do not do to gradients
+# Of `fsdp_helpers/parity/modes.py`, what random cases do not do to gradients
 CASES = (
     "uniform root_only",
     "uniform group_run_in_part",
@@ -371,7 +371,7 @@ class TestSettings(FakeGroupTest):
         numels = [torch.Size(size).numel() * dtype.itemsize for size, dtype in specs]
         for mode in ({}, {"is_hybrid": True}, {"buffers": 2}):
             plain = peak_nbytes(specs, mode)
-            with mock.patch("fsdp_parity.memory.fully_shard", shard_and_cap):
+            with mock.patch("fsdp_helpers.parity.memory.fully_shard", shard_and_cap):
                 joined = peak_nbytes(specs, mode)
             # Two of three blocks' wait when the third's come
             self.assertLessEqual(joined, plain + 2 * sum(numels))

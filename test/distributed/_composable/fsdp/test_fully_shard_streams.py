@@ -2,7 +2,7 @@
 
 """
 Which stream waits for which: every schedule of ``fully_shard`` is recorded on one
-rank of :mod:`fsdp_late_device`, with units of one dtype and of several, and nothing
+rank of :mod:`fsdp_helpers.late_device`, with units of one dtype and of several, and nothing
 that it issues may use memory that something else uses without an order.
 
 Then each call in our modules that orders streams is left out, one at a time, as
@@ -22,13 +22,13 @@ from unittest import mock
 
 import pytest
 
-from fsdp_common.utils import DeviceFreeTest
-from fsdp_late_device.check import unordered
-from fsdp_late_device.devices import Event, Stream
-from fsdp_late_device.queues import Entry
-from fsdp_late_device.record import Rank
-from fsdp_late_device.schedules import KINDS, Kit, record, SCHEDULES
-from fsdp_late_device.sites import find_sites, MODULES
+from fsdp_helpers.common.utils import DeviceFreeTest
+from fsdp_helpers.late_device.check import unordered
+from fsdp_helpers.late_device.devices import Event, Stream
+from fsdp_helpers.late_device.queues import Entry
+from fsdp_helpers.late_device.record import Rank
+from fsdp_helpers.late_device.schedules import KINDS, Kit, record, SCHEDULES
+from fsdp_helpers.late_device.sites import find_sites, MODULES
 
 import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group

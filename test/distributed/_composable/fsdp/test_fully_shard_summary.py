@@ -13,9 +13,9 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from fsdp_common.comms import BF16, FP16, FP32, FP64, mesh_of
-from fsdp_common.release_rules import reduce_dtype
-from fsdp_common.utils import (
+from fsdp_helpers.common.comms import BF16, FP16, FP32, FP64, mesh_of
+from fsdp_helpers.common.release_rules import reduce_dtype
+from fsdp_helpers.common.utils import (
     CastLinear,
     FakeGroupTest,
     FSDPThreadTest,
@@ -23,7 +23,7 @@ from fsdp_common.utils import (
     record_collectives,
     shard_blocks,
 )
-from fsdp_parity.models import Fp8
+from fsdp_helpers.parity.models import Fp8
 
 import torch
 import torch.nn as nn

@@ -1,1 +1,0 @@
-"""What the tests of ranks that drift apart run."""

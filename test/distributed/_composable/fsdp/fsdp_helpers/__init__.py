@@ -1,0 +1,1 @@
+"""What the tests share: ranks, models, the release beside the branch, a late device."""

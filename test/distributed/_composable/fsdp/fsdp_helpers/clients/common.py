@@ -1,0 +1,96 @@
+"""What the tests of clients share."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import fsdp_helpers.clients.real_models  # noqa: F401
+from fsdp_helpers.clients.one_process import Difference, OneProcess
+from fsdp_helpers.common.utils import (
+    DEVICE_TYPE,
+    FSDPProcessTest,
+    LAUNCHED_RANK,
+    WORLD_SIZE,
+)
+
+import torch
+from torch import nn
+
+
+@contextlib.contextmanager
+def as_launched(rank: int, ranks: int) -> Iterator[None]:
+    """Lets a client find this test's processes as those of torchrun."""
+    environment = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "GROUP_RANK": 0,
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": 0,
+        "OMP_NUM_THREADS": 1,
+        "TORCHELASTIC_RUN_ID": "none",
+    }
+    as_text = {name: str(value) for name, value in environment.items()}
+    with mock.patch.dict(os.environ, as_text):
+        yield
+
+
+def fsdp_accelerator(**kwargs: Any) -> Any:
+    """Returns an ``accelerate.Accelerator`` that shards, on a CPU as well."""
+    from accelerate import Accelerator, DistributedType, PartialState
+
+    accelerator = Accelerator(**kwargs)
+    if DEVICE_TYPE == "cpu":
+        # What AcceleratorState does itself where there is an accelerator
+        for state in (PartialState(), accelerator.state):
+            state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = plugin = kwargs["fsdp_plugin"]
+        if kwargs.get("mixed_precision") == "bf16":
+            plugin.set_mixed_precision("bf16")
+    return accelerator
+
+
+class ClientTest(FSDPProcessTest):
+    world_size = 2 if LAUNCHED_RANK is None else WORLD_SIZE
+
+    def check_steps(
+        self,
+        steps: Iterable[list[Difference]],
+        dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float32),
+    ) -> None:
+        """Each is as in one process, with gradients of both dtypes."""
+        gradients = {f"{d} gradients".removeprefix("torch.") for d in dtypes}
+        for step in steps:
+            wrong = [str(each) for each in step if not each.ok]
+            self.assertEqual(wrong, [])
+            kinds = {each.what for each in step}
+            self.assertGreaterEqual(kinds, gradients)
+
+    def check_backward(
+        self,
+        reference: OneProcess,
+        model: nn.Module,
+        loss: torch.Tensor,
+        chunks: tuple[torch.Tensor, ...],
+        place: int,
+    ) -> None:
+        """Loss and gradients of chunk ``place`` are as in one process."""
+        expected = reference.backward(chunks)
+        self.assertEqual(loss.detach(), expected[place], rtol=0, atol=0)
+        found = [*reference.gradient_differences(model)]
+        self.assertEqual([str(each) for each in found if not each.ok], [])
+
+    def check_step(
+        self, reference: OneProcess, model: nn.Module, optimizer: Any
+    ) -> None:
+        """Steps both, whose parameters are alike after it."""
+        reference.step(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        found = reference.parameter_differences(model)
+        self.assertEqual([str(each) for each in found if not each.ok], [])

@@ -1,0 +1,211 @@
+"""
+Scenarios that four ranks run with whatever torch is imported, the release or this
+branch, so that a test can compare what came of them. A scenario that raises is saved
+as its error, so that each of them is told apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import os
+import pickle
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from fsdp_helpers.common.parity_layers import (
+    batch_of,
+    BF16,
+    FP16,
+    FP32,
+    loss_of,
+    Record,
+    shard_stack,
+    Stack,
+    stack,
+    train_steps,
+)
+
+import torch
+import torch._dynamo  # the first hook would, in each rank anew
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+
+RANKS = 4
+TIMEOUT = timedelta(seconds=300)
+COPIES = "torch.distributed.fsdp._fully_shard._fsdp_copies"
+IS_BRANCH = find_spec(COPIES) is not None
+POLICIES = {
+    "none": MixedPrecisionPolicy(),
+    "bf16_reduce_fp32": MixedPrecisionPolicy(BF16, FP32),
+    "bf16": MixedPrecisionPolicy(BF16),
+    "reduce_bf16": MixedPrecisionPolicy(None, BF16),
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a scenario runs with."""
+
+    rank: int  # in the mesh
+    mesh: DeviceMesh  # of all ranks, or of the two that share a scenario
+    pairs: DeviceMesh  # of all ranks, in two dims
+    singles: DeviceMesh  # of all ranks, in two dims, of which each shards alone
+    kind: str = "uniform"  # or "mixed", or another kind of units with several dtypes
+
+    @property
+    def is_mixed(self) -> bool:
+        return self.kind != "uniform"
+
+    @property
+    def is_by_dtype(self) -> bool:
+        """Whether units are cut as the release wants several dtypes."""
+        return self.is_mixed and not IS_BRANCH
+
+    @property
+    def dtypes(self) -> Sequence[torch.dtype]:
+        return (FP32, BF16, FP16) if self.is_mixed else (FP32, FP32)
+
+    def sharded(self, policy: str = "none", model: Any = None, **kwargs: Any) -> Stack:
+        kwargs = {"mesh": self.mesh, "mp_policy": POLICIES[policy]} | kwargs
+        return shard_stack(stack() if model is None else model, **kwargs)
+
+    def mixed(self, policy: str = "none", **kwargs: Any) -> Stack:
+        return self.sharded(policy, stack((FP32, BF16)), **kwargs)
+
+    def of_kind(self, policy: str = "none", **kwargs: Any) -> Stack:
+        """Returns a mixed model if the scenario is to run with one."""
+        make = self.mixed if self.is_mixed else self.sharded
+        return make(policy, **kwargs)
+
+
+# Runs the step of a number, and returns the loss where there is one
+Step = Callable[[nn.Module, Place, int], Any]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    run: Callable[[Place], Record]
+    is_mixed: bool = False
+    is_on_release: bool = True
+    by_halves: bool = False  # run by two of the ranks, while the others run another
+
+
+class Scenarios(dict[str, Scenario]):
+    """Those of one script, by name."""
+
+    def on_both(self, run: Callable[[Place], Record]) -> Callable[[Place], Record]:
+        self[run.__name__] = Scenario(run)
+        return run
+
+    def on_branch(self, run: Callable[[Place], Record]) -> Callable[[Place], Record]:
+        self[run.__name__] = Scenario(run, is_on_release=False)
+        return run
+
+    def of_both_kinds(
+        self, run: Callable[[Place], Record]
+    ) -> Callable[[Place], Record]:
+        """Lets the branch run it with mixed units as well, which the release refuses."""
+        name = f"mixed_{run.__name__}"
+        self[name] = Scenario(run, is_mixed=True, is_on_release=False)
+        return self.on_both(run)
+
+    def names(self, is_on_release: bool) -> list[str]:
+        return [n for n, each in self.items() if each.is_on_release == is_on_release]
+
+    def run_all(self, only: Sequence[str] | None, rank: int) -> dict[str, Record]:
+        names = ("replicate", "shard")
+        mesh = init_device_mesh("cpu", (RANKS,))
+        pairs, singles = (
+            init_device_mesh("cpu", (RANKS // n, n), mesh_dim_names=names)
+            for n in (2, 1)
+        )
+        whole = Place(rank, mesh, pairs, singles)
+        half = replace(whole, rank=rank % 2, mesh=pairs["shard"])
+        results: dict[str, Record] = {}
+        turns = itertools.cycle(range(2))
+        for name, scenario in self.items():
+            is_asked_for = not only or name in only
+            if not is_asked_for or not (IS_BRANCH or scenario.is_on_release):
+                continue
+            if scenario.by_halves and next(turns) != rank // 2:
+                continue  # the other half's
+            place = half if scenario.by_halves else whole
+            kind = "mixed" if scenario.is_mixed else "uniform"
+            try:
+                results[name] = scenario.run(replace(place, kind=kind))
+            except Exception as error:
+                # All ranks do the same, so that they also fail alike
+                results[name] = {"error": f"{type(error).__name__}: {error}"}
+        return results
+
+    def main(self, description: str | None) -> None:
+        """Runs each rank in a process, and prints which torch they ran."""
+        parser = argparse.ArgumentParser(description=description)
+        parser.add_argument("--out", required=True, help="folder for a file by rank")
+        parser.add_argument("--only", nargs="+", help="scenarios to run, default all")
+        parser.add_argument("--half", type=int, help="run every other rank from this")
+        parser.add_argument("--store", help="file by which the halves meet")
+        args = parser.parse_args()
+        gc.freeze()  # or a collection in a rank would copy all that is imported
+        with tempfile.TemporaryDirectory() as folder:
+            args.store = args.store or f"{folder}/store"
+            ranks = RANKS if args.half is None else RANKS // 2
+            # A fork has imported torch already
+            mp.start_processes(self._run_rank, (args,), ranks, start_method="fork")
+        print(torch.__file__)
+
+    def _run_rank(self, index: int, args: argparse.Namespace) -> None:
+        """Runs one rank, and writes its results to a file of its own."""
+        rank = index if args.half is None else 2 * index + args.half
+        torch.set_num_threads(1)
+        os.environ["LOCAL_RANK"] = str(rank)
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{args.store}",
+            rank=rank,
+            world_size=RANKS,
+            timeout=TIMEOUT,
+        )
+        results = pickle.dumps(self.run_all(args.only, rank))
+        (Path(args.out) / f"rank{rank}").write_bytes(results)
+        dist.destroy_process_group()
+
+
+def one_backward(model: nn.Module, place: Place, step: int) -> torch.Tensor:
+    loss = loss_of(model(batch_of(step, place.rank)))
+    loss.backward()
+    return loss
+
+
+def train(
+    model: nn.Module,
+    place: Place,
+    *,
+    steps: range = range(2),
+    run: Step = one_backward,
+) -> Record:
+    """Returns each step's loss, sharded gradients and parameters."""
+    return train_steps(model, lambda step: run(model, place, step), steps)
+
+
+def describe(value: Any) -> Any:
+    """Returns what can be compared between processes."""
+    if isinstance(value, torch.Tensor):
+        return type(value).__name__, str(value.dtype), tuple(value.shape)
+    if isinstance(value, list):
+        return [describe(each) for each in value]
+    if isinstance(value, tuple):
+        return type(value).__name__, [describe(each) for each in value]
+    plain_types = (str, bool, int, float, torch.dtype, torch.device, type(None))
+    return str(value) if isinstance(value, plain_types) else type(value).__name__

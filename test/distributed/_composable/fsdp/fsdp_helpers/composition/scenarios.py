@@ -1,0 +1,409 @@
+"""
+Uses sharded models with what else torch has: activation checkpointing, functorch, the
+compiler, pipelining, the memory tracker, logging, and the utilities of torch's own
+tests.
+
+Each scenario runs with ``uniform`` models, which are cut into the same units by the
+release and by this branch, and with ``mixed`` ones, whose blocks are units of two
+dtypes. The release cuts these into one unit for each dtype.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import sys
+import unittest
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from fsdp_helpers.common.parity_layers import (
+    batch_of,
+    BF16,
+    FP32,
+    Layer,
+    loss_of,
+    LR,
+    Record,
+    Stack,
+    stack,
+)
+from fsdp_helpers.common.scenarios import (
+    describe,
+    IS_BRANCH,
+    one_backward,
+    Place,
+    POLICIES,
+    Scenario,
+    Scenarios,
+    Step,
+    train,
+)
+
+import torch
+import torch._dynamo.backends.debugging  # the first compilation would
+import torch.distributed as dist
+import torch.nn as nn
+import torch.testing._internal.common_fsdp as common_fsdp
+from torch.distributed._tools import FSDPMemTracker
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper,
+    CheckpointImpl,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import (
+    FSDPParamGroup,
+    RegisterPostBackwardFunction,
+)
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+from torch.distributed.tensor.debug import CommDebugMode
+
+
+MICROBATCHES = 2
+SCENARIOS = Scenarios()
+
+Run = Callable[[Place], Record]
+
+
+def enlist(run: Run, *, as_by_dtype: bool, by_halves: bool) -> Run:
+    for kind, is_mixed in (("uniform", False), ("mixed", True)):
+        on_release = as_by_dtype or not is_mixed
+        scenario = Scenario(run, is_mixed, on_release, by_halves)
+        SCENARIOS[f"{kind} {run.__name__}"] = scenario
+    return run
+
+
+def same_numbers(run: Run) -> Run:
+    """Of mixed units, what one unit for each dtype gives."""
+    return enlist(run, as_by_dtype=True, by_halves=True)
+
+
+def seen_alike(run: Run) -> Run:
+    """Of mixed units, what uniform ones give: it tells of units, and not of numbers."""
+    return enlist(run, as_by_dtype=False, by_halves=True)
+
+
+def stack_of(place: Place, **kwargs: Any) -> Stack:
+    return stack((FP32, BF16) if place.is_mixed else (FP32, FP32), **kwargs)
+
+
+def is_cut_by_dtype(place: Place) -> bool:
+    return place.is_mixed and not IS_BRANCH
+
+
+def shard(
+    place: Place,
+    model: nn.Module,
+    units: list[nn.Module] | None = None,
+    mesh: DeviceMesh | None = None,
+) -> Any:
+    """Makes each block a unit, or the layers that it consists of, and the rest one."""
+    policy = POLICIES["none" if place.is_mixed else "bf16_reduce_fp32"]
+    mesh = place.mesh if mesh is None else mesh
+    kwargs = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": True}
+    units = list(model.blocks) if units is None else units
+    if is_cut_by_dtype(place):
+        units = [module for module in model.modules() if isinstance(module, Layer)]
+    for unit in units:
+        fully_shard(unit, **kwargs)
+    return fully_shard(model, **kwargs)
+
+
+def sharded_stack(place: Place) -> Stack:
+    return shard(place, stack_of(place))
+
+
+def two_forwards(model: nn.Module, place: Place, step: int) -> torch.Tensor:
+    """Runs backward once, after both."""
+    losses = [loss_of(model(batch_of(step, i, place.rank))) for i in range(2)]
+    loss = losses[0] + losses[1]
+    loss.backward()
+    return loss
+
+
+# Activation checkpointing #
+
+
+def step_from_input(model: nn.Module, place: Place, step: int) -> torch.Tensor:
+    """Reentrant checkpoints compute again only what has an input to differentiate."""
+    loss = loss_of(model(batch_of(step, place.rank).requires_grad_()))
+    loss.backward()
+    return loss
+
+
+def wrap_blocks(model: Stack, impl: CheckpointImpl) -> None:
+    """Computes blocks again in backward, with the hooks that they have by now."""
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = checkpoint_wrapper(block, checkpoint_impl=impl)
+
+
+@same_numbers
+def wrapper_around_unit_and_unit_around_wrapper(place: Place) -> Record:
+    record: Record = {}
+    for impl in CheckpointImpl:
+        inner, outer = sharded_stack(place), stack_of(place)
+        for model in (inner, outer):
+            wrap_blocks(model, impl)
+        shard(place, outer)
+        for name, model in (("unit in it", inner), ("unit around it", outer)):
+            record[f"{impl.name}, {name}"] = train(model, place, run=step_from_input)
+    return record
+
+
+@same_numbers
+def nested_unit_around_wrapper_two_forwards(place: Place) -> Record:
+    model = stack_of(place)
+    inner = [block.layers[0] for block in model.blocks]
+    wrap_blocks(model, CheckpointImpl.NO_REENTRANT)
+    units = [unit for pair in zip(inner, model.blocks) for unit in pair]
+    return train(shard(place, model, units), place, run=two_forwards)
+
+
+# Functorch #
+
+
+def jvp_of(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    output, tangent, *_ = torch.func.jvp(model, (x.requires_grad_(),), (t,))
+    return loss_of(output) + loss_of(tangent)
+
+
+def vmap_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return loss_of(torch.func.vmap(model)(torch.stack([x, y]).requires_grad_()))
+
+
+def step_through(transformed: Callable[..., torch.Tensor]) -> Step:
+    def step_of(model: nn.Module, place: Place, step: int) -> torch.Tensor:
+        loss = transformed(model, *(batch_of(step, i, place.rank) for i in range(2)))
+        loss.backward()
+        return loss
+
+    return step_of
+
+
+@same_numbers
+def backward_through_functorch(place: Place) -> Record:
+    return {
+        each.__name__: train(sharded_stack(place), place, run=step_through(each))
+        for each in (jvp_of, vmap_of)
+    }
+
+
+# The compiler #
+
+
+def train_compiled(place: Place, model: nn.Module, run: Any = one_backward) -> Record:
+    """Trains, and makes sure that something has been compiled."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    record = train(model, place, run=run)
+    stats = torch._dynamo.utils.counters["stats"]
+    # Hooks inside of what is compiled may leave nothing to compile
+    if not stats["unique_graphs"] and not is_cut_by_dtype(place):
+        raise AssertionError("Expected something to be compiled")
+    return record
+
+
+@same_numbers
+def compiled_blocks(place: Place) -> Record:
+    model = stack_of(place, blocks=1)
+    model.blocks[0].compile(backend="aot_eager")
+    return train_compiled(place, shard(place, model))
+
+
+@same_numbers
+def compiled_model(place: Place) -> Record:
+    model = shard(place, stack_of(place, blocks=1))
+    compiled = torch.compile(model, backend="aot_eager")
+    return train_compiled(
+        place, model, lambda _, place, step: one_backward(compiled, place, step)
+    )
+
+
+# Pipelining #
+
+
+def target_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return loss_of(output - target)
+
+
+def pipelined(place: Place, schedule_class: type, count: int) -> Record:
+    """Trains ``count`` stages, of which this rank has every second one."""
+    model, pipe = stack_of(place, blocks=3), place.pairs["replicate"]
+    named = [*model.blocks.named_children(), ("head", model.head)]
+    size, mine = len(named) // count, range(pipe.get_local_rank(), count, pipe.size())
+    stages = {i: nn.Sequential(OrderedDict(named[i * size :][:size])) for i in mine}
+    parts = []
+    for i, stage in stages.items():
+        shard(place, stage, [*stage], mesh=place.pairs["shard"])
+        group = pipe.get_group()
+        parts.append(PipelineStage(stage, i, count, torch.device("cpu"), group=group))
+    first = parts if issubclass(schedule_class, PipelineScheduleMulti) else parts[0]
+    schedule = schedule_class(first, MICROBATCHES, loss_fn=target_loss)
+    rank = place.pairs["shard"].get_local_rank()
+
+    def step_of(model: nn.Module, place: Place, step: int) -> torch.Tensor | None:
+        x = torch.cat([batch_of(step, i, rank) for i in range(MICROBATCHES)])
+        args, losses = (x,) if 0 in mine else (), []
+        if count - 1 not in mine:
+            schedule.step(*args)
+            return None
+        schedule.step(*args, target=torch.sin(x), losses=losses)
+        return torch.stack(losses)
+
+    return train(nn.ModuleList(stages.values()), place, run=step_of)
+
+
+def pipelines(place: Place) -> Record:
+    """Interleaved, units gather and reduce as the schedule says, not by hooks alone."""
+    return {
+        "GPipe": pipelined(place, ScheduleGPipe, 2),
+        "1F1B": pipelined(place, Schedule1F1B, 2),
+        "interleaved": pipelined(place, ScheduleInterleaved1F1B, 4),
+    }
+
+
+enlist(pipelines, as_by_dtype=True, by_halves=False)
+
+
+# Casting #
+
+
+@same_numbers
+def cast_one_module_before_first_forward(place: Place) -> Record:
+    """Makes other units mixed than were sharded."""
+    model = sharded_stack(place)
+    block = model.blocks[0]
+    (block.layers[0] if place.is_mixed else block).to(BF16)
+    return train(model, place)
+
+
+@same_numbers
+def doubled_in_between(place: Place) -> Record:
+    """A change of all parameters once the units know their dtypes."""
+    model = sharded_stack(place)
+    before = train(model, place)
+    return {
+        "before": before,
+        "after": train(model._apply(lambda tensor: tensor * 2), place),
+    }
+
+
+# What is seen from outside #
+
+
+@seen_alike
+def log_messages(place: Place) -> Record:
+    """Of steps with and without a reduction, and with a forward again in backward."""
+    model = sharded_stack(place)
+    logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
+    with unittest.TestCase().assertLogs(logger, logging.DEBUG) as logged:
+        one_backward(model, place, 0)
+        model.set_requires_gradient_sync(False)
+        one_backward(model, place, 1)
+        model.set_requires_gradient_sync(True)
+        wrap_blocks(model, CheckpointImpl.REENTRANT)
+        with CommDebugMode() as mode:
+            step_from_input(model, place, 2)
+    records = [r for r in logged.records if r.name == logger.name]  # but for tables
+    messages = [(r.levelname, r.getMessage()) for r in records]
+    gathers = mode.get_comm_counts()[torch.ops.c10d._allgather_base_]
+    return {"messages": messages, "gathers": gathers}
+
+
+@seen_alike
+def memory_tracker(place: Place) -> Record:
+    model = sharded_stack(place)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    x = batch_of(0, place.rank)
+    tracker = FSDPMemTracker(model, optimizer)
+    tracker.track_inputs((x,))
+    with tracker:
+        loss_of(model(x)).backward()
+        optimizer.step()
+    phases = {
+        stats.mod_fqn: {state.value: len(s) for state, s in stats.snapshots.items()}
+        for stats in tracker.memory_tracking.values()
+    }
+    peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
+    one_backward(model, place, 1)  # works as before
+    categories = {str(getattr(key, "value", key)) for key in peak}
+    return {"phases": phases, "categories": categories}
+
+
+# What torch's own tests replace, by a utility called ``patch_`` and a name
+PATCHES = {
+    "unshard": FSDPParamGroup,
+    "reshard": FSDPParamGroup,
+    "post_backward": FSDPParamGroup,
+    "register_post_backward_hook_backward": RegisterPostBackwardFunction,
+    "all_gather": dist,
+    "reduce_scatter": dist,
+    "all_reduce": dist,
+    "foreach_all_gather": _fsdp_param_group,
+    "foreach_reduce": _fsdp_param_group,
+}
+# Names of functions that are not those of their utilities
+PATCHED = {
+    "register_post_backward_hook_backward": "backward",
+    "all_gather": "all_gather_single",
+    "reduce_scatter": "reduce_scatter_single",
+}
+
+
+def watching(original: Callable[..., Any], seen: list[Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs).arguments
+        first = next(iter(bound.values()))
+        group = getattr(first, "param_group", first)  # of an autograd context
+        what = {name: describe(arg) for name, arg in bound.items()}
+        seen.append((getattr(group, "_module_fqn", None), what))
+        return original(*args, **kwargs)
+
+    return call
+
+
+def patches(place: Place) -> Record:
+    """What each utility intercepts of one step of HSDP, in order."""
+    seen: dict[str, list[Any]] = {}
+    for name, owner in PATCHES.items():
+        calls = seen.setdefault(name, [])
+        new = watching(getattr(owner, PATCHED.get(name, name)), calls)
+        model = shard(place, stack_of(place), mesh=place.pairs)
+        with getattr(common_fsdp, f"patch_{name}")(new):
+            one_backward(model, place, 0)
+    return seen
+
+
+# More of which are for more dtypes
+enlist(patches, as_by_dtype=False, by_halves=False)
+
+
+# What compiling a model imports: once, and not in each rank anew
+COMPILER = (
+    "torch._decomp.decompositions_for_jvp",
+    "torch._inductor.debug",
+    "torch._inductor.pattern_matcher",
+)
+
+
+def main() -> None:
+    torch._dynamo.config.recompile_limit = 64
+    for name in COMPILER:
+        importlib.import_module(name)
+    SCENARIOS.main(__doc__)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""
+A device that is late, on the CPU: as asynchronous, and as unkind, as the rules of
+CUDA allow. Whole training steps run on it with the streams, events and buffers that
+``fully_shard`` has on an accelerator, and what they issue is looked at for entries that
+use the same memory in no order.
+
+    def train(rank):  # in a group of its own
+        model = fully_shard(nn.Linear(8, 8), mesh=init_device_mesh("cpu", (4,)))
+        model(torch.ones(2, 8)).sum().backward()
+
+    print(*check(train, ranks=4), sep="\\n")
+
+docs/architecture.md says what that proves and what not.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from fsdp_helpers.late_device.queues import Entry, Memory, Recording
+from fsdp_helpers.late_device.record import Rank, record
+
+
+def check(program: Callable[[Rank], Any], *, ranks: int = 4) -> list[str]:
+    """
+    Runs ``program`` as one of ``ranks`` ranks, and returns the pairs of entries that
+    share memory with nothing to order them.
+
+    The program may use its argument's ``handle`` (streams and events, as ``torch.cuda``
+    has them) and ``put_on_host``. Tensors are on the CPU. Collectives take what this
+    rank gives for what all of them do, and have no order but that of their streams.
+    """
+    return unordered(record(program, ranks))
+
+
+def unordered(recording: Recording) -> list[str]:
+    """Returns the pairs of entries that share memory with nothing to order them."""
+    return [f"  {first}\n  {second}" for first, second in conflicts(recording)]
+
+
+def place(recording: Recording) -> dict[Memory, int]:
+    """
+    Returns the address that each memory gets from a caching allocator, which hands out
+    freed memory in the stream that it was allocated in, at once and whatever its size.
+    """
+    # All blocks have one size, so that each fits every allocation
+    block_nbytes = max((c.memory.nbytes for c in recording.changes), default=0)
+    addresses: dict[Memory, int] = {}
+    free: dict[Any, list[int]] = defaultdict(list)  # by owner
+    end = 0
+    for memory, is_free in recording.changes:
+        if is_free:
+            if memory.is_reusable:
+                free[memory.owner].append(addresses[memory])
+        elif memory.nbytes == 0:
+            addresses[memory] = 0
+        elif not memory.was_there and free[memory.owner]:
+            addresses[memory] = free[memory.owner].pop()
+        else:
+            addresses[memory] = end
+            end += block_nbytes
+    return addresses
+
+
+def conflicts(recording: Recording) -> list[tuple[Entry, Entry]]:
+    """
+    Returns the pairs of entries that use the same bytes, one of them to write, and
+    that nothing orders. No other pair can make orders of execution differ.
+    """
+    addresses = place(recording)
+    entries = recording.entries
+    reach = [0] * len(entries)
+    uses: list[tuple[int, int, int, bool]] = []
+    for entry in entries:
+        for other in entry.before:
+            reach[entry.index] |= reach[other.index] | 1 << other.index
+        for pieces, is_write in ((entry.reads, False), (entry.writes, True)):
+            for piece in pieces:
+                address, (start, end) = addresses[piece.memory], piece.span
+                if end:
+                    span = address + start, address + end
+                    uses.append((*span, entry.index, is_write))
+    uses.sort()
+    found: set[tuple[int, int]] = set()
+    for at, (_, end, index, writes) in enumerate(uses):
+        for later in range(at + 1, len(uses)):
+            start, _, other, other_writes = uses[later]
+            if start >= end:
+                break
+            if writes or other_writes:
+                first, second = (index, other) if index < other else (other, index)
+                if first != second and not reach[second] >> first & 1:
+                    found.add((first, second))
+    return [(entries[a], entries[b]) for a, b in sorted(found)]

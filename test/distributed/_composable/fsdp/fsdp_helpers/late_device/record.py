@@ -1,0 +1,387 @@
+"""
+Records what a program issues to a device that is late: which operator, copy and
+collective it put into which stream, after what, and in which memory.
+
+One rank runs, in a group of several: what the others do is what it does. It runs what it
+issues at once, on tensors of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+from fsdp_helpers.late_device.devices import DeviceHandle, Event, Pending, Stream
+from fsdp_helpers.late_device.operators import (
+    ALLOCATING,
+    argument_names,
+    COALESCED,
+    COLLECTIVES,
+    exchange,
+    HOST_READING,
+    is_on_device,
+    is_view,
+    OperatorMode,
+    written_names,
+)
+from fsdp_helpers.late_device.queues import Change, Entry, Memory, Piece, Recording
+from fsdp_helpers.late_device.sites import caller_line, Site, Watch
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp._fully_shard as fsdp_package
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+
+# What the schema of an operator does not say that it writes
+_WRITTEN_BESIDES = {"fsdp::all_gather_copy_in": frozenset(("all_gather_output",))}
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Returns the bytes of its storage from the first to the last element."""
+    if tensor.numel() == 0:
+        return 0, 0
+    steps = zip(tensor.size(), tensor.stride())
+    first = tensor.storage_offset()
+    last = first + sum((n - 1) * step for n, step in steps)
+    return first * tensor.itemsize, (last + 1) * tensor.itemsize
+
+
+class Rank:
+    """What a program is given, and what takes note of all that it issues."""
+
+    number = 0
+
+    def __init__(self, watch: Watch):
+        self._watch = watch
+        self.recording = Recording(visited=watch.visited)
+        self.handle = DeviceHandle(self)
+        self.host = Stream(self, "host")
+        self.default_stream = self.stream = Stream(self, "default")
+        self._streams = [self.default_stream]
+        self._comm_streams: dict[Any, Stream] = {}
+        self._memory: dict[int, tuple[StorageWeakRef, Memory]] = {}
+        self._recorded: set[Memory] = set()  # in streams, so freed after them
+        # By owner: memory that its next allocation may get
+        self._freed: dict[Stream, list[Memory]] = {}
+        self._events: weakref.WeakSet[Event] = weakref.WeakSet()
+
+    # What a program may use #
+    def new_stream(self, name: str | None = None) -> Stream:
+        stream = Stream(self, name or f"stream {len(self._streams)}")
+        self._streams.append(stream)
+        return stream
+
+    def synchronize(self) -> None:
+        """Makes the host wait for all streams."""
+        self.collect()
+        for stream in self._streams:
+            self.host.clock |= stream.clock
+
+    def put_on_host(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Declares the memory of these tensors to be the host's, from now on."""
+        self.synchronize()
+        for tensor in tensors:
+            self._piece(tensor).memory.owner = self.host
+
+    def is_on_host(self, tensor: torch.Tensor) -> bool:
+        return self._piece(tensor).memory.owner is self.host
+
+    def end_step(self) -> None:
+        """Takes note of how many events somebody holds."""
+        self.recording.events_left.append(len(self._events))
+
+    # What the stand-ins use #
+    def new_event(self) -> Event:
+        event = Event(self)
+        self._events.add(event)
+        return event
+
+    def comes_to_call(self) -> bool:
+        self.collect()
+        return self._watch.comes_to_call()
+
+    # Entries #
+    def _add(
+        self,
+        label: Any,
+        reads: list[Piece],
+        writes: list[Piece],
+        stream: Stream,
+    ) -> None:
+        entries, before = self.recording.entries, stream.clock | self.host.clock
+        line = caller_line()
+        entry = Entry(len(entries), stream, str(label), line, before, reads, writes)
+        entries.append(entry)
+        stream.clock = frozenset((entry,))
+
+    def issue(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Runs an operator, and records it unless it moves no data."""
+        self.collect()
+        if operator.namespace.startswith("_c10d_functional"):
+            raise NotImplementedError(f"the functional collective {operator}")
+        if is_view(operator):
+            return operator(*args, **kwargs)
+        reads, writes = self._given(operator, args, kwargs)
+        result = operator(*args, **kwargs)
+        results = tree_leaves(result)
+        name = operator._schema.name
+        if name in ALLOCATING:
+            for tensor in filter(is_on_device, results):
+                self._piece(tensor, label="empty")
+            return result
+        owners = [piece.memory.owner for piece in (*reads, *writes)]
+        on_host = bool(owners) and all(owner is self.host for owner in owners)
+        stream = self.host if on_host else self.stream
+        outputs = [self._output(v, operator, stream) for v in results]
+        writes = [*filter(None, outputs), *writes]
+        if name in HOST_READING:
+            self._add(operator, reads, [], stream)
+            self.host.clock |= stream.clock
+        elif writes or not any(map(is_on_device, results)):
+            # else it returned an argument
+            self._add(operator, reads, writes, stream)
+        return result
+
+    def _given(
+        self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[list[Piece], list[Piece]]:
+        """Returns what an operator reads and writes of the tensors that it is given."""
+        written = written_names(operator)
+        written |= _WRITTEN_BESIDES.get(operator._schema.name, frozenset())
+        named = {**dict(zip(argument_names(operator), args)), **kwargs}
+        reads: list[Piece] = []
+        writes: list[Piece] = []
+        for name, value in named.items():
+            pieces = map(self._piece, filter(is_on_device, tree_leaves(value)))
+            (writes if name in written else reads).extend(pieces)
+        return reads, writes
+
+    def _output(self, value: Any, operator: Any, stream: Stream) -> Piece | None:
+        if not is_on_device(value) or value.untyped_storage()._cdata in self._memory:
+            return None
+        return self._piece(value, str(operator), stream)
+
+    # Memory #
+    def _piece(
+        self,
+        tensor: torch.Tensor,
+        label: str | None = None,
+        owner: Stream | None = None,
+    ) -> Piece:
+        """
+        Returns where a tensor lies. With a label, its memory was allocated right
+        now. Otherwise memory that was never seen was there before.
+        """
+        storage = tensor.untyped_storage()
+        known = self._memory.get(storage._cdata)
+        if known is None:
+            memory = self._allocate(storage, label or "someone before", owner)
+            memory.was_there = label is None
+        else:
+            memory = known[1]
+        return Piece(memory, _span(tensor))
+
+    def _allocate(
+        self, storage: torch.UntypedStorage, label: str, owner: Stream | None = None
+    ) -> Memory:
+        owner = owner or self.stream
+        for memory in self._freed.pop(owner, ()):
+            whole = Piece(memory, (0, memory.nbytes))
+            freed = f"free {memory.nbytes} bytes of {memory.label}"
+            self._add(freed, [], [whole], memory.owner)
+        memory = Memory(owner, storage.nbytes(), label)
+        # The weak reference keeps another storage from getting the same key
+        self._memory[storage._cdata] = StorageWeakRef(storage), memory
+        self.recording.changes.append(Change(memory, is_free=False))
+        return memory
+
+    def collect(self) -> None:
+        """Finds out which memory was let go of since the last call."""
+        # Of the class itself: this runs at each operator, for all memory
+        is_expired = torch.UntypedStorage._expired
+        expired = [k for k, (ref, _) in self._memory.items() if is_expired(ref.cdata)]
+        for key in expired:
+            self._free(self._memory.pop(key)[1])
+
+    def _free(self, memory: Memory) -> None:
+        if memory.nbytes == 0 or memory.owner is self.host:
+            return  # pinned memory waits for its copies by itself
+        self.recording.changes.append(Change(memory, is_free=True))
+        if memory in self._recorded:
+            memory.is_reusable = False  # until long after its readers
+        else:
+            self._freed.setdefault(memory.owner, []).append(memory)
+
+    def resize(self, storage: torch.UntypedStorage, original: Any, nbytes: int) -> Any:
+        self.collect()
+        before = storage.nbytes()
+        result = original(storage, nbytes)
+        if before == nbytes or storage.device.type != "cpu":
+            return result
+        known = self._memory.pop(storage._cdata, None)
+        if known is not None and before > 0:
+            self._free(known[1])
+        self._allocate(storage, "resize_")
+        return result
+
+    def record_stream(self, tensor: torch.Tensor) -> None:
+        self._recorded.add(self._piece(tensor).memory)
+
+    def copy_across(self, tensor: torch.Tensor, non_blocking: bool) -> torch.Tensor:
+        """Copies from host to device or back, in the current stream."""
+        self.collect()
+        source = self._piece(tensor)
+        to_device = source.memory.owner is self.host
+        with _disable_current_modes():
+            copy = tensor.detach().clone()
+        owner = self.stream if to_device else self.host
+        target = self._piece(copy, "copy across", owner)
+        self._add("copy across", [source], [target], self.stream)
+        if not non_blocking:
+            self.host.clock |= self.stream.clock
+        return copy
+
+    # Collectives #
+    def meet(
+        self,
+        name: str,
+        group: Any,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        is_async: bool,
+    ) -> Pending | None:
+        self.collect()
+        stream = self.stream
+        if is_async:  # one for each group, after ours
+            if group not in self._comm_streams:
+                comm = f"comm {len(self._comm_streams)}"
+                self._comm_streams[group] = self.new_stream(comm)
+            stream = self._comm_streams[group]
+            stream.clock |= self.stream.clock
+        read, written = self._piece(source), self._piece(target)
+        with _disable_current_modes(), torch.no_grad():
+            exchange(name, source, target, dist.get_world_size(group))
+        self._add(name, [read], [written], stream)
+        if not is_async:
+            return None
+        done = self.new_event()
+        done.clock = stream.clock
+        return Pending(done, (source, target))
+
+
+# Recording a program #
+
+
+def record(
+    program: Callable[[Rank], Any],
+    ranks: int = 1,
+    *,
+    without: Sequence[Site] = (),
+) -> Recording:
+    """
+    Runs a program as one rank of a group of so many, without some of the calls that
+    order streams, and returns what it issued.
+    """
+    torch.manual_seed(0)
+    rank = Rank(Watch(without))
+    with _patched(rank):
+        store = FakeStore()
+        dist.init_process_group("fake", store=store, rank=0, world_size=ranks)
+        try:
+            with OperatorMode(rank):
+                program(rank)
+                rank.collect()
+        finally:
+            dist.destroy_process_group()
+    return rank.recording
+
+
+@contextlib.contextmanager
+def _patched(rank: Rank) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+
+        def patch(owner: Any, name: str, call: Callable[..., Any]) -> None:
+            stack.enter_context(mock.patch.object(owner, name, call))
+
+        for name, module in [*sys.modules.items()]:
+            is_fsdp = name.startswith(fsdp_package.__name__)
+            if is_fsdp and hasattr(module, "_get_device_handle"):
+                patch(module, "_get_device_handle", lambda *unused: rank.handle)
+        for name, tensors in COLLECTIVES.items():
+            patch(dist, name, _collective(rank, name, tensors))
+        for name, single in COALESCED.items():
+            patch(dist.ProcessGroup, name, _coalesced(rank, single))
+        patch(dist, "barrier", lambda *args, **kwargs: rank.synchronize())
+        patch(torch.UntypedStorage, "resize_", _resize(rank))
+        patch(torch.Tensor, "to", _to(rank))
+        patch(
+            torch.Tensor, "record_stream", lambda tensor, _: rank.record_stream(tensor)
+        )
+        gc.disable()  # or memory would be freed at other places each time
+        stack.callback(gc.enable)
+        gc.freeze()  # what a schedule collects is its own
+        stack.callback(gc.unfreeze)
+        yield
+
+
+def _collective(
+    rank: Rank, name: str, tensors: tuple[str, str]
+) -> Callable[..., Pending | None]:
+    original = getattr(dist, name)
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Pending | None:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        if given.get("input_split_sizes") or given.get("output_split_sizes"):
+            raise NotImplementedError(f"{name} with split sizes")
+        source, target = (given[argument] for argument in tensors)
+        is_async = given["async_op"]
+        return rank.meet(name, given["group"], source, target, is_async)
+
+    return call
+
+
+def _coalesced(rank: Rank, name: str) -> Callable[..., Pending | None]:
+    def call(
+        group: dist.ProcessGroup,
+        targets: list[torch.Tensor],
+        sources: list[torch.Tensor],
+        options: Any,
+    ) -> Pending | None:
+        met = [
+            rank.meet(name, group, source, target, options.asyncOp)
+            for source, target in zip(sources, targets, strict=True)
+        ]
+        return met[-1]
+
+    return call
+
+
+def _resize(rank: Rank) -> Callable[[torch.UntypedStorage, int], Any]:
+    original = torch.UntypedStorage.resize_
+    return lambda storage, nbytes: rank.resize(storage, original, nbytes)
+
+
+def _to(rank: Rank) -> Callable[..., torch.Tensor]:
+    original = torch.Tensor.to
+
+    def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if is_on_device(tensor) and "non_blocking" in kwargs:
+            return rank.copy_across(tensor, kwargs["non_blocking"])
+        return original(tensor, *args, **kwargs)
+
+    return to

@@ -1,0 +1,587 @@
+"""
+Schedules of ``fully_shard``, with units of each of :data:`KINDS`: what the tests of
+streams record on 4 ranks, or on one of them alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+from fsdp_helpers.common.comms import GivenGrads
+from fsdp_helpers.common.release_rules import FOLLOWS_GRAD_DTYPE
+from fsdp_helpers.common.utils import CastLinear, MixedBlock
+from fsdp_helpers.late_device.queues import Recording
+from fsdp_helpers.late_device.record import Rank
+from fsdp_helpers.late_device.record import record as record_program
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    fully_shard,
+    MixedPrecisionPolicy,
+    set_coalesced_collectives,
+    set_reduce_bucket_cap,
+)
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+from torch.distributed.fsdp._fully_shard import _fsdp_context
+from torch.distributed.fsdp._fully_shard._fsdp_common import (
+    FSDPMeshInfo,
+    ShardPlacementResult,
+)
+from torch.distributed.tensor import Shard
+
+
+RANKS = 4
+DIM = 16  # divides by the ranks, for Shard(1)
+
+
+# Models #
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a schedule's units are made of."""
+
+    is_mixed: bool
+    shard_dim: int = 0
+    policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
+    # Of reductions that are joined
+    bucket_cap_mb: float | None = None
+    # From which size on parameters are gathered and reduced without copies
+    direct_min_nbytes: int | None = None
+
+
+KINDS = {
+    "uniform": Kind(False),
+    "uniform, cast": Kind(
+        False, policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    ),
+    "mixed": Kind(True),
+    "mixed, Shard(1)": Kind(True, shard_dim=1),
+    "mixed, cast": Kind(
+        True,
+        policy=MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+        ),
+    ),
+    # The first and the last bucket are sent by one all-to-all, the second is not
+    "mixed, exchanged": Kind(
+        True,
+        policy=MixedPrecisionPolicy(
+            param_dtype=torch.float32,
+            reduce_dtype_override_fn=lambda param: (
+                torch.float32 if param.ndim == 2 else torch.float64
+            ),
+            grad_comm_dtype_override_fn=lambda param: (
+                None
+                if param.dtype is torch.float16
+                else torch.float32
+                if param.ndim == 1
+                else torch.bfloat16
+            ),
+        ),
+    ),
+    "mixed, joined": Kind(True, bucket_cap_mb=2 / 2**10),
+    # Matrices alone
+    "mixed, direct": Kind(True, direct_min_nbytes=128),
+}
+
+
+class Net(nn.Module):
+    """Three units and a root with parameters of its own, all of several dtypes."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(MixedBlock(DIM, DIM // 2) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(DIM))
+        self.head = CastLinear(DIM, DIM, dtype=torch.bfloat16)
+        self.blocks_to_run = 3
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.scale
+        for block in self.blocks[: self.blocks_to_run]:
+            x = block(x)
+        return self.head(x).float()
+
+
+@dataclass
+class Kit:
+    """What a schedule is written with, on each rank."""
+
+    rank: Rank
+    kind: Kind
+    meshes: dict[tuple[int, ...], DeviceMesh] = field(default_factory=dict)
+    inputs: int = 0
+
+    def mesh(self, *shape: int) -> DeviceMesh:
+        if shape not in self.meshes:
+            names = ("replicate", "shard")[-len(shape) :]
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+            self.meshes[shape] = mesh
+        return self.meshes[shape]
+
+    def net(self) -> Net:
+        net = Net()
+        return net if self.kind.is_mixed else net.float()
+
+    def placement(self, param: nn.Parameter) -> Shard:
+        return Shard(min(self.kind.shard_dim, param.ndim - 1))
+
+    def shard(self, module: Any, *, api: Callable = fully_shard, **kwargs: Any) -> Any:
+        kwargs.setdefault("mesh", self.mesh(RANKS))
+        kwargs.setdefault("mp_policy", self.kind.policy)
+        if api is fully_shard:
+            kwargs.setdefault("shard_placement_fn", self.placement)
+        unit = api(module, **kwargs)
+        first = unit[0] if isinstance(unit, list) else unit
+        if (cap := self.kind.bucket_cap_mb) is not None:
+            set_reduce_bucket_cap(first, cap, recurse=False)
+        if (nbytes := self.kind.direct_min_nbytes) is not None:
+            set_coalesced_collectives(first, nbytes, recurse=False)
+        return unit
+
+    def sharded_net(self, **kwargs: Any) -> Net:
+        net = self.net()
+        for block in net.blocks:
+            self.shard(block, **kwargs)
+        return self.shard(net, **kwargs)
+
+    def input(self) -> torch.Tensor:
+        """Returns another one for each rank and each microbatch."""
+        self.inputs += 1
+        number = 1 + 0.25 * self.rank.number + 0.0625 * self.inputs
+        return torch.ones(2, DIM) * number
+
+    def loss(self, module: nn.Module) -> torch.Tensor:
+        return module(self.input()).sum()
+
+    def backward(self, module: nn.Module) -> None:
+        self.loss(module).backward()
+
+    def optimize(self, module: nn.Module) -> None:
+        with torch.no_grad():
+            for param in module.parameters():
+                if param.grad is not None:
+                    param._local_tensor.sub_(param.grad._local_tensor)
+                    param.grad = None
+        self.rank.end_step()
+
+    def train(self, module: nn.Module, steps: int = 2) -> None:
+        for _ in range(steps):
+            self.backward(module)
+            self.optimize(module)
+
+
+# Schedules #
+
+SCHEDULES: dict[str, Callable[[Kit], None]] = {}
+
+
+def schedule(function: Callable[[Kit], None]) -> Callable[[Kit], None]:
+    SCHEDULES[function.__name__] = function
+    return function
+
+
+@schedule
+def implicit_prefetch(kit: Kit) -> None:
+    kit.train(kit.sharded_net(), steps=3)
+
+
+@schedule
+def two_forwards_on_smaller_mesh(kit: Kit) -> None:
+    """The second gathers from what the first resharded."""
+    net = kit.sharded_net(reshard_after_forward=2)
+    for _ in range(2):
+        (kit.loss(net) + kit.loss(net)).backward()
+        kit.optimize(net)
+
+
+@schedule
+def mistargeted_prefetch(kit: Kit) -> None:
+    """Backward prefetches a unit that it has no use for."""
+    net = kit.sharded_net()
+    net.blocks_to_run = 2
+    net.blocks[0].set_modules_to_backward_prefetch([net.blocks[2]])
+    kit.train(net)
+
+
+@schedule
+def unshard_ahead_in_vain(kit: Kit) -> None:
+    """What was gathered asynchronously is dropped, as the iteration is given up."""
+    net = kit.sharded_net()
+    kit.train(net, steps=1)
+    net.blocks[1].unshard(async_op=True)
+    net.reset_iter_state()
+    kit.optimize(net)
+    with torch.no_grad():
+        for param in net.parameters():
+            param._local_tensor.zero_()
+    kit.train(net)
+
+
+@schedule
+def asynchronous_gathers(kit: Kit) -> None:
+    net = kit.sharded_net()
+    net._set_unshard_async_op(True)
+    net.blocks[0].set_modules_to_forward_prefetch([*net.blocks[1:]])
+    kit.train(net)
+
+
+@schedule
+def joined_from_several_streams(kit: Kit) -> None:
+    """
+    A pipeline ends units outside of backward, with zeros for what was not used: each in
+    a stream of its own, and what they have set aside in another one.
+    """
+    net, handle = kit.sharded_net(), kit.rank.handle
+    net.set_reduce_scatter_unused_params(True)
+    set_reduce_bucket_cap(net)
+    state, streams = (
+        net._get_fsdp_state(),
+        [kit.rank.new_stream(f"side {i}") for i in range(4)],
+    )
+    zeros = [*net.blocks[2].parameters()]
+    for step in range(2):
+        net.blocks_to_run = 3 - step
+        net.set_is_last_backward(False)
+        net.set_requires_gradient_sync(False)
+        kit.backward(net)
+        net.set_is_last_backward(True)
+        net.set_requires_gradient_sync(True)
+        units = reversed(state._state_ctx.all_states)
+        for unit, stream in zip(units, streams, strict=True):
+            stream.wait_stream(handle.current_stream())
+            with handle.stream(stream):
+                for group in unit._fsdp_param_groups:
+                    group.post_backward()
+        state._root_post_backward_final_callback()
+        for stream in streams:
+            with handle.stream(stream):  # it goes on, in memory that it has freed
+                [torch.zeros(*param.size(), dtype=param.dtype) for param in zeros]
+            handle.current_stream().wait_stream(stream)
+        kit.optimize(net)
+
+
+def _two_meshes(kit: Kit) -> Callable[[nn.Parameter], ShardPlacementResult]:
+    """Shards matrices over all ranks and the rest over 4 of them."""
+    wide, narrow = (
+        FSDPMeshInfo(mesh, shard_mesh_dim=0)
+        for mesh in (kit.mesh(RANKS), kit.mesh(2, 2)["shard"])
+    )
+
+    def place(param: nn.Parameter) -> ShardPlacementResult:
+        info = wide if param.ndim == 2 else narrow
+        return ShardPlacementResult(kit.placement(param), info)
+
+    return place
+
+
+@schedule
+def two_groups_of_a_module(kit: Kit) -> None:
+    kit.train(kit.sharded_net(shard_placement_fn=_two_meshes(kit)))
+
+
+@schedule
+def hsdp(kit: Kit) -> None:
+    kit.train(kit.sharded_net(mesh=kit.mesh(2, 2)), steps=3)
+
+
+@schedule
+def hsdp_without_room(kit: Kit) -> None:
+    """Reduced buffers that gradients do not view are not held for later units."""
+    with mock.patch.object(_fsdp_context, "_MAX_HELD_NBYTES", 0):
+        kit.train(kit.sharded_net(mesh=kit.mesh(2, 2)), steps=3)
+
+
+@schedule
+def hsdp_deferred_other_parameters(kit: Kit) -> None:
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    params = {
+        f"{name}{i}": torch.ones(DIM, dtype=dtype if kit.kind.is_mixed else dtypes[0])
+        for name in "pq"
+        for i, dtype in enumerate(dtypes)
+    }
+    unit = kit.shard(GivenGrads(**params), mesh=kit.mesh(2, 2))
+    microbatches = ("p0", "p1"), ("p1", "q1", "p2"), ("q0", "q1", "q2")
+    for _ in range(2):
+        for i, chosen in enumerate(microbatches):
+            unit.set_requires_all_reduce(i == 2)
+            x = kit.input().requires_grad_()
+            unit(x, **dict.fromkeys(chosen, 2.0)).sum().backward()
+        kit.optimize(unit)
+
+
+@schedule
+def one_rank(kit: Kit) -> None:
+    kit.train(kit.sharded_net(mesh=kit.mesh(RANKS, 1)["shard"]), steps=3)
+
+
+@schedule
+def backwards_in_two_streams(kit: Kit) -> None:
+    """The second goes on with buffers that the first has in another stream."""
+    handle = kit.rank.handle
+    side = kit.rank.new_stream("side")
+    for mesh in (kit.mesh(RANKS), kit.mesh(2, 2)):
+        net = kit.sharded_net(mesh=mesh)
+        for _ in range(2):
+            default = handle.current_stream()
+            side.wait_stream(default)
+            net.set_is_last_backward(False)
+            with handle.stream(side):
+                kit.backward(net)
+                # Makes place for what the reductions still read
+                kit.input()
+            default.wait_stream(side)
+            net.set_is_last_backward(True)
+            kit.backward(net)
+            with handle.stream(side):
+                kit.input()
+            kit.optimize(net)
+
+
+# Finalization by hand #
+
+
+def _nets_to_finalize(kit: Kit) -> Iterator[Net]:
+    """
+    Yields each net three times, its backward done: twice of two microbatches that
+    reduce nothing, and between them of one that reduces at once.
+    """
+    for mesh in (kit.mesh(RANKS), kit.mesh(2, 2)):
+        net = kit.sharded_net(mesh=mesh)
+        net.set_manual_backward_finalization(True)
+        for reduces_at_once in (False, True, False):
+            if not reduces_at_once:
+                net.set_requires_gradient_sync(False)
+                kit.backward(net)
+            kit.backward(net)
+            net.set_requires_gradient_sync(True)
+            yield net
+
+
+def finalized_in_its_own_stream(kit: Kit) -> None:
+    """What is left to reduce is copied in there, and waited for where it is used."""
+    handle, side = kit.rank.handle, kit.rank.new_stream("finalization")
+    for net in _nets_to_finalize(kit):
+        default = handle.current_stream()
+        side.wait_stream(default)
+        with handle.stream(side):
+            reduction = net.finalize_backward(async_op=True)
+        default.wait_stream(side)
+        reduction.wait()
+        with handle.stream(side):
+            kit.input()
+        kit.optimize(net)
+
+
+if FOLLOWS_GRAD_DTYPE:  # since 2.15
+    schedule(finalized_in_its_own_stream)
+
+
+# On the host and in hooks #
+
+
+def _offloaded_net(kit: Kit, *, pin_memory: bool, mesh: DeviceMesh) -> Net:
+    policy = CPUOffloadPolicy(pin_memory=pin_memory)
+    net = kit.sharded_net(offload_policy=policy, mesh=mesh)
+    kit.rank.put_on_host(param._local_tensor for param in net.parameters())
+    return net
+
+
+@schedule
+def offload_pinned(kit: Kit) -> None:
+    """At last, a second backward adds to what the first has brought to the host."""
+    for mesh in (kit.mesh(RANKS), kit.mesh(2, 2)):
+        net = _offloaded_net(kit, pin_memory=True, mesh=mesh)
+        kit.train(net, steps=1)
+        kit.backward(net)
+        kit.backward(net)
+        kit.optimize(net)
+
+
+@schedule
+def offload_pinned_hook(kit: Kit) -> None:
+    """A hook reads the gradient on the host as soon as it is there."""
+    net = _offloaded_net(kit, pin_memory=True, mesh=kit.mesh(RANKS))
+    for param in net.parameters():
+        param.register_post_accumulate_grad_hook(
+            lambda param: param.grad._local_tensor.mul_(2)
+        )
+    kit.train(net)
+
+
+class Parts(nn.Module):
+    """Two of its modules are one unit, of which ``forward`` runs only the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.before = MixedBlock(DIM, DIM // 2)
+        self.first, self.second = (MixedBlock(DIM, DIM // 2) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(self.before(x))
+
+
+@schedule
+def part_of_a_unit_after_the_root(kit: Kit) -> None:
+    """A loss in chunks: the unit reduces after each, and again after its first part."""
+    for mesh in (kit.mesh(RANKS), kit.mesh(2, 2), kit.mesh(RANKS, 1)["shard"]):
+        model = Parts() if kit.kind.is_mixed else Parts().float()
+        kit.shard(model.before, mesh=mesh)
+        kit.shard([model.first, model.second], mesh=mesh)
+        kit.shard(model, mesh=mesh)
+        for _ in range(2):
+            model.set_is_last_backward(False)
+            hidden = model(kit.input())
+            detached = hidden.detach().requires_grad_()
+            for chunk in detached.chunk(2):
+                model.second(chunk).sum().backward()
+            model.set_is_last_backward(True)
+            (model.second(hidden).sum() + (hidden * detached.grad).sum()).backward()
+            kit.optimize(model)
+
+
+@schedule
+def all_reduce_hook(kit: Kit) -> None:
+    net = kit.sharded_net()
+    for module in (*net.blocks, net):
+        stream = kit.rank.new_stream("hook")
+        module.set_all_reduce_hook(lambda grad: grad.mul_(2), stream=stream)
+    kit.train(net)
+
+
+@schedule
+def two_input_buffers(kit: Kit) -> None:
+    net = kit.sharded_net()
+    net.set_reduce_scatter_max_input_buffers(2)
+    kit.train(net)
+
+
+class OneBuffer(collectives.DefaultReduceScatter):
+    """Gives out the same memory for every input, as communication pools do."""
+
+    def __init__(self):
+        self.buffers: dict[bool, torch.Tensor] = {}
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        (numel,) = size
+        # The input is allocated first, then the output, in another stream
+        handle = collectives._get_device_handle(device.type)
+        is_input = handle.current_stream().name == "default"
+        buffer = self.buffers.get(is_input)
+        if not is_input:
+            return torch.empty(numel, dtype=dtype, device=device)
+        if buffer is None:
+            buffer = torch.empty(1 << 12, dtype=torch.uint8, device=device)
+            self.buffers[is_input] = buffer
+        return buffer[: numel * dtype.itemsize].view(dtype)
+
+
+@schedule
+def pooled_reduce_input(kit: Kit) -> None:
+    net = kit.sharded_net()
+    comm = OneBuffer()
+    for module in (*net.blocks, net):
+        module.set_custom_reduce_scatter(comm)
+    kit.train(net)
+
+
+@schedule
+def evaluation_between(kit: Kit) -> None:
+    net = kit.sharded_net()
+    for context in (torch.no_grad, torch.inference_mode):
+        kit.train(net, steps=1)
+        with context():
+            kit.loss(net)
+        kit.train(net, steps=1)
+
+
+class Interrupted(RuntimeError):
+    pass
+
+
+def _interrupt(*unused: Any) -> None:
+    raise Interrupted
+
+
+class FailsAfter(collectives.DefaultAllGather):
+    """Raises once its collective runs."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        super().__call__(*args, **kwargs)
+        raise Interrupted
+
+
+@schedule
+def gather_given_up(kit: Kit) -> None:
+    net = kit.sharded_net()
+    kit.train(net, steps=1)
+    net.blocks[1].set_custom_all_gather(FailsAfter())
+    with contextlib.suppress(Interrupted):
+        kit.loss(net)
+    gc.collect()  # what the error holds
+    net.blocks[1].set_custom_all_gather(collectives.DefaultAllGather())
+    net.reset_iter_state()
+    kit.optimize(net)
+    kit.train(net, steps=1)
+
+
+@schedule
+def reduction_given_up(kit: Kit) -> None:
+    """In its first bucket, and in the one after that if there are several."""
+    for mesh in (kit.mesh(RANKS), kit.mesh(2, 2)):
+        for at in (1, 2):
+            net = kit.sharded_net(mesh=mesh)
+            kit.train(net, steps=1)
+            calls = itertools.count(1)
+            net.blocks[1].set_all_reduce_hook(
+                lambda _, calls=calls, at=at: next(calls) != at or _interrupt()
+            )
+            with contextlib.suppress(Interrupted):
+                kit.backward(net)
+            gc.collect()  # what the error holds
+            net.blocks[1].set_all_reduce_hook(lambda _: None)
+            net.reset_iter_state()
+            kit.optimize(net)
+            kit.train(net, steps=1)
+
+
+# Recording them #
+
+
+@contextlib.contextmanager
+def _pinning() -> Iterator[None]:
+    """Lets all memory be pinned, without a device to pin it for."""
+    with (
+        mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor),
+        mock.patch.object(torch.Tensor, "is_pinned", lambda tensor: True),
+    ):
+        yield
+
+
+def record(
+    schedule: str | Callable[[Kit], None],
+    kind: str,
+    *,
+    broken: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    **options: Any,
+) -> Recording:
+    """
+    Records a schedule, or the one of that name, with what ``broken`` breaks. Options
+    are the recorder's.
+    """
+    run = SCHEDULES[schedule] if isinstance(schedule, str) else schedule
+    with _pinning() if "pinned" in run.__name__ else contextlib.nullcontext(), broken():
+        return record_program(
+            lambda rank: run(Kit(rank, KINDS[kind])), RANKS, **options
+        )

@@ -1,0 +1,157 @@
+"""
+Cases of how a model comes to its parameters, of offload to pinned memory, and of
+tensors that say themselves how they are gathered.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+from unittest import mock
+
+from fsdp_helpers.common.parity_layers import loss_of, Record
+from fsdp_helpers.common.scenarios import Place
+from fsdp_helpers.parity.cases import (
+    add_case,
+    Case,
+    CASES,
+    train_children,
+    train_tower,
+)
+from fsdp_helpers.parity.models import (
+    BF16,
+    Extended,
+    extended_stack,
+    Fp8,
+    FP32,
+    Hidden,
+    HighLow,
+    NestedWaves,
+    stack_of,
+    Waves,
+)
+from fsdp_helpers.parity.modes import (
+    Batches,
+    gradients_add_up,
+    Mode,
+    one_backward,
+    step_in_backward,
+)
+
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import distribute_tensor, DTensor
+
+
+@add_case()
+def nested_inputs(place: Place) -> Record:
+    """Units pass tensors on in a dataclass."""
+
+    def step(model: nn.Module, batches: Batches) -> torch.Tensor:
+        loss = loss_of(model(Hidden({"x": batches[0]})).tensors["x"])
+        loss.backward()
+        return loss
+
+    return train_children(stack_of(NestedWaves, place.dtypes), place, step=step)
+
+
+@add_case()
+def made_on_meta_device(place: Place) -> Record:
+    values = stack_of(Waves, place.dtypes).state_dict()
+    with torch.device("meta"):
+        model = stack_of(Waves, place.dtypes)
+
+    def fill(model: nn.Module) -> None:
+        model.to_empty(device="cpu")
+        for name, param in model.named_parameters():
+            full = distribute_tensor(values[name], param.device_mesh, param.placements)
+            param.detach().copy_(full)
+
+    return train_children(model, place, fill)
+
+
+@add_case()
+def loaded_by_assignment(place: Place) -> Record:
+    """
+    Before the first forward and between steps: of vectors plain shards, of others such
+    whose elements lie apart.
+    """
+
+    def doubled(value: DTensor) -> DTensor:
+        local = value.to_local() * 2
+        if local.ndim > 1:
+            local = torch.stack([local, torch.zeros_like(local)], -1)[..., 0]
+        mesh, placements = value.device_mesh, value.placements
+        size, stride = value.size(), value.stride()
+        return DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=size, stride=stride
+        )
+
+    def load(model: nn.Module) -> None:
+        values = {name: doubled(value) for name, value in model.state_dict().items()}
+        model.load_state_dict(values, assign=True)
+
+    def step(model: nn.Module, batches: Batches) -> torch.Tensor:
+        if batches.step == 1:
+            load(model)
+        return one_backward(model, batches)
+
+    return train_children(stack_of(Waves, place.dtypes), place, load, step)
+
+
+def play_pinned_memory(place: Place, **settings: Any) -> Record:
+    """Notes which copies of gradients may overlap."""
+    to, post_backward = torch.Tensor.to, FSDPParamGroup.post_backward
+    copies: list[bool] = []
+    reducing: list[FSDPParamGroup] = []
+
+    def noting_to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if reducing and "non_blocking" in kwargs:
+            copies.append(kwargs["non_blocking"])
+        return to(tensor, *args, **kwargs)
+
+    def noting_reduction(group: FSDPParamGroup, *args: Any) -> None:
+        reducing.append(group)
+        post_backward(group, *args)
+        reducing.pop()
+
+    with (
+        mock.patch.object(torch.Tensor, "pin_memory", torch.Tensor.clone),
+        mock.patch.object(torch.Tensor, "is_pinned", lambda tensor: True),
+        mock.patch.object(torch.Tensor, "to", noting_to),
+        mock.patch.object(FSDPParamGroup, "post_backward", noting_reduction),
+    ):
+        kwargs = {"offload_policy": CPUOffloadPolicy(pin_memory=True)}
+        record = train_tower(Mode(kwargs=kwargs, **settings), place)
+    return record | {"copies": copies}
+
+
+CASES["pinned"] = Case(play_pinned_memory)
+CASES["pinned_add_up"] = Case(partial(play_pinned_memory, step=gradients_add_up))
+CASES["pinned_step_in_backward"] = Case(
+    partial(play_pinned_memory, prepare=step_in_backward)
+)
+
+
+def train_extensions(
+    place: Place, kind: type[Extended], rows: int = 5, **kwargs: Any
+) -> Record:
+    model = extended_stack(kind, rows, place.dtypes[1:])  # extensions are fp32
+    before = Extended.gathers
+    record = train_children(model, place, **kwargs)
+    return record | {"gathers": Extended.gathers - before}
+
+
+_OFFLOAD = CPUOffloadPolicy(pin_memory=False)
+EXTENSIONS: dict[str, dict[str, Any]] = {
+    "fp8": {"kind": Fp8},
+    "fp8_policy": {"kind": Fp8, "mp_policy": MixedPrecisionPolicy(BF16, FP32)},
+    "fp8_offload": {"kind": Fp8, "rows": 8, "offload_policy": _OFFLOAD},
+    "highlow": {"kind": HighLow, "rows": 8},
+    "highlow_fewer_rows_than_ranks": {"kind": HighLow, "rows": 1},
+    "highlow_no_reshard": {"kind": HighLow, "reshard_after_forward": False},
+}
+for _name, _settings in EXTENSIONS.items():
+    CASES[_name] = Case(partial(train_extensions, **_settings))

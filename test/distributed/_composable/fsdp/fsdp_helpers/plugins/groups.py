@@ -1,0 +1,439 @@
+"""
+What plugins do with a unit: its dtypes, its list of parameters, its states, what it keeps
+between backward and the all-reduce, hooks of state dicts, and changes that come late.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+from fsdp_helpers.common.parity_layers import (
+    batch_of,
+    BF16,
+    digest,
+    FP32,
+    gradients,
+    groups_of,
+    Layer,
+    loss_of,
+    parameters,
+    Record,
+    Stack,
+    stack,
+    units_of,
+)
+from fsdp_helpers.common.release_rules import FOLLOWS_GRAD_DTYPE
+from fsdp_helpers.common.scenarios import (
+    describe,
+    one_backward,
+    Place,
+    POLICIES,
+    Step,
+    train,
+)
+from fsdp_helpers.plugins import mixed, of_both_kinds, scenario
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+
+# Dtypes #
+
+
+def init_like_a_plugin(group: FSDPParamGroup) -> None:
+    """Takes the unit's policy and the first parameter's dtypes for those of all."""
+    for fsdp_param in group.fsdp_params:
+        # Which the release has no more since 2.15
+        policy = getattr(group, "mp_policy", fsdp_param.mp_policy)
+        fsdp_param.init_dtype_attrs(policy)
+    trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+    group._orig_dtype = trained[0].orig_dtype if trained else None
+    group._reduce_dtype = trained[0].reduce_dtype if trained else None
+
+
+def gain_in_fp32(param: nn.Parameter) -> torch.dtype | None:
+    return FP32 if param.ndim == 1 else None
+
+
+@of_both_kinds
+def replaced_init_mp_dtypes(place: Place) -> Record:
+    """By one that knows of one dtype for all, and by one that calls the original."""
+    # Parameters of mixed units keep policies of their own
+    overrides = {"param_dtype_override_fn": gain_in_fp32} if place.is_mixed else {}
+    policy = MixedPrecisionPolicy(BF16, FP32, **overrides)
+    record: Record = {"plain": train(place.of_kind(mp_policy=policy), place)}
+    units: list[str] = []
+    for init in (init_like_a_plugin, FSDPParamGroup._init_mp_dtypes):
+
+        def replacement(group: FSDPParamGroup, init: Any = init) -> None:
+            init(group)
+            units.append(group._module_fqn)
+
+        model = place.of_kind(mp_policy=policy)
+        with mock.patch.object(FSDPParamGroup, "_init_mp_dtypes", replacement):
+            record[init.__name__] = train(model, place)
+            model.unshard()  # may set up again
+            model.reshard()
+    return record | {"calls": units}
+
+
+def dtypes_of_groups(model: nn.Module) -> list[tuple[str, ...]]:
+    names = (
+        ["_reduce_dtype"] if FOLLOWS_GRAD_DTYPE else ["_orig_dtype", "_reduce_dtype"]
+    )
+    return [
+        tuple([str(getattr(group, name)) for name in names])
+        for group in groups_of(model)
+    ]
+
+
+@of_both_kinds
+def dtypes_of_a_group(place: Place) -> Record:
+    """Of trained, of frozen and of mixed parameters."""
+    record: Record = {}
+    for policy in POLICIES:
+        model = place.of_kind(policy)
+        model.blocks[0].requires_grad_(False)
+        one_backward(model, place, 0)
+        record[policy] = dtypes_of_groups(model)
+    return record
+
+
+@scenario
+def policy_set_before_the_first_forward(place: Place) -> Record:
+    model, policy = place.sharded(), POLICIES["bf16"]
+    for unit in (model, *model.blocks):
+        unit._get_fsdp_state()._mp_policy = policy
+    for group in groups_of(model):
+        group.mp_policy = policy
+        for fsdp_param in group.fsdp_params if FOLLOWS_GRAD_DTYPE else ():
+            fsdp_param.mp_policy = policy  # the only ones that 2.15 has
+    record = train(model, place)
+    model.blocks[0].unshard()
+    dtypes = [str(param.dtype) for param in model.blocks[0].parameters()]
+    return record | {"gathered in": dtypes}
+
+
+def group_that_is_built_directly(place: Place) -> Record:
+    """As upstream's test of training states does, without any policy."""
+    mesh_info = groups_of(place.sharded("none"))[0].mesh_info
+    module = nn.Linear(4, 4)
+    rest = (mesh_info, None, torch.device("cpu"), None, None, None)
+    group = FSDPParamGroup([*module.parameters()], (module,), *rest)
+    with group.use_training_state(TrainingState.FORWARD):
+        inside = str(group._training_state)
+    sizes = [tuple(p.sharded_size) for p in group.fsdp_params]
+    return {"found": (inside, str(group._training_state), sizes)}
+
+
+if not FOLLOWS_GRAD_DTYPE:  # since then the release needs one
+    scenario(group_that_is_built_directly)
+
+
+# The list of parameters #
+
+
+def replace_weight(group: FSDPParamGroup, i: int, scale: float) -> FSDPParam:
+    """Updates a weight of an unsharded unit, and shards what came of it."""
+    old = group.fsdp_params[i]
+    info = old._module_info
+    weight = getattr(info.module, info.param_name).detach() * scale
+    new_weight = nn.Parameter(weight.clone())
+    setattr(info.module, info.param_name, new_weight)
+    policy = MixedPrecisionPolicy(param_dtype=new_weight.dtype)
+    new = FSDPParam(
+        new_weight,
+        info,
+        old.mesh_info,
+        old.post_forward_mesh_info,
+        old.device,
+        None,
+        policy,
+        None,
+    )
+    new.init_dtype_attrs(policy)
+    old._post_load_hook_handle.remove()
+    return new
+
+
+def update_weights(model: Stack) -> None:
+    """As a quantizer that writes its weights back, one unit at a time."""
+    for block in model.blocks:
+        group = block._get_fsdp_state()._fsdp_param_group
+        if group.is_sharded:
+            block.unshard()
+        group.fsdp_params = [
+            replace_weight(group, i, 0.5)
+            if fsdp_param._module_info.param_name == "weight"
+            else fsdp_param
+            for i, fsdp_param in enumerate(group.fsdp_params)
+        ]
+        block.reshard()
+
+
+def reverse(model: Stack) -> None:
+    for group in groups_of(model):
+        group.fsdp_params = list(reversed(group.fsdp_params))
+
+
+def drop_in_place(model: Stack) -> None:
+    """Leaves a parameter to somebody else, frozen."""
+    group, layer = groups_of(model)[1], model.blocks[0].layers[0]
+    model.blocks[0].unshard()
+    whole = layer.shift.detach().clone()
+    model.blocks[0].reshard()
+    del group.fsdp_params[2]
+    if FOLLOWS_GRAD_DTYPE:
+        group.lazy_init()  # which numbers them
+    layer.shift = nn.Parameter(whole, requires_grad=False)
+
+
+@of_both_kinds
+def list_of_parameters_changed(place: Place) -> Record:
+    record: Record = {}
+    for change in (update_weights, reverse, drop_in_place):
+        model = place.of_kind()
+        found = train(model, place)
+        change(model)
+        found |= {f"changed {name}": bits for name, bits in parameters(model)}
+        record[change.__name__] = found | train(model, place, steps=range(2, 4))
+    return record
+
+
+# States #
+
+
+def wait_by_hand(group: FSDPParamGroup) -> None:
+    result = group._all_gather_result
+    if result is None:
+        return
+    process_group = group._all_gather_process_group
+    _fsdp_param_group.foreach_all_gather_copy_out(
+        result, group.fsdp_params, process_group
+    )
+    for fsdp_param in group.fsdp_params:
+        fsdp_param.init_unsharded_param()
+    group._to_unsharded()
+    group._all_gather_result = None
+
+
+def post_forward_by_hand(
+    group: FSDPParamGroup, module: nn.Module, input: Any, output: Any
+) -> Any:
+    if group._use_post_forward_mesh:
+        group._to_sharded_post_forward()
+    elif group._reshard_after_forward:
+        group._to_sharded()
+    group._record_post_forward()
+    group._training_state = TrainingState.IDLE
+    return output
+
+
+@scenario
+def replaced_wait_for_unshard_and_post_forward(place: Place) -> Record:
+    """They change a group's state, and record the order in which backward prefetches."""
+    record: Record = {}
+    seen: list[Any] = []
+
+    def post_forward(group: FSDPParamGroup, *args: Any) -> Any:
+        output = post_forward_by_hand(group, *args)
+        order = [each._module_fqn for each in group.comm_ctx.post_forward_order]
+        seen.append((group._sharded_state.name, order))
+        return output
+
+    new = {"wait_for_unshard": wait_by_hand, "post_forward": post_forward}
+    for reshard in (True, False, 2):
+        with mock.patch.multiple(FSDPParamGroup, **new):
+            model = place.sharded("bf16", reshard_after_forward=reshard)
+            record[str(reshard)] = train(model, place)
+    return record | {"calls": seen}
+
+
+# What HSDP keeps #
+
+
+def deferred(change: Callable[[FSDPParamGroup], Any], seen: list[Any]) -> Step:
+    """Returns a step of two microbatches, of which the second is all-reduced."""
+
+    def run(model: Stack, place: Place, step: int) -> torch.Tensor:
+        for i in range(2):
+            model.set_requires_all_reduce(i == 1)
+            loss = loss_of(model(batch_of(step, i, place.rank)))
+            loss.backward()
+            for group in groups_of(model):
+                seen.append(digest(group._partial_reduce_output))
+                if i == 0:
+                    change(group)
+        return loss
+
+    return run
+
+
+KEPT = "_partial_reduce_output"
+CHANGES: dict[str, Callable[[FSDPParamGroup], Any]] = {
+    "read": lambda group: None,
+    "dropped": lambda group: setattr(group, KEPT, None),
+    "replaced": lambda group: setattr(group, KEPT, 2 * getattr(group, KEPT)),
+    "scaled_in_place": lambda group: getattr(group, KEPT).mul_(0.5),
+}
+
+
+@scenario
+def partial_reduce_output(place: Place) -> Record:
+    record: Record = {}
+    for name, change in CHANGES.items():
+        model, seen = place.sharded("bf16_reduce_fp32", mesh=place.pairs), []
+        found = train(model, place, run=deferred(change, seen))
+        record[name] = found | {"seen": seen}
+    return record
+
+
+@mixed
+def several_partial_reduce_outputs(place: Place) -> Record:
+    model = place.mixed(mesh=place.pairs)
+    model.set_requires_all_reduce(False)
+    one_backward(model, place, 0)
+    kept = [group._partial_reduce_output for group in groups_of(model)]
+    for group in groups_of(model):
+        group._partial_reduce_output = None
+    left = [group._partial_reduce_output for group in groups_of(model)]
+    return {"kept": [describe(each) for each in kept], "left": left}
+
+
+@scenario
+def partial_reduce_output_set_where_none_is_kept(place: Place) -> Record:
+    """As a plugin does that all-reduces every few steps, with sums of its own."""
+    model = place.sharded(mesh=place.pairs)
+    saved: list[torch.Tensor] = []
+
+    def run(model: Stack, place: Place, step: int) -> torch.Tensor:
+        for group, kept in zip(groups_of(model), saved):
+            group._partial_reduce_output = kept
+        saved.clear()
+        model.set_requires_all_reduce(step % 2 == 1)
+        loss = one_backward(model, place, step)
+        if step % 2 == 0:
+            for group in groups_of(model):
+                saved.append(group._partial_reduce_output.clone())
+                group._partial_reduce_output = None
+        return loss
+
+    return train(model, place, steps=range(4), run=run)
+
+
+@scenario
+def all_reduce_state(place: Place) -> Record:
+    seen: list[Any] = []
+    original = FSDPParamGroup.post_backward
+
+    def post_backward(group: FSDPParamGroup, *args: Any) -> None:
+        original(group, *args)
+        if (state := group._all_reduce_state) is not None:
+            seen.append((digest(state.all_reduce_input), state.event is None))
+
+    model = place.sharded("bf16_reduce_fp32", mesh=place.pairs)
+    with mock.patch.object(FSDPParamGroup, "post_backward", post_backward):
+        record = train(model, place)
+    left = [describe(group._all_reduce_state) for group in groups_of(model)]
+    return record | {"calls": seen, "left": left}
+
+
+# Hooks of state dicts #
+
+HANDLES = (
+    "_module_to_pre_save_state_dict_hook_handle",
+    "_module_to_pre_load_state_dict_hook_handle",
+)
+
+
+def kinds_while_unsharded(model: Stack) -> dict[str, str]:
+    """Returns what a state dict has of units that are unsharded now."""
+    for unit in units_of(model):
+        unit.unshard()
+    kinds = {name: type(value).__name__ for name, value in model.state_dict().items()}
+    for unit in units_of(model):
+        unit.reshard()
+    return kinds
+
+
+@scenario
+def state_dict_hooks(place: Place) -> Record:
+    """A plugin detaches the first block's, so that it is saved as it is."""
+    model = place.sharded()
+    record: Record = train(model, place)
+    record["kinds"] = kinds_while_unsharded(model)
+    layer = model.blocks[0].layers[0]
+    group = groups_of(model)[1]
+    for attribute in HANDLES:
+        for handle in getattr(group, attribute).values():
+            handle.remove()
+    record["kinds without"] = kinds_while_unsharded(model)
+    hooks = layer._state_dict_pre_hooks, layer._load_state_dict_pre_hooks
+    return record | {"left": [*map(len, hooks)]}
+
+
+# Late changes #
+
+
+@scenario
+def setattr_of_a_class(place: Place) -> Record:
+    """Comes after lazy init, and goes again."""
+    model, calls = place.sharded(), Counter()
+    record = train(model, place)
+
+    def set_and_count(module: nn.Module, name: str, value: Any) -> None:
+        calls[f"{name} {type(value).__name__}"] += 1
+        nn.Module.__setattr__(module, name, value)
+
+    with mock.patch.object(Layer, "__setattr__", set_and_count):
+        record |= train(model, place, steps=range(2, 4)) | {"calls": dict(calls)}
+    return record | train(model, place, steps=range(4, 6)) | {"left": dict(calls)}
+
+
+class Doubled(torch.Tensor):
+    """Is gathered as twice its values."""
+
+    @torch.no_grad()
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> Any:
+        plain = self.as_subclass(torch.Tensor).detach()
+        return (2 * plain.contiguous(),), "doubled"
+
+    @torch.no_grad()
+    def fsdp_post_all_gather(self, outputs, metadata, dtype, *, out=None) -> Any:
+        (gathered,) = outputs
+        if out is None:
+            return gathered, (gathered,)
+        with torch.autograd._unsafe_preserve_version_counter(out):
+            out.copy_(gathered.view_as(out))
+        return None
+
+
+@scenario
+def extension_after_lazy_init(place: Place) -> Record:
+    """Replaces a plain parameter's local tensor, and is set up by hand."""
+    model = place.sharded(model=stack(dim=8))
+
+    def backward(step: int) -> None:
+        loss_of(model(batch_of(step, place.rank, dim=8))).backward()
+
+    backward(1)
+    model.zero_grad()
+    fsdp_param = next(
+        param
+        for param in groups_of(model)[1].fsdp_params
+        if param._module_info.param_name == "weight"
+    )
+    sharded = fsdp_param.sharded_param
+    sharded._local_tensor = sharded._local_tensor.detach().as_subclass(Doubled)
+    fsdp_param._init_extensions()
+    backward(2)
+    return dict(gradients(model))

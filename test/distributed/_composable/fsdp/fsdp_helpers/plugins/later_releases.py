@@ -1,0 +1,315 @@
+"""What 2.14 and 2.15 added to FSDP2: scenarios for the releases that have it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from fsdp_helpers.common.parity_layers import (
+    batch_of,
+    BF16,
+    FP32,
+    gradients,
+    groups_of,
+    Record,
+    Stack,
+    stack,
+    units_of,
+)
+from fsdp_helpers.common.release_rules import FOLLOWS_GRAD_DTYPE, HAS_SPMD_TYPES
+from fsdp_helpers.common.scenarios import one_backward, Place, train
+from fsdp_helpers.parity.models import extended_stack, HighLow
+from fsdp_helpers.plugins import of_both_kinds, scenario
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import DataParallelMeshDims, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.distributed.tensor import Shard
+
+
+if HAS_SPMD_TYPES:
+    import spmd_types
+    from spmd_types.checker import typecheck
+else:
+    spmd_types = typecheck = None
+
+
+Add = Callable[[Callable[[Place], Record]], Any]
+
+
+def where(is_there: bool, add: Add) -> Add:
+    """Returns a decorator that adds a scenario if the release has what it runs."""
+    return add if is_there else lambda run: run
+
+
+since_2_15 = where(FOLLOWS_GRAD_DTYPE, of_both_kinds)
+uniform_since_2_15 = where(FOLLOWS_GRAD_DTYPE, scenario)
+
+
+def outputs_of(model: nn.Module) -> Iterator[torch.Tensor]:
+    for group in groups_of(model):
+        for fsdp_param in group.fsdp_params:
+            yield from fsdp_param.all_gather_outputs
+
+
+# Storage that stays #
+
+
+@since_2_15
+def storage_that_is_kept(place: Place) -> Record:
+    plain = train(place.of_kind("bf16_reduce_fp32"), place, steps=range(5))
+    model = place.of_kind("bf16_reduce_fp32")
+    model.set_keep_unsharded_storage(True)
+    record = train(model, place)
+    for unit in units_of(model):
+        unit.reshard()
+    before = [output.data_ptr() for output in outputs_of(model)]
+    facts = [all(o.untyped_storage().nbytes() for o in outputs_of(model))]
+    record |= train(model, place, steps=range(2, 4))
+    facts.append(before == [output.data_ptr() for output in outputs_of(model)])
+    model.set_keep_unsharded_storage(False)
+    record |= train(model, place, steps=range(4, 5))
+    for unit in units_of(model):
+        unit.reshard()
+    facts.append(not any(o.untyped_storage().nbytes() for o in outputs_of(model)))
+    return {"plain": plain, "kept": record, "allocated, in place, freed": facts}
+
+
+# Finalization by hand #
+
+
+def error_of(action: Callable[[], Any]) -> str | None:
+    try:
+        action()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def finalized_step(
+    model: Stack, place: Place, step: int, *, in_background: bool, seen: list[Any]
+) -> torch.Tensor:
+    """Two backwards, of which the first reduces nothing, and then the reduction."""
+    model.set_requires_gradient_sync(False)
+    one_backward(model, place, 2 * step)
+    loss = one_backward(model, place, 2 * step + 1)
+    seen.append(all(param.grad is None for param in model.parameters()))
+    model.set_requires_gradient_sync(True)
+    if not in_background:
+        model.finalize_backward()
+        return loss
+    handle = model.finalize_backward(async_op=True)
+    seen.append(error_of(lambda: model(batch_of(0, place.rank))))
+    seen.append(error_of(model.finalize_backward))
+    handle.wait()
+    return loss
+
+
+def synced_step(model: Stack, place: Place, step: int) -> torch.Tensor:
+    """The same without finalization by hand."""
+    model.set_requires_gradient_sync(False)
+    one_backward(model, place, 2 * step)
+    model.set_requires_gradient_sync(True)
+    return one_backward(model, place, 2 * step + 1)
+
+
+@since_2_15
+def finalized_by_hand(place: Place) -> Record:
+    record: Record = {"plain": train(place.of_kind(), place, run=synced_step)}
+    for in_background in (False, True):
+        model, seen = place.of_kind(), []
+        model.set_manual_backward_finalization(True)
+        run = functools.partial(finalized_step, in_background=in_background, seen=seen)
+        record[str(in_background)] = train(model, place, run=run)
+        # A backward that is to reduce at once waits for the finalization all the same
+        one_backward(model, place, 9)
+        model.finalize_backward()
+        record[f"{in_background} seen"] = seen
+        left = [group._post_backward_pending for group in groups_of(model)]
+        # Nor is anything left to finalize of an iteration that is given up
+        model.set_requires_gradient_sync(False)
+        one_backward(model, place, 10)
+        model.reset_iter_state()
+        left += [group._post_backward_pending for group in groups_of(model)]
+        left += [param.grad is not None for param in model.parameters()]
+        record[f"{in_background} left"] = left
+    return record
+
+
+@since_2_15
+def finalization_that_is_refused(place: Place) -> Record:
+    """The root keeps one sum, or in a mixed unit several where it is the only one."""
+    dtypes = (FP32, BF16) if place.is_mixed else (FP32, FP32)
+    record: Record = {}
+    whole = fully_shard(stack(dtypes), mesh=place.pairs)
+    for name, model in (("units", place.of_kind(mesh=place.pairs)), ("whole", whole)):
+        model.set_requires_all_reduce(False)
+        one_backward(model, place, 0)
+        model.set_manual_backward_finalization(True)
+        record[name] = error_of(model.finalize_backward)
+    return record
+
+
+# Extensions #
+
+
+class Released(HighLow):
+    """Needs its inputs no more once it is made of them."""
+
+    def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> bool:
+        return True
+
+
+@since_2_15
+def outputs_that_an_extension_releases(place: Place) -> Record:
+    model = extended_stack(Released, 8, (BF16,) if place.is_mixed else ())
+    for block in model:
+        fully_shard(block, mesh=place.mesh)
+    record: Record = {}
+    for turn in range(4):
+        model[0].unshard()
+        params = groups_of(model[0])[0].fsdp_params
+        wrapped = next(p for p in params if hasattr(p, "_extensions_data"))
+        record[f"{turn} values"] = wrapped.unsharded_param.detach().tolist()
+        nbytes = [o.untyped_storage().nbytes() for o in wrapped.all_gather_outputs]
+        record[f"{turn} freed"] = not any(nbytes)
+        model[0].reshard()
+    return record
+
+
+# Steps that a plugin replaces #
+
+
+@since_2_15
+def replaced_steps(place: Place) -> Record:
+    """Of mixed units, those of the reduction alone: what is gathered has one dtype."""
+    calls = {"outputs": 0, "inputs": 0}
+
+    def outputs(*args: Any) -> None:
+        calls["outputs"] += 1
+        _fsdp_collectives._default_all_gather_output_fn(*args)
+
+    def inputs(params: Any, grads: list[torch.Tensor], world_size: int) -> Any:
+        calls["inputs"] += 1
+        # In place, as it is meant
+        grads[:] = [2 * grad for grad in grads]
+        default = _fsdp_collectives._default_reduce_scatter_input_fn
+        return default(params, grads, world_size)
+
+    model = place.of_kind()
+    for group in groups_of(model):
+        group._prepare_reduce_scatter_inputs = inputs
+        if not place.is_mixed:
+            group._all_gather_output_fn = outputs
+    record = train(model, place) | {"calls": dict(calls)}
+    if place.is_mixed:
+        groups_of(model)[1]._all_gather_output_fn = outputs
+        record["refused"] = error_of(lambda: one_backward(model, place, 2))
+    return record
+
+
+def with_a_row_more(params: Any, grads: list[torch.Tensor], world_size: int) -> Any:
+    """Gives each rank a row of zeros behind its own ones."""
+    default = _fsdp_collectives._default_reduce_scatter_input_fn
+    for i, size in enumerate(default(params, grads, world_size)):
+        whole = grads[i].new_zeros(size)
+        whole[: grads[i].size(0)] = grads[i]
+        by_rank = whole.unflatten(0, (world_size, -1))
+        row = torch.zeros_like(by_rank[:, :1])
+        grads[i] = torch.cat([by_rank, row], 1).flatten(0, 1)
+    return tuple(grad.size() for grad in grads)
+
+
+@since_2_15
+def inputs_that_are_padded(place: Place) -> Record:
+    record: Record = {}
+    for name in ("plain", "padded"):
+        model = place.of_kind(
+            mesh=place.pairs, shard_placement_fn=lambda param: Shard(param.ndim - 1)
+        )
+        for group in groups_of(model) if name == "padded" else ():
+            group._prepare_reduce_scatter_inputs = with_a_row_more
+        record[name] = train(model, place)
+    return record
+
+
+# Gradients' dtypes #
+
+
+def set_grad_dtypes(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    for param in model.parameters():
+        param.grad_dtype = dtype
+    return model
+
+
+@uniform_since_2_15
+def grad_dtypes_of_all(place: Place) -> Record:
+    """Reduced, summed and kept in them, which is another dtype than is stored."""
+    record: Record = {}
+    for policy, stored, dtype in (
+        ("none", BF16, FP32),
+        ("bf16", FP32, None),
+        ("reduce_bf16", BF16, FP32),
+        ("bf16", BF16, BF16),
+    ):
+        model = set_grad_dtypes(stack((stored, stored)), dtype)
+        model = place.sharded(policy, model)
+        losses = [one_backward(model, place, step).item() for step in range(2)]
+        record[f"{policy} {stored} {dtype}"] = dict(gradients(model)) | {"": losses}
+        model.float()  # an explicit one stays
+        dtypes = [str(param.grad.dtype) for param in model.parameters()]
+        record[f"{policy} {stored} {dtype} cast"] = {"": dtypes}
+    return record
+
+
+@uniform_since_2_15
+def unused_without_a_dtype(place: Place) -> Record:
+    model = place.sharded(model=set_grad_dtypes(stack(), None))
+    model.set_reduce_scatter_unused_params(True)
+    error = error_of(lambda: one_backward(model, place, 0))
+    return {"names the dtype": "grad_dtype" in str(error)}
+
+
+# Types of what ranks hold (2.14) #
+
+
+class Annotated(nn.Module):
+    """Parameters with annotations of ``spmd_types``, and notes what forward sees."""
+
+    def __init__(self, dtypes: tuple[torch.dtype, ...], mesh: DeviceMesh):
+        super().__init__()
+        self.params = nn.ParameterList(torch.randn(4, 4, dtype=d) for d in dtypes)
+        names = mesh.mesh_dim_names or ()
+        axes = [spmd_types.MeshAxis.of(mesh.get_group(name)) for name in names]
+        for param in self.params:
+            types = dict(zip(axes, (spmd_types.I, spmd_types.R)))
+            spmd_types.assert_type(param, types)
+        self.seen: list[Any] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        is_checking = spmd_types.is_type_checking()
+        types = [str(spmd_types.get_local_type(param)) for param in self.params]
+        self.seen.append((is_checking, types))
+        for param in self.params:
+            x = x @ param.float()
+        return x
+
+
+@where(HAS_SPMD_TYPES, of_both_kinds)
+def annotated_parameters(place: Place) -> Record:
+    torch.manual_seed(0)
+    mesh = place.pairs
+    model = Annotated((FP32, BF16) if place.is_mixed else (FP32, FP32), mesh)
+    fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="shard"))
+    x = torch.ones(2, 4) * (1 + mesh.get_local_rank("shard"))
+    model(x).sum().backward()
+    groups = [mesh.get_group(name) for name in ("replicate", "shard")]
+    tp, dp = map(spmd_types.MeshAxis.of, groups)
+    with typecheck(), spmd_types.set_current_mesh(mesh):
+        spmd_types.assert_type(x, {tp: spmd_types.I, dp: spmd_types.V})
+        output = model(x)
+    output.sum().backward()
+    return {"seen": model.seen} | dict(gradients(model))

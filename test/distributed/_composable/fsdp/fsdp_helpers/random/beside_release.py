@@ -1,0 +1,295 @@
+"""
+Runs random cases whose units have one dtype with whatever torch is imported, and saves
+what came of them: the bits of losses, gathered values, gradients and parameters, every
+call of a collective in order, and the warnings.
+
+The tests run it once on the release and once on this branch and compare. A case is drawn
+from its number alone, so that all ranks of both have the same ones. What the release
+does not get right is not drawn:
+
+- gradients of other parameters in microbatches that share one all-reduce, or of
+  other parameters of a unit in those that share one reduction;
+- units frozen whole, under a policy, before the first forward or an unshard;
+- gradients that wait to be reduced when an exception ends the step;
+- a block left out before it has run once;
+- another setting for resharding while units are resharded to fewer ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import FunctionType
+from typing import Any
+from unittest import mock
+
+from fsdp_helpers.common.parity_layers import (
+    digest,
+    gradients,
+    LR,
+    parameters,
+    Record,
+    units_of,
+)
+from fsdp_helpers.common.scenarios import Place, RANKS, Scenario, Scenarios
+from fsdp_helpers.random.cases import (
+    Case,
+    draw_case,
+    fill,
+    FP32,
+    Model,
+    run_forward,
+    run_microbatch,
+    shard_model,
+)
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.fsdp import _fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+
+CASES = 40
+STEPS = 5
+
+
+# What a case does before a step #
+
+
+def save(model: Model) -> None:
+    state = model.state_dict()
+    model.saved = {name: value.detach().clone() for name, value in state.items()}
+
+
+def load_and_assign(model: Model) -> None:
+    copies = {name: value.clone() for name, value in model.saved.items()}
+    model.load_state_dict(copies, assign=True)
+
+
+def freeze_parameters(model: Model) -> None:
+    for block in model.blocks:
+        block.p0.requires_grad_(False)
+
+
+@torch.no_grad()
+def evaluate(model: Model) -> None:
+    run_forward(model, 0, 0)
+
+
+def fail(model: Model) -> None:
+    """Gives up a forward in its middle, and starts anew."""
+
+    def stop(*args: Any) -> None:
+        raise ArithmeticError("as meant")
+
+    handle = model.blocks[-1].register_forward_pre_hook(stop)
+    with contextlib.suppress(ArithmeticError):
+        run_forward(model, 0, 0)
+    handle.remove()
+    model.reset_iter_state()
+
+
+def unshard(model: Model) -> None:
+    for unit in units_of(model):
+        unit.unshard()
+
+
+def reshard(model: Model) -> None:
+    for unit in units_of(model):
+        unit.unshard()
+        unit.reshard()
+
+
+def unshard_async(model: Model) -> None:
+    """Waits for one of them, and leaves the others to forward."""
+    handles = [unit.unshard(async_op=True) for unit in units_of(model)]
+    handles[0].wait()
+
+
+# In the order in which a step has them: nothing unsharded is saved, frozen or given up
+ACTIONS: dict[str, Callable[[Model], Any]] = {
+    "save": save,
+    "load": lambda model: model.load_state_dict(model.saved),
+    "load_and_assign": load_and_assign,
+    "freeze_parameters": freeze_parameters,
+    "freeze_a_block": lambda model: model.blocks[0].requires_grad_(False),
+    "unfreeze": lambda model: model.requires_grad_(True),
+    "fail": fail,
+    "reshard_after_forward": lambda model: model.set_reshard_after_forward(True),
+    "keep_after_forward": lambda model: model.set_reshard_after_forward(False),
+    "evaluate": evaluate,
+    "reshard": reshard,
+    "unshard": unshard,
+    "unshard_async": unshard_async,
+}
+# Those of what has run before
+LATER_ACTIONS = {*ACTIONS} - {"save", "evaluate", "reshard", "unshard", "unshard_async"}
+
+
+@functools.cache
+def draw(number: int) -> Case:
+    rng = random.Random(number)
+    case = draw_case(rng, (RANKS,), uniform_steps=STEPS)
+    if rng.random() < 0.6:  # most often without a policy
+        case = replace(case, param_dtype=None, reduce_dtype=None)
+    never = set()
+    if case.parallelism == "replicate" or case.reshard == 2:
+        never = {"reshard_after_forward", "keep_after_forward"}
+    has_policy = case.param_dtype is not None or case.reduce_dtype is not None
+    if has_policy or case.blocks[0][0].dtype != FP32:
+        never.add("freeze_a_block")
+    steps = []
+    for n, step in enumerate(case.steps):
+        left_out = never if n > 0 else never | LATER_ACTIONS
+        possible = [name for name in ACTIONS if name not in left_out]
+        some = rng.sample(range(len(possible)), rng.choice((0, 0, 1, 2, 3)))
+        actions = tuple(possible[i] for i in sorted(some))
+        if n == 0 or rng.random() < 0.5:  # all blocks run at first, most often all do
+            microbatches = [
+                replace(m, skipped_blocks=frozenset(), skipped_params=frozenset())
+                for m in step.microbatches
+            ]
+            step = replace(step, microbatches=tuple(microbatches))
+        steps.append(replace(step, actions=actions, to_none=rng.random() < 0.7))
+    return replace(case, steps=tuple(steps))
+
+
+def optimize(model: Model, to_none: bool) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.grad is not None:
+                param.to_local().sub_(LR * param.grad.to_local())
+    model.zero_grad(set_to_none=to_none)
+
+
+# What is seen of it #
+
+_KINDS = ("all_", "barrier", "broadcast", "gather", "monitored_", "new_group")
+# Of `torch.distributed`: those that other ranks must answer
+COLLECTIVES = [
+    name
+    for name, value in vars(distributed_c10d).items()
+    if name.startswith((*_KINDS, "reduce", "scatter")) and type(value) is FunctionType
+]
+
+
+class Watch:
+    """Notes the collectives that this rank issues, and what the release reduces."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        # Of the units' reductions: which parameters, and how far
+        self.patterns: list[tuple[Any, ...]] = []
+        self._depth = 0
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        # Only the branch has it, which compares ranks
+        agreement = getattr(_fully_shard, "_fsdp_agreement", None)
+        with contextlib.ExitStack() as patches:
+            for name in COLLECTIVES:
+                call = self._watch(getattr(distributed_c10d, name), self._note_call)
+                for owner in (dist, distributed_c10d, agreement):
+                    if hasattr(owner, name):
+                        patches.enter_context(mock.patch.object(owner, name, call))
+            # The branch compares no ranks before a reduction that a plugin replaced
+            if agreement is None:
+                reduce = _fsdp_param_group.foreach_reduce
+                call = self._watch(reduce, self._note_reduction)
+                patches.enter_context(
+                    mock.patch.object(_fsdp_param_group, "foreach_reduce", call)
+                )
+            yield
+
+    def take(self) -> dict[str, Any]:
+        """Returns what was noted since the last call."""
+        taken = {"collectives": self.calls, "patterns": self.patterns}
+        self.calls, self.patterns = [], []
+        return taken
+
+    def _watch(
+        self, original: Callable[..., Any], note: Callable[[str, dict[str, Any]], None]
+    ) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            note(original.__name__, signature.bind(*args, **kwargs).arguments)
+            is_collective = original.__name__ in COLLECTIVES
+            self._depth += is_collective
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._depth -= is_collective
+
+        return call
+
+    def _note_call(self, name: str, arguments: dict[str, Any]) -> None:
+        if self._depth == 0:  # one collective may call another
+            self.calls.append((name, *_describe(arguments)))
+
+    def _note_reduction(self, name: str, arguments: dict[str, Any]) -> None:
+        params = tuple(map(id, arguments["fsdp_params"]))
+        self.patterns.append((params, arguments["all_reduce_grads"]))
+
+
+def _describe(arguments: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
+    """Yields what can be compared of a collective's arguments, in their order."""
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            yield name, str(value.dtype), value.numel()
+        elif isinstance(value, list):
+            yield name, [v.numel() for v in value if isinstance(v, torch.Tensor)]
+        elif isinstance(value, dist.ProcessGroup):
+            yield name, tuple(dist.get_process_group_ranks(value))
+        elif name == "op":
+            yield name, getattr(value, "op", value).name
+
+
+# Running #
+
+
+def run_steps(case: Case) -> list[Record]:
+    """Returns what is seen of each step, and at last of the parameters."""
+    model = shard_model(case, "cpu")
+    fill(model, 0)
+    save(model)
+    watch, records = Watch(), []
+    with watch.watching():
+        for number, step in enumerate(case.steps):
+            for action in step.actions:
+                ACTIONS[action](model)
+            record: Record = {"actions": step.actions}
+            for batch in range(len(step.microbatches)):
+                loss = run_microbatch(model, number, batch)
+                seen = [block.seen.values() for block in model.all_blocks()]
+                tensors = [loss, *(value for values in seen for value in values)]
+                record[f"microbatch {batch}"] = [digest(each) for each in tensors]
+            record |= watch.take() | dict(gradients(model))
+            optimize(model, step.to_none)
+            records.append(record)
+    return [*records, dict(parameters(model))]
+
+
+def run_case(place: Place, number: int) -> Record:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        steps = run_steps(draw(number))
+    texts = [(each.category.__name__, str(each.message)) for each in caught]
+    return {"steps": steps, "warnings": texts}
+
+
+SCENARIOS = Scenarios(
+    {f"{n}": Scenario(functools.partial(run_case, number=n)) for n in range(CASES)}
+)
+
+
+if __name__ == "__main__":
+    sys.exit(SCENARIOS.main(__doc__))

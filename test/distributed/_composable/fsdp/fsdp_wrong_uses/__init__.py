@@ -1,1 +1,0 @@
-"""The wrong uses of ``fully_shard`` that are found."""
