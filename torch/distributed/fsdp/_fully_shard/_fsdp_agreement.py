@@ -195,8 +195,7 @@ def _announce(group: Any, pattern: _Pattern | None = None) -> _Lines:
 
 
 def _pattern_of(buckets: Sequence[ReduceBucket]) -> _Pattern:
-    keys = {slot.param: bucket.key for bucket in buckets for slot in bucket.slots}
-    return tuple(sorted(keys.items()))
+    return tuple(sorted((i, bucket.key) for bucket in buckets for i in bucket.params))
 
 
 def _mode() -> str:

@@ -61,8 +61,7 @@ def stage_direct(
 ) -> list[Tensor]:
     """Returns the shards of direct parameters as they are sent, moved and cast."""
     sent = [tensors[position] for _, position in plan.direct]
-    is_on_host = _are_on_host(sent, device)
-    moved = [*range(len(sent))] if is_on_host else plan.direct_casts
+    moved = [*range(len(sent))] if _are_on_host(sent, device) else plan.direct_casts
     shards = [sent[k] for k in moved]
     for k, shard in zip(moved, shards):
         (dtype,) = plan.dtypes[plan.direct[k][0]]
@@ -165,7 +164,5 @@ def _split_copy(buffer: Tensor, layout: GatherLayout, columns: list[Tensor]) -> 
     """Copies a gather buffer as a whole: the fused kernel takes dense tensors only."""
     buffer = buffer.view(layout.buffer_dtype)
     rows = buffer.view(columns[0].size(0), layout.segment_numel)
-    copy = torch.split_with_sizes_copy
-    if gets_operators(buffer.device):
-        copy = torch.ops.fsdp.split_with_sizes_copy
-    copy(rows, layout.split_sizes, dim=1, out=columns)
+    ops = torch.ops.fsdp if gets_operators(buffer.device) else torch
+    ops.split_with_sizes_copy(rows, layout.split_sizes, dim=1, out=columns)

@@ -268,11 +268,11 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
         self, fsdp_params: Sequence[FSDPParam], buckets: Iterable[ReduceBucket]
     ) -> None:
         """Raises if a gradient would be reduced in another dtype than before."""
-        keys = {slot.param: bucket.key for bucket in buckets for slot in bucket.slots}
+        keys = {i: bucket.key for bucket in buckets for i in bucket.params}
         for earlier, partial in self.items():
-            for slot in partial.bucket.slots:
-                if (key := keys.get(slot.param, earlier)) != earlier:
-                    name = fsdp_params[slot.param]._param_fqn
+            for i in partial.bucket.params:
+                if (key := keys.get(i, earlier)) != earlier:
+                    name = fsdp_params[i]._param_fqn
                     before, now = map(layouts.describe_key, (earlier, key))
                     raise RuntimeError(
                         f"{name} was reduced in {before} in an earlier microbatch, whose "
@@ -293,10 +293,10 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
         Moves a bucket's gradients out of ``grads``, so that nothing else holds them, and
         the bucket's partial reduce out of ``self``.
         """
-        popped = [grads[slot.param] for slot in bucket.slots]
-        for slot in bucket.slots:
-            grads[slot.param] = None
-        params = [fsdp_params[slot.param] for slot in bucket.slots]
+        popped = [grads[i] for i in bucket.params]
+        for i in bucket.params:
+            grads[i] = None
+        params = [fsdp_params[i] for i in bucket.params]
         if prepares:
             # Before extending: slots of a partial reduce have prepared sizes already
             bucket = prepare_inputs(reduction, bucket, params, popped)
@@ -306,7 +306,7 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
             handle = _get_device_handle(reduction.device.type)
             with handle.stream(reduction.reduce_scatter_stream):
                 output = relayout(partial.bucket, partial.output, bucket)
-            params = [fsdp_params[slot.param] for slot in bucket.slots]
+            params = [fsdp_params[i] for i in bucket.params]
         return BucketGrads(params, bucket, popped, output)
 
     def assign(
@@ -321,7 +321,7 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
         buckets = [partial.bucket for partial in self.values()]
         buckets += _plan_buckets(fsdp_params, compute_dtypes)
         for bucket in buckets:
-            params = [fsdp_params[slot.param] for slot in bucket.slots]
+            params = [fsdp_params[i] for i in bucket.params]
             dtypes = bucket.dtype, BucketGrads(params, bucket, []).partial_dtype
             if output.dtype in dtypes and output.numel() == bucket.shard_numel:
                 self.clear()
@@ -363,9 +363,10 @@ class JoinedReduction:
         is_mixed = any(part.bucket.is_mixed for part in self.parts)
         joined: list[BucketGrads] = []
         for bucket in layouts.plan_buckets(slots, keys, is_mixed):
-            order = [slot.param for slot in bucket.slots]
-            params = [fsdp_params[i] for i in order]
-            joined.append(BucketGrads(params, bucket, [grads[i] for i in order]))
+            params = [fsdp_params[i] for i in bucket.params]
+            joined.append(
+                BucketGrads(params, bucket, [grads[i] for i in bucket.params])
+            )
         return joined
 
 

@@ -209,6 +209,8 @@ class ReduceBucket:
     def __post_init__(self) -> None:
         self.key: BucketKey = (self.dtype, self.comm_dtype)
         self.wire_dtype = self.comm_dtype or self.dtype  # of the reduction's input
+        self.params = [slot.param for slot in self.slots]
+        self.has_direct = any(slot.is_direct for slot in self.slots)
         # Where the slots start in a row, and where the row ends
         self.starts = [*accumulate((s.shard_numel for s in self.slots), initial=0)]
         self.shard_numel = self.starts[-1]
@@ -269,7 +271,7 @@ def sort_slots(bucket: ReduceBucket) -> ReduceBucket:
 
 def extend_bucket(bucket: ReduceBucket, partial: ReduceBucket) -> ReduceBucket:
     """Appends slots of a partial reduce without a gradient in this microbatch."""
-    present = {slot.param for slot in bucket.slots}
+    present = {*bucket.params}
     missing = tuple(slot for slot in partial.slots if slot.param not in present)
     return replace(bucket, slots=bucket.slots + missing) if missing else bucket
 

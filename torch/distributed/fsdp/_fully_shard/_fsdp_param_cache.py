@@ -270,13 +270,14 @@ class ParamGroupCache:
     def to_state(self, state: ShardedState) -> None:
         """Brings all parameters to ``state``, and their registrations with them."""
         self.keep_requires_grad()
-        fsdp_params, params = self.fsdp_params, []
+        fsdp_params, params, flags = self.fsdp_params, [], []
         if state is ShardedState.UNSHARDED:
             params = [*map(_get_unsharded_param, fsdp_params)]
         if params and fsdp_params[0].sharded_state is ShardedState.SHARDED:
-            flags = map(_get_sharded_requires_grad, fsdp_params)
-            for param, flag in zip(params, flags):
-                if param.requires_grad is not flag:
+            with torch._C.DisableTorchFunctionSubclass():  # as when grads are set
+                flags = [*map(_get_sharded_requires_grad, fsdp_params)]
+            if flags != [*map(_get_requires_grad, params)]:
+                for param, flag in zip(params, flags):
                     param.requires_grad_(flag)
             self._register(params, state)
         elif state is ShardedState.SHARDED and self._free_together():
@@ -295,7 +296,7 @@ class ParamGroupCache:
                     fsdp_param.to_sharded_post_forward()
                     params.append(fsdp_param._sharded_post_forward_param)
         self._registered = params
-        self._flags = [*map(_get_requires_grad, params)]
+        self._flags = flags or [*map(_get_requires_grad, params)]
 
     def _register(self, params: Sequence[Any], state: ShardedState) -> None:
         registrations.register(self._places, params)

@@ -242,7 +242,6 @@ def set_direct_min_nbytes(self: Any, min_nbytes: int | None) -> None:
     """Sets from which size on parameters are direct. Ranks are compared again."""
     if self._direct_memory.min_nbytes != min_nbytes:
         self._direct_memory.min_nbytes = min_nbytes
-        self._direct_memory.gathers = False
         cache = self._get_cache()
         cache.plans.clear()
         cache.buckets.clear()
