@@ -24,7 +24,7 @@ compute has waited for the reduction, as any input of a reduce-scatter.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ def can_be_direct(
     return size.numel() * dtype.itemsize >= max(min_nbytes, 1)
 
 
-def alloc_storages(storages: Sequence[tuple[torch.UntypedStorage, int]]) -> None:
+def alloc_storages(storages: Iterable[tuple[torch.UntypedStorage, int]]) -> None:
     """Gives freed storages, each with its number of bytes, their memory back."""
     for storage, nbytes in storages:
         if storage.nbytes() != nbytes:
@@ -66,12 +66,12 @@ class DirectMemory:
     def __init__(self) -> None:
         self.min_nbytes: int | None = None  # None: no parameter is direct
         self.gathers = False  # whether the next gather may be direct
-        # By address. Only memory of the gather stream rotates
-        self.rotating: dict[int, torch.UntypedStorage] = {}
+        # By address, with its size. Only memory of the gather stream rotates
+        self.rotating: dict[int, tuple[torch.UntypedStorage, int]] = {}
         # The outputs of the last plan's direct parameters, and what frees them
         self._plan: Any = None
         self._outputs: list[torch.Tensor] = []
-        self._storages: list[tuple[torch.UntypedStorage, int]] = []
+        self._storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
 
     def prepare(
         self,
@@ -89,9 +89,9 @@ class DirectMemory:
         outputs = self._get_outputs(fsdp_params, plan, world_size, device)
         if self.rotating:
             return outputs, [*map(torch.empty_like, outputs)]
-        alloc_storages(self._storages)
+        alloc_storages(self._storages.values())
         if rotates:
-            self.rotating = {storage._cdata: storage for storage, _ in self._storages}
+            self.rotating = self._storages
         return outputs, outputs
 
     def _get_outputs(
@@ -106,9 +106,9 @@ class DirectMemory:
                 fsdp_params[i].init_all_gather_outputs(*inputs, world_size, device)
         self._plan = plan
         outputs = [fsdp_params[i].all_gather_outputs[0] for i, _ in plan.direct]
-        # These do not share the outputs' version, see `_view_outputs`
-        self._outputs = [output.data for output in outputs]
-        self._storages = [(t.untyped_storage(), t.nbytes) for t in self._outputs]
+        self._outputs = [output.data for output in outputs]  # see `_view_outputs`
+        storages = [(output.untyped_storage(), output.nbytes) for output in outputs]
+        self._storages = {pair[0]._cdata: pair for pair in storages}
         return self._outputs
 
     def holds(self, fsdp_param: FSDPParam) -> bool:
@@ -117,6 +117,6 @@ class DirectMemory:
         return any(t.untyped_storage()._cdata in self.rotating for t in outputs)
 
     def free(self) -> None:
-        for storage in self.rotating.values():
+        for storage, _ in self.rotating.values():
             storage.resize_(0)
         self.rotating = {}

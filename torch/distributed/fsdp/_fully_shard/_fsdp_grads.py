@@ -80,9 +80,8 @@ def _get_buckets(
     if (buckets := cache.buckets.get(dtypes)) is None:
         if len(cache.buckets) >= _MAX_CACHED_PATTERNS:
             cache.buckets.clear()
-        min_nbytes = cache.direct_memory.min_nbytes
-        buckets = _plan_buckets(cache.fsdp_params, dtypes, min_nbytes)
-        cache.buckets[dtypes] = buckets
+        args = cache.fsdp_params, dtypes, cache.direct_memory.min_nbytes
+        buckets = cache.buckets[dtypes] = _plan_buckets(*args)
     return buckets
 
 

@@ -302,8 +302,9 @@ def _stage_direct(reduction: Reduction, part: BucketGrads) -> None:
     for is_direct, run in groupby(in_order, lambda item: item[1].is_direct):
         indices, slots = zip(*run)
         if is_direct:
-            dense = (grads[i].to(bucket.dtype).contiguous() for i in indices)
-            part.direct_inputs += [grad.view(-1) for grad in dense]
+            for grad in (grads[i] for i in indices):
+                cast = grad if grad.dtype == bucket.dtype else grad.to(bucket.dtype)
+                part.direct_inputs.append(cast.contiguous().view(-1))
             continue
         packed = replace(bucket, slots=slots)
         numel = reduction.shard_world_size * packed.shard_numel
