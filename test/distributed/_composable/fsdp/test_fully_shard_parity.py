@@ -161,9 +161,10 @@ class TestParity(ScenarioTest):
 
     @parametrize("order", ORDERS)
     @parametrize("kind", [kind for kind in ("uniform", "mixed") if kind in KINDS])
-    def test_bits_and_inputs_held_in_any_order(self, kind: str, order: str) -> None:
+    def test_post_backwards_in_any_order(self, kind: str, order: str) -> None:
         """
-        The release drops inputs only when a module's last group comes. Where that one
+        To the bits of autograd's order, with no more inputs held than allowed beside the
+        module's own. The release drops inputs only when a module's last group comes. Where that one
         comes late it holds those of all modules before, and where it comes after others
         of its module it waits for these too.
         """

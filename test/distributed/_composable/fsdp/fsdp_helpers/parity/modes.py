@@ -277,16 +277,16 @@ BY_DTYPE = {
 
 
 def shard_policies(
-    model: Tower, policies: Policies, apply: Any, mp_policy: Any, **kwargs: Any
+    model: Tower, policies: Policies, mp_policy: Any, **kwargs: Any
 ) -> None:
     """Makes each part a unit with a policy of its own."""
     for part, policy in zip(model.all_parts, parts_policies(model, policies)):
-        apply(part, mp_policy=MixedPrecisionPolicy(*policy, **UNCAST), **kwargs)
-    apply(model, mp_policy=MixedPrecisionPolicy(**UNCAST), **kwargs)
+        fully_shard(part, mp_policy=MixedPrecisionPolicy(*policy, **UNCAST), **kwargs)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(**UNCAST), **kwargs)
 
 
 def shard_overrides(
-    model: Tower, policies: Policies, apply: Any, mp_policy: Any, **kwargs: Any
+    model: Tower, policies: Policies, mp_policy: Any, **kwargs: Any
 ) -> None:
     """Makes each block a unit, whose parts have the same policies by override."""
     names = {part: name for name, part in model.named_modules()}
@@ -296,7 +296,7 @@ def shard_overrides(
         for part, (compute, reduce) in pairs
     }
     policy = MixedPrecisionPolicy.by_name(model, patterns, **UNCAST)
-    shard_blocks(model, apply, mp_policy=policy, **kwargs)
+    shard_blocks(model, mp_policy=policy, **kwargs)
 
 
 def parts_policies(model: Tower, policies: Policies) -> list[Policy]:
@@ -471,11 +471,10 @@ def cut_for(mode: Mode, kind: str, *, by_dtype: bool) -> Mode:
     the release: a unit for each dtype, or for each policy.
     """
     if kind == "override":
-        apply = replicate if mode.shard is replicate_blocks else fully_shard
         cut = shard_policies if by_dtype else shard_overrides
 
         def shard(model: Tower, **kwargs: Any) -> None:
-            cut(model, mode.policies, apply, **kwargs)
+            cut(model, mode.policies, **kwargs)
 
         return replace(mode, shard=shard)
     return replace(mode, shard=BY_DTYPE[mode.shard]) if by_dtype else mode

@@ -39,7 +39,8 @@ SCENARIOS = Scenarios(
         f"{kind} {name}": Scenario(
             partial(run_case, case=case, kind=kind),
             # What the release would say to other units is no matter
-            is_on_release=case.is_on_release and (kind == "uniform" or case.refusal is None),
+            is_on_release=case.is_on_release
+            and (kind == "uniform" or case.refusal is None),
             by_halves=case.takes_turns,
         )
         for name, case in CASES.items()
