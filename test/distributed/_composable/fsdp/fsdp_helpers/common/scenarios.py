@@ -156,7 +156,7 @@ class Scenarios(dict[str, Scenario]):
         Runs each rank in a process, and prints which torch they ran.
 
         Args:
-            beside: Runs in this process afterwards, and returns more results.
+            beside: Runs in this process after all scenarios, and returns more results.
         """
         parser = argparse.ArgumentParser(description=description)
         parser.add_argument("--out", required=True, help="folder for a file by rank")
@@ -170,7 +170,7 @@ class Scenarios(dict[str, Scenario]):
             ranks = RANKS if args.half is None else RANKS // 2
             # A fork has imported torch already
             mp.start_processes(self._run_rank, (args,), ranks, start_method="fork")
-        if beside is not None and not args.half:
+        if beside is not None and not args.half and not args.only:
             (Path(args.out) / f"rank{RANKS}").write_bytes(pickle.dumps(beside()))
         print(torch.__file__)
 
