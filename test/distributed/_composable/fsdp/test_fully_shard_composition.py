@@ -5,8 +5,8 @@
 compiler, pipelining, the memory tracker, logging, copying and saving, and what the rest
 of torch, its tests and vendors use of FSDP's modules.
 
-``fsdp_helpers/composition/scenarios.py`` runs on four ranks and ``contract.py`` in one process,
-each on the release and on this branch. Units of one dtype come to the same as in the
+``fsdp_helpers/composition/scenarios.py`` runs on four ranks, and then ``contract.py`` in
+one process, on the release and on this branch. Units of one dtype come to the same as in the
 release; units of several dtypes come to the same as one unit of the release for each
 dtype, in numbers, and to the same as units of one dtype in everything else.
 
@@ -16,17 +16,17 @@ all of it.
 
 from __future__ import annotations
 
-import json
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from fsdp_helpers.common.run_both import check_torch
-from fsdp_helpers.common.run_forked import run_forked
 from fsdp_helpers.common.scenario_test import ScenarioTest
-from fsdp_helpers.common.utils import DeviceFreeTest, run_python
+from fsdp_helpers.common.scenarios import RANKS
+from fsdp_helpers.composition.contract import divide_factors, FACTOR_CASES
 from fsdp_helpers.composition.scenarios import PATCHES, SCENARIOS
 
+from torch.distributed.fsdp._fully_shard import _fsdp_scaling
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -122,19 +122,18 @@ CHANGED_RECORD = "ReduceScatterState"
 
 
 @instantiate_parametrized_tests
-class TestContract(DeviceFreeTest):
+class TestContract(ScenarioTest):
     """What the rest of torch, and vendors, use of the two modules."""
 
+    script = TestComposition.script
     maxDiff = None
 
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
-        script = "fsdp_helpers.composition.contract"
-        printed = run_python("-m", script, on_release=True), run_forked(script)
-        cls.release, cls.branch = (json.loads(t.splitlines()[-1]) for t in printed)
-        check_torch(cls.release["torch"], on_release=True)
-        check_torch(cls.branch["torch"], on_release=False)
+        cls.release, cls.branch = (
+            results[RANKS]["contract"] for results in (cls.release, cls.branch)
+        )
 
     def test_names_of_the_release_can_be_imported(self) -> None:
         for module, names in self.release["names"].items():
@@ -175,6 +174,18 @@ class TestContract(DeviceFreeTest):
         self.assertEqual({n: branch[n] for n in kept}, {n: release[n] for n in kept})
         self.assertEqual(len(branch["ReduceResult"]), 7)
 
+    def test_gradients_are_divided_by_what_the_release_divides_by(self) -> None:
+        names = {"backend_name": lambda *_: "nccl", "SCALES_BF16": True}
+        with mock.patch.multiple(_fsdp_scaling, **names):
+            found = [*map(divide_factors, FACTOR_CASES)]
+        expected = self.release["divide factors"]
+        wrong = [i for i in zip(FACTOR_CASES, found, expected) if i[1] != i[2]]
+        self.assertEqual(wrong, [])
+        self.assertEqual(len(found), len(expected))
+
+    def test_operators_take_what_they_do_in_the_release(self) -> None:
+        self.assertEqual(self.branch["schemas"], self.release["schemas"])
+
     def test_functorch_can_map_over_what_inputs_pass_through(self) -> None:
         found = self.release["has_vmap_rule"], self.branch["has_vmap_rule"]
         self.assertEqual(found, (True, True))
@@ -196,8 +207,8 @@ class TestContract(DeviceFreeTest):
             self.branch["uniform"]["fake"], self.release["uniform"]["fake"]
         )
         mixed = self.branch["mixed"]["fake"]
-        self.assertEqual(mixed["blocks.1.layers.0.weight"], ["torch.float32", [2, 6]])
-        self.assertEqual(mixed["blocks.1.layers.1.gain"], ["torch.bfloat16", [2]])
+        self.assertEqual(mixed["blocks.1.layers.0.weight"], ("torch.float32", [2, 6]))
+        self.assertEqual(mixed["blocks.1.layers.1.gain"], ("torch.bfloat16", [2]))
 
     @parametrize("steps", [0, 2])
     def test_modules_are_copied_saved_and_freed_as_in_the_release(

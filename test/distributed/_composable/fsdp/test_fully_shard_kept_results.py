@@ -6,6 +6,7 @@ forks of this process end as interpreters do.
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import tempfile
@@ -22,60 +23,38 @@ from torch.testing._internal.common_utils import run_tests
 
 
 class TestKept(DeviceFreeTest):
-    def setUp(self) -> None:
-        super().setUp()
-        scratch = tempfile.TemporaryDirectory()
-        self.addCleanup(scratch.cleanup)
-        self.root = Path(scratch.name)
-        self.release = self.root / "release"
-        self.put("release/torch-1.0.dist-info/RECORD", "torch/__init__.py,sha256=a,1\n")
-        self.put("tests/script.py", "")
-        environ = {name: v for name, v in os.environ.items() if name != "CI"}
-        for patch in (
-            mock.patch.object(kept, "SOURCES", [self.root / "tests"]),
-            mock.patch.dict(os.environ, environ, clear=True),
-            mock.patch.object(torch.accelerator, "is_available", lambda: False),
-        ):
-            patch.start()
-            self.addCleanup(patch.stop)
-        self.runs = 0
-
-    def put(self, path: str, text: str) -> None:
-        (self.root / path).parent.mkdir(parents=True, exist_ok=True)
-        (self.root / path).write_text(text)
-
-    def ran(self, *args: str, **env: str) -> bool:
-        """Asks for the result, and returns whether that took a run."""
-
-        def run() -> int:
-            self.runs += 1
-            return self.runs
-
-        before = self.runs
-        self.assertEqual(kept.of_release(self.release, args, env, run), self.runs)
-        return self.runs > before
-
     def test_runs_again_once_where_something_changed(self) -> None:
-        for path, text in (
-            ("tests/script.py", "changed"),
-            ("tests/package/beside.py", "new"),
-            ("release/torch-1.0.dist-info/RECORD", "torch/__init__.py,sha256=b,1\n"),
-        ):
-            self.ran()
-            self.put(path, text)
-            self.assertEqual([self.ran(), self.ran()], [True, False], path)
-        with mock.patch.dict(os.environ, {"ATEN_CPU_CAPABILITY": "default"}):
-            self.assertTrue(self.ran())
-        self.assertEqual([self.ran("other"), self.ran("other")], [True, False])
-        self.assertEqual([self.ran(SEED="1"), self.ran(SEED="2")], [True, True])
+        has_device, runs = mock.Mock(return_value=False), itertools.count()
 
-    def test_who_asks_for_it_gets_a_new_run_which_is_kept(self) -> None:
-        self.ran()
-        with mock.patch.dict(os.environ, {"CI": "true"}):
-            self.assertEqual([self.ran(), self.ran()], [True, True])
-        self.assertFalse(self.ran())
-        with mock.patch.object(torch.accelerator, "is_available", lambda: True):
-            self.assertTrue(self.ran())  # whose kernels may add in any order
+        def ran(*args: str, **env: str) -> bool:
+            before = next(runs)
+            return kept.of_release(release, args, env, lambda: next(runs)) > before
+
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            mock.patch.object(kept, "SOURCES", [root := Path(folder) / "tests"]),
+            mock.patch.dict(os.environ),
+            mock.patch.object(torch.accelerator, "is_available", has_device),
+        ):
+            os.environ.pop("CI", None)
+            release = Path(folder) / "release"
+            record = release / "torch-1.0.dist-info" / "RECORD"
+            for path in (record, root / "script.py", root / "package" / "beside.py"):
+                path.parent.mkdir(parents=True)
+                path.write_text("")
+            ran()
+            for path in (record, root / "script.py", root / "package" / "beside.py"):
+                path.write_text("changed")
+                self.assertEqual([ran(), ran()], [True, False], path)
+            with mock.patch.dict(os.environ, {"ATEN_CPU_CAPABILITY": "default"}):
+                self.assertTrue(ran())
+            self.assertEqual([ran("other"), ran("other")], [True, False])
+            self.assertEqual([ran(SEED="1"), ran(SEED="2")], [True, True])
+            with mock.patch.dict(os.environ, {"CI": "true"}):
+                self.assertEqual([ran(), ran()], [True, True])
+            self.assertFalse(ran())  # as the last run is kept
+            has_device.return_value = True
+            self.assertTrue(ran())  # whose kernels may add in any order
 
 
 @unittest.skipIf(torch.accelerator.is_available(), "no fork could use it")

@@ -10,21 +10,18 @@ What is run is in ``fsdp_helpers/parity/run.py``.
 """
 
 import itertools
-import json
 from typing import Any
 
 import pytest
 
 from fsdp_helpers.common.release_rules import FOLLOWS_GRAD_DTYPE
-from fsdp_helpers.common.run_forked import run_forked
 from fsdp_helpers.common.scenario_test import ScenarioTest
 from fsdp_helpers.common.scenarios import RANKS
 from fsdp_helpers.common.utils import (
-    DeviceFreeTest,
     FakeGroupTest,
-    run_python,
     shard_blocks,
 )
+from fsdp_helpers.parity.comms import GROUPS, ORDERS
 from fsdp_helpers.parity.memory import (
     FOUR,
     FP16,
@@ -59,7 +56,7 @@ from torch.testing._internal.common_utils import (
 pytestmark = pytest.mark.timeout(600)
 
 CASE_OF = {f"{kind} {name}": c for name, c in CASES.items() for kind in c.kinds}
-TRAINED = [key for key, case in CASE_OF.items() if case.refusal is None]
+TRAINED = [key for key, c in CASE_OF.items() if c.refusal is None and c.is_on_release]
 REFUSED = [key for key, case in CASE_OF.items() if case.refusal is not None]
 ORDERED = [
     name
@@ -142,7 +139,7 @@ class TestParity(ScenarioTest):
         for part in ("backward_prefetch for", "[pg=2]", "[pg=1]", "reduce", "rs_wait"):
             self.assertTrue(any(part in name for name in ranges), part)
         for name, key in (
-            ("three_input_buffers", "inputs held"),
+            ("two_input_buffers_in_one_block", "inputs held"),
             ("pinned_add_up", "copies"),
             ("post_optim_event", "waits"),
         ):
@@ -160,12 +157,37 @@ class TestParity(ScenarioTest):
                 self.assertEqual(len(registered), pools, kind)  # each buffer once
                 self.assertEqual(len({dtype for dtype, _ in registered}), count)
 
+    # Post-backwards of a module's groups in any order #
+
+    @parametrize("order", ORDERS)
+    @parametrize("kind", [kind for kind in ("uniform", "mixed") if kind in KINDS])
+    def test_post_backwards_in_any_order(self, kind: str, order: str) -> None:
+        """
+        To the bits of autograd's order, with no more inputs held than allowed beside the
+        module's own. The release drops inputs only when a module's last group comes. Where that one
+        comes late it holds those of all modules before, and where it comes after others
+        of its module it waits for these too.
+        """
+        release = self.records_of(self.release, f"{kind} three_meshes")
+        branch = self.results_of(f"{kind} three_meshes_{order}")
+        for expected, actual in zip(release, branch, strict=True):
+            steps = {n: bits for n, bits in actual.items() if n.startswith("step")}
+            self.assertEqual({n: expected.get(n) for n in steps}, steps)
+            held = [count for what, count in actual["held"] if what == "inputs"]
+            self.assertLessEqual(max(held), 1 + GROUPS)
+            # Of two steps of four modules
+            permutation, late = ORDERS[order]
+            if late is None:
+                self.assertEqual(actual["ran"], [*permutation] * STEPS * 4)
+            else:
+                self.assertEqual(actual["ran"][-4:], [late] * 4)
+
     # Errors #
 
     @parametrize("case", REFUSED)
     def test_error_of_the_release(self, case: str) -> None:
         name = case.split()[-1]
-        for release, branch in zip(self.release, self.branch, strict=True):
+        for release, branch in zip(self.release[:RANKS], self.branch):
             wanted = release[f"uniform {name}"]["error"].partition(":")[0]
             actual, _, text = branch[case]["error"].partition(":")
             self.assertEqual(actual, wanted)
@@ -222,20 +244,17 @@ class TestExtensionOfOneRank(FakeGroupTest):
 instantiate_parametrized_tests(TestExtensionOfOneRank)
 
 
-class TestMemory(DeviceFreeTest):
+class TestMemory(ScenarioTest):
     """Peaks of a step, to the byte, from what the allocator reports."""
 
-    release: dict[str, dict[str, int]]
-    branch: dict[str, dict[str, int]]
+    script = TestParity.script
+    in_halves = TestParity.in_halves
 
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
-        release = run_python("-m", "fsdp_helpers.parity.memory", on_release=True)
-        mixed = ["--mixed"] if "mixed" in KINDS else []
-        branch = run_forked("fsdp_helpers.parity.memory", *mixed)
         cls.release, cls.branch = (
-            json.loads(t.splitlines()[-1]) for t in (release, branch)
+            results[RANKS]["peaks"] for results in (cls.release, cls.branch)
         )
 
     @parametrize("mode", list(MODES))

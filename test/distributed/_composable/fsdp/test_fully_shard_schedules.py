@@ -4,7 +4,8 @@
 Random schedules of training steps: a unit of one dtype has the bits, the collectives
 and the warnings of the release in each of them.
 
-What is run is in ``fsdp_helpers/random/beside_release.py``, under both torches.
+What is run is in ``fsdp_helpers/random/beside_release.py``, under both torches. And many
+steps of one schedule leave nothing behind: ``FSDP_GROWTH_STEPS`` chooses a longer run.
 
 [Note: What may be compared]
 Ranks may compare what they are about to do, with gathers of a few bytes, in the first
@@ -17,7 +18,9 @@ Runs with pytest, python or ``torchrun --nproc-per-node 4``.
 
 from __future__ import annotations
 
+import gc
 import itertools
+import os
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -25,7 +28,9 @@ from typing import Any
 import pytest
 
 from fsdp_helpers.common.scenario_test import ScenarioTest
+from fsdp_helpers.common.utils import FakeGroupTest
 from fsdp_helpers.random.beside_release import ACTIONS, CASES, draw
+from fsdp_helpers.random.growth import MODES, run_mode
 
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -116,6 +121,34 @@ class TestSchedules(ScenarioTest):
         )
         repeated = [fresh for each in found for fresh in [*each][FREE_STEPS:]].count(0)
         self.assertGreater(repeated, CASES)
+
+
+@instantiate_parametrized_tests
+class TestGrowth(FakeGroupTest):
+    """A model that is gone takes everything with it."""
+
+    # Less than two hundred bytes for each unit in each of the fewest steps, and more
+    # than tables and caches of the interpreter's come and go by
+    MAX_GROWTH_NBYTES = 16 * 2**10
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        super().setUpClass()
+        run_mode([*MODES.values()][-1], 1)  # what is made once for a process
+        gc.collect()
+        gc.freeze()
+
+    @parametrize("mode", [*MODES])
+    def test_steps_and_models_leave_nothing_behind(self, mode: str) -> None:
+        steps = int(os.environ.get("FSDP_GROWTH_STEPS", "60"))
+        before, few, half, last, after = run_mode(MODES[mode], steps)
+        for what in ("tensors", "bytes", "events"):
+            self.assertEqual(last[what], few[what], what)
+        self.assertEqual(last["objects"], half["objects"])
+        growth = last["allocated_bytes"] - half["allocated_bytes"]
+        self.assertLess(growth, self.MAX_GROWTH_NBYTES)
+        for what in ("units", "tensors"):
+            self.assertEqual(after[what], before[what], what)
 
 
 if __name__ == "__main__":

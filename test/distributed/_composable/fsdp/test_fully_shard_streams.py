@@ -67,7 +67,7 @@ UNSEEN = {
 }
 
 # In these all schedules run, and in each of the others some
-IN_FULL = ("uniform, cast", "mixed, cast", "mixed, joined", "mixed, direct")
+IN_FULL = ("mixed, cast", "mixed, joined", "mixed, direct")
 _OTHERS = [kind for kind in KINDS if kind not in IN_FULL]
 SCHEDULES_OF = dict.fromkeys(IN_FULL, [*SCHEDULES]) | {
     kind: dict.fromkeys(("implicit_prefetch", "hsdp", *[*SCHEDULES][n :: len(_OTHERS)]))
@@ -273,7 +273,7 @@ def scattered_too_early() -> Iterator[None]:
 BROKEN: dict[str, tuple[Broken, tuple[str, ...]]] = {
     "all_gather_state": (
         forgets("all_gather_state"),
-        ("implicit_prefetch", "evaluation_between"),
+        ("implicit_prefetch",),
     ),
     "reduce_scatter_states": (
         forgets("reduce_scatter_states"),
@@ -306,7 +306,7 @@ class TestWhatOrders(DeviceFreeTest):
         """Of all at once nothing shows, and so of none."""
         unseen = [SITES[name] for name in UNSEEN]
         # A sample: all of it takes minutes
-        for name, kind in zip(SCHEDULES, itertools.cycle(IN_FULL), strict=False):
+        for name, kind in zip([*SCHEDULES][::2], itertools.cycle(IN_FULL)):
             with self.subTest(f"{name}, {kind}"):
                 self.assertEqual(run(name, kind, without=unseen), [])
 

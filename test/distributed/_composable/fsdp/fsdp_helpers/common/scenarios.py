@@ -149,8 +149,15 @@ class Scenarios(dict[str, Scenario]):
                 results[name] = {"error": f"{type(error).__name__}: {error}"}
         return results
 
-    def main(self, description: str | None) -> None:
-        """Runs each rank in a process, and prints which torch they ran."""
+    def main(
+        self, description: str | None, beside: Callable[[], Record] | None = None
+    ) -> None:
+        """
+        Runs each rank in a process, and prints which torch they ran.
+
+        Args:
+            beside: Runs in this process after all scenarios, and returns more results.
+        """
         parser = argparse.ArgumentParser(description=description)
         parser.add_argument("--out", required=True, help="folder for a file by rank")
         parser.add_argument("--only", nargs="+", help="scenarios to run, default all")
@@ -163,6 +170,8 @@ class Scenarios(dict[str, Scenario]):
             ranks = RANKS if args.half is None else RANKS // 2
             # A fork has imported torch already
             mp.start_processes(self._run_rank, (args,), ranks, start_method="fork")
+        if beside is not None and not args.half and not args.only:
+            (Path(args.out) / f"rank{RANKS}").write_bytes(pickle.dumps(beside()))
         print(torch.__file__)
 
     def _run_rank(self, index: int, args: argparse.Namespace) -> None:

@@ -1,8 +1,7 @@
 """
-Prints as JSON what the rest of torch, vendors and users find of FSDP's two modules and
-of sharded modules, with whatever torch is imported: names, signatures and attributes,
-what comes of copying and saving, and what a part of a model keeps alive. The tests
-compare the release and this branch.
+What the rest of torch, vendors and users find of FSDP's two modules and of sharded
+modules, with whatever torch is imported: names, signatures and attributes, what comes of
+copying and saving, and what a part of a model keeps alive.
 
 One process, which stands for a rank of four: its group sends nothing.
 """
@@ -15,7 +14,7 @@ import gc
 import importlib
 import inspect
 import io
-import json
+import itertools
 import pickle
 import sys
 import typing
@@ -188,6 +187,40 @@ def step_on_fake_tensors(kind: str, mesh: DeviceMesh) -> dict[str, Any]:
         }
 
 
+# By what gradients are divided #
+
+SHARDS = (None, 1, 2, 3, 4, 6, 8, 32, 128)
+REPLICAS = (None, 1, 2, 6)
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+FACTORS = (None, 0.5, 1.0, 1.5, 3.0, 8.0, 48.0, 100.0)
+FACTOR_CASES = [*itertools.product(SHARDS, REPLICAS, DTYPES, FACTORS, (False, True))]
+
+
+class FakeGroup:
+    def __init__(self, size: int):
+        self.size = lambda: size
+
+
+def divide_factors(case: tuple) -> list[Any]:
+    """Returns two factors, the reduce-scatter's op, its scale, and the all-reduce's op."""
+    *sizes, dtype, factor, force_sum = case
+    groups = [None if size is None else FakeGroup(size) for size in sizes]
+    get_factors = importlib.import_module(
+        f"{PACKAGE}._fsdp_collectives"
+    )._get_gradient_divide_factors
+    before, after, *ops = get_factors(
+        *groups, getattr(torch, dtype), "cuda", factor, force_sum
+    )
+    shard_op, replica_op = (getattr(op, "op", op).name for op in ops)
+    scale = ops[0].factor if shard_op == "PREMUL_SUM" else None
+    return [before, after, shard_op, scale, replica_op]
+
+
+def schemas() -> dict[str, str]:
+    names = "all_gather_copy_in", "split_with_sizes_copy", "chunk_cat"
+    return {n: str(getattr(torch.ops.fsdp, n).default._schema) for n in names}
+
+
 # What hangs on modules and parameters #
 
 
@@ -259,24 +292,21 @@ def examine(kind: str, mesh: DeviceMesh, steps: int) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
+def find_all() -> dict[str, dict[str, Any]]:
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=RANKS)
     mesh = init_device_mesh("cpu", (RANKS,))
-    printed: dict[str, Any] = {
-        "torch": torch.__file__,
+    found: dict[str, Any] = {
         "signatures": signatures(),
         "names": names(),
         "class names": class_names(mesh.get_group()),
         "fields": fields(),
+        "schemas": schemas(),
+        "divide factors": [] if IS_BRANCH else [*map(divide_factors, FACTOR_CASES)],
         # Asked by functorch of whatever a unit's inputs pass through
         "has_vmap_rule": RegisterPostBackwardFunction.generate_vmap_rule,
     }
     for kind in ("uniform", "mixed") if IS_BRANCH else ("uniform",):
         held = {f"held after {n} steps": examine(kind, mesh, n) for n in (0, 2)}
         fake = {"fake": step_on_fake_tensors(kind, mesh)}
-        printed[kind] = attributes(train(sharded(kind, mesh), 1)) | fake | held
-    print(json.dumps(printed))
-
-
-if __name__ == "__main__":
-    main()
+        found[kind] = attributes(train(sharded(kind, mesh), 1)) | fake | held
+    return {"contract": found}

@@ -41,6 +41,7 @@ from fsdp_helpers.common.scenarios import (
     Step,
     train,
 )
+from fsdp_helpers.composition.contract import find_all
 
 import torch
 import torch._dynamo.backends.debugging  # the first compilation would
@@ -402,7 +403,7 @@ def main() -> None:
     torch._dynamo.config.recompile_limit = 64
     for name in COMPILER:
         importlib.import_module(name)
-    SCENARIOS.main(__doc__)
+    SCENARIOS.main(__doc__, beside=find_all)
 
 
 if __name__ == "__main__":

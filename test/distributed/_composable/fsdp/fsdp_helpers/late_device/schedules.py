@@ -32,10 +32,6 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_context
-from torch.distributed.fsdp._fully_shard._fsdp_common import (
-    FSDPMeshInfo,
-    ShardPlacementResult,
-)
 from torch.distributed.tensor import Shard
 
 
@@ -192,7 +188,13 @@ def schedule(function: Callable[[Kit], None]) -> Callable[[Kit], None]:
 
 @schedule
 def implicit_prefetch(kit: Kit) -> None:
-    kit.train(kit.sharded_net(), steps=3)
+    """With evaluation between steps."""
+    net = kit.sharded_net()
+    for context in (torch.no_grad, torch.inference_mode):
+        kit.train(net, steps=1)
+        with context():
+            kit.loss(net)
+    kit.train(net, steps=1)
 
 
 @schedule
@@ -214,25 +216,19 @@ def mistargeted_prefetch(kit: Kit) -> None:
 
 
 @schedule
-def unshard_ahead_in_vain(kit: Kit) -> None:
-    """What was gathered asynchronously is dropped, as the iteration is given up."""
+def asynchronous_gathers(kit: Kit) -> None:
+    """The last one is dropped, as the iteration is given up."""
     net = kit.sharded_net()
-    kit.train(net, steps=1)
+    net._set_unshard_async_op(True)
+    net.blocks[0].set_modules_to_forward_prefetch([*net.blocks[1:]])
+    kit.train(net)
     net.blocks[1].unshard(async_op=True)
     net.reset_iter_state()
     kit.optimize(net)
     with torch.no_grad():
         for param in net.parameters():
             param._local_tensor.zero_()
-    kit.train(net)
-
-
-@schedule
-def asynchronous_gathers(kit: Kit) -> None:
-    net = kit.sharded_net()
-    net._set_unshard_async_op(True)
-    net.blocks[0].set_modules_to_forward_prefetch([*net.blocks[1:]])
-    kit.train(net)
+    kit.train(net, steps=1)
 
 
 @schedule
@@ -268,25 +264,6 @@ def joined_from_several_streams(kit: Kit) -> None:
                 [torch.zeros(*param.size(), dtype=param.dtype) for param in zeros]
             handle.current_stream().wait_stream(stream)
         kit.optimize(net)
-
-
-def _two_meshes(kit: Kit) -> Callable[[nn.Parameter], ShardPlacementResult]:
-    """Shards matrices over all ranks and the rest over 4 of them."""
-    wide, narrow = (
-        FSDPMeshInfo(mesh, shard_mesh_dim=0)
-        for mesh in (kit.mesh(RANKS), kit.mesh(2, 2)["shard"])
-    )
-
-    def place(param: nn.Parameter) -> ShardPlacementResult:
-        info = wide if param.ndim == 2 else narrow
-        return ShardPlacementResult(kit.placement(param), info)
-
-    return place
-
-
-@schedule
-def two_groups_of_a_module(kit: Kit) -> None:
-    kit.train(kit.sharded_net(shard_placement_fn=_two_meshes(kit)))
 
 
 @schedule
@@ -494,16 +471,6 @@ def pooled_reduce_input(kit: Kit) -> None:
     for module in (*net.blocks, net):
         module.set_custom_reduce_scatter(comm)
     kit.train(net)
-
-
-@schedule
-def evaluation_between(kit: Kit) -> None:
-    net = kit.sharded_net()
-    for context in (torch.no_grad, torch.inference_mode):
-        kit.train(net, steps=1)
-        with context():
-            kit.loss(net)
-        kit.train(net, steps=1)
 
 
 class Interrupted(RuntimeError):

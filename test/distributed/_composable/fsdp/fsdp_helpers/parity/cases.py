@@ -142,6 +142,7 @@ class Case:
     # Makes process groups, which all ranks must make as many of
     makes_groups: bool = False
     refusal: str | None = None  # a pattern of the error that it raises
+    is_on_release: bool = True
 
     @property
     def takes_turns(self) -> bool:

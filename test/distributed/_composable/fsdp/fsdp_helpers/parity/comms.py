@@ -6,13 +6,18 @@ import contextlib
 import itertools
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from fsdp_helpers.common.parity_layers import groups_of, Record, units_of
+from fsdp_helpers.common.parity_layers import (
+    FP16,
+    groups_of,
+    loss_of,
+    Record,
+    units_of,
+)
 from fsdp_helpers.common.scenarios import Place
 from fsdp_helpers.parity.cases import (
     add_case,
@@ -45,8 +50,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.fsdp._fully_shard._fsdp_common import (
     FSDPMeshInfo,
     ShardPlacementResult,
+    TrainingState,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import (
+    FSDPCommContext,
+    FSDPParamGroup,
+)
 from torch.distributed.tensor import distribute_tensor, DTensor, Replicate, Shard
 
 
@@ -199,34 +208,30 @@ for _name, _prepare in {
     "kept_results": set_comms(Gather, KeptResults),
     "async_unshard_op": gather_asynchronously,
     "memory_from_group": each_unit(MEMORY, True),
-    "all_reduce_hook": take_sine_in_hook(),
     "all_reduce_hook_with_stream": take_sine_in_hook(has_stream=True),
 }.items():
     add_mode(_name, Mode(prepare=_prepare))
 # Only with more than two ranks most segments are neither the first nor the last
-add_mode("custom_comms", Mode(UNIFORM, prepare=set_comms(Gather, Scatter), ranks=4))
+add_mode(
+    "custom_comms",
+    Mode(UNIFORM, dtype=FP16, prepare=set_comms(Gather, Scatter), ranks=4),
+)
 add_mode("taken_back", Mode(prepare=take_back), makes_groups=True)
-add_mode("hybrid_all_reduce_hook", Mode(prepare=take_sine_in_hook(), **_HYBRID))
-add_mode("hybrid_kept", Mode(prepare=set_comms(KeptGather, KeptScatter), **_HYBRID))
 
 
-def reduce_over_separate_group(place: Place, mode: Mode) -> Record:
+@add_case(ranks=4)
+def hybrid_separate_group(place: Place) -> Record:
+    """With a hook as well, and buffers that are kept."""
+
     def prepare(model: nn.Module) -> None:
         model.set_separate_reduce_scatter_group()
         model.set_separate_reduce_scatter_group()  # makes no other one
-        each_unit("set_custom_reduce_scatter", Scatter())(model)
+        set_comms(KeptGather, KeptScatter)(model)
+        take_sine_in_hook()(model)
 
     Scatter.groups.clear()
-    record = train_tower(replace(mode, prepare=prepare), place)
+    record = train_tower(Mode(prepare=prepare, **_HYBRID), place)
     return record | {"groups": [*Scatter.groups]}
-
-
-CASES["separate_group"] = Case(
-    partial(reduce_over_separate_group, mode=Mode()), makes_groups=True
-)
-CASES["hybrid_separate_group"] = Case(
-    partial(reduce_over_separate_group, mode=Mode(**_HYBRID)), ranks=4
-)
 
 
 @add_case()
@@ -301,27 +306,103 @@ def train_on_two_meshes(place: Place, prepare: Any = None) -> Record:
     return train_tower(Mode(kwargs=kwargs, prepare=prepare), place)
 
 
-for _name, _prepare in {
-    "two_meshes": None,
-    "two_meshes_prefetched": prefetch_explicitly,
-    "two_meshes_two_input_buffers": keep_inputs(2),
-}.items():
-    CASES[_name] = Case(partial(train_on_two_meshes, prepare=_prepare))
+def prefetch_and_keep_inputs(model: nn.Module) -> None:
+    prefetch_explicitly(model)
+    keep_inputs(2)(model)
 
 
-@add_case(ranks=4)
-def three_meshes(place: Place) -> Record:
+CASES["two_meshes"] = Case(train_on_two_meshes)
+CASES["two_meshes_prefetched"] = Case(
+    partial(train_on_two_meshes, prepare=prefetch_and_keep_inputs)
+)
+
+
+GROUPS = 3  # of a module, each with a mesh of its own
+
+
+def train_on_three_meshes(place: Place, **settings: Any) -> Record:
     """Which of a module's groups prefetches does not show with two of them."""
     meshes = place.mesh, place.pairs["shard"], place.singles["shard"]
     infos = [FSDPMeshInfo(mesh, shard_mesh_dim=0) for mesh in meshes]
 
     def place_param(param: nn.Parameter) -> ShardPlacementResult:
-        return ShardPlacementResult(Shard(0), infos[param.ndim % 3])
+        return ShardPlacementResult(Shard(0), infos[param.ndim % GROUPS])
 
     # And how far it prefetches does not show with two modules
     stacks = stack_of(Waves, place.dtypes), stack_of(Waves, place.dtypes)
     model = nn.Sequential(*itertools.chain(*stacks))
-    return train_children(model, place, shard_placement_fn=place_param)
+    return train_children(model, place, shard_placement_fn=place_param, **settings)
+
+
+CASES["three_meshes"] = Case(train_on_three_meshes, ranks=4)
+
+
+# In which order the post-backwards of a module's groups come: all of them once the last
+# has come, or one of them at the end of backward
+ORDERS: dict[str, tuple[tuple[int, ...], int | None]] = {
+    "first_to_last": ((0, 1, 2), None),
+    "first_one_last": ((1, 2, 0), None),
+    "first_one_late": ((), 0),
+    "last_one_late": ((), GROUPS - 1),
+}
+
+
+class PostBackwards:
+    """Brings them into an order, and notes the groups' indices."""
+
+    def __init__(self, permutation: tuple[int, ...], late: int | None):
+        self.permutation, self.late = permutation, late
+        self.ran: list[int] = []
+        self._waiting: dict[int, list[tuple[FSDPParamGroup, Any]]] = {}
+        self._held_back: set[int] = set()
+
+    def one_backward(self, model: nn.Module, batches: Batches) -> torch.Tensor:
+        original = FSDPParamGroup.post_backward
+        self._held_back.clear()
+
+        def post_backward(group: FSDPParamGroup, *args: Any) -> None:
+            for each in self._due(group):
+                self.ran.append(each._param_group_index)
+                original(each)
+
+        with mock.patch.object(FSDPParamGroup, "post_backward", post_backward):
+            # So that autograd comes to every unit, and not only the root's callback
+            loss = loss_of(model(batches[0].requires_grad_()))
+            loss.backward()
+        return loss
+
+    def _due(self, group: FSDPParamGroup) -> list[FSDPParamGroup]:
+        """Returns the groups whose turn it is when this one's hook comes."""
+        if not self.permutation:
+            # Held back once: then the root's final callback runs its post-backward
+            is_early = group._param_group_index == self.late
+            if is_early and id(group) not in self._held_back:
+                self._held_back.add(id(group))
+                return []
+            return [group]
+        waiting = self._waiting.setdefault(id(group.modules[0]), [])
+        waiting.append((group, group._training_state))
+        if len(waiting) < GROUPS:
+            # As if it had run, so that the root's callback does not come to it
+            group._training_state = TrainingState.POST_BACKWARD
+            return []
+        for each, state in waiting:
+            each._training_state = state
+        by_index = {each._param_group_index: each for each, _ in waiting}
+        waiting.clear()
+        return [by_index[index] for index in self.permutation]
+
+
+def reorder_post_backwards(place: Place, order: str) -> Record:
+    calls = PostBackwards(*ORDERS[order])
+    record = train_on_three_meshes(place, step=calls.one_backward)
+    return record | {"ran": calls.ran}
+
+
+for _order in ORDERS:
+    CASES[f"three_meshes_{_order}"] = Case(
+        partial(reorder_post_backwards, order=_order), ranks=4, is_on_release=False
+    )
 
 
 @cache

@@ -1,16 +1,14 @@
 """
-Prints, as JSON, how much memory a step takes at its peak with whatever torch is
-imported, from what the allocator reports to the profiler. One process plays the
-first of four ranks: collectives are issued and move nothing.
+How much memory a step takes at its peak with whatever torch is imported, from what the
+allocator reports to the profiler. One process plays the first of four ranks: collectives
+are issued and move nothing.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import importlib
-import json
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -169,21 +167,15 @@ def copying_unobserved() -> contextlib.AbstractContextManager:
     return stack
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mixed", action="store_true", help="units of several dtypes")
-    args = parser.parse_args()
+def measure(*, has_mixed: bool) -> dict[str, dict[str, Any]]:
+    """Returns the peaks of each mode, by block, and those of one unit."""
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
-    blocks = UNIFORM | MIXED | {"unaligned": UNALIGNED} if args.mixed else UNIFORM
+    blocks = UNIFORM | MIXED | {"unaligned": UNALIGNED} if has_mixed else UNIFORM
     peaks = {
         name: {mode: peak_nbytes(specs, kwargs) for mode, kwargs in MODES.items()}
         for name, specs in blocks.items()
     }
-    units = ONE_UNIT | ONE_MIXED_UNIT if args.mixed else ONE_UNIT
+    units = ONE_UNIT | ONE_MIXED_UNIT if has_mixed else ONE_UNIT
     peaks["one unit"] = {n: peak_nbytes(*unit, blocks=1) for n, unit in units.items()}
-    print(json.dumps(peaks))
-
-
-if __name__ == "__main__":
-    main()
+    return {"peaks": peaks}

@@ -277,16 +277,16 @@ BY_DTYPE = {
 
 
 def shard_policies(
-    model: Tower, policies: Policies, apply: Any, mp_policy: Any, **kwargs: Any
+    model: Tower, policies: Policies, mp_policy: Any, **kwargs: Any
 ) -> None:
     """Makes each part a unit with a policy of its own."""
     for part, policy in zip(model.all_parts, parts_policies(model, policies)):
-        apply(part, mp_policy=MixedPrecisionPolicy(*policy, **UNCAST), **kwargs)
-    apply(model, mp_policy=MixedPrecisionPolicy(**UNCAST), **kwargs)
+        fully_shard(part, mp_policy=MixedPrecisionPolicy(*policy, **UNCAST), **kwargs)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(**UNCAST), **kwargs)
 
 
 def shard_overrides(
-    model: Tower, policies: Policies, apply: Any, mp_policy: Any, **kwargs: Any
+    model: Tower, policies: Policies, mp_policy: Any, **kwargs: Any
 ) -> None:
     """Makes each block a unit, whose parts have the same policies by override."""
     names = {part: name for name, part in model.named_modules()}
@@ -296,7 +296,7 @@ def shard_overrides(
         for part, (compute, reduce) in pairs
     }
     policy = MixedPrecisionPolicy.by_name(model, patterns, **UNCAST)
-    shard_blocks(model, apply, mp_policy=policy, **kwargs)
+    shard_blocks(model, mp_policy=policy, **kwargs)
 
 
 def parts_policies(model: Tower, policies: Policies) -> list[Policy]:
@@ -336,11 +336,6 @@ def prefetch_what_does_not_run(model: Tower) -> None:
     model.set_modules_to_forward_prefetch([other])
     first.set_modules_to_forward_prefetch([other])
     first.set_modules_to_backward_prefetch([other])
-
-
-def freeze_some(model: Tower) -> None:
-    model.blocks[0].requires_grad_(False)  # a whole unit
-    model.blocks[1].parts[0].requires_grad_(False)
 
 
 def freeze_first_block(model: Tower) -> None:
@@ -416,7 +411,6 @@ _HYBRID: dict[str, Any] = {"is_hybrid": True, "ranks": 4}
 
 MODES: dict[str, Mode] = {
     "plain": Mode(ALL),
-    "fp16": Mode(UNIFORM, dtype=FP16, ranks=4),
     "param_bf16_reduce_fp32": Mode(policy=(BF16, FP32)),
     "param_bf16": Mode(policy=(BF16, None)),
     "reduce_bf16": Mode(policy=(None, BF16)),
@@ -425,22 +419,18 @@ MODES: dict[str, Mode] = {
     "reduce_only": Mode(OVERRIDE, policies=((None, FP32), (None, BF16), (None, FP16))),
     "one_bucket": Mode(OVERRIDE, policies=((BF16, FP32), (FP32, None), (FP16, FP32))),
     "root_only": Mode(shard=shard_root_only),
-    "reshard": Mode(kwargs=_RESHARD),
-    "no_reshard": Mode(ALL, kwargs=_NO_RESHARD),
     "reshard_to_two": Mode(UNIFORM, kwargs=_TO_TWO, ranks=4),
-    "accumulate": Mode(ALL, step=accumulate),
-    "accumulate_in_turns": Mode(ALL, step=accumulate_in_turns),
+    "accumulate": Mode(step=accumulate),
+    "accumulate_in_turns": Mode(step=accumulate_in_turns),
     # In which the release fails for uniform units (pytorch 196996)
     "accumulate_in_turns_bf16": Mode(
         ("mixed",), policy=(BF16, FP32), step=accumulate_in_turns
     ),
     "accumulate_keeping_params": Mode(step=accumulate_keeping_params),
     "gradients_add_up": Mode(step=gradients_add_up),
-    "several_backwards": Mode(ALL, step=two_microbatches("set_is_last_backward")),
-    "two_forwards": Mode(step=two_forwards),
+    "several_backwards": Mode(step=two_microbatches("set_is_last_backward")),
     "two_forwards_resharded": Mode(kwargs=_RESHARD, step=two_forwards),
     "backward_twice": Mode(step=backward_twice),
-    "explicit_prefetch": Mode(prepare=prefetch_explicitly),
     "mistargeted_prefetch": Mode(
         step=only_first_block, prepare=prefetch_what_does_not_run
     ),
@@ -450,39 +440,28 @@ MODES: dict[str, Mode] = {
     "state_dict_before_backward": Mode(
         kwargs=_NO_RESHARD, step=state_dict_before_backward
     ),
-    "shard_last_dim": Mode(ALL, kwargs={"shard_placement_fn": shard_last_dim}),
-    "group": Mode(shard=shard_blocks_as_group),
+    "shard_last_dim": Mode(kwargs={"shard_placement_fn": shard_last_dim}),
     "group_run_in_part": Mode(shard=shard_blocks_as_group, step=only_first_block),
     "group_run_in_chunks": Mode(
         shard=shard_blocks_as_group, step=second_block_in_chunks
     ),
     "ignored_parameters": Mode(shard=shard_blocks_without_gains),
-    "frozen": Mode(ALL, prepare=freeze_some),
     "unfrozen_later": Mode(prepare=freeze_first_block, step=thaw_and_freeze),
     # The release forgets the dtypes of a unit that was frozen whole (pytorch 186998)
     "unfrozen_in_part": Mode(OVERRIDE, prepare=freeze_matrices, step=thaw_and_freeze),
-    "skipped_part": Mode(ALL, step=skip_one_part),
+    "skipped_part": Mode(step=skip_one_part),
     "unused_by_rank": Mode(UNIFORM, prepare=reduce_unused, step=skip_by_rank),
-    "only_first_block": Mode(step=only_first_block),
-    "cpu_offload": Mode(ALL, kwargs=_OFFLOAD),
     "cpu_offload_accumulate": Mode(
         ALL, policy=(BF16, FP32), kwargs=_OFFLOAD, step=accumulate
     ),
-    "cpu_offload_step_in_backward": Mode(kwargs=_OFFLOAD, prepare=step_in_backward),
     "divide_fp16": Mode(UNIFORM, dtype=FP16, prepare=divide_by_six),
     "divide": Mode(("mixed", "override"), prepare=divide_by_six),
-    "sum_only": Mode(prepare=sum_only),
-    "three_input_buffers": Mode(prepare=keep_inputs(3)),
     "two_input_buffers_in_one_block": Mode(prepare=keep_two_inputs_of_one_block),
-    "step_in_backward": Mode(ALL, prepare=step_in_backward),
-    "hybrid": Mode(ALL, **_HYBRID),
+    "step_in_backward": Mode(prepare=step_in_backward),
     "hybrid_deferred": Mode(
-        ALL,
-        policy=(BF16, FP32),
-        step=two_microbatches("set_requires_all_reduce"),
-        **_HYBRID,
+        ALL, step=two_microbatches("set_requires_all_reduce"), **_HYBRID
     ),
-    "replicate": Mode(ALL, shard=replicate_blocks),
+    "replicate": Mode(shard=replicate_blocks),
 }
 
 
@@ -492,11 +471,10 @@ def cut_for(mode: Mode, kind: str, *, by_dtype: bool) -> Mode:
     the release: a unit for each dtype, or for each policy.
     """
     if kind == "override":
-        apply = replicate if mode.shard is replicate_blocks else fully_shard
         cut = shard_policies if by_dtype else shard_overrides
 
         def shard(model: Tower, **kwargs: Any) -> None:
-            cut(model, mode.policies, apply, **kwargs)
+            cut(model, mode.policies, **kwargs)
 
         return replace(mode, shard=shard)
     return replace(mode, shard=BY_DTYPE[mode.shard]) if by_dtype else mode

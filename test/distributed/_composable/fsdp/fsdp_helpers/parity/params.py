@@ -128,7 +128,6 @@ def play_pinned_memory(place: Place, **settings: Any) -> Record:
     return record | {"copies": copies}
 
 
-CASES["pinned"] = Case(play_pinned_memory)
 CASES["pinned_add_up"] = Case(partial(play_pinned_memory, step=gradients_add_up))
 CASES["pinned_step_in_backward"] = Case(
     partial(play_pinned_memory, prepare=step_in_backward)
@@ -146,10 +145,8 @@ def train_extensions(
 
 _OFFLOAD = CPUOffloadPolicy(pin_memory=False)
 EXTENSIONS: dict[str, dict[str, Any]] = {
-    "fp8": {"kind": Fp8},
     "fp8_policy": {"kind": Fp8, "mp_policy": MixedPrecisionPolicy(BF16, FP32)},
     "fp8_offload": {"kind": Fp8, "rows": 8, "offload_policy": _OFFLOAD},
-    "highlow": {"kind": HighLow, "rows": 8},
     "highlow_fewer_rows_than_ranks": {"kind": HighLow, "rows": 1},
     "highlow_no_reshard": {"kind": HighLow, "reshard_after_forward": False},
 }

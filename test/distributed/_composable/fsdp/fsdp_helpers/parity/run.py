@@ -1,7 +1,7 @@
 """
 Runs each case with whatever torch is imported, and saves what came of it: every step's
 loss and sharded gradients, the final parameters, the order of profiler ranges, the
-collectives, and what was held; or the error that it raised.
+collectives, and what was held; or the error that it raised. Then measures memory.
 
 The cases lie in a file for each family of features.
 """
@@ -18,8 +18,9 @@ import fsdp_helpers.parity.comms
 import fsdp_helpers.parity.params
 import fsdp_helpers.parity.refusals  # noqa: F401
 from fsdp_helpers.common.parity_layers import Record
-from fsdp_helpers.common.scenarios import Place, Scenario, Scenarios
+from fsdp_helpers.common.scenarios import IS_BRANCH, Place, Scenario, Scenarios
 from fsdp_helpers.parity.cases import Case, CASES
+from fsdp_helpers.parity.memory import measure
 
 
 # Of the series for upstream, uniform units alone
@@ -38,7 +39,8 @@ SCENARIOS = Scenarios(
         f"{kind} {name}": Scenario(
             partial(run_case, case=case, kind=kind),
             # What the release would say to other units is no matter
-            is_on_release=kind == "uniform" or case.refusal is None,
+            is_on_release=case.is_on_release
+            and (kind == "uniform" or case.refusal is None),
             by_halves=case.takes_turns,
         )
         for name, case in CASES.items()
@@ -49,4 +51,5 @@ SCENARIOS = Scenarios(
 
 
 if __name__ == "__main__":
-    sys.exit(SCENARIOS.main(__doc__))
+    has_mixed = IS_BRANCH and "mixed" in KINDS
+    sys.exit(SCENARIOS.main(__doc__, beside=partial(measure, has_mixed=has_mixed)))

@@ -56,7 +56,7 @@ from torch.distributed.fsdp import _fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 
-CASES = 40
+CASES = 24
 STEPS = 5
 
 

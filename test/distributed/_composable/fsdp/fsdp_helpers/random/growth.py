@@ -1,14 +1,12 @@
 """
-Runs many steps of each mode on one of eight ranks, whose group moves nothing, and
-prints as JSON what lives after few steps, after all, and when the model is gone.
+Runs many steps of each mode on one of eight ranks, whose group moves nothing, and counts
+what lives after few steps, after half, after all, and when the model is gone.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import json
-import sys
 from typing import Any
 
 from fsdp_helpers.random.cases import (
@@ -24,14 +22,12 @@ from fsdp_helpers.random.cases import (
 )
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import (
     FSDPCommContext,
     FSDPParamGroup,
 )
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 WARM_UP = 20
@@ -59,12 +55,10 @@ def case(parallelism: str, *microbatches: Microbatch, **changes: Any) -> Case:
 
 
 MODES = {
-    "replicated": case("replicate"),
     "resharded to 4, prefetched": case("shard", reshard=4, prefetch=(2, 2)),
-    "bf16 compute, recomputed": case(
-        "shard", param_dtype=BF16, reduce_dtype=FP32, recomputes=True
+    "bf16 compute, recomputed, offloaded": case(
+        "shard", param_dtype=BF16, reduce_dtype=FP32, recomputes=True, offloads=True
     ),
-    "offloaded": case("shard", offloads=True),
     "accumulated": case("shard", *UNREDUCED),
     "hybrid, deferred all-reduce": case("hybrid", *PARTS),
 }
@@ -76,20 +70,18 @@ class MallInfo(ctypes.Structure):
     _fields_ = [("sizes", ctypes.c_size_t * 10)]
 
 
-def allocated_nbytes() -> int | None:
+def allocated_nbytes() -> int:
     """
     Returns what the C library's allocator has given out, of whatever no object of
-    Python's owns as well, and None where it does not tell.
+    Python's owns as well, and 0 where it does not tell.
     """
-    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
-    if mallinfo is None:
-        return None
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", lambda: MallInfo())
     mallinfo.restype = MallInfo
     sizes = mallinfo().sizes
     return sizes[4] + sizes[7]
 
 
-def living() -> dict[str, Any]:
+def living() -> dict[str, int]:
     """Returns how much there is of what could grow."""
     for _ in range(4):  # each leaves out one more level of nested tuples
         gc.collect()
@@ -108,30 +100,15 @@ def living() -> dict[str, Any]:
     }
 
 
-def run_mode(case: Case, steps: int) -> dict[str, Any]:
-    """Returns what lives after a few steps, after half and after all of them."""
-    before = living()
+def run_mode(case: Case, steps: int) -> list[dict[str, int]]:
+    """Returns what lives before, after a few, half and all steps, and afterwards."""
+    found = [living()]
     model = shard_model(case, "cpu")
-    found: dict[str, Any] = {}
-    times = {WARM_UP: "few", steps // 2: "half", steps: "all"}
     for step in range(1, steps + 1):
         for batch in range(len(case.steps[0].microbatches)):
             run_microbatch(model, 0, batch)
         model.zero_grad()
-        if step in times:
-            found[times[step]] = living()
+        if step in (WARM_UP, steps // 2, steps):
+            found.append(living())
     del model
-    after = living()
-    found["left"] = {what: after[what] - before[what] for what in ("units", "tensors")}
-    return found
-
-
-if __name__ == "__main__":
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    count = int(sys.argv[1])
-    run_mode(
-        MODES["hybrid, deferred all-reduce"], count
-    )  # what is made once for a process
-    gc.collect()
-    gc.freeze()
-    print(json.dumps({name: run_mode(mode, count) for name, mode in MODES.items()}))
+    return [*found, living()]
