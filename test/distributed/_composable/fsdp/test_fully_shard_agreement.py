@@ -28,7 +28,6 @@ from fsdp_helpers.common.utils import (
     DeviceFreeTest,
     FakeGroupTest,
     FSDPProcessTest,
-    FSDPThreadTest,
     hybrid_mesh,
     LAUNCHED_RANK,
     record_collectives,
@@ -276,27 +275,18 @@ class TestRanksAgree(AgreementTest):
             (hybrid_mesh(1), 3),
             (shard_mesh(1), 0),
         ):
-            model = self.sharded(mesh=mesh)
-            self.assertEqual(self.count(model, 1), [first])
+            model = self.sharded(mesh=mesh, reshard_after_forward=False)
+            with CommDebugMode() as counter:  # which does not see comparisons
+                self.assertEqual(self.count(model, 1), [first])
+            self.assertEqual(counter.get_total_counts(), first)
             for child in model:
                 child.unshard()
                 child.reshard()
             self.assertEqual(self.count(model, 2), [0, 0])
 
-    def test_is_not_seen_by_counters_of_collectives(self) -> None:
-        model, counter = self.sharded(reshard_after_forward=False), CommDebugMode()
-        with counter:
-            self.assertEqual(self.count(model, 1), [6])
-        # Three gathers, and three reductions
-        self.assertEqual(counter.get_total_counts(), 6)
-
     def test_environment_turns_it_off_or_compares_always(self) -> None:
-        for value, expected in (
-            ("0", [0, 0]),
-            ("1", [6, 0]),
-            ("", [6, 0]),
-            ("always", [6, 6]),
-        ):
+        values = {"0": [0, 0], "1": [6, 0], "": [6, 0], "always": [6, 6]}
+        for value, expected in values.items():
             with switched(value):
                 model = self.sharded(reshard_after_forward=False)
                 self.assertEqual(self.count(model, 2), expected)
@@ -527,13 +517,11 @@ class TestReductions(AgreementTest):
         refused = self.refused(lambda: self.step(model, used=[used], run=[0]))
         self.assertIn("unit '0'", refused)
 
-    def test_monkeypatched_functions_are_not_compared(self) -> None:
+    def test_monkeypatched_functions_and_traced_steps_are_not_compared(self) -> None:
         for name in ("foreach_all_gather", "foreach_reduce"):
             wrapped = functools.partial(getattr(param_group, name))
             with mock.patch.object(param_group, name, wrapped):
                 self.assertEqual(self.count(self.sharded(), 2), [3, 0])
-
-    def test_traced_steps_are_not_remembered(self) -> None:
         model = self.sharded()
         with mock.patch.object(agreement, "_is_traced", lambda *_: True):
             self.assertEqual(self.count(model, 2), [0, 0])
@@ -547,20 +535,6 @@ class TestReductions(AgreementTest):
         self.backward(model, used=mine)
         share = [model[1].gate.grad.full_tensor(), model[1].up.grad.full_tensor()]
         self.assertEqual([grad[0].item() for grad in share], [3 / 8, 1 / 8])
-
-
-class TestThreads(FSDPThreadTest):
-    """Ranks that are threads compare and raise like processes."""
-
-    world_size = 4
-
-    def test_all_threads_raise(self) -> None:
-        dtype = BF16 if self.rank == 3 else FP32
-        policy = MixedPrecisionPolicy(param_dtype_override_fn=lambda _: dtype)
-        model = fully_shard(Scales().to(self.device), mp_policy=policy)
-        text = "of a unit:(?s:.*)gate of FSDPScales computes in .* on ranks 0, 1, 2;"
-        with self.assertRaisesRegex(RuntimeError, text):
-            model.unshard()
 
 
 class Elastic(dist.ProcessGroup):

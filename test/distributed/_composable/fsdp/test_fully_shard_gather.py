@@ -44,7 +44,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     foreach_all_gather_copy_out,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_layout import GatherLayout, ReduceBucket
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_cache import ParamGroupCache
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.testing._internal.common_utils import run_tests
@@ -55,19 +55,6 @@ pytestmark = pytest.mark.quick
 
 class TestAllGather(ThreadTest):
     world_size = 3
-
-    def test_takes_arguments_of_the_release_by_position_and_a_plain_list(self):
-        specs = mixed_specs(self.world_size)
-        unit = self.unit(specs)
-        group = unit.mesh_info.shard_process_group
-        params, stream = [*unit.fsdp_params], self.stream
-        result = foreach_all_gather(
-            params, group, False, stream, stream, self.device, DefaultAllGather()
-        )
-        foreach_all_gather_copy_out(result, params, group)
-        for fsdp_param in params:
-            fsdp_param.init_unsharded_param()
-        self.assert_scaled(unit, specs, 1)
 
     def test_result_has_six_fields(self):
         specs = [Spec((5, 3), BF16), Spec((1,), FP32), Spec((4,), BF16)]
@@ -239,20 +226,6 @@ class TestSmallerMesh(ThreadTest):
         self.assert_same(model(full).detach(), full @ full.T)
 
 
-class Listening(nn.Module):
-    """Wants to know which parameters it is given."""
-
-    def __init__(self, param: nn.Parameter):
-        super().__init__()
-        self.given: list[nn.Parameter] = []
-        self.listened = param
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name == "listened":
-            self.given.append(value)
-        super().__setattr__(name, value)
-
-
 class TestKeptBetweenSteps(ThreadTest):
     """What a step found out is used by the next, unless it is no longer so."""
 
@@ -300,31 +273,6 @@ class TestKeptBetweenSteps(ThreadTest):
             unit.lazy_init()  # as an explicit unshard does
             self.assertIs(self.layout(unit), layouts[-1])
         self.assertEqual(len({*map(id, layouts)}), 4)
-
-    def test_each_name_of_a_parameter_is_given_its_states(self):
-        plain, other = nn.Linear(6, 4, bias=False), nn.Linear(6, 4)
-        other.weight = plain.weight
-        listening = Listening(plain.weight)
-        module = nn.Sequential(plain, other, listening)
-        module = module.to(THREAD_DEVICE_TYPE)
-        unit = group_of(fully_shard(module, mesh=self.mesh()))
-        unit.lazy_init()
-        self.copy_out(unit, self.all_gather(unit))
-        weight, bias = unit.fsdp_params
-        states = [
-            (ShardedState.UNSHARDED, weight._unsharded_param, bias._unsharded_param),
-            (ShardedState.SHARDED, weight.sharded_param, bias.sharded_param),
-        ]
-        self.assertIs(listening.given[-1], weight.sharded_param)
-        del listening.given[:]
-        for state, for_weight, for_bias in states:
-            unit._cache.to_state(state)
-            names = (plain.weight, other.weight, listening.listened)
-            for registered in names:
-                self.assertIs(registered, for_weight)
-            self.assertIs(other.bias, for_bias)
-            self.assertIs(listening.given[-1], for_weight)
-        self.assertEqual(len(listening.given), 2)
 
     def test_buckets_are_planned_once_for_each_pattern_of_gradients(self):
         unit = self.unit(self.SPECS)

@@ -135,23 +135,14 @@ THREE_DIFFERENT = (("fp32", "bf16"), ("bf16_uneven", "fp16"), ("fp32", "fp32_sin
 class TestProcesses(FSDPProcessTest):
     """2 replicas of 2 shards, each rank a process."""
 
-    def test_one_reduction_of_each_kind_for_each_bucket(self):
+    def test_partial_reduces_are_all_reduced_in_the_order_of_buckets(self):
+        """Also those of dtypes that the last microbatch has no gradient of."""
         model = fully_shard(model_of(SHAPES), mesh=hybrid_mesh(2))
-        with record_collectives() as recorder:
-            run_backward(model, self.rank, [Microbatch(ALL)])
-        issued = [(c.name, c.dtype) for c in recorder.calls if c.name != "all_gather"]
-        dtypes = (FP32, BF16, FP16)
-        kinds = ("reduce_scatter", "all_reduce")
-        self.assertEqual(issued, [(kind, dtype) for dtype in dtypes for kind in kinds])
-        with record_collectives() as recorder:
-            run_backward(model, self.rank, [Microbatch(ALL, "scatter")])
-        self.assertEqual(len(recorder.reduce_scatters), 3)
-        self.assertEqual(recorder.all_reduces, [])
+        run_backward(model, self.rank, [Microbatch(ALL, "scatter")])
         with record_collectives() as recorder:
             run_backward(model, self.rank, [Microbatch(["bf16"])])
-        # What was kept of the other two dtypes is all-reduced alone, in the same order
-        self.assertEqual(len(recorder.reduce_scatters), 1)
-        self.assertEqual([c.dtype for c in recorder.all_reduces], [*dtypes])
+        self.assertEqual([c.dtype for c in recorder.reduce_scatters], [BF16])
+        self.assertEqual([c.dtype for c in recorder.all_reduces], [FP32, BF16, FP16])
 
     def test_what_others_prepare_is_kept_as_it_was_reduced(self):
         """Whichever parameters the next microbatch has, if any of them."""
@@ -183,17 +174,6 @@ class TestProcesses(FSDPProcessTest):
                 expected = torch.full((4,), 257.0 if in_fp32 else 256.0).double()
                 self.assertEqual(full_grad(model.q), expected)
                 self.assertEqual(model.p.grad.dtype, FP32)
-
-    def test_replicas_may_use_parameters_in_another_order(self):
-        """One uses p and then q, the other q and then p: their sums are laid out alike."""
-        model = model_of(dict.fromkeys("pq", ((4,), FP32)))
-        fully_shard(model, mesh=hybrid_mesh(2))
-        for i in range(2):
-            model.set_requires_all_reduce(i == 1)
-            name, value = (("p", 1.0), ("q", 2.0))[(i + self.rank // 2) % 2]
-            backward(model, **{name: value})
-        found = {n: full_grad(p).tolist() for n, p in model.named_parameters()}
-        self.assertEqual(found, {"p": [1.0] * 4, "q": [2.0] * 4})
 
     def test_replaced_reduction_gets_the_arguments_of_the_release(self):
         own, calls = param_group.foreach_reduce, []
@@ -308,22 +288,6 @@ class TestBuffers(FakeGroupTest):
                 few = most_alive(4, is_mixed, mode)
                 self.assertLessEqual(few, 5)  # with inputs, of two units and one more
                 self.assertEqual(most_alive(8, is_mixed, mode), few)
-
-    def test_reduced_buffers_count_unless_gradients_view_them(self) -> None:
-        viewed: list[bool] = []
-        hold = _fsdp_context.FSDPCommContext._hold_reduce_buffers
-
-        def noting(*args: Any, **kwargs: Any) -> None:
-            viewed.append(kwargs["are_viewed"])
-            hold(*args, **kwargs)
-
-        model = self.make(2, False, mesh=mesh_of(2, 2, device="cpu"))
-        with mock.patch.object(
-            _fsdp_context.FSDPCommContext, "_hold_reduce_buffers", noting
-        ):
-            backward(model)
-            backward(model)  # adds to the gradients of the first
-        self.assertEqual(viewed, [True, True, False, False])
 
     def test_gradients_keep_nothing_else_alive(self) -> None:
         sent = MixedPrecisionPolicy(

@@ -31,24 +31,10 @@ from torch.testing._internal.common_utils import (
     parametrize,
     run_tests,
 )
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 
 RANKS, DIM = 2, 4
-
-
-class Given(nn.Module):
-    """Keeps what its forward is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(RANKS))
-
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.given = args, kwargs
-        tensors = (v for v in tree_leaves(self.given) if isinstance(v, torch.Tensor))
-        return sum((t.sum() for t in tensors if t.requires_grad), self.weight.sum())
 
 
 class HooksTest(FakeGroupTest):
@@ -61,43 +47,6 @@ class HooksTest(FakeGroupTest):
 
     def shard(self, module: Any, **kwargs: Any) -> Any:
         return fully_shard(module, mesh=self.mesh, **kwargs)
-
-
-class TestInputs(HooksTest):
-    """Inputs of forward arrive as they were given, but for those that need gradients."""
-
-    def run_with(self, *args: Any, **kwargs: Any) -> tuple[tuple, dict[str, Any]]:
-        """Returns what arrives."""
-        model = self.shard(Given())
-        model(*args, **kwargs).backward()
-        self.assertIsNotNone(model.weight.grad)
-        return model.given
-
-    def assert_passed(self, arrived: torch.Tensor, given: torch.Tensor) -> None:
-        node = type(arrived.grad_fn).__name__
-        self.assertEqual(node, "RegisterPostBackwardFunctionBackward")
-        self.assertTrue(torch.equal(arrived, given))
-        self.assertEqual(given.grad.tolist(), [1.0, 1.0])
-
-    def test_tensors_in_containers_or_not(self) -> None:
-        mask, other = torch.ones(2), object()
-        for x_of in (lambda t: t, lambda t: [t, None], lambda t: {"x": (t, mask)}):
-            x, y = (torch.rand(2, requires_grad=True) for _ in range(2))
-            args, kwargs = self.run_with(x_of(x), mask, 3, y=y, mask=mask, other=other)
-            self.assert_passed(tree_leaves(args)[0], x)
-            self.assert_passed(kwargs["y"], y)
-            self.assertEqual(type(args[0]), type(x_of(x)))
-            self.assertIs(args[1], mask)
-            self.assertEqual(args[2:], (3,))
-            self.assertEqual([*kwargs], ["y", "mask", "other"])
-            self.assertIs(kwargs["mask"], mask)
-            self.assertIs(kwargs["other"], other)
-
-    def test_without_gradients_nothing_is_replaced(self) -> None:
-        x, mask = torch.rand(2), torch.ones(2)
-        args, kwargs = self.run_with(x, mask=mask)
-        self.assertIs(args[0], x)
-        self.assertIs(kwargs["mask"], mask)
 
 
 def train(model: Any, is_last: bool = True) -> None:

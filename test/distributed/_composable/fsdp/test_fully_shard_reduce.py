@@ -4,10 +4,8 @@
 The reduction of a unit's gradients over shards, against sums on paper.
 """
 
-import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -31,7 +29,7 @@ from fsdp_helpers.common.utils import (
     FakeGroupTest,
     record_collectives,
 )
-from fsdp_helpers.parity.comms import KeptScatter, SymmMemStub
+from fsdp_helpers.parity.comms import KeptScatter
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -39,7 +37,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
 from torch.distributed.fsdp._fully_shard import _fsdp_reduce as reduce_file
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_context import FSDPCommContext
 from torch.distributed.fsdp._fully_shard._fsdp_layout import (
     plan_all_to_all,
     plan_buckets,
@@ -48,7 +45,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_layout import (
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_reduce import BucketGrads
 from torch.distributed.fsdp._fully_shard._fsdp_releases import HAS_MIXED_CHUNK_CAT
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.common_utils import run_tests
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -84,18 +80,6 @@ class TestReduce(ThreadTest):
         self.assertEqual(stream, self.stream)
         self.assertEqual((all_reduce_input, all_reduce_event, kept), (None, None, None))
         self.assertEqual(grads, [])  # let go of
-
-    def test_gradient_that_is_no_dtensor_is_an_error_that_names_the_parameter(self):
-        unit = self.new_unit()
-        plain = torch.zeros(1, device=self.device)
-        unit.fsdp_params[1].sharded_param = SimpleNamespace(
-            grad=plain,
-            dtype=plain.dtype,
-            grad_dtype=plain.dtype,
-            _post_accumulate_grad_hooks=None,
-        )
-        with self.assertRaisesRegex(AssertionError, "p1"):
-            self.reduce(unit, self.new_grads(), reduce_dtype=FP32)
 
     def test_gradients_need_not_be_contiguous(self):
         specs = [Spec((5, 3), FP32), Spec((4, 6), FP32, shard_dim=1), Spec((6,), FP32)]
@@ -215,67 +199,6 @@ class TestCopyIn(DeviceFreeTest):
             self.assertEqual(counts["aten::copy_"], self.COUNT)
             # Those that do not divide by the ranks
             self.assertEqual(counts["aten::_chunk_cat"], self.COUNT // 2)
-
-
-class NeverSplitPool:
-    """
-    Counts the segments of a pool that has one for each tensor, and gives it to the next
-    tensor of that size once it is free.
-    """
-
-    def __init__(self) -> None:
-        self.tenants: dict[int, list[StorageWeakRef]] = {}  # by bytes
-
-    @contextlib.contextmanager
-    def use(self, pool: object) -> Iterator[None]:
-        class Noting(TorchDispatchMode):
-            def __torch_dispatch__(mode, func, types, args=(), kwargs=None):
-                tensor = func(*args, **(kwargs or {}))
-                tenants = self.tenants.setdefault(tensor.nbytes, [])
-                tenant = StorageWeakRef(tensor.untyped_storage())
-                for i, earlier in enumerate(tenants):
-                    if earlier.expired():
-                        tenants[i] = tenant
-                        return tensor
-                tenants.append(tenant)
-                return tensor
-
-        with Noting():
-            yield
-
-
-class TestSymmetricMemory(FakeGroupTest):
-    """What it registers: the pool is a stand-in, as are those who register."""
-
-    def test_one_input_is_held_at_a_time(self) -> None:
-        """As `set_reduce_scatter_max_input_buffers` wants it of units of one dtype."""
-        sizes = {FP32: (8, 4), BF16: (8, 8), FP16: (8, 8)}  # all of 128 bytes
-        specs = [Spec(size, dtype) for dtype, size in sizes.items()]
-        model = sharded(specs, mesh_of(self.ranks, device="cpu"), device="cpu")
-        model.set_force_sum_reduction_for_comms(True)
-        pool, waited = NeverSplitPool(), []
-
-        def inputs() -> list[int]:
-            return [numel for _, numel in stub.registered if numel in (32, 64)]
-
-        def wait(*unused: Any) -> None:
-            waited.append(len(inputs()))
-
-        with (
-            SymmMemStub().patched() as stub,
-            mock.patch.object(torch.cpu, "use_mem_pool", pool.use),
-            mock.patch.object(FSDPCommContext, "wait_current_stream", wait),
-        ):
-            model.set_symm_mem_for_comm()
-            for _ in range(2):
-                model([torch.ones(spec.size) for spec in specs]).backward()
-                # Of a gather, an input, and the gradients, which parameters keep
-                segments = {size: len(of) for size, of in pool.tenants.items()}
-                self.assertEqual(segments, {8 * 48: 1, 128: 1, 16: 3})
-                model.zero_grad()
-        self.assertEqual(inputs(), [32, 64, 64] * 2)
-        # For the one before, wherever a unit has had one or two of its three
-        self.assertEqual([n for n in waited if n % 3], [1, 2, 4, 5])
 
 
 class TestEmptyParameters(FakeGroupTest):
