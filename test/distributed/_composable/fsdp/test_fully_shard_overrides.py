@@ -29,7 +29,6 @@ from fsdp_helpers.common.utils import (
     record_collectives,
     THREAD_DEVICE_TYPE,
 )
-from fsdp_helpers.parity.models import HighLow
 
 import torch
 import torch.nn as nn
@@ -127,37 +126,6 @@ class TestUnits(FSDPThreadTest):
             fully_shard([nn.Linear(4, 4), model], mp_policy=policy)
         for name, param in model.named_parameters():
             self.assertIs(param, before[name])
-
-
-class TestExtensions(FSDPThreadTest):
-    world_size = 2
-
-    def test_extension_is_given_the_policy_of_its_own_parameter(self) -> None:
-        seen = []
-
-        class Noting(HighLow):
-            def fsdp_pre_all_gather(
-                self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any
-            ) -> Any:
-                seen.append(policy)
-                return super().fsdp_pre_all_gather(mesh, size, stride, module, policy)
-
-        model = GivenGrads(
-            a=Noting(torch.randn(4, 2)), b=Noting(torch.randn(4, 2)), c=torch.ones(4)
-        )
-        policies = {"a": (BF16, FP32), "c": (FP16, None)}
-        fully_shard(model, mp_policy=by_name(model, policies, param_dtype=FP32))
-        with record_collectives() as recorder:
-            backward(model, a=1.0, b=1.0, c=1.0)
-        self.assertEqual(model.seen, {"a": BF16, "b": FP32, "c": FP16})
-        self.assertEqual(
-            seen, [MixedPrecisionPolicy(BF16, FP32), MixedPrecisionPolicy(FP32)]
-        )
-        self.assertEqual(len(recorder.all_gathers), 1)
-        reduced = [(call.dtype, call.numel) for call in recorder.reduce_scatters]
-        of_c = reduce_dtype(MixedPrecisionPolicy(FP16), FP32)
-        by_itself = [(FP32, 16), (FP16, 4)]
-        self.assertEqual(reduced, by_itself if of_c == FP16 else [(FP32, 20)])
 
 
 class TestGradDtype(FSDPThreadTest):

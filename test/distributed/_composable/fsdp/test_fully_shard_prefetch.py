@@ -18,7 +18,6 @@ from fsdp_helpers.common.utils import (
 
 import torch
 import torch.nn as nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, fully_shard, set_backward_prefetch
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -215,7 +214,7 @@ class TestSteps(PrefetchTest):
 class TestSetting(FakeGroupTest):
     def test_which_units_are_meant(self) -> None:
         layers = linear_stack([torch.float32] * BLOCKS)
-        model = shard_blocks(layers, mesh=init_device_mesh("cpu", (self.ranks,)))
+        model = shard_blocks(layers, mesh=self.mesh)
         for unit, mode, recurse, expected in (
             (model[1], POST, False, [PRE, POST, PRE, PRE]),
             (model, None, False, [PRE, POST, PRE, PRE]),

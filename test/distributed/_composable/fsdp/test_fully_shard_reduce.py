@@ -19,7 +19,6 @@ from fsdp_helpers.common.comms import (
     FP32,
     mesh_of,
     NoReduceScatter,
-    policy_of,
     sharded,
     Spec,
     ThreadTest,
@@ -62,14 +61,6 @@ class TestReduce(ThreadTest):
 
     def new_grads(self) -> list[torch.Tensor]:
         return self.grads(self.SPECS, self.DTYPES)
-
-    def test_uniform_call_of_a_vendor(self):
-        """Both dtypes given, fp32 parameters computed and reduced in bf16."""
-        specs, dtypes = [Spec((4, 2), FP32), Spec((3,), FP32)], [BF16, BF16]
-        unit = self.unit(specs, mp_policy=policy_of(BF16))
-        grads = self.grads(specs, dtypes)
-        self.reduce(unit, grads, orig_dtype=FP32, reduce_dtype=BF16)
-        self.assert_reduced(unit, specs, dtypes, BF16)
 
     def test_result_has_seven_values(self):
         unit, grads = self.new_unit(), self.new_grads()
@@ -237,11 +228,8 @@ class TestEmptyParameters(FakeGroupTest):
 class TestOrder(FakeGroupTest):
     """In which order a unit of three reduce dtypes issues what."""
 
-    COPY_IN, SCATTER, ALL_REDUCE = (
-        "fsdp::chunk_cat",
-        "c10d::_reduce_scatter_base_",
-        "c10d::allreduce_",
-    )
+    COPY_IN, SCATTER = "fsdp::chunk_cat", "c10d::_reduce_scatter_base_"
+    ALL_REDUCE = "c10d::allreduce_"
 
     def forward(
         self, mesh: DeviceMesh, comm: ReduceScatter | None = None
@@ -270,21 +258,20 @@ class TestOrder(FakeGroupTest):
             mock.patch.object(param_group, prepare, lambda *_: ()),
             self.assertRaisesRegex(ValueError, "shorter"),
         ):
-            self.forward(mesh_of(self.ranks, device="cpu")).backward()
+            self.forward(self.mesh).backward()
 
-    def test_all_copy_ins_come_first(self) -> None:
-        issued = self.issued(mesh_of(self.ranks, device="cpu"))
-        self.assertEqual(issued, [self.COPY_IN] * 3 + [self.SCATTER] * 3)
-
-    def test_each_all_reduce_runs_beside_the_next_reduce_scatter(self) -> None:
-        issued = self.issued(mesh_of(2, self.ranks // 2, device="cpu"))
-        both = [self.SCATTER, self.ALL_REDUCE]
-        self.assertEqual(issued, [self.COPY_IN] * 3 + both * 3)
-
-    def test_a_buffer_that_serves_all_is_sent_before_it_is_filled_again(self) -> None:
-        mesh = mesh_of(self.ranks, device="cpu")
-        issued = self.issued(mesh, KeptScatter())
-        self.assertEqual(issued, [self.COPY_IN, self.SCATTER] * 3)
+    def test_order_of_copies_and_collectives(self) -> None:
+        hybrid = mesh_of(2, self.ranks // 2, device="cpu")
+        copies, scatters = [self.COPY_IN] * 3, [self.SCATTER] * 3
+        both = [self.SCATTER, self.ALL_REDUCE] * 3
+        in_turns = [self.COPY_IN, self.SCATTER] * 3
+        for name, mesh, comm, expected in (
+            ("all copies come first", self.mesh, None, copies + scatters),
+            ("an all-reduce beside the next scatter", hybrid, None, copies + both),
+            ("one buffer is sent before a refill", self.mesh, KeptScatter(), in_turns),
+        ):
+            with self.subTest(name):
+                self.assertEqual(self.issued(mesh, comm), expected)
 
 
 if __name__ == "__main__":

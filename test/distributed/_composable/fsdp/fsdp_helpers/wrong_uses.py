@@ -152,8 +152,7 @@ def with_data(data: Callable[[Run, torch.Tensor], torch.Tensor]) -> Case:
 
 CASES.add(
     RuntimeError,
-    "FSDP parameters should be materialized from meta device before training, but the "
-    "following were still on meta device: ['1.weight', '1.gain']…Call module.to_empty",
+    "FSDP parameters should be materialized…['1.weight', '1.gain']…Call module.to_empty",
     on_meta=changed(lambda run, block: block.to("meta")),
 )
 CASES.add(
@@ -164,14 +163,12 @@ CASES.add(
 )
 CASES.add(
     RuntimeError,
-    "1.gain is torch.bfloat16 [6] with a shard that is torch.float32…cast it by "
-    "module.to(dtype)",
+    "1.gain is torch.bfloat16 [6] with a shard that is torch.float32…cast it by module",
     data_is_cast=with_data(lambda run, data: data.to(BF16)),
 )
 CASES.add(
     AttributeError,
-    "1.gain must be the DTensor that fully_shard made of it…Replace or delete it before "
-    "fully_shard",
+    "1.gain must be the DTensor that fully_shard made of it…Replace or delete it before",
     plain_tensor_after_unshard=replaced(
         lambda run: run.ones(DIM), "unshard", "reshard"
     ),
@@ -275,6 +272,8 @@ CASES.add(
     "DTensor",
     plain_gradient_of_shard=on_sharded(lambda run, param: run.ones(DIM)),
 )
+
+
 def cast_between_steps(run: Run) -> Callable[[], object]:
     model = run.trained()
     run.blocks[1].to(FP64)
