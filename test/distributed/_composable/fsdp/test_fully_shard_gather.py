@@ -293,8 +293,36 @@ class TestKeptBetweenSteps(ThreadTest):
             self.assertLessEqual(len(unit._cache.buckets), most)
 
 
+class Listening(nn.Module):
+    """Wants to know which parameters it is given."""
+
+    def __init__(self, param: nn.Parameter):
+        super().__init__()
+        self.given: list[nn.Parameter] = []
+        self.listened = param
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "listened":
+            self.given.append(value)
+        super().__setattr__(name, value)
+
+
 class TestExplicitUnshard(FakeGroupTest):
     ranks = 2
+
+    def test_each_name_of_a_parameter_is_given_its_states(self) -> None:
+        linear = nn.Linear(4, 4)
+        listening = Listening(linear.weight)
+        model = fully_shard(nn.Sequential(linear, listening), mesh=self.mesh)
+        sharded = linear.weight
+        for _ in range(2):
+            model.unshard()
+            unsharded = linear.weight
+            self.assertIs(listening.listened, unsharded)
+            del listening.given[:-1]
+            model.reshard()
+            self.assertIs(linear.weight, sharded)
+            self.assertEqual([*map(id, listening.given)], [id(unsharded), id(sharded)])
 
     def test_an_explicit_unshard_reads_what_has_changed(self) -> None:
         """A parameter's dtypes are read once, if it has a policy of its own as well."""

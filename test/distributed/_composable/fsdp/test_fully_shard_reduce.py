@@ -28,7 +28,7 @@ from fsdp_helpers.common.utils import (
     FakeGroupTest,
     record_collectives,
 )
-from fsdp_helpers.parity.comms import KeptScatter
+from fsdp_helpers.parity.comms import KeptScatter, SymmMemStub
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -36,6 +36,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
 from torch.distributed.fsdp._fully_shard import _fsdp_reduce as reduce_file
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_context import FSDPCommContext
 from torch.distributed.fsdp._fully_shard._fsdp_layout import (
     plan_all_to_all,
     plan_buckets,
@@ -44,6 +45,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_layout import (
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_reduce import BucketGrads
 from torch.distributed.fsdp._fully_shard._fsdp_releases import HAS_MIXED_CHUNK_CAT
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.common_utils import run_tests
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -190,6 +192,42 @@ class TestCopyIn(DeviceFreeTest):
             self.assertEqual(counts["aten::copy_"], self.COUNT)
             # Those that do not divide by the ranks
             self.assertEqual(counts["aten::_chunk_cat"], self.COUNT // 2)
+
+
+class TestSymmetricMemory(FakeGroupTest):
+    """A pool registers all that is in use at once, which is why units hold one input."""
+
+    def test_an_input_is_waited_for_and_freed_before_the_next(self) -> None:
+        specs = [Spec((8, 8), dtype) for dtype in (FP32, BF16, FP16)]
+        model = sharded(specs, self.mesh, device="cpu")
+        model.set_force_sum_reduction_for_comms(True)
+        inputs: list[StorageWeakRef] = []
+        alive: list[int] = []
+        waited: list[int] = []  # when so many inputs had been there
+        allocate = reduce_file.allocate
+
+        def noting(comm: Any, numel: int, *args: Any) -> torch.Tensor:
+            buffer = allocate(comm, numel, *args)
+            if numel == 64:
+                alive.append(sum(not ref.expired() for ref in inputs))
+                inputs.append(StorageWeakRef(buffer.untyped_storage()))
+            return buffer
+
+        def wait(*unused: Any) -> None:
+            waited.append(len(inputs))
+
+        with (
+            SymmMemStub().patched(),
+            mock.patch.object(reduce_file, "allocate", noting),
+            mock.patch.object(FSDPCommContext, "wait_current_stream", wait),
+        ):
+            model.set_symm_mem_for_comm()
+            for _ in range(2):
+                model([torch.ones(spec.size) for spec in specs]).backward()
+                model.zero_grad()
+        self.assertEqual(alive, [0] * 6)
+        # Wherever a unit has had one or two of its three
+        self.assertEqual([n for n in waited if n % 3], [1, 2, 4, 5])
 
 
 class TestEmptyParameters(FakeGroupTest):
