@@ -179,8 +179,7 @@ class TestWrongUses(DeviceFreeTest):
     def test_policies_that_a_parameter_cannot_be_trained_with(self) -> None:
         for policy, stored, text in UNUSABLE:
             self.check(ValueError, text, resolve, policy, param(stored))
-            with self.assertRaisesRegex(ValueError, "arameter layers.0.gate[ ,:]"):
-                resolve(policy, param(stored))
+            self.check(ValueError, "layers.0.gate", resolve, policy, param(stored))
         # Unless the override itself refuses the parameter
         text = "failed for parameter layers.0.gate: KeyError()"
         self.check(RuntimeError, text, resolve, failing(KeyError()), param())
