@@ -34,17 +34,14 @@ from fsdp_helpers.common.utils import FakeGroupTest, random_input, THREAD_DEVICE
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_grads as grads_file
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     AllGatherResult,
-    DefaultAllGather,
-    foreach_all_gather,
     foreach_all_gather_copy_out,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_layout import GatherLayout, ReduceBucket
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_cache import ParamGroupCache
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.testing._internal.common_utils import run_tests
@@ -55,19 +52,6 @@ pytestmark = pytest.mark.quick
 
 class TestAllGather(ThreadTest):
     world_size = 3
-
-    def test_takes_arguments_of_the_release_by_position_and_a_plain_list(self):
-        specs = mixed_specs(self.world_size)
-        unit = self.unit(specs)
-        group = unit.mesh_info.shard_process_group
-        params, stream = [*unit.fsdp_params], self.stream
-        result = foreach_all_gather(
-            params, group, False, stream, stream, self.device, DefaultAllGather()
-        )
-        foreach_all_gather_copy_out(result, params, group)
-        for fsdp_param in params:
-            fsdp_param.init_unsharded_param()
-        self.assert_scaled(unit, specs, 1)
 
     def test_result_has_six_fields(self):
         specs = [Spec((5, 3), BF16), Spec((1,), FP32), Spec((4,), BF16)]
@@ -129,19 +113,6 @@ class TestAllGather(ThreadTest):
             fsdp_param.all_gather_outputs = []
             del fsdp_param._unsharded_param
         return self.all_gather(unit)
-
-    def test_buffer_that_is_not_aligned_is_an_error(self):
-        class Shifted(DefaultAllGather):
-            def allocate(self, size, *, dtype, device):
-                return torch.empty(size[0] + 1, dtype=dtype, device=device)[1:]
-
-        mixed = self.unit([Spec((3,), BF16), Spec((6,), FP32)])
-        with self.assertRaisesRegex(RuntimeError, "storage_offset"):
-            self.all_gather(mixed, all_gather_comm=Shifted())
-        specs = [Spec((3,), BF16), Spec((6,), BF16)]
-        uniform = self.unit(specs)
-        self.copy_out(uniform, self.all_gather(uniform, all_gather_comm=Shifted()))
-        self.assert_scaled(uniform, specs, 1)
 
     def reshard_scaled(self, unit: FSDPParamGroup) -> None:
         """Doubles the shards and turns their sign, as an optimizer would."""
@@ -239,20 +210,6 @@ class TestSmallerMesh(ThreadTest):
         self.assert_same(model(full).detach(), full @ full.T)
 
 
-class Listening(nn.Module):
-    """Wants to know which parameters it is given."""
-
-    def __init__(self, param: nn.Parameter):
-        super().__init__()
-        self.given: list[nn.Parameter] = []
-        self.listened = param
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name == "listened":
-            self.given.append(value)
-        super().__setattr__(name, value)
-
-
 class TestKeptBetweenSteps(ThreadTest):
     """What a step found out is used by the next, unless it is no longer so."""
 
@@ -301,31 +258,6 @@ class TestKeptBetweenSteps(ThreadTest):
             self.assertIs(self.layout(unit), layouts[-1])
         self.assertEqual(len({*map(id, layouts)}), 4)
 
-    def test_each_name_of_a_parameter_is_given_its_states(self):
-        plain, other = nn.Linear(6, 4, bias=False), nn.Linear(6, 4)
-        other.weight = plain.weight
-        listening = Listening(plain.weight)
-        module = nn.Sequential(plain, other, listening)
-        module = module.to(THREAD_DEVICE_TYPE)
-        unit = group_of(fully_shard(module, mesh=self.mesh()))
-        unit.lazy_init()
-        self.copy_out(unit, self.all_gather(unit))
-        weight, bias = unit.fsdp_params
-        states = [
-            (ShardedState.UNSHARDED, weight._unsharded_param, bias._unsharded_param),
-            (ShardedState.SHARDED, weight.sharded_param, bias.sharded_param),
-        ]
-        self.assertIs(listening.given[-1], weight.sharded_param)
-        del listening.given[:]
-        for state, for_weight, for_bias in states:
-            unit._cache.to_state(state)
-            names = (plain.weight, other.weight, listening.listened)
-            for registered in names:
-                self.assertIs(registered, for_weight)
-            self.assertIs(other.bias, for_bias)
-            self.assertIs(listening.given[-1], for_weight)
-        self.assertEqual(len(listening.given), 2)
-
     def test_buckets_are_planned_once_for_each_pattern_of_gradients(self):
         unit = self.unit(self.SPECS)
         unit._module_fqn = ""  # as the root's lazy init sets it
@@ -361,8 +293,36 @@ class TestKeptBetweenSteps(ThreadTest):
             self.assertLessEqual(len(unit._cache.buckets), most)
 
 
+class Listening(nn.Module):
+    """Wants to know which parameters it is given."""
+
+    def __init__(self, param: nn.Parameter):
+        super().__init__()
+        self.given: list[nn.Parameter] = []
+        self.listened = param
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "listened":
+            self.given.append(value)
+        super().__setattr__(name, value)
+
+
 class TestExplicitUnshard(FakeGroupTest):
     ranks = 2
+
+    def test_each_name_of_a_parameter_is_given_its_states(self) -> None:
+        linear = nn.Linear(4, 4)
+        listening = Listening(linear.weight)
+        model = fully_shard(nn.Sequential(linear, listening), mesh=self.mesh)
+        sharded = linear.weight
+        for _ in range(2):
+            model.unshard()
+            unsharded = linear.weight
+            self.assertIs(listening.listened, unsharded)
+            del listening.given[:-1]
+            model.reshard()
+            self.assertIs(linear.weight, sharded)
+            self.assertEqual([*map(id, listening.given)], [id(unsharded), id(sharded)])
 
     def test_an_explicit_unshard_reads_what_has_changed(self) -> None:
         """A parameter's dtypes are read once, if it has a policy of its own as well."""
@@ -376,9 +336,8 @@ class TestExplicitUnshard(FakeGroupTest):
             reads.append(fsdp_param)
             read(fsdp_param, policy)
 
-        mesh = init_device_mesh("cpu", (self.ranks,))
         for policy in (MixedPrecisionPolicy(param_dtype=BF16), own):
-            model = fully_shard(nn.Linear(4, 4), mesh=mesh, mp_policy=policy)
+            model = fully_shard(nn.Linear(4, 4), mesh=self.mesh, mp_policy=policy)
             group = model._get_fsdp_state()._fsdp_param_group
             params = group.fsdp_params
             changes = (

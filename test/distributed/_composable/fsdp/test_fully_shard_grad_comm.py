@@ -16,6 +16,7 @@ import math
 import os
 import sys
 import tempfile
+import threading
 import unittest
 import warnings
 from collections import Counter
@@ -232,17 +233,15 @@ class TestKernel(TestCase):
             with self.subTest(f"{count} rows"):
                 self.check(self.rows(count, 32, BF16), FP32, None)
                 self.check(self.rows(count, 33, FP16, offset=1, gap=3), FP16, 3.0)
+                rows = self.rows(count, 40, FP32)
+                expected = add([*rows.clone()])
+                # In place of the first row, as between replicas
+                self.assertTrue(tree._add_by_kernel(rows, rows[0]))
+                self.assertTrue(torch.equal(rows[0], expected))
         for sent, added in ((FP32, FP32), (BF16, FP32), (FP16, FP32), (BF16, BF16)):
             for numel in (0, 1, 2049):  # the last one takes three blocks
                 with self.subTest(f"{numel} of {sent} in {added}"):
                     self.check(self.rows(5, numel, sent), added, 8.0)
-
-    def test_replaces_the_first_row(self):
-        """As between replicas."""
-        rows = self.rows(5, 40, FP32)
-        expected = add([*rows.clone()])
-        self.assertTrue(tree._add_by_kernel(rows, rows[0]))
-        self.assertTrue(torch.equal(rows[0], expected))
 
     def test_rows_far_apart(self):
         if self.device == "cpu" or torch.cuda.mem_get_info()[0] < 2**34:
@@ -386,25 +385,6 @@ class TestRanks(GradCommTest):
     world_size = 7
 
     @parametrize("ranks", (1, 4, 7))
-    def test_sums_are_those_of_the_tree(self, ranks: int) -> None:
-        mesh = DeviceMesh(THREAD_DEVICE_TYPE, torch.arange(ranks))
-        if self.rank >= ranks:
-            return
-        specs = mixed_specs(ranks)
-        for comm, reduce in ((BF16, None), (BF16, FP64), (FP32, FP32), (BF16, BF16)):
-            module = sharded(
-                specs, mesh, device=THREAD_DEVICE_TYPE, mp_policy=policy(comm, reduce)
-            )
-            with record_collectives() as recorder:
-                self.backward(module, specs)
-            how = {"comm": comm, "reduce": reduce or FP32, "ranks": ranks}
-            expected = [self.expected(i, s, **how) for i, s in enumerate(specs)]
-            self.assert_all_same(self.full_grads(module), expected)
-            numel = ranks * sum(spec.padded_shard_numel(ranks) for spec in specs)
-            sent = [("all_to_all", comm, numel)] if ranks > 1 else []
-            self.assertEqual(reductions(recorder), sent)
-
-    @parametrize("ranks", (1, 4, 7))
     @parametrize("is_cast", (True, False))
     def test_one_all_to_all_for_any_mix(self, ranks: int, is_cast: bool) -> None:
         mesh = DeviceMesh(THREAD_DEVICE_TYPE, torch.arange(ranks))
@@ -474,6 +454,18 @@ class TestMeshes(GradCommTest):
             self.assertEqual(len(recorder.named("all_gather")), pieces)
 
 
+class Kept(DefaultReduceScatter):
+    """Gives out the same buffer whenever a thread asks for one of a kind."""
+
+    buffers = threading.local()
+
+    def allocate(self, size, *, dtype, device) -> torch.Tensor:
+        kept = vars(self.buffers)
+        if (size, dtype) not in kept:
+            kept[size, dtype] = super().allocate(size, dtype=dtype, device=device)
+        return kept[size, dtype]
+
+
 class TestOneAllToAll(GradCommTest):
     """Buckets that are sent together."""
 
@@ -511,23 +503,16 @@ class TestOneAllToAll(GradCommTest):
         by_itself = [("reduce_scatter", FP32), ("all_reduce", FP32)]
         self.assertEqual(issued, [*shards, *by_itself, ("all_to_all", FP32)])
 
-    def test_hook_sees_each_sum(self):
+    def test_hook_sees_each_sum_before_the_division(self):
         module, seen = self.module(), []
 
-        def double(output: torch.Tensor) -> None:
+        def fill(output: torch.Tensor) -> None:
             seen.append(output.dtype)
-            output.mul_(2)
+            output.fill_(self.world_size)
 
-        module.set_all_reduce_hook(double)
+        module.set_all_reduce_hook(fill)
         self.backward(module, self.SPECS)
-        expected = self.expected_mix(self.SPECS, divisor=self.world_size / 2)
-        self.assert_all_same(self.full_grads(module), expected)
         self.assertEqual(seen, [FP64, FP32, FP32])
-
-    def test_hook_comes_before_the_division(self):
-        module = self.module()
-        module.set_all_reduce_hook(lambda output: output.fill_(self.world_size))
-        self.backward(module, self.SPECS)
         for grad in self.full_grads(module):
             self.assertEqual({*grad.flatten().tolist()}, {1.0})
 
@@ -542,15 +527,24 @@ class TestOneAllToAll(GradCommTest):
             for grad in self.full_grads(module):
                 self.assertEqual({*grad.double().flatten().tolist()}, {value})
 
-    def test_settings_that_change_no_bits(self):
-        for name, change in CHANGE_NO_BITS.items():
-            with self.subTest(name):
-                module = self.module()
-                change(module)
-                for _ in range(2):  # the second in buffers that are there
-                    self.backward(module, self.SPECS)
-                doubled = [grad + grad for grad in self.expected_mix(self.SPECS)]
-                self.assert_all_same(self.full_grads(module), doubled)
+    @parametrize(
+        "setter,value",
+        [
+            ("set_force_sum_reduction_for_comms", True),
+            ("set_reduce_scatter_unused_params", True),
+            ("set_reduce_scatter_max_input_buffers", 2),
+            ("set_custom_reduce_scatter", Kept()),
+            ("set_separate_reduce_scatter_group", True),
+        ],
+        name_fn=lambda setter, _: setter,
+    )
+    def test_settings_that_change_no_bits(self, setter: str, value: Any) -> None:
+        module = self.module()
+        getattr(module, setter)(value)
+        for _ in range(2):  # the second in buffers that are there
+            self.backward(module, self.SPECS)
+        doubled = [grad + grad for grad in self.expected_mix(self.SPECS)]
+        self.assert_all_same(self.full_grads(module), doubled)
 
     def test_foreach_reduce_follows_the_policy_and_takes_one_pair_of_dtypes(self):
         unit = self.unit(self.SPECS, mp_policy=policy())
@@ -580,26 +574,7 @@ class TestOneAllToAll(GradCommTest):
             module.set_symm_mem_for_comm()
 
 
-class Kept(DefaultReduceScatter):
-    """Gives out the same buffer whenever it is asked for one of a kind."""
-
-    def __init__(self) -> None:
-        self.buffers: dict[Any, torch.Tensor] = {}
-
-    def allocate(self, size, *, dtype, device) -> torch.Tensor:
-        if (size, dtype) not in self.buffers:
-            buffer = super().allocate(size, dtype=dtype, device=device)
-            self.buffers[size, dtype] = buffer
-        return self.buffers[size, dtype]
-
-
-CHANGE_NO_BITS: dict[str, Callable[[Any], None]] = {
-    "sum only": lambda m: m.set_force_sum_reduction_for_comms(True),
-    "unused": lambda m: m.set_reduce_scatter_unused_params(True),
-    "buffers": lambda m: m.set_reduce_scatter_max_input_buffers(2),
-    "kept buffers": lambda m: m.set_custom_reduce_scatter(Kept()),
-    "own group": lambda m: m.set_separate_reduce_scatter_group(True),
-}
+instantiate_parametrized_tests(TestOneAllToAll)
 
 
 class TestUnitsOfFakeRanks(FakeGroupTest):

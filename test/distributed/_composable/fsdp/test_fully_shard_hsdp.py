@@ -9,8 +9,7 @@ in ``test_fully_shard_random.py``, all-reduce hooks in ``test_fully_shard_parity
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
@@ -22,7 +21,6 @@ from fsdp_helpers.common.comms import (
     FP64,
     GivenGrads,
     group_of,
-    integers,
     mesh_of,
 )
 from fsdp_helpers.common.release_rules import (
@@ -38,15 +36,14 @@ from fsdp_helpers.common.utils import (
     record_collectives,
 )
 from fsdp_helpers.plugins.later_releases import with_a_row_more
+from fsdp_helpers.random.cases import Case, Microbatch, Param, Step
+from fsdp_helpers.random.exact import check_case
 
 import torch
 import torch.nn as nn
-from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     fully_shard,
     MixedPrecisionPolicy,
-    set_reduce_bucket_cap,
 )
 from torch.distributed.fsdp._fully_shard import _fsdp_context, _fsdp_reduce
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
@@ -54,113 +51,59 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.common_utils import run_tests
 
 
-# Name of each parameter to its shape and dtype: dim 0 smaller than a shard group,
-# not divisible by it, and divisible by it
-SHAPES = {
-    "fp32": ((9, 3), FP32),
-    "fp32_single": ((1,), FP32),
-    "bf16": ((16, 2), BF16),
-    "bf16_uneven": ((5, 2), BF16),
-    "fp16": ((8,), FP16),
-}
-ALL = tuple(SHAPES)
-
-
 def model_of(shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> GivenGrads:
     zeros = {name: torch.zeros(size, dtype=d) for name, (size, d) in shapes.items()}
     return GivenGrads(**zeros).to(DEVICE_TYPE)
 
 
-def given_grad(name: str, rank: int, microbatch: int) -> torch.Tensor:
-    """Returns what ``rank`` gives to the parameter, the same wherever it is asked for."""
-    shape, dtype = SHAPES[name]
-    seed = (ALL.index(name) * 1000 + rank) * 100 + microbatch
-    return integers(shape, 1, seed=seed, dtype=dtype, device=DEVICE_TYPE)
+def full_grad(param: nn.Parameter) -> torch.Tensor:
+    return param.grad.full_tensor().double().cpu()
 
 
-@dataclass(frozen=True)
-class Microbatch:
-    """Which parameters get a gradient, and how much of the reduction follows."""
-
-    params: Sequence[str]
-    sync: str = "all"  # "none", "scatter" (no all-reduce) or "all"
-
-
-def run_backward(model: nn.Module, rank: int, schedule: Sequence[Microbatch]) -> None:
-    for i, microbatch in enumerate(schedule):
-        model.set_requires_gradient_sync(microbatch.sync != "none")
-        model.set_requires_all_reduce(microbatch.sync == "all")
-        model.set_is_last_backward(i == len(schedule) - 1)
-        grads = {name: given_grad(name, rank, i) for name in microbatch.params}
-        backward(model, **grads)
+# Dim 0 is smaller than a shard group, not divisible by it, and divisible by it
+PARAMS = (
+    Param((9, 3), FP32),
+    Param((1,), FP32),
+    Param((16, 2), BF16),
+    Param((5, 2), BF16),
+    Param((8,), FP16),
+)
+ALL = {*range(len(PARAMS))}
+# Those that get gradients in three microbatches
+THREE_DIFFERENT = ({0, 2}, {3, 4}, {0, 1})
 
 
-def mean_grad(name: str, ranks: int, schedule: Sequence[Microbatch]) -> torch.Tensor:
-    grads = [
-        given_grad(name, rank, i).double().cpu()
-        for i, microbatch in enumerate(schedule)
-        if name in microbatch.params
-        for rank in range(ranks)
+def deferring(*used: set[int]) -> Case:
+    """Returns microbatches that use these parameters, all-reduced after the last."""
+    microbatches = [
+        Microbatch(
+            "all" if i == len(used) else "scatter",
+            skipped_params=frozenset((0, param) for param in ALL - params),
+            is_last=i == len(used),
+        )
+        for i, params in enumerate(used, 1)
     ]
-    return torch.stack(grads).sum(0) / ranks
-
-
-def full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    grad = param.grad
-    return None if grad is None else grad.full_tensor().double().cpu()
-
-
-def check_schedule(rank: int, mesh: DeviceMesh, schedule: Sequence[Microbatch]) -> None:
-    """Runs the microbatches and compares with the mean of what they gave."""
-    model = fully_shard(model_of(SHAPES), mesh=mesh)
-    run_backward(model, rank, schedule)
-    for name, param in model.named_parameters():
-        grad = full_grad(param)
-        if not any(name in microbatch.params for microbatch in schedule):
-            assert grad is None, f"{name} got a gradient from nowhere"
-            continue
-        assert grad is not None, f"{name} lost its gradient"
-        assert param.grad.dtype == SHAPES[name][1]
-        expected = mean_grad(name, mesh.size(), schedule)
-        assert torch.equal(grad, expected), f"{name}: {grad}, not {expected}"
-    group = group_of(model)
-    assert not group._partial_reduces and not group.comm_ctx.all_reduce_states
-    assert not group.comm_ctx.reduce_scatter_states
-
-
-# Which parameters, of which dtypes, get gradients in three microbatches
-THREE_DIFFERENT = (("fp32", "bf16"), ("bf16_uneven", "fp16"), ("fp32", "fp32_single"))
+    return Case((PARAMS,), "hybrid", (2, 2), (Step((*microbatches,)),))
 
 
 class TestProcesses(FSDPProcessTest):
     """2 replicas of 2 shards, each rank a process."""
 
-    def test_one_reduction_of_each_kind_for_each_bucket(self):
-        model = fully_shard(model_of(SHAPES), mesh=hybrid_mesh(2))
+    def test_partial_reduces_are_all_reduced_in_the_order_of_buckets(self):
+        """Also those of dtypes that the last microbatch has no gradient of."""
         with record_collectives() as recorder:
-            run_backward(model, self.rank, [Microbatch(ALL)])
-        issued = [(c.name, c.dtype) for c in recorder.calls if c.name != "all_gather"]
-        dtypes = (FP32, BF16, FP16)
-        kinds = ("reduce_scatter", "all_reduce")
-        self.assertEqual(issued, [(kind, dtype) for dtype in dtypes for kind in kinds])
-        with record_collectives() as recorder:
-            run_backward(model, self.rank, [Microbatch(ALL, "scatter")])
-        self.assertEqual(len(recorder.reduce_scatters), 3)
-        self.assertEqual(recorder.all_reduces, [])
-        with record_collectives() as recorder:
-            run_backward(model, self.rank, [Microbatch(["bf16"])])
-        # What was kept of the other two dtypes is all-reduced alone, in the same order
-        self.assertEqual(len(recorder.reduce_scatters), 1)
-        self.assertEqual([c.dtype for c in recorder.all_reduces], [*dtypes])
+            check_case(deferring({2}, {0}, {4}), DEVICE_TYPE)
+        scattered = [call.dtype for call in recorder.reduce_scatters]
+        self.assertEqual(scattered, [BF16, FP32, FP16])
+        reduced = [call.dtype for call in recorder.all_reduces]
+        self.assertEqual(reduced, [FP32, BF16, FP16])
 
     def test_what_others_prepare_is_kept_as_it_was_reduced(self):
         """Whichever parameters the next microbatch has, if any of them."""
         name = "_default_reduce_scatter_input_fn"
         with mock.patch.object(param_group, name, with_a_row_more):
-            for params in (THREE_DIFFERENT, [ALL] * 3, [ALL, ALL, ["fp16"]]):
-                syncs = ("scatter", "scatter", "all")
-                schedule = [*map(Microbatch, params, syncs)]
-                check_schedule(self.rank, hybrid_mesh(2), schedule)
+            for used in (THREE_DIFFERENT, [ALL] * 3, [ALL, ALL, {4}]):
+                check_case(deferring(*used), DEVICE_TYPE)
 
     def test_microbatches_add_up_in_a_wider_grad_dtype(self):
         """Which users have set: bf16 would add up 256, 1 and -256 to 0."""
@@ -184,17 +127,6 @@ class TestProcesses(FSDPProcessTest):
                 self.assertEqual(full_grad(model.q), expected)
                 self.assertEqual(model.p.grad.dtype, FP32)
 
-    def test_replicas_may_use_parameters_in_another_order(self):
-        """One uses p and then q, the other q and then p: their sums are laid out alike."""
-        model = model_of(dict.fromkeys("pq", ((4,), FP32)))
-        fully_shard(model, mesh=hybrid_mesh(2))
-        for i in range(2):
-            model.set_requires_all_reduce(i == 1)
-            name, value = (("p", 1.0), ("q", 2.0))[(i + self.rank // 2) % 2]
-            backward(model, **{name: value})
-        found = {n: full_grad(p).tolist() for n, p in model.named_parameters()}
-        self.assertEqual(found, {"p": [1.0] * 4, "q": [2.0] * 4})
-
     def test_replaced_reduction_gets_the_arguments_of_the_release(self):
         own, calls = param_group.foreach_reduce, []
 
@@ -208,9 +140,7 @@ class TestProcesses(FSDPProcessTest):
             return tuple(own(*args, **kwargs))
 
         with mock.patch.object(param_group, "foreach_reduce", foreach_reduce):
-            *others, last = THREE_DIFFERENT
-            schedule = [Microbatch(params, "scatter") for params in others]
-            check_schedule(self.rank, hybrid_mesh(2), [*schedule, Microbatch(last)])
+            check_case(deferring(*THREE_DIFFERENT), DEVICE_TYPE)
         self.assertGreater(len(calls), 3)  # one for each bucket
         for found in calls:
             self.assertEqual(found, (len(REDUCE_ARGUMENTS), REDUCE_KEYWORDS))
@@ -252,7 +182,7 @@ class Layers(nn.ModuleList):
 
 
 class TestBuffers(FakeGroupTest):
-    """How long reduced buffers live, and what gradients keep alive."""
+    """How long reduced buffers live."""
 
     ranks = 4
 
@@ -260,16 +190,14 @@ class TestBuffers(FakeGroupTest):
         self,
         layers: int,
         is_mixed: bool,
-        *,
-        api: Callable[..., Any] = fully_shard,
         **kwargs: Any,
     ) -> Any:
         dtypes = (BF16, FP32 if is_mixed else BF16)
         shapes = {"weight": ((64, 64), dtypes[0]), "gain": ((64,), dtypes[1])}
         model = Layers(model_of(shapes) for _ in range(layers))
         for layer in model:
-            api(layer, **kwargs)
-        return api(model, **kwargs)
+            fully_shard(layer, **kwargs)
+        return fully_shard(model, **kwargs)
 
     def test_few_reduced_buffers_are_held_beyond_the_limit(self) -> None:
         """Those of this unit and of the one before, however many units there are."""
@@ -311,46 +239,18 @@ class TestBuffers(FakeGroupTest):
 
     def test_reduced_buffers_count_unless_gradients_view_them(self) -> None:
         viewed: list[bool] = []
-        hold = _fsdp_context.FSDPCommContext._hold_reduce_buffers
+        context = _fsdp_context.FSDPCommContext
+        hold = context._hold_reduce_buffers
 
         def noting(*args: Any, **kwargs: Any) -> None:
             viewed.append(kwargs["are_viewed"])
             hold(*args, **kwargs)
 
         model = self.make(2, False, mesh=mesh_of(2, 2, device="cpu"))
-        with mock.patch.object(
-            _fsdp_context.FSDPCommContext, "_hold_reduce_buffers", noting
-        ):
+        with mock.patch.object(context, "_hold_reduce_buffers", noting):
             backward(model)
             backward(model)  # adds to the gradients of the first
         self.assertEqual(viewed, [True, True, False, False])
-
-    def test_gradients_keep_nothing_else_alive(self) -> None:
-        sent = MixedPrecisionPolicy(
-            grad_comm_dtype=BF16,
-            grad_comm_dtype_override_fn=lambda p: FP32 if p.ndim == 1 else None,
-        )
-        policies = {
-            "none": MixedPrecisionPolicy(),
-            "fp32": MixedPrecisionPolicy(reduce_dtype=FP32),
-            "sent": sent,
-        }
-        hybrid = mesh_of(2, 2, device="cpu")
-        apis = {
-            "plain": (fully_shard, {"mesh": hybrid["shard"]}),
-            "hsdp": (fully_shard, {"mesh": hybrid}),
-            "replicate": (replicate, {}),
-        }
-        for policy, how, cap in itertools.product(policies, apis, (None, 1.0)):
-            api, kwargs = apis[how]
-            model = self.make(3, True, mp_policy=policies[policy], api=api, **kwargs)
-            set_reduce_bucket_cap(model, cap)
-            backward(model)
-            grads = [p.grad._local_tensor for p in model.parameters()]
-            storages = {g.untyped_storage().data_ptr(): g for g in grads}
-            held = sum(g.untyped_storage().nbytes() for g in storages.values())
-            with self.subTest(f"{policy}, {how}, {cap}"):
-                self.assertLessEqual(held, 1.05 * sum(g.nbytes for g in grads))
 
     def test_assigned_partial_reduce_must_be_one_of_the_unit(self) -> None:
         """A plugin's own sum, see ``_partial_reduce_output``."""

@@ -11,7 +11,6 @@ from fsdp_helpers.common.utils import DeviceFreeTest, FakeGroupTest, run_python
 
 import torch
 import torch.nn as nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -81,8 +80,7 @@ class TestGradDtype(FakeGroupTest):
         if grad_dtype is not None:
             module.weight.grad_dtype = grad_dtype
         policy = MixedPrecisionPolicy(reduce_dtype=FP32)
-        mesh = init_device_mesh("cpu", (self.ranks,))
-        return fully_shard(module, mesh=mesh, mp_policy=policy)
+        return fully_shard(module, mesh=self.mesh, mp_policy=policy)
 
     def pass_by(self, module: nn.Linear, what: str) -> None:
         match what:

@@ -3,8 +3,6 @@
 """
 Mixed units on four ranks where the release has no counterpart: it would lose imaginary
 parts, or refuses to reshard.
-
-Runs with pytest, python or ``torchrun --nproc-per-node 4``.
 """
 
 import itertools

@@ -1,8 +1,8 @@
 # Owner(s): ["oncall: distributed"]
 
 """
-What hooks of a unit's modules do: they pass inputs through, and warn of values that are
-not those meant. Also what the roots of one context share.
+What hooks of a unit's modules leave of what users set, and of gradients that users take
+themselves. Also what the roots of one context share.
 
 In which order units are gathered is in ``test_fully_shard_prefetch.py``, which waits
 there are in ``test_fully_shard_streams.py``. How inputs and outputs are cast, and when
@@ -35,7 +35,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 
-RANKS, DIM = 2, 4
+DIM = 4
+X = torch.ones(1, DIM)
 
 
 class Given(nn.Module):
@@ -43,7 +44,7 @@ class Given(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(RANKS))
+        self.weight = nn.Parameter(torch.ones(2))
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.given = args, kwargs
@@ -51,53 +52,30 @@ class Given(nn.Module):
         return sum((t.sum() for t in tensors if t.requires_grad), self.weight.sum())
 
 
-class HooksTest(FakeGroupTest):
-    ranks = RANKS
+class TestInputs(FakeGroupTest):
+    ranks = 2
 
-    def setUp(self) -> None:
-        super().setUp()
-        self.mesh = init_device_mesh("cpu", (RANKS,))
-        self.x = torch.ones(1, DIM)
-
-    def shard(self, module: Any, **kwargs: Any) -> Any:
-        return fully_shard(module, mesh=self.mesh, **kwargs)
-
-
-class TestInputs(HooksTest):
-    """Inputs of forward arrive as they were given, but for those that need gradients."""
-
-    def run_with(self, *args: Any, **kwargs: Any) -> tuple[tuple, dict[str, Any]]:
-        """Returns what arrives."""
-        model = self.shard(Given())
-        model(*args, **kwargs).backward()
-        self.assertIsNotNone(model.weight.grad)
-        return model.given
-
-    def assert_passed(self, arrived: torch.Tensor, given: torch.Tensor) -> None:
-        node = type(arrived.grad_fn).__name__
-        self.assertEqual(node, "RegisterPostBackwardFunctionBackward")
-        self.assertTrue(torch.equal(arrived, given))
-        self.assertEqual(given.grad.tolist(), [1.0, 1.0])
-
-    def test_tensors_in_containers_or_not(self) -> None:
+    def test_inputs_arrive_as_given_but_for_those_that_need_gradients(self) -> None:
         mask, other = torch.ones(2), object()
-        for x_of in (lambda t: t, lambda t: [t, None], lambda t: {"x": (t, mask)}):
-            x, y = (torch.rand(2, requires_grad=True) for _ in range(2))
-            args, kwargs = self.run_with(x_of(x), mask, 3, y=y, mask=mask, other=other)
-            self.assert_passed(tree_leaves(args)[0], x)
-            self.assert_passed(kwargs["y"], y)
-            self.assertEqual(type(args[0]), type(x_of(x)))
-            self.assertIs(args[1], mask)
-            self.assertEqual(args[2:], (3,))
-            self.assertEqual([*kwargs], ["y", "mask", "other"])
-            self.assertIs(kwargs["mask"], mask)
-            self.assertIs(kwargs["other"], other)
-
-    def test_without_gradients_nothing_is_replaced(self) -> None:
-        x, mask = torch.rand(2), torch.ones(2)
-        args, kwargs = self.run_with(x, mask=mask)
-        self.assertIs(args[0], x)
-        self.assertIs(kwargs["mask"], mask)
+        for wrap in (lambda x: x, lambda x: [x, None], lambda x: {"x": (x, mask)}):
+            for trained in (["x", "y"], []):
+                x, y = (torch.rand(2, requires_grad=n in trained) for n in "xy")
+                model: Any = fully_shard(Given(), mesh=self.mesh)
+                model(wrap(x), mask, 3, y=y, mask=mask, other=other).backward()
+                self.assertIsNotNone(model.weight.grad)
+                args, kwargs = model.given
+                arrived = {"x": tree_leaves(args)[0], "y": kwargs["y"]}
+                for name, value in (("x", x), ("y", y)):
+                    self.assertTrue(torch.equal(arrived[name], value))
+                    node = type(arrived[name].grad_fn).__name__
+                    is_passed = node == "RegisterPostBackwardFunctionBackward"
+                    self.assertEqual(is_passed, name in trained)
+                    self.assertEqual(arrived[name] is value, name not in trained)
+                self.assertEqual(type(args[0]), type(wrap(x)))
+                self.assertEqual([*kwargs], ["y", "mask", "other"])
+                found = args[1], args[2], kwargs["mask"], kwargs["other"]
+                for value, expected in zip(found, (mask, 3, mask, other)):
+                    self.assertIs(value, expected)
 
 
 def train(model: Any, is_last: bool = True) -> None:
@@ -134,9 +112,9 @@ class TestRequiresGrad(FakeGroupTest):
 
     def model(self, reshard_after_forward: Any) -> Any:
         model: Any = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(3)))
-        mesh = init_device_mesh("cpu", (self.ranks,))
+        how = {"mesh": self.mesh, "reshard_after_forward": reshard_after_forward}
         for unit in (*model[:2], model):
-            fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward)
+            fully_shard(unit, **how)
         forward = model[1].forward
         model[1].forward = functools.partial(checkpoint, forward, use_reentrant=True)
         train(model)
@@ -168,11 +146,15 @@ class TestRequiresGrad(FakeGroupTest):
 
 
 @instantiate_parametrized_tests
-class TestOverOneRank(HooksTest):
+class TestOverOneRank(FakeGroupTest):
     """Where gradients are whole, they are those of the model without FSDP."""
 
+    ranks = 2
+
     def models(self, activation: type[nn.Module] = nn.Tanh) -> Iterator[Any]:
-        mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("other", "shard"))
+        mesh = init_device_mesh(
+            "cpu", (self.ranks, 1), mesh_dim_names=("other", "shard")
+        )
         block = nn.Sequential(nn.Linear(DIM, DIM), activation(), nn.Linear(DIM, DIM))
         self.plain: Any = nn.Sequential(nn.Linear(DIM, DIM), block, nn.Linear(DIM, DIM))
         self.sharded = copy.deepcopy(self.plain)
@@ -192,7 +174,7 @@ class TestOverOneRank(HooksTest):
             for microbatch, is_trained in enumerate((True, False, True, False)):
                 if model is self.sharded:
                     model.set_requires_gradient_sync(microbatch == 3)
-                loss = model(self.x + microbatch).sum()
+                loss = model(X + microbatch).sum()
                 # Before the backward of what has used them
                 for name in ("1.0.weight", "2.bias", "2.weight"):
                     model.get_parameter(name).requires_grad_(is_trained)
@@ -211,7 +193,7 @@ class TestOverOneRank(HooksTest):
             outputs: list[torch.Tensor] = []
             model[0].register_forward_hook(lambda *args, to=outputs: to.append(args[2]))
             for _ in range(2):
-                x = self.x.clone().requires_grad_(of_input)
+                x = X.clone().requires_grad_(of_input)
                 loss = model(x).square().sum()
                 # Or of what the root has computed for its first unit
                 inner = x if of_input else outputs[-1]
@@ -219,18 +201,22 @@ class TestOverOneRank(HooksTest):
                 grad.square().sum().backward()
 
 
-class TestSharedContext(HooksTest):
+class TestSharedContext(FakeGroupTest):
+    ranks = 2
+
     def test_a_second_root_keeps_what_the_first_has_started(self) -> None:
         """Its first forward comes before the backward of the first."""
-        first, second = (self.shard(nn.Linear(DIM, DIM)) for _ in range(2))
+        first, second = (
+            fully_shard(nn.Linear(DIM, DIM), mesh=self.mesh) for _ in range(2)
+        )
         share_comm_ctx([first, second])
-        loss = first(self.x).sum()
+        loss = first(X).sum()
         context = first._get_fsdp_state()._comm_ctx
         context.joined_reductions = {"waiting": []}  # as if
         before = dict(vars(context))
         (unit,) = context.post_forward_order
         with torch.no_grad():
-            second(self.x)
+            second(X)
         self.assertEqual({k: vars(context)[k] for k in before}, before)
         for name, value in before.items():
             if name != "all_gather_state":
@@ -241,10 +227,10 @@ class TestSharedContext(HooksTest):
         self.assertIsNotNone(first.weight.grad)
 
     def test_a_reset_drops_what_is_the_roots_own(self) -> None:
-        roots = [self.shard(nn.Linear(DIM, DIM)) for _ in range(2)]
+        roots = [fully_shard(nn.Linear(DIM, DIM), mesh=self.mesh) for _ in range(2)]
         share_comm_ctx(roots)
         for root in roots:
-            root(self.x)
+            root(X)
         groups = [root._get_fsdp_state()._fsdp_param_group for root in roots]
         context = groups[0].comm_ctx
         event = torch.cpu.Event()

@@ -13,7 +13,6 @@ from fsdp_helpers.common.utils import DeviceFreeTest, FakeGroupTest
 
 import torch
 import torch.nn as nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_observers as observers
 from torch.testing._internal.common_utils import (
@@ -62,12 +61,11 @@ class TestObservers(FakeGroupTest):
         return look.call_count
 
     def test_who_observes_is_asked_once_a_forward(self) -> None:
-        mesh = init_device_mesh("cpu", (self.ranks,))
         # Units in a root that has no parameters
         model = nn.Sequential(*(nn.Linear(self.ranks, self.ranks) for _ in range(5)))
         for layer in model:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)(torch.ones(1, self.ranks))
+            fully_shard(layer, mesh=self.mesh)
+        fully_shard(model, mesh=self.mesh)(torch.ones(1, self.ranks))
         model.set_is_last_backward(False)  # as in all microbatches but the last
         for _ in range(2):
             self.assertEqual(self.looks(lambda x: model(x).sum().backward()), 1)

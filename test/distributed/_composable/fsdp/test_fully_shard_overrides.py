@@ -11,7 +11,7 @@ microbatches and replicas, is in ``test_fully_shard_parity.py``; what a policy s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from fsdp_helpers.common.comms import (
@@ -25,12 +25,10 @@ from fsdp_helpers.common.comms import (
 )
 from fsdp_helpers.common.release_rules import reduce_dtype, summed_apart_dtype
 from fsdp_helpers.common.utils import (
-    FakeGroupTest,
     FSDPThreadTest,
     record_collectives,
     THREAD_DEVICE_TYPE,
 )
-from fsdp_helpers.parity.models import HighLow
 
 import torch
 import torch.nn as nn
@@ -93,38 +91,6 @@ def grad_of(param: nn.Parameter) -> torch.Tensor:
 class TestUnits(FSDPThreadTest):
     world_size = 2
 
-    def test_each_override_is_called_once_for_each_managed_parameter(self) -> None:
-        model = nn.Sequential(given(a=FP32), given(b=FP32, c=BF16))
-        model[1].tied = model[1].b
-        model[1].ignored = nn.Parameter(torch.zeros(3))
-        names = {id(p): name for name, p in model.named_parameters()}
-        calls: list[tuple[str, str]] = []
-
-        def override(kind: str, dtype: torch.dtype) -> Callable:
-            def fn(param: nn.Parameter) -> torch.dtype:
-                # As the user made it: not a shard, and still in its place
-                self.assertIs(type(param), nn.Parameter)
-                self.assertEqual(param.size(), (4,))
-                name = names[id(param)]
-                self.assertIs(model.get_parameter(name), param)
-                calls.append((kind, name))
-                return dtype
-
-            return fn
-
-        policy = MixedPrecisionPolicy(
-            param_dtype_override_fn=override("param", BF16),
-            reduce_dtype_override_fn=override("reduce", FP32),
-        )
-        ignored = {model[1].ignored}
-        for unit in (model[1], model):
-            fully_shard(unit, mp_policy=policy, ignored_params=ignored)
-        expected = [(k, n) for n in ("1.b", "1.c", "0.a") for k in ("param", "reduce")]
-        self.assertEqual(calls, expected)
-        backward(model[1], b=1.0, c=1.0)
-        self.assertEqual(model[1].seen, {"b": BF16, "c": BF16})
-        self.assertEqual(len(calls), len(expected))
-
     def test_overrides_stay_when_the_sharded_parameters_are_cast(self) -> None:
         model = given(a=FP32, b=FP32)
         policies = {"a": (FP32, None)}
@@ -160,37 +126,6 @@ class TestUnits(FSDPThreadTest):
             fully_shard([nn.Linear(4, 4), model], mp_policy=policy)
         for name, param in model.named_parameters():
             self.assertIs(param, before[name])
-
-
-class TestExtensions(FSDPThreadTest):
-    world_size = 2
-
-    def test_extension_is_given_the_policy_of_its_own_parameter(self) -> None:
-        seen = []
-
-        class Noting(HighLow):
-            def fsdp_pre_all_gather(
-                self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any
-            ) -> Any:
-                seen.append(policy)
-                return super().fsdp_pre_all_gather(mesh, size, stride, module, policy)
-
-        model = GivenGrads(
-            a=Noting(torch.randn(4, 2)), b=Noting(torch.randn(4, 2)), c=torch.ones(4)
-        )
-        policies = {"a": (BF16, FP32), "c": (FP16, None)}
-        fully_shard(model, mp_policy=by_name(model, policies, param_dtype=FP32))
-        with record_collectives() as recorder:
-            backward(model, a=1.0, b=1.0, c=1.0)
-        self.assertEqual(model.seen, {"a": BF16, "b": FP32, "c": FP16})
-        self.assertEqual(
-            seen, [MixedPrecisionPolicy(BF16, FP32), MixedPrecisionPolicy(FP32)]
-        )
-        self.assertEqual(len(recorder.all_gathers), 1)
-        reduced = [(call.dtype, call.numel) for call in recorder.reduce_scatters]
-        of_c = reduce_dtype(MixedPrecisionPolicy(FP16), FP32)
-        by_itself = [(FP32, 16), (FP16, 4)]
-        self.assertEqual(reduced, by_itself if of_c == FP16 else [(FP32, 20)])
 
 
 class TestGradDtype(FSDPThreadTest):
@@ -243,24 +178,6 @@ class TestGradDtype(FSDPThreadTest):
         self.check(model.a, BF16, 128.0)
         self.check(model.b, FP32, 128.5)
 
-    def test_stays_with_what_replaces_the_sharded_parameter(self) -> None:
-        model = self.sharded({"a": FP32, "b": None})
-
-        def reload() -> None:
-            values = {n: v.clone() for n, v in model.state_dict().items()}
-            model.load_state_dict(values, assign=True)
-            for param in model.parameters():
-                param.requires_grad_(True)
-
-        before = model.a
-        for _ in range(2):  # before the first forward, and between steps
-            reload()
-            self.assertIsNot(model.a, before)
-            self.backward(model)
-            self.check(model.a, FP32, 128.5)
-            self.check(model.b, FP32, 128.5)
-            self.check(model.c, FP32, 128.5)
-
     def test_stays_when_the_parameter_is_cast(self) -> None:
         model = self.sharded({})
         model.a.grad_dtype = FP64  # or set on the sharded parameter
@@ -268,50 +185,6 @@ class TestGradDtype(FSDPThreadTest):
         self.backward(model)
         self.check(model.a, FP64, 128.5)
         self.check(model.b, FP32, 128.5)
-
-
-class TestNamesKnownInPart(FakeGroupTest):
-    """Units that are made before anybody knows what they are called in the model."""
-
-    ranks = 2
-    # Of layers that are alike, only one is treated so
-    PATTERNS = {"layers.1.weight": (FP32, None), "*.bias": (None, FP32)}
-
-    def model(self) -> Any:
-        layers = [nn.Linear(4, 4, dtype=BF16) for _ in range(3)]
-        return nn.ModuleDict({"layers": nn.Sequential(*layers)})
-
-    def sharded(self, policy: MixedPrecisionPolicy, model: nn.Module) -> Any:
-        mesh = init_device_mesh("cpu", (self.ranks,))
-        layers = model["layers"]
-        for layer in layers:
-            fully_shard(layer, mp_policy=policy, mesh=mesh)
-        root = nn.Sequential()
-        root.layers = layers  # so that names are as in the model
-        return fully_shard(root, mp_policy=policy, mesh=mesh)
-
-    def policy(self) -> MixedPrecisionPolicy:
-        return by_name(self.model(), self.PATTERNS, param_dtype=BF16)
-
-    def test_take_effect_at_the_first_forward(self) -> None:
-        root = self.sharded(self.policy(), self.model())
-        root.layers.forward = lambda x: x
-        with torch.no_grad():
-            root(torch.zeros(1, 4))
-        for i, layer in enumerate(root.layers):
-            layer.unshard()
-            weight, bias = group_of(layer).fsdp_params
-            self.assertEqual(weight.unsharded_param.dtype, FP32 if i == 1 else BF16)
-            self.assertEqual(bias.mp_policy.reduce_dtype, FP32)
-
-    def test_units_that_are_gathered_before_are_refused(self) -> None:
-        root = self.sharded(self.policy(), self.model())
-        text = (
-            "weight of FSDPLinear may be layers.0.weight or layers.1.weight of ModuleDict"
-            ", which patterns set to different dtypes. Call by_name on the root"
-        )
-        with self.assertRaisesRegex(ValueError, text):
-            root.layers[1].unshard()
 
 
 class TestTensorParallel(FSDPThreadTest):

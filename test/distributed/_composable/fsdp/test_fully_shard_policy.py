@@ -7,7 +7,6 @@ device and no process group: policies are asked directly.
 import copy
 import dataclasses
 import gc
-import itertools
 import pickle
 import re
 import sys
@@ -110,6 +109,54 @@ def computed(
     return [of.param_dtype for of in resolved]
 
 
+def failing(error: Exception) -> MixedPrecisionPolicy:
+    override = mock.Mock(side_effect=error)
+    return MixedPrecisionPolicy(reduce_dtype_override_fn=override)
+
+
+# A policy, the dtype of a parameter that it cannot be used for, and what is said
+UNUSABLE = [
+    (returning(param_dtype=INT8), FP32, f"param_dtype_override_fn returned {INT8} for"),
+    (returning(reduce_dtype=PACKED), FP32, "Return a floating-point dtype that is not"),
+    (returning(param_dtype=FP32), INT8, f"which is {INT8}. Return its own dtype"),
+    (failing(ValueError()), FP32, "reduce_dtype_override_fn failed for"),
+    (MixedPrecisionPolicy(BF16, FP8), FP32, f"reduced in {FP8}. Set reduce_dtype to"),
+    (returning(reduce_dtype=FP8), FP8, f"reduced in {FP8}. Set reduce_dtype to"),
+    (MixedPrecisionPolicy(reduce_dtype=INT8), FP32, f"reduced in {INT8}. Set reduce_"),
+    (MixedPrecisionPolicy(grad_comm_dtype=FP8), FP32, "Set grad_comm_dtype to one of"),
+    (MixedPrecisionPolicy(INT8), FP32, f"trained in param_dtype={INT8}. Give a"),
+    (MixedPrecisionPolicy(PACKED), FP32, f"trained in param_dtype={PACKED}. Give a"),
+    (
+        MixedPrecisionPolicy(None, BF16, grad_comm_dtype=FP32),
+        FP32,
+        f"sent in {FP32} and added in {BF16}. Set a reduce_dtype",
+    ),
+]
+# Patterns that are refused, and why
+WRONG_PATTERNS = [
+    ({"norm.weight": {}}, "'norm.weight' matches no parameter of Model. Give patterns"),
+    ({"*.NORM.weight": {}}, "Pattern '*.NORM.weight' matches no parameter"),
+    (
+        {"*.norm.*": MixedPrecisionPolicy(FP32), "layers.1.*": {"param_dtype": None}},
+        "Patterns '*.norm.*' and 'layers.1.*' set param_dtype of layers.1.norm.weight "
+        "alias last.norm.weight to torch.float32 and None",
+    ),
+    (
+        {"head.*": {"reduce_dtype": FP32}, "embed.*": {"reduce_dtype": FP64}},
+        "set reduce_dtype of embed.weight alias head.weight to",
+    ),
+    ({"*.A_log": {"dtype": FP32}}, "'*.A_log' sets dtype: set only param_dtype"),
+    ({"*.A_log": MixedPrecisionPolicy(output_dtype=FP32)}, "sets output_dtype: set on"),
+    ({"*.A_log": {"cast_forward_inputs": False}}, "sets cast_forward_inputs: set only"),
+    (
+        {"*.A_log": MixedPrecisionPolicy(param_dtype_override_fn=id)},
+        "sets param_dtype_override_fn: set only param_dtype",
+    ),
+    ({"*.A_log": FP32}, "is set to torch.float32: give a dict of dtypes"),
+    ({"*.A_log": {"param_dtype": "half"}}, "sets param_dtype to 'half': give a torch."),
+]
+
+
 class TestWrongUses(DeviceFreeTest):
     def check(
         self, kind: type[Exception], text: str, call: Any, *args: Any, **kwargs: Any
@@ -120,88 +167,27 @@ class TestWrongUses(DeviceFreeTest):
             self.assertIs(type(caught.exception), kind)
 
     def test_fields_of_another_type(self) -> None:
-        for name in ("param_dtype", "reduce_dtype", "output_dtype", "grad_comm_dtype"):
+        for name in ("reduce_dtype", "output_dtype"):
             text = f"{name} is 'bfloat16': give a torch.dtype"
             self.check(TypeError, text, MixedPrecisionPolicy, **{name: "bfloat16"})
-        for name in ("param_dtype", "reduce_dtype", "grad_comm_dtype"):
-            name = f"{name}_override_fn"
-            text = f"{name} is torch.float32: give a function from a parameter"
-            self.check(TypeError, text, MixedPrecisionPolicy, **{name: FP32})
+        name = "grad_comm_dtype_override_fn"
+        text = f"{name} is torch.float32: give a function from a parameter"
+        self.check(TypeError, text, MixedPrecisionPolicy, **{name: FP32})
         text = "cast_forward_inputs is a dtype: give fields by keyword"
         self.check(TypeError, text, MixedPrecisionPolicy, BF16, FP32, FP32, FP32)
 
-    def test_overrides_that_return_what_does_not_fit(self) -> None:
-        for name, (stored, dtype, fix) in itertools.product(
-            ("param_dtype", "reduce_dtype"),
-            (
-                (FP32, INT8, "a floating-point dtype"),
-                (FP32, torch.complex64, "a floating-point dtype"),
-                (FP32, PACKED, "a floating-point dtype that is not packed"),
-                (INT8, FP32, "its own dtype"),
-                (INT8, torch.uint8, "its own dtype"),
-                (torch.complex64, FP32, "its own dtype"),
-            ),
-        ):
-            policy = returning(**{name: dtype})
-            text = f"{name}_override_fn returned {dtype} for parameter layers.0.gate, "
-            text += f"which is {stored}. Return {fix}"
+    def test_policies_that_a_parameter_cannot_be_trained_with(self) -> None:
+        for policy, stored, text in UNUSABLE:
             self.check(ValueError, text, resolve, policy, param(stored))
+            self.check(ValueError, "layers.0.gate", resolve, policy, param(stored))
+        # Unless the override itself refuses the parameter
+        text = "failed for parameter layers.0.gate: KeyError()"
+        self.check(RuntimeError, text, resolve, failing(KeyError()), param())
 
-    def test_overrides_that_fail(self) -> None:
-        for raised, kind in ((KeyError(), RuntimeError), (ValueError(), ValueError)):
-            override = mock.Mock(side_effect=raised)
-            policy = MixedPrecisionPolicy(reduce_dtype_override_fn=override)
-            text = "reduce_dtype_override_fn failed for parameter layers.0.gate: "
-            self.check(kind, text + repr(raised), resolve, policy, param())
-
-    def test_dtypes_that_no_gradient_has(self) -> None:
-        for name, stored, dtype, policy in (
-            ("reduce_dtype", FP32, FP8, MixedPrecisionPolicy(BF16, FP8)),
-            ("reduce_dtype", FP8, FP8, returning(reduce_dtype=FP8)),
-            ("reduce_dtype", FP32, INT8, MixedPrecisionPolicy(reduce_dtype=INT8)),
-            ("grad_comm_dtype", FP32, FP8, MixedPrecisionPolicy(grad_comm_dtype=FP8)),
-        ):
-            text = "gradient of parameter layers.0.gate cannot be reduced in "
-            text += f"{dtype}. Set {name} to one of torch.float64"
-            self.check(ValueError, text, resolve, policy, param(stored))
-        for dtype in (INT8, PACKED):
-            text = f"layers.0.gate cannot be trained in param_dtype={dtype}. Give a"
-            self.check(ValueError, text, resolve, MixedPrecisionPolicy(dtype), param())
-        policy = MixedPrecisionPolicy(None, BF16, grad_comm_dtype=FP32)
-        text = "sent in torch.float32 and added in torch.bfloat16. Set a reduce_dtype"
-        self.check(ValueError, text, resolve, policy, param())
-
-    def test_patterns_that_match_nothing_or_contradict(self) -> None:
-        for pattern in ("norm.weight", "*.NORM.weight"):
-            text = f"Pattern '{pattern}' matches no parameter of Model. Give patterns"
-            self.check(
-                ValueError, text, by_name, Model(), {pattern: {"param_dtype": FP32}}
-            )
-        for first, second, names in (
-            ("*.norm.*", "layers.1.*", "layers.1.norm.weight alias last.norm.weight"),
-            ("head.*", "embed.*", "embed.weight alias head.weight"),
-        ):
-            both = {first: MixedPrecisionPolicy(FP32), second: {"param_dtype": None}}
-            text = f"Patterns '{first}' and '{second}' set param_dtype of {names} to "
-            text += "torch.float32 and None"
-            self.check(ValueError, text, by_name, Model(), both)
-
-    def test_patterns_that_set_something_else(self) -> None:
-        for name, value in {
-            "dtype": {"dtype": FP32},
-            "output_dtype": MixedPrecisionPolicy(output_dtype=FP32),
-            "cast_forward_inputs": {"cast_forward_inputs": False},
-            "param_dtype_override_fn": MixedPrecisionPolicy(param_dtype_override_fn=id),
-        }.items():
-            text = f"Pattern '*.A_log' sets {name}: set only param_dtype"
-            self.check(ValueError, text, by_name, Model(), {"*.A_log": value})
-        for value, text in (
-            (FP32, "is set to torch.float32: give a dict of dtypes"),
-            (None, "is set to None: give a dict of dtypes"),
-            ({"param_dtype": "half"}, "sets param_dtype to 'half': give a torch.dtype"),
-        ):
-            text = f"Pattern '*.A_log' {text}"
-            self.check(TypeError, text, by_name, Model(), {"*.A_log": value})
+    def test_patterns_that_are_refused(self) -> None:
+        for patterns, text in WRONG_PATTERNS:
+            kind = TypeError if "give a" in text else ValueError
+            self.check(kind, text, by_name, Model(), patterns)
 
     def test_names_that_leave_a_dtype_open(self) -> None:
         of_one = {"layers.0.A_log": FP32}

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp_helpers.common.comms import BlocksTest, Checkpointed, group_of, mesh_of
+from fsdp_helpers.common.comms import BlocksTest, group_of, mesh_of
 from fsdp_helpers.common.utils import (
     FakeGroupTest,
     linear_stack,
-    mixed_model,
     record_collectives,
     shard_blocks,
 )
 
 import torch
 import torch.nn as nn
-from torch.distributed._tools import FSDPMemTracker
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, fully_shard, set_backward_prefetch
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -130,15 +127,6 @@ class TestOrder(PrefetchTest):
         loss.backward()  # needs no tensor of the inference mode
         self.assert_at_rest(model)
 
-    def test_reentrant_checkpoints_are_recorded(self) -> None:
-        """Their forwards run without gradients, and again when backward comes."""
-        model = shard_blocks(Checkpointed(*self.new_blocks()), mesh=self.mesh())
-        loss = model(self.input()).sum()
-        groups = [group_of(block) for block in model]
-        self.assertEqual(groups[0].comm_ctx.post_forward_order, groups)
-        loss.backward()
-        self.assert_at_rest(model)
-
     def test_named_units_come_first(self) -> None:
         """Those that a unit is told to gather, it gathers before its backward."""
         notes: list[Any] = []
@@ -226,7 +214,7 @@ class TestSteps(PrefetchTest):
 class TestSetting(FakeGroupTest):
     def test_which_units_are_meant(self) -> None:
         layers = linear_stack([torch.float32] * BLOCKS)
-        model = shard_blocks(layers, mesh=init_device_mesh("cpu", (self.ranks,)))
+        model = shard_blocks(layers, mesh=self.mesh)
         for unit, mode, recurse, expected in (
             (model[1], POST, False, [PRE, POST, PRE, PRE]),
             (model, None, False, [PRE, POST, PRE, PRE]),
@@ -246,27 +234,6 @@ class TestSetting(FakeGroupTest):
         outer = nn.Sequential(fully_shard(nn.Linear(2, 2)))
         with self.assertRaisesRegex(ValueError, "found no unit in Sequential: call"):
             set_backward_prefetch(outer, POST, recurse=False)
-
-
-class TestMemory(FakeGroupTest):
-    def peak(self, mode: BackwardPrefetch | None) -> int:
-        model = mixed_model(BLOCKS, dim=128)
-        shard_blocks(model, mesh=init_device_mesh("cpu", (self.ranks,)))
-        set_backward_prefetch(model, mode)
-        x = torch.ones(1, 128, requires_grad=True)
-        model(x).sum().backward()
-        model.zero_grad()
-        tracker = FSDPMemTracker(model)
-        tracker.track_inputs((x,))
-        with tracker:
-            model(x).sum().backward()
-        return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
-
-    def test_after_takes_no_more_than_never(self) -> None:
-        """Of the next unit neither buffer nor parameters are there in backward."""
-        before, after, never = (self.peak(mode) for mode in (PRE, POST, None))
-        self.assertLess(after, before)
-        self.assertEqual(after, never)
 
 
 instantiate_parametrized_tests(TestOrder)

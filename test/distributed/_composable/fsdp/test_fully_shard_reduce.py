@@ -4,10 +4,8 @@
 The reduction of a unit's gradients over shards, against sums on paper.
 """
 
-import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -21,7 +19,6 @@ from fsdp_helpers.common.comms import (
     FP32,
     mesh_of,
     NoReduceScatter,
-    policy_of,
     sharded,
     Spec,
     ThreadTest,
@@ -67,14 +64,6 @@ class TestReduce(ThreadTest):
     def new_grads(self) -> list[torch.Tensor]:
         return self.grads(self.SPECS, self.DTYPES)
 
-    def test_uniform_call_of_a_vendor(self):
-        """Both dtypes given, fp32 parameters computed and reduced in bf16."""
-        specs, dtypes = [Spec((4, 2), FP32), Spec((3,), FP32)], [BF16, BF16]
-        unit = self.unit(specs, mp_policy=policy_of(BF16))
-        grads = self.grads(specs, dtypes)
-        self.reduce(unit, grads, orig_dtype=FP32, reduce_dtype=BF16)
-        self.assert_reduced(unit, specs, dtypes, BF16)
-
     def test_result_has_seven_values(self):
         unit, grads = self.new_unit(), self.new_grads()
         reduced = self.reduce(unit, grads, reduce_dtype=FP32)
@@ -84,18 +73,6 @@ class TestReduce(ThreadTest):
         self.assertEqual(stream, self.stream)
         self.assertEqual((all_reduce_input, all_reduce_event, kept), (None, None, None))
         self.assertEqual(grads, [])  # let go of
-
-    def test_gradient_that_is_no_dtensor_is_an_error_that_names_the_parameter(self):
-        unit = self.new_unit()
-        plain = torch.zeros(1, device=self.device)
-        unit.fsdp_params[1].sharded_param = SimpleNamespace(
-            grad=plain,
-            dtype=plain.dtype,
-            grad_dtype=plain.dtype,
-            _post_accumulate_grad_hooks=None,
-        )
-        with self.assertRaisesRegex(AssertionError, "p1"):
-            self.reduce(unit, self.new_grads(), reduce_dtype=FP32)
 
     def test_gradients_need_not_be_contiguous(self):
         specs = [Spec((5, 3), FP32), Spec((4, 6), FP32, shard_dim=1), Spec((6,), FP32)]
@@ -217,64 +194,39 @@ class TestCopyIn(DeviceFreeTest):
             self.assertEqual(counts["aten::_chunk_cat"], self.COUNT // 2)
 
 
-class NeverSplitPool:
-    """
-    Counts the segments of a pool that has one for each tensor, and gives it to the next
-    tensor of that size once it is free.
-    """
-
-    def __init__(self) -> None:
-        self.tenants: dict[int, list[StorageWeakRef]] = {}  # by bytes
-
-    @contextlib.contextmanager
-    def use(self, pool: object) -> Iterator[None]:
-        class Noting(TorchDispatchMode):
-            def __torch_dispatch__(mode, func, types, args=(), kwargs=None):
-                tensor = func(*args, **(kwargs or {}))
-                tenants = self.tenants.setdefault(tensor.nbytes, [])
-                tenant = StorageWeakRef(tensor.untyped_storage())
-                for i, earlier in enumerate(tenants):
-                    if earlier.expired():
-                        tenants[i] = tenant
-                        return tensor
-                tenants.append(tenant)
-                return tensor
-
-        with Noting():
-            yield
-
-
 class TestSymmetricMemory(FakeGroupTest):
-    """What it registers: the pool is a stand-in, as are those who register."""
+    """A pool registers all that is in use at once, which is why units hold one input."""
 
-    def test_one_input_is_held_at_a_time(self) -> None:
-        """As `set_reduce_scatter_max_input_buffers` wants it of units of one dtype."""
-        sizes = {FP32: (8, 4), BF16: (8, 8), FP16: (8, 8)}  # all of 128 bytes
-        specs = [Spec(size, dtype) for dtype, size in sizes.items()]
-        model = sharded(specs, mesh_of(self.ranks, device="cpu"), device="cpu")
+    def test_an_input_is_waited_for_and_freed_before_the_next(self) -> None:
+        specs = [Spec((8, 8), dtype) for dtype in (FP32, BF16, FP16)]
+        model = sharded(specs, self.mesh, device="cpu")
         model.set_force_sum_reduction_for_comms(True)
-        pool, waited = NeverSplitPool(), []
+        inputs: list[StorageWeakRef] = []
+        alive: list[int] = []
+        waited: list[int] = []  # when so many inputs had been there
+        allocate = reduce_file.allocate
 
-        def inputs() -> list[int]:
-            return [numel for _, numel in stub.registered if numel in (32, 64)]
+        def noting(comm: Any, numel: int, *args: Any) -> torch.Tensor:
+            buffer = allocate(comm, numel, *args)
+            if numel == 64:
+                alive.append(sum(not ref.expired() for ref in inputs))
+                inputs.append(StorageWeakRef(buffer.untyped_storage()))
+            return buffer
 
         def wait(*unused: Any) -> None:
-            waited.append(len(inputs()))
+            waited.append(len(inputs))
 
         with (
-            SymmMemStub().patched() as stub,
-            mock.patch.object(torch.cpu, "use_mem_pool", pool.use),
+            SymmMemStub().patched(),
+            mock.patch.object(reduce_file, "allocate", noting),
             mock.patch.object(FSDPCommContext, "wait_current_stream", wait),
         ):
             model.set_symm_mem_for_comm()
             for _ in range(2):
                 model([torch.ones(spec.size) for spec in specs]).backward()
-                # Of a gather, an input, and the gradients, which parameters keep
-                segments = {size: len(of) for size, of in pool.tenants.items()}
-                self.assertEqual(segments, {8 * 48: 1, 128: 1, 16: 3})
                 model.zero_grad()
-        self.assertEqual(inputs(), [32, 64, 64] * 2)
-        # For the one before, wherever a unit has had one or two of its three
+        self.assertEqual(alive, [0] * 6)
+        # Wherever a unit has had one or two of its three
         self.assertEqual([n for n in waited if n % 3], [1, 2, 4, 5])
 
 
@@ -314,11 +266,8 @@ class TestEmptyParameters(FakeGroupTest):
 class TestOrder(FakeGroupTest):
     """In which order a unit of three reduce dtypes issues what."""
 
-    COPY_IN, SCATTER, ALL_REDUCE = (
-        "fsdp::chunk_cat",
-        "c10d::_reduce_scatter_base_",
-        "c10d::allreduce_",
-    )
+    COPY_IN, SCATTER = "fsdp::chunk_cat", "c10d::_reduce_scatter_base_"
+    ALL_REDUCE = "c10d::allreduce_"
 
     def forward(
         self, mesh: DeviceMesh, comm: ReduceScatter | None = None
@@ -347,21 +296,20 @@ class TestOrder(FakeGroupTest):
             mock.patch.object(param_group, prepare, lambda *_: ()),
             self.assertRaisesRegex(ValueError, "shorter"),
         ):
-            self.forward(mesh_of(self.ranks, device="cpu")).backward()
+            self.forward(self.mesh).backward()
 
-    def test_all_copy_ins_come_first(self) -> None:
-        issued = self.issued(mesh_of(self.ranks, device="cpu"))
-        self.assertEqual(issued, [self.COPY_IN] * 3 + [self.SCATTER] * 3)
-
-    def test_each_all_reduce_runs_beside_the_next_reduce_scatter(self) -> None:
-        issued = self.issued(mesh_of(2, self.ranks // 2, device="cpu"))
-        both = [self.SCATTER, self.ALL_REDUCE]
-        self.assertEqual(issued, [self.COPY_IN] * 3 + both * 3)
-
-    def test_a_buffer_that_serves_all_is_sent_before_it_is_filled_again(self) -> None:
-        mesh = mesh_of(self.ranks, device="cpu")
-        issued = self.issued(mesh, KeptScatter())
-        self.assertEqual(issued, [self.COPY_IN, self.SCATTER] * 3)
+    def test_order_of_copies_and_collectives(self) -> None:
+        hybrid = mesh_of(2, self.ranks // 2, device="cpu")
+        copies, scatters = [self.COPY_IN] * 3, [self.SCATTER] * 3
+        both = [self.SCATTER, self.ALL_REDUCE] * 3
+        in_turns = [self.COPY_IN, self.SCATTER] * 3
+        for name, mesh, comm, expected in (
+            ("all copies come first", self.mesh, None, copies + scatters),
+            ("an all-reduce beside the next scatter", hybrid, None, copies + both),
+            ("one buffer is sent before a refill", self.mesh, KeptScatter(), in_turns),
+        ):
+            with self.subTest(name):
+                self.assertEqual(self.issued(mesh, comm), expected)
 
 
 if __name__ == "__main__":

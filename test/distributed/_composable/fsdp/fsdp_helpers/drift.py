@@ -127,16 +127,6 @@ def other_step(odd: dict[str, Any], **trained: Any) -> Callable[[Rank], None]:
     return run
 
 
-def sync_of_a_microbatch(rank: Rank) -> None:
-    """The odd rank has gradient sync off where the others sync."""
-    model = rank.trained()
-    for _ in range(2):
-        model.set_requires_gradient_sync(not rank.is_odd)
-        rank.microbatch(model)
-        model.set_requires_gradient_sync(True)
-        rank.step(model)
-
-
 def dies_in_backward(rank: Rank) -> None:
     model = rank.trained()
     if rank.is_odd:
@@ -173,10 +163,6 @@ CASES = {
         other_step({"microbatches": 1}, microbatches=2),
         r"has earlier gradients .* on ranks? 0[^;]*; .* has no earlier .* rank 1",
         is_left_after=(1, 2),
-    ),
-    "sync_of_a_microbatch": Case(
-        sync_of_a_microbatch,
-        r"'2' is reduced .* on ranks? 0[^;]*; unit '0' is gathered .* rank",
     ),
     "dies_in_backward": Case(dies_in_backward, is_left_after=(0, 0)),
 }
@@ -230,14 +216,11 @@ def main() -> None:
                 start(name, number, folder)
         for _ in range(RANKS * len(CASES)):  # most of them wait most of the time
             os.wait()
-        print(
-            json.dumps(
-                {
-                    name: [found_in(folder, number) for number in range(RANKS)]
-                    for name, folder in folders.items()
-                }
-            )
-        )
+        found = {
+            name: [found_in(folder, number) for number in range(RANKS)]
+            for name, folder in folders.items()
+        }
+        print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -190,18 +190,16 @@ class ThreadTest(FSDPThreadTest):
         self.assertEqual(actual.size(), expected.size())
         self.assertTrue(torch.equal(as_bytes(actual), as_bytes(expected)))
 
-    def all_gather(
-        self, unit: FSDPParamGroup, params: list | None = None, **changes: Any
-    ) -> AllGatherResult:
+    def all_gather(self, unit: FSDPParamGroup, **changes: Any) -> AllGatherResult:
         arguments = {
-            "fsdp_params": unit.fsdp_params if params is None else params,
+            "fsdp_params": unit.fsdp_params,
             "group": unit.mesh_info.shard_process_group,
             "async_op": False,
             "all_gather_copy_in_stream": self.stream,
             "all_gather_stream": self.stream,
             "device": self.device,
             "all_gather_comm": DefaultAllGather(),
-            "cache": unit._cache if params is None else None,
+            "cache": unit._cache,
         }
         return foreach_all_gather(**(arguments | changes))
 

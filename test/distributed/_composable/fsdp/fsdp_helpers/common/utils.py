@@ -362,6 +362,11 @@ class FakeGroupTest(DeviceFreeTest):
         dist.destroy_process_group()
         super().tearDownClass()
 
+    @property
+    def mesh(self) -> DeviceMesh:
+        """Of all ranks, on the CPU whatever devices there are."""
+        return init_device_mesh("cpu", (self.ranks,))
+
 
 # What ranks would import in each process anew: the first hook of a unit asks for the
 # compiler. A module of tests may add to it.
