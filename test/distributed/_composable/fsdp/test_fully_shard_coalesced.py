@@ -53,6 +53,7 @@ CASES = (
     "uniform backward_twice",
     "uniform given_up_twice",
     "uniform mistargeted_prefetch",
+    "uniform param_bf16_reduce_fp32",
     "uniform unused_by_rank",
     "mixed group_run_in_chunks",
     "mixed state_dict_before_backward",
