@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp_helpers.common.comms import BlocksTest, group_of, mesh_of
+from fsdp_helpers.common.comms import BlocksTest, Checkpointed, group_of, mesh_of
 from fsdp_helpers.common.utils import (
     FakeGroupTest,
     linear_stack,
@@ -125,6 +125,15 @@ class TestOrder(PrefetchTest):
         loss = model(self.input()).sum()
         self.assertEqual(groups[0].comm_ctx.post_forward_order, groups)
         loss.backward()  # needs no tensor of the inference mode
+        self.assert_at_rest(model)
+
+    def test_reentrant_checkpoints_are_recorded(self) -> None:
+        """Their forwards run without gradients, and again when backward comes."""
+        model = shard_blocks(Checkpointed(*self.new_blocks()), mesh=self.mesh())
+        loss = model(self.input()).sum()
+        groups = [group_of(block) for block in model]
+        self.assertEqual(groups[0].comm_ctx.post_forward_order, groups)
+        loss.backward()
         self.assert_at_rest(model)
 
     def test_named_units_come_first(self) -> None:
