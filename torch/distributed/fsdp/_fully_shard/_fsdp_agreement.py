@@ -195,7 +195,8 @@ def _announce(group: Any, pattern: _Pattern | None = None) -> _Lines:
 
 
 def _pattern_of(buckets: Sequence[ReduceBucket]) -> _Pattern:
-    return tuple(sorted((i, bucket.key) for bucket in buckets for i in bucket.params))
+    keys = {i: bucket.key for bucket in buckets for i in bucket.params}
+    return tuple(sorted(keys.items()))
 
 
 def _mode() -> str:

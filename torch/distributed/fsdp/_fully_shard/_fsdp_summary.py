@@ -163,8 +163,7 @@ def _get_plan(group: Any, params: Sequence[FSDPParam]) -> GatherPlan | None:
         return None
     dtypes = [layouts.dtypes_of(fsdp_param).compute for fsdp_param in params]
     numels = [p.padded_sharded_param_size.numel() for p in params]
-    can_be_direct = group._can_gather_directly()
-    direct = group._cache.find_direct(dtypes) if can_be_direct else []
+    direct = group._cache.find_direct(dtypes) if group._can_gather_directly() else []
     return GatherPlan(dtypes, [None] * len(params), numels, direct=direct)
 
 
