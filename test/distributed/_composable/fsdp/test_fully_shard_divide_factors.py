@@ -16,10 +16,10 @@ from fsdp_helpers.common.comms import count_operators
 from fsdp_helpers.common.release_rules import FOLLOWS_GRAD_DTYPE
 from fsdp_helpers.common.utils import DeviceFreeTest, op_name
 from fsdp_helpers.composition.contract import (
-    divide_factors,
     DTYPES,
     FACTOR_CASES,
     FACTORS,
+    factors_of_branch,
     FakeGroup,
     REPLICAS,
 )
@@ -29,24 +29,18 @@ from torch.distributed.fsdp._fully_shard import _fsdp_scaling as scaling
 from torch.testing._internal.common_utils import run_tests
 
 
-def factors_of(case: tuple, backend: str, scales_bf16: bool = True) -> list[Any]:
-    names = {"backend_name": lambda *_: backend, "SCALES_BF16": scales_bf16}
-    with mock.patch.multiple(scaling, **names):
-        return divide_factors(case)
-
-
 class TestDivideFactors(DeviceFreeTest):
     def test_gloo_divides_after_the_sum(self):
         """And bf16, where its scaled sum may be wrong: 2.15.0 has the fix of NCCL's."""
         self.assertEqual(scaling.SCALES_BF16, FOLLOWS_GRAD_DTYPE)
         for case in FACTOR_CASES:
             shards, _, dtype, factor, _ = case
-            nccl, gloo = (factors_of(case, name) for name in ("nccl", "gloo"))
+            nccl, gloo = (factors_of_branch(case, name) for name in ("nccl", "gloo"))
             # Over one rank no collective runs that would scale
             is_scaled = nccl[2] == "PREMUL_SUM" and (shards or 1) > 1
             plain = [None, factor, "SUM", None, "SUM"]
             self.assertEqual(gloo, plain if is_scaled else nccl, case)
-            found = factors_of(case, "nccl", scales_bf16=False)
+            found = factors_of_branch(case, "nccl", scales_bf16=False)
             self.assertEqual(found, gloo if dtype == "bfloat16" else nccl, case)
 
     def test_over_one_rank_nothing_is_left_to_the_reduce_scatter(self):

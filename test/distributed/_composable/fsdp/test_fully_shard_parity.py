@@ -164,9 +164,9 @@ class TestParity(ScenarioTest):
     def test_post_backwards_in_any_order(self, kind: str, order: str) -> None:
         """
         To the bits of autograd's order, with no more inputs held than allowed beside the
-        module's own. The release drops inputs only when a module's last group comes. Where that one
-        comes late it holds those of all modules before, and where it comes after others
-        of its module it waits for these too.
+        module's own. The release drops inputs only when a module's last group comes. Where
+        that one comes late it holds those of all modules before, and where it comes after
+        others of its module it waits for these too.
         """
         release = self.records_of(self.release, f"{kind} three_meshes")
         branch = self.results_of(f"{kind} three_meshes_{order}")

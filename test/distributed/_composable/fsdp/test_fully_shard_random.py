@@ -1,8 +1,8 @@
 # Owner(s): ["oncall: distributed"]
 """
 Random models, meshes, policies and schedules against what the gradients must be, see
-``fsdp_helpers/random/exact.py``. ``FSDP_RANDOM_CASES`` and ``FSDP_RANDOM_SEED`` choose another
-run than the one that is the same every time.
+``fsdp_helpers/random/exact.py``. ``FSDP_RANDOM_CASES`` and ``FSDP_RANDOM_SEED`` choose
+another run than the one that is the same every time.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 """
 Which stream waits for which: every schedule of ``fully_shard`` is recorded on one
-rank of :mod:`fsdp_helpers.late_device`, with units of one dtype and of several, and nothing
-that it issues may use memory that something else uses without an order.
+rank of :mod:`fsdp_helpers.late_device`, with units of one dtype and of several, and
+nothing that it issues may use memory that something else uses without an order.
 
 Then each call in our modules that orders streams is left out, one at a time, as
 is each reference that keeps memory from being reused, and some schedule has to

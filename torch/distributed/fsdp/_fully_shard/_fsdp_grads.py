@@ -80,8 +80,9 @@ def _get_buckets(
     if (buckets := cache.buckets.get(dtypes)) is None:
         if len(cache.buckets) >= _MAX_CACHED_PATTERNS:
             cache.buckets.clear()
-        args = cache.fsdp_params, dtypes, cache.direct_memory.min_nbytes
-        buckets = cache.buckets[dtypes] = _plan_buckets(*args)
+        min_nbytes = cache.direct_memory.min_nbytes
+        buckets = _plan_buckets(cache.fsdp_params, dtypes, min_nbytes)
+        cache.buckets[dtypes] = buckets
     return buckets
 
 
@@ -363,9 +364,8 @@ class JoinedReduction:
         joined: list[BucketGrads] = []
         for bucket in layouts.plan_buckets(slots, keys, is_mixed):
             params = [fsdp_params[i] for i in bucket.params]
-            joined.append(
-                BucketGrads(params, bucket, [grads[i] for i in bucket.params])
-            )
+            new_grads = [grads[i] for i in bucket.params]
+            joined.append(BucketGrads(params, bucket, new_grads))
         return joined
 
 

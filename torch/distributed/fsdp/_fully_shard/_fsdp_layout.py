@@ -216,7 +216,7 @@ class ReduceBucket:
         self.shard_numel = self.starts[-1]
         # The dtypes of sharded gradients, each with the indices of adjacent slots
         dtypes = [slot.grad_dtype or self.dtype for slot in self.slots]
-        runs = groupby(range(len(dtypes)), dtypes.__getitem__)
+        runs = groupby(range(len(dtypes)), key=dtypes.__getitem__)
         self.runs = [(dtype, [*indices]) for dtype, indices in runs]
         self.needs_casts = any(dtype != self.dtype for dtype in dtypes)
 

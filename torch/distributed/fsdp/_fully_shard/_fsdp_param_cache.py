@@ -274,7 +274,7 @@ class ParamGroupCache:
         if state is ShardedState.UNSHARDED:
             params = [*map(_get_unsharded_param, fsdp_params)]
         if params and fsdp_params[0].sharded_state is ShardedState.SHARDED:
-            with torch._C.DisableTorchFunctionSubclass():  # as when grads are set
+            with torch._C.DisableTorchFunctionSubclass():  # DTensor overrides nothing
                 flags = [*map(_get_sharded_requires_grad, fsdp_params)]
             if flags != [*map(_get_requires_grad, params)]:
                 for param, flag in zip(params, flags):

@@ -298,11 +298,11 @@ def _copy_in(reduction: Reduction, part: BucketGrads) -> None:
 def _stage_direct(reduction: Reduction, part: BucketGrads) -> None:
     """Collects a bucket's direct gradients, and packs those between them."""
     bucket, grads = part.bucket, part.unsharded_grads
-    in_order = enumerate(bucket.slots[: len(grads)])
-    for is_direct, run in groupby(in_order, lambda item: item[1].is_direct):
-        indices, slots = zip(*run)
+    pairs = zip(bucket.slots, grads)
+    for is_direct, run in groupby(pairs, lambda pair: pair[0].is_direct):
+        slots, run_grads = zip(*run)
         if is_direct:
-            for grad in (grads[i] for i in indices):
+            for grad in run_grads:
                 cast = grad if grad.dtype == bucket.dtype else grad.to(bucket.dtype)
                 part.direct_inputs.append(cast.contiguous().view(-1))
             continue
@@ -310,7 +310,7 @@ def _stage_direct(reduction: Reduction, part: BucketGrads) -> None:
         numel = reduction.shard_world_size * packed.shard_numel
         buffer = reduction.allocate(numel, bucket.dtype)
         rows = buffer.view(reduction.shard_world_size, -1)
-        copy_in_grads(packed, [grads[i] for i in indices], rows)
+        copy_in_grads(packed, [*run_grads], rows)
         part.direct_inputs.append(buffer)
     part.reduce_scatter_input = part.direct_inputs[0]
     grads.clear()
@@ -721,7 +721,7 @@ def accumulate_sharded_grads(
             size, stride = fsdp_param.sharded_size, fsdp_param.contiguous_sharded_stride
             sharded_grad = flat.as_strided(size, stride, base + starts[i])
             param = fsdp_param.sharded_param
-            # To find out that DTensors do not override this takes 2 % of a unit's time
+            # Else each access looks for an override in DTensor: 2 % of a unit's host time
             with torch._C.DisableTorchFunctionSubclass():
                 is_new = param.grad is None and not param._post_accumulate_grad_hooks
                 if is_new and not fsdp_param.offload_to_cpu:

@@ -20,8 +20,6 @@ FOLLOWS_GRAD_DTYPE = hasattr(torch.Tensor, "_has_grad_dtype_override")
 TELLS_FROZEN_DTYPES = hasattr(dist, "_spmd_no_typecheck")
 # Whether the release works with the package of that name, and it is here
 HAS_SPMD_TYPES = TELLS_FROZEN_DTYPES and dist._is_spmd_types_available()
-# The operator that copies gradients into the reduction's input
-CHUNK_CAT = "chunk_cat_mixed_dtype" if FOLLOWS_GRAD_DTYPE else "chunk_cat"
 
 
 def compute_dtype(policy: MixedPrecisionPolicy, stored: torch.dtype) -> torch.dtype:

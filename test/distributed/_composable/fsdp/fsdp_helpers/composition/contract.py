@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 from fsdp_helpers.common.parity_layers import (
     batch_of,
@@ -39,6 +40,9 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    _get_gradient_divide_factors,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import (
     RegisterPostBackwardFunction,
 )
@@ -205,15 +209,23 @@ def divide_factors(case: tuple) -> list[Any]:
     """Returns two factors, the reduce-scatter's op, its scale, and the all-reduce's op."""
     *sizes, dtype, factor, force_sum = case
     groups = [None if size is None else FakeGroup(size) for size in sizes]
-    get_factors = importlib.import_module(
-        f"{PACKAGE}._fsdp_collectives"
-    )._get_gradient_divide_factors
-    before, after, *ops = get_factors(
+    before, after, *ops = _get_gradient_divide_factors(
         *groups, getattr(torch, dtype), "cuda", factor, force_sum
     )
     shard_op, replica_op = (getattr(op, "op", op).name for op in ops)
     scale = ops[0].factor if shard_op == "PREMUL_SUM" else None
     return [before, after, shard_op, scale, replica_op]
+
+
+def factors_of_branch(
+    case: tuple, backend: str = "nccl", *, scales_bf16: bool = True
+) -> list[Any]:
+    """Returns what :func:`divide_factors` does, over groups of that backend."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_scaling
+
+    names = {"backend_name": lambda *_: backend, "SCALES_BF16": scales_bf16}
+    with mock.patch.multiple(_fsdp_scaling, **names):
+        return divide_factors(case)
 
 
 def schemas() -> dict[str, str]:
