@@ -130,6 +130,9 @@ class TestGrowth(FakeGroupTest):
     # Less than two hundred bytes for each unit in each of the fewest steps, and more
     # than tables and caches of the interpreter's come and go by
     MAX_GROWTH_NBYTES = 16 * 2**10
+    # Less than one for each of the fewest steps. Other threads of this process may
+    # make some too
+    MAX_GROWTH_OBJECTS = 15
 
     @classmethod
     def setUpClass(cls) -> None:
@@ -144,9 +147,9 @@ class TestGrowth(FakeGroupTest):
         before, few, half, last, after = run_mode(MODES[mode], steps)
         for what in ("tensors", "bytes", "events"):
             self.assertEqual(last[what], few[what], what)
-        self.assertEqual(last["objects"], half["objects"])
-        growth = last["allocated_bytes"] - half["allocated_bytes"]
-        self.assertLess(growth, self.MAX_GROWTH_NBYTES)
+        growth = {what: last[what] - half[what] for what in last}
+        self.assertLess(growth["objects"], self.MAX_GROWTH_OBJECTS)
+        self.assertLess(growth["allocated_bytes"], self.MAX_GROWTH_NBYTES)
         for what in ("units", "tensors"):
             self.assertEqual(after[what], before[what], what)
 
