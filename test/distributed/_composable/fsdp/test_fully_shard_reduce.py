@@ -162,7 +162,7 @@ class TestCopyIn(DeviceFreeTest):
         parts = [BucketGrads([], *pair) for pair in zip(buckets, grads)]
         with count_operators() as counts:
             if len(buckets) > 1:
-                reduce_file._copy_in_joined(reduction, parts)
+                reduce_file._copy_in_exchanged(reduction, parts)
             else:
                 reduce_file.copy_in_grads(buckets[0], grads[0], columns[0])
         is_right = True

@@ -1,5 +1,5 @@
 """
-Moves the data of one unit by one collective, with one copy before and one after it.
+Gathers a unit by one collective, with one copy before and one after it.
 
 :mod:`_fsdp_layout` plans where things lie, :mod:`_fsdp_param_group` decides when they
 move, :mod:`_fsdp_copies` copies shards and parameters, :mod:`_fsdp_reduce` reduces
@@ -111,7 +111,7 @@ if FOLLOWS_GRAD_DTYPE:
 
 
 class AllGatherResult(NamedTuple):
-    """An all-gather in flight. It owns the buffer until copy-out is ordered."""
+    """An all-gather in flight. It owns the buffer until later gathers wait for copy-out."""
 
     all_gather_output: Tensor  # 1D
     all_gather_event: torch.Event | None
@@ -126,6 +126,7 @@ class AllGatherResult(NamedTuple):
 class DirectGatherResult(AllGatherResult):
     """An all-gather in flight, some of whose outputs are not in the buffer."""
 
+    # Attributes: plugins unpack the six fields
     sent: list[Tensor]  # shards of direct parameters
     # Their all-gather outputs, and what they were received in if that is elsewhere
     copies: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -179,8 +180,8 @@ def foreach_all_gather(
     device_handle, comm = _get_device_handle(device.type), all_gather_comm
     cache, plan, sent = cache or ParamGroupCache(fsdp_params), None, []
     with device_handle.stream(all_gather_copy_in_stream):
-        current = (_get_param_all_gather_inputs, _get_all_gather_input_metadatas)
-        if current == _OWN_INPUTS:
+        in_use = (_get_param_all_gather_inputs, _get_all_gather_input_metadatas)
+        if in_use == _OWN_INPUTS:
             tensors, plan = cache.prepare_gather()
             numel, dtype = plan.layout.segment_numel, plan.layout.buffer_dtype
             output = allocate(comm, group.size() * numel, dtype, device, gathers=True)
@@ -228,7 +229,7 @@ def _copy_out(
         flat = [*chain(*dtypes)], [*chain(*numels)]
         layout = layouts.plan_gather(*flat, by_dtype=False)
     outputs = cache.alloc_outputs(dtypes, numels, world_size, buffer.device)
-    # The parameters' state may have changed since, e.g. to save a state dict
+    # The state gathered from: a state dict, for one, may have changed it since
     states = [state for state, plan in cache.plans.items() if plan.layout is layout]
     state = states[0] if states else cache.fsdp_params[0].sharded_state
     copies.copy_out(cache.fsdp_params, state, buffer, layout, outputs, world_size)

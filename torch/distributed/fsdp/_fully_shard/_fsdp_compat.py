@@ -1,7 +1,8 @@
 """
-Names of the release that only plugins and trainers use. A step uses none of them until
-somebody calls, sets or replaces it. For uniform units they behave as in the release. Of
-mixed units they say what is true, or refuse to say.
+Names of the release that only plugins and trainers use.
+
+A step uses none of them until somebody calls, sets or replaces it. For uniform units
+they behave as in the release. Of mixed units they say what is true, or refuse to say.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class FSDPCommContext:
         self.joined_reductions: dict[tuple, JoinedReduction] = {}
         self.joined_reductions_task: int = -1  # the backward whose end reduces them
         self.post_forward_order: list[Any] = []  # each backward clears it
-        self.num_forwards: int = 0  # how many have looked for traces
+        self.num_forwards: int = 0  # so far; each looks for traces
         # While a user's handle has not been waited for (2.15)
         self.active_gradient_reduction: _GradientReductionState | None = None
 
@@ -145,9 +145,9 @@ class FSDPCommContext:
         """
         Yields the groups of the module before, which backward prefetches from
         ``group``, whose forward was at ``index``. Backward runs a module's groups, one
-        for each mesh, from last to first, and the second to last one prefetches: any
-        earlier, parameters would be unsharded for longer, and any later, the gathers
-        would overlap with no reduce-scatter.
+        for each mesh, from last to first, and the last but one to run, of index 1,
+        prefetches: any earlier, parameters would be unsharded for longer, and any later,
+        the gathers would overlap with no reduce-scatter.
         """
         earlier = (self.post_forward_order[i] for i in range(index - 1, -1, -1))
         if group._num_param_groups == 1:
@@ -194,7 +194,7 @@ class FSDPCommContext:
             batches = layouts.by_collective(buckets)
         reduced: list[ReduceBucket] = []
         results: list[ReduceResult] = []
-        direct_inputs, are_viewed = [], True
+        grouped_inputs, are_viewed = [], True
         try:
             for batch in filter(None, batches):
                 if results and holds_one:
@@ -207,7 +207,7 @@ class FSDPCommContext:
                     results.append(call_monkeypatched(replacement, reduction, *parts))
                 reduced += [part.bucket for part in parts]
                 # No loop variable: it would hold the last part's input
-                direct_inputs += chain.from_iterable(p.direct_inputs for p in parts)
+                grouped_inputs += chain.from_iterable(p.grouped_inputs for p in parts)
                 are_viewed = are_viewed and all(part.is_viewed for part in parts)
         except BaseException:
             streams = reduction.reduce_scatter_stream, reduction.all_reduce_stream
@@ -217,7 +217,7 @@ class FSDPCommContext:
             event = result.post_reduce_event
             self._last_post_reduce_events[result.post_reduce_stream] = event
         self._hold_reduce_buffers(
-            group, results, direct_inputs=direct_inputs, are_viewed=are_viewed
+            group, results, grouped_inputs=grouped_inputs, are_viewed=are_viewed
         )
         return [*zip(reduced, results, strict=True)]
 
@@ -226,7 +226,7 @@ class FSDPCommContext:
         group: Any,
         results: Sequence[ReduceResult],
         *,
-        direct_inputs: Sequence[torch.Tensor],
+        grouped_inputs: Sequence[torch.Tensor],
         are_viewed: bool,
     ) -> None:
         """Holds inputs and reduced buffers; ``are_viewed`` by the sharded gradients."""
@@ -236,8 +236,8 @@ class FSDPCommContext:
         if scattered:
             inputs: Any = dict.fromkeys(r.reduce_scatter_input for r in scattered)
             event = scattered[-1].reduce_scatter_event
-            held = (*inputs, *direct_inputs), event, current_stream, group
-            self.reduce_scatter_states.append(ReduceScatterState(*held))
+            fields = (*inputs, *grouped_inputs), event, current_stream, group
+            self.reduce_scatter_states.append(ReduceScatterState(*fields))
         states: dict[torch.Tensor, AllReduceState] = {}
         streams: dict[torch.Stream, None] = {}
         for result in results:
@@ -249,8 +249,8 @@ class FSDPCommContext:
                 streams[stream] = None
         if states:
             nbytes = 0 if are_viewed else sum(buffer.nbytes for buffer in states)
-            held = (*states.values(),), (*streams,), group, nbytes
-            self.all_reduce_states.append(HeldAllReduces(*held))
+            fields = (*states.values(),), (*streams,), group, nbytes
+            self.all_reduce_states.append(HeldAllReduces(*fields))
 
     def wait_after_error(
         self, earlier_stream: torch.Stream, later_stream: torch.Stream

@@ -86,30 +86,22 @@ class DirectMemory:
         Returns the 1D all-gather outputs of direct parameters, which have one each, and
         what to gather into: these, or temporaries if compute still reads them.
         """
-        outputs = self._get_outputs(fsdp_params, plan, world_size, device)
+        if self._plan is not plan:
+            with torch.inference_mode(False):  # see `wait_for_unshard`
+                for i, _ in plan.direct:
+                    inputs = plan.numels[i], plan.dtypes[i]
+                    fsdp_params[i].init_all_gather_outputs(*inputs, world_size, device)
+            self._plan = plan
+            outputs = [fsdp_params[i].all_gather_outputs[0] for i, _ in plan.direct]
+            self._outputs = [output.data for output in outputs]  # see `_view_outputs`
+            storages = [(output.untyped_storage(), output.nbytes) for output in outputs]
+            self._storages = {pair[0]._cdata: pair for pair in storages}
         if self.rotating:
-            return outputs, [*map(torch.empty_like, outputs)]
+            return self._outputs, [*map(torch.empty_like, self._outputs)]
         alloc_storages(self._storages.values())
         if rotates:
             self.rotating = self._storages
-        return outputs, outputs
-
-    def _get_outputs(
-        self, fsdp_params: Sequence[Any], plan: Any, world_size: int, device: Any
-    ) -> list[torch.Tensor]:
-        """Returns the outputs of direct parameters, made when their plan is new."""
-        if self._plan is plan:
-            return self._outputs
-        with torch.inference_mode(False):  # see `wait_for_unshard`
-            for i, _ in plan.direct:
-                inputs = plan.numels[i], plan.dtypes[i]
-                fsdp_params[i].init_all_gather_outputs(*inputs, world_size, device)
-        self._plan = plan
-        outputs = [fsdp_params[i].all_gather_outputs[0] for i, _ in plan.direct]
-        self._outputs = [output.data for output in outputs]  # see `_view_outputs`
-        storages = [(output.untyped_storage(), output.nbytes) for output in outputs]
-        self._storages = {pair[0]._cdata: pair for pair in storages}
-        return self._outputs
+        return self._outputs, self._outputs
 
     def holds(self, fsdp_param: FSDPParam) -> bool:
         """Whether the parameter's output must not be freed at reshard."""

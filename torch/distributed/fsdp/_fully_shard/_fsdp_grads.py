@@ -304,8 +304,12 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
         if (partial := self.pop(bucket.key, None)) is not None:
             bucket = layouts.extend_bucket(bucket, partial.bucket)
             handle = _get_device_handle(reduction.device.type)
-            with handle.stream(reduction.reduce_scatter_stream):
-                output = relayout(partial.bucket, partial.output, bucket)
+            stream, output = reduction.reduce_scatter_stream, partial.output
+            if bucket.slots != partial.bucket.slots:
+                # New memory may have been freed after waits of the current stream only
+                stream.wait_stream(handle.current_stream())
+                with handle.stream(stream):
+                    output = relayout(partial.bucket, output, bucket)
             params = [fsdp_params[i] for i in bucket.params]
         return BucketGrads(params, bucket, popped, output)
 

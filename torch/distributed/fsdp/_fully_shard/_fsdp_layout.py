@@ -83,7 +83,7 @@ class GatherRegion:
 
 @dataclass(frozen=True)
 class GatherLayout:
-    """The segment of each rank in the gather buffer."""
+    """The segment of each rank in the buffer of a gather, or of an all-to-all."""
 
     regions: tuple[GatherRegion, ...]  # from the widest dtype to the narrowest
     buffer_dtype: torch.dtype  # uint8 if the inputs have several dtypes
@@ -219,6 +219,11 @@ class ReduceBucket:
         runs = groupby(range(len(dtypes)), key=dtypes.__getitem__)
         self.runs = [(dtype, [*indices]) for dtype, indices in runs]
         self.needs_casts = any(dtype != self.dtype for dtype in dtypes)
+
+    @functools.cached_property
+    def is_sorted(self) -> bool:
+        """Whether the slots are as :func:`sort_slots` sorts them."""
+        return self.slots == sort_slots(self).slots
 
 
 def bucket_sort_key(key: BucketKey) -> tuple[tuple[int, str], ...]:

@@ -7,11 +7,13 @@ Each handover of data from stream to stream is one of these waits:
 - optimizer -> copy-in: the root's pre-forward makes both gather streams wait.
 - copy-in -> all-gather: ``foreach_all_gather``, stream to stream.
 - all-gather -> copy-out: ``foreach_all_gather_copy_out`` waits for the event.
-- copy-out -> next copy-in: both gather streams wait for the copy-out's event before the
+- copy-out -> next gather's copy-in: both gather streams wait for the copy-out's event before the
   gather's buffer is freed, see [Note: Freeing the gather buffer late].
 - gradients -> reduce-scatter: ``reduce_buckets``, stream to stream.
-- reduce-scatter -> next copy-in: ``FSDPCommContext.reduce_scatter_states`` holds the
-  last post-backwards' inputs until the current stream has waited for their events.
+- smaller mesh's shards -> copy-in: both gather streams wait for the reshard's event.
+- reduce-scatter -> next gradients' copy-in: ``FSDPCommContext.reduce_scatter_states``
+  holds the last post-backwards' inputs until the current stream has waited for them.
+- reduce-scatter -> all-reduce: ``_reduce_batch``, stream to stream.
 - all-reduce -> later reduce-scatter: none, while there is room, see
   [Note: Holding reduced buffers].
 - sharded gradients -> optimizer: backward ends with waits for all streams that reduced.
@@ -96,20 +98,13 @@ _OWN_GATHER, _OWN_COPY_OUT = foreach_all_gather, foreach_all_gather_copy_out
 _OWN_REDUCE = foreach_reduce
 
 
-def _runs_without_backward() -> bool:
-    # Reentrant checkpointing also turns gradients off, but runs the forward again with
-    # them. Being an autograd function, it turns forward-mode gradients off as well
-    by_users = torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled()
-    return by_users and not torch.is_grad_enabled()
-
-
 class FSDPParamGroup(PluginNames):
     """
     The parameters of a unit that are gathered and reduced together.
 
-    FORWARD and PRE_BACKWARD begin with the hook that unshards, and a prefetch sets them
-    while it starts the gather. POST_BACKWARD, which reshards and reduces, lasts until
-    the end of the root's backward. IDLE is all other time.
+    Its training states: FORWARD and PRE_BACKWARD begin with the hook that unshards, and
+    a prefetch sets them while it starts the gather. POST_BACKWARD, which reshards and
+    reduces, lasts until the end of the root's backward. IDLE is all other time.
     """
 
     # The root's lazy init sets these. Modules have a group for each mesh
@@ -130,7 +125,7 @@ class FSDPParamGroup(PluginNames):
     force_sum_reduction_for_comms: bool = False  # and scale apart from collectives
     # Reduce zeros for parameters without a gradient, so that all ranks reduce alike
     reduce_scatter_unused_params: bool = False
-    reduce_scatter_max_input_buffers: int = 1  # `comm_ctx` has that of all units
+    reduce_scatter_max_input_buffers: int = 1  # `comm_ctx` has the largest
     # Gather in the current stream: less memory, only explicit prefetching
     unshard_async_op: bool = False
     reduce_bucket_cap: ReduceBucketCap | None = None
@@ -141,8 +136,8 @@ class FSDPParamGroup(PluginNames):
     # State of the iteration #
     _training_state: TrainingState = TrainingState.IDLE
     _sharded_state: ShardedState = ShardedState.SHARDED
-    # Resetting sharded parameters is costly, so only the first lazy init does it, and
-    # the root's, before which users may have unsharded and then replaced them
+    # Whether the first lazy init, and the root's, have reset the sharded parameters,
+    # which is costly. Before the root's, users may have unsharded and replaced them
     _reset_sharded_params: bool = False
     _reset_by_root: bool = False
     _has_read_dtypes: bool = False
@@ -151,7 +146,7 @@ class FSDPParamGroup(PluginNames):
     _all_gather_group: dist.ProcessGroup | None = None
     _post_reduce_event: torch.Event | None = None
     _reshard_after_forward_event: torch.Event | None = None  # to the smaller mesh
-    # Whether gradients wait for `FSDPModule.finalize_backward` (2.15)
+    # Whether post-backward left gradients unreduced, for `finalize_backward` (2.15)
     _post_backward_pending: bool = False
     _num_forwards: int = -1  # `comm_ctx.num_forwards` as of the group's last forward
 
@@ -241,12 +236,12 @@ class FSDPParamGroup(PluginNames):
         self._call_init_mp_dtypes()
         for fsdp_param in self.fsdp_params:
             if not fsdp_param.orig_dtype.is_floating_point:
-                # Since 2.15 autograd would cut complex gradients to a real dtype
+                # Since 2.15 autograd would accumulate complex gradients in a real one
                 fsdp_param.reduce_dtype = None
         registrations.keep_grad_dtypes(self)
         upcast = filter(grads_.is_upcast_by_autograd, self.fsdp_params)
         cache.upcast_by_autograd = [*upcast]
-        cache.invalidate_buckets_if_changed()
+        cache.invalidate_buckets_if_changed()  # what this call has set is no change
         # A plugin's `_init_mp_dtypes` may set other dtypes at each call
         self._has_read_dtypes = not self._replaces_init_dtypes
 
@@ -304,10 +299,11 @@ class FSDPParamGroup(PluginNames):
             return
         event = self._reshard_after_forward_event
         self.comm_ctx.wait_all_gather_streams_on_event(event)
-        self._reshard_after_forward_event = group = None
-        if isinstance(self.mesh_info, FSDPMeshInfo):
-            group = self._all_gather_process_group
-        self._all_gather_group = group
+        self._reshard_after_forward_event = None
+        shards = isinstance(self.mesh_info, FSDPMeshInfo)
+        self._all_gather_group = group = (
+            self._all_gather_process_group if shards else None
+        )
         if group is None or group.size() == 1:
             # Nothing moves until `wait_for_unshard`
             empty = torch.empty(0, device=self.device)
@@ -321,7 +317,7 @@ class FSDPParamGroup(PluginNames):
         options = {} if is_replaced else {"cache": self._get_cache()}
         if (memory := self._direct_memory).min_nbytes is not None:
             memory.gathers = self._can_gather_directly()
-            self.comm_ctx.resharded.pop(memory, None)  # its memory is used again
+        self.comm_ctx.resharded.pop(memory, None)  # not to be freed: it is used again
         try:
             with self._range("FSDP::all_gather"):
                 self._all_gather_result = foreach_all_gather(*args, **options)
@@ -343,7 +339,7 @@ class FSDPParamGroup(PluginNames):
         if group is None and isinstance(self.mesh_info, FSDPMeshInfo):
             group = self._all_gather_process_group  # a plugin has started the gather
         is_single = group is None or group.size() == 1
-        cache, options = self._get_cache(), {}  # which replacements may not accept
+        cache, options = self._get_cache(), {}  # replacements may not accept them
         if foreach_all_gather_copy_out is _OWN_COPY_OUT:
             options["cache"] = cache
         if self._all_gather_output_fn is not _default_all_gather_output_fn:
@@ -375,14 +371,18 @@ class FSDPParamGroup(PluginNames):
         self._all_gather_result = self._all_gather_group = None
 
     def _can_gather_directly(self) -> bool:
-        """Whether nobody replaces a step, frees memory elsewhere, or keeps it (2.15)."""
-        params: list[Any] = self.fsdp_params if releases.FOLLOWS_GRAD_DTYPE else []
+        """
+        Whether gather and copy-out are FSDP's own, reshard is not to a smaller mesh, and
+        no parameter keeps its unsharded storage (2.15).
+        """
         return (
             type(self._all_gather_comm) is comms.DefaultAllGather
             and foreach_all_gather_copy_out is _OWN_COPY_OUT
             and self._all_gather_output_fn is _default_all_gather_output_fn
             and not self._use_post_forward_mesh
-            and not any(p.keep_unsharded_storage for p in params)
+            and not any(
+                getattr(p, "keep_unsharded_storage", False) for p in self.fsdp_params
+            )
         )
 
     @releases.not_type_checked
@@ -401,11 +401,10 @@ class FSDPParamGroup(PluginNames):
             self._to_state(ShardedState.SHARDED_POST_FORWARD)
             event = self._reshard_after_forward_event = self.device_handle.Event()
             event.record()
-            self.comm_ctx.free_resharded()  # it is freed already
+            # That has freed direct memory: gathers must wait for those who read it
+            self.comm_ctx.free_resharded()
         elif self._reshard_after_forward or not after_forward:
             self._to_state(ShardedState.SHARDED)
-        elif _runs_without_backward():
-            self._cache.keep_requires_grad()
 
     # Runtime: forward #
     def pre_forward(
@@ -416,7 +415,8 @@ class FSDPParamGroup(PluginNames):
         if is_first_module:
             if self._num_forwards < 0:
                 log_layout(self)
-            # A group seen twice starts a new forward. Lazy init has looked in the first
+            # The first group that runs again begins a new forward. Before the first
+            # forward lazy init has looked
             if self._num_forwards == self.comm_ctx.num_forwards:
                 self.comm_ctx.num_forwards += 1
                 observers.look_for_traces()
@@ -440,7 +440,11 @@ class FSDPParamGroup(PluginNames):
         return output
 
     def _record_post_forward(self) -> None:
-        if _runs_without_backward():
+        # Users turn gradients off by `no_grad`, which leaves forward-mode gradients on, or
+        # by inference mode. An autograd function, as reentrant checkpointing is, turns
+        # both kinds off, and repeats this forward with gradients
+        is_users = torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled()
+        if is_users and not torch.is_grad_enabled():
             return
         # Each forward is recorded: each has a pre-backward of its own
         order = self.comm_ctx.post_forward_order
@@ -465,7 +469,7 @@ class FSDPParamGroup(PluginNames):
     @releases.not_type_checked
     def post_backward(self, *unused: Any):
         """Reshards, and reduces gradients, also those of earlier microbatches."""
-        self._range("FSDP::post_backward", logs=True)  # only logged
+        self._range("FSDP::post_backward", logs=True)  # only logs: there is no range
         # If some modules of the unit did not run, its forward never ended
         in_forward = self._training_state == TrainingState.FORWARD
         is_partial_forward = in_forward and len(self.modules) > 1
@@ -492,7 +496,7 @@ class FSDPParamGroup(PluginNames):
                 return
         self._reduce(grads)
         if is_partial_forward:
-            # Kernels of the unit's other modules must not get memory that it still uses
+            # The unit's other modules must not get memory that the reduction still uses
             self.comm_ctx.wait_current_stream(self._post_reduce_event)
 
     # Runtime: reduce #
@@ -513,8 +517,8 @@ class FSDPParamGroup(PluginNames):
             self._check_ranks(reduction, buckets)
 
         def pop_part(bucket: ReduceBucket) -> BucketGrads:
-            part = reduction, self.fsdp_params, bucket, grads
-            return partial_reduces.pop_part(*part, prepares=replacement is None)
+            args = reduction, self.fsdp_params, bucket, grads
+            return partial_reduces.pop_part(*args, prepares=replacement is None)
 
         with self._range("FSDP::post_backward_reduce"):
             self._wait_for_post_backward()
@@ -590,10 +594,11 @@ class FSDPParamGroup(PluginNames):
         def reduce_joined() -> None:
             module_state: Any = _get_module_state(self.modules[0])
             state = module_state._state_ctx
-            # Reentrant checkpointing runs a backward inside of another
-            is_nested = state.post_backward_final_callback_queued
+            # The root's final callback is still queued if this backward is inside of
+            # another, as with reentrant checkpointing
+            is_to_come = state.post_backward_final_callback_queued
             by_hand = getattr(state, "manual_backward_finalization_active", False)
-            if not (is_nested and state.is_last_backward and not by_hand):
+            if not (is_to_come and state.is_last_backward and not by_hand):
                 context.reduce_joined(self)
 
         torch.autograd.Variable._execution_engine.queue_callback(reduce_joined)
@@ -796,9 +801,7 @@ class RegisterPostBackwardFunction(torch.autograd.Function):
     @staticmethod
     # pyrefly: ignore [bad-override]
     def jvp(ctx: Any, param_group_tangent: object, *grad_inputs: Tensor):
-        # The group has no tangent. Post-backward follows the pre-backward hook on the
-        # outputs, after primals and tangents
-        return grad_inputs
+        return grad_inputs  # the group has no tangent
 
 
 releases.register_autograd_function(RegisterPostBackwardFunction)

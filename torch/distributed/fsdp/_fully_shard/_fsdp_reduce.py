@@ -3,7 +3,8 @@ How gradients are reduced, from a bucket's unsharded gradients to sharded gradie
 
 :func:`reduce_buckets` takes the buckets of one post-backward through three phases:
 
-1. Copy-in: gradients are cast into each bucket's input, and dropped.
+1. Copy-in: gradients are cast into each bucket's input, and dropped. Direct ones are
+   inputs themselves.
 2. Over the shard group: each bucket is reduce-scattered. Buckets with a comm dtype share
    one all-to-all, and each rank adds the rows that it receives. The partial reduce is
    added.
@@ -124,16 +125,11 @@ class Reduction(NamedTuple):
         return self.all_reduce_group is not None and not self.all_reduce_grads
 
     @property
-    def all_reduces(self) -> bool:
-        """Whether the all-reduce stream is used, for a collective or for a hook."""
+    def uses_all_reduce_stream(self) -> bool:
+        """Whether there is an all-reduce now, or a hook."""
         if self.all_reduce_group is not None:
             return self.all_reduce_grads
         return self.all_reduce_hook is not None
-
-    @property
-    def ends_over_shards(self) -> bool:
-        """Whether nothing adds to the sum over the shard group, nor sees it."""
-        return self.all_reduce_group is None and self.all_reduce_hook is None
 
     @property
     def shard_world_size(self) -> int:
@@ -145,8 +141,8 @@ class Reduction(NamedTuple):
         """Whether no plugin prepares gradients: then the copy-in handles other dims."""
         return self.prepare_reduce_scatter_inputs is _default_reduce_scatter_input_fn
 
-    def sends_directly(self, bucket: ReduceBucket) -> bool:
-        """Whether direct slots are sent so, see [Note: Direct reductions]."""
+    def can_send_directly(self, bucket: ReduceBucket) -> bool:
+        """Whether direct slots, if any, go uncopied, see [Note: Direct reductions]."""
         return (
             self.shard_world_size > 1
             and bucket.comm_dtype is None
@@ -193,17 +189,23 @@ class BucketGrads:
     partial_reduce_output: Tensor | None = None
     # The new gradients, if there are any. Buckets of one all-to-all share it.
     reduce_scatter_input: Tensor | None = None
-    # See [Note: Direct reductions]: the inputs of the grouped call
-    direct_inputs: list[Tensor] = field(default_factory=list)
+    # What one grouped call takes, see [Note: Direct reductions]
+    grouped_inputs: list[Tensor] = field(default_factory=list)
     # This rank's shards of all ranks' new gradients, after an all-to-all
     received: Tensor | None = None
     # Whether the sharded gradients are views of the reduced buffer
     is_viewed: bool = False
 
     def __post_init__(self) -> None:
-        # Elements of a rank's shards of the new gradients. Those of parameters that are
-        # in the partial reduce only come behind them.
+        # Elements of a rank's shards of the new gradients. Parameters that only the
+        # partial reduce has come after these.
         self.new_numel = self.bucket.starts[len(self.unsharded_grads)]
+
+    def divides_in_tree(self, reduction: Reduction) -> bool:
+        """Whether the sum in a tree divides: nothing is added to it, and no hook sees it."""
+        later = reduction.all_reduce_group, reduction.all_reduce_hook
+        is_final = later == (None, None) and self.partial_reduce_output is None
+        return is_final and self.received is not None
 
     @property
     def partial_dtype(self) -> torch.dtype:
@@ -247,18 +249,16 @@ def reduce_buckets(
     exchanged: list[BucketGrads] = []
     if reduction.shard_world_size > 1:
         exchanged = [p for p in with_grads if p.bucket.comm_dtype is not None]
-    # A single one is copied in as for a reduce-scatter
-    joined = exchanged if len(exchanged) > 1 else []
     results: list[ReduceResult] = []
     batch = parts  # an error gets a note about these buckets
     try:
         for part in with_grads:
-            if part not in joined:
+            if part not in exchanged:
                 batch = [part]
                 _copy_in(reduction, part)
-        if joined:
-            batch = joined
-            _copy_in_joined(reduction, joined)
+        if exchanged:
+            batch = exchanged
+            _copy_in_exchanged(reduction, exchanged)
         stream.wait_stream(compute_stream)
         with handle.stream(stream):
             if exchanged:
@@ -279,7 +279,7 @@ def _copy_in(reduction: Reduction, part: BucketGrads) -> None:
     """Copies a bucket's new gradients into the reduction's input, and drops them."""
     bucket, grads, numel = part.bucket, part.unsharded_grads, part.new_numel
     world_size = reduction.shard_world_size
-    if bucket.has_direct and reduction.sends_directly(bucket):
+    if bucket.has_direct and reduction.can_send_directly(bucket):
         _stage_direct(reduction, part)
         return
     reduce_input = reduction.allocate(world_size * numel, bucket.wire_dtype)
@@ -296,27 +296,27 @@ def _copy_in(reduction: Reduction, part: BucketGrads) -> None:
 
 
 def _stage_direct(reduction: Reduction, part: BucketGrads) -> None:
-    """Collects a bucket's direct gradients, and packs those between them."""
+    """Collects the inputs of one grouped call, and packs what is not direct."""
     bucket, grads = part.bucket, part.unsharded_grads
     pairs = zip(bucket.slots, grads)
     for is_direct, run in groupby(pairs, lambda pair: pair[0].is_direct):
         slots, run_grads = zip(*run)
         if is_direct:
             for grad in run_grads:
-                cast = grad if grad.dtype == bucket.dtype else grad.to(bucket.dtype)
-                part.direct_inputs.append(cast.contiguous().view(-1))
+                sent = grad if grad.dtype == bucket.dtype else grad.to(bucket.dtype)
+                part.grouped_inputs.append(sent.contiguous().view(-1))
             continue
         packed = replace(bucket, slots=slots)
         numel = reduction.shard_world_size * packed.shard_numel
         buffer = reduction.allocate(numel, bucket.dtype)
         rows = buffer.view(reduction.shard_world_size, -1)
         copy_in_grads(packed, [*run_grads], rows)
-        part.direct_inputs.append(buffer)
-    part.reduce_scatter_input = part.direct_inputs[0]
+        part.grouped_inputs.append(buffer)
+    part.reduce_scatter_input = part.grouped_inputs[0]
     grads.clear()
 
 
-def _copy_in_joined(reduction: Reduction, parts: Sequence[BucketGrads]) -> None:
+def _copy_in_exchanged(reduction: Reduction, parts: Sequence[BucketGrads]) -> None:
     """
     Copies the new gradients of buckets into one buffer to send, and drops them. One
     kernel copies all, viewed in the narrowest dtype, unless a gradient must be cast or
@@ -328,13 +328,14 @@ def _copy_in_joined(reduction: Reduction, parts: Sequence[BucketGrads]) -> None:
     for i, numel in layout.slots:
         if i is None:
             padding_numel = numel * layout.buffer_dtype.itemsize // dtype.itemsize
+            # The kernel pads its one row to one for each rank
             tensors.append(buffer.new_zeros(1, padding_numel, dtype=dtype))
             continue
         bucket, grads = parts[i].bucket, parts[i].unsharded_grads
         are_chunked &= {*_dense_dtypes(bucket, grads)} == {bucket.wire_dtype}
         if are_chunked:
-            is_viewed = bucket.wire_dtype != dtype
-            tensors += [g.unsqueeze(-1).view(dtype) if is_viewed else g for g in grads]
+            is_wider = bucket.wire_dtype != dtype  # viewed, it has a longer last dim
+            tensors += [g.unsqueeze(-1).view(dtype) if is_wider else g for g in grads]
     if are_chunked:
         foreach_reduce_scatter_copy_in(tensors, buffer.view(dtype), world_size)
     else:
@@ -351,8 +352,6 @@ def _view_columns(
 ) -> list[Tensor]:
     """Views the inputs of ``layout`` in a buffer, each with one row for each rank."""
     rows = buffer.view(world_size, layout.segment_numel)
-    if len(layout.slots) == 1:
-        return [rows]
     pieces = iter(rows.split(layout.split_sizes, dim=1))
     columns: dict[int | None, Tensor] = {}
     for region in layout.regions:
@@ -393,35 +392,38 @@ def copy_in_grads(bucket: ReduceBucket, grads: list[Tensor], rows: Tensor) -> No
     [Note: One kernel for most gradients]
     The fused kernel needs dense tensors of one dtype and fills all columns. It casts
     bf16 to fp32 only; another cast, or one mismatched tensor, would send all down its
-    slow path. So it takes all gradients of the largest one's dtype. Slices of the largest
-    gradient stand in for mismatched ones, which are copied over their columns
-    afterwards. (Since 2.15 an operator takes bf16 and fp32 together on CUDA.) Rows that
-    are columns of a larger buffer are not dense: all gradients are copied there apart.
+    slow path. So of the gradients that it takes at all, it gets the largest and those of
+    the same dtype. In place of each other one it gets a slice of the largest, if that is
+    long enough, and the gradient is then copied over these columns. (Since 2.15 an
+    operator takes bf16 and fp32 together on CUDA.) Rows that are columns of a larger
+    buffer are not dense: all gradients are copied there apart.
     """
     world_size, dtypes = rows.size(0), _dense_dtypes(bucket, grads)
     is_dense, first, device = rows.is_contiguous(), dtypes[0], rows.device
     # A uniform unit takes the release's memory and launches
     is_uniform = not bucket.is_mixed and bucket.comm_dtype is None
     is_same = first is not None and dtypes.count(first) == len(dtypes)
-    fits = is_same and (
+    # Observers see the release's operator even if it takes the slow path
+    kernel_takes_all = is_same and (
         is_uniform or _kernel_takes(first, rows.dtype) or gets_operators(device)
     )
     # The operator casts without a temporary on CUDA. Uniform units call it as in the
     # release
-    mixes = (not fits and HAS_MIXED_CHUNK_CAT) and (
+    operator_takes_all = (not kernel_takes_all and HAS_MIXED_CHUNK_CAT) and (
         (is_uniform and None not in dtypes)
         or (device.type == "cuda" and {*dtypes, rows.dtype} <= _MIXED_ON_CUDA)
     )
-    if is_dense and (fits or mixes):
-        _chunk_cat(grads, rows, by_operator=not fits)
+    if is_dense and (kernel_takes_all or operator_takes_all):
+        _chunk_cat(grads, rows, by_operator=not kernel_takes_all)
         return
-    taken = [
+    castable = [
         grad
         for grad, dtype in zip(grads, dtypes)
         if is_dense and _kernel_takes(dtype, rows.dtype)
     ]
-    largest = max(taken, key=Tensor.numel, default=None)
-    # The fewest elements that the kernel pads to as many columns as the gradient has
+    largest = max(castable, key=Tensor.numel, default=None)
+    # The length of each slice: the least that the kernel, which cuts `n` elements into
+    # chunks of ceil(n / world_size), pads to the gradient's columns
     numels = {
         i: max(world_size * (bucket.slots[i].shard_numel - 1) + 1, 0)
         for i, dtype in enumerate(dtypes)
@@ -447,11 +449,11 @@ def _copy_in_apart(
 ) -> None:
     """
     Copies some gradients to their columns: adjacent dense ones of one dtype are fused
-    to a temporary, and cast from there by one copy, unless they are too large for that.
+    to a temporary, and cast from there by one copy, up to ``_MAX_RUN_NUMEL`` at once.
     """
     world_size, starts, slots = rows.size(0), bucket.starts, bucket.slots
     runs: list[list[int]] = []
-    end = run_numel = 0  # of the current run, in a rank's shard and in all
+    end = run_numel = 0  # of the run: its end in a row, and the size of its gradients
     for i in indices:
         run_numel += grads[i].numel()
         is_next = runs and starts[i] == end and dtypes[i] == dtypes[runs[-1][0]]
@@ -537,9 +539,9 @@ def _reduce_over_shards(
     if reduce_input is None:
         partial = cast(Tensor, partial)
         return partial if reduction.defers_all_reduce else partial.to(bucket.dtype)
-    if not part.direct_inputs:
-        divided = reduce_input if part.received is None else part.received
-        _div_if_needed(divided, factors[0])
+    if not part.grouped_inputs:
+        to_divide = reduce_input if part.received is None else part.received
+        _div_if_needed(to_divide, factors[0])
     if (
         world_size == 1
         and partial is None
@@ -548,29 +550,29 @@ def _reduce_over_shards(
         and allocates_anew(reduction.reduce_scatter_comm)
     ):
         return reduce_input
-    new = output = reduction.allocate(bucket.shard_numel, bucket.dtype)
+    new_part = output = reduction.allocate(bucket.shard_numel, bucket.dtype)
     if part.new_numel < bucket.shard_numel:
-        new = output[: part.new_numel]
+        new_part = output[: part.new_numel]
         output[part.new_numel :].zero_()
     if world_size == 1:
-        new.copy_(reduce_input)
-    elif part.direct_inputs:
-        inputs: Any = part.direct_inputs
+        new_part.copy_(reduce_input)
+    elif part.grouped_inputs:
+        inputs: Any = part.grouped_inputs
         if factors[0] not in (None, 1):  # not in place: users may hold gradients
             inputs = torch._foreach_div(inputs, factors[0])
-        outputs = new.split([tensor.numel() // world_size for tensor in inputs])
+        outputs = new_part.split([tensor.numel() // world_size for tensor in inputs])
         group = cast(dist.ProcessGroup, reduction.reduce_scatter_group)
         reduce_scatter_coalesced(outputs, inputs, group, factors[2])
     elif part.received is None:
         reduction.reduce_scatter_comm(
-            output_tensor=new,
+            output_tensor=new_part,
             input_tensor=reduce_input,
             group=cast(dist.ProcessGroup, reduction.reduce_scatter_group),
             op=factors[2],
         )
     else:
-        divisor = factors[1] if reduction.ends_over_shards else None
-        add_in_tree(part.received, new, divisor)
+        divisor = factors[1] if part.divides_in_tree(reduction) else None
+        add_in_tree(part.received, new_part, divisor)
         part.received = None
     if reduction.defers_all_reduce:
         output = output.to(part.partial_dtype)
@@ -601,7 +603,7 @@ def _sort_for_replicas(part: BucketGrads, shard: Tensor) -> Tensor:
     the order of slots, may differ between replicas, whose elements must line up.
     """
     bucket = part.bucket
-    if part.new_numel == bucket.shard_numel:
+    if bucket.is_sorted:
         return shard
     part.bucket = layouts.sort_slots(bucket)
     by_index = dict(zip(bucket.params, part.fsdp_params))
@@ -615,7 +617,7 @@ def _sort_for_replicas(part: BucketGrads, shard: Tensor) -> Tensor:
 def _all_reduced_together(
     reduction: Reduction, parts: Sequence[BucketGrads]
 ) -> Sequence[Sequence[BucketGrads]]:
-    """Groups buckets that share one all-reduce, by keys equal on all replicas."""
+    """Groups buckets that share one all-reduce, by what replicas agree on: dtypes."""
     if reduction.all_reduce_group is None or reduction.defers_all_reduce:
         return [[part] for part in parts]
     grouped = groupby(parts, lambda p: (p.bucket.dtype, p.bucket.comm_dtype is None))
@@ -631,8 +633,8 @@ def _reduce_batch(
     """
     bucket = parts[0].bucket
     factors = reduction.divide_factors(bucket)
-    # Then the sum in a tree divides, too
-    is_divided = reduction.ends_over_shards and parts[0].received is not None
+    # Read before the sum drops `received`
+    is_divided = parts[0].divides_in_tree(reduction)
     shards: Sequence[Tensor]
     shards = [_reduce_over_shards(reduction, part, factors) for part in parts]
     if not reduction.defers_all_reduce:
@@ -645,19 +647,18 @@ def _reduce_batch(
     stream = reduction.reduce_scatter_stream
     scattered = stream.record_event()
     if reduction.defers_all_reduce:
-        (reduce_input,) = inputs
-        events = scattered, stream, scattered
-        return [ReduceResult(reduce_input, *events, None, None, buffer)]
+        states = scattered, stream, scattered, None, None
+        return [ReduceResult(*inputs, *states, partial_reduce_output=buffer)]
     # A view keeps the whole buffer alive. If any gradient is cast, all are copied, so
-    # that the buffer can be freed
+    # that the buffer can be freed. A plugin's `allocate` may return another dtype
     needs_casts = any(part.bucket.needs_casts for part in parts)
     as_views = buffer.dtype == bucket.dtype and not needs_casts
     handle = _get_device_handle(reduction.device.type)
-    if reduction.all_reduces:
+    if uses_stream := reduction.uses_all_reduce_stream:
         stream = reduction.all_reduce_stream
         stream.wait_stream(reduction.reduce_scatter_stream)
-    with handle.stream(stream) if reduction.all_reduces else contextlib.nullcontext():
-        if reduction.all_reduces:
+    with handle.stream(stream) if uses_stream else contextlib.nullcontext():
+        if uses_stream:
             _all_reduce(reduction, bucket, buffer, factors[3])
         if not is_divided:
             _div_if_needed(buffer, factors[1])
@@ -667,9 +668,9 @@ def _reduce_batch(
             )
         done = stream.record_event()
     # See [Note: Lifetimes in a reduction]
-    held = (buffer, done) if reduction.all_reduces else (None, None)
-    if buffer is inputs[0] and not reduction.all_reduces:
-        scattered = done  # the input is the buffer, and only its own state holds it
+    held = (buffer, done) if uses_stream else (None, None)
+    if buffer is inputs[0] and not uses_stream:
+        scattered = done  # the buffer is held as an input only: until its last use
     return [ReduceResult(i, scattered, stream, done, *held, None) for i in inputs]
 
 
@@ -720,49 +721,39 @@ def accumulate_sharded_grads(
             fsdp_param = fsdp_params[i]
             size, stride = fsdp_param.sharded_size, fsdp_param.contiguous_sharded_stride
             sharded_grad = flat.as_strided(size, stride, base + starts[i])
-            param = fsdp_param.sharded_param
-            # Else each access looks for an override in DTensor: 2 % of a unit's host time
-            with torch._C.DisableTorchFunctionSubclass():
-                is_new = param.grad is None and not param._post_accumulate_grad_hooks
-                if is_new and not fsdp_param.offload_to_cpu:
-                    # The same as the call below, without its time
-                    param.grad = _as_dtensor(fsdp_param, sharded_grad)
-                    continue
-            accumulate_sharded_grad(fsdp_param, sharded_grad, stream)
-            part.is_viewed = False
+            part.is_viewed &= accumulate_sharded_grad(fsdp_param, sharded_grad, stream)
 
 
 def _as_dtensor(fsdp_param: FSDPParam, sharded_grad: Tensor) -> DTensor:
     spec, dtype = fsdp_param._sharding_spec, sharded_grad.dtype
     if dtype != fsdp_param.orig_dtype:
-        # Making a spec takes longer than making the gradient
-        cached = vars(fsdp_param).setdefault("_spec_by_grad_dtype", {})
-        source_spec, cast_spec = cached.get(dtype, (None, None))
-        if source_spec is not spec:
-            meta = cast(TensorMeta, spec.tensor_meta)._replace(dtype=dtype)
-            cast_spec = replace(spec, tensor_meta=meta)
-            cached[dtype] = spec, cast_spec
-        spec = cast_spec
+        meta = cast(TensorMeta, spec.tensor_meta)._replace(dtype=dtype)
+        spec = replace(spec, tensor_meta=meta)
     # Without `__init__`, which only asks for Dynamo: 5 % of a unit's host time
     return DTensor.__new__(DTensor, sharded_grad, spec, requires_grad=False)
 
 
 def accumulate_sharded_grad(
     fsdp_param: FSDPParam, sharded_grad: Tensor, stream: torch.Stream
-) -> None:
-    """Accumulates a sharded gradient and runs its post-accumulate-grad hooks."""
-    sharded_param = fsdp_param.sharded_param
-    hooks, present = sharded_param._post_accumulate_grad_hooks, sharded_param.grad
-    if fsdp_param.offload_to_cpu:
-        # An addition on the CPU and a hook read the gradient at once, so its copy to
-        # the host may be in flight only without either
-        overlaps = fsdp_param.pin_memory and present is None and not hooks
-        sharded_grad = sharded_grad.to(torch.device("cpu"), non_blocking=overlaps)
-        if overlaps:
-            fsdp_param.grad_offload_event = stream.record_event()
-    if present is None:
-        sharded_param.grad = _as_dtensor(fsdp_param, sharded_grad)
-    elif isinstance(present, DTensor):
+) -> bool:
+    """
+    Accumulates a sharded gradient and runs its post-accumulate-grad hooks. Returns
+    whether ``sharded_grad`` is the gradient now, and stays it.
+    """
+    sharded_param, offloads = fsdp_param.sharded_param, fsdp_param.offload_to_cpu
+    # Else each access looks for an override in DTensor: 2 % of a unit's host time
+    with torch._C.DisableTorchFunctionSubclass():
+        hooks, present = sharded_param._post_accumulate_grad_hooks, sharded_param.grad
+        if offloads:
+            # An addition on the CPU and a hook read the gradient at once, so its copy
+            # to the host may be in flight only without either
+            overlaps = fsdp_param.pin_memory and present is None and not hooks
+            sharded_grad = sharded_grad.to(torch.device("cpu"), non_blocking=overlaps)
+            if overlaps:
+                fsdp_param.grad_offload_event = stream.record_event()
+        if present is None:
+            sharded_param.grad = _as_dtensor(fsdp_param, sharded_grad)
+    if isinstance(present, DTensor):
         stored = cast(DTensor, sharded_param)._local_tensor.dtype
         if sharded_param.dtype != stored:  # only its `data` was cast
             raise RuntimeError(
@@ -770,10 +761,11 @@ def accumulate_sharded_grad(
                 f"is {stored}: cast a model before its first forward"
             )
         present._local_tensor += sharded_grad
-    else:
+    elif present is not None:
         raise AssertionError(
             f"The gradient of {fsdp_param._param_fqn} is a {type(present).__name__}: set "
             "the gradient of a sharded parameter to a DTensor like it, or to None"
         )
     for hook in [*hooks.values()] if hooks else ():
         hook(sharded_param)
+    return present is None and not hooks and not offloads

@@ -1,7 +1,6 @@
 """
-Keeps a param group's parameters and those that its modules have registered the same:
-when the group is made, when a state dict is loaded, at the first forward, up to which
-users may replace them, and when the group is unsharded or resharded.
+Keeps a param group's parameters and those that its modules have registered the same,
+which users may replace until the first forward.
 """
 
 from __future__ import annotations
