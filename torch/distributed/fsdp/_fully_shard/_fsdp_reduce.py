@@ -637,7 +637,7 @@ def _reduce_batch(
     is_divided = parts[0].divides_in_tree(reduction)
     shards: Sequence[Tensor]
     shards = [_reduce_over_shards(reduction, part, factors) for part in parts]
-    if not reduction.defers_all_reduce:
+    if reduction.all_reduce_group is not None and not reduction.defers_all_reduce:
         shards = [*map(_sort_for_replicas, parts, shards)]
     buffer = shards[0]
     if len(shards) > 1:
