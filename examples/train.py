@@ -59,16 +59,16 @@ for layer in model[1:4]:
 fully_shard(model, mesh=mesh)
 optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)  # after fully_shard
 
+
+def states():
+    names = "model_state_dict", "optim_state_dict"
+    return dict(zip(names, get_state_dict(model, optimizer)))
+
+
 saved = max((int(path.parent.name) for path in folder.glob("*/.metadata")), default=0)
 if saved:
-    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
-    dcp.load(state, checkpoint_id=folder / str(saved))
-    set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
-    )
+    dcp.load(loaded := states(), checkpoint_id=folder / str(saved))
+    set_state_dict(model, optimizer, **loaded)
 
 text = "".join(pydoc_data.topics.topics.values()).encode()
 windows = torch.tensor([*text]).unfold(0, LENGTH + 1, LENGTH)
@@ -87,8 +87,7 @@ for step in range(saved, steps):
     if rank == 0 and (step + 1) % 10 == 0:
         print(f"step {step + 1}: loss {loss:.3f}, norm {norm:.3f}", flush=True)
     if (step + 1) % SAVE_EVERY == 0 or step + 1 == steps:
-        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
-        dcp.save(state, checkpoint_id=folder / str(step + 1))
+        dcp.save(states(), checkpoint_id=folder / str(step + 1))
 dist.destroy_process_group()
 # Threads of gloo may abort a process whose interpreter finalizes
 if device.type == "cpu":
