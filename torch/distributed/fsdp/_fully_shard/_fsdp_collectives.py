@@ -225,11 +225,11 @@ def _copy_out(
 ) -> None:
     buffer, _, _, dtypes, numels, split_sizes = all_gather_result
     if (layout := getattr(split_sizes, "layout", None)) is None:
-        # A replaced gather made this result: its segments are in parameter order
+        # A replaced gather made this, not in `SplitSizes`: segments in parameter order
         flat = [*chain(*dtypes)], [*chain(*numels)]
         layout = layouts.plan_gather(*flat, by_dtype=False)
     outputs = cache.alloc_outputs(dtypes, numels, world_size, buffer.device)
-    # The state gathered from: a state dict, for one, may have changed it since
+    # The state gathered from: saving a state dict, for one, reshards in between
     states = [state for state, plan in cache.plans.items() if plan.layout is layout]
     state = states[0] if states else cache.fsdp_params[0].sharded_state
     copies.copy_out(cache.fsdp_params, state, buffer, layout, outputs, world_size)

@@ -93,7 +93,7 @@ class FSDPCommContext:
         self.joined_reductions: dict[tuple, JoinedReduction] = {}
         self.joined_reductions_task: int = -1  # the backward whose end reduces them
         self.post_forward_order: list[Any] = []  # each backward clears it
-        self.num_forwards: int = 0  # so far; each looks for traces
+        self.num_forwards: int = 0  # of which all but the first look for traces
         # While a user's handle has not been waited for (2.15)
         self.active_gradient_reduction: _GradientReductionState | None = None
 

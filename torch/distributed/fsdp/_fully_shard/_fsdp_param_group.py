@@ -2,7 +2,8 @@
 When a unit's data moves: the states of a param group, its hooks, prefetching and waits.
 
 [Note: Who waits for whom]
-Each handover of data from stream to stream is one of these waits:
+Handovers of data from stream to stream, beside those of features (joined reductions,
+direct memory, offloading), are these waits:
 
 - optimizer -> copy-in: the root's pre-forward makes both gather streams wait.
 - copy-in -> all-gather: ``foreach_all_gather``, stream to stream.
@@ -117,12 +118,12 @@ class FSDPParamGroup(PluginNames):
     _all_gather_comm: Any = settings.Checked(settings.check_all_gather_comm)
     _reduce_scatter_comm: Any = settings.Checked(settings.check_reduce_scatter_comm)
     _all_reduce_hook: Callable[[Tensor], None] | None = None
-    # In which the hook runs, unless the mesh has replicas
+    # The hook's, if the mesh has no replicas
     _all_reduce_hook_stream: torch.Stream | None = None
     reduce_grads: bool = True
     all_reduce_grads: bool = True  # over replicas
     reshard_after_backward: bool = True
-    force_sum_reduction_for_comms: bool = False  # and scale apart from collectives
+    force_sum_reduction_for_comms: bool = False  # and divide apart
     # Reduce zeros for parameters without a gradient, so that all ranks reduce alike
     reduce_scatter_unused_params: bool = False
     reduce_scatter_max_input_buffers: int = 1  # `comm_ctx` has the largest
@@ -136,8 +137,8 @@ class FSDPParamGroup(PluginNames):
     # State of the iteration #
     _training_state: TrainingState = TrainingState.IDLE
     _sharded_state: ShardedState = ShardedState.SHARDED
-    # Whether the first lazy init, and the root's, have reset the sharded parameters,
-    # which is costly. Before the root's, users may have unsharded and replaced them
+    # Whether a lazy init has reset the sharded parameters, which is costly, and whether
+    # the root's has: before that, users may have unsharded and then replaced them
     _reset_sharded_params: bool = False
     _reset_by_root: bool = False
     _has_read_dtypes: bool = False
@@ -146,7 +147,7 @@ class FSDPParamGroup(PluginNames):
     _all_gather_group: dist.ProcessGroup | None = None
     _post_reduce_event: torch.Event | None = None
     _reshard_after_forward_event: torch.Event | None = None  # to the smaller mesh
-    # Whether post-backward left gradients unreduced, for `finalize_backward` (2.15)
+    # Whether post-backward left gradients for `FSDPState.finalize_backward` (2.15)
     _post_backward_pending: bool = False
     _num_forwards: int = -1  # `comm_ctx.num_forwards` as of the group's last forward
 
@@ -161,7 +162,7 @@ class FSDPParamGroup(PluginNames):
         mp_policy: MixedPrecisionPolicy,
         offload_policy: OffloadPolicy,
     ):
-        self.modules = modules  # a reference cycle of one lifetime
+        self.modules = modules  # a cycle, through each module's state, to here
         if _get_module_state(modules[0]) is not None:
             # Plugins that make a group without `fully_shard` may pass None
             settings.check_offload_policy(self, offload_policy)
@@ -236,7 +237,7 @@ class FSDPParamGroup(PluginNames):
         self._call_init_mp_dtypes()
         for fsdp_param in self.fsdp_params:
             if not fsdp_param.orig_dtype.is_floating_point:
-                # Since 2.15 autograd would accumulate complex gradients in a real one
+                # Since 2.15 autograd would accumulate complex gradients in a real dtype
                 fsdp_param.reduce_dtype = None
         registrations.keep_grad_dtypes(self)
         upcast = filter(grads_.is_upcast_by_autograd, self.fsdp_params)
@@ -315,7 +316,8 @@ class FSDPParamGroup(PluginNames):
             self._agreement.check_gather(group, comm)
         args = self.fsdp_params, group, async_op, *streams, self.device, comm
         options = {} if is_replaced else {"cache": self._get_cache()}
-        if (memory := self._direct_memory).min_nbytes is not None:
+        memory = self._direct_memory
+        if memory.min_nbytes is not None:
             memory.gathers = self._can_gather_directly()
         self.comm_ctx.resharded.pop(memory, None)  # not to be freed: it is used again
         try:
@@ -401,7 +403,8 @@ class FSDPParamGroup(PluginNames):
             self._to_state(ShardedState.SHARDED_POST_FORWARD)
             event = self._reshard_after_forward_event = self.device_handle.Event()
             event.record()
-            # That has freed direct memory: gathers must wait for those who read it
+            # If the mesh was set since a direct gather, that has freed direct memory,
+            # which compute still reads
             self.comm_ctx.free_resharded()
         elif self._reshard_after_forward or not after_forward:
             self._to_state(ShardedState.SHARDED)
@@ -440,11 +443,11 @@ class FSDPParamGroup(PluginNames):
         return output
 
     def _record_post_forward(self) -> None:
-        # Users turn gradients off by `no_grad`, which leaves forward-mode gradients on, or
-        # by inference mode. An autograd function, as reentrant checkpointing is, turns
-        # both kinds off, and repeats this forward with gradients
-        is_users = torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled()
-        if is_users and not torch.is_grad_enabled():
+        # A forward that users run without gradients has no backward. `no_grad` leaves
+        # forward-mode gradients on. An autograd function, as reentrant checkpointing is,
+        # turns both off, and repeats this forward with gradients
+        by_users = torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled()
+        if by_users and not torch.is_grad_enabled():
             return
         # Each forward is recorded: each has a pre-backward of its own
         order = self.comm_ctx.post_forward_order
@@ -526,9 +529,9 @@ class FSDPParamGroup(PluginNames):
             if joins and not partial_reduces and grads_.can_join(reduction):
                 buckets = context.join_small(self, reduction, buckets, pop_part)
                 self._reduce_joined_after_backward()
-            to_reduce = reduction, buckets, pop_part, replacement
+            args = reduction, buckets, pop_part, replacement
             try:
-                results = context.reduce(self, *to_reduce)
+                results = context.reduce(self, *args)
             except BaseException as error:
                 self._agreement.add_note(error, buckets)
                 raise
@@ -671,11 +674,9 @@ class FSDPParamGroup(PluginNames):
             self._prefetch_unshard(target, "backward")
 
     @staticmethod
-    def _prefetch_unshard(
-        target_fsdp_param_group: FSDPParamGroup, pass_type: str
-    ) -> None:
+    def _prefetch_unshard(target: FSDPParamGroup, pass_type: str) -> None:
         """Starts a group's gather as in its own forward or backward."""
-        target, in_forward = target_fsdp_param_group, pass_type == "forward"
+        in_forward = pass_type == "forward"
         if not in_forward and pass_type != "backward":
             raise ValueError(f"Unknown pass type: {pass_type}")
         state = TrainingState.FORWARD if in_forward else TrainingState.PRE_BACKWARD

@@ -1,19 +1,19 @@
 """
 How gradients are reduced, from a bucket's unsharded gradients to sharded gradients.
 
-:func:`reduce_buckets` takes the buckets of one post-backward through three phases:
+:func:`reduce_buckets` takes buckets through three phases:
 
 1. Copy-in: gradients are cast into each bucket's input, and dropped. Direct ones are
    inputs themselves.
 2. Over the shard group: each bucket is reduce-scattered. Buckets with a comm dtype share
-   one all-to-all, and each rank adds the rows that it receives. The partial reduce is
-   added.
+   one all-to-all, and each rank adds the rows that it receives. A partial reduce, the
+   sum of earlier microbatches whose all-reduce was deferred, is added.
 3. Over replicas: an all-reduce. If it is deferred, the reduction stops here and returns
-   a partial reduce. Then the result is divided, and becomes the sharded gradients.
+   a partial reduce. Otherwise it is divided, and becomes the sharded gradients.
 
 [Note: Lifetimes in a reduction]
 Phases 1, 2 and 3 run in the streams of compute, reduce-scatter and all-reduce. Without
-an all-reduce the third runs in that of the reduce-scatter.
+an all-reduce or a hook the third runs in that of the reduce-scatter.
 
 =================  ==============  =================  ==============================
 tensor             allocated in    last used in       held by, until
@@ -28,7 +28,7 @@ partial reduce     reduce-scatter  reduce-scatter     ``PartialReduces``, the ne
 sharded gradients  all-reduce      the optimizer's    sharded parameters
 =================  ==============  =================  ==============================
 
-Sharded gradients that need no cast are views of the reduced shard. Over a single rank
+Sharded gradients are views of the reduced shard if none needs a cast. Over a single rank
 the reduced shard may be the reduction's input.
 """
 
@@ -77,10 +77,10 @@ class ReduceResult(NamedTuple):
     post_reduce_stream: torch.Stream
     post_reduce_event: torch.Event
     # The reduced buffer, if other streams than the one that allocated it use it
-    all_reduce_input: Tensor | None
-    all_reduce_event: torch.Event | None
+    all_reduce_input: Tensor | None = None
+    all_reduce_event: torch.Event | None = None
     # To be added to the next microbatch's sum, if the all-reduce is deferred
-    partial_reduce_output: Tensor | None
+    partial_reduce_output: Tensor | None = None
 
 
 def _default_reduce_scatter_input_fn(
@@ -240,8 +240,8 @@ def reduce_buckets(
     reduction: Reduction, parts: Sequence[BucketGrads]
 ) -> list[ReduceResult]:
     """
-    Reduces the buckets of one post-backward. All copy-ins come first, so that the
-    streams meet once: the first collective waits for the last copy-in.
+    Reduces buckets, as a rule those of one post-backward. All copy-ins come first, so
+    that the streams meet once: the first collective waits for the last copy-in.
     """
     handle = _get_device_handle(reduction.device.type)
     compute_stream, stream = handle.current_stream(), reduction.reduce_scatter_stream
@@ -371,11 +371,12 @@ def _dense_dtypes(
     ]
 
 
-# The operator that the release calls, and the dtypes that it takes together on CUDA
+# The kernel is `torch._chunk_cat`. The operator calls it where somebody may look on, and
+# since 2.15 another operator casts between these dtypes on CUDA
 _CHUNK_CAT = "chunk_cat_mixed_dtype" if HAS_MIXED_CHUNK_CAT else "chunk_cat"
 _MIXED_ON_CUDA = {torch.bfloat16, torch.float32}
-# Gradients are copied together through a temporary up to this many elements, which a
-# GPU copies once more in the time of a kernel launch
+# Gradients are copied together through a temporary up to this many elements: to copy them
+# once more takes a GPU no longer than a kernel launch
 _MAX_RUN_NUMEL = 2**20
 
 
@@ -424,15 +425,15 @@ def copy_in_grads(bucket: ReduceBucket, grads: list[Tensor], rows: Tensor) -> No
     largest = max(castable, key=Tensor.numel, default=None)
     # The length of each slice: the least that the kernel, which cuts `n` elements into
     # chunks of ceil(n / world_size), pads to the gradient's columns
-    numels = {
+    stand_in_numels = {
         i: max(world_size * (bucket.slots[i].shard_numel - 1) + 1, 0)
         for i, dtype in enumerate(dtypes)
         if largest is None or dtype != largest.dtype
     }
-    mismatched: Iterable[int] = numels
-    if largest is not None and max(numels.values()) <= largest.numel():
+    mismatched: Iterable[int] = stand_in_numels
+    if largest is not None and max(stand_in_numels.values()) <= largest.numel():
         placed, flat = [*grads], largest.view(-1)
-        for i, numel in numels.items():
+        for i, numel in stand_in_numels.items():
             placed[i] = flat[:numel]
         _chunk_cat(placed, rows)
     else:
@@ -506,7 +507,7 @@ def _chunk_cat(tensors: list[Tensor], rows: Tensor, by_operator: bool = False) -
 
 
 def _all_to_all_layout(parts: Sequence[BucketGrads]) -> GatherLayout:
-    """Lays out what a rank is sent: by dtype, as what it contributes to a gather."""
+    """Lays out what each rank is sent: a region for each dtype, as in a gather."""
     dtypes = tuple(part.bucket.wire_dtype for part in parts)
     return layouts.plan_all_to_all(dtypes, tuple(part.new_numel for part in parts))
 
@@ -647,8 +648,8 @@ def _reduce_batch(
     stream = reduction.reduce_scatter_stream
     scattered = stream.record_event()
     if reduction.defers_all_reduce:
-        states = scattered, stream, scattered, None, None
-        return [ReduceResult(*inputs, *states, partial_reduce_output=buffer)]
+        result = ReduceResult(*inputs, scattered, stream, scattered)
+        return [result._replace(partial_reduce_output=buffer)]
     # A view keeps the whole buffer alive. If any gradient is cast, all are copied, so
     # that the buffer can be freed. A plugin's `allocate` may return another dtype
     needs_casts = any(part.bucket.needs_casts for part in parts)
@@ -671,7 +672,7 @@ def _reduce_batch(
     held = (buffer, done) if uses_stream else (None, None)
     if buffer is inputs[0] and not uses_stream:
         scattered = done  # the buffer is held as an input only: until its last use
-    return [ReduceResult(i, scattered, stream, done, *held, None) for i in inputs]
+    return [ReduceResult(i, scattered, stream, done, *held) for i in inputs]
 
 
 def _all_reduce(
