@@ -62,7 +62,8 @@ class PluginNames:
 
     @property
     def _replaces_init_dtypes(self: Any) -> bool:
-        return getattr(self._init_mp_dtypes, "__func__", None) is not _OWN_INIT
+        own = PluginNames._init_mp_dtypes
+        return getattr(self._init_mp_dtypes, "__func__", None) is not own
 
     def _call_init_mp_dtypes(self: Any) -> None:
         self._init_mp_dtypes()
@@ -109,11 +110,7 @@ class PluginNames:
         if output is None:
             self._partial_reduces.clear()
         else:
-            unit = self._unit_name
-            self._partial_reduces.assign(self.fsdp_params, output, unit)
-
-
-_OWN_INIT = PluginNames._init_mp_dtypes
+            self._partial_reduces.assign(self, output)
 
 
 def _common(dtypes: Sequence[torch.dtype | None]) -> torch.dtype | None:

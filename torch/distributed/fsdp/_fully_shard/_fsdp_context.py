@@ -45,7 +45,7 @@ class AllGatherState(NamedTuple):
 class ReduceScatterState(NamedTuple):
     """The inputs of one post-backward, held until ``event``, after the last of them."""
 
-    reduce_scatter_inputs: tuple[torch.Tensor, ...]  # one for each collective
+    reduce_scatter_inputs: tuple[torch.Tensor, ...]
     event: torch.Event | None
     allocation_stream: torch.Stream  # which may reuse their memory
     param_group: Any  # the group that reduced
@@ -310,7 +310,7 @@ class FSDPCommContext:
         states, held = self.reduce_scatter_states, self.all_reduce_states
         last_groups = (state.param_group for state in reversed(states))
         siblings = [*takewhile(lambda g: g.modules is group.modules, last_groups)]
-        # A group that has reduced already is in its next backward, and the first again
+        # If the group is one of them, this is another backward, whose first group it is
         if siblings and group not in siblings:
             return
         while len(held) > 1 and sum(h.nbytes for h in held) > _MAX_HELD_NBYTES:

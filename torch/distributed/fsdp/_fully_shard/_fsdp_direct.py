@@ -10,16 +10,15 @@ The stream of the all-gather writes this memory, and so it is allocated there. A
 compute still reads it. It is freed once the gather stream has been made to wait for
 compute, which happens when the next gather has been started, so that this one does not
 wait: a unit in use and one that is gathered rotate. If the unit itself is gathered
-before that, it is gathered into temporaries, and copied from there. All of this is known
-to each rank alone, and changes only where its own data lies.
+before that, it is gathered into temporaries, and copied from there.
 
 [Note: Direct reductions]
 The gradient of a direct parameter that is sharded evenly is itself the input of its
 reduce-scatter, whose output is the parameter's slot in the bucket's output. One grouped
 call reduces the direct gradients of a bucket, and the rows of those that are packed
-between them. Which ones are direct depends on what ranks agree on. What one rank alone
-knows, e.g. that a gradient is not contiguous, costs a copy. Gradients are held until
-compute has waited for the reduction, as any input of a reduce-scatter.
+between them. Which ones are direct follows from settings and sizes; that a gradient is
+not contiguous, which one rank alone knows, costs a copy. Gradients are held until compute
+has waited for the reduction, as any input of a reduce-scatter.
 """
 
 from __future__ import annotations

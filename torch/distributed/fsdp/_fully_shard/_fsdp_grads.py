@@ -250,9 +250,8 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
         self, cache: ParamGroupCache, grads: Sequence[Tensor | None], *, completes: bool
     ) -> tuple[ReduceBucket, ...]:
         """
-        Returns the buckets of gradients, in the order that all ranks reduce them in. If
-        that ``completes`` partial reduces, there is a bucket for each of these, which
-        is empty where nothing is added to it.
+        Returns the buckets of gradients, in the order that all ranks reduce them in.
+        ``completes``: each partial reduce has a bucket, empty where no gradient is new.
         """
         buckets = _get_buckets(cache, grads)
         if not self:
@@ -313,17 +312,29 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
             params = [fsdp_params[i] for i in bucket.params]
         return BucketGrads(params, bucket, popped, output)
 
-    def assign(
-        self, fsdp_params: Sequence[FSDPParam], output: Tensor, unit: str
+    def mark_direct(
+        self, fsdp_params: Sequence[FSDPParam], min_nbytes: int | None
     ) -> None:
+        """Marks slots as new ones will be, so that all replicas sort them alike."""
+        for key, (bucket, output) in [*self.items()]:
+            slots = []
+            for slot in bucket.slots:
+                args = fsdp_params[slot.param], bucket.dtype, min_nbytes
+                slots.append(
+                    replace(slot, is_direct=can_be_direct(*args, reduces=True))
+                )
+            self[key] = PartialReduce(replace(bucket, slots=tuple(slots)), output)
+
+    def assign(self, group: Any, output: Tensor) -> None:
         """Makes ``output`` (1D) the only partial reduce. Raises if it fits no bucket."""
+        fsdp_params, min_nbytes = group.fsdp_params, group._direct_memory.min_nbytes
         compute_dtypes = [
             layouts.dtypes_of(p).compute if p.sharded_param.requires_grad else None
             for p in fsdp_params
         ]
         # The bucket of a partial reduce may lack parameters that had no gradient
         buckets = [partial.bucket for partial in self.values()]
-        buckets += _plan_buckets(fsdp_params, compute_dtypes)
+        buckets += _plan_buckets(fsdp_params, compute_dtypes, min_nbytes)
         for bucket in buckets:
             params = [fsdp_params[i] for i in bucket.params]
             dtypes = bucket.dtype, BucketGrads(params, bucket, []).partial_dtype
@@ -333,7 +344,7 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
                 return
         expected = dict.fromkeys(f"{b.shard_numel} of {b.dtype}" for b in buckets)
         raise ValueError(
-            f"_partial_reduce_output of unit '{unit}' got {output.numel()} elements of "
+            f"_partial_reduce_output of unit '{group._unit_name}' got {output.numel()} elements of "
             f"{output.dtype}, but the unit reduces {', '.join(expected)}"
         )
 
@@ -347,8 +358,9 @@ class JoinedReduction:
 
     reduction: Reduction
     parts: list[BucketGrads] = field(default_factory=list)
-    # The gradients of `parts[i]` were computed in `streams[i]`
-    streams: list[torch.Stream] = field(default_factory=list)
+    streams: list[torch.Stream] = field(
+        default_factory=list
+    )  # of each part's gradients
 
     @property
     def nbytes(self) -> int:  # of the collective's input

@@ -222,7 +222,6 @@ class ReduceBucket:
 
     @functools.cached_property
     def is_sorted(self) -> bool:
-        """Whether the slots are as :func:`sort_slots` sorts them."""
         return self.slots == sort_slots(self).slots
 
 

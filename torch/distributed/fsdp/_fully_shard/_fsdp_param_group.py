@@ -121,7 +121,9 @@ class FSDPParamGroup(PluginNames):
     # The hook's, if the mesh has no replicas
     _all_reduce_hook_stream: torch.Stream | None = None
     reduce_grads: bool = True
-    all_reduce_grads: bool = True  # over replicas
+    # Whether all-reduces were ever deferred: then replicas' partial reduces may differ
+    _has_deferred: bool = False
+    all_reduce_grads: Any = settings.Checked(settings.note_deferral)  # over replicas
     reshard_after_backward: bool = True
     force_sum_reduction_for_comms: bool = False  # and divide apart
     # Reduce zeros for parameters without a gradient, so that all ranks reduce alike
@@ -170,7 +172,7 @@ class FSDPParamGroup(PluginNames):
         self.mesh_info, self.post_forward_mesh_info = mesh_info, post_forward_mesh_info
         self.device, self.device_handle = device, _get_device_handle(device.type)
         self.mp_policy, self.offload_policy = mp_policy, offload_policy
-        self.gradient_divide_factor = None
+        self.gradient_divide_factor, self.all_reduce_grads = None, True
         self._all_gather_comm = comms.DefaultAllGather()
         self._reduce_scatter_comm = comms.DefaultReduceScatter()
         # Plugins may replace these two (2.15)
@@ -316,10 +318,8 @@ class FSDPParamGroup(PluginNames):
             self._agreement.check_gather(group, comm)
         args = self.fsdp_params, group, async_op, *streams, self.device, comm
         options = {} if is_replaced else {"cache": self._get_cache()}
-        memory = self._direct_memory
-        if memory.min_nbytes is not None:
+        if (memory := self._direct_memory).min_nbytes is not None:
             memory.gathers = self._can_gather_directly()
-        self.comm_ctx.resharded.pop(memory, None)  # not to be freed: it is used again
         try:
             with self._range("FSDP::all_gather"):
                 self._all_gather_result = foreach_all_gather(*args, **options)
@@ -369,6 +369,7 @@ class FSDPParamGroup(PluginNames):
             self.comm_ctx.all_gather_state = AllGatherState(result, copy_out_event)
         else:
             self.comm_ctx.wait_all_gather_streams_on_event(copy_out_event)
+        self.comm_ctx.resharded.pop(self._direct_memory, None)  # it is used again
         self.comm_ctx.free_resharded()
         self._all_gather_result = self._all_gather_group = None
 
@@ -443,9 +444,9 @@ class FSDPParamGroup(PluginNames):
         return output
 
     def _record_post_forward(self) -> None:
-        # A forward that users run without gradients has no backward. `no_grad` leaves
-        # forward-mode gradients on. An autograd function, as reentrant checkpointing is,
-        # turns both off, and repeats this forward with gradients
+        # Users' forwards without gradients have no backward. `no_grad` leaves forward-mode
+        # gradients on. Reentrant checkpointing, an autograd function, turns both off, and
+        # repeats the forward
         by_users = torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled()
         if by_users and not torch.is_grad_enabled():
             return
@@ -526,12 +527,13 @@ class FSDPParamGroup(PluginNames):
         with self._range("FSDP::post_backward_reduce"):
             self._wait_for_post_backward()
             joins = self.reduce_bucket_cap is not None and replacement is None
-            if joins and not partial_reduces and grads_.can_join(reduction):
+            joins &= not (self._has_deferred or partial_reduces)
+            if joins and grads_.can_join(reduction):
                 buckets = context.join_small(self, reduction, buckets, pop_part)
                 self._reduce_joined_after_backward()
-            args = reduction, buckets, pop_part, replacement
+            to_reduce = reduction, buckets, pop_part, replacement
             try:
-                results = context.reduce(self, *args)
+                results = context.reduce(self, *to_reduce)
             except BaseException as error:
                 self._agreement.add_note(error, buckets)
                 raise
@@ -601,7 +603,8 @@ class FSDPParamGroup(PluginNames):
             # another, as with reentrant checkpointing
             is_to_come = state.post_backward_final_callback_queued
             by_hand = getattr(state, "manual_backward_finalization_active", False)
-            if not (is_to_come and state.is_last_backward and not by_hand):
+            finalizes = is_to_come and state.is_last_backward and not by_hand
+            if not finalizes:
                 context.reduce_joined(self)
 
         torch.autograd.Variable._execution_engine.queue_callback(reduce_joined)

@@ -114,7 +114,7 @@ class Reduction(NamedTuple):
     gradient_divide_factor: float | None
     force_sum_reduction_for_comms: bool
     device: torch.device
-    # Plugins may replace these two. Buckets that share an all-to-all use no `copy_in`.
+    # Plugins may replace these two. Buckets that go by an all-to-all use no `copy_in`
     copy_in: Callable[[list[Tensor], Tensor, int], None]
     prepare_reduce_scatter_inputs: Callable = _default_reduce_scatter_input_fn
     # Whether the comm may allocate the same output for the unit's next bucket
@@ -197,8 +197,8 @@ class BucketGrads:
     is_viewed: bool = False
 
     def __post_init__(self) -> None:
-        # Elements of a rank's shards of the new gradients. Parameters that only the
-        # partial reduce has come after these.
+        # Elements of a rank's shards of the new gradients. After these lie parameters
+        # without one, from the partial reduce.
         self.new_numel = self.bucket.starts[len(self.unsharded_grads)]
 
     def divides_in_tree(self, reduction: Reduction) -> bool:
@@ -408,8 +408,7 @@ def copy_in_grads(bucket: ReduceBucket, grads: list[Tensor], rows: Tensor) -> No
     kernel_takes_all = is_same and (
         is_uniform or _kernel_takes(first, rows.dtype) or gets_operators(device)
     )
-    # The operator casts without a temporary on CUDA. Uniform units call it as in the
-    # release
+    # It casts without a temporary on CUDA. Uniform units call it as in the release
     operator_takes_all = (not kernel_takes_all and HAS_MIXED_CHUNK_CAT) and (
         (is_uniform and None not in dtypes)
         or (device.type == "cuda" and {*dtypes, rows.dtype} <= _MIXED_ON_CUDA)
@@ -430,15 +429,15 @@ def copy_in_grads(bucket: ReduceBucket, grads: list[Tensor], rows: Tensor) -> No
         for i, dtype in enumerate(dtypes)
         if largest is None or dtype != largest.dtype
     }
-    mismatched: Iterable[int] = stand_in_numels
+    to_copy_apart: Iterable[int] = stand_in_numels.keys()
     if largest is not None and max(stand_in_numels.values()) <= largest.numel():
         placed, flat = [*grads], largest.view(-1)
         for i, numel in stand_in_numels.items():
             placed[i] = flat[:numel]
         _chunk_cat(placed, rows)
     else:
-        mismatched = range(len(grads))
-    _copy_in_apart(bucket, grads, dtypes, rows, mismatched)
+        to_copy_apart = range(len(grads))
+    _copy_in_apart(bucket, grads, dtypes, rows, to_copy_apart)
 
 
 def _copy_in_apart(
@@ -638,7 +637,7 @@ def _reduce_batch(
     is_divided = parts[0].divides_in_tree(reduction)
     shards: Sequence[Tensor]
     shards = [_reduce_over_shards(reduction, part, factors) for part in parts]
-    if reduction.all_reduce_group is not None and not reduction.defers_all_reduce:
+    if reduction.uses_all_reduce_stream:  # a hook may reduce over replicas, too
         shards = [*map(_sort_for_replicas, parts, shards)]
     buffer = shards[0]
     if len(shards) > 1:
@@ -648,7 +647,8 @@ def _reduce_batch(
     stream = reduction.reduce_scatter_stream
     scattered = stream.record_event()
     if reduction.defers_all_reduce:
-        result = ReduceResult(*inputs, scattered, stream, scattered)
+        (reduce_input,) = inputs  # such a bucket is alone
+        result = ReduceResult(reduce_input, scattered, stream, scattered)
         return [result._replace(partial_reduce_output=buffer)]
     # A view keeps the whole buffer alive. If any gradient is cast, all are copied, so
     # that the buffer can be freed. A plugin's `allocate` may return another dtype
@@ -671,7 +671,7 @@ def _reduce_batch(
     # See [Note: Lifetimes in a reduction]
     held = (buffer, done) if uses_stream else (None, None)
     if buffer is inputs[0] and not uses_stream:
-        scattered = done  # the buffer is held as an input only: until its last use
+        scattered = done  # over a single rank the buffer is held as the input
     return [ReduceResult(i, scattered, stream, done, *held) for i in inputs]
 
 

@@ -113,7 +113,6 @@ def set_coalesced_collectives(
         recurse (bool): False: for the module's own unit only.
 
     Raises:
-        TypeError: if ``module`` is not a module.
         ValueError: if ``min_nbytes`` is not a number of bytes, or there is no such unit.
     """
     is_number = isinstance(min_nbytes, int) and not isinstance(min_nbytes, bool)
@@ -157,6 +156,10 @@ def check_mp_policy(group: Any, policy: Any) -> None:
 def check_offload_policy(group: Any, policy: Any) -> None:
     if not isinstance(policy, OffloadPolicy | None):  # None has always meant no offload
         _refuse(TypeError, group, "offload_policy", policy, "CPUOffloadPolicy()")
+
+
+def note_deferral(group: Any, all_reduce_grads: bool) -> None:
+    group._has_deferred |= group.reduce_grads and not all_reduce_grads
 
 
 def check_divide_factor(group: Any, factor: Any) -> None:
@@ -245,6 +248,7 @@ def set_direct_min_nbytes(self: Any, min_nbytes: int | None) -> None:
         cache = self._get_cache()
         cache.plans.clear()
         cache.buckets.clear()
+        self._partial_reduces.mark_direct(self.fsdp_params, min_nbytes)
         self._agreement.on_gathers = False
 
 
