@@ -37,7 +37,10 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     set_coalesced_collectives,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    foreach_all_gather,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_direct import DirectMemory
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -226,6 +229,27 @@ class TestCoalesced(FSDPProcessTest):
             output = model(x)
             self.assertEqual(output, expected, atol=0, rtol=0)
             output.float().sum().backward()
+            with torch.no_grad():
+                model[0](x)  # which is gathered next
+
+    def test_a_plugin_may_start_the_gather(self) -> None:
+        model, x = make(), random_input(3, DIM, seed=self.rank)
+        set_coalesced_collectives(model, 0)
+        with torch.no_grad():
+            model[0](model(x))
+            group = model[0]._get_fsdp_state()._fsdp_param_group
+            context = group.comm_ctx
+            group._all_gather_result = foreach_all_gather(
+                group.fsdp_params,
+                group._all_gather_process_group,
+                False,
+                context.all_gather_copy_in_stream,
+                context.all_gather_stream,
+                group.device,
+                group._all_gather_comm,
+            )
+            group.wait_for_unshard()
+            self.assertEqual(model[0](x), make()[0](x), atol=0, rtol=0)
 
     # Memory #
 

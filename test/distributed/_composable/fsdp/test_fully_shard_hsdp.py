@@ -8,6 +8,7 @@ in ``test_fully_shard_random.py``, all-reduce hooks in ``test_fully_shard_parity
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Mapping
 from typing import Any
@@ -40,10 +41,13 @@ from fsdp_helpers.random.cases import Case, Microbatch, Param, Step
 from fsdp_helpers.random.exact import check_case
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import (
     fully_shard,
     MixedPrecisionPolicy,
+    set_coalesced_collectives,
+    set_reduce_bucket_cap,
 )
 from torch.distributed.fsdp._fully_shard import _fsdp_context, _fsdp_reduce
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
@@ -97,6 +101,66 @@ class TestProcesses(FSDPProcessTest):
         self.assertEqual(scattered, [BF16, FP32, FP16])
         reduced = [call.dtype for call in recorder.all_reduces]
         self.assertEqual(reduced, [FP32, BF16, FP16])
+
+    def test_replicas_whose_gradients_differ_add_up(self):
+        """Each has both in a deferred microbatch, and only one has both in the last."""
+        last = {"w": 4.0, "b": 8.0} if self.rank < 2 else {"b": 8.0}
+        own = param_group.foreach_reduce
+
+        def set_again(model: nn.Module) -> None:
+            group = group_of(model)
+            kept, group._partial_reduce_output = group._partial_reduce_output, None
+            group._partial_reduce_output = kept
+
+        def average_by_hook(model: nn.Module) -> None:
+            # A mesh without replicas defers nothing: a plugin does
+            values = torch.tensor([1.0] + [2.0] * 4, device=DEVICE_TYPE)
+            group_of(model)._partial_reduce_output = values
+            replicas = hybrid_mesh(2).get_group(0)
+            model.set_all_reduce_hook(
+                lambda g: dist.all_reduce(g.div_(2), group=replicas)
+            )
+
+        for case, change, min_nbytes in (
+            ("as they are", lambda _: None, None),
+            ("by a wrapper", lambda _: None, None),
+            ("coalesced later", lambda m: set_coalesced_collectives(m, 0), None),
+            ("set again", set_again, 24),  # one of them is direct
+            ("averaged by a hook", average_by_hook, None),
+        ):
+            mesh = hybrid_mesh(2)["shard"] if "hook" in case else hybrid_mesh(2)
+            model = model_of({"w": ((2,), FP32), "b": ((8,), FP32)})
+            set_coalesced_collectives(fully_shard(model, mesh=mesh), min_nbytes)
+            model.set_requires_all_reduce(False)
+            if "hook" not in case:
+                backward(model, w=1.0, b=2.0)
+            change(model)
+            model.set_requires_all_reduce(True)
+            wrapped = mock.patch.object(
+                param_group, "foreach_reduce", lambda *args, **kw: own(*args, **kw)
+            )
+            with wrapped if "wrapper" in case else contextlib.nullcontext():
+                backward(model, **last)
+            with self.subTest(case):
+                self.assertEqual(full_grad(model.w), torch.full((2,), 3.0).double())
+                self.assertEqual(full_grad(model.b), torch.full((8,), 10.0).double())
+
+    def test_units_whose_replicas_ran_others_are_not_joined(self):
+        def grads(bucket_cap_mb: float | None) -> list[torch.Tensor]:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(DEVICE_TYPE)
+            for unit in (*model, model):
+                fully_shard(unit, mesh=hybrid_mesh(2))
+            set_reduce_bucket_cap(model, bucket_cap_mb)
+            x = torch.ones(1, 4, device=DEVICE_TYPE)
+            model(x).sum().backward()
+            model.set_requires_all_reduce(False)
+            model[self.rank // 2](x).sum().backward()
+            model.set_requires_all_reduce(True)
+            model(x).sum().backward()
+            return [full_grad(param) for param in model.parameters()]
+
+        self.assertEqual(grads(1.0), grads(None))
 
     def test_what_others_prepare_is_kept_as_it_was_reduced(self):
         """Whichever parameters the next microbatch has, if any of them."""
