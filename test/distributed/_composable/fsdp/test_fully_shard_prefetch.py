@@ -34,7 +34,6 @@ class Boundary(nn.Module):
     """Notes when backward comes to the unit, before the unit itself does so."""
 
     is_ahead: bool | None = None  # whether it was gathered by then
-    fails: bool = False
 
     def __init__(self, block: nn.Module):
         super().__init__()
@@ -45,11 +44,18 @@ class Boundary(nn.Module):
 
         def note(_: torch.Tensor) -> None:
             self.is_ahead = group_of(self)._all_gather_result is not None
-            if self.fails:
-                raise ArithmeticError
 
         y.register_hook(note)
         return y
+
+
+def fail_in_backward(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+    """Fails once the unit has begun its backward, whose hook is there already."""
+
+    def fail(_: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    output.register_hook(fail)
 
 
 class PrefetchTest(BlocksTest):
@@ -172,10 +178,10 @@ class TestSteps(PrefetchTest):
         """What was about to be gathered is not, and the next step is right."""
         model, expected = self.noting(POST), self.noting()
         for boundary in model:
-            boundary.fails = True
+            handle = boundary.register_forward_hook(fail_in_backward)
             with self.assertRaises(ArithmeticError):
                 self.ahead(model)
-            boundary.fails = False
+            handle.remove()
             model._get_fsdp_state()._reset_iter_state()
             self.assert_at_rest(model)
             for each in (model, expected):
