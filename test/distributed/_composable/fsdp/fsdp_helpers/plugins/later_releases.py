@@ -217,6 +217,35 @@ def inputs_that_are_padded(place: Place) -> Record:
     return record | {"calls": calls}
 
 
+# Gradients' dtypes #
+
+
+def set_grad_dtypes(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    for param in model.parameters():
+        param.grad_dtype = dtype
+    return model
+
+
+@where(FOLLOWS_GRAD_DTYPE, scenario)
+def grad_dtypes_of_all(place: Place) -> Record:
+    """Reduced, summed and kept in them, which is another dtype than is stored."""
+    record: Record = {}
+    for policy, stored, dtype in (
+        ("none", BF16, FP32),
+        ("bf16", FP32, None),
+        ("reduce_bf16", BF16, FP32),
+        ("bf16", BF16, BF16),
+    ):
+        model = set_grad_dtypes(stack((stored, stored)), dtype)
+        model = place.sharded(policy, model)
+        losses = [one_backward(model, place, step).item() for step in range(2)]
+        record[f"{policy} {stored} {dtype}"] = dict(gradients(model)) | {"": losses}
+        model.float()  # an explicit one stays
+        dtypes = [str(param.grad.dtype) for param in model.parameters()]
+        record[f"{policy} {stored} {dtype} cast"] = {"": dtypes}
+    return record
+
+
 @where(FOLLOWS_GRAD_DTYPE, scenario)
 def unused_without_a_dtype(place: Place) -> Record:
     model = place.sharded()
