@@ -57,25 +57,23 @@ class TestInputs(FakeGroupTest):
 
     def test_inputs_arrive_as_given_but_for_those_that_need_gradients(self) -> None:
         mask, other = torch.ones(2), object()
-        for wrap in (lambda x: x, lambda x: [x, None], lambda x: {"x": (x, mask)}):
-            for trained in (["x", "y"], []):
-                x, y = (torch.rand(2, requires_grad=n in trained) for n in "xy")
-                model: Any = fully_shard(Given(), mesh=self.mesh)
-                model(wrap(x), mask, 3, y=y, mask=mask, other=other).backward()
-                self.assertIsNotNone(model.weight.grad)
-                args, kwargs = model.given
-                arrived = {"x": tree_leaves(args)[0], "y": kwargs["y"]}
-                for name, value in (("x", x), ("y", y)):
-                    self.assertTrue(torch.equal(arrived[name], value))
-                    node = type(arrived[name].grad_fn).__name__
-                    is_passed = node == "RegisterPostBackwardFunctionBackward"
-                    self.assertEqual(is_passed, name in trained)
-                    self.assertEqual(arrived[name] is value, name not in trained)
-                self.assertEqual(type(args[0]), type(wrap(x)))
-                self.assertEqual([*kwargs], ["y", "mask", "other"])
-                found = args[1], args[2], kwargs["mask"], kwargs["other"]
-                for value, expected in zip(found, (mask, 3, mask, other)):
-                    self.assertIs(value, expected)
+        for trained in ("xy", ""):
+            x, y = (torch.rand(2, requires_grad=n in trained) for n in "xy")
+            model: Any = fully_shard(Given(), mesh=self.mesh)
+            model([x, None], mask, 3, y=y, mask={"m": mask}, other=other).backward()
+            self.assertIsNotNone(model.weight.grad)
+            ([own_x, none], own_mask, three), kwargs = model.given
+            self.assertEqual([*kwargs], ["y", "mask", "other"])
+            for own, value in ((own_x, x), (kwargs["y"], y)):
+                self.assertTrue(torch.equal(own, value))
+                node = type(own.grad_fn).__name__
+                is_passed = node == "RegisterPostBackwardFunctionBackward"
+                self.assertEqual(
+                    (is_passed, own is value), (bool(trained), not trained)
+                )
+            found = none, own_mask, three, kwargs["mask"]["m"], kwargs["other"]
+            for value, expected in zip(found, (None, mask, 3, mask, other)):
+                self.assertIs(value, expected)
 
 
 def train(model: Any, is_last: bool = True) -> None:

@@ -59,7 +59,8 @@ class TestPlugins(ScenarioTest):
             self.assertNotIn(None, seen[:3])
             self.assertEqual(seen[3:6], [None] * 3)
             last = {record["0 gradient head.weight"] for record in results.values()}
-            self.assertEqual(len(last), 4)  # read, dropped, replaced, scaled in place
+            # As read, dropped, replaced, and scaled in place
+            self.assertEqual(len(last), 4)
 
     # Of mixed units #
 
@@ -130,17 +131,16 @@ class TestMixedUnitsOf215(ScenarioTest):
 
     def test_gradients_wait_for_finalization(self) -> None:
         for results in self.results_of("mixed_finalized_by_hand"):
-            for in_background in (False, True):
-                self.assertEqual({*results[f"{in_background} left"]}, {False})
-                # Two steps: no gradient is there yet, and neither forward nor another
-                # finalization may come before the handle's wait
-                seen = results[f"{in_background} seen"]
-                step = 1 + 2 * in_background
-                self.assertEqual(len(seen), 2 * step)
-                for is_nothing_there, *texts in (seen[:step], seen[step:]):
-                    self.assertTrue(is_nothing_there)
-                    for text in texts:
-                        self.assertIn("must be waited on before", text)
+            self.assertEqual(results["at once seen"], [True] * 2)
+            # Of two steps: no gradient is there yet, and neither forward nor another
+            # finalization may come before the handle's wait
+            seen = results["in background seen"]
+            self.assertEqual(seen[::3], [True] * 2)
+            self.assertEqual(len(seen), 6)
+            for text in (*seen[1:3], *seen[4:]):
+                self.assertIn("must be waited on before", text)
+            for how in ("at once", "in background"):
+                self.assertEqual({*results[f"{how} left"]}, {False})
 
     def test_deferred_all_reduces_cannot_be_finalized(self) -> None:
         for results in self.results_of("mixed_finalization_that_is_refused"):
@@ -150,15 +150,16 @@ class TestMixedUnitsOf215(ScenarioTest):
 
     def test_extension_lets_go_of_its_inputs(self) -> None:
         for results in self.results_of("mixed_outputs_that_an_extension_releases"):
-            for turn in range(4):
-                self.assertTrue(results[f"{turn} freed"])
-                self.assertEqual(results[f"{turn} values"], results["0 values"])
+            self.assertEqual(results["freed"], [True] * 4)
+            self.assertEqual(results["values"], results["values"][:1] * 4)
 
     def test_plugin_prepares_inputs_for_each_bucket(self) -> None:
-        """What is gathered must be of one dtype."""
-        for results in self.results_of("mixed_replaced_steps"):
+        for results in self.results_of("mixed_inputs_that_are_padded"):
             # Two steps of two blocks of two dtypes, and a root of one
-            self.assertEqual(results["calls"], {"outputs": 0, "inputs": 2 * 5})
+            self.assertEqual(results["calls"], [3] * 2 * 5)
+
+    def test_plugin_that_replaces_what_is_gathered_is_refused(self) -> None:
+        for results in self.results_of("mixed_replaced_output_step"):
             self.assertIn("blocks.0.layers.0.weight", results["refused"])
 
 

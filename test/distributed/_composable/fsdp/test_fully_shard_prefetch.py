@@ -30,42 +30,32 @@ PRE, POST = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST
 BLOCKS = 4
 
 
-class Chain(nn.Sequential):
-    """Blocks whose outputs all count."""
-
-    # After the block whose backward fails
-    fails: int | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        losses = []
-        for i, block in enumerate(self):
-            x = block(x)
-            if i == self.fails:
-                x.register_hook(self._fail)
-            losses.append(x.float().square().mean())
-        return torch.stack(losses).sum()
-
-    @staticmethod
-    def _fail(_: torch.Tensor) -> None:
-        raise ArithmeticError
-
-
 class Boundary(nn.Module):
     """Notes when backward comes to the unit, before the unit itself does so."""
 
-    def __init__(self, block: nn.Module, notes: list[Any], name: int):
+    is_ahead: bool | None = None  # whether it was gathered by then
+
+    def __init__(self, block: nn.Module):
         super().__init__()
-        self.block, self.notes, self.name = block, notes, name
+        self.block = block
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.block(x)
 
         def note(_: torch.Tensor) -> None:
-            is_ahead = group_of(self)._all_gather_result is not None
-            self.notes.append((self.name, is_ahead))
+            self.is_ahead = group_of(self)._all_gather_result is not None
 
         y.register_hook(note)
         return y
+
+
+def fail_in_backward(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+    """Fails once the unit has begun its backward, whose hook is there already."""
+
+    def fail(_: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    output.register_hook(fail)
 
 
 class PrefetchTest(BlocksTest):
@@ -74,9 +64,24 @@ class PrefetchTest(BlocksTest):
     def mesh(self) -> Any:
         return mesh_of(self.world_size)
 
-    def noting(self, notes: list[Any]) -> nn.Sequential:
-        units = (Boundary(b, notes, i) for i, b in enumerate(self.new_blocks()))
-        return shard_blocks(nn.Sequential(*units), mesh=self.mesh())
+    def noting(self, mode: Any = "default") -> Any:
+        model = nn.Sequential(*map(Boundary, self.new_blocks()))
+        shard_blocks(model, mesh=self.mesh())
+        if mode != "default":
+            set_backward_prefetch(model, mode)
+        return model
+
+    def ahead(
+        self, model: Any, loss: torch.Tensor | None = None, **kwargs: Any
+    ) -> list[bool | None]:
+        """
+        Runs backward, by default of a new forward, and returns of each unit, the last
+        first, whether it was gathered when backward came to it.
+        """
+        if loss is None:
+            loss = model(self.input()).sum()
+        loss.backward(**kwargs)
+        return [boundary.is_ahead for boundary in reversed(model)]
 
     def assert_at_rest(self, model: nn.Module) -> None:
         """Nothing is gathered, or waits to be."""
@@ -88,30 +93,21 @@ class PrefetchTest(BlocksTest):
 
 
 class TestOrder(PrefetchTest):
-    def order(self, mode: Any) -> tuple[list[Any], list[str]]:
-        notes: list[Any] = []
-        model = self.noting(notes)
-        if mode != "default":
-            set_backward_prefetch(model, mode)
-        for _ in range(2):
-            loss = model(self.input()).sum()
-            notes.clear()
-            with record_collectives() as recorder:
-                loss.backward()
-        self.assert_at_rest(model)
-        return notes, [call.name for call in recorder.calls]
-
     @parametrize("mode", ("default", PRE, POST, None))
     def test_when_the_next_unit_is_gathered(self, mode: Any) -> None:
         """As far ahead or not, but behind the reductions of the unit before."""
-        ahead, calls = self.order(mode)
-        is_ahead = mode is not None
-        self.assertEqual(ahead, [(3, False), *((i, is_ahead) for i in (2, 1, 0))])
+        model = self.noting(mode)
+        self.ahead(model)
+        with record_collectives() as recorder:
+            ahead = self.ahead(model)
+        self.assert_at_rest(model)
+        self.assertEqual(ahead, [False, *[mode is not None] * 3])
         expected = ["all_gather", *["reduce_scatter"] * 3] * BLOCKS
         if mode in (PRE, "default"):  # each gather but the first before a reduction
             gather, *reductions = expected[:4]
             expected = [gather, *[gather, *reductions] * (BLOCKS - 1), *reductions]
-        self.assertEqual(calls, expected)
+        calls = [call.name for call in recorder.calls]
+        self.assertEqual(calls, ["all_gather"] * BLOCKS + expected)
 
     def test_forwards_without_gradients_are_not_recorded(self) -> None:
         model = shard_blocks(self.new_blocks(), mesh=self.mesh())
@@ -138,86 +134,61 @@ class TestOrder(PrefetchTest):
 
     def test_named_units_come_first(self) -> None:
         """Those that a unit is told to gather, it gathers before its backward."""
-        notes: list[Any] = []
-        model = self.noting(notes)
-        set_backward_prefetch(model, None)
+        model = self.noting(None)
         model[3].set_modules_to_backward_prefetch([model[1]])
-        model(self.input()).sum().backward()
-        self.assertEqual(notes, [(3, False), (2, False), (1, True), (0, False)])
+        self.assertEqual(self.ahead(model), [False, False, True, False])
         set_backward_prefetch(model, POST)
-        notes.clear()
-        model(self.input()).sum().backward()
-        self.assertEqual(notes, [(3, False), (2, False), (1, True), (0, True)])
+        self.assertEqual(self.ahead(model), [False, False, True, True])
         self.assert_at_rest(model)
 
 
 class TestSteps(PrefetchTest):
     def test_microbatches_that_reduce_nothing(self) -> None:
         """The next unit is gathered as well, where this one keeps its gradients."""
-        notes: list[Any] = []
-        model = self.noting(notes)
-        set_backward_prefetch(model, POST)
-        model.set_requires_gradient_sync(False)
-        model(self.input()).sum().backward()
-        self.assertEqual(notes, [(3, False), (2, True), (1, True), (0, True)])
-        model.set_requires_gradient_sync(True)
-        model(self.input()).sum().backward()
+        model = self.noting(POST)
+        for is_last in (False, True):
+            model.set_requires_gradient_sync(is_last)
+            self.assertEqual(self.ahead(model), [False, True, True, True])
         self.assert_at_rest(model)
 
     @parametrize("mode", (PRE, POST))
     def test_second_backward_of_a_forward(self, mode: BackwardPrefetch) -> None:
         """Which units came after which was used up by the first."""
-        notes: list[Any] = []
-        model = self.noting(notes)
-        set_backward_prefetch(model, mode)
+        model = self.noting(mode)
         loss = model(self.input()).sum()
-        model.set_is_last_backward(False)
-        loss.backward(retain_graph=True)
-        notes.clear()
-        model.set_is_last_backward(True)
-        loss.backward()
-        self.assertEqual(notes, [(i, False) for i in reversed(range(BLOCKS))])
+        for is_last, is_ahead in ((False, True), (True, False)):
+            model.set_is_last_backward(is_last)
+            ahead = self.ahead(model, loss, retain_graph=True)
+            self.assertEqual(ahead, [False, *[is_ahead] * 3])
         self.assert_at_rest(model)
 
     def test_a_backward_that_ends_in_the_final_callback(self) -> None:
         """What it has not gathered is not gathered in the next, which may not want to."""
-        notes: list[Any] = []
-        model = self.noting(notes)
-        set_backward_prefetch(model, POST)
+        model = self.noting(POST)
         model.set_is_last_backward(False)
         detach = model[-1].register_forward_pre_hook(lambda _, args: args[0].detach())
-        model(self.input()).sum().backward()
+        self.ahead(model)
         detach.remove()
         set_backward_prefetch(model, None)
         model.set_is_last_backward(True)
-        loss = model(self.input()).sum()
-        notes.clear()
-        loss.backward()
-        self.assertEqual(notes, [(i, False) for i in reversed(range(BLOCKS))])
+        self.assertEqual(self.ahead(model), [False] * BLOCKS)
         self.assert_at_rest(model)
 
     def test_backward_that_is_given_up(self) -> None:
         """What was about to be gathered is not, and the next step is right."""
-        model, expected = (Chain(*self.new_blocks()) for _ in range(2))
-        for each in (model, expected):
-            shard_blocks(each, mesh=self.mesh())
-        x = self.input()
-        set_backward_prefetch(model, POST)
-        for fails in range(BLOCKS):
-            model.fails = fails
-            loss = model(x)
+        model, expected = self.noting(POST), self.noting()
+        for boundary in model:
+            handle = boundary.register_forward_hook(fail_in_backward)
             with self.assertRaises(ArithmeticError):
-                loss.backward()
-            model.fails = None
+                self.ahead(model)
+            handle.remove()
             model._get_fsdp_state()._reset_iter_state()
             self.assert_at_rest(model)
-            model.zero_grad()
-            model(x).backward()
+            for each in (model, expected):
+                each.zero_grad()
+                self.ahead(each)
             self.assert_at_rest(model)
-            expected(x).backward()
             self.assert_same_grads(model, expected)
-            model.zero_grad()
-            expected.zero_grad()
 
 
 class TestSetting(FakeGroupTest):

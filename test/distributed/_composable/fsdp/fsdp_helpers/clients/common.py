@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
-import fsdp_helpers.clients.real_models  # noqa: F401
-from fsdp_helpers.clients.one_process import Difference, OneProcess
+from fsdp_helpers.clients.real_models import Difference, OneProcess
 from fsdp_helpers.common.utils import (
     DEVICE_TYPE,
     FSDPProcessTest,
@@ -49,9 +48,7 @@ def fsdp_accelerator(**kwargs: Any) -> Any:
         # What AcceleratorState does itself where there is an accelerator
         for state in (PartialState(), accelerator.state):
             state.distributed_type = DistributedType.FSDP
-        accelerator.state.fsdp_plugin = plugin = kwargs["fsdp_plugin"]
-        if kwargs.get("mixed_precision") == "bf16":
-            plugin.set_mixed_precision("bf16")
+        accelerator.state.fsdp_plugin = kwargs["fsdp_plugin"]
     return accelerator
 
 

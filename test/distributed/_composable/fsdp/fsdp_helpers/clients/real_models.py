@@ -2,29 +2,48 @@
 Real models for tests: their dtypes, losses and batches, and training beside one process.
 Importing this makes ``examples/`` importable, whose ``kept_in_fp32.py`` is asked for the
 dtypes. The sharded model and the one process multiply alike: see ``half_products``.
+
+[Note: what must be equal at each step]
+Every process also has the model unsharded. It runs the batches of all ranks through
+it, one after the other, and so knows each rank's loss and gradient bit for bit, and
+the exact mean of the gradients, which it computes in fp64.
+
+Loss: equal. The operators and the values are the same.
+
+Gradients: the reduction adds one gradient per rank in their own dtype, and divides the
+sum. Each of these operations rounds by at most half an eps of a partial sum, and no
+partial sum is larger than the sum of the absolute values. With N ranks that is
+(N + 1) * eps / 2 of the mean of the absolute values: eps is 2**-7 in bf16 and 2**-23
+in fp32. A gradient that went through bf16 on its way to an fp32 parameter is far out.
+
+Parameters: equal. Before the unsharded model steps, it takes over the gradients that
+the sharded one has, which were checked just before. So rounding does not add up, and
+the last step is compared as strictly as the first.
+
+Accelerators may choose other kernels for shards, or add in any order: there the
+tolerances are wider, and still tell a gradient that is wrong by a factor of 2.
 """
 
 from __future__ import annotations
 
+import copy
+import math
 import os
 import sys
 import unittest
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
 from fsdp_helpers.clients.half_products import widen_half_products
-from fsdp_helpers.clients.one_process import (
-    Difference,
-    LossFunction,
-    train_side_by_side,
-)
 from fsdp_helpers.common.utils import PRELOADED, REPO_ROOT
 
 import torch
 import torch.distributed as dist
 from torch import nn, Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 
 sys.path.append(str(REPO_ROOT / "examples"))
@@ -34,6 +53,14 @@ widen_half_products()
 
 VOCABULARY = 64
 SEQUENCE_LENGTH = 16
+LEARNING_RATE = 2**-8
+ACCELERATOR_TOLERANCE = 2**-3
+
+# Takes the model and a batch of tokens
+LossFunction = Callable[[nn.Module, Tensor], Tensor]
+
+
+# Models and batches #
 
 
 def needs(*packages: str) -> Any:
@@ -95,3 +122,133 @@ def train(
     torch.manual_seed(0)
     model = build_model().to(device)
     return train_side_by_side(model, shard, mesh, loss_of, batches)
+
+
+# Beside one process #
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a tensor is from that of one process, at most, and how far it may be."""
+
+    what: str
+    where: str
+    relative: float
+    allowed: float
+
+    @property
+    def ok(self) -> bool:
+        return self.relative <= self.allowed
+
+
+def train_side_by_side(
+    model: nn.Module,
+    shard: Callable[[nn.Module, DeviceMesh], object],
+    mesh: DeviceMesh,
+    loss_of: LossFunction,
+    batches: Iterable[Tensor],
+) -> Iterator[list[Difference]]:
+    """
+    Shards ``model``, trains it, and yields the differences that this rank sees in each
+    step. Each batch has one chunk for each rank along its first dimension.
+    """
+    reference = OneProcess(copy.deepcopy(model), loss_of)
+    shard(model, mesh)
+    optimizer = make_optimizer(model)
+    for batch in batches:
+        chunks = batch.chunk(dist.get_world_size())
+        loss = loss_of(model, chunks[dist.get_rank()])
+        loss.backward()
+        losses = reference.backward(chunks)
+        found = [
+            _loss_difference(loss.detach(), losses[dist.get_rank()]),
+            *reference.gradient_differences(model),
+        ]
+        reference.step(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield [*found, *reference.parameter_differences(model)]
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    # fp16 has no 1e-8: that would be 0, and 0 is what unused words are divided by
+    is_half = any(p.dtype is torch.float16 for p in model.parameters())
+    eps = 2**-10 if is_half else 1e-8
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=eps)
+
+
+class OneProcess:
+    """The unsharded model, and the exact gradients of the step."""
+
+    def __init__(self, model: nn.Module, loss_of: LossFunction) -> None:
+        self.model = model
+        self.loss_of = loss_of
+        self.optimizer = make_optimizer(model)
+        self.means: dict[str, Tensor] = {}
+        self.magnitudes: dict[str, Tensor] = {}  # means of the absolute values
+
+    def backward(self, chunks: tuple[Tensor, ...]) -> list[Tensor]:
+        """Computes all ranks' gradients, and returns their losses."""
+        losses = []
+        self.means, self.magnitudes = {}, {}
+        for chunk in chunks:
+            loss = self.loss_of(self.model, chunk)
+            loss.backward()
+            losses.append(loss.detach())
+            for name, parameter in self.model.named_parameters():
+                if parameter.grad is None:
+                    continue
+                part = parameter.grad.double() / len(chunks)
+                for sums, term in ((self.means, part), (self.magnitudes, part.abs())):
+                    sums[name] = sums[name] + term if name in sums else term
+                parameter.grad = None
+        return losses
+
+    def gradient_differences(self, sharded: nn.Module) -> Iterator[Difference]:
+        """Compares what the sharded model has reduced."""
+        for name, parameter in sharded.named_parameters():
+            kind = f"{_name_of(parameter.dtype)} gradients"
+            if parameter.grad is None or name not in self.means:
+                both = parameter.grad is None and name not in self.means
+                yield Difference(kind, name, 0.0 if both else math.inf, 0.0)
+                continue
+            gradient = _full(parameter.grad)
+            roundings = dist.get_world_size() + 1
+            allowed = roundings * torch.finfo(gradient.dtype).eps / 2
+            if gradient.device.type != "cpu":
+                allowed += ACCELERATOR_TOLERANCE
+            apart = (gradient.double() - self.means[name]).abs()
+            size = self.magnitudes[name]
+            relative = torch.where(apart == 0, 0.0, apart / size).max().item()
+            yield Difference(kind, name, relative, allowed)
+
+    def step(self, sharded: nn.Module) -> None:
+        """Steps with the gradients of the sharded model."""
+        for name, parameter in sharded.named_parameters():
+            own = self.model.get_parameter(name)
+            own.grad = None if parameter.grad is None else _full(parameter.grad)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def parameter_differences(self, sharded: nn.Module) -> Iterator[Difference]:
+        for name, expected in self.model.named_parameters():
+            actual = _full(sharded.get_parameter(name))
+            same = actual.dtype == expected.dtype and torch.equal(actual, expected)
+            kind = f"{_name_of(expected.dtype)} parameters"
+            yield Difference(kind, name, 0.0 if same else math.inf, 0.0)
+
+
+def _loss_difference(loss: Tensor, expected: Tensor) -> Difference:
+    relative = ((loss - expected).abs() / expected.abs()).item()
+    exact = loss.device.type == "cpu"
+    allowed = 0.0 if exact else ACCELERATOR_TOLERANCE
+    return Difference("loss", "this rank", relative, allowed)
+
+
+def _full(tensor: Tensor) -> Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.full_tensor().detach()
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

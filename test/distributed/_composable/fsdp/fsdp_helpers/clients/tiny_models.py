@@ -157,27 +157,11 @@ TINY_MODELS = {
             "head_dim": 8,
             "moe_shared_expert_intermediate_size": 16,
         },
-        # As its checkpoints store them
+        # As its checkpoints store them. Near ties between experts are not decided by
+        # rounding
         fp32=(*STATE_SPACE, "gate.weight"),
     ),
     "llama_peft": TinyModel(("LlamaForCausalLM",), {}, build=llama_with_adapters),
-    "deepseek_v3": TinyModel(
-        ("DeepseekV3ForCausalLM", "DeepseekV3Config"),
-        {
-            **DECODER,
-            "q_lora_rank": 8,
-            "num_key_value_heads": 4,
-            "kv_lora_rank": 8,
-            "qk_rope_head_dim": 4,
-            "qk_nope_head_dim": 8,
-            "v_head_dim": 8,
-            **EXPERTS,
-            "first_k_dense_replace": 1,  # then one layer of experts
-            "n_group": 2,
-        },
-        # Near ties between experts are not decided by rounding
-        fp32=("gate.weight",),
-    ),
     "deepseek_v4": TinyModel(
         ("DeepseekV4ForCausalLM", "DeepseekV4Config"),
         {

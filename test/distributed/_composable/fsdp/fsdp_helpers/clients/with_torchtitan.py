@@ -17,8 +17,11 @@ from typing import Any
 from unittest import mock
 
 from fsdp_helpers.clients.common import ClientTest
-from fsdp_helpers.clients.one_process import OneProcess, train_side_by_side
-from fsdp_helpers.clients.real_models import make_mesh
+from fsdp_helpers.clients.real_models import (
+    make_mesh,
+    OneProcess,
+    train_side_by_side,
+)
 
 import torch
 import torch.nn as nn

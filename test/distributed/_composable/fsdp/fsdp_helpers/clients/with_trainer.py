@@ -16,9 +16,11 @@ from typing import Any
 from unittest import mock
 
 from fsdp_helpers.clients.common import as_launched, ClientTest, fsdp_accelerator
-from fsdp_helpers.clients.one_process import LossFunction, make_optimizer, OneProcess
 from fsdp_helpers.clients.real_models import (
     causal_loss,
+    LossFunction,
+    make_optimizer,
+    OneProcess,
     SEQUENCE_LENGTH,
     token_batches,
     VOCABULARY,

@@ -15,11 +15,10 @@ docs/architecture.md says what that proves and what not.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from fsdp_helpers.late_device.queues import Entry, Memory, Recording
+from fsdp_helpers.late_device.devices import Entry, Recording
 from fsdp_helpers.late_device.record import Rank, record
 
 
@@ -40,54 +39,27 @@ def unordered(recording: Recording) -> list[str]:
     return [f"  {first}\n  {second}" for first, second in conflicts(recording)]
 
 
-def place(recording: Recording) -> dict[Memory, int]:
-    """
-    Returns the address that each memory gets from a caching allocator, which hands out
-    freed memory in the stream that it was allocated in, at once and whatever its size.
-    """
-    # All blocks have one size, so that each fits every allocation
-    block_nbytes = max((c.memory.nbytes for c in recording.changes), default=0)
-    addresses: dict[Memory, int] = {}
-    free: dict[Any, list[int]] = defaultdict(list)  # by owner
-    end = 0
-    for memory, is_free in recording.changes:
-        if is_free:
-            if memory.is_reusable:
-                free[memory.owner].append(addresses[memory])
-        elif memory.nbytes == 0:
-            addresses[memory] = 0
-        elif not memory.was_there and free[memory.owner]:
-            addresses[memory] = free[memory.owner].pop()
-        else:
-            addresses[memory] = end
-            end += block_nbytes
-    return addresses
-
-
 def conflicts(recording: Recording) -> list[tuple[Entry, Entry]]:
     """
     Returns the pairs of entries that use the same bytes, one of them to write, and
     that nothing orders. No other pair can make orders of execution differ.
     """
-    addresses = place(recording)
     entries = recording.entries
     reach = [0] * len(entries)
-    uses: list[tuple[int, int, int, bool]] = []
+    uses: list[tuple[int, int, int, int, bool]] = []
     for entry in entries:
         for other in entry.before:
             reach[entry.index] |= reach[other.index] | 1 << other.index
         for pieces, is_write in ((entry.reads, False), (entry.writes, True)):
-            for piece in pieces:
-                address, (start, end) = addresses[piece.memory], piece.span
+            for memory, (start, end) in pieces:
                 if end:
-                    span = address + start, address + end
-                    uses.append((*span, entry.index, is_write))
+                    uses.append((id(memory), start, end, entry.index, is_write))
     uses.sort()
     found: set[tuple[int, int]] = set()
-    for at, (_, end, index, writes) in enumerate(uses):
+    for at, (memory, _, end, index, writes) in enumerate(uses):
         for later in range(at + 1, len(uses)):
-            start, _, other, other_writes = uses[later]
-            if start >= end:
+            other_memory, start, _, other, other_writes = uses[later]
+            if other_memory != memory or start >= end:
                 break
             if writes or other_writes:
                 first, second = (index, other) if index < other else (other, index)

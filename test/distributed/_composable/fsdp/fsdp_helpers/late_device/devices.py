@@ -1,6 +1,6 @@
 """
-What stands in for a device: streams, events and ``torch.cuda``. They order what a rank
-issues.
+What stands in for a device: streams, events and ``torch.cuda``, which order what a rank
+issues; and what a recording of that holds.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ import linecache
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 
 if TYPE_CHECKING:
-    from fsdp_helpers.late_device.queues import Entry
     from fsdp_helpers.late_device.record import Rank
+    from fsdp_helpers.late_device.sites import Line
 
 # What must have run: of each stream its last entry. Never changed in place.
 Clock = frozenset["Entry"]
@@ -45,9 +46,6 @@ class Stream:
         event = event or self.rank.new_event()
         event.record(self)
         return event
-
-    def synchronize(self) -> None:
-        self.rank.host.wait_stream(self)
 
     def __repr__(self) -> str:
         return self.name
@@ -106,9 +104,6 @@ class DeviceHandle:
     def current_stream(self, device: Any = None) -> Any:
         return self._rank.stream
 
-    def synchronize(self, device: Any = None) -> None:
-        self._rank.synchronize()
-
     @contextlib.contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
         rank = self._rank
@@ -120,3 +115,51 @@ class DeviceHandle:
             yield
         finally:
             rank.stream = previous
+
+
+# Recordings #
+
+
+@dataclass(eq=False)
+class Memory:
+    """Storage from its allocation until it is freed."""
+
+    owner: Stream  # the host for host memory
+    nbytes: int
+    label: str
+
+
+class Piece(NamedTuple):
+    """The bytes from the first to the last element of a tensor in some memory."""
+
+    memory: Memory
+    span: tuple[int, int]
+
+
+@dataclass(eq=False, repr=False)  # each would show all that it comes after
+class Entry:
+    """What a stream has to do."""
+
+    index: int  # in the order of issue
+    stream: Stream
+    label: str
+    line: Line
+    before: frozenset[Entry]  # what must have run
+    reads: list[Piece]
+    writes: list[Piece]
+
+    def __repr__(self) -> str:
+        file, number, function = self.line
+        at = f"{file.rpartition('/')[2]}:{number} {function}"
+        return f"[{self.stream}] {self.label} ({at})"
+
+
+@dataclass
+class Recording:
+    """What a rank issued."""
+
+    entries: list[Entry] = field(default_factory=list)
+    # How many events were still held at the end of each step
+    events_left: list[int] = field(default_factory=list)
+    # The lines that order streams
+    visited: set[Line] = field(default_factory=set)

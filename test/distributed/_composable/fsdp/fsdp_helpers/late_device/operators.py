@@ -18,7 +18,6 @@ ALLOCATING = frozenset(
     for name in ("empty", "empty_like", "empty_strided", "new_empty")
     + ("new_empty_strided", "empty_permuted")
 )
-HOST_READING = frozenset(("aten::_local_scalar_dense", "aten::equal"))
 
 
 @functools.cache

@@ -18,21 +18,28 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
-from fsdp_helpers.late_device.devices import DeviceHandle, Event, Pending, Stream
+from fsdp_helpers.late_device.devices import (
+    DeviceHandle,
+    Entry,
+    Event,
+    Memory,
+    Pending,
+    Piece,
+    Recording,
+    Stream,
+)
 from fsdp_helpers.late_device.operators import (
     ALLOCATING,
     argument_names,
     COALESCED,
     COLLECTIVES,
     exchange,
-    HOST_READING,
     is_on_device,
     is_view,
     OperatorMode,
     written_names,
 )
-from fsdp_helpers.late_device.queues import Change, Entry, Memory, Piece, Recording
-from fsdp_helpers.late_device.sites import caller_line, Site, Watch
+from fsdp_helpers.late_device.sites import caller_line, Line, Watch
 
 import torch
 import torch.distributed as dist
@@ -71,7 +78,6 @@ class Rank:
         self._streams = [self.default_stream]
         self._comm_streams: dict[Any, Stream] = {}
         self._memory: dict[int, tuple[StorageWeakRef, Memory]] = {}
-        self._recorded: set[Memory] = set()  # in streams, so freed after them
         # By owner: memory that its next allocation may get
         self._freed: dict[Stream, list[Memory]] = {}
         self._events: weakref.WeakSet[Event] = weakref.WeakSet()
@@ -82,20 +88,13 @@ class Rank:
         self._streams.append(stream)
         return stream
 
-    def synchronize(self) -> None:
-        """Makes the host wait for all streams."""
+    def put_on_host(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Declares the memory of these tensors to be the host's, once it has waited."""
         self.collect()
         for stream in self._streams:
             self.host.clock |= stream.clock
-
-    def put_on_host(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Declares the memory of these tensors to be the host's, from now on."""
-        self.synchronize()
         for tensor in tensors:
             self._piece(tensor).memory.owner = self.host
-
-    def is_on_host(self, tensor: torch.Tensor) -> bool:
-        return self._piece(tensor).memory.owner is self.host
 
     def end_step(self) -> None:
         """Takes note of how many events somebody holds."""
@@ -145,10 +144,7 @@ class Rank:
         stream = self.host if on_host else self.stream
         outputs = [self._output(v, operator, stream) for v in results]
         writes = [*filter(None, outputs), *writes]
-        if name in HOST_READING:
-            self._add(operator, reads, [], stream)
-            self.host.clock |= stream.clock
-        elif writes or not any(map(is_on_device, results)):
+        if writes or not any(map(is_on_device, results)):
             # else it returned an argument
             self._add(operator, reads, writes, stream)
         return result
@@ -185,25 +181,27 @@ class Rank:
         """
         storage = tensor.untyped_storage()
         known = self._memory.get(storage._cdata)
-        if known is None:
-            memory = self._allocate(storage, label or "someone before", owner)
-            memory.was_there = label is None
-        else:
-            memory = known[1]
+        memory = known[1] if known else self._allocate(storage, label, owner)
         return Piece(memory, _span(tensor))
 
     def _allocate(
-        self, storage: torch.UntypedStorage, label: str, owner: Stream | None = None
+        self, storage: torch.UntypedStorage, label: str | None, owner: Stream | None
     ) -> Memory:
+        """
+        Takes note of memory that its owner gets. That may be any that it has freed: so
+        both are written in its stream.
+        """
         owner = owner or self.stream
         for memory in self._freed.pop(owner, ()):
             whole = Piece(memory, (0, memory.nbytes))
             freed = f"free {memory.nbytes} bytes of {memory.label}"
             self._add(freed, [], [whole], memory.owner)
-        memory = Memory(owner, storage.nbytes(), label)
+        memory = Memory(owner, storage.nbytes(), label or "someone before")
         # The weak reference keeps another storage from getting the same key
         self._memory[storage._cdata] = StorageWeakRef(storage), memory
-        self.recording.changes.append(Change(memory, is_free=False))
+        if label is not None and owner is not self.host:
+            whole = Piece(memory, (0, memory.nbytes))
+            self._add(f"allocate {label}", [], [whole], owner)
         return memory
 
     def collect(self) -> None:
@@ -217,11 +215,7 @@ class Rank:
     def _free(self, memory: Memory) -> None:
         if memory.nbytes == 0 or memory.owner is self.host:
             return  # pinned memory waits for its copies by itself
-        self.recording.changes.append(Change(memory, is_free=True))
-        if memory in self._recorded:
-            memory.is_reusable = False  # until long after its readers
-        else:
-            self._freed.setdefault(memory.owner, []).append(memory)
+        self._freed.setdefault(memory.owner, []).append(memory)
 
     def resize(self, storage: torch.UntypedStorage, original: Any, nbytes: int) -> Any:
         self.collect()
@@ -232,11 +226,8 @@ class Rank:
         known = self._memory.pop(storage._cdata, None)
         if known is not None and before > 0:
             self._free(known[1])
-        self._allocate(storage, "resize_")
+        self._allocate(storage, "resize_", None)
         return result
-
-    def record_stream(self, tensor: torch.Tensor) -> None:
-        self._recorded.add(self._piece(tensor).memory)
 
     def copy_across(self, tensor: torch.Tensor, non_blocking: bool) -> torch.Tensor:
         """Copies from host to device or back, in the current stream."""
@@ -287,10 +278,10 @@ def record(
     program: Callable[[Rank], Any],
     ranks: int = 1,
     *,
-    without: Sequence[Site] = (),
+    without: Line | None = None,
 ) -> Recording:
     """
-    Runs a program as one rank of a group of so many, without some of the calls that
+    Runs a program as one rank of a group of so many, without the calls of a line that
     order streams, and returns what it issued.
     """
     torch.manual_seed(0)
@@ -322,12 +313,8 @@ def _patched(rank: Rank) -> Iterator[None]:
             patch(dist, name, _collective(rank, name, tensors))
         for name, single in COALESCED.items():
             patch(dist.ProcessGroup, name, _coalesced(rank, single))
-        patch(dist, "barrier", lambda *args, **kwargs: rank.synchronize())
         patch(torch.UntypedStorage, "resize_", _resize(rank))
         patch(torch.Tensor, "to", _to(rank))
-        patch(
-            torch.Tensor, "record_stream", lambda tensor, _: rank.record_stream(tensor)
-        )
         gc.disable()  # or memory would be freed at other places each time
         stack.callback(gc.enable)
         gc.freeze()  # what a schedule collects is its own

@@ -16,7 +16,7 @@ from unittest import mock
 from fsdp_helpers.common.comms import GivenGrads
 from fsdp_helpers.common.release_rules import FOLLOWS_GRAD_DTYPE
 from fsdp_helpers.common.utils import CastLinear, MixedBlock
-from fsdp_helpers.late_device.queues import Recording
+from fsdp_helpers.late_device.devices import Recording
 from fsdp_helpers.late_device.record import Rank
 from fsdp_helpers.late_device.record import record as record_program
 
@@ -329,39 +329,29 @@ def backwards_in_two_streams(kit: Kit) -> None:
             kit.optimize(net)
 
 
-# Finalization by hand #
-
-
-def _nets_to_finalize(kit: Kit) -> Iterator[Net]:
+def finalized_in_its_own_stream(kit: Kit) -> None:
     """
-    Yields each net three times, its backward done: twice of two microbatches that
-    reduce nothing, and between them of one that reduces at once.
+    Twice of two microbatches that reduce nothing, and between them of one that reduces
+    at once. What is left to reduce is copied in there, and waited for where it is used.
     """
+    handle, side = kit.rank.handle, kit.rank.new_stream("finalization")
     for mesh in (kit.mesh(RANKS), kit.mesh(2, 2)):
         net = kit.sharded_net(mesh=mesh)
         net.set_manual_backward_finalization(True)
-        for reduces_at_once in (False, True, False):
-            if not reduces_at_once:
-                net.set_requires_gradient_sync(False)
+        for microbatches in (2, 1, 2):
+            net.set_requires_gradient_sync(microbatches == 1)
+            for _ in range(microbatches):
                 kit.backward(net)
-            kit.backward(net)
             net.set_requires_gradient_sync(True)
-            yield net
-
-
-def finalized_in_its_own_stream(kit: Kit) -> None:
-    """What is left to reduce is copied in there, and waited for where it is used."""
-    handle, side = kit.rank.handle, kit.rank.new_stream("finalization")
-    for net in _nets_to_finalize(kit):
-        default = handle.current_stream()
-        side.wait_stream(default)
-        with handle.stream(side):
-            reduction = net.finalize_backward(async_op=True)
-        default.wait_stream(side)
-        reduction.wait()
-        with handle.stream(side):
-            kit.input()
-        kit.optimize(net)
+            default = handle.current_stream()
+            side.wait_stream(default)
+            with handle.stream(side):
+                reduction = net.finalize_backward(async_op=True)
+            default.wait_stream(side)
+            reduction.wait()
+            with handle.stream(side):
+                kit.input()
+            kit.optimize(net)
 
 
 if FOLLOWS_GRAD_DTYPE:  # since 2.15
@@ -542,18 +532,11 @@ def _pinning() -> Iterator[None]:
 
 
 def record(
-    schedule: str | Callable[[Kit], None],
-    kind: str,
-    *,
-    broken: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
-    **options: Any,
+    schedule: str | Callable[[Kit], None], kind: str, **options: Any
 ) -> Recording:
-    """
-    Records a schedule, or the one of that name, with what ``broken`` breaks. Options
-    are the recorder's.
-    """
+    """Records a schedule, or the one of that name. Options are the recorder's."""
     run = SCHEDULES[schedule] if isinstance(schedule, str) else schedule
-    with _pinning() if "pinned" in run.__name__ else contextlib.nullcontext(), broken():
+    with _pinning() if "pinned" in run.__name__ else contextlib.nullcontext():
         return record_program(
             lambda rank: run(Kit(rank, KINDS[kind])), RANKS, **options
         )

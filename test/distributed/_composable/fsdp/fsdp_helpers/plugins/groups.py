@@ -5,7 +5,6 @@ between backward and the all-reduce, hooks of state dicts, and changes that come
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -17,7 +16,6 @@ from fsdp_helpers.common.parity_layers import (
     FP32,
     gradients,
     groups_of,
-    Layer,
     loss_of,
     parameters,
     Record,
@@ -123,20 +121,17 @@ def policy_set_before_the_first_forward(place: Place) -> Record:
     return record | {"gathered in": dtypes}
 
 
-def group_that_is_built_directly(place: Place) -> Record:
+def group_that_is_built_by_hand(place: Place) -> Record:
     """As upstream's test of training states does, without any policy."""
     mesh_info = groups_of(place.sharded("none"))[0].mesh_info
     module = nn.Linear(4, 4)
     rest = (mesh_info, None, torch.device("cpu"), None, None, None)
     group = FSDPParamGroup([*module.parameters()], (module,), *rest)
-    with group.use_training_state(TrainingState.FORWARD):
-        inside = str(group._training_state)
-    sizes = [tuple(p.sharded_size) for p in group.fsdp_params]
-    return {"found": (inside, str(group._training_state), sizes)}
+    return {"sizes": [tuple(p.sharded_size) for p in group.fsdp_params]}
 
 
 if not FOLLOWS_GRAD_DTYPE:  # since then the release needs one
-    scenario(group_that_is_built_directly)
+    scenario(group_that_is_built_by_hand)
 
 
 # The list of parameters #
@@ -279,11 +274,21 @@ def deferred(change: Callable[[FSDPParamGroup], Any], seen: list[Any]) -> Step:
 
 
 KEPT = "_partial_reduce_output"
+
+
+def set_anew(group: FSDPParamGroup) -> None:
+    """As a plugin does that all-reduces every few steps, with sums of its own."""
+    kept = getattr(group, KEPT).clone()
+    setattr(group, KEPT, None)
+    setattr(group, KEPT, kept)
+
+
 CHANGES: dict[str, Callable[[FSDPParamGroup], Any]] = {
     "read": lambda group: None,
     "dropped": lambda group: setattr(group, KEPT, None),
     "replaced": lambda group: setattr(group, KEPT, 2 * getattr(group, KEPT)),
     "scaled_in_place": lambda group: getattr(group, KEPT).mul_(0.5),
+    "set_anew": set_anew,
 }
 
 
@@ -307,27 +312,6 @@ def several_partial_reduce_outputs(place: Place) -> Record:
         group._partial_reduce_output = None
     left = [group._partial_reduce_output for group in groups_of(model)]
     return {"kept": [describe(each) for each in kept], "left": left}
-
-
-@scenario
-def partial_reduce_output_set_where_none_is_kept(place: Place) -> Record:
-    """As a plugin does that all-reduces every few steps, with sums of its own."""
-    model = place.sharded(mesh=place.pairs)
-    saved: list[torch.Tensor] = []
-
-    def run(model: Stack, place: Place, step: int) -> torch.Tensor:
-        for group, kept in zip(groups_of(model), saved):
-            group._partial_reduce_output = kept
-        saved.clear()
-        model.set_requires_all_reduce(step % 2 == 1)
-        loss = one_backward(model, place, step)
-        if step % 2 == 0:
-            for group in groups_of(model):
-                saved.append(group._partial_reduce_output.clone())
-                group._partial_reduce_output = None
-        return loss
-
-    return train(model, place, steps=range(4), run=run)
 
 
 @scenario
@@ -355,48 +339,26 @@ HANDLES = (
 )
 
 
-def kinds_while_unsharded(model: Stack) -> dict[str, str]:
-    """Returns what a state dict has of units that are unsharded now."""
-    for unit in units_of(model):
-        unit.unshard()
-    kinds = {name: type(value).__name__ for name, value in model.state_dict().items()}
-    for unit in units_of(model):
-        unit.reshard()
-    return kinds
-
-
 @scenario
 def state_dict_hooks(place: Place) -> Record:
     """A plugin detaches the first block's, so that it is saved as it is."""
     model = place.sharded()
     record: Record = train(model, place)
-    record["kinds"] = kinds_while_unsharded(model)
-    layer = model.blocks[0].layers[0]
     group = groups_of(model)[1]
-    for attribute in HANDLES:
-        for handle in getattr(group, attribute).values():
-            handle.remove()
-    record["kinds without"] = kinds_while_unsharded(model)
+    for when in ("attached", "detached"):
+        for unit in units_of(model):
+            unit.unshard()
+        state_dict = model.state_dict()
+        record[when] = {name: type(v).__name__ for name, v in state_dict.items()}
+        for attribute in HANDLES:
+            for handle in getattr(group, attribute).values():
+                handle.remove()
+    layer = model.blocks[0].layers[0]
     hooks = layer._state_dict_pre_hooks, layer._load_state_dict_pre_hooks
     return record | {"left": [*map(len, hooks)]}
 
 
 # Late changes #
-
-
-@scenario
-def setattr_of_a_class(place: Place) -> Record:
-    """Comes after lazy init, and goes again."""
-    model, calls = place.sharded(), Counter()
-    record = train(model, place)
-
-    def set_and_count(module: nn.Module, name: str, value: Any) -> None:
-        calls[f"{name} {type(value).__name__}"] += 1
-        nn.Module.__setattr__(module, name, value)
-
-    with mock.patch.object(Layer, "__setattr__", set_and_count):
-        record |= train(model, place, steps=range(2, 4)) | {"calls": dict(calls)}
-    return record | train(model, place, steps=range(4, 6)) | {"left": dict(calls)}
 
 
 class Doubled(torch.Tensor):
@@ -427,11 +389,7 @@ def extension_after_lazy_init(place: Place) -> Record:
 
     backward(1)
     model.zero_grad()
-    fsdp_param = next(
-        param
-        for param in groups_of(model)[1].fsdp_params
-        if param._module_info.param_name == "weight"
-    )
+    fsdp_param, *_ = groups_of(model)[1].fsdp_params
     sharded = fsdp_param.sharded_param
     sharded._local_tensor = sharded._local_tensor.detach().as_subclass(Doubled)
     fsdp_param._init_extensions()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from fsdp_helpers.common.parity_layers import (
@@ -46,13 +46,6 @@ def where(is_there: bool, add: Add) -> Add:
 
 
 since_2_15 = where(FOLLOWS_GRAD_DTYPE, of_both_kinds)
-uniform_since_2_15 = where(FOLLOWS_GRAD_DTYPE, scenario)
-
-
-def outputs_of(model: nn.Module) -> Iterator[torch.Tensor]:
-    for group in groups_of(model):
-        for fsdp_param in group.fsdp_params:
-            yield from fsdp_param.all_gather_outputs
 
 
 # Storage that stays #
@@ -60,21 +53,20 @@ def outputs_of(model: nn.Module) -> Iterator[torch.Tensor]:
 
 @since_2_15
 def storage_that_is_kept(place: Place) -> Record:
-    plain = train(place.of_kind("bf16_reduce_fp32"), place, steps=range(5))
-    model = place.of_kind("bf16_reduce_fp32")
-    model.set_keep_unsharded_storage(True)
-    record = train(model, place)
-    for unit in units_of(model):
-        unit.reshard()
-    before = [output.data_ptr() for output in outputs_of(model)]
-    facts = [all(o.untyped_storage().nbytes() for o in outputs_of(model))]
-    record |= train(model, place, steps=range(2, 4))
-    facts.append(before == [output.data_ptr() for output in outputs_of(model)])
-    model.set_keep_unsharded_storage(False)
-    record |= train(model, place, steps=range(4, 5))
-    for unit in units_of(model):
-        unit.reshard()
-    facts.append(not any(o.untyped_storage().nbytes() for o in outputs_of(model)))
+    plain = train(place.of_kind("bf16_reduce_fp32"), place, steps=range(3))
+    model, record = place.of_kind("bf16_reduce_fp32"), {}
+    nbytes: list[set[int]] = []
+    places: list[list[int]] = []
+    for step, is_kept in enumerate((True, True, False)):
+        model.set_keep_unsharded_storage(is_kept)
+        record |= train(model, place, steps=range(step, step + 1))
+        for unit in units_of(model):
+            unit.reshard()
+        params = [param for group in groups_of(model) for param in group.fsdp_params]
+        outputs = [output for param in params for output in param.all_gather_outputs]
+        nbytes.append({output.untyped_storage().nbytes() for output in outputs})
+        places.append([output.data_ptr() for output in outputs])
+    facts = [0 not in nbytes[0], places[0] == places[1], nbytes[2] == {0}]
     return {"plain": plain, "kept": record, "allocated, in place, freed": facts}
 
 
@@ -89,53 +81,47 @@ def error_of(action: Callable[[], Any]) -> str | None:
     return None
 
 
-def finalized_step(
-    model: Stack, place: Place, step: int, *, in_background: bool, seen: list[Any]
+def two_backwards(
+    model: Stack, place: Place, step: int, *, how: str, seen: list[Any]
 ) -> torch.Tensor:
-    """Two backwards, of which the first reduces nothing, and then the reduction."""
+    """The first reduces nothing, nor does the second if it is finalized by hand."""
+    by_hand = how != "plain"
     model.set_requires_gradient_sync(False)
     one_backward(model, place, 2 * step)
+    model.set_requires_gradient_sync(not by_hand)
     loss = one_backward(model, place, 2 * step + 1)
-    seen.append(all(param.grad is None for param in model.parameters()))
-    model.set_requires_gradient_sync(True)
-    if not in_background:
-        model.finalize_backward()
-        return loss
-    handle = model.finalize_backward(async_op=True)
-    seen.append(error_of(lambda: model(batch_of(0, place.rank))))
-    seen.append(error_of(model.finalize_backward))
-    handle.wait()
+    if by_hand:
+        seen.append(all(param.grad is None for param in model.parameters()))
+        model.set_requires_gradient_sync(True)
+        handle = model.finalize_backward(async_op=how == "in background")
+        if handle is not None:
+            seen.append(error_of(lambda: model(batch_of(0, place.rank))))
+            seen.append(error_of(model.finalize_backward))
+            handle.wait()
     return loss
-
-
-def synced_step(model: Stack, place: Place, step: int) -> torch.Tensor:
-    """The same without finalization by hand."""
-    model.set_requires_gradient_sync(False)
-    one_backward(model, place, 2 * step)
-    model.set_requires_gradient_sync(True)
-    return one_backward(model, place, 2 * step + 1)
 
 
 @since_2_15
 def finalized_by_hand(place: Place) -> Record:
-    record: Record = {"plain": train(place.of_kind(), place, run=synced_step)}
-    for in_background in (False, True):
-        model, seen = place.of_kind(), []
-        model.set_manual_backward_finalization(True)
-        run = functools.partial(finalized_step, in_background=in_background, seen=seen)
-        record[str(in_background)] = train(model, place, run=run)
+    record: Record = {}
+    for how in ("plain", "at once", "in background"):
+        model, seen, left = place.of_kind(), [], []
+        model.set_manual_backward_finalization(how != "plain")
+        run = functools.partial(two_backwards, how=how, seen=seen)
+        record[how] = train(model, place, run=run)
+        if how == "plain":
+            continue
         # A backward that is to reduce at once waits for the finalization all the same
         one_backward(model, place, 9)
         model.finalize_backward()
-        record[f"{in_background} seen"] = seen
-        left = [group._post_backward_pending for group in groups_of(model)]
+        left += [group._post_backward_pending for group in groups_of(model)]
         # Nor is anything left to finalize of an iteration that is given up
         model.set_requires_gradient_sync(False)
         one_backward(model, place, 10)
         model.reset_iter_state()
         left += [group._post_backward_pending for group in groups_of(model)]
         left += [param.grad is not None for param in model.parameters()]
-        record[f"{in_background} left"] = left
+        record |= {f"{how} seen": seen, f"{how} left": left}
     return record
 
 
@@ -168,14 +154,14 @@ def outputs_that_an_extension_releases(place: Place) -> Record:
     model = extended_stack(Released, 8, (BF16,) if place.is_mixed else ())
     for block in model:
         fully_shard(block, mesh=place.mesh)
-    record: Record = {}
-    for turn in range(4):
+    record: Record = {"values": [], "freed": []}
+    for _ in range(4):
         model[0].unshard()
         params = groups_of(model[0])[0].fsdp_params
         wrapped = next(p for p in params if hasattr(p, "_extensions_data"))
-        record[f"{turn} values"] = wrapped.unsharded_param.detach().tolist()
+        record["values"].append(wrapped.unsharded_param.detach().tolist())
         nbytes = [o.untyped_storage().nbytes() for o in wrapped.all_gather_outputs]
-        record[f"{turn} freed"] = not any(nbytes)
+        record["freed"].append(not any(nbytes))
         model[0].reshard()
     return record
 
@@ -184,31 +170,20 @@ def outputs_that_an_extension_releases(place: Place) -> Record:
 
 
 @since_2_15
-def replaced_steps(place: Place) -> Record:
-    """Of mixed units, those of the reduction alone: what is gathered has one dtype."""
-    calls = {"outputs": 0, "inputs": 0}
+def replaced_output_step(place: Place) -> Record:
+    """Of mixed units it is refused: what is gathered has one dtype."""
+    calls: list[int] = []
 
     def outputs(*args: Any) -> None:
-        calls["outputs"] += 1
+        calls.append(len(args))
         _fsdp_collectives._default_all_gather_output_fn(*args)
 
-    def inputs(params: Any, grads: list[torch.Tensor], world_size: int) -> Any:
-        calls["inputs"] += 1
-        # In place, as it is meant
-        grads[:] = [2 * grad for grad in grads]
-        default = _fsdp_collectives._default_reduce_scatter_input_fn
-        return default(params, grads, world_size)
-
     model = place.of_kind()
-    for group in groups_of(model):
-        group._prepare_reduce_scatter_inputs = inputs
-        if not place.is_mixed:
-            group._all_gather_output_fn = outputs
-    record = train(model, place) | {"calls": dict(calls)}
+    for group in groups_of(model)[1:]:
+        group._all_gather_output_fn = outputs
     if place.is_mixed:
-        groups_of(model)[1]._all_gather_output_fn = outputs
-        record["refused"] = error_of(lambda: one_backward(model, place, 2))
-    return record
+        return {"refused": error_of(lambda: one_backward(model, place, 0))}
+    return train(model, place) | {"calls": calls}
 
 
 def with_a_row_more(params: Any, grads: list[torch.Tensor], world_size: int) -> Any:
@@ -225,15 +200,21 @@ def with_a_row_more(params: Any, grads: list[torch.Tensor], world_size: int) -> 
 
 @since_2_15
 def inputs_that_are_padded(place: Place) -> Record:
+    calls: list[int] = []
+
+    def pad(params: Any, grads: list[torch.Tensor], world_size: int) -> Any:
+        calls.append(len(grads))
+        return with_a_row_more(params, grads, world_size)
+
     record: Record = {}
     for name in ("plain", "padded"):
         model = place.of_kind(
             mesh=place.pairs, shard_placement_fn=lambda param: Shard(param.ndim - 1)
         )
         for group in groups_of(model) if name == "padded" else ():
-            group._prepare_reduce_scatter_inputs = with_a_row_more
+            group._prepare_reduce_scatter_inputs = pad
         record[name] = train(model, place)
-    return record
+    return record | {"calls": calls}
 
 
 # Gradients' dtypes #
@@ -245,7 +226,7 @@ def set_grad_dtypes(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     return model
 
 
-@uniform_since_2_15
+@where(FOLLOWS_GRAD_DTYPE, scenario)
 def grad_dtypes_of_all(place: Place) -> Record:
     """Reduced, summed and kept in them, which is another dtype than is stored."""
     record: Record = {}
@@ -265,9 +246,11 @@ def grad_dtypes_of_all(place: Place) -> Record:
     return record
 
 
-@uniform_since_2_15
+@where(FOLLOWS_GRAD_DTYPE, scenario)
 def unused_without_a_dtype(place: Place) -> Record:
-    model = place.sharded(model=set_grad_dtypes(stack(), None))
+    model = place.sharded()
+    for param in model.parameters():
+        param.grad_dtype = None
     model.set_reduce_scatter_unused_params(True)
     error = error_of(lambda: one_backward(model, place, 0))
     return {"names the dtype": "grad_dtype" in str(error)}
