@@ -6,7 +6,6 @@ What the tests of collectives share: units whose gradients are given, the functi
 import contextlib
 import copy
 import functools
-import math
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -31,6 +30,7 @@ from torch.distributed.device_mesh import (
 )
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_copies, _fsdp_reduce
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     AllGatherResult,
     DefaultAllGather,
@@ -61,10 +61,6 @@ class Spec:
         """Returns a rank's part of ``full``, none of which is padding."""
         chunks = full.chunk(ranks, dim=self.shard_dim)
         return chunks[rank] if rank < len(chunks) else full.narrow(0, 0, 0)
-
-    def padded_shard_numel(self, ranks: int) -> int:
-        rows = self.size[self.shard_dim]
-        return math.ceil(rows / ranks) * math.prod(self.size) // rows
 
 
 def mixed_specs(ranks: int) -> list[Spec]:
@@ -300,15 +296,17 @@ class BlocksTest(FSDPThreadTest):
                 self.assertTrue(torch.equal(one.grad.to_local(), other.grad.to_local()))
 
 
+class OwnReduction(ReduceScatter):
+    """Has no ``exchange``, which ``grad_comm_dtype`` needs."""
+
+    allocate = DefaultReduceScatter.allocate
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return DefaultReduceScatter()(*args, **kwargs)
+
+
 class NoGather(DefaultAllGather):
     """Leaves only the copies to be counted."""
-
-    def __call__(self, **kwargs: Any) -> None:
-        pass
-
-
-class NoReduceScatter(DefaultReduceScatter):
-    """Likewise."""
 
     def __call__(self, **kwargs: Any) -> None:
         pass
