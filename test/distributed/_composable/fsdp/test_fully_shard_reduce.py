@@ -17,10 +17,10 @@ from fsdp_helpers.common.comms import (
     count_operators,
     FP16,
     FP32,
+    group_of,
     mesh_of,
     sharded,
     Spec,
-    ThreadTest,
 )
 from fsdp_helpers.common.utils import (
     DeviceFreeTest,
@@ -32,6 +32,7 @@ from fsdp_helpers.parity.comms import KeptScatter, SymmMemStub
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
 from torch.distributed.fsdp._fully_shard import _fsdp_reduce as reduce_file
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
@@ -50,31 +51,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytestmark = pytest.mark.quick
 
 
-class TestReduce(ThreadTest):
-    world_size = 3
-
-    def test_gradients_need_not_be_contiguous(self):
-        specs = [Spec((5, 3), FP32), Spec((4, 6), FP32, shard_dim=1), Spec((6,), FP32)]
-        dtypes = [FP32, FP32, FP32]
-        unit, grads = self.unit(specs), self.grads(specs, dtypes)
-        grads[0] = grads[0].t().contiguous().t()
-        grads[1] = torch.stack([grads[1], -grads[1]], dim=-1)[..., 0]
-        grads[2] = torch.stack([grads[2], -grads[2]], dim=-1)[..., 0]
-        self.assertFalse(any(grad.is_contiguous() for grad in grads))
-        self.reduce(unit, grads, orig_dtype=FP32)
-        self.assert_reduced(unit, specs, dtypes, FP32)
-
-    def test_mixed_gradients_without_a_reduce_dtype_are_an_error(self):
+class TestRefused(FakeGroupTest):
+    def test_mixed_gradients_without_a_reduce_dtype(self):
         specs = (Spec((5, 3), BF16), Spec((1,), FP32))
-        grads = self.grads(specs, (BF16, FP32))
+        model = sharded(specs, self.mesh, device="cpu")
+        model([torch.ones(spec.size) for spec in specs])  # names the parameters
+        params = group_of(model).fsdp_params
         with self.assertRaisesRegex(AssertionError, "p0.*p1.*bfloat16.*float32"):
-            self.reduce(self.unit(specs), grads)
+            collectives._plan_one_bucket(params, (BF16, FP32), None)
 
-    def test_uneven_shards_on_another_dim_are_an_error(self):
-        unit = self.unit([Spec((2, 6), FP32, shard_dim=1)])
-        uneven = torch.zeros(2, 7, device=self.device)
+    def test_uneven_shards_on_another_dim(self):
         with self.assertRaisesRegex(AssertionError, "requires even sharding"):
-            self.reduce(unit, [uneven])
+            reduce_file._view_by_rank(torch.zeros(2, 7), 1, 3)
 
 
 class TestCopyIn(DeviceFreeTest):
