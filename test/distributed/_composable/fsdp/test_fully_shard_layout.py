@@ -36,6 +36,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_layout import (
     plan_buckets,
     plan_copy_in,
     plan_gather,
+    reduce_dtype_of,
     ReduceBucket,
     ReduceSlot,
     storage_dtype,
@@ -100,6 +101,11 @@ class TestDtypes(DeviceFreeTest):
             mixed = random.Random(seed).sample(ordered, len(ordered))
             self.assertEqual(sorted(mixed, key=dtype_sort_key), ordered)
         self.assertEqual(len({dtype_sort_key(d) for d in ALL_DTYPES}), len(ALL_DTYPES))
+
+    def test_policy_sets_the_reduce_dtype_of_floating_gradients_alone(self):
+        for dtype in ALL_DTYPES:
+            expected = FP32 if dtype.is_floating_point else dtype
+            self.assertEqual(reduce_dtype_of(dtype, FP32), expected)
 
 
 class TestGatherLayout(DeviceFreeTest):
