@@ -10,6 +10,7 @@ that takes a list of tensors counts as one. Counted is what runs inside of the r
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 from _models import (
@@ -48,6 +49,7 @@ def _range_of(event: Any) -> str | None:
     return None
 
 
+@cache
 def _is_view(name: str) -> bool:
     for schema in torch._C._jit_get_schemas_for_operator(name):
         infos = [a.alias_info for a in schema.arguments if a.alias_info is not None]

@@ -259,8 +259,13 @@ class Run(NamedTuple):
 def language_model(block: str, way: str, device: str, size: str = "") -> Run:
     """
     Returns a stack of blocks, the same on every rank and side: large ones on a device,
-    unless ``size`` is "small".
+    unless ``size`` is "small". Slow products are widened on both sides: otherwise hardly
+    anything else would be measured.
     """
+    # Studies, which make models of their own, do not find the tests' packages
+    from fsdp_helpers.clients.half_products import widen_half_products
+
+    widen_half_products()
     torch.manual_seed(0)
     sizes = LARGE[block] if is_large(device, size) else {}
     with torch.device(device):

@@ -44,7 +44,7 @@ def measure(*, device: str, block: str, way: str) -> dict[str, Any]:
 
 def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> list[Row]:
     """Compares the peak of each way."""
-    groups = [*groups_of()]
+    groups = [*groups_of(quick=quick)]
     samples = alternate(__name__, sides, groups)
     # Half a percent for sizes that an allocator rounds up. Adapters in units of their
     # own are gathered and freed one by one, which no unit for all can have.

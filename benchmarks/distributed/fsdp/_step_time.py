@@ -31,15 +31,12 @@ from _models import (
 from _ratios import alternate, Comparison, Group, Row, Samples, Subject
 from _sides import Side
 
-from fsdp_helpers.clients.half_products import widen_half_products
-
 import torch
 import torch.distributed as dist
 
 
 @cache
 def _build(block: str, way: str, device: str, size: str) -> Run:
-    widen_half_products()
     run = language_model(block, way, device, size)
     for _ in range(3):
         training_step(*run)
@@ -65,18 +62,19 @@ def measure(
 
 # What is compared #
 
+QUICK_BLOCK = "Nemotron-H-like"
 BRANCH, RELEASE = "branch", "release"
 PER_DTYPE_RELEASE = "release, one unit per dtype"
 ALL_FP32_RELEASE = "release, all fp32"
 EARLY = "BACKWARD_PRE, the default (by the branch)"
 
 
-def groups_of(**extra: Any) -> Iterator[Group]:
+def groups_of(*, quick: bool = False, **extra: Any) -> Iterator[Group]:
     """
     Yields each block as it is, with BACKWARD_POST, without copies, and with
-    ``grad_comm_dtype``, and what it is compared with.
+    ``grad_comm_dtype``, and what it is compared with. ``quick``: one block of them.
     """
-    for block in BLOCKS:
+    for block in [QUICK_BLOCK] if quick else BLOCKS:
         is_uniform = block == UNIFORM_BLOCK
         release = RELEASE if is_uniform else PER_DTYPE_RELEASE
         promoted = (f"{PROMOTED} (by the branch)", BRANCH, PROMOTED)
@@ -135,9 +133,8 @@ def rows_of(
 
 def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> list[Row]:
     """Compares the time of a step."""
-    groups = [*groups_of(steps=3 if quick else 5)]
-    if quick:
-        groups = [group for group in groups if group.name == "Nemotron-H-like blocks"]
+    groups = [*groups_of(quick=quick, steps=3 if quick else 5)]
+    groups = groups[:1] if quick else groups
     samples = alternate(
         __name__,
         sides,

@@ -80,7 +80,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     )
     add, names = parser.add_argument, ", ".join([*PARTS, *MORE])
     add("--parts", default=",".join(PARTS), help=f"some of {names}")
-    add("--quick", action="store_true", help="few rounds, to see that it runs")
+    add("--quick", action="store_true", help="few rounds of one block")
     add("--rounds", type=int, metavar="N", help="of each part that measures time")
     add("--device", default="cpu", choices=("cpu", "cuda"))
     add("--output", type=Path, help="another folder for the results")

@@ -33,8 +33,7 @@ pytestmark = [pytest.mark.tools, pytest.mark.timeout(1200)]
 
 
 FOLDER = REPO_ROOT / "benchmarks" / "distributed" / "fsdp"
-MIXED = ("Nemotron-H-like", "fp32 adapters")
-OWN, PER_DTYPE = "the parameters' own bytes", "release, one unit per dtype"
+BLOCKS, PER_DTYPE = "Nemotron-H-like blocks", "release, one unit per dtype"
 
 
 class ImportingTest(DeviceFreeTest):
@@ -86,19 +85,15 @@ class TestCounts(DeviceFreeTest):
             # 2.15 takes less for one unit for each dtype, see docs/guide.md
             if not (FOLLOWS_GRAD_DTYPE and key[1:] == (peak, PER_DTYPE)):
                 self.assertNotEqual(row["is_met"], False, key)
-        self.assertIn(OWN, self.table)
+        self.assertIn(PER_DTYPE, self.table)
         self.assertNotIn(str(REPO_ROOT), self.table)
-        for block in ("Llama-like", *MIXED):
-            ours, own = self.both(f"{block} blocks", "bytes / step", OWN)
-            self.assertGreaterEqual(ours, own)
         # Three blocks: gathered for forward and for backward, and reduced
-        for block in MIXED:
-            key = (f"{block} blocks", "collectives / step", PER_DTYPE)
-            self.assertEqual(self.both(*key), (3 * (2 + 2), 2 * 9))
+        key = (BLOCKS, "collectives / step", PER_DTYPE)
+        self.assertEqual(self.both(*key), (3 * (2 + 2), 2 * 9))
         key = ("Llama-like, as it is", "launches / unit and step", "one unit per dtype")
         self.assertEqual(self.both(*key), (5, 5))
-        ours, theirs = self.both("Llama-like blocks", peak, "release")
-        late, same = self.both("Llama-like blocks, BACKWARD_POST", peak, "release")
+        ours, theirs = self.both(BLOCKS, peak, PER_DTYPE)
+        late, same = self.both(f"{BLOCKS}, BACKWARD_POST", peak, PER_DTYPE)
         self.assertEqual(theirs, same)
         self.assertLess(late, ours)
 
@@ -130,26 +125,6 @@ class TestSides(ImportingTest):
                 side.ask("bytes", {}, seconds=seconds)
             self.assertEqual(processes[1].poll(), -signal.SIGKILL)
 
-    def test_release_of_an_overlay(self) -> None:
-        """Files that it replaced are the release's, and all others are as they are."""
-        import _sides
-
-        site, made = self.folder / "site", self.folder / "made"
-        self.assertIsNone(_sides.find_release(None, site))
-        replaced = "torch/fsdp/b.py"
-        files = {
-            "torch/a.py": "as it is",
-            replaced: "branch",
-            "torch/fsdp/c.py": "branch",
-        }
-        for name, text in (files | {f"{_sides.KEPT}/{replaced}": "release"}).items():
-            (site / name).parent.mkdir(parents=True, exist_ok=True)
-            (site / name).write_text(text)
-        with mock.patch.object(_sides, "MADE", made):
-            self.assertEqual(_sides.find_release(None, site), made)
-        self.assertEqual((made / "torch/a.py").read_text(), "as it is")
-        self.assertEqual((made / replaced).read_text(), "release")
-
 
 class TestComparison(ImportingTest):
     def test_ratio_is_of_pairs(self) -> None:
@@ -174,19 +149,6 @@ class TestComparison(ImportingTest):
 
 class TestStudies(ImportingTest):
     """Of collectives, over nodes of 8."""
-
-    def test_a_ring_and_an_all_to_all(self) -> None:
-        import studies
-        from _calls import Call
-
-        # 7 of 8 parts; of 16, 8 go to the other node; replicas are in other nodes
-        for call, sent in {
-            Call("all-gather", 2_400_000, 8, 1): (2_100_000, 0),
-            Call("all-reduce", 2_400_000, 8, 1): (4_200_000, 0),
-            Call("all-to-all", 1_600_000, 16, 1): (700_000, 800_000),
-            Call("all-reduce", 2_000_000, 4, 8): (0, 3_000_000),
-        }.items():
-            self.assertEqual(studies.sent(call), sent)
 
     def test_counts(self) -> None:
         printed = run_python(str(FOLDER / "studies.py"), "counts").splitlines()
@@ -221,32 +183,20 @@ class TestGpu(ImportingTest):
         self.assertIn("- device: CPU only", page)
         self.assertNotIn(str(REPO_ROOT), page)
 
-    def test_files_that_run_nothing_or_fail(self) -> None:
+    def test_files_that_run_nothing_or_fail_or_hang(self) -> None:
         import gpu
 
         bodies = {
             "not run": "import pytest\npytest.skip('', allow_module_level=True)",
             "wrong": "def test_1(): assert False\ndef test_2(): pass",
             "died": "import os\ndef test_1(): os.abort()",
+            "timed out": "import time\ndef test_1(): time.sleep(999)",
         }
         for verdict, body in bodies.items():
             file = self.folder / "test_file.py"
             file.write_text(body)
-            self.assertEqual(gpu.run_file(file).verdict, verdict)
-
-    def test_what_hangs_or_dies_loses_nothing(self) -> None:
-        import gpu
-
-        begun = "import os, time; print('begun', flush=True); "
-        with mock.patch.object(gpu, "SECONDS", 5):
-            hung = gpu.finished("-c", f"{begun}time.sleep(999)")
-        died = gpu.finished("-c", f"{begun}os.abort()")
-        self.assertEqual([hung[1], died[1]], ["begun", "begun"])
-        with mock.patch.object(gpu, "finished", side_effect=[(0, "{}"), hung, died]):
-            status, lines, _ = self.run_gpu("late,kernels,sanitizer")
-        found = {line["part"]: line["verdict"] for line in lines}
-        self.assertEqual([found["late"], found["kernels"]], ["timed out", "died"])
-        self.assertEqual((status, found["sanitizer"]), (1, "not run"))
+            with mock.patch.object(gpu, "SECONDS", 60 if verdict != "timed out" else 5):
+                self.assertEqual(gpu.run_file(file).verdict, verdict)
 
 
 if __name__ == "__main__":

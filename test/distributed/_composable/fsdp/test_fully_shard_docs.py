@@ -8,7 +8,6 @@ Links, and parts that are made of the code, are for ``make lint``.
 
 import json
 import re
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -36,11 +35,6 @@ pytestmark = pytest.mark.timeout(600)
 
 # Not where torch is: this file may be run on another one
 ROOT = Path(__file__).resolve().parents[4]
-sys.path.insert(0, str(ROOT / "docs"))
-
-from generate import imports_of, SOURCES  # noqa: E402
-
-
 README, GUIDE, PARITY = (
     ROOT / page for page in ("README.md", "docs/guide.md", "docs/parity.md")
 )
@@ -70,29 +64,6 @@ class TestPages(DeviceFreeTest):
         for page in (README, PARITY, ROOT / "docs/install.md", ROOT / "CHANGELOG.md"):
             named = {*re.findall(r"\b2\.\d+\.\d+\b", page.read_text())}
             self.assertEqual(named, versions, page.name)
-
-
-# What training does not need, and what only training needs
-BESIDE = ("_fsdp_summary", "_fsdp_agreement", "_fsdp_errors", "_fsdp_policies")
-OF_GROUP = {"_fsdp_param_group", "_fsdp_collectives"}
-
-
-class TestArchitecture(DeviceFreeTest):
-    """That files import from one another in one direction, ``make lint`` finds out."""
-
-    def reached_from(self, file: str) -> set[str]:
-        """Returns which files it imports, and which those do."""
-        reached, left = set(), [file]
-        while left:
-            new = imports_of(SOURCES / f"{left.pop()}.py") - reached
-            reached |= new
-            left += new
-        return reached
-
-    def test_what_training_does_not_need_knows_no_group(self) -> None:
-        self.assertIn("_fsdp_collectives", self.reached_from("_fsdp_param_group"))
-        for name in BESIDE:
-            self.assertEqual(self.reached_from(name) & OF_GROUP, set(), name)
 
 
 class Routed(nn.Module):

@@ -15,12 +15,10 @@ import itertools
 import math
 import os
 import sys
-import tempfile
 import threading
 import unittest
 import warnings
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -36,20 +34,19 @@ from fsdp_helpers.common.comms import (
     FP64,
     group_of,
     mixed_specs,
+    OwnReduction,
     sharded,
     Spec,
     ThreadTest,
     Weighted,
 )
 from fsdp_helpers.common.utils import (
-    CollectiveRecorder,
     FakeGroupTest,
     record_collectives,
     run_python,
     THREAD_DEVICE_TYPE,
 )
 from fsdp_helpers.parity.memory import peak_nbytes, peak_nbytes_of
-from fsdp_helpers.wrong_uses import OwnReduction
 
 import torch
 import torch.distributed as dist
@@ -86,16 +83,13 @@ def added_in(i: int) -> torch.dtype:
     return (FP64, FP32, FP32)[i % 3]
 
 
-def policy_of_several(
-    comm: Callable[[int], torch.dtype | None] = sent_in,
-    compute: torch.dtype | None = BF16,
-) -> MixedPrecisionPolicy:
+def policy_of_several() -> MixedPrecisionPolicy:
     """Sends the gradients of a unit's parameters in three dtypes, by their positions."""
     positions = itertools.count(), itertools.count()
     return MixedPrecisionPolicy(
-        compute,
+        BF16,
         reduce_dtype_override_fn=lambda param: added_in(next(positions[0])),
-        grad_comm_dtype_override_fn=lambda param: comm(next(positions[1])),
+        grad_comm_dtype_override_fn=lambda param: sent_in(next(positions[1])),
     )
 
 
@@ -114,12 +108,6 @@ def given_weight(rank: int, i: int, spec: Spec) -> torch.Tensor:
     scale = torch.randint(-14, 10, size, generator=generator).double().exp2()
     values = torch.randn(size, generator=generator, dtype=FP64) * scale
     return values.to(THREAD_DEVICE_TYPE)
-
-
-def reductions(recorder: CollectiveRecorder) -> list[tuple[str, torch.dtype, int]]:
-    """Returns the name, dtype and size of each."""
-    calls = [call for call in recorder.calls if call.name != "all_gather"]
-    return [(call.name, call.dtype, call.numel) for call in calls]
 
 
 class TestTree(TestCase):
@@ -260,31 +248,6 @@ class TestAroundKernel(TestCase):
         env = {"TRITON_INTERPRET": "1", "CI": ""}
         run_python(__file__, "TestKernel", env=env, on_release=False)
 
-    @needs_triton
-    def test_compiles_to_loads_of_16_bytes(self):
-        """Without a GPU. A thousand rows take no more code than 24."""
-        import triton
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
-
-        from torch.distributed.fsdp._fully_shard._fsdp_triton import _add_rows
-
-        types = ["*bf16", "*fp32", "i32", "i32", "fp32", "constexpr", "constexpr"]
-        signature = dict(zip(_add_rows.arg_names, types, strict=True))
-        aligned = {(i,): [["tt.divisibility", 16]] for i in range(4)}
-        for count in (24, 1024):
-            source = ASTSource(_add_rows, signature, {(5,): count, (6,): 1024}, aligned)
-            with (
-                tempfile.TemporaryDirectory() as folder,
-                mock.patch.dict(os.environ, TRITON_CACHE_DIR=folder),
-            ):
-                target, options = GPUTarget("cuda", 80, 32), {"enable_fp_fusion": False}
-                code = triton.compile(source, target, options)
-            lines = code.asm["ptx"].splitlines()
-            loads = [line for line in lines if "ld.global" in line]
-            self.assertTrue(all(".v4.b32" in line for line in loads), loads)
-            self.assertLessEqual(len(loads), 16)
-
     def test_falls_back_to_operators(self):
         """Silently without Triton, and with a warning where it fails, once."""
         fail = mock.Mock(side_effect=RuntimeError("Failed to find C compiler"))
@@ -336,14 +299,9 @@ class GradCommTest(ThreadTest):
                 meshes[f"{shape[0]}x{shards}"] = mesh
         return meshes
 
-    def backward(
-        self, module: torch.nn.Module, specs: Sequence[Spec], **how: Any
-    ) -> None:
-        weights = []
-        for i, spec in enumerate(specs):
-            dtype = module.get_parameter(f"p{i}").dtype if "as_stored" in how else BF16
-            weights.append(given_weight(self.rank, i, spec).to(dtype))
-        module(weights).backward()
+    def backward(self, module: torch.nn.Module, specs: Sequence[Spec]) -> None:
+        weights = (given_weight(self.rank, i, spec) for i, spec in enumerate(specs))
+        module([weight.to(BF16) for weight in weights]).backward()
 
     def full_grads(self, module: torch.nn.Module) -> list[torch.Tensor]:
         return [param.grad.full_tensor() for param in module.parameters()]
@@ -356,12 +314,9 @@ class GradCommTest(ThreadTest):
         comm: torch.dtype = BF16,
         reduce: torch.dtype = FP32,
         divisor: float | None = None,
-        ranks: int | None = None,
-        compute: torch.dtype | None = BF16,
     ) -> torch.Tensor:
-        ranks = ranks or self.world_size
-        weights = [given_weight(rank, i, spec) for rank in range(ranks)]
-        made = [weight.to(compute or spec.dtype) for weight in weights]
+        ranks = self.world_size
+        made = [given_weight(rank, i, spec).to(BF16) for rank in range(ranks)]
         total = add([grad.to(comm).to(reduce) for grad in made])
         return (total / (divisor or ranks)).to(spec.dtype)
 
@@ -377,39 +332,6 @@ class GradCommTest(ThreadTest):
     ) -> None:
         for one, other in zip(actual, expected, strict=True):
             self.assert_same(one, other)
-
-
-class TestRanks(GradCommTest):
-    """The first of them, however many there are."""
-
-    world_size = 7
-
-    @parametrize("ranks", (1, 4, 7))
-    @parametrize("is_cast", (True, False))
-    def test_one_all_to_all_for_any_mix(self, ranks: int, is_cast: bool) -> None:
-        mesh = DeviceMesh(THREAD_DEVICE_TYPE, torch.arange(ranks))
-        if self.rank >= ranks:
-            return
-        specs, how = mixed_specs(ranks), {}
-        policy = policy_of_several()
-        if not is_cast:  # what is copied in at once
-            specs = [Spec(spec.size, sent_in(i)) for i, spec in enumerate(specs)]
-            policy, how = policy_of_several(compute=None), {"as_stored": True}
-        module = sharded(specs, mesh, device=THREAD_DEVICE_TYPE, mp_policy=policy)
-        with record_collectives() as recorder:
-            self.backward(module, specs, **how)
-        compute = BF16 if is_cast else None
-        expected = self.expected_mix(specs, ranks=ranks, compute=compute)
-        self.assert_all_same(self.full_grads(module), expected)
-        regions: Counter[torch.dtype] = Counter()
-        for i, spec in enumerate(specs):
-            regions[sent_in(i)] += spec.padded_shard_numel(ranks) * sent_in(i).itemsize
-        nbytes = sum(n + -n % 16 for n in regions.values())  # each is padded
-        sent = [("all_to_all", torch.uint8, ranks * nbytes)] if ranks > 1 else []
-        self.assertEqual(reductions(recorder), sent)
-
-
-instantiate_parametrized_tests(TestRanks)
 
 
 class TestMeshes(GradCommTest):
@@ -491,18 +413,6 @@ class TestOneAllToAll(GradCommTest):
                 sent = [call.dtype for call in recorder.named("all_to_all")]
                 self.assertEqual(sent, expected)
 
-    def test_beside_a_collective(self):
-        """Which replicas add by itself: two pairs are added in the order of the tree."""
-        policy = policy_of_several(lambda i: None if i == 1 else sent_in(i))
-        module = self.module(self.meshes()["2x2"], mp_policy=policy)
-        with record_collectives() as recorder:
-            self.backward(module, self.SPECS)
-        self.assert_all_same(self.full_grads(module), self.expected_mix(self.SPECS))
-        issued = [(name, dtype) for name, dtype, _ in reductions(recorder)]
-        shards = [("all_to_all", torch.uint8), ("all_to_all", FP64)]
-        by_itself = [("reduce_scatter", FP32), ("all_reduce", FP32)]
-        self.assertEqual(issued, [*shards, *by_itself, ("all_to_all", FP32)])
-
     def test_hook_sees_each_sum_before_the_division(self):
         module, seen = self.module(), []
 
@@ -545,19 +455,6 @@ class TestOneAllToAll(GradCommTest):
             self.backward(module, self.SPECS)
         doubled = [grad + grad for grad in self.expected_mix(self.SPECS)]
         self.assert_all_same(self.full_grads(module), doubled)
-
-    def test_foreach_reduce_follows_the_policy_and_takes_one_pair_of_dtypes(self):
-        unit = self.unit(self.SPECS, mp_policy=policy())
-        weights = [given_weight(self.rank, i, s) for i, s in enumerate(self.SPECS)]
-        grads = [weight.to(BF16) for weight in weights]
-        result = self.reduce(unit, [*grads], reduce_dtype=FP32)
-        self.assertEqual(result.reduce_scatter_input.dtype, BF16)
-        for i, (fsdp_param, spec) in enumerate(zip(unit.fsdp_params, self.SPECS)):
-            expected = spec.shard(self.expected(i, spec), self.rank, self.world_size)
-            self.assert_same(fsdp_param.sharded_param.grad.to_local(), expected)
-        unit.fsdp_params[1].mp_policy = policy(None, FP32)
-        with self.assertRaisesRegex(AssertionError, "p0, p1, .* sent in torch.bf"):
-            self.reduce(unit, grads, reduce_dtype=FP32)
 
     def test_reductions_that_cannot_send(self):
         module = self.module(mp_policy=policy(None, FP32))

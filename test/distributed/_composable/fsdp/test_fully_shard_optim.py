@@ -28,7 +28,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim import AdamW, Muon, Optimizer, SGD
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -54,7 +53,6 @@ def sgd(params: Iterable[nn.Parameter]) -> Optimizer:
 
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
-    "adamw_foreach": adamw(foreach=True),
     "adamw_fused": adamw(fused=True),
     "sgd": sgd,
 }
@@ -135,21 +133,6 @@ class TestOptim(FSDPProcessTest):
         for (param, whole), start in zip(matrices, before, strict=True):
             moved = (whole - start).float().norm()
             self.assertLess((full(param) - whole).float().norm(), 2**-4 * moved)
-
-    def test_moving_average_is_that_of_one_process(self) -> None:
-        """Made before sharding: a sharded model cannot be copied."""
-        pair, how = Pair(self), {"multi_avg_fn": get_ema_multi_avg_fn(0.5)}
-        averaged = AveragedModel(mixed_model().to(self.device), **how)
-        shard_blocks(averaged.module, mesh=hybrid_mesh(WORLD_SIZE // 2))
-        alone = AveragedModel(pair.alone, **how)
-        optimizers = [sgd(params) for params in zip(*pair.params())]
-        for step in range(STEPS):
-            pair.step(step, *optimizers)
-            averaged.update_parameters(pair.model)
-            alone.update_parameters(pair.alone)
-        models = averaged.module.parameters(), alone.module.parameters()
-        for param, whole in zip(*models, strict=True):
-            self.check_equal(param, whole)
 
     @parametrize("foreach", [None, False])
     def test_clipping_scales_all_dtypes_by_one_norm(self, foreach: bool | None) -> None:

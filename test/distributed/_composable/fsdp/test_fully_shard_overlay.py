@@ -129,27 +129,14 @@ class TestOverlay(SiteTestCase):
         for _ in range(2):
             self.assertIn("the branch, as it is in", self.overlay.lay())
             self.assert_laid()
+        write(self.root, {REPLACED[0]: "newer"})
+        self.assertIn("as it is not in", self.overlay.status())
+        self.overlay.lay()
+        self.assert_laid()
         for _ in range(2):
             self.assertIn("no overlay", self.overlay.undo())
             self.assertEqual(self.state(), self.release)
         self.assertEqual({path: path.read_bytes() for path in before}, before)
-
-    def test_another_version_of_the_branch_takes_the_place_of_the_first(self):
-        self.overlay.lay()
-        write(self.root, {REPLACED[0]: "newer"})
-        (self.root / ADDED[0]).unlink()
-        # Bytecode of what only the branch has goes with it
-        module = Path(ADDED[1])
-        code = f"{module.parent}/__pycache__/{module.stem}.cpython-311.pyc"
-        write(self.site, {code: ""})
-        self.assertIn("as it is not in", self.overlay.status())
-        other = Overlay(self.site, self.root)
-        other.lay()
-        self.assertFalse((self.site / ADDED[0]).exists())
-        self.assertTrue((self.site / ADDED[1]).exists())
-        self.assertEqual((self.site / REPLACED[0]).read_text(), "newer")
-        other.undo()
-        self.assertEqual(self.state(), self.release)
 
     def test_records_what_is_the_releases(self):
         write(self.site, {BESIDE: "another", OTHER: "known now"})
@@ -168,7 +155,6 @@ class TestOverlay(SiteTestCase):
 class TestRefusals(SiteTestCase):
     WRONG = {
         "replaced": (REPLACED[1], "somebody's", f"{REPLACED[1]} is not"),
-        "beside": (BESIDE, "somebody's", f"{BESIDE} is not"),
         "added": (ADDED[0], "somebody's", f"{ADDED[0]} is n"),
         "missing": (BESIDE, None, f"{BESIDE} is missing"),
         "link": (BESIDE, Path(OTHER), f"{BESIDE} is a link"),
@@ -340,8 +326,6 @@ class TestCheckout(ScratchTestCase):
         git(self.checkout, "add", "--all")
         git(self.checkout, "commit", "--quiet", "--message", "a vendor's")
         assert_refused(f"{ours} is no file(.|\n)*{theirs} is not the release's")
-        write(self.checkout, {"version.txt": "2.12.0a0\n"})
-        assert_refused(f"torch 2.12.0a0: the branch fits {DEFAULT}")
         (self.checkout / "version.txt").unlink()
         assert_refused("is not a PyTorch source tree")
 

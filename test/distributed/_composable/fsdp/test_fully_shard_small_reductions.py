@@ -32,7 +32,6 @@ import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     fully_shard,
-    MixedPrecisionPolicy,
     set_reduce_bucket_cap,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
@@ -232,16 +231,6 @@ class TestBackward(JoinTest):
         plain, joined = self.compare(mesh=mesh["shard"], shard_placement_fn=place)
         self.assertLess(len(joined.reduce_scatters), len(plain.reduce_scatters))
 
-    def test_gradients_sent_in_another_dtype(self):
-        """All that waits is one all-to-all."""
-        policy = MixedPrecisionPolicy(
-            reduce_dtype=torch.float32,
-            grad_comm_dtype_override_fn=lambda param: param.dtype,
-        )
-        found = self.compare(mp_policy=policy)
-        counts = [(len(s.reduce_scatters), len(s.named("all_to_all"))) for s in found]
-        self.assertEqual(counts, [(0, BLOCKS), (0, 1)])
-
     @skipUnless(FOLLOWS_GRAD_DTYPE, "finalized by hand since 2.15")
     def test_finalized_by_hand(self):
         def run(model: Any) -> None:
@@ -273,27 +262,22 @@ class TestBackward(JoinTest):
 class TestFailures(JoinTest):
     world_size = 2
 
-    def fail(self, model: nn.Module) -> None:
-        """Ends a backward when the last two blocks have reduced."""
+    def test_nothing_of_a_failed_backward_is_reduced_later(self):
+        were_waiting = []
 
         def stop(_: torch.Tensor) -> None:
             raise ArithmeticError
 
-        hidden = 2 * model[0](self.input(7))
-        hidden.register_hook(stop)  # before backward comes to the first block
-        loss = model[2](model[1](hidden)).float().square().mean()
-        with self.assertRaises(ArithmeticError):
-            loss.backward()
-
-    def test_nothing_of_a_failed_backward_is_reduced_later(self):
-        were_waiting = []
-
         def run(model: Any) -> None:
             self.loss(model).backward()  # makes the whole model the root
-            self.fail(model)
-            were_waiting.append(
-                bool(model._get_fsdp_state()._comm_ctx.joined_reductions)
-            )
+            # Ends a backward when the last two blocks have reduced
+            hidden = 2 * model[0](self.input(7))
+            hidden.register_hook(stop)
+            loss = model[2](model[1](hidden)).float().square().mean()
+            with self.assertRaises(ArithmeticError):
+                loss.backward()
+            context = model._get_fsdp_state()._comm_ctx
+            were_waiting.append(bool(context.joined_reductions))
             model.reset_iter_state()
             self.assert_nothing_waits(model)
             model.zero_grad()

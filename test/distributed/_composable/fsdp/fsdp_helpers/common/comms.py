@@ -6,7 +6,6 @@ What the tests of collectives share: units whose gradients are given, the functi
 import contextlib
 import copy
 import functools
-import math
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -14,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from fsdp_helpers.common.release_rules import reduce_arguments
 from fsdp_helpers.common.utils import (
     FSDPThreadTest,
     mixed_model,
@@ -31,13 +29,13 @@ from torch.distributed.device_mesh import (
 )
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_copies, _fsdp_reduce
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     AllGatherResult,
     DefaultAllGather,
     DefaultReduceScatter,
     foreach_all_gather,
     foreach_all_gather_copy_out,
-    foreach_reduce,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import Shard
@@ -61,10 +59,6 @@ class Spec:
         """Returns a rank's part of ``full``, none of which is padding."""
         chunks = full.chunk(ranks, dim=self.shard_dim)
         return chunks[rank] if rank < len(chunks) else full.narrow(0, 0, 0)
-
-    def padded_shard_numel(self, ranks: int) -> int:
-        rows = self.size[self.shard_dim]
-        return math.ceil(rows / ranks) * math.prod(self.size) // rows
 
 
 def mixed_specs(ranks: int) -> list[Spec]:
@@ -209,53 +203,6 @@ class ThreadTest(FSDPThreadTest):
         for fsdp_param in unit.fsdp_params:
             fsdp_param.init_unsharded_param()
 
-    def grads(
-        self,
-        specs: Sequence[Spec],
-        dtypes: Sequence[torch.dtype],
-        rank: int | None = None,
-    ) -> list[torch.Tensor]:
-        """Returns a rank's, in these dtypes, of integers that add up exactly."""
-        first_seed = 1000 * (self.rank if rank is None else rank)
-        device = THREAD_DEVICE_TYPE
-        return [
-            integers(spec.size, 4, seed=first_seed + i, dtype=dtype, device=device)
-            for i, (spec, dtype) in enumerate(zip(specs, dtypes, strict=True))
-        ]
-
-    def reduce(self, unit: FSDPParamGroup, grads: list[torch.Tensor], **changes: Any):
-        """Calls with what the release takes, in its order."""
-        arguments = {
-            "fsdp_params": [*unit.fsdp_params],
-            "unsharded_grads": grads,
-            "reduce_scatter_group": unit.mesh_info.shard_process_group,
-            "reduce_scatter_stream": self.stream,
-            "reduce_scatter_comm": DefaultReduceScatter(),
-            "orig_dtype": None,
-            "reduce_dtype": None,
-            "device": self.device,
-            "gradient_divide_factor": None,
-            "all_reduce_group": None,
-            "all_reduce_stream": self.stream,
-            "all_reduce_grads": True,
-            "partial_reduce_output": None,
-            "all_reduce_hook": None,
-            "force_sum_reduction_for_comms": False,
-        }
-        return foreach_reduce(**reduce_arguments(**arguments | changes))
-
-    def assert_reduced(self, unit, specs, dtypes, reduce_dtype) -> None:
-        """Compares with the mean of what all ranks gave."""
-        ranks = range(self.world_size)
-        given = zip(*(self.grads(specs, dtypes, rank) for rank in ranks))
-        for fsdp_param, spec, parts in zip(unit.fsdp_params, specs, given):
-            total = torch.stack(parts).to(reduce_dtype).double().sum(0)
-            mean = (total.to(reduce_dtype) / self.world_size).to(spec.dtype)
-            grad = fsdp_param.sharded_param.grad
-            self.assertEqual(grad.size(), spec.size)
-            expected = spec.shard(mean, self.rank, self.world_size)
-            self.assert_same(grad.to_local(), expected)
-
 
 BLOCK_DIM = 9
 
@@ -300,15 +247,17 @@ class BlocksTest(FSDPThreadTest):
                 self.assertTrue(torch.equal(one.grad.to_local(), other.grad.to_local()))
 
 
+class OwnReduction(ReduceScatter):
+    """Has no ``exchange``, which ``grad_comm_dtype`` needs."""
+
+    allocate = DefaultReduceScatter.allocate
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return DefaultReduceScatter()(*args, **kwargs)
+
+
 class NoGather(DefaultAllGather):
     """Leaves only the copies to be counted."""
-
-    def __call__(self, **kwargs: Any) -> None:
-        pass
-
-
-class NoReduceScatter(DefaultReduceScatter):
-    """Likewise."""
 
     def __call__(self, **kwargs: Any) -> None:
         pass

@@ -5,7 +5,6 @@ What tests expect where releases differ, in one place. Runs on the release itsel
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -83,8 +82,3 @@ REDUCE_ARGUMENTS = [
 ]
 # And by name
 REDUCE_KEYWORDS = ["prepare_reduce_scatter_inputs"] if FOLLOWS_GRAD_DTYPE else []
-
-
-def reduce_arguments(**arguments: Any) -> dict[str, Any]:
-    """Returns those that this release's ``foreach_reduce`` takes, in its order."""
-    return {name: arguments[name] for name in REDUCE_ARGUMENTS if name in arguments}
