@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from fsdp_helpers.common.release_rules import reduce_arguments
+from fsdp_helpers.common.release_rules import FOLLOWS_GRAD_DTYPE
 from fsdp_helpers.common.utils import (
     FSDPThreadTest,
     mixed_model,
@@ -242,7 +242,9 @@ class ThreadTest(FSDPThreadTest):
             "all_reduce_hook": None,
             "force_sum_reduction_for_comms": False,
         }
-        return foreach_reduce(**reduce_arguments(**arguments | changes))
+        if FOLLOWS_GRAD_DTYPE:
+            del arguments["orig_dtype"]
+        return foreach_reduce(**arguments | changes)
 
     def assert_reduced(self, unit, specs, dtypes, reduce_dtype) -> None:
         """Compares with the mean of what all ranks gave."""
