@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -24,11 +25,7 @@ from fsdp_helpers.common.comms import (
     group_of,
     mesh_of,
 )
-from fsdp_helpers.common.release_rules import (
-    FOLLOWS_GRAD_DTYPE,
-    REDUCE_ARGUMENTS,
-    REDUCE_KEYWORDS,
-)
+from fsdp_helpers.common.release_rules import FOLLOWS_GRAD_DTYPE
 from fsdp_helpers.common.utils import (
     DEVICE_TYPE,
     FakeGroupTest,
@@ -49,9 +46,12 @@ from torch.distributed.fsdp import (
     set_coalesced_collectives,
     set_reduce_bucket_cap,
 )
-from torch.distributed.fsdp._fully_shard import _fsdp_context, _fsdp_reduce
+from torch.distributed.fsdp._fully_shard import _fsdp_context
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.distributed.fsdp._fully_shard._fsdp_context import (
+    AllReduceState,
+    HeldAllReduces,
+)
 from torch.testing._internal.common_utils import run_tests
 
 
@@ -196,18 +196,19 @@ class TestProcesses(FSDPProcessTest):
 
         def foreach_reduce(*args, **kwargs):
             calls.append((len(args), [*kwargs]))
-            named = dict(zip(REDUCE_ARGUMENTS, args))
-            if "orig_dtype" in named:  # before 2.15: of all sharded gradients
-                dtypes = [p.sharded_param.dtype for p in named["fsdp_params"]]
+            if not FOLLOWS_GRAD_DTYPE:  # `orig_dtype`, of all sharded gradients
+                dtypes = [param.sharded_param.dtype for param in args[0]]
                 is_one = all(dtype == dtypes[0] for dtype in dtypes)
-                self.assertEqual(named["orig_dtype"], dtypes[0] if is_one else None)
+                self.assertEqual(args[5], dtypes[0] if is_one else None)
             return tuple(own(*args, **kwargs))
 
         with mock.patch.object(param_group, "foreach_reduce", foreach_reduce):
             check_case(deferring(*THREE_DIFFERENT), DEVICE_TYPE)
         self.assertGreater(len(calls), 3)  # one for each bucket
-        for found in calls:
-            self.assertEqual(found, (len(REDUCE_ARGUMENTS), REDUCE_KEYWORDS))
+        expected = (15, [])
+        if FOLLOWS_GRAD_DTYPE:
+            expected = (14, ["prepare_reduce_scatter_inputs"])
+        self.assertEqual(calls, [expected] * len(calls))
 
     def test_reduce_dtype_that_changes_before_the_all_reduce_is_an_error(self):
         model = model_of({"p": ((4,), FP32)})
@@ -238,83 +239,73 @@ class TestProcesses(FSDPProcessTest):
             model.zero_grad()
 
 
-class Layers(nn.ModuleList):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self:
-            x = layer(x, weight=1.0, gain=1.0)
-        return x
-
-
 class TestBuffers(FakeGroupTest):
-    """How long reduced buffers live."""
+    """How long inputs and reduced buffers live."""
 
     ranks = 4
 
-    def make(
-        self,
-        layers: int,
-        is_mixed: bool,
-        **kwargs: Any,
-    ) -> Any:
-        dtypes = (BF16, FP32 if is_mixed else BF16)
-        shapes = {"weight": ((64, 64), dtypes[0]), "gain": ((64,), dtypes[1])}
-        model = Layers(model_of(shapes) for _ in range(layers))
-        for layer in model:
-            fully_shard(layer, **kwargs)
-        return fully_shard(model, **kwargs)
+    def test_reduced_buffers_beyond_the_limit_are_dropped_oldest_first(self) -> None:
+        """Never the newest, which would keep compute waiting."""
+        context = _fsdp_context.FSDPCommContext()
+        sizes = 5, 0, 4, 3, 2, 7
+        context.all_reduce_states = [
+            HeldAllReduces((AllReduceState(torch.empty(0), None),), (), None, nbytes)
+            for nbytes in sizes
+        ]
+        group = SimpleNamespace(modules="a")
+        for limit, kept in ((21, 6), (20, 5), (16, 5), (15, 3), (6, 1), (0, 1)):
+            with mock.patch.object(_fsdp_context, "_MAX_HELD_NBYTES", limit):
+                context.recycle_reduce_buffers(group)
+            found = [held.nbytes for held in context.all_reduce_states]
+            self.assertEqual(found, [*sizes[-kept:]])
 
-    def test_few_reduced_buffers_are_held_beyond_the_limit(self) -> None:
-        """Those of this unit and of the one before, however many units there are."""
-        allocate = _fsdp_reduce.allocate
+    def test_inputs_of_one_module_are_held_in_any_order_of_its_groups(self) -> None:
+        """It has one for each mesh, and autograd may come to them in any order."""
 
-        def most_alive(layers: int, is_mixed: bool, mode: str) -> int:
-            policy = MixedPrecisionPolicy(reduce_dtype=FP32)
-            hybrid = mesh_of(2, 2, device="cpu")
-            mesh = hybrid["shard"] if mode == "hook" else hybrid
-            model = self.make(layers, is_mixed, mesh=mesh, mp_policy=policy)
-            if mode == "hook":
-                for unit in (*model, model):
-                    unit.set_all_reduce_hook(lambda _: None)
-            alive: list[StorageWeakRef] = []
-            counts: list[int] = []
+        def held(groups: Iterable[Any]) -> list[int]:
+            context, counts = _fsdp_context.FSDPCommContext(), []
+            context.device_handle = torch.cpu
+            for group in groups:
+                context.recycle_reduce_buffers(group)
+                state = (), None, torch.cpu.current_stream(), group
+                states = context.reduce_scatter_states
+                states.append(_fsdp_context.ReduceScatterState(*state))
+                counts.append(len(states))
+            return counts
 
-            def noting(*args: Any, gathers: bool = False) -> torch.Tensor:
-                buffer = allocate(*args, gathers=gathers)
-                if gathers:
-                    return buffer
-                alive.append(StorageWeakRef(buffer.untyped_storage()))
-                counts.append(sum(not ref.expired() for ref in alive))
-                return buffer
-
-            no_room = mock.patch.object(_fsdp_context, "_MAX_HELD_NBYTES", 0)
-            with no_room, mock.patch.object(_fsdp_reduce, "allocate", noting):
-                for is_last in (False, True) if mode == "deferred" else (True,):
-                    model.set_requires_all_reduce(is_last)
-                    counts.clear()
-                    backward(model)
-            return max(counts) - (layers if mode == "deferred" else 0)
-
-        modes = "plain", "deferred", "hook"
-        for is_mixed, mode in itertools.product((False, True), modes):
-            with self.subTest(f"mixed: {is_mixed}, {mode}"):
-                few = most_alive(4, is_mixed, mode)
-                self.assertLessEqual(few, 5)  # with inputs, of two units and one more
-                self.assertEqual(most_alive(8, is_mixed, mode), few)
+        names, count = "abc", range(3)
+        groups = {
+            (name, i): SimpleNamespace(modules=name, index=i, _module_fqn=name)
+            for name in names
+            for i in count
+        }
+        for order in itertools.permutations(count):
+            for modules in (names * 2, names[0] * 2):
+                ran = [groups[name, i] for name in modules for i in order]
+                self.assertEqual(held(ran), [1, 2, 3] * len(modules))
+            # The first one of all modules at the end of backward
+            early = [groups[name, i] for name in names for i in order[1:]]
+            late = [groups[name, order[0]] for name in names[::-1]]
+            self.assertEqual(held(early + late), [1, 2] * 3 + [3, 1, 1])
 
     def test_reduced_buffers_count_unless_gradients_view_them(self) -> None:
-        viewed: list[bool] = []
-        context = _fsdp_context.FSDPCommContext
+        """They do not where they are cast, or added to gradients that are there."""
+        context, counted = _fsdp_context.FSDPCommContext, []
         hold = context._hold_reduce_buffers
 
-        def noting(*args: Any, **kwargs: Any) -> None:
-            viewed.append(kwargs["are_viewed"])
-            hold(*args, **kwargs)
+        def noting(self: Any, *args: Any, **kwargs: Any) -> None:
+            hold(self, *args, **kwargs)
+            counted.append(self.all_reduce_states[-1].nbytes)
 
-        model = self.make(2, False, mesh=mesh_of(2, 2, device="cpu"))
         with mock.patch.object(context, "_hold_reduce_buffers", noting):
-            backward(model)
-            backward(model)  # adds to the gradients of the first
-        self.assertEqual(viewed, [True, True, False, False])
+            for dtype in (None, FP32):
+                policy = MixedPrecisionPolicy(reduce_dtype=dtype)
+                model = model_of({"p": ((256,), BF16)})
+                mesh = mesh_of(2, 2, device="cpu")
+                fully_shard(model, mesh=mesh, mp_policy=policy)
+                for _ in range(2):
+                    backward(model, p=1.0)
+        self.assertEqual(counted, [0, 256, 512, 512])
 
     def test_assigned_partial_reduce_must_be_one_of_the_unit(self) -> None:
         """A plugin's own sum, see ``_partial_reduce_output``."""

@@ -4,20 +4,17 @@
 Models of ``transformers``, ``peft`` and ``diffusers`` in the dtypes that they themselves
 ask for, sharded by layer with plain ``fully_shard``, each step beside one process: the
 rows of ``fsdp_helpers/clients/tiny_models.py``. ``real_models.py`` beside it says what of
-a step must equal one process, and how closely. One also with transformers' own
-``DistributedConfig``.
+a step must equal one process, and how closely.
 """
 
 from __future__ import annotations
 
 import importlib
 import math
-import re
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -29,12 +26,9 @@ from fsdp_helpers.common.utils import (
     CollectiveRecorder,
     DeviceFreeTest,
     record_collectives,
-    REPO_ROOT,
-    shared_folder,
 )
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -118,57 +112,6 @@ class TestModels(ClientTest):
         of_reductions = Counter(call.dtype for call in sent.reduce_scatters)
         self.assertEqual(of_reductions, reductions)
         self.assertEqual(sent.all_reduces, [])
-
-
-# What transformers' own sharding sends #
-
-
-@needs("transformers", "accelerate")
-class TestDistributedConfig(ClientTest):
-    """It makes a unit for each dtype. The page says what that sends, beside one a layer."""
-
-    def models(self) -> Iterator[nn.Module]:
-        """Loads one checkpoint with a unit for each dtype, for each layer, and upcast."""
-        import transformers
-        from transformers.distributed import DistributedConfig, mixin
-
-        tiny = TINY_MODELS["deepseek_v4"]
-        ranks = DistributedConfig(fsdp_size=self.world_size)
-        load = getattr(transformers, tiny.architecture[0]).from_pretrained
-        # Finds nothing (5.23) to make units of because of its dtype. Loading looks names
-        # up by its own import of the function: dtypes stay as they are
-        unsplit = mock.patch.object(
-            mixin, "build_glob_alternation", lambda _: (re.compile("(?!)"), {}, {})
-        )
-        with shared_folder() as folder:
-            if self.rank == 0:
-                torch.manual_seed(0)
-                tiny.build_model().save_pretrained(folder)
-            dist.barrier()
-            yield load(folder, dtype=BF16, distributed_config=ranks)
-            with unsplit:
-                whole = load(folder, dtype=BF16, distributed_config=ranks)
-            yield whole
-            yield load(folder, dtype=FP32, distributed_config=ranks)
-
-    def test_sends_what_the_page_says(self) -> None:
-        batch = next(real_models.token_batches(1, 2 * self.world_size, self.device))
-        found = []
-        for model in self.models():
-            with record_collectives() as recorder:
-                mine = batch.chunk(self.world_size)[self.rank]
-                real_models.causal_loss(model, mine).backward()
-            units = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
-            states = {unit._get_fsdp_state() for unit in units}
-            row = [sum(len(state._fsdp_param_groups) > 0 for state in states)]
-            for calls in (recorder.all_gathers, recorder.reduce_scatters):
-                row += [len(calls), sum(call.nbytes for call in calls)]
-            found.append([f"{cell:,}" for cell in row])
-        page = (REPO_ROOT / "docs" / "migration.md").read_text()
-        table = page.split("| tiny DeepSeek-V4")[1].split("\n\n")[0]
-        rows = [line.strip("|").split("|") for line in table.splitlines()[2:]]
-        told = [[cell.strip() for cell in cells[1:6]] for cells in rows]
-        self.assertEqual(found, told)
 
 
 # What is kept in fp32 #

@@ -3,7 +3,7 @@
 """
 The operators ``fsdp::*``, which compiled graphs are matched with, and how often a step
 looks for observers, for whom alone it calls them. Schemas are in
-``test_fully_shard_divide_factors.py``, which calls the release as well.
+``test_fully_shard_composition.py``, which calls the release as well.
 """
 
 from typing import Any

@@ -21,7 +21,6 @@ from __future__ import annotations
 import gc
 import itertools
 import os
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,7 +28,7 @@ import pytest
 
 from fsdp_helpers.common.scenario_test import ScenarioTest
 from fsdp_helpers.common.utils import FakeGroupTest
-from fsdp_helpers.random.beside_release import ACTIONS, CASES, draw
+from fsdp_helpers.random.beside_release import CASES, draw
 from fsdp_helpers.random.growth import MODES, run_mode
 
 from torch.testing._internal.common_utils import (
@@ -51,11 +50,11 @@ Call = tuple[Any, ...]
 
 def is_comparison(call: Call) -> bool:
     """Whether a call of a collective is a gather of a few bytes."""
-    name, *arguments = call
-    if not name.startswith("all_gather") or name == "all_gather_object":
+    name, _, *arguments = call
+    if "gather" not in name:
         return False
-    tensors = [each for each in arguments if len(each) == 3]
-    numels = [numel for _, dtype, numel in tensors if dtype == "torch.uint8"]
+    tensors = [each for each in arguments if isinstance(each, tuple)]
+    numels = [numel for dtype, numel in tensors if dtype == "torch.uint8"]
     return len(numels) == len(tensors) > 0 and min(numels) <= MOST_COMPARED_NBYTES
 
 
@@ -109,18 +108,6 @@ class TestSchedules(ScenarioTest):
             compared = sum(map(is_comparison, calls))
             if i >= FREE_STEPS:
                 self.assertLessEqual(compared, 2 * fresh[i], place)
-
-    def test_schedules_have_everything(self) -> None:
-        steps = [step for n in range(CASES) for step in draw(n).steps]
-        counts = Counter(action for step in steps for action in step.actions)
-        self.assertEqual({*counts}, {*ACTIONS})
-        self.assertGreaterEqual(min(counts.values()), 2)
-        found = (
-            new_patterns(int(number), each["steps"][:-1])
-            for number, each in self.release[0].items()
-        )
-        repeated = [fresh for each in found for fresh in [*each][FREE_STEPS:]].count(0)
-        self.assertGreater(repeated, CASES)
 
 
 @instantiate_parametrized_tests

@@ -77,10 +77,7 @@ class Stack(nn.Module):
         self.head = Layer(dtypes[0], dim)
 
     def forward(
-        self,
-        x: torch.Tensor,
-        skip_blocks: Sequence[int] = (),
-        skip: Sequence[str] = (),
+        self, x: torch.Tensor, skip_blocks: Sequence[int] = (), skip: Sequence[str] = ()
     ) -> torch.Tensor:
         for i, block in enumerate(self.blocks):
             if i not in skip_blocks:

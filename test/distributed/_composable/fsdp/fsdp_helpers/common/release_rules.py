@@ -60,25 +60,3 @@ def reduce_dtypes(
     """Returns what a unit reduces such parameters in, in the order of its reductions."""
     found = {reduce_dtype(policy, dtype) for dtype in stored}
     return sorted(found, key=lambda dtype: (-dtype.itemsize, str(dtype)))
-
-
-# What `foreach_reduce` is called with by position, in order
-REDUCE_ARGUMENTS = [
-    "fsdp_params",
-    "unsharded_grads",
-    "reduce_scatter_group",
-    "reduce_scatter_stream",
-    "reduce_scatter_comm",
-    *([] if FOLLOWS_GRAD_DTYPE else ["orig_dtype"]),
-    "reduce_dtype",
-    "device",
-    "gradient_divide_factor",
-    "all_reduce_group",
-    "all_reduce_stream",
-    "all_reduce_grads",
-    "partial_reduce_output",
-    "all_reduce_hook",
-    "force_sum_reduction_for_comms",
-]
-# And by name
-REDUCE_KEYWORDS = ["prepare_reduce_scatter_inputs"] if FOLLOWS_GRAD_DTYPE else []

@@ -1,17 +1,71 @@
-"""What the tests of ``fsdp_helpers/common/scenarios.py``'s scenarios share."""
+"""
+Runs a script of ``scenarios.py``'s scenarios on the release and on this branch, at the
+same time, for tests that compare what came of them.
+"""
 
 from __future__ import annotations
 
 import functools
+import pickle
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, ClassVar
 
+from fsdp_helpers.common import kept
 from fsdp_helpers.common.parity_layers import Record
-from fsdp_helpers.common.run_both import Results, run_on_both
-from fsdp_helpers.common.utils import DeviceFreeTest
+from fsdp_helpers.common.run_forked import run_forked
+from fsdp_helpers.common.utils import DeviceFreeTest, RELEASE_ROOT, run_anew, run_python
 
 
-# Of all classes of a file that ask for the same script
-_results_of = functools.cache(run_on_both)
+# What each rank found
+Results = list[dict[str, Any]]
+
+
+def run_on(module: str, *, on_release: bool, in_halves: bool = False) -> Results:
+    """
+    Runs a module of a package beside the tests. It takes ``--out``.
+
+    Args:
+        in_halves: Run every other rank in another interpreter. Dtypes, which hash by
+            address, and strings have other hashes in each, and sets another order.
+    """
+
+    def run() -> Results:
+        with tempfile.TemporaryDirectory() as out:
+            if in_halves:
+                printed = _run_halves(module, "--out", out)
+            elif on_release:
+                printed = run_anew("-m", module, "--out", out, on_release=True)
+            else:
+                printed = run_forked(module, "--out", out)
+            path = printed.splitlines()[-1]
+            if Path(path).is_relative_to(RELEASE_ROOT) != on_release:
+                raise AssertionError(f"ran another torch than meant: {path}")
+            files = sorted(Path(out).iterdir())
+            return [pickle.loads(file.read_bytes()) for file in files]
+
+    args = "-m", module
+    return kept.of_release(RELEASE_ROOT, args, None, run) if on_release else run()
+
+
+def _run_halves(*command: str) -> str:
+    with tempfile.TemporaryDirectory() as met, ThreadPoolExecutor() as pool:
+
+        def run(half: str) -> str:
+            args = ("-m", *command, "--half", half, "--store", f"{met}/store")
+            return run_python(*args, env={"PYTHONHASHSEED": half})
+
+        return "".join(pool.map(run, ("1", "0")))
+
+
+@functools.cache  # for all classes of a file that ask for the same script
+def run_on_both(module: str, in_halves: bool) -> list[Results]:
+    """Returns the release's results and the branch's, see `run_on`."""
+    with ThreadPoolExecutor() as pool:
+        release = pool.submit(run_on, module, on_release=True)
+        branch = pool.submit(run_on, module, on_release=False, in_halves=in_halves)
+    return [release.result(), branch.result()]
 
 
 class ScenarioTest(DeviceFreeTest):
@@ -25,7 +79,7 @@ class ScenarioTest(DeviceFreeTest):
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
-        cls.release, cls.branch = _results_of(cls.script, in_halves=cls.in_halves)
+        cls.release, cls.branch = run_on_both(cls.script, cls.in_halves)
 
     def records_of(self, results: Results, name: str) -> list[Record]:
         """Returns what each rank found that ran it, and did not fail."""
@@ -39,9 +93,7 @@ class ScenarioTest(DeviceFreeTest):
 
     def check(self, name: str) -> Record:
         """Returns what the first rank of the release found, if the branch found it."""
-        sides = (
-            self.records_of(results, name) for results in (self.release, self.branch)
-        )
+        sides = (self.records_of(r, name) for r in (self.release, self.branch))
         first, *_ = pairs = [*zip(*sides, strict=True)]
         for expected, actual in pairs:
             self.assertGreater(len(expected), 0)

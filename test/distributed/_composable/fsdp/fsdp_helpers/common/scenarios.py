@@ -198,11 +198,7 @@ def one_backward(model: nn.Module, place: Place, step: int) -> torch.Tensor:
 
 
 def train(
-    model: nn.Module,
-    place: Place,
-    *,
-    steps: range = range(2),
-    run: Step = one_backward,
+    model: nn.Module, place: Place, *, steps: range = range(2), run: Step = one_backward
 ) -> Record:
     """Returns each step's loss, sharded gradients and parameters."""
     return train_steps(model, lambda step: run(model, place, step), steps)

@@ -44,6 +44,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     _get_gradient_divide_factors,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import (
+    FSDPCommContext,
     RegisterPostBackwardFunction,
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -181,6 +182,17 @@ def attributes(model: nn.Module) -> dict[str, dict[str, str]]:
     return found
 
 
+def stream_priorities() -> dict[str, int]:
+    """Returns what the context asks of a device for each of its streams."""
+    context, handle = FSDPCommContext(), mock.MagicMock()
+    handle.Stream = lambda priority=0: mock.Mock(priority=priority)
+    module = sys.modules[FSDPCommContext.__module__]
+    with mock.patch.object(module, "_get_device_handle", return_value=handle):
+        context.lazy_init(torch.device("cpu"))
+    streams = {n: s for n, s in vars(context).items() if n.endswith("_stream")}
+    return {name: stream.priority for name, stream in streams.items()}
+
+
 def step_on_fake_tensors(kind: str, mesh: DeviceMesh) -> dict[str, Any]:
     """Returns what gradients come to be, without computing any."""
     with FakeTensorMode():
@@ -313,6 +325,7 @@ def find_all() -> dict[str, dict[str, Any]]:
         "class names": class_names(mesh.get_group()),
         "fields": fields(),
         "schemas": schemas(),
+        "priorities": stream_priorities(),
         "divide factors": [] if IS_BRANCH else [*map(divide_factors, FACTOR_CASES)],
         # Asked by functorch of whatever a unit's inputs pass through
         "has_vmap_rule": RegisterPostBackwardFunction.generate_vmap_rule,

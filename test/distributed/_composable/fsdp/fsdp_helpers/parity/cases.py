@@ -5,24 +5,19 @@ What a case of ``run.py`` is: where it runs, what it trains, and what is seen of
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
 from fsdp_helpers.common.parity_layers import groups_of, Record, units_of
-from fsdp_helpers.common.scenarios import Place
+from fsdp_helpers.common.scenarios import Place, Scenario, Scenarios
 from fsdp_helpers.common.utils import record_collectives
 from fsdp_helpers.parity import modes
 from fsdp_helpers.parity.models import mixed_tower, uniform_tower
-from fsdp_helpers.parity.modes import (
-    Batches,
-    cut_for,
-    Mode,
-    MODES,
-    one_backward,
-    train,
-)
+from fsdp_helpers.parity.modes import Batches, cut_for, Mode, MODES, one_backward, train
 
 import torch
 import torch.nn as nn
@@ -134,28 +129,44 @@ def has_something_left(unit: nn.Module) -> bool:
 # Cases #
 
 
-@dataclass(frozen=True)
-class Case:
-    run: Callable[[Place], Record | None]
-    kinds: tuple[str, ...] = ("uniform", "mixed")
-    ranks: int = 2
-    # Makes process groups, which all ranks must make as many of
-    makes_groups: bool = False
-    refusal: str | None = None  # a pattern of the error that it raises
-    is_on_release: bool = True
-
-    @property
-    def takes_turns(self) -> bool:
-        """Whether one half of the ranks runs it, while the other runs another case."""
-        return self.ranks == 2 and not self.makes_groups
+# Of the series for upstream, uniform units alone
+KINDS = os.environ.get("FSDP_PARITY_KINDS", "uniform mixed override").split()
+CASES = Scenarios()  # by kind and name
+REFUSALS: dict[str, str] = {}  # by name, of those that raise, what the error must say
 
 
-CASES: dict[str, Case] = {}
+def run_case(
+    place: Place, run: Callable[[Place], Record | None], kind: str, ranks: int
+) -> Record:
+    place = replace(place, kind=kind)
+    if ranks == 2:
+        place = replace(place, rank=place.rank % 2, mesh=place.pairs["shard"])
+    return run(place) or {}
 
 
-def add_case(**kwargs: Any) -> Callable[..., Any]:
+def add_case(
+    name: str = "",
+    *,
+    kinds: tuple[str, ...] = ("uniform", "mixed"),
+    ranks: int = 2,
+    makes_groups: bool = False,
+) -> Callable[..., Any]:
+    """
+    Args:
+        name: By default the function's.
+        makes_groups: Whether it makes process groups, of which all ranks must make as
+            many. Else two ranks may run it, while the others run another case.
+    """
+
     def add(run: Callable[..., Any]) -> Callable[..., Any]:
-        CASES[run.__name__] = Case(run, **kwargs)
+        case = name or run.__name__
+        for kind in filter(KINDS.__contains__, kinds):
+            CASES[f"{kind} {case}"] = Scenario(
+                partial(run_case, run=run, kind=kind, ranks=ranks),
+                # What the release would say to other units is no matter
+                is_on_release=kind == "uniform" or case not in REFUSALS,
+                by_halves=ranks == 2 and not makes_groups,
+            )
         return run
 
     return add
@@ -172,7 +183,7 @@ def add_mode(name: str, mode: Mode, **kwargs: Any) -> None:
     def run(place: Place) -> Record:
         return train_tower(mode, place)
 
-    CASES[name] = Case(run, mode.kinds, mode.ranks, **kwargs)
+    add_case(name, kinds=mode.kinds, ranks=mode.ranks, **kwargs)(run)
 
 
 for _name, _mode in MODES.items():

@@ -1,61 +1,47 @@
-"""Cases of communication: who allocates, who sends, and over which meshes."""
+"""Cases of communication: who allocates, who sends, over which meshes, and errors."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from fsdp_helpers.common.parity_layers import (
-    FP16,
-    groups_of,
-    loss_of,
-    Record,
-    units_of,
-)
+from fsdp_helpers.common.parity_layers import FP16, groups_of, Record, units_of
 from fsdp_helpers.common.scenarios import Place
+from fsdp_helpers.common.utils import shard_blocks
 from fsdp_helpers.parity.cases import (
     add_case,
     add_mode,
-    Case,
-    CASES,
     cut_children,
+    REFUSALS,
     run_mode,
     train_children,
     train_tower,
 )
 from fsdp_helpers.parity.models import Offsets, stack_of, Waves
-from fsdp_helpers.parity.modes import (
-    Batches,
-    each_unit,
-    keep_inputs,
-    Mode,
-    one_backward,
-    prefetch_explicitly,
-    UNIFORM,
-)
+from fsdp_helpers.parity.modes import each_unit, Mode, UNIFORM
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 import torch.nn as nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import DataParallelMeshDims, share_comm_ctx
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    share_comm_ctx,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import (
     FSDPMeshInfo,
     ShardPlacementResult,
-    TrainingState,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import (
-    FSDPCommContext,
-    FSDPParamGroup,
-)
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import distribute_tensor, DTensor, Replicate, Shard
 
 
@@ -80,13 +66,6 @@ class Gather(AllGather):
         )
 
 
-class AsyncGather(Gather):
-    def __call__(self, output_tensor, input_tensor, group, async_op=False):
-        if not async_op:
-            raise AssertionError("Expected a gather that is waited for later")
-        return super().__call__(output_tensor, input_tensor, group, async_op)
-
-
 class Scatter(ReduceScatter):
     """Notes the groups that it sends over."""
 
@@ -102,64 +81,45 @@ class Scatter(ReduceScatter):
         )
 
 
-class KeptBuffers:
-    """
-    Gives out the same bytes again and again. The first buffer asked for before a
-    call is kept, which is what is sent; results are new, gradients live in them.
-    """
-
-    kept: torch.Tensor | None = None
-    is_first = True
-
-    def allocate(self, size: Any, *, dtype: Any, device: Any) -> torch.Tensor:
-        if not self.is_first:
-            return torch.empty(tuple(size), dtype=dtype, device=device)
-        self.is_first = False
-        nbytes = torch.Size(size).numel() * dtype.itemsize
-        if self.kept is None or self.kept.numel() < nbytes:
-            self.kept = torch.empty(max(nbytes, 1 << 12), dtype=torch.uint8)
-        # Whatever still has it sees that it is another one's now
-        return self.kept.fill_(77)[:nbytes].view(dtype).view(tuple(size))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.is_first = True
-        return super().__call__(*args, **kwargs)
-
-
-class KeptGather(KeptBuffers, Gather):
-    """One for each unit: a gather may be started before the last one is used."""
-
-
-class KeptScatter(KeptBuffers, Scatter):
-    """May serve all units: an input is sent before the next one is filled."""
-
-
-class KeptResults(Scatter):
-    """
-    One for each unit: its results are kept as well, in memory of their own. Until the
-    next reduction of the unit nobody else gets them.
-    """
+class Kept:
+    """The same bytes again and again: whoever still has them sees that they are gone."""
 
     def __init__(self) -> None:
-        self.inputs, self.results = KeptScatter(), KeptScatter()
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+
+    def view(self, size: Any, dtype: torch.dtype) -> torch.Tensor:
+        nbytes = torch.Size(size).numel() * dtype.itemsize
+        if self.bytes.numel() < nbytes:
+            self.bytes = torch.empty(max(nbytes, 1 << 12), dtype=torch.uint8)
+        return self.bytes.fill_(77)[:nbytes].view(dtype).view(tuple(size))
+
+
+class KeptGather(Gather):
+    """One for each unit: a gather may be started before the last one is used."""
+
+    def __init__(self) -> None:
+        self.kept = Kept()
 
     def allocate(self, size: Any, *, dtype: Any, device: Any) -> torch.Tensor:
-        kept = self.inputs if self.inputs.is_first else self.results
-        return kept.allocate(size, dtype=dtype, device=device)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.results.is_first = True
-        return self.inputs(*args, **kwargs)
+        return self.kept.view(size, dtype)
 
 
-class KeptByTurns(KeptScatter):
-    """Takes each second buffer for a result, as nothing is called between them."""
+class KeptScatter(Scatter):
+    """
+    May serve all units, as an input is sent before the next one is filled, unless it
+    keeps the results too. It gives out an input and a result in turns.
+    """
+
+    def __init__(self, keeps_results: bool = False) -> None:
+        self.inputs, self.results = Kept(), Kept() if keeps_results else None
+        self.is_result = True
 
     def allocate(self, size: Any, *, dtype: Any, device: Any) -> torch.Tensor:
-        is_result = not self.is_first
-        buffer = super().allocate(size, dtype=dtype, device=device)
-        self.is_first = is_result
-        return buffer
+        self.is_result = not self.is_result
+        kept = self.results if self.is_result else self.inputs
+        if kept is None:
+            return torch.empty(tuple(size), dtype=dtype, device=device)
+        return kept.view(size, dtype)
 
 
 def set_comms(gather: Callable[[], Any], scatter: Callable[[], Any]) -> Any:
@@ -169,16 +129,6 @@ def set_comms(gather: Callable[[], Any], scatter: Callable[[], Any]) -> Any:
             unit.set_custom_reduce_scatter(scatter())
 
     return prepare
-
-
-def share_scatter(kind: type[Scatter]) -> Callable[[nn.Module], None]:
-    """One buffer for the inputs of all units."""
-    return lambda model: each_unit("set_custom_reduce_scatter", kind())(model)
-
-
-def gather_asynchronously(model: nn.Module) -> None:
-    model._set_unshard_async_op(True)
-    set_comms(AsyncGather, Scatter)(model)
 
 
 MEMORY = "set_allocate_memory_from_process_group_for_comm"
@@ -203,10 +153,9 @@ def take_sine_in_hook(has_stream: bool = False) -> Callable[[nn.Module], None]:
 
 _HYBRID: dict[str, Any] = {"is_hybrid": True, "ranks": 4}
 for _name, _prepare in {
-    "kept_buffers": set_comms(KeptGather, KeptScatter),
-    "one_kept_buffer_for_all_units": share_scatter(KeptScatter),
-    "kept_results": set_comms(Gather, KeptResults),
-    "async_unshard_op": gather_asynchronously,
+    "kept_buffers": set_comms(KeptGather, cache(KeptScatter)),
+    "kept_results": set_comms(Gather, partial(KeptScatter, keeps_results=True)),
+    "async_unshard_op": lambda model: model._set_unshard_async_op(True),
     "memory_from_group": each_unit(MEMORY, True),
     "all_reduce_hook_with_stream": take_sine_in_hook(has_stream=True),
 }.items():
@@ -242,7 +191,7 @@ def single_rank(place: Place) -> Record:
 @add_case(ranks=4)
 def kept_buffer_of_replicas(place: Place) -> Record:
     """With one shard each: nothing is sent before the all-reduce."""
-    mode = Mode(prepare=share_scatter(KeptByTurns))
+    mode = Mode(prepare=each_unit("set_custom_reduce_scatter", KeptScatter()))
     return train_tower(mode, place, place.singles)
 
 
@@ -275,10 +224,13 @@ class SymmMemStub:
             yield self
 
 
-def ask_for_symmetric_memory(place: Place, *, sums: bool) -> Record:
+@add_case()
+def symmetric_memory(place: Place) -> Record:
+    """Reduces from it where sums are forced: in the blocks."""
+
     def prepare(model: nn.Module) -> None:
-        if sums:
-            each_unit("set_force_sum_reduction_for_comms", True)(model)
+        for unit in units_of(model.blocks):
+            unit.set_force_sum_reduction_for_comms(True)
         each_unit("set_symm_mem_for_comm")(model)
 
     with SymmMemStub().patched() as stub:
@@ -287,14 +239,11 @@ def ask_for_symmetric_memory(place: Place, *, sums: bool) -> Record:
     return record | seen | {"backends": stub.backends}
 
 
-CASES["symmetric_memory"] = Case(partial(ask_for_symmetric_memory, sums=False))
-CASES["symmetric_memory_sums"] = Case(partial(ask_for_symmetric_memory, sums=True))
-
-
 # Meshes and contexts #
 
 
-def train_on_two_meshes(place: Place, prepare: Any = None) -> Record:
+@add_case()
+def two_meshes(place: Place) -> Record:
     """Gives vectors and single elements to a smaller group of ranks."""
     meshes = (place.mesh, place.singles["shard"])
     infos = [FSDPMeshInfo(mesh, shard_mesh_dim=0) for mesh in meshes]
@@ -302,107 +251,22 @@ def train_on_two_meshes(place: Place, prepare: Any = None) -> Record:
     def place_param(param: nn.Parameter) -> ShardPlacementResult:
         return ShardPlacementResult(Shard(0), infos[param.ndim == 1])
 
-    kwargs = {"shard_placement_fn": place_param}
-    return train_tower(Mode(kwargs=kwargs, prepare=prepare), place)
+    return train_tower(Mode(kwargs={"shard_placement_fn": place_param}), place)
 
 
-def prefetch_and_keep_inputs(model: nn.Module) -> None:
-    prefetch_explicitly(model)
-    keep_inputs(2)(model)
-
-
-CASES["two_meshes"] = Case(train_on_two_meshes)
-CASES["two_meshes_prefetched"] = Case(
-    partial(train_on_two_meshes, prepare=prefetch_and_keep_inputs)
-)
-
-
-GROUPS = 3  # of a module, each with a mesh of its own
-
-
-def train_on_three_meshes(place: Place, **settings: Any) -> Record:
+@add_case(ranks=4)
+def three_meshes(place: Place) -> Record:
     """Which of a module's groups prefetches does not show with two of them."""
     meshes = place.mesh, place.pairs["shard"], place.singles["shard"]
     infos = [FSDPMeshInfo(mesh, shard_mesh_dim=0) for mesh in meshes]
 
     def place_param(param: nn.Parameter) -> ShardPlacementResult:
-        return ShardPlacementResult(Shard(0), infos[param.ndim % GROUPS])
+        return ShardPlacementResult(Shard(0), infos[param.ndim % 3])
 
     # And how far it prefetches does not show with two modules
     stacks = stack_of(Waves, place.dtypes), stack_of(Waves, place.dtypes)
     model = nn.Sequential(*itertools.chain(*stacks))
-    return train_children(model, place, shard_placement_fn=place_param, **settings)
-
-
-CASES["three_meshes"] = Case(train_on_three_meshes, ranks=4)
-
-
-# In which order the post-backwards of a module's groups come: all of them once the last
-# has come, or one of them at the end of backward
-ORDERS: dict[str, tuple[tuple[int, ...], int | None]] = {
-    "first_to_last": ((0, 1, 2), None),
-    "first_one_last": ((1, 2, 0), None),
-    "first_one_late": ((), 0),
-    "last_one_late": ((), GROUPS - 1),
-}
-
-
-class PostBackwards:
-    """Brings them into an order, and notes the groups' indices."""
-
-    def __init__(self, permutation: tuple[int, ...], late: int | None):
-        self.permutation, self.late = permutation, late
-        self.ran: list[int] = []
-        self._waiting: dict[int, list[tuple[FSDPParamGroup, Any]]] = {}
-        self._held_back: set[int] = set()
-
-    def one_backward(self, model: nn.Module, batches: Batches) -> torch.Tensor:
-        original = FSDPParamGroup.post_backward
-        self._held_back.clear()
-
-        def post_backward(group: FSDPParamGroup, *args: Any) -> None:
-            for each in self._due(group):
-                self.ran.append(each._param_group_index)
-                original(each)
-
-        with mock.patch.object(FSDPParamGroup, "post_backward", post_backward):
-            # So that autograd comes to every unit, and not only the root's callback
-            loss = loss_of(model(batches[0].requires_grad_()))
-            loss.backward()
-        return loss
-
-    def _due(self, group: FSDPParamGroup) -> list[FSDPParamGroup]:
-        """Returns the groups whose turn it is when this one's hook comes."""
-        if not self.permutation:
-            # Held back once: then the root's final callback runs its post-backward
-            is_early = group._param_group_index == self.late
-            if is_early and id(group) not in self._held_back:
-                self._held_back.add(id(group))
-                return []
-            return [group]
-        waiting = self._waiting.setdefault(id(group.modules[0]), [])
-        waiting.append((group, group._training_state))
-        if len(waiting) < GROUPS:
-            # As if it had run, so that the root's callback does not come to it
-            group._training_state = TrainingState.POST_BACKWARD
-            return []
-        for each, state in waiting:
-            each._training_state = state
-        by_index = {each._param_group_index: each for each, _ in waiting}
-        waiting.clear()
-        return [by_index[index] for index in self.permutation]
-
-
-def reorder_post_backwards(place: Place, order: str) -> Record:
-    calls = PostBackwards(*ORDERS[order])
-    record = train_on_three_meshes(place, step=calls.one_backward)
-    return record | {"ran": calls.ran}
-
-
-for _order in ORDERS:
-    CASES[f"three_meshes_{_order}"] = Case(
-        partial(reorder_post_backwards, order=_order), ranks=4, is_on_release=False
-    )
+    return train_children(model, place, shard_placement_fn=place_param)
 
 
 @cache
@@ -448,44 +312,93 @@ def not_unsharded_in_backward(place: Place) -> Record:
     return train_children(model, place, prepare, reshard_after_forward=True)
 
 
-def stream_priorities() -> dict[str, int]:
-    """Returns what streams the shared context asks of a device."""
-    handle = mock.MagicMock()
-    context = FSDPCommContext()
-    module = sys.modules[FSDPCommContext.__module__]
-    with mock.patch.object(module, "_get_device_handle", return_value=handle):
-        handle.Stream = lambda priority=0: SimpleNamespace(priority=priority)
-        context.lazy_init(torch.device("cpu"))
-    streams = {n: s for n, s in vars(context).items() if n.endswith("_stream")}
-    return {name: stream.priority for name, stream in streams.items()}
+# What is refused, by the release and the branch alike #
 
 
-@add_case()
-def post_optim_event(place: Place) -> Record:
-    """Notes which streams wait for the event, and that they do so once."""
-    waits: list[str] = []
+def refused(pattern: str) -> Callable[[Callable[[Place], None]], None]:
+    """Adds a case that raises, with what the error must say."""
 
-    class Stream(torch.cpu.Stream):
-        def __init__(self, name: str):
-            self.name = name
+    def add(run: Callable[[Place], None]) -> None:
+        REFUSALS[name := f"error_{run.__name__}"] = pattern
+        add_case(name, ranks=4)(run)
 
-        def wait_event(self, event: object) -> None:
-            if event == "optimizer":
-                waits.append(self.name)
+    return add
 
-        def wait_stream(self, stream: object) -> None:
-            if not isinstance(stream, Stream):
-                waits.append(f"{self.name} for all")
 
-    def step(model: nn.Module, batches: Batches) -> torch.Tensor:
-        if batches.step == 0:
-            one_backward(model, batches)  # makes the streams
-            context = model._get_fsdp_state()._comm_ctx
-            context.all_gather_stream = Stream("gather")
-            context.all_gather_copy_in_stream = Stream("copy-in")
-            model.set_post_optim_event("optimizer")
-        waits.append(f"in step {batches.step}:")
-        return one_backward(model, batches)
+def waves(place: Place, **kwargs: Any) -> nn.Module:
+    return shard_blocks(stack_of(Waves, place.dtypes), **{"mesh": place.mesh} | kwargs)
 
-    record = train_tower(Mode(step=step), place)
-    return record | {"waits": waits, "priorities": stream_priorities()}
+
+def run_waves(model: nn.Module) -> None:
+    model(torch.ones(2, 3)).sum().backward()
+
+
+@refused(r"on CPU.*'1\.0\.params\.0', device\(type='cuda', index=3")
+def offloaded_elsewhere(place: Place) -> None:
+    model = waves(place, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    run_waves(model)
+    (group,) = groups_of(model[1])
+    dtypes = {"dtype": torch.float32, "grad_dtype": torch.float32}
+    elsewhere = SimpleNamespace(
+        device=torch.device("cuda:3"), requires_grad=True, **dtypes
+    )
+    group.fsdp_params[0].sharded_param = elsewhere
+    group.lazy_init()
+
+
+@refused(r"max_input_buffers\(2\) of unit '0' would hold .* symmetric memory")
+def input_buffers_of_symmetric_memory(place: Place) -> None:
+    model = waves(place)
+    with SymmMemStub().patched():
+        model[0].set_force_sum_reduction_for_comms(True)
+        model[0].set_symm_mem_for_comm()
+        model.set_reduce_scatter_max_input_buffers(2)
+        run_waves(model)
+
+
+@refused(r"hook stream.*hook itself is missing.*'1'")
+def hook_stream_without_hook(place: Place) -> None:
+    model = waves(place)
+    model[1].set_all_reduce_hook(None, stream=torch.cpu.Stream())
+    run_waves(model)
+
+
+def refuse_calls(name: str, pattern: str, *calls: tuple) -> None:
+    """Adds a case of calls of one unit's methods, of which the last raises."""
+
+    def run(place: Place) -> None:
+        if name.endswith("of_replicas"):
+            unit = replicate(stack_of(Waves, place.dtypes), mesh=place.mesh)
+        else:
+            unit = waves(place)[0]
+        with SymmMemStub().patched():
+            for method, *args in calls:
+                getattr(unit, method)(*args)
+
+    run.__name__ = name
+    refused(pattern)(run)
+
+
+SYMM_MEM, SEPARATE = "set_symm_mem_for_comm", "set_separate_reduce_scatter_group"
+GATHER = ("set_custom_all_gather", Gather())
+SCATTER = ("set_custom_reduce_scatter", Scatter())
+IS_CUSTOM, OF_GROUP = "set_symm_mem cannot .*", "from_process_group cannot .*"
+NO_SHARDS = "to be FSDPMeshInfo, got .*DDPMeshInfo"
+
+for _name, _pattern, *_calls in (
+    ("symm_mem_custom_gather", IS_CUSTOM + r"\bGather\b", GATHER, (SYMM_MEM,)),
+    ("symm_mem_custom_scatter", IS_CUSTOM + r"\bScatter\b", SCATTER, (SYMM_MEM,)),
+    ("memory_custom_gather", OF_GROUP + r"\bGather\b", GATHER, (MEMORY, True)),
+    ("memory_custom_scatter", OF_GROUP + r"\bScatter\b", SCATTER, (MEMORY, False)),
+    ("memory_symm_mem", OF_GROUP + "SymmMemAllGather", (SYMM_MEM,), (MEMORY, True)),
+    ("separate_group_of_replicas", NO_SHARDS, (SEPARATE,)),
+    ("symm_mem_of_replicas", NO_SHARDS, (SYMM_MEM,)),
+    ("memory_of_replicas", NO_SHARDS, (MEMORY, True)),
+):
+    refuse_calls(_name, _pattern, *_calls)
+
+
+@refused("Unknown pass type: sideways")
+def unknown_pass(place: Place) -> None:
+    (group,) = groups_of(waves(place)[0])
+    FSDPParamGroup._prefetch_unshard(group, "sideways")

@@ -18,11 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    fully_shard,
-    MixedPrecisionPolicy,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -43,8 +39,6 @@ MIXED: dict[str, Specs] = {
     "three dtypes": [((64, 32), FP32), ((128, 32), BF16), ((64, 16), FP16)],
     "fp32 last": [((128, 32), BF16), ((64, 16), FP16), ((64, 32), FP32)],
 }
-# One element of fp32 lies behind an odd number of bf16: the segment is padded
-UNALIGNED: Specs = [((128, 32), BF16), ((12,), BF16), ((64, 32), FP32), ((4,), FP32)]
 
 
 def by_columns(param: nn.Parameter) -> Shard | None:
@@ -54,7 +48,6 @@ def by_columns(param: nn.Parameter) -> Shard | None:
 MODES: dict[str, dict[str, Any]] = {
     "plain": {},
     "no_reshard": {"reshard_after_forward": False},
-    "resharded": {"reshard_after_forward": True},
     "reshard_to_two": {"reshard_after_forward": 2},
     "hybrid": {"is_hybrid": True},
     "accumulate": {"accumulates": True},
@@ -76,14 +69,8 @@ ONE_UNIT: dict[str, tuple[Specs, dict[str, Any]]] = {
     "one rank, divided": (FOUR[FP32], {"is_alone": True, "divide_factor": 2.0}),
 }
 ONE_MIXED_UNIT: dict[str, tuple[Specs, dict[str, Any]]] = {
-    "bf16 and one fp32": (
-        [*FOUR[BF16], ((ODD_NUMEL,), FP32)],
-        MODES["reduce_fp32"],
-    ),
-    "fp32 and one bf16": (
-        [*FOUR[FP32], ((ODD_NUMEL,), BF16)],
-        MODES["reduce_fp32"],
-    ),
+    "bf16 and one fp32": ([*FOUR[BF16], ((ODD_NUMEL,), FP32)], MODES["reduce_fp32"]),
+    "fp32 and one bf16": ([*FOUR[FP32], ((ODD_NUMEL,), BF16)], MODES["reduce_fp32"]),
 }
 
 
@@ -171,7 +158,7 @@ def measure(*, has_mixed: bool) -> dict[str, dict[str, Any]]:
     """Returns the peaks of each mode, by block, and those of one unit."""
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
-    blocks = UNIFORM | MIXED | {"unaligned": UNALIGNED} if has_mixed else UNIFORM
+    blocks = UNIFORM | MIXED if has_mixed else UNIFORM
     peaks = {
         name: {mode: peak_nbytes(specs, kwargs) for mode, kwargs in MODES.items()}
         for name, specs in blocks.items()

@@ -66,6 +66,13 @@ class Part(nn.Module):
         return x + y.to(x.dtype)
 
 
+@dataclass
+class Inputs:
+    """In which hooks must find the tensor."""
+
+    x: torch.Tensor
+
+
 class Block(nn.Module):
     """Parts one after the other, of which a forward may skip some."""
 
@@ -73,7 +80,8 @@ class Block(nn.Module):
         super().__init__()
         self.parts = nn.ModuleList(Part(dtype) for dtype in dtypes)
 
-    def forward(self, x: torch.Tensor, skip: Collection[int] = ()) -> torch.Tensor:
+    def forward(self, inputs: Inputs, skip: Collection[int] = ()) -> torch.Tensor:
+        x = inputs.x
         for i, part in enumerate(self.parts):
             if i not in skip:
                 x = part(x)
@@ -112,7 +120,7 @@ class Tower(nn.Module):
         x = self.stem(x)
         for i, block in enumerate(self.blocks):
             if blocks is None or i in blocks:
-                x = block(x, skip=skip)
+                x = block(Inputs(x), skip=skip)
         return self.head(x)
 
 
@@ -155,18 +163,6 @@ class Offsets(Waves):
         for param in self.params:
             x = x + param.float().mean().to(x.dtype)
         return x
-
-
-@dataclass
-class Hidden:
-    tensors: dict[str, torch.Tensor]
-
-
-class NestedWaves(Waves):
-    """Takes and gives tensors inside of other things."""
-
-    def forward(self, hidden: Hidden) -> Hidden:
-        return Hidden({"x": super().forward(hidden.tensors["x"])})
 
 
 def stack_of(kind: type[nn.Module], dtypes: Sequence[torch.dtype]) -> nn.Sequential:

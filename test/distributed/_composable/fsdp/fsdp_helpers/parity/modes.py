@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,18 +23,19 @@ from fsdp_helpers.common.parity_layers import (
     units_of,
 )
 from fsdp_helpers.common.utils import DEVICE_TYPE, hybrid_mesh, shard_mesh
-from fsdp_helpers.parity.models import batch_of, mixed_tower, Tower, uniform_tower
+from fsdp_helpers.parity.models import (
+    batch_of,
+    Inputs,
+    mixed_tower,
+    Tower,
+    uniform_tower,
+)
 
 import torch
 import torch.nn as nn
-from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    fully_shard,
-    MixedPrecisionPolicy,
-)
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 
 # What a step leaves wrong shows in the next one
@@ -69,45 +70,21 @@ def one_backward(model: Tower, batches: Batches, **forward: Any) -> torch.Tensor
     return loss
 
 
-def accumulate(
-    model: Tower, batches: Batches, skips: Sequence[tuple[int, ...]] = ((), (), ())
-) -> torch.Tensor:
-    """Syncs after the last microbatch only, of which each may skip some parts."""
+def accumulate(model: Tower, batches: Batches) -> torch.Tensor:
+    """Syncs after the last microbatch only."""
     losses = []
-    for i, skip in enumerate(skips):
-        model.set_requires_gradient_sync(i == len(skips) - 1)
-        losses.append(loss_of(model(batches[i], skip=skip)))
+    for i in range(3):
+        model.set_requires_gradient_sync(i == 2)
+        losses.append(loss_of(model(batches[i])))
         losses[-1].backward()
     return torch.stack(losses)
 
 
-def accumulate_in_turns(model: Tower, batches: Batches) -> torch.Tensor:
-    if batches.step == 0:  # the release must have run a unit once
-        return one_backward(model, batches)
-    return accumulate(model, batches, skips=((0,), (1,)))
-
-
-def accumulate_keeping_params(model: Tower, batches: Batches) -> torch.Tensor:
-    """Communicates in the last microbatch's backward only."""
-    model.set_reshard_after_forward(False)
+def defer_all_reduce(model: Tower, batches: Batches) -> torch.Tensor:
     for i in range(2):
-        model.set_requires_gradient_sync(i == 1)
-        model.set_reshard_after_backward(i == 1)
-        loss = loss_of(model(batches[i]))
-        loss.backward()
+        model.set_requires_all_reduce(i == 1)
+        loss = one_backward(model, replace(batches, step=batches.step + 10 * i))
     return loss
-
-
-def two_microbatches(last: str) -> Callable[[Tower, Batches], torch.Tensor]:
-    """Returns a step that calls the method ``last`` to say which one is the last."""
-
-    def step(model: Tower, batches: Batches) -> torch.Tensor:
-        for i in range(2):
-            getattr(model, last)(i == 1)
-            loss = one_backward(model, replace(batches, step=batches.step + 10 * i))
-        return loss
-
-    return step
 
 
 def gradients_add_up(model: Tower, batches: Batches) -> torch.Tensor:
@@ -141,10 +118,6 @@ def unshard_ahead(model: Tower, batches: Batches) -> torch.Tensor:
     return one_backward(model, batches)
 
 
-def skip_one_part(model: Tower, batches: Batches) -> torch.Tensor:
-    return one_backward(model, batches, skip=(1,))
-
-
 def skip_by_rank(model: Tower, batches: Batches) -> torch.Tensor:
     """Gives other parameters a gradient on one rank than on the next."""
     return one_backward(model, batches, skip=(batches.rank % 2,))
@@ -157,7 +130,7 @@ def only_first_block(model: Tower, batches: Batches) -> torch.Tensor:
 def second_block_in_chunks(model: Tower, batches: Batches) -> torch.Tensor:
     """Runs a block apart, as a loss computed in chunks does."""
     chunks = model(batches[0], blocks=(0,)).chunk(2)
-    loss = sum(loss_of(model.blocks[1](chunk.clone())) for chunk in chunks)
+    loss = sum(loss_of(model.blocks[1](Inputs(chunk.clone()))) for chunk in chunks)
     loss.backward()
     return loss
 
@@ -191,18 +164,6 @@ def give_up_twice(model: Tower, batches: Batches) -> torch.Tensor:
     return one_backward(model, batches)
 
 
-def evaluate_before(model: Tower, batches: Batches) -> torch.Tensor:
-    # The release cannot train what it first gathered for inference
-    if batches.step > 0:
-        with torch.no_grad():
-            expected = model(batches[1])
-        with torch.inference_mode():
-            actual = model(batches[1])
-        if not torch.equal(actual, expected):
-            raise AssertionError("Inference mode gives something else")
-    return one_backward(model, batches)
-
-
 def state_dict_before_backward(model: Tower, batches: Batches) -> torch.Tensor:
     """Takes one, or loads one, while the parameters are unsharded."""
     before = model.state_dict()
@@ -218,16 +179,14 @@ def state_dict_before_backward(model: Tower, batches: Batches) -> torch.Tensor:
 # How a model is cut into units #
 
 
-def shard_blocks(model: Tower, apply: Any = fully_shard, **kwargs: Any) -> None:
-    for block in model.blocks:
-        apply(block, **kwargs)
-    apply(model, **kwargs)
+def shard_blocks(model: Tower, **kwargs: Any) -> None:
+    for block in (*model.blocks, model):
+        fully_shard(block, **kwargs)
 
 
-def shard_dtypes(model: Tower, apply: Any = fully_shard, **kwargs: Any) -> None:
-    for part in model.all_parts:
-        apply(part, **kwargs)
-    apply(model, **kwargs)  # holds no parameter itself
+def shard_dtypes(model: Tower, **kwargs: Any) -> None:
+    for part in (*model.all_parts, model):  # which holds no parameter itself
+        fully_shard(part, **kwargs)
 
 
 def shard_blocks_as_group(model: Tower, **kwargs: Any) -> None:
@@ -247,32 +206,11 @@ def shard_root_only(model: Tower, **kwargs: Any) -> None:
     fully_shard(model, **kwargs)
 
 
-def replicate_blocks(model: Tower, **kwargs: Any) -> None:
-    shard_blocks(model, replicate, **kwargs)
-
-
-def replicate_dtypes(model: Tower, **kwargs: Any) -> None:
-    shard_dtypes(model, replicate, **kwargs)
-
-
-def ignoring_gains(cut: Callable[..., None]) -> Callable[..., None]:
-    """Leaves some parameters of every unit to the user."""
-
-    def shard(model: Tower, **kwargs: Any) -> None:
-        cut(model, ignored_params={part.gain for part in model.all_parts}, **kwargs)
-
-    return shard
-
-
-shard_blocks_without_gains = ignoring_gains(shard_blocks)
-
 # How the release is to cut a mixed tower where this branch cuts it so
 BY_DTYPE = {
-    shard_blocks_without_gains: ignoring_gains(shard_dtypes),
     shard_blocks: shard_dtypes,
     shard_root_only: shard_dtypes,
     shard_blocks_as_group: shard_dtypes_as_groups,
-    replicate_blocks: replicate_dtypes,
 }
 
 
@@ -303,10 +241,6 @@ def parts_policies(model: Tower, policies: Policies) -> list[Policy]:
     # The stem's and the head's, which are of one unit, are the first and the last
     of_block = [policies] * len(model.blocks)
     return [policies[0], *itertools.chain(*of_block), policies[-1]]
-
-
-def shard_last_dim(param: nn.Parameter) -> Shard | None:
-    return Shard(1) if param.ndim == 2 and param.size(1) % 4 == 0 else None
 
 
 # What is set on a model once it is sharded #
@@ -342,12 +276,6 @@ def freeze_first_block(model: Tower) -> None:
     model.blocks[0].requires_grad_(False)
 
 
-def freeze_matrices(model: Tower) -> None:
-    for part in model.blocks[0].parts:
-        part.up.requires_grad_(False)
-        part.down.requires_grad_(False)
-
-
 reduce_unused = each_unit("set_reduce_scatter_unused_params", True)
 sum_only = each_unit("set_force_sum_reduction_for_comms", True)
 
@@ -355,10 +283,6 @@ sum_only = each_unit("set_force_sum_reduction_for_comms", True)
 def divide_by_six(model: Tower) -> None:
     sum_only(model)  # gloo cannot scale while it sums, and the release would have it
     each_unit("set_gradient_divide_factor", 6.0)(model)
-
-
-def keep_inputs(count: int) -> Callable[[nn.Module], None]:
-    return each_unit("set_reduce_scatter_max_input_buffers", count)
 
 
 def keep_two_inputs_of_one_block(model: Tower) -> None:
@@ -406,29 +330,13 @@ UNIFORM, OVERRIDE = ("uniform",), ("override",)
 _OFFLOAD = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
 _NO_RESHARD = {"reshard_after_forward": False}
 _RESHARD = {"reshard_after_forward": True}
-_TO_TWO = {"reshard_after_forward": 2}
-_HYBRID: dict[str, Any] = {"is_hybrid": True, "ranks": 4}
 
 MODES: dict[str, Mode] = {
     "plain": Mode(ALL),
     "param_bf16_reduce_fp32": Mode(policy=(BF16, FP32)),
-    "param_bf16": Mode(policy=(BF16, None)),
     "reduce_bf16": Mode(policy=(None, BF16)),
-    "reduce_fp32": Mode(policy=(None, FP32)),
-    "compute_only": Mode(OVERRIDE, policies=((BF16, None), (FP32, None), (None, None))),
-    "reduce_only": Mode(OVERRIDE, policies=((None, FP32), (None, BF16), (None, FP16))),
     "one_bucket": Mode(OVERRIDE, policies=((BF16, FP32), (FP32, None), (FP16, FP32))),
     "root_only": Mode(shard=shard_root_only),
-    "reshard_to_two": Mode(UNIFORM, kwargs=_TO_TWO, ranks=4),
-    "accumulate": Mode(step=accumulate),
-    "accumulate_in_turns": Mode(step=accumulate_in_turns),
-    # In which the release fails for uniform units (pytorch 196996)
-    "accumulate_in_turns_bf16": Mode(
-        ("mixed",), policy=(BF16, FP32), step=accumulate_in_turns
-    ),
-    "accumulate_keeping_params": Mode(step=accumulate_keeping_params),
-    "gradients_add_up": Mode(step=gradients_add_up),
-    "several_backwards": Mode(step=two_microbatches("set_is_last_backward")),
     "two_forwards_resharded": Mode(kwargs=_RESHARD, step=two_forwards),
     "backward_twice": Mode(step=backward_twice),
     "mistargeted_prefetch": Mode(
@@ -436,32 +344,22 @@ MODES: dict[str, Mode] = {
     ),
     "unshard_ahead": Mode(step=unshard_ahead),
     "given_up_twice": Mode(step=give_up_twice),
-    "evaluated_before": Mode(step=evaluate_before),
     "state_dict_before_backward": Mode(
         kwargs=_NO_RESHARD, step=state_dict_before_backward
     ),
-    "shard_last_dim": Mode(kwargs={"shard_placement_fn": shard_last_dim}),
     "group_run_in_part": Mode(shard=shard_blocks_as_group, step=only_first_block),
     "group_run_in_chunks": Mode(
         shard=shard_blocks_as_group, step=second_block_in_chunks
     ),
-    "ignored_parameters": Mode(shard=shard_blocks_without_gains),
     "unfrozen_later": Mode(prepare=freeze_first_block, step=thaw_and_freeze),
-    # The release forgets the dtypes of a unit that was frozen whole (pytorch 186998)
-    "unfrozen_in_part": Mode(OVERRIDE, prepare=freeze_matrices, step=thaw_and_freeze),
-    "skipped_part": Mode(step=skip_one_part),
     "unused_by_rank": Mode(UNIFORM, prepare=reduce_unused, step=skip_by_rank),
     "cpu_offload_accumulate": Mode(
         ALL, policy=(BF16, FP32), kwargs=_OFFLOAD, step=accumulate
     ),
     "divide_fp16": Mode(UNIFORM, dtype=FP16, prepare=divide_by_six),
-    "divide": Mode(("mixed", "override"), prepare=divide_by_six),
     "two_input_buffers_in_one_block": Mode(prepare=keep_two_inputs_of_one_block),
     "step_in_backward": Mode(prepare=step_in_backward),
-    "hybrid_deferred": Mode(
-        ALL, step=two_microbatches("set_requires_all_reduce"), **_HYBRID
-    ),
-    "replicate": Mode(shard=replicate_blocks),
+    "hybrid_deferred": Mode(ALL, step=defer_all_reduce, is_hybrid=True, ranks=4),
 }
 
 

@@ -9,24 +9,16 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from fsdp_helpers.common.parity_layers import loss_of, Record
+from fsdp_helpers.common.parity_layers import Record
 from fsdp_helpers.common.scenarios import Place
-from fsdp_helpers.parity.cases import (
-    add_case,
-    Case,
-    CASES,
-    train_children,
-    train_tower,
-)
+from fsdp_helpers.parity.cases import add_case, train_children, train_tower
 from fsdp_helpers.parity.models import (
     BF16,
     Extended,
     extended_stack,
     Fp8,
     FP32,
-    Hidden,
     HighLow,
-    NestedWaves,
     stack_of,
     Waves,
 )
@@ -42,34 +34,14 @@ import torch
 import torch.nn as nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.tensor import distribute_tensor, DTensor
+from torch.distributed.tensor import DTensor
 
 
 @add_case()
-def nested_inputs(place: Place) -> Record:
-    """Units pass tensors on in a dataclass."""
-
-    def step(model: nn.Module, batches: Batches) -> torch.Tensor:
-        loss = loss_of(model(Hidden({"x": batches[0]})).tensors["x"])
-        loss.backward()
-        return loss
-
-    return train_children(stack_of(NestedWaves, place.dtypes), place, step=step)
-
-
-@add_case()
-def made_on_meta_device(place: Place) -> Record:
-    values = stack_of(Waves, place.dtypes).state_dict()
-    with torch.device("meta"):
-        model = stack_of(Waves, place.dtypes)
-
-    def fill(model: nn.Module) -> None:
-        model.to_empty(device="cpu")
-        for name, param in model.named_parameters():
-            full = distribute_tensor(values[name], param.device_mesh, param.placements)
-            param.detach().copy_(full)
-
-    return train_children(model, place, fill)
+def ignored_parameters(place: Place) -> Record:
+    model = stack_of(Waves, place.dtypes)
+    ignored = {waves.params[1] for block in model for waves in block}
+    return train_children(model, place, ignored_params=ignored)
 
 
 @add_case()
@@ -128,8 +100,8 @@ def play_pinned_memory(place: Place, **settings: Any) -> Record:
     return record | {"copies": copies}
 
 
-CASES["pinned_add_up"] = Case(partial(play_pinned_memory, step=gradients_add_up))
-CASES["pinned_step_in_backward"] = Case(
+add_case("pinned_add_up")(partial(play_pinned_memory, step=gradients_add_up))
+add_case("pinned_step_in_backward")(
     partial(play_pinned_memory, prepare=step_in_backward)
 )
 
@@ -151,4 +123,4 @@ EXTENSIONS: dict[str, dict[str, Any]] = {
     "highlow_no_reshard": {"kind": HighLow, "reshard_after_forward": False},
 }
 for _name, _settings in EXTENSIONS.items():
-    CASES[_name] = Case(partial(train_extensions, **_settings))
+    add_case(_name)(partial(train_extensions, **_settings))

@@ -21,11 +21,11 @@ import contextlib
 import functools
 import inspect
 import random
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import FunctionType
 from typing import Any
 from unittest import mock
 
@@ -37,7 +37,7 @@ from fsdp_helpers.common.parity_layers import (
     Record,
     units_of,
 )
-from fsdp_helpers.common.scenarios import Place, RANKS, Scenario, Scenarios
+from fsdp_helpers.common.scenarios import IS_BRANCH, Place, RANKS, Scenario, Scenarios
 from fsdp_helpers.random.cases import (
     Case,
     draw_case,
@@ -51,8 +51,6 @@ from fsdp_helpers.random.cases import (
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
-from torch.distributed.fsdp import _fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 
@@ -171,12 +169,11 @@ def optimize(model: Model, to_none: bool) -> None:
 
 # What is seen of it #
 
-_KINDS = ("all_", "barrier", "broadcast", "gather", "monitored_", "new_group")
-# Of `torch.distributed`: those that other ranks must answer
+# Of process groups: what other ranks must answer
 COLLECTIVES = [
     name
-    for name, value in vars(distributed_c10d).items()
-    if name.startswith((*_KINDS, "reduce", "scatter")) and type(value) is FunctionType
+    for name in vars(dist.ProcessGroup)
+    if re.match("_?(all|barrier|broadcast|gather|monitored|reduce|scatter)", name)
 ]
 
 
@@ -187,25 +184,15 @@ class Watch:
         self.calls: list[tuple[Any, ...]] = []
         # Of the units' reductions: which parameters, and how far
         self.patterns: list[tuple[Any, ...]] = []
-        self._depth = 0
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        # Only the branch has it, which compares ranks
-        agreement = getattr(_fully_shard, "_fsdp_agreement", None)
         with contextlib.ExitStack() as patches:
             for name in COLLECTIVES:
-                call = self._watch(getattr(distributed_c10d, name), self._note_call)
-                for owner in (dist, distributed_c10d, agreement):
-                    if hasattr(owner, name):
-                        patches.enter_context(mock.patch.object(owner, name, call))
+                patches.enter_context(self._watch(dist.ProcessGroup, name))
             # The branch compares no ranks before a reduction that a plugin replaced
-            if agreement is None:
-                reduce = _fsdp_param_group.foreach_reduce
-                call = self._watch(reduce, self._note_reduction)
-                patches.enter_context(
-                    mock.patch.object(_fsdp_param_group, "foreach_reduce", call)
-                )
+            if not IS_BRANCH:
+                patches.enter_context(self._watch(_fsdp_param_group, "foreach_reduce"))
             yield
 
     def take(self) -> dict[str, Any]:
@@ -214,43 +201,32 @@ class Watch:
         self.calls, self.patterns = [], []
         return taken
 
-    def _watch(
-        self, original: Callable[..., Any], note: Callable[[str, dict[str, Any]], None]
-    ) -> Callable[..., Any]:
-        signature = inspect.signature(original)
+    def _watch(self, owner: Any, name: str) -> Any:
+        original = getattr(owner, name)
 
-        @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            note(original.__name__, signature.bind(*args, **kwargs).arguments)
-            is_collective = original.__name__ in COLLECTIVES
-            self._depth += is_collective
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self._depth -= is_collective
+            if name == "foreach_reduce":
+                bound = inspect.signature(original).bind(*args, **kwargs).arguments
+                params = tuple(map(id, bound["fsdp_params"]))
+                self.patterns.append((params, bound["all_reduce_grads"]))
+            else:
+                described = map(_describe, (*args, *kwargs.values()))
+                self.calls.append((name, *described))
+            return original(*args, **kwargs)
 
-        return call
-
-    def _note_call(self, name: str, arguments: dict[str, Any]) -> None:
-        if self._depth == 0:  # one collective may call another
-            self.calls.append((name, *_describe(arguments)))
-
-    def _note_reduction(self, name: str, arguments: dict[str, Any]) -> None:
-        params = tuple(map(id, arguments["fsdp_params"]))
-        self.patterns.append((params, arguments["all_reduce_grads"]))
+        return mock.patch.object(owner, name, call)
 
 
-def _describe(arguments: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
-    """Yields what can be compared of a collective's arguments, in their order."""
-    for name, value in arguments.items():
-        if isinstance(value, torch.Tensor):
-            yield name, str(value.dtype), value.numel()
-        elif isinstance(value, list):
-            yield name, [v.numel() for v in value if isinstance(v, torch.Tensor)]
-        elif isinstance(value, dist.ProcessGroup):
-            yield name, tuple(dist.get_process_group_ranks(value))
-        elif name == "op":
-            yield name, getattr(value, "op", value).name
+def _describe(value: Any) -> Any:
+    """Returns what can be compared of a collective's argument."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), value.numel()
+    if isinstance(value, list):
+        return [*map(_describe, value)]
+    if isinstance(value, dist.ProcessGroup):
+        return dist.get_process_group_ranks(value)
+    op = getattr(value, "reduceOp", value)  # of options
+    return op.op.name if isinstance(op, dist.ReduceOp) else None
 
 
 # Running #

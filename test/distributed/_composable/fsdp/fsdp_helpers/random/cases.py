@@ -241,10 +241,7 @@ def _draw_step(
         if sync == "all" or not is_uniform:
             skips = _draw_skips(rng, blocks, reverses=reverses)
         microbatch = Microbatch(
-            sync,
-            *skips,
-            reshards=is_end or not keeps,
-            is_last=is_end or is_always_last,
+            sync, *skips, reshards=is_end or not keeps, is_last=is_end or is_always_last
         )
         microbatches.insert(0, microbatch)
     return Step(tuple(microbatches))
