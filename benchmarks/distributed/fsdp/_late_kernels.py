@@ -91,7 +91,8 @@ class DeviceKit(Kit):
         super().optimize(module)
 
     def digests(self) -> list[str]:
-        self.rank.handle.synchronize()
+        handle: Any = self.rank.handle  # the device's own
+        handle.synchronize()
         params: Any = dict.fromkeys(
             p for unit in self.modules for p in unit.parameters()
         )
