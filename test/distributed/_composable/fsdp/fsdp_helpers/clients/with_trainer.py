@@ -1,8 +1,8 @@
 # Owner(s): ["oncall: distributed"]
 
 """
-transformers' ``Trainer`` and TRL's ``SFTTrainer``, on FSDP2 by accelerate, and Lightning
-Fabric: each optimizer step beside one process, and resuming from a checkpoint.
+accelerate, by itself and under transformers' ``Trainer`` and TRL's ``SFTTrainer``, and
+Lightning Fabric: each optimizer step beside one process, and resuming from a checkpoint.
 
 accelerate takes DDP on a CPU. ``fsdp_accelerator`` has it take FSDP there, as it does
 by itself on an accelerator; all else is what runs there.
@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -46,13 +47,23 @@ LAYERS = {"mamba2": "Mamba2Block", "llama_peft": "LlamaDecoderLayer"}
 ACCUMULATED = 2
 
 
-def arguments(kind: type, folder: Path | str, layers: str, **kwargs: Any) -> Any:
+def arguments(
+    kind: type,
+    folder: Path | str,
+    layers: str,
+    *,
+    cpu_ram_efficient_loading: bool = False,
+    **kwargs: Any,
+) -> Any:
     """Returns those of a trainer whose units are ``layers``."""
     return kind(
         output_dir=str(folder),
         use_cpu=True,
         fsdp=True,
-        fsdp_config={"transformer_layer_cls_to_wrap": [layers]},
+        fsdp_config={
+            "transformer_layer_cls_to_wrap": [layers],
+            "cpu_ram_efficient_loading": cpu_ram_efficient_loading,
+        },
         per_device_train_batch_size=2,
         gradient_accumulation_steps=ACCUMULATED,
         optim="adamw_torch",
@@ -140,6 +151,11 @@ class TestTrainer(TrainerTest):
         torch.manual_seed(0)
         model = TINY_MODELS[name].build_model()
         beside = beside_one_process(copy.deepcopy(model))
+        # Whether the first rank's weights are loaded for all
+        loads = name == "llama_peft"
+        for param in model.parameters() if loads and self.rank > 0 else ():
+            param.data.zero_()
+        kwargs["cpu_ram_efficient_loading"] = loads
         with mock.patch("transformers.trainer.Accelerator", fsdp_accelerator):
             args = arguments(TrainingArguments, folder, LAYERS[name], **kwargs)
             rows = token_rows(32)
@@ -168,6 +184,40 @@ class TestTrainer(TrainerTest):
         for (name, one), other in pairs:
             self.assertEqual(one.dtype, other.dtype, name)
             self.assertTrue(torch.equal(one.to_local(), other.to_local()), name)
+
+    def test_accelerate_keeps_a_policy_by_name(self) -> None:
+        """With mixed precision off nothing is upcast, and the policy holds."""
+        from accelerate import FullyShardedDataParallelPlugin
+        from accelerate.state import AcceleratorState
+
+        model = TINY_MODELS["mamba2"].build_model()
+        stored = [param.dtype for param in model.parameters()]
+        fp32 = dict.fromkeys(("*.A_log", "*.D"), MixedPrecisionPolicy(FP32, FP32))
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=[LAYERS["mamba2"]],
+            mixed_precision_policy=MixedPrecisionPolicy.by_name(
+                model, fp32, param_dtype=BF16, cast_forward_inputs=False
+            ),
+        )
+        options = {"cpu": True, "mixed_precision": "no", "fsdp_plugin": plugin}
+        with as_launched(self.rank, self.world_size):
+            accelerator = fsdp_accelerator(**options)
+            optimizer = torch.optim.SGD(model.parameters())
+            model, _ = accelerator.prepare(model, optimizer)
+            AcceleratorState._reset_state(reset_partial_state=True)
+        self.assertEqual([param.dtype for param in model.parameters()], stored)
+        mixer, seen = model.get_submodule("backbone.layers.0.mixer"), {}
+        mixer.register_forward_pre_hook(
+            lambda module, _: seen.update(
+                {name: param.dtype for name, param in module.named_parameters()}
+            )
+        )
+        causal_loss(model, next(token_batches(1, self.world_size, self.device)))
+        # Of two that are stored in fp32, one is cast
+        dtypes = seen["A_log"], seen["dt_bias"], seen["in_proj.weight"]
+        self.assertEqual(dtypes, (FP32, BF16, BF16))
 
 
 instantiate_parametrized_tests(TestTrainer)
