@@ -8,7 +8,7 @@ Links, and parts that are made of the code, are for ``make lint``.
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,6 @@ from fsdp_helpers.common.utils import DeviceFreeTest, FakeGroupTest
 import torch
 import torch.distributed.fsdp as fsdp
 import torch.nn as nn
-from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.common_utils import (
@@ -142,82 +141,6 @@ class TestErrors(FakeGroupTest):
                     found.append(to_do)
         self.assertEqual(len(found), 1, raised)
         self.assertIn(expected, found[0])
-
-
-class Product(nn.Module):
-    """Multiplies by its matrices, which do nothing but take memory."""
-
-    def __init__(self, dtypes: Sequence[torch.dtype]) -> None:
-        super().__init__()
-        matrices = (nn.Parameter(torch.ones(512, 512, dtype=d)) for d in dtypes)
-        self.matrices = nn.ParameterList(matrices)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for matrix in self.matrices:
-            x = x.to(matrix.dtype) @ matrix / 512
-        return x
-
-
-class TestMemory(FakeGroupTest):
-    """The example of ``docs/guide.md``: what its sum says, and what is counted."""
-
-    ranks = 8
-    UNITS = 6
-
-    def peak(
-        self,
-        dtypes: Sequence[torch.dtype],
-        policy: fsdp.MixedPrecisionPolicy,
-        post: bool,
-    ) -> float:
-        model = nn.Sequential(*(Product(dtypes) for _ in range(self.UNITS)))
-        for unit in [*model, model]:
-            fully_shard(unit, mesh=self.mesh, mp_policy=policy)
-        if post:
-            fsdp.set_backward_prefetch(model, fsdp.BackwardPrefetch.BACKWARD_POST)
-        x = torch.ones(1, 512, dtype=dtypes[0])
-
-        def step() -> None:
-            model(x).float().sum().backward()
-            model.zero_grad()
-
-        step()  # what is made once is there before it is tracked
-        tracker = FSDPMemTracker(model)
-        tracker.track_inputs((x,))
-        with tracker:
-            step()
-        return (
-            tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"] / 2**20
-        )
-
-    def test_example_is_what_is_counted(self) -> None:
-        bf16, fp32 = torch.bfloat16, torch.float32
-        kept = fsdp.MixedPrecisionPolicy()
-        cast = fsdp.MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=fp32)
-        cases = [
-            ([bf16] * 4, kept, False),
-            ([bf16] * 4, kept, True),
-            ([fp32] * 4, cast, False),
-            ([bf16] * 3 + [fp32], kept, False),
-        ]
-        text = GUIDE.read_text()
-        shown = text.split("| matrices, MiB |")[1].split("\n\n")[0].splitlines()[2:]
-        for line, (dtypes, policy, post) in zip(shown, cases, strict=True):
-            quarter = 1 / 4  # MiB of a byte in each element of a matrix
-            stored = sum(dtype.itemsize for dtype in dtypes) * quarter
-            computed, reduced = (
-                stored if d is None else len(dtypes) * d.itemsize * quarter
-                for d in (policy.param_dtype, policy.reduce_dtype)
-            )
-            shards = self.UNITS * stored / self.ranks
-            total = 2 * shards + (2 if post else 3) * computed + reduced
-            peak = self.peak(dtypes, policy, post)
-            # At most two units have no sharded gradients yet
-            self.assertLess(peak, total)
-            self.assertGreater(peak, total - shards * 2.01 / self.UNITS)
-            values = (shards, computed, reduced, total, peak)
-            cells = line.strip("|").split("|")[1:]
-            self.assertEqual([c.strip() for c in cells], [f"{v:.1f}" for v in values])
 
 
 class TestReadme(FakeGroupTest):

@@ -3,7 +3,6 @@
 """
 ``tools/series.py``: edits become commits and commits edits. What each change's own tests
 say is for `make series`, which runs them on the release that the edits were written for.
-And ``tools/contract_diff.py``: what changed between two releases.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from fsdp_helpers.build import REPOSITORY
 from fsdp_helpers.build.utils import git, ScratchTestCase, write
 
 from tools import series
-from tools.contract_diff import compare, PACKAGE
 from tools.releases import NEWEST, ToolError
 from torch.testing._internal.common_utils import run_tests
 
@@ -104,34 +102,6 @@ class TestOnRelease(ScratchTestCase):
         series.make_tree(tree, RELEASE, edits)
         # The stored hashes of files are those that the patches were reviewed with
         self.assertEqual(series.edits_of(tree), edits)
-
-
-OF_OLD = "class Group:\n    def wait(self, dim): pass\n    def _gone(self): pass\n"
-OF_NEW = (
-    "class Group:\n    def __init__(self): self.stream = 1; self.own = 2\n"
-    "    def wait(self, dim, op): pass\nclass _Context: pass\n"
-)
-OF_OURS = "class Group:\n    def __init__(self): self.own = 1\n"
-
-
-class TestContractDiff(ScratchTestCase):
-    def test_what_is_gone_changed_new_and_lacking(self):
-        sides = self.scratch / "1.0", self.scratch / "2.0"
-        for side, theirs in zip(sides, (OF_OLD, OF_NEW)):
-            for tree, group in {"base": theirs, "branch": OF_OURS}.items():
-                files = {"__init__.py": "", "_fully_shard/__init__.py": ""}
-                files |= {"_fully_shard/_group.py": group, "_fully_shard/user.py": "1"}
-                write(side / tree / PACKAGE, files)
-        files, *others = compare(*sides).values()
-        self.assertRegex(" ".join(files), r"_group\.py\S* +\| +\d")
-        self.assertNotIn("user.py", " ".join(files))
-        changed, new, lacking = ({row.split("`")[1] for row in rows} for rows in others)
-        self.assertEqual(changed, {"Group.wait(op)", "Group._gone"})
-        self.assertEqual(
-            new, {"_Context", *(f"Group.{n}" for n in ("__init__", "stream", "own"))}
-        )
-        # Not `Group.wait`, which ours lacked on OF_OLD, too
-        self.assertEqual(lacking, {"Group.stream", "_Context"})
 
 
 # Launched on several ranks, one does the work: the tests share no processes.
