@@ -6,6 +6,7 @@ What the tests of collectives share: units whose gradients are given, the functi
 import contextlib
 import copy
 import functools
+import math
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -59,6 +60,10 @@ class Spec:
         """Returns a rank's part of ``full``, none of which is padding."""
         chunks = full.chunk(ranks, dim=self.shard_dim)
         return chunks[rank] if rank < len(chunks) else full.narrow(0, 0, 0)
+
+    def padded_shard_numel(self, ranks: int) -> int:
+        rows = self.size[self.shard_dim]
+        return math.ceil(rows / ranks) * math.prod(self.size) // rows
 
 
 def mixed_specs(ranks: int) -> list[Spec]:
