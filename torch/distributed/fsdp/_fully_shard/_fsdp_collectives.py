@@ -126,7 +126,6 @@ class AllGatherResult(NamedTuple):
 class DirectGatherResult(AllGatherResult):
     """An all-gather in flight, some of whose outputs are not in the buffer."""
 
-    # Attributes: plugins unpack the six fields
     sent: list[Tensor]  # shards of direct parameters
     # Their all-gather outputs, and what they were received in if that is elsewhere
     copies: tuple[list[Tensor], list[Tensor]] = ([], [])

@@ -404,8 +404,7 @@ class FSDPParamGroup(PluginNames):
             self._to_state(ShardedState.SHARDED_POST_FORWARD)
             event = self._reshard_after_forward_event = self.device_handle.Event()
             event.record()
-            # If the mesh was set since a direct gather, that has freed direct memory,
-            # which compute still reads
+            # It may have freed direct memory, if the mesh is new, which compute still reads
             self.comm_ctx.free_resharded()
         elif self._reshard_after_forward or not after_forward:
             self._to_state(ShardedState.SHARDED)

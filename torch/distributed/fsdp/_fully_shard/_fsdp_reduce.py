@@ -668,7 +668,6 @@ def _reduce_batch(
                 part, shard, stream, reading_stream, as_views=as_views
             )
         done = stream.record_event()
-    # See [Note: Lifetimes in a reduction]
     held = (buffer, done) if uses_stream else (None, None)
     if buffer is inputs[0] and not uses_stream:
         scattered = done  # over a single rank the buffer is held as the input

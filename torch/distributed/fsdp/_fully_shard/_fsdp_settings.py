@@ -17,7 +17,7 @@ from torch.distributed.fsdp.api import BackwardPrefetch
 
 from . import _fsdp_comms as comms
 from ._fsdp_api import AllGather, MixedPrecisionPolicy, OffloadPolicy, ReduceScatter
-from ._fsdp_common import FSDPMeshInfo
+from ._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 from ._fsdp_layout import dtypes_of, ReduceBucketCap
 from ._fsdp_registrations import fqns_of, groups_of
 
@@ -70,7 +70,7 @@ def set_reduce_bucket_cap(
 
     Units with different process groups, divide factors or dtypes are not joined. Units
     with a custom reduce-scatter, an all-reduce hook, memory from the process group,
-    symmetric memory or deferred all-reduces do not wait.
+    symmetric memory, or all-reduces that were ever deferred, do not wait.
 
     Args:
         module (nn.Module): A module with units in it.
@@ -159,7 +159,8 @@ def check_offload_policy(group: Any, policy: Any) -> None:
 
 
 def note_deferral(group: Any, all_reduce_grads: bool) -> None:
-    group._has_deferred |= group.reduce_grads and not all_reduce_grads
+    defers = group.reduce_grads and not all_reduce_grads
+    group._has_deferred |= defers and isinstance(group.mesh_info, DDPMeshInfo)
 
 
 def check_divide_factor(group: Any, factor: Any) -> None:
