@@ -31,7 +31,7 @@ from fsdp_helpers.parity.comms import KeptScatter, SymmMemStub
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
 from torch.distributed.fsdp._fully_shard import _fsdp_reduce as reduce_file
@@ -189,7 +189,8 @@ class TestEmptyParameters(FakeGroupTest):
 
         mesh = mesh_of(2, 4, device="cpu")
         for zeros, syncs in itertools.product((False, True), repeat=2):
-            model = fully_shard(Model(), mesh=mesh)
+            policy = MixedPrecisionPolicy(param_dtype=BF16)
+            model = fully_shard(Model(), mesh=mesh, mp_policy=policy)
             model.set_reduce_scatter_unused_params(zeros)
             seen: list[torch.nn.Parameter] = []
             for param in model.parameters():
@@ -203,6 +204,7 @@ class TestEmptyParameters(FakeGroupTest):
             self.assertEqual(len(seen), 6 if syncs else 3)
             for param in model.parameters():
                 self.assertEqual(param.grad.size(), param.size())
+                self.assertEqual(param.grad.dtype, param.dtype)
 
 
 class TestOrder(FakeGroupTest):
