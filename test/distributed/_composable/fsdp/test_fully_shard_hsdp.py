@@ -145,6 +145,15 @@ class TestProcesses(FSDPProcessTest):
                 self.assertEqual(full_grad(model.w), torch.full((2,), 3.0).double())
                 self.assertEqual(full_grad(model.b), torch.full((8,), 10.0).double())
 
+    def test_partial_reduce_that_a_plugin_sets_is_divided_as_well(self):
+        policy, mesh = MixedPrecisionPolicy(grad_comm_dtype=BF16), hybrid_mesh(2)
+        model = model_of({"w": ((2,), FP32)})
+        fully_shard(model, mesh=mesh["shard"], mp_policy=policy)
+        output = torch.full((1,), 6.0, device=DEVICE_TYPE)
+        group_of(model)._partial_reduce_output = output
+        backward(model, w=2.0)
+        self.assertEqual(full_grad(model.w), torch.full((2,), 5.0).double())
+
     def test_units_whose_replicas_ran_others_are_not_joined(self):
         def grads(bucket_cap_mb: float | None) -> list[torch.Tensor]:
             torch.manual_seed(0)
