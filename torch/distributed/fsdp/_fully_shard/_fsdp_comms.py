@@ -189,6 +189,8 @@ def allocate(
 ) -> Tensor:
     """Returns a buffer from ``comm``. One to reduce may have another dtype."""
     buffer = comm.allocate((numel,), dtype=dtype, device=device)
+    if type(comm) is DefaultAllGather or type(comm) is DefaultReduceScatter:
+        return buffer
     has_dtype = buffer.dtype == dtype or not gathers
     if buffer.numel() != numel or buffer.device.type != device.type or not has_dtype:
         raise ValueError(

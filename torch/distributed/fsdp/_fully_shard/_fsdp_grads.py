@@ -32,8 +32,7 @@ from ._fsdp_reduce import (
 from ._fsdp_releases import FOLLOWS_GRAD_DTYPE
 
 
-# A group caches its buckets for up to so many patterns of gradients: which parameters
-# have one, in which dtype. Most groups see one pattern, conditional ones see more.
+# Of gradients: which parameters have one, in which dtype. Most groups see one pattern.
 _MAX_CACHED_PATTERNS = 32
 
 # [Note: Microbatches]

@@ -203,9 +203,8 @@ class BucketGrads:
 
     def divides_in_tree(self, reduction: Reduction) -> bool:
         """Whether the sum in a tree divides: nothing is added to it, and no hook sees it."""
-        later = reduction.all_reduce_group, reduction.all_reduce_hook
-        is_final = later == (None, None) and self.partial_reduce_output is None
-        return is_final and self.received is not None
+        is_new = self.received is not None and self.partial_reduce_output is None
+        return is_new and not (reduction.all_reduce_group or reduction.all_reduce_hook)
 
     @property
     def partial_dtype(self) -> torch.dtype:
@@ -647,8 +646,7 @@ def _reduce_batch(
     stream = reduction.reduce_scatter_stream
     scattered = stream.record_event()
     if reduction.defers_all_reduce:
-        (reduce_input,) = inputs  # such a bucket is alone
-        result = ReduceResult(reduce_input, scattered, stream, scattered)
+        result = ReduceResult(inputs[0], scattered, stream, scattered)  # it is alone
         return [result._replace(partial_reduce_output=buffer)]
     # A view keeps the whole buffer alive. If any gradient is cast, all are copied, so
     # that the buffer can be freed. A plugin's `allocate` may return another dtype
