@@ -48,12 +48,7 @@ ACCUMULATED = 2
 
 
 def arguments(
-    kind: type,
-    folder: Path | str,
-    layers: str,
-    *,
-    cpu_ram_efficient_loading: bool = False,
-    **kwargs: Any,
+    kind: type, folder: Path | str, layers: str, *, loads: bool = False, **kwargs: Any
 ) -> Any:
     """Returns those of a trainer whose units are ``layers``."""
     return kind(
@@ -62,7 +57,7 @@ def arguments(
         fsdp=True,
         fsdp_config={
             "transformer_layer_cls_to_wrap": [layers],
-            "cpu_ram_efficient_loading": cpu_ram_efficient_loading,
+            "cpu_ram_efficient_loading": loads,
         },
         per_device_train_batch_size=2,
         gradient_accumulation_steps=ACCUMULATED,
@@ -155,7 +150,7 @@ class TestTrainer(TrainerTest):
         loads = name == "llama_peft"
         for param in model.parameters() if loads and self.rank > 0 else ():
             param.data.zero_()
-        kwargs["cpu_ram_efficient_loading"] = loads
+        kwargs["loads"] = loads
         with mock.patch("transformers.trainer.Accelerator", fsdp_accelerator):
             args = arguments(TrainingArguments, folder, LAYERS[name], **kwargs)
             rows = token_rows(32)
