@@ -85,6 +85,8 @@ class UnitAgreement:
         # By group: the unit's number, as its name may differ between ranks
         self._numbers: dict[dist.ProcessGroup, int] = {}
         self._patterns: dict[dist.ProcessGroup, set[_Pattern]] = {}
+        # The last that were checked: a steady loop repeats them
+        self._last_buckets: dict[dist.ProcessGroup, Sequence[ReduceBucket]] = {}
 
     def check_gather(self, group: dist.ProcessGroup, comm: AllGather) -> None:
         """Raises if the ranks of ``group``, about to gather by ``comm``, disagree."""
@@ -99,14 +101,20 @@ class UnitAgreement:
         comm: Any = None,
     ) -> None:
         """Raises before a reduction by ``comm``, or before an all-reduce without it."""
+        if self._last_buckets.get(group) is buckets:
+            return
         if comm is not None and not getattr(comm, "needs_all_ranks", False):
             return
         always, pattern = _mode() == "always", _pattern_of(buckets)
         known = self._patterns.setdefault(group, set())
         is_new = pattern not in known and len(known) < _MAX_PATTERNS
         if pattern and (always or is_new):  # else nothing is sent over this group
-            if self._compare(group, _announce(self._param_group, pattern)) and is_new:
+            if not self._compare(group, _announce(self._param_group, pattern)):
+                return
+            if is_new:
                 known.add(pattern)
+        if not always:
+            self._last_buckets[group] = buckets
 
     def add_note(
         self, error: BaseException, buckets: Sequence[ReduceBucket] | None = None

@@ -319,9 +319,8 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
             slots = []
             for slot in bucket.slots:
                 args = fsdp_params[slot.param], bucket.dtype, min_nbytes
-                slots.append(
-                    replace(slot, is_direct=can_be_direct(*args, reduces=True))
-                )
+                is_direct = can_be_direct(*args, reduces=True)
+                slots.append(replace(slot, is_direct=is_direct))
             self[key] = PartialReduce(replace(bucket, slots=tuple(slots)), output)
 
     def assign(self, group: Any, output: Tensor) -> None:
@@ -343,8 +342,8 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
                 return
         expected = dict.fromkeys(f"{b.shard_numel} of {b.dtype}" for b in buckets)
         raise ValueError(
-            f"_partial_reduce_output of unit '{group._unit_name}' got {output.numel()} elements of "
-            f"{output.dtype}, but the unit reduces {', '.join(expected)}"
+            f"_partial_reduce_output of unit '{group._unit_name}' got {output.numel()} "
+            f"elements of {output.dtype}, but the unit reduces {', '.join(expected)}"
         )
 
 
@@ -357,9 +356,8 @@ class JoinedReduction:
 
     reduction: Reduction
     parts: list[BucketGrads] = field(default_factory=list)
-    streams: list[torch.Stream] = field(
-        default_factory=list
-    )  # of each part's gradients
+    # The gradients of `parts[i]` were computed in `streams[i]`
+    streams: list[torch.Stream] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:  # of the collective's input

@@ -8,8 +8,8 @@ direct memory, offloading), are these waits:
 - optimizer -> copy-in: the root's pre-forward makes both gather streams wait.
 - copy-in -> all-gather: ``foreach_all_gather``, stream to stream.
 - all-gather -> copy-out: ``foreach_all_gather_copy_out`` waits for the event.
-- copy-out -> next gather's copy-in: both gather streams wait for the copy-out's event before the
-  gather's buffer is freed, see [Note: Freeing the gather buffer late].
+- copy-out -> next gather's copy-in: both gather streams wait for the copy-out's event
+  before the buffer is freed, see [Note: Freeing the gather buffer late].
 - gradients -> reduce-scatter: ``reduce_buckets``, stream to stream.
 - smaller mesh's shards -> copy-in: both gather streams wait for the reshard's event.
 - reduce-scatter -> next gradients' copy-in: ``FSDPCommContext.reduce_scatter_states``
@@ -304,9 +304,8 @@ class FSDPParamGroup(PluginNames):
         self.comm_ctx.wait_all_gather_streams_on_event(event)
         self._reshard_after_forward_event = None
         shards = isinstance(self.mesh_info, FSDPMeshInfo)
-        self._all_gather_group = group = (
-            self._all_gather_process_group if shards else None
-        )
+        group = self._all_gather_process_group if shards else None
+        self._all_gather_group = group
         if group is None or group.size() == 1:
             # Nothing moves until `wait_for_unshard`
             empty = torch.empty(0, device=self.device)
@@ -378,14 +377,13 @@ class FSDPParamGroup(PluginNames):
         Whether gather and copy-out are FSDP's own, reshard is not to a smaller mesh, and
         no parameter keeps its unsharded storage (2.15).
         """
+        params: list[Any] = self.fsdp_params if releases.FOLLOWS_GRAD_DTYPE else []
         return (
             type(self._all_gather_comm) is comms.DefaultAllGather
             and foreach_all_gather_copy_out is _OWN_COPY_OUT
             and self._all_gather_output_fn is _default_all_gather_output_fn
             and not self._use_post_forward_mesh
-            and not any(
-                getattr(p, "keep_unsharded_storage", False) for p in self.fsdp_params
-            )
+            and not any(p.keep_unsharded_storage for p in params)
         )
 
     @releases.not_type_checked
@@ -418,8 +416,7 @@ class FSDPParamGroup(PluginNames):
         if is_first_module:
             if self._num_forwards < 0:
                 log_layout(self)
-            # The first group that runs again begins a new forward. Before the first
-            # forward lazy init has looked
+            # A group that runs again begins a new forward (lazy init looks in the first)
             if self._num_forwards == self.comm_ctx.num_forwards:
                 self.comm_ctx.num_forwards += 1
                 observers.look_for_traces()
@@ -676,9 +673,9 @@ class FSDPParamGroup(PluginNames):
             self._prefetch_unshard(target, "backward")
 
     @staticmethod
-    def _prefetch_unshard(target: FSDPParamGroup, pass_type: str) -> None:
+    def _prefetch_unshard(target_fsdp_param_group: Any, pass_type: str) -> None:
         """Starts a group's gather as in its own forward or backward."""
-        in_forward = pass_type == "forward"
+        target, in_forward = target_fsdp_param_group, pass_type == "forward"
         if not in_forward and pass_type != "backward":
             raise ValueError(f"Unknown pass type: {pass_type}")
         state = TrainingState.FORWARD if in_forward else TrainingState.PRE_BACKWARD

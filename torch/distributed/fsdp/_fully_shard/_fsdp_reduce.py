@@ -3,8 +3,7 @@ How gradients are reduced, from a bucket's unsharded gradients to sharded gradie
 
 :func:`reduce_buckets` takes buckets through three phases:
 
-1. Copy-in: gradients are cast into each bucket's input, and dropped. Direct ones are
-   inputs themselves.
+1. Copy-in: gradients are cast into each bucket's input. Direct ones are inputs.
 2. Over the shard group: each bucket is reduce-scattered. Buckets with a comm dtype share
    one all-to-all, and each rank adds the rows that it receives. A partial reduce, the
    sum of earlier microbatches whose all-reduce was deferred, is added.
@@ -585,8 +584,6 @@ def relayout(
     bucket: ReduceBucket, shard: Tensor, target_bucket: ReduceBucket
 ) -> Tensor:
     """Lays a rank's 1D shard out as another bucket, zero where this has no slot."""
-    if bucket.slots == target_bucket.slots:
-        return shard
     target = shard.new_zeros(target_bucket.shard_numel)
     starts = dict(zip(bucket.params, bucket.starts))
     for slot, target_start in zip(target_bucket.slots, target_bucket.starts):
