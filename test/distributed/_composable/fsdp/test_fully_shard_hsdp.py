@@ -124,7 +124,6 @@ class TestProcesses(FSDPProcessTest):
         for case, change, min_nbytes in (
             ("as they are", lambda _: None, None),
             ("by a wrapper", lambda _: None, None),
-            ("coalesced later", lambda m: set_coalesced_collectives(m, 0), None),
             ("set again", set_again, 24),  # one of them is direct
             ("averaged by a hook", average_by_hook, None),
         ):
@@ -144,6 +143,13 @@ class TestProcesses(FSDPProcessTest):
             with self.subTest(case):
                 self.assertEqual(full_grad(model.w), torch.full((2,), 3.0).double())
                 self.assertEqual(full_grad(model.b), torch.full((8,), 10.0).double())
+
+    def test_coalescing_is_not_changed_between_deferred_microbatches(self):
+        model = fully_shard(model_of({"w": ((2,), FP32)}), mesh=hybrid_mesh(2))
+        model.set_requires_all_reduce(False)
+        backward(model, w=1.0)
+        with self.assertRaisesRegex(RuntimeError, "' has been deferred: call"):
+            set_coalesced_collectives(model, 0)
 
     def test_partial_reduce_that_a_plugin_sets_is_divided_as_well(self):
         policy, mesh = MixedPrecisionPolicy(grad_comm_dtype=BF16), hybrid_mesh(2)

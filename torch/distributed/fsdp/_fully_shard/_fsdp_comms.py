@@ -1,4 +1,4 @@
-"""Backends of collectives: which one allocates a buffer and issues a collective, and how."""
+"""Backends of collectives, which allocate buffers and issue collectives."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """
-What the groups of one root share, see :class:`FSDPCommContext`.
+State that the groups of one root share, see :class:`FSDPCommContext`.
 
 [Note: Holding reduced buffers]
 An all-reduce over replicas may take longer than backward of several units. The stream

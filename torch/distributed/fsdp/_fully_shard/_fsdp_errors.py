@@ -1,5 +1,5 @@
 """
-Which parameter an error is about, and what to do.
+Adds the parameter's name, and what to do, to errors.
 
 [Note: Notes on errors]
 Most mistakes make torch or a backend raise an error that does not name the parameter.

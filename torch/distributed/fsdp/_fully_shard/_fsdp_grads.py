@@ -1,7 +1,6 @@
 """
-Turns the gradients that autograd makes into buckets: decides which gradients of a param
-group are reduced, and in which dtypes, and holds what waits for a later reduction:
-partial reduces of deferred all-reduces, and small buckets.
+Chooses the gradients of a param group to reduce and their buckets, and holds those that
+wait for a later reduction: partial reduces of deferred all-reduces, and small buckets.
 """
 
 from __future__ import annotations
@@ -310,18 +309,6 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
                     output = relayout(partial.bucket, output, bucket)
             params = [fsdp_params[i] for i in bucket.params]
         return BucketGrads(params, bucket, popped, output)
-
-    def mark_direct(
-        self, fsdp_params: Sequence[FSDPParam], min_nbytes: int | None
-    ) -> None:
-        """Marks slots as new ones will be, so that all replicas sort them alike."""
-        for key, (bucket, output) in [*self.items()]:
-            slots = []
-            for slot in bucket.slots:
-                args = fsdp_params[slot.param], bucket.dtype, min_nbytes
-                is_direct = can_be_direct(*args, reduces=True)
-                slots.append(replace(slot, is_direct=is_direct))
-            self[key] = PartialReduce(replace(bucket, slots=tuple(slots)), output)
 
     def assign(self, group: Any, output: Tensor) -> None:
         """Makes ``output`` (1D) the only partial reduce. Raises if it fits no bucket."""

@@ -1,6 +1,6 @@
 """
-Who observes a step, and what runs instead of a profiler's ranges and operators where
-nobody does.
+Tells whether anything observes a step; if not, profiler ranges and operators are
+skipped.
 
 [Note: Who observes]
 A `record_function` range takes several microseconds, and a call of a Python operator

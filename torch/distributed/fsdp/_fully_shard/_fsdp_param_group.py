@@ -29,6 +29,7 @@ the last one after forward. All other gathers are freed right after their copy-o
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -586,24 +587,12 @@ class FSDPParamGroup(PluginNames):
         self.comm_ctx.drop_all_reduces([h for h in held if h.param_group is self])
 
     def _reduce_joined_after_backward(self) -> None:
-        """Reduces waiting buckets when backward ends, if ``finalize_backward`` does not."""
+        """Reduces waiting buckets when this backward ends, be it inside of another."""
         context, task = self.comm_ctx, torch._C._current_graph_task_id()
-        if task in (-1, context.joined_reductions_task):
-            return
-        context.joined_reductions_task = task
-
-        def reduce_joined() -> None:
-            module_state: Any = _get_module_state(self.modules[0])
-            state = module_state._state_ctx
-            # The root's final callback is still queued if this backward is inside of
-            # another, as with reentrant checkpointing
-            is_to_come = state.post_backward_final_callback_queued
-            by_hand = getattr(state, "manual_backward_finalization_active", False)
-            finalizes = is_to_come and state.is_last_backward and not by_hand
-            if not finalizes:
-                context.reduce_joined(self)
-
-        torch.autograd.Variable._execution_engine.queue_callback(reduce_joined)
+        if task not in (-1, context.joined_reductions_task):
+            context.joined_reductions_task = task
+            reduce_joined = functools.partial(context.reduce_joined, self)
+            torch.autograd.Variable._execution_engine.queue_callback(reduce_joined)
 
     def finalize_backward(self):
         """Makes the current stream wait for all that backward has started."""

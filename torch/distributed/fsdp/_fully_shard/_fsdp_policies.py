@@ -37,16 +37,16 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
     were stored. :meth:`by_name` makes overrides from patterns over parameter names.
 
     Attributes:
-        param_dtype (torch.dtype, optional): What floating-point parameters are cast to
-            before they are gathered, and so what forward and backward see. ``None``:
-            each keeps the dtype it is stored in.
-        reduce_dtype (torch.dtype, optional): What gradients are summed in over the
-            ranks, and accumulated in while :meth:`set_requires_gradient_sync` is off:
+        param_dtype (torch.dtype, optional): Dtype in which floating-point parameters are
+            gathered, and seen by forward and backward. ``None``: each keeps the dtype it
+            is stored in.
+        reduce_dtype (torch.dtype, optional): Dtype in which gradients are summed over
+            the ranks, and accumulated while :meth:`set_requires_gradient_sync` is off:
             float64, float32, float16 or bfloat16. ``None``: since 2.15 each parameter's
             ``grad_dtype``, by default the dtype it is stored in; before, that of its
             parameter in backward.
-        output_dtype (torch.dtype, optional): What floating-point tensors that forward
-            returns are cast to. ``None``: they stay as they are.
+        output_dtype (torch.dtype, optional): Dtype to which floating-point outputs of
+            forward are cast. ``None``: they stay as they are.
         cast_forward_inputs (bool): Whether floating-point tensors given to forward are
             cast to ``param_dtype``, where it is set, and whatever overrides say.
         param_dtype_override_fn (callable, optional): Called by ``fully_shard`` once
@@ -54,14 +54,15 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
             ``param_dtype``: any floating-point dtype, its own to keep it as stored, or
             ``None`` for the default. Must return the same on every rank.
         reduce_dtype_override_fn (callable, optional): The same for ``reduce_dtype``.
-        grad_comm_dtype (torch.dtype, optional): What gradients are sent in: float64,
+        grad_comm_dtype (torch.dtype, optional): Dtype in which gradients are sent: float64,
             float32, float16 or bfloat16. If set, an all-to-all in this dtype replaces
             the reduce-scatter, and FSDP adds in ``reduce_dtype`` (float32 if that is
             ``None``), which must hold every value of this one. It adds in one fixed
             order: the bits depend neither on the unit's other parameters nor, if shard
             groups have a power of two of ranks, on how the mesh shards and replicates.
             ``None``: they are sent in what the backend sums them in.
-        grad_comm_dtype_override_fn (callable, optional): Same for ``grad_comm_dtype``.
+        grad_comm_dtype_override_fn (callable, optional): The same for
+            ``grad_comm_dtype``.
     """
 
     param_dtype_override_fn: OverrideFn | None = field(default=None, kw_only=True)

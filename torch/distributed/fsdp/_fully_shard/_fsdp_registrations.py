@@ -1,6 +1,6 @@
 """
-Keeps a param group's parameters and those that its modules have registered the same,
-which users may replace until the first forward.
+Keeps a param group's parameters in step with those registered in its modules, which
+users may replace until the first forward.
 """
 
 from __future__ import annotations

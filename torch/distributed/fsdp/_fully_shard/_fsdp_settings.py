@@ -1,6 +1,5 @@
 """
-Checks of what users set on units, and two setters beside the methods of ``FSDPModule``:
-when units prefetch in backward, and which of their reductions are joined.
+Checks of users' settings, and the setters that are not methods of ``FSDPModule``.
 """
 
 from __future__ import annotations
@@ -58,11 +57,11 @@ def set_reduce_bucket_cap(
     recurse: bool = True,
 ) -> None:
     """
-    Joins small reductions of several units, which take as long as their latency. With a
-    cap, gradients of a unit whose reduce-scatter would take at most ``small_kb`` wait.
-    They are reduced with those of other units, in one reduce-scatter (and one
-    all-reduce over replicas) for each reduce dtype, once they come to
-    ``bucket_cap_mb``, and at the end of backward. All ranks must set the same.
+    Joins small reductions of several units, to save latency. With a cap, gradients of a
+    unit whose reduce-scatter would take at most ``small_kb`` wait. They are reduced with
+    those of other units, in one reduce-scatter (and one all-reduce over replicas) for
+    each reduce dtype, once they come to ``bucket_cap_mb``, and at the end of backward, or
+    of a reentrant checkpoint's own one. All ranks must set the same.
 
     The gradients that wait stay in memory. Sharded gradients are set, and their
     post-accumulate-grad hooks run, when they are reduced. With more than two ranks,
@@ -93,10 +92,9 @@ def set_coalesced_collectives(
     module: nn.Module, min_nbytes: int | None = 2**20, *, recurse: bool = True
 ) -> None:
     """
-    Gathers large parameters straight into the memory of the unsharded parameters, and
-    reduces their gradients straight from where autograd has put them. One grouped call
-    each way takes them and a buffer with all others, which saves the copies into and out
-    of that. All ranks must set the same.
+    Gathers large parameters straight into their unsharded memory, and reduces straight
+    from their gradients. One grouped call each way takes them and a buffer with all
+    others, which saves the copies into and out of that. All ranks must set the same.
 
     A parameter goes by itself if it is sharded on dim 0, has no all-gather extension and
     has at least ``min_nbytes``; its gradient, if it is also sharded evenly and has no
@@ -245,11 +243,15 @@ def set_separate_reduce_scatter_group(
 def set_direct_min_nbytes(self: Any, min_nbytes: int | None) -> None:
     """Sets from which size on parameters are direct. Ranks are compared again."""
     if self._direct_memory.min_nbytes != min_nbytes:
+        if self._partial_reduces:  # replicas could no longer sort their slots alike
+            raise RuntimeError(
+                f"The all-reduce of unit '{self._unit_name}' has been deferred: call "
+                "set_coalesced_collectives before the first of these microbatches"
+            )
         self._direct_memory.min_nbytes = min_nbytes
         cache = self._get_cache()
         cache.plans.clear()
         cache.buckets.clear()
-        self._partial_reduces.mark_direct(self.fsdp_params, min_nbytes)
         self._agreement.on_gathers = False
 
 

@@ -1,6 +1,6 @@
 """
-How a model's units are laid out, for people to look at: which parameters are
-stored, computed with and reduced in which dtype, and the bytes that this sends.
+Summaries of a model's units for people: the dtypes that parameters are stored, computed
+and reduced in, and the bytes that are sent.
 """
 
 from __future__ import annotations
