@@ -69,6 +69,9 @@ __all__ = [  # noqa: PLE0604
 for _name in _OF_FSDP2:
     globals()[_name].__module__ = __name__
 
+# So that a unit's default policy equals one that users make
+# pyrefly: ignore [missing-attribute]
+fully_shard.__wrapped__.__kwdefaults__["mp_policy"] = MixedPrecisionPolicy()
 fully_shard.__doc__ = (
     _inspect.cleandoc(fully_shard.__doc__ or "")
     + """

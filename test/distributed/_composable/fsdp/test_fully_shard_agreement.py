@@ -351,6 +351,14 @@ class TestRanksAgree(AgreementTest):
         with switched("Always"), self.assertRaisesRegex(ValueError, "'Always': set it"):
             self.sharded()
 
+    def test_ranks_may_have_elements_of_different_parameters(self) -> None:
+        """And so not know alike whether there are earlier gradients."""
+        with switched("always"):
+            model = blocks(1, gate=1, up=4).to(self.device)
+            shard_blocks(model, mesh=shard_mesh())
+            for used in (("up",), ("gate", "up")):
+                backward(model, used=used)
+
     def test_deferred_all_reduce_is_not_compared_for(self) -> None:
         """With one shard, nothing is sent before the last microbatch."""
         model = self.sharded(mesh=hybrid_mesh(1))

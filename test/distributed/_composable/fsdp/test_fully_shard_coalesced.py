@@ -18,7 +18,7 @@ from unittest import mock
 
 import pytest
 
-from fsdp_helpers.common.comms import BF16
+from fsdp_helpers.common.comms import backward, BF16, GivenGrads
 from fsdp_helpers.common.utils import (
     DEVICE_TYPE,
     FSDPProcessTest,
@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import (
+    fully_shard,
     layout_summary,
     MixedPrecisionPolicy,
     set_coalesced_collectives,
@@ -40,6 +41,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     foreach_all_gather,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_direct import DirectMemory
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -220,6 +222,15 @@ class TestCoalesced(FSDPProcessTest):
             )
             group.wait_for_unshard()
             self.assertEqual(model[0](x), make()[0](x), atol=0, rtol=0)
+
+    def test_observed_step_packs_what_is_not_direct(self) -> None:
+        """The shard of the direct parameter is no whole number of fp32 elements."""
+        weight, bias = torch.ones(4, 601, dtype=BF16), torch.ones(8)
+        model = fully_shard(GivenGrads(weight=weight, bias=bias).to(DEVICE_TYPE))
+        set_coalesced_collectives(model, 1024)
+        with CommDebugMode():
+            backward(model, weight=1.0, bias=2.0)
+        self.assertEqual(model.bias.grad.full_tensor(), torch.full((8,), 2.0))
 
     # Memory #
 

@@ -112,7 +112,6 @@ GONE = {
 GONE_ATTRIBUTES = {
     "_validate_cpu_offload_params",
     "_validate_no_meta_params",
-    "_wait_all_gather_streams_on_event",
     # Of 2.15
     "_fsdp_params_with_wider_grad_dtype",
     "_get_partial_reduce_grad",

@@ -94,11 +94,11 @@ class TestProcesses(FSDPProcessTest):
     """2 replicas of 2 shards, each rank a process."""
 
     def test_partial_reduces_are_all_reduced_in_the_order_of_buckets(self):
-        """Also those of dtypes that the last microbatch has no gradient of."""
+        """Zeros stand for those that the last microbatch has no gradient of."""
         with record_collectives() as recorder:
             check_case(deferring({2}, {0}, {4}), DEVICE_TYPE)
         scattered = [call.dtype for call in recorder.reduce_scatters]
-        self.assertEqual(scattered, [BF16, FP32, FP16])
+        self.assertEqual(scattered, [BF16, FP32, BF16, FP32, BF16, FP16])
         reduced = [call.dtype for call in recorder.all_reduces]
         self.assertEqual(reduced, [FP32, BF16, FP16])
 
@@ -143,6 +143,27 @@ class TestProcesses(FSDPProcessTest):
             with self.subTest(case):
                 self.assertEqual(full_grad(model.w), torch.full((2,), 3.0).double())
                 self.assertEqual(full_grad(model.b), torch.full((8,), 10.0).double())
+
+    def test_ranks_of_a_shard_group_may_lack_what_was_deferred(self):
+        model = model_of({"w": ((2,), FP32), "b": ((8,), FP32)})
+        fully_shard(model, mesh=hybrid_mesh(2))
+        model.set_requires_all_reduce(False)
+        backward(model, w=1.0, b=2.0)
+        model.set_requires_all_reduce(True)
+        backward(model, **({"w": 4.0, "b": 8.0} if self.rank % 2 else {"b": 8.0}))
+        self.assertEqual(full_grad(model.w), torch.full((2,), 3.0).double())
+        self.assertEqual(full_grad(model.b), torch.full((8,), 10.0).double())
+
+    def test_dtypes_that_were_promoted_stay_so_where_one_is_missing(self):
+        model = model_of({"w": ((2,), BF16), "b": ((8,), BF16)})
+        model.w.grad_dtype = FP32
+        fully_shard(model, mesh=hybrid_mesh(2))
+        model.set_requires_all_reduce(False)
+        backward(model, w=1.0, b=2.0)
+        model.set_requires_all_reduce(True)
+        backward(model, b=8.0)
+        self.assertEqual(full_grad(model.w), torch.full((2,), 1.0).double())
+        self.assertEqual(full_grad(model.b), torch.full((8,), 10.0).double())
 
     def test_coalescing_is_not_changed_between_deferred_microbatches(self):
         model = fully_shard(model_of({"w": ((2,), FP32)}), mesh=hybrid_mesh(2))
@@ -211,6 +232,7 @@ class TestProcesses(FSDPProcessTest):
 
         def foreach_reduce(*args, **kwargs):
             calls.append((len(args), [*kwargs]))
+            self.assertEqual(len(args[0]), len(args[1]))  # a gradient for each
             if not FOLLOWS_GRAD_DTYPE:  # `orig_dtype`, of all sharded gradients
                 dtypes = [param.sharded_param.dtype for param in args[0]]
                 is_one = all(dtype == dtypes[0] for dtype in dtypes)
@@ -224,6 +246,17 @@ class TestProcesses(FSDPProcessTest):
         if FOLLOWS_GRAD_DTYPE:
             expected = (14, ["prepare_reduce_scatter_inputs"])
         self.assertEqual(calls, [expected] * len(calls))
+
+    def test_hook_sees_parameters_in_order_below_a_wrapper(self):
+        own, seen = param_group.foreach_reduce, []
+        model = model_of({"w": ((2,), FP32), "b": ((4,), FP32)})
+        fully_shard(model, mesh=hybrid_mesh(2))
+        model.set_all_reduce_hook(lambda output: seen.append(output.tolist()))
+        with mock.patch.object(
+            param_group, "foreach_reduce", lambda *args, **kwargs: own(*args, **kwargs)
+        ):
+            backward(model, w=1.0, b=2.0)
+        self.assertEqual(seen, [[1.0, 2.0, 2.0]])
 
     def test_reduce_dtype_that_changes_before_the_all_reduce_is_an_error(self):
         model = model_of({"p": ((4,), FP32)})
@@ -264,7 +297,7 @@ class TestBuffers(FakeGroupTest):
         context = _fsdp_context.FSDPCommContext()
         sizes = 5, 0, 4, 3, 2, 7
         context.all_reduce_states = [
-            HeldAllReduces((AllReduceState(torch.empty(0), None),), (), None, nbytes)
+            HeldAllReduces((), AllReduceState(torch.empty(0), None), (), None, nbytes)
             for nbytes in sizes
         ]
         group = SimpleNamespace(modules="a")

@@ -224,6 +224,16 @@ class TestSharedContext(FakeGroupTest):
         loss.backward()
         self.assertIsNotNone(first.weight.grad)
 
+    def test_a_root_runs_backward_after_another_has_finished(self) -> None:
+        roots = [nn.Sequential(*(nn.Linear(DIM, DIM) for _ in "abc")) for _ in "ab"]
+        for unit in (*roots[0], *roots[1], *roots):
+            fully_shard(unit, mesh=self.mesh)
+        share_comm_ctx(roots)
+        losses = [root(X).sum() for root in roots]
+        for loss, root in zip(losses[::-1], roots[::-1]):
+            loss.backward()
+            self.assertIsNotNone(root[0].weight.grad)
+
     def test_a_reset_drops_what_is_the_roots_own(self) -> None:
         roots = [fully_shard(nn.Linear(DIM, DIM), mesh=self.mesh) for _ in range(2)]
         share_comm_ctx(roots)
@@ -233,7 +243,7 @@ class TestSharedContext(FakeGroupTest):
         context = groups[0].comm_ctx
         event = torch.cpu.Event()
         state = AllReduceState(torch.empty(0), event)
-        held = [HeldAllReduces((state,), (), group, 0) for group in groups]
+        held = [HeldAllReduces((), state, (), group, 0) for group in groups]
         context.all_reduce_states = [*held]
         for group in groups:
             group._post_reduce_event = event

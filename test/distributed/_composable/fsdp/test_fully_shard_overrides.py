@@ -12,6 +12,7 @@ microbatches and replicas, is in ``test_fully_shard_parity.py``; what a policy s
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from fsdp_helpers.common.comms import (
@@ -33,7 +34,7 @@ from fsdp_helpers.common.utils import (
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard, layout_summary, MixedPrecisionPolicy
 from torch.distributed.tensor import distribute_tensor, DTensor, Replicate, Shard
 from torch.testing._internal.common_utils import run_tests
 
@@ -124,6 +125,28 @@ class TestUnits(FSDPThreadTest):
         for name, param in model.named_parameters():
             self.assertIs(param, before[name])
 
+    def test_functions_are_asked_once_with_the_users_parameter(self) -> None:
+        """Also where another field of the policy waits for the root's names."""
+        model, asked = nn.Sequential(given(w=BF16), given(w=BF16)), []
+
+        def override(param: nn.Parameter) -> torch.dtype | None:
+            asked.append(param)
+            return FP32 if param is kept else None
+
+        policy = by_name(model, {"0.w": (FP32, None)}, param_dtype=BF16)
+        policy = replace(policy, reduce_dtype_override_fn=override)
+        params = [*model.parameters()]
+        kept = params[1]
+        for unit in model:
+            fully_shard(unit, mp_policy=policy)
+        fully_shard(model)
+        layout_summary(model)
+        model(torch.zeros(1, device=THREAD_DEVICE_TYPE))
+        self.assertEqual([*map(id, asked)], [*map(id, params)])
+        found = [group_of(unit).fsdp_params[0].mp_policy for unit in model]
+        pairs = [(each.param_dtype, each.reduce_dtype) for each in found]
+        self.assertEqual(pairs, [(FP32, None), (BF16, FP32)])
+
 
 class TestGradDtype(FSDPThreadTest):
     """
@@ -174,6 +197,15 @@ class TestGradDtype(FSDPThreadTest):
         self.assertEqual(found, [(FP32, 8), (BF16, 4)])
         self.check(model.a, BF16, 128.0)
         self.check(model.b, FP32, 128.5)
+
+    def test_stays_when_a_trained_model_is_moved(self) -> None:
+        model = self.sharded({"a": FP32})
+        for _ in range(2):
+            model.zero_grad()
+            for _ in range(2):
+                model.to(THREAD_DEVICE_TYPE)
+            self.backward(model)
+            self.check(model.a, FP32, 128.5)
 
     def test_stays_when_the_parameter_is_cast(self) -> None:
         model = self.sharded({})

@@ -5,6 +5,7 @@ The reduction of a unit's gradients over shards, against sums on paper.
 """
 
 import itertools
+import math
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +37,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
 from torch.distributed.fsdp._fully_shard import _fsdp_reduce as reduce_file
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_comms import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_context import FSDPCommContext
 from torch.distributed.fsdp._fully_shard._fsdp_layout import (
     plan_all_to_all,
@@ -241,6 +243,25 @@ class TestOrder(FakeGroupTest):
             self.assertRaisesRegex(ValueError, "shorter"),
         ):
             self.forward(self.mesh).backward()
+
+    def test_buckets_of_a_wrapped_reduction_share_no_memory(self) -> None:
+        """Whose comm gives out the same memory for all outputs of one size."""
+        own, kept = param_group.foreach_reduce, {}
+
+        class Reusing(DefaultReduceScatter):
+            def allocate(self, size, *, dtype, device):
+                nbytes = math.prod(size) * dtype.itemsize
+                return kept.setdefault(nbytes, torch.empty(nbytes).byte()).view(dtype)
+
+        specs = [Spec((8, 2), FP32), Spec((8, 4), BF16)]
+        model = sharded(specs, self.mesh, device="cpu")
+        model.set_custom_reduce_scatter(Reusing())
+        with mock.patch.object(
+            param_group, "foreach_reduce", lambda *args, **kwargs: own(*args, **kwargs)
+        ):
+            model([torch.ones(spec.size) for spec in specs]).backward()
+        grads = {param.grad._local_tensor.data_ptr() for param in model.parameters()}
+        self.assertEqual(len(grads), 2)
 
     def test_order_of_copies_and_collectives(self) -> None:
         hybrid = mesh_of(2, self.ranks // 2, device="cpu")

@@ -181,17 +181,22 @@ def _announce(group: Any, pattern: _Pattern | None = None) -> _Lines:
         size += f", {group.reduce_bucket_cap or 'no reduce bucket cap'}"
         for i, key in pattern:
             texts[i] = f"gets a gradient, reduced in {describe_key(key)}"
-        # Without an element on this rank, a gradient may be unset
-        reduced = [params[i] for i, _ in pattern if params[i].sharded_size.numel() > 0]
-        if _mode() == "always" and (group._partial_reduces or reduced):
-            has_grad = reduced and reduced[0].sharded_param.grad is not None
-            has_earlier = group._partial_reduces or has_grad
+        # A parameter may get none on a rank without an element of it. Partial reduces of
+        # replicas may differ
+        on_all = [params[i] for i, _ in pattern if _is_on_all_ranks(params[i])]
+        if _mode() == "always" and on_all and not group._partial_reduces:
+            has_earlier = on_all[0].sharded_param.grad is not None
             state = f"has {'' if has_earlier else 'no '}earlier gradients to add to"
     texts = [
         f"{text}, has size {tuple(p._orig_size)}, is sharded as {p.fsdp_placement},"
         for text, p in zip(texts, params, strict=True)
     ]
     return [(unit, f"{verb} ({size})"), *zip(fqns_of(group), texts), (unit, state)]
+
+
+def _is_on_all_ranks(fsdp_param: Any) -> bool:
+    num_ranks = getattr(fsdp_param.mesh_info, "shard_mesh_size", 1)
+    return fsdp_param._orig_size[fsdp_param.fsdp_placement.dim] % num_ranks == 0
 
 
 def _pattern_of(buckets: Sequence[ReduceBucket]) -> _Pattern:

@@ -12,7 +12,7 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any, cast, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from . import _fsdp_copies as copies
 from . import _fsdp_layout as layouts
 from ._fsdp_api import AllGather, ReduceScatter
 from ._fsdp_comms import *  # noqa: F403  (as in the release)
-from ._fsdp_comms import all_gather_coalesced, allocate
+from ._fsdp_comms import all_gather_coalesced, allocate, allocates_anew
 from ._fsdp_compat import _get_all_gather_input_metadatas, _get_param_all_gather_inputs
 from ._fsdp_grads import make_slot
 from ._fsdp_layout import ReduceBucket
@@ -322,9 +322,7 @@ def foreach_reduce(
     accumulates them in the sharded parameters, in each one's ``grad_dtype``, whatever
     ``orig_dtype``. Plugins and tests call it; a step calls :func:`reduce_buckets`.
 
-    ``fsdp_params`` after the first ``len(unsharded_grads)`` have only a part of
-    ``partial_reduce_output``. ``unsharded_grads`` is emptied once they are copied.
-    ``all_reduce_grads=False`` stops before the all-reduce and returns the sum so far
+    ``unsharded_grads`` is emptied once they are copied. ``all_reduce_grads=False`` stops before the all-reduce and returns the sum so far
     (1D, laid out as ``fsdp_params``) for the next call to add.
     """
     reduction = Reduction(
@@ -341,6 +339,7 @@ def foreach_reduce(
         copy_in=foreach_reduce_scatter_copy_in,
         prepare_reduce_scatter_inputs=prepare_reduce_scatter_inputs
         or _default_reduce_scatter_input_fn,
+        reuses_output=not allocates_anew(reduce_scatter_comm),
     )
     grad_dtypes = [grad.dtype for grad in unsharded_grads]
     bucket = _plan_one_bucket(fsdp_params, grad_dtypes, reduce_dtype)
@@ -376,9 +375,7 @@ def _plan_one_bucket(
 ) -> ReduceBucket:
     """Plans the bucket of a caller. Raises if the gradients do not fit in one."""
     dtypes = [layouts.reduce_dtype_of(dtype, reduce_dtype) for dtype in grad_dtypes]
-    dtype = dtypes[0] if dtypes else cast(torch.dtype, reduce_dtype)
-    dtypes += [dtype] * (len(fsdp_params) - len(dtypes))
-    keys = [layouts.bucket_key(p, d) for p, d in zip(fsdp_params, dtypes)]
+    keys = [*map(layouts.bucket_key, fsdp_params, dtypes)]
     if any(key != keys[0] for key in keys):
         names = ", ".join(str(fsdp_param._param_fqn) for fsdp_param in fsdp_params)
         found = " and ".join(dict.fromkeys(map(layouts.describe_key, keys)))
@@ -386,7 +383,5 @@ def _plan_one_bucket(
             f"Gradients of {names} would be reduced in {found}: pass reduce_dtype, or "
             "reduce them in several calls"
         )
-    # By name, as replicas may list the parameters in different orders
-    by_name = sorted(fsdp_params, key=lambda p: str(p._param_fqn))
-    slots = (make_slot(by_name.index(p), p) for p in fsdp_params)
-    return ReduceBucket(dtype, tuple(slots), keys[0][1] if keys else None)
+    slots = (make_slot(i, fsdp_param) for i, fsdp_param in enumerate(fsdp_params))
+    return ReduceBucket(keys[0][0], tuple(slots), keys[0][1])

@@ -72,6 +72,10 @@ class PluginNames:
             if fsdp_param.mp_policy is not self.mp_policy:
                 fsdp_param.init_dtype_attrs(fsdp_param.mp_policy)
 
+    def _wait_all_gather_streams_on_event(self: Any, event: torch.Event | None) -> None:
+        """The release's ``wait_for_unshard``, which plugins change, calls it."""
+        self.comm_ctx.wait_all_gather_streams_on_event(event)
+
     # Upstream's comm test, torchtitan-npu, torch_musa and ODC call these
     def _to_sharded(self: Any) -> None:
         self._to_state(ShardedState.SHARDED)
@@ -85,9 +89,8 @@ class PluginNames:
     # Few plugins read these
     @property
     def _all_reduce_state(self: Any) -> Any:
-        held_states = self.comm_ctx.all_reduce_states
-        states = [h.states[-1] for h in held_states if h.param_group is self]
-        return states[-1] if states else None
+        held = [h for h in self.comm_ctx.all_reduce_states if h.param_group is self]
+        return held[-1].state if held else None
 
     @property
     def _all_gather_output(self: Any) -> torch.Tensor:

@@ -67,9 +67,10 @@ class AllReduceState(NamedTuple):
 
 @dataclass(eq=False)
 class HeldAllReduces:
-    """The reduced buffers of one post-backward, held until all of their events."""
+    """The reduced buffers of one post-backward, held until the event of the last."""
 
-    states: tuple[AllReduceState, ...]
+    buffers: tuple[torch.Tensor, ...]
+    state: AllReduceState  # of the last of them
     allocation_streams: tuple[torch.Stream, ...]  # which may reuse their memory
     param_group: Any  # the group that reduced
     nbytes: int  # 0 if the sharded gradients are views of the buffers
@@ -92,7 +93,7 @@ class FSDPCommContext:
         # Small buckets that wait to be reduced together, see `Reduction.join_key`
         self.joined_reductions: dict[tuple, JoinedReduction] = {}
         self.joined_reductions_task: int = -1  # the backward whose end reduces them
-        self.post_forward_order: list[Any] = []  # each backward clears it
+        self.post_forward_order: list[Any] = []  # the last backward clears it
         self.num_forwards: int = 0  # of which all but the first look for traces
         # While a user's handle has not been waited for (2.15)
         self.active_gradient_reduction: _GradientReductionState | None = None
@@ -149,7 +150,7 @@ class FSDPCommContext:
         prefetches: any earlier, parameters would be unsharded for longer, and any later,
         the gathers would overlap with no reduce-scatter.
         """
-        earlier = (self.post_forward_order[i] for i in range(index - 1, -1, -1))
+        earlier = reversed(self.post_forward_order[:index])
         if group._num_param_groups == 1:
             yield from islice(earlier, 1)
         elif group._param_group_index == 1:
@@ -199,6 +200,7 @@ class FSDPCommContext:
             for batch in filter(None, batches):
                 if results and holds_one:
                     self.wait_current_stream(results[-1].reduce_scatter_event)
+                    # The comm may now give this memory again
                     results = [r._replace(reduce_scatter_input=None) for r in results]
                 parts = [*map(pop_part, batch)]
                 if replacement is None:
@@ -238,18 +240,18 @@ class FSDPCommContext:
             event = scattered[-1].reduce_scatter_event
             fields = (*inputs, *grouped_inputs), event, current_stream, group
             self.reduce_scatter_states.append(ReduceScatterState(*fields))
-        states: dict[torch.Tensor, AllReduceState] = {}
-        streams: dict[torch.Stream, None] = {}
+        streams: dict[torch.Tensor, torch.Stream] = {}  # by buffer
         for result in results:
             if (buffer := result.all_reduce_input) is not None:
-                states[buffer] = AllReduceState(buffer, result.all_reduce_event)
                 # Over a single rank the buffer is the input
                 is_input = buffer is result.reduce_scatter_input
-                stream = current_stream if is_input else self.reduce_scatter_stream
-                streams[stream] = None
-        if states:
-            nbytes = 0 if are_viewed else sum(buffer.nbytes for buffer in states)
-            fields = (*states.values(),), (*streams,), group, nbytes
+                streams[buffer] = (
+                    current_stream if is_input else self.reduce_scatter_stream
+                )
+        if buffers := (*streams,):
+            nbytes = 0 if are_viewed else sum(buffer.nbytes for buffer in buffers)
+            state = AllReduceState(buffers[-1], results[-1].all_reduce_event)
+            fields = buffers, state, (*dict.fromkeys(streams.values()),), group, nbytes
             self.all_reduce_states.append(HeldAllReduces(*fields))
 
     def wait_after_error(
@@ -310,7 +312,7 @@ class FSDPCommContext:
         states, held = self.reduce_scatter_states, self.all_reduce_states
         last_groups = (state.param_group for state in reversed(states))
         siblings = [*takewhile(lambda g: g.modules is group.modules, last_groups)]
-        # If the group is one of them, this is another backward, whose first group it is
+        # If the group is one of them, this is a new backward of the module
         if siblings and group not in siblings:
             return
         while len(held) > 1 and sum(h.nbytes for h in held) > _MAX_HELD_NBYTES:
@@ -330,7 +332,7 @@ class FSDPCommContext:
     def drop_all_reduces(self, dropped: Sequence[HeldAllReduces]) -> None:
         """Makes the streams that may reuse the buffers wait for them, and drops these."""
         for held in dropped:
-            if (event := held.states[-1].event) is not None:
+            if (event := held.state.event) is not None:
                 for stream in held.allocation_streams:
                     stream.wait_event(event)
             self.all_reduce_states.remove(held)

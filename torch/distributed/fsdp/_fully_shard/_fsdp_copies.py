@@ -30,11 +30,10 @@ def fill_segment(
         _copy_in(filled, plan.copies, tensors)
         inputs = [*filled.split(layout.split_sizes)]
     else:
-        views = _view_as(layout.buffer_dtype, tensors)
         inputs = [
-            output.new_zeros(size) if i is None else views[i]
-            for i, size in layout.slots
+            output.new_zeros(n) if i is None else tensors[i] for i, n in layout.slots
         ]
+        inputs = _view_as(layout.buffer_dtype, inputs)
     args = inputs, output, layout.split_sizes, numel, rank
     return torch.ops.fsdp.all_gather_copy_in(*args)[0]
 
@@ -52,7 +51,8 @@ def _copy_in(
             torch.cat(sources, out=target)  # needs no view of each slot
             continue
         targets = target.split([numel for _, numel in slots])
-        for group in casts or [[k for k, (i, _) in enumerate(slots) if i is not None]]:
+        uncast = tuple(k for k, (i, _) in enumerate(slots) if i is not None)
+        for group in casts or [uncast]:
             _copy_group([targets[k] for k in group], [sources[k] for k in group])
 
 

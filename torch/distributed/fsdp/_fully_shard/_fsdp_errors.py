@@ -109,7 +109,7 @@ def note_reduction(error: Exception, parts: Sequence[Any]) -> None:
     if parts[0].bucket.comm_dtype is not None:
         note += ". If the backend lacks all_to_all_single, leave grad_comm_dtype out"
     for part in parts:
-        # Only the first parameters may have gradients, which the copy-in drops
+        # The copy-in drops the gradients
         for fsdp_param, grad in zip(part.fsdp_params, part.unsharded_grads):
             size, is_dense = fsdp_param._orig_size, grad.layout == torch.strided
             if not is_dense or isinstance(grad, DTensor) or grad.size() != size:

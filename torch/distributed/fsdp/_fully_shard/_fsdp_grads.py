@@ -70,7 +70,7 @@ def is_upcast_by_autograd(fsdp_param: Any) -> bool:
     return compute_dtype.is_floating_point and dtype.itemsize > compute_dtype.itemsize
 
 
-def _get_buckets(
+def get_buckets(
     cache: ParamGroupCache, grads: Sequence[Tensor | None]
 ) -> tuple[ReduceBucket, ...]:
     """Returns the buckets to reduce, in the order that all ranks reduce them in."""
@@ -170,13 +170,20 @@ def upcast_unreduced_grads(fsdp_params: Iterable[FSDPParam]) -> None:
 
 
 def pop_grads(
-    fsdp_params: Sequence[FSDPParam], *, zeros_for_unused: bool
+    fsdp_params: Sequence[FSDPParam],
+    partial_reduces: PartialReduces,
+    *,
+    zeros_for_unused: bool,
 ) -> list[Tensor | None]:
-    """Pops the accumulated or new gradients, None or zeros where there is none."""
+    """
+    Pops the accumulated or new gradients, None where there is none. Parameters with a
+    partial reduce always get one, zeros if need be: other ranks may have gradients to add.
+    """
+    partial = {i for p in partial_reduces.values() for i in p.bucket.params}
     if zeros_for_unused and FOLLOWS_GRAD_DTYPE:
         _check_zeros_have_a_dtype(fsdp_params)
     grads: list[Tensor | None] = []
-    for fsdp_param in fsdp_params:
+    for i, fsdp_param in enumerate(fsdp_params):
         param: nn.Parameter | None = getattr(fsdp_param, "_unsharded_param", None)
         if param is None:  # it has not been unsharded yet
             grads.append(None)
@@ -190,8 +197,9 @@ def pop_grads(
                     grad = grad.to(param.dtype)
         if grad is not None and fsdp_param.is_dtensor:
             grad = fsdp_param._get_grad_inner_tensor(grad)
-        elif grad is None and zeros_for_unused and param.requires_grad:
-            grad = fsdp_param.unsharded_zero_grad_data
+        elif grad is None:
+            if i in partial or (zeros_for_unused and param.requires_grad):
+                grad = fsdp_param.unsharded_zero_grad_data
         grads.append(grad)
     return grads
 
@@ -244,24 +252,7 @@ class PartialReduce(NamedTuple):
 class PartialReduces(dict[BucketKey, PartialReduce]):
     """The partial reduces of a param group, by what their buckets are reduced in."""
 
-    def plan(
-        self, cache: ParamGroupCache, grads: Sequence[Tensor | None], *, completes: bool
-    ) -> tuple[ReduceBucket, ...]:
-        """
-        Returns the buckets of gradients, in the order that all ranks reduce them in.
-        ``completes``: each partial reduce has a bucket, empty where no gradient is new.
-        """
-        buckets = _get_buckets(cache, grads)
-        if not self:
-            return buckets
-        self._check_dtypes(cache.fsdp_params, buckets)
-        if not completes:
-            return buckets
-        empty = {key: replace(p.bucket, slots=()) for key, p in self.items()}
-        by_key = empty | {bucket.key: bucket for bucket in buckets}
-        return tuple(by_key[key] for key in sorted(by_key, key=layouts.bucket_sort_key))
-
-    def _check_dtypes(
+    def check_dtypes(
         self, fsdp_params: Sequence[FSDPParam], buckets: Iterable[ReduceBucket]
     ) -> None:
         """Raises if a gradient would be reduced in another dtype than before."""
@@ -295,11 +286,9 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
             grads[i] = None
         params = [fsdp_params[i] for i in bucket.params]
         if prepares:
-            # Before extending: slots of a partial reduce have prepared sizes already
             bucket = prepare_inputs(reduction, bucket, params, popped)
         output = None
         if (partial := self.pop(bucket.key, None)) is not None:
-            bucket = layouts.extend_bucket(bucket, partial.bucket)
             handle = _get_device_handle(reduction.device.type)
             stream, output = reduction.reduce_scatter_stream, partial.output
             if bucket.slots != partial.bucket.slots:
@@ -307,7 +296,6 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
                 stream.wait_stream(handle.current_stream())
                 with handle.stream(stream):
                     output = relayout(partial.bucket, output, bucket)
-            params = [fsdp_params[i] for i in bucket.params]
         return BucketGrads(params, bucket, popped, output)
 
     def assign(self, group: Any, output: Tensor) -> None:
@@ -358,7 +346,7 @@ class JoinedReduction:
                 slots.append(replace(slot, param=len(slots), is_direct=False))
                 keys.append(part.bucket.key)
             fsdp_params += part.fsdp_params
-            grads += part.unsharded_grads  # all of them are new
+            grads += part.unsharded_grads
             part.unsharded_grads.clear()
         is_mixed = any(part.bucket.is_mixed for part in self.parts)
         joined: list[BucketGrads] = []

@@ -220,10 +220,6 @@ class ReduceBucket:
         self.runs = [(dtype, [*indices]) for dtype, indices in runs]
         self.needs_casts = any(dtype != self.dtype for dtype in dtypes)
 
-    @functools.cached_property
-    def is_sorted(self) -> bool:
-        return self.slots == sort_slots(self).slots
-
 
 def bucket_sort_key(key: BucketKey) -> tuple[tuple[int, str], ...]:
     """Returns a sort key: widest reduce dtype first, then what the collective adds."""
@@ -271,13 +267,6 @@ def sort_slots(bucket: ReduceBucket) -> ReduceBucket:
         return dtype_sort_key(grad_dtype), not slot.is_direct, -alignment, slot.param
 
     return replace(bucket, slots=tuple(sorted(bucket.slots, key=sort_key)))
-
-
-def extend_bucket(bucket: ReduceBucket, partial: ReduceBucket) -> ReduceBucket:
-    """Appends slots of a partial reduce without a gradient in this microbatch."""
-    present = {*bucket.params}
-    missing = tuple(slot for slot in partial.slots if slot.param not in present)
-    return replace(bucket, slots=bucket.slots + missing) if missing else bucket
 
 
 class ParamDtypes(NamedTuple):

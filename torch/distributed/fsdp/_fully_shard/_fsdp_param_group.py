@@ -183,8 +183,9 @@ class FSDPParamGroup(PluginNames):
         self.fsdp_params: list[FSDPParam] = sharded  # plugins may set another list
         self._direct_memory = DirectMemory()
         self._cache = ParamGroupCache(sharded, self._direct_memory)
-        # None: to be resolved again when the root has named the parameters
-        self._resolved_policy = None if tables_of(mp_policy) else mp_policy
+        self._resolved_policy = mp_policy
+        # Whether it is to be resolved again when the root has named the parameters
+        self._awaits_names = bool(tables_of(mp_policy))
         # Before 2.15: the `grad_dtype` that users have set, and on which local tensor
         self._grad_dtypes: dict[FSDPParam, tuple[Tensor, torch.dtype | None]] = {}
         registrations.keep_grad_dtypes(self)
@@ -223,19 +224,22 @@ class FSDPParamGroup(PluginNames):
         """Reads the policy and the parameters' dtypes if any of them has changed."""
         cache = self._get_cache()
         is_same_policy = self.mp_policy is self._resolved_policy
-        has_changed = cache.invalidate_buckets_if_changed() or not is_same_policy
+        is_resolved = is_same_policy and not self._awaits_names
+        has_changed = cache.invalidate_buckets_if_changed() or not is_resolved
         if self._has_read_dtypes and not has_changed and not self._replaces_init_dtypes:
             return
         self._has_read_dtypes = False  # if any of this fails
         registrations.check_materialized(self)
-        if not is_same_policy:
+        if not is_resolved:
             settings.check_mp_policy(self, self.mp_policy)
             params = [fsdp_param.sharded_param for fsdp_param in self.fsdp_params]
             is_named = self._module_fqn is not None
-            policies = resolve_all(self.mp_policy, params, fqns_of(self), is_named)
+            earlier = [p.mp_policy for p in self.fsdp_params] if is_same_policy else []
+            fqns = fqns_of(self)
+            policies = resolve_all(self.mp_policy, params, fqns, is_named, earlier)
             for fsdp_param, policy in zip(self.fsdp_params, policies, strict=True):
                 fsdp_param.mp_policy = policy
-            self._resolved_policy = self.mp_policy
+            self._resolved_policy, self._awaits_names = self.mp_policy, False
             settings.check_can_exchange(self, type(self._reduce_scatter_comm))
         self._call_init_mp_dtypes()
         for fsdp_param in self.fsdp_params:
@@ -422,6 +426,8 @@ class FSDPParamGroup(PluginNames):
                 self.comm_ctx.num_forwards += 1
                 observers.look_for_traces()
             self._num_forwards = self.comm_ctx.num_forwards
+            if self._grad_dtypes:  # `nn.Module._apply` may have lost them
+                registrations.keep_grad_dtypes(self)
         with self._range("FSDP::pre_forward", logs=True):
             self._training_state = TrainingState.FORWARD
             self._unshard_now()
@@ -485,7 +491,8 @@ class FSDPParamGroup(PluginNames):
             grads: list[Tensor | None] | None = None
             if self.reduce_grads:
                 zeros = self.reduce_scatter_unused_params
-                grads = grads_.pop_grads(self.fsdp_params, zeros_for_unused=zeros)
+                args = self.fsdp_params, self._partial_reduces
+                grads = grads_.pop_grads(*args, zeros_for_unused=zeros)
             if self.reshard_after_backward:
                 self.reshard()
             else:
@@ -508,10 +515,12 @@ class FSDPParamGroup(PluginNames):
             stream = self.device_handle.current_stream()
             grads_.accumulate_empty_grads(self.fsdp_params, grads, stream)
         context.recycle_reduce_buffers(self)
-        partial_reduces, completes = self._partial_reduces, self.all_reduce_grads
-        buckets: Any = partial_reduces.plan(cache, grads, completes=completes)
+        partial_reduces: Any = self._partial_reduces
+        buckets: Any = grads_.get_buckets(cache, grads)
         if not buckets:
             return
+        if partial_reduces:
+            partial_reduces.check_dtypes(self.fsdp_params, buckets)
         reduction = self._make_reduction(len(buckets))
         replacement = None if foreach_reduce is _OWN_REDUCE else foreach_reduce
         if replacement is None:  # a replacement may need no other ranks
@@ -525,6 +534,8 @@ class FSDPParamGroup(PluginNames):
             self._wait_for_post_backward()
             joins = self.reduce_bucket_cap is not None and replacement is None
             joins &= not (self._has_deferred or partial_reduces)
+            # Outside of autograd, e.g. by `finalize_backward`, nothing more would join
+            joins &= torch._C._current_graph_task_id() != -1
             if joins and grads_.can_join(reduction):
                 buckets = context.join_small(self, reduction, buckets, pop_part)
                 self._reduce_joined_after_backward()
@@ -575,8 +586,6 @@ class FSDPParamGroup(PluginNames):
         if (group := reduction.reduce_scatter_group) is not None:
             check(group, buckets, reduction.reduce_scatter_comm)
         if (group := reduction.all_reduce_group) is not None and self.all_reduce_grads:
-            if partial := [p.bucket for p in self._partial_reduces.values()]:
-                buckets = (*buckets, *partial)
             check(group, buckets)
 
     def _wait_for_post_backward(self) -> None:
@@ -589,7 +598,7 @@ class FSDPParamGroup(PluginNames):
     def _reduce_joined_after_backward(self) -> None:
         """Reduces waiting buckets when this backward ends, be it inside of another."""
         context, task = self.comm_ctx, torch._C._current_graph_task_id()
-        if task not in (-1, context.joined_reductions_task):
+        if task != context.joined_reductions_task:
             context.joined_reductions_task = task
             reduce_joined = functools.partial(context.reduce_joined, self)
             torch.autograd.Variable._execution_engine.queue_callback(reduce_joined)
@@ -599,10 +608,7 @@ class FSDPParamGroup(PluginNames):
         self.comm_ctx.reduce_joined(self)
         self.comm_ctx.wait_current_stream_on_reductions()
         self._post_reduce_event = None
-        for fsdp_param in self.fsdp_params:
-            if (event := fsdp_param.grad_offload_event) is not None:
-                event.synchronize()  # the optimizer reads it on the CPU
-                fsdp_param.grad_offload_event = None
+        self._synchronize_offloaded_grads()
         self._drop_all_gather()  # of a prefetched group that backward did not use
         # If forward skipped modules of a unit, the last gather's buffer is still there
         self.comm_ctx.release_all_gather_state_on_current_stream()
@@ -614,6 +620,7 @@ class FSDPParamGroup(PluginNames):
         """Waits for what is in flight, drops it and all gradients, and reshards."""
         self._drop_all_gather()
         self._wait_for_post_backward()
+        self._synchronize_offloaded_grads()
         self._partial_reduces.clear()
         self.comm_ctx.joined_reductions.clear()
         grads_.drop_grads(self._get_cache())
@@ -629,6 +636,12 @@ class FSDPParamGroup(PluginNames):
         self._sharded_state = ShardedState.SHARDED
         self.comm_ctx.hold_resharded(self._direct_memory)
         self.comm_ctx.free_resharded()
+
+    def _synchronize_offloaded_grads(self) -> None:
+        for fsdp_param in self.fsdp_params:
+            if (event := fsdp_param.grad_offload_event) is not None:
+                event.synchronize()  # the optimizer reads it on the CPU
+                fsdp_param.grad_offload_event = None
 
     def _drop_all_gather(self) -> None:
         if self._all_gather_result is None:

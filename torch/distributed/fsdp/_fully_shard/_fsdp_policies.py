@@ -122,18 +122,25 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
 
 
 def resolve(
-    policy: _P, param: nn.Parameter, fqn: str, is_whole_fqn: bool | None = None
+    policy: _P,
+    param: nn.Parameter,
+    fqn: str,
+    is_whole_fqn: bool | None = None,
+    earlier: _P | None = None,
 ) -> _P:
     """
     Returns one parameter's policy, without overrides and with its reduce dtype.
     ``is_whole_fqn`` is False if ``fqn`` may be only the end of the name in the model
-    that ``by_name`` was called on, and None while nobody knows.
+    that ``by_name`` was called on, and None while nobody knows. What functions have
+    returned is taken from ``earlier``, the policy while nobody knew.
     """
     changes: dict[str, Any] = {}
     for name, override_fn in _overrides_of(policy).items():
         changes[f"{name}_override_fn"] = None
         if isinstance(override_fn, DtypeByName):
             dtype = override_fn.look_up(fqn, is_whole_fqn)
+        elif earlier is not None:
+            dtype = getattr(earlier, name)
         else:
             try:
                 dtype = override_fn(param)
@@ -158,13 +165,14 @@ def resolve_all(
     params: Sequence[nn.Parameter],
     fqns: Sequence[str],
     is_named: bool | None = None,  # by the root; None: not yet
+    earlier: Sequence[_P | None] = (),
 ) -> list[_P]:
-    """Returns the policies of a unit's parameters."""
+    """Returns the policies of a unit's parameters, see :func:`resolve`."""
     is_whole = is_named and all(
         _clean(fqn) in table.by_fqn for table in tables_of(policy) for fqn in fqns
     )
-    named = zip(params, fqns, strict=True)
-    return [resolve(policy, param, fqn, is_whole) for param, fqn in named]
+    named = zip(params, fqns, earlier or [None] * len(fqns), strict=True)
+    return [resolve(policy, p, fqn, is_whole, before) for p, fqn, before in named]
 
 
 def reduce_dtype_of_policy(policy: Any) -> torch.dtype | None:

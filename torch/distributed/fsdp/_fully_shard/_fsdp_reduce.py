@@ -71,7 +71,7 @@ from ._fsdp_scaling import (
 class ReduceResult(NamedTuple):
     """What a reduction in flight uses, and the events after which it does not."""
 
-    reduce_scatter_input: Tensor | None  # None if there was no new gradient
+    reduce_scatter_input: Tensor | None  # None if it is not held any more
     reduce_scatter_event: torch.Event | None
     post_reduce_stream: torch.Stream
     post_reduce_event: torch.Event
@@ -180,30 +180,26 @@ class Reduction(NamedTuple):
 
 @dataclass(eq=False)
 class BucketGrads:
-    """A bucket to reduce, its parameters, their new gradients and their partial reduce."""
+    """A bucket to reduce, its parameters, their gradients and their partial reduce."""
 
-    fsdp_params: list[FSDPParam]  # in slot order
+    fsdp_params: list[FSDPParam]  # in slot order, as the gradients
     bucket: ReduceBucket
-    unsharded_grads: list[Tensor]  # of the first parameters; the copy-in drops them
+    unsharded_grads: list[Tensor]  # the copy-in drops them
     partial_reduce_output: Tensor | None = None
-    # The new gradients, if there are any. Buckets of one all-to-all share it.
-    reduce_scatter_input: Tensor | None = None
+    # Buckets of one all-to-all share it. Of direct gradients it is the first
+    reduce_scatter_input: Any = None
     # What one grouped call takes, see [Note: Direct reductions]
     grouped_inputs: list[Tensor] = field(default_factory=list)
-    # This rank's shards of all ranks' new gradients, after an all-to-all
+    # This rank's shards of all ranks' gradients, after an all-to-all
     received: Tensor | None = None
     # Whether the sharded gradients are views of the reduced buffer
     is_viewed: bool = False
 
-    def __post_init__(self) -> None:
-        # Elements of a rank's shards of the new gradients. After these lie parameters
-        # without one, from the partial reduce.
-        self.new_numel = self.bucket.starts[len(self.unsharded_grads)]
-
     def divides_in_tree(self, reduction: Reduction) -> bool:
         """Whether the sum in a tree divides: nothing is added to it, and no hook sees it."""
-        is_new = self.received is not None and self.partial_reduce_output is None
-        return is_new and not (reduction.all_reduce_group or reduction.all_reduce_hook)
+        if self.received is None or self.partial_reduce_output is not None:
+            return False
+        return not (reduction.all_reduce_group or reduction.all_reduce_hook)
 
     @property
     def partial_dtype(self) -> torch.dtype:
@@ -221,16 +217,16 @@ def prepare_inputs(
     unsharded_grads: list[Tensor],
 ) -> ReduceBucket:
     """Lets a plugin prepare the gradients. Returns the bucket with their new sizes."""
-    world_size, count = reduction.shard_world_size, len(unsharded_grads)
-    if count == 0 or reduction.prepares_by_default:
+    if reduction.prepares_by_default:
         return bucket
+    world_size = reduction.shard_world_size
     prepare = reduction.prepare_reduce_scatter_inputs
-    sizes = prepare(fsdp_params[:count], unsharded_grads, world_size)
+    sizes = prepare(fsdp_params, unsharded_grads, world_size)
     slots = [
         replace(slot, shard_numel=size.numel() // world_size, shard_dim=0)
-        for slot, size in zip(bucket.slots[:count], sizes, strict=True)
+        for slot, size in zip(bucket.slots, sizes, strict=True)
     ]
-    return replace(bucket, slots=(*slots, *bucket.slots[count:]))
+    return replace(bucket, slots=tuple(slots))
 
 
 @without_grad
@@ -243,14 +239,13 @@ def reduce_buckets(
     """
     handle = _get_device_handle(reduction.device.type)
     compute_stream, stream = handle.current_stream(), reduction.reduce_scatter_stream
-    with_grads = [part for part in parts if part.unsharded_grads]
     exchanged: list[BucketGrads] = []
     if reduction.shard_world_size > 1:
-        exchanged = [p for p in with_grads if p.bucket.comm_dtype is not None]
+        exchanged = [part for part in parts if part.bucket.comm_dtype is not None]
     results: list[ReduceResult] = []
     batch = parts  # an error gets a note about these buckets
     try:
-        for part in with_grads:
+        for part in parts:
             if part not in exchanged:
                 batch = [part]
                 _copy_in(reduction, part)
@@ -274,8 +269,8 @@ def reduce_buckets(
 
 
 def _copy_in(reduction: Reduction, part: BucketGrads) -> None:
-    """Copies a bucket's new gradients into the reduction's input, and drops them."""
-    bucket, grads, numel = part.bucket, part.unsharded_grads, part.new_numel
+    """Copies a bucket's gradients into the reduction's input, and drops them."""
+    bucket, grads, numel = part.bucket, part.unsharded_grads, part.bucket.shard_numel
     world_size = reduction.shard_world_size
     if bucket.has_direct and reduction.can_send_directly(bucket):
         _stage_direct(reduction, part)
@@ -316,8 +311,8 @@ def _stage_direct(reduction: Reduction, part: BucketGrads) -> None:
 
 def _copy_in_exchanged(reduction: Reduction, parts: Sequence[BucketGrads]) -> None:
     """
-    Copies the new gradients of buckets into one buffer to send, and drops them. One
-    kernel copies all, viewed in the narrowest dtype, unless a gradient must be cast or
+    Copies the gradients of buckets into one buffer to send, and drops them. One kernel
+    copies all, viewed in the narrowest dtype, unless a gradient must be cast or
     is not dense on dim 0: then each bucket is copied by itself.
     """
     layout, world_size = _all_to_all_layout(parts), reduction.shard_world_size
@@ -385,8 +380,7 @@ def _kernel_takes(source: torch.dtype | None, target: torch.dtype) -> bool:
 
 def copy_in_grads(bucket: ReduceBucket, grads: list[Tensor], rows: Tensor) -> None:
     """
-    Copies gradients of any dtypes, those of a bucket's first slots, to their columns of
-    ``rows``, one for each rank.
+    Copies gradients of any dtypes to their columns of ``rows``, one for each rank.
 
     [Note: One kernel for most gradients]
     The fused kernel needs dense tensors of one dtype and fills all columns. It casts
@@ -505,14 +499,14 @@ def _chunk_cat(tensors: list[Tensor], rows: Tensor, by_operator: bool = False) -
 
 def _all_to_all_layout(parts: Sequence[BucketGrads]) -> GatherLayout:
     """Lays out what each rank is sent: a region for each dtype, as in a gather."""
-    dtypes = tuple(part.bucket.wire_dtype for part in parts)
-    return layouts.plan_all_to_all(dtypes, tuple(part.new_numel for part in parts))
+    sizes = [(part.bucket.wire_dtype, part.bucket.shard_numel) for part in parts]
+    return layouts.plan_all_to_all(*zip(*sizes))
 
 
 def _all_to_all(reduction: Reduction, parts: Sequence[BucketGrads]) -> None:
-    """Exchanges the new gradients of all ``parts`` in one collective."""
+    """Exchanges the gradients of all ``parts`` in one collective."""
     comm: Any = reduction.reduce_scatter_comm
-    sent = cast(Tensor, parts[0].reduce_scatter_input)
+    sent: Tensor = parts[0].reduce_scatter_input
     if allocates_anew(comm):
         received = reduction.allocate(sent.numel(), sent.dtype)
     else:  # the comm may return the memory that is being sent
@@ -530,13 +524,10 @@ def _reduce_over_shards(
     """
     Returns this rank's 1D sum over the shard group and the partial reduce, which is
     added before the all-reduce, as that must sum the partial reduces of all replicas.
-    Where nothing needs to be computed, it is the input or the partial reduce itself.
+    Where nothing needs to be computed, it is the input itself.
     """
     bucket, partial = part.bucket, part.partial_reduce_output
     world_size, reduce_input = reduction.shard_world_size, part.reduce_scatter_input
-    if reduce_input is None:
-        partial = cast(Tensor, partial)
-        return partial if reduction.defers_all_reduce else partial.to(bucket.dtype)
     if not part.grouped_inputs:
         to_divide = reduce_input if part.received is None else part.received
         _div_if_needed(to_divide, factors[0])
@@ -548,29 +539,26 @@ def _reduce_over_shards(
         and allocates_anew(reduction.reduce_scatter_comm)
     ):
         return reduce_input
-    new_part = output = reduction.allocate(bucket.shard_numel, bucket.dtype)
-    if part.new_numel < bucket.shard_numel:
-        new_part = output[: part.new_numel]
-        output[part.new_numel :].zero_()
+    output = reduction.allocate(bucket.shard_numel, bucket.dtype)
     if world_size == 1:
-        new_part.copy_(reduce_input)
+        output.copy_(reduce_input)
     elif part.grouped_inputs:
         inputs: Any = part.grouped_inputs
         if factors[0] not in (None, 1):  # not in place: users may hold gradients
             inputs = torch._foreach_div(inputs, factors[0])
-        outputs = new_part.split([tensor.numel() // world_size for tensor in inputs])
+        outputs = output.split([tensor.numel() // world_size for tensor in inputs])
         group = cast(dist.ProcessGroup, reduction.reduce_scatter_group)
         reduce_scatter_coalesced(outputs, inputs, group, factors[2])
     elif part.received is None:
         reduction.reduce_scatter_comm(
-            output_tensor=new_part,
+            output_tensor=output,
             input_tensor=reduce_input,
             group=cast(dist.ProcessGroup, reduction.reduce_scatter_group),
             op=factors[2],
         )
     else:
         divisor = factors[1] if part.divides_in_tree(reduction) else None
-        add_in_tree(part.received, new_part, divisor)
+        add_in_tree(part.received, output, divisor)
         part.received = None
     if reduction.defers_all_reduce:
         output = output.to(part.partial_dtype)
@@ -591,20 +579,6 @@ def relayout(
             piece = shard.narrow(0, start, slot.shard_numel)
             target.narrow(0, target_start, slot.shard_numel).copy_(piece)
     return target
-
-
-def _sort_for_replicas(part: BucketGrads, shard: Tensor) -> Tensor:
-    """
-    Sorts a bucket and its shard as planned: which microbatch had which gradients, and so
-    the order of slots, may differ between replicas, whose elements must line up.
-    """
-    bucket = part.bucket
-    if bucket.is_sorted:
-        return shard
-    part.bucket = layouts.sort_slots(bucket)
-    by_index = dict(zip(bucket.params, part.fsdp_params))
-    part.fsdp_params = [by_index[i] for i in part.bucket.params]
-    return relayout(bucket, shard, part.bucket)
 
 
 # Phase 3: over replicas, and into sharded gradients #
@@ -629,12 +603,10 @@ def _reduce_batch(
     """
     bucket = parts[0].bucket
     factors = reduction.divide_factors(bucket)
-    # Read before the sum drops `received`
+    # Not true any more once `received` is summed
     is_divided = parts[0].divides_in_tree(reduction)
     shards: Sequence[Tensor]
     shards = [_reduce_over_shards(reduction, part, factors) for part in parts]
-    if reduction.uses_all_reduce_stream:  # a hook may reduce over replicas, too
-        shards = [*map(_sort_for_replicas, parts, shards)]
     buffer = shards[0]
     if len(shards) > 1:
         buffer = torch.cat(shards)

@@ -97,7 +97,8 @@ def log_layout(group: Any) -> None:
 
 def _resolve_policies(group: Any, module: nn.Module) -> list[Any]:
     """Returns parameters with their policies, None where these are not known yet."""
-    if group.mp_policy is group._resolved_policy:
+    is_same_policy = group.mp_policy is group._resolved_policy
+    if is_same_policy and not group._awaits_names:
         return group.fsdp_params
     fqns = get_param_names([p._module_info for p in group.fsdp_params], (module,))
     # A part of the model has fewer names, which may be names of other parts too
@@ -105,9 +106,10 @@ def _resolve_policies(group: Any, module: nn.Module) -> list[Any]:
     is_whole = all(num_names >= len(t.by_fqn) for t in tables_of(group.mp_policy))
     copies: list[Any] = [copy.copy(fsdp_param) for fsdp_param in group.fsdp_params]
     for fsdp_param, fqn in zip(copies, fqns, strict=True):
-        params, fsdp_param.mp_policy = [fsdp_param.sharded_param], None
+        params, earlier = [fsdp_param.sharded_param], [fsdp_param.mp_policy]
+        fsdp_param.mp_policy, earlier = None, earlier if is_same_policy else []
         with contextlib.suppress(ValueError):  # raised if the name is ambiguous
-            (policy,) = resolve_all(group.mp_policy, params, [fqn], is_whole)
+            (policy,) = resolve_all(group.mp_policy, params, [fqn], is_whole, earlier)
             fsdp_param.mp_policy = policy
     return copies
 
