@@ -10,11 +10,11 @@ where every rank is about to issue a collective over the same group:
   or call ``unshard`` where the others start with a forward.
 - Before a reduction with a pattern (which parameters have a gradient, reduced in which
   dtypes) that is new for this unit and group. Ranks that have agreed so far know the
-  same patterns, so all of them compare, or none does. A unit with more patterns than
-  ``_MAX_PATTERNS`` is in no steady loop, and might wait at every step.
+  same patterns, so all of them compare, or none does. Beyond ``_MAX_PATTERNS`` of a unit
+  none is compared: it is in no steady loop, and might wait at every step.
 
-If something is new on some ranks only, their comparison meets another collective of
-the others, and the time limit passes. If nothing is new, a difference is not noticed.
+If a pattern is new on some ranks only, their comparison meets another collective of the
+others, and the time limit passes. If it is new on none, a difference is not noticed.
 ``TORCH_FSDP_CHECK_RANKS_AGREE=always`` compares before every gather and reduction, so
 that all ranks raise where they drift apart.
 """

@@ -188,7 +188,8 @@ class FSDPCommContext:
         in use: all buckets at once, or one by one if the comm or a ``replacement`` of
         ``foreach_reduce`` needs that. Returns each bucket with its result.
         """
-        batches, holds_one = [buckets], holds_one_input(reduction.reduce_scatter_comm)
+        holds_one = holds_one_input(reduction.reduce_scatter_comm)
+        batches = [buckets]
         if replacement is not None:
             batches = [[bucket] for bucket in buckets]
         elif holds_one:

@@ -138,8 +138,8 @@ class CopyPlan(NamedTuple):
     """One copy into a region, or into adjacent ones that are joined."""
 
     region: GatherRegion
-    # Positions of slots, by the dtype that is cast from. Without casts all inputs are
-    # concatenated, the first ones viewed in the region's dtype
+    # Positions of all slots, by the dtype they are stored in, if any are cast. Else the
+    # inputs are concatenated, the first ones viewed in the region's dtype
     casts: tuple[tuple[int, ...], ...] = ()
     num_viewed: int = 0
 
@@ -158,7 +158,7 @@ def plan_copy_in(
         if slots[-1][0] is None:
             slots.pop()
         nbytes = sum(numel for _, numel in slots) * dtype.itemsize
-        # These come first, as the other dtypes are wider
+        # The slots that are viewed come first: they have wider dtypes
         num_viewed = sum(i is None or stored_dtypes[i] != dtype for i, _ in slots)
         region = GatherRegion(dtype, regions[0].start_nbytes, nbytes, tuple(slots))
         return CopyPlan(region, num_viewed=num_viewed)

@@ -291,7 +291,7 @@ class ParamGroupCache:
                     if self.direct_memory.holds(fsdp_param):
                         fsdp_param.all_gather_outputs = []
                     fsdp_param.to_sharded()
-                    fsdp_param.all_gather_outputs = outputs
+                    fsdp_param.all_gather_outputs = outputs  # [Note: Direct gathers]
                 else:
                     fsdp_param.to_sharded_post_forward()
                     params.append(fsdp_param._sharded_post_forward_param)
@@ -304,7 +304,7 @@ class ParamGroupCache:
             fsdp_param.sharded_state = state
 
     def _free_together(self) -> bool:
-        """Frees all outputs, unless there is more to free or something is kept."""
+        """Frees all outputs, or returns False if parameters have to do so themselves."""
         params, outputs = self.fsdp_params, self.outputs
         # Since 2.15 storage may outlive resharding
         keeps = FOLLOWS_GRAD_DTYPE and any(p.keep_unsharded_storage for p in params)

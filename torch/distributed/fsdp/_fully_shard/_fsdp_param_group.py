@@ -115,16 +115,16 @@ class FSDPParamGroup(PluginNames):
     _num_param_groups: int = 1
 
     # Settings #
-    gradient_divide_factor: Any = settings.Checked(settings.check_divide_factor)
-    _all_gather_comm: Any = settings.Checked(settings.check_all_gather_comm)
-    _reduce_scatter_comm: Any = settings.Checked(settings.check_reduce_scatter_comm)
+    gradient_divide_factor: Any = settings.OnSet(settings.check_divide_factor)
+    _all_gather_comm: Any = settings.OnSet(settings.check_all_gather_comm)
+    _reduce_scatter_comm: Any = settings.OnSet(settings.check_reduce_scatter_comm)
     _all_reduce_hook: Callable[[Tensor], None] | None = None
     # The hook's, if the mesh has no replicas
     _all_reduce_hook_stream: torch.Stream | None = None
     reduce_grads: bool = True
     # Whether all-reduces were ever deferred: then replicas' partial reduces may differ
     _has_deferred: bool = False
-    all_reduce_grads: Any = settings.Checked(settings.note_deferral)  # over replicas
+    all_reduce_grads: Any = settings.OnSet(settings.note_deferral)  # over replicas
     reshard_after_backward: bool = True
     force_sum_reduction_for_comms: bool = False  # and divide apart
     # Reduce zeros for parameters without a gradient, so that all ranks reduce alike
@@ -504,7 +504,7 @@ class FSDPParamGroup(PluginNames):
                 return
         self._reduce(grads)
         if is_partial_forward:
-            # The unit's other modules must not get memory that the reduction still uses
+            # As in the release, which met corrupt gradients of the unit's next module
             self.comm_ctx.wait_current_stream(self._post_reduce_event)
 
     # Runtime: reduce #
@@ -533,15 +533,15 @@ class FSDPParamGroup(PluginNames):
         with self._range("FSDP::post_backward_reduce"):
             self._wait_for_post_backward()
             joins = self.reduce_bucket_cap is not None and replacement is None
-            joins &= not (self._has_deferred or partial_reduces)
+            joins &= not (self._has_deferred or partial_reduces)  # else replicas may differ
             # Outside of autograd, e.g. by `finalize_backward`, nothing more would join
             joins &= torch._C._current_graph_task_id() != -1
             if joins and grads_.can_join(reduction):
                 buckets = context.join_small(self, reduction, buckets, pop_part)
                 self._reduce_joined_after_backward()
-            to_reduce = reduction, buckets, pop_part, replacement
+            args = reduction, buckets, pop_part, replacement
             try:
-                results = context.reduce(self, *to_reduce)
+                results = context.reduce(self, *args)
             except BaseException as error:
                 self._agreement.add_note(error, buckets)
                 raise

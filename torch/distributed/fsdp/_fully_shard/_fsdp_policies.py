@@ -164,7 +164,7 @@ def resolve_all(
     policy: _P,
     params: Sequence[nn.Parameter],
     fqns: Sequence[str],
-    is_named: bool | None = None,  # by the root; None: not yet
+    is_named: bool | None = None,  # by the root; None: not yet, False: never
     earlier: Sequence[_P | None] = (),
 ) -> list[_P]:
     """Returns the policies of a unit's parameters, see :func:`resolve`."""
@@ -223,9 +223,9 @@ def _check_can_train(policy: Any, override: Any, param: nn.Parameter, fqn: str) 
         reduce_dtype = (param.grad_dtype if FOLLOWS_GRAD_DTYPE else None) or override
     dtypes = {"reduce_dtype": reduce_dtype, "grad_comm_dtype": comm_dtype}
     for name, dtype in dtypes.items():
-        # Sums of real gradients may be complex
-        is_sum = dtype and dtype.is_complex and comm_dtype is None
-        if dtype not in (None, *REDUCIBLE) and not is_sum:
+        # Real gradients may be summed in a complex dtype
+        is_complex_sum = dtype and dtype.is_complex and comm_dtype is None
+        if dtype not in (None, *REDUCIBLE) and not is_complex_sum:
             raise ValueError(
                 f"The gradient of parameter {fqn} cannot be reduced in {dtype}. Set "
                 f"{name} to one of {', '.join(map(str, REDUCIBLE))}."

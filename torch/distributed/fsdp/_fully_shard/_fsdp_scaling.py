@@ -91,13 +91,14 @@ def get_divide_factors(
     """Returns a bucket's divide factors, which over one rank no collective applies."""
     (dtype, comm_dtype), is_sum = key, force_sum_reduction_for_comms
     if comm_dtype is not None:
-        # [Note: One tree for every mesh] only sums, and divides afterwards. fp16, whose
-        # sums could overflow, is divided before by a power of two of the divisor alone.
+        # [Note: One tree for every mesh] only sums. fp16, which could overflow, is also
+        # divided before; all other dtypes as fp32 whose sums are forced.
         dtype, is_sum = torch.float16 if dtype is torch.float16 else torch.float32, True
     before, after, op, all_reduce_op = _get_gradient_divide_factors(
         reduce_scatter_group, all_reduce_group, dtype, device_type, factor, is_sum
     )
-    if op not in (ReduceOp.SUM, ReduceOp.AVG) and _size(reduce_scatter_group) == 1:
+    is_premul = op not in (ReduceOp.SUM, ReduceOp.AVG)
+    if is_premul and _size(reduce_scatter_group) == 1:  # no collective multiplies
         before = factor
     return before, after, op, all_reduce_op
 

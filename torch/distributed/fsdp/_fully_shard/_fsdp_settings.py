@@ -123,17 +123,17 @@ def set_coalesced_collectives(
         group.set_direct_min_nbytes(min_nbytes)
 
 
-class Checked:
-    """An attribute of a param group that is checked when it is set, and read as any."""
+class OnSet:
+    """An attribute of a param group that calls a function before it is set."""
 
-    def __init__(self, check: Callable[[Any, Any], None]):
-        self._check = check
+    def __init__(self, on_set: Callable[[Any, Any], None]):
+        self._on_set = on_set
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
     def __set__(self, group: Any, value: Any) -> None:
-        self._check(group, value)
+        self._on_set(group, value)
         vars(group)[self._name] = value
 
 
