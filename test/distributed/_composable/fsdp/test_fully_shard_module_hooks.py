@@ -15,6 +15,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 from fsdp_helpers.common.utils import FakeGroupTest
 
@@ -247,7 +248,9 @@ class TestSharedContext(FakeGroupTest):
         context.all_reduce_states = [*held]
         for group in groups:
             group._post_reduce_event = event
+        offloaded = groups[1].fsdp_params[0].grad_offload_event = mock.Mock()
         roots[1].reset_iter_state()
+        offloaded.synchronize.assert_called_once_with()
         self.assertEqual(context.all_reduce_states, held[:1])
         roots[0].reset_iter_state()
         self.assertFalse(context.all_reduce_states)

@@ -7,6 +7,7 @@ device and no process group: policies are asked directly.
 import copy
 import dataclasses
 import gc
+import inspect
 import pickle
 import re
 import weakref
@@ -25,7 +26,7 @@ import torch.nn as nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_api
 from torch.distributed.fsdp._fully_shard import _fsdp_policies as policies
 from torch.testing._internal.common_utils import run_tests
@@ -212,7 +213,9 @@ class TestWrongUses(DeviceFreeTest):
 
 class TestResolve(DeviceFreeTest):
     def test_releases_own_class_is_a_policy(self) -> None:
-        """It is the default of ``fully_shard``, and what some import."""
+        """Some import it. The default of ``fully_shard`` equals the branch's."""
+        default = inspect.signature(fully_shard).parameters["mp_policy"].default
+        self.assertEqual(default, MixedPrecisionPolicy())
         released = _fsdp_api.MixedPrecisionPolicy(BF16, reduce_dtype=FP32)
         self.assertIsInstance(MixedPrecisionPolicy(), type(released))
         self.assertEqual(resolve(released, param()), (BF16, FP32))

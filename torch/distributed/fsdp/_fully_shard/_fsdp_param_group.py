@@ -533,9 +533,9 @@ class FSDPParamGroup(PluginNames):
         with self._range("FSDP::post_backward_reduce"):
             self._wait_for_post_backward()
             joins = self.reduce_bucket_cap is not None and replacement is None
-            joins &= not (self._has_deferred or partial_reduces)  # else replicas may differ
-            # Outside of autograd, e.g. by `finalize_backward`, nothing more would join
-            joins &= torch._C._current_graph_task_id() != -1
+            joins &= not (
+                self._has_deferred or partial_reduces
+            )  # else replicas may differ
             if joins and grads_.can_join(reduction):
                 buckets = context.join_small(self, reduction, buckets, pop_part)
                 self._reduce_joined_after_backward()
@@ -598,7 +598,7 @@ class FSDPParamGroup(PluginNames):
     def _reduce_joined_after_backward(self) -> None:
         """Reduces waiting buckets when this backward ends, be it inside of another."""
         context, task = self.comm_ctx, torch._C._current_graph_task_id()
-        if task != context.joined_reductions_task:
+        if task not in (-1, context.joined_reductions_task):  # -1: not in backward
             context.joined_reductions_task = task
             reduce_joined = functools.partial(context.reduce_joined, self)
             torch.autograd.Variable._execution_engine.queue_callback(reduce_joined)

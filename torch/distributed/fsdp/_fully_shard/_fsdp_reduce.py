@@ -21,8 +21,7 @@ gradients          compute         compute            ``BucketGrads``, the copy-
 reduction's input  compute         reduce-scatter     ``ReduceScatterState``,
                                                       ``reduce_scatter_event``
 received rows      reduce-scatter  reduce-scatter     ``BucketGrads``, their sum
-reduced shard      reduce-scatter  all-reduce         ``AllReduceState``,
-                                                      ``all_reduce_event``
+reduced shard      reduce-scatter  all-reduce         ``HeldAllReduces``, its event
 partial reduce     reduce-scatter  reduce-scatter     ``PartialReduces``, the next sum
 sharded gradients  all-reduce      the optimizer's    sharded parameters
 =================  ==============  =================  ==============================
