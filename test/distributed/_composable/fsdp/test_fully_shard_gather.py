@@ -43,6 +43,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_layout import GatherLayout, Reduc
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_cache import ParamGroupCache
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import Shard
 from torch.testing._internal.common_utils import run_tests
 
 
@@ -156,11 +157,15 @@ class TestSmallerMesh(ThreadTest):
     world_size = 4
 
     def test_a_gather_is_copied_out_over_the_ranks_that_it_came_from(self):
-        """Also if a state dict reshards the unit before somebody waits for it."""
+        """
+        Also if a state dict reshards the unit before somebody waits for it: the pieces
+        after forward are flat, and shards are columns.
+        """
         full = torch.arange(64.0, device=self.device).view(8, 8)
         model = nn.Linear(8, 8, bias=False, device=self.device)
         model.weight.data.copy_(full)
-        fully_shard(model, mesh=self.mesh(), reshard_after_forward=2)
+        columns = {"shard_placement_fn": lambda _: Shard(1)}
+        fully_shard(model, mesh=self.mesh(), reshard_after_forward=2, **columns)
         model(full)
         unit = group_of(model)
         self.assertTrue(unit.is_sharded_post_forward)

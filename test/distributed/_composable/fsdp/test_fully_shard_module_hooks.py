@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from fsdp_helpers.common.utils import FakeGroupTest
@@ -39,6 +40,13 @@ DIM = 4
 X = torch.ones(1, DIM)
 
 
+@dataclass
+class Boxed:
+    """In which hooks must find the tensor."""
+
+    z: torch.Tensor
+
+
 class Given(nn.Module):
     """Keeps what its forward is given."""
 
@@ -57,14 +65,15 @@ class TestInputs(FakeGroupTest):
 
     def test_inputs_arrive_as_given_but_for_those_that_need_gradients(self) -> None:
         mask, other = torch.ones(2), object()
-        for trained in ("xy", ""):
-            x, y = (torch.rand(2, requires_grad=n in trained) for n in "xy")
+        for trained in ("xyz", ""):
+            x, y, z = (torch.rand(2, requires_grad=n in trained) for n in "xyz")
             model: Any = fully_shard(Given(), mesh=self.mesh)
-            model([x, None], mask, 3, y=y, mask={"m": mask}, other=other).backward()
+            given = {"y": y, "mask": {"m": mask}, "other": other, "boxed": Boxed(z)}
+            model([x, None], mask, 3, **given).backward()
             self.assertIsNotNone(model.weight.grad)
             ([own_x, none], own_mask, three), kwargs = model.given
-            self.assertEqual([*kwargs], ["y", "mask", "other"])
-            for own, value in ((own_x, x), (kwargs["y"], y)):
+            self.assertEqual([*kwargs], [*given])
+            for own, value in ((own_x, x), (kwargs["y"], y), (kwargs["boxed"].z, z)):
                 self.assertTrue(torch.equal(own, value))
                 node = type(own.grad_fn).__name__
                 is_passed = node == "RegisterPostBackwardFunctionBackward"

@@ -84,7 +84,7 @@ class TestCopyIn(DeviceFreeTest):
         "sent in two others": (HALVES, {FP32: (FP32, FP16), BF16: (FP32, FP32)}, 2, 2),
     }
 
-    def copy_in(self, dtypes, keys) -> tuple[Counter[str], bool]:
+    def copy_in(self, dtypes, keys, is_dense=True) -> tuple[Counter[str], bool]:
         """Copies all in. Returns the operators, and whether each lies in its place."""
         in_turn = sorted((dtypes * self.COUNT)[: self.COUNT], key=str)
         slots = [ReduceSlot(i, d, 2 * (i % 3 + 1)) for i, d in enumerate(in_turn)]
@@ -92,6 +92,7 @@ class TestCopyIn(DeviceFreeTest):
         buckets = plan_buckets(slots, keys, is_mixed=True)
         sizes = [(self.RANKS * n.shard_numel // 2 - n.param % 2, 2) for n in slots]
         full = [torch.randn(size).to(d) for size, d in zip(sizes, in_turn)]
+        full = full if is_dense else [grad.t().contiguous().t() for grad in full]
         grads = [[full[slot.param] for slot in bucket.slots] for bucket in buckets]
         layout = plan_all_to_all(
             tuple(b.wire_dtype for b in buckets), tuple(b.shard_numel for b in buckets)
@@ -125,6 +126,9 @@ class TestCopyIn(DeviceFreeTest):
                 self.assertTrue(is_right)
                 found = counts["aten::_chunk_cat"], counts["aten::copy_"]
                 self.assertEqual(found, (fused, copied))
+        counts, is_right = self.copy_in((BF16,), (FP32, None), is_dense=False)
+        self.assertTrue(is_right)
+        self.assertEqual(counts["aten::copy_"], self.COUNT)
 
     def test_large_ones_are_cast_without_a_temporary(self) -> None:
         for case in ("narrowed", "sent in bf16", "fp16 widened"):

@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from fsdp_helpers.common.parity_layers import (
-    Record,
-)
+from fsdp_helpers.common.parity_layers import Record
 from fsdp_helpers.common.scenarios import Place, train
 from fsdp_helpers.plugins import of_both_kinds, scenario
 
@@ -42,9 +40,9 @@ def replaced_inputs(place: Place) -> Record:
         return [[scale * t for t in tensors] for tensors in original(fsdp_params)]
 
     new = {"_get_param_all_gather_inputs": get_inputs}
-    record: Record = {"plain": train(place.of_kind(), place, steps=range(3))}
+    record: Record = {"plain": train(place.sharded(), place, steps=range(3))}
     for reshard in (True, 2):
-        model = place.of_kind(reshard_after_forward=reshard)
+        model = place.sharded(reshard_after_forward=reshard)
         found = train(model, place, steps=range(1))
         with mock.patch.multiple(_fsdp_collectives, **new):
             found |= train(model, place, steps=range(1, 2))
@@ -170,7 +168,7 @@ def replaced_reduce_scatter_copy_in(place: Place) -> Record:
         original([2 * grad for grad in grads], output, world_size)
 
     with mock.patch.object(_fsdp_collectives, name, copy_in):
-        return train(place.of_kind("reduce_bf16"), place) | {"calls": calls}
+        return train(place.sharded("reduce_bf16"), place) | {"calls": calls}
 
 
 # Globals #

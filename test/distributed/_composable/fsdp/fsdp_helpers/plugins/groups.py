@@ -20,7 +20,6 @@ from fsdp_helpers.common.parity_layers import (
     parameters,
     Record,
     Stack,
-    stack,
     units_of,
 )
 from fsdp_helpers.common.release_rules import FOLLOWS_GRAD_DTYPE
@@ -32,11 +31,11 @@ from fsdp_helpers.common.scenarios import (
     Step,
     train,
 )
+from fsdp_helpers.parity.models import Extended
 from fsdp_helpers.plugins import mixed, of_both_kinds, scenario
 
 import torch
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
@@ -68,7 +67,7 @@ def replaced_init_mp_dtypes(place: Place) -> Record:
     # Parameters of mixed units keep policies of their own
     overrides = {"param_dtype_override_fn": gain_in_fp32} if place.is_mixed else {}
     policy = MixedPrecisionPolicy(BF16, FP32, **overrides)
-    record: Record = {"plain": train(place.of_kind(mp_policy=policy), place)}
+    record: Record = {"plain": train(place.sharded(mp_policy=policy), place)}
     units: list[str] = []
     for init in (init_like_a_plugin, FSDPParamGroup._init_mp_dtypes):
 
@@ -76,7 +75,7 @@ def replaced_init_mp_dtypes(place: Place) -> Record:
             init(group)
             units.append(group._module_fqn)
 
-        model = place.of_kind(mp_policy=policy)
+        model = place.sharded(mp_policy=policy)
         with mock.patch.object(FSDPParamGroup, "_init_mp_dtypes", replacement):
             record[init.__name__] = train(model, place)
             model.unshard()  # may set up again
@@ -99,7 +98,7 @@ def dtypes_of_a_group(place: Place) -> Record:
     """Of trained, of frozen and of mixed parameters."""
     record: Record = {}
     for policy in POLICIES:
-        model = place.of_kind(policy)
+        model = place.sharded(policy)
         model.blocks[0].requires_grad_(False)
         one_backward(model, place, 0)
         record[policy] = dtypes_of_groups(model)
@@ -196,7 +195,7 @@ def drop_in_place(model: Stack) -> None:
 def list_of_parameters_changed(place: Place) -> Record:
     record: Record = {}
     for change in (update_weights, reverse, drop_in_place):
-        model = place.of_kind()
+        model = place.sharded()
         found = train(model, place)
         change(model)
         found |= {f"changed {name}": bits for name, bits in parameters(model)}
@@ -304,7 +303,7 @@ def partial_reduce_output(place: Place) -> Record:
 
 @mixed
 def several_partial_reduce_outputs(place: Place) -> Record:
-    model = place.mixed(mesh=place.pairs)
+    model = place.sharded(mesh=place.pairs)
     model.set_requires_all_reduce(False)
     one_backward(model, place, 0)
     kept = [group._partial_reduce_output for group in groups_of(model)]
@@ -361,37 +360,26 @@ def state_dict_hooks(place: Place) -> Record:
 # Late changes #
 
 
-class Doubled(torch.Tensor):
+class Doubled(Extended):
     """Is gathered as twice its values."""
 
     @torch.no_grad()
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> Any:
-        plain = self.as_subclass(torch.Tensor).detach()
-        return (2 * plain.contiguous(),), "doubled"
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return (2 * self.whole_shard(),), type(self).__name__
 
-    @torch.no_grad()
-    def fsdp_post_all_gather(self, outputs, metadata, dtype, *, out=None) -> Any:
-        (gathered,) = outputs
-        if out is None:
-            return gathered, (gathered,)
-        with torch.autograd._unsafe_preserve_version_counter(out):
-            out.copy_(gathered.view_as(out))
-        return None
+    def unpack(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return inputs[0]
 
 
 @scenario
 def extension_after_lazy_init(place: Place) -> Record:
     """Replaces a plain parameter's local tensor, and is set up by hand."""
-    model = place.sharded(model=stack(dim=8))
-
-    def backward(step: int) -> None:
-        loss_of(model(batch_of(step, place.rank, dim=8))).backward()
-
-    backward(1)
+    model = place.sharded()
+    one_backward(model, place, 1)
     model.zero_grad()
     fsdp_param, *_ = groups_of(model)[1].fsdp_params
     sharded = fsdp_param.sharded_param
-    sharded._local_tensor = sharded._local_tensor.detach().as_subclass(Doubled)
+    sharded._local_tensor = Doubled(sharded._local_tensor.detach())
     fsdp_param._init_extensions()
-    backward(2)
+    one_backward(model, place, 2)
     return dict(gradients(model))
