@@ -20,21 +20,26 @@ from unittest import mock
 import pytest
 
 from fsdp_helpers.common.comms import FP32
-from fsdp_helpers.common.parity_layers import gradients, loss_of, LR, parameters
+from fsdp_helpers.common.parity_layers import (
+    gradients,
+    loss_of,
+    LR,
+    parameters,
+    shard_stack,
+)
 from fsdp_helpers.common.utils import (
     DEVICE_TYPE,
     FakeGroupTest,
     FSDPProcessTest,
     hybrid_mesh,
+    shard_blocks,
     shard_mesh,
     WORLD_SIZE,
 )
-from fsdp_helpers.common.utils import shard_blocks as shard_layers
 from fsdp_helpers.parity.models import batch_of, mixed_tower, parts_of
 from fsdp_helpers.parity.modes import (
     differing,
     prefetch_explicitly,
-    shard_blocks,
     units_of,
 )
 
@@ -191,7 +196,7 @@ class SideBySide:
         self.twin: Any = copy.deepcopy(self.model)
         self.optimizers = []
         for each in (self.model, self.twin):
-            shard_blocks(each, **{"mesh": shard_mesh()} | kwargs)
+            shard_stack(each, **{"mesh": shard_mesh()} | kwargs)
             self.optimizers.append(torch.optim.SGD(each.parameters(), lr=LR))
         self._batch = 0
 
@@ -293,7 +298,7 @@ class TestExplanations(FakeGroupTest):
     @unittest.skipIf(sys.version_info < (3, 11), "exceptions take no notes")
     def test_note_names_the_parameters_of_all_joined_units(self) -> None:
         model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(3)))
-        shard_layers(model, mesh=self.mesh)
+        shard_blocks(model, mesh=self.mesh)
         set_reduce_bucket_cap(model)
         fails = mock.patch.object(dist, "reduce_scatter_single", side_effect=ValueError)
         with fails, self.assertRaises(ValueError) as caught:

@@ -28,6 +28,7 @@ from fsdp_helpers.common.utils import (
     record_collectives,
 )
 from fsdp_helpers.parity.comms import KeptScatter, SymmMemStub
+from fsdp_helpers.plugins.scenarios import dispatched
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -45,7 +46,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_layout import (
 from torch.distributed.fsdp._fully_shard._fsdp_reduce import BucketGrads
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.common_utils import run_tests
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 pytestmark = pytest.mark.quick
@@ -227,15 +227,10 @@ class TestOrder(FakeGroupTest):
         return model([torch.ones(spec.size) for spec in specs])
 
     def issued(self, mesh: DeviceMesh, comm: ReduceScatter | None = None) -> list[str]:
-        loss, issued = self.forward(mesh, comm), []
-
-        class Recording(TorchDispatchMode):
-            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-                issued.append(func._schema.name.replace("_mixed_dtype", ""))
-                return func(*args, **(kwargs or {}))
-
-        with Recording():
+        loss = self.forward(mesh, comm)
+        with dispatched() as names:
             loss.backward()
+        issued = [name.replace("_mixed_dtype", "") for name in names]
         return [n for n in issued if n in (self.COPY_IN, self.SCATTER, self.ALL_REDUCE)]
 
     def test_sizes_of_other_gradients_than_those_to_prepare_are_refused(self) -> None:

@@ -104,13 +104,10 @@ def stack(dtypes: Sequence[torch.dtype] = (FP32, FP32), *, blocks: int = 2) -> S
         return Stack([dtypes] * blocks, dtypes[0])
 
 
-def shard_stack(
-    model: Stack, apply: Callable[..., Any] = fully_shard, **kwargs: Any
-) -> Stack:
+def shard_stack(model: Stack, **kwargs: Any) -> Stack:
     """Makes each block a unit, and the root one."""
-    for block in model.blocks:
-        apply(block, **kwargs)
-    apply(model, **kwargs)
+    for unit in (*model.blocks, model):
+        fully_shard(unit, **kwargs)
     return model
 
 

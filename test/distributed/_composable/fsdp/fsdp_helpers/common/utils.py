@@ -264,13 +264,10 @@ def mixed_model(blocks: int = 2, *, dim: int = 9, seed: int = 0) -> nn.Sequentia
         return nn.Sequential(*(MixedBlock(dim) for _ in range(blocks)))
 
 
-def linear_stack(
-    dtypes: Sequence[torch.dtype], *, dim: int = 6, bias: bool = True, seed: int = 0
-) -> nn.Sequential:
+def linear_stack(dtypes: Sequence[torch.dtype]) -> nn.Sequential:
     """Returns square linear layers of these dtypes."""
-    with seeded(seed):
-        layers = [CastLinear(dim, dim, bias=bias, dtype=dtype) for dtype in dtypes]
-    return nn.Sequential(*layers)
+    with seeded():
+        return nn.Sequential(*(CastLinear(9, 9, dtype=dtype) for dtype in dtypes))
 
 
 def random_input(

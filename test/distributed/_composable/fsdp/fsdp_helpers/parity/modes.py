@@ -6,7 +6,6 @@ the release, which refuses those, one unit for each dtype, or for each policy.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -19,6 +18,7 @@ from fsdp_helpers.common.parity_layers import (
     loss_of,
     LR,
     Record,
+    shard_stack,
     Stack,
     train_steps,
     units_of,
@@ -142,27 +142,6 @@ def thaw_and_freeze(model: Stack, batches: Batches) -> torch.Tensor:
     return one_backward(model, batches)
 
 
-def fail(*_: Any) -> None:
-    raise InterruptedError
-
-
-def give_up_twice(model: Stack, batches: Batches) -> torch.Tensor:
-    """In forward with a prefetch under way, and in backward before any gradient."""
-    first, second = model.blocks
-    model.set_modules_to_forward_prefetch(units_of(second))
-    handle = first.layers[-1].register_forward_pre_hook(fail)
-    with contextlib.suppress(InterruptedError):
-        model(batches[1])
-    handle.remove()
-    model.reset_iter_state()
-    output = model(batches[1])
-    output.register_hook(fail)
-    with contextlib.suppress(InterruptedError):
-        loss_of(output).backward()
-    model.reset_iter_state()
-    return one_backward(model, batches)
-
-
 def state_dict_before_backward(model: Stack, batches: Batches) -> torch.Tensor:
     """Takes one, or loads one, while the parameters are unsharded."""
     before = model.state_dict()
@@ -176,11 +155,6 @@ def state_dict_before_backward(model: Stack, batches: Batches) -> torch.Tensor:
 
 
 # How a model is cut into units #
-
-
-def shard_blocks(model: Stack, **kwargs: Any) -> None:
-    for block in (*model.blocks, model):
-        fully_shard(block, **kwargs)
 
 
 def shard_dtypes(model: Stack, **kwargs: Any) -> None:
@@ -225,12 +199,12 @@ def shard_overrides(model: Stack, mp_policy: Any, **kwargs: Any) -> None:
     """Makes each block a unit, whose parts have the same policies by override."""
     patterns = {f"{name}.*": policy for name, policy in policies_of(model).items()}
     policy = MixedPrecisionPolicy.by_name(model, patterns, **UNCAST)
-    shard_blocks(model, mp_policy=policy, **kwargs)
+    shard_stack(model, mp_policy=policy, **kwargs)
 
 
 # How the release is to cut a mixed tower where this branch cuts it so
 BY_DTYPE = {
-    shard_blocks: shard_dtypes,
+    shard_stack: shard_dtypes,
     shard_root_only: shard_dtypes,
     shard_blocks_as_group: shard_dtypes_as_groups,
     shard_overrides: shard_policies,
@@ -256,14 +230,6 @@ def prefetch_explicitly(model: nn.Module) -> None:
     for unit, following in itertools.pairwise(units):
         unit.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([unit])
-
-
-def prefetch_what_does_not_run(model: Stack) -> None:
-    """Starts gathers in forward and backward that nothing waits for."""
-    first, other = (units_of(block)[0] for block in model.blocks)
-    model.set_modules_to_forward_prefetch([other])
-    first.set_modules_to_forward_prefetch([other])
-    first.set_modules_to_backward_prefetch([other])
 
 
 def freeze_first_block(model: Stack) -> None:
@@ -308,7 +274,7 @@ class Mode:
     dtype: torch.dtype = FP32  # of a uniform tower
     policy: Policy = (None, None)
     kwargs: dict[str, Any] = field(default_factory=dict)  # of `fully_shard`
-    shard: Callable[..., None] = shard_blocks
+    shard: Callable[..., Any] = shard_stack
     prepare: Callable[[Any], None] | None = None
     step: Callable[[Any, Batches], torch.Tensor] = one_backward
     # Over two ranks the bits of a sum depend on no order, nor on any layout
@@ -330,11 +296,7 @@ MODES: dict[str, Mode] = {
     "root_only": Mode(shard=shard_root_only),
     "two_forwards_resharded": Mode(kwargs=_RESHARD, step=two_forwards),
     "backward_twice": Mode(step=backward_twice),
-    "mistargeted_prefetch": Mode(
-        step=only_first_block, prepare=prefetch_what_does_not_run
-    ),
     "unshard_ahead": Mode(step=unshard_ahead),
-    "given_up_twice": Mode(step=give_up_twice),
     "state_dict_before_backward": Mode(
         kwargs=_NO_RESHARD, step=state_dict_before_backward
     ),
@@ -343,7 +305,7 @@ MODES: dict[str, Mode] = {
         shard=shard_blocks_as_group, step=second_block_in_chunks
     ),
     "unfrozen_later": Mode(prepare=freeze_first_block, step=thaw_and_freeze),
-    "unused_by_rank": Mode(prepare=reduce_unused, step=skip_by_rank),
+    "unused_by_rank": Mode(UNIFORM, prepare=reduce_unused, step=skip_by_rank),
     "cpu_offload_accumulate": Mode(
         policy=(BF16, FP32), kwargs=_OFFLOAD, step=accumulate
     ),

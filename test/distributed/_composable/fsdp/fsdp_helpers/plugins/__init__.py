@@ -1,6 +1,6 @@
 """
-What plugins and trainers outside of torch do with sharded models: scenarios, which a
-file for each part of torch adds to.
+What plugins and trainers outside of torch do with sharded models: scenarios, which the
+files of this package add to.
 """
 
 from functools import partial

@@ -328,7 +328,9 @@ def shard_model(case: Case, device: str) -> Model:
         if case.shards_columns:  # where they divide, as they must
             kwargs["shard_placement_fn"] = lambda param: (
                 Shard(1)
-                if param.ndim == 2 and param.size(1) % case.shards == 0
+                if param.ndim == 2
+                and param.size(1) % case.shards == 0
+                and param.size(0) % int(case.reshard or 1) == 0
                 else None
             )
     for block in (*model.blocks, model):
