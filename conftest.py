@@ -44,9 +44,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
-def pytest_ignore_collect(
-    collection_path: Path, config: pytest.Config
-) -> bool | None:
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Each worker imports all files: of quick tests only those that have some."""
     if config.option.markexpr != "quick" or not collection_path.is_file():
         return None
