@@ -115,7 +115,7 @@ class TestTree(TestCase):
     """The sum alone."""
 
     @pytest.mark.quick
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=400, deadline=None)
     @given(
         count=st.integers(2, 40),
         numel=st.integers(0, 70),

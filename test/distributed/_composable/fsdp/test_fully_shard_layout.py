@@ -81,7 +81,7 @@ def floating_params(min_size=0):
 
 
 # The same examples in every run, and however long one takes
-plans = settings(max_examples=100, deadline=None, derandomize=True, database=None)
+plans = settings(max_examples=150, deadline=None, derandomize=True, database=None)
 copies = settings(plans, max_examples=50)
 
 
