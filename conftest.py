@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+from pathlib import Path
 
 import pytest
 
@@ -41,3 +42,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     # Collections in tests need not look through all that has been imported
     gc.collect()
     gc.freeze()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Each worker imports all files: of quick tests only those that have some."""
+    if config.option.markexpr != "quick" or not collection_path.is_file():
+        return None
+    return "mark.quick" not in collection_path.read_text() or None

@@ -18,7 +18,7 @@ import pytest
 
 from fsdp_helpers.common.comms import BF16, FP32, FP64, OwnReduction
 from fsdp_helpers.common.release_rules import FOLLOWS_GRAD_DTYPE
-from fsdp_helpers.common.utils import FSDPProcessTest, shard_mesh
+from fsdp_helpers.common.utils import FSDPProcessTest, shard_blocks, shard_mesh
 from fsdp_helpers.parity.models import Extended
 
 import torch
@@ -88,9 +88,7 @@ class Run:
         """Returns two blocks, each a unit, in a root that is one as well."""
         self.blocks = [Scaled().to(self.device) for _ in range(2)]
         model = nn.Sequential(*self.blocks)
-        for block in self.blocks:
-            self.fully_shard(block, **kwargs)
-        self.root = self.fully_shard(model, **kwargs)
+        self.root = shard_blocks(model, mesh=self.mesh, **kwargs)
         return self.root
 
     def trained(self, **kwargs: Any) -> Any:

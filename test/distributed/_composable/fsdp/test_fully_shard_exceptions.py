@@ -7,6 +7,7 @@ right, and nothing of the lost one survives. Errors name their parameters.
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import sys
 import time
@@ -19,18 +20,28 @@ from unittest import mock
 import pytest
 
 from fsdp_helpers.common.comms import FP32
-from fsdp_helpers.common.parity_layers import loss_of
+from fsdp_helpers.common.parity_layers import (
+    gradients,
+    loss_of,
+    LR,
+    parameters,
+    shard_stack,
+)
 from fsdp_helpers.common.utils import (
     DEVICE_TYPE,
     FakeGroupTest,
     FSDPProcessTest,
     hybrid_mesh,
+    shard_blocks,
+    shard_mesh,
     WORLD_SIZE,
 )
-from fsdp_helpers.common.utils import shard_blocks as shard_layers
-from fsdp_helpers.parity.models import mixed_tower, Tower
-from fsdp_helpers.parity.modes import prefetch_explicitly, shard_blocks, units_of
-from fsdp_helpers.parity.reference import SideBySide
+from fsdp_helpers.parity.models import batch_of, mixed_tower, parts_of
+from fsdp_helpers.parity.modes import (
+    differing,
+    prefetch_explicitly,
+    units_of,
+)
 
 import torch
 import torch.distributed as dist
@@ -121,7 +132,7 @@ class WatchedReduceScatter(_Watched, DefaultReduceScatter):
 class Faults:
     """The places of a model's step that can be made to fail."""
 
-    def __init__(self, model: Tower):
+    def __init__(self, model: nn.Module):
         self.alarms = alarms = {name: Alarm() for name in PLACES}
         self.comms: list[_Watched] = []
         for unit in units_of(model):
@@ -131,7 +142,7 @@ class Faults:
             unit.set_custom_reduce_scatter(reduce)
             unit.set_all_reduce_hook(alarms["all_reduce_hook"])
             self.comms += [gather, reduce]
-        for part in model.all_parts:
+        for part in parts_of(model).values():
             part.register_forward_pre_hook(alarms["forward"])
             part.register_forward_hook(self._watch_backward)
         for param in model.parameters():
@@ -165,12 +176,61 @@ MODES: dict[str, Callable[[], dict[str, Any]]] = {
     "kept": lambda: {"reshard_after_forward": False},
     "hybrid": lambda: {
         "mesh": hybrid_mesh(WORLD_SIZE // 2),
-        "policy": MixedPrecisionPolicy(reduce_dtype=FP32),
+        "mp_policy": MixedPrecisionPolicy(reduce_dtype=FP32),
     },
     "offload": lambda: {
         "offload_policy": CPUOffloadPolicy(pin_memory=DEVICE_TYPE != "cpu")
     },
 }
+
+
+class SideBySide:
+    """
+    A model beside a twin that starts from the same values, and that none of what a test
+    does to the model is done to: after each step both have the same bits.
+    """
+
+    def __init__(self, test: FSDPProcessTest, **kwargs: Any):
+        self.test = test
+        self.model: Any = mixed_tower().to(test.device)
+        self.twin: Any = copy.deepcopy(self.model)
+        self.optimizers = []
+        for each in (self.model, self.twin):
+            shard_stack(each, **{"mesh": shard_mesh()} | kwargs)
+            self.optimizers.append(torch.optim.SGD(each.parameters(), lr=LR))
+        self._batch = 0
+
+    def next_batch(self) -> torch.Tensor:
+        """Returns a batch of this rank that no other call returns."""
+        self._batch += 1
+        return batch_of(self._batch, self.test.rank).to(self.test.device)
+
+    def backward(self) -> None:
+        """Runs one microbatch on both."""
+        batch = self.next_batch()
+        losses = [loss_of(each(batch)) for each in (self.model, self.twin)]
+        self.test.assertEqual(*losses, atol=0, rtol=0)
+        for loss in losses:
+            loss.backward()
+
+    def forget(self) -> None:
+        """Gives up the step so far, of both."""
+        for each in (self.model, self.twin):
+            each.reset_iter_state()
+            each.zero_grad()
+
+    def train(self) -> None:
+        """Runs a step, and compares gradients and then parameters."""
+        self.backward()
+        self._compare(gradients)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        self._compare(parameters)
+
+    def _compare(self, bits_of: Callable[[nn.Module], Iterator[Any]]) -> None:
+        actual, expected = (dict(bits_of(each)) for each in (self.model, self.twin))
+        self.test.assertEqual(differing(actual, expected), [])
 
 
 class TestExceptions(FSDPProcessTest):
@@ -186,7 +246,7 @@ class TestExceptions(FSDPProcessTest):
             with faults.alarms[place].set(error, at), self.assertRaises(error):
                 loss_of(pair.model(pair.next_batch())).backward()
             self.recover(pair, faults, f"{error.__name__} in {place} {at}")
-            pair.train(steps=1)
+            pair.train()
 
     @parametrize("mode", ["sharded", "hybrid"])
     def test_accumulated_microbatches_are_lost(self, mode: str) -> None:
@@ -202,14 +262,14 @@ class TestExceptions(FSDPProcessTest):
             with faults.alarms[place].set(Boom, at=2), self.assertRaises(Boom):
                 loss_of(model(pair.next_batch())).backward()
             self.recover(pair, faults, place)
-            pair.train(steps=1)
+            pair.train()
 
     def start(self, mode: str) -> tuple[SideBySide, Faults]:
-        pair = SideBySide(self, mixed_tower(), shard_blocks, **MODES[mode]())
+        pair = SideBySide(self, **MODES[mode]())
         if mode == "prefetch":
             prefetch_explicitly(pair.model)
         faults = Faults(pair.model)
-        pair.train(steps=1)
+        pair.train()
         gc.freeze()  # the collections to come need not look through all that is there
         self.addCleanup(gc.unfreeze)
         return pair, faults
@@ -238,7 +298,7 @@ class TestExplanations(FakeGroupTest):
     @unittest.skipIf(sys.version_info < (3, 11), "exceptions take no notes")
     def test_note_names_the_parameters_of_all_joined_units(self) -> None:
         model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(3)))
-        shard_layers(model, mesh=self.mesh)
+        shard_blocks(model, mesh=self.mesh)
         set_reduce_bucket_cap(model)
         fails = mock.patch.object(dist, "reduce_scatter_single", side_effect=ValueError)
         with fails, self.assertRaises(ValueError) as caught:

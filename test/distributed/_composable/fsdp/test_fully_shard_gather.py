@@ -27,7 +27,7 @@ from fsdp_helpers.common.comms import (
     Spec,
     ThreadTest,
 )
-from fsdp_helpers.common.release_rules import reduce_dtype_of_grad
+from fsdp_helpers.common.release_rules import FOLLOWS_GRAD_DTYPE
 from fsdp_helpers.common.utils import FakeGroupTest, random_input, THREAD_DEVICE_TYPE
 
 import torch
@@ -43,6 +43,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_layout import GatherLayout, Reduc
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_cache import ParamGroupCache
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import Shard
 from torch.testing._internal.common_utils import run_tests
 
 
@@ -156,11 +157,15 @@ class TestSmallerMesh(ThreadTest):
     world_size = 4
 
     def test_a_gather_is_copied_out_over_the_ranks_that_it_came_from(self):
-        """Also if a state dict reshards the unit before somebody waits for it."""
+        """
+        Also if a state dict reshards the unit before somebody waits for it: the pieces
+        after forward are flat, and shards are columns.
+        """
         full = torch.arange(64.0, device=self.device).view(8, 8)
         model = nn.Linear(8, 8, bias=False, device=self.device)
         model.weight.data.copy_(full)
-        fully_shard(model, mesh=self.mesh(), reshard_after_forward=2)
+        columns = {"shard_placement_fn": lambda _: Shard(1)}
+        fully_shard(model, mesh=self.mesh(), reshard_after_forward=2, **columns)
         model(full)
         unit = group_of(model)
         self.assertTrue(unit.is_sharded_post_forward)
@@ -224,8 +229,7 @@ class TestKeptBetweenSteps(ThreadTest):
             [[slot.param for slot in b.slots] for b in planned] for planned in found
         ]
         # The last has an fp32 gradient for the bf16 parameter
-        of_last = reduce_dtype_of_grad(policy_of(), BF16, FP32)
-        last = [[1, 2, 0]] if of_last == FP32 else [[1, 2], [0]]
+        last = [[1, 2], [0]] if FOLLOWS_GRAD_DTYPE else [[1, 2, 0]]
         self.assertEqual(members, [[[1, 2], [0]], [[2], [0]], last])
         unit.lazy_init()  # as an explicit unshard does
         for pattern, first in zip(patterns, found):

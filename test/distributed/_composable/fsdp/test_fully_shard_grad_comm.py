@@ -33,6 +33,7 @@ from fsdp_helpers.common.comms import (
     FP32,
     FP64,
     group_of,
+    mesh_of,
     mixed_specs,
     OwnReduction,
     sharded,
@@ -51,7 +52,7 @@ from fsdp_helpers.parity.memory import peak_nbytes, peak_nbytes_of
 import torch
 import torch.distributed as dist
 from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_scaling as tree
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
@@ -290,14 +291,9 @@ class TestAroundKernel(TestCase):
 class GradCommTest(ThreadTest):
     def meshes(self) -> dict[str, DeviceMesh]:
         """All ways to lay out the ranks whose shard groups are powers of two."""
-        ranks, names = self.world_size, ("replicate", "shard")
-        meshes = {"shard": init_device_mesh(THREAD_DEVICE_TYPE, (ranks,))}
-        for shards in (1, 2, 4):
-            if ranks % shards == 0 and shards < ranks:
-                shape = (ranks // shards, shards)
-                mesh = init_device_mesh(THREAD_DEVICE_TYPE, shape, mesh_dim_names=names)
-                meshes[f"{shape[0]}x{shards}"] = mesh
-        return meshes
+        ranks = self.world_size
+        pairs = [(ranks // n, n) for n in (1, 2, 4) if n < ranks]
+        return {"shard": self.mesh()} | {f"{n}": mesh_of(*n) for n in pairs}
 
     def backward(self, module: torch.nn.Module, specs: Sequence[Spec]) -> None:
         weights = (given_weight(self.rank, i, spec) for i, spec in enumerate(specs))
@@ -355,10 +351,8 @@ class TestMeshes(GradCommTest):
                 module = sharded(specs, mesh, device=THREAD_DEVICE_TYPE, **kwargs)
                 self.backward(module, specs)
                 self.assert_all_same(self.full_grads(module), expected)
-        mesh = init_device_mesh(THREAD_DEVICE_TYPE, (self.world_size,))
-        module = replicate(
-            Weighted(flat, THREAD_DEVICE_TYPE), mesh=mesh, mp_policy=policy()
-        )
+        module = Weighted(flat, THREAD_DEVICE_TYPE)
+        replicate(module, mesh=self.mesh(), mp_policy=policy())
         self.backward(module, flat)
         self.assert_all_same(self.full_grads(module), expected)
 

@@ -77,10 +77,11 @@ class TestModels(ClientTest):
 
         batches = real_models.token_batches(STEPS, 2 * self.world_size, self.device)
         mesh = real_models.make_mesh(self.device.type)
-        build, loss_of = tiny.build_model, tiny.loss_of
+        torch.manual_seed(0)
+        model = tiny.build_model().to(self.device)
         with record_collectives() as recorder:
-            for step in real_models.train(
-                build, shard_and_keep, mesh, batches, self.device, loss_of
+            for step in real_models.train_side_by_side(
+                model, shard_and_keep, mesh, tiny.loss_of, batches
             ):
                 steps.append(step)
                 if len(steps) < STEPS:

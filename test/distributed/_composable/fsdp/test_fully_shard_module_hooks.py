@@ -2,7 +2,7 @@
 
 """
 What hooks of a unit's modules leave of what users set, and of gradients that users take
-themselves. Also what the roots of one context share.
+themselves, and what loading a state dict costs. Also what the roots of one context share.
 
 In which order units are gathered is in ``test_fully_shard_prefetch.py``, which waits
 there are in ``test_fully_shard_streams.py``. How inputs and outputs are cast, and when
@@ -13,16 +13,21 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import pytest
+
+from fsdp_helpers.common.release_rules import FOLLOWS_GRAD_DTYPE
 from fsdp_helpers.common.utils import FakeGroupTest
 
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard, share_comm_ctx
+from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy, share_comm_ctx
 from torch.distributed.fsdp._fully_shard._fsdp_context import (
     AllReduceState,
     HeldAllReduces,
@@ -36,8 +41,16 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 
+BF16, FP32 = torch.bfloat16, torch.float32
 DIM = 4
 X = torch.ones(1, DIM)
+
+
+@dataclass
+class Boxed:
+    """In which hooks must find the tensor."""
+
+    z: torch.Tensor
 
 
 class Given(nn.Module):
@@ -58,14 +71,15 @@ class TestInputs(FakeGroupTest):
 
     def test_inputs_arrive_as_given_but_for_those_that_need_gradients(self) -> None:
         mask, other = torch.ones(2), object()
-        for trained in ("xy", ""):
-            x, y = (torch.rand(2, requires_grad=n in trained) for n in "xy")
+        for trained in ("xyz", ""):
+            x, y, z = (torch.rand(2, requires_grad=n in trained) for n in "xyz")
             model: Any = fully_shard(Given(), mesh=self.mesh)
-            model([x, None], mask, 3, y=y, mask={"m": mask}, other=other).backward()
+            given = {"y": y, "mask": {"m": mask}, "other": other, "boxed": Boxed(z)}
+            model([x, None], mask, 3, **given).backward()
             self.assertIsNotNone(model.weight.grad)
             ([own_x, none], own_mask, three), kwargs = model.given
-            self.assertEqual([*kwargs], ["y", "mask", "other"])
-            for own, value in ((own_x, x), (kwargs["y"], y)):
+            self.assertEqual([*kwargs], [*given])
+            for own, value in ((own_x, x), (kwargs["y"], y), (kwargs["boxed"].z, z)):
                 self.assertTrue(torch.equal(own, value))
                 node = type(own.grad_fn).__name__
                 is_passed = node == "RegisterPostBackwardFunctionBackward"
@@ -142,6 +156,76 @@ class TestRequiresGrad(FakeGroupTest):
                     expected = is_trained or name not in self.CHANGED
                     self.assertEqual(param.requires_grad, expected, name)
                     self.assertEqual(param.grad is not None, expected, name)
+
+
+class TestCost(FakeGroupTest):
+    ranks = 2
+
+    def calls(self, size: int) -> Iterator[int]:
+        """Yields how many functions of FSDP2 each load into so many modules calls."""
+        modules = [nn.Linear(1, 2, bias=False) for _ in range(size)]
+        model = fully_shard(nn.Sequential(*modules), mesh=self.mesh)
+        count = 0
+
+        def profile(frame: Any, event: str, arg: Any) -> None:
+            nonlocal count
+            path = frame.f_code.co_filename
+            count += event == "call" and "_fully_shard" in path
+
+        for _ in ("before a forward", "after it"):
+            for assign in (False, True):
+                state, count = model.state_dict(), 0
+                sys.setprofile(profile)
+                model.load_state_dict(state, assign=assign)
+                sys.setprofile(None)
+                yield count
+            model.unshard()
+            model.reshard()
+
+    def test_calls_for_each_parameter_are_few(self) -> None:
+        """Of each parameter before the first forward, and after it."""
+        limits = (3, 4, 6, 7) if FOLLOWS_GRAD_DTYPE else (2, 2, 5, 5)
+        counts = zip(self.calls(20), self.calls(100), limits, strict=True)
+        for few, many, most in counts:
+            self.assertEqual(many, 5 * few)
+            self.assertIn(few, range(20, 20 * most + 1))  # each was looked at
+
+
+@instantiate_parametrized_tests
+class TestGradDtype(FakeGroupTest):
+    """``grad_dtype`` of a sharded parameter is what users set last."""
+
+    ranks = 2
+
+    def unit(self, grad_dtype: torch.dtype | None = FP32) -> nn.Linear:
+        module = nn.Linear(4, 4, bias=False, dtype=BF16)
+        if grad_dtype is not None:
+            module.weight.grad_dtype = grad_dtype
+        policy = MixedPrecisionPolicy(reduce_dtype=FP32)
+        return fully_shard(module, mesh=self.mesh, mp_policy=policy)
+
+    def pass_by(self, module: nn.Linear, what: str) -> None:
+        match what:
+            case "load" | "assign":
+                module.load_state_dict(module.state_dict(), assign=what == "assign")
+            case "unshard":
+                module.unshard()
+                module.reshard()
+            case "move":
+                module.to("cpu")
+                module.reshard()
+            case "forward":
+                module(torch.ones(2, 4, dtype=BF16)).sum().backward()
+
+    @pytest.mark.quick
+    @parametrize("what", ["load", "assign", "unshard", "move", "forward"])
+    def test_what_was_set_last_stays(self, what: str) -> None:
+        for first, last in ((FP32, BF16), (FP32, FP32), (None, FP32)):
+            module = self.unit(first)
+            module.weight.grad_dtype = last
+            for _ in range(2):
+                self.pass_by(module, what)
+                self.assertEqual(module.weight.grad_dtype, last)
 
 
 @instantiate_parametrized_tests

@@ -9,11 +9,10 @@ looks for observers, for whom alone it calls them. Schemas are in
 from typing import Any
 from unittest import mock
 
-from fsdp_helpers.common.utils import DeviceFreeTest, FakeGroupTest
+from fsdp_helpers.common.utils import DeviceFreeTest, FakeGroupTest, shard_blocks
 
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_observers as observers
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -63,9 +62,7 @@ class TestObservers(FakeGroupTest):
     def test_who_observes_is_asked_once_a_forward(self) -> None:
         # Units in a root that has no parameters
         model = nn.Sequential(*(nn.Linear(self.ranks, self.ranks) for _ in range(5)))
-        for layer in model:
-            fully_shard(layer, mesh=self.mesh)
-        fully_shard(model, mesh=self.mesh)(torch.ones(1, self.ranks))
+        shard_blocks(model, mesh=self.mesh)(torch.ones(1, self.ranks))
         model.set_is_last_backward(False)  # as in all microbatches but the last
         for _ in range(2):
             self.assertEqual(self.looks(lambda x: model(x).sum().backward()), 1)

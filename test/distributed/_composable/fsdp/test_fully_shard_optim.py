@@ -8,7 +8,7 @@ model have several dtypes: compared with one process that is given the same grad
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from fsdp_helpers.common.utils import (
@@ -40,22 +40,18 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Powers of two: a product is exact, so that it does not matter which kernels round it
 # before they add and which do not
 LR, MOMENTUM = 0.25, 0.5
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
-def adamw(**kwargs: Any) -> MakeOptimizer:
+def adamw(params: Iterable[nn.Parameter]) -> Optimizer:
     # fp16 cannot hold the usual eps
-    return lambda params: AdamW(params, lr=0.01, eps=1e-3, **kwargs)
+    return AdamW(params, lr=0.01, eps=1e-3, fused=True)
 
 
 def sgd(params: Iterable[nn.Parameter]) -> Optimizer:
     return SGD(params, lr=LR, momentum=MOMENTUM, foreach=True)
 
 
-OPTIMIZERS: dict[str, MakeOptimizer] = {
-    "adamw_fused": adamw(fused=True),
-    "sgd": sgd,
-}
+OPTIMIZERS = {"adamw_fused": adamw, "sgd": sgd}
 
 
 class Pair:
@@ -162,8 +158,8 @@ class TestOptim(FSDPProcessTest):
     @parametrize("overflows", [False, True])
     def test_grad_scaler_skips_the_step_of_all_ranks(self, overflows: bool) -> None:
         """What overflows on one rank makes all of them skip the step."""
-        model = linear_stack([FP32, BF16, FP32], dim=9)
-        model = nn.Sequential(model, linear_stack([BF16, FP32], dim=9)).to(self.device)
+        units = linear_stack([FP32, BF16, FP32]), linear_stack([BF16, FP32])
+        model = nn.Sequential(*units).to(self.device)
         policy = MixedPrecisionPolicy(param_dtype=FP16, reduce_dtype=FP32)
         shard_blocks(model, mesh=shard_mesh(), mp_policy=policy)
         optimizer = SGD(model.parameters(), lr=LR)

@@ -54,7 +54,7 @@ class TestPlugins(ScenarioTest):
     # What scenarios are meant to see #
 
     def test_partial_reduce_is_read_and_written(self) -> None:
-        for results in self.results_of("partial_reduce_output"):
+        for results in self.results_of("uniform partial_reduce_output"):
             seen = results["read"]["seen"]
             self.assertNotIn(None, seen[:3])
             self.assertEqual(seen[3:6], [None] * 3)
@@ -66,7 +66,7 @@ class TestPlugins(ScenarioTest):
 
     @parametrize("name", AS_PLAIN + AS_PLAIN_SINCE_2_15 * FOLLOWS_GRAD_DTYPE)
     def test_mixed_unit_trains_as_without(self, name: str) -> None:
-        for results in self.results_of(f"mixed_{name}"):
+        for results in self.results_of(f"mixed {name}"):
             records = {k: v for k, v in results.items() if isinstance(v, dict)}
             plain = records.pop("plain")
             self.assertGreater(len(records), 0)
@@ -75,7 +75,7 @@ class TestPlugins(ScenarioTest):
             self.assertTrue(results.get("calls", True))
 
     def test_mixed_group_has_no_one_dtype(self) -> None:
-        for results in self.results_of("mixed_dtypes_of_a_group"):
+        for results in self.results_of("mixed dtypes_of_a_group"):
             root, *blocks = results["none"]
             by_release = "None" if FOLLOWS_GRAD_DTYPE else "torch.float32"
             self.assertEqual(root[0], by_release)
@@ -83,7 +83,7 @@ class TestPlugins(ScenarioTest):
 
     def test_mixed_unit_trains_on_with_other_parameters(self) -> None:
         """Some of which were replaced while the unit was unsharded."""
-        for results in self.results_of("mixed_list_of_parameters_changed"):
+        for results in self.results_of("mixed list_of_parameters_changed"):
             for name, record in results.items():
                 losses = {record[f"{step} loss"] for step in range(4)}
                 self.assertEqual(len(losses), 4, name)
@@ -93,7 +93,7 @@ class TestPlugins(ScenarioTest):
                 self.assertEqual(missing, dropped if "drop" in name else [])
 
     def test_several_partial_reduces_are_read_as_a_tuple(self) -> None:
-        for results in self.results_of("several_partial_reduce_outputs"):
+        for results in self.results_of("mixed several_partial_reduce_outputs"):
             root, *blocks = results["kept"]
             # Over two ranks: 18 of weight, 3 of gain, and two rows of six of shift
             wide, narrow = (
@@ -104,12 +104,12 @@ class TestPlugins(ScenarioTest):
             self.assertEqual(results["left"], [None] * 3)
 
     def test_replaced_copy_in_gets_gradients_of_one_dtype(self) -> None:
-        for results in self.results_of("mixed_replaced_reduce_scatter_copy_in"):
+        for results in self.results_of("mixed replaced_reduce_scatter_copy_in"):
             self.assertEqual({dtypes for _, dtypes, _ in results["calls"]}, {1})
 
     @unittest.skipUnless(HAS_SPMD_TYPES, "needs spmd_types, and a release that has it")
     def test_annotations_are_there_where_types_are_checked(self) -> None:
-        for results in self.results_of("mixed_annotated_parameters"):
+        for results in self.results_of("mixed annotated_parameters"):
             (_, none), (is_checking, types) = results["seen"]
             self.assertTrue(is_checking)
             self.assertEqual(none, ["{}"] * 2)
@@ -126,11 +126,11 @@ class TestMixedUnitsOf215(ScenarioTest):
     script = "fsdp_helpers.plugins.scenarios"
 
     def test_storage_is_kept_until_it_need_not_be(self) -> None:
-        for results in self.results_of("mixed_storage_that_is_kept"):
+        for results in self.results_of("mixed storage_that_is_kept"):
             self.assertEqual(results["allocated, in place, freed"], [True] * 3)
 
     def test_gradients_wait_for_finalization(self) -> None:
-        for results in self.results_of("mixed_finalized_by_hand"):
+        for results in self.results_of("mixed finalized_by_hand"):
             self.assertEqual(results["at once seen"], [True] * 2)
             # Of two steps: no gradient is there yet, and neither forward nor another
             # finalization may come before the handle's wait
@@ -143,23 +143,23 @@ class TestMixedUnitsOf215(ScenarioTest):
                 self.assertEqual({*results[f"{how} left"]}, {False})
 
     def test_deferred_all_reduces_cannot_be_finalized(self) -> None:
-        for results in self.results_of("mixed_finalization_that_is_refused"):
+        for results in self.results_of("mixed finalization_that_is_refused"):
             for text in results.values():
                 self.assertIn("does not support partial", text)
                 self.assertIn("parameter group '<root>'", text)
 
     def test_extension_lets_go_of_its_inputs(self) -> None:
-        for results in self.results_of("mixed_outputs_that_an_extension_releases"):
+        for results in self.results_of("mixed outputs_that_an_extension_releases"):
             self.assertEqual(results["freed"], [True] * 4)
             self.assertEqual(results["values"], results["values"][:1] * 4)
 
     def test_plugin_prepares_inputs_for_each_bucket(self) -> None:
-        for results in self.results_of("mixed_inputs_that_are_padded"):
+        for results in self.results_of("mixed inputs_that_are_padded"):
             # Two steps of two blocks of two dtypes, and a root of one
             self.assertEqual(results["calls"], [3] * 2 * 5)
 
     def test_plugin_that_replaces_what_is_gathered_is_refused(self) -> None:
-        for results in self.results_of("mixed_replaced_output_step"):
+        for results in self.results_of("mixed replaced_output_step"):
             self.assertIn("blocks.0.layers.0.weight", results["refused"])
 
 

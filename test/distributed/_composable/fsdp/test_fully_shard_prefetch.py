@@ -111,7 +111,7 @@ class TestOrder(PrefetchTest):
 
     def test_forwards_without_gradients_are_not_recorded(self) -> None:
         model = shard_blocks(self.new_blocks(), mesh=self.mesh())
-        for mode in (torch.no_grad, torch.inference_mode):
+        for mode in (torch.inference_mode, torch.no_grad):
             with mode():
                 for _ in range(3):
                     model(self.input().detach())

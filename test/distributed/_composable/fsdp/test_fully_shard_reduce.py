@@ -29,6 +29,7 @@ from fsdp_helpers.common.utils import (
     record_collectives,
 )
 from fsdp_helpers.parity.comms import KeptScatter, SymmMemStub
+from fsdp_helpers.plugins.scenarios import dispatched
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -47,7 +48,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_layout import (
 from torch.distributed.fsdp._fully_shard._fsdp_reduce import BucketGrads
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.common_utils import run_tests
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 pytestmark = pytest.mark.quick
@@ -86,7 +86,7 @@ class TestCopyIn(DeviceFreeTest):
         "sent in two others": (HALVES, {FP32: (FP32, FP16), BF16: (FP32, FP32)}, 2, 2),
     }
 
-    def copy_in(self, dtypes, keys) -> tuple[Counter[str], bool]:
+    def copy_in(self, dtypes, keys, is_dense=True) -> tuple[Counter[str], bool]:
         """Copies all in. Returns the operators, and whether each lies in its place."""
         in_turn = sorted((dtypes * self.COUNT)[: self.COUNT], key=str)
         slots = [ReduceSlot(i, d, 2 * (i % 3 + 1)) for i, d in enumerate(in_turn)]
@@ -94,6 +94,7 @@ class TestCopyIn(DeviceFreeTest):
         buckets = plan_buckets(slots, keys, is_mixed=True)
         sizes = [(self.RANKS * n.shard_numel // 2 - n.param % 2, 2) for n in slots]
         full = [torch.randn(size).to(d) for size, d in zip(sizes, in_turn)]
+        full = full if is_dense else [grad.t().contiguous().t() for grad in full]
         grads = [[full[slot.param] for slot in bucket.slots] for bucket in buckets]
         layout = plan_all_to_all(
             tuple(b.wire_dtype for b in buckets), tuple(b.shard_numel for b in buckets)
@@ -127,6 +128,9 @@ class TestCopyIn(DeviceFreeTest):
                 self.assertTrue(is_right)
                 found = counts["aten::_chunk_cat"], counts["aten::copy_"]
                 self.assertEqual(found, (fused, copied))
+        counts, is_right = self.copy_in((BF16,), (FP32, None), is_dense=False)
+        self.assertTrue(is_right)
+        self.assertEqual(counts["aten::copy_"], self.COUNT)
 
     def test_large_ones_are_cast_without_a_temporary(self) -> None:
         for case in ("narrowed", "sent in bf16", "fp16 widened"):
@@ -225,15 +229,10 @@ class TestOrder(FakeGroupTest):
         return model([torch.ones(spec.size) for spec in specs])
 
     def issued(self, mesh: DeviceMesh, comm: ReduceScatter | None = None) -> list[str]:
-        loss, issued = self.forward(mesh, comm), []
-
-        class Recording(TorchDispatchMode):
-            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-                issued.append(func._schema.name.replace("_mixed_dtype", ""))
-                return func(*args, **(kwargs or {}))
-
-        with Recording():
+        loss = self.forward(mesh, comm)
+        with dispatched() as names:
             loss.backward()
+        issued = [name.replace("_mixed_dtype", "") for name in names]
         return [n for n in issued if n in (self.COPY_IN, self.SCATTER, self.ALL_REDUCE)]
 
     def test_sizes_of_other_gradients_than_those_to_prepare_are_refused(self) -> None:

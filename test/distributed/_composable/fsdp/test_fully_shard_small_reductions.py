@@ -23,6 +23,7 @@ from fsdp_helpers.common.utils import (
     FakeGroupTest,
     FSDPProcessTest,
     record_collectives,
+    shard_blocks,
 )
 from fsdp_helpers.parity.memory import peak_nbytes
 from fsdp_helpers.parity.modes import differing, Record, train_with
@@ -110,10 +111,8 @@ class JoinTest(BlocksTest):
         kind: type[nn.Sequential] = nn.Sequential,
         **kwargs: Any,
     ) -> nn.Sequential:
-        model = kind(*self.new_blocks())
         kwargs.setdefault("mesh", mesh_of(self.world_size))
-        for unit in (*model, model):
-            fully_shard(unit, **kwargs)
+        model = shard_blocks(kind(*self.new_blocks()), **kwargs)
         set_reduce_bucket_cap(model, cap)
         return model
 

@@ -98,8 +98,7 @@ class TestSchedules(DeviceFreeTest):
                 self.assertLessEqual(max(clean.events_left), most)
 
     @pytest.mark.quick
-    @parametrize("kind", ["uniform", "mixed"])
-    def test_backward_waits_for_a_part_of_a_unit(self, kind: str) -> None:
+    def test_backward_waits_for_a_part_of_a_unit(self) -> None:
         """Until all of its reduction is done, though no buffer here needs it."""
         waits: list[tuple[bool, bool]] = []
         post_backward = param_group.FSDPParamGroup.post_backward
@@ -116,7 +115,7 @@ class TestSchedules(DeviceFreeTest):
         with mock.patch.object(
             param_group.FSDPParamGroup, "post_backward", noting_wait
         ):
-            record("part_of_a_unit_after_the_root", kind)
+            record("part_of_a_unit_after_the_root", "mixed")
         # Three of four post-backwards of the unit come while its forward is not
         # complete, and only the fourth overlaps with what follows
         parts = [is_part for is_part, _ in waits]

@@ -110,20 +110,6 @@ def token_batches(
         yield ((first + count) % VOCABULARY).to(device)
 
 
-def train(
-    build_model: Callable[[], nn.Module],
-    shard: Callable[[nn.Module, DeviceMesh], object],
-    mesh: DeviceMesh,
-    batches: Iterator[Tensor],
-    device: torch.device,
-    loss_of: LossFunction = causal_loss,
-) -> Iterator[list[Difference]]:
-    """Trains the model sharded, and yields its steps, compared with one process."""
-    torch.manual_seed(0)
-    model = build_model().to(device)
-    return train_side_by_side(model, shard, mesh, loss_of, batches)
-
-
 # Beside one process #
 
 

@@ -56,11 +56,6 @@ class Spec:
     dtype: torch.dtype
     shard_dim: int = 0
 
-    def shard(self, full: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
-        """Returns a rank's part of ``full``, none of which is padding."""
-        chunks = full.chunk(ranks, dim=self.shard_dim)
-        return chunks[rank] if rank < len(chunks) else full.narrow(0, 0, 0)
-
     def padded_shard_numel(self, ranks: int) -> int:
         rows = self.size[self.shard_dim]
         return math.ceil(rows / ranks) * math.prod(self.size) // rows
@@ -151,14 +146,6 @@ def mesh_of(*sizes: int, device: str = THREAD_DEVICE_TYPE) -> DeviceMesh:
     """Returns a mesh to shard over, or to replicate and to shard over."""
     names = ("replicate", "shard")[-len(sizes) :]
     return init_device_mesh(device, sizes, mesh_dim_names=names)
-
-
-def integers(
-    size: Sequence[int], limit: int, *, seed: int, dtype: torch.dtype, device: str
-) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randint(-limit, limit + 1, tuple(size), generator=generator)
-    return values.to(device, dtype)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

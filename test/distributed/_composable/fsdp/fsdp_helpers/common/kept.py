@@ -12,7 +12,7 @@ import os
 import pickle
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,26 +29,16 @@ READ_BY_TORCH = re.compile(
 )
 
 
-def of_release(
-    release: Path,
-    args: Sequence[str],
-    env: dict[str, str] | None,
-    run: Callable[[], T],
-) -> T:
+def of_release(release: Path, module: str, run: Callable[[], T]) -> T:
     """
-    Returns what ``run`` does, or what it returned before.
-
-    Args:
-        release: The folder of the release that it runs on.
-        args: What the interpreter is given, but for folders made for one run.
-        env: The variables that it gets beside those of this process.
+    Returns what ``run`` does, which runs a module on the release in that folder, or
+    what it returned before.
     """
     # Kernels of an accelerator may add in any order
     if torch.accelerator.is_available() or not release.is_dir():
         return run()
-    what = repr((args, sorted((env or {}).items())))
     # In the place of what was kept of the same before something changed
-    file = release.with_name("kept") / hashlib.sha256(what.encode()).hexdigest()
+    file = release.with_name("kept") / module
     key = surroundings(release)
     if not os.environ.get("CI"):
         with contextlib.suppress(Exception):  # nothing there, or of another format

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,54 +33,60 @@ Record = dict[str, Any]
 class Layer(nn.Module):
     """A matrix, a vector and parameters of other sizes, all of one dtype."""
 
-    def __init__(self, dtype: torch.dtype = FP32, dim: int = DIM):
+    def __init__(self, dtype: torch.dtype):
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(dim, dim).mul(0.4).to(dtype))
-        self.gain = nn.Parameter((1 + 0.1 * torch.randn(dim)).to(dtype))
-        self.shift = nn.Parameter(torch.randn(3, dim).to(dtype))
+        self.weight = nn.Parameter(torch.randn(DIM, DIM).mul(0.4).to(dtype))
+        self.gain = nn.Parameter((1 + 0.1 * torch.randn(DIM)).to(dtype))
+        self.shift = nn.Parameter(torch.randn(3, DIM).to(dtype))
 
-    def forward(self, x: torch.Tensor, skip: Sequence[str] = ()) -> torch.Tensor:
-        wide = x.float()
-        y = wide if "gain" in skip else wide * self.gain.float()
-        if "weight" not in skip:
-            y = F.linear(y, self.weight.float())
-        if "shift" not in skip:
-            y = y + self.shift.float().mean(0)
-        return x + torch.tanh(y).to(x.dtype)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.linear(x.float() * self.gain.float(), self.weight.float())
+        return x + torch.tanh(y + self.shift.float().mean(0)).to(x.dtype)
 
 
 class Block(nn.Module):
-    """Layers one after the other, of which the first may leave out parameters."""
+    """Layers one after the other, of which a forward may skip some."""
 
-    def __init__(self, dtypes: Sequence[torch.dtype], dim: int):
+    def __init__(self, layers: Iterable[nn.Module]):
         super().__init__()
-        self.layers = nn.ModuleList(Layer(dtype, dim) for dtype in dtypes)
+        self.layers = nn.ModuleList(layers)
 
-    def forward(self, x: torch.Tensor, skip: Sequence[str] = ()) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, skip: Collection[int] = ()) -> torch.Tensor:
         for i, layer in enumerate(self.layers):
-            x = layer(x, skip=skip if i == 0 else ())
+            if i not in skip:
+                x = layer(x)
         return x
 
 
 class Stack(nn.Module):
-    """Blocks of layers, and a layer that is the root's own."""
+    """Blocks of layers, and one behind them, or one before as well, of the root's own."""
 
     def __init__(
         self,
-        dtypes: Sequence[torch.dtype] = (FP32, FP32),
-        *,
-        blocks: int = 2,
-        dim: int = DIM,
+        dtypes: Sequence[Sequence[torch.dtype]],
+        head: torch.dtype,
+        stem: torch.dtype | None = None,
+        kind: Callable[[torch.dtype], nn.Module] = Layer,
     ):
         super().__init__()
-        self.blocks = nn.ModuleList(Block(dtypes, dim) for _ in range(blocks))
-        self.head = Layer(dtypes[0], dim)
+        self.stem = nn.Identity() if stem is None else kind(stem)
+        self.blocks = nn.ModuleList(Block(map(kind, each)) for each in dtypes)
+        self.head = kind(head)
 
     def forward(
-        self, x: torch.Tensor, skip_blocks: Sequence[int] = (), skip: Sequence[str] = ()
+        self,
+        x: torch.Tensor,
+        skip: Collection[int] = (),
+        blocks: Collection[int] | None = None,
     ) -> torch.Tensor:
+        """
+        Args:
+            skip: Layers that no block runs.
+            blocks: The blocks to run; None runs all.
+        """
+        x = self.stem(x)
         for i, block in enumerate(self.blocks):
-            if i not in skip_blocks:
+            if blocks is None or i in blocks:
                 x = block(x, skip=skip)
         return self.head(x)
 
@@ -93,18 +99,15 @@ def seeded(seed: int = 0) -> Iterator[None]:
         yield
 
 
-def stack(*args: Any, seed: int = 0, **kwargs: Any) -> Stack:
-    with seeded(seed):
-        return Stack(*args, **kwargs)
+def stack(dtypes: Sequence[torch.dtype] = (FP32, FP32), *, blocks: int = 2) -> Stack:
+    with seeded():
+        return Stack([dtypes] * blocks, dtypes[0])
 
 
-def shard_stack(
-    model: Stack, apply: Callable[..., Any] = fully_shard, **kwargs: Any
-) -> Stack:
+def shard_stack(model: Stack, **kwargs: Any) -> Stack:
     """Makes each block a unit, and the root one."""
-    for block in model.blocks:
-        apply(block, **kwargs)
-    apply(model, **kwargs)
+    for unit in (*model.blocks, model):
+        fully_shard(unit, **kwargs)
     return model
 
 

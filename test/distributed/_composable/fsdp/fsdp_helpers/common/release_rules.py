@@ -34,26 +34,6 @@ def reduce_dtype(policy: MixedPrecisionPolicy, stored: torch.dtype) -> torch.dty
     return stored if FOLLOWS_GRAD_DTYPE else compute_dtype(policy, stored)
 
 
-def reduce_dtype_of_grad(
-    policy: MixedPrecisionPolicy, stored: torch.dtype, made: torch.dtype
-) -> torch.dtype:
-    """Returns what a gradient is reduced in that nobody has cast from ``made``."""
-    if FOLLOWS_GRAD_DTYPE or policy.reduce_dtype is not None:
-        return reduce_dtype(policy, stored)
-    return made
-
-
-def summed_apart_dtype(
-    policy: MixedPrecisionPolicy, stored: torch.dtype
-) -> torch.dtype:
-    """
-    Returns what a gradient is summed in over another mesh, as that of tensor
-    parallelism, before it is reduced.
-    """
-    of_rule = reduce_dtype if FOLLOWS_GRAD_DTYPE else compute_dtype
-    return of_rule(policy, stored)
-
-
 def reduce_dtypes(
     policy: MixedPrecisionPolicy, stored: Iterable[torch.dtype]
 ) -> list[torch.dtype]:

@@ -14,8 +14,7 @@ from typing import Any, ClassVar
 
 from fsdp_helpers.common import kept
 from fsdp_helpers.common.parity_layers import Record
-from fsdp_helpers.common.run_forked import run_forked
-from fsdp_helpers.common.utils import DeviceFreeTest, RELEASE_ROOT, run_anew, run_python
+from fsdp_helpers.common.utils import DeviceFreeTest, RELEASE_ROOT, run_python
 
 
 # What each rank found
@@ -35,18 +34,15 @@ def run_on(module: str, *, on_release: bool, in_halves: bool = False) -> Results
         with tempfile.TemporaryDirectory() as out:
             if in_halves:
                 printed = _run_halves(module, "--out", out)
-            elif on_release:
-                printed = run_anew("-m", module, "--out", out, on_release=True)
             else:
-                printed = run_forked(module, "--out", out)
+                printed = run_python("-m", module, "--out", out, on_release=on_release)
             path = printed.splitlines()[-1]
             if Path(path).is_relative_to(RELEASE_ROOT) != on_release:
                 raise AssertionError(f"ran another torch than meant: {path}")
             files = sorted(Path(out).iterdir())
             return [pickle.loads(file.read_bytes()) for file in files]
 
-    args = "-m", module
-    return kept.of_release(RELEASE_ROOT, args, None, run) if on_release else run()
+    return kept.of_release(RELEASE_ROOT, module, run) if on_release else run()
 
 
 def _run_halves(*command: str) -> str:

@@ -12,7 +12,7 @@ import itertools
 import os
 import pickle
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from importlib.util import find_spec
@@ -61,11 +61,7 @@ class Place:
     mesh: DeviceMesh  # of all ranks, or of the two that share a scenario
     pairs: DeviceMesh  # of all ranks, in two dims
     singles: DeviceMesh  # of all ranks, in two dims, of which each shards alone
-    kind: str = "uniform"  # or "mixed", or another kind of units with several dtypes
-
-    @property
-    def is_mixed(self) -> bool:
-        return self.kind != "uniform"
+    is_mixed: bool = False  # whether units have several dtypes
 
     @property
     def is_by_dtype(self) -> bool:
@@ -76,17 +72,12 @@ class Place:
     def dtypes(self) -> Sequence[torch.dtype]:
         return (FP32, BF16, FP16) if self.is_mixed else (FP32, FP32)
 
+    def stack(self, blocks: int = 2) -> Stack:
+        return stack((FP32, BF16 if self.is_mixed else FP32), blocks=blocks)
+
     def sharded(self, policy: str = "none", model: Any = None, **kwargs: Any) -> Stack:
         kwargs = {"mesh": self.mesh, "mp_policy": POLICIES[policy]} | kwargs
-        return shard_stack(stack() if model is None else model, **kwargs)
-
-    def mixed(self, policy: str = "none", **kwargs: Any) -> Stack:
-        return self.sharded(policy, stack((FP32, BF16)), **kwargs)
-
-    def of_kind(self, policy: str = "none", **kwargs: Any) -> Stack:
-        """Returns a mixed model if the scenario is to run with one."""
-        make = self.mixed if self.is_mixed else self.sharded
-        return make(policy, **kwargs)
+        return shard_stack(self.stack() if model is None else model, **kwargs)
 
 
 # Runs the step of a number, and returns the loss where there is one
@@ -102,23 +93,27 @@ class Scenario:
 
 
 class Scenarios(dict[str, Scenario]):
-    """Those of one script, by name."""
+    """Those of one script, by kind and name."""
 
-    def on_both(self, run: Callable[[Place], Record]) -> Callable[[Place], Record]:
-        self[run.__name__] = Scenario(run)
-        return run
-
-    def on_branch(self, run: Callable[[Place], Record]) -> Callable[[Place], Record]:
-        self[run.__name__] = Scenario(run, is_on_release=False)
-        return run
-
-    def of_both_kinds(
-        self, run: Callable[[Place], Record]
+    def add(
+        self,
+        run: Callable[[Place], Record],
+        name: str = "",
+        *,
+        kinds: Iterable[str] = ("uniform", "mixed"),
+        as_by_dtype: bool = False,
+        by_halves: bool = False,
     ) -> Callable[[Place], Record]:
-        """Lets the branch run it with mixed units as well, which the release refuses."""
-        name = f"mixed_{run.__name__}"
-        self[name] = Scenario(run, is_mixed=True, is_on_release=False)
-        return self.on_both(run)
+        """
+        Args:
+            as_by_dtype: Whether the release runs it with mixed units as well, which it
+                cuts by dtype.
+        """
+        for kind in kinds:
+            is_mixed = kind == "mixed"
+            scenario = Scenario(run, is_mixed, as_by_dtype or not is_mixed, by_halves)
+            self[f"{kind} {name or run.__name__}"] = scenario
+        return run
 
     def names(self, is_on_release: bool) -> list[str]:
         return [n for n, each in self.items() if each.is_on_release == is_on_release]
@@ -141,9 +136,9 @@ class Scenarios(dict[str, Scenario]):
             if scenario.by_halves and next(turns) != rank // 2:
                 continue  # the other half's
             place = half if scenario.by_halves else whole
-            kind = "mixed" if scenario.is_mixed else "uniform"
+            place = replace(place, is_mixed=scenario.is_mixed)
             try:
-                results[name] = scenario.run(replace(place, kind=kind))
+                results[name] = scenario.run(place)
             except Exception as error:
                 # All ranks do the same, so that they also fail alike
                 results[name] = {"error": f"{type(error).__name__}: {error}"}

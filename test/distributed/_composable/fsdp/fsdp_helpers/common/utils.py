@@ -26,7 +26,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from fsdp_helpers.common import kept
 from fsdp_helpers.common.parity_layers import seeded
 
 import torch
@@ -93,21 +92,8 @@ def run_python(
     """
     Runs the interpreter with ``args``, e.g. ``"-c", code`` or ``"-m", module`` of a
     package beside the tests, and returns what it prints. ``on_release`` makes ``torch``
-    the release, and returns what that printed before if nothing has changed.
+    the release.
     """
-    run = functools.partial(
-        run_anew, *args, on_release=on_release, env=env, timeout=timeout
-    )
-    return kept.of_release(RELEASE_ROOT, args, env, run) if on_release else run()
-
-
-def run_anew(
-    *args: str,
-    on_release: bool,
-    env: dict[str, str] | None = None,
-    timeout: float = 1200,
-) -> str:
-    """Does as ``run_python``, but runs the release whatever it printed before."""
     if on_release and not RELEASE_ROOT.is_dir():
         raise unittest.SkipTest("needs the release beside the branch")
     root = RELEASE_ROOT if on_release else TREE_ROOT
@@ -278,13 +264,10 @@ def mixed_model(blocks: int = 2, *, dim: int = 9, seed: int = 0) -> nn.Sequentia
         return nn.Sequential(*(MixedBlock(dim) for _ in range(blocks)))
 
 
-def linear_stack(
-    dtypes: Sequence[torch.dtype], *, dim: int = 6, bias: bool = True, seed: int = 0
-) -> nn.Sequential:
+def linear_stack(dtypes: Sequence[torch.dtype]) -> nn.Sequential:
     """Returns square linear layers of these dtypes."""
-    with seeded(seed):
-        layers = [CastLinear(dim, dim, bias=bias, dtype=dtype) for dtype in dtypes]
-    return nn.Sequential(*layers)
+    with seeded():
+        return nn.Sequential(*(CastLinear(9, 9, dtype=dtype) for dtype in dtypes))
 
 
 def random_input(

@@ -136,15 +136,6 @@ def class_names(group: dist.ProcessGroup) -> dict[str, list[str]]:
     return found
 
 
-def fields() -> dict[str, list[str]]:
-    return {
-        name: list(value._fields)
-        for _, module in modules()
-        for name, value in vars(module).items()
-        if hasattr(value, "_fields") and is_defined_here(value, module)
-    }
-
-
 def described(value: Any) -> str:
     """Returns a plain value, or what kind of value it is and how many it holds."""
     if inspect.isroutine(value):
@@ -323,7 +314,6 @@ def find_all() -> dict[str, dict[str, Any]]:
         "signatures": signatures(),
         "names": names(),
         "class names": class_names(mesh.get_group()),
-        "fields": fields(),
         "schemas": schemas(),
         "priorities": stream_priorities(),
         "divide factors": [] if IS_BRANCH else [*map(divide_factors, FACTOR_CASES)],

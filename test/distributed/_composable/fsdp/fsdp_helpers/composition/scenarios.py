@@ -17,26 +17,23 @@ import sys
 import unittest
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from fsdp_helpers.common.parity_layers import (
     batch_of,
     BF16,
-    FP32,
     Layer,
     loss_of,
     LR,
     Record,
     Stack,
-    stack,
 )
 from fsdp_helpers.common.scenarios import (
     describe,
-    IS_BRANCH,
     one_backward,
     Place,
     POLICIES,
-    Scenario,
     Scenarios,
     Step,
     train,
@@ -73,33 +70,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 MICROBATCHES = 2
 SCENARIOS = Scenarios()
 
-Run = Callable[[Place], Record]
-
-
-def enlist(run: Run, *, as_by_dtype: bool, by_halves: bool) -> Run:
-    for kind, is_mixed in (("uniform", False), ("mixed", True)):
-        on_release = as_by_dtype or not is_mixed
-        scenario = Scenario(run, is_mixed, on_release, by_halves)
-        SCENARIOS[f"{kind} {run.__name__}"] = scenario
-    return run
-
-
-def same_numbers(run: Run) -> Run:
-    """Of mixed units, what one unit for each dtype gives."""
-    return enlist(run, as_by_dtype=True, by_halves=True)
-
-
-def seen_alike(run: Run) -> Run:
-    """Of mixed units, what uniform ones give: it tells of units, and not of numbers."""
-    return enlist(run, as_by_dtype=False, by_halves=True)
-
-
-def stack_of(place: Place, **kwargs: Any) -> Stack:
-    return stack((FP32, BF16) if place.is_mixed else (FP32, FP32), **kwargs)
-
-
-def is_cut_by_dtype(place: Place) -> bool:
-    return place.is_mixed and not IS_BRANCH
+# Of mixed units, what one unit for each dtype gives
+same_numbers = partial(SCENARIOS.add, as_by_dtype=True, by_halves=True)
+# Of mixed units, what uniform ones give: it tells of units, and not of numbers
+seen_alike = partial(SCENARIOS.add, by_halves=True)
 
 
 def shard(
@@ -113,7 +87,7 @@ def shard(
     mesh = place.mesh if mesh is None else mesh
     kwargs = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": True}
     units = list(model.blocks) if units is None else units
-    if is_cut_by_dtype(place):
+    if place.is_by_dtype:
         units = [module for module in model.modules() if isinstance(module, Layer)]
     for unit in units:
         fully_shard(unit, **kwargs)
@@ -121,7 +95,7 @@ def shard(
 
 
 def sharded_stack(place: Place) -> Stack:
-    return shard(place, stack_of(place))
+    return shard(place, place.stack())
 
 
 def two_forwards(model: nn.Module, place: Place, step: int) -> torch.Tensor:
@@ -152,7 +126,7 @@ def wrap_blocks(model: Stack, impl: CheckpointImpl) -> None:
 def wrapper_around_unit_and_unit_around_wrapper(place: Place) -> Record:
     record: Record = {}
     for impl in CheckpointImpl:
-        inner, outer = sharded_stack(place), stack_of(place)
+        inner, outer = sharded_stack(place), place.stack()
         for model in (inner, outer):
             wrap_blocks(model, impl)
         shard(place, outer)
@@ -163,7 +137,7 @@ def wrapper_around_unit_and_unit_around_wrapper(place: Place) -> Record:
 
 @same_numbers
 def nested_unit_around_wrapper_two_forwards(place: Place) -> Record:
-    model = stack_of(place)
+    model = place.stack()
     inner = [block.layers[0] for block in model.blocks]
     wrap_blocks(model, CheckpointImpl.NO_REENTRANT)
     units = [unit for pair in zip(inner, model.blocks) for unit in pair]
@@ -209,21 +183,21 @@ def train_compiled(place: Place, model: nn.Module, run: Any = one_backward) -> R
     record = train(model, place, run=run)
     stats = torch._dynamo.utils.counters["stats"]
     # Hooks inside of what is compiled may leave nothing to compile
-    if not stats["unique_graphs"] and not is_cut_by_dtype(place):
+    if not stats["unique_graphs"] and not place.is_by_dtype:
         raise AssertionError("Expected something to be compiled")
     return record
 
 
 @same_numbers
 def compiled_blocks(place: Place) -> Record:
-    model = stack_of(place, blocks=1)
+    model = place.stack(blocks=1)
     model.blocks[0].compile(backend="aot_eager")
     return train_compiled(place, shard(place, model))
 
 
 @same_numbers
 def compiled_model(place: Place) -> Record:
-    model = shard(place, stack_of(place, blocks=1))
+    model = shard(place, place.stack(blocks=1))
     compiled = torch.compile(model, backend="aot_eager")
     return train_compiled(
         place, model, lambda _, place, step: one_backward(compiled, place, step)
@@ -239,7 +213,7 @@ def target_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def pipelined(place: Place, schedule_class: type, count: int) -> Record:
     """Trains ``count`` stages, of which this rank has every second one."""
-    model, pipe = stack_of(place, blocks=3), place.pairs["replicate"]
+    model, pipe = place.stack(blocks=3), place.pairs["replicate"]
     named = [*model.blocks.named_children(), ("head", model.head)]
     size, mine = len(named) // count, range(pipe.get_local_rank(), count, pipe.size())
     stages = {i: nn.Sequential(OrderedDict(named[i * size :][:size])) for i in mine}
@@ -273,7 +247,7 @@ def pipelines(place: Place) -> Record:
     }
 
 
-enlist(pipelines, as_by_dtype=True, by_halves=False)
+SCENARIOS.add(pipelines, as_by_dtype=True)
 
 
 # Casting #
@@ -381,14 +355,14 @@ def patches(place: Place) -> Record:
     for name, owner in PATCHES.items():
         calls = seen.setdefault(name, [])
         new = watching(getattr(owner, PATCHED.get(name, name)), calls)
-        model = shard(place, stack_of(place), mesh=place.pairs)
+        model = shard(place, place.stack(), mesh=place.pairs)
         with getattr(common_fsdp, f"patch_{name}")(new):
             one_backward(model, place, 0)
     return seen
 
 
 # More of which are for more dtypes
-enlist(patches, as_by_dtype=False, by_halves=False)
+SCENARIOS.add(patches)
 
 
 # What compiling a model imports: once, and not in each rank anew

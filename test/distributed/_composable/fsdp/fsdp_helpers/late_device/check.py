@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fsdp_helpers.late_device.devices import Entry, Recording
+from fsdp_helpers.late_device.devices import Recording
 from fsdp_helpers.late_device.record import Rank, record
 
 
@@ -35,11 +35,6 @@ def check(program: Callable[[Rank], Any], *, ranks: int = 4) -> list[str]:
 
 
 def unordered(recording: Recording) -> list[str]:
-    """Returns the pairs of entries that share memory with nothing to order them."""
-    return [f"  {first}\n  {second}" for first, second in conflicts(recording)]
-
-
-def conflicts(recording: Recording) -> list[tuple[Entry, Entry]]:
     """
     Returns the pairs of entries that use the same bytes, one of them to write, and
     that nothing orders. No other pair can make orders of execution differ.
@@ -65,4 +60,4 @@ def conflicts(recording: Recording) -> list[tuple[Entry, Entry]]:
                 first, second = (index, other) if index < other else (other, index)
                 if first != second and not reach[second] >> first & 1:
                     found.add((first, second))
-    return [(entries[a], entries[b]) for a, b in sorted(found)]
+    return [f"  {entries[a]}\n  {entries[b]}" for a, b in sorted(found)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -19,6 +19,7 @@ from fsdp_helpers.common.utils import CastLinear, MixedBlock
 from fsdp_helpers.late_device.devices import Recording
 from fsdp_helpers.late_device.record import Rank
 from fsdp_helpers.late_device.record import record as record_program
+from fsdp_helpers.parity.comms import KeptScatter
 
 import torch
 import torch.nn as nn
@@ -205,15 +206,6 @@ def two_forwards_on_smaller_mesh(kit: Kit) -> None:
     for _ in range(2):
         (kit.loss(net) + kit.loss(net)).backward()
         kit.optimize(net)
-
-
-@schedule
-def mistargeted_prefetch(kit: Kit) -> None:
-    """Backward prefetches a unit that it has no use for."""
-    net = kit.sharded_net()
-    net.blocks_to_run = 2
-    net.blocks[0].set_modules_to_backward_prefetch([net.blocks[2]])
-    kit.train(net)
 
 
 @schedule
@@ -437,26 +429,8 @@ def two_input_buffers(kit: Kit) -> None:
     kit.train(net)
 
 
-class OneBuffer(collectives.DefaultReduceScatter):
+class OneBuffer(KeptScatter, collectives.DefaultReduceScatter):
     """Gives out the same memory for every input, as communication pools do."""
-
-    def __init__(self):
-        self.buffers: dict[bool, torch.Tensor] = {}
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        (numel,) = size
-        # The input is allocated first, then the output, in another stream
-        handle = collectives._get_device_handle(device.type)
-        is_input = handle.current_stream().name == "default"
-        buffer = self.buffers.get(is_input)
-        if not is_input:
-            return torch.empty(numel, dtype=dtype, device=device)
-        if buffer is None:
-            buffer = torch.empty(1 << 12, dtype=torch.uint8, device=device)
-            self.buffers[is_input] = buffer
-        return buffer[: numel * dtype.itemsize].view(dtype)
 
 
 @schedule

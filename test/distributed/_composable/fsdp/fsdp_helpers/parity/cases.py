@@ -13,11 +13,18 @@ from typing import Any
 from unittest import mock
 
 from fsdp_helpers.common.parity_layers import groups_of, Record, units_of
-from fsdp_helpers.common.scenarios import Place, Scenario, Scenarios
+from fsdp_helpers.common.scenarios import Place, Scenarios
 from fsdp_helpers.common.utils import record_collectives
 from fsdp_helpers.parity import modes
 from fsdp_helpers.parity.models import mixed_tower, uniform_tower
-from fsdp_helpers.parity.modes import Batches, cut_for, Mode, MODES, one_backward, train
+from fsdp_helpers.parity.modes import (
+    Batches,
+    BY_DTYPE,
+    Mode,
+    MODES,
+    one_backward,
+    train,
+)
 
 import torch
 import torch.nn as nn
@@ -130,15 +137,12 @@ def has_something_left(unit: nn.Module) -> bool:
 
 
 # Of the series for upstream, uniform units alone
-KINDS = os.environ.get("FSDP_PARITY_KINDS", "uniform mixed override").split()
+KINDS = os.environ.get("FSDP_PARITY_KINDS", "uniform mixed").split()
 CASES = Scenarios()  # by kind and name
 REFUSALS: dict[str, str] = {}  # by name, of those that raise, what the error must say
 
 
-def run_case(
-    place: Place, run: Callable[[Place], Record | None], kind: str, ranks: int
-) -> Record:
-    place = replace(place, kind=kind)
+def run_case(place: Place, run: Callable[[Place], Record | None], ranks: int) -> Record:
     if ranks == 2:
         place = replace(place, rank=place.rank % 2, mesh=place.pairs["shard"])
     return run(place) or {}
@@ -160,22 +164,23 @@ def add_case(
 
     def add(run: Callable[..., Any]) -> Callable[..., Any]:
         case = name or run.__name__
-        for kind in filter(KINDS.__contains__, kinds):
-            CASES[f"{kind} {case}"] = Scenario(
-                partial(run_case, run=run, kind=kind, ranks=ranks),
-                # What the release would say to other units is no matter
-                is_on_release=kind == "uniform" or case not in REFUSALS,
-                by_halves=ranks == 2 and not makes_groups,
-            )
+        CASES.add(
+            partial(run_case, run=run, ranks=ranks),
+            case,
+            kinds=filter(KINDS.__contains__, kinds),
+            # What the release would say to other units is no matter
+            as_by_dtype=case not in REFUSALS,
+            by_halves=ranks == 2 and not makes_groups,
+        )
         return run
 
     return add
 
 
 def train_tower(mode: Mode, place: Place, mesh: DeviceMesh | None = None) -> Record:
-    is_uniform = place.kind == "uniform"
-    model = uniform_tower(mode.dtype) if is_uniform else mixed_tower()
-    mode = cut_for(mode, place.kind, by_dtype=place.is_by_dtype)
+    model = mixed_tower() if place.is_mixed else uniform_tower(mode.dtype)
+    if place.is_by_dtype:
+        mode = replace(mode, shard=BY_DTYPE[mode.shard])
     return run_mode(mode, model, place, mesh)
 
 

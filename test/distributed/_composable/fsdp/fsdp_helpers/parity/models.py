@@ -9,13 +9,12 @@ depend on its order, so models cut into different units give equal bits.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from fsdp_helpers.common import parity_layers
-from fsdp_helpers.common.parity_layers import BF16, FP16, FP32, seeded
+from fsdp_helpers.common.parity_layers import BF16, FP16, FP32, seeded, Stack
 
 import torch
 import torch.nn as nn
@@ -66,72 +65,19 @@ class Part(nn.Module):
         return x + y.to(x.dtype)
 
 
-@dataclass
-class Inputs:
-    """In which hooks must find the tensor."""
-
-    x: torch.Tensor
-
-
-class Block(nn.Module):
-    """Parts one after the other, of which a forward may skip some."""
-
-    def __init__(self, dtypes: Sequence[torch.dtype]):
-        super().__init__()
-        self.parts = nn.ModuleList(Part(dtype) for dtype in dtypes)
-
-    def forward(self, inputs: Inputs, skip: Collection[int] = ()) -> torch.Tensor:
-        x = inputs.x
-        for i, part in enumerate(self.parts):
-            if i not in skip:
-                x = part(x)
-        return x
-
-
-class Tower(nn.Module):
-    """Blocks between a stem and a head, which are the root's own parameters."""
-
-    def __init__(
-        self,
-        dtypes: Sequence[Sequence[torch.dtype]] = MIXED,
-        *,
-        stem: torch.dtype = BF16,
-        head: torch.dtype = FP32,
-    ):
-        super().__init__()
-        self.stem, self.head = Part(stem), Part(head)
-        self.blocks = nn.ModuleList(Block(each) for each in dtypes)
-
-    @property
-    def all_parts(self) -> list[Part]:
-        return [module for module in self.modules() if isinstance(module, Part)]
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        skip: Collection[int] = (),
-        blocks: Collection[int] | None = None,
-    ) -> torch.Tensor:
-        """
-        Args:
-            skip: Parts that no block runs.
-            blocks: The blocks to run; None runs all.
-        """
-        x = self.stem(x)
-        for i, block in enumerate(self.blocks):
-            if blocks is None or i in blocks:
-                x = block(Inputs(x), skip=skip)
-        return self.head(x)
-
-
-def mixed_tower() -> Tower:
+def mixed_tower() -> Stack:
     with seeded():
-        return Tower()
+        return Stack(MIXED, head=FP32, stem=BF16, kind=Part)
 
 
-def uniform_tower(dtype: torch.dtype) -> Tower:
+def uniform_tower(dtype: torch.dtype) -> Stack:
     with seeded():
-        return Tower(((dtype, dtype),) * 2, stem=dtype, head=dtype)
+        return Stack(((dtype, dtype),) * 2, head=dtype, stem=dtype, kind=Part)
+
+
+def parts_of(model: nn.Module) -> dict[str, Part]:
+    """Returns all parts of a tower, by name."""
+    return {n: part for n, part in model.named_modules() if isinstance(part, Part)}
 
 
 batch_of = partial(parity_layers.batch_of, dim=DIM)

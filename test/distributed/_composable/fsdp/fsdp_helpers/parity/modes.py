@@ -6,7 +6,6 @@ the release, which refuses those, one unit for each dtype, or for each policy.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -19,15 +18,16 @@ from fsdp_helpers.common.parity_layers import (
     loss_of,
     LR,
     Record,
+    shard_stack,
+    Stack,
     train_steps,
     units_of,
 )
 from fsdp_helpers.common.utils import DEVICE_TYPE, hybrid_mesh, shard_mesh
 from fsdp_helpers.parity.models import (
     batch_of,
-    Inputs,
     mixed_tower,
-    Tower,
+    parts_of,
     uniform_tower,
 )
 
@@ -56,7 +56,6 @@ class Batches:
 
 # Of `MixedPrecisionPolicy`: param_dtype, reduce_dtype
 Policy = tuple["torch.dtype | None", "torch.dtype | None"]
-Policies = tuple[Policy, Policy, Policy]  # of the three parts of a block
 # Each part takes whatever it is given: only of a unit all inputs are cast
 UNCAST = {"cast_forward_inputs": False}
 
@@ -64,13 +63,13 @@ UNCAST = {"cast_forward_inputs": False}
 # One step each, up to and including the backward; returns the loss #
 
 
-def one_backward(model: Tower, batches: Batches, **forward: Any) -> torch.Tensor:
+def one_backward(model: Stack, batches: Batches, **forward: Any) -> torch.Tensor:
     loss = loss_of(model(batches[0], **forward))
     loss.backward()
     return loss
 
 
-def accumulate(model: Tower, batches: Batches) -> torch.Tensor:
+def accumulate(model: Stack, batches: Batches) -> torch.Tensor:
     """Syncs after the last microbatch only."""
     losses = []
     for i in range(3):
@@ -80,33 +79,33 @@ def accumulate(model: Tower, batches: Batches) -> torch.Tensor:
     return torch.stack(losses)
 
 
-def defer_all_reduce(model: Tower, batches: Batches) -> torch.Tensor:
+def defer_all_reduce(model: Stack, batches: Batches) -> torch.Tensor:
     for i in range(2):
         model.set_requires_all_reduce(i == 1)
         loss = one_backward(model, replace(batches, step=batches.step + 10 * i))
     return loss
 
 
-def gradients_add_up(model: Tower, batches: Batches) -> torch.Tensor:
+def gradients_add_up(model: Stack, batches: Batches) -> torch.Tensor:
     """Adds to sharded gradients that are there already."""
     one_backward(model, batches)
     return one_backward(model, replace(batches, step=batches.step + 10))
 
 
-def two_forwards(model: Tower, batches: Batches) -> torch.Tensor:
+def two_forwards(model: Stack, batches: Batches) -> torch.Tensor:
     loss = sum(loss_of(model(batches[i])) for i in range(2))
     loss.backward()
     return loss
 
 
-def backward_twice(model: Tower, batches: Batches) -> torch.Tensor:
+def backward_twice(model: Stack, batches: Batches) -> torch.Tensor:
     loss = loss_of(model(batches[0]))
     loss.backward(retain_graph=True)
     loss.backward()
     return loss
 
 
-def unshard_ahead(model: Tower, batches: Batches) -> torch.Tensor:
+def unshard_ahead(model: Stack, batches: Batches) -> torch.Tensor:
     """Waits for all units but the root, the last first, and twice for each."""
     units = units_of(model)
     handles = [unit.unshard(async_op=True) for unit in units]
@@ -118,53 +117,32 @@ def unshard_ahead(model: Tower, batches: Batches) -> torch.Tensor:
     return one_backward(model, batches)
 
 
-def skip_by_rank(model: Tower, batches: Batches) -> torch.Tensor:
+def skip_by_rank(model: Stack, batches: Batches) -> torch.Tensor:
     """Gives other parameters a gradient on one rank than on the next."""
     return one_backward(model, batches, skip=(batches.rank % 2,))
 
 
-def only_first_block(model: Tower, batches: Batches) -> torch.Tensor:
+def only_first_block(model: Stack, batches: Batches) -> torch.Tensor:
     return one_backward(model, batches, blocks=(0,))
 
 
-def second_block_in_chunks(model: Tower, batches: Batches) -> torch.Tensor:
+def second_block_in_chunks(model: Stack, batches: Batches) -> torch.Tensor:
     """Runs a block apart, as a loss computed in chunks does."""
     chunks = model(batches[0], blocks=(0,)).chunk(2)
-    loss = sum(loss_of(model.blocks[1](Inputs(chunk.clone()))) for chunk in chunks)
+    loss = sum(loss_of(model.blocks[1](chunk.clone())) for chunk in chunks)
     loss.backward()
     return loss
 
 
-def thaw_and_freeze(model: Tower, batches: Batches) -> torch.Tensor:
+def thaw_and_freeze(model: Stack, batches: Batches) -> torch.Tensor:
     """After the first step, trains a block that was frozen, and less of another."""
     if batches.step == 1:
         model.blocks[0].requires_grad_(True)
-        model.blocks[1].parts[1].requires_grad_(False)
+        model.blocks[1].layers[1].requires_grad_(False)
     return one_backward(model, batches)
 
 
-def fail(*_: Any) -> None:
-    raise InterruptedError
-
-
-def give_up_twice(model: Tower, batches: Batches) -> torch.Tensor:
-    """In forward with a prefetch under way, and in backward before any gradient."""
-    first, second = model.blocks
-    model.set_modules_to_forward_prefetch(units_of(second))
-    handle = first.parts[-1].register_forward_pre_hook(fail)
-    with contextlib.suppress(InterruptedError):
-        model(batches[1])
-    handle.remove()
-    model.reset_iter_state()
-    output = model(batches[1])
-    output.register_hook(fail)
-    with contextlib.suppress(InterruptedError):
-        loss_of(output).backward()
-    model.reset_iter_state()
-    return one_backward(model, batches)
-
-
-def state_dict_before_backward(model: Tower, batches: Batches) -> torch.Tensor:
+def state_dict_before_backward(model: Stack, batches: Batches) -> torch.Tensor:
     """Takes one, or loads one, while the parameters are unsharded."""
     before = model.state_dict()
     loss = loss_of(model(batches[0]))
@@ -179,68 +157,58 @@ def state_dict_before_backward(model: Tower, batches: Batches) -> torch.Tensor:
 # How a model is cut into units #
 
 
-def shard_blocks(model: Tower, **kwargs: Any) -> None:
-    for block in (*model.blocks, model):
-        fully_shard(block, **kwargs)
-
-
-def shard_dtypes(model: Tower, **kwargs: Any) -> None:
-    for part in (*model.all_parts, model):  # which holds no parameter itself
+def shard_dtypes(model: Stack, **kwargs: Any) -> None:
+    for part in (*parts_of(model).values(), model):  # which holds no parameter itself
         fully_shard(part, **kwargs)
 
 
-def shard_blocks_as_group(model: Tower, **kwargs: Any) -> None:
+def shard_blocks_as_group(model: Stack, **kwargs: Any) -> None:
     fully_shard([*model.blocks], **kwargs)
     fully_shard(model, **kwargs)
 
 
-def shard_dtypes_as_groups(model: Tower, **kwargs: Any) -> None:
-    parts = [part for block in model.blocks for part in block.parts]
+def shard_dtypes_as_groups(model: Stack, **kwargs: Any) -> None:
+    parts = [part for block in model.blocks for part in block.layers]
     for dtype in dict.fromkeys(part.up.dtype for part in parts):
         fully_shard([part for part in parts if part.up.dtype == dtype], **kwargs)
     for unit in (model.stem, model.head, model):
         fully_shard(unit, **kwargs)
 
 
-def shard_root_only(model: Tower, **kwargs: Any) -> None:
+def shard_root_only(model: Stack, **kwargs: Any) -> None:
     fully_shard(model, **kwargs)
+
+
+def policies_of(model: Stack) -> dict[str, MixedPrecisionPolicy]:
+    """Returns one for each part, by its name."""
+    pairs = itertools.cycle(((FP32, None), (BF16, FP32), (None, BF16)))
+    return {
+        name: MixedPrecisionPolicy(*pair, **UNCAST)
+        for name, pair in zip(parts_of(model), pairs)
+    }
+
+
+def shard_policies(model: Stack, mp_policy: Any, **kwargs: Any) -> None:
+    """Makes each part a unit with a policy of its own."""
+    for name, policy in policies_of(model).items():
+        fully_shard(model.get_submodule(name), mp_policy=policy, **kwargs)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(**UNCAST), **kwargs)
+
+
+def shard_overrides(model: Stack, mp_policy: Any, **kwargs: Any) -> None:
+    """Makes each block a unit, whose parts have the same policies by override."""
+    patterns = {f"{name}.*": policy for name, policy in policies_of(model).items()}
+    policy = MixedPrecisionPolicy.by_name(model, patterns, **UNCAST)
+    shard_stack(model, mp_policy=policy, **kwargs)
 
 
 # How the release is to cut a mixed tower where this branch cuts it so
 BY_DTYPE = {
-    shard_blocks: shard_dtypes,
+    shard_stack: shard_dtypes,
     shard_root_only: shard_dtypes,
     shard_blocks_as_group: shard_dtypes_as_groups,
+    shard_overrides: shard_policies,
 }
-
-
-def shard_policies(
-    model: Tower, policies: Policies, mp_policy: Any, **kwargs: Any
-) -> None:
-    """Makes each part a unit with a policy of its own."""
-    for part, policy in zip(model.all_parts, parts_policies(model, policies)):
-        fully_shard(part, mp_policy=MixedPrecisionPolicy(*policy, **UNCAST), **kwargs)
-    fully_shard(model, mp_policy=MixedPrecisionPolicy(**UNCAST), **kwargs)
-
-
-def shard_overrides(
-    model: Tower, policies: Policies, mp_policy: Any, **kwargs: Any
-) -> None:
-    """Makes each block a unit, whose parts have the same policies by override."""
-    names = {part: name for name, part in model.named_modules()}
-    pairs = zip(model.all_parts, parts_policies(model, policies))
-    patterns = {
-        f"{names[part]}.*": {"param_dtype": compute, "reduce_dtype": reduce}
-        for part, (compute, reduce) in pairs
-    }
-    policy = MixedPrecisionPolicy.by_name(model, patterns, **UNCAST)
-    shard_blocks(model, mp_policy=policy, **kwargs)
-
-
-def parts_policies(model: Tower, policies: Policies) -> list[Policy]:
-    # The stem's and the head's, which are of one unit, are the first and the last
-    of_block = [policies] * len(model.blocks)
-    return [policies[0], *itertools.chain(*of_block), policies[-1]]
 
 
 # What is set on a model once it is sharded #
@@ -264,15 +232,7 @@ def prefetch_explicitly(model: nn.Module) -> None:
         following.set_modules_to_backward_prefetch([unit])
 
 
-def prefetch_what_does_not_run(model: Tower) -> None:
-    """Starts gathers in forward and backward that nothing waits for."""
-    first, other = (units_of(block)[0] for block in model.blocks)
-    model.set_modules_to_forward_prefetch([other])
-    first.set_modules_to_forward_prefetch([other])
-    first.set_modules_to_backward_prefetch([other])
-
-
-def freeze_first_block(model: Tower) -> None:
+def freeze_first_block(model: Stack) -> None:
     model.blocks[0].requires_grad_(False)
 
 
@@ -280,17 +240,17 @@ reduce_unused = each_unit("set_reduce_scatter_unused_params", True)
 sum_only = each_unit("set_force_sum_reduction_for_comms", True)
 
 
-def divide_by_six(model: Tower) -> None:
+def divide_by_six(model: Stack) -> None:
     sum_only(model)  # gloo cannot scale while it sums, and the release would have it
     each_unit("set_gradient_divide_factor", 6.0)(model)
 
 
-def keep_two_inputs_of_one_block(model: Tower) -> None:
+def keep_two_inputs_of_one_block(model: Stack) -> None:
     """The most that any unit wants counts for all."""
     units_of(model)[1].set_reduce_scatter_max_input_buffers(2, recurse=False)
 
 
-def step_in_backward(model: Tower) -> None:
+def step_in_backward(model: Stack) -> None:
     """Steps each parameter as soon as it has its gradient, and drops that."""
 
     def step(param: torch.Tensor) -> None:
@@ -305,8 +265,6 @@ def step_in_backward(model: Tower) -> None:
 
 # Modes #
 
-ALL = ("uniform", "mixed", "override")
-
 
 @dataclass(frozen=True)
 class Mode:
@@ -315,10 +273,8 @@ class Mode:
     kinds: tuple[str, ...] = ("uniform", "mixed")
     dtype: torch.dtype = FP32  # of a uniform tower
     policy: Policy = (None, None)
-    # Of towers with overrides: stored in fp32, bf16, fp16 and in fp16, fp32, bf16
-    policies: Policies = ((FP32, None), (BF16, FP32), (None, BF16))
     kwargs: dict[str, Any] = field(default_factory=dict)  # of `fully_shard`
-    shard: Callable[..., None] = shard_blocks
+    shard: Callable[..., Any] = shard_stack
     prepare: Callable[[Any], None] | None = None
     step: Callable[[Any, Batches], torch.Tensor] = one_backward
     # Over two ranks the bits of a sum depend on no order, nor on any layout
@@ -326,24 +282,21 @@ class Mode:
     is_hybrid: bool = False  # of two replicas, on all four ranks
 
 
-UNIFORM, OVERRIDE = ("uniform",), ("override",)
+UNIFORM, MIXED = ("uniform",), ("mixed",)
 _OFFLOAD = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
 _NO_RESHARD = {"reshard_after_forward": False}
 _RESHARD = {"reshard_after_forward": True}
+_DEFERRED: dict[str, Any] = {"step": defer_all_reduce, "is_hybrid": True, "ranks": 4}
 
 MODES: dict[str, Mode] = {
-    "plain": Mode(ALL),
+    "plain": Mode(),
+    "overrides": Mode(MIXED, shard=shard_overrides),
     "param_bf16_reduce_fp32": Mode(policy=(BF16, FP32)),
     "reduce_bf16": Mode(policy=(None, BF16)),
-    "one_bucket": Mode(OVERRIDE, policies=((BF16, FP32), (FP32, None), (FP16, FP32))),
     "root_only": Mode(shard=shard_root_only),
     "two_forwards_resharded": Mode(kwargs=_RESHARD, step=two_forwards),
     "backward_twice": Mode(step=backward_twice),
-    "mistargeted_prefetch": Mode(
-        step=only_first_block, prepare=prefetch_what_does_not_run
-    ),
     "unshard_ahead": Mode(step=unshard_ahead),
-    "given_up_twice": Mode(step=give_up_twice),
     "state_dict_before_backward": Mode(
         kwargs=_NO_RESHARD, step=state_dict_before_backward
     ),
@@ -354,28 +307,17 @@ MODES: dict[str, Mode] = {
     "unfrozen_later": Mode(prepare=freeze_first_block, step=thaw_and_freeze),
     "unused_by_rank": Mode(UNIFORM, prepare=reduce_unused, step=skip_by_rank),
     "cpu_offload_accumulate": Mode(
-        ALL, policy=(BF16, FP32), kwargs=_OFFLOAD, step=accumulate
+        policy=(BF16, FP32), kwargs=_OFFLOAD, step=accumulate
+    ),
+    "overrides_accumulate": Mode(
+        MIXED, shard=shard_overrides, kwargs=_OFFLOAD, step=accumulate
     ),
     "divide_fp16": Mode(UNIFORM, dtype=FP16, prepare=divide_by_six),
     "two_input_buffers_in_one_block": Mode(prepare=keep_two_inputs_of_one_block),
     "step_in_backward": Mode(prepare=step_in_backward),
-    "hybrid_deferred": Mode(ALL, step=defer_all_reduce, is_hybrid=True, ranks=4),
+    "hybrid_deferred": Mode(**_DEFERRED),
+    "overrides_deferred": Mode(MIXED, shard=shard_overrides, **_DEFERRED),
 }
-
-
-def cut_for(mode: Mode, kind: str, *, by_dtype: bool) -> Mode:
-    """
-    Returns the mode with its tower cut for one of its kinds, and with ``by_dtype`` for
-    the release: a unit for each dtype, or for each policy.
-    """
-    if kind == "override":
-        cut = shard_policies if by_dtype else shard_overrides
-
-        def shard(model: Tower, **kwargs: Any) -> None:
-            cut(model, mode.policies, **kwargs)
-
-        return replace(mode, shard=shard)
-    return replace(mode, shard=BY_DTYPE[mode.shard]) if by_dtype else mode
 
 
 # Running #
@@ -413,7 +355,7 @@ def train_with(
     kind, name = case.split()
     mode = MODES[name]
 
-    def shard(model: Tower, **kwargs: Any) -> None:
+    def shard(model: Stack, **kwargs: Any) -> None:
         mode.shard(model, **kwargs)
         setter(model)
 

@@ -1,13 +1,15 @@
 """
-What plugins and trainers outside of torch do with sharded models: scenarios, which a
-file for each part of torch adds to.
+What plugins and trainers outside of torch do with sharded models: scenarios, which the
+files of this package add to.
 """
+
+from functools import partial
 
 from fsdp_helpers.common.scenarios import Scenarios
 
 
 SCENARIOS = Scenarios()
-scenario = SCENARIOS.on_both
+scenario = partial(SCENARIOS.add, kinds=("uniform",))
 # Of units with several dtypes, which the release refuses
-mixed = SCENARIOS.on_branch
-of_both_kinds = SCENARIOS.of_both_kinds
+mixed = partial(SCENARIOS.add, kinds=("mixed",))
+of_both_kinds = SCENARIOS.add

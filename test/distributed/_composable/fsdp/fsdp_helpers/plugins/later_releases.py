@@ -53,8 +53,8 @@ since_2_15 = where(FOLLOWS_GRAD_DTYPE, of_both_kinds)
 
 @since_2_15
 def storage_that_is_kept(place: Place) -> Record:
-    plain = train(place.of_kind("bf16_reduce_fp32"), place, steps=range(3))
-    model, record = place.of_kind("bf16_reduce_fp32"), {}
+    plain = train(place.sharded("bf16_reduce_fp32"), place, steps=range(3))
+    model, record = place.sharded("bf16_reduce_fp32"), {}
     nbytes: list[set[int]] = []
     places: list[list[int]] = []
     for step, is_kept in enumerate((True, True, False)):
@@ -105,7 +105,7 @@ def two_backwards(
 def finalized_by_hand(place: Place) -> Record:
     record: Record = {}
     for how in ("plain", "at once", "in background"):
-        model, seen, left = place.of_kind(), [], []
+        model, seen, left = place.sharded(), [], []
         model.set_manual_backward_finalization(how != "plain")
         run = functools.partial(two_backwards, how=how, seen=seen)
         record[how] = train(model, place, run=run)
@@ -128,10 +128,9 @@ def finalized_by_hand(place: Place) -> Record:
 @since_2_15
 def finalization_that_is_refused(place: Place) -> Record:
     """The root keeps one sum, or in a mixed unit several where it is the only one."""
-    dtypes = (FP32, BF16) if place.is_mixed else (FP32, FP32)
     record: Record = {}
-    whole = fully_shard(stack(dtypes), mesh=place.pairs)
-    for name, model in (("units", place.of_kind(mesh=place.pairs)), ("whole", whole)):
+    whole = fully_shard(place.stack(), mesh=place.pairs)
+    for name, model in (("units", place.sharded(mesh=place.pairs)), ("whole", whole)):
         model.set_requires_all_reduce(False)
         one_backward(model, place, 0)
         model.set_manual_backward_finalization(True)
@@ -178,7 +177,7 @@ def replaced_output_step(place: Place) -> Record:
         calls.append(len(args))
         _fsdp_collectives._default_all_gather_output_fn(*args)
 
-    model = place.of_kind()
+    model = place.sharded()
     for group in groups_of(model)[1:]:
         group._all_gather_output_fn = outputs
     if place.is_mixed:
@@ -208,7 +207,7 @@ def inputs_that_are_padded(place: Place) -> Record:
 
     record: Record = {}
     for name in ("plain", "padded"):
-        model = place.of_kind(
+        model = place.sharded(
             mesh=place.pairs, shard_placement_fn=lambda param: Shard(param.ndim - 1)
         )
         for group in groups_of(model) if name == "padded" else ():

@@ -194,7 +194,7 @@ def draw_case(
         recomputes=rng.random() < 0.5,
         offloads=rng.random() < 0.3,
         # Resharded over fewer ranks, columns divide by neither in the release
-        shards_columns=reshard not in (2, 4) and rng.random() < 0.4,
+        shards_columns=not (is_uniform and reshard in (2, 4)) and rng.random() < 0.4,
         input_buffers=rng.choice((1, 1, 2)),
         reverses=reverses,
         # Never reached, and by a few blocks
@@ -328,7 +328,9 @@ def shard_model(case: Case, device: str) -> Model:
         if case.shards_columns:  # where they divide, as they must
             kwargs["shard_placement_fn"] = lambda param: (
                 Shard(1)
-                if param.ndim == 2 and param.size(1) % case.shards == 0
+                if param.ndim == 2
+                and param.size(1) % case.shards == 0
+                and param.size(0) % int(case.reshard or 1) == 0
                 else None
             )
     for block in (*model.blocks, model):
