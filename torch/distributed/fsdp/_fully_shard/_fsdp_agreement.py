@@ -181,10 +181,9 @@ def _announce(group: Any, pattern: _Pattern | None = None) -> _Lines:
         size += f", {group.reduce_bucket_cap or 'no reduce bucket cap'}"
         for i, key in pattern:
             texts[i] = f"gets a gradient, reduced in {describe_key(key)}"
-        # A parameter may get none on a rank without an element of it. Partial reduces of
-        # replicas may differ
+        # A rank without an element of a parameter may have no gradient of it
         on_all = [params[i] for i, _ in pattern if _is_on_all_ranks(params[i])]
-        if _mode() == "always" and on_all and not group._partial_reduces:
+        if _mode() == "always" and on_all:
             has_earlier = on_all[0].sharded_param.grad is not None
             state = f"has {'' if has_earlier else 'no '}earlier gradients to add to"
     texts = [
