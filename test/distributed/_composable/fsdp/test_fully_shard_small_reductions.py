@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from unittest import mock, skipUnless
+from unittest import skipUnless
 
 import pytest
 
-from fsdp_helpers.common.comms import BlocksTest, Checkpointed, FP32, group_of, mesh_of
+from fsdp_helpers.common.comms import BlocksTest, group_of, mesh_of
 from fsdp_helpers.common.release_rules import FOLLOWS_GRAD_DTYPE
 from fsdp_helpers.common.utils import (
     BACKEND,
@@ -25,7 +25,6 @@ from fsdp_helpers.common.utils import (
     record_collectives,
     shard_blocks,
 )
-from fsdp_helpers.parity.memory import peak_nbytes
 from fsdp_helpers.parity.modes import differing, Record, train_with
 
 import torch
@@ -208,15 +207,6 @@ class TestBackward(JoinTest):
 
         self.compare(run)
 
-    def test_reentrant_checkpoints(self):
-        """Each checkpoint has a backward of its own, whose end reduces."""
-
-        def run(model: Any) -> None:
-            self.loss(model).backward()
-
-        _, seen = self.compare(run, kind=Checkpointed)
-        self.assertEqual([c.dtype for c in seen.reduce_scatters], DTYPES * BLOCKS)
-
     def test_a_mesh_for_each_parameter(self):
         names = ("other", "shard")
         mesh = init_device_mesh(self.device.type, (1, 2), mesh_dim_names=names)
@@ -321,22 +311,6 @@ class TestSettings(FakeGroupTest):
         self.assertIsNone(group_of(model[0]).reduce_bucket_cap)
         set_reduce_bucket_cap(model)
         self.assertEqual(group_of(model[0]).reduce_bucket_cap, (64 * 2**10, 2**20))
-
-    def test_memory_is_that_of_the_kept_gradients(self):
-        specs = [((64, 32), FP32), ((128, 32), torch.bfloat16), ((32, 16), FP32)]
-
-        def shard_and_cap(module: nn.Module, **kwargs: Any) -> nn.Module:
-            module = fully_shard(module, **kwargs)
-            set_reduce_bucket_cap(module, recurse=False)
-            return module
-
-        numels = [torch.Size(size).numel() * dtype.itemsize for size, dtype in specs]
-        for mode in ({}, {"is_hybrid": True}, {"buffers": 2}):
-            plain = peak_nbytes(specs, mode)
-            with mock.patch("fsdp_helpers.parity.memory.fully_shard", shard_and_cap):
-                joined = peak_nbytes(specs, mode)
-            # Two of three blocks' wait when the third's come
-            self.assertLessEqual(joined, plain + 2 * sum(numels))
 
 
 if __name__ == "__main__":

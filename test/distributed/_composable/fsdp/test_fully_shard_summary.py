@@ -74,24 +74,6 @@ def sharded_units() -> nn.Sequential:
     return model
 
 
-class Quantized(Fp8):
-    """Has int8 values, and is bf16 to others."""
-
-    @staticmethod
-    def __new__(cls, values: torch.Tensor) -> Quantized:
-        return torch.Tensor._make_wrapper_subclass(cls, values.size(), dtype=BF16)
-
-    def __init__(self, values: torch.Tensor):
-        super().__init__(values.to(torch.int8))
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["_values"], None
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner: dict, *_: object) -> Quantized:
-        return cls(inner["_values"])
-
-
 class TestSummaryOfOneRank(FakeGroupTest):
     """One of eight ranks, whose group sends nothing."""
 
@@ -153,17 +135,6 @@ class TestSummaryOfOneRank(FakeGroupTest):
             ("bias",): (FP32, None, 4 * self.ranks, None),
             ("weight",): (FP64, BF16, 8 * self.ranks, float(self.ranks)),
         }
-        self.assertEqual(found, expected)
-
-    def test_tensor_subclasses_store_what_they_hold(self) -> None:
-        model = nn.Module()
-        model.plain = nn.Parameter(torch.ones(8, 4, dtype=BF16))
-        model.quantized = nn.Parameter(Quantized(torch.ones(8, 4)))
-        fully_shard(model)
-        found = {
-            row.names: row.stored_dtypes for row in layout_summary(model).rows[:-1]
-        }
-        expected = {("plain",): (BF16,), ("quantized",): (torch.int8,)}
         self.assertEqual(found, expected)
 
     def test_debug_log_at_first_forwards(self) -> None:

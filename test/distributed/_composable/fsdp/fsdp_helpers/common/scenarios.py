@@ -136,22 +136,17 @@ class Scenarios(dict[str, Scenario]):
             if scenario.by_halves and next(turns) != rank // 2:
                 continue  # the other half's
             place = half if scenario.by_halves else whole
-            place = replace(place, is_mixed=scenario.is_mixed)
-            try:
-                results[name] = scenario.run(place)
-            except Exception as error:
-                # All ranks do the same, so that they also fail alike
-                results[name] = {"error": f"{type(error).__name__}: {error}"}
+            results[name] = outcome_of(
+                scenario.run, replace(place, is_mixed=scenario.is_mixed)
+            )
         return results
 
     def main(
         self, description: str | None, beside: Callable[[], Record] | None = None
     ) -> None:
         """
-        Runs each rank in a process, and prints which torch they ran.
-
-        Args:
-            beside: Runs in this process after all scenarios, and returns more results.
+        Runs each rank in a process, and prints which torch they ran. ``beside`` runs in
+        this process after all scenarios, and returns more results.
         """
         parser = argparse.ArgumentParser(description=description)
         parser.add_argument("--out", required=True, help="folder for a file by rank")
@@ -166,7 +161,8 @@ class Scenarios(dict[str, Scenario]):
             # A fork has imported torch already
             mp.start_processes(self._run_rank, (args,), ranks, start_method="fork")
         if beside is not None and not args.half and not args.only:
-            (Path(args.out) / f"rank{RANKS}").write_bytes(pickle.dumps(beside()))
+            found = pickle.dumps(outcome_of(beside))
+            (Path(args.out) / f"rank{RANKS}").write_bytes(found)
         print(torch.__file__)
 
     def _run_rank(self, index: int, args: argparse.Namespace) -> None:
@@ -184,6 +180,14 @@ class Scenarios(dict[str, Scenario]):
         results = pickle.dumps(self.run_all(args.only, rank))
         (Path(args.out) / f"rank{rank}").write_bytes(results)
         dist.destroy_process_group()
+
+
+def outcome_of(run: Callable[..., Record], *args: Any) -> Record:
+    """Returns what was recorded, or the error: all ranks fail alike."""
+    try:
+        return run(*args)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
 
 
 def one_backward(model: nn.Module, place: Place, step: int) -> torch.Tensor:
