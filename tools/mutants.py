@@ -3,7 +3,8 @@ Breaks the product on purpose, one line at a time, and tells which test notices.
 
 Edits a line of each function, always the same ones, in copies of the clone. The test
 files that run this line, nearest and quickest first, run until one fails. What is found
-goes to build/mutants.json, from which a run that was stopped goes on.
+goes to build/mutants.json, from which a run that was stopped goes on. Those that nothing
+can notice belong in alive_mutants.txt.
 """
 
 import argparse
@@ -36,6 +37,7 @@ from tools.releases import files_under  # noqa: E402
 
 
 TABLE = ROOT / "build/mutants.json"
+ALIVE = Path(__file__).with_name("alive_mutants.txt")
 PRODUCT = Path("torch/distributed/fsdp/_fully_shard")
 TESTS = Path("test/distributed/_composable/fsdp")
 # What an edit is about, what it replaces, and by what: those that go on with wrong values,
@@ -210,7 +212,9 @@ def main() -> None:
     empty: dict[str, dict[str, Any]] = {"tests": {}, "mutants": {}}
     table = json.loads(TABLE.read_text()) if TABLE.exists() else empty
     tests, rows = table["tests"], table["mutants"]
+    known = [line.partition(" | ")[0] for line in ALIVE.read_text().splitlines()]
     wanted = [m for m in chosen() if args.only in m["key"]]
+    wanted = [m for m in wanted if re.sub(r"\+\d+:", ":", m["key"]) not in known]
     wanted = [m for m in wanted if not rows.get(m["key"], {}).get("killed_by")]
     with ThreadPoolExecutor(jobs) as pool:
         new = [p.name for p in (ROOT / TESTS).glob("test_*.py") if p.name not in tests]

@@ -48,10 +48,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp._fully_shard import _fsdp_context
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
-from torch.distributed.fsdp._fully_shard._fsdp_context import (
-    AllReduceState,
-    HeldAllReduces,
-)
+from torch.distributed.fsdp._fully_shard._fsdp_context import HeldAllReduces
 from torch.testing._internal.common_utils import run_tests
 
 
@@ -278,7 +275,9 @@ class TestBuffers(FakeGroupTest):
         context = _fsdp_context.FSDPCommContext()
         sizes = 5, 0, 4, 3, 2, 7
         context.all_reduce_states = [
-            HeldAllReduces((), AllReduceState(torch.empty(0), None), (), None, nbytes)
+            HeldAllReduces(
+                (), _fsdp_context.AllReduceState(torch.empty(0), None), (), None, nbytes
+            )
             for nbytes in sizes
         ]
         group = SimpleNamespace(modules="a")

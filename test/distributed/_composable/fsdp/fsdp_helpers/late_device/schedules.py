@@ -268,7 +268,8 @@ def hsdp(kit: Kit) -> None:
 def hsdp_without_room(kit: Kit) -> None:
     """Reduced buffers that gradients do not view are not held for later units."""
     with mock.patch.object(_fsdp_context, "_MAX_HELD_NBYTES", 0):
-        kit.train(kit.sharded_net(mesh=kit.mesh(2, 2)), steps=3)
+        for sizes in ((2, 2), (4, 1)):
+            kit.train(kit.sharded_net(mesh=kit.mesh(*sizes)), steps=3)
 
 
 @schedule
