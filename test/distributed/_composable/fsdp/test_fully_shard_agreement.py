@@ -361,14 +361,6 @@ class TestRanksAgree(AgreementTest):
                 if self.rank > 0:  # which have no element of it
                     model[0].gate.grad = None
 
-    def test_replicas_may_have_deferred_different_units(self) -> None:
-        with switched("always"):
-            model = self.sharded(mesh=hybrid_mesh(2))
-            model.set_requires_all_reduce(False)
-            backward(model, run=(0, 1) if self.rank < 2 else (0,))
-            model.set_requires_all_reduce(True)
-            backward(model)
-
     def test_deferred_all_reduce_is_not_compared_for(self) -> None:
         """With one shard, nothing is sent before the last microbatch."""
         model = self.sharded(mesh=hybrid_mesh(1))

@@ -53,7 +53,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_scaling as tree
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor.debug import CommDebugMode
@@ -465,11 +465,6 @@ instantiate_parametrized_tests(TestOneAllToAll)
 
 
 class TestUnitsOfFakeRanks(FakeGroupTest):
-    def test_integers_and_frozen_parameters_may_be_anything(self):
-        module = torch.nn.Linear(4, 4)
-        module.weight = torch.nn.Parameter(torch.ones(4, 4).long(), requires_grad=False)
-        fully_shard(module, mp_policy=MixedPrecisionPolicy(grad_comm_dtype=BF16))
-
     def test_post_backward_needs_hardly_more_memory_than_in_fp32(self):
         """For half of the rows of a piece in fp32, which a kernel does without."""
         specs = [((128, 32), BF16), ((128, 32), BF16), ((64, 16), BF16)]

@@ -213,6 +213,16 @@ class TestEmptyParameters(FakeGroupTest):
                 self.assertEqual(param.grad.dtype, param.dtype)
 
 
+class Reusing(DefaultReduceScatter):
+    """Gives out the same memory for all buffers of one size."""
+
+    kept: dict[int, torch.Tensor] = {}
+
+    def allocate(self, size, *, dtype, device):
+        nbytes = math.prod(size) * dtype.itemsize
+        return self.kept.setdefault(nbytes, torch.empty(nbytes).byte()).view(dtype)
+
+
 class TestOrder(FakeGroupTest):
     """In which order a unit of three reduce dtypes issues what."""
 
@@ -244,14 +254,7 @@ class TestOrder(FakeGroupTest):
             self.forward(self.mesh).backward()
 
     def test_buckets_of_a_wrapped_reduction_share_no_memory(self) -> None:
-        """Whose comm gives out the same memory for all outputs of one size."""
-        own, kept = param_group.foreach_reduce, {}
-
-        class Reusing(DefaultReduceScatter):
-            def allocate(self, size, *, dtype, device):
-                nbytes = math.prod(size) * dtype.itemsize
-                return kept.setdefault(nbytes, torch.empty(nbytes).byte()).view(dtype)
-
+        own = param_group.foreach_reduce
         specs = [Spec((8, 2), FP32), Spec((8, 4), BF16)]
         model = sharded(specs, self.mesh, device="cpu")
         model.set_custom_reduce_scatter(Reusing())
@@ -261,6 +264,16 @@ class TestOrder(FakeGroupTest):
             model([torch.ones(spec.size) for spec in specs]).backward()
         grads = {param.grad._local_tensor.data_ptr() for param in model.parameters()}
         self.assertEqual(len(grads), 2)
+
+    def test_deferred_sum_shares_no_memory_with_the_next(self) -> None:
+        hybrid = mesh_of(2, self.ranks // 2, device="cpu")
+        model = sharded([Spec((8, 2), FP32)], hybrid, device="cpu")
+        model.set_custom_reduce_scatter(Reusing())
+        model.set_requires_all_reduce(False)
+        for value in (1.0, 3.0):
+            model([torch.full((8, 2), value)]).backward()
+        found = group_of(model)._partial_reduce_output
+        self.assertEqual({*found.tolist()}, {4.0})
 
     def test_order_of_copies_and_collectives(self) -> None:
         hybrid = mesh_of(2, self.ranks // 2, device="cpu")

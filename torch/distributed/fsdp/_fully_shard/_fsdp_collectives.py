@@ -127,7 +127,7 @@ class DirectGatherResult(AllGatherResult):
     """An all-gather in flight, some of whose outputs are not in the buffer."""
 
     sent: list[Tensor]  # shards of direct parameters
-    # Their all-gather outputs, and what they were received in if that is elsewhere
+    # What to copy after it, if received elsewhere: all-gather outputs, temporaries
     copies: tuple[list[Tensor], list[Tensor]] = ([], [])
 
 
@@ -224,11 +224,11 @@ def _copy_out(
 ) -> None:
     buffer, _, _, dtypes, numels, split_sizes = all_gather_result
     if (layout := getattr(split_sizes, "layout", None)) is None:
-        # A replaced gather made this, not in `SplitSizes`: segments in parameter order
+        # Not our `SplitSizes`: a plugin gathered, in parameter order
         flat = [*chain(*dtypes)], [*chain(*numels)]
         layout = layouts.plan_gather(*flat, by_dtype=False)
     outputs = cache.alloc_outputs(dtypes, numels, world_size, buffer.device)
-    # The state gathered from: saving a state dict, for one, reshards in between
+    # That of the gather: saving a state dict may have resharded since
     states = [state for state, plan in cache.plans.items() if plan.layout is layout]
     state = states[0] if states else cache.fsdp_params[0].sharded_state
     copies.copy_out(cache.fsdp_params, state, buffer, layout, outputs, world_size)
@@ -283,7 +283,7 @@ def unshard_single_rank(cache: ParamGroupCache, device: torch.device) -> None:
 
 
 def _fit_release(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Removes the argument that this release lacks from a signature, and passes None."""
+    """Hides the argument that this release lacks, and passes None."""
     lacking = "orig_dtype" if FOLLOWS_GRAD_DTYPE else "prepare_reduce_scatter_inputs"
     signature = inspect.signature(function)
     parameters = [p for p in signature.parameters.values() if p.name != lacking]
@@ -322,8 +322,9 @@ def foreach_reduce(
     accumulates them in the sharded parameters, in each one's ``grad_dtype``, whatever
     ``orig_dtype``. Plugins and tests call it; a step calls :func:`reduce_buckets`.
 
-    ``unsharded_grads`` is emptied once they are copied. ``all_reduce_grads=False`` stops before the all-reduce and returns the sum so far
-    (1D, laid out as ``fsdp_params``) for the next call to add.
+    ``unsharded_grads`` is emptied once copied. ``all_reduce_grads=False`` stops before
+    the all-reduce and returns the sum so far (1D, laid out as ``fsdp_params``) for the
+    next call to add.
     """
     reduction = Reduction(
         reduce_scatter_group=reduce_scatter_group,
@@ -339,7 +340,7 @@ def foreach_reduce(
         copy_in=foreach_reduce_scatter_copy_in,
         prepare_reduce_scatter_inputs=prepare_reduce_scatter_inputs
         or _default_reduce_scatter_input_fn,
-        reuses_output=not allocates_anew(reduce_scatter_comm),
+        clones_output=not allocates_anew(reduce_scatter_comm),
     )
     grad_dtypes = [grad.dtype for grad in unsharded_grads]
     bucket = _plan_one_bucket(fsdp_params, grad_dtypes, reduce_dtype)

@@ -122,7 +122,8 @@ class FSDPParamGroup(PluginNames):
     # The hook's, if the mesh has no replicas
     _all_reduce_hook_stream: torch.Stream | None = None
     reduce_grads: bool = True
-    # Whether all-reduces were ever deferred: then replicas' partial reduces may differ
+    # Whether all-reduces were ever deferred. All ranks know that, but not which of them
+    # have a partial reduce
     _has_deferred: bool = False
     all_reduce_grads: Any = settings.OnSet(settings.note_deferral)  # over replicas
     reshard_after_backward: bool = True
@@ -407,7 +408,7 @@ class FSDPParamGroup(PluginNames):
             self._to_state(ShardedState.SHARDED_POST_FORWARD)
             event = self._reshard_after_forward_event = self.device_handle.Event()
             event.record()
-            # It may have freed direct memory, if the mesh is new, which compute still reads
+            # Of direct memory from before the smaller mesh was set, which compute reads
             self.comm_ctx.free_resharded()
         elif self._reshard_after_forward or not after_forward:
             self._to_state(ShardedState.SHARDED)
@@ -476,10 +477,10 @@ class FSDPParamGroup(PluginNames):
     @releases.not_type_checked
     def post_backward(self, *unused: Any):
         """Reshards, and reduces gradients, also those of earlier microbatches."""
-        self._range("FSDP::post_backward", logs=True)  # only logs: there is no range
+        self._range("FSDP::post_backward", logs=True)  # for its log alone
         # If some modules of the unit did not run, its forward never ended
         in_forward = self._training_state == TrainingState.FORWARD
-        is_partial_forward = in_forward and len(self.modules) > 1
+        is_partial_group_backward = in_forward and len(self.modules) > 1
         self._training_state = TrainingState.POST_BACKWARD
         cache = self._get_cache()
         if not releases.FOLLOWS_GRAD_DTYPE:
@@ -498,12 +499,12 @@ class FSDPParamGroup(PluginNames):
             else:
                 cache.keep_requires_grad()
             grads_.resume_upcasts(cache)
-            self._post_backward_pending = grads is None
+            self._post_backward_pending = not self.reduce_grads
             if grads is None:
                 grads_.upcast_unreduced_grads(self.fsdp_params)
                 return
         self._reduce(grads)
-        if is_partial_forward:
+        if is_partial_group_backward:
             # As in the release, which met corrupt gradients of the unit's next module
             self.comm_ctx.wait_current_stream(self._post_reduce_event)
 
@@ -533,12 +534,11 @@ class FSDPParamGroup(PluginNames):
         with self._range("FSDP::post_backward_reduce"):
             self._wait_for_post_backward()
             joins = self.reduce_bucket_cap is not None and replacement is None
-            joins &= not (
-                self._has_deferred or partial_reduces
-            )  # else replicas may differ
+            # Replicas' partial reduces may differ
+            joins &= not (self._has_deferred or partial_reduces)
             if joins and grads_.can_join(reduction):
                 buckets = context.join_small(self, reduction, buckets, pop_part)
-                self._reduce_joined_after_backward()
+                self._queue_reduce_joined()
             args = reduction, buckets, pop_part, replacement
             try:
                 results = context.reduce(self, *args)
@@ -554,6 +554,8 @@ class FSDPParamGroup(PluginNames):
         """Returns what the unit's buckets are reduced with now."""
         scatter_group, all_reduce_group = self._reduce_groups()
         comm = self._reduce_scatter_comm
+        # While the next bucket, or microbatch, is reduced
+        is_kept = num_buckets > 1 or not self.all_reduce_grads
         all_reduce_stream = self._all_reduce_hook_stream
         if all_reduce_stream is None or all_reduce_group is not None:
             all_reduce_stream = self.comm_ctx.all_reduce_stream
@@ -575,7 +577,7 @@ class FSDPParamGroup(PluginNames):
             device=self.device,
             copy_in=collectives.foreach_reduce_scatter_copy_in,
             prepare_reduce_scatter_inputs=self._prepare_reduce_scatter_inputs,
-            reuses_output=num_buckets > 1 and not comms.allocates_anew(comm),
+            clones_output=is_kept and not comms.allocates_anew(comm),
         )
 
     def _check_ranks(
@@ -595,8 +597,8 @@ class FSDPParamGroup(PluginNames):
         held = self.comm_ctx.all_reduce_states
         self.comm_ctx.drop_all_reduces([h for h in held if h.param_group is self])
 
-    def _reduce_joined_after_backward(self) -> None:
-        """Reduces waiting buckets when this backward ends, be it inside of another."""
+    def _queue_reduce_joined(self) -> None:
+        """Lets what waits be reduced when this backward ends, be it inside of another."""
         context, task = self.comm_ctx, torch._C._current_graph_task_id()
         if task not in (-1, context.joined_reductions_task):  # -1: not in backward
             context.joined_reductions_task = task

@@ -23,7 +23,7 @@ reduction's input  compute         reduce-scatter     ``ReduceScatterState``,
 received rows      reduce-scatter  reduce-scatter     ``BucketGrads``, their sum
 reduced shard      reduce-scatter  all-reduce         ``HeldAllReduces``, its event
 partial reduce     reduce-scatter  reduce-scatter     ``PartialReduces``, the next sum
-sharded gradients  all-reduce      the optimizer's    sharded parameters
+cast gradients     all-reduce      the optimizer's    sharded parameters
 =================  ==============  =================  ==============================
 
 Sharded gradients are views of the reduced shard if none needs a cast. Over a single rank
@@ -115,8 +115,8 @@ class Reduction(NamedTuple):
     # Plugins may replace these two. Buckets that go by an all-to-all use no `copy_in`
     copy_in: Callable[[list[Tensor], Tensor, int], None]
     prepare_reduce_scatter_inputs: Callable = _default_reduce_scatter_input_fn
-    # Whether the comm may allocate the same output for the unit's next bucket
-    reuses_output: bool = False
+    # For the comm may allocate the same output again while this one is kept
+    clones_output: bool = False
 
     @property
     def defers_all_reduce(self) -> bool:
@@ -185,7 +185,7 @@ class BucketGrads:
     bucket: ReduceBucket
     unsharded_grads: list[Tensor]  # the copy-in drops them
     partial_reduce_output: Tensor | None = None
-    # Buckets of one all-to-all share it. Of direct gradients it is the first
+    # Buckets of one all-to-all share it. With `grouped_inputs`, the first of them
     reduce_scatter_input: Any = None
     # What one grouped call takes, see [Note: Direct reductions]
     grouped_inputs: list[Tensor] = field(default_factory=list)
@@ -195,7 +195,7 @@ class BucketGrads:
     is_viewed: bool = False
 
     def divides_in_tree(self, reduction: Reduction) -> bool:
-        """Whether the sum in a tree divides: nothing is added to it, and no hook sees it."""
+        """Whether the sum in a tree divides: no partial reduce, replica or hook follows."""
         if self.received is None or self.partial_reduce_output is not None:
             return False
         return not (reduction.all_reduce_group or reduction.all_reduce_hook)
@@ -320,7 +320,7 @@ def _copy_in_exchanged(reduction: Reduction, parts: Sequence[BucketGrads]) -> No
     for i, numel in layout.slots:
         if i is None:
             padding_numel = numel * layout.buffer_dtype.itemsize // dtype.itemsize
-            # The kernel pads its one row to one for each rank
+            # The kernel makes one row for each rank of it
             tensors.append(buffer.new_zeros(1, padding_numel, dtype=dtype))
             continue
         bucket, grads = parts[i].bucket, parts[i].unsharded_grads
@@ -347,8 +347,8 @@ def _view_columns(
     pieces = iter(rows.split(layout.split_sizes, dim=1))
     columns: dict[int | None, Tensor] = {}
     for region in layout.regions:
-        for (i, _), column in zip(region.slots, pieces):
-            columns[i] = column.view(region.dtype)
+        for i, _ in region.slots:
+            columns[i] = next(pieces).view(region.dtype)
     columns.pop(None, None)  # padding
     return [columns[i] for i in range(len(columns))]
 
@@ -363,8 +363,8 @@ def _dense_dtypes(
     ]
 
 
-# The kernel is `torch._chunk_cat`. The operator calls it where somebody may look on, and
-# since 2.15 another operator casts between these dtypes on CUDA
+# The operator that calls the kernel, `torch._chunk_cat`, where somebody observes. That of
+# 2.15 casts between `_MIXED_ON_CUDA` on CUDA
 _CHUNK_CAT = "chunk_cat_mixed_dtype" if HAS_MIXED_CHUNK_CAT else "chunk_cat"
 _MIXED_ON_CUDA = {torch.bfloat16, torch.float32}
 # Gradients are copied together through a temporary up to this many elements: to copy them
@@ -399,7 +399,7 @@ def copy_in_grads(bucket: ReduceBucket, grads: list[Tensor], rows: Tensor) -> No
     kernel_takes_all = is_same and (
         is_uniform or _kernel_takes(first, rows.dtype) or gets_operators(device)
     )
-    # It casts without a temporary on CUDA. Uniform units call it as in the release
+    # The operator casts without a temporary on CUDA. Uniform units call it anyway
     operator_takes_all = (not kernel_takes_all and HAS_MIXED_CHUNK_CAT) and (
         (is_uniform and None not in dtypes)
         or (device.type == "cuda" and {*dtypes, rows.dtype} <= _MIXED_ON_CUDA)
@@ -563,7 +563,7 @@ def _reduce_over_shards(
         output = output.to(part.partial_dtype)
     if partial is not None:
         output += partial
-    return output.clone() if reduction.reuses_output else output
+    return output.clone() if reduction.clones_output else output
 
 
 @without_grad
@@ -586,7 +586,7 @@ def relayout(
 def _all_reduced_together(
     reduction: Reduction, parts: Sequence[BucketGrads]
 ) -> Sequence[Sequence[BucketGrads]]:
-    """Groups buckets that share one all-reduce, by what replicas agree on: dtypes."""
+    """Groups buckets of one all-reduce: of one dtype, all or none added in a tree."""
     if reduction.all_reduce_group is None or reduction.defers_all_reduce:
         return [[part] for part in parts]
     grouped = groupby(parts, lambda p: (p.bucket.dtype, p.bucket.comm_dtype is None))
@@ -594,11 +594,11 @@ def _all_reduced_together(
 
 
 def _reduce_batch(
-    reduction: Reduction, parts: Sequence[BucketGrads], reading_stream: torch.Stream
+    reduction: Reduction, parts: Sequence[BucketGrads], consumer_stream: torch.Stream
 ) -> list[ReduceResult]:
     """
     Reduces buckets that share an all-reduce, and so have the same factors. The sharded
-    gradients are read in ``reading_stream``.
+    gradients are read in ``consumer_stream``.
     """
     bucket = parts[0].bucket
     factors = reduction.divide_factors(bucket)
@@ -614,7 +614,7 @@ def _reduce_batch(
     stream = reduction.reduce_scatter_stream
     scattered = stream.record_event()
     if reduction.defers_all_reduce:
-        result = ReduceResult(inputs[0], scattered, stream, scattered)  # it is alone
+        result = ReduceResult(inputs[0], scattered, stream, scattered)  # one bucket
         return [result._replace(partial_reduce_output=buffer)]
     # A view keeps the whole buffer alive. If any gradient is cast, all are copied, so
     # that the buffer can be freed. A plugin's `allocate` may return another dtype
@@ -631,7 +631,7 @@ def _reduce_batch(
             _div_if_needed(buffer, factors[1])
         for part, shard in zip(parts, shards, strict=True):
             accumulate_sharded_grads(
-                part, shard, stream, reading_stream, as_views=as_views
+                part, shard, stream, consumer_stream, as_views=as_views
             )
         done = stream.record_event()
     held = (buffer, done) if uses_stream else (None, None)
@@ -664,7 +664,7 @@ def accumulate_sharded_grads(
     part: BucketGrads,
     shard: Tensor,
     stream: torch.Stream,
-    reading_stream: torch.Stream,
+    consumer_stream: torch.Stream,
     *,
     as_views: bool,
 ) -> None:
@@ -674,14 +674,14 @@ def accumulate_sharded_grads(
     """
     bucket, starts, fsdp_params = part.bucket, part.bucket.starts, part.fsdp_params
     part.is_viewed = as_views
-    record_grad_output_stream(shard, reading_stream)
+    record_grad_output_stream(shard, consumer_stream)
     for dtype, indices in bucket.runs:
         flat, start = shard, starts[indices[0]]
         if len(bucket.runs) > 1:
             flat = shard[start : starts[indices[-1] + 1]]
         if not as_views:
             flat = flat.to(dtype, copy=True)
-            record_grad_output_stream(flat, reading_stream)
+            record_grad_output_stream(flat, consumer_stream)
         base = flat.storage_offset() - start
         for i in indices:
             fsdp_param = fsdp_params[i]
