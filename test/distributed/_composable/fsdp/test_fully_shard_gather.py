@@ -222,7 +222,7 @@ class TestKeptBetweenSteps(ThreadTest):
         def buckets(pattern) -> tuple[ReduceBucket, ...]:
             specs = zip(self.SPECS, pattern)
             grads = [d and torch.empty(spec.size, dtype=d) for spec, d in specs]
-            return grads_file.get_buckets(unit._cache, grads)
+            return grads_file._get_buckets(unit._cache, grads)
 
         found = [buckets(pattern) for pattern in patterns]
         members = [

@@ -141,18 +141,27 @@ class TestProcesses(FSDPProcessTest):
                 self.assertEqual(full_grad(model.w), torch.full((2,), 3.0).double())
                 self.assertEqual(full_grad(model.b), torch.full((8,), 10.0).double())
 
-    def test_last_microbatch_may_lack_gradients_that_were_deferred(self):
-        """On one rank of each shard group, or on all: dtypes that were promoted stay so."""
-        for dtype, ranks, expected in ((FP32, (0, 2), 3.0), (BF16, range(4), 1.0)):
+    def test_microbatches_may_lack_gradients_that_were_deferred(self):
+        """On some ranks of a shard group or on all. Dtypes that were promoted stay so."""
+        w, b = {"w": 4.0}, {"b": 8.0}
+        for dtype, first, even, odd, expected in (
+            (FP32, w | b, b, w | b, (6.0, 16.0)),
+            (BF16, w | b, b, b, (4.0, 16.0)),
+            (BF16, b, w, w, (4.0, 8.0)),
+        ):
             model = model_of({"w": ((2,), dtype), "b": ((8,), dtype)})
             model.w.grad_dtype = FP32
             fully_shard(model, mesh=hybrid_mesh(2))
             model.set_requires_all_reduce(False)
-            backward(model, w=1.0, b=2.0)
+            backward(model, **first)
+            with record_collectives() as recorder:
+                backward(model)  # of its input alone
+            if not FOLLOWS_GRAD_DTYPE:
+                self.assertEqual(recorder.reduce_scatters, [])
             model.set_requires_all_reduce(True)
-            backward(model, b=8.0, **({} if self.rank in ranks else {"w": 4.0}))
-            self.assertEqual(full_grad(model.w), torch.full((2,), expected).double())
-            self.assertEqual(full_grad(model.b), torch.full((8,), 10.0).double())
+            backward(model, **(odd if self.rank % 2 else even))
+            found = full_grad(model.w)[0].item(), full_grad(model.b)[0].item()
+            self.assertEqual(found, expected)
 
     def test_coalescing_is_not_changed_between_deferred_microbatches(self):
         model = fully_shard(model_of({"w": ((2,), FP32)}), mesh=hybrid_mesh(2))

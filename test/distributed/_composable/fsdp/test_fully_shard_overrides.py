@@ -128,15 +128,17 @@ class TestUnits(FSDPThreadTest):
     def test_functions_are_asked_once_with_the_users_parameter(self) -> None:
         """Also where another field of the policy waits for the root's names."""
         model, asked = nn.Sequential(given(w=BF16), given(w=BF16)), []
+        indices = torch.zeros(4, device=THREAD_DEVICE_TYPE).long()
+        model[0].indices = nn.Parameter(indices, requires_grad=False)
 
         def override(param: nn.Parameter) -> torch.dtype | None:
             asked.append(param)
             return FP32 if param is kept else None
 
         policy = by_name(model, {"0.w": (FP32, None)}, param_dtype=BF16)
-        policy = replace(policy, reduce_dtype_override_fn=override)
-        params = [*model.parameters()]
-        kept = params[1]
+        overrides = {"reduce_dtype_override_fn": override, "reduce_dtype": FP16}
+        policy, params = replace(policy, **overrides), [*model.parameters()]
+        kept = model[1].w
         for unit in model:
             fully_shard(unit, mp_policy=policy)
         fully_shard(model)
@@ -145,7 +147,7 @@ class TestUnits(FSDPThreadTest):
         self.assertEqual([*map(id, asked)], [*map(id, params)])
         found = [group_of(unit).fsdp_params[0].mp_policy for unit in model]
         pairs = [(each.param_dtype, each.reduce_dtype) for each in found]
-        self.assertEqual(pairs, [(FP32, None), (BF16, FP32)])
+        self.assertEqual(pairs, [(FP32, FP16), (BF16, FP32)])
 
 
 class TestGradDtype(FSDPThreadTest):

@@ -377,12 +377,13 @@ def _plan_one_bucket(
     """Plans the bucket of a caller. Raises if the gradients do not fit in one."""
     dtypes = [layouts.reduce_dtype_of(dtype, reduce_dtype) for dtype in grad_dtypes]
     keys = [*map(layouts.bucket_key, fsdp_params, dtypes)]
-    if any(key != keys[0] for key in keys):
+    if not keys or any(key != keys[0] for key in keys):
         names = ", ".join(str(fsdp_param._param_fqn) for fsdp_param in fsdp_params)
-        found = " and ".join(dict.fromkeys(map(layouts.describe_key, keys)))
+        found = " and ".join(dict.fromkeys(map(layouts.describe_key, keys))) or "none"
         raise AssertionError(
             f"Gradients of {names} would be reduced in {found}: pass reduce_dtype, or "
             "reduce them in several calls"
         )
-    slots = (make_slot(i, fsdp_param) for i, fsdp_param in enumerate(fsdp_params))
-    return ReduceBucket(keys[0][0], tuple(slots), keys[0][1])
+    dtype, comm_dtype = keys[0]
+    slots = (make_slot(i, p, dtype) for i, p in enumerate(fsdp_params))
+    return ReduceBucket(dtype, tuple(slots), comm_dtype)

@@ -70,17 +70,22 @@ def is_upcast_by_autograd(fsdp_param: Any) -> bool:
     return compute_dtype.is_floating_point and dtype.itemsize > compute_dtype.itemsize
 
 
-def get_buckets(
-    cache: ParamGroupCache, grads: Sequence[Tensor | None]
+def _get_buckets(
+    cache: ParamGroupCache,
+    grads: Sequence[Tensor | None],
+    earlier: tuple[tuple[int, torch.dtype], ...] = (),
 ) -> tuple[ReduceBucket, ...]:
-    """Returns the buckets to reduce, in the order that all ranks reduce them in."""
+    """
+    Returns the buckets to reduce, in the order that all ranks reduce them in.
+    ``earlier``: which parameters have partial reduces, and in which dtypes.
+    """
     dtypes = tuple([None if grad is None else grad.dtype for grad in grads])
-    if (buckets := cache.buckets.get(dtypes)) is None:
+    if (buckets := cache.buckets.get((dtypes, earlier))) is None:
         if len(cache.buckets) >= _MAX_CACHED_PATTERNS:
             cache.buckets.clear()
         min_nbytes = cache.direct_memory.min_nbytes
-        buckets = _plan_buckets(cache.fsdp_params, dtypes, min_nbytes)
-        cache.buckets[dtypes] = buckets
+        buckets = _plan_buckets(cache.fsdp_params, dtypes, min_nbytes, earlier)
+        cache.buckets[dtypes, earlier] = buckets
     return buckets
 
 
@@ -88,6 +93,7 @@ def _plan_buckets(
     fsdp_params: Sequence[FSDPParam],
     grad_dtypes: Sequence[torch.dtype | None],
     min_nbytes: int | None = None,
+    earlier: Iterable[tuple[int, torch.dtype]] = (),
 ) -> tuple[ReduceBucket, ...]:
     """Plans the buckets of gradients of these dtypes, None where there is none."""
     reduce_dtypes = {
@@ -96,41 +102,46 @@ def _plan_buckets(
         if dtype is not None
     }
     if FOLLOWS_GRAD_DTYPE:
-        _promote(fsdp_params, reduce_dtypes)
+        _promote(fsdp_params, reduce_dtypes, earlier)
     slots, keys = [], []
     for i, dtype in reduce_dtypes.items():
-        fsdp_param = fsdp_params[i]
-        reduces_directly = can_be_direct(fsdp_param, dtype, min_nbytes, reduces=True)
-        slots.append(make_slot(i, fsdp_param, reduces_directly))
-        keys.append(layouts.bucket_key(fsdp_param, dtype))
+        slots.append(make_slot(i, fsdp_params[i], dtype, min_nbytes))
+        keys.append(layouts.bucket_key(fsdp_params[i], dtype))
     return layouts.plan_buckets(slots, keys, is_mixed=layouts.is_mixed(fsdp_params))
 
 
-def make_slot(index: int, fsdp_param: FSDPParam, is_direct: bool = False) -> ReduceSlot:
+def make_slot(
+    index: int,
+    fsdp_param: FSDPParam,
+    dtype: torch.dtype,
+    min_nbytes: int | None = None,
+) -> ReduceSlot:
     """Returns the slot of a parameter that has this position among its unit's."""
     grad_dtype = fsdp_param.sharded_param.grad_dtype
     numel = fsdp_param.padded_sharded_param_size.numel()
+    is_direct = can_be_direct(fsdp_param, dtype, min_nbytes, reduces=True)
     dim = fsdp_param.fsdp_placement.dim
     return ReduceSlot(index, grad_dtype, numel, dim, is_direct)
 
 
 def _promote(
-    fsdp_params: Sequence[FSDPParam], reduce_dtypes: dict[int, torch.dtype]
+    fsdp_params: Sequence[FSDPParam],
+    reduce_dtypes: dict[int, torch.dtype],
+    earlier: Iterable[tuple[int, torch.dtype]],
 ) -> None:
     """
     Reduces gradients of one storage dtype without a policy's reduce dtype in a dtype
-    that holds all of theirs, as the release does in a unit.
+    that holds all of theirs, and of partial reduces, as the release does in a unit.
     """
-    by_storage: dict[torch.dtype, list[int]] = {}
+    # Each dtype once, as two equal float8 dtypes cannot be promoted
+    dtypes: dict[torch.dtype, dict[torch.dtype, None]] = {}
+    for i, dtype in (*reduce_dtypes.items(), *earlier):
+        if fsdp_params[i].mp_policy.reduce_dtype is None:
+            dtypes.setdefault(fsdp_params[i].sharded_param.dtype, {})[dtype] = None
     for i in reduce_dtypes:
         if fsdp_params[i].mp_policy.reduce_dtype is None:
-            stored = fsdp_params[i].sharded_param.dtype
-            by_storage.setdefault(stored, []).append(i)
-    for indices in by_storage.values():
-        # Each dtype once, as two equal float8 dtypes cannot be promoted
-        dtypes = dict.fromkeys(reduce_dtypes[i] for i in indices)
-        promoted = functools.reduce(torch.promote_types, dtypes)
-        reduce_dtypes.update(dict.fromkeys(indices, promoted))
+            to_hold = dtypes[fsdp_params[i].sharded_param.dtype]
+            reduce_dtypes[i] = functools.reduce(torch.promote_types, to_hold)
 
 
 # Gradients of the unsharded parameters #
@@ -170,20 +181,13 @@ def upcast_unreduced_grads(fsdp_params: Iterable[FSDPParam]) -> None:
 
 
 def pop_grads(
-    fsdp_params: Sequence[FSDPParam],
-    partial_reduces: PartialReduces,
-    *,
-    zeros_for_unused: bool,
+    fsdp_params: Sequence[FSDPParam], *, zeros_for_unused: bool
 ) -> list[Tensor | None]:
-    """
-    Pops the accumulated or new gradients, None where there is none. Parameters with a
-    partial reduce always get one, zeros if need be: other ranks may have gradients to add.
-    """
-    partial = {i for p in partial_reduces.values() for i in p.bucket.params}
+    """Pops the accumulated or new gradients, None or zeros where there is none."""
     if zeros_for_unused and FOLLOWS_GRAD_DTYPE:
         _check_zeros_have_a_dtype(fsdp_params)
     grads: list[Tensor | None] = []
-    for i, fsdp_param in enumerate(fsdp_params):
+    for fsdp_param in fsdp_params:
         param: nn.Parameter | None = getattr(fsdp_param, "_unsharded_param", None)
         if param is None:  # it has not been unsharded yet
             grads.append(None)
@@ -197,9 +201,8 @@ def pop_grads(
                     grad = grad.to(param.dtype)
         if grad is not None and fsdp_param.is_dtensor:
             grad = fsdp_param._get_grad_inner_tensor(grad)
-        elif grad is None:
-            if i in partial or (zeros_for_unused and param.requires_grad):
-                grad = fsdp_param.unsharded_zero_grad_data
+        elif grad is None and zeros_for_unused and param.requires_grad:
+            grad = fsdp_param.unsharded_zero_grad_data
         grads.append(grad)
     return grads
 
@@ -252,7 +255,37 @@ class PartialReduce(NamedTuple):
 class PartialReduces(dict[BucketKey, PartialReduce]):
     """The partial reduces of a param group, by what their buckets are reduced in."""
 
-    def check_dtypes(
+    def plan(
+        self, cache: ParamGroupCache, grads: list[Tensor | None], *, completes: bool
+    ) -> tuple[ReduceBucket, ...]:
+        """
+        Returns the buckets of gradients, in the order that all ranks reduce them in. A
+        parameter that has only a partial reduce gets zeros, as other ranks may have a
+        gradient for it. Before 2.15 not in a unit without any gradient, unless
+        this reduction ``completes`` the partial reduces.
+        """
+        fsdp_params = cache.fsdp_params
+        earlier = [(i, key[0]) for key, p in self.items() for i in p.bucket.params]
+        buckets = _get_buckets(cache, grads, tuple(earlier))
+        is_due = buckets or completes or FOLLOWS_GRAD_DTYPE
+        if not self or not is_due or not hasattr(fsdp_params[0], "_unsharded_param"):
+            return buckets
+        self._check_dtypes(fsdp_params, buckets)
+        by_key = {bucket.key: bucket for bucket in buckets}
+        for key, (partial, _) in self.items():
+            bucket = by_key.get(key) or replace(partial, slots=())
+            if missing := [i for i in partial.params if grads[i] is None]:
+                min_nbytes = cache.direct_memory.min_nbytes
+                pairs = [(i, fsdp_params[i]) for i in missing]
+                slots = [make_slot(*pair, key[0], min_nbytes) for pair in pairs]
+                bucket = replace(bucket, slots=(*bucket.slots, *slots))
+                by_key[key] = layouts.sort_slots(bucket)
+            for i in missing:
+                grads[i] = fsdp_params[i].unsharded_zero_grad_data.to(key[0])
+        keys = sorted(by_key, key=layouts.bucket_sort_key)
+        return tuple(by_key[key] for key in keys)
+
+    def _check_dtypes(
         self, fsdp_params: Sequence[FSDPParam], buckets: Iterable[ReduceBucket]
     ) -> None:
         """Raises if a gradient would be reduced in another dtype than before."""

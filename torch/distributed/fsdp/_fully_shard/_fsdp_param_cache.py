@@ -146,7 +146,7 @@ class ParamGroupCache:
         self.plans: dict[ShardedState, GatherPlan] = {}
         self._outputs: GatherOutputs | None = None
         self._has_unsharded_params = False
-        # By the dtype of each parameter's gradient, None without one
+        # By the dtypes of gradients and of partial reduces, see `_get_buckets`
         self.buckets: dict[tuple, tuple[layouts.ReduceBucket, ...]] = {}
         self._buckets_depend_on: list[Any] = []
         # See [Note: Microbatches]

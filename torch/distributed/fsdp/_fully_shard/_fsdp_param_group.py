@@ -492,8 +492,7 @@ class FSDPParamGroup(PluginNames):
             grads: list[Tensor | None] | None = None
             if self.reduce_grads:
                 zeros = self.reduce_scatter_unused_params
-                args = self.fsdp_params, self._partial_reduces
-                grads = grads_.pop_grads(*args, zeros_for_unused=zeros)
+                grads = grads_.pop_grads(self.fsdp_params, zeros_for_unused=zeros)
             if self.reshard_after_backward:
                 self.reshard()
             else:
@@ -516,12 +515,10 @@ class FSDPParamGroup(PluginNames):
             stream = self.device_handle.current_stream()
             grads_.accumulate_empty_grads(self.fsdp_params, grads, stream)
         context.recycle_reduce_buffers(self)
-        partial_reduces: Any = self._partial_reduces
-        buckets: Any = grads_.get_buckets(cache, grads)
+        partial_reduces, completes = self._partial_reduces, self.all_reduce_grads
+        buckets: Any = partial_reduces.plan(cache, grads, completes=completes)
         if not buckets:
             return
-        if partial_reduces:
-            partial_reduces.check_dtypes(self.fsdp_params, buckets)
         reduction = self._make_reduction(len(buckets))
         replacement = None if foreach_reduce is _OWN_REDUCE else foreach_reduce
         if replacement is None:  # a replacement may need no other ranks
@@ -534,7 +531,7 @@ class FSDPParamGroup(PluginNames):
         with self._range("FSDP::post_backward_reduce"):
             self._wait_for_post_backward()
             joins = self.reduce_bucket_cap is not None and replacement is None
-            # Replicas' partial reduces may differ
+            # After deferrals replicas may differ
             joins &= not (self._has_deferred or partial_reduces)
             if joins and grads_.can_join(reduction):
                 buckets = context.join_small(self, reduction, buckets, pop_part)

@@ -131,8 +131,8 @@ def resolve(
     """
     Returns one parameter's policy, without overrides and with its reduce dtype.
     ``is_whole_fqn`` is False if ``fqn`` may be only the end of the name in the model
-    that ``by_name`` was called on, and None while nobody knows. What functions have
-    returned is taken from ``earlier``, the policy while nobody knew.
+    that ``by_name`` was called on, and None while nobody knows. ``earlier`` is what this
+    returned while nobody knew: functions are not asked again.
     """
     changes: dict[str, Any] = {}
     for name, override_fn in _overrides_of(policy).items():
@@ -140,7 +140,9 @@ def resolve(
         if isinstance(override_fn, DtypeByName):
             dtype = override_fn.look_up(fqn, is_whole_fqn)
         elif earlier is not None:
-            dtype = getattr(earlier, name)
+            if (dtype := getattr(earlier, name)) != getattr(policy, name):
+                changes[name] = dtype
+            continue
         else:
             try:
                 dtype = override_fn(param)
@@ -164,7 +166,7 @@ def resolve_all(
     policy: _P,
     params: Sequence[nn.Parameter],
     fqns: Sequence[str],
-    is_named: bool | None = None,  # by the root; None: not yet, False: never
+    is_named: bool | None = None,  # by the root. None: ask again at lazy init
     earlier: Sequence[_P | None] = (),
 ) -> list[_P]:
     """Returns the policies of a unit's parameters, see :func:`resolve`."""

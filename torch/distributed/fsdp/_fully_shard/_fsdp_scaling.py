@@ -92,7 +92,7 @@ def get_divide_factors(
     (dtype, comm_dtype), is_sum = key, force_sum_reduction_for_comms
     if comm_dtype is not None:
         # [Note: One tree for every mesh] only sums. fp16, which could overflow, is also
-        # divided before; all other dtypes as fp32 whose sums are forced.
+        # divided before. Other dtypes get fp32's factors of a forced sum.
         dtype, is_sum = torch.float16 if dtype is torch.float16 else torch.float32, True
     before, after, op, all_reduce_op = _get_gradient_divide_factors(
         reduce_scatter_group, all_reduce_group, dtype, device_type, factor, is_sum

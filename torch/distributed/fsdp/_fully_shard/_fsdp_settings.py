@@ -120,7 +120,15 @@ def set_coalesced_collectives(
             "set_coalesced_collectives expects a number of bytes from 0 on, or None, "
             f"but got {min_nbytes=}"
         )
-    for group in groups_of(module, "set_coalesced_collectives", recurse):
+    groups = groups_of(module, "set_coalesced_collectives", recurse)
+    for group in groups:
+        is_new = group._direct_memory.min_nbytes != min_nbytes
+        if is_new and group._partial_reduces:  # whose slots could be sorted no more
+            raise RuntimeError(
+                f"The all-reduce of unit '{group._unit_name}' has been deferred: call "
+                "set_coalesced_collectives before the first of these microbatches"
+            )
+    for group in groups:
         group.set_direct_min_nbytes(min_nbytes)
 
 
@@ -244,11 +252,6 @@ def set_separate_reduce_scatter_group(
 def set_direct_min_nbytes(self: Any, min_nbytes: int | None) -> None:
     """Sets from which size on parameters are direct. Ranks are compared again."""
     if self._direct_memory.min_nbytes != min_nbytes:
-        if self._partial_reduces:  # replicas could no longer sort their slots alike
-            raise RuntimeError(
-                f"The all-reduce of unit '{self._unit_name}' has been deferred: call "
-                "set_coalesced_collectives before the first of these microbatches"
-            )
         self._direct_memory.min_nbytes = min_nbytes
         cache = self._get_cache()
         cache.plans.clear()
