@@ -60,9 +60,10 @@ def set_reduce_bucket_cap(
     Joins small reductions of several units, to save latency. With a cap, gradients of a
     unit whose reduce-scatter would take at most ``small_kb`` wait. They are reduced with
     those of other units, in one reduce-scatter (and one all-reduce over replicas) for
-    each reduce dtype, once they come to ``bucket_cap_mb``, and at the end of backward, or
-    of a reentrant checkpoint's own one. All ranks must set the same. What waits when
-    ``finalize_backward(async_op=True)`` is called (2.15) is reduced by its handle's wait.
+    each reduce dtype, once they come to ``bucket_cap_mb``, and at the end of backward.
+    Reentrant checkpoints have a backward each. All ranks must set the same. What waits
+    when ``finalize_backward(async_op=True)`` is called (2.15) is reduced by its
+    handle's ``wait``.
 
     The gradients that wait stay in memory. Sharded gradients are set, and their
     post-accumulate-grad hooks run, when they are reduced. With more than two ranks,
