@@ -33,6 +33,8 @@ def _get_param_module_infos(
             else:
                 info.shared_modules.append(submodule)
                 info.shared_param_names.append(name)
+    if not infos.keys() >= {*params}:
+        raise AssertionError(f"Some parameters are not in the module tree of {modules}")
     return [infos[param] for param in params]
 
 
