@@ -12,6 +12,7 @@ buffers. They never wait for the newest, which would keep compute waiting as wel
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, takewhile
@@ -270,8 +271,9 @@ class FSDPCommContext:
         pop_part: Callable[[ReduceBucket], BucketGrads],
     ) -> list[ReduceBucket]:
         """
-        Lets small buckets wait for a reduction with those of other units, and reduces
-        them if they have come to the cap. Returns the buckets that do not wait.
+        Lets small buckets wait for a reduction with those of other units, which comes at
+        the cap, or when this backward ends, be it inside of another. Returns the buckets
+        that do not wait.
         """
         cap, key, kept = group.reduce_bucket_cap, reduction.join_key, []
         for batch in layouts.by_collective(buckets):
@@ -284,6 +286,11 @@ class FSDPCommContext:
                 joined.streams.append(self.device_handle.current_stream())
             if joined.nbytes >= cap.nbytes:
                 self.reduce_joined(group, key)
+        task = torch._C._current_graph_task_id()
+        if task not in (-1, self.joined_reductions_task):  # -1: not in backward
+            self.joined_reductions_task = task
+            reduce_joined = functools.partial(self.reduce_joined, group)
+            torch.autograd.Variable._execution_engine.queue_callback(reduce_joined)
         return kept
 
     def reduce_joined(self, group: Any, *keys: tuple) -> None:

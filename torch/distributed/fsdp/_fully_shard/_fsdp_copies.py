@@ -51,8 +51,7 @@ def _copy_in(
             torch.cat(sources, out=target)  # needs no view of each slot
             continue
         targets = target.split([numel for _, numel in slots])
-        uncast = tuple(k for k, (i, _) in enumerate(slots) if i is not None)
-        for group in casts or [uncast]:
+        for group in casts or [[k for k, (i, _) in enumerate(slots) if i is not None]]:
             _copy_group([targets[k] for k in group], [sources[k] for k in group])
 
 

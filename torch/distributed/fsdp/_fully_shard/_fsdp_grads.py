@@ -271,17 +271,17 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
         if not self or not is_due or not hasattr(fsdp_params[0], "_unsharded_param"):
             return buckets
         self._check_dtypes(fsdp_params, buckets)
+        if all(grads[i] is not None for i, _ in earlier):
+            return buckets
         by_key = {bucket.key: bucket for bucket in buckets}
         for key, (partial, _) in self.items():
             bucket = by_key.get(key) or replace(partial, slots=())
-            if missing := [i for i in partial.params if grads[i] is None]:
-                min_nbytes = cache.direct_memory.min_nbytes
-                pairs = [(i, fsdp_params[i]) for i in missing]
-                slots = [make_slot(*pair, key[0], min_nbytes) for pair in pairs]
-                bucket = replace(bucket, slots=(*bucket.slots, *slots))
-                by_key[key] = layouts.sort_slots(bucket)
-            for i in missing:
-                grads[i] = fsdp_params[i].unsharded_zero_grad_data.to(key[0])
+            slots, min_nbytes = [*bucket.slots], cache.direct_memory.min_nbytes
+            for i in partial.params:
+                if grads[i] is None:
+                    slots.append(make_slot(i, fsdp_params[i], key[0], min_nbytes))
+                    grads[i] = fsdp_params[i].unsharded_zero_grad_data.to(key[0])
+            by_key[key] = layouts.sort_slots(replace(bucket, slots=tuple(slots)))
         keys = sorted(by_key, key=layouts.bucket_sort_key)
         return tuple(by_key[key] for key in keys)
 

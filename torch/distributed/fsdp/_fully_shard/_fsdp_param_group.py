@@ -29,7 +29,6 @@ the last one after forward. All other gathers are freed right after their copy-o
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -535,7 +534,6 @@ class FSDPParamGroup(PluginNames):
             joins &= not (self._has_deferred or partial_reduces)
             if joins and grads_.can_join(reduction):
                 buckets = context.join_small(self, reduction, buckets, pop_part)
-                self._queue_reduce_joined()
             args = reduction, buckets, pop_part, replacement
             try:
                 results = context.reduce(self, *args)
@@ -593,14 +591,6 @@ class FSDPParamGroup(PluginNames):
         self._post_reduce_event = None
         held = self.comm_ctx.all_reduce_states
         self.comm_ctx.drop_all_reduces([h for h in held if h.param_group is self])
-
-    def _queue_reduce_joined(self) -> None:
-        """Lets what waits be reduced when this backward ends, be it inside of another."""
-        context, task = self.comm_ctx, torch._C._current_graph_task_id()
-        if task not in (-1, context.joined_reductions_task):  # -1: not in backward
-            context.joined_reductions_task = task
-            reduce_joined = functools.partial(context.reduce_joined, self)
-            torch.autograd.Variable._execution_engine.queue_callback(reduce_joined)
 
     def finalize_backward(self):
         """Makes the current stream wait for all that backward has started."""
