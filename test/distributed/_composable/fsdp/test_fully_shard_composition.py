@@ -257,9 +257,8 @@ class TestDivideFactors(DeviceFreeTest):
         for case in itertools.product((None, 1), keys, REPLICAS, FACTORS, flags):
             shards, key, replicas, factor, force_sum = case
             groups = [None if n is None else FakeGroup(n) for n in (shards, replicas)]
-            before, after, _, replica_op = scaling.get_divide_factors(
-                key, *groups, "cuda", factor, force_sum
-            )
+            settings = scaling.Scaling(*groups, "cuda", factor, force_sum)
+            before, after, _, replica_op = scaling.get_divide_factors(key, settings)
             divisor = (before or 1) * (after or 1)
             divisor *= (replicas or 1) if op_name(replica_op) == "AVG" else 1
             expected = (replicas or 1) if factor is None else factor

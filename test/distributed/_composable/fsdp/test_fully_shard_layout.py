@@ -26,7 +26,6 @@ from fsdp_helpers.common.utils import DeviceFreeTest
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_copies import (
     _copy_in,
-    _split_copy,
     _view_outputs,
     copy_each,
 )
@@ -185,7 +184,9 @@ class TestCopies(DeviceFreeTest):
             .contiguous()
             for dtype, numel in mix
         ]
-        _split_copy(buffer, layout, _view_outputs(outputs, layout, world_size))
+        rows = buffer.view(layout.buffer_dtype).view(world_size, -1)
+        columns = _view_outputs(outputs, layout, world_size)
+        torch.split_with_sizes_copy(rows, layout.split_sizes, dim=1, out=columns)
         for i, output in enumerate(outputs):
             expected = torch.cat([inputs[i].view(torch.uint8) for inputs in shards])
             self.assertTrue(torch.equal(as_bytes(output), expected))

@@ -88,7 +88,7 @@ class PrefetchTest(BlocksTest):
         for block in model:
             group = group_of(block)
             self.assertIsNone(group._all_gather_result)
-            self.assertEqual(group._to_prefetch_late, [])
+            self.assertEqual(group._to_prefetch_after, [])
             self.assertTrue(group.is_sharded)
 
 
@@ -207,7 +207,7 @@ class TestSetting(FakeGroupTest):
 
     def test_what_is_no_mode_or_no_unit(self) -> None:
         plain = nn.Linear(2, 2)
-        with self.assertRaisesRegex(TypeError, "is 'POST': give a BackwardPrefetch"):
+        with self.assertRaisesRegex(TypeError, "='POST': give a BackwardPrefetch"):
             set_backward_prefetch(fully_shard(nn.Linear(2, 2)), "POST")
         with self.assertRaisesRegex(ValueError, "found no unit in Linear: call"):
             set_backward_prefetch(plain, POST)

@@ -34,6 +34,7 @@ from torch._guards import detect_fake_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ._fsdp_api import AllGather
+from ._fsdp_direct import shards_evenly
 from ._fsdp_errors import add_note, listed
 from ._fsdp_layout import BucketKey, describe_key, dtypes_of, ReduceBucket
 from ._fsdp_registrations import fqns_of
@@ -46,8 +47,8 @@ _SWITCH = "TORCH_FSDP_CHECK_RANKS_AGREE"
 _MAX_PATTERNS = 8  # of one unit over one group
 # Which parameters of a unit have a gradient, by position, and what each is reduced in
 _Pattern: TypeAlias = tuple[tuple[int, BucketKey], ...]
-# What a rank says of a unit, of each parameter, and of the unit's state: a name, which
-# may differ between ranks, and a text, which is empty where the rank does not know it
+# What a rank announces: a line for the unit, each parameter and the unit's state. A line
+# is a name, which may differ between ranks, and a text, "" if this rank does not know it
 _Lines: TypeAlias = list[tuple[str, str]]
 # How many units have been compared over a group: that number tells units apart
 _num_units: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
@@ -81,7 +82,7 @@ class UnitAgreement:
         self._param_group = param_group
         _mode()  # raises if it is unknown
         # Whether gathers have been compared, and are not compared again
-        self.on_gathers = False
+        self.has_compared_gathers = False
         # By group: the unit's number, as its name may differ between ranks
         self._numbers: dict[dist.ProcessGroup, int] = {}
         self._patterns: dict[dist.ProcessGroup, set[_Pattern]] = {}
@@ -92,7 +93,7 @@ class UnitAgreement:
         """Raises if the ranks of ``group``, about to gather by ``comm``, disagree."""
         if getattr(comm, "needs_all_ranks", False):
             has_compared = self._compare(group, _announce(self._param_group))
-            self.on_gathers = has_compared and _mode() != "always"
+            self.has_compared_gathers = has_compared and _mode() != "always"
 
     def check_reduction(
         self,
@@ -111,8 +112,7 @@ class UnitAgreement:
         if pattern and (always or is_new):  # else nothing is sent over this group
             if not self._compare(group, _announce(self._param_group, pattern)):
                 return
-            if is_new:
-                known.add(pattern)
+            known.add(pattern)
         if not always:
             self._last_buckets[group] = buckets
 
@@ -181,8 +181,8 @@ def _announce(group: Any, pattern: _Pattern | None = None) -> _Lines:
         size += f", {group.reduce_bucket_cap or 'no reduce bucket cap'}"
         for i, key in pattern:
             texts[i] = f"gets a gradient, reduced in {describe_key(key)}"
-        # A rank without an element of a parameter may have no gradient of it
-        on_all = [params[i] for i, _ in pattern if _is_on_all_ranks(params[i])]
+        # A rank whose shard is empty may have no gradient
+        on_all = [params[i] for i, _ in pattern if shards_evenly(params[i])]
         if _mode() == "always" and on_all:
             has_earlier = on_all[0].sharded_param.grad is not None
             state = f"has {'' if has_earlier else 'no '}earlier gradients to add to"
@@ -191,11 +191,6 @@ def _announce(group: Any, pattern: _Pattern | None = None) -> _Lines:
         for text, p in zip(texts, params, strict=True)
     ]
     return [(unit, f"{verb} ({size})"), *zip(fqns_of(group), texts), (unit, state)]
-
-
-def _is_on_all_ranks(fsdp_param: Any) -> bool:
-    num_ranks = getattr(fsdp_param.mesh_info, "shard_mesh_size", 1)
-    return fsdp_param._orig_size[fsdp_param.fsdp_placement.dim] % num_ranks == 0
 
 
 def _pattern_of(buckets: Sequence[ReduceBucket]) -> _Pattern:

@@ -31,7 +31,7 @@ from ._fsdp_grads import make_slot
 from ._fsdp_layout import ReduceBucket
 from ._fsdp_observers import without_grad
 from ._fsdp_param import FSDPParam, ShardedState  # noqa: F401  (as in the release)
-from ._fsdp_param_cache import ParamGroupCache
+from ._fsdp_param_cache import ParamGroupCache, SplitSizes
 from ._fsdp_reduce import (
     _default_reduce_scatter_input_fn,
     BucketGrads,
@@ -128,23 +128,20 @@ class DirectGatherResult(AllGatherResult):
 
     sent: list[Tensor]  # shards of direct parameters
     # What to copy after it, if received elsewhere: all-gather outputs, temporaries
-    copies: tuple[list[Tensor], list[Tensor]] = ([], [])
+    copies: tuple[list[Tensor], list[Tensor]]
 
 
 # Plugins may monkeypatch these two
 _OWN_INPUTS = (_get_param_all_gather_inputs, _get_all_gather_input_metadatas)
 
 
-def _stage_monkeypatched(
+def _stage_plugins(
     fsdp_params: list[FSDPParam],
     group: dist.ProcessGroup,
     device: torch.device,
     comm: AllGather,
 ) -> tuple[Tensor, Tensor, tuple[list, list, list[int]]]:
-    """
-    Allocates the buffer of a gather and fills this rank's segment of it with a plugin's
-    inputs, in parameter order. Returns both, and the last fields of the result.
-    """
+    """Returns buffer, segment and last fields of a gather of a plugin's inputs."""
     param_inputs = _get_param_all_gather_inputs(fsdp_params)
     dtypes, numels, dtype = _get_all_gather_input_metadatas(param_inputs)
     inputs = [*chain.from_iterable(param_inputs)]
@@ -188,9 +185,7 @@ def foreach_all_gather(
             fields = plan.dtypes, plan.numels, plan.split_sizes
             sent = copies.stage_direct(plan, tensors, device) if plan.direct else []
         else:
-            staged = _stage_monkeypatched(fsdp_params, group, device, comm)
-            output, segment, fields = staged
-    compute_stream = device_handle.current_stream()
+            output, segment, fields = _stage_plugins(fsdp_params, group, device, comm)
     all_gather_stream.wait_stream(all_gather_copy_in_stream)
     with device_handle.stream(all_gather_stream):
         if not sent:
@@ -198,39 +193,35 @@ def foreach_all_gather(
             work = comm(**buffers, group=group, async_op=async_op)
             event = all_gather_stream.record_event()
             return AllGatherResult(output, event, work, *fields)
-        rotates = all_gather_stream != compute_stream
+        rotates = all_gather_stream != all_gather_copy_in_stream  # else it is compute's
         to_prepare = cache.fsdp_params, plan, group.size(), device
-        outputs, received = cache.direct_memory.prepare(*to_prepare, rotates=rotates)
+        received, to_copy = cache.direct_memory.prepare(*to_prepare, rotates=rotates)
         packed = [(output, segment)] if output.numel() else []
         members = [*zip(received, sent), *packed]
         work = all_gather_coalesced(members, group, async_op=async_op)
         event = all_gather_stream.record_event()
     result = DirectGatherResult(output, event, work, *fields)
-    result.sent = sent
-    if received is not outputs:
-        result.copies = outputs, received
+    result.sent, result.copies = sent, to_copy
     return result
 
 
 def _default_all_gather_output_fn(
-    fsdp_params: list[FSDPParam], all_gather_result: AllGatherResult, world_size: int
+    fsdp_params: list[FSDPParam],
+    all_gather_result: AllGatherResult,
+    world_size: int,
+    cache: ParamGroupCache | None = None,
 ) -> None:
     """Writes every parameter's all-gather outputs from a gather's buffer."""
-    _copy_out(ParamGroupCache(fsdp_params), all_gather_result, world_size)
-
-
-def _copy_out(
-    cache: ParamGroupCache, all_gather_result: AllGatherResult, world_size: int
-) -> None:
+    cache = cache or ParamGroupCache(fsdp_params)
     buffer, _, _, dtypes, numels, split_sizes = all_gather_result
-    if (layout := getattr(split_sizes, "layout", None)) is None:
-        # Not our `SplitSizes`: a plugin gathered, in parameter order
-        flat = [*chain(*dtypes)], [*chain(*numels)]
-        layout = layouts.plan_gather(*flat, by_dtype=False)
+    if isinstance(split_sizes, SplitSizes):
+        # Saving a state dict may have resharded since
+        layout, state = split_sizes.layout, split_sizes.state
+    else:  # a plugin gathered, in parameter order
+        dtype, numel = layouts.storage_dtype(buffer.dtype), sum(split_sizes)
+        layout = layouts.GatherLayout((), dtype, (*enumerate(split_sizes),), numel)
+        state = cache.fsdp_params[0].sharded_state
     outputs = cache.alloc_outputs(dtypes, numels, world_size, buffer.device)
-    # That of the gather: saving a state dict may have resharded since
-    states = [state for state, plan in cache.plans.items() if plan.layout is layout]
-    state = states[0] if states else cache.fsdp_params[0].sharded_state
     copies.copy_out(cache.fsdp_params, state, buffer, layout, outputs, world_size)
     if isinstance(all_gather_result, DirectGatherResult):
         copies.copy_each(*all_gather_result.copies)
@@ -246,28 +237,28 @@ def foreach_all_gather_copy_out(
     cache: ParamGroupCache | None = None,
 ) -> None:
     """
-    Waits for an all-gather, from :func:`foreach_all_gather` or from a plugin's, whose
-    segments hold the inputs in parameter order. Writes every parameter's all-gather
-    outputs from its buffer: one kernel, and one more copy for each parameter not sharded
-    on dim 0. A custom ``all_gather_output_fn`` does so instead, given ``fsdp_params``,
-    the complete result and the number of ranks.
+    Waits for an all-gather and writes every parameter's all-gather outputs from its
+    buffer: one kernel, and one more copy for each parameter not sharded on dim 0. The
+    segments of a plugin's gather hold the inputs in parameter order. A custom
+    ``all_gather_output_fn`` does so instead, given ``fsdp_params``, the complete result
+    and the number of ranks.
     """
     buffer, event, work, dtypes, *_ = all_gather_result
     is_default = all_gather_output_fn is _default_all_gather_output_fn
     if not is_default and len({*chain.from_iterable(dtypes)}) > 1:
         names = ", ".join(str(p._param_fqn) for p in fsdp_params)
         raise NotImplementedError(
-            f"_all_gather_output_fn cannot be given {names}: they have several dtypes, "
-            "and do not lie in their own order. Set it on units of one dtype only"
+            f"_all_gather_output_fn takes units of one dtype only, not {names}"
         )
     if event is not None:
         _get_device_handle(buffer.device.type).current_stream().wait_event(event)
     if isinstance(work, dist.distributed_c10d.Work):
         work.wait()
-    if is_default and cache is not None:
-        _copy_out(cache, all_gather_result, group.size())
+    args = fsdp_params, all_gather_result, group.size()
+    if is_default:
+        _default_all_gather_output_fn(*args, cache)
     else:
-        all_gather_output_fn(fsdp_params, all_gather_result, group.size())
+        all_gather_output_fn(*args)
 
 
 @without_grad
@@ -377,13 +368,12 @@ def _plan_one_bucket(
     """Plans the bucket of a caller. Raises if the gradients do not fit in one."""
     dtypes = [layouts.reduce_dtype_of(dtype, reduce_dtype) for dtype in grad_dtypes]
     keys = [*map(layouts.bucket_key, fsdp_params, dtypes)]
-    if not keys or any(key != keys[0] for key in keys):
+    if len({*keys}) != 1:
         names = ", ".join(str(fsdp_param._param_fqn) for fsdp_param in fsdp_params)
         found = " and ".join(dict.fromkeys(map(layouts.describe_key, keys))) or "none"
         raise AssertionError(
             f"Gradients of {names} would be reduced in {found}: pass reduce_dtype, or "
             "reduce them in several calls"
         )
-    dtype, comm_dtype = keys[0]
-    slots = (make_slot(i, p, dtype) for i, p in enumerate(fsdp_params))
-    return ReduceBucket(dtype, tuple(slots), comm_dtype)
+    slots = (make_slot(i, p, keys[0][0]) for i, p in enumerate(fsdp_params))
+    return ReduceBucket(keys[0], tuple(slots))

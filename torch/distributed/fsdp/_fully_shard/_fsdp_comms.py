@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
-from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
+from torch.distributed.distributed_c10d import AllgatherOptions
 
 from ._fsdp_api import _ReduceOp, AllGather, ReduceScatter
 
@@ -165,20 +165,6 @@ def all_gather_coalesced(
     return None
 
 
-def reduce_scatter_coalesced(
-    outputs: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    group: dist.ProcessGroup,
-    op: Any,
-) -> None:
-    """Reduce-scatters 1D tensors of one dtype, each to its own output, by one call."""
-    options = ReduceScatterOptions()
-    options.reduceOp, options.asyncOp = op, False
-    work = group.reduce_scatter_tensor_coalesced([*outputs], [*inputs], options)
-    if work is not None:
-        work.wait()
-
-
 def allocate(
     comm: AllGather | ReduceScatter,
     numel: int,
@@ -187,7 +173,7 @@ def allocate(
     *,
     gathers: bool = False,
 ) -> Tensor:
-    """Returns a buffer from ``comm``. One to reduce may have another dtype."""
+    """Returns a buffer from ``comm``. A reduction's may have another dtype."""
     buffer = comm.allocate((numel,), dtype=dtype, device=device)
     if type(comm) is DefaultAllGather or type(comm) is DefaultReduceScatter:
         return buffer
@@ -207,9 +193,4 @@ _FRESH_ALLOCATES = frozenset(mixin.allocate for mixin in _MIXINS)
 
 def allocates_anew(comm: ReduceScatter) -> bool:
     """Whether no buffer from ``comm`` shares memory with one in use."""
-    return type(comm).allocate in _FRESH_ALLOCATES
-
-
-def holds_one_input(comm: ReduceScatter) -> bool:
-    """Whether only one input may be in use: another would use its memory, or more."""
-    return isinstance(comm, SymmMemAllocMixin) or not allocates_anew(comm)
+    return getattr(type(comm), "allocate", None) in _FRESH_ALLOCATES

@@ -65,13 +65,6 @@ class PluginNames:
         own = PluginNames._init_mp_dtypes
         return getattr(self._init_mp_dtypes, "__func__", None) is not own
 
-    def _call_init_mp_dtypes(self: Any) -> None:
-        self._init_mp_dtypes()
-        for fsdp_param in self.fsdp_params if self._replaces_init_dtypes else ():
-            # A replacement may have applied the unit's policy to all parameters
-            if fsdp_param.mp_policy is not self.mp_policy:
-                fsdp_param.init_dtype_attrs(fsdp_param.mp_policy)
-
     def _wait_all_gather_streams_on_event(self: Any, event: torch.Event | None) -> None:
         """The release's ``wait_for_unshard``, which plugins change, calls it."""
         self.comm_ctx.wait_all_gather_streams_on_event(event)

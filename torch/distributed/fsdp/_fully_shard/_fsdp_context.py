@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, takewhile
+from itertools import chain, takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import _get_device_handle
 from . import _fsdp_layout as layouts
 from ._fsdp_collectives import AllGatherResult, call_monkeypatched
 from ._fsdp_common import TrainingState
-from ._fsdp_comms import holds_one_input
+from ._fsdp_comms import allocates_anew, SymmMemAllocMixin
 from ._fsdp_direct import DirectMemory
 from ._fsdp_grads import JoinedReduction
 from ._fsdp_layout import ReduceBucket
@@ -81,7 +81,6 @@ class FSDPCommContext:
     """The streams and in-flight buffers that the groups of one root share."""
 
     def __init__(self) -> None:
-        self.has_streams = False
         # See [Note: Freeing the gather buffer late]
         self.all_gather_state: AllGatherState | None = None
         # Of each stream that reduces. The end of backward waits for them
@@ -91,18 +90,17 @@ class FSDPCommContext:
         self.all_reduce_states: list[HeldAllReduces] = []  # oldest first
         # The memory of resharded units, and when compute has read it
         self.resharded: dict[DirectMemory, torch.Event] = {}
-        # Small buckets that wait to be reduced together, see `Reduction.join_key`
+        # Small buckets that wait to be reduced together, see `Reduction.scaling`
         self.joined_reductions: dict[tuple, JoinedReduction] = {}
         self.joined_reductions_task: int = -1  # the backward whose end reduces them
         self.post_forward_order: list[Any] = []  # the last backward clears it
-        self.num_forwards: int = 0  # of which all but the first look for traces
+        self.num_forwards: int = 0  # each but the first looks for traces
         # While a user's handle has not been waited for (2.15)
         self.active_gradient_reduction: _GradientReductionState | None = None
 
     def lazy_init(self, device: torch.device):
-        if self.has_streams:
+        if hasattr(self, "all_gather_stream"):
             return  # from another root, see `share_comm_ctx`
-        self.has_streams = True
         handle = self.device_handle = _get_device_handle(device.type)
         high = -1  # compute waits for the copies around a collective
         # The next group's copy-in in forward, beside this group's all-gather
@@ -126,7 +124,7 @@ class FSDPCommContext:
 
     def wait_all_gather_streams_on_event(self, event: torch.Event | None) -> None:
         # Users may unshard before the first forward
-        if event is not None and self.has_streams:
+        if event is not None and hasattr(self, "all_gather_stream"):
             self.all_gather_copy_in_stream.wait_event(event)
             self.all_gather_stream.wait_event(event)
 
@@ -145,16 +143,17 @@ class FSDPCommContext:
 
     def get_groups_to_prefetch(self, group: Any, index: int) -> Iterator[Any]:
         """
-        Yields the groups of the module before, which backward prefetches from
-        ``group``, whose forward was at ``index``. Backward runs a module's groups, one
-        for each mesh, from last to first, and the last but one to run, of index 1,
-        prefetches: any earlier, parameters would be unsharded for longer, and any later,
-        the gathers would overlap with no reduce-scatter.
+        Yields the groups that backward prefetches from ``group``, whose forward was at
+        ``index``: those of the module before. Of a module's groups, one for each mesh,
+        which backward runs from last to first, the one of index 1 prefetches: any
+        earlier, parameters would be unsharded for longer, any later, no reduce-scatter
+        would overlap with the gathers.
         """
-        earlier = reversed(self.post_forward_order[:index])
+        order = self.post_forward_order
         if group._num_param_groups == 1:
-            yield from islice(earlier, 1)
+            yield from order[max(index - 1, 0) : index]
         elif group._param_group_index == 1:
+            earlier = reversed(order[:index])
             candidates = (g for g in earlier if g.modules is not group.modules)
             if (first := next(candidates, None)) is not None:
                 yield first
@@ -189,30 +188,30 @@ class FSDPCommContext:
         in use: all buckets at once, or one by one if the comm or a ``replacement`` of
         ``foreach_reduce`` needs that. Returns each bucket with its result.
         """
-        holds_one = holds_one_input(reduction.reduce_scatter_comm)
+        comm = reduction.reduce_scatter_comm
+        # Another input would use the memory of the one in use, or more of the pool
+        holds_one = isinstance(comm, SymmMemAllocMixin) or not allocates_anew(comm)
         batches = [buckets]
         if replacement is not None:
             batches = [[bucket] for bucket in buckets]
         elif holds_one:
             batches = layouts.by_collective(buckets)
-        reduced: list[ReduceBucket] = []
+        parts: list[BucketGrads] = []
         results: list[ReduceResult] = []
-        grouped_inputs, are_viewed = [], True
         try:
             for batch in filter(None, batches):
                 if results and holds_one:
                     self.wait_current_stream(results[-1].reduce_scatter_event)
                     # The comm may now give this memory again
                     results = [r._replace(reduce_scatter_input=None) for r in results]
-                parts = [*map(pop_part, batch)]
+                popped = [*map(pop_part, batch)]
                 if replacement is None:
-                    results += reduce_buckets(reduction, parts)
+                    results += reduce_buckets(reduction, popped)
                 else:
-                    results.append(call_monkeypatched(replacement, reduction, *parts))
-                reduced += [part.bucket for part in parts]
-                # No loop variable: it would hold the last part's input
-                grouped_inputs += chain.from_iterable(p.grouped_inputs for p in parts)
-                are_viewed = are_viewed and all(part.is_viewed for part in parts)
+                    results.append(call_monkeypatched(replacement, reduction, *popped))
+                for part in popped:  # or they would be held during the next batch
+                    part.reduce_scatter_input = part.partial_reduce_output = None
+                parts += popped
         except BaseException:
             streams = reduction.reduce_scatter_stream, reduction.all_reduce_stream
             self.wait_after_error(*streams)
@@ -220,28 +219,22 @@ class FSDPCommContext:
         for result in results:
             event = result.post_reduce_event
             self._last_post_reduce_events[result.post_reduce_stream] = event
-        self._hold_reduce_buffers(
-            group, results, grouped_inputs=grouped_inputs, are_viewed=are_viewed
-        )
-        return [*zip(reduced, results, strict=True)]
+        self._hold_reduce_buffers(group, results, parts)
+        return [*zip([part.bucket for part in parts], results, strict=True)]
 
     def _hold_reduce_buffers(
-        self,
-        group: Any,
-        results: Sequence[ReduceResult],
-        *,
-        grouped_inputs: Sequence[torch.Tensor],
-        are_viewed: bool,
+        self, group: Any, results: Sequence[ReduceResult], parts: Sequence[BucketGrads]
     ) -> None:
-        """Holds inputs and reduced buffers; ``are_viewed`` by the sharded gradients."""
+        """Holds the inputs and the reduced buffers of one post-backward."""
         current_stream = self.device_handle.current_stream()
         # Buckets may share an input or a buffer, which the last of them uses last
         scattered = [r for r in results if r.reduce_scatter_input is not None]
         if scattered:
             inputs: Any = dict.fromkeys(r.reduce_scatter_input for r in scattered)
+            inputs = *inputs, *chain.from_iterable(p.grouped_inputs for p in parts)
             event = scattered[-1].reduce_scatter_event
-            fields = (*inputs, *grouped_inputs), event, current_stream, group
-            self.reduce_scatter_states.append(ReduceScatterState(*fields))
+            state = ReduceScatterState(inputs, event, current_stream, group)
+            self.reduce_scatter_states.append(state)
         streams: dict[torch.Tensor, torch.Stream] = {}  # by buffer
         for result in results:
             if (buffer := result.all_reduce_input) is not None:
@@ -251,6 +244,7 @@ class FSDPCommContext:
                     current_stream if is_input else self.reduce_scatter_stream
                 )
         if buffers := (*streams,):
+            are_viewed = all(part.is_viewed for part in parts)
             nbytes = 0 if are_viewed else sum(buffer.nbytes for buffer in buffers)
             state = AllReduceState(buffers[-1], results[-1].all_reduce_event)
             fields = buffers, state, (*dict.fromkeys(streams.values()),), group, nbytes
@@ -275,12 +269,15 @@ class FSDPCommContext:
         the cap, or when this backward ends, be it inside of another. Returns the buckets
         that do not wait.
         """
-        cap, key, kept = group.reduce_bucket_cap, reduction.join_key, []
+        cap, key, remaining = group.reduce_bucket_cap, reduction.scaling, []
         for batch in layouts.by_collective(buckets):
-            if sum(map(reduction.input_nbytes, batch)) > cap.small_nbytes:
-                kept += batch
+            nbytes = sum(b.shard_numel * b.wire_dtype.itemsize for b in batch)
+            nbytes *= reduction.shard_world_size
+            if nbytes > cap.small_nbytes:
+                remaining += batch
                 continue
             joined = self.joined_reductions.setdefault(key, JoinedReduction(reduction))
+            joined.nbytes += nbytes
             for bucket in batch:
                 joined.parts.append(pop_part(bucket))
                 joined.streams.append(self.device_handle.current_stream())
@@ -291,7 +288,7 @@ class FSDPCommContext:
             self.joined_reductions_task = task
             reduce_joined = functools.partial(self.reduce_joined, group)
             torch.autograd.Variable._execution_engine.queue_callback(reduce_joined)
-        return kept
+        return remaining
 
     def reduce_joined(self, group: Any, *keys: tuple) -> None:
         """Reduces the small buckets that wait under ``keys``, by default all."""

@@ -18,9 +18,7 @@ def fill_segment(
 ) -> Tensor:
     """Writes this rank's shards into its segment of a gather's buffer. Returns that."""
     layout, numel = plan.layout, plan.layout.segment_numel
-    if not layout.slots:
-        return output
-    if not gets_operators(output.device):
+    if not layout.slots or not gets_operators(output.device):
         segment = output[rank * numel : (rank + 1) * numel]
         _copy_in(segment, plan.copies, tensors)
         return segment
@@ -135,7 +133,10 @@ def copy_out(
         columns = _view_outputs(targets, layout, world_size)
         if not interleaved:
             outputs.columns[state] = layout, columns
-    _split_copy(buffer, layout, columns)
+    # The fused kernel takes dense tensors only: the buffer as a whole
+    rows = buffer.view(layout.buffer_dtype).view(world_size, layout.segment_numel)
+    ops = torch.ops.fsdp if gets_operators(buffer.device) else torch
+    ops.split_with_sizes_copy(rows, layout.split_sizes, dim=1, out=columns)
     for fsdp_param, rank_major, output in interleaved:
         shards = rank_major.view(world_size, *fsdp_param.padded_sharded_param_size)
         shards = shards.movedim(0, fsdp_param.fsdp_placement.dim)
@@ -157,11 +158,3 @@ def _view_outputs(
         else outputs[i].data.view(dtype).view(world_size, size)
         for i, size in layout.slots
     ]
-
-
-def _split_copy(buffer: Tensor, layout: GatherLayout, columns: list[Tensor]) -> None:
-    """Copies a gather buffer as a whole: the fused kernel takes dense tensors only."""
-    buffer = buffer.view(layout.buffer_dtype)
-    rows = buffer.view(columns[0].size(0), layout.segment_numel)
-    ops = torch.ops.fsdp if gets_operators(buffer.device) else torch
-    ops.split_with_sizes_copy(rows, layout.split_sizes, dim=1, out=columns)

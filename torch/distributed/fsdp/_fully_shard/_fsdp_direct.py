@@ -7,10 +7,10 @@ unsharded parameter: the all-gather outputs of all ranks lie there in order. One
 call gathers the direct parameters of a unit, and the buffer of all others.
 
 The stream of the all-gather writes this memory, and so it is allocated there. At reshard
-compute still reads it. It is freed once the gather stream has been made to wait for
-compute, which happens when the next gather has been started, so that this one does not
-wait: a unit in use and one that is gathered rotate. If the unit itself is gathered
-before that, it is gathered into temporaries, and copied from there.
+compute still reads it. It is freed after the next gather has been started: only then
+does the gather stream wait for compute, so that the next gather itself need not. So the
+memory of two units rotates. A unit that is gathered before its memory is freed is
+gathered into temporaries, and copied from there.
 
 [Note: Direct reductions]
 The gradient of a direct parameter that is sharded evenly is itself the input of its
@@ -31,6 +31,11 @@ import torch
 from ._fsdp_param import FSDPParam
 
 
+def shards_evenly(fsdp_param: FSDPParam) -> bool:
+    num_ranks = getattr(fsdp_param.mesh_info, "shard_mesh_size", 1)
+    return fsdp_param._orig_size[fsdp_param.fsdp_placement.dim] % num_ranks == 0
+
+
 def can_be_direct(
     fsdp_param: FSDPParam,
     dtype: torch.dtype,
@@ -40,16 +45,14 @@ def can_be_direct(
 ) -> bool:
     """
     Whether each rank's shard is a slice of the unsharded tensor, or of its gradient,
-    which has at least ``min_nbytes`` in ``dtype``. Gradients have no padding.
+    which has at least ``min_nbytes`` in ``dtype``. Gradients, which have no padding, must
+    be sharded evenly.
     """
-    size, placement = fsdp_param._orig_size, fsdp_param.fsdp_placement
-    if min_nbytes is None or placement.dim != 0:
+    if min_nbytes is None or fsdp_param.fsdp_placement.dim != 0:
         return False
-    if reduces:
-        num_ranks = getattr(fsdp_param.mesh_info, "shard_mesh_size", 1)
-        if size[:1].numel() % num_ranks or not dtype.is_floating_point:
-            return False
-    return size.numel() * dtype.itemsize >= max(min_nbytes, 1)
+    if reduces and not (shards_evenly(fsdp_param) and dtype.is_floating_point):
+        return False
+    return fsdp_param._orig_size.numel() * dtype.itemsize >= max(min_nbytes, 1)
 
 
 def alloc_storages(storages: Iterable[tuple[torch.UntypedStorage, int]]) -> None:
@@ -80,10 +83,10 @@ class DirectMemory:
         device: torch.device,
         *,
         rotates: bool,
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    ) -> tuple[list[torch.Tensor], tuple[list[torch.Tensor], list[torch.Tensor]]]:
         """
-        Returns the 1D all-gather outputs of direct parameters, which have one each, and
-        what to gather into: these, or temporaries if compute still reads them.
+        Returns what to gather direct parameters into: their 1D all-gather outputs, one
+        each, or temporaries if compute still reads these, and then what to copy.
         """
         if self._plan is not plan:
             with torch.inference_mode(False):  # see `wait_for_unshard`
@@ -96,16 +99,12 @@ class DirectMemory:
             storages = [(output.untyped_storage(), output.nbytes) for output in outputs]
             self._storages = {pair[0]._cdata: pair for pair in storages}
         if self.rotating:
-            return self._outputs, [*map(torch.empty_like, self._outputs)]
+            temporaries = [*map(torch.empty_like, self._outputs)]
+            return temporaries, (self._outputs, temporaries)
         alloc_storages(self._storages.values())
         if rotates:
             self.rotating = self._storages
-        return self._outputs, self._outputs
-
-    def holds(self, fsdp_param: FSDPParam) -> bool:
-        """Whether the parameter's output must not be freed at reshard."""
-        outputs = fsdp_param.all_gather_outputs
-        return any(t.untyped_storage()._cdata in self.rotating for t in outputs)
+        return self._outputs, ([], [])
 
     def free(self) -> None:
         for storage, _ in self.rotating.values():

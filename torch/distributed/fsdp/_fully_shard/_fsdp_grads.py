@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import _get_device_handle
 
 from . import _fsdp_layout as layouts
-from ._fsdp_comms import DefaultReduceScatter
 from ._fsdp_direct import can_be_direct
 from ._fsdp_layout import BucketKey, ReduceBucket, ReduceSlot
 from ._fsdp_param import FSDPParam
@@ -73,7 +72,7 @@ def is_upcast_by_autograd(fsdp_param: Any) -> bool:
 def _get_buckets(
     cache: ParamGroupCache,
     grads: Sequence[Tensor | None],
-    earlier: tuple[tuple[int, torch.dtype], ...] = (),
+    earlier: tuple[tuple[int, BucketKey], ...] = (),
 ) -> tuple[ReduceBucket, ...]:
     """
     Returns the buckets to reduce, in the order that all ranks reduce them in.
@@ -93,7 +92,7 @@ def _plan_buckets(
     fsdp_params: Sequence[FSDPParam],
     grad_dtypes: Sequence[torch.dtype | None],
     min_nbytes: int | None = None,
-    earlier: Iterable[tuple[int, torch.dtype]] = (),
+    earlier: Iterable[tuple[int, BucketKey]] = (),
 ) -> tuple[ReduceBucket, ...]:
     """Plans the buckets of gradients of these dtypes, None where there is none."""
     reduce_dtypes = {
@@ -102,7 +101,7 @@ def _plan_buckets(
         if dtype is not None
     }
     if FOLLOWS_GRAD_DTYPE:
-        _promote(fsdp_params, reduce_dtypes, earlier)
+        _promote(fsdp_params, reduce_dtypes, [(i, key[0]) for i, key in earlier])
     slots, keys = [], []
     for i, dtype in reduce_dtypes.items():
         slots.append(make_slot(i, fsdp_params[i], dtype, min_nbytes))
@@ -184,8 +183,14 @@ def pop_grads(
     fsdp_params: Sequence[FSDPParam], *, zeros_for_unused: bool
 ) -> list[Tensor | None]:
     """Pops the accumulated or new gradients, None or zeros where there is none."""
-    if zeros_for_unused and FOLLOWS_GRAD_DTYPE:
-        _check_zeros_have_a_dtype(fsdp_params)
+    checked = fsdp_params if zeros_for_unused and FOLLOWS_GRAD_DTYPE else ()
+    for fsdp_param, unsharded in _unsharded_params(checked):
+        has_dtype = layouts.default_reduce_dtype(fsdp_param) is not None
+        if unsharded.requires_grad and not has_dtype:  # on all ranks alike
+            raise ValueError(
+                f"grad_dtype of {fsdp_param._param_fqn} is None, so zeros for it have no "
+                "dtype: set reduce_dtype in MixedPrecisionPolicy"
+            )
     grads: list[Tensor | None] = []
     for fsdp_param in fsdp_params:
         param: nn.Parameter | None = getattr(fsdp_param, "_unsharded_param", None)
@@ -197,7 +202,7 @@ def pop_grads(
             if (accumulated := fsdp_param.unsharded_accumulated_grad) is not None:
                 grad, fsdp_param.unsharded_accumulated_grad = accumulated, None
                 if layouts.default_reduce_dtype(fsdp_param) is None:
-                    # A rank without earlier microbatches chooses the bucket by it
+                    # As a rank without earlier microbatches has it: all need one bucket
                     grad = grad.to(param.dtype)
         if grad is not None and fsdp_param.is_dtensor:
             grad = fsdp_param._get_grad_inner_tensor(grad)
@@ -205,17 +210,6 @@ def pop_grads(
             grad = fsdp_param.unsharded_zero_grad_data
         grads.append(grad)
     return grads
-
-
-def _check_zeros_have_a_dtype(fsdp_params: Iterable[FSDPParam]) -> None:
-    """Raises, on all ranks alike, if zeros for one would have no dtype."""
-    for fsdp_param, param in _unsharded_params(fsdp_params):
-        has_dtype = layouts.default_reduce_dtype(fsdp_param) is not None
-        if param.requires_grad and not has_dtype:
-            raise ValueError(
-                f"grad_dtype of {fsdp_param._param_fqn} is None, so zeros for it have no "
-                "dtype: set reduce_dtype in MixedPrecisionPolicy"
-            )
 
 
 def accumulate_empty_grads(
@@ -265,41 +259,30 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
         this reduction ``completes`` the partial reduces.
         """
         fsdp_params = cache.fsdp_params
-        earlier = [(i, key[0]) for key, p in self.items() for i in p.bucket.params]
-        buckets = _get_buckets(cache, grads, tuple(earlier))
+        earlier = {i: key for key, p in self.items() for i in p.bucket.params}
+        buckets = _get_buckets(cache, grads, tuple(earlier.items()))
         is_due = buckets or completes or FOLLOWS_GRAD_DTYPE
         if not self or not is_due or not hasattr(fsdp_params[0], "_unsharded_param"):
             return buckets
-        self._check_dtypes(fsdp_params, buckets)
-        if all(grads[i] is not None for i, _ in earlier):
-            return buckets
-        by_key = {bucket.key: bucket for bucket in buckets}
-        for key, (partial, _) in self.items():
-            bucket = by_key.get(key) or replace(partial, slots=())
-            slots, min_nbytes = [*bucket.slots], cache.direct_memory.min_nbytes
-            for i in partial.params:
-                if grads[i] is None:
-                    slots.append(make_slot(i, fsdp_params[i], key[0], min_nbytes))
-                    grads[i] = fsdp_params[i].unsharded_zero_grad_data.to(key[0])
-            by_key[key] = layouts.sort_slots(replace(bucket, slots=tuple(slots)))
-        keys = sorted(by_key, key=layouts.bucket_sort_key)
-        return tuple(by_key[key] for key in keys)
-
-    def _check_dtypes(
-        self, fsdp_params: Sequence[FSDPParam], buckets: Iterable[ReduceBucket]
-    ) -> None:
-        """Raises if a gradient would be reduced in another dtype than before."""
         keys = {i: bucket.key for bucket in buckets for i in bucket.params}
-        for earlier, partial in self.items():
-            for i in partial.bucket.params:
-                if (key := keys.get(i, earlier)) != earlier:
-                    name = fsdp_params[i]._param_fqn
-                    before, now = map(layouts.describe_key, (earlier, key))
-                    raise RuntimeError(
-                        f"{name} was reduced in {before} in an earlier microbatch, whose "
-                        f"all-reduce was deferred, and would be in {now} now: set "
-                        "reduce_dtype in MixedPrecisionPolicy"
-                    )
+        for i, key in earlier.items():
+            if keys.get(i, key) != key:
+                before, now = map(layouts.describe_key, (key, keys[i]))
+                raise RuntimeError(
+                    f"{fsdp_params[i]._param_fqn} was reduced in {before} in an earlier "
+                    f"microbatch, whose all-reduce was deferred, and would be in {now} "
+                    "now: set reduce_dtype in MixedPrecisionPolicy"
+                )
+        if keys.keys() >= earlier.keys():
+            return buckets
+        slots = [slot for bucket in buckets for slot in bucket.slots]
+        for i, (dtype, _) in earlier.items():
+            if i not in keys:
+                keys[i], min_nbytes = earlier[i], cache.direct_memory.min_nbytes
+                slots.append(make_slot(i, fsdp_params[i], dtype, min_nbytes))
+                grads[i] = fsdp_params[i].unsharded_zero_grad_data.to(dtype)
+        is_mixed = layouts.is_mixed(fsdp_params)
+        return layouts.plan_buckets(slots, [*keys.values()], is_mixed)
 
     def pop_part(
         self,
@@ -364,12 +347,9 @@ class JoinedReduction:
 
     reduction: Reduction
     parts: list[BucketGrads] = field(default_factory=list)
-    # The gradients of `parts[i]` were computed in `streams[i]`
+    # Where these gradients were computed
     streams: list[torch.Stream] = field(default_factory=list)
-
-    @property
-    def nbytes(self) -> int:  # of the collective's input
-        return sum(self.reduction.input_nbytes(part.bucket) for part in self.parts)
+    nbytes: int = 0  # of the collective's input
 
     def join(self) -> list[BucketGrads]:
         """Returns a bucket for each key, with the gradients of all units."""
@@ -388,13 +368,3 @@ class JoinedReduction:
             new_grads = [grads[i] for i in bucket.params]
             joined.append(BucketGrads(params, bucket, new_grads))
         return joined
-
-
-def can_join(reduction: Reduction) -> bool:
-    """Whether the buckets of a unit that reduces so may be joined with other units'."""
-    return (
-        not reduction.defers_all_reduce
-        and reduction.all_reduce_hook is None
-        and reduction.prepares_by_default
-        and type(reduction.reduce_scatter_comm) is DefaultReduceScatter
-    )

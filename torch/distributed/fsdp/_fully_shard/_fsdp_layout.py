@@ -99,19 +99,17 @@ def plan_gather(
     dtypes: Sequence[torch.dtype],
     numels: Sequence[int],
     *,
-    by_dtype: bool = True,
     is_mixed: bool = True,
     direct: Collection[int] = (),
 ) -> GatherLayout:
     """
     Lays out a segment from each input's dtype and number of elements on one rank.
-    ``by_dtype=False``: as plugins gather, in the inputs' order without padding.
     ``is_mixed=False``: the parameters are alike, so regions align to the widest dtype.
     ``direct``: inputs that have no slot, see [Note: Direct gathers].
     """
     order = [i for i in range(len(dtypes)) if i not in direct]
     alignment = 1
-    if by_dtype and any(dtypes[i] != dtypes[order[0]] for i in order):
+    if any(dtypes[i] != dtypes[order[0]] for i in order):
         alignment = _ALIGNMENT if is_mixed else max(d.itemsize for d in dtypes)
         sizes = [n * d.itemsize for d, n in zip(dtypes, numels)]  # in bytes
         order.sort(key=lambda i: (dtype_sort_key(dtypes[i]), -gcd(sizes[i], alignment)))
@@ -138,9 +136,9 @@ class CopyPlan(NamedTuple):
     """One copy into a region, or into adjacent ones that are joined."""
 
     region: GatherRegion
-    # Positions of all slots, by the dtype they are stored in, if any are cast. Else the
-    # inputs are concatenated, the first ones viewed in the region's dtype
+    # If any slot is cast: the positions of all, by the dtype they are stored in
     casts: tuple[tuple[int, ...], ...] = ()
+    # Else: how many of the slots, the first, are viewed in the region's dtype
     num_viewed: int = 0
 
 
@@ -148,8 +146,9 @@ def plan_copy_in(
     layout: GatherLayout, stored_dtypes: Sequence[torch.dtype]
 ) -> tuple[CopyPlan, ...]:
     """
-    Plans the copies that fill a segment: one for each region. Without casts, one copy in
-    the narrowest dtype fills all, unless the views for it take longer than more kernels.
+    Plans the copies that fill a segment: one for each region. Without casts, all regions
+    are filled by one copy in the narrowest dtype, unless to view their inputs in it takes
+    longer than the kernels that it saves.
     """
 
     def join(*regions: GatherRegion) -> CopyPlan:
@@ -201,13 +200,12 @@ class ReduceSlot:
 class ReduceBucket:
     """The parameters that share a reduction, as they lie in each rank's row of it."""
 
-    dtype: torch.dtype
+    key: BucketKey
     slots: tuple[ReduceSlot, ...]
-    comm_dtype: torch.dtype | None = None  # see `BucketKey`
     is_mixed: bool = False  # whether the unit's trained parameters differ in dtypes
 
     def __post_init__(self) -> None:
-        self.key: BucketKey = (self.dtype, self.comm_dtype)
+        self.dtype, self.comm_dtype = self.key
         self.wire_dtype = self.comm_dtype or self.dtype  # of the reduction's input
         self.params = [slot.param for slot in self.slots]
         self.has_direct = any(slot.is_direct for slot in self.slots)
@@ -239,7 +237,7 @@ def plan_buckets(
     for slot, key in zip(slots, keys, strict=True):
         members.setdefault(key, []).append(slot)
     keys = sorted(members, key=bucket_sort_key)
-    buckets = (ReduceBucket(k[0], tuple(members[k]), k[1], is_mixed) for k in keys)
+    buckets = (ReduceBucket(key, tuple(members[key]), is_mixed) for key in keys)
     return tuple(map(sort_slots, buckets))
 
 

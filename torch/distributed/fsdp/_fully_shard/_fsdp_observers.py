@@ -27,8 +27,8 @@ from torch.profiler import record_function
 
 _T = TypeVar("_T")
 NO_RANGE = contextlib.nullcontext()
-# Reading a device's type takes longer than looking the device up
-_is_vendors = functools.cache(lambda device: device.type not in ("cpu", "cuda"))
+# Cached: a lookup takes less time than reading the device's type
+_is_vendor_device = functools.cache(lambda device: device.type not in ("cpu", "cuda"))
 _has_unflagged_observer = False
 
 
@@ -53,7 +53,7 @@ def gets_operators(device: torch.device) -> bool:
     Whether a step calls the ``fsdp::`` operators, not their kernels directly: observers,
     dispatch modes and vendors that replace kernels expect them.
     """
-    return is_observed() or _len_torch_dispatch_stack() > 0 or _is_vendors(device)
+    return is_observed() or _len_torch_dispatch_stack() > 0 or _is_vendor_device(device)
 
 
 def range_of(label: str) -> contextlib.AbstractContextManager:

@@ -36,34 +36,43 @@ _get_dtype = attrgetter("dtype")
 
 
 class SplitSizes(list[int]):
-    """The split sizes in a gather's result, with the layout that they come from."""
+    """The split sizes in a gather's result, with what else the copy-out needs."""
 
     layout: layouts.GatherLayout
+    state: ShardedState  # that was gathered from
 
 
 class GatherPlan:
     """
     A gather's layout and copies. Each input is cast to its compute dtype, unless that is
-    None. ``counts`` says how many inputs each parameter has, None: one.
+    None. ``counts`` says how many inputs each parameter has, None: one. Parameters of
+    ``min_nbytes`` or more are direct, None: none is.
     """
-
-    made_for: tuple[Any, ...] = ()  # the plan is replaced if this changes
 
     def __init__(
         self,
+        fsdp_params: Sequence[FSDPParam],
         stored_dtypes: list[torch.dtype],
         compute_dtypes: list[torch.dtype | None],
         numels: list[int],
         counts: list[int] | None = None,
-        direct: Sequence[tuple[int, int]] = (),
+        min_nbytes: int | None = None,
     ):
-        # The direct parameters, each with the position of its input
-        self.direct = direct
+        # The plan is replaced if this changes
+        self.made_for = stored_dtypes, compute_dtypes, numels, counts, min_nbytes
         pairs = zip(compute_dtypes, stored_dtypes, strict=True)
         dtypes = [compute_dtype or stored for compute_dtype, stored in pairs]
+        counts = counts or [1] * len(dtypes)
+        # The direct parameters, each with the position of its input
+        self.direct = direct = [
+            (i, k)
+            for i, (p, k) in enumerate(zip(fsdp_params, accumulate(counts, initial=0)))
+            if can_be_direct(p, dtypes[k], min_nbytes) and not has_extension(p)
+        ]
         # Which of the direct parameters are cast
-        casts = [k for k, (_, i) in enumerate(direct) if dtypes[i] != stored_dtypes[i]]
-        self.direct_casts, counts = casts, counts or [1] * len(dtypes)
+        self.direct_casts = [
+            n for n, (_, k) in enumerate(direct) if dtypes[k] != stored_dtypes[k]
+        ]
         # Fields of the gather's result, which have a list for each parameter
         self.dtypes, self.numels = _group(dtypes, counts), _group(numels, counts)
         is_mixed = any(d != self.dtypes[0] for d in self.dtypes)
@@ -190,39 +199,23 @@ class ParamGroupCache:
                 counts.append(len(inputs))
         stored_dtypes = [*map(_get_dtype, tensors)]
         numels = [*map(torch.Tensor.numel, tensors)]
-        memory, direct = self.direct_memory, []
+        memory = self.direct_memory
         min_nbytes = memory.min_nbytes if memory.gathers else None
         made_for = stored_dtypes, compute_dtypes, numels, counts, min_nbytes
         state = params[0].sharded_state
         plan = self.plans.get(state)
         if plan is None or plan.made_for != made_for:
-            if min_nbytes is not None:
-                dtypes = [c or s for c, s in zip(compute_dtypes, stored_dtypes)]
-                direct = self.find_direct(dtypes, counts)
-            replaced, plan = plan, GatherPlan(*made_for[:4], direct)
-            plan.made_for = made_for
+            previous, plan = plan, GatherPlan(params, *made_for)
             for i, fsdp_param in enumerate(params):
                 gathered = plan.dtypes[i], plan.numels[i]
-                if replaced and has_extension(fsdp_param):
+                if previous and has_extension(fsdp_param):
                     # It may quantize by row in forward, and by column in backward
-                    if gathered != (replaced.dtypes[i], replaced.numels[i]):
+                    if gathered != (previous.dtypes[i], previous.numels[i]):
                         fsdp_param.all_gather_outputs = []
                 _check_dtypes(fsdp_param, plan.dtypes[i])
+            plan.split_sizes.state = state
             self.plans[state] = plan
         return tensors, plan
-
-    def find_direct(
-        self, dtypes: list[torch.dtype], counts: list[int] | None = None
-    ) -> list[tuple[int, int]]:
-        """Returns the parameters to gather directly, each with its input's position."""
-        min_nbytes, params = self.direct_memory.min_nbytes, self.fsdp_params
-        positions = accumulate(counts or [1] * len(params), initial=0)
-        return [
-            (i, k)
-            for i, (fsdp_param, k) in enumerate(zip(params, positions))
-            if can_be_direct(fsdp_param, dtypes[k], min_nbytes)
-            and not has_extension(fsdp_param)
-        ]
 
     @property
     def outputs(self) -> GatherOutputs | None:
@@ -271,6 +264,7 @@ class ParamGroupCache:
         """Brings all parameters to ``state``, and their registrations with them."""
         self.keep_requires_grad()
         fsdp_params, params, flags = self.fsdp_params, [], []
+        rotating = self.direct_memory.rotating
         if state is ShardedState.UNSHARDED:
             params = [*map(_get_unsharded_param, fsdp_params)]
         if params and fsdp_params[0].sharded_state is ShardedState.SHARDED:
@@ -288,7 +282,7 @@ class ParamGroupCache:
                     fsdp_param.to_unsharded()
                 elif state is ShardedState.SHARDED:
                     outputs = fsdp_param.all_gather_outputs
-                    if self.direct_memory.holds(fsdp_param):
+                    if any(t.untyped_storage()._cdata in rotating for t in outputs):
                         fsdp_param.all_gather_outputs = []
                     fsdp_param.to_sharded()
                     fsdp_param.all_gather_outputs = outputs  # [Note: Direct gathers]

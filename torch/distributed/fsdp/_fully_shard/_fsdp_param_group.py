@@ -2,8 +2,8 @@
 When a unit's data moves: the states of a param group, its hooks, prefetching and waits.
 
 [Note: Who waits for whom]
-Handovers of data from stream to stream, beside those of features (joined reductions,
-direct memory, offloading), are these waits:
+Data passes from stream to stream under these waits (joined reductions, direct memory
+and offloading add their own):
 
 - optimizer -> copy-in: the root's pre-forward makes both gather streams wait.
 - copy-in -> all-gather: ``foreach_all_gather``, stream to stream.
@@ -121,10 +121,10 @@ class FSDPParamGroup(PluginNames):
     # The hook's, if the mesh has no replicas
     _all_reduce_hook_stream: torch.Stream | None = None
     reduce_grads: bool = True
+    all_reduce_grads: bool = True  # over replicas
     # Whether all-reduces were ever deferred. All ranks know that, but not which of them
     # have a partial reduce
     _has_deferred: bool = False
-    all_reduce_grads: Any = settings.OnSet(settings.note_deferral)  # over replicas
     reshard_after_backward: bool = True
     force_sum_reduction_for_comms: bool = False  # and divide apart
     # Reduce zeros for parameters without a gradient, so that all ranks reduce alike
@@ -173,7 +173,7 @@ class FSDPParamGroup(PluginNames):
         self.mesh_info, self.post_forward_mesh_info = mesh_info, post_forward_mesh_info
         self.device, self.device_handle = device, _get_device_handle(device.type)
         self.mp_policy, self.offload_policy = mp_policy, offload_policy
-        self.gradient_divide_factor, self.all_reduce_grads = None, True
+        self.gradient_divide_factor = None
         self._all_gather_comm = comms.DefaultAllGather()
         self._reduce_scatter_comm = comms.DefaultReduceScatter()
         # Plugins may replace these two (2.15)
@@ -195,7 +195,7 @@ class FSDPParamGroup(PluginNames):
         self.comm_ctx = FSDPCommContext()
         self._post_forward_indices: list[int] = []  # in `comm_ctx.post_forward_order`
         # Groups to gather when this one's backward is over (`BACKWARD_POST`)
-        self._to_prefetch_late: list[FSDPParamGroup] = []
+        self._to_prefetch_after: list[FSDPParamGroup] = []
         self._partial_reduces = grads_.PartialReduces()
         self._agreement = UnitAgreement(self)
 
@@ -241,8 +241,12 @@ class FSDPParamGroup(PluginNames):
                 fsdp_param.mp_policy = policy
             self._resolved_policy, self._awaits_names = self.mp_policy, False
             settings.check_can_exchange(self, type(self._reduce_scatter_comm))
-        self._call_init_mp_dtypes()
+        self._init_mp_dtypes()
+        is_replaced = self._replaces_init_dtypes
         for fsdp_param in self.fsdp_params:
+            # A replacement may have applied the unit's policy to all parameters
+            if is_replaced and fsdp_param.mp_policy is not self.mp_policy:
+                fsdp_param.init_dtype_attrs(fsdp_param.mp_policy)
             if not fsdp_param.orig_dtype.is_floating_point:
                 # Since 2.15 autograd would accumulate complex gradients in a real dtype
                 fsdp_param.reduce_dtype = None
@@ -251,7 +255,7 @@ class FSDPParamGroup(PluginNames):
         cache.upcast_by_autograd = [*upcast]
         cache.invalidate_buckets_if_changed()  # what this call has set is no change
         # A plugin's `_init_mp_dtypes` may set other dtypes at each call
-        self._has_read_dtypes = not self._replaces_init_dtypes
+        self._has_read_dtypes = not is_replaced
 
     # Meshes #
     @property
@@ -292,7 +296,6 @@ class FSDPParamGroup(PluginNames):
     _register_state_dict_hooks = registrations.register_state_dict_hooks
     _validate_reduce_scatter_max_input_buffers = settings.check_max_input_buffers
     _set_separate_reduce_scatter_group = settings.set_separate_reduce_scatter_group
-    set_direct_min_nbytes = settings.set_direct_min_nbytes
     set_symm_mem = settings.set_symm_mem
     set_allocate_memory_from_process_group = settings.set_process_group_memory
 
@@ -318,7 +321,7 @@ class FSDPParamGroup(PluginNames):
             return
         comm, is_replaced = self._all_gather_comm, foreach_all_gather is not _OWN_GATHER
         streams = self.comm_ctx.get_all_gather_streams(async_op, self._training_state)
-        if not is_replaced and not self._agreement.on_gathers:
+        if not is_replaced and not self._agreement.has_compared_gathers:
             self._agreement.check_gather(group, comm)
         args = self.fsdp_params, group, async_op, *streams, self.device, comm
         options = {} if is_replaced else {"cache": self._get_cache()}
@@ -353,7 +356,11 @@ class FSDPParamGroup(PluginNames):
         # Parameters are made once, and as inference tensors they could never train
         is_inference = torch.is_inference_mode_enabled()
         try:
-            with torch.inference_mode(False) if is_inference else observers.NO_RANGE:
+            with (
+                torch.inference_mode(False)
+                if is_inference
+                else contextlib.nullcontext()
+            ):
                 if is_single:
                     collectives.unshard_single_rank(cache, self.device)
                 else:
@@ -366,8 +373,7 @@ class FSDPParamGroup(PluginNames):
             self._agreement.add_note(error)
             raise
         self._to_state(ShardedState.UNSHARDED)
-        copy_out_event = self.device_handle.Event()
-        copy_out_event.record()
+        copy_out_event = self.device_handle.current_stream().record_event()
         if in_forward and not is_single and result.all_gather_work is None:
             # See [Note: Freeing the gather buffer late]
             self.comm_ctx.all_gather_state = AllGatherState(result, copy_out_event)
@@ -378,10 +384,7 @@ class FSDPParamGroup(PluginNames):
         self._all_gather_result = self._all_gather_group = None
 
     def _can_gather_directly(self) -> bool:
-        """
-        Whether gather and copy-out are FSDP's own, reshard is not to a smaller mesh, and
-        no parameter keeps its unsharded storage (2.15).
-        """
+        """Whether the next gather may be direct, see [Note: Direct gathers]."""
         params: list[Any] = self.fsdp_params if releases.FOLLOWS_GRAD_DTYPE else []
         return (
             type(self._all_gather_comm) is comms.DefaultAllGather
@@ -431,7 +434,8 @@ class FSDPParamGroup(PluginNames):
         with self._range("FSDP::pre_forward", logs=True):
             self._training_state = TrainingState.FORWARD
             self._unshard_now()
-            releases.restore_spmd_types(self.fsdp_params)
+            for fsdp_param in self.fsdp_params if releases.HAS_SPMD_TYPES else ():
+                fsdp_param._restore_spmd_types(fsdp_param.unsharded_param)
             if is_first_module:
                 args, kwargs = self._register_post_backward_hook(args, kwargs)
             return args, kwargs
@@ -466,7 +470,7 @@ class FSDPParamGroup(PluginNames):
         with self._range("FSDP::pre_backward", logs=True):
             self._training_state = TrainingState.PRE_BACKWARD
             # Some are left if the root's final callback ran the last post-backward
-            self._to_prefetch_late.clear()
+            self._to_prefetch_after.clear()
             self._unshard_now()
             grads_.suspend_upcasts(self._cache, reduces=self.reduce_grads)
             if default_prefetch:
@@ -476,7 +480,7 @@ class FSDPParamGroup(PluginNames):
     @releases.not_type_checked
     def post_backward(self, *unused: Any):
         """Reshards, and reduces gradients, also those of earlier microbatches."""
-        self._range("FSDP::post_backward", logs=True)  # for its log alone
+        self._range("FSDP::post_backward", logs=True)  # logs only, it is not entered
         # If some modules of the unit did not run, its forward never ended
         in_forward = self._training_state == TrainingState.FORWARD
         is_partial_group_backward = in_forward and len(self.modules) > 1
@@ -515,13 +519,19 @@ class FSDPParamGroup(PluginNames):
             grads_.accumulate_empty_grads(self.fsdp_params, grads, stream)
         context.recycle_reduce_buffers(self)
         partial_reduces, completes = self._partial_reduces, self.all_reduce_grads
+        if not completes:
+            self._has_deferred |= isinstance(self.mesh_info, DDPMeshInfo)
         buckets: Any = partial_reduces.plan(cache, grads, completes=completes)
         if not buckets:
             return
         reduction = self._make_reduction(len(buckets))
         replacement = None if foreach_reduce is _OWN_REDUCE else foreach_reduce
-        if replacement is None:  # a replacement may need no other ranks
-            self._check_ranks(reduction, buckets)
+        if replacement is None:  # a replacement may not communicate
+            check, comm = self._agreement.check_reduction, reduction.reduce_scatter_comm
+            if (group := reduction.reduce_scatter_group) is not None:
+                check(group, buckets, comm)
+            if (group := reduction.all_reduce_group) is not None and completes:
+                check(group, buckets)
 
         def pop_part(bucket: ReduceBucket) -> BucketGrads:
             args = reduction, self.fsdp_params, bucket, grads
@@ -529,10 +539,15 @@ class FSDPParamGroup(PluginNames):
 
         with self._range("FSDP::post_backward_reduce"):
             self._wait_for_post_backward()
-            joins = self.reduce_bucket_cap is not None and replacement is None
-            # After deferrals replicas may differ
-            joins &= not (self._has_deferred or partial_reduces)
-            if joins and grads_.can_join(reduction):
+            if (
+                self.reduce_bucket_cap is not None
+                and replacement is None
+                # After a deferral replicas may have different buckets
+                and not (self._has_deferred or partial_reduces)
+                and reduction.all_reduce_hook is None
+                and reduction.prepares_by_default
+                and type(reduction.reduce_scatter_comm) is comms.DefaultReduceScatter
+            ):
                 buckets = context.join_small(self, reduction, buckets, pop_part)
             args = reduction, buckets, pop_part, replacement
             try:
@@ -575,16 +590,6 @@ class FSDPParamGroup(PluginNames):
             clones_output=is_kept and not comms.allocates_anew(comm),
         )
 
-    def _check_ranks(
-        self, reduction: Reduction, buckets: Sequence[ReduceBucket]
-    ) -> None:
-        """Raises if the ranks that are about to reduce ``buckets`` disagree."""
-        check = self._agreement.check_reduction
-        if (group := reduction.reduce_scatter_group) is not None:
-            check(group, buckets, reduction.reduce_scatter_comm)
-        if (group := reduction.all_reduce_group) is not None and self.all_reduce_grads:
-            check(group, buckets)
-
     def _wait_for_post_backward(self) -> None:
         """Waits for the last reduction, if backward comes to the group again."""
         self.comm_ctx.wait_current_stream(self._post_reduce_event)
@@ -594,22 +599,19 @@ class FSDPParamGroup(PluginNames):
 
     def finalize_backward(self):
         """Makes the current stream wait for all that backward has started."""
-        self.comm_ctx.reduce_joined(self)
-        self.comm_ctx.wait_current_stream_on_reductions()
+        context = self.comm_ctx
+        context.reduce_joined(self)
+        context.wait_current_stream_on_reductions()
         self._post_reduce_event = None
-        self._synchronize_offloaded_grads()
-        self._drop_all_gather()  # of a prefetched group that backward did not use
+        self._drop_iteration_state()
         # If forward skipped modules of a unit, the last gather's buffer is still there
-        self.comm_ctx.release_all_gather_state_on_current_stream()
-        self._post_forward_indices.clear()
-        self._to_prefetch_late.clear()
-        self.comm_ctx.free_resharded()
+        context.release_all_gather_state_on_current_stream()
+        context.free_resharded()
 
     def _reset_iter_state(self) -> None:
         """Waits for what is in flight, drops it and all gradients, and reshards."""
-        self._drop_all_gather()
+        self._drop_iteration_state()
         self._wait_for_post_backward()
-        self._synchronize_offloaded_grads()
         self._partial_reduces.clear()
         self.comm_ctx.joined_reductions.clear()
         grads_.drop_grads(self._get_cache())
@@ -617,8 +619,6 @@ class FSDPParamGroup(PluginNames):
         self.comm_ctx.wait_all_gather_streams_on_event(event)
         self._reshard_after_forward_event = None
         self._post_backward_pending = False
-        self._post_forward_indices.clear()
-        self._to_prefetch_late.clear()
         self._training_state = TrainingState.IDLE
         # Also if it is sharded: what failed may have left outputs or registrations
         self._cache.to_state(ShardedState.SHARDED)
@@ -626,22 +626,21 @@ class FSDPParamGroup(PluginNames):
         self.comm_ctx.hold_resharded(self._direct_memory)
         self.comm_ctx.free_resharded()
 
-    def _synchronize_offloaded_grads(self) -> None:
+    def _drop_iteration_state(self) -> None:
+        """Waits for offloaded gradients, and for a prefetch that backward did not use."""
+        if (result := self._all_gather_result) is not None:
+            self.comm_ctx.wait_current_stream(result.all_gather_event)
+            if isinstance(result.all_gather_work, dist.distributed_c10d.Work):
+                result.all_gather_work.wait()
+            self._all_gather_result = self._all_gather_group = None
+            if not self.is_unsharded:
+                self.comm_ctx.hold_resharded(self._direct_memory)
         for fsdp_param in self.fsdp_params:
             if (event := fsdp_param.grad_offload_event) is not None:
                 event.synchronize()  # the optimizer reads it on the CPU
                 fsdp_param.grad_offload_event = None
-
-    def _drop_all_gather(self) -> None:
-        if self._all_gather_result is None:
-            return
-        self.comm_ctx.wait_current_stream(self._all_gather_result.all_gather_event)
-        work = self._all_gather_result.all_gather_work
-        if isinstance(work, dist.distributed_c10d.Work):
-            work.wait()
-        self._all_gather_result = self._all_gather_group = None
-        if not self.is_unsharded:
-            self.comm_ctx.hold_resharded(self._direct_memory)
+        self._post_forward_indices.clear()
+        self._to_prefetch_after.clear()
 
     # Runtime: prefetch #
     def _backward_prefetch(self) -> None:
@@ -654,12 +653,12 @@ class FSDPParamGroup(PluginNames):
             for target in targets:
                 self._prefetch_unshard(target, "backward")
         elif self.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
-            self._to_prefetch_late = [*targets]
+            self._to_prefetch_after = [*targets]
 
     @torch._disable_dynamo
-    def _backward_prefetch_late(self) -> None:
+    def _prefetch_after_backward(self) -> None:
         """Starts the gathers that were to wait for the end of this group's backward."""
-        targets, self._to_prefetch_late = self._to_prefetch_late, []
+        targets, self._to_prefetch_after = self._to_prefetch_after, []
         for target in targets:
             self._prefetch_unshard(target, "backward")
 
@@ -719,8 +718,8 @@ class FSDPParamGroup(PluginNames):
 
     def after_post_backward(self, grads: Sequence[Tensor | None]) -> None:
         """Is called after post-backward, but not by the root's final callback."""
-        if self._to_prefetch_late:
-            self._backward_prefetch_late()
+        if self._to_prefetch_after:
+            self._prefetch_after_backward()
         if not torch.is_grad_enabled():
             return
         # With `create_graph`, a second backward through these gradients needs the unit

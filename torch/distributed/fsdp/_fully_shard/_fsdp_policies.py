@@ -1,7 +1,4 @@
-"""
-``MixedPrecisionPolicy``, and the policy of each parameter: overrides of its unit's, by
-function or by patterns over parameter names.
-"""
+"""``MixedPrecisionPolicy``, with overrides for parameters by function or by name."""
 
 from __future__ import annotations
 
@@ -122,27 +119,18 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
 
 
 def resolve(
-    policy: _P,
-    param: nn.Parameter,
-    fqn: str,
-    is_whole_fqn: bool | None = None,
-    earlier: _P | None = None,
+    policy: _P, param: nn.Parameter, fqn: str, is_whole: bool | None = None
 ) -> _P:
     """
     Returns one parameter's policy, without overrides and with its reduce dtype.
-    ``is_whole_fqn`` is False if ``fqn`` may be only the end of the name in the model
-    that ``by_name`` was called on, and None while nobody knows. ``earlier`` is what this
-    returned while nobody knew: functions are not asked again.
+    ``is_whole`` is False if ``fqn`` may be only the end of the name in the model
+    that ``by_name`` was called on, and None while nobody knows.
     """
     changes: dict[str, Any] = {}
     for name, override_fn in _overrides_of(policy).items():
         changes[f"{name}_override_fn"] = None
         if isinstance(override_fn, DtypeByName):
-            dtype = override_fn.look_up(fqn, is_whole_fqn)
-        elif earlier is not None:
-            if (dtype := getattr(earlier, name)) != getattr(policy, name):
-                changes[name] = dtype
-            continue
+            dtype = override_fn.look_up(fqn, is_whole)
         else:
             try:
                 dtype = override_fn(param)
@@ -166,15 +154,17 @@ def resolve_all(
     policy: _P,
     params: Sequence[nn.Parameter],
     fqns: Sequence[str],
-    is_named: bool | None = None,  # by the root. None: ask again at lazy init
-    earlier: Sequence[_P | None] = (),
+    is_named: bool | None = None,  # by the root; None: not yet
+    earlier: Sequence[_P] = (),  # of the same: functions are not asked again
 ) -> list[_P]:
     """Returns the policies of a unit's parameters, see :func:`resolve`."""
+    tables = tables_of(policy)
     is_whole = is_named and all(
-        _clean(fqn) in table.by_fqn for table in tables_of(policy) for fqn in fqns
+        _clean(fqn) in table.by_fqn for table in tables.values() for fqn in fqns
     )
-    named = zip(params, fqns, earlier or [None] * len(fqns), strict=True)
-    return [resolve(policy, p, fqn, is_whole, before) for p, fqn, before in named]
+    policies = [replace(p, **tables) for p in earlier] or [policy] * len(fqns)
+    named = zip(policies, params, fqns, strict=True)
+    return [resolve(p, param, fqn, is_whole) for p, param, fqn in named]
 
 
 def reduce_dtype_of_policy(policy: Any) -> torch.dtype | None:
@@ -184,10 +174,10 @@ def reduce_dtype_of_policy(policy: Any) -> torch.dtype | None:
     return policy.reduce_dtype
 
 
-def tables_of(policy: Any) -> list[DtypeByName]:
+def tables_of(policy: Any) -> dict[str, Any]:
     """Returns the overrides that ``by_name`` has made: they need the root's names."""
-    overrides = _overrides_of(policy).values()
-    return [table for table in overrides if isinstance(table, DtypeByName)]
+    fns = _overrides_of(policy).items()
+    return {f"{n}_override_fn": fn for n, fn in fns if isinstance(fn, DtypeByName)}
 
 
 def _overrides_of(policy: Any) -> dict[str, OverrideFn]:
@@ -305,34 +295,32 @@ class DtypeByName:
 
 def _with_overrides(policy: _P, module: nn.Module, patterns: Mapping[str, Any]) -> _P:
     """Returns a policy with overrides by patterns, see ``by_name``."""
-    fqns: dict[nn.Parameter, list[str]] = {}  # shared parameters have several
-    for fqn, param in module.named_parameters(remove_duplicate=False):
-        fqns.setdefault(param, []).append(_clean(fqn))
+    named = module.named_parameters(remove_duplicate=False)
+    params = {_clean(fqn): param for fqn, param in named}  # several times if shared
     # By field: each parameter's dtype, and the pattern that has set it
     set_by: dict[str, dict[nn.Parameter, tuple[torch.dtype | None, str]]] = {}
     for pattern, value in patterns.items():
         dtypes = _dtypes_of(pattern, value, policy)
-        matched = [p for p in fqns if any(fnmatchcase(f, pattern) for f in fqns[p])]
-        if not matched:
+        fqns = [fqn for fqn in params if fnmatchcase(fqn, pattern)]
+        if not fqns:
             raise ValueError(
                 f"Pattern {pattern!r} matches no parameter of {type(module).__name__}. "
                 "Give patterns over whole names, e.g. 'layers.0.norm.*'."
             )
-        for (name, dtype), param in product(dtypes.items(), matched):
+        for (name, dtype), fqn in product(dtypes.items(), fqns):
             by_param = set_by.setdefault(name, {})
-            first_dtype, first = by_param.setdefault(param, (dtype, pattern))
+            first_dtype, first = by_param.setdefault(params[fqn], (dtype, pattern))
             if first_dtype != dtype:
-                found = f"{' alias '.join(fqns[param])} to {first_dtype} and {dtype}"
+                aliases = " alias ".join(f for f in params if params[f] is params[fqn])
+                found = f"{aliases} to {first_dtype} and {dtype}"
                 raise ValueError(
                     f"Patterns {first!r} and {pattern!r} set {name} of {found}"
                 )
     overrides: dict[str, Any] = {}
     for name, by_param in set_by.items():
         setters = {pattern: dtype for dtype, pattern in by_param.values()}
-        table = DtypeByName(type(module).__name__, setters, {})
-        for param, aliases in fqns.items():
-            dtype, _ = by_param.get(param, (None, ""))
-            table.by_fqn.update(dict.fromkeys(aliases, dtype))
+        by_fqn = {fqn: by_param.get(p, (None, ""))[0] for fqn, p in params.items()}
+        table = DtypeByName(type(module).__name__, setters, by_fqn)
         overrides[f"{name}_override_fn"] = table
     return replace(policy, **overrides)
 
@@ -344,7 +332,7 @@ def _dtypes_of(pattern: str, value: Any, policy: Any) -> Mapping[str, Any]:
         defaults = {f.name: f.default for f in fields(value)}
         dtypes = {name: getattr(value, name) for name in defaults}
         dtypes["reduce_dtype"] = reduce_dtype_of_policy(value)
-        # What holds for whole modules may be set as `policy` sets it
+        # Fields of whole modules may repeat what by_name was given
         alike = {n: getattr(policy, n) for n in ("output_dtype", "cast_forward_inputs")}
         alike = defaults | alike
         dtypes = {n: v for n, v in dtypes.items() if v not in (defaults[n], alike[n])}

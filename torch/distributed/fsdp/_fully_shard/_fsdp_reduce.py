@@ -32,7 +32,6 @@ the reduced shard may be the reduction's input.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -42,28 +41,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import _get_device_handle
+from torch.distributed.distributed_c10d import ReduceScatterOptions
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 
 from . import _fsdp_layout as layouts
-from ._fsdp_api import _ReduceOp, ReduceScatter
-from ._fsdp_comms import (
-    allocate,
-    allocates_anew,
-    DefaultReduceScatter,
-    reduce_scatter_coalesced,
-)
+from ._fsdp_api import ReduceScatter
+from ._fsdp_comms import allocate, allocates_anew, DefaultReduceScatter
 from ._fsdp_errors import note_reduction
 from ._fsdp_layout import GatherLayout, ReduceBucket
-from ._fsdp_observers import gets_operators, without_grad
+from ._fsdp_observers import gets_operators, NO_RANGE, without_grad
 from ._fsdp_param import FSDPParam
-from ._fsdp_releases import FOLLOWS_GRAD_DTYPE, HAS_MIXED_CHUNK_CAT
+from ._fsdp_releases import FOLLOWS_GRAD_DTYPE
 from ._fsdp_scaling import (
     _div_if_needed,
     add_in_tree,
     all_reduce_in_tree,
-    Factors,
     get_divide_factors,
+    Scaling,
 )
 
 
@@ -115,19 +110,12 @@ class Reduction(NamedTuple):
     # Plugins may replace these two. Buckets that go by an all-to-all use no `copy_in`
     copy_in: Callable[[list[Tensor], Tensor, int], None]
     prepare_reduce_scatter_inputs: Callable = _default_reduce_scatter_input_fn
-    # For the comm may allocate the same output again while this one is kept
+    # The comm may allocate the output's memory again while it is still needed
     clones_output: bool = False
 
     @property
     def defers_all_reduce(self) -> bool:
         return self.all_reduce_group is not None and not self.all_reduce_grads
-
-    @property
-    def uses_all_reduce_stream(self) -> bool:
-        """Whether there is an all-reduce now, or a hook."""
-        if self.all_reduce_group is not None:
-            return self.all_reduce_grads
-        return self.all_reduce_hook is not None
 
     @property
     def shard_world_size(self) -> int:
@@ -139,42 +127,18 @@ class Reduction(NamedTuple):
         """Whether no plugin prepares gradients: then the copy-in handles other dims."""
         return self.prepare_reduce_scatter_inputs is _default_reduce_scatter_input_fn
 
-    def can_send_directly(self, bucket: ReduceBucket) -> bool:
-        """Whether direct slots, if any, go uncopied, see [Note: Direct reductions]."""
-        return (
-            self.shard_world_size > 1
-            and bucket.comm_dtype is None
-            and type(self.reduce_scatter_comm) is DefaultReduceScatter
-            and self.copy_in is foreach_reduce_scatter_copy_in
-            and self.prepares_by_default
-        )
-
-    def input_nbytes(self, bucket: ReduceBucket) -> int:
-        nbytes = bucket.shard_numel * bucket.wire_dtype.itemsize
-        return nbytes * self.shard_world_size
-
     @property
-    def join_key(self) -> tuple[Any, ...]:
-        """Units whose buckets may be joined have the same key."""
-        return (
-            self.reduce_scatter_group,
-            self.all_reduce_group,
-            self.gradient_divide_factor,
-            self.force_sum_reduction_for_comms,
+    def scaling(self) -> Scaling:
+        return Scaling(
+            reduce_scatter_group=self.reduce_scatter_group,
+            all_reduce_group=self.all_reduce_group,
+            device_type=self.device.type,
+            factor=self.gradient_divide_factor,
+            is_sum=self.force_sum_reduction_for_comms,
         )
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         return allocate(self.reduce_scatter_comm, numel, dtype, self.device)
-
-    def divide_factors(self, bucket: ReduceBucket) -> Factors:
-        return get_divide_factors(
-            bucket.key,
-            self.reduce_scatter_group,
-            self.all_reduce_group,
-            device_type=self.device.type,
-            factor=self.gradient_divide_factor,
-            force_sum_reduction_for_comms=self.force_sum_reduction_for_comms,
-        )
 
 
 @dataclass(eq=False)
@@ -185,7 +149,7 @@ class BucketGrads:
     bucket: ReduceBucket
     unsharded_grads: list[Tensor]  # the copy-in drops them
     partial_reduce_output: Tensor | None = None
-    # Buckets of one all-to-all share it. With `grouped_inputs`, the first of them
+    # Buckets of one all-to-all share it. The first of `grouped_inputs`, if there are any
     reduce_scatter_input: Any = None
     # What one grouped call takes, see [Note: Direct reductions]
     grouped_inputs: list[Tensor] = field(default_factory=list)
@@ -194,19 +158,12 @@ class BucketGrads:
     # Whether the sharded gradients are views of the reduced buffer
     is_viewed: bool = False
 
-    def divides_in_tree(self, reduction: Reduction) -> bool:
-        """Whether the sum in a tree divides: no partial reduce, replica or hook follows."""
-        if self.received is None or self.partial_reduce_output is not None:
-            return False
-        return not (reduction.all_reduce_group or reduction.all_reduce_hook)
-
     @property
     def partial_dtype(self) -> torch.dtype:
         """The dtype that partial reduces are added in: the widest accumulation dtype."""
         dtype = self.bucket.dtype
-        for fsdp_param in self.fsdp_params:
-            dtype = layouts.accumulation_dtype(fsdp_param, dtype)
-        return dtype
+        dtypes = [layouts.accumulation_dtype(p, dtype) for p in self.fsdp_params]
+        return max(dtypes, key=lambda dtype: dtype.itemsize)
 
 
 def prepare_inputs(
@@ -238,24 +195,22 @@ def reduce_buckets(
     """
     handle = _get_device_handle(reduction.device.type)
     compute_stream, stream = handle.current_stream(), reduction.reduce_scatter_stream
-    exchanged: list[BucketGrads] = []
-    if reduction.shard_world_size > 1:
-        exchanged = [part for part in parts if part.bucket.comm_dtype is not None]
+    has_ranks = reduction.shard_world_size > 1
+    by_all_to_all = [p for p in parts if has_ranks and p.bucket.comm_dtype is not None]
     results: list[ReduceResult] = []
     batch = parts  # an error gets a note about these buckets
     try:
         for part in parts:
-            if part not in exchanged:
+            if part not in by_all_to_all:
                 batch = [part]
                 _copy_in(reduction, part)
-        if exchanged:
-            batch = exchanged
-            _copy_in_exchanged(reduction, exchanged)
+        if by_all_to_all:
+            batch = by_all_to_all
+            _copy_in_all_to_all(reduction, by_all_to_all)
         stream.wait_stream(compute_stream)
         with handle.stream(stream):
-            if exchanged:
-                batch = exchanged
-                _all_to_all(reduction, exchanged)
+            if by_all_to_all:
+                _all_to_all(reduction, by_all_to_all)
             for batch in _all_reduced_together(reduction, parts):
                 results += _reduce_batch(reduction, batch, compute_stream)
     except Exception as error:
@@ -270,12 +225,14 @@ def reduce_buckets(
 def _copy_in(reduction: Reduction, part: BucketGrads) -> None:
     """Copies a bucket's gradients into the reduction's input, and drops them."""
     bucket, grads, numel = part.bucket, part.unsharded_grads, part.bucket.shard_numel
-    world_size = reduction.shard_world_size
-    if bucket.has_direct and reduction.can_send_directly(bucket):
+    comm, world_size = reduction.reduce_scatter_comm, reduction.shard_world_size
+    is_own = reduction.copy_in is foreach_reduce_scatter_copy_in
+    is_direct = bucket.has_direct and is_own and reduction.prepares_by_default
+    if is_direct and world_size > 1 and type(comm) is DefaultReduceScatter:
         _stage_direct(reduction, part)
         return
     reduce_input = reduction.allocate(world_size * numel, bucket.wire_dtype)
-    if reduction.copy_in is foreach_reduce_scatter_copy_in:
+    if is_own:
         copy_in_grads(bucket, grads, reduce_input.view(world_size, numel))
     else:  # a plugin's, which takes gradients of one dtype, to be chunked on dim 0
         if reduction.prepares_by_default:
@@ -308,7 +265,7 @@ def _stage_direct(reduction: Reduction, part: BucketGrads) -> None:
     grads.clear()
 
 
-def _copy_in_exchanged(reduction: Reduction, parts: Sequence[BucketGrads]) -> None:
+def _copy_in_all_to_all(reduction: Reduction, parts: Sequence[BucketGrads]) -> None:
     """
     Copies the gradients of buckets into one buffer to send, and drops them. One kernel
     copies all, viewed in the narrowest dtype, unless a gradient must be cast or
@@ -344,13 +301,10 @@ def _view_columns(
 ) -> list[Tensor]:
     """Views the inputs of ``layout`` in a buffer, each with one row for each rank."""
     rows = buffer.view(world_size, layout.segment_numel)
-    pieces = iter(rows.split(layout.split_sizes, dim=1))
-    columns: dict[int | None, Tensor] = {}
-    for region in layout.regions:
-        for i, _ in region.slots:
-            columns[i] = next(pieces).view(region.dtype)
-    columns.pop(None, None)  # padding
-    return [columns[i] for i in range(len(columns))]
+    slots = [(i, region.dtype) for region in layout.regions for i, _ in region.slots]
+    pieces = zip(slots, rows.split(layout.split_sizes, dim=1), strict=True)
+    columns = {i: piece.view(d) for (i, d), piece in pieces if i is not None}
+    return [columns[i] for i in sorted(columns)]
 
 
 def _dense_dtypes(
@@ -363,9 +317,9 @@ def _dense_dtypes(
     ]
 
 
-# The operator that calls the kernel, `torch._chunk_cat`, where somebody observes. That of
-# 2.15 casts between `_MIXED_ON_CUDA` on CUDA
-_CHUNK_CAT = "chunk_cat_mixed_dtype" if HAS_MIXED_CHUNK_CAT else "chunk_cat"
+# If a step is observed, this operator is called in place of its kernel, `_chunk_cat`. On
+# CUDA 2.15's also casts within `_MIXED_ON_CUDA`
+_CHUNK_CAT = "chunk_cat_mixed_dtype" if FOLLOWS_GRAD_DTYPE else "chunk_cat"
 _MIXED_ON_CUDA = {torch.bfloat16, torch.float32}
 # Gradients are copied together through a temporary up to this many elements: to copy them
 # once more takes a GPU no longer than a kernel launch
@@ -394,27 +348,23 @@ def copy_in_grads(bucket: ReduceBucket, grads: list[Tensor], rows: Tensor) -> No
     is_dense, first, device = rows.is_contiguous(), dtypes[0], rows.device
     # A uniform unit takes the release's memory and launches
     is_uniform = not bucket.is_mixed and bucket.comm_dtype is None
-    is_same = first is not None and dtypes.count(first) == len(dtypes)
+    have_one_dtype = first is not None and dtypes.count(first) == len(dtypes)
     # Observers see the release's operator even if it takes the slow path
-    kernel_takes_all = is_same and (
+    use_kernel = have_one_dtype and (
         is_uniform or _kernel_takes(first, rows.dtype) or gets_operators(device)
     )
     # The operator casts without a temporary on CUDA. Uniform units call it anyway
-    operator_takes_all = (not kernel_takes_all and HAS_MIXED_CHUNK_CAT) and (
+    use_operator = (not use_kernel and FOLLOWS_GRAD_DTYPE) and (
         (is_uniform and None not in dtypes)
         or (device.type == "cuda" and {*dtypes, rows.dtype} <= _MIXED_ON_CUDA)
     )
-    if is_dense and (kernel_takes_all or operator_takes_all):
-        _chunk_cat(grads, rows, by_operator=not kernel_takes_all)
+    if is_dense and (use_kernel or use_operator):
+        _chunk_cat(grads, rows, by_operator=not use_kernel)
         return
-    castable = [
-        grad
-        for grad, dtype in zip(grads, dtypes)
-        if is_dense and _kernel_takes(dtype, rows.dtype)
-    ]
-    largest = max(castable, key=Tensor.numel, default=None)
-    # The length of each slice: the least that the kernel, which cuts `n` elements into
-    # chunks of ceil(n / world_size), pads to the gradient's columns
+    castable = [g for g, d in zip(grads, dtypes) if _kernel_takes(d, rows.dtype)]
+    largest = max(castable if is_dense else (), key=Tensor.numel, default=None)
+    # The length of each slice: the least that the kernel, whose chunks have
+    # ceil(n / world_size) elements, pads to the gradient's columns
     stand_in_numels = {
         i: max(world_size * (bucket.slots[i].shard_numel - 1) + 1, 0)
         for i, dtype in enumerate(dtypes)
@@ -442,20 +392,19 @@ def _copy_in_apart(
     Copies some gradients to their columns: adjacent dense ones of one dtype are fused
     to a temporary, and cast from there by one copy, up to ``_MAX_RUN_NUMEL`` at once.
     """
-    world_size, starts, slots = rows.size(0), bucket.starts, bucket.slots
+    world_size, starts = rows.size(0), bucket.starts
     runs: list[list[int]] = []
-    end = run_numel = 0  # of the run: its end in a row, and the size of its gradients
+    run_numel = 0
     for i in indices:
         run_numel += grads[i].numel()
-        is_next = runs and starts[i] == end and dtypes[i] == dtypes[runs[-1][0]]
+        is_next = runs and runs[-1][-1] == i - 1 and dtypes[i] == dtypes[i - 1]
         if not is_next or dtypes[i] is None or run_numel > _MAX_RUN_NUMEL:
             runs.append([])
             run_numel = grads[i].numel()
         runs[-1].append(i)
-        end = starts[i] + slots[i].shard_numel
     for run in runs:
-        first, numel = run[0], sum(slots[i].shard_numel for i in run)
-        columns, dim = rows.narrow(1, starts[first], numel), slots[first].shard_dim
+        first, dim = run[0], bucket.slots[run[0]].shard_dim
+        columns = rows[:, starts[first] : starts[run[-1] + 1]]
         if len(run) == 1 and (dim != 0 or grads[first].size(0) % world_size == 0):
             by_rank = _view_by_rank(grads[first], dim, world_size)
             columns.unflatten(1, by_rank.size()[1:]).copy_(by_rank)
@@ -466,9 +415,7 @@ def _copy_in_apart(
 
 
 def _view_by_rank(grad: Tensor, dim: int, world_size: int) -> Tensor:
-    """Views a gradient sharded on ``dim`` with the rank as its leading dim."""
-    if grad.size(dim) % world_size != 0:
-        raise AssertionError(f"Shard({dim}) requires even sharding")
+    """Views a gradient sharded evenly on ``dim`` with the rank as its leading dim."""
     return grad.unflatten(dim, (world_size, -1)).movedim(dim, 0)
 
 
@@ -518,7 +465,12 @@ def _all_to_all(reduction: Reduction, parts: Sequence[BucketGrads]) -> None:
 
 
 def _reduce_over_shards(
-    reduction: Reduction, part: BucketGrads, factors: Factors
+    reduction: Reduction,
+    part: BucketGrads,
+    *,
+    before: float | None,
+    op: Any,
+    tree_divisor: float | None,
 ) -> Tensor:
     """
     Returns this rank's 1D sum over the shard group and the partial reduce, which is
@@ -527,9 +479,10 @@ def _reduce_over_shards(
     """
     bucket, partial = part.bucket, part.partial_reduce_output
     world_size, reduce_input = reduction.shard_world_size, part.reduce_scatter_input
+    group: Any = reduction.reduce_scatter_group
     if not part.grouped_inputs:
         to_divide = reduce_input if part.received is None else part.received
-        _div_if_needed(to_divide, factors[0])
+        _div_if_needed(to_divide, before)
     if (
         world_size == 1
         and partial is None
@@ -543,21 +496,21 @@ def _reduce_over_shards(
         output.copy_(reduce_input)
     elif part.grouped_inputs:
         inputs: Any = part.grouped_inputs
-        if factors[0] not in (None, 1):  # not in place: users may hold gradients
-            inputs = torch._foreach_div(inputs, factors[0])
+        if before not in (None, 1):  # not in place: users may hold gradients
+            inputs = torch._foreach_div(inputs, before)
         outputs = output.split([tensor.numel() // world_size for tensor in inputs])
-        group = cast(dist.ProcessGroup, reduction.reduce_scatter_group)
-        reduce_scatter_coalesced(outputs, inputs, group, factors[2])
+        options = ReduceScatterOptions()
+        options.reduceOp, options.asyncOp = op, False
+        # One call, which takes inputs of one dtype
+        work = group.reduce_scatter_tensor_coalesced([*outputs], [*inputs], options)
+        if work is not None:
+            work.wait()
     elif part.received is None:
         reduction.reduce_scatter_comm(
-            output_tensor=output,
-            input_tensor=reduce_input,
-            group=cast(dist.ProcessGroup, reduction.reduce_scatter_group),
-            op=factors[2],
+            output_tensor=output, input_tensor=reduce_input, group=group, op=op
         )
     else:
-        divisor = factors[1] if part.divides_in_tree(reduction) else None
-        add_in_tree(part.received, output, divisor)
+        add_in_tree(part.received, output, tree_divisor)
         part.received = None
     if reduction.defers_all_reduce:
         output = output.to(part.partial_dtype)
@@ -586,7 +539,7 @@ def relayout(
 def _all_reduced_together(
     reduction: Reduction, parts: Sequence[BucketGrads]
 ) -> Sequence[Sequence[BucketGrads]]:
-    """Groups buckets of one all-reduce: of one dtype, all or none added in a tree."""
+    """Groups buckets by all-reduce: of one dtype, all or none summed in a tree."""
     if reduction.all_reduce_group is None or reduction.defers_all_reduce:
         return [[part] for part in parts]
     grouped = groupby(parts, lambda p: (p.bucket.dtype, p.bucket.comm_dtype is None))
@@ -600,12 +553,19 @@ def _reduce_batch(
     Reduces buckets that share an all-reduce, and so have the same factors. The sharded
     gradients are read in ``consumer_stream``.
     """
-    bucket = parts[0].bucket
-    factors = reduction.divide_factors(bucket)
-    # Not true any more once `received` is summed
-    is_divided = parts[0].divides_in_tree(reduction)
+    first, bucket = parts[0], parts[0].bucket
+    group, hook = reduction.all_reduce_group, reduction.all_reduce_hook
+    uses_stream = group is not None or hook is not None
+    before, after, op, replica_op = get_divide_factors(bucket.key, reduction.scaling)
+    tree_divisor, is_last = (
+        None,
+        not uses_stream and first.partial_reduce_output is None,
+    )
+    if is_last and first.received is not None:
+        tree_divisor, after = after, None  # the sum in a tree divides, too
+    factors: Any = {"before": before, "op": op, "tree_divisor": tree_divisor}
     shards: Sequence[Tensor]
-    shards = [_reduce_over_shards(reduction, part, factors) for part in parts]
+    shards = [_reduce_over_shards(reduction, part, **factors) for part in parts]
     buffer = shards[0]
     if len(shards) > 1:
         buffer = torch.cat(shards)
@@ -621,14 +581,17 @@ def _reduce_batch(
     needs_casts = any(part.bucket.needs_casts for part in parts)
     as_views = buffer.dtype == bucket.dtype and not needs_casts
     handle = _get_device_handle(reduction.device.type)
-    if uses_stream := reduction.uses_all_reduce_stream:
+    if uses_stream:
         stream = reduction.all_reduce_stream
         stream.wait_stream(reduction.reduce_scatter_stream)
-    with handle.stream(stream) if uses_stream else contextlib.nullcontext():
-        if uses_stream:
-            _all_reduce(reduction, bucket, buffer, factors[3])
-        if not is_divided:
-            _div_if_needed(buffer, factors[1])
+    with handle.stream(stream) if uses_stream else NO_RANGE:
+        if group is not None and bucket.comm_dtype is None:
+            dist.all_reduce(buffer, group=group, op=replica_op)
+        elif group is not None:
+            all_reduce_in_tree(buffer, group)
+        if hook is not None:
+            hook(buffer)
+        _div_if_needed(buffer, after)
         for part, shard in zip(parts, shards, strict=True):
             accumulate_sharded_grads(
                 part, shard, stream, consumer_stream, as_views=as_views
@@ -638,19 +601,6 @@ def _reduce_batch(
     if buffer is inputs[0] and not uses_stream:
         scattered = done  # over a single rank the buffer is held as the input
     return [ReduceResult(i, scattered, stream, done, *held) for i in inputs]
-
-
-def _all_reduce(
-    reduction: Reduction, bucket: ReduceBucket, buffer: Tensor, op: _ReduceOp
-) -> None:
-    """Reduces ``buffer`` over the replicas and runs the user's hook on it."""
-    group = reduction.all_reduce_group
-    if group is not None and bucket.comm_dtype is None:
-        dist.all_reduce(buffer, group=group, op=op)
-    elif group is not None:
-        all_reduce_in_tree(buffer, group)
-    if reduction.all_reduce_hook is not None:
-        reduction.all_reduce_hook(buffer)
 
 
 def record_grad_output_stream(buffer: Tensor, stream: torch.Stream) -> None:

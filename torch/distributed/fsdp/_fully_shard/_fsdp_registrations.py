@@ -1,7 +1,4 @@
-"""
-Keeps a param group's parameters in step with those registered in its modules, which
-users may replace until the first forward.
-"""
+"""Keeps a param group's parameters in step with those registered in its modules."""
 
 from __future__ import annotations
 
@@ -155,19 +152,13 @@ def _make_reset(group: Any, fsdp_param: FSDPParam) -> Callable[..., None]:
         if (group := reference()) is None:
             return fsdp_param.reset_sharded_param()
         previous = fsdp_param.sharded_param
-        # Loading comes here for each parameter, few of which have one
-        has_grad_dtype = fsdp_param in group._grad_dtypes or (
-            previous.is_leaf and previous.grad_dtype != previous.dtype
-        )
-        if has_grad_dtype:
-            keep_grad_dtypes(group, fsdp_param)
+        keep_grad_dtypes(group, fsdp_param)
         try:
             fsdp_param.reset_sharded_param()
         except Exception as error:
             note_registered(error, fsdp_param, *fqns_of(group, fsdp_param))
             raise
-        if has_grad_dtype:
-            keep_grad_dtypes(group, fsdp_param)  # on the new parameter
+        keep_grad_dtypes(group, fsdp_param)  # on the new parameter
         param: Any = fsdp_param.sharded_param
         if param is not previous:
             group._cache.buckets.clear()  # which have the previous one's dtypes
@@ -180,8 +171,8 @@ def _make_reset(group: Any, fsdp_param: FSDPParam) -> Callable[..., None]:
 
 def keep_grad_dtypes(group: Any, *fsdp_params: FSDPParam) -> None:
     """
-    Sets users' ``grad_dtype`` again on what was loaded or cast without it, unless it is
-    missing on the same local tensor: then users have unset it.
+    Restores a user's ``grad_dtype`` on a parameter that was loaded or cast since. If it
+    is missing on the same local tensor, the user has unset it.
     """
     if FOLLOWS_GRAD_DTYPE:
         return  # the release does so itself

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,23 +14,22 @@ import torch.distributed as dist
 # they are reduced in it unless the policy sets another dtype. Before, they were in the
 # dtype of the forward, and those of microbatches were accumulated apart. Also since
 # 2.15, `foreach_reduce` has no argument for the dtype of sharded gradients, resetting an
-# iteration drops them, and `fsdp::record_grad_output_stream` tells who reads them.
+# iteration drops them, `fsdp::record_grad_output_stream` tells who reads them, and
+# `fsdp::chunk_cat_mixed_dtype`, in C++, casts between bf16 and fp32 on CUDA.
 FOLLOWS_GRAD_DTYPE: bool = hasattr(torch.Tensor, "_has_grad_dtype_override")
 
-# Whether an operator in C++ casts between bf16 and fp32 on CUDA (2.15)
-HAS_MIXED_CHUNK_CAT: bool = hasattr(torch.ops.fsdp, "chunk_cat_mixed_dtype")
 # Whether NCCL multiplies by the factor of a bf16 PREMUL_SUM. Releases before 2.15 may
 # lack that fix (pytorch 190745): they multiply by 0 or by garbage.
 SCALES_BF16: bool = FOLLOWS_GRAD_DTYPE
 IS_2_14: bool = hasattr(dist, "_spmd_no_typecheck")  # or newer
 
 # The optional package spmd_types (2.14)
-_HAS_SPMD_TYPES: bool = IS_2_14 and dist._is_spmd_types_available()
+HAS_SPMD_TYPES: bool = IS_2_14 and dist._is_spmd_types_available()
 
 
 def not_type_checked(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Turns off the checks of ``spmd_types`` while a hook runs."""
-    if not _HAS_SPMD_TYPES:
+    if not HAS_SPMD_TYPES:
         return hook
 
     @functools.wraps(hook)
@@ -42,15 +41,9 @@ def not_type_checked(hook: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def restore_spmd_types(fsdp_params: Sequence[Any]) -> None:
-    """Annotates the unsharded parameters as users annotated the originals."""
-    for fsdp_param in fsdp_params if _HAS_SPMD_TYPES else ():
-        fsdp_param._restore_spmd_types(fsdp_param.unsharded_param)
-
-
 def register_autograd_function(function: type) -> None:
     """Registers an autograd function of local tensors with ``spmd_types``."""
-    if _HAS_SPMD_TYPES:
+    if HAS_SPMD_TYPES:
         import spmd_types  # pyrefly: ignore [missing-import]
 
         spmd_types.register_local_autograd_function(function)

@@ -14,7 +14,7 @@ the same bits.
 from __future__ import annotations
 
 import warnings
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -80,25 +80,29 @@ def _get_gradient_divide_factors(
     return None, None, ReduceOp.PREMUL_SUM(1 / factor), SUM
 
 
-def get_divide_factors(
-    key: BucketKey,
-    reduce_scatter_group: dist.ProcessGroup | None,
-    all_reduce_group: dist.ProcessGroup | None,
-    device_type: str,
-    factor: float | None,
-    force_sum_reduction_for_comms: bool,
-) -> Factors:
-    """Returns a bucket's divide factors, which over one rank no collective applies."""
-    (dtype, comm_dtype), is_sum = key, force_sum_reduction_for_comms
+class Scaling(NamedTuple):
+    """What a unit's divide factors follow from. Units that join reductions share it."""
+
+    reduce_scatter_group: dist.ProcessGroup | None
+    all_reduce_group: dist.ProcessGroup | None
+    device_type: str
+    factor: float | None
+    is_sum: bool  # `force_sum_reduction_for_comms`
+
+
+def get_divide_factors(key: BucketKey, scaling: Scaling) -> Factors:
+    """Returns a bucket's divide factors. Over one rank no collective applies them."""
+    (dtype, comm_dtype), is_sum = key, scaling.is_sum
+    scatter_group, replicate_group, device_type, factor, _ = scaling
     if comm_dtype is not None:
         # [Note: One tree for every mesh] only sums. fp16, which could overflow, is also
         # divided before. Other dtypes get fp32's factors of a forced sum.
         dtype, is_sum = torch.float16 if dtype is torch.float16 else torch.float32, True
     before, after, op, all_reduce_op = _get_gradient_divide_factors(
-        reduce_scatter_group, all_reduce_group, dtype, device_type, factor, is_sum
+        scatter_group, replicate_group, dtype, device_type, factor, is_sum
     )
     is_premul = op not in (ReduceOp.SUM, ReduceOp.AVG)
-    if is_premul and _size(reduce_scatter_group) == 1:  # no collective multiplies
+    if is_premul and _size(scatter_group) == 1:  # no collective multiplies
         before = factor
     return before, after, op, all_reduce_op
 
@@ -129,21 +133,20 @@ def add_in_tree(
     """
     if _add_by_kernel(rows, output, divisor):
         return
-    if rows.dtype == output.dtype:
-        _add_up(rows)
-        output.copy_(rows[0])
-    else:
-        _add_up_wider(rows, output)
+    numel = max(_piece_numel(rows) // rows.size(0), 1)  # as casts take memory
+    for piece, target in zip(rows.split(numel, dim=1), output.split(numel)):
+        # Only every other row is cast, and its neighbour added uncast
+        sums, neighbours = piece[0::2].to(output.dtype), piece[1::2]
+        sums[: neighbours.size(0)].add_(neighbours)
+        _add_up(sums)
+        target.copy_(sums[0])
     _div_if_needed(output, divisor)
 
 
 def _add_by_kernel(
     rows: torch.Tensor, output: torch.Tensor, divisor: float | None = None
 ) -> bool:
-    """
-    Adds rows by one kernel, which has the bits of the operators below but reads each row
-    once, and writes no intermediate sum. Returns whether it did.
-    """
+    """Adds rows by one kernel with the operators' bits. Returns whether it did."""
     global _has_kernel
     device_type, dtypes = rows.device.type, {rows.dtype, output.dtype}
     # Dispatch modes (fake tensors, the sanitizer of CUDA streams) see only operators
@@ -167,17 +170,6 @@ def _add_by_kernel(
                 stacklevel=2,
             )
     return _has_kernel
-
-
-def _add_up_wider(rows: torch.Tensor, output: torch.Tensor) -> None:
-    """Adds rows that must be cast, piece by piece, as the casts take memory."""
-    numel = max(_piece_numel(rows) // rows.size(0), 1)
-    for piece, target in zip(rows.split(numel, dim=1), output.split(numel)):
-        # Only every other row is cast, and its neighbour added uncast
-        sums, neighbours = piece[0::2].to(output.dtype), piece[1::2]
-        sums[: neighbours.size(0)].add_(neighbours)
-        _add_up(sums)
-        target.copy_(sums[0])
 
 
 def _piece_numel(tensor: torch.Tensor) -> int:

@@ -1,6 +1,4 @@
-"""
-Checks of users' settings, and the setters that are not methods of ``FSDPModule``.
-"""
+"""Checks of users' settings, and the setters that are not methods of ``FSDPModule``."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from torch.distributed.fsdp.api import BackwardPrefetch
 
 from . import _fsdp_comms as comms
 from ._fsdp_api import AllGather, MixedPrecisionPolicy, OffloadPolicy, ReduceScatter
-from ._fsdp_common import DDPMeshInfo, FSDPMeshInfo
+from ._fsdp_common import FSDPMeshInfo
 from ._fsdp_layout import dtypes_of, ReduceBucketCap
 from ._fsdp_registrations import fqns_of, groups_of
 
@@ -42,9 +40,7 @@ def set_backward_prefetch(
         recurse (bool): False: for the module's own unit only.
     """
     if not isinstance(backward_prefetch, BackwardPrefetch | None):
-        raise TypeError(
-            f"backward_prefetch is {backward_prefetch!r}: give a BackwardPrefetch or None"
-        )
+        raise TypeError(f"{backward_prefetch=}: give a BackwardPrefetch or None")
     for group in groups_of(module, "set_backward_prefetch", recurse):
         group.backward_prefetch = backward_prefetch
 
@@ -98,8 +94,8 @@ def set_coalesced_collectives(
     from their gradients. One grouped call each way takes them and a buffer with all
     others, which saves the copies into and out of that. All ranks must set the same.
 
-    A parameter goes by itself if it is sharded on dim 0, has no all-gather extension and
-    has at least ``min_nbytes``; its gradient, if it is also sharded evenly and has no
+    A parameter is sent uncopied if it is sharded on dim 0, has no all-gather extension
+    and has at least ``min_nbytes``; its gradient, if it is also sharded evenly and has no
     ``grad_comm_dtype``. With more than two ranks sums may round differently. Units with
     a custom collective, memory from the process group or symmetric memory, or with
     ``reshard_after_forward=<int>``, which gather as before, are left as they are.
@@ -108,8 +104,8 @@ def set_coalesced_collectives(
 
     Args:
         module (nn.Module): A module with units in it.
-        min_nbytes (int, optional): The size of the unsharded parameter, or of its
-            gradient, as it is sent, from which on it goes by itself. ``None``: none does.
+        min_nbytes (int, optional): The least size of the unsharded parameter, or of its
+            gradient, in the dtype it is sent in. ``None``: all are copied.
         recurse (bool): False: for the module's own unit only.
 
     Raises:
@@ -117,20 +113,21 @@ def set_coalesced_collectives(
     """
     is_number = isinstance(min_nbytes, int) and not isinstance(min_nbytes, bool)
     if min_nbytes is not None and not (is_number and min_nbytes >= 0):
-        raise ValueError(
-            "set_coalesced_collectives expects a number of bytes from 0 on, or None, "
-            f"but got {min_nbytes=}"
-        )
+        raise ValueError(f"{min_nbytes=} must be a number of bytes >= 0, or None")
     groups = groups_of(module, "set_coalesced_collectives", recurse)
-    for group in groups:
-        is_new = group._direct_memory.min_nbytes != min_nbytes
-        if is_new and group._partial_reduces:  # whose slots could be sorted no more
+    changed = [g for g in groups if g._direct_memory.min_nbytes != min_nbytes]
+    for group in changed:
+        if group._partial_reduces:  # whose slots could not be sorted again
             raise RuntimeError(
                 f"The all-reduce of unit '{group._unit_name}' has been deferred: call "
                 "set_coalesced_collectives before the first of these microbatches"
             )
-    for group in groups:
-        group.set_direct_min_nbytes(min_nbytes)
+    for group in changed:
+        group._direct_memory.min_nbytes = min_nbytes
+        cache = group._get_cache()
+        cache.plans.clear()
+        cache.buckets.clear()
+        group._agreement.has_compared_gathers = False  # ranks are compared again
 
 
 class OnSet:
@@ -164,11 +161,6 @@ def check_mp_policy(group: Any, policy: Any) -> None:
 def check_offload_policy(group: Any, policy: Any) -> None:
     if not isinstance(policy, OffloadPolicy | None):  # None has always meant no offload
         _refuse(TypeError, group, "offload_policy", policy, "CPUOffloadPolicy()")
-
-
-def note_deferral(group: Any, all_reduce_grads: bool) -> None:
-    defers = group.reduce_grads and not all_reduce_grads
-    group._has_deferred |= defers and isinstance(group.mesh_info, DDPMeshInfo)
 
 
 def check_divide_factor(group: Any, factor: Any) -> None:
@@ -248,16 +240,6 @@ def set_separate_reduce_scatter_group(
             [*ranks], group_desc="fsdp_reduce_scatter", use_local_synchronization=True
         )
     new_groups[ranks] = mesh_info.reduce_scatter_process_group = ranks_group
-
-
-def set_direct_min_nbytes(self: Any, min_nbytes: int | None) -> None:
-    """Sets from which size on parameters are direct. Ranks are compared again."""
-    if self._direct_memory.min_nbytes != min_nbytes:
-        self._direct_memory.min_nbytes = min_nbytes
-        cache = self._get_cache()
-        cache.plans.clear()
-        cache.buckets.clear()
-        self._agreement.on_gathers = False
 
 
 def set_symm_mem(self: Any, backend: Literal["NCCL"] = "NCCL") -> None:

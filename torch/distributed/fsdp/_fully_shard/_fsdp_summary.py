@@ -1,14 +1,11 @@
-"""
-Summaries of a model's units for people: the dtypes that parameters are stored, computed
-and reduced in, and the bytes that are sent.
-"""
+"""Summaries of a model's units for people: their dtypes, and the bytes that are sent."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -22,7 +19,7 @@ from ._fsdp_param import FSDPParam, ShardedState
 from ._fsdp_param_cache import GatherPlan, has_extension
 from ._fsdp_policies import resolve_all, tables_of
 from ._fsdp_registrations import get_param_names, groups_of
-from ._fsdp_scaling import get_divide_factors
+from ._fsdp_scaling import get_divide_factors, Scaling
 
 
 # Has a name of its own, so that users can turn tables off and keep the log of steps
@@ -68,7 +65,16 @@ class LayoutSummary:
     rows: tuple[LayoutRow, ...]
 
     def __str__(self) -> str:
-        return "\n".join(_table(self.rows))
+        table = [[*_COLUMNS]]
+        for i, row in enumerate(self.rows):
+            # A row that sums up only the one before it says nothing new
+            if row.names or row.numel != self.rows[i - 1].numel:
+                table.append(_cells(row))
+        widths = [max(map(len, column)) for column in zip(*table)]
+        table.insert(1, ["-" * width for width in widths])
+        aligned = zip(_ALIGNED, widths)
+        line = "  ".join(f"{{:{align}{width}}}" for align, width in aligned)
+        return "\n".join(line.format(*cells).rstrip() for cells in table)
 
 
 def layout_summary(module: nn.Module) -> LayoutSummary:
@@ -81,18 +87,17 @@ def layout_summary(module: nn.Module) -> LayoutSummary:
     Args:
         module (nn.Module): The root, or any module that has units in it.
     """
-    groups = groups_of(module, "layout_summary")
-    return _summarize(
-        (group, ", ".join(names), _resolve_policies(group, module))
-        for group, names in groups.items()
-    )
+    rows: list[LayoutRow] = []
+    for group, names in groups_of(module, "layout_summary").items():
+        rows += _rows_of(group, ", ".join(names), _resolve_policies(group, module))
+    return LayoutSummary(tuple(rows))
 
 
 def log_layout(group: Any) -> None:
     """Logs the table of one unit if its logger is on."""
     if _logger.isEnabledFor(logging.DEBUG):
-        unit = group, group._module_fqn or "(root)", group.fsdp_params
-        _logger.debug("%s", _summarize([unit]))
+        rows = _rows_of(group, group._module_fqn or "(root)", group.fsdp_params)
+        _logger.debug("%s", LayoutSummary(tuple(rows)))
 
 
 def _resolve_policies(group: Any, module: nn.Module) -> list[Any]:
@@ -103,20 +108,16 @@ def _resolve_policies(group: Any, module: nn.Module) -> list[Any]:
     fqns = get_param_names([p._module_info for p in group.fsdp_params], (module,))
     # A part of the model has fewer names, which may be names of other parts too
     num_names = len([*module.named_parameters(remove_duplicate=False)])
-    is_whole = all(num_names >= len(t.by_fqn) for t in tables_of(group.mp_policy))
+    tables = tables_of(group.mp_policy).values()
+    is_whole = all(num_names >= len(table.by_fqn) for table in tables)
     copies: list[Any] = [copy.copy(fsdp_param) for fsdp_param in group.fsdp_params]
     for fsdp_param, fqn in zip(copies, fqns, strict=True):
-        params, earlier = [fsdp_param.sharded_param], [fsdp_param.mp_policy]
-        fsdp_param.mp_policy, earlier = None, earlier if is_same_policy else []
+        earlier = [fsdp_param.mp_policy] if is_same_policy else []
+        args = [fsdp_param.sharded_param], [fqn], is_whole, earlier
+        fsdp_param.mp_policy = None
         with contextlib.suppress(ValueError):  # raised if the name is ambiguous
-            (policy,) = resolve_all(group.mp_policy, params, [fqn], is_whole, earlier)
-            fsdp_param.mp_policy = policy
+            (fsdp_param.mp_policy,) = resolve_all(group.mp_policy, *args)
     return copies
-
-
-def _summarize(units: Iterable[tuple[Any, str, Sequence[FSDPParam]]]) -> LayoutSummary:
-    """Summarizes units, each given as its param group, name and parameters."""
-    return LayoutSummary(tuple(row for unit in units for row in _rows_of(*unit)))
 
 
 def _rows_of(group: Any, unit: str, params: Sequence[FSDPParam]) -> list[LayoutRow]:
@@ -132,8 +133,7 @@ def _rows_of(group: Any, unit: str, params: Sequence[FSDPParam]) -> list[LayoutR
     for i, (fsdp_param, name, nbytes) in enumerate(named):
         numel = fsdp_param._orig_size.numel()
         row = replace(total, names=(name,), numel=numel, gathered_nbytes=nbytes)
-        if i in direct:
-            row = replace(row, direct=(name,))
+        row = replace(row, direct=(name,) if i in direct else ())
         rows.append(_with_dtypes(row, group, fsdp_param))
     rows.sort(key=_sort_key)
     rows = [_add_up([*same_dtypes]) for _, same_dtypes in groupby(rows, _sort_key)]
@@ -165,8 +165,9 @@ def _get_plan(group: Any, params: Sequence[FSDPParam]) -> GatherPlan | None:
         return None
     dtypes = [layouts.dtypes_of(fsdp_param).compute for fsdp_param in params]
     numels = [p.padded_sharded_param_size.numel() for p in params]
-    direct = group._cache.find_direct(dtypes) if group._can_gather_directly() else []
-    return GatherPlan(dtypes, [None] * len(params), numels, direct=direct)
+    min_nbytes = group._direct_memory.min_nbytes
+    min_nbytes = min_nbytes if group._can_gather_directly() else None
+    return GatherPlan(params, dtypes, [None] * len(params), numels, None, min_nbytes)
 
 
 def _gathered_nbytes(
@@ -193,8 +194,8 @@ def _with_dtypes(row: LayoutRow, group: Any, fsdp_param: FSDPParam) -> LayoutRow
     if not fsdp_param.sharded_param.requires_grad:
         return row
     groups, is_sum = group._reduce_groups(), group.force_sum_reduction_for_comms
-    scaling = *groups, group.device.type, factor, is_sum
-    before, after, *_ = get_divide_factors((dtypes.reduce, dtypes.comm), *scaling)
+    scaling = Scaling(*groups, group.device.type, factor, is_sum)
+    before, after, *_ = get_divide_factors((dtypes.reduce, dtypes.comm), scaling)
     is_sent = row.shard_world_size > 1 and dtypes.comm is not None
     sent_dtype: Any = dtypes.comm if is_sent else dtypes.reduce
     numel = row.shard_world_size * fsdp_param.padded_sharded_param_size.numel()
@@ -220,27 +221,12 @@ def _inner_dtypes(tensor: torch.Tensor) -> Iterator[torch.dtype]:
 
 
 def _sort_key(row: LayoutRow) -> tuple:
-    """
-    Returns a sort key that puts rows in the order of reductions, and frozen ones last.
-    Those of one unit that have the same key have all of their dtypes in common.
-    """
+    """Puts rows in the order of reductions. Those of one key have the same dtypes."""
     reduced: Any = row.reduce_dtype, row.comm_dtype
     bucket = layouts.bucket_sort_key(reduced)
     dtypes = filter(None, (row.compute_dtype, *row.stored_dtypes, row.grad_dtype))
     is_unknown = row.compute_dtype is None
     return not bucket, bucket, is_unknown, *map(layouts.dtype_sort_key, dtypes)
-
-
-def _table(rows: Sequence[LayoutRow]) -> list[str]:
-    table = [[*_COLUMNS]]
-    for i, row in enumerate(rows):
-        # A row that sums up only the one before it says nothing new
-        if row.names or row.numel != rows[i - 1].numel:
-            table.append(_cells(row))
-    widths = [max(map(len, column)) for column in zip(*table)]
-    table.insert(1, ["-" * width for width in widths])
-    line = "  ".join(f"{{:{align}{width}}}" for align, width in zip(_ALIGNED, widths))
-    return [line.format(*cells).rstrip() for cells in table]
 
 
 def _cells(row: LayoutRow) -> list[str]:

@@ -13,10 +13,7 @@ _BLOCK_NUMEL = 1024
 
 
 def add_rows(rows: torch.Tensor, output: torch.Tensor, divisor: float | None) -> None:
-    """
-    Writes the sum of ``rows``, see [Note: One tree for every mesh], to ``output`` (1D),
-    divided. Reads each row once, and writes none unless the output is the first one.
-    """
+    """Does as ``add_in_tree``: reads each row once, and writes only ``output``."""
     count, numel = rows.size()
     # What `div_` multiplies by on CUDA
     scale = 1.0 / (divisor or 1.0)
@@ -47,7 +44,7 @@ def _load_sum(rows, stride, mask, COUNT: constexpr, dtype: constexpr):
         total = tl.load(rows, mask=mask).to(dtype)
     elif COUNT == 2 * LEFT and COUNT > 8:
         # Loops compile in a second, the code of a thousand rows would take minutes.
-        # What is added to -0.0 keeps its bits
+        # x + -0.0 has the bits of x
         total = tl.full(mask.shape, -0.0, dtype)
         for i in range(2):
             half = _load_sum(rows + i * LEFT * stride, stride, mask, LEFT, dtype)
