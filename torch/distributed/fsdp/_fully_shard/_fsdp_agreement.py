@@ -112,7 +112,8 @@ class UnitAgreement:
         if pattern and (always or is_new):  # else nothing is sent over this group
             if not self._compare(group, _announce(self._param_group, pattern)):
                 return
-            known.add(pattern)
+            if is_new:
+                known.add(pattern)
         if not always:
             self._last_buckets[group] = buckets
 

@@ -42,7 +42,7 @@ from ._fsdp_reduce import (
     ReduceResult,
     Reduction,
 )
-from ._fsdp_releases import FOLLOWS_GRAD_DTYPE
+from ._fsdp_releases import IS_2_15
 from ._fsdp_scaling import _div_if_needed, _get_gradient_divide_factors  # noqa: F401
 
 
@@ -99,7 +99,7 @@ for _key in ("CUDA", "XPU", "HPU", "CPU", "MTIA", "PrivateUse1", "Meta"):
     lib.impl("all_gather_copy_in", all_gather_copy_in_cuda, _key)
     lib.impl("split_with_sizes_copy", split_with_sizes_copy, _key)
     lib.impl("chunk_cat", chunk_cat, _key)
-if FOLLOWS_GRAD_DTYPE:
+if IS_2_15:
     lib.define(
         "record_grad_output_stream(Tensor buffer, int stream_id, int device_index, "
         "int device_type) -> ()"
@@ -116,7 +116,7 @@ class AllGatherResult(NamedTuple):
     all_gather_output: Tensor  # 1D
     all_gather_event: torch.Event | None
     all_gather_work: dist.distributed_c10d.Work | None
-    # For each parameter, dtype and elements on one rank of each of its inputs
+    # For each parameter, its inputs' dtypes, and their elements on one rank
     param_all_gather_input_dtypes: list[list[torch.dtype]]
     param_all_gather_input_numels: list[list[int]]
     # In elements of the output, in the order in which a segment holds them
@@ -127,7 +127,7 @@ class DirectGatherResult(AllGatherResult):
     """An all-gather in flight, some of whose outputs are not in the buffer."""
 
     sent: list[Tensor]  # shards of direct parameters
-    # What to copy after it, if received elsewhere: all-gather outputs, temporaries
+    # To copy after it if received elsewhere: (to outputs, from temporaries)
     copies: tuple[list[Tensor], list[Tensor]]
 
 
@@ -141,7 +141,7 @@ def _stage_plugins(
     device: torch.device,
     comm: AllGather,
 ) -> tuple[Tensor, Tensor, tuple[list, list, list[int]]]:
-    """Returns buffer, segment and last fields of a gather of a plugin's inputs."""
+    """Returns buffer, segment and the result's last fields for a plugin's inputs."""
     param_inputs = _get_param_all_gather_inputs(fsdp_params)
     dtypes, numels, dtype = _get_all_gather_input_metadatas(param_inputs)
     inputs = [*chain.from_iterable(param_inputs)]
@@ -186,6 +186,7 @@ def foreach_all_gather(
             sent = copies.stage_direct(plan, tensors, device) if plan.direct else []
         else:
             output, segment, fields = _stage_plugins(fsdp_params, group, device, comm)
+    compute_stream = device_handle.current_stream()
     all_gather_stream.wait_stream(all_gather_copy_in_stream)
     with device_handle.stream(all_gather_stream):
         if not sent:
@@ -193,7 +194,7 @@ def foreach_all_gather(
             work = comm(**buffers, group=group, async_op=async_op)
             event = all_gather_stream.record_event()
             return AllGatherResult(output, event, work, *fields)
-        rotates = all_gather_stream != all_gather_copy_in_stream  # else it is compute's
+        rotates = all_gather_stream != compute_stream
         to_prepare = cache.fsdp_params, plan, group.size(), device
         received, to_copy = cache.direct_memory.prepare(*to_prepare, rotates=rotates)
         packed = [(output, segment)] if output.numel() else []
@@ -215,7 +216,7 @@ def _default_all_gather_output_fn(
     cache = cache or ParamGroupCache(fsdp_params)
     buffer, _, _, dtypes, numels, split_sizes = all_gather_result
     if isinstance(split_sizes, SplitSizes):
-        # Saving a state dict may have resharded since
+        # As gathered: saving a state dict may reshard
         layout, state = split_sizes.layout, split_sizes.state
     else:  # a plugin gathered, in parameter order
         dtype, numel = layouts.storage_dtype(buffer.dtype), sum(split_sizes)
@@ -240,7 +241,7 @@ def foreach_all_gather_copy_out(
     Waits for an all-gather and writes every parameter's all-gather outputs from its
     buffer: one kernel, and one more copy for each parameter not sharded on dim 0. The
     segments of a plugin's gather hold the inputs in parameter order. A custom
-    ``all_gather_output_fn`` does so instead, given ``fsdp_params``, the complete result
+    ``all_gather_output_fn`` writes them instead, given ``fsdp_params``, the complete result
     and the number of ranks.
     """
     buffer, event, work, dtypes, *_ = all_gather_result
@@ -275,7 +276,7 @@ def unshard_single_rank(cache: ParamGroupCache, device: torch.device) -> None:
 
 def _fit_release(function: Callable[..., Any]) -> Callable[..., Any]:
     """Hides the argument that this release lacks, and passes None."""
-    lacking = "orig_dtype" if FOLLOWS_GRAD_DTYPE else "prepare_reduce_scatter_inputs"
+    lacking = "orig_dtype" if IS_2_15 else "prepare_reduce_scatter_inputs"
     signature = inspect.signature(function)
     parameters = [p for p in signature.parameters.values() if p.name != lacking]
     signature = signature.replace(parameters=parameters)
@@ -309,9 +310,9 @@ def foreach_reduce(
     prepare_reduce_scatter_inputs: Callable | None = _default_reduce_scatter_input_fn,
 ) -> ReduceResult:
     """
-    Reduces gradients of any dtypes in one reduce dtype, by default their one dtype, and
-    accumulates them in the sharded parameters, in each one's ``grad_dtype``, whatever
-    ``orig_dtype``. Plugins and tests call it; a step calls :func:`reduce_buckets`.
+    Reduces gradients in one reduce dtype, by default the one they share, and accumulates
+    them in the sharded parameters, in each one's ``grad_dtype``; ignores ``orig_dtype``.
+    Plugins and tests call it; a step calls :func:`reduce_buckets`.
 
     ``unsharded_grads`` is emptied once copied. ``all_reduce_grads=False`` stops before
     the all-reduce and returns the sum so far (1D, laid out as ``fsdp_params``) for the
@@ -375,5 +376,5 @@ def _plan_one_bucket(
             f"Gradients of {names} would be reduced in {found}: pass reduce_dtype, or "
             "reduce them in several calls"
         )
-    slots = (make_slot(i, p, keys[0][0]) for i, p in enumerate(fsdp_params))
+    slots = (make_slot(i, p, dtypes[0]) for i, p in enumerate(fsdp_params))
     return ReduceBucket(keys[0], tuple(slots))

@@ -61,7 +61,7 @@ class PluginNames:
         self._reduce_dtype = _common([p.reduce_dtype for p in params])
 
     @property
-    def _replaces_init_dtypes(self: Any) -> bool:
+    def _plugin_sets_dtypes(self: Any) -> bool:
         own = PluginNames._init_mp_dtypes
         return getattr(self._init_mp_dtypes, "__func__", None) is not own
 

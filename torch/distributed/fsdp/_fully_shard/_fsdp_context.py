@@ -211,6 +211,7 @@ class FSDPCommContext:
                     results.append(call_monkeypatched(replacement, reduction, *popped))
                 for part in popped:  # or they would be held during the next batch
                     part.reduce_scatter_input = part.partial_reduce_output = None
+                    part.unsharded_grads = []  # a replacement may not have emptied it
                 parts += popped
         except BaseException:
             streams = reduction.reduce_scatter_stream, reduction.all_reduce_stream

@@ -27,7 +27,7 @@ from ._fsdp_reduce import (
     Reduction,
     relayout,
 )
-from ._fsdp_releases import FOLLOWS_GRAD_DTYPE
+from ._fsdp_releases import IS_2_15
 
 
 # Of gradients: which parameters have one, in which dtype. Most groups see one pattern.
@@ -60,7 +60,7 @@ def _unsharded_grad_dtype(fsdp_param: Any) -> torch.dtype | None:
 def is_upcast_by_autograd(fsdp_param: Any) -> bool:
     """Returns whether autograd would upcast gradients, see [Note: Microbatches]."""
     # Gradients that are first summed over another mesh are summed in the wider dtype
-    if not FOLLOWS_GRAD_DTYPE or fsdp_param.may_reduce_grad_outside_dp:
+    if not IS_2_15 or fsdp_param.may_reduce_grad_outside_dp:
         return False
     compute_dtype = fsdp_param.param_dtype or fsdp_param.orig_dtype
     dtype = _unsharded_grad_dtype(fsdp_param)
@@ -100,7 +100,7 @@ def _plan_buckets(
         for i, dtype in enumerate(grad_dtypes)
         if dtype is not None
     }
-    if FOLLOWS_GRAD_DTYPE:
+    if IS_2_15:
         _promote(fsdp_params, reduce_dtypes, [(i, key[0]) for i, key in earlier])
     slots, keys = [], []
     for i, dtype in reduce_dtypes.items():
@@ -167,7 +167,7 @@ def resume_upcasts(cache: ParamGroupCache) -> None:
 
 def upcast_unreduced_grads(fsdp_params: Iterable[FSDPParam]) -> None:
     """Before 2.15, moves gradients off parameters where they add up in another dtype."""
-    if FOLLOWS_GRAD_DTYPE:
+    if IS_2_15:
         return
     for fsdp_param, param in _unsharded_params(fsdp_params):
         if (grad := param.grad) is None:
@@ -183,7 +183,7 @@ def pop_grads(
     fsdp_params: Sequence[FSDPParam], *, zeros_for_unused: bool
 ) -> list[Tensor | None]:
     """Pops the accumulated or new gradients, None or zeros where there is none."""
-    checked = fsdp_params if zeros_for_unused and FOLLOWS_GRAD_DTYPE else ()
+    checked = fsdp_params if zeros_for_unused and IS_2_15 else ()
     for fsdp_param, unsharded in _unsharded_params(checked):
         has_dtype = layouts.default_reduce_dtype(fsdp_param) is not None
         if unsharded.requires_grad and not has_dtype:  # on all ranks alike
@@ -198,7 +198,7 @@ def pop_grads(
             grads.append(None)
             continue
         grad, param.grad = param.grad, None
-        if not FOLLOWS_GRAD_DTYPE:
+        if not IS_2_15:
             if (accumulated := fsdp_param.unsharded_accumulated_grad) is not None:
                 grad, fsdp_param.unsharded_accumulated_grad = accumulated, None
                 if layouts.default_reduce_dtype(fsdp_param) is None:
@@ -229,9 +229,9 @@ def drop_grads(cache: ParamGroupCache) -> None:
     """Drops all gradients: those of unsharded parameters and, since 2.15, of sharded."""
     for fsdp_param, param in _unsharded_params(cache.fsdp_params):
         param.grad = None
-        if not FOLLOWS_GRAD_DTYPE:
+        if not IS_2_15:
             fsdp_param.unsharded_accumulated_grad = None
-    for fsdp_param in cache.fsdp_params if FOLLOWS_GRAD_DTYPE else ():
+    for fsdp_param in cache.fsdp_params if IS_2_15 else ():
         fsdp_param.sharded_param.grad = None
     resume_upcasts(cache)
 
@@ -250,18 +250,18 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
     """The partial reduces of a param group, by what their buckets are reduced in."""
 
     def plan(
-        self, cache: ParamGroupCache, grads: list[Tensor | None], *, completes: bool
+        self, cache: ParamGroupCache, grads: list[Tensor | None], *, defers: bool
     ) -> tuple[ReduceBucket, ...]:
         """
         Returns the buckets of gradients, in the order that all ranks reduce them in. A
         parameter that has only a partial reduce gets zeros, as other ranks may have a
-        gradient for it. Before 2.15 not in a unit without any gradient, unless
-        this reduction ``completes`` the partial reduces.
+        gradient for it. Before 2.15 not in a unit without any gradient, if this
+        microbatch ``defers`` the all-reduce.
         """
         fsdp_params = cache.fsdp_params
         earlier = {i: key for key, p in self.items() for i in p.bucket.params}
         buckets = _get_buckets(cache, grads, tuple(earlier.items()))
-        is_due = buckets or completes or FOLLOWS_GRAD_DTYPE
+        is_due = buckets or not defers or IS_2_15
         if not self or not is_due or not hasattr(fsdp_params[0], "_unsharded_param"):
             return buckets
         keys = {i: bucket.key for bucket in buckets for i in bucket.params}

@@ -11,7 +11,7 @@ and offloading add their own):
 - copy-out -> next gather's copy-in: both gather streams wait for the copy-out's event
   before the buffer is freed, see [Note: Freeing the gather buffer late].
 - gradients -> reduce-scatter: ``reduce_buckets``, stream to stream.
-- smaller mesh's shards -> copy-in: both gather streams wait for the reshard's event.
+- post-forward shards -> copy-in: both gather streams wait for the reshard's event.
 - reduce-scatter -> next gradients' copy-in: ``FSDPCommContext.reduce_scatter_states``
   holds the last post-backwards' inputs until the current stream has waited for them.
 - reduce-scatter -> all-reduce: ``_reduce_batch``, stream to stream.
@@ -118,18 +118,18 @@ class FSDPParamGroup(PluginNames):
     _all_gather_comm: Any = settings.OnSet(settings.check_all_gather_comm)
     _reduce_scatter_comm: Any = settings.OnSet(settings.check_reduce_scatter_comm)
     _all_reduce_hook: Callable[[Tensor], None] | None = None
-    # The hook's, if the mesh has no replicas
+    # The hook's, used only without replicas
     _all_reduce_hook_stream: torch.Stream | None = None
     reduce_grads: bool = True
-    all_reduce_grads: bool = True  # over replicas
-    # Whether all-reduces were ever deferred. All ranks know that, but not which of them
+    # Whether all-reduces were ever deferred. All ranks know that, but not which ranks
     # have a partial reduce
     _has_deferred: bool = False
+    all_reduce_grads: Any = settings.OnSet(settings.note_deferral)  # over replicas
     reshard_after_backward: bool = True
-    force_sum_reduction_for_comms: bool = False  # and divide apart
+    force_sum_reduction_for_comms: bool = False  # then divide
     # Reduce zeros for parameters without a gradient, so that all ranks reduce alike
     reduce_scatter_unused_params: bool = False
-    reduce_scatter_max_input_buffers: int = 1  # `comm_ctx` has the largest
+    reduce_scatter_max_input_buffers: int = 1  # `comm_ctx`: of all groups
     # Gather in the current stream: less memory, only explicit prefetching
     unshard_async_op: bool = False
     reduce_bucket_cap: ReduceBucketCap | None = None
@@ -140,8 +140,8 @@ class FSDPParamGroup(PluginNames):
     # State of the iteration #
     _training_state: TrainingState = TrainingState.IDLE
     _sharded_state: ShardedState = ShardedState.SHARDED
-    # Whether a lazy init has reset the sharded parameters, which is costly, and whether
-    # the root's has: before that, users may have unsharded and then replaced them
+    # Whether a lazy init, and whether the root's, has reset the sharded parameters, which
+    # is costly. Before the root's, users may unshard and then replace them
     _reset_sharded_params: bool = False
     _reset_by_root: bool = False
     _has_read_dtypes: bool = False
@@ -173,7 +173,7 @@ class FSDPParamGroup(PluginNames):
         self.mesh_info, self.post_forward_mesh_info = mesh_info, post_forward_mesh_info
         self.device, self.device_handle = device, _get_device_handle(device.type)
         self.mp_policy, self.offload_policy = mp_policy, offload_policy
-        self.gradient_divide_factor = None
+        self.gradient_divide_factor, self.all_reduce_grads = None, True
         self._all_gather_comm = comms.DefaultAllGather()
         self._reduce_scatter_comm = comms.DefaultReduceScatter()
         # Plugins may replace these two (2.15)
@@ -226,7 +226,7 @@ class FSDPParamGroup(PluginNames):
         is_same_policy = self.mp_policy is self._resolved_policy
         is_resolved = is_same_policy and not self._awaits_names
         has_changed = cache.invalidate_buckets_if_changed() or not is_resolved
-        if self._has_read_dtypes and not has_changed and not self._replaces_init_dtypes:
+        if self._has_read_dtypes and not has_changed and not self._plugin_sets_dtypes:
             return
         self._has_read_dtypes = False  # if any of this fails
         registrations.check_materialized(self)
@@ -242,9 +242,9 @@ class FSDPParamGroup(PluginNames):
             self._resolved_policy, self._awaits_names = self.mp_policy, False
             settings.check_can_exchange(self, type(self._reduce_scatter_comm))
         self._init_mp_dtypes()
-        is_replaced = self._replaces_init_dtypes
+        is_replaced = self._plugin_sets_dtypes
         for fsdp_param in self.fsdp_params:
-            # A replacement may have applied the unit's policy to all parameters
+            # A plugin may have applied the unit's policy to all parameters
             if is_replaced and fsdp_param.mp_policy is not self.mp_policy:
                 fsdp_param.init_dtype_attrs(fsdp_param.mp_policy)
             if not fsdp_param.orig_dtype.is_floating_point:
@@ -348,7 +348,7 @@ class FSDPParamGroup(PluginNames):
         if group is None and isinstance(self.mesh_info, FSDPMeshInfo):
             group = self._all_gather_process_group  # a plugin has started the gather
         is_single = group is None or group.size() == 1
-        cache, options = self._get_cache(), {}  # replacements may not accept them
+        cache, options = self._get_cache(), {}  # replacements might take none
         if foreach_all_gather_copy_out is _OWN_COPY_OUT:
             options["cache"] = cache
         if self._all_gather_output_fn is not _default_all_gather_output_fn:
@@ -379,13 +379,13 @@ class FSDPParamGroup(PluginNames):
             self.comm_ctx.all_gather_state = AllGatherState(result, copy_out_event)
         else:
             self.comm_ctx.wait_all_gather_streams_on_event(copy_out_event)
-        self.comm_ctx.resharded.pop(self._direct_memory, None)  # it is used again
+        self.comm_ctx.resharded.pop(self._direct_memory, None)  # not to be freed
         self.comm_ctx.free_resharded()
         self._all_gather_result = self._all_gather_group = None
 
     def _can_gather_directly(self) -> bool:
         """Whether the next gather may be direct, see [Note: Direct gathers]."""
-        params: list[Any] = self.fsdp_params if releases.FOLLOWS_GRAD_DTYPE else []
+        params: list[Any] = self.fsdp_params if releases.IS_2_15 else []
         return (
             type(self._all_gather_comm) is comms.DefaultAllGather
             and foreach_all_gather_copy_out is _OWN_COPY_OUT
@@ -410,7 +410,7 @@ class FSDPParamGroup(PluginNames):
             self._to_state(ShardedState.SHARDED_POST_FORWARD)
             event = self._reshard_after_forward_event = self.device_handle.Event()
             event.record()
-            # Of direct memory from before the smaller mesh was set, which compute reads
+            # Compute may still read direct memory from before the smaller mesh was set
             self.comm_ctx.free_resharded()
         elif self._reshard_after_forward or not after_forward:
             self._to_state(ShardedState.SHARDED)
@@ -424,7 +424,7 @@ class FSDPParamGroup(PluginNames):
         if is_first_module:
             if self._num_forwards < 0:
                 log_layout(self)
-            # A group that runs again begins a new forward (lazy init looks in the first)
+            # A rerun group begins a forward. In the first, lazy init looks for traces
             if self._num_forwards == self.comm_ctx.num_forwards:
                 self.comm_ctx.num_forwards += 1
                 observers.look_for_traces()
@@ -451,9 +451,9 @@ class FSDPParamGroup(PluginNames):
         return output
 
     def _record_post_forward(self) -> None:
-        # Users' forwards without gradients have no backward. `no_grad` leaves forward-mode
-        # gradients on. Reentrant checkpointing, an autograd function, turns both off, and
-        # repeats the forward
+        # Users' forwards without gradients have no backward. They leave forward-mode
+        # gradients or inference mode on. Reentrant checkpointing, which repeats the
+        # forward in backward, turns both off
         by_users = torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled()
         if by_users and not torch.is_grad_enabled():
             return
@@ -469,7 +469,7 @@ class FSDPParamGroup(PluginNames):
             return
         with self._range("FSDP::pre_backward", logs=True):
             self._training_state = TrainingState.PRE_BACKWARD
-            # Some are left if the root's final callback ran the last post-backward
+            # Not empty if the root's final callback ran the last post-backward
             self._to_prefetch_after.clear()
             self._unshard_now()
             grads_.suspend_upcasts(self._cache, reduces=self.reduce_grads)
@@ -486,7 +486,7 @@ class FSDPParamGroup(PluginNames):
         is_partial_group_backward = in_forward and len(self.modules) > 1
         self._training_state = TrainingState.POST_BACKWARD
         cache = self._get_cache()
-        if not releases.FOLLOWS_GRAD_DTYPE:
+        if not releases.IS_2_15:
             with self._range("FSDP::post_backward_accumulate"):
                 for fsdp_param in self.fsdp_params:
                     if fsdp_param.unsharded_accumulated_grad is not None:
@@ -507,7 +507,7 @@ class FSDPParamGroup(PluginNames):
                 return
         self._reduce(grads)
         if is_partial_group_backward:
-            # As in the release, which met corrupt gradients of the unit's next module
+            # As in the release, where the unit's next module got corrupt gradients
             self.comm_ctx.wait_current_stream(self._post_reduce_event)
 
     # Runtime: reduce #
@@ -518,19 +518,17 @@ class FSDPParamGroup(PluginNames):
             stream = self.device_handle.current_stream()
             grads_.accumulate_empty_grads(self.fsdp_params, grads, stream)
         context.recycle_reduce_buffers(self)
-        partial_reduces, completes = self._partial_reduces, self.all_reduce_grads
-        if not completes:
-            self._has_deferred |= isinstance(self.mesh_info, DDPMeshInfo)
-        buckets: Any = partial_reduces.plan(cache, grads, completes=completes)
+        partial_reduces, defers = self._partial_reduces, not self.all_reduce_grads
+        buckets: Any = partial_reduces.plan(cache, grads, defers=defers)
         if not buckets:
             return
         reduction = self._make_reduction(len(buckets))
         replacement = None if foreach_reduce is _OWN_REDUCE else foreach_reduce
-        if replacement is None:  # a replacement may not communicate
+        if replacement is None:  # others might not communicate
             check, comm = self._agreement.check_reduction, reduction.reduce_scatter_comm
             if (group := reduction.reduce_scatter_group) is not None:
                 check(group, buckets, comm)
-            if (group := reduction.all_reduce_group) is not None and completes:
+            if (group := reduction.all_reduce_group) is not None and not defers:
                 check(group, buckets)
 
         def pop_part(bucket: ReduceBucket) -> BucketGrads:
@@ -544,6 +542,7 @@ class FSDPParamGroup(PluginNames):
                 and replacement is None
                 # After a deferral replicas may have different buckets
                 and not (self._has_deferred or partial_reduces)
+                and not reduction.defers_all_reduce
                 and reduction.all_reduce_hook is None
                 and reduction.prepares_by_default
                 and type(reduction.reduce_scatter_comm) is comms.DefaultReduceScatter
@@ -564,7 +563,7 @@ class FSDPParamGroup(PluginNames):
         """Returns what the unit's buckets are reduced with now."""
         scatter_group, all_reduce_group = self._reduce_groups()
         comm = self._reduce_scatter_comm
-        # While the next bucket, or microbatch, is reduced
+        # Outputs outlast the next bucket, or microbatch
         is_kept = num_buckets > 1 or not self.all_reduce_grads
         all_reduce_stream = self._all_reduce_hook_stream
         if all_reduce_stream is None or all_reduce_group is not None:
@@ -707,7 +706,7 @@ class FSDPParamGroup(PluginNames):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """
         Passes the inputs that need gradients through an autograd node, whose backward
-        runs when these gradients are there, and with them those of the parameters.
+        runs when these gradients, and so those of the parameters, are there.
         """
         inputs = [*args, *kwargs.values()]
         if not torch.is_grad_enabled() or not (tensors := collect_grad_tensors(inputs)):
@@ -723,7 +722,7 @@ class FSDPParamGroup(PluginNames):
         if not torch.is_grad_enabled():
             return
         # With `create_graph`, a second backward through these gradients needs the unit
-        # unsharded and must be finalized. It may reach the root only through this unit
+        # unsharded, and to be finalized, for which the root's pre-backward must run
         state: Any = _get_module_state(self.modules[0])
         for hooked_state in (state._state_ctx.all_states[0], state):
             for grad in grads:
@@ -769,9 +768,9 @@ class RegisterPostBackwardFunction(torch.autograd.Function):
         # `Function.apply` would look for default arguments, of which there are none.
         # That takes 13 of its 18 us, 2 % of a unit's host time
         inputs = torch._functorch.utils.unwrap_dead_wrappers(inputs)
-        directly = super(torch.autograd.Function, cls)
+        base = super(torch.autograd.Function, cls)
         # pyrefly: ignore [missing-attribute]
-        return directly.apply(param_group, *inputs)
+        return base.apply(param_group, *inputs)
 
     @staticmethod
     # pyrefly: ignore [bad-override]

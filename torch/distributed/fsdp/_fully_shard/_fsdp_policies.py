@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 
 from . import _fsdp_api
-from ._fsdp_releases import FOLLOWS_GRAD_DTYPE
+from ._fsdp_releases import IS_2_15
 
 
 # The fields that f"{name}_override_fn" may set for each parameter
@@ -119,18 +119,27 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
 
 
 def resolve(
-    policy: _P, param: nn.Parameter, fqn: str, is_whole: bool | None = None
+    policy: _P,
+    param: nn.Parameter,
+    fqn: str,
+    is_whole: bool | None = None,
+    earlier: _P | None = None,
 ) -> _P:
     """
     Returns one parameter's policy, without overrides and with its reduce dtype.
     ``is_whole`` is False if ``fqn`` may be only the end of the name in the model
-    that ``by_name`` was called on, and None while nobody knows.
+    that ``by_name`` was called on, and None while nobody knows. ``earlier`` is what this
+    returned while nobody knew: functions are not asked again.
     """
     changes: dict[str, Any] = {}
     for name, override_fn in _overrides_of(policy).items():
         changes[f"{name}_override_fn"] = None
         if isinstance(override_fn, DtypeByName):
             dtype = override_fn.look_up(fqn, is_whole)
+        elif earlier is not None:
+            if (dtype := getattr(earlier, name)) != getattr(policy, name):
+                changes[name] = dtype
+            continue
         else:
             try:
                 dtype = override_fn(param)
@@ -155,16 +164,14 @@ def resolve_all(
     params: Sequence[nn.Parameter],
     fqns: Sequence[str],
     is_named: bool | None = None,  # by the root; None: not yet
-    earlier: Sequence[_P] = (),  # of the same: functions are not asked again
+    earlier: Sequence[_P | None] = (),
 ) -> list[_P]:
     """Returns the policies of a unit's parameters, see :func:`resolve`."""
-    tables = tables_of(policy)
     is_whole = is_named and all(
-        _clean(fqn) in table.by_fqn for table in tables.values() for fqn in fqns
+        _clean(fqn) in table.by_fqn for table in tables_of(policy) for fqn in fqns
     )
-    policies = [replace(p, **tables) for p in earlier] or [policy] * len(fqns)
-    named = zip(policies, params, fqns, strict=True)
-    return [resolve(p, param, fqn, is_whole) for p, param, fqn in named]
+    named = zip(params, fqns, earlier or [None] * len(fqns), strict=True)
+    return [resolve(policy, p, fqn, is_whole, before) for p, fqn, before in named]
 
 
 def reduce_dtype_of_policy(policy: Any) -> torch.dtype | None:
@@ -174,10 +181,10 @@ def reduce_dtype_of_policy(policy: Any) -> torch.dtype | None:
     return policy.reduce_dtype
 
 
-def tables_of(policy: Any) -> dict[str, Any]:
+def tables_of(policy: Any) -> list[DtypeByName]:
     """Returns the overrides that ``by_name`` has made: they need the root's names."""
-    fns = _overrides_of(policy).items()
-    return {f"{n}_override_fn": fn for n, fn in fns if isinstance(fn, DtypeByName)}
+    overrides = _overrides_of(policy).values()
+    return [table for table in overrides if isinstance(table, DtypeByName)]
 
 
 def _overrides_of(policy: Any) -> dict[str, OverrideFn]:
@@ -212,7 +219,7 @@ def _check_can_train(policy: Any, override: Any, param: nn.Parameter, fqn: str) 
     reduce_dtype = policy.reduce_dtype
     comm_dtype = getattr(policy, "grad_comm_dtype", None)  # not in the release's class
     if reduce_dtype is None and override is not None:
-        reduce_dtype = (param.grad_dtype if FOLLOWS_GRAD_DTYPE else None) or override
+        reduce_dtype = (param.grad_dtype if IS_2_15 else None) or override
     dtypes = {"reduce_dtype": reduce_dtype, "grad_comm_dtype": comm_dtype}
     for name, dtype in dtypes.items():
         # Real gradients may be summed in a complex dtype

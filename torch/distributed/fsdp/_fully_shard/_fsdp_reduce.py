@@ -3,12 +3,12 @@ How gradients are reduced, from a bucket's unsharded gradients to sharded gradie
 
 :func:`reduce_buckets` takes buckets through three phases:
 
-1. Copy-in: gradients are cast into each bucket's input. Direct ones are inputs.
+1. Copy-in: gradients are cast into a bucket's input, or sent as they are if direct.
 2. Over the shard group: each bucket is reduce-scattered. Buckets with a comm dtype share
    one all-to-all, and each rank adds the rows that it receives. A partial reduce, the
    sum of earlier microbatches whose all-reduce was deferred, is added.
 3. Over replicas: an all-reduce. If it is deferred, the reduction stops here and returns
-   a partial reduce. Otherwise it is divided, and becomes the sharded gradients.
+   a partial reduce. Otherwise the sum is divided: the sharded gradients.
 
 [Note: Lifetimes in a reduction]
 Phases 1, 2 and 3 run in the streams of compute, reduce-scatter and all-reduce. Without
@@ -52,7 +52,7 @@ from ._fsdp_errors import note_reduction
 from ._fsdp_layout import GatherLayout, ReduceBucket
 from ._fsdp_observers import gets_operators, NO_RANGE, without_grad
 from ._fsdp_param import FSDPParam
-from ._fsdp_releases import FOLLOWS_GRAD_DTYPE
+from ._fsdp_releases import IS_2_15
 from ._fsdp_scaling import (
     _div_if_needed,
     add_in_tree,
@@ -149,7 +149,7 @@ class BucketGrads:
     bucket: ReduceBucket
     unsharded_grads: list[Tensor]  # the copy-in drops them
     partial_reduce_output: Tensor | None = None
-    # Buckets of one all-to-all share it. The first of `grouped_inputs`, if there are any
+    # One for all buckets of an all-to-all. `grouped_inputs[0]` if there are any
     reduce_scatter_input: Any = None
     # What one grouped call takes, see [Note: Direct reductions]
     grouped_inputs: list[Tensor] = field(default_factory=list)
@@ -163,7 +163,7 @@ class BucketGrads:
         """The dtype that partial reduces are added in: the widest accumulation dtype."""
         dtype = self.bucket.dtype
         dtypes = [layouts.accumulation_dtype(p, dtype) for p in self.fsdp_params]
-        return max(dtypes, key=lambda dtype: dtype.itemsize)
+        return max(dtypes, key=lambda d: d.itemsize)
 
 
 def prepare_inputs(
@@ -195,8 +195,8 @@ def reduce_buckets(
     """
     handle = _get_device_handle(reduction.device.type)
     compute_stream, stream = handle.current_stream(), reduction.reduce_scatter_stream
-    has_ranks = reduction.shard_world_size > 1
-    by_all_to_all = [p for p in parts if has_ranks and p.bucket.comm_dtype is not None]
+    has_peers = reduction.shard_world_size > 1
+    by_all_to_all = [p for p in parts if has_peers and p.bucket.comm_dtype is not None]
     results: list[ReduceResult] = []
     batch = parts  # an error gets a note about these buckets
     try:
@@ -269,23 +269,23 @@ def _copy_in_all_to_all(reduction: Reduction, parts: Sequence[BucketGrads]) -> N
     """
     Copies the gradients of buckets into one buffer to send, and drops them. One kernel
     copies all, viewed in the narrowest dtype, unless a gradient must be cast or
-    is not dense on dim 0: then each bucket is copied by itself.
+    cannot be chunked: then each bucket is copied by itself.
     """
     layout, world_size = _all_to_all_layout(parts), reduction.shard_world_size
     buffer = reduction.allocate(world_size * layout.segment_numel, layout.buffer_dtype)
-    dtype, tensors, are_chunked = layout.regions[-1].dtype, [], True
+    dtype, tensors, can_chunk = layout.regions[-1].dtype, [], True
     for i, numel in layout.slots:
         if i is None:
             padding_numel = numel * layout.buffer_dtype.itemsize // dtype.itemsize
-            # The kernel makes one row for each rank of it
+            # The kernel pads it to one row for each rank
             tensors.append(buffer.new_zeros(1, padding_numel, dtype=dtype))
             continue
         bucket, grads = parts[i].bucket, parts[i].unsharded_grads
-        are_chunked &= {*_dense_dtypes(bucket, grads)} == {bucket.wire_dtype}
-        if are_chunked:
-            is_wider = bucket.wire_dtype != dtype  # viewed, it has a longer last dim
+        can_chunk &= {*_dense_dtypes(bucket, grads)} == {bucket.wire_dtype}
+        if can_chunk:
+            is_wider = bucket.wire_dtype != dtype  # a view lengthens the last dim
             tensors += [g.unsqueeze(-1).view(dtype) if is_wider else g for g in grads]
-    if are_chunked:
+    if can_chunk:
         foreach_reduce_scatter_copy_in(tensors, buffer.view(dtype), world_size)
     else:
         columns = _view_columns(buffer, layout, world_size)
@@ -317,9 +317,9 @@ def _dense_dtypes(
     ]
 
 
-# If a step is observed, this operator is called in place of its kernel, `_chunk_cat`. On
-# CUDA 2.15's also casts within `_MIXED_ON_CUDA`
-_CHUNK_CAT = "chunk_cat_mixed_dtype" if FOLLOWS_GRAD_DTYPE else "chunk_cat"
+# If a step is observed, this operator is called in place of its kernel, `_chunk_cat`.
+# That of 2.15 also casts within `_MIXED_ON_CUDA` on CUDA
+_CHUNK_CAT = "chunk_cat_mixed_dtype" if IS_2_15 else "chunk_cat"
 _MIXED_ON_CUDA = {torch.bfloat16, torch.float32}
 # Gradients are copied together through a temporary up to this many elements: to copy them
 # once more takes a GPU no longer than a kernel launch
@@ -333,38 +333,38 @@ def _kernel_takes(source: torch.dtype | None, target: torch.dtype) -> bool:
 
 def copy_in_grads(bucket: ReduceBucket, grads: list[Tensor], rows: Tensor) -> None:
     """
-    Copies gradients of any dtypes to their columns of ``rows``, one for each rank.
+    Copies gradients of any dtypes to their columns of the ranks' ``rows``.
 
     [Note: One kernel for most gradients]
     The fused kernel needs dense tensors of one dtype and fills all columns. It casts
     bf16 to fp32 only; another cast, or one mismatched tensor, would send all down its
     slow path. So of the gradients that it takes at all, it gets the largest and those of
-    the same dtype. In place of each other one it gets a slice of the largest, if that is
-    long enough, and the gradient is then copied over these columns. (Since 2.15 an
-    operator takes bf16 and fp32 together on CUDA.) Rows that are columns of a larger
-    buffer are not dense: all gradients are copied there apart.
+    the same dtype. In place of the rest it gets slices of the largest, if that is long
+    enough, and the rest is then copied over these columns. (Since 2.15 an operator takes
+    bf16 and fp32 together on CUDA.) Rows that are parts of longer ones are not dense:
+    there each gradient is copied apart.
     """
     world_size, dtypes = rows.size(0), _dense_dtypes(bucket, grads)
     is_dense, first, device = rows.is_contiguous(), dtypes[0], rows.device
-    # A uniform unit takes the release's memory and launches
+    # A uniform unit uses the release's memory and launches
     is_uniform = not bucket.is_mixed and bucket.comm_dtype is None
-    have_one_dtype = first is not None and dtypes.count(first) == len(dtypes)
+    has_one_dtype = first is not None and dtypes.count(first) == len(dtypes)
     # Observers see the release's operator even if it takes the slow path
-    use_kernel = have_one_dtype and (
+    use_kernel = has_one_dtype and (
         is_uniform or _kernel_takes(first, rows.dtype) or gets_operators(device)
     )
     # The operator casts without a temporary on CUDA. Uniform units call it anyway
-    use_operator = (not use_kernel and FOLLOWS_GRAD_DTYPE) and (
+    use_mixed_operator = (not use_kernel and IS_2_15) and (
         (is_uniform and None not in dtypes)
         or (device.type == "cuda" and {*dtypes, rows.dtype} <= _MIXED_ON_CUDA)
     )
-    if is_dense and (use_kernel or use_operator):
+    if is_dense and (use_kernel or use_mixed_operator):
         _chunk_cat(grads, rows, by_operator=not use_kernel)
         return
     castable = [g for g, d in zip(grads, dtypes) if _kernel_takes(d, rows.dtype)]
     largest = max(castable if is_dense else (), key=Tensor.numel, default=None)
-    # The length of each slice: the least that the kernel, whose chunks have
-    # ceil(n / world_size) elements, pads to the gradient's columns
+    # The length of each slice: the least n for which the kernel's chunks, of
+    # ceil(n / world_size) elements, fill the gradient's columns
     stand_in_numels = {
         i: max(world_size * (bucket.slots[i].shard_numel - 1) + 1, 0)
         for i, dtype in enumerate(dtypes)
@@ -473,8 +473,8 @@ def _reduce_over_shards(
     tree_divisor: float | None,
 ) -> Tensor:
     """
-    Returns this rank's 1D sum over the shard group and the partial reduce, which is
-    added before the all-reduce, as that must sum the partial reduces of all replicas.
+    Returns this rank's 1D sum over the shard group plus the partial reduce. That is added
+    before the all-reduce, which must sum the partial reduces of all replicas.
     Where nothing needs to be computed, it is the input itself.
     """
     bucket, partial = part.bucket, part.partial_reduce_output
@@ -523,7 +523,7 @@ def _reduce_over_shards(
 def relayout(
     bucket: ReduceBucket, shard: Tensor, target_bucket: ReduceBucket
 ) -> Tensor:
-    """Lays a rank's 1D shard out as another bucket, zero where this has no slot."""
+    """Lays a rank's 1D shard out as another bucket, with zeros in new slots."""
     target = shard.new_zeros(target_bucket.shard_numel)
     starts = dict(zip(bucket.params, bucket.starts))
     for slot, target_start in zip(target_bucket.slots, target_bucket.starts):
@@ -539,7 +539,7 @@ def relayout(
 def _all_reduced_together(
     reduction: Reduction, parts: Sequence[BucketGrads]
 ) -> Sequence[Sequence[BucketGrads]]:
-    """Groups buckets by all-reduce: of one dtype, all or none summed in a tree."""
+    """Groups buckets by all-reduce: by dtype, and by whether a tree sums them."""
     if reduction.all_reduce_group is None or reduction.defers_all_reduce:
         return [[part] for part in parts]
     grouped = groupby(parts, lambda p: (p.bucket.dtype, p.bucket.comm_dtype is None))
@@ -557,10 +557,8 @@ def _reduce_batch(
     group, hook = reduction.all_reduce_group, reduction.all_reduce_hook
     uses_stream = group is not None or hook is not None
     before, after, op, replica_op = get_divide_factors(bucket.key, reduction.scaling)
-    tree_divisor, is_last = (
-        None,
-        not uses_stream and first.partial_reduce_output is None,
-    )
+    tree_divisor = None
+    is_last = not uses_stream and first.partial_reduce_output is None
     if is_last and first.received is not None:
         tree_divisor, after = after, None  # the sum in a tree divides, too
     factors: Any = {"before": before, "op": op, "tree_divisor": tree_divisor}
@@ -600,12 +598,12 @@ def _reduce_batch(
     held = (buffer, done) if uses_stream else (None, None)
     if buffer is inputs[0] and not uses_stream:
         scattered = done  # over a single rank the buffer is held as the input
-    return [ReduceResult(i, scattered, stream, done, *held) for i in inputs]
+    return [ReduceResult(x, scattered, stream, done, *held) for x in inputs]
 
 
 def record_grad_output_stream(buffer: Tensor, stream: torch.Stream) -> None:
     """Tells a vendor's kernel (2.15) which stream reads sharded gradients."""
-    if FOLLOWS_GRAD_DTYPE and buffer.device.type != "cpu":
+    if IS_2_15 and buffer.device.type != "cpu":
         args = stream.stream_id, stream.device_index, stream.device_type
         torch.ops.fsdp.record_grad_output_stream(buffer, *args)
 
@@ -645,7 +643,7 @@ def _as_dtensor(fsdp_param: FSDPParam, sharded_grad: Tensor) -> DTensor:
     if dtype != fsdp_param.orig_dtype:
         meta = cast(TensorMeta, spec.tensor_meta)._replace(dtype=dtype)
         spec = replace(spec, tensor_meta=meta)
-    # Without `__init__`, which only asks for Dynamo: 5 % of a unit's host time
+    # No `__init__`: it only looks for Dynamo, 5 % of a unit's host time
     return DTensor.__new__(DTensor, sharded_grad, spec, requires_grad=False)
 
 
@@ -654,15 +652,15 @@ def accumulate_sharded_grad(
 ) -> bool:
     """
     Accumulates a sharded gradient and runs its post-accumulate-grad hooks. Returns
-    whether ``sharded_grad`` is the gradient now, and stays it.
+    whether ``sharded_grad`` is the gradient, and remains it.
     """
     sharded_param, offloads = fsdp_param.sharded_param, fsdp_param.offload_to_cpu
     # Else each access looks for an override in DTensor: 2 % of a unit's host time
     with torch._C.DisableTorchFunctionSubclass():
         hooks, present = sharded_param._post_accumulate_grad_hooks, sharded_param.grad
         if offloads:
-            # An addition on the CPU and a hook read the gradient at once, so its copy
-            # to the host may be in flight only without either
+            # A CPU addition or a hook reads the gradient immediately, so its copy to the
+            # host may be in flight only without either
             overlaps = fsdp_param.pin_memory and present is None and not hooks
             sharded_grad = sharded_grad.to(torch.device("cpu"), non_blocking=overlaps)
             if overlaps:

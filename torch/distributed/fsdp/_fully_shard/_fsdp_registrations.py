@@ -9,12 +9,13 @@ from typing import Any
 
 import torch.nn as nn
 from torch.distributed.fsdp._common_utils import _named_parameters_with_duplicates
+from torch.distributed.tensor import DTensor
 
 from ._fsdp_api import CPUOffloadPolicy, MixedPrecisionPolicy
 from ._fsdp_errors import check_param, note_registered, note_sharding
 from ._fsdp_param import FSDPParam, ParamModuleInfo
 from ._fsdp_policies import resolve_all
-from ._fsdp_releases import FOLLOWS_GRAD_DTYPE
+from ._fsdp_releases import IS_2_15
 
 
 def _get_param_module_infos(
@@ -51,7 +52,7 @@ def shard_params(
         except Exception as error:
             note_sharding(error, param, name)
             raise
-        if not FOLLOWS_GRAD_DTYPE and param.grad_dtype != param.dtype:
+        if not IS_2_15 and param.grad_dtype != param.dtype:
             fsdp_param.sharded_param.grad_dtype = param.grad_dtype
         fsdp_params.append(fsdp_param)
     return fsdp_params
@@ -174,12 +175,12 @@ def keep_grad_dtypes(group: Any, *fsdp_params: FSDPParam) -> None:
     Restores a user's ``grad_dtype`` on a parameter that was loaded or cast since. If it
     is missing on the same local tensor, the user has unset it.
     """
-    if FOLLOWS_GRAD_DTYPE:
+    if IS_2_15:
         return  # the release does so itself
     for fsdp_param in fsdp_params or group.fsdp_params:
         param: Any = fsdp_param.sharded_param
-        if not param.is_leaf:
-            continue  # `check_param` refuses it
+        if not (param.is_leaf and isinstance(param, DTensor)):
+            continue  # `reset_sharded_param` or `check_param` refuses it
         shard, previous = param._local_tensor, group._grad_dtypes.pop(fsdp_param, None)
         if param.grad_dtype == param.dtype and previous and previous[0] is not shard:
             param.grad_dtype = previous[1]

@@ -16,11 +16,11 @@ import torch.distributed as dist
 # 2.15, `foreach_reduce` has no argument for the dtype of sharded gradients, resetting an
 # iteration drops them, `fsdp::record_grad_output_stream` tells who reads them, and
 # `fsdp::chunk_cat_mixed_dtype`, in C++, casts between bf16 and fp32 on CUDA.
-FOLLOWS_GRAD_DTYPE: bool = hasattr(torch.Tensor, "_has_grad_dtype_override")
+IS_2_15: bool = hasattr(torch.Tensor, "_has_grad_dtype_override")
 
 # Whether NCCL multiplies by the factor of a bf16 PREMUL_SUM. Releases before 2.15 may
 # lack that fix (pytorch 190745): they multiply by 0 or by garbage.
-SCALES_BF16: bool = FOLLOWS_GRAD_DTYPE
+SCALES_BF16: bool = IS_2_15
 IS_2_14: bool = hasattr(dist, "_spmd_no_typecheck")  # or newer
 
 # The optional package spmd_types (2.14)

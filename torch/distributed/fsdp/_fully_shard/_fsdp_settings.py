@@ -14,7 +14,7 @@ from torch.distributed.fsdp.api import BackwardPrefetch
 
 from . import _fsdp_comms as comms
 from ._fsdp_api import AllGather, MixedPrecisionPolicy, OffloadPolicy, ReduceScatter
-from ._fsdp_common import FSDPMeshInfo
+from ._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 from ._fsdp_layout import dtypes_of, ReduceBucketCap
 from ._fsdp_registrations import fqns_of, groups_of
 
@@ -161,6 +161,11 @@ def check_mp_policy(group: Any, policy: Any) -> None:
 def check_offload_policy(group: Any, policy: Any) -> None:
     if not isinstance(policy, OffloadPolicy | None):  # None has always meant no offload
         _refuse(TypeError, group, "offload_policy", policy, "CPUOffloadPolicy()")
+
+
+def note_deferral(group: Any, all_reduce_grads: bool) -> None:
+    defers = group.reduce_grads and not all_reduce_grads
+    group._has_deferred |= defers and isinstance(group.mesh_info, DDPMeshInfo)
 
 
 def check_divide_factor(group: Any, factor: Any) -> None:

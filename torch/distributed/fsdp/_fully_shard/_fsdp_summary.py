@@ -108,8 +108,7 @@ def _resolve_policies(group: Any, module: nn.Module) -> list[Any]:
     fqns = get_param_names([p._module_info for p in group.fsdp_params], (module,))
     # A part of the model has fewer names, which may be names of other parts too
     num_names = len([*module.named_parameters(remove_duplicate=False)])
-    tables = tables_of(group.mp_policy).values()
-    is_whole = all(num_names >= len(table.by_fqn) for table in tables)
+    is_whole = all(num_names >= len(t.by_fqn) for t in tables_of(group.mp_policy))
     copies: list[Any] = [copy.copy(fsdp_param) for fsdp_param in group.fsdp_params]
     for fsdp_param, fqn in zip(copies, fqns, strict=True):
         earlier = [fsdp_param.mp_policy] if is_same_policy else []
