@@ -111,7 +111,7 @@ if IS_2_15:
 
 
 class AllGatherResult(NamedTuple):
-    """An all-gather in flight. It owns the buffer until later gathers wait for copy-out."""
+    """An all-gather in flight. Owns the buffer until gather streams await copy-out."""
 
     all_gather_output: Tensor  # 1D
     all_gather_event: torch.Event | None
@@ -127,7 +127,7 @@ class DirectGatherResult(AllGatherResult):
     """An all-gather in flight, some of whose outputs are not in the buffer."""
 
     sent: list[Tensor]  # shards of direct parameters
-    # To copy after it if received elsewhere: (to outputs, from temporaries)
+    # To copy after the gather: (outputs, the temporaries that received)
     copies: tuple[list[Tensor], list[Tensor]]
 
 
@@ -216,7 +216,7 @@ def _default_all_gather_output_fn(
     cache = cache or ParamGroupCache(fsdp_params)
     buffer, _, _, dtypes, numels, split_sizes = all_gather_result
     if isinstance(split_sizes, SplitSizes):
-        # As gathered: saving a state dict may reshard
+        # As then gathered: a save may have resharded
         layout, state = split_sizes.layout, split_sizes.state
     else:  # a plugin gathered, in parameter order
         dtype, numel = layouts.storage_dtype(buffer.dtype), sum(split_sizes)
@@ -241,8 +241,8 @@ def foreach_all_gather_copy_out(
     Waits for an all-gather and writes every parameter's all-gather outputs from its
     buffer: one kernel, and one more copy for each parameter not sharded on dim 0. The
     segments of a plugin's gather hold the inputs in parameter order. A custom
-    ``all_gather_output_fn`` writes them instead, given ``fsdp_params``, the complete result
-    and the number of ranks.
+    ``all_gather_output_fn`` writes the outputs instead, given ``fsdp_params``, the
+    complete result and the number of ranks.
     """
     buffer, event, work, dtypes, *_ = all_gather_result
     is_default = all_gather_output_fn is _default_all_gather_output_fn

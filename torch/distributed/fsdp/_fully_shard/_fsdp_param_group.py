@@ -129,7 +129,7 @@ class FSDPParamGroup(PluginNames):
     force_sum_reduction_for_comms: bool = False  # then divide
     # Reduce zeros for parameters without a gradient, so that all ranks reduce alike
     reduce_scatter_unused_params: bool = False
-    reduce_scatter_max_input_buffers: int = 1  # `comm_ctx`: of all groups
+    reduce_scatter_max_input_buffers: int = 1  # `comm_ctx`: the largest
     # Gather in the current stream: less memory, only explicit prefetching
     unshard_async_op: bool = False
     reduce_bucket_cap: ReduceBucketCap | None = None
@@ -140,8 +140,8 @@ class FSDPParamGroup(PluginNames):
     # State of the iteration #
     _training_state: TrainingState = TrainingState.IDLE
     _sharded_state: ShardedState = ShardedState.SHARDED
-    # Whether a lazy init, and whether the root's, has reset the sharded parameters, which
-    # is costly. Before the root's, users may unshard and then replace them
+    # The first lazy init resets the sharded parameters, which is costly, and the root's
+    # does again, as users may unshard before it and then replace them
     _reset_sharded_params: bool = False
     _reset_by_root: bool = False
     _has_read_dtypes: bool = False
@@ -379,7 +379,7 @@ class FSDPParamGroup(PluginNames):
             self.comm_ctx.all_gather_state = AllGatherState(result, copy_out_event)
         else:
             self.comm_ctx.wait_all_gather_streams_on_event(copy_out_event)
-        self.comm_ctx.resharded.pop(self._direct_memory, None)  # not to be freed
+        self.comm_ctx.resharded.pop(self._direct_memory, None)  # in use again
         self.comm_ctx.free_resharded()
         self._all_gather_result = self._all_gather_group = None
 
@@ -410,7 +410,7 @@ class FSDPParamGroup(PluginNames):
             self._to_state(ShardedState.SHARDED_POST_FORWARD)
             event = self._reshard_after_forward_event = self.device_handle.Event()
             event.record()
-            # Compute may still read direct memory from before the smaller mesh was set
+            # Direct memory, if gathered before the smaller mesh was set, is freed now
             self.comm_ctx.free_resharded()
         elif self._reshard_after_forward or not after_forward:
             self._to_state(ShardedState.SHARDED)
@@ -424,7 +424,7 @@ class FSDPParamGroup(PluginNames):
         if is_first_module:
             if self._num_forwards < 0:
                 log_layout(self)
-            # A rerun group begins a forward. In the first, lazy init looks for traces
+            # A group that runs again begins a forward. In the first, lazy init looks
             if self._num_forwards == self.comm_ctx.num_forwards:
                 self.comm_ctx.num_forwards += 1
                 observers.look_for_traces()
@@ -451,9 +451,9 @@ class FSDPParamGroup(PluginNames):
         return output
 
     def _record_post_forward(self) -> None:
-        # Users' forwards without gradients have no backward. They leave forward-mode
-        # gradients or inference mode on. Reentrant checkpointing, which repeats the
-        # forward in backward, turns both off
+        # A user's forward without gradients has no backward: forward-mode AD or inference
+        # mode are on. Reentrant checkpointing's, which backward repeats, has one: both
+        # are off
         by_users = torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled()
         if by_users and not torch.is_grad_enabled():
             return
@@ -507,7 +507,7 @@ class FSDPParamGroup(PluginNames):
                 return
         self._reduce(grads)
         if is_partial_group_backward:
-            # As in the release, where the unit's next module got corrupt gradients
+            # As in the release: else the unit's next module gets corrupt gradients
             self.comm_ctx.wait_current_stream(self._post_reduce_event)
 
     # Runtime: reduce #
@@ -544,7 +544,7 @@ class FSDPParamGroup(PluginNames):
                 and not (self._has_deferred or partial_reduces)
                 and not reduction.defers_all_reduce
                 and reduction.all_reduce_hook is None
-                and reduction.prepares_by_default
+                and reduction.no_plugin_prepares
                 and type(reduction.reduce_scatter_comm) is comms.DefaultReduceScatter
             ):
                 buckets = context.join_small(self, reduction, buckets, pop_part)
@@ -563,8 +563,8 @@ class FSDPParamGroup(PluginNames):
         """Returns what the unit's buckets are reduced with now."""
         scatter_group, all_reduce_group = self._reduce_groups()
         comm = self._reduce_scatter_comm
-        # Outputs outlast the next bucket, or microbatch
-        is_kept = num_buckets > 1 or not self.all_reduce_grads
+        # When the next bucket, or microbatch, allocates
+        in_use = num_buckets > 1 or not self.all_reduce_grads
         all_reduce_stream = self._all_reduce_hook_stream
         if all_reduce_stream is None or all_reduce_group is not None:
             all_reduce_stream = self.comm_ctx.all_reduce_stream
@@ -586,7 +586,7 @@ class FSDPParamGroup(PluginNames):
             device=self.device,
             copy_in=collectives.foreach_reduce_scatter_copy_in,
             prepare_reduce_scatter_inputs=self._prepare_reduce_scatter_inputs,
-            clones_output=is_kept and not comms.allocates_anew(comm),
+            clones_output=in_use and not comms.allocates_anew(comm),
         )
 
     def _wait_for_post_backward(self) -> None:

@@ -123,8 +123,8 @@ class Reduction(NamedTuple):
         return 1 if group is None else group.size()
 
     @property
-    def prepares_by_default(self) -> bool:
-        """Whether no plugin prepares gradients: then the copy-in handles other dims."""
+    def no_plugin_prepares(self) -> bool:
+        """Whether no plugin prepares gradients: our copy-in takes any sharded dim."""
         return self.prepare_reduce_scatter_inputs is _default_reduce_scatter_input_fn
 
     @property
@@ -149,7 +149,7 @@ class BucketGrads:
     bucket: ReduceBucket
     unsharded_grads: list[Tensor]  # the copy-in drops them
     partial_reduce_output: Tensor | None = None
-    # One for all buckets of an all-to-all. `grouped_inputs[0]` if there are any
+    # Buckets of an all-to-all share it. The first of `grouped_inputs`, if any
     reduce_scatter_input: Any = None
     # What one grouped call takes, see [Note: Direct reductions]
     grouped_inputs: list[Tensor] = field(default_factory=list)
@@ -173,7 +173,7 @@ def prepare_inputs(
     unsharded_grads: list[Tensor],
 ) -> ReduceBucket:
     """Lets a plugin prepare the gradients. Returns the bucket with their new sizes."""
-    if reduction.prepares_by_default:
+    if reduction.no_plugin_prepares:
         return bucket
     world_size = reduction.shard_world_size
     prepare = reduction.prepare_reduce_scatter_inputs
@@ -227,7 +227,7 @@ def _copy_in(reduction: Reduction, part: BucketGrads) -> None:
     bucket, grads, numel = part.bucket, part.unsharded_grads, part.bucket.shard_numel
     comm, world_size = reduction.reduce_scatter_comm, reduction.shard_world_size
     is_own = reduction.copy_in is foreach_reduce_scatter_copy_in
-    is_direct = bucket.has_direct and is_own and reduction.prepares_by_default
+    is_direct = bucket.has_direct and is_own and reduction.no_plugin_prepares
     if is_direct and world_size > 1 and type(comm) is DefaultReduceScatter:
         _stage_direct(reduction, part)
         return
@@ -235,7 +235,7 @@ def _copy_in(reduction: Reduction, part: BucketGrads) -> None:
     if is_own:
         copy_in_grads(bucket, grads, reduce_input.view(world_size, numel))
     else:  # a plugin's, which takes gradients of one dtype, to be chunked on dim 0
-        if reduction.prepares_by_default:
+        if reduction.no_plugin_prepares:
             _default_reduce_scatter_input_fn(part.fsdp_params, grads, world_size)
         if any(grad.dtype != grads[0].dtype for grad in grads):
             grads[:] = [grad.to(reduce_input.dtype) for grad in grads]
@@ -317,7 +317,7 @@ def _dense_dtypes(
     ]
 
 
-# If a step is observed, this operator is called in place of its kernel, `_chunk_cat`.
+# If a step is observed, this operator is called in place of `torch._chunk_cat`.
 # That of 2.15 also casts within `_MIXED_ON_CUDA` on CUDA
 _CHUNK_CAT = "chunk_cat_mixed_dtype" if IS_2_15 else "chunk_cat"
 _MIXED_ON_CUDA = {torch.bfloat16, torch.float32}
@@ -339,21 +339,21 @@ def copy_in_grads(bucket: ReduceBucket, grads: list[Tensor], rows: Tensor) -> No
     The fused kernel needs dense tensors of one dtype and fills all columns. It casts
     bf16 to fp32 only; another cast, or one mismatched tensor, would send all down its
     slow path. So of the gradients that it takes at all, it gets the largest and those of
-    the same dtype. In place of the rest it gets slices of the largest, if that is long
-    enough, and the rest is then copied over these columns. (Since 2.15 an operator takes
-    bf16 and fp32 together on CUDA.) Rows that are parts of longer ones are not dense:
-    there each gradient is copied apart.
+    the same dtype. Slices of the largest, if that is long enough, stand in for the rest,
+    which is then copied over these columns. (Since 2.15 an operator takes bf16 and fp32
+    together on CUDA.) Rows that are parts of longer ones are not dense: there each
+    gradient is copied apart.
     """
     world_size, dtypes = rows.size(0), _dense_dtypes(bucket, grads)
     is_dense, first, device = rows.is_contiguous(), dtypes[0], rows.device
     # A uniform unit uses the release's memory and launches
     is_uniform = not bucket.is_mixed and bucket.comm_dtype is None
     has_one_dtype = first is not None and dtypes.count(first) == len(dtypes)
-    # Observers see the release's operator even if it takes the slow path
+    # Or the operator, which observers see even on its slow path
     use_kernel = has_one_dtype and (
         is_uniform or _kernel_takes(first, rows.dtype) or gets_operators(device)
     )
-    # The operator casts without a temporary on CUDA. Uniform units call it anyway
+    # On CUDA it needs no temporary. Uniform units' mixed gradients always take it
     use_mixed_operator = (not use_kernel and IS_2_15) and (
         (is_uniform and None not in dtypes)
         or (device.type == "cuda" and {*dtypes, rows.dtype} <= _MIXED_ON_CUDA)
@@ -363,8 +363,8 @@ def copy_in_grads(bucket: ReduceBucket, grads: list[Tensor], rows: Tensor) -> No
         return
     castable = [g for g, d in zip(grads, dtypes) if _kernel_takes(d, rows.dtype)]
     largest = max(castable if is_dense else (), key=Tensor.numel, default=None)
-    # The length of each slice: the least n for which the kernel's chunks, of
-    # ceil(n / world_size) elements, fill the gradient's columns
+    # Lengths of stand-in slices: the least n for which the kernel's chunks, of
+    # ceil(n / world_size) elements, fill the columns
     stand_in_numels = {
         i: max(world_size * (bucket.slots[i].shard_numel - 1) + 1, 0)
         for i, dtype in enumerate(dtypes)
@@ -539,7 +539,7 @@ def relayout(
 def _all_reduced_together(
     reduction: Reduction, parts: Sequence[BucketGrads]
 ) -> Sequence[Sequence[BucketGrads]]:
-    """Groups buckets by all-reduce: by dtype, and by whether a tree sums them."""
+    """Groups sorted buckets by all-reduce: dtype and whether a tree sums them."""
     if reduction.all_reduce_group is None or reduction.defers_all_reduce:
         return [[part] for part in parts]
     grouped = groupby(parts, lambda p: (p.bucket.dtype, p.bucket.comm_dtype is None))
@@ -560,7 +560,7 @@ def _reduce_batch(
     tree_divisor = None
     is_last = not uses_stream and first.partial_reduce_output is None
     if is_last and first.received is not None:
-        tree_divisor, after = after, None  # the sum in a tree divides, too
+        tree_divisor, after = after, None  # no sum follows the tree
     factors: Any = {"before": before, "op": op, "tree_divisor": tree_divisor}
     shards: Sequence[Tensor]
     shards = [_reduce_over_shards(reduction, part, **factors) for part in parts]
