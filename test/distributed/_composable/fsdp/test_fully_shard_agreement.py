@@ -321,33 +321,36 @@ class TestRanksDisagree(AgreementTest):
         dist.barrier()
 
 
+@instantiate_parametrized_tests
 class TestRanksAgree(AgreementTest):
-    def test_costs_a_few_small_collectives_for_each_unit_once(self) -> None:
-        # Before gathers, before reduce-scatters and before all-reduces
-        for mesh, first in (
-            (shard_mesh(), 3 + 3),
-            (hybrid_mesh(2), 3 + 3 + 3),
-            (hybrid_mesh(1), 3),
-            (shard_mesh(1), 0),
-        ):
-            model = self.sharded(mesh=mesh, reshard_after_forward=False)
-            with CommDebugMode() as counter:  # which does not see comparisons
-                self.assertEqual(self.count(model, 1), [first])
-            self.assertEqual(counter.get_total_counts(), first)
-            for child in model:
-                child.unshard()
-                child.reshard()
-            self.assertEqual(self.count(model, 2), [0, 0])
+    # Before gathers, before reduce-scatters and before all-reduces
+    FIRST = {
+        "shards": (shard_mesh, WORLD_SIZE, 3 + 3),
+        "both": (hybrid_mesh, 2, 3 + 3 + 3),
+        "replicas": (hybrid_mesh, 1, 3),
+        "neither": (shard_mesh, 1, 0),
+    }
 
-    def test_environment_turns_it_off_or_compares_always(self) -> None:
-        values = {"0": [0, 0], "1": [6, 0], "": [6, 0], "always": [6, 6]}
-        for value, expected in values.items():
-            with switched(value):
-                model = self.sharded(reshard_after_forward=False)
-                self.assertEqual(self.count(model, 2), expected)
-        with switched("always"):
-            model = self.sharded(reshard_after_forward=False, mesh=hybrid_mesh(2))
-            self.assertEqual(self.count(model, 2), [9, 9])
+    @parametrize("name", FIRST)
+    def test_costs_a_few_small_collectives_for_each_unit_once(self, name: str) -> None:
+        make_mesh, shards, first = self.FIRST[name]
+        model = self.sharded(mesh=make_mesh(shards), reshard_after_forward=False)
+        with CommDebugMode() as counter:  # which does not see comparisons
+            self.assertEqual(self.count(model, 1), [first])
+        self.assertEqual(counter.get_total_counts(), first)
+        for child in model:
+            child.unshard()
+            child.reshard()
+        self.assertEqual(self.count(model, 2), [0, 0])
+
+    @parametrize("value", ["0", "1", "", "always"])
+    def test_environment_turns_it_off_or_compares_always(self, value: str) -> None:
+        times = {"0": [0, 0], "always": [1, 1]}.get(value, [1, 0])
+        with switched(value):
+            for mesh, each in ((shard_mesh(), 6), (hybrid_mesh(2), 9)):
+                model = self.sharded(reshard_after_forward=False, mesh=mesh)
+                found = self.count(model, 2)
+                self.assertEqual(found, [each * n for n in times], f"{each} at once")
         with switched("Always"), self.assertRaisesRegex(ValueError, "'Always': set it"):
             self.sharded()
 
@@ -411,61 +414,68 @@ class TestRanksMayDiffer(AgreementTest):
     }
 
     @parametrize("name", CHANGES)
-    def test_names_and_order_of_registration_may_differ(self, name: str) -> None:
+    @parametrize("value", ["1", "always"])
+    @parametrize("apply", [fully_shard, replicate], name_fn=lambda of: of.__name__)
+    def test_names_and_order_of_registration_may_differ(
+        self, name: str, value: str, apply: Callable[..., Any]
+    ) -> None:
         change, run, later = self.CHANGES[name]
         x = torch.ones(2, device=self.device, requires_grad=True)
         blocks().to(self.device)(x).sum().backward()
         expected, x.grad = x.grad, None
         run = run if self.rank == 0 else (0, 1)
-        for value, apply in product(("1", "always"), (fully_shard, replicate)):
-            model = blocks().to(self.device)
-            if self.rank == 0 and not later:
-                change(model)
-            for block in model:
-                apply(block[0] if type(block) is Chain else block, mesh=shard_mesh())
-            apply(model, mesh=shard_mesh())
-            with switched(value):
-                for step in range(3):
-                    model(x, (), run).sum().backward()
-                    self.assertEqual(x.grad, expected)
-                    model.zero_grad()
-                    x.grad = None
-                    if self.rank == 0 and later and step == 0:
-                        change(model)
+        model = blocks().to(self.device)
+        if self.rank == 0 and not later:
+            change(model)
+        for block in model:
+            apply(block[0] if type(block) is Chain else block, mesh=shard_mesh())
+        apply(model, mesh=shard_mesh())
+        with switched(value):
+            for step in range(3):
+                model(x, (), run).sum().backward()
+                self.assertEqual(x.grad, expected)
+                model.zero_grad()
+                x.grad = None
+                if self.rank == 0 and later and step == 0:
+                    change(model)
 
-    def test_dtypes_that_no_collective_has_may_differ(self) -> None:
+    @parametrize("what", ["stored", "computed", "frozen"])
+    def test_dtypes_that_no_collective_has_may_differ(self, what: str) -> None:
         """
         What a policy casts is stored in, what replicas compute in, what a frozen
         parameter would reduce in, and a ``grad_dtype``.
         """
         dtype = BF16 if self.rank == 0 else FP32
-        for apply, policy, stored, trains in (
-            (fully_shard, MixedPrecisionPolicy(BF16, BF16), dtype, True),
-            (replicate, MixedPrecisionPolicy(dtype, FP32), FP32, True),
-            (fully_shard, MixedPrecisionPolicy(reduce_dtype=dtype), FP32, False),
-        ):
-            model = blocks(1, dtype=stored).to(self.device).requires_grad_(trains)
-            if trains:
-                model[0].gate.grad_dtype = dtype
-            apply(model, mesh=shard_mesh(), mp_policy=policy)
-            backward(model)
-            for param in model.parameters():
-                self.assertEqual(param.grad is not None, trains)
-            if trains:
-                self.assertEqual(model[0].gate.grad.dtype, dtype)
+        policy = {
+            "stored": MixedPrecisionPolicy(BF16, BF16),
+            "computed": MixedPrecisionPolicy(dtype, FP32),
+            "frozen": MixedPrecisionPolicy(reduce_dtype=dtype),
+        }[what]
+        apply = replicate if what == "computed" else fully_shard
+        stored, trains = dtype if what == "stored" else FP32, what != "frozen"
+        model = blocks(1, dtype=stored).to(self.device).requires_grad_(trains)
+        if trains:
+            model[0].gate.grad_dtype = dtype
+        apply(model, mesh=shard_mesh(), mp_policy=policy)
+        backward(model)
+        for param in model.parameters():
+            self.assertEqual(param.grad is not None, trains)
+        if trains:
+            self.assertEqual(model[0].gate.grad.dtype, dtype)
 
-    def test_some_ranks_may_keep_gradients(self) -> None:
+    @parametrize("value,gone", [("1", "0"), ("1", "23"), ("always", "23")])
+    def test_some_ranks_may_keep_gradients(self, value: str, gone: str) -> None:
         """One that has no element of a parameter need not keep its gradient."""
-        for value, gone in (("1", (0,)), ("1", (2, 3)), ("always", (2, 3))):
-            model = Scales(gate=2, up=2).to(self.device)
-            fully_shard(model, mesh=shard_mesh())
-            with switched(value):
-                for _ in range(3):
-                    backward(model)
-                    if self.rank in gone:
-                        model.zero_grad()
+        model = Scales(gate=2, up=2).to(self.device)
+        fully_shard(model, mesh=shard_mesh())
+        with switched(value):
+            for _ in range(3):
+                backward(model)
+                if str(self.rank) in gone:
+                    model.zero_grad()
 
 
+@instantiate_parametrized_tests
 class TestReductions(AgreementTest):
     """What each backward gives gradients to: the same on all ranks, or all raise."""
 
@@ -488,17 +498,18 @@ class TestReductions(AgreementTest):
         with switched("always"):
             self.assertEqual(self.count(model, 1, used=names[:2]), [1])
 
-    def test_one_rank_may_give_up_what_all_skip(self) -> None:
+    @parametrize("value,settled", [("1", 0), ("always", 9)])
+    def test_one_rank_may_give_up_what_all_skip(self, value: str, settled: int) -> None:
         """Its data is bad, say: the others have nothing to compare."""
-        for value, settled in (("1", 0), ("always", 9)):
-            with switched(value):
-                model = self.sharded()
-                self.assertEqual(self.count(model, 2)[1], settled)
-                if self.rank == 1:
-                    model.reset_iter_state()
-                self.assertEqual(self.count(model, 2), [settled] * 2)
+        with switched(value):
+            model = self.sharded()
+            self.assertEqual(self.count(model, 2)[1], settled)
+            if self.rank == 1:
+                model.reset_iter_state()
+            self.assertEqual(self.count(model, 2), [settled] * 2)
 
-    def test_custom_collectives_are_not_compared(self) -> None:
+    @parametrize("value", ["1", "always"])
+    def test_custom_collectives_are_not_compared(self, value: str) -> None:
         """They may need neither the other ranks nor the group."""
 
         class CustomGather(DefaultAllGather):
@@ -513,25 +524,27 @@ class TestReductions(AgreementTest):
         class MemoryOfReductions(DefaultReduceScatter):
             allocate = DefaultReduceScatter.allocate
 
-        # The second unit's gathers, and reductions of the second and the third
-        for value, expected in (("1", [1 + 2, 0]), ("always", [2 + 2] * 2)):
-            with switched(value):
-                model = self.sharded()
-                for unit in model:
-                    unit.set_custom_all_gather(CustomGather())
-                model[0].set_custom_reduce_scatter(CustomScatter())
-                if self.rank == 0:  # which other ranks need not know
-                    model[1].set_custom_all_gather(MemoryOfGathers())
-                    model[1].set_custom_reduce_scatter(MemoryOfReductions())
-                else:
-                    model[1].set_custom_all_gather(DefaultAllGather())
-                self.assertEqual(self.count(model, 2), expected)
+        with switched(value):
+            model = self.sharded()
+            for unit in model:
+                unit.set_custom_all_gather(CustomGather())
+            model[0].set_custom_reduce_scatter(CustomScatter())
+            if self.rank == 0:  # which other ranks need not know
+                model[1].set_custom_all_gather(MemoryOfGathers())
+                model[1].set_custom_reduce_scatter(MemoryOfReductions())
+            else:
+                model[1].set_custom_all_gather(DefaultAllGather())
+            # The second unit's gathers, and reductions of the second and the third
+            expected = [1 + 2, 0] if value == "1" else [2 + 2] * 2
+            self.assertEqual(self.count(model, 2), expected)
 
-    def test_monkeypatched_functions_and_traced_steps_are_not_compared(self) -> None:
-        for name in ("foreach_all_gather", "foreach_reduce"):
-            wrapped = functools.partial(getattr(param_group, name))
-            with mock.patch.object(param_group, name, wrapped):
-                self.assertEqual(self.count(self.sharded(), 2), [3, 0])
+    @parametrize("name", ["foreach_all_gather", "foreach_reduce"])
+    def test_monkeypatched_functions_are_not_compared(self, name: str) -> None:
+        wrapped = functools.partial(getattr(param_group, name))
+        with mock.patch.object(param_group, name, wrapped):
+            self.assertEqual(self.count(self.sharded(), 2), [3, 0])
+
+    def test_traced_steps_are_not_compared(self) -> None:
         model = self.sharded()
         with mock.patch.object(agreement, "_is_traced", lambda *_: True):
             self.assertEqual(self.count(model, 2), [0, 0])
@@ -554,23 +567,24 @@ class Elastic(dist.ProcessGroup):
         super().__init__(0, 2)
 
 
+@instantiate_parametrized_tests
 @unittest.skipIf(LAUNCHED_RANK is not None, "the launched group is there already")
 class TestWithoutOtherRanks(FakeGroupTest):
     """A process group that sends nothing, or no data to send."""
 
     ranks = 2
 
-    def test_nothing_is_compared(self) -> None:
+    @parametrize("is_real", [False, True])
+    def test_nothing_is_compared(self, is_real: bool) -> None:
         mesh = dist.init_device_mesh("cpu", (2,))
         self.assertFalse(agreement._has_others(Elastic(), torch.device("cpu")))
         real = mock.patch.object(agreement, "backend_name", lambda *_: "gloo")
-        for contexts in ((), (FakeTensorMode(), real)):
-            with contextlib.ExitStack() as stack, counting_comparisons() as sent:
-                for context in contexts:
-                    stack.enter_context(context)
-                model = fully_shard(Scales(), mesh=mesh)
-                model(torch.ones(2)).sum().backward()
-            sent.assert_not_called()
+        with contextlib.ExitStack() as stack, counting_comparisons() as sent:
+            for context in (FakeTensorMode(), real) if is_real else ():
+                stack.enter_context(context)
+            model = fully_shard(Scales(), mesh=mesh)
+            model(torch.ones(2)).sum().backward()
+        sent.assert_not_called()
 
 
 # Of what has drifted apart by default. Nothing else ends those that wait for each other
@@ -635,10 +649,11 @@ class TestRanksDriftApart(DeviceFreeTest):
         for (name, rank), text in found.items():
             done, _, error = text.partition(" ")
             expected = DRIFTS[name][2][rank]
-            self.assertEqual(int(done), expected, text)
-            if expected < 2:
-                self.assertRegex(error, ENDED)
-                self.assertRegex(error, NOTE)
+            with self.subTest(name, rank=rank):
+                self.assertEqual(int(done), expected, text)
+                if expected < 2:
+                    self.assertRegex(error, ENDED)
+                    self.assertRegex(error, NOTE)
         text = "gradients of unit '2', without a gradient of 2.gate."
         self.assertIn(text, found["parameter_skipped", ODD])
 
