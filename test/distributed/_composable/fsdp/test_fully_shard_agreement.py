@@ -56,11 +56,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.testing._internal.common_utils import (
-    instantiate_parametrized_tests,
-    parametrize,
-    run_tests,
-)
+from torch.testing._internal.common_utils import parametrize, run_tests
 
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -286,7 +282,6 @@ DISAGREEMENTS = {
 }
 
 
-@instantiate_parametrized_tests
 class TestRanksDisagree(AgreementTest):
     @parametrize("name", DISAGREEMENTS)
     def test_all_ranks_raise(self, name: str) -> None:
@@ -321,7 +316,6 @@ class TestRanksDisagree(AgreementTest):
         dist.barrier()
 
 
-@instantiate_parametrized_tests
 class TestRanksAgree(AgreementTest):
     # Before gathers, before reduce-scatters and before all-reduces
     FIRST = {
@@ -402,7 +396,6 @@ def swap(model: Chain) -> None:
     model[0], model[1] = model[1], model[0]
 
 
-@instantiate_parametrized_tests
 class TestRanksMayDiffer(AgreementTest):
     """What no collective depends on may differ, and ranks train as if it did not."""
 
@@ -475,7 +468,6 @@ class TestRanksMayDiffer(AgreementTest):
                     model.zero_grad()
 
 
-@instantiate_parametrized_tests
 class TestReductions(AgreementTest):
     """What each backward gives gradients to: the same on all ranks, or all raise."""
 
@@ -567,7 +559,6 @@ class Elastic(dist.ProcessGroup):
         super().__init__(0, 2)
 
 
-@instantiate_parametrized_tests
 @unittest.skipIf(LAUNCHED_RANK is not None, "the launched group is there already")
 class TestWithoutOtherRanks(FakeGroupTest):
     """A process group that sends nothing, or no data to send."""

@@ -38,12 +38,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.func import functional_call
-from torch.testing._internal.common_utils import (
-    instantiate_parametrized_tests,
-    parametrize,
-    run_tests,
-    TestCase,
-)
+from torch.testing._internal.common_utils import parametrize, run_tests, TestCase
 
 
 pytestmark = pytest.mark.timeout(600)
@@ -500,7 +495,6 @@ def check_text(test: TestCase, error: BaseException, text: str) -> None:
         test.assertRegex(found, f"(?ms)^{pattern}")
 
 
-@instantiate_parametrized_tests
 class TestBadInput(FSDPProcessTest):
     """Ranks of which the last has no row."""
 

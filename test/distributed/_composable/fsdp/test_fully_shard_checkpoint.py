@@ -38,11 +38,7 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.testing._internal.common_utils import (
-    instantiate_parametrized_tests,
-    parametrize,
-    run_tests,
-)
+from torch.testing._internal.common_utils import parametrize, run_tests
 
 
 FULL = StateDictOptions(full_state_dict=True)
@@ -164,10 +160,6 @@ class TestFullStateDict(CheckpointTest):
         set_model_state_dict(model, given, options=FROM_FIRST_RANK)
         cast = {name: tensor.to(dtypes[name]) for name, tensor in full.items()}
         self.check_same(get_model_state_dict(model, options=FULL), cast)
-
-
-instantiate_parametrized_tests(TestDistributedCheckpoint)
-instantiate_parametrized_tests(TestFullStateDict)
 
 
 if __name__ == "__main__":

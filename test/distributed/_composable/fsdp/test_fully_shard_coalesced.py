@@ -42,11 +42,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 from torch.distributed.fsdp._fully_shard._fsdp_direct import DirectMemory
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.testing._internal.common_utils import (
-    instantiate_parametrized_tests,
-    parametrize,
-    run_tests,
-)
+from torch.testing._internal.common_utils import parametrize, run_tests
 
 
 pytestmark = pytest.mark.timeout(600)
@@ -273,9 +269,6 @@ class TestCoalesced(FSDPProcessTest):
                 set_coalesced_collectives(make(), value)
         with self.assertRaisesRegex(ValueError, "set_coalesced_collectives"):
             set_coalesced_collectives(nn.Linear(2, 2))
-
-
-instantiate_parametrized_tests(TestCoalesced)
 
 
 if __name__ == "__main__":

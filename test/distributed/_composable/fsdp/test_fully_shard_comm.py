@@ -39,11 +39,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
-from torch.testing._internal.common_utils import (
-    instantiate_parametrized_tests,
-    parametrize,
-    run_tests,
-)
+from torch.testing._internal.common_utils import parametrize, run_tests
 
 
 # Storage dtypes of a unit's parameters, and its policy
@@ -203,9 +199,6 @@ class TestUnits(FSDPProcessTest):
             grad = param.grad.full_tensor().to(torch.complex128)
             precision = torch.finfo(param.dtype).eps * 8
             self.assertEqual(grad, expected[name], atol=precision, rtol=precision)
-
-
-instantiate_parametrized_tests(TestUnits)
 
 
 if __name__ == "__main__":

@@ -40,17 +40,12 @@ from fsdp_helpers.composition.scenarios import PATCHES, SCENARIOS
 
 import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_scaling as scaling
-from torch.testing._internal.common_utils import (
-    instantiate_parametrized_tests,
-    parametrize,
-    run_tests,
-)
+from torch.testing._internal.common_utils import parametrize, run_tests
 
 
 pytestmark = pytest.mark.timeout(600)
 
 
-@instantiate_parametrized_tests
 class TestComposition(ScenarioTest):
     script = "fsdp_helpers.composition.scenarios"
 
@@ -133,7 +128,6 @@ NEW_KEYWORDS = {"all_gather_output_fn", "cache"}
 CHANGED_RECORD = "ReduceScatterState"
 
 
-@instantiate_parametrized_tests
 class TestContract(ScenarioTest):
     """What the rest of torch, and vendors, use of the two modules."""
 

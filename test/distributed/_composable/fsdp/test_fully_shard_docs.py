@@ -21,11 +21,7 @@ import torch.distributed.fsdp as fsdp
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.testing._internal.common_utils import (
-    instantiate_parametrized_tests,
-    parametrize,
-    run_tests,
-)
+from torch.testing._internal.common_utils import parametrize, run_tests
 
 
 pytestmark = pytest.mark.timeout(600)
@@ -122,7 +118,6 @@ COMMON: dict[str, tuple[Callable[[], object], str]] = {
 }
 
 
-@instantiate_parametrized_tests
 class TestErrors(FakeGroupTest):
     ranks = 2
 

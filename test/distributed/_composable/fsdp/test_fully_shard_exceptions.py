@@ -63,11 +63,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_cache import ParamGroupCache
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.common_utils import (
-    instantiate_parametrized_tests,
-    parametrize,
-    run_tests,
-)
+from torch.testing._internal.common_utils import parametrize, run_tests
 
 
 pytestmark = pytest.mark.timeout(600)
@@ -346,8 +342,6 @@ class TestExplanations(FakeGroupTest):
                 self.assertIsInstance(param, DTensor)
             model(torch.ones(2, 4)).sum().backward()
 
-
-instantiate_parametrized_tests(TestExceptions)
 
 if __name__ == "__main__":
     run_tests()

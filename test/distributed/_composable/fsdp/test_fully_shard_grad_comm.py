@@ -57,12 +57,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_scaling as tree
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.testing._internal.common_utils import (
-    instantiate_parametrized_tests,
-    parametrize,
-    run_tests,
-    TestCase,
-)
+from torch.testing._internal.common_utils import parametrize, run_tests, TestCase
 
 
 pytestmark = pytest.mark.timeout(600)
@@ -459,9 +454,6 @@ class TestOneAllToAll(GradCommTest):
         module.set_force_sum_reduction_for_comms(True)
         with self.assertRaisesRegex(ValueError, "SymmMemReduceScatter.*grad_comm"):
             module.set_symm_mem_for_comm()
-
-
-instantiate_parametrized_tests(TestOneAllToAll)
 
 
 class TestUnitsOfFakeRanks(FakeGroupTest):

@@ -32,11 +32,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.testing._internal.common_utils import (
-    instantiate_parametrized_tests,
-    parametrize,
-    run_tests,
-)
+from torch.testing._internal.common_utils import parametrize, run_tests
 
 
 pytestmark = pytest.mark.timeout(600)
@@ -63,7 +59,6 @@ def gathered_nbytes(params: Sequence[nn.Parameter], ranks: int) -> int:
 
 
 @needs("transformers", "peft", "accelerate", "diffusers")
-@instantiate_parametrized_tests
 class TestModels(ClientTest):
     """Every model trains as it does in one process, at the fewest bytes."""
 

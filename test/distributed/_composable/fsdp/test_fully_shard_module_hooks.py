@@ -32,11 +32,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_context import (
     AllReduceState,
     HeldAllReduces,
 )
-from torch.testing._internal.common_utils import (
-    instantiate_parametrized_tests,
-    parametrize,
-    run_tests,
-)
+from torch.testing._internal.common_utils import parametrize, run_tests
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
@@ -105,7 +101,6 @@ def in_all_units(name: str) -> Callable[[Any], None]:
     return lambda model: [getattr(unit, name)() for unit in (model, *model[:2])]
 
 
-@instantiate_parametrized_tests
 class TestRequiresGrad(FakeGroupTest):
     """What users set on parameters stays, whether they are sharded then or not."""
 
@@ -191,7 +186,6 @@ class TestCost(FakeGroupTest):
             self.assertIn(few, range(20, 20 * most + 1))  # each was looked at
 
 
-@instantiate_parametrized_tests
 class TestGradDtype(FakeGroupTest):
     """``grad_dtype`` of a sharded parameter is what users set last."""
 
@@ -228,7 +222,6 @@ class TestGradDtype(FakeGroupTest):
                 self.assertEqual(module.weight.grad_dtype, last)
 
 
-@instantiate_parametrized_tests
 class TestOverOneRank(FakeGroupTest):
     """Where gradients are whole, they are those of the model without FSDP."""
 

@@ -14,14 +14,9 @@ from fsdp_helpers.common.utils import DeviceFreeTest, FakeGroupTest, shard_block
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp._fully_shard import _fsdp_observers as observers
-from torch.testing._internal.common_utils import (
-    instantiate_parametrized_tests,
-    parametrize,
-    run_tests,
-)
+from torch.testing._internal.common_utils import parametrize, run_tests
 
 
-@instantiate_parametrized_tests
 class TestOperators(DeviceFreeTest):
     @parametrize("device", ["cpu", "meta"])
     def test_each_fills_its_output(self, device: str) -> None:

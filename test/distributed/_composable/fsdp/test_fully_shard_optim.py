@@ -28,11 +28,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim import AdamW, Muon, Optimizer, SGD
-from torch.testing._internal.common_utils import (
-    instantiate_parametrized_tests,
-    parametrize,
-    run_tests,
-)
+from torch.testing._internal.common_utils import parametrize, run_tests
 
 
 STEPS = 3
@@ -86,7 +82,6 @@ def full(tensor: Any) -> torch.Tensor:
     return tensor.full_tensor().detach()
 
 
-@instantiate_parametrized_tests
 class TestOptim(FSDPProcessTest):
     def check_equal(
         self, sharded: torch.Tensor, whole: torch.Tensor, tolerance: float = 0

@@ -45,11 +45,7 @@ from tools.overlay import (
     TESTS,
 )
 from tools.releases import DEFAULT, ToolError
-from torch.testing._internal.common_utils import (
-    instantiate_parametrized_tests,
-    parametrize,
-    run_tests,
-)
+from torch.testing._internal.common_utils import parametrize, run_tests
 from torch.version import __version__ as TORCH
 
 
@@ -336,10 +332,6 @@ class TestCheckout(ScratchTestCase):
             if "/test_" in path:
                 self.assertTrue(text.startswith(OWNER), path)
             self.assertNotRegex(text, "fsdp_helpers\\W(build|clients)|from tools", path)
-
-
-instantiate_parametrized_tests(TestRefusals)
-instantiate_parametrized_tests(TestCutOff)
 
 
 # Launched on several ranks, one does the work: the tests share no processes.

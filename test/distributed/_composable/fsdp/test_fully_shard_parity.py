@@ -41,11 +41,7 @@ from fsdp_helpers.parity.run import CASES
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.common_utils import (
-    instantiate_parametrized_tests,
-    parametrize,
-    run_tests,
-)
+from torch.testing._internal.common_utils import parametrize, run_tests
 
 
 pytestmark = pytest.mark.timeout(600)
@@ -121,9 +117,6 @@ class TestParity(ScenarioTest):
             self.assertRegex(" ".join(text.split()), REFUSALS[name])
 
 
-instantiate_parametrized_tests(TestParity)
-
-
 def reductions_of(record: dict[str, Any]) -> set[tuple]:
     """Returns what kinds of reductions there were, of what dtypes, with what op."""
     calls = record.get("collectives", [])
@@ -166,9 +159,6 @@ class TestExtensionOfOneRank(FakeGroupTest):
                     self.assertLess(error, bound)
                 model[0].reshard()
             model(torch.ones(2, 3)).sum().backward()
-
-
-instantiate_parametrized_tests(TestExtensionOfOneRank)
 
 
 class TestMemory(ScenarioTest):
@@ -235,9 +225,6 @@ class TestMemory(ScenarioTest):
 
 def numel_of(spec: tuple[tuple[int, ...], torch.dtype]) -> int:
     return torch.Size(spec[0]).numel()
-
-
-instantiate_parametrized_tests(TestMemory)
 
 
 if __name__ == "__main__":

@@ -22,11 +22,7 @@ from fsdp_helpers.common.release_rules import FOLLOWS_GRAD_DTYPE, HAS_SPMD_TYPES
 from fsdp_helpers.common.scenario_test import ScenarioTest
 from fsdp_helpers.plugins.scenarios import SCENARIOS
 
-from torch.testing._internal.common_utils import (
-    instantiate_parametrized_tests,
-    parametrize,
-    run_tests,
-)
+from torch.testing._internal.common_utils import parametrize, run_tests
 
 
 pytestmark = pytest.mark.timeout(600)
@@ -42,7 +38,6 @@ AS_PLAIN_SINCE_2_15 = [
 ]
 
 
-@instantiate_parametrized_tests
 class TestPlugins(ScenarioTest):
     script = "fsdp_helpers.plugins.scenarios"
 

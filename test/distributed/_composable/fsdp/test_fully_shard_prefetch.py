@@ -19,11 +19,7 @@ from fsdp_helpers.common.utils import (
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import BackwardPrefetch, fully_shard, set_backward_prefetch
-from torch.testing._internal.common_utils import (
-    instantiate_parametrized_tests,
-    parametrize,
-    run_tests,
-)
+from torch.testing._internal.common_utils import parametrize, run_tests
 
 
 PRE, POST = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST
@@ -215,9 +211,6 @@ class TestSetting(FakeGroupTest):
         with self.assertRaisesRegex(ValueError, "found no unit in Sequential: call"):
             set_backward_prefetch(outer, POST, recurse=False)
 
-
-instantiate_parametrized_tests(TestOrder)
-instantiate_parametrized_tests(TestSteps)
 
 if __name__ == "__main__":
     run_tests()

@@ -18,11 +18,7 @@ from fsdp_helpers.common.utils import DEVICE_TYPE, FSDPProcessTest
 
 import torch
 import torch.distributed as dist
-from torch.testing._internal.common_utils import (
-    instantiate_parametrized_tests,
-    parametrize,
-    run_tests,
-)
+from torch.testing._internal.common_utils import parametrize, run_tests
 
 
 # Not where torch is: this file may be run on another one
@@ -79,9 +75,6 @@ class TestPrograms(FSDPProcessTest):
             self.assertTrue(torch.equal(param.to_local(), other.to_local()))
         dtypes = {param.dtype for param in first["model"][1].parameters()}
         self.assertEqual(dtypes, {torch.bfloat16, torch.float32})
-
-
-instantiate_parametrized_tests(TestPrograms)
 
 
 if __name__ == "__main__":

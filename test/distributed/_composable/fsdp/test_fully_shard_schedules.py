@@ -49,11 +49,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import (
     FSDPCommContext,
     FSDPParamGroup,
 )
-from torch.testing._internal.common_utils import (
-    instantiate_parametrized_tests,
-    parametrize,
-    run_tests,
-)
+from torch.testing._internal.common_utils import parametrize, run_tests
 
 
 pytestmark = pytest.mark.timeout(600)
@@ -93,7 +89,6 @@ def new_patterns(number: int, steps: list[dict[str, Any]]) -> Iterator[int]:
         gathers = 0
 
 
-@instantiate_parametrized_tests
 class TestSchedules(ScenarioTest):
     """Each schedule under the release and under this branch."""
 
@@ -214,7 +209,6 @@ def run_mode(case: Case, steps: int) -> list[dict[str, int]]:
     return [*found, living()]
 
 
-@instantiate_parametrized_tests
 class TestGrowth(FakeGroupTest):
     """
     Many steps on one of eight ranks, whose group moves nothing: a model that is gone takes

@@ -40,11 +40,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
     ShardPlacementResult,
 )
 from torch.distributed.tensor import Shard
-from torch.testing._internal.common_utils import (
-    instantiate_parametrized_tests,
-    parametrize,
-    run_tests,
-)
+from torch.testing._internal.common_utils import parametrize, run_tests
 
 
 pytestmark = pytest.mark.timeout(600)
@@ -90,9 +86,6 @@ class TestModes(FSDPProcessTest):
                 self.assertEqual(count, most)
             else:
                 self.assertLess(count, most)
-
-
-instantiate_parametrized_tests(TestModes)
 
 
 class OwnScatter(DefaultReduceScatter):
@@ -299,9 +292,6 @@ class TestExcluded(JoinTest):
         self.assertEqual(len(found), 3 * BLOCKS)
         self.assertEqual(len(seen), 6 if which == "hook" else 0)
         self.assert_nothing_waits(model)
-
-
-instantiate_parametrized_tests(TestExcluded)
 
 
 class TestSettings(FakeGroupTest):

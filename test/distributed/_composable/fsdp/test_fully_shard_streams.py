@@ -31,11 +31,7 @@ import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
 from torch.distributed.fsdp._fully_shard import _fsdp_reduce as reduce_file
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.testing._internal.common_utils import (
-    instantiate_parametrized_tests,
-    parametrize,
-    run_tests,
-)
+from torch.testing._internal.common_utils import parametrize, run_tests
 
 
 pytestmark = pytest.mark.timeout(600)
@@ -84,7 +80,6 @@ def run_clean(name: str, kind: str) -> Clean:
     return Clean(unordered(found), found.events_left, sorted(found.visited))
 
 
-@instantiate_parametrized_tests
 class TestSchedules(DeviceFreeTest):
     @parametrize("kind", [*KINDS])
     def test_all_is_ordered_and_no_event_outlives_a_step(self, kind: str) -> None:
@@ -184,7 +179,6 @@ def all_before(stream: Stream) -> set[Entry]:
     return found
 
 
-@instantiate_parametrized_tests
 class TestLeftOut(DeviceFreeTest):
     @parametrize("part", range(PARTS))
     def test_each_call_matters(self, part: int) -> None:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_helpers.build import REPOSITORY
+from fsdp_helpers.common.utils import ParametrizedTest
 
 from tools.overlay import DIGESTS
 from tools.releases import DEFAULT, RELEASES
-from torch.testing._internal.common_utils import TestCase
 
 
 PACKAGE = "torch/distributed/fsdp/_fully_shard"
@@ -28,7 +28,7 @@ KNOWN = {path: f"origin = 'release: {path}'\n" for path in [*REPLACED, BESIDE]}
 VERSION = f"{DEFAULT}+rocm7"  # any build of a release
 
 
-class ScratchTestCase(TestCase):
+class ScratchTestCase(ParametrizedTest):
     def setUp(self) -> None:
         super().setUp()
         scratch = tempfile.TemporaryDirectory()

@@ -19,11 +19,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
-from torch.testing._internal.common_utils import (
-    instantiate_parametrized_tests,
-    parametrize,
-    run_tests,
-)
+from torch.testing._internal.common_utils import parametrize, run_tests
 
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -121,9 +117,6 @@ class TestFrozenWeights(ClientTest):
         expected = weight.get_original_weight()
         fully_shard(model, mesh=make_mesh("cpu")).unshard()
         self.assertEqual(model[0].weight.get_original_weight(), expected)
-
-
-instantiate_parametrized_tests(TestNarrowWeights)
 
 
 if __name__ == "__main__":

@@ -33,11 +33,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.testing._internal.common_utils import (
-    instantiate_parametrized_tests,
-    parametrize,
-    run_tests,
-)
+from torch.testing._internal.common_utils import parametrize, run_tests
 
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -213,9 +209,6 @@ class TestTrainer(TrainerTest):
         # Of two that are stored in fp32, one is cast
         dtypes = seen["A_log"], seen["dt_bias"], seen["in_proj.weight"]
         self.assertEqual(dtypes, (FP32, BF16, BF16))
-
-
-instantiate_parametrized_tests(TestTrainer)
 
 
 class TestSFT(TrainerTest):

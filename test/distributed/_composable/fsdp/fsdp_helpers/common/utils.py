@@ -36,7 +36,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.common_distributed import MultiProcContinuousTest
 from torch.testing._internal.common_fsdp import FSDPTestMultiThread
-from torch.testing._internal.common_utils import set_rng_seed, TestCase
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    set_rng_seed,
+    TestCase,
+)
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
@@ -321,8 +325,18 @@ def shared_folder() -> Iterator[Path]:
         made.cleanup()
 
 
+class ParametrizedTest(TestCase):
+    """Makes the tests of what ``parametrize`` says, without a decorator of the class."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        instantiate_parametrized_tests(cls)
+        for test in filter(inspect.isfunction, vars(cls).values()):
+            vars(test).pop("parametrize_fn", None)  # in classes that derive from it
+
+
 @on_first_rank
-class DeviceFreeTest(TestCase):
+class DeviceFreeTest(ParametrizedTest):
     """Compares plain values: exactly, by type as well, and fast."""
 
     assertEqual = unittest.TestCase.assertEqual
@@ -363,7 +377,7 @@ def fork_server() -> multiprocessing.context.BaseContext:
     return context
 
 
-class FSDPProcessTest(MultiProcContinuousTest):
+class FSDPProcessTest(ParametrizedTest, MultiProcContinuousTest):
     """
     Every test runs in each of the processes, which live as long as the class.
     Only the test method runs there: no ``setUp``.
@@ -459,7 +473,7 @@ def _leave_launched_group() -> None:
 
 
 @on_first_rank
-class FSDPThreadTest(FSDPTestMultiThread):
+class FSDPThreadTest(ParametrizedTest, FSDPTestMultiThread):
     """
     Every test runs in ``world_size`` threads of one process. They share the
     random number generator and, where there is one, the accelerator. A test here
