@@ -526,14 +526,19 @@ class TestBadInput(FSDPProcessTest):
 
     # What is unusual and right: the gradients are so to the last bit #
 
-    def test_factors_of_any_sign_and_kind(self) -> None:
+    @parametrize(
+        "factor",
+        [-1, torch.tensor(2.0), True, None, 0.5],
+        name_fn=lambda factor: type(factor).__name__,
+    )
+    def test_factors_of_any_sign_and_kind(self, factor: Any) -> None:
         run = self.run_here()
         model = run.model(offload_policy=None)
         run.blocks[0].set_all_reduce_hook(None)
-        for factor in (-1, torch.tensor(2.0), True, None, 0.5):
+        for last in (4.0, factor):
             for block in run.blocks:
-                block.set_gradient_divide_factor(factor)
-            by = run.mesh.size() if factor is None else float(factor)
+                block.set_gradient_divide_factor(last)
+            by = run.mesh.size() if last is None else float(last)
             self.check_step(run, model, run.mesh.size() / by)
             model.zero_grad()
 
@@ -547,15 +552,18 @@ class TestBadInput(FSDPProcessTest):
         run.blocks[1].set_custom_reduce_scatter(Wider())
         self.check_step(run, model)
 
-    def test_casts_after_a_forward_are_found_where_nothing_is_gathered(self) -> None:
+    @parametrize("is_sharded", [True, False])
+    def test_casts_after_a_forward_are_found_where_nothing_is_gathered(
+        self, is_sharded: bool
+    ) -> None:
+        apply, *shards = (fully_shard, 1) if is_sharded else (replicate,)
+        model = apply(Scaled().to(self.device), mesh=shard_mesh(*shards))
+        x = torch.ones(1, DIM, device=self.device)
+        model(x).sum().backward()
+        model.half()
         text = "weight was gathered in torch.bfloat16 before, but is now torch.fl"
-        for apply, mesh in ((fully_shard, shard_mesh(1)), (replicate, shard_mesh())):
-            model = apply(Scaled().to(self.device), mesh=mesh)
-            x = torch.ones(1, DIM, device=self.device)
-            model(x).sum().backward()
-            model.half()
-            with self.assertRaisesRegex(RuntimeError, text):
-                model(x)
+        with self.assertRaisesRegex(RuntimeError, text):
+            model(x)
 
 
 if __name__ == "__main__":

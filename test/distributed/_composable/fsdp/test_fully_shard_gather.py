@@ -44,7 +44,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_cache import ParamGroupCache
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import Shard
-from torch.testing._internal.common_utils import run_tests
+from torch.testing._internal.common_utils import parametrize, run_tests
 
 
 pytestmark = pytest.mark.quick
@@ -76,28 +76,29 @@ class TestAllGather(ThreadTest):
         sizes = [piece.numel() for piece in pieces]
         return AllGatherResult(output, None, None, *of_inputs, sizes)
 
-    def test_any_gathers_take_turns(self):
+    @parametrize("is_ambiguous", [False, True])
+    def test_any_gathers_take_turns(self, is_ambiguous: bool) -> None:
         """This one's, somebody else's, and a copy of the result."""
         ways = (
             self.all_gather,
             self.gather_in_parameter_order,
             lambda unit: AllGatherResult(*self.all_gather(unit)),
         )
-        # Whose sizes are the same in both orders
-        ambiguous = [Spec((6,), BF16), Spec((3,), FP32)]
-        for specs in (mixed_specs(self.world_size), ambiguous):
-            unit, factor = self.unit(specs), 1
-            for gather in ways * 2:
-                self.copy_out(unit, gather(unit))
-                for i, (fsdp_param, spec) in enumerate(zip(unit.fsdp_params, specs)):
-                    how = {"dtype": spec.dtype, "device": THREAD_DEVICE_TYPE}
-                    expected = random_input(*spec.size, seed=i, **how) * factor
-                    self.assert_same(fsdp_param.unsharded_param, expected)
-                    # As an optimizer changes shards
-                    fsdp_param.to_unsharded()
-                    fsdp_param.to_sharded()
-                    fsdp_param._sharded_param_data.mul_(-2)
-                factor *= -2
+        specs = mixed_specs(self.world_size)
+        if is_ambiguous:  # their sizes are the same in both orders
+            specs = [Spec((6,), BF16), Spec((3,), FP32)]
+        unit, factor = self.unit(specs), 1
+        for gather in ways * 2:
+            self.copy_out(unit, gather(unit))
+            for i, (fsdp_param, spec) in enumerate(zip(unit.fsdp_params, specs)):
+                how = {"dtype": spec.dtype, "device": THREAD_DEVICE_TYPE}
+                expected = random_input(*spec.size, seed=i, **how) * factor
+                self.assert_same(fsdp_param.unsharded_param, expected)
+                # As an optimizer changes shards
+                fsdp_param.to_unsharded()
+                fsdp_param.to_sharded()
+                fsdp_param._sharded_param_data.mul_(-2)
+            factor *= -2
 
     def test_an_extension_may_gather_other_inputs_than_before(self):
         """As a weight that is quantized by row in forward, and by column in backward."""
@@ -130,27 +131,25 @@ class TestAllGather(ThreadTest):
         values = random_input(3, seed=0).to(self.device)
         self.assert_same(plain.unsharded_param, values)
 
-    def test_copies_do_not_multiply_with_parameters(self):
+    @parametrize("param_dtype,times,number", [(None, 7, 1), (None, 9, 3), (BF16, 7, 3)])
+    def test_copies_do_not_multiply_with_parameters(
+        self, param_dtype: torch.dtype | None, times: int, number: int
+    ) -> None:
         """
         One copy-in for all dtypes, or for each if there are many parameters to view, or
         for each pair of them if it casts, and one copy-out.
         """
-        for copy_in, param_dtype, number, times in (
-            ("aten::cat", None, 1, 7),
-            ("aten::cat", None, 3, 9),
-            ("aten::_foreach_copy_", BF16, 3, 7),
-        ):
-            specs = [Spec((4,), dtype) for dtype in (BF16, FP32, FP16)] * times
-            unit = self.unit(specs, mp_policy=policy_of(param_dtype))
-            with count_operators() as counts:
-                result = self.all_gather(unit, all_gather_comm=NoGather())
-            copies = ("aten::cat", "aten::_foreach_copy_", "aten::copy_")
-            found = {op: counts[op] for op in copies if counts[op]}
-            self.assertEqual(found, {copy_in: number})
-            with count_operators() as counts:
-                self.copy_out(unit, result)
-            self.assertEqual(counts["aten::split_with_sizes_copy"], 1)
-            self.assertEqual(counts["aten::copy_"], 0)
+        specs = [Spec((4,), dtype) for dtype in (BF16, FP32, FP16)] * times
+        unit = self.unit(specs, mp_policy=policy_of(param_dtype))
+        with count_operators() as counts:
+            result = self.all_gather(unit, all_gather_comm=NoGather())
+        copies = ("aten::cat", "aten::_foreach_copy_", "aten::copy_")
+        found = {op: counts[op] for op in copies if counts[op]}
+        self.assertEqual(found, {copies[param_dtype is not None]: number})
+        with count_operators() as counts:
+            self.copy_out(unit, result)
+        self.assertEqual(counts["aten::split_with_sizes_copy"], 1)
+        self.assertEqual(counts["aten::copy_"], 0)
 
 
 class TestSmallerMesh(ThreadTest):
@@ -278,11 +277,14 @@ class TestExplicitUnshard(FakeGroupTest):
             self.assertIs(linear.weight, sharded)
             self.assertEqual([*map(id, listening.given)], [id(unsharded), id(sharded)])
 
-    def test_an_explicit_unshard_reads_what_has_changed(self) -> None:
+    @parametrize("has_own", [False, True])
+    def test_an_explicit_unshard_reads_what_has_changed(self, has_own: bool) -> None:
         """A parameter's dtypes are read once, if it has a policy of its own as well."""
-        own = MixedPrecisionPolicy(
-            reduce_dtype=FP32, param_dtype_override_fn=lambda _: BF16
-        )
+        policy = MixedPrecisionPolicy(param_dtype=BF16)
+        if has_own:
+            policy = MixedPrecisionPolicy(
+                reduce_dtype=FP32, param_dtype_override_fn=lambda _: BF16
+            )
         reads: list[Any] = []
         read = FSDPParam.init_dtype_attrs
 
@@ -290,40 +292,39 @@ class TestExplicitUnshard(FakeGroupTest):
             reads.append(fsdp_param)
             read(fsdp_param, policy)
 
-        for policy in (MixedPrecisionPolicy(param_dtype=BF16), own):
-            model = fully_shard(nn.Linear(4, 4), mesh=self.mesh, mp_policy=policy)
-            group = model._get_fsdp_state()._fsdp_param_group
-            params = group.fsdp_params
-            changes = (
-                partial(setattr, model.bias, "grad_dtype", BF16),
-                partial(setattr, model.bias, "grad_dtype", FP32),
-                partial(model.requires_grad_, False),
-                partial(setattr, group, "mp_policy", MixedPrecisionPolicy(BF16, FP32)),
-            )
-            with mock.patch.object(FSDPParam, "init_dtype_attrs", noting):
-                model(torch.ones(1, 4, dtype=BF16))
-                for change in changes:
-                    self.assertEqual(reads, params)
-                    reads.clear()
-                    model.unshard()
-                    model.reshard()
-                    self.assertEqual(reads, [])
-                    change()
-                    model.unshard()
-                    model.reshard()
-                self.assertEqual(reads, params)
-                with mock.patch.object(FSDPParamGroup, "_init_mp_dtypes") as replaced:
-                    model.unshard()
-                    model.unshard()
-                self.assertEqual(replaced.call_count, 2)
-                reads.clear()
-                model.unshard()  # what replaced it may have set anything
+        model = fully_shard(nn.Linear(4, 4), mesh=self.mesh, mp_policy=policy)
+        group = model._get_fsdp_state()._fsdp_param_group
+        params = group.fsdp_params
+        changes = (
+            partial(setattr, model.bias, "grad_dtype", BF16),
+            partial(setattr, model.bias, "grad_dtype", FP32),
+            partial(model.requires_grad_, False),
+            partial(setattr, group, "mp_policy", MixedPrecisionPolicy(BF16, FP32)),
+        )
+        with mock.patch.object(FSDPParam, "init_dtype_attrs", noting):
+            model(torch.ones(1, 4, dtype=BF16))
+            for change in changes:
                 self.assertEqual(reads, params)
                 reads.clear()
-                model.to("meta")
-                for _ in range(2):
-                    with self.assertRaisesRegex(RuntimeError, "materialized"):
-                        model.unshard()
+                model.unshard()
+                model.reshard()
+                self.assertEqual(reads, [])
+                change()
+                model.unshard()
+                model.reshard()
+            self.assertEqual(reads, params)
+            with mock.patch.object(FSDPParamGroup, "_init_mp_dtypes") as replaced:
+                model.unshard()
+                model.unshard()
+            self.assertEqual(replaced.call_count, 2)
+            reads.clear()
+            model.unshard()  # what replaced it may have set anything
+            self.assertEqual(reads, params)
+            reads.clear()
+            model.to("meta")
+            for _ in range(2):
+                with self.assertRaisesRegex(RuntimeError, "materialized"):
+                    model.unshard()
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._fully_shard import _fsdp_context
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
 from torch.distributed.fsdp._fully_shard._fsdp_context import HeldAllReduces
-from torch.testing._internal.common_utils import run_tests
+from torch.testing._internal.common_utils import parametrize, run_tests
 
 
 def model_of(shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> GivenGrads:
@@ -99,69 +99,66 @@ class TestProcesses(FSDPProcessTest):
         reduced = [call.dtype for call in recorder.all_reduces]
         self.assertEqual(reduced, [FP32, BF16, FP16])
 
-    def test_replicas_whose_gradients_differ_add_up(self):
+    @parametrize("how", ["plain", "wrapped", "set_again", "averaged_by_a_hook"])
+    def test_replicas_whose_gradients_differ_add_up(self, how: str):
         """Each has both in a deferred microbatch, and only one has both in the last."""
-        last = {"w": 4.0, "b": 8.0} if self.rank < 2 else {"b": 8.0}
-        own = param_group.foreach_reduce
-
-        def set_again(model: nn.Module) -> None:
-            group = group_of(model)
-            kept, group._partial_reduce_output = group._partial_reduce_output, None
-            group._partial_reduce_output = kept
-
-        def average_by_hook(model: nn.Module) -> None:
+        own, has_hook = param_group.foreach_reduce, "hook" in how
+        mesh = hybrid_mesh(2)["shard"] if has_hook else hybrid_mesh(2)
+        model = model_of({"w": ((2,), FP32), "b": ((8,), FP32)})
+        group = group_of(fully_shard(model, mesh=mesh))
+        # One of them is direct
+        set_coalesced_collectives(model, 24 if how == "set_again" else None)
+        model.set_requires_all_reduce(False)
+        if has_hook:
             # A mesh without replicas defers nothing: a plugin does
             values = torch.tensor([1.0] + [2.0] * 4, device=DEVICE_TYPE)
-            group_of(model)._partial_reduce_output = values
+            group._partial_reduce_output = values
             replicas = hybrid_mesh(2).get_group(0)
             model.set_all_reduce_hook(
                 lambda g: dist.all_reduce(g.div_(2), group=replicas)
             )
+        else:
+            backward(model, w=1.0, b=2.0)
+        if how == "set_again":
+            kept, group._partial_reduce_output = group._partial_reduce_output, None
+            group._partial_reduce_output = kept
+        model.set_requires_all_reduce(True)
+        wrapped = mock.patch.object(
+            param_group, "foreach_reduce", lambda *args, **kw: own(*args, **kw)
+        )
+        with wrapped if how == "wrapped" else contextlib.nullcontext():
+            backward(model, **{"w": 4.0, "b": 8.0} if self.rank < 2 else {"b": 8.0})
+        self.assertEqual(full_grad(model.w), torch.full((2,), 3.0).double())
+        self.assertEqual(full_grad(model.b), torch.full((8,), 10.0).double())
 
-        for case, change, min_nbytes in (
-            ("as they are", lambda _: None, None),
-            ("by a wrapper", lambda _: None, None),
-            ("set again", set_again, 24),  # one of them is direct
-            ("averaged by a hook", average_by_hook, None),
-        ):
-            mesh = hybrid_mesh(2)["shard"] if "hook" in case else hybrid_mesh(2)
-            model = model_of({"w": ((2,), FP32), "b": ((8,), FP32)})
-            set_coalesced_collectives(fully_shard(model, mesh=mesh), min_nbytes)
-            model.set_requires_all_reduce(False)
-            if "hook" not in case:
-                backward(model, w=1.0, b=2.0)
-            change(model)
-            model.set_requires_all_reduce(True)
-            wrapped = mock.patch.object(
-                param_group, "foreach_reduce", lambda *args, **kw: own(*args, **kw)
-            )
-            with wrapped if "wrapper" in case else contextlib.nullcontext():
-                backward(model, **last)
-            with self.subTest(case):
-                self.assertEqual(full_grad(model.w), torch.full((2,), 3.0).double())
-                self.assertEqual(full_grad(model.b), torch.full((8,), 10.0).double())
-
-    def test_microbatches_may_lack_gradients_that_were_deferred(self):
+    @parametrize(
+        "dtype,first,even,odd,expected",
+        [
+            (FP32, "wb", "b", "wb", (6.0, 16.0)),
+            (BF16, "wb", "b", "b", (4.0, 16.0)),
+            (BF16, "b", "w", "w", (4.0, 8.0)),
+        ],
+        name_fn=lambda dtype, *used: "_".join(used[:3]),
+    )
+    def test_microbatches_may_lack_gradients_that_were_deferred(
+        self, dtype: torch.dtype, first: str, even: str, odd: str, expected: Any
+    ):
         """On some ranks of a shard group or on all. Dtypes that were promoted stay so."""
-        w, b = {"w": 4.0}, {"b": 8.0}
-        for dtype, first, even, odd, expected in (
-            (FP32, w | b, b, w | b, (6.0, 16.0)),
-            (BF16, w | b, b, b, (4.0, 16.0)),
-            (BF16, b, w, w, (4.0, 8.0)),
-        ):
-            model = model_of({"w": ((2,), dtype), "b": ((8,), dtype)})
-            model.w.grad_dtype = FP32
-            fully_shard(model, mesh=hybrid_mesh(2))
-            model.set_requires_all_reduce(False)
-            backward(model, **first)
-            with record_collectives() as recorder:
-                backward(model)  # of its input alone
-            if not FOLLOWS_GRAD_DTYPE:
-                self.assertEqual(recorder.reduce_scatters, [])
-            model.set_requires_all_reduce(True)
-            backward(model, **(odd if self.rank % 2 else even))
-            found = full_grad(model.w)[0].item(), full_grad(model.b)[0].item()
-            self.assertEqual(found, expected)
+        grads = {"w": 4.0, "b": 8.0}
+        model = model_of({name: ((2 if name == "w" else 8,), dtype) for name in grads})
+        model.w.grad_dtype = FP32
+        fully_shard(model, mesh=hybrid_mesh(2))
+        model.set_requires_all_reduce(False)
+        backward(model, **{name: grads[name] for name in first})
+        with record_collectives() as recorder:
+            backward(model)  # of its input alone
+        if not FOLLOWS_GRAD_DTYPE:
+            self.assertEqual(recorder.reduce_scatters, [])
+        model.set_requires_all_reduce(True)
+        last = odd if self.rank % 2 else even
+        backward(model, **{name: grads[name] for name in last})
+        found = full_grad(model.w)[0].item(), full_grad(model.b)[0].item()
+        self.assertEqual(found, expected)
 
     def test_coalescing_is_not_changed_between_deferred_microbatches(self):
         model = fully_shard(model_of({"w": ((2,), FP32)}), mesh=hybrid_mesh(2))
@@ -196,34 +193,36 @@ class TestProcesses(FSDPProcessTest):
 
         self.assertEqual(grads(1.0), grads(None))
 
-    def test_what_others_prepare_is_kept_as_it_was_reduced(self):
+    USED = {"different": THREE_DIFFERENT, "all": [ALL] * 3, "fewer": [ALL, ALL, {4}]}
+
+    @parametrize("used", USED)
+    def test_what_others_prepare_is_kept_as_it_was_reduced(self, used: str):
         """Whichever parameters the next microbatch has, if any of them."""
         name = "_default_reduce_scatter_input_fn"
         with mock.patch.object(param_group, name, with_a_row_more):
-            for used in (THREE_DIFFERENT, [ALL] * 3, [ALL, ALL, {4}]):
-                check_case(deferring(*used), DEVICE_TYPE)
+            check_case(deferring(*self.USED[used]), DEVICE_TYPE)
 
-    def test_microbatches_add_up_in_a_wider_grad_dtype(self):
+    @parametrize("setter", ["set_requires_all_reduce", "set_requires_gradient_sync"])
+    @parametrize("by_default", [False, True])
+    def test_microbatches_add_up_in_a_wider_grad_dtype(
+        self, setter: str, by_default: bool
+    ):
         """Which users have set: bf16 would add up 256, 1 and -256 to 0."""
-        dtype = BF16
-        setters = "set_requires_all_reduce", "set_requires_gradient_sync"
-        for setter, reduce_dtype in itertools.product(setters, (dtype, None)):
-            policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
-            model = model_of({"p": ((4,), dtype), "q": ((4,), dtype)})
-            for param in model.parameters():
-                param.grad_dtype = FP32
-            fully_shard(model, mesh=hybrid_mesh(2), mp_policy=policy)
-            for i, value in enumerate((256.0, 1.0, -256.0)):
-                getattr(model, setter)(i == 2)
-                # The last microbatch leaves one out
-                backward(model, **dict.fromkeys("pq" if i != 2 else "p", value))
-            with self.subTest(f"{setter}, {reduce_dtype}"):
-                self.assertEqual(full_grad(model.p), torch.full((4,), 1.0).double())
-                # 257, which bf16 rounds to 256 where it is what all ranks add
-                in_fp32 = FOLLOWS_GRAD_DTYPE and reduce_dtype is None
-                expected = torch.full((4,), 257.0 if in_fp32 else 256.0).double()
-                self.assertEqual(full_grad(model.q), expected)
-                self.assertEqual(model.p.grad.dtype, FP32)
+        policy = MixedPrecisionPolicy(reduce_dtype=None if by_default else BF16)
+        model = model_of({"p": ((4,), BF16), "q": ((4,), BF16)})
+        for param in model.parameters():
+            param.grad_dtype = FP32
+        fully_shard(model, mesh=hybrid_mesh(2), mp_policy=policy)
+        for i, value in enumerate((256.0, 1.0, -256.0)):
+            getattr(model, setter)(i == 2)
+            # The last microbatch leaves one out
+            backward(model, **dict.fromkeys("pq" if i != 2 else "p", value))
+        self.assertEqual(full_grad(model.p), torch.full((4,), 1.0).double())
+        # 257, which bf16 rounds to 256 where it is what all ranks add
+        in_fp32 = FOLLOWS_GRAD_DTYPE and by_default
+        expected = torch.full((4,), 257.0 if in_fp32 else 256.0).double()
+        self.assertEqual(full_grad(model.q), expected)
+        self.assertEqual(model.p.grad.dtype, FP32)
 
     def test_replaced_reduction_gets_the_arguments_of_the_release(self):
         own, calls = param_group.foreach_reduce, []
@@ -245,7 +244,10 @@ class TestProcesses(FSDPProcessTest):
             expected = (14, ["prepare_reduce_scatter_inputs"])
         self.assertEqual(calls, [expected] * len(calls))
 
-    def test_reduce_dtype_that_changes_before_the_all_reduce_is_an_error(self):
+    @parametrize("is_last", [False, True])
+    def test_reduce_dtype_that_changes_before_the_all_reduce_is_an_error(
+        self, is_last: bool
+    ):
         model = model_of({"p": ((4,), FP32)})
         fully_shard(model, mesh=hybrid_mesh(2))
         group = group_of(model)
@@ -257,21 +259,19 @@ class TestProcesses(FSDPProcessTest):
             model.set_requires_all_reduce(is_last)
             backward(model, p=1.0)
 
-        for is_last in (False, True):
-            microbatch(FP32, is_last=False)
-            with self.assertRaisesRegex(
-                RuntimeError,
-                r"p was reduced in torch\.float32 in an earlier microbatch, whose "
-                r"all-reduce was deferred, and would be in torch\.bfloat16 now",
-            ):
-                microbatch(BF16, is_last)
-            model.reset_iter_state()
-            microbatch(BF16, is_last=False)
-            microbatch(BF16, is_last=True)
-            expected = torch.full((4,), 2.0, dtype=FP64)
-            self.assertEqual(full_grad(model.p), expected)
-            self.assertEqual(group._partial_reduces, {})
-            model.zero_grad()
+        microbatch(FP32, is_last=False)
+        with self.assertRaisesRegex(
+            RuntimeError,
+            r"p was reduced in torch\.float32 in an earlier microbatch, whose "
+            r"all-reduce was deferred, and would be in torch\.bfloat16 now",
+        ):
+            microbatch(BF16, is_last)
+        model.reset_iter_state()
+        microbatch(BF16, is_last=False)
+        microbatch(BF16, is_last=True)
+        self.assertEqual(full_grad(model.p), torch.full((4,), 2.0, dtype=FP64))
+        self.assertEqual(group._partial_reduces, {})
+        microbatch(FP32, is_last=False)  # as it may now
 
 
 class TestBuffers(FakeGroupTest):
@@ -317,13 +317,14 @@ class TestBuffers(FakeGroupTest):
             for i in count
         }
         for order in itertools.permutations(count):
-            for modules in (names * 2, names[0] * 2):
-                ran = [groups[name, i] for name in modules for i in order]
-                self.assertEqual(held(ran), [1, 2, 3] * len(modules))
-            # The first one of all modules at the end of backward
-            early = [groups[name, i] for name in names for i in order[1:]]
-            late = [groups[name, order[0]] for name in names[::-1]]
-            self.assertEqual(held(early + late), [1, 2] * 3 + [3, 1, 1])
+            with self.subTest(order=order):
+                for modules in (names * 2, names[0] * 2):
+                    ran = [groups[name, i] for name in modules for i in order]
+                    self.assertEqual(held(ran), [1, 2, 3] * len(modules))
+                # The first one of all modules at the end of backward
+                early = [groups[name, i] for name in names for i in order[1:]]
+                late = [groups[name, order[0]] for name in names[::-1]]
+                self.assertEqual(held(early + late), [1, 2] * 3 + [3, 1, 1])
 
     def test_reduced_buffers_count_unless_gradients_view_them(self) -> None:
         """They do not where they are cast, or added to gradients that are there."""
@@ -349,10 +350,13 @@ class TestBuffers(FakeGroupTest):
         model = model_of({"p": ((8,), FP32)})
         group = group_of(fully_shard(model, mesh=mesh_of(2, 2, device="cpu")))
         for dtype, numel in ((BF16, 4), (FP32, 5)):
-            with self.assertRaisesRegex(
-                ValueError,
-                f"_partial_reduce_output of unit .* got {numel} elements of {dtype}, "
-                "but the unit reduces 4 of torch.float32",
+            with (
+                self.subTest(dtype=dtype),
+                self.assertRaisesRegex(
+                    ValueError,
+                    f"_partial_reduce_output of unit .* got {numel} elements of {dtype}, "
+                    "but the unit reduces 4 of torch.float32",
+                ),
             ):
                 group._partial_reduce_output = torch.zeros(numel, dtype=dtype)
         self.assertIsNone(group._partial_reduce_output)

@@ -36,7 +36,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, layout_summary, MixedPrecisionPolicy
 from torch.distributed.tensor import distribute_tensor, DTensor, Replicate, Shard
-from torch.testing._internal.common_utils import run_tests
+from torch.testing._internal.common_utils import parametrize, run_tests
 
 
 # What a parameter's policy is: param_dtype, reduce_dtype
@@ -181,14 +181,14 @@ class TestGradDtype(FSDPThreadTest):
         self.assertEqual(grad.tolist(), [value] * 4)
         self.assertEqual(param.grad._spec.tensor_meta.dtype, dtype)
 
-    def test_none_is_what_the_reduction_gave(self) -> None:
-        for dtype, expected in ((FP32, (FP32, 128.5)), (None, (BF16, 128.0))):
-            policy = MixedPrecisionPolicy(reduce_dtype=dtype)
-            model = self.sharded({"a": None}, mp_policy=policy)
-            self.backward(model)
-            self.assertIsNone(model.a.grad_dtype)
-            self.check(model.a, *expected)
-            self.check(model.b, BF16, 128.0)
+    @parametrize("in_fp32", [True, False])
+    def test_none_is_what_the_reduction_gave(self, in_fp32: bool) -> None:
+        policy = MixedPrecisionPolicy(reduce_dtype=FP32 if in_fp32 else None)
+        model = self.sharded({"a": None}, mp_policy=policy)
+        self.backward(model)
+        self.assertIsNone(model.a.grad_dtype)
+        self.check(model.a, *((FP32, 128.5) if in_fp32 else (BF16, 128.0)))
+        self.check(model.b, BF16, 128.0)
 
     def test_parameters_stored_alike_are_reduced_together(self) -> None:
         """As in the release, where they are one unit."""

@@ -105,15 +105,15 @@ class TestOrder(PrefetchTest):
         calls = [call.name for call in recorder.calls]
         self.assertEqual(calls, ["all_gather"] * BLOCKS + expected)
 
-    def test_forwards_without_gradients_are_not_recorded(self) -> None:
+    @parametrize("mode", ("inference_mode", "no_grad"))
+    def test_forwards_without_gradients_are_not_recorded(self, mode: str) -> None:
         model = shard_blocks(self.new_blocks(), mesh=self.mesh())
-        for mode in (torch.inference_mode, torch.no_grad):
-            with mode():
-                for _ in range(3):
-                    model(self.input().detach())
-            groups = [group_of(block) for block in model]
-            self.assertEqual(groups[0].comm_ctx.post_forward_order, [])
-            self.assertEqual([g._post_forward_indices for g in groups], [[]] * BLOCKS)
+        with getattr(torch, mode)():
+            for _ in range(3):
+                model(self.input().detach())
+        groups = [group_of(block) for block in model]
+        self.assertEqual(groups[0].comm_ctx.post_forward_order, [])
+        self.assertEqual([g._post_forward_indices for g in groups], [[]] * BLOCKS)
         loss = model(self.input()).sum()
         self.assertEqual(groups[0].comm_ctx.post_forward_order, groups)
         loss.backward()  # needs no tensor of the inference mode
@@ -170,11 +170,12 @@ class TestSteps(PrefetchTest):
         self.assertEqual(self.ahead(model), [False] * BLOCKS)
         self.assert_at_rest(model)
 
-    def test_backward_that_is_given_up(self) -> None:
+    @parametrize("block", range(BLOCKS))
+    def test_backward_that_is_given_up(self, block: int) -> None:
         """What was about to be gathered is not, and the next step is right."""
         model, expected = self.noting(POST), self.noting()
-        for boundary in model:
-            handle = boundary.register_forward_hook(fail_in_backward)
+        for _ in ("in the first step", "and in a later one"):
+            handle = model[block].register_forward_hook(fail_in_backward)
             with self.assertRaises(ArithmeticError):
                 self.ahead(model)
             handle.remove()
