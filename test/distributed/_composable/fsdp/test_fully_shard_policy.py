@@ -236,21 +236,24 @@ class TestResolve(DeviceFreeTest):
         pairs = [(FP32, dtype) for dtype in (FP64, FP32, FP16, BF16)]
         pairs += [(dtype, dtype) for dtype in (INT8, torch.complex64, FP64)]
         for stored, dtype in pairs:
-            reduces = returning(reduce_dtype=dtype)
-            self.assertEqual(resolve(reduces, param(stored)), (BF16, dtype))
+            with self.subTest("reduces", stored=stored, dtype=dtype):
+                reduces = returning(reduce_dtype=dtype)
+                self.assertEqual(resolve(reduces, param(stored)), (BF16, dtype))
         for stored, dtype in [*pairs, (FP8, FP8), (FP32, FP8)]:
-            computes = returning(param_dtype=dtype)
-            self.assertEqual(resolve(computes, param(stored)), (dtype, FP32))
+            with self.subTest("computes", stored=stored, dtype=dtype):
+                computes = returning(param_dtype=dtype)
+                self.assertEqual(resolve(computes, param(stored)), (dtype, FP32))
 
     def test_default_of_reduce_dtype_must_be_reducible(self) -> None:
         """It is the computed dtype, or since 2.15 the gradient's."""
-        for computes, stored, grad_dtype in (
+        for case in (
             (FP8, FP8, FP8),
             (BF16, FP8, FP8),
             (FP8, FP32, FP32),
             (FP8, FP32, BF16),
             (FP8, FP32, None),
         ):
+            computes, stored, grad_dtype = case
             trained, frozen = param(stored), param(stored).requires_grad_(False)
             trained.grad_dtype = grad_dtype
             of_all = MixedPrecisionPolicy(computes)
@@ -258,12 +261,14 @@ class TestResolve(DeviceFreeTest):
             policy = MixedPrecisionPolicy(
                 param_dtype_override_fn=lambda _, dtype=computes: dtype
             )
-            self.assertEqual(resolve(policy, frozen), (computes, None))  # no gradient
-            if by_default == FP8:
-                with self.assertRaisesRegex(ValueError, f"reduced in {FP8}"):
-                    resolve(policy, trained)
-            else:
-                self.assertEqual(resolve(policy, trained), (computes, None))
+            with self.subTest(case):
+                # Without a gradient
+                self.assertEqual(resolve(policy, frozen), (computes, None))
+                if by_default == FP8:
+                    with self.assertRaisesRegex(ValueError, f"reduced in {FP8}"):
+                        resolve(policy, trained)
+                else:
+                    self.assertEqual(resolve(policy, trained), (computes, None))
 
 
 class TestByName(DeviceFreeTest):
@@ -298,7 +303,8 @@ class TestByName(DeviceFreeTest):
         self.assertEqual(of_projection, sent_in_bf16)
         # For whole modules a pattern may set the same as the policy, or nothing
         for given in (MixedPrecisionPolicy(**by_default), MixedPrecisionPolicy(FP32)):
-            by_name(model, {"*.A_log": given}, **by_default)
+            with self.subTest(given):
+                by_name(model, {"*.A_log": given}, **by_default)
 
     def test_none_is_the_default(self) -> None:
         self.assertEqual(computed({"*.A_log": None}, "layers.0.A_log"), [BF16])
@@ -311,7 +317,8 @@ class TestByName(DeviceFreeTest):
             "head.*": ("head.weight", "embed.weight"),
             "last.A_log": ("last.A_log", "layers.1.A_log"),
         }.items():
-            self.assertEqual(computed({pattern: FP32}, *fqns), [FP32, FP32])
+            with self.subTest(pattern):
+                self.assertEqual(computed({pattern: FP32}, *fqns), [FP32, FP32])
 
     def test_names_are_clean_of_wrappers(self) -> None:
         model = Model()
@@ -337,7 +344,8 @@ class TestByName(DeviceFreeTest):
         for above in ("layers.", "model.layers.", ""):
             for layer, dtype in ((0, FP64), (1, BF16)):
                 fqns = [f"{above}{layer}.{end}" for end in ends]
-                self.assertEqual(computed(patterns, *fqns), [FP32, dtype, BF16])
+                with self.subTest(fqns[0]):
+                    self.assertEqual(computed(patterns, *fqns), [FP32, dtype, BF16])
 
     def test_whole_name_comes_before_ends_of_others(self) -> None:
         model = Model()
@@ -354,12 +362,14 @@ class TestByName(DeviceFreeTest):
         policy = by_name(Model(), patterns, param_dtype=BF16)
         changed = dataclasses.replace(policy, output_dtype=FP32)
         self.assertEqual(resolve(changed, param(), "layers.1.A_log"), (FP32, None))
-        copies = (copy.deepcopy(policy), pickle.loads(pickle.dumps(policy)))
-        for other in copies:
-            self.assertEqual((other, hash(other)), (policy, hash(policy)))
-            self.assertEqual(resolve(other, param(), "layers.1.A_log"), (FP32, None))
-        # A lookup leaves nothing that could not be copied
-        self.assertEqual(pickle.loads(pickle.dumps(copies[0])), policy)
+        pickled = pickle.loads(pickle.dumps(policy))
+        for name, other in {"copy": copy.deepcopy(policy), "pickle": pickled}.items():
+            with self.subTest(name):
+                self.assertEqual((other, hash(other)), (policy, hash(policy)))
+                found = resolve(other, param(), "layers.1.A_log")
+                self.assertEqual(found, (FP32, None))
+                # A lookup leaves nothing that could not be copied
+                self.assertEqual(pickle.loads(pickle.dumps(other)), policy)
 
 
 if __name__ == "__main__":

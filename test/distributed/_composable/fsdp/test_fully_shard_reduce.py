@@ -131,12 +131,15 @@ class TestCopyIn(DeviceFreeTest):
     def test_large_ones_are_cast_without_a_temporary(self) -> None:
         for case in ("narrowed", "sent in bf16", "fp16 widened"):
             dtypes, keys, *_ = self.CASES[case]
-            with mock.patch.object(reduce_file, "_MAX_RUN_NUMEL", 0):
+            with (
+                self.subTest(case),
+                mock.patch.object(reduce_file, "_MAX_RUN_NUMEL", 0),
+            ):
                 counts, is_right = self.copy_in(dtypes, keys)
-            self.assertTrue(is_right)
-            self.assertEqual(counts["aten::copy_"], self.COUNT)
-            # Those that do not divide by the ranks
-            self.assertEqual(counts["aten::_chunk_cat"], self.COUNT // 2)
+                self.assertTrue(is_right)
+                self.assertEqual(counts["aten::copy_"], self.COUNT)
+                # Those that do not divide by the ranks
+                self.assertEqual(counts["aten::_chunk_cat"], self.COUNT // 2)
 
 
 class TestSymmetricMemory(FakeGroupTest):
@@ -195,18 +198,20 @@ class TestEmptyParameters(FakeGroupTest):
             model = fully_shard(Model(), mesh=mesh, mp_policy=policy)
             model.set_reduce_scatter_unused_params(zeros)
             seen: list[torch.nn.Parameter] = []
+            reduced: list[int] = []
             for param in model.parameters():
                 param.register_post_accumulate_grad_hook(seen.append)
             for step in range(2):
                 model.set_requires_gradient_sync(syncs or step == 1)
                 with record_collectives() as calls:
                     model(torch.ones(8, 4)).backward()
-                if syncs or step == 1:
-                    self.assertEqual([c.numel for c in calls.reduce_scatters], [32])
-            self.assertEqual(len(seen), 6 if syncs else 3)
-            for param in model.parameters():
-                self.assertEqual(param.grad.size(), param.size())
-                self.assertEqual(param.grad.dtype, param.dtype)
+                reduced += [call.numel for call in calls.reduce_scatters]
+            with self.subTest(zeros=zeros, syncs=syncs):
+                self.assertEqual(reduced, [32, 32] if syncs else [32])
+                self.assertEqual(len(seen), 6 if syncs else 3)
+                for param in model.parameters():
+                    self.assertEqual(param.grad.size(), param.size())
+                    self.assertEqual(param.grad.dtype, param.dtype)
 
 
 class Reusing(DefaultReduceScatter):
