@@ -143,14 +143,16 @@ class TestContract(ScenarioTest):
 
     def test_names_of_the_release_can_be_imported(self) -> None:
         for module, names in self.release["names"].items():
-            self.assert_gone(names, self.branch["names"][module], GONE[module])
+            with self.subTest(module):
+                self.assert_gone(names, self.branch["names"][module], GONE[module])
 
     def test_classes_have_the_names_of_the_release(self) -> None:
         gone = {"FSDPParamGroup": GONE_ATTRIBUTES}
         gone[CHANGED_RECORD] = {"reduce_scatter_input"}
         for kind, names in self.release["class names"].items():
-            found = self.branch["class names"][kind]
-            self.assert_gone(names, found, gone.get(kind, set()))
+            with self.subTest(kind):
+                found = self.branch["class names"][kind]
+                self.assert_gone(names, found, gone.get(kind, set()))
 
     def assert_gone(self, names: Any, found: Any, gone: set[str]) -> None:
         """Checks that ``found`` lacks those ``names`` that are ``gone``, and no other."""
@@ -193,15 +195,14 @@ class TestContract(ScenarioTest):
         self.assertEqual(found, (True, True))
 
     @parametrize("owner", ["group", "context"])
-    def test_attributes_after_lazy_init(self, owner: str) -> None:
-        release = self.release["uniform"][owner]
-        for kind in ("uniform", "mixed"):
-            found, expected = self.branch[kind][owner], dict(release)
-            if kind == "mixed" and owner == "group":
-                expected |= OF_ONE_DTYPE
-            self.assert_gone(expected, found, GONE_ATTRIBUTES)
-            for name in expected.keys() - GONE_ATTRIBUTES:
-                self.assertEqual(found[name], expected[name], name)
+    @parametrize("kind", ["uniform", "mixed"])
+    def test_attributes_after_lazy_init(self, owner: str, kind: str) -> None:
+        found, expected = self.branch[kind][owner], dict(self.release["uniform"][owner])
+        if kind == "mixed" and owner == "group":
+            expected |= OF_ONE_DTYPE
+        self.assert_gone(expected, found, GONE_ATTRIBUTES)
+        for name in expected.keys() - GONE_ATTRIBUTES:
+            self.assertEqual(found[name], expected[name], name)
 
     def test_step_on_fake_tensors(self) -> None:
         """Which have no data."""
@@ -213,13 +214,12 @@ class TestContract(ScenarioTest):
         self.assertEqual(mixed["blocks.1.layers.1.gain"], ("torch.bfloat16", [2]))
 
     @parametrize("steps", [0, 2])
+    @parametrize("kind", ["uniform", "mixed"])
     def test_modules_are_copied_saved_and_freed_as_in_the_release(
-        self, steps: int
+        self, steps: int, kind: str
     ) -> None:
         expected = self.release["uniform"][f"held after {steps} steps"]
-        for kind in ("uniform", "mixed"):
-            found = self.branch[kind][f"held after {steps} steps"]
-            self.assertEqual(found, expected, kind)
+        self.assertEqual(self.branch[kind][f"held after {steps} steps"], expected)
         self.assertIn("does not support deepcopy", expected["deepcopy of model"])
         self.assertEqual(expected["left"], [])
         if steps == 0:

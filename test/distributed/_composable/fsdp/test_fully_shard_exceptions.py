@@ -201,11 +201,11 @@ class SideBySide:
         self._batch += 1
         return batch_of(self._batch, self.test.rank).to(self.test.device)
 
-    def backward(self) -> None:
+    def backward(self, after: str | None = None) -> None:
         """Runs one microbatch on both."""
         batch = self.next_batch()
         losses = [loss_of(each(batch)) for each in (self.model, self.twin)]
-        self.test.assertEqual(*losses, atol=0, rtol=0)
+        self.test.assertEqual(*losses, after, atol=0, rtol=0)
         for loss in losses:
             loss.backward()
 
@@ -215,18 +215,20 @@ class SideBySide:
             each.reset_iter_state()
             each.zero_grad()
 
-    def train(self) -> None:
+    def train(self, after: str | None = None) -> None:
         """Runs a step, and compares gradients and then parameters."""
-        self.backward()
-        self._compare(gradients)
+        self.backward(after)
+        self._compare(gradients, after)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        self._compare(parameters)
+        self._compare(parameters, after)
 
-    def _compare(self, bits_of: Callable[[nn.Module], Iterator[Any]]) -> None:
+    def _compare(
+        self, bits_of: Callable[[nn.Module], Iterator[Any]], after: str | None
+    ) -> None:
         actual, expected = (dict(bits_of(each)) for each in (self.model, self.twin))
-        self.test.assertEqual(differing(actual, expected), [])
+        self.test.assertEqual(differing(actual, expected), [], after)
 
 
 class TestExceptions(FSDPProcessTest):
@@ -241,8 +243,9 @@ class TestExceptions(FSDPProcessTest):
             # No subtest: after a failure this rank would go on where others wait
             with faults.alarms[place].set(error, at), self.assertRaises(error):
                 loss_of(pair.model(pair.next_batch())).backward()
-            self.recover(pair, faults, f"{error.__name__} in {place} {at}")
-            pair.train()
+            after = f"{error.__name__} in {place} {at}"
+            self.recover(pair, faults, after)
+            pair.train(after)
 
     @parametrize("mode", ["sharded", "hybrid"])
     def test_accumulated_microbatches_are_lost(self, mode: str) -> None:
@@ -258,7 +261,7 @@ class TestExceptions(FSDPProcessTest):
             with faults.alarms[place].set(Boom, at=2), self.assertRaises(Boom):
                 loss_of(model(pair.next_batch())).backward()
             self.recover(pair, faults, place)
-            pair.train()
+            pair.train(place)
 
     def start(self, mode: str) -> tuple[SideBySide, Faults]:
         pair = SideBySide(self, **MODES[mode]())
@@ -303,44 +306,51 @@ class TestExplanations(FakeGroupTest):
         text = "reducing the gradients of 2.weight, 1.weight, 0.weight in torch.float32"
         self.assertIn(text, note)
 
-    def test_note_that_fails_leaves_the_error(self) -> None:
+    @parametrize("interrupts", [False, True])
+    def test_note_that_fails_leaves_the_error(self, interrupts: bool) -> None:
+        kind = KeyboardInterrupt if interrupts else RuntimeError
         model, alarm = self.unit(), Alarm()
         model.set_custom_reduce_scatter(WatchedReduceScatter(Alarm(), alarm))
         x = torch.ones(2, 4, requires_grad=True)
         model(x).sum().backward()  # ranks are compared before their first reduction
         fails = mock.patch.object(agreement, "_announce", side_effect=LookupError)
-        for kind in (RuntimeError, KeyboardInterrupt):
-            with fails, alarm.set(kind, 1), self.assertRaises(kind) as caught:
-                model(x).sum().backward()
-            self.assertIs(type(caught.exception), kind)
-            model.reset_iter_state()
+        with fails, alarm.set(kind, 1), self.assertRaises(kind) as caught:
+            model(x).sum().backward()
+        self.assertIs(type(caught.exception), kind)
+        model.reset_iter_state()
 
-    def test_copy_out_that_fails_leaves_nothing_behind(self) -> None:
-        """Outputs are freed, and names are registered as they were."""
-        for owner, failing in (
+    @parametrize(
+        "owner,name",
+        [
             (torch, "split_with_sizes_copy"),
             (ParamGroupCache, "init_unsharded_params"),
             (registrations, "register"),
-        ):
-            model = self.unit()
-            group = model._get_fsdp_state()._fsdp_param_group
-            if failing != "split_with_sizes_copy":
-                model(torch.ones(2, 4)).sum().backward()
-            original = getattr(owner, failing)
-
-            def fails(*args: Any, run: Any = original, **kwargs: Any) -> None:
-                run(*args, **kwargs)
-                raise Boom
-
-            with mock.patch.object(owner, failing, fails), self.assertRaises(Boom):
-                model(torch.ones(2, 4))
-            model.reset_iter_state()
-            for fsdp_param in group.fsdp_params:
-                for output in fsdp_param.all_gather_outputs:
-                    self.assertEqual(output.untyped_storage().nbytes(), 0)
-            for param in model.parameters():
-                self.assertIsInstance(param, DTensor)
+        ],
+        name_fn=lambda _, name: name,
+    )
+    def test_copy_out_that_fails_leaves_nothing_behind(
+        self, owner: Any, name: str
+    ) -> None:
+        """Outputs are freed, and names are registered as they were."""
+        model = self.unit()
+        group = model._get_fsdp_state()._fsdp_param_group
+        if owner is not torch:
             model(torch.ones(2, 4)).sum().backward()
+        original = getattr(owner, name)
+
+        def fails(*args: Any, **kwargs: Any) -> None:
+            original(*args, **kwargs)
+            raise Boom
+
+        with mock.patch.object(owner, name, fails), self.assertRaises(Boom):
+            model(torch.ones(2, 4))
+        model.reset_iter_state()
+        for fsdp_param in group.fsdp_params:
+            for output in fsdp_param.all_gather_outputs:
+                self.assertEqual(output.untyped_storage().nbytes(), 0)
+        for param in model.parameters():
+            self.assertIsInstance(param, DTensor)
+        model(torch.ones(2, 4)).sum().backward()
 
 
 if __name__ == "__main__":

@@ -102,9 +102,9 @@ class TestDtypes(DeviceFreeTest):
         self.assertEqual(len({dtype_sort_key(d) for d in ALL_DTYPES}), len(ALL_DTYPES))
 
     def test_policy_sets_the_reduce_dtype_of_floating_gradients_alone(self):
-        for dtype in ALL_DTYPES:
-            expected = FP32 if dtype.is_floating_point else dtype
-            self.assertEqual(reduce_dtype_of(dtype, FP32), expected)
+        found = {dtype: reduce_dtype_of(dtype, FP32) for dtype in ALL_DTYPES}
+        expected = {d: FP32 if d.is_floating_point else d for d in ALL_DTYPES}
+        self.assertEqual(found, expected)
 
 
 class TestGatherLayout(DeviceFreeTest):
@@ -227,10 +227,10 @@ class TestCopies(DeviceFreeTest):
             shards = [torch.ones(n, dtype=d, device=device) for d, n, device in pairs]
             nbytes = {"dtype": torch.uint8, "device": "meta"}
             segment = torch.empty(layout.segment_numel, **nbytes)
-            with count_operators() as counts:
+            with self.subTest(f"{moves} moves"), count_operators() as counts:
                 _copy_in(segment, plan_copy_in(layout, stored), shards)
-            self.assertEqual(counts["aten::_to_copy"], moves)
-            self.assertEqual(counts["aten::copy_"], 3)
+                found = counts["aten::_to_copy"], counts["aten::copy_"]
+                self.assertEqual(found, (moves, 3))
 
 
 class TestReduceBuckets(DeviceFreeTest):

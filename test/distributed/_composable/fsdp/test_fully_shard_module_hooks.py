@@ -65,26 +65,26 @@ class Given(nn.Module):
 class TestInputs(FakeGroupTest):
     ranks = 2
 
-    def test_inputs_arrive_as_given_but_for_those_that_need_gradients(self) -> None:
+    @parametrize("trained", [False, True])
+    def test_inputs_arrive_as_given_but_for_those_that_need_gradients(
+        self, trained: bool
+    ) -> None:
         mask, other = torch.ones(2), object()
-        for trained in ("xyz", ""):
-            x, y, z = (torch.rand(2, requires_grad=n in trained) for n in "xyz")
-            model: Any = fully_shard(Given(), mesh=self.mesh)
-            given = {"y": y, "mask": {"m": mask}, "other": other, "boxed": Boxed(z)}
-            model([x, None], mask, 3, **given).backward()
-            self.assertIsNotNone(model.weight.grad)
-            ([own_x, none], own_mask, three), kwargs = model.given
-            self.assertEqual([*kwargs], [*given])
-            for own, value in ((own_x, x), (kwargs["y"], y), (kwargs["boxed"].z, z)):
-                self.assertTrue(torch.equal(own, value))
-                node = type(own.grad_fn).__name__
-                is_passed = node == "RegisterPostBackwardFunctionBackward"
-                self.assertEqual(
-                    (is_passed, own is value), (bool(trained), not trained)
-                )
-            found = none, own_mask, three, kwargs["mask"]["m"], kwargs["other"]
-            for value, expected in zip(found, (None, mask, 3, mask, other)):
-                self.assertIs(value, expected)
+        x, y, z = (torch.rand(2, requires_grad=trained) for _ in "xyz")
+        model: Any = fully_shard(Given(), mesh=self.mesh)
+        given = {"y": y, "mask": {"m": mask}, "other": other, "boxed": Boxed(z)}
+        model([x, None], mask, 3, **given).backward()
+        self.assertIsNotNone(model.weight.grad)
+        ([own_x, none], own_mask, three), kwargs = model.given
+        self.assertEqual([*kwargs], [*given])
+        for own, value in ((own_x, x), (kwargs["y"], y), (kwargs["boxed"].z, z)):
+            self.assertTrue(torch.equal(own, value))
+            node = type(own.grad_fn).__name__
+            is_passed = node == "RegisterPostBackwardFunctionBackward"
+            self.assertEqual((is_passed, own is value), (trained, not trained))
+        found = none, own_mask, three, kwargs["mask"]["m"], kwargs["other"]
+        for value, expected in zip(found, (None, mask, 3, mask, other)):
+            self.assertIs(value, expected)
 
 
 def train(model: Any, is_last: bool = True) -> None:
@@ -131,26 +131,26 @@ class TestRequiresGrad(FakeGroupTest):
     @parametrize("leave", LEAVES_UNSHARDED)
     @parametrize("reshard", RESHARDS)
     @parametrize("on_shards", [False, True])
+    @parametrize("reshard_after_forward", [True, False, 2])
     def test_stays_when_units_reshard(
-        self, leave: str, reshard: str, on_shards: bool
+        self, leave: str, reshard: str, on_shards: bool, reshard_after_forward: Any
     ) -> None:
-        for reshard_after_forward in (True, False, 2):
-            model = self.model(reshard_after_forward)
-            shards = dict(model.named_parameters())
-            for is_trained in (False, True):
-                self.LEAVES_UNSHARDED[leave](model)
-                params = shards if on_shards else dict(model.named_parameters())
-                for name in self.CHANGED:
-                    params[name].requires_grad_(is_trained)
-                self.RESHARDS[reshard](model)
-                in_all_units("reshard")(model)
-                model.zero_grad()
-                train(model)
-                for name, param in model.named_parameters():
-                    self.assertIs(param, shards[name])
-                    expected = is_trained or name not in self.CHANGED
-                    self.assertEqual(param.requires_grad, expected, name)
-                    self.assertEqual(param.grad is not None, expected, name)
+        model = self.model(reshard_after_forward)
+        shards = dict(model.named_parameters())
+        for is_trained in (False, True):
+            self.LEAVES_UNSHARDED[leave](model)
+            params = shards if on_shards else dict(model.named_parameters())
+            for name in self.CHANGED:
+                params[name].requires_grad_(is_trained)
+            self.RESHARDS[reshard](model)
+            in_all_units("reshard")(model)
+            model.zero_grad()
+            train(model)
+            for name, param in model.named_parameters():
+                self.assertIs(param, shards[name])
+                expected = is_trained or name not in self.CHANGED
+                self.assertEqual(param.requires_grad, expected, name)
+                self.assertEqual(param.grad is not None, expected, name)
 
 
 class TestCost(FakeGroupTest):
@@ -213,13 +213,15 @@ class TestGradDtype(FakeGroupTest):
 
     @pytest.mark.quick
     @parametrize("what", ["load", "assign", "unshard", "move", "forward"])
-    def test_what_was_set_last_stays(self, what: str) -> None:
-        for first, last in ((FP32, BF16), (FP32, FP32), (None, FP32)):
-            module = self.unit(first)
-            module.weight.grad_dtype = last
-            for _ in range(2):
-                self.pass_by(module, what)
-                self.assertEqual(module.weight.grad_dtype, last)
+    @parametrize("first,last", [(FP32, BF16), (FP32, FP32), (None, FP32)])
+    def test_what_was_set_last_stays(
+        self, what: str, first: torch.dtype | None, last: torch.dtype
+    ) -> None:
+        module = self.unit(first)
+        module.weight.grad_dtype = last
+        for _ in range(2):
+            self.pass_by(module, what)
+            self.assertEqual(module.weight.grad_dtype, last)
 
 
 class TestOverOneRank(FakeGroupTest):

@@ -46,8 +46,9 @@ class TestObservers(FakeGroupTest):
 
     def test_devices_of_vendors_get_operators_also_if_nobody_observes(self) -> None:
         """They may have replaced the kernels."""
-        for device, expected in (("cpu", False), ("cuda", False), ("meta", True)):
-            self.assertEqual(observers.gets_operators(torch.device(device)), expected)
+        devices = map(torch.device, ("cpu", "cuda", "meta"))
+        found = {each.type: observers.gets_operators(each) for each in devices}
+        self.assertEqual(found, {"cpu": False, "cuda": False, "meta": True})
 
     def looks(self, run: Any) -> int:
         with mock.patch.object(observers, "look_for_traces") as look:
