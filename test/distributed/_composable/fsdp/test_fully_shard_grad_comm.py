@@ -43,6 +43,7 @@ from fsdp_helpers.common.comms import (
 )
 from fsdp_helpers.common.utils import (
     FakeGroupTest,
+    ParametrizedTest,
     record_collectives,
     run_python,
     THREAD_DEVICE_TYPE,
@@ -235,7 +236,7 @@ class TestKernel(TestCase):
         self.check(rows, FP32, None)
 
 
-class TestAroundKernel(TestCase):
+class TestAroundKernel(ParametrizedTest):
     """What needs no GPU."""
 
     @needs_triton
@@ -244,26 +245,27 @@ class TestAroundKernel(TestCase):
         env = {"TRITON_INTERPRET": "1", "CI": ""}
         run_python(__file__, "TestKernel", env=env, on_release=False)
 
-    def test_falls_back_to_operators(self):
+    @parametrize("has_triton", [False, True])
+    def test_falls_back_to_operators(self, has_triton: bool) -> None:
         """Silently without Triton, and with a warning where it fails, once."""
         fail = mock.Mock(side_effect=RuntimeError("Failed to find C compiler"))
-        for module in (None, SimpleNamespace(add_rows=fail)):
-            rows = torch.ones(3, 5)
-            with (
-                mock.patch.dict(sys.modules, {KERNELS: module}),
-                mock.patch.object(tree, "_KERNEL_DEVICE_TYPE", "cpu"),
-                mock.patch.object(tree, "_has_kernel", True),
-                warnings.catch_warnings(record=True) as warned,
-            ):
-                warnings.simplefilter("always")
-                for _ in range(2):
-                    actual = torch.empty(5)
-                    tree.add_in_tree(rows.clone(), actual, 2.0)
-                    self.assertEqual(actual.tolist(), [1.5] * 5)
-            texts = [str(warning.message) for warning in warned]
-            self.assertEqual(len(texts), 0 if module is None else 1)
-        self.assertEqual(fail.call_count, 1)
-        self.assertIn("C compiler'). Gradients with a grad_comm_dtype", texts[0])
+        module = SimpleNamespace(add_rows=fail) if has_triton else None
+        rows = torch.ones(3, 5)
+        with (
+            mock.patch.dict(sys.modules, {KERNELS: module}),
+            mock.patch.object(tree, "_KERNEL_DEVICE_TYPE", "cpu"),
+            mock.patch.object(tree, "_has_kernel", True),
+            warnings.catch_warnings(record=True) as warned,
+        ):
+            warnings.simplefilter("always")
+            for _ in range(2):
+                actual = torch.empty(5)
+                tree.add_in_tree(rows.clone(), actual, 2.0)
+                self.assertEqual(actual.tolist(), [1.5] * 5)
+        texts = [str(warning.message) for warning in warned]
+        self.assertEqual([len(texts), fail.call_count], [int(has_triton)] * 2)
+        for text in texts:
+            self.assertIn("C compiler'). Gradients with a grad_comm_dtype", text)
 
     def test_leaves_other_sums_to_operators(self):
         """Of other dtypes, devices, and where a dispatch mode wants to see them."""
@@ -280,11 +282,10 @@ class TestAroundKernel(TestCase):
 
 
 class GradCommTest(ThreadTest):
-    def meshes(self) -> dict[str, DeviceMesh]:
-        """All ways to lay out the ranks whose shard groups are powers of two."""
-        ranks = self.world_size
-        pairs = [(ranks // n, n) for n in (1, 2, 4) if n < ranks]
-        return {"shard": self.mesh()} | {f"{n}": mesh_of(*n) for n in pairs}
+    def mesh_over(self, shards: int) -> DeviceMesh:
+        """Returns the mesh of all ranks that are replicas beyond so many shards."""
+        replicas = self.world_size // shards
+        return mesh_of(replicas, shards) if replicas > 1 else self.mesh()
 
     def backward(self, module: torch.nn.Module, specs: Sequence[Spec]) -> None:
         weights = (given_weight(self.rank, i, spec) for i, spec in enumerate(specs))
@@ -332,33 +333,34 @@ class TestMeshes(GradCommTest):
         self.addCleanup(pieces.stop)
         super().setUp()
 
-    def test_all_meshes_give_the_same_bits(self):
+    @parametrize("shards", [8, 4, 2, 1, 0])  # 0: by `replicate`
+    def test_all_meshes_give_the_same_bits(self, shards: int) -> None:
         specs = mixed_specs(self.world_size)
         flat = [Spec(spec.size, spec.dtype) for spec in specs]
         expected = [self.expected(i, spec) for i, spec in enumerate(flat)]
-        for name, mesh in self.meshes().items():
-            with self.subTest(name):
-                kwargs: dict[str, Any] = {"mp_policy": policy()}
-                module = sharded(specs, mesh, device=THREAD_DEVICE_TYPE, **kwargs)
-                self.backward(module, specs)
-                self.assert_all_same(self.full_grads(module), expected)
-        module = Weighted(flat, THREAD_DEVICE_TYPE)
-        replicate(module, mesh=self.mesh(), mp_policy=policy())
-        self.backward(module, flat)
+        if shards == 0:
+            module = Weighted(flat, THREAD_DEVICE_TYPE)
+            replicate(module, mesh=self.mesh(), mp_policy=policy())
+        else:
+            how: dict[str, Any] = {"device": THREAD_DEVICE_TYPE, "mp_policy": policy()}
+            module = sharded(specs, self.mesh_over(shards), **how)
+        self.backward(module, specs)
         self.assert_all_same(self.full_grads(module), expected)
 
-    def test_replicas_add_a_buffer_in_at_most_eight_pieces_with_the_same_bits(self):
+    # A piece of 32 fp32 elements is the least whose parts begin on 16 bytes
+    @parametrize("numel,pieces", [(5, 1), (32, 1), (33, 2), (256, 8), (1001, 8)])
+    def test_replicas_add_a_buffer_in_at_most_eight_pieces_with_the_same_bits(
+        self, numel: int, pieces: int
+    ) -> None:
         """Each takes a few bytes, or an eighth of the buffer if that is more."""
-        group, ranks = self.mesh().get_group(), range(self.world_size)
-        # A piece of 32 fp32 elements is the least whose parts begin on 16 bytes
-        for numel, pieces in ((5, 1), (32, 1), (33, 2), (256, 8), (1001, 8)):
-            parts = [given_weight(r, 0, Spec((numel,), FP32)).float() for r in ranks]
-            found = parts[self.rank].clone()
-            with record_collectives() as recorder:
-                tree.all_reduce_in_tree(found, group)
-            self.assertEqual(found, add(parts), atol=0, rtol=0)
-            self.assertEqual(len(recorder.named("all_to_all")), pieces)
-            self.assertEqual(len(recorder.named("all_gather")), pieces)
+        ranks, spec = range(self.world_size), Spec((numel,), FP32)
+        parts = [given_weight(rank, 0, spec).float() for rank in ranks]
+        found = parts[self.rank].clone()
+        with record_collectives() as recorder:
+            tree.all_reduce_in_tree(found, self.mesh().get_group())
+        self.assertEqual(found, add(parts), atol=0, rtol=0)
+        self.assertEqual(len(recorder.named("all_to_all")), pieces)
+        self.assertEqual(len(recorder.named("all_gather")), pieces)
 
 
 class Kept(DefaultReduceScatter):
@@ -384,19 +386,20 @@ class TestOneAllToAll(GradCommTest):
         how: dict[str, Any] = {"mp_policy": policy_of_several()} | kwargs
         return sharded(self.SPECS, mesh, device=THREAD_DEVICE_TYPE, **how)
 
-    def test_replicas_add_one_buffer_for_each_dtype_and_divide_once(self):
-        for name, mesh in self.meshes().items():
-            with self.subTest(name):
-                module = self.module(mesh)
-                module.set_gradient_divide_factor(3.0)
-                with record_collectives() as recorder:
-                    self.backward(module, self.SPECS)
-                grads = self.full_grads(module)
-                self.assert_all_same(grads, self.expected_mix(self.SPECS, divisor=3.0))
-                expected = [torch.uint8] if mesh.size(-1) > 1 else []
-                expected += [] if name == "shard" else [FP64, FP32]
-                sent = [call.dtype for call in recorder.named("all_to_all")]
-                self.assertEqual(sent, expected)
+    @parametrize("shards", [4, 2, 1])
+    def test_replicas_add_one_buffer_for_each_dtype_and_divide_once(
+        self, shards: int
+    ) -> None:
+        module = self.module(self.mesh_over(shards))
+        module.set_gradient_divide_factor(3.0)
+        with record_collectives() as recorder:
+            self.backward(module, self.SPECS)
+        grads = self.full_grads(module)
+        self.assert_all_same(grads, self.expected_mix(self.SPECS, divisor=3.0))
+        expected = [torch.uint8] if shards > 1 else []
+        expected += [FP64, FP32] if shards < self.world_size else []
+        sent = [call.dtype for call in recorder.named("all_to_all")]
+        self.assertEqual(sent, expected)
 
     def test_hook_sees_each_sum_before_the_division(self):
         module, seen = self.module(), []
@@ -411,16 +414,16 @@ class TestOneAllToAll(GradCommTest):
         for grad in self.full_grads(module):
             self.assertEqual({*grad.flatten().tolist()}, {1.0})
 
-    def test_sums_in_fp16_are_divided_before(self):
+    @parametrize("shards", [4, 2, 1])
+    def test_sums_in_fp16_are_divided_before(self, shards: int) -> None:
         """By a power of two that depends on the number of ranks alone."""
         value = 1.5 * 2**16 / self.world_size  # whose sum fp16 does not hold
         half = policy(FP16, FP16, param_dtype=FP16)
-        for mesh in self.meshes().values():
-            module = self.module(mesh, mp_policy=half)
-            weights = [torch.full(spec.size, value, dtype=FP16) for spec in self.SPECS]
-            module([w.to(THREAD_DEVICE_TYPE) for w in weights]).backward()
-            for grad in self.full_grads(module):
-                self.assertEqual({*grad.double().flatten().tolist()}, {value})
+        module = self.module(self.mesh_over(shards), mp_policy=half)
+        weights = [torch.full(spec.size, value, dtype=FP16) for spec in self.SPECS]
+        module([w.to(THREAD_DEVICE_TYPE) for w in weights]).backward()
+        for grad in self.full_grads(module):
+            self.assertEqual({*grad.double().flatten().tolist()}, {value})
 
     @parametrize(
         "setter,value",
@@ -457,17 +460,17 @@ class TestOneAllToAll(GradCommTest):
 
 
 class TestUnitsOfFakeRanks(FakeGroupTest):
-    def test_post_backward_needs_hardly_more_memory_than_in_fp32(self):
+    @parametrize("is_hybrid", [False, True])
+    def test_post_backward_needs_hardly_more_memory_than_in_fp32(
+        self, is_hybrid: bool
+    ) -> None:
         """For half of the rows of a piece in fp32, which a kernel does without."""
         specs = [((128, 32), BF16), ((128, 32), BF16), ((64, 16), BF16)]
-        modes: dict[str, dict[str, Any]] = {"plain": {}, "hybrid": {"is_hybrid": True}}
-        for mode in modes.values():
-            with mock.patch.object(tree, "_MIN_PIECE_NBYTES", 12):
-                wide, narrow = (
-                    peak_nbytes(specs, mode | {"mp_policy": policy(comm, FP32)})
-                    for comm in (None, BF16)
-                )
-            self.assertLessEqual(narrow, 1.07 * wide)
+        policies = policy(None, FP32), policy(BF16, FP32)
+        modes = ({"is_hybrid": is_hybrid, "mp_policy": each} for each in policies)
+        with mock.patch.object(tree, "_MIN_PIECE_NBYTES", 12):
+            wide, narrow = (peak_nbytes(specs, mode) for mode in modes)
+        self.assertLessEqual(narrow, 1.07 * wide)
 
     def test_replicas_add_in_the_memory_of_one_piece(self):
         tensor = torch.ones(2**20)

@@ -29,7 +29,7 @@ import torch.nn as nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import fully_shard, layout_summary, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_summary import LayoutRow, LayoutSummary
-from torch.testing._internal.common_utils import run_tests
+from torch.testing._internal.common_utils import parametrize, run_tests
 
 
 def rows_by_unit(summary: LayoutSummary) -> list[list[LayoutRow]]:
@@ -183,47 +183,47 @@ class TestSummaryOfSteps(FSDPThreadTest):
         self.assertEqual(total, sum(nbytes for _, nbytes in reduced))
         return summary
 
-    def test_bytes_are_those_of_a_step(self) -> None:
-        model: Any = nn.Sequential(Unit(), Unit())
-        model[0].norm.requires_grad_(False)
+    @parametrize("has_policy", [False, True])
+    def test_bytes_are_those_of_a_step(self, has_policy: bool) -> None:
+        model: Any = nn.Sequential(Unit(), Unit()) if has_policy else mixed_model(2)
         patterns = {"*.down.*": {"reduce_dtype": BF16}, "*.up.*": {"param_dtype": FP32}}
-        policy = MixedPrecisionPolicy.by_name(model, patterns)
-        cases = [(model, 16, {"mp_policy": policy}), (mixed_model(2), 9, {})]
-        for model, dim, kwargs in cases:
-            # The root holds nothing itself
-            shard_blocks(model, reshard_after_forward=False, **kwargs)
-            self.check_step(model, dim, "reduce_scatter")
+        policy = MixedPrecisionPolicy()
+        if has_policy:
+            model[0].norm.requires_grad_(False)
+            policy = MixedPrecisionPolicy.by_name(model, patterns)
+        # The root holds nothing itself
+        shard_blocks(model, reshard_after_forward=False, mp_policy=policy)
+        self.check_step(model, 16 if has_policy else 9, "reduce_scatter")
 
-    def test_replicas_divide_by_all_ranks(self) -> None:
-        for api, sizes, kind in (
-            (replicate, (4,), "all_reduce"),
-            (fully_shard, (2, 2), "reduce_scatter"),
-        ):
-            model = Unit().to(self.device)
-            api(model, mesh=mesh_of(*sizes))
-            *rows, total = self.check_step(model, 16, kind).rows
-            self.assertEqual(total.gathered_nbytes > 0, api is fully_shard)
-            factors = {r.reduce_dtype: (r.divided_by, r.before, r.after) for r in rows}
-            self.assertEqual(factors[FP32], (4, None, None))
-            self.assertEqual(factors[FP16], (4, 2, 2))
+    @parametrize("is_sharded", [False, True])
+    def test_replicas_divide_by_all_ranks(self, is_sharded: bool) -> None:
+        model = Unit().to(self.device)
+        if is_sharded:
+            fully_shard(model, mesh=mesh_of(2, 2))
+        else:
+            replicate(model, mesh=mesh_of(4))
+        kind = "reduce_scatter" if is_sharded else "all_reduce"
+        *rows, total = self.check_step(model, 16, kind).rows
+        self.assertEqual(total.gathered_nbytes > 0, is_sharded)
+        factors = {r.reduce_dtype: (r.divided_by, r.before, r.after) for r in rows}
+        self.assertEqual(factors[FP32], (4, None, None))
+        self.assertEqual(factors[FP16], (4, 2, 2))
 
-    def test_one_shard_rank_sends_nothing_in_the_comm_dtype(self) -> None:
+    @parametrize("sizes", ["", "41", "4"])  # of the mesh, or by `replicate`
+    def test_one_shard_rank_sends_nothing_in_the_comm_dtype(self, sizes: str) -> None:
         policy = MixedPrecisionPolicy(reduce_dtype=FP32, grad_comm_dtype=BF16)
-        for shard, mesh, verb in (
-            (replicate, mesh_of(4), "cast to"),
-            (fully_shard, mesh_of(4, 1), "cast to"),
-            (fully_shard, mesh_of(4), "sent in"),
-        ):
-            model = nn.Linear(16, 16, bias=False, dtype=BF16, device=self.device)
-            shard(model, mesh=mesh, mp_policy=policy)
-            summary = layout_summary(model)
-            with record_collectives() as recorder:
-                x = torch.ones(2, 16, dtype=BF16, device=self.device)
-                model(x).sum().backward()
-            first = recorder.named("all_to_all")[0]
-            self.assertEqual(summary.rows[0].reduced_nbytes, first.nbytes)
-            self.assertEqual(first.dtype, FP32 if verb == "cast to" else BF16)
-            self.assertIn(f"float32, {verb} bfloat16", str(summary))
+        model = nn.Linear(16, 16, bias=False, dtype=BF16, device=self.device)
+        shard = fully_shard if sizes else replicate
+        shard(model, mesh=mesh_of(*map(int, sizes or "4")), mp_policy=policy)
+        summary = layout_summary(model)
+        with record_collectives() as recorder:
+            x = torch.ones(2, 16, dtype=BF16, device=self.device)
+            model(x).sum().backward()
+        first = recorder.named("all_to_all")[0]
+        self.assertEqual(summary.rows[0].reduced_nbytes, first.nbytes)
+        self.assertEqual(first.dtype, BF16 if sizes == "4" else FP32)
+        verb = "sent in" if sizes == "4" else "cast to"
+        self.assertIn(f"float32, {verb} bfloat16", str(summary))
 
     def test_extension_tensors_are_known_after_their_first_gather(self) -> None:
         model = nn.Linear(2, 8)
