@@ -121,9 +121,10 @@ class TestSides(ImportingTest):
             with mock.patch.object(_sides, "HERE", self.folder):
                 side.start()
             processes = [*side._processes]
-            with self.assertRaisesRegex(_sides.SideError, text):
-                side.ask("bytes", {}, seconds=seconds)
-            self.assertEqual(processes[1].poll(), -signal.SIGKILL)
+            with self.subTest(text):
+                with self.assertRaisesRegex(_sides.SideError, text):
+                    side.ask("bytes", {}, seconds=seconds)
+                self.assertEqual(processes[1].poll(), -signal.SIGKILL)
 
 
 class TestComparison(ImportingTest):
@@ -139,12 +140,14 @@ class TestComparison(ImportingTest):
         for bar, met in ((0.6, "yes"), (0.59, "NO"), (None, "")):
             compared = [Comparison("group", "branch", "release", bar)]
             (row,) = samples.rows("host", "us", "us", compared)
-            self.assertAlmostEqual(row.ratio, 0.6)
-            self.assertEqual(row.cells()[-1], met)
+            with self.subTest(bar=bar):
+                self.assertAlmostEqual(row.ratio, 0.6)
+                self.assertEqual(row.cells()[-1], met)
         self.assertIn("0.550 to 0.650", table([row]))
         for count, is_met in ((0, True), (1, False)):  # beside nothing
             row = exact_row("late", "", "", count, "none", 0, 1.0)
-            self.assertEqual(row.is_met, is_met)
+            with self.subTest(count=count):
+                self.assertEqual(row.is_met, is_met)
 
 
 class TestStudies(ImportingTest):
@@ -195,7 +198,8 @@ class TestGpu(ImportingTest):
         for verdict, body in bodies.items():
             file = self.folder / "test_file.py"
             file.write_text(body)
-            with mock.patch.object(gpu, "SECONDS", 60 if verdict != "timed out" else 5):
+            seconds = 5 if verdict == "timed out" else 60
+            with self.subTest(verdict), mock.patch.object(gpu, "SECONDS", seconds):
                 self.assertEqual(gpu.run_file(file).verdict, verdict)
 
 

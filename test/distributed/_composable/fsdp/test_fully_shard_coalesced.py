@@ -263,10 +263,12 @@ class TestCoalesced(FSDPProcessTest):
         ((grad, before),) = held
         self.assertEqual(grad, before, rtol=0, atol=0)
 
-    def test_wrong_sizes_are_refused(self) -> None:
-        for value in (-1, 0.5, True, "1"):
-            with self.assertRaisesRegex(ValueError, "a number of bytes"):
-                set_coalesced_collectives(make(), value)
+    @parametrize("value", [-1, 0.5, True, "one"])
+    def test_wrong_sizes_are_refused(self, value: Any) -> None:
+        with self.assertRaisesRegex(ValueError, "a number of bytes"):
+            set_coalesced_collectives(make(), value)
+
+    def test_modules_without_a_unit_are_refused(self) -> None:
         with self.assertRaisesRegex(ValueError, "set_coalesced_collectives"):
             set_coalesced_collectives(nn.Linear(2, 2))
 

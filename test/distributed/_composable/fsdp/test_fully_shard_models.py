@@ -142,8 +142,8 @@ class TestKeptInFP32(DeviceFreeTest):
 
         model = nn.ModuleDict({name: nn.Linear(2, 2, False) for name in ("up", "ups")})
         model._keep_in_fp32_modules = ["up"]
-        for dtype in (BF16, FP16):
-            self.assertEqual(kept_in_fp32(model, dtype), ["up.weight"])
+        found = [kept_in_fp32(model, dtype) for dtype in (BF16, FP16)]
+        self.assertEqual(found, [["up.weight"]] * 2)
         model._keep_in_fp32_modules_strict = None
         self.assertEqual(kept_in_fp32(model, BF16), [])
         self.assertEqual(kept_in_fp32(model, FP16), ["up.weight", "ups.weight"])
