@@ -98,12 +98,12 @@ class TestParity(ScenarioTest):
     def test_nothing_is_left_after_backward(self, case: str) -> None:
         self.assertEqual({record["left"] for record in self.results_of(case)}, {0})
 
-    def test_symmetric_memory_of_each_dtype(self) -> None:
-        for kind, count in (("uniform", 1), ("mixed", 4)):
-            for record in self.results_of(f"{kind} symmetric_memory"):
-                registered, pools = record["symmetric memory"]
-                self.assertEqual(len(registered), pools, kind)  # each buffer once
-                self.assertEqual(len({dtype for dtype, _ in registered}), count)
+    @parametrize("kind,count", [("uniform", 1), ("mixed", 4)])
+    def test_symmetric_memory_of_each_dtype(self, kind: str, count: int) -> None:
+        for record in self.results_of(f"{kind} symmetric_memory"):
+            registered, pools = record["symmetric memory"]
+            self.assertEqual(len(registered), pools)  # each buffer once
+            self.assertEqual(len({dtype for dtype, _ in registered}), count)
 
     # Errors #
 
@@ -144,21 +144,21 @@ class TestExtensionOfOneRank(FakeGroupTest):
     ranks = 1
 
     @pytest.mark.quick
-    @parametrize("kind", [Fp8, HighLow])
-    def test_every_input_counts(self, kind: type[Extended]) -> None:
-        for dtypes in ((), (BF16,)):
-            model = extended_stack(kind, 5, dtypes)
-            params = [*model[0][0].params][-2:]
-            values = [param.detach()._values.clone() for param in params]
-            shard_blocks(model, mesh=init_device_mesh("cpu", (1,)))
-            for _ in range(2):
-                model[0].unshard()
-                for param, value in zip([*model[0][0].params][-2:], values):
-                    error = (param.detach() - value).abs().max().item()
-                    bound = value.abs().max().item() / 16 if kind is Fp8 else 1e-3
-                    self.assertLess(error, bound)
-                model[0].reshard()
-            model(torch.ones(2, 3)).sum().backward()
+    @parametrize("kind", [Fp8, HighLow], name_fn=lambda kind: kind.__name__)
+    @parametrize("is_mixed", [False, True])
+    def test_every_input_counts(self, kind: type[Extended], is_mixed: bool) -> None:
+        model = extended_stack(kind, 5, (BF16,) if is_mixed else ())
+        params = [*model[0][0].params][-2:]
+        values = [param.detach()._values.clone() for param in params]
+        shard_blocks(model, mesh=init_device_mesh("cpu", (1,)))
+        for _ in range(2):
+            model[0].unshard()
+            for param, value in zip([*model[0][0].params][-2:], values):
+                error = (param.detach() - value).abs().max().item()
+                bound = value.abs().max().item() / 16 if kind is Fp8 else 1e-3
+                self.assertLess(error, bound)
+            model[0].reshard()
+        model(torch.ones(2, 3)).sum().backward()
 
 
 class TestMemory(ScenarioTest):
