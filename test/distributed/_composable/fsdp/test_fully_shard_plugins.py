@@ -85,7 +85,7 @@ class TestPlugins(ScenarioTest):
                 missing = [k for k, v in record.items() if v is None]
                 # Of a frozen one
                 dropped = [f"{i} gradient blocks.0.layers.0.shift" for i in (2, 3)]
-                self.assertEqual(missing, dropped if "drop" in name else [])
+                self.assertEqual(missing, dropped if "drop" in name else [], name)
 
     def test_several_partial_reduces_are_read_as_a_tuple(self) -> None:
         for results in self.results_of("mixed several_partial_reduce_outputs"):

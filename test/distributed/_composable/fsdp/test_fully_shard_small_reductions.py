@@ -79,13 +79,13 @@ class TestModes(FSDPProcessTest):
         self.assertNotEqual(expected["step 0 loss"], expected["step 1 loss"])
         for cap in CAPS:
             actual, count = self.train(case, CAPS[cap])
-            self.assertEqual(differing(actual, expected), [])
+            self.assertEqual(differing(actual, expected), [], cap)
             if "root_only" in case or "group" in case or cap == "now_and_then":
-                self.assertLessEqual(count, most)
+                self.assertLessEqual(count, most, cap)
             elif "deferred" in case:
-                self.assertEqual(count, most)
+                self.assertEqual(count, most, cap)
             else:
-                self.assertLess(count, most)
+                self.assertLess(count, most, cap)
 
 
 class OwnScatter(DefaultReduceScatter):
