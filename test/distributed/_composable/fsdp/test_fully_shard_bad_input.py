@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from fsdp_helpers.common.comms import BF16, FP32, FP64, OwnReduction
-from fsdp_helpers.common.release_rules import FOLLOWS_GRAD_DTYPE
+from fsdp_helpers.common.release_rules import IS_2_15
 from fsdp_helpers.common.utils import FSDPProcessTest, shard_blocks, shard_mesh
 from fsdp_helpers.parity.models import Extended
 
@@ -159,7 +159,7 @@ class CannotSplit(Extended):
 
 # Since 2.15 a unit's state copies the policy
 OTHER_POLICY = "mp_policy of unit 'Scaled' got …pass a MixedPrecisionPolicy"
-if FOLLOWS_GRAD_DTYPE:
+if IS_2_15:
     OTHER_POLICY = "replace() should be called on dataclass instances"
 add(TypeError, OTHER_POLICY, policy_of_another_type=sharding(mp_policy=None))
 add(

@@ -17,7 +17,7 @@ from unittest import mock
 
 import pytest
 
-from fsdp_helpers.common.release_rules import FOLLOWS_GRAD_DTYPE
+from fsdp_helpers.common.release_rules import IS_2_15
 from fsdp_helpers.common.utils import (
     DeviceFreeTest,
     RELEASE_ROOT,
@@ -83,7 +83,7 @@ class TestCounts(DeviceFreeTest):
         peak = "peak KiB of a rank"
         for key, row in self.rows.items():
             # 2.15 takes less for one unit for each dtype, see docs/guide.md
-            if not (FOLLOWS_GRAD_DTYPE and key[1:] == (peak, PER_DTYPE)):
+            if not (IS_2_15 and key[1:] == (peak, PER_DTYPE)):
                 self.assertNotEqual(row["is_met"], False, key)
         self.assertIn(PER_DTYPE, self.table)
         self.assertNotIn(str(REPO_ROOT), self.table)

@@ -24,7 +24,7 @@ from unittest import mock
 import pytest
 
 from fsdp_helpers.common.comms import count_operators
-from fsdp_helpers.common.release_rules import FOLLOWS_GRAD_DTYPE
+from fsdp_helpers.common.release_rules import IS_2_15
 from fsdp_helpers.common.scenario_test import ScenarioTest
 from fsdp_helpers.common.scenarios import RANKS
 from fsdp_helpers.common.utils import DeviceFreeTest, op_name
@@ -232,7 +232,7 @@ class TestDivideFactors(DeviceFreeTest):
 
     def test_gloo_divides_after_the_sum(self):
         """And bf16, where its scaled sum may be wrong: 2.15.0 has the fix of NCCL's."""
-        self.assertEqual(scaling.SCALES_BF16, FOLLOWS_GRAD_DTYPE)
+        self.assertEqual(scaling.SCALES_BF16, IS_2_15)
         for case in FACTOR_CASES:
             shards, _, dtype, factor, _ = case
             nccl, gloo = (factors_of_branch(case, name) for name in ("nccl", "gloo"))

@@ -27,7 +27,7 @@ from fsdp_helpers.common.comms import (
     Spec,
     ThreadTest,
 )
-from fsdp_helpers.common.release_rules import FOLLOWS_GRAD_DTYPE
+from fsdp_helpers.common.release_rules import IS_2_15
 from fsdp_helpers.common.utils import FakeGroupTest, random_input, THREAD_DEVICE_TYPE
 
 import torch
@@ -228,7 +228,7 @@ class TestKeptBetweenSteps(ThreadTest):
             [[slot.param for slot in b.slots] for b in planned] for planned in found
         ]
         # The last has an fp32 gradient for the bf16 parameter
-        last = [[1, 2], [0]] if FOLLOWS_GRAD_DTYPE else [[1, 2, 0]]
+        last = [[1, 2], [0]] if IS_2_15 else [[1, 2, 0]]
         self.assertEqual(members, [[[1, 2], [0]], [[2], [0]], last])
         unit.lazy_init()  # as an explicit unshard does
         for pattern, first in zip(patterns, found):

@@ -25,7 +25,7 @@ from fsdp_helpers.common.comms import (
     group_of,
     mesh_of,
 )
-from fsdp_helpers.common.release_rules import FOLLOWS_GRAD_DTYPE
+from fsdp_helpers.common.release_rules import IS_2_15
 from fsdp_helpers.common.utils import (
     DEVICE_TYPE,
     FakeGroupTest,
@@ -152,7 +152,7 @@ class TestProcesses(FSDPProcessTest):
         backward(model, **{name: grads[name] for name in first})
         with record_collectives() as recorder:
             backward(model)  # of its input alone
-        if not FOLLOWS_GRAD_DTYPE:
+        if not IS_2_15:
             self.assertEqual(recorder.reduce_scatters, [])
         model.set_requires_all_reduce(True)
         last = odd if self.rank % 2 else even
@@ -219,7 +219,7 @@ class TestProcesses(FSDPProcessTest):
             backward(model, **dict.fromkeys("pq" if i != 2 else "p", value))
         self.assertEqual(full_grad(model.p), torch.full((4,), 1.0).double())
         # 257, which bf16 rounds to 256 where it is what all ranks add
-        in_fp32 = FOLLOWS_GRAD_DTYPE and by_default
+        in_fp32 = IS_2_15 and by_default
         expected = torch.full((4,), 257.0 if in_fp32 else 256.0).double()
         self.assertEqual(full_grad(model.q), expected)
         self.assertEqual(model.p.grad.dtype, FP32)
@@ -230,7 +230,7 @@ class TestProcesses(FSDPProcessTest):
         def foreach_reduce(*args, **kwargs):
             calls.append((len(args), [*kwargs]))
             self.assertEqual(len(args[0]), len(args[1]))  # a gradient for each
-            if not FOLLOWS_GRAD_DTYPE:  # `orig_dtype`, of all sharded gradients
+            if not IS_2_15:  # `orig_dtype`, of all sharded gradients
                 dtypes = [param.sharded_param.dtype for param in args[0]]
                 is_one = all(dtype == dtypes[0] for dtype in dtypes)
                 self.assertEqual(args[5], dtypes[0] if is_one else None)
@@ -240,7 +240,7 @@ class TestProcesses(FSDPProcessTest):
             check_case(deferring(*THREE_DIFFERENT), DEVICE_TYPE)
         self.assertGreater(len(calls), 3)  # one for each bucket
         expected = (15, [])
-        if FOLLOWS_GRAD_DTYPE:
+        if IS_2_15:
             expected = (14, ["prepare_reduce_scatter_inputs"])
         self.assertEqual(calls, [expected] * len(calls))
 

@@ -24,7 +24,7 @@ from fsdp_helpers.common.comms import (
     GivenGrads,
     group_of,
 )
-from fsdp_helpers.common.release_rules import FOLLOWS_GRAD_DTYPE, reduce_dtype
+from fsdp_helpers.common.release_rules import IS_2_15, reduce_dtype
 from fsdp_helpers.common.utils import (
     FSDPThreadTest,
     record_collectives,
@@ -248,7 +248,7 @@ class TestTensorParallel(FSDPThreadTest):
         model(DTensor.from_local(mine, tp_mesh, [Shard(0)])).backward()
         self.assertEqual(model.wide.grad.full_tensor().tolist(), [257.0] * 4)
         # Over the other mesh in what it computes in, or since 2.15 is reduced in
-        dtype = FP32 if FOLLOWS_GRAD_DTYPE else BF16
+        dtype = FP32 if IS_2_15 else BF16
         expected = torch.full((4,), 256.0, dtype=dtype) + 1
         self.assertEqual(model.narrow.grad.full_tensor().tolist(), expected.tolist())
 

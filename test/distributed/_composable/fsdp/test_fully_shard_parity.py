@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_helpers.common.release_rules import FOLLOWS_GRAD_DTYPE
+from fsdp_helpers.common.release_rules import IS_2_15
 from fsdp_helpers.common.scenario_test import ScenarioTest
 from fsdp_helpers.common.scenarios import RANKS
 from fsdp_helpers.common.utils import FakeGroupTest, shard_blocks
@@ -194,7 +194,7 @@ class TestMemory(ScenarioTest):
             halves = sum(numel_of(s) for s in specs if s[1] == FP16)
             if mode == "reduce_fp32":
                 most += 4 * halves
-            if mode == "param_bf16" and FOLLOWS_GRAD_DTYPE:
+            if mode == "param_bf16" and IS_2_15:
                 most += 2 * halves  # bf16 gradients that are reduced in fp16
             self.assertLessEqual(self.branch[name][mode], most, name)
 

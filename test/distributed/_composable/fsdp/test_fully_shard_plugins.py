@@ -18,7 +18,7 @@ from itertools import chain
 
 import pytest
 
-from fsdp_helpers.common.release_rules import FOLLOWS_GRAD_DTYPE, HAS_SPMD_TYPES
+from fsdp_helpers.common.release_rules import HAS_SPMD_TYPES, IS_2_15
 from fsdp_helpers.common.scenario_test import ScenarioTest
 from fsdp_helpers.plugins.scenarios import SCENARIOS
 
@@ -59,7 +59,7 @@ class TestPlugins(ScenarioTest):
 
     # Of mixed units #
 
-    @parametrize("name", AS_PLAIN + AS_PLAIN_SINCE_2_15 * FOLLOWS_GRAD_DTYPE)
+    @parametrize("name", AS_PLAIN + AS_PLAIN_SINCE_2_15 * IS_2_15)
     def test_mixed_unit_trains_as_without(self, name: str) -> None:
         for results in self.results_of(f"mixed {name}"):
             records = {k: v for k, v in results.items() if isinstance(v, dict)}
@@ -72,7 +72,7 @@ class TestPlugins(ScenarioTest):
     def test_mixed_group_has_no_one_dtype(self) -> None:
         for results in self.results_of("mixed dtypes_of_a_group"):
             root, *blocks = results["none"]
-            by_release = "None" if FOLLOWS_GRAD_DTYPE else "torch.float32"
+            by_release = "None" if IS_2_15 else "torch.float32"
             self.assertEqual(root[0], by_release)
             self.assertEqual({*chain(*blocks)}, {"None"})
 
@@ -114,7 +114,7 @@ class TestPlugins(ScenarioTest):
                 self.assertIn(dtype, results[f"gradient params.{i}"])
 
 
-@unittest.skipUnless(FOLLOWS_GRAD_DTYPE, "came with 2.15")
+@unittest.skipUnless(IS_2_15, "came with 2.15")
 class TestMixedUnitsOf215(ScenarioTest):
     """What 2.15 added works in mixed units as in uniform ones."""
 

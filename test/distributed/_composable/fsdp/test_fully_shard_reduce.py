@@ -6,6 +6,7 @@ The reduction of a unit's gradients over shards, against sums on paper.
 
 import itertools
 import math
+import weakref
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -224,22 +225,30 @@ class Reusing(DefaultReduceScatter):
         return self.kept.setdefault(nbytes, torch.empty(nbytes).byte()).view(dtype)
 
 
+class Proxy:
+    """Has the methods of another object, as a wrapper that logs or times them does."""
+
+    def __init__(self, comm: ReduceScatter) -> None:
+        self.allocate, self.reduce = comm.allocate, comm
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.reduce(*args, **kwargs)
+
+
 class TestOrder(FakeGroupTest):
     """In which order a unit of three reduce dtypes issues what."""
 
     COPY_IN, SCATTER = "fsdp::chunk_cat", "c10d::_reduce_scatter_base_"
     ALL_REDUCE = "c10d::allreduce_"
 
-    def forward(
-        self, mesh: DeviceMesh, comm: ReduceScatter | None = None
-    ) -> torch.Tensor:
+    def forward(self, mesh: DeviceMesh, comm: Any = None) -> torch.Tensor:
         specs = [Spec((8, 2), dtype) for dtype in (BF16, FP32, FP16)]
         model = sharded(specs, mesh, device="cpu")
         if comm is not None:
             model.set_custom_reduce_scatter(comm)
         return model([torch.ones(spec.size) for spec in specs])
 
-    def issued(self, mesh: DeviceMesh, comm: ReduceScatter | None = None) -> list[str]:
+    def issued(self, mesh: DeviceMesh, comm: Any = None) -> list[str]:
         loss = self.forward(mesh, comm)
         with dispatched() as names:
             loss.backward()
@@ -266,6 +275,20 @@ class TestOrder(FakeGroupTest):
         grads = {param.grad._local_tensor.data_ptr() for param in model.parameters()}
         self.assertEqual(len(grads), 2)
 
+    def test_gradients_of_a_reduced_bucket_are_let_go(self) -> None:
+        """Also by a wrapped reduction that does not empty the list that it gets."""
+        own, alive, seen = param_group.foreach_reduce, [], []
+
+        def reduce(params: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
+            alive.append(sum(reference() is not None for reference in seen))
+            seen.extend(map(weakref.ref, grads))
+            return own(params, [*grads], *args, **kwargs)
+
+        loss = self.forward(self.mesh)
+        with mock.patch.object(param_group, "foreach_reduce", reduce):
+            loss.backward()
+        self.assertEqual((alive, len(seen)), ([0] * 3, 3))
+
     def test_deferred_sum_shares_no_memory_with_the_next(self) -> None:
         hybrid = mesh_of(2, self.ranks // 2, device="cpu")
         model = sharded([Spec((8, 2), FP32)], hybrid, device="cpu")
@@ -285,6 +308,7 @@ class TestOrder(FakeGroupTest):
             ("all copies come first", self.mesh, None, copies + scatters),
             ("an all-reduce beside the next scatter", hybrid, None, copies + both),
             ("one buffer is sent before a refill", self.mesh, KeptScatter(), in_turns),
+            ("or what may be one", self.mesh, Proxy(DefaultReduceScatter()), in_turns),
         ):
             with self.subTest(name):
                 self.assertEqual(self.issued(mesh, comm), expected)

@@ -17,11 +17,12 @@ from unittest import skipUnless
 import pytest
 
 from fsdp_helpers.common.comms import BlocksTest, group_of, mesh_of
-from fsdp_helpers.common.release_rules import FOLLOWS_GRAD_DTYPE
+from fsdp_helpers.common.release_rules import IS_2_15
 from fsdp_helpers.common.utils import (
     BACKEND,
     FakeGroupTest,
     FSDPProcessTest,
+    hybrid_mesh,
     record_collectives,
     shard_blocks,
 )
@@ -211,7 +212,7 @@ class TestBackward(JoinTest):
         plain, joined = self.compare(mesh=mesh["shard"], shard_placement_fn=place)
         self.assertLess(len(joined.reduce_scatters), len(plain.reduce_scatters))
 
-    @skipUnless(FOLLOWS_GRAD_DTYPE, "finalized by hand since 2.15")
+    @skipUnless(IS_2_15, "finalized by hand since 2.15")
     def test_finalized_by_hand(self):
         def run(model: Any) -> None:
             model.set_manual_backward_finalization(True)
@@ -292,6 +293,15 @@ class TestExcluded(JoinTest):
         self.assertEqual(len(found), 3 * BLOCKS)
         self.assertEqual(len(seen), 6 if which == "hook" else 0)
         self.assert_nothing_waits(model)
+
+    def test_units_whose_all_reduce_was_deferred(self):
+        """Also on replicas without a batch in that microbatch, or all would not match."""
+        model = self.make(mesh=hybrid_mesh(2))
+        for is_last in (False, True):
+            model.set_requires_all_reduce(is_last)
+            if is_last or self.rank < 2:
+                found = self.reductions(model)
+        self.assertEqual(len(found), 3 * BLOCKS)
 
 
 class TestSettings(FakeGroupTest):

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 # Since 2.15 autograd adds up unsharded gradients in the `grad_dtype` of the unsharded
 # parameters, and a parameter's own is what its gradient is reduced in by default
-FOLLOWS_GRAD_DTYPE = hasattr(torch.Tensor, "_has_grad_dtype_override")
+IS_2_15 = hasattr(torch.Tensor, "_has_grad_dtype_override")
 
 # Since 2.14 a group of frozen parameters tells their dtypes, which had none before
 TELLS_FROZEN_DTYPES = hasattr(dist, "_spmd_no_typecheck")
@@ -31,7 +31,7 @@ def reduce_dtype(policy: MixedPrecisionPolicy, stored: torch.dtype) -> torch.dty
     """Returns what the gradient of a parameter without a `grad_dtype` is reduced in."""
     if policy.reduce_dtype is not None and stored.is_floating_point:
         return policy.reduce_dtype
-    return stored if FOLLOWS_GRAD_DTYPE else compute_dtype(policy, stored)
+    return stored if IS_2_15 else compute_dtype(policy, stored)
 
 
 def reduce_dtypes(

@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 from fsdp_helpers.common.comms import GivenGrads
-from fsdp_helpers.common.release_rules import FOLLOWS_GRAD_DTYPE
+from fsdp_helpers.common.release_rules import IS_2_15
 from fsdp_helpers.common.utils import CastLinear, MixedBlock
 from fsdp_helpers.late_device.devices import Recording
 from fsdp_helpers.late_device.record import Rank
@@ -347,7 +347,7 @@ def finalized_in_its_own_stream(kit: Kit) -> None:
             kit.optimize(net)
 
 
-if FOLLOWS_GRAD_DTYPE:  # since 2.15
+if IS_2_15:  # since 2.15
     schedule(finalized_in_its_own_stream)
 
 

@@ -17,7 +17,7 @@ from fsdp_helpers.common.parity_layers import (
     stack,
     units_of,
 )
-from fsdp_helpers.common.release_rules import FOLLOWS_GRAD_DTYPE, HAS_SPMD_TYPES
+from fsdp_helpers.common.release_rules import HAS_SPMD_TYPES, IS_2_15
 from fsdp_helpers.common.scenarios import one_backward, Place, train
 from fsdp_helpers.parity.models import extended_stack, HighLow
 from fsdp_helpers.plugins import of_both_kinds, scenario
@@ -45,7 +45,7 @@ def where(is_there: bool, add: Add) -> Add:
     return add if is_there else lambda run: run
 
 
-since_2_15 = where(FOLLOWS_GRAD_DTYPE, of_both_kinds)
+since_2_15 = where(IS_2_15, of_both_kinds)
 
 
 # Storage that stays #
@@ -225,7 +225,7 @@ def set_grad_dtypes(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     return model
 
 
-@where(FOLLOWS_GRAD_DTYPE, scenario)
+@where(IS_2_15, scenario)
 def grad_dtypes_of_all(place: Place) -> Record:
     """Reduced, summed and kept in them, which is another dtype than is stored."""
     record: Record = {}
@@ -245,7 +245,7 @@ def grad_dtypes_of_all(place: Place) -> Record:
     return record
 
 
-@where(FOLLOWS_GRAD_DTYPE, scenario)
+@where(IS_2_15, scenario)
 def unused_without_a_dtype(place: Place) -> Record:
     model = place.sharded()
     for param in model.parameters():

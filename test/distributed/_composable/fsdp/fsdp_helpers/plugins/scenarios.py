@@ -30,7 +30,7 @@ from fsdp_helpers.common.parity_layers import (
     Stack,
     units_of,
 )
-from fsdp_helpers.common.release_rules import FOLLOWS_GRAD_DTYPE
+from fsdp_helpers.common.release_rules import IS_2_15
 from fsdp_helpers.common.scenarios import (
     describe,
     one_backward,
@@ -258,9 +258,7 @@ def replaced_init_mp_dtypes(place: Place) -> Record:
 
 
 def dtypes_of_groups(model: nn.Module) -> list[tuple[str, ...]]:
-    names = (
-        ["_reduce_dtype"] if FOLLOWS_GRAD_DTYPE else ["_orig_dtype", "_reduce_dtype"]
-    )
+    names = ["_reduce_dtype"] if IS_2_15 else ["_orig_dtype", "_reduce_dtype"]
     return [
         tuple([str(getattr(group, name)) for name in names])
         for group in groups_of(model)
@@ -286,7 +284,7 @@ def policy_set_before_the_first_forward(place: Place) -> Record:
         unit._get_fsdp_state()._mp_policy = policy
     for group in groups_of(model):
         group.mp_policy = policy
-        for fsdp_param in group.fsdp_params if FOLLOWS_GRAD_DTYPE else ():
+        for fsdp_param in group.fsdp_params if IS_2_15 else ():
             fsdp_param.mp_policy = policy  # the only ones that 2.15 has
     record = train(model, place)
     model.blocks[0].unshard()
@@ -303,7 +301,7 @@ def group_that_is_built_by_hand(place: Place) -> Record:
     return {"sizes": [tuple(p.sharded_size) for p in group.fsdp_params]}
 
 
-if not FOLLOWS_GRAD_DTYPE:  # since then the release needs one
+if not IS_2_15:  # since then the release needs one
     scenario(group_that_is_built_by_hand)
 
 
@@ -360,7 +358,7 @@ def drop_in_place(model: Stack) -> None:
     whole = layer.shift.detach().clone()
     model.blocks[0].reshard()
     del group.fsdp_params[2]
-    if FOLLOWS_GRAD_DTYPE:
+    if IS_2_15:
         group.lazy_init()  # which numbers them
     layer.shift = nn.Parameter(whole, requires_grad=False)
 
