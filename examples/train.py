@@ -5,8 +5,9 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import distributed as dist, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
@@ -34,8 +35,7 @@ for unit in (*model[1:-1], model):
     fully_shard(unit, mesh=mesh)  # a layer is one unit, of both dtypes
 optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)  # after fully_shard
 parts = "model_state_dict", "optim_state_dict"
-saved = max((int(path.parent.name) for path in folder.glob("*/.metadata")), default=0)
-if saved:
+if saved := max((int(p.parent.name) for p in folder.glob("*/.metadata")), default=0):
     states = dict(zip(parts, get_state_dict(model, optimizer)))
     dcp.load(states, checkpoint_id=folder / str(saved))
     set_state_dict(model, optimizer, **states)

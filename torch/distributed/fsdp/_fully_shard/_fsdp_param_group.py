@@ -434,7 +434,8 @@ class FSDPParamGroup(PluginNames):
         with self._range("FSDP::pre_forward", logs=True):
             self._training_state = TrainingState.FORWARD
             self._unshard_now()
-            for fsdp_param in self.fsdp_params if releases.HAS_SPMD_TYPES else ():
+            annotated: Any = self.fsdp_params if releases.HAS_SPMD_TYPES else ()
+            for fsdp_param in annotated:
                 fsdp_param._restore_spmd_types(fsdp_param.unsharded_param)
             if is_first_module:
                 args, kwargs = self._register_post_backward_hook(args, kwargs)

@@ -192,8 +192,9 @@ def _with_dtypes(row: LayoutRow, group: Any, fsdp_param: FSDPParam) -> LayoutRow
     row = replace(row, stored_dtypes=stored, compute_dtype=dtypes.compute)
     if not fsdp_param.sharded_param.requires_grad:
         return row
-    groups, is_sum = group._reduce_groups(), group.force_sum_reduction_for_comms
-    scaling = Scaling(*groups, group.device.type, factor, is_sum)
+    scatter_group, replicate_group = group._reduce_groups()
+    is_sum, device_type = group.force_sum_reduction_for_comms, group.device.type
+    scaling = Scaling(scatter_group, replicate_group, device_type, factor, is_sum)
     before, after, *_ = get_divide_factors((dtypes.reduce, dtypes.comm), scaling)
     is_sent = row.shard_world_size > 1 and dtypes.comm is not None
     sent_dtype: Any = dtypes.comm if is_sent else dtypes.reduce
