@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from multiprocessing import forkserver
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ from fsdp_helpers.common.utils import (
     DEVICE_TYPE,
     FSDPProcessTest,
     LAUNCHED_RANK,
+    PRELOADED,
     WORLD_SIZE,
 )
 
@@ -54,6 +56,14 @@ def fsdp_accelerator(**kwargs: Any) -> Any:
 
 class ClientTest(FSDPProcessTest):
     world_size = 2 if LAUNCHED_RANK is None else WORLD_SIZE
+
+    @classmethod
+    def _spawn_processes(cls, world_size: int) -> None:
+        packages = ["transformers", "peft", "diffusers"]
+        if packages[0] not in PRELOADED:
+            PRELOADED.extend(packages)
+            forkserver._forkserver._stop()  # that of other tests has not imported them
+        super()._spawn_processes(world_size)
 
     def check_steps(
         self,

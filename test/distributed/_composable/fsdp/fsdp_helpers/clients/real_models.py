@@ -37,7 +37,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from fsdp_helpers.clients.half_products import widen_half_products
-from fsdp_helpers.common.utils import PRELOADED, REPO_ROOT
+from fsdp_helpers.common.utils import REPO_ROOT
 
 import torch
 import torch.distributed as dist
@@ -47,7 +47,6 @@ from torch.distributed.tensor import DTensor
 
 
 sys.path.append(str(REPO_ROOT / "examples"))
-PRELOADED += ["transformers", "peft", "diffusers"]
 # In each process of a test: tiny bf16 models would mostly wait for slow products
 widen_half_products()
 

@@ -366,7 +366,7 @@ class FakeGroupTest(DeviceFreeTest):
 
 
 # What ranks would import in each process anew: the first hook of a unit asks for the
-# compiler. A module of tests may add to it.
+# compiler. Tests of clients add to it.
 PRELOADED = ["torch._dynamo", "torch.testing._internal.common_fsdp"]
 
 
