@@ -216,7 +216,7 @@ def _default_all_gather_output_fn(
     cache = cache or ParamGroupCache(fsdp_params)
     buffer, _, _, dtypes, numels, split_sizes = all_gather_result
     if isinstance(split_sizes, SplitSizes):
-        # As then gathered: a save may have resharded
+        # The gather's own: a save since may reshard
         layout, state = split_sizes.layout, split_sizes.state
     else:  # a plugin gathered, in parameter order
         dtype, numel = layouts.storage_dtype(buffer.dtype), sum(split_sizes)

@@ -129,7 +129,7 @@ class FSDPParamGroup(PluginNames):
     force_sum_reduction_for_comms: bool = False  # then divide
     # Reduce zeros for parameters without a gradient, so that all ranks reduce alike
     reduce_scatter_unused_params: bool = False
-    reduce_scatter_max_input_buffers: int = 1  # `comm_ctx`: the largest
+    reduce_scatter_max_input_buffers: int = 1  # all use the largest
     # Gather in the current stream: less memory, only explicit prefetching
     unshard_async_op: bool = False
     reduce_bucket_cap: ReduceBucketCap | None = None
@@ -410,7 +410,7 @@ class FSDPParamGroup(PluginNames):
             self._to_state(ShardedState.SHARDED_POST_FORWARD)
             event = self._reshard_after_forward_event = self.device_handle.Event()
             event.record()
-            # Direct memory, if gathered before the smaller mesh was set, is freed now
+            # Free what a direct gather, before users set the smaller mesh, has left
             self.comm_ctx.free_resharded()
         elif self._reshard_after_forward or not after_forward:
             self._to_state(ShardedState.SHARDED)
@@ -452,9 +452,8 @@ class FSDPParamGroup(PluginNames):
         return output
 
     def _record_post_forward(self) -> None:
-        # A user's forward without gradients has no backward: forward-mode AD or inference
-        # mode are on. Reentrant checkpointing's, which backward repeats, has one: both
-        # are off
+        # Without gradients, a user's forward has no backward. Reentrant checkpointing's
+        # has one: its autograd function turns forward AD off outside inference mode
         by_users = torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled()
         if by_users and not torch.is_grad_enabled():
             return
@@ -564,7 +563,7 @@ class FSDPParamGroup(PluginNames):
         """Returns what the unit's buckets are reduced with now."""
         scatter_group, all_reduce_group = self._reduce_groups()
         comm = self._reduce_scatter_comm
-        # When the next bucket, or microbatch, allocates
+        # Whether the output still is when the next bucket, or microbatch, allocates
         in_use = num_buckets > 1 or not self.all_reduce_grads
         all_reduce_stream = self._all_reduce_hook_stream
         if all_reduce_stream is None or all_reduce_group is not None:

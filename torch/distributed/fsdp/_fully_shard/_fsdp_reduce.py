@@ -349,11 +349,11 @@ def copy_in_grads(bucket: ReduceBucket, grads: list[Tensor], rows: Tensor) -> No
     # A uniform unit uses the release's memory and launches
     is_uniform = not bucket.is_mixed and bucket.comm_dtype is None
     has_one_dtype = first is not None and dtypes.count(first) == len(dtypes)
-    # Or the operator, which observers see even on its slow path
+    # Observed steps call the operator, even on its slow path
     use_kernel = has_one_dtype and (
         is_uniform or _kernel_takes(first, rows.dtype) or gets_operators(device)
     )
-    # On CUDA it needs no temporary. Uniform units' mixed gradients always take it
+    # As the release does in uniform units. On CUDA it also saves a temporary
     use_mixed_operator = (not use_kernel and IS_2_15) and (
         (is_uniform and None not in dtypes)
         or (device.type == "cuda" and {*dtypes, rows.dtype} <= _MIXED_ON_CUDA)
