@@ -48,7 +48,7 @@ for step in range(saved + 1, steps + 1):
         inputs, targets = tokens[:, :-1].flatten(), tokens[:, 1:].flatten()
         loss = nn.functional.cross_entropy(model(inputs), targets)
         (loss / 2).backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0).full_tensor()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()  # all ranks
     optimizer.step()
     optimizer.zero_grad()
     if rank == 0 and step % 10 == 0:

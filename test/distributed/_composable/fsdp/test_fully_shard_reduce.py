@@ -63,6 +63,10 @@ class TestRefused(FakeGroupTest):
         with self.assertRaisesRegex(AssertionError, "p0.*p1.*bfloat16.*float32"):
             collectives._plan_one_bucket(params, (BF16, FP32), None)
 
+    def test_uneven_shards_on_another_dim(self):
+        with self.assertRaisesRegex(AssertionError, "requires even sharding"):
+            reduce_file._view_by_rank(torch.zeros(2, 7), 1, 3)
+
 
 class TestCopyIn(DeviceFreeTest):
     """Operators that are one kernel each on CUDA, for what policies may ask for."""

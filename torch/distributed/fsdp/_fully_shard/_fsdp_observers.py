@@ -26,7 +26,7 @@ from torch.profiler import record_function
 
 
 _T = TypeVar("_T")
-NO_RANGE = contextlib.nullcontext()
+NO_CONTEXT = contextlib.nullcontext()
 # Cached: a lookup takes less time than reading the device's type
 _is_vendor_device = functools.cache(lambda device: device.type not in ("cpu", "cuda"))
 _has_unflagged_observer = False
@@ -58,7 +58,7 @@ def gets_operators(device: torch.device) -> bool:
 
 def range_of(label: str) -> contextlib.AbstractContextManager:
     """Returns a profiler range, or one that does nothing if nobody sees it."""
-    return record_function(label) if is_observed() else NO_RANGE
+    return record_function(label) if is_observed() else NO_CONTEXT
 
 
 def without_grad(func: Callable[..., _T]) -> Callable[..., _T]:

@@ -356,11 +356,7 @@ class FSDPParamGroup(PluginNames):
         # Parameters are made once, and as inference tensors they could never train
         is_inference = torch.is_inference_mode_enabled()
         try:
-            with (
-                torch.inference_mode(False)
-                if is_inference
-                else contextlib.nullcontext()
-            ):
+            with torch.inference_mode(False) if is_inference else observers.NO_CONTEXT:
                 if is_single:
                     collectives.unshard_single_rank(cache, self.device)
                 else:
@@ -434,9 +430,7 @@ class FSDPParamGroup(PluginNames):
         with self._range("FSDP::pre_forward", logs=True):
             self._training_state = TrainingState.FORWARD
             self._unshard_now()
-            annotated: Any = self.fsdp_params if releases.HAS_SPMD_TYPES else ()
-            for fsdp_param in annotated:
-                fsdp_param._restore_spmd_types(fsdp_param.unsharded_param)
+            releases.restore_spmd_types(self.fsdp_params)
             if is_first_module:
                 args, kwargs = self._register_post_backward_hook(args, kwargs)
             return args, kwargs
@@ -742,7 +736,7 @@ class FSDPParamGroup(PluginNames):
         if logs and logger.isEnabledFor(logging.DEBUG):
             logger.debug("%s", self._with_fqn(name))
         if not observers.is_observed():
-            return observers.NO_RANGE
+            return observers.NO_CONTEXT
         return record_function(self._with_fqn(name))
 
     def _with_fqn(self, label: str) -> str:

@@ -50,7 +50,7 @@ from ._fsdp_api import ReduceScatter
 from ._fsdp_comms import allocate, allocates_anew, DefaultReduceScatter
 from ._fsdp_errors import note_reduction
 from ._fsdp_layout import GatherLayout, ReduceBucket
-from ._fsdp_observers import gets_operators, NO_RANGE, without_grad
+from ._fsdp_observers import gets_operators, NO_CONTEXT, without_grad
 from ._fsdp_param import FSDPParam
 from ._fsdp_releases import IS_2_15
 from ._fsdp_scaling import (
@@ -415,7 +415,9 @@ def _copy_in_apart(
 
 
 def _view_by_rank(grad: Tensor, dim: int, world_size: int) -> Tensor:
-    """Views a gradient sharded evenly on ``dim`` with the rank as its leading dim."""
+    """Views a gradient sharded on ``dim`` with the rank as its leading dim."""
+    if grad.size(dim) % world_size != 0:
+        raise AssertionError(f"Shard({dim}) requires even sharding")
     return grad.unflatten(dim, (world_size, -1)).movedim(dim, 0)
 
 
@@ -561,9 +563,13 @@ def _reduce_batch(
     is_last = not uses_stream and first.partial_reduce_output is None
     if is_last and first.received is not None:
         tree_divisor, after = after, None  # no sum follows the tree
-    factors: Any = {"before": before, "op": op, "tree_divisor": tree_divisor}
     shards: Sequence[Tensor]
-    shards = [_reduce_over_shards(reduction, part, **factors) for part in parts]
+    shards = [
+        _reduce_over_shards(
+            reduction, part, before=before, op=op, tree_divisor=tree_divisor
+        )
+        for part in parts
+    ]
     buffer = shards[0]
     if len(shards) > 1:
         buffer = torch.cat(shards)
@@ -582,7 +588,7 @@ def _reduce_batch(
     if uses_stream:
         stream = reduction.all_reduce_stream
         stream.wait_stream(reduction.reduce_scatter_stream)
-    with handle.stream(stream) if uses_stream else NO_RANGE:
+    with handle.stream(stream) if uses_stream else NO_CONTEXT:
         if group is not None and bucket.comm_dtype is None:
             dist.all_reduce(buffer, group=group, op=replica_op)
         elif group is not None:

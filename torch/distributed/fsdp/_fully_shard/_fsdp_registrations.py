@@ -153,13 +153,19 @@ def _make_reset(group: Any, fsdp_param: FSDPParam) -> Callable[..., None]:
         if (group := reference()) is None:
             return fsdp_param.reset_sharded_param()
         previous = fsdp_param.sharded_param
-        keep_grad_dtypes(group, fsdp_param)
+        # Loading comes here for each parameter, few of which have one
+        has_grad_dtype = fsdp_param in group._grad_dtypes or (
+            previous.is_leaf and previous.grad_dtype != previous.dtype
+        )
+        if has_grad_dtype:
+            keep_grad_dtypes(group, fsdp_param)
         try:
             fsdp_param.reset_sharded_param()
         except Exception as error:
             note_registered(error, fsdp_param, *fqns_of(group, fsdp_param))
             raise
-        keep_grad_dtypes(group, fsdp_param)  # on the new parameter
+        if has_grad_dtype:
+            keep_grad_dtypes(group, fsdp_param)  # on the new parameter
         param: Any = fsdp_param.sharded_param
         if param is not previous:
             group._cache.buckets.clear()  # which have the previous one's dtypes

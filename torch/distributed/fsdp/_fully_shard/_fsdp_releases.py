@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,12 +24,12 @@ SCALES_BF16: bool = IS_2_15
 IS_2_14: bool = hasattr(dist, "_spmd_no_typecheck")  # or newer
 
 # The optional package spmd_types (2.14)
-HAS_SPMD_TYPES: bool = IS_2_14 and dist._is_spmd_types_available()
+_HAS_SPMD_TYPES: bool = IS_2_14 and dist._is_spmd_types_available()
 
 
 def not_type_checked(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Turns off the checks of ``spmd_types`` while a hook runs."""
-    if not HAS_SPMD_TYPES:
+    if not _HAS_SPMD_TYPES:
         return hook
 
     @functools.wraps(hook)
@@ -41,9 +41,15 @@ def not_type_checked(hook: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def restore_spmd_types(fsdp_params: Sequence[Any]) -> None:
+    """Annotates the unsharded parameters as users annotated the originals."""
+    for fsdp_param in fsdp_params if _HAS_SPMD_TYPES else ():
+        fsdp_param._restore_spmd_types(fsdp_param.unsharded_param)
+
+
 def register_autograd_function(function: type) -> None:
     """Registers an autograd function of local tensors with ``spmd_types``."""
-    if HAS_SPMD_TYPES:
+    if _HAS_SPMD_TYPES:
         import spmd_types  # pyrefly: ignore [missing-import]
 
         spmd_types.register_local_autograd_function(function)

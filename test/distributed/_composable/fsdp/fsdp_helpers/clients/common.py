@@ -62,7 +62,7 @@ class ClientTest(FSDPProcessTest):
         packages = ["transformers", "peft", "diffusers"]
         if packages[0] not in PRELOADED:
             PRELOADED.extend(packages)
-            forkserver._forkserver._stop()  # that of other tests has not imported them
+            forkserver._forkserver._stop()  # it serves tests that import none of these
         super()._spawn_processes(world_size)
 
     def check_steps(
