@@ -11,6 +11,7 @@ with units of the kind "mixed, direct".
 from __future__ import annotations
 
 import contextlib
+import unittest
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -19,29 +20,44 @@ from unittest import mock
 import pytest
 
 from fsdp_helpers.common.comms import backward, BF16, GivenGrads
+from fsdp_helpers.common.parity_layers import groups_of, units_of
+from fsdp_helpers.common.release_rules import IS_2_15
 from fsdp_helpers.common.utils import (
+    CastLinear,
     DEVICE_TYPE,
     FSDPProcessTest,
+    hybrid_mesh,
     random_input,
     shard_blocks,
+    shard_mesh,
 )
+from fsdp_helpers.parity.models import extended_stack, Fp8
 from fsdp_helpers.parity.modes import differing, Record, train_with
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     fully_shard,
     layout_summary,
     MixedPrecisionPolicy,
     set_coalesced_collectives,
+    share_comm_ctx,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
     foreach_all_gather,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_direct import DirectMemory
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    parallelize_module,
+    RowwiseParallel,
+)
 from torch.testing._internal.common_utils import parametrize, run_tests
 
 
@@ -105,11 +121,76 @@ class Affine(nn.Module):
         return x @ self.weight.to(x.dtype) + self.bias.to(x.dtype)
 
 
-def make(dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
+class Blocks(nn.Sequential):
+    blocks_to_run = BLOCKS
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in [*self][: self.blocks_to_run]:
+            x = block(x)
+        return x
+
+
+def make_blocks() -> Blocks:
     torch.manual_seed(0)
-    model = nn.Sequential(*(Affine() for _ in range(BLOCKS)))
-    model = model if dtype is None else model.to(dtype)
-    return shard_blocks(model.to(DEVICE_TYPE), **kwargs)
+    return Blocks(*(Affine() for _ in range(BLOCKS))).to(DEVICE_TYPE)
+
+
+def make(dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
+    model = make_blocks()
+    return shard_blocks(model if dtype is None else model.to(dtype), **kwargs)
+
+
+# How else a model is made: what to shard over two ranks, and how #
+
+
+def fail_once(model: Any) -> None:
+    """Fails in a forward. The next step follows without ``reset_iter_state``."""
+    handle = model[1].register_forward_hook(mock.Mock(side_effect=KeyError))
+    with contextlib.suppress(KeyError):
+        model(random_input(3, DIM, seed=0))
+    handle.remove()
+
+
+def tensor_parallel() -> Any:
+    mesh = init_device_mesh(DEVICE_TYPE, (2, 2), mesh_dim_names=("dp", "tp"))
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    torch.manual_seed(0)
+    layers = [CastLinear(DIM, DIM, dtype=BF16) for _ in range(2)]
+    model = nn.Sequential(*layers, Affine().float()).to(DEVICE_TYPE)
+    parallelize_module(model, mesh["tp"], plan)
+    fully_shard(model, mesh=mesh["dp"])
+    return model
+
+
+def extended() -> Any:
+    blocks = extended_stack(Fp8, 8, [BF16])
+    return shard_blocks(blocks.to(DEVICE_TYPE), mesh=shard_mesh(2))
+
+
+WAYS: dict[str, Any] = {
+    "extension": extended,
+    "tensor_parallel": tensor_parallel,
+    "replicate": lambda: replicate(make_blocks(), mesh=shard_mesh(2)),
+    "compiled": lambda: torch.compile(make(mesh=shard_mesh(2)), backend="aot_eager"),
+    "cast": lambda: make(mesh=shard_mesh(2)).to(torch.float64),
+    "one_rank": lambda: make(mesh=hybrid_mesh(1)["shard"]),
+    "failed": lambda: make(mesh=shard_mesh(2)),
+}
+
+
+def outputs_of(
+    model: nn.Module, state: ShardedState = ShardedState.SHARDED
+) -> list[torch.Tensor]:
+    params = [p for group in groups_of(model) for p in group.fsdp_params]
+    params = [p for p in params if p.sharded_state is state]
+    return [output for p in params for output in p.all_gather_outputs]
+
+
+def unsharded_nbytes(
+    model: nn.Module, state: ShardedState = ShardedState.SHARDED
+) -> int:
+    """Returns the bytes of unsharded memory of the parameters in a state."""
+    return sum(t.untyped_storage().nbytes() for t in outputs_of(model, state))
 
 
 class TestCoalesced(FSDPProcessTest):
@@ -131,6 +212,22 @@ class TestCoalesced(FSDPProcessTest):
         expected, actual = (self.train(case, n) for n in (None, SOME_NBYTES))
         self.assertNotEqual(expected["step 0 loss"], expected["step 1 loss"])
         self.assertEqual(differing(actual, expected), [])
+
+    @parametrize("way", [*WAYS])
+    def test_has_the_bits_of_copies_where(self, way: str) -> None:
+        seen = []
+        for min_nbytes in (None, 0):
+            model = WAYS[way]()
+            set_coalesced_collectives(model, min_nbytes)
+            if way == "failed":
+                fail_once(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(2):
+                self.step(model)
+                optimizer.step()
+            tensors = [t.to_local() for p in model.parameters() for t in (p, p.grad)]
+            seen.append([t.clone() for t in tensors])
+        self.assertEqual(*seen, rtol=0, atol=0)
 
     # Collectives and copies #
 
@@ -240,13 +337,68 @@ class TestCoalesced(FSDPProcessTest):
 
         def noting(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
-            most[0] = max(most[0], sum(1 for each in memories if each.rotating))
+            most[0] = max(most[0], sum(1 for each in memories if each.allocated))
             return result
 
         with mock.patch.object(DirectMemory, "prepare", noting):
             self.step(model)
         self.assertEqual(most[0], 2)
-        self.assertEqual([each.rotating for each in memories], [{}] * BLOCKS)
+        self.assertEqual([each.allocated for each in memories], [{}] * BLOCKS)
+
+    @parametrize("how", ["reshard", "state_dict", "unused_gather", "unused_prefetch"])
+    def test_sharded_units_free_their_memory(self, how: str) -> None:
+        model = make(reshard_after_forward=True)
+        set_coalesced_collectives(model, 0)
+        self.step(model)
+        if how == "unused_prefetch":
+            model._set_unshard_async_op(True)
+            model[1].set_modules_to_backward_prefetch([model[2]])
+        if how.startswith("unused"):
+            if how == "unused_gather":
+                model[2].unshard(async_op=True)
+            model.blocks_to_run = BLOCKS - 1
+            self.step(model)
+        else:
+            with torch.no_grad():
+                model(random_input(3, DIM, seed=0))
+            self.assertGreater(unsharded_nbytes(model), 0)
+            for unit in units_of(model) if how == "reshard" else ():
+                unit.reshard()
+            if how == "state_dict":
+                model.state_dict()
+        self.assertEqual(unsharded_nbytes(model), 0)
+
+    def test_a_context_may_be_shared_after_a_step(self) -> None:
+        """What the earlier context was to free may be in use when it gathers again."""
+        x = random_input(3, DIM, seed=0)
+        first, second = (make(reshard_after_forward=True) for _ in range(2))
+        for model in (first, second):
+            set_coalesced_collectives(model, 0)
+            with torch.no_grad():
+                expected = model(x)
+        share_comm_ctx([first[2], second[2]])
+        with torch.no_grad():
+            second[2].unshard()
+            second[0](x)
+            second[1](x)
+        self.assertEqual(second(x), expected, rtol=0, atol=0)
+
+    @unittest.skipUnless(IS_2_15, "since 2.15")
+    def test_storage_is_kept_of_what_is_unsharded(self) -> None:
+        model = make(reshard_after_forward=False)
+        set_coalesced_collectives(model, 0)
+        model(random_input(3, DIM, seed=0))
+        model.set_keep_unsharded_storage(True)
+        nbytes = unsharded_nbytes(model, ShardedState.UNSHARDED)
+        outputs = outputs_of(model, ShardedState.UNSHARDED)
+        pointers = [output.data_ptr() for output in outputs]
+        for _ in range(2):
+            self.step(model)
+            self.assertEqual(unsharded_nbytes(model), nbytes)
+        self.assertEqual([output.data_ptr() for output in outputs_of(model)], pointers)
+        model.set_keep_unsharded_storage(False)
+        self.step(model)
+        self.assertEqual(unsharded_nbytes(model), 0)
 
     def test_a_gradient_that_is_held_is_not_written(self) -> None:
         """Gradients of fp16 are divided before they are summed."""

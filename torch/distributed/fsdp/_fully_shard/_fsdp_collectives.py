@@ -186,7 +186,6 @@ def foreach_all_gather(
             sent = copies.stage_direct(plan, tensors, device) if plan.direct else []
         else:
             output, segment, fields = _stage_plugins(fsdp_params, group, device, comm)
-    compute_stream = device_handle.current_stream()
     all_gather_stream.wait_stream(all_gather_copy_in_stream)
     with device_handle.stream(all_gather_stream):
         if not sent:
@@ -194,9 +193,8 @@ def foreach_all_gather(
             work = comm(**buffers, group=group, async_op=async_op)
             event = all_gather_stream.record_event()
             return AllGatherResult(output, event, work, *fields)
-        rotates = all_gather_stream != compute_stream
-        to_prepare = cache.fsdp_params, plan, group.size(), device
-        received, to_copy = cache.direct_memory.prepare(*to_prepare, rotates=rotates)
+        to_prepare = cache.fsdp_params, plan, group.size(), device, all_gather_stream
+        received, to_copy = cache.direct_memory.prepare(*to_prepare)
         packed = [(output, segment)] if output.numel() else []
         members = [*zip(received, sent), *packed]
         work = all_gather_coalesced(members, group, async_op=async_op)

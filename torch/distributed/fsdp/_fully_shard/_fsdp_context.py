@@ -88,8 +88,7 @@ class FSDPCommContext:
         self.reduce_scatter_states: list[ReduceScatterState] = []  # oldest first
         self.reduce_scatter_max_input_buffers: int = 1  # the largest of all groups
         self.all_reduce_states: list[HeldAllReduces] = []  # oldest first
-        # The memory of resharded units, and when compute has read it
-        self.resharded: dict[DirectMemory, torch.Event] = {}
+        self.resharded: list[DirectMemory] = []  # of units, to be freed
         # Small buckets that wait to be reduced together, see `Reduction.scaling`
         self.joined_reductions: dict[tuple, JoinedReduction] = {}
         self.joined_reductions_task: int = -1  # the backward whose end reduces them
@@ -130,16 +129,13 @@ class FSDPCommContext:
 
     def hold_resharded(self, memory: DirectMemory) -> None:
         """Holds what the current stream still reads, see [Note: Direct gathers]."""
-        if memory.rotating:
-            event = self.device_handle.current_stream().record_event()
-            self.resharded[memory] = event
+        if memory.end_use(self.device_handle.current_stream()):
+            self.resharded.append(memory)
 
     def free_resharded(self) -> None:
         """Frees the memory of resharded units for the next gather."""
-        for memory, event in self.resharded.items():
-            self.all_gather_stream.wait_event(event)
-            memory.free()
-        self.resharded.clear()
+        while self.resharded:
+            self.resharded.pop(0).free()
 
     def get_groups_to_prefetch(self, group: Any, index: int) -> Iterator[Any]:
         """

@@ -10,15 +10,18 @@ The stream of the all-gather writes this memory, and so it is allocated there. A
 compute still reads it. It is freed after the next gather has been started: only then
 does the gather stream wait for compute, so that the next gather itself need not. So the
 memory of two units rotates. A unit that is gathered before its memory is freed is
-gathered into temporaries, and copied from there.
+gathered into temporaries, and copied from there. Outside of a step, reshard waits and
+frees at once. A context only lists what is to be freed: contexts may be replaced.
 
 [Note: Direct reductions]
 The gradient of a direct parameter that is sharded evenly is itself the input of its
 reduce-scatter, whose output is the parameter's slot in the bucket's output. One grouped
 call reduces the direct gradients of a bucket, and the rows of those that are packed
-between them. Which ones are direct follows from settings and sizes; that a gradient is
-not contiguous, which one rank alone knows, costs a copy. Gradients are held until compute
-has waited for the reduction, as any input of a reduce-scatter.
+between them. Which ones are direct follows from settings and sizes. What one rank alone
+knows costs a copy, and changes no collective: that a gradient is not contiguous, or that
+it shares its memory with another tensor, such as an activation's gradient, which backward
+may overwrite. Gradients are held until compute has waited for the reduction, as any input
+of a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -62,18 +65,27 @@ def alloc_storages(storages: Iterable[tuple[torch.UntypedStorage, int]]) -> None
             storage.resize_(nbytes)
 
 
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Whether another tensor may share the memory of ``tensor``."""
+    storage = tensor.untyped_storage()
+    num_owners = torch._C._storage_Use_Count(storage._cdata)
+    return num_owners > 2 or storage.nbytes() != tensor.nbytes  # `storage` is one
+
+
 class DirectMemory:
     """The unsharded memory of a group's direct parameters, while it is allocated."""
 
     def __init__(self) -> None:
         self.min_nbytes: int | None = None  # None: no parameter is direct
         self.gathers = False  # whether the next gather may be direct
-        # By address, with its size. Only memory of the gather stream rotates
-        self.rotating: dict[int, tuple[torch.UntypedStorage, int]] = {}
-        # The outputs of the last plan's direct parameters, and what frees them
+        # What a direct gather has allocated, and whose it is, by address
+        self.allocated: dict[int, tuple[torch.UntypedStorage, Any]] = {}
+        self._stream: Any = None  # that it was allocated in
+        # Since reshard: which stream read it last, and when
+        self._last_read: tuple[torch.Stream, torch.Event] | None = None
+        # The outputs of the last plan's direct parameters
         self._plan: Any = None
         self._outputs: list[torch.Tensor] = []
-        self._storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
 
     def prepare(
         self,
@@ -81,12 +93,12 @@ class DirectMemory:
         plan: Any,  # their `GatherPlan`
         world_size: int,
         device: torch.device,
-        *,
-        rotates: bool,
+        stream: torch.Stream,
     ) -> tuple[list[torch.Tensor], tuple[list[torch.Tensor], list[torch.Tensor]]]:
         """
-        Returns what to gather direct parameters into: their 1D all-gather outputs, one
-        each, or temporaries if compute still reads these, and then what to copy.
+        Returns what to gather direct parameters into, in ``stream``: their 1D all-gather
+        outputs, one each, or temporaries if these are still allocated, and then what to
+        copy.
         """
         if self._plan is not plan:
             with torch.inference_mode(False):  # see `wait_for_unshard`
@@ -96,17 +108,37 @@ class DirectMemory:
             self._plan = plan
             outputs = [fsdp_params[i].all_gather_outputs[0] for i, _ in plan.direct]
             self._outputs = [output.data for output in outputs]  # see `_view_outputs`
-            storages = [(output.untyped_storage(), output.nbytes) for output in outputs]
-            self._storages = {pair[0]._cdata: pair for pair in storages}
-        if self.rotating:
+        if self.allocated:
             temporaries = [*map(torch.empty_like, self._outputs)]
             return temporaries, (self._outputs, temporaries)
-        alloc_storages(self._storages.values())
-        if rotates:
-            self.rotating = self._storages
+        storages = [output.untyped_storage() for output in self._outputs]
+        alloc_storages(zip(storages, [output.nbytes for output in self._outputs]))
+        owners = [fsdp_params[i] for i, _ in plan.direct]
+        self.allocated = {s._cdata: (s, p) for s, p in zip(storages, owners)}
+        self._stream = stream
         return self._outputs, ([], [])
 
+    def end_use(self, stream: torch.Stream) -> bool:
+        """Notes that ``stream`` reads no more. Returns whether there is memory to free."""
+        if self.allocated:
+            self._last_read = stream, stream.record_event()
+            if stream == self._stream:
+                self.free()
+        return self._last_read is not None
+
+    def begin_use(self, stream: torch.Stream) -> None:
+        """Lets ``stream`` write the memory, which is then not freed."""
+        if self._last_read is not None and self._last_read[0] != stream:
+            stream.wait_event(self._last_read[1])
+        self._last_read = None
+
     def free(self) -> None:
-        for storage, _ in self.rotating.values():
-            storage.resize_(0)
-        self.rotating = {}
+        """Frees the memory if it is not in use, unless users keep it."""
+        if self._last_read is None:
+            return
+        self._stream.wait_event(self._last_read[1])
+        self._last_read = None
+        for key, (storage, fsdp_param) in [*self.allocated.items()]:
+            if not getattr(fsdp_param, "keep_unsharded_storage", False):  # since 2.15
+                storage.resize_(0)
+                del self.allocated[key]

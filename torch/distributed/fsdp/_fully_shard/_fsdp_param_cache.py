@@ -264,7 +264,7 @@ class ParamGroupCache:
         """Brings all parameters to ``state``, and their registrations with them."""
         self.keep_requires_grad()
         fsdp_params, params, flags = self.fsdp_params, [], []
-        rotating = self.direct_memory.rotating
+        allocated = self.direct_memory.allocated
         if state is ShardedState.UNSHARDED:
             params = [*map(_get_unsharded_param, fsdp_params)]
         if params and fsdp_params[0].sharded_state is ShardedState.SHARDED:
@@ -282,7 +282,7 @@ class ParamGroupCache:
                     fsdp_param.to_unsharded()
                 elif state is ShardedState.SHARDED:
                     outputs = fsdp_param.all_gather_outputs
-                    if any(t.untyped_storage()._cdata in rotating for t in outputs):
+                    if any(t.untyped_storage()._cdata in allocated for t in outputs):
                         fsdp_param.all_gather_outputs = []
                     fsdp_param.to_sharded()
                     fsdp_param.all_gather_outputs = outputs  # [Note: Direct gathers]
@@ -304,8 +304,8 @@ class ParamGroupCache:
         keeps = IS_2_15 and any(p.keep_unsharded_storage for p in params)
         if outputs is None or self._has_extensions or keeps:
             return False
-        rotating = self.direct_memory.rotating
+        allocated = self.direct_memory.allocated
         for storage, _ in outputs.storages:
-            if not rotating or storage._cdata not in rotating:
+            if not allocated or storage._cdata not in allocated:
                 storage.resize_(0)
         return True

@@ -348,6 +348,7 @@ class FSDPParamGroup(PluginNames):
         if group is None and isinstance(self.mesh_info, FSDPMeshInfo):
             group = self._all_gather_process_group  # a plugin has started the gather
         is_single = group is None or group.size() == 1
+        self._direct_memory.begin_use(self.device_handle.current_stream())
         cache, options = self._get_cache(), {}  # replacements might take none
         if foreach_all_gather_copy_out is _OWN_COPY_OUT:
             options["cache"] = cache
@@ -375,7 +376,6 @@ class FSDPParamGroup(PluginNames):
             self.comm_ctx.all_gather_state = AllGatherState(result, copy_out_event)
         else:
             self.comm_ctx.wait_all_gather_streams_on_event(copy_out_event)
-        self.comm_ctx.resharded.pop(self._direct_memory, None)  # in use again
         self.comm_ctx.free_resharded()
         self._all_gather_result = self._all_gather_group = None
 
@@ -398,9 +398,6 @@ class FSDPParamGroup(PluginNames):
     @_disable_functorch_if_active
     def reshard(self):
         """Frees the unsharded parameters, or shards them to the smaller mesh."""
-        if self._training_state is TrainingState.IDLE:
-            # By users, or before `nn.Module._apply` replaces the parameters
-            registrations.keep_grad_dtypes(self)
         after_forward = self._training_state == TrainingState.FORWARD
         if after_forward and self._use_post_forward_mesh:
             self._to_state(ShardedState.SHARDED_POST_FORWARD)
@@ -410,6 +407,10 @@ class FSDPParamGroup(PluginNames):
             self.comm_ctx.free_resharded()
         elif self._reshard_after_forward or not after_forward:
             self._to_state(ShardedState.SHARDED)
+        if self._training_state is TrainingState.IDLE:
+            # By users, or before `nn.Module._apply` replaces the parameters
+            registrations.keep_grad_dtypes(self)
+            self.comm_ctx.free_resharded()
 
     # Runtime: forward #
     def pre_forward(

@@ -48,6 +48,7 @@ from torch.distributed.tensor._dtensor_spec import TensorMeta
 from . import _fsdp_layout as layouts
 from ._fsdp_api import ReduceScatter
 from ._fsdp_comms import allocate, allocates_anew, DefaultReduceScatter
+from ._fsdp_direct import is_shared
 from ._fsdp_errors import note_reduction
 from ._fsdp_layout import GatherLayout, ReduceBucket
 from ._fsdp_observers import gets_operators, NO_CONTEXT, without_grad
@@ -252,8 +253,10 @@ def _stage_direct(reduction: Reduction, part: BucketGrads) -> None:
         slots, run_grads = zip(*run)
         if is_direct:
             for grad in run_grads:
-                sent = grad if grad.dtype == bucket.dtype else grad.to(bucket.dtype)
-                part.grouped_inputs.append(sent.contiguous().view(-1))
+                sent = grad.to(bucket.dtype).contiguous()
+                if is_shared(sent):
+                    sent = sent.clone()
+                part.grouped_inputs.append(sent.view(-1))
             continue
         packed = replace(bucket, slots=slots)
         numel = reduction.shard_world_size * packed.shard_numel

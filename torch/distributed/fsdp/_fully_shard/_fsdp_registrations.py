@@ -126,6 +126,7 @@ def register_state_dict_hooks(group: Any) -> None:
 
     def reshard(*unused: Any) -> None:
         group._to_sharded()
+        group.comm_ctx.free_resharded()
 
     for fsdp_param in group.fsdp_params:
         if (module := fsdp_param._module_info.module) not in save_handles:

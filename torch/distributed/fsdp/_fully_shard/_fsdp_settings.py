@@ -100,7 +100,9 @@ def set_coalesced_collectives(
     a custom collective, memory from the process group or symmetric memory, or with
     ``reshard_after_forward=<int>``, which gather as before, are left as they are.
 
-    Memory of the last unit that was resharded is held until the next gather.
+    Memory of the last unit that was resharded is held until the next gather, the end of
+    backward, a ``reshard()`` by users or a state dict. A gradient that shares its memory
+    is copied. One that a hook keeps must not be written before the end of backward.
 
     Args:
         module (nn.Module): A module with units in it.

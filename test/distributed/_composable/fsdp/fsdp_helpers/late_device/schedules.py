@@ -322,6 +322,57 @@ def backwards_in_two_streams(kit: Kit) -> None:
             kit.optimize(net)
 
 
+@schedule
+def forwards_in_two_streams(kit: Kit) -> None:
+    """Neither waits for the other, and both gather the same units."""
+    net = kit.sharded_net(reshard_after_forward=True)
+    kit.train(net, steps=1)
+    default, losses = kit.rank.handle.current_stream(), []
+    for name in ("first", "second"):
+        stream, x = kit.rank.new_stream(name), kit.input()
+        stream.wait_stream(default)
+        with kit.rank.handle.stream(stream):
+            losses.append((stream, net(x).sum()))
+    for stream, _ in losses:
+        default.wait_stream(stream)
+    (losses[0][1] + losses[1][1]).backward()
+    kit.optimize(net)
+
+
+class Doubled(torch.autograd.Function):
+    """Its backward works in the memory that it is given, as fused kernels' do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad.mul_(2)
+
+
+class Offsets(nn.Module):
+    """The gradient of its parameter is a view of its output's: the batch is 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.offsets = nn.Parameter(torch.ones(2 * DIM))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.view(1, -1) + self.offsets.unsqueeze(0)).tanh()
+
+
+@schedule
+def gradient_is_an_activation_s(kit: Kit) -> None:
+    before, after = kit.shard(kit.net().blocks[0]), kit.shard(Offsets())
+    share_comm_ctx([before, after])
+    for _ in range(2):
+        x = kit.input().requires_grad_()
+        after(Doubled.apply(before(x))).sum().backward()
+        kit.optimize(before)
+        kit.optimize(after)
+
+
 def finalized_in_its_own_stream(kit: Kit) -> None:
     """
     Twice of two microbatches that reduce nothing, and between them of one that reduces
