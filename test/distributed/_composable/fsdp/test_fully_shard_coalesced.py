@@ -46,12 +46,14 @@ from torch.distributed.fsdp import (
     set_coalesced_collectives,
     share_comm_ctx,
 )
+from torch.distributed.fsdp._fully_shard import _fsdp_layout as layouts
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
     foreach_all_gather,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_direct import DirectMemory
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -143,6 +145,10 @@ def make(dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
 # How else a model is made: what to shard over two ranks, and how #
 
 
+def on_last_dim(param: nn.Parameter) -> Shard:
+    return Shard(param.ndim - 1)
+
+
 def fail_once(model: Any) -> None:
     """Fails in a forward. The next step follows without ``reset_iter_state``."""
     handle = model[1].register_forward_hook(mock.Mock(side_effect=KeyError))
@@ -175,6 +181,7 @@ WAYS: dict[str, Any] = {
     "cast": lambda: make(mesh=shard_mesh(2)).to(torch.float64),
     "one_rank": lambda: make(mesh=hybrid_mesh(1)["shard"]),
     "failed": lambda: make(mesh=shard_mesh(2)),
+    "pieces": lambda: make(mesh=shard_mesh(2), shard_placement_fn=on_last_dim),
 }
 
 
@@ -213,6 +220,7 @@ class TestCoalesced(FSDPProcessTest):
         self.assertNotEqual(expected["step 0 loss"], expected["step 1 loss"])
         self.assertEqual(differing(actual, expected), [])
 
+    @mock.patch.object(layouts, "_MIN_PIECE_NBYTES", 0)
     @parametrize("way", [*WAYS])
     def test_has_the_bits_of_copies_where(self, way: str) -> None:
         seen = []
@@ -251,6 +259,20 @@ class TestCoalesced(FSDPProcessTest):
         # But for the last unit, whose memory compute still reads when backward begins
         copies = {name: counts[name] for name in COPIES if counts[name]}
         self.assertEqual(copies, {"_foreach_copy_": len(dtypes)})
+
+    @mock.patch.object(layouts, "_MIN_PIECE_NBYTES", 0)
+    @parametrize("rows", [4, 64])
+    def test_each_of_few_pieces_is_a_member(self, rows: int) -> None:
+        experts = torch.randn(rows, DIM, device=DEVICE_TYPE)
+        model = fully_shard(GivenGrads(w=experts), shard_placement_fn=on_last_dim)
+        set_coalesced_collectives(model, 0)
+        backward(model, w=1.0)
+        with counted() as counts:
+            backward(model, w=1.0)
+        for name in GROUPED:
+            self.assertEqual(counts[f"members of {name}"], rows * (rows == 4))
+        copies = sum(counts[name] for name in COPIES)
+        self.assertEqual(copies, 0 if rows == 4 else 3)
 
     def test_small_parameters_are_one_more_member(self) -> None:
         model = make()

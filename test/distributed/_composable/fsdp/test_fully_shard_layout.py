@@ -7,6 +7,7 @@ process group: the plans are checked by themselves, and on plain CPU tensors.
 import functools
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import example, given, settings
@@ -30,6 +31,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_copies import (
     copy_each,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_layout import (
+    count_pieces,
     dtype_sort_key,
     GatherLayout,
     plan_buckets,
@@ -40,7 +42,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_layout import (
     ReduceSlot,
     storage_dtype,
 )
-from torch.testing._internal.common_utils import run_tests
+from torch.testing._internal.common_utils import parametrize, run_tests
 
 
 pytestmark = pytest.mark.quick
@@ -185,7 +187,7 @@ class TestCopies(DeviceFreeTest):
             for dtype, numel in mix
         ]
         rows = buffer.view(layout.buffer_dtype).view(world_size, -1)
-        columns = _view_outputs(outputs, layout, world_size)
+        columns = _view_outputs([(o, 1) for o in outputs], layout, world_size)
         torch.split_with_sizes_copy(rows, layout.split_sizes, dim=1, out=columns)
         for i, output in enumerate(outputs):
             expected = torch.cat([inputs[i].view(torch.uint8) for inputs in shards])
@@ -231,6 +233,25 @@ class TestCopies(DeviceFreeTest):
                 _copy_in(segment, plan_copy_in(layout, stored), shards)
                 found = counts["aten::_to_copy"], counts["aten::copy_"]
                 self.assertEqual(found, (moves, 3))
+
+
+class TestPieces(DeviceFreeTest):
+    @parametrize(
+        "size,dim,count",
+        [
+            ((8, 128, 128), 1, 8),  # of 32 KiB in bf16
+            ((8, 128, 127), 1, 0),
+            ((2, 4, 128, 128), 2, 8),
+            ((1, 2, 3), 1, 1),  # in order as it is
+            ((3, 4), 0, 1),
+        ],
+    )
+    def test_large_pieces_are_copied_apart(self, size, dim, count):
+        place = SimpleNamespace(dim=dim)
+        param = SimpleNamespace(
+            padded_sharded_param_size=torch.Size(size), fsdp_placement=place
+        )
+        self.assertEqual(count_pieces(param, BF16), count)
 
 
 class TestReduceBuckets(DeviceFreeTest):

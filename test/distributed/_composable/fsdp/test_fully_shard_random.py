@@ -22,11 +22,13 @@ from fsdp_helpers.common.utils import (
 from fsdp_helpers.random.cases import Case, draw_case
 from fsdp_helpers.random.exact import check_case
 
+from torch.distributed.fsdp._fully_shard import _fsdp_layout as layouts
 from torch.testing._internal.common_distributed import spawn_threads_and_init_comms
 from torch.testing._internal.common_utils import run_tests, TestCase
 
 
 pytestmark = pytest.mark.timeout(600)
+layouts._MIN_PIECE_NBYTES = 0  # else no parameter here would be copied in pieces
 
 
 DEFAULT_CASES = 300 if os.environ.get("CI") else 50

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from . import _fsdp_layout as layouts
+from ._fsdp_direct import split
 from ._fsdp_layout import CopyPlan, GatherLayout
 from ._fsdp_observers import gets_operators
 from ._fsdp_param import FSDPParam, ShardedState
@@ -56,7 +58,7 @@ def _copy_in(
 def stage_direct(
     plan: GatherPlan, tensors: Sequence[Tensor], device: torch.device
 ) -> list[Tensor]:
-    """Returns the shards of direct parameters as they are sent, moved and cast."""
+    """Returns the pieces of direct shards as they are sent, moved and cast."""
     sent = [tensors[position] for _, position in plan.direct]
     moved = [*range(len(sent))] if _are_on_host(sent, device) else plan.direct_casts
     shards = [sent[k] for k in moved]
@@ -64,7 +66,7 @@ def stage_direct(
         (dtype,) = plan.dtypes[plan.direct[k][0]]
         sent[k] = torch.empty(shard.numel(), dtype=dtype, device=device)
     copy_each([sent[k] for k in moved], shards)
-    return [*map(Tensor.contiguous, sent)]
+    return split([*map(Tensor.contiguous, sent)], plan.direct_pieces)
 
 
 def _view_as(dtype: torch.dtype, shards: Sequence[Tensor]) -> list[Tensor]:
@@ -119,24 +121,27 @@ def copy_out(
     """Writes the all-gather outputs of parameters that were gathered in ``state``."""
     if not layout.slots:
         return
-    cached_layout, columns = outputs.columns.get(state, (None, []))
+    cached_layout, columns, sizes = outputs.columns.get(state, (None, [], []))
     interleaved: list[tuple[FSDPParam, Tensor, Tensor]] = []
     if cached_layout is not layout:
-        targets: list[Tensor] = []
+        targets: list[tuple[Tensor, int]] = []  # each with its number of pieces
         for fsdp_param in fsdp_params:
             for output in fsdp_param.all_gather_outputs:
-                targets.append(output)
-                # Flat pieces, as after forward, lie in order whatever the dim
-                if fsdp_param.fsdp_placement.dim and state == ShardedState.SHARDED:
-                    targets[-1] = torch.empty_like(output)
-                    interleaved.append((fsdp_param, targets[-1], output))
+                # Shards after forward are flat, and lie in order whatever the dim
+                is_flat = state != ShardedState.SHARDED
+                count = 1 if is_flat else layouts.count_pieces(fsdp_param, output.dtype)
+                if not count:
+                    interleaved.append((fsdp_param, torch.empty_like(output), output))
+                    output = interleaved[-1][1]
+                targets.append((output, max(count, 1)))
         columns = _view_outputs(targets, layout, world_size)
+        sizes = [column.size(1) for column in columns]
         if not interleaved:
-            outputs.columns[state] = layout, columns
+            outputs.columns[state] = layout, columns, sizes
     # The fused kernel takes dense tensors only: the buffer as a whole
     rows = buffer.view(layout.buffer_dtype).view(world_size, layout.segment_numel)
     ops = torch.ops.fsdp if gets_operators(buffer.device) else torch
-    ops.split_with_sizes_copy(rows, layout.split_sizes, dim=1, out=columns)
+    ops.split_with_sizes_copy(rows, sizes, dim=1, out=columns)
     for fsdp_param, rank_major, output in interleaved:
         shards = rank_major.view(world_size, *fsdp_param.padded_sharded_param_size)
         shards = shards.movedim(0, fsdp_param.fsdp_placement.dim)
@@ -144,17 +149,19 @@ def copy_out(
 
 
 def _view_outputs(
-    outputs: Sequence[Tensor], layout: GatherLayout, world_size: int
+    outputs: Sequence[tuple[Tensor, int]], layout: GatherLayout, world_size: int
 ) -> list[Tensor]:
     """
-    Views the outputs, and for padding tensors that nothing reads, as columns of a
-    buffer with a row for each rank. They do not share the outputs' version: to autograd
-    an unshard, which writes the same values, must not change what was saved.
+    Views the pieces of outputs, and for padding tensors that nothing reads, as columns
+    of a buffer with a row for each rank. They do not share the outputs' version: to
+    autograd an unshard, which writes the same values, must not change what was saved.
     """
-    dtype = layout.buffer_dtype
-    return [
-        outputs[0].new_empty(world_size, size, dtype=dtype)
-        if i is None
-        else outputs[i].data.view(dtype).view(world_size, size)
-        for i, size in layout.slots
-    ]
+    dtype, columns = layout.buffer_dtype, []
+    for i, size in layout.slots:
+        if i is None:
+            columns.append(outputs[0][0].new_empty(world_size, size, dtype=dtype))
+        else:
+            output, count = outputs[i]
+            pieces = output.data.view(dtype).view(count, world_size, size // count)
+            columns += pieces.unbind()
+    return columns

@@ -3,8 +3,9 @@ Direct parameters, which :func:`set_coalesced_collectives` gathers and reduces u
 
 [Note: Direct gathers]
 A direct parameter's shard is sent as it is, or cast, and received in the memory of its
-unsharded parameter: the all-gather outputs of all ranks lie there in order. One grouped
-call gathers the direct parameters of a unit, and the buffer of all others.
+unsharded parameter: the all-gather outputs of all ranks lie there in order, piece by piece
+(see [Note: Pieces]). One grouped call gathers the pieces of a unit's direct parameters,
+and the buffer of all others.
 
 The stream of the all-gather writes this memory, and so it is allocated there. At reshard
 compute still reads it. It is freed after the next gather has been started: only then
@@ -31,7 +32,11 @@ from typing import Any
 
 import torch
 
+from ._fsdp_layout import count_pieces
 from ._fsdp_param import FSDPParam
+
+
+_MAX_MEMBERS = 32  # of a grouped call, for one parameter
 
 
 def shards_evenly(fsdp_param: FSDPParam) -> bool:
@@ -47,11 +52,11 @@ def can_be_direct(
     reduces: bool = False,
 ) -> bool:
     """
-    Whether each rank's shard is a slice of the unsharded tensor, or of its gradient,
-    which has at least ``min_nbytes`` in ``dtype``. Gradients, which have no padding, must
-    be sharded evenly.
+    Whether the unsharded tensor, or its gradient, has at least ``min_nbytes`` in
+    ``dtype``, and few pieces, of which each rank's shard is a slice: gradients, which
+    have no padding, must be sharded evenly.
     """
-    if min_nbytes is None or fsdp_param.fsdp_placement.dim != 0:
+    if min_nbytes is None or not 0 < count_pieces(fsdp_param, dtype) <= _MAX_MEMBERS:
         return False
     if reduces and not (shards_evenly(fsdp_param) and dtype.is_floating_point):
         return False
@@ -63,6 +68,14 @@ def alloc_storages(storages: Iterable[tuple[torch.UntypedStorage, int]]) -> None
     for storage, nbytes in storages:
         if storage.nbytes() != nbytes:
             storage.resize_(nbytes)
+
+
+def split(tensors: Iterable[torch.Tensor], counts: Iterable[int]) -> list[torch.Tensor]:
+    """Returns the pieces of 1D tensors, so many of each."""
+    pieces: list[torch.Tensor] = []
+    for tensor, count in zip(tensors, counts):
+        pieces += tensor.view(count, -1).unbind() if count > 1 else (tensor,)
+    return pieces
 
 
 def is_shared(tensor: torch.Tensor) -> bool:
@@ -96,9 +109,9 @@ class DirectMemory:
         stream: torch.Stream,
     ) -> tuple[list[torch.Tensor], tuple[list[torch.Tensor], list[torch.Tensor]]]:
         """
-        Returns what to gather direct parameters into, in ``stream``: their 1D all-gather
-        outputs, one each, or temporaries if these are still allocated, and then what to
-        copy.
+        Returns what to gather direct parameters into, in ``stream``: the 1D pieces of
+        their all-gather outputs, or of temporaries if these are still allocated, and
+        then what to copy.
         """
         if self._plan is not plan:
             with torch.inference_mode(False):  # see `wait_for_unshard`
@@ -110,13 +123,14 @@ class DirectMemory:
             self._outputs = [output.data for output in outputs]  # see `_view_outputs`
         if self.allocated:
             temporaries = [*map(torch.empty_like, self._outputs)]
-            return temporaries, (self._outputs, temporaries)
+            received = split(temporaries, plan.direct_pieces)
+            return received, (self._outputs, temporaries)
         storages = [output.untyped_storage() for output in self._outputs]
         alloc_storages(zip(storages, [output.nbytes for output in self._outputs]))
         owners = [fsdp_params[i] for i, _ in plan.direct]
         self.allocated = {s._cdata: (s, p) for s, p in zip(storages, owners)}
         self._stream = stream
-        return self._outputs, ([], [])
+        return split(self._outputs, plan.direct_pieces), ([], [])
 
     def end_use(self, stream: torch.Stream) -> bool:
         """Notes that ``stream`` reads no more. Returns whether there is memory to free."""

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import _get_device_handle
 
 from . import _fsdp_layout as layouts
 from ._fsdp_direct import can_be_direct
-from ._fsdp_layout import BucketKey, ReduceBucket, ReduceSlot
+from ._fsdp_layout import BucketKey, count_pieces, ReduceBucket, ReduceSlot
 from ._fsdp_param import FSDPParam
 from ._fsdp_param_cache import ParamGroupCache
 from ._fsdp_reduce import (
@@ -119,8 +119,8 @@ def make_slot(
     grad_dtype = fsdp_param.sharded_param.grad_dtype
     numel = fsdp_param.padded_sharded_param_size.numel()
     is_direct = can_be_direct(fsdp_param, dtype, min_nbytes, reduces=True)
-    dim = fsdp_param.fsdp_placement.dim
-    return ReduceSlot(index, grad_dtype, numel, dim, is_direct)
+    dim, num_pieces = fsdp_param.fsdp_placement.dim, count_pieces(fsdp_param, dtype)
+    return ReduceSlot(index, grad_dtype, numel, dim, is_direct, num_pieces)
 
 
 def _promote(

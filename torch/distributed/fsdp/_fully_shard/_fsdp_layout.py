@@ -12,6 +12,12 @@ bf16 of ``c`` on each rank::
 The buffer of a reduction, a bucket, has a row for each rank, with a slot for each
 parameter. One all-to-all sends the rows of several buckets as regions of segments.
 
+[Note: Pieces]
+A parameter of size [n, F, D] that is sharded on dim 1 is n parameters [F, D] that are
+sharded on dim 0, its pieces: in the slot of its shard [n, F / ranks, D] they follow one
+another. So the copies between buffers and whole tensors take each piece as a parameter,
+and nothing is reordered, unless pieces are too small for their kernels.
+
 [Note: Order of dtypes]
 All ranks lay out bytes and order collectives by :func:`dtype_sort_key`. A set of dtypes
 has another order on each rank, as ``torch.dtype`` hashes by address.
@@ -41,6 +47,9 @@ from ._fsdp_releases import IS_2_15
 
 
 _ALIGNMENT = 16  # in bytes, see [Note: Aligned to 16 bytes]
+# Of a rank's shard: the host takes as long to pass a piece of fewer bytes to a kernel as
+# an H200 takes to copy it once more
+_MIN_PIECE_NBYTES = 2**15
 # One kernel launch costs the host about as much as 8 calls of `view()`
 _VIEWS_PER_COPY = 8
 # An input's position among all inputs (None: padding) and its number of elements
@@ -57,6 +66,14 @@ def dtype_sort_key(dtype: torch.dtype) -> tuple[int, str]:
 def storage_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns uint8 for 1-byte dtypes, some of which some kernels and backends lack."""
     return torch.uint8 if dtype.itemsize == 1 else dtype
+
+
+def count_pieces(fsdp_param: FSDPParam, dtype: torch.dtype) -> int:
+    """Returns how many pieces a parameter is copied in, 0 if it must be reordered."""
+    size, dim = fsdp_param.padded_sharded_param_size, fsdp_param.fsdp_placement.dim
+    count = size[:dim].numel()
+    is_large = size.numel() * dtype.itemsize >= count * _MIN_PIECE_NBYTES
+    return count if count == 1 or is_large else 0
 
 
 @dataclass(frozen=True)
@@ -194,6 +211,11 @@ class ReduceSlot:
     shard_numel: int  # of one rank's padded shard
     shard_dim: int = 0  # of the gradient that is copied in
     is_direct: bool = False  # see [Note: Direct reductions]
+    num_pieces: int = 1  # see `count_pieces`
+
+    def split(self, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Returns the pieces of a contiguous gradient."""
+        return grad.view(self.num_pieces, *grad.size()[self.shard_dim :]).unbind()
 
 
 @dataclass
@@ -209,6 +231,7 @@ class ReduceBucket:
         self.wire_dtype = self.comm_dtype or self.dtype  # of the reduction's input
         self.params = [slot.param for slot in self.slots]
         self.has_direct = any(slot.is_direct for slot in self.slots)
+        self.has_pieces = any(slot.shard_dim and slot.num_pieces for slot in self.slots)
         # Where the slots start in a row, and where the row ends
         self.starts = [*accumulate((s.shard_numel for s in self.slots), initial=0)]
         self.shard_numel = self.starts[-1]
@@ -217,6 +240,17 @@ class ReduceBucket:
         runs = groupby(range(len(dtypes)), key=dtypes.__getitem__)
         self.runs = [(dtype, [*indices]) for dtype, indices in runs]
         self.needs_casts = any(dtype != self.dtype for dtype in dtypes)
+
+    @functools.cached_property
+    def in_pieces(self) -> ReduceBucket:
+        """The same columns, with a slot for each piece."""
+        slots: list[ReduceSlot] = []
+        for slot in self.slots:
+            if (count := slot.num_pieces) > 0:
+                numel = slot.shard_numel // count
+                slot = replace(slot, shard_numel=numel, shard_dim=0, num_pieces=1)
+            slots += [slot] * max(count, 1)
+        return replace(self, slots=tuple(slots))
 
 
 def bucket_sort_key(key: BucketKey) -> tuple[tuple[int, str], ...]:

@@ -69,6 +69,9 @@ class GatherPlan:
             for i, (p, k) in enumerate(zip(fsdp_params, accumulate(counts, initial=0)))
             if can_be_direct(p, dtypes[k], min_nbytes) and not has_extension(p)
         ]
+        self.direct_pieces = [
+            layouts.count_pieces(fsdp_params[i], dtypes[k]) for i, k in direct
+        ]
         # Which of the direct parameters are cast
         self.direct_casts = [
             n for n, (_, k) in enumerate(direct) if dtypes[k] != stored_dtypes[k]
@@ -133,8 +136,9 @@ class GatherOutputs:
         # A parameter that gets new outputs gets them in a new list
         self.lists = [fsdp_param.all_gather_outputs for fsdp_param in fsdp_params]
         self.tensors = [*chain.from_iterable(self.lists)]
-        # What the last gather in a state was copied out to: views of the outputs
-        self.columns: dict[ShardedState, tuple[layouts.GatherLayout, list]] = {}
+        # What the last gather in a state was copied out to: views of the outputs, and
+        # their sizes
+        self.columns: dict[ShardedState, tuple[layouts.GatherLayout, list, list]] = {}
         self.storages = [(t.untyped_storage(), t.nbytes) for t in self.tensors]
 
 

@@ -180,7 +180,9 @@ def prepare_inputs(
     prepare = reduction.prepare_reduce_scatter_inputs
     sizes = prepare(fsdp_params, unsharded_grads, world_size)
     slots = [
-        replace(slot, shard_numel=size.numel() // world_size, shard_dim=0)
+        replace(
+            slot, shard_numel=size.numel() // world_size, shard_dim=0, num_pieces=1
+        )
         for slot, size in zip(bucket.slots, sizes, strict=True)
     ]
     return replace(bucket, slots=tuple(slots))
@@ -252,11 +254,11 @@ def _stage_direct(reduction: Reduction, part: BucketGrads) -> None:
     for is_direct, run in groupby(pairs, lambda pair: pair[0].is_direct):
         slots, run_grads = zip(*run)
         if is_direct:
-            for grad in run_grads:
+            for slot, grad in zip(slots, run_grads):
                 sent = grad.to(bucket.dtype).contiguous()
                 if is_shared(sent):
                     sent = sent.clone()
-                part.grouped_inputs.append(sent.view(-1))
+                part.grouped_inputs += [piece.view(-1) for piece in slot.split(sent)]
             continue
         packed = replace(bucket, slots=slots)
         numel = reduction.shard_world_size * packed.shard_numel
@@ -283,7 +285,7 @@ def _copy_in_all_to_all(reduction: Reduction, parts: Sequence[BucketGrads]) -> N
             # The kernel pads it to one row for each rank
             tensors.append(buffer.new_zeros(1, padding_numel, dtype=dtype))
             continue
-        bucket, grads = parts[i].bucket, parts[i].unsharded_grads
+        bucket, grads = _in_pieces(parts[i].bucket, parts[i].unsharded_grads)
         can_chunk &= {*_dense_dtypes(bucket, grads)} == {bucket.wire_dtype}
         if can_chunk:
             is_wider = bucket.wire_dtype != dtype  # a view lengthens the last dim
@@ -308,6 +310,23 @@ def _view_columns(
     pieces = zip(slots, rows.split(layout.split_sizes, dim=1), strict=True)
     columns = {i: piece.view(d) for (i, d), piece in pieces if i is not None}
     return [columns[i] for i in sorted(columns)]
+
+
+def _in_pieces(
+    bucket: ReduceBucket, grads: list[Tensor]
+) -> tuple[ReduceBucket, list[Tensor]]:
+    """Returns bucket and gradients by pieces, unless any gradient must be reordered."""
+    if not bucket.has_pieces:
+        return bucket, grads
+    pieces: list[Tensor] = []
+    for slot, grad in zip(bucket.slots, grads):
+        if not (slot.shard_dim and slot.num_pieces):
+            pieces.append(grad)
+        elif grad.is_contiguous():
+            pieces += slot.split(grad)
+        else:
+            return bucket, grads
+    return bucket.in_pieces, pieces
 
 
 def _dense_dtypes(
@@ -347,6 +366,7 @@ def copy_in_grads(bucket: ReduceBucket, grads: list[Tensor], rows: Tensor) -> No
     together on CUDA.) Rows that are parts of longer ones are not dense: there each
     gradient is copied apart.
     """
+    bucket, grads = _in_pieces(bucket, grads)
     world_size, dtypes = rows.size(0), _dense_dtypes(bucket, grads)
     is_dense, first, device = rows.is_contiguous(), dtypes[0], rows.device
     # A uniform unit uses the release's memory and launches

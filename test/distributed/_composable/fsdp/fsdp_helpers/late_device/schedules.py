@@ -33,7 +33,7 @@ from torch.distributed.fsdp import (
     share_comm_ctx,
 )
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
-from torch.distributed.fsdp._fully_shard import _fsdp_context
+from torch.distributed.fsdp._fully_shard import _fsdp_context, _fsdp_layout
 from torch.distributed.tensor import Shard
 
 
@@ -55,6 +55,7 @@ class Kind:
     bucket_cap_mb: float | None = None
     # From which size on parameters are gathered and reduced without copies
     direct_min_nbytes: int | None = None
+    min_piece_nbytes: int = 2**15
 
 
 KINDS = {
@@ -90,6 +91,10 @@ KINDS = {
     "mixed, joined": Kind(True, bucket_cap_mb=2 / 2**10),
     # Matrices alone
     "mixed, direct": Kind(True, direct_min_nbytes=128),
+    "mixed, pieces": Kind(True, shard_dim=1, min_piece_nbytes=0),
+    "mixed, direct pieces": Kind(
+        True, shard_dim=1, direct_min_nbytes=128, min_piece_nbytes=0
+    ),
 }
 
 
@@ -562,7 +567,13 @@ def record(
 ) -> Recording:
     """Records a schedule, or the one of that name. Options are the recorder's."""
     run = SCHEDULES[schedule] if isinstance(schedule, str) else schedule
-    with _pinning() if "pinned" in run.__name__ else contextlib.nullcontext():
+    min_nbytes = KINDS[kind].min_piece_nbytes
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(
+            mock.patch.object(_fsdp_layout, "_MIN_PIECE_NBYTES", min_nbytes)
+        )
+        if "pinned" in run.__name__:
+            stack.enter_context(_pinning())
         return record_program(
             lambda rank: run(Kit(rank, KINDS[kind])), RANKS, **options
         )

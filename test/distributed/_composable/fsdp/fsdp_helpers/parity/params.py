@@ -5,6 +5,8 @@ tensors that say themselves how they are gathered.
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -33,8 +35,12 @@ from fsdp_helpers.parity.modes import (
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_common import (
+    FSDPMeshInfo,
+    ShardPlacementResult,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 
 @add_case()
@@ -71,6 +77,47 @@ def loaded_by_assignment(place: Place) -> Record:
         return one_backward(model, batches)
 
     return train_children(stack_of(Waves, place.dtypes), place, load, step)
+
+
+# Sizes of grouped matrices, and the dim that each is sharded on
+EXPERTS = {(3, 8, 4): 1, (5, 2, 8): 2, (1, 4, 3): 1, (8, 3): 0, (5,): 0}
+
+
+def train_experts(
+    place: Place, pieces: bool = True, mesh: str = "mesh", **kwargs: Any
+) -> Record:
+    """
+    Copied in pieces, or reordered as if these were too small. Where the unit is sharded
+    over four ranks, experts are sharded over two.
+    """
+    model = stack_of(partial(Waves, sizes=[*EXPERTS]), place.dtypes)
+    layouts = sys.modules.get(f"{FSDPParamGroup.__module__[:-11]}layout")
+    info = FSDPMeshInfo(place.pairs["shard"], shard_mesh_dim=0)
+
+    def place_param(param: nn.Parameter) -> Any:
+        placement = Shard(EXPERTS[tuple(param.size())])
+        has_own_mesh = mesh == "mesh" and place.mesh.size() == 4 and param.ndim == 3
+        return ShardPlacementResult(placement, info) if has_own_mesh else placement
+
+    kwargs |= {"shard_placement_fn": place_param, "mesh": getattr(place, mesh)}
+    with contextlib.ExitStack() as stack:
+        if layouts is not None and pieces:  # not in the release
+            patch = mock.patch.object(layouts, "_MIN_PIECE_NBYTES", 0)
+            stack.enter_context(patch)
+        return train_children(model, place, **kwargs)
+
+
+for _name, _settings in {
+    "experts": {},
+    "experts_reordered": {"pieces": False},
+    "experts_cast": {"mp_policy": MixedPrecisionPolicy(BF16, FP32)},
+    "experts_offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "experts_no_reshard": {"reshard_after_forward": False},
+    "experts_mesh": {},
+    "experts_hybrid": {"mesh": "pairs"},
+}.items():
+    _ranks = 4 if _name in ("experts_mesh", "experts_hybrid") else 2
+    add_case(_name, ranks=_ranks)(partial(train_experts, **_settings))
 
 
 def play_pinned_memory(place: Place, **settings: Any) -> Record:
