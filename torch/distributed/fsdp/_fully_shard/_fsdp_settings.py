@@ -94,8 +94,9 @@ def set_coalesced_collectives(
     from their gradients. One grouped call each way takes them and a buffer with all
     others, which saves the copies into and out of that. All ranks must set the same.
 
-    A parameter is sent uncopied if it is sharded on dim 0, has no all-gather extension
-    and has at least ``min_nbytes``; its gradient, if it is also sharded evenly and has no
+    A parameter is sent uncopied if it has no all-gather extension, at least
+    ``min_nbytes``, and is sharded on dim 0, or on dim d into at most 32 pieces, one for
+    each index of the first d dims; its gradient, if it is also sharded evenly and has no
     ``grad_comm_dtype``. With more than two ranks sums may round differently. Units with
     a custom collective, memory from the process group or symmetric memory, or with
     ``reshard_after_forward=<int>``, which gather as before, are left as they are.
