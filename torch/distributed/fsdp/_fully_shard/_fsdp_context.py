@@ -200,13 +200,15 @@ class FSDPCommContext:
                     self.wait_current_stream(results[-1].reduce_scatter_event)
                     # The comm may now give this memory again
                     results = [r._replace(reduce_scatter_input=None) for r in results]
+                    for part in parts:
+                        part.inputs = []
                 popped = [*map(pop_part, batch)]
                 if replacement is None:
                     results += reduce_buckets(reduction, popped)
                 else:
                     results.append(call_monkeypatched(replacement, reduction, *popped))
                 for part in popped:  # or they would be held during the next batch
-                    part.reduce_scatter_input = part.partial_reduce_output = None
+                    part.way = part.partial_reduce_output = None
                     part.unsharded_grads = []  # a replacement may not have emptied it
                 parts += popped
         except BaseException:
@@ -228,7 +230,8 @@ class FSDPCommContext:
         scattered = [r for r in results if r.reduce_scatter_input is not None]
         if scattered:
             inputs: Any = dict.fromkeys(r.reduce_scatter_input for r in scattered)
-            inputs = *inputs, *chain.from_iterable(p.grouped_inputs for p in parts)
+            inputs |= dict.fromkeys(chain.from_iterable(p.inputs for p in parts))
+            inputs = (*inputs,)
             event = scattered[-1].reduce_scatter_event
             state = ReduceScatterState(inputs, event, current_stream, group)
             self.reduce_scatter_states.append(state)

@@ -38,7 +38,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from math import gcd
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -232,6 +232,9 @@ class ReduceBucket:
         self.params = [slot.param for slot in self.slots]
         self.has_direct = any(slot.is_direct for slot in self.slots)
         self.has_pieces = any(slot.shard_dim and slot.num_pieces for slot in self.slots)
+        # What a reduction has found out last, and what that depends on
+        self.copy_in: tuple[Any, Any] | None = None
+        self.factors: tuple[Any, Any] | None = None
         # Where the slots start in a row, and where the row ends
         self.starts = [*accumulate((s.shard_numel for s in self.slots), initial=0)]
         self.shard_numel = self.starts[-1]

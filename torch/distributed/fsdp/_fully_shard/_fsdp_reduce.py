@@ -32,9 +32,10 @@ the reduced shard may be the reduction's input.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from types import MappingProxyType
 from typing import Any, cast, NamedTuple
 
 import torch
@@ -51,13 +52,14 @@ from ._fsdp_comms import allocate, allocates_anew, DefaultReduceScatter
 from ._fsdp_direct import is_shared
 from ._fsdp_errors import note_reduction
 from ._fsdp_layout import GatherLayout, ReduceBucket
-from ._fsdp_observers import gets_operators, NO_CONTEXT, without_grad
+from ._fsdp_observers import gets_operators, without_grad
 from ._fsdp_param import FSDPParam
 from ._fsdp_releases import IS_2_15
 from ._fsdp_scaling import (
     _div_if_needed,
     add_in_tree,
     all_reduce_in_tree,
+    Factors,
     get_divide_factors,
     Scaling,
 )
@@ -119,6 +121,23 @@ class Reduction(NamedTuple):
         return self.all_reduce_group is not None and not self.all_reduce_grads
 
     @property
+    def continues(self) -> bool:
+        """Whether an all-reduce or a hook follows the sum over the shard group."""
+        return self.all_reduce_group is not None or self.all_reduce_hook is not None
+
+    @property
+    def keeps_sum(self) -> bool:
+        """Whether the sum over the shard group must be in memory of its own."""
+        return self.clones_output or self.defers_all_reduce
+
+    @property
+    def can_group(self) -> bool:
+        """Whether neither users nor plugins have replaced a part of the reduction."""
+        is_own = self.copy_in is foreach_reduce_scatter_copy_in
+        is_default = type(self.reduce_scatter_comm) is DefaultReduceScatter
+        return is_own and is_default and self.no_plugin_prepares
+
+    @property
     def shard_world_size(self) -> int:
         group = self.reduce_scatter_group
         return 1 if group is None else group.size()
@@ -150,12 +169,8 @@ class BucketGrads:
     bucket: ReduceBucket
     unsharded_grads: list[Tensor]  # the copy-in drops them
     partial_reduce_output: Tensor | None = None
-    # Buckets of an all-to-all share it. The first of `grouped_inputs`, if any
-    reduce_scatter_input: Any = None
-    # What one grouped call takes, see [Note: Direct reductions]
-    grouped_inputs: list[Tensor] = field(default_factory=list)
-    # This rank's shards of all ranks' gradients, after an all-to-all
-    received: Tensor | None = None
+    way: Any = None  # to send the bucket: `Packed`, ...
+    inputs: list[Tensor] = field(default_factory=list)  # of the collective
     # Whether the sharded gradients are views of the reduced buffer
     is_viewed: bool = False
 
@@ -198,22 +213,24 @@ def reduce_buckets(
     """
     handle = _get_device_handle(reduction.device.type)
     compute_stream, stream = handle.current_stream(), reduction.reduce_scatter_stream
-    has_peers = reduction.shard_world_size > 1
-    by_all_to_all = [p for p in parts if has_peers and p.bucket.comm_dtype is not None]
+    exchanged: list[BucketGrads] = []
     results: list[ReduceResult] = []
     batch = parts  # an error gets a note about these buckets
     try:
         for part in parts:
-            if part not in by_all_to_all:
+            part.way = _choose_way(reduction, part.bucket)
+            if type(part.way) is Exchanged:
+                exchanged.append(part)
+            else:
                 batch = [part]
-                _copy_in(reduction, part)
-        if by_all_to_all:
-            batch = by_all_to_all
-            _copy_in_all_to_all(reduction, by_all_to_all)
+                part.way.copy_in(reduction, part)
+        if exchanged:
+            batch = exchanged
+            _copy_in_all_to_all(reduction, exchanged)
         stream.wait_stream(compute_stream)
         with handle.stream(stream):
-            if by_all_to_all:
-                _all_to_all(reduction, by_all_to_all)
+            if exchanged:
+                _all_to_all(reduction, exchanged)
             for batch in _all_reduced_together(reduction, parts):
                 results += _reduce_batch(reduction, batch, compute_stream)
     except Exception as error:
@@ -222,52 +239,146 @@ def reduce_buckets(
     return results
 
 
-# Phase 1: copy-in #
+# Ways to send #
 
 
-def _copy_in(reduction: Reduction, part: BucketGrads) -> None:
-    """Copies a bucket's gradients into the reduction's input, and drops them."""
-    bucket, grads, numel = part.bucket, part.unsharded_grads, part.bucket.shard_numel
-    comm, world_size = reduction.reduce_scatter_comm, reduction.shard_world_size
-    is_own = reduction.copy_in is foreach_reduce_scatter_copy_in
-    is_direct = bucket.has_direct and is_own and reduction.no_plugin_prepares
-    if is_direct and world_size > 1 and type(comm) is DefaultReduceScatter:
-        _stage_direct(reduction, part)
-        return
-    reduce_input = reduction.allocate(world_size * numel, bucket.wire_dtype)
-    if is_own:
-        copy_in_grads(bucket, grads, reduce_input.view(world_size, numel))
-    else:  # a plugin's, which takes gradients of one dtype, to be chunked on dim 0
-        if reduction.no_plugin_prepares:
-            _default_reduce_scatter_input_fn(part.fsdp_params, grads, world_size)
-        if any(grad.dtype != grads[0].dtype for grad in grads):
-            grads[:] = [grad.to(reduce_input.dtype) for grad in grads]
-        reduction.copy_in(grads, reduce_input, world_size)
-    part.reduce_scatter_input = reduce_input
-    grads.clear()  # only now: the copy-in has been issued
+def _choose_way(reduction: Reduction, bucket: ReduceBucket) -> Any:
+    """Returns how a bucket is sent, as settings, plugins and the group have it now."""
+    if reduction.shard_world_size == 1:
+        return SingleRank()
+    if bucket.comm_dtype is not None:
+        return Exchanged()
+    return Grouped() if bucket.has_direct and reduction.can_group else Packed()
 
 
-def _stage_direct(reduction: Reduction, part: BucketGrads) -> None:
-    """Collects the inputs of one grouped call, and packs what is not direct."""
-    bucket, grads = part.bucket, part.unsharded_grads
-    pairs = zip(bucket.slots, grads)
-    for is_direct, run in groupby(pairs, lambda pair: pair[0].is_direct):
-        slots, run_grads = zip(*run)
-        if is_direct:
-            for slot, grad in zip(slots, run_grads):
+class Packed:
+    """One buffer, with a row for each rank, and one reduce-scatter."""
+
+    def copy_in(self, reduction: Reduction, part: BucketGrads) -> None:
+        """Copies a bucket's gradients into the reduction's input, and drops them."""
+        bucket, grads, world_size = (
+            part.bucket,
+            part.unsharded_grads,
+            reduction.shard_world_size,
+        )
+        numel = world_size * bucket.shard_numel
+        part.inputs = [reduction.allocate(numel, bucket.wire_dtype)]
+        if reduction.copy_in is foreach_reduce_scatter_copy_in:
+            copy_in_grads(bucket, grads, part.inputs[0].view(world_size, -1))
+        else:
+            _copy_in_by_plugin(reduction, part)
+        grads.clear()  # only now: the copy-in has been issued
+
+    def reduce(
+        self, reduction: Reduction, part: BucketGrads, factors: Factors
+    ) -> tuple[Tensor, float | None]:
+        """
+        Returns this rank's 1D sum over the shard group, and what is left to divide by.
+        """
+        before, after, op, _ = factors
+        _div_if_needed(part.inputs[0], before)
+        output = reduction.allocate(part.bucket.shard_numel, part.bucket.dtype)
+        reduction.reduce_scatter_comm(
+            output_tensor=output,
+            input_tensor=part.inputs[0],
+            group=cast(dist.ProcessGroup, reduction.reduce_scatter_group),
+            op=op,
+        )
+        return output, after
+
+
+class SingleRank(Packed):
+    """No collective. Where nothing needs to be computed, the sum is the input itself."""
+
+    def reduce(
+        self, reduction: Reduction, part: BucketGrads, factors: Factors
+    ) -> tuple[Tensor, float | None]:
+        (reduce_input,), (before, after, _, _) = part.inputs, factors
+        _div_if_needed(reduce_input, before)
+        if (
+            part.partial_reduce_output is None
+            and not reduction.defers_all_reduce
+            and reduce_input.dtype == part.bucket.dtype
+            and allocates_anew(reduction.reduce_scatter_comm)
+        ):
+            return reduce_input, after
+        output = reduction.allocate(part.bucket.shard_numel, part.bucket.dtype)
+        return output.copy_(reduce_input), after
+
+
+class Grouped:
+    """One grouped call for direct gradients, and for buffers of those between them."""
+
+    def copy_in(self, reduction: Reduction, part: BucketGrads) -> None:
+        bucket, world_size = part.bucket, reduction.shard_world_size
+        pairs = zip(bucket.slots, part.unsharded_grads)
+        for is_direct, run in groupby(pairs, lambda pair: pair[0].is_direct):
+            slots, grads = zip(*run)
+            if not is_direct:
+                packed = replace(bucket, slots=slots)
+                numel = world_size * packed.shard_numel
+                buffer = reduction.allocate(numel, bucket.dtype)
+                copy_in_grads(packed, [*grads], buffer.view(world_size, -1))
+                part.inputs.append(buffer)
+                continue
+            for slot, grad in zip(slots, grads):
                 sent = grad.to(bucket.dtype).contiguous()
                 if is_shared(sent):
                     sent = sent.clone()
-                part.grouped_inputs += [piece.view(-1) for piece in slot.split(sent)]
-            continue
-        packed = replace(bucket, slots=slots)
-        numel = reduction.shard_world_size * packed.shard_numel
-        buffer = reduction.allocate(numel, bucket.dtype)
-        rows = buffer.view(reduction.shard_world_size, -1)
-        copy_in_grads(packed, [*run_grads], rows)
-        part.grouped_inputs.append(buffer)
-    part.reduce_scatter_input = part.grouped_inputs[0]
-    grads.clear()
+                part.inputs += [piece.view(-1) for piece in slot.split(sent)]
+        part.unsharded_grads.clear()
+
+    def reduce(
+        self, reduction: Reduction, part: BucketGrads, factors: Factors
+    ) -> tuple[Tensor, float | None]:
+        before, after, op, _ = factors
+        inputs, world_size = part.inputs, reduction.shard_world_size
+        if before not in (None, 1):  # not in place: users may hold gradients
+            inputs = [*torch._foreach_div(inputs, before)]
+        output = reduction.allocate(part.bucket.shard_numel, part.bucket.dtype)
+        outputs = output.split([tensor.numel() // world_size for tensor in inputs])
+        options = ReduceScatterOptions()
+        options.reduceOp, options.asyncOp = op, False
+        group: Any = reduction.reduce_scatter_group
+        # One call, which takes inputs of one dtype
+        work = group.reduce_scatter_tensor_coalesced([*outputs], inputs, options)
+        if work is not None:
+            work.wait()
+        return output, after
+
+
+class Exchanged:
+    """
+    One all-to-all for all buckets with a comm dtype, whose rows each rank adds in a
+    fixed order, see [Note: One tree for every mesh].
+    """
+
+    received: Tensor  # this rank's shards of all ranks' gradients
+
+    def reduce(
+        self, reduction: Reduction, part: BucketGrads, factors: Factors
+    ) -> tuple[Tensor, float | None]:
+        before, after, *_ = factors
+        _div_if_needed(self.received, before)
+        output = reduction.allocate(part.bucket.shard_numel, part.bucket.dtype)
+        is_last = not reduction.continues and part.partial_reduce_output is None
+        add_in_tree(self.received, output, after if is_last else None)
+        del self.received
+        return output, None if is_last else after
+
+
+# Phase 1: copy-in #
+
+
+def _copy_in_by_plugin(reduction: Reduction, part: BucketGrads) -> None:
+    """Gives a plugin gradients of one dtype, to be chunked on dim 0."""
+    grads, (buffer,) = part.unsharded_grads, part.inputs
+    if reduction.no_plugin_prepares:
+        world_size = reduction.shard_world_size
+        _default_reduce_scatter_input_fn(part.fsdp_params, grads, world_size)
+    if any(grad.dtype != grads[0].dtype for grad in grads):
+        grads[:] = [grad.to(buffer.dtype) for grad in grads]
+    reduction.copy_in(grads, buffer, reduction.shard_world_size)
 
 
 def _copy_in_all_to_all(reduction: Reduction, parts: Sequence[BucketGrads]) -> None:
@@ -285,7 +396,9 @@ def _copy_in_all_to_all(reduction: Reduction, parts: Sequence[BucketGrads]) -> N
             # The kernel pads it to one row for each rank
             tensors.append(buffer.new_zeros(1, padding_numel, dtype=dtype))
             continue
-        bucket, grads = _in_pieces(parts[i].bucket, parts[i].unsharded_grads)
+        bucket, grads = parts[i].bucket, parts[i].unsharded_grads
+        if bucket.has_pieces:
+            bucket, grads = _in_pieces(bucket, grads)
         can_chunk &= {*_dense_dtypes(bucket, grads)} == {bucket.wire_dtype}
         if can_chunk:
             is_wider = bucket.wire_dtype != dtype  # a view lengthens the last dim
@@ -297,7 +410,7 @@ def _copy_in_all_to_all(reduction: Reduction, parts: Sequence[BucketGrads]) -> N
         for part, rows in zip(parts, columns, strict=True):
             copy_in_grads(part.bucket, part.unsharded_grads, rows)
     for part in parts:
-        part.reduce_scatter_input = buffer
+        part.inputs = [buffer]
         part.unsharded_grads.clear()
 
 
@@ -316,8 +429,6 @@ def _in_pieces(
     bucket: ReduceBucket, grads: list[Tensor]
 ) -> tuple[ReduceBucket, list[Tensor]]:
     """Returns bucket and gradients by pieces, unless any gradient must be reordered."""
-    if not bucket.has_pieces:
-        return bucket, grads
     pieces: list[Tensor] = []
     for slot, grad in zip(bucket.slots, grads):
         if not (slot.shard_dim and slot.num_pieces):
@@ -353,9 +464,54 @@ def _kernel_takes(source: torch.dtype | None, target: torch.dtype) -> bool:
     return source == target or (source, target) == (torch.bfloat16, torch.float32)
 
 
+class CopyInPlan(NamedTuple):
+    """How gradients of certain dtypes and strides are copied in."""
+
+    takes_all: bool  # by one call of the fused kernel, or of the operator
+    by_operator: bool
+    # Else: which gradient stands in for others, in slices of so many elements, and
+    # which are copied apart
+    largest: int | None = None
+    stand_in_numels: Mapping[int, int] = MappingProxyType({})
+    apart: Sequence[int] = ()
+
+
 def copy_in_grads(bucket: ReduceBucket, grads: list[Tensor], rows: Tensor) -> None:
     """
-    Copies gradients of any dtypes to their columns of the ranks' ``rows``.
+    Copies gradients of any dtypes to their columns of the ranks' ``rows``, as the last
+    ones of the same dtypes and strides.
+    """
+    if bucket.has_pieces:
+        bucket, grads = _in_pieces(bucket, grads)
+    dtypes, device = _dense_dtypes(bucket, grads), rows.device
+    is_dense, is_observed = rows.is_contiguous(), gets_operators(device)
+    facts = dtypes, rows.dtype, device, rows.size(0), is_dense, is_observed
+    if bucket.copy_in is None or bucket.copy_in[0] != facts:
+        bucket.copy_in = facts, _plan_copy_in(bucket, grads, *facts)
+    plan: CopyInPlan = bucket.copy_in[1]
+    if plan.takes_all:
+        _chunk_cat(grads, rows, plan.by_operator)
+        return
+    if plan.largest is not None:
+        placed, flat = [*grads], grads[plan.largest].view(-1)
+        for i, numel in plan.stand_in_numels.items():
+            placed[i] = flat[:numel]
+        _chunk_cat(placed, rows, plan.by_operator)
+    _copy_in_apart(bucket, grads, dtypes, rows, plan.apart)
+
+
+def _plan_copy_in(
+    bucket: ReduceBucket,
+    grads: list[Tensor],
+    dtypes: Sequence[torch.dtype | None],
+    target: torch.dtype,
+    device: torch.device,
+    world_size: int,
+    is_dense: bool,
+    is_observed: bool,
+) -> CopyInPlan:
+    """
+    Chooses how gradients are copied to ``world_size`` rows of dtype ``target``.
 
     [Note: One kernel for most gradients]
     The fused kernel needs dense tensors of one dtype and fills all columns. It casts
@@ -366,42 +522,34 @@ def copy_in_grads(bucket: ReduceBucket, grads: list[Tensor], rows: Tensor) -> No
     together on CUDA.) Rows that are parts of longer ones are not dense: there each
     gradient is copied apart.
     """
-    bucket, grads = _in_pieces(bucket, grads)
-    world_size, dtypes = rows.size(0), _dense_dtypes(bucket, grads)
-    is_dense, first, device = rows.is_contiguous(), dtypes[0], rows.device
+    first = dtypes[0]
     # A uniform unit uses the release's memory and launches
     is_uniform = not bucket.is_mixed and bucket.comm_dtype is None
     has_one_dtype = first is not None and dtypes.count(first) == len(dtypes)
     # Observed steps call the operator, even on its slow path
     use_kernel = has_one_dtype and (
-        is_uniform or _kernel_takes(first, rows.dtype) or gets_operators(device)
+        is_uniform or _kernel_takes(first, target) or is_observed
     )
     # As the release does in uniform units. On CUDA it also saves a temporary
     use_mixed_operator = (not use_kernel and IS_2_15) and (
         (is_uniform and None not in dtypes)
-        or (device.type == "cuda" and {*dtypes, rows.dtype} <= _MIXED_ON_CUDA)
+        or (device.type == "cuda" and {*dtypes, target} <= _MIXED_ON_CUDA)
     )
     if is_dense and (use_kernel or use_mixed_operator):
-        _chunk_cat(grads, rows, by_operator=not use_kernel)
-        return
-    castable = [g for g, d in zip(grads, dtypes) if _kernel_takes(d, rows.dtype)]
-    largest = max(castable if is_dense else (), key=Tensor.numel, default=None)
+        return CopyInPlan(True, is_observed or not use_kernel)
+    castable = [i for i, d in enumerate(dtypes) if is_dense and _kernel_takes(d, target)]
+    largest = max(castable, key=lambda i: grads[i].numel(), default=None)
     # Lengths of stand-in slices: the least n for which the kernel's chunks, of
     # ceil(n / world_size) elements, fill the columns
     stand_in_numels = {
         i: max(world_size * (bucket.slots[i].shard_numel - 1) + 1, 0)
         for i, dtype in enumerate(dtypes)
-        if largest is None or dtype != largest.dtype
+        if largest is None or dtype != dtypes[largest]
     }
-    to_copy_apart: Iterable[int] = stand_in_numels.keys()
-    if largest is not None and max(stand_in_numels.values()) <= largest.numel():
-        placed, flat = [*grads], largest.view(-1)
-        for i, numel in stand_in_numels.items():
-            placed[i] = flat[:numel]
-        _chunk_cat(placed, rows)
-    else:
-        to_copy_apart = range(len(grads))
-    _copy_in_apart(bucket, grads, dtypes, rows, to_copy_apart)
+    if largest is None or max(stand_in_numels.values()) > grads[largest].numel():
+        return CopyInPlan(False, is_observed, apart=range(len(grads)))
+    apart = (*stand_in_numels,)
+    return CopyInPlan(False, is_observed, largest, stand_in_numels, apart)
 
 
 def _copy_in_apart(
@@ -433,7 +581,8 @@ def _copy_in_apart(
             columns.unflatten(1, by_rank.size()[1:]).copy_(by_rank)
         else:
             temporary = grads[first].new_empty(columns.size())
-            _chunk_cat([grads[i].contiguous() for i in run], temporary)
+            run_grads = [grads[i].contiguous() for i in run]
+            _chunk_cat(run_grads, temporary, gets_operators(rows.device))
             columns.copy_(temporary)
 
 
@@ -449,13 +598,14 @@ def foreach_reduce_scatter_copy_in(
 ) -> None:
     """Fills the rows of ``reduce_scatter_input`` (1D), one for each rank."""
     row_numel = reduce_scatter_input.numel() // world_size
-    _chunk_cat(unsharded_grads, reduce_scatter_input.view(world_size, row_numel))
+    rows = reduce_scatter_input.view(world_size, row_numel)
+    _chunk_cat(unsharded_grads, rows, gets_operators(rows.device))
 
 
-def _chunk_cat(tensors: list[Tensor], rows: Tensor, by_operator: bool = False) -> None:
+def _chunk_cat(tensors: list[Tensor], rows: Tensor, by_operator: bool) -> None:
     """Fills ``rows``, which are dense, with the chunks of ``tensors`` on dim 0."""
     world_size, row_numel = rows.size()
-    if by_operator or gets_operators(rows.device):
+    if by_operator:
         getattr(torch.ops.fsdp, _CHUNK_CAT)(tensors, 0, world_size, out=rows)
     else:
         torch._chunk_cat(tensors, 0, world_size, out=rows)
@@ -477,7 +627,7 @@ def _all_to_all_layout(parts: Sequence[BucketGrads]) -> GatherLayout:
 def _all_to_all(reduction: Reduction, parts: Sequence[BucketGrads]) -> None:
     """Exchanges the gradients of all ``parts`` in one collective."""
     comm: Any = reduction.reduce_scatter_comm
-    sent: Tensor = parts[0].reduce_scatter_input
+    (sent,) = parts[0].inputs
     if allocates_anew(comm):
         received = reduction.allocate(sent.numel(), sent.dtype)
     else:  # the comm may return the memory that is being sent
@@ -486,62 +636,7 @@ def _all_to_all(reduction: Reduction, parts: Sequence[BucketGrads]) -> None:
     comm.exchange(output_tensor=received, input_tensor=sent, group=group)
     columns = _view_columns(received, layout, reduction.shard_world_size)
     for part, rows in zip(parts, columns, strict=True):
-        part.received = rows
-
-
-def _reduce_over_shards(
-    reduction: Reduction,
-    part: BucketGrads,
-    *,
-    before: float | None,
-    op: Any,
-    tree_divisor: float | None,
-) -> Tensor:
-    """
-    Returns this rank's 1D sum over the shard group plus the partial reduce. That is added
-    before the all-reduce, which must sum the partial reduces of all replicas.
-    Where nothing needs to be computed, it is the input itself.
-    """
-    bucket, partial = part.bucket, part.partial_reduce_output
-    world_size, reduce_input = reduction.shard_world_size, part.reduce_scatter_input
-    group: Any = reduction.reduce_scatter_group
-    if not part.grouped_inputs:
-        to_divide = reduce_input if part.received is None else part.received
-        _div_if_needed(to_divide, before)
-    if (
-        world_size == 1
-        and partial is None
-        and not reduction.defers_all_reduce
-        and reduce_input.dtype == bucket.dtype
-        and allocates_anew(reduction.reduce_scatter_comm)
-    ):
-        return reduce_input
-    output = reduction.allocate(bucket.shard_numel, bucket.dtype)
-    if world_size == 1:
-        output.copy_(reduce_input)
-    elif part.grouped_inputs:
-        inputs: Any = part.grouped_inputs
-        if before not in (None, 1):  # not in place: users may hold gradients
-            inputs = torch._foreach_div(inputs, before)
-        outputs = output.split([tensor.numel() // world_size for tensor in inputs])
-        options = ReduceScatterOptions()
-        options.reduceOp, options.asyncOp = op, False
-        # One call, which takes inputs of one dtype
-        work = group.reduce_scatter_tensor_coalesced([*outputs], [*inputs], options)
-        if work is not None:
-            work.wait()
-    elif part.received is None:
-        reduction.reduce_scatter_comm(
-            output_tensor=output, input_tensor=reduce_input, group=group, op=op
-        )
-    else:
-        add_in_tree(part.received, output, tree_divisor)
-        part.received = None
-    if reduction.defers_all_reduce:
-        output = output.to(part.partial_dtype)
-    if partial is not None:
-        output += partial
-    return output.clone() if reduction.clones_output else output
+        part.way.received = rows
 
 
 @without_grad
@@ -571,6 +666,26 @@ def _all_reduced_together(
     return [[*batch] for _, batch in grouped]
 
 
+def _get_factors(bucket: ReduceBucket, scaling: Scaling) -> Factors:
+    if bucket.factors is None or bucket.factors[0] != scaling:
+        bucket.factors = scaling, get_divide_factors(bucket.key, scaling)
+    return bucket.factors[1]
+
+
+def _add_partial_reduce(
+    reduction: Reduction, part: BucketGrads, shard: Tensor
+) -> Tensor:
+    """
+    Returns a rank's shard plus the partial reduce, in memory of its own. That is added
+    before the all-reduce, which must sum the partial reduces of all replicas.
+    """
+    if reduction.defers_all_reduce:
+        shard = shard.to(part.partial_dtype)
+    if part.partial_reduce_output is not None:
+        shard += part.partial_reduce_output
+    return shard.clone() if reduction.clones_output else shard
+
+
 def _reduce_batch(
     reduction: Reduction, parts: Sequence[BucketGrads], consumer_stream: torch.Stream
 ) -> list[ReduceResult]:
@@ -578,56 +693,63 @@ def _reduce_batch(
     Reduces buckets that share an all-reduce, and so have the same factors. The sharded
     gradients are read in ``consumer_stream``.
     """
-    first, bucket = parts[0], parts[0].bucket
-    group, hook = reduction.all_reduce_group, reduction.all_reduce_hook
-    uses_stream = group is not None or hook is not None
-    before, after, op, replica_op = get_divide_factors(bucket.key, reduction.scaling)
-    tree_divisor = None
-    is_last = not uses_stream and first.partial_reduce_output is None
-    if is_last and first.received is not None:
-        tree_divisor, after = after, None  # no sum follows the tree
-    shards: Sequence[Tensor]
-    shards = [
-        _reduce_over_shards(
-            reduction, part, before=before, op=op, tree_divisor=tree_divisor
-        )
-        for part in parts
-    ]
-    buffer = shards[0]
+    part, stream = parts[0], reduction.reduce_scatter_stream
+    factors, shards = _get_factors(part.bucket, reduction.scaling), []
+    after = None
+    for part in parts:
+        shard, after = part.way.reduce(reduction, part, factors)
+        if part.partial_reduce_output is not None or reduction.keeps_sum:
+            shard = _add_partial_reduce(reduction, part, shard)
+        shards.append(shard)
+    scattered = stream.record_event()
+    if reduction.defers_all_reduce:  # of one bucket
+        result = ReduceResult(part.inputs[0], scattered, stream, scattered)
+        return [result._replace(partial_reduce_output=shards[0])]
+    if reduction.continues:
+        args = reduction, parts, shards, after, factors[3], consumer_stream
+        return _reduce_over_replicas(*args, scattered)
+    _div_if_needed(shards[0], after)
+    accumulate_sharded_grads(part, shards[0], stream, consumer_stream)
+    done = stream.record_event()
+    if shards[0] is part.inputs[0]:
+        scattered = done  # over a single rank the buffer is held as the input
+    return [ReduceResult(part.inputs[0], scattered, stream, done)]
+
+
+def _reduce_over_replicas(
+    reduction: Reduction,
+    parts: Sequence[BucketGrads],
+    shards: Sequence[Tensor],
+    after: float | None,
+    op: Any,
+    consumer_stream: torch.Stream,
+    scattered: torch.Event,
+) -> list[ReduceResult]:
+    """All-reduces the shards of buckets together, and runs the user's hook."""
+    buffer, stream = shards[0], reduction.all_reduce_stream
     if len(shards) > 1:
         buffer = torch.cat(shards)
         shards = buffer.split([shard.numel() for shard in shards])
-    inputs = [part.reduce_scatter_input for part in parts]
-    stream = reduction.reduce_scatter_stream
-    scattered = stream.record_event()
-    if reduction.defers_all_reduce:
-        result = ReduceResult(inputs[0], scattered, stream, scattered)  # one bucket
-        return [result._replace(partial_reduce_output=buffer)]
-    # A view keeps the whole buffer alive. If any gradient is cast, all are copied, so
-    # that the buffer can be freed. A plugin's `allocate` may return another dtype
     needs_casts = any(part.bucket.needs_casts for part in parts)
-    as_views = buffer.dtype == bucket.dtype and not needs_casts
-    handle = _get_device_handle(reduction.device.type)
-    if uses_stream:
-        stream = reduction.all_reduce_stream
-        stream.wait_stream(reduction.reduce_scatter_stream)
-    with handle.stream(stream) if uses_stream else NO_CONTEXT:
-        if group is not None and bucket.comm_dtype is None:
-            dist.all_reduce(buffer, group=group, op=replica_op)
-        elif group is not None:
+    stream.wait_stream(reduction.reduce_scatter_stream)
+    with _get_device_handle(reduction.device.type).stream(stream):
+        if (group := reduction.all_reduce_group) is None:
+            pass
+        elif parts[0].bucket.comm_dtype is None:
+            dist.all_reduce(buffer, group=group, op=op)
+        else:
             all_reduce_in_tree(buffer, group)
-        if hook is not None:
+        if (hook := reduction.all_reduce_hook) is not None:
             hook(buffer)
         _div_if_needed(buffer, after)
         for part, shard in zip(parts, shards, strict=True):
-            accumulate_sharded_grads(
-                part, shard, stream, consumer_stream, as_views=as_views
-            )
+            args = part, shard, stream, consumer_stream
+            accumulate_sharded_grads(*args, needs_casts=needs_casts)
         done = stream.record_event()
-    held = (buffer, done) if uses_stream else (None, None)
-    if buffer is inputs[0] and not uses_stream:
-        scattered = done  # over a single rank the buffer is held as the input
-    return [ReduceResult(x, scattered, stream, done, *held) for x in inputs]
+    return [
+        ReduceResult(part.inputs[0], scattered, stream, done, buffer, done)
+        for part in parts
+    ]
 
 
 def record_grad_output_stream(buffer: Tensor, stream: torch.Stream) -> None:
@@ -643,20 +765,24 @@ def accumulate_sharded_grads(
     stream: torch.Stream,
     consumer_stream: torch.Stream,
     *,
-    as_views: bool,
+    needs_casts: bool = False,
 ) -> None:
     """
     Accumulates a rank's shard of the reduced bucket in the sharded gradients: views of
-    ``shard``, or of one copy for each gradient dtype.
+    ``shard``, or of one copy for each gradient dtype. A view keeps the whole buffer
+    alive: if any gradient is cast, also one of another bucket in it (``needs_casts``),
+    all are copied, so that the buffer can be freed.
     """
     bucket, starts, fsdp_params = part.bucket, part.bucket.starts, part.fsdp_params
-    part.is_viewed = as_views
+    # A plugin's `allocate` may return another dtype
+    needs_casts |= bucket.needs_casts or shard.dtype != bucket.dtype
+    part.is_viewed = not needs_casts
     record_grad_output_stream(shard, consumer_stream)
     for dtype, indices in bucket.runs:
         flat, start = shard, starts[indices[0]]
         if len(bucket.runs) > 1:
             flat = shard[start : starts[indices[-1] + 1]]
-        if not as_views:
+        if needs_casts:
             flat = flat.to(dtype, copy=True)
             record_grad_output_stream(flat, consumer_stream)
         base = flat.storage_offset() - start
@@ -683,32 +809,45 @@ def accumulate_sharded_grad(
     Accumulates a sharded gradient and runs its post-accumulate-grad hooks. Returns
     whether ``sharded_grad`` is the gradient, and remains it.
     """
-    sharded_param, offloads = fsdp_param.sharded_param, fsdp_param.offload_to_cpu
+    sharded_param = fsdp_param.sharded_param
     # Else each access looks for an override in DTensor: 2 % of a unit's host time
     with torch._C.DisableTorchFunctionSubclass():
         hooks, present = sharded_param._post_accumulate_grad_hooks, sharded_param.grad
-        if offloads:
-            # A CPU addition or a hook reads the gradient immediately, so its copy to the
-            # host may be in flight only without either
-            overlaps = fsdp_param.pin_memory and present is None and not hooks
-            sharded_grad = sharded_grad.to(torch.device("cpu"), non_blocking=overlaps)
-            if overlaps:
-                fsdp_param.grad_offload_event = stream.record_event()
-        if present is None:
+        is_plain = present is None and not hooks and not fsdp_param.offload_to_cpu
+        if is_plain:
             sharded_param.grad = _as_dtensor(fsdp_param, sharded_grad)
-    if isinstance(present, DTensor):
-        stored = cast(DTensor, sharded_param)._local_tensor.dtype
+    if not is_plain:
+        _accumulate(fsdp_param, sharded_grad, stream, present)
+    return is_plain
+
+
+def _accumulate(
+    fsdp_param: FSDPParam, sharded_grad: Tensor, stream: torch.Stream, present: Any
+) -> None:
+    """Offloads a sharded gradient, adds it to the one that is present, and runs hooks."""
+    sharded_param: Any = fsdp_param.sharded_param
+    hooks = sharded_param._post_accumulate_grad_hooks
+    if fsdp_param.offload_to_cpu:
+        # A CPU addition or a hook reads the gradient immediately, so its copy to the
+        # host may be in flight only without either
+        overlaps = fsdp_param.pin_memory and present is None and not hooks
+        sharded_grad = sharded_grad.to(torch.device("cpu"), non_blocking=overlaps)
+        if overlaps:
+            fsdp_param.grad_offload_event = stream.record_event()
+    if present is None:
+        sharded_param.grad = _as_dtensor(fsdp_param, sharded_grad)
+    elif isinstance(present, DTensor):
+        stored = sharded_param._local_tensor.dtype
         if sharded_param.dtype != stored:  # only its `data` was cast
             raise RuntimeError(
                 f"{fsdp_param._param_fqn} is {sharded_param.dtype} now, but its shard "
                 f"is {stored}: cast a model before its first forward"
             )
         present._local_tensor += sharded_grad
-    elif present is not None:
+    else:
         raise AssertionError(
             f"The gradient of {fsdp_param._param_fqn} is a {type(present).__name__}: set "
             "the gradient of a sharded parameter to a DTensor like it, or to None"
         )
     for hook in [*hooks.values()] if hooks else ():
         hook(sharded_param)
-    return present is None and not hooks and not offloads
