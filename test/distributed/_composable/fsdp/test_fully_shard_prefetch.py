@@ -128,6 +128,23 @@ class TestOrder(PrefetchTest):
         loss.backward()
         self.assert_at_rest(model)
 
+    @parametrize("mode", (PRE, POST))
+    def test_children_whose_backward_is_over_are_not_gathered_again(
+        self, mode: BackwardPrefetch
+    ) -> None:
+        """A unit whose inputs need gradients ends after its children, as the root here."""
+        model = nn.Sequential(self.new_blocks(), *self.new_blocks())
+        for unit in (*model[0][:2], model[0], *model[1:], model):
+            fully_shard(unit, mesh=self.mesh())
+        set_backward_prefetch(model, mode)
+        for _ in range(2):
+            loss = model(self.input()).sum()
+            with record_collectives() as recorder:
+                loss.backward()
+            gathers = [call for call in recorder.calls if call.name == "all_gather"]
+            self.assertEqual(len(gathers), 2 + 1 + BLOCKS)  # the root is empty
+            self.assert_at_rest([*model[0][:2], *model])
+
     def test_named_units_come_first(self) -> None:
         """Those that a unit is told to gather, it gathers before its backward."""
         model = self.noting(None)

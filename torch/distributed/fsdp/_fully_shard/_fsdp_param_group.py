@@ -654,7 +654,9 @@ class FSDPParamGroup(PluginNames):
         """Starts the gathers that were to wait for the end of this group's backward."""
         targets, self._to_prefetch_after = self._to_prefetch_after, []
         for target in targets:
-            self._prefetch_unshard(target, "backward")
+            # Not that of a child, which has ended before: its forwards are used up
+            if target._post_forward_indices:
+                self._prefetch_unshard(target, "backward")
 
     @staticmethod
     def _prefetch_unshard(target_fsdp_param_group: Any, pass_type: str) -> None:
