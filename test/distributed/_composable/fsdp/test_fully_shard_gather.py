@@ -6,6 +6,7 @@ is kept between steps.
 """
 
 import itertools
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -21,6 +22,7 @@ from fsdp_helpers.common.comms import (
     FP32,
     FP64,
     group_of,
+    mesh_of,
     mixed_specs,
     NoGather,
     policy_of,
@@ -130,6 +132,36 @@ class TestAllGather(ThreadTest):
         plain.init_unsharded_param()
         values = random_input(3, seed=0).to(self.device)
         self.assert_same(plain.unsharded_param, values)
+
+    @parametrize("dtypes", [(FP32, torch.uint8, BF16), (torch.uint8, FP32, FP8)])
+    @parametrize("is_single", [False, True])
+    def test_an_extension_may_view_the_same_bytes_in_another_dtype(
+        self, dtypes: Sequence[torch.dtype], is_single: bool
+    ) -> None:
+        """Its post hook gets the dtype of the first call, as in the release."""
+        values = random_input(3, 4, seed=0).to(self.device)
+        layer = nn.Linear(4, 3, bias=False, device=self.device)
+        layer.weight.data.copy_(values)
+        single = mesh_of(self.world_size, 1)["shard"]
+        fully_shard(layer, mesh=single if is_single else self.mesh())
+        shard, views, made_in = layer.weight._local_tensor, [*dtypes], []
+
+        @torch.no_grad()
+        def post(outputs: Any, *args: Any, out: Any = None) -> Any:
+            made_in.append(outputs[0].dtype)
+            weight = outputs[0].view(-1).view(FP32).view(3, 4)
+            if out is None:
+                return weight.clone(), ()
+            out.data.copy_(weight)
+
+        flat = shard.view(-1)
+        shard.fsdp_pre_all_gather = lambda mesh: ((flat.view(views.pop(0)),), None)
+        shard.fsdp_post_all_gather = post
+        for _ in dtypes:
+            layer.unshard()
+            self.assert_same(layer.weight.detach(), values)
+            layer.reshard()
+        self.assertEqual(made_in, [dtypes[0]] * len(dtypes))
 
     @parametrize("param_dtype,times,number", [(None, 7, 1), (None, 9, 3), (BF16, 7, 3)])
     def test_copies_do_not_multiply_with_parameters(

@@ -266,6 +266,9 @@ def unshard_single_rank(cache: ParamGroupCache, device: torch.device) -> None:
     tensors, plan = cache.prepare_gather()
     outputs = cache.alloc_outputs(plan.dtypes, plan.numels, 1, device)
     targets = [output.data for output in outputs.tensors]  # see `_view_outputs`
+    if cache._has_extensions:  # see `prepare_gather`
+        dtypes = chain.from_iterable(plan.dtypes)
+        targets = [target.view(dtype) for target, dtype in zip(targets, dtypes)]
     copies.copy_each(targets, tensors)
 
 

@@ -86,6 +86,10 @@ class GatherPlan:
         self.split_sizes = SplitSizes(self.layout.split_sizes)
         self.split_sizes.layout = self.layout
 
+    def nbytes_of(self, i: int) -> list[int]:
+        """Returns the sizes of a parameter's inputs in bytes."""
+        return [n * d.itemsize for n, d in zip(self.numels[i], self.dtypes[i])]
+
 
 def _group(values: Iterable, counts: Iterable[int]) -> list[list]:
     iterator = iter(values)
@@ -211,12 +215,12 @@ class ParamGroupCache:
         if plan is None or plan.made_for != made_for:
             previous, plan = plan, GatherPlan(params, *made_for)
             for i, fsdp_param in enumerate(params):
-                gathered = plan.dtypes[i], plan.numels[i]
-                if previous and has_extension(fsdp_param):
-                    # It may quantize by row in forward, and by column in backward
-                    if gathered != (previous.dtypes[i], previous.numels[i]):
-                        fsdp_param.all_gather_outputs = []
-                _check_dtypes(fsdp_param, plan.dtypes[i])
+                if not has_extension(fsdp_param):
+                    _check_dtypes(fsdp_param, plan.dtypes[i])
+                # It may quantize by row in forward, and by column in backward. As many
+                # bytes keep the dtype of the first gather, whatever they are viewed in
+                elif previous and plan.nbytes_of(i) != previous.nbytes_of(i):
+                    fsdp_param.all_gather_outputs = []
             plan.split_sizes.state = state
             self.plans[state] = plan
         return tensors, plan
