@@ -205,8 +205,11 @@ class TestKernel(TestCase):
         expected = torch.empty(numel, dtype=added, device=self.device)
         with mock.patch.object(tree, "_has_kernel", False):
             tree.add_in_tree(rows.clone(), expected)
-        if divisor is not None:
-            expected.mul_(1 / divisor)  # as CUDA divides
+        if self.device == "cuda":
+            tree._div_if_needed(expected, divisor)
+        elif divisor is not None:  # as CUDA divides by a number
+            inverse = torch.tensor(divisor, dtype=FP32).reciprocal()
+            expected.copy_(expected.float() * inverse)
         tree.add_in_tree(rows, target[1:-1], divisor)
         actual = target[1:-1].contiguous()
         self.assertTrue(torch.equal(actual.view(torch.int8), expected.view(torch.int8)))
@@ -227,6 +230,13 @@ class TestKernel(TestCase):
             for numel in (0, 1, 2049):  # the last one takes three blocks
                 with self.subTest(f"{numel} of {sent} in {added}"):
                     self.check(self.rows(5, numel, sent), added, 8.0)
+
+    def test_divides_as_the_operator_by_factors_that_fp32_rounds(self):
+        """Whose sums over replicas the operator divides, with the same bits."""
+        for divisor in (1.1, 2.2, 3.3, 0.3, 3.14159, 6.4, 12.8, 1 / 3, 7.6):
+            with self.subTest(divisor=divisor):
+                self.check(self.rows(4, 500, BF16), FP32, divisor)
+                self.check(self.rows(4, 500, FP16), FP16, divisor)
 
     def test_rows_far_apart(self):
         if self.device == "cpu" or torch.cuda.mem_get_info()[0] < 2**34:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ctypes import c_float
+
 import triton
 import triton.language as tl
 from triton.language import constexpr
@@ -15,8 +17,8 @@ _BLOCK_NUMEL = 1024
 def add_rows(rows: torch.Tensor, output: torch.Tensor, divisor: float | None) -> None:
     """Does as ``add_in_tree``: reads each row once, and writes only ``output``."""
     count, numel = rows.size()
-    # What `div_` multiplies by on CUDA
-    scale = 1.0 / (divisor or 1.0)
+    # What `div_` multiplies by on CUDA: the inverse of the number as fp32 has it
+    scale = 1.0 / c_float(divisor or 1.0).value
     # Without a value for fusion, Triton warns that the default will change
     _add_rows[(triton.cdiv(numel, _BLOCK_NUMEL),)](
         rows, output, numel, rows.stride(0), scale, count, _BLOCK_NUMEL,
