@@ -244,34 +244,54 @@ class TestProcesses(FSDPProcessTest):
             expected = (14, ["prepare_reduce_scatter_inputs"])
         self.assertEqual(calls, [expected] * len(calls))
 
-    @parametrize("is_last", [False, True])
-    def test_reduce_dtype_that_changes_before_the_all_reduce_is_an_error(
-        self, is_last: bool
-    ):
-        model = model_of({"p": ((4,), FP32)})
+    @parametrize("dtype", [BF16, FP16])
+    def test_deferred_sums_may_become_wider(self, dtype: torch.dtype):
+        """
+        As since 2.15, where a gradient with a wider ``grad_dtype`` joins them. Also on a
+        replica that has no earlier sum, by the same collectives.
+        """
+        sizes = {"a": (3, dtype), "b": (8, dtype), "c": (5, dtype), "d": (4, FP32)}
+        model = model_of({name: ((n,), d) for name, (n, d) in sizes.items()})
+        model.b.grad_dtype = FP32
         fully_shard(model, mesh=hybrid_mesh(2))
-        group = group_of(model)
+        model.set_gradient_divide_factor(8.0)  # of which fp16 divides 4 before the sum
+        has_earlier = self.rank < 2
+        model.set_requires_all_reduce(False)
+        backward(model, **dict.fromkeys("acd" if has_earlier else "", 4.0))
+        model.set_requires_all_reduce(True)
+        with record_collectives() as recorder:
+            backward(model, **dict.fromkeys("abd" if has_earlier else "abcd", 1.0))
+        reduced = [call.dtype for call in recorder.all_reduces]
+        self.assertEqual(reduced, [FP32] if IS_2_15 else [FP32, dtype])
+        found = [full_grad(param).unique().item() for param in model.parameters()]
+        self.assertEqual(found, [1.5, 0.5, 1.25, 1.5])
 
-        def microbatch(reduce_dtype: torch.dtype, is_last: bool) -> None:
-            for fsdp_param in group.fsdp_params:
-                fsdp_param.mp_policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    POLICIES = {
+        "narrower": ({"reduce_dtype": FP32}, {"reduce_dtype": BF16}),
+        "divided_before": ({"reduce_dtype": FP32}, {"reduce_dtype": FP16}),
+        "not_divided_before": ({"reduce_dtype": FP16}, {"reduce_dtype": FP32}),
+        "exchanged": ({"reduce_dtype": FP16}, {"grad_comm_dtype": BF16}),
+    }
+
+    @parametrize("change", POLICIES)
+    @parametrize("factor", [None, 8.0])
+    def test_reduce_dtype_may_change_before_the_all_reduce(
+        self, change: str, factor: float | None
+    ):
+        model = model_of({"p": ((3,), FP32), "q": ((4,), FP32)})
+        fully_shard(model, mesh=hybrid_mesh(2))
+        model.set_gradient_divide_factor(factor)
+        group, (first, second) = group_of(model), self.POLICIES[change]
+        for i, kwargs in enumerate((first, second, second)):
+            for fsdp_param in group.fsdp_params[: 1 + (i == 2)]:  # one, then both
+                fsdp_param.mp_policy = MixedPrecisionPolicy(**kwargs)
             group._cache.invalidate_buckets_if_changed()
-            model.set_requires_all_reduce(is_last)
-            backward(model, p=1.0)
-
-        microbatch(FP32, is_last=False)
-        with self.assertRaisesRegex(
-            RuntimeError,
-            r"p was reduced in torch\.float32 in an earlier microbatch, whose "
-            r"all-reduce was deferred, and would be in torch\.bfloat16 now",
-        ):
-            microbatch(BF16, is_last)
-        model.reset_iter_state()
-        microbatch(BF16, is_last=False)
-        microbatch(BF16, is_last=True)
-        self.assertEqual(full_grad(model.p), torch.full((4,), 2.0, dtype=FP64))
+            model.set_requires_all_reduce(i == 2)
+            backward(model, p=1.0, q=2.0)
         self.assertEqual(group._partial_reduces, {})
-        microbatch(FP32, is_last=False)  # as it may now
+        mean = 12 / (factor or 4)
+        self.assertEqual(full_grad(model.p), torch.full((3,), mean, dtype=FP64))
+        self.assertEqual(full_grad(model.q), torch.full((4,), 2 * mean, dtype=FP64))
 
 
 class TestBuffers(FakeGroupTest):

@@ -260,29 +260,12 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
         """
         fsdp_params = cache.fsdp_params
         earlier = {i: key for key, p in self.items() for i in p.bucket.params}
-        buckets = _get_buckets(cache, grads, tuple(earlier.items()))
-        is_due = buckets or not defers or IS_2_15
-        if not self or not is_due or not hasattr(fsdp_params[0], "_unsharded_param"):
-            return buckets
-        keys = {i: bucket.key for bucket in buckets for i in bucket.params}
-        for i, key in earlier.items():
-            if keys.get(i, key) != key:
-                before, now = map(layouts.describe_key, (key, keys[i]))
-                raise RuntimeError(
-                    f"{fsdp_params[i]._param_fqn} was reduced in {before} in an earlier "
-                    f"microbatch, whose all-reduce was deferred, and would be in {now} "
-                    "now: set reduce_dtype in MixedPrecisionPolicy"
-                )
-        if keys.keys() >= earlier.keys():
-            return buckets
-        slots = [slot for bucket in buckets for slot in bucket.slots]
-        for i, (dtype, _) in earlier.items():
-            if i not in keys:
-                keys[i], min_nbytes = earlier[i], cache.direct_memory.min_nbytes
-                slots.append(make_slot(i, fsdp_params[i], dtype, min_nbytes))
-                grads[i] = fsdp_params[i].unsharded_zero_grad_data.to(dtype)
-        is_mixed = layouts.is_mixed(fsdp_params)
-        return layouts.plan_buckets(slots, [*keys.values()], is_mixed)
+        if earlier and hasattr(fsdp_params[0], "_unsharded_param"):
+            if IS_2_15 or not defers or any(grad is not None for grad in grads):
+                for i, (dtype, _) in earlier.items():
+                    if grads[i] is None:
+                        grads[i] = fsdp_params[i].unsharded_zero_grad_data.to(dtype)
+        return _get_buckets(cache, grads, tuple(earlier.items()))
 
     def pop_part(
         self,
@@ -294,8 +277,8 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
         prepares: bool = True,
     ) -> BucketGrads:
         """
-        Moves a bucket's gradients out of ``grads``, so that nothing else holds them, and
-        the bucket's partial reduce out of ``self``.
+        Moves a bucket's gradients out of ``grads``, so that nothing else holds them. Adds
+        the partial reduces of its parameters, whatever they have been reduced in.
         """
         popped = [grads[i] for i in bucket.params]
         for i in bucket.params:
@@ -303,15 +286,17 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
         params = [fsdp_params[i] for i in bucket.params]
         if prepares:
             bucket = prepare_inputs(reduction, bucket, params, popped)
-        output = None
-        if (partial := self.pop(bucket.key, None)) is not None:
+        output, members = None, {*bucket.params}
+        partials = [p for p in self.values() if members & {*p.bucket.params}]
+        if [partial.bucket for partial in partials] == [bucket]:
+            output = partials[0].output
+        elif partials:
             handle = _get_device_handle(reduction.device.type)
-            stream, output = reduction.reduce_scatter_stream, partial.output
-            if bucket.slots != partial.bucket.slots:
-                # New memory may have been freed after waits of the current stream only
-                stream.wait_stream(handle.current_stream())
-                with handle.stream(stream):
-                    output = relayout(partial.bucket, output, bucket)
+            stream = reduction.reduce_scatter_stream
+            # New memory may have been freed after waits of the current stream only
+            stream.wait_stream(handle.current_stream())
+            with handle.stream(stream):
+                output = relayout(partials, bucket, reduction.scaling)
         return BucketGrads(params, bucket, popped, output)
 
     def assign(self, group: Any, output: Tensor) -> None:

@@ -549,6 +549,7 @@ class FSDPParamGroup(PluginNames):
             except BaseException as error:
                 self._agreement.add_note(error, buckets)
                 raise
+            partial_reduces.clear()  # they are in these sums
             for bucket, result in results:
                 self._post_reduce_event = result.post_reduce_event
                 if (output := result.partial_reduce_output) is not None:

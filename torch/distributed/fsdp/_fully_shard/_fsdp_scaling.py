@@ -107,6 +107,15 @@ def get_divide_factors(key: BucketKey, scaling: Scaling) -> Factors:
     return before, after, op, all_reduce_op
 
 
+def get_partial_divisor(key: BucketKey, scaling: Scaling) -> float:
+    """Returns what a bucket's partial reduces have been divided by."""
+    before, _, op, _ = get_divide_factors(key, scaling)
+    shards, by_op = _size(scaling.reduce_scatter_group), 1.0
+    if shards > 1 and op != ReduceOp.SUM:
+        by_op = shards if op == ReduceOp.AVG else scaling.factor or 1.0
+    return by_op * (before or 1.0)
+
+
 def _size(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else group.size()
 
