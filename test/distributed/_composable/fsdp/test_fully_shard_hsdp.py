@@ -224,6 +224,22 @@ class TestProcesses(FSDPProcessTest):
         self.assertEqual(full_grad(model.q), expected)
         self.assertEqual(model.p.grad.dtype, FP32)
 
+    @parametrize("is_frozen_at_first", [False, True])
+    def test_the_first_microbatch_is_not_rounded(self, is_frozen_at_first: bool):
+        """To the reduce dtype: bf16 rounds 257, fp16 and a wider ``grad_dtype`` do not."""
+        policy = MixedPrecisionPolicy(reduce_dtype=BF16)
+        model = model_of({"p": ((4,), FP16), "q": ((4,), FP16)})
+        model.p.grad_dtype = FP32
+        model.p.requires_grad_(not is_frozen_at_first)
+        fully_shard(model, mesh=hybrid_mesh(2), mp_policy=policy)
+        if is_frozen_at_first:
+            backward(model, q=1.0)
+            model.p.requires_grad_(True)
+        for is_last, value in ((False, 257.0), (True, -256.0)):
+            model.set_requires_gradient_sync(is_last)
+            backward(model, p=value)
+        self.assertEqual(full_grad(model.p), torch.full((4,), 1.0).double())
+
     def test_replaced_reduction_gets_the_arguments_of_the_release(self):
         own, calls = param_group.foreach_reduce, []
 

@@ -159,8 +159,7 @@ def resume_upcasts(cache: ParamGroupCache) -> None:
         dtype = _unsharded_grad_dtype(fsdp_param)
         # A gradient must have the dtype that is set
         grad, param.grad = param.grad, None
-        if param.requires_grad:
-            param.grad_dtype = dtype
+        param.grad_dtype = dtype  # also if frozen, as that may end
         if grad is not None:
             param.grad = grad.to(dtype)
 

@@ -244,10 +244,10 @@ class ParamGroupCache:
         self._outputs = GatherOutputs(self.fsdp_params)
         return self._outputs
 
-    def init_unsharded_params(self) -> None:
-        """Makes the unsharded parameters from new all-gather outputs."""
+    def init_unsharded_params(self) -> bool:
+        """Makes the unsharded parameters from new all-gather outputs. Returns if so."""
         if self._has_unsharded_params and not self._has_extensions:
-            return
+            return False
         fsdp_param = self.fsdp_params[0]
         try:
             for fsdp_param in self.fsdp_params:
@@ -258,6 +258,7 @@ class ParamGroupCache:
                 note_extension(error, fsdp_param, "fsdp_post_all_gather", result)
             raise
         self._has_unsharded_params = True
+        return True
 
     def keep_requires_grad(self) -> None:
         """Gives sharded parameters the flags that users have set on registered ones."""

@@ -365,7 +365,8 @@ class FSDPParamGroup(PluginNames):
                         foreach_all_gather_copy_out(
                             result, self.fsdp_params, group, **options
                         )
-                cache.init_unsharded_params()
+                if cache.init_unsharded_params():
+                    grads_.resume_upcasts(cache)  # in the first microbatch as well
         except BaseException as error:
             self._agreement.add_note(error)
             raise
