@@ -95,6 +95,19 @@ class UnitAgreement:
             has_compared = self._compare(group, _announce(self._param_group))
             self.has_compared_gathers = has_compared and _mode() != "always"
 
+    def check_reductions(
+        self, reduction: Any, buckets: Sequence[ReduceBucket]
+    ) -> None:
+        """Raises before a ``Reduction`` of ``buckets`` that other ranks do not issue."""
+        last, comm = self._last_buckets, reduction.reduce_scatter_comm
+        group = reduction.reduce_scatter_group
+        if group is not None and last.get(group) is not buckets:
+            self.check_reduction(group, buckets, comm)
+        group = reduction.all_reduce_group
+        if reduction.all_reduce_grads and group is not None:
+            if last.get(group) is not buckets:
+                self.check_reduction(group, buckets)
+
     def check_reduction(
         self,
         group: dist.ProcessGroup,
@@ -102,8 +115,6 @@ class UnitAgreement:
         comm: Any = None,
     ) -> None:
         """Raises before a reduction by ``comm``, or before an all-reduce without it."""
-        if self._last_buckets.get(group) is buckets:
-            return
         if comm is not None and not getattr(comm, "needs_all_ranks", False):
             return
         always, pattern = _mode() == "always", _pattern_of(buckets)

@@ -337,7 +337,8 @@ def foreach_reduce(
     )
     grad_dtypes = [grad.dtype for grad in unsharded_grads]
     bucket = _plan_one_bucket(fsdp_params, grad_dtypes, reduce_dtype)
-    bucket = prepare_inputs(reduction, bucket, fsdp_params, unsharded_grads)
+    if not reduction.no_plugin_prepares:
+        bucket = prepare_inputs(reduction, bucket, fsdp_params, unsharded_grads)
     part = BucketGrads(fsdp_params, bucket, unsharded_grads, partial_reduce_output)
     return reduce_buckets(reduction, [part])[0]
 
@@ -345,10 +346,16 @@ def foreach_reduce(
 _REDUCE_SIGNATURE = inspect.signature(foreach_reduce)
 
 
-def call_monkeypatched(
+def reduce_monkeypatched(
+    replacement: Callable[..., Any], reduction: Reduction, parts: Sequence[BucketGrads]
+) -> list[ReduceResult]:
+    """Reduces buckets by a plugin's replacement of :func:`foreach_reduce`."""
+    return [_call_monkeypatched(replacement, reduction, part) for part in parts]
+
+
+def _call_monkeypatched(
     replacement: Callable[..., Any], reduction: Reduction, part: BucketGrads
 ) -> ReduceResult:
-    """Calls a plugin's replacement of :func:`foreach_reduce`."""
     runs = part.bucket.runs
     values = reduction._asdict() | {
         "fsdp_params": part.fsdp_params,

@@ -22,9 +22,9 @@ import torch
 from torch.distributed.device_mesh import _get_device_handle
 
 from . import _fsdp_layout as layouts
-from ._fsdp_collectives import AllGatherResult, call_monkeypatched
+from ._fsdp_collectives import AllGatherResult
 from ._fsdp_common import TrainingState
-from ._fsdp_comms import allocates_anew, SymmMemAllocMixin
+from ._fsdp_comms import DefaultReduceScatter
 from ._fsdp_direct import DirectMemory
 from ._fsdp_grads import JoinedReduction
 from ._fsdp_layout import ReduceBucket
@@ -177,39 +177,31 @@ class FSDPCommContext:
         reduction: Reduction,
         buckets: Sequence[ReduceBucket],
         pop_part: Callable[[ReduceBucket], BucketGrads],
-        replacement: Callable[..., Any] | None = None,
+        reduce: Callable[..., list[ReduceResult]] = reduce_buckets,
     ) -> list[tuple[ReduceBucket, ReduceResult]]:
         """
-        Reduces buckets, whose gradients ``pop_part`` pops, and holds the memory that is
-        in use: all buckets at once, or one by one if the comm or a ``replacement`` of
-        ``foreach_reduce`` needs that. Returns each bucket with its result.
+        Reduces buckets, whose gradients ``pop_part`` pops, all at once, or one collective
+        after the other if the comm or a plugin needs that. Holds the memory that is in
+        use. Returns each bucket with its result.
         """
-        comm = reduction.reduce_scatter_comm
-        # Another input would use the memory of the one in use, or more of the pool
-        holds_one = isinstance(comm, SymmMemAllocMixin) or not allocates_anew(comm)
         batches = [buckets]
-        if replacement is not None:
-            batches = [[bucket] for bucket in buckets]
-        elif holds_one:
+        if reduction.holds_one_input or reduce is not reduce_buckets:
             batches = layouts.by_collective(buckets)
         parts: list[BucketGrads] = []
         results: list[ReduceResult] = []
         try:
-            for batch in filter(None, batches):
-                if results and holds_one:
+            for batch in batches:
+                if results and reduction.holds_one_input:
                     self.wait_current_stream(results[-1].reduce_scatter_event)
                     # The comm may now give this memory again
                     results = [r._replace(reduce_scatter_input=None) for r in results]
                     for part in parts:
                         part.inputs = []
                 popped = [*map(pop_part, batch)]
-                if replacement is None:
-                    results += reduce_buckets(reduction, popped)
-                else:
-                    results.append(call_monkeypatched(replacement, reduction, *popped))
+                results += reduce(reduction, popped)
                 for part in popped:  # or they would be held during the next batch
                     part.way = part.partial_reduce_output = None
-                    part.unsharded_grads = []  # a replacement may not have emptied it
+                    part.unsharded_grads = []  # a plugin may not have emptied it
                 parts += popped
         except BaseException:
             streams = reduction.reduce_scatter_stream, reduction.all_reduce_stream
@@ -267,9 +259,16 @@ class FSDPCommContext:
         """
         Lets small buckets wait for a reduction with those of other units, which comes at
         the cap, or when this backward ends, be it inside of another. Returns the buckets
-        that do not wait.
+        that do not wait: all, if others cannot be reduced with them.
         """
         cap, key, remaining = group.reduce_bucket_cap, reduction.scaling, []
+        is_default = type(reduction.reduce_scatter_comm) is DefaultReduceScatter
+        # After a deferral replicas may have different buckets
+        is_deferred = group._has_deferred or reduction.defers_all_reduce
+        if is_deferred or reduction.all_reduce_hook is not None:
+            return [*buckets]
+        if group._partial_reduces or not (is_default and reduction.no_plugin_prepares):
+            return [*buckets]
         for batch in layouts.by_collective(buckets):
             nbytes = sum(b.shard_numel * b.wire_dtype.itemsize for b in batch)
             nbytes *= reduction.shard_world_size

@@ -52,23 +52,6 @@ def _unsharded_params(
             yield fsdp_param, param
 
 
-def _unsharded_grad_dtype(fsdp_param: Any) -> torch.dtype | None:
-    dtype = fsdp_param.unsharded_grad_dtype
-    return None if dtype is None else layouts.accumulation_dtype(fsdp_param, dtype)
-
-
-def is_upcast_by_autograd(fsdp_param: Any) -> bool:
-    """Returns whether autograd would upcast gradients, see [Note: Microbatches]."""
-    # Gradients that are first summed over another mesh are summed in the wider dtype
-    if not IS_2_15 or fsdp_param.may_reduce_grad_outside_dp:
-        return False
-    compute_dtype = fsdp_param.param_dtype or fsdp_param.orig_dtype
-    dtype = _unsharded_grad_dtype(fsdp_param)
-    if dtype is None or not dtype.is_floating_point:
-        return False
-    return compute_dtype.is_floating_point and dtype.itemsize > compute_dtype.itemsize
-
-
 def _get_buckets(
     cache: ParamGroupCache,
     grads: Sequence[Tensor | None],
@@ -146,69 +129,142 @@ def _promote(
 # Gradients of the unsharded parameters #
 
 
-def suspend_upcasts(cache: ParamGroupCache, *, reduces: bool) -> None:
-    """Turns off upcasting of gradients that are reduced at once or added to earlier ones."""
-    for _, param in _unsharded_params(cache.upcast_by_autograd):
-        if param.requires_grad and (reduces or param.grad is not None):
-            param.grad_dtype = None
+class Accumulation:
+    """How gradients of unsharded parameters add up: [Note: Microbatches]."""
 
+    def find_upcast(self, fsdp_params: Iterable[Any]) -> list[Any]:
+        """Returns the parameters whose gradients autograd would upcast."""
+        return []
 
-def resume_upcasts(cache: ParamGroupCache) -> None:
-    """Turns upcasting on again, and upcasts gradients that were not reduced."""
-    for fsdp_param, param in _unsharded_params(cache.upcast_by_autograd):
-        dtype = _unsharded_grad_dtype(fsdp_param)
-        # A gradient must have the dtype that is set
+    def begin_backward(self, cache: ParamGroupCache, *, reduces: bool) -> None:
+        """Is called when the parameters are unsharded for backward."""
+
+    def add_up(self, group: Any) -> None:
+        """Adds the new gradients to those that FSDP keeps."""
+
+    def end_backward(self, cache: ParamGroupCache) -> None:
+        """Is called once gradients are popped, and when unsharded parameters are made."""
+
+    def keep_unreduced(self, fsdp_params: Iterable[FSDPParam]) -> None:
+        """Is called after a backward that reduces nothing."""
+
+    def check_zeros(self, fsdp_params: Iterable[FSDPParam]) -> None:
+        """Raises if zeros for unused parameters would have no dtype."""
+
+    def pop(self, fsdp_param: Any, param: nn.Parameter) -> Tensor | None:
         grad, param.grad = param.grad, None
-        param.grad_dtype = dtype  # also if frozen, as that may end
-        if grad is not None:
-            param.grad = grad.to(dtype)
+        return grad
+
+    def pop_grads(
+        self, fsdp_params: Sequence[FSDPParam], *, zeros_for_unused: bool
+    ) -> list[Tensor | None]:
+        """Pops the accumulated or new gradients, None or zeros where there is none."""
+        if zeros_for_unused:
+            self.check_zeros(fsdp_params)
+        grads: list[Tensor | None] = []
+        for fsdp_param in fsdp_params:
+            param: nn.Parameter | None = getattr(fsdp_param, "_unsharded_param", None)
+            # Unless it has not been unsharded yet
+            grad = None if param is None else self.pop(fsdp_param, param)
+            if grad is not None:
+                if fsdp_param.is_dtensor:
+                    grad = fsdp_param._get_grad_inner_tensor(grad)
+            elif zeros_for_unused and param is not None and param.requires_grad:
+                grad = fsdp_param.unsharded_zero_grad_data
+            grads.append(grad)
+        return grads
+
+    def drop_grads(self, cache: ParamGroupCache) -> None:
+        """Drops all gradients: those of unsharded parameters and, since 2.15, of sharded."""
+        for fsdp_param, param in _unsharded_params(cache.fsdp_params):
+            self.pop(fsdp_param, param)
+        self.end_backward(cache)
 
 
-def upcast_unreduced_grads(fsdp_params: Iterable[FSDPParam]) -> None:
-    """Before 2.15, moves gradients off parameters where they add up in another dtype."""
-    if IS_2_15:
-        return
-    for fsdp_param, param in _unsharded_params(fsdp_params):
-        if (grad := param.grad) is None:
-            continue
-        dtype = layouts.reduce_dtype_of(grad.dtype, fsdp_param.reduce_dtype)
-        dtype = layouts.accumulation_dtype(fsdp_param, dtype)
-        if grad.dtype != dtype:
-            param.grad = None
-            fsdp_param.unsharded_accumulated_grad = grad.to(dtype)
+class AccumulationByFSDP(Accumulation):
+    """Before 2.15."""
 
+    def add_up(self, group: Any) -> None:
+        with group._range("FSDP::post_backward_accumulate"):
+            for fsdp_param in group.fsdp_params:
+                if fsdp_param.unsharded_accumulated_grad is not None:
+                    fsdp_param.accumulate_unsharded_grad_if_needed()
 
-def pop_grads(
-    fsdp_params: Sequence[FSDPParam], *, zeros_for_unused: bool
-) -> list[Tensor | None]:
-    """Pops the accumulated or new gradients, None or zeros where there is none."""
-    checked = fsdp_params if zeros_for_unused and IS_2_15 else ()
-    for fsdp_param, unsharded in _unsharded_params(checked):
-        has_dtype = layouts.default_reduce_dtype(fsdp_param) is not None
-        if unsharded.requires_grad and not has_dtype:  # on all ranks alike
-            raise ValueError(
-                f"grad_dtype of {fsdp_param._param_fqn} is None, so zeros for it have no "
-                "dtype: set reduce_dtype in MixedPrecisionPolicy"
-            )
-    grads: list[Tensor | None] = []
-    for fsdp_param in fsdp_params:
-        param: nn.Parameter | None = getattr(fsdp_param, "_unsharded_param", None)
-        if param is None:  # it has not been unsharded yet
-            grads.append(None)
-            continue
+    def keep_unreduced(self, fsdp_params: Iterable[FSDPParam]) -> None:
+        """Moves gradients off parameters where they add up in another dtype."""
+        for fsdp_param, param in _unsharded_params(fsdp_params):
+            if (grad := param.grad) is None:
+                continue
+            dtype = layouts.reduce_dtype_of(grad.dtype, fsdp_param.reduce_dtype)
+            dtype = layouts.accumulation_dtype(fsdp_param, dtype)
+            if grad.dtype != dtype:
+                param.grad = None
+                # pyrefly: ignore [missing-attribute]
+                fsdp_param.unsharded_accumulated_grad = grad.to(dtype)
+
+    def pop(self, fsdp_param: Any, param: nn.Parameter) -> Tensor | None:
         grad, param.grad = param.grad, None
-        if not IS_2_15:
-            if (accumulated := fsdp_param.unsharded_accumulated_grad) is not None:
-                grad, fsdp_param.unsharded_accumulated_grad = accumulated, None
-                if layouts.default_reduce_dtype(fsdp_param) is None:
-                    # As a rank without earlier microbatches has it: all need one bucket
-                    grad = grad.to(param.dtype)
-        if grad is not None and fsdp_param.is_dtensor:
-            grad = fsdp_param._get_grad_inner_tensor(grad)
-        elif grad is None and zeros_for_unused and param.requires_grad:
-            grad = fsdp_param.unsharded_zero_grad_data
-        grads.append(grad)
-    return grads
+        if (accumulated := fsdp_param.unsharded_accumulated_grad) is not None:
+            grad, fsdp_param.unsharded_accumulated_grad = accumulated, None
+            if layouts.default_reduce_dtype(fsdp_param) is None:
+                # As a rank without earlier microbatches has it: all need one bucket
+                grad = grad.to(param.dtype)
+        return grad
+
+
+class AccumulationByAutograd(Accumulation):
+    """Since 2.15."""
+
+    @staticmethod
+    def _grad_dtype_of(fsdp_param: Any) -> torch.dtype | None:
+        dtype = fsdp_param.unsharded_grad_dtype
+        return None if dtype is None else layouts.accumulation_dtype(fsdp_param, dtype)
+
+    def find_upcast(self, fsdp_params: Iterable[Any]) -> list[Any]:
+        upcast: list[Any] = []
+        for fsdp_param in fsdp_params:
+            compute_dtype = fsdp_param.param_dtype or fsdp_param.orig_dtype
+            dtype = self._grad_dtype_of(fsdp_param)
+            # What is first summed over another mesh is summed in the wider dtype
+            if dtype is None or fsdp_param.may_reduce_grad_outside_dp:
+                continue
+            if dtype.is_floating_point and compute_dtype.is_floating_point:
+                if dtype.itemsize > compute_dtype.itemsize:
+                    upcast.append(fsdp_param)
+        return upcast
+
+    def begin_backward(self, cache: ParamGroupCache, *, reduces: bool) -> None:
+        """Turns upcasting off for gradients that are reduced at once or added to others."""
+        for _, param in _unsharded_params(cache.upcast_by_autograd):
+            if param.requires_grad and (reduces or param.grad is not None):
+                param.grad_dtype = None
+
+    def end_backward(self, cache: ParamGroupCache) -> None:
+        """Turns upcasting on again, and upcasts gradients that were not reduced."""
+        for fsdp_param, param in _unsharded_params(cache.upcast_by_autograd):
+            dtype = self._grad_dtype_of(fsdp_param)
+            # A gradient must have the dtype that is set
+            grad, param.grad = param.grad, None
+            param.grad_dtype = dtype  # also if frozen, as that may end
+            if grad is not None:
+                param.grad = grad.to(dtype)
+
+    def check_zeros(self, fsdp_params: Iterable[FSDPParam]) -> None:
+        for fsdp_param, unsharded in _unsharded_params(fsdp_params):
+            has_dtype = layouts.default_reduce_dtype(fsdp_param) is not None
+            if unsharded.requires_grad and not has_dtype:  # on all ranks alike
+                raise ValueError(
+                    f"grad_dtype of {fsdp_param._param_fqn} is None, so zeros for it have "
+                    "no dtype: set reduce_dtype in MixedPrecisionPolicy"
+                )
+
+    def drop_grads(self, cache: ParamGroupCache) -> None:
+        super().drop_grads(cache)
+        for fsdp_param in cache.fsdp_params:
+            fsdp_param.sharded_param.grad = None
+
+
+accumulation = AccumulationByAutograd() if IS_2_15 else AccumulationByFSDP()
 
 
 def accumulate_empty_grads(
@@ -222,17 +278,6 @@ def accumulate_empty_grads(
             size, dtype = fsdp_param.sharded_size, param.grad_dtype or grad.dtype
             empty = grad.new_empty(size, dtype=dtype, device=param.device)
             accumulate_sharded_grad(fsdp_param, empty, stream)
-
-
-def drop_grads(cache: ParamGroupCache) -> None:
-    """Drops all gradients: those of unsharded parameters and, since 2.15, of sharded."""
-    for fsdp_param, param in _unsharded_params(cache.fsdp_params):
-        param.grad = None
-        if not IS_2_15:
-            fsdp_param.unsharded_accumulated_grad = None
-    for fsdp_param in cache.fsdp_params if IS_2_15 else ():
-        fsdp_param.sharded_param.grad = None
-    resume_upcasts(cache)
 
 
 # Deferred all-reduces #
@@ -257,9 +302,11 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
         gradient for it. Before 2.15 not in a unit without any gradient, if this
         microbatch ``defers`` the all-reduce.
         """
+        if not self:
+            return _get_buckets(cache, grads)
         fsdp_params = cache.fsdp_params
         earlier = {i: key for key, p in self.items() for i in p.bucket.params}
-        if earlier and hasattr(fsdp_params[0], "_unsharded_param"):
+        if hasattr(fsdp_params[0], "_unsharded_param"):
             if IS_2_15 or not defers or any(grad is not None for grad in grads):
                 for i, (dtype, _) in earlier.items():
                     if grads[i] is None:
@@ -270,10 +317,9 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
         self,
         reduction: Reduction,
         fsdp_params: Sequence[FSDPParam],
-        bucket: ReduceBucket,
         grads: list[Any],
-        *,
-        prepares: bool = True,
+        prepares: bool,
+        bucket: ReduceBucket,
     ) -> BucketGrads:
         """
         Moves a bucket's gradients out of ``grads``, so that nothing else holds them. Adds
@@ -285,18 +331,21 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
         params = [fsdp_params[i] for i in bucket.params]
         if prepares:
             bucket = prepare_inputs(reduction, bucket, params, popped)
-        output, members = None, {*bucket.params}
-        partials = [p for p in self.values() if members & {*p.bucket.params}]
-        if [partial.bucket for partial in partials] == [bucket]:
-            output = partials[0].output
-        elif partials:
-            handle = _get_device_handle(reduction.device.type)
-            stream = reduction.reduce_scatter_stream
-            # New memory may have been freed after waits of the current stream only
-            stream.wait_stream(handle.current_stream())
-            with handle.stream(stream):
-                output = relayout(partials, bucket, reduction.scaling)
+        output = self._get_output(reduction, bucket) if self else None
         return BucketGrads(params, bucket, popped, output)
+
+    def _get_output(self, reduction: Reduction, bucket: ReduceBucket) -> Tensor | None:
+        """Returns the partial reduces of a bucket's parameters, laid out like it."""
+        members = {*bucket.params}
+        partials = [p for p in self.values() if members & {*p.bucket.params}]
+        if not partials or [partial.bucket for partial in partials] == [bucket]:
+            return partials[0].output if partials else None
+        handle = _get_device_handle(reduction.device.type)
+        stream = reduction.reduce_scatter_stream
+        # New memory may have been freed after waits of the current stream only
+        stream.wait_stream(handle.current_stream())
+        with handle.stream(stream):
+            return relayout(partials, bucket, reduction.scaling)
 
     def assign(self, group: Any, output: Tensor) -> None:
         """Makes ``output`` (1D) the only partial reduce. Raises if it fits no bucket."""

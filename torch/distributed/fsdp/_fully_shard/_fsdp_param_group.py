@@ -29,6 +29,7 @@ the last one after forward. All other gathers are freed right after their copy-o
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -49,7 +50,6 @@ from torch.profiler import record_function
 
 from . import _fsdp_collectives as collectives
 from . import _fsdp_comms as comms
-from . import _fsdp_grads as grads_
 from . import _fsdp_observers as observers
 from . import _fsdp_registrations as registrations
 from . import _fsdp_releases as releases
@@ -83,11 +83,21 @@ from ._fsdp_context import (  # noqa: F401  (as in the release)
     ReduceScatterState,
 )
 from ._fsdp_direct import DirectMemory
+from ._fsdp_grads import (
+    accumulate_empty_grads,
+    accumulation,
+    PartialReduce,
+    PartialReduces,
+)
 from ._fsdp_layout import ReduceBucket, ReduceBucketCap
 from ._fsdp_param import FSDPParam, ParamModuleInfo, ShardedState  # noqa: F401
 from ._fsdp_param_cache import ParamGroupCache
 from ._fsdp_policies import resolve_all, tables_of
-from ._fsdp_reduce import _default_reduce_scatter_input_fn, BucketGrads, Reduction
+from ._fsdp_reduce import (
+    _default_reduce_scatter_input_fn,
+    reduce_buckets,
+    Reduction,
+)
 from ._fsdp_registrations import _get_param_module_infos, fqns_of  # noqa: F401
 from ._fsdp_summary import log_layout
 
@@ -196,7 +206,7 @@ class FSDPParamGroup(PluginNames):
         self._post_forward_indices: list[int] = []  # in `comm_ctx.post_forward_order`
         # Groups to gather when this one's backward is over (`BACKWARD_POST`)
         self._to_prefetch_after: list[FSDPParamGroup] = []
-        self._partial_reduces = grads_.PartialReduces()
+        self._partial_reduces = PartialReduces()
         self._agreement = UnitAgreement(self)
 
     def _get_cache(self) -> ParamGroupCache:
@@ -251,8 +261,7 @@ class FSDPParamGroup(PluginNames):
                 # Since 2.15 autograd would accumulate complex gradients in a real dtype
                 fsdp_param.reduce_dtype = None
         registrations.keep_grad_dtypes(self)
-        upcast = filter(grads_.is_upcast_by_autograd, self.fsdp_params)
-        cache.upcast_by_autograd = [*upcast]
+        cache.upcast_by_autograd = accumulation.find_upcast(self.fsdp_params)
         cache.invalidate_buckets_if_changed()  # what this call has set is no change
         # A plugin's `_init_mp_dtypes` may set other dtypes at each call
         self._has_read_dtypes = not is_replaced
@@ -366,7 +375,7 @@ class FSDPParamGroup(PluginNames):
                             result, self.fsdp_params, group, **options
                         )
                 if cache.init_unsharded_params():
-                    grads_.resume_upcasts(cache)  # in the first microbatch as well
+                    accumulation.end_backward(cache)  # in the first microbatch as well
         except BaseException as error:
             self._agreement.add_note(error)
             raise
@@ -468,7 +477,7 @@ class FSDPParamGroup(PluginNames):
             # Not empty if the root's final callback ran the last post-backward
             self._to_prefetch_after.clear()
             self._unshard_now()
-            grads_.suspend_upcasts(self._cache, reduces=self.reduce_grads)
+            accumulation.begin_backward(self._cache, reduces=self.reduce_grads)
             if default_prefetch:
                 self._backward_prefetch()
 
@@ -482,24 +491,20 @@ class FSDPParamGroup(PluginNames):
         is_partial_group_backward = in_forward and len(self.modules) > 1
         self._training_state = TrainingState.POST_BACKWARD
         cache = self._get_cache()
-        if not releases.IS_2_15:
-            with self._range("FSDP::post_backward_accumulate"):
-                for fsdp_param in self.fsdp_params:
-                    if fsdp_param.unsharded_accumulated_grad is not None:
-                        fsdp_param.accumulate_unsharded_grad_if_needed()
+        accumulation.add_up(self)
         with self._range("FSDP::post_backward_reshard"):
             grads: list[Tensor | None] | None = None
             if self.reduce_grads:
                 zeros = self.reduce_scatter_unused_params
-                grads = grads_.pop_grads(self.fsdp_params, zeros_for_unused=zeros)
+                grads = accumulation.pop_grads(self.fsdp_params, zeros_for_unused=zeros)
             if self.reshard_after_backward:
                 self.reshard()
             else:
                 cache.keep_requires_grad()
-            grads_.resume_upcasts(cache)
+            accumulation.end_backward(cache)
             self._post_backward_pending = not self.reduce_grads
             if grads is None:
-                grads_.upcast_unreduced_grads(self.fsdp_params)
+                accumulation.keep_unreduced(self.fsdp_params)
                 return
         self._reduce(grads)
         if is_partial_group_backward:
@@ -512,41 +517,29 @@ class FSDPParamGroup(PluginNames):
         cache, context = self._cache, self.comm_ctx
         if cache.has_empty_params:
             stream = self.device_handle.current_stream()
-            grads_.accumulate_empty_grads(self.fsdp_params, grads, stream)
+            accumulate_empty_grads(self.fsdp_params, grads, stream)
         context.recycle_reduce_buffers(self)
         partial_reduces, defers = self._partial_reduces, not self.all_reduce_grads
         buckets: Any = partial_reduces.plan(cache, grads, defers=defers)
         if not buckets:
             return
         reduction = self._make_reduction(len(buckets))
-        replacement = None if foreach_reduce is _OWN_REDUCE else foreach_reduce
-        if replacement is None:  # others might not communicate
-            check, comm = self._agreement.check_reduction, reduction.reduce_scatter_comm
-            if (group := reduction.reduce_scatter_group) is not None:
-                check(group, buckets, comm)
-            if (group := reduction.all_reduce_group) is not None and not defers:
-                check(group, buckets)
-
-        def pop_part(bucket: ReduceBucket) -> BucketGrads:
-            args = reduction, self.fsdp_params, bucket, grads
-            return partial_reduces.pop_part(*args, prepares=replacement is None)
-
+        is_own, reduce = foreach_reduce is _OWN_REDUCE, reduce_buckets
+        if is_own:
+            self._agreement.check_reductions(reduction, buckets)
+        else:  # it might not communicate
+            reduce = functools.partial(collectives.reduce_monkeypatched, foreach_reduce)
+        prepares = is_own and not reduction.no_plugin_prepares
+        args = reduction, self.fsdp_params, grads, prepares
+        pop_part = functools.partial(partial_reduces.pop_part, *args)
         with self._range("FSDP::post_backward_reduce"):
             self._wait_for_post_backward()
-            if (
-                self.reduce_bucket_cap is not None
-                and replacement is None
-                # After a deferral replicas may have different buckets
-                and not (self._has_deferred or partial_reduces)
-                and not reduction.defers_all_reduce
-                and reduction.all_reduce_hook is None
-                and reduction.no_plugin_prepares
-                and type(reduction.reduce_scatter_comm) is comms.DefaultReduceScatter
-            ):
+            if is_own and self.reduce_bucket_cap is not None:
                 buckets = context.join_small(self, reduction, buckets, pop_part)
-            args = reduction, buckets, pop_part, replacement
+                if not buckets:
+                    return
             try:
-                results = context.reduce(self, *args)
+                results = context.reduce(self, reduction, buckets, pop_part, reduce)
             except BaseException as error:
                 self._agreement.add_note(error, buckets)
                 raise
@@ -554,12 +547,13 @@ class FSDPParamGroup(PluginNames):
             for bucket, result in results:
                 self._post_reduce_event = result.post_reduce_event
                 if (output := result.partial_reduce_output) is not None:
-                    partial_reduces[bucket.key] = grads_.PartialReduce(bucket, output)
+                    partial_reduces[bucket.key] = PartialReduce(bucket, output)
 
     def _make_reduction(self, num_buckets: int) -> Reduction:
         """Returns what the unit's buckets are reduced with now."""
         scatter_group, all_reduce_group = self._reduce_groups()
         comm = self._reduce_scatter_comm
+        is_fresh = comms.allocates_anew(comm)
         # Whether the output still is when the next bucket, or microbatch, allocates
         in_use = num_buckets > 1 or not self.all_reduce_grads
         all_reduce_stream = self._all_reduce_hook_stream
@@ -583,7 +577,8 @@ class FSDPParamGroup(PluginNames):
             device=self.device,
             copy_in=collectives.foreach_reduce_scatter_copy_in,
             prepare_reduce_scatter_inputs=self._prepare_reduce_scatter_inputs,
-            clones_output=in_use and not comms.allocates_anew(comm),
+            clones_output=in_use and not is_fresh,
+            holds_one_input=not is_fresh or isinstance(comm, comms.SymmMemAllocMixin),
         )
 
     def _wait_for_post_backward(self) -> None:
@@ -610,7 +605,7 @@ class FSDPParamGroup(PluginNames):
         self._wait_for_post_backward()
         self._partial_reduces.clear()
         self.comm_ctx.joined_reductions.clear()
-        grads_.drop_grads(self._get_cache())
+        accumulation.drop_grads(self._get_cache())
         event = self._reshard_after_forward_event
         self.comm_ctx.wait_all_gather_streams_on_event(event)
         self._reshard_after_forward_event = None

@@ -117,6 +117,8 @@ class Reduction(NamedTuple):
     prepare_reduce_scatter_inputs: Callable = _default_reduce_scatter_input_fn
     # The comm may allocate the output's memory again while it is still needed
     clones_output: bool = False
+    # Another input would use the memory of the one in use, or more of the pool
+    holds_one_input: bool = False
 
     @property
     def defers_all_reduce(self) -> bool:
@@ -191,8 +193,6 @@ def prepare_inputs(
     unsharded_grads: list[Tensor],
 ) -> ReduceBucket:
     """Lets a plugin prepare the gradients. Returns the bucket with their new sizes."""
-    if reduction.no_plugin_prepares:
-        return bucket
     world_size = reduction.shard_world_size
     prepare = reduction.prepare_reduce_scatter_inputs
     sizes = prepare(fsdp_params, unsharded_grads, world_size)
