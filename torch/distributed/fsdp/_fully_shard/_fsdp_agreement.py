@@ -86,8 +86,8 @@ class UnitAgreement:
         # By group: the unit's number, as its name may differ between ranks
         self._numbers: dict[dist.ProcessGroup, int] = {}
         self._patterns: dict[dist.ProcessGroup, set[_Pattern]] = {}
-        # The last that were checked: a steady loop repeats them
-        self._last_buckets: dict[dist.ProcessGroup, Sequence[ReduceBucket]] = {}
+        # What `check_reductions` has found to be agreed on: a steady loop repeats it
+        self.agreed: Any = None
 
     def check_gather(self, group: dist.ProcessGroup, comm: AllGather) -> None:
         """Raises if the ranks of ``group``, about to gather by ``comm``, disagree."""
@@ -95,38 +95,31 @@ class UnitAgreement:
             has_compared = self._compare(group, _announce(self._param_group))
             self.has_compared_gathers = has_compared and _mode() != "always"
 
-    def check_reductions(
-        self, reduction: Any, buckets: Sequence[ReduceBucket]
-    ) -> None:
-        """Raises before a ``Reduction`` of ``buckets`` that other ranks do not issue."""
-        last, comm = self._last_buckets, reduction.reduce_scatter_comm
-        group = reduction.reduce_scatter_group
-        if group is not None and last.get(group) is not buckets:
-            self.check_reduction(group, buckets, comm)
-        group = reduction.all_reduce_group
-        if reduction.all_reduce_grads and group is not None:
-            if last.get(group) is not buckets:
-                self.check_reduction(group, buckets)
+    def check_reductions(self, buckets: Sequence[ReduceBucket], *settings: Any) -> None:
+        """
+        Raises if ranks are about to reduce other buckets, given the groups and the comm
+        that this one reduces them with, and whether it all-reduces.
+        """
+        scatter_group, replicate_group, comm, all_reduces = settings
+        checks = getattr(comm, "needs_all_ranks", False)
+        groups = [scatter_group] if checks and scatter_group is not None else []
+        groups += [replicate_group] if all_reduces and replicate_group is not None else []
+        if all([self._check_reduction(group, buckets) for group in groups]):
+            self.agreed = buckets, *settings
 
-    def check_reduction(
-        self,
-        group: dist.ProcessGroup,
-        buckets: Sequence[ReduceBucket],
-        comm: Any = None,
-    ) -> None:
-        """Raises before a reduction by ``comm``, or before an all-reduce without it."""
-        if comm is not None and not getattr(comm, "needs_all_ranks", False):
-            return
+    def _check_reduction(
+        self, group: dist.ProcessGroup, buckets: Sequence[ReduceBucket]
+    ) -> bool:
+        """Returns whether the same need not be checked again."""
         always, pattern = _mode() == "always", _pattern_of(buckets)
         known = self._patterns.setdefault(group, set())
         is_new = pattern not in known and len(known) < _MAX_PATTERNS
         if pattern and (always or is_new):  # else nothing is sent over this group
             if not self._compare(group, _announce(self._param_group, pattern)):
-                return
+                return False
             if is_new:
                 known.add(pattern)
-        if not always:
-            self._last_buckets[group] = buckets
+        return not always
 
     def add_note(
         self, error: BaseException, buckets: Sequence[ReduceBucket] | None = None

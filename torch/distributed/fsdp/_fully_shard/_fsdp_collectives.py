@@ -31,7 +31,7 @@ from ._fsdp_grads import make_slot
 from ._fsdp_layout import ReduceBucket
 from ._fsdp_observers import without_grad
 from ._fsdp_param import FSDPParam, ShardedState  # noqa: F401  (as in the release)
-from ._fsdp_param_cache import ParamGroupCache, SplitSizes
+from ._fsdp_param_cache import GatherPlan, ParamGroupCache, SplitSizes
 from ._fsdp_reduce import (
     _default_reduce_scatter_input_fn,
     BucketGrads,
@@ -156,7 +156,6 @@ def _stage_plugins(
     return output, segment, (dtypes, numels, split_sizes)
 
 
-@without_grad
 def foreach_all_gather(
     fsdp_params: list[FSDPParam],
     group: dist.ProcessGroup,
@@ -173,9 +172,33 @@ def foreach_all_gather(
     all be sharded, or all be resharded after forward. The buffer is allocated and filled
     in one stream and gathered in the other. ``cache`` is of these parameters.
     """
-    device_handle, comm = _get_device_handle(device.type), all_gather_comm
-    cache, plan, sent = cache or ParamGroupCache(fsdp_params), None, []
-    with device_handle.stream(all_gather_copy_in_stream):
+    has_grad = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(False)
+    try:
+        return _gather(
+            cache or ParamGroupCache(fsdp_params),
+            group,
+            async_op,
+            all_gather_copy_in_stream,
+            all_gather_stream,
+            device,
+            all_gather_comm,
+        )
+    finally:
+        torch._C._set_grad_enabled(has_grad)
+
+
+def _gather(
+    cache: ParamGroupCache,
+    group: dist.ProcessGroup,
+    async_op: bool,
+    copy_in_stream: torch.Stream,
+    stream: torch.Stream,
+    device: torch.device,
+    comm: AllGather,
+) -> AllGatherResult:
+    device_handle, sent = _get_device_handle(device.type), []
+    with device_handle.stream(copy_in_stream):
         in_use = (_get_param_all_gather_inputs, _get_all_gather_input_metadatas)
         if in_use == _OWN_INPUTS:
             tensors, plan = cache.prepare_gather()
@@ -183,23 +206,37 @@ def foreach_all_gather(
             output = allocate(comm, group.size() * numel, dtype, device, gathers=True)
             segment = copies.fill_segment(output, plan, tensors, group.rank())
             fields = plan.dtypes, plan.numels, plan.split_sizes
-            sent = copies.stage_direct(plan, tensors, device) if plan.direct else []
+            sent = copies.stage_direct(plan, tensors, device) if plan.direct else sent
         else:
-            output, segment, fields = _stage_plugins(fsdp_params, group, device, comm)
-    all_gather_stream.wait_stream(all_gather_copy_in_stream)
-    with device_handle.stream(all_gather_stream):
-        if not sent:
-            buffers = {"output_tensor": output, "input_tensor": segment}
-            work = comm(**buffers, group=group, async_op=async_op)
-            event = all_gather_stream.record_event()
-            return AllGatherResult(output, event, work, *fields)
-        to_prepare = cache.fsdp_params, plan, group.size(), device, all_gather_stream
-        received, to_copy = cache.direct_memory.prepare(*to_prepare)
-        packed = [(output, segment)] if output.numel() else []
-        members = [*zip(received, sent), *packed]
-        work = all_gather_coalesced(members, group, async_op=async_op)
-        event = all_gather_stream.record_event()
-    result = DirectGatherResult(output, event, work, *fields)
+            params = cache.fsdp_params
+            output, segment, fields = _stage_plugins(params, group, device, comm)
+    stream.wait_stream(copy_in_stream)
+    with device_handle.stream(stream):
+        if sent:
+            buffers = [output, segment, *fields]
+            return _gather_directly(cache, plan, sent, buffers, group, async_op, stream)
+        buffers = {"output_tensor": output, "input_tensor": segment}
+        work = comm(**buffers, group=group, async_op=async_op)
+        return AllGatherResult(output, stream.record_event(), work, *fields)
+
+
+def _gather_directly(
+    cache: ParamGroupCache,
+    plan: GatherPlan,
+    sent: list[Tensor],
+    buffers: Sequence[Any],
+    group: dist.ProcessGroup,
+    async_op: bool,
+    stream: torch.Stream,
+) -> DirectGatherResult:
+    """Gathers direct parameters, and the buffer of all others, by one grouped call."""
+    output, segment, *fields = buffers
+    to_prepare = cache.fsdp_params, plan, group.size(), output.device, stream
+    received, to_copy = cache.direct_memory.prepare(*to_prepare)
+    packed = [(output, segment)] if output.numel() else []
+    members = [*zip(received, sent, strict=True), *packed]
+    work = all_gather_coalesced(members, group, async_op=async_op)
+    result = DirectGatherResult(output, stream.record_event(), work, *fields)
     result.sent, result.copies = sent, to_copy
     return result
 
@@ -226,7 +263,6 @@ def _default_all_gather_output_fn(
         copies.copy_each(*all_gather_result.copies)
 
 
-@without_grad
 def foreach_all_gather_copy_out(
     all_gather_result: AllGatherResult,
     fsdp_params: list[FSDPParam],
@@ -237,27 +273,36 @@ def foreach_all_gather_copy_out(
 ) -> None:
     """
     Waits for an all-gather and writes every parameter's all-gather outputs from its
-    buffer: one kernel, and one more copy for each parameter not sharded on dim 0. The
+    buffer: one kernel, and one more copy for each parameter that must be reordered. The
     segments of a plugin's gather hold the inputs in parameter order. A custom
     ``all_gather_output_fn`` writes the outputs instead, given ``fsdp_params``, the
     complete result and the number of ranks.
     """
-    buffer, event, work, dtypes, *_ = all_gather_result
-    is_default = all_gather_output_fn is _default_all_gather_output_fn
-    if not is_default and len({*chain.from_iterable(dtypes)}) > 1:
-        names = ", ".join(str(p._param_fqn) for p in fsdp_params)
-        raise NotImplementedError(
-            f"_all_gather_output_fn takes units of one dtype only, not {names}"
-        )
+    buffer, event, work, *_ = all_gather_result
+    args = fsdp_params, all_gather_result, group.size()
+    if all_gather_output_fn is _default_all_gather_output_fn:
+        args = *args, cache
+    else:
+        _check_uniform(all_gather_result, fsdp_params)
     if event is not None:
         _get_device_handle(buffer.device.type).current_stream().wait_event(event)
     if isinstance(work, dist.distributed_c10d.Work):
         work.wait()
-    args = fsdp_params, all_gather_result, group.size()
-    if is_default:
-        _default_all_gather_output_fn(*args, cache)
-    else:
+    has_grad = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(False)
+    try:
         all_gather_output_fn(*args)
+    finally:
+        torch._C._set_grad_enabled(has_grad)
+
+
+def _check_uniform(result: AllGatherResult, fsdp_params: list[FSDPParam]) -> None:
+    dtypes = chain.from_iterable(result.param_all_gather_input_dtypes)
+    if len({*dtypes}) > 1:
+        names = ", ".join(str(p._param_fqn) for p in fsdp_params)
+        raise NotImplementedError(
+            f"_all_gather_output_fn takes units of one dtype only, not {names}"
+        )
 
 
 @without_grad

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, takewhile
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -219,25 +219,24 @@ class FSDPCommContext:
         """Holds the inputs and the reduced buffers of one post-backward."""
         current_stream = self.device_handle.current_stream()
         # Buckets may share an input or a buffer, which the last of them uses last
-        scattered = [r for r in results if r.reduce_scatter_input is not None]
-        if scattered:
-            inputs: Any = dict.fromkeys(r.reduce_scatter_input for r in scattered)
-            inputs |= dict.fromkeys(chain.from_iterable(p.inputs for p in parts))
-            inputs = (*inputs,)
-            event = scattered[-1].reduce_scatter_event
-            state = ReduceScatterState(inputs, event, current_stream, group)
-            self.reduce_scatter_states.append(state)
+        inputs: dict[torch.Tensor, None] = {}
         streams: dict[torch.Tensor, torch.Stream] = {}  # by buffer
-        for result in results:
+        event, nbytes = None, 0
+        for result, part in zip(results, parts, strict=True):
+            if (reduce_input := result.reduce_scatter_input) is not None:
+                event = result.reduce_scatter_event
+                inputs |= dict.fromkeys((reduce_input, *part.inputs))
             if (buffer := result.all_reduce_input) is not None:
                 # Over a single rank the buffer is the input
-                is_input = buffer is result.reduce_scatter_input
-                streams[buffer] = (
-                    current_stream if is_input else self.reduce_scatter_stream
-                )
+                is_input = buffer is reduce_input
+                stream = current_stream if is_input else self.reduce_scatter_stream
+                nbytes += 0 if buffer in streams else buffer.nbytes
+                streams[buffer] = stream
+        if inputs:
+            state = ReduceScatterState((*inputs,), event, current_stream, group)
+            self.reduce_scatter_states.append(state)
         if buffers := (*streams,):
-            are_viewed = all(part.is_viewed for part in parts)
-            nbytes = 0 if are_viewed else sum(buffer.nbytes for buffer in buffers)
+            nbytes = 0 if all(part.is_viewed for part in parts) else nbytes
             state = AllReduceState(buffers[-1], results[-1].all_reduce_event)
             fields = buffers, state, (*dict.fromkeys(streams.values()),), group, nbytes
             self.all_reduce_states.append(HeldAllReduces(*fields))

@@ -12,19 +12,26 @@ from ._fsdp_direct import split
 from ._fsdp_layout import CopyPlan, GatherLayout
 from ._fsdp_observers import gets_operators
 from ._fsdp_param import FSDPParam, ShardedState
-from ._fsdp_param_cache import GatherOutputs, GatherPlan
+from ._fsdp_param_cache import Columns, GatherOutputs, GatherPlan
 
 
 def fill_segment(
     output: Tensor, plan: GatherPlan, tensors: Sequence[Tensor], rank: int
 ) -> Tensor:
     """Writes this rank's shards into its segment of a gather's buffer. Returns that."""
+    if plan.layout.slots and gets_operators(output.device):
+        return _fill_by_operator(output, plan, tensors, rank)
+    numel = plan.layout.segment_numel
+    segment = output[rank * numel : (rank + 1) * numel]
+    _copy_in(segment, plan.copies, tensors)
+    return segment
+
+
+def _fill_by_operator(
+    output: Tensor, plan: GatherPlan, tensors: Sequence[Tensor], rank: int
+) -> Tensor:
+    """Calls the operator, which neither casts nor moves."""
     layout, numel = plan.layout, plan.layout.segment_numel
-    if not layout.slots or not gets_operators(output.device):
-        segment = output[rank * numel : (rank + 1) * numel]
-        _copy_in(segment, plan.copies, tensors)
-        return segment
-    # The operator neither casts nor moves
     if any(copy.casts for copy in plan.copies) or _are_on_host(tensors, output.device):
         filled = output.new_empty(numel)
         _copy_in(filled, plan.copies, tensors)
@@ -121,31 +128,43 @@ def copy_out(
     """Writes the all-gather outputs of parameters that were gathered in ``state``."""
     if not layout.slots:
         return
-    cached_layout, columns, sizes = outputs.columns.get(state, (None, [], []))
-    interleaved: list[tuple[FSDPParam, Tensor, Tensor]] = []
-    if cached_layout is not layout:
-        targets: list[tuple[Tensor, int]] = []  # each with its number of pieces
-        for fsdp_param in fsdp_params:
-            for output in fsdp_param.all_gather_outputs:
-                # Shards after forward are flat, and lie in order whatever the dim
-                is_flat = state != ShardedState.SHARDED
-                count = 1 if is_flat else layouts.count_pieces(fsdp_param, output.dtype)
-                if not count:
-                    interleaved.append((fsdp_param, torch.empty_like(output), output))
-                    output = interleaved[-1][1]
-                targets.append((output, max(count, 1)))
-        columns = _view_outputs(targets, layout, world_size)
-        sizes = [column.size(1) for column in columns]
-        if not interleaved:
-            outputs.columns[state] = layout, columns, sizes
+    columns = outputs.columns.get(state)
+    if columns is None or columns.layout is not layout:
+        columns = _make_columns(fsdp_params, state, layout, outputs, world_size)
     # The fused kernel takes dense tensors only: the buffer as a whole
     rows = buffer.view(layout.buffer_dtype).view(world_size, layout.segment_numel)
     ops = torch.ops.fsdp if gets_operators(buffer.device) else torch
-    ops.split_with_sizes_copy(rows, sizes, dim=1, out=columns)
-    for fsdp_param, rank_major, output in interleaved:
+    ops.split_with_sizes_copy(rows, columns.sizes, dim=1, out=columns.tensors)
+    for fsdp_param, rank_major, output in columns.reordered:
         shards = rank_major.view(world_size, *fsdp_param.padded_sharded_param_size)
         shards = shards.movedim(0, fsdp_param.fsdp_placement.dim)
         output.data.view(shards.size()).copy_(shards)  # see `_view_outputs`
+
+
+def _make_columns(
+    fsdp_params: Sequence[FSDPParam],
+    state: ShardedState,
+    layout: GatherLayout,
+    outputs: GatherOutputs,
+    world_size: int,
+) -> Columns:
+    """Returns what to copy out to, and caches it unless there are temporaries."""
+    targets: list[tuple[Tensor, int]] = []  # each with its number of pieces
+    reordered: list[tuple[FSDPParam, Tensor, Tensor]] = []
+    for fsdp_param in fsdp_params:
+        for output in fsdp_param.all_gather_outputs:
+            # Shards after forward are flat, and lie in order whatever the dim
+            is_flat = state != ShardedState.SHARDED
+            count = 1 if is_flat else layouts.count_pieces(fsdp_param, output.dtype)
+            if not count:
+                reordered.append((fsdp_param, torch.empty_like(output), output))
+                output = reordered[-1][1]
+            targets.append((output, max(count, 1)))
+    tensors = _view_outputs(targets, layout, world_size)
+    columns = Columns(layout, tensors, [t.size(1) for t in tensors], reordered)
+    if not reordered:
+        outputs.columns[state] = columns
+    return columns
 
 
 def _view_outputs(

@@ -90,7 +90,8 @@ class DirectMemory:
 
     def __init__(self) -> None:
         self.min_nbytes: int | None = None  # None: no parameter is direct
-        self.gathers = False  # whether the next gather may be direct
+        # That of the next gather, which may not be direct
+        self.gather_min_nbytes: int | None = None
         # What a direct gather has allocated, and whose it is, by address
         self.allocated: dict[int, tuple[torch.UntypedStorage, Any]] = {}
         self._stream: Any = None  # that it was allocated in

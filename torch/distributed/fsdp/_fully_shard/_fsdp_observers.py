@@ -29,23 +29,23 @@ _T = TypeVar("_T")
 NO_CONTEXT = contextlib.nullcontext()
 # Cached: a lookup takes less time than reading the device's type
 _is_vendor_device = functools.cache(lambda device: device.type not in ("cpu", "cuda"))
-_has_unflagged_observer = False
+has_unflagged_observer = False
 
 
 def look_for_traces() -> None:
     """Finds observers that torch sets no flag for."""
-    global _has_unflagged_observer
+    global has_unflagged_observer
     if profiler._is_profiler_enabled:
         return  # it would record the probes
     try:
         _record_function_with_args_enter("FSDP::look_for_traces", object())
-        _has_unflagged_observer = _profiler_enabled()
+        has_unflagged_observer = _profiler_enabled()
     except RuntimeError:
-        _has_unflagged_observer = True
+        has_unflagged_observer = True
 
 
 def is_observed() -> bool:
-    return _has_unflagged_observer or profiler._is_profiler_enabled
+    return has_unflagged_observer or profiler._is_profiler_enabled
 
 
 def gets_operators(device: torch.device) -> bool:

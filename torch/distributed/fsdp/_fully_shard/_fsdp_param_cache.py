@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain, islice
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -121,6 +121,24 @@ def get_all_gather_inputs(fsdp_param: FSDPParam) -> list[torch.Tensor]:
         raise
 
 
+def _get_extended_shards(
+    params: Sequence[Any],
+) -> tuple[list[torch.Tensor], list[torch.dtype | None], list[int]]:
+    """Returns all inputs, what each is cast to, and how many each parameter has."""
+    tensors: list[torch.Tensor] = []
+    dtypes: list[torch.dtype | None] = []
+    counts: list[int] = []
+    for fsdp_param in params:
+        if hasattr(fsdp_param._sharded_local_tensor, "fsdp_pre_all_gather"):
+            inputs, dtype = get_all_gather_inputs(fsdp_param), None
+        else:
+            inputs, dtype = get_shards([fsdp_param]), fsdp_param.param_dtype
+        tensors += inputs
+        dtypes += [dtype] * len(inputs)
+        counts.append(len(inputs))
+    return tensors, dtypes, counts
+
+
 def _check_dtypes(fsdp_param: FSDPParam, dtypes: list[torch.dtype]) -> None:
     """Raises if dtypes have changed: autograd still holds views of the outputs."""
     made_in = [output.dtype for output in fsdp_param.all_gather_outputs]
@@ -133,6 +151,16 @@ def _check_dtypes(fsdp_param: FSDPParam, dtypes: list[torch.dtype]) -> None:
         )
 
 
+class Columns(NamedTuple):
+    """What a gather's buffer, with a row for each rank, is copied out to."""
+
+    layout: layouts.GatherLayout  # of a row
+    tensors: list[torch.Tensor]  # (ranks, size), views of the outputs
+    sizes: list[int]
+    # Parameters that a temporary is reordered for, this and the output
+    reordered: list[tuple[FSDPParam, torch.Tensor, torch.Tensor]]
+
+
 class GatherOutputs:
     """The all-gather outputs of all parameters, which resizing their storages frees."""
 
@@ -140,9 +168,8 @@ class GatherOutputs:
         # A parameter that gets new outputs gets them in a new list
         self.lists = [fsdp_param.all_gather_outputs for fsdp_param in fsdp_params]
         self.tensors = [*chain.from_iterable(self.lists)]
-        # What the last gather in a state was copied out to: views of the outputs, and
-        # their sizes
-        self.columns: dict[ShardedState, tuple[layouts.GatherLayout, list, list]] = {}
+        # What the last gather in a state was copied out to
+        self.columns: dict[ShardedState, Columns] = {}
         self.storages = [(t.untyped_storage(), t.nbytes) for t in self.tensors]
 
 
@@ -162,7 +189,7 @@ class ParamGroupCache:
         # By the state that is gathered from
         self.plans: dict[ShardedState, GatherPlan] = {}
         self._outputs: GatherOutputs | None = None
-        self._has_unsharded_params = False
+        self.has_unsharded_params = False
         # By the dtypes of gradients and of partial reduces, see `_get_buckets`
         self.buckets: dict[tuple, tuple[layouts.ReduceBucket, ...]] = {}
         self._buckets_depend_on: list[Any] = []
@@ -192,38 +219,33 @@ class ParamGroupCache:
         if classes != self._local_classes:
             self._local_classes = classes
             self._has_extensions = any(map(has_extension, params))
-        if not self._has_extensions:
+            self.has_unsharded_params &= not self._has_extensions
+        if self._has_extensions:
+            tensors, compute_dtypes, counts = _get_extended_shards(params)
+        else:
             tensors = get_shards(params)
             compute_dtypes = [*map(_get_compute_dtype, params)]
-        else:
-            tensors, compute_dtypes, counts = [], [], []
-            for fsdp_param in params:
-                if hasattr(fsdp_param._sharded_local_tensor, "fsdp_pre_all_gather"):
-                    inputs, dtype = get_all_gather_inputs(fsdp_param), None
-                else:
-                    inputs, dtype = get_shards([fsdp_param]), fsdp_param.param_dtype
-                tensors += inputs
-                compute_dtypes += [dtype] * len(inputs)
-                counts.append(len(inputs))
         stored_dtypes = [*map(_get_dtype, tensors)]
         numels = [*map(torch.Tensor.numel, tensors)]
-        memory = self.direct_memory
-        min_nbytes = memory.min_nbytes if memory.gathers else None
+        min_nbytes = self.direct_memory.gather_min_nbytes
         made_for = stored_dtypes, compute_dtypes, numels, counts, min_nbytes
-        state = params[0].sharded_state
-        plan = self.plans.get(state)
+        plan = self.plans.get(params[0].sharded_state)
         if plan is None or plan.made_for != made_for:
-            previous, plan = plan, GatherPlan(params, *made_for)
-            for i, fsdp_param in enumerate(params):
-                if not has_extension(fsdp_param):
-                    _check_dtypes(fsdp_param, plan.dtypes[i])
-                # It may quantize by row in forward, and by column in backward. As many
-                # bytes keep the dtype of the first gather, whatever they are viewed in
-                elif previous and plan.nbytes_of(i) != previous.nbytes_of(i):
-                    fsdp_param.all_gather_outputs = []
-            plan.split_sizes.state = state
-            self.plans[state] = plan
+            plan = self._make_plan(plan, *made_for)
         return tensors, plan
+
+    def _make_plan(self, previous: GatherPlan | None, *made_for: Any) -> GatherPlan:
+        params, plan = self.fsdp_params, GatherPlan(self.fsdp_params, *made_for)
+        for i, fsdp_param in enumerate(params):
+            if not has_extension(fsdp_param):
+                _check_dtypes(fsdp_param, plan.dtypes[i])
+            # It may quantize by row in forward, and by column in backward. As many
+            # bytes keep the dtype of the first gather, whatever they are viewed in
+            elif previous and plan.nbytes_of(i) != previous.nbytes_of(i):
+                fsdp_param.all_gather_outputs = []
+        state = plan.split_sizes.state = params[0].sharded_state
+        self.plans[state] = plan
+        return plan
 
     @property
     def outputs(self) -> GatherOutputs | None:
@@ -244,10 +266,8 @@ class ParamGroupCache:
         self._outputs = GatherOutputs(self.fsdp_params)
         return self._outputs
 
-    def init_unsharded_params(self) -> bool:
-        """Makes the unsharded parameters from new all-gather outputs. Returns if so."""
-        if self._has_unsharded_params and not self._has_extensions:
-            return False
+    def init_unsharded_params(self) -> None:
+        """Makes the unsharded parameters from new all-gather outputs."""
         fsdp_param = self.fsdp_params[0]
         try:
             for fsdp_param in self.fsdp_params:
@@ -257,8 +277,7 @@ class ParamGroupCache:
                 result = "(tensor, (tensor to free, ...))"
                 note_extension(error, fsdp_param, "fsdp_post_all_gather", result)
             raise
-        self._has_unsharded_params = True
-        return True
+        self.has_unsharded_params = not self._has_extensions  # those make theirs anew
 
     def keep_requires_grad(self) -> None:
         """Gives sharded parameters the flags that users have set on registered ones."""
@@ -271,35 +290,50 @@ class ParamGroupCache:
 
     def to_state(self, state: ShardedState) -> None:
         """Brings all parameters to ``state``, and their registrations with them."""
-        self.keep_requires_grad()
-        fsdp_params, params, flags = self.fsdp_params, [], []
-        allocated = self.direct_memory.allocated
-        if state is ShardedState.UNSHARDED:
-            params = [*map(_get_unsharded_param, fsdp_params)]
-        if params and fsdp_params[0].sharded_state is ShardedState.SHARDED:
-            with torch._C.DisableTorchFunctionSubclass():  # DTensor overrides nothing
-                flags = [*map(_get_sharded_requires_grad, fsdp_params)]
-            if flags != [*map(_get_requires_grad, params)]:
-                for param, flag in zip(params, flags):
-                    param.requires_grad_(flag)
-            self._register(params, state)
-        elif state is ShardedState.SHARDED and self._free_together():
-            self._register([p.sharded_param for p in fsdp_params], state)
-        else:
+        self._registered = _TO_STATE[state](self)
+        self._flags = [*map(_get_requires_grad, self._registered)]
+
+    def _to_unsharded(self) -> list[Any]:
+        """Returns the parameters that are registered instead of the sharded ones."""
+        fsdp_params = self.fsdp_params
+        params = [*map(_get_unsharded_param, fsdp_params)]
+        if fsdp_params[0].sharded_state is not ShardedState.SHARDED:
+            self.keep_requires_grad()
             for fsdp_param in fsdp_params:
-                if state is ShardedState.UNSHARDED:
-                    fsdp_param.to_unsharded()
-                elif state is ShardedState.SHARDED:
-                    outputs = fsdp_param.all_gather_outputs
-                    if any(t.untyped_storage()._cdata in allocated for t in outputs):
-                        fsdp_param.all_gather_outputs = []
-                    fsdp_param.to_sharded()
-                    fsdp_param.all_gather_outputs = outputs  # [Note: Direct gathers]
-                else:
-                    fsdp_param.to_sharded_post_forward()
-                    params.append(fsdp_param._sharded_post_forward_param)
-        self._registered = params
-        self._flags = flags or [*map(_get_requires_grad, params)]
+                fsdp_param.to_unsharded()
+            return params
+        with torch._C.DisableTorchFunctionSubclass():  # DTensor overrides nothing
+            flags = [*map(_get_sharded_requires_grad, fsdp_params)]
+        if flags != [*map(_get_requires_grad, params)]:
+            for param, flag in zip(params, flags):
+                param.requires_grad_(flag)
+        self._register(params, ShardedState.UNSHARDED)
+        return params
+
+    def _to_sharded(self) -> list[Any]:
+        self.keep_requires_grad()
+        if self._free_together():
+            params = [p.sharded_param for p in self.fsdp_params]
+            self._register(params, ShardedState.SHARDED)
+        else:
+            self._to_sharded_apart()
+        return []
+
+    def _to_sharded_apart(self) -> None:
+        """Lets each parameter free its own memory, but for that of a direct gather."""
+        allocated = self.direct_memory.allocated
+        for fsdp_param in self.fsdp_params:
+            outputs = fsdp_param.all_gather_outputs
+            if any(t.untyped_storage()._cdata in allocated for t in outputs):
+                fsdp_param.all_gather_outputs = []
+            fsdp_param.to_sharded()
+            fsdp_param.all_gather_outputs = outputs
+
+    def _to_sharded_post_forward(self) -> list[Any]:
+        self.keep_requires_grad()
+        for fsdp_param in self.fsdp_params:
+            fsdp_param.to_sharded_post_forward()
+        return [p._sharded_post_forward_param for p in self.fsdp_params]
 
     def _register(self, params: Sequence[Any], state: ShardedState) -> None:
         registrations.register(self._places, params)
@@ -318,3 +352,10 @@ class ParamGroupCache:
             if not allocated or storage._cdata not in allocated:
                 storage.resize_(0)
         return True
+
+
+_TO_STATE = {
+    ShardedState.SHARDED: ParamGroupCache._to_sharded,
+    ShardedState.SHARDED_POST_FORWARD: ParamGroupCache._to_sharded_post_forward,
+    ShardedState.UNSHARDED: ParamGroupCache._to_unsharded,
+}

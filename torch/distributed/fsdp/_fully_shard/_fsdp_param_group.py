@@ -45,6 +45,7 @@ from torch.distributed.fsdp._common_utils import (
     collect_grad_tensors,
     replace_grad_tensors,
 )
+from torch.autograd import profiler
 from torch.distributed.fsdp.api import BackwardPrefetch
 from torch.profiler import record_function
 
@@ -280,11 +281,14 @@ class FSDPParamGroup(PluginNames):
         return isinstance(self.mesh_info, HSDPMeshInfo)
 
     @property
+    def _gather_mesh_info(self) -> DataParallelMeshInfo | None:
+        is_post_forward = self._sharded_state is ShardedState.SHARDED_POST_FORWARD
+        return self.post_forward_mesh_info if is_post_forward else self.mesh_info
+
+    @property
     def _all_gather_process_group(self) -> dist.ProcessGroup:
-        mesh_info: DataParallelMeshInfo | None = self.mesh_info
-        if self._sharded_state is ShardedState.SHARDED_POST_FORWARD:
-            mesh_info = self.post_forward_mesh_info
-        return settings.as_mesh(mesh_info, FSDPMeshInfo).shard_process_group
+        mesh_info = settings.as_mesh(self._gather_mesh_info, FSDPMeshInfo)
+        return mesh_info.shard_process_group
 
     @property
     def _reduce_scatter_process_group(self) -> dist.ProcessGroup:
@@ -297,10 +301,10 @@ class FSDPParamGroup(PluginNames):
 
     def _reduce_groups(self) -> tuple[dist.ProcessGroup | None, ...]:
         """Returns the groups of reduce-scatter and all-reduce, None without one."""
-        shards = isinstance(self.mesh_info, FSDPMeshInfo)
-        replicates = isinstance(self.mesh_info, DDPMeshInfo)
-        scatter_group = self._reduce_scatter_process_group if shards else None
-        return scatter_group, self._all_reduce_process_group if replicates else None
+        mesh_info: Any = self.mesh_info
+        scatter_group = getattr(mesh_info, "reduce_scatter_process_group", None)
+        scatter_group = scatter_group or getattr(mesh_info, "shard_process_group", None)
+        return scatter_group, getattr(mesh_info, "replicate_process_group", None)
 
     _register_state_dict_hooks = registrations.register_state_dict_hooks
     _validate_reduce_scatter_max_input_buffers = settings.check_max_input_buffers
@@ -317,11 +321,11 @@ class FSDPParamGroup(PluginNames):
         in_backward = self._training_state == TrainingState.PRE_BACKWARD
         if in_backward and not self.unshard_in_backward:
             return
-        event = self._reshard_after_forward_event
-        self.comm_ctx.wait_all_gather_streams_on_event(event)
-        self._reshard_after_forward_event = None
-        shards = isinstance(self.mesh_info, FSDPMeshInfo)
-        group = self._all_gather_process_group if shards else None
+        if (event := self._reshard_after_forward_event) is not None:
+            self.comm_ctx.wait_all_gather_streams_on_event(event)
+            self._reshard_after_forward_event = None
+        mesh_info = self._gather_mesh_info
+        group = getattr(mesh_info, "shard_process_group", None)
         self._all_gather_group = group
         if group is None or group.size() == 1:
             # Nothing moves until `wait_for_unshard`
@@ -335,7 +339,8 @@ class FSDPParamGroup(PluginNames):
         args = self.fsdp_params, group, async_op, *streams, self.device, comm
         options = {} if is_replaced else {"cache": self._get_cache()}
         if (memory := self._direct_memory).min_nbytes is not None:
-            memory.gathers = self._can_gather_directly()
+            can_gather = self._can_gather_directly()
+            memory.gather_min_nbytes = memory.min_nbytes if can_gather else None
         try:
             with self._range("FSDP::all_gather"):
                 self._all_gather_result = foreach_all_gather(*args, **options)
@@ -357,7 +362,8 @@ class FSDPParamGroup(PluginNames):
         if group is None and isinstance(self.mesh_info, FSDPMeshInfo):
             group = self._all_gather_process_group  # a plugin has started the gather
         is_single = group is None or group.size() == 1
-        self._direct_memory.begin_use(self.device_handle.current_stream())
+        if (memory := self._direct_memory).allocated:
+            memory.begin_use(self.device_handle.current_stream())
         cache, options = self._get_cache(), {}  # replacements might take none
         if foreach_all_gather_copy_out is _OWN_COPY_OUT:
             options["cache"] = cache
@@ -374,7 +380,8 @@ class FSDPParamGroup(PluginNames):
                         foreach_all_gather_copy_out(
                             result, self.fsdp_params, group, **options
                         )
-                if cache.init_unsharded_params():
+                if not cache.has_unsharded_params:
+                    cache.init_unsharded_params()
                     accumulation.end_backward(cache)  # in the first microbatch as well
         except BaseException as error:
             self._agreement.add_note(error)
@@ -438,7 +445,8 @@ class FSDPParamGroup(PluginNames):
             self._num_forwards = self.comm_ctx.num_forwards
             if self._grad_dtypes:  # `nn.Module._apply` may have lost them
                 registrations.keep_grad_dtypes(self)
-        with self._range("FSDP::pre_forward", logs=True):
+        self._log("FSDP::pre_forward")
+        with self._range("FSDP::pre_forward"):
             self._training_state = TrainingState.FORWARD
             self._unshard_now()
             releases.restore_spmd_types(self.fsdp_params)
@@ -448,7 +456,8 @@ class FSDPParamGroup(PluginNames):
 
     @releases.not_type_checked
     def post_forward(self, module: nn.Module, input: Any, output: Any):
-        with self._range("FSDP::post_forward", logs=True):
+        self._log("FSDP::post_forward")
+        with self._range("FSDP::post_forward"):
             # A forward that checkpointing repeats in backward keeps the parameters
             if not is_bw():
                 self._record_post_forward()
@@ -472,7 +481,8 @@ class FSDPParamGroup(PluginNames):
     def pre_backward(self, default_prefetch: bool, *unused: Any):
         if self._training_state == TrainingState.PRE_BACKWARD:
             return
-        with self._range("FSDP::pre_backward", logs=True):
+        self._log("FSDP::pre_backward")
+        with self._range("FSDP::pre_backward"):
             self._training_state = TrainingState.PRE_BACKWARD
             # Not empty if the root's final callback ran the last post-backward
             self._to_prefetch_after.clear()
@@ -485,7 +495,7 @@ class FSDPParamGroup(PluginNames):
     @releases.not_type_checked
     def post_backward(self, *unused: Any):
         """Reshards, and reduces gradients, also those of earlier microbatches."""
-        self._range("FSDP::post_backward", logs=True)  # logs only, it is not entered
+        self._log("FSDP::post_backward")
         # If some modules of the unit did not run, its forward never ended
         in_forward = self._training_state == TrainingState.FORWARD
         is_partial_group_backward = in_forward and len(self.modules) > 1
@@ -523,13 +533,15 @@ class FSDPParamGroup(PluginNames):
         buckets: Any = partial_reduces.plan(cache, grads, defers=defers)
         if not buckets:
             return
-        reduction = self._make_reduction(len(buckets))
+        groups, comm = self._reduce_groups(), self._reduce_scatter_comm
+        reduction = self._make_reduction(len(buckets), *groups)
         is_own, reduce = foreach_reduce is _OWN_REDUCE, reduce_buckets
-        if is_own:
-            self._agreement.check_reductions(reduction, buckets)
-        else:  # it might not communicate
+        if not is_own:  # it might not communicate
             reduce = functools.partial(collectives.reduce_monkeypatched, foreach_reduce)
-        prepares = is_own and not reduction.no_plugin_prepares
+        elif self._agreement.agreed != (buckets, *groups, comm, not defers):
+            self._agreement.check_reductions(buckets, *groups, comm, not defers)
+        prepare = self._prepare_reduce_scatter_inputs
+        prepares = is_own and prepare is not _default_reduce_scatter_input_fn
         args = reduction, self.fsdp_params, grads, prepares
         pop_part = functools.partial(partial_reduces.pop_part, *args)
         with self._range("FSDP::post_backward_reduce"):
@@ -549,11 +561,14 @@ class FSDPParamGroup(PluginNames):
                 if (output := result.partial_reduce_output) is not None:
                     partial_reduces[bucket.key] = PartialReduce(bucket, output)
 
-    def _make_reduction(self, num_buckets: int) -> Reduction:
+    def _make_reduction(
+        self,
+        num_buckets: int,
+        scatter_group: dist.ProcessGroup | None,
+        all_reduce_group: dist.ProcessGroup | None,
+    ) -> Reduction:
         """Returns what the unit's buckets are reduced with now."""
-        scatter_group, all_reduce_group = self._reduce_groups()
-        comm = self._reduce_scatter_comm
-        is_fresh = comms.allocates_anew(comm)
+        comm, is_fresh = self._reduce_scatter_comm, self._has_fresh_buffers
         # Whether the output still is when the next bucket, or microbatch, allocates
         in_use = num_buckets > 1 or not self.all_reduce_grads
         all_reduce_stream = self._all_reduce_hook_stream
@@ -578,15 +593,16 @@ class FSDPParamGroup(PluginNames):
             copy_in=collectives.foreach_reduce_scatter_copy_in,
             prepare_reduce_scatter_inputs=self._prepare_reduce_scatter_inputs,
             clones_output=in_use and not is_fresh,
-            holds_one_input=not is_fresh or isinstance(comm, comms.SymmMemAllocMixin),
+            holds_one_input=self._holds_one_input,
         )
 
     def _wait_for_post_backward(self) -> None:
         """Waits for the last reduction, if backward comes to the group again."""
         self.comm_ctx.wait_current_stream(self._post_reduce_event)
         self._post_reduce_event = None
-        held = self.comm_ctx.all_reduce_states
-        self.comm_ctx.drop_all_reduces([h for h in held if h.param_group is self])
+        for held in [*self.comm_ctx.all_reduce_states]:
+            if held.param_group is self:
+                self.comm_ctx.drop_all_reduces([held])
 
     def finalize_backward(self):
         """Makes the current stream wait for all that backward has started."""
@@ -672,8 +688,9 @@ class FSDPParamGroup(PluginNames):
         if self._sharded_state is not state:
             self._get_cache().to_state(state)
             self._sharded_state = state
-            if state is not ShardedState.UNSHARDED:
-                self.comm_ctx.hold_resharded(self._direct_memory)
+            memory = self._direct_memory
+            if memory.allocated and state is not ShardedState.UNSHARDED:
+                self.comm_ctx.hold_resharded(memory)
 
     @property
     def is_sharded(self) -> bool:
@@ -729,15 +746,15 @@ class FSDPParamGroup(PluginNames):
         # The root's is empty
         return self._module_fqn or type(self.modules[0]).__name__
 
-    def _range(
-        self, name: str, *, logs: bool = False
-    ) -> contextlib.AbstractContextManager:
-        """Returns a profiler range named after the step and the unit."""
-        if logs and logger.isEnabledFor(logging.DEBUG):
+    def _log(self, name: str) -> None:
+        if logger.isEnabledFor(logging.DEBUG):
             logger.debug("%s", self._with_fqn(name))
-        if not observers.is_observed():
-            return observers.NO_CONTEXT
-        return record_function(self._with_fqn(name))
+
+    def _range(self, name: str) -> contextlib.AbstractContextManager:
+        """Returns a profiler range named after the step and the unit."""
+        if observers.has_unflagged_observer or profiler._is_profiler_enabled:
+            return record_function(self._with_fqn(name))
+        return observers.NO_CONTEXT
 
     def _with_fqn(self, label: str) -> str:
         if self._module_fqn:

@@ -125,6 +125,10 @@ class Reduction(NamedTuple):
         return self.all_reduce_group is not None and not self.all_reduce_grads
 
     @property
+    def all_reduces(self) -> bool:
+        return self.all_reduce_group is not None and self.all_reduce_grads
+
+    @property
     def continues(self) -> bool:
         """Whether an all-reduce or a hook follows the sum over the shard group."""
         return self.all_reduce_group is not None or self.all_reduce_hook is not None
@@ -205,7 +209,6 @@ def prepare_inputs(
     return replace(bucket, slots=tuple(slots))
 
 
-@without_grad
 def reduce_buckets(
     reduction: Reduction, parts: Sequence[BucketGrads]
 ) -> list[ReduceResult]:
@@ -217,7 +220,8 @@ def reduce_buckets(
     compute_stream, stream = handle.current_stream(), reduction.reduce_scatter_stream
     exchanged: list[BucketGrads] = []
     results: list[ReduceResult] = []
-    batch = parts  # an error gets a note about these buckets
+    batch, has_grad = parts, torch.is_grad_enabled()  # an error gets a note about these
+    torch._C._set_grad_enabled(False)
     try:
         for part in parts:
             part.way = _choose_way(reduction, part.bucket)
@@ -233,11 +237,16 @@ def reduce_buckets(
         with handle.stream(stream):
             if exchanged:
                 _all_to_all(reduction, exchanged)
-            for batch in _all_reduced_together(reduction, parts):
+            batches = [[part] for part in parts]
+            if len(parts) > 1 and reduction.all_reduces:
+                batches = _by_all_reduce(parts)
+            for batch in batches:
                 results += _reduce_batch(reduction, batch, compute_stream)
     except Exception as error:
         note_reduction(error, batch)
         raise
+    finally:
+        torch._C._set_grad_enabled(has_grad)
     return results
 
 
@@ -278,7 +287,8 @@ class Packed:
         Returns this rank's 1D sum over the shard group, and what is left to divide by.
         """
         before, after, op, _ = factors
-        _div_if_needed(part.inputs[0], before)
+        if before is not None:
+            _div_if_needed(part.inputs[0], before)
         output = reduction.allocate(part.bucket.shard_numel, part.bucket.dtype)
         reduction.reduce_scatter_comm(
             output_tensor=output,
@@ -670,12 +680,8 @@ def relayout(
 # Phase 3: over replicas, and into sharded gradients #
 
 
-def _all_reduced_together(
-    reduction: Reduction, parts: Sequence[BucketGrads]
-) -> Sequence[Sequence[BucketGrads]]:
+def _by_all_reduce(parts: Sequence[BucketGrads]) -> list[list[BucketGrads]]:
     """Groups sorted buckets by all-reduce: dtype and whether a tree sums them."""
-    if reduction.all_reduce_group is None or reduction.defers_all_reduce:
-        return [[part] for part in parts]
     grouped = groupby(parts, lambda p: (p.bucket.dtype, p.bucket.comm_dtype is None))
     return [[*batch] for _, batch in grouped]
 
@@ -722,7 +728,8 @@ def _reduce_batch(
     if reduction.continues:
         args = reduction, parts, shards, after, factors[3], consumer_stream
         return _reduce_over_replicas(*args, scattered)
-    _div_if_needed(shards[0], after)
+    if after is not None:
+        _div_if_needed(shards[0], after)
     accumulate_sharded_grads(part, shards[0], stream, consumer_stream)
     done = stream.record_event()
     if shards[0] is part.inputs[0]:

@@ -126,7 +126,8 @@ def set_coalesced_collectives(
                 "set_coalesced_collectives before the first of these microbatches"
             )
     for group in changed:
-        group._direct_memory.min_nbytes = min_nbytes
+        memory = group._direct_memory
+        memory.min_nbytes, memory.gather_min_nbytes = min_nbytes, None
         cache = group._get_cache()
         cache.plans.clear()
         cache.buckets.clear()
@@ -195,6 +196,9 @@ def check_all_gather_comm(group: Any, comm: Any) -> None:
 def check_reduce_scatter_comm(group: Any, comm: Any) -> None:
     _check_comm(group, "set_custom_reduce_scatter", comm, ReduceScatter, AllGather)
     check_can_exchange(group, type(comm))
+    is_fresh = group._has_fresh_buffers = comms.allocates_anew(comm)
+    # Else a second input would take more of the pool
+    group._holds_one_input = not is_fresh or isinstance(comm, comms.SymmMemAllocMixin)
 
 
 def check_can_exchange(group: Any, cls: type) -> None:
