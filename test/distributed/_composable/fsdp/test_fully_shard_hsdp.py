@@ -276,7 +276,7 @@ class TestProcesses(FSDPProcessTest):
         backward(model, **dict.fromkeys("acd" if has_earlier else "", 4.0))
         model.set_requires_all_reduce(True)
         with record_collectives() as recorder:
-            backward(model, **dict.fromkeys("abd" if has_earlier else "abcd", 1.0))
+            backward(model, **dict.fromkeys("dba" if has_earlier else "abcd", 1.0))
         reduced = [call.dtype for call in recorder.all_reduces]
         self.assertEqual(reduced, [FP32] if IS_2_15 else [FP32, dtype])
         found = [full_grad(param).unique().item() for param in model.parameters()]
