@@ -119,7 +119,7 @@ class TestUnits(FSDPThreadTest):
             return torch.int8 if param is before["1.b"] else BF16
 
         policy = MixedPrecisionPolicy(param_dtype_override_fn=override)
-        text = r"returned torch.int8 for parameter 1.b of Sequential, which is torch.fl"
+        text = r"returned torch.int8 for parameter 1.b, which is torch.fl"
         with self.assertRaisesRegex(ValueError, text):
             fully_shard([nn.Linear(4, 4), model], mp_policy=policy)
         for name, param in model.named_parameters():

@@ -333,12 +333,17 @@ class TestByName(DeviceFreeTest):
         wrapped = "layers.0._checkpoint_wrapped_module.A_log"
         self.assertEqual(computed({"layers.0.A_log": FP32}, wrapped), [FP32])
 
+    def test_a_name_may_begin_like_another_one_and_hold_spaces(self) -> None:
+        names = ("gate", "gate of b", "up of b")
+        model = nn.ParameterDict({name: param() for name in names})
+        found = computed({"gate": FP32, "up*": FP64}, *names, model=model)
+        self.assertEqual(found, [FP32, BF16, FP64])
+
     def test_end_of_a_name_is_enough_where_it_decides(self) -> None:
         patterns = {"*.A_log": FP32, "layers.0.norm.*": FP64}
         ends = ("A_log", "norm.weight", "proj.weight")
-        within = [f"{end} of Block" for end in ends]
         # A norm of which nobody knows yet in which layer it is gets the default
-        found = computed(patterns, *within, is_named=None)
+        found = computed(patterns, *ends, is_named=None)
         self.assertEqual(found, [FP32, BF16, BF16])
         # The root may be above the model and below
         for above in ("layers.", "model.layers.", ""):

@@ -246,7 +246,7 @@ class FSDPParamGroup(PluginNames):
             params = [fsdp_param.sharded_param for fsdp_param in self.fsdp_params]
             is_named = self._module_fqn is not None
             earlier = [p.mp_policy for p in self.fsdp_params] if is_same_policy else []
-            fqns = fqns_of(self)
+            fqns = fqns_of(self, with_class=False)
             policies = resolve_all(self.mp_policy, params, fqns, is_named, earlier)
             for fsdp_param, policy in zip(self.fsdp_params, policies, strict=True):
                 fsdp_param.mp_policy = policy

@@ -278,7 +278,7 @@ class DtypeByName:
 
     def look_up(self, fqn: str, is_whole: bool | None) -> torch.dtype | None:
         """Returns what ``fqn`` is set to, see :func:`resolve`."""
-        name = _clean(fqn.partition(" of ")[0])
+        name = _clean(fqn)
         if is_whole:
             return self.by_fqn[name]
         if (dtypes := self._by_end.get(name)) is None:

@@ -40,17 +40,18 @@ def shard_params(
     group: Any, params: list[nn.Parameter], shard_placement_fn: Callable | None
 ) -> list[FSDPParam]:
     infos = _get_param_module_infos(params, group.modules)
-    names = get_param_names(infos, group.modules, with_class=True)
+    names = get_param_names(infos, group.modules)
     # Users' overrides see parameters of which none is sharded yet
     policies = resolve_all(group.mp_policy or MixedPrecisionPolicy(), params, names)
     fsdp_params: list[FSDPParam] = []
     places = group.mesh_info, group.post_forward_mesh_info, group.device
-    for param, info, name, policy in zip(params, infos, names, policies, strict=True):
+    for param, info, policy in zip(params, infos, policies, strict=True):
         settings = shard_placement_fn, policy, group.offload_policy
         try:
             fsdp_param = FSDPParam(param, info, *places, *settings)
         except Exception as error:
-            note_sharding(error, param, name)
+            name = get_param_names([info], group.modules, with_class=True)
+            note_sharding(error, param, *name)
             raise
         if not IS_2_15 and param.grad_dtype != param.dtype:
             fsdp_param.sharded_param.grad_dtype = param.grad_dtype
@@ -77,7 +78,7 @@ def get_param_names(
     return names
 
 
-def fqns_of(group: Any, *fsdp_params: FSDPParam) -> list[str]:
+def fqns_of(group: Any, *fsdp_params: FSDPParam, with_class: bool = True) -> list[str]:
     """Returns the names of some of a group's parameters, by default of all."""
     fsdp_params = fsdp_params or group.fsdp_params
     fqns: list[Any] = [fsdp_param._param_fqn for fsdp_param in fsdp_params]
@@ -85,9 +86,9 @@ def fqns_of(group: Any, *fsdp_params: FSDPParam) -> list[str]:
         return fqns
     # Before the root's lazy init, and where it did not find what users have replaced
     infos = [fsdp_param._module_info for fsdp_param in fsdp_params]
-    unit = group._module_fqn if len(group.modules) == 1 else None
-    names = get_param_names(infos, group.modules, with_class=unit is None)
-    return [f"{unit}.{name}" if unit else name for name in names]
+    fqn = group._module_fqn if len(group.modules) == 1 else None
+    names = get_param_names(infos, group.modules, with_class=with_class and fqn is None)
+    return [f"{fqn}.{name}" if fqn else name for name in names]
 
 
 def places_of(fsdp_params: Sequence[FSDPParam]) -> list[tuple[nn.Module, str, int]]:
