@@ -302,6 +302,20 @@ class TestRanksDisagree(AgreementTest):
                 self.assertRegex(self.refused(run, case.gathers), text)
                 model.reset_iter_state()
 
+    @parametrize("is_new", [True, False])
+    def test_training_goes_on_after_a_drift(self, is_new: bool) -> None:
+        """With a new model, or one of whose units none has been gathered."""
+        model = Setup().model(self.device)
+        text = "Ranks disagree about the parameters of unit '0' and unit '1'"
+        if is_new:  # the first units of rank 2 look like the others' first
+            model = self.sharded(reshard_after_forward=False)
+            text = "drifted apart:\n.* is gathered .* on ranks 0, 1, 3; .* is reduced "
+        run = functools.partial(step, model, run=range(self.rank == 2, 3))
+        self.assertRegex(self.refused(run, None), text)
+        model.reset_iter_state()
+        model = self.sharded() if is_new else model
+        self.assertEqual(self.count(model, 2), [6, 0])
+
     def test_shard_groups_compare_within_themselves(self) -> None:
         mesh = hybrid_mesh(2)
         ranks = dist.get_process_group_ranks(mesh.get_group("shard"))

@@ -50,8 +50,8 @@ _Pattern: TypeAlias = tuple[tuple[int, BucketKey], ...]
 # What a rank announces: a line for the unit, each parameter and the unit's state. A line
 # is a name, which may differ between ranks, and a text, "" if this rank does not know it
 _Lines: TypeAlias = list[tuple[str, str]]
-# How many units have been compared over a group: that number tells units apart
-_num_units: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+# How many comparisons a group has made: the same on its ranks, also after one that failed
+_num_comparisons: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 _GATHERED, _NO_GRADIENT = "is gathered", "gets no gradient"
 # An input that needs no gradient may move the unit's reduction to the end of backward
@@ -83,7 +83,7 @@ class UnitAgreement:
         _mode()  # raises if it is unknown
         # Whether gathers have been compared, and are not compared again
         self.has_compared_gathers = False
-        # By group: the unit's number, as its name may differ between ranks
+        # By group: the number of its first equal comparison, as names may differ by rank
         self._numbers: dict[dist.ProcessGroup, int] = {}
         self._patterns: dict[dist.ProcessGroup, set[_Pattern]] = {}
         # What `check_reductions` has found to be agreed on: a steady loop repeats it
@@ -136,10 +136,10 @@ class UnitAgreement:
             return True
         if _is_traced(self._param_group):
             return False  # to be tried again
-        if group not in self._numbers:
-            self._numbers[group] = _num_units[group] = _num_units.get(group, 0) + 1
+        count = _num_comparisons[group] = _num_comparisons.get(group, 0) + 1
+        number = self._numbers.get(group, count)
         unit, text = mine[0]
-        mine[0] = unit, f"{text} as number {self._numbers[group]}"
+        mine[0] = unit, f"{text} as number {number}"
         texts = "\n".join(text for _, text in mine)
         by_rank: list[Any] = [mine] * group.size()
         try:
@@ -156,6 +156,7 @@ class UnitAgreement:
                 all_gather_single(digests, digest, group=group)
                 rows = digests.cpu().view(group.size(), -1)
                 if bool((rows == rows[0]).all()):
+                    self._numbers[group] = number
                     return True
                 dist.all_gather_object(by_rank, mine, group=group)
         except BaseException as error:
