@@ -316,6 +316,17 @@ class TestRanksDisagree(AgreementTest):
         model = self.sharded() if is_new else model
         self.assertEqual(self.count(model, 2), [6, 0])
 
+    def test_root_input_that_needs_gradients_on_one_rank(self) -> None:
+        """There the root reduces last, elsewhere it does so first."""
+        model = blocks(1, gate=4).to(self.device)
+        model.own = nn.Parameter(torch.ones(4, device=self.device))
+        model.register_forward_hook(lambda root, _, output: output * root.own.mean())
+        shard_blocks(model, mesh=shard_mesh(), reshard_after_forward=False)
+        x = torch.ones(2, device=self.device, requires_grad=self.rank == 2)
+        message = self.refused(lambda: model(x).sum().backward(), 2)
+        text = r"drifted apart:\n  unit '\(root\)' is reduced .*; unit '0' is reduced "
+        self.assertRegex(message, text)
+
     def test_shard_groups_compare_within_themselves(self) -> None:
         mesh = hybrid_mesh(2)
         ranks = dist.get_process_group_ranks(mesh.get_group("shard"))

@@ -50,7 +50,7 @@ def quoted(cell: str) -> list[str]:
 class TestPages(DeviceFreeTest):
     def test_pages_stay_short(self) -> None:
         words = sum(len(page.read_text().split()) for page in PAGES)
-        self.assertLessEqual(words, 11_500)
+        self.assertLessEqual(words, 11_800)
         self.assertLessEqual(len(README.read_text().splitlines()), 120)
 
     def test_releases_are_those_that_the_branch_fits(self) -> None:
