@@ -167,6 +167,11 @@ add(
     "offload_policy of unit 'Scaled' got …pass CPUOffloadPolicy()",
     offload_policy_that_is_a_class=sharding(offload_policy=CPUOffloadPolicy),
 )
+add(
+    ValueError,
+    "FSDPSequential is a unit already, with a policy of its own: call by_name before",
+    policy_of_a_unit=lambda run: partial(MixedPrecisionPolicy.by_name, run.model(), {}),
+)
 CANNOT = "Parameter {} of Scaled cannot be sharded."
 add(
     NotImplementedError,

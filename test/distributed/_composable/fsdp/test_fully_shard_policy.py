@@ -164,6 +164,10 @@ WRONG_USES = [
         "layers.1.norm.weight alias last.norm.weight to torch.float32 and None",
         setting("*.norm.*", Policy(FP32), **{"layers.1.*": {"param_dtype": None}}),
     ),
+    (
+        "patterns is ['*.A_log']: give {pattern: dict(...)}",
+        partial(by_name, Model(), ["*.A_log"]),
+    ),
     ("sets dtype: set only param_dtype", setting("*.A_log", {"dtype": FP32})),
     (
         "sets output_dtype: set only",

@@ -97,11 +97,13 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
             by_name = MixedPrecisionPolicy.by_name
             policy = by_name(model, patterns, param_dtype=torch.bfloat16)
 
-        A parameter that several patterns match gets what each of them sets; patterns
-        that match nothing or contradict each other are refused. The policy can be
-        copied, pickled, and used on another model with the same names. Where only parts
-        are sharded with it, ``layers.0.*``, for one, takes effect at the first forward,
-        when full names are known.
+        A parameter that several patterns match gets what each of them sets, and what none
+        sets from the call: with ``grad_comm_dtype=torch.bfloat16``, ``A_log`` is sent in
+        that, unless its pattern sets another. Patterns that match nothing or contradict
+        each other are refused. Only units that ``fully_shard`` then makes with the policy
+        follow it. It can be copied, pickled, and used on another model with the same
+        names. Where only parts are sharded with it, ``layers.0.*``, for one, takes effect
+        at the first forward, when full names are known.
 
         Args:
             module (nn.Module): The model, or the part whose units get this policy.
@@ -302,6 +304,12 @@ class DtypeByName:
 
 def _with_overrides(policy: _P, module: nn.Module, patterns: Mapping[str, Any]) -> _P:
     """Returns a policy with overrides by patterns, see ``by_name``."""
+    kind = type(module).__name__
+    if hasattr(type(module), "_get_fsdp_state"):
+        fix = "call by_name before fully_shard, and pass the policy to that"
+        raise ValueError(f"{kind} is a unit already, with a policy of its own: {fix}")
+    if not isinstance(patterns, Mapping):
+        raise TypeError(f"patterns is {patterns!r}: give {{pattern: dict(...)}}")
     named = module.named_parameters(remove_duplicate=False)
     params = {_clean(fqn): param for fqn, param in named}  # several times if shared
     # By field: each parameter's dtype, and the pattern that has set it
@@ -310,25 +318,21 @@ def _with_overrides(policy: _P, module: nn.Module, patterns: Mapping[str, Any]) 
         dtypes = _dtypes_of(pattern, value, policy)
         fqns = [fqn for fqn in params if fnmatchcase(fqn, pattern)]
         if not fqns:
-            raise ValueError(
-                f"Pattern {pattern!r} matches no parameter of {type(module).__name__}. "
-                "Give patterns over whole names, e.g. 'layers.0.norm.*'."
-            )
+            fix = "Give patterns over whole names, e.g. 'layers.0.norm.*'."
+            found = f"Pattern {pattern!r} matches no parameter of {kind}"
+            raise ValueError(f"{found}. {fix}")
         for (name, dtype), fqn in product(dtypes.items(), fqns):
             by_param = set_by.setdefault(name, {})
             first_dtype, first = by_param.setdefault(params[fqn], (dtype, pattern))
             if first_dtype != dtype:
                 aliases = " alias ".join(f for f in params if params[f] is params[fqn])
-                found = f"{aliases} to {first_dtype} and {dtype}"
-                raise ValueError(
-                    f"Patterns {first!r} and {pattern!r} set {name} of {found}"
-                )
+                found = f"{name} of {aliases} to {first_dtype} and {dtype}"
+                raise ValueError(f"Patterns {first!r} and {pattern!r} set {found}")
     overrides: dict[str, Any] = {}
     for name, by_param in set_by.items():
         setters = {pattern: dtype for dtype, pattern in by_param.values()}
         by_fqn = {fqn: by_param.get(p, (None, ""))[0] for fqn, p in params.items()}
-        table = DtypeByName(type(module).__name__, setters, by_fqn)
-        overrides[f"{name}_override_fn"] = table
+        overrides[f"{name}_override_fn"] = DtypeByName(kind, setters, by_fqn)
     return replace(policy, **overrides)
 
 
