@@ -181,6 +181,14 @@ class TestSummaryOfSteps(FSDPThreadTest):
         self.assertEqual(reduced, [*chain(*map(reduced_bytes, units[::-1]))])
         total = sum(rows[-1].reduced_nbytes for rows in units)
         self.assertEqual(total, sum(nbytes for _, nbytes in reduced))
+        if kind == "reduce_scatter":
+            said = [
+                (row.reduce_dtype, row.all_reduced_nbytes, row.num_replicas)
+                for row in chain(*units[::-1])
+                if row.names and row.all_reduced_nbytes
+            ]
+            sent = [(c.dtype, c.nbytes, c.group_size) for c in recorder.all_reduces]
+            self.assertEqual(said, sent)
         return summary
 
     @parametrize("has_policy", [False, True])
@@ -203,8 +211,12 @@ class TestSummaryOfSteps(FSDPThreadTest):
         else:
             replicate(model, mesh=mesh_of(4))
         kind = "reduce_scatter" if is_sharded else "all_reduce"
-        *rows, total = self.check_step(model, 16, kind).rows
+        summary = self.check_step(model, 16, kind)
+        *rows, total = summary.rows
         self.assertEqual(total.gathered_nbytes > 0, is_sharded)
+        title, _, first, *_ = str(summary).splitlines()
+        self.assertRegex(title, "all-reduced$" if is_sharded else "divided by$")
+        self.assertRegex(first, " 64 in float32, 2 ranks$" if is_sharded else " 4$")
         factors = {r.reduce_dtype: (r.divided_by, r.before, r.after) for r in rows}
         self.assertEqual(factors[FP32], (4, None, None))
         self.assertEqual(factors[FP16], (4, 2, 2))

@@ -25,8 +25,9 @@ from ._fsdp_scaling import get_divide_factors, Scaling
 # Has a name of its own, so that users can turn tables off and keep the log of steps
 _logger = logging.getLogger("torch.distributed.fsdp.fully_shard.layout")
 _COLUMNS = "unit", "parameters", "elements", "stored in", "computes in"
-_COLUMNS += "bytes gathered", "reduced in", "bytes reduced", "divided by"
-_ALIGNED = "<>><<><>>"
+_COLUMNS += "bytes gathered", "reduced in", "bytes reduced", "divided by", "all-reduced"
+_ALIGNED = "<>><<><>>>"
+_COUNTED = "numel", "gathered_nbytes", "reduced_nbytes", "all_reduced_nbytes"
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ class LayoutRow:
     after: float | None = None
     # Those of `names` that are gathered without copies: `set_coalesced_collectives`
     direct: tuple[str, ...] = ()
+    all_reduced_nbytes: int | None = 0  # in `reduce_dtype`, after a reduce-scatter
+    num_replicas: int = 1
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,8 @@ class LayoutSummary:
             if row.names or row.numel != self.rows[i - 1].numel:
                 table.append(_cells(row))
         widths = [max(map(len, column)) for column in zip(*table)]
+        if all(cells[-1] == "0" for cells in table[1:]):
+            widths.pop()  # no all-reduce follows
         table.insert(1, ["-" * width for width in widths])
         aligned = zip(_ALIGNED, widths)
         line = "  ".join(f"{{:{align}{width}}}" for align, width in aligned)
@@ -120,13 +125,12 @@ def _resolve_policies(group: Any, module: nn.Module) -> list[Any]:
 
 
 def _rows_of(group: Any, unit: str, params: Sequence[FSDPParam]) -> list[LayoutRow]:
-    shard_group, _ = group._reduce_groups()
-    world_size = 1 if shard_group is None else shard_group.size()
+    world_size, replicas = (g.size() if g else 1 for g in group._reduce_groups())
     names = get_param_names([p._module_info for p in params], group.modules)
     plan = _get_plan(group, params) if world_size > 1 else None
     direct = {i for i, _ in plan.direct} if plan else ()
-    by_param, gathered_nbytes = _gathered_nbytes(plan, len(params), world_size)
-    total = LayoutRow(unit, (), 0, gathered_nbytes, 0, world_size)
+    by_param, gathered = _gathered_nbytes(plan, len(params), world_size)
+    total = LayoutRow(unit, (), 0, gathered, 0, world_size, num_replicas=replicas)
     rows: list[LayoutRow] = []
     named = zip(params, names, by_param, strict=True)
     for i, (fsdp_param, name, nbytes) in enumerate(named):
@@ -136,8 +140,7 @@ def _rows_of(group: Any, unit: str, params: Sequence[FSDPParam]) -> list[LayoutR
         rows.append(_with_dtypes(row, group, fsdp_param))
     rows.sort(key=_sort_key)
     rows = [_add_up([*same_dtypes]) for _, same_dtypes in groupby(rows, _sort_key)]
-    numel, reduced = sum(r.numel for r in rows), _sum([r.reduced_nbytes for r in rows])
-    return [*rows, replace(total, numel=numel, reduced_nbytes=reduced)]
+    return [*rows, replace(total, **_sums(rows) | {"gathered_nbytes": gathered})]
 
 
 def _add_up(rows: Sequence[LayoutRow]) -> LayoutRow:
@@ -146,14 +149,14 @@ def _add_up(rows: Sequence[LayoutRow]) -> LayoutRow:
         rows[0],
         names=tuple(name for row in rows for name in row.names),
         direct=tuple(name for row in rows for name in row.direct),
-        numel=sum(row.numel for row in rows),
-        gathered_nbytes=_sum([row.gathered_nbytes for row in rows]),
-        reduced_nbytes=_sum([row.reduced_nbytes for row in rows]),
+        **_sums(rows),
     )
 
 
-def _sum(counts: Sequence[int | None]) -> int | None:
-    return None if None in counts else sum(filter(None, counts))
+def _sums(rows: Sequence[LayoutRow]) -> dict[str, Any]:
+    """Returns the sums of what rows count, None where one row does not know it."""
+    counts = {name: [getattr(row, name) for row in rows] for name in _COUNTED}
+    return {name: None if None in n else sum(n) for name, n in counts.items()}
 
 
 def _get_plan(group: Any, params: Sequence[FSDPParam]) -> GatherPlan | None:
@@ -186,8 +189,10 @@ def _gathered_nbytes(
 def _with_dtypes(row: LayoutRow, group: Any, fsdp_param: FSDPParam) -> LayoutRow:
     """Returns the row of a parameter with its dtypes, and how its gradient is divided."""
     stored = tuple(dict.fromkeys(_inner_dtypes(fsdp_param._sharded_local_tensor)))
+    has_two = row.shard_world_size > 1 and row.num_replicas > 1
     if fsdp_param.mp_policy is None:
-        return replace(row, stored_dtypes=stored, reduced_nbytes=None)
+        unknown = {"reduced_nbytes": None, "all_reduced_nbytes": None if has_two else 0}
+        return replace(row, stored_dtypes=stored, **unknown)
     dtypes, factor = layouts.dtypes_of(fsdp_param), group.gradient_divide_factor
     row = replace(row, stored_dtypes=stored, compute_dtype=dtypes.compute)
     if not fsdp_param.sharded_param.requires_grad:
@@ -196,12 +201,12 @@ def _with_dtypes(row: LayoutRow, group: Any, fsdp_param: FSDPParam) -> LayoutRow
     is_sum, device_type = group.force_sum_reduction_for_comms, group.device.type
     scaling = Scaling(scatter_group, replicate_group, device_type, factor, is_sum)
     before, after, *_ = get_divide_factors((dtypes.reduce, dtypes.comm), scaling)
-    is_sent = row.shard_world_size > 1 and dtypes.comm is not None
-    sent_dtype: Any = dtypes.comm if is_sent else dtypes.reduce
-    numel = row.shard_world_size * fsdp_param.padded_sharded_param_size.numel()
+    sent_dtype = (row.shard_world_size > 1 and dtypes.comm) or dtypes.reduce
+    numel = fsdp_param.padded_sharded_param_size.numel()
     return replace(
         row,
-        reduced_nbytes=numel * sent_dtype.itemsize,
+        reduced_nbytes=row.shard_world_size * numel * sent_dtype.itemsize,
+        all_reduced_nbytes=has_two * numel * dtypes.reduce.itemsize,
         reduce_dtype=dtypes.reduce,
         grad_dtype=dtypes.grad,
         comm_dtype=dtypes.comm,
@@ -231,20 +236,23 @@ def _sort_key(row: LayoutRow) -> tuple:
 
 def _cells(row: LayoutRow) -> list[str]:
     stored = compute = reduced = factor = ""
+    replicas, all_reduced = row.num_replicas, row.all_reduced_nbytes
     if row.names:
         stored, compute = " + ".join(map(str, row.stored_dtypes)), row.compute_dtype
         reduced = "?" if compute is None else "(frozen)"
     if row.reduce_dtype is not None:
         verb = "sent in" if row.shard_world_size > 1 else "cast to"
         reduced = layouts.describe_key((row.reduce_dtype, row.comm_dtype), verb)
+        if all_reduced:
+            all_reduced = f"{all_reduced:,} in {row.reduce_dtype}, {replicas} ranks"
         factor = f"{row.divided_by:g}"
         if row.before not in (None, 1) and row.after not in (None, 1):
             factor += f" ({row.before:g}, then {row.after:g})"
     count = f"{len(row.names) or 'all'}"
     if row.direct:
-        count += f", {len(row.direct)} direct"
+        count += f" ({len(row.direct)} direct)"
     cells = [row.unit, count, row.numel, stored, compute]
-    cells += [row.gathered_nbytes, reduced, row.reduced_nbytes, factor]
+    cells += [row.gathered_nbytes, reduced, row.reduced_nbytes, factor, all_reduced]
     cells = ["?" if cell is None else cell for cell in cells]
     texts = [f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in cells]
     return [text.replace("torch.", "") for text in texts]
