@@ -8,6 +8,7 @@ or refuses.
 """
 
 import itertools
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ from fsdp_helpers.common.utils import (
     Collective,
     DEVICE_TYPE,
     FSDPProcessTest,
+    linear_stack,
     random_input,
     record_collectives,
     shard_mesh,
@@ -170,6 +172,65 @@ class TestUnits(FSDPProcessTest):
         for param, total in zip(module.parameters(), totals, strict=True):
             mean = (total / self.world_size).to(param.dtype)
             self.assertEqual(param.grad.full_tensor(), mean)
+
+    def train_in_one_region(
+        self,
+        dtype: torch.dtype,
+        *,
+        keeps_casts: bool,
+        first_has_grads: bool = True,
+        zeros_for_unused: bool = False,
+    ) -> tuple[list[list[torch.Tensor]], list[Collective]]:
+        """Returns the gradients of each step of two microbatches, and the reductions."""
+        model = linear_stack([FP32, dtype] * 3).to(self.device)
+        for i in (0, 2, 4):
+            fully_shard([model[i], model[i + 1]], mesh=shard_mesh())
+        fully_shard(model, mesh=shard_mesh())
+        model.set_reduce_scatter_unused_params(zeros_for_unused)
+        steps: list[list[torch.Tensor]] = []
+        with record_collectives() as recorder:
+            for _ in range(2):
+                with torch.autocast(DEVICE_TYPE, BF16, cache_enabled=keeps_casts):
+                    for i in range(2):
+                        x = random_input(2, 9, seed=2 * self.rank + i)
+                        with torch.set_grad_enabled(i == 1 or first_has_grads):
+                            loss = model(x).float().square().mean()
+                        if loss.requires_grad:
+                            loss.backward()
+                steps.append([p.grad.to_local().clone() for p in model.parameters()])
+                model.zero_grad()
+        return steps, recorder.reduce_scatters
+
+    @parametrize("dtype", [FP32, BF16])
+    @parametrize("first_has_grads", [True, False])
+    def test_microbatches_in_one_autocast_region_reduce_all_gradients(
+        self, dtype: torch.dtype, first_has_grads: bool
+    ) -> None:
+        """Those of casts that autocast has kept come after the unit's post-backward."""
+        (expected, calls), (steps, reductions) = (
+            self.train_in_one_region(
+                dtype, keeps_casts=keeps, first_has_grads=first_has_grads
+            )
+            for keeps in (False, True)
+        )
+        self.assertEqual(steps, expected, atol=0, rtol=0)
+        self.assert_same_on_all_ranks(reductions)
+        self.assertEqual(sorted(map(str, reductions)), sorted(map(str, calls)))
+
+    def test_gradients_that_come_late_on_some_ranks_only_are_warned_of(self) -> None:
+        """As zeros that stand for others allow: what one rank has is not reduced."""
+        for keeps in (False, True):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                _, reductions = self.train_in_one_region(
+                    FP32, keeps_casts=keeps, zeros_for_unused=True
+                )
+            self.assertEqual(len(reductions), 2 * 2 * 3)  # steps, microbatches, units
+            late = [w for w in caught if "came after their unit had reduced" in str(w)]
+            self.assertEqual(bool(late), keeps)
+        text = str(late[0].message)
+        self.assertIn("Gradients of 2.weight, 2.bias, 3.weight, 3.bias came aft", text)
+        self.assertIn("Give each microbatch an autocast region, or", text)
 
     @parametrize("reduce_dtype", [None, FP32])
     def test_reduce_dtype_keeps_imaginary_parts(

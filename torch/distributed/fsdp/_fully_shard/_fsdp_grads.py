@@ -6,6 +6,7 @@ wait for a later reduction: partial reduces of deferred all-reduces, and small b
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -16,7 +17,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import _get_device_handle
 
 from . import _fsdp_layout as layouts
+from ._fsdp_common import TrainingState
 from ._fsdp_direct import can_be_direct
+from ._fsdp_errors import listed
 from ._fsdp_layout import BucketKey, count_pieces, ReduceBucket, ReduceSlot
 from ._fsdp_param import FSDPParam
 from ._fsdp_param_cache import ParamGroupCache
@@ -278,6 +281,26 @@ def accumulate_empty_grads(
             size, dtype = fsdp_param.sharded_size, param.grad_dtype or grad.dtype
             empty = grad.new_empty(size, dtype=dtype, device=param.device)
             accumulate_sharded_grad(fsdp_param, empty, stream)
+
+
+def reduce_late_grads(group: Any) -> None:
+    """
+    Reduces gradients that came after the group's post-backward. A later microbatch in an
+    autocast region uses the casts that autocast has kept of an earlier one, and autograd
+    runs last what was recorded first. That is so on all ranks, or on none.
+    """
+    params = _unsharded_params(group.fsdp_params) if group.reduce_grads else ()
+    late = [str(p._param_fqn) for p, param in params if param.grad is not None]
+    if late and group.reduce_scatter_unused_params:  # not so: others may have used none
+        warnings.warn(
+            f"Gradients of {listed(late)} came after their unit had reduced, and wait for "
+            "its next reduction: autocast has kept casts of an earlier microbatch. Give "
+            "each microbatch an autocast region, or pass cache_enabled=False",
+            stacklevel=2,
+        )
+    elif late:
+        group.post_backward()
+        group._training_state = TrainingState.IDLE
 
 
 # Deferred all-reduces #

@@ -89,6 +89,7 @@ from ._fsdp_grads import (
     accumulation,
     PartialReduce,
     PartialReduces,
+    reduce_late_grads,
 )
 from ._fsdp_layout import ReduceBucket, ReduceBucketCap
 from ._fsdp_param import FSDPParam, ParamModuleInfo, ShardedState  # noqa: F401
@@ -441,6 +442,7 @@ class FSDPParamGroup(PluginNames):
             # A group that runs again begins a forward. In the first, lazy init looks
             if self._num_forwards == self.comm_ctx.num_forwards:
                 self.comm_ctx.num_forwards += 1
+                self.comm_ctx.autocasts |= torch._C._is_any_autocast_enabled()
                 observers.look_for_traces()
             self._num_forwards = self.comm_ctx.num_forwards
             if self._grad_dtypes:  # `nn.Module._apply` may have lost them
@@ -607,6 +609,8 @@ class FSDPParamGroup(PluginNames):
     def finalize_backward(self):
         """Makes the current stream wait for all that backward has started."""
         context = self.comm_ctx
+        if context.autocasts:
+            reduce_late_grads(self)
         context.reduce_joined(self)
         context.wait_current_stream_on_reductions()
         self._post_reduce_event = None
