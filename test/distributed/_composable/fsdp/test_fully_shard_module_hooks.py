@@ -2,7 +2,8 @@
 
 """
 What hooks of a unit's modules leave of what users set, and of gradients that users take
-themselves, and what loading a state dict costs. Also what the roots of one context share.
+themselves, what they warn of, and what loading a state dict costs. Also what the roots of
+one context share.
 
 In which order units are gathered is in ``test_fully_shard_prefetch.py``, which waits
 there are in ``test_fully_shard_streams.py``. How inputs and outputs are cast, and when
@@ -14,6 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -151,6 +153,63 @@ class TestRequiresGrad(FakeGroupTest):
                 expected = is_trained or name not in self.CHANGED
                 self.assertEqual(param.requires_grad, expected, name)
                 self.assertEqual(param.grad is not None, expected, name)
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(DIM, DIM, bias=False)
+
+
+def set_hook(model: Any) -> Any:
+    return model[-1].weight.register_hook(print)
+
+
+def set_post_hook(model: Any) -> Any:
+    return model[-1].weight.register_post_accumulate_grad_hook(lambda param: None)
+
+
+def warnings_of(run: Callable[..., object], *args: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(*args)
+    return [str(warning.message) for warning in caught]
+
+
+class TestLost(FakeGroupTest):
+    """Who sets what FSDP ignores is told so at the first forward, once, and nobody else."""
+
+    ranks = 2
+    HOOKS = r"^Hooks on 1\.weight are lost.*register_post_accumulate_grad_hook"
+    # What is done before `fully_shard` and after it, and what is said
+    CASES: dict[str, tuple[Callable | None, Callable | None, str]] = {
+        "hook_before": (set_hook, None, HOOKS),
+        "hook_after": (None, set_hook, HOOKS),
+        "post_hook_before": (set_post_hook, None, HOOKS),
+        "removed_hook": (lambda model: set_hook(model).remove(), None, ""),
+        "post_hook_after": (set_post_hook, set_post_hook, ""),
+        # As torch's `MemTracker`
+        "both_hooks": (None, lambda model: (set_hook(model), set_post_hook(model)), ""),
+        "frozen": (set_hook, lambda m: (set_hook(m), m.requires_grad_(False)), ""),
+    }
+
+    def run_with(self, before: Callable | None, after: Callable | None) -> list[str]:
+        model = nn.Sequential(linear(), linear())
+        if before:
+            before(model)
+        for unit in (model[0], model):
+            fully_shard(unit, mesh=self.mesh)
+        if after:
+            after(model)
+        texts = warnings_of(model, X)
+        self.assertEqual(warnings_of(model, X), [])
+        return texts
+
+    @parametrize("name", CASES)
+    def test_is_told(self, name: str) -> None:
+        *changes, expected = self.CASES[name]
+        texts = self.run_with(*changes)
+        self.assertEqual(len(texts), bool(expected), texts)
+        for text in texts:
+            self.assertRegex(text, expected)
 
 
 class TestCost(FakeGroupTest):

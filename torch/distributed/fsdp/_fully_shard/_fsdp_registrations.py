@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import chain, repeat
@@ -12,7 +13,7 @@ from torch.distributed.fsdp._common_utils import _named_parameters_with_duplicat
 from torch.distributed.tensor import DTensor
 
 from ._fsdp_api import CPUOffloadPolicy, MixedPrecisionPolicy
-from ._fsdp_errors import check_param, note_registered, note_sharding
+from ._fsdp_errors import check_param, listed, note_registered, note_sharding
 from ._fsdp_param import FSDPParam, ParamModuleInfo
 from ._fsdp_policies import resolve_all
 from ._fsdp_releases import IS_2_15
@@ -44,6 +45,7 @@ def shard_params(
     # Users' overrides see parameters of which none is sharded yet
     policies = resolve_all(group.mp_policy or MixedPrecisionPolicy(), params, names)
     fsdp_params: list[FSDPParam] = []
+    group._hooked = {}  # parameters that lose hooks, and whether of `register_hook`
     places = group.mesh_info, group.post_forward_mesh_info, group.device
     for param, info, policy in zip(params, infos, policies, strict=True):
         settings = shard_placement_fn, policy, group.offload_policy
@@ -55,6 +57,8 @@ def shard_params(
             raise
         if not IS_2_15 and param.grad_dtype != param.dtype:
             fsdp_param.sharded_param.grad_dtype = param.grad_dtype
+        if param._backward_hooks or param._post_accumulate_grad_hooks:
+            group._hooked[fsdp_param] = bool(param._backward_hooks)
         fsdp_params.append(fsdp_param)
     return fsdp_params
 
@@ -141,6 +145,8 @@ def reset_sharded_params(group: Any) -> None:
         check_param(fsdp_param, fqn)
         if not hasattr(fsdp_param, "_unsharded_param"):
             fsdp_param._init_extensions()  # may have been added since
+    if group._module_fqn is not None:
+        _warn_of_lost_hooks(group)
 
 
 def _make_reset(group: Any, fsdp_param: FSDPParam) -> Callable[..., None]:
@@ -211,6 +217,23 @@ def check_materialized(group: Any) -> None:
         raise RuntimeError(
             "FSDP parameters should be materialized on CPU when enabling CPU "
             f'offloading, but got {misplaced}\nCall module.to_empty(device="cpu")'
+        )
+
+
+def _warn_of_lost_hooks(group: Any) -> None:
+    lost: list[FSDPParam] = []
+    for fsdp_param in group.fsdp_params:
+        param, hooked = fsdp_param.sharded_param, group._hooked.get(fsdp_param)
+        # Torch's `MemTracker` sets hooks of both kinds
+        if not (hooked or param._post_accumulate_grad_hooks):
+            hooked = param._backward_hooks or hooked is False
+        if hooked and param.requires_grad:
+            lost.append(fsdp_param)
+    if lost:
+        warnings.warn(
+            f"Hooks on {listed(fqns_of(group, *lost))} are lost. FSDP calls those that "
+            "are set after fully_shard, by register_post_accumulate_grad_hook",
+            stacklevel=2,
         )
 
 
