@@ -34,6 +34,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_context import (
     AllReduceState,
     HeldAllReduces,
 )
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.common_utils import parametrize, run_tests
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -189,14 +190,41 @@ class TestLost(FakeGroupTest):
         # As torch's `MemTracker`
         "both_hooks": (None, lambda model: (set_hook(model), set_post_hook(model)), ""),
         "frozen": (set_hook, lambda m: (set_hook(m), m.requires_grad_(False)), ""),
+        "parameter": (
+            None,
+            lambda model: setattr(model[1], "bias", nn.Parameter(torch.ones(DIM))),
+            r"^1\.bias of unit 'FSDPSequential' came after .* Register parameters before",
+        ),
+        "module": (
+            None,
+            lambda model: setattr(model[0], "lora", linear()),
+            r"^lora\.weight of unit '0' came after",
+        ),
+        "replaced": (
+            None,
+            lambda model: setattr(model, "1", linear()),
+            r"^1\.weight of unit 'FSDPSequential' came after",
+        ),
+        "frozen_module": (None, lambda m: m.append(linear().requires_grad_(False)), ""),
+        # Averaged by a hook, as by the Trainer of transformers
+        "averaged": (None, lambda model: set_post_hook(model.append(linear())), ""),
+        "unit": (None, lambda model: model.append(fully_shard(linear())), ""),
+        "ddp": (None, lambda m: m.append(DistributedDataParallel(linear())), ""),
+        "moved": (None, lambda m: setattr(m, "1", nn.Sequential(m[1])), ""),
+        "unsharded": (None, lambda model: model.unshard(), ""),
+        "ignored": (lambda m: setattr(m, "own", nn.Parameter(torch.ones(1))), None, ""),
     }
 
-    def run_with(self, before: Callable | None, after: Callable | None) -> list[str]:
+    def run_with(
+        self, before: Callable | None, after: Callable | None, ranks: int = 2
+    ) -> list[str]:
+        mesh = init_device_mesh("cpu", (2 // ranks, ranks), mesh_dim_names=("a", "b"))
         model = nn.Sequential(linear(), linear())
         if before:
             before(model)
-        for unit in (model[0], model):
-            fully_shard(unit, mesh=self.mesh)
+        fully_shard(model[0], mesh=mesh["b"])
+        ignored = {param for name, param in model.named_parameters() if name == "own"}
+        fully_shard(model, mesh=mesh["b"], ignored_params=ignored)
         if after:
             after(model)
         texts = warnings_of(model, X)
@@ -210,6 +238,11 @@ class TestLost(FakeGroupTest):
         self.assertEqual(len(texts), bool(expected), texts)
         for text in texts:
             self.assertRegex(text, expected)
+
+    def test_one_rank_alone_trains_late_parameters(self) -> None:
+        for ranks in (1, 2):
+            texts = self.run_with(None, lambda model: model.append(linear()), ranks)
+            self.assertEqual(len(texts), ranks - 1)
 
 
 class TestCost(FakeGroupTest):

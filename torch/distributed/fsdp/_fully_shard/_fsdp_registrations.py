@@ -60,6 +60,7 @@ def shard_params(
         if param._backward_hooks or param._post_accumulate_grad_hooks:
             group._hooked[fsdp_param] = bool(param._backward_hooks)
         fsdp_params.append(fsdp_param)
+    group._plain_places = {*_find_plain_params(group)}
     return fsdp_params
 
 
@@ -147,6 +148,7 @@ def reset_sharded_params(group: Any) -> None:
             fsdp_param._init_extensions()  # may have been added since
     if group._module_fqn is not None:
         _warn_of_lost_hooks(group)
+        _warn_of_late_params(group)
 
 
 def _make_reset(group: Any, fsdp_param: FSDPParam) -> Callable[..., None]:
@@ -233,6 +235,36 @@ def _warn_of_lost_hooks(group: Any) -> None:
         warnings.warn(
             f"Hooks on {listed(fqns_of(group, *lost))} are lost. FSDP calls those that "
             "are set after fully_shard, by register_post_accumulate_grad_hook",
+            stacklevel=2,
+        )
+
+
+def _find_plain_params(group: Any) -> dict[tuple[nn.Module, str], nn.Parameter]:
+    """Returns the parameters of a unit's modules that are not sharded, by their place."""
+    from ._fsdp_init import _get_managed_modules as find  # a cycle
+
+    ddp = nn.parallel.DistributedDataParallel
+    return {
+        (module, name): param
+        for module in find(group.modules, is_composable_fn=lambda m: type(m) is not ddp)
+        for name, param in _named_parameters_with_duplicates(module, recurse=False)
+        if not isinstance(param, DTensor)
+    }
+
+
+def _warn_of_late_params(group: Any) -> None:
+    late = [
+        ParamModuleInfo(*place)
+        for place, param in _find_plain_params(group).items()
+        # A hook may reduce the gradient
+        if param.requires_grad and not param._post_accumulate_grad_hooks
+        if place not in group._plain_places
+    ]
+    if late and group.mesh_info.mesh.size() > 1 and group._param_group_index == 0:
+        warnings.warn(
+            f"{listed(get_param_names(late, group.modules))} of unit "
+            f"'{group._unit_name}' came after fully_shard, which neither shards them nor "
+            "reduces their gradients. Register parameters before it",
             stacklevel=2,
         )
 
