@@ -8,6 +8,7 @@ first be known, and training goes on after it. What is merely unusual works.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -556,6 +557,21 @@ class TestBadInput(FSDPProcessTest):
         model = run.model()
         run.blocks[1].set_custom_reduce_scatter(Wider())
         self.check_step(run, model)
+
+    def test_shards_may_be_compared_with_unsharded_parameters(self) -> None:
+        """Each rank's, as its gradient is dropped after an evaluation."""
+        run = self.run_here()
+        policy = MixedPrecisionPolicy(param_dtype=FP64)
+        model = run.trained(reshard_after_forward=False, mp_policy=policy)
+        run.step(model)
+        with torch.no_grad():
+            model(run.input())
+        for block in run.blocks:
+            for param in block._get_fsdp_state()._fsdp_param_group.fsdp_params:
+                param.sharded_param.grad = None
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(run.input())
 
     @parametrize("is_sharded", [True, False])
     def test_casts_after_a_forward_are_found_where_nothing_is_gathered(

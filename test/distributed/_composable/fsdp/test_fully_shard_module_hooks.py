@@ -28,12 +28,14 @@ from fsdp_helpers.common.utils import FakeGroupTest
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy, share_comm_ctx
 from torch.distributed.fsdp._fully_shard._fsdp_context import (
     AllReduceState,
     HeldAllReduces,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_param_cache import ParamGroupCache
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.common_utils import parametrize, run_tests
 from torch.utils._pytree import tree_leaves
@@ -243,6 +245,118 @@ class TestLost(FakeGroupTest):
         for ranks in (1, 2):
             texts = self.run_with(None, lambda model: model.append(linear()), ranks)
             self.assertEqual(len(texts), ranks - 1)
+
+
+class TestStale(FakeGroupTest):
+    """
+    Shards that are written to while their unit stays unsharded, as a root does after a
+    forward without gradients, which then computes with other values.
+    """
+
+    ranks = 2
+    # What follows after evaluation, and whether the next forward tells of it
+    CASES: dict[str, tuple[Callable[[Any], object], bool]] = {
+        "step": (lambda test: test.step(foreach=False), True),
+        "foreach_step": (lambda test: test.step(foreach=True), True),
+        "fused_step": (lambda test: test.step(torch.optim.AdamW, fused=True), True),
+        "write": (lambda test: test.double(), True),
+        "write_local": (
+            lambda test: [p.to_local().detach().mul_(2) for p in test.shards],
+            True,
+        ),
+        "reshard_step": (lambda test: (test.model.reshard(), test.step()), False),
+        "step_reshard": (lambda test: (test.step(), test.model.reshard()), False),
+        "save_step": (lambda test: (test.model.state_dict(), test.step()), False),
+        "load": (lambda test: test.load(), False),
+        "write_and_restore": (
+            lambda test: (test.double(), [p.detach().div_(2) for p in test.shards]),
+            False,
+        ),
+        "drop_gradients": (lambda test: test.step(lr=0), False),
+        "microbatch_step": (lambda test: (train(test.model), test.step()), False),
+        "replace": (lambda test: test.replace_fsdp_params(), False),
+    }
+
+    def evaluated(self, ranks: int = 2) -> Any:
+        """Returns a model after a backward and evaluation."""
+        mesh = init_device_mesh("cpu", (2 // ranks, ranks), mesh_dim_names=("a", "b"))
+        self.model: Any = nn.Sequential(linear(), nn.Tanh(), linear())
+        for unit in (self.model[0], self.model):
+            fully_shard(unit, mesh=mesh["b"])
+        self.shards = [*self.model.parameters()]
+        train(self.model)
+        evaluate(self.model)
+        evaluate(self.model)
+        return self.model
+
+    def step(self, cls: Any = torch.optim.SGD, lr: float = 1, **how: Any) -> None:
+        optimizer = cls(self.shards, lr=lr, **how)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def double(self) -> None:
+        for param in self.shards:
+            param.detach().mul_(2)
+
+    def load(self) -> None:
+        state = self.model.state_dict()
+        evaluate(self.model)
+        self.model.load_state_dict({name: value * 2 for name, value in state.items()})
+
+    def replace_fsdp_params(self) -> None:
+        """As ModelOpt does to update weights."""
+        (group,) = self.model._get_fsdp_state()._fsdp_param_groups
+        group.fsdp_params = [copy.copy(param) for param in group.fsdp_params]
+        self.step()
+        self.model.reshard()
+
+    def check(self, is_told: bool, *run: Any) -> None:
+        texts = warnings_of(*run)
+        self.assertEqual(len(texts), is_told, texts)
+        for text in texts:
+            self.assertRegex(text, r"^2\.weight was written to .* Call reshard\(\)")
+
+    @parametrize("name", CASES)
+    @parametrize("ranks", [1, 2])
+    @parametrize("run", [train, evaluate])
+    def test_is_told(self, name: str, ranks: int, run: Callable) -> None:
+        (then, is_told), model = self.CASES[name], self.evaluated(ranks)
+        before = model[2].weight.detach().clone()
+        then(self)
+        if is_told:  # it is lost so far
+            self.assertTrue(torch.equal(model[2].weight, before))
+        self.check(is_told, run, model)
+        self.check(False, run, model)
+
+    def test_average_is_told_that_no_backward_reshards(self) -> None:
+        model = self.evaluated().requires_grad_(False)
+        model.reshard()
+        evaluate(model)
+        self.double()
+        self.check(True, evaluate, model)
+
+    def test_forwards_may_write_to_their_parameters(self) -> None:
+        model = fully_shard(nn.Embedding(DIM, DIM, max_norm=0.1), mesh=self.mesh)
+        shard, ids = model.weight, torch.arange(DIM)
+        model(ids).sum().backward()
+        with torch.no_grad():
+            model(ids)
+        shard.grad = None
+        self.check(False, model, ids)
+
+    def test_steps_do_not_look_and_evaluation_compares_once(self) -> None:
+        model = self.evaluated()
+        train(model)
+        train(model)
+        with mock.patch.object(ParamGroupCache, "find_written") as find:
+            train(model)
+        find.assert_not_called()
+        with mock.patch.object(Tensor, "equal", return_value=True) as equal:
+            for _ in range(3):
+                evaluate(model)
+                self.step()
+                train(model)
+        equal.assert_called_once()
 
 
 class TestCost(FakeGroupTest):

@@ -173,6 +173,13 @@ class GatherOutputs:
         self.storages = [(t.untyped_storage(), t.nbytes) for t in self.tensors]
 
 
+def _get_marks(fsdp_param: FSDPParam) -> tuple:
+    """Returns what writes to a shard change: optimizers' fused ones, no version."""
+    param: Any = fsdp_param.sharded_param
+    tensors = param, param._local_tensor
+    return param.grad is None, *(t._version for t in tensors if not t.is_inference())
+
+
 class ParamGroupCache:
     """What is cached of a group's parameters between steps."""
 
@@ -198,6 +205,8 @@ class ParamGroupCache:
         # The parameters registered instead of the sharded ones, their `requires_grad`
         self._registered: list[Any] = []
         self._flags: list[bool] = []
+        # `_registered`, a parameter and its marks. False: it may have been written to
+        self.watched: Any = None
 
     def invalidate_buckets_if_changed(self) -> bool:
         """Invalidates the buckets if what they depend on has changed, and returns if so."""
@@ -353,6 +362,22 @@ class ParamGroupCache:
                 storage.resize_(0)
         return True
 
+    def watch(self) -> None:
+        """Notes, while parameters stay unsharded, what shows writes to a shard."""
+        is_noted = self.watched and self.watched[0] is self._registered
+        if self.watched is not False and not is_noted:
+            fsdp_param = max(self.fsdp_params, key=_get_sharded_requires_grad)
+            self.watched = self._registered, fsdp_param, _get_marks(fsdp_param)
+
+    def find_written(self) -> FSDPParam | None:
+        """Returns the watched parameter, once, if its shard may have been written to."""
+        registered, fsdp_param, marks = self.watched
+        if registered is not self._registered:  # gathered anew
+            self.watched = None
+        elif _get_marks(fsdp_param) != marks:
+            self.watched = False
+            return fsdp_param
+        return None
 
 _TO_STATE = {
     ShardedState.SHARDED: ParamGroupCache._to_sharded,

@@ -355,6 +355,8 @@ class FSDPParamGroup(PluginNames):
         """Completes a started unshard: copies out and registers the parameters."""
         result = self._all_gather_result
         if result is None:
+            if self._cache.watched:
+                registrations.warn_if_stale(self)
             return
         in_forward = self._training_state == TrainingState.FORWARD
         if in_forward:
@@ -471,12 +473,13 @@ class FSDPParamGroup(PluginNames):
         # Without gradients, a user's forward has no backward. Reentrant checkpointing's
         # has one: its autograd function turns forward AD off outside inference mode
         by_users = torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled()
-        if by_users and not torch.is_grad_enabled():
-            return
-        # Each forward is recorded: each has a pre-backward of its own
-        order = self.comm_ctx.post_forward_order
-        self._post_forward_indices.append(len(order))
-        order.append(self)
+        if torch.is_grad_enabled() or not by_users:
+            # Each forward is recorded: each has a pre-backward of its own
+            order = self.comm_ctx.post_forward_order
+            self._post_forward_indices.append(len(order))
+            order.append(self)
+        elif not self._reshard_after_forward:
+            self._cache.watch()
 
     # Runtime: backward #
     @releases.not_type_checked
@@ -719,10 +722,7 @@ class FSDPParamGroup(PluginNames):
     def _register_post_backward_hook(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """
-        Passes the inputs that need gradients through an autograd node, whose backward
-        runs when these gradients, and so those of the parameters, are there.
-        """
+        """Passes inputs that need gradients through `RegisterPostBackwardFunction`."""
         inputs = [*args, *kwargs.values()]
         if not torch.is_grad_enabled() or not (tensors := collect_grad_tensors(inputs)):
             return args, kwargs  # the root's final callback comes to this group

@@ -9,6 +9,7 @@ from itertools import chain, repeat
 from typing import Any
 
 import torch.nn as nn
+from torch import Tensor
 from torch.distributed.fsdp._common_utils import _named_parameters_with_duplicates
 from torch.distributed.tensor import DTensor
 
@@ -265,6 +266,27 @@ def _warn_of_late_params(group: Any) -> None:
             f"{listed(get_param_names(late, group.modules))} of unit "
             f"'{group._unit_name}' came after fully_shard, which neither shards them nor "
             "reduces their gradients. Register parameters before it",
+            stacklevel=2,
+        )
+
+
+def warn_if_stale(group: Any) -> None:
+    """Warns if a unit computes with other values than its shards have by now."""
+    fsdp_param = group._cache.find_written()
+    if fsdp_param is None or not group._can_gather_directly():  # else it may round
+        return
+    shard, unsharded = fsdp_param._sharded_param_data, fsdp_param._unsharded_param
+    # Forward may write to an unsharded parameter, as an embedding with `max_norm` does
+    is_plain = type(shard) is Tensor and not unsharded._version
+    if not is_plain or fsdp_param.fsdp_placement.dim != 0:
+        return
+    n, rank = shard.numel(), getattr(fsdp_param.mesh_info, "shard_mesh_rank", 0)
+    part = fsdp_param.all_gather_outputs[0][rank * n : (rank + 1) * n]
+    if not part.equal(shard.to(part.device, part.dtype)):  # waits for the device
+        warnings.warn(
+            f"{fqns_of(group, fsdp_param)[0]} was written to while its unit stayed "
+            "unsharded after a forward without gradients, so forward uses the old values. "
+            "Call reshard() on the unit's module after such a forward, before the write",
             stacklevel=2,
         )
 
