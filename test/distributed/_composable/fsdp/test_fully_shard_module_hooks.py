@@ -25,17 +25,20 @@ import pytest
 
 from fsdp_helpers.common.release_rules import IS_2_15
 from fsdp_helpers.common.utils import FakeGroupTest
+from fsdp_helpers.parity.models import Fp8
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy, share_comm_ctx
+from torch.distributed.fsdp._fully_shard._fsdp_comms import DefaultAllGather
 from torch.distributed.fsdp._fully_shard._fsdp_context import (
     AllReduceState,
     HeldAllReduces,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_param_cache import ParamGroupCache
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.common_utils import parametrize, run_tests
 from torch.utils._pytree import tree_leaves
@@ -247,6 +250,11 @@ class TestLost(FakeGroupTest):
             self.assertEqual(len(texts), ranks - 1)
 
 
+class Rounding(DefaultAllGather):
+    def __call__(self, output_tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        output_tensor.round_()
+
+
 class TestStale(FakeGroupTest):
     """
     Shards that are written to while their unit stays unsharded, as a root does after a
@@ -335,8 +343,16 @@ class TestStale(FakeGroupTest):
         self.double()
         self.check(True, evaluate, model)
 
-    def test_forwards_may_write_to_their_parameters(self) -> None:
-        model = fully_shard(nn.Embedding(DIM, DIM, max_norm=0.1), mesh=self.mesh)
+    @parametrize("what", ["writes", "is_custom", "extends", "is_sharded_on_dim_1"])
+    def test_unsharded_parameters_may_have_other_values(self, what: str) -> None:
+        """As forward, or the gather, makes them, or in another order."""
+        model: Any = nn.Embedding(DIM, DIM, max_norm=0.1 if what == "writes" else None)
+        if what == "extends":
+            model.weight = nn.Parameter(Fp8(model.weight.detach()))
+        dim = Shard(int(what == "is_sharded_on_dim_1"))
+        fully_shard(model, mesh=self.mesh, shard_placement_fn=lambda param: dim)
+        if what == "is_custom":
+            model.set_custom_all_gather(Rounding())
         shard, ids = model.weight, torch.arange(DIM)
         model(ids).sum().backward()
         with torch.no_grad():

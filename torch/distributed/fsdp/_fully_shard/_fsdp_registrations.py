@@ -261,7 +261,7 @@ def _warn_of_late_params(group: Any) -> None:
         if param.requires_grad and not param._post_accumulate_grad_hooks
         if place not in group._plain_places
     ]
-    if late and group.mesh_info.mesh.size() > 1 and group._param_group_index == 0:
+    if late and group.mesh_info.mesh.size() > 1:
         warnings.warn(
             f"{listed(get_param_names(late, group.modules))} of unit "
             f"'{group._unit_name}' came after fully_shard, which neither shards them nor "
