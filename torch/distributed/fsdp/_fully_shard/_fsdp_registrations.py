@@ -133,7 +133,8 @@ def register_state_dict_hooks(group: Any) -> None:
 
     def reshard(*unused: Any) -> None:
         group._to_sharded()
-        group.comm_ctx.free_resharded()
+        if (context := group.comm_ctx).resharded:
+            context.free_resharded()
 
     for fsdp_param in group.fsdp_params:
         if (module := fsdp_param._module_info.module) not in save_handles:
