@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, HealthCheck, Phase, seed, settings, strategies
@@ -28,7 +29,8 @@ from torch.testing._internal.common_utils import run_tests, TestCase
 
 
 pytestmark = pytest.mark.timeout(600)
-layouts._MIN_PIECE_NBYTES = 0  # else no parameter here would be copied in pieces
+# Else no parameter here would be copied in pieces
+in_pieces = mock.patch.object(layouts, "_MIN_PIECE_NBYTES", 0)
 
 
 DEFAULT_CASES = 300 if os.environ.get("CI") else 50
@@ -53,6 +55,7 @@ def on_cases(count: int, *ranks: int, **kwargs: Any) -> Any:
 
 @on_first_rank
 class TestThreads(TestCase):
+    @in_pieces
     @on_cases(CASES, 1, 2, 3, 4, 8)
     def test_gradients(self, case: Case):
         @spawn_threads_and_init_comms(world_size=case.ranks)
@@ -64,6 +67,7 @@ class TestThreads(TestCase):
 
 class TestProcesses(FSDPProcessTest):
     # Without shrinking, so that all ranks draw the same cases
+    @in_pieces
     @on_cases(CASES // 5, WORLD_SIZE, phases=[Phase.generate])
     def test_gradients(self, case: Case):
         check_case(case, DEVICE_TYPE)

@@ -108,7 +108,7 @@ logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
 
 # A plugin that replaces one of these expects the release's arguments
 _OWN_GATHER, _OWN_COPY_OUT = foreach_all_gather, foreach_all_gather_copy_out
-_OWN_REDUCE = foreach_reduce
+_OWN_REDUCE, _OWN_PREPARE = foreach_reduce, _default_reduce_scatter_input_fn
 
 
 class FSDPParamGroup(PluginNames):
@@ -545,8 +545,7 @@ class FSDPParamGroup(PluginNames):
             reduce = functools.partial(collectives.reduce_monkeypatched, foreach_reduce)
         elif self._agreement.agreed != (buckets, *groups, comm, not defers):
             self._agreement.check_reductions(buckets, *groups, comm, not defers)
-        prepare = self._prepare_reduce_scatter_inputs
-        prepares = is_own and prepare is not _default_reduce_scatter_input_fn
+        prepares = is_own and self._prepare_reduce_scatter_inputs is not _OWN_PREPARE
         args = reduction, self.fsdp_params, grads, prepares
         pop_part = functools.partial(partial_reduces.pop_part, *args)
         with self._range("FSDP::post_backward_reduce"):
