@@ -1,0 +1,120 @@
+# Owner(s): ["oncall: distributed"]
+"""
+What a warm step of one unit of two parameters passes through in FSDP2's files: so many
+conditions, functions, lines and files, and crossings between files. A condition is an
+``if``, a ternary, or an operand after the first of ``and`` or ``or``, in a function that
+is entered. What a step does not need shall not stand on its way.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import sys
+from pathlib import Path
+from types import CodeType
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from fsdp_helpers.common.utils import FakeGroupTest
+
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.testing._internal.common_utils import parametrize, run_tests
+
+
+pytestmark = pytest.mark.quick
+
+# At most: conditions, functions, lines, files, crossings
+BOUNDS = {
+    "unshard": (44, 24, 145, 9, 18),
+    "wait_for_unshard": (44, 20, 140, 9, 20),
+    "post_backward": (142, 68, 460, 10, 48),
+}
+
+
+class Affine(nn.Module):
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 8, dtype=dtype))
+        self.bias = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.weight.float()) * self.bias
+
+
+@functools.cache
+def functions_of(path: str) -> dict[int, ast.FunctionDef]:
+    nodes = ast.walk(ast.parse(Path(path).read_text()))
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+    lines = [(f, [f.lineno, *(d.lineno for d in f.decorator_list)]) for f in functions]
+    return {line: f for f, starts in lines for line in starts}
+
+
+def weigh(code: CodeType) -> tuple[int, int]:
+    """Returns a function's conditions and lines; those of a loop are its function's."""
+    function = functions_of(code.co_filename).get(code.co_firstlineno)
+    has_docstring = function is not None and ast.get_docstring(function) is not None
+    body = [] if function is None else function.body[has_docstring:]
+    nodes = [node for statement in body for node in ast.walk(statement)]
+    conditions = sum(isinstance(node, (ast.If, ast.IfExp)) for node in nodes)
+    conditions += sum(len(n.values) - 1 for n in nodes if isinstance(n, ast.BoolOp))
+    statements = [n for n in nodes if isinstance(n, (ast.stmt, ast.expr))]
+    return conditions, len({node.lineno for node in statements})
+
+
+class TestWay(FakeGroupTest):
+    ranks = 4
+
+    @parametrize("name", [*BOUNDS])
+    @parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_what_a_step_passes(self, name: str, dtype: torch.dtype) -> None:
+        model = fully_shard(Affine(dtype), mesh=self.mesh)
+        x, original = torch.ones(2, 8, requires_grad=True), getattr(FSDPParamGroup, name)
+        for _ in range(3):
+            model(x).sum().backward()
+        entered: list[CodeType] = []
+        stack: list[str] = []
+        crossings = 0
+
+        def profile(frame: Any, event: str, _: Any) -> None:
+            nonlocal crossings
+            path = frame.f_code.co_filename
+            if event not in ("call", "return") or "_fully_shard" not in path:
+                return
+            if event == "call":
+                entered.append(frame.f_code)
+                stack.append(path)
+            elif stack:
+                stack.pop()
+            other = stack[-2:-1] if event == "call" else stack[-1:]
+            crossings += other not in ([], [path])
+
+        def watched(group: FSDPParamGroup, *args: Any) -> Any:
+            sys.setprofile(None if entered else profile)
+            try:
+                return original(group, *args)
+            finally:
+                sys.setprofile(None)
+
+        with mock.patch.object(FSDPParamGroup, name, watched):
+            model(x).sum().backward()
+        weights = [weigh(code) for code in {*entered}]
+        found = (
+            *map(sum, zip(*weights)),
+            len({*entered}),
+            len({code.co_filename for code in entered}),
+            crossings,
+        )
+        conditions, lines, functions, files, crossings = found
+        actual = conditions, functions, lines, files, crossings
+        within = [n <= most for n, most in zip(actual, BOUNDS[name], strict=True)]
+        self.assertTrue(all(within), f"{actual} of at most {BOUNDS[name]}")
+
+
+if __name__ == "__main__":
+    run_tests()
