@@ -27,8 +27,8 @@ from fsdp_helpers.common.utils import DeviceFreeTest
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_copies import (
     _copy_in,
-    _view_outputs,
     copy_each,
+    copy_out,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_layout import (
     count_pieces,
@@ -42,6 +42,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_layout import (
     ReduceSlot,
     storage_dtype,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_param_cache import GatherOutputs
 from torch.testing._internal.common_utils import parametrize, run_tests
 
 
@@ -186,9 +188,10 @@ class TestCopies(DeviceFreeTest):
             .contiguous()
             for dtype, numel in mix
         ]
-        rows = buffer.view(layout.buffer_dtype).view(world_size, -1)
-        columns = _view_outputs([(o, 1) for o in outputs], layout, world_size)
-        torch.split_with_sizes_copy(rows, layout.split_sizes, dim=1, out=columns)
+        params = [SimpleNamespace(all_gather_outputs=[output]) for output in outputs]
+        gathered = GatherOutputs(params)
+        state = ShardedState.SHARDED_POST_FORWARD
+        copy_out(state, buffer, layout, gathered, world_size)
         for i, output in enumerate(outputs):
             expected = torch.cat([inputs[i].view(torch.uint8) for inputs in shards])
             self.assertTrue(torch.equal(as_bytes(output), expected))

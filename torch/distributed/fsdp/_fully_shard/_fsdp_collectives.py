@@ -31,7 +31,7 @@ from ._fsdp_grads import make_slot
 from ._fsdp_layout import ReduceBucket
 from ._fsdp_observers import without_grad
 from ._fsdp_param import FSDPParam, ShardedState  # noqa: F401  (as in the release)
-from ._fsdp_param_cache import GatherPlan, ParamGroupCache, SplitSizes
+from ._fsdp_param_cache import ParamGroupCache, SplitSizes
 from ._fsdp_reduce import (
     _default_reduce_scatter_input_fn,
     BucketGrads,
@@ -172,73 +172,40 @@ def foreach_all_gather(
     all be sharded, or all be resharded after forward. The buffer is allocated and filled
     in one stream and gathered in the other. ``cache`` is of these parameters.
     """
+    cache, comm = cache or ParamGroupCache(fsdp_params), all_gather_comm
+    device_handle = _get_device_handle(device.type)
     has_grad = torch.is_grad_enabled()
     torch._C._set_grad_enabled(False)
     try:
-        return _gather(
-            cache or ParamGroupCache(fsdp_params),
-            group,
-            async_op,
-            all_gather_copy_in_stream,
-            all_gather_stream,
-            device,
-            all_gather_comm,
-        )
+        with device_handle.stream(all_gather_copy_in_stream):
+            in_use = (_get_param_all_gather_inputs, _get_all_gather_input_metadatas)
+            if in_use == _OWN_INPUTS:
+                tensors, plan = cache.prepare_gather()
+                size = group.size() * plan.layout.segment_numel, plan.layout.buffer_dtype
+                output = allocate(comm, *size, device, gathers=True)
+                segment = copies.fill_segment(output, plan, tensors, group.rank())
+                fields = plan.dtypes, plan.numels, plan.split_sizes
+                sent = copies.stage_direct(plan, tensors, device) if plan.direct else []
+            else:
+                args = fsdp_params, group, device, comm
+                sent, (output, segment, fields) = [], _stage_plugins(*args)
+        all_gather_stream.wait_stream(all_gather_copy_in_stream)
+        with device_handle.stream(all_gather_stream):
+            if not sent:
+                buffers = {"output_tensor": output, "input_tensor": segment}
+                work = comm(**buffers, group=group, async_op=async_op)
+                event = all_gather_stream.record_event()
+                return AllGatherResult(output, event, work, *fields)
+            args = fsdp_params, plan, group.size(), all_gather_stream
+            received, to_copy = cache.direct_memory.prepare(*args)
+            members = [*zip(received, sent, strict=True), (output, segment)]
+            work = all_gather_coalesced(members, group, async_op=async_op)
+            event = all_gather_stream.record_event()
+            result = DirectGatherResult(output, event, work, *fields)
+            result.sent, result.copies = sent, to_copy
+            return result
     finally:
         torch._C._set_grad_enabled(has_grad)
-
-
-def _gather(
-    cache: ParamGroupCache,
-    group: dist.ProcessGroup,
-    async_op: bool,
-    copy_in_stream: torch.Stream,
-    stream: torch.Stream,
-    device: torch.device,
-    comm: AllGather,
-) -> AllGatherResult:
-    device_handle, sent = _get_device_handle(device.type), []
-    with device_handle.stream(copy_in_stream):
-        in_use = (_get_param_all_gather_inputs, _get_all_gather_input_metadatas)
-        if in_use == _OWN_INPUTS:
-            tensors, plan = cache.prepare_gather()
-            numel, dtype = plan.layout.segment_numel, plan.layout.buffer_dtype
-            output = allocate(comm, group.size() * numel, dtype, device, gathers=True)
-            segment = copies.fill_segment(output, plan, tensors, group.rank())
-            fields = plan.dtypes, plan.numels, plan.split_sizes
-            sent = copies.stage_direct(plan, tensors, device) if plan.direct else sent
-        else:
-            params = cache.fsdp_params
-            output, segment, fields = _stage_plugins(params, group, device, comm)
-    stream.wait_stream(copy_in_stream)
-    with device_handle.stream(stream):
-        if sent:
-            buffers = [output, segment, *fields]
-            return _gather_directly(cache, plan, sent, buffers, group, async_op, stream)
-        buffers = {"output_tensor": output, "input_tensor": segment}
-        work = comm(**buffers, group=group, async_op=async_op)
-        return AllGatherResult(output, stream.record_event(), work, *fields)
-
-
-def _gather_directly(
-    cache: ParamGroupCache,
-    plan: GatherPlan,
-    sent: list[Tensor],
-    buffers: Sequence[Any],
-    group: dist.ProcessGroup,
-    async_op: bool,
-    stream: torch.Stream,
-) -> DirectGatherResult:
-    """Gathers direct parameters, and the buffer of all others, by one grouped call."""
-    output, segment, *fields = buffers
-    to_prepare = cache.fsdp_params, plan, group.size(), output.device, stream
-    received, to_copy = cache.direct_memory.prepare(*to_prepare)
-    packed = [(output, segment)] if output.numel() else []
-    members = [*zip(received, sent, strict=True), *packed]
-    work = all_gather_coalesced(members, group, async_op=async_op)
-    result = DirectGatherResult(output, stream.record_event(), work, *fields)
-    result.sent, result.copies = sent, to_copy
-    return result
 
 
 def _default_all_gather_output_fn(
@@ -258,7 +225,7 @@ def _default_all_gather_output_fn(
         layout = layouts.GatherLayout((), dtype, (*enumerate(split_sizes),), numel)
         state = cache.fsdp_params[0].sharded_state
     outputs = cache.alloc_outputs(dtypes, numels, world_size, buffer.device)
-    copies.copy_out(cache.fsdp_params, state, buffer, layout, outputs, world_size)
+    copies.copy_out(state, buffer, layout, outputs, world_size)
     if isinstance(all_gather_result, DirectGatherResult):
         copies.copy_each(*all_gather_result.copies)
 
@@ -310,7 +277,7 @@ def unshard_single_rank(cache: ParamGroupCache, device: torch.device) -> None:
     """Unshards parameters over a single rank: a copy in place of an all-gather."""
     tensors, plan = cache.prepare_gather()
     outputs = cache.alloc_outputs(plan.dtypes, plan.numels, 1, device)
-    targets = [output.data for output in outputs.tensors]  # see `_view_outputs`
+    targets = [output.data for output in outputs.tensors]  # see `_make_columns`
     if cache._has_extensions:  # see `prepare_gather`
         dtypes = chain.from_iterable(plan.dtypes)
         targets = [target.view(dtype) for target, dtype in zip(targets, dtypes)]
@@ -364,22 +331,13 @@ def foreach_reduce(
     the all-reduce and returns the sum so far (1D, laid out as ``fsdp_params``) for the
     next call to add.
     """
-    reduction = Reduction(
-        reduce_scatter_group=reduce_scatter_group,
-        reduce_scatter_stream=reduce_scatter_stream,
-        reduce_scatter_comm=reduce_scatter_comm,
-        all_reduce_group=all_reduce_group,
-        all_reduce_stream=all_reduce_stream,
-        all_reduce_grads=all_reduce_grads,
-        all_reduce_hook=all_reduce_hook,
-        gradient_divide_factor=gradient_divide_factor,
-        force_sum_reduction_for_comms=force_sum_reduction_for_comms,
-        device=device,
-        copy_in=foreach_reduce_scatter_copy_in,
-        prepare_reduce_scatter_inputs=prepare_reduce_scatter_inputs
-        or _default_reduce_scatter_input_fn,
-        clones_output=not allocates_anew(reduce_scatter_comm),
-    )
+    scatter = reduce_scatter_group, reduce_scatter_stream, reduce_scatter_comm
+    all_reduce = all_reduce_group, all_reduce_stream, all_reduce_grads, all_reduce_hook
+    scaling = gradient_divide_factor, force_sum_reduction_for_comms
+    prepare = prepare_reduce_scatter_inputs or _default_reduce_scatter_input_fn
+    hooks = foreach_reduce_scatter_copy_in, prepare
+    clones_output = not allocates_anew(reduce_scatter_comm)
+    reduction = Reduction(*scatter, *all_reduce, *scaling, device, *hooks, clones_output)
     grad_dtypes = [grad.dtype for grad in unsharded_grads]
     bucket = _plan_one_bucket(fsdp_params, grad_dtypes, reduce_dtype)
     if not reduction.no_plugin_prepares:
@@ -395,23 +353,20 @@ def reduce_monkeypatched(
     replacement: Callable[..., Any], reduction: Reduction, parts: Sequence[BucketGrads]
 ) -> list[ReduceResult]:
     """Reduces buckets by a plugin's replacement of :func:`foreach_reduce`."""
-    return [_call_monkeypatched(replacement, reduction, part) for part in parts]
-
-
-def _call_monkeypatched(
-    replacement: Callable[..., Any], reduction: Reduction, part: BucketGrads
-) -> ReduceResult:
-    runs = part.bucket.runs
-    values = reduction._asdict() | {
-        "fsdp_params": part.fsdp_params,
-        "unsharded_grads": part.unsharded_grads,
-        "partial_reduce_output": part.partial_reduce_output,
-        "reduce_dtype": part.bucket.dtype,
-        "orig_dtype": runs[0][0] if len(runs) == 1 else None,
-    }
+    results: list[ReduceResult] = []
     names = _REDUCE_SIGNATURE.parameters
-    bound = _REDUCE_SIGNATURE.bind(**{name: values[name] for name in names})
-    return ReduceResult._make(replacement(*bound.args, **bound.kwargs))
+    for part in parts:
+        runs = part.bucket.runs
+        values = reduction._asdict() | {
+            "fsdp_params": part.fsdp_params,
+            "unsharded_grads": part.unsharded_grads,
+            "partial_reduce_output": part.partial_reduce_output,
+            "reduce_dtype": part.bucket.dtype,
+            "orig_dtype": runs[0][0] if len(runs) == 1 else None,
+        }
+        bound = _REDUCE_SIGNATURE.bind(**{name: values[name] for name in names})
+        results.append(ReduceResult._make(replacement(*bound.args, **bound.kwargs)))
+    return results
 
 
 def _plan_one_bucket(

@@ -150,6 +150,7 @@ def all_gather_coalesced(
     async_op: bool,
 ) -> dist.Work | None:
     """Gathers dense 1D tensors by one grouped call, given pairs of output and input."""
+    members = [member for member in members if member[0].numel()]
     dtype, *dtypes = [output.dtype for output, _ in members]
     is_plain = dtype.itemsize > 1 and not dtype.is_complex
     if not is_plain or dtypes.count(dtype) != len(dtypes):

@@ -118,7 +118,6 @@ def _are_on_host(sources: Sequence[Tensor], device: torch.device) -> bool:
 
 
 def copy_out(
-    fsdp_params: Sequence[FSDPParam],
     state: ShardedState,
     buffer: Tensor,
     layout: GatherLayout,
@@ -130,7 +129,7 @@ def copy_out(
         return
     columns = outputs.columns.get(state)
     if columns is None or columns.layout is not layout:
-        columns = _make_columns(fsdp_params, state, layout, outputs, world_size)
+        columns = _make_columns(state, layout, outputs, world_size)
     # The fused kernel takes dense tensors only: the buffer as a whole
     rows = buffer.view(layout.buffer_dtype).view(world_size, layout.segment_numel)
     ops = torch.ops.fsdp if gets_operators(buffer.device) else torch
@@ -138,49 +137,34 @@ def copy_out(
     for fsdp_param, rank_major, output in columns.reordered:
         shards = rank_major.view(world_size, *fsdp_param.padded_sharded_param_size)
         shards = shards.movedim(0, fsdp_param.fsdp_placement.dim)
-        output.data.view(shards.size()).copy_(shards)  # see `_view_outputs`
+        output.data.view(shards.size()).copy_(shards)  # see `_make_columns`
 
 
 def _make_columns(
-    fsdp_params: Sequence[FSDPParam],
-    state: ShardedState,
-    layout: GatherLayout,
-    outputs: GatherOutputs,
-    world_size: int,
+    state: ShardedState, layout: GatherLayout, outputs: GatherOutputs, world_size: int
 ) -> Columns:
-    """Returns what to copy out to, and caches it unless there are temporaries."""
-    targets: list[tuple[Tensor, int]] = []  # each with its number of pieces
-    reordered: list[tuple[FSDPParam, Tensor, Tensor]] = []
-    for fsdp_param in fsdp_params:
-        for output in fsdp_param.all_gather_outputs:
-            # Shards after forward are flat, and lie in order whatever the dim
-            is_flat = state != ShardedState.SHARDED
-            count = 1 if is_flat else layouts.count_pieces(fsdp_param, output.dtype)
-            if not count:
-                reordered.append((fsdp_param, torch.empty_like(output), output))
-                output = reordered[-1][1]
-            targets.append((output, max(count, 1)))
-    tensors = _view_outputs(targets, layout, world_size)
-    columns = Columns(layout, tensors, [t.size(1) for t in tensors], reordered)
-    if not reordered:
-        outputs.columns[state] = columns
-    return columns
-
-
-def _view_outputs(
-    outputs: Sequence[tuple[Tensor, int]], layout: GatherLayout, world_size: int
-) -> list[Tensor]:
     """
     Views the pieces of outputs, and for padding tensors that nothing reads, as columns
     of a buffer with a row for each rank. They do not share the outputs' version: to
     autograd an unshard, which writes the same values, must not change what was saved.
     """
-    dtype, columns = layout.buffer_dtype, []
+    tensors: list[Tensor] = []
+    reordered: list[tuple[FSDPParam, Tensor, Tensor]] = []
+    dtype = layout.buffer_dtype
     for i, size in layout.slots:
         if i is None:
-            columns.append(outputs[0][0].new_empty(world_size, size, dtype=dtype))
-        else:
-            output, count = outputs[i]
-            pieces = output.data.view(dtype).view(count, world_size, size // count)
-            columns += pieces.unbind()
+            tensors.append(outputs.tensors[0].new_empty(world_size, size, dtype=dtype))
+            continue
+        fsdp_param, output, count = outputs.owners[i], outputs.tensors[i], 1
+        if state is ShardedState.SHARDED:  # else flat, in order whatever the dim
+            count = layouts.count_pieces(fsdp_param, output.dtype)
+        if not count:
+            temporary, count = torch.empty_like(output), 1
+            reordered.append((fsdp_param, temporary, output))
+            output = temporary
+        pieces = output.data.view(dtype).view(count, world_size, size // count)
+        tensors += pieces.unbind()
+    columns = Columns(layout, tensors, [t.size(1) for t in tensors], reordered)
+    if not reordered:  # temporaries are not kept
+        outputs.columns[state] = columns
     return columns

@@ -106,7 +106,6 @@ class DirectMemory:
         fsdp_params: Sequence[Any],
         plan: Any,  # their `GatherPlan`
         world_size: int,
-        device: torch.device,
         stream: torch.Stream,
     ) -> tuple[list[torch.Tensor], tuple[list[torch.Tensor], list[torch.Tensor]]]:
         """
@@ -117,11 +116,11 @@ class DirectMemory:
         if self._plan is not plan:
             with torch.inference_mode(False):  # see `wait_for_unshard`
                 for i, _ in plan.direct:
-                    inputs = plan.numels[i], plan.dtypes[i]
-                    fsdp_params[i].init_all_gather_outputs(*inputs, world_size, device)
+                    args = plan.numels[i], plan.dtypes[i], world_size
+                    fsdp_params[i].init_all_gather_outputs(*args, fsdp_params[i].device)
             self._plan = plan
             outputs = [fsdp_params[i].all_gather_outputs[0] for i, _ in plan.direct]
-            self._outputs = [output.data for output in outputs]  # see `_view_outputs`
+            self._outputs = [output.data for output in outputs]  # see `_make_columns`
         if self.allocated:
             temporaries = [*map(torch.empty_like, self._outputs)]
             received = split(temporaries, plan.direct_pieces)

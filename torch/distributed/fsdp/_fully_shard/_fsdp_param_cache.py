@@ -164,10 +164,11 @@ class Columns(NamedTuple):
 class GatherOutputs:
     """The all-gather outputs of all parameters, which resizing their storages frees."""
 
-    def __init__(self, fsdp_params: Iterable[FSDPParam]):
+    def __init__(self, fsdp_params: Sequence[FSDPParam]):
         # A parameter that gets new outputs gets them in a new list
         self.lists = [fsdp_param.all_gather_outputs for fsdp_param in fsdp_params]
         self.tensors = [*chain.from_iterable(self.lists)]
+        self.owners = [p for p in fsdp_params for _ in p.all_gather_outputs]
         # What the last gather in a state was copied out to
         self.columns: dict[ShardedState, Columns] = {}
         self.storages = [(t.untyped_storage(), t.nbytes) for t in self.tensors]
