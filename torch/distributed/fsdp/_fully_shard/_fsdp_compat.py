@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
+from ._fsdp_common import DDPMeshInfo
 from ._fsdp_param import FSDPParam, ShardedState
 from ._fsdp_param_cache import get_all_gather_inputs
 from ._fsdp_releases import IS_2_14
+from ._fsdp_settings import as_mesh
 
 
 @torch.no_grad()
@@ -80,6 +82,14 @@ class PluginNames:
         self._to_state(ShardedState.UNSHARDED)
 
     # Few plugins read these
+    @property
+    def is_sharded_post_forward(self: Any) -> bool:
+        return self._sharded_state is ShardedState.SHARDED_POST_FORWARD
+
+    @property
+    def _all_reduce_process_group(self: Any) -> torch.distributed.ProcessGroup:
+        return as_mesh(self.mesh_info, DDPMeshInfo).replicate_process_group
+
     @property
     def _all_reduce_state(self: Any) -> Any:
         held = [h for h in self.comm_ctx.all_reduce_states if h.param_group is self]

@@ -5,16 +5,13 @@ When a unit's data moves: the states of a param group, its hooks, prefetching an
 Data passes from stream to stream under these waits (joined reductions, direct memory
 and offloading add their own):
 
-- optimizer -> copy-in: the root's pre-forward makes both gather streams wait.
-- copy-in -> all-gather: ``foreach_all_gather``, stream to stream.
+- copy-in -> all-gather (``foreach_all_gather``), gradients -> reduce-scatter
+  (``reduce_buckets``) -> all-reduce (``_reduce_batch``): stream to stream.
 - all-gather -> copy-out: ``foreach_all_gather_copy_out`` waits for the event.
-- copy-out -> next gather's copy-in: both gather streams wait for the copy-out's event
-  before the buffer is freed, see [Note: Freeing the gather buffer late].
-- gradients -> reduce-scatter: ``reduce_buckets``, stream to stream.
-- post-forward shards -> copy-in: both gather streams wait for the reshard's event.
+- optimizer, post-forward shards, last copy-out -> copy-in: both gather streams wait, for
+  the optimizer in the root's pre-forward, else for an event.
 - reduce-scatter -> next gradients' copy-in: ``FSDPCommContext.reduce_scatter_states``
   holds the last post-backwards' inputs until the current stream has waited for them.
-- reduce-scatter -> all-reduce: ``_reduce_batch``, stream to stream.
 - all-reduce -> later reduce-scatter: none, while there is room, see
   [Note: Holding reduced buffers].
 - sharded gradients -> optimizer: backward ends with waits for all streams that reduced.
@@ -51,6 +48,7 @@ from torch.profiler import record_function
 
 from . import _fsdp_collectives as collectives
 from . import _fsdp_comms as comms
+from . import _fsdp_grads as gradients
 from . import _fsdp_observers as observers
 from . import _fsdp_registrations as registrations
 from . import _fsdp_releases as releases
@@ -64,7 +62,7 @@ from ._fsdp_collectives import (
     foreach_all_gather_copy_out,
     foreach_reduce,
 )
-from ._fsdp_common import (
+from ._fsdp_common import (  # noqa: F401  (as in the release)
     _disable_functorch_if_active,
     DataParallelMeshInfo,
     DDPMeshInfo,
@@ -84,22 +82,12 @@ from ._fsdp_context import (  # noqa: F401  (as in the release)
     ReduceScatterState,
 )
 from ._fsdp_direct import DirectMemory
-from ._fsdp_grads import (
-    accumulate_empty_grads,
-    accumulation,
-    PartialReduce,
-    PartialReduces,
-    reduce_late_grads,
-)
-from ._fsdp_layout import ReduceBucket, ReduceBucketCap
+from ._fsdp_grads import accumulation, PartialReduce, PartialReduces
+from ._fsdp_layout import ReduceBucketCap
 from ._fsdp_param import FSDPParam, ParamModuleInfo, ShardedState  # noqa: F401
 from ._fsdp_param_cache import ParamGroupCache
 from ._fsdp_policies import resolve_all, tables_of
-from ._fsdp_reduce import (
-    _default_reduce_scatter_input_fn,
-    reduce_buckets,
-    Reduction,
-)
+from ._fsdp_reduce import _default_reduce_scatter_input_fn, reduce_buckets, Reduction
 from ._fsdp_registrations import _get_param_module_infos, fqns_of  # noqa: F401
 from ._fsdp_summary import log_layout
 
@@ -191,10 +179,9 @@ class FSDPParamGroup(PluginNames):
         # Plugins may replace these two (2.15)
         self._all_gather_output_fn: Any = _default_all_gather_output_fn
         self._prepare_reduce_scatter_inputs: Any = _default_reduce_scatter_input_fn
-        sharded = registrations.shard_params(self, params, shard_placement_fn)
-        self.fsdp_params: list[FSDPParam] = sharded  # plugins may set another list
+        self.fsdp_params = registrations.shard_params(self, params, shard_placement_fn)
         self._direct_memory = DirectMemory()
-        self._cache = ParamGroupCache(sharded, self._direct_memory)
+        self._cache = ParamGroupCache(self.fsdp_params, self._direct_memory)
         self._resolved_policy = mp_policy
         # Whether it is to be resolved again when the root has named the parameters
         self._awaits_names = bool(tables_of(mp_policy))
@@ -296,10 +283,6 @@ class FSDPParamGroup(PluginNames):
         mesh_info = settings.as_mesh(self.mesh_info, FSDPMeshInfo)
         return mesh_info.reduce_scatter_process_group or mesh_info.shard_process_group
 
-    @property
-    def _all_reduce_process_group(self) -> dist.ProcessGroup:
-        return settings.as_mesh(self.mesh_info, DDPMeshInfo).replicate_process_group
-
     def _reduce_groups(self) -> tuple[dist.ProcessGroup | None, ...]:
         """Returns the groups of reduce-scatter and all-reduce, None without one."""
         mesh_info: Any = self.mesh_info
@@ -325,8 +308,7 @@ class FSDPParamGroup(PluginNames):
         if (event := self._reshard_after_forward_event) is not None:
             self.comm_ctx.wait_all_gather_streams_on_event(event)
             self._reshard_after_forward_event = None
-        mesh_info = self._gather_mesh_info
-        group = getattr(mesh_info, "shard_process_group", None)
+        group = getattr(self._gather_mesh_info, "shard_process_group", None)
         self._all_gather_group = group
         if group is None or group.size() == 1:
             # Nothing moves until `wait_for_unshard`
@@ -353,8 +335,7 @@ class FSDPParamGroup(PluginNames):
     @_disable_functorch_if_active
     def wait_for_unshard(self):
         """Completes a started unshard: copies out and registers the parameters."""
-        result = self._all_gather_result
-        if result is None:
+        if (result := self._all_gather_result) is None:
             if self._cache.watched:
                 registrations.warn_if_stale(self)
             return
@@ -372,6 +353,7 @@ class FSDPParamGroup(PluginNames):
             options["cache"] = cache
         if self._all_gather_output_fn is not _default_all_gather_output_fn:
             options["all_gather_output_fn"] = self._all_gather_output_fn
+        args = result, self.fsdp_params, group
         # Parameters are made once, and as inference tensors they could never train
         is_inference = torch.is_inference_mode_enabled()
         try:
@@ -380,9 +362,7 @@ class FSDPParamGroup(PluginNames):
                     collectives.unshard_single_rank(cache, self.device)
                 else:
                     with self._range("FSDP::all_gather_copy_out"):
-                        foreach_all_gather_copy_out(
-                            result, self.fsdp_params, group, **options
-                        )
+                        foreach_all_gather_copy_out(*args, **options)
                 if not cache.has_unsharded_params:
                     cache.init_unsharded_params()
                     accumulation.end_backward(cache)  # in the first microbatch as well
@@ -532,14 +512,14 @@ class FSDPParamGroup(PluginNames):
         cache, context = self._cache, self.comm_ctx
         if cache.has_empty_params:
             stream = self.device_handle.current_stream()
-            accumulate_empty_grads(self.fsdp_params, grads, stream)
+            gradients.accumulate_empty_grads(self.fsdp_params, grads, stream)
         context.recycle_reduce_buffers(self)
         partial_reduces, defers = self._partial_reduces, not self.all_reduce_grads
         buckets: Any = partial_reduces.plan(cache, grads, defers=defers)
         if not buckets:
             return
         groups, comm = self._reduce_groups(), self._reduce_scatter_comm
-        reduction = self._make_reduction(len(buckets), *groups)
+        reduction = self._make_reduction(len(buckets), groups)
         is_own, reduce = foreach_reduce is _OWN_REDUCE, reduce_buckets
         if not is_own:  # it might not communicate
             reduce = functools.partial(collectives.reduce_monkeypatched, foreach_reduce)
@@ -565,14 +545,9 @@ class FSDPParamGroup(PluginNames):
                 if (output := result.partial_reduce_output) is not None:
                     partial_reduces[bucket.key] = PartialReduce(bucket, output)
 
-    def _make_reduction(
-        self,
-        num_buckets: int,
-        scatter_group: dist.ProcessGroup | None,
-        all_reduce_group: dist.ProcessGroup | None,
-    ) -> Reduction:
+    def _make_reduction(self, num_buckets: int, groups: tuple[Any, ...]) -> Reduction:
         """Returns what the unit's buckets are reduced with now."""
-        comm, is_fresh = self._reduce_scatter_comm, self._has_fresh_buffers
+        scatter_group, all_reduce_group = groups
         # Whether the output still is when the next bucket, or microbatch, allocates
         in_use = num_buckets > 1 or not self.all_reduce_grads
         all_reduce_stream = self._all_reduce_hook_stream
@@ -586,7 +561,7 @@ class FSDPParamGroup(PluginNames):
         return Reduction(
             reduce_scatter_group=scatter_group,
             reduce_scatter_stream=self.comm_ctx.reduce_scatter_stream,
-            reduce_scatter_comm=comm,
+            reduce_scatter_comm=self._reduce_scatter_comm,
             all_reduce_group=all_reduce_group,
             all_reduce_stream=all_reduce_stream,
             all_reduce_grads=self.all_reduce_grads,
@@ -596,7 +571,7 @@ class FSDPParamGroup(PluginNames):
             device=self.device,
             copy_in=collectives.foreach_reduce_scatter_copy_in,
             prepare_reduce_scatter_inputs=self._prepare_reduce_scatter_inputs,
-            clones_output=in_use and not is_fresh,
+            clones_output=in_use and not self._has_fresh_buffers,
             holds_one_input=self._holds_one_input,
         )
 
@@ -612,7 +587,7 @@ class FSDPParamGroup(PluginNames):
         """Makes the current stream wait for all that backward has started."""
         context = self.comm_ctx
         if context.autocasts:
-            reduce_late_grads(self)
+            gradients.reduce_late_grads(self)
         context.reduce_joined(self)
         context.wait_current_stream_on_reductions()
         self._post_reduce_event = None
@@ -628,8 +603,7 @@ class FSDPParamGroup(PluginNames):
         self._partial_reduces.clear()
         self.comm_ctx.joined_reductions.clear()
         accumulation.drop_grads(self._get_cache())
-        event = self._reshard_after_forward_event
-        self.comm_ctx.wait_all_gather_streams_on_event(event)
+        self.comm_ctx.wait_all_gather_streams_on_event(self._reshard_after_forward_event)
         self._reshard_after_forward_event = None
         self._post_backward_pending = False
         self._training_state = TrainingState.IDLE
@@ -694,17 +668,12 @@ class FSDPParamGroup(PluginNames):
         if self._sharded_state is not state:
             self._get_cache().to_state(state)
             self._sharded_state = state
-            memory = self._direct_memory
-            if memory.allocated and state is not ShardedState.UNSHARDED:
-                self.comm_ctx.hold_resharded(memory)
+            if self._direct_memory.allocated and state is not ShardedState.UNSHARDED:
+                self.comm_ctx.hold_resharded(self._direct_memory)
 
     @property
     def is_sharded(self) -> bool:
         return self._sharded_state is ShardedState.SHARDED
-
-    @property
-    def is_sharded_post_forward(self) -> bool:
-        return self._sharded_state is ShardedState.SHARDED_POST_FORWARD
 
     @property
     def is_unsharded(self) -> bool:
@@ -746,8 +715,7 @@ class FSDPParamGroup(PluginNames):
     # Labels #
     @property
     def _unit_name(self) -> str:
-        # The root's is empty
-        return self._module_fqn or type(self.modules[0]).__name__
+        return self._module_fqn or type(self.modules[0]).__name__  # the root's is empty
 
     def _log(self, name: str) -> None:
         if logger.isEnabledFor(logging.DEBUG):
