@@ -103,23 +103,20 @@ class UnitAgreement:
         scatter_group, replicate_group, comm, all_reduces = settings
         checks = getattr(comm, "needs_all_ranks", False)
         groups = [scatter_group] if checks and scatter_group is not None else []
-        groups += [replicate_group] if all_reduces and replicate_group is not None else []
-        if all([self._check_reduction(group, buckets) for group in groups]):
-            self.agreed = buckets, *settings
-
-    def _check_reduction(
-        self, group: dist.ProcessGroup, buckets: Sequence[ReduceBucket]
-    ) -> bool:
-        """Returns whether the same need not be checked again."""
+        if all_reduces and replicate_group is not None:
+            groups.append(replicate_group)
         always, pattern = _mode() == "always", _pattern_of(buckets)
-        known = self._patterns.setdefault(group, set())
-        is_new = pattern not in known and len(known) < _MAX_PATTERNS
-        if pattern and (always or is_new):  # else nothing is sent over this group
-            if not self._compare(group, _announce(self._param_group, pattern)):
-                return False
-            if is_new:
-                known.add(pattern)
-        return not always
+        is_agreed = not always or not groups
+        for group in groups if pattern else ():  # else nothing is sent
+            known = self._patterns.setdefault(group, set())
+            is_new = pattern not in known and len(known) < _MAX_PATTERNS
+            if always or is_new:
+                lines = _announce(self._param_group, pattern)
+                is_agreed &= (has_compared := self._compare(group, lines))
+                if is_new and has_compared:
+                    known.add(pattern)
+        if is_agreed:
+            self.agreed = buckets, *settings
 
     def add_note(
         self, error: BaseException, buckets: Sequence[ReduceBucket] | None = None

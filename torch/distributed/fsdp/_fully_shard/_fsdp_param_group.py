@@ -8,12 +8,11 @@ and offloading add their own):
 - copy-in -> all-gather (``foreach_all_gather``), gradients -> reduce-scatter
   (``reduce_buckets``) -> all-reduce (``_reduce_batch``): stream to stream.
 - all-gather -> copy-out: ``foreach_all_gather_copy_out`` waits for the event.
-- optimizer, post-forward shards, last copy-out -> copy-in: both gather streams wait, for
-  the optimizer in the root's pre-forward, else for an event.
+- optimizer, post-forward shards, last copy-out -> copy-in: both gather streams wait,
+  for the optimizer in the root's pre-forward, else for an event.
 - reduce-scatter -> next gradients' copy-in: ``FSDPCommContext.reduce_scatter_states``
   holds the last post-backwards' inputs until the current stream has waited for them.
-- all-reduce -> later reduce-scatter: none, while there is room, see
-  [Note: Holding reduced buffers].
+- all-reduce -> later reduce-scatter: none, see [Note: Holding reduced buffers].
 - sharded gradients -> optimizer: backward ends with waits for all streams that reduced.
 
 [Note: Freeing the gather buffer late]
@@ -35,6 +34,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
+from torch.autograd import profiler
 from torch.distributed._composable_state import _get_module_state
 from torch.distributed.device_mesh import _get_device_handle
 from torch.distributed.fsdp._common_utils import (
@@ -42,7 +42,6 @@ from torch.distributed.fsdp._common_utils import (
     collect_grad_tensors,
     replace_grad_tensors,
 )
-from torch.autograd import profiler
 from torch.distributed.fsdp.api import BackwardPrefetch
 from torch.profiler import record_function
 
@@ -353,7 +352,7 @@ class FSDPParamGroup(PluginNames):
             options["cache"] = cache
         if self._all_gather_output_fn is not _default_all_gather_output_fn:
             options["all_gather_output_fn"] = self._all_gather_output_fn
-        args = result, self.fsdp_params, group
+        args: Any = (result, self.fsdp_params, group)
         # Parameters are made once, and as inference tensors they could never train
         is_inference = torch.is_inference_mode_enabled()
         try:
@@ -603,7 +602,8 @@ class FSDPParamGroup(PluginNames):
         self._partial_reduces.clear()
         self.comm_ctx.joined_reductions.clear()
         accumulation.drop_grads(self._get_cache())
-        self.comm_ctx.wait_all_gather_streams_on_event(self._reshard_after_forward_event)
+        event = self._reshard_after_forward_event
+        self.comm_ctx.wait_all_gather_streams_on_event(event)
         self._reshard_after_forward_event = None
         self._post_backward_pending = False
         self._training_state = TrainingState.IDLE
@@ -715,7 +715,7 @@ class FSDPParamGroup(PluginNames):
     # Labels #
     @property
     def _unit_name(self) -> str:
-        return self._module_fqn or type(self.modules[0]).__name__  # the root's is empty
+        return self._module_fqn or type(self.modules[0]).__name__  # "" of the root
 
     def _log(self, name: str) -> None:
         if logger.isEnabledFor(logging.DEBUG):

@@ -28,6 +28,7 @@ _COLUMNS = "unit", "parameters", "elements", "stored in", "computes in"
 _COLUMNS += "bytes gathered", "reduced in", "bytes reduced", "divided by", "all-reduced"
 _ALIGNED = "<>><<><>>>"
 _COUNTED = "numel", "gathered_nbytes", "reduced_nbytes", "all_reduced_nbytes"
+_ADDED = *_COUNTED, "names", "direct"
 
 
 @dataclass(frozen=True)
@@ -139,24 +140,16 @@ def _rows_of(group: Any, unit: str, params: Sequence[FSDPParam]) -> list[LayoutR
         row = replace(row, direct=(name,) if i in direct else ())
         rows.append(_with_dtypes(row, group, fsdp_param))
     rows.sort(key=_sort_key)
-    rows = [_add_up([*same_dtypes]) for _, same_dtypes in groupby(rows, _sort_key)]
-    return [*rows, replace(total, **_sums(rows) | {"gathered_nbytes": gathered})]
+    same_dtypes = [[*same] for _, same in groupby(rows, _sort_key)]
+    rows = [replace(same[0], **_sums(same, _ADDED)) for same in same_dtypes]
+    sums = _sums(rows, _COUNTED) | {"gathered_nbytes": gathered}
+    return [*rows, replace(total, **sums)]
 
 
-def _add_up(rows: Sequence[LayoutRow]) -> LayoutRow:
-    """Returns one row for the parameters of several rows, which have the same dtypes."""
-    return replace(
-        rows[0],
-        names=tuple(name for row in rows for name in row.names),
-        direct=tuple(name for row in rows for name in row.direct),
-        **_sums(rows),
-    )
-
-
-def _sums(rows: Sequence[LayoutRow]) -> dict[str, Any]:
-    """Returns the sums of what rows count, None where one row does not know it."""
-    counts = {name: [getattr(row, name) for row in rows] for name in _COUNTED}
-    return {name: None if None in n else sum(n) for name, n in counts.items()}
+def _sums(rows: Sequence[LayoutRow], names: Sequence[str]) -> dict[str, Any]:
+    """Returns what rows have together, None where one row does not know it."""
+    values = {name: [getattr(row, name) for row in rows] for name in names}
+    return {n: None if None in v else sum(v, type(v[0])()) for n, v in values.items()}
 
 
 def _get_plan(group: Any, params: Sequence[FSDPParam]) -> GatherPlan | None:
@@ -197,8 +190,8 @@ def _with_dtypes(row: LayoutRow, group: Any, fsdp_param: FSDPParam) -> LayoutRow
     row = replace(row, stored_dtypes=stored, compute_dtype=dtypes.compute)
     if not fsdp_param.sharded_param.requires_grad:
         return row
-    scatter_group, replicate_group = group._reduce_groups()
     is_sum, device_type = group.force_sum_reduction_for_comms, group.device.type
+    scatter_group, replicate_group = group._reduce_groups()
     scaling = Scaling(scatter_group, replicate_group, device_type, factor, is_sum)
     before, after, *_ = get_divide_factors((dtypes.reduce, dtypes.comm), scaling)
     sent_dtype = (row.shard_world_size > 1 and dtypes.comm) or dtypes.reduce
