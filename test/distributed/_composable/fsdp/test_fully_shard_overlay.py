@@ -8,6 +8,7 @@ import csv
 import errno
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from fsdp_helpers.build.utils import (
     make_clone,
     make_site,
     OTHER,
+    PACKAGE,
     REPLACED,
     run,
     ScratchTestCase,
@@ -40,11 +42,13 @@ from tools.overlay import (
     DIGESTS,
     files_to_lay,
     FOLDER,
+    lay_links,
     Overlay,
     record,
     TESTS,
+    torch_links,
 )
-from tools.releases import DEFAULT, ToolError
+from tools.releases import DEFAULT, known, ToolError, tracked_files
 from torch.testing._internal.common_utils import parametrize, run_tests
 from torch.version import __version__ as TORCH
 
@@ -276,6 +280,51 @@ NAMES = {
     for name in (REPOSITORY / "tools/upstream_test_names.txt").read_text().split("\n")
     if name.endswith(".py")
 }
+
+
+# What October's public state of 2.16 has, as edits of the release's files
+LATER = {
+    "_extensions_data": ("_fsdp_param", "_extensions_data", "_all_gather_metadata"),
+    "init_all_gather_outputs": ("_fsdp_param", "input_numels: ", "numels: "),
+    "_all_gather_layout": (
+        "_fully_shard",
+        "_all_gather_comm = ",
+        "_all_gather_layout = ",
+    ),
+    "PrepareReduceScatterInputsFn": (
+        "_fully_shard",
+        "import functools\n",
+        "import functools\nfrom ._fsdp_collectives import (\n"
+        "    _default_reduce_scatter_input_fn,\n    PrepareReduceScatterInputsFn,\n)\n",
+    ),
+}
+
+
+class TestAnotherRelease(ScratchTestCase):
+    """The branch beside files of a release that it was not written for."""
+
+    def import_beside(self, path: str, old: str, new: str, status: int) -> str:
+        text = (RELEASE_ROOT / path).read_text()
+        self.assertIn(old, text)
+        write(self.scratch / "edited", {path: text.replace(old, new)})
+        own = [*tracked_files(REPOSITORY, "torch"), path]
+        targets = torch_links(RELEASE_ROOT, REPOSITORY, own)
+        targets[path] = str(self.scratch / "edited" / path)
+        lay_links(self.scratch / "tree", targets)
+        env = os.environ | {"PYTHONPATH": str(self.scratch / "tree")}
+        command = "import torch.distributed.fsdp; print(torch.__version__)"
+        return run(sys.executable, "-c", command, status=status, env=env)
+
+    @parametrize("name", LATER)
+    def test_what_is_gone_or_new_is_an_import_error(self, name: str):
+        file, old, new = LATER[name]
+        said = self.import_beside(f"{PACKAGE}/{file}.py", old, new, status=1)
+        fits = f"{known('or')}.*tools/overlay.py --undo"
+        self.assertRegex(said, f"ImportError: torch {re.escape(TORCH)}.*{name}.*{fits}")
+
+    def test_a_patch_release_with_the_same_files_is_imported(self):
+        said = self.import_beside("torch/version.py", TORCH, "2.15.9", status=0)
+        self.assertIn("2.15.9", said)
 
 
 class TestCheckout(ScratchTestCase):

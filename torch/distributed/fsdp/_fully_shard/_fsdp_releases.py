@@ -3,12 +3,37 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
+from inspect import getmembers, isfunction, signature
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ._fsdp_param import FSDPParam
+
+
+# What the branch uses of the release's `FSDPParam`, methods with their parameters; and what
+# the release sets on param groups, or imports from replaced files: these must have it.
+_NEEDED = """_extensions_data all_gather_inputs _get_grad_inner_tensor(grad) to_sharded()
+init_all_gather_outputs(all_gather_input_numels,all_gather_input_dtypes,world_size,device)
+init_dtype_attrs(mp_policy) init_unsharded_param() reset_sharded_param() to_unsharded()"""
+_GIVEN = r"_group\.(\w+) =|from \._fsdp_(?:coll|param_g)\w+ import ([^(\n]+|\([^)]+)"
+_methods = getmembers(FSDPParam, isfunction)
+_known = {f"{n}({','.join([*signature(m).parameters][1:])})" for n, m in _methods}
+_lacks = {*_NEEDED.split()} - _known - {*dir(FSDPParam), *FSDPParam.__annotations__}
+_files = ("_fully_shard", "_fsdp_collectives", "_fsdp_param_group")
+_text, *_ours = (Path(__file__).with_name(f"{f}.py").read_text() for f in _files)
+_given = " ".join(map(" ".join, re.findall(_GIVEN, _text)))
+_adds = {*re.findall(r"\w+", _given)} - {*re.findall(r"\w+", "".join(_ours))}
+if _lacks or _adds:  # whatever the version: patch releases may have the same files
+    raise ImportError(
+        f"torch {torch.__version__}: FSDP2 lacks {sorted(_lacks)} or adds {sorted(_adds)}, so "
+        "the branch would ignore extensions or settings. Install 2.13.0, 2.14.1 or 2.15.0, "
+        "or take the branch off by `python3 tools/overlay.py --undo`"
+    )
 
 # Since 2.15 autograd accumulates unsharded gradients in a parameter's `grad_dtype`, and
 # they are reduced in it unless the policy sets another dtype. Before, they were in the
