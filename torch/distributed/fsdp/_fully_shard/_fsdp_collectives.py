@@ -172,7 +172,8 @@ def foreach_all_gather(
     all be sharded, or all be resharded after forward. The buffer is allocated and filled
     in one stream and gathered in the other. ``cache`` is of these parameters.
     """
-    cache, comm = cache or ParamGroupCache(fsdp_params), all_gather_comm
+    cache = cache or ParamGroupCache(fsdp_params)
+    comm, stream = all_gather_comm, all_gather_stream
     device_handle = _get_device_handle(device.type)
     has_grad = torch.is_grad_enabled()
     torch._C._set_grad_enabled(False)
@@ -181,7 +182,8 @@ def foreach_all_gather(
             in_use = (_get_param_all_gather_inputs, _get_all_gather_input_metadatas)
             if in_use == _OWN_INPUTS:
                 tensors, plan = cache.prepare_gather()
-                size = group.size() * plan.layout.segment_numel, plan.layout.buffer_dtype
+                layout = plan.layout
+                size = group.size() * layout.segment_numel, layout.buffer_dtype
                 output = allocate(comm, *size, device, gathers=True)
                 segment = copies.fill_segment(output, plan, tensors, group.rank())
                 fields = plan.dtypes, plan.numels, plan.split_sizes
@@ -189,19 +191,17 @@ def foreach_all_gather(
             else:
                 args = fsdp_params, group, device, comm
                 sent, (output, segment, fields) = [], _stage_plugins(*args)
-        all_gather_stream.wait_stream(all_gather_copy_in_stream)
-        with device_handle.stream(all_gather_stream):
+        stream.wait_stream(all_gather_copy_in_stream)
+        with device_handle.stream(stream):
             if not sent:
                 buffers = {"output_tensor": output, "input_tensor": segment}
                 work = comm(**buffers, group=group, async_op=async_op)
-                event = all_gather_stream.record_event()
-                return AllGatherResult(output, event, work, *fields)
-            args = fsdp_params, plan, group.size(), all_gather_stream
+                return AllGatherResult(output, stream.record_event(), work, *fields)
+            args = fsdp_params, plan, group.size(), stream
             received, to_copy = cache.direct_memory.prepare(*args)
             members = [*zip(received, sent, strict=True), (output, segment)]
-            work = all_gather_coalesced(members, group, async_op=async_op)
-            event = all_gather_stream.record_event()
-            result = DirectGatherResult(output, event, work, *fields)
+            work = all_gather_coalesced(members, group, async_op)
+            result = DirectGatherResult(output, stream.record_event(), work, *fields)
             result.sent, result.copies = sent, to_copy
             return result
     finally:
@@ -335,9 +335,9 @@ def foreach_reduce(
     all_reduce = all_reduce_group, all_reduce_stream, all_reduce_grads, all_reduce_hook
     scaling = gradient_divide_factor, force_sum_reduction_for_comms
     prepare = prepare_reduce_scatter_inputs or _default_reduce_scatter_input_fn
-    hooks = foreach_reduce_scatter_copy_in, prepare
     clones_output = not allocates_anew(reduce_scatter_comm)
-    reduction = Reduction(*scatter, *all_reduce, *scaling, device, *hooks, clones_output)
+    rest = device, foreach_reduce_scatter_copy_in, prepare, clones_output
+    reduction = Reduction(*scatter, *all_reduce, *scaling, *rest)
     grad_dtypes = [grad.dtype for grad in unsharded_grads]
     bucket = _plan_one_bucket(fsdp_params, grad_dtypes, reduce_dtype)
     if not reduction.no_plugin_prepares:

@@ -144,10 +144,7 @@ class SymmMemReduceScatter(SymmMemAllocMixin, _SingleReduceScatter):
 
 
 def all_gather_coalesced(
-    members: Sequence[tuple[Tensor, Tensor]],
-    group: dist.ProcessGroup,
-    *,
-    async_op: bool,
+    members: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup, async_op: bool
 ) -> dist.Work | None:
     """Gathers dense 1D tensors by one grouped call, given pairs of output and input."""
     members = [member for member in members if member[0].numel()]
@@ -160,10 +157,9 @@ def all_gather_coalesced(
     options = AllgatherOptions()
     options.asyncOp = async_op
     work = group.allgather_into_tensor_coalesced(outputs, inputs, options)
-    if async_op or work is None:
-        return work
-    work.wait()
-    return None
+    if not async_op and work is not None:
+        work.wait()
+    return work if async_op else None
 
 
 def allocate(

@@ -27,7 +27,7 @@ of a reduce-scatter.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -102,16 +102,12 @@ class DirectMemory:
         self._outputs: list[torch.Tensor] = []
 
     def prepare(
-        self,
-        fsdp_params: Sequence[Any],
-        plan: Any,  # their `GatherPlan`
-        world_size: int,
-        stream: torch.Stream,
+        self, fsdp_params: list[Any], plan: Any, world_size: int, stream: torch.Stream
     ) -> tuple[list[torch.Tensor], tuple[list[torch.Tensor], list[torch.Tensor]]]:
         """
-        Returns what to gather direct parameters into, in ``stream``: the 1D pieces of
-        their all-gather outputs, or of temporaries if these are still allocated, and
-        then what to copy.
+        Returns what to gather a plan's direct parameters into, in ``stream``: the 1D
+        pieces of their all-gather outputs, or of temporaries if these are still
+        allocated, and then what to copy.
         """
         if self._plan is not plan:
             with torch.inference_mode(False):  # see `wait_for_unshard`
@@ -123,8 +119,8 @@ class DirectMemory:
             self._outputs = [output.data for output in outputs]  # see `_make_columns`
         if self.allocated:
             temporaries = [*map(torch.empty_like, self._outputs)]
-            received = split(temporaries, plan.direct_pieces)
-            return received, (self._outputs, temporaries)
+            pieces = split(temporaries, plan.direct_pieces)
+            return pieces, (self._outputs, temporaries)
         storages = [output.untyped_storage() for output in self._outputs]
         alloc_storages(zip(storages, [output.nbytes for output in self._outputs]))
         owners = [fsdp_params[i] for i, _ in plan.direct]

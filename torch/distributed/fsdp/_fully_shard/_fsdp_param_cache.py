@@ -10,7 +10,7 @@ compared with the parameters at each use. Plans hold dtypes and sizes only, no s
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -63,24 +63,25 @@ class GatherPlan:
         pairs = zip(compute_dtypes, stored_dtypes, strict=True)
         dtypes = [compute_dtype or stored for compute_dtype, stored in pairs]
         counts = counts or [1] * len(dtypes)
-        # The direct parameters, each with the position of its input
-        self.direct = direct = [
-            (i, k)
-            for i, (p, k) in enumerate(zip(fsdp_params, accumulate(counts, initial=0)))
-            if can_be_direct(p, dtypes[k], min_nbytes) and not has_extension(p)
-        ]
-        self.direct_pieces = [
-            layouts.count_pieces(fsdp_params[i], dtypes[k]) for i, k in direct
-        ]
-        # Which of the direct parameters are cast
-        self.direct_casts = [
-            n for n, (_, k) in enumerate(direct) if dtypes[k] != stored_dtypes[k]
-        ]
+        starts = [*accumulate(counts, initial=0)]
+        # The direct parameters, each with the position of its input, their pieces, and
+        # which of them are cast
+        self.direct: list[tuple[int, int]] = []
+        self.direct_pieces: list[int] = []
+        self.direct_casts: list[int] = []
+        for i, (p, k) in enumerate(zip(fsdp_params, starts)):
+            if can_be_direct(p, dtypes[k], min_nbytes) and not has_extension(p):
+                if dtypes[k] != stored_dtypes[k]:
+                    self.direct_casts.append(len(self.direct))
+                self.direct.append((i, k))
+                self.direct_pieces.append(layouts.count_pieces(p, dtypes[k]))
         # Fields of the gather's result, which have a list for each parameter
-        self.dtypes, self.numels = _group(dtypes, counts), _group(numels, counts)
+        of_params = [*map(slice, starts, starts[1:])]
+        self.dtypes = [dtypes[inputs] for inputs in of_params]
+        self.numels = [numels[inputs] for inputs in of_params]
         is_mixed = any(d != self.dtypes[0] for d in self.dtypes)
         self.layout = layouts.plan_gather(
-            dtypes, numels, is_mixed=is_mixed, direct=[i for _, i in direct]
+            dtypes, numels, is_mixed=is_mixed, direct=[k for _, k in self.direct]
         )
         self.copies = layouts.plan_copy_in(self.layout, stored_dtypes)
         self.split_sizes = SplitSizes(self.layout.split_sizes)
@@ -89,11 +90,6 @@ class GatherPlan:
     def nbytes_of(self, i: int) -> list[int]:
         """Returns the sizes of a parameter's inputs in bytes."""
         return [n * d.itemsize for n, d in zip(self.numels[i], self.dtypes[i])]
-
-
-def _group(values: Iterable, counts: Iterable[int]) -> list[list]:
-    iterator = iter(values)
-    return [[*islice(iterator, count)] for count in counts]
 
 
 def get_shards(fsdp_params: Sequence[Any]) -> list[torch.Tensor]:
@@ -379,6 +375,7 @@ class ParamGroupCache:
             self.watched = False
             return fsdp_param
         return None
+
 
 _TO_STATE = {
     ShardedState.SHARDED: ParamGroupCache._to_sharded,
