@@ -24,36 +24,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-from fsdp_helpers.common.utils import (
-    DeviceFreeTest,
-    FakeGroupTest,
-    fork_server,
-    FSDPProcessTest,
-    hybrid_mesh,
-    LAUNCHED_RANK,
-    record_collectives,
-    shard_blocks,
-    shard_mesh,
-    WORLD_SIZE,
-)
+from fsdp_helpers.common import utils
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import fsdp
 from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.fsdp import (
-    fully_shard,
-    MixedPrecisionPolicy,
-    set_coalesced_collectives,
-    set_reduce_bucket_cap,
-)
+from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_agreement as agreement
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
-    DefaultAllGather,
-    DefaultReduceScatter,
-)
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.common_utils import parametrize, run_tests
@@ -119,7 +101,7 @@ def counting_comparisons() -> Any:
     return mock.patch.object(agreement, "all_gather_single", wraps=all_gather)
 
 
-class AgreementTest(FSDPProcessTest):
+class AgreementTest(utils.FSDPProcessTest):
     """
     Real processes. Whether all of them raise is found out by a collective, which
     only those come to that did.
@@ -127,7 +109,7 @@ class AgreementTest(FSDPProcessTest):
 
     def sharded(self, **kwargs: Any) -> Any:
         model = blocks(3, gate=4, up=4).to(self.device)
-        return shard_blocks(model, **({"mesh": shard_mesh()} | kwargs))
+        return utils.shard_blocks(model, **({"mesh": utils.shard_mesh()} | kwargs))
 
     def count(self, model: nn.Module, times: int, **kwargs: Any) -> list[int]:
         """Returns how often ranks were compared in each of some steps."""
@@ -145,16 +127,16 @@ class AgreementTest(FSDPProcessTest):
         """
         Returns what all ranks alike raise, before they sent anything but some gathers.
         """
-        with record_collectives() as recorder:
+        with utils.record_collectives() as recorder:
             with self.assertRaises(RuntimeError) as caught:
                 run()
         if gathers is not None:
             self.assertEqual(len(recorder.calls), len(recorder.all_gathers))
             self.assertEqual(len(recorder.calls), gathers)
         message = str(caught.exception)
-        messages: list[Any] = [None] * WORLD_SIZE
+        messages: list[Any] = [None] * utils.WORLD_SIZE
         dist.all_gather_object(messages, message)
-        self.assertEqual(messages, messages[:1] * WORLD_SIZE)
+        self.assertEqual(messages, messages[:1] * utils.WORLD_SIZE)
         return message
 
 
@@ -177,7 +159,7 @@ class Setup:
     def model(self, device: torch.device) -> nn.Module:
         sizes = [(self.size << i, 4) for i in range(3)]
         model = Chain(*(Scales(self.dtype, gate=n, up=n) for n in sizes)).to(device)
-        kwargs: dict[str, Any] = {"mesh": shard_mesh(), "mp_policy": self.policy}
+        kwargs: dict[str, Any] = {"mesh": utils.shard_mesh(), "mp_policy": self.policy}
         of_blocks = dict(kwargs)
         if self.apply is fully_shard:
             of_blocks["reshard_after_forward"] = self.reshard
@@ -232,7 +214,7 @@ DISAGREEMENTS = {
     "bucket_cap": Disagreement(
         (r"'2' is reduced .*nbytes=1048576", r"'2' is reduced .*no reduce bucket cap"),
         {"change": lambda model: None},
-        {"change": set_reduce_bucket_cap, "reshard": False},
+        {"change": fsdp.set_reduce_bucket_cap, "reshard": False},
         gathers=3,
         advice=ON_UNITS,
     ),
@@ -241,7 +223,7 @@ DISAGREEMENTS = {
             r"'0' is gathered \(2 parameters\)",
             "those of 1048576 bytes or more coalesced",
         ),
-        {"change": set_coalesced_collectives},
+        {"change": fsdp.set_coalesced_collectives},
         advice=ON_UNITS,
     ),
     "two_children_that_are_not_sharded": Disagreement(
@@ -321,14 +303,14 @@ class TestRanksDisagree(AgreementTest):
         model = blocks(1, gate=4).to(self.device)
         model.own = nn.Parameter(torch.ones(4, device=self.device))
         model.register_forward_hook(lambda root, _, output: output * root.own.mean())
-        shard_blocks(model, mesh=shard_mesh(), reshard_after_forward=False)
+        utils.shard_blocks(model, mesh=utils.shard_mesh(), reshard_after_forward=False)
         x = torch.ones(2, device=self.device, requires_grad=self.rank == 2)
         message = self.refused(lambda: model(x).sum().backward(), 2)
         text = r"drifted apart:\n  unit '\(root\)' is reduced .*; unit '0' is reduced "
         self.assertRegex(message, text)
 
     def test_shard_groups_compare_within_themselves(self) -> None:
-        mesh = hybrid_mesh(2)
+        mesh = utils.hybrid_mesh(2)
         ranks = dist.get_process_group_ranks(mesh.get_group("shard"))
         model = blocks(1).to(self.device)
         policy = MixedPrecisionPolicy(BF16 if self.rank % 2 == 0 else FP32)
@@ -344,10 +326,10 @@ class TestRanksDisagree(AgreementTest):
 class TestRanksAgree(AgreementTest):
     # Before gathers, before reduce-scatters and before all-reduces
     FIRST = {
-        "shards": (shard_mesh, WORLD_SIZE, 3 + 3),
-        "both": (hybrid_mesh, 2, 3 + 3 + 3),
-        "replicas": (hybrid_mesh, 1, 3),
-        "neither": (shard_mesh, 1, 0),
+        "shards": (utils.shard_mesh, utils.WORLD_SIZE, 3 + 3),
+        "both": (utils.hybrid_mesh, 2, 3 + 3 + 3),
+        "replicas": (utils.hybrid_mesh, 1, 3),
+        "neither": (utils.shard_mesh, 1, 0),
     }
 
     @parametrize("name", FIRST)
@@ -366,7 +348,7 @@ class TestRanksAgree(AgreementTest):
     def test_environment_turns_it_off_or_compares_always(self, value: str) -> None:
         times = {"0": [0, 0], "always": [1, 1]}.get(value, [1, 0])
         with switched(value):
-            for mesh, each in ((shard_mesh(), 6), (hybrid_mesh(2), 9)):
+            for mesh, each in ((utils.shard_mesh(), 6), (utils.hybrid_mesh(2), 9)):
                 model = self.sharded(reshard_after_forward=False, mesh=mesh)
                 found = self.count(model, 2)
                 self.assertEqual(found, [each * n for n in times], f"{each} at once")
@@ -377,7 +359,7 @@ class TestRanksAgree(AgreementTest):
         """And so not know alike whether there are earlier gradients."""
         with switched("always"):
             model = blocks(1, gate=1, up=4).to(self.device)
-            shard_blocks(model, mesh=shard_mesh())
+            utils.shard_blocks(model, mesh=utils.shard_mesh())
             for used in (("up",), ("gate", "up"), ("gate", "up")):
                 backward(model, used=used)
                 if self.rank > 0:  # which have no element of it
@@ -385,13 +367,13 @@ class TestRanksAgree(AgreementTest):
 
     def test_deferred_all_reduce_is_not_compared_for(self) -> None:
         """With one shard, nothing is sent before the last microbatch."""
-        model = self.sharded(mesh=hybrid_mesh(1))
+        model = self.sharded(mesh=utils.hybrid_mesh(1))
         for is_last, expected in ((False, 0), (True, 3)):
             model.set_requires_all_reduce(is_last)
             self.assertEqual(self.count(model, 1), [expected])
 
     def test_one_rank_may_evaluate_replicated_parameters_alone(self) -> None:
-        model = replicate(blocks(1).to(self.device), mesh=shard_mesh())
+        model = replicate(blocks(1).to(self.device), mesh=utils.shard_mesh())
         with counting_comparisons() as sent:
             if self.rank == 1:
                 with torch.no_grad():
@@ -404,7 +386,7 @@ class TestRanksAgree(AgreementTest):
 
     def test_ranks_may_begin_in_different_ways(self) -> None:
         """One gathers a unit itself, which the others come to in their forward."""
-        model = shard_blocks(blocks().to(self.device), mesh=shard_mesh())
+        model = utils.shard_blocks(blocks().to(self.device), mesh=utils.shard_mesh())
         if self.rank == 1:
             model[0].unshard()
         with counting_comparisons() as sent:
@@ -446,8 +428,8 @@ class TestRanksMayDiffer(AgreementTest):
         if self.rank == 0 and not later:
             change(model)
         for block in model:
-            apply(block[0] if type(block) is Chain else block, mesh=shard_mesh())
-        apply(model, mesh=shard_mesh())
+            apply(block[0] if type(block) is Chain else block, mesh=utils.shard_mesh())
+        apply(model, mesh=utils.shard_mesh())
         with switched(value):
             for step in range(3):
                 model(x, (), run).sum().backward()
@@ -474,7 +456,7 @@ class TestRanksMayDiffer(AgreementTest):
         model = blocks(1, dtype=stored).to(self.device).requires_grad_(trains)
         if trains:
             model[0].gate.grad_dtype = dtype
-        apply(model, mesh=shard_mesh(), mp_policy=policy)
+        apply(model, mesh=utils.shard_mesh(), mp_policy=policy)
         backward(model)
         for param in model.parameters():
             self.assertEqual(param.grad is not None, trains)
@@ -485,7 +467,7 @@ class TestRanksMayDiffer(AgreementTest):
     def test_some_ranks_may_keep_gradients(self, value: str, gone: str) -> None:
         """One that has no element of a parameter need not keep its gradient."""
         model = Scales(gate=2, up=2).to(self.device)
-        fully_shard(model, mesh=shard_mesh())
+        fully_shard(model, mesh=utils.shard_mesh())
         with switched(value):
             for _ in range(3):
                 backward(model)
@@ -509,7 +491,7 @@ class TestReductions(AgreementTest):
     def test_unit_that_never_settles_is_compared_no_more(self) -> None:
         names = [f"p{i}" for i in range(10)]
         model = Scales(**dict.fromkeys(names, 4)).to(self.device)
-        fully_shard(model, mesh=shard_mesh())
+        fully_shard(model, mesh=utils.shard_mesh())
         counts = [self.count(model, 1, used=[name])[0] for name in names]
         self.assertEqual(counts, [2] + [1] * 7 + [0, 0])
         with switched("always"):
@@ -529,17 +511,17 @@ class TestReductions(AgreementTest):
     def test_custom_collectives_are_not_compared(self, value: str) -> None:
         """They may need neither the other ranks nor the group."""
 
-        class CustomGather(DefaultAllGather):
+        class CustomGather(collectives.DefaultAllGather):
             needs_all_ranks = False
 
-        class CustomScatter(DefaultReduceScatter):
+        class CustomScatter(collectives.DefaultReduceScatter):
             needs_all_ranks = False
 
-        class MemoryOfGathers(DefaultAllGather):
-            allocate = DefaultAllGather.allocate
+        class MemoryOfGathers(collectives.DefaultAllGather):
+            allocate = collectives.DefaultAllGather.allocate
 
-        class MemoryOfReductions(DefaultReduceScatter):
-            allocate = DefaultReduceScatter.allocate
+        class MemoryOfReductions(collectives.DefaultReduceScatter):
+            allocate = collectives.DefaultReduceScatter.allocate
 
         with switched(value):
             model = self.sharded()
@@ -550,7 +532,7 @@ class TestReductions(AgreementTest):
                 model[1].set_custom_all_gather(MemoryOfGathers())
                 model[1].set_custom_reduce_scatter(MemoryOfReductions())
             else:
-                model[1].set_custom_all_gather(DefaultAllGather())
+                model[1].set_custom_all_gather(collectives.DefaultAllGather())
             # The second unit's gathers, and reductions of the second and the third
             expected = [1 + 2, 0] if value == "1" else [2 + 2] * 2
             self.assertEqual(self.count(model, 2), expected)
@@ -584,8 +566,8 @@ class Elastic(dist.ProcessGroup):
         super().__init__(0, 2)
 
 
-@unittest.skipIf(LAUNCHED_RANK is not None, "the launched group is there already")
-class TestWithoutOtherRanks(FakeGroupTest):
+@unittest.skipIf(utils.LAUNCHED_RANK is not None, "the launched group is there already")
+class TestWithoutOtherRanks(utils.FakeGroupTest):
     """A process group that sends nothing, or no data to send."""
 
     ranks = 2
@@ -627,7 +609,7 @@ def drift(name: str, rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store of {name}", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    model, done, error = shard_blocks(blocks(3, gate=4, up=4)), 0, ""
+    model, done, error = utils.shard_blocks(blocks(3, gate=4, up=4)), 0, ""
     for _ in range(3):
         step(model, microbatches)
     if not any(steps):
@@ -644,15 +626,15 @@ def drift(name: str, rank: int, folder: str) -> None:
     os._exit(0)  # without a word to the other
 
 
-@unittest.skipIf(LAUNCHED_RANK is not None, "starts ranks of its own")
+@unittest.skipIf(utils.LAUNCHED_RANK is not None, "starts ranks of its own")
 @unittest.skipIf(sys.version_info < (3, 11), "exceptions take no notes")
-class TestRanksDriftApart(DeviceFreeTest):
+class TestRanksDriftApart(utils.DeviceFreeTest):
     """By default ranks are not compared where nothing is new, and none goes on."""
 
     def test_no_rank_goes_on(self) -> None:
         ranks = [*product(DRIFTS, range(2))]
         with tempfile.TemporaryDirectory() as folder:
-            start = fork_server().Process
+            start = utils.fork_server().Process
             processes = [start(target=drift, args=(*who, folder)) for who in ranks]
             for process in processes:  # most of them wait most of the time
                 process.start()

@@ -24,15 +24,10 @@ from fsdp_helpers.parity.models import Extended
 import torch
 import torch._dynamo
 import torch.nn as nn
+from torch.distributed import fsdp
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    DataParallelMeshDims,
-    fully_shard,
-    MixedPrecisionPolicy,
-    set_reduce_bucket_cap,
-)
+from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
     DefaultReduceScatter,
@@ -166,7 +161,7 @@ add(TypeError, OTHER_POLICY, policy_of_another_type=sharding(mp_policy=None))
 add(
     TypeError,
     "offload_policy of unit 'Scaled' got …pass CPUOffloadPolicy()",
-    offload_policy_that_is_a_class=sharding(offload_policy=CPUOffloadPolicy),
+    offload_policy_that_is_a_class=sharding(offload_policy=fsdp.CPUOffloadPolicy),
 )
 add(
     ValueError,
@@ -195,7 +190,7 @@ add(
     ValueError,
     f"…DTensors on the full SPMD mesh…{CANNOT.format('weight')}",
     mesh_dims_of_plain_tensors=sharding(
-        dp_mesh_dims=DataParallelMeshDims(shard="shard")
+        dp_mesh_dims=fsdp.DataParallelMeshDims(shard="shard")
     ),
 )
 ALREADY = (
@@ -250,7 +245,7 @@ for i, sizes in enumerate(((0,), (float("inf"),), ("1",))):
         "bucket_cap_mb=…small_kb=…must be finite and > 0",
         **{
             f"bucket_cap_{i}": lambda run, sizes=sizes: partial(
-                set_reduce_bucket_cap, run.model(), *sizes
+                fsdp.set_reduce_bucket_cap, run.model(), *sizes
             )
         },
     )

@@ -17,14 +17,8 @@ from unittest import mock
 
 import pytest
 
+from fsdp_helpers.common import utils
 from fsdp_helpers.common.release_rules import IS_2_15
-from fsdp_helpers.common.utils import (
-    DeviceFreeTest,
-    RELEASE_ROOT,
-    REPO_ROOT,
-    run_python,
-    TREE_ROOT,
-)
 
 from torch.testing._internal.common_utils import run_tests
 
@@ -32,17 +26,17 @@ from torch.testing._internal.common_utils import run_tests
 pytestmark = [pytest.mark.tools, pytest.mark.timeout(1200)]
 
 
-FOLDER = REPO_ROOT / "benchmarks" / "distributed" / "fsdp"
+FOLDER = utils.REPO_ROOT / "benchmarks" / "distributed" / "fsdp"
 BLOCKS, PER_DTYPE = "Nemotron-H-like blocks", "release, one unit per dtype"
 
 
-class ImportingTest(DeviceFreeTest):
+class ImportingTest(utils.DeviceFreeTest):
     """Imports the modules of the benchmarks as they do each other."""
 
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
-        for folder in (str(FOLDER), str(REPO_ROOT)):
+        for folder in (str(FOLDER), str(utils.REPO_ROOT)):
             sys.path.insert(0, folder)
             cls.addClassCleanup(sys.path.remove, folder)
 
@@ -53,8 +47,8 @@ class ImportingTest(DeviceFreeTest):
         self.folder = Path(scratch.name)
 
 
-@unittest.skipUnless(RELEASE_ROOT.is_dir(), "needs the release beside the branch")
-class TestCounts(DeviceFreeTest):
+@unittest.skipUnless(utils.RELEASE_ROOT.is_dir(), "needs the release beside the branch")
+class TestCounts(utils.DeviceFreeTest):
     """Runs the parts that count, on release and branch."""
 
     rows: dict[tuple[str, str, str], dict[str, Any]]
@@ -70,7 +64,7 @@ class TestCounts(DeviceFreeTest):
                 "--output",
                 folder,
             )
-            cls.table = run_python(str(FOLDER / "bench.py"), *args)
+            cls.table = utils.run_python(str(FOLDER / "bench.py"), *args)
             found = json.loads((Path(folder) / "results.json").read_text())
         cls.rows = {
             (row["case"], row["quantity"], row["versus"]): row for row in found["rows"]
@@ -86,7 +80,7 @@ class TestCounts(DeviceFreeTest):
             if not (IS_2_15 and key[1:] == (peak, PER_DTYPE)):
                 self.assertNotEqual(row["is_met"], False, key)
         self.assertIn(PER_DTYPE, self.table)
-        self.assertNotIn(str(REPO_ROOT), self.table)
+        self.assertNotIn(str(utils.REPO_ROOT), self.table)
         # Three blocks: gathered for forward and for backward, and reduced
         key = (BLOCKS, "collectives / step", PER_DTYPE)
         self.assertEqual(self.both(*key), (3 * (2 + 2), 2 * 9))
@@ -115,7 +109,7 @@ class TestSides(ImportingTest):
             (WORKER, None, "rank 0: ended with status 1\nit broke"),
             ("import time; time.sleep(120)", 3, "no answer of rank 0, 1 in time"),
         ):
-            side = _sides.Side("branch", TREE_ROOT, backend="gloo", world_size=2)
+            side = _sides.Side("branch", utils.TREE_ROOT, backend="gloo", world_size=2)
             self.addCleanup(side.stop)
             (self.folder / "_worker.py").write_text(worker)
             with mock.patch.object(_sides, "HERE", self.folder):
@@ -154,7 +148,7 @@ class TestStudies(ImportingTest):
     """Of collectives, over nodes of 8."""
 
     def test_counts(self) -> None:
-        printed = run_python(str(FOLDER / "studies.py"), "counts").splitlines()
+        printed = utils.run_python(str(FOLDER / "studies.py"), "counts").splitlines()
         shown = {line.split(" | ")[0]: line.split(" | ")[1:] for line in printed}
         # By default, exchanged, joined, both, upcast, and one unit for each dtype
         counts = ("6 + 6", "6 + 3", "6 + 4", "6 + 3", "6 + 3", "12 + 6")
@@ -162,7 +156,7 @@ class TestStudies(ImportingTest):
             self.assertEqual(cell.partition(";")[0], count)
 
 
-@unittest.skipUnless(RELEASE_ROOT.is_dir(), "needs the release beside the branch")
+@unittest.skipUnless(utils.RELEASE_ROOT.is_dir(), "needs the release beside the branch")
 class TestGpu(ImportingTest):
     """Runs on a CPU what ``make gpu`` runs there."""
 
@@ -184,7 +178,7 @@ class TestGpu(ImportingTest):
         for line in lines:
             self.assertIn(line["command"], page)
         self.assertIn("- device: CPU only", page)
-        self.assertNotIn(str(REPO_ROOT), page)
+        self.assertNotIn(str(utils.REPO_ROOT), page)
 
     def test_files_that_run_nothing_or_fail_or_hang(self) -> None:
         import gpu

@@ -14,16 +14,7 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from fsdp_helpers.common.utils import (
-    FSDPProcessTest,
-    hybrid_mesh,
-    mixed_model,
-    random_input,
-    shard_blocks,
-    shard_mesh,
-    shared_folder,
-    WORLD_SIZE,
-)
+from fsdp_helpers.common import utils
 
 import torch
 import torch.distributed as dist
@@ -47,8 +38,8 @@ FROM_FIRST_RANK = StateDictOptions(full_state_dict=True, broadcast_from_rank0=Tr
 FP32 = torch.float32
 
 MESHES: dict[str, Callable[[], DeviceMesh]] = {
-    "all": shard_mesh,
-    "hybrid": lambda: hybrid_mesh(WORLD_SIZE // 2),
+    "all": utils.shard_mesh,
+    "hybrid": lambda: utils.hybrid_mesh(utils.WORLD_SIZE // 2),
 }
 
 
@@ -56,14 +47,14 @@ class Training:
     """A sharded model, and an optimizer with a state in each parameter's dtype."""
 
     def __init__(self, mesh: DeviceMesh, *, seed: int = 0):
-        self.model: nn.Module = mixed_model(seed=seed)
+        self.model: nn.Module = utils.mixed_model(seed=seed)
         self.model.to(mesh.device_type)
-        shard_blocks(self.model, mesh=mesh)
+        utils.shard_blocks(self.model, mesh=mesh)
         # An eps that fp16 can hold
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, eps=1e-3)
 
     def step(self, seed: int) -> None:
-        x = random_input(4, 9, seed=seed)
+        x = utils.random_input(4, 9, seed=seed)
         self.model(x).float().square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -104,7 +95,7 @@ def trained(mesh: DeviceMesh) -> Training:
     return training
 
 
-class CheckpointTest(FSDPProcessTest):
+class CheckpointTest(utils.FSDPProcessTest):
     def check_same(self, actual: dict[str, Any], expected: dict[str, Any]) -> None:
         self.assertEqual([*actual], [*expected])
         tensors = {k: v for k, v in expected.items() if isinstance(v, torch.Tensor)}
@@ -120,7 +111,7 @@ class TestDistributedCheckpoint(CheckpointTest):
     def test_loads_over_another_mesh(self, saved: str, loaded: str) -> None:
         training = trained(MESHES[saved]())
         expected = training.full()
-        with shared_folder() as folder:
+        with utils.shared_folder() as folder:
             dcp.save(training.sharded(), checkpoint_id=folder)
             dist.barrier()
             other = Training(MESHES[loaded](), seed=1)
@@ -132,10 +123,10 @@ class TestDistributedCheckpoint(CheckpointTest):
 
 class TestFullStateDict(CheckpointTest):
     def test_loads_from_the_first_rank(self) -> None:
-        training = trained(shard_mesh())
+        training = trained(utils.shard_mesh())
         expected = training.full()
         parts = get_state_dict(training.model, training.optimizer, options=FULL_ON_CPU)
-        other = Training(hybrid_mesh(WORLD_SIZE // 2), seed=1)
+        other = Training(utils.hybrid_mesh(utils.WORLD_SIZE // 2), seed=1)
         model_state, optimizer_state = parts if self.rank == 0 else ({}, {})
         set_model_state_dict(other.model, model_state, options=FROM_FIRST_RANK)
         set_optimizer_state_dict(
@@ -148,11 +139,11 @@ class TestFullStateDict(CheckpointTest):
         self, dtype: torch.dtype | None
     ) -> None:
         """Uniform into mixed and the other way round, from the first rank alone."""
-        source = mixed_model(seed=4)
+        source = utils.mixed_model(seed=4)
         with torch.device("meta"):
-            model = mixed_model()
+            model = utils.mixed_model()
         (source if dtype else model).to(FP32)
-        shard_blocks(model, mesh=shard_mesh())
+        utils.shard_blocks(model, mesh=utils.shard_mesh())
         model.to_empty(device=self.device)
         dtypes = {name: param.dtype for name, param in model.named_parameters()}
         full = source.state_dict()

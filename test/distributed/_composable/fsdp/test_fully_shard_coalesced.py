@@ -19,33 +19,20 @@ from unittest import mock
 
 import pytest
 
+from fsdp_helpers.common import utils
 from fsdp_helpers.common.comms import backward, BF16, GivenGrads
 from fsdp_helpers.common.parity_layers import groups_of, units_of
 from fsdp_helpers.common.release_rules import IS_2_15
-from fsdp_helpers.common.utils import (
-    CastLinear,
-    DEVICE_TYPE,
-    FSDPProcessTest,
-    hybrid_mesh,
-    random_input,
-    shard_blocks,
-    shard_mesh,
-)
 from fsdp_helpers.parity.models import extended_stack, Fp8
 from fsdp_helpers.parity.modes import differing, Record, train_with
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed import fsdp
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    fully_shard,
-    layout_summary,
-    MixedPrecisionPolicy,
-    set_coalesced_collectives,
-    share_comm_ctx,
-)
+from torch.distributed.fsdp import fully_shard, set_coalesced_collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_layout as layouts
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
@@ -53,13 +40,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 from torch.distributed.fsdp._fully_shard._fsdp_direct import DirectMemory
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import parallel, Shard
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    parallelize_module,
-    RowwiseParallel,
-)
 from torch.testing._internal.common_utils import parametrize, run_tests
 
 
@@ -134,12 +116,12 @@ class Blocks(nn.Sequential):
 
 def make_blocks() -> Blocks:
     torch.manual_seed(0)
-    return Blocks(*(Affine() for _ in range(BLOCKS))).to(DEVICE_TYPE)
+    return Blocks(*(Affine() for _ in range(BLOCKS))).to(utils.DEVICE_TYPE)
 
 
 def make(dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
     model = make_blocks()
-    return shard_blocks(model if dtype is None else model.to(dtype), **kwargs)
+    return utils.shard_blocks(model if dtype is None else model.to(dtype), **kwargs)
 
 
 # How else a model is made: what to shard over two ranks, and how #
@@ -153,35 +135,37 @@ def fail_once(model: Any) -> None:
     """Fails in a forward. The next step follows without ``reset_iter_state``."""
     handle = model[1].register_forward_hook(mock.Mock(side_effect=KeyError))
     with contextlib.suppress(KeyError):
-        model(random_input(3, DIM, seed=0))
+        model(utils.random_input(3, DIM, seed=0))
     handle.remove()
 
 
 def tensor_parallel() -> Any:
-    mesh = init_device_mesh(DEVICE_TYPE, (2, 2), mesh_dim_names=("dp", "tp"))
-    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    mesh = init_device_mesh(utils.DEVICE_TYPE, (2, 2), mesh_dim_names=("dp", "tp"))
+    plan = {"0": parallel.ColwiseParallel(), "1": parallel.RowwiseParallel()}
     torch.manual_seed(0)
-    layers = [CastLinear(DIM, DIM, dtype=BF16) for _ in range(2)]
-    model = nn.Sequential(*layers, Affine().float()).to(DEVICE_TYPE)
-    parallelize_module(model, mesh["tp"], plan)
+    layers = [utils.CastLinear(DIM, DIM, dtype=BF16) for _ in range(2)]
+    model = nn.Sequential(*layers, Affine().float()).to(utils.DEVICE_TYPE)
+    parallel.parallelize_module(model, mesh["tp"], plan)
     fully_shard(model, mesh=mesh["dp"])
     return model
 
 
 def extended() -> Any:
     blocks = extended_stack(Fp8, 8, [BF16])
-    return shard_blocks(blocks.to(DEVICE_TYPE), mesh=shard_mesh(2))
+    return utils.shard_blocks(blocks.to(utils.DEVICE_TYPE), mesh=utils.shard_mesh(2))
 
 
 WAYS: dict[str, Any] = {
     "extension": extended,
     "tensor_parallel": tensor_parallel,
-    "replicate": lambda: replicate(make_blocks(), mesh=shard_mesh(2)),
-    "compiled": lambda: torch.compile(make(mesh=shard_mesh(2)), backend="aot_eager"),
-    "cast": lambda: make(mesh=shard_mesh(2)).to(torch.float64),
-    "one_rank": lambda: make(mesh=hybrid_mesh(1)["shard"]),
-    "failed": lambda: make(mesh=shard_mesh(2)),
-    "pieces": lambda: make(mesh=shard_mesh(2), shard_placement_fn=on_last_dim),
+    "replicate": lambda: replicate(make_blocks(), mesh=utils.shard_mesh(2)),
+    "compiled": lambda: torch.compile(
+        make(mesh=utils.shard_mesh(2)), backend="aot_eager"
+    ),
+    "cast": lambda: make(mesh=utils.shard_mesh(2)).to(torch.float64),
+    "one_rank": lambda: make(mesh=utils.hybrid_mesh(1)["shard"]),
+    "failed": lambda: make(mesh=utils.shard_mesh(2)),
+    "pieces": lambda: make(mesh=utils.shard_mesh(2), shard_placement_fn=on_last_dim),
 }
 
 
@@ -200,11 +184,11 @@ def unsharded_nbytes(
     return sum(t.untyped_storage().nbytes() for t in outputs_of(model, state))
 
 
-class TestCoalesced(FSDPProcessTest):
+class TestCoalesced(utils.FSDPProcessTest):
     world_size = 4
 
     def step(self, model: nn.Module) -> None:
-        model(random_input(3, DIM, seed=self.rank)).float().sum().backward()
+        model(utils.random_input(3, DIM, seed=self.rank)).float().sum().backward()
 
     # Bits #
 
@@ -263,7 +247,7 @@ class TestCoalesced(FSDPProcessTest):
     @mock.patch.object(layouts, "_MIN_PIECE_NBYTES", 0)
     @parametrize("rows", [4, 64])
     def test_each_of_few_pieces_is_a_member(self, rows: int) -> None:
-        experts = torch.randn(rows, DIM, device=DEVICE_TYPE)
+        experts = torch.randn(rows, DIM, device=utils.DEVICE_TYPE)
         model = fully_shard(GivenGrads(w=experts), shard_placement_fn=on_last_dim)
         set_coalesced_collectives(model, 0)
         backward(model, w=1.0)
@@ -278,7 +262,7 @@ class TestCoalesced(FSDPProcessTest):
         model = make()
         set_coalesced_collectives(model, SOME_NBYTES)
         self.step(model)
-        summary = layout_summary(model)
+        summary = fsdp.layout_summary(model)
         self.assertRegex(str(summary), r" \(\d+ direct\) ")
         direct = [len(row.direct) for row in summary.rows if row.names]
         self.assertIn(sum(direct), range(1, BLOCKS * len([*model[0].parameters()])))
@@ -291,7 +275,7 @@ class TestCoalesced(FSDPProcessTest):
     def test_a_replaced_step_keeps_the_copies(self, change: str) -> None:
         kwargs: dict[str, dict[str, Any]] = {
             "mesh": {"reshard_after_forward": 2},
-            "exchange": {"mp_policy": MixedPrecisionPolicy(grad_comm_dtype=BF16)},
+            "exchange": {"mp_policy": fsdp.MixedPrecisionPolicy(grad_comm_dtype=BF16)},
         }
         model = make(torch.float32, **kwargs.get(change, {}))
         set_coalesced_collectives(model, 0)
@@ -308,8 +292,8 @@ class TestCoalesced(FSDPProcessTest):
         self.assertEqual(reductions > 0, change in ("comm", "mesh"))
 
     def test_the_size_may_change_between_steps(self) -> None:
-        x = random_input(3, DIM, seed=self.rank).requires_grad_()
-        policy = MixedPrecisionPolicy(BF16)
+        x = utils.random_input(3, DIM, seed=self.rank).requires_grad_()
+        policy = fsdp.MixedPrecisionPolicy(BF16)
         model, expected = make(mp_policy=policy), make(mp_policy=policy)(x)
         for min_nbytes in (SOME_NBYTES, 0, None, SOME_NBYTES):
             set_coalesced_collectives(model, min_nbytes)
@@ -320,7 +304,7 @@ class TestCoalesced(FSDPProcessTest):
                 model[0](x)  # which is gathered next
 
     def test_a_plugin_may_start_the_gather(self) -> None:
-        model, x = make(), random_input(3, DIM, seed=self.rank)
+        model, x = make(), utils.random_input(3, DIM, seed=self.rank)
         set_coalesced_collectives(model, 0)
         with torch.no_grad():
             model[0](model(x))
@@ -341,7 +325,7 @@ class TestCoalesced(FSDPProcessTest):
     def test_observed_step_packs_what_is_not_direct(self) -> None:
         """The shard of the direct parameter is no whole number of fp32 elements."""
         weight, bias = torch.ones(4, 601, dtype=BF16), torch.ones(8)
-        model = fully_shard(GivenGrads(weight=weight, bias=bias).to(DEVICE_TYPE))
+        model = fully_shard(GivenGrads(weight=weight, bias=bias).to(utils.DEVICE_TYPE))
         set_coalesced_collectives(model, 1024)
         with CommDebugMode():
             backward(model, weight=1.0, bias=2.0)
@@ -382,7 +366,7 @@ class TestCoalesced(FSDPProcessTest):
             self.step(model)
         else:
             with torch.no_grad():
-                model(random_input(3, DIM, seed=0))
+                model(utils.random_input(3, DIM, seed=0))
             self.assertGreater(unsharded_nbytes(model), 0)
             for unit in units_of(model) if how == "reshard" else ():
                 unit.reshard()
@@ -392,13 +376,13 @@ class TestCoalesced(FSDPProcessTest):
 
     def test_a_context_may_be_shared_after_a_step(self) -> None:
         """What the earlier context was to free may be in use when it gathers again."""
-        x = random_input(3, DIM, seed=0)
+        x = utils.random_input(3, DIM, seed=0)
         first, second = (make(reshard_after_forward=True) for _ in range(2))
         for model in (first, second):
             set_coalesced_collectives(model, 0)
             with torch.no_grad():
                 expected = model(x)
-        share_comm_ctx([first[2], second[2]])
+        fsdp.share_comm_ctx([first[2], second[2]])
         with torch.no_grad():
             second[2].unshard()
             second[0](x)
@@ -409,7 +393,7 @@ class TestCoalesced(FSDPProcessTest):
     def test_storage_is_kept_of_what_is_unsharded(self) -> None:
         model = make(reshard_after_forward=False)
         set_coalesced_collectives(model, 0)
-        model(random_input(3, DIM, seed=0))
+        model(utils.random_input(3, DIM, seed=0))
         model.set_keep_unsharded_storage(True)
         nbytes = unsharded_nbytes(model, ShardedState.UNSHARDED)
         outputs = outputs_of(model, ShardedState.UNSHARDED)

@@ -14,27 +14,10 @@ from typing import Any
 
 import pytest
 
-from fsdp_helpers.common.comms import (
-    BF16,
-    FP16,
-    FP32,
-    FP64,
-    policy_of,
-    sharded,
-    Spec,
-    Weighted,
-)
+from fsdp_helpers.common import comms, utils
+from fsdp_helpers.common.comms import BF16, FP16, FP32, FP64, policy_of, Spec
 from fsdp_helpers.common.parity_layers import batch_of, DIM, loss_of
 from fsdp_helpers.common.release_rules import compute_dtype, reduce_dtype, reduce_dtypes
-from fsdp_helpers.common.utils import (
-    Collective,
-    DEVICE_TYPE,
-    FSDPProcessTest,
-    linear_stack,
-    random_input,
-    record_collectives,
-    shard_mesh,
-)
 
 import torch
 import torch.distributed as dist
@@ -74,12 +57,14 @@ class ComplexPart(nn.Module):
         return F.linear(y.to(self.mix.dtype), self.mix)
 
 
-class TestUnits(FSDPProcessTest):
-    def module(self, specs: Sequence[Spec], policy: MixedPrecisionPolicy) -> Weighted:
-        return sharded(
+class TestUnits(utils.FSDPProcessTest):
+    def module(
+        self, specs: Sequence[Spec], policy: MixedPrecisionPolicy
+    ) -> comms.Weighted:
+        return comms.sharded(
             specs,
-            shard_mesh(),
-            device=DEVICE_TYPE,
+            utils.shard_mesh(),
+            device=utils.DEVICE_TYPE,
             mp_policy=policy,
             reshard_after_forward=True,
         )
@@ -87,7 +72,7 @@ class TestUnits(FSDPProcessTest):
     def weights(self, specs: Sequence[Spec], rank: int) -> list[torch.Tensor]:
         """Returns small integers, which every dtype holds."""
         return [
-            random_input(*spec.size, seed=100 * rank + i).mul(4).round()
+            utils.random_input(*spec.size, seed=100 * rank + i).mul(4).round()
             for i, spec in enumerate(specs)
         ]
 
@@ -106,14 +91,14 @@ class TestUnits(FSDPProcessTest):
 
     def expected_reductions(
         self, specs: Sequence[Spec], policy: MixedPrecisionPolicy
-    ) -> list[Collective]:
+    ) -> list[utils.Collective]:
         """Returns one for each reduce dtype, the widest first."""
         numels = dict.fromkeys(reduce_dtypes(policy, [s.dtype for s in specs]), 0)
         for spec in specs:
             numel = spec.padded_shard_numel(self.world_size)
             numels[reduce_dtype(policy, spec.dtype)] += numel * self.world_size
         return [
-            Collective(
+            utils.Collective(
                 "reduce_scatter",
                 dtype,
                 numel,
@@ -123,7 +108,7 @@ class TestUnits(FSDPProcessTest):
             for dtype, numel in numels.items()
         ]
 
-    def assert_same_on_all_ranks(self, calls: list[Collective]) -> None:
+    def assert_same_on_all_ranks(self, calls: list[utils.Collective]) -> None:
         everywhere: list[Any] = [None] * self.world_size
         dist.all_gather_object(everywhere, calls)
         self.assertEqual(everywhere, [calls] * self.world_size)
@@ -136,7 +121,7 @@ class TestUnits(FSDPProcessTest):
         dtypes, policy = UNITS[name]
         specs = [Spec((3 + i, 3), dtype) for i, dtype in enumerate(dtypes)]
         module = self.module(specs, policy)
-        with record_collectives() as recorded:
+        with utils.record_collectives() as recorded:
             module(self.weights(specs, self.rank)).backward()
         forward, backward, *reductions = recorded.calls
         for gather in (forward, backward):
@@ -160,7 +145,7 @@ class TestUnits(FSDPProcessTest):
             weights = self.weights(specs, rank)
             return [w if i == rank % 2 else None for i, w in enumerate(weights)]
 
-        with record_collectives() as recorded:
+        with utils.record_collectives() as recorded:
             module(used_by(self.rank)).backward()
         expected = self.expected_reductions(specs, policy)
         self.assertEqual(recorded.reduce_scatters, expected)
@@ -180,19 +165,19 @@ class TestUnits(FSDPProcessTest):
         keeps_casts: bool,
         first_has_grads: bool = True,
         zeros_for_unused: bool = False,
-    ) -> tuple[list[list[torch.Tensor]], list[Collective]]:
+    ) -> tuple[list[list[torch.Tensor]], list[utils.Collective]]:
         """Returns the gradients of each step of two microbatches, and the reductions."""
-        model = linear_stack([FP32, dtype] * 3).to(self.device)
+        model = utils.linear_stack([FP32, dtype] * 3).to(self.device)
         for i in (0, 2, 4):
-            fully_shard([model[i], model[i + 1]], mesh=shard_mesh())
-        fully_shard(model, mesh=shard_mesh())
+            fully_shard([model[i], model[i + 1]], mesh=utils.shard_mesh())
+        fully_shard(model, mesh=utils.shard_mesh())
         model.set_reduce_scatter_unused_params(zeros_for_unused)
         steps: list[list[torch.Tensor]] = []
-        with record_collectives() as recorder:
+        with utils.record_collectives() as recorder:
             for _ in range(2):
-                with torch.autocast(DEVICE_TYPE, BF16, cache_enabled=keeps_casts):
+                with torch.autocast(utils.DEVICE_TYPE, BF16, cache_enabled=keeps_casts):
                     for i in range(2):
-                        x = random_input(2, 9, seed=2 * self.rank + i)
+                        x = utils.random_input(2, 9, seed=2 * self.rank + i)
                         with torch.set_grad_enabled(i == 1 or first_has_grads):
                             loss = model(x).float().square().mean()
                         if loss.requires_grad:
@@ -247,8 +232,8 @@ class TestUnits(FSDPProcessTest):
                 expected[name] += param.grad / self.world_size
             model.zero_grad()
         policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
-        fully_shard(model, mesh=shard_mesh(), mp_policy=policy)
-        with record_collectives() as recorder:
+        fully_shard(model, mesh=utils.shard_mesh(), mp_policy=policy)
+        with utils.record_collectives() as recorder:
             for i in microbatches:
                 model.set_requires_gradient_sync(i == 1)
                 loss_of(model(batch_of(i, self.rank).to(self.device))).backward()

@@ -19,6 +19,7 @@ from unittest import mock
 
 import pytest
 
+from fsdp_helpers.common import utils
 from fsdp_helpers.common.comms import FP32
 from fsdp_helpers.common.parity_layers import (
     gradients,
@@ -27,38 +28,17 @@ from fsdp_helpers.common.parity_layers import (
     parameters,
     shard_stack,
 )
-from fsdp_helpers.common.utils import (
-    DEVICE_TYPE,
-    FakeGroupTest,
-    FSDPProcessTest,
-    hybrid_mesh,
-    shard_blocks,
-    shard_mesh,
-    WORLD_SIZE,
-)
+from fsdp_helpers.parity import modes
 from fsdp_helpers.parity.models import batch_of, mixed_tower, parts_of
-from fsdp_helpers.parity.modes import (
-    differing,
-    prefetch_explicitly,
-    units_of,
-)
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    fully_shard,
-    MixedPrecisionPolicy,
-    set_reduce_bucket_cap,
-)
+from torch.distributed import fsdp
 from torch.distributed.fsdp._fully_shard import _fsdp_agreement as agreement
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 from torch.distributed.fsdp._fully_shard import (
     _fsdp_registrations as registrations,
-)
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
-    DefaultAllGather,
-    DefaultReduceScatter,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_cache import ParamGroupCache
@@ -117,11 +97,11 @@ class _Watched:
         return super().__call__(*args, **kwargs)
 
 
-class WatchedAllGather(_Watched, DefaultAllGather):
+class WatchedAllGather(_Watched, collectives.DefaultAllGather):
     pass
 
 
-class WatchedReduceScatter(_Watched, DefaultReduceScatter):
+class WatchedReduceScatter(_Watched, collectives.DefaultReduceScatter):
     pass
 
 
@@ -131,7 +111,7 @@ class Faults:
     def __init__(self, model: nn.Module):
         self.alarms = alarms = {name: Alarm() for name in PLACES}
         self.comms: list[_Watched] = []
-        for unit in units_of(model):
+        for unit in modes.units_of(model):
             gather = WatchedAllGather(alarms["allocate_gather"], alarms["gather"])
             reduce = WatchedReduceScatter(alarms["allocate_reduce"], alarms["reduce"])
             unit.set_custom_all_gather(gather)
@@ -171,11 +151,11 @@ MODES: dict[str, Callable[[], dict[str, Any]]] = {
     "prefetch": dict,
     "kept": lambda: {"reshard_after_forward": False},
     "hybrid": lambda: {
-        "mesh": hybrid_mesh(WORLD_SIZE // 2),
-        "mp_policy": MixedPrecisionPolicy(reduce_dtype=FP32),
+        "mesh": utils.hybrid_mesh(utils.WORLD_SIZE // 2),
+        "mp_policy": fsdp.MixedPrecisionPolicy(reduce_dtype=FP32),
     },
     "offload": lambda: {
-        "offload_policy": CPUOffloadPolicy(pin_memory=DEVICE_TYPE != "cpu")
+        "offload_policy": fsdp.CPUOffloadPolicy(pin_memory=utils.DEVICE_TYPE != "cpu")
     },
 }
 
@@ -186,13 +166,13 @@ class SideBySide:
     does to the model is done to: after each step both have the same bits.
     """
 
-    def __init__(self, test: FSDPProcessTest, **kwargs: Any):
+    def __init__(self, test: utils.FSDPProcessTest, **kwargs: Any):
         self.test = test
         self.model: Any = mixed_tower().to(test.device)
         self.twin: Any = copy.deepcopy(self.model)
         self.optimizers = []
         for each in (self.model, self.twin):
-            shard_stack(each, **{"mesh": shard_mesh()} | kwargs)
+            shard_stack(each, **{"mesh": utils.shard_mesh()} | kwargs)
             self.optimizers.append(torch.optim.SGD(each.parameters(), lr=LR))
         self._batch = 0
 
@@ -228,10 +208,10 @@ class SideBySide:
         self, bits_of: Callable[[nn.Module], Iterator[Any]], after: str | None
     ) -> None:
         actual, expected = (dict(bits_of(each)) for each in (self.model, self.twin))
-        self.test.assertEqual(differing(actual, expected), [], after)
+        self.test.assertEqual(modes.differing(actual, expected), [], after)
 
 
-class TestExceptions(FSDPProcessTest):
+class TestExceptions(utils.FSDPProcessTest):
     @parametrize("mode", [*MODES])
     def test_step_after_it_is_right(self, mode: str) -> None:
         pair, faults = self.start(mode)
@@ -266,7 +246,7 @@ class TestExceptions(FSDPProcessTest):
     def start(self, mode: str) -> tuple[SideBySide, Faults]:
         pair = SideBySide(self, **MODES[mode]())
         if mode == "prefetch":
-            prefetch_explicitly(pair.model)
+            modes.prefetch_explicitly(pair.model)
         faults = Faults(pair.model)
         pair.train()
         gc.freeze()  # the collections to come need not look through all that is there
@@ -286,19 +266,19 @@ class TestExceptions(FSDPProcessTest):
         self.assertEqual([b.size() for b in faults.buffers_alive()], [], after)
 
 
-class TestExplanations(FakeGroupTest):
+class TestExplanations(utils.FakeGroupTest):
     """What is said of an error never takes the place of the error."""
 
     ranks = 2
 
     def unit(self) -> Any:
-        return fully_shard(nn.Linear(4, 4), mesh=self.mesh)
+        return fsdp.fully_shard(nn.Linear(4, 4), mesh=self.mesh)
 
     @unittest.skipIf(sys.version_info < (3, 11), "exceptions take no notes")
     def test_note_names_the_parameters_of_all_joined_units(self) -> None:
         model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(3)))
-        shard_blocks(model, mesh=self.mesh)
-        set_reduce_bucket_cap(model)
+        utils.shard_blocks(model, mesh=self.mesh)
+        fsdp.set_reduce_bucket_cap(model)
         fails = mock.patch.object(dist, "reduce_scatter_single", side_effect=ValueError)
         with fails, self.assertRaises(ValueError) as caught:
             model(torch.ones(1, 2)).sum().backward()

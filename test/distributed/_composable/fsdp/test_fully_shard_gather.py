@@ -13,22 +13,8 @@ from unittest import mock
 
 import pytest
 
-from fsdp_helpers.common.comms import (
-    as_bytes,
-    BF16,
-    count_operators,
-    FP8,
-    FP16,
-    FP32,
-    FP64,
-    group_of,
-    mesh_of,
-    mixed_specs,
-    NoGather,
-    policy_of,
-    Spec,
-    ThreadTest,
-)
+from fsdp_helpers.common import comms
+from fsdp_helpers.common.comms import BF16, FP8, FP16, FP32, FP64, Spec, ThreadTest
 from fsdp_helpers.common.release_rules import IS_2_15
 from fsdp_helpers.common.utils import FakeGroupTest, random_input, THREAD_DEVICE_TYPE
 
@@ -69,7 +55,7 @@ class TestAllGather(ThreadTest):
     def gather_in_parameter_order(self, unit: FSDPParamGroup) -> AllGatherResult:
         """Makes a result of six fields, as somebody else's gather would."""
         inputs = [tensor for p in unit.fsdp_params for tensor in p.all_gather_inputs]
-        pieces = [*map(as_bytes, inputs)]
+        pieces = [*map(comms.as_bytes, inputs)]
         mine = torch.cat(pieces)
         output = mine.new_empty(self.world_size * mine.numel())
         group = unit.mesh_info.shard_process_group
@@ -86,7 +72,7 @@ class TestAllGather(ThreadTest):
             self.gather_in_parameter_order,
             lambda unit: AllGatherResult(*self.all_gather(unit)),
         )
-        specs = mixed_specs(self.world_size)
+        specs = comms.mixed_specs(self.world_size)
         if is_ambiguous:  # their sizes are the same in both orders
             specs = [Spec((6,), BF16), Spec((3,), FP32)]
         unit, factor = self.unit(specs), 1
@@ -142,7 +128,7 @@ class TestAllGather(ThreadTest):
         values = random_input(3, 4, seed=0).to(self.device)
         layer = nn.Linear(4, 3, bias=False, device=self.device)
         layer.weight.data.copy_(values)
-        single = mesh_of(self.world_size, 1)["shard"]
+        single = comms.mesh_of(self.world_size, 1)["shard"]
         fully_shard(layer, mesh=single if is_single else self.mesh())
         shard, views, made_in = layer.weight._local_tensor, [*dtypes], []
 
@@ -172,13 +158,13 @@ class TestAllGather(ThreadTest):
         for each pair of them if it casts, and one copy-out.
         """
         specs = [Spec((4,), dtype) for dtype in (BF16, FP32, FP16)] * times
-        unit = self.unit(specs, mp_policy=policy_of(param_dtype))
-        with count_operators() as counts:
-            result = self.all_gather(unit, all_gather_comm=NoGather())
+        unit = self.unit(specs, mp_policy=comms.policy_of(param_dtype))
+        with comms.count_operators() as counts:
+            result = self.all_gather(unit, all_gather_comm=comms.NoGather())
         copies = ("aten::cat", "aten::_foreach_copy_", "aten::copy_")
         found = {op: counts[op] for op in copies if counts[op]}
         self.assertEqual(found, {copies[param_dtype is not None]: number})
-        with count_operators() as counts:
+        with comms.count_operators() as counts:
             self.copy_out(unit, result)
         self.assertEqual(counts["aten::split_with_sizes_copy"], 1)
         self.assertEqual(counts["aten::copy_"], 0)
@@ -198,7 +184,7 @@ class TestSmallerMesh(ThreadTest):
         columns = {"shard_placement_fn": lambda _: Shard(1)}
         fully_shard(model, mesh=self.mesh(), reshard_after_forward=2, **columns)
         model(full)
-        unit = group_of(model)
+        unit = comms.group_of(model)
         self.assertTrue(unit.is_sharded_post_forward)
         handle = model.unshard(async_op=True)
         model.state_dict()
@@ -230,7 +216,7 @@ class TestKeptBetweenSteps(ThreadTest):
             param._sharded_param_data = torch.cat([data, data])
 
         def compute_in_bf16(data: torch.Tensor) -> None:
-            param.init_dtype_attrs(policy_of(BF16))
+            param.init_dtype_attrs(comms.policy_of(BF16))
 
         layouts = [self.layout(unit)]
         for change in (cast, lengthen, compute_in_bf16):

@@ -27,27 +27,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_helpers.common.comms import (
-    BF16,
-    FP16,
-    FP32,
-    FP64,
-    group_of,
-    mesh_of,
-    mixed_specs,
-    OwnReduction,
-    sharded,
-    Spec,
-    ThreadTest,
-    Weighted,
-)
-from fsdp_helpers.common.utils import (
-    FakeGroupTest,
-    ParametrizedTest,
-    record_collectives,
-    run_python,
-    THREAD_DEVICE_TYPE,
-)
+from fsdp_helpers.common import comms, utils
+from fsdp_helpers.common.comms import BF16, FP16, FP32, FP64, Spec, Weighted
 from fsdp_helpers.parity.memory import peak_nbytes, peak_nbytes_of
 
 import torch
@@ -104,7 +85,7 @@ def given_weight(rank: int, i: int, spec: Spec) -> torch.Tensor:
     size = spec.size
     scale = torch.randint(-14, 10, size, generator=generator).double().exp2()
     values = torch.randn(size, generator=generator, dtype=FP64) * scale
-    return values.to(THREAD_DEVICE_TYPE)
+    return values.to(utils.THREAD_DEVICE_TYPE)
 
 
 class TestTree(TestCase):
@@ -246,14 +227,14 @@ class TestKernel(TestCase):
         self.check(rows, FP32, None)
 
 
-class TestAroundKernel(ParametrizedTest):
+class TestAroundKernel(utils.ParametrizedTest):
     """What needs no GPU."""
 
     @needs_triton
     def test_interpreted(self):
         # `run_tests` would write what CI of PyTorch reads, by a package of its own
         env = {"TRITON_INTERPRET": "1", "CI": ""}
-        run_python(__file__, "TestKernel", env=env, on_release=False)
+        utils.run_python(__file__, "TestKernel", env=env, on_release=False)
 
     @parametrize("has_triton", [False, True])
     def test_falls_back_to_operators(self, has_triton: bool) -> None:
@@ -291,11 +272,11 @@ class TestAroundKernel(ParametrizedTest):
         self.assertTrue(tree._has_kernel)
 
 
-class GradCommTest(ThreadTest):
+class GradCommTest(comms.ThreadTest):
     def mesh_over(self, shards: int) -> DeviceMesh:
         """Returns the mesh of all ranks that are replicas beyond so many shards."""
         replicas = self.world_size // shards
-        return mesh_of(replicas, shards) if replicas > 1 else self.mesh()
+        return comms.mesh_of(replicas, shards) if replicas > 1 else self.mesh()
 
     def backward(self, module: torch.nn.Module, specs: Sequence[Spec]) -> None:
         weights = (given_weight(self.rank, i, spec) for i, spec in enumerate(specs))
@@ -345,15 +326,18 @@ class TestMeshes(GradCommTest):
 
     @parametrize("shards", [8, 4, 2, 1, 0])  # 0: by `replicate`
     def test_all_meshes_give_the_same_bits(self, shards: int) -> None:
-        specs = mixed_specs(self.world_size)
+        specs = comms.mixed_specs(self.world_size)
         flat = [Spec(spec.size, spec.dtype) for spec in specs]
         expected = [self.expected(i, spec) for i, spec in enumerate(flat)]
         if shards == 0:
-            module = Weighted(flat, THREAD_DEVICE_TYPE)
+            module = Weighted(flat, utils.THREAD_DEVICE_TYPE)
             replicate(module, mesh=self.mesh(), mp_policy=policy())
         else:
-            how: dict[str, Any] = {"device": THREAD_DEVICE_TYPE, "mp_policy": policy()}
-            module = sharded(specs, self.mesh_over(shards), **how)
+            how: dict[str, Any] = {
+                "device": utils.THREAD_DEVICE_TYPE,
+                "mp_policy": policy(),
+            }
+            module = comms.sharded(specs, self.mesh_over(shards), **how)
         self.backward(module, specs)
         self.assert_all_same(self.full_grads(module), expected)
 
@@ -366,7 +350,7 @@ class TestMeshes(GradCommTest):
         ranks, spec = range(self.world_size), Spec((numel,), FP32)
         parts = [given_weight(rank, 0, spec).float() for rank in ranks]
         found = parts[self.rank].clone()
-        with record_collectives() as recorder:
+        with utils.record_collectives() as recorder:
             tree.all_reduce_in_tree(found, self.mesh().get_group())
         self.assertEqual(found, add(parts), atol=0, rtol=0)
         self.assertEqual(len(recorder.named("all_to_all")), pieces)
@@ -394,7 +378,7 @@ class TestOneAllToAll(GradCommTest):
     def module(self, mesh: DeviceMesh | None = None, **kwargs: Any) -> Weighted:
         mesh = self.mesh() if mesh is None else mesh
         how: dict[str, Any] = {"mp_policy": policy_of_several()} | kwargs
-        return sharded(self.SPECS, mesh, device=THREAD_DEVICE_TYPE, **how)
+        return comms.sharded(self.SPECS, mesh, device=utils.THREAD_DEVICE_TYPE, **how)
 
     @parametrize("shards", [4, 2, 1])
     def test_replicas_add_one_buffer_for_each_dtype_and_divide_once(
@@ -402,7 +386,7 @@ class TestOneAllToAll(GradCommTest):
     ) -> None:
         module = self.module(self.mesh_over(shards))
         module.set_gradient_divide_factor(3.0)
-        with record_collectives() as recorder:
+        with utils.record_collectives() as recorder:
             self.backward(module, self.SPECS)
         grads = self.full_grads(module)
         self.assert_all_same(grads, self.expected_mix(self.SPECS, divisor=3.0))
@@ -431,7 +415,7 @@ class TestOneAllToAll(GradCommTest):
         half = policy(FP16, FP16, param_dtype=FP16)
         module = self.module(self.mesh_over(shards), mp_policy=half)
         weights = [torch.full(spec.size, value, dtype=FP16) for spec in self.SPECS]
-        module([w.to(THREAD_DEVICE_TYPE) for w in weights]).backward()
+        module([w.to(utils.THREAD_DEVICE_TYPE) for w in weights]).backward()
         for grad in self.full_grads(module):
             self.assertEqual({*grad.double().flatten().tolist()}, {value})
 
@@ -456,8 +440,10 @@ class TestOneAllToAll(GradCommTest):
 
     def test_reductions_that_cannot_send(self):
         module = self.module(mp_policy=policy(None, FP32))
-        module.set_custom_reduce_scatter(OwnReduction())
-        group_of(module).mp_policy = policy()  # too late for the setter to refuse it
+        module.set_custom_reduce_scatter(comms.OwnReduction())
+        comms.group_of(
+            module
+        ).mp_policy = policy()  # too late for the setter to refuse it
         with self.assertRaisesRegex(
             ValueError,
             r"OwnReduction of unit 'FSDPWeighted' cannot reduce p0.*dtype is torch\.bf",
@@ -469,7 +455,7 @@ class TestOneAllToAll(GradCommTest):
             module.set_symm_mem_for_comm()
 
 
-class TestUnitsOfFakeRanks(FakeGroupTest):
+class TestUnitsOfFakeRanks(utils.FakeGroupTest):
     @parametrize("is_hybrid", [False, True])
     def test_post_backward_needs_hardly_more_memory_than_in_fp32(
         self, is_hybrid: bool

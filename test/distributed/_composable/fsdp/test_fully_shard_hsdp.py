@@ -15,24 +15,10 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from fsdp_helpers.common.comms import (
-    backward,
-    BF16,
-    FP16,
-    FP32,
-    FP64,
-    GivenGrads,
-    group_of,
-    mesh_of,
-)
+from fsdp_helpers.common import comms, utils
+from fsdp_helpers.common.comms import backward, BF16, FP16, FP32, FP64, GivenGrads
 from fsdp_helpers.common.release_rules import IS_2_15
-from fsdp_helpers.common.utils import (
-    DEVICE_TYPE,
-    FakeGroupTest,
-    FSDPProcessTest,
-    hybrid_mesh,
-    record_collectives,
-)
+from fsdp_helpers.common.utils import DEVICE_TYPE, hybrid_mesh
 from fsdp_helpers.plugins.later_releases import with_a_row_more
 from fsdp_helpers.random.cases import Case, Microbatch, Param, Step
 from fsdp_helpers.random.exact import check_case
@@ -40,12 +26,8 @@ from fsdp_helpers.random.exact import check_case
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.fsdp import (
-    fully_shard,
-    MixedPrecisionPolicy,
-    set_coalesced_collectives,
-    set_reduce_bucket_cap,
-)
+from torch.distributed import fsdp
+from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_context
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
 from torch.distributed.fsdp._fully_shard._fsdp_context import HeldAllReduces
@@ -87,12 +69,12 @@ def deferring(*used: set[int]) -> Case:
     return Case((PARAMS,), "hybrid", (2, 2), (Step((*microbatches,)),))
 
 
-class TestProcesses(FSDPProcessTest):
+class TestProcesses(utils.FSDPProcessTest):
     """2 replicas of 2 shards, each rank a process."""
 
     def test_partial_reduces_are_all_reduced_in_the_order_of_buckets(self):
         """Zeros stand for those that the last microbatch has no gradient of."""
-        with record_collectives() as recorder:
+        with utils.record_collectives() as recorder:
             check_case(deferring({2}, {0}, {4}), DEVICE_TYPE)
         scattered = [call.dtype for call in recorder.reduce_scatters]
         self.assertEqual(scattered, [BF16, FP32, BF16, FP32, BF16, FP16])
@@ -105,9 +87,9 @@ class TestProcesses(FSDPProcessTest):
         own, has_hook = param_group.foreach_reduce, "hook" in how
         mesh = hybrid_mesh(2)["shard"] if has_hook else hybrid_mesh(2)
         model = model_of({"w": ((2,), FP32), "b": ((8,), FP32)})
-        group = group_of(fully_shard(model, mesh=mesh))
+        group = comms.group_of(fully_shard(model, mesh=mesh))
         # One of them is direct
-        set_coalesced_collectives(model, 24 if how == "set_again" else None)
+        fsdp.set_coalesced_collectives(model, 24 if how == "set_again" else None)
         model.set_requires_all_reduce(False)
         if has_hook:
             # A mesh without replicas defers nothing: a plugin does
@@ -150,7 +132,7 @@ class TestProcesses(FSDPProcessTest):
         fully_shard(model, mesh=hybrid_mesh(2))
         model.set_requires_all_reduce(False)
         backward(model, **{name: grads[name] for name in first})
-        with record_collectives() as recorder:
+        with utils.record_collectives() as recorder:
             backward(model)  # of its input alone
         if not IS_2_15:
             self.assertEqual(recorder.reduce_scatters, [])
@@ -165,14 +147,14 @@ class TestProcesses(FSDPProcessTest):
         model.set_requires_all_reduce(False)
         backward(model, w=1.0)
         with self.assertRaisesRegex(RuntimeError, "' has been deferred: call"):
-            set_coalesced_collectives(model, 0)
+            fsdp.set_coalesced_collectives(model, 0)
 
     def test_partial_reduce_that_a_plugin_sets_is_divided_as_well(self):
         policy, mesh = MixedPrecisionPolicy(grad_comm_dtype=BF16), hybrid_mesh(2)
         model = model_of({"w": ((2,), FP32)})
         fully_shard(model, mesh=mesh["shard"], mp_policy=policy)
         output = torch.full((1,), 6.0, device=DEVICE_TYPE)
-        group_of(model)._partial_reduce_output = output
+        comms.group_of(model)._partial_reduce_output = output
         backward(model, w=2.0)
         self.assertEqual(full_grad(model.w), torch.full((2,), 5.0).double())
 
@@ -182,7 +164,7 @@ class TestProcesses(FSDPProcessTest):
             model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(DEVICE_TYPE)
             for unit in (*model, model):
                 fully_shard(unit, mesh=hybrid_mesh(2))
-            set_reduce_bucket_cap(model, bucket_cap_mb)
+            fsdp.set_reduce_bucket_cap(model, bucket_cap_mb)
             x = torch.ones(1, 4, device=DEVICE_TYPE)
             model(x).sum().backward()
             model.set_requires_all_reduce(False)
@@ -275,7 +257,7 @@ class TestProcesses(FSDPProcessTest):
         model.set_requires_all_reduce(False)
         backward(model, **dict.fromkeys("acd" if has_earlier else "", 4.0))
         model.set_requires_all_reduce(True)
-        with record_collectives() as recorder:
+        with utils.record_collectives() as recorder:
             backward(model, **dict.fromkeys("dba" if has_earlier else "abcd", 1.0))
         reduced = [call.dtype for call in recorder.all_reduces]
         self.assertEqual(reduced, [FP32] if IS_2_15 else [FP32, dtype])
@@ -297,7 +279,7 @@ class TestProcesses(FSDPProcessTest):
         model = model_of({"p": ((3,), FP32), "q": ((4,), FP32)})
         fully_shard(model, mesh=hybrid_mesh(2))
         model.set_gradient_divide_factor(factor)
-        group, (first, second) = group_of(model), self.POLICIES[change]
+        group, (first, second) = comms.group_of(model), self.POLICIES[change]
         for i, kwargs in enumerate((first, second, second)):
             for fsdp_param in group.fsdp_params[: 1 + (i == 2)]:  # one, then both
                 fsdp_param.mp_policy = MixedPrecisionPolicy(**kwargs)
@@ -310,7 +292,7 @@ class TestProcesses(FSDPProcessTest):
         self.assertEqual(full_grad(model.q), torch.full((4,), 2 * mean, dtype=FP64))
 
 
-class TestBuffers(FakeGroupTest):
+class TestBuffers(utils.FakeGroupTest):
     """How long inputs and reduced buffers live."""
 
     ranks = 4
@@ -375,7 +357,7 @@ class TestBuffers(FakeGroupTest):
             for dtype in (None, FP32):
                 policy = MixedPrecisionPolicy(reduce_dtype=dtype)
                 model = model_of({"p": ((256,), BF16)})
-                mesh = mesh_of(2, 2, device="cpu")
+                mesh = comms.mesh_of(2, 2, device="cpu")
                 fully_shard(model, mesh=mesh, mp_policy=policy)
                 for _ in range(2):
                     backward(model, p=1.0)
@@ -384,7 +366,9 @@ class TestBuffers(FakeGroupTest):
     def test_assigned_partial_reduce_must_be_one_of_the_unit(self) -> None:
         """A plugin's own sum, see ``_partial_reduce_output``."""
         model = model_of({"p": ((8,), FP32)})
-        group = group_of(fully_shard(model, mesh=mesh_of(2, 2, device="cpu")))
+        group = comms.group_of(
+            fully_shard(model, mesh=comms.mesh_of(2, 2, device="cpu"))
+        )
         for dtype, numel in ((BF16, 4), (FP32, 5)):
             with (
                 self.subTest(dtype=dtype),

@@ -22,11 +22,7 @@ from fsdp_helpers.clients import real_models
 from fsdp_helpers.clients.common import ClientTest
 from fsdp_helpers.clients.real_models import needs
 from fsdp_helpers.clients.tiny_models import TINY_MODELS, TinyModel
-from fsdp_helpers.common.utils import (
-    CollectiveRecorder,
-    DeviceFreeTest,
-    record_collectives,
-)
+from fsdp_helpers.common import utils
 
 import torch
 import torch.nn as nn
@@ -74,7 +70,7 @@ class TestModels(ClientTest):
         mesh = real_models.make_mesh(self.device.type)
         torch.manual_seed(0)
         model = tiny.build_model().to(self.device)
-        with record_collectives() as recorder:
+        with utils.record_collectives() as recorder:
             for step in real_models.train_side_by_side(
                 model, shard_and_keep, mesh, tiny.loss_of, batches
             ):
@@ -84,7 +80,7 @@ class TestModels(ClientTest):
         self.check_steps(steps, dtypes=(FP32, tiny.dtype))
         self.check_sent(models[0], recorder)
 
-    def check_sent(self, model: nn.Module, sent: CollectiveRecorder) -> None:
+    def check_sent(self, model: nn.Module, sent: utils.CollectiveRecorder) -> None:
         """One gather for each unshard, one reduction for each dtype, no more bytes."""
         units = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
         groups = {
@@ -114,7 +110,7 @@ class TestModels(ClientTest):
 
 
 @needs("transformers", "diffusers")
-class TestKeptInFP32(DeviceFreeTest):
+class TestKeptInFP32(utils.DeviceFreeTest):
     """The libraries' own loading is what the function must agree with."""
 
     def loaded(self, tiny: TinyModel) -> nn.Module:

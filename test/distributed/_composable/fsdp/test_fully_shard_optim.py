@@ -11,16 +11,7 @@ import copy
 from collections.abc import Iterable
 from typing import Any
 
-from fsdp_helpers.common.utils import (
-    FSDPProcessTest,
-    hybrid_mesh,
-    linear_stack,
-    mixed_model,
-    random_input,
-    shard_blocks,
-    shard_mesh,
-    WORLD_SIZE,
-)
+from fsdp_helpers.common import utils
 
 import torch
 import torch.nn as nn
@@ -53,14 +44,14 @@ OPTIMIZERS = {"adamw_fused": adamw, "sgd": sgd}
 class Pair:
     """A sharded model and, in one process, one that is given its gradients."""
 
-    def __init__(self, test: FSDPProcessTest):
+    def __init__(self, test: utils.FSDPProcessTest):
         self.rank = test.rank
-        self.model = mixed_model().to(test.device)
+        self.model = utils.mixed_model().to(test.device)
         self.alone = copy.deepcopy(self.model)
-        shard_blocks(self.model, mesh=hybrid_mesh(WORLD_SIZE // 2))
+        utils.shard_blocks(self.model, mesh=utils.hybrid_mesh(utils.WORLD_SIZE // 2))
 
     def backward(self, step: int) -> None:
-        x = random_input(4, 9, seed=WORLD_SIZE * step + self.rank)
+        x = utils.random_input(4, 9, seed=utils.WORLD_SIZE * step + self.rank)
         self.model(x).float().square().mean().backward()
         for param, alone in self.params():
             alone.grad = full(param.grad)
@@ -82,7 +73,7 @@ def full(tensor: Any) -> torch.Tensor:
     return tensor.full_tensor().detach()
 
 
-class TestOptim(FSDPProcessTest):
+class TestOptim(utils.FSDPProcessTest):
     def check_equal(
         self, sharded: torch.Tensor, whole: torch.Tensor, tolerance: float = 0
     ) -> None:
@@ -153,16 +144,16 @@ class TestOptim(FSDPProcessTest):
     @parametrize("overflows", [False, True])
     def test_grad_scaler_skips_the_step_of_all_ranks(self, overflows: bool) -> None:
         """What overflows on one rank makes all of them skip the step."""
-        units = linear_stack([FP32, BF16, FP32]), linear_stack([BF16, FP32])
+        units = utils.linear_stack([FP32, BF16, FP32]), utils.linear_stack([BF16, FP32])
         model = nn.Sequential(*units).to(self.device)
         policy = MixedPrecisionPolicy(param_dtype=FP16, reduce_dtype=FP32)
-        shard_blocks(model, mesh=shard_mesh(), mp_policy=policy)
+        utils.shard_blocks(model, mesh=utils.shard_mesh(), mp_policy=policy)
         optimizer = SGD(model.parameters(), lr=LR)
         scaler = torch.amp.GradScaler(
             self.device.type, init_scale=2.0**8, growth_interval=1
         )
         before = [full(param).clone() for param in model.parameters()]
-        x = random_input(4, 9, seed=self.rank)
+        x = utils.random_input(4, 9, seed=self.rank)
         loss = model(x).float().square().mean()
         factor = float("inf") if overflows and self.rank == 1 else 1.0
         scaler.scale(factor * loss).backward()

@@ -15,21 +15,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from fsdp_helpers.common.comms import (
-    backward,
-    BF16,
-    FP16,
-    FP32,
-    FP64,
-    GivenGrads,
-    group_of,
-)
+from fsdp_helpers.common import comms, utils
+from fsdp_helpers.common.comms import backward, BF16, FP16, FP32, FP64, GivenGrads
 from fsdp_helpers.common.release_rules import IS_2_15, reduce_dtype
-from fsdp_helpers.common.utils import (
-    FSDPThreadTest,
-    record_collectives,
-    THREAD_DEVICE_TYPE,
-)
 
 import torch
 import torch.nn as nn
@@ -45,7 +33,7 @@ Pair = tuple["torch.dtype | None", "torch.dtype | None"]
 
 def given(**dtypes: torch.dtype) -> GivenGrads:
     params = {name: torch.zeros(4, dtype=dtype) for name, dtype in dtypes.items()}
-    return GivenGrads(**params).to(THREAD_DEVICE_TYPE)
+    return GivenGrads(**params).to(utils.THREAD_DEVICE_TYPE)
 
 
 def by_name(
@@ -72,7 +60,7 @@ def reductions(
 
 def reduced(model: nn.Module, **grads: float) -> list[tuple[torch.dtype, int]]:
     """Returns dtype and size of each reduction of a backward."""
-    with record_collectives() as recorder:
+    with utils.record_collectives() as recorder:
         backward(model, **grads)
     return [(call.dtype, call.numel) for call in recorder.reduce_scatters]
 
@@ -86,7 +74,7 @@ def grad_of(param: nn.Parameter) -> torch.Tensor:
     return full
 
 
-class TestUnits(FSDPThreadTest):
+class TestUnits(utils.FSDPThreadTest):
     world_size = 2
 
     def test_overrides_stay_when_the_sharded_parameters_are_cast(self) -> None:
@@ -103,7 +91,7 @@ class TestUnits(FSDPThreadTest):
     def test_overrides_stay_where_a_plugin_knows_one_policy(self) -> None:
         model = given(a=FP32, b=FP32)
         policies, one_policy = {"a": (BF16, FP32)}, MixedPrecisionPolicy()
-        group = group_of(fully_shard(model, mp_policy=by_name(model, policies)))
+        group = comms.group_of(fully_shard(model, mp_policy=by_name(model, policies)))
         group._init_mp_dtypes = lambda: [
             fsdp_param.init_dtype_attrs(one_policy) for fsdp_param in group.fsdp_params
         ]
@@ -128,7 +116,7 @@ class TestUnits(FSDPThreadTest):
     def test_functions_are_asked_once_with_the_users_parameter(self) -> None:
         """Also where another field of the policy waits for the root's names."""
         model, asked = nn.Sequential(given(w=BF16), given(w=BF16)), []
-        indices = torch.zeros(4, device=THREAD_DEVICE_TYPE).long()
+        indices = torch.zeros(4, device=utils.THREAD_DEVICE_TYPE).long()
         model[0].indices = nn.Parameter(indices, requires_grad=False)
 
         def override(param: nn.Parameter) -> torch.dtype | None:
@@ -143,14 +131,14 @@ class TestUnits(FSDPThreadTest):
             fully_shard(unit, mp_policy=policy)
         fully_shard(model)
         layout_summary(model)
-        model(torch.zeros(1, device=THREAD_DEVICE_TYPE))
+        model(torch.zeros(1, device=utils.THREAD_DEVICE_TYPE))
         self.assertEqual([*map(id, asked)], [*map(id, params)])
-        found = [group_of(unit).fsdp_params[0].mp_policy for unit in model]
+        found = [comms.group_of(unit).fsdp_params[0].mp_policy for unit in model]
         pairs = [(each.param_dtype, each.reduce_dtype) for each in found]
         self.assertEqual(pairs, [(FP32, FP16), (BF16, FP32)])
 
 
-class TestGradDtype(FSDPThreadTest):
+class TestGradDtype(utils.FSDPThreadTest):
     """
     ``grad_dtype`` set on parameters before they are sharded. Microbatches, offload and
     overrides with it are in ``test_fully_shard_random.py``.
@@ -205,7 +193,7 @@ class TestGradDtype(FSDPThreadTest):
         for _ in range(2):
             model.zero_grad()
             for _ in range(2):
-                model.to(THREAD_DEVICE_TYPE)
+                model.to(utils.THREAD_DEVICE_TYPE)
             self.backward(model)
             self.check(model.a, FP32, 128.5)
 
@@ -218,13 +206,13 @@ class TestGradDtype(FSDPThreadTest):
         self.check(model.b, FP32, 128.5)
 
 
-class TestTensorParallel(FSDPThreadTest):
+class TestTensorParallel(utils.FSDPThreadTest):
     world_size = 4
 
     def test_sum_runs_in_each_gradients_dtype(self) -> None:
         """`wide` computes in fp32; bf16 rounds 256 + 1 to 256."""
         names = ("dp", "tp")
-        mesh = init_device_mesh(THREAD_DEVICE_TYPE, (2, 2), mesh_dim_names=names)
+        mesh = init_device_mesh(utils.THREAD_DEVICE_TYPE, (2, 2), mesh_dim_names=names)
         tp_mesh = mesh["tp"]
 
         class Gains(nn.Module):

@@ -17,16 +17,8 @@ from fsdp_helpers.common.release_rules import IS_2_15
 from fsdp_helpers.common.scenario_test import ScenarioTest
 from fsdp_helpers.common.scenarios import RANKS
 from fsdp_helpers.common.utils import FakeGroupTest, shard_blocks
+from fsdp_helpers.parity import memory
 from fsdp_helpers.parity.cases import REFUSALS
-from fsdp_helpers.parity.memory import (
-    FOUR,
-    FP16,
-    MIXED,
-    MODES,
-    ODD_NUMEL,
-    ONE_UNIT,
-    UNIFORM,
-)
 from fsdp_helpers.parity.models import (
     BF16,
     Extended,
@@ -174,24 +166,24 @@ class TestMemory(ScenarioTest):
             results[RANKS]["peaks"] for results in (cls.release, cls.branch)
         )
 
-    @parametrize("mode", list(MODES))
+    @parametrize("mode", list(memory.MODES))
     def test_uniform_unit_takes_at_most_what_the_release_does(self, mode: str) -> None:
-        for name in UNIFORM:
+        for name in memory.UNIFORM:
             most = self.release[name][mode]
             if (name, mode) == ("fp16", "reduce_fp32"):
                 # Kernels cast bf16 to fp32, but fp16 is cast ahead of them
-                most += 4 * sum(numel_of(spec) for spec in UNIFORM[name])
+                most += 4 * sum(numel_of(spec) for spec in memory.UNIFORM[name])
             self.assertLessEqual(self.branch[name][mode], most, name)
 
-    @parametrize("mode", list(MODES))
+    @parametrize("mode", list(memory.MODES))
     def test_mixed_unit_takes_at_most_what_as_many_bytes_do(self, mode: str) -> None:
         """Each byte as much as in a uniform unit of its dtype in the release."""
-        of_dtype = {FP32: "fp32", BF16: "bf16", FP16: "fp16"}
-        for name, specs in MIXED.items():
+        of_dtype = {FP32: "fp32", BF16: "bf16", memory.FP16: "fp16"}
+        for name, specs in memory.MIXED.items():
             nbytes = [numel_of(spec) * spec[1].itemsize for spec in specs]
             peaks = [self.release[of_dtype[dtype]][mode] for _, dtype in specs]
             most = sum(n * p for n, p in zip(nbytes, peaks)) / sum(nbytes)
-            halves = sum(numel_of(s) for s in specs if s[1] == FP16)
+            halves = sum(numel_of(s) for s in specs if s[1] == memory.FP16)
             if mode == "reduce_fp32":
                 most += 4 * halves
             if mode == "param_bf16" and IS_2_15:
@@ -199,19 +191,21 @@ class TestMemory(ScenarioTest):
             self.assertLessEqual(self.branch[name][mode], most, name)
 
     def test_one_unit_takes_at_most_what_the_release_does(self) -> None:
-        for name in ONE_UNIT:
+        for name in memory.ONE_UNIT:
             nbytes = self.branch["one unit"][name]
             self.assertLessEqual(nbytes, self.release["one unit"][name], name)
 
     def test_one_odd_gradient_takes_its_own_bytes_alone(self) -> None:
         """Itself, its columns of the reduction's input and output, and its shard."""
         peaks = self.branch["one unit"]
-        columns = ODD_NUMEL * FP32.itemsize
+        columns = memory.ODD_NUMEL * FP32.itemsize
         own = columns + 2 * columns // RANKS
-        most = peaks["bf16"] + ODD_NUMEL * FP32.itemsize + own
+        most = peaks["bf16"] + memory.ODD_NUMEL * FP32.itemsize + own
         self.assertLessEqual(peaks["bf16 and one fp32"], most)
         # And a copy that the kernel for CPUs makes of what stands in for it
-        most = peaks["fp32"] + ODD_NUMEL * (2 * BF16.itemsize + FP32.itemsize) + own
+        most = (
+            peaks["fp32"] + memory.ODD_NUMEL * (2 * BF16.itemsize + FP32.itemsize) + own
+        )
         self.assertLessEqual(peaks["fp32 and one bf16"], most)
 
     def test_a_factor_over_a_single_rank_takes_no_memory(self) -> None:
@@ -219,7 +213,7 @@ class TestMemory(ScenarioTest):
         peaks = self.branch["one unit"]
         self.assertEqual(peaks["one rank, divided"], peaks["one rank"])
         more = self.release["one unit"]["one rank, divided"] - peaks["one rank"]
-        nbytes = sum(numel_of(spec) * spec[1].itemsize for spec in FOUR[FP32])
+        nbytes = sum(numel_of(spec) * spec[1].itemsize for spec in memory.FOUR[FP32])
         self.assertGreaterEqual(more, nbytes)
 
 

@@ -8,13 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from fsdp_helpers.common import utils
 from fsdp_helpers.common.comms import BlocksTest, Checkpointed, group_of, mesh_of
-from fsdp_helpers.common.utils import (
-    FakeGroupTest,
-    linear_stack,
-    record_collectives,
-    shard_blocks,
-)
 
 import torch
 import torch.nn as nn
@@ -62,7 +57,7 @@ class PrefetchTest(BlocksTest):
 
     def noting(self, mode: Any = "default") -> Any:
         model = nn.Sequential(*map(Boundary, self.new_blocks()))
-        shard_blocks(model, mesh=self.mesh())
+        utils.shard_blocks(model, mesh=self.mesh())
         if mode != "default":
             set_backward_prefetch(model, mode)
         return model
@@ -94,7 +89,7 @@ class TestOrder(PrefetchTest):
         """As far ahead or not, but behind the reductions of the unit before."""
         model = self.noting(mode)
         self.ahead(model)
-        with record_collectives() as recorder:
+        with utils.record_collectives() as recorder:
             ahead = self.ahead(model)
         self.assert_at_rest(model)
         self.assertEqual(ahead, [False, *[mode is not None] * 3])
@@ -107,7 +102,7 @@ class TestOrder(PrefetchTest):
 
     @parametrize("mode", ("inference_mode", "no_grad"))
     def test_forwards_without_gradients_are_not_recorded(self, mode: str) -> None:
-        model = shard_blocks(self.new_blocks(), mesh=self.mesh())
+        model = utils.shard_blocks(self.new_blocks(), mesh=self.mesh())
         with getattr(torch, mode)():
             for _ in range(3):
                 model(self.input().detach())
@@ -121,7 +116,7 @@ class TestOrder(PrefetchTest):
 
     def test_reentrant_checkpoints_are_recorded(self) -> None:
         """Their forwards run without gradients, and again when backward comes."""
-        model = shard_blocks(Checkpointed(*self.new_blocks()), mesh=self.mesh())
+        model = utils.shard_blocks(Checkpointed(*self.new_blocks()), mesh=self.mesh())
         loss = model(self.input()).sum()
         groups = [group_of(block) for block in model]
         self.assertEqual(groups[0].comm_ctx.post_forward_order, groups)
@@ -139,7 +134,7 @@ class TestOrder(PrefetchTest):
         set_backward_prefetch(model, mode)
         for _ in range(2):
             loss = model(self.input()).sum()
-            with record_collectives() as recorder:
+            with utils.record_collectives() as recorder:
                 loss.backward()
             gathers = [call for call in recorder.calls if call.name == "all_gather"]
             self.assertEqual(len(gathers), 2 + 1 + BLOCKS)  # the root is empty
@@ -205,10 +200,10 @@ class TestSteps(PrefetchTest):
             self.assert_same_grads(model, expected)
 
 
-class TestSetting(FakeGroupTest):
+class TestSetting(utils.FakeGroupTest):
     def test_which_units_are_meant(self) -> None:
-        layers = linear_stack([torch.float32] * BLOCKS)
-        model = shard_blocks(layers, mesh=self.mesh)
+        layers = utils.linear_stack([torch.float32] * BLOCKS)
+        model = utils.shard_blocks(layers, mesh=self.mesh)
         for unit, mode, recurse, expected in (
             (model[1], POST, False, [PRE, POST, PRE, PRE]),
             (model, None, False, [PRE, POST, PRE, PRE]),

@@ -14,16 +14,8 @@ from unittest import mock
 
 import pytest
 
-from fsdp_helpers.common.comms import (
-    BF16,
-    count_operators,
-    FP16,
-    FP32,
-    group_of,
-    mesh_of,
-    sharded,
-    Spec,
-)
+from fsdp_helpers.common import comms
+from fsdp_helpers.common.comms import BF16, FP16, FP32, mesh_of, sharded, Spec
 from fsdp_helpers.common.utils import (
     DeviceFreeTest,
     FakeGroupTest,
@@ -59,7 +51,7 @@ class TestRefused(FakeGroupTest):
         specs = (Spec((5, 3), BF16), Spec((1,), FP32))
         model = sharded(specs, self.mesh, device="cpu")
         model([torch.ones(spec.size) for spec in specs])  # names the parameters
-        params = group_of(model).fsdp_params
+        params = comms.group_of(model).fsdp_params
         with self.assertRaisesRegex(AssertionError, "p0.*p1.*bfloat16.*float32"):
             collectives._plan_one_bucket(params, (BF16, FP32), None)
 
@@ -107,7 +99,7 @@ class TestCopyIn(DeviceFreeTest):
             shard_world_size=self.RANKS, allocate=lambda *_: buffer
         )
         parts = [BucketGrads([], *pair) for pair in zip(buckets, grads)]
-        with count_operators() as counts:
+        with comms.count_operators() as counts:
             if len(buckets) > 1:
                 reduce_file._copy_in_all_to_all(reduction, parts)
             else:
@@ -300,7 +292,7 @@ class TestOrder(FakeGroupTest):
         model.set_requires_all_reduce(False)
         for value in (1.0, 3.0):
             model([torch.full((8, 2), value)]).backward()
-        found = group_of(model)._partial_reduce_output
+        found = comms.group_of(model)._partial_reduce_output
         self.assertEqual({*found.tolist()}, {4.0})
 
     def test_order_of_copies_and_collectives(self) -> None:

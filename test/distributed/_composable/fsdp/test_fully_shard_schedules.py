@@ -44,11 +44,8 @@ from fsdp_helpers.random.cases import (
 
 import torch
 import torch.nn as nn
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import (
-    FSDPCommContext,
-    FSDPParamGroup,
-)
 from torch.testing._internal.common_utils import parametrize, run_tests
 
 
@@ -127,7 +124,7 @@ class TestSchedules(ScenarioTest):
 
 WARM_UP = 20
 EVENTS = (torch.Event, torch.cpu.Event)
-UNITS = (nn.Module, FSDPParam, FSDPParamGroup, FSDPCommContext)
+UNITS = (nn.Module, FSDPParam, param_group.FSDPParamGroup, param_group.FSDPCommContext)
 BLOCK = (
     Param((9, 3), FP32),
     Param((16,), BF16, has_two_names=True),

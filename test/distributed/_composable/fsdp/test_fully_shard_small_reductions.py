@@ -16,16 +16,9 @@ from unittest import skipUnless
 
 import pytest
 
+from fsdp_helpers.common import utils
 from fsdp_helpers.common.comms import BlocksTest, group_of, mesh_of
 from fsdp_helpers.common.release_rules import IS_2_15
-from fsdp_helpers.common.utils import (
-    BACKEND,
-    FakeGroupTest,
-    FSDPProcessTest,
-    hybrid_mesh,
-    record_collectives,
-    shard_blocks,
-)
 from fsdp_helpers.parity.modes import differing, Record, train_with
 
 import torch
@@ -35,11 +28,8 @@ from torch.distributed.fsdp import (
     fully_shard,
     set_reduce_bucket_cap,
 )
+from torch.distributed.fsdp._fully_shard import _fsdp_common as common
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_common import (
-    FSDPMeshInfo,
-    ShardPlacementResult,
-)
 from torch.distributed.tensor import Shard
 from torch.testing._internal.common_utils import parametrize, run_tests
 
@@ -61,12 +51,12 @@ CASES = (
 )
 
 
-class TestModes(FSDPProcessTest):
+class TestModes(utils.FSDPProcessTest):
     world_size = 4
 
     def train(self, case: str, cap: float | None) -> tuple[Record, int]:
         """Returns the bits, and how many reductions a rank issued."""
-        with record_collectives() as seen:
+        with utils.record_collectives() as seen:
             record = train_with(
                 lambda model: set_reduce_bucket_cap(model, cap), case, self.rank
             )
@@ -74,7 +64,7 @@ class TestModes(FSDPProcessTest):
 
     @parametrize("case", CASES)
     def test_equals_a_reduction_for_each_unit(self, case: str) -> None:
-        if BACKEND != "gloo" and "hybrid" in case:
+        if utils.BACKEND != "gloo" and "hybrid" in case:
             self.skipTest("the backend may add over replicas in another order")
         expected, most = self.train(case, None)
         self.assertNotEqual(expected["step 0 loss"], expected["step 1 loss"])
@@ -105,7 +95,7 @@ class JoinTest(BlocksTest):
         **kwargs: Any,
     ) -> nn.Sequential:
         kwargs.setdefault("mesh", mesh_of(self.world_size))
-        model = shard_blocks(kind(*self.new_blocks()), **kwargs)
+        model = utils.shard_blocks(kind(*self.new_blocks()), **kwargs)
         set_reduce_bucket_cap(model, cap)
         return model
 
@@ -117,7 +107,7 @@ class JoinTest(BlocksTest):
 
     def reductions(self, model: nn.Module, seed: int = 0) -> list[torch.dtype]:
         """Returns the dtype of each that a step issues."""
-        with record_collectives() as seen:
+        with utils.record_collectives() as seen:
             self.loss(model, seed).backward()
         return [call.dtype for call in seen.reduce_scatters]
 
@@ -130,7 +120,7 @@ class JoinTest(BlocksTest):
         """
         models, recorders = self.pair(**kwargs), []
         for model in models:
-            with record_collectives() as seen:
+            with utils.record_collectives() as seen:
                 run(model) if run else self.loss(model).backward()
             recorders.append(seen)
         self.assert_same_grads(*models)
@@ -161,12 +151,12 @@ class TestBackward(JoinTest):
     def test_a_cap_is_kept(self):
         """A bucket that reaches it is sent with those before, and not with more."""
         plain = self.make(None)
-        with record_collectives() as seen:
+        with utils.record_collectives() as seen:
             self.loss(plain).backward()
         sizes = [call.nbytes for call in seen.reduce_scatters]
         # Of the units' buckets of three dtypes, those of two units fit
         joined = self.make(cap=(sum(sizes) // BLOCKS * 2 - 1) / 2**20)
-        with record_collectives() as seen:
+        with utils.record_collectives() as seen:
             self.loss(joined).backward()
         self.assertEqual([call.dtype for call in seen.reduce_scatters], DTYPES * 2)
         self.assertEqual(sum(call.nbytes for call in seen.reduce_scatters), sum(sizes))
@@ -174,7 +164,7 @@ class TestBackward(JoinTest):
 
     def test_larger_ones_do_not_wait(self):
         plain, joined = self.pair()
-        with record_collectives() as seen:
+        with utils.record_collectives() as seen:
             self.loss(plain).backward()
         largest = max(call.nbytes for call in seen.reduce_scatters)
         set_reduce_bucket_cap(joined, small_kb=(largest - 1) / 2**10)
@@ -204,10 +194,10 @@ class TestBackward(JoinTest):
     def test_a_mesh_for_each_parameter(self):
         names = ("other", "shard")
         mesh = init_device_mesh(self.device.type, (1, 2), mesh_dim_names=names)
-        infos = [FSDPMeshInfo(mesh[name], 0) for name in names]
+        infos = [common.FSDPMeshInfo(mesh[name], 0) for name in names]
 
-        def place(param: nn.Parameter) -> ShardPlacementResult:
-            return ShardPlacementResult(Shard(0), infos[param.ndim == 1])
+        def place(param: nn.Parameter) -> common.ShardPlacementResult:
+            return common.ShardPlacementResult(Shard(0), infos[param.ndim == 1])
 
         plain, joined = self.compare(mesh=mesh["shard"], shard_placement_fn=place)
         self.assertLess(len(joined.reduce_scatters), len(plain.reduce_scatters))
@@ -296,7 +286,7 @@ class TestExcluded(JoinTest):
 
     def test_units_whose_all_reduce_was_deferred(self):
         """Also on replicas without a batch in that microbatch, or all would not match."""
-        model = self.make(mesh=hybrid_mesh(2))
+        model = self.make(mesh=utils.hybrid_mesh(2))
         for is_last in (False, True):
             model.set_requires_all_reduce(is_last)
             if is_last or self.rank < 2:
@@ -304,7 +294,7 @@ class TestExcluded(JoinTest):
         self.assertEqual(len(found), 3 * BLOCKS)
 
 
-class TestSettings(FakeGroupTest):
+class TestSettings(utils.FakeGroupTest):
     def test_recurse(self):
         model = fully_shard(nn.Sequential(fully_shard(nn.Linear(2, 2))))
         set_reduce_bucket_cap(model, recurse=False)

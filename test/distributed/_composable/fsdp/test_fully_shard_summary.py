@@ -13,15 +13,8 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
+from fsdp_helpers.common import utils
 from fsdp_helpers.common.comms import BF16, FP16, FP32, FP64, mesh_of
-from fsdp_helpers.common.utils import (
-    CastLinear,
-    FakeGroupTest,
-    FSDPThreadTest,
-    mixed_model,
-    record_collectives,
-    shard_blocks,
-)
 from fsdp_helpers.parity.models import Fp8
 
 import torch
@@ -55,9 +48,9 @@ def reduced_bytes(rows: list[LayoutRow]) -> list[tuple[torch.dtype, int]]:
 class Unit(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up = CastLinear(16, 16, dtype=BF16)
+        self.up = utils.CastLinear(16, 16, dtype=BF16)
         self.norm = nn.LayerNorm(16)
-        self.down = CastLinear(16, 16, bias=False, dtype=FP16)
+        self.down = utils.CastLinear(16, 16, bias=False, dtype=FP16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         normed = self.norm(self.up(x).to(self.norm.weight.dtype))
@@ -65,7 +58,7 @@ class Unit(nn.Module):
 
 
 def sharded_units() -> nn.Sequential:
-    model = nn.Sequential(Unit(), Unit(), CastLinear(16, 16))
+    model = nn.Sequential(Unit(), Unit(), utils.CastLinear(16, 16))
     model[0].norm.requires_grad_(False)
     patterns = {"*.norm.*": {"param_dtype": FP32}, "*.down.*": {"reduce_dtype": FP16}}
     policy = MixedPrecisionPolicy.by_name(model, patterns, param_dtype=BF16)
@@ -74,13 +67,15 @@ def sharded_units() -> nn.Sequential:
     return model
 
 
-class TestSummaryOfOneRank(FakeGroupTest):
+class TestSummaryOfOneRank(utils.FakeGroupTest):
     """One of eight ranks, whose group sends nothing."""
 
     def test_parts_whose_names_are_ambiguous_until_the_first_forward(self) -> None:
         """It knows what it says, and changes nothing."""
-        blocks = [nn.Sequential(CastLinear(8, 8), nn.LayerNorm(8)) for _ in range(2)]
-        model = nn.Sequential(*blocks, CastLinear(8, 8))
+        blocks = [
+            nn.Sequential(utils.CastLinear(8, 8), nn.LayerNorm(8)) for _ in range(2)
+        ]
+        model = nn.Sequential(*blocks, utils.CastLinear(8, 8))
         # "1.weight" is a name of a part's norm, and the end of those of both norms;
         # "0.weight" is the root's only as the end of the names of two others
         patterns = {"1.1.*": {"param_dtype": FP32}, "0.0.*": {"reduce_dtype": FP64}}
@@ -160,7 +155,7 @@ class TestSummaryOfOneRank(FakeGroupTest):
         self.assertEqual(lines[5], ["0", "all", "560", "1,280", "1,056"])
 
 
-class TestSummaryOfSteps(FSDPThreadTest):
+class TestSummaryOfSteps(utils.FSDPThreadTest):
     """What the summary says is what a step sends."""
 
     world_size = 4
@@ -169,7 +164,7 @@ class TestSummaryOfSteps(FSDPThreadTest):
         """Returns what was said before a step, if the step sends it."""
         summary = layout_summary(model)
         x = torch.ones(2, dim, device=self.device, requires_grad=True)
-        with record_collectives() as recorder:
+        with utils.record_collectives() as recorder:
             model(x).sum().backward()
         self.assertEqual(summary, layout_summary(model))
         units = rows_by_unit(summary)
@@ -193,14 +188,16 @@ class TestSummaryOfSteps(FSDPThreadTest):
 
     @parametrize("has_policy", [False, True])
     def test_bytes_are_those_of_a_step(self, has_policy: bool) -> None:
-        model: Any = nn.Sequential(Unit(), Unit()) if has_policy else mixed_model(2)
+        model: Any = (
+            nn.Sequential(Unit(), Unit()) if has_policy else utils.mixed_model(2)
+        )
         patterns = {"*.down.*": {"reduce_dtype": BF16}, "*.up.*": {"param_dtype": FP32}}
         policy = MixedPrecisionPolicy()
         if has_policy:
             model[0].norm.requires_grad_(False)
             policy = MixedPrecisionPolicy.by_name(model, patterns)
         # The root holds nothing itself
-        shard_blocks(model, reshard_after_forward=False, mp_policy=policy)
+        utils.shard_blocks(model, reshard_after_forward=False, mp_policy=policy)
         self.check_step(model, 16 if has_policy else 9, "reduce_scatter")
 
     @parametrize("is_sharded", [False, True])
@@ -228,7 +225,7 @@ class TestSummaryOfSteps(FSDPThreadTest):
         shard = fully_shard if sizes else replicate
         shard(model, mesh=mesh_of(*map(int, sizes or "4")), mp_policy=policy)
         summary = layout_summary(model)
-        with record_collectives() as recorder:
+        with utils.record_collectives() as recorder:
             x = torch.ones(2, 16, dtype=BF16, device=self.device)
             model(x).sum().backward()
         first = recorder.named("all_to_all")[0]
@@ -244,7 +241,7 @@ class TestSummaryOfSteps(FSDPThreadTest):
         summary = layout_summary(model)
         self.assertIsNone(summary.rows[-1].gathered_nbytes)
         self.assertIn(" ?  ", str(summary))
-        with record_collectives() as recorder:
+        with utils.record_collectives() as recorder:
             model.unshard()
         rows = layout_summary(model).rows
         self.assertEqual(rows[-1].gathered_nbytes, recorder.all_gathers[0].nbytes)
