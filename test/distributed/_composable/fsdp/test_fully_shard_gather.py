@@ -209,17 +209,13 @@ class TestKeptBetweenSteps(ThreadTest):
         unit = self.unit(self.SPECS)
         param = unit.fsdp_params[1]
 
-        def cast(data: torch.Tensor) -> None:
-            param._sharded_param_data = data.half()
-
-        def lengthen(data: torch.Tensor) -> None:
-            param._sharded_param_data = torch.cat([data, data])
-
-        def compute_in_bf16(data: torch.Tensor) -> None:
-            param.init_dtype_attrs(comms.policy_of(BF16))
-
+        changes = (
+            lambda data: setattr(param, "_sharded_param_data", data.half()),
+            lambda data: setattr(param, "_sharded_param_data", data.repeat(2)),
+            lambda data: param.init_dtype_attrs(comms.policy_of(BF16)),
+        )
         layouts = [self.layout(unit)]
-        for change in (cast, lengthen, compute_in_bf16):
+        for change in changes:
             change(param._sharded_param_data)
             layouts.append(self.layout(unit))
             unit.lazy_init()  # as an explicit unshard does

@@ -23,6 +23,7 @@ from unittest import mock
 
 import pytest
 
+from fsdp_helpers.common.comms import mesh_of
 from fsdp_helpers.common.release_rules import IS_2_15
 from fsdp_helpers.common.utils import FakeGroupTest
 from fsdp_helpers.parity.models import Fp8
@@ -30,7 +31,6 @@ from fsdp_helpers.parity.models import Fp8
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy, share_comm_ctx
 from torch.distributed.fsdp._fully_shard._fsdp_comms import DefaultAllGather
 from torch.distributed.fsdp._fully_shard._fsdp_context import (
@@ -223,13 +223,13 @@ class TestLost(FakeGroupTest):
     def run_with(
         self, before: Callable | None, after: Callable | None, ranks: int = 2
     ) -> list[str]:
-        mesh = init_device_mesh("cpu", (2 // ranks, ranks), mesh_dim_names=("a", "b"))
+        mesh = mesh_of(2 // ranks, ranks, device="cpu")["shard"]
         model = nn.Sequential(linear(), linear())
         if before:
             before(model)
-        fully_shard(model[0], mesh=mesh["b"])
+        fully_shard(model[0], mesh=mesh)
         ignored = {param for name, param in model.named_parameters() if name == "own"}
-        fully_shard(model, mesh=mesh["b"], ignored_params=ignored)
+        fully_shard(model, mesh=mesh, ignored_params=ignored)
         if after:
             after(model)
         texts = warnings_of(model, X)
@@ -287,10 +287,10 @@ class TestStale(FakeGroupTest):
 
     def evaluated(self, ranks: int = 2) -> Any:
         """Returns a model after a backward and evaluation."""
-        mesh = init_device_mesh("cpu", (2 // ranks, ranks), mesh_dim_names=("a", "b"))
+        mesh = mesh_of(2 // ranks, ranks, device="cpu")["shard"]
         self.model: Any = nn.Sequential(linear(), nn.Tanh(), linear())
         for unit in (self.model[0], self.model):
-            fully_shard(unit, mesh=mesh["b"])
+            fully_shard(unit, mesh=mesh)
         self.shards = [*self.model.parameters()]
         train(self.model)
         evaluate(self.model)
@@ -460,15 +460,13 @@ class TestOverOneRank(FakeGroupTest):
     ranks = 2
 
     def models(self, activation: type[nn.Module] = nn.Tanh) -> Iterator[Any]:
-        mesh = init_device_mesh(
-            "cpu", (self.ranks, 1), mesh_dim_names=("other", "shard")
-        )
+        mesh = mesh_of(self.ranks, 1, device="cpu")["shard"]
         block = nn.Sequential(nn.Linear(DIM, DIM), activation(), nn.Linear(DIM, DIM))
         self.plain: Any = nn.Sequential(nn.Linear(DIM, DIM), block, nn.Linear(DIM, DIM))
         self.sharded = copy.deepcopy(self.plain)
         units = self.sharded[1], self.sharded
         for unit in units:
-            fully_shard(unit, mesh=mesh["shard"])
+            fully_shard(unit, mesh=mesh)
         yield from (self.plain, self.sharded)
         for unit in units:
             unit.reshard()

@@ -24,7 +24,8 @@ import torch.nn as nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
-from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy as Policy
 from torch.distributed.fsdp._fully_shard import _fsdp_api
 from torch.distributed.fsdp._fully_shard import _fsdp_policies as policies
 from torch.testing._internal.common_utils import run_tests
@@ -33,7 +34,7 @@ from torch.testing._internal.common_utils import run_tests
 pytestmark = pytest.mark.quick
 
 INT8, PACKED = torch.int8, torch.float4_e2m1fn_x2
-Policy, by_name = MixedPrecisionPolicy, MixedPrecisionPolicy.by_name
+by_name = Policy.by_name
 
 
 def param(dtype: torch.dtype = FP32) -> nn.Parameter:
@@ -42,21 +43,19 @@ def param(dtype: torch.dtype = FP32) -> nn.Parameter:
 
 
 def resolve(
-    policy: MixedPrecisionPolicy,
-    of: nn.Parameter,
-    fqn: str = "layers.0.gate",
+    policy: Policy, of: nn.Parameter, fqn: str = "layers.0.gate"
 ) -> tuple[torch.dtype | None, torch.dtype | None]:
     resolved = policies.resolve(policy, of, fqn)
     return resolved.param_dtype, resolved.reduce_dtype
 
 
-def returning(**dtypes: Any) -> MixedPrecisionPolicy:
+def returning(**dtypes: Any) -> Policy:
     """Returns a policy whose overrides return these for every parameter."""
     overrides = {
         f"{name}_override_fn": lambda _, dtype=dtype: dtype
         for name, dtype in dtypes.items()
     }
-    return MixedPrecisionPolicy(BF16, FP32, **overrides)
+    return Policy(BF16, FP32, **overrides)
 
 
 class Block(nn.Module):
@@ -88,7 +87,7 @@ class Model(nn.Module):
 
 
 def dtypes_of(
-    model: nn.Module, policy: MixedPrecisionPolicy
+    model: nn.Module, policy: Policy
 ) -> dict[str, tuple[torch.dtype | None, torch.dtype | None]]:
     return {fqn: resolve(policy, p, fqn) for fqn, p in model.named_parameters()}
 
@@ -108,12 +107,12 @@ def computed(
     return [of.param_dtype for of in resolved]
 
 
-def failing(error: Exception) -> MixedPrecisionPolicy:
+def failing(error: Exception) -> Policy:
     override = mock.Mock(side_effect=error)
-    return MixedPrecisionPolicy(reduce_dtype_override_fn=override)
+    return Policy(reduce_dtype_override_fn=override)
 
 
-def using(policy: MixedPrecisionPolicy, stored: torch.dtype = FP32) -> Any:
+def using(policy: Policy, stored: torch.dtype = FP32) -> Any:
     return partial(resolve, policy, param(stored))
 
 
@@ -169,10 +168,7 @@ WRONG_USES = [
         partial(by_name, Model(), ["*.A_log"]),
     ),
     ("sets dtype: set only param_dtype", setting("*.A_log", {"dtype": FP32})),
-    (
-        "sets output_dtype: set only",
-        setting("*.A_log", Policy(output_dtype=FP32)),
-    ),
+    ("sets output_dtype: set only", setting("*.A_log", Policy(output_dtype=FP32))),
     (
         "sets cast_forward_inputs: set only",
         setting("*.A_log", {"cast_forward_inputs": False}),
@@ -217,9 +213,9 @@ class TestResolve(DeviceFreeTest):
     def test_releases_own_class_is_a_policy(self) -> None:
         """Some import it. The default of ``fully_shard`` equals the branch's."""
         default = inspect.signature(fully_shard).parameters["mp_policy"].default
-        self.assertEqual(default, MixedPrecisionPolicy())
+        self.assertEqual(default, Policy())
         released = _fsdp_api.MixedPrecisionPolicy(BF16, reduce_dtype=FP32)
-        self.assertIsInstance(MixedPrecisionPolicy(), type(released))
+        self.assertIsInstance(Policy(), type(released))
         self.assertEqual(resolve(released, param()), (BF16, FP32))
         by_pattern = by_name(Model(), {"*.A_log": released})
         self.assertEqual(dtypes_of(Model(), by_pattern)["layers.0.A_log"], (BF16, FP32))
@@ -229,12 +225,10 @@ class TestResolve(DeviceFreeTest):
         self.assertEqual(resolve(none, param()), (BF16, FP32))
         both = returning(param_dtype=FP32, reduce_dtype=FP16)
         self.assertEqual(resolve(both, param()), (FP32, FP16))
-        policy = MixedPrecisionPolicy(
-            BF16, FP32, FP16, False, param_dtype_override_fn=lambda _: FP64
-        )
+        policy = Policy(BF16, FP32, FP16, False, param_dtype_override_fn=lambda _: FP64)
         # All other fields stay, and no override is left
         resolved = policies.resolve(policy, param(), "gate")
-        self.assertEqual(resolved, MixedPrecisionPolicy(FP64, FP32, FP16, False))
+        self.assertEqual(resolved, Policy(FP64, FP32, FP16, False))
 
     def test_floats_take_any_float_and_others_their_own_dtype(self) -> None:
         pairs = [(FP32, dtype) for dtype in (FP64, FP32, FP16, BF16)]
@@ -260,11 +254,9 @@ class TestResolve(DeviceFreeTest):
             computes, stored, grad_dtype = case
             trained, frozen = param(stored), param(stored).requires_grad_(False)
             trained.grad_dtype = grad_dtype
-            of_all = MixedPrecisionPolicy(computes)
+            of_all = Policy(computes)
             by_default = reduce_dtype(of_all, grad_dtype or computes)
-            policy = MixedPrecisionPolicy(
-                param_dtype_override_fn=lambda _, dtype=computes: dtype
-            )
+            policy = Policy(param_dtype_override_fn=lambda _, dtype=computes: dtype)
             with self.subTest(case):
                 # Without a gradient
                 self.assertEqual(resolve(policy, frozen), (computes, None))
@@ -282,9 +274,9 @@ class TestByName(DeviceFreeTest):
         patterns = {
             "layers.[!0].?_log": {"param_dtype": FP32},
             "*norm*": {"param_dtype": FP32, "reduce_dtype": FP64},
-            "embed.*": MixedPrecisionPolicy(reduce_dtype=FP16),
-            "layers.0.proj.*": MixedPrecisionPolicy(),
-            "layers.1.proj.*": MixedPrecisionPolicy(grad_comm_dtype=BF16),
+            "embed.*": Policy(reduce_dtype=FP16),
+            "layers.0.proj.*": Policy(),
+            "layers.1.proj.*": Policy(grad_comm_dtype=BF16),
         }
         by_default: Any = {"output_dtype": FP16, "cast_forward_inputs": False}
         policy = by_name(
@@ -301,12 +293,10 @@ class TestByName(DeviceFreeTest):
             }
         self.assertEqual(dtypes_of(model, policy), expected)
         of_projection = policies.resolve(policy, param(), "layers.1.proj.weight")
-        sent_in_bf16 = MixedPrecisionPolicy(
-            BF16, FP32, FP16, False, grad_comm_dtype=BF16
-        )
+        sent_in_bf16 = Policy(BF16, FP32, FP16, False, grad_comm_dtype=BF16)
         self.assertEqual(of_projection, sent_in_bf16)
         # For whole modules a pattern may set the same as the policy, or nothing
-        for given in (MixedPrecisionPolicy(**by_default), MixedPrecisionPolicy(FP32)):
+        for given in (Policy(**by_default), Policy(FP32)):
             with self.subTest(given):
                 by_name(model, {"*.A_log": given}, **by_default)
 
@@ -314,7 +304,7 @@ class TestByName(DeviceFreeTest):
         self.assertEqual(computed({"*.A_log": None}, "layers.0.A_log"), [BF16])
         policy = by_name(Model(), {"*.A_log": {"reduce_dtype": FP32}})
         self.assertIsNone(policy.param_dtype_override_fn)
-        self.assertEqual(by_name(Model(), {}), MixedPrecisionPolicy())
+        self.assertEqual(by_name(Model(), {}), Policy())
 
     def test_shared_parameter_has_all_of_its_names(self) -> None:
         for pattern, fqns in {

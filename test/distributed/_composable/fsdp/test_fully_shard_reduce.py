@@ -16,11 +16,7 @@ import pytest
 
 from fsdp_helpers.common import comms
 from fsdp_helpers.common.comms import BF16, FP16, FP32, mesh_of, sharded, Spec
-from fsdp_helpers.common.utils import (
-    DeviceFreeTest,
-    FakeGroupTest,
-    record_collectives,
-)
+from fsdp_helpers.common.utils import DeviceFreeTest, FakeGroupTest, record_collectives
 from fsdp_helpers.parity.comms import KeptScatter, SymmMemStub
 from fsdp_helpers.plugins.scenarios import dispatched
 
@@ -179,20 +175,14 @@ class TestEmptyParameters(FakeGroupTest):
     """Parameters without elements train like the rest, and take part in nothing."""
 
     def test_they_get_gradients(self) -> None:
-        class Model(torch.nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.weight = torch.nn.Parameter(torch.ones(8, 4))
-                self.rows = torch.nn.Parameter(torch.ones(0, 4, dtype=BF16))
-                self.columns = torch.nn.Parameter(torch.ones(8, 0))
-
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                return (x * self.weight).sum() + self.rows.sum() + self.columns.sum()
-
+        sizes = {"weight": (8, 4), "rows": (0, 4), "columns": (8, 0)}
+        dtypes = {"rows": BF16}
         mesh = mesh_of(2, 4, device="cpu")
         for zeros, syncs in itertools.product((False, True), repeat=2):
             policy = MixedPrecisionPolicy(param_dtype=BF16)
-            model = fully_shard(Model(), mesh=mesh, mp_policy=policy)
+            params = {n: torch.ones(s, dtype=dtypes.get(n)) for n, s in sizes.items()}
+            model = comms.GivenGrads(**params)
+            fully_shard(model, mesh=mesh, mp_policy=policy)
             model.set_reduce_scatter_unused_params(zeros)
             seen: list[torch.nn.Parameter] = []
             reduced: list[int] = []
@@ -201,7 +191,7 @@ class TestEmptyParameters(FakeGroupTest):
             for step in range(2):
                 model.set_requires_gradient_sync(syncs or step == 1)
                 with record_collectives() as calls:
-                    model(torch.ones(8, 4)).backward()
+                    comms.backward(model, **dict.fromkeys(sizes, 1.0))
                 reduced += [call.numel for call in calls.reduce_scatters]
             with self.subTest(zeros=zeros, syncs=syncs):
                 self.assertEqual(reduced, [32, 32] if syncs else [32])

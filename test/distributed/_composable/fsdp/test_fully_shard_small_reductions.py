@@ -24,10 +24,7 @@ from fsdp_helpers.parity.modes import differing, Record, train_with
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    fully_shard,
-    set_reduce_bucket_cap,
-)
+from torch.distributed.fsdp import fully_shard, set_reduce_bucket_cap
 from torch.distributed.fsdp._fully_shard import _fsdp_common as common
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import Shard
@@ -79,10 +76,6 @@ class TestModes(utils.FSDPProcessTest):
                 self.assertLess(count, most, cap)
 
 
-class OwnScatter(DefaultReduceScatter):
-    """Reduces as the default does, but may not be known to."""
-
-
 class JoinTest(BlocksTest):
     """Two models of the same blocks, of which only the second joins reductions."""
 
@@ -105,11 +98,11 @@ class JoinTest(BlocksTest):
     def loss(self, model: nn.Module, seed: int = 0) -> torch.Tensor:
         return model(self.input(seed)).float().square().mean()
 
-    def reductions(self, model: nn.Module, seed: int = 0) -> list[torch.dtype]:
-        """Returns the dtype of each that a step issues."""
+    def reductions(self, model: nn.Module) -> list[utils.Collective]:
+        """Returns those that a step issues."""
         with utils.record_collectives() as seen:
-            self.loss(model, seed).backward()
-        return [call.dtype for call in seen.reduce_scatters]
+            self.loss(model).backward()
+        return seen.reduce_scatters
 
     def compare(
         self, run: Callable[[Any], object] | None = None, **kwargs: Any
@@ -151,25 +144,21 @@ class TestBackward(JoinTest):
     def test_a_cap_is_kept(self):
         """A bucket that reaches it is sent with those before, and not with more."""
         plain = self.make(None)
-        with utils.record_collectives() as seen:
-            self.loss(plain).backward()
-        sizes = [call.nbytes for call in seen.reduce_scatters]
+        sizes = [call.nbytes for call in self.reductions(plain)]
         # Of the units' buckets of three dtypes, those of two units fit
         joined = self.make(cap=(sum(sizes) // BLOCKS * 2 - 1) / 2**20)
-        with utils.record_collectives() as seen:
-            self.loss(joined).backward()
-        self.assertEqual([call.dtype for call in seen.reduce_scatters], DTYPES * 2)
-        self.assertEqual(sum(call.nbytes for call in seen.reduce_scatters), sum(sizes))
+        found = self.reductions(joined)
+        self.assertEqual([call.dtype for call in found], DTYPES * 2)
+        self.assertEqual(sum(call.nbytes for call in found), sum(sizes))
         self.assert_same_grads(plain, joined)
 
     def test_larger_ones_do_not_wait(self):
         plain, joined = self.pair()
-        with utils.record_collectives() as seen:
-            self.loss(plain).backward()
-        largest = max(call.nbytes for call in seen.reduce_scatters)
+        alone = self.reductions(plain)
+        largest = max(call.nbytes for call in alone)
         set_reduce_bucket_cap(joined, small_kb=(largest - 1) / 2**10)
-        found = self.reductions(joined)
-        wide = [c.dtype for c in seen.reduce_scatters if c.nbytes == largest]
+        found = [call.dtype for call in self.reductions(joined)]
+        wide = [call.dtype for call in alone if call.nbytes == largest]
         self.assertEqual(found[: len(wide)], wide)
         self.assertEqual(len(found), len(wide) + len({*DTYPES} - {*wide}))
         self.assert_same_grads(plain, joined)
@@ -273,7 +262,9 @@ class TestExcluded(JoinTest):
     @parametrize("which", ["hook", "comm"])
     def test_units_that_reduce_in_their_own_way(self, which: str) -> None:
         """Each of its own, also where all of them have the same."""
-        model, seen, comm = self.make(), [], OwnScatter()
+        model, seen = self.make(), []
+        # Reduces as the default does, but may not be known to
+        comm = type("Own", (DefaultReduceScatter,), {})()
         for unit in model[1:]:
             if which == "hook":
                 unit.set_all_reduce_hook(seen.append)

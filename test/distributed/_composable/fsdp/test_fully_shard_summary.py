@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any
 
 from fsdp_helpers.common import utils
-from fsdp_helpers.common.comms import BF16, FP16, FP32, FP64, mesh_of
+from fsdp_helpers.common.comms import BF16, FP16, FP32, FP64, group_of, mesh_of
 from fsdp_helpers.parity.models import Fp8
 
 import torch
@@ -82,11 +82,7 @@ class TestSummaryOfOneRank(utils.FakeGroupTest):
         policy = MixedPrecisionPolicy.by_name(model, patterns, param_dtype=BF16)
         for unit in (*blocks, model):
             fully_shard(unit, mp_policy=policy)
-        params = [
-            fsdp_param
-            for unit in (*blocks, model)
-            for fsdp_param in unit._get_fsdp_state()._fsdp_param_group.fsdp_params
-        ]
+        params = [p for unit in (*blocks, model) for p in group_of(unit).fsdp_params]
         policies = [fsdp_param.mp_policy for fsdp_param in params]
         whole = layout_summary(model)
         for block in blocks:
