@@ -511,28 +511,22 @@ class TestReductions(AgreementTest):
     def test_custom_collectives_are_not_compared(self, value: str) -> None:
         """They may need neither the other ranks nor the group."""
 
-        class CustomGather(collectives.DefaultAllGather):
-            needs_all_ranks = False
+        def derived(kind: type, **attributes: Any) -> Any:
+            return type("Derived", (kind,), attributes)()
 
-        class CustomScatter(collectives.DefaultReduceScatter):
-            needs_all_ranks = False
-
-        class MemoryOfGathers(collectives.DefaultAllGather):
-            allocate = collectives.DefaultAllGather.allocate
-
-        class MemoryOfReductions(collectives.DefaultReduceScatter):
-            allocate = collectives.DefaultReduceScatter.allocate
-
+        gather, reduce = collectives.DefaultAllGather, collectives.DefaultReduceScatter
         with switched(value):
             model = self.sharded()
             for unit in model:
-                unit.set_custom_all_gather(CustomGather())
-            model[0].set_custom_reduce_scatter(CustomScatter())
+                unit.set_custom_all_gather(derived(gather, needs_all_ranks=False))
+            model[0].set_custom_reduce_scatter(derived(reduce, needs_all_ranks=False))
             if self.rank == 0:  # which other ranks need not know
-                model[1].set_custom_all_gather(MemoryOfGathers())
-                model[1].set_custom_reduce_scatter(MemoryOfReductions())
+                own = derived(gather, allocate=gather.allocate)
+                model[1].set_custom_all_gather(own)
+                own = derived(reduce, allocate=reduce.allocate)
+                model[1].set_custom_reduce_scatter(own)
             else:
-                model[1].set_custom_all_gather(collectives.DefaultAllGather())
+                model[1].set_custom_all_gather(gather())
             # The second unit's gathers, and reductions of the second and the third
             expected = [1 + 2, 0] if value == "1" else [2 + 2] * 2
             self.assertEqual(self.count(model, 2), expected)
@@ -559,13 +553,6 @@ class TestReductions(AgreementTest):
         self.assertEqual([grad[0].item() for grad in share], [3 / 8, 1 / 8])
 
 
-class Elastic(dist.ProcessGroup):
-    """Its ranks may come and go, and it may have no all-gather."""
-
-    def __init__(self):
-        super().__init__(0, 2)
-
-
 @unittest.skipIf(utils.LAUNCHED_RANK is not None, "the launched group is there already")
 class TestWithoutOtherRanks(utils.FakeGroupTest):
     """A process group that sends nothing, or no data to send."""
@@ -575,7 +562,9 @@ class TestWithoutOtherRanks(utils.FakeGroupTest):
     @parametrize("is_real", [False, True])
     def test_nothing_is_compared(self, is_real: bool) -> None:
         mesh = dist.init_device_mesh("cpu", (2,))
-        self.assertFalse(agreement._has_others(Elastic(), torch.device("cpu")))
+        # Whose ranks may come and go, and which may have no all-gather
+        elastic = type("Elastic", (dist.ProcessGroup,), {})(0, 2)
+        self.assertFalse(agreement._has_others(elastic, torch.device("cpu")))
         real = mock.patch.object(agreement, "backend_name", lambda *_: "gloo")
         with contextlib.ExitStack() as stack, counting_comparisons() as sent:
             for context in (FakeTensorMode(), real) if is_real else ():

@@ -20,7 +20,7 @@ from unittest import mock
 import pytest
 
 from fsdp_helpers.common import utils
-from fsdp_helpers.common.comms import backward, BF16, GivenGrads
+from fsdp_helpers.common.comms import backward, BF16, GivenGrads, group_of
 from fsdp_helpers.common.parity_layers import groups_of, units_of
 from fsdp_helpers.common.release_rules import IS_2_15
 from fsdp_helpers.parity.models import extended_stack, Fp8
@@ -34,10 +34,8 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, set_coalesced_collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_layout as layouts
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
-    DefaultAllGather,
-    foreach_all_gather,
-)
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_all_gather
+from torch.distributed.fsdp._fully_shard._fsdp_comms import DefaultAllGather
 from torch.distributed.fsdp._fully_shard._fsdp_direct import DirectMemory
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import parallel, Shard
@@ -119,9 +117,13 @@ def make_blocks() -> Blocks:
     return Blocks(*(Affine() for _ in range(BLOCKS))).to(utils.DEVICE_TYPE)
 
 
-def make(dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
+def make(
+    dtype: torch.dtype | None = None, min_nbytes: int | None = None, **kwargs: Any
+) -> Any:
     model = make_blocks()
-    return utils.shard_blocks(model if dtype is None else model.to(dtype), **kwargs)
+    utils.shard_blocks(model if dtype is None else model.to(dtype), **kwargs)
+    set_coalesced_collectives(model, min_nbytes)
+    return model
 
 
 # How else a model is made: what to shard over two ranks, and how #
@@ -225,8 +227,7 @@ class TestCoalesced(utils.FSDPProcessTest):
 
     @parametrize("dtype", [None, torch.float32, torch.float16])
     def test_one_grouped_call_each_way_and_no_copy(self, dtype: Any) -> None:
-        model = make(dtype)
-        set_coalesced_collectives(model, 0)
+        model = make(dtype, 0)
         self.step(model)  # ranks are compared
         self.step(model)
         for param in model.parameters():
@@ -259,8 +260,7 @@ class TestCoalesced(utils.FSDPProcessTest):
         self.assertEqual(copies, 0 if rows == 4 else 3)
 
     def test_small_parameters_are_one_more_member(self) -> None:
-        model = make()
-        set_coalesced_collectives(model, SOME_NBYTES)
+        model = make(min_nbytes=SOME_NBYTES)
         self.step(model)
         summary = fsdp.layout_summary(model)
         self.assertRegex(str(summary), r" \(\d+ direct\) ")
@@ -277,8 +277,7 @@ class TestCoalesced(utils.FSDPProcessTest):
             "mesh": {"reshard_after_forward": 2},
             "exchange": {"mp_policy": fsdp.MixedPrecisionPolicy(grad_comm_dtype=BF16)},
         }
-        model = make(torch.float32, **kwargs.get(change, {}))
-        set_coalesced_collectives(model, 0)
+        model = make(torch.float32, 0, **kwargs.get(change, {}))
         for block in model if change == "comm" else ():
             block.set_custom_all_gather(type("Gather", (DefaultAllGather,), {})())
         if change == "off":
@@ -304,11 +303,10 @@ class TestCoalesced(utils.FSDPProcessTest):
                 model[0](x)  # which is gathered next
 
     def test_a_plugin_may_start_the_gather(self) -> None:
-        model, x = make(), utils.random_input(3, DIM, seed=self.rank)
-        set_coalesced_collectives(model, 0)
+        model, x = make(min_nbytes=0), utils.random_input(3, DIM, seed=self.rank)
         with torch.no_grad():
             model[0](model(x))
-            group = model[0]._get_fsdp_state()._fsdp_param_group
+            group = group_of(model[0])
             context = group.comm_ctx
             group._all_gather_result = foreach_all_gather(
                 group.fsdp_params,
@@ -334,11 +332,9 @@ class TestCoalesced(utils.FSDPProcessTest):
     # Memory #
 
     def test_two_units_have_unsharded_memory(self) -> None:
-        model = make()
-        set_coalesced_collectives(model, 0)
+        model = make(min_nbytes=0)
         self.step(model)
-        memories = [block._get_fsdp_state()._fsdp_param_group for block in model]
-        memories = [group._direct_memory for group in memories]
+        memories = [group_of(block)._direct_memory for block in model]
         most, original = [0], DirectMemory.prepare
 
         def noting(*args: Any, **kwargs: Any) -> Any:
@@ -353,8 +349,7 @@ class TestCoalesced(utils.FSDPProcessTest):
 
     @parametrize("how", ["reshard", "state_dict", "unused_gather", "unused_prefetch"])
     def test_sharded_units_free_their_memory(self, how: str) -> None:
-        model = make(reshard_after_forward=True)
-        set_coalesced_collectives(model, 0)
+        model = make(min_nbytes=0, reshard_after_forward=True)
         self.step(model)
         if how == "unused_prefetch":
             model._set_unshard_async_op(True)
@@ -377,9 +372,8 @@ class TestCoalesced(utils.FSDPProcessTest):
     def test_a_context_may_be_shared_after_a_step(self) -> None:
         """What the earlier context was to free may be in use when it gathers again."""
         x = utils.random_input(3, DIM, seed=0)
-        first, second = (make(reshard_after_forward=True) for _ in range(2))
+        first, second = (make(None, 0, reshard_after_forward=True) for _ in range(2))
         for model in (first, second):
-            set_coalesced_collectives(model, 0)
             with torch.no_grad():
                 expected = model(x)
         fsdp.share_comm_ctx([first[2], second[2]])
@@ -391,8 +385,7 @@ class TestCoalesced(utils.FSDPProcessTest):
 
     @unittest.skipUnless(IS_2_15, "since 2.15")
     def test_storage_is_kept_of_what_is_unsharded(self) -> None:
-        model = make(reshard_after_forward=False)
-        set_coalesced_collectives(model, 0)
+        model = make(min_nbytes=0, reshard_after_forward=False)
         model(utils.random_input(3, DIM, seed=0))
         model.set_keep_unsharded_storage(True)
         nbytes = unsharded_nbytes(model, ShardedState.UNSHARDED)
@@ -408,10 +401,9 @@ class TestCoalesced(utils.FSDPProcessTest):
 
     def test_a_gradient_that_is_held_is_not_written(self) -> None:
         """Gradients of fp16 are divided before they are summed."""
-        model = make(torch.float16)
-        set_coalesced_collectives(model, 0)
+        model = make(torch.float16, 0)
         self.step(model)
-        group = model[0]._get_fsdp_state()._fsdp_param_group
+        group = group_of(model[0])
         held: list[tuple[torch.Tensor, torch.Tensor]] = []
         param = group.fsdp_params[0].unsharded_param
         param.register_post_accumulate_grad_hook(

@@ -61,13 +61,8 @@ class TestUnits(utils.FSDPProcessTest):
     def module(
         self, specs: Sequence[Spec], policy: MixedPrecisionPolicy
     ) -> comms.Weighted:
-        return comms.sharded(
-            specs,
-            utils.shard_mesh(),
-            device=utils.DEVICE_TYPE,
-            mp_policy=policy,
-            reshard_after_forward=True,
-        )
+        how: dict[str, Any] = {"mp_policy": policy, "reshard_after_forward": True}
+        return comms.sharded(specs, utils.shard_mesh(), device=utils.DEVICE_TYPE, **how)
 
     def weights(self, specs: Sequence[Spec], rank: int) -> list[torch.Tensor]:
         """Returns small integers, which every dtype holds."""
@@ -97,15 +92,10 @@ class TestUnits(utils.FSDPProcessTest):
         for spec in specs:
             numel = spec.padded_shard_numel(self.world_size)
             numels[reduce_dtype(policy, spec.dtype)] += numel * self.world_size
+        ops = dict.fromkeys((BF16, FP32), "AVG")
         return [
-            utils.Collective(
-                "reduce_scatter",
-                dtype,
-                numel,
-                "AVG" if dtype in (BF16, FP32) else "SUM",
-                self.world_size,
-            )
-            for dtype, numel in numels.items()
+            utils.Collective("reduce_scatter", d, n, ops.get(d, "SUM"), self.world_size)
+            for d, n in numels.items()
         ]
 
     def assert_same_on_all_ranks(self, calls: list[utils.Collective]) -> None:
