@@ -25,7 +25,9 @@ _methods = getmembers(FSDPParam, isfunction)
 _known = {f"{n}({','.join([*signature(m).parameters][1:])})" for n, m in _methods}
 _lacks = {*_NEEDED.split()} - _known - {*dir(FSDPParam), *FSDPParam.__annotations__}
 _files = ("_fully_shard", "_fsdp_collectives", "_fsdp_param_group")
-_text, *_ours = (Path(__file__).with_name(f"{f}.py").read_text() for f in _files)
+_paths = (Path(__file__).with_name(f"{f}.py") for f in _files)
+# Without sources, as where only compiled files are kept, names of `FSDPParam` must do
+_text, *_ours = (path.read_text() if path.exists() else "" for path in _paths)
 _given = " ".join(map(" ".join, re.findall(_GIVEN, _text)))
 _adds = {*re.findall(r"\w+", _given)} - {*re.findall(r"\w+", "".join(_ours))}
 if _lacks or _adds:  # whatever the version: patch releases may have the same files
