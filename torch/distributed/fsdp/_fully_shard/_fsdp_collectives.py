@@ -340,9 +340,9 @@ def foreach_reduce(
     reduction = Reduction(*scatter, *all_reduce, *scaling, *rest)
     grad_dtypes = [grad.dtype for grad in unsharded_grads]
     bucket = _plan_one_bucket(fsdp_params, grad_dtypes, reduce_dtype)
-    if not reduction.no_plugin_prepares:
-        bucket = prepare_inputs(reduction, bucket, fsdp_params, unsharded_grads)
     part = BucketGrads(fsdp_params, bucket, unsharded_grads, partial_reduce_output)
+    if not reduction.no_plugin_prepares:
+        prepare_inputs(reduction, part)
     return reduce_buckets(reduction, [part])[0]
 
 

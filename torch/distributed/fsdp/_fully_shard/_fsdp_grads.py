@@ -96,10 +96,7 @@ def _plan_buckets(
 
 
 def make_slot(
-    index: int,
-    fsdp_param: FSDPParam,
-    dtype: torch.dtype,
-    min_nbytes: int | None = None,
+    index: int, fsdp_param: FSDPParam, dtype: torch.dtype, min_nbytes: int | None = None
 ) -> ReduceSlot:
     """Returns the slot of a parameter that has this position among its unit's."""
     grad_dtype = fsdp_param.sharded_param.grad_dtype
@@ -352,10 +349,12 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
         for i in bucket.params:
             grads[i] = None
         params = [fsdp_params[i] for i in bucket.params]
+        part = BucketGrads(params, bucket, popped)
         if prepares:
-            bucket = prepare_inputs(reduction, bucket, params, popped)
-        output = self._get_output(reduction, bucket) if self else None
-        return BucketGrads(params, bucket, popped, output)
+            prepare_inputs(reduction, part)
+        if self:
+            part.partial_reduce_output = self._get_output(reduction, part.bucket)
+        return part
 
     def _get_output(self, reduction: Reduction, bucket: ReduceBucket) -> Tensor | None:
         """Returns the partial reduces of a bucket's parameters, laid out like it."""

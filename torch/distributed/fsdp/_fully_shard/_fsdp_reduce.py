@@ -36,8 +36,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from types import MappingProxyType
-from typing import Any, cast, NamedTuple
+from typing import Any, cast, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -65,6 +64,10 @@ from ._fsdp_scaling import (
     get_partial_divisor,
     Scaling,
 )
+
+
+# A rank's 1D sum over the shard group, and what is left to divide it by
+Sum: TypeAlias = tuple[Tensor, float | None]
 
 
 class ReduceResult(NamedTuple):
@@ -134,11 +137,6 @@ class Reduction(NamedTuple):
         return self.all_reduce_group is not None or self.all_reduce_hook is not None
 
     @property
-    def keeps_sum(self) -> bool:
-        """Whether the sum over the shard group must be in memory of its own."""
-        return self.clones_output or self.defers_all_reduce
-
-    @property
     def can_group(self) -> bool:
         """Whether neither users nor plugins have replaced a part of the reduction."""
         is_own = self.copy_in is foreach_reduce_scatter_copy_in
@@ -157,13 +155,9 @@ class Reduction(NamedTuple):
 
     @property
     def scaling(self) -> Scaling:
-        return Scaling(
-            reduce_scatter_group=self.reduce_scatter_group,
-            all_reduce_group=self.all_reduce_group,
-            device_type=self.device.type,
-            factor=self.gradient_divide_factor,
-            is_sum=self.force_sum_reduction_for_comms,
-        )
+        groups = self.reduce_scatter_group, self.all_reduce_group
+        factor, is_sum = self.gradient_divide_factor, self.force_sum_reduction_for_comms
+        return Scaling(*groups, self.device.type, factor, is_sum)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         return allocate(self.reduce_scatter_comm, numel, dtype, self.device)
@@ -190,23 +184,17 @@ class BucketGrads:
         return max(dtypes, key=lambda d: d.itemsize)
 
 
-def prepare_inputs(
-    reduction: Reduction,
-    bucket: ReduceBucket,
-    fsdp_params: list[FSDPParam],
-    unsharded_grads: list[Tensor],
-) -> ReduceBucket:
-    """Lets a plugin prepare the gradients. Returns the bucket with their new sizes."""
+def prepare_inputs(reduction: Reduction, part: BucketGrads) -> None:
+    """Lets a plugin prepare the gradients, and gives the bucket their new sizes."""
     world_size = reduction.shard_world_size
     prepare = reduction.prepare_reduce_scatter_inputs
-    sizes = prepare(fsdp_params, unsharded_grads, world_size)
+    sizes = prepare(part.fsdp_params, part.unsharded_grads, world_size)
+    numels = [size.numel() // world_size for size in sizes]
     slots = [
-        replace(
-            slot, shard_numel=size.numel() // world_size, shard_dim=0, num_pieces=1
-        )
-        for slot, size in zip(bucket.slots, sizes, strict=True)
+        replace(slot, shard_numel=numel, shard_dim=0, num_pieces=1)
+        for slot, numel in zip(part.bucket.slots, numels, strict=True)
     ]
-    return replace(bucket, slots=tuple(slots))
+    part.bucket = replace(part.bucket, slots=tuple(slots))
 
 
 def reduce_buckets(
@@ -267,25 +255,17 @@ class Packed:
 
     def copy_in(self, reduction: Reduction, part: BucketGrads) -> None:
         """Copies a bucket's gradients into the reduction's input, and drops them."""
-        bucket, grads, world_size = (
-            part.bucket,
-            part.unsharded_grads,
-            reduction.shard_world_size,
-        )
-        numel = world_size * bucket.shard_numel
-        part.inputs = [reduction.allocate(numel, bucket.wire_dtype)]
+        bucket, grads = part.bucket, part.unsharded_grads
+        world_size = reduction.shard_world_size
+        buffer = reduction.allocate(world_size * bucket.shard_numel, bucket.wire_dtype)
+        part.inputs = [buffer]
         if reduction.copy_in is foreach_reduce_scatter_copy_in:
-            copy_in_grads(bucket, grads, part.inputs[0].view(world_size, -1))
+            copy_in_grads(bucket, grads, buffer.view(world_size, -1))
         else:
-            _copy_in_by_plugin(reduction, part)
+            _copy_in_by_plugin(reduction, part, buffer)
         grads.clear()  # only now: the copy-in has been issued
 
-    def reduce(
-        self, reduction: Reduction, part: BucketGrads, factors: Factors
-    ) -> tuple[Tensor, float | None]:
-        """
-        Returns this rank's 1D sum over the shard group, and what is left to divide by.
-        """
+    def reduce(self, reduction: Reduction, part: BucketGrads, factors: Factors) -> Sum:
         before, after, op, _ = factors
         if before is not None:
             _div_if_needed(part.inputs[0], before)
@@ -302,9 +282,7 @@ class Packed:
 class SingleRank(Packed):
     """No collective. Where nothing needs to be computed, the sum is the input itself."""
 
-    def reduce(
-        self, reduction: Reduction, part: BucketGrads, factors: Factors
-    ) -> tuple[Tensor, float | None]:
+    def reduce(self, reduction: Reduction, part: BucketGrads, factors: Factors) -> Sum:
         (reduce_input,), (before, after, _, _) = part.inputs, factors
         _div_if_needed(reduce_input, before)
         if (
@@ -340,9 +318,7 @@ class Grouped:
                 part.inputs += [piece.view(-1) for piece in slot.split(sent)]
         part.unsharded_grads.clear()
 
-    def reduce(
-        self, reduction: Reduction, part: BucketGrads, factors: Factors
-    ) -> tuple[Tensor, float | None]:
+    def reduce(self, reduction: Reduction, part: BucketGrads, factors: Factors) -> Sum:
         before, after, op, _ = factors
         inputs, world_size = part.inputs, reduction.shard_world_size
         if before not in (None, 1):  # not in place: users may hold gradients
@@ -367,9 +343,7 @@ class Exchanged:
 
     received: Tensor  # this rank's shards of all ranks' gradients
 
-    def reduce(
-        self, reduction: Reduction, part: BucketGrads, factors: Factors
-    ) -> tuple[Tensor, float | None]:
+    def reduce(self, reduction: Reduction, part: BucketGrads, factors: Factors) -> Sum:
         before, after, *_ = factors
         _div_if_needed(self.received, before)
         output = reduction.allocate(part.bucket.shard_numel, part.bucket.dtype)
@@ -382,15 +356,14 @@ class Exchanged:
 # Phase 1: copy-in #
 
 
-def _copy_in_by_plugin(reduction: Reduction, part: BucketGrads) -> None:
+def _copy_in_by_plugin(reduction: Reduction, part: BucketGrads, buffer: Tensor) -> None:
     """Gives a plugin gradients of one dtype, to be chunked on dim 0."""
-    grads, (buffer,) = part.unsharded_grads, part.inputs
+    grads, world_size = part.unsharded_grads, reduction.shard_world_size
     if reduction.no_plugin_prepares:
-        world_size = reduction.shard_world_size
         _default_reduce_scatter_input_fn(part.fsdp_params, grads, world_size)
     if any(grad.dtype != grads[0].dtype for grad in grads):
         grads[:] = [grad.to(buffer.dtype) for grad in grads]
-    reduction.copy_in(grads, buffer, reduction.shard_world_size)
+    reduction.copy_in(grads, buffer, world_size)
 
 
 def _copy_in_all_to_all(reduction: Reduction, parts: Sequence[BucketGrads]) -> None:
@@ -479,13 +452,11 @@ def _kernel_takes(source: torch.dtype | None, target: torch.dtype) -> bool:
 class CopyInPlan(NamedTuple):
     """How gradients of certain dtypes and strides are copied in."""
 
-    takes_all: bool  # by one call of the fused kernel, or of the operator
-    by_operator: bool
-    # Else: which gradient stands in for others, in slices of so many elements, and
-    # which are copied apart
+    by_operator: bool  # or by the fused kernel, which one call copies those not apart
+    # Copied apart, each with the length of the slice that stands in for it, and the
+    # gradient that has these slices, None if all are copied apart
+    apart: Mapping[int, int]
     largest: int | None = None
-    stand_in_numels: Mapping[int, int] = MappingProxyType({})
-    apart: Sequence[int] = ()
 
 
 def copy_in_grads(bucket: ReduceBucket, grads: list[Tensor], rows: Tensor) -> None:
@@ -499,29 +470,20 @@ def copy_in_grads(bucket: ReduceBucket, grads: list[Tensor], rows: Tensor) -> No
     is_dense, is_observed = rows.is_contiguous(), gets_operators(device)
     facts = dtypes, rows.dtype, device, rows.size(0), is_dense, is_observed
     if bucket.copy_in is None or bucket.copy_in[0] != facts:
-        bucket.copy_in = facts, _plan_copy_in(bucket, grads, *facts)
+        bucket.copy_in = facts, _plan_copy_in(bucket, grads, facts)
     plan: CopyInPlan = bucket.copy_in[1]
-    if plan.takes_all:
+    if not plan.apart:
         _chunk_cat(grads, rows, plan.by_operator)
         return
     if plan.largest is not None:
         placed, flat = [*grads], grads[plan.largest].view(-1)
-        for i, numel in plan.stand_in_numels.items():
+        for i, numel in plan.apart.items():
             placed[i] = flat[:numel]
         _chunk_cat(placed, rows, plan.by_operator)
     _copy_in_apart(bucket, grads, dtypes, rows, plan.apart)
 
 
-def _plan_copy_in(
-    bucket: ReduceBucket,
-    grads: list[Tensor],
-    dtypes: Sequence[torch.dtype | None],
-    target: torch.dtype,
-    device: torch.device,
-    world_size: int,
-    is_dense: bool,
-    is_observed: bool,
-) -> CopyInPlan:
+def _plan_copy_in(bucket: ReduceBucket, grads: list[Tensor], facts: Any) -> CopyInPlan:
     """
     Chooses how gradients are copied to ``world_size`` rows of dtype ``target``.
 
@@ -534,6 +496,7 @@ def _plan_copy_in(
     together on CUDA.) Rows that are parts of longer ones are not dense: there each
     gradient is copied apart.
     """
+    dtypes, target, device, world_size, is_dense, is_observed = facts
     first = dtypes[0]
     # A uniform unit uses the release's memory and launches
     is_uniform = not bucket.is_mixed and bucket.comm_dtype is None
@@ -548,20 +511,21 @@ def _plan_copy_in(
         or (device.type == "cuda" and {*dtypes, target} <= _MIXED_ON_CUDA)
     )
     if is_dense and (use_kernel or use_mixed_operator):
-        return CopyInPlan(True, is_observed or not use_kernel)
-    castable = [i for i, d in enumerate(dtypes) if is_dense and _kernel_takes(d, target)]
+        return CopyInPlan(is_observed or not use_kernel, {})
+    castable = [
+        i for i, d in enumerate(dtypes) if is_dense and _kernel_takes(d, target)
+    ]
     largest = max(castable, key=lambda i: grads[i].numel(), default=None)
     # Lengths of stand-in slices: the least n for which the kernel's chunks, of
     # ceil(n / world_size) elements, fill the columns
-    stand_in_numels = {
+    apart = {
         i: max(world_size * (bucket.slots[i].shard_numel - 1) + 1, 0)
         for i, dtype in enumerate(dtypes)
         if largest is None or dtype != dtypes[largest]
     }
-    if largest is None or max(stand_in_numels.values()) > grads[largest].numel():
-        return CopyInPlan(False, is_observed, apart=range(len(grads)))
-    apart = (*stand_in_numels,)
-    return CopyInPlan(False, is_observed, largest, stand_in_numels, apart)
+    if largest is None or max(apart.values()) > grads[largest].numel():
+        return CopyInPlan(is_observed, dict.fromkeys(range(len(grads)), 0))
+    return CopyInPlan(is_observed, apart, largest)
 
 
 def _copy_in_apart(
@@ -686,26 +650,6 @@ def _by_all_reduce(parts: Sequence[BucketGrads]) -> list[list[BucketGrads]]:
     return [[*batch] for _, batch in grouped]
 
 
-def _get_factors(bucket: ReduceBucket, scaling: Scaling) -> Factors:
-    if bucket.factors is None or bucket.factors[0] != scaling:
-        bucket.factors = scaling, get_divide_factors(bucket.key, scaling)
-    return bucket.factors[1]
-
-
-def _add_partial_reduce(
-    reduction: Reduction, part: BucketGrads, shard: Tensor
-) -> Tensor:
-    """
-    Returns a rank's shard plus the partial reduce, in memory of its own. That is added
-    before the all-reduce, which must sum the partial reduces of all replicas.
-    """
-    if reduction.defers_all_reduce:
-        shard = shard.to(part.partial_dtype)
-    if part.partial_reduce_output is not None:
-        shard += part.partial_reduce_output
-    return shard.clone() if reduction.clones_output else shard
-
-
 def _reduce_batch(
     reduction: Reduction, parts: Sequence[BucketGrads], consumer_stream: torch.Stream
 ) -> list[ReduceResult]:
@@ -714,20 +658,29 @@ def _reduce_batch(
     gradients are read in ``consumer_stream``.
     """
     part, stream = parts[0], reduction.reduce_scatter_stream
-    factors, shards = _get_factors(part.bucket, reduction.scaling), []
-    after = None
+    bucket, scaling, defers = (
+        part.bucket,
+        reduction.scaling,
+        reduction.defers_all_reduce,
+    )
+    if bucket.factors is None or bucket.factors[0] != scaling:
+        bucket.factors = scaling, get_divide_factors(bucket.key, scaling)
+    factors, shards, after = bucket.factors[1], [], None
     for part in parts:
         shard, after = part.way.reduce(reduction, part, factors)
-        if part.partial_reduce_output is not None or reduction.keeps_sum:
-            shard = _add_partial_reduce(reduction, part, shard)
-        shards.append(shard)
+        if defers:
+            shard = shard.to(part.partial_dtype)
+        # Now, as the all-reduce must sum the partial reduces of all replicas
+        if part.partial_reduce_output is not None:
+            shard += part.partial_reduce_output
+        shards.append(shard.clone() if reduction.clones_output else shard)
     scattered = stream.record_event()
-    if reduction.defers_all_reduce:  # of one bucket
+    if defers:  # of one bucket
         result = ReduceResult(part.inputs[0], scattered, stream, scattered)
         return [result._replace(partial_reduce_output=shards[0])]
     if reduction.continues:
-        args = reduction, parts, shards, after, factors[3], consumer_stream
-        return _reduce_over_replicas(*args, scattered)
+        args = reduction, parts, shards, factors, consumer_stream, scattered
+        return _reduce_over_replicas(*args)
     if after is not None:
         _div_if_needed(shards[0], after)
     accumulate_sharded_grads(part, shards[0], stream, consumer_stream)
@@ -741,13 +694,12 @@ def _reduce_over_replicas(
     reduction: Reduction,
     parts: Sequence[BucketGrads],
     shards: Sequence[Tensor],
-    after: float | None,
-    op: Any,
+    factors: Factors,
     consumer_stream: torch.Stream,
     scattered: torch.Event,
 ) -> list[ReduceResult]:
     """All-reduces the shards of buckets together, and runs the user's hook."""
-    buffer, stream = shards[0], reduction.all_reduce_stream
+    buffer, stream, (_, after, _, op) = shards[0], reduction.all_reduce_stream, factors
     if len(shards) > 1:
         buffer = torch.cat(shards)
         shards = buffer.split([shard.numel() for shard in shards])
@@ -764,8 +716,7 @@ def _reduce_over_replicas(
             hook(buffer)
         _div_if_needed(buffer, after)
         for part, shard in zip(parts, shards, strict=True):
-            args = part, shard, stream, consumer_stream
-            accumulate_sharded_grads(*args, needs_casts=needs_casts)
+            accumulate_sharded_grads(part, shard, stream, consumer_stream, needs_casts)
         done = stream.record_event()
     return [
         ReduceResult(part.inputs[0], scattered, stream, done, buffer, done)
@@ -785,7 +736,6 @@ def accumulate_sharded_grads(
     shard: Tensor,
     stream: torch.Stream,
     consumer_stream: torch.Stream,
-    *,
     needs_casts: bool = False,
 ) -> None:
     """
