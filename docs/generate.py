@@ -9,6 +9,7 @@ import ast
 import dataclasses
 import graphlib
 import inspect
+import operator
 import re
 import textwrap
 from collections.abc import Iterable
@@ -65,23 +66,18 @@ def functions() -> str:
     """Returns each new function: how it is called, and its docstring's first sentence."""
     import torch.distributed.fsdp as fsdp
 
-    added = {
-        "MixedPrecisionPolicy.by_name": fsdp.MixedPrecisionPolicy.by_name,
-        "set_backward_prefetch": fsdp.set_backward_prefetch,
-        "set_coalesced_collectives": fsdp.set_coalesced_collectives,
-        "set_reduce_bucket_cap": fsdp.set_reduce_bucket_cap,
-        "layout_summary": fsdp.layout_summary,
-    }
+    added = ["MixedPrecisionPolicy.by_name", "set_backward_prefetch"]
+    added += ["set_coalesced_collectives", "set_reduce_bucket_cap", "layout_summary"]
     parts = []
-    for name, function in added.items():
+    for name in added:
+        function = operator.attrgetter(name)(fsdp)
         signature = inspect.signature(function)
         bare = [
             parameter.replace(annotation=inspect.Parameter.empty)
             for parameter in signature.parameters.values()
         ]
         call = f"{name}{signature.replace(parameters=bare, return_annotation=signature.empty)}"
-        text = inspect.getdoc(function) or ""
-        first = first_sentence(text)
+        first = first_sentence(inspect.getdoc(function) or "")
         code = "\n".join(textwrap.wrap(call, 84, subsequent_indent="    "))
         body = textwrap.fill(first, 88)
         parts.append(f"### `{name}`\n\n```\n{code}\n```\n\n{body}")

@@ -36,16 +36,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tools.releases import (  # noqa: E402
-    git,
-    has_git,
-    known,
-    locked,
-    release_of,
-    RELEASES,
-    ToolError,
-    tracked_files,
-)
+from tools import releases  # noqa: E402
+from tools.releases import git, known, release_of, ToolError, tracked_files  # noqa: E402
 
 
 DIGESTS = "tools/release_digests.json"
@@ -375,7 +367,7 @@ def record(site: Path, root: Path = ROOT) -> str:
     digests = {f.relative_to(site).as_posix(): sha256(f) for f in sorted(files)}
     entries = json.loads((root / DIGESTS).read_text())
     entries[release := release_of(overlay.version)] = digests
-    entries = {each: entries[each] for each in RELEASES if each in entries}
+    entries = {each: entries[each] for each in releases.RELEASES if each in entries}
     (root / DIGESTS).write_text(json.dumps(entries, indent=2) + "\n")
     return f"{DIGESTS}: {len(files)} files of {release}"
 
@@ -413,7 +405,7 @@ def check_checkout(checkout: Path, ours: dict[str, Path]) -> None:
             f"https://github.com/pytorch/pytorch ({known('or')}), and name that folder"
         )
     release = release_of(version_file.read_text().strip())
-    if not has_git(checkout):
+    if not releases.has_git(checkout):
         raise ToolError(f"{checkout} is not the top folder of a git checkout")
     if changed := git(checkout, "status", "--porcelain", "--untracked-files=all"):
         lines = listing(changed.splitlines())
@@ -481,7 +473,7 @@ def run(parsed: argparse.Namespace) -> str:
         return record(overlay.site)
     if parsed.status:
         return overlay.status()
-    with locked(overlay.site / "torch"):
+    with releases.locked(overlay.site / "torch"):
         overlay.settle()
         return overlay.undo() if parsed.undo else overlay.lay()
 
