@@ -24,7 +24,6 @@ from fsdp_helpers.late_device.schedules import KINDS, Kit, SCHEDULES
 import torch
 import torch.distributed as dist
 from torch import nn, Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -59,19 +58,11 @@ def sleep(cycles: int = CYCLES) -> None:
 
 @dataclass
 class DeviceKit(Kit):
-    """Runs a schedule on ``device``, and notes gradients."""
+    """Notes gradients."""
 
-    device: str = "cuda"
     sleeps: bool = False  # before what is computed and before the optimizer
     modules: list[nn.Module] = field(default_factory=list)
     noted: list[Tensor] = field(default_factory=list)
-
-    def mesh(self, *shape: int) -> DeviceMesh:
-        if shape not in self.meshes:
-            names = ("replicate", "shard")[-len(shape) :]
-            mesh = init_device_mesh(self.device, shape, mesh_dim_names=names)
-            self.meshes[shape] = mesh
-        return self.meshes[shape]
 
     def shard(self, module: Any, **kwargs: Any) -> Any:
         unit = super().shard(module, **kwargs)
@@ -138,8 +129,7 @@ def run_schedule(name: str, kind: str, device: str, how: Any) -> list[str]:
     """Returns digests of all that a run of the schedule has made."""
     torch.manual_seed(0)
     rank: Any = DeviceRank(device, dist.get_rank())
-    kit: Any = DeviceKit(rank, KINDS[kind])
-    kit.device = device
+    kit = DeviceKit(rank, KINDS[kind], device)
     with torch.device(device), how(kit):
         SCHEDULES[name](kit)
     return kit.digests()

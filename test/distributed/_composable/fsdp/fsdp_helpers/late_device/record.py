@@ -18,27 +18,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
-from fsdp_helpers.late_device.devices import (
-    DeviceHandle,
-    Entry,
-    Event,
-    Memory,
-    Pending,
-    Piece,
-    Recording,
-    Stream,
-)
-from fsdp_helpers.late_device.operators import (
-    ALLOCATING,
-    argument_names,
-    COALESCED,
-    COLLECTIVES,
-    exchange,
-    is_on_device,
-    is_view,
-    OperatorMode,
-    written_names,
-)
+from fsdp_helpers.late_device import devices, operators
+from fsdp_helpers.late_device.devices import Event, Memory, Pending, Piece, Stream
+from fsdp_helpers.late_device.operators import is_on_device
 from fsdp_helpers.late_device.sites import caller_line, Line, Watch
 
 import torch
@@ -71,8 +53,8 @@ class Rank:
 
     def __init__(self, watch: Watch):
         self._watch = watch
-        self.recording = Recording(visited=watch.visited)
-        self.handle = DeviceHandle(self)
+        self.recording = devices.Recording(visited=watch.visited)
+        self.handle = devices.DeviceHandle(self)
         self.host = Stream(self, "host")
         self.default_stream = self.stream = Stream(self, "default")
         self._streams = [self.default_stream]
@@ -112,15 +94,13 @@ class Rank:
 
     # Entries #
     def _add(
-        self,
-        label: Any,
-        reads: list[Piece],
-        writes: list[Piece],
-        stream: Stream,
+        self, label: Any, reads: list[Piece], writes: list[Piece], stream: Stream
     ) -> None:
         entries, before = self.recording.entries, stream.clock | self.host.clock
         line = caller_line()
-        entry = Entry(len(entries), stream, str(label), line, before, reads, writes)
+        entry = devices.Entry(
+            len(entries), stream, str(label), line, before, reads, writes
+        )
         entries.append(entry)
         stream.clock = frozenset((entry,))
 
@@ -129,13 +109,13 @@ class Rank:
         self.collect()
         if operator.namespace.startswith("_c10d_functional"):
             raise NotImplementedError(f"the functional collective {operator}")
-        if is_view(operator):
+        if operators.is_view(operator):
             return operator(*args, **kwargs)
         reads, writes = self._given(operator, args, kwargs)
         result = operator(*args, **kwargs)
         results = tree_leaves(result)
         name = operator._schema.name
-        if name in ALLOCATING:
+        if name in operators.ALLOCATING:
             for tensor in filter(is_on_device, results):
                 self._piece(tensor, label="empty")
             return result
@@ -153,9 +133,9 @@ class Rank:
         self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[list[Piece], list[Piece]]:
         """Returns what an operator reads and writes of the tensors that it is given."""
-        written = written_names(operator)
+        written = operators.written_names(operator)
         written |= _WRITTEN_BESIDES.get(operator._schema.name, frozenset())
-        named = {**dict(zip(argument_names(operator), args)), **kwargs}
+        named = {**dict(zip(operators.argument_names(operator), args)), **kwargs}
         reads: list[Piece] = []
         writes: list[Piece] = []
         for name, value in named.items():
@@ -245,14 +225,10 @@ class Rank:
 
     # Collectives #
     def meet(
-        self,
-        name: str,
-        group: Any,
-        source: torch.Tensor,
-        target: torch.Tensor,
-        is_async: bool,
+        self, name: str, group: Any, tensors: Sequence[torch.Tensor], is_async: bool
     ) -> Pending | None:
         self.collect()
+        source, target = tensors
         stream = self.stream
         if is_async:  # one for each group, after ours
             if group not in self._comm_streams:
@@ -262,24 +238,21 @@ class Rank:
             stream.clock |= self.stream.clock
         read, written = self._piece(source), self._piece(target)
         with _disable_current_modes(), torch.no_grad():
-            exchange(name, source, target, dist.get_world_size(group))
+            operators.exchange(name, source, target, dist.get_world_size(group))
         self._add(name, [read], [written], stream)
         if not is_async:
             return None
         done = self.new_event()
         done.clock = stream.clock
-        return Pending(done, (source, target))
+        return Pending(done, tensors)
 
 
 # Recording a program #
 
 
 def record(
-    program: Callable[[Rank], Any],
-    ranks: int = 1,
-    *,
-    without: Line | None = None,
-) -> Recording:
+    program: Callable[[Rank], Any], ranks: int = 1, *, without: Line | None = None
+) -> devices.Recording:
     """
     Runs a program as one rank of a group of so many, without the calls of a line that
     order streams, and returns what it issued.
@@ -290,7 +263,7 @@ def record(
         store = FakeStore()
         dist.init_process_group("fake", store=store, rank=0, world_size=ranks)
         try:
-            with OperatorMode(rank):
+            with operators.OperatorMode(rank):
                 program(rank)
                 rank.collect()
         finally:
@@ -309,9 +282,9 @@ def _patched(rank: Rank) -> Iterator[None]:
             is_fsdp = name.startswith(fsdp_package.__name__)
             if is_fsdp and hasattr(module, "_get_device_handle"):
                 patch(module, "_get_device_handle", lambda *unused: rank.handle)
-        for name, tensors in COLLECTIVES.items():
+        for name, tensors in operators.COLLECTIVES.items():
             patch(dist, name, _collective(rank, name, tensors))
-        for name, single in COALESCED.items():
+        for name, single in operators.COALESCED.items():
             patch(dist.ProcessGroup, name, _coalesced(rank, single))
         patch(torch.UntypedStorage, "resize_", _resize(rank))
         patch(torch.Tensor, "to", _to(rank))
@@ -322,9 +295,7 @@ def _patched(rank: Rank) -> Iterator[None]:
         yield
 
 
-def _collective(
-    rank: Rank, name: str, tensors: tuple[str, str]
-) -> Callable[..., Pending | None]:
+def _collective(rank: Rank, name: str, tensors: tuple[str, str]) -> Callable[..., Any]:
     original = getattr(dist, name)
     signature = inspect.signature(original)
 
@@ -335,25 +306,16 @@ def _collective(
         given = bound.arguments
         if given.get("input_split_sizes") or given.get("output_split_sizes"):
             raise NotImplementedError(f"{name} with split sizes")
-        source, target = (given[argument] for argument in tensors)
-        is_async = given["async_op"]
-        return rank.meet(name, given["group"], source, target, is_async)
+        both = [given[argument] for argument in tensors]
+        return rank.meet(name, given["group"], both, given["async_op"])
 
     return call
 
 
 def _coalesced(rank: Rank, name: str) -> Callable[..., Pending | None]:
-    def call(
-        group: dist.ProcessGroup,
-        targets: list[torch.Tensor],
-        sources: list[torch.Tensor],
-        options: Any,
-    ) -> Pending | None:
-        met = [
-            rank.meet(name, group, source, target, options.asyncOp)
-            for source, target in zip(sources, targets, strict=True)
-        ]
-        return met[-1]
+    def call(group: Any, targets: Any, sources: Any, options: Any) -> Pending | None:
+        pairs = zip(sources, targets, strict=True)
+        return [rank.meet(name, group, pair, options.asyncOp) for pair in pairs][-1]
 
     return call
 

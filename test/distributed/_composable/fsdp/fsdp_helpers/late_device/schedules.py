@@ -8,12 +8,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-from fsdp_helpers.common.comms import GivenGrads
+from fsdp_helpers.common.comms import BF16, FP16, FP32, FP64, GivenGrads
 from fsdp_helpers.common.release_rules import IS_2_15
 from fsdp_helpers.common.utils import CastLinear, MixedBlock
 from fsdp_helpers.late_device.devices import Recording
@@ -23,15 +23,9 @@ from fsdp_helpers.parity.comms import KeptScatter
 
 import torch
 import torch.nn as nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    fully_shard,
-    MixedPrecisionPolicy,
-    set_coalesced_collectives,
-    set_reduce_bucket_cap,
-    share_comm_ctx,
-)
+from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy, share_comm_ctx
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_context, _fsdp_layout
 from torch.distributed.tensor import Shard
@@ -60,31 +54,18 @@ class Kind:
 
 KINDS = {
     "uniform": Kind(False),
-    "uniform, cast": Kind(
-        False, policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
-    ),
+    "uniform, cast": Kind(False, policy=MixedPrecisionPolicy(reduce_dtype=BF16)),
     "mixed": Kind(True),
     "mixed, Shard(1)": Kind(True, shard_dim=1),
-    "mixed, cast": Kind(
-        True,
-        policy=MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-        ),
-    ),
+    "mixed, cast": Kind(True, policy=MixedPrecisionPolicy(BF16, FP32)),
     # The first and the last bucket are sent by one all-to-all, the second is not
     "mixed, exchanged": Kind(
         True,
         policy=MixedPrecisionPolicy(
-            param_dtype=torch.float32,
-            reduce_dtype_override_fn=lambda param: (
-                torch.float32 if param.ndim == 2 else torch.float64
-            ),
+            FP32,
+            reduce_dtype_override_fn=lambda param: FP32 if param.ndim == 2 else FP64,
             grad_comm_dtype_override_fn=lambda param: (
-                None
-                if param.dtype is torch.float16
-                else torch.float32
-                if param.ndim == 1
-                else torch.bfloat16
+                None if param.dtype is FP16 else FP32 if param.ndim == 1 else BF16
             ),
         ),
     ),
@@ -121,13 +102,14 @@ class Kit:
 
     rank: Rank
     kind: Kind
+    device: str = "cpu"
     meshes: dict[tuple[int, ...], DeviceMesh] = field(default_factory=dict)
     inputs: int = 0
 
     def mesh(self, *shape: int) -> DeviceMesh:
         if shape not in self.meshes:
             names = ("replicate", "shard")[-len(shape) :]
-            mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+            mesh = init_device_mesh(self.device, shape, mesh_dim_names=names)
             self.meshes[shape] = mesh
         return self.meshes[shape]
 
@@ -146,9 +128,9 @@ class Kit:
         unit = api(module, **kwargs)
         first = unit[0] if isinstance(unit, list) else unit
         if (cap := self.kind.bucket_cap_mb) is not None:
-            set_reduce_bucket_cap(first, cap, recurse=False)
+            fsdp.set_reduce_bucket_cap(first, cap, recurse=False)
         if (nbytes := self.kind.direct_min_nbytes) is not None:
-            set_coalesced_collectives(first, nbytes, recurse=False)
+            fsdp.set_coalesced_collectives(first, nbytes, recurse=False)
         return unit
 
     def sharded_net(self, **kwargs: Any) -> Net:
@@ -237,11 +219,9 @@ def joined_from_several_streams(kit: Kit) -> None:
     """
     net, handle = kit.sharded_net(), kit.rank.handle
     net.set_reduce_scatter_unused_params(True)
-    set_reduce_bucket_cap(net)
-    state, streams = (
-        net._get_fsdp_state(),
-        [kit.rank.new_stream(f"side {i}") for i in range(4)],
-    )
+    fsdp.set_reduce_bucket_cap(net)
+    state = net._get_fsdp_state()
+    streams = [kit.rank.new_stream(f"side {i}") for i in range(4)]
     zeros = [*net.blocks[2].parameters()]
     for step in range(2):
         net.blocks_to_run = 3 - step
@@ -279,7 +259,7 @@ def hsdp_without_room(kit: Kit) -> None:
 
 @schedule
 def hsdp_deferred_other_parameters(kit: Kit) -> None:
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    dtypes = (FP32, BF16, FP16)
     params = {
         f"{name}{i}": torch.ones(DIM, dtype=dtype if kit.kind.is_mixed else dtypes[0])
         for name in "pq"
@@ -411,7 +391,7 @@ if IS_2_15:  # since 2.15
 
 
 def _offloaded_net(kit: Kit, *, pin_memory: bool, mesh: DeviceMesh) -> Net:
-    policy = CPUOffloadPolicy(pin_memory=pin_memory)
+    policy = fsdp.CPUOffloadPolicy(pin_memory=pin_memory)
     net = kit.sharded_net(offload_policy=policy, mesh=mesh)
     kit.rank.put_on_host(param._local_tensor for param in net.parameters())
     return net
@@ -552,16 +532,6 @@ def reduction_given_up(kit: Kit) -> None:
 # Recording them #
 
 
-@contextlib.contextmanager
-def _pinning() -> Iterator[None]:
-    """Lets all memory be pinned, without a device to pin it for."""
-    with (
-        mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor),
-        mock.patch.object(torch.Tensor, "is_pinned", lambda tensor: True),
-    ):
-        yield
-
-
 def record(
     schedule: str | Callable[[Kit], None], kind: str, **options: Any
 ) -> Recording:
@@ -569,11 +539,11 @@ def record(
     run = SCHEDULES[schedule] if isinstance(schedule, str) else schedule
     min_nbytes = KINDS[kind].min_piece_nbytes
     with contextlib.ExitStack() as stack:
-        stack.enter_context(
-            mock.patch.object(_fsdp_layout, "_MIN_PIECE_NBYTES", min_nbytes)
-        )
-        if "pinned" in run.__name__:
-            stack.enter_context(_pinning())
+        patch = mock.patch.object(_fsdp_layout, "_MIN_PIECE_NBYTES", min_nbytes)
+        stack.enter_context(patch)
+        if "pinned" in run.__name__:  # all memory is, without a device to pin it for
+            pinned = {"pin_memory": lambda self: self, "is_pinned": lambda self: True}
+            stack.enter_context(mock.patch.multiple(torch.Tensor, **pinned))
         return record_program(
             lambda rank: run(Kit(rank, KINDS[kind])), RANKS, **options
         )
