@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from _models import AS_IT_IS, BLOCKS, digest_of, language_model, PER_DTYPE
+from _models import AS_IT_IS, ask_both, BLOCKS, digest_of, language_model, PER_DTYPE
 from _ratios import exact_row, Row
 from _sides import Side
 
@@ -39,11 +39,7 @@ def run(sides: dict[str, Side], **options: Any) -> list[Row]:
     """Counts the tensors that differ."""
     rows = []
     for block in BLOCKS:
-        found = {}
-        for name, side in sides.items():
-            side.start()
-            way = AS_IT_IS if name == "branch" else PER_DTYPE
-            found[name] = side.ask(__name__, {"block": block, "way": way})
+        found = ask_both(sides, __name__, AS_IT_IS, PER_DTYPE, block=block)
         ours, theirs = found["branch"], found["release"]
         differ = [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
         case = f"{block} blocks{f', first {differ[0]}' if differ else ''}"

@@ -7,7 +7,7 @@ import platform
 from dataclasses import replace
 from typing import Any
 
-from _models import AS_IT_IS, BLOCKS, language_model, PER_DTYPE, training_step
+from _models import AS_IT_IS, ask_both, BLOCKS, language_model, PER_DTYPE, training_step
 from _ratios import exact_row, Row
 from _sides import Side
 
@@ -105,12 +105,8 @@ def run_alignment(sides: dict[str, Side], **options: Any) -> list[Row]:
 def _rows(sides: dict[str, Side], what: str, quantity: str) -> list[Row]:
     rows = []
     for block in BLOCKS:
-        found = {}
-        for name, side in sides.items():
-            side.start()
-            way = AS_IT_IS if name == "branch" else PER_DTYPE
-            request = {"what": what, "block": block, "way": way}
-            found[name] = side.ask(__name__, request)
+        ways = AS_IT_IS, PER_DTYPE
+        found = ask_both(sides, __name__, *ways, what=what, block=block)
         of = found["branch"].get("of")
         case = f"{block}{f', of {of}' if of else ''} {found['branch']['first']}".strip()
         ours, theirs = found["branch"]["count"], found["release"]["count"]

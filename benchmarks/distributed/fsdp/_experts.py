@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 from _models import BF16, FP32, training_step
+from _peak_memory import tracked_peak
 from _ratios import alternate, Comparison, exact_row, Group, Row, Subject
 from _sides import Side
 from _timeline import COPIES
@@ -20,7 +21,6 @@ from _timeline import COPIES
 import torch
 import torch.distributed as dist
 from torch import nn, Tensor
-from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
@@ -69,10 +69,7 @@ def copies_counted() -> Iterator[Counter[str]]:
     found: Counter[str] = Counter()
     inside: list[str] = []
 
-    def count(owner: Any, name: str, stack: contextlib.ExitStack) -> None:
-        if (original := getattr(owner, name, None)) is None:
-            return
-
+    def counted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             if inside:
                 return original(tensors, *args, **kwargs)
@@ -87,13 +84,14 @@ def copies_counted() -> Iterator[Counter[str]]:
                 found["nbytes"] += 2 * sum(tensor.nbytes for tensor in copied)
                 found["kernels"] += 1
 
-        stack.enter_context(mock.patch.object(owner, name, call))
+        return call
 
+    mixed = (torch.ops.fsdp, "chunk_cat_mixed_dtype"), (Tensor, "copy_")
     with contextlib.ExitStack() as stack:
-        for name in COPIES:
-            count(torch, name, stack)
-        count(torch.ops.fsdp, "chunk_cat_mixed_dtype", stack)
-        count(Tensor, "copy_", stack)
+        for owner, name in (*((torch, name) for name in COPIES), *mixed):
+            if original := getattr(owner, name, None):
+                patch = mock.patch.object(owner, name, counted(name, original))
+                stack.enter_context(patch)
         yield found
 
 
@@ -103,29 +101,25 @@ def measure(*, device: str, per_dtype: bool, coalesced: bool) -> dict[str, Any]:
     training_step(model, x)
     with copies_counted() as found:
         training_step(model, x)
-    tracker = FSDPMemTracker(model)
-    tracker.track_inputs((x,))
-    with tracker:
-        training_step(model, x)
-    peak = tracker.get_tracker_snapshot("peak")[torch.device(device)]["Total"]
     matrix = EXPERTS * HIDDEN * DIM * BF16.itemsize
-    return dict(found) | {"peak": peak, "matrix": matrix}
+    return dict(found) | {"peak": tracked_peak(model, x), "matrix": matrix}
 
 
 def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> list[Row]:
     """Compares what copies take, and the peak, with the release's."""
     ways = ((RELEASE, True, False), (BRANCH, False, False), (COALESCED, False, True))
     subjects = [
-        Subject(name, "release" if "release" in name else "branch", request)
+        Subject(name, "release" if per_dtype else "branch", request)
         for name, per_dtype, coalesced in ways
         for request in [{"per_dtype": per_dtype, "coalesced": coalesced}]
     ]
     rounds = rounds or (3 if quick else 9)
     samples = alternate(__name__, sides, [Group("experts", subjects)], rounds=rounds)
     rows = []
-    exact: Callable[[str, str], float] = lambda subject, metric: min(
-        samples.values["experts", subject, metric]
-    )
+
+    def exact(subject: str, metric: str) -> float:
+        return min(samples.values["experts", subject, metric])
+
     of_release = exact(RELEASE, "peak")
     most = (of_release - exact(BRANCH, "matrix")) / of_release
     for metric, quantity, bars in (

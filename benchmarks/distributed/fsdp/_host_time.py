@@ -82,20 +82,13 @@ def fastest_step(model: nn.Module, device: str, seconds: float) -> float:
 
 
 def measure(
-    *,
-    device: str,
-    precision: str,
-    units: int,
-    params: int,
-    per_dtype: bool = False,
-    seconds: float,
-    profile: bool = False,
+    *, device: str, seconds: float, profile: bool = False, **of_model: Any
 ) -> dict[str, Any]:
     """
     Returns host time of a step and per unit, in microseconds, or the functions that
     take most of it. See [Note: What host time is].
     """
-    sharded, plain = build(precision, units, params, per_dtype, device)
+    sharded, plain = build(device=device, **of_model)
     if profile:
         profiler, printed = cProfile.Profile(), io.StringIO()
         profiler.runcall(fastest_step, sharded, device, seconds)
@@ -104,7 +97,7 @@ def measure(
     us = fastest_step(sharded, device, seconds) - fastest_step(
         plain, device, seconds / 4
     )
-    return {"step_us": us, "unit_us": us / units}
+    return {"step_us": us, "unit_us": us / of_model["units"]}
 
 
 # What is compared #

@@ -13,18 +13,8 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
-from _models import (
-    AS_IT_IS,
-    BLOCKS,
-    COALESCED,
-    language_model,
-    NARROW,
-    NUM_BLOCKS,
-    PER_DTYPE,
-    training_step,
-    UNIFORM_BLOCK,
-    WIDE,
-)
+import _models
+from _models import NARROW, PER_DTYPE, training_step, UNIFORM_BLOCK, WIDE
 from _ratios import exact_row, Row
 from _sides import Side
 
@@ -91,7 +81,7 @@ def measure(*, device: str, block: str, way: str) -> dict[str, Any]:
     are sent in bf16 moves.
     """
     is_cuda = device == "cuda"
-    model, x = language_model(block, way, device)
+    model, x = _models.language_model(block, way, device)
     for _ in range(3):
         training_step(model, x)
     nbytes = 2 * sum(p.numel() * p.itemsize for p in model.parameters())
@@ -144,10 +134,10 @@ def _shortest_us(launch: Callable[[], object]) -> float:
 # gradients in fp32 since 2.15: narrowed off CUDA by two launches more
 NARROW_BAR = 2.4 if hasattr(torch.Tensor, "_has_grad_dtype_override") else 2.0
 CASES = [(UNIFORM_BLOCK, NARROW, WIDE, NARROW_BAR), (UNIFORM_BLOCK, WIDE, WIDE, 1.0)]
-CASES += [(UNIFORM_BLOCK, COALESCED, PER_DTYPE, 0.4)]
+CASES += [(UNIFORM_BLOCK, _models.COALESCED, PER_DTYPE, 0.4)]
 CASES += [
-    (block, AS_IT_IS, PER_DTYPE, 1.0 if block == UNIFORM_BLOCK else 0.8)
-    for block in BLOCKS
+    (block, _models.AS_IT_IS, PER_DTYPE, 1.0 if block == UNIFORM_BLOCK else 0.8)
+    for block in _models.BLOCKS
 ]
 
 
@@ -155,26 +145,18 @@ def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> list[Row]
     """Compares how many there are, and on a device how long they take."""
     rows = []
     for block, ours, theirs, bar in CASES:
-        found = {}
-        for name, way in (("branch", ours), ("release", theirs)):
-            sides[name].start()
-            request = {"block": block, "way": way}
-            found[name] = sides[name].ask(__name__, request)
+        found = _models.ask_both(sides, __name__, ours, theirs, block=block)
         case = f"{block}, {ours}"
         counts, us = (
-            [sum(found[side][of].values()) / NUM_BLOCKS for side in found]
+            [sum(found[side][of].values()) / _models.NUM_BLOCKS for side in found]
             for of in ("counts", "us")
         )
-        what = "launches / unit and step"
-        rows.append(exact_row("kernels", case, what, counts[0], theirs, counts[1], bar))
+        told = [("launches / unit and step", counts[0], theirs, counts[1], bar)]
         if plain := found["branch"]["copy_us"]:
-            what = "us of kernels / unit and step"
-            rows.append(exact_row("kernels", case, what, us[0], theirs, us[1], 1.1))
+            told += [("us of kernels / unit and step", us[0], theirs, us[1], 1.1)]
             copy_out = found["branch"]["us"].get(COPY_OUT, 0.0)
-            what = "us of copy-out / step"
-            two = (copy_out, COPY, plain)
-            rows.append(exact_row("kernels", case, what, *two, 1.25))
+            told += [("us of copy-out / step", copy_out, COPY, plain, 1.25)]
         if sums := found["branch"]["sum_us"]:
-            two = (sums[0], COPY, sums[1])
-            rows.append(exact_row("kernels", case, "us of a sum", *two, 1.25))
+            told += [("us of a sum", sums[0], COPY, sums[1], 1.25)]
+        rows += [exact_row("kernels", case, *each) for each in told]
     return rows

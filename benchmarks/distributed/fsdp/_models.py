@@ -281,6 +281,17 @@ def language_model(block: str, way: str, device: str, size: str = "") -> Run:
     return Run(model, x.to(device, FP32 if way == ALL_FP32 else BF16))
 
 
+def ask_both(
+    sides: dict[str, Any], module: str, ours: str, theirs: str, **request: Any
+) -> dict[str, dict[str, Any]]:
+    """Returns what a module measures of the branch in one way, of the release in another."""
+    found = {}
+    for name, way in (("branch", ours), ("release", theirs)):
+        sides[name].start()
+        found[name] = sides[name].ask(module, {"way": way, **request})
+    return found
+
+
 def digest_of(tensor: Tensor) -> str:
     as_bytes = tensor.detach().cpu().reshape(-1).clone().view(torch.uint8)
     return hashlib.sha256(as_bytes.numpy().tobytes()).hexdigest()

@@ -55,6 +55,5 @@ def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> list[Row]
         )
         bars = {_step_time.RELEASE: 1.0, _step_time.PROMOTED: 1.0}
         quantity = f"ms / step at {link} GB/s"
-        found = quantity, "wall_ms", groups, samples, bars
-        rows += _step_time.rows_of("network", *found)
+        rows += _step_time.rows_of("network", quantity, "wall_ms", samples, bars)
     return rows

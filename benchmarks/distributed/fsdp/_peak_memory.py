@@ -15,6 +15,7 @@ from _sides import Side
 from _step_time import groups_of, PER_DTYPE_RELEASE, RELEASE, rows_of
 
 import torch
+from torch import nn, Tensor
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
 
@@ -29,27 +30,28 @@ def measure(*, device: str, block: str, way: str) -> dict[str, Any]:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         training_step(model, x)
-        reserved = torch.cuda.max_memory_reserved()
-        return {
-            "peak_kib": torch.cuda.max_memory_allocated() / KIB,
-            "reserved_kib": reserved / KIB,
-        }
+        reserved = torch.cuda.max_memory_reserved() / KIB
+        peak = torch.cuda.max_memory_allocated() / KIB
+        return {"peak_kib": peak, "reserved_kib": reserved}
+    return {"peak_kib": tracked_peak(model, x) / KIB}
+
+
+def tracked_peak(model: nn.Module, x: Tensor) -> int:
+    """Returns the most bytes that the tracker counts in one step."""
     tracker = FSDPMemTracker(model)
     tracker.track_inputs((x,))
     with tracker:
         training_step(model, x)
-    peak = tracker.get_tracker_snapshot("peak")[torch.device(device)]
-    return {"peak_kib": peak["Total"] / KIB}
+    return tracker.get_tracker_snapshot("peak")[x.device]["Total"]
 
 
 def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> list[Row]:
     """Compares the peak of each way."""
-    groups = [*groups_of(quick=quick)]
-    samples = alternate(__name__, sides, groups)
+    samples = alternate(__name__, sides, [*groups_of(quick=quick)])
     # Half a percent for sizes that an allocator rounds up. Adapters in units of their
     # own are gathered and freed one by one, which no unit for all can have.
     bars = {RELEASE: 1.005}
-    rows = rows_of("memory", "peak KiB of a rank", "peak_kib", groups, samples, bars)
+    rows = rows_of("memory", "peak KiB of a rank", "peak_kib", samples, bars)
     rows = [
         replace(row, bar=1.05 if LATE in row.case else 1.25)
         if "adapters" in row.case and row.versus == PER_DTYPE_RELEASE
@@ -59,5 +61,5 @@ def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> list[Row]
     if all(side.device == "cuda" for side in sides.values()):
         quantity, metric = "reserved KiB of a rank", "reserved_kib"
         bars = {RELEASE: 1.05}
-        rows += rows_of("memory", quantity, metric, groups, samples, bars)
+        rows += rows_of("memory", quantity, metric, samples, bars)
     return rows

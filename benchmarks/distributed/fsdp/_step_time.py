@@ -12,22 +12,9 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
+import _models
 import numpy as np
-from _models import (
-    ALL_FP32,
-    AS_IT_IS,
-    BLOCKS,
-    COALESCED,
-    language_model,
-    LATE,
-    NARROW,
-    PER_DTYPE,
-    PROMOTED,
-    Run,
-    training_step,
-    UNIFORM_BLOCK,
-    WIDE,
-)
+from _models import AS_IT_IS, COALESCED, LATE, PER_DTYPE, PROMOTED, training_step
 from _ratios import alternate, Comparison, Group, Row, Samples, Subject
 from _sides import Side
 
@@ -36,8 +23,8 @@ import torch.distributed as dist
 
 
 @cache
-def _build(block: str, way: str, device: str, size: str) -> Run:
-    run = language_model(block, way, device, size)
+def _build(block: str, way: str, device: str, size: str) -> _models.Run:
+    run = _models.language_model(block, way, device, size)
     for _ in range(3):
         training_step(*run)
     return run
@@ -74,15 +61,15 @@ def groups_of(*, quick: bool = False, **extra: Any) -> Iterator[Group]:
     Yields each block as it is, with BACKWARD_POST, without copies, and with
     ``grad_comm_dtype``, and what it is compared with. ``quick``: one block of them.
     """
-    for block in [QUICK_BLOCK] if quick else BLOCKS:
-        is_uniform = block == UNIFORM_BLOCK
+    for block in [QUICK_BLOCK] if quick else _models.BLOCKS:
+        is_uniform = block == _models.UNIFORM_BLOCK
         release = RELEASE if is_uniform else PER_DTYPE_RELEASE
         promoted = (f"{PROMOTED} (by the branch)", BRANCH, PROMOTED)
         ways = {
             "": [
                 (release, RELEASE, PER_DTYPE),
                 (BRANCH, BRANCH, AS_IT_IS),
-                (ALL_FP32_RELEASE, RELEASE, ALL_FP32),
+                (ALL_FP32_RELEASE, RELEASE, _models.ALL_FP32),
                 *([] if is_uniform else [promoted]),
             ],
             LATE: [
@@ -96,8 +83,8 @@ def groups_of(*, quick: bool = False, **extra: Any) -> Iterator[Group]:
                 ("the default (by the branch)", BRANCH, AS_IT_IS),
             ],
             "grad_comm_dtype": [
-                (BRANCH, BRANCH, NARROW),
-                ("release, the same sums", RELEASE, WIDE),
+                (BRANCH, BRANCH, _models.NARROW),
+                ("release, the same sums", RELEASE, _models.WIDE),
             ],
         }
         if not is_uniform:
@@ -111,23 +98,15 @@ def groups_of(*, quick: bool = False, **extra: Any) -> Iterator[Group]:
 
 
 def rows_of(
-    part: str,
-    quantity: str,
-    metric: str,
-    groups: list[Group],
-    samples: Samples,
-    bars: dict[str, float],
+    part: str, quantity: str, metric: str, samples: Samples, bars: dict[str, float]
 ) -> list[Row]:
     """Compares the branch with every other way; ``bars`` are by the start of its name."""
-    compared = [
-        Comparison(group.name, BRANCH, subject.name, bar)
-        for group in groups
-        for subject in group.subjects
-        if subject.name != BRANCH
-        for bar in [
-            next((b for n, b in bars.items() if subject.name.startswith(n)), None)
-        ]
-    ]
+    compared = []
+    for group, subject, measured in samples.values:
+        if measured == metric and subject != BRANCH:
+            of_subject = [bar for name, bar in bars.items() if subject.startswith(name)]
+            bar = of_subject[0] if of_subject else None
+            compared.append(Comparison(group, BRANCH, subject, bar))
     return samples.rows(part, quantity, metric, compared)
 
 
@@ -143,4 +122,4 @@ def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> list[Row]
         launches=1 if quick else 2,
     )
     bars = {RELEASE: 1.0, PROMOTED: 1.0}
-    return rows_of("step", "ms / step", "wall_ms", groups, samples, bars)
+    return rows_of("step", "ms / step", "wall_ms", samples, bars)

@@ -14,24 +14,9 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import _models
 from _calls import Call, seen_by
-from _models import (
-    ALL_FP32,
-    AS_IT_IS,
-    BF16,
-    Block,
-    BLOCKS,
-    BOTH,
-    EXCHANGED,
-    FP32,
-    JOINED,
-    LARGE,
-    NARROW,
-    PER_DTYPE,
-    shard,
-    training_step,
-    WIDE,
-)
+from _models import ALL_FP32, AS_IT_IS, BOTH, EXCHANGED, JOINED, LARGE, PER_DTYPE
 
 import torch
 import torch.distributed as dist
@@ -63,7 +48,7 @@ class Mesh(NamedTuple):
 
 
 def calls_of(
-    block: type[Block], count: int, way: str, mesh: Mesh, **sizes: int
+    block: type[_models.Block], count: int, way: str, mesh: Mesh, **sizes: int
 ) -> list[Call]:
     """Returns the collectives of one step of some blocks, each gathered twice."""
     calls: list[Call] = []
@@ -73,10 +58,12 @@ def calls_of(
             # They hold nothing: `float` would swap them
             for name, param in module.named_parameters(recurse=False):
                 setattr(module, name, nn.Parameter(param.float()))
-        shard(model, way, device_mesh)
-        dtype = FP32 if way == ALL_FP32 else BF16
+        _models.shard(model, way, device_mesh)
+        dtype = _models.FP32 if way == ALL_FP32 else _models.BF16
         with seen_by(calls.append):
-            training_step(model, torch.randn(1, 4, sizes.get("dim", 512), dtype=dtype))
+            _models.training_step(
+                model, torch.randn(1, 4, sizes.get("dim", 512), dtype=dtype)
+            )
     return calls
 
 
@@ -91,7 +78,7 @@ def header(*cells: Any) -> None:
 def print_counts() -> None:
     """Gathers and reductions of a step of three blocks, and the KiB of both."""
     header("blocks", *WAYS)
-    for name, block in BLOCKS.items():
+    for name, block in _models.BLOCKS.items():
         cells = []
         for way in WAYS:
             calls = calls_of(block, 3, way, Mesh(1, 8))
@@ -126,13 +113,17 @@ def meshes(ranks: Sequence[int]) -> Iterator[Mesh]:
 def print_traffic(ranks: Sequence[int]) -> None:
     """MiB of the reductions of one bf16 block, whose gradients are added in fp32."""
     columns = [
-        f"{way}: {w}" for way in (WIDE, NARROW) for w in ("in a node", "between")
+        f"{way}: {w}"
+        for way in (_models.WIDE, _models.NARROW)
+        for w in ("in a node", "between")
     ]
     header("mesh", *columns)
     for mesh in meshes(ranks):
         cells = []
-        for way in (WIDE, NARROW):
-            calls = calls_of(BLOCKS["Llama-like"], 1, way, mesh, **LARGE["Llama-like"])
+        for way in (_models.WIDE, _models.NARROW):
+            calls = calls_of(
+                _models.BLOCKS["Llama-like"], 1, way, mesh, **LARGE["Llama-like"]
+            )
             # The gathers of parameters come first
             first = next(i for i, call in enumerate(calls) if call.kind != "all-gather")
             totals = (sum(way) / 2**20 for way in zip(*map(sent, calls[first:])))
