@@ -10,13 +10,8 @@ from typing import Any
 from unittest import mock
 
 from fsdp_helpers.clients.real_models import Difference, OneProcess
-from fsdp_helpers.common.utils import (
-    DEVICE_TYPE,
-    FSDPProcessTest,
-    LAUNCHED_RANK,
-    PRELOADED,
-    WORLD_SIZE,
-)
+from fsdp_helpers.common import utils
+from fsdp_helpers.common.utils import PRELOADED
 
 import torch
 from torch import nn
@@ -46,7 +41,7 @@ def fsdp_accelerator(**kwargs: Any) -> Any:
     from accelerate import Accelerator, DistributedType, PartialState
 
     accelerator = Accelerator(**kwargs)
-    if DEVICE_TYPE == "cpu":
+    if utils.DEVICE_TYPE == "cpu":
         # What AcceleratorState does itself where there is an accelerator
         for state in (PartialState(), accelerator.state):
             state.distributed_type = DistributedType.FSDP
@@ -54,8 +49,8 @@ def fsdp_accelerator(**kwargs: Any) -> Any:
     return accelerator
 
 
-class ClientTest(FSDPProcessTest):
-    world_size = 2 if LAUNCHED_RANK is None else WORLD_SIZE
+class ClientTest(utils.FSDPProcessTest):
+    world_size = 2 if utils.LAUNCHED_RANK is None else utils.WORLD_SIZE
 
     @classmethod
     def _spawn_processes(cls, world_size: int) -> None:

@@ -50,9 +50,7 @@ def to_float8(model: nn.Module) -> None:
 
 
 def to_int8(model: nn.Module) -> None:
-    from torchao.prototype.quantized_training import (
-        int8_weight_only_quantized_training,
-    )
+    from torchao.prototype.quantized_training import int8_weight_only_quantized_training
     from torchao.quantization import quantize_
 
     config = int8_weight_only_quantized_training()

@@ -16,12 +16,9 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+from fsdp_helpers.clients import real_models
 from fsdp_helpers.clients.common import ClientTest
-from fsdp_helpers.clients.real_models import (
-    make_mesh,
-    OneProcess,
-    train_side_by_side,
-)
+from fsdp_helpers.clients.real_models import make_mesh, train_side_by_side
 
 import torch
 import torch.nn as nn
@@ -134,7 +131,7 @@ class TestExperts(ClientTest):
         meshes = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
         model = build("qwen3")
         loss_of = functools.partial(token_loss, self.world_size)
-        reference = OneProcess(build("qwen3"), loss_of)
+        reference = real_models.OneProcess(build("qwen3"), loss_of)
         shard(model, make_mesh("cpu"), ep_degree=2, edp_mesh=meshes["efsdp"])
         for batch in batches(2, 4):
             # Ranks that share no experts get the same tokens

@@ -15,16 +15,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from fsdp_helpers.clients import real_models
 from fsdp_helpers.clients.common import as_launched, ClientTest, fsdp_accelerator
-from fsdp_helpers.clients.real_models import (
-    causal_loss,
-    LossFunction,
-    make_optimizer,
-    OneProcess,
-    SEQUENCE_LENGTH,
-    token_batches,
-    VOCABULARY,
-)
+from fsdp_helpers.clients.real_models import causal_loss, OneProcess, token_batches
 from fsdp_helpers.clients.tiny_models import TINY_MODELS
 from fsdp_helpers.common.utils import shared_folder
 
@@ -71,8 +64,11 @@ def token_rows(count: int) -> Any:
     """Returns a data set of sequences that count up from their number."""
     from datasets import Dataset
 
-    steps = range(SEQUENCE_LENGTH)
-    rows = [[(7 * i + step) % VOCABULARY for step in steps] for i in range(count)]
+    steps = range(real_models.SEQUENCE_LENGTH)
+    rows = [
+        [(7 * i + step) % real_models.VOCABULARY for step in steps]
+        for i in range(count)
+    ]
     return Dataset.from_dict({"input_ids": rows, "labels": rows})
 
 
@@ -84,7 +80,9 @@ def token_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return -outputs.log_probs.sum() / (4 * tokens[:, 1:].numel()) * 4
 
 
-def beside_one_process(model: nn.Module, loss_of: LossFunction = causal_loss) -> Any:
+def beside_one_process(
+    model: nn.Module, loss_of: real_models.LossFunction = causal_loss
+) -> Any:
     """Returns a callback that compares each step with ``model``, and notes what differs."""
     from transformers import TrainerCallback
 
@@ -250,7 +248,7 @@ def tokenizer() -> Any:
     from tokenizers import models, Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    words = {str(i): i for i in range(VOCABULARY)}
+    words = {str(i): i for i in range(real_models.VOCABULARY)}
     of_words = Tokenizer(models.WordLevel(words, unk_token="0"))
     return PreTrainedTokenizerFast(
         tokenizer_object=of_words, eos_token="1", pad_token="2", unk_token="0"
@@ -280,7 +278,7 @@ class TestFabric(ClientTest):
             built = TINY_MODELS["nemotron_h"].build_model()
             reference = OneProcess(copy.deepcopy(built), causal_loss)
             model = fabric.setup_module(built)
-            optimizer = fabric.setup_optimizers(make_optimizer(model))
+            optimizer = fabric.setup_optimizers(real_models.make_optimizer(model))
             state = {"model": model, "optimizer": optimizer, "steps": 0}
             saved: dict[str, torch.Tensor] = {}
             for batch in token_batches(3, 2 * self.world_size, self.device):

@@ -14,30 +14,18 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from fsdp_helpers.common.utils import (
-    FSDPThreadTest,
-    mixed_model,
-    random_input,
-    THREAD_DEVICE_TYPE,
-)
+from fsdp_helpers.common import utils
+from fsdp_helpers.common.utils import FSDPThreadTest, random_input, THREAD_DEVICE_TYPE
 
 import torch
 import torch.nn as nn
-from torch.distributed.device_mesh import (
-    _get_device_handle,
-    DeviceMesh,
-    init_device_mesh,
-)
+from torch.distributed import device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_copies, _fsdp_reduce
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
-    AllGatherResult,
-    DefaultAllGather,
-    DefaultReduceScatter,
-    foreach_all_gather,
-    foreach_all_gather_copy_out,
-)
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -145,7 +133,7 @@ def group_of(module: nn.Module) -> FSDPParamGroup:
 def mesh_of(*sizes: int, device: str = THREAD_DEVICE_TYPE) -> DeviceMesh:
     """Returns a mesh to shard over, or to replicate and to shard over."""
     names = ("replicate", "shard")[-len(sizes) :]
-    return init_device_mesh(device, sizes, mesh_dim_names=names)
+    return device_mesh.init_device_mesh(device, sizes, mesh_dim_names=names)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -169,7 +157,7 @@ class ThreadTest(FSDPThreadTest):
     @property
     def stream(self) -> torch.Stream:
         # One stream for all: the threads' collectives know of no other
-        return _get_device_handle(THREAD_DEVICE_TYPE).current_stream()
+        return device_mesh._get_device_handle(THREAD_DEVICE_TYPE).current_stream()
 
     def assert_same(self, actual: torch.Tensor, expected: torch.Tensor) -> None:
         self.assertEqual(actual.dtype, expected.dtype)
@@ -184,14 +172,16 @@ class ThreadTest(FSDPThreadTest):
             "all_gather_copy_in_stream": self.stream,
             "all_gather_stream": self.stream,
             "device": self.device,
-            "all_gather_comm": DefaultAllGather(),
+            "all_gather_comm": collectives.DefaultAllGather(),
             "cache": unit._cache,
         }
-        return foreach_all_gather(**(arguments | changes))
+        return collectives.foreach_all_gather(**(arguments | changes))
 
     def copy_out(self, unit: FSDPParamGroup, result: AllGatherResult) -> None:
         group = unit.mesh_info.shard_process_group
-        foreach_all_gather_copy_out(result, unit.fsdp_params, group, cache=unit._cache)
+        collectives.foreach_all_gather_copy_out(
+            result, unit.fsdp_params, group, cache=unit._cache
+        )
         for fsdp_param in unit.fsdp_params:
             fsdp_param.init_unsharded_param()
 
@@ -202,7 +192,7 @@ BLOCK_DIM = 9
 @functools.cache
 def first_blocks(count: int) -> nn.Sequential:
     """Returns the same ones again. Call it before there are threads."""
-    return mixed_model(count, dim=BLOCK_DIM)
+    return utils.mixed_model(count, dim=BLOCK_DIM)
 
 
 class Checkpointed(nn.Sequential):
@@ -242,13 +232,13 @@ class BlocksTest(FSDPThreadTest):
 class OwnReduction(ReduceScatter):
     """Has no ``exchange``, which ``grad_comm_dtype`` needs."""
 
-    allocate = DefaultReduceScatter.allocate
+    allocate = collectives.DefaultReduceScatter.allocate
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return DefaultReduceScatter()(*args, **kwargs)
+        return collectives.DefaultReduceScatter()(*args, **kwargs)
 
 
-class NoGather(DefaultAllGather):
+class NoGather(collectives.DefaultAllGather):
     """Leaves only the copies to be counted."""
 
     def __call__(self, **kwargs: Any) -> None:

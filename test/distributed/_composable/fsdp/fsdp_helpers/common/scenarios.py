@@ -19,18 +19,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from fsdp_helpers.common.parity_layers import (
-    batch_of,
-    BF16,
-    FP16,
-    FP32,
-    loss_of,
-    Record,
-    shard_stack,
-    Stack,
-    stack,
-    train_steps,
-)
+from fsdp_helpers.common import parity_layers as layers
+from fsdp_helpers.common.parity_layers import BF16, FP32, Record, Stack, stack
 
 import torch
 import torch._dynamo  # the first hook would, in each rank anew
@@ -70,14 +60,14 @@ class Place:
 
     @property
     def dtypes(self) -> Sequence[torch.dtype]:
-        return (FP32, BF16, FP16) if self.is_mixed else (FP32, FP32)
+        return (FP32, BF16, layers.FP16) if self.is_mixed else (FP32, FP32)
 
     def stack(self, blocks: int = 2) -> Stack:
         return stack((FP32, BF16 if self.is_mixed else FP32), blocks=blocks)
 
     def sharded(self, policy: str = "none", model: Any = None, **kwargs: Any) -> Stack:
         kwargs = {"mesh": self.mesh, "mp_policy": POLICIES[policy]} | kwargs
-        return shard_stack(self.stack() if model is None else model, **kwargs)
+        return layers.shard_stack(self.stack() if model is None else model, **kwargs)
 
 
 # Runs the step of a number, and returns the loss where there is one
@@ -191,7 +181,7 @@ def outcome_of(run: Callable[..., Record], *args: Any) -> Record:
 
 
 def one_backward(model: nn.Module, place: Place, step: int) -> torch.Tensor:
-    loss = loss_of(model(batch_of(step, place.rank)))
+    loss = layers.loss_of(model(layers.batch_of(step, place.rank)))
     loss.backward()
     return loss
 
@@ -200,7 +190,7 @@ def train(
     model: nn.Module, place: Place, *, steps: range = range(2), run: Step = one_backward
 ) -> Record:
     """Returns each step's loss, sharded gradients and parameters."""
-    return train_steps(model, lambda step: run(model, place, step), steps)
+    return layers.train_steps(model, lambda step: run(model, place, step), steps)
 
 
 def describe(value: Any) -> Any:

@@ -34,13 +34,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.testing._internal import common_utils
 from torch.testing._internal.common_distributed import MultiProcContinuousTest
 from torch.testing._internal.common_fsdp import FSDPTestMultiThread
-from torch.testing._internal.common_utils import (
-    instantiate_parametrized_tests,
-    set_rng_seed,
-    TestCase,
-)
+from torch.testing._internal.common_utils import TestCase
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
@@ -330,7 +327,7 @@ class ParametrizedTest(TestCase):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        instantiate_parametrized_tests(cls)
+        common_utils.instantiate_parametrized_tests(cls)
         for test in filter(inspect.isfunction, vars(cls).values()):
             vars(test).pop("parametrize_fn", None)  # in classes that derive from it
 
@@ -427,7 +424,7 @@ class FSDPProcessTest(ParametrizedTest, MultiProcContinuousTest):
             self.skipTest("an earlier test failed, other ranks may be out of step")
         _join_launched_group()
         self.rank = LAUNCHED_RANK
-        set_rng_seed()
+        common_utils.set_rng_seed()
 
     def _worker_run_main_wait(self, fn: Callable[[], None]) -> types.MethodType:
         if LAUNCHED_RANK is None:

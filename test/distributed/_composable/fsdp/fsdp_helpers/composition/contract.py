@@ -24,15 +24,8 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-from fsdp_helpers.common.parity_layers import (
-    batch_of,
-    BF16,
-    FP32,
-    loss_of,
-    shard_stack,
-    Stack,
-    stack,
-)
+from fsdp_helpers.common import parity_layers as layers
+from fsdp_helpers.common.parity_layers import FP32
 from fsdp_helpers.common.scenarios import IS_BRANCH, POLICIES
 
 import torch
@@ -40,13 +33,8 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
-    _get_gradient_divide_factors,
-)
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import (
-    FSDPCommContext,
-    RegisterPostBackwardFunction,
-)
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
@@ -148,14 +136,19 @@ def described(value: Any) -> str:
     return type(value).__name__
 
 
-def sharded(kind: str, mesh: DeviceMesh) -> Stack:
-    model, policy = stack((FP32, FP32 if kind == "uniform" else BF16)), POLICIES["none"]
-    return shard_stack(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+def sharded(kind: str, mesh: DeviceMesh) -> layers.Stack:
+    model, policy = (
+        layers.stack((FP32, FP32 if kind == "uniform" else layers.BF16)),
+        POLICIES["none"],
+    )
+    return layers.shard_stack(
+        model, mesh=mesh, mp_policy=policy, reshard_after_forward=True
+    )
 
 
 def train(model: nn.Module, steps: int) -> nn.Module:
     for step in range(steps):
-        loss_of(model(batch_of(step))).backward()
+        layers.loss_of(model(layers.batch_of(step))).backward()
     return model
 
 
@@ -212,7 +205,7 @@ def divide_factors(case: tuple) -> list[Any]:
     """Returns two factors, the reduce-scatter's op, its scale, and the all-reduce's op."""
     *sizes, dtype, factor, force_sum = case
     groups = [None if size is None else FakeGroup(size) for size in sizes]
-    before, after, *ops = _get_gradient_divide_factors(
+    before, after, *ops = _fsdp_collectives._get_gradient_divide_factors(
         *groups, getattr(torch, dtype), "cuda", factor, force_sum
     )
     shard_op, replica_op = (getattr(op, "op", op).name for op in ops)
@@ -318,7 +311,7 @@ def find_all() -> dict[str, dict[str, Any]]:
         "priorities": stream_priorities(),
         "divide factors": [] if IS_BRANCH else [*map(divide_factors, FACTOR_CASES)],
         # Asked by functorch of whatever a unit's inputs pass through
-        "has_vmap_rule": RegisterPostBackwardFunction.generate_vmap_rule,
+        "has_vmap_rule": _fsdp_param_group.RegisterPostBackwardFunction.generate_vmap_rule,
     }
     for kind in ("uniform", "mixed") if IS_BRANCH else ("uniform",):
         held = {f"held after {n} steps": examine(kind, mesh, n) for n in (0, 2)}

@@ -20,24 +20,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from fsdp_helpers.common.parity_layers import (
-    batch_of,
-    BF16,
-    Layer,
-    loss_of,
-    LR,
-    Record,
-    Stack,
-)
-from fsdp_helpers.common.scenarios import (
-    describe,
-    one_backward,
-    Place,
-    POLICIES,
-    Scenarios,
-    Step,
-    train,
-)
+from fsdp_helpers.common import parity_layers as layers
+from fsdp_helpers.common import scenarios as common
+from fsdp_helpers.common.parity_layers import batch_of, loss_of, Record, Stack
+from fsdp_helpers.common.scenarios import one_backward, Place, train
 from fsdp_helpers.composition.contract import find_all
 
 import torch
@@ -45,6 +31,7 @@ import torch._dynamo.backends.debugging  # the first compilation would
 import torch.distributed as dist
 import torch.nn as nn
 import torch.testing._internal.common_fsdp as common_fsdp
+from torch.distributed import pipelining
 from torch.distributed._tools import FSDPMemTracker
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
@@ -57,18 +44,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import (
     FSDPParamGroup,
     RegisterPostBackwardFunction,
 )
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-)
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.distributed.tensor.debug import CommDebugMode
 
 
 MICROBATCHES = 2
-SCENARIOS = Scenarios()
+SCENARIOS = common.Scenarios()
 
 # Of mixed units, what one unit for each dtype gives
 same_numbers = partial(SCENARIOS.add, as_by_dtype=True, by_halves=True)
@@ -83,12 +64,14 @@ def shard(
     mesh: DeviceMesh | None = None,
 ) -> Any:
     """Makes each block a unit, or the layers that it consists of, and the rest one."""
-    policy = POLICIES["none" if place.is_mixed else "bf16_reduce_fp32"]
+    policy = common.POLICIES["none" if place.is_mixed else "bf16_reduce_fp32"]
     mesh = place.mesh if mesh is None else mesh
     kwargs = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": True}
     units = list(model.blocks) if units is None else units
     if place.is_by_dtype:
-        units = [module for module in model.modules() if isinstance(module, Layer)]
+        units = [
+            module for module in model.modules() if isinstance(module, layers.Layer)
+        ]
     for unit in units:
         fully_shard(unit, **kwargs)
     return fully_shard(model, **kwargs)
@@ -156,7 +139,7 @@ def vmap_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return loss_of(torch.func.vmap(model)(torch.stack([x, y]).requires_grad_()))
 
 
-def step_through(transformed: Callable[..., torch.Tensor]) -> Step:
+def step_through(transformed: Callable[..., torch.Tensor]) -> common.Step:
     def step_of(model: nn.Module, place: Place, step: int) -> torch.Tensor:
         loss = transformed(model, *(batch_of(step, i, place.rank) for i in range(2)))
         loss.backward()
@@ -221,7 +204,9 @@ def pipelined(place: Place, schedule_class: type, count: int) -> Record:
     for i, stage in stages.items():
         shard(place, stage, [*stage], mesh=place.pairs["shard"])
         group = pipe.get_group()
-        parts.append(PipelineStage(stage, i, count, torch.device("cpu"), group=group))
+        parts.append(
+            pipelining.PipelineStage(stage, i, count, torch.device("cpu"), group=group)
+        )
     first = parts if issubclass(schedule_class, PipelineScheduleMulti) else parts[0]
     schedule = schedule_class(first, MICROBATCHES, loss_fn=target_loss)
     rank = place.pairs["shard"].get_local_rank()
@@ -241,9 +226,9 @@ def pipelined(place: Place, schedule_class: type, count: int) -> Record:
 def pipelines(place: Place) -> Record:
     """Interleaved, units gather and reduce as the schedule says, not by hooks alone."""
     return {
-        "GPipe": pipelined(place, ScheduleGPipe, 2),
-        "1F1B": pipelined(place, Schedule1F1B, 2),
-        "interleaved": pipelined(place, ScheduleInterleaved1F1B, 4),
+        "GPipe": pipelined(place, pipelining.ScheduleGPipe, 2),
+        "1F1B": pipelined(place, pipelining.Schedule1F1B, 2),
+        "interleaved": pipelined(place, pipelining.ScheduleInterleaved1F1B, 4),
     }
 
 
@@ -258,7 +243,7 @@ def cast_one_module_before_first_forward(place: Place) -> Record:
     """Makes other units mixed than were sharded."""
     model = sharded_stack(place)
     block = model.blocks[0]
-    (block.layers[0] if place.is_mixed else block).to(BF16)
+    (block.layers[0] if place.is_mixed else block).to(layers.BF16)
     return train(model, place)
 
 
@@ -298,7 +283,7 @@ def log_messages(place: Place) -> Record:
 @seen_alike
 def memory_tracker(place: Place) -> Record:
     model = sharded_stack(place)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=layers.LR, momentum=0.9)
     x = batch_of(0, place.rank)
     tracker = FSDPMemTracker(model, optimizer)
     tracker.track_inputs((x,))
@@ -342,7 +327,7 @@ def watching(original: Callable[..., Any], seen: list[Any]) -> Callable[..., Any
         bound = signature.bind(*args, **kwargs).arguments
         first = next(iter(bound.values()))
         group = getattr(first, "param_group", first)  # of an autograd context
-        what = {name: describe(arg) for name, arg in bound.items()}
+        what = {name: common.describe(arg) for name, arg in bound.items()}
         seen.append((getattr(group, "_module_fqn", None), what))
         return original(*args, **kwargs)
 

@@ -17,14 +17,7 @@ from fsdp_helpers.common.scenarios import Place, Scenarios
 from fsdp_helpers.common.utils import record_collectives
 from fsdp_helpers.parity import modes
 from fsdp_helpers.parity.models import mixed_tower, uniform_tower
-from fsdp_helpers.parity.modes import (
-    Batches,
-    BY_DTYPE,
-    Mode,
-    MODES,
-    one_backward,
-    train,
-)
+from fsdp_helpers.parity.modes import Mode
 
 import torch
 import torch.nn as nn
@@ -66,7 +59,7 @@ def watched(
 ) -> Callable[..., Any]:
     """Notes the last step's collectives and profiler ranges, in their order."""
 
-    def run(model: nn.Module, batches: Batches) -> torch.Tensor:
+    def run(model: nn.Module, batches: modes.Batches) -> torch.Tensor:
         if batches.step < modes.STEPS - 1:
             return step(model, batches)
         cpu = torch.profiler.ProfilerActivity.CPU
@@ -104,7 +97,7 @@ def run_mode(mode: Mode, model: nn.Module, place: Place, mesh: Any = None) -> Re
     mesh = mesh or (place.pairs if mode.is_hybrid else place.mesh)
     observed = replace(mode, step=step, prepare=prepare)
     with noting_post_backwards(held):
-        record = train(observed, model, mesh, place.rank, "cpu")
+        record = modes.train(observed, model, mesh, place.rank, "cpu")
     left = [unit for unit in units_of(model) if has_something_left(unit)]
     return record | seen | {"left": len(left), "comms": comms_of(model)}
 
@@ -180,7 +173,7 @@ def add_case(
 def train_tower(mode: Mode, place: Place, mesh: DeviceMesh | None = None) -> Record:
     model = mixed_tower() if place.is_mixed else uniform_tower(mode.dtype)
     if place.is_by_dtype:
-        mode = replace(mode, shard=BY_DTYPE[mode.shard])
+        mode = replace(mode, shard=modes.BY_DTYPE[mode.shard])
     return run_mode(mode, model, place, mesh)
 
 
@@ -191,7 +184,7 @@ def add_mode(name: str, mode: Mode, **kwargs: Any) -> None:
     add_case(name, kinds=mode.kinds, ranks=mode.ranks, **kwargs)(run)
 
 
-for _name, _mode in MODES.items():
+for _name, _mode in modes.MODES.items():
     add_mode(_name, _mode)
 
 
@@ -207,7 +200,7 @@ def train_children(
     model: nn.Module,
     place: Place,
     prepare: Any = None,
-    step: Any = one_backward,
+    step: Any = modes.one_backward,
     **kwargs: Any,
 ) -> Record:
     """Trains a sequence of blocks, cut with these arguments of ``fully_shard``."""

@@ -13,15 +13,8 @@ from unittest import mock
 from fsdp_helpers.common.parity_layers import FP16, groups_of, Record, units_of
 from fsdp_helpers.common.scenarios import Place
 from fsdp_helpers.common.utils import shard_blocks
-from fsdp_helpers.parity.cases import (
-    add_case,
-    add_mode,
-    cut_children,
-    REFUSALS,
-    run_mode,
-    train_children,
-    train_tower,
-)
+from fsdp_helpers.parity import cases
+from fsdp_helpers.parity.cases import add_case, add_mode, train_children, train_tower
 from fsdp_helpers.parity.models import Offsets, stack_of, Waves
 from fsdp_helpers.parity.modes import each_unit, Mode, UNIFORM
 
@@ -29,18 +22,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 import torch.nn as nn
+from torch.distributed import fsdp
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    DataParallelMeshDims,
-    share_comm_ctx,
-)
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_common import (
-    FSDPMeshInfo,
-    ShardPlacementResult,
-)
+from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import distribute_tensor, DTensor, Replicate, Shard
 
@@ -70,9 +57,7 @@ class Scatter(ReduceScatter):
     """Notes the groups that it sends over."""
 
     groups: set[str] = set()  # by description, of all in this process
-
-    def allocate(self, size: Any, *, dtype: Any, device: Any) -> torch.Tensor:
-        return torch.full(tuple(size), 77, dtype=dtype, device=device)
+    allocate = Gather.allocate
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
         Scatter.groups.add(group.group_desc)
@@ -246,7 +231,7 @@ def symmetric_memory(place: Place) -> Record:
 def two_meshes(place: Place) -> Record:
     """Gives vectors and single elements to a smaller group of ranks."""
     meshes = (place.mesh, place.singles["shard"])
-    infos = [FSDPMeshInfo(mesh, shard_mesh_dim=0) for mesh in meshes]
+    infos = [_fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0) for mesh in meshes]
 
     def place_param(param: nn.Parameter) -> ShardPlacementResult:
         return ShardPlacementResult(Shard(0), infos[param.ndim == 1])
@@ -258,7 +243,7 @@ def two_meshes(place: Place) -> Record:
 def three_meshes(place: Place) -> Record:
     """Which of a module's groups prefetches does not show with two of them."""
     meshes = place.mesh, place.pairs["shard"], place.singles["shard"]
-    infos = [FSDPMeshInfo(mesh, shard_mesh_dim=0) for mesh in meshes]
+    infos = [_fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0) for mesh in meshes]
 
     def place_param(param: nn.Parameter) -> ShardPlacementResult:
         return ShardPlacementResult(Shard(0), infos[param.ndim % 3])
@@ -287,7 +272,7 @@ def tensor_parallel(place: Place) -> Record:
             local = distribute_tensor(param.detach(), mesh, placements).to_local()
             data = DTensor.from_local(local.contiguous(), mesh, placements)
             waves.params[i] = nn.Parameter(data)
-    dims = DataParallelMeshDims(shard="dp")
+    dims = fsdp.DataParallelMeshDims(shard="dp")
     return train_children(model, place, mesh=mesh, dp_mesh_dims=dims)
 
 
@@ -298,10 +283,10 @@ def shared_context(place: Place) -> Record:
 
     def shard(model: nn.Module, **kwargs: Any) -> None:
         for part in model:
-            cut_children(part, place, **kwargs)
-        share_comm_ctx([*model])
+            cases.cut_children(part, place, **kwargs)
+        fsdp.share_comm_ctx([*model])
 
-    record = run_mode(Mode(shard=shard), model, place)
+    record = cases.run_mode(Mode(shard=shard), model, place)
     return record | {"contexts": len({id(g.comm_ctx) for g in groups_of(model)})}
 
 
@@ -319,7 +304,7 @@ def refused(pattern: str) -> Callable[[Callable[[Place], None]], None]:
     """Adds a case that raises, with what the error must say."""
 
     def add(run: Callable[[Place], None]) -> None:
-        REFUSALS[name := f"error_{run.__name__}"] = pattern
+        cases.REFUSALS[name := f"error_{run.__name__}"] = pattern
         add_case(name, ranks=4)(run)
 
     return add
@@ -335,7 +320,7 @@ def run_waves(model: nn.Module) -> None:
 
 @refused(r"on CPU.*'1\.0\.params\.0', device\(type='cuda', index=3")
 def offloaded_elsewhere(place: Place) -> None:
-    model = waves(place, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    model = waves(place, offload_policy=fsdp.CPUOffloadPolicy(pin_memory=False))
     run_waves(model)
     (group,) = groups_of(model[1])
     dtypes = {"dtype": torch.float32, "grad_dtype": torch.float32}

@@ -11,25 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fsdp_helpers.common.parity_layers import (
-    BF16,
-    FP16,
-    FP32,
-    loss_of,
-    LR,
-    Record,
-    shard_stack,
-    Stack,
-    train_steps,
-    units_of,
-)
+from fsdp_helpers.common import parity_layers as layers
+from fsdp_helpers.common.parity_layers import FP32, loss_of, Record, Stack, units_of
 from fsdp_helpers.common.utils import DEVICE_TYPE, hybrid_mesh, shard_mesh
-from fsdp_helpers.parity.models import (
-    batch_of,
-    mixed_tower,
-    parts_of,
-    uniform_tower,
-)
+from fsdp_helpers.parity import models
+from fsdp_helpers.parity.models import parts_of
 
 import torch
 import torch.nn as nn
@@ -51,7 +37,7 @@ class Batches:
     device: str
 
     def __getitem__(self, microbatch: int) -> torch.Tensor:
-        return batch_of(self.step, microbatch, self.rank).to(self.device)
+        return models.batch_of(self.step, microbatch, self.rank).to(self.device)
 
 
 # Of `MixedPrecisionPolicy`: param_dtype, reduce_dtype
@@ -181,7 +167,7 @@ def shard_root_only(model: Stack, **kwargs: Any) -> None:
 
 def policies_of(model: Stack) -> dict[str, MixedPrecisionPolicy]:
     """Returns one for each part, by its name."""
-    pairs = itertools.cycle(((FP32, None), (BF16, FP32), (None, BF16)))
+    pairs = itertools.cycle(((FP32, None), (layers.BF16, FP32), (None, layers.BF16)))
     return {
         name: MixedPrecisionPolicy(*pair, **UNCAST)
         for name, pair in zip(parts_of(model), pairs)
@@ -199,12 +185,12 @@ def shard_overrides(model: Stack, mp_policy: Any, **kwargs: Any) -> None:
     """Makes each block a unit, whose parts have the same policies by override."""
     patterns = {f"{name}.*": policy for name, policy in policies_of(model).items()}
     policy = MixedPrecisionPolicy.by_name(model, patterns, **UNCAST)
-    shard_stack(model, mp_policy=policy, **kwargs)
+    layers.shard_stack(model, mp_policy=policy, **kwargs)
 
 
 # How the release is to cut a mixed tower where this branch cuts it so
 BY_DTYPE = {
-    shard_stack: shard_dtypes,
+    layers.shard_stack: shard_dtypes,
     shard_root_only: shard_dtypes,
     shard_blocks_as_group: shard_dtypes_as_groups,
     shard_overrides: shard_policies,
@@ -255,7 +241,7 @@ def step_in_backward(model: Stack) -> None:
 
     def step(param: torch.Tensor) -> None:
         with torch.no_grad():
-            param.sub_(param.grad, alpha=LR)
+            param.sub_(param.grad, alpha=layers.LR)
         param.grad = None
 
     for param in model.parameters():
@@ -274,7 +260,7 @@ class Mode:
     dtype: torch.dtype = FP32  # of a uniform tower
     policy: Policy = (None, None)
     kwargs: dict[str, Any] = field(default_factory=dict)  # of `fully_shard`
-    shard: Callable[..., Any] = shard_stack
+    shard: Callable[..., Any] = layers.shard_stack
     prepare: Callable[[Any], None] | None = None
     step: Callable[[Any, Batches], torch.Tensor] = one_backward
     # Over two ranks the bits of a sum depend on no order, nor on any layout
@@ -291,8 +277,8 @@ _DEFERRED: dict[str, Any] = {"step": defer_all_reduce, "is_hybrid": True, "ranks
 MODES: dict[str, Mode] = {
     "plain": Mode(),
     "overrides": Mode(MIXED, shard=shard_overrides),
-    "param_bf16_reduce_fp32": Mode(policy=(BF16, FP32)),
-    "reduce_bf16": Mode(policy=(None, BF16)),
+    "param_bf16_reduce_fp32": Mode(policy=(layers.BF16, FP32)),
+    "reduce_bf16": Mode(policy=(None, layers.BF16)),
     "root_only": Mode(shard=shard_root_only),
     "two_forwards_resharded": Mode(kwargs=_RESHARD, step=two_forwards),
     "backward_twice": Mode(step=backward_twice),
@@ -307,12 +293,12 @@ MODES: dict[str, Mode] = {
     "unfrozen_later": Mode(prepare=freeze_first_block, step=thaw_and_freeze),
     "unused_by_rank": Mode(UNIFORM, prepare=reduce_unused, step=skip_by_rank),
     "cpu_offload_accumulate": Mode(
-        policy=(BF16, FP32), kwargs=_OFFLOAD, step=accumulate
+        policy=(layers.BF16, FP32), kwargs=_OFFLOAD, step=accumulate
     ),
     "overrides_accumulate": Mode(
         MIXED, shard=shard_overrides, kwargs=_OFFLOAD, step=accumulate
     ),
-    "divide_fp16": Mode(UNIFORM, dtype=FP16, prepare=divide_by_six),
+    "divide_fp16": Mode(UNIFORM, dtype=layers.FP16, prepare=divide_by_six),
     "two_input_buffers_in_one_block": Mode(prepare=keep_two_inputs_of_one_block),
     "step_in_backward": Mode(prepare=step_in_backward),
     "hybrid_deferred": Mode(**_DEFERRED),
@@ -341,7 +327,7 @@ def train(
     def run(step: int) -> torch.Tensor:
         return mode.step(model, Batches(step, rank, device))
 
-    record = train_steps(model, run, range(STEPS))
+    record = layers.train_steps(model, run, range(STEPS))
     return {f"step {what}": bits for what, bits in record.items()}
 
 
@@ -359,7 +345,9 @@ def train_with(
         mode.shard(model, **kwargs)
         setter(model)
 
-    model = mixed_tower() if kind == "mixed" else uniform_tower(mode.dtype)
+    model = (
+        models.mixed_tower() if kind == "mixed" else models.uniform_tower(mode.dtype)
+    )
     mesh = hybrid_mesh(2) if mode.is_hybrid else shard_mesh(ranks)
     if not mode.is_hybrid:
         rank %= ranks

@@ -13,24 +13,9 @@ from unittest import mock
 
 from fsdp_helpers.common.parity_layers import Record
 from fsdp_helpers.common.scenarios import Place
+from fsdp_helpers.parity import models, modes
 from fsdp_helpers.parity.cases import add_case, train_children, train_tower
-from fsdp_helpers.parity.models import (
-    BF16,
-    Extended,
-    extended_stack,
-    Fp8,
-    FP32,
-    HighLow,
-    stack_of,
-    Waves,
-)
-from fsdp_helpers.parity.modes import (
-    Batches,
-    gradients_add_up,
-    Mode,
-    one_backward,
-    step_in_backward,
-)
+from fsdp_helpers.parity.models import BF16, Extended, Fp8, FP32, stack_of, Waves
 
 import torch
 import torch.nn as nn
@@ -71,10 +56,10 @@ def loaded_by_assignment(place: Place) -> Record:
         values = {name: doubled(value) for name, value in model.state_dict().items()}
         model.load_state_dict(values, assign=True)
 
-    def step(model: nn.Module, batches: Batches) -> torch.Tensor:
+    def step(model: nn.Module, batches: modes.Batches) -> torch.Tensor:
         if batches.step == 1:
             load(model)
-        return one_backward(model, batches)
+        return modes.one_backward(model, batches)
 
     return train_children(stack_of(Waves, place.dtypes), place, load, step)
 
@@ -143,20 +128,20 @@ def play_pinned_memory(place: Place, **settings: Any) -> Record:
         mock.patch.object(FSDPParamGroup, "post_backward", noting_reduction),
     ):
         kwargs = {"offload_policy": CPUOffloadPolicy(pin_memory=True)}
-        record = train_tower(Mode(kwargs=kwargs, **settings), place)
+        record = train_tower(modes.Mode(kwargs=kwargs, **settings), place)
     return record | {"copies": copies}
 
 
-add_case("pinned_add_up")(partial(play_pinned_memory, step=gradients_add_up))
+add_case("pinned_add_up")(partial(play_pinned_memory, step=modes.gradients_add_up))
 add_case("pinned_step_in_backward")(
-    partial(play_pinned_memory, prepare=step_in_backward)
+    partial(play_pinned_memory, prepare=modes.step_in_backward)
 )
 
 
 def train_extensions(
     place: Place, kind: type[Extended], rows: int = 5, **kwargs: Any
 ) -> Record:
-    model = extended_stack(kind, rows, place.dtypes[1:])  # extensions are fp32
+    model = models.extended_stack(kind, rows, place.dtypes[1:])  # extensions are fp32
     before = Extended.gathers
     record = train_children(model, place, **kwargs)
     return record | {"gathers": Extended.gathers - before}
@@ -166,8 +151,8 @@ _OFFLOAD = CPUOffloadPolicy(pin_memory=False)
 EXTENSIONS: dict[str, dict[str, Any]] = {
     "fp8_policy": {"kind": Fp8, "mp_policy": MixedPrecisionPolicy(BF16, FP32)},
     "fp8_offload": {"kind": Fp8, "rows": 8, "offload_policy": _OFFLOAD},
-    "highlow_fewer_rows_than_ranks": {"kind": HighLow, "rows": 1},
-    "highlow_no_reshard": {"kind": HighLow, "reshard_after_forward": False},
+    "highlow_fewer_rows_than_ranks": {"kind": models.HighLow, "rows": 1},
+    "highlow_no_reshard": {"kind": models.HighLow, "reshard_after_forward": False},
 }
 for _name, _settings in EXTENSIONS.items():
     add_case(_name)(partial(train_extensions, **_settings))

@@ -6,17 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from fsdp_helpers.common.parity_layers import (
-    batch_of,
-    BF16,
-    FP32,
-    gradients,
-    groups_of,
-    Record,
-    Stack,
-    stack,
-    units_of,
-)
+from fsdp_helpers.common import parity_layers as layers
+from fsdp_helpers.common.parity_layers import BF16, FP32, gradients, groups_of, Record
 from fsdp_helpers.common.release_rules import HAS_SPMD_TYPES, IS_2_15
 from fsdp_helpers.common.scenarios import one_backward, Place, train
 from fsdp_helpers.parity.models import extended_stack, HighLow
@@ -60,7 +51,7 @@ def storage_that_is_kept(place: Place) -> Record:
     for step, is_kept in enumerate((True, True, False)):
         model.set_keep_unsharded_storage(is_kept)
         record |= train(model, place, steps=range(step, step + 1))
-        for unit in units_of(model):
+        for unit in layers.units_of(model):
             unit.reshard()
         params = [param for group in groups_of(model) for param in group.fsdp_params]
         outputs = [output for param in params for output in param.all_gather_outputs]
@@ -82,7 +73,7 @@ def error_of(action: Callable[[], Any]) -> str | None:
 
 
 def two_backwards(
-    model: Stack, place: Place, step: int, *, how: str, seen: list[Any]
+    model: layers.Stack, place: Place, step: int, *, how: str, seen: list[Any]
 ) -> torch.Tensor:
     """The first reduces nothing, nor does the second if it is finalized by hand."""
     by_hand = how != "plain"
@@ -95,7 +86,7 @@ def two_backwards(
         model.set_requires_gradient_sync(True)
         handle = model.finalize_backward(async_op=how == "in background")
         if handle is not None:
-            seen.append(error_of(lambda: model(batch_of(0, place.rank))))
+            seen.append(error_of(lambda: model(layers.batch_of(0, place.rank))))
             seen.append(error_of(model.finalize_backward))
             handle.wait()
     return loss
@@ -235,7 +226,7 @@ def grad_dtypes_of_all(place: Place) -> Record:
         ("reduce_bf16", BF16, FP32),
         ("bf16", BF16, BF16),
     ):
-        model = set_grad_dtypes(stack((stored, stored)), dtype)
+        model = set_grad_dtypes(layers.stack((stored, stored)), dtype)
         model = place.sharded(policy, model)
         losses = [one_backward(model, place, step).item() for step in range(2)]
         record[f"{policy} {stored} {dtype}"] = dict(gradients(model)) | {"": losses}

@@ -17,28 +17,11 @@ from typing import Any
 from unittest import mock
 
 import fsdp_helpers.plugins.later_releases  # noqa: F401  # adds its scenarios
-from fsdp_helpers.common.parity_layers import (
-    batch_of,
-    BF16,
-    digest,
-    FP32,
-    gradients,
-    groups_of,
-    loss_of,
-    parameters,
-    Record,
-    Stack,
-    units_of,
-)
+from fsdp_helpers.common import parity_layers as layers
+from fsdp_helpers.common import scenarios as common
+from fsdp_helpers.common.parity_layers import digest, FP32, groups_of, Record, Stack
 from fsdp_helpers.common.release_rules import IS_2_15
-from fsdp_helpers.common.scenarios import (
-    describe,
-    one_backward,
-    Place,
-    POLICIES,
-    Step,
-    train,
-)
+from fsdp_helpers.common.scenarios import describe, one_backward, Place, POLICIES, train
 from fsdp_helpers.parity.models import Extended
 from fsdp_helpers.plugins import mixed, of_both_kinds, scenario, SCENARIOS
 
@@ -240,7 +223,7 @@ def replaced_init_mp_dtypes(place: Place) -> Record:
     """By one that knows of one dtype for all, and by one that calls the original."""
     # Parameters of mixed units keep policies of their own
     overrides = {"param_dtype_override_fn": gain_in_fp32} if place.is_mixed else {}
-    policy = MixedPrecisionPolicy(BF16, FP32, **overrides)
+    policy = MixedPrecisionPolicy(layers.BF16, FP32, **overrides)
     record: Record = {"plain": train(place.sharded(mp_policy=policy), place)}
     units: list[str] = []
     for init in (init_like_a_plugin, FSDPParamGroup._init_mp_dtypes):
@@ -370,7 +353,7 @@ def list_of_parameters_changed(place: Place) -> Record:
         model = place.sharded()
         found = train(model, place)
         change(model)
-        found |= {f"changed {name}": bits for name, bits in parameters(model)}
+        found |= {f"changed {name}": bits for name, bits in layers.parameters(model)}
         record[change.__name__] = found | train(model, place, steps=range(2, 4))
     return record
 
@@ -427,13 +410,13 @@ def replaced_wait_for_unshard_and_post_forward(place: Place) -> Record:
 # What HSDP keeps #
 
 
-def deferred(change: Callable[[FSDPParamGroup], Any], seen: list[Any]) -> Step:
+def deferred(change: Callable[[FSDPParamGroup], Any], seen: list[Any]) -> common.Step:
     """Returns a step of two microbatches, of which the second is all-reduced."""
 
     def run(model: Stack, place: Place, step: int) -> torch.Tensor:
         for i in range(2):
             model.set_requires_all_reduce(i == 1)
-            loss = loss_of(model(batch_of(step, i, place.rank)))
+            loss = layers.loss_of(model(layers.batch_of(step, i, place.rank)))
             loss.backward()
             for group in groups_of(model):
                 seen.append(digest(group._partial_reduce_output))
@@ -517,7 +500,7 @@ def state_dict_hooks(place: Place) -> Record:
     record: Record = train(model, place)
     group = groups_of(model)[1]
     for when in ("attached", "detached"):
-        for unit in units_of(model):
+        for unit in layers.units_of(model):
             unit.unshard()
         state_dict = model.state_dict()
         record[when] = {name: type(v).__name__ for name, v in state_dict.items()}
@@ -554,7 +537,7 @@ def extension_after_lazy_init(place: Place) -> Record:
     sharded._local_tensor = Doubled(sharded._local_tensor.detach())
     fsdp_param._init_extensions()
     one_backward(model, place, 2)
-    return dict(gradients(model))
+    return dict(layers.gradients(model))
 
 
 if __name__ == "__main__":

@@ -29,25 +29,11 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from fsdp_helpers.common.parity_layers import (
-    digest,
-    gradients,
-    LR,
-    parameters,
-    Record,
-    units_of,
-)
+from fsdp_helpers.common import parity_layers as layers
+from fsdp_helpers.common.parity_layers import Record, units_of
 from fsdp_helpers.common.scenarios import IS_BRANCH, Place, RANKS, Scenario, Scenarios
-from fsdp_helpers.random.cases import (
-    Case,
-    draw_case,
-    fill,
-    FP32,
-    Model,
-    run_forward,
-    run_microbatch,
-    shard_model,
-)
+from fsdp_helpers.random import cases
+from fsdp_helpers.random.cases import Case, Model, run_forward
 
 import torch
 import torch.distributed as dist
@@ -134,14 +120,14 @@ LATER_ACTIONS = {*ACTIONS} - {"save", "evaluate", "reshard", "unshard", "unshard
 @functools.cache
 def draw(number: int) -> Case:
     rng = random.Random(number)
-    case = draw_case(rng, (RANKS,), uniform_steps=STEPS)
+    case = cases.draw_case(rng, (RANKS,), uniform_steps=STEPS)
     if rng.random() < 0.6:  # most often without a policy
         case = replace(case, param_dtype=None, reduce_dtype=None)
     never = set()
     if case.parallelism == "replicate" or case.reshard == 2:
         never = {"reshard_after_forward", "keep_after_forward"}
     has_policy = case.param_dtype is not None or case.reduce_dtype is not None
-    if has_policy or case.blocks[0][0].dtype != FP32:
+    if has_policy or case.blocks[0][0].dtype != cases.FP32:
         never.add("freeze_a_block")
     steps = []
     for n, step in enumerate(case.steps):
@@ -163,7 +149,7 @@ def optimize(model: Model, to_none: bool) -> None:
     with torch.no_grad():
         for param in model.parameters():
             if param.grad is not None:
-                param.to_local().sub_(LR * param.grad.to_local())
+                param.to_local().sub_(layers.LR * param.grad.to_local())
     model.zero_grad(set_to_none=to_none)
 
 
@@ -234,8 +220,8 @@ def _describe(value: Any) -> Any:
 
 def run_steps(case: Case) -> list[Record]:
     """Returns what is seen of each step, and at last of the parameters."""
-    model = shard_model(case, "cpu")
-    fill(model, 0)
+    model = cases.shard_model(case, "cpu")
+    cases.fill(model, 0)
     save(model)
     watch, records = Watch(), []
     with watch.watching():
@@ -244,14 +230,16 @@ def run_steps(case: Case) -> list[Record]:
                 ACTIONS[action](model)
             record: Record = {"actions": step.actions}
             for batch in range(len(step.microbatches)):
-                loss = run_microbatch(model, number, batch)
+                loss = cases.run_microbatch(model, number, batch)
                 seen = [block.seen.values() for block in model.all_blocks()]
                 tensors = [loss, *(value for values in seen for value in values)]
-                record[f"microbatch {batch}"] = [digest(each) for each in tensors]
-            record |= watch.take() | dict(gradients(model))
+                record[f"microbatch {batch}"] = [
+                    layers.digest(each) for each in tensors
+                ]
+            record |= watch.take() | dict(layers.gradients(model))
             optimize(model, step.to_none)
             records.append(record)
-    return [*records, dict(parameters(model))]
+    return [*records, dict(layers.parameters(model))]
 
 
 def run_case(place: Place, number: int) -> Record:

@@ -21,16 +21,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp as fsdp_package
 import torch.nn as nn
+from torch.distributed import fsdp as fsdp_package
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    CPUOffloadPolicy,
-    fully_shard,
-    MixedPrecisionPolicy,
-)
+from torch.distributed.fsdp import BackwardPrefetch, MixedPrecisionPolicy
 from torch.distributed.tensor import distribute_tensor, Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -320,10 +315,12 @@ def shard_model(case: Case, device: str) -> Model:
     mesh = init_device_mesh(device, case.mesh, mesh_dim_names=names)
     kwargs: dict[str, Any] = {"mesh": mesh, "mp_policy": _policy(case, model)}
     if case.offloads:
-        kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=device != "cpu")
+        kwargs["offload_policy"] = fsdp_package.CPUOffloadPolicy(
+            pin_memory=device != "cpu"
+        )
     apply = replicate
     if case.parallelism != "replicate":
-        apply = fully_shard
+        apply = fsdp_package.fully_shard
         kwargs["reshard_after_forward"] = case.reshard
         if case.shards_columns:  # where they divide, as they must
             kwargs["shard_placement_fn"] = lambda param: (

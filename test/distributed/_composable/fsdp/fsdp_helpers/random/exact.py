@@ -5,17 +5,8 @@ Compares a case with what its gradients must be, see [Note: Given gradients] in
 
 from __future__ import annotations
 
-from fsdp_helpers.random.cases import (
-    Case,
-    fill,
-    FP16,
-    local_of,
-    Model,
-    run_microbatch,
-    shard_model,
-    values_of,
-    weights_of,
-)
+from fsdp_helpers.random import cases
+from fsdp_helpers.random.cases import Case, local_of, Model
 
 import torch
 import torch.distributed as dist
@@ -23,11 +14,11 @@ import torch.distributed as dist
 
 def check_case(case: Case, device: str) -> None:
     """Runs the case on this rank; raises AssertionError if a step is not right."""
-    model = shard_model(case, device)
+    model = cases.shard_model(case, device)
     for number, step in enumerate(case.steps):
-        fill(model, number)
+        cases.fill(model, number)
         for batch in range(len(step.microbatches)):
-            run_microbatch(model, number, batch)
+            cases.run_microbatch(model, number, batch)
             _check_seen(model, number, batch)
         _check_gradients(model, number)
         model.zero_grad()
@@ -39,7 +30,7 @@ def _check_seen(model: Model, step: int, batch: int) -> None:
     microbatch = case.microbatches(step, dist.get_rank())[batch]
     for block, i, param in case.params():
         if microbatch.uses(block, i):
-            values = values_of(case, step, block, i)
+            values = cases.values_of(case, step, block, i)
             expected = values.to(case.compute_dtype(param))
             seen = blocks[block].seen[i].cpu()
             assert seen.dtype == expected.dtype, f"{block}.p{i} is in {seen.dtype}"
@@ -81,13 +72,13 @@ def _exact_gradient(
     by_rank = [case.microbatches(step, rank) for rank in range(case.ranks)]
     is_used = torch.tensor([[m.uses(block, i) for m in mine] for mine in by_rank])
     names = 2 if param.has_two_names else 1
-    given = names * weights_of(case, step, block, i).double()[is_used]
+    given = names * cases.weights_of(case, step, block, i).double()[is_used]
     divisor = case.divide_factor or case.ranks
     dtypes = {param.dtype, case.compute_dtype(param), case.reduce_dtype_of(param)}
     dtypes.add(param.grad_dtype or param.dtype)
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
     roundings = case.ranks + 2 * len(by_rank[0]) + 5
-    subnormals = roundings * 2.0**-24 if FP16 in dtypes else 0.0
+    subnormals = roundings * 2.0**-24 if cases.FP16 in dtypes else 0.0
     bound = roundings * eps / 2 * given.abs().sum(0) + subnormals * case.ranks
     return given.sum(0) / divisor, bound / divisor + subnormals
 
