@@ -279,8 +279,7 @@ def unshard_single_rank(cache: ParamGroupCache, device: torch.device) -> None:
     outputs = cache.alloc_outputs(plan.dtypes, plan.numels, 1, device)
     targets = [output.data for output in outputs.tensors]  # see `_make_columns`
     if cache._has_extensions:  # see `prepare_gather`
-        dtypes = chain.from_iterable(plan.dtypes)
-        targets = [target.view(dtype) for target, dtype in zip(targets, dtypes)]
+        targets = [t.view(d) for t, d in zip(targets, chain(*plan.dtypes))]
     copies.copy_each(targets, tensors)
 
 

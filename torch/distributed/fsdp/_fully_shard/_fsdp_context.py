@@ -94,8 +94,7 @@ class FSDPCommContext:
         self.joined_reductions_task: int = -1  # the backward whose end reduces them
         self.post_forward_order: list[Any] = []  # the last backward clears it
         self.num_forwards: int = 0  # each but the first looks for traces
-        # Whether a later forward than the first began under autocast
-        self.autocasts: bool = False
+        self.autocasts: bool = False  # whether any but the first began under autocast
         # While a user's handle has not been waited for (2.15)
         self.active_gradient_reduction: _GradientReductionState | None = None
 

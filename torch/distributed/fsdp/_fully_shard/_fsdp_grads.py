@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import _get_device_handle
 
 from . import _fsdp_layout as layouts
-from ._fsdp_common import TrainingState
 from ._fsdp_direct import can_be_direct
 from ._fsdp_errors import listed
 from ._fsdp_layout import BucketKey, count_pieces, ReduceBucket, ReduceSlot
@@ -296,8 +295,8 @@ def reduce_late_grads(group: Any) -> None:
             stacklevel=2,
         )
     elif late:
-        group.post_backward()
-        group._training_state = TrainingState.IDLE
+        with group.use_training_state(group._training_state):  # as it is after it
+            group.post_backward()
 
 
 # Deferred all-reduces #
@@ -358,16 +357,19 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
 
     def _get_output(self, reduction: Reduction, bucket: ReduceBucket) -> Tensor | None:
         """Returns the partial reduces of a bucket's parameters, laid out like it."""
-        members = {*bucket.params}
-        partials = [p for p in self.values() if members & {*p.bucket.params}]
-        if not partials or [partial.bucket for partial in partials] == [bucket]:
-            return partials[0].output if partials else None
-        handle = _get_device_handle(reduction.device.type)
-        stream = reduction.reduce_scatter_stream
-        # New memory may have been freed after waits of the current stream only
-        stream.wait_stream(handle.current_stream())
-        with handle.stream(stream):
-            return relayout(partials, bucket, reduction.scaling)
+        output, stream = None, reduction.reduce_scatter_stream
+        for partial in self.values():
+            if partial.bucket == bucket:
+                return partial.output
+            if {*bucket.params}.isdisjoint(partial.bucket.params):
+                continue
+            # New memory may have been freed after waits of the current stream only
+            handle = _get_device_handle(reduction.device.type)
+            stream.wait_stream(handle.current_stream())
+            with handle.stream(stream):
+                moved = relayout(*partial, bucket, reduction.scaling)
+                output = moved if output is None else output + moved
+        return output
 
     def assign(self, group: Any, output: Tensor) -> None:
         """Makes ``output`` (1D) the only partial reduce. Raises if it fits no bucket."""

@@ -647,8 +647,7 @@ class FSDPParamGroup(PluginNames):
         """Starts the gathers that were to wait for the end of this group's backward."""
         targets, self._to_prefetch_after = self._to_prefetch_after, []
         for target in targets:
-            # Not that of a child, which has ended before: its forwards are used up
-            if target._post_forward_indices:
+            if target._post_forward_indices:  # else its backward is over: a child's
                 self._prefetch_unshard(target, "backward")
 
     @staticmethod

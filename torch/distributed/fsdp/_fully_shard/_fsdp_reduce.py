@@ -32,7 +32,6 @@ the reduced shard may be the reduction's input.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -61,7 +60,7 @@ from ._fsdp_scaling import (
     all_reduce_in_tree,
     Factors,
     get_divide_factors,
-    get_partial_divisor,
+    get_remaining_divisor,
     Scaling,
 )
 
@@ -617,28 +616,18 @@ def _all_to_all(reduction: Reduction, parts: Sequence[BucketGrads]) -> None:
 
 @without_grad
 def relayout(
-    partials: Sequence[tuple[ReduceBucket, Tensor]],
-    target_bucket: ReduceBucket,
-    scaling: Scaling,
+    bucket: ReduceBucket, shard: Tensor, target_bucket: ReduceBucket, scaling: Scaling
 ) -> Tensor:
-    """
-    Lays a rank's partial reduces (1D) out as one of another bucket, divided as there and
-    in a dtype that holds all, with zeros in new slots.
-    """
-    dtypes = [target_bucket.dtype, *[shard.dtype for _, shard in partials]]
-    dtype = functools.reduce(torch.promote_types, dtypes)
-    target = partials[0][1].new_zeros(target_bucket.shard_numel, dtype=dtype)
-    target_divisor = get_partial_divisor(target_bucket.key, scaling)
-    for bucket, shard in partials:
-        factor = get_partial_divisor(bucket.key, scaling) / target_divisor
-        starts = dict(zip(bucket.params, bucket.starts))
-        for slot, target_start in zip(target_bucket.slots, target_bucket.starts):
-            if (start := starts.get(slot.param)) is not None:
-                piece = target.narrow(0, target_start, slot.shard_numel)
-                piece.copy_(shard.narrow(0, start, slot.shard_numel))
-                if factor != 1:
-                    piece.mul_(factor)
-    return target
+    """Lays a rank's 1D partial reduce out as another bucket's, zeros in new slots."""
+    dtype = torch.promote_types(shard.dtype, target_bucket.dtype)
+    target = shard.new_zeros(target_bucket.shard_numel, dtype=dtype)
+    starts = dict(zip(bucket.params, bucket.starts))
+    for slot, target_start in zip(target_bucket.slots, target_bucket.starts):
+        if (start := starts.get(slot.param)) is not None:
+            piece = shard.narrow(0, start, slot.shard_numel)
+            target.narrow(0, target_start, slot.shard_numel).copy_(piece)
+    new, old = (get_remaining_divisor(b.key, scaling) for b in (target_bucket, bucket))
+    return target if new == old else target.mul_(new / old)
 
 
 # Phase 3: over replicas, and into sharded gradients #

@@ -107,13 +107,10 @@ def get_divide_factors(key: BucketKey, scaling: Scaling) -> Factors:
     return before, after, op, all_reduce_op
 
 
-def get_partial_divisor(key: BucketKey, scaling: Scaling) -> float:
-    """Returns what a bucket's partial reduces have been divided by."""
-    before, _, op, _ = get_divide_factors(key, scaling)
-    shards, by_op = _size(scaling.reduce_scatter_group), 1.0
-    if shards > 1 and op != ReduceOp.SUM:
-        by_op = shards if op == ReduceOp.AVG else scaling.factor or 1.0
-    return by_op * (before or 1.0)
+def get_remaining_divisor(key: BucketKey, scaling: Scaling) -> float:
+    """Returns what a bucket's partial reduce is still to be divided by."""
+    _, after, _, op = get_divide_factors(key, scaling)
+    return (after or 1) * (_size(scaling.all_reduce_group) if op == ReduceOp.AVG else 1)
 
 
 def _size(group: dist.ProcessGroup | None) -> int:
