@@ -26,7 +26,6 @@ import torch._dynamo
 import torch.nn as nn
 from torch.distributed import fsdp
 from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
@@ -64,20 +63,16 @@ class Run:
     """One rank, on which one wrong use is tried."""
 
     device: torch.device
-    mesh: DeviceMesh
     # Of what can go on: how to undo what was wrong, before `reset_iter_state`
     root: Any = None
     undo: Callable[[], object] | None = None
     blocks: list[Any] = field(default_factory=list)
 
-    def fully_shard(self, module: Any, **kwargs: Any) -> Any:
-        return fully_shard(module, **{"mesh": self.mesh, **kwargs})
-
     def model(self, **kwargs: Any) -> Any:
         """Returns two blocks, each a unit, in a root that is one as well."""
         self.blocks = [Scaled().to(self.device) for _ in range(2)]
         model = nn.Sequential(*self.blocks)
-        self.root = shard_blocks(model, mesh=self.mesh, **kwargs)
+        self.root = shard_blocks(model, mesh=shard_mesh(), **kwargs)
         return self.root
 
     def trained(self, **kwargs: Any) -> Any:
@@ -97,8 +92,8 @@ class Run:
         return torch.ones(size, device=self.device).to(dtype)
 
     def replicated(self) -> DTensor:
-        values = self.ones(DIM)
-        return DTensor.from_local(values, self.mesh, [Replicate()], run_check=False)
+        values, mesh = self.ones(DIM), shard_mesh()
+        return DTensor.from_local(values, mesh, [Replicate()], run_check=False)
 
 
 # Prepares what is needed, and returns the call that must raise
@@ -126,7 +121,7 @@ def add(kind: type[Exception], text: str, **cases: Case) -> None:
 def sharding(module: Callable[[Run], nn.Module] | None = None, **kwargs: Any) -> Case:
     def case(run: Run) -> Callable[[], object]:
         unit = module(run) if module else Scaled()
-        return partial(run.fully_shard, unit, **kwargs)
+        return partial(fully_shard, unit, mesh=shard_mesh(), **kwargs)
 
     return case
 
@@ -139,7 +134,7 @@ def with_other(data: Callable[[Run], torch.Tensor]) -> Case:
 
 def child_of_a_unit(run: Run) -> nn.Module:
     child = Scaled()
-    run.fully_shard(nn.Sequential(child))
+    fully_shard(nn.Sequential(child), mesh=shard_mesh())
     return child
 
 
@@ -282,7 +277,7 @@ def replaced_after_unshard(run: Run, block: Any) -> None:
 def functional_call_first(run: Run) -> Callable[[], object]:
     model = run.model()
     computed = {"1.gain": model[1].gain * 2}
-    return lambda: functional_call(model, computed, (run.input(),))
+    return partial(functional_call, model, computed, (run.input(),))
 
 
 add(
@@ -457,7 +452,7 @@ def extension(
     def case(run: Run) -> Callable[[], object]:
         block = Scaled().to(run.device)
         block.gain = nn.Parameter(Wrong(block.gain.detach()))
-        model = run.fully_shard(nn.Sequential(run.fully_shard(block)))
+        model = shard_blocks(nn.Sequential(block), mesh=shard_mesh())
         return lambda: run.step(model)
 
     return case
@@ -485,7 +480,7 @@ def expected_grads(device: torch.device) -> list[torch.Tensor]:
     same input, so that their average is the same to the last bit.
     """
     model = nn.Sequential(Scaled(), Scaled()).to(device)
-    model(Run(device, None).input()).sum().backward()
+    model(Run(device).input()).sum().backward()
     return [param.grad for param in model.parameters()]
 
 
@@ -499,9 +494,6 @@ def check_text(test: TestCase, error: BaseException, text: str) -> None:
 class TestBadInput(FSDPProcessTest):
     """Ranks of which the last has no row."""
 
-    def run_here(self) -> Run:
-        return Run(self.device, shard_mesh())
-
     def check_step(self, run: Run, model: nn.Module, times: float = 1) -> None:
         run.step(model)
         grads = [param.grad.full_tensor() for param in model.parameters()]
@@ -511,7 +503,7 @@ class TestBadInput(FSDPProcessTest):
 
     @parametrize("name", CASES)
     def test_is_refused_and_training_goes_on(self, name: str) -> None:
-        (kind, expected, case), run = CASES[name], self.run_here()
+        (kind, expected, case), run = CASES[name], Run(self.device)
         call = case(run)
         with self.assertRaises(kind) as caught:
             call()
@@ -533,14 +525,14 @@ class TestBadInput(FSDPProcessTest):
         name_fn=lambda factor: type(factor).__name__,
     )
     def test_factors_of_any_sign_and_kind(self, factor: Any) -> None:
-        run = self.run_here()
+        run = Run(self.device)
         model = run.model(offload_policy=None)
         run.blocks[0].set_all_reduce_hook(None)
         for last in (4.0, factor):
             for block in run.blocks:
                 block.set_gradient_divide_factor(last)
-            by = run.mesh.size() if last is None else float(last)
-            self.check_step(run, model, run.mesh.size() / by)
+            by = self.world_size if last is None else float(last)
+            self.check_step(run, model, self.world_size / by)
             model.zero_grad()
 
     def test_reduce_buffers_may_be_wider(self) -> None:
@@ -548,14 +540,14 @@ class TestBadInput(FSDPProcessTest):
             def allocate(self, size: Any, *, dtype: Any, device: Any) -> Any:
                 return torch.empty(*size, dtype=FP64, device=device)
 
-        run = self.run_here()
+        run = Run(self.device)
         model = run.model()
         run.blocks[1].set_custom_reduce_scatter(Wider())
         self.check_step(run, model)
 
     def test_shards_may_be_compared_with_unsharded_parameters(self) -> None:
         """Each rank's, as its gradient is dropped after an evaluation."""
-        run = self.run_here()
+        run = Run(self.device)
         policy = MixedPrecisionPolicy(param_dtype=FP64)
         model = run.trained(reshard_after_forward=False, mp_policy=policy)
         run.step(model)

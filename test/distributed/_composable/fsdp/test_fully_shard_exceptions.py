@@ -19,15 +19,9 @@ from unittest import mock
 
 import pytest
 
-from fsdp_helpers.common import utils
+from fsdp_helpers.common import parity_layers, utils
 from fsdp_helpers.common.comms import FP32
-from fsdp_helpers.common.parity_layers import (
-    gradients,
-    loss_of,
-    LR,
-    parameters,
-    shard_stack,
-)
+from fsdp_helpers.common.parity_layers import gradients, loss_of, parameters
 from fsdp_helpers.parity import modes
 from fsdp_helpers.parity.models import batch_of, mixed_tower, parts_of
 
@@ -37,9 +31,7 @@ import torch.nn as nn
 from torch.distributed import fsdp
 from torch.distributed.fsdp._fully_shard import _fsdp_agreement as agreement
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
-from torch.distributed.fsdp._fully_shard import (
-    _fsdp_registrations as registrations,
-)
+from torch.distributed.fsdp._fully_shard import _fsdp_registrations as registrations
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_cache import ParamGroupCache
 from torch.distributed.tensor import DTensor
@@ -172,8 +164,10 @@ class SideBySide:
         self.twin: Any = copy.deepcopy(self.model)
         self.optimizers = []
         for each in (self.model, self.twin):
-            shard_stack(each, **{"mesh": utils.shard_mesh()} | kwargs)
-            self.optimizers.append(torch.optim.SGD(each.parameters(), lr=LR))
+            parity_layers.shard_stack(each, **{"mesh": utils.shard_mesh()} | kwargs)
+            self.optimizers.append(
+                torch.optim.SGD(each.parameters(), lr=parity_layers.LR)
+            )
         self._batch = 0
 
     def next_batch(self) -> torch.Tensor:

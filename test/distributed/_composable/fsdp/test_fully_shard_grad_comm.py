@@ -160,13 +160,7 @@ class TestKernel(TestCase):
             self.addCleanup(patch.stop)
 
     def rows(
-        self,
-        count: int,
-        numel: int,
-        dtype: torch.dtype,
-        *,
-        offset: int = 0,
-        gap: int = 0,
+        self, count: int, numel: int, dtype: torch.dtype, offset: int = 0, gap: int = 0
     ) -> torch.Tensor:
         """Returns rows with ``gap`` elements between them. First in each is -0.0."""
         generator = torch.Generator().manual_seed(count)
@@ -289,12 +283,11 @@ class GradCommTest(comms.ThreadTest):
         self,
         i: int,
         spec: Spec,
-        *,
-        comm: torch.dtype = BF16,
-        reduce: torch.dtype = FP32,
+        dtypes: Any = (BF16, FP32),
         divisor: float | None = None,
     ) -> torch.Tensor:
-        ranks = self.world_size
+        """In the dtypes to send in and to add in."""
+        ranks, (comm, reduce) = self.world_size, dtypes
         made = [given_weight(rank, i, spec).to(BF16) for rank in range(ranks)]
         total = add([grad.to(comm).to(reduce) for grad in made])
         return (total / (divisor or ranks)).to(spec.dtype)
@@ -302,7 +295,7 @@ class GradCommTest(comms.ThreadTest):
     def expected_mix(self, specs: Sequence[Spec], **how: Any) -> list[torch.Tensor]:
         """With :func:`policy_of_several`."""
         return [
-            self.expected(i, spec, comm=sent_in(i), reduce=added_in(i), **how)
+            self.expected(i, spec, (sent_in(i), added_in(i)), **how)
             for i, spec in enumerate(specs)
         ]
 
@@ -329,15 +322,12 @@ class TestMeshes(GradCommTest):
         specs = comms.mixed_specs(self.world_size)
         flat = [Spec(spec.size, spec.dtype) for spec in specs]
         expected = [self.expected(i, spec) for i, spec in enumerate(flat)]
-        if shards == 0:
-            module = Weighted(flat, utils.THREAD_DEVICE_TYPE)
-            replicate(module, mesh=self.mesh(), mp_policy=policy())
+        device, mesh = utils.THREAD_DEVICE_TYPE, self.mesh_over(shards or 8)
+        if shards:
+            module = comms.sharded(specs, mesh, device=device, mp_policy=policy())
         else:
-            how: dict[str, Any] = {
-                "device": utils.THREAD_DEVICE_TYPE,
-                "mp_policy": policy(),
-            }
-            module = comms.sharded(specs, self.mesh_over(shards), **how)
+            module = Weighted(flat, device)
+            replicate(module, mesh=mesh, mp_policy=policy())
         self.backward(module, specs)
         self.assert_all_same(self.full_grads(module), expected)
 

@@ -28,9 +28,9 @@ from fsdp_helpers.late_device.schedules import KINDS, Kit, record, SCHEDULES
 from fsdp_helpers.late_device.sites import Line
 
 import torch
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
 from torch.distributed.fsdp._fully_shard import _fsdp_reduce as reduce_file
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.testing._internal.common_utils import parametrize, run_tests
 
 
@@ -96,7 +96,7 @@ class TestSchedules(DeviceFreeTest):
     def test_backward_waits_for_a_part_of_a_unit(self) -> None:
         """Until all of its reduction is done, though no buffer here needs it."""
         waits: list[tuple[bool, bool]] = []
-        post_backward = param_group.FSDPParamGroup.post_backward
+        post_backward = FSDPParamGroup.post_backward
 
         def noting_wait(group: Any, *args: Any) -> None:
             earlier = group._post_reduce_event
@@ -107,9 +107,7 @@ class TestSchedules(DeviceFreeTest):
                 before = all_before(group.device_handle.current_stream())
                 waits.append((is_part, event.clock <= before))
 
-        with mock.patch.object(
-            param_group.FSDPParamGroup, "post_backward", noting_wait
-        ):
+        with mock.patch.object(FSDPParamGroup, "post_backward", noting_wait):
             record("part_of_a_unit_after_the_root", "mixed")
         # Three of four post-backwards of the unit come while its forward is not
         # complete, and only the fourth overlaps with what follows
@@ -124,25 +122,20 @@ class TestSchedules(DeviceFreeTest):
     def test_backward_waits_for_no_all_reduce_while_there_is_room(
         self, kind: str, ranks: tuple[int, int]
     ) -> None:
-        post_backward = param_group.FSDPParamGroup.post_backward
+        post_backward = FSDPParamGroup.post_backward
         waited: list[set[Entry]] = []
 
         def noting_waits(group: Any, *args: Any) -> None:
             post_backward(group, *args)
             context = group.comm_ctx
-            streams = (
-                group.device_handle.current_stream(),
-                context.reduce_scatter_stream,
-            )
-            entries = set().union(*map(all_before, streams))
+            current = group.device_handle.current_stream()
+            entries = all_before(current) | all_before(context.reduce_scatter_stream)
             waited.append({e for e in entries if e.stream is context.all_reduce_stream})
 
         def backward(kit: Kit) -> None:
             kit.backward(kit.sharded_net(mesh=kit.mesh(*ranks)))
 
-        with mock.patch.object(
-            param_group.FSDPParamGroup, "post_backward", noting_waits
-        ):
+        with mock.patch.object(FSDPParamGroup, "post_backward", noting_waits):
             record(backward, kind)
         self.assertEqual(waited, [set()] * 4)
 
