@@ -20,14 +20,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-    set_state_dict,
-    StateDictOptions,
-)
+from torch.distributed.checkpoint import state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, StateDictOptions
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.common_utils import parametrize, run_tests
 
@@ -61,15 +55,10 @@ class Training:
 
     def sharded(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer}
+        return {"model_state_dict": model, "optim_state_dict": optimizer}
 
     def load(self, state: dict[str, Any]) -> None:
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
+        state_dict.set_state_dict(self.model, self.optimizer, **state)
 
     def full(self) -> dict[str, Any]:
         """Returns a copy of all there is to save, by its path."""
@@ -95,7 +84,7 @@ def trained(mesh: DeviceMesh) -> Training:
     return training
 
 
-class CheckpointTest(utils.FSDPProcessTest):
+class TestCheckpoint(utils.FSDPProcessTest):
     def check_same(self, actual: dict[str, Any], expected: dict[str, Any]) -> None:
         self.assertEqual([*actual], [*expected])
         tensors = {k: v for k, v in expected.items() if isinstance(v, torch.Tensor)}
@@ -105,8 +94,6 @@ class CheckpointTest(utils.FSDPProcessTest):
         others = {path: actual[path] for path in expected if path not in tensors}
         self.assertEqual(others, {path: expected[path] for path in others})
 
-
-class TestDistributedCheckpoint(CheckpointTest):
     @parametrize("saved,loaded", [("all", "hybrid"), ("hybrid", "all")])
     def test_loads_over_another_mesh(self, saved: str, loaded: str) -> None:
         training = trained(MESHES[saved]())
@@ -120,22 +107,22 @@ class TestDistributedCheckpoint(CheckpointTest):
             other.load(state)
         self.check_same(other.full(), expected)
 
-
-class TestFullStateDict(CheckpointTest):
-    def test_loads_from_the_first_rank(self) -> None:
+    def test_full_state_dict_loads_from_the_first_rank(self) -> None:
         training = trained(utils.shard_mesh())
         expected = training.full()
         parts = get_state_dict(training.model, training.optimizer, options=FULL_ON_CPU)
         other = Training(utils.hybrid_mesh(utils.WORLD_SIZE // 2), seed=1)
         model_state, optimizer_state = parts if self.rank == 0 else ({}, {})
-        set_model_state_dict(other.model, model_state, options=FROM_FIRST_RANK)
-        set_optimizer_state_dict(
+        state_dict.set_model_state_dict(
+            other.model, model_state, options=FROM_FIRST_RANK
+        )
+        state_dict.set_optimizer_state_dict(
             other.model, other.optimizer, optimizer_state, options=FROM_FIRST_RANK
         )
         self.check_same(other.full(), expected)
 
     @parametrize("dtype", [None, FP32])
-    def test_loads_into_a_model_of_the_meta_device(
+    def test_full_state_dict_loads_into_a_model_of_the_meta_device(
         self, dtype: torch.dtype | None
     ) -> None:
         """Uniform into mixed and the other way round, from the first rank alone."""
@@ -148,9 +135,9 @@ class TestFullStateDict(CheckpointTest):
         dtypes = {name: param.dtype for name, param in model.named_parameters()}
         full = source.state_dict()
         given = dict(full) if self.rank == 0 else {}
-        set_model_state_dict(model, given, options=FROM_FIRST_RANK)
+        state_dict.set_model_state_dict(model, given, options=FROM_FIRST_RANK)
         cast = {name: tensor.to(dtypes[name]) for name, tensor in full.items()}
-        self.check_same(get_model_state_dict(model, options=FULL), cast)
+        self.check_same(state_dict.get_model_state_dict(model, options=FULL), cast)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,6 @@ of torch, its tests and vendors use of FSDP's modules.
 one process, on the release and on this branch. Units of one dtype come to the same as in
 the release; units of several dtypes come to the same as one unit of the release for each
 dtype, in numbers, and to the same as units of one dtype in everything else.
-
-Runs with pytest, python or ``torchrun --nproc-per-node 4``, where the first rank does
-all of it.
 """
 
 from __future__ import annotations
@@ -28,14 +25,8 @@ from fsdp_helpers.common.release_rules import IS_2_15
 from fsdp_helpers.common.scenario_test import ScenarioTest
 from fsdp_helpers.common.scenarios import RANKS
 from fsdp_helpers.common.utils import DeviceFreeTest, op_name
-from fsdp_helpers.composition.contract import (
-    DTYPES,
-    FACTOR_CASES,
-    FACTORS,
-    factors_of_branch,
-    FakeGroup,
-    REPLICAS,
-)
+from fsdp_helpers.composition import contract
+from fsdp_helpers.composition.contract import FACTOR_CASES, factors_of_branch
 from fsdp_helpers.composition.scenarios import PATCHES, SCENARIOS
 
 import torch
@@ -78,54 +69,36 @@ class TestComposition(ScenarioTest):
                 self.assertEqual(units, expected, patch)
 
 
-# Names of the release that are gone: its own helpers, and what it imports for them
+CHANGED_RECORD = "ReduceScatterState"
+# Names of the release that are gone: its own helpers, and what it imports for them. What
+# comes with 2.15 begins a line
 GONE = {
-    "_fsdp_collectives": {
-        "_get_dim0_padded_size",
-        "_raise_assert_with_print",
-        "_ReduceOp",
-        "symm_mem",
-        "_to_dtype_if_needed",
-        # Of 2.15
-        "_cast_and_view_sharded_grads",
-        "_copy_all_gather_outputs",
-        "_reassemble_all_gather_outputs",
-        "_record_grad_output_stream_default",
-    },
-    "_fsdp_param_group": {
-        "_dynamo_disable",
-        "_GradInputs",
-        "_ModuleToHandleDict",
-        "alloc_storage",
-        "RemovableHandle",
-        # Of 2.15
-        "_spmd_no_typecheck",
-        "spmd_types",
-    },
-}
-# Attributes of a group that are gone, likewise
-GONE_ATTRIBUTES = {
-    "_validate_cpu_offload_params",
-    "_validate_no_meta_params",
-    # Of 2.15
-    "_fsdp_params_with_wider_grad_dtype",
-    "_get_partial_reduce_grad",
-    "_get_reduce_dtype",
-    "_get_unsharded_grad_to_reduce",
-    "_init_reduce_scatter_param_order",
-    "_partial_reduce_output_layout",
-    "_prepare_partial_reduce_output",
-    "_reduce_scatter_param_indices",
-    "_set_unsharded_grad_dtypes",
-    "_take_unsharded_grads_to_reduce",
-    "_validate_unused_param_grad_dtypes",
+    "_fsdp_collectives": """
+        _get_dim0_padded_size _raise_assert_with_print _ReduceOp symm_mem
+        _to_dtype_if_needed
+        _cast_and_view_sharded_grads _copy_all_gather_outputs
+        _reassemble_all_gather_outputs _record_grad_output_stream_default
+    """,
+    "_fsdp_param_group": """
+        _dynamo_disable _GradInputs _ModuleToHandleDict alloc_storage RemovableHandle
+        _spmd_no_typecheck spmd_types
+    """,
+    # Attributes of a group
+    "FSDPParamGroup": """
+        _validate_cpu_offload_params _validate_no_meta_params
+        _fsdp_params_with_wider_grad_dtype _get_partial_reduce_grad _get_reduce_dtype
+        _get_unsharded_grad_to_reduce _init_reduce_scatter_param_order
+        _partial_reduce_output_layout _prepare_partial_reduce_output
+        _reduce_scatter_param_indices _set_unsharded_grad_dtypes
+        _take_unsharded_grads_to_reduce _validate_unused_param_grad_dtypes
+    """,
+    # One record holds the reduce-scatter inputs of all dtypes
+    CHANGED_RECORD: "reduce_scatter_input",
 }
 # What a group of several dtypes has no one of, and says so
 OF_ONE_DTYPE = {"_orig_dtype": "None", "_reduce_dtype": "None"}
 # A keyword that may be left out, and that only 2.15 has
 NEW_KEYWORDS = {"all_gather_output_fn", "cache"}
-# One record holds the reduce-scatter inputs of all dtypes
-CHANGED_RECORD = "ReduceScatterState"
 
 
 class TestContract(ScenarioTest):
@@ -144,19 +117,18 @@ class TestContract(ScenarioTest):
     def test_names_of_the_release_can_be_imported(self) -> None:
         for module, names in self.release["names"].items():
             with self.subTest(module):
-                self.assert_gone(names, self.branch["names"][module], GONE[module])
+                self.assert_gone(names, self.branch["names"][module], module)
 
     def test_classes_have_the_names_of_the_release(self) -> None:
-        gone = {"FSDPParamGroup": GONE_ATTRIBUTES}
-        gone[CHANGED_RECORD] = {"reduce_scatter_input"}
         for kind, names in self.release["class names"].items():
             with self.subTest(kind):
-                found = self.branch["class names"][kind]
-                self.assert_gone(names, found, gone.get(kind, set()))
+                self.assert_gone(names, self.branch["class names"][kind], kind)
 
-    def assert_gone(self, names: Any, found: Any, gone: set[str]) -> None:
-        """Checks that ``found`` lacks those ``names`` that are ``gone``, and no other."""
-        self.assertEqual({*names} - {*found}, gone & {*names})
+    def assert_gone(self, names: Any, found: Any, owner: str) -> set[str]:
+        """Checks that ``found`` lacks no ``names`` but those gone, which are returned."""
+        gone = {*names} & {*GONE.get(owner, "").split()}
+        self.assertEqual({*names} - {*found}, gone)
+        return gone
 
     def test_functions_and_methods_take_what_they_do_in_the_release(self) -> None:
         differing = {}
@@ -200,8 +172,8 @@ class TestContract(ScenarioTest):
         found, expected = self.branch[kind][owner], dict(self.release["uniform"][owner])
         if kind == "mixed" and owner == "group":
             expected |= OF_ONE_DTYPE
-        self.assert_gone(expected, found, GONE_ATTRIBUTES)
-        for name in expected.keys() - GONE_ATTRIBUTES:
+        gone = self.assert_gone(expected, found, "FSDPParamGroup")
+        for name in expected.keys() - gone:
             self.assertEqual(found[name], expected[name], name)
 
     def test_step_on_fake_tensors(self) -> None:
@@ -245,12 +217,16 @@ class TestDivideFactors(DeviceFreeTest):
 
     def test_over_one_rank_nothing_is_left_to_the_reduce_scatter(self):
         """Which does not run there, so that its input is divided."""
-        keys = [(getattr(torch, dtype), None) for dtype in DTYPES]
+        keys = [(getattr(torch, dtype), None) for dtype in contract.DTYPES]
         keys.append((torch.float32, torch.bfloat16))
         flags = (False, True)
-        for case in itertools.product((None, 1), keys, REPLICAS, FACTORS, flags):
+        for case in itertools.product(
+            (None, 1), keys, contract.REPLICAS, contract.FACTORS, flags
+        ):
             shards, key, replicas, factor, force_sum = case
-            groups = [None if n is None else FakeGroup(n) for n in (shards, replicas)]
+            groups = [
+                None if n is None else contract.FakeGroup(n) for n in (shards, replicas)
+            ]
             settings = scaling.Scaling(*groups, "cuda", factor, force_sum)
             before, after, _, replica_op = scaling.get_divide_factors(key, settings)
             divisor = (before or 1) * (after or 1)

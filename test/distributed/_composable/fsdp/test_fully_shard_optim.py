@@ -8,7 +8,8 @@ model have several dtypes: compared with one process that is given the same grad
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from fsdp_helpers.common import utils
@@ -26,19 +27,12 @@ STEPS = 3
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Powers of two: a product is exact, so that it does not matter which kernels round it
 # before they add and which do not
-LR, MOMENTUM = 0.25, 0.5
-
-
-def adamw(params: Iterable[nn.Parameter]) -> Optimizer:
+LR = 0.25
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     # fp16 cannot hold the usual eps
-    return AdamW(params, lr=0.01, eps=1e-3, fused=True)
-
-
-def sgd(params: Iterable[nn.Parameter]) -> Optimizer:
-    return SGD(params, lr=LR, momentum=MOMENTUM, foreach=True)
-
-
-OPTIMIZERS = {"adamw_fused": adamw, "sgd": sgd}
+    "adamw_fused": partial(AdamW, lr=0.01, eps=1e-3, fused=True),
+    "sgd": partial(SGD, lr=LR, momentum=0.5, foreach=True),
+}
 
 
 class Pair:
