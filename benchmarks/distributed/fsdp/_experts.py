@@ -41,16 +41,16 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weights = self.router(x.float()).softmax(-1).to(x.dtype)
-        hidden = torch.einsum("td,ehd->teh", x, self.up).relu()
-        return x + torch.einsum("teh,edh,te->td", hidden, self.down, weights)
+        hidden = torch.einsum("td,efd->tef", x, self.up).relu()
+        return x + torch.einsum("tef,edf,te->td", hidden, self.down, weights)
 
 
 def make_model(*, per_dtype: bool, coalesced: bool) -> nn.Sequential:
     import torch.distributed.fsdp as fsdp
 
     torch.manual_seed(0)
-    model = nn.Sequential(Experts(), Experts())
-    kwargs = {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))}
+    model: Any = nn.Sequential(Experts(), Experts())
+    kwargs: dict[str, Any] = {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))}
     for block in model:
         if per_dtype:
             fsdp.fully_shard(block.router, **kwargs)

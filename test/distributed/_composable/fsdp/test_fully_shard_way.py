@@ -74,7 +74,10 @@ class TestWay(FakeGroupTest):
     @parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_what_a_step_passes(self, name: str, dtype: torch.dtype) -> None:
         model = fully_shard(Affine(dtype), mesh=self.mesh)
-        x, original = torch.ones(2, 8, requires_grad=True), getattr(FSDPParamGroup, name)
+        x, original = (
+            torch.ones(2, 8, requires_grad=True),
+            getattr(FSDPParamGroup, name),
+        )
         for _ in range(3):
             model(x).sum().backward()
         entered: list[CodeType] = []

@@ -190,7 +190,8 @@ def foreach_all_gather(
                 sent = copies.stage_direct(plan, tensors, device) if plan.direct else []
             else:
                 args = fsdp_params, group, device, comm
-                sent, (output, segment, fields) = [], _stage_plugins(*args)
+                plan, sent = None, []
+                output, segment, fields = _stage_plugins(*args)
         stream.wait_stream(all_gather_copy_in_stream)
         with device_handle.stream(stream):
             if not sent:

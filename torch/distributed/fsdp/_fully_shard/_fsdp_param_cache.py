@@ -76,9 +76,9 @@ class GatherPlan:
                 self.direct.append((i, k))
                 self.direct_pieces.append(layouts.count_pieces(p, dtypes[k]))
         # Fields of the gather's result, which have a list for each parameter
-        of_params = [*map(slice, starts, starts[1:])]
-        self.dtypes = [dtypes[inputs] for inputs in of_params]
-        self.numels = [numels[inputs] for inputs in of_params]
+        spans = [*zip(starts, starts[1:])]
+        self.dtypes = [dtypes[start:end] for start, end in spans]
+        self.numels = [numels[start:end] for start, end in spans]
         is_mixed = any(d != self.dtypes[0] for d in self.dtypes)
         self.layout = layouts.plan_gather(
             dtypes, numels, is_mixed=is_mixed, direct=[k for _, k in self.direct]

@@ -116,6 +116,8 @@ class FSDPParamGroup(PluginNames):
     gradient_divide_factor: Any = settings.OnSet(settings.check_divide_factor)
     _all_gather_comm: Any = settings.OnSet(settings.check_all_gather_comm)
     _reduce_scatter_comm: Any = settings.OnSet(settings.check_reduce_scatter_comm)
+    _has_fresh_buffers: bool  # these two follow from that comm
+    _holds_one_input: bool
     _all_reduce_hook: Callable[[Tensor], None] | None = None
     # The hook's, used only without replicas
     _all_reduce_hook_stream: torch.Stream | None = None

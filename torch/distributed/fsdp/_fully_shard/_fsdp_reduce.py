@@ -325,7 +325,7 @@ class Grouped:
         output = reduction.allocate(part.bucket.shard_numel, part.bucket.dtype)
         outputs = output.split([tensor.numel() // world_size for tensor in inputs])
         options = ReduceScatterOptions()
-        options.reduceOp, options.asyncOp = op, False
+        options.reduceOp, options.asyncOp = cast(Any, op), False
         group: Any = reduction.reduce_scatter_group
         # One call, which takes inputs of one dtype
         work = group.reduce_scatter_tensor_coalesced([*outputs], inputs, options)
@@ -682,7 +682,7 @@ def _reduce_batch(
 def _reduce_over_replicas(
     reduction: Reduction,
     parts: Sequence[BucketGrads],
-    shards: Sequence[Tensor],
+    shards: list[Tensor],
     factors: Factors,
     consumer_stream: torch.Stream,
     scattered: torch.Event,
@@ -691,7 +691,7 @@ def _reduce_over_replicas(
     buffer, stream, (_, after, _, op) = shards[0], reduction.all_reduce_stream, factors
     if len(shards) > 1:
         buffer = torch.cat(shards)
-        shards = buffer.split([shard.numel() for shard in shards])
+        shards = [*buffer.split([shard.numel() for shard in shards])]
     needs_casts = any(part.bucket.needs_casts for part in parts)
     stream.wait_stream(reduction.reduce_scatter_stream)
     with _get_device_handle(reduction.device.type).stream(stream):
