@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# One expects Adafactor's update not to depend on the scale of gradients, in any dtype. Its
+# default floor under the second moment is the square of the *parameter dtype's* eps: in
+# bf16, gradients below 0.0078 are not normalized. At 1e-4, a usual size, a bf16 parameter
+# gets an update 78 times smaller than an fp32 one beside it. torch 2.13.0, 2.15.0.
+# Do: eps=(1e-30, 1e-3) for bf16 parameters, or store them in fp32.
+set -euo pipefail
+dir=$(mktemp -d)
+trap 'rm -rf "$dir"' EXIT
+python3 -m venv "$dir"
+"$dir/bin/pip" install -q torch==2.13.0
+"$dir/bin/python" - <<'END'
+import torch
+
+
+def update(dtype, grad, **options):
+    param = torch.nn.Parameter(torch.zeros(8, 8, dtype=dtype))
+    param.grad = torch.full_like(param, grad)
+    torch.optim.Adafactor([param], lr=1e-2, **options).step()
+    return -param[0, 0].item()
+
+
+print(torch.__version__)
+for grad, low, high in ((1e-1, 0.9, 1.1), (1e-3, 7, 9), (1e-4, 70, 90)):
+    ratio = update(torch.float32, grad) / update(torch.bfloat16, grad)
+    fixed = update(torch.float32, grad) / update(torch.bfloat16, grad, eps=(1e-30, 1e-3))
+    print(f"gradient {grad}: fp32's update / bf16's {ratio:.2f}, with eps=1e-30 {fixed:.2f}")
+    assert low < ratio < high and 0.9 < fixed < 1.1
+END
