@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# One expects torch.distributed.checkpoint to refuse a tensor of another kind than the one
+# saved, as it refuses another shape. It copies whatever the dtypes are, without a warning:
+# fp32 into bf16, complex into real (the imaginary part is lost), 2.5 into an integer (2)
+# or into bool, and 2**24 + 1 into fp32 (2**24). torch 2.13.0, 2.15.0.
+# Do: compare dtypes with FileSystemReader(path).read_metadata() before loading.
+set -euo pipefail
+dir=$(mktemp -d)
+trap 'rm -rf "$dir"' EXIT
+python3 -m venv "$dir"
+"$dir/bin/pip" install -q torch==2.13.0
+"$dir/bin/python" - <<'END'
+import tempfile
+import warnings
+import torch
+import torch.distributed.checkpoint as dcp
+
+warnings.simplefilter("ignore")
+print(torch.__version__)
+for value, dtype, expected in (
+    (1 + 2**-10, torch.bfloat16, 1),
+    (1 + 2j, torch.float32, 1),
+    (2.5, torch.int64, 2),
+    (2.5, torch.bool, 1),
+    (2**24 + 1, torch.float32, 2**24),
+):
+    with tempfile.TemporaryDirectory() as folder:
+        dcp.save({"entry": torch.tensor([value])}, checkpoint_id=folder)
+        target = {"entry": torch.zeros(1, dtype=dtype)}
+        dcp.load(target, checkpoint_id=folder)
+        saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata["entry"]
+    print(f"{value} in {saved.properties.dtype}, loaded: {target['entry']}")
+    assert target["entry"].item() == expected and saved.properties.dtype != dtype
+END
