@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# One expects that reading an optimizer's state changes nothing. But before the first step
+# get_optimizer_state_dict (so a checkpoint at step 0) makes the state by a real step with
+# lr=0 that stays counted: AdamW's first update is then 0.74 of what it would be, and
+# ASGD, which keeps that lr in its state, loses its first update altogether.
+# torch 2.13.0, 2.15.0. Do: save no optimizer before its first step, or make it anew after.
+set -euo pipefail
+dir=$(mktemp -d)
+trap 'rm -rf "$dir"' EXIT
+python3 -m venv "$dir"
+"$dir/bin/pip" install -q torch==2.13.0
+"$dir/bin/python" - <<'END'
+import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+
+def first_update(cls, save):
+    layer = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(layer.weight)
+    optimizer = cls(layer.parameters(), lr=0.1, weight_decay=0)
+    if save:
+        get_optimizer_state_dict(layer, optimizer)
+    layer(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    return round(layer.weight.item(), 4)
+
+
+print(torch.__version__)
+for name, expected in (("AdamW", (-0.1, -0.0744)), ("ASGD", (-0.1, 0.0))):
+    seen = tuple(first_update(getattr(torch.optim, name), save) for save in (False, True))
+    print(f"{name}: first update {seen[0]}, after a save {seen[1]}")
+    assert seen == expected
+END
