@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# One expects gradients of several schedule.step() calls to add up, as those of several
+# backward() calls do. But each step() divides all that is in .grad by the number of its
+# microbatches, also what earlier calls left there: three gradients of 1 give 1.3125.
+# torch 2.13.0, 2.15.0: GPipe, 1F1B, interleaved 1F1B.
+# Do: a single step() with more microbatches, or scale_grads=False, and divide once.
+set -euo pipefail
+dir=$(mktemp -d)
+trap 'rm -rf "$dir"' EXIT
+python3 -m venv "$dir"
+"$dir/bin/pip" install -q torch==2.13.0
+cat >"$dir/find.py" <<'END'
+import torch
+import torch.distributed as dist
+from torch.distributed import pipelining
+
+dist.init_process_group("gloo")
+print(torch.__version__)
+for name in ("ScheduleGPipe", "Schedule1F1B"):
+    for scale, expected in ((True, [1, 1.25, 1.3125]), (False, [4, 8, 12])):
+        layer = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.ones_(layer.weight)
+        rank = dist.get_rank()
+        stage = pipelining.PipelineStage(layer, rank, 2, torch.device("cpu"))
+        schedule = getattr(pipelining, name)(
+            stage, 4, loss_fn=lambda out, _: out.mean(), scale_grads=scale
+        )
+        seen = []
+        for _ in range(3):
+            schedule.step(*([torch.ones(4, 1)] if rank == 0 else []), target=torch.ones(4, 1))
+            seen.append(layer.weight.grad.item())
+        print(f"{name}, {scale=}, rank {rank}: {seen}")
+        assert seen == expected
+dist.destroy_process_group()
+END
+"$dir/bin/torchrun" --standalone --nproc-per-node 2 "$dir/find.py"
