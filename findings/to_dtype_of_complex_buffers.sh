@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# One expects `model.to(torch.bfloat16)` and `model.bfloat16()` to be the same. The second
+# leaves complex buffers alone (rotary `freqs_cis`), the first makes them real: the
+# imaginary part, all rotation of positions, is gone, and the model still runs. There is
+# one warning, which does not say where. `to(torch.float32)`, which looks like no change
+# for an fp32 model, does it too. torch 2.13.0, 2.15.0. Do: `.bfloat16()`, `.float()`.
+set -euo pipefail
+dir=$(mktemp -d)
+trap 'rm -rf "$dir"' EXIT
+python3 -m venv "$dir"
+"$dir/bin/pip" install -q torch==2.13.0
+"$dir/bin/python" - <<'END'
+import warnings
+import torch
+
+warnings.simplefilter("ignore")
+print(torch.__version__)
+for dtype, method in ((torch.bfloat16, "bfloat16"), (torch.float32, "float")):
+    first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    for layer in (first, second):
+        layer.register_buffer("freqs_cis", torch.polar(torch.ones(3), torch.arange(3.0)))
+    first.to(dtype)
+    getattr(second, method)()
+    print(f"to({dtype}): {first.freqs_cis}, {method}(): {second.freqs_cis}")
+    assert first.freqs_cis.dtype == dtype and second.freqs_cis.dtype == torch.complex64
+END
