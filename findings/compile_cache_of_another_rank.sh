@@ -3,13 +3,13 @@
 # of its cache on disk, which the ranks of a node share, holds a DTensor's whole shape, not
 # its shard's: of an unevenly sharded parameter, rank 1 gets rank 0's graph and raises
 # `expected size 2==3`. It depends on who compiles first, and a second run is sure to fail.
-# torch 2.13.0. Do: TORCHINDUCTOR_AUTOGRAD_CACHE=0, or a TORCHINDUCTOR_CACHE_DIR
+# torch 2.13.0, 2.15.0. Do: TORCHINDUCTOR_AUTOGRAD_CACHE=0, or a TORCHINDUCTOR_CACHE_DIR
 # for each rank, where DTensors are compiled (optimizers, clipping).
 set -euo pipefail
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
 python3 -m venv "$dir"
-"$dir/bin/pip" install -q torch==2.13.0
+"$dir/bin/pip" install -q --no-compile torch==2.13.0
 cat >"$dir/find.py" <<'END'
 import os
 import sys
