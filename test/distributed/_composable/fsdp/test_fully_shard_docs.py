@@ -49,8 +49,10 @@ def quoted(cell: str) -> list[str]:
 
 class TestPages(DeviceFreeTest):
     def test_pages_stay_short(self) -> None:
-        words = sum(len(page.read_text().split()) for page in PAGES)
-        self.assertLessEqual(words, 11_800)
+        words = {page: len(page.read_text().split()) for page in PAGES}
+        # What others do is one more page
+        self.assertLessEqual(words.pop(ROOT / "docs/surprises.md"), 900)
+        self.assertLessEqual(sum(words.values()), 11_800)
         self.assertLessEqual(len(README.read_text().splitlines()), 120)
 
     def test_releases_are_those_that_the_branch_fits(self) -> None:
