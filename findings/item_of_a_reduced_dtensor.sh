@@ -8,7 +8,7 @@ set -euo pipefail
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
 python3 -m venv "$dir"
-"$dir/bin/pip" install -q --no-compile torch==2.13.0
+"$dir/bin/pip" install -q --no-compile torch==2.13.0 numpy
 cat >"$dir/find.py" <<'END'
 import torch
 import torch.distributed as dist

@@ -9,7 +9,7 @@ set -euo pipefail
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
 python3 -m venv "$dir"
-"$dir/bin/pip" install -q --no-compile torch==2.13.0 torchao==0.18.0
+"$dir/bin/pip" install -q --no-compile torch==2.13.0 torchao==0.18.0 numpy
 cat >"$dir/find.py" <<'END'
 import os
 import torch
