@@ -20,14 +20,14 @@ tensor             allocated in    last used in       held by, until
 gradients          compute         compute            ``BucketGrads``, the copy-in
 reduction's input  compute         reduce-scatter     ``ReduceScatterState``,
                                                       ``reduce_scatter_event``
-received rows      reduce-scatter  reduce-scatter     ``BucketGrads``, their sum
+received rows      reduce-scatter  reduce-scatter     ``Exchanged``, their sum
 reduced shard      reduce-scatter  all-reduce         ``HeldAllReduces``, its event
 partial reduce     reduce-scatter  reduce-scatter     ``PartialReduces``, the next sum
 cast gradients     all-reduce      the optimizer's    sharded parameters
 =================  ==============  =================  ==============================
 
-Sharded gradients are views of the reduced shard if none needs a cast. Over a single rank
-the reduced shard may be the reduction's input.
+Sharded gradients are views of the reduced shard if none needs a cast. That may be the
+reduction's input over a single rank.
 """
 
 from __future__ import annotations
@@ -138,9 +138,9 @@ class Reduction(NamedTuple):
     @property
     def can_group(self) -> bool:
         """Whether neither users nor plugins have replaced a part of the reduction."""
-        is_own = self.copy_in is foreach_reduce_scatter_copy_in
-        is_default = type(self.reduce_scatter_comm) is DefaultReduceScatter
-        return is_own and is_default and self.no_plugin_prepares
+        copies = self.copy_in is foreach_reduce_scatter_copy_in
+        is_own = copies and self.no_plugin_prepares
+        return is_own and type(self.reduce_scatter_comm) is DefaultReduceScatter
 
     @property
     def shard_world_size(self) -> int:
@@ -172,8 +172,7 @@ class BucketGrads:
     partial_reduce_output: Tensor | None = None
     way: Any = None  # to send the bucket: `Packed`, ...
     inputs: list[Tensor] = field(default_factory=list)  # of the collective
-    # Whether the sharded gradients are views of the reduced buffer
-    is_viewed: bool = False
+    is_viewed: bool = False  # whether sharded gradients are views of the reduced buffer
 
     @property
     def partial_dtype(self) -> torch.dtype:
@@ -226,7 +225,10 @@ def reduce_buckets(
                 _all_to_all(reduction, exchanged)
             batches = [[part] for part in parts]
             if len(parts) > 1 and reduction.all_reduces:
-                batches = _by_all_reduce(parts)
+                # By dtype, and by whether a tree sums them: buckets are sorted so
+                keys = [(p.bucket.dtype, p.bucket.comm_dtype is None) for p in parts]
+                grouped = groupby(zip(keys, parts), lambda pair: pair[0])
+                batches = [[part for _, part in pairs] for _, pairs in grouped]
             for batch in batches:
                 results += _reduce_batch(reduction, batch, compute_stream)
     except Exception as error:
@@ -259,7 +261,7 @@ class Packed:
         buffer = reduction.allocate(world_size * bucket.shard_numel, bucket.wire_dtype)
         part.inputs = [buffer]
         if reduction.copy_in is foreach_reduce_scatter_copy_in:
-            copy_in_grads(bucket, grads, buffer.view(world_size, -1))
+            copy_in_grads(bucket, grads, buffer.view(world_size, bucket.shard_numel))
         else:
             _copy_in_by_plugin(reduction, part, buffer)
         grads.clear()  # only now: the copy-in has been issued
@@ -269,12 +271,9 @@ class Packed:
         if before is not None:
             _div_if_needed(part.inputs[0], before)
         output = reduction.allocate(part.bucket.shard_numel, part.bucket.dtype)
-        reduction.reduce_scatter_comm(
-            output_tensor=output,
-            input_tensor=part.inputs[0],
-            group=cast(dist.ProcessGroup, reduction.reduce_scatter_group),
-            op=op,
-        )
+        group: Any = reduction.reduce_scatter_group
+        buffers = {"output_tensor": output, "input_tensor": part.inputs[0]}
+        reduction.reduce_scatter_comm(**buffers, group=group, op=op)
         return output, after
 
 
@@ -305,8 +304,8 @@ class Grouped:
             slots, grads = zip(*run)
             if not is_direct:
                 packed = replace(bucket, slots=slots)
-                numel = world_size * packed.shard_numel
-                buffer = reduction.allocate(numel, bucket.dtype)
+                size = world_size * packed.shard_numel, bucket.dtype
+                buffer = reduction.allocate(*size)
                 copy_in_grads(packed, [*grads], buffer.view(world_size, -1))
                 part.inputs.append(buffer)
                 continue
@@ -492,17 +491,15 @@ def _plan_copy_in(bucket: ReduceBucket, grads: list[Tensor], facts: Any) -> Copy
     slow path. So of the gradients that it takes at all, it gets the largest and those of
     the same dtype. Slices of the largest, if that is long enough, stand in for the rest,
     which is then copied over these columns. (Since 2.15 an operator takes bf16 and fp32
-    together on CUDA.) Rows that are parts of longer ones are not dense: there each
-    gradient is copied apart.
+    together on CUDA.) To parts of longer rows, not dense, each is copied apart.
     """
     dtypes, target, device, world_size, is_dense, is_observed = facts
-    first = dtypes[0]
     # A uniform unit uses the release's memory and launches
     is_uniform = not bucket.is_mixed and bucket.comm_dtype is None
-    has_one_dtype = first is not None and dtypes.count(first) == len(dtypes)
+    has_one_dtype = dtypes[0] is not None and len({*dtypes}) == 1
     # Observed steps call the operator, even on its slow path
     use_kernel = has_one_dtype and (
-        is_uniform or _kernel_takes(first, target) or is_observed
+        is_uniform or _kernel_takes(dtypes[0], target) or is_observed
     )
     # As the release does in uniform units. On CUDA it also saves a temporary
     use_mixed_operator = (not use_kernel and IS_2_15) and (
@@ -511,10 +508,8 @@ def _plan_copy_in(bucket: ReduceBucket, grads: list[Tensor], facts: Any) -> Copy
     )
     if is_dense and (use_kernel or use_mixed_operator):
         return CopyInPlan(is_observed or not use_kernel, {})
-    castable = [
-        i for i, d in enumerate(dtypes) if is_dense and _kernel_takes(d, target)
-    ]
-    largest = max(castable, key=lambda i: grads[i].numel(), default=None)
+    fits = [i for i, d in enumerate(dtypes) if is_dense and _kernel_takes(d, target)]
+    largest = max(fits, key=lambda i: grads[i].numel(), default=None)
     # Lengths of stand-in slices: the least n for which the kernel's chunks, of
     # ceil(n / world_size) elements, fill the columns
     apart = {
@@ -633,12 +628,6 @@ def relayout(
 # Phase 3: over replicas, and into sharded gradients #
 
 
-def _by_all_reduce(parts: Sequence[BucketGrads]) -> list[list[BucketGrads]]:
-    """Groups sorted buckets by all-reduce: dtype and whether a tree sums them."""
-    grouped = groupby(parts, lambda p: (p.bucket.dtype, p.bucket.comm_dtype is None))
-    return [[*batch] for _, batch in grouped]
-
-
 def _reduce_batch(
     reduction: Reduction, parts: Sequence[BucketGrads], consumer_stream: torch.Stream
 ) -> list[ReduceResult]:
@@ -647,11 +636,8 @@ def _reduce_batch(
     gradients are read in ``consumer_stream``.
     """
     part, stream = parts[0], reduction.reduce_scatter_stream
-    bucket, scaling, defers = (
-        part.bucket,
-        reduction.scaling,
-        reduction.defers_all_reduce,
-    )
+    bucket, scaling = part.bucket, reduction.scaling
+    defers = reduction.defers_all_reduce
     if bucket.factors is None or bucket.factors[0] != scaling:
         bucket.factors = scaling, get_divide_factors(bucket.key, scaling)
     factors, shards, after = bucket.factors[1], [], None
