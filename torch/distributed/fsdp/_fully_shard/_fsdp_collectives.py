@@ -331,13 +331,22 @@ def foreach_reduce(
     the all-reduce and returns the sum so far (1D, laid out as ``fsdp_params``) for the
     next call to add.
     """
-    scatter = reduce_scatter_group, reduce_scatter_stream, reduce_scatter_comm
-    all_reduce = all_reduce_group, all_reduce_stream, all_reduce_grads, all_reduce_hook
-    scaling = gradient_divide_factor, force_sum_reduction_for_comms
     prepare = prepare_reduce_scatter_inputs or _default_reduce_scatter_input_fn
-    clones_output = not allocates_anew(reduce_scatter_comm)
-    rest = device, foreach_reduce_scatter_copy_in, prepare, clones_output
-    reduction = Reduction(*scatter, *all_reduce, *scaling, *rest)
+    reduction = Reduction(
+        reduce_scatter_group=reduce_scatter_group,
+        reduce_scatter_stream=reduce_scatter_stream,
+        reduce_scatter_comm=reduce_scatter_comm,
+        all_reduce_group=all_reduce_group,
+        all_reduce_stream=all_reduce_stream,
+        all_reduce_grads=all_reduce_grads,
+        all_reduce_hook=all_reduce_hook,
+        gradient_divide_factor=gradient_divide_factor,
+        force_sum_reduction_for_comms=force_sum_reduction_for_comms,
+        device=device,
+        copy_in=foreach_reduce_scatter_copy_in,
+        prepare_reduce_scatter_inputs=prepare,
+        clones_output=not allocates_anew(reduce_scatter_comm),
+    )
     grad_dtypes = [grad.dtype for grad in unsharded_grads]
     bucket = _plan_one_bucket(fsdp_params, grad_dtypes, reduce_dtype)
     part = BucketGrads(fsdp_params, bucket, unsharded_grads, partial_reduce_output)
