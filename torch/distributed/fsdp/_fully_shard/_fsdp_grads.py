@@ -163,7 +163,7 @@ class Accumulation:
         grads: list[Tensor | None] = []
         for fsdp_param in fsdp_params:
             param: nn.Parameter | None = getattr(fsdp_param, "_unsharded_param", None)
-            # Unless it has not been unsharded yet
+            # None if it was never unsharded
             grad = None if param is None else self.pop(fsdp_param, param)
             if grad is not None:
                 if fsdp_param.is_dtensor:
