@@ -6,7 +6,8 @@ spacing of a parameter is lost. This step keeps the moments of bf16 shards in fp
 computes the new value in fp32 and rounds it up or down at random, so that small updates
 are kept on average. It works on local shards, needs no communication, and saves the
 four bytes per parameter of a master. (torchao's `_AdamW(bf16_stochastic_round=True)`
-rounds like this, with moments in bf16.)
+rounds like this, with moments in bf16.) Replicas (HSDP) stay equal only while they draw
+the same noise: seed them alike before each step, as this program is.
 """
 
 import torch
