@@ -1,7 +1,7 @@
 # Owner(s): ["oncall: distributed"]
 
 """
-``docs/guide.md`` says what to do about the commonest errors, and the code of
+``docs/errors.md`` says what to do about the commonest errors, and the code of
 ``README.md`` runs. Links and generated parts are for ``make lint``.
 """
 
@@ -29,15 +29,15 @@ pytestmark = pytest.mark.timeout(600)
 
 # Not where torch is: this file may be run on another one
 ROOT = Path(__file__).resolve().parents[4]
-README, GUIDE, PARITY = (
-    ROOT / page for page in ("README.md", "docs/guide.md", "docs/parity.md")
+README, ERRORS, PARITY = (
+    ROOT / page for page in ("README.md", "docs/errors.md", "docs/parity.md")
 )
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 
 
 def error_rows() -> list[list[str]]:
-    """Returns the cells of the guide's table of errors."""
-    table = GUIDE.read_text().split("| error | why | what to do |")[1].split("\n\n")[0]
+    """Returns the cells of the table of errors."""
+    table = ERRORS.read_text().split("| error | why | what to do |")[1].split("\n\n")[0]
     rows = [line.strip("|").split("|") for line in table.splitlines()[2:]]
     return [[cell.strip() for cell in row] for row in rows]
 
