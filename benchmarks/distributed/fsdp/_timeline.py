@@ -16,11 +16,11 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from _calls import Call, seen_by
+from _picture import draw
 from _ratios import exact_row, Row
 from _sides import Side
 
@@ -43,7 +43,7 @@ COPIES = {
 }
 COPY_RATE, MIN_COPY_NBYTES = 3.2e6, 1e6
 COMPUTE = "compute"
-PICTURE = Path(__file__).resolve().parents[3] / "build/bench/timeline.svg"
+DIRECT = "set_coalesced_collectives"
 
 
 class Stream:
@@ -85,7 +85,8 @@ class Handle:
 
     Stream, Event = Stream, Event
     current = Stream(name=COMPUTE)
-    spans: list[tuple[str, str, float, float]] = []  # of the current step
+    # Of the current step: stream, what it did, from when to when, bytes that it sent
+    spans: list[tuple[str, str, float, float, float]] = []
 
     @classmethod
     def current_stream(cls, *unused: Any) -> Stream:
@@ -123,10 +124,10 @@ class Handle:
             cls.current = before
 
     @classmethod
-    def spend(cls, what: str, us: float) -> None:
-        stream = cls.current
-        cls.spans.append((stream.name, what, stream.clock, stream.clock + us))
+    def spend(cls, what: str, us: float, sent_nbytes: float = 0.0) -> None:
+        stream, begun = cls.current, cls.current.clock
         stream.clock += us
+        cls.spans.append((stream.name, what, begun, stream.clock, sent_nbytes))
 
 
 def scaled_nbytes(tensors: Tensor | Iterable[Tensor]) -> float:
@@ -136,7 +137,8 @@ def scaled_nbytes(tensors: Tensor | Iterable[Tensor]) -> float:
 
 def spend_collective(call: Call) -> None:
     link = LINK if call.stride == 1 else LINK_OF_REPLICAS
-    Handle.spend(call.kind, LATENCY + SCALE * call.sent_nbytes / link)
+    nbytes = SCALE * call.sent_nbytes
+    Handle.spend(call.kind, LATENCY + nbytes / link, nbytes)
 
 
 def counting(function: Callable, spend: Callable[..., None]) -> Callable:
@@ -283,34 +285,8 @@ def measure(*, device: str, case: str, per_dtype: bool, coalesced: bool) -> dict
             Handle.spans.clear()
             model(torch.ones(2, 16, requires_grad=True)).sum().backward()
             model.zero_grad()
-    spans = [(s, what, b - begun, e - begun) for s, what, b, e in Handle.spans]
+    spans = [(s, what, b - begun, e - begun, n) for s, what, b, e, n in Handle.spans]
     return {"ms": (Handle.current.clock - begun) / 1e3, "spans": spans}
-
-
-def draw(found: dict[str, list[tuple[str, str, float, float]]]) -> None:
-    """Draws the streams of several steps below each other, if matplotlib is there."""
-    try:
-        # pyrefly: ignore [missing-import]
-        from matplotlib import pyplot as plt
-    except ModuleNotFoundError:
-        return
-    kinds = [*dict.fromkeys(what for spans in found.values() for _, what, *_ in spans)]
-    figure, axes = plt.subplots(len(found), sharex=True, figsize=(12, 2 * len(found)))
-    for axis, (name, spans) in zip(axes, found.items(), strict=True):
-        streams = [*dict.fromkeys(stream for stream, *_ in spans)]
-        for stream, kind, begin, end in spans:
-            row, color = streams.index(stream), f"C{kinds.index(kind)}"
-            axis.barh(row, (end - begin) / 1e3, left=begin / 1e3, color=color)
-        axis.set_yticks([])
-        axis.set_title(name, loc="left")
-    handles = [plt.Rectangle((0, 0), 1, 1, color=f"C{i}") for i in range(len(kinds))]
-    axes[-1].set_xlabel("ms")
-    place = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0)}
-    figure.legend(handles, kinds, ncol=len(kinds), **place)
-    PICTURE.parent.mkdir(parents=True, exist_ok=True)
-    # Text as text, and the same bytes in every run
-    plt.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "timeline"}
-    figure.savefig(PICTURE, bbox_inches="tight", metadata={"Date": None})
 
 
 def run(sides: dict[str, Side], **options: Any) -> list[Row]:
@@ -321,7 +297,7 @@ def run(sides: dict[str, Side], **options: Any) -> list[Row]:
         for name, side, is_coalesced in (
             ("release", "release", False),
             ("branch", "branch", False),
-            ("branch, set_coalesced_collectives", "branch", True),
+            (DIRECT, "branch", True),
         ):
             sides[side].start()
             request = {"case": case, "coalesced": is_coalesced}
@@ -333,12 +309,13 @@ def run(sides: dict[str, Side], **options: Any) -> list[Row]:
         is_experts = case.startswith("experts")
         bar = 0.93 if is_experts else 1.005
         rows.append(exact_row("timeline", case, what, branch, "release", release, bar))
-        case_of_direct = f"{case}, set_coalesced_collectives"
+        case_of_direct = f"{case}, {DIRECT}"
         two = direct, "the default (by the branch)", branch
         rows.append(exact_row("timeline", case_of_direct, what, *two, 1.0))
         if is_experts:
             two = direct, "release", release
             rows.append(exact_row("timeline", case_of_direct, what, *two, 0.88))
         if case == "mixed":
-            draw({f"{case}: {name}": each["spans"] for name, each in found.items()})
+            titles = ("One unit for each dtype", "One mixed unit", f"… {DIRECT}")
+            draw(dict(zip(titles, found.values(), strict=True)))
     return rows

@@ -17,8 +17,8 @@ memory are counted and the same in every run. *At most* is the ratio that the br
   *Gradients promoted* is the branch with `reduce_dtype=torch.float32`.
 - **memory**: the peak that `FSDPMemTracker` counts on one of 8 ranks in one step, without an
   optimizer.
-- **timeline**: simulated milliseconds of a step on a device, and with matplotlib a picture of
-  its streams, build/bench/timeline.svg. Only if it is named, as the next.
+- **timeline**: simulated milliseconds of a step on a device, and a picture of its streams,
+  build/bench/timeline.svg. Only if it is named, as the next.
 - **network**: the time of a step on a device whose collectives take as long as over a link of
   200 or 40 GB/s.
 - **experts**: what copies of matrices sharded on dim 1 take: bytes, kernels, time, memory.

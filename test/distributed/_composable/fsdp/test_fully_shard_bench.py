@@ -70,6 +70,12 @@ class TestCounts(utils.DeviceFreeTest):
             (row["case"], row["quantity"], row["versus"]): row for row in found["rows"]
         }
 
+    @unittest.skipIf(IS_2_15, "the picture is of the default release")
+    def test_picture_in_the_pages_is_the_measured_one(self) -> None:
+        made, shown = (utils.REPO_ROOT / p for p in ("build/bench", "docs"))
+        expected, found = (p / "timeline.svg" for p in (made, shown))
+        self.assertEqual(found.read_text(), expected.read_text(), "copy it there")
+
     def both(self, *key: str) -> tuple[float, float]:
         return self.rows[key]["branch"], self.rows[key]["other"]
 
