@@ -63,7 +63,7 @@ def recipes() -> str:
 
 
 def functions() -> str:
-    """Returns each new function: how it is called, and its docstring's first sentence."""
+    """Returns each new function: its call, what it does, and the values it is called with."""
     import torch.distributed.fsdp as fsdp
 
     added = ["MixedPrecisionPolicy.by_name", "set_backward_prefetch"]
@@ -77,7 +77,9 @@ def functions() -> str:
             for parameter in signature.parameters.values()
         ]
         call = f"{name}{signature.replace(parameters=bare, return_annotation=signature.empty)}"
-        first = first_sentence(inspect.getdoc(function) or "")
+        text = inspect.getdoc(function) or ""
+        values = re.search(r"\(BackwardPrefetch, \w+\): (.+?)\n    \w", text, re.S)
+        first = first_sentence(text) + (f" {plain(values[1])}" if values else "")
         code = "\n".join(textwrap.wrap(call, 84, subsequent_indent="    "))
         body = textwrap.fill(first, 88)
         parts.append(f"### `{name}`\n\n```\n{code}\n```\n\n{body}")
