@@ -103,7 +103,7 @@ def first_on_path(tree: Path) -> str:
 
 
 class Build:
-    """What set-up keeps of one release."""
+    """The folders and state of one release's set-up."""
 
     def __init__(self, release: str) -> None:
         self.release = release

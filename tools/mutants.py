@@ -77,7 +77,7 @@ def mutants_in(path: Path) -> list[dict[str, Any]]:
         parts = [s for s in ast.walk(node) if isinstance(s, ast.stmt)]
         for n, (kind, old, new) in itertools.product(range(first, last), RULES):
             after = re.sub(old, new, lines[n], count=1)
-            # Of a statement in several lines not all count as run
+            # Not all lines of a statement count as run
             around = [s for s in parts if s.lineno <= n + 1 <= (s.end_lineno or 0)]
             whole = max(around, key=lambda s: s.lineno, default=node)
             # No comments, and no texts of errors
@@ -132,7 +132,7 @@ def failure_of(test: str, copy: Path, seconds: float, *under: str) -> str:
     command += [sys.executable, *under, "-m", "pytest", "-q", "--tb=no"]
     command += ["-m", "not tools", str(TESTS / test), *([] if under else ["-x"])]
     done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True)
-    # Of a name with spaces the first word, which is the test's
+    # The test's name ends at the first space
     failed = re.findall(r"(?m)^(?:ERROR|(?:SUB)?FAILED)\b.*? \S+::(\w+)", done.stdout)
     return {0: "", 5: "", 124: "hung", 137: "hung"}.get(
         done.returncode, (failed or ["crashed"])[0]
@@ -151,7 +151,7 @@ def one_copy(table: dict[str, Any]) -> Iterator[Path]:
 
 
 def measure(test: str, table: dict[str, Any]) -> None:
-    """Adds how long a test file takes, and which lines run in any process of it."""
+    """Adds the seconds of a test file, and which lines run in any process of it."""
     with one_copy(table) as copy:
         (folder := copy / "build" / test).mkdir()
         (folder / "rc").write_text(COVERAGE.format(folder))

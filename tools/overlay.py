@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Lays the branch over an installed torch, and takes it off again.
+"""Installs the branch over an installed torch, and removes it again.
 
     python3 tools/overlay.py                  over the torch of this interpreter
     python3 tools/overlay.py --python PATH    over that of another one
@@ -96,12 +96,12 @@ class Overlay:
 
     @property
     def laid(self) -> dict[str, str]:
-        """What of the manifest holds: nothing once torch was installed anew."""
+        """The manifest of installed files; none once torch was installed anew."""
         manifest = self.manifest
         return manifest if any((self.site / p).is_symlink() for p in manifest) else {}
 
     def changed(self) -> list[str]:
-        """Returns the files that are not as the overlay laid them."""
+        """Returns the files that changed since the overlay was installed."""
         return [
             path
             for path, digest in self.laid.items()
@@ -112,7 +112,7 @@ class Overlay:
         return self.current.is_symlink() and os.readlink(self.current) == RELEASE
 
     def is_up_to_date(self) -> bool:
-        """Whether nothing but our files as they are in the clone is laid."""
+        """Whether exactly our files, as they are in the clone, are installed."""
         laid = {path for path in self.laid if path.startswith("torch/")}
         return (
             all(sha256(self.site / p) == sha256(self.root / p) for p in self.ours)
@@ -190,7 +190,7 @@ class Overlay:
             raise
 
     def _record_of(self, record: Path, laid: dict[str, str]) -> str:
-        """Returns RECORD with what is laid, and what ``FOLDER`` holds."""
+        """Returns RECORD with the installed files, and those in ``FOLDER``."""
         lines = record.read_text().split("\n")
         rows = [line for line in lines if line and line.partition(",")[0] not in laid]
         for path, digest in laid.items():

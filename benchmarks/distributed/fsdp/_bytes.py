@@ -30,9 +30,9 @@ def measure(*, device: str, block: str, way: str) -> dict[str, Any]:
     return {
         "nbytes": sum(call.nbytes for call in calls),
         "collectives": len(calls),
-        # Of blocks, which are resharded after forward
+        # Blocks are resharded after forward
         "own": 3 * sum(p.numel() * p.itemsize for p in model.parameters()),
-        # Of as many regions as there are dtypes, in each gather and reduction
+        # A gather and a reduction have a region for each dtype
         "padding": 3 * len(model) * calls[0].ranks * ALIGNMENT * len(BLOCKS),
     }
 

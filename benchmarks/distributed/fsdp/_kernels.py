@@ -1,5 +1,5 @@
 """
-What a unit launches in one step, as a profiler sees it, and how long that takes.
+What a unit launches in one step, as a profiler sees it, and for how long it runs.
 
 [Note: What a launch is]
 On a device it is a kernel, or a copy by the driver. Elsewhere it is an operator that

@@ -239,7 +239,7 @@ def shard(model: nn.Sequential, way: str, mesh: DeviceMesh) -> None:
             fully_shard(second, mesh=mesh)
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh)
-    # What the release does not have, as grad_comm_dtype
+    # The release has none of these setters
     if way == LATE:
         fsdp.set_backward_prefetch(model, BackwardPrefetch.BACKWARD_POST)
     if way == COALESCED:  # of small models, all parameters

@@ -1,5 +1,5 @@
 """
-Runs release and branch in turns, and says how much one takes of what the other does.
+Runs release and branch in turns, and compares their times, bytes and memory.
 
 [Note: Ratios of pairs]
 A machine that others use as well is slower at times, for both sides alike. So a time is
@@ -45,7 +45,7 @@ class Comparison(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """What the branch takes, what another way takes, and the ratio with quartiles."""
+    """A quantity on the branch and in another way, and the ratio with quartiles."""
 
     part: str
     case: str
@@ -64,7 +64,7 @@ class Row:
         return None if self.bar is None else self.ratio <= self.bar
 
     def cells(self) -> list[str]:
-        # Of times only the ratio says something about another machine
+        # The ratio of times says something about another machine, times alone do not
         is_exact = self.low == self.high
         spread = "exact" if is_exact else f"{self.low:.3f} to {self.high:.3f}"
         return [
@@ -107,7 +107,7 @@ def table(rows: Iterable[Row], style: str = "simple") -> str:
 
 @dataclass
 class Samples:
-    """What each subject of each group measured, a value of each metric per round."""
+    """Values of each subject's metrics, one per round."""
 
     values: dict[tuple[str, str, str], list[float]] = field(default_factory=dict)
 

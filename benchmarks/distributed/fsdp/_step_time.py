@@ -47,7 +47,7 @@ def measure(
     return {"wall_ms": float(np.median(np.diff(ends))) * 1e3}
 
 
-# What is compared #
+# Models and ways that are compared #
 
 QUICK_BLOCK = "Nemotron-H-like"
 BRANCH, RELEASE = "branch", "release"

@@ -34,7 +34,7 @@ from torch.distributed.tensor import Shard
 SCALE = 3400.0
 LATENCY, LAUNCH = 25.0, 5.0  # us
 LINK, LINK_OF_REPLICAS = 200e3, 50e3  # bytes / us
-# What copies are for, and the bytes / us that they read and write
+# Name of each copy, and the bytes / us that it reads and writes
 COPIES = {
     "cat": ("copy-in", 2.0e6),
     "_foreach_copy_": ("copy-in", 2.3e6),
@@ -81,11 +81,11 @@ class Event:
 
 
 class Handle:
-    """What FSDP takes for ``torch.cuda``."""
+    """Stands for ``torch.cuda`` in FSDP."""
 
     Stream, Event = Stream, Event
     current = Stream(name=COMPUTE)
-    # Of the current step: stream, what it did, from when to when, bytes that it sent
+    # This step's: stream, what it did, from when to when, bytes that it sent
     spans: list[tuple[str, str, float, float, float]] = []
 
     @classmethod

@@ -43,7 +43,7 @@ def check_root(root: str) -> None:
 
 def main() -> None:
     options = json.loads(sys.argv[1])
-    # What libraries print must not come between the answers
+    # Prints of libraries must not come between the answers
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     faulthandler.enable()

@@ -39,7 +39,7 @@ from typing import Any
 
 
 ROOT = Path(__file__).resolve().parents[3]
-# What benchmarks share with the tests
+# Benchmarks share helpers with the tests
 TESTS = ROOT / "test" / "distributed" / "_composable" / "fsdp"
 sys.path += [str(TESTS), str(ROOT)]
 
@@ -114,7 +114,7 @@ def make_sides(part: str, args: argparse.Namespace) -> dict[str, Side]:
 
 
 def describe_machine() -> str:
-    """What times depend on: the hardware, and nothing that names the machine."""
+    """Describes the hardware, on which times depend, and names no machine."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

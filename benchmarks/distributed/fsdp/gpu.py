@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[3]
 TESTS = "test/distributed/_composable/fsdp"
 BENCH = "benchmarks/distributed/fsdp/bench.py"
-# What is right comes first
+# Correctness comes first
 PARTS = ("tests", "bits", "alignment", "sanitizer", "late", "kernels", "memory")
 PARTS = (*PARTS, "host", "step", "network")
 ON_CPU = "test_fully_shard_operators.py"  # `make test` runs the other tests there
@@ -36,7 +36,7 @@ SOME_FAILED, NONE_COLLECTED = 1, 5  # as pytest says it
 
 
 class Line(NamedTuple):
-    """What was found, and what it means."""
+    """A result: its value, what was expected, and the verdict."""
 
     part: str
     case: str

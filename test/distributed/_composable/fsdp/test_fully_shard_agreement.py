@@ -46,7 +46,7 @@ SWITCH = "TORCH_FSDP_CHECK_RANKS_AGREE"
 
 
 class Scales(nn.Module):
-    """Parameters of these sizes. Uses those that it is told to."""
+    """Parameters of these sizes. Uses those whose names it is given."""
 
     def __init__(self, dtype: torch.dtype = FP32, **sizes: Any):
         super().__init__()
@@ -62,7 +62,7 @@ class Scales(nn.Module):
 
 
 class Chain(nn.Sequential):
-    """Runs those of its blocks, with those of their parameters, that it is told to."""
+    """Runs the given blocks with the given parameters of theirs."""
 
     def forward(
         self,
@@ -103,8 +103,8 @@ def counting_comparisons() -> Any:
 
 class AgreementTest(utils.FSDPProcessTest):
     """
-    Real processes. Whether all of them raise is found out by a collective, which
-    only those come to that did.
+    Real processes. A collective, which only those that raised issue, shows whether all
+    of them did.
     """
 
     def sharded(self, **kwargs: Any) -> Any:
@@ -142,7 +142,7 @@ class AgreementTest(utils.FSDPProcessTest):
 
 @dataclass(frozen=True)
 class Setup:
-    """What a rank makes of three blocks, whose sizes double, and runs of them."""
+    """How a rank shards and runs three blocks, whose sizes double."""
 
     size: int = 4
     dtype: torch.dtype = FP32
@@ -385,7 +385,7 @@ class TestRanksAgree(AgreementTest):
         self.assertEqual(self.count(model, 1), [1])
 
     def test_ranks_may_begin_in_different_ways(self) -> None:
-        """One gathers a unit itself, which the others come to in their forward."""
+        """One gathers a unit itself, which the others gather in their forward."""
         model = utils.shard_blocks(blocks().to(self.device), mesh=utils.shard_mesh())
         if self.rank == 1:
             model[0].unshard()
@@ -465,7 +465,7 @@ class TestRanksMayDiffer(AgreementTest):
 
     @parametrize("value,gone", [("1", "0"), ("1", "23"), ("always", "23")])
     def test_some_ranks_may_keep_gradients(self, value: str, gone: str) -> None:
-        """One that has no element of a parameter need not keep its gradient."""
+        """A rank without elements of a parameter need not keep its gradient."""
         model = Scales(gate=2, up=2).to(self.device)
         fully_shard(model, mesh=utils.shard_mesh())
         with switched(value):
@@ -509,7 +509,7 @@ class TestReductions(AgreementTest):
 
     @parametrize("value", ["1", "always"])
     def test_custom_collectives_are_not_compared(self, value: str) -> None:
-        """They may need neither the other ranks nor the group."""
+        """Custom collectives may need neither the other ranks nor the group."""
 
         def derived(kind: type, **attributes: Any) -> Any:
             return type("Derived", (kind,), attributes)()
@@ -574,7 +574,7 @@ class TestWithoutOtherRanks(utils.FakeGroupTest):
         sent.assert_not_called()
 
 
-# Of what has drifted apart by default. Nothing else ends those that wait for each other
+# Only the limit ends ranks that have drifted apart by default, and wait for each other
 SHORT_TIME_LIMIT = datetime.timedelta(seconds=6)
 ENDED = "Connection closed by peer|Connection reset by peer|Timed out waiting"
 NOTE = (
@@ -582,7 +582,7 @@ NOTE = (
     ".*must run it .* on a dummy input"
 )
 ODD = 1
-# What the odd one of two ranks does, how often the others do it, and the steps that
+# A difference of the odd rank, how often the others do it, and the steps that
 # each has then done
 DRIFTS: dict[str, tuple[dict[str, Any], int, list[int]]] = {
     "parameter_skipped": ({"used": ("up",)}, 1, [0, 0]),

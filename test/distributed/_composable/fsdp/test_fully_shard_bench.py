@@ -82,7 +82,7 @@ class TestCounts(utils.DeviceFreeTest):
     def test_all_is_as_expected(self) -> None:
         peak = "peak KiB of a rank"
         for key, row in self.rows.items():
-            # 2.15 takes less for one unit for each dtype, see docs/guide.md
+            # On 2.15 one unit for each dtype needs less, see docs/guide.md
             if not (IS_2_15 and key[1:] == (peak, PER_DTYPE)):
                 self.assertNotEqual(row["is_met"], False, key)
         self.assertIn(PER_DTYPE, self.table)
@@ -129,7 +129,7 @@ class TestSides(ImportingTest):
 
 class TestComparison(ImportingTest):
     def test_ratio_is_of_pairs(self) -> None:
-        """Of made-up figures."""
+        """The figures are made up."""
         from _ratios import Comparison, exact_row, Samples, table
 
         samples = Samples()
@@ -151,7 +151,7 @@ class TestComparison(ImportingTest):
 
 
 class TestStudies(ImportingTest):
-    """Of collectives, over nodes of 8."""
+    """They count collectives over nodes of 8."""
 
     def test_counts(self) -> None:
         printed = utils.run_python(str(FOLDER / "studies.py"), "counts").splitlines()

@@ -45,7 +45,7 @@ from torch.testing._internal.common_utils import parametrize, run_tests
 
 pytestmark = pytest.mark.timeout(600)
 
-# Of `fsdp_helpers/parity/modes.py`, what random cases do not do
+# Cases of `fsdp_helpers/parity/modes.py` that random cases do not cover
 CASES = (
     "uniform backward_twice",
     "uniform unused_by_rank",

@@ -6,9 +6,9 @@ compiler, pipelining, the memory tracker, logging, copying and saving, and what 
 of torch, its tests and vendors use of FSDP's modules.
 
 ``fsdp_helpers/composition/scenarios.py`` runs on four ranks, and then ``contract.py`` in
-one process, on the release and on this branch. Units of one dtype come to the same as in
-the release; units of several dtypes come to the same as one unit of the release for each
-dtype, in numbers, and to the same as units of one dtype in everything else.
+one process, on the release and on this branch. Units of one dtype behave as in
+the release; units of several dtypes give the numbers of one unit of the release for each
+dtype, and behave as units of one dtype in everything else.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TestComposition(ScenarioTest):
         """To the last bit, a mixed unit as one of the release for each dtype."""
         record = self.check(name)
         for found in (record, *(v for v in record.values() if isinstance(v, dict))):
-            # What is equal has trained
+            # Equal records alone do not show that it trained
             gradients = [v for k, v in found.items() if k.startswith("1 gradient")]
             self.assertNotIn(None, gradients)
             if found.get("0 loss") is not None:

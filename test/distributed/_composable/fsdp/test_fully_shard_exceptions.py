@@ -223,7 +223,7 @@ class TestExceptions(utils.FSDPProcessTest):
 
     @parametrize("mode", ["sharded", "hybrid"])
     def test_accumulated_microbatches_are_lost(self, mode: str) -> None:
-        """Those that were not reduced, or reduced among shards alone."""
+        """Gradients that were not reduced, or among shards alone."""
         pair, faults = self.start(mode)
         model = pair.model
         for place in ("forward", "backward", "reduce"):
@@ -261,7 +261,7 @@ class TestExceptions(utils.FSDPProcessTest):
 
 
 class TestExplanations(utils.FakeGroupTest):
-    """What is said of an error never takes the place of the error."""
+    """A note never replaces its error, even where making the note fails."""
 
     ranks = 2
 

@@ -53,7 +53,7 @@ class TestAllGather(ThreadTest):
         self.assertEqual(sizes, [4, 12, 12, 4])
 
     def gather_in_parameter_order(self, unit: FSDPParamGroup) -> AllGatherResult:
-        """Makes a result of six fields, as somebody else's gather would."""
+        """Makes a result of six fields, as a plugin's gather would."""
         inputs = [tensor for p in unit.fsdp_params for tensor in p.all_gather_inputs]
         pieces = [*map(comms.as_bytes, inputs)]
         mine = torch.cat(pieces)
@@ -66,7 +66,7 @@ class TestAllGather(ThreadTest):
 
     @parametrize("is_ambiguous", [False, True])
     def test_any_gathers_take_turns(self, is_ambiguous: bool) -> None:
-        """This one's, somebody else's, and a copy of the result."""
+        """The branch's, a plugin's, and a copy of the result."""
         ways = (
             self.all_gather,
             self.gather_in_parameter_order,
@@ -175,7 +175,7 @@ class TestSmallerMesh(ThreadTest):
 
     def test_a_gather_is_copied_out_over_the_ranks_that_it_came_from(self):
         """
-        Also if a state dict reshards the unit before somebody waits for it: the pieces
+        Also if a state dict reshards the unit before the wait for its gather: the pieces
         after forward are flat, and shards are columns.
         """
         full = torch.arange(64.0, device=self.device).view(8, 8)
@@ -197,7 +197,7 @@ class TestSmallerMesh(ThreadTest):
 
 
 class TestKeptBetweenSteps(ThreadTest):
-    """What a step found out is used by the next, unless it is no longer so."""
+    """A step's caches serve the next step, unless something they depend on changed."""
 
     world_size = 3
     SPECS = (Spec((5, 3), BF16), Spec((4,), FP32), Spec((7,), FP32))

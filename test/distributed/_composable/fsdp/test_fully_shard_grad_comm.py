@@ -222,7 +222,7 @@ class TestKernel(TestCase):
 
 
 class TestAroundKernel(utils.ParametrizedTest):
-    """What needs no GPU."""
+    """Cases that need no GPU."""
 
     @needs_triton
     def test_interpreted(self):
@@ -253,7 +253,7 @@ class TestAroundKernel(utils.ParametrizedTest):
             self.assertIn("C compiler'). Gradients with a grad_comm_dtype", text)
 
     def test_leaves_other_sums_to_operators(self):
-        """Of other dtypes, devices, and where a dispatch mode wants to see them."""
+        """Other dtypes, other devices, and where a dispatch mode wants to see them."""
         asked = SimpleNamespace(add_rows=mock.Mock(side_effect=AssertionError))
         rows = torch.ones(2, 3)
         with mock.patch.dict(sys.modules, {KERNELS: asked}):

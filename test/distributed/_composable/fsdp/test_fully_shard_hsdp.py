@@ -52,7 +52,7 @@ PARAMS = (
     Param((8,), FP16),
 )
 ALL = {*range(len(PARAMS))}
-# Those that get gradients in three microbatches
+# Parameters that get gradients in three microbatches
 THREE_DIFFERENT = ({0, 2}, {3, 4}, {0, 1})
 
 
@@ -315,7 +315,7 @@ class TestBuffers(utils.FakeGroupTest):
             self.assertEqual(found, [*sizes[-kept:]])
 
     def test_inputs_of_one_module_are_held_in_any_order_of_its_groups(self) -> None:
-        """It has one for each mesh, and autograd may come to them in any order."""
+        """It has one for each mesh, and autograd may run them in any order."""
 
         def held(groups: Iterable[Any]) -> list[int]:
             context, counts = _fsdp_context.FSDPCommContext(), []
@@ -345,7 +345,7 @@ class TestBuffers(utils.FakeGroupTest):
                 self.assertEqual(held(early + late), [1, 2] * 3 + [3, 1, 1])
 
     def test_reduced_buffers_count_unless_gradients_view_them(self) -> None:
-        """They do not where they are cast, or added to gradients that are there."""
+        """Gradients do not where they are cast, or added to existing ones."""
         context, counted = _fsdp_context.FSDPCommContext, []
         hold = context._hold_reduce_buffers
 

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.timeout(600)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 STEPS = 2
-# Those that say themselves what is fp32
+# Models whose classes say which parameters are fp32
 LISTING = [n for n, m in TINY_MODELS.items() if not (m.fp32 or m.build)]
 
 
@@ -106,7 +106,7 @@ class TestModels(ClientTest):
         self.assertEqual(sent.all_reduces, [])
 
 
-# What is kept in fp32 #
+# Parameters kept in fp32 #
 
 
 @needs("transformers", "diffusers")

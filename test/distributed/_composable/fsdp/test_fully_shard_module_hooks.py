@@ -181,11 +181,11 @@ def warnings_of(run: Callable[..., object], *args: Any) -> list[str]:
 
 
 class TestLost(FakeGroupTest):
-    """Who sets what FSDP ignores is told so at the first forward, once, and nobody else."""
+    """The first forward warns once of settings that FSDP ignores, and of no others."""
 
     ranks = 2
     HOOKS = r"^Hooks on 1\.weight are lost.*register_post_accumulate_grad_hook"
-    # What is done before `fully_shard` and after it, and what is said
+    # Settings before `fully_shard` and after it, and the warning
     CASES: dict[str, tuple[Callable | None, Callable | None, str]] = {
         "hook_before": (set_hook, None, HOOKS),
         "hook_after": (None, set_hook, HOOKS),
@@ -262,7 +262,7 @@ class TestStale(FakeGroupTest):
     """
 
     ranks = 2
-    # What follows after evaluation, and whether the next forward tells of it
+    # The use after evaluation, and whether the next forward warns
     CASES: dict[str, tuple[Callable[[Any], object], bool]] = {
         "step": (lambda test: test.step(foreach=False), True),
         "foreach_step": (lambda test: test.step(foreach=True), True),
@@ -400,7 +400,7 @@ class TestCost(FakeGroupTest):
             model.reshard()
 
     def test_calls_for_each_parameter_are_few(self) -> None:
-        """Of each parameter before the first forward, and after it."""
+        """Counts them before the first forward, and after it."""
         limits = (3, 4, 6, 7) if IS_2_15 else (2, 2, 5, 5)
         counts = zip(self.calls(20), self.calls(100), limits, strict=True)
         for few, many, most in counts:

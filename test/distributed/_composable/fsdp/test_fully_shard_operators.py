@@ -45,7 +45,7 @@ class TestObservers(FakeGroupTest):
     ranks = 2
 
     def test_devices_of_vendors_get_operators_also_if_nobody_observes(self) -> None:
-        """They may have replaced the kernels."""
+        """Backends may have replaced the kernels."""
         devices = map(torch.device, ("cpu", "cuda", "meta"))
         found = {each.type: observers.gets_operators(each) for each in devices}
         self.assertEqual(found, {"cpu": False, "cuda": False, "meta": True})

@@ -27,7 +27,7 @@ from torch.distributed.tensor import distribute_tensor, DTensor, Replicate, Shar
 from torch.testing._internal.common_utils import parametrize, run_tests
 
 
-# What a parameter's policy is: param_dtype, reduce_dtype
+# A parameter's policy: param_dtype, reduce_dtype
 Pair = tuple["torch.dtype | None", "torch.dtype | None"]
 
 

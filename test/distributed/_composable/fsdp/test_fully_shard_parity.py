@@ -55,7 +55,7 @@ class TestParity(ScenarioTest):
 
     @parametrize("case", TRAINED)
     def test_bits(self, case: str) -> None:
-        """Of a uniform unit also the order of ranges, collectives, and what is held."""
+        """For uniform units also the order of ranges, collectives, and what is alive."""
         kind, name = case.split()
         sides = (self.records_of(r, case) for r in (self.release, self.branch))
         for release, branch in zip(*sides, strict=True):
@@ -131,7 +131,7 @@ def seen_in(record: dict[str, Any]) -> dict[str, Any]:
 
 
 class TestExtensionOfOneRank(FakeGroupTest):
-    """Several inputs of a parameter, with nobody to gather from, which no release takes."""
+    """Several inputs of a parameter over one rank, which no release accepts."""
 
     ranks = 1
 

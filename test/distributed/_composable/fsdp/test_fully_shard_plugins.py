@@ -46,7 +46,7 @@ class TestPlugins(ScenarioTest):
         """What plugins replace is called as often."""
         self.assertTrue(self.check(name).get("calls", True))
 
-    # What scenarios are meant to see #
+    # Scenarios see what they are meant to #
 
     def test_partial_reduce_is_read_and_written(self) -> None:
         for results in self.results_of("uniform partial_reduce_output"):
@@ -57,7 +57,7 @@ class TestPlugins(ScenarioTest):
             # As read, dropped, replaced, and scaled in place
             self.assertEqual(len(last), 4)
 
-    # Of mixed units #
+    # Mixed units #
 
     @parametrize("name", AS_PLAIN + AS_PLAIN_SINCE_2_15 * IS_2_15)
     def test_mixed_unit_trains_as_without(self, name: str) -> None:
@@ -83,7 +83,7 @@ class TestPlugins(ScenarioTest):
                 losses = {record[f"{step} loss"] for step in range(4)}
                 self.assertEqual(len(losses), 4, name)
                 missing = [k for k, v in record.items() if v is None]
-                # Of a frozen one
+                # The parameter is frozen
                 dropped = [f"{i} gradient blocks.0.layers.0.shift" for i in (2, 3)]
                 self.assertEqual(missing, dropped if "drop" in name else [], name)
 
@@ -127,8 +127,8 @@ class TestMixedUnitsOf215(ScenarioTest):
     def test_gradients_wait_for_finalization(self) -> None:
         for results in self.results_of("mixed finalized_by_hand"):
             self.assertEqual(results["at once seen"], [True] * 2)
-            # Of two steps: no gradient is there yet, and neither forward nor another
-            # finalization may come before the handle's wait
+            # In both steps no gradient is there yet, and neither forward nor another
+            # finalization may precede the handle's wait
             seen = results["in background seen"]
             self.assertEqual(seen[::3], [True] * 2)
             self.assertEqual(len(seen), 6)

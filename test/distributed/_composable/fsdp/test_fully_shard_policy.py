@@ -120,7 +120,7 @@ def setting(pattern: str, value: Any, **others: Any) -> Any:
     return lambda: by_name(Model(), {pattern: value} | others)
 
 
-# What is said, and of what
+# Text of the error, and the wrong use
 WRONG_USES = [
     # Fields of another type
     ("reduce_dtype is 'half': give a torch.dtype", partial(Policy, None, "half")),
@@ -211,7 +211,7 @@ class TestWrongUses(DeviceFreeTest):
 
 class TestResolve(DeviceFreeTest):
     def test_releases_own_class_is_a_policy(self) -> None:
-        """Some import it. The default of ``fully_shard`` equals the branch's."""
+        """Plugins import it. The default of ``fully_shard`` equals the branch's."""
         default = inspect.signature(fully_shard).parameters["mp_policy"].default
         self.assertEqual(default, Policy())
         released = _fsdp_api.MixedPrecisionPolicy(BF16, reduce_dtype=FP32)

@@ -22,7 +22,7 @@ BLOCKS = 4
 
 
 class Boundary(nn.Module):
-    """Notes when backward comes to the unit, before the unit itself does so."""
+    """Notes when backward reaches the unit, before the unit's own hook."""
 
     is_ahead: bool | None = None  # whether it was gathered by then
 
@@ -66,8 +66,8 @@ class PrefetchTest(BlocksTest):
         self, model: Any, loss: torch.Tensor | None = None, **kwargs: Any
     ) -> list[bool | None]:
         """
-        Runs backward, by default of a new forward, and returns of each unit, the last
-        first, whether it was gathered when backward came to it.
+        Runs backward, by default of a new forward. Returns whether each unit, the last
+        first, was gathered when backward reached it.
         """
         if loss is None:
             loss = model(self.input()).sum()
@@ -141,7 +141,7 @@ class TestOrder(PrefetchTest):
             self.assert_at_rest([*model[0][:2], *model])
 
     def test_named_units_come_first(self) -> None:
-        """Those that a unit is told to gather, it gathers before its backward."""
+        """A unit gathers those that the user named before its backward."""
         model = self.noting(None)
         model[3].set_modules_to_backward_prefetch([model[1]])
         self.assertEqual(self.ahead(model), [False, False, True, False])
@@ -171,7 +171,7 @@ class TestSteps(PrefetchTest):
         self.assert_at_rest(model)
 
     def test_a_backward_that_ends_in_the_final_callback(self) -> None:
-        """What it has not gathered is not gathered in the next, which may not want to."""
+        """A gather that did not start is dropped: the next backward may not need it."""
         model = self.noting(POST)
         model.set_is_last_backward(False)
         detach = model[-1].register_forward_pre_hook(lambda _, args: args[0].detach())

@@ -131,7 +131,7 @@ class TestCopyIn(DeviceFreeTest):
                 counts, is_right = self.copy_in(dtypes, keys)
                 self.assertTrue(is_right)
                 self.assertEqual(counts["aten::copy_"], self.COUNT)
-                # Those that do not divide by the ranks
+                # For parameters that do not divide by the ranks
                 self.assertEqual(counts["aten::_chunk_cat"], self.COUNT // 2)
 
 

@@ -52,7 +52,7 @@ from torch.testing._internal.common_utils import parametrize, run_tests
 pytestmark = pytest.mark.timeout(600)
 
 
-# Of one rank: what it sends at most to be compared
+# What a rank sends at most to be compared
 MOST_COMPARED_NBYTES = 64
 FREE_STEPS = 2
 

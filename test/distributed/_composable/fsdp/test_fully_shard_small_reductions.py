@@ -37,7 +37,7 @@ BLOCKS, DIM = 3, 9
 # MiB: never reached, and one that a few buckets reach
 CAPS = {"at_the_end": 1.0, "now_and_then": 0.002}
 
-# Of `fsdp_helpers/parity/modes.py`, what random cases do not do to gradients
+# Cases of `fsdp_helpers/parity/modes.py` whose gradients random cases do not have
 CASES = (
     "uniform root_only",
     "uniform group_run_in_part",
@@ -145,7 +145,7 @@ class TestBackward(JoinTest):
         """A bucket that reaches it is sent with those before, and not with more."""
         plain = self.make(None)
         sizes = [call.nbytes for call in self.reductions(plain)]
-        # Of the units' buckets of three dtypes, those of two units fit
+        # Each unit has buckets of three dtypes; those of two units fit
         joined = self.make(cap=(sum(sizes) // BLOCKS * 2 - 1) / 2**20)
         found = self.reductions(joined)
         self.assertEqual([call.dtype for call in found], DTYPES * 2)
@@ -248,7 +248,7 @@ class TestFailures(JoinTest):
 
 
 class TestExcluded(JoinTest):
-    """What must be reduced as each unit's own."""
+    """Reductions that must not be joined with other units'."""
 
     world_size = 4
 

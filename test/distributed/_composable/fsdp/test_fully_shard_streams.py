@@ -141,7 +141,7 @@ class TestSchedules(DeviceFreeTest):
 
     @parametrize("kind", [*KINDS])
     def test_devices_are_told_who_reads_gradients(self, kind: str) -> None:
-        """Of all memory that sharded gradients lie in: whoever runs backward."""
+        """Whoever runs backward reads all memory that sharded gradients lie in."""
         told: list[tuple[torch.Tensor, Stream]] = []
         # The tensors are kept, so that nothing else gets their memory
         note = mock.patch.object(
@@ -187,7 +187,7 @@ class TestLeftOut(DeviceFreeTest):
 
     @parametrize("is_ordered", [True, False])
     def test_check_tells_both_of_a_pair(self, is_ordered: bool) -> None:
-        """Of any program, each with its stream, operator and line."""
+        """In any program, with each one's stream, operator and line."""
 
         def program(rank: Rank) -> None:
             side, x = rank.new_stream("side"), torch.ones(3) * 2

@@ -68,7 +68,7 @@ def sharded_units() -> nn.Sequential:
 
 
 class TestSummaryOfOneRank(utils.FakeGroupTest):
-    """One of eight ranks, whose group sends nothing."""
+    """Runs as one of eight ranks, whose group sends nothing."""
 
     def test_parts_whose_names_are_ambiguous_until_the_first_forward(self) -> None:
         """It knows what it says, and changes nothing."""

@@ -5,5 +5,5 @@ from pathlib import Path
 
 
 REPOSITORY = Path(__file__).absolute().parents[6]
-# Of the clone, only pytest has the folder on the path
+# Only pytest has the clone's root on the path
 sys.path.append(str(REPOSITORY))

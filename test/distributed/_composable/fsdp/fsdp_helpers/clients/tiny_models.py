@@ -103,7 +103,7 @@ def scaled_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def denoising_loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Of a model of videos, which here are one frame of 2 by 2 pixels: 4 channels."""
+    """Returns a video model's loss; videos are one frame of 2 by 2 pixels, 4 channels."""
     values = (tokens / VOCABULARY).bfloat16()
     video = values.view(-1, 4, 1, 2, 2)
     text = values.unsqueeze(-1).expand(-1, -1, model.config.text_dim)

@@ -27,7 +27,7 @@ DIM = 32
 
 
 class Block(nn.Module):
-    """Of a weight that becomes 8 bits wide, a bf16 one and an fp32 norm."""
+    """Has a weight that becomes 8 bits wide, a bf16 one and an fp32 norm."""
 
     def __init__(self) -> None:
         super().__init__()

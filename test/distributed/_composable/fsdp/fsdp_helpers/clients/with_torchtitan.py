@@ -85,7 +85,7 @@ def shard(model: Any, mesh: DeviceMesh, **kwargs: Any) -> None:
 
 
 def token_loss(ranks: int, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """Of units, whose gradients torchtitan adds up and does not divide: a part."""
+    """Returns a part for units, as torchtitan adds up their gradients undivided."""
     logits = model(tokens[:, :-1]).float()
     loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
     if isinstance(model, FSDPModule):

@@ -99,7 +99,7 @@ def beside_one_process(
             self.steps = 0
 
         def on_train_begin(self, *args: Any, model: nn.Module, **kwargs: Any) -> None:
-            # Of each microbatch, what this rank was given
+            # This rank's part of each microbatch
             model.register_forward_pre_hook(
                 lambda _, args, kwargs: self.seen.append(kwargs["input_ids"]),
                 with_kwargs=True,
@@ -204,7 +204,7 @@ class TestTrainer(TrainerTest):
             )
         )
         causal_loss(model, next(token_batches(1, self.world_size, self.device)))
-        # Of two that are stored in fp32, one is cast
+        # Two are stored in fp32, and one of them is cast
         dtypes = seen["A_log"], seen["dt_bias"], seen["in_proj.weight"]
         self.assertEqual(dtypes, (FP32, BF16, BF16))
 
@@ -217,8 +217,8 @@ class TestSFT(TrainerTest):
         torch.manual_seed(0)
         model = TINY_MODELS["llama_peft"].build_model()
         config = copy.deepcopy(model.peft_config["default"])
-        # Of a head that is trained whole, TRL's fused loss reduces no gradient: it
-        # gathers the weight by itself. So what is trained whole is norms.
+        # Norms are trained whole. A head's gradient would not be reduced: TRL's fused
+        # loss gathers the weight by itself.
         config.modules_to_save = ["norm"]
         # TRL turns bf16 on by itself, with which accelerate upcasts
         settings = {"max_steps": 3, "bf16": False, "max_length": None}

@@ -17,7 +17,7 @@ from fsdp_helpers.common.parity_layers import Record
 from fsdp_helpers.common.utils import DeviceFreeTest, RELEASE_ROOT, run_python
 
 
-# What each rank found
+# Results by rank
 Results = list[dict[str, Any]]
 
 

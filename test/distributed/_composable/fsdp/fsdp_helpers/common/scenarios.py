@@ -1,7 +1,7 @@
 """
 Scenarios that four ranks run with whatever torch is imported, the release or this
 branch, so that a test can compare what came of them. A scenario that raises is saved
-as its error, so that each of them is told apart.
+as its error, and the others run on.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ POLICIES = {
 
 @dataclass(frozen=True)
 class Place:
-    """What a scenario runs with."""
+    """The rank, meshes and kind of units that a scenario runs with."""
 
     rank: int  # in the mesh
     mesh: DeviceMesh  # of all ranks, or of the two that share a scenario
@@ -83,7 +83,7 @@ class Scenario:
 
 
 class Scenarios(dict[str, Scenario]):
-    """Those of one script, by kind and name."""
+    """Scenarios of one script, by kind and name."""
 
     def add(
         self,

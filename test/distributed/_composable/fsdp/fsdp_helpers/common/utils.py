@@ -44,7 +44,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 # Where the tests run #
 
 _IS_LAUNCHED = dist.is_torchelastic_launched()
-# Of the process that torchrun launched, else None
+# None unless torchrun launched this process
 LAUNCHED_RANK = int(os.environ["RANK"]) if _IS_LAUNCHED else None
 WORLD_SIZE = int(os.environ["WORLD_SIZE"]) if _IS_LAUNCHED else 4
 
@@ -59,10 +59,10 @@ def _device_type(ranks: int) -> str:
     return accelerator.type if shares or devices >= ranks else "cpu"
 
 
-# Of tests with processes
+# Where each rank is a process
 DEVICE_TYPE = _device_type(WORLD_SIZE)
 BACKEND = dist.get_default_backend_for_device(DEVICE_TYPE)
-# Of tests with threads, which share one device
+# Where ranks are threads, which share one device
 THREAD_DEVICE_TYPE = _device_type(1)
 
 # Work that needs no other process is done once, by the first that is launched
@@ -133,7 +133,7 @@ class Collective:
 
     name: str  # "all_gather", "reduce_scatter", "all_reduce" or "all_to_all"
     dtype: torch.dtype
-    # Of the larger buffer: a gather's output, a reduce-scatter's input
+    # The larger buffer's: a gather's output, a reduce-scatter's input
     numel: int
     op: str | None  # "SUM", "AVG" or "PREMUL_SUM"; None for a gather
     group_size: int
@@ -358,7 +358,7 @@ class FakeGroupTest(DeviceFreeTest):
 
     @property
     def mesh(self) -> DeviceMesh:
-        """Of all ranks, on the CPU whatever devices there are."""
+        """All ranks, on the CPU whatever devices there are."""
         return init_device_mesh("cpu", (self.ranks,))
 
 
@@ -464,7 +464,7 @@ def _join_launched_group() -> None:
 
 
 def _leave_launched_group() -> None:
-    # After a failure other ranks may never come to it
+    # After a failure other ranks may never reach this
     if dist.is_initialized() and not FSDPProcessTest.poison_pill:
         dist.destroy_process_group()
 

@@ -70,7 +70,7 @@ def is_defined_here(value: Any, module: ModuleType) -> bool:
 
 
 def signatures() -> dict[str, Any]:
-    """Of all functions, classes and methods whose names are public."""
+    """Returns those of all public functions, classes and methods."""
     found = {}
     for _, module in modules():
         for name, value in vars(module).items():
@@ -110,7 +110,7 @@ def names() -> dict[str, list[str]]:
 
 
 def class_names(group: dist.ProcessGroup) -> dict[str, list[str]]:
-    """Of each class, and of what it makes of nothing or of a process group."""
+    """Returns names of each class, and of its instance, made with a group or nothing."""
     found = {}
     for _, module in modules():
         for name, value in vars(module).items():
@@ -153,7 +153,7 @@ def train(model: nn.Module, steps: int) -> nn.Module:
 
 
 def attributes(model: nn.Module) -> dict[str, dict[str, str]]:
-    """Of a group and of the context, private ones too, once they are initialized."""
+    """Returns those of a group and the context, initialized, private ones too."""
     (group,) = model.blocks[1]._get_fsdp_state()._fsdp_param_groups
     found: dict[str, dict[str, str]] = {}
     for title, owner in (("group", group), ("context", group.comm_ctx)):
@@ -178,7 +178,7 @@ def stream_priorities() -> dict[str, int]:
 
 
 def step_on_fake_tensors(kind: str, mesh: DeviceMesh) -> dict[str, Any]:
-    """Returns what gradients come to be, without computing any."""
+    """Returns the gradients' dtypes and sizes, without computing any."""
     with FakeTensorMode():
         model = train(sharded(kind, mesh), 1)
         return {
@@ -229,7 +229,7 @@ def schemas() -> dict[str, str]:
     return {n: str(getattr(torch.ops.fsdp, n).default._schema) for n in names}
 
 
-# What hangs on modules and parameters #
+# Attributes and hooks of modules and parameters #
 
 
 def hung_on(thing: Any) -> dict[str, Any]:

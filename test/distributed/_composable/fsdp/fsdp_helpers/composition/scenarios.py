@@ -51,9 +51,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 MICROBATCHES = 2
 SCENARIOS = common.Scenarios()
 
-# Of mixed units, what one unit for each dtype gives
+# A mixed unit gives the numbers of one unit for each dtype
 same_numbers = partial(SCENARIOS.add, as_by_dtype=True, by_halves=True)
-# Of mixed units, what uniform ones give: it tells of units, and not of numbers
+# A mixed unit gives what a uniform one does: no numbers, but what units do
 seen_alike = partial(SCENARIOS.add, by_halves=True)
 
 
@@ -258,12 +258,12 @@ def doubled_in_between(place: Place) -> Record:
     }
 
 
-# What is seen from outside #
+# Profiles, logs and patches #
 
 
 @seen_alike
 def log_messages(place: Place) -> Record:
-    """Of steps with and without a reduction, and with a forward again in backward."""
+    """Logs steps with and without a reduction, and with a forward again in backward."""
     model = sharded_stack(place)
     logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
     with unittest.TestCase().assertLogs(logger, logging.DEBUG) as logged:

@@ -138,7 +138,7 @@ class Piece(NamedTuple):
 
 @dataclass(eq=False, repr=False)  # each would show all that it comes after
 class Entry:
-    """What a stream has to do."""
+    """An operator, copy or collective in a stream's queue."""
 
     index: int  # in the order of issue
     stream: Stream
@@ -156,7 +156,7 @@ class Entry:
 
 @dataclass
 class Recording:
-    """What a rank issued."""
+    """All that a rank issued."""
 
     entries: list[Entry] = field(default_factory=list)
     # How many events were still held at the end of each step

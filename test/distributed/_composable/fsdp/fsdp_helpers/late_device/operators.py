@@ -1,4 +1,4 @@
-"""What operators and collectives do with their tensors, and who is told of them."""
+"""What operators and collectives do with their tensors, and who records them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def exchange(name: str, source: torch.Tensor, target: torch.Tensor, ranks: int) 
     flat = source.reshape(-1)
     if name.startswith("all_gather"):
         flat = flat.repeat(ranks)
-    # Of sums the mean, of which each rank has the first part
+    # A sum becomes the mean, whose first part each rank gets
     target.copy_(flat[: target.numel()].view(target.size()))
 
 

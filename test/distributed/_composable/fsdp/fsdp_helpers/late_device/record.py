@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 
-# What the schema of an operator does not say that it writes
+# Arguments that an operator writes, though its schema does not say so
 _WRITTEN_BESIDES = {"fsdp::all_gather_copy_in": frozenset(("all_gather_output",))}
 
 
@@ -47,7 +47,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 class Rank:
-    """What a program is given, and what takes note of all that it issues."""
+    """Stands for a rank in a program, and records all that this issues."""
 
     number = 0
 
@@ -64,7 +64,7 @@ class Rank:
         self._freed: dict[Stream, list[Memory]] = {}
         self._events: weakref.WeakSet[Event] = weakref.WeakSet()
 
-    # What a program may use #
+    # For programs #
     def new_stream(self, name: str | None = None) -> Stream:
         stream = Stream(self, name or f"stream {len(self._streams)}")
         self._streams.append(stream)
@@ -79,10 +79,10 @@ class Rank:
             self._piece(tensor).memory.owner = self.host
 
     def end_step(self) -> None:
-        """Takes note of how many events somebody holds."""
+        """Notes how many events are still alive."""
         self.recording.events_left.append(len(self._events))
 
-    # What the stand-ins use #
+    # For the stand-ins #
     def new_event(self) -> Event:
         event = Event(self)
         self._events.add(event)
@@ -186,7 +186,7 @@ class Rank:
 
     def collect(self) -> None:
         """Finds out which memory was let go of since the last call."""
-        # Of the class itself: this runs at each operator, for all memory
+        # Not a method of the storage: this runs at each operator, for all memory
         is_expired = torch.UntypedStorage._expired
         expired = [k for k, (ref, _) in self._memory.items() if is_expired(ref.cdata)]
         for key in expired:

@@ -40,12 +40,12 @@ DIM = 16  # divides by the ranks, for Shard(1)
 
 @dataclass(frozen=True)
 class Kind:
-    """What a schedule's units are made of."""
+    """How a schedule makes its units."""
 
     is_mixed: bool
     shard_dim: int = 0
     policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
-    # Of reductions that are joined
+    # Up to this size, reductions of several units are joined
     bucket_cap_mb: float | None = None
     # From which size on parameters are gathered and reduced without copies
     direct_min_nbytes: int | None = None
@@ -98,7 +98,7 @@ class Net(nn.Module):
 
 @dataclass
 class Kit:
-    """What a schedule is written with, on each rank."""
+    """A rank's tools to write a schedule with."""
 
     rank: Rank
     kind: Kind

@@ -26,12 +26,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 
-# What is seen of a run #
+# Records of a run #
 
 
 @contextlib.contextmanager
 def noting_post_backwards(held: list[Any]) -> Iterator[None]:
-    """Notes how many reductions' inputs are held after each post-backward."""
+    """Notes how many reductions' inputs are alive after each post-backward."""
     post_backward = FSDPParamGroup.post_backward
 
     def noting(group: FSDPParamGroup, *args: Any) -> None:
@@ -43,7 +43,7 @@ def noting_post_backwards(held: list[Any]) -> Iterator[None]:
 
 
 def note_gathers(model: nn.Module, held: list[Any]) -> None:
-    """Notes after each forward whether the last gather is held."""
+    """Notes after each forward whether the last gather's buffer is alive."""
 
     def note(module: nn.Module, *_: Any) -> None:
         state = units_of(model)[0]._get_fsdp_state()
@@ -129,7 +129,7 @@ def has_something_left(unit: nn.Module) -> bool:
 # Cases #
 
 
-# Of the series for upstream, uniform units alone
+# The series for upstream is compared by uniform units alone
 KINDS = os.environ.get("FSDP_PARITY_KINDS", "uniform mixed").split()
 CASES = Scenarios()  # by kind and name
 REFUSALS: dict[str, str] = {}  # by name, of those that raise, what the error must say
@@ -161,7 +161,7 @@ def add_case(
             partial(run_case, run=run, ranks=ranks),
             case,
             kinds=filter(KINDS.__contains__, kinds),
-            # What the release would say to other units is no matter
+            # An error is not compared with that of one unit for each dtype
             as_by_dtype=case not in REFUSALS,
             by_halves=ranks == 2 and not makes_groups,
         )

@@ -32,7 +32,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import distribute_tensor, DTensor, Replicate, Shard
 
 
-# Who allocates, and who sends #
+# Custom collectives: allocation and transport #
 
 
 class Gather(AllGather):
@@ -297,7 +297,7 @@ def not_unsharded_in_backward(place: Place) -> Record:
     return train_children(model, place, prepare, reshard_after_forward=True)
 
 
-# What is refused, by the release and the branch alike #
+# Refused by the release and the branch alike #
 
 
 def refused(pattern: str) -> Callable[[Callable[[Place], None]], None]:

@@ -83,7 +83,7 @@ def parts_of(model: nn.Module) -> dict[str, Part]:
 batch_of = partial(parity_layers.batch_of, dim=DIM)
 
 
-# What takes its parameters as local tensors #
+# Layers that see local tensors as their parameters #
 
 SIZES = ((8, 3), (5,), (4, 2, 3))
 

@@ -40,9 +40,9 @@ class Batches:
         return models.batch_of(self.step, microbatch, self.rank).to(self.device)
 
 
-# Of `MixedPrecisionPolicy`: param_dtype, reduce_dtype
+# Fields of `MixedPrecisionPolicy`: param_dtype, reduce_dtype
 Policy = tuple["torch.dtype | None", "torch.dtype | None"]
-# Each part takes whatever it is given: only of a unit all inputs are cast
+# Parts compute in whatever they get: FSDP casts the inputs of units only
 UNCAST = {"cast_forward_inputs": False}
 
 
@@ -197,7 +197,7 @@ BY_DTYPE = {
 }
 
 
-# What is set on a model once it is sharded #
+# Settings of a sharded model #
 
 
 def each_unit(method: str, *args: Any) -> Callable[[nn.Module], None]:

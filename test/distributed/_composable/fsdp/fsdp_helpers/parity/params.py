@@ -1,5 +1,5 @@
 """
-Cases of how a model comes to its parameters, of offload to pinned memory, and of
+Cases of how a model gets its parameters, of offload to pinned memory, and of
 tensors that say themselves how they are gathered.
 """
 

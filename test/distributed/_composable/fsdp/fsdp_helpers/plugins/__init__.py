@@ -10,6 +10,6 @@ from fsdp_helpers.common.scenarios import Scenarios
 
 SCENARIOS = Scenarios()
 scenario = partial(SCENARIOS.add, kinds=("uniform",))
-# Of units with several dtypes, which the release refuses
+# The release refuses these units, whose parameters have several dtypes
 mixed = partial(SCENARIOS.add, kinds=("mixed",))
 of_both_kinds = SCENARIOS.add

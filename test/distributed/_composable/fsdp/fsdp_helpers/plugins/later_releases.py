@@ -161,7 +161,7 @@ def outputs_that_an_extension_releases(place: Place) -> Record:
 
 @since_2_15
 def replaced_output_step(place: Place) -> Record:
-    """Of mixed units it is refused: what is gathered has one dtype."""
+    """Mixed units refuse it: what is gathered has one dtype."""
     calls: list[int] = []
 
     def outputs(*args: Any) -> None:

@@ -35,7 +35,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-# What is gathered #
+# Gathers #
 
 
 @of_both_kinds
@@ -118,7 +118,7 @@ def profiled() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def profiled_on_demand() -> Iterator[list[str]]:
-    """Profiles as a daemon does: torch's Python is not told of it."""
+    """Profiles as a daemon does, which torch's Python does not notice."""
     activities = {torch.profiler.ProfilerActivity.CPU}
     state, flags = torch.autograd.ProfilerState.KINETO, [False] * 5
     experimental = torch._C._profiler._ExperimentalConfig()
@@ -165,12 +165,12 @@ def operators_and_ranges_that_observers_see(place: Place) -> Record:
     return record
 
 
-# What is reduced #
+# Reductions #
 
 
 @of_both_kinds
 def replaced_reduce_scatter_copy_in(place: Place) -> Record:
-    """It gets gradients of one dtype at a time."""
+    """The replaced function gets gradients of one dtype at a time."""
     name, calls = "foreach_reduce_scatter_copy_in", []
     original = getattr(_fsdp_collectives, name)
 
@@ -250,7 +250,7 @@ def dtypes_of_groups(model: nn.Module) -> list[tuple[str, ...]]:
 
 @of_both_kinds
 def dtypes_of_a_group(place: Place) -> Record:
-    """Of trained, of frozen and of mixed parameters."""
+    """Records them for trained, frozen and mixed parameters."""
     record: Record = {}
     for policy in POLICIES:
         model = place.sharded(policy)
@@ -335,7 +335,7 @@ def reverse(model: Stack) -> None:
 
 
 def drop_in_place(model: Stack) -> None:
-    """Leaves a parameter to somebody else, frozen."""
+    """Removes a parameter from its group, and registers its values as a frozen one."""
     group, layer = groups_of(model)[1], model.blocks[0].layers[0]
     model.blocks[0].unshard()
     whole = layer.shift.detach().clone()
@@ -407,7 +407,7 @@ def replaced_wait_for_unshard_and_post_forward(place: Place) -> Record:
     return record | {"calls": seen}
 
 
-# What HSDP keeps #
+# Partial reduces of HSDP #
 
 
 def deferred(change: Callable[[FSDPParamGroup], Any], seen: list[Any]) -> common.Step:

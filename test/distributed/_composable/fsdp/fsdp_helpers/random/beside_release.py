@@ -44,7 +44,7 @@ CASES = 24
 STEPS = 5
 
 
-# What a case does before a step #
+# Changes before a step #
 
 
 def save(model: Model) -> None:
@@ -153,9 +153,9 @@ def optimize(model: Model, to_none: bool) -> None:
     model.zero_grad(set_to_none=to_none)
 
 
-# What is seen of it #
+# Records of a case #
 
-# Of process groups: what other ranks must answer
+# Methods of a process group that other ranks must answer
 COLLECTIVES = [
     name
     for name in vars(dist.ProcessGroup)
@@ -168,7 +168,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        # Of the units' reductions: which parameters, and how far
+        # Which parameters each reduction of a unit has, and how far it goes
         self.patterns: list[tuple[Any, ...]] = []
 
     @contextlib.contextmanager

@@ -37,7 +37,7 @@ PARALLELISMS = ("shard", "hybrid", "replicate")
 PREFETCHES = (BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None)
 
 
-# What a case is #
+# The parts of a case #
 
 
 @dataclass(frozen=True)
