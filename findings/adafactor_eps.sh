@@ -4,12 +4,8 @@
 # bf16, gradients below 0.0078 are not normalized. At 1e-4, a usual size, a bf16 parameter
 # gets an update 78 times smaller than an fp32 one beside it. torch 2.13.0, 2.15.0.
 # Do: eps=(1e-30, 1e-3) for bf16 parameters, or store them in fp32.
-set -euo pipefail
-dir=$(mktemp -d)
-trap 'rm -rf "$dir"' EXIT
-python3 -m venv "$dir"
-"$dir/bin/pip" install -q --no-compile torch==2.13.0
-"$dir/bin/python" - <<'END'
+. "$(dirname "$0")/common.sh"
+python - <<'END'
 import torch
 
 

@@ -4,12 +4,8 @@
 # so is the plain mean's after some hundred models. Nothing warns. An fp32 copy as the
 # average raises, as lerp takes one dtype, unless avg_fn casts. torch 2.13.0, 2.15.0.
 # Do: AveragedModel(copy.deepcopy(model).float(), avg_fn=...) as below.
-set -euo pipefail
-dir=$(mktemp -d)
-trap 'rm -rf "$dir"' EXIT
-python3 -m venv "$dir"
-"$dir/bin/pip" install -q --no-compile torch==2.13.0
-"$dir/bin/python" - <<'END'
+. "$(dirname "$0")/common.sh"
+python - <<'END'
 import copy
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn

@@ -4,12 +4,8 @@
 # reduction runs in the narrow dtype. 70000 and -70000 on two ranks sum to nan instead of
 # 0, and 256 + 1 + 1 + 1 in bf16 to 258 instead of 260. torch 2.13.0, 2.15.0.
 # Do: `x.sum().full_tensor()` first, then cast.
-set -euo pipefail
-dir=$(mktemp -d)
-trap 'rm -rf "$dir"' EXIT
-python3 -m venv "$dir"
-"$dir/bin/pip" install -q --no-compile torch==2.13.0
-cat >"$dir/find.py" <<'END'
+. "$(dirname "$0")/common.sh"
+ranks 2 <<'END'
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -27,4 +23,3 @@ for values, dtype, expected in (
     assert torch.equal(seen.nan_to_num(-1), torch.tensor(expected, dtype=dtype).nan_to_num(-1))
 dist.destroy_process_group()
 END
-"$dir/bin/torchrun" --standalone --local-ranks-filter 0 --nproc-per-node 2 "$dir/find.py"

@@ -4,12 +4,8 @@
 # number of collectives in a coalescing manager counts 1, one all_gather_object counts 2.
 # torch 2.13.0, 2.15.0. Do: compare counts of FSDP's collectives only, and take the
 # profiler's c10d ranges for the rest.
-set -euo pipefail
-dir=$(mktemp -d)
-trap 'rm -rf "$dir"' EXIT
-python3 -m venv "$dir"
-"$dir/bin/pip" install -q --no-compile torch==2.13.0 numpy
-cat >"$dir/find.py" <<'END'
+. "$(dirname "$0")/common.sh"
+ranks 2 <<'END'
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
@@ -41,4 +37,3 @@ print(torch.__version__, "p2p, barrier, five all-reduces, all_gather_object:", s
 assert seen == [0, 0, 1, 2]
 dist.destroy_process_group()
 END
-"$dir/bin/torchrun" --standalone --local-ranks-filter 0 --nproc-per-node 2 "$dir/find.py"

@@ -5,12 +5,9 @@
 # `expected size 2==3`. It depends on who compiles first, and a second run is sure to fail.
 # torch 2.13.0, 2.15.0. Do: TORCHINDUCTOR_AUTOGRAD_CACHE=0, or a TORCHINDUCTOR_CACHE_DIR
 # for each rank, where DTensors are compiled (optimizers, clipping).
-set -euo pipefail
-dir=$(mktemp -d)
-trap 'rm -rf "$dir"' EXIT
-python3 -m venv "$dir"
-"$dir/bin/pip" install -q --no-compile torch==2.13.0 numpy
-cat >"$dir/find.py" <<'END'
+. "$(dirname "$0")/common.sh"
+for cache in 0 1; do
+    ranks 2 $cache <<'END'
 import os
 import sys
 import tempfile
@@ -33,11 +30,11 @@ for rank in range(2):
         except AssertionError as error:
             seen = str(error).split(" at ")[0]
     dist.barrier()
-print(f"{torch.__version__}, cache {sys.argv[1]}, rank {dist.get_rank()}: {seen}")
 expected = "expected size 2==3" if sys.argv[1] == "1" and dist.get_rank() == 1 else "torch.Size"
 assert str(seen).startswith(expected)
+each = [None] * 2
+dist.all_gather_object(each, seen)
+print(f"{torch.__version__}, cache {sys.argv[1]}: {each}")
 dist.destroy_process_group()
 END
-for cache in 0 1; do
-    "$dir/bin/torchrun" --standalone --nproc-per-node 2 "$dir/find.py" $cache
 done

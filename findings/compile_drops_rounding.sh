@@ -4,12 +4,8 @@
 # bf16 pair (high and low part), Kahan sums of bf16 parameters, error feedback and fake
 # quantization silently do nothing. Needs a C++ compiler. torch 2.13.0, 2.15.0.
 # Do: torch._inductor.config.emulate_precision_casts = True, or leave that code eager.
-set -euo pipefail
-dir=$(mktemp -d)
-trap 'rm -rf "$dir"' EXIT
-python3 -m venv "$dir"
-"$dir/bin/pip" install -q --no-compile torch==2.13.0
-"$dir/bin/python" - <<'END'
+. "$(dirname "$0")/common.sh"
+python - <<'END'
 import torch
 from torch._inductor import config
 

@@ -4,12 +4,8 @@
 # fp32 into bf16, complex into real (the imaginary part is lost), 2.5 into an integer (2)
 # or into bool, and 2**24 + 1 into fp32 (2**24). torch 2.13.0, 2.15.0.
 # Do: compare dtypes with FileSystemReader(path).read_metadata() before loading.
-set -euo pipefail
-dir=$(mktemp -d)
-trap 'rm -rf "$dir"' EXIT
-python3 -m venv "$dir"
-"$dir/bin/pip" install -q --no-compile torch==2.13.0
-"$dir/bin/python" - <<'END'
+. "$(dirname "$0")/common.sh"
+python - <<'END'
 import tempfile
 import warnings
 import torch

@@ -5,12 +5,8 @@
 # Adamax and fused AdamW only count; SGD, RMSprop, Adagrad, Adadelta, ASGD, Rprop,
 # Adafactor and Muon take such gradients, fused SGD and Adagrad raise. torch 2.13.0, 2.15.0.
 # Do: after such an error load the last checkpoint.
-set -euo pipefail
-dir=$(mktemp -d)
-trap 'rm -rf "$dir"' EXIT
-python3 -m venv "$dir"
-"$dir/bin/pip" install -q --no-compile torch==2.13.0
-"$dir/bin/python" - <<'END'
+. "$(dirname "$0")/common.sh"
+python - <<'END'
 import torch
 
 expected = dict.fromkeys(("Adam", "NAdam", "RAdam", "Adamax"), (1.0, 3, 3))

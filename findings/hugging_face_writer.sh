@@ -4,12 +4,8 @@
 # safetensors cannot read the file, and at an integer or bool entry (a counter, a mask) it
 # raises a CheckpointException, which is a BaseException: `except Exception` misses it.
 # torch 2.13.0, 2.15.0. Do: full tensors, and safetensors' save_file, on one rank.
-set -euo pipefail
-dir=$(mktemp -d)
-trap 'rm -rf "$dir"' EXIT
-python3 -m venv "$dir"
-"$dir/bin/pip" install -q --no-compile torch==2.13.0 numpy safetensors==0.8.0
-"$dir/bin/python" - <<'END'
+. "$(dirname "$0")/common.sh" safetensors==0.8.0
+python - <<'END'
 import os
 import tempfile
 import warnings

@@ -4,12 +4,8 @@
 # same rows: an 8 x 8 matrix over 4 ranks has rank 2, and orthogonal_ is not orthogonal.
 # A warning says only that support on CPUs "may" be incomplete. torch 2.13.0, 2.15.0.
 # Do: initialize before sharding, or seed each rank (and replica group) differently.
-set -euo pipefail
-dir=$(mktemp -d)
-trap 'rm -rf "$dir"' EXIT
-python3 -m venv "$dir"
-"$dir/bin/pip" install -q --no-compile torch==2.13.0
-cat >"$dir/find.py" <<'END'
+. "$(dirname "$0")/common.sh"
+ranks 4 <<'END'
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -32,4 +28,3 @@ for seed, expected in ((0, 2), (dist.get_rank(), 8)):
     assert rank == expected and (error > 0.1) == (expected == 2)
 dist.destroy_process_group()
 END
-"$dir/bin/torchrun" --standalone --local-ranks-filter 0 --nproc-per-node 4 "$dir/find.py"

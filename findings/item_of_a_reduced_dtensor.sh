@@ -4,12 +4,8 @@
 # reduced: one rank sees the NaN and skips the step, the other goes on, and they drift
 # apart or hang. torch 2.13.0: all, any, sum, mean, max, norm, count_nonzero; 2.15.0
 # reduces all() and any(), not the rest. Do: full_tensor() first, on all ranks.
-set -euo pipefail
-dir=$(mktemp -d)
-trap 'rm -rf "$dir"' EXIT
-python3 -m venv "$dir"
-"$dir/bin/pip" install -q --no-compile torch==2.13.0 numpy
-cat >"$dir/find.py" <<'END'
+. "$(dirname "$0")/common.sh"
+ranks 2 <<'END'
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -28,4 +24,3 @@ for name, value in checks.items():
     assert seen[0] != seen[1]
 dist.destroy_process_group()
 END
-"$dir/bin/torchrun" --standalone --local-ranks-filter 0 --nproc-per-node 2 "$dir/find.py"

@@ -4,12 +4,8 @@
 # (another model, a rank, the next step) changes the weights that are mapped, those that
 # were written to as well. safetensors writes a new file, and its mappings stay.
 # torch 2.13.0, 2.15.0, Linux. Do: save to a new name and os.replace() it, or clone().
-set -euo pipefail
-dir=$(mktemp -d)
-trap 'rm -rf "$dir"' EXIT
-python3 -m venv "$dir"
-"$dir/bin/pip" install -q --no-compile torch==2.13.0
-"$dir/bin/python" - <<'END'
+. "$(dirname "$0")/common.sh"
+python - <<'END'
 import os
 import tempfile
 import torch

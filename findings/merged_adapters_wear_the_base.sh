@@ -4,12 +4,8 @@
 # A bf16 base is rounded at each merge and each unmerge, and while the adapter trains the
 # errors add up: after 1000 rounds half of the base has changed, by 0.4 % in norm.
 # torch 2.13.0, peft 0.21.2. Do: copy the base before a merge and restore it after.
-set -euo pipefail
-dir=$(mktemp -d)
-trap 'rm -rf "$dir"' EXIT
-python3 -m venv "$dir"
-"$dir/bin/pip" install -q --no-compile torch==2.13.0 peft==0.21.2
-"$dir/bin/python" - <<'END'
+. "$(dirname "$0")/common.sh" peft==0.21.2
+python - <<'END'
 import torch
 from peft import LoraConfig, get_peft_model
 

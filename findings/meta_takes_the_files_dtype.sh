@@ -4,12 +4,8 @@
 # bf16 model with an fp32 file trains in fp32 at twice the memory, and a model of fp32 and
 # bf16 parameters becomes what the file is. Same file, same model, two results.
 # torch 2.13.0, 2.15.0. Do: to_empty() before loading, or assert dtypes after it.
-set -euo pipefail
-dir=$(mktemp -d)
-trap 'rm -rf "$dir"' EXIT
-python3 -m venv "$dir"
-"$dir/bin/pip" install -q --no-compile torch==2.13.0
-"$dir/bin/python" - <<'END'
+. "$(dirname "$0")/common.sh"
+python - <<'END'
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict

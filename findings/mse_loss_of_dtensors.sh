@@ -4,12 +4,8 @@
 # is N times too large over N ranks, and where ranks hold different numbers of rows the
 # loss is wrong too (8.5 for 6.0). No warning. huber_loss, smooth_l1_loss: the same.
 # torch 2.13.0, 2.15.0. Do: write `(a - b).square().mean()`.
-set -euo pipefail
-dir=$(mktemp -d)
-trap 'rm -rf "$dir"' EXIT
-python3 -m venv "$dir"
-"$dir/bin/pip" install -q --no-compile torch==2.13.0
-cat >"$dir/find.py" <<'END'
+. "$(dirname "$0")/common.sh"
+ranks 2 <<'END'
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -36,4 +32,3 @@ for rows, wrong in (([1.0, 4.0], (8.5, [2, 2])), ([1.0, 1.0, 4.0], (8.5, [1, 1, 
     assert right == (whole.square().mean(), [round(2 / len(rows), 3)] * len(rows))
 dist.destroy_process_group()
 END
-"$dir/bin/torchrun" --standalone --local-ranks-filter 0 --nproc-per-node 2 "$dir/find.py"

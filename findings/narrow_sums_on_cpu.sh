@@ -5,12 +5,8 @@
 # thread): LayerNorm's also where its weight and gradient are fp32 and only x is bf16.
 # RMSNorm, GroupNorm, scatter_add are right. torch 2.13.0, 2.15.0, CPU only.
 # Do: embed and normalize in fp32 on CPUs (x.float()); do not judge bf16 runs by a CPU.
-set -euo pipefail
-dir=$(mktemp -d)
-trap 'rm -rf "$dir"' EXIT
-python3 -m venv "$dir"
-"$dir/bin/pip" install -q --no-compile torch==2.13.0
-"$dir/bin/python" - <<'END'
+. "$(dirname "$0")/common.sh"
+python - <<'END'
 import torch
 import torch.nn.functional as F
 

@@ -4,12 +4,8 @@
 # activation bf16, while one with a dim promotes it: all that follows is fp32, at twice
 # the memory, until a bf16 weight refuses it. torch 2.13.0, 2.15.0.
 # Do: cast where it is used, `x * self.scale.to(x.dtype)`, or `x * self.scale[0]`.
-set -euo pipefail
-dir=$(mktemp -d)
-trap 'rm -rf "$dir"' EXIT
-python3 -m venv "$dir"
-"$dir/bin/pip" install -q --no-compile torch==2.13.0
-"$dir/bin/python" - <<'END'
+. "$(dirname "$0")/common.sh"
+python - <<'END'
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard

@@ -5,12 +5,8 @@
 # those optimizers keep in fp32 themselves. A resumed run is another one, with less memory.
 # set_optimizer_state_dict the same. torch 2.13.0, 2.15.0.
 # Do: put such states back by hand after loading, optimizer.state[param][name] = value.
-set -euo pipefail
-dir=$(mktemp -d)
-trap 'rm -rf "$dir"' EXIT
-python3 -m venv "$dir"
-"$dir/bin/pip" install -q --no-compile torch==2.13.0
-"$dir/bin/python" - <<'END'
+. "$(dirname "$0")/common.sh"
+python - <<'END'
 import torch
 
 print(torch.__version__)

@@ -4,12 +4,8 @@
 # lr=0 that stays counted: AdamW's first update is then 0.74 of what it would be, and
 # ASGD, which keeps that lr in its state, loses its first update altogether.
 # torch 2.13.0, 2.15.0. Do: save no optimizer before its first step, or make it anew after.
-set -euo pipefail
-dir=$(mktemp -d)
-trap 'rm -rf "$dir"' EXIT
-python3 -m venv "$dir"
-"$dir/bin/pip" install -q --no-compile torch==2.13.0
-"$dir/bin/python" - <<'END'
+. "$(dirname "$0")/common.sh"
+python - <<'END'
 import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 

@@ -4,12 +4,8 @@
 # microbatches, also what earlier calls left there: three gradients of 1 give 1.3125.
 # torch 2.13.0, 2.15.0: GPipe, 1F1B, interleaved 1F1B.
 # Do: a single step() with more microbatches, or scale_grads=False, and divide once.
-set -euo pipefail
-dir=$(mktemp -d)
-trap 'rm -rf "$dir"' EXIT
-python3 -m venv "$dir"
-"$dir/bin/pip" install -q --no-compile torch==2.13.0
-cat >"$dir/find.py" <<'END'
+. "$(dirname "$0")/common.sh"
+ranks 2 <<'END'
 import torch
 import torch.distributed as dist
 from torch.distributed import pipelining
@@ -33,4 +29,3 @@ for name in ("ScheduleGPipe", "Schedule1F1B"):
         assert seen == expected
 dist.destroy_process_group()
 END
-"$dir/bin/torchrun" --standalone --nproc-per-node 2 "$dir/find.py"

@@ -4,12 +4,8 @@
 # (dropout, data), replicas drift apart from the first step on, and nothing says so.
 # torch 2.13.0, torchao 0.18.0.
 # Do: the same seed on all replicas of a shard before each step.
-set -euo pipefail
-dir=$(mktemp -d)
-trap 'rm -rf "$dir"' EXIT
-python3 -m venv "$dir"
-"$dir/bin/pip" install -q --no-compile torch==2.13.0 torchao==0.18.0
-cat >"$dir/find.py" <<'END'
+. "$(dirname "$0")/common.sh" torchao==0.18.0
+ranks 2 <<'END'
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
@@ -36,4 +32,3 @@ for per_rank in (False, True):
     assert (differ > 0.1) == (per_rank and dist.get_rank() == 0)
 dist.destroy_process_group()
 END
-"$dir/bin/torchrun" --standalone --local-ranks-filter 0 --nproc-per-node 2 "$dir/find.py"

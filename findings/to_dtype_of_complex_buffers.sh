@@ -4,12 +4,8 @@
 # imaginary part, all rotation of positions, is gone, and the model still runs. There is
 # one warning, which does not say where. `to(torch.float32)`, which looks like no change
 # for an fp32 model, does it too. torch 2.13.0, 2.15.0. Do: `.bfloat16()`, `.float()`.
-set -euo pipefail
-dir=$(mktemp -d)
-trap 'rm -rf "$dir"' EXIT
-python3 -m venv "$dir"
-"$dir/bin/pip" install -q --no-compile torch==2.13.0
-"$dir/bin/python" - <<'END'
+. "$(dirname "$0")/common.sh"
+python - <<'END'
 import warnings
 import torch
 

@@ -5,12 +5,8 @@
 # depends on the mesh, and the step of bf16 parameters raises on the first rank only, while
 # the others go on and wait. torch 2.13.0, torchao 0.18.0.
 # Do: only shard evenly what AdamW8bit steps, or keep such parameters in plain AdamW.
-set -euo pipefail
-dir=$(mktemp -d)
-trap 'rm -rf "$dir"' EXIT
-python3 -m venv "$dir"
-"$dir/bin/pip" install -q --no-compile torch==2.13.0 torchao==0.18.0 numpy
-cat >"$dir/find.py" <<'END'
+. "$(dirname "$0")/common.sh" torchao==0.18.0
+ranks 2 <<'END'
 import os
 import torch
 import torch.distributed as dist
@@ -38,4 +34,3 @@ for dtype in (torch.float32, torch.bfloat16):
     assert [each[1] == "stepped" for each in seen] == [dtype == torch.float32, True]
 dist.destroy_process_group()
 END
-"$dir/bin/torchrun" --standalone --local-ranks-filter 0 --nproc-per-node 2 "$dir/find.py"

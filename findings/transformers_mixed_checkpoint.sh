@@ -4,12 +4,8 @@
 # and loading casts all to it: fp32 norms of a bf16 model lose their digits, or a bf16
 # model becomes fp32, because its embedding is. transformers 5.23.0, torch 2.13.0.
 # Do: load once more, with safetensors: load_state_dict(load_file(path), assign=True).
-set -euo pipefail
-dir=$(mktemp -d)
-trap 'rm -rf "$dir"' EXIT
-python3 -m venv "$dir"
-"$dir/bin/pip" install -q --no-compile torch==2.13.0 transformers==5.23.0
-"$dir/bin/python" - <<'END'
+. "$(dirname "$0")/common.sh" transformers==5.23.0
+python - <<'END'
 import tempfile
 import torch
 import transformers

@@ -4,12 +4,8 @@
 # the storages: every bf16 parameter is fp32 from then on, and all are views of one vector,
 # so that saving one of them saves all. torch 2.13.0, 2.15.0.
 # Do: copy_() into the parameters, slice by slice.
-set -euo pipefail
-dir=$(mktemp -d)
-trap 'rm -rf "$dir"' EXIT
-python3 -m venv "$dir"
-"$dir/bin/pip" install -q --no-compile torch==2.13.0
-"$dir/bin/python" - <<'END'
+. "$(dirname "$0")/common.sh"
+python - <<'END'
 import io
 import torch
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
