@@ -3,9 +3,10 @@ Evaluate between backward and the optimizer step
 
 A unit that does not reshard after forward, by default the root, stays unsharded after a
 forward without gradients, since no backward comes to reshard it. The next forward would
-then compute with the values from before the step. Call `reshard()` right after evaluation, before anything reads or writes parameters or gradients:
-`clip_grad_norm_`, which would skip this unit's gradients without an error, an optimizer
-step, `set_model_state_dict`, an optimizer that is made then.
+then compute with the values from before the step. Call `reshard()` right after
+evaluation, before anything reads or writes parameters or gradients: `clip_grad_norm_`,
+which would skip this unit's gradients without an error, an optimizer step,
+`set_model_state_dict`, an optimizer that is made then.
 """
 
 import torch
