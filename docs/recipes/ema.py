@@ -2,8 +2,10 @@
 An fp32 average (EMA) of sharded bf16 parameters
 
 Each rank averages its own shards, also where they are uneven or empty, without
-communication. A sharded model cannot be deep-copied, so the average is a dict of
-DTensors; they have `full_tensor()` and can be saved like the model's. To evaluate with
+communication. A sharded model cannot be deep-copied, so `AveragedModel` cannot be built
+of it, and the average is a dict of DTensors; they have `full_tensor()` and can be saved
+like the model's. It is kept in fp32: in bf16 it would never move, as at a decay of 0.999
+an update is less than half of the distance to the next bf16 number. To evaluate with
 the average, copy it in and back. Call `reshard()` first: a unit that a forward without
 gradients left unsharded would keep its old values.
 """
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.optim.swa_utils import AveragedModel
 
 
 dist.init_process_group("gloo")
@@ -46,6 +49,18 @@ for _ in range(3):
 for name, average in ema.items():
     assert average.dtype == torch.float32
     assert torch.equal(average.full_tensor(), expected[name])
+
+# Why not otherwise
+try:
+    AveragedModel(model)
+except AssertionError as error:
+    assert "deepcopy" in str(error), error
+else:
+    raise AssertionError("torch averages sharded models now")
+narrow = torch.ones(1, dtype=torch.bfloat16)
+for _ in range(200):
+    narrow.lerp_(torch.full_like(narrow, 2), 0.001)
+assert narrow == 1
 
 # Evaluate with the average, and go on training
 model.reshard()
