@@ -50,6 +50,7 @@ dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 bf16, fp32 = torch.bfloat16, torch.float32
 
+
 def shard(patterns):
     model = Model()
     policy = MixedPrecisionPolicy.by_name(
