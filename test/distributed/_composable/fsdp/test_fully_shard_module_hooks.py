@@ -433,6 +433,15 @@ class TestGradDtype(FakeGroupTest):
             case "forward":
                 module(torch.ones(2, 4, dtype=BF16)).sum().backward()
 
+    def test_copies_lose_it_and_fail_beside_a_wider_gradient(self) -> None:
+        module = self.unit()
+        param = module.weight
+        for copied in (copy.deepcopy(param), nn.Parameter(param.data), param.detach()):
+            self.assertEqual(copied.grad_dtype, BF16)
+        self.pass_by(module, "forward")
+        with self.assertRaisesRegex(RuntimeError, "grad_dtype"):
+            copy.deepcopy(param)
+
     def test_model_that_was_loaded_wrongly_can_be_loaded_again(self) -> None:
         module = self.unit()
         sharded, whole = module.state_dict(), {"weight": torch.ones(4, 4)}
