@@ -1,5 +1,4 @@
 # Owner(s): ["oncall: distributed"]
-
 """
 Ranks that lay a unit out differently, or reduce other gradients of it, are found before
 the unit sends anything, and every one of them raises. Ranks that agree pay one small
@@ -7,8 +6,6 @@ collective for each unit, once, and no correct program waits for it. Where ranks
 apart later, all raise if they always compare, and else no rank goes on with a wrong
 gradient.
 """
-
-from __future__ import annotations
 
 import contextlib
 import datetime

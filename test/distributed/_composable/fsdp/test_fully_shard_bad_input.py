@@ -1,11 +1,8 @@
 # Owner(s): ["oncall: distributed"]
-
 """
 Wrong uses: each is told by a clear error, on every rank, at the call where it can
 first be known, and training goes on after it. What is merely unusual works.
 """
-
-from __future__ import annotations
 
 import re
 import warnings

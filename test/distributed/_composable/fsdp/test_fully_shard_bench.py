@@ -4,8 +4,6 @@ Tests what ``make bench`` and ``make gpu`` count, compare and report, and the st
 collectives. Times are never asserted.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

@@ -1,11 +1,8 @@
 # Owner(s): ["oncall: distributed"]
-
 """
 Set-up, wheels and CMake, by their commands: with pip itself, in a clone of few files, with
 a small torch and no network.
 """
-
-from __future__ import annotations
 
 import os
 import shutil

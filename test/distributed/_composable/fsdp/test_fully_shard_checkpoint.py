@@ -1,5 +1,4 @@
 # Owner(s): ["oncall: distributed"]
-
 """
 Checkpoints of models whose units hold several dtypes: saved and loaded by
 ``torch.distributed.checkpoint`` over other meshes, gathered in full, and from uniform to
@@ -7,8 +6,6 @@ mixed and back. In the background ``docs/recipes`` saves.
 
 Values and dtypes must survive exactly, of parameters and of optimizer state.
 """
-
-from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator

@@ -1,5 +1,4 @@
 # Owner(s): ["oncall: distributed"]
-
 """
 Large parameters that are gathered and reduced without copies, as
 ``set_coalesced_collectives`` says: the same bits as with copies, in grouped calls.
@@ -7,8 +6,6 @@ Large parameters that are gathered and reduced without copies, as
 The order of streams and the reuse of memory are in ``test_fully_shard_streams.py``,
 with units of the kind "mixed, direct".
 """
-
-from __future__ import annotations
 
 import contextlib
 import unittest

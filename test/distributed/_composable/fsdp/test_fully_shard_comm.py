@@ -1,5 +1,4 @@
 # Owner(s): ["oncall: distributed"]
-
 """
 How many collectives a step of a mixed unit issues, in which order, and how many bytes
 they carry. Whether their results are right is in ``test_fully_shard_parity.py`` and

@@ -1,5 +1,4 @@
 # Owner(s): ["oncall: distributed"]
-
 """
 ``fully_shard`` with what else torch has: activation checkpointing, functorch, the
 compiler, pipelining, the memory tracker, logging, copying and saving, and what the rest
@@ -10,8 +9,6 @@ one process, on the release and on this branch. Units of one dtype behave as in
 the release; units of several dtypes give the numbers of one unit of the release for each
 dtype, and behave as units of one dtype in everything else.
 """
-
-from __future__ import annotations
 
 import itertools
 import math

@@ -1,5 +1,4 @@
 # Owner(s): ["oncall: distributed"]
-
 """
 ``docs/errors.md`` says what to do about the commonest errors, and the code of
 ``README.md`` runs. Links and generated parts are for ``make lint``.

@@ -4,8 +4,6 @@ Exceptions anywhere in a step: after ``reset_iter_state`` the next steps are exa
 right, and nothing of the lost one survives. Errors name their parameters.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc

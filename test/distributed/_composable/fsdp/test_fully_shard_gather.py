@@ -1,5 +1,4 @@
 # Owner(s): ["oncall: distributed"]
-
 """
 The all-gather of a unit: what is sent and copied out, in whose order, and what of it
 is kept between steps.

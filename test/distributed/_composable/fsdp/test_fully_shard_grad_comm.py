@@ -1,5 +1,4 @@
 # Owner(s): ["oncall: distributed"]
-
 """
 ``grad_comm_dtype``: gradients that are sent in one dtype and added in another, in an
 order that does not depend on the mesh.
@@ -7,8 +6,6 @@ order that does not depend on the mesh.
 Gradients are given, see :class:`Weighted`, and compared bit for bit with what one
 process adds up by the definition of the tree.
 """
-
-from __future__ import annotations
 
 import importlib.util
 import itertools

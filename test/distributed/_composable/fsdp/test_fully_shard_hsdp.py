@@ -1,12 +1,9 @@
 # Owner(s): ["oncall: distributed"]
-
 """
 Gradients of mixed dtypes over shards and replicas: what is all-reduced, what waits for
 a later microbatch, and how long buffers live. Random schedules, meshes and policies are
 in ``test_fully_shard_random.py``, all-reduce hooks in ``test_fully_shard_parity.py``.
 """
-
-from __future__ import annotations
 
 import contextlib
 import itertools

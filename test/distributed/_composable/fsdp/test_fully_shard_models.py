@@ -1,13 +1,10 @@
 # Owner(s): ["oncall: distributed"]
-
 """
 Models of ``transformers``, ``peft`` and ``diffusers`` in the dtypes that they themselves
 ask for, sharded by layer with plain ``fully_shard``, each step beside one process: the
 rows of ``fsdp_helpers/clients/tiny_models.py``. ``real_models.py`` beside it says what of
 a step must equal one process, and how closely.
 """
-
-from __future__ import annotations
 
 import importlib
 import math

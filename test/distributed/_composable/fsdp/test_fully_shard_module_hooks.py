@@ -1,5 +1,4 @@
 # Owner(s): ["oncall: distributed"]
-
 """
 What hooks of a unit's modules leave of what users set, and of gradients that users take
 themselves, what they warn of, and what loading a state dict costs. Also what the roots of
@@ -9,8 +8,6 @@ In which order units are gathered is in ``test_fully_shard_prefetch.py``, which 
 there are in ``test_fully_shard_streams.py``. How inputs and outputs are cast, and when
 a forward's parameters are whole, is the release's own code.
 """
-
-from __future__ import annotations
 
 import copy
 import functools

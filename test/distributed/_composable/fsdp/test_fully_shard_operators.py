@@ -1,5 +1,4 @@
 # Owner(s): ["oncall: distributed"]
-
 """
 The operators ``fsdp::*``, which compiled graphs are matched with, and how often a step
 looks for observers, for whom alone it calls them. Schemas are in

@@ -1,11 +1,8 @@
 # Owner(s): ["oncall: distributed"]
-
 """
 Optimizers, and what is done to gradients before a step, where the gradients of a
 model have several dtypes: compared with one process that is given the same gradients.
 """
-
-from __future__ import annotations
 
 import copy
 from collections.abc import Callable

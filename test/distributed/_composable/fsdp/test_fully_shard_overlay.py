@@ -1,8 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-
 """``tools/overlay.py`` over a small torch, stopped at each step, and over a checkout."""
-
-from __future__ import annotations
 
 import csv
 import errno

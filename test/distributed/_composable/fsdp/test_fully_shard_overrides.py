@@ -1,5 +1,4 @@
 # Owner(s): ["oncall: distributed"]
-
 """
 Units whose policy has an override for each parameter, and gradients in another
 dtype than their parameter: what is gathered, computed, reduced and kept.
@@ -8,8 +7,6 @@ That overrides leave the bits of one unit of the release for each policy, also o
 microbatches and replicas, is in ``test_fully_shard_parity.py``; what a policy says at all is in
 ``test_fully_shard_policy.py``.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,5 +1,4 @@
 # Owner(s): ["oncall: distributed"]
-
 """
 Whatever ``fully_shard`` can do, under the release and under this branch, with the same
 seeds and batches. Units of one dtype keep the release's bits, order of steps and

@@ -1,5 +1,4 @@
 # Owner(s): ["oncall: distributed"]
-
 """
 What plugins and trainers outside of torch use of ``fully_shard``'s modules: names that
 they read, write, call and replace. Under this branch a unit of one dtype gives them
@@ -10,8 +9,6 @@ What is run is in ``fsdp_helpers/plugins/scenarios.py``, under both torches.
 
 Runs with pytest, python or ``torchrun --nproc-per-node 4``.
 """
-
-from __future__ import annotations
 
 import unittest
 from itertools import chain

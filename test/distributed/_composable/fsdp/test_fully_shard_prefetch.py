@@ -1,10 +1,7 @@
 # Owner(s): ["oncall: distributed"]
-
 """
 When the gather that comes next in backward starts, as ``set_backward_prefetch`` says.
 """
-
-from __future__ import annotations
 
 from typing import Any
 

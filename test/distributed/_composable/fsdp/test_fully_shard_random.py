@@ -5,8 +5,6 @@ Random models, meshes, policies and schedules against what the gradients must be
 another run than the one that is the same every time.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 from unittest import mock

@@ -1,5 +1,4 @@
 # Owner(s): ["oncall: distributed"]
-
 """
 The reduction of a unit's gradients over shards, against sums on paper.
 """

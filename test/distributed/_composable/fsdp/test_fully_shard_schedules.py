@@ -1,5 +1,4 @@
 # Owner(s): ["oncall: distributed"]
-
 """
 Random schedules of training steps: a unit of one dtype has the bits, the collectives
 and the warnings of the release in each of them.
@@ -15,8 +14,6 @@ unit that reduces other parameters than ever, or one that starts anew after
 
 Runs with pytest, python or ``torchrun --nproc-per-node 4``.
 """
-
-from __future__ import annotations
 
 import ctypes
 import gc

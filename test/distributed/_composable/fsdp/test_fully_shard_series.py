@@ -1,11 +1,8 @@
 # Owner(s): ["oncall: distributed"]
-
 """
 ``tools/series.py``: edits become commits and commits edits. What each change's own tests
 say is for `make series`, which runs them on the release that the edits were written for.
 """
-
-from __future__ import annotations
 
 import os
 import unittest

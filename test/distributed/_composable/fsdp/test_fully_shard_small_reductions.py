@@ -1,5 +1,4 @@
 # Owner(s): ["oncall: distributed"]
-
 """
 Small reductions of several units that travel together, as ``set_reduce_bucket_cap``
 says: the same bits as without it, in fewer collectives.
@@ -7,8 +6,6 @@ says: the same bits as without it, in fewer collectives.
 Sums over two ranks have the same bits in any order; a backend may add those of more in
 another one where elements lie elsewhere.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,4 @@
 # Owner(s): ["oncall: distributed"]
-
 """
 Which stream waits for which: every schedule of ``fully_shard`` is recorded on one
 rank of :mod:`fsdp_helpers.late_device`, with units of one dtype and of several, and
@@ -9,8 +8,6 @@ Then each call in our modules that orders streams is left out, one at a time, an
 schedule has to show a pair without an order, but for :data:`UNSEEN`. That tells as well
 whether the device is late enough.
 """
-
-from __future__ import annotations
 
 import functools
 import itertools

@@ -1,11 +1,8 @@
 # Owner(s): ["oncall: distributed"]
-
 """
 The summary of a model's units says what they send: it is compared with the
 collectives that a step issues.
 """
-
-from __future__ import annotations
 
 import logging
 import operator

@@ -6,8 +6,6 @@ conditions, functions, lines and files, and crossings between files. A condition
 is entered. What a step does not need shall not stand on its way.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import sys

@@ -1,7 +1,5 @@
 """A clone of a few files, and a small torch for it."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """What the tests of clients share."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterable, Iterator, Sequence

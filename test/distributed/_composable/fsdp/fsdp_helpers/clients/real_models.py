@@ -24,8 +24,6 @@ Accelerators may choose other kernels for shards, or add in any order: there the
 tolerances are wider, and still tell a gradient that is wrong by a factor of 2.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import os

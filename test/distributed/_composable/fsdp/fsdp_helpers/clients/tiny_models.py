@@ -11,8 +11,6 @@ unit are added up first, on any release: in 16 bits that is another sum than tha
 process. So only one unit reads what an encoder gives.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -1,13 +1,10 @@
 # Owner(s): ["oncall: distributed"]
-
 """
 torchao's weights that are gathered in 8 bits, in one unit with bf16 and fp32 ones.
 
 A CPU has no products of float8: torchao's own ``emulate`` computes them in fp32 from the
 same values.
 """
-
-from __future__ import annotations
 
 from typing import Any
 

@@ -1,5 +1,4 @@
 # Owner(s): ["oncall: distributed"]
-
 """
 torchtitan's models, sharded by its own ``apply_fsdp_to_decoder``, beside one process.
 
@@ -7,8 +6,6 @@ Two things of it need a GPU. Its models import kernels of Triton for one way of 
 tokens to experts, which is not used here and is stood in for. Its attention compiles:
 the models get torchtitan's other attention, that of ``scaled_dot_product_attention``.
 """
-
-from __future__ import annotations
 
 import functools
 import sys

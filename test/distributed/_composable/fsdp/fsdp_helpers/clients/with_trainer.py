@@ -1,5 +1,4 @@
 # Owner(s): ["oncall: distributed"]
-
 """
 accelerate, by itself and under transformers' ``Trainer`` and TRL's ``SFTTrainer``, and
 Lightning Fabric: each optimizer step beside one process, and resuming from a checkpoint.
@@ -7,8 +6,6 @@ Lightning Fabric: each optimizer step beside one process, and resuming from a ch
 accelerate takes DDP on a CPU. ``fsdp_accelerator`` has it take FSDP there, as it does
 by itself on an accelerator; all else is what runs there.
 """
-
-from __future__ import annotations
 
 import copy
 from pathlib import Path

@@ -4,8 +4,6 @@ tests run on it is deterministic, so it runs again only if a test, an example, o
 is installed has changed. What the branch gives is never kept.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

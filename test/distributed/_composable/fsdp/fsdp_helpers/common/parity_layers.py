@@ -6,8 +6,6 @@ The layers multiply in fp32, whatever they store or gather: half matrices are sl
 on some processors.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence

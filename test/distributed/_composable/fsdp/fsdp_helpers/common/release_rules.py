@@ -2,8 +2,6 @@
 What tests expect where releases differ, in one place. Runs on the release itself too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -3,8 +3,6 @@ Runs a script of ``scenarios.py``'s scenarios on the release and on this branch,
 same time, for tests that compare what came of them.
 """
 
-from __future__ import annotations
-
 import functools
 import pickle
 import tempfile

@@ -4,8 +4,6 @@ branch, so that a test can compare what came of them. A scenario that raises is 
 as its error, and the others run on.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import itertools

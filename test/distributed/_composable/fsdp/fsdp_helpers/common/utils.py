@@ -5,8 +5,6 @@ launched group), with ranks in threads and with none, a recorder of collectives,
 models of several dtypes, and a way to run Python on the release.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools

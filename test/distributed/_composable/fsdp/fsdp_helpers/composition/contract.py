@@ -6,8 +6,6 @@ copying and saving, and what a part of a model keeps alive.
 One process, which stands for a rank of four: its group sends nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc

@@ -8,8 +8,6 @@ release and by this branch, and with ``mixed`` ones, whose blocks are units of t
 dtypes. The release cuts these into one unit for each dtype.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import logging

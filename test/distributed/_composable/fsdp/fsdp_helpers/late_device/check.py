@@ -13,8 +13,6 @@ use the same memory in no order.
 docs/architecture.md says what that proves and what not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What operators and collectives do with their tensors, and who records them."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -6,8 +6,6 @@ One rank runs, in a group of several: what the others do is what it does. It run
 issues at once, on tensors of its own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

@@ -3,8 +3,6 @@ Schedules of ``fully_shard``, with units of each of :data:`KINDS`: what the test
 streams record on 4 ranks, or on one of them alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools

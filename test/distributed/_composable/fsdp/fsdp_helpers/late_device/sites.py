@@ -3,8 +3,6 @@ Where a program stands: its calls that order streams, so that one of them can be
 out, and the line that issues what is looked at.
 """
 
-from __future__ import annotations
-
 import functools
 import linecache
 import re

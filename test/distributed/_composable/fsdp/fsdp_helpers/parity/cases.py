@@ -2,8 +2,6 @@
 What a case of ``run.py`` is: where it runs, what it trains, and what is seen of it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ allocator reports to the profiler. One process plays the first of four ranks: co
 are issued and move nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib

@@ -4,8 +4,6 @@ release and on this branch. Mixed ones are blocks of three dtypes on this branch
 the release, which refuses those, one unit for each dtype, or for each policy.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

@@ -3,8 +3,6 @@ Cases of how a model gets its parameters, of offload to pinned memory, and of
 tensors that say themselves how they are gathered.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from functools import partial

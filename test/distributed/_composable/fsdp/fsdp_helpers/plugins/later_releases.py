@@ -1,7 +1,5 @@
 """What 2.14 and 2.15 added to FSDP2: scenarios for the releases that have it."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

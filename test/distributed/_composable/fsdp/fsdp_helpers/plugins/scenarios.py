@@ -4,8 +4,6 @@ torch is imported: names that they read, write, call and replace, and what their
 replacements then see. Also what later releases than 2.13 added, where they have it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

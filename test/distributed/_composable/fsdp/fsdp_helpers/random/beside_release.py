@@ -15,8 +15,6 @@ does not get right is not drawn:
 - another setting for resharding while units are resharded to fewer ranks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

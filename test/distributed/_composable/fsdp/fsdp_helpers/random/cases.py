@@ -10,8 +10,6 @@ ranks and microbatches in fp64, and what forward computed with is compared with 
 stored values, cast once, bit for bit.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import random

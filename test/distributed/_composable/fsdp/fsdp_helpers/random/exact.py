@@ -3,8 +3,6 @@ Compares a case with what its gradients must be, see [Note: Given gradients] in
 ``cases.py``.
 """
 
-from __future__ import annotations
-
 from fsdp_helpers.random import cases
 from fsdp_helpers.random.cases import Case, local_of, Model
 
