@@ -31,7 +31,7 @@ CYCLES = 1_000_000  # half a millisecond or more
 SECONDS = 120  # of one schedule
 # These look into streams that tests have made up
 NEED_STAND_INS = ("pooled_reduce_input",)
-ON_CPU = ("implicit_prefetch", "hsdp", "two_input_buffers")  # nothing is late there
+ON_CPU = ("implicit_prefetch", "hsdp", "one_rank")  # nothing is late there
 
 
 class DeviceRank:

@@ -21,7 +21,6 @@ memory are counted and the same in every run. *At most* is the ratio that the br
   build/bench/timeline.svg. Only if it is named, as the next.
 - **network**: the time of a step on a device whose collectives take as long as over a link of
   200 or 40 GB/s.
-- **experts**: what copies of matrices sharded on dim 1 take: bytes, kernels, time, memory.
 - **growth**: what a further parameter takes of the host, by the difference of two sizes.
 """
 
@@ -69,7 +68,6 @@ MORE = {
     "late": ("_late_kernels", "run"),
     "network": ("_network", "run"),
     "timeline": ("_timeline", "run"),
-    "experts": ("_experts", "run"),
     "alignment": ("_device", "run_alignment"),
     "sanitizer": ("_device", "run_sanitizer"),
 }

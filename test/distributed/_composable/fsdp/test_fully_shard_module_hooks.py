@@ -340,14 +340,16 @@ class TestStale(FakeGroupTest):
         self.double()
         self.check(True, evaluate, model)
 
-    @parametrize("what", ["writes", "is_custom", "extends", "is_sharded_on_dim_1"])
+    @parametrize("what", ["writes", "casts", "is_custom", "extends", "has_columns"])
     def test_unsharded_parameters_may_have_other_values(self, what: str) -> None:
         """As forward, or the gather, makes them, or in another order."""
         model: Any = nn.Embedding(DIM, DIM, max_norm=0.1 if what == "writes" else None)
         if what == "extends":
             model.weight = nn.Parameter(Fp8(model.weight.detach()))
-        dim = Shard(int(what == "is_sharded_on_dim_1"))
-        fully_shard(model, mesh=self.mesh, shard_placement_fn=lambda param: dim)
+        dim = Shard(int(what == "has_columns"))
+        policy = MixedPrecisionPolicy(BF16 if what == "casts" else None)
+        how = {"mp_policy": policy, "shard_placement_fn": lambda param: dim}
+        fully_shard(model, mesh=self.mesh, **how)
         if what == "is_custom":
             model.set_custom_all_gather(Rounding())
         shard, ids = model.weight, torch.arange(DIM)

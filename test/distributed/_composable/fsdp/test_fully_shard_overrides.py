@@ -14,13 +14,11 @@ from typing import Any
 
 from fsdp_helpers.common import comms, utils
 from fsdp_helpers.common.comms import backward, BF16, FP16, FP32, FP64, GivenGrads
-from fsdp_helpers.common.release_rules import IS_2_15, reduce_dtype
+from fsdp_helpers.common.release_rules import reduce_dtype
 
 import torch
 import torch.nn as nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, layout_summary, MixedPrecisionPolicy
-from torch.distributed.tensor import distribute_tensor, DTensor, Replicate, Shard
 from torch.testing._internal.common_utils import parametrize, run_tests
 
 
@@ -185,15 +183,6 @@ class TestGradDtype(utils.FSDPThreadTest):
         self.check(model.a, BF16, 128.0)
         self.check(model.b, FP32, 128.5)
 
-    def test_stays_when_a_trained_model_is_moved(self) -> None:
-        model = self.sharded({"a": FP32})
-        for _ in range(2):
-            model.zero_grad()
-            for _ in range(2):
-                model.to(utils.THREAD_DEVICE_TYPE)
-            self.backward(model)
-            self.check(model.a, FP32, 128.5)
-
     def test_stays_when_the_parameter_is_cast(self) -> None:
         model = self.sharded({})
         model.a.grad_dtype = FP64  # or set on the sharded parameter
@@ -201,41 +190,6 @@ class TestGradDtype(utils.FSDPThreadTest):
         self.backward(model)
         self.check(model.a, FP64, 128.5)
         self.check(model.b, FP32, 128.5)
-
-
-class TestTensorParallel(utils.FSDPThreadTest):
-    world_size = 4
-
-    def test_sum_runs_in_each_gradients_dtype(self) -> None:
-        """`wide` computes in fp32; bf16 rounds 256 + 1 to 256."""
-        names = ("dp", "tp")
-        mesh = init_device_mesh(utils.THREAD_DEVICE_TYPE, (2, 2), mesh_dim_names=names)
-        tp_mesh = mesh["tp"]
-
-        class Gains(nn.Module):
-            def __init__(self, device: torch.device):
-                super().__init__()
-                for name in ("wide", "narrow"):
-                    ones = torch.ones(4, device=device)
-                    gain = distribute_tensor(ones, tp_mesh, [Replicate()])
-                    self.register_parameter(name, nn.Parameter(gain))
-
-            def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-                both = (tokens * self.wide, tokens * self.narrow)
-                return sum(gained.to_local().sum() for gained in both)
-
-        model = Gains(self.device)
-        patterns = {"wide": (FP32, None), "narrow": (None, FP32)}
-        policy = by_name(model, patterns, param_dtype=BF16, cast_forward_inputs=False)
-        fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
-        value = 256.0 if tp_mesh.get_local_rank() == 0 else 1.0
-        mine = torch.full((1, 4), value, device=self.device, dtype=BF16)
-        model(DTensor.from_local(mine, tp_mesh, [Shard(0)])).backward()
-        self.assertEqual(model.wide.grad.full_tensor().tolist(), [257.0] * 4)
-        # Over the other mesh in what it computes in, or since 2.15 is reduced in
-        dtype = FP32 if IS_2_15 else BF16
-        expected = torch.full((4,), 256.0, dtype=dtype) + 1
-        self.assertEqual(model.narrow.grad.full_tensor().tolist(), expected.tolist())
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ what it gives under the release, and what they replace is called as often. The s
 what later releases than 2.13 added, and of mixed units what is said here.
 
 What is run is in ``fsdp_helpers/plugins/scenarios.py``, under both torches.
-
-Runs with pytest, python or ``torchrun --nproc-per-node 4``.
 """
 
 import unittest

@@ -457,13 +457,6 @@ def all_reduce_hook(kit: Kit) -> None:
     kit.train(net)
 
 
-@schedule
-def two_input_buffers(kit: Kit) -> None:
-    net = kit.sharded_net()
-    net.set_reduce_scatter_max_input_buffers(2)
-    kit.train(net)
-
-
 class OneBuffer(KeptScatter, collectives.DefaultReduceScatter):
     """Gives out the same memory for every input, as communication pools do."""
 
