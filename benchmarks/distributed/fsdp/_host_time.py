@@ -85,7 +85,7 @@ def measure(
     *, device: str, seconds: float, profile: bool = False, **of_model: Any
 ) -> dict[str, Any]:
     """
-    Returns host time of a step and per unit, in microseconds, or the functions that
+    Returns host time per unit, in microseconds, or the functions that
     take most of it. See [Note: What host time is].
     """
     sharded, plain = build(device=device, **of_model)
@@ -97,7 +97,7 @@ def measure(
     us = fastest_step(sharded, device, seconds) - fastest_step(
         plain, device, seconds / 4
     )
-    return {"step_us": us, "unit_us": us / of_model["units"]}
+    return {"unit_us": us / of_model["units"]}
 
 
 # What is compared #
@@ -121,11 +121,6 @@ COMPARISONS = (
     ("branch, mixed", PER_DTYPE, 0.40),
 )
 UNITS, PARAMS = 8, (4, 16, 64)
-# Two sizes each: units, and parameters of a unit
-GROWTH = {
-    "in further units of 16": ((4, 16), (32, 16)),
-    "in the same 8 units": ((8, 16), (8, 128)),
-}
 
 
 def group_of(units: int, params: int, seconds: float) -> Group:
@@ -156,29 +151,6 @@ def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> list[Row]
         ]
         quantity = f"us / unit and step, {branch.partition(', ')[2]}"
         rows += samples.rows("host", quantity, "unit_us", compared)
-    return rows
-
-
-def run_growth(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> list[Row]:
-    """Compares what a further parameter takes, by the difference of two sizes."""
-    sizes = sorted({size for pair in GROWTH.values() for size in pair})
-    groups = {size: group_of(*size, 0.03) for size in sizes}
-    samples = alternate(
-        __name__, sides, [*groups.values()], rounds=rounds or (2 if quick else 6)
-    )
-    rows = []
-    for what, (small, large) in GROWTH.items():
-        for name in SUBJECTS:
-            ends = [
-                samples.values[groups[s].name, name, "step_us"] for s in (small, large)
-            ]
-            for first, last in zip(*ends):
-                more = (last - first) / (large[0] * large[1] - small[0] * small[1])
-                samples.add(what, name, {"more_us": more})
-        compared = [
-            Comparison(what, branch, versus) for branch, versus, _ in COMPARISONS
-        ]
-        rows += samples.rows("growth", "us / further parameter", "more_us", compared)
     return rows
 
 

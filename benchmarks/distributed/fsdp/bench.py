@@ -21,7 +21,6 @@ memory are counted and the same in every run. *At most* is the ratio that the br
   build/bench/timeline.svg. Only if it is named, as the next.
 - **network**: the time of a step on a device whose collectives take as long as over a link of
   200 or 40 GB/s.
-- **growth**: what a further parameter takes of the host, by the difference of two sizes.
 """
 
 import argparse
@@ -59,7 +58,6 @@ PARTS = {
     "bytes": ("_bytes", "run"),
     "step": ("_step_time", "run"),
     "memory": ("_peak_memory", "run"),
-    "growth": ("_host_time", "run_growth"),
 }
 MORE = {
     "profile": ("_host_time", "run_profile"),

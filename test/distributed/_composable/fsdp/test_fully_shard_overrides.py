@@ -83,17 +83,6 @@ class TestUnits(utils.FSDPThreadTest):
         self.assertEqual(model.seen, {"a": FP32, "b": BF16})
         self.assertEqual({p.grad.dtype for p in model.parameters()}, {BF16})
 
-    def test_overrides_stay_where_a_plugin_knows_one_policy(self) -> None:
-        model = given(a=FP32, b=FP32)
-        policies, one_policy = {"a": (BF16, FP32)}, MixedPrecisionPolicy()
-        group = comms.group_of(fully_shard(model, mp_policy=by_name(model, policies)))
-        group._init_mp_dtypes = lambda: [
-            fsdp_param.init_dtype_attrs(one_policy) for fsdp_param in group.fsdp_params
-        ]
-        found = reduced(model, a=1.0, b=1.0)
-        self.assertEqual(found, reductions({"a": FP32, "b": FP32}, policies))
-        self.assertEqual(model.seen, {"a": BF16, "b": FP32})
-
     def test_a_refused_override_leaves_all_parameters_as_they_are(self) -> None:
         model = nn.Sequential(given(a=FP32), given(b=FP32))
         before = dict(model.named_parameters())

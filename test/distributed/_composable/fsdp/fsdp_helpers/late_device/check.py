@@ -2,15 +2,8 @@
 A device that is late, on the CPU: as asynchronous, and as unkind, as the rules of
 CUDA allow. Whole training steps run on it with the streams, events and buffers that
 ``fully_shard`` has on an accelerator, and what they issue is looked at for entries that
-use the same memory in no order.
-
-    def train(rank):  # in a group of its own
-        model = fully_shard(nn.Linear(8, 8), mesh=init_device_mesh("cpu", (4,)))
-        model(torch.ones(2, 8)).sum().backward()
-
-    print(*check(train, ranks=4), sep="\\n")
-
-docs/architecture.md says what that proves and what not.
+use the same memory in no order. docs/architecture.md has an example, and says what that
+proves and what not.
 """
 
 from collections.abc import Callable
