@@ -14,9 +14,9 @@ from unittest import mock
 
 from fsdp_helpers.common import comms, utils
 from fsdp_helpers.common.comms import backward, BF16, FP16, FP32, FP64, GivenGrads
+from fsdp_helpers.common.doubles import with_a_row_more
 from fsdp_helpers.common.release_rules import IS_2_15
 from fsdp_helpers.common.utils import DEVICE_TYPE, hybrid_mesh
-from fsdp_helpers.plugins.later_releases import with_a_row_more
 from fsdp_helpers.random.cases import Case, Microbatch, Param, Step
 from fsdp_helpers.random.exact import check_case
 

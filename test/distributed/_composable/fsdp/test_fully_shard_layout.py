@@ -232,8 +232,9 @@ class TestCopies(DeviceFreeTest):
             shards = [torch.ones(n, dtype=d, device=device) for d, n, device in pairs]
             nbytes = {"dtype": torch.uint8, "device": "meta"}
             segment = torch.empty(layout.segment_numel, **nbytes)
-            with self.subTest(f"{moves} moves"), count_operators() as counts:
-                _copy_in(segment, plan_copy_in(layout, stored), shards)
+            with self.subTest(f"{moves} moves"):
+                with count_operators() as counts:
+                    _copy_in(segment, plan_copy_in(layout, stored), shards)
                 found = counts["aten::_to_copy"], counts["aten::copy_"]
                 self.assertEqual(found, (moves, 3))
 

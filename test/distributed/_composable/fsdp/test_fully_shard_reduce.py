@@ -4,7 +4,6 @@ The reduction of a unit's gradients over shards, against sums on paper.
 """
 
 import itertools
-import math
 import weakref
 from collections import Counter
 from types import SimpleNamespace
@@ -15,9 +14,8 @@ import pytest
 
 from fsdp_helpers.common import comms
 from fsdp_helpers.common.comms import BF16, FP16, FP32, mesh_of, sharded, Spec
+from fsdp_helpers.common.doubles import dispatched, KeptScatter, SymmMemStub
 from fsdp_helpers.common.utils import DeviceFreeTest, FakeGroupTest, record_collectives
-from fsdp_helpers.parity.comms import KeptScatter, SymmMemStub
-from fsdp_helpers.plugins.scenarios import dispatched
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -200,16 +198,6 @@ class TestEmptyParameters(FakeGroupTest):
                     self.assertEqual(param.grad.dtype, param.dtype)
 
 
-class Reusing(DefaultReduceScatter):
-    """Gives out the same memory for all buffers of one size."""
-
-    kept: dict[int, torch.Tensor] = {}
-
-    def allocate(self, size, *, dtype, device):
-        nbytes = math.prod(size) * dtype.itemsize
-        return self.kept.setdefault(nbytes, torch.empty(nbytes).byte()).view(dtype)
-
-
 class Proxy:
     """Has the methods of another object, as a wrapper that logs or times them does."""
 
@@ -252,7 +240,7 @@ class TestOrder(FakeGroupTest):
         own = param_group.foreach_reduce
         specs = [Spec((8, 2), FP32), Spec((8, 4), BF16)]
         model = sharded(specs, self.mesh, device="cpu")
-        model.set_custom_reduce_scatter(Reusing())
+        model.set_custom_reduce_scatter(KeptScatter(keeps_results=True))
         with mock.patch.object(
             param_group, "foreach_reduce", lambda *args, **kwargs: own(*args, **kwargs)
         ):
@@ -277,7 +265,7 @@ class TestOrder(FakeGroupTest):
     def test_deferred_sum_shares_no_memory_with_the_next(self) -> None:
         hybrid = mesh_of(2, self.ranks // 2, device="cpu")
         model = sharded([Spec((8, 2), FP32)], hybrid, device="cpu")
-        model.set_custom_reduce_scatter(Reusing())
+        model.set_custom_reduce_scatter(KeptScatter(keeps_results=True))
         model.set_requires_all_reduce(False)
         for value in (1.0, 3.0):
             model([torch.full((8, 2), value)]).backward()

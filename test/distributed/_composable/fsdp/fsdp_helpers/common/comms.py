@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 from fsdp_helpers.common import utils
+from fsdp_helpers.common.doubles import dispatched
 from fsdp_helpers.common.utils import FSDPThreadTest, random_input, THREAD_DEVICE_TYPE
 
 import torch
@@ -28,7 +29,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import Shard
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 
@@ -255,16 +255,11 @@ def count_operators() -> Iterator[Counter[str]]:
     at a time counts, so what it calls must not communicate.
     """
     counts: Counter[str] = Counter()
-
-    class Counting(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            counts[func._schema.name] += 1
-            return func(*args, **(kwargs or {}))
-
     # As if the mode that counts, which gets operators, were not there
     gather, reduce = (
         mock.patch.object(module, "gets_operators", lambda _: False)
         for module in (_fsdp_copies, _fsdp_reduce)
     )
-    with _one_counts, gather, reduce, Counting():
+    with _one_counts, gather, reduce, dispatched() as names:
         yield counts
+        counts.update(names)

@@ -1,6 +1,6 @@
 """
 What stands in for a device: streams, events and ``torch.cuda``, which order what a rank
-issues; and what a recording of that holds.
+(of ``record.py``, which makes them) issues; and what a recording of that holds.
 """
 
 from __future__ import annotations
@@ -11,15 +11,13 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TYPE_CHECKING
+from typing import Any, NamedTuple
+
+from fsdp_helpers.late_device.sites import Line
 
 import torch
 import torch.distributed as dist
 
-
-if TYPE_CHECKING:
-    from fsdp_helpers.late_device.record import Rank
-    from fsdp_helpers.late_device.sites import Line
 
 # What must have run: of each stream its last entry. Never changed in place.
 Clock = frozenset["Entry"]
@@ -31,7 +29,7 @@ class Stream:
     all that is in its clock.
     """
 
-    def __init__(self, rank: Rank, name: str):
+    def __init__(self, rank: Any, name: str):
         self.rank, self.name = rank, name
         self.clock: Clock = frozenset()
 
@@ -54,7 +52,7 @@ class Stream:
 class Event:
     """Stands in for a device's event. Without a record, nothing waits for it."""
 
-    def __init__(self, rank: Rank):
+    def __init__(self, rank: Any):
         self.rank = rank
         self.clock: Clock = frozenset()
 
@@ -88,7 +86,7 @@ class Pending(dist.distributed_c10d.Work):
 class DeviceHandle:
     """Stands in for ``torch.cuda`` and its like."""
 
-    def __init__(self, rank: Rank):
+    def __init__(self, rank: Any):
         self._rank = rank
 
     def Stream(self, *args: Any, **kwargs: Any) -> Stream:

@@ -12,12 +12,12 @@ from typing import Any
 from unittest import mock
 
 from fsdp_helpers.common.comms import BF16, FP16, FP32, FP64, GivenGrads
+from fsdp_helpers.common.doubles import OneBuffer
 from fsdp_helpers.common.release_rules import IS_2_15
 from fsdp_helpers.common.utils import CastLinear, MixedBlock
 from fsdp_helpers.late_device.devices import Recording
 from fsdp_helpers.late_device.record import Rank
 from fsdp_helpers.late_device.record import record as record_program
-from fsdp_helpers.parity.comms import KeptScatter
 
 import torch
 import torch.nn as nn
@@ -455,10 +455,6 @@ def all_reduce_hook(kit: Kit) -> None:
         stream = kit.rank.new_stream("hook")
         module.set_all_reduce_hook(lambda grad: grad.mul_(2), stream=stream)
     kit.train(net)
-
-
-class OneBuffer(KeptScatter, collectives.DefaultReduceScatter):
-    """Gives out the same memory for every input, as communication pools do."""
 
 
 @schedule

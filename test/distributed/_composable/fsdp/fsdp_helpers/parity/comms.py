@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
+from fsdp_helpers.common.doubles import (
+    Gather,
+    KeptGather,
+    KeptScatter,
+    Scatter,
+    SymmMemStub,
+)
 from fsdp_helpers.common.parity_layers import FP16, groups_of, Record, units_of
 from fsdp_helpers.common.scenarios import Place
 from fsdp_helpers.common.utils import shard_blocks
@@ -19,92 +24,17 @@ from fsdp_helpers.parity.models import Offsets, stack_of, Waves
 from fsdp_helpers.parity.modes import each_unit, Mode, UNIFORM
 
 import torch
-import torch.distributed as dist
-import torch.distributed._symmetric_memory as symm_mem
 import torch.nn as nn
 from torch.distributed import fsdp
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_common
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import distribute_tensor, DTensor, Replicate, Shard
 
 
 # Custom collectives: allocation and transport #
-
-
-class Gather(AllGather):
-    """Uses nothing of the default one."""
-
-    def allocate(self, size: Any, *, dtype: Any, device: Any) -> torch.Tensor:
-        return torch.full(tuple(size), 77, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor, input_tensor, group, async_op=False):
-        if input_tensor.data_ptr() - output_tensor.data_ptr() != (
-            group.rank() * input_tensor.nbytes
-        ):
-            raise AssertionError("A rank's input is no part of the output")
-        if torch.is_grad_enabled():
-            raise AssertionError("A gather is no part of the graph")
-        return dist.all_gather_single(
-            output_tensor, input_tensor, group=group, async_op=async_op
-        )
-
-
-class Scatter(ReduceScatter):
-    """Notes the groups that it sends over."""
-
-    groups: set[str] = set()  # by description, of all in this process
-    allocate = Gather.allocate
-
-    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
-        Scatter.groups.add(group.group_desc)
-        return dist.reduce_scatter_single(
-            output_tensor, input_tensor, op=op, group=group, async_op=async_op
-        )
-
-
-class Kept:
-    """The same bytes again and again: whoever still has them sees that they are gone."""
-
-    def __init__(self) -> None:
-        self.bytes = torch.empty(0, dtype=torch.uint8)
-
-    def view(self, size: Any, dtype: torch.dtype) -> torch.Tensor:
-        nbytes = torch.Size(size).numel() * dtype.itemsize
-        if self.bytes.numel() < nbytes:
-            self.bytes = torch.empty(max(nbytes, 1 << 12), dtype=torch.uint8)
-        return self.bytes.fill_(77)[:nbytes].view(dtype).view(tuple(size))
-
-
-class KeptGather(Gather):
-    """One for each unit: a gather may be started before the last one is used."""
-
-    def __init__(self) -> None:
-        self.kept = Kept()
-
-    def allocate(self, size: Any, *, dtype: Any, device: Any) -> torch.Tensor:
-        return self.kept.view(size, dtype)
-
-
-class KeptScatter(Scatter):
-    """
-    May serve all units, as an input is sent before the next one is filled, unless it
-    keeps the results too. It gives out an input and a result in turns.
-    """
-
-    def __init__(self, keeps_results: bool = False) -> None:
-        self.inputs, self.results = Kept(), Kept() if keeps_results else None
-        self.is_result = True
-
-    def allocate(self, size: Any, *, dtype: Any, device: Any) -> torch.Tensor:
-        self.is_result = not self.is_result
-        kept = self.results if self.is_result else self.inputs
-        if kept is None:
-            return torch.empty(tuple(size), dtype=dtype, device=device)
-        return kept.view(size, dtype)
 
 
 def set_comms(gather: Callable[[], Any], scatter: Callable[[], Any]) -> Any:
@@ -178,35 +108,6 @@ def kept_buffer_of_replicas(place: Place) -> Record:
     """With one shard each: nothing is sent before the all-reduce."""
     mode = Mode(prepare=each_unit("set_custom_reduce_scatter", KeptScatter()))
     return train_tower(mode, place, place.singles)
-
-
-class SymmMemStub:
-    """Stands in for symmetric memory, and notes what is asked of it."""
-
-    def __init__(self) -> None:
-        self.backends: list[str] = []
-        self.registered: list[tuple[str, int]] = []
-        self.pools = 0
-
-    @contextlib.contextmanager
-    def patched(self) -> Iterator[SymmMemStub]:
-        def rendezvous(tensor: torch.Tensor, group: str) -> None:
-            self.registered.append((str(tensor.dtype), tensor.numel()))
-
-        @contextlib.contextmanager
-        def use(pool: object) -> Iterator[None]:
-            self.pools += 1
-            yield
-
-        with (
-            mock.patch.object(symm_mem, "set_backend", self.backends.append),
-            mock.patch.object(symm_mem, "rendezvous", rendezvous),
-            mock.patch.object(symm_mem, "get_mem_pool", lambda device: None),
-            # Which of them it is asked of depends on the release
-            mock.patch.object(torch.cuda, "use_mem_pool", use),
-            mock.patch.object(torch.cpu, "use_mem_pool", use, create=True),
-        ):
-            yield self
 
 
 @add_case()

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fsdp_helpers.common import parity_layers as layers
+from fsdp_helpers.common.doubles import with_a_row_more
 from fsdp_helpers.common.parity_layers import BF16, FP32, gradients, groups_of, Record
 from fsdp_helpers.common.release_rules import HAS_SPMD_TYPES, IS_2_15
 from fsdp_helpers.common.scenarios import one_backward, Place, train
@@ -172,18 +173,6 @@ def replaced_output_step(place: Place) -> Record:
     if place.is_mixed:
         return {"refused": error_of(lambda: one_backward(model, place, 0))}
     return train(model, place) | {"calls": calls}
-
-
-def with_a_row_more(params: Any, grads: list[torch.Tensor], world_size: int) -> Any:
-    """Gives each rank a row of zeros behind its own ones."""
-    default = _fsdp_collectives._default_reduce_scatter_input_fn
-    for i, size in enumerate(default(params, grads, world_size)):
-        whole = grads[i].new_zeros(size)
-        whole[: grads[i].size(0)] = grads[i]
-        by_rank = whole.unflatten(0, (world_size, -1))
-        row = torch.zeros_like(by_rank[:, :1])
-        grads[i] = torch.cat([by_rank, row], 1).flatten(0, 1)
-    return tuple(grad.size() for grad in grads)
 
 
 @since_2_15

@@ -17,6 +17,7 @@ from unittest import mock
 import fsdp_helpers.plugins.later_releases  # noqa: F401  # adds its scenarios
 from fsdp_helpers.common import parity_layers as layers
 from fsdp_helpers.common import scenarios as common
+from fsdp_helpers.common.doubles import dispatched
 from fsdp_helpers.common.parity_layers import digest, FP32, groups_of, Record, Stack
 from fsdp_helpers.common.release_rules import IS_2_15
 from fsdp_helpers.common.scenarios import describe, one_backward, Place, POLICIES, train
@@ -30,7 +31,6 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_g
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 # Gathers #
@@ -91,19 +91,6 @@ def count_of(names: list[str]) -> dict[str, int]:
     ours = Counter(name for name in names if name.startswith(("fsdp::", "FSDP::")))
     del ours["FSDP::look_for_traces"]  # by which a profiler without a flag is found
     return dict(sorted(ours.items()))
-
-
-@contextlib.contextmanager
-def dispatched() -> Iterator[list[str]]:
-    names: list[str] = []
-
-    class Watching(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            names.append(func._schema.name)
-            return func(*args, **(kwargs or {}))
-
-    with Watching():
-        yield names
 
 
 @contextlib.contextmanager
