@@ -1,9 +1,6 @@
-"""Studies of the collectives of a training step: what they are, and send.
+"""The MiB that a rank sends inside of its node and to other nodes, to reduce gradients.
 
-    python benchmarks/distributed/fsdp/studies.py counts|traffic
-
-- counts: how many there are and their KiB, in each way to train, over 8 ranks.
-- traffic: the MiB that a rank sends inside of its node and to other nodes.
+    python benchmarks/distributed/fsdp/studies.py traffic [--ranks N ...]
 
 One of many ranks runs a step with a process group that sends nothing and tensors that hold
 nothing, so sizes are those of real models.
@@ -16,7 +13,7 @@ from typing import Any, NamedTuple
 
 import _models
 from _calls import Call, seen_by
-from _models import ALL_FP32, AS_IT_IS, BOTH, EXCHANGED, JOINED, LARGE, PER_DTYPE
+from _models import LARGE
 
 import torch
 import torch.distributed as dist
@@ -27,7 +24,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 NODE = 8  # ranks, numbered node by node
-WAYS = (AS_IT_IS, EXCHANGED, JOINED, BOTH, ALL_FP32, PER_DTYPE)
 
 
 class Mesh(NamedTuple):
@@ -54,16 +50,10 @@ def calls_of(
     calls: list[Call] = []
     with mesh.faked() as device_mesh, FakeTensorMode():
         model = nn.Sequential(*(block(**sizes) for _ in range(count)))
-        for module in model.modules() if way == ALL_FP32 else ():
-            # They hold nothing: `float` would swap them
-            for name, param in module.named_parameters(recurse=False):
-                setattr(module, name, nn.Parameter(param.float()))
         _models.shard(model, way, device_mesh)
-        dtype = _models.FP32 if way == ALL_FP32 else _models.BF16
+        x = torch.randn(1, 4, sizes.get("dim", 512), dtype=_models.BF16)
         with seen_by(calls.append):
-            _models.training_step(
-                model, torch.randn(1, 4, sizes.get("dim", 512), dtype=dtype)
-            )
+            _models.training_step(model, x)
     return calls
 
 
@@ -73,19 +63,6 @@ def line(*cells: Any) -> str:
 
 def header(*cells: Any) -> None:
     print(line(*cells), "|---" * len(cells) + "|", sep="\n")
-
-
-def print_counts() -> None:
-    """Gathers and reductions of a step of three blocks, and the KiB of both."""
-    header("blocks", *WAYS)
-    for name, block in _models.BLOCKS.items():
-        cells = []
-        for way in WAYS:
-            calls = calls_of(block, 3, way, Mesh(1, 8))
-            gathers = sum(call.kind == "all-gather" for call in calls)
-            kib = sum(call.nbytes for call in calls) / 2**10
-            cells.append(f"{gathers} + {len(calls) - gathers}; {kib:,.0f}")
-        print(line(name, *cells))
 
 
 def sent(call: Call) -> tuple[float, float]:
@@ -135,13 +112,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("study", choices=("counts", "traffic"))
-    parser.add_argument("--ranks", type=int, nargs="+", metavar="N")
-    args = parser.parse_args()
-    if args.study == "counts":
-        print_counts()
-    else:
-        print_traffic(args.ranks or (8, 16, 64, 256, 1024))
+    parser.add_argument("study", choices=("traffic",))
+    ranks = (8, 16, 64, 256, 1024)
+    parser.add_argument("--ranks", type=int, nargs="+", metavar="N", default=ranks)
+    print_traffic(parser.parse_args().ranks)
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ class TestTree(TestCase):
         with mock.patch.object(tree, "_MIN_PIECE_NBYTES", piece_nbytes):
             tree.add_in_tree(rows.clone(), actual, divisor)
         expected = add([*rows.to(added)])
-        self.assertTrue(torch.equal(actual, expected / (divisor or 1)))
+        self.assertEqual(actual, expected / (divisor or 1), rtol=0, atol=0)
         # Each element takes part in as many additions as the tree is high, each of
         # which rounds by at most half an ulp of what is no larger than all magnitudes
         height = (count - 1).bit_length()
@@ -139,7 +139,7 @@ def cast_by_torch(builder: Any, handle: Any, to: Any) -> Any:
     HAS_TRITON and (IS_INTERPRETED or torch.cuda.is_available()),
     "needs Triton and a GPU. Without one another process interprets it",
 )
-class TestKernel(TestCase):
+class TestKernel(utils.ParametrizedTest):
     """The sum in Triton, on a GPU or interpreted."""
 
     device = "cpu" if IS_INTERPRETED else "cuda"
@@ -184,8 +184,8 @@ class TestKernel(TestCase):
             expected.copy_(expected.float() * inverse)
         tree.add_in_tree(rows, target[1:-1], divisor)
         actual = target[1:-1].contiguous()
-        self.assertTrue(torch.equal(actual.view(torch.int8), expected.view(torch.int8)))
-        self.assertTrue(torch.equal(rows, before))
+        self.assert_same(actual, expected)
+        self.assert_same(rows, before)
         self.assertTrue(bool(target[[0, -1]].isnan().all()))
 
     def test_has_the_bits_of_the_operators(self):
@@ -197,7 +197,7 @@ class TestKernel(TestCase):
                 expected = add([*rows.clone()])
                 # In place of the first row, as between replicas
                 self.assertTrue(tree._add_by_kernel(rows, rows[0]))
-                self.assertTrue(torch.equal(rows[0], expected))
+                self.assert_same(rows[0], expected)
         for sent, added in ((FP32, FP32), (BF16, FP32), (FP16, FP32), (BF16, BF16)):
             for numel in (0, 1, 2049):  # the last one takes three blocks
                 with self.subTest(f"{numel} of {sent} in {added}"):

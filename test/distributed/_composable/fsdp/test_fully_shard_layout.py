@@ -13,16 +13,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fsdp_helpers.common.comms import (
-    as_bytes,
-    BF16,
-    count_operators,
-    FP8,
-    FP16,
-    FP32,
-    FP64,
-)
-from fsdp_helpers.common.utils import DeviceFreeTest
+from fsdp_helpers.common.comms import BF16, count_operators, FP8, FP16, FP32, FP64
+from fsdp_helpers.common.utils import as_bytes, DeviceFreeTest
 
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_copies import (
@@ -194,7 +186,7 @@ class TestCopies(DeviceFreeTest):
         copy_out(state, buffer, layout, gathered, world_size)
         for i, output in enumerate(outputs):
             expected = torch.cat([inputs[i].view(torch.uint8) for inputs in shards])
-            self.assertTrue(torch.equal(as_bytes(output), expected))
+            self.assert_same(as_bytes(output), expected)
 
     @copies
     @given(mixes(min_size=1), st.integers(1, 5))
@@ -212,7 +204,7 @@ class TestCopies(DeviceFreeTest):
         for dtype in ALL_DTYPES:
             ((shard,),) = random_shards([(dtype, 3)], 1)
             copy_each([target := torch.empty_like(shard)], [shard])
-            self.assertTrue(torch.equal(as_bytes(target), as_bytes(shard)), str(dtype))
+            self.assert_same(as_bytes(target), as_bytes(shard), str(dtype))
         stored, computed = (BF16, FP32, BF16, FP32), (BF16, BF16, FP32, FP32)
         sources = [torch.ones(3, dtype=dtype) for dtype in stored * 2]
         targets = [torch.zeros(3, dtype=dtype) for dtype in computed * 2]

@@ -72,7 +72,7 @@ class TestPrograms(FSDPProcessTest):
         self.assertEqual(first["norm"], resumed["norm"], rtol=0, atol=0)
         params = zip(first["model"].parameters(), resumed["model"].parameters())
         for param, other in params:
-            self.assertTrue(torch.equal(param.to_local(), other.to_local()))
+            self.assert_same(param.to_local(), other.to_local())
         dtypes = {param.dtype for param in first["model"][1].parameters()}
         self.assertEqual(dtypes, {torch.bfloat16, torch.float32})
 

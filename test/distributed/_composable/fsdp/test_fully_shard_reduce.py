@@ -3,7 +3,6 @@
 The reduction of a unit's gradients over shards, against sums on paper.
 """
 
-import itertools
 import weakref
 from collections import Counter
 from types import SimpleNamespace
@@ -15,11 +14,10 @@ import pytest
 from fsdp_helpers.common import comms
 from fsdp_helpers.common.comms import BF16, FP16, FP32, mesh_of, sharded, Spec
 from fsdp_helpers.common.doubles import dispatched, KeptScatter, SymmMemStub
-from fsdp_helpers.common.utils import DeviceFreeTest, FakeGroupTest, record_collectives
+from fsdp_helpers.common.utils import DeviceFreeTest, FakeGroupTest
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
 from torch.distributed.fsdp._fully_shard import _fsdp_reduce as reduce_file
@@ -72,8 +70,8 @@ class TestCopyIn(DeviceFreeTest):
         "sent in two others": (HALVES, {FP32: (FP32, FP16), BF16: (FP32, FP32)}, 2, 2),
     }
 
-    def copy_in(self, dtypes, keys, is_dense=True) -> tuple[Counter[str], bool]:
-        """Copies all in. Returns the operators, and whether each lies in its place."""
+    def copy_in(self, dtypes, keys, is_dense=True) -> Counter[str]:
+        """Copies all in, each into its place. Returns the operators."""
         in_turn = sorted((dtypes * self.COUNT)[: self.COUNT], key=str)
         slots = [ReduceSlot(i, d, 2 * (i % 3 + 1)) for i, d in enumerate(in_turn)]
         keys = [keys[d] if isinstance(keys, dict) else keys for d in in_turn]
@@ -97,25 +95,22 @@ class TestCopyIn(DeviceFreeTest):
                 reduce_file._copy_in_all_to_all(reduction, parts)
             else:
                 reduce_file.copy_in_grads(buckets[0], grads[0], columns[0])
-        is_right = True
         for bucket, rows in zip(buckets, columns):
             for slot, start in zip(bucket.slots, bucket.starts):
                 padded = torch.zeros(self.RANKS * slot.shard_numel)
                 padded[: full[slot.param].numel()] = full[slot.param].flatten()
                 expected = padded.view(self.RANKS, -1).to(rows.dtype)
                 found = rows.narrow(1, start, slot.shard_numel)
-                is_right &= torch.equal(found, expected)
-        return counts, is_right
+                self.assert_same(found, expected)
+        return counts
 
     def test_a_fused_copy_for_each_pair_of_dtypes(self) -> None:
         for name, (dtypes, keys, fused, copied) in self.CASES.items():
             with self.subTest(name):
-                counts, is_right = self.copy_in(dtypes, keys)
-                self.assertTrue(is_right)
+                counts = self.copy_in(dtypes, keys)
                 found = counts["aten::_chunk_cat"], counts["aten::copy_"]
                 self.assertEqual(found, (fused, copied))
-        counts, is_right = self.copy_in((BF16,), (FP32, None), is_dense=False)
-        self.assertTrue(is_right)
+        counts = self.copy_in((BF16,), (FP32, None), is_dense=False)
         self.assertEqual(counts["aten::copy_"], self.COUNT)
 
     def test_large_ones_are_cast_without_a_temporary(self) -> None:
@@ -125,8 +120,7 @@ class TestCopyIn(DeviceFreeTest):
                 self.subTest(case),
                 mock.patch.object(reduce_file, "_MAX_RUN_NUMEL", 0),
             ):
-                counts, is_right = self.copy_in(dtypes, keys)
-                self.assertTrue(is_right)
+                counts = self.copy_in(dtypes, keys)
                 self.assertEqual(counts["aten::copy_"], self.COUNT)
                 # For parameters that do not divide by the ranks
                 self.assertEqual(counts["aten::_chunk_cat"], self.COUNT // 2)
@@ -166,36 +160,6 @@ class TestSymmetricMemory(FakeGroupTest):
         self.assertEqual(alive, [0] * 6)
         # Wherever a unit has had one or two of its three
         self.assertEqual([n for n in waited if n % 3], [1, 2, 4, 5])
-
-
-class TestEmptyParameters(FakeGroupTest):
-    """Parameters without elements train like the rest, and take part in nothing."""
-
-    def test_they_get_gradients(self) -> None:
-        sizes = {"weight": (8, 4), "rows": (0, 4), "columns": (8, 0)}
-        dtypes = {"rows": BF16}
-        mesh = mesh_of(2, 4, device="cpu")
-        for zeros, syncs in itertools.product((False, True), repeat=2):
-            policy = MixedPrecisionPolicy(param_dtype=BF16)
-            params = {n: torch.ones(s, dtype=dtypes.get(n)) for n, s in sizes.items()}
-            model = comms.GivenGrads(**params)
-            fully_shard(model, mesh=mesh, mp_policy=policy)
-            model.set_reduce_scatter_unused_params(zeros)
-            seen: list[torch.nn.Parameter] = []
-            reduced: list[int] = []
-            for param in model.parameters():
-                param.register_post_accumulate_grad_hook(seen.append)
-            for step in range(2):
-                model.set_requires_gradient_sync(syncs or step == 1)
-                with record_collectives() as calls:
-                    comms.backward(model, **dict.fromkeys(sizes, 1.0))
-                reduced += [call.numel for call in calls.reduce_scatters]
-            with self.subTest(zeros=zeros, syncs=syncs):
-                self.assertEqual(reduced, [32, 32] if syncs else [32])
-                self.assertEqual(len(seen), 6 if syncs else 3)
-                for param in model.parameters():
-                    self.assertEqual(param.grad.size(), param.size())
-                    self.assertEqual(param.grad.dtype, param.dtype)
 
 
 class Proxy:

@@ -72,10 +72,7 @@ class TestWay(FakeGroupTest):
     @parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_what_a_step_passes(self, name: str, dtype: torch.dtype) -> None:
         model = fully_shard(Affine(dtype), mesh=self.mesh)
-        x, original = (
-            torch.ones(2, 8, requires_grad=True),
-            getattr(FSDPParamGroup, name),
-        )
+        x, original = torch.ones(2, 8).requires_grad_(), getattr(FSDPParamGroup, name)
         for _ in range(3):
             model(x).sum().backward()
         entered: list[CodeType] = []
@@ -104,15 +101,9 @@ class TestWay(FakeGroupTest):
 
         with mock.patch.object(FSDPParamGroup, name, watched):
             model(x).sum().backward()
-        weights = [weigh(code) for code in {*entered}]
-        found = (
-            *map(sum, zip(*weights)),
-            len({*entered}),
-            len({code.co_filename for code in entered}),
-            crossings,
-        )
-        conditions, lines, functions, files, crossings = found
-        actual = conditions, functions, lines, files, crossings
+        conditions, lines = map(sum, zip(*map(weigh, {*entered})))
+        files = {code.co_filename for code in entered}
+        actual = conditions, len({*entered}), lines, len(files), crossings
         within = [n <= most for n, most in zip(actual, BOUNDS[name], strict=True)]
         self.assertTrue(all(within), f"{actual} of at most {BOUNDS[name]}")
 

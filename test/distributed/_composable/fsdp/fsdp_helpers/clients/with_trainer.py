@@ -168,8 +168,7 @@ class TestTrainer(TrainerTest):
             first.model.named_parameters(), second.model.parameters(), strict=True
         )
         for (name, one), other in pairs:
-            self.assertEqual(one.dtype, other.dtype, name)
-            self.assertTrue(torch.equal(one.to_local(), other.to_local()), name)
+            self.assert_same(one.to_local(), other.to_local(), name)
 
     def test_accelerate_keeps_a_policy_by_name(self) -> None:
         """With mixed precision off nothing is upcast, and the policy holds."""
@@ -291,9 +290,7 @@ class TestFabric(ClientTest):
             fabric.load(folder / "checkpoint", state)
         self.assertEqual(state["steps"], 2)
         for name, param in built.named_parameters():
-            full = param.full_tensor()
-            self.assertEqual(full.dtype, saved[name].dtype, name)
-            self.assertTrue(torch.equal(full, saved[name]), name)
+            self.assert_same(param.full_tensor(), saved[name], name)
 
 
 if __name__ == "__main__":

@@ -136,10 +136,6 @@ def mesh_of(*sizes: int, device: str = THREAD_DEVICE_TYPE) -> DeviceMesh:
     return device_mesh.init_device_mesh(device, sizes, mesh_dim_names=names)
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
-
-
 class ThreadTest(FSDPThreadTest):
     """Calls into the collectives directly, on a unit of this thread's rank."""
 
@@ -158,11 +154,6 @@ class ThreadTest(FSDPThreadTest):
     def stream(self) -> torch.Stream:
         # One stream for all: the threads' collectives know of no other
         return device_mesh._get_device_handle(THREAD_DEVICE_TYPE).current_stream()
-
-    def assert_same(self, actual: torch.Tensor, expected: torch.Tensor) -> None:
-        self.assertEqual(actual.dtype, expected.dtype)
-        self.assertEqual(actual.size(), expected.size())
-        self.assertTrue(torch.equal(as_bytes(actual), as_bytes(expected)))
 
     def all_gather(self, unit: FSDPParamGroup, **changes: Any) -> AllGatherResult:
         arguments = {
@@ -226,7 +217,7 @@ class BlocksTest(FSDPThreadTest):
         for one, other in zip(model.parameters(), expected.parameters(), strict=True):
             self.assertEqual(one.grad is None, other.grad is None)
             if one.grad is not None:
-                self.assertTrue(torch.equal(one.grad.to_local(), other.grad.to_local()))
+                self.assert_same(one.grad.to_local(), other.grad.to_local())
 
 
 class OwnReduction(ReduceScatter):

@@ -320,6 +320,10 @@ def shared_folder() -> Iterator[Path]:
         made.cleanup()
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
 class ParametrizedTest(TestCase):
     """Makes the tests of what ``parametrize`` says, without a decorator of the class."""
 
@@ -328,6 +332,13 @@ class ParametrizedTest(TestCase):
         common_utils.instantiate_parametrized_tests(cls)
         for test in filter(inspect.isfunction, vars(cls).values()):
             vars(test).pop("parametrize_fn", None)  # in classes that derive from it
+
+    def assert_same(
+        self, actual: torch.Tensor, expected: Any, what: Any = None
+    ) -> None:
+        """Of one dtype and to the bit, of NaNs and zeros as well."""
+        TestCase.assertEqual(self, actual, expected, what, rtol=0, atol=0)
+        TestCase.assertEqual(self, as_bytes(actual), as_bytes(expected), what)
 
 
 @on_first_rank

@@ -199,7 +199,7 @@ def draw_case(
 
 def _draw_param(rng: random.Random, dtypes: Sequence[torch.dtype]) -> Param:
     columns = (rng.choice((1, 2, 3, 4, 8)),) if rng.random() < 0.5 else ()
-    shape, dtype = (rng.randint(1, 9), *columns), rng.choice(dtypes)
+    shape, dtype = (rng.randint(len(dtypes) == 1, 9), *columns), rng.choice(dtypes)
     has_two_names = rng.random() < 0.25
     if len(dtypes) == 1:
         return Param(shape, dtype, has_two_names=has_two_names)
@@ -324,6 +324,7 @@ def shard_model(case: Case, device: str) -> Model:
             kwargs["shard_placement_fn"] = lambda param: (
                 Shard(1)
                 if param.ndim == 2
+                and param.numel() > 0
                 and param.size(1) % case.shards == 0
                 and param.size(0) % int(case.reshard or 1) == 0
                 else None
