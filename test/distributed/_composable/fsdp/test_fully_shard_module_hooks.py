@@ -38,7 +38,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_cache import ParamGroupCach
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.common_utils import parametrize, run_tests
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 
@@ -54,19 +53,6 @@ class Boxed:
     z: torch.Tensor
 
 
-class Given(nn.Module):
-    """Keeps what its forward is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2))
-
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.given = args, kwargs
-        tensors = (v for v in tree_leaves(self.given) if isinstance(v, torch.Tensor))
-        return sum((t.sum() for t in tensors if t.requires_grad), self.weight.sum())
-
-
 class TestInputs(FakeGroupTest):
     ranks = 2
 
@@ -74,20 +60,26 @@ class TestInputs(FakeGroupTest):
     def test_inputs_arrive_as_given_but_for_those_that_need_gradients(
         self, trained: bool
     ) -> None:
-        mask, other = torch.ones(2), object()
+        mask, other, seen = torch.ones(2), object(), []
         x, y, z = (torch.rand(2, requires_grad=trained) for _ in "xyz")
-        model: Any = fully_shard(Given(), mesh=self.mesh)
+        model: Any = nn.Linear(2, 2)
+
+        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+            seen.extend([*args, *kwargs.values()])
+            return model.weight.sum() + x.sum() + kwargs["boxed"].z.sum()
+
+        model.forward = forward
+        fully_shard(model, mesh=self.mesh)
         given = {"y": y, "mask": {"m": mask}, "other": other, "boxed": Boxed(z)}
         model([x, None], mask, 3, **given).backward()
         self.assertIsNotNone(model.weight.grad)
-        ([own_x, none], own_mask, three), kwargs = model.given
-        self.assertEqual([*kwargs], [*given])
-        for own, value in ((own_x, x), (kwargs["y"], y), (kwargs["boxed"].z, z)):
+        (own_x, none), own_mask, three, own_y, masks, own_other, boxed = seen
+        for own, value in ((own_x, x), (own_y, y), (boxed.z, z)):
             self.assert_same(own, value)
             node = type(own.grad_fn).__name__
             is_passed = node == "RegisterPostBackwardFunctionBackward"
             self.assertEqual((is_passed, own is value), (trained, not trained))
-        found = none, own_mask, three, kwargs["mask"]["m"], kwargs["other"]
+        found = none, own_mask, three, masks["m"], own_other
         for value, expected in zip(found, (None, mask, 3, mask, other)):
             self.assertIs(value, expected)
 

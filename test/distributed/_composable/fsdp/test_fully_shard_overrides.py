@@ -14,7 +14,7 @@ from typing import Any
 
 from fsdp_helpers.common import comms, utils
 from fsdp_helpers.common.comms import backward, BF16, FP16, FP32, FP64, GivenGrads
-from fsdp_helpers.common.release_rules import reduce_dtype
+from fsdp_helpers.common.release_rules import IS_2_15
 
 import torch
 import torch.nn as nn
@@ -41,18 +41,6 @@ def by_name(
     return MixedPrecisionPolicy.by_name(model, patterns, **fields)
 
 
-def reductions(
-    stored: Mapping[str, torch.dtype], policies: Mapping[str, Pair]
-) -> list[tuple[torch.dtype, int]]:
-    """Returns the dtype and size of each, of parameters of 4 elements."""
-    dtypes = [
-        reduce_dtype(MixedPrecisionPolicy(*policies.get(name, ())), dtype)
-        for name, dtype in stored.items()
-    ]
-    widest_first = (FP32, BF16, FP16)
-    return [(d, 4 * dtypes.count(d)) for d in widest_first if d in dtypes]
-
-
 def reduced(model: nn.Module, **grads: float) -> list[tuple[torch.dtype, int]]:
     """Returns dtype and size of each reduction of a backward."""
     with utils.record_collectives() as recorder:
@@ -77,9 +65,9 @@ class TestUnits(utils.FSDPThreadTest):
         policies = {"a": (FP32, None)}
         fully_shard(model, mp_policy=by_name(model, policies))
         model.bfloat16()
-        self.assertEqual(
-            reduced(model, a=1.0, b=1.0), reductions({"a": BF16, "b": BF16}, policies)
-        )
+        # Since 2.15 in what they are stored in
+        expected = [(BF16, 8)] if IS_2_15 else [(FP32, 4), (BF16, 4)]
+        self.assertEqual(reduced(model, a=1.0, b=1.0), expected)
         self.assertEqual(model.seen, {"a": FP32, "b": BF16})
         self.assertEqual({p.grad.dtype for p in model.parameters()}, {BF16})
 

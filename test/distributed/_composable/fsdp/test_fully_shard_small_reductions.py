@@ -272,15 +272,6 @@ class TestExcluded(JoinTest):
         self.assertEqual(len(seen), 6 if which == "hook" else 0)
         self.assert_nothing_waits(model)
 
-    def test_units_whose_all_reduce_was_deferred(self):
-        """Also on replicas without a batch in that microbatch, or all would not match."""
-        model = self.make(mesh=utils.hybrid_mesh(2))
-        for is_last in (False, True):
-            model.set_requires_all_reduce(is_last)
-            if is_last or self.rank < 2:
-                found = self.reductions(model)
-        self.assertEqual(len(found), 3 * BLOCKS)
-
 
 class TestSettings(utils.FakeGroupTest):
     def test_recurse(self):

@@ -245,17 +245,6 @@ def cast_one_module_before_first_forward(place: Place) -> Record:
     return train(model, place)
 
 
-@same_numbers
-def doubled_in_between(place: Place) -> Record:
-    """A change of all parameters once the units know their dtypes."""
-    model = sharded_stack(place)
-    before = train(model, place)
-    return {
-        "before": before,
-        "after": train(model._apply(lambda tensor: tensor * 2), place),
-    }
-
-
 # Profiles, logs and patches #
 
 

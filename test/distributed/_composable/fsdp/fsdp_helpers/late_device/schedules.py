@@ -24,7 +24,6 @@ import torch.nn as nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy, share_comm_ctx
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_context, _fsdp_layout
 from torch.distributed.tensor import Shard
 
@@ -406,17 +405,6 @@ def offload_pinned(kit: Kit) -> None:
         kit.optimize(net)
 
 
-@schedule
-def offload_pinned_hook(kit: Kit) -> None:
-    """A hook reads the gradient on the host as soon as it is there."""
-    net = _offloaded_net(kit, pin_memory=True, mesh=kit.mesh(RANKS))
-    for param in net.parameters():
-        param.register_post_accumulate_grad_hook(
-            lambda param: param.grad._local_tensor.mul_(2)
-        )
-    kit.train(net)
-
-
 class Parts(nn.Module):
     """Two of its modules are one unit, of which ``forward`` runs only the first."""
 
@@ -472,28 +460,6 @@ class Interrupted(RuntimeError):
 
 def _interrupt(*unused: Any) -> None:
     raise Interrupted
-
-
-class FailsAfter(collectives.DefaultAllGather):
-    """Raises once its collective runs."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        super().__call__(*args, **kwargs)
-        raise Interrupted
-
-
-@schedule
-def gather_given_up(kit: Kit) -> None:
-    net = kit.sharded_net()
-    kit.train(net, steps=1)
-    net.blocks[1].set_custom_all_gather(FailsAfter())
-    with contextlib.suppress(Interrupted):
-        kit.loss(net)
-    gc.collect()  # what the error holds
-    net.blocks[1].set_custom_all_gather(collectives.DefaultAllGather())
-    net.reset_iter_state()
-    kit.optimize(net)
-    kit.train(net, steps=1)
 
 
 @schedule

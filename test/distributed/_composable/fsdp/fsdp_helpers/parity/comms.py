@@ -128,18 +128,6 @@ def symmetric_memory(place: Place) -> Record:
 # Meshes and contexts #
 
 
-@add_case()
-def two_meshes(place: Place) -> Record:
-    """Gives vectors and single elements to a smaller group of ranks."""
-    meshes = (place.mesh, place.singles["shard"])
-    infos = [_fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0) for mesh in meshes]
-
-    def place_param(param: nn.Parameter) -> ShardPlacementResult:
-        return ShardPlacementResult(Shard(0), infos[param.ndim == 1])
-
-    return train_tower(Mode(kwargs={"shard_placement_fn": place_param}), place)
-
-
 @add_case(ranks=4)
 def three_meshes(place: Place) -> Record:
     """Which of a module's groups prefetches does not show with two of them."""
