@@ -32,7 +32,7 @@ TESTS = "test/distributed/_composable/fsdp"
 # Our tests that compare uniform units of a commit with the release's
 UNIFORM = {
     "test_fully_shard_schedules.py": "is_as_with_the_release",
-    "test_fully_shard_parity.py": "(test_bits and uniform) or uniform_unit",
+    "test_fully_shard_parity.py": "(test_has_the_bits and uniform) or uniform_unit",
 }
 # No wheel has upstream's test files. The series adds to the end of these instead
 STAND_INS = ("comm", "mixed_precision", "training")

@@ -39,10 +39,7 @@ TOP = 25  # lines of a profile
 def build(
     precision: str, units: int, params: int, per_dtype: bool, device: str
 ) -> tuple[nn.Module, nn.Module]:
-    """
-    Returns a model as FSDP2 runs it, and the same without, whose steps are like all
-    later ones from now on.
-    """
+    """Returns a model as FSDP2 runs it, and the same without, both in steady steps."""
     dtypes, policy = PRECISIONS[precision]
     sharded, plain = (
         nn.Sequential(*(scales_block(params, dtypes) for _ in range(units))).to(device)

@@ -19,7 +19,7 @@ from _ratios import exact_row, Row
 from _sides import Side, SideError
 
 from fsdp_helpers.late_device.operators import is_view
-from fsdp_helpers.late_device.schedules import KINDS, Kit, SCHEDULES
+from fsdp_helpers.late_device.schedules import KINDS, ScheduleKit, SCHEDULES
 
 import torch
 import torch.distributed as dist
@@ -57,7 +57,7 @@ def sleep(cycles: int = CYCLES) -> None:
 
 
 @dataclass
-class DeviceKit(Kit):
+class DeviceKit(ScheduleKit):
     """Notes gradients."""
 
     sleeps: bool = False  # before what is computed and before the optimizer

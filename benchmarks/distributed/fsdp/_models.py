@@ -148,10 +148,7 @@ class AdapterBlock(LlamaBlock):
 
 
 class NemotronHBlock(Block):
-    """
-    A Mamba-2 mixer as in Nemotron-H: bf16 projections and convolution; A_log, D,
-    dt_bias and the norms in fp32.
-    """
+    """A Mamba-2 mixer as in Nemotron-H: what decays and the norms are fp32."""
 
     def __init__(self, dim: int = 512, heads: int = 16, state: int = 64):
         super().__init__()

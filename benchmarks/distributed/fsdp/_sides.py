@@ -74,9 +74,7 @@ class Side:
     _scratch: tempfile.TemporaryDirectory[str] | None = field(init=False, default=None)
 
     def start(self) -> None:
-        """
-        Starts the processes, if there are none. Does not wait until they are ready.
-        """
+        """Starts the processes, if there are none, and does not wait for them."""
         if self._processes:
             return
         self._scratch = tempfile.TemporaryDirectory(prefix="fsdp_bench_")

@@ -121,9 +121,7 @@ class AgreementTest(utils.FSDPProcessTest):
         return counts
 
     def refused(self, run: Callable[[], object], gathers: int | None) -> str:
-        """
-        Returns what all ranks alike raise, before they sent anything but some gathers.
-        """
+        """Returns what all ranks alike raise before more than some gathers."""
         with utils.record_collectives() as recorder:
             with self.assertRaises(RuntimeError) as caught:
                 run()
@@ -263,7 +261,7 @@ DISAGREEMENTS = {
 
 class TestRanksDisagree(AgreementTest):
     @parametrize("name", DISAGREEMENTS)
-    def test_all_ranks_raise(self, name: str) -> None:
+    def test_all_ranks_raise_where_they_disagree(self, name: str) -> None:
         case = DISAGREEMENTS[name]
         setup = Setup(**case.alike | (case.odd if self.rank == 2 else {}))
         most, odd = case.says
@@ -295,7 +293,7 @@ class TestRanksDisagree(AgreementTest):
         model = self.sharded() if is_new else model
         self.assertEqual(self.count(model, 2), [6, 0])
 
-    def test_shard_groups_compare_within_themselves(self) -> None:
+    def test_hsdp_shard_groups_compare_within_themselves(self) -> None:
         mesh = utils.hybrid_mesh(2)
         ranks = dist.get_process_group_ranks(mesh.get_group("shard"))
         model = blocks(1).to(self.device)
@@ -319,7 +317,7 @@ class TestRanksAgree(AgreementTest):
     }
 
     @parametrize("name", FIRST)
-    def test_costs_a_few_small_collectives_for_each_unit_once(self, name: str) -> None:
+    def test_comparison_costs_few_small_collectives_once(self, name: str) -> None:
         make_mesh, shards, first = self.FIRST[name]
         model = self.sharded(mesh=make_mesh(shards), reshard_after_forward=False)
         with CommDebugMode() as counter:  # which does not see comparisons
@@ -417,10 +415,7 @@ class TestRanksMayDiffer(AgreementTest):
 
     @parametrize("what", ["stored", "computed", "frozen"])
     def test_dtypes_that_no_collective_has_may_differ(self, what: str) -> None:
-        """
-        What a policy casts is stored in, what replicas compute in, what a frozen
-        parameter would reduce in, and a ``grad_dtype``.
-        """
+        """Of what a policy casts, replicas compute in, and frozen parameters."""
         dtype = BF16 if self.rank == 0 else FP32
         policy = {
             "stored": MixedPrecisionPolicy(BF16, BF16),
@@ -536,7 +531,7 @@ class TestWithoutOtherRanks(utils.FakeGroupTest):
     ranks = 2
 
     @parametrize("is_real", [False, True])
-    def test_nothing_is_compared(self, is_real: bool) -> None:
+    def test_groups_without_other_ranks_compare_nothing(self, is_real: bool) -> None:
         mesh = dist.init_device_mesh("cpu", (2,))
         # Whose ranks may come and go, and which may have no all-gather
         elastic = type("Elastic", (dist.ProcessGroup,), {})(0, 2)
@@ -596,7 +591,7 @@ def drift(name: str, rank: int, folder: str) -> None:
 class TestRanksDriftApart(utils.DeviceFreeTest):
     """By default ranks are not compared where nothing is new, and none goes on."""
 
-    def test_no_rank_goes_on(self) -> None:
+    def test_no_rank_goes_on_after_a_drift(self) -> None:
         ranks = [*product(DRIFTS, range(2))]
         with tempfile.TemporaryDirectory() as folder:
             start = utils.fork_server().Process

@@ -77,7 +77,7 @@ class TestCounts(utils.DeviceFreeTest):
     def both(self, *key: str) -> tuple[float, float]:
         return self.rows[key]["branch"], self.rows[key]["other"]
 
-    def test_all_is_as_expected(self) -> None:
+    def test_counts_of_bench_are_as_expected(self) -> None:
         peak = "peak KiB of a rank"
         for key, row in self.rows.items():
             # On 2.15 one unit for each dtype needs less, see docs/guide.md
@@ -126,7 +126,7 @@ class TestSides(ImportingTest):
 
 
 class TestComparison(ImportingTest):
-    def test_ratio_is_of_pairs(self) -> None:
+    def test_ratio_of_times_is_of_pairs(self) -> None:
         """The figures are made up."""
         from _ratios import Comparison, exact_row, Samples, table
 
@@ -172,7 +172,7 @@ class TestGpu(ImportingTest):
         lines = json.loads((self.folder / "report.json").read_text())["lines"]
         return status, lines, (self.folder / "report.md").read_text()
 
-    def test_dry_run(self) -> None:
+    def test_gpu_report_of_a_cpu_is_as_expected(self) -> None:
         status, lines, page = self.run_gpu("tests,sanitizer,late")
         verdicts = {line["part"]: line["verdict"] for line in lines}
         self.assertRegex(lines[0]["value"], r"^\d+ on cpu$")

@@ -30,7 +30,7 @@ FP32 = torch.float32
 
 MESHES: dict[str, Callable[[], DeviceMesh]] = {
     "all": utils.shard_mesh,
-    "hybrid": lambda: utils.hybrid_mesh(utils.WORLD_SIZE // 2),
+    "hsdp": lambda: utils.hybrid_mesh(utils.WORLD_SIZE // 2),
 }
 
 
@@ -87,7 +87,7 @@ class TestCheckpoint(utils.FSDPProcessTest):
         self.assertEqual([*actual], [*expected])
         self.assertEqual(actual, expected, rtol=0, atol=0)
 
-    @parametrize("saved,loaded", [("all", "hybrid"), ("hybrid", "all")])
+    @parametrize("saved,loaded", [("all", "hsdp"), ("hsdp", "all")])
     def test_loads_over_another_mesh(self, saved: str, loaded: str) -> None:
         training = trained(MESHES[saved]())
         expected = training.full()

@@ -411,7 +411,7 @@ class TestCoalesced(utils.FSDPProcessTest):
         self.assertEqual(grad, before, rtol=0, atol=0)
 
     @parametrize("value", [-1, 0.5, True, "one"])
-    def test_wrong_sizes_are_refused(self, value: Any) -> None:
+    def test_wrong_min_nbytes_is_refused(self, value: Any) -> None:
         with self.assertRaisesRegex(ValueError, "a number of bytes"):
             set_coalesced_collectives(make(), value)
 

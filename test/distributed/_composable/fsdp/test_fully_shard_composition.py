@@ -38,7 +38,7 @@ class TestComposition(ScenarioTest):
     script = "fsdp_helpers.composition.scenarios"
 
     @parametrize("name", SCENARIOS.names(is_on_release=True))
-    def test_equals_the_release(self, name: str) -> None:
+    def test_unit_composes_as_in_the_release(self, name: str) -> None:
         """To the last bit, a mixed unit as one of the release for each dtype."""
         record = self.check(name)
         for found in (record, *(v for v in record.values() if isinstance(v, dict))):

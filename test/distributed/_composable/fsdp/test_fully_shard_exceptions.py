@@ -140,7 +140,7 @@ MODES: dict[str, Callable[[], dict[str, Any]]] = {
     "sharded": dict,
     "prefetch": dict,
     "kept": lambda: {"reshard_after_forward": False},
-    "hybrid": lambda: {
+    "hsdp": lambda: {
         "mesh": utils.hybrid_mesh(utils.WORLD_SIZE // 2),
         "mp_policy": fsdp.MixedPrecisionPolicy(reduce_dtype=FP32),
     },
@@ -205,7 +205,7 @@ class SideBySide:
 
 class TestExceptions(utils.FSDPProcessTest):
     @parametrize("mode", [*MODES])
-    def test_step_after_it_is_right(self, mode: str) -> None:
+    def test_step_after_an_exception_is_right(self, mode: str) -> None:
         pair, faults = self.start(mode)
         cases = [(place, at) for place, ats in PLACES.items() for at in ats]
         if mode != "sharded":  # there are many, and each takes its time
@@ -219,13 +219,13 @@ class TestExceptions(utils.FSDPProcessTest):
             self.recover(pair, faults, after)
             pair.train(after)
 
-    @parametrize("mode", ["sharded", "hybrid"])
+    @parametrize("mode", ["sharded", "hsdp"])
     def test_accumulated_microbatches_are_lost(self, mode: str) -> None:
         """Gradients that were not reduced, or among shards alone."""
         pair, faults = self.start(mode)
         model = pair.model
         for place in ("forward", "backward", "reduce"):
-            model.set_requires_gradient_sync(mode == "hybrid")
+            model.set_requires_gradient_sync(mode == "hsdp")
             model.set_requires_all_reduce(False)
             pair.backward()
             model.set_requires_gradient_sync(True)

@@ -188,7 +188,7 @@ class TestKernel(utils.ParametrizedTest):
         self.assert_same(rows, before)
         self.assertTrue(bool(target[[0, -1]].isnan().all()))
 
-    def test_has_the_bits_of_the_operators(self):
+    def test_kernel_has_the_bits_of_the_operators(self):
         for count in (2, 3, 4, 5, 6, 7, 8, 9, 16, 24, 64):
             with self.subTest(f"{count} rows"):
                 self.check(self.rows(count, 32, BF16), FP32, None)
@@ -210,7 +210,7 @@ class TestKernel(utils.ParametrizedTest):
                 self.check(self.rows(4, 500, BF16), FP32, divisor)
                 self.check(self.rows(4, 500, FP16), FP16, divisor)
 
-    def test_rows_far_apart(self):
+    def test_kernel_adds_rows_far_apart(self):
         if self.device == "cpu" or torch.cuda.mem_get_info()[0] < 2**34:
             self.skipTest("needs a GPU with 16 GiB")
         memory = torch.empty(3 * 2**30 + 8, dtype=BF16, device=self.device)
@@ -222,7 +222,7 @@ class TestAroundKernel(utils.ParametrizedTest):
     """Cases that need no GPU."""
 
     @needs_triton
-    def test_interpreted(self):
+    def test_kernel_runs_interpreted(self):
         # `run_tests` would write what CI of PyTorch reads, by a package of its own
         env = {"TRITON_INTERPRET": "1", "CI": ""}
         utils.run_python(__file__, "TestKernel", env=env, on_release=False)
@@ -330,7 +330,7 @@ class TestMeshes(GradCommTest):
 
     # A piece of 32 fp32 elements is the least whose parts begin on 16 bytes
     @parametrize("numel,pieces", [(5, 1), (32, 1), (33, 2), (256, 8), (1001, 8)])
-    def test_replicas_add_a_buffer_in_at_most_eight_pieces_with_the_same_bits(
+    def test_hsdp_adds_a_buffer_in_at_most_eight_pieces_with_the_same_bits(
         self, numel: int, pieces: int
     ) -> None:
         """Each takes a few bytes, or an eighth of the buffer if that is more."""
@@ -368,7 +368,7 @@ class TestOneAllToAll(GradCommTest):
         return comms.sharded(self.SPECS, mesh, device=utils.THREAD_DEVICE_TYPE, **how)
 
     @parametrize("shards", [4, 2, 1])
-    def test_replicas_add_one_buffer_for_each_dtype_and_divide_once(
+    def test_hsdp_adds_one_buffer_for_each_dtype_and_divides_once(
         self, shards: int
     ) -> None:
         module = self.module(self.mesh_over(shards))
@@ -455,7 +455,7 @@ class TestUnitsOfFakeRanks(utils.FakeGroupTest):
             wide, narrow = (peak_nbytes(specs, mode) for mode in modes)
         self.assertLessEqual(narrow, 1.07 * wide)
 
-    def test_replicas_add_in_the_memory_of_one_piece(self):
+    def test_hsdp_adds_in_the_memory_of_one_piece(self):
         tensor = torch.ones(2**20)
         with mock.patch.object(tree, "_MIN_PIECE_NBYTES", 12):
             peak = peak_nbytes_of(

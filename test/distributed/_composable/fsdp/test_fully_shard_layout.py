@@ -121,7 +121,7 @@ class TestGatherLayout(DeviceFreeTest):
     @plans
     @given(mixes())
     @examples(*MIXES.values(), *([(d, n) for n in (3, 0, 7)] for d in ALL_DTYPES))
-    def test_mixes(self, mix):
+    def test_gather_orders_and_pads_regions_by_dtype(self, mix):
         layout = plan(mix)
         if len({dtype for dtype, _ in mix}) > 1:
             self.check_mixed(mix, layout)

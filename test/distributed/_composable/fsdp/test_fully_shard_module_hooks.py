@@ -129,7 +129,7 @@ class TestRequiresGrad(FakeGroupTest):
     @parametrize("reshard", RESHARDS)
     @parametrize("on_shards", [False, True])
     @parametrize("reshard_after_forward", [True, False, 2])
-    def test_stays_when_units_reshard(
+    def test_requires_grad_stays_when_units_reshard(
         self, leave: str, reshard: str, on_shards: bool, reshard_after_forward: Any
     ) -> None:
         model = self.model(reshard_after_forward)
@@ -226,7 +226,7 @@ class TestLost(FakeGroupTest):
         return texts
 
     @parametrize("name", CASES)
-    def test_is_told(self, name: str) -> None:
+    def test_lost_hook_or_parameter_is_warned_of_once(self, name: str) -> None:
         *changes, expected = self.CASES[name]
         texts = self.run_with(*changes)
         self.assertEqual(len(texts), bool(expected), texts)
@@ -316,7 +316,9 @@ class TestStale(FakeGroupTest):
     @parametrize("name", CASES)
     @parametrize("ranks", [1, 2])
     @parametrize("run", [train, evaluate])
-    def test_is_told(self, name: str, ranks: int, run: Callable) -> None:
+    def test_late_write_to_shards_is_warned_of(
+        self, name: str, ranks: int, run: Callable
+    ) -> None:
         (then, is_told), model = self.CASES[name], self.evaluated(ranks)
         before = model[2].weight.detach().clone()
         then(self)
@@ -390,7 +392,7 @@ class TestCost(FakeGroupTest):
             model.unshard()
             model.reshard()
 
-    def test_calls_for_each_parameter_are_few(self) -> None:
+    def test_load_calls_few_functions_for_each_parameter(self) -> None:
         """Counts them before the first forward, and after it."""
         limits = (3, 4, 6, 7) if IS_2_15 else (2, 2, 5, 5)
         counts = zip(self.calls(20), self.calls(100), limits, strict=True)
@@ -411,7 +413,7 @@ class TestGradDtype(FakeGroupTest):
         policy = MixedPrecisionPolicy(reduce_dtype=FP32)
         return fully_shard(module, mesh=self.mesh, mp_policy=policy)
 
-    def pass_by(self, module: nn.Linear, what: str) -> None:
+    def load_move_or_run(self, module: nn.Linear, what: str) -> None:
         match what:
             case "load" | "assign":
                 module.load_state_dict(module.state_dict(), assign=what == "assign")
@@ -439,18 +441,18 @@ class TestGradDtype(FakeGroupTest):
         with self.assertRaises(AttributeError):
             module.load_state_dict(whole, assign=True)
         module.load_state_dict(sharded, assign=True)
-        self.pass_by(module, "forward")
+        self.load_move_or_run(module, "forward")
 
     @pytest.mark.quick
     @parametrize("what", ["load", "assign", "unshard", "move", "forward"])
     @parametrize("first,last", [(FP32, BF16), (FP32, FP32), (None, FP32)])
-    def test_what_was_set_last_stays(
+    def test_grad_dtype_that_was_set_last_stays(
         self, what: str, first: torch.dtype | None, last: torch.dtype
     ) -> None:
         module = self.unit(first)
         module.weight.grad_dtype = last
         for _ in range(2):
-            self.pass_by(module, what)
+            self.load_move_or_run(module, what)
             self.assertEqual(module.weight.grad_dtype, last)
 
 
@@ -489,7 +491,7 @@ class TestOverOneRank(FakeGroupTest):
     @parametrize("activation", [nn.Tanh, nn.Identity])
     @parametrize("of_input", [False, True])
     @parametrize("reshards", [False, True])
-    def test_gradients_may_be_differentiated_again(
+    def test_gradients_over_one_rank_may_be_differentiated_again(
         self, activation: type[nn.Module], of_input: bool, reshards: bool
     ) -> None:
         for model in self.models(activation):

@@ -18,7 +18,7 @@ from torch.testing._internal.common_utils import parametrize, run_tests
 
 class TestOperators(DeviceFreeTest):
     @parametrize("device", ["cpu", "meta"])
-    def test_each_fills_its_output(self, device: str) -> None:
+    def test_operators_fill_their_outputs(self, device: str) -> None:
         """A segment of its rank, columns, and a padded row for each rank."""
         ops = torch.ops.fsdp
         inputs = [torch.arange(1.0, 4.0), torch.arange(4.0, 6.0)]

@@ -73,7 +73,7 @@ class TestOptim(utils.FSDPProcessTest):
         self.assertEqual(actual, whole, rtol=tolerance, atol=tolerance * LR)
 
     @parametrize("name", list(OPTIMIZERS))
-    def test_steps_as_one_process(self, name: str) -> None:
+    def test_optimizer_steps_as_one_process(self, name: str) -> None:
         """
         To the last bit, as do the states, in the dtype of their parameter. Adam's
         kernels may round an element once less by its place in a shard, in each step.

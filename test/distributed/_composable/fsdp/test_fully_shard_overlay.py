@@ -354,7 +354,7 @@ class TestCheckout(ScratchTestCase):
             self.assertEqual((self.checkout / TESTS / name).read_text(), "theirs")
         self.assertIn("files are there", run(*tool))
 
-    def test_refusals(self):
+    def test_checkout_that_is_not_as_released_is_refused(self):
         def assert_refused(text: str) -> None:
             state = ("status", "--porcelain", "--branch")
             before = git(self.checkout, *state)

@@ -26,7 +26,7 @@ from torch.testing._internal.common_utils import parametrize, run_tests
 Pair = tuple["torch.dtype | None", "torch.dtype | None"]
 
 
-def given(**dtypes: torch.dtype) -> GivenGrads:
+def module_of(**dtypes: torch.dtype) -> GivenGrads:
     params = {name: torch.zeros(4, dtype=dtype) for name, dtype in dtypes.items()}
     return GivenGrads(**params).to(utils.THREAD_DEVICE_TYPE)
 
@@ -61,7 +61,7 @@ class TestUnits(utils.FSDPThreadTest):
     world_size = 2
 
     def test_overrides_stay_when_the_sharded_parameters_are_cast(self) -> None:
-        model = given(a=FP32, b=FP32)
+        model = module_of(a=FP32, b=FP32)
         policies = {"a": (FP32, None)}
         fully_shard(model, mp_policy=by_name(model, policies))
         model.bfloat16()
@@ -72,7 +72,7 @@ class TestUnits(utils.FSDPThreadTest):
         self.assertEqual({p.grad.dtype for p in model.parameters()}, {BF16})
 
     def test_a_refused_override_leaves_all_parameters_as_they_are(self) -> None:
-        model = nn.Sequential(given(a=FP32), given(b=FP32))
+        model = nn.Sequential(module_of(a=FP32), module_of(b=FP32))
         before = dict(model.named_parameters())
 
         def override(param: nn.Parameter) -> Any:
@@ -87,7 +87,7 @@ class TestUnits(utils.FSDPThreadTest):
 
     def test_functions_are_asked_once_with_the_users_parameter(self) -> None:
         """Also where another field of the policy waits for the root's names."""
-        model, asked = nn.Sequential(given(w=BF16), given(w=BF16)), []
+        model, asked = nn.Sequential(module_of(w=BF16), module_of(w=BF16)), []
         indices = torch.zeros(4, device=utils.THREAD_DEVICE_TYPE).long()
         model[0].indices = nn.Parameter(indices, requires_grad=False)
 
@@ -122,7 +122,7 @@ class TestGradDtype(utils.FSDPThreadTest):
         self, grad_dtypes: Mapping[str, torch.dtype | None], **kwargs: Any
     ) -> GivenGrads:
         """Returns a unit of bf16 a, b and fp32 c, d."""
-        model = given(a=BF16, b=BF16, c=FP32, d=FP32)
+        model = module_of(a=BF16, b=BF16, c=FP32, d=FP32)
         for name, dtype in grad_dtypes.items():
             model.get_parameter(name).grad_dtype = dtype
         kwargs.setdefault("mp_policy", MixedPrecisionPolicy(reduce_dtype=FP32))
@@ -142,7 +142,7 @@ class TestGradDtype(utils.FSDPThreadTest):
         self.assertEqual(param.grad._spec.tensor_meta.dtype, dtype)
 
     @parametrize("in_fp32", [True, False])
-    def test_none_is_what_the_reduction_gave(self, in_fp32: bool) -> None:
+    def test_grad_dtype_none_is_what_the_reduction_gave(self, in_fp32: bool) -> None:
         policy = MixedPrecisionPolicy(reduce_dtype=FP32 if in_fp32 else None)
         model = self.sharded({"a": None}, mp_policy=policy)
         self.backward(model)
@@ -152,7 +152,7 @@ class TestGradDtype(utils.FSDPThreadTest):
 
     def test_parameters_stored_alike_are_reduced_together(self) -> None:
         """As in the release, where they are one unit."""
-        model = given(a=FP32, b=FP32, c=BF16)
+        model = module_of(a=FP32, b=FP32, c=BF16)
         model.a.grad_dtype = BF16
         fully_shard(model)
         found = reduced(model, **self.grads("abc"))  # each is cast once
@@ -160,7 +160,7 @@ class TestGradDtype(utils.FSDPThreadTest):
         self.check(model.a, BF16, 128.0)
         self.check(model.b, FP32, 128.5)
 
-    def test_stays_when_the_parameter_is_cast(self) -> None:
+    def test_grad_dtype_stays_when_the_parameter_is_cast(self) -> None:
         model = self.sharded({})
         model.a.grad_dtype = FP64  # or set on the sharded parameter
         model.float()

@@ -53,7 +53,7 @@ class TestParity(ScenarioTest):
     # Whether what a case computes is right #
 
     @parametrize("case", TRAINED)
-    def test_bits(self, case: str) -> None:
+    def test_has_the_bits_of_the_release(self, case: str) -> None:
         """For uniform units also the order of ranges, collectives, and what is alive."""
         kind, name = case.split()
         sides = (self.records_of(r, case) for r in (self.release, self.branch))
@@ -99,7 +99,7 @@ class TestParity(ScenarioTest):
     # Errors #
 
     @parametrize("case", REFUSED)
-    def test_error_of_the_release(self, case: str) -> None:
+    def test_raises_the_error_of_the_release(self, case: str) -> None:
         name = case.split()[-1]
         for release, branch in zip(self.release[:RANKS], self.branch):
             wanted = release[f"uniform {name}"]["error"].partition(":")[0]

@@ -195,7 +195,7 @@ WRONG_USES = [
 
 
 class TestWrongUses(DeviceFreeTest):
-    def test_each_is_told_what_to_do(self) -> None:
+    def test_wrong_policy_is_told_what_to_do(self) -> None:
         for text, call in WRONG_USES:
             kind = TypeError if "give " in text else ValueError
             with self.subTest(text), self.assertRaisesRegex(kind, re.escape(text)):
@@ -300,7 +300,7 @@ class TestByName(DeviceFreeTest):
             with self.subTest(given):
                 by_name(model, {"*.A_log": given}, **by_default)
 
-    def test_none_is_the_default(self) -> None:
+    def test_pattern_set_to_none_is_the_default(self) -> None:
         self.assertEqual(computed({"*.A_log": None}, "layers.0.A_log"), [BF16])
         policy = by_name(Model(), {"*.A_log": {"reduce_dtype": FP32}})
         self.assertIsNone(policy.param_dtype_override_fn)
@@ -356,7 +356,7 @@ class TestByName(DeviceFreeTest):
         with self.assertRaisesRegex(ValueError, text):
             computed({"norm.*": FP32}, "norm.weight", "proj.weight", model=model)
 
-    def test_copies_and_pickles_are_equal_and_do_the_same(self) -> None:
+    def test_copied_and_pickled_policies_do_the_same(self) -> None:
         patterns = {"*.A_log": {"param_dtype": FP32}, "layers.1.*": {}}
         policy = by_name(Model(), patterns, param_dtype=BF16)
         changed = dataclasses.replace(policy, output_dtype=FP32)

@@ -198,7 +198,7 @@ class TestSteps(PrefetchTest):
 
 
 class TestSetting(utils.FakeGroupTest):
-    def test_which_units_are_meant(self) -> None:
+    def test_backward_prefetch_is_set_on_the_units_meant(self) -> None:
         layers = utils.linear_stack([torch.float32] * BLOCKS)
         model = utils.shard_blocks(layers, mesh=self.mesh)
         for unit, mode, recurse, expected in (
@@ -211,7 +211,7 @@ class TestSetting(utils.FakeGroupTest):
             modes = [group_of(block).backward_prefetch for block in model]
             self.assertEqual(modes, expected)
 
-    def test_what_is_no_mode_or_no_unit(self) -> None:
+    def test_backward_prefetch_of_no_mode_or_no_unit_is_refused(self) -> None:
         plain = nn.Linear(2, 2)
         with self.assertRaisesRegex(TypeError, "='POST': give a BackwardPrefetch"):
             set_backward_prefetch(fully_shard(nn.Linear(2, 2)), "POST")

@@ -55,7 +55,7 @@ def on_cases(count: int, *ranks: int, **kwargs: Any) -> Any:
 class TestThreads(TestCase):
     @in_pieces
     @on_cases(CASES, 1, 2, 3, 4, 8)
-    def test_gradients(self, case: Case):
+    def test_random_case_has_the_exact_gradients(self, case: Case):
         @spawn_threads_and_init_comms(world_size=case.ranks)
         def run(self: TestCase) -> None:
             check_case(case, "cpu")
@@ -67,7 +67,7 @@ class TestProcesses(FSDPProcessTest):
     # Without shrinking, so that all ranks draw the same cases
     @in_pieces
     @on_cases(CASES // 5, WORLD_SIZE, phases=[Phase.generate])
-    def test_gradients(self, case: Case):
+    def test_random_case_has_the_exact_gradients(self, case: Case):
         check_case(case, DEVICE_TYPE)
 
 

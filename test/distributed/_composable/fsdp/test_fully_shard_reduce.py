@@ -226,7 +226,7 @@ class TestOrder(FakeGroupTest):
             loss.backward()
         self.assertEqual((alive, len(seen)), ([0] * 3, 3))
 
-    def test_deferred_sum_shares_no_memory_with_the_next(self) -> None:
+    def test_hsdp_deferred_sum_shares_no_memory_with_the_next(self) -> None:
         hybrid = mesh_of(2, self.ranks // 2, device="cpu")
         model = sharded([Spec((8, 2), FP32)], hybrid, device="cpu")
         model.set_custom_reduce_scatter(KeptScatter(keeps_results=True))

@@ -86,7 +86,7 @@ class TestSchedules(ScenarioTest):
     script = "fsdp_helpers.random.beside_release"
 
     @parametrize("number", range(CASES))
-    def test_is_as_with_the_release(self, number: int) -> None:
+    def test_random_schedule_runs_as_with_the_release(self, number: int) -> None:
         sides = (self.records_of(r, f"{number}") for r in (self.release, self.branch))
         for expected, actual in zip(*sides, strict=True):
             self.assertEqual(actual["warnings"], expected["warnings"])
@@ -146,7 +146,7 @@ MODES = {
         "shard", param_dtype=BF16, reduce_dtype=FP32, recomputes=True, offloads=True
     ),
     "accumulated": case("shard", *UNREDUCED),
-    "hybrid, deferred all-reduce": case("hybrid", *PARTS),
+    "hsdp, deferred all-reduce": case("hybrid", *PARTS),
 }
 
 
@@ -183,10 +183,7 @@ def run_mode(case: Case, steps: int) -> list[dict[str, int]]:
 
 
 class TestGrowth(FakeGroupTest):
-    """
-    Many steps on one of eight ranks, whose group moves nothing: a model that is gone takes
-    everything with it.
-    """
+    """Many steps on one of eight ranks: a model that is gone takes all with it."""
 
     # Less than one for each of the fewest steps. Other threads of this process may
     # make some too

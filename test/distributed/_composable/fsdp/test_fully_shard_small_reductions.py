@@ -39,7 +39,7 @@ CASES = (
     "uniform root_only",
     "uniform group_run_in_part",
     "uniform unused_by_rank",
-    "uniform hybrid_deferred",
+    "uniform hsdp_deferred",
     "mixed unfrozen_later",
     "mixed step_in_backward",
 )
@@ -58,7 +58,7 @@ class TestModes(utils.FSDPProcessTest):
 
     @parametrize("case", CASES)
     def test_equals_a_reduction_for_each_unit(self, case: str) -> None:
-        if utils.BACKEND != "gloo" and "hybrid" in case:
+        if utils.BACKEND != "gloo" and "hsdp" in case:
             self.skipTest("the backend may add over replicas in another order")
         expected, most = self.train(case, None)
         self.assertNotEqual(expected["step 0 loss"], expected["step 1 loss"])
@@ -104,10 +104,7 @@ class JoinTest(BlocksTest):
     def compare(
         self, run: Callable[[Any], object] | None = None, **kwargs: Any
     ) -> list[Any]:
-        """
-        Trains both models, or runs them, compares the bits of their gradients, and
-        returns what either issued.
-        """
+        """Compares the gradients of both models after a step, or ``run``."""
         models, recorders = self.pair(**kwargs), []
         for model in models:
             with utils.record_collectives() as seen:
@@ -138,7 +135,7 @@ class TestBackward(JoinTest):
         found = [[c.dtype for c in seen.reduce_scatters] for seen in self.compare()]
         self.assertEqual(found, [DTYPES * BLOCKS, DTYPES])
 
-    def test_a_cap_is_kept(self):
+    def test_bucket_cap_is_kept(self):
         """A bucket that reaches it is sent with those before, and not with more."""
         plain = self.make(None)
         sizes = [call.nbytes for call in self.reductions(plain)]
@@ -149,7 +146,7 @@ class TestBackward(JoinTest):
         self.assertEqual(sum(call.nbytes for call in found), sum(sizes))
         self.assert_same_grads(plain, joined)
 
-    def test_larger_ones_do_not_wait(self):
+    def test_larger_buckets_do_not_wait(self):
         plain, joined = self.pair()
         alone = self.reductions(plain)
         largest = max(call.nbytes for call in alone)
@@ -160,7 +157,7 @@ class TestBackward(JoinTest):
         self.assertEqual(len(found), len(wide) + len({*DTYPES} - {*wide}))
         self.assert_same_grads(plain, joined)
 
-    def test_nested_backwards(self):
+    def test_nested_backwards_join_their_own_reductions(self):
         """One within a hook of another: each has its gradients at its end."""
 
         def run(model: Any) -> None:
@@ -177,7 +174,7 @@ class TestBackward(JoinTest):
 
         self.compare(run)
 
-    def test_a_mesh_for_each_parameter(self):
+    def test_reductions_over_several_meshes_are_joined(self):
         names = ("other", "shard")
         mesh = init_device_mesh(self.device.type, (1, 2), mesh_dim_names=names)
         infos = [common.FSDPMeshInfo(mesh[name], 0) for name in names]
@@ -189,7 +186,7 @@ class TestBackward(JoinTest):
         self.assertLess(len(joined.reduce_scatters), len(plain.reduce_scatters))
 
     @skipUnless(IS_2_15, "finalized by hand since 2.15")
-    def test_finalized_by_hand(self):
+    def test_finalization_by_hand_sends_joined_reductions(self):
         def run(model: Any) -> None:
             model.set_manual_backward_finalization(True)
             self.loss(model).backward()
@@ -197,7 +194,7 @@ class TestBackward(JoinTest):
 
         self.compare(run)
 
-    def test_as_a_stage_of_a_pipeline(self):
+    def test_stage_of_a_pipeline_sends_joined_reductions(self):
         """Whose last backward is finished outside of any."""
 
         def run(model: Any) -> None:
@@ -249,7 +246,7 @@ class TestExcluded(JoinTest):
 
     world_size = 4
 
-    def test_units_with_another_divide_factor(self):
+    def test_units_with_another_divide_factor_are_not_joined(self):
         model = self.make()
         model[1].set_gradient_divide_factor(2.0)
         # Three reductions of that unit, and three of the others
@@ -257,7 +254,7 @@ class TestExcluded(JoinTest):
         self.assert_nothing_waits(model)
 
     @parametrize("which", ["hook", "comm"])
-    def test_units_that_reduce_in_their_own_way(self, which: str) -> None:
+    def test_units_with_their_own_reduction_are_not_joined(self, which: str) -> None:
         """Each of its own, also where all of them have the same."""
         model, seen = self.make(), []
         # Reduces as the default does, but may not be known to
@@ -274,7 +271,7 @@ class TestExcluded(JoinTest):
 
 
 class TestSettings(utils.FakeGroupTest):
-    def test_recurse(self):
+    def test_bucket_cap_is_set_on_the_root_alone_or_on_all_units(self):
         model = fully_shard(nn.Sequential(fully_shard(nn.Linear(2, 2))))
         set_reduce_bucket_cap(model, recurse=False)
         self.assertIsNone(group_of(model[0]).reduce_bucket_cap)

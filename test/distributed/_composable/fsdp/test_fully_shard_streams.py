@@ -21,7 +21,7 @@ from fsdp_helpers.common.utils import DeviceFreeTest
 from fsdp_helpers.late_device.check import check, unordered
 from fsdp_helpers.late_device.devices import Entry, Stream
 from fsdp_helpers.late_device.record import Rank
-from fsdp_helpers.late_device.schedules import KINDS, Kit, record, SCHEDULES
+from fsdp_helpers.late_device.schedules import KINDS, record, ScheduleKit, SCHEDULES
 from fsdp_helpers.late_device.sites import Line
 
 import torch
@@ -79,7 +79,7 @@ def run_clean(name: str, kind: str) -> Clean:
 
 class TestSchedules(DeviceFreeTest):
     @parametrize("kind", [*KINDS])
-    def test_all_is_ordered_and_no_event_outlives_a_step(self, kind: str) -> None:
+    def test_schedule_is_ordered_and_no_event_outlives_a_step(self, kind: str) -> None:
         for name in SCHEDULES_OF[kind]:
             with self.subTest(name):
                 clean = run_clean(name, kind)
@@ -116,7 +116,7 @@ class TestSchedules(DeviceFreeTest):
     @pytest.mark.quick
     @parametrize("kind", ["uniform", "mixed, cast"])
     @parametrize("ranks", [(2, 2), (4, 1)])
-    def test_backward_waits_for_no_all_reduce_while_there_is_room(
+    def test_hsdp_backward_waits_for_no_all_reduce_while_there_is_room(
         self, kind: str, ranks: tuple[int, int]
     ) -> None:
         post_backward = FSDPParamGroup.post_backward
@@ -129,7 +129,7 @@ class TestSchedules(DeviceFreeTest):
             entries = all_before(current) | all_before(context.reduce_scatter_stream)
             waited.append({e for e in entries if e.stream is context.all_reduce_stream})
 
-        def backward(kit: Kit) -> None:
+        def backward(kit: ScheduleKit) -> None:
             kit.backward(kit.sharded_net(mesh=kit.mesh(*ranks)))
 
         with mock.patch.object(FSDPParamGroup, "post_backward", noting_waits):
@@ -145,7 +145,7 @@ class TestSchedules(DeviceFreeTest):
             reduce_file, "record_grad_output_stream", lambda *call: told.append(call)
         )
 
-        def backward(kit: Kit) -> None:
+        def backward(kit: ScheduleKit) -> None:
             net = kit.sharded_net(mesh=kit.mesh(2, 2))
             kit.backward(net)
             self.assertEqual({stream for _, stream in told}, {kit.rank.default_stream})
@@ -171,7 +171,7 @@ def all_before(stream: Stream) -> set[Entry]:
 
 class TestLeftOut(DeviceFreeTest):
     @parametrize("part", range(PARTS))
-    def test_each_call_matters(self, part: int) -> None:
+    def test_each_call_that_orders_streams_matters(self, part: int) -> None:
         visitors: defaultdict[Line, list[tuple[str, str]]] = defaultdict(list)
         for kind, schedule in itertools.product(IN_FULL, SCHEDULES):
             for site in run_clean(schedule, kind).sites:

@@ -194,7 +194,7 @@ class TestSummaryOfSteps(utils.FSDPThreadTest):
         self.check_step(model, 16 if has_policy else 9, "reduce_scatter")
 
     @parametrize("is_sharded", [False, True])
-    def test_replicas_divide_by_all_ranks(self, is_sharded: bool) -> None:
+    def test_hsdp_and_replicate_divide_by_all_ranks(self, is_sharded: bool) -> None:
         model = Unit().to(self.device)
         if is_sharded:
             fully_shard(model, mesh=mesh_of(2, 2))

@@ -70,7 +70,7 @@ class TestWay(FakeGroupTest):
 
     @parametrize("name", [*BOUNDS])
     @parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_what_a_step_passes(self, name: str, dtype: torch.dtype) -> None:
+    def test_step_passes_few_functions(self, name: str, dtype: torch.dtype) -> None:
         model = fully_shard(Affine(dtype), mesh=self.mesh)
         x, original = torch.ones(2, 8).requires_grad_(), getattr(FSDPParamGroup, name)
         for _ in range(3):

@@ -28,10 +28,7 @@ READ_BY_TORCH = re.compile(
 
 
 def of_release(release: Path, module: str, run: Callable[[], T]) -> T:
-    """
-    Returns what ``run`` does, which runs a module on the release in that folder, or
-    what it returned before.
-    """
+    """Returns what ``run`` does on the release in that folder, or did before."""
     # Kernels of an accelerator may add in any order
     if torch.accelerator.is_available() or not release.is_dir():
         return run()

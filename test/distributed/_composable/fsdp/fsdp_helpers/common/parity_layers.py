@@ -148,10 +148,7 @@ def digest(tensor: torch.Tensor | None) -> str | None:
 def train_steps(
     model: nn.Module, run: Callable[[int], torch.Tensor], steps: range
 ) -> Record:
-    """
-    Returns the loss, sharded gradients and parameters of steps that ``run`` takes up to
-    their backward.
-    """
+    """Returns losses, sharded gradients and parameters of steps up to backward."""
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     record: Record = {}
     for step in steps:

@@ -42,7 +42,7 @@ POLICIES = {
 
 
 @dataclass(frozen=True)
-class Place:
+class Setup:
     """The rank, meshes and kind of units that a scenario runs with."""
 
     rank: int  # in the mesh
@@ -69,12 +69,12 @@ class Place:
 
 
 # Runs the step of a number, and returns the loss where there is one
-Step = Callable[[nn.Module, Place, int], Any]
+Step = Callable[[nn.Module, Setup, int], Any]
 
 
 @dataclass(frozen=True)
 class Scenario:
-    run: Callable[[Place], Record]
+    run: Callable[[Setup], Record]
     is_mixed: bool = False
     is_on_release: bool = True
     by_halves: bool = False  # run by two of the ranks, while the others run another
@@ -85,13 +85,13 @@ class Scenarios(dict[str, Scenario]):
 
     def add(
         self,
-        run: Callable[[Place], Record],
+        run: Callable[[Setup], Record],
         name: str = "",
         *,
         kinds: Iterable[str] = ("uniform", "mixed"),
         as_by_dtype: bool = False,
         by_halves: bool = False,
-    ) -> Callable[[Place], Record]:
+    ) -> Callable[[Setup], Record]:
         """
         Args:
             as_by_dtype: Whether the release runs it with mixed units as well, which it
@@ -113,7 +113,7 @@ class Scenarios(dict[str, Scenario]):
             init_device_mesh("cpu", (RANKS // n, n), mesh_dim_names=names)
             for n in (2, 1)
         )
-        whole = Place(rank, mesh, pairs, singles)
+        whole = Setup(rank, mesh, pairs, singles)
         half = replace(whole, rank=rank % 2, mesh=pairs["shard"])
         results: dict[str, Record] = {}
         turns = itertools.cycle(range(2))
@@ -123,9 +123,9 @@ class Scenarios(dict[str, Scenario]):
                 continue
             if scenario.by_halves and next(turns) != rank // 2:
                 continue  # the other half's
-            place = half if scenario.by_halves else whole
+            setup = half if scenario.by_halves else whole
             results[name] = outcome_of(
-                scenario.run, replace(place, is_mixed=scenario.is_mixed)
+                scenario.run, replace(setup, is_mixed=scenario.is_mixed)
             )
         return results
 
@@ -178,17 +178,21 @@ def outcome_of(run: Callable[..., Record], *args: Any) -> Record:
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-def one_backward(model: nn.Module, place: Place, step: int) -> torch.Tensor:
-    loss = layers.loss_of(model(layers.batch_of(step, place.rank)))
+def one_backward(model: nn.Module, setup: Setup, step: int) -> torch.Tensor:
+    loss = layers.loss_of(model(layers.batch_of(step, setup.rank)))
     loss.backward()
     return loss
 
 
 def train(
-    model: nn.Module, place: Place, *, steps: range = range(2), run: Step = one_backward
+    model: nn.Module,
+    setup: Setup,
+    *,
+    steps: range = range(2),
+    run: Step = one_backward,
 ) -> Record:
     """Returns each step's loss, sharded gradients and parameters."""
-    return layers.train_steps(model, lambda step: run(model, place, step), steps)
+    return layers.train_steps(model, lambda step: run(model, setup, step), steps)
 
 
 def describe(value: Any) -> Any:

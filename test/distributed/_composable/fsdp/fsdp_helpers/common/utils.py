@@ -290,10 +290,7 @@ def shard_blocks(model: nn.Sequential, **kwargs: Any) -> nn.Sequential:
 
 @functools.cache
 def shard_mesh(size: int = WORLD_SIZE) -> DeviceMesh:
-    """
-    Returns this process's mesh to shard over: all ranks, or a part of ``size``
-    ranks while the others do the same in theirs.
-    """
+    """Returns the mesh of all ranks, or of this one's part of ``size`` ranks."""
     return hybrid_mesh(size)["shard"]
 
 
@@ -384,10 +381,7 @@ def fork_server() -> multiprocessing.context.BaseContext:
 
 
 class FSDPProcessTest(ParametrizedTest, MultiProcContinuousTest):
-    """
-    Every test runs in each of the processes, which live as long as the class.
-    Only the test method runs there: no ``setUp``.
-    """
+    """Each test runs in processes that live as long as the class: no ``setUp``."""
 
     world_size: int = WORLD_SIZE
     # Beside a busy file, a rank may come long after the others

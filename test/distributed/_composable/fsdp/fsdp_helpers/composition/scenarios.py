@@ -21,7 +21,7 @@ from typing import Any
 from fsdp_helpers.common import parity_layers as layers
 from fsdp_helpers.common import scenarios as common
 from fsdp_helpers.common.parity_layers import batch_of, loss_of, Record, Stack
-from fsdp_helpers.common.scenarios import one_backward, Place, train
+from fsdp_helpers.common.scenarios import one_backward, Setup, train
 from fsdp_helpers.composition.contract import find_all
 
 import torch
@@ -56,17 +56,17 @@ seen_alike = partial(SCENARIOS.add, by_halves=True)
 
 
 def shard(
-    place: Place,
+    setup: Setup,
     model: nn.Module,
     units: list[nn.Module] | None = None,
     mesh: DeviceMesh | None = None,
 ) -> Any:
     """Makes each block a unit, or the layers that it consists of, and the rest one."""
-    policy = common.POLICIES["none" if place.is_mixed else "bf16_reduce_fp32"]
-    mesh = place.mesh if mesh is None else mesh
+    policy = common.POLICIES["none" if setup.is_mixed else "bf16_reduce_fp32"]
+    mesh = setup.mesh if mesh is None else mesh
     kwargs = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": True}
     units = list(model.blocks) if units is None else units
-    if place.is_by_dtype:
+    if setup.is_by_dtype:
         units = [
             module for module in model.modules() if isinstance(module, layers.Layer)
         ]
@@ -75,13 +75,13 @@ def shard(
     return fully_shard(model, **kwargs)
 
 
-def sharded_stack(place: Place) -> Stack:
-    return shard(place, place.stack())
+def sharded_stack(setup: Setup) -> Stack:
+    return shard(setup, setup.stack())
 
 
-def two_forwards(model: nn.Module, place: Place, step: int) -> torch.Tensor:
+def two_forwards(model: nn.Module, setup: Setup, step: int) -> torch.Tensor:
     """Runs backward once, after both."""
-    losses = [loss_of(model(batch_of(step, i, place.rank))) for i in range(2)]
+    losses = [loss_of(model(batch_of(step, i, setup.rank))) for i in range(2)]
     loss = losses[0] + losses[1]
     loss.backward()
     return loss
@@ -90,9 +90,9 @@ def two_forwards(model: nn.Module, place: Place, step: int) -> torch.Tensor:
 # Activation checkpointing #
 
 
-def step_from_input(model: nn.Module, place: Place, step: int) -> torch.Tensor:
+def step_from_input(model: nn.Module, setup: Setup, step: int) -> torch.Tensor:
     """Reentrant checkpoints compute again only what has an input to differentiate."""
-    loss = loss_of(model(batch_of(step, place.rank).requires_grad_()))
+    loss = loss_of(model(batch_of(step, setup.rank).requires_grad_()))
     loss.backward()
     return loss
 
@@ -104,25 +104,25 @@ def wrap_blocks(model: Stack, impl: CheckpointImpl) -> None:
 
 
 @same_numbers
-def wrapper_around_unit_and_unit_around_wrapper(place: Place) -> Record:
+def wrapper_around_unit_and_unit_around_wrapper(setup: Setup) -> Record:
     record: Record = {}
     for impl in CheckpointImpl:
-        inner, outer = sharded_stack(place), place.stack()
+        inner, outer = sharded_stack(setup), setup.stack()
         for model in (inner, outer):
             wrap_blocks(model, impl)
-        shard(place, outer)
+        shard(setup, outer)
         for name, model in (("unit in it", inner), ("unit around it", outer)):
-            record[f"{impl.name}, {name}"] = train(model, place, run=step_from_input)
+            record[f"{impl.name}, {name}"] = train(model, setup, run=step_from_input)
     return record
 
 
 @same_numbers
-def nested_unit_around_wrapper_two_forwards(place: Place) -> Record:
-    model = place.stack()
+def nested_unit_around_wrapper_two_forwards(setup: Setup) -> Record:
+    model = setup.stack()
     inner = [block.layers[0] for block in model.blocks]
     wrap_blocks(model, CheckpointImpl.NO_REENTRANT)
     units = [unit for pair in zip(inner, model.blocks) for unit in pair]
-    return train(shard(place, model, units), place, run=two_forwards)
+    return train(shard(setup, model, units), setup, run=two_forwards)
 
 
 # Functorch #
@@ -138,8 +138,8 @@ def vmap_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def step_through(transformed: Callable[..., torch.Tensor]) -> common.Step:
-    def step_of(model: nn.Module, place: Place, step: int) -> torch.Tensor:
-        loss = transformed(model, *(batch_of(step, i, place.rank) for i in range(2)))
+    def step_of(model: nn.Module, setup: Setup, step: int) -> torch.Tensor:
+        loss = transformed(model, *(batch_of(step, i, setup.rank) for i in range(2)))
         loss.backward()
         return loss
 
@@ -147,9 +147,9 @@ def step_through(transformed: Callable[..., torch.Tensor]) -> common.Step:
 
 
 @same_numbers
-def backward_through_functorch(place: Place) -> Record:
+def backward_through_functorch(setup: Setup) -> Record:
     return {
-        each.__name__: train(sharded_stack(place), place, run=step_through(each))
+        each.__name__: train(sharded_stack(setup), setup, run=step_through(each))
         for each in (jvp_of, vmap_of)
     }
 
@@ -157,31 +157,31 @@ def backward_through_functorch(place: Place) -> Record:
 # The compiler #
 
 
-def train_compiled(place: Place, model: nn.Module, run: Any = one_backward) -> Record:
+def train_compiled(setup: Setup, model: nn.Module, run: Any = one_backward) -> Record:
     """Trains, and makes sure that something has been compiled."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    record = train(model, place, run=run)
+    record = train(model, setup, run=run)
     stats = torch._dynamo.utils.counters["stats"]
     # Hooks inside of what is compiled may leave nothing to compile
-    if not stats["unique_graphs"] and not place.is_by_dtype:
+    if not stats["unique_graphs"] and not setup.is_by_dtype:
         raise AssertionError("Expected something to be compiled")
     return record
 
 
 @same_numbers
-def compiled_blocks(place: Place) -> Record:
-    model = place.stack(blocks=1)
+def compiled_blocks(setup: Setup) -> Record:
+    model = setup.stack(blocks=1)
     model.blocks[0].compile(backend="aot_eager")
-    return train_compiled(place, shard(place, model))
+    return train_compiled(setup, shard(setup, model))
 
 
 @same_numbers
-def compiled_model(place: Place) -> Record:
-    model = shard(place, place.stack(blocks=1))
+def compiled_model(setup: Setup) -> Record:
+    model = shard(setup, setup.stack(blocks=1))
     compiled = torch.compile(model, backend="aot_eager")
     return train_compiled(
-        place, model, lambda _, place, step: one_backward(compiled, place, step)
+        setup, model, lambda _, setup, step: one_backward(compiled, setup, step)
     )
 
 
@@ -192,24 +192,24 @@ def target_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return loss_of(output - target)
 
 
-def pipelined(place: Place, schedule_class: type, count: int) -> Record:
+def pipelined(setup: Setup, schedule_class: type, count: int) -> Record:
     """Trains ``count`` stages, of which this rank has every second one."""
-    model, pipe = place.stack(blocks=3), place.pairs["replicate"]
+    model, pipe = setup.stack(blocks=3), setup.pairs["replicate"]
     named = [*model.blocks.named_children(), ("head", model.head)]
     size, mine = len(named) // count, range(pipe.get_local_rank(), count, pipe.size())
     stages = {i: nn.Sequential(OrderedDict(named[i * size :][:size])) for i in mine}
     parts = []
     for i, stage in stages.items():
-        shard(place, stage, [*stage], mesh=place.pairs["shard"])
+        shard(setup, stage, [*stage], mesh=setup.pairs["shard"])
         group = pipe.get_group()
         parts.append(
             pipelining.PipelineStage(stage, i, count, torch.device("cpu"), group=group)
         )
     first = parts if issubclass(schedule_class, PipelineScheduleMulti) else parts[0]
     schedule = schedule_class(first, MICROBATCHES, loss_fn=target_loss)
-    rank = place.pairs["shard"].get_local_rank()
+    rank = setup.pairs["shard"].get_local_rank()
 
-    def step_of(model: nn.Module, place: Place, step: int) -> torch.Tensor | None:
+    def step_of(model: nn.Module, setup: Setup, step: int) -> torch.Tensor | None:
         x = torch.cat([batch_of(step, i, rank) for i in range(MICROBATCHES)])
         args, losses = (x,) if 0 in mine else (), []
         if count - 1 not in mine:
@@ -218,15 +218,15 @@ def pipelined(place: Place, schedule_class: type, count: int) -> Record:
         schedule.step(*args, target=torch.sin(x), losses=losses)
         return torch.stack(losses)
 
-    return train(nn.ModuleList(stages.values()), place, run=step_of)
+    return train(nn.ModuleList(stages.values()), setup, run=step_of)
 
 
-def pipelines(place: Place) -> Record:
+def pipelines(setup: Setup) -> Record:
     """Interleaved, units gather and reduce as the schedule says, not by hooks alone."""
     return {
-        "GPipe": pipelined(place, pipelining.ScheduleGPipe, 2),
-        "1F1B": pipelined(place, pipelining.Schedule1F1B, 2),
-        "interleaved": pipelined(place, pipelining.ScheduleInterleaved1F1B, 4),
+        "GPipe": pipelined(setup, pipelining.ScheduleGPipe, 2),
+        "1F1B": pipelined(setup, pipelining.Schedule1F1B, 2),
+        "interleaved": pipelined(setup, pipelining.ScheduleInterleaved1F1B, 4),
     }
 
 
@@ -237,30 +237,30 @@ SCENARIOS.add(pipelines, as_by_dtype=True)
 
 
 @same_numbers
-def cast_one_module_before_first_forward(place: Place) -> Record:
+def cast_one_module_before_first_forward(setup: Setup) -> Record:
     """Makes other units mixed than were sharded."""
-    model = sharded_stack(place)
+    model = sharded_stack(setup)
     block = model.blocks[0]
-    (block.layers[0] if place.is_mixed else block).to(layers.BF16)
-    return train(model, place)
+    (block.layers[0] if setup.is_mixed else block).to(layers.BF16)
+    return train(model, setup)
 
 
 # Profiles, logs and patches #
 
 
 @seen_alike
-def log_messages(place: Place) -> Record:
+def log_messages(setup: Setup) -> Record:
     """Logs steps with and without a reduction, and with a forward again in backward."""
-    model = sharded_stack(place)
+    model = sharded_stack(setup)
     logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
     with unittest.TestCase().assertLogs(logger, logging.DEBUG) as logged:
-        one_backward(model, place, 0)
+        one_backward(model, setup, 0)
         model.set_requires_gradient_sync(False)
-        one_backward(model, place, 1)
+        one_backward(model, setup, 1)
         model.set_requires_gradient_sync(True)
         wrap_blocks(model, CheckpointImpl.REENTRANT)
         with CommDebugMode() as mode:
-            step_from_input(model, place, 2)
+            step_from_input(model, setup, 2)
     records = [r for r in logged.records if r.name == logger.name]  # but for tables
     messages = [(r.levelname, r.getMessage()) for r in records]
     gathers = mode.get_comm_counts()[torch.ops.c10d._allgather_base_]
@@ -268,10 +268,10 @@ def log_messages(place: Place) -> Record:
 
 
 @seen_alike
-def memory_tracker(place: Place) -> Record:
-    model = sharded_stack(place)
+def memory_tracker(setup: Setup) -> Record:
+    model = sharded_stack(setup)
     optimizer = torch.optim.SGD(model.parameters(), lr=layers.LR, momentum=0.9)
-    x = batch_of(0, place.rank)
+    x = batch_of(0, setup.rank)
     tracker = FSDPMemTracker(model, optimizer)
     tracker.track_inputs((x,))
     with tracker:
@@ -282,7 +282,7 @@ def memory_tracker(place: Place) -> Record:
         for stats in tracker.memory_tracking.values()
     }
     peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
-    one_backward(model, place, 1)  # works as before
+    one_backward(model, setup, 1)  # works as before
     categories = {str(getattr(key, "value", key)) for key in peak}
     return {"phases": phases, "categories": categories}
 
@@ -321,15 +321,15 @@ def watching(original: Callable[..., Any], seen: list[Any]) -> Callable[..., Any
     return call
 
 
-def patches(place: Place) -> Record:
+def patches(setup: Setup) -> Record:
     """What each utility intercepts of one step of HSDP, in order."""
     seen: dict[str, list[Any]] = {}
     for name, owner in PATCHES.items():
         calls = seen.setdefault(name, [])
         new = watching(getattr(owner, PATCHED.get(name, name)), calls)
-        model = shard(place, place.stack(), mesh=place.pairs)
+        model = shard(setup, setup.stack(), mesh=setup.pairs)
         with getattr(common_fsdp, f"patch_{name}")(new):
-            one_backward(model, place, 0)
+            one_backward(model, setup, 0)
     return seen
 
 

@@ -24,10 +24,7 @@ Clock = frozenset["Entry"]
 
 
 class Stream:
-    """
-    Stands in for a device's stream, or for the host. What it does next comes after
-    all that is in its clock.
-    """
+    """A device's stream, or the host: what comes next follows all of its clock."""
 
     def __init__(self, rank: Any, name: str):
         self.rank, self.name = rank, name

@@ -251,10 +251,7 @@ class Rank:
 def record(
     program: Callable[[Rank], Any], ranks: int = 1, *, without: Line | None = None
 ) -> devices.Recording:
-    """
-    Runs a program as one rank of a group of so many, without the calls of a line that
-    order streams, and returns what it issued.
-    """
+    """Runs a program on one of ``ranks``, without a line that orders streams."""
     torch.manual_seed(0)
     rank = Rank(Watch(without))
     with _patched(rank):

@@ -94,7 +94,7 @@ class Net(nn.Module):
 
 
 @dataclass
-class Kit:
+class ScheduleKit:
     """A rank's tools to write a schedule with."""
 
     rank: Rank
@@ -164,16 +164,16 @@ class Kit:
 
 # Schedules #
 
-SCHEDULES: dict[str, Callable[[Kit], None]] = {}
+SCHEDULES: dict[str, Callable[[ScheduleKit], None]] = {}
 
 
-def schedule(function: Callable[[Kit], None]) -> Callable[[Kit], None]:
+def schedule(function: Callable[[ScheduleKit], None]) -> Callable[[ScheduleKit], None]:
     SCHEDULES[function.__name__] = function
     return function
 
 
 @schedule
-def implicit_prefetch(kit: Kit) -> None:
+def implicit_prefetch(kit: ScheduleKit) -> None:
     """With evaluation between steps."""
     net = kit.sharded_net()
     for context in (torch.no_grad, torch.inference_mode):
@@ -184,7 +184,7 @@ def implicit_prefetch(kit: Kit) -> None:
 
 
 @schedule
-def two_forwards_on_smaller_mesh(kit: Kit) -> None:
+def two_forwards_on_smaller_mesh(kit: ScheduleKit) -> None:
     """The second gathers from what the first resharded."""
     net = kit.sharded_net(reshard_after_forward=2)
     for _ in range(2):
@@ -193,7 +193,7 @@ def two_forwards_on_smaller_mesh(kit: Kit) -> None:
 
 
 @schedule
-def asynchronous_gathers(kit: Kit) -> None:
+def asynchronous_gathers(kit: ScheduleKit) -> None:
     """The last one is dropped, as the iteration is given up."""
     net = kit.sharded_net()
     net._set_unshard_async_op(True)
@@ -209,7 +209,7 @@ def asynchronous_gathers(kit: Kit) -> None:
 
 
 @schedule
-def joined_from_several_streams(kit: Kit) -> None:
+def joined_from_several_streams(kit: ScheduleKit) -> None:
     """
     A pipeline ends units outside of backward, with zeros for what was not used: each in
     a stream of its own, and what they have set aside in another one.
@@ -242,12 +242,12 @@ def joined_from_several_streams(kit: Kit) -> None:
 
 
 @schedule
-def hsdp(kit: Kit) -> None:
+def hsdp(kit: ScheduleKit) -> None:
     kit.train(kit.sharded_net(mesh=kit.mesh(2, 2)), steps=3)
 
 
 @schedule
-def hsdp_without_room(kit: Kit) -> None:
+def hsdp_without_room(kit: ScheduleKit) -> None:
     """Reduced buffers that gradients do not view are not held for later units."""
     with mock.patch.object(_fsdp_context, "_MAX_HELD_NBYTES", 0):
         for sizes in ((2, 2), (4, 1)):
@@ -255,7 +255,7 @@ def hsdp_without_room(kit: Kit) -> None:
 
 
 @schedule
-def hsdp_deferred_other_parameters(kit: Kit) -> None:
+def hsdp_deferred_other_parameters(kit: ScheduleKit) -> None:
     dtypes = (FP32, BF16, FP16)
     params = {
         f"{name}{i}": torch.ones(DIM, dtype=dtype if kit.kind.is_mixed else dtypes[0])
@@ -277,12 +277,12 @@ def hsdp_deferred_other_parameters(kit: Kit) -> None:
 
 
 @schedule
-def one_rank(kit: Kit) -> None:
+def one_rank(kit: ScheduleKit) -> None:
     kit.train(kit.sharded_net(mesh=kit.mesh(RANKS, 1)["shard"]), steps=3)
 
 
 @schedule
-def backwards_in_two_streams(kit: Kit) -> None:
+def backwards_in_two_streams(kit: ScheduleKit) -> None:
     """The second goes on with buffers that the first has in another stream."""
     handle = kit.rank.handle
     side = kit.rank.new_stream("side")
@@ -305,7 +305,7 @@ def backwards_in_two_streams(kit: Kit) -> None:
 
 
 @schedule
-def forwards_in_two_streams(kit: Kit) -> None:
+def forwards_in_two_streams(kit: ScheduleKit) -> None:
     """Neither waits for the other, and both gather the same units."""
     net = kit.sharded_net(reshard_after_forward=True)
     kit.train(net, steps=1)
@@ -345,7 +345,7 @@ class Offsets(nn.Module):
 
 
 @schedule
-def gradient_is_an_activation_s(kit: Kit) -> None:
+def gradient_is_an_activation_s(kit: ScheduleKit) -> None:
     before, after = kit.shard(kit.net().blocks[0]), kit.shard(Offsets())
     share_comm_ctx([before, after])
     for _ in range(2):
@@ -355,7 +355,7 @@ def gradient_is_an_activation_s(kit: Kit) -> None:
         kit.optimize(after)
 
 
-def finalized_in_its_own_stream(kit: Kit) -> None:
+def finalized_in_its_own_stream(kit: ScheduleKit) -> None:
     """
     Twice of two microbatches that reduce nothing, and between them of one that reduces
     at once. What is left to reduce is copied in there, and waited for where it is used.
@@ -387,7 +387,7 @@ if IS_2_15:  # since 2.15
 # On the host and in hooks #
 
 
-def _offloaded_net(kit: Kit, *, pin_memory: bool, mesh: DeviceMesh) -> Net:
+def _offloaded_net(kit: ScheduleKit, *, pin_memory: bool, mesh: DeviceMesh) -> Net:
     policy = fsdp.CPUOffloadPolicy(pin_memory=pin_memory)
     net = kit.sharded_net(offload_policy=policy, mesh=mesh)
     kit.rank.put_on_host(param._local_tensor for param in net.parameters())
@@ -395,7 +395,7 @@ def _offloaded_net(kit: Kit, *, pin_memory: bool, mesh: DeviceMesh) -> Net:
 
 
 @schedule
-def offload_pinned(kit: Kit) -> None:
+def offload_pinned(kit: ScheduleKit) -> None:
     """At last, a second backward adds to what the first has brought to the host."""
     for mesh in (kit.mesh(RANKS), kit.mesh(2, 2)):
         net = _offloaded_net(kit, pin_memory=True, mesh=mesh)
@@ -418,7 +418,7 @@ class Parts(nn.Module):
 
 
 @schedule
-def part_of_a_unit_after_the_root(kit: Kit) -> None:
+def part_of_a_unit_after_the_root(kit: ScheduleKit) -> None:
     """A loss in chunks: the unit reduces after each, and again after its first part."""
     for mesh in (kit.mesh(RANKS), kit.mesh(2, 2), kit.mesh(RANKS, 1)["shard"]):
         model = Parts() if kit.kind.is_mixed else Parts().float()
@@ -437,7 +437,7 @@ def part_of_a_unit_after_the_root(kit: Kit) -> None:
 
 
 @schedule
-def all_reduce_hook(kit: Kit) -> None:
+def all_reduce_hook(kit: ScheduleKit) -> None:
     net = kit.sharded_net()
     for module in (*net.blocks, net):
         stream = kit.rank.new_stream("hook")
@@ -446,7 +446,7 @@ def all_reduce_hook(kit: Kit) -> None:
 
 
 @schedule
-def pooled_reduce_input(kit: Kit) -> None:
+def pooled_reduce_input(kit: ScheduleKit) -> None:
     net = kit.sharded_net()
     comm = OneBuffer()
     for module in (*net.blocks, net):
@@ -463,7 +463,7 @@ def _interrupt(*unused: Any) -> None:
 
 
 @schedule
-def reduction_given_up(kit: Kit) -> None:
+def reduction_given_up(kit: ScheduleKit) -> None:
     """In its first bucket, and in the one after that if there are several."""
     for mesh in (kit.mesh(RANKS), kit.mesh(2, 2)):
         for at in (1, 2):
@@ -486,7 +486,7 @@ def reduction_given_up(kit: Kit) -> None:
 
 
 def record(
-    schedule: str | Callable[[Kit], None], kind: str, **options: Any
+    schedule: str | Callable[[ScheduleKit], None], kind: str, **options: Any
 ) -> Recording:
     """Records a schedule, or the one of that name. Options are the recorder's."""
     run = SCHEDULES[schedule] if isinstance(schedule, str) else schedule
@@ -498,5 +498,5 @@ def record(
             pinned = {"pin_memory": lambda self: self, "is_pinned": lambda self: True}
             stack.enter_context(mock.patch.multiple(torch.Tensor, **pinned))
         return record_program(
-            lambda rank: run(Kit(rank, KINDS[kind])), RANKS, **options
+            lambda rank: run(ScheduleKit(rank, KINDS[kind])), RANKS, **options
         )

@@ -40,10 +40,7 @@ class Line(NamedTuple):
 
 
 class Watch:
-    """
-    Takes note in ``visited`` of the branch's lines that order streams, and leaves out
-    the calls of one of them.
-    """
+    """Notes the lines that order streams, and leaves out the calls of one."""
 
     def __init__(self, without: Line | None):
         self.visited: set[Line] = set()

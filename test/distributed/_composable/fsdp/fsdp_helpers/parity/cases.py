@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 from fsdp_helpers.common.parity_layers import groups_of, Record, units_of
-from fsdp_helpers.common.scenarios import Place, Scenarios
+from fsdp_helpers.common.scenarios import Scenarios, Setup
 from fsdp_helpers.common.utils import record_collectives
 from fsdp_helpers.parity import modes
 from fsdp_helpers.parity.models import mixed_tower, uniform_tower
@@ -80,7 +80,7 @@ def watched(
     return run
 
 
-def run_mode(mode: Mode, model: nn.Module, place: Place, mesh: Any = None) -> Record:
+def run_mode(mode: Mode, model: nn.Module, setup: Setup, mesh: Any = None) -> Record:
     held: list[Any] = []
     seen: dict[str, Any] = {"held": held}
 
@@ -90,12 +90,12 @@ def run_mode(mode: Mode, model: nn.Module, place: Place, mesh: Any = None) -> Re
         note_gathers(model, held)
 
     # All ranks do the same
-    is_first = place.rank == 0
-    step = watched(mode.step, seen, not place.is_by_dtype) if is_first else mode.step
-    mesh = mesh or (place.pairs if mode.is_hybrid else place.mesh)
+    is_first = setup.rank == 0
+    step = watched(mode.step, seen, not setup.is_by_dtype) if is_first else mode.step
+    mesh = mesh or (setup.pairs if mode.is_hybrid else setup.mesh)
     observed = replace(mode, step=step, prepare=prepare)
     with noting_post_backwards(held):
-        record = modes.train(observed, model, mesh, place.rank, "cpu")
+        record = modes.train(observed, model, mesh, setup.rank, "cpu")
     left = [unit for unit in units_of(model) if has_something_left(unit)]
     return record | seen | {"left": len(left), "comms": comms_of(model)}
 
@@ -133,10 +133,10 @@ CASES = Scenarios()  # by kind and name
 REFUSALS: dict[str, str] = {}  # by name, of those that raise, what the error must say
 
 
-def run_case(place: Place, run: Callable[[Place], Record | None], ranks: int) -> Record:
+def run_case(setup: Setup, run: Callable[[Setup], Record | None], ranks: int) -> Record:
     if ranks == 2:
-        place = replace(place, rank=place.rank % 2, mesh=place.pairs["shard"])
-    return run(place) or {}
+        setup = replace(setup, rank=setup.rank % 2, mesh=setup.pairs["shard"])
+    return run(setup) or {}
 
 
 def add_case(
@@ -168,16 +168,16 @@ def add_case(
     return add
 
 
-def train_tower(mode: Mode, place: Place, mesh: DeviceMesh | None = None) -> Record:
-    model = mixed_tower() if place.is_mixed else uniform_tower(mode.dtype)
-    if place.is_by_dtype:
+def train_tower(mode: Mode, setup: Setup, mesh: DeviceMesh | None = None) -> Record:
+    model = mixed_tower() if setup.is_mixed else uniform_tower(mode.dtype)
+    if setup.is_by_dtype:
         mode = replace(mode, shard=modes.BY_DTYPE[mode.shard])
-    return run_mode(mode, model, place, mesh)
+    return run_mode(mode, model, setup, mesh)
 
 
 def add_mode(name: str, mode: Mode, **kwargs: Any) -> None:
-    def run(place: Place) -> Record:
-        return train_tower(mode, place)
+    def run(setup: Setup) -> Record:
+        return train_tower(mode, setup)
 
     add_case(name, kinds=mode.kinds, ranks=mode.ranks, **kwargs)(run)
 
@@ -186,17 +186,17 @@ for _name, _mode in modes.MODES.items():
     add_mode(_name, _mode)
 
 
-def cut_children(model: nn.Module, place: Place, **kwargs: Any) -> None:
+def cut_children(model: nn.Module, setup: Setup, **kwargs: Any) -> None:
     """Cuts a sequence of blocks into units like a tower."""
     for block in model:
-        for module in block if place.is_by_dtype else [block]:
+        for module in block if setup.is_by_dtype else [block]:
             fully_shard(module, **kwargs)
     fully_shard(model, **kwargs)
 
 
 def train_children(
     model: nn.Module,
-    place: Place,
+    setup: Setup,
     prepare: Any = None,
     step: Any = modes.one_backward,
     **kwargs: Any,
@@ -204,6 +204,6 @@ def train_children(
     """Trains a sequence of blocks, cut with these arguments of ``fully_shard``."""
 
     def shard(model: nn.Module, **others: Any) -> None:
-        cut_children(model, place, **others | kwargs)
+        cut_children(model, setup, **others | kwargs)
 
-    return run_mode(Mode(shard=shard, prepare=prepare, step=step), model, place)
+    return run_mode(Mode(shard=shard, prepare=prepare, step=step), model, setup)

@@ -16,7 +16,7 @@ from fsdp_helpers.common.doubles import (
     SymmMemStub,
 )
 from fsdp_helpers.common.parity_layers import FP16, groups_of, Record, units_of
-from fsdp_helpers.common.scenarios import Place
+from fsdp_helpers.common.scenarios import Setup
 from fsdp_helpers.common.utils import shard_blocks
 from fsdp_helpers.parity import cases
 from fsdp_helpers.parity.cases import add_case, add_mode, train_children, train_tower
@@ -84,7 +84,7 @@ add_mode("taken_back", Mode(prepare=take_back), makes_groups=True)
 
 
 @add_case(ranks=4)
-def hybrid_separate_group(place: Place) -> Record:
+def hsdp_separate_group(setup: Setup) -> Record:
     """With a hook as well, and buffers that are kept."""
 
     def prepare(model: nn.Module) -> None:
@@ -94,24 +94,24 @@ def hybrid_separate_group(place: Place) -> Record:
         take_sine_in_hook()(model)
 
     Scatter.groups.clear()
-    record = train_tower(Mode(prepare=prepare, **_HYBRID), place)
+    record = train_tower(Mode(prepare=prepare, **_HYBRID), setup)
     return record | {"groups": [*Scatter.groups]}
 
 
 @add_case()
-def single_rank(place: Place) -> Record:
-    return train_tower(Mode(), place, place.singles["shard"])
+def single_rank(setup: Setup) -> Record:
+    return train_tower(Mode(), setup, setup.singles["shard"])
 
 
 @add_case(ranks=4)
-def kept_buffer_of_replicas(place: Place) -> Record:
+def hsdp_kept_buffer(setup: Setup) -> Record:
     """With one shard each: nothing is sent before the all-reduce."""
     mode = Mode(prepare=each_unit("set_custom_reduce_scatter", KeptScatter()))
-    return train_tower(mode, place, place.singles)
+    return train_tower(mode, setup, setup.singles)
 
 
 @add_case()
-def symmetric_memory(place: Place) -> Record:
+def symmetric_memory(setup: Setup) -> Record:
     """Reduces from it where sums are forced: in the blocks."""
 
     def prepare(model: nn.Module) -> None:
@@ -120,7 +120,7 @@ def symmetric_memory(place: Place) -> Record:
         each_unit("set_symm_mem_for_comm")(model)
 
     with SymmMemStub().patched() as stub:
-        record = train_tower(Mode(prepare=prepare), place)
+        record = train_tower(Mode(prepare=prepare), setup)
     seen = {"symmetric memory": (stub.registered, stub.pools)}
     return record | seen | {"backends": stub.backends}
 
@@ -129,18 +129,18 @@ def symmetric_memory(place: Place) -> Record:
 
 
 @add_case(ranks=4)
-def three_meshes(place: Place) -> Record:
+def three_meshes(setup: Setup) -> Record:
     """Which of a module's groups prefetches does not show with two of them."""
-    meshes = place.mesh, place.pairs["shard"], place.singles["shard"]
+    meshes = setup.mesh, setup.pairs["shard"], setup.singles["shard"]
     infos = [_fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0) for mesh in meshes]
 
     def place_param(param: nn.Parameter) -> ShardPlacementResult:
         return ShardPlacementResult(Shard(0), infos[param.ndim % 3])
 
     # And how far it prefetches does not show with two modules
-    stacks = stack_of(Waves, place.dtypes), stack_of(Waves, place.dtypes)
+    stacks = stack_of(Waves, setup.dtypes), stack_of(Waves, setup.dtypes)
     model = nn.Sequential(*itertools.chain(*stacks))
-    return train_children(model, place, shard_placement_fn=place_param)
+    return train_children(model, setup, shard_placement_fn=place_param)
 
 
 @cache
@@ -150,10 +150,10 @@ def dp_tp_mesh() -> DeviceMesh:
 
 
 @add_case(ranks=4)
-def tensor_parallel(place: Place) -> Record:
+def tensor_parallel(setup: Setup) -> Record:
     """Trains DTensors on a mesh of all ranks, of which some are sharded already."""
     mesh = dp_tp_mesh()
-    model = stack_of(Waves, place.dtypes)
+    model = stack_of(Waves, setup.dtypes)
     for waves in (module for module in model.modules() if type(module) is Waves):
         for i, param in enumerate(waves.params):
             on_tp = Shard(param.ndim - 1) if param.ndim == 3 else Replicate()
@@ -162,45 +162,45 @@ def tensor_parallel(place: Place) -> Record:
             data = DTensor.from_local(local.contiguous(), mesh, placements)
             waves.params[i] = nn.Parameter(data)
     dims = fsdp.DataParallelMeshDims(shard="dp")
-    return train_children(model, place, mesh=mesh, dp_mesh_dims=dims)
+    return train_children(model, setup, mesh=mesh, dp_mesh_dims=dims)
 
 
 @add_case()
-def shared_context(place: Place) -> Record:
+def shared_context(setup: Setup) -> Record:
     """Two roots, one after the other, with one set of streams."""
-    model = nn.Sequential(*(stack_of(Waves, place.dtypes) for _ in range(2)))
+    model = nn.Sequential(*(stack_of(Waves, setup.dtypes) for _ in range(2)))
 
     def shard(model: nn.Module, **kwargs: Any) -> None:
         for part in model:
-            cases.cut_children(part, place, **kwargs)
+            cases.cut_children(part, setup, **kwargs)
         fsdp.share_comm_ctx([*model])
 
-    record = cases.run_mode(Mode(shard=shard), model, place)
+    record = cases.run_mode(Mode(shard=shard), model, setup)
     return record | {"contexts": len({id(g.comm_ctx) for g in groups_of(model)})}
 
 
 @add_case()
-def not_unsharded_in_backward(place: Place) -> Record:
-    model = stack_of(Offsets, place.dtypes)
+def not_unsharded_in_backward(setup: Setup) -> Record:
+    model = stack_of(Offsets, setup.dtypes)
     prepare = each_unit("set_unshard_in_backward", False)
-    return train_children(model, place, prepare, reshard_after_forward=True)
+    return train_children(model, setup, prepare, reshard_after_forward=True)
 
 
 # Refused by the release and the branch alike #
 
 
-def refused(pattern: str) -> Callable[[Callable[[Place], None]], None]:
+def refused(pattern: str) -> Callable[[Callable[[Setup], None]], None]:
     """Adds a case that raises, with what the error must say."""
 
-    def add(run: Callable[[Place], None]) -> None:
+    def add(run: Callable[[Setup], None]) -> None:
         cases.REFUSALS[name := f"error_{run.__name__}"] = pattern
         add_case(name, ranks=4)(run)
 
     return add
 
 
-def waves(place: Place, **kwargs: Any) -> nn.Module:
-    return shard_blocks(stack_of(Waves, place.dtypes), **{"mesh": place.mesh} | kwargs)
+def waves(setup: Setup, **kwargs: Any) -> nn.Module:
+    return shard_blocks(stack_of(Waves, setup.dtypes), **{"mesh": setup.mesh} | kwargs)
 
 
 def run_waves(model: nn.Module) -> None:
@@ -208,8 +208,8 @@ def run_waves(model: nn.Module) -> None:
 
 
 @refused(r"on CPU.*'1\.0\.params\.0', device\(type='cuda', index=3")
-def offloaded_elsewhere(place: Place) -> None:
-    model = waves(place, offload_policy=fsdp.CPUOffloadPolicy(pin_memory=False))
+def offloaded_elsewhere(setup: Setup) -> None:
+    model = waves(setup, offload_policy=fsdp.CPUOffloadPolicy(pin_memory=False))
     run_waves(model)
     (group,) = groups_of(model[1])
     dtypes = {"dtype": torch.float32, "grad_dtype": torch.float32}
@@ -221,8 +221,8 @@ def offloaded_elsewhere(place: Place) -> None:
 
 
 @refused(r"max_input_buffers\(2\) of unit '0' would hold .* symmetric memory")
-def input_buffers_of_symmetric_memory(place: Place) -> None:
-    model = waves(place)
+def input_buffers_of_symmetric_memory(setup: Setup) -> None:
+    model = waves(setup)
     with SymmMemStub().patched():
         model[0].set_force_sum_reduction_for_comms(True)
         model[0].set_symm_mem_for_comm()
@@ -231,8 +231,8 @@ def input_buffers_of_symmetric_memory(place: Place) -> None:
 
 
 @refused(r"hook stream.*hook itself is missing.*'1'")
-def hook_stream_without_hook(place: Place) -> None:
-    model = waves(place)
+def hook_stream_without_hook(setup: Setup) -> None:
+    model = waves(setup)
     model[1].set_all_reduce_hook(None, stream=torch.cpu.Stream())
     run_waves(model)
 
@@ -240,11 +240,11 @@ def hook_stream_without_hook(place: Place) -> None:
 def refuse_calls(name: str, pattern: str, *calls: tuple) -> None:
     """Adds a case of calls of one unit's methods, of which the last raises."""
 
-    def run(place: Place) -> None:
+    def run(setup: Setup) -> None:
         if name.endswith("of_replicas"):
-            unit = replicate(stack_of(Waves, place.dtypes), mesh=place.mesh)
+            unit = replicate(stack_of(Waves, setup.dtypes), mesh=setup.mesh)
         else:
-            unit = waves(place)[0]
+            unit = waves(setup)[0]
         with SymmMemStub().patched():
             for method, *args in calls:
                 getattr(unit, method)(*args)
@@ -273,6 +273,6 @@ for _name, _pattern, *_calls in (
 
 
 @refused("Unknown pass type: sideways")
-def unknown_pass(place: Place) -> None:
-    (group,) = groups_of(waves(place)[0])
+def unknown_pass(setup: Setup) -> None:
+    (group,) = groups_of(waves(setup)[0])
     FSDPParamGroup._prefetch_unshard(group, "sideways")

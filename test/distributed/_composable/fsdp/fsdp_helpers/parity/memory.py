@@ -47,7 +47,7 @@ MODES: dict[str, dict[str, Any]] = {
     "plain": {},
     "no_reshard": {"reshard_after_forward": False},
     "reshard_to_two": {"reshard_after_forward": 2},
-    "hybrid": {"is_hybrid": True},
+    "hsdp": {"is_hybrid": True},
     "accumulate": {"accumulates": True},
     "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
     "two_buffers": {"buffers": 2},

@@ -299,7 +299,7 @@ MODES: dict[str, Mode] = {
     "divide_fp16": Mode(UNIFORM, dtype=layers.FP16, prepare=divide_by_six),
     "two_input_buffers_in_one_block": Mode(prepare=keep_two_inputs_of_one_block),
     "step_in_backward": Mode(prepare=step_in_backward),
-    "hybrid_deferred": Mode(**_DEFERRED),
+    "hsdp_deferred": Mode(**_DEFERRED),
     "overrides_deferred": Mode(MIXED, shard=shard_overrides, **_DEFERRED),
 }
 

@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 from fsdp_helpers.common.parity_layers import Record
-from fsdp_helpers.common.scenarios import Place
+from fsdp_helpers.common.scenarios import Setup
 from fsdp_helpers.parity import models, modes
 from fsdp_helpers.parity.cases import add_case, train_children, train_tower
 from fsdp_helpers.parity.models import BF16, Extended, Fp8, FP32, stack_of, Waves
@@ -27,14 +27,14 @@ from torch.distributed.tensor import DTensor, Shard
 
 
 @add_case()
-def ignored_parameters(place: Place) -> Record:
-    model = stack_of(Waves, place.dtypes)
+def ignored_parameters(setup: Setup) -> Record:
+    model = stack_of(Waves, setup.dtypes)
     ignored = {waves.params[1] for block in model for waves in block}
-    return train_children(model, place, ignored_params=ignored)
+    return train_children(model, setup, ignored_params=ignored)
 
 
 @add_case()
-def loaded_by_assignment(place: Place) -> Record:
+def loaded_by_assignment(setup: Setup) -> Record:
     """
     Before the first forward and between steps: of vectors plain shards, of others such
     whose elements lie apart.
@@ -59,7 +59,7 @@ def loaded_by_assignment(place: Place) -> Record:
             load(model)
         return modes.one_backward(model, batches)
 
-    return train_children(stack_of(Waves, place.dtypes), place, load, step)
+    return train_children(stack_of(Waves, setup.dtypes), setup, load, step)
 
 
 # Sizes of grouped matrices, and the dim that each is sharded on
@@ -67,27 +67,27 @@ EXPERTS = {(3, 8, 4): 1, (5, 2, 8): 2, (1, 4, 3): 1, (8, 3): 0, (5,): 0}
 
 
 def train_experts(
-    place: Place, pieces: bool = True, mesh: str = "mesh", **kwargs: Any
+    setup: Setup, pieces: bool = True, mesh: str = "mesh", **kwargs: Any
 ) -> Record:
     """
     Copied in pieces, or reordered as if these were too small. Where the unit is sharded
     over four ranks, experts are sharded over two.
     """
-    model = stack_of(partial(Waves, sizes=[*EXPERTS]), place.dtypes)
+    model = stack_of(partial(Waves, sizes=[*EXPERTS]), setup.dtypes)
     layouts = sys.modules.get(f"{FSDPParamGroup.__module__[:-11]}layout")
-    info = FSDPMeshInfo(place.pairs["shard"], shard_mesh_dim=0)
+    info = FSDPMeshInfo(setup.pairs["shard"], shard_mesh_dim=0)
 
     def place_param(param: nn.Parameter) -> Any:
         placement = Shard(EXPERTS[tuple(param.size())])
-        has_own_mesh = mesh == "mesh" and place.mesh.size() == 4 and param.ndim == 3
+        has_own_mesh = mesh == "mesh" and setup.mesh.size() == 4 and param.ndim == 3
         return ShardPlacementResult(placement, info) if has_own_mesh else placement
 
-    kwargs |= {"shard_placement_fn": place_param, "mesh": getattr(place, mesh)}
+    kwargs |= {"shard_placement_fn": place_param, "mesh": getattr(setup, mesh)}
     with contextlib.ExitStack() as stack:
         if layouts is not None and pieces:  # not in the release
             patch = mock.patch.object(layouts, "_MIN_PIECE_NBYTES", 0)
             stack.enter_context(patch)
-        return train_children(model, place, **kwargs)
+        return train_children(model, setup, **kwargs)
 
 
 for _name, _settings in {
@@ -97,13 +97,13 @@ for _name, _settings in {
     "experts_offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
     "experts_no_reshard": {"reshard_after_forward": False},
     "experts_mesh": {},
-    "experts_hybrid": {"mesh": "pairs"},
+    "experts_hsdp": {"mesh": "pairs"},
 }.items():
-    _ranks = 4 if _name in ("experts_mesh", "experts_hybrid") else 2
+    _ranks = 4 if _name in ("experts_mesh", "experts_hsdp") else 2
     add_case(_name, ranks=_ranks)(partial(train_experts, **_settings))
 
 
-def play_pinned_memory(place: Place, **settings: Any) -> Record:
+def play_pinned_memory(setup: Setup, **settings: Any) -> Record:
     """Notes which copies of gradients may overlap."""
     to, post_backward = torch.Tensor.to, FSDPParamGroup.post_backward
     copies: list[bool] = []
@@ -126,7 +126,7 @@ def play_pinned_memory(place: Place, **settings: Any) -> Record:
         mock.patch.object(FSDPParamGroup, "post_backward", noting_reduction),
     ):
         kwargs = {"offload_policy": CPUOffloadPolicy(pin_memory=True)}
-        record = train_tower(modes.Mode(kwargs=kwargs, **settings), place)
+        record = train_tower(modes.Mode(kwargs=kwargs, **settings), setup)
     return record | {"copies": copies}
 
 
@@ -137,11 +137,11 @@ add_case("pinned_step_in_backward")(
 
 
 def train_extensions(
-    place: Place, kind: type[Extended], rows: int = 5, **kwargs: Any
+    setup: Setup, kind: type[Extended], rows: int = 5, **kwargs: Any
 ) -> Record:
-    model = models.extended_stack(kind, rows, place.dtypes[1:])  # extensions are fp32
+    model = models.extended_stack(kind, rows, setup.dtypes[1:])  # extensions are fp32
     before = Extended.gathers
-    record = train_children(model, place, **kwargs)
+    record = train_children(model, setup, **kwargs)
     return record | {"gathers": Extended.gathers - before}
 
 

@@ -8,7 +8,7 @@ from fsdp_helpers.common import parity_layers as layers
 from fsdp_helpers.common.doubles import with_a_row_more
 from fsdp_helpers.common.parity_layers import BF16, FP32, gradients, groups_of, Record
 from fsdp_helpers.common.release_rules import HAS_SPMD_TYPES, IS_2_15
-from fsdp_helpers.common.scenarios import one_backward, Place, train
+from fsdp_helpers.common.scenarios import one_backward, Setup, train
 from fsdp_helpers.parity.models import extended_stack, HighLow
 from fsdp_helpers.plugins import of_both_kinds, scenario
 
@@ -27,7 +27,7 @@ else:
     spmd_types = typecheck = None
 
 
-Add = Callable[[Callable[[Place], Record]], Any]
+Add = Callable[[Callable[[Setup], Record]], Any]
 
 
 def where(is_there: bool, add: Add) -> Add:
@@ -42,14 +42,14 @@ since_2_15 = where(IS_2_15, of_both_kinds)
 
 
 @since_2_15
-def storage_that_is_kept(place: Place) -> Record:
-    plain = train(place.sharded("bf16_reduce_fp32"), place, steps=range(3))
-    model, record = place.sharded("bf16_reduce_fp32"), {}
+def storage_that_is_kept(setup: Setup) -> Record:
+    plain = train(setup.sharded("bf16_reduce_fp32"), setup, steps=range(3))
+    model, record = setup.sharded("bf16_reduce_fp32"), {}
     nbytes: list[set[int]] = []
     places: list[list[int]] = []
     for step, is_kept in enumerate((True, True, False)):
         model.set_keep_unsharded_storage(is_kept)
-        record |= train(model, place, steps=range(step, step + 1))
+        record |= train(model, setup, steps=range(step, step + 1))
         for unit in layers.units_of(model):
             unit.reshard()
         params = [param for group in groups_of(model) for param in group.fsdp_params]
@@ -72,42 +72,42 @@ def error_of(action: Callable[[], Any]) -> str | None:
 
 
 def two_backwards(
-    model: layers.Stack, place: Place, step: int, *, how: str, seen: list[Any]
+    model: layers.Stack, setup: Setup, step: int, *, how: str, seen: list[Any]
 ) -> torch.Tensor:
     """The first reduces nothing, nor does the second if it is finalized by hand."""
     by_hand = how != "plain"
     model.set_requires_gradient_sync(False)
-    one_backward(model, place, 2 * step)
+    one_backward(model, setup, 2 * step)
     model.set_requires_gradient_sync(not by_hand)
-    loss = one_backward(model, place, 2 * step + 1)
+    loss = one_backward(model, setup, 2 * step + 1)
     if by_hand:
         seen.append(all(param.grad is None for param in model.parameters()))
         model.set_requires_gradient_sync(True)
         handle = model.finalize_backward(async_op=how == "in background")
         if handle is not None:
-            seen.append(error_of(lambda: model(layers.batch_of(0, place.rank))))
+            seen.append(error_of(lambda: model(layers.batch_of(0, setup.rank))))
             seen.append(error_of(model.finalize_backward))
             handle.wait()
     return loss
 
 
 @since_2_15
-def finalized_by_hand(place: Place) -> Record:
+def finalized_by_hand(setup: Setup) -> Record:
     record: Record = {}
     for how in ("plain", "at once", "in background"):
-        model, seen, left = place.sharded(), [], []
+        model, seen, left = setup.sharded(), [], []
         model.set_manual_backward_finalization(how != "plain")
         run = functools.partial(two_backwards, how=how, seen=seen)
-        record[how] = train(model, place, run=run)
+        record[how] = train(model, setup, run=run)
         if how == "plain":
             continue
         # A backward that is to reduce at once waits for the finalization all the same
-        one_backward(model, place, 9)
+        one_backward(model, setup, 9)
         model.finalize_backward()
         left += [group._post_backward_pending for group in groups_of(model)]
         # Nor is anything left to finalize of an iteration that is given up
         model.set_requires_gradient_sync(False)
-        one_backward(model, place, 10)
+        one_backward(model, setup, 10)
         model.reset_iter_state()
         left += [group._post_backward_pending for group in groups_of(model)]
         left += [param.grad is not None for param in model.parameters()]
@@ -116,13 +116,13 @@ def finalized_by_hand(place: Place) -> Record:
 
 
 @since_2_15
-def finalization_that_is_refused(place: Place) -> Record:
+def finalization_that_is_refused(setup: Setup) -> Record:
     """The root keeps one sum, or in a mixed unit several where it is the only one."""
     record: Record = {}
-    whole = fully_shard(place.stack(), mesh=place.pairs)
-    for name, model in (("units", place.sharded(mesh=place.pairs)), ("whole", whole)):
+    whole = fully_shard(setup.stack(), mesh=setup.pairs)
+    for name, model in (("units", setup.sharded(mesh=setup.pairs)), ("whole", whole)):
         model.set_requires_all_reduce(False)
-        one_backward(model, place, 0)
+        one_backward(model, setup, 0)
         model.set_manual_backward_finalization(True)
         record[name] = error_of(model.finalize_backward)
     return record
@@ -139,10 +139,10 @@ class Released(HighLow):
 
 
 @since_2_15
-def outputs_that_an_extension_releases(place: Place) -> Record:
-    model = extended_stack(Released, 8, (BF16,) if place.is_mixed else ())
+def outputs_that_an_extension_releases(setup: Setup) -> Record:
+    model = extended_stack(Released, 8, (BF16,) if setup.is_mixed else ())
     for block in model:
-        fully_shard(block, mesh=place.mesh)
+        fully_shard(block, mesh=setup.mesh)
     record: Record = {"values": [], "freed": []}
     for _ in range(4):
         model[0].unshard()
@@ -159,7 +159,7 @@ def outputs_that_an_extension_releases(place: Place) -> Record:
 
 
 @since_2_15
-def replaced_output_step(place: Place) -> Record:
+def replaced_output_step(setup: Setup) -> Record:
     """Mixed units refuse it: what is gathered has one dtype."""
     calls: list[int] = []
 
@@ -167,16 +167,16 @@ def replaced_output_step(place: Place) -> Record:
         calls.append(len(args))
         _fsdp_collectives._default_all_gather_output_fn(*args)
 
-    model = place.sharded()
+    model = setup.sharded()
     for group in groups_of(model)[1:]:
         group._all_gather_output_fn = outputs
-    if place.is_mixed:
-        return {"refused": error_of(lambda: one_backward(model, place, 0))}
-    return train(model, place) | {"calls": calls}
+    if setup.is_mixed:
+        return {"refused": error_of(lambda: one_backward(model, setup, 0))}
+    return train(model, setup) | {"calls": calls}
 
 
 @since_2_15
-def inputs_that_are_padded(place: Place) -> Record:
+def inputs_that_are_padded(setup: Setup) -> Record:
     calls: list[int] = []
 
     def pad(params: Any, grads: list[torch.Tensor], world_size: int) -> Any:
@@ -185,12 +185,12 @@ def inputs_that_are_padded(place: Place) -> Record:
 
     record: Record = {}
     for name in ("plain", "padded"):
-        model = place.sharded(
-            mesh=place.pairs, shard_placement_fn=lambda param: Shard(param.ndim - 1)
+        model = setup.sharded(
+            mesh=setup.pairs, shard_placement_fn=lambda param: Shard(param.ndim - 1)
         )
         for group in groups_of(model) if name == "padded" else ():
             group._prepare_reduce_scatter_inputs = pad
-        record[name] = train(model, place)
+        record[name] = train(model, setup)
     return record | {"calls": calls}
 
 
@@ -204,7 +204,7 @@ def set_grad_dtypes(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
 
 
 @where(IS_2_15, scenario)
-def grad_dtypes_of_all(place: Place) -> Record:
+def grad_dtypes_of_all(setup: Setup) -> Record:
     """Reduced, summed and kept in them, which is another dtype than is stored."""
     record: Record = {}
     for policy, stored, dtype in (
@@ -214,8 +214,8 @@ def grad_dtypes_of_all(place: Place) -> Record:
         ("bf16", BF16, BF16),
     ):
         model = set_grad_dtypes(layers.stack((stored, stored)), dtype)
-        model = place.sharded(policy, model)
-        losses = [one_backward(model, place, step).item() for step in range(2)]
+        model = setup.sharded(policy, model)
+        losses = [one_backward(model, setup, step).item() for step in range(2)]
         record[f"{policy} {stored} {dtype}"] = dict(gradients(model)) | {"": losses}
         model.float()  # an explicit one stays
         dtypes = [str(param.grad.dtype) for param in model.parameters()]
@@ -224,12 +224,12 @@ def grad_dtypes_of_all(place: Place) -> Record:
 
 
 @where(IS_2_15, scenario)
-def unused_without_a_dtype(place: Place) -> Record:
-    model = place.sharded()
+def unused_without_a_dtype(setup: Setup) -> Record:
+    model = setup.sharded()
     for param in model.parameters():
         param.grad_dtype = None
     model.set_reduce_scatter_unused_params(True)
-    error = error_of(lambda: one_backward(model, place, 0))
+    error = error_of(lambda: one_backward(model, setup, 0))
     return {"names the dtype": "grad_dtype" in str(error)}
 
 
@@ -259,10 +259,10 @@ class Annotated(nn.Module):
 
 
 @where(HAS_SPMD_TYPES, of_both_kinds)
-def annotated_parameters(place: Place) -> Record:
+def annotated_parameters(setup: Setup) -> Record:
     torch.manual_seed(0)
-    mesh = place.pairs
-    model = Annotated((FP32, BF16) if place.is_mixed else (FP32, FP32), mesh)
+    mesh = setup.pairs
+    model = Annotated((FP32, BF16) if setup.is_mixed else (FP32, FP32), mesh)
     fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="shard"))
     x = torch.ones(2, 4) * (1 + mesh.get_local_rank("shard"))
     model(x).sum().backward()

@@ -20,7 +20,13 @@ from fsdp_helpers.common import scenarios as common
 from fsdp_helpers.common.doubles import dispatched
 from fsdp_helpers.common.parity_layers import digest, FP32, groups_of, Record, Stack
 from fsdp_helpers.common.release_rules import IS_2_15
-from fsdp_helpers.common.scenarios import describe, one_backward, Place, POLICIES, train
+from fsdp_helpers.common.scenarios import (
+    describe,
+    one_backward,
+    POLICIES,
+    Setup,
+    train,
+)
 from fsdp_helpers.parity.models import Extended
 from fsdp_helpers.plugins import mixed, of_both_kinds, scenario, SCENARIOS
 
@@ -37,30 +43,30 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 
 @of_both_kinds
-def replaced_inputs(place: Place) -> Record:
+def replaced_inputs(setup: Setup) -> Record:
     """
     Between two steps that gather what the unit does. In mixed units a plugin may replace
     inputs by what they would have been, as then all steps are those without it.
     """
-    scale = 1 if place.is_mixed else 2
+    scale = 1 if setup.is_mixed else 2
     original = _fsdp_collectives._get_param_all_gather_inputs
 
     def get_inputs(fsdp_params: list[FSDPParam]) -> list[list[torch.Tensor]]:
         return [[scale * t for t in tensors] for tensors in original(fsdp_params)]
 
     new = {"_get_param_all_gather_inputs": get_inputs}
-    record: Record = {"plain": train(place.sharded(), place, steps=range(3))}
+    record: Record = {"plain": train(setup.sharded(), setup, steps=range(3))}
     for reshard in (True, 2):
-        model = place.sharded(reshard_after_forward=reshard)
-        found = train(model, place, steps=range(1))
+        model = setup.sharded(reshard_after_forward=reshard)
+        found = train(model, setup, steps=range(1))
         with mock.patch.multiple(_fsdp_collectives, **new):
-            found |= train(model, place, steps=range(1, 2))
-        record[str(reshard)] = found | train(model, place, steps=range(2, 3))
+            found |= train(model, setup, steps=range(1, 2))
+        record[str(reshard)] = found | train(model, setup, steps=range(2, 3))
     return record
 
 
 @scenario
-def replaced_metadatas(place: Place) -> Record:
+def replaced_metadatas(setup: Setup) -> Record:
     """Alone, and with the inputs: as a backend does that has its own of all of it."""
     calls: list[str] = []
 
@@ -78,7 +84,7 @@ def replaced_metadatas(place: Place) -> Record:
     new = {"_get_all_gather_input_metadatas": get_metadatas}
     for more in ({}, {"_get_param_all_gather_inputs": get_inputs}):
         with mock.patch.multiple(_fsdp_collectives, **new, **more):
-            found = train(place.sharded("bf16_reduce_fp32"), place)
+            found = train(setup.sharded("bf16_reduce_fp32"), setup)
         record[" ".join(more)] = found
     return record | {"calls": calls}
 
@@ -139,13 +145,13 @@ OBSERVERS = {
 
 
 @scenario
-def operators_and_ranges_that_observers_see(place: Place) -> Record:
-    model = place.sharded("bf16_reduce_fp32")
-    record = train(model, place)
+def operators_and_ranges_that_observers_see(setup: Setup) -> Record:
+    model = setup.sharded("bf16_reduce_fp32")
+    record = train(model, setup)
     for name, observe in OBSERVERS.items():
         with observe() as names:
-            observed = train(model, place, steps=range(2, 3))
-        afterwards = train(model, place, steps=range(3, 4))
+            observed = train(model, setup, steps=range(2, 3))
+        afterwards = train(model, setup, steps=range(3, 4))
         record[name] = observed | afterwards | {"calls": count_of(names)}
     return record
 
@@ -154,7 +160,7 @@ def operators_and_ranges_that_observers_see(place: Place) -> Record:
 
 
 @of_both_kinds
-def replaced_reduce_scatter_copy_in(place: Place) -> Record:
+def replaced_reduce_scatter_copy_in(setup: Setup) -> Record:
     """The replaced function gets gradients of one dtype at a time."""
     name, calls = "foreach_reduce_scatter_copy_in", []
     original = getattr(_fsdp_collectives, name)
@@ -164,14 +170,14 @@ def replaced_reduce_scatter_copy_in(place: Place) -> Record:
         original([2 * grad for grad in grads], output, world_size)
 
     with mock.patch.object(_fsdp_collectives, name, copy_in):
-        return train(place.sharded("reduce_bf16"), place) | {"calls": calls}
+        return train(setup.sharded("reduce_bf16"), setup) | {"calls": calls}
 
 
 # Globals #
 
 
 @scenario
-def replaced_copy_out(place: Place) -> Record:
+def replaced_copy_out(setup: Setup) -> Record:
     """A global of the module that calls it, as test utilities replace it."""
     calls: list[str] = []
     original = _fsdp_param_group.foreach_all_gather_copy_out
@@ -181,7 +187,7 @@ def replaced_copy_out(place: Place) -> Record:
         original(result, *args, **kwargs)
 
     with mock.patch.object(_fsdp_param_group, "foreach_all_gather_copy_out", copy_out):
-        record = train(place.sharded("bf16_reduce_fp32"), place)
+        record = train(setup.sharded("bf16_reduce_fp32"), setup)
     return record | {"calls": calls}
 
 
@@ -204,12 +210,12 @@ def gain_in_fp32(param: nn.Parameter) -> torch.dtype | None:
 
 
 @of_both_kinds
-def replaced_init_mp_dtypes(place: Place) -> Record:
+def replaced_init_mp_dtypes(setup: Setup) -> Record:
     """By one that knows of one dtype for all, and by one that calls the original."""
     # Parameters of mixed units keep policies of their own
-    overrides = {"param_dtype_override_fn": gain_in_fp32} if place.is_mixed else {}
+    overrides = {"param_dtype_override_fn": gain_in_fp32} if setup.is_mixed else {}
     policy = MixedPrecisionPolicy(layers.BF16, FP32, **overrides)
-    record: Record = {"plain": train(place.sharded(mp_policy=policy), place)}
+    record: Record = {"plain": train(setup.sharded(mp_policy=policy), setup)}
     units: list[str] = []
     for init in (init_like_a_plugin, FSDPParamGroup._init_mp_dtypes):
 
@@ -217,9 +223,9 @@ def replaced_init_mp_dtypes(place: Place) -> Record:
             init(group)
             units.append(group._module_fqn)
 
-        model = place.sharded(mp_policy=policy)
+        model = setup.sharded(mp_policy=policy)
         with mock.patch.object(FSDPParamGroup, "_init_mp_dtypes", replacement):
-            record[init.__name__] = train(model, place)
+            record[init.__name__] = train(model, setup)
             model.unshard()  # may set up again
             model.reshard()
     return record | {"calls": units}
@@ -234,35 +240,35 @@ def dtypes_of_groups(model: nn.Module) -> list[tuple[str, ...]]:
 
 
 @of_both_kinds
-def dtypes_of_a_group(place: Place) -> Record:
+def dtypes_of_a_group(setup: Setup) -> Record:
     """Records them for trained, frozen and mixed parameters."""
     record: Record = {}
     for policy in POLICIES:
-        model = place.sharded(policy)
+        model = setup.sharded(policy)
         model.blocks[0].requires_grad_(False)
-        one_backward(model, place, 0)
+        one_backward(model, setup, 0)
         record[policy] = dtypes_of_groups(model)
     return record
 
 
 @scenario
-def policy_set_before_the_first_forward(place: Place) -> Record:
-    model, policy = place.sharded(), POLICIES["bf16"]
+def policy_set_before_the_first_forward(setup: Setup) -> Record:
+    model, policy = setup.sharded(), POLICIES["bf16"]
     for unit in (model, *model.blocks):
         unit._get_fsdp_state()._mp_policy = policy
     for group in groups_of(model):
         group.mp_policy = policy
         for fsdp_param in group.fsdp_params if IS_2_15 else ():
             fsdp_param.mp_policy = policy  # the only ones that 2.15 has
-    record = train(model, place)
+    record = train(model, setup)
     model.blocks[0].unshard()
     dtypes = [str(param.dtype) for param in model.blocks[0].parameters()]
     return record | {"gathered in": dtypes}
 
 
-def group_that_is_built_by_hand(place: Place) -> Record:
+def group_that_is_built_by_hand(setup: Setup) -> Record:
     """As upstream's test of training states does, without any policy."""
-    mesh_info = groups_of(place.sharded("none"))[0].mesh_info
+    mesh_info = groups_of(setup.sharded("none"))[0].mesh_info
     module = nn.Linear(4, 4)
     rest = (mesh_info, None, torch.device("cpu"), None, None, None)
     group = FSDPParamGroup([*module.parameters()], (module,), *rest)
@@ -332,14 +338,14 @@ def drop_in_place(model: Stack) -> None:
 
 
 @of_both_kinds
-def list_of_parameters_changed(place: Place) -> Record:
+def list_of_parameters_changed(setup: Setup) -> Record:
     record: Record = {}
     for change in (update_weights, reverse, drop_in_place):
-        model = place.sharded()
-        found = train(model, place)
+        model = setup.sharded()
+        found = train(model, setup)
         change(model)
         found |= {f"changed {name}": bits for name, bits in layers.parameters(model)}
-        record[change.__name__] = found | train(model, place, steps=range(2, 4))
+        record[change.__name__] = found | train(model, setup, steps=range(2, 4))
     return record
 
 
@@ -373,7 +379,7 @@ def post_forward_by_hand(
 
 
 @scenario
-def replaced_wait_for_unshard_and_post_forward(place: Place) -> Record:
+def replaced_wait_for_unshard_and_post_forward(setup: Setup) -> Record:
     """They change a group's state, and record the order in which backward prefetches."""
     record: Record = {}
     seen: list[Any] = []
@@ -387,8 +393,8 @@ def replaced_wait_for_unshard_and_post_forward(place: Place) -> Record:
     new = {"wait_for_unshard": wait_by_hand, "post_forward": post_forward}
     for reshard in (True, False, 2):
         with mock.patch.multiple(FSDPParamGroup, **new):
-            model = place.sharded("bf16", reshard_after_forward=reshard)
-            record[str(reshard)] = train(model, place)
+            model = setup.sharded("bf16", reshard_after_forward=reshard)
+            record[str(reshard)] = train(model, setup)
     return record | {"calls": seen}
 
 
@@ -398,10 +404,10 @@ def replaced_wait_for_unshard_and_post_forward(place: Place) -> Record:
 def deferred(change: Callable[[FSDPParamGroup], Any], seen: list[Any]) -> common.Step:
     """Returns a step of two microbatches, of which the second is all-reduced."""
 
-    def run(model: Stack, place: Place, step: int) -> torch.Tensor:
+    def run(model: Stack, setup: Setup, step: int) -> torch.Tensor:
         for i in range(2):
             model.set_requires_all_reduce(i == 1)
-            loss = layers.loss_of(model(layers.batch_of(step, i, place.rank)))
+            loss = layers.loss_of(model(layers.batch_of(step, i, setup.rank)))
             loss.backward()
             for group in groups_of(model):
                 seen.append(digest(group._partial_reduce_output))
@@ -432,20 +438,20 @@ CHANGES: dict[str, Callable[[FSDPParamGroup], Any]] = {
 
 
 @scenario
-def partial_reduce_output(place: Place) -> Record:
+def partial_reduce_output(setup: Setup) -> Record:
     record: Record = {}
     for name, change in CHANGES.items():
-        model, seen = place.sharded("bf16_reduce_fp32", mesh=place.pairs), []
-        found = train(model, place, run=deferred(change, seen))
+        model, seen = setup.sharded("bf16_reduce_fp32", mesh=setup.pairs), []
+        found = train(model, setup, run=deferred(change, seen))
         record[name] = found | {"seen": seen}
     return record
 
 
 @mixed
-def several_partial_reduce_outputs(place: Place) -> Record:
-    model = place.sharded(mesh=place.pairs)
+def several_partial_reduce_outputs(setup: Setup) -> Record:
+    model = setup.sharded(mesh=setup.pairs)
     model.set_requires_all_reduce(False)
-    one_backward(model, place, 0)
+    one_backward(model, setup, 0)
     kept = [group._partial_reduce_output for group in groups_of(model)]
     for group in groups_of(model):
         group._partial_reduce_output = None
@@ -454,7 +460,7 @@ def several_partial_reduce_outputs(place: Place) -> Record:
 
 
 @scenario
-def all_reduce_state(place: Place) -> Record:
+def all_reduce_state(setup: Setup) -> Record:
     seen: list[Any] = []
     original = FSDPParamGroup.post_backward
 
@@ -463,9 +469,9 @@ def all_reduce_state(place: Place) -> Record:
         if (state := group._all_reduce_state) is not None:
             seen.append((digest(state.all_reduce_input), state.event is None))
 
-    model = place.sharded("bf16_reduce_fp32", mesh=place.pairs)
+    model = setup.sharded("bf16_reduce_fp32", mesh=setup.pairs)
     with mock.patch.object(FSDPParamGroup, "post_backward", post_backward):
-        record = train(model, place)
+        record = train(model, setup)
     left = [describe(group._all_reduce_state) for group in groups_of(model)]
     return record | {"calls": seen, "left": left}
 
@@ -479,10 +485,10 @@ HANDLES = (
 
 
 @scenario
-def state_dict_hooks(place: Place) -> Record:
+def state_dict_hooks(setup: Setup) -> Record:
     """A plugin detaches the first block's, so that it is saved as it is."""
-    model = place.sharded()
-    record: Record = train(model, place)
+    model = setup.sharded()
+    record: Record = train(model, setup)
     group = groups_of(model)[1]
     for when in ("attached", "detached"):
         for unit in layers.units_of(model):
@@ -512,16 +518,16 @@ class Doubled(Extended):
 
 
 @scenario
-def extension_after_lazy_init(place: Place) -> Record:
+def extension_after_lazy_init(setup: Setup) -> Record:
     """Replaces a plain parameter's local tensor, and is set up by hand."""
-    model = place.sharded()
-    one_backward(model, place, 1)
+    model = setup.sharded()
+    one_backward(model, setup, 1)
     model.zero_grad()
     fsdp_param, *_ = groups_of(model)[1].fsdp_params
     sharded = fsdp_param.sharded_param
     sharded._local_tensor = Doubled(sharded._local_tensor.detach())
     fsdp_param._init_extensions()
-    one_backward(model, place, 2)
+    one_backward(model, setup, 2)
     return dict(layers.gradients(model))
 
 

@@ -29,7 +29,13 @@ from unittest import mock
 
 from fsdp_helpers.common import parity_layers as layers
 from fsdp_helpers.common.parity_layers import Record, units_of
-from fsdp_helpers.common.scenarios import IS_BRANCH, Place, RANKS, Scenario, Scenarios
+from fsdp_helpers.common.scenarios import (
+    IS_BRANCH,
+    RANKS,
+    Scenario,
+    Scenarios,
+    Setup,
+)
 from fsdp_helpers.random import cases
 from fsdp_helpers.random.cases import Case, Model, run_forward
 
@@ -240,7 +246,7 @@ def run_steps(case: Case) -> list[Record]:
     return [*records, dict(layers.parameters(model))]
 
 
-def run_case(place: Place, number: int) -> Record:
+def run_case(setup: Setup, number: int) -> Record:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         steps = run_steps(draw(number))

@@ -380,10 +380,7 @@ def values_of(case: Case, step: int, block: int, i: int) -> torch.Tensor:
 
 
 def weights_of(case: Case, step: int, block: int, i: int) -> torch.Tensor:
-    """
-    Returns the gradients, times the names that the parameter is used by, that each rank
-    gives in each microbatch.
-    """
+    """Returns what each rank and microbatch gives, for each name of a parameter."""
     param = case.blocks[block][i]
     size = (case.ranks, len(case.steps[step].microbatches), *param.shape)
     return _random(size, 2, step, block, i).to(case.compute_dtype(param))
