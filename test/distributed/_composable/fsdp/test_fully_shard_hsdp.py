@@ -27,7 +27,6 @@ from torch.distributed import fsdp
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_context
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
-from torch.distributed.fsdp._fully_shard._fsdp_context import HeldAllReduces
 from torch.testing._internal.common_utils import parametrize, run_tests
 
 
@@ -299,10 +298,7 @@ class TestBuffers(utils.FakeGroupTest):
         context = _fsdp_context.FSDPCommContext()
         sizes = 5, 0, 4, 3, 2, 7
         context.all_reduce_states = [
-            HeldAllReduces(
-                (), _fsdp_context.AllReduceState(torch.empty(0), None), (), None, nbytes
-            )
-            for nbytes in sizes
+            _fsdp_context.Handoff((), None, (), None, nbytes) for nbytes in sizes
         ]
         group = SimpleNamespace(modules="a")
         for limit, kept in ((21, 6), (20, 5), (16, 5), (15, 3), (6, 1), (0, 1)):
@@ -319,9 +315,9 @@ class TestBuffers(utils.FakeGroupTest):
             context.device_handle = torch.cpu
             for group in groups:
                 context.recycle_reduce_buffers(group)
-                state = (), None, torch.cpu.current_stream(), group
+                state = (), None, (torch.cpu.current_stream(),), group
                 states = context.reduce_scatter_states
-                states.append(_fsdp_context.ReduceScatterState(*state))
+                states.append(_fsdp_context.Handoff(*state))
                 counts.append(len(states))
             return counts
 

@@ -17,7 +17,7 @@ from fsdp_helpers.common.comms import BF16, count_operators, FP8, FP16, FP32, FP
 from fsdp_helpers.common.utils import as_bytes, DeviceFreeTest
 
 import torch
-from torch.distributed.fsdp._fully_shard._fsdp_copies import (
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     _copy_in,
     copy_each,
     copy_out,

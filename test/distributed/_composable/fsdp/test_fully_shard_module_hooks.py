@@ -31,8 +31,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy, share_comm_ctx
 from torch.distributed.fsdp._fully_shard._fsdp_comms import DefaultAllGather
 from torch.distributed.fsdp._fully_shard._fsdp_context import (
-    AllReduceState,
-    HeldAllReduces,
+    Handoff,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_param_cache import ParamGroupCache
 from torch.distributed.tensor import Shard
@@ -552,8 +551,7 @@ class TestSharedContext(FakeGroupTest):
         groups = [root._get_fsdp_state()._fsdp_param_group for root in roots]
         context = groups[0].comm_ctx
         event = torch.cpu.Event()
-        state = AllReduceState(torch.empty(0), event)
-        held = [HeldAllReduces((), state, (), group, 0) for group in groups]
+        held = [Handoff((), event, (), group) for group in groups]
         context.all_reduce_states = [*held]
         for group in groups:
             group._post_reduce_event = event

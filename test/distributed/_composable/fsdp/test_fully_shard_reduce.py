@@ -18,7 +18,7 @@ from fsdp_helpers.common.utils import DeviceFreeTest, FakeGroupTest
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+from torch.distributed.fsdp._fully_shard import _fsdp_compat
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
 from torch.distributed.fsdp._fully_shard import _fsdp_reduce as reduce_file
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
@@ -44,7 +44,7 @@ class TestRefused(FakeGroupTest):
         model([torch.ones(spec.size) for spec in specs])  # names the parameters
         params = comms.group_of(model).fsdp_params
         with self.assertRaisesRegex(AssertionError, "p0.*p1.*bfloat16.*float32"):
-            collectives._plan_one_bucket(params, (BF16, FP32), None)
+            _fsdp_compat._plan_one_bucket(params, (BF16, FP32), None)
 
     def test_uneven_shards_on_another_dim(self):
         with self.assertRaisesRegex(AssertionError, "requires even sharding"):

@@ -2,17 +2,15 @@
 Gathers a unit by one collective, with one copy before and one after it.
 
 :mod:`_fsdp_layout` plans where things lie, :mod:`_fsdp_param_group` decides when they
-move, :mod:`_fsdp_copies` copies shards and parameters, :mod:`_fsdp_reduce` reduces
-gradients, and :mod:`_fsdp_comms` allocates the buffers and issues the collectives.
+move, :mod:`_fsdp_reduce` reduces gradients, and :mod:`_fsdp_comms` allocates the buffers
+and issues the collectives.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,28 +19,34 @@ from torch.distributed.device_mesh import _get_device_handle
 from torch.distributed.distributed_c10d import ReduceOp  # noqa: F401  (as released)
 from torch.distributed.tensor import DTensor  # noqa: F401  (as in the release)
 
-from . import _fsdp_copies as copies
 from . import _fsdp_layout as layouts
-from ._fsdp_api import AllGather, ReduceScatter
+from ._fsdp_api import AllGather
 from ._fsdp_comms import *  # noqa: F403  (as in the release)
-from ._fsdp_comms import all_gather_coalesced, allocate, allocates_anew
-from ._fsdp_compat import _get_all_gather_input_metadatas, _get_param_all_gather_inputs
-from ._fsdp_grads import make_slot
-from ._fsdp_layout import ReduceBucket
-from ._fsdp_observers import without_grad
-from ._fsdp_param import FSDPParam, ShardedState  # noqa: F401  (as in the release)
-from ._fsdp_param_cache import ParamGroupCache, SplitSizes
-from ._fsdp_reduce import (
-    _default_reduce_scatter_input_fn,
-    BucketGrads,
-    foreach_reduce_scatter_copy_in,
-    prepare_inputs,
-    record_grad_output_stream,  # noqa: F401  (as in the release)
-    reduce_buckets,
-    ReduceResult,
-    Reduction,
+from ._fsdp_comms import all_gather_coalesced, allocate
+from ._fsdp_compat import (
+    _get_all_gather_input_metadatas,
+    _get_param_all_gather_inputs,
+    check_uniform,
+    foreach_reduce,  # noqa: F401  (as in the release)
+    stage_inputs,
 )
-from ._fsdp_releases import IS_2_15
+from ._fsdp_direct import split
+from ._fsdp_layout import CopyPlan, GatherLayout
+from ._fsdp_observers import gets_operators, without_grad
+from ._fsdp_param import FSDPParam, ShardedState
+from ._fsdp_param_cache import (
+    Columns,
+    GatherOutputs,
+    GatherPlan,
+    ParamGroupCache,
+    SplitSizes,
+)
+from ._fsdp_reduce import (  # noqa: F401  (as in the release)
+    _default_reduce_scatter_input_fn,
+    foreach_reduce_scatter_copy_in,
+    record_grad_output_stream,
+)
+from ._fsdp_releases import RELEASE
 from ._fsdp_scaling import _div_if_needed, _get_gradient_divide_factors  # noqa: F401
 
 
@@ -99,12 +103,7 @@ for _key in ("CUDA", "XPU", "HPU", "CPU", "MTIA", "PrivateUse1", "Meta"):
     lib.impl("all_gather_copy_in", all_gather_copy_in_cuda, _key)
     lib.impl("split_with_sizes_copy", split_with_sizes_copy, _key)
     lib.impl("chunk_cat", chunk_cat, _key)
-if IS_2_15:
-    lib.define(
-        "record_grad_output_stream(Tensor buffer, int stream_id, int device_index, "
-        "int device_type) -> ()"
-    )
-    lib.impl("record_grad_output_stream", lambda *_: None, "CompositeExplicitAutograd")
+RELEASE.define_operators(lib)
 
 
 # Unshard #
@@ -133,27 +132,6 @@ class DirectGatherResult(AllGatherResult):
 
 # Plugins may monkeypatch these two
 _OWN_INPUTS = (_get_param_all_gather_inputs, _get_all_gather_input_metadatas)
-
-
-def _stage_plugins(
-    fsdp_params: list[FSDPParam],
-    group: dist.ProcessGroup,
-    device: torch.device,
-    comm: AllGather,
-) -> tuple[Tensor, Tensor, tuple[list, list, list[int]]]:
-    """Returns buffer, segment and the result's last fields for a plugin's inputs."""
-    param_inputs = _get_param_all_gather_inputs(fsdp_params)
-    dtypes, numels, dtype = _get_all_gather_input_metadatas(param_inputs)
-    inputs = [*chain.from_iterable(param_inputs)]
-    if dtype == torch.uint8:
-        inputs = [tensor.view(torch.uint8) for tensor in inputs]
-    split_sizes = [tensor.numel() for tensor in inputs]
-    numel = sum(split_sizes)
-    output = comm.allocate((group.size() * numel,), dtype=dtype, device=device)
-    segment, output = torch.ops.fsdp.all_gather_copy_in(
-        inputs, output, split_sizes, numel, group.rank()
-    )
-    return output, segment, (dtypes, numels, split_sizes)
 
 
 def foreach_all_gather(
@@ -185,13 +163,13 @@ def foreach_all_gather(
                 layout = plan.layout
                 size = group.size() * layout.segment_numel, layout.buffer_dtype
                 output = allocate(comm, *size, device, gathers=True)
-                segment = copies.fill_segment(output, plan, tensors, group.rank())
+                segment = fill_segment(output, plan, tensors, group.rank())
                 fields = plan.dtypes, plan.numels, plan.split_sizes
-                sent = copies.stage_direct(plan, tensors, device) if plan.direct else []
+                sent = stage_direct(plan, tensors, device) if plan.direct else []
             else:
-                args = fsdp_params, group, device, comm
+                args = *in_use, fsdp_params, group, device, comm
                 plan, sent = None, []
-                output, segment, fields = _stage_plugins(*args)
+                output, segment, fields = stage_inputs(*args)
         stream.wait_stream(all_gather_copy_in_stream)
         with device_handle.stream(stream):
             if not sent:
@@ -226,9 +204,9 @@ def _default_all_gather_output_fn(
         layout = layouts.GatherLayout((), dtype, (*enumerate(split_sizes),), numel)
         state = cache.fsdp_params[0].sharded_state
     outputs = cache.alloc_outputs(dtypes, numels, world_size, buffer.device)
-    copies.copy_out(state, buffer, layout, outputs, world_size)
+    copy_out(state, buffer, layout, outputs, world_size)
     if isinstance(all_gather_result, DirectGatherResult):
-        copies.copy_each(*all_gather_result.copies)
+        copy_each(*all_gather_result.copies)
 
 
 def foreach_all_gather_copy_out(
@@ -251,7 +229,7 @@ def foreach_all_gather_copy_out(
     if all_gather_output_fn is _default_all_gather_output_fn:
         args = *args, cache
     else:
-        _check_uniform(all_gather_result, fsdp_params)
+        check_uniform(all_gather_result, fsdp_params)
     if event is not None:
         _get_device_handle(buffer.device.type).current_stream().wait_event(event)
     if isinstance(work, dist.distributed_c10d.Work):
@@ -264,15 +242,6 @@ def foreach_all_gather_copy_out(
         torch._C._set_grad_enabled(has_grad)
 
 
-def _check_uniform(result: AllGatherResult, fsdp_params: list[FSDPParam]) -> None:
-    dtypes = chain.from_iterable(result.param_all_gather_input_dtypes)
-    if len({*dtypes}) > 1:
-        names = ", ".join(str(p._param_fqn) for p in fsdp_params)
-        raise NotImplementedError(
-            f"_all_gather_output_fn takes units of one dtype only, not {names}"
-        )
-
-
 @without_grad
 def unshard_single_rank(cache: ParamGroupCache, device: torch.device) -> None:
     """Unshards parameters over a single rank: a copy in place of an all-gather."""
@@ -281,117 +250,162 @@ def unshard_single_rank(cache: ParamGroupCache, device: torch.device) -> None:
     targets = [output.data for output in outputs.tensors]  # see `_make_columns`
     if cache._has_extensions:  # see `prepare_gather`
         targets = [t.view(d) for t, d in zip(targets, chain(*plan.dtypes))]
-    copies.copy_each(targets, tensors)
+    copy_each(targets, tensors)
 
 
-# Reduce #
+# Copies #
 
 
-def _fit_release(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Hides the argument that this release lacks, and passes None."""
-    lacking = "orig_dtype" if IS_2_15 else "prepare_reduce_scatter_inputs"
-    signature = inspect.signature(function)
-    parameters = [p for p in signature.parameters.values() if p.name != lacking]
-    signature = signature.replace(parameters=parameters)
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return function(**signature.bind(*args, **kwargs).arguments, **{lacking: None})
-
-    call.__signature__ = signature  # pyrefly: ignore [missing-attribute]
-    return call
+def fill_segment(
+    output: Tensor, plan: GatherPlan, tensors: Sequence[Tensor], rank: int
+) -> Tensor:
+    """Writes this rank's shards into its segment of a gather's buffer. Returns that."""
+    if plan.layout.slots and gets_operators(output.device):
+        return _fill_by_operator(output, plan, tensors, rank)
+    numel = plan.layout.segment_numel
+    segment = output[rank * numel : (rank + 1) * numel]
+    _copy_in(segment, plan.copies, tensors)
+    return segment
 
 
-@_fit_release
-def foreach_reduce(
-    fsdp_params: list[FSDPParam],
-    unsharded_grads: list[Tensor],
-    reduce_scatter_group: dist.ProcessGroup | None,
-    reduce_scatter_stream: torch.Stream,
-    reduce_scatter_comm: ReduceScatter,
-    orig_dtype: torch.dtype | None,
-    reduce_dtype: torch.dtype | None,
-    device: torch.device,
-    gradient_divide_factor: float | None,
-    all_reduce_group: dist.ProcessGroup | None,
-    all_reduce_stream: torch.Stream,
-    all_reduce_grads: bool,
-    partial_reduce_output: Tensor | None,
-    all_reduce_hook: Callable[[Tensor], None] | None,
-    force_sum_reduction_for_comms: bool = False,
-    *,
-    prepare_reduce_scatter_inputs: Callable | None = _default_reduce_scatter_input_fn,
-) -> ReduceResult:
+def _fill_by_operator(
+    output: Tensor, plan: GatherPlan, tensors: Sequence[Tensor], rank: int
+) -> Tensor:
+    """Calls the operator, which neither casts nor moves."""
+    layout, numel = plan.layout, plan.layout.segment_numel
+    if any(copy.casts for copy in plan.copies) or _are_on_host(tensors, output.device):
+        filled = output.new_empty(numel)
+        _copy_in(filled, plan.copies, tensors)
+        inputs = [*filled.split(layout.split_sizes)]
+    else:
+        inputs = [
+            output.new_zeros(n) if i is None else tensors[i] for i, n in layout.slots
+        ]
+        inputs = _view_as(layout.buffer_dtype, inputs)
+    args = inputs, output, layout.split_sizes, numel, rank
+    return torch.ops.fsdp.all_gather_copy_in(*args)[0]
+
+
+def _copy_in(
+    segment: Tensor, copies: Sequence[CopyPlan], tensors: Sequence[Tensor]
+) -> None:
+    """Fills this rank's segment in one pass, which also casts."""
+    for region, casts, num_viewed in copies:
+        target, slots = region.view(segment), region.slots
+        sources = [target.new_empty(n) if i is None else tensors[i] for i, n in slots]
+        if num_viewed:
+            sources[:num_viewed] = _view_as(region.dtype, sources[:num_viewed])
+        if not casts and not _are_on_host(sources, segment.device):
+            torch.cat(sources, out=target)  # needs no view of each slot
+            continue
+        targets = target.split([numel for _, numel in slots])
+        for group in casts or [[k for k, (i, _) in enumerate(slots) if i is not None]]:
+            _copy_group([targets[k] for k in group], [sources[k] for k in group])
+
+
+def stage_direct(
+    plan: GatherPlan, tensors: Sequence[Tensor], device: torch.device
+) -> list[Tensor]:
+    """Returns the pieces of direct shards as they are sent, moved and cast."""
+    sent = [tensors[position] for _, position in plan.direct]
+    moved = [*range(len(sent))] if _are_on_host(sent, device) else plan.direct_casts
+    shards = [sent[k] for k in moved]
+    for k, shard in zip(moved, shards):
+        (dtype,) = plan.dtypes[plan.direct[k][0]]
+        sent[k] = torch.empty(shard.numel(), dtype=dtype, device=device)
+    copy_each([sent[k] for k in moved], shards)
+    return split([*map(Tensor.contiguous, sent)], plan.direct_pieces)
+
+
+def _view_as(dtype: torch.dtype, shards: Sequence[Tensor]) -> list[Tensor]:
+    try:
+        return [shard.view(dtype) for shard in shards]
+    except RuntimeError:  # one is not dense, loaded with `assign=True`
+        dense = torch.contiguous_format
+        return [shard.clone(memory_format=dense).view(dtype) for shard in shards]
+
+
+def _copy_group(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copies tensors of one dtype to tensors of one dtype, to another device as well."""
+    device = targets[0].device
+    if not _are_on_host(sources, device):
+        torch._foreach_copy_(targets, sources)
+        return
+    for target, source in zip(targets, sources, strict=True):
+        if target.dtype != source.dtype:
+            # A copy that also casts would go through one more temporary. Moved one at
+            # a time, so that only one is on the device uncast.
+            source = source.to(device, non_blocking=True)
+        target.copy_(source, non_blocking=True)
+
+
+def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copies tensors of any dtypes, those of each pair of dtypes at once."""
+    groups: dict[tuple[torch.dtype, torch.dtype], tuple[list, list]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        if target.dtype == source.dtype and source.itemsize == 1:
+            # Not all of these have the kernel, see `storage_dtype`
+            target, source = target.view(torch.uint8), source.view(torch.uint8)
+        group = groups.setdefault((target.dtype, source.dtype), ([], []))
+        group[0].append(target)
+        group[1].append(source)
+    for group in groups.values():
+        _copy_group(*group)
+
+
+def _are_on_host(sources: Sequence[Tensor], device: torch.device) -> bool:
+    """Whether any are offloaded, so that a copy to ``device`` moves them."""
+    return device.type != "cpu" and any(tensor.is_cpu for tensor in sources)
+
+
+def copy_out(
+    state: ShardedState,
+    buffer: Tensor,
+    layout: GatherLayout,
+    outputs: GatherOutputs,
+    world_size: int,
+) -> None:
+    """Writes the all-gather outputs of parameters that were gathered in ``state``."""
+    if not layout.slots:
+        return
+    columns = outputs.columns.get(state)
+    if columns is None or columns.layout is not layout:
+        columns = _make_columns(state, layout, outputs, world_size)
+    # The fused kernel takes dense tensors only: the buffer as a whole
+    rows = buffer.view(layout.buffer_dtype).view(world_size, layout.segment_numel)
+    ops = torch.ops.fsdp if gets_operators(buffer.device) else torch
+    ops.split_with_sizes_copy(rows, columns.sizes, dim=1, out=columns.tensors)
+    for fsdp_param, rank_major, output in columns.reordered:
+        shards = rank_major.view(world_size, *fsdp_param.padded_sharded_param_size)
+        shards = shards.movedim(0, fsdp_param.fsdp_placement.dim)
+        output.data.view(shards.size()).copy_(shards)  # see `_make_columns`
+
+
+def _make_columns(
+    state: ShardedState, layout: GatherLayout, outputs: GatherOutputs, world_size: int
+) -> Columns:
     """
-    Reduces gradients in one reduce dtype, by default the one they share, and accumulates
-    them in the sharded parameters, in each one's ``grad_dtype``; ignores ``orig_dtype``.
-    Plugins and tests call it; a step calls :func:`reduce_buckets`.
-
-    ``unsharded_grads`` is emptied once copied. ``all_reduce_grads=False`` stops before
-    the all-reduce and returns the sum so far (1D, laid out as ``fsdp_params``) for the
-    next call to add.
+    Views the pieces of outputs, and for padding tensors that nothing reads, as columns
+    of a buffer with a row for each rank. They do not share the outputs' version: to
+    autograd an unshard, which writes the same values, must not change what was saved.
     """
-    prepare = prepare_reduce_scatter_inputs or _default_reduce_scatter_input_fn
-    reduction = Reduction(
-        reduce_scatter_group=reduce_scatter_group,
-        reduce_scatter_stream=reduce_scatter_stream,
-        reduce_scatter_comm=reduce_scatter_comm,
-        all_reduce_group=all_reduce_group,
-        all_reduce_stream=all_reduce_stream,
-        all_reduce_grads=all_reduce_grads,
-        all_reduce_hook=all_reduce_hook,
-        gradient_divide_factor=gradient_divide_factor,
-        force_sum_reduction_for_comms=force_sum_reduction_for_comms,
-        device=device,
-        copy_in=foreach_reduce_scatter_copy_in,
-        prepare_reduce_scatter_inputs=prepare,
-        clones_output=not allocates_anew(reduce_scatter_comm),
-    )
-    grad_dtypes = [grad.dtype for grad in unsharded_grads]
-    bucket = _plan_one_bucket(fsdp_params, grad_dtypes, reduce_dtype)
-    part = BucketGrads(fsdp_params, bucket, unsharded_grads, partial_reduce_output)
-    if not reduction.no_plugin_prepares:
-        prepare_inputs(reduction, part)
-    return reduce_buckets(reduction, [part])[0]
-
-
-_REDUCE_SIGNATURE = inspect.signature(foreach_reduce)
-
-
-def reduce_monkeypatched(
-    replacement: Callable[..., Any], reduction: Reduction, parts: Sequence[BucketGrads]
-) -> list[ReduceResult]:
-    """Reduces buckets by a plugin's replacement of :func:`foreach_reduce`."""
-    results: list[ReduceResult] = []
-    names = _REDUCE_SIGNATURE.parameters
-    for part in parts:
-        runs = part.bucket.runs
-        values = reduction._asdict() | {
-            "fsdp_params": part.fsdp_params,
-            "unsharded_grads": part.unsharded_grads,
-            "partial_reduce_output": part.partial_reduce_output,
-            "reduce_dtype": part.bucket.dtype,
-            "orig_dtype": runs[0][0] if len(runs) == 1 else None,
-        }
-        bound = _REDUCE_SIGNATURE.bind(**{name: values[name] for name in names})
-        results.append(ReduceResult._make(replacement(*bound.args, **bound.kwargs)))
-    return results
-
-
-def _plan_one_bucket(
-    fsdp_params: Sequence[FSDPParam],
-    grad_dtypes: Sequence[torch.dtype],
-    reduce_dtype: torch.dtype | None,
-) -> ReduceBucket:
-    """Plans the bucket of a caller. Raises if the gradients do not fit in one."""
-    dtypes = [layouts.reduce_dtype_of(dtype, reduce_dtype) for dtype in grad_dtypes]
-    keys = [*map(layouts.bucket_key, fsdp_params, dtypes)]
-    if len({*keys}) != 1:
-        names = ", ".join(str(fsdp_param._param_fqn) for fsdp_param in fsdp_params)
-        found = " and ".join(dict.fromkeys(map(layouts.describe_key, keys))) or "none"
-        raise AssertionError(
-            f"Gradients of {names} would be reduced in {found}: pass reduce_dtype, or "
-            "reduce them in several calls"
-        )
-    slots = (make_slot(i, p, dtypes[0]) for i, p in enumerate(fsdp_params))
-    return ReduceBucket(keys[0], tuple(slots))
+    tensors: list[Tensor] = []
+    reordered: list[tuple[FSDPParam, Tensor, Tensor]] = []
+    dtype = layout.buffer_dtype
+    for i, size in layout.slots:
+        if i is None:
+            tensors.append(outputs.tensors[0].new_empty(world_size, size, dtype=dtype))
+            continue
+        fsdp_param, output, count = outputs.owners[i], outputs.tensors[i], 1
+        if state is ShardedState.SHARDED:  # else flat, in order whatever the dim
+            count = layouts.count_pieces(fsdp_param, output.dtype)
+        if not count:
+            temporary, count = torch.empty_like(output), 1
+            reordered.append((fsdp_param, temporary, output))
+            output = temporary
+        pieces = output.data.view(dtype).view(count, world_size, size // count)
+        tensors += pieces.unbind()
+    columns = Columns(layout, tensors, [t.size(1) for t in tensors], reordered)
+    if not reordered:  # temporaries are not kept
+        outputs.columns[state] = columns
+    return columns

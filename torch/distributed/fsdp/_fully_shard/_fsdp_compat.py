@@ -1,47 +1,55 @@
 """
-Names of the release that only plugins and trainers use.
+What only plugins and trainers use: names of the release, and the way of a unit whose
+gather or reduction they have replaced in part.
 
-A step uses none of them until somebody calls, sets or replaces it. For uniform units
-they behave as in the release. Of mixed units they say what is true, or refuse to say.
+A step uses none of it until somebody calls, sets or replaces it. For uniform units names
+behave as in the release. Of mixed units they say what is true, or refuse to say. Plugins
+get the release's arguments, for one bucket at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from . import _fsdp_layout as layouts
+from ._fsdp_api import AllGather, ReduceScatter
 from ._fsdp_common import DDPMeshInfo
+from ._fsdp_comms import allocates_anew
+from ._fsdp_grads import make_slot
+from ._fsdp_layout import ReduceBucket
 from ._fsdp_param import FSDPParam, ShardedState
 from ._fsdp_param_cache import get_all_gather_inputs
-from ._fsdp_releases import IS_2_14
+from ._fsdp_reduce import (
+    _default_reduce_scatter_input_fn,
+    BucketGrads,
+    copy_in_grads,
+    foreach_reduce_scatter_copy_in,
+    reduce_buckets,
+    ReduceResult,
+    Reduction,
+)
+from ._fsdp_releases import IS_2_14, RELEASE
 from ._fsdp_settings import as_mesh
 
 
-@torch.no_grad()
-def _get_param_all_gather_inputs(
-    fsdp_params: list[FSDPParam],
-) -> list[list[torch.Tensor]]:
-    """
-    Returns each parameter's 1D all-gather inputs, cast. torchtitan-npu, torch_musa,
-    XTuner, ODC and torch_npu call and replace it. What a replacement returns is gathered
-    in parameter order.
-    """
-    return [get_all_gather_inputs(fsdp_param) for fsdp_param in fsdp_params]
+if TYPE_CHECKING:
+    from ._fsdp_collectives import AllGatherResult
 
 
-def _get_all_gather_input_metadatas(
-    param_all_gather_inputs: list[list[torch.Tensor]],
-) -> tuple[list[list[torch.dtype]], list[list[int]], torch.dtype]:
-    """
-    Returns each input's dtype and number of elements, and the dtype of a buffer for all
-    of them: their common one, else uint8. The same plugins call and replace it.
-    """
-    dtypes = [[tensor.dtype for tensor in p] for p in param_all_gather_inputs]
-    numels = [[tensor.numel() for tensor in p] for p in param_all_gather_inputs]
-    return dtypes, numels, _common([*chain(*dtypes)]) or torch.uint8
+class AllReduceState(NamedTuple):
+    """A bucket's reduced buffer, which its all-reduce uses until ``event``."""
+
+    all_reduce_input: Tensor
+    event: torch.Event | None
 
 
 class PluginNames:
@@ -93,7 +101,7 @@ class PluginNames:
     @property
     def _all_reduce_state(self: Any) -> Any:
         held = [h for h in self.comm_ctx.all_reduce_states if h.param_group is self]
-        return held[-1].state if held else None
+        return AllReduceState(held[-1].buffers[-1], held[-1].event) if held else None
 
     @property
     def _all_gather_output(self: Any) -> torch.Tensor:
@@ -117,6 +125,221 @@ class PluginNames:
             self._partial_reduces.clear()
         else:
             self._partial_reduces.assign(self, output)
+
+
+# Unshard #
+
+
+@torch.no_grad()
+def _get_param_all_gather_inputs(fsdp_params: list[FSDPParam]) -> list[list[Tensor]]:
+    """
+    Returns each parameter's 1D all-gather inputs, cast. torchtitan-npu, torch_musa,
+    XTuner, ODC and torch_npu call and replace it. What a replacement returns is gathered
+    in parameter order.
+    """
+    return [get_all_gather_inputs(fsdp_param) for fsdp_param in fsdp_params]
+
+
+def _get_all_gather_input_metadatas(
+    param_all_gather_inputs: list[list[Tensor]],
+) -> tuple[list[list[torch.dtype]], list[list[int]], torch.dtype]:
+    """
+    Returns each input's dtype and number of elements, and the dtype of a buffer for all
+    of them: their common one, else uint8. The same plugins call and replace it.
+    """
+    dtypes = [[tensor.dtype for tensor in p] for p in param_all_gather_inputs]
+    numels = [[tensor.numel() for tensor in p] for p in param_all_gather_inputs]
+    return dtypes, numels, _common([*chain(*dtypes)]) or torch.uint8
+
+
+def stage_inputs(
+    get_inputs: Callable[..., Any],
+    get_metadatas: Callable[..., Any],
+    fsdp_params: list[FSDPParam],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    comm: AllGather,
+) -> tuple[Tensor, Tensor, tuple[list, list, list[int]]]:
+    """
+    Returns a gather's buffer and this rank's segment of it (1D), and the result's last
+    fields, for the inputs of a plugin that has replaced one of the two functions above.
+    """
+    param_inputs = get_inputs(fsdp_params)
+    dtypes, numels, dtype = get_metadatas(param_inputs)
+    inputs = [*chain.from_iterable(param_inputs)]
+    if dtype == torch.uint8:
+        inputs = [tensor.view(torch.uint8) for tensor in inputs]
+    split_sizes = [tensor.numel() for tensor in inputs]
+    numel = sum(split_sizes)
+    output = comm.allocate((group.size() * numel,), dtype=dtype, device=device)
+    args = inputs, output, split_sizes, numel, group.rank()
+    segment, output = torch.ops.fsdp.all_gather_copy_in(*args)
+    return output, segment, (dtypes, numels, split_sizes)
+
+
+def check_uniform(result: AllGatherResult, fsdp_params: list[FSDPParam]) -> None:
+    """Raises if a custom ``all_gather_output_fn`` would get several dtypes."""
+    dtypes = chain.from_iterable(result.param_all_gather_input_dtypes)
+    if len({*dtypes}) > 1:
+        names = ", ".join(str(p._param_fqn) for p in fsdp_params)
+        raise NotImplementedError(
+            f"_all_gather_output_fn takes units of one dtype only, not {names}"
+        )
+
+
+# Reduce #
+
+
+class CopyInPlugins(NamedTuple):
+    """The two functions of the copy-in of which plugins have replaced one or both."""
+
+    copy_in: Callable[[list[Tensor], Tensor, int], None]
+    prepare: Callable[[list[FSDPParam], list[Tensor], int], Sequence[torch.Size]]
+
+    def prepare_part(self, part: BucketGrads, world_size: int) -> None:
+        """Lets a plugin prepare gradients, and gives the bucket their new sizes."""
+        if self.prepare is _default_reduce_scatter_input_fn:
+            return
+        sizes = self.prepare(part.fsdp_params, part.unsharded_grads, world_size)
+        numels = [size.numel() // world_size for size in sizes]
+        slots = [
+            replace(slot, shard_numel=numel, shard_dim=0, num_pieces=1)
+            for slot, numel in zip(part.bucket.slots, numels, strict=True)
+        ]
+        part.bucket = replace(part.bucket, slots=tuple(slots))
+
+    def copy_in_part(self, part: BucketGrads, buffer: Tensor, world_size: int) -> None:
+        """Fills ``buffer`` (1D), by a plugin from gradients of one dtype and on dim 0."""
+        grads = part.unsharded_grads
+        if self.copy_in is foreach_reduce_scatter_copy_in:
+            copy_in_grads(part.bucket, grads, buffer.view(world_size, -1))
+            return
+        if self.prepare is _default_reduce_scatter_input_fn:
+            self.prepare(part.fsdp_params, grads, world_size)
+        if any(grad.dtype != grads[0].dtype for grad in grads):
+            grads[:] = [grad.to(buffer.dtype) for grad in grads]
+        self.copy_in(grads, buffer, world_size)
+
+
+def _fit_release(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Hides the argument that this release lacks, and passes None."""
+    lacking = RELEASE.lacking_argument
+    signature = inspect.signature(function)
+    parameters = [p for p in signature.parameters.values() if p.name != lacking]
+    signature = signature.replace(parameters=parameters)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(**signature.bind(*args, **kwargs).arguments, **{lacking: None})
+
+    call.__signature__ = signature  # pyrefly: ignore [missing-attribute]
+    return call
+
+
+DEFAULT_COPY_IN = CopyInPlugins(
+    foreach_reduce_scatter_copy_in, _default_reduce_scatter_input_fn
+)
+
+
+@_fit_release
+def foreach_reduce(
+    fsdp_params: list[FSDPParam],
+    unsharded_grads: list[Tensor],
+    reduce_scatter_group: dist.ProcessGroup | None,
+    reduce_scatter_stream: torch.Stream,
+    reduce_scatter_comm: ReduceScatter,
+    orig_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+    device: torch.device,
+    gradient_divide_factor: float | None,
+    all_reduce_group: dist.ProcessGroup | None,
+    all_reduce_stream: torch.Stream,
+    all_reduce_grads: bool,
+    partial_reduce_output: Tensor | None,
+    all_reduce_hook: Callable[[Tensor], None] | None,
+    force_sum_reduction_for_comms: bool = False,
+    *,
+    prepare_reduce_scatter_inputs: Callable | None = _default_reduce_scatter_input_fn,
+) -> ReduceResult:
+    """
+    Reduces gradients in one reduce dtype, by default the one they share, and accumulates
+    them in the sharded parameters, in each one's ``grad_dtype``; ignores ``orig_dtype``.
+    Plugins and tests call it; a step calls :func:`reduce_buckets`.
+
+    ``unsharded_grads`` is emptied once copied. ``all_reduce_grads=False`` stops before
+    the all-reduce and returns the sum so far (1D, laid out as ``fsdp_params``) for the
+    next call to add.
+    """
+    from . import _fsdp_collectives as collectives  # a cycle, in which plugins patch
+
+    prepare = prepare_reduce_scatter_inputs or _default_reduce_scatter_input_fn
+    replaceable = CopyInPlugins(collectives.foreach_reduce_scatter_copy_in, prepare)
+    reduction = Reduction(
+        reduce_scatter_group=reduce_scatter_group,
+        reduce_scatter_stream=reduce_scatter_stream,
+        reduce_scatter_comm=reduce_scatter_comm,
+        all_reduce_group=all_reduce_group,
+        all_reduce_stream=all_reduce_stream,
+        all_reduce_grads=all_reduce_grads,
+        all_reduce_hook=all_reduce_hook,
+        gradient_divide_factor=gradient_divide_factor,
+        force_sum_reduction_for_comms=force_sum_reduction_for_comms,
+        device=device,
+        plugins=None if replaceable == DEFAULT_COPY_IN else replaceable,
+        clones_output=not allocates_anew(reduce_scatter_comm),
+    )
+    grad_dtypes = [grad.dtype for grad in unsharded_grads]
+    bucket = _plan_one_bucket(fsdp_params, grad_dtypes, reduce_dtype)
+    part = BucketGrads(fsdp_params, bucket, unsharded_grads, partial_reduce_output)
+    if reduction.plugins is not None:
+        reduction.plugins.prepare_part(part, reduction.shard_world_size)
+    return reduce_buckets(reduction, [part])[0]
+
+
+_REDUCE_SIGNATURE = inspect.signature(foreach_reduce)
+
+
+def reduce_monkeypatched(
+    replacement: Callable[..., Any],
+    prepare: Callable[..., Any],
+    reduction: Reduction,
+    parts: Sequence[BucketGrads],
+) -> list[ReduceResult]:
+    """Reduces buckets by a plugin's replacement of :func:`foreach_reduce`."""
+    results: list[ReduceResult] = []
+    names = _REDUCE_SIGNATURE.parameters
+    for part in parts:
+        runs = part.bucket.runs
+        values = reduction._asdict() | {
+            "fsdp_params": part.fsdp_params,
+            "unsharded_grads": part.unsharded_grads,
+            "partial_reduce_output": part.partial_reduce_output,
+            "prepare_reduce_scatter_inputs": prepare,
+            "reduce_dtype": part.bucket.dtype,
+            "orig_dtype": runs[0][0] if len(runs) == 1 else None,
+        }
+        bound = _REDUCE_SIGNATURE.bind(**{name: values[name] for name in names})
+        results.append(ReduceResult._make(replacement(*bound.args, **bound.kwargs)))
+    return results
+
+
+def _plan_one_bucket(
+    fsdp_params: Sequence[FSDPParam],
+    grad_dtypes: Sequence[torch.dtype],
+    reduce_dtype: torch.dtype | None,
+) -> ReduceBucket:
+    """Plans the bucket of a caller. Raises if the gradients do not fit in one."""
+    dtypes = [layouts.reduce_dtype_of(dtype, reduce_dtype) for dtype in grad_dtypes]
+    keys = [*map(layouts.bucket_key, fsdp_params, dtypes)]
+    if len({*keys}) != 1:
+        names = ", ".join(str(fsdp_param._param_fqn) for fsdp_param in fsdp_params)
+        found = " and ".join(dict.fromkeys(map(layouts.describe_key, keys))) or "none"
+        raise AssertionError(
+            f"Gradients of {names} would be reduced in {found}: pass reduce_dtype, or "
+            "reduce them in several calls"
+        )
+    slots = (make_slot(i, p, dtypes[0]) for i, p in enumerate(fsdp_params))
+    return ReduceBucket(keys[0], tuple(slots))
 
 
 def _common(dtypes: Sequence[torch.dtype | None]) -> torch.dtype | None:

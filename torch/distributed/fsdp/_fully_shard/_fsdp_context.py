@@ -16,7 +16,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
 from torch.distributed.device_mesh import _get_device_handle
@@ -24,13 +24,15 @@ from torch.distributed.device_mesh import _get_device_handle
 from . import _fsdp_layout as layouts
 from ._fsdp_collectives import AllGatherResult
 from ._fsdp_common import TrainingState
-from ._fsdp_comms import DefaultReduceScatter
 from ._fsdp_direct import DirectMemory
 from ._fsdp_grads import JoinedReduction
 from ._fsdp_layout import ReduceBucket
 from ._fsdp_observers import range_of
 from ._fsdp_reduce import BucketGrads, reduce_buckets, ReduceResult, Reduction
 
+
+if TYPE_CHECKING:
+    from ._fsdp_param_group import FSDPParamGroup
 
 # See [Note: Holding reduced buffers]
 _MAX_HELD_NBYTES = 512 * 2**20
@@ -43,13 +45,32 @@ class AllGatherState(NamedTuple):
     event: torch.Event | None
 
 
-class ReduceScatterState(NamedTuple):
-    """The inputs of one post-backward, held until ``event``, after the last of them."""
+class Handoff(NamedTuple):
+    """
+    Buffers that the reductions of one post-backward use in other streams than those that
+    allocated them. The context holds them, so that no other tensor gets their memory.
+    Whoever drops them calls :meth:`release` before, except at the end of backward, where
+    the current stream waits for all reductions.
+    """
 
-    reduce_scatter_inputs: tuple[torch.Tensor, ...]
-    event: torch.Event | None
-    allocation_stream: torch.Stream  # which may reuse their memory
-    param_group: Any  # the group that reduced
+    buffers: tuple[torch.Tensor, ...]
+    event: torch.Event | None  # after their last use
+    allocation_streams: tuple[torch.Stream, ...]  # which may reuse their memory
+    param_group: FSDPParamGroup  # that reduces
+    nbytes: int = 0  # unless sharded gradients are views of the buffers
+
+    @property
+    def allocation_stream(self) -> torch.Stream:
+        return self.allocation_streams[0]
+
+    def release(self, *streams: torch.Stream) -> None:
+        """Lets these streams, and those that allocated, wait for the last use."""
+        for stream in dict.fromkeys(self.allocation_streams + streams):
+            if self.event is not None:
+                stream.wait_event(self.event)
+
+
+ReduceScatterState = Handoff  # the release's name for one with inputs
 
 
 @dataclass
@@ -57,24 +78,6 @@ class _GradientReductionState:
     """A reduction that a user's handle waits for, by the root's state context."""
 
     owner: object
-
-
-class AllReduceState(NamedTuple):
-    """A bucket's reduced buffer, which its all-reduce uses until ``event``."""
-
-    all_reduce_input: torch.Tensor
-    event: torch.Event | None
-
-
-@dataclass(eq=False)
-class HeldAllReduces:
-    """The reduced buffers of one post-backward, held until the event of the last."""
-
-    buffers: tuple[torch.Tensor, ...]
-    state: AllReduceState  # of the last of them
-    allocation_streams: tuple[torch.Stream, ...]  # which may reuse their memory
-    param_group: Any  # the group that reduced
-    nbytes: int  # 0 if the sharded gradients are views of the buffers
 
 
 class FSDPCommContext:
@@ -85,9 +88,10 @@ class FSDPCommContext:
         self.all_gather_state: AllGatherState | None = None
         # Of each stream that reduces. The end of backward waits for them
         self._last_post_reduce_events: dict[torch.Stream, torch.Event] = {}
-        self.reduce_scatter_states: list[ReduceScatterState] = []  # oldest first
+        # Inputs and, where replicas all-reduce, reduced buffers. The oldest are first
+        self.reduce_scatter_states: list[Handoff] = []
+        self.all_reduce_states: list[Handoff] = []
         self.reduce_scatter_max_input_buffers: int = 1  # the largest of all groups
-        self.all_reduce_states: list[HeldAllReduces] = []  # oldest first
         self.resharded: list[DirectMemory] = []  # of units, to be freed
         # Small buckets that wait to be reduced together, see `Reduction.scaling`
         self.joined_reductions: dict[tuple, JoinedReduction] = {}
@@ -234,13 +238,16 @@ class FSDPCommContext:
                 nbytes += 0 if buffer in streams else buffer.nbytes
                 streams[buffer] = stream
         if inputs:
-            state = ReduceScatterState((*inputs,), event, current_stream, group)
-            self.reduce_scatter_states.append(state)
+            handoff = Handoff((*inputs,), event, (current_stream,), group)
+            self.reduce_scatter_states.append(handoff)
         if buffers := (*streams,):
             nbytes = 0 if all(part.is_viewed for part in parts) else nbytes
-            state = AllReduceState(buffers[-1], results[-1].all_reduce_event)
-            fields = buffers, state, (*dict.fromkeys(streams.values()),), group, nbytes
-            self.all_reduce_states.append(HeldAllReduces(*fields))
+            event, allocating = (
+                results[-1].all_reduce_event,
+                dict.fromkeys(streams.values()),
+            )
+            handoff = Handoff(buffers, event, (*allocating,), group, nbytes)
+            self.all_reduce_states.append(handoff)
 
     def wait_after_error(
         self, earlier_stream: torch.Stream, later_stream: torch.Stream
@@ -262,12 +269,11 @@ class FSDPCommContext:
         that do not wait: all, if others cannot be reduced with them.
         """
         cap, key, remaining = group.reduce_bucket_cap, reduction.scaling, []
-        is_default = type(reduction.reduce_scatter_comm) is DefaultReduceScatter
         # After a deferral replicas may have different buckets
         is_deferred = group._has_deferred or reduction.defers_all_reduce
         if is_deferred or reduction.all_reduce_hook is not None:
             return [*buckets]
-        if group._partial_reduces or not (is_default and reduction.no_plugin_prepares):
+        if group._partial_reduces or not reduction.is_default:
             return [*buckets]
         for batch in layouts.by_collective(buckets):
             nbytes = sum(b.shard_numel * b.wire_dtype.itemsize for b in batch)
@@ -320,26 +326,22 @@ class FSDPCommContext:
         if siblings and group not in siblings:
             return
         while len(held) > 1 and sum(h.nbytes for h in held) > _MAX_HELD_NBYTES:
-            self.drop_all_reduces(held[:1])
+            held.pop(0).release()
         excess = len(states) + 1 - self.reduce_scatter_max_input_buffers
         if excess <= 0:
             return
         current_stream = self.device_handle.current_stream()
         with range_of(f"FSDP::post_backward_rs_wait ({group._module_fqn})"):
             for state in states[:excess]:
-                if state.event is not None:
-                    state.allocation_stream.wait_event(state.event)
-                    if state.allocation_stream != current_stream:
-                        current_stream.wait_event(state.event)
+                state.release(current_stream)
             del states[:excess]
 
-    def drop_all_reduces(self, dropped: Sequence[HeldAllReduces]) -> None:
-        """Makes the streams that may reuse the buffers wait for them, and drops these."""
-        for held in dropped:
-            if (event := held.state.event) is not None:
-                for stream in held.allocation_streams:
-                    stream.wait_event(event)
-            self.all_reduce_states.remove(held)
+    def drop_all_reduces(self, group: FSDPParamGroup) -> None:
+        """Drops the reduced buffers that are held of a group."""
+        for held in (states := self.all_reduce_states):
+            if held.param_group is group:
+                held.release()
+        states[:] = [held for held in states if held.param_group is not group]
 
     def wait_current_stream_on_reductions(self) -> None:
         """Makes the current stream wait for all reductions."""

@@ -25,11 +25,10 @@ from ._fsdp_param_cache import ParamGroupCache
 from ._fsdp_reduce import (
     accumulate_sharded_grad,
     BucketGrads,
-    prepare_inputs,
     Reduction,
     relayout,
 )
-from ._fsdp_releases import IS_2_15
+from ._fsdp_releases import RELEASE
 
 
 # Of gradients: which parameters have one, in which dtype. Most groups see one pattern.
@@ -85,7 +84,7 @@ def _plan_buckets(
         for i, dtype in enumerate(grad_dtypes)
         if dtype is not None
     }
-    if IS_2_15:
+    if RELEASE.accumulates_by_autograd:
         _promote(fsdp_params, reduce_dtypes, [(i, key[0]) for i, key in earlier])
     slots, keys = [], []
     for i, dtype in reduce_dtypes.items():
@@ -129,26 +128,60 @@ def _promote(
 
 
 class Accumulation:
-    """How gradients of unsharded parameters add up: [Note: Microbatches]."""
+    """How gradients of unsharded parameters add up, see [Note: Microbatches]."""
+
+    @staticmethod
+    def _grad_dtype_of(fsdp_param: Any) -> torch.dtype | None:
+        dtype = fsdp_param.unsharded_grad_dtype
+        return None if dtype is None else layouts.accumulation_dtype(fsdp_param, dtype)
 
     def find_upcast(self, fsdp_params: Iterable[Any]) -> list[Any]:
         """Returns the parameters whose gradients autograd would upcast."""
-        return []
+        upcast: list[Any] = []
+        for fsdp_param in fsdp_params:
+            compute_dtype = fsdp_param.param_dtype or fsdp_param.orig_dtype
+            dtype = self._grad_dtype_of(fsdp_param)
+            # What is first summed over another mesh is summed in the wider dtype
+            if dtype is None or fsdp_param.may_reduce_grad_outside_dp:
+                continue
+            if dtype.is_floating_point and compute_dtype.is_floating_point:
+                if dtype.itemsize > compute_dtype.itemsize:
+                    upcast.append(fsdp_param)
+        return upcast
 
     def begin_backward(self, cache: ParamGroupCache, *, reduces: bool) -> None:
-        """Is called when the parameters are unsharded for backward."""
+        """Turns upcasting off for gradients that are reduced at once or added to others."""
+        for _, param in _unsharded_params(cache.upcast_by_autograd):
+            if param.requires_grad and (reduces or param.grad is not None):
+                param.grad_dtype = None
 
     def add_up(self, group: Any) -> None:
-        """Adds the new gradients to those that FSDP keeps."""
+        """Adds the new gradients to those that FSDP keeps apart."""
 
     def end_backward(self, cache: ParamGroupCache) -> None:
-        """Is called once gradients are popped, and when unsharded parameters are made."""
+        """
+        Turns upcasting on again, and upcasts gradients that were not popped. Is called
+        when unsharded parameters are made as well.
+        """
+        for fsdp_param, param in _unsharded_params(cache.upcast_by_autograd):
+            dtype = self._grad_dtype_of(fsdp_param)
+            # A gradient must have the dtype that is set
+            grad, param.grad = param.grad, None
+            param.grad_dtype = dtype  # also if frozen, as that may end
+            if grad is not None:
+                param.grad = grad.to(dtype)
 
     def keep_unreduced(self, fsdp_params: Iterable[FSDPParam]) -> None:
-        """Is called after a backward that reduces nothing."""
+        """Keeps gradients apart, after a backward that reduces none."""
 
     def check_zeros(self, fsdp_params: Iterable[FSDPParam]) -> None:
-        """Raises if zeros for unused parameters would have no dtype."""
+        """Raises, on all ranks alike, if zeros for unused parameters have no dtype."""
+        for fsdp_param, param in _unsharded_params(fsdp_params):
+            if param.requires_grad and layouts.default_reduce_dtype(fsdp_param) is None:
+                raise ValueError(
+                    f"grad_dtype of {fsdp_param._param_fqn} is None, so zeros for it have "
+                    "no dtype: set reduce_dtype in MixedPrecisionPolicy"
+                )
 
     def pop(self, fsdp_param: Any, param: nn.Parameter) -> Tensor | None:
         grad, param.grad = param.grad, None
@@ -174,14 +207,19 @@ class Accumulation:
         return grads
 
     def drop_grads(self, cache: ParamGroupCache) -> None:
-        """Drops all gradients: those of unsharded parameters and, since 2.15, of sharded."""
+        """Drops the gradients of unsharded and of sharded parameters."""
         for fsdp_param, param in _unsharded_params(cache.fsdp_params):
             self.pop(fsdp_param, param)
+        for fsdp_param in cache.fsdp_params:
+            fsdp_param.sharded_param.grad = None
         self.end_backward(cache)
 
 
-class AccumulationByFSDP(Accumulation):
-    """Before 2.15."""
+class AccumulationBefore215(Accumulation):
+    """FSDP adds gradients up itself, in `unsharded_accumulated_grad`."""
+
+    def find_upcast(self, fsdp_params: Iterable[Any]) -> list[Any]:
+        return []
 
     def add_up(self, group: Any) -> None:
         with group._range("FSDP::post_backward_accumulate"):
@@ -189,7 +227,7 @@ class AccumulationByFSDP(Accumulation):
                 if fsdp_param.unsharded_accumulated_grad is not None:
                     fsdp_param.accumulate_unsharded_grad_if_needed()
 
-    def keep_unreduced(self, fsdp_params: Iterable[FSDPParam]) -> None:
+    def keep_unreduced(self, fsdp_params: Iterable[Any]) -> None:
         """Moves gradients off parameters where they add up in another dtype."""
         for fsdp_param, param in _unsharded_params(fsdp_params):
             if (grad := param.grad) is None:
@@ -198,11 +236,12 @@ class AccumulationByFSDP(Accumulation):
             dtype = layouts.accumulation_dtype(fsdp_param, dtype)
             if grad.dtype != dtype:
                 param.grad = None
-                # pyrefly: ignore [missing-attribute]
                 fsdp_param.unsharded_accumulated_grad = grad.to(dtype)
 
+    def check_zeros(self, fsdp_params: Iterable[FSDPParam]) -> None: ...
+
     def pop(self, fsdp_param: Any, param: nn.Parameter) -> Tensor | None:
-        grad, param.grad = param.grad, None
+        grad = super().pop(fsdp_param, param)
         if (accumulated := fsdp_param.unsharded_accumulated_grad) is not None:
             grad, fsdp_param.unsharded_accumulated_grad = accumulated, None
             if layouts.default_reduce_dtype(fsdp_param) is None:
@@ -210,60 +249,14 @@ class AccumulationByFSDP(Accumulation):
                 grad = grad.to(param.dtype)
         return grad
 
-
-class AccumulationByAutograd(Accumulation):
-    """Since 2.15."""
-
-    @staticmethod
-    def _grad_dtype_of(fsdp_param: Any) -> torch.dtype | None:
-        dtype = fsdp_param.unsharded_grad_dtype
-        return None if dtype is None else layouts.accumulation_dtype(fsdp_param, dtype)
-
-    def find_upcast(self, fsdp_params: Iterable[Any]) -> list[Any]:
-        upcast: list[Any] = []
-        for fsdp_param in fsdp_params:
-            compute_dtype = fsdp_param.param_dtype or fsdp_param.orig_dtype
-            dtype = self._grad_dtype_of(fsdp_param)
-            # What is first summed over another mesh is summed in the wider dtype
-            if dtype is None or fsdp_param.may_reduce_grad_outside_dp:
-                continue
-            if dtype.is_floating_point and compute_dtype.is_floating_point:
-                if dtype.itemsize > compute_dtype.itemsize:
-                    upcast.append(fsdp_param)
-        return upcast
-
-    def begin_backward(self, cache: ParamGroupCache, *, reduces: bool) -> None:
-        """Turns upcasting off for gradients that are reduced at once or added to others."""
-        for _, param in _unsharded_params(cache.upcast_by_autograd):
-            if param.requires_grad and (reduces or param.grad is not None):
-                param.grad_dtype = None
-
-    def end_backward(self, cache: ParamGroupCache) -> None:
-        """Turns upcasting on again, and upcasts gradients that were not reduced."""
-        for fsdp_param, param in _unsharded_params(cache.upcast_by_autograd):
-            dtype = self._grad_dtype_of(fsdp_param)
-            # A gradient must have the dtype that is set
-            grad, param.grad = param.grad, None
-            param.grad_dtype = dtype  # also if frozen, as that may end
-            if grad is not None:
-                param.grad = grad.to(dtype)
-
-    def check_zeros(self, fsdp_params: Iterable[FSDPParam]) -> None:
-        for fsdp_param, unsharded in _unsharded_params(fsdp_params):
-            has_dtype = layouts.default_reduce_dtype(fsdp_param) is not None
-            if unsharded.requires_grad and not has_dtype:  # on all ranks alike
-                raise ValueError(
-                    f"grad_dtype of {fsdp_param._param_fqn} is None, so zeros for it have "
-                    "no dtype: set reduce_dtype in MixedPrecisionPolicy"
-                )
-
     def drop_grads(self, cache: ParamGroupCache) -> None:
-        super().drop_grads(cache)
-        for fsdp_param in cache.fsdp_params:
-            fsdp_param.sharded_param.grad = None
+        for fsdp_param, param in _unsharded_params(cache.fsdp_params):
+            self.pop(fsdp_param, param)
 
 
-accumulation = AccumulationByAutograd() if IS_2_15 else AccumulationByFSDP()
+accumulation = (
+    Accumulation() if RELEASE.accumulates_by_autograd else AccumulationBefore215()
+)
 
 
 def accumulate_empty_grads(
@@ -326,7 +319,8 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
         fsdp_params = cache.fsdp_params
         earlier = {i: key for key, p in self.items() for i in p.bucket.params}
         if hasattr(fsdp_params[0], "_unsharded_param"):
-            if IS_2_15 or not defers or any(grad is not None for grad in grads):
+            by_autograd = RELEASE.accumulates_by_autograd
+            if by_autograd or not defers or any(g is not None for g in grads):
                 for i, (dtype, _) in earlier.items():
                     if grads[i] is None:
                         grads[i] = fsdp_params[i].unsharded_zero_grad_data.to(dtype)
@@ -337,7 +331,6 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
         reduction: Reduction,
         fsdp_params: Sequence[FSDPParam],
         grads: list[Any],
-        prepares: bool,
         bucket: ReduceBucket,
     ) -> BucketGrads:
         """
@@ -349,8 +342,8 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
             grads[i] = None
         params = [fsdp_params[i] for i in bucket.params]
         part = BucketGrads(params, bucket, popped)
-        if prepares:
-            prepare_inputs(reduction, part)
+        if reduction.plugins is not None:
+            reduction.plugins.prepare_part(part, reduction.shard_world_size)
         if self:
             part.partial_reduce_output = self._get_output(reduction, part.bucket)
         return part

@@ -43,7 +43,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from ._fsdp_param import FSDPParam
-from ._fsdp_releases import IS_2_15
+from ._fsdp_releases import RELEASE
 
 
 _ALIGNMENT = 16  # in bytes, see [Note: Aligned to 16 bytes]
@@ -333,8 +333,8 @@ def is_mixed(fsdp_params: Sequence[FSDPParam]) -> bool:
 
 def default_reduce_dtype(fsdp_param: FSDPParam) -> torch.dtype | None:
     """Returns the dtype to reduce a gradient in, None for that of the gradient."""
-    dtype, param = fsdp_param.mp_policy.reduce_dtype, fsdp_param.sharded_param
-    return param.grad_dtype if dtype is None and IS_2_15 else dtype
+    dtype = fsdp_param.mp_policy.reduce_dtype
+    return dtype or RELEASE.default_reduce_dtype(fsdp_param.sharded_param)
 
 
 def bucket_key(fsdp_param: FSDPParam, reduce_dtype: torch.dtype) -> BucketKey:

@@ -21,7 +21,7 @@ from . import _fsdp_registrations as registrations
 from ._fsdp_direct import alloc_storages, can_be_direct, DirectMemory
 from ._fsdp_errors import note_extension
 from ._fsdp_param import FSDPParam, ShardedState
-from ._fsdp_releases import IS_2_15
+from ._fsdp_releases import RELEASE
 
 
 # A step reads these of all parameters several times: a map takes half of a loop's time
@@ -349,9 +349,7 @@ class ParamGroupCache:
     def _free_together(self) -> bool:
         """Frees all outputs, or returns False if parameters have to do so themselves."""
         params, outputs = self.fsdp_params, self.outputs
-        # Since 2.15 storage may outlive resharding
-        keeps = IS_2_15 and any(p.keep_unsharded_storage for p in params)
-        if outputs is None or self._has_extensions or keeps:
+        if outputs is None or self._has_extensions or RELEASE.keeps_storage(params):
             return False
         allocated = self.direct_memory.allocated
         for storage, _ in outputs.storages:

@@ -72,11 +72,16 @@ from ._fsdp_common import (  # noqa: F401  (as in the release)
     TrainingState,
 )
 from ._fsdp_comms import *  # noqa: F403  (as in the release)
-from ._fsdp_compat import PluginNames
+from ._fsdp_compat import (
+    AllReduceState,  # noqa: F401  (as in the release)
+    CopyInPlugins,
+    DEFAULT_COPY_IN,
+    PluginNames,
+    reduce_monkeypatched,
+)
 from ._fsdp_context import (  # noqa: F401  (as in the release)
     _GradientReductionState,
     AllGatherState,
-    AllReduceState,
     FSDPCommContext,
     ReduceScatterState,
 )
@@ -95,7 +100,7 @@ logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
 
 # A plugin that replaces one of these expects the release's arguments
 _OWN_GATHER, _OWN_COPY_OUT = foreach_all_gather, foreach_all_gather_copy_out
-_OWN_REDUCE, _OWN_PREPARE = foreach_reduce, _default_reduce_scatter_input_fn
+_OWN_REDUCE = foreach_reduce
 
 
 class FSDPParamGroup(PluginNames):
@@ -382,13 +387,12 @@ class FSDPParamGroup(PluginNames):
 
     def _can_gather_directly(self) -> bool:
         """Whether the next gather may be direct, see [Note: Direct gathers]."""
-        params: list[Any] = self.fsdp_params if releases.IS_2_15 else []
         return (
             type(self._all_gather_comm) is comms.DefaultAllGather
             and foreach_all_gather_copy_out is _OWN_COPY_OUT
             and self._all_gather_output_fn is _default_all_gather_output_fn
             and not self._use_post_forward_mesh
-            and not any(p.keep_unsharded_storage for p in params)
+            and not releases.RELEASE.keeps_storage(self.fsdp_params)
         )
 
     @releases.not_type_checked
@@ -522,12 +526,13 @@ class FSDPParamGroup(PluginNames):
         groups, comm = self._reduce_groups(), self._reduce_scatter_comm
         reduction = self._make_reduction(len(buckets), groups)
         is_own, reduce = foreach_reduce is _OWN_REDUCE, reduce_buckets
-        if not is_own:  # it might not communicate
-            reduce = functools.partial(collectives.reduce_monkeypatched, foreach_reduce)
+        if not is_own:  # it might not communicate, and prepares gradients itself
+            args: Any = foreach_reduce, self._prepare_reduce_scatter_inputs
+            reduce = functools.partial(reduce_monkeypatched, *args)
+            reduction = reduction._replace(plugins=None)
         elif self._agreement.agreed != (buckets, *groups, comm, not defers):
             self._agreement.check_reductions(buckets, *groups, comm, not defers)
-        prepares = is_own and self._prepare_reduce_scatter_inputs is not _OWN_PREPARE
-        args = reduction, self.fsdp_params, grads, prepares
+        args = reduction, self.fsdp_params, grads
         pop_part = functools.partial(partial_reduces.pop_part, *args)
         with self._range("FSDP::post_backward_reduce"):
             self._wait_for_post_backward()
@@ -559,6 +564,8 @@ class FSDPParamGroup(PluginNames):
                 "all reduce hook stream is specified but hook itself is missing: call "
                 f"set_all_reduce_hook on module '{self._module_fqn}'"
             )
+        copy_in = collectives.foreach_reduce_scatter_copy_in
+        plugins = CopyInPlugins(copy_in, self._prepare_reduce_scatter_inputs)
         return Reduction(
             reduce_scatter_group=scatter_group,
             reduce_scatter_stream=self.comm_ctx.reduce_scatter_stream,
@@ -570,8 +577,7 @@ class FSDPParamGroup(PluginNames):
             gradient_divide_factor=self.gradient_divide_factor,
             force_sum_reduction_for_comms=self.force_sum_reduction_for_comms,
             device=self.device,
-            copy_in=collectives.foreach_reduce_scatter_copy_in,
-            prepare_reduce_scatter_inputs=self._prepare_reduce_scatter_inputs,
+            plugins=None if plugins == DEFAULT_COPY_IN else plugins,
             clones_output=in_use and not self._has_fresh_buffers,
             holds_one_input=self._holds_one_input,
         )
@@ -580,9 +586,7 @@ class FSDPParamGroup(PluginNames):
         """Waits for the last reduction, if backward comes to the group again."""
         self.comm_ctx.wait_current_stream(self._post_reduce_event)
         self._post_reduce_event = None
-        for held in [*self.comm_ctx.all_reduce_states]:
-            if held.param_group is self:
-                self.comm_ctx.drop_all_reduces([held])
+        self.comm_ctx.drop_all_reduces(self)
 
     def finalize_backward(self):
         """Makes the current stream wait for all that backward has started."""

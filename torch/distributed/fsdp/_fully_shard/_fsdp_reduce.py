@@ -35,7 +35,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any, cast, NamedTuple, TypeAlias
+from typing import Any, cast, NamedTuple, TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -53,7 +53,7 @@ from ._fsdp_errors import note_reduction
 from ._fsdp_layout import GatherLayout, ReduceBucket
 from ._fsdp_observers import gets_operators, without_grad
 from ._fsdp_param import FSDPParam
-from ._fsdp_releases import IS_2_15
+from ._fsdp_releases import RELEASE
 from ._fsdp_scaling import (
     _div_if_needed,
     add_in_tree,
@@ -64,6 +64,9 @@ from ._fsdp_scaling import (
     Scaling,
 )
 
+
+if TYPE_CHECKING:
+    from ._fsdp_compat import CopyInPlugins
 
 # A rank's 1D sum over the shard group, and what is left to divide it by
 Sum: TypeAlias = tuple[Tensor, float | None]
@@ -114,9 +117,7 @@ class Reduction(NamedTuple):
     gradient_divide_factor: float | None
     force_sum_reduction_for_comms: bool
     device: torch.device
-    # Plugins may replace these two. Buckets that go by an all-to-all use no `copy_in`
-    copy_in: Callable[[list[Tensor], Tensor, int], None]
-    prepare_reduce_scatter_inputs: Callable = _default_reduce_scatter_input_fn
+    plugins: CopyInPlugins | None = None  # if they have replaced the copy-in
     # The comm may allocate the output's memory again while it is still needed
     clones_output: bool = False
     # Another input would use the memory of the one in use, or more of the pool
@@ -136,21 +137,15 @@ class Reduction(NamedTuple):
         return self.all_reduce_group is not None or self.all_reduce_hook is not None
 
     @property
-    def can_group(self) -> bool:
+    def is_default(self) -> bool:
         """Whether neither users nor plugins have replaced a part of the reduction."""
-        copies = self.copy_in is foreach_reduce_scatter_copy_in
-        is_own = copies and self.no_plugin_prepares
-        return is_own and type(self.reduce_scatter_comm) is DefaultReduceScatter
+        is_default = type(self.reduce_scatter_comm) is DefaultReduceScatter
+        return is_default and self.plugins is None
 
     @property
     def shard_world_size(self) -> int:
         group = self.reduce_scatter_group
         return 1 if group is None else group.size()
-
-    @property
-    def no_plugin_prepares(self) -> bool:
-        """Whether no plugin prepares gradients: our copy-in takes any sharded dim."""
-        return self.prepare_reduce_scatter_inputs is _default_reduce_scatter_input_fn
 
     @property
     def scaling(self) -> Scaling:
@@ -180,19 +175,6 @@ class BucketGrads:
         dtype = self.bucket.dtype
         dtypes = [layouts.accumulation_dtype(p, dtype) for p in self.fsdp_params]
         return max(dtypes, key=lambda d: d.itemsize)
-
-
-def prepare_inputs(reduction: Reduction, part: BucketGrads) -> None:
-    """Lets a plugin prepare the gradients, and gives the bucket their new sizes."""
-    world_size = reduction.shard_world_size
-    prepare = reduction.prepare_reduce_scatter_inputs
-    sizes = prepare(part.fsdp_params, part.unsharded_grads, world_size)
-    numels = [size.numel() // world_size for size in sizes]
-    slots = [
-        replace(slot, shard_numel=numel, shard_dim=0, num_pieces=1)
-        for slot, numel in zip(part.bucket.slots, numels, strict=True)
-    ]
-    part.bucket = replace(part.bucket, slots=tuple(slots))
 
 
 def reduce_buckets(
@@ -248,7 +230,7 @@ def _choose_way(reduction: Reduction, bucket: ReduceBucket) -> Any:
         return SingleRank()
     if bucket.comm_dtype is not None:
         return Exchanged()
-    return Grouped() if bucket.has_direct and reduction.can_group else Packed()
+    return Grouped() if bucket.has_direct and reduction.is_default else Packed()
 
 
 class Packed:
@@ -260,10 +242,10 @@ class Packed:
         world_size = reduction.shard_world_size
         buffer = reduction.allocate(world_size * bucket.shard_numel, bucket.wire_dtype)
         part.inputs = [buffer]
-        if reduction.copy_in is foreach_reduce_scatter_copy_in:
+        if reduction.plugins is None:
             copy_in_grads(bucket, grads, buffer.view(world_size, bucket.shard_numel))
         else:
-            _copy_in_by_plugin(reduction, part, buffer)
+            reduction.plugins.copy_in_part(part, buffer, world_size)
         grads.clear()  # only now: the copy-in has been issued
 
     def reduce(self, reduction: Reduction, part: BucketGrads, factors: Factors) -> Sum:
@@ -354,16 +336,6 @@ class Exchanged:
 # Phase 1: copy-in #
 
 
-def _copy_in_by_plugin(reduction: Reduction, part: BucketGrads, buffer: Tensor) -> None:
-    """Gives a plugin gradients of one dtype, to be chunked on dim 0."""
-    grads, world_size = part.unsharded_grads, reduction.shard_world_size
-    if reduction.no_plugin_prepares:
-        _default_reduce_scatter_input_fn(part.fsdp_params, grads, world_size)
-    if any(grad.dtype != grads[0].dtype for grad in grads):
-        grads[:] = [grad.to(buffer.dtype) for grad in grads]
-    reduction.copy_in(grads, buffer, world_size)
-
-
 def _copy_in_all_to_all(reduction: Reduction, parts: Sequence[BucketGrads]) -> None:
     """
     Copies the gradients of buckets into one buffer to send, and drops them. One kernel
@@ -433,9 +405,8 @@ def _dense_dtypes(
     ]
 
 
-# If a step is observed, this operator is called in place of `torch._chunk_cat`.
-# That of 2.15 also casts within `_MIXED_ON_CUDA` on CUDA
-_CHUNK_CAT = "chunk_cat_mixed_dtype" if IS_2_15 else "chunk_cat"
+# What the operator of 2.15, which observed steps call in place of `torch._chunk_cat`,
+# also casts on CUDA
 _MIXED_ON_CUDA = {torch.bfloat16, torch.float32}
 # Gradients are copied together through a temporary up to this many elements: to copy them
 # once more takes a GPU no longer than a kernel launch
@@ -502,7 +473,8 @@ def _plan_copy_in(bucket: ReduceBucket, grads: list[Tensor], facts: Any) -> Copy
         is_uniform or _kernel_takes(dtypes[0], target) or is_observed
     )
     # As the release does in uniform units. On CUDA it also saves a temporary
-    use_mixed_operator = (not use_kernel and IS_2_15) and (
+    can_cast = RELEASE.chunk_cat != "chunk_cat"
+    use_mixed_operator = (not use_kernel and can_cast) and (
         (is_uniform and None not in dtypes)
         or (device.type == "cuda" and {*dtypes, target} <= _MIXED_ON_CUDA)
     )
@@ -576,7 +548,7 @@ def _chunk_cat(tensors: list[Tensor], rows: Tensor, by_operator: bool) -> None:
     """Fills ``rows``, which are dense, with the chunks of ``tensors`` on dim 0."""
     world_size, row_numel = rows.size()
     if by_operator:
-        getattr(torch.ops.fsdp, _CHUNK_CAT)(tensors, 0, world_size, out=rows)
+        getattr(torch.ops.fsdp, RELEASE.chunk_cat)(tensors, 0, world_size, out=rows)
     else:
         torch._chunk_cat(tensors, 0, world_size, out=rows)
     if rows.size(1) != row_numel:  # the kernel has resized them
@@ -701,7 +673,7 @@ def _reduce_over_replicas(
 
 def record_grad_output_stream(buffer: Tensor, stream: torch.Stream) -> None:
     """Tells a vendor's kernel (2.15) which stream reads sharded gradients."""
-    if IS_2_15 and buffer.device.type != "cpu":
+    if buffer.device.type != "cpu" and RELEASE.accumulates_by_autograd:
         args = stream.stream_id, stream.device_index, stream.device_type
         torch.ops.fsdp.record_grad_output_stream(buffer, *args)
 

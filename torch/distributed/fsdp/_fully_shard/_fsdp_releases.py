@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from inspect import getmembers, isfunction, signature
 from pathlib import Path
 from typing import Any
@@ -37,14 +37,60 @@ if _lacks or _adds:  # whatever the version: patch releases may have the same fi
         "or take the branch off by `python3 tools/overlay.py --undo`"
     )
 
-# Since 2.15 autograd accumulates unsharded gradients in a parameter's `grad_dtype`, and
-# they are reduced in it unless the policy sets another dtype. Before, they were in the
-# dtype of the forward, and those of microbatches were accumulated apart. Also since
-# 2.15, `foreach_reduce` has no argument for the dtype of sharded gradients, resetting an
-# iteration drops them, `fsdp::record_grad_output_stream` tells who reads them, and
-# `fsdp::chunk_cat_mixed_dtype`, in C++, casts between bf16 and fp32 on CUDA.
-IS_2_15: bool = hasattr(torch.Tensor, "_has_grad_dtype_override")
 
+class _Before215:
+    """FSDP accumulates the gradients of microbatches, apart from the parameters."""
+
+    accumulates_by_autograd = False
+    chunk_cat = "chunk_cat"  # the operator that copies gradients in
+    # The argument of other releases' `foreach_reduce`
+    lacking_argument = "prepare_reduce_scatter_inputs"
+
+    @staticmethod
+    def default_reduce_dtype(param: torch.Tensor) -> torch.dtype | None:
+        """Returns what a gradient is reduced in by default, None: in its own dtype."""
+        return None
+
+    @staticmethod
+    def keeps_storage(fsdp_params: Iterable[Any]) -> bool:
+        """Whether users keep the memory of an unsharded parameter beyond reshard."""
+        return False
+
+    @staticmethod
+    def define_operators(lib: torch.library.Library) -> None:
+        """Defines the operators that only this release has in Python."""
+
+
+class _Since215:
+    """
+    Autograd accumulates unsharded gradients in a parameter's ``grad_dtype``, and they are
+    reduced in that unless the policy sets another dtype.
+    """
+
+    accumulates_by_autograd = True
+    chunk_cat = "chunk_cat_mixed_dtype"  # in C++, casts between bf16 and fp32 on CUDA
+    lacking_argument = "orig_dtype"
+
+    @staticmethod
+    def default_reduce_dtype(param: torch.Tensor) -> torch.dtype | None:
+        return param.grad_dtype
+
+    @staticmethod
+    def keeps_storage(fsdp_params: Iterable[Any]) -> bool:
+        return any(p.keep_unsharded_storage for p in fsdp_params)
+
+    @staticmethod
+    def define_operators(lib: torch.library.Library) -> None:
+        name, ints = (
+            "record_grad_output_stream",
+            ("stream_id", "device_index", "device_type"),
+        )
+        lib.define(f"{name}(Tensor buffer, int {', int '.join(ints)}) -> ()")
+        lib.impl(name, lambda *_: None, "CompositeExplicitAutograd")
+
+
+IS_2_15: bool = hasattr(torch.Tensor, "_has_grad_dtype_override")  # or newer
+RELEASE: type[Any] = _Since215 if IS_2_15 else _Before215
 # Whether NCCL multiplies by the factor of a bf16 PREMUL_SUM. Releases before 2.15 may
 # lack that fix (pytorch 190745): they multiply by 0 or by garbage.
 SCALES_BF16: bool = IS_2_15

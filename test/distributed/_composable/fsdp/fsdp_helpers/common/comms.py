@@ -23,8 +23,8 @@ import torch.nn as nn
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_reduce
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
-from torch.distributed.fsdp._fully_shard import _fsdp_copies, _fsdp_reduce
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -249,7 +249,7 @@ def count_operators() -> Iterator[Counter[str]]:
     # As if the mode that counts, which gets operators, were not there
     gather, reduce = (
         mock.patch.object(module, "gets_operators", lambda _: False)
-        for module in (_fsdp_copies, _fsdp_reduce)
+        for module in (_fsdp_collectives, _fsdp_reduce)
     )
     with _one_counts, gather, reduce, dispatched() as names:
         yield counts

@@ -31,8 +31,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 RANKS = 4
 TIMEOUT = timedelta(seconds=300)
-COPIES = "torch.distributed.fsdp._fully_shard._fsdp_copies"
-IS_BRANCH = find_spec(COPIES) is not None
+LAYOUT = "torch.distributed.fsdp._fully_shard._fsdp_layout"
+IS_BRANCH = find_spec(LAYOUT) is not None
 POLICIES = {
     "none": MixedPrecisionPolicy(),
     "bf16_reduce_fp32": MixedPrecisionPolicy(BF16, FP32),
