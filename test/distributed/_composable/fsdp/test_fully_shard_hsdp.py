@@ -279,7 +279,7 @@ class TestProcesses(utils.FSDPProcessTest):
         for i, kwargs in enumerate((first, second, second)):
             for fsdp_param in group.fsdp_params[: 1 + (i == 2)]:  # one, then both
                 fsdp_param.mp_policy = MixedPrecisionPolicy(**kwargs)
-            group._cache.invalidate_buckets_if_changed()
+            group._cache.buckets.clear()
             model.set_requires_all_reduce(i == 2)
             backward(model, p=1.0, q=2.0)
         self.assertEqual(group._partial_reduces, {})

@@ -358,6 +358,9 @@ def _are_on_host(sources: Sequence[Tensor], device: torch.device) -> bool:
     return device.type != "cpu" and any(tensor.is_cpu for tensor in sources)
 
 
+_NO_COLUMNS = Columns(GatherLayout((), torch.uint8, (), 0), [], [], [])
+
+
 def copy_out(
     state: ShardedState,
     buffer: Tensor,
@@ -368,8 +371,8 @@ def copy_out(
     """Writes the all-gather outputs of parameters that were gathered in ``state``."""
     if not layout.slots:
         return
-    columns = outputs.columns.get(state)
-    if columns is None or columns.layout is not layout:
+    columns = outputs.columns.get(state, _NO_COLUMNS)
+    if columns.layout is not layout:
         columns = _make_columns(state, layout, outputs, world_size)
     # The fused kernel takes dense tensors only: the buffer as a whole
     rows = buffer.view(layout.buffer_dtype).view(world_size, layout.segment_numel)

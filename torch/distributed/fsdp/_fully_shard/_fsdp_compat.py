@@ -22,7 +22,7 @@ from torch import Tensor
 
 from . import _fsdp_layout as layouts
 from ._fsdp_api import AllGather, ReduceScatter
-from ._fsdp_common import DDPMeshInfo
+from ._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 from ._fsdp_comms import allocates_anew
 from ._fsdp_grads import make_slot
 from ._fsdp_layout import ReduceBucket
@@ -95,7 +95,12 @@ class PluginNames:
         return self._sharded_state is ShardedState.SHARDED_POST_FORWARD
 
     @property
-    def _all_reduce_process_group(self: Any) -> torch.distributed.ProcessGroup:
+    def _all_gather_process_group(self: Any) -> dist.ProcessGroup:
+        as_mesh(self.mesh_info, FSDPMeshInfo)
+        return self._get_gather_group()
+
+    @property
+    def _all_reduce_process_group(self: Any) -> dist.ProcessGroup:
         return as_mesh(self.mesh_info, DDPMeshInfo).replicate_process_group
 
     @property
@@ -185,6 +190,11 @@ def check_uniform(result: AllGatherResult, fsdp_params: list[FSDPParam]) -> None
         raise NotImplementedError(
             f"_all_gather_output_fn takes units of one dtype only, not {names}"
         )
+
+
+def get_copy_out_options(default: Any, output_fn: Any) -> dict[str, Any]:
+    """Returns what a copy-out that plugins have replaced in part is called with."""
+    return {} if output_fn is default else {"all_gather_output_fn": output_fn}
 
 
 # Reduce #

@@ -241,7 +241,7 @@ class AccumulationBefore215(Accumulation):
     def check_zeros(self, fsdp_params: Iterable[FSDPParam]) -> None: ...
 
     def pop(self, fsdp_param: Any, param: nn.Parameter) -> Tensor | None:
-        grad = super().pop(fsdp_param, param)
+        grad, param.grad = param.grad, None
         if (accumulated := fsdp_param.unsharded_accumulated_grad) is not None:
             grad, fsdp_param.unsharded_accumulated_grad = accumulated, None
             if layouts.default_reduce_dtype(fsdp_param) is None:

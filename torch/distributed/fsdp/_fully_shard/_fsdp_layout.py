@@ -273,9 +273,20 @@ def plan_buckets(
     members: dict[BucketKey, list[ReduceSlot]] = {}
     for slot, key in zip(slots, keys, strict=True):
         members.setdefault(key, []).append(slot)
-    keys = sorted(members, key=bucket_sort_key)
-    buckets = (ReduceBucket(key, tuple(members[key]), is_mixed) for key in keys)
-    return tuple(map(sort_slots, buckets))
+
+    def sort_key(key: BucketKey, slot: ReduceSlot) -> tuple:
+        (dtype, comm_dtype), alignment = key, 0
+        if comm_dtype is not None:  # see [Note: Aligned to 16 bytes]
+            alignment = gcd(slot.shard_numel * comm_dtype.itemsize, _ALIGNMENT)
+        # Slots of one gradient dtype are a run
+        grad_key = dtype_sort_key(slot.grad_dtype or dtype)
+        return grad_key, not slot.is_direct, -alignment, slot.param
+
+    buckets: list[ReduceBucket] = []
+    for key in sorted(members, key=bucket_sort_key):
+        in_order = sorted(members[key], key=functools.partial(sort_key, key))
+        buckets.append(ReduceBucket(key, tuple(in_order), is_mixed))
+    return tuple(buckets)
 
 
 class ReduceBucketCap(NamedTuple):
@@ -290,18 +301,6 @@ def by_collective(buckets: Sequence[ReduceBucket]) -> list[Sequence[ReduceBucket
     exchanged = [bucket for bucket in buckets if bucket.comm_dtype is not None]
     scattered = [[bucket] for bucket in buckets if bucket.comm_dtype is None]
     return [exchanged, *scattered] if exchanged else [*scattered]
-
-
-def sort_slots(bucket: ReduceBucket) -> ReduceBucket:
-    """Sorts slots by gradient dtype, which makes each a run, and then by parameter."""
-
-    def sort_key(slot: ReduceSlot) -> tuple:
-        grad_dtype, alignment = slot.grad_dtype or bucket.dtype, 0
-        if bucket.comm_dtype is not None:  # see [Note: Aligned to 16 bytes]
-            alignment = gcd(slot.shard_numel * bucket.comm_dtype.itemsize, _ALIGNMENT)
-        return dtype_sort_key(grad_dtype), not slot.is_direct, -alignment, slot.param
-
-    return replace(bucket, slots=tuple(sorted(bucket.slots, key=sort_key)))
 
 
 class ParamDtypes(NamedTuple):

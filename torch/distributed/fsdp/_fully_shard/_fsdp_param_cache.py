@@ -196,7 +196,7 @@ class ParamGroupCache:
         self.has_unsharded_params = False
         # By the dtypes of gradients and of partial reduces, see `_get_buckets`
         self.buckets: dict[tuple, tuple[layouts.ReduceBucket, ...]] = {}
-        self._buckets_depend_on: list[Any] = []
+        self.noted_facts: list[tuple] | None = None  # see `get_facts`
         # See [Note: Microbatches]
         self.upcast_by_autograd: list[FSDPParam] = []
         # The parameters registered instead of the sharded ones, their `requires_grad`
@@ -205,17 +205,12 @@ class ParamGroupCache:
         # `_registered`, a parameter and its marks. False: it may have been written to
         self.watched: Any = None
 
-    def invalidate_buckets_if_changed(self) -> bool:
-        """Invalidates the buckets if what they depend on has changed, and returns if so."""
-        depend_on = [
+    def get_facts(self) -> list[tuple]:
+        """Returns what the dtypes of a step and the buckets follow from."""
+        return [
             (policy, p.device, p.dtype, p.grad_dtype, p.requires_grad)
             for policy, p in ((p.mp_policy, p.sharded_param) for p in self.fsdp_params)
         ]
-        if self._buckets_depend_on == depend_on:
-            return False
-        self.buckets.clear()
-        self._buckets_depend_on = depend_on
-        return True
 
     def prepare_gather(self) -> tuple[list[torch.Tensor], GatherPlan]:
         """Returns this rank's 1D tensors to gather, shards uncast, and their plan."""
@@ -349,7 +344,10 @@ class ParamGroupCache:
     def _free_together(self) -> bool:
         """Frees all outputs, or returns False if parameters have to do so themselves."""
         params, outputs = self.fsdp_params, self.outputs
-        if outputs is None or self._has_extensions or RELEASE.keeps_storage(params):
+        keeps = RELEASE.may_keep_storage and any(
+            p.keep_unsharded_storage for p in params
+        )
+        if outputs is None or self._has_extensions or keeps:
             return False
         allocated = self.direct_memory.allocated
         for storage, _ in outputs.storages:

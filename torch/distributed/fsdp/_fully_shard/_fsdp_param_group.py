@@ -34,7 +34,6 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
-from torch.autograd import profiler
 from torch.distributed._composable_state import _get_module_state
 from torch.distributed.device_mesh import _get_device_handle
 from torch.distributed.fsdp._common_utils import (
@@ -76,6 +75,7 @@ from ._fsdp_compat import (
     AllReduceState,  # noqa: F401  (as in the release)
     CopyInPlugins,
     DEFAULT_COPY_IN,
+    get_copy_out_options,
     PluginNames,
     reduce_monkeypatched,
 )
@@ -87,23 +87,23 @@ from ._fsdp_context import (  # noqa: F401  (as in the release)
 )
 from ._fsdp_direct import DirectMemory
 from ._fsdp_grads import accumulation, PartialReduce, PartialReduces
-from ._fsdp_layout import ReduceBucketCap
 from ._fsdp_param import FSDPParam, ParamModuleInfo, ShardedState  # noqa: F401
 from ._fsdp_param_cache import ParamGroupCache
 from ._fsdp_policies import resolve_all, tables_of
 from ._fsdp_reduce import _default_reduce_scatter_input_fn, reduce_buckets, Reduction
 from ._fsdp_registrations import _get_param_module_infos, fqns_of  # noqa: F401
+from ._fsdp_releases import RELEASE
 from ._fsdp_summary import log_layout
 
 
 logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
 
 # A plugin that replaces one of these expects the release's arguments
-_OWN_GATHER, _OWN_COPY_OUT = foreach_all_gather, foreach_all_gather_copy_out
-_OWN_REDUCE = foreach_reduce
+_OWN_GATHER, _OWN_REDUCE = foreach_all_gather, foreach_reduce
+_DEFAULT_COPY_OUT = foreach_all_gather_copy_out, _default_all_gather_output_fn
 
 
-class FSDPParamGroup(PluginNames):
+class FSDPParamGroup(settings.GroupSettings, PluginNames):
     """
     The parameters of a unit that are gathered and reduced together.
 
@@ -117,32 +117,6 @@ class FSDPParamGroup(PluginNames):
     _param_group_index: int = 0
     _num_param_groups: int = 1
 
-    # Settings #
-    gradient_divide_factor: Any = settings.OnSet(settings.check_divide_factor)
-    _all_gather_comm: Any = settings.OnSet(settings.check_all_gather_comm)
-    _reduce_scatter_comm: Any = settings.OnSet(settings.check_reduce_scatter_comm)
-    _has_fresh_buffers: bool  # these two follow from that comm
-    _holds_one_input: bool
-    _all_reduce_hook: Callable[[Tensor], None] | None = None
-    # The hook's, used only without replicas
-    _all_reduce_hook_stream: torch.Stream | None = None
-    reduce_grads: bool = True
-    # Whether all-reduces were ever deferred. All ranks know that, but not which ranks
-    # have a partial reduce
-    _has_deferred: bool = False
-    all_reduce_grads: Any = settings.OnSet(settings.note_deferral)  # over replicas
-    reshard_after_backward: bool = True
-    force_sum_reduction_for_comms: bool = False  # then divide
-    # Reduce zeros for parameters without a gradient, so that all ranks reduce alike
-    reduce_scatter_unused_params: bool = False
-    reduce_scatter_max_input_buffers: int = 1  # all use the largest
-    # Gather in the current stream: less memory, only explicit prefetching
-    unshard_async_op: bool = False
-    reduce_bucket_cap: ReduceBucketCap | None = None
-    # False if backward does not need the parameters, e.g. an embedding's
-    unshard_in_backward: bool = True
-    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
-
     # State of the iteration #
     _training_state: TrainingState = TrainingState.IDLE
     _sharded_state: ShardedState = ShardedState.SHARDED
@@ -150,7 +124,6 @@ class FSDPParamGroup(PluginNames):
     # does again, as users may unshard before it and then replace them
     _reset_sharded_params: bool = False
     _reset_by_root: bool = False
-    _has_read_dtypes: bool = False
     _all_gather_result: AllGatherResult | None = None
     # The group of that gather: the sharded state may change before copy-out
     _all_gather_group: dist.ProcessGroup | None = None
@@ -188,9 +161,8 @@ class FSDPParamGroup(PluginNames):
         self.fsdp_params = registrations.shard_params(self, params, shard_placement_fn)
         self._direct_memory = DirectMemory()
         self._cache = ParamGroupCache(self.fsdp_params, self._direct_memory)
-        self._resolved_policy = mp_policy
-        # Whether it is to be resolved again when the root has named the parameters
-        self._awaits_names = bool(tables_of(mp_policy))
+        # What `mp_policy` was when parameters got theirs, and whether by final names
+        self._resolved_policy = mp_policy, not tables_of(mp_policy)
         # Before 2.15: the `grad_dtype` that users have set, and on which local tensor
         self._grad_dtypes: dict[FSDPParam, tuple[Tensor, torch.dtype | None]] = {}
         registrations.keep_grad_dtypes(self)
@@ -227,27 +199,16 @@ class FSDPParamGroup(PluginNames):
 
     def _init_dtypes(self) -> None:
         """Reads the policy and the parameters' dtypes if any of them has changed."""
-        cache = self._get_cache()
-        is_same_policy = self.mp_policy is self._resolved_policy
-        is_resolved = is_same_policy and not self._awaits_names
-        has_changed = cache.invalidate_buckets_if_changed() or not is_resolved
-        if self._has_read_dtypes and not has_changed and not self._plugin_sets_dtypes:
+        cache, is_replaced = self._get_cache(), self._plugin_sets_dtypes
+        is_resolved = self._resolved_policy == (self.mp_policy, True)
+        has_changed = cache.noted_facts != cache.get_facts()
+        if not has_changed and is_resolved and not is_replaced:
             return
-        self._has_read_dtypes = False  # if any of this fails
+        cache.noted_facts = None  # if any of this fails
         registrations.check_materialized(self)
         if not is_resolved:
-            settings.check_mp_policy(self, self.mp_policy)
-            params = [fsdp_param.sharded_param for fsdp_param in self.fsdp_params]
-            is_named = self._module_fqn is not None
-            earlier = [p.mp_policy for p in self.fsdp_params] if is_same_policy else []
-            fqns = fqns_of(self, with_class=False)
-            policies = resolve_all(self.mp_policy, params, fqns, is_named, earlier)
-            for fsdp_param, policy in zip(self.fsdp_params, policies, strict=True):
-                fsdp_param.mp_policy = policy
-            self._resolved_policy, self._awaits_names = self.mp_policy, False
-            settings.check_can_exchange(self, type(self._reduce_scatter_comm))
+            self._resolve_policy()
         self._init_mp_dtypes()
-        is_replaced = self._plugin_sets_dtypes
         for fsdp_param in self.fsdp_params:
             # A plugin may have applied the unit's policy to all parameters
             if is_replaced and fsdp_param.mp_policy is not self.mp_policy:
@@ -257,9 +218,22 @@ class FSDPParamGroup(PluginNames):
                 fsdp_param.reduce_dtype = None
         registrations.keep_grad_dtypes(self)
         cache.upcast_by_autograd = accumulation.find_upcast(self.fsdp_params)
-        cache.invalidate_buckets_if_changed()  # what this call has set is no change
-        # A plugin's `_init_mp_dtypes` may set other dtypes at each call
-        self._has_read_dtypes = not is_replaced
+        cache.buckets.clear()
+        if not is_replaced:  # by one that may set other dtypes at each call
+            cache.noted_facts = cache.get_facts()
+
+    def _resolve_policy(self) -> None:
+        """Gives each parameter its policy, if that is new or names are known now."""
+        settings.check_mp_policy(self, self.mp_policy)
+        params = [fsdp_param.sharded_param for fsdp_param in self.fsdp_params]
+        is_same = self.mp_policy is self._resolved_policy[0]
+        earlier = [p.mp_policy for p in self.fsdp_params] if is_same else []
+        fqns, is_named = fqns_of(self, with_class=False), self._module_fqn is not None
+        policies = resolve_all(self.mp_policy, params, fqns, is_named, earlier)
+        for fsdp_param, policy in zip(self.fsdp_params, policies, strict=True):
+            fsdp_param.mp_policy = policy
+        settings.check_can_exchange(self, type(self._reduce_scatter_comm))
+        self._resolved_policy = self.mp_policy, True
 
     # Meshes #
     @property
@@ -274,15 +248,11 @@ class FSDPParamGroup(PluginNames):
     def _is_hsdp(self) -> bool:
         return isinstance(self.mesh_info, HSDPMeshInfo)
 
-    @property
-    def _gather_mesh_info(self) -> DataParallelMeshInfo | None:
+    def _get_gather_group(self) -> dist.ProcessGroup | None:
+        """Returns the group to gather over, None without sharding."""
         is_post_forward = self._sharded_state is ShardedState.SHARDED_POST_FORWARD
-        return self.post_forward_mesh_info if is_post_forward else self.mesh_info
-
-    @property
-    def _all_gather_process_group(self) -> dist.ProcessGroup:
-        mesh_info = settings.as_mesh(self._gather_mesh_info, FSDPMeshInfo)
-        return mesh_info.shard_process_group
+        mesh_info = self.post_forward_mesh_info if is_post_forward else self.mesh_info
+        return getattr(mesh_info, "shard_process_group", None)
 
     @property
     def _reduce_scatter_process_group(self) -> dist.ProcessGroup:
@@ -297,10 +267,6 @@ class FSDPParamGroup(PluginNames):
         return scatter_group, getattr(mesh_info, "replicate_process_group", None)
 
     _register_state_dict_hooks = registrations.register_state_dict_hooks
-    _validate_reduce_scatter_max_input_buffers = settings.check_max_input_buffers
-    _set_separate_reduce_scatter_group = settings.set_separate_reduce_scatter_group
-    set_symm_mem = settings.set_symm_mem
-    set_allocate_memory_from_process_group = settings.set_process_group_memory
 
     # Runtime: unshard and reshard #
     @_disable_functorch_if_active
@@ -314,8 +280,7 @@ class FSDPParamGroup(PluginNames):
         if (event := self._reshard_after_forward_event) is not None:
             self.comm_ctx.wait_all_gather_streams_on_event(event)
             self._reshard_after_forward_event = None
-        group = getattr(self._gather_mesh_info, "shard_process_group", None)
-        self._all_gather_group = group
+        group = self._all_gather_group = self._get_gather_group()
         if group is None or group.size() == 1:
             # Nothing moves until `wait_for_unshard`
             empty = torch.empty(0, device=self.device)
@@ -342,24 +307,21 @@ class FSDPParamGroup(PluginNames):
     def wait_for_unshard(self):
         """Completes a started unshard: copies out and registers the parameters."""
         if (result := self._all_gather_result) is None:
-            if self._cache.watched:
-                registrations.warn_if_stale(self)
             return
         in_forward = self._training_state == TrainingState.FORWARD
         if in_forward:
             self.comm_ctx.release_all_gather_state_for_comm_reuse()
-        group = self._all_gather_group
-        if group is None and isinstance(self.mesh_info, FSDPMeshInfo):
-            group = self._all_gather_process_group  # a plugin has started the gather
+        # A plugin may have started the gather
+        group = self._all_gather_group or self._get_gather_group()
         is_single = group is None or group.size() == 1
         if (memory := self._direct_memory).allocated:
             memory.begin_use(self.device_handle.current_stream())
-        cache, options = self._get_cache(), {}  # replacements might take none
-        if foreach_all_gather_copy_out is _OWN_COPY_OUT:
-            options["cache"] = cache
-        if self._all_gather_output_fn is not _default_all_gather_output_fn:
-            options["all_gather_output_fn"] = self._all_gather_output_fn
+        cache = self._get_cache()
         args: Any = (result, self.fsdp_params, group)
+        options: dict[str, Any] = {"cache": cache}
+        copy_out = foreach_all_gather_copy_out, self._all_gather_output_fn
+        if copy_out != _DEFAULT_COPY_OUT:
+            options = get_copy_out_options(_default_all_gather_output_fn, copy_out[1])
         # Parameters are made once, and as inference tensors they could never train
         is_inference = torch.is_inference_mode_enabled()
         try:
@@ -387,12 +349,13 @@ class FSDPParamGroup(PluginNames):
 
     def _can_gather_directly(self) -> bool:
         """Whether the next gather may be direct, see [Note: Direct gathers]."""
+        params: list[Any] = self.fsdp_params if RELEASE.may_keep_storage else []
         return (
             type(self._all_gather_comm) is comms.DefaultAllGather
-            and foreach_all_gather_copy_out is _OWN_COPY_OUT
-            and self._all_gather_output_fn is _default_all_gather_output_fn
+            and (foreach_all_gather_copy_out, self._all_gather_output_fn)
+            == _DEFAULT_COPY_OUT
             and not self._use_post_forward_mesh
-            and not releases.RELEASE.keeps_storage(self.fsdp_params)
+            and not any(p.keep_unsharded_storage for p in params)
         )
 
     @releases.not_type_checked
@@ -432,6 +395,8 @@ class FSDPParamGroup(PluginNames):
                 self.comm_ctx.autocasts |= torch._C._is_any_autocast_enabled()
                 observers.look_for_traces()
             self._num_forwards = self.comm_ctx.num_forwards
+            if self._cache.watched and self.is_unsharded:
+                registrations.warn_if_stale(self)
             if self._grad_dtypes:  # `nn.Module._apply` may have lost them
                 registrations.keep_grad_dtypes(self)
         self._log("FSDP::pre_forward")
@@ -584,9 +549,10 @@ class FSDPParamGroup(PluginNames):
 
     def _wait_for_post_backward(self) -> None:
         """Waits for the last reduction, if backward comes to the group again."""
-        self.comm_ctx.wait_current_stream(self._post_reduce_event)
-        self._post_reduce_event = None
-        self.comm_ctx.drop_all_reduces(self)
+        if (event := self._post_reduce_event) is not None:
+            self._post_reduce_event = None
+            self.comm_ctx.wait_current_stream(event)
+            self.comm_ctx.drop_all_reduces(self)
 
     def finalize_backward(self):
         """Makes the current stream wait for all that backward has started."""
@@ -605,6 +571,7 @@ class FSDPParamGroup(PluginNames):
         """Waits for what is in flight, drops it and all gradients, and reshards."""
         self._drop_iteration_state()
         self._wait_for_post_backward()
+        self.comm_ctx.drop_all_reduces(self)  # also of a reduction that has failed
         self._partial_reduces.clear()
         self.comm_ctx.joined_reductions.clear()
         accumulation.drop_grads(self._get_cache())
@@ -728,7 +695,7 @@ class FSDPParamGroup(PluginNames):
 
     def _range(self, name: str) -> contextlib.AbstractContextManager:
         """Returns a profiler range named after the step and the unit."""
-        if observers.has_unflagged_observer or profiler._is_profiler_enabled:
+        if observers.is_observed():
             return record_function(self._with_fqn(name))
         return observers.NO_CONTEXT
 

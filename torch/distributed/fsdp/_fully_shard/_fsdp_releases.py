@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from inspect import getmembers, isfunction, signature
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ _GIVEN = r"_group\.(\w+) =|from \._fsdp_(?:coll|param_g)\w+ import ([^(\n]+|\([^
 _methods = getmembers(FSDPParam, isfunction)
 _known = {f"{n}({','.join([*signature(m).parameters][1:])})" for n, m in _methods}
 _lacks = {*_NEEDED.split()} - _known - {*dir(FSDPParam), *FSDPParam.__annotations__}
-_files = ("_fully_shard", "_fsdp_collectives", "_fsdp_param_group")
+_files = ("_fully_shard", "_fsdp_collectives", "_fsdp_param_group", "_fsdp_settings")
 _paths = (Path(__file__).with_name(f"{f}.py") for f in _files)
 # Without sources, as where only compiled files are kept, names of `FSDPParam` must do
 _text, *_ours = (path.read_text() if path.exists() else "" for path in _paths)
@@ -42,6 +42,7 @@ class _Before215:
     """FSDP accumulates the gradients of microbatches, apart from the parameters."""
 
     accumulates_by_autograd = False
+    may_keep_storage = False  # whether unsharded memory may outlive reshard
     chunk_cat = "chunk_cat"  # the operator that copies gradients in
     # The argument of other releases' `foreach_reduce`
     lacking_argument = "prepare_reduce_scatter_inputs"
@@ -50,11 +51,6 @@ class _Before215:
     def default_reduce_dtype(param: torch.Tensor) -> torch.dtype | None:
         """Returns what a gradient is reduced in by default, None: in its own dtype."""
         return None
-
-    @staticmethod
-    def keeps_storage(fsdp_params: Iterable[Any]) -> bool:
-        """Whether users keep the memory of an unsharded parameter beyond reshard."""
-        return False
 
     @staticmethod
     def define_operators(lib: torch.library.Library) -> None:
@@ -68,16 +64,13 @@ class _Since215:
     """
 
     accumulates_by_autograd = True
+    may_keep_storage = True
     chunk_cat = "chunk_cat_mixed_dtype"  # in C++, casts between bf16 and fp32 on CUDA
     lacking_argument = "orig_dtype"
 
     @staticmethod
     def default_reduce_dtype(param: torch.Tensor) -> torch.dtype | None:
         return param.grad_dtype
-
-    @staticmethod
-    def keeps_storage(fsdp_params: Iterable[Any]) -> bool:
-        return any(p.keep_unsharded_storage for p in fsdp_params)
 
     @staticmethod
     def define_operators(lib: torch.library.Library) -> None:

@@ -222,9 +222,6 @@ def check_no_custom_comm(group: Any, setter: str, *allowed: type) -> None:
             raise AssertionError(f"{setter} cannot be called: {custom}")
 
 
-# Methods of a param group, which `FSDPModule` calls #
-
-
 def as_mesh(mesh_info: Any, cls: type) -> Any:
     if not isinstance(mesh_info, cls):
         found = type(mesh_info).__name__
@@ -232,63 +229,96 @@ def as_mesh(mesh_info: Any, cls: type) -> Any:
     return mesh_info
 
 
-def set_separate_reduce_scatter_group(
-    self: Any, enable: bool, new_groups: dict[tuple[int, ...], dist.ProcessGroup]
-) -> None:
+class GroupSettings:
     """
-    Gives reduce-scatter a process group of its own, which lets it overlap with
-    all-gather, or the shared one again. ``new_groups`` has those that one call of the
-    user has made so far, by shard ranks: meshes over the same ranks share one.
+    The settings of a param group, which methods of ``FSDPModule`` and the functions above
+    set, with their checks.
     """
-    mesh_info = as_mesh(self.mesh_info, FSDPMeshInfo)
-    if not enable:
-        mesh_info.reduce_scatter_process_group = None
-        return
-    ranks = tuple(dist.get_process_group_ranks(mesh_info.shard_process_group))
-    ranks_group = new_groups.get(ranks) or mesh_info.reduce_scatter_process_group
-    if ranks_group is None:
-        # Under HSDP other ranks make their own groups, and never come to this one
-        ranks_group = dist.new_group(
-            [*ranks], group_desc="fsdp_reduce_scatter", use_local_synchronization=True
-        )
-    new_groups[ranks] = mesh_info.reduce_scatter_process_group = ranks_group
 
+    mesh_info: Any
+    gradient_divide_factor: Any = OnSet(check_divide_factor)
+    _all_gather_comm: Any = OnSet(check_all_gather_comm)
+    _reduce_scatter_comm: Any = OnSet(check_reduce_scatter_comm)
+    _has_fresh_buffers: bool  # these two follow from that comm
+    _holds_one_input: bool
+    _all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+    # The hook's, used only without replicas
+    _all_reduce_hook_stream: torch.Stream | None = None
+    reduce_grads: bool = True
+    # Whether all-reduces were ever deferred. All ranks know that, but not which ranks
+    # have a partial reduce
+    _has_deferred: bool = False
+    all_reduce_grads: Any = OnSet(note_deferral)  # over replicas
+    reshard_after_backward: bool = True
+    force_sum_reduction_for_comms: bool = False  # then divide
+    # Reduce zeros for parameters without a gradient, so that all ranks reduce alike
+    reduce_scatter_unused_params: bool = False
+    reduce_scatter_max_input_buffers: int = 1  # all use the largest
+    # Gather in the current stream: less memory, only explicit prefetching
+    unshard_async_op: bool = False
+    reduce_bucket_cap: ReduceBucketCap | None = None
+    # False if backward does not need the parameters, e.g. an embedding's
+    unshard_in_backward: bool = True
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
 
-def set_symm_mem(self: Any, backend: Literal["NCCL"] = "NCCL") -> None:
-    """
-    Allocates buffers of collectives from symmetric memory; those of reduce-scatter only
-    if sums are forced, as NCCL's symmetric kernels have no other reduction.
-    """
-    gather, reduce_scatter = comms.SymmMemAllGather, comms.SymmMemReduceScatter
-    check_no_custom_comm(self, "set_symm_mem", gather, reduce_scatter)
-    if self.force_sum_reduction_for_comms:
-        check_can_exchange(self, reduce_scatter)  # before the constructor's barrier
-        scatter_group = self._reduce_scatter_process_group
-        self._reduce_scatter_comm = reduce_scatter(scatter_group, backend)
-    shard_group = as_mesh(self.mesh_info, FSDPMeshInfo).shard_process_group
-    self._all_gather_comm = gather(shard_group, backend)
+    def _set_separate_reduce_scatter_group(
+        self, enable: bool, new_groups: dict[tuple[int, ...], dist.ProcessGroup]
+    ) -> None:
+        """
+        Gives reduce-scatter a process group of its own, which lets it overlap with
+        all-gather, or the shared one again. ``new_groups`` has those that one call of the
+        user has made so far, by shard ranks: meshes over the same ranks share one.
+        """
+        mesh_info = as_mesh(self.mesh_info, FSDPMeshInfo)
+        if not enable:
+            mesh_info.reduce_scatter_process_group = None
+            return
+        ranks = tuple(dist.get_process_group_ranks(mesh_info.shard_process_group))
+        ranks_group = new_groups.get(ranks) or mesh_info.reduce_scatter_process_group
+        if ranks_group is None:
+            # Under HSDP other ranks make their own groups, and never come to this one
+            ranks_group = dist.new_group(
+                [*ranks],
+                group_desc="fsdp_reduce_scatter",
+                use_local_synchronization=True,
+            )
+        new_groups[ranks] = mesh_info.reduce_scatter_process_group = ranks_group
 
-
-def set_process_group_memory(self: Any, enable: bool) -> None:
-    """Allocates buffers of collectives from their groups, or by default again."""
-    gather = comms.ProcessGroupAllocAllGather
-    reduce_scatter = comms.ProcessGroupAllocReduceScatter
-    setter = "set_allocate_memory_from_process_group"
-    check_no_custom_comm(self, setter, gather, reduce_scatter)
-    if enable:
+    def set_symm_mem(self, backend: Literal["NCCL"] = "NCCL") -> None:
+        """
+        Allocates buffers of collectives from symmetric memory; those of reduce-scatter only
+        if sums are forced, as NCCL's symmetric kernels have no other reduction.
+        """
+        gather, reduce_scatter = comms.SymmMemAllGather, comms.SymmMemReduceScatter
+        check_no_custom_comm(self, "set_symm_mem", gather, reduce_scatter)
+        if self.force_sum_reduction_for_comms:
+            check_can_exchange(self, reduce_scatter)  # before the constructor's barrier
+            scatter_group = self._reduce_scatter_process_group
+            self._reduce_scatter_comm = reduce_scatter(scatter_group, backend)
         shard_group = as_mesh(self.mesh_info, FSDPMeshInfo).shard_process_group
-        self._all_gather_comm = gather(shard_group)
-        self._reduce_scatter_comm = reduce_scatter(self._reduce_scatter_process_group)
-    else:
-        self._all_gather_comm = comms.DefaultAllGather()
-        self._reduce_scatter_comm = comms.DefaultReduceScatter()
+        self._all_gather_comm = gather(shard_group, backend)
 
+    def set_allocate_memory_from_process_group(self, enable: bool) -> None:
+        """Allocates buffers of collectives from their groups, or by default again."""
+        gather = comms.ProcessGroupAllocAllGather
+        reduce_scatter = comms.ProcessGroupAllocReduceScatter
+        setter = "set_allocate_memory_from_process_group"
+        check_no_custom_comm(self, setter, gather, reduce_scatter)
+        if enable:
+            shard_group = as_mesh(self.mesh_info, FSDPMeshInfo).shard_process_group
+            self._all_gather_comm = gather(shard_group)
+            self._reduce_scatter_comm = reduce_scatter(
+                self._reduce_scatter_process_group
+            )
+        else:
+            self._all_gather_comm = comms.DefaultAllGather()
+            self._reduce_scatter_comm = comms.DefaultReduceScatter()
 
-def check_max_input_buffers(self: Any) -> None:
-    comm, wanted = self._reduce_scatter_comm, self.reduce_scatter_max_input_buffers
-    if wanted > 1 and isinstance(comm, comms.SymmMemReduceScatter):
-        raise ValueError(
-            f"set_reduce_scatter_max_input_buffers({wanted}) of unit "
-            f"'{self._unit_name}' would hold several buffers, which symmetric memory "
-            "cannot reuse. Set 1, or use the default comm."
-        )
+    def _validate_reduce_scatter_max_input_buffers(self) -> None:
+        comm, wanted = self._reduce_scatter_comm, self.reduce_scatter_max_input_buffers
+        if wanted > 1 and isinstance(comm, comms.SymmMemReduceScatter):
+            raise ValueError(
+                f"set_reduce_scatter_max_input_buffers({wanted}) of unit "
+                f"'{self._unit_name}' would hold several buffers, which symmetric memory "
+                "cannot reuse. Set 1, or use the default comm."
+            )

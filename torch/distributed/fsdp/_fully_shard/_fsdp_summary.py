@@ -108,8 +108,8 @@ def log_layout(group: Any) -> None:
 
 def _resolve_policies(group: Any, module: nn.Module) -> list[Any]:
     """Returns parameters with their policies, None where these are not known yet."""
-    is_same_policy = group.mp_policy is group._resolved_policy
-    if is_same_policy and not group._awaits_names:
+    policy, are_named = group._resolved_policy
+    if (is_same_policy := group.mp_policy is policy) and are_named:
         return group.fsdp_params
     fqns = get_param_names([p._module_info for p in group.fsdp_params], (module,))
     # A part of the model has fewer names, which may be names of other parts too
