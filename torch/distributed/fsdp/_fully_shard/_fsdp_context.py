@@ -2,12 +2,11 @@
 State that the groups of one root share, see :class:`FSDPCommContext`.
 
 [Note: Holding reduced buffers]
-An all-reduce over replicas may take longer than backward of several units. The stream
-that allocated its buffer may reuse the memory once that is freed, so the context holds
-it until its group reduces again, or to the end of backward. Holding it takes no memory
-where the sharded gradients are views of it. Where they are cast, up to
-``_MAX_HELD_NBYTES`` are held: beyond that, the allocating streams wait for the oldest
-buffers. They never wait for the newest, which would keep compute waiting as well.
+An all-reduce over replicas may take longer than backward of several units. So its buffer
+is held until its group reduces again, or to the end of backward. That takes no memory
+where sharded gradients are views of it. Where they are cast, up to ``_MAX_HELD_NBYTES``
+are held: beyond that, the allocating streams wait for the oldest buffers, never for the
+newest, which would keep compute waiting as well.
 """
 
 from __future__ import annotations
@@ -145,10 +144,9 @@ class FSDPCommContext:
     def get_groups_to_prefetch(self, group: Any, index: int) -> Iterator[Any]:
         """
         Yields the groups that backward prefetches from ``group``, whose forward was at
-        ``index``: those of the module before. Of a module's groups, one for each mesh,
-        which backward runs from last to first, the one of index 1 prefetches: any
-        earlier, parameters would be unsharded for longer, any later, no reduce-scatter
-        would overlap with the gathers.
+        ``index``: those of the module before. If modules have a group for each mesh, the
+        one of index 1, the last but one in backward, prefetches: earlier, parameters
+        would be unsharded for longer, later, no reduce-scatter would overlap.
         """
         order = self.post_forward_order
         if group._num_param_groups == 1:
@@ -343,8 +341,7 @@ class FSDPCommContext:
                 held.release()
         states[:] = [held for held in states if held.param_group is not group]
 
-    def wait_current_stream_on_reductions(self) -> None:
-        """Makes the current stream wait for all reductions."""
+    def wait_for_reductions(self) -> None:
         for event in self._last_post_reduce_events.values():
             self.wait_current_stream(event)
         self._last_post_reduce_events.clear()

@@ -9,20 +9,17 @@ and the buffer of all others.
 
 The stream of the all-gather writes this memory, and so it is allocated there. At reshard
 compute still reads it. It is freed after the next gather has been started: only then
-does the gather stream wait for compute, so that the next gather itself need not. So the
-memory of two units rotates. A unit that is gathered before its memory is freed is
-gathered into temporaries, and copied from there. Outside of a step, reshard waits and
-frees at once. A context only lists what is to be freed: contexts may be replaced.
+does the gather stream wait for compute. So the memory of two units rotates. A unit that
+is gathered before is gathered into temporaries, and copied. Outside of a step, reshard
+waits and frees at once. A context only lists what to free: contexts may be replaced.
 
 [Note: Direct reductions]
 The gradient of a direct parameter that is sharded evenly is itself the input of its
 reduce-scatter, whose output is the parameter's slot in the bucket's output. One grouped
 call reduces the direct gradients of a bucket, and the rows of those that are packed
-between them. Which ones are direct follows from settings and sizes. What one rank alone
-knows costs a copy, and changes no collective: that a gradient is not contiguous, or that
-it shares its memory with another tensor, such as an activation's gradient, which backward
-may overwrite. Gradients are held until compute has waited for the reduction, as any input
-of a reduce-scatter.
+between them. Which ones are direct follows from settings and sizes. A gradient that is
+not contiguous, or shares its memory with, say, an activation's gradient, which backward
+may overwrite, is copied: one rank alone knows that, so it must change no collective.
 """
 
 from __future__ import annotations
@@ -64,7 +61,7 @@ def can_be_direct(
 
 
 def alloc_storages(storages: Iterable[tuple[torch.UntypedStorage, int]]) -> None:
-    """Gives freed storages, each with its number of bytes, their memory back."""
+    """Allocates freed storages again, each with its number of bytes."""
     for storage, nbytes in storages:
         if storage.nbytes() != nbytes:
             storage.resize_(nbytes)
@@ -105,9 +102,8 @@ class DirectMemory:
         self, fsdp_params: list[Any], plan: Any, world_size: int, stream: torch.Stream
     ) -> tuple[list[torch.Tensor], tuple[list[torch.Tensor], list[torch.Tensor]]]:
         """
-        Returns what to gather a plan's direct parameters into, in ``stream``: the 1D
-        pieces of their all-gather outputs, or of temporaries if these are still
-        allocated, and then what to copy.
+        Returns what to gather into, in ``stream``: the 1D pieces of all-gather outputs or,
+        if these are still allocated, of temporaries. Then also returns what to copy.
         """
         if self._plan is not plan:
             with torch.inference_mode(False):  # see `wait_for_unshard`

@@ -2,24 +2,22 @@
 When a unit's data moves: the states of a param group, its hooks, prefetching and waits.
 
 [Note: Who waits for whom]
-Data passes from stream to stream under these waits (joined reductions, direct memory
-and offloading add their own):
+Streams wait for one another (also in joined reductions, direct memory and offloading):
 
 - copy-in -> all-gather (``foreach_all_gather``), gradients -> reduce-scatter
-  (``reduce_buckets``) -> all-reduce (``_reduce_batch``): stream to stream.
+  (``reduce_buckets``) -> all-reduce (``_reduce_batch``): stream for stream.
 - all-gather -> copy-out: ``foreach_all_gather_copy_out`` waits for the event.
 - optimizer, post-forward shards, last copy-out -> copy-in: both gather streams wait,
   for the optimizer in the root's pre-forward, else for an event.
 - reduce-scatter -> next gradients' copy-in: ``FSDPCommContext.reduce_scatter_states``
-  holds the last post-backwards' inputs until the current stream has waited for them.
+  holds the inputs until the current stream has waited for them.
 - all-reduce -> later reduce-scatter: none, see [Note: Holding reduced buffers].
 - sharded gradients -> optimizer: backward ends with waits for all streams that reduced.
 
 [Note: Freeing the gather buffer late]
 With implicit prefetching in forward, the next group's copy-in runs beside this group's
-all-gather, and must get other memory than this one's buffer. So the shared context
-holds the last gather until the next group's copy-out is about to start. The root drops
-the last one after forward. All other gathers are freed right after their copy-out.
+all-gather. So the context holds this buffer until the next group's copy-out is about to
+start, and the root drops the last one. Other gathers are freed after their copy-out.
 """
 
 from __future__ import annotations
@@ -107,9 +105,8 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
     """
     The parameters of a unit that are gathered and reduced together.
 
-    Its training states: FORWARD and PRE_BACKWARD begin with the hook that unshards, and
-    a prefetch sets them while it starts the gather. POST_BACKWARD, which reshards and
-    reduces, lasts until the end of the root's backward. IDLE is all other time.
+    FORWARD and PRE_BACKWARD begin with the hook that unshards; a prefetch also sets them
+    while it starts the gather. POST_BACKWARD lasts until the end of the root's backward.
     """
 
     # The root's lazy init sets these. Modules have a group for each mesh
@@ -177,7 +174,7 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
         self._agreement = UnitAgreement(self)
 
     def _get_cache(self) -> ParamGroupCache:
-        """Returns the cache, a new one if plugins have replaced parameters since."""
+        """Returns the cache, a new one if plugins have replaced parameters."""
         if self._cache.fsdp_params != self.fsdp_params:
             self._cache = ParamGroupCache(self.fsdp_params, self._direct_memory)
         return self._cache
@@ -256,15 +253,14 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
 
     @property
     def _reduce_scatter_process_group(self) -> dist.ProcessGroup:
-        mesh_info = settings.as_mesh(self.mesh_info, FSDPMeshInfo)
-        return mesh_info.reduce_scatter_process_group or mesh_info.shard_process_group
+        settings.as_mesh(self.mesh_info, FSDPMeshInfo)
+        return self._reduce_groups()[0]
 
     def _reduce_groups(self) -> tuple[dist.ProcessGroup | None, ...]:
         """Returns the groups of reduce-scatter and all-reduce, None without one."""
-        mesh_info: Any = self.mesh_info
-        scatter_group = getattr(mesh_info, "reduce_scatter_process_group", None)
-        scatter_group = scatter_group or getattr(mesh_info, "shard_process_group", None)
-        return scatter_group, getattr(mesh_info, "replicate_process_group", None)
+        names = "reduce_scatter", "shard", "replicate"
+        groups = [getattr(self.mesh_info, f"{n}_process_group", None) for n in names]
+        return groups[0] or groups[1], groups[2]
 
     _register_state_dict_hooks = registrations.register_state_dict_hooks
 
@@ -371,7 +367,7 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
             self._to_state(ShardedState.SHARDED_POST_FORWARD)
             event = self._reshard_after_forward_event = self.device_handle.Event()
             event.record()
-            # Free what a direct gather, before users set the smaller mesh, has left
+            # From a direct gather before users set the smaller mesh
             self.comm_ctx.free_resharded()
         elif self._reshard_after_forward or not after_forward:
             self._to_state(ShardedState.SHARDED)
@@ -412,7 +408,7 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
     def post_forward(self, module: nn.Module, input: Any, output: Any):
         self._log("FSDP::post_forward")
         with self._range("FSDP::post_forward"):
-            # A forward that checkpointing repeats in backward keeps the parameters
+            # Checkpointing repeats a forward in backward, which keeps the parameters
             if not is_bw():
                 self._record_post_forward()
                 self.reshard()
@@ -424,7 +420,6 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
         # has one: its autograd function turns forward AD off outside inference mode
         by_users = torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled()
         if torch.is_grad_enabled() or not by_users:
-            # Each forward is recorded: each has a pre-backward of its own
             order = self.comm_ctx.post_forward_order
             self._post_forward_indices.append(len(order))
             order.append(self)
@@ -560,7 +555,7 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
         if context.autocasts:
             gradients.reduce_late_grads(self)
         context.reduce_joined(self)
-        context.wait_current_stream_on_reductions()
+        context.wait_for_reductions()
         self._post_reduce_event = None
         self._drop_iteration_state()
         # If forward skipped modules of a unit, the last gather's buffer is still there
@@ -617,7 +612,6 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
 
     @torch._disable_dynamo
     def _prefetch_after_backward(self) -> None:
-        """Starts the gathers that were to wait for the end of this group's backward."""
         targets, self._to_prefetch_after = self._to_prefetch_after, []
         for target in targets:
             if target._post_forward_indices:  # else its backward is over: a child's
@@ -719,8 +713,7 @@ class RegisterPostBackwardFunction(torch.autograd.Function):
     def apply(cls, param_group: FSDPParamGroup, *inputs: Tensor):
         if torch._C._are_functorch_transforms_active():
             return super().apply(param_group, *inputs)
-        # `Function.apply` would look for default arguments, of which there are none.
-        # That takes 13 of its 18 us, 2 % of a unit's host time
+        # `Function.apply` would look for default arguments: 2 % of a unit's host time
         inputs = torch._functorch.utils.unwrap_dead_wrappers(inputs)
         base = super(torch.autograd.Function, cls)
         # pyrefly: ignore [missing-attribute]
