@@ -1,10 +1,9 @@
 """
-What only plugins and trainers use: names of the release, and the way of a unit whose
-gather or reduction they have replaced in part.
+Names of the release that only plugins and trainers use, and how units gather and reduce
+whose functions they have replaced: with the release's arguments, a bucket at a time.
 
 A step uses none of it until somebody calls, sets or replaces it. For uniform units names
-behave as in the release. Of mixed units they say what is true, or refuse to say. Plugins
-get the release's arguments, for one bucket at a time.
+behave as in the release. Of mixed units they say what is true, or refuse to say.
 """
 
 from __future__ import annotations
@@ -116,10 +115,9 @@ class PluginNames:
     @property
     def _partial_reduce_output(self: Any) -> Any:
         """
-        The 1D sum of the microbatches whose all-reduce is deferred, None without any; a
-        tuple where a mixed unit has several. A plugin that defers all-reduces sets it to
-        None or as many elements. Since 2.15 the root refuses to finalize backward by
-        hand unless it is None.
+        The 1D partial reduce, None without any, a tuple if there are several. A plugin
+        that defers all-reduces sets it to None or as many elements. Since 2.15 the root
+        refuses to finalize backward by hand unless it is None.
         """
         outputs = tuple(p.output for p in self._partial_reduces.values())
         return outputs if len(outputs) > 1 else next(iter(outputs), None)
@@ -139,8 +137,7 @@ class PluginNames:
 def _get_param_all_gather_inputs(fsdp_params: list[FSDPParam]) -> list[list[Tensor]]:
     """
     Returns each parameter's 1D all-gather inputs, cast. torchtitan-npu, torch_musa,
-    XTuner, ODC and torch_npu call and replace it. What a replacement returns is gathered
-    in parameter order.
+    XTuner, ODC and torch_npu call and replace it. Its results are gathered in order.
     """
     return [get_all_gather_inputs(fsdp_param) for fsdp_param in fsdp_params]
 
@@ -166,8 +163,8 @@ def stage_inputs(
     comm: AllGather,
 ) -> tuple[Tensor, Tensor, tuple[list, list, list[int]]]:
     """
-    Returns a gather's buffer and this rank's segment of it (1D), and the result's last
-    fields, for the inputs of a plugin that has replaced one of the two functions above.
+    Returns buffer and segment (1D) and the last fields of a gather's result, for the
+    inputs of a plugin that has replaced one of the two functions above.
     """
     param_inputs = get_inputs(fsdp_params)
     dtypes, numels, dtype = get_metadatas(param_inputs)
@@ -184,8 +181,7 @@ def stage_inputs(
 
 def check_uniform(result: AllGatherResult, fsdp_params: list[FSDPParam]) -> None:
     """Raises if a custom ``all_gather_output_fn`` would get several dtypes."""
-    dtypes = chain.from_iterable(result.param_all_gather_input_dtypes)
-    if len({*dtypes}) > 1:
+    if len({*chain(*result.param_all_gather_input_dtypes)}) > 1:
         names = ", ".join(str(p._param_fqn) for p in fsdp_params)
         raise NotImplementedError(
             f"_all_gather_output_fn takes units of one dtype only, not {names}"
@@ -193,7 +189,7 @@ def check_uniform(result: AllGatherResult, fsdp_params: list[FSDPParam]) -> None
 
 
 def get_copy_out_options(default: Any, output_fn: Any) -> dict[str, Any]:
-    """Returns what a copy-out that plugins have replaced in part is called with."""
+    """Returns the options of a copy-out that plugins have replaced in part."""
     return {} if output_fn is default else {"all_gather_output_fn": output_fn}
 
 
@@ -201,7 +197,7 @@ def get_copy_out_options(default: Any, output_fn: Any) -> dict[str, Any]:
 
 
 class CopyInPlugins(NamedTuple):
-    """The two functions of the copy-in of which plugins have replaced one or both."""
+    """The functions of the copy-in, of which plugins have replaced one or both."""
 
     copy_in: Callable[[list[Tensor], Tensor, int], None]
     prepare: Callable[[list[FSDPParam], list[Tensor], int], Sequence[torch.Size]]
@@ -219,7 +215,7 @@ class CopyInPlugins(NamedTuple):
         part.bucket = replace(part.bucket, slots=tuple(slots))
 
     def copy_in_part(self, part: BucketGrads, buffer: Tensor, world_size: int) -> None:
-        """Fills ``buffer`` (1D), by a plugin from gradients of one dtype and on dim 0."""
+        """Fills ``buffer`` (1D). A plugin gets gradients of one dtype, sharded on dim 0."""
         grads = part.unsharded_grads
         if self.copy_in is foreach_reduce_scatter_copy_in:
             copy_in_grads(part.bucket, grads, buffer.view(world_size, -1))
@@ -276,9 +272,8 @@ def foreach_reduce(
     them in the sharded parameters, in each one's ``grad_dtype``; ignores ``orig_dtype``.
     Plugins and tests call it; a step calls :func:`reduce_buckets`.
 
-    ``unsharded_grads`` is emptied once copied. ``all_reduce_grads=False`` stops before
-    the all-reduce and returns the sum so far (1D, laid out as ``fsdp_params``) for the
-    next call to add.
+    Empties ``unsharded_grads`` once copied. ``all_reduce_grads=False`` returns the sum so
+    far (1D, laid out as ``fsdp_params``) for the next call to add.
     """
     from . import _fsdp_collectives as collectives  # a cycle, in which plugins patch
 
@@ -319,14 +314,11 @@ def reduce_monkeypatched(
     results: list[ReduceResult] = []
     names = _REDUCE_SIGNATURE.parameters
     for part in parts:
-        runs = part.bucket.runs
-        values = reduction._asdict() | {
-            "fsdp_params": part.fsdp_params,
-            "unsharded_grads": part.unsharded_grads,
-            "partial_reduce_output": part.partial_reduce_output,
+        values = reduction._asdict() | vars(part)
+        values |= {
             "prepare_reduce_scatter_inputs": prepare,
             "reduce_dtype": part.bucket.dtype,
-            "orig_dtype": runs[0][0] if len(runs) == 1 else None,
+            "orig_dtype": _common([dtype for dtype, _ in part.bucket.runs]),
         }
         bound = _REDUCE_SIGNATURE.bind(**{name: values[name] for name in names})
         results.append(ReduceResult._make(replacement(*bound.args, **bound.kwargs)))

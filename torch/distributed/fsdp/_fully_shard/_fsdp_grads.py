@@ -1,5 +1,5 @@
 """
-Chooses the gradients of a param group to reduce and their buckets, and holds those that
+Gradients of a param group: their buckets, accumulation over microbatches, and those that
 wait for a later reduction: partial reduces of deferred all-reduces, and small buckets.
 """
 
@@ -31,8 +31,9 @@ from ._fsdp_reduce import (
 from ._fsdp_releases import RELEASE
 
 
-# Of gradients: which parameters have one, in which dtype. Most groups see one pattern.
-_MAX_CACHED_PATTERNS = 32
+_MAX_CACHED_PATTERNS = (
+    32  # which parameters have a gradient, in which dtype: mostly one
+)
 
 # [Note: Microbatches]
 # While gradients are not reduced they add up in the reduce dtype, or in a wider
@@ -85,11 +86,22 @@ def _plan_buckets(
         if dtype is not None
     }
     if RELEASE.accumulates_by_autograd:
-        _promote(fsdp_params, reduce_dtypes, [(i, key[0]) for i, key in earlier])
-    slots, keys = [], []
-    for i, dtype in reduce_dtypes.items():
-        slots.append(make_slot(i, fsdp_params[i], dtype, min_nbytes))
-        keys.append(layouts.bucket_key(fsdp_params[i], dtype))
+        # As in a unit of the release: a dtype that holds those of all gradients, and
+        # partial reduces, of one storage dtype for which the policy sets no reduce dtype
+        sets_none = [p.mp_policy.reduce_dtype is None for p in fsdp_params]
+        # Each dtype once, as two equal float8 dtypes cannot be promoted
+        by_stored: dict[torch.dtype, dict[torch.dtype, None]] = {}
+        for i, dtype in (*reduce_dtypes.items(), *((i, key[0]) for i, key in earlier)):
+            if sets_none[i]:
+                by_stored.setdefault(fsdp_params[i].sharded_param.dtype, {})[dtype] = (
+                    None
+                )
+        for i in filter(sets_none.__getitem__, reduce_dtypes):
+            dtypes = by_stored[fsdp_params[i].sharded_param.dtype]
+            reduce_dtypes[i] = functools.reduce(torch.promote_types, dtypes)
+    by_param = [(i, fsdp_params[i], dtype) for i, dtype in reduce_dtypes.items()]
+    slots = [make_slot(*item, min_nbytes) for item in by_param]
+    keys = [layouts.bucket_key(fsdp_param, dtype) for _, fsdp_param, dtype in by_param]
     return layouts.plan_buckets(slots, keys, is_mixed=layouts.is_mixed(fsdp_params))
 
 
@@ -102,26 +114,6 @@ def make_slot(
     is_direct = can_be_direct(fsdp_param, dtype, min_nbytes, reduces=True)
     dim, num_pieces = fsdp_param.fsdp_placement.dim, count_pieces(fsdp_param, dtype)
     return ReduceSlot(index, grad_dtype, numel, dim, is_direct, num_pieces)
-
-
-def _promote(
-    fsdp_params: Sequence[FSDPParam],
-    reduce_dtypes: dict[int, torch.dtype],
-    earlier: Iterable[tuple[int, torch.dtype]],
-) -> None:
-    """
-    Reduces gradients of one storage dtype without a policy's reduce dtype in a dtype
-    that holds all of theirs, and of partial reduces, as the release does in a unit.
-    """
-    # Each dtype once, as two equal float8 dtypes cannot be promoted
-    dtypes: dict[torch.dtype, dict[torch.dtype, None]] = {}
-    for i, dtype in (*reduce_dtypes.items(), *earlier):
-        if fsdp_params[i].mp_policy.reduce_dtype is None:
-            dtypes.setdefault(fsdp_params[i].sharded_param.dtype, {})[dtype] = None
-    for i in reduce_dtypes:
-        if fsdp_params[i].mp_policy.reduce_dtype is None:
-            to_hold = dtypes[fsdp_params[i].sharded_param.dtype]
-            reduce_dtypes[i] = functools.reduce(torch.promote_types, to_hold)
 
 
 # Gradients of the unsharded parameters #

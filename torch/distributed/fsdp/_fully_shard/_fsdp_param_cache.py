@@ -36,7 +36,7 @@ _get_dtype = attrgetter("dtype")
 
 
 class SplitSizes(list[int]):
-    """The split sizes in a gather's result, with what else the copy-out needs."""
+    """A gather's split sizes, with all else that its copy-out needs."""
 
     layout: layouts.GatherLayout
     state: ShardedState  # that was gathered from
@@ -44,9 +44,8 @@ class SplitSizes(list[int]):
 
 class GatherPlan:
     """
-    A gather's layout and copies. Each input is cast to its compute dtype, unless that is
-    None. ``counts`` says how many inputs each parameter has, None: one. Parameters of
-    ``min_nbytes`` or more are direct, None: none is.
+    A gather's layout and copies. Inputs are cast to ``compute_dtypes``, where not None.
+    ``counts``: how many each parameter has, None: one. ``min_nbytes``: see `can_be_direct`.
     """
 
     def __init__(
@@ -58,14 +57,12 @@ class GatherPlan:
         counts: list[int] | None = None,
         min_nbytes: int | None = None,
     ):
-        # The plan is replaced if this changes
         self.made_for = stored_dtypes, compute_dtypes, numels, counts, min_nbytes
         pairs = zip(compute_dtypes, stored_dtypes, strict=True)
         dtypes = [compute_dtype or stored for compute_dtype, stored in pairs]
         counts = counts or [1] * len(dtypes)
         starts = [*accumulate(counts, initial=0)]
-        # The direct parameters, each with the position of its input, their pieces, and
-        # which of them are cast
+        # Direct parameters with their input's position, their pieces, and which are cast
         self.direct: list[tuple[int, int]] = []
         self.direct_pieces: list[int] = []
         self.direct_casts: list[int] = []
@@ -136,24 +133,23 @@ def _get_extended_shards(
 
 
 def _check_dtypes(fsdp_param: FSDPParam, dtypes: list[torch.dtype]) -> None:
-    """Raises if dtypes have changed: autograd still holds views of the outputs."""
-    made_in = [output.dtype for output in fsdp_param.all_gather_outputs]
-    if made_in and made_in != dtypes:
-        name = fsdp_param._param_fqn or fsdp_param._module_info.param_name
-        before, now = (", ".join(map(str, d)) for d in (made_in, dtypes))
-        raise RuntimeError(
-            f"{name} was gathered in {before} before, but is now {now}. Cast a model, "
-            "by to() or load_state_dict(assign=True), only before its first forward"
-        )
+    """Raises if the dtype has changed: autograd still has views of the output."""
+    for output, dtype in zip(fsdp_param.all_gather_outputs, dtypes):
+        if output.dtype != dtype:
+            name = fsdp_param._param_fqn or fsdp_param._module_info.param_name
+            raise RuntimeError(
+                f"{name} was gathered in {output.dtype} before, but is now {dtype}. Cast a "
+                "model, by to() or load_state_dict(assign=True), before its first forward"
+            )
 
 
 class Columns(NamedTuple):
-    """What a gather's buffer, with a row for each rank, is copied out to."""
+    """Where a gather's buffer, with a row for each rank, is copied out to."""
 
     layout: layouts.GatherLayout  # of a row
-    tensors: list[torch.Tensor]  # (ranks, size), views of the outputs
+    tensors: list[torch.Tensor]  # (world_size, size), views of the outputs
     sizes: list[int]
-    # Parameters that a temporary is reordered for, this and the output
+    # (parameter, temporary, output that this is reordered to)
     reordered: list[tuple[FSDPParam, torch.Tensor, torch.Tensor]]
 
 
@@ -161,11 +157,9 @@ class GatherOutputs:
     """The all-gather outputs of all parameters, which resizing their storages frees."""
 
     def __init__(self, fsdp_params: Sequence[FSDPParam]):
-        # A parameter that gets new outputs gets them in a new list
         self.lists = [fsdp_param.all_gather_outputs for fsdp_param in fsdp_params]
         self.tensors = [*chain.from_iterable(self.lists)]
         self.owners = [p for p in fsdp_params for _ in p.all_gather_outputs]
-        # What the last gather in a state was copied out to
         self.columns: dict[ShardedState, Columns] = {}
         self.storages = [(t.untyped_storage(), t.nbytes) for t in self.tensors]
 
@@ -183,7 +177,6 @@ class ParamGroupCache:
     def __init__(
         self, fsdp_params: Iterable[FSDPParam], memory: DirectMemory | None = None
     ):
-        # Their class has other attributes in each release
         self.fsdp_params: list[Any] = [*fsdp_params]
         self.direct_memory = memory or DirectMemory()
         self._local_classes: list[type] = []
@@ -236,15 +229,15 @@ class ParamGroupCache:
         return tensors, plan
 
     def _make_plan(self, previous: GatherPlan | None, *made_for: Any) -> GatherPlan:
-        params, plan = self.fsdp_params, GatherPlan(self.fsdp_params, *made_for)
-        for i, fsdp_param in enumerate(params):
+        plan = GatherPlan(self.fsdp_params, *made_for)
+        for i, fsdp_param in enumerate(self.fsdp_params):
             if not has_extension(fsdp_param):
                 _check_dtypes(fsdp_param, plan.dtypes[i])
             # It may quantize by row in forward, and by column in backward. As many
             # bytes keep the dtype of the first gather, whatever they are viewed in
             elif previous and plan.nbytes_of(i) != previous.nbytes_of(i):
                 fsdp_param.all_gather_outputs = []
-        state = plan.split_sizes.state = params[0].sharded_state
+        state = plan.split_sizes.state = self.fsdp_params[0].sharded_state
         self.plans[state] = plan
         return plan
 
@@ -316,19 +309,16 @@ class ParamGroupCache:
         if self._free_together():
             params = [p.sharded_param for p in self.fsdp_params]
             self._register(params, ShardedState.SHARDED)
-        else:
-            self._to_sharded_apart()
-        return []
-
-    def _to_sharded_apart(self) -> None:
-        """Lets each parameter free its own memory, but for that of a direct gather."""
-        allocated = self.direct_memory.allocated
+            return []
         for fsdp_param in self.fsdp_params:
             outputs = fsdp_param.all_gather_outputs
+            # All but the memory of a direct gather, which is still read
+            allocated = self.direct_memory.allocated
             if any(t.untyped_storage()._cdata in allocated for t in outputs):
                 fsdp_param.all_gather_outputs = []
             fsdp_param.to_sharded()
             fsdp_param.all_gather_outputs = outputs
+        return []
 
     def _to_sharded_post_forward(self) -> list[Any]:
         self.keep_requires_grad()
@@ -342,11 +332,10 @@ class ParamGroupCache:
             fsdp_param.sharded_state = state
 
     def _free_together(self) -> bool:
-        """Frees all outputs, or returns False if parameters have to do so themselves."""
-        params, outputs = self.fsdp_params, self.outputs
-        keeps = RELEASE.may_keep_storage and any(
-            p.keep_unsharded_storage for p in params
-        )
+        """Frees all outputs, or returns False if each parameter has to do so itself."""
+        outputs = self.outputs
+        params = self.fsdp_params if RELEASE.may_keep_storage else ()
+        keeps = any(p.keep_unsharded_storage for p in params)
         if outputs is None or self._has_extensions or keeps:
             return False
         allocated = self.direct_memory.allocated
@@ -356,7 +345,7 @@ class ParamGroupCache:
         return True
 
     def watch(self) -> None:
-        """Notes, while parameters stay unsharded, what shows writes to a shard."""
+        """Notes marks of a shard, whose parameters stay unsharded, see `find_written`."""
         is_noted = self.watched and self.watched[0] is self._registered
         if self.watched is not False and not is_noted:
             fsdp_param = max(self.fsdp_params, key=_get_sharded_requires_grad)
