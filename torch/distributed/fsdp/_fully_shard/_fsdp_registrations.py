@@ -6,7 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import chain, repeat
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 import torch.nn as nn
 from torch import Tensor
@@ -18,6 +18,10 @@ from ._fsdp_errors import check_param, listed, note_registered, note_sharding
 from ._fsdp_param import FSDPParam, ParamModuleInfo
 from ._fsdp_policies import resolve_all
 from ._fsdp_releases import IS_2_15
+
+
+if TYPE_CHECKING:
+    from ._fsdp_param_group import FSDPParamGroup
 
 
 def _get_param_module_infos(
@@ -39,7 +43,7 @@ def _get_param_module_infos(
 
 
 def shard_params(
-    group: Any, params: list[nn.Parameter], shard_placement_fn: Callable | None
+    group: Any, params: list[nn.Parameter], placement_fn: Callable | None
 ) -> list[FSDPParam]:
     infos = _get_param_module_infos(params, group.modules)
     names = get_param_names(infos, group.modules)
@@ -47,14 +51,12 @@ def shard_params(
     policies = resolve_all(group.mp_policy or MixedPrecisionPolicy(), params, names)
     fsdp_params: list[FSDPParam] = []
     group._hooked = {}  # parameters that lose hooks, and whether of `register_hook`
-    places = group.mesh_info, group.post_forward_mesh_info, group.device
-    for param, info, policy in zip(params, infos, policies, strict=True):
-        settings = shard_placement_fn, policy, group.offload_policy
+    places = group.mesh_info, group.post_forward_mesh_info, group.device, placement_fn
+    for param, info, name, policy in zip(params, infos, names, policies, strict=True):
         try:
-            fsdp_param = FSDPParam(param, info, *places, *settings)
+            fsdp_param = FSDPParam(param, info, *places, policy, group.offload_policy)
         except Exception as error:
-            name = get_param_names([info], group.modules, with_class=True)
-            note_sharding(error, param, *name)
+            note_sharding(error, param, f"{name} of unit '{group._unit_name}'")
             raise
         if not IS_2_15 and param.grad_dtype != param.dtype:
             fsdp_param.sharded_param.grad_dtype = param.grad_dtype
@@ -66,35 +68,32 @@ def shard_params(
 
 
 def get_param_names(
-    infos: Sequence[ParamModuleInfo],
-    modules: tuple[nn.Module, ...],
-    *,
-    with_class: bool = False,
+    infos: Sequence[ParamModuleInfo], modules: tuple[nn.Module, ...]
 ) -> list[str]:
-    """Returns each parameter's name in one of ``modules``, or that and its class."""
-    places: dict[nn.Module, tuple[str, str]] = {}
+    """Returns each parameter's name in the first of ``modules`` that has it."""
+    prefixes: dict[nn.Module, str] = {}
     for module in modules:
         for prefix, submodule in module.named_modules():
-            places.setdefault(submodule, (prefix, type(module).__name__))
-    names = []
-    for info in infos:
-        prefix, class_name = places.get(info.module, ("", type(info.module).__name__))
-        name = f"{prefix}.{info.param_name}".lstrip(".")
-        names.append(f"{name} of {class_name}" if with_class else name)
-    return names
+            prefixes.setdefault(submodule, prefix)
+    names = (f"{prefixes.get(info.module, '')}.{info.param_name}" for info in infos)
+    return [name.lstrip(".") for name in names]
 
 
-def fqns_of(group: Any, *fsdp_params: FSDPParam, with_class: bool = True) -> list[str]:
+def fqns_of(
+    group: FSDPParamGroup, *fsdp_params: FSDPParam, with_class: bool = True
+) -> list[str]:
     """Returns the names of some of a group's parameters, by default of all."""
-    fsdp_params = fsdp_params or group.fsdp_params
+    fsdp_params = fsdp_params or tuple(group.fsdp_params)
     fqns: list[Any] = [fsdp_param._param_fqn for fsdp_param in fsdp_params]
     if None not in fqns:
         return fqns
     # Before the root's lazy init, and where it did not find what users have replaced
     infos = [fsdp_param._module_info for fsdp_param in fsdp_params]
-    fqn = group._module_fqn if len(group.modules) == 1 else None
-    names = get_param_names(infos, group.modules, with_class=with_class and fqn is None)
-    return [f"{fqn}.{name}" if fqn else name for name in names]
+    names, fqn = get_param_names(infos, group.modules), group._module_fqn
+    if fqn is not None and len(group.modules) == 1:
+        return [f"{fqn}.{name}".lstrip(".") for name in names]
+    unit = f" of unit '{group._unit_name}'" if with_class else ""
+    return [name + unit for name in names]
 
 
 def places_of(fsdp_params: Sequence[FSDPParam]) -> list[tuple[nn.Module, str, int]]:
@@ -118,7 +117,7 @@ def register(places: Sequence[tuple], params: Sequence[nn.Parameter]) -> None:
             setattr(module, name, params[i])
 
 
-def watch_loads(group: Any) -> None:
+def watch_loads(group: FSDPParamGroup) -> None:
     """Resets each parameter after its module has loaded a state dict."""
     for fsdp_param in group.fsdp_params:
         fsdp_param._post_load_hook_handle.remove()
@@ -126,7 +125,7 @@ def watch_loads(group: Any) -> None:
         fsdp_param._post_load_hook_handle = add_hook(_make_reset(group, fsdp_param))
 
 
-def register_state_dict_hooks(group: Any) -> None:
+def register_state_dict_hooks(group: FSDPParamGroup) -> None:
     """Reshards before state dicts are saved and loaded, which hold shards."""
     save_handles = group._module_to_pre_save_state_dict_hook_handle
     load_handles = group._module_to_pre_load_state_dict_hook_handle
@@ -142,7 +141,7 @@ def register_state_dict_hooks(group: Any) -> None:
             load_handles[module] = module._register_load_state_dict_pre_hook(reshard)
 
 
-def reset_sharded_params(group: Any) -> None:
+def reset_sharded_params(group: FSDPParamGroup) -> None:
     for fsdp_param, fqn in zip(group.fsdp_params, fqns_of(group)):
         _make_reset(group, fsdp_param)()
         check_param(fsdp_param, fqn)
@@ -153,7 +152,7 @@ def reset_sharded_params(group: Any) -> None:
         _warn_of_late_params(group)
 
 
-def _make_reset(group: Any, fsdp_param: FSDPParam) -> Callable[..., None]:
+def _make_reset(group: FSDPParamGroup, fsdp_param: FSDPParam) -> Callable[..., None]:
     """
     Returns a function that makes what users have loaded, replaced, cast or materialized
     the sharded parameter. It is a closure, because deepcopy of the user's module, whose
@@ -165,19 +164,13 @@ def _make_reset(group: Any, fsdp_param: FSDPParam) -> Callable[..., None]:
         if (group := reference()) is None:
             return fsdp_param.reset_sharded_param()
         previous = fsdp_param.sharded_param
-        # Loading comes here for each parameter, few of which have one
-        has_grad_dtype = fsdp_param in group._grad_dtypes or (
-            previous.is_leaf and previous.grad_dtype != previous.dtype
-        )
-        if has_grad_dtype:
-            keep_grad_dtypes(group, fsdp_param)
+        keep_grad_dtypes(group, fsdp_param)
         try:
             fsdp_param.reset_sharded_param()
         except Exception as error:
             note_registered(error, fsdp_param, *fqns_of(group, fsdp_param))
             raise
-        if has_grad_dtype:
-            keep_grad_dtypes(group, fsdp_param)  # on the new parameter
+        keep_grad_dtypes(group, fsdp_param)  # on the new parameter
         param: Any = fsdp_param.sharded_param
         if param is not previous:
             group._cache.buckets.clear()  # which have the previous one's dtypes
@@ -188,7 +181,7 @@ def _make_reset(group: Any, fsdp_param: FSDPParam) -> Callable[..., None]:
     return reset
 
 
-def keep_grad_dtypes(group: Any, *fsdp_params: FSDPParam) -> None:
+def keep_grad_dtypes(group: FSDPParamGroup, *fsdp_params: FSDPParam) -> None:
     """
     Restores a user's ``grad_dtype`` on a parameter that was loaded or cast since. If it
     is missing on the same local tensor, the user has unset it.
@@ -206,7 +199,7 @@ def keep_grad_dtypes(group: Any, *fsdp_params: FSDPParam) -> None:
             group._grad_dtypes[fsdp_param] = (shard, param.grad_dtype)
 
 
-def check_materialized(group: Any) -> None:
+def check_materialized(group: FSDPParamGroup) -> None:
     """Raises if parameters have no data yet, or not where they are offloaded to."""
     devices = (fsdp_param.sharded_param.device for fsdp_param in group.fsdp_params)
     named = [*zip(fqns_of(group), devices)]
@@ -271,7 +264,7 @@ def _warn_of_late_params(group: Any) -> None:
         )
 
 
-def warn_if_stale(group: Any) -> None:
+def warn_if_stale(group: FSDPParamGroup) -> None:
     """Warns if a unit computes with other values than its shards have by now."""
     fsdp_param = group._cache.find_written()
     if fsdp_param is None or not group._can_gather_directly():  # else it may round
