@@ -7,6 +7,7 @@ import copy
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import groupby
 from typing import Any
 
@@ -27,8 +28,8 @@ _logger = logging.getLogger("torch.distributed.fsdp.fully_shard.layout")
 _COLUMNS = "unit", "parameters", "elements", "stored in", "computes in"
 _COLUMNS += "bytes gathered", "reduced in", "bytes reduced", "divided by", "all-reduced"
 _ALIGNED = "<>><<><>>>"
-_COUNTED = "numel", "gathered_nbytes", "reduced_nbytes", "all_reduced_nbytes"
-_ADDED = *_COUNTED, "names", "direct"
+_SUMMED = "names", "direct", "numel"
+_SUMMED += "gathered_nbytes", "reduced_nbytes", "all_reduced_nbytes"
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,9 @@ def layout_summary(module: nn.Module) -> LayoutSummary:
 
     Args:
         module (nn.Module): The root, or any module that has units in it.
+
+    Raises:
+        ValueError: if there is no unit.
     """
     rows: list[LayoutRow] = []
     for group, names in groups_of(module, "layout_summary").items():
@@ -115,7 +119,7 @@ def _resolve_policies(group: Any, module: nn.Module) -> list[Any]:
     # A part of the model has fewer names, which may be names of other parts too
     num_names = len([*module.named_parameters(remove_duplicate=False)])
     is_whole = all(num_names >= len(t.by_fqn) for t in tables_of(group.mp_policy))
-    copies: list[Any] = [copy.copy(fsdp_param) for fsdp_param in group.fsdp_params]
+    copies: list[Any] = [*map(copy.copy, group.fsdp_params)]
     for fsdp_param, fqn in zip(copies, fqns, strict=True):
         earlier = [fsdp_param.mp_policy] if is_same_policy else []
         args = [fsdp_param.sharded_param], [fqn], is_whole, earlier
@@ -129,35 +133,38 @@ def _rows_of(group: Any, unit: str, params: Sequence[FSDPParam]) -> list[LayoutR
     world_size, replicas = (g.size() if g else 1 for g in group._reduce_groups())
     names = get_param_names([p._module_info for p in params], group.modules)
     plan = _get_plan(group, params) if world_size > 1 else None
-    direct = {i for i, _ in plan.direct} if plan else ()
-    by_param, gathered = _gathered_nbytes(plan, len(params), world_size)
+    gathered = 0 if world_size == 1 else None
+    by_param, direct = [gathered] * len(params), ()
+    if plan is not None:
+        by_param = [world_size * sum(plan.nbytes_of(i)) for i in range(len(params))]
+        direct = [i for i, _ in plan.direct]
+        gathered = world_size * sum(region.nbytes for region in plan.layout.regions)
+        gathered += sum(by_param[i] for i in direct)
     total = LayoutRow(unit, (), 0, gathered, 0, world_size, num_replicas=replicas)
     rows: list[LayoutRow] = []
-    named = zip(params, names, by_param, strict=True)
-    for i, (fsdp_param, name, nbytes) in enumerate(named):
-        numel = fsdp_param._orig_size.numel()
-        row = replace(total, names=(name,), numel=numel, gathered_nbytes=nbytes)
-        row = replace(row, direct=(name,) if i in direct else ())
+    for i, (fsdp_param, name) in enumerate(zip(params, names, strict=True)):
+        row = replace(total, names=(name,), direct=(name,) if i in direct else ())
+        row = replace(row, gathered_nbytes=by_param[i])
         rows.append(_with_dtypes(row, group, fsdp_param))
     rows.sort(key=_sort_key)
-    same_dtypes = [[*same] for _, same in groupby(rows, _sort_key)]
-    rows = [replace(same[0], **_sums(same, _ADDED)) for same in same_dtypes]
-    sums = _sums(rows, _COUNTED) | {"gathered_nbytes": gathered}
-    return [*rows, replace(total, **sums)]
+    rows = [reduce(_join, same) for _, same in groupby(rows, _sort_key)]
+    total = reduce(_join, rows, total)
+    return [*rows, replace(total, names=(), direct=(), gathered_nbytes=gathered)]
 
 
-def _sums(rows: Sequence[LayoutRow], names: Sequence[str]) -> dict[str, Any]:
-    """Returns what rows have together, None where one row does not know it."""
-    values = {name: [getattr(row, name) for row in rows] for name in names}
-    return {n: None if None in v else sum(v, type(v[0])()) for n, v in values.items()}
+def _join(row: LayoutRow, other: LayoutRow) -> LayoutRow:
+    """Adds what another row has to a row, None where one of them does not know it."""
+    sums: dict[str, Any] = {}
+    for name in _SUMMED:
+        mine, others = getattr(row, name), getattr(other, name)
+        sums[name] = None if None in (mine, others) else mine + others
+    return replace(row, **sums)
 
 
 def _get_plan(group: Any, params: Sequence[FSDPParam]) -> GatherPlan | None:
     """Returns the gather's plan, None if only the first gather of an extension shows it."""
-    if (plan := group._cache.plans.get(ShardedState.SHARDED)) is not None:
-        return plan
     if any(p.mp_policy is None or has_extension(p) for p in params):
-        return None
+        return group._cache.plans.get(ShardedState.SHARDED)
     dtypes = [layouts.dtypes_of(fsdp_param).compute for fsdp_param in params]
     numels = [p.padded_sharded_param_size.numel() for p in params]
     min_nbytes = group._direct_memory.min_nbytes
@@ -165,34 +172,21 @@ def _get_plan(group: Any, params: Sequence[FSDPParam]) -> GatherPlan | None:
     return GatherPlan(params, dtypes, [None] * len(params), numels, None, min_nbytes)
 
 
-def _gathered_nbytes(
-    plan: GatherPlan | None, num_params: int, world_size: int
-) -> tuple[Sequence[int | None], int | None]:
-    """Returns the bytes of each parameter, and of all with padding, if known."""
-    if plan is None:
-        nbytes = 0 if world_size == 1 else None
-        return [nbytes] * num_params, nbytes
-    by_param = zip(plan.dtypes, plan.numels, strict=True)
-    sizes = [sum(d.itemsize * n for d, n in zip(*pair)) for pair in by_param]
-    nbytes = sum(region.nbytes for region in plan.layout.regions)
-    nbytes += sum(sizes[i] for i, _ in plan.direct)
-    return [world_size * n for n in sizes], world_size * nbytes
-
-
 def _with_dtypes(row: LayoutRow, group: Any, fsdp_param: FSDPParam) -> LayoutRow:
     """Returns the row of a parameter with its dtypes, and how its gradient is divided."""
     stored = tuple(dict.fromkeys(_inner_dtypes(fsdp_param._sharded_local_tensor)))
+    row = replace(row, numel=fsdp_param._orig_size.numel(), stored_dtypes=stored)
     has_two = row.shard_world_size > 1 and row.num_replicas > 1
     if fsdp_param.mp_policy is None:
-        unknown = {"reduced_nbytes": None, "all_reduced_nbytes": None if has_two else 0}
-        return replace(row, stored_dtypes=stored, **unknown)
+        all_reduced = None if has_two else 0
+        return replace(row, reduced_nbytes=None, all_reduced_nbytes=all_reduced)
     dtypes, factor = layouts.dtypes_of(fsdp_param), group.gradient_divide_factor
-    row = replace(row, stored_dtypes=stored, compute_dtype=dtypes.compute)
+    row = replace(row, compute_dtype=dtypes.compute)
     if not fsdp_param.sharded_param.requires_grad:
         return row
-    is_sum, device_type = group.force_sum_reduction_for_comms, group.device.type
     scatter_group, replicate_group = group._reduce_groups()
-    scaling = Scaling(scatter_group, replicate_group, device_type, factor, is_sum)
+    settings = group.device.type, factor, group.force_sum_reduction_for_comms
+    scaling = Scaling(scatter_group, replicate_group, *settings)
     before, after, *_ = get_divide_factors((dtypes.reduce, dtypes.comm), scaling)
     sent_dtype = (row.shard_world_size > 1 and dtypes.comm) or dtypes.reduce
     numel = fsdp_param.padded_sharded_param_size.numel()
@@ -228,16 +222,18 @@ def _sort_key(row: LayoutRow) -> tuple:
 
 
 def _cells(row: LayoutRow) -> list[str]:
-    stored = compute = reduced = factor = ""
-    replicas, all_reduced = row.num_replicas, row.all_reduced_nbytes
-    if row.names:
-        stored, compute = " + ".join(map(str, row.stored_dtypes)), row.compute_dtype
-        reduced = "?" if compute is None else "(frozen)"
-    if row.reduce_dtype is not None:
+    stored, compute = " + ".join(map(str, row.stored_dtypes)), row.compute_dtype
+    reduced, all_reduced, factor = "(frozen)", row.all_reduced_nbytes, ""
+    if not row.names:
+        compute = reduced = ""
+    elif compute is None:
+        reduced = "?"
+    elif row.reduce_dtype is not None:
         verb = "sent in" if row.shard_world_size > 1 else "cast to"
         reduced = layouts.describe_key((row.reduce_dtype, row.comm_dtype), verb)
         if all_reduced:
-            all_reduced = f"{all_reduced:,} in {row.reduce_dtype}, {replicas} ranks"
+            ranks = f"{row.num_replicas} ranks"
+            all_reduced = f"{all_reduced:,} in {row.reduce_dtype}, {ranks}"
         factor = f"{row.divided_by:g}"
         if row.before not in (None, 1) and row.after not in (None, 1):
             factor += f" ({row.before:g}, then {row.after:g})"
