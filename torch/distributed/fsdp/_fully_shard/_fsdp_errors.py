@@ -10,13 +10,17 @@ Only what would be silently wrong, or hang some ranks, is checked.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from ._fsdp_param import FSDPParam
 from ._fsdp_policies import REDUCIBLE
+
+
+if TYPE_CHECKING:
+    from ._fsdp_reduce import BucketGrads
 
 
 def add_note(error: BaseException, note: str) -> None:
@@ -98,12 +102,12 @@ def note_extension(
     add_note(error, f"{method} of {name} failed, or did not return {result}")
 
 
-def note_reduction(error: Exception, parts: Sequence[Any]) -> None:
-    """``parts``: the ``BucketGrads`` in whose reduction the error was raised."""
+def note_reduction(error: Exception, parts: Sequence[BucketGrads]) -> None:
+    """Names the gradients in whose reduction the error was raised."""
     names = [str(p._param_fqn) for part in parts for p in part.fsdp_params]
     dtypes = dict.fromkeys(part.bucket.dtype for part in parts)
     note = f"Raised while reducing the gradients of {listed(names)} in "
-    note += listed([*map(str, dtypes)], " and ")
+    note += " and ".join(map(str, dtypes))
     if not dtypes.keys() <= {*REDUCIBLE}:
         note += ". If that cannot be averaged, set reduce_dtype to torch.float32"
     if parts[0].bucket.comm_dtype is not None:
