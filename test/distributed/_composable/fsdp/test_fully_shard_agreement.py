@@ -300,8 +300,10 @@ class TestRanksDisagree(AgreementTest):
         policy = MixedPrecisionPolicy(BF16 if self.rank % 2 == 0 else FP32)
         fully_shard(model, mp_policy=policy, mesh=mesh)
         # Before the root's forward nobody knows what the unit is called
-        text = "of a unit:(?s:.*)0.gate of FSDPChain computes in torch.bfloat16, .* on "
-        text += "rank {}; .* computes in torch.float32, .* on rank {}"
+        text = (
+            "of a unit:(?s:.*)0.gate of unit 'FSDPChain' computes in torch.bfloat16, "
+        )
+        text += ".* on rank {}; .* computes in torch.float32, .* on rank {}"
         with self.assertRaisesRegex(RuntimeError, text.format(*ranks)):
             model.unshard()
         dist.barrier()

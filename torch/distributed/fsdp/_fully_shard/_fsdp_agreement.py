@@ -5,7 +5,7 @@ Compares ranks before they gather or reduce a unit.
 Ranks that disagree would hang, crash, or sum the wrong elements. So they are compared
 where every rank is about to issue a collective over the same group:
 
-- Before a unit's first gather: what it gathers, and whether it will gather again in
+- Before a unit's first gather: which parameters, and whether it will gather again in
   backward. Lazy init is too early: one rank may evaluate replicated parameters alone,
   or call ``unshard`` where the others start with a forward.
 - Before a reduction with a pattern (which parameters have a gradient, reduced in which
@@ -25,7 +25,7 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TYPE_CHECKING, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -36,19 +36,21 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ._fsdp_api import AllGather
 from ._fsdp_direct import shards_evenly
 from ._fsdp_errors import add_note, listed
-from ._fsdp_layout import BucketKey, describe_key, dtypes_of, ReduceBucket
+from ._fsdp_layout import describe_key, dtypes_of, ReduceBucket
 from ._fsdp_registrations import fqns_of
 from ._fsdp_scaling import backend_name
+
+
+if TYPE_CHECKING:
+    from ._fsdp_param_group import FSDPParamGroup
 
 
 # Bound at import, so that functions that users patch in `dist` do not see comparisons
 all_gather_single = dist.all_gather_single
 _SWITCH = "TORCH_FSDP_CHECK_RANKS_AGREE"
 _MAX_PATTERNS = 8  # of one unit over one group
-# Which parameters of a unit have a gradient, by position, and what each is reduced in
-_Pattern: TypeAlias = tuple[tuple[int, BucketKey], ...]
 # What a rank announces: a line for the unit, each parameter and the unit's state. A line
-# is a name, which may differ between ranks, and a text, "" if this rank does not know it
+# is a name, which may differ between ranks, and a string, "" if the rank does not know it
 _Lines: TypeAlias = list[tuple[str, str]]
 # How many comparisons a group has made: the same on its ranks, also after one that failed
 _num_comparisons: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
@@ -78,14 +80,14 @@ _HANG_ADVICE = (
 class UnitAgreement:
     """Checks that all ranks are about to do the same for a param group."""
 
-    def __init__(self, param_group: Any):
+    def __init__(self, param_group: FSDPParamGroup):
         self._param_group = param_group
         _mode()  # raises if it is unknown
         # Whether gathers have been compared, and are not compared again
         self.has_compared_gathers = False
         # By group: the number of its first equal comparison, as names may differ by rank
         self._numbers: dict[dist.ProcessGroup, int] = {}
-        self._patterns: dict[dist.ProcessGroup, set[_Pattern]] = {}
+        self._patterns: dict[dist.ProcessGroup, set[frozenset]] = {}
         # What `check_reductions` has found to be agreed on: a steady loop repeats it
         self.agreed: Any = None
 
@@ -101,18 +103,20 @@ class UnitAgreement:
         that this one reduces them with, and whether it all-reduces.
         """
         scatter_group, replicate_group, comm, all_reduces = settings
-        checks = getattr(comm, "needs_all_ranks", False)
-        groups = [scatter_group] if checks and scatter_group is not None else []
-        if all_reduces and replicate_group is not None:
-            groups.append(replicate_group)
-        always, pattern = _mode() == "always", _pattern_of(buckets)
-        is_agreed = not always or not groups
-        for group in groups if pattern else ():  # else nothing is sent
+        scatters = scatter_group is not None and getattr(comm, "needs_all_ranks", False)
+        groups = [scatter_group] * scatters
+        groups += [replicate_group] * (all_reduces and replicate_group is not None)
+        pattern = frozenset(
+            (i, bucket.key) for bucket in buckets for i in bucket.params
+        )
+        is_agreed, always = True, _mode() == "always"
+        for group in groups:
             known = self._patterns.setdefault(group, set())
             is_new = pattern not in known and len(known) < _MAX_PATTERNS
             if always or is_new:
-                lines = _announce(self._param_group, pattern)
-                is_agreed &= (has_compared := self._compare(group, lines))
+                lines = _announce(self._param_group, buckets)
+                has_compared = self._compare(group, lines)
+                is_agreed &= has_compared and not always
                 if is_new and has_compared:
                     known.add(pattern)
         if is_agreed:
@@ -123,8 +127,7 @@ class UnitAgreement:
     ) -> None:
         """Adds what a backend does not know to an error in a gather or a reduction."""
         with contextlib.suppress(Exception):  # the error comes first
-            pattern = None if buckets is None else _pattern_of(buckets)
-            _add_note(error, _announce(self._param_group, pattern))
+            _add_note(error, _announce(self._param_group, buckets))
 
     def _compare(self, group: dist.ProcessGroup, mine: _Lines) -> bool:
         """Compares ranks by an all-gather of 32 bytes. Returns False while tracing."""
@@ -164,14 +167,16 @@ class UnitAgreement:
         return True
 
 
-def _announce(group: Any, pattern: _Pattern | None = None) -> _Lines:
-    """Returns what is known before a gather, or before a reduction with a pattern."""
+def _announce(
+    group: FSDPParamGroup, buckets: Sequence[ReduceBucket] | None = None
+) -> _Lines:
+    """Returns what is known before a gather, or before a reduction of buckets."""
     params, fqn = group.fsdp_params, group._module_fqn
     unit = "a unit" if fqn is None else f"unit '{fqn or '(root)'}'"
     size, state = f"{len(params)} parameters", ""
     if (min_nbytes := group._direct_memory.min_nbytes) is not None:
         size += f", those of {min_nbytes} bytes or more coalesced"
-    if pattern is None:
+    if buckets is None:
         verb, texts = _GATHERED, [f"computes in {dtypes_of(p).compute}" for p in params]
         # Before lazy init the root is unknown, and evaluation gathers only once
         if fqn is not None and torch.is_grad_enabled():
@@ -182,10 +187,12 @@ def _announce(group: Any, pattern: _Pattern | None = None) -> _Lines:
     else:
         verb, texts = "is reduced", [_NO_GRADIENT] * len(params)
         size += f", {group.reduce_bucket_cap or 'no reduce bucket cap'}"
-        for i, key in pattern:
-            texts[i] = f"gets a gradient, reduced in {describe_key(key)}"
+        for bucket in buckets:
+            for i in bucket.params:
+                texts[i] = f"gets a gradient, reduced in {describe_key(bucket.key)}"
         # A rank whose shard is empty may have no gradient
-        on_all = [params[i] for i, _ in pattern if shards_evenly(params[i])]
+        on_all = [p for p, text in zip(params, texts) if text is not _NO_GRADIENT]
+        on_all = [*filter(shards_evenly, on_all)]
         if _mode() == "always" and on_all:
             has_earlier = on_all[0].sharded_param.grad is not None
             state = f"has {'' if has_earlier else 'no '}earlier gradients to add to"
@@ -194,11 +201,6 @@ def _announce(group: Any, pattern: _Pattern | None = None) -> _Lines:
         for text, p in zip(texts, params, strict=True)
     ]
     return [(unit, f"{verb} ({size})"), *zip(fqns_of(group), texts), (unit, state)]
-
-
-def _pattern_of(buckets: Sequence[ReduceBucket]) -> _Pattern:
-    keys = {i: bucket.key for bucket in buckets for i in bucket.params}
-    return tuple(sorted(keys.items()))
 
 
 def _mode() -> str:
@@ -217,7 +219,7 @@ def _has_others(group: dist.ProcessGroup, device: torch.device) -> bool:
     return backend_name(group, device) != "fake"
 
 
-def _is_traced(group: Any) -> bool:
+def _is_traced(group: FSDPParamGroup) -> bool:
     """Whether what a param group issues now is recorded or simulated, and not run."""
     if group.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return True
@@ -247,10 +249,10 @@ def _raise_if_different(by_rank: Mapping[int, _Lines]) -> None:
     if any(params) and not unit:  # where units differ, their parameters say no more
         differences = [*filter(None, params)]
         units = [*dict.fromkeys(name for name, _ in columns[0].values())]
-        what, advice = "parameters", _PARAM_ADVICE
+        kind, advice = "parameters", _PARAM_ADVICE
         if any(_NO_GRADIENT in difference for difference in differences):
-            what, advice = "gradients", _GRADIENT_ADVICE
-        title = f"Ranks disagree about the {what} of {' and '.join(units)}"
+            kind, advice = "gradients", _GRADIENT_ADVICE
+        title = f"Ranks disagree about the {kind} of {' and '.join(units)}"
         advice += f" {_UNIT_ADVICE}" if len(units) > 1 else ""
     if any(differences):
         listing = listed(differences, separator="\n  ")
