@@ -170,10 +170,21 @@ def allocate(
     *,
     gathers: bool = False,
 ) -> Tensor:
-    """Returns a 1D buffer from ``comm``. A reduction's may have another dtype."""
+    """Returns a buffer from ``comm``. A reduction's may have another dtype."""
     buffer = comm.allocate((numel,), dtype=dtype, device=device)
-    if type(comm) in _DEFAULTS:
-        return buffer
+    if type(comm) not in _DEFAULTS:
+        _check_buffer(comm, buffer, numel, dtype, device, gathers)
+    return buffer
+
+
+def _check_buffer(
+    comm: AllGather | ReduceScatter,
+    buffer: Tensor,
+    numel: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    gathers: bool,
+) -> None:
     has_dtype = buffer.dtype == dtype or not gathers
     if buffer.numel() != numel or buffer.device.type != device.type or not has_dtype:
         raise ValueError(
@@ -181,7 +192,6 @@ def allocate(
             f"{buffer.dtype} on {buffer.device}: return {numel} contiguous elements of "
             f"{dtype} on {device}"
         )
-    return buffer
 
 
 _DEFAULTS = (DefaultAllGather, DefaultReduceScatter)
