@@ -33,6 +33,7 @@ _get_requires_grad = attrgetter("requires_grad")
 _get_sharded_requires_grad = attrgetter("sharded_param.requires_grad")
 _get_unsharded_param = attrgetter("_unsharded_param")
 _get_dtype = attrgetter("dtype")
+_get_keeps = attrgetter("keep_unsharded_storage")  # since 2.15
 
 
 class SplitSizes(list[int]):
@@ -334,8 +335,7 @@ class ParamGroupCache:
     def _free_together(self) -> bool:
         """Frees all outputs, or returns False if each parameter has to do so itself."""
         outputs = self.outputs
-        params = self.fsdp_params if RELEASE.may_keep_storage else ()
-        keeps = any(p.keep_unsharded_storage for p in params)
+        keeps = RELEASE.may_keep_storage and any(map(_get_keeps, self.fsdp_params))
         if outputs is None or self._has_extensions or keeps:
             return False
         allocated = self.direct_memory.allocated

@@ -90,7 +90,6 @@ from ._fsdp_param_cache import ParamGroupCache
 from ._fsdp_policies import resolve_all, tables_of
 from ._fsdp_reduce import _default_reduce_scatter_input_fn, reduce_buckets, Reduction
 from ._fsdp_registrations import _get_param_module_infos, fqns_of  # noqa: F401
-from ._fsdp_releases import RELEASE
 from ._fsdp_summary import log_layout
 
 
@@ -345,13 +344,14 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
 
     def _can_gather_directly(self) -> bool:
         """Whether the next gather may be direct, see [Note: Direct gathers]."""
-        params: list[Any] = self.fsdp_params if RELEASE.may_keep_storage else []
         return (
             type(self._all_gather_comm) is comms.DefaultAllGather
             and (foreach_all_gather_copy_out, self._all_gather_output_fn)
             == _DEFAULT_COPY_OUT
             and not self._use_post_forward_mesh
-            and not any(p.keep_unsharded_storage for p in params)
+            and not any(
+                getattr(p, "keep_unsharded_storage", False) for p in self.fsdp_params
+            )
         )
 
     @releases.not_type_checked
