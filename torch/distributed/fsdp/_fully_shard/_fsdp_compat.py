@@ -346,4 +346,4 @@ def _plan_one_bucket(
 
 def _common(dtypes: Sequence[torch.dtype | None]) -> torch.dtype | None:
     """Returns the dtype that all have, None if they have several."""
-    return dtypes[0] if dtypes and all(d == dtypes[0] for d in dtypes) else None
+    return dtypes[0] if dtypes and dtypes.count(dtypes[0]) == len(dtypes) else None

@@ -33,6 +33,7 @@ _get_requires_grad = attrgetter("requires_grad")
 _get_sharded_requires_grad = attrgetter("sharded_param.requires_grad")
 _get_unsharded_param = attrgetter("_unsharded_param")
 _get_dtype = attrgetter("dtype")
+_get_policy_and_param = attrgetter("mp_policy", "sharded_param")
 _get_keeps = attrgetter("keep_unsharded_storage")  # since 2.15
 
 
@@ -77,7 +78,7 @@ class GatherPlan:
         spans = [*zip(starts, starts[1:])]
         self.dtypes = [dtypes[start:end] for start, end in spans]
         self.numels = [numels[start:end] for start, end in spans]
-        is_mixed = any(d != self.dtypes[0] for d in self.dtypes)
+        is_mixed = self.dtypes.count(self.dtypes[0]) != len(self.dtypes)
         self.layout = layouts.plan_gather(
             dtypes, numels, is_mixed=is_mixed, direct=[k for _, k in self.direct]
         )
@@ -98,7 +99,7 @@ def get_shards(fsdp_params: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def has_extension(fsdp_param: FSDPParam) -> bool:
-    makes_inputs = hasattr(fsdp_param._sharded_local_tensor, "fsdp_pre_all_gather")
+    makes_inputs = hasattr(_get_local_tensor(fsdp_param), "fsdp_pre_all_gather")
     return makes_inputs or hasattr(fsdp_param, "_extensions_data")
 
 
@@ -181,8 +182,9 @@ class ParamGroupCache:
         self.fsdp_params: list[Any] = [*fsdp_params]
         self.direct_memory = memory or DirectMemory()
         self._local_classes: list[type] = []
-        self._has_extensions = any(map(has_extension, self.fsdp_params))
-        self.has_empty_params = any(p._orig_size.numel() == 0 for p in self.fsdp_params)
+        self._has_extensions = False  # as long as nothing has been gathered
+        sizes = [p._orig_size for p in self.fsdp_params]
+        self.has_empty_params = 0 in [*map(torch.Size.numel, sizes)]
         self._places = registrations.places_of(self.fsdp_params)
         # By the state that is gathered from
         self.plans: dict[ShardedState, GatherPlan] = {}
@@ -203,7 +205,7 @@ class ParamGroupCache:
         """Returns what the dtypes of a step and the buckets follow from."""
         return [
             (policy, p.device, p.dtype, p.grad_dtype, p.requires_grad)
-            for policy, p in ((p.mp_policy, p.sharded_param) for p in self.fsdp_params)
+            for policy, p in map(_get_policy_and_param, self.fsdp_params)
         ]
 
     def prepare_gather(self) -> tuple[list[torch.Tensor], GatherPlan]:
@@ -232,7 +234,7 @@ class ParamGroupCache:
     def _make_plan(self, previous: GatherPlan | None, *made_for: Any) -> GatherPlan:
         plan = GatherPlan(self.fsdp_params, *made_for)
         for i, fsdp_param in enumerate(self.fsdp_params):
-            if not has_extension(fsdp_param):
+            if not (self._has_extensions and has_extension(fsdp_param)):
                 _check_dtypes(fsdp_param, plan.dtypes[i])
             # It may quantize by row in forward, and by column in backward. As many
             # bytes keep the dtype of the first gather, whatever they are viewed in

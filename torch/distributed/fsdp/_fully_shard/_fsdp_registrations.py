@@ -75,7 +75,7 @@ def get_param_names(
     for module in modules:
         for prefix, submodule in module.named_modules():
             prefixes.setdefault(submodule, prefix)
-    names = (f"{prefixes.get(info.module, '')}.{info.param_name}" for info in infos)
+    names = [f"{prefixes.get(info.module, '')}.{info.param_name}" for info in infos]
     return [name.lstrip(".") for name in names]
 
 
@@ -164,13 +164,19 @@ def _make_reset(group: FSDPParamGroup, fsdp_param: FSDPParam) -> Callable[..., N
         if (group := reference()) is None:
             return fsdp_param.reset_sharded_param()
         previous = fsdp_param.sharded_param
-        keep_grad_dtypes(group, fsdp_param)
+        # Loading comes here for each parameter, few of which have one
+        has_grad_dtype = fsdp_param in group._grad_dtypes or (
+            previous.is_leaf and previous.grad_dtype != previous.dtype
+        )
+        if has_grad_dtype:
+            keep_grad_dtypes(group, fsdp_param)
         try:
             fsdp_param.reset_sharded_param()
         except Exception as error:
             note_registered(error, fsdp_param, *fqns_of(group, fsdp_param))
             raise
-        keep_grad_dtypes(group, fsdp_param)  # on the new parameter
+        if has_grad_dtype:
+            keep_grad_dtypes(group, fsdp_param)  # on the new parameter
         param: Any = fsdp_param.sharded_param
         if param is not previous:
             group._cache.buckets.clear()  # which have the previous one's dtypes
@@ -201,7 +207,7 @@ def keep_grad_dtypes(group: FSDPParamGroup, *fsdp_params: FSDPParam) -> None:
 
 def check_materialized(group: FSDPParamGroup) -> None:
     """Raises if parameters have no data yet, or not where they are offloaded to."""
-    devices = (fsdp_param.sharded_param.device for fsdp_param in group.fsdp_params)
+    devices = [fsdp_param.sharded_param.device for fsdp_param in group.fsdp_params]
     named = [*zip(fqns_of(group), devices)]
     if on_meta := [fqn for fqn, device in named if device.type == "meta"]:
         raise RuntimeError(
@@ -242,8 +248,8 @@ def _find_plain_params(group: Any) -> dict[tuple[nn.Module, str], nn.Parameter]:
     return {
         (module, name): param
         for module in find(group.modules, is_composable_fn=lambda m: type(m) is not ddp)
-        for name, param in _named_parameters_with_duplicates(module, recurse=False)
-        if not isinstance(param, DTensor)
+        for name, param in module._parameters.items()
+        if param is not None and not isinstance(param, DTensor)
     }
 
 
