@@ -146,7 +146,8 @@ add(
     policy_of_a_unit=lambda run: partial(MixedPrecisionPolicy.by_name, run.model(), {}),
 )
 WEIGHT, OTHER = (
-    f"Parameter {name} of unit 'Scaled' cannot be sharded." for name in ("weight", "other")
+    f"Parameter {name} of unit 'Scaled' cannot be sharded."
+    for name in ("weight", "other")
 )
 add(
     f"NotImplementedError: FSDP does not support non-contig…{OTHER}",
