@@ -5,16 +5,16 @@ Compares ranks before they gather or reduce a unit.
 Ranks that disagree would hang, crash, or sum the wrong elements. So they are compared
 where every rank is about to issue a collective over the same group:
 
-- Before a unit's first gather: which parameters, and whether it will gather again in
+- Before a unit's first gather: its parameters, and whether it will gather again in
   backward. Lazy init is too early: one rank may evaluate replicated parameters alone,
   or call ``unshard`` where the others start with a forward.
 - Before a reduction with a pattern (which parameters have a gradient, reduced in which
   dtypes) that is new for this unit and group. Ranks that have agreed so far know the
-  same patterns, so all of them compare, or none does. Beyond ``_MAX_PATTERNS`` of a unit
-  none is compared: it is in no steady loop, and might wait at every step.
+  same patterns, so all of them compare, or none does. A unit with more patterns than
+  ``_MAX_PATTERNS`` is in no steady loop, and would wait at every step.
 
-If a pattern is new on some ranks only, their comparison meets another collective of the
-others, and the time limit passes. If it is new on none, a difference is not noticed.
+A pattern that is new on some ranks only meets another collective of the others, until
+the time limit passes. If it is new on none, a difference is not noticed.
 ``TORCH_FSDP_CHECK_RANKS_AGREE=always`` compares before every gather and reduction, so
 that all ranks raise where they drift apart.
 """
@@ -25,7 +25,7 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, TYPE_CHECKING, TypeAlias
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -39,10 +39,6 @@ from ._fsdp_errors import add_note, listed
 from ._fsdp_layout import describe_key, dtypes_of, ReduceBucket
 from ._fsdp_registrations import fqns_of
 from ._fsdp_scaling import backend_name
-
-
-if TYPE_CHECKING:
-    from ._fsdp_param_group import FSDPParamGroup
 
 
 # Bound at import, so that functions that users patch in `dist` do not see comparisons
@@ -80,7 +76,7 @@ _HANG_ADVICE = (
 class UnitAgreement:
     """Checks that all ranks are about to do the same for a param group."""
 
-    def __init__(self, param_group: FSDPParamGroup):
+    def __init__(self, param_group: Any):
         self._param_group = param_group
         _mode()  # raises if it is unknown
         # Whether gathers have been compared, and are not compared again
@@ -103,14 +99,11 @@ class UnitAgreement:
         that this one reduces them with, and whether it all-reduces.
         """
         scatter_group, replicate_group, comm, all_reduces = settings
-        scatters = scatter_group is not None and getattr(comm, "needs_all_ranks", False)
-        groups = [scatter_group] * scatters
-        groups += [replicate_group] * (all_reduces and replicate_group is not None)
-        pattern = frozenset(
-            (i, bucket.key) for bucket in buckets for i in bucket.params
-        )
+        groups = [scatter_group] if getattr(comm, "needs_all_ranks", False) else []
+        groups += [replicate_group] if all_reduces else []
+        pattern = frozenset((i, b.key) for b in buckets for i in b.params)
         is_agreed, always = True, _mode() == "always"
-        for group in groups:
+        for group in filter(None, groups):
             known = self._patterns.setdefault(group, set())
             is_new = pattern not in known and len(known) < _MAX_PATTERNS
             if always or is_new:
@@ -167,9 +160,7 @@ class UnitAgreement:
         return True
 
 
-def _announce(
-    group: FSDPParamGroup, buckets: Sequence[ReduceBucket] | None = None
-) -> _Lines:
+def _announce(group: Any, buckets: Sequence[ReduceBucket] | None = None) -> _Lines:
     """Returns what is known before a gather, or before a reduction of buckets."""
     params, fqn = group.fsdp_params, group._module_fqn
     unit = "a unit" if fqn is None else f"unit '{fqn or '(root)'}'"
@@ -219,7 +210,7 @@ def _has_others(group: dist.ProcessGroup, device: torch.device) -> bool:
     return backend_name(group, device) != "fake"
 
 
-def _is_traced(group: FSDPParamGroup) -> bool:
+def _is_traced(group: Any) -> bool:
     """Whether what a param group issues now is recorded or simulated, and not run."""
     if group.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return True

@@ -10,17 +10,13 @@ Only what would be silently wrong, or hang some ranks, is checked.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from ._fsdp_param import FSDPParam
 from ._fsdp_policies import REDUCIBLE
-
-
-if TYPE_CHECKING:
-    from ._fsdp_reduce import BucketGrads
 
 
 def add_note(error: BaseException, note: str) -> None:
@@ -52,7 +48,7 @@ def note_sharding(error: Exception, param: torch.Tensor, name: str) -> None:
 
 def note_registered(error: Exception, fsdp_param: FSDPParam, name: str) -> None:
     wrong = _find_wrong_registration(fsdp_param, name)
-    add_note(error, wrong or f"{name} cannot be taken as it is registered.")
+    add_note(error, wrong or f"{name} cannot be sharded as it is registered.")
 
 
 def check_param(fsdp_param: FSDPParam, name: str) -> None:
@@ -102,8 +98,8 @@ def note_extension(
     add_note(error, f"{method} of {name} failed, or did not return {result}")
 
 
-def note_reduction(error: Exception, parts: Sequence[BucketGrads]) -> None:
-    """Names the gradients in whose reduction the error was raised."""
+def note_reduction(error: Exception, parts: Sequence[Any]) -> None:
+    """``parts``: the ``BucketGrads`` in whose reduction the error was raised."""
     names = [str(p._param_fqn) for part in parts for p in part.fsdp_params]
     dtypes = dict.fromkeys(part.bucket.dtype for part in parts)
     note = f"Raised while reducing the gradients of {listed(names)} in "

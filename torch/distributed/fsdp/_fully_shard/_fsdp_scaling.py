@@ -51,7 +51,7 @@ def _get_gradient_divide_factors(
     ``factor`` or the number of data-parallel ranks:
 
     - fp32 and bf16: the collective divides (AVG, or PREMUL_SUM by 1 / d). Where it can
-      only sum, the result is divided by d, as it is smaller than the input.
+      only sum, the result, as it is smaller than the input, is divided by d.
     - Other dtypes: before by f, after by d / f, as fp16 could overflow in the sum or
       underflow before it. f is the least power of two that is at least sqrt(d) or does
       not divide d: 4 for 8 ranks, 4 for 6.
