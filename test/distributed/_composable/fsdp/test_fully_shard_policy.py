@@ -142,7 +142,7 @@ WRONG_USES = [
         "Return a floating-point dtype that is not",
         using(returning(reduce_dtype=PACKED)),
     ),
-    ("Return its own dtype", using(returning(param_dtype=FP32), INT8)),
+    ("Return that dtype", using(returning(param_dtype=FP32), INT8)),
     ("reduce_dtype_override_fn failed for parameter", using(failing(ValueError()))),
     (f"reduced in {FP8}. Set reduce_dtype to", using(Policy(BF16, FP8))),
     (f"reduced in {FP8}. Set reduce_dtype to", using(returning(reduce_dtype=FP8), FP8)),

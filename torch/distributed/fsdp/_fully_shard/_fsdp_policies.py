@@ -48,7 +48,7 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
             cast to ``param_dtype``, where it is set, and whatever overrides say.
         param_dtype_override_fn (callable, optional): Called by ``fully_shard`` once
             with each parameter that it manages, as the user made it. Returns its
-            ``param_dtype``: any floating-point dtype, its own to keep it as stored, or
+            ``param_dtype``: any floating-point dtype, the stored one for no cast, or
             ``None`` for the default. Must return the same on every rank.
         reduce_dtype_override_fn (callable, optional): The same for ``reduce_dtype``.
         grad_comm_dtype (torch.dtype, optional): Dtype in which gradients are sent: float64,
@@ -99,11 +99,10 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
 
         A parameter that several patterns match gets what each of them sets, and what none
         sets from the call: with ``grad_comm_dtype=torch.bfloat16``, ``A_log`` is sent in
-        that, unless its pattern sets another. Patterns that match nothing or contradict
-        each other are refused. Only units that ``fully_shard`` then makes with the policy
-        follow it. It can be copied, pickled, and used on another model with the same
-        names. Where only parts are sharded with it, ``layers.0.*``, for one, takes effect
-        at the first forward, when full names are known.
+        that, unless its pattern sets another. Only units that ``fully_shard`` then makes
+        with the policy follow it. It can be copied, pickled, and used on another model
+        with the same names. Where only parts are sharded with it, ``layers.0.*``, for
+        one, applies from the first forward on, when full names are known.
 
         Args:
             module (nn.Module): The model, or the part whose units get this policy.
@@ -114,6 +113,9 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
                 default), or to a policy that sets them. A shared parameter has all of
                 its names.
             param_dtype, ..., grad_comm_dtype: The fields, where no pattern sets them.
+
+        Raises:
+            ValueError: if patterns match nothing or contradict each other.
         """
         values = (param_dtype, reduce_dtype, output_dtype, cast_forward_inputs)
         policy = cls(*values, grad_comm_dtype=grad_comm_dtype)
@@ -139,9 +141,7 @@ def resolve(
         if isinstance(override_fn, DtypeByName):
             dtype = override_fn.look_up(fqn, is_whole)
         elif earlier is not None:
-            if (dtype := getattr(earlier, name)) != getattr(policy, name):
-                changes[name] = dtype
-            continue
+            dtype = getattr(earlier, name)
         else:
             try:
                 dtype = override_fn(param)
@@ -150,7 +150,7 @@ def resolve(
                 cls = ValueError if isinstance(error, ValueError) else RuntimeError
                 message = f"{name}_override_fn failed for parameter {fqn}: {error!r}"
                 raise cls(message) from error
-        if dtype is not None:
+        if dtype not in (None, getattr(policy, name)):
             _check_override(name, dtype, param, fqn)
             changes[name] = dtype
     resolved = replace(policy, **changes) if changes else policy
@@ -177,7 +177,7 @@ def resolve_all(
 
 
 def reduce_dtype_of_policy(policy: Any) -> torch.dtype | None:
-    """Returns what a policy reduces gradients in, None for the gradient's default."""
+    """Returns the dtype that a policy reduces in, None for the gradient's default."""
     if policy.reduce_dtype is None and getattr(policy, "grad_comm_dtype", None):
         return torch.float32
     return policy.reduce_dtype
@@ -196,13 +196,13 @@ def _overrides_of(policy: Any) -> dict[str, OverrideFn]:
 
 
 def _check_override(name: str, dtype: Any, param: nn.Parameter, fqn: str) -> None:
-    """Raises if an override returned what its parameter cannot be cast to."""
+    """Raises if an override returned no dtype that its parameter can be cast to."""
     is_float = param.dtype.is_floating_point
     is_float_dtype = isinstance(dtype, torch.dtype) and dtype.is_floating_point
     # No cast packs several values in one element
     if dtype == param.dtype or (is_float and is_float_dtype and dtype != _PACKED):
         return
-    fix = "a floating-point dtype that is not packed" if is_float else "its own dtype"
+    fix = "a floating-point dtype that is not packed" if is_float else "that dtype"
     raise ValueError(
         f"{name}_override_fn returned {dtype!r} for parameter {fqn}, which is "
         f"{param.dtype}. Return {fix}, or None for the policy's default."
@@ -239,7 +239,7 @@ def _check_can_train(policy: Any, override: Any, param: nn.Parameter, fqn: str) 
 
 
 def _clean(fqn: str) -> str:
-    """Returns a name without what checkpointing and compilation add to it."""
+    """Returns a name without the parts that checkpointing and compilation add."""
     wrappers = "_checkpoint_wrapped_module", "_orig_mod"
     return ".".join(part for part in fqn.split(".") if part not in wrappers)
 
@@ -253,16 +253,16 @@ def _ends_of(fqn: str) -> Iterator[str]:
 @dataclass(frozen=True)
 class DtypeByName:
     """
-    An override of one field, by the names that a model's parameters had. It holds no
+    An override of one field, by the names that a model's parameters had. It has no
     module, so that it can be copied and pickled.
 
     ``fully_shard`` may get a part of a model, in which ``norm.weight`` may be that of
     any layer. The end of a name is enough if all that end so are treated alike.
-    Otherwise the default holds until the root's first forward has named all units.
+    Otherwise the default applies until the root's first forward has named all units.
     """
 
     model: str  # the class, for messages
-    # The patterns that set this field, and to what
+    # The patterns that set this field, with the dtypes
     patterns: dict[str, torch.dtype | None] = field(hash=False)
     by_fqn: dict[str, torch.dtype | None] = field(repr=False, hash=False)
 
@@ -279,7 +279,7 @@ class DtypeByName:
         raise TypeError("An override of MixedPrecisionPolicy.by_name is asked by name")
 
     def look_up(self, fqn: str, is_whole: bool | None) -> torch.dtype | None:
-        """Returns what ``fqn`` is set to, see :func:`resolve`."""
+        """Returns the dtype that ``fqn`` is set to, see :func:`resolve`."""
         name = _clean(fqn)
         if is_whole:
             return self.by_fqn[name]
@@ -307,7 +307,7 @@ def _with_overrides(policy: _P, module: nn.Module, patterns: Mapping[str, Any]) 
     kind = type(module).__name__
     if hasattr(type(module), "_get_fsdp_state"):
         fix = "call by_name before fully_shard, and pass the policy to that"
-        raise ValueError(f"{kind} is a unit already, with a policy of its own: {fix}")
+        raise ValueError(f"{kind} is a unit already, with a policy: {fix}")
     if not isinstance(patterns, Mapping):
         raise TypeError(f"patterns is {patterns!r}: give {{pattern: dict(...)}}")
     named = module.named_parameters(remove_duplicate=False)
@@ -318,16 +318,19 @@ def _with_overrides(policy: _P, module: nn.Module, patterns: Mapping[str, Any]) 
         dtypes = _dtypes_of(pattern, value, policy)
         fqns = [fqn for fqn in params if fnmatchcase(fqn, pattern)]
         if not fqns:
-            fix = "Give patterns over whole names, e.g. 'layers.0.norm.*'."
-            found = f"Pattern {pattern!r} matches no parameter of {kind}"
-            raise ValueError(f"{found}. {fix}")
+            raise ValueError(
+                f"Pattern {pattern!r} matches no parameter of {kind}. Give patterns over "
+                "whole names, e.g. 'layers.0.norm.*'."
+            )
         for (name, dtype), fqn in product(dtypes.items(), fqns):
             by_param = set_by.setdefault(name, {})
             first_dtype, first = by_param.setdefault(params[fqn], (dtype, pattern))
             if first_dtype != dtype:
                 aliases = " alias ".join(f for f in params if params[f] is params[fqn])
-                found = f"{name} of {aliases} to {first_dtype} and {dtype}"
-                raise ValueError(f"Patterns {first!r} and {pattern!r} set {found}")
+                raise ValueError(
+                    f"Patterns {first!r} and {pattern!r} set {name} of {aliases} to "
+                    f"{first_dtype} and {dtype}"
+                )
     overrides: dict[str, Any] = {}
     for name, by_param in set_by.items():
         setters = {pattern: dtype for dtype, pattern in by_param.values()}
@@ -337,16 +340,16 @@ def _with_overrides(policy: _P, module: nn.Module, patterns: Mapping[str, Any]) 
 
 
 def _dtypes_of(pattern: str, value: Any, policy: Any) -> Mapping[str, Any]:
-    """Returns what a pattern sets. Raises if that cannot be set by name."""
+    """Returns the dtypes that a pattern sets, by field. Raises if it sets other fields."""
     dtypes = value
     if isinstance(value, _fsdp_api.MixedPrecisionPolicy):
-        defaults = {f.name: f.default for f in fields(value)}
-        dtypes = {name: getattr(value, name) for name in defaults}
-        dtypes["reduce_dtype"] = reduce_dtype_of_policy(value)
+        unset = [(f.name, f.default) for f in fields(value)]
         # Fields of whole modules may repeat what by_name was given
-        alike = {n: getattr(policy, n) for n in ("output_dtype", "cast_forward_inputs")}
-        alike = defaults | alike
-        dtypes = {n: v for n, v in dtypes.items() if v not in (defaults[n], alike[n])}
+        whole = "output_dtype", "cast_forward_inputs"
+        unset += [(name, getattr(policy, name)) for name in whole]
+        dtypes = {f.name: getattr(value, f.name) for f in fields(value)}
+        dtypes["reduce_dtype"] = reduce_dtype_of_policy(value)
+        dtypes = dict(item for item in dtypes.items() if item not in unset)
     if not isinstance(dtypes, Mapping):
         fix = "a dict of dtypes or a MixedPrecisionPolicy"
         raise TypeError(f"Pattern {pattern!r} is set to {value!r}: give {fix}")
