@@ -118,7 +118,7 @@ class UnitAgreement:
     def add_note(
         self, error: BaseException, buckets: Sequence[ReduceBucket] | None = None
     ) -> None:
-        """Adds what a backend does not know to an error in a gather or a reduction."""
+        """Names the unit, which backends do not know, in an error of a gather or reduction."""
         with contextlib.suppress(Exception):  # the error comes first
             _add_note(error, _announce(self._param_group, buckets))
 
@@ -161,7 +161,7 @@ class UnitAgreement:
 
 
 def _announce(group: Any, buckets: Sequence[ReduceBucket] | None = None) -> _Lines:
-    """Returns what is known before a gather, or before a reduction of buckets."""
+    """Returns what must be the same on all ranks in a gather, or in a reduction."""
     params, fqn = group.fsdp_params, group._module_fqn
     unit = "a unit" if fqn is None else f"unit '{fqn or '(root)'}'"
     size, state = f"{len(params)} parameters", ""
@@ -195,7 +195,7 @@ def _announce(group: Any, buckets: Sequence[ReduceBucket] | None = None) -> _Lin
 
 
 def _mode() -> str:
-    """Returns what the environment says, or raises if that is unknown."""
+    """Returns the environment's mode, or raises if that is unknown."""
     mode = os.environ.get(_SWITCH) or "1"
     if mode not in ("0", "1", "always"):
         raise ValueError(f"{_SWITCH} is {mode!r}: set it to always or 0, or unset it")

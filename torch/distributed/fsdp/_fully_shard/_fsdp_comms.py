@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 from ._fsdp_api import _ReduceOp, AllGather, ReduceScatter
 
 
-# What the release's `_fsdp_collectives` has
+# As in the release's `_fsdp_collectives`
 __all__ = [
     "AllGather",
     "DefaultAllGather",

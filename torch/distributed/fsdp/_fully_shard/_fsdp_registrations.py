@@ -100,7 +100,7 @@ def places_of(fsdp_params: Sequence[FSDPParam]) -> list[tuple[nn.Module, str, in
 
 
 def register(places: Sequence[tuple], params: Sequence[nn.Parameter]) -> None:
-    """Makes ``params`` what modules have at their places."""
+    """Registers ``params`` at their places in modules."""
     plain = nn.Module.__setattr__
     for module, name, i in places:
         # The plain method's checks cost more than all else here, and pass, as the name

@@ -31,7 +31,7 @@ from ._fsdp_releases import SCALES_BF16
 Factors: TypeAlias = tuple[float | None, float | None, _ReduceOp, _ReduceOp]
 # The pieces that a large buffer is summed in, to bound the memory for that
 _MIN_PIECE_NBYTES, _MAX_PIECES = 16 * 2**20, 8
-# Of what a Triton kernel adds. ROCm's devices have this type, too
+# The Triton kernel adds tensors of these. ROCm's devices have this type, too
 _KERNEL_DEVICE_TYPE = "cuda"
 _KERNEL_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 _has_kernel = True  # until Triton turns out to be missing or to fail
@@ -82,7 +82,7 @@ def _get_gradient_divide_factors(
 
 
 class Scaling(NamedTuple):
-    """What a unit's divide factors follow from. Units that join reductions share it."""
+    """The source of a unit's divide factors. Units that join reductions share it."""
 
     reduce_scatter_group: dist.ProcessGroup | None
     all_reduce_group: dist.ProcessGroup | None
@@ -109,7 +109,7 @@ def get_divide_factors(key: BucketKey, scaling: Scaling) -> Factors:
 
 
 def get_remaining_divisor(key: BucketKey, scaling: Scaling) -> float:
-    """Returns what a bucket's partial reduce is still to be divided by."""
+    """Returns the number by which a bucket's partial reduce is still to be divided."""
     _, after, _, op = get_divide_factors(key, scaling)
     return (after or 1) * (_size(scaling.all_reduce_group) if op == ReduceOp.AVG else 1)
 
@@ -138,7 +138,7 @@ def add_in_tree(rows: Tensor, output: Tensor, divisor: float | None = None) -> N
     """
     if _add_by_kernel(rows, output, divisor):
         return
-    numel = max(_piece_numel(rows) // rows.size(0), 1)  # as casts take memory
+    numel = max(_piece_numel(rows) // rows.size(0), 1)  # bounds the memory of casts
     for piece, target in zip(rows.split(numel, dim=1), output.split(numel)):
         # Only every other row is cast, and its neighbour added uncast
         sums, neighbours = piece[0::2].to(output.dtype), piece[1::2]
@@ -183,7 +183,7 @@ def _piece_numel(tensor: Tensor) -> int:
 def all_reduce_in_tree(tensor: Tensor, group: dist.ProcessGroup) -> None:
     """
     Sums ``tensor`` (1D) in place: each rank sums a part of each piece, which all gather.
-    Takes the memory of a piece, and of another for the last one if it must be padded.
+    Needs the memory of a piece, and of another for the last one if it must be padded.
     """
     world_size = group.size()
     if world_size == 1:

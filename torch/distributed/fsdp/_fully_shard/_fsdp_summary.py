@@ -23,7 +23,7 @@ from ._fsdp_registrations import get_param_names, groups_of
 from ._fsdp_scaling import get_divide_factors, Scaling
 
 
-# Has a name of its own, so that users can turn tables off and keep the log of steps
+# Not the logger of steps, so that users can turn off tables alone
 _logger = logging.getLogger("torch.distributed.fsdp.fully_shard.layout")
 _COLUMNS = "unit", "parameters", "elements", "stored in", "computes in"
 _COLUMNS += "bytes gathered", "reduced in", "bytes reduced", "divided by", "all-reduced"
@@ -42,18 +42,18 @@ class LayoutRow:
     unit: str
     names: tuple[str, ...]  # as seen from the unit
     numel: int
-    # What all ranks send and receive, with padding in the last row only. None: unknown
+    # Sent and received by all ranks, with padding in the last row only. None: unknown
     # before the first gather of an extension tensor, or while a name is ambiguous
     gathered_nbytes: int | None
     reduced_nbytes: int | None
     shard_world_size: int
-    stored_dtypes: tuple[torch.dtype, ...] = ()  # of a subclass those that it holds
+    stored_dtypes: tuple[torch.dtype, ...] = ()  # inside a tensor subclass
     compute_dtype: torch.dtype | None = None  # None while a name is ambiguous
     # Rows with the same reduce and comm dtype share a reduction. None if frozen
     reduce_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
     comm_dtype: torch.dtype | None = None  # None if it is the reduce dtype
-    # The sum's divisor, and what divides before and after it, None if the collective does
+    # The divisor, and its factors before and after the sum, None if the collective divides
     divided_by: float | None = None
     before: float | None = None
     after: float | None = None
@@ -86,10 +86,9 @@ class LayoutSummary:
 
 def layout_summary(module: nn.Module) -> LayoutSummary:
     """
-    Returns how the units of a model are laid out, to print or to read. It sends and
-    changes nothing. Until the first forward a parameter's dtype or ``requires_grad``
-    may still change, and a part of the model may be too small to tell which dtypes
-    ``by_name`` has chosen, for which it prints a question mark.
+    Returns the layout of a model's units, to print or to read. It sends and changes
+    nothing. Until the first forward dtypes and ``requires_grad`` may still change, and a
+    part of a model may not tell which dtypes ``by_name`` has chosen: it prints ``?``.
 
     Args:
         module (nn.Module): The root, or any module that has units in it.
@@ -204,7 +203,7 @@ def _with_dtypes(row: LayoutRow, group: Any, fsdp_param: FSDPParam) -> LayoutRow
 
 
 def _inner_dtypes(tensor: torch.Tensor) -> Iterator[torch.dtype]:
-    """Yields the dtype of a plain tensor, and those that a subclass holds."""
+    """Yields the dtype of a plain tensor, and those inside a subclass."""
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             yield from _inner_dtypes(getattr(tensor, name))

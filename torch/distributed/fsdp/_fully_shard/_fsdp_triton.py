@@ -17,7 +17,7 @@ _BLOCK_NUMEL = 1024
 def add_rows(rows: torch.Tensor, output: torch.Tensor, divisor: float | None) -> None:
     """Does as ``add_in_tree``: reads each row once, and writes only ``output``."""
     count, numel = rows.size()
-    # What `div_` multiplies by on CUDA: the inverse of the number as fp32 has it
+    # On CUDA `div_` multiplies by the inverse of the number as fp32 has it
     scale = 1.0 / c_float(divisor or 1.0).value
     # Without a value for fusion, Triton warns that the default will change
     _add_rows[(triton.cdiv(numel, _BLOCK_NUMEL),)](
