@@ -173,18 +173,12 @@ def allocate(
     """Returns a buffer from ``comm``. A reduction's may have another dtype."""
     buffer = comm.allocate((numel,), dtype=dtype, device=device)
     if type(comm) not in _DEFAULTS:
-        _check_buffer(comm, buffer, numel, dtype, device, gathers)
+        _check_buffer(comm, buffer, (numel, dtype, device), gathers)
     return buffer
 
 
-def _check_buffer(
-    comm: AllGather | ReduceScatter,
-    buffer: Tensor,
-    numel: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    gathers: bool,
-) -> None:
+def _check_buffer(comm: Any, buffer: Tensor, wanted: tuple, gathers: bool) -> None:
+    numel, dtype, device = wanted
     has_dtype = buffer.dtype == dtype or not gathers
     if buffer.numel() != numel or buffer.device.type != device.type or not has_dtype:
         raise ValueError(
