@@ -154,7 +154,7 @@ class CopyPlan(NamedTuple):
 
     region: GatherRegion
     # If any slot is cast: the positions of all, by the dtype they are stored in
-    casts: tuple[tuple[int, ...], ...] = ()
+    casts: Sequence[Sequence[int]] = ()
     # Else: how many of the slots, the first, are viewed in the region's dtype
     num_viewed: int = 0
 
@@ -186,8 +186,7 @@ def plan_copy_in(
             if i is not None:
                 casts.setdefault(stored_dtypes[i], []).append(k)
         is_cast = [*casts] != [region.dtype]
-        groups = tuple(map(tuple, casts.values()))
-        copies.append(CopyPlan(region, groups) if is_cast else join(region))
+        copies.append(CopyPlan(region, [*casts.values()]) if is_cast else join(region))
     if len(copies) > 1 and not any(copy.casts for copy in copies):
         joined = join(*layout.regions)
         if joined.num_viewed <= _VIEWS_PER_COPY * (len(copies) - 1):
@@ -198,7 +197,7 @@ def plan_copy_in(
 def reduce_dtype_of(
     grad_dtype: torch.dtype, policy_dtype: torch.dtype | None
 ) -> torch.dtype:
-    """Returns the policy's dtype for floating-point gradients, else their own."""
+    """Returns the policy's dtype for floating-point gradients, else ``grad_dtype``."""
     return policy_dtype if policy_dtype and grad_dtype.is_floating_point else grad_dtype
 
 
@@ -270,23 +269,20 @@ def plan_buckets(
     slots: Sequence[ReduceSlot], keys: Sequence[BucketKey], is_mixed: bool = False
 ) -> tuple[ReduceBucket, ...]:
     """Groups slots into buckets by their keys, ordered by :func:`bucket_sort_key`."""
-    members: dict[BucketKey, list[ReduceSlot]] = {}
-    for slot, key in zip(slots, keys, strict=True):
-        members.setdefault(key, []).append(slot)
 
-    def sort_key(key: BucketKey, slot: ReduceSlot) -> tuple:
-        (dtype, comm_dtype), alignment = key, 0
+    def sort_key(pair: tuple[BucketKey, ReduceSlot]) -> tuple:
+        (dtype, comm_dtype), slot = pair
+        alignment = 0
         if comm_dtype is not None:  # see [Note: Aligned to 16 bytes]
             alignment = gcd(slot.shard_numel * comm_dtype.itemsize, _ALIGNMENT)
         # Slots of one gradient dtype are a run
-        grad_key = dtype_sort_key(slot.grad_dtype or dtype)
-        return grad_key, not slot.is_direct, -alignment, slot.param
+        grad_key = dtype_sort_key(slot.grad_dtype or dtype), not slot.is_direct
+        return bucket_sort_key(pair[0]), *grad_key, -alignment, slot.param
 
-    buckets: list[ReduceBucket] = []
-    for key in sorted(members, key=bucket_sort_key):
-        in_order = sorted(members[key], key=functools.partial(sort_key, key))
-        buckets.append(ReduceBucket(key, tuple(in_order), is_mixed))
-    return tuple(buckets)
+    pairs = sorted(zip(keys, slots, strict=True), key=sort_key)
+    by_key = groupby(pairs, key=lambda pair: pair[0])
+    buckets = [(key, tuple(slot for _, slot in run)) for key, run in by_key]
+    return tuple(ReduceBucket(*bucket, is_mixed) for bucket in buckets)
 
 
 class ReduceBucketCap(NamedTuple):
@@ -315,10 +311,8 @@ class ParamDtypes(NamedTuple):
 
 def dtypes_of(fsdp_param: FSDPParam) -> ParamDtypes:
     """Returns a parameter's dtypes as they are now, before lazy init as well."""
-    policy, param = fsdp_param.mp_policy, fsdp_param.sharded_param
-    compute = param.dtype
-    if policy.param_dtype is not None and compute.is_floating_point:
-        compute = policy.param_dtype
+    param = fsdp_param.sharded_param
+    compute = reduce_dtype_of(param.dtype, fsdp_param.mp_policy.param_dtype)
     reduce = reduce_dtype_of(compute, default_reduce_dtype(fsdp_param))
     _, comm = bucket_key(fsdp_param, reduce)
     return ParamDtypes(param.dtype, compute, reduce, param.grad_dtype or reduce, comm)
