@@ -38,52 +38,41 @@ if _lacks or _adds:  # whatever the version: patch releases may have the same fi
     )
 
 
-class _Before215:
-    """FSDP accumulates the gradients of microbatches, apart from the parameters."""
-
-    accumulates_by_autograd = False
-    may_keep_storage = False  # whether unsharded memory may outlive reshard
-    chunk_cat = "chunk_cat"  # the operator that copies gradients in
-    # The argument of other releases' `foreach_reduce`
-    lacking_argument = "prepare_reduce_scatter_inputs"
-
-    @staticmethod
-    def default_reduce_dtype(param: torch.Tensor) -> torch.dtype | None:
-        """Returns what a gradient is reduced in by default, None: in its own dtype."""
-        return None
-
-    @staticmethod
-    def define_operators(lib: torch.library.Library) -> None:
-        """Defines the operators that only this release has in Python."""
-
-
-class _Since215:
-    """
-    Autograd accumulates unsharded gradients in a parameter's ``grad_dtype``, and they are
-    reduced in that unless the policy sets another dtype.
-    """
-
-    accumulates_by_autograd = True
-    may_keep_storage = True
-    chunk_cat = "chunk_cat_mixed_dtype"  # in C++, casts between bf16 and fp32 on CUDA
-    lacking_argument = "orig_dtype"
-
-    @staticmethod
-    def default_reduce_dtype(param: torch.Tensor) -> torch.dtype | None:
-        return param.grad_dtype
-
-    @staticmethod
-    def define_operators(lib: torch.library.Library) -> None:
-        name, ints = (
-            "record_grad_output_stream",
-            ("stream_id", "device_index", "device_type"),
-        )
-        lib.define(f"{name}(Tensor buffer, int {', int '.join(ints)}) -> ()")
-        lib.impl(name, lambda *_: None, "CompositeExplicitAutograd")
-
-
 IS_2_15: bool = hasattr(torch.Tensor, "_has_grad_dtype_override")  # or newer
-RELEASE: type[Any] = _Since215 if IS_2_15 else _Before215
+
+
+class RELEASE:
+    """
+    Since 2.15 autograd accumulates unsharded gradients in a parameter's ``grad_dtype``,
+    and they are reduced in that unless the policy sets another dtype. Before, FSDP
+    accumulates them, apart from the parameters.
+    """
+
+    accumulates_by_autograd = IS_2_15
+    may_keep_storage = IS_2_15  # whether unsharded memory may outlive reshard
+    # The operator that copies gradients in, since 2.15 in C++: on CUDA it casts between
+    # bf16 and fp32
+    chunk_cat = "chunk_cat_mixed_dtype" if IS_2_15 else "chunk_cat"
+    # The argument of other releases' `foreach_reduce`
+    lacking_argument = "orig_dtype" if IS_2_15 else "prepare_reduce_scatter_inputs"
+
+    @staticmethod
+    def default_reduce_dtype(param: torch.Tensor) -> torch.dtype | None:
+        """Returns the dtype to reduce a gradient in by default, None: its dtype."""
+        return param.grad_dtype if IS_2_15 else None
+
+    @staticmethod
+    def define_operators(lib: torch.library.Library) -> None:
+        """Defines the operator that 2.15 has in Python."""
+        if IS_2_15:
+            name, ints = (
+                "record_grad_output_stream",
+                "int device_index, int device_type",
+            )
+            lib.define(f"{name}(Tensor buffer, int stream_id, {ints}) -> ()")
+            lib.impl(name, lambda *_: None, "CompositeExplicitAutograd")
+
+
 # Whether NCCL multiplies by the factor of a bf16 PREMUL_SUM. Releases before 2.15 may
 # lack that fix (pytorch 190745): they multiply by 0 or by garbage.
 SCALES_BF16: bool = IS_2_15
