@@ -32,12 +32,15 @@ def set_backward_prefetch(
     Args:
         module (nn.Module): A module with units in it.
         backward_prefetch (BackwardPrefetch, optional): ``BACKWARD_PRE``, the default:
-            before this unit's backward, which the all-gather overlaps with, while both
-            units' parameters are in memory. ``BACKWARD_POST``: after it, when its
-            parameters are freed. The all-gather overlaps with the reduce-scatter only,
-            and a unit none of whose inputs needs a gradient prefetches nothing.
-            ``None``: each unit gathers when its own backward begins.
-        recurse (bool): False: for the module's own unit only.
+            before a unit's backward, beside it, while both units' parameters are in
+            memory. ``BACKWARD_POST``: after it, when parameters are freed, beside the
+            reduce-scatter only; a unit none of whose inputs needs a gradient prefetches
+            nothing. ``None``: each unit gathers when its backward begins.
+        recurse (bool): False: for the module's unit only.
+
+    Raises:
+        TypeError: if ``backward_prefetch`` is neither.
+        ValueError: if there is no such unit.
     """
     if not isinstance(backward_prefetch, BackwardPrefetch | None):
         raise TypeError(f"{backward_prefetch=}: give a BackwardPrefetch or None")
@@ -56,25 +59,26 @@ def set_reduce_bucket_cap(
     Joins small reductions of several units, to save latency. With a cap, gradients of a
     unit whose reduce-scatter would take at most ``small_kb`` wait. They are reduced with
     those of other units, in one reduce-scatter (and one all-reduce over replicas) for
-    each reduce dtype, once they come to ``bucket_cap_mb``, and at the end of backward.
-    Reentrant checkpoints have a backward each. All ranks must set the same. What waits
-    when ``finalize_backward(async_op=True)`` is called (2.15) is reduced by its
-    handle's ``wait``.
+    each reduce dtype, at ``bucket_cap_mb`` and at the end of backward, or by the handle
+    of ``finalize_backward(async_op=True)`` (2.15). Reentrant checkpoints have a backward
+    each. All ranks must set the same.
 
-    The gradients that wait stay in memory. Sharded gradients are set, and their
-    post-accumulate-grad hooks run, when they are reduced. With more than two ranks,
-    sums may round differently (not with ``grad_comm_dtype``).
-
-    Units with different process groups, divide factors or dtypes are not joined. Units
-    with a custom reduce-scatter, an all-reduce hook, memory from the process group,
-    symmetric memory, or all-reduces that were ever deferred, do not wait.
+    Until then these gradients stay in memory; sharded gradients are not set, and no
+    post-accumulate-grad hooks run. With more than two ranks, sums may round differently
+    (not with ``grad_comm_dtype``). Units with different process groups, divide factors or
+    dtypes are not joined. Those with a custom reduce-scatter, an all-reduce hook, memory
+    from the process group, symmetric memory, or all-reduces that were ever deferred, do
+    not wait.
 
     Args:
         module (nn.Module): A module with units in it.
         bucket_cap_mb (float, optional): How many MiB are reduced at once, the gradients
             of one rank for all of them. ``None``: no reduction waits.
         small_kb (float): Up to how many KiB one reduction waits.
-        recurse (bool): False: for the module's own unit only.
+        recurse (bool): False: for the module's unit only.
+
+    Raises:
+        ValueError: if a size is not finite and positive, or there is no such unit.
     """
     cap = None
     if bucket_cap_mb is not None:
@@ -97,25 +101,25 @@ def set_coalesced_collectives(
     A parameter is sent uncopied if it has no all-gather extension, at least
     ``min_nbytes``, and is sharded on dim 0, or on dim d into at most 32 pieces, one for
     each index of the first d dims; its gradient, if it is also sharded evenly and has no
-    ``grad_comm_dtype``. With more than two ranks sums may round differently. Units with
-    a custom collective, memory from the process group or symmetric memory, or with
-    ``reshard_after_forward=<int>``, which gather as before, are left as they are.
+    ``grad_comm_dtype``. With more than two ranks sums may round differently. Nothing
+    changes for units with a custom collective, memory from the process group or
+    symmetric memory, nor for gathers with ``reshard_after_forward=<int>``.
 
-    Memory of the last unit that was resharded is held until the next gather, the end of
-    backward, a ``reshard()`` by users or a state dict. A gradient that shares its memory
-    is copied. One that a hook keeps must not be written before the end of backward.
+    Memory of the unit that was resharded last is held until the next gather, the end of
+    backward, a user's ``reshard()`` or a state dict. A gradient that shares its memory is
+    copied. One that a hook keeps must not be written before the end of backward.
 
     Args:
         module (nn.Module): A module with units in it.
         min_nbytes (int, optional): The least size of the unsharded parameter, or of its
             gradient, in the dtype it is sent in. ``None``: all are copied.
-        recurse (bool): False: for the module's own unit only.
+        recurse (bool): False: for the module's unit only.
 
     Raises:
         ValueError: if ``min_nbytes`` is not a number of bytes, or there is no such unit.
+        RuntimeError: if an all-reduce of a unit has been deferred.
     """
-    is_number = isinstance(min_nbytes, int) and not isinstance(min_nbytes, bool)
-    if min_nbytes is not None and not (is_number and min_nbytes >= 0):
+    if min_nbytes is not None and not (type(min_nbytes) is int and min_nbytes >= 0):
         raise ValueError(f"{min_nbytes=} must be a number of bytes >= 0, or None")
     groups = groups_of(module, "set_coalesced_collectives", recurse)
     changed = [g for g in groups if g._direct_memory.min_nbytes != min_nbytes]
@@ -230,10 +234,7 @@ def as_mesh(mesh_info: Any, cls: type) -> Any:
 
 
 class GroupSettings:
-    """
-    The settings of a param group, which methods of ``FSDPModule`` and the functions above
-    set, with their checks.
-    """
+    """What methods of ``FSDPModule`` and the functions above set on a param group."""
 
     mesh_info: Any
     gradient_divide_factor: Any = OnSet(check_divide_factor)
@@ -242,52 +243,45 @@ class GroupSettings:
     _has_fresh_buffers: bool  # these two follow from that comm
     _holds_one_input: bool
     _all_reduce_hook: Callable[[torch.Tensor], None] | None = None
-    # The hook's, used only without replicas
-    _all_reduce_hook_stream: torch.Stream | None = None
+    _all_reduce_hook_stream: torch.Stream | None = None  # used only without replicas
     reduce_grads: bool = True
-    # Whether all-reduces were ever deferred. All ranks know that, but not which ranks
-    # have a partial reduce
-    _has_deferred: bool = False
     all_reduce_grads: Any = OnSet(note_deferral)  # over replicas
+    # Whether they were ever deferred: all ranks know that, not who has a partial reduce
+    _has_deferred: bool = False
     reshard_after_backward: bool = True
     force_sum_reduction_for_comms: bool = False  # then divide
-    # Reduce zeros for parameters without a gradient, so that all ranks reduce alike
-    reduce_scatter_unused_params: bool = False
+    reduce_scatter_unused_params: bool = False  # zeros, so that all ranks reduce alike
     reduce_scatter_max_input_buffers: int = 1  # all use the largest
     # Gather in the current stream: less memory, only explicit prefetching
     unshard_async_op: bool = False
     reduce_bucket_cap: ReduceBucketCap | None = None
-    # False if backward does not need the parameters, e.g. an embedding's
-    unshard_in_backward: bool = True
+    unshard_in_backward: bool = True  # some do not need it, e.g. embeddings
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
 
     def _set_separate_reduce_scatter_group(
         self, enable: bool, new_groups: dict[tuple[int, ...], dist.ProcessGroup]
     ) -> None:
         """
-        Gives reduce-scatter a process group of its own, which lets it overlap with
-        all-gather, or the shared one again. ``new_groups`` has those that one call of the
-        user has made so far, by shard ranks: meshes over the same ranks share one.
+        Gives reduce-scatter another process group, so that it overlaps with all-gather, or
+        the shared one again. ``new_groups``: those that one call of the user has made so
+        far, by shard ranks, as meshes over the same ranks share one.
         """
         mesh_info = as_mesh(self.mesh_info, FSDPMeshInfo)
         if not enable:
             mesh_info.reduce_scatter_process_group = None
             return
         ranks = tuple(dist.get_process_group_ranks(mesh_info.shard_process_group))
-        ranks_group = new_groups.get(ranks) or mesh_info.reduce_scatter_process_group
-        if ranks_group is None:
-            # Under HSDP other ranks make their own groups, and never come to this one
-            ranks_group = dist.new_group(
-                [*ranks],
-                group_desc="fsdp_reduce_scatter",
-                use_local_synchronization=True,
-            )
-        new_groups[ranks] = mesh_info.reduce_scatter_process_group = ranks_group
+        group = new_groups.get(ranks) or mesh_info.reduce_scatter_process_group
+        if group is None:
+            # Under HSDP other ranks make other groups, and never come to this one
+            name: Any = {"group_desc": "fsdp_reduce_scatter"}
+            group = dist.new_group([*ranks], use_local_synchronization=True, **name)
+        new_groups[ranks] = mesh_info.reduce_scatter_process_group = group
 
     def set_symm_mem(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """
-        Allocates buffers of collectives from symmetric memory; those of reduce-scatter only
-        if sums are forced, as NCCL's symmetric kernels have no other reduction.
+        Allocates buffers from symmetric memory; those of reduce-scatter only if sums are
+        forced, as NCCL's symmetric kernels have no other reduction.
         """
         gather, reduce_scatter = comms.SymmMemAllGather, comms.SymmMemReduceScatter
         check_no_custom_comm(self, "set_symm_mem", gather, reduce_scatter)
@@ -306,10 +300,9 @@ class GroupSettings:
         check_no_custom_comm(self, setter, gather, reduce_scatter)
         if enable:
             shard_group = as_mesh(self.mesh_info, FSDPMeshInfo).shard_process_group
+            scatter_group = self._reduce_scatter_process_group
             self._all_gather_comm = gather(shard_group)
-            self._reduce_scatter_comm = reduce_scatter(
-                self._reduce_scatter_process_group
-            )
+            self._reduce_scatter_comm = reduce_scatter(scatter_group)
         else:
             self._all_gather_comm = comms.DefaultAllGather()
             self._reduce_scatter_comm = comms.DefaultReduceScatter()
