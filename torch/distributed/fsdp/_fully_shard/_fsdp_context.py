@@ -3,10 +3,10 @@ State that the groups of one root share, see :class:`FSDPCommContext`.
 
 [Note: Holding reduced buffers]
 An all-reduce over replicas may take longer than backward of several units. So its buffer
-is held until its group reduces again, or to the end of backward. That takes no memory
+is held until its group reduces again, or to the end of backward. That costs no memory
 where sharded gradients are views of it. Where they are cast, up to ``_MAX_HELD_NBYTES``
 are held: beyond that, the allocating streams wait for the oldest buffers, never for the
-newest, which would keep compute waiting as well.
+newest, which compute would wait for as well.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class AllGatherState(NamedTuple):
 class Handoff(NamedTuple):
     """
     Buffers that the reductions of one post-backward use in other streams than those that
-    allocated them. The context holds them, so that no other tensor gets their memory.
-    Whoever drops them calls :meth:`release` before, except at the end of backward, where
-    the current stream waits for all reductions.
+    allocated them. While the context holds them, no other tensor gets their memory. Who
+    drops them calls :meth:`release` before, but not at the end of backward, where the
+    current stream waits for all reductions.
     """
 
     buffers: tuple[torch.Tensor, ...]
@@ -144,9 +144,9 @@ class FSDPCommContext:
     def get_groups_to_prefetch(self, group: Any, index: int) -> Iterator[Any]:
         """
         Yields the groups that backward prefetches from ``group``, whose forward was at
-        ``index``: those of the module before. If modules have a group for each mesh, the
-        one of index 1, the last but one in backward, prefetches: earlier, parameters
-        would be unsharded for longer, later, no reduce-scatter would overlap.
+        ``index``: those of the module before. If modules have a group for each mesh, that
+        of index 1, the last but one in backward, prefetches: earlier, parameters would be
+        unsharded for longer, later, no reduce-scatter would overlap.
         """
         order = self.post_forward_order
         if group._num_param_groups == 1:
@@ -176,7 +176,7 @@ class FSDPCommContext:
 
     def reduce(
         self,
-        group: Any,
+        group: FSDPParamGroup,
         reduction: Reduction,
         buckets: Sequence[ReduceBucket],
         pop_part: Callable[[ReduceBucket], BucketGrads],
@@ -224,8 +224,9 @@ class FSDPCommContext:
         # Buckets may share an input or a buffer, which the last of them uses last
         inputs: dict[torch.Tensor, None] = {}
         streams: dict[torch.Tensor, torch.Stream] = {}  # by buffer
-        event, nbytes = None, 0
+        event, is_viewed = None, True
         for result, part in zip(results, parts, strict=True):
+            is_viewed &= part.is_viewed
             if (reduce_input := result.reduce_scatter_input) is not None:
                 event = result.reduce_scatter_event
                 inputs |= dict.fromkeys((reduce_input, *part.inputs))
@@ -233,26 +234,20 @@ class FSDPCommContext:
                 # Over a single rank the buffer is the input
                 is_input = buffer is reduce_input
                 stream = current_stream if is_input else self.reduce_scatter_stream
-                nbytes += 0 if buffer in streams else buffer.nbytes
                 streams[buffer] = stream
         if inputs:
             handoff = Handoff((*inputs,), event, (current_stream,), group)
             self.reduce_scatter_states.append(handoff)
-        if buffers := (*streams,):
-            nbytes = 0 if all(part.is_viewed for part in parts) else nbytes
-            event, allocating = (
-                results[-1].all_reduce_event,
-                dict.fromkeys(streams.values()),
-            )
-            handoff = Handoff(buffers, event, (*allocating,), group, nbytes)
+        if streams:
+            nbytes = 0 if is_viewed else sum(buffer.nbytes for buffer in streams)
+            event, allocating = results[-1].all_reduce_event, (*streams.values(),)
+            handoff = Handoff((*streams,), event, allocating, group, nbytes)
             self.all_reduce_states.append(handoff)
 
-    def wait_after_error(
-        self, earlier_stream: torch.Stream, later_stream: torch.Stream
-    ) -> None:
+    def wait_after_error(self, earlier: torch.Stream, later: torch.Stream) -> None:
         """Makes the current stream wait for what was started in both streams."""
-        earlier_stream.wait_stream(later_stream)
-        self.device_handle.current_stream().wait_stream(earlier_stream)
+        earlier.wait_stream(later)
+        self.device_handle.current_stream().wait_stream(earlier)
 
     def join_small(
         self,
@@ -260,7 +255,7 @@ class FSDPCommContext:
         reduction: Reduction,
         buckets: Sequence[ReduceBucket],
         pop_part: Callable[[ReduceBucket], BucketGrads],
-    ) -> list[ReduceBucket]:
+    ) -> Sequence[ReduceBucket]:
         """
         Lets small buckets wait for a reduction with those of other units, which comes at
         the cap, or when this backward ends, be it inside of another. Returns the buckets
@@ -269,10 +264,9 @@ class FSDPCommContext:
         cap, key, remaining = group.reduce_bucket_cap, reduction.scaling, []
         # After a deferral replicas may have different buckets
         is_deferred = group._has_deferred or reduction.defers_all_reduce
-        if is_deferred or reduction.all_reduce_hook is not None:
-            return [*buckets]
-        if group._partial_reduces or not reduction.is_default:
-            return [*buckets]
+        is_plain = reduction.is_default and reduction.all_reduce_hook is None
+        if is_deferred or group._partial_reduces or not is_plain:
+            return buckets
         for batch in layouts.by_collective(buckets):
             nbytes = sum(b.shard_numel * b.wire_dtype.itemsize for b in batch)
             nbytes *= reduction.shard_world_size
@@ -293,7 +287,7 @@ class FSDPCommContext:
             torch.autograd.Variable._execution_engine.queue_callback(reduce_joined)
         return remaining
 
-    def reduce_joined(self, group: Any, *keys: tuple) -> None:
+    def reduce_joined(self, group: FSDPParamGroup, *keys: tuple) -> None:
         """Reduces the small buckets that wait under ``keys``, by default all."""
         for key in keys or [*self.joined_reductions]:
             self.recycle_reduce_buffers(group)
@@ -302,16 +296,14 @@ class FSDPCommContext:
             streams = dict.fromkeys(s for s in joined.streams if s != current_stream)
             for stream in streams:
                 current_stream.wait_stream(stream)
-            buckets = [part.bucket for part in parts]
+            args = group, joined.reduction, [part.bucket for part in parts]
             try:
-                self.reduce(
-                    group, joined.reduction, buckets, lambda _, p=parts: p.pop(0)
-                )
+                self.reduce(*args, lambda _, p=parts: p.pop(0))
             finally:  # these streams may reuse the memory of the gradients
                 for stream in streams:
                     stream.wait_stream(current_stream)
 
-    def recycle_reduce_buffers(self, group: Any) -> None:
+    def recycle_reduce_buffers(self, group: FSDPParamGroup) -> None:
         """
         Waits for the oldest buffers of reductions and drops them, to make room for those
         of ``group``. Only the module's first group in a backward waits: if each did,
@@ -325,14 +317,12 @@ class FSDPCommContext:
             return
         while len(held) > 1 and sum(h.nbytes for h in held) > _MAX_HELD_NBYTES:
             held.pop(0).release()
-        excess = len(states) + 1 - self.reduce_scatter_max_input_buffers
-        if excess <= 0:
-            return
-        current_stream = self.device_handle.current_stream()
-        with range_of(f"FSDP::post_backward_rs_wait ({group._module_fqn})"):
-            for state in states[:excess]:
-                state.release(current_stream)
-            del states[:excess]
+        if (excess := len(states) + 1 - self.reduce_scatter_max_input_buffers) > 0:
+            current_stream = self.device_handle.current_stream()
+            with range_of(f"FSDP::post_backward_rs_wait ({group._module_fqn})"):
+                for state in states[:excess]:
+                    state.release(current_stream)
+                del states[:excess]
 
     def drop_all_reduces(self, group: FSDPParamGroup) -> None:
         """Drops the reduced buffers that are held of a group."""

@@ -278,7 +278,7 @@ class GroupSettings:
             group = dist.new_group([*ranks], use_local_synchronization=True, **name)
         new_groups[ranks] = mesh_info.reduce_scatter_process_group = group
 
-    def set_symm_mem(self, backend: Literal["NCCL"] = "NCCL") -> None:
+    def set_symm_mem(self: Any, backend: Literal["NCCL"] = "NCCL") -> None:
         """
         Allocates buffers from symmetric memory; those of reduce-scatter only if sums are
         forced, as NCCL's symmetric kernels have no other reduction.
@@ -292,7 +292,7 @@ class GroupSettings:
         shard_group = as_mesh(self.mesh_info, FSDPMeshInfo).shard_process_group
         self._all_gather_comm = gather(shard_group, backend)
 
-    def set_allocate_memory_from_process_group(self, enable: bool) -> None:
+    def set_allocate_memory_from_process_group(self: Any, enable: bool) -> None:
         """Allocates buffers of collectives from their groups, or by default again."""
         gather = comms.ProcessGroupAllocAllGather
         reduce_scatter = comms.ProcessGroupAllocReduceScatter
@@ -307,7 +307,7 @@ class GroupSettings:
             self._all_gather_comm = comms.DefaultAllGather()
             self._reduce_scatter_comm = comms.DefaultReduceScatter()
 
-    def _validate_reduce_scatter_max_input_buffers(self) -> None:
+    def _validate_reduce_scatter_max_input_buffers(self: Any) -> None:
         comm, wanted = self._reduce_scatter_comm, self.reduce_scatter_max_input_buffers
         if wanted > 1 and isinstance(comm, comms.SymmMemReduceScatter):
             raise ValueError(
